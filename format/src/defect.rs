@@ -1,0 +1,153 @@
+//! Floor 0. What can be wrong with bytes: the defect itself, and the place where it was found.
+
+use std::fmt;
+
+use crate::ids::Lsn;
+use crate::names::FileName;
+
+/// Why bytes are not what they should be.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Defect {
+    /// The structure does not fit into the bytes that are there.
+    #[error("cut short: {needed} bytes needed, {have} there")]
+    Truncated {
+        /// Bytes that the structure takes.
+        needed: u64,
+        /// Bytes that are there.
+        have: u64,
+    },
+    /// The first bytes are not this structure's.
+    #[error("not a {expected}: the magic number does not match")]
+    Magic {
+        /// The structure that was expected.
+        expected: &'static str,
+    },
+    /// A checksum does not match.
+    #[error("{what} checksum is {found:#010x}, the bytes give {computed:#010x}")]
+    Checksum {
+        /// What the checksum covers.
+        what: &'static str,
+        /// The checksum on disk.
+        found: u32,
+        /// The checksum of the bytes on disk.
+        computed: u32,
+    },
+    /// Written by a version, or with a feature, that this build does not know.
+    #[error("format version {version} with incompatible features {features:#x} is newer than this build")]
+    Version {
+        /// The version found.
+        version: u32,
+        /// The unknown incompatible feature bits.
+        features: u32,
+    },
+    /// Another store's bytes.
+    #[error("belongs to another store")]
+    Foreign,
+    /// A length or count is over its limit.
+    #[error("{what} is {found}, over the limit of {limit}")]
+    Limit {
+        /// What is too large.
+        what: &'static str,
+        /// The value found.
+        found: u64,
+        /// The largest value allowed.
+        limit: u64,
+    },
+    /// A field holds a value that it must not hold.
+    #[error("{what} is {found}")]
+    Field {
+        /// The field.
+        what: &'static str,
+        /// The value found.
+        found: u64,
+    },
+    /// A field does not hold the value that its place demands.
+    #[error("{what} is {found}, expected {expected}")]
+    Mismatch {
+        /// The field.
+        what: &'static str,
+        /// The value found.
+        found: u64,
+        /// The value that it should have.
+        expected: u64,
+    },
+    /// Encoded metadata does not decode.
+    #[error("metadata does not decode: {0}")]
+    Metadata(String),
+    /// A batch cannot follow the state before it.
+    #[error("the batch does not apply: {0}")]
+    Batch(String),
+    /// A file that must be there is not.
+    #[error("missing")]
+    Missing,
+    /// The medium reported an error.
+    #[error("cannot be read: {0}")]
+    Unreadable(String),
+}
+
+/// A defect and where it lies.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Damage {
+    /// The file.
+    pub file: FileName,
+    /// The offset of the damaged structure, in bytes from the file's start.
+    pub offset: u64,
+    /// The batch that is affected, where it is known.
+    pub lsn: Option<Lsn>,
+    /// What is wrong.
+    pub defect: Defect,
+}
+
+impl fmt::Display for Damage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} at offset {}", self.file, self.offset)?;
+        if let Some(lsn) = self.lsn {
+            write!(f, " (lsn {lsn})")?;
+        }
+        write!(f, ": {}", self.defect)
+    }
+}
+
+impl std::error::Error for Damage {}
+
+impl Defect {
+    /// The defect, at a place.
+    #[must_use]
+    pub fn at(self, file: FileName, offset: u64) -> Damage {
+        Damage { file, offset, lsn: None, defect: self }
+    }
+
+    /// The defect, at a place, with the batch that it touches.
+    #[must_use]
+    pub fn at_lsn(self, file: FileName, offset: u64, lsn: Lsn) -> Damage {
+        Damage { file, offset, lsn: Some(lsn), defect: self }
+    }
+}
+
+/// Takes `len` bytes at `offset`, or says how many are missing.
+pub(crate) fn slice(bytes: &[u8], offset: usize, len: usize) -> Result<&[u8], Defect> {
+    let end = offset.checked_add(len).ok_or(Defect::Field { what: "length", found: len as u64 })?;
+    bytes.get(offset..end).ok_or(Defect::Truncated { needed: end as u64, have: bytes.len() as u64 })
+}
+
+/// Takes a fixed-size array at `offset`, or says how many bytes are missing.
+pub(crate) fn array<const N: usize>(bytes: &[u8], offset: usize) -> Result<&[u8; N], Defect> {
+    Ok(slice(bytes, offset, N)?.try_into().expect("slice returned N bytes"))
+}
+
+/// Refuses a checksum that the bytes do not give.
+pub(crate) fn check_crc(what: &'static str, found: u32, bytes: &[u8]) -> Result<(), Defect> {
+    let computed = crc32fast::hash(bytes);
+    if found == computed { Ok(()) } else { Err(Defect::Checksum { what, found, computed }) }
+}
+
+/// Refuses a reserved field that is not zero.
+pub(crate) fn check_zero(what: &'static str, found: u64) -> Result<(), Defect> {
+    if found == 0 { Ok(()) } else { Err(Defect::Field { what, found }) }
+}
+
+/// Refuses a value above a limit.
+pub(crate) fn check_limit(what: &'static str, found: u64, limit: u64) -> Result<(), Defect> {
+    if found <= limit { Ok(()) } else { Err(Defect::Limit { what, found, limit }) }
+}

@@ -1,0 +1,319 @@
+//! Floor 0. The names by which things are known on disk and in the API: pages, versions, positions.
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::layout::Field;
+use crate::limits::KEY_LEN_MAX;
+
+macro_rules! number {
+    ($(#[$meta:meta])* $name:ident) => {
+        $(#[$meta])*
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        pub struct $name(pub u64);
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                self.0.fmt(f)
+            }
+        }
+
+        impl Field for $name {
+            const SIZE: usize = 8;
+            fn put(&self, out: &mut [u8]) {
+                self.0.put(out);
+            }
+            fn get(bytes: &[u8]) -> Self {
+                Self(u64::get(bytes))
+            }
+        }
+    };
+}
+
+number! {
+    /// A page's number, given by the store: rising from 1, never used again. 0 is no page.
+    PageId
+}
+number! {
+    /// The number of a committed batch: dense, rising from 1. 0 stands for the empty store.
+    Lsn
+}
+number! {
+    /// A page's version: 1 at creation, +1 for every committed batch that changes its content, length
+    /// or metadata.
+    Epoch
+}
+number! {
+    /// The number of a snapshot, rising from 1. 0 is none.
+    SnapshotId
+}
+
+impl Lsn {
+    /// The Lsn of the next batch.
+    #[must_use]
+    pub fn next(self) -> Self {
+        Self(self.0 + 1)
+    }
+}
+
+/// A store's identity, drawn at random when it is created. Every structure on disk carries it.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct StoreId(pub [u8; 16]);
+
+impl fmt::Display for StoreId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+impl fmt::Debug for StoreId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "StoreId({self})")
+    }
+}
+
+impl Field for StoreId {
+    const SIZE: usize = 16;
+    fn put(&self, out: &mut [u8]) {
+        self.0.put(out);
+    }
+    fn get(bytes: &[u8]) -> Self {
+        Self(Field::get(bytes))
+    }
+}
+
+/// One run of the log, begun by every writable open. The number rises by one; the random part tells
+/// apart two attempts at the same number, of which a crash let only one become real.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Incarnation {
+    /// Rising from 1; 0 is none.
+    pub number: u32,
+    /// Drawn at random at each open.
+    pub random: u32,
+}
+
+impl fmt::Display for Incarnation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}-{:08x}", self.number, self.random)
+    }
+}
+
+impl Field for Incarnation {
+    const SIZE: usize = 8;
+    fn put(&self, out: &mut [u8]) {
+        self.number.put(out);
+        self.random.put(&mut out[4..]);
+    }
+    fn get(bytes: &[u8]) -> Self {
+        Self { number: u32::get(bytes), random: u32::get(&bytes[4..]) }
+    }
+}
+
+/// Which batch, in which incarnation it was acknowledged.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Position {
+    /// The incarnation in which the batch was committed.
+    pub incarnation: Incarnation,
+    /// Its number.
+    pub lsn: Lsn,
+}
+
+impl fmt::Display for Position {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} in incarnation {}", self.lsn, self.incarnation)
+    }
+}
+
+/// Where in the log a batch ends, and how the next one proves that it follows: all that a reader needs
+/// to go on from there.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LogPoint {
+    /// The incarnation whose bytes end here.
+    pub incarnation: Incarnation,
+    /// The last batch at or before this point.
+    pub lsn: Lsn,
+    /// The segment's number.
+    pub segment: u64,
+    /// The end of the batch's frame, in bytes from the segment's start.
+    pub offset: u64,
+    /// The chain hash that the next frame must name.
+    pub chain: u32,
+}
+
+impl Field for LogPoint {
+    const SIZE: usize = 36;
+    fn put(&self, out: &mut [u8]) {
+        self.incarnation.put(out);
+        self.lsn.put(&mut out[8..]);
+        self.segment.put(&mut out[16..]);
+        self.offset.put(&mut out[24..]);
+        self.chain.put(&mut out[32..]);
+    }
+    fn get(bytes: &[u8]) -> Self {
+        Self {
+            incarnation: Field::get(bytes),
+            lsn: Field::get(&bytes[8..]),
+            segment: Field::get(&bytes[16..]),
+            offset: Field::get(&bytes[24..]),
+            chain: Field::get(&bytes[32..]),
+        }
+    }
+}
+
+/// The user's own name for a page: 1 to 64 bytes, unique among the pages that exist.
+///
+/// ```
+/// use remanent_format::Key;
+/// let key = Key::new("layer.0.weight")?;
+/// assert_eq!(key.as_bytes(), b"layer.0.weight");
+/// assert!(Key::new("").is_err());
+/// # Ok::<(), remanent_format::KeyLenError>(())
+/// ```
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Key(Arc<[u8]>);
+
+/// A key must be 1 to 64 bytes long.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("a key is 1 to {KEY_LEN_MAX} bytes long, this one is {len}")]
+pub struct KeyLenError {
+    /// The length that was refused, in bytes.
+    pub len: usize,
+}
+
+impl Key {
+    /// A key of these bytes.
+    ///
+    /// # Errors
+    /// If there are none of them or more than 64.
+    pub fn new(bytes: impl AsRef<[u8]>) -> Result<Self, KeyLenError> {
+        let bytes = bytes.as_ref();
+        if bytes.is_empty() || bytes.len() > KEY_LEN_MAX {
+            return Err(KeyLenError { len: bytes.len() });
+        }
+        Ok(Self(bytes.into()))
+    }
+
+    /// The key's bytes.
+    #[must_use]
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.0
+    }
+
+    /// The key as text, where it is UTF-8.
+    #[must_use]
+    pub fn as_str(&self) -> Option<&str> {
+        std::str::from_utf8(&self.0).ok()
+    }
+}
+
+impl fmt::Display for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.as_str() {
+            Some(text) => write!(f, "{}", text.escape_debug()),
+            None => write!(f, "0x{}", self.0.iter().map(|byte| format!("{byte:02x}")).collect::<String>()),
+        }
+    }
+}
+
+impl fmt::Debug for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Key({self})")
+    }
+}
+
+/// Where a page lives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub enum Place {
+    /// The memory of a GPU: a logical slot, bound to a device at open.
+    Device(u32),
+    /// Host memory that a GPU can copy from without a detour.
+    Pinned,
+    /// Ordinary host memory.
+    Host,
+    /// Memory that host and GPU share by page faults.
+    Unified,
+    /// On disk only.
+    Disk,
+}
+
+impl Place {
+    /// The place's kind and ordinal on disk.
+    #[must_use]
+    pub fn to_raw(self) -> (u8, u32) {
+        match self {
+            Place::Device(ordinal) => (1, ordinal),
+            Place::Pinned => (2, 0),
+            Place::Host => (3, 0),
+            Place::Unified => (4, 0),
+            Place::Disk => (5, 0),
+        }
+    }
+
+    /// The place of a kind and ordinal, if they name one.
+    #[must_use]
+    pub fn from_raw(kind: u8, ordinal: u32) -> Option<Self> {
+        match (kind, ordinal) {
+            (1, ordinal) => Some(Place::Device(ordinal)),
+            (2, 0) => Some(Place::Pinned),
+            (3, 0) => Some(Place::Host),
+            (4, 0) => Some(Place::Unified),
+            (5, 0) => Some(Place::Disk),
+            _ => None,
+        }
+    }
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Place::Device(ordinal) => write!(f, "device:{ordinal}"),
+            Place::Pinned => f.write_str("pinned"),
+            Place::Host => f.write_str("host"),
+            Place::Unified => f.write_str("unified"),
+            Place::Disk => f.write_str("disk"),
+        }
+    }
+}
+
+/// Width of a page's elements, for masked and sparse deltas and for fills.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Width {
+    /// 1 byte.
+    W1,
+    /// 2 bytes: bf16, f16.
+    W2,
+    /// 4 bytes: f32.
+    W4,
+    /// 8 bytes: f64.
+    W8,
+    /// 16 bytes: complex128.
+    W16,
+}
+
+impl Width {
+    /// The width in bytes.
+    #[must_use]
+    pub const fn bytes(self) -> usize {
+        match self {
+            Width::W1 => 1,
+            Width::W2 => 2,
+            Width::W4 => 4,
+            Width::W8 => 8,
+            Width::W16 => 16,
+        }
+    }
+
+    /// The width of so many bytes, if it is one of the five.
+    #[must_use]
+    pub const fn from_bytes(bytes: usize) -> Option<Self> {
+        match bytes {
+            1 => Some(Width::W1),
+            2 => Some(Width::W2),
+            4 => Some(Width::W4),
+            8 => Some(Width::W8),
+            16 => Some(Width::W16),
+            _ => None,
+        }
+    }
+}

@@ -1,0 +1,16 @@
+//! Floor 0. The bytes of a Remanent store. `SPEC.md` beside this crate is the same in prose.
+//!
+//! No I/O and no unsafe code here: an inspector built on this crate opens what the engine refuses.
+#![forbid(unsafe_code)]
+
+pub mod defect;
+pub mod ids;
+pub mod layout;
+pub mod limits;
+pub mod names;
+
+pub use defect::{Damage, Defect};
+pub use ids::{
+    Epoch, Incarnation, Key, KeyLenError, LogPoint, Lsn, PageId, Place, Position, SnapshotId, StoreId, Width,
+};
+pub use names::{FileName, Folder, ReadAt};

@@ -1,0 +1,315 @@
+//! Floor 2. The seam to the memory in which pages live: a queue of commands, not a set of calls.
+//!
+//! A launch on a GPU costs microseconds while a logged commit should cost one, so work goes to a device
+//! as lists of commands, and whoever needs a result waits for a fence. Memory and staging are named by
+//! handles; bytes cross the seam only in staging. `HostDevice` defines what is correct (I11): every other
+//! device gives the same bytes for the same lists.
+//!
+//! The engine holds `Arc<dyn Device>`: one indirect call a list, a few nanoseconds beside a launch.
+
+use std::ops::{Deref, DerefMut};
+use std::sync::Arc;
+
+use remanent_format::{Place, Width};
+
+use crate::error::Result;
+
+/// A memory that holds pages, and the queues through which it is changed.
+pub trait Device: Send + Sync + 'static {
+    /// How reports call it: `host`, `cuda:0 (NVIDIA H200)`.
+    fn label(&self) -> String;
+
+    /// Allocates page memory of unspecified content. `len` may be 0.
+    ///
+    /// # Errors
+    /// `OutOfMemory`, `PlaceUnavailable`.
+    fn allocate(&self, place: Place, len: u64) -> Result<MemoryId>;
+
+    /// Gives page memory back. The caller has waited for the fence of its last use.
+    ///
+    /// # Errors
+    /// A device error; an unknown id is a bug of the caller's and panics.
+    fn release(&self, memory: MemoryId) -> Result<()>;
+
+    /// Host memory from which, and to which, a lane copies; zeroed.
+    ///
+    /// # Errors
+    /// `OutOfMemory`.
+    fn staging(&self, len: usize) -> Result<Staging>;
+
+    /// Queues a list on a lane. Its commands run in order, after every earlier list of the lane; the list
+    /// owns its staging until the returned [`Pending`] gives it back.
+    ///
+    /// # Errors
+    /// A device error; then nothing of the list runs.
+    fn submit(&self, lane: Lane, list: CommandList) -> Result<Pending>;
+
+    /// The newest fence of the lane that has passed.
+    fn reached(&self, lane: Lane) -> u64;
+
+    /// Waits until a fence has passed.
+    ///
+    /// # Errors
+    /// A device error: the lane stopped before the fence.
+    fn wait(&self, fence: Fence) -> Result<()>;
+
+    /// Makes all later lists of `lane` run after `fence` has passed.
+    ///
+    /// # Errors
+    /// A device error.
+    fn after(&self, lane: Lane, fence: Fence) -> Result<()>;
+}
+
+/// A device's own name for an allocation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct MemoryId(pub u64);
+
+/// A range of page memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Span {
+    /// The allocation.
+    pub memory: MemoryId,
+    /// First byte.
+    pub offset: u64,
+    /// Number of bytes.
+    pub len: u64,
+}
+
+/// An ordered queue of device work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Lane {
+    /// Deltas, reads, gathers: what must see commits in order. Only the applier submits here.
+    Apply,
+    /// Bulk copies from gathered areas to the host.
+    Drain,
+}
+
+/// A point in a lane: passed when every list up to it is done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Fence {
+    /// The lane.
+    pub lane: Lane,
+    /// Rising from 1 in each lane; 0 has always passed.
+    pub value: u64,
+}
+
+/// Work for a lane, in order.
+#[derive(Debug, Default)]
+pub struct CommandList {
+    /// What to do.
+    pub commands: Vec<Command>,
+    /// The staging that the commands name by index.
+    pub staging: Vec<Staging>,
+}
+
+/// A range of one of a list's stagings.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StagingSpan {
+    /// Index into [`CommandList::staging`].
+    pub index: usize,
+    /// First byte.
+    pub offset: usize,
+    /// Number of bytes.
+    pub len: usize,
+}
+
+/// One step of a list. Ranges were checked by the caller; a device panics on one that is out of bounds.
+#[derive(Clone, Debug)]
+pub enum Command {
+    /// Staging to page memory; equal lengths.
+    Upload {
+        /// From.
+        source: StagingSpan,
+        /// To.
+        target: Span,
+    },
+    /// Page memory to staging; equal lengths.
+    Download {
+        /// From.
+        source: Span,
+        /// To.
+        target: StagingSpan,
+    },
+    /// Deltas, in order. Pieces of one page are applied in the order of the list.
+    Apply {
+        /// The deltas.
+        pieces: Vec<Piece>,
+    },
+    /// Page memory to page memory; equal lengths, not overlapping.
+    Copy {
+        /// From.
+        source: Span,
+        /// To.
+        target: Span,
+    },
+    /// Repeats the first `width` bytes of `pattern` over the target, whose length is a multiple of it.
+    Fill {
+        /// Where.
+        target: Span,
+        /// What.
+        pattern: [u8; 16],
+        /// How much of it.
+        width: Width,
+    },
+    /// Many pieces into one area: each source to its offset in `target`.
+    Gather {
+        /// From, and the offset in `target`.
+        sources: Vec<(Span, u64)>,
+        /// To.
+        target: Span,
+    },
+    /// One area out to many pieces: each target from its offset in `source`.
+    Scatter {
+        /// From.
+        source: Span,
+        /// The offset in `source`, and to where.
+        targets: Vec<(u64, Span)>,
+    },
+    /// One bit an element, lowest bit first: 1 where the two differ. Equal lengths, multiples of `width`.
+    Diff {
+        /// One.
+        left: Span,
+        /// The other.
+        right: Span,
+        /// The element's width.
+        width: Width,
+        /// Where the bits go: one byte for eight elements, rounded up.
+        target: StagingSpan,
+    },
+    /// CRC-32 of each source, four little-endian bytes each.
+    Crc {
+        /// What to sum.
+        sources: Vec<Span>,
+        /// Where the sums go.
+        target: StagingSpan,
+    },
+}
+
+/// One delta: bytes from a staging (or from page memory) merged into a range of page memory.
+#[derive(Clone, Debug)]
+pub struct Piece {
+    /// The range of page memory concerned. For `Sparse`, the range in which the elements lie.
+    pub target: Span,
+    /// Where the delta's bytes lie.
+    pub payload: Payload,
+    /// How they are merged.
+    pub kind: PieceKind,
+}
+
+/// Where a delta's bytes lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Payload {
+    /// In one of the list's stagings, from this offset on.
+    Staging {
+        /// Index into [`CommandList::staging`].
+        index: usize,
+        /// First byte.
+        offset: usize,
+    },
+    /// In page memory.
+    Device(Span),
+}
+
+/// How a delta's bytes are merged. Offsets are relative to the payload's first byte.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PieceKind {
+    /// `target.len` bytes replace the target.
+    Dense,
+    /// A bitmap at 0 (one bit an element, lowest bit first), bytes of the whole range at `bytes_at`:
+    /// elements whose bit is 1 are replaced.
+    Masked {
+        /// The element's width; `target.len` is a multiple of it.
+        width: Width,
+        /// Offset of the bytes.
+        bytes_at: usize,
+    },
+    /// `count` little-endian u32 element indices at 0, all different; the elements' bytes at `values_at`.
+    Sparse {
+        /// The element's width.
+        width: Width,
+        /// Number of elements.
+        count: usize,
+        /// Offset of the values.
+        values_at: usize,
+    },
+}
+
+/// Host memory that a lane copies from or to. It is readable and writable while the caller owns it; while
+/// a list owns it nobody else can touch it, which is what asynchronous copies demand.
+pub struct Staging(Box<dyn StagingMemory>);
+
+/// What a device makes staging of.
+pub trait StagingMemory: Send + Sync {
+    /// The bytes.
+    fn bytes(&self) -> &[u8];
+    /// The bytes.
+    fn bytes_mut(&mut self) -> &mut [u8];
+}
+
+impl StagingMemory for Vec<u8> {
+    fn bytes(&self) -> &[u8] {
+        self
+    }
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        self
+    }
+}
+
+impl Staging {
+    /// Staging made of that memory.
+    pub fn new(memory: impl StagingMemory + 'static) -> Self {
+        Self(Box::new(memory))
+    }
+}
+
+impl Deref for Staging {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        self.0.bytes()
+    }
+}
+
+impl DerefMut for Staging {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        self.0.bytes_mut()
+    }
+}
+
+impl std::fmt::Debug for Staging {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Staging({} bytes)", self.len())
+    }
+}
+
+/// A list in flight. It keeps the list's staging until the fence has passed.
+#[derive(Debug)]
+pub struct Pending {
+    fence: Fence,
+    returned: Arc<ReturnedStaging>,
+}
+
+/// Where a device leaves a list's staging when the list is done.
+pub type ReturnedStaging = parking_lot::Mutex<Vec<Staging>>;
+
+impl Pending {
+    /// For devices: a list that passes `fence` and whose staging will lie in `returned` by then.
+    #[must_use]
+    pub fn new(fence: Fence, returned: Arc<ReturnedStaging>) -> Self {
+        Self { fence, returned }
+    }
+
+    /// The fence that passes when the list is done.
+    #[must_use]
+    pub fn fence(&self) -> Fence {
+        self.fence
+    }
+
+    /// Waits for the fence and gives the staging back, in the list's order.
+    ///
+    /// # Errors
+    /// A device error.
+    pub fn finish(self, device: &dyn Device) -> Result<Vec<Staging>> {
+        device.wait(self.fence)?;
+        Ok(std::mem::take(&mut *self.returned.lock()))
+    }
+}

@@ -1,0 +1,138 @@
+//! Floor 2. The seam to storage: files of a store, folders, and mapped windows.
+//!
+//! Everything that the engine asks of storage is a method here, so that `SimDisk` sees every write, every
+//! sync and every rename as a point at which a crash can strike. The engine holds `Arc<dyn Disk>`: one
+//! indirect call costs a nanosecond or two beside a store into a mapping or a sync, and the engine is
+//! compiled once, not once a disk.
+
+use std::sync::Arc;
+
+use remanent_format::{FileName, Folder};
+
+use crate::error::Result;
+use crate::options::LogIo;
+
+/// A store directory.
+pub trait Disk: Send + Sync + 'static {
+    /// How errors and reports call the directory.
+    fn label(&self) -> String;
+
+    /// Takes the store's writer lock for as long as the guard lives. Creates the `LOCK` file if needed.
+    ///
+    /// # Errors
+    /// `Locked` with the holder, else what the system says.
+    fn lock(&self) -> Result<Box<dyn DiskLock>>;
+
+    /// The names in a folder, sorted; empty if the folder does not exist.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn list(&self, folder: Folder) -> Result<Vec<String>>;
+
+    /// Makes a folder below the store directory (or the directory itself), unless it exists.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn make_folder(&self, folder: Folder) -> Result<()>;
+
+    /// Makes the names in a folder durable: files made, renamed and removed there.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn sync_folder(&self, folder: Folder) -> Result<()>;
+
+    /// Makes an empty file, open for reading and writing. A file of that name is truncated: only names
+    /// that are nobody's (`Temporary`, new numbers) are created.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn create(&self, file: FileName) -> Result<Arc<dyn DiskFile>>;
+
+    /// Opens a file for reading, and for writing if `write`.
+    ///
+    /// # Errors
+    /// What the system says; `NotFound` inside `Io` if there is no such file.
+    fn open(&self, file: FileName, write: bool) -> Result<Arc<dyn DiskFile>>;
+
+    /// Renames within a folder, replacing `target`.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn rename(&self, source: FileName, target: FileName) -> Result<()>;
+
+    /// Removes a file.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn remove(&self, file: FileName) -> Result<()>;
+
+    /// Whether a shared mapping of a file here is safe to write through; if not, why.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn mapping_refused(&self) -> Result<Option<String>>;
+}
+
+/// One open file.
+pub trait DiskFile: Send + Sync {
+    /// The file's length in bytes.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn len(&self) -> Result<u64>;
+
+    /// Writes all of `bytes` at `offset`, extending the file if needed.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()>;
+
+    /// Fills `out` from `offset`.
+    ///
+    /// # Errors
+    /// `UnexpectedEof` inside `Io` if the file ends before; else what the system says.
+    fn read_at(&self, offset: u64, out: &mut [u8]) -> Result<()>;
+
+    /// Fills `out` from `offset`, from the medium where the system lets us ask past its cache. Only
+    /// synced bytes may be read this way.
+    ///
+    /// # Errors
+    /// As for `read_at`.
+    fn read_past_cache(&self, offset: u64, out: &mut [u8]) -> Result<()>;
+
+    /// Makes all bytes written so far, and the length, durable. A failed sync is never retried: the
+    /// system may have dropped what it could not write.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn sync(&self) -> Result<()>;
+
+    /// Opens a window onto the file, whose length must not change while the window lives. `io` must not
+    /// be `Mapped` where `mapping_refused` gives a reason, nor on a file that is not wholly written.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn window(&self, io: LogIo) -> Result<Box<dyn Window>>;
+}
+
+/// A window onto a file that is written in place: the log's way to the disk. One thread puts at a time;
+/// another may sync meanwhile.
+pub trait Window: Send + Sync {
+    /// Stores `bytes` at `offset`. When it returns, they survive the death of the process.
+    ///
+    /// # Errors
+    /// What the system says.
+    ///
+    /// # Panics
+    /// If the bytes do not lie within the window: the caller checked that.
+    fn put(&self, offset: u64, bytes: &[u8]) -> Result<()>;
+
+    /// Makes the bytes in `offset..offset + len` durable.
+    ///
+    /// # Errors
+    /// What the system says; then nothing may be acknowledged any more.
+    fn sync(&self, offset: u64, len: u64) -> Result<()>;
+}
+
+/// Holds a store's writer lock until dropped.
+pub trait DiskLock: Send + Sync {}

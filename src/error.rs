@@ -1,0 +1,346 @@
+//! Floor 1. The one error type: whose fault, where, what state the store is in, what helps.
+
+use std::fmt;
+use std::io;
+use std::sync::Arc;
+
+use remanent_format::{Damage, Epoch, FileName, Key, Lsn, PageId, Place, SnapshotId};
+
+/// What the library returns.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Everything that can go wrong.
+///
+/// Cheap to clone; sources are shared. [`Error::remedy`] says what helps.
+///
+/// ```
+/// use remanent::{Error, Options, Remedy, Store};
+/// let store = Store::temporary(Options::default())?;
+/// let mut out = [0; 4];
+/// let error = store.read(remanent::PageId(7), 0, &mut out).unwrap_err();
+/// assert!(matches!(error, Error::UnknownPage { .. }));
+/// assert_eq!(error.remedy(), Remedy::ChangeCall);
+/// # Ok::<(), Error>(())
+/// ```
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A call to the file system failed.
+    #[error("cannot {action} {file}{}: {source}", At(*.offset))]
+    Io {
+        /// What was tried.
+        action: &'static str,
+        /// The file, within the store directory.
+        file: FileName,
+        /// The offset in the file, in bytes, where one is known.
+        offset: Option<u64>,
+        /// What the system said.
+        source: Arc<io::Error>,
+    },
+    /// A call to the file system failed on a folder or on the store directory itself.
+    #[error("cannot {action} {path}: {source}")]
+    Folder {
+        /// What was tried.
+        action: &'static str,
+        /// The path.
+        path: String,
+        /// What the system said.
+        source: Arc<io::Error>,
+    },
+    /// There is no space for a segment, an image or a manifest. Nothing changed; the store goes on when
+    /// space returns.
+    #[error("no space for {file} ({needed} bytes): free some space or delete pages, then try again")]
+    DiskFull {
+        /// The file that could not be made.
+        file: FileName,
+        /// Bytes that it needs.
+        needed: u64,
+    },
+    /// Bytes on disk are not what they should be, and more than a torn tail.
+    #[error("the store is damaged: {0}; `remanent verify` lists all damage")]
+    Damaged(Box<Damage>),
+    /// Another process, or another handle in this one, has the store open.
+    #[error("the store is open in {holder}")]
+    Locked {
+        /// The holder, as it described itself.
+        holder: String,
+    },
+    /// The handle was inherited by a forked child. Only the process that opened a store may use it.
+    #[error("the store was opened by process {opener}; a forked child must open it itself")]
+    Forked {
+        /// The process that opened the store.
+        opener: u32,
+    },
+    /// There is no store in the directory, and `Create::Never` was asked for.
+    #[error("there is no store in {path}")]
+    NoStore {
+        /// The directory.
+        path: String,
+    },
+    /// The directory holds something else. Nothing was touched.
+    #[error("{path} holds {found}, which is no file of a store: give an empty directory")]
+    ForeignDirectory {
+        /// The directory.
+        path: String,
+        /// The name of one foreign file.
+        found: String,
+    },
+    /// The caller's identity blob is not the store's.
+    #[error("the store was created with another identity")]
+    IdentityMismatch {
+        /// The store's blob.
+        found: Vec<u8>,
+    },
+    /// The caller's layout fingerprint is not the store's: its pages would be misread.
+    #[error("the store's layout fingerprint is {}, not the caller's", Hex(.found.as_ref()))]
+    LayoutMismatch {
+        /// The store's fingerprint, if it has one.
+        found: Option<[u8; 32]>,
+    },
+    /// An option's value cannot be used.
+    #[error("option {option}: {reason}")]
+    InvalidOption {
+        /// The option.
+        option: &'static str,
+        /// Why not.
+        reason: String,
+    },
+    /// No page has this id.
+    #[error("there is no page {page}")]
+    UnknownPage {
+        /// The id.
+        page: PageId,
+    },
+    /// No page has this key.
+    #[error("there is no page with key {key}")]
+    UnknownKey {
+        /// The key.
+        key: Key,
+    },
+    /// The range does not lie within the page.
+    #[error("bytes {offset}..{offset}+{len} are outside page {page}, which is {page_len} bytes long")]
+    OutOfBounds {
+        /// The page.
+        page: PageId,
+        /// First byte.
+        offset: u64,
+        /// Number of bytes.
+        len: u64,
+        /// The page's length.
+        page_len: u64,
+    },
+    /// Another page has this key.
+    #[error("key {key} is page {holder}'s")]
+    KeyTaken {
+        /// The key.
+        key: Key,
+        /// The page that has it.
+        holder: PageId,
+    },
+    /// A precondition does not hold: someone else changed the page. Nothing changed.
+    #[error("page {page} is at epoch {found}, the batch demands {expected}")]
+    Conflict {
+        /// The page.
+        page: PageId,
+        /// The epoch demanded; 0 demands that there is no such page.
+        expected: Epoch,
+        /// The page's epoch; 0 if there is no such page.
+        found: Epoch,
+    },
+    /// An operation contradicts itself or its page. Nothing changed.
+    #[error("operation {index} of the batch: {reason}")]
+    InvalidOperation {
+        /// The operation's place in the batch, from 0.
+        index: usize,
+        /// Why not.
+        reason: String,
+    },
+    /// A length or count is over the format's limit.
+    #[error("{what} is {found}, over the limit of {limit}")]
+    Limit {
+        /// What is too large.
+        what: &'static str,
+        /// Its size.
+        found: u64,
+        /// The limit.
+        limit: u64,
+    },
+    /// The place has no room left in its budget. Nothing changed.
+    #[error("{asked} bytes in place {place} are over the budget: {available} of {budget} left")]
+    OverBudget {
+        /// The place.
+        place: Place,
+        /// Bytes asked for.
+        asked: u64,
+        /// Bytes left.
+        available: u64,
+        /// The budget.
+        budget: u64,
+    },
+    /// Pages cannot live in this place here.
+    #[error("no page can live in place {place}: {reason}")]
+    PlaceUnavailable {
+        /// The place.
+        place: Place,
+        /// Why not.
+        reason: &'static str,
+    },
+    /// There is no such snapshot, or it is not kept any more.
+    #[error("there is no snapshot {snapshot}")]
+    NoSnapshot {
+        /// The snapshot.
+        snapshot: SnapshotId,
+    },
+    /// A call to the device failed.
+    #[error("device: {reason}")]
+    Device {
+        /// What failed.
+        reason: String,
+        /// Whether the process's device context went with it.
+        context_lost: bool,
+    },
+    /// The device's memory, or the host's, is exhausted. Nothing changed.
+    #[error("cannot allocate {len} bytes in place {place}")]
+    OutOfMemory {
+        /// The place.
+        place: Place,
+        /// Bytes asked for.
+        len: u64,
+    },
+    /// An earlier failure stopped commits and snapshots; this is that failure.
+    #[error("the store stopped after an earlier failure: {0}")]
+    Poisoned(Arc<Error>),
+    /// The store is being closed by another thread.
+    #[error("the store is closed")]
+    Closed,
+}
+
+/// What helps against an [`Error`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Remedy {
+    /// The call is wrong: change it. Nothing happened.
+    ChangeCall,
+    /// Somebody else's change came first, or somebody else has it: try again. Nothing happened.
+    Retry,
+    /// Make room, then try again. Nothing happened.
+    FreeSpace,
+    /// Close and open the store again; what was acknowledged is there.
+    Reopen,
+    /// Start a new process and open the store there: this one's device context is lost.
+    NewProcess,
+    /// A person must look: `remanent verify` says what is damaged. Nothing was changed.
+    Inspect,
+}
+
+impl Error {
+    /// What helps.
+    #[must_use]
+    pub fn remedy(&self) -> Remedy {
+        match self {
+            Error::UnknownPage { .. }
+            | Error::UnknownKey { .. }
+            | Error::OutOfBounds { .. }
+            | Error::KeyTaken { .. }
+            | Error::InvalidOperation { .. }
+            | Error::InvalidOption { .. }
+            | Error::Limit { .. }
+            | Error::PlaceUnavailable { .. }
+            | Error::NoSnapshot { .. }
+            | Error::NoStore { .. }
+            | Error::ForeignDirectory { .. }
+            | Error::IdentityMismatch { .. }
+            | Error::LayoutMismatch { .. }
+            | Error::Forked { .. }
+            | Error::Closed => Remedy::ChangeCall,
+            Error::Conflict { .. } | Error::Locked { .. } => Remedy::Retry,
+            Error::DiskFull { .. } | Error::OverBudget { .. } | Error::OutOfMemory { .. } => {
+                Remedy::FreeSpace
+            }
+            Error::Io { .. } | Error::Folder { .. } | Error::Device { context_lost: false, .. } => {
+                Remedy::Reopen
+            }
+            Error::Device { context_lost: true, .. } => Remedy::NewProcess,
+            Error::Damaged(_) => Remedy::Inspect,
+            Error::Poisoned(cause) => cause.remedy(),
+        }
+    }
+
+    /// The file concerned, where there is one.
+    #[must_use]
+    pub fn file(&self) -> Option<FileName> {
+        match self {
+            Error::Io { file, .. } | Error::DiskFull { file, .. } => Some(*file),
+            Error::Damaged(damage) => Some(damage.file),
+            Error::Poisoned(cause) => cause.file(),
+            _ => None,
+        }
+    }
+
+    /// The offset in that file, in bytes, where one is known.
+    #[must_use]
+    pub fn offset(&self) -> Option<u64> {
+        match self {
+            Error::Io { offset, .. } => *offset,
+            Error::Damaged(damage) => Some(damage.offset),
+            Error::Poisoned(cause) => cause.offset(),
+            _ => None,
+        }
+    }
+
+    /// The batch concerned, where one is known.
+    #[must_use]
+    pub fn lsn(&self) -> Option<Lsn> {
+        match self {
+            Error::Damaged(damage) => damage.lsn,
+            Error::Poisoned(cause) => cause.lsn(),
+            _ => None,
+        }
+    }
+
+    /// An error of the file system on one of the store's files; "no space" becomes [`Error::DiskFull`]
+    /// only where space is made, so not here.
+    #[must_use]
+    pub(crate) fn io(action: &'static str, file: FileName, offset: Option<u64>, source: io::Error) -> Self {
+        Error::Io { action, file, offset, source: Arc::new(source) }
+    }
+
+    /// Whether the file system said that there is no space left.
+    #[must_use]
+    pub(crate) fn is_no_space(&self) -> bool {
+        match self {
+            Error::DiskFull { .. } => true,
+            Error::Io { source, .. } | Error::Folder { source, .. } => {
+                matches!(source.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
+            }
+            _ => false,
+        }
+    }
+}
+
+impl From<Damage> for Error {
+    fn from(damage: Damage) -> Self {
+        Error::Damaged(Box::new(damage))
+    }
+}
+
+/// Shows an offset that may be unknown.
+struct At(Option<u64>);
+
+impl fmt::Display for At {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.map_or(Ok(()), |offset| write!(f, " at offset {offset}"))
+    }
+}
+
+/// Shows a fingerprint.
+struct Hex<'a>(Option<&'a [u8; 32]>);
+
+impl fmt::Display for Hex<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            Some(bytes) => bytes.iter().try_for_each(|byte| write!(f, "{byte:02x}")),
+            None => f.write_str("none"),
+        }
+    }
+}

@@ -1,0 +1,224 @@
+//! Floor 1. How a store is opened.
+
+use std::collections::BTreeMap;
+
+use remanent_format::Place;
+use remanent_format::limits::{IDENTITY_LEN_MAX, SEGMENT_LEN_MAX, SEGMENT_LEN_MIN};
+
+use crate::error::{Error, Result};
+
+/// What an acknowledgement promises; each level includes the ones before it in the log's order.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Ack {
+    /// Later reads and kernels on the store's lanes see the batch. Survives nothing by itself.
+    Applied,
+    /// Survives the death of the process at any instruction.
+    #[default]
+    Logged,
+    /// Survives a power cut.
+    Durable,
+}
+
+/// How the log reaches the disk. All ways write the same bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum LogIo {
+    /// Stores into a shared mapping, `msync`. No system call a commit. Needs a file system that
+    /// overwrites in place.
+    Mapped,
+    /// `pwrite` and `fdatasync`, for every other file system.
+    Buffered,
+}
+
+/// Which device holds the pages.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum DeviceChoice {
+    /// A GPU if this build and this machine have one, else the host. The choice is reported.
+    #[default]
+    Auto,
+    /// Host memory.
+    Host,
+}
+
+/// What to do where there is no store yet.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Create {
+    /// Create one, but only where no foreign file lies.
+    #[default]
+    IfEmpty,
+    /// Fail.
+    Never,
+}
+
+/// Byte limits a place. A place that is not named is unlimited.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Budget {
+    limits: BTreeMap<Place, u64>,
+}
+
+impl Budget {
+    /// The budget with `bytes` as the limit of `place`.
+    #[must_use]
+    pub fn with(mut self, place: Place, bytes: u64) -> Self {
+        self.limits.insert(place, bytes);
+        self
+    }
+
+    /// The limit of a place in bytes; `u64::MAX` if it has none.
+    #[must_use]
+    pub fn limit(&self, place: Place) -> u64 {
+        self.limits.get(&place).copied().unwrap_or(u64::MAX)
+    }
+}
+
+/// How a store is opened. Every option has a default.
+///
+/// ```
+/// use remanent::{Ack, Options, Store};
+/// let store = Store::temporary(Options::default().ack(Ack::Durable).segment_len(1 << 20))?;
+/// # drop(store);
+/// # Ok::<(), remanent::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Options {
+    pub(crate) create: Create,
+    pub(crate) ack: Ack,
+    pub(crate) log_io: Option<LogIo>,
+    pub(crate) device: DeviceChoice,
+    pub(crate) segment_len: u64,
+    pub(crate) reserve_bytes: Option<u64>,
+    pub(crate) budget: Budget,
+    pub(crate) identity: Option<Vec<u8>>,
+    pub(crate) layout_fingerprint: Option<[u8; 32]>,
+    pub(crate) snapshots_kept: usize,
+    pub(crate) log_kept: u64,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            create: Create::IfEmpty,
+            ack: Ack::Logged,
+            log_io: None,
+            device: DeviceChoice::Auto,
+            segment_len: 16 << 20,
+            reserve_bytes: None,
+            budget: Budget::default(),
+            identity: None,
+            layout_fingerprint: None,
+            snapshots_kept: 2,
+            log_kept: 0,
+        }
+    }
+}
+
+impl Options {
+    /// What to do where there is no store yet. Default: [`Create::IfEmpty`].
+    #[must_use]
+    pub fn create(mut self, create: Create) -> Self {
+        self.create = create;
+        self
+    }
+
+    /// What `commit` waits for. Default: [`Ack::Logged`].
+    #[must_use]
+    pub fn ack(mut self, ack: Ack) -> Self {
+        self.ack = ack;
+        self
+    }
+
+    /// How the log reaches the disk. Default: mapped where the file system allows it, else buffered.
+    #[must_use]
+    pub fn log_io(mut self, io: LogIo) -> Self {
+        self.log_io = Some(io);
+        self
+    }
+
+    /// Which device holds the pages. Default: [`DeviceChoice::Auto`].
+    #[must_use]
+    pub fn device(mut self, device: DeviceChoice) -> Self {
+        self.device = device;
+        self
+    }
+
+    /// Length of a new log segment in bytes, a multiple of 4096 of at least 16 KiB. Default: 16 MiB.
+    #[must_use]
+    pub fn segment_len(mut self, bytes: u64) -> Self {
+        self.segment_len = bytes;
+        self
+    }
+
+    /// Space held back for deletes, seals and manifests when the disk is full, in bytes, rounded up to
+    /// whole segments. Default: two segments.
+    #[must_use]
+    pub fn reserve_bytes(mut self, bytes: u64) -> Self {
+        self.reserve_bytes = Some(bytes);
+        self
+    }
+
+    /// Byte limits a place. Default: none.
+    #[must_use]
+    pub fn budget(mut self, budget: Budget) -> Self {
+        self.budget = budget;
+        self
+    }
+
+    /// The caller's own description of the store: given at creation it is kept, given later it must be
+    /// the same. At most 64 KiB. Default: not compared.
+    #[must_use]
+    pub fn identity(mut self, identity: impl Into<Vec<u8>>) -> Self {
+        self.identity = Some(identity.into());
+        self
+    }
+
+    /// A hash of everything that the meaning of the pages' bytes depends on: given at creation it is
+    /// kept, given later it must be the same. Default: not compared.
+    #[must_use]
+    pub fn layout_fingerprint(mut self, fingerprint: [u8; 32]) -> Self {
+        self.layout_fingerprint = Some(fingerprint);
+        self
+    }
+
+    /// Verified snapshots kept, with the log since the oldest of them; at least 1. With fewer than two a
+    /// damaged image cannot be replayed around. Default: 2.
+    #[must_use]
+    pub fn snapshots_kept(mut self, count: usize) -> Self {
+        self.snapshots_kept = count;
+        self
+    }
+
+    /// Bytes of log kept beyond what the snapshots need. Default: 0.
+    #[must_use]
+    pub fn log_kept(mut self, bytes: u64) -> Self {
+        self.log_kept = bytes;
+        self
+    }
+
+    /// Refuses values that cannot be used.
+    pub(crate) fn check(&self) -> Result<()> {
+        let invalid = |option, reason: String| Err(Error::InvalidOption { option, reason });
+        if !(SEGMENT_LEN_MIN..=SEGMENT_LEN_MAX).contains(&self.segment_len) || self.segment_len % 4096 != 0 {
+            return invalid(
+                "segment_len",
+                format!("{} is no multiple of 4096 of at least 16 KiB", self.segment_len),
+            );
+        }
+        if self.identity.as_ref().is_some_and(|identity| identity.len() > IDENTITY_LEN_MAX) {
+            return invalid("identity", format!("longer than {IDENTITY_LEN_MAX} bytes"));
+        }
+        if self.snapshots_kept == 0 {
+            return invalid("snapshots_kept", "at least one snapshot must be kept".to_owned());
+        }
+        Ok(())
+    }
+
+    /// Whole segments of the reserve.
+    pub(crate) fn reserve_segments(&self) -> usize {
+        let bytes = self.reserve_bytes.unwrap_or(2 * self.segment_len);
+        usize::try_from(bytes.div_ceil(self.segment_len)).unwrap_or(usize::MAX)
+    }
+}
