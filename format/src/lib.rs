@@ -8,9 +8,11 @@ pub mod ids;
 pub mod layout;
 pub mod limits;
 pub mod names;
+pub mod value;
 
 pub use defect::{Damage, Defect};
 pub use ids::{
     Epoch, Incarnation, Key, KeyLenError, LogPoint, Lsn, PageId, Place, Position, SnapshotId, StoreId, Width,
 };
 pub use names::{FileName, Folder, ReadAt};
+pub use value::{Metadata, Value};
