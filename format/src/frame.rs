@@ -1,0 +1,306 @@
+//! Floor 0. The header of a frame: one batch, or a seal, as bytes in the log.
+//!
+//! A frame is valid in the order of the log if and only if its header checksum, payload checksum, store,
+//! incarnation, own position, Lsn and the chain hash of the frame before it all hold (I3). The chain hash
+//! of a frame *is* its header checksum: the header covers the payload checksum and the chain hash before,
+//! so chaining costs nothing per payload byte. It finds accidents, not forgers.
+
+use crate::defect::{Defect, array, check_crc, check_limit, check_zero, slice};
+use crate::ids::{Incarnation, LogPoint, Lsn, SnapshotId, StoreId};
+use crate::layout::{Field, layout};
+use crate::limits::{FRAME_ALIGN, FRAME_PAYLOAD_LEN_MAX, align_up};
+
+/// The first bytes of a frame.
+pub const FRAME_MAGIC: [u8; 4] = *b"RMFR";
+/// Length of a frame's header.
+pub const FRAME_HEADER_LEN: u64 = FrameHeaderRaw::LEN as u64;
+/// The flag of the first frame of a group.
+pub const FLAG_GROUP_START: u8 = 1;
+
+const KIND_BATCH: u8 = 1;
+const KIND_SEAL: u8 = 2;
+
+layout! {
+    /// The bytes of a frame header.
+    pub struct FrameHeaderRaw: 80 {
+        /// `RMFR`.
+        0 => magic: [u8; 4],
+        /// 1: batch, 2: seal.
+        4 => kind: u8,
+        /// Bit 0: first frame of a group.
+        5 => flags: u8,
+        /// Zero.
+        6 => reserved: u16,
+        /// The run of the log that wrote the frame.
+        8 => incarnation: Incarnation,
+        /// The store.
+        16 => store: StoreId,
+        /// Own position: the segment's number.
+        32 => segment: u64,
+        /// Own position: bytes from the segment's start.
+        40 => offset: u64,
+        /// The batch's number; a seal repeats the last one.
+        48 => lsn: Lsn,
+        /// The durable mark: the newest batch known to be durable when the frame was written.
+        56 => durable: Lsn,
+        /// Length of the payload, which follows the header.
+        64 => payload_len: u32,
+        /// CRC-32 of the payload.
+        68 => payload_crc: u32,
+        /// The chain hash of the frame before.
+        72 => chain_prev: u32,
+        /// CRC-32 of the bytes before; the frame's own chain hash.
+        76 => header_crc: u32,
+    }
+}
+
+/// What a frame holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FrameKind {
+    /// The operations of one batch.
+    Batch,
+    /// Nothing but a durable mark, and the snapshots known to be verified.
+    Seal,
+}
+
+/// What a frame says of itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FrameHeader {
+    /// Batch or seal.
+    pub kind: FrameKind,
+    /// Whether a group starts here.
+    pub group_start: bool,
+    /// The run of the log that wrote the frame.
+    pub incarnation: Incarnation,
+    /// The store.
+    pub store: StoreId,
+    /// Own position: the segment's number.
+    pub segment: u64,
+    /// Own position: bytes from the segment's start.
+    pub offset: u64,
+    /// The batch's number; a seal repeats the last one.
+    pub lsn: Lsn,
+    /// The newest batch known to be durable when the frame was written (I4).
+    pub durable: Lsn,
+    /// Length of the payload in bytes.
+    pub payload_len: u32,
+    /// CRC-32 of the payload.
+    pub payload_crc: u32,
+    /// The chain hash of the frame before.
+    pub chain_prev: u32,
+}
+
+/// A header whose own checksum holds, and nothing else is known: neither that its payload is whole nor
+/// that it belongs where it lies (I9).
+#[derive(Clone, Copy, Debug)]
+pub struct UncheckedFrame {
+    header: FrameHeader,
+    chain: u32,
+}
+
+impl FrameHeader {
+    /// The header's bytes, and the frame's chain hash.
+    #[must_use]
+    pub fn encode(&self) -> ([u8; FrameHeaderRaw::LEN], u32) {
+        let mut raw = FrameHeaderRaw {
+            magic: FRAME_MAGIC,
+            kind: match self.kind {
+                FrameKind::Batch => KIND_BATCH,
+                FrameKind::Seal => KIND_SEAL,
+            },
+            flags: if self.group_start { FLAG_GROUP_START } else { 0 },
+            reserved: 0,
+            incarnation: self.incarnation,
+            store: self.store,
+            segment: self.segment,
+            offset: self.offset,
+            lsn: self.lsn,
+            durable: self.durable,
+            payload_len: self.payload_len,
+            payload_crc: self.payload_crc,
+            chain_prev: self.chain_prev,
+            header_crc: 0,
+        };
+        raw.header_crc = crc32fast::hash(&raw.to_bytes()[..76]);
+        (raw.to_bytes(), raw.header_crc)
+    }
+
+    /// Bytes of the frame, padding included.
+    #[must_use]
+    pub fn frame_len(&self) -> u64 {
+        frame_len(u64::from(self.payload_len))
+    }
+
+    /// Where the frame ends, padding included.
+    #[must_use]
+    pub fn end(&self) -> u64 {
+        self.offset.saturating_add(self.frame_len())
+    }
+}
+
+/// Bytes of a frame with such a payload, padding included.
+#[must_use]
+pub const fn frame_len(payload_len: u64) -> u64 {
+    align_up(FRAME_HEADER_LEN + payload_len, FRAME_ALIGN)
+}
+
+impl UncheckedFrame {
+    /// Reads a header; its own checksum must hold.
+    ///
+    /// # Errors
+    /// A [`Defect`]: too short, no frame, a wrong checksum, fields out of range.
+    pub fn decode(bytes: &[u8]) -> Result<Self, Defect> {
+        let bytes: &[u8; FrameHeaderRaw::LEN] = array(bytes, 0)?;
+        let raw = FrameHeaderRaw::from_bytes(bytes);
+        if raw.magic != FRAME_MAGIC {
+            return Err(Defect::Magic { expected: "frame" });
+        }
+        check_crc("frame header", raw.header_crc, &bytes[..76])?;
+        check_zero("reserved frame bytes", raw.reserved.into())?;
+        check_limit("frame flags", raw.flags.into(), FLAG_GROUP_START.into())?;
+        check_limit("payload length", raw.payload_len.into(), FRAME_PAYLOAD_LEN_MAX)?;
+        let kind = match raw.kind {
+            KIND_BATCH => FrameKind::Batch,
+            KIND_SEAL => FrameKind::Seal,
+            other => return Err(Defect::Field { what: "frame kind", found: other.into() }),
+        };
+        let header = FrameHeader {
+            kind,
+            group_start: raw.flags == FLAG_GROUP_START,
+            incarnation: raw.incarnation,
+            store: raw.store,
+            segment: raw.segment,
+            offset: raw.offset,
+            lsn: raw.lsn,
+            durable: raw.durable,
+            payload_len: raw.payload_len,
+            payload_crc: raw.payload_crc,
+            chain_prev: raw.chain_prev,
+        };
+        Ok(Self { header, chain: raw.header_crc })
+    }
+
+    /// Whether the frame was written at this place of this store, whenever that was.
+    #[must_use]
+    pub fn lies_at(&self, store: StoreId, segment: u64, offset: u64) -> bool {
+        self.header.store == store && self.header.segment == segment && self.header.offset == offset
+    }
+
+    /// The header, unproven: good for display and for testimony (I4), not for replay.
+    #[must_use]
+    pub fn unproven(&self) -> &FrameHeader {
+        &self.header
+    }
+
+    /// The header, if the frame follows `before` in the order of the log (I3, but for the payload).
+    ///
+    /// # Errors
+    /// [`Defect::Mismatch`] with the first field that breaks the order.
+    pub fn follow(
+        self,
+        before: &LogPoint,
+        store: StoreId,
+        segment: u64,
+        offset: u64,
+    ) -> Result<(FrameHeader, LogPoint), Defect> {
+        let header = self.header;
+        if header.store != store {
+            return Err(Defect::Foreign);
+        }
+        let lsn = match header.kind {
+            FrameKind::Batch => before.lsn.next(),
+            FrameKind::Seal => before.lsn,
+        };
+        for (what, found, expected) in [
+            ("frame's segment", header.segment, segment),
+            ("frame's offset", header.offset, offset),
+            ("frame's incarnation", header.incarnation.number.into(), before.incarnation.number.into()),
+            ("frame's incarnation tag", header.incarnation.random.into(), before.incarnation.random.into()),
+            ("frame's lsn", header.lsn.0, lsn.0),
+            ("chain hash", header.chain_prev.into(), before.chain.into()),
+        ] {
+            if found != expected {
+                return Err(Defect::Mismatch { what, found, expected });
+            }
+        }
+        check_limit("durable mark", header.durable.0, lsn.0)?;
+        let end = LogPoint {
+            incarnation: header.incarnation,
+            lsn,
+            segment,
+            offset: header.end(),
+            chain: self.chain,
+        };
+        Ok((header, end))
+    }
+}
+
+/// Refuses a payload that is not the header's.
+///
+/// # Errors
+/// [`Defect::Checksum`].
+pub fn check_payload(header: &FrameHeader, payload: &[u8]) -> Result<(), Defect> {
+    check_crc("payload", header.payload_crc, payload)
+}
+
+/// A snapshot that was read back past the cache, as seals record it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct VerifiedSnapshot {
+    /// The snapshot.
+    pub snapshot: SnapshotId,
+    /// The checksum of its manifest's header.
+    pub manifest_crc: u32,
+}
+
+layout! {
+    /// One entry of a seal's payload.
+    pub struct VerifiedSnapshotRaw: 16 {
+        /// The snapshot.
+        0 => snapshot: SnapshotId,
+        /// The checksum of its manifest's header.
+        8 => manifest_crc: u32,
+        /// Zero.
+        12 => reserved: u32,
+    }
+}
+
+/// A seal's payload: the kept snapshots that are verified.
+#[must_use]
+pub fn encode_seal(verified: &[VerifiedSnapshot]) -> Vec<u8> {
+    verified
+        .iter()
+        .flat_map(|entry| {
+            VerifiedSnapshotRaw { snapshot: entry.snapshot, manifest_crc: entry.manifest_crc, reserved: 0 }.to_bytes()
+        })
+        .collect()
+}
+
+/// Reads a seal's payload.
+///
+/// # Errors
+/// A [`Defect`] if it is no whole number of entries or has reserved bytes set.
+pub fn decode_seal(payload: &[u8]) -> Result<Vec<VerifiedSnapshot>, Defect> {
+    if payload.len() % VerifiedSnapshotRaw::LEN != 0 {
+        return Err(Defect::Field { what: "seal length", found: payload.len() as u64 });
+    }
+    payload
+        .chunks_exact(VerifiedSnapshotRaw::LEN)
+        .map(|chunk| {
+            let raw = VerifiedSnapshotRaw::from_bytes(array(chunk, 0)?);
+            check_zero("reserved seal bytes", raw.reserved.into())?;
+            Ok(VerifiedSnapshot { snapshot: raw.snapshot, manifest_crc: raw.manifest_crc })
+        })
+        .collect()
+}
+
+/// Whether bytes that do not decode as a frame were nevertheless one, at this place: enough of the header
+/// is left to say so. For reports only; nothing is decided on it.
+#[must_use]
+pub fn resembles_frame(bytes: &[u8], store: StoreId, segment: u64, offset: u64) -> bool {
+    let Ok(header) = slice(bytes, 0, FrameHeaderRaw::LEN) else {
+        return false;
+    };
+    let own_position = u64::get(&header[32..]) == segment && u64::get(&header[40..]) == offset;
+    let own_store = StoreId::get(&header[16..]) == store && header[..4] == FRAME_MAGIC;
+    own_position || (own_store && u64::get(&header[32..]) == segment)
+}

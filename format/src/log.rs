@@ -1,0 +1,586 @@
+//! Floor 0. Reading the log: which segments there are, which incarnations form the line, which frames are
+//! valid in order (I3), and whether what follows the last of them is a torn tail or damage (I4).
+//!
+//! Read [`crate::segment`] and [`crate::frame`] first. Recovery, `rebuild` and the inspectors walk the log
+//! through this file and no other.
+//!
+//! **The line.** Every writable open begins an incarnation with an *opening* segment, which names where
+//! its predecessor ends. Walking from a point, frames of one incarnation follow each other until that
+//! point is the predecessor's end of another; there the walk jumps to the opening. Nothing past a
+//! predecessor's end is read again (I5), so what lies there needs no judgement.
+//!
+//! **The newest incarnation** is the one of the highest-numbered segment that is an opening or contains a
+//! frame of its own position. An empty segment proves nothing: it may stem from an open that a crash cut
+//! short before its rename.
+//!
+//! **The end.** The next frame lies at one of three places: right after the last one, at the next group
+//! boundary, or at the start of the next segment. If none of them holds a valid frame, then in an older
+//! incarnation that is damage; in the newest one it is the log's end, a torn tail, unless a durable mark
+//! covers the batch that is missing. Marks come from valid frames, from the opening, from manifests, and
+//! from frames beyond the end that testify.
+
+use std::collections::BTreeMap;
+use std::io::ErrorKind;
+
+use crate::defect::{Damage, Defect};
+use crate::frame::{
+    FRAME_HEADER_LEN, FrameHeader, FrameHeaderRaw, FrameKind, UncheckedFrame, VerifiedSnapshot, check_payload,
+    decode_seal, resembles_frame,
+};
+use crate::ids::{Incarnation, LogPoint, Lsn, StoreId};
+use crate::limits::{FRAME_ALIGN, GROUP_ALIGN, align_up};
+use crate::names::{FileName, Folder, ReadAt};
+use crate::segment::{Opening, SEGMENT_HEADER_BLOCK, SegmentHeader, SegmentHeaderRaw};
+
+/// How much of a segment is read at a time.
+const READ_AHEAD: usize = 1 << 20;
+
+/// A segment file.
+#[derive(Clone, Debug)]
+pub struct Segment {
+    /// The file's length in bytes.
+    pub file_len: u64,
+    /// Its header, if that is whole, this store's, and fits the file.
+    pub header: Result<SegmentHeader, Defect>,
+    /// The incarnation of the frames that were written at their place in this file, if there are any.
+    pub frames: Option<Incarnation>,
+}
+
+impl Segment {
+    fn opening(&self) -> Option<Opening> {
+        self.header.as_ref().ok().and_then(|header| header.opening)
+    }
+}
+
+/// All segments of a store, and the line of incarnations.
+#[derive(Clone, Debug)]
+pub struct LogMap {
+    store: StoreId,
+    segments: BTreeMap<u64, Segment>,
+    newest: Option<Incarnation>,
+    /// Openings on the line, oldest first, with their segments.
+    line: Vec<(u64, Opening)>,
+}
+
+impl LogMap {
+    /// Reads all segment headers, and as much of the segments as it takes to find their frames.
+    ///
+    /// # Errors
+    /// [`Damage`] if a file cannot be read at all. Damaged bytes are recorded, not refused.
+    pub fn read(source: &dyn ReadAt, store: StoreId) -> Result<Self, Damage> {
+        let names = source
+            .list(Folder::Log)
+            .map_err(|error| Defect::Unreadable(error.to_string()).at(FileName::Segment(0), 0))?;
+        let mut segments = BTreeMap::new();
+        for name in names {
+            if let Some(FileName::Segment(number)) = FileName::parse(Folder::Log, &name) {
+                segments.insert(number, read_segment(source, store, number)?);
+            }
+        }
+        let newest = segments
+            .values()
+            .rev()
+            .find_map(|segment| segment.opening().map(|opening| opening.incarnation).or(segment.frames));
+        let mut line = Vec::new();
+        let mut wanted = newest;
+        while let Some(incarnation) = wanted {
+            let found = segments.iter().find_map(|(&number, segment)| {
+                segment.opening().filter(|opening| opening.incarnation == incarnation).map(|opening| (number, opening))
+            });
+            wanted = found.map(|(_, opening)| opening.predecessor.incarnation).filter(|before| before.number > 0);
+            line.extend(found);
+        }
+        line.reverse();
+        Ok(Self { store, segments, newest, line })
+    }
+
+    /// The segments by number.
+    #[must_use]
+    pub fn segments(&self) -> &BTreeMap<u64, Segment> {
+        &self.segments
+    }
+
+    /// The newest incarnation; `None` if no segment shows one.
+    #[must_use]
+    pub fn newest(&self) -> Option<Incarnation> {
+        self.newest
+    }
+
+    /// The openings on the line, oldest first, with their segments. Older ones may be recycled.
+    #[must_use]
+    pub fn line(&self) -> &[(u64, Opening)] {
+        &self.line
+    }
+
+    /// The start of the very first incarnation, if its opening is still there.
+    #[must_use]
+    pub fn beginning(&self) -> Option<LogPoint> {
+        let (segment, opening) = self.line.first()?;
+        (opening.predecessor.incarnation.number == 0).then(|| opening.start(*segment))
+    }
+
+    /// Whether any segment holds a frame that was written there.
+    #[must_use]
+    pub fn has_frames(&self) -> bool {
+        self.segments.values().any(|segment| segment.frames.is_some())
+    }
+
+    /// The opening after an incarnation on the line.
+    fn successor(&self, incarnation: Incarnation) -> Option<(u64, Opening)> {
+        self.line.iter().copied().find(|(_, opening)| opening.predecessor.incarnation == incarnation)
+    }
+}
+
+fn read_segment(source: &dyn ReadAt, store: StoreId, number: u64) -> Result<Segment, Damage> {
+    let file = FileName::Segment(number);
+    let unreadable = |error: std::io::Error| Defect::Unreadable(error.to_string()).at(file, 0);
+    let file_len = source.len(file).map_err(unreadable)?.unwrap_or(0);
+    let mut reader = SegmentReader::new(source, number);
+    let header = reader
+        .bytes(0, SegmentHeaderRaw::LEN)
+        .and_then(SegmentHeader::decode)
+        .and_then(|header| {
+            for (what, found, expected) in
+                [("segment's number", header.segment, number), ("segment's length", header.segment_len, file_len)]
+            {
+                if found != expected {
+                    return Err(Defect::Mismatch { what, found, expected });
+                }
+            }
+            if header.store == store { Ok(header) } else { Err(Defect::Foreign) }
+        });
+    let frames = own_frames(&mut reader, store, number, SEGMENT_HEADER_BLOCK, file_len)
+        .next()
+        .map(|frame| frame.unproven().incarnation);
+    Ok(Segment { file_len, header, frames })
+}
+
+/// The frames at group boundaries from `offset` on that were written at their place.
+fn own_frames<'r>(
+    reader: &'r mut SegmentReader<'_>,
+    store: StoreId,
+    number: u64,
+    offset: u64,
+    file_len: u64,
+) -> impl Iterator<Item = UncheckedFrame> + 'r {
+    let mut at = align_up(offset.max(SEGMENT_HEADER_BLOCK), GROUP_ALIGN);
+    std::iter::from_fn(move || {
+        while at < file_len {
+            let here = at;
+            at += GROUP_ALIGN;
+            let frame = reader.bytes(here, FrameHeaderRaw::LEN).and_then(UncheckedFrame::decode);
+            if let Ok(frame) = frame
+                && frame.lies_at(store, number, here)
+            {
+                return Some(frame);
+            }
+        }
+        None
+    })
+}
+
+/// Reads one segment through a buffer.
+struct SegmentReader<'s> {
+    source: &'s dyn ReadAt,
+    number: u64,
+    file_len: Option<u64>,
+    buffer: Vec<u8>,
+    buffer_at: u64,
+}
+
+impl<'s> SegmentReader<'s> {
+    fn new(source: &'s dyn ReadAt, number: u64) -> Self {
+        Self { source, number, file_len: None, buffer: Vec::new(), buffer_at: 0 }
+    }
+
+    fn file_len(&mut self) -> Result<u64, Defect> {
+        match self.file_len {
+            Some(len) => Ok(len),
+            None => {
+                let len = self.source.len(FileName::Segment(self.number)).map_err(unreadable)?;
+                Ok(*self.file_len.insert(len.ok_or(Defect::Missing)?))
+            }
+        }
+    }
+
+    /// `len` bytes at `offset`, which must lie within the file: so no buffer is longer than the file.
+    fn bytes(&mut self, offset: u64, len: usize) -> Result<&[u8], Defect> {
+        let file_len = self.file_len()?;
+        let end = offset.saturating_add(len as u64);
+        if end > file_len {
+            return Err(Defect::Truncated { needed: end, have: file_len });
+        }
+        let buffered = offset >= self.buffer_at && end <= self.buffer_at + self.buffer.len() as u64;
+        if !buffered {
+            let read_len = (len.max(READ_AHEAD) as u64).min(file_len - offset) as usize;
+            self.buffer.resize(read_len, 0);
+            self.buffer_at = offset;
+            let read = self.source.read_at(FileName::Segment(self.number), offset, &mut self.buffer);
+            if let Err(error) = read {
+                self.buffer.clear();
+                return Err(unreadable(error));
+            }
+        }
+        let start = (offset - self.buffer_at) as usize;
+        Ok(&self.buffer[start..start + len])
+    }
+}
+
+fn unreadable(error: std::io::Error) -> Defect {
+    match error.kind() {
+        ErrorKind::NotFound => Defect::Missing,
+        _ => Defect::Unreadable(error.to_string()),
+    }
+}
+
+/// A frame that is valid in the order of the log.
+#[derive(Debug)]
+pub struct Frame<'w> {
+    /// Its header.
+    pub header: FrameHeader,
+    /// Its payload.
+    pub payload: &'w [u8],
+    /// The point at its end.
+    pub end: LogPoint,
+    /// Whether it lies in the newest incarnation.
+    pub newest: bool,
+}
+
+/// The end of the log.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LogEnd {
+    /// The last valid frame of a batch.
+    pub accepted: LogPoint,
+    /// The last batch that a durable mark proves; what lies between the two may be in a cache only (I6).
+    pub proven: LogPoint,
+    /// Frames after `accepted` that were cut.
+    pub torn: Option<TornTail>,
+    /// The snapshots that the last seal under a mark records as verified.
+    pub verified: Vec<VerifiedSnapshot>,
+    /// Damage that costs nothing, such as that of an empty segment's header.
+    pub harmless: Vec<Damage>,
+}
+
+/// What was cut from the end of the log. Nothing acknowledged as durable was in it; damage inside the
+/// last groups that no mark covers yet looks the same, so it is reported.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TornTail {
+    /// The segment in which the first cut frame lies.
+    pub segment: u64,
+    /// Where it lies, in bytes from the segment's start.
+    pub offset: u64,
+    /// The first batch cut.
+    pub first: Lsn,
+    /// The last batch of which a trace was found.
+    pub last: Lsn,
+    /// Why the first one is not valid.
+    pub defect: Defect,
+}
+
+/// Walks the log from a point, frame by frame.
+pub struct LogWalk<'s> {
+    source: &'s dyn ReadAt,
+    map: &'s LogMap,
+    reader: SegmentReader<'s>,
+    point: LogPoint,
+    /// The last batch's end; seals do not move it.
+    accepted: LogPoint,
+    mark: Lsn,
+    /// Ends of batches that no mark covers yet.
+    unproven: Vec<LogPoint>,
+    proven: LogPoint,
+    verified: Vec<VerifiedSnapshot>,
+    /// Seals of the newest incarnation count once a later mark shows that they were synced.
+    verified_unproven: Vec<(Lsn, Vec<VerifiedSnapshot>)>,
+    end: Option<LogEnd>,
+}
+
+impl<'s> LogWalk<'s> {
+    /// A walk that begins after `from`. `mark` is the highest durable mark known from elsewhere: the
+    /// `end` of the valid manifests.
+    ///
+    /// # Errors
+    /// [`Damage`] if `from` is not on the line.
+    pub fn new(source: &'s dyn ReadAt, map: &'s LogMap, from: LogPoint, mark: Lsn) -> Result<Self, Damage> {
+        let file = FileName::Segment(from.segment);
+        let on_line = Some(from.incarnation) == map.newest || map.successor(from.incarnation).is_some();
+        if !on_line {
+            return Err(Defect::Mismatch {
+                what: "incarnation of the first frame needed",
+                found: map.newest.map_or(0, |newest| newest.number.into()),
+                expected: from.incarnation.number.into(),
+            }
+            .at_lsn(file, from.offset, from.lsn));
+        }
+        let mut walk = Self {
+            source,
+            map,
+            reader: SegmentReader::new(source, from.segment),
+            point: from,
+            accepted: from,
+            mark,
+            unproven: Vec::new(),
+            proven: from,
+            verified: Vec::new(),
+            verified_unproven: Vec::new(),
+            end: None,
+        };
+        walk.check_segment(from.segment)?;
+        // The opening of the segment in which we begin is a mark too.
+        walk.note_opening(from.segment);
+        Ok(walk)
+    }
+
+    /// The next valid frame; `None` at the end of the log, which [`LogWalk::end`] then describes.
+    ///
+    /// # Errors
+    /// [`Damage`] where the log must go on and does not.
+    #[expect(clippy::should_implement_trait, reason = "a frame borrows the walk's buffer")]
+    pub fn next(&mut self) -> Result<Option<Frame<'_>>, Damage> {
+        if self.end.is_some() {
+            return Ok(None);
+        }
+        self.cross_to_successors()?;
+        let defect = match self.find_next() {
+            Ok((header, end)) => {
+                self.accept(&header, end)?;
+                let newest = Some(header.incarnation) == self.map.newest;
+                let payload = self
+                    .reader
+                    .bytes(header.offset + FRAME_HEADER_LEN, header.payload_len as usize)
+                    .map_err(|defect| defect.at_lsn(FileName::Segment(header.segment), header.offset, header.lsn))?;
+                return Ok(Some(Frame { header, payload, end, newest }));
+            }
+            Err(defect) => defect,
+        };
+        self.end = Some(self.judge(defect)?);
+        Ok(None)
+    }
+
+    /// The log's end, once `next` returned `None`.
+    #[must_use]
+    pub fn end(&self) -> Option<&LogEnd> {
+        self.end.as_ref()
+    }
+
+    /// The point reached.
+    #[must_use]
+    pub fn point(&self) -> LogPoint {
+        self.point
+    }
+
+    /// Jumps to the opening of the next incarnation where this one's surviving frames end.
+    fn cross_to_successors(&mut self) -> Result<(), Damage> {
+        while let Some((segment, opening)) = self.map.successor(self.point.incarnation) {
+            let last = opening.predecessor;
+            if (self.point.segment, self.point.offset) != (last.segment, last.offset) {
+                let passed = (self.point.segment, self.point.offset) > (last.segment, last.offset);
+                if passed || self.point.lsn > last.lsn {
+                    return Err(Defect::Mismatch {
+                        what: "end of the incarnation",
+                        found: self.point.offset,
+                        expected: last.offset,
+                    }
+                    .at_lsn(FileName::Segment(self.point.segment), self.point.offset, self.point.lsn));
+                }
+                return Ok(());
+            }
+            if (self.point.lsn, self.point.chain) != (last.lsn, last.chain) {
+                return Err(Defect::Mismatch {
+                    what: "chain hash at the incarnation's end",
+                    found: self.point.chain.into(),
+                    expected: last.chain.into(),
+                }
+                .at_lsn(FileName::Segment(segment), 0, last.lsn));
+            }
+            self.check_segment(segment)?;
+            self.point = opening.start(segment);
+            self.accepted = self.point;
+            self.proven = self.point;
+            self.unproven.clear();
+            self.reader = SegmentReader::new(self.source, segment);
+            self.note_opening(segment);
+        }
+        Ok(())
+    }
+
+    fn note_opening(&mut self, segment: u64) {
+        if let Some(opening) = self.map.segments.get(&segment).and_then(Segment::opening) {
+            self.mark = self.mark.max(opening.accepted);
+        }
+    }
+
+    /// The next frame in order, with its payload checked.
+    fn find_next(&mut self) -> Result<(FrameHeader, LogPoint), Defect> {
+        let after = align_up(self.point.offset, FRAME_ALIGN);
+        let group = align_up(self.point.offset, GROUP_ALIGN);
+        let first = match self.try_at(self.point.segment, after) {
+            Ok(found) => return Ok(found),
+            Err(defect) => defect,
+        };
+        if group != after
+            && let Ok(found) = self.try_at(self.point.segment, group)
+        {
+            return Ok(found);
+        }
+        // Only a sound next segment can continue the order; whether a missing or damaged one matters is
+        // for the judgement.
+        let next = self.point.segment.saturating_add(1);
+        if self.check_segment(next).is_ok() {
+            let here = std::mem::replace(&mut self.reader, SegmentReader::new(self.source, next));
+            match self.try_at(next, SEGMENT_HEADER_BLOCK) {
+                Ok(found) => return Ok(found),
+                Err(_) => self.reader = here,
+            }
+        }
+        Err(first)
+    }
+
+    fn try_at(&mut self, segment: u64, offset: u64) -> Result<(FrameHeader, LogPoint), Defect> {
+        let frame = UncheckedFrame::decode(self.reader.bytes(offset, FrameHeaderRaw::LEN)?)?;
+        let (header, end) = frame.follow(&self.point, self.map.store, segment, offset)?;
+        // A group begins at a boundary; a frame that does not begin one follows its group's last frame.
+        if header.group_start && offset % GROUP_ALIGN != 0 {
+            return Err(Defect::Field { what: "start of a group", found: offset });
+        }
+        if !header.group_start && (segment, offset) != (self.point.segment, align_up(self.point.offset, FRAME_ALIGN)) {
+            return Err(Defect::Field { what: "place of a frame inside a group", found: offset });
+        }
+        let payload = self.reader.bytes(offset + FRAME_HEADER_LEN, header.payload_len as usize)?;
+        check_payload(&header, payload)?;
+        Ok((header, end))
+    }
+
+    fn accept(&mut self, header: &FrameHeader, end: LogPoint) -> Result<(), Damage> {
+        self.point = end;
+        self.mark = self.mark.max(header.durable);
+        match header.kind {
+            FrameKind::Batch => {
+                self.accepted = end;
+                self.unproven.push(end);
+            }
+            FrameKind::Seal => {
+                let file = FileName::Segment(header.segment);
+                let payload = self
+                    .reader
+                    .bytes(header.offset + FRAME_HEADER_LEN, header.payload_len as usize)
+                    .and_then(decode_seal)
+                    .map_err(|defect| defect.at_lsn(file, header.offset, header.lsn))?;
+                self.verified_unproven.push((header.lsn, payload));
+            }
+        }
+        self.settle();
+        // A seal is known to be synced when a batch after it is, or when its incarnation has ended.
+        let ended = self.map.newest != Some(header.incarnation);
+        while let Some((lsn, _)) = self.verified_unproven.first()
+            && (ended || *lsn < self.mark)
+        {
+            self.verified = self.verified_unproven.remove(0).1;
+        }
+        Ok(())
+    }
+
+    /// Moves the proven point up to the mark.
+    fn settle(&mut self) {
+        let covered = self.unproven.partition_point(|point| point.lsn <= self.mark);
+        if covered > 0 {
+            self.proven = self.unproven[covered - 1];
+            self.unproven.drain(..covered);
+        }
+    }
+
+    /// Whether `segment` can be read at all.
+    fn check_segment(&self, segment: u64) -> Result<(), Damage> {
+        let file = FileName::Segment(segment);
+        match self.map.segments.get(&segment) {
+            None => Err(Defect::Missing.at_lsn(file, 0, self.point.lsn.next())),
+            Some(Segment { header: Err(defect), .. }) => Err(defect.clone().at_lsn(file, 0, self.point.lsn.next())),
+            Some(_) => Ok(()),
+        }
+    }
+
+    /// Torn tail or damage (I4): `defect` is why the order ends here.
+    fn judge(&mut self, defect: Defect) -> Result<LogEnd, Damage> {
+        let here = FileName::Segment(self.point.segment);
+        let break_at = align_up(self.point.offset, FRAME_ALIGN);
+        let lost = self.point.lsn.next();
+        let highest = self.map.segments.keys().next_back().copied().unwrap_or(0);
+        let mut harmless = Vec::new();
+
+        // 1. In an older incarnation the order must go on to the predecessor's end. The reason may be a
+        //    segment in between that is missing or damaged.
+        if Some(self.point.incarnation) != self.map.newest {
+            let next = self.point.segment.saturating_add(1);
+            let in_reach = self.map.successor(self.point.incarnation).map(|(_, opening)| opening.predecessor.segment);
+            if in_reach.is_some_and(|last| next <= last) {
+                self.check_segment(next)?;
+            }
+            return Err(defect.at_lsn(here, break_at, lost));
+        }
+        // 2. A segment that holds frames has a successor, made and synced before its first frame (I8).
+        for number in self.point.segment..=highest.max(self.point.segment.saturating_add(1)) {
+            let file = FileName::Segment(number);
+            match self.map.segments.get(&number) {
+                None => return Err(Defect::Missing.at_lsn(file, 0, lost)),
+                Some(Segment { header: Err(defect), frames, .. }) => {
+                    // The newest segment is empty, so a damaged header there costs nothing.
+                    if number < highest || frames.is_some() {
+                        return Err(defect.clone().at_lsn(file, 0, lost));
+                    }
+                    harmless.push(defect.clone().at(file, 0));
+                }
+                Some(Segment { frames: Some(_), .. }) if number == highest => {
+                    return Err(Defect::Missing.at_lsn(FileName::Segment(number + 1), 0, lost));
+                }
+                Some(_) => {}
+            }
+        }
+        // 3. Frames beyond the end testify with their marks.
+        let mut last_seen: Option<Lsn> = None;
+        let mut note = |frame: &FrameHeader, mark: &mut Lsn| {
+            if Some(frame.incarnation) == self.map.newest && frame.lsn > self.point.lsn {
+                last_seen = last_seen.max(Some(frame.lsn));
+                *mark = (*mark).max(frame.durable);
+            }
+        };
+        let mut mark = self.mark;
+        for (&number, segment) in self.map.segments.range(self.point.segment..) {
+            let mut reader = SegmentReader::new(self.source, number);
+            let from = if number == self.point.segment { break_at } else { SEGMENT_HEADER_BLOCK };
+            // The frame at the break itself may lie off a boundary.
+            if from % GROUP_ALIGN != 0
+                && let Ok(frame) = reader.bytes(from, FrameHeaderRaw::LEN).and_then(UncheckedFrame::decode)
+                && frame.lies_at(self.map.store, number, from)
+            {
+                note(frame.unproven(), &mut mark);
+            }
+            for frame in own_frames(&mut reader, self.map.store, number, from, segment.file_len) {
+                note(frame.unproven(), &mut mark);
+            }
+        }
+        if mark >= lost {
+            return Err(defect.at_lsn(here, break_at, lost));
+        }
+        // 4. Nothing that a mark covers is missing: the log ends here. Report what was cut.
+        let mut reader = SegmentReader::new(self.source, self.point.segment);
+        let resembles = [break_at, align_up(break_at, GROUP_ALIGN)].into_iter().any(|at| {
+            reader
+                .bytes(at, FrameHeaderRaw::LEN)
+                .is_ok_and(|bytes| resembles_frame(bytes, self.map.store, self.point.segment, at))
+        });
+        let torn = (last_seen.is_some() || resembles).then(|| TornTail {
+            segment: self.point.segment,
+            offset: break_at,
+            first: lost,
+            last: last_seen.unwrap_or(lost),
+            defect,
+        });
+        Ok(LogEnd {
+            accepted: self.accepted,
+            proven: self.proven,
+            torn,
+            verified: self.verified.clone(),
+            harmless,
+        })
+    }
+}

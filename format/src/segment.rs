@@ -1,0 +1,166 @@
+//! Floor 0. The header of a log segment. A segment is one file: a header block of 4096 bytes, then groups
+//! of frames.
+//!
+//! Only the first segment of an incarnation, the *opening* one, names an incarnation: it is renamed into
+//! place whole, and that rename is what makes the incarnation real. A header that is written ahead of its
+//! frames must not name one, or an attempt that a crash cut short could be taken for the newest run.
+
+use crate::defect::{Defect, array, check_crc, check_limit, check_zero};
+use crate::ids::{Incarnation, LogPoint, Lsn, StoreId};
+use crate::layout::layout;
+use crate::limits::{GROUP_ALIGN, SEGMENT_LEN_MAX, SEGMENT_LEN_MIN};
+
+/// The version of the whole format, in STORE and in every file's header.
+pub const FORMAT_VERSION: u32 = 1;
+/// Length of the header block; the first group starts here.
+pub const SEGMENT_HEADER_BLOCK: u64 = 4096;
+/// The first bytes of a segment.
+pub const SEGMENT_MAGIC: [u8; 8] = *b"RMNTSEGM";
+/// The flag of an opening segment.
+pub const FLAG_OPENING: u32 = 1;
+
+layout! {
+    /// The bytes of a segment header.
+    pub struct SegmentHeaderRaw: 128 {
+        /// `RMNTSEGM`.
+        0 => magic: [u8; 8],
+        /// Format version, 1.
+        8 => version: u32,
+        /// Bit 0: opening segment.
+        12 => flags: u32,
+        /// The store.
+        16 => store: StoreId,
+        /// The segment's own number, as in its name.
+        32 => segment: u64,
+        /// The file's length in bytes.
+        40 => segment_len: u64,
+        /// The incarnation that this segment opens; zero if it opens none.
+        48 => incarnation: Incarnation,
+        /// Where the incarnation before it ends: its last proven batch. Zero if there was none.
+        56 => predecessor: LogPoint,
+        /// The last batch accepted from the incarnation before it.
+        92 => accepted: Lsn,
+        /// The chain hash of that batch's frame, as the incarnation before it wrote it.
+        100 => accepted_chain: u32,
+        /// Zero.
+        104 => reserved: [u8; 20],
+        /// CRC-32 of the bytes before.
+        124 => header_crc: u32,
+    }
+}
+
+/// What a segment says of itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SegmentHeader {
+    /// The store.
+    pub store: StoreId,
+    /// The segment's own number.
+    pub segment: u64,
+    /// The file's length in bytes, a multiple of 4096.
+    pub segment_len: u64,
+    /// The incarnation that begins here, if one does.
+    pub opening: Option<Opening>,
+}
+
+/// How an incarnation begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Opening {
+    /// The incarnation.
+    pub incarnation: Incarnation,
+    /// Where its predecessor ends: the last batch that a durable mark proved. Zero for a new store.
+    pub predecessor: LogPoint,
+    /// The last batch that recovery accepted. Batches after the predecessor's end up to this one were
+    /// copied into this segment, so this is a durable mark.
+    pub accepted: Lsn,
+    /// The chain hash under which the predecessor knew that batch.
+    pub accepted_chain: u32,
+}
+
+impl Opening {
+    /// The point at which the first frame of the incarnation is expected.
+    #[must_use]
+    pub fn start(&self, segment: u64) -> LogPoint {
+        LogPoint {
+            incarnation: self.incarnation,
+            lsn: self.predecessor.lsn,
+            segment,
+            offset: SEGMENT_HEADER_BLOCK,
+            chain: self.predecessor.chain,
+        }
+    }
+}
+
+impl SegmentHeader {
+    /// The header's bytes; the rest of the header block is zero.
+    #[must_use]
+    pub fn encode(&self) -> [u8; SegmentHeaderRaw::LEN] {
+        let opening = self.opening;
+        let mut raw = SegmentHeaderRaw {
+            magic: SEGMENT_MAGIC,
+            version: FORMAT_VERSION,
+            flags: if opening.is_some() { FLAG_OPENING } else { 0 },
+            store: self.store,
+            segment: self.segment,
+            segment_len: self.segment_len,
+            incarnation: opening.map_or_else(Default::default, |opening| opening.incarnation),
+            predecessor: opening.map_or_else(Default::default, |opening| opening.predecessor),
+            accepted: opening.map_or_else(Default::default, |opening| opening.accepted),
+            accepted_chain: opening.map_or(0, |opening| opening.accepted_chain),
+            reserved: [0; 20],
+            header_crc: 0,
+        };
+        raw.header_crc = crc32fast::hash(&raw.to_bytes()[..124]);
+        raw.to_bytes()
+    }
+
+    /// Reads a header from the start of a segment.
+    ///
+    /// # Errors
+    /// A [`Defect`]: too short, not a segment, a wrong checksum, an unknown version, fields out of range.
+    pub fn decode(bytes: &[u8]) -> Result<Self, Defect> {
+        let bytes: &[u8; SegmentHeaderRaw::LEN] = array(bytes, 0)?;
+        let raw = SegmentHeaderRaw::from_bytes(bytes);
+        if raw.magic != SEGMENT_MAGIC {
+            return Err(Defect::Magic { expected: "log segment" });
+        }
+        check_crc("segment header", raw.header_crc, &bytes[..124])?;
+        if raw.version != FORMAT_VERSION {
+            return Err(Defect::Version { version: raw.version, features: 0 });
+        }
+        check_limit("segment flags", u64::from(raw.flags), u64::from(FLAG_OPENING))?;
+        check_zero("reserved segment bytes", raw.reserved.iter().map(|&byte| u64::from(byte)).sum())?;
+        check_limit("segment length", raw.segment_len, 2 * SEGMENT_LEN_MAX)?;
+        if raw.segment_len < SEGMENT_LEN_MIN || raw.segment_len % GROUP_ALIGN != 0 {
+            return Err(Defect::Field { what: "segment length", found: raw.segment_len });
+        }
+        let opening = Opening {
+            incarnation: raw.incarnation,
+            predecessor: raw.predecessor,
+            accepted: raw.accepted,
+            accepted_chain: raw.accepted_chain,
+        };
+        let is_opening = raw.flags == FLAG_OPENING;
+        if is_opening == (raw.incarnation.number == 0) {
+            return Err(Defect::Field { what: "incarnation", found: raw.incarnation.number.into() });
+        }
+        if is_opening && raw.accepted < raw.predecessor.lsn {
+            return Err(Defect::Field { what: "accepted lsn", found: raw.accepted.0 });
+        }
+        if is_opening && raw.predecessor.incarnation.number >= raw.incarnation.number {
+            return Err(Defect::Field {
+                what: "predecessor's incarnation",
+                found: raw.predecessor.incarnation.number.into(),
+            });
+        }
+        let header = Self {
+            store: raw.store,
+            segment: raw.segment,
+            segment_len: raw.segment_len,
+            opening: is_opening.then_some(opening),
+        };
+        if header.encode() != *bytes {
+            return Err(Defect::Field { what: "unused segment header bytes", found: 1 });
+        }
+        Ok(header)
+    }
+}

@@ -1,0 +1,401 @@
+//! Floor 0. The page table, and what a batch does to it.
+//!
+//! One pure function, [`PageTable::plan`], says what a batch changes or why it cannot. Commits validate
+//! with it, the applier installs what it returned, recovery and `rebuild` replay through it: there is no
+//! second opinion on what a batch means.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::Arc;
+
+use crate::ids::{Epoch, Key, Lsn, PageId, Place};
+use crate::limits::{METADATA_LEN_MAX, PAGE_LEN_MAX, ROOT_LEN_MAX};
+use crate::op::{Op, OpAt};
+use crate::value::{Metadata, encode_metadata};
+
+/// What is known of a page besides its bytes.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct PageInfo {
+    /// Its id.
+    pub page: PageId,
+    /// The user's name for it.
+    pub key: Option<Key>,
+    /// Its length in bytes.
+    pub len: u64,
+    /// Its version.
+    pub epoch: Epoch,
+    /// The batch that changed it last.
+    pub lsn: Lsn,
+    /// Where it lives.
+    pub place: Place,
+    /// Its metadata.
+    pub metadata: Arc<Metadata>,
+}
+
+impl PageInfo {
+    /// A page as an image or a create describes it.
+    #[must_use]
+    pub fn new(page: PageId, len: u64, place: Place) -> Self {
+        Self { page, key: None, len, epoch: Epoch(0), lsn: Lsn(0), place, metadata: Arc::default() }
+    }
+}
+
+/// All pages, the root, and the numbers that never go back.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct PageTable {
+    pages: BTreeMap<PageId, PageInfo>,
+    keys: HashMap<Key, PageId>,
+    root: Arc<Metadata>,
+    next_page: u64,
+    epoch_high: Epoch,
+    lsn: Lsn,
+}
+
+/// What one batch changes: the final state of every page that it touches.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Changes {
+    /// The batch.
+    pub lsn: Lsn,
+    /// The pages touched, in the order of their first mention; `None` is a page that is gone.
+    pub pages: Vec<(PageId, Option<PageInfo>)>,
+    /// The root, if it changed.
+    pub root: Option<Arc<Metadata>>,
+    /// One past the highest page id created.
+    next_page: u64,
+}
+
+/// Why a batch cannot follow a state. Nothing was changed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Refusal {
+    /// An operation names a page that does not exist.
+    #[error("there is no page {0}")]
+    UnknownPage(PageId),
+    /// A create names a page that exists.
+    #[error("page {0} exists")]
+    PageExists(PageId),
+    /// A range does not lie within its page.
+    #[error("bytes {offset}..+{len} are outside page {page} of {page_len} bytes")]
+    OutOfBounds {
+        /// The page.
+        page: PageId,
+        /// First byte.
+        offset: u64,
+        /// Number of bytes.
+        len: u64,
+        /// The page's length.
+        page_len: u64,
+    },
+    /// Another page has the key.
+    #[error("key {key} is page {holder}'s")]
+    KeyTaken {
+        /// The key.
+        key: Key,
+        /// Its holder.
+        holder: PageId,
+    },
+    /// A length is over its limit.
+    #[error("{what} is {found}, over the limit of {limit}")]
+    Limit {
+        /// What is too large.
+        what: &'static str,
+        /// Its size.
+        found: u64,
+        /// The limit.
+        limit: u64,
+    },
+    /// A restore is not an operation on this table: it replaces it.
+    #[error("a restore stands alone in its batch")]
+    Restore,
+}
+
+/// Which rules a plan checks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PlanMode {
+    /// A new batch: everything.
+    Commit,
+    /// A batch from the log, over images caught at different times: keys are checked on the final state
+    /// only, by [`PageTable::index_keys`].
+    Replay,
+}
+
+/// The batch's own view of the pages that it touches.
+struct Overlay<'a> {
+    table: &'a PageTable,
+    lsn: Lsn,
+    order: Vec<PageId>,
+    pages: HashMap<PageId, Option<PageInfo>>,
+}
+
+impl Overlay<'_> {
+    fn get(&self, page: PageId) -> Option<&PageInfo> {
+        match self.pages.get(&page) {
+            Some(state) => state.as_ref(),
+            None => self.table.pages.get(&page),
+        }
+    }
+
+    fn set(&mut self, page: PageId, state: Option<PageInfo>) {
+        if self.pages.insert(page, state).is_none() {
+            self.order.push(page);
+        }
+    }
+
+    /// The page for changing: its epoch rises once a batch.
+    fn touch(&mut self, page: PageId) -> Result<&mut PageInfo, Refusal> {
+        if !self.pages.contains_key(&page) {
+            let mut info = self.table.pages.get(&page).cloned().ok_or(Refusal::UnknownPage(page))?;
+            info.epoch.0 += 1;
+            info.lsn = self.lsn;
+            self.set(page, Some(info));
+        }
+        self.pages.get_mut(&page).and_then(Option::as_mut).ok_or(Refusal::UnknownPage(page))
+    }
+
+    fn touch_range(&mut self, page: PageId, offset: u64, len: u64) -> Result<(), Refusal> {
+        let page_len = self.touch(page)?.len;
+        match offset.checked_add(len) {
+            Some(end) if end <= page_len => Ok(()),
+            _ => Err(Refusal::OutOfBounds { page, offset, len, page_len }),
+        }
+    }
+}
+
+impl PageTable {
+    /// An empty table.
+    #[must_use]
+    pub fn new() -> Self {
+        Self { next_page: 1, ..Self::default() }
+    }
+
+    /// A table as a manifest describes it. Keys are indexed later, by [`PageTable::index_keys`].
+    #[must_use]
+    pub fn from_parts(
+        pages: impl IntoIterator<Item = PageInfo>,
+        root: Arc<Metadata>,
+        next_page: u64,
+        epoch_high: Epoch,
+        lsn: Lsn,
+    ) -> Self {
+        let pages: BTreeMap<_, _> = pages.into_iter().map(|info| (info.page, info)).collect();
+        let past_last = pages.last_key_value().map_or(1, |(page, _)| page.0.saturating_add(1));
+        let epoch_high = pages.values().map(|info| info.epoch).fold(epoch_high, Epoch::max);
+        Self { pages, keys: HashMap::new(), root, next_page: next_page.max(past_last), epoch_high, lsn }
+    }
+
+    /// A page.
+    #[must_use]
+    pub fn get(&self, page: PageId) -> Option<&PageInfo> {
+        self.pages.get(&page)
+    }
+
+    /// The page that has a key.
+    #[must_use]
+    pub fn get_key(&self, key: &Key) -> Option<&PageInfo> {
+        self.keys.get(key).and_then(|page| self.pages.get(page))
+    }
+
+    /// All pages, in the order of their ids.
+    pub fn pages(&self) -> impl ExactSizeIterator<Item = &PageInfo> {
+        self.pages.values()
+    }
+
+    /// The root.
+    #[must_use]
+    pub fn root(&self) -> &Arc<Metadata> {
+        &self.root
+    }
+
+    /// The next page id; all ids below it are used.
+    #[must_use]
+    pub fn next_page(&self) -> u64 {
+        self.next_page
+    }
+
+    /// The highest epoch that any page ever had.
+    #[must_use]
+    pub fn epoch_high(&self) -> Epoch {
+        self.epoch_high
+    }
+
+    /// The last batch installed.
+    #[must_use]
+    pub fn lsn(&self) -> Lsn {
+        self.lsn
+    }
+
+    /// What a batch with number `lsn` changes.
+    ///
+    /// # Errors
+    /// A [`Refusal`], with the operation's index; nothing is changed.
+    pub fn plan<'a>(
+        &self,
+        lsn: Lsn,
+        ops: impl IntoIterator<Item = &'a OpAt<'a>>,
+        mode: PlanMode,
+    ) -> Result<Changes, (usize, Refusal)> {
+        let mut overlay = Overlay { table: self, lsn, order: Vec::new(), pages: HashMap::new() };
+        let mut root: Option<Arc<Metadata>> = None;
+        let mut next_page = self.next_page;
+        // Keys given and freed by this batch, in its order.
+        let mut keys_new: HashMap<Key, PageId> = HashMap::new();
+        let mut keys_freed: HashSet<Key> = HashSet::new();
+        // Sizes are checked once, at the end: entries set and removed in one batch cost one encoding.
+        let mut metadata_grown: Vec<(usize, PageId)> = Vec::new();
+        let mut root_grown: Option<usize> = None;
+
+        for (index, OpAt { op, .. }) in ops.into_iter().enumerate() {
+            let mut step = || -> Result<(), Refusal> {
+                match op {
+                    Op::Create { page, len, place, key, metadata } => {
+                        check_page_len(*len)?;
+                        if overlay.get(*page).is_some() || page.0 == u64::MAX {
+                            return Err(Refusal::PageExists(*page));
+                        }
+                        if let (Some(key), PlanMode::Commit) = (key, mode) {
+                            let old = self.keys.get(key).filter(|_| !keys_freed.contains(key));
+                            if let Some(holder) = keys_new.get(key).or(old) {
+                                return Err(Refusal::KeyTaken { key: key.clone(), holder: *holder });
+                            }
+                            keys_new.insert(key.clone(), *page);
+                        }
+                        next_page = next_page.max(page.0 + 1);
+                        overlay.set(
+                            *page,
+                            Some(PageInfo {
+                                page: *page,
+                                key: key.clone(),
+                                len: *len,
+                                epoch: Epoch(1),
+                                lsn,
+                                place: *place,
+                                metadata: Arc::new(metadata.clone()),
+                            }),
+                        );
+                    }
+                    Op::Write { page, offset, bytes } | Op::Masked { page, offset, bytes, .. } => {
+                        overlay.touch_range(*page, *offset, bytes.len() as u64)?;
+                    }
+                    Op::Scatter { page, width, base, indices, .. } => {
+                        let elements = indices
+                            .chunks_exact(4)
+                            .map(|raw| u64::from(u32::from_le_bytes(raw.try_into().expect("four bytes"))) + 1)
+                            .max()
+                            .unwrap_or(0);
+                        overlay.touch_range(*page, *base, elements * width.bytes() as u64)?;
+                    }
+                    Op::Fill { page, offset, len, .. } => overlay.touch_range(*page, *offset, *len)?,
+                    Op::Resize { page, len } => {
+                        check_page_len(*len)?;
+                        overlay.touch(*page)?.len = *len;
+                    }
+                    Op::Delete { page } => {
+                        let key = overlay.touch(*page)?.key.clone();
+                        if let Some(key) = key {
+                            keys_new.remove(&key);
+                            keys_freed.insert(key);
+                        }
+                        overlay.set(*page, None);
+                    }
+                    Op::SetMetadata { page, name, value } => {
+                        let info = overlay.touch(*page)?;
+                        Arc::make_mut(&mut info.metadata).insert(name.clone(), value.clone());
+                        metadata_grown.push((index, *page));
+                    }
+                    Op::RemoveMetadata { page, name } => {
+                        Arc::make_mut(&mut overlay.touch(*page)?.metadata).remove(*name);
+                    }
+                    Op::SetRoot { name, value } => {
+                        let root = root.get_or_insert_with(|| self.root.clone());
+                        Arc::make_mut(root).insert(name.clone(), value.clone());
+                        root_grown = Some(index);
+                    }
+                    Op::RemoveRoot { name } => {
+                        Arc::make_mut(root.get_or_insert_with(|| self.root.clone())).remove(*name);
+                    }
+                    Op::Note { .. } => {}
+                    Op::Restore { .. } => return Err(Refusal::Restore),
+                }
+                Ok(())
+            };
+            step().map_err(|refusal| (index, refusal))?;
+        }
+
+        for (index, page) in metadata_grown {
+            if let Some(info) = overlay.get(page) {
+                check_metadata_len("metadata", &info.metadata, METADATA_LEN_MAX).map_err(|refusal| (index, refusal))?;
+            }
+        }
+        if let (Some(index), Some(root)) = (root_grown, &root) {
+            check_metadata_len("root", root, ROOT_LEN_MAX).map_err(|refusal| (index, refusal))?;
+        }
+        let Overlay { order, mut pages, .. } = overlay;
+        let pages = order.into_iter().map(|page| (page, pages.remove(&page).expect("set with its order"))).collect();
+        Ok(Changes { lsn, pages, root, next_page })
+    }
+
+    /// Makes a plan real. Keys follow, so that a table that serves lookups stays indexed.
+    pub fn install(&mut self, changes: &Changes) {
+        for (page, state) in &changes.pages {
+            let before = match state {
+                Some(info) => {
+                    self.epoch_high = self.epoch_high.max(info.epoch);
+                    self.pages.insert(*page, info.clone())
+                }
+                None => self.pages.remove(page),
+            };
+            // A key may already be another page's: freed and given again in one batch.
+            if let Some(key) = before.and_then(|info| info.key)
+                && state.is_none()
+                && self.keys.get(&key) == Some(page)
+            {
+                self.keys.remove(&key);
+            }
+            if let Some(PageInfo { key: Some(key), .. }) = state {
+                self.keys.insert(key.clone(), *page);
+            }
+        }
+        if let Some(root) = &changes.root {
+            self.root = root.clone();
+        }
+        self.next_page = self.next_page.max(changes.next_page);
+        self.lsn = self.lsn.max(changes.lsn);
+    }
+
+    /// Replaces pages and root by those of an earlier state; the numbers that never go back stay.
+    pub fn replace(&mut self, lsn: Lsn, pages: impl IntoIterator<Item = PageInfo>, root: Arc<Metadata>) {
+        *self = Self::from_parts(pages, root, self.next_page, self.epoch_high, lsn);
+    }
+
+    /// Indexes the keys of the final state.
+    ///
+    /// # Errors
+    /// [`Refusal::KeyTaken`] if two pages have the same key.
+    pub fn index_keys(&mut self) -> Result<(), Refusal> {
+        self.keys.clear();
+        for info in self.pages.values() {
+            if let Some(key) = &info.key
+                && let Some(holder) = self.keys.insert(key.clone(), info.page)
+            {
+                return Err(Refusal::KeyTaken { key: key.clone(), holder });
+            }
+        }
+        Ok(())
+    }
+}
+
+fn check_page_len(len: u64) -> Result<(), Refusal> {
+    if len <= PAGE_LEN_MAX {
+        Ok(())
+    } else {
+        Err(Refusal::Limit { what: "page length", found: len, limit: PAGE_LEN_MAX })
+    }
+}
+
+fn check_metadata_len(what: &'static str, metadata: &Metadata, limit: usize) -> Result<(), Refusal> {
+    encode_metadata(metadata, limit).map(|_| ()).map_err(|_| Refusal::Limit {
+        what,
+        found: encode_metadata(metadata, usize::MAX).map_or(u64::MAX, |bytes| bytes.len() as u64),
+        limit: limit as u64,
+    })
+}
