@@ -270,7 +270,8 @@ pub fn encode_seal(verified: &[VerifiedSnapshot]) -> Vec<u8> {
     verified
         .iter()
         .flat_map(|entry| {
-            VerifiedSnapshotRaw { snapshot: entry.snapshot, manifest_crc: entry.manifest_crc, reserved: 0 }.to_bytes()
+            VerifiedSnapshotRaw { snapshot: entry.snapshot, manifest_crc: entry.manifest_crc, reserved: 0 }
+                .to_bytes()
         })
         .collect()
 }

@@ -2,17 +2,25 @@
 //!
 //! No I/O and no unsafe code here: an inspector built on this crate opens what the engine refuses.
 #![forbid(unsafe_code)]
+// Modules are listed in reading order.
 
-pub mod defect;
 pub mod ids;
-pub mod layout;
-pub mod limits;
 pub mod names;
+pub mod limits;
+pub mod layout;
+pub mod defect;
 pub mod value;
+pub mod segment;
+pub mod frame;
+pub mod op;
+pub mod table;
+pub mod apply;
+pub mod log;
 
 pub use defect::{Damage, Defect};
 pub use ids::{
     Epoch, Incarnation, Key, KeyLenError, LogPoint, Lsn, PageId, Place, Position, SnapshotId, StoreId, Width,
 };
 pub use names::{FileName, Folder, ReadAt};
+pub use table::{PageInfo, PageTable};
 pub use value::{Metadata, Value};

@@ -24,8 +24,8 @@ use std::io::ErrorKind;
 
 use crate::defect::{Damage, Defect};
 use crate::frame::{
-    FRAME_HEADER_LEN, FrameHeader, FrameHeaderRaw, FrameKind, UncheckedFrame, VerifiedSnapshot, check_payload,
-    decode_seal, resembles_frame,
+    FRAME_HEADER_LEN, FrameHeader, FrameHeaderRaw, FrameKind, UncheckedFrame, VerifiedSnapshot,
+    check_payload, decode_seal, resembles_frame,
 };
 use crate::ids::{Incarnation, LogPoint, Lsn, StoreId};
 use crate::limits::{FRAME_ALIGN, GROUP_ALIGN, align_up};
@@ -85,9 +85,13 @@ impl LogMap {
         let mut wanted = newest;
         while let Some(incarnation) = wanted {
             let found = segments.iter().find_map(|(&number, segment)| {
-                segment.opening().filter(|opening| opening.incarnation == incarnation).map(|opening| (number, opening))
+                segment
+                    .opening()
+                    .filter(|opening| opening.incarnation == incarnation)
+                    .map(|opening| (number, opening))
             });
-            wanted = found.map(|(_, opening)| opening.predecessor.incarnation).filter(|before| before.number > 0);
+            wanted =
+                found.map(|(_, opening)| opening.predecessor.incarnation).filter(|before| before.number > 0);
             line.extend(found);
         }
         line.reverse();
@@ -136,19 +140,16 @@ fn read_segment(source: &dyn ReadAt, store: StoreId, number: u64) -> Result<Segm
     let unreadable = |error: std::io::Error| Defect::Unreadable(error.to_string()).at(file, 0);
     let file_len = source.len(file).map_err(unreadable)?.unwrap_or(0);
     let mut reader = SegmentReader::new(source, number);
-    let header = reader
-        .bytes(0, SegmentHeaderRaw::LEN)
-        .and_then(SegmentHeader::decode)
-        .and_then(|header| {
-            for (what, found, expected) in
-                [("segment's number", header.segment, number), ("segment's length", header.segment_len, file_len)]
-            {
-                if found != expected {
-                    return Err(Defect::Mismatch { what, found, expected });
-                }
+    let header = reader.bytes(0, SegmentHeaderRaw::LEN).and_then(SegmentHeader::decode).and_then(|header| {
+        for (what, found, expected) in
+            [("segment's number", header.segment, number), ("segment's length", header.segment_len, file_len)]
+        {
+            if found != expected {
+                return Err(Defect::Mismatch { what, found, expected });
             }
-            if header.store == store { Ok(header) } else { Err(Defect::Foreign) }
-        });
+        }
+        if header.store == store { Ok(header) } else { Err(Defect::Foreign) }
+    });
     let frames = own_frames(&mut reader, store, number, SEGMENT_HEADER_BLOCK, file_len)
         .next()
         .map(|frame| frame.unproven().incarnation);
@@ -348,7 +349,9 @@ impl<'s> LogWalk<'s> {
                 let payload = self
                     .reader
                     .bytes(header.offset + FRAME_HEADER_LEN, header.payload_len as usize)
-                    .map_err(|defect| defect.at_lsn(FileName::Segment(header.segment), header.offset, header.lsn))?;
+                    .map_err(|defect| {
+                        defect.at_lsn(FileName::Segment(header.segment), header.offset, header.lsn)
+                    })?;
                 return Ok(Some(Frame { header, payload, end, newest }));
             }
             Err(defect) => defect,
@@ -381,7 +384,11 @@ impl<'s> LogWalk<'s> {
                         found: self.point.offset,
                         expected: last.offset,
                     }
-                    .at_lsn(FileName::Segment(self.point.segment), self.point.offset, self.point.lsn));
+                    .at_lsn(
+                        FileName::Segment(self.point.segment),
+                        self.point.offset,
+                        self.point.lsn,
+                    ));
                 }
                 return Ok(());
             }
@@ -443,7 +450,9 @@ impl<'s> LogWalk<'s> {
         if header.group_start && offset % GROUP_ALIGN != 0 {
             return Err(Defect::Field { what: "start of a group", found: offset });
         }
-        if !header.group_start && (segment, offset) != (self.point.segment, align_up(self.point.offset, FRAME_ALIGN)) {
+        if !header.group_start
+            && (segment, offset) != (self.point.segment, align_up(self.point.offset, FRAME_ALIGN))
+        {
             return Err(Defect::Field { what: "place of a frame inside a group", found: offset });
         }
         let payload = self.reader.bytes(offset + FRAME_HEADER_LEN, header.payload_len as usize)?;
@@ -494,7 +503,9 @@ impl<'s> LogWalk<'s> {
         let file = FileName::Segment(segment);
         match self.map.segments.get(&segment) {
             None => Err(Defect::Missing.at_lsn(file, 0, self.point.lsn.next())),
-            Some(Segment { header: Err(defect), .. }) => Err(defect.clone().at_lsn(file, 0, self.point.lsn.next())),
+            Some(Segment { header: Err(defect), .. }) => {
+                Err(defect.clone().at_lsn(file, 0, self.point.lsn.next()))
+            }
             Some(_) => Ok(()),
         }
     }
@@ -511,7 +522,8 @@ impl<'s> LogWalk<'s> {
         //    segment in between that is missing or damaged.
         if Some(self.point.incarnation) != self.map.newest {
             let next = self.point.segment.saturating_add(1);
-            let in_reach = self.map.successor(self.point.incarnation).map(|(_, opening)| opening.predecessor.segment);
+            let in_reach =
+                self.map.successor(self.point.incarnation).map(|(_, opening)| opening.predecessor.segment);
             if in_reach.is_some_and(|last| next <= last) {
                 self.check_segment(next)?;
             }

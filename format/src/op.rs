@@ -428,7 +428,10 @@ pub fn decode_payload(payload: &[u8]) -> Result<Vec<OpAt<'_>>, Defect> {
         at = body_at + padded_len;
     }
     if at != payload.len() {
-        return Err(Defect::Field { what: "bytes after the last operation", found: (payload.len() - at) as u64 });
+        return Err(Defect::Field {
+            what: "bytes after the last operation",
+            found: (payload.len() - at) as u64,
+        });
     }
     Ok(ops)
 }
@@ -451,7 +454,11 @@ fn decode_op<'a>(header: &OpHeaderRaw, body: &'a [u8]) -> Result<Op<'a>, Defect>
     let unused = |value: u64| check_zero("unused operation argument", value);
     let empty = || check_zero("operation body length", body.len() as u64);
     let has_len = |what, found: usize, expected: u64| {
-        if found as u64 == expected { Ok(()) } else { Err(Defect::Mismatch { what, found: found as u64, expected }) }
+        if found as u64 == expected {
+            Ok(())
+        } else {
+            Err(Defect::Mismatch { what, found: found as u64, expected })
+        }
     };
     let text = |limit: usize| {
         check_limit("text length", body.len() as u64, limit as u64)?;
@@ -507,8 +514,17 @@ fn decode_op<'a>(header: &OpHeaderRaw, body: &'a [u8]) -> Result<Op<'a>, Defect>
             let count = second as usize;
             let values_at = scatter_values_at(count);
             has_len("scatter body length", body.len(), (values_at + count * width.bytes()) as u64)?;
-            check_zero("index padding", body[4 * count..values_at].iter().map(|&byte| u64::from(byte)).sum())?;
-            Ok(Op::Scatter { page, width, base: first, indices: &body[..4 * count], values: &body[values_at..] })
+            check_zero(
+                "index padding",
+                body[4 * count..values_at].iter().map(|&byte| u64::from(byte)).sum(),
+            )?;
+            Ok(Op::Scatter {
+                page,
+                width,
+                base: first,
+                indices: &body[..4 * count],
+                values: &body[values_at..],
+            })
         }
         FILL => {
             has_len("pattern length", body.len(), width()?.bytes() as u64)?;
@@ -530,7 +546,8 @@ fn decode_op<'a>(header: &OpHeaderRaw, body: &'a [u8]) -> Result<Op<'a>, Defect>
         SET_METADATA | SET_ROOT => {
             unused(first | second)?;
             let limit = if header.kind == SET_ROOT { ROOT_LEN_MAX } else { METADATA_LEN_MAX };
-            let (name, value) = decode_entry(body, limit)?;
+            let ((name, value), consumed) = decode_entry(body, limit)?;
+            has_len("entry length", consumed, body.len() as u64)?;
             Ok(if header.kind == SET_ROOT {
                 Op::SetRoot { name, value }
             } else {

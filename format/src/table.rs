@@ -323,14 +323,16 @@ impl PageTable {
 
         for (index, page) in metadata_grown {
             if let Some(info) = overlay.get(page) {
-                check_metadata_len("metadata", &info.metadata, METADATA_LEN_MAX).map_err(|refusal| (index, refusal))?;
+                check_metadata_len("metadata", &info.metadata, METADATA_LEN_MAX)
+                    .map_err(|refusal| (index, refusal))?;
             }
         }
         if let (Some(index), Some(root)) = (root_grown, &root) {
             check_metadata_len("root", root, ROOT_LEN_MAX).map_err(|refusal| (index, refusal))?;
         }
         let Overlay { order, mut pages, .. } = overlay;
-        let pages = order.into_iter().map(|page| (page, pages.remove(&page).expect("set with its order"))).collect();
+        let pages =
+            order.into_iter().map(|page| (page, pages.remove(&page).expect("set with its order"))).collect();
         Ok(Changes { lsn, pages, root, next_page })
     }
 
