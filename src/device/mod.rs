@@ -7,6 +7,9 @@
 //!
 //! The engine holds `Arc<dyn Device>`: one indirect call a list, a few nanoseconds beside a launch.
 
+pub mod host;
+pub mod late;
+
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
@@ -38,7 +41,8 @@ pub trait Device: Send + Sync + 'static {
     fn staging(&self, len: usize) -> Result<Staging>;
 
     /// Queues a list on a lane. Its commands run in order, after every earlier list of the lane; the list
-    /// owns its staging until the returned [`Pending`] gives it back.
+    /// owns its staging until the returned [`Pending`] gives it back. Ranges of staging that the list read
+    /// from come back with unspecified content.
     ///
     /// # Errors
     /// A device error; then nothing of the list runs.

@@ -1,0 +1,334 @@
+//! Floor 3. Pages in host memory: the device that defines what is correct (I11).
+//!
+//! Every list runs inside `submit`, on the caller's thread, so a fence has passed when it is handed out.
+//! The code is plain on purpose: kernels are held to the bytes that these loops produce. Read [`Device`]
+//! first. Nothing here outlives the process, so a crash loses all of it; the log brings it back.
+//!
+//! Locks: the table of memories is locked only to look one up, so a long copy never holds up `allocate`;
+//! each memory has its own lock, so the two lanes run side by side; and no command waits for a memory's
+//! lock while it holds another memory's for writing, so they cannot block each other for good.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use parking_lot::{Mutex, RwLock};
+use remanent_format::{Place, Width};
+
+use super::{
+    Command, CommandList, Device, Fence, Lane, MemoryId, Payload, Pending, Piece, PieceKind, Span, Staging,
+    StagingSpan,
+};
+use crate::error::{Error, Result};
+
+/// Pages in ordinary memory, whatever place they name; only [`Place::Disk`] is unavailable.
+#[derive(Debug)]
+pub struct HostDevice {
+    memories: RwLock<HashMap<MemoryId, Arc<Memory>>>,
+    memory_next: AtomicU64,
+    lanes: [HostLane; 2],
+}
+
+/// One allocation.
+type Memory = RwLock<Vec<u8>>;
+
+/// A lane: one list at a time, in the order in which `submit` was called.
+#[derive(Debug, Default)]
+struct HostLane {
+    running: Mutex<()>,
+    reached: AtomicU64,
+}
+
+impl Default for HostDevice {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl HostDevice {
+    /// A device without any page memory yet.
+    #[must_use]
+    pub fn new() -> Self {
+        Self {
+            memories: RwLock::default(),
+            memory_next: AtomicU64::new(1),
+            lanes: [HostLane::default(), HostLane::default()],
+        }
+    }
+
+    fn memory(&self, id: MemoryId) -> Arc<Memory> {
+        let memory = self.memories.read().get(&id).cloned();
+        memory.unwrap_or_else(|| panic!("{id:?} is no memory of this device"))
+    }
+
+    fn lane(&self, lane: Lane) -> &HostLane {
+        &self.lanes[lane as usize]
+    }
+
+    /// Lists run at submit, so a fence that has not passed was never handed out: waiting for it would
+    /// never end.
+    fn assert_passed(&self, fence: Fence) {
+        let reached = self.reached(fence.lane);
+        assert!(fence.value <= reached, "{fence:?} was not handed out: the lane is at {reached}");
+    }
+
+    fn run(&self, command: Command, staging: &mut [Staging]) {
+        match command {
+            Command::Upload { source, target } => self.upload(staged(staging, source), target),
+            Command::Download { source, target } => self.download(source, staged_mut(staging, target)),
+            Command::Apply { pieces } => pieces.iter().for_each(|piece| self.apply(piece, staging)),
+            Command::Copy { source, target } => self.copy(source, target),
+            Command::Fill { target, pattern, width } => self.fill(target, pattern, width),
+            Command::Gather { sources, target } => {
+                for (source, offset) in sources {
+                    self.copy(source, part(target, offset, source.len));
+                }
+            }
+            Command::Scatter { source, targets } => {
+                for (offset, target) in targets {
+                    self.copy(part(source, offset, target.len), target);
+                }
+            }
+            Command::Diff { left, right, width, target } => {
+                self.diff(left, right, width, staged_mut(staging, target));
+            }
+            Command::Crc { sources, target } => self.crc(&sources, staged_mut(staging, target)),
+        }
+    }
+
+    fn upload(&self, source: &[u8], target: Span) {
+        let memory = self.memory(target.memory);
+        let mut bytes = memory.write();
+        bytes_of_mut(&mut bytes, target).copy_from_slice(source);
+    }
+
+    fn download(&self, source: Span, target: &mut [u8]) {
+        let memory = self.memory(source.memory);
+        target.copy_from_slice(bytes_of(&memory.read(), source));
+    }
+
+    fn apply(&self, piece: &Piece, staging: &[Staging]) {
+        match (piece.payload, piece.kind) {
+            (Payload::Staging { index, offset }, _) => self.merge(piece, &staging[index][offset..]),
+            (Payload::Device(payload), PieceKind::Dense) => {
+                self.copy(part(payload, 0, piece.target.len), piece.target);
+            }
+            // The payload is copied aside, so that only one memory is locked at a time.
+            (Payload::Device(payload), _) => {
+                let aside = bytes_of(&self.memory(payload.memory).read(), payload).to_vec();
+                self.merge(piece, &aside);
+            }
+        }
+    }
+
+    fn merge(&self, piece: &Piece, payload: &[u8]) {
+        let memory = self.memory(piece.target.memory);
+        let mut bytes = memory.write();
+        let target = bytes_of_mut(&mut bytes, piece.target);
+        match piece.kind {
+            PieceKind::Dense => target.copy_from_slice(&payload[..target.len()]),
+            PieceKind::Masked { width, bytes_at } => {
+                let count = elements(target.len(), width);
+                merge_masked(target, &payload[..count.div_ceil(8)], &payload[bytes_at..], width);
+            }
+            PieceKind::Sparse { width, count, values_at } => {
+                merge_sparse(target, &payload[..4 * count], &payload[values_at..], width);
+            }
+        }
+    }
+
+    /// Copies through a small area of its own, so that only one memory is locked at a time.
+    fn copy(&self, source: Span, target: Span) {
+        const PART_LEN_MAX: u64 = 64 << 10;
+        assert_eq!(source.len, target.len, "a copy between ranges of different lengths");
+        assert!(!overlap(source, target), "a copy between overlapping ranges: {source:?}, {target:?}");
+        let (source_memory, target_memory) = (self.memory(source.memory), self.memory(target.memory));
+        let mut aside = Vec::new();
+        let mut done = 0;
+        // At least one round, so that bounds are checked for empty ranges too.
+        loop {
+            let part_len = PART_LEN_MAX.min(source.len - done);
+            aside.clear();
+            aside.extend_from_slice(bytes_of(&source_memory.read(), part(source, done, part_len)));
+            bytes_of_mut(&mut target_memory.write(), part(target, done, part_len)).copy_from_slice(&aside);
+            done += part_len;
+            if done == source.len {
+                return;
+            }
+        }
+    }
+
+    fn fill(&self, target: Span, pattern: [u8; 16], width: Width) {
+        let memory = self.memory(target.memory);
+        let mut bytes = memory.write();
+        let target = bytes_of_mut(&mut bytes, target);
+        let _whole = elements(target.len(), width);
+        // Every width divides 16, so sixteen bytes of repeated pattern tile the target.
+        let tile: [u8; 16] = std::array::from_fn(|i| pattern[i % width.bytes()]);
+        let mut tiles = target.chunks_exact_mut(tile.len());
+        tiles.by_ref().for_each(|chunk| chunk.copy_from_slice(&tile));
+        let rest = tiles.into_remainder();
+        rest.copy_from_slice(&tile[..rest.len()]);
+    }
+
+    /// Holds two locks, both for reading and both without regard to waiting writers: nobody who holds
+    /// one for writing waits for another, so both are had in the end, even where they are the same.
+    fn diff(&self, left: Span, right: Span, width: Width, target: &mut [u8]) {
+        let (left_memory, right_memory) = (self.memory(left.memory), self.memory(right.memory));
+        let (left_bytes, right_bytes) = (left_memory.read_recursive(), right_memory.read_recursive());
+        let (left, right) = (bytes_of(&left_bytes, left), bytes_of(&right_bytes, right));
+        assert_eq!(left.len(), right.len(), "a diff of ranges of different lengths");
+        assert_eq!(target.len(), elements(left.len(), width).div_ceil(8), "the length of a diff's target");
+        target.fill(0);
+        let pairs = left.chunks_exact(width.bytes()).zip(right.chunks_exact(width.bytes()));
+        for (index, (left, right)) in pairs.enumerate() {
+            target[index / 8] |= u8::from(left != right) << (index % 8);
+        }
+    }
+
+    fn crc(&self, sources: &[Span], target: &mut [u8]) {
+        assert_eq!(target.len(), 4 * sources.len(), "the length of a checksum command's target");
+        for (source, sum) in sources.iter().zip(target.chunks_exact_mut(4)) {
+            let memory = self.memory(source.memory);
+            sum.copy_from_slice(&crc32fast::hash(bytes_of(&memory.read(), *source)).to_le_bytes());
+        }
+    }
+}
+
+impl Device for HostDevice {
+    fn label(&self) -> String {
+        "host".to_owned()
+    }
+
+    fn allocate(&self, place: Place, len: u64) -> Result<MemoryId> {
+        match place {
+            Place::Device(_) | Place::Pinned | Place::Host | Place::Unified => {}
+            _ => {
+                let reason = "the host device keeps pages in host memory only";
+                return Err(Error::PlaceUnavailable { place, reason });
+            }
+        }
+        let memory = Arc::new(RwLock::new(zeroed(place, len)?));
+        let id = MemoryId(self.memory_next.fetch_add(1, Ordering::Relaxed));
+        self.memories.write().insert(id, memory);
+        Ok(id)
+    }
+
+    fn release(&self, memory: MemoryId) -> Result<()> {
+        // Taken out under the lock, freed after it.
+        let released = self.memories.write().remove(&memory);
+        assert!(released.is_some(), "{memory:?} is no memory of this device");
+        Ok(())
+    }
+
+    fn staging(&self, len: usize) -> Result<Staging> {
+        Ok(Staging::new(zeroed(Place::Pinned, len as u64)?))
+    }
+
+    fn submit(&self, lane: Lane, list: CommandList) -> Result<Pending> {
+        let CommandList { commands, mut staging } = list;
+        let lane_state = self.lane(lane);
+        let running = lane_state.running.lock();
+        for command in commands {
+            self.run(command, &mut staging);
+        }
+        // Only here, and only under the lane's lock, does the counter change. Release: whoever sees the
+        // fence as reached sees the bytes.
+        let value = lane_state.reached.load(Ordering::Relaxed) + 1;
+        lane_state.reached.store(value, Ordering::Release);
+        drop(running);
+        Ok(Pending::new(Fence { lane, value }, Arc::new(Mutex::new(staging))))
+    }
+
+    fn reached(&self, lane: Lane) -> u64 {
+        self.lane(lane).reached.load(Ordering::Acquire)
+    }
+
+    fn wait(&self, fence: Fence) -> Result<()> {
+        self.assert_passed(fence);
+        Ok(())
+    }
+
+    fn after(&self, _lane: Lane, fence: Fence) -> Result<()> {
+        self.assert_passed(fence);
+        Ok(())
+    }
+}
+
+/// Reserves first, so that an absurd length is an error and no abort. Then zeroes: safe Rust has no
+/// memory of unknown content. The cost is one pass over memory that the page's first bytes are about to
+/// be written to, and the larger part of it, the first touch, is due then in any case.
+fn zeroed(place: Place, len: u64) -> Result<Vec<u8>> {
+    let out_of_memory = Error::OutOfMemory { place, len };
+    let Ok(len) = usize::try_from(len) else { return Err(out_of_memory) };
+    let mut bytes = Vec::new();
+    if bytes.try_reserve_exact(len).is_err() {
+        return Err(out_of_memory);
+    }
+    bytes.resize(len, 0);
+    Ok(bytes)
+}
+
+/// Elements whose bit is 1 are replaced.
+fn merge_masked(target: &mut [u8], mask: &[u8], bytes: &[u8], width: Width) {
+    let bytes = &bytes[..target.len()];
+    let pairs = target.chunks_exact_mut(width.bytes()).zip(bytes.chunks_exact(width.bytes()));
+    for (index, (target, bytes)) in pairs.enumerate() {
+        if mask[index / 8] >> (index % 8) & 1 == 1 {
+            target.copy_from_slice(bytes);
+        }
+    }
+}
+
+/// The elements at the indices are replaced.
+fn merge_sparse(target: &mut [u8], indices: &[u8], values: &[u8], width: Width) {
+    let width = width.bytes();
+    for (position, index) in indices.chunks_exact(4).enumerate() {
+        let index = u32::from_le_bytes([index[0], index[1], index[2], index[3]]) as usize;
+        target[index * width..][..width].copy_from_slice(&values[position * width..][..width]);
+    }
+}
+
+/// How many elements a range has; panics if the last one is not whole.
+fn elements(len: usize, width: Width) -> usize {
+    assert_eq!(len % width.bytes(), 0, "{len} bytes are no whole number of elements");
+    len / width.bytes()
+}
+
+fn staged(staging: &[Staging], span: StagingSpan) -> &[u8] {
+    &staging[span.index][span.offset..][..span.len]
+}
+
+fn staged_mut(staging: &mut [Staging], span: StagingSpan) -> &mut [u8] {
+    &mut staging[span.index][span.offset..][..span.len]
+}
+
+fn bytes_of(memory: &[u8], span: Span) -> &[u8] {
+    &memory[range(span, memory.len())]
+}
+
+fn bytes_of_mut(memory: &mut [u8], span: Span) -> &mut [u8] {
+    let range = range(span, memory.len());
+    &mut memory[range]
+}
+
+/// The span as a range; panics if it does not lie in the memory.
+fn range(span: Span, memory_len: usize) -> Range<usize> {
+    let end = span.offset.checked_add(span.len).filter(|end| *end <= memory_len as u64);
+    assert!(end.is_some(), "{span:?} is not within its memory of {memory_len} bytes");
+    // Both are at most `memory_len`, which is a usize.
+    span.offset as usize..(span.offset + span.len) as usize
+}
+
+/// `len` bytes of a span, from `offset` in it; panics if they do not lie in it.
+fn part(span: Span, offset: u64, len: u64) -> Span {
+    let within = offset.checked_add(len).is_some_and(|end| end <= span.len);
+    assert!(within, "bytes {offset}..+{len} are not within {span:?}");
+    Span { memory: span.memory, offset: span.offset + offset, len }
+}
+
+fn overlap(one: Span, other: Span) -> bool {
+    let before = |a: Span, b: Span| a.offset.saturating_add(a.len) <= b.offset;
+    one.memory == other.memory && !before(one, other) && !before(other, one)
+}

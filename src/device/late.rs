@@ -1,0 +1,279 @@
+//! Floor 3. A device that does everything as late as its fences allow, to catch those who do not wait.
+//!
+//! The host device is so early that no missing wait shows: every list is done when `submit` returns. Here
+//! lists only queue up; one runs when somebody waits for a fence behind it, on its own lane or by way of
+//! `after`, or, in a seeded device, when the schedule draws it. On the way it spoils what nobody may rely
+//! on: fresh page memory, staging that is to be downloaded to, staging that was uploaded from. Whoever
+//! reads early, or again, reads [`POISON`].
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use remanent_format::{Place, Width};
+
+use super::{
+    Command, CommandList, Device, Fence, Lane, MemoryId, Payload, Pending, Piece, PieceKind, ReturnedStaging,
+    Span, Staging, StagingSpan,
+};
+use crate::error::{Error, Result};
+
+/// The byte that stands for "nobody may rely on this".
+pub const POISON: u8 = 0xA5;
+
+/// A device that runs another one's lists late.
+pub struct LateDevice {
+    inner: Arc<dyn Device>,
+    state: Mutex<State>,
+}
+
+struct State {
+    lanes: [LateLane; 2],
+    /// State of the random numbers that draw the schedule; `None` runs nothing before it must.
+    schedule: Option<u64>,
+}
+
+#[derive(Default)]
+struct LateLane {
+    queue: VecDeque<Entry>,
+    /// The newest fence handed out.
+    given: u64,
+    reached: u64,
+    /// Why nothing runs here any more.
+    stopped: Option<Error>,
+}
+
+enum Entry {
+    List { list: CommandList, returned: Arc<ReturnedStaging> },
+    After(Fence),
+}
+
+impl LateDevice {
+    /// Runs a list only when somebody waits for it.
+    #[must_use]
+    pub fn new(inner: Arc<dyn Device>) -> Self {
+        Self { inner, state: Mutex::new(State { lanes: Default::default(), schedule: None }) }
+    }
+
+    /// Also runs lists at calls drawn from `seed`, so that who polls gets on.
+    #[must_use]
+    pub fn seeded(inner: Arc<dyn Device>, seed: u64) -> Self {
+        Self { inner, state: Mutex::new(State { lanes: Default::default(), schedule: Some(seed) }) }
+    }
+
+    /// Runs lists until the fence has passed.
+    fn run_to(&self, state: &mut State, fence: Fence) -> Result<()> {
+        loop {
+            let lane = state.lane(fence.lane);
+            assert!(fence.value <= lane.given, "{fence:?} was not handed out: the lane gave {}", lane.given);
+            if fence.value <= lane.reached {
+                return Ok(());
+            }
+            if let Some(error) = &lane.stopped {
+                return Err(error.clone());
+            }
+            self.run_next(state, fence.lane);
+        }
+    }
+
+    /// Runs the oldest entry of a lane, if there is one. A failure stops the lane: what is queued behind
+    /// it never runs.
+    fn run_next(&self, state: &mut State, lane: Lane) {
+        let done = match state.lane(lane).queue.pop_front() {
+            None => return,
+            // This ends: the fence was handed out before this entry was queued, and so was every fence
+            // that the lists before it wait for in turn.
+            Some(Entry::After(fence)) => self.run_to(state, fence),
+            Some(Entry::List { list, returned }) => self.run_list(lane, list).map(|staging| {
+                *returned.lock() = staging;
+                state.lane(lane).reached += 1;
+            }),
+        };
+        if let Err(error) = done {
+            let lane = state.lane(lane);
+            lane.queue.clear();
+            lane.stopped = Some(error);
+        }
+    }
+
+    fn run_list(&self, lane: Lane, mut list: CommandList) -> Result<Vec<Staging>> {
+        let (read, written) = staged_spans(&list.commands);
+        // A range that is both is left alone: which use comes first is the list's business.
+        let of_one_kind =
+            |span: &StagingSpan, others: &[StagingSpan]| !others.iter().any(|other| overlap(*span, *other));
+        for span in written.iter().filter(|span| of_one_kind(span, &read)) {
+            poison(&mut list.staging, *span);
+        }
+        let mut staging = self.inner.submit(lane, list)?.finish(&*self.inner)?;
+        for span in read.iter().filter(|span| of_one_kind(span, &written)) {
+            poison(&mut staging, *span);
+        }
+        Ok(staging)
+    }
+
+    /// Runs what the schedule draws: nothing half of the time, else up to three entries.
+    fn run_drawn(&self, state: &mut State) {
+        let Some(drawn) = state.draw() else { return };
+        if drawn & 1 == 0 {
+            return;
+        }
+        for round in 0..1 + (drawn >> 1) % 3 {
+            let lane = if drawn >> (8 + round) & 1 == 0 { Lane::Apply } else { Lane::Drain };
+            self.run_next(state, lane);
+        }
+    }
+}
+
+impl State {
+    fn lane(&mut self, lane: Lane) -> &mut LateLane {
+        &mut self.lanes[lane as usize]
+    }
+
+    /// The next random number (SplitMix64).
+    fn draw(&mut self) -> Option<u64> {
+        let state = self.schedule.as_mut()?;
+        *state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = *state;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        Some(z ^ (z >> 31))
+    }
+}
+
+impl Device for LateDevice {
+    fn label(&self) -> String {
+        format!("late {}", self.inner.label())
+    }
+
+    fn allocate(&self, place: Place, len: u64) -> Result<MemoryId> {
+        let memory = self.inner.allocate(place, len)?;
+        let target = Span { memory, offset: 0, len };
+        let fill = Command::Fill { target, pattern: [POISON; 16], width: Width::W1 };
+        let list = CommandList { commands: vec![fill], staging: Vec::new() };
+        self.inner.submit(Lane::Drain, list)?.finish(&*self.inner)?;
+        Ok(memory)
+    }
+
+    fn release(&self, memory: MemoryId) -> Result<()> {
+        let state = self.state.lock();
+        for entry in state.lanes.iter().flat_map(|lane| &lane.queue) {
+            if let Entry::List { list, .. } = entry {
+                let named = page_spans(&list.commands).iter().any(|span| span.memory == memory);
+                assert!(!named, "{memory:?} is released while a queued list names it");
+            }
+        }
+        self.inner.release(memory)
+    }
+
+    fn staging(&self, len: usize) -> Result<Staging> {
+        self.inner.staging(len)
+    }
+
+    fn submit(&self, lane: Lane, list: CommandList) -> Result<Pending> {
+        let mut state = self.state.lock();
+        self.run_drawn(&mut state);
+        let queued = state.lane(lane);
+        if let Some(error) = &queued.stopped {
+            return Err(error.clone());
+        }
+        queued.given += 1;
+        let fence = Fence { lane, value: queued.given };
+        let returned = Arc::<ReturnedStaging>::default();
+        queued.queue.push_back(Entry::List { list, returned: returned.clone() });
+        self.run_drawn(&mut state);
+        Ok(Pending::new(fence, returned))
+    }
+
+    fn reached(&self, lane: Lane) -> u64 {
+        let mut state = self.state.lock();
+        self.run_drawn(&mut state);
+        state.lane(lane).reached
+    }
+
+    fn wait(&self, fence: Fence) -> Result<()> {
+        self.run_to(&mut self.state.lock(), fence)
+    }
+
+    fn after(&self, lane: Lane, fence: Fence) -> Result<()> {
+        let mut state = self.state.lock();
+        let given = state.lane(fence.lane).given;
+        assert!(fence.value <= given, "{fence:?} was not handed out: the lane gave {given}");
+        state.lane(lane).queue.push_back(Entry::After(fence));
+        Ok(())
+    }
+}
+
+/// The page memory that commands name.
+fn page_spans(commands: &[Command]) -> Vec<Span> {
+    let mut spans = Vec::new();
+    for command in commands {
+        match command {
+            Command::Upload { target, .. } | Command::Fill { target, .. } => spans.push(*target),
+            Command::Download { source, .. } => spans.push(*source),
+            Command::Apply { pieces } => spans.extend(pieces.iter().flat_map(piece_spans)),
+            Command::Copy { source, target } => spans.extend([*source, *target]),
+            Command::Gather { sources, target } => {
+                spans.extend(sources.iter().map(|(source, _)| *source).chain([*target]));
+            }
+            Command::Scatter { source, targets } => {
+                spans.extend(targets.iter().map(|(_, target)| *target).chain([*source]));
+            }
+            Command::Diff { left, right, .. } => spans.extend([*left, *right]),
+            Command::Crc { sources, .. } => spans.extend(sources),
+        }
+    }
+    spans
+}
+
+fn piece_spans(piece: &Piece) -> impl Iterator<Item = Span> {
+    let payload = match piece.payload {
+        Payload::Device(span) => Some(span),
+        Payload::Staging { .. } => None,
+    };
+    std::iter::once(piece.target).chain(payload)
+}
+
+/// The ranges of staging that commands read, and those that they write.
+fn staged_spans(commands: &[Command]) -> (Vec<StagingSpan>, Vec<StagingSpan>) {
+    let (mut read, mut written) = (Vec::new(), Vec::new());
+    for command in commands {
+        match command {
+            Command::Upload { source, .. } => read.push(*source),
+            Command::Download { target, .. } | Command::Diff { target, .. } | Command::Crc { target, .. } => {
+                written.push(*target);
+            }
+            Command::Apply { pieces } => read.extend(pieces.iter().flat_map(payload_spans)),
+            Command::Copy { .. }
+            | Command::Fill { .. }
+            | Command::Gather { .. }
+            | Command::Scatter { .. } => {}
+        }
+    }
+    (read, written)
+}
+
+/// The ranges of staging that a piece reads.
+fn payload_spans(piece: &Piece) -> Vec<StagingSpan> {
+    let Payload::Staging { index, offset } = piece.payload else { return Vec::new() };
+    let span = |at, len| StagingSpan { index, offset: offset + at, len };
+    // The range lies in host memory too, so its length is a usize.
+    let target_len = piece.target.len as usize;
+    match piece.kind {
+        PieceKind::Dense => vec![span(0, target_len)],
+        PieceKind::Masked { width, bytes_at } => {
+            vec![span(0, (target_len / width.bytes()).div_ceil(8)), span(bytes_at, target_len)]
+        }
+        PieceKind::Sparse { width, count, values_at } => {
+            vec![span(0, 4 * count), span(values_at, width.bytes() * count)]
+        }
+    }
+}
+
+fn poison(staging: &mut [Staging], span: StagingSpan) {
+    staging[span.index][span.offset..][..span.len].fill(POISON);
+}
+
+fn overlap(one: StagingSpan, other: StagingSpan) -> bool {
+    let before = |a: StagingSpan, b: StagingSpan| a.offset + a.len <= b.offset;
+    one.index == other.index && !before(one, other) && !before(other, one)
+}
