@@ -1,0 +1,197 @@
+//! Floor 4. A pool of staging: making it is dear (a GPU pins it, and pinning runs at 1.5 GB/s), so what
+//! comes back is kept for the next taker, up to a limit.
+//!
+//! Staging comes in classes, powers of two, so that what one taker gives the next one can use. A taker
+//! sees a [`StagingBuf`] of exactly the length asked for; lists take the [`Staging`] inside, whose
+//! commands name ranges of it.
+
+use std::collections::BTreeMap;
+use std::ops::{Deref, DerefMut};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use crate::device::{Device, Staging};
+use crate::error::Result;
+
+/// The smallest class: one group of the log.
+const CLASS_LEN_MIN: usize = 4 << 10;
+/// The largest class. Longer staging is made to measure and not kept.
+const CLASS_LEN_MAX: usize = 64 << 20;
+
+/// Idle staging of one device. Shared by threads.
+///
+/// The limit is on what lies idle. What is in use is bounded by those who use it: a limit there would
+/// make a taker wait for another, which may be waiting for the first.
+pub struct StagingPool {
+    device: Arc<dyn Device>,
+    idle_bytes_max: usize,
+    idle: Mutex<Idle>,
+}
+
+#[derive(Default)]
+struct Idle {
+    bytes: usize,
+    classes: BTreeMap<usize, Vec<Staging>>,
+}
+
+/// Staging of exactly the length that was asked for. Its content is unspecified until written.
+#[derive(Debug)]
+pub struct StagingBuf {
+    staging: Staging,
+    len: usize,
+}
+
+impl StagingPool {
+    /// An empty pool that keeps at most `idle_bytes_max` bytes.
+    #[must_use]
+    pub fn new(device: Arc<dyn Device>, idle_bytes_max: usize) -> Self {
+        Self { device, idle_bytes_max, idle: Mutex::default() }
+    }
+
+    /// Staging of `len` bytes. Reused staging holds what its last user left: zeroing it would cost a pass
+    /// over bytes that every user overwrites before it reads them.
+    ///
+    /// # Errors
+    /// `OutOfMemory`, a device error.
+    pub fn take(&self, len: usize) -> Result<StagingBuf> {
+        let class = class_of(len);
+        let idle = class.and_then(|class| self.idle.lock().pop(class));
+        let staging = match idle {
+            Some(staging) => staging,
+            None => self.device.staging(class.unwrap_or(len))?,
+        };
+        Ok(StagingBuf { staging, len })
+    }
+
+    /// Takes back staging, such as a finished list returns it. What exceeds the limit is freed, of the
+    /// class that holds most idle bytes first, so that a class out of use does not fill the pool for good.
+    pub fn give(&self, staging: Staging) {
+        if class_of(staging.len()) != Some(staging.len()) {
+            return;
+        }
+        // Freed after the lock is let go: unpinning takes a while.
+        let mut freed = Vec::new();
+        let mut idle = self.idle.lock();
+        idle.push(staging);
+        while idle.bytes > self.idle_bytes_max {
+            freed.extend(idle.pop_fullest());
+        }
+        drop(idle);
+    }
+
+    /// Bytes that lie idle.
+    #[must_use]
+    pub fn idle_bytes(&self) -> usize {
+        self.idle.lock().bytes
+    }
+}
+
+impl Idle {
+    fn push(&mut self, staging: Staging) {
+        self.bytes += staging.len();
+        self.classes.entry(staging.len()).or_default().push(staging);
+    }
+
+    fn pop(&mut self, class: usize) -> Option<Staging> {
+        let staging = self.classes.get_mut(&class)?.pop()?;
+        self.bytes -= class;
+        Some(staging)
+    }
+
+    fn pop_fullest(&mut self) -> Option<Staging> {
+        let (class, _) = self.classes.iter().max_by_key(|(class, kept)| *class * kept.len())?;
+        self.pop(*class)
+    }
+}
+
+impl StagingBuf {
+    /// The first `len` bytes of a staging, such as a finished list returns it.
+    ///
+    /// # Panics
+    /// If the staging is shorter.
+    #[must_use]
+    pub fn new(staging: Staging, len: usize) -> Self {
+        assert!(len <= staging.len(), "{len} bytes of a staging of {}", staging.len());
+        Self { staging, len }
+    }
+
+    /// The staging, for a list or to be given back. It is at least as long as what was asked for.
+    #[must_use]
+    pub fn into_staging(self) -> Staging {
+        self.staging
+    }
+}
+
+impl Deref for StagingBuf {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        &self.staging[..self.len]
+    }
+}
+
+impl DerefMut for StagingBuf {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        &mut self.staging[..self.len]
+    }
+}
+
+/// The length of the class from which staging of `len` bytes comes; `None` if it is made to measure.
+fn class_of(len: usize) -> Option<usize> {
+    (len <= CLASS_LEN_MAX).then(|| len.next_power_of_two().max(CLASS_LEN_MIN))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::host::HostDevice;
+
+    fn pool(idle_bytes_max: usize) -> StagingPool {
+        StagingPool::new(Arc::new(HostDevice::new()), idle_bytes_max)
+    }
+
+    #[test]
+    fn takers_see_exactly_the_length_they_asked_for() {
+        let pool = pool(1 << 20);
+        for len in [0, 1, 4095, 4096, 4097, 100_000, CLASS_LEN_MAX + 1] {
+            let staging = pool.take(len).unwrap();
+            assert_eq!(staging.len(), len);
+            pool.give(staging.into_staging());
+        }
+    }
+
+    #[test]
+    fn what_is_given_back_serves_the_next_taker_of_its_class() {
+        let pool = pool(1 << 20);
+        let mut first = pool.take(5000).unwrap();
+        first.fill(7);
+        pool.give(first.into_staging());
+        assert_eq!(pool.idle_bytes(), 8192);
+        let second = pool.take(8000).unwrap();
+        assert_eq!((pool.idle_bytes(), second[4999]), (0, 7), "the same bytes, as they were left");
+        assert_eq!(second[7999], 0);
+    }
+
+    #[test]
+    fn idle_bytes_stay_within_the_limit_and_the_fullest_class_gives_way() {
+        let pool = pool(16 << 10);
+        let taken: Vec<StagingBuf> =
+            [4096, 4096, 4096, 8192, 8192].map(|len| pool.take(len).unwrap()).into_iter().collect();
+        for staging in taken {
+            pool.give(staging.into_staging());
+            assert!(pool.idle_bytes() <= 16 << 10);
+        }
+        // 4 + 4 + 4 KiB, then 8 more: one of 4 KiB went. With the second 8 KiB, one of those went.
+        assert_eq!(pool.idle_bytes(), 16 << 10);
+        pool.give(pool.device.staging(32 << 10).unwrap());
+        assert_eq!(pool.idle_bytes(), 16 << 10, "larger than the limit: not kept");
+    }
+
+    #[test]
+    fn staging_of_another_make_is_not_kept() {
+        let pool = pool(1 << 20);
+        pool.give(pool.device.staging(5000).unwrap());
+        pool.give(pool.take(CLASS_LEN_MAX + 1).unwrap().into_staging());
+        assert_eq!(pool.idle_bytes(), 0);
+    }
+}
