@@ -147,6 +147,16 @@ pub(crate) fn check_zero(what: &'static str, found: u64) -> Result<(), Defect> {
     if found == 0 { Ok(()) } else { Err(Defect::Field { what, found }) }
 }
 
+/// Refuses reserved bytes that are not all zero.
+pub(crate) fn check_zeros(what: &'static str, bytes: &[u8]) -> Result<(), Defect> {
+    check_zero(what, bytes.iter().find(|&&byte| byte != 0).map_or(0, |&byte| byte.into()))
+}
+
+/// Refuses a field that does not hold what its place demands.
+pub(crate) fn check_equal(what: &'static str, found: u64, expected: u64) -> Result<(), Defect> {
+    if found == expected { Ok(()) } else { Err(Defect::Mismatch { what, found, expected }) }
+}
+
 /// Refuses a value above a limit.
 pub(crate) fn check_limit(what: &'static str, found: u64, limit: u64) -> Result<(), Defect> {
     if found <= limit { Ok(()) } else { Err(Defect::Limit { what, found, limit }) }

@@ -10,12 +10,15 @@ pub mod limits;
 pub mod layout;
 pub mod defect;
 pub mod value;
+pub mod store;
 pub mod segment;
 pub mod frame;
 pub mod op;
 pub mod table;
 pub mod apply;
 pub mod log;
+pub mod image;
+pub mod manifest;
 
 pub use defect::{Damage, Defect};
 pub use ids::{

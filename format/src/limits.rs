@@ -32,6 +32,12 @@ pub const NAME_LEN_MAX: usize = 255;
 pub const NOTE_LEN_MAX: usize = 64 << 10;
 /// The longest identity blob.
 pub const IDENTITY_LEN_MAX: usize = 64 << 10;
+/// The longest record in STORE: the identity blob, and 49 bytes around it.
+pub const STORE_RECORD_LEN_MAX: usize = IDENTITY_LEN_MAX + 49;
+/// The most images in one chunk.
+pub const CHUNK_IMAGES_MAX: u32 = 1 << 16;
+/// The longest chunk: one page of the largest length always fits.
+pub const CHUNK_LEN_MAX: u64 = 2 * PAGE_LEN_MAX;
 /// The most pages, images or tombstones that one manifest names.
 pub const MANIFEST_ENTRIES_MAX: u64 = 1 << 32;
 /// The longest body of one copy of a manifest.
@@ -44,6 +50,6 @@ pub const fn align_up(value: u64, align: u64) -> u64 {
     assert!(align.is_power_of_two());
     match value.checked_add(align - 1) {
         Some(sum) => sum & !(align - 1),
-        None => u64::MAX & !(align - 1),
+        None => !(align - 1),
     }
 }

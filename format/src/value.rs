@@ -221,8 +221,14 @@ fn check_name(name: &str) -> Result<(), Defect> {
     check_limit("length of a name", name.len() as u64, NAME_LEN_MAX as u64)
 }
 
-fn serialize_bytes<S: Serializer>(bytes: &[u8], serializer: S) -> Result<S::Ok, S::Error> {
+/// Gives bytes to serde as bytes; a `Vec<u8>` alone would be a list of numbers.
+pub(crate) fn serialize_bytes<S: Serializer>(bytes: &[u8], serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_bytes(bytes)
+}
+
+/// Takes bytes from serde as bytes.
+pub(crate) fn deserialize_bytes<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<u8>, D::Error> {
+    BytesSeed.deserialize(deserializer)
 }
 
 impl<'de> Deserialize<'de> for Value {

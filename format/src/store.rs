@@ -1,0 +1,282 @@
+//! Floor 0. The STORE file: who the store is, and which builds may touch it.
+//!
+//! A fixed header of 64 bytes, then a record encoded by serde and bincode. The header keeps its place and
+//! meaning in all versions to come, so that an old build can always say why it refuses:
+//!
+//! | found | what a build does |
+//! |---|---|
+//! | a version above its own, or an incompatible feature that it does not know | it refuses: [`Defect::Version`] |
+//! | a read-compatible feature that it does not know | it reads, and must not write: [`StoreFile::is_writable`] |
+//! | a compatible feature that it does not know | it ignores the bit, and keeps it |
+//!
+//! STORE is written last when a store is created, so its presence is the proof that creation ended.
+
+use serde::{Deserialize, Serialize};
+
+use crate::defect::{Defect, array, check_crc, check_equal, check_limit, check_zeros, slice};
+use crate::ids::StoreId;
+use crate::layout::layout;
+use crate::limits::{IDENTITY_LEN_MAX, STORE_RECORD_LEN_MAX};
+use crate::segment::FORMAT_VERSION;
+use crate::value::{bincode_config, decode_all};
+
+/// The first bytes of STORE.
+pub const STORE_MAGIC: [u8; 8] = *b"RMNTSTOR";
+
+/// The read-compatible features that this build knows: none yet.
+const KNOWN_READ_COMPATIBLE: u32 = 0;
+/// The incompatible features that this build knows: none yet.
+const KNOWN_INCOMPATIBLE: u32 = 0;
+
+layout! {
+    /// The bytes of STORE's header.
+    pub struct StoreHeaderRaw: 64 {
+        /// `RMNTSTOR`.
+        0 => magic: [u8; 8],
+        /// Format version, 1.
+        8 => version: u32,
+        /// Features that a build may ignore.
+        12 => compatible: u32,
+        /// Features that a build may ignore as long as it only reads.
+        16 => read_compatible: u32,
+        /// Features that a build must know.
+        20 => incompatible: u32,
+        /// The store.
+        24 => store: StoreId,
+        /// Length of the record, which follows the header.
+        40 => record_len: u32,
+        /// CRC-32 of the record.
+        44 => record_crc: u32,
+        /// Zero.
+        48 => reserved: [u8; 12],
+        /// CRC-32 of the bytes before.
+        60 => header_crc: u32,
+    }
+}
+
+/// Features that a store uses, one bit each.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Features {
+    /// Builds that do not know them read and write all the same.
+    pub compatible: u32,
+    /// Builds that do not know them read only.
+    pub read_compatible: u32,
+    /// Builds that do not know them refuse.
+    pub incompatible: u32,
+}
+
+/// What the creator said of the store.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StoreRecord {
+    /// A fingerprint of how the caller lays out data in pages; checked at open, where there is one.
+    pub layout_fingerprint: Option<[u8; 32]>,
+    /// The caller's own identity blob.
+    #[serde(
+        serialize_with = "crate::value::serialize_bytes",
+        deserialize_with = "crate::value::deserialize_bytes"
+    )]
+    pub identity: Vec<u8>,
+    /// When the store was created, in milliseconds since 1970.
+    pub created_unix_ms: u64,
+}
+
+/// The STORE file.
+///
+/// ```
+/// use remanent_format::StoreId;
+/// use remanent_format::store::{Features, StoreFile, StoreRecord};
+/// let record = StoreRecord { identity: b"llama".to_vec(), ..StoreRecord::default() };
+/// let file = StoreFile { store: StoreId([7; 16]), features: Features::default(), record };
+/// assert_eq!(StoreFile::decode(&file.encode()?)?, file);
+/// # Ok::<(), remanent_format::Defect>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StoreFile {
+    /// The store.
+    pub store: StoreId,
+    /// The features it uses.
+    pub features: Features,
+    /// What its creator said.
+    pub record: StoreRecord,
+}
+
+impl StoreFile {
+    /// The whole file.
+    ///
+    /// # Errors
+    /// [`Defect::Limit`] if the identity blob is too long.
+    pub fn encode(&self) -> Result<Vec<u8>, Defect> {
+        check_limit("identity length", self.record.identity.len() as u64, IDENTITY_LEN_MAX as u64)?;
+        let record = bincode::serde::encode_to_vec(&self.record, bincode_config())
+            .map_err(|error| Defect::Metadata(error.to_string()))?;
+        let mut raw = StoreHeaderRaw {
+            magic: STORE_MAGIC,
+            version: FORMAT_VERSION,
+            compatible: self.features.compatible,
+            read_compatible: self.features.read_compatible,
+            incompatible: self.features.incompatible,
+            store: self.store,
+            record_len: u32::try_from(record.len()).expect("the identity's limit bounds the record"),
+            record_crc: crc32fast::hash(&record),
+            reserved: [0; 12],
+            header_crc: 0,
+        };
+        raw.header_crc = crc32fast::hash(&raw.to_bytes()[..60]);
+        let mut out = raw.to_bytes().to_vec();
+        out.extend_from_slice(&record);
+        Ok(out)
+    }
+
+    /// Reads the whole file.
+    ///
+    /// # Errors
+    /// A [`Defect`]; [`Defect::Version`] if this build is too old for the store.
+    pub fn decode(bytes: &[u8]) -> Result<Self, Defect> {
+        let header: &[u8; StoreHeaderRaw::LEN] = array(bytes, 0)?;
+        let raw = StoreHeaderRaw::from_bytes(header);
+        if raw.magic != STORE_MAGIC {
+            return Err(Defect::Magic { expected: "STORE file" });
+        }
+        check_crc("STORE header", raw.header_crc, &header[..60])?;
+        let unknown = raw.incompatible & !KNOWN_INCOMPATIBLE;
+        if raw.version > FORMAT_VERSION || unknown != 0 {
+            return Err(Defect::Version { version: raw.version, features: unknown });
+        }
+        if raw.version == 0 {
+            return Err(Defect::Field { what: "format version", found: 0 });
+        }
+        check_zeros("reserved STORE bytes", &raw.reserved)?;
+        check_limit("STORE record length", raw.record_len.into(), STORE_RECORD_LEN_MAX as u64)?;
+        let record = slice(bytes, StoreHeaderRaw::LEN, raw.record_len as usize)?;
+        check_equal("STORE length", bytes.len() as u64, (StoreHeaderRaw::LEN + record.len()) as u64)?;
+        check_crc("STORE record", raw.record_crc, record)?;
+        let record: StoreRecord = decode_all(std::marker::PhantomData, record)?;
+        check_limit("identity length", record.identity.len() as u64, IDENTITY_LEN_MAX as u64)?;
+        let features = Features {
+            compatible: raw.compatible,
+            read_compatible: raw.read_compatible,
+            incompatible: raw.incompatible,
+        };
+        Ok(Self { store: raw.store, features, record })
+    }
+
+    /// Whether this build knows every feature that a writer must know.
+    #[must_use]
+    pub fn is_writable(&self) -> bool {
+        self.features.read_compatible & !KNOWN_READ_COMPATIBLE == 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sample() -> StoreFile {
+        StoreFile {
+            store: StoreId([0x5a; 16]),
+            features: Features::default(),
+            record: StoreRecord {
+                layout_fingerprint: Some([9; 32]),
+                identity: b"who".to_vec(),
+                created_unix_ms: 1_700_000_000_123,
+            },
+        }
+    }
+
+    /// The sample with its header changed, and the header's checksum made to fit.
+    fn with_header(change: impl FnOnce(&mut StoreHeaderRaw)) -> Vec<u8> {
+        let mut bytes = sample().encode().unwrap();
+        let mut raw = StoreHeaderRaw::from_bytes(bytes[..64].try_into().unwrap());
+        change(&mut raw);
+        raw.header_crc = crc32fast::hash(&raw.to_bytes()[..60]);
+        bytes[..64].copy_from_slice(&raw.to_bytes());
+        bytes
+    }
+
+    /// The sample with its record changed, and both checksums made to fit.
+    fn with_record(record: &[u8]) -> Vec<u8> {
+        let mut bytes = with_header(|raw| {
+            raw.record_len = record.len() as u32;
+            raw.record_crc = crc32fast::hash(record);
+        });
+        bytes.truncate(64);
+        bytes.extend_from_slice(record);
+        bytes
+    }
+
+    #[test]
+    fn store_round_trips_to_the_same_bytes() {
+        let longest = StoreRecord { identity: vec![1; IDENTITY_LEN_MAX], ..sample().record };
+        for record in [sample().record, StoreRecord::default(), longest] {
+            let file = StoreFile { record, ..sample() };
+            let bytes = file.encode().unwrap();
+            let decoded = StoreFile::decode(&bytes).unwrap();
+            assert_eq!(decoded, file);
+            assert_eq!(decoded.encode().unwrap(), bytes);
+        }
+    }
+
+    #[test]
+    fn every_cut_and_every_flipped_bit_is_refused() {
+        let bytes = sample().encode().unwrap();
+        for len in 0..bytes.len() {
+            let found = StoreFile::decode(&bytes[..len]);
+            assert!(matches!(found, Err(Defect::Truncated { .. })), "cut to {len}: {found:?}");
+        }
+        for bit in 0..8 * bytes.len() {
+            let mut damaged = bytes.clone();
+            damaged[bit / 8] ^= 1 << (bit % 8);
+            let found = StoreFile::decode(&damaged);
+            assert!(
+                matches!(found, Err(Defect::Magic { .. } | Defect::Checksum { .. })),
+                "bit {bit}: {found:?}"
+            );
+        }
+        let longer = [bytes, vec![0]].concat();
+        assert!(matches!(StoreFile::decode(&longer), Err(Defect::Mismatch { what: "STORE length", .. })));
+    }
+
+    #[test]
+    fn feature_bits_and_versions_decide_who_may_read_and_write() {
+        let compatible = StoreFile::decode(&with_header(|raw| raw.compatible = 1)).unwrap();
+        assert!(compatible.is_writable());
+        assert_eq!(compatible.features.compatible, 1);
+        assert!(!StoreFile::decode(&with_header(|raw| raw.read_compatible = 4)).unwrap().is_writable());
+        assert_eq!(
+            StoreFile::decode(&with_header(|raw| raw.incompatible = 6)),
+            Err(Defect::Version { version: 1, features: 6 })
+        );
+        assert_eq!(
+            StoreFile::decode(&with_header(|raw| raw.version = 2)),
+            Err(Defect::Version { version: 2, features: 0 })
+        );
+        assert_eq!(
+            StoreFile::decode(&with_header(|raw| raw.version = 0)),
+            Err(Defect::Field { what: "format version", found: 0 })
+        );
+    }
+
+    #[test]
+    fn sound_checksums_over_wrong_fields_are_refused() {
+        let record = &sample().encode().unwrap()[64..];
+        let mut option_of_2 = record.to_vec();
+        option_of_2[0] = 2;
+        let mut identity_too_long = record.to_vec();
+        identity_too_long[33..41].copy_from_slice(&u64::MAX.to_le_bytes());
+        for (why, bytes) in [
+            ("reserved bytes", with_header(|raw| raw.reserved[11] = 1)),
+            ("an option tag of 2", with_record(&option_of_2)),
+            ("an identity longer than the record", with_record(&identity_too_long)),
+            ("bytes after the record", with_record(&[record, &[0]].concat())),
+            ("a record too short", with_record(&record[..record.len() - 1])),
+        ] {
+            let found = StoreFile::decode(&bytes);
+            assert!(matches!(found, Err(Defect::Field { .. } | Defect::Metadata(_))), "{why}: {found:?}");
+        }
+        let found = StoreFile::decode(&with_header(|raw| raw.record_len = u32::MAX));
+        assert!(matches!(found, Err(Defect::Limit { what: "STORE record length", .. })), "{found:?}");
+        let too_long = StoreRecord { identity: vec![0; IDENTITY_LEN_MAX + 1], ..sample().record };
+        let found = StoreFile { record: too_long, ..sample() }.encode();
+        assert!(matches!(found, Err(Defect::Limit { what: "identity length", .. })), "{found:?}");
+    }
+}
