@@ -238,6 +238,23 @@ impl Op<'_> {
         }
     }
 
+    /// The range of the page's bytes that the operation reaches, as offset and length, if it has one.
+    #[must_use]
+    pub fn range(&self) -> Option<(u64, u64)> {
+        match self {
+            Op::Write { offset, bytes, .. } | Op::Masked { offset, bytes, .. } => Some((*offset, bytes.len() as u64)),
+            Op::Fill { offset, len, .. } => Some((*offset, *len)),
+            Op::Scatter { width, base, indices, .. } => {
+                let highest = indices
+                    .chunks_exact(4)
+                    .map(|raw| u64::from(u32::from_le_bytes(raw.try_into().expect("four bytes"))) + 1)
+                    .max();
+                Some((*base, highest.unwrap_or(0) * width.bytes() as u64))
+            }
+            _ => None,
+        }
+    }
+
     /// The operation's name, as tools print it.
     #[must_use]
     pub fn kind(&self) -> &'static str {

@@ -273,18 +273,10 @@ impl PageTable {
                             }),
                         );
                     }
-                    Op::Write { page, offset, bytes } | Op::Masked { page, offset, bytes, .. } => {
-                        overlay.touch_range(*page, *offset, bytes.len() as u64)?;
+                    Op::Write { page, .. } | Op::Masked { page, .. } | Op::Scatter { page, .. } | Op::Fill { page, .. } => {
+                        let (offset, len) = op.range().expect("these operations have one");
+                        overlay.touch_range(*page, offset, len)?;
                     }
-                    Op::Scatter { page, width, base, indices, .. } => {
-                        let elements = indices
-                            .chunks_exact(4)
-                            .map(|raw| u64::from(u32::from_le_bytes(raw.try_into().expect("four bytes"))) + 1)
-                            .max()
-                            .unwrap_or(0);
-                        overlay.touch_range(*page, *base, elements * width.bytes() as u64)?;
-                    }
-                    Op::Fill { page, offset, len, .. } => overlay.touch_range(*page, *offset, *len)?,
                     Op::Resize { page, len } => {
                         check_page_len(*len)?;
                         overlay.touch(*page)?.len = *len;

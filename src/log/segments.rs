@@ -1,0 +1,204 @@
+//! Floor 5. Segment files: made whole before they get their name, reused when nothing needs them.
+//!
+//! A crash here loses nothing: a temporary file is nobody's, a spare holds nothing, and a segment that has
+//! its name is empty, synced and in its folder before the first frame enters its predecessor (I8).
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use remanent_format::limits::GROUP_ALIGN;
+use remanent_format::segment::{SEGMENT_HEADER_BLOCK, SegmentHeader};
+use remanent_format::{FileName, Folder, StoreId};
+
+use crate::disk::{Disk, DiskFile};
+use crate::error::{Error, Result};
+use crate::phases::{self, Phase};
+
+/// How much is zeroed in one write.
+const ZERO_CHUNK: usize = 1 << 20;
+
+/// Who asks for space. The reserve of a full disk is for those who free space or end a log.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum SpacePurpose {
+    /// A batch of the user's.
+    User,
+    /// A batch that only deletes, a seal, recovery.
+    Reserve,
+}
+
+/// A segment file, wholly written.
+pub(crate) struct SegmentFile {
+    pub number: u64,
+    pub len: u64,
+    pub file: Arc<dyn DiskFile>,
+}
+
+/// Makes segments and takes them back.
+pub(crate) struct SegmentPool {
+    disk: Arc<dyn Disk>,
+    store: StoreId,
+    segment_len: u64,
+    reserve: usize,
+    /// Numbers of the spare files, all of `segment_len`. Held while files are made, so that two makers
+    /// never take the same spare.
+    spares: Mutex<Vec<u64>>,
+}
+
+impl SegmentPool {
+    /// A pool that keeps `reserve` spares back. Spares of an earlier run with another length are removed.
+    pub fn new(disk: Arc<dyn Disk>, store: StoreId, segment_len: u64, reserve: usize) -> Result<Self> {
+        let mut spares = Vec::new();
+        for name in disk.list(Folder::Log)? {
+            if let Some(FileName::Spare(number)) = FileName::parse(Folder::Log, &name) {
+                if disk.open(FileName::Spare(number), false)?.len()? == segment_len {
+                    spares.push(number);
+                } else {
+                    disk.remove(FileName::Spare(number))?;
+                }
+            }
+        }
+        Ok(Self { disk, store, segment_len, reserve, spares: Mutex::new(spares) })
+    }
+
+    /// The usual length of a segment.
+    pub fn segment_len(&self) -> u64 {
+        self.segment_len
+    }
+
+    /// Makes the empty segment `number`, durable with its name when this returns.
+    pub fn make(&self, number: u64, purpose: SpacePurpose) -> Result<SegmentFile> {
+        phases::enter(Phase::SegmentRoll);
+        let header = SegmentHeader { store: self.store, segment: number, segment_len: self.segment_len, opening: None };
+        let mut spares = self.spares.lock();
+        let surplus = spares.len() > self.reserve;
+        if !surplus {
+            match self.build(number, &header, &[]) {
+                Ok(file) => {
+                    self.publish(FileName::Temporary(Folder::Log, number), number)?;
+                    return Ok(SegmentFile { number, len: self.segment_len, file });
+                }
+                Err(Error::DiskFull { .. }) if purpose == SpacePurpose::Reserve && !spares.is_empty() => {}
+                Err(error) => return Err(error),
+            }
+        }
+        // A spare is already under a name that recovery does not read; its stale frames name another
+        // position. Header, sync, name, folder, in this order: a segment is never seen with an old header.
+        let spare = spares.pop().expect("a surplus, or a reserve that is not empty");
+        let file = self.disk.open(FileName::Spare(spare), true)?;
+        file.write_at(0, &header_block(&header))?;
+        file.sync()?;
+        self.publish(FileName::Spare(spare), number)?;
+        Ok(SegmentFile { number, len: self.segment_len, file })
+    }
+
+    /// Replaces the empty segment `number` by one that has room for `frame_len` bytes. The caller made
+    /// sure that the segment after it exists.
+    pub fn make_long(&self, number: u64, frame_len: u64) -> Result<SegmentFile> {
+        phases::enter(Phase::SegmentRoll);
+        let _one_maker = self.spares.lock();
+        let len = (SEGMENT_HEADER_BLOCK + frame_len).next_multiple_of(GROUP_ALIGN).max(self.segment_len);
+        let header = SegmentHeader { store: self.store, segment: number, segment_len: len, opening: None };
+        let file = self.build(number, &header, &[])?;
+        self.publish(FileName::Temporary(Folder::Log, number), number)?;
+        Ok(SegmentFile { number, len, file })
+    }
+
+    /// Writes a whole segment under a temporary name, and syncs it. No space is a clean failure.
+    pub fn build(&self, number: u64, header: &SegmentHeader, frames: &[u8]) -> Result<Arc<dyn DiskFile>> {
+        let temporary = FileName::Temporary(Folder::Log, number);
+        let write = || {
+            let file = self.disk.create(temporary)?;
+            file.write_at(0, &header_block(header))?;
+            file.write_at(SEGMENT_HEADER_BLOCK, frames)?;
+            // Every byte is written before the file is mapped: a hole would turn a full disk into SIGBUS.
+            let mut at = SEGMENT_HEADER_BLOCK + frames.len() as u64;
+            let zeros = vec![0; ZERO_CHUNK.min((header.segment_len - at) as usize)];
+            while at < header.segment_len {
+                let len = zeros.len().min((header.segment_len - at) as usize);
+                file.write_at(at, &zeros[..len])?;
+                at += len as u64;
+            }
+            file.sync()?;
+            Ok(file)
+        };
+        write().map_err(|error: Error| {
+            if let Err(error) = self.disk.remove(temporary) {
+                tracing::warn!(%error, "cannot remove an unfinished segment; the next open will");
+            }
+            if error.is_no_space() {
+                Error::DiskFull { file: FileName::Segment(number), needed: header.segment_len }
+            } else {
+                error
+            }
+        })
+    }
+
+    /// Gives a file that is wholly written and synced its name as a segment, for good.
+    pub fn publish(&self, source: FileName, number: u64) -> Result<()> {
+        self.disk.rename(source, FileName::Segment(number))?;
+        self.disk.sync_folder(Folder::Log)
+    }
+
+    /// Takes back segments that nothing needs any more: as spares while the reserve has room, else they
+    /// are removed. Oldest first, so that a crash leaves no gap among those that are needed.
+    pub fn recycle(&self, numbers: &[u64]) -> Result<()> {
+        if numbers.is_empty() {
+            return Ok(());
+        }
+        phases::enter(Phase::Recycle);
+        let mut spares = self.spares.lock();
+        for &number in numbers {
+            let segment = FileName::Segment(number);
+            // One spare beyond the reserve serves the next roll.
+            if spares.len() <= self.reserve && self.disk.open(segment, false)?.len()? == self.segment_len {
+                let spare = next_spare(&spares);
+                self.disk.rename(segment, FileName::Spare(spare))?;
+                spares.push(spare);
+            } else {
+                self.disk.remove(segment)?;
+            }
+        }
+        self.disk.sync_folder(Folder::Log)
+    }
+
+    /// Fills the reserve as far as the disk allows; returns whether it is full.
+    pub fn fill_reserve(&self) -> Result<bool> {
+        let mut spares = self.spares.lock();
+        while spares.len() < self.reserve {
+            let number = next_spare(&spares);
+            let header = SegmentHeader {
+                store: self.store,
+                segment: number,
+                segment_len: self.segment_len,
+                opening: None,
+            };
+            match self.build(number, &header, &[]) {
+                Ok(_) => {}
+                Err(Error::DiskFull { .. }) => return Ok(false),
+                Err(error) => return Err(error),
+            }
+            self.disk.rename(FileName::Temporary(Folder::Log, number), FileName::Spare(number))?;
+            self.disk.sync_folder(Folder::Log)?;
+            spares.push(number);
+        }
+        Ok(true)
+    }
+
+    /// Gives up one spare of the reserve, so that a small file that must be written finds space.
+    pub fn release_reserve(&self) -> Result<bool> {
+        match self.spares.lock().pop() {
+            Some(spare) => self.disk.remove(FileName::Spare(spare)).map(|()| true),
+            None => Ok(false),
+        }
+    }
+}
+
+fn next_spare(spares: &[u64]) -> u64 {
+    spares.iter().max().map_or(0, |number| number + 1)
+}
+
+fn header_block(header: &SegmentHeader) -> Vec<u8> {
+    let mut block = header.encode().to_vec();
+    block.resize(SEGMENT_HEADER_BLOCK as usize, 0);
+    block
+}

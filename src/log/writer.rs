@@ -1,0 +1,564 @@
+//! Floor 5. Appending to the log, and the keeper: the thread that syncs, seals and makes segments ahead.
+//!
+//! A batch is `Logged` when [`Log::append`] returns: its frame and all before it are whole in the mapping
+//! or in the kernel's page cache, which outlive the process. It is `Durable` when the keeper has synced
+//! its group. Frames of one group follow each other; a sync closes the group, and the next frame starts on
+//! a new 4096-byte boundary, so that nothing synced is written again (I5).
+//!
+//! Lock order: the store's submission lock, then `growth`, then `state`. The keeper takes no submission
+//! lock, so a committer that waits for a sync cannot block it.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+use remanent_format::frame::{FrameHeader, FrameKind, VerifiedSnapshot, encode_seal, frame_len};
+use remanent_format::limits::{FRAME_ALIGN, GROUP_ALIGN, align_up};
+use remanent_format::segment::SEGMENT_HEADER_BLOCK;
+use remanent_format::{FileName, LogPoint, Lsn, StoreId};
+
+use super::segments::{SegmentFile, SegmentPool, SpacePurpose};
+use crate::disk::Window;
+use crate::error::{Error, Result};
+use crate::options::LogIo;
+use crate::phases::{self, Phase};
+use crate::poison::Poison;
+
+/// A frame is synced at the latest this long after it was logged.
+const SYNC_AFTER: Duration = Duration::from_millis(10);
+/// Or when so many bytes are not synced yet.
+const SYNC_AFTER_BYTES: u64 = 8 << 20;
+/// A busy period ends when nothing came for this long; then a seal says that all of it is durable.
+const SEAL_AFTER: Duration = Duration::from_millis(10);
+/// Empty segments kept ahead of the current one. One is demanded by I8; the second is there so that a
+/// roll finds the one that it must have.
+const AHEAD: usize = 2;
+/// How long the keeper leaves a full disk alone.
+const GROW_AGAIN_AFTER: Duration = Duration::from_millis(500);
+
+/// What the log has done since it was opened.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct LogStats {
+    /// Batches appended.
+    pub batches: u64,
+    /// Seals appended.
+    pub seals: u64,
+    /// Bytes of frames, padding included.
+    pub bytes: u64,
+    /// Groups made durable.
+    pub syncs: u64,
+    /// Segments entered.
+    pub rolls: u64,
+}
+
+/// The log as an open leaves it: where the next frame goes.
+pub(crate) struct LogStart {
+    /// The end of the last batch.
+    pub point: LogPoint,
+    /// The chain hash that the next frame names: that of the opening seal.
+    pub chain: u32,
+    /// Where the opening seal ends.
+    pub offset: u64,
+    /// The opening segment.
+    pub current: SegmentFile,
+    /// The empty segment after it.
+    pub next: SegmentFile,
+    /// Snapshots that the opening seal records as verified.
+    pub verified: Vec<VerifiedSnapshot>,
+}
+
+/// The log of an open store.
+pub(crate) struct Log {
+    store: StoreId,
+    io: LogIo,
+    pool: Arc<SegmentPool>,
+    poison: Arc<Poison>,
+    state: Mutex<State>,
+    /// Held while segments are made, which takes syncs; `state` stays free meanwhile.
+    growth: Mutex<()>,
+    /// Something for the keeper to do.
+    work: Condvar,
+    /// `durable`, `seals` or the poison changed.
+    progress: Condvar,
+    keeper: Mutex<Option<JoinHandle<()>>>,
+}
+
+struct State {
+    current: Live,
+    ahead: VecDeque<Live>,
+    point: LogPoint,
+    chain: u32,
+    offset: u64,
+    /// Whether the next frame joins the group of the last one.
+    group_open: bool,
+    /// Ranges that no sync has taken yet.
+    dirty: Vec<Dirty>,
+    dirty_bytes: u64,
+    dirty_since: Option<Instant>,
+    /// Segments left behind, with their last batch, until that is durable.
+    left_behind: VecDeque<(u64, Lsn)>,
+    /// Seals that are synced.
+    seals_durable: u64,
+    /// Seals given up because the disk is full.
+    seals_refused: u64,
+    durable: Lsn,
+    /// The highest Lsn that somebody waits for.
+    wanted: Lsn,
+    /// Whether the last frame is a seal that says all there is to say.
+    sealed: bool,
+    seal_now: bool,
+    last_append: Instant,
+    verified: Vec<VerifiedSnapshot>,
+    grow_after: Option<Instant>,
+    reserve_full: bool,
+    stop: bool,
+    stats: LogStats,
+}
+
+struct Live {
+    number: u64,
+    len: u64,
+    window: Arc<dyn Window>,
+}
+
+struct Dirty {
+    window: Arc<dyn Window>,
+    from: u64,
+    to: u64,
+}
+
+impl Log {
+    /// Takes over the log where recovery left it, and starts the keeper.
+    pub fn start(
+        store: StoreId,
+        io: LogIo,
+        pool: Arc<SegmentPool>,
+        poison: Arc<Poison>,
+        start: LogStart,
+    ) -> Result<Arc<Self>> {
+        let current = live(start.current, io)?;
+        let next = live(start.next, io)?;
+        let log = Arc::new(Self {
+            store,
+            io,
+            pool,
+            poison,
+            state: Mutex::new(State {
+                current,
+                ahead: VecDeque::from([next]),
+                point: start.point,
+                chain: start.chain,
+                offset: start.offset,
+                group_open: false,
+                dirty: Vec::new(),
+                dirty_bytes: 0,
+                dirty_since: None,
+                left_behind: VecDeque::new(),
+                seals_durable: 0,
+                seals_refused: 0,
+                durable: start.point.lsn,
+                wanted: Lsn(0),
+                sealed: true,
+                seal_now: false,
+                last_append: Instant::now(),
+                verified: start.verified,
+                grow_after: None,
+                reserve_full: false,
+                stop: false,
+                stats: LogStats::default(),
+            }),
+            growth: Mutex::new(()),
+            work: Condvar::new(),
+            progress: Condvar::new(),
+            keeper: Mutex::new(None),
+        });
+        let keeper = std::thread::Builder::new().name("remanent-log".to_owned()).spawn({
+            let log = log.clone();
+            move || log.keep()
+        });
+        let keeper = keeper.map_err(|error| Error::Folder {
+            action: "start the log's thread for",
+            path: "the store".to_owned(),
+            source: Arc::new(error),
+        })?;
+        *log.keeper.lock() = Some(keeper);
+        Ok(log)
+    }
+
+    /// Appends a batch; it is `Logged` when this returns. Callers come one at a time, in the order of
+    /// their batches. If there is no space nothing happened; any other failure poisons.
+    pub fn append(&self, payload: &[u8], payload_crc: u32, purpose: SpacePurpose) -> Result<LogPoint> {
+        phases::enter(Phase::Commit);
+        let frame_len = frame_len(payload.len() as u64);
+        let mut state = loop {
+            let mut state = self.state.lock();
+            self.poison.check()?;
+            match state.room_for(frame_len) {
+                Room::Ready => break state,
+                Room::AfterGrowth => {
+                    drop(state);
+                    self.grow(frame_len, purpose)?;
+                }
+                Room::AfterSync(lsn) => {
+                    drop(state);
+                    self.wait_durable(lsn)?;
+                }
+            }
+        };
+        let point = self.put(&mut state, FrameKind::Batch, payload, payload_crc)?;
+        // One call a group: a keeper that sleeps until the oldest frame is due needs none for the others.
+        if state.dirty_since.is_none() {
+            state.dirty_since = Some(state.last_append);
+            self.work.notify_one();
+        } else if state.dirty_bytes >= SYNC_AFTER_BYTES {
+            self.work.notify_one();
+        }
+        Ok(point)
+    }
+
+    /// Waits until batch `lsn` survives a power cut.
+    pub fn wait_durable(&self, lsn: Lsn) -> Result<()> {
+        let mut state = self.state.lock();
+        while state.durable < lsn {
+            self.poison.check()?;
+            if state.wanted < lsn {
+                state.wanted = lsn;
+                self.work.notify_one();
+            }
+            self.progress.wait(&mut state);
+        }
+        Ok(())
+    }
+
+    /// Records these snapshots as verified in a seal, and waits until that is durable.
+    pub fn record_verified(&self, verified: Vec<VerifiedSnapshot>) -> Result<()> {
+        let mut state = self.state.lock();
+        state.verified = verified;
+        // Every seal appended from now on names the new list.
+        let (seals, refused) = (state.stats.seals, state.seals_refused);
+        while state.seals_durable <= seals {
+            self.poison.check()?;
+            if state.seals_refused > refused {
+                let needed = self.pool.segment_len();
+                return Err(Error::DiskFull { file: FileName::Segment(state.current.number + 1), needed });
+            }
+            state.seal_now = true;
+            self.work.notify_one();
+            self.progress.wait(&mut state);
+        }
+        Ok(())
+    }
+
+    /// The snapshots recorded as verified.
+    pub fn verified(&self) -> Vec<VerifiedSnapshot> {
+        self.state.lock().verified.clone()
+    }
+
+    /// The newest durable batch.
+    pub fn durable(&self) -> Lsn {
+        self.state.lock().durable
+    }
+
+    /// The segment that takes frames.
+    pub fn current_segment(&self) -> u64 {
+        self.state.lock().current.number
+    }
+
+    /// Counts since the log was opened.
+    pub fn stats(&self) -> LogStats {
+        self.state.lock().stats
+    }
+
+    /// Makes everything durable, seals, and ends the keeper.
+    pub fn stop(&self) {
+        self.state.lock().stop = true;
+        self.work.notify_one();
+        let keeper = self.keeper.lock().take();
+        if let Some(keeper) = keeper
+            && keeper.join().is_err()
+        {
+            tracing::error!("the log's thread panicked");
+        }
+    }
+
+    /// Makes segments until two are ahead, and the first of them is long enough.
+    fn grow(&self, frame_len: u64, purpose: SpacePurpose) -> Result<()> {
+        let _one_maker = self.growth.lock();
+        loop {
+            let (count, next) = {
+                let state = self.state.lock();
+                (state.ahead.len(), state.ahead.back().map_or(state.current.number, |last| last.number) + 1)
+            };
+            if count >= AHEAD {
+                break;
+            }
+            let made = live(self.pool.make(next, purpose).map_err(|error| self.unless_full(error))?, self.io)?;
+            self.state.lock().ahead.push_back(made);
+        }
+        let (number, len) = {
+            let state = self.state.lock();
+            let next = state.ahead.front().expect("two are ahead");
+            (next.number, next.len)
+        };
+        if SEGMENT_HEADER_BLOCK + frame_len > len {
+            let long = self.pool.make_long(number, frame_len).map_err(|error| self.unless_full(error))?;
+            let long = live(long, self.io)?;
+            if let Some(next) = self.state.lock().ahead.front_mut() {
+                *next = long;
+            }
+        }
+        Ok(())
+    }
+
+    /// A full disk is no failure where space is made; everything else is.
+    fn unless_full(&self, error: Error) -> Error {
+        if matches!(error, Error::DiskFull { .. }) { error } else { self.poison.set(error) }
+    }
+
+    /// Puts a frame where there is room for it.
+    fn put(&self, state: &mut State, kind: FrameKind, payload: &[u8], payload_crc: u32) -> Result<LogPoint> {
+        let offset = state.next_offset();
+        let lsn = match kind {
+            FrameKind::Batch => state.point.lsn.next(),
+            FrameKind::Seal => state.point.lsn,
+        };
+        let header = FrameHeader {
+            kind,
+            group_start: !state.group_open,
+            incarnation: state.point.incarnation,
+            store: self.store,
+            segment: state.current.number,
+            offset,
+            lsn,
+            durable: state.durable,
+            payload_len: u32::try_from(payload.len()).expect("payloads are at most 1 GiB"),
+            payload_crc,
+            chain_prev: state.chain,
+        };
+        assert!(state.durable <= lsn); // I4: a mark never runs ahead of the log.
+        let (bytes, chain) = header.encode();
+        // The payload first: a kill in between leaves no header, and nothing to wonder about.
+        let header_len = bytes.len() as u64;
+        let window = state.current.window.clone();
+        let written = window.put(offset + header_len, payload).and_then(|()| window.put(offset, &bytes));
+        written.map_err(|error| {
+            let error = self.poison.set(error);
+            self.progress.notify_all();
+            error
+        })?;
+
+        let end = header.end();
+        match state.dirty.last_mut() {
+            Some(dirty) if Arc::ptr_eq(&dirty.window, &window) => dirty.to = end,
+            _ => state.dirty.push(Dirty { window, from: offset, to: end }),
+        }
+        state.dirty_bytes += end - offset;
+        state.stats.bytes += end - offset;
+        state.group_open = true;
+        state.chain = chain;
+        state.offset = end;
+        state.last_append = Instant::now();
+        if kind == FrameKind::Batch {
+            state.sealed = false;
+            state.stats.batches += 1;
+            state.point =
+                LogPoint { incarnation: header.incarnation, lsn, segment: header.segment, offset: end, chain };
+        }
+        Ok(state.point)
+    }
+
+    /// The keeper's life.
+    fn keep(&self) {
+        loop {
+            match self.next_duty() {
+                Duty::Sync => self.or_poison(Self::sync),
+                Duty::Seal => self.or_poison(Self::seal),
+                Duty::Grow => self.grow_ahead(),
+                Duty::Stop => break,
+            }
+        }
+        self.progress.notify_all();
+    }
+
+    fn or_poison(&self, duty: impl Fn(&Self) -> Result<()>) {
+        if let Err(error) = duty(self) {
+            self.poison.set(error);
+        }
+        self.progress.notify_all();
+    }
+
+    /// Waits for something to do.
+    fn next_duty(&self) -> Duty {
+        let mut state = self.state.lock();
+        loop {
+            if self.poison.check().is_err() {
+                if state.stop {
+                    return Duty::Stop;
+                }
+                self.progress.notify_all();
+                self.work.wait(&mut state);
+                continue;
+            }
+            let now = Instant::now();
+            let sync_at = state.dirty_since.map(|since| since + SYNC_AFTER);
+            let waited_for = state.wanted > state.durable || state.seal_now || state.stop;
+            let due = waited_for || state.dirty_bytes >= SYNC_AFTER_BYTES || sync_at.is_some_and(|at| at <= now);
+            if !state.dirty.is_empty() && due {
+                return Duty::Sync;
+            }
+            let clean = state.dirty.is_empty();
+            let seal_at = (clean && !state.sealed).then(|| state.last_append + SEAL_AFTER);
+            if clean && (state.seal_now || seal_at.is_some_and(|at| at <= now || state.stop)) {
+                return Duty::Seal;
+            }
+            if state.stop {
+                return Duty::Stop;
+            }
+            let grow_at = (state.ahead.len() < AHEAD || !state.reserve_full).then(|| state.grow_after.unwrap_or(now));
+            if grow_at.is_some_and(|at| at <= now) {
+                return Duty::Grow;
+            }
+            match [sync_at, seal_at, grow_at].into_iter().flatten().min() {
+                Some(at) => {
+                    self.work.wait_until(&mut state, at);
+                }
+                None => self.work.wait(&mut state),
+            }
+        }
+    }
+
+    /// Makes durable what was logged so far. Frames logged meanwhile form the next group.
+    fn sync(&self) -> Result<()> {
+        phases::enter(Phase::GroupSync);
+        let (dirty, target, seals) = {
+            let mut state = self.state.lock();
+            state.group_open = false;
+            state.dirty_bytes = 0;
+            state.dirty_since = None;
+            (std::mem::take(&mut state.dirty), state.point.lsn, state.stats.seals)
+        };
+        for range in &dirty {
+            range.window.sync(range.from, range.to - range.from)?;
+        }
+        let mut state = self.state.lock();
+        assert!(target >= state.durable);
+        state.durable = target;
+        state.seals_durable = seals;
+        while state.left_behind.front().is_some_and(|(_, last)| *last <= target) {
+            state.left_behind.pop_front();
+        }
+        state.stats.syncs += 1;
+        drop(state);
+        self.progress.notify_all();
+        Ok(())
+    }
+
+    /// Appends a seal and syncs it. A batch that came in between goes first: its group is synced, and the
+    /// seal gets another turn. A disk too full for a seal costs the seal, nothing else: the batches before
+    /// it are durable, only the log does not say so yet.
+    fn seal(&self) -> Result<()> {
+        loop {
+            let mut state = self.state.lock();
+            if !state.dirty.is_empty() {
+                break;
+            }
+            let payload = encode_seal(&state.verified);
+            match state.room_for(frame_len(payload.len() as u64)) {
+                Room::Ready => {
+                    self.put(&mut state, FrameKind::Seal, &payload, crc32fast::hash(&payload))?;
+                    state.sealed = true;
+                    state.seal_now = false;
+                    state.stats.seals += 1;
+                    break;
+                }
+                Room::AfterGrowth => {
+                    drop(state);
+                    match self.grow(0, SpacePurpose::Reserve) {
+                        Ok(()) => {}
+                        Err(Error::DiskFull { .. }) => {
+                            let mut state = self.state.lock();
+                            state.sealed = true;
+                            state.seal_now = false;
+                            state.seals_refused += 1;
+                            return Ok(());
+                        }
+                        Err(error) => return Err(error),
+                    }
+                }
+                Room::AfterSync(_) => unreachable!("with nothing dirty, everything left behind is durable"),
+            }
+        }
+        self.sync()
+    }
+
+    fn grow_ahead(&self) {
+        let grown = self.grow(0, SpacePurpose::User).and_then(|()| self.pool.fill_reserve());
+        let mut state = self.state.lock();
+        match grown {
+            Ok(reserve_full) => {
+                state.reserve_full = reserve_full;
+                state.grow_after = (!reserve_full).then(|| Instant::now() + GROW_AGAIN_AFTER);
+            }
+            // Whoever needs the segment now will be told.
+            Err(Error::DiskFull { .. }) => state.grow_after = Some(Instant::now() + GROW_AGAIN_AFTER),
+            Err(error) => {
+                self.poison.set(error);
+            }
+        }
+    }
+}
+
+enum Duty {
+    Sync,
+    Seal,
+    Grow,
+    Stop,
+}
+
+enum Room {
+    Ready,
+    AfterGrowth,
+    AfterSync(Lsn),
+}
+
+impl State {
+    /// Finds room for a frame of `frame_len` bytes, going on to the next segment where that is allowed.
+    fn room_for(&mut self, frame_len: u64) -> Room {
+        if self.next_offset() + frame_len <= self.current.len {
+            return Room::Ready;
+        }
+        let long_enough = self.ahead.front().is_some_and(|next| SEGMENT_HEADER_BLOCK + frame_len <= next.len);
+        // I8: the segment after the one that we enter exists, synced, with its name.
+        if !long_enough || self.ahead.len() < AHEAD {
+            return Room::AfterGrowth;
+        }
+        // No frame enters a segment before the last but one is durable, so that a power cut never finds
+        // more than two of them unsynced.
+        if let Some(&(_, last)) = self.left_behind.back() {
+            return Room::AfterSync(last);
+        }
+        phases::enter(Phase::SegmentRoll);
+        if self.point.lsn > self.durable {
+            self.left_behind.push_back((self.current.number, self.point.lsn));
+        }
+        self.current = self.ahead.pop_front().expect("two are ahead");
+        self.offset = SEGMENT_HEADER_BLOCK;
+        self.group_open = false;
+        self.stats.rolls += 1;
+        Room::Ready
+    }
+
+    /// Where the next frame begins.
+    fn next_offset(&self) -> u64 {
+        align_up(self.offset, if self.group_open { FRAME_ALIGN } else { GROUP_ALIGN })
+    }
+}
+
+fn live(segment: SegmentFile, io: LogIo) -> Result<Live> {
+    let window = Arc::from(segment.file.window(io)?);
+    tracing::debug!(segment = %FileName::Segment(segment.number), len = segment.len, "segment ready");
+    Ok(Live { number: segment.number, len: segment.len, window })
+}
