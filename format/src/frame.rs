@@ -281,7 +281,7 @@ pub fn encode_seal(verified: &[VerifiedSnapshot]) -> Vec<u8> {
 /// # Errors
 /// A [`Defect`] if it is no whole number of entries or has reserved bytes set.
 pub fn decode_seal(payload: &[u8]) -> Result<Vec<VerifiedSnapshot>, Defect> {
-    if payload.len() % VerifiedSnapshotRaw::LEN != 0 {
+    if !payload.len().is_multiple_of(VerifiedSnapshotRaw::LEN) {
         return Err(Defect::Field { what: "seal length", found: payload.len() as u64 });
     }
     payload

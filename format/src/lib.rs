@@ -19,6 +19,8 @@ pub mod apply;
 pub mod log;
 pub mod image;
 pub mod manifest;
+pub mod replay;
+pub mod rebuild;
 
 pub use defect::{Damage, Defect};
 pub use ids::{

@@ -447,7 +447,7 @@ impl<'s> LogWalk<'s> {
         let frame = UncheckedFrame::decode(self.reader.bytes(offset, FrameHeaderRaw::LEN)?)?;
         let (header, end) = frame.follow(&self.point, self.map.store, segment, offset)?;
         // A group begins at a boundary; a frame that does not begin one follows its group's last frame.
-        if header.group_start && offset % GROUP_ALIGN != 0 {
+        if header.group_start && !offset.is_multiple_of(GROUP_ALIGN) {
             return Err(Defect::Field { what: "start of a group", found: offset });
         }
         if !header.group_start

@@ -242,7 +242,9 @@ impl Op<'_> {
     #[must_use]
     pub fn range(&self) -> Option<(u64, u64)> {
         match self {
-            Op::Write { offset, bytes, .. } | Op::Masked { offset, bytes, .. } => Some((*offset, bytes.len() as u64)),
+            Op::Write { offset, bytes, .. } | Op::Masked { offset, bytes, .. } => {
+                Some((*offset, bytes.len() as u64))
+            }
             Op::Fill { offset, len, .. } => Some((*offset, *len)),
             Op::Scatter { width, base, indices, .. } => {
                 let highest = indices
@@ -511,7 +513,7 @@ fn decode_op<'a>(header: &OpHeaderRaw, body: &'a [u8]) -> Result<Op<'a>, Defect>
             let width = width()?;
             check_limit("masked length", second, body.len() as u64)?;
             let len = second as usize;
-            if len % width.bytes() != 0 {
+            if !len.is_multiple_of(width.bytes()) {
                 return Err(Defect::Field { what: "masked length", found: second });
             }
             let count = len / width.bytes();
@@ -520,7 +522,7 @@ fn decode_op<'a>(header: &OpHeaderRaw, body: &'a [u8]) -> Result<Op<'a>, Defect>
             has_len("masked body length", body.len(), (bytes_at + len) as u64)?;
             let mask = &body[..mask_len];
             check_zero("mask padding", body[mask_len..bytes_at].iter().map(|&byte| u64::from(byte)).sum())?;
-            if count % 8 != 0 {
+            if !count.is_multiple_of(8) {
                 check_zero("mask bits past the end", u64::from(mask[mask_len - 1] >> (count % 8)))?;
             }
             Ok(Op::Masked { page, offset: first, width, mask, bytes: &body[bytes_at..] })

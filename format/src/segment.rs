@@ -130,7 +130,7 @@ impl SegmentHeader {
         check_limit("segment flags", u64::from(raw.flags), u64::from(FLAG_OPENING))?;
         check_zero("reserved segment bytes", raw.reserved.iter().map(|&byte| u64::from(byte)).sum())?;
         check_limit("segment length", raw.segment_len, 2 * SEGMENT_LEN_MAX)?;
-        if raw.segment_len < SEGMENT_LEN_MIN || raw.segment_len % GROUP_ALIGN != 0 {
+        if raw.segment_len < SEGMENT_LEN_MIN || !raw.segment_len.is_multiple_of(GROUP_ALIGN) {
             return Err(Defect::Field { what: "segment length", found: raw.segment_len });
         }
         let opening = Opening {

@@ -273,7 +273,10 @@ impl PageTable {
                             }),
                         );
                     }
-                    Op::Write { page, .. } | Op::Masked { page, .. } | Op::Scatter { page, .. } | Op::Fill { page, .. } => {
+                    Op::Write { page, .. }
+                    | Op::Masked { page, .. }
+                    | Op::Scatter { page, .. }
+                    | Op::Fill { page, .. } => {
                         let (offset, len) = op.range().expect("these operations have one");
                         overlay.touch_range(*page, offset, len)?;
                     }

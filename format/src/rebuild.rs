@@ -1,0 +1,327 @@
+//! Floor 0. The state of a store directory, computed purely over [`ReadAt`]: no device, no mapping, no
+//! write. Inspectors and read-only opens use it, and the engine's recovery is tested against it.
+//!
+//! [`Survey`] looks at every file and judges none; [`Survey::resolve`] follows the log from one snapshot;
+//! [`rebuild`] tries the snapshots from the newest to the oldest, then the log's beginning, and loads bytes.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use crate::apply::apply;
+use crate::defect::{Damage, Defect};
+use crate::frame::FrameKind;
+use crate::ids::{Lsn, PageId, SnapshotId};
+use crate::image::ImageRef;
+use crate::log::{LogEnd, LogMap, LogWalk};
+use crate::manifest::{CopyHealth, Manifest, ManifestKind};
+use crate::names::{FileName, Folder, ReadAt};
+use crate::op::{Op, decode_payload};
+use crate::replay::{Base, Resolved, Resolver};
+use crate::segment::SEGMENT_HEADER_BLOCK;
+use crate::store::StoreFile;
+use crate::table::PageTable;
+
+/// What to rebuild.
+#[derive(Clone, Copy, Debug)]
+pub struct RebuildOptions {
+    /// Start from this snapshot and no other.
+    pub base: Option<SnapshotId>,
+    /// Stop after this batch; the base must not have later ones.
+    pub until: Option<Lsn>,
+    /// Refuse a state whose pages are longer than this together, in bytes.
+    pub page_bytes_max: u64,
+}
+
+impl Default for RebuildOptions {
+    fn default() -> Self {
+        Self { base: None, until: None, page_bytes_max: u64::MAX }
+    }
+}
+
+/// All that lies in a store directory, as far as it can be read.
+#[derive(Debug)]
+pub struct Survey {
+    /// The store's identity.
+    pub store: StoreFile,
+    /// The log.
+    pub log: LogMap,
+    /// The snapshots: the manifest with the health of its copies, or why it cannot be read.
+    pub manifests: BTreeMap<SnapshotId, Result<(Arc<Manifest>, CopyHealth), Damage>>,
+}
+
+/// A state without its bytes.
+#[derive(Debug)]
+pub struct Resolution {
+    /// The snapshot from which it was followed; `None` is the log's beginning.
+    pub base: Option<SnapshotId>,
+    /// The state.
+    pub resolved: Resolved,
+    /// The end of the log; `None` if the walk stopped before, at the batch asked for.
+    pub end: Option<LogEnd>,
+    /// Batches replayed.
+    pub batches: u64,
+    /// Bytes of their frames.
+    pub bytes: u64,
+}
+
+/// A state with its bytes.
+#[derive(Debug)]
+pub struct Rebuilt {
+    /// How it came about.
+    pub base: Option<SnapshotId>,
+    /// Pages and root.
+    pub table: PageTable,
+    /// The pages' bytes.
+    pub contents: BTreeMap<PageId, Vec<u8>>,
+    /// The end of the log; `None` if the rebuild stopped before, at the batch asked for.
+    pub end: Option<LogEnd>,
+    /// Snapshots that could not be used, newest first; time was lost, not data.
+    pub passed_over: Vec<Damage>,
+}
+
+impl Survey {
+    /// Looks at every file.
+    ///
+    /// # Errors
+    /// [`Damage`] if STORE is missing or unreadable, or a folder cannot be listed.
+    pub fn read(source: &dyn ReadAt) -> Result<Self, Damage> {
+        let bytes = read_whole(source, FileName::Store)?;
+        let store = StoreFile::decode(&bytes).map_err(|defect| defect.at(FileName::Store, 0))?;
+        let log = LogMap::read(source, store.store)?;
+        let mut manifests = BTreeMap::new();
+        let names = source
+            .list(Folder::Snapshots)
+            .map_err(|error| Defect::Unreadable(error.to_string()).at(FileName::Manifest(0), 0))?;
+        for name in names {
+            if let Some(FileName::Manifest(number)) = FileName::parse(Folder::Snapshots, &name) {
+                let read = read_manifest(source, FileName::Manifest(number), &store);
+                manifests
+                    .insert(SnapshotId(number), read.map(|(manifest, health)| (Arc::new(manifest), health)));
+            }
+        }
+        Ok(Self { store, log, manifests })
+    }
+
+    /// The highest durable mark that manifests give: a manifest is published only when the log is durable
+    /// up to its end (I7).
+    #[must_use]
+    pub fn mark(&self) -> Lsn {
+        self.readable().map(|manifest| manifest.end).max().unwrap_or_default()
+    }
+
+    /// The manifests that can be read, oldest first.
+    pub fn readable(&self) -> impl DoubleEndedIterator<Item = &Arc<Manifest>> {
+        self.manifests.values().filter_map(|read| read.as_ref().ok()).map(|(manifest, _)| manifest)
+    }
+
+    /// Where a recovery may start, best first: the newest snapshot, older ones, the log's beginning. A
+    /// snapshot that cannot be read is there as its damage.
+    #[must_use]
+    pub fn candidates(&self) -> Vec<Result<Option<Arc<Manifest>>, Damage>> {
+        let snapshots = self.manifests.values().rev().map(|read| match read {
+            Ok((manifest, _)) => Ok(Some(manifest.clone())),
+            Err(damage) => Err(damage.clone()),
+        });
+        snapshots.chain(self.log.beginning().map(|_| Ok(None))).collect()
+    }
+
+    /// Follows the log from `base` to its end, or to `until`.
+    ///
+    /// # Errors
+    /// [`Damage`] in the log, or a table that a restore names.
+    pub fn resolve(
+        &self,
+        source: &dyn ReadAt,
+        base: Option<&Arc<Manifest>>,
+        until: Option<Lsn>,
+    ) -> Result<Resolution, Damage> {
+        let mut resolver = base.map_or_else(Resolver::new, |manifest| Resolver::from_manifest(manifest));
+        let from = match base {
+            Some(manifest) => manifest.redo,
+            None => self.log.beginning().ok_or(Defect::Missing.at_lsn(FileName::Segment(1), 0, Lsn(1)))?,
+        };
+        let (mut batches, mut bytes) = (0, 0);
+        let mut walk = LogWalk::new(source, &self.log, from, self.mark())?;
+        while until.is_none_or(|until| walk.point().lsn < until) {
+            let Some(frame) = walk.next()? else { break };
+            if frame.header.kind != FrameKind::Batch {
+                continue;
+            }
+            let (lsn, file, offset) =
+                (frame.header.lsn, FileName::Segment(frame.header.segment), frame.header.offset);
+            let at = |defect: Defect| defect.at_lsn(file, offset, lsn);
+            let ops = decode_payload(frame.payload).map_err(at)?;
+            if let Some(Op::Restore { table, table_crc, .. }) = ops.first().map(|first| &first.op) {
+                resolver.restore(lsn, &self.read_table(source, *table, *table_crc)?).map_err(at)?;
+            } else {
+                resolver.batch(lsn, &ops).map_err(at)?;
+            }
+            batches += 1;
+            bytes += frame.header.frame_len();
+        }
+        let (end, point) = (walk.end().cloned(), walk.point());
+        let here = FileName::Segment(point.segment);
+        let resolved =
+            resolver.finish().map_err(|defect| defect.at_lsn(here, point.offset, point.lsn.next()))?;
+        Ok(Resolution { base: base.map(|manifest| manifest.snapshot), resolved, end, batches, bytes })
+    }
+
+    /// Reads the table of an old state that a restore names.
+    ///
+    /// # Errors
+    /// [`Damage`] if it is missing, damaged, or another one.
+    pub fn read_table(&self, source: &dyn ReadAt, table: u64, table_crc: u32) -> Result<Manifest, Damage> {
+        let file = FileName::Table(table);
+        let (manifest, health) = read_manifest(source, file, &self.store)?;
+        if health.header_crc != table_crc {
+            let (found, expected) = (health.header_crc.into(), table_crc.into());
+            return Err(
+                Defect::Mismatch { what: "checksum of the restored table", found, expected }.at(file, 0)
+            );
+        }
+        Ok(manifest)
+    }
+}
+
+/// Computes the state of a store directory.
+///
+/// # Errors
+/// The first [`Damage`] that no snapshot gets around.
+pub fn rebuild(source: &dyn ReadAt, options: &RebuildOptions) -> Result<Rebuilt, Damage> {
+    let survey = Survey::read(source)?;
+    let mut passed_over = Vec::new();
+    for candidate in survey.candidates() {
+        let wanted = |manifest: &Option<Arc<Manifest>>| {
+            let snapshot = manifest.as_ref().map(|manifest| manifest.snapshot);
+            let end = manifest.as_ref().map_or(Lsn(0), |manifest| manifest.end);
+            options.base.is_none_or(|base| Some(base) == snapshot)
+                && options.until.is_none_or(|until| end <= until)
+        };
+        let attempt = match candidate {
+            Ok(manifest) if !wanted(&manifest) => continue,
+            Ok(manifest) => rebuild_from(source, &survey, manifest.as_ref(), options),
+            Err(damage) => Err(damage),
+        };
+        match attempt {
+            Ok(rebuilt) => return Ok(Rebuilt { passed_over, ..rebuilt }),
+            Err(damage) => passed_over.push(damage),
+        }
+    }
+    // The newest snapshot's complaint names the damage; an older one's is mostly that its log is gone.
+    let nothing = Defect::Missing.at_lsn(FileName::Segment(1), SEGMENT_HEADER_BLOCK, Lsn(1));
+    Err(passed_over.into_iter().next().unwrap_or(nothing))
+}
+
+fn rebuild_from(
+    source: &dyn ReadAt,
+    survey: &Survey,
+    base: Option<&Arc<Manifest>>,
+    options: &RebuildOptions,
+) -> Result<Rebuilt, Damage> {
+    let resolution = survey.resolve(source, base, options.until)?;
+    let resolved = &resolution.resolved;
+    let longest = resolved.table.pages().map(|info| resolved.bases[&info.page].len.max(info.len));
+    let total = longest.fold(0, u64::saturating_add);
+    if total > options.page_bytes_max {
+        let (found, limit) = (total, options.page_bytes_max);
+        return Err(Defect::Limit { what: "bytes of all pages", found, limit }.at(FileName::Store, 0));
+    }
+    let mut contents = BTreeMap::new();
+    for (page, base) in &resolved.bases {
+        contents.insert(*page, load_base(source, base)?);
+    }
+    // The same walk again: it held a moment ago, and now the bytes are wanted.
+    let from =
+        base.map_or_else(|| survey.log.beginning().expect("resolved from it"), |manifest| manifest.redo);
+    let mut walk = LogWalk::new(source, &survey.log, from, survey.mark())?;
+    while walk.point().lsn < resolved.table.lsn() {
+        let Some(frame) = walk.next()? else { break };
+        if frame.header.kind != FrameKind::Batch {
+            continue;
+        }
+        let (lsn, file, offset) =
+            (frame.header.lsn, FileName::Segment(frame.header.segment), frame.header.offset);
+        for at in decode_payload(frame.payload).map_err(|defect| defect.at_lsn(file, offset, lsn))? {
+            if let Some(page) = at.op.page().filter(|page| resolved.applies(*page, lsn)) {
+                let content = contents.get_mut(&page).expect("every page has a base");
+                // A page may be longer on the way than at either end.
+                if let Op::Resize { len, .. } = at.op
+                    && len > options.page_bytes_max
+                {
+                    let (found, limit) = (len, options.page_bytes_max);
+                    return Err(Defect::Limit { what: "page length", found, limit }.at_lsn(file, offset, lsn));
+                }
+                apply(&at.op, content);
+            }
+        }
+    }
+    let Resolution { base, resolved, end, .. } = resolution;
+    Ok(Rebuilt { base, table: resolved.table, contents, end, passed_over: Vec::new() })
+}
+
+fn load_base(source: &dyn ReadAt, base: &Base) -> Result<Vec<u8>, Damage> {
+    match &base.image {
+        Some(image) => read_image(source, image),
+        None => Ok(vec![0; base.len as usize]),
+    }
+}
+
+/// Reads an image and checks its bytes.
+///
+/// # Errors
+/// [`Damage`] if it is missing, cut short or damaged.
+pub fn read_image(source: &dyn ReadAt, image: &ImageRef) -> Result<Vec<u8>, Damage> {
+    let file = FileName::Pages(image.file);
+    let at = |defect: Defect| defect.at(file, image.offset);
+    let bytes = read_range(source, file, image.offset, image.stored_len).map_err(at)?;
+    crate::defect::check_crc("image", image.stored_crc, &bytes).map_err(at)?;
+    Ok(bytes)
+}
+
+/// Reads a manifest, or a table of the same form.
+///
+/// # Errors
+/// [`Damage`] if neither copy is whole, or it is another store's or another file's.
+pub fn read_manifest(
+    source: &dyn ReadAt,
+    file: FileName,
+    store: &StoreFile,
+) -> Result<(Manifest, CopyHealth), Damage> {
+    let bytes = read_whole(source, file)?;
+    let (manifest, health) = Manifest::decode(&bytes).map_err(|defect| defect.at(file, 0))?;
+    if manifest.store != store.store {
+        return Err(Defect::Foreign.at(file, 0));
+    }
+    let (number, is_table) = match file {
+        FileName::Table(number) => (number, true),
+        FileName::Manifest(number) => (number, false),
+        _ => (manifest.snapshot.0, false),
+    };
+    if manifest.snapshot.0 != number {
+        let (found, expected) = (manifest.snapshot.0, number);
+        return Err(Defect::Mismatch { what: "manifest's number", found, expected }.at(file, 0));
+    }
+    if (manifest.kind == ManifestKind::Table) != is_table {
+        return Err(Defect::Field { what: "manifest kind", found: 0 }.at(file, 0));
+    }
+    Ok((manifest, health))
+}
+
+fn read_whole(source: &dyn ReadAt, file: FileName) -> Result<Vec<u8>, Damage> {
+    let unreadable = |error: std::io::Error| Defect::Unreadable(error.to_string()).at(file, 0);
+    let len = source.len(file).map_err(unreadable)?.ok_or(Defect::Missing.at(file, 0))?;
+    read_range(source, file, 0, len).map_err(|defect| defect.at(file, 0))
+}
+
+/// Reads a range that must lie within its file: so nothing longer than the file is allocated (I9).
+fn read_range(source: &dyn ReadAt, file: FileName, offset: u64, len: u64) -> Result<Vec<u8>, Defect> {
+    let unreadable = |error: std::io::Error| Defect::Unreadable(error.to_string());
+    let file_len = source.len(file).map_err(unreadable)?.ok_or(Defect::Missing)?;
+    let end = offset.saturating_add(len);
+    if end > file_len {
+        return Err(Defect::Truncated { needed: end, have: file_len });
+    }
+    let mut bytes = vec![0; len as usize];
+    source.read_at(file, offset, &mut bytes).map_err(unreadable)?;
+    Ok(bytes)
+}

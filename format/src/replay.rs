@@ -1,0 +1,193 @@
+//! Floor 0. From a snapshot and the log behind it to the final page table: the part of recovery that
+//! needs no page's bytes.
+//!
+//! A snapshot is fuzzy: each page was caught at its own Lsn. Replay skips what an image already has, skips
+//! pages that were deleted before they could be caught (tombstones), and takes any other page that it does
+//! not know for damage. The table is resolved first, so that budgets are checked and pages are loaded at
+//! their final length (I10).
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use crate::defect::Defect;
+use crate::ids::{Lsn, PageId};
+use crate::image::ImageRef;
+use crate::manifest::{Manifest, ManifestEntry};
+use crate::op::{Op, OpAt};
+use crate::table::{PageInfo, PageTable, PlanMode, Refusal};
+
+/// What a page's bytes are made from: an image or zeros, and the batches after that.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Base {
+    /// The image; zeros if there is none.
+    pub image: Option<ImageRef>,
+    /// The page's length at that moment, in bytes.
+    pub len: u64,
+    /// The newest batch that the base has; later ones apply.
+    pub lsn: Lsn,
+    /// Whether a later batch changes the length.
+    pub resized: bool,
+}
+
+/// Follows the log from a snapshot, batch by batch, keeping table and bases.
+#[derive(Clone, Debug)]
+pub struct Resolver {
+    table: PageTable,
+    bases: BTreeMap<PageId, Base>,
+    tombstones: HashMap<PageId, Lsn>,
+    /// The batch up to which the root is already in the snapshot.
+    root_lsn: Lsn,
+    /// The batch that replay must reach for all pages to stand at one Lsn.
+    end: Lsn,
+}
+
+/// The final state but for the bytes.
+#[derive(Clone, Debug)]
+pub struct Resolved {
+    /// Pages, root, and the numbers that never go back.
+    pub table: PageTable,
+    /// What each page of the table is made from.
+    pub bases: BTreeMap<PageId, Base>,
+}
+
+impl Resolved {
+    /// Whether batch `lsn` is to be applied to the bytes of `page`.
+    #[must_use]
+    pub fn applies(&self, page: PageId, lsn: Lsn) -> bool {
+        self.bases.get(&page).is_some_and(|base| lsn > base.lsn)
+    }
+}
+
+impl Default for Resolver {
+    fn default() -> Self {
+        Self {
+            table: PageTable::new(),
+            bases: BTreeMap::new(),
+            tombstones: HashMap::new(),
+            root_lsn: Lsn(0),
+            end: Lsn(0),
+        }
+    }
+}
+
+impl Resolver {
+    /// Starts from the empty store.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Starts from a snapshot.
+    #[must_use]
+    pub fn from_manifest(manifest: &Manifest) -> Self {
+        let table = PageTable::from_parts(
+            manifest.entries.iter().map(page_info),
+            manifest.root.clone(),
+            manifest.next_page,
+            manifest.epoch_high,
+            manifest.redo.lsn,
+        );
+        Self {
+            table,
+            bases: manifest.entries.iter().map(|entry| (entry.page, base(entry, entry.lsn))).collect(),
+            tombstones: manifest.tombstones.iter().map(|tombstone| (tombstone.page, tombstone.lsn)).collect(),
+            root_lsn: manifest.end,
+            end: manifest.end,
+        }
+    }
+
+    /// Follows one batch.
+    ///
+    /// # Errors
+    /// [`Defect::Batch`] if it cannot follow the state before it.
+    pub fn batch(&mut self, lsn: Lsn, ops: &[OpAt<'_>]) -> Result<(), Defect> {
+        let news = ops.iter().filter(|at| match at.op.page() {
+            Some(page) => {
+                let caught = self.table.get(page).is_some_and(|info| info.lsn >= lsn);
+                !caught && self.tombstones.get(&page).is_none_or(|deleted| *deleted < lsn)
+            }
+            None => lsn > self.root_lsn,
+        });
+        let changes =
+            self.table.plan(lsn, news.clone(), PlanMode::Replay).map_err(|(_, refusal)| broken(&refusal))?;
+        for OpAt { op, .. } in news {
+            match op {
+                // The create is part of the base: the batch that contains it applies in full.
+                Op::Create { page, len, .. } => {
+                    let before = Lsn(lsn.0 - 1);
+                    self.bases.insert(*page, Base { image: None, len: *len, lsn: before, resized: false });
+                }
+                Op::Resize { page, .. } => {
+                    if let Some(base) = self.bases.get_mut(page) {
+                        base.resized = true;
+                    }
+                }
+                Op::Delete { page } => {
+                    self.bases.remove(page);
+                }
+                _ => {}
+            }
+        }
+        self.table.install(&changes);
+        Ok(())
+    }
+
+    /// Follows a restore, whose table the caller read and checked. No snapshot is taken across a restore,
+    /// so the table is all there is.
+    ///
+    /// # Errors
+    /// [`Defect::Batch`] if the snapshot claims to have caught pages across it.
+    pub fn restore(&mut self, lsn: Lsn, table: &Manifest) -> Result<(), Defect> {
+        if lsn <= self.end {
+            return Err(Defect::Batch(format!(
+                "a restore lies within the snapshot that ends at {}",
+                self.end
+            )));
+        }
+        self.table.replace(lsn, table.entries.iter().map(page_info), table.root.clone());
+        self.bases = table.entries.iter().map(|entry| (entry.page, base(entry, lsn))).collect();
+        Ok(())
+    }
+
+    /// The last batch followed.
+    #[must_use]
+    pub fn lsn(&self) -> Lsn {
+        self.table.lsn()
+    }
+
+    /// The final state.
+    ///
+    /// # Errors
+    /// [`Defect::Batch`] if the snapshot's end was not reached, or two pages have one key.
+    pub fn finish(mut self) -> Result<Resolved, Defect> {
+        if self.table.lsn() < self.end {
+            return Err(Defect::Mismatch {
+                what: "end of the log",
+                found: self.table.lsn().0,
+                expected: self.end.0,
+            });
+        }
+        self.table.index_keys().map_err(|refusal| broken(&refusal))?;
+        Ok(Resolved { table: self.table, bases: self.bases })
+    }
+}
+
+fn broken(refusal: &Refusal) -> Defect {
+    Defect::Batch(refusal.to_string())
+}
+
+fn base(entry: &ManifestEntry, lsn: Lsn) -> Base {
+    Base { image: entry.image, len: entry.len, lsn, resized: false }
+}
+
+fn page_info(entry: &ManifestEntry) -> PageInfo {
+    PageInfo {
+        page: entry.page,
+        key: entry.key.clone(),
+        len: entry.len,
+        epoch: entry.epoch,
+        lsn: entry.lsn,
+        place: entry.place,
+        metadata: Arc::clone(&entry.metadata),
+    }
+}
