@@ -5,6 +5,12 @@
 //! indirect call costs a nanosecond or two beside a store into a mapping or a sync, and the engine is
 //! compiled once, not once a disk.
 
+mod buffered;
+pub mod dir;
+mod lock;
+mod mapped;
+pub mod sim;
+
 use std::sync::Arc;
 
 use remanent_format::{FileName, Folder};
@@ -74,6 +80,7 @@ pub trait Disk: Send + Sync + 'static {
 }
 
 /// One open file.
+#[expect(clippy::len_without_is_empty, reason = "a file is measured, which can fail; it is no collection")]
 pub trait DiskFile: Send + Sync {
     /// The file's length in bytes.
     ///

@@ -1,0 +1,42 @@
+//! Floor 3. A window by `pwrite` and `fdatasync`, for file systems on which a mapping is not safe.
+//!
+//! `put` survives the death of the process once `pwrite` has returned: the bytes lie in the page cache.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+use remanent_format::FileName;
+
+use super::Window;
+use crate::error::{Error, Result};
+
+/// A window of fixed length onto a file.
+pub(super) struct BufferedWindow {
+    file: File,
+    name: FileName,
+    len: u64,
+}
+
+impl BufferedWindow {
+    /// A window onto the whole of `file`, which is `len` bytes long.
+    pub(super) fn new(file: File, name: FileName, len: u64) -> Self {
+        Self { file, name, len }
+    }
+}
+
+impl Window for BufferedWindow {
+    fn put(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        let end = offset.checked_add(bytes.len() as u64);
+        assert!(end.is_some_and(|end| end <= self.len), "a put lies within its window");
+        self.file
+            .write_all_at(bytes, offset)
+            .map_err(|source| Error::io("write", self.name, Some(offset), source))
+    }
+
+    fn sync(&self, offset: u64, len: u64) -> Result<()> {
+        let end = offset.checked_add(len);
+        assert!(end.is_some_and(|end| end <= self.len), "a sync lies within its window");
+        // More than the range, and the only call that waits for the device's own cache as well.
+        self.file.sync_data().map_err(|source| Error::io("sync", self.name, Some(offset), source))
+    }
+}

@@ -1,0 +1,391 @@
+//! Floor 3. `DirDisk`: a store directory of a real file system.
+//!
+//! Every method is one or two system calls; the standard library retries those that a signal interrupts.
+//! Names are resolved anew at each call, open files go on naming what they were opened on: a rename
+//! underneath does not disturb them.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::num::NonZeroU64;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use memmap2::MmapMut;
+use parking_lot::Mutex;
+use remanent_format::limits::GROUP_ALIGN;
+use remanent_format::{FileName, Folder, ReadAt};
+use rustix::fs::{Advice, CWD, Mode, OFlags};
+use rustix::io::Errno;
+
+use super::buffered::BufferedWindow;
+use super::mapped::MappedWindow;
+use super::{Disk, DiskFile, DiskLock, Window, lock};
+use crate::error::{Error, Result};
+use crate::options::LogIo;
+
+/// The largest piece that is read past the cache at once, in bytes.
+const BOUNCE_LEN_MAX: usize = 1 << 20;
+
+/// A store directory of a real file system.
+///
+/// ```
+/// use remanent::disk::{Disk, dir::DirDisk};
+/// use remanent::{FileName, Folder};
+/// let directory = tempfile::tempdir()?;
+/// let disk = DirDisk::new(directory.path().join("store"));
+/// disk.make_folder(Folder::Root)?;
+/// let file = disk.create(FileName::Store)?;
+/// file.write_at(0, b"bytes")?;
+/// file.sync()?;
+/// disk.sync_folder(Folder::Root)?;
+/// assert_eq!(disk.list(Folder::Root)?, ["STORE"]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct DirDisk {
+    root: PathBuf,
+}
+
+impl DirDisk {
+    /// The store directory at `path`, which need not exist yet. A relative path is resolved now, so that
+    /// a later change of the working directory does not move the store.
+    #[must_use]
+    pub fn new(path: impl AsRef<Path>) -> Self {
+        let path = path.as_ref();
+        Self { root: std::path::absolute(path).unwrap_or_else(|_| path.to_owned()) }
+    }
+
+    /// The store directory's path.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.root
+    }
+
+    fn folder_path(&self, folder: Folder) -> PathBuf {
+        match folder {
+            Folder::Root => self.root.clone(),
+            inner => self.root.join(inner.name()),
+        }
+    }
+
+    fn file_path(&self, file: FileName) -> PathBuf {
+        self.folder_path(file.folder()).join(file.name())
+    }
+
+    fn folder_error(&self, action: &'static str, folder: Folder, source: io::Error) -> Error {
+        let path = self.folder_path(folder).display().to_string();
+        Error::Folder { action, path, source: Arc::new(source) }
+    }
+}
+
+impl Disk for DirDisk {
+    fn label(&self) -> String {
+        self.root.display().to_string()
+    }
+
+    fn lock(&self) -> Result<Box<dyn DiskLock>> {
+        lock::acquire(&self.root)
+    }
+
+    fn list(&self, folder: Folder) -> Result<Vec<String>> {
+        list(&self.folder_path(folder)).map_err(|source| self.folder_error("list", folder, source))
+    }
+
+    fn make_folder(&self, folder: Folder) -> Result<()> {
+        let path = self.folder_path(folder);
+        let failed = |source| self.folder_error("make", folder, source);
+        let existed = match std::fs::create_dir(&path) {
+            Ok(()) => false,
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists && path.is_dir() => true,
+            Err(error) => return Err(failed(error)),
+        };
+        // The entry of the store directory itself lies in a folder that no other call can name, so it is
+        // made durable here; also when it existed, since its maker may have died before its own sync.
+        if folder == Folder::Root
+            && let Some(parent) = path.parent()
+        {
+            match File::open(parent) {
+                Ok(parent) => parent.sync_all().map_err(failed)?,
+                // Others' folders may be searchable without being readable. What exists in such a one was
+                // made by somebody with more rights, whose business its durability is.
+                Err(error) if existed && error.kind() == io::ErrorKind::PermissionDenied => {}
+                Err(error) => return Err(failed(error)),
+            }
+        }
+        Ok(())
+    }
+
+    fn sync_folder(&self, folder: Folder) -> Result<()> {
+        File::open(self.folder_path(folder))
+            .and_then(|opened| opened.sync_all())
+            .map_err(|source| self.folder_error("sync", folder, source))
+    }
+
+    fn create(&self, file: FileName) -> Result<Arc<dyn DiskFile>> {
+        refuse_lock_file(file);
+        OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .mode(0o644)
+            .open(self.file_path(file))
+            .map(|opened| DirFile::shared(opened, file))
+            .map_err(|source| Error::io("create", file, None, source))
+    }
+
+    fn open(&self, file: FileName, write: bool) -> Result<Arc<dyn DiskFile>> {
+        refuse_lock_file(file);
+        OpenOptions::new()
+            .read(true)
+            .write(write)
+            .open(self.file_path(file))
+            .map(|opened| DirFile::shared(opened, file))
+            .map_err(|source| Error::io("open", file, None, source))
+    }
+
+    fn rename(&self, source: FileName, target: FileName) -> Result<()> {
+        assert_eq!(source.folder(), target.folder(), "a rename stays within its folder");
+        std::fs::rename(self.file_path(source), self.file_path(target))
+            .map_err(|error| Error::io("rename", source, None, error))
+    }
+
+    fn remove(&self, file: FileName) -> Result<()> {
+        std::fs::remove_file(self.file_path(file)).map_err(|source| Error::io("remove", file, None, source))
+    }
+
+    fn mapping_refused(&self) -> Result<Option<String>> {
+        // The log's folder may be a mount of its own.
+        let log = self.folder_path(Folder::Log);
+        let path = if log.is_dir() { log } else { self.root.clone() };
+        mapping_refused(&path)
+            .map_err(|errno| self.folder_error("ask the file system of", Folder::Root, errno.into()))
+    }
+}
+
+/// Closing any descriptor of `LOCK` drops the process's record lock: only `lock.rs` may open it.
+fn refuse_lock_file(file: FileName) {
+    assert!(file != FileName::Lock, "LOCK is opened by the lock alone");
+}
+
+/// The names in a folder, sorted; empty if it does not exist. A name that is not UTF-8 is shown with
+/// replacement characters: it is foreign in any case.
+fn list(path: &Path) -> io::Result<Vec<String>> {
+    let entries = match std::fs::read_dir(path) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(error),
+    };
+    let mut names = entries
+        .map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()))
+        .collect::<io::Result<Vec<_>>>()?;
+    names.sort_unstable();
+    Ok(names)
+}
+
+/// One open file.
+struct DirFile {
+    file: File,
+    name: FileName,
+    /// A second descriptor that reads past the page cache, opened when first needed; inside, `None` where
+    /// the file system has no such way.
+    direct: Mutex<Option<Option<Arc<File>>>>,
+}
+
+impl DirFile {
+    fn shared(file: File, name: FileName) -> Arc<dyn DiskFile> {
+        Arc::new(Self { file, name, direct: Mutex::new(None) })
+    }
+
+    fn direct(&self) -> Option<Arc<File>> {
+        self.direct.lock().get_or_insert_with(|| reopen_direct(&self.file).map(Arc::new)).clone()
+    }
+
+    fn failed(&self, action: &'static str, offset: u64) -> impl FnOnce(io::Error) -> Error {
+        let name = self.name;
+        move |source| Error::io(action, name, Some(offset), source)
+    }
+}
+
+impl DiskFile for DirFile {
+    fn len(&self) -> Result<u64> {
+        let metadata = self.file.metadata();
+        metadata.map(|found| found.len()).map_err(|source| Error::io("measure", self.name, None, source))
+    }
+
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        self.file.write_all_at(bytes, offset).map_err(self.failed("write", offset))
+    }
+
+    fn read_at(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+        self.file.read_exact_at(out, offset).map_err(self.failed("read", offset))
+    }
+
+    fn read_past_cache(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+        if let Some(direct) = self.direct() {
+            match read_direct(&direct, offset, out) {
+                // Some file systems accept the flag at open and refuse the read.
+                Err(error) if error.kind() == io::ErrorKind::InvalidInput => {}
+                done => return done.map_err(self.failed("read", offset)),
+            }
+        }
+        // Synced pages are clean, so that the kernel can drop them and must ask the medium again. It is
+        // free not to: then this is an ordinary read.
+        let len = NonZeroU64::new(out.len() as u64);
+        if len.is_some() {
+            let _ = rustix::fs::fadvise(&self.file, offset, len, Advice::DontNeed);
+        }
+        self.file.read_exact_at(out, offset).map_err(self.failed("read", offset))
+    }
+
+    fn sync(&self) -> Result<()> {
+        self.file.sync_data().map_err(|source| Error::io("sync", self.name, None, source))
+    }
+
+    fn window(&self, io: LogIo) -> Result<Box<dyn Window>> {
+        let failed = |source| Error::io("map", self.name, None, source);
+        Ok(match io {
+            LogIo::Mapped => Box::new(MappedWindow::new(&self.file, self.name).map_err(failed)?),
+            LogIo::Buffered => {
+                let file = self.file.try_clone().map_err(failed)?;
+                Box::new(BufferedWindow::new(file, self.name, self.len()?))
+            }
+        })
+    }
+}
+
+/// Opens the same file anew, for reads that go past the page cache. The path under `/proc` leads to the
+/// file even after a rename; where there is no `/proc`, or no direct reading, the answer is `None`.
+fn reopen_direct(file: &File) -> Option<File> {
+    use std::os::fd::AsRawFd;
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    let flags = OFlags::RDONLY | OFlags::DIRECT | OFlags::CLOEXEC;
+    rustix::fs::openat(CWD, path, flags, Mode::empty()).ok().map(File::from)
+}
+
+/// Reads through a page-aligned bounce area, since the caller's memory, offset and length are not aligned
+/// as direct reads demand.
+fn read_direct(file: &File, offset: u64, out: &mut [u8]) -> io::Result<()> {
+    let align = GROUP_ALIGN as usize;
+    let bounce_len = out.len().saturating_add(2 * align).next_multiple_of(align).min(BOUNCE_LEN_MAX);
+    let mut bounce = MmapMut::map_anon(bounce_len)?;
+    let mut done = 0;
+    while done < out.len() {
+        let at = offset.checked_add(done as u64).ok_or(io::ErrorKind::UnexpectedEof)?;
+        let skip = (at % GROUP_ALIGN) as usize;
+        let wanted = (skip + out.len() - done).next_multiple_of(align).min(bounce_len);
+        let read = match file.read_at(&mut bounce[..wanted], at - skip as u64) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            read => read?,
+        };
+        // A direct read stops short only at the end of the file.
+        let usable = read.saturating_sub(skip).min(out.len() - done);
+        if usable == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        out[done..done + usable].copy_from_slice(&bounce[skip..skip + usable]);
+        done += usable;
+    }
+    Ok(())
+}
+
+/// Why a shared mapping below `path` must not be written through, if so. What counts is whether a write
+/// to a synced page can need new space: then a full disk kills the process with SIGBUS.
+fn mapping_refused(path: &Path) -> rustix::io::Result<Option<String>> {
+    const EXT: u64 = 0xef53;
+    const TMPFS: u64 = 0x0102_1994;
+    const XFS: u64 = 0x5846_5342;
+    // The field is signed on some platforms, unsigned on others; the magic numbers are 32 bits.
+    let magic = rustix::fs::statfs(path)?.f_type as u64 & 0xffff_ffff;
+    Ok(match magic {
+        EXT | TMPFS => None,
+        XFS => shares_extents(path)?
+            .then(|| "XFS with reflinks: a write to a shared extent needs space".to_owned()),
+        other => {
+            let known = [
+                (0x9123_683e, "btrfs copies on write"),
+                (0x2fc1_2fc1, "ZFS copies on write"),
+                (0xf2f5_2010, "F2FS writes elsewhere"),
+                (0x794c_7630, "overlayfs may move the file between layers"),
+                (0x6573_5546, "FUSE decides elsewhere"),
+                (0x6969, "NFS writes back at close"),
+                (0xfe53_4d42, "SMB is a network file system"),
+                (0x0102_1997, "9P is a network file system"),
+            ];
+            let found = known.iter().find(|(magic, _)| *magic == other);
+            Some(
+                found.map_or_else(|| format!("unknown file system {other:#x}"), |(_, why)| (*why).to_owned()),
+            )
+        }
+    })
+}
+
+/// Whether files below `path` can share extents, asked by cloning one nameless file into another.
+fn shares_extents(path: &Path) -> rustix::io::Result<bool> {
+    let nameless = || {
+        let flags = OFlags::RDWR | OFlags::TMPFILE | OFlags::CLOEXEC;
+        rustix::fs::openat(CWD, path, flags, Mode::RUSR | Mode::WUSR)
+    };
+    let (source, target) = match (nameless(), nameless()) {
+        (Ok(source), Ok(target)) => (source, target),
+        // Unknown counts as shared.
+        _ => return Ok(true),
+    };
+    rustix::io::write(&source, &[1; 4096])?;
+    match rustix::fs::ioctl_ficlone(&target, &source) {
+        Err(Errno::OPNOTSUPP | Errno::INVAL | Errno::NOTTY | Errno::NOSYS) => Ok(false),
+        _ => Ok(true),
+    }
+}
+
+/// Reads a store directory for the pure decoders, without a lock.
+///
+/// Keeps the file read last open: decoders read a file in many small pieces.
+#[derive(Debug)]
+pub struct DirReader {
+    disk: DirDisk,
+    last: Mutex<Option<(FileName, Arc<File>)>>,
+}
+
+impl DirReader {
+    /// Reads the store directory at `path`.
+    #[must_use]
+    pub fn new(path: impl AsRef<Path>) -> Self {
+        Self { disk: DirDisk::new(path), last: Mutex::new(None) }
+    }
+
+    fn open(&self, file: FileName) -> io::Result<Arc<File>> {
+        let mut last = self.last.lock();
+        if let Some((name, open)) = &*last
+            && *name == file
+        {
+            return Ok(open.clone());
+        }
+        let open = Arc::new(File::open(self.disk.file_path(file))?);
+        *last = Some((file, open.clone()));
+        Ok(open)
+    }
+}
+
+impl ReadAt for DirReader {
+    fn list(&self, folder: Folder) -> io::Result<Vec<String>> {
+        list(&self.disk.folder_path(folder))
+    }
+
+    fn len(&self, file: FileName) -> io::Result<Option<u64>> {
+        match std::fs::metadata(self.disk.file_path(file)) {
+            Ok(metadata) => Ok(Some(metadata.len())),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn read_at(&self, file: FileName, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        if file == FileName::Lock {
+            // Closing it again would drop this process's own record lock on it.
+            return Err(io::ErrorKind::Unsupported.into());
+        }
+        self.open(file)?.read_exact_at(out, offset)
+    }
+}

@@ -1,0 +1,329 @@
+//! Floor 3. The writer lock of a store directory: one writer, whatever process and whatever handle.
+//!
+//! Two locks in one, because each alone leaves a gap:
+//!
+//! 1. A POSIX record lock on `LOCK` keeps other processes out. The kernel drops it when its owner dies,
+//!    and a forked child does not inherit it. (A `flock` belongs to the open file, which a child shares:
+//!    a store would stay locked for as long as any child of a dead owner lives.)
+//! 2. Record locks do not conflict within a process, and closing *any* descriptor of the file drops the
+//!    process's lock. So a registry in the process, by the directory's device and inode, is asked before
+//!    `LOCK` is opened at all.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::path::Path;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use remanent_format::FileName;
+use rustix::fs::FlockOperation;
+use rustix::io::Errno;
+use rustix::process::{Flock, FlockType};
+
+use super::DiskLock;
+use crate::error::{Error, Result};
+
+/// A directory, whatever its path.
+type DirectoryId = (u64, u64);
+
+/// Directories locked by this process, with the process that locked them: a forked child finds its
+/// parent's entries here, and they are not its own.
+static LOCKED_HERE: Mutex<BTreeMap<DirectoryId, u32>> = Mutex::new(BTreeMap::new());
+
+/// The most that is read of a holder's description, in bytes.
+const HOLDER_LEN_MAX: usize = 256;
+
+/// Takes the lock of the store directory at `root`.
+pub(super) fn acquire(root: &Path) -> Result<Box<dyn DiskLock>> {
+    Ok(Box::new(lock_directory(root)?))
+}
+
+fn lock_directory(root: &Path) -> Result<DirLock> {
+    let metadata = std::fs::metadata(root).map_err(|source| Error::Folder {
+        action: "open",
+        path: root.display().to_string(),
+        source: Arc::new(source),
+    })?;
+    // 1. The registry, before any descriptor of LOCK exists that could be closed.
+    let entry = RegistryEntry::claim((metadata.dev(), metadata.ino()))?;
+    // 2. The record lock. Where it is refused, `entry` leaves the registry again.
+    let failed = |action| move |source| Error::io(action, FileName::Lock, None, source);
+    let file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o644)
+        .open(root.join(FileName::Lock.name()))
+        .map_err(failed("open"))?;
+    match rustix::fs::fcntl_lock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => {}
+        Err(Errno::AGAIN | Errno::ACCESS) => return Err(Error::Locked { holder: holder(&file) }),
+        Err(errno) => return Err(failed("lock")(errno.into())),
+    }
+    // 3. The description, for whoever is refused from now on. It need not survive anything.
+    describe(&file).map_err(failed("write"))?;
+    Ok(DirLock { file: Some(file), entry })
+}
+
+/// Both locks, held.
+struct DirLock {
+    /// `Some` until dropped.
+    file: Option<File>,
+    entry: RegistryEntry,
+}
+
+impl DiskLock for DirLock {}
+
+impl Drop for DirLock {
+    fn drop(&mut self) {
+        let file = self.file.take();
+        if self.entry.owner == std::process::id() {
+            // Closed while the registry still names the directory (fields are dropped after this): a
+            // thread that locks it next must not lose its record lock to this close.
+            drop(file);
+        } else {
+            // In a forked child: by closing its copy it would drop a lock on the same file that it may
+            // have taken itself since, after its parent's death.
+            std::mem::forget(file);
+        }
+    }
+}
+
+/// A directory's place in the registry, given back when dropped.
+struct RegistryEntry {
+    directory: DirectoryId,
+    owner: u32,
+}
+
+impl RegistryEntry {
+    fn claim(directory: DirectoryId) -> Result<Self> {
+        let owner = std::process::id();
+        let mut locked = LOCKED_HERE.lock();
+        // An entry of a parent's says nothing about this process: the record lock will tell.
+        if locked.get(&directory) == Some(&owner) {
+            return Err(Error::Locked {
+                holder: format!("this process ({})", Description::of_this_process()),
+            });
+        }
+        locked.insert(directory, owner);
+        Ok(Self { directory, owner })
+    }
+}
+
+impl Drop for RegistryEntry {
+    fn drop(&mut self) {
+        let mut locked = LOCKED_HERE.lock();
+        // A forked child that drops its parent's guard may have an entry of its own there.
+        if locked.get(&self.directory) == Some(&self.owner) {
+            locked.remove(&self.directory);
+        }
+    }
+}
+
+/// How a holder describes itself.
+struct Description {
+    process: u32,
+    executable: String,
+    /// Seconds since 1970; tells a process from a later one of the same number.
+    started: Option<u64>,
+}
+
+impl Description {
+    fn of_this_process() -> Self {
+        let executable = std::env::current_exe().ok();
+        let name = executable.as_deref().and_then(Path::file_name);
+        Self {
+            process: std::process::id(),
+            executable: name.map_or_else(|| "unknown".to_owned(), |name| name.to_string_lossy().into_owned()),
+            started: process_start(),
+        }
+    }
+}
+
+impl fmt::Display for Description {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "process {}, {}", self.process, self.executable)?;
+        self.started.map_or(Ok(()), |started| write!(f, ", started at Unix time {started}"))
+    }
+}
+
+/// When this process started, in seconds since 1970; `None` where `/proc` does not tell.
+fn process_start() -> Option<u64> {
+    let stat = std::fs::read_to_string("/proc/self/stat").ok()?;
+    // The executable's name is in parentheses and may hold anything; the 22nd field is the 20th after it.
+    let ticks: u64 = stat.rsplit_once(')')?.1.split_whitespace().nth(19)?.parse().ok()?;
+    let system = std::fs::read_to_string("/proc/stat").ok()?;
+    let boot: u64 = system.lines().find_map(|line| line.strip_prefix("btime "))?.trim().parse().ok()?;
+    Some(boot + ticks / rustix::param::clock_ticks_per_second())
+}
+
+/// Writes this process's description into `LOCK`.
+fn describe(file: &File) -> io::Result<()> {
+    file.set_len(0)?;
+    file.write_all_at(format!("{}\n", Description::of_this_process()).as_bytes(), 0)
+}
+
+/// Who holds the record lock: as it described itself, or by its number if the description is not its own
+/// (not written yet, or left by an earlier holder).
+fn holder(file: &File) -> String {
+    let mut bytes = [0; HOLDER_LEN_MAX];
+    let len = file.read_at(&mut bytes, 0).unwrap_or(0);
+    let text = String::from_utf8_lossy(&bytes[..len]);
+    let text: String = text.lines().next().unwrap_or("").chars().filter(|c| !c.is_control()).collect();
+    let lock = rustix::process::fcntl_getlk(file, &Flock::from(FlockType::WriteLock)).ok().flatten();
+    // Absent if the holder has just let go, or lives in a process namespace that is not visible here.
+    match lock.and_then(|lock| lock.pid) {
+        Some(pid) if !text.starts_with(&format!("process {pid},")) => format!("process {pid}"),
+        _ if text.is_empty() => "another process".to_owned(),
+        _ => text,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{BufRead, BufReader};
+    use std::process::{Child, Command, Stdio};
+
+    use super::*;
+
+    /// Runs one test of this binary in another process, with `directory` as its errand, and its standard
+    /// input and output as pipes.
+    fn errand(test: &str, directory: &Path) -> Child {
+        Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "--nocapture", &format!("disk::lock::tests::{test}")])
+            .env("REMANENT_TEST_ERRAND", directory)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap()
+    }
+
+    /// The directory of the errand; `None` in the process that runs the tests.
+    fn errand_directory() -> Option<std::path::PathBuf> {
+        std::env::var_os("REMANENT_TEST_ERRAND").map(Into::into)
+    }
+
+    /// Reads the child's output up to the line that says `word`.
+    fn wait_for(child: &mut Child, word: &str) {
+        let output = BufReader::new(child.stdout.as_mut().unwrap());
+        assert!(output.lines().any(|line| line.unwrap().ends_with(word)), "the child ended before {word}");
+    }
+
+    fn holder_of(directory: &Path) -> Option<String> {
+        match acquire(directory) {
+            Ok(_) => None,
+            Err(Error::Locked { holder }) => Some(holder),
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    #[test]
+    fn a_second_lock_in_the_same_process_is_refused_and_does_not_drop_the_first() {
+        if let Some(directory) = errand_directory() {
+            println!("\n{}", if holder_of(&directory).is_some() { "refused" } else { "locked" });
+            return;
+        }
+        let name = "a_second_lock_in_the_same_process_is_refused_and_does_not_drop_the_first";
+        let directory = tempfile::tempdir().unwrap();
+        let lock = acquire(directory.path()).unwrap();
+        let holder = holder_of(directory.path()).unwrap();
+        assert!(holder.starts_with(&format!("this process (process {}, ", std::process::id())), "{holder}");
+        // By another path, too.
+        let link = directory.path().join("link");
+        std::os::unix::fs::symlink(directory.path(), &link).unwrap();
+        assert!(holder_of(&link).is_some());
+        // The refusals have not dropped the record lock.
+        let mut other = errand(name, directory.path());
+        wait_for(&mut other, "refused");
+        assert!(other.wait().unwrap().success());
+        drop(lock);
+        let mut other = errand(name, directory.path());
+        wait_for(&mut other, "locked");
+        assert!(other.wait().unwrap().success());
+        assert_eq!(holder_of(directory.path()), None);
+    }
+
+    #[test]
+    fn another_process_is_refused_by_the_holders_name_until_it_dies() {
+        if let Some(directory) = errand_directory() {
+            let _lock = acquire(&directory).unwrap();
+            println!("\nlocked");
+            // Until the parent kills this process.
+            std::io::stdin().lines().for_each(drop);
+            return;
+        }
+        let directory = tempfile::tempdir().unwrap();
+        let mut other =
+            errand("another_process_is_refused_by_the_holders_name_until_it_dies", directory.path());
+        wait_for(&mut other, "locked");
+        let holder = holder_of(directory.path()).unwrap();
+        let executable = std::env::current_exe().unwrap();
+        let expected =
+            format!("process {}, {}", other.id(), executable.file_name().unwrap().to_str().unwrap());
+        assert!(holder.starts_with(&expected), "{holder}");
+        // A description that is not the holder's is not believed.
+        std::fs::write(directory.path().join("LOCK"), "process 1, init\n").unwrap();
+        assert_eq!(holder_of(directory.path()), Some(format!("process {}", other.id())));
+        other.kill().unwrap();
+        other.wait().unwrap();
+        assert_eq!(holder_of(directory.path()), None);
+    }
+
+    /// The child lives on with a copy of every descriptor, as after a plain `fork`. The same test holds a
+    /// `flock` on a second file, which the child does keep: so the child is alive and has the copies.
+    #[test]
+    fn a_child_that_outlives_the_holder_does_not_keep_the_lock() {
+        if let Some(directory) = errand_directory() {
+            let file = File::create(directory.join("flocked")).unwrap();
+            rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).unwrap();
+            let lock = std::fs::File::open(directory.join("LOCK"));
+            assert!(lock.is_err(), "no lock was taken here yet");
+            let lock = locked_file(&directory);
+            for inherited in [&file, &lock] {
+                rustix::io::fcntl_setfd(inherited, rustix::io::FdFlags::empty()).unwrap();
+            }
+            // `cat` ends when the test closes its end of the pipe.
+            Command::new("cat").stdout(Stdio::null()).spawn().unwrap();
+            println!("\nlocked");
+            // Dies without running any destructor, as by kill -9.
+            std::process::abort();
+        }
+        let directory = tempfile::tempdir().unwrap();
+        let mut parent = errand("a_child_that_outlives_the_holder_does_not_keep_the_lock", directory.path());
+        let end_of_child = parent.stdin.take();
+        wait_for(&mut parent, "locked");
+        assert!(!parent.wait().unwrap().success());
+        let flocked = File::open(directory.path().join("flocked")).unwrap();
+        let taken = rustix::fs::flock(&flocked, FlockOperation::NonBlockingLockExclusive);
+        assert_eq!(taken, Err(Errno::WOULDBLOCK));
+        assert_eq!(holder_of(directory.path()), None);
+        drop(end_of_child);
+    }
+
+    /// A descriptor that holds the record lock.
+    fn locked_file(directory: &Path) -> File {
+        let mut lock = lock_directory(directory).unwrap();
+        lock.file.take().unwrap()
+    }
+
+    #[test]
+    fn a_guard_inherited_by_a_forked_child_frees_nothing_there() {
+        let directory = tempfile::tempdir().unwrap();
+        let metadata = std::fs::metadata(directory.path()).unwrap();
+        let id = (metadata.dev(), metadata.ino());
+        // What a forked child finds: an entry and a guard of another process's.
+        let parent = std::process::id() + 1;
+        LOCKED_HERE.lock().insert(id, parent);
+        let inherited = DirLock { file: None, entry: RegistryEntry { directory: id, owner: parent } };
+        // The parent is dead, or the record lock would refuse.
+        let own = acquire(directory.path()).unwrap();
+        drop(inherited);
+        assert!(holder_of(directory.path()).is_some(), "the child's own entry is gone");
+        drop(own);
+        assert_eq!(holder_of(directory.path()), None);
+    }
+}

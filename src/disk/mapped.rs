@@ -1,0 +1,79 @@
+//! Floor 3. A window by a shared mapping: a put is a copy into memory, without a system call.
+//!
+//! What has been copied survives the death of the process because the pages belong to the file, not to
+//! the process. What must hold for a file that is mapped, and is the caller's part (`Disk::window`): every
+//! byte was written and synced before, so that no store needs space; the file is neither truncated nor
+//! recycled while its window lives; the file system overwrites in place. Breaking one of these kills the
+//! process with SIGBUS at a store, which no code here can turn into an error.
+
+use std::fs::File;
+use std::io;
+use std::ptr;
+
+use memmap2::{Advice, MmapRaw};
+use parking_lot::Mutex;
+use remanent_format::FileName;
+
+use super::Window;
+use crate::error::{Error, Result};
+
+/// A window onto the whole of a file.
+///
+/// # Why one thread may sync while another puts
+///
+/// The mapping is reached through a raw pointer only: no Rust reference to its bytes ever exists, so none
+/// can be broken by a store. Stores come from `put` alone, and the mutex lets one put run at a time.
+/// `sync` is a system call that reads no byte of the mapping in this process: the kernel takes the dirty
+/// pages as it finds them, and a page into which a put is just copying reaches the medium half old, half
+/// new. That is what a torn group is; the log's checksums find it, and nobody is told that those bytes
+/// are durable before a sync that began after their put returned. Reads of the file go through `pread`.
+pub(super) struct MappedWindow {
+    map: MmapRaw,
+    /// Held during a put. Costs a few nanoseconds uncontended, and keeps this file's soundness out of the
+    /// callers' hands.
+    putting: Mutex<()>,
+    name: FileName,
+}
+
+impl MappedWindow {
+    /// Maps the whole of `file`, shared, and keeps the mapping out of forked children: a child's store
+    /// into it would reach the parent's log.
+    pub(super) fn new(file: &File, name: FileName) -> io::Result<Self> {
+        let map = MmapRaw::map_raw(file)?;
+        if map.len() == 0 {
+            // There are no bytes to put, and no page to advise about.
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "the file is empty"));
+        }
+        map.advise(Advice::DontFork)?;
+        Ok(Self { map, putting: Mutex::new(()), name })
+    }
+
+    /// The range as indices into the mapping, checked.
+    fn range(&self, offset: u64, len: u64) -> (usize, usize) {
+        let end = offset.checked_add(len);
+        assert!(end.is_some_and(|end| end <= self.map.len() as u64), "a range lies within its window");
+        (offset as usize, len as usize)
+    }
+}
+
+impl Window for MappedWindow {
+    fn put(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        let (start, len) = self.range(offset, bytes.len() as u64);
+        let _one_put_at_a_time = self.putting.lock();
+        // SAFETY: `range` has asserted start + len <= map.len(), so the sum stays inside the mapping,
+        // which is one allocation of that length and lives as long as `self`.
+        let target = unsafe { self.map.as_mut_ptr().add(start) };
+        // SAFETY: `bytes` is a live slice of `len` bytes. `target` points at `len` mapped, writable bytes
+        // (a writable `MmapRaw`, bounds above). The two cannot overlap: `bytes` is memory that safe code
+        // can name, and no reference into the mapping is ever made. The lock excludes other stores.
+        unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), target, len) };
+        Ok(())
+    }
+
+    fn sync(&self, offset: u64, len: u64) -> Result<()> {
+        let (start, len) = self.range(offset, len);
+        // `msync` of the pages that hold the range. For a file it is an fsync of that range: it waits for
+        // the device's cache too.
+        self.map.flush_range(start, len).map_err(|source| Error::io("sync", self.name, Some(offset), source))
+    }
+}

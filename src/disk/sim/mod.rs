@@ -1,0 +1,503 @@
+//! Floor 3. `SimDisk`: a disk in memory that remembers how it came about, so that a test can ask what a
+//! crash at any moment could have left.
+//!
+//! Read `state.rs` for the model of what is durable, `event.rs` for what is recorded, `crash.rs` for how
+//! the states after a crash are enumerated.
+
+mod crash;
+mod event;
+mod state;
+
+use std::fmt;
+use std::io;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use remanent_format::{FileName, Folder, ReadAt};
+
+use super::{Disk, DiskFile, DiskLock, Window};
+use crate::error::{Error, Result};
+use crate::options::LogIo;
+
+pub use crash::{Crash, Image, Plan};
+use event::Event;
+pub use event::{Moment, SyncPoint, Tear, Tears};
+use state::{FileId, State};
+
+/// The system's number for "no space left".
+pub const ENOSPC: i32 = 28;
+/// The system's number for an input or output error.
+pub const EIO: i32 = 5;
+/// The system's number for a handle that does not allow the operation.
+const EBADF: i32 = 9;
+
+/// A kind of operation, for faults.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Operation {
+    /// `Disk::create`.
+    Create,
+    /// `Disk::open`.
+    Open,
+    /// `Disk::rename`.
+    Rename,
+    /// `Disk::remove`.
+    Remove,
+    /// `Disk::make_folder`.
+    MakeFolder,
+    /// `Disk::sync_folder`.
+    SyncFolder,
+    /// `DiskFile::read_at` and `read_past_cache`.
+    Read,
+    /// `DiskFile::write_at`; half of the bytes are written.
+    Write,
+    /// `DiskFile::sync`.
+    Sync,
+    /// `Window::put`; half of the bytes are stored.
+    Put,
+    /// `Window::sync`.
+    SyncWindow,
+}
+
+/// Makes operations fail: the first `skip` of the kind succeed, the next `times` fail.
+#[derive(Clone, Copy, Debug)]
+pub struct Fault {
+    /// The kind of operation.
+    pub operation: Operation,
+    /// How many succeed first.
+    pub skip: usize,
+    /// How many fail then.
+    pub times: usize,
+    /// The system's error number.
+    pub errno: i32,
+}
+
+/// A disk in memory. Clones are handles of the same disk; events are in the order in which its mutex was
+/// taken.
+///
+/// ```
+/// use remanent::disk::Disk;
+/// use remanent::disk::sim::{Plan, SimDisk};
+/// use remanent::{FileName, Folder};
+/// let disk = SimDisk::new();
+/// let file = disk.create(FileName::Store)?;
+/// file.write_at(0, b"bytes")?;
+/// file.sync()?;
+/// let mut nameless = 0;
+/// disk.power_images(&Plan::default(), |image| {
+///     nameless += usize::from(image.disk.list(Folder::Root).unwrap().is_empty());
+/// });
+/// assert!(nameless > 0, "the sync of a file does not make its name durable");
+/// # Ok::<(), remanent::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct SimDisk {
+    shared: Arc<Mutex<Shared>>,
+}
+
+type SkipRule = Box<dyn FnMut(SyncPoint) -> bool + Send>;
+
+#[derive(Default)]
+struct Shared {
+    /// The disk before the first event.
+    start: State,
+    now: State,
+    events: Vec<Event>,
+    locked: bool,
+    capacity: Option<u64>,
+    faults: Vec<Fault>,
+    skip: Option<SkipRule>,
+}
+
+impl Shared {
+    fn record(&mut self, event: Event) {
+        self.now.apply(&event);
+        self.events.push(event);
+    }
+
+    /// The error of the first fault that strikes this operation; counts down.
+    fn fault(&mut self, operation: Operation) -> Option<io::Error> {
+        let mut struck = None;
+        for fault in self.faults.iter_mut().filter(|fault| fault.operation == operation) {
+            if fault.skip > 0 {
+                fault.skip -= 1;
+            } else if fault.times > 0 && struck.is_none() {
+                fault.times -= 1;
+                struck = Some(io::Error::from_raw_os_error(fault.errno));
+            }
+        }
+        struck
+    }
+
+    fn check(&mut self, operation: Operation) -> io::Result<()> {
+        self.fault(operation).map_or(Ok(()), Err)
+    }
+
+    /// Whether a sync is to be left out; then it is recorded as such.
+    fn skips(&mut self, point: SyncPoint) -> bool {
+        let skips = self.skip.as_mut().is_some_and(|rule| rule(point));
+        if skips {
+            self.record(Event::Skipped { point });
+        }
+        skips
+    }
+
+    /// How many of `len` bytes at `offset` there is space for.
+    fn fitting(&self, id: FileId, offset: u64, len: usize) -> usize {
+        let Some(capacity) = self.capacity else { return len };
+        let file_len = self.now.node(id).visible.len();
+        let longest = file_len + capacity.saturating_sub(self.now.used_bytes());
+        longest.saturating_sub(offset).min(len as u64) as usize
+    }
+}
+
+impl Default for SimDisk {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl fmt::Debug for SimDisk {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "SimDisk after {} events", self.events())
+    }
+}
+
+impl SimDisk {
+    /// An empty disk.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::from_state(State::default())
+    }
+
+    fn from_state(state: State) -> Self {
+        let shared = Shared { start: state.clone(), now: state, ..Shared::default() };
+        Self { shared: Arc::new(Mutex::new(shared)) }
+    }
+
+    /// How many events have happened.
+    #[must_use]
+    pub fn events(&self) -> usize {
+        self.shared.lock().events.len()
+    }
+
+    /// What happened, a line an event, for a failing test's message.
+    #[must_use]
+    pub fn history(&self) -> Vec<String> {
+        self.shared.lock().events.iter().map(ToString::to_string).collect()
+    }
+
+    /// Records that something was acknowledged; images after this hold the value in `acks`.
+    pub fn note_ack(&self, value: u64) {
+        self.shared.lock().record(Event::Ack(value));
+    }
+
+    /// Adds a fault. Counting starts now.
+    pub fn fail(&self, fault: Fault) {
+        self.shared.lock().faults.push(fault);
+    }
+
+    /// Removes all faults.
+    pub fn clear_faults(&self) {
+        self.shared.lock().faults.clear();
+    }
+
+    /// Limits the sum of the files' lengths: an operation that would exceed it fails with ENOSPC. Writes
+    /// within a file's length always succeed.
+    pub fn set_capacity(&self, bytes: Option<u64>) {
+        self.shared.lock().capacity = bytes;
+    }
+
+    /// Bytes that the files take.
+    #[must_use]
+    pub fn used_bytes(&self) -> u64 {
+        self.shared.lock().now.used_bytes()
+    }
+
+    /// Makes every sync for which `rule` says true do nothing and succeed: so a test shows that the sync
+    /// matters. The rule runs inside the operation and must not use the disk.
+    pub fn skip_syncs(&self, rule: impl FnMut(SyncPoint) -> bool + Send + 'static) {
+        self.shared.lock().skip = Some(Box::new(rule));
+    }
+
+    /// Overwrites bytes on the medium and in the cache, as a fault of the medium would.
+    ///
+    /// # Panics
+    /// If there is no such file.
+    pub fn damage(&self, file: FileName, offset: u64, bytes: &[u8]) {
+        let mut shared = self.shared.lock();
+        let id = shared.now.find(file).expect("the file to damage exists");
+        shared.record(Event::Damage { file, id, offset, bytes: bytes.into() });
+    }
+
+    /// Sets a file's length on the medium and in the cache, as a fault of the medium would.
+    ///
+    /// # Panics
+    /// If there is no such file.
+    pub fn damage_len(&self, file: FileName, len: u64) {
+        let mut shared = self.shared.lock();
+        let id = shared.now.find(file).expect("the file to damage exists");
+        shared.record(Event::Cut { file, id, len });
+    }
+
+    /// All of a file's bytes; `None` if there is no such file.
+    #[must_use]
+    pub fn bytes(&self, file: FileName) -> Option<Vec<u8>> {
+        let shared = self.shared.lock();
+        let content = &shared.now.node(shared.now.find(file)?).visible;
+        let mut bytes = vec![0; content.len() as usize];
+        content.read(0, &mut bytes);
+        Some(bytes)
+    }
+
+    fn handle(&self, file: FileName, id: FileId, write: bool) -> SimFile {
+        SimFile { disk: self.clone(), file, id, write }
+    }
+}
+
+fn not_found() -> io::Error {
+    io::ErrorKind::NotFound.into()
+}
+
+fn folder_failed(action: &'static str, folder: Folder) -> impl FnOnce(io::Error) -> Error {
+    move |source| Error::Folder { action, path: format!("sim/{}", folder.name()), source: Arc::new(source) }
+}
+
+fn file_failed(action: &'static str, file: FileName, offset: Option<u64>) -> impl FnOnce(io::Error) -> Error {
+    move |source| Error::io(action, file, offset, source)
+}
+
+impl Disk for SimDisk {
+    fn label(&self) -> String {
+        "a simulated disk".to_owned()
+    }
+
+    fn lock(&self) -> Result<Box<dyn DiskLock>> {
+        let mut shared = self.shared.lock();
+        if shared.locked {
+            return Err(Error::Locked { holder: "this process".to_owned() });
+        }
+        shared.locked = true;
+        Ok(Box::new(SimLock { disk: self.clone() }))
+    }
+
+    fn list(&self, folder: Folder) -> Result<Vec<String>> {
+        let entries = self.shared.lock().now.entries(folder);
+        let files = entries.files.keys().map(|file| file.name());
+        let mut names: Vec<String> =
+            files.chain(entries.folders.iter().map(|folder| folder.name().to_owned())).collect();
+        names.sort_unstable();
+        Ok(names)
+    }
+
+    fn make_folder(&self, folder: Folder) -> Result<()> {
+        let mut shared = self.shared.lock();
+        shared.check(Operation::MakeFolder).map_err(folder_failed("make", folder))?;
+        if !shared.now.has_folder(folder) {
+            shared.record(Event::MakeFolder { folder });
+        }
+        Ok(())
+    }
+
+    fn sync_folder(&self, folder: Folder) -> Result<()> {
+        let mut shared = self.shared.lock();
+        shared.check(Operation::SyncFolder).map_err(folder_failed("sync", folder))?;
+        if !shared.now.has_folder(folder) {
+            return Err(folder_failed("sync", folder)(not_found()));
+        }
+        if !shared.skips(SyncPoint::Folder(folder)) {
+            shared.record(Event::SyncFolder { folder });
+        }
+        Ok(())
+    }
+
+    fn create(&self, file: FileName) -> Result<Arc<dyn DiskFile>> {
+        let mut shared = self.shared.lock();
+        shared.check(Operation::Create).map_err(file_failed("create", file, None))?;
+        if !shared.now.has_folder(file.folder()) {
+            return Err(file_failed("create", file, None)(not_found()));
+        }
+        let id = shared.now.find(file).unwrap_or_else(|| shared.now.new_id());
+        shared.record(Event::Create { file, id });
+        Ok(Arc::new(self.handle(file, id, true)))
+    }
+
+    fn open(&self, file: FileName, write: bool) -> Result<Arc<dyn DiskFile>> {
+        let mut shared = self.shared.lock();
+        let opened = shared.check(Operation::Open).and_then(|()| shared.now.find(file).ok_or_else(not_found));
+        let id = opened.map_err(file_failed("open", file, None))?;
+        Ok(Arc::new(self.handle(file, id, write)))
+    }
+
+    fn rename(&self, source: FileName, target: FileName) -> Result<()> {
+        assert_eq!(source.folder(), target.folder(), "a rename stays within its folder");
+        let mut shared = self.shared.lock();
+        let found =
+            shared.check(Operation::Rename).and_then(|()| shared.now.find(source).ok_or_else(not_found));
+        found.map_err(file_failed("rename", source, None))?;
+        if source != target {
+            shared.record(Event::Rename { source, target });
+        }
+        Ok(())
+    }
+
+    fn remove(&self, file: FileName) -> Result<()> {
+        let mut shared = self.shared.lock();
+        let found =
+            shared.check(Operation::Remove).and_then(|()| shared.now.find(file).ok_or_else(not_found));
+        found.map_err(file_failed("remove", file, None))?;
+        shared.record(Event::Remove { file });
+        Ok(())
+    }
+
+    fn mapping_refused(&self) -> Result<Option<String>> {
+        Ok(None)
+    }
+}
+
+impl ReadAt for SimDisk {
+    fn list(&self, folder: Folder) -> io::Result<Vec<String>> {
+        Disk::list(self, folder).map_err(|_| not_found())
+    }
+
+    fn len(&self, file: FileName) -> io::Result<Option<u64>> {
+        let shared = self.shared.lock();
+        Ok(shared.now.find(file).map(|id| shared.now.node(id).visible.len()))
+    }
+
+    fn read_at(&self, file: FileName, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        let mut shared = self.shared.lock();
+        shared.check(Operation::Read)?;
+        let id = shared.now.find(file).ok_or_else(not_found)?;
+        let whole = shared.now.node(id).visible.read(offset, out);
+        if whole { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
+    }
+}
+
+/// Unlocks when dropped.
+struct SimLock {
+    disk: SimDisk,
+}
+
+impl DiskLock for SimLock {}
+
+impl Drop for SimLock {
+    fn drop(&mut self) {
+        self.disk.shared.lock().locked = false;
+    }
+}
+
+/// One open file; the name is the one it was opened by.
+#[derive(Clone)]
+struct SimFile {
+    disk: SimDisk,
+    file: FileName,
+    id: FileId,
+    write: bool,
+}
+
+impl SimFile {
+    /// Records a write of as much as the fault, if any, and the capacity let through.
+    fn store(&self, operation: Operation, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        let mut shared = self.disk.shared.lock();
+        if !self.write {
+            return Err(io::Error::from_raw_os_error(EBADF));
+        }
+        let fault = shared.fault(operation);
+        let wanted = if fault.is_some() { bytes.len() / 2 } else { bytes.len() };
+        let fitting = shared.fitting(self.id, offset, wanted);
+        let (file, id, stored) = (self.file, self.id, Arc::from(&bytes[..fitting]));
+        if fitting > 0 {
+            shared.record(match operation {
+                Operation::Put => Event::Put { file, id, offset, bytes: stored },
+                _ => Event::Write { file, id, offset, bytes: stored },
+            });
+        }
+        match fault {
+            Some(error) => Err(error),
+            None if fitting < bytes.len() => Err(io::Error::from_raw_os_error(ENOSPC)),
+            None => Ok(()),
+        }
+    }
+
+    fn sync_range(&self, operation: Operation, point: SyncPoint, offset: u64, len: u64) -> io::Result<()> {
+        let mut shared = self.disk.shared.lock();
+        let (file, id) = (self.file, self.id);
+        if let Some(error) = shared.fault(operation) {
+            shared.record(Event::FailedSync { file, id, offset, len });
+            return Err(error);
+        }
+        if !shared.skips(point) {
+            shared.record(match operation {
+                Operation::SyncWindow => Event::SyncWindow { file, id, offset, len },
+                _ => Event::SyncFile { file, id },
+            });
+        }
+        Ok(())
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8], past_cache: bool) -> Result<()> {
+        let mut shared = self.disk.shared.lock();
+        let read = shared.check(Operation::Read).and_then(|()| {
+            let node = shared.now.node(self.id);
+            let content = if past_cache { &node.durable } else { &node.visible };
+            if content.read(offset, out) { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
+        });
+        read.map_err(file_failed("read", self.file, Some(offset)))
+    }
+}
+
+impl DiskFile for SimFile {
+    fn len(&self) -> Result<u64> {
+        Ok(self.disk.shared.lock().now.node(self.id).visible.len())
+    }
+
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        self.store(Operation::Write, offset, bytes).map_err(file_failed("write", self.file, Some(offset)))
+    }
+
+    fn read_at(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+        self.read(offset, out, false)
+    }
+
+    /// Reads what is durable, whatever is visible.
+    fn read_past_cache(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+        self.read(offset, out, true)
+    }
+
+    fn sync(&self) -> Result<()> {
+        let point = SyncPoint::File(self.file);
+        let len = self.len()?;
+        self.sync_range(Operation::Sync, point, 0, len).map_err(file_failed("sync", self.file, None))
+    }
+
+    fn window(&self, _io: LogIo) -> Result<Box<dyn Window>> {
+        if !self.write {
+            return Err(file_failed("map", self.file, None)(io::Error::from_raw_os_error(EBADF)));
+        }
+        Ok(Box::new(SimWindow { len: self.len()?, file: self.clone() }))
+    }
+}
+
+/// A window onto a file. It keeps exactly the promises of the trait, whatever the kind: a sync makes its
+/// range durable and nothing beside it.
+struct SimWindow {
+    file: SimFile,
+    len: u64,
+}
+
+impl Window for SimWindow {
+    fn put(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        let end = offset.checked_add(bytes.len() as u64);
+        assert!(end.is_some_and(|end| end <= self.len), "a put lies within its window");
+        let name = self.file.file;
+        self.file.store(Operation::Put, offset, bytes).map_err(file_failed("write", name, Some(offset)))
+    }
+
+    fn sync(&self, offset: u64, len: u64) -> Result<()> {
+        let end = offset.checked_add(len);
+        assert!(end.is_some_and(|end| end <= self.len), "a sync lies within its window");
+        let point = SyncPoint::Window(self.file.file);
+        let synced = self.file.sync_range(Operation::SyncWindow, point, offset, len);
+        synced.map_err(file_failed("sync", self.file.file, Some(offset)))
+    }
+}
