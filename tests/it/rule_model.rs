@@ -1,0 +1,193 @@
+//! The recovery rule, first in prose and then as a model that is run over every crash.
+//!
+//! The model is small enough to be read whole and shares no code with the engine: a disk whose blocks and
+//! names are written now and durable later ([`disk`]), the log and its reader ([`log`]), a process that
+//! recovers and commits ([`run`]), and the enumeration of what a crash can leave ([`explore`]).
+//!
+//! # The rule
+//!
+//! **Writing.** A frame names the frame before it (chain), its own place, its incarnation, its Lsn, and the
+//! newest Lsn that was durable when it was written: a *durable mark*. A batch is acknowledged as logged
+//! when its frame is written, as durable when its group is synced. No frame enters segment *s* before
+//! segment *s*+1 exists, synced, under a durable name; so the highest segment is always empty, and a
+//! missing one is noticed (I8).
+//!
+//! **Reading.** The folder is synced before its names are believed. The newest incarnation is that of the
+//! highest segment that opens one or holds a frame of its own position; other empty segments prove nothing.
+//! Every opening segment names the point up to which its predecessor counts: before that point an invalid
+//! frame is corruption, past it nothing is read again. In the newest incarnation the first invalid frame
+//! is corruption if a mark covers it, else it is a torn tail and is cut (I4). Marks are those of the valid
+//! frames, the Lsn that the opening segment says it accepted, and those of frames beyond the damage whose
+//! header, incarnation, own position and higher Lsn hold.
+//!
+//! **Recovering.** D is the last batch under a mark, T the last that was read. What lies between may be in
+//! the page cache only, even after a sync that succeeded, if one failed before it (I6). So a new
+//! incarnation begins with a segment of its own (I5):
+//!
+//! 1. remove temporary files;
+//! 2. write the opening segment under a temporary name: D as predecessor, the batches after D up to T, a
+//!    seal; sync it;
+//! 3. make the next empty segment: temporary name, sync, rename, sync the folder;
+//! 4. rename the opening segment over the highest, empty one: **the only commit point**;
+//! 5. sync the folder; only now append and acknowledge.
+//!
+//! # What the model covers
+//!
+//! The death of the process keeps all that was written, still pending, and tears at most the last frame
+//! (its header without its payload). A power cut keeps, of every pending block and every pending name on
+//! its own, any version since the durable one. After each crash recovery must reach a prefix of the
+//! commits that holds all that was acknowledged at the level that the crash spares, must refuse nothing,
+//! and must reach the same state once more, even if the power fails as soon as it is done.
+
+mod disk;
+mod explore;
+mod log;
+mod rule;
+mod run;
+
+use disk::Name;
+use explore::{Verdict, explore, first_images, recovered};
+use rule::{Newest, Order, Proven, Rule, Sync, Tail};
+use run::{
+    Promised, Run,
+    Step::{self, FailedGroup, Group, Seal},
+};
+
+/// Segments hold three frames, and the first one begins with a seal.
+const SCENARIOS: &[&[Step]] = &[
+    &[Group(1), Group(1)],
+    &[Group(2)],
+    &[Group(1), Group(2)],                     // the group lies on both sides of a roll
+    &[Group(2), Group(1), Group(1)],           // commits behind a roll
+    &[Group(2), Group(1), Group(2), Group(1)], // commits in a segment that a roll made
+    &[Group(1), Seal, Group(1)],
+    &[Group(1), FailedGroup],
+];
+
+fn explore_all(rule: Rule, after: &[Step], depth: u32) -> Verdict {
+    let mut sum = Verdict::default();
+    std::thread::scope(|scope| {
+        let start = |&scenario| scope.spawn(move || explore(rule, scenario, after, depth));
+        let explorers: Vec<_> = SCENARIOS.iter().map(start).collect();
+        for explorer in explorers {
+            sum.add(&explorer.join().expect("exploring does not panic"));
+        }
+    });
+    sum
+}
+
+#[test]
+fn the_rule_holds_two_nested_crashes_deep() {
+    let verdict = explore_all(Rule::RIGHT, &[Group(1)], 2);
+    assert_eq!(verdict.failures(), 0, "{verdict:?}");
+    assert!(verdict.images >= 90_000, "the enumeration has shrunk: {verdict:?}");
+}
+
+#[test]
+fn the_rule_holds_when_commits_after_recovery_roll_and_crash() {
+    let verdict = explore_all(Rule::RIGHT, &[Group(2), Group(1), Seal], 1);
+    assert_eq!(verdict.failures(), 0, "{verdict:?}");
+    assert!(verdict.images >= 10_000, "the enumeration has shrunk: {verdict:?}");
+}
+
+/// Each sync of the rule is there for an image that the model finds: without it, an acknowledged batch is
+/// gone, or a store that only crashed is refused, which to its owner is the same.
+#[test]
+fn leaving_out_any_sync_loses_commits_or_refuses_a_sound_store() {
+    #[derive(PartialEq)]
+    enum Cost {
+        Loss,
+        Refusal,
+    }
+    let rows = [
+        // A name that only the dead process saw is believed; its successor's name outlives it: a gap.
+        (Sync::OpenFolder, Cost::Refusal),
+        // The name is durable, the bytes behind it are not.
+        (Sync::OpeningFile, Cost::Loss),
+        // Frames are durable behind a header that is not.
+        (Sync::NextFile, Cost::Refusal),
+        (Sync::RollFile, Cost::Refusal),
+        // The rename arrives, the empty segment behind it does not: the newest seems to be missing.
+        (Sync::NextFolder, Cost::Refusal),
+        (Sync::RollFolder, Cost::Refusal),
+        // The power cut takes the rename back, and with it what was appended and acknowledged behind it.
+        (Sync::RenameFolder, Cost::Loss),
+        (Sync::Group, Cost::Loss),
+    ];
+    for (sync, cost) in rows {
+        let verdict = explore_all(Rule::without(sync), &[Group(1)], 1);
+        let found = if cost == Cost::Loss { verdict.lost } else { verdict.refused };
+        assert!(found > 0, "nothing shows that {sync:?} is needed: {verdict:?}");
+    }
+}
+
+/// The segment that a recovery makes ahead outlives a crash before the rename. If its header names the
+/// incarnation that never began, the frames of the one that stands are taken for stale.
+#[test]
+fn believing_the_newest_header_loses_commits() {
+    let verdict = explore_all(Rule { newest: Newest::ByHeader, ..Rule::RIGHT }, &[Group(1)], 1);
+    assert!(verdict.lost > 0, "{verdict:?}");
+}
+
+#[test]
+fn trusting_the_page_cache_with_the_tail_loses_commits() {
+    let verdict = explore_all(Rule { tail: Tail::Trusted, ..Rule::RIGHT }, &[Group(1)], 0);
+    assert!(verdict.lost + verdict.refused > 0, "{verdict:?}");
+}
+
+/// Syncing the tail where it lies is enough after a kill, but not after a failed sync: the next sync
+/// succeeds, and the bytes are in the page cache only.
+#[test]
+fn syncing_the_tail_in_place_loses_commits_after_a_failed_sync() {
+    let rule = Rule { tail: Tail::SyncedInPlace, ..Rule::RIGHT };
+    let killed = explore(rule, &[Group(1), Group(2)], &[Group(1)], 1);
+    assert_eq!(killed.failures(), 0, "{killed:?}");
+    let failed = explore(rule, &[Group(1), FailedGroup], &[Group(1)], 0);
+    assert!(failed.lost + failed.refused > 0, "{failed:?}");
+}
+
+#[test]
+fn renaming_before_the_next_segment_exists_refuses_a_sound_store() {
+    let verdict = explore_all(Rule { order: Order::RenameThenNext, ..Rule::RIGHT }, &[Group(1)], 1);
+    assert!(verdict.refused > 0, "{verdict:?}");
+}
+
+/// A seal carries the Lsn of the batch before it, so a mark on that Lsn says nothing about the seal: if the
+/// new incarnation vouches for it and a power cut takes it, its absence looks like corruption.
+#[test]
+fn vouching_for_an_unsynced_seal_refuses_a_sound_store() {
+    let rule = Rule { proven: Proven::EndOfFrame, ..Rule::RIGHT };
+    let verdict = explore(rule, &[Group(1), Seal], &[Seal], 1);
+    assert!(verdict.refused > 0, "{verdict:?}");
+}
+
+/// The other half of I4: what is cut as a torn tail is never something that a mark covers.
+#[test]
+fn damage_under_a_mark_is_refused_and_damage_elsewhere_costs_nothing() {
+    let (mut refused, mut harmless) = (0, 0);
+    for (crashed, promised) in SCENARIOS.iter().flat_map(|scenario| first_images(Rule::RIGHT, scenario)) {
+        let mut run = Run::new(crashed, promised, Rule::RIGHT, 1);
+        let writer = run.recover().expect("a crash alone is never refused");
+        run.work(writer, &[Group(2), Group(1), Seal]);
+        let Promised { line, durable, .. } = &run.promised;
+        assert_eq!(*durable, line.len());
+        let blocks = run.disk.list().flat_map(|(name, file)| (0..file.len()).map(move |block| (name, block)));
+        for (name, block) in blocks.filter(|(name, _)| matches!(name, Name::Segment(_))) {
+            let mut damaged = run.disk.clone();
+            damaged.damage(name, block);
+            match recovered(Rule::RIGHT, &damaged) {
+                Err(_) => refused += 1,
+                Ok((state, _)) => {
+                    assert_eq!(&state, line, "damage was cut away as a torn tail");
+                    harmless += 1;
+                }
+            }
+        }
+        let mut shorter = run.disk.clone();
+        let (newest, _) =
+            run.disk.list().filter(|(name, _)| matches!(name, Name::Segment(_))).last().unwrap();
+        shorter.remove(newest);
+        assert!(recovered(Rule::RIGHT, &shorter).is_err(), "a missing newest segment went unnoticed");
+    }
+    assert!(refused > 500 && harmless > 500, "{refused} refused, {harmless} harmless");
+}

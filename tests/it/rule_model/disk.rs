@@ -1,0 +1,180 @@
+//! The disk of the model: what is visible, what is durable, and every way in which a crash can choose.
+
+use std::collections::BTreeMap;
+
+use super::log::Block;
+
+/// A thing that is written now and durable later: a block of a file, or an entry of the folder.
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub struct Versions<T> {
+    durable: T,
+    /// Written since, oldest first. A power cut may leave any of them, or the durable one.
+    pending: Vec<T>,
+    /// A sync failed on them: they stay readable, but no later sync writes them, although it succeeds.
+    stuck: bool,
+}
+
+impl<T: Clone> Versions<T> {
+    pub fn durable(value: T) -> Self {
+        Self { durable: value, pending: Vec::new(), stuck: false }
+    }
+
+    pub fn visible(&self) -> &T {
+        self.pending.last().unwrap_or(&self.durable)
+    }
+
+    fn write(&mut self, value: T) {
+        self.stuck = false;
+        self.pending.push(value);
+    }
+
+    fn sync(&mut self) {
+        if !self.stuck {
+            self.durable = self.visible().clone();
+            self.pending.clear();
+        }
+    }
+
+    fn fail_sync(&mut self) {
+        self.stuck = !self.pending.is_empty();
+    }
+
+    fn lose(&mut self) {
+        self.pending.clear();
+        self.stuck = false;
+    }
+
+    fn all(&self) -> impl Iterator<Item = &T> {
+        std::iter::once(&self.durable).chain(&self.pending)
+    }
+}
+
+/// Names in the one folder of the model.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Name {
+    /// A segment of the log.
+    Segment(u64),
+    /// Nobody's: removed by the next open.
+    Temporary(u8),
+}
+
+/// A file without its name: blocks that are written, and torn, one by one.
+pub type File = Vec<Versions<Block>>;
+
+/// A folder and its files. Cloning it is the death of the process: all that was written stays visible,
+/// and what was pending stays pending.
+#[derive(Clone, Default, PartialEq, Eq, Hash)]
+pub struct Disk {
+    files: Vec<File>,
+    names: BTreeMap<Name, Versions<Option<usize>>>,
+}
+
+impl Disk {
+    /// The visible names with their files.
+    pub fn list(&self) -> impl Iterator<Item = (Name, &File)> {
+        self.names.iter().filter_map(|(&name, file)| Some((name, &self.files[(*file.visible())?])))
+    }
+
+    fn file(&mut self, name: Name) -> &mut File {
+        let index = self.names[&name].visible().expect("the model writes only to files that it sees");
+        &mut self.files[index]
+    }
+
+    fn bind(&mut self, name: Name, file: Option<usize>) {
+        self.names.entry(name).or_insert_with(|| Versions::durable(None)).write(file);
+    }
+
+    pub fn create(&mut self, name: Name, len: usize) {
+        self.files.push(vec![Versions::durable(Block::Nothing); len]);
+        self.bind(name, Some(self.files.len() - 1));
+    }
+
+    pub fn write(&mut self, name: Name, position: usize, block: Block) {
+        self.file(name)[position].write(block);
+    }
+
+    pub fn sync_file(&mut self, name: Name) {
+        self.file(name).iter_mut().for_each(Versions::sync);
+    }
+
+    pub fn fail_sync(&mut self, name: Name) {
+        self.file(name).iter_mut().for_each(Versions::fail_sync);
+    }
+
+    /// Two entries change; a power cut may keep either change without the other.
+    pub fn rename(&mut self, source: Name, target: Name) {
+        let file = *self.names[&source].visible();
+        self.bind(target, file);
+        self.bind(source, None);
+    }
+
+    pub fn remove(&mut self, name: Name) {
+        self.bind(name, None);
+    }
+
+    pub fn sync_folder(&mut self) {
+        self.names.values_mut().for_each(Versions::sync);
+    }
+
+    /// Damages one durable block, for the tests that want damage to be noticed.
+    pub fn damage(&mut self, name: Name, position: usize) {
+        self.file(name)[position] = Versions::durable(Block::Nothing);
+    }
+
+    /// Every disk that a power cut can leave: each pending block and each pending entry on its own keeps
+    /// its durable version or any later one.
+    pub fn power_cuts(&self) -> Vec<Disk> {
+        let mut images = vec![self.clone()];
+        for (index, file) in self.files.iter().enumerate() {
+            for (position, block) in file.iter().enumerate() {
+                split(&mut images, block, |image| &mut image.files[index][position]);
+            }
+        }
+        for (&name, file) in &self.names {
+            split(&mut images, file, |image| image.names.get_mut(&name).expect("a clone has every name"));
+        }
+        images
+    }
+
+    /// The disk of a power cut that takes all that is pending.
+    pub fn least_power_cut(&self) -> Disk {
+        let mut disk = self.clone();
+        disk.files.iter_mut().flatten().for_each(Versions::lose);
+        disk.names.values_mut().for_each(Versions::lose);
+        disk
+    }
+
+    /// The same disk without the files that no name reaches, so that equal disks compare equal.
+    pub fn tidy(mut self) -> Disk {
+        let mut files: Vec<File> = Vec::new();
+        let mut moved = vec![None; self.files.len()];
+        self.names.retain(|_, file| file.all().any(Option::is_some));
+        for versions in self.names.values_mut() {
+            for file in std::iter::once(&mut versions.durable).chain(&mut versions.pending).flatten() {
+                *file = *moved[*file].get_or_insert_with(|| {
+                    files.push(std::mem::take(&mut self.files[*file]));
+                    files.len() - 1
+                });
+            }
+        }
+        self.files = files;
+        self
+    }
+}
+
+/// Replaces every image by one for each version that the cell may keep.
+fn split<T: Clone>(images: &mut Vec<Disk>, cell: &Versions<T>, at: impl Fn(&mut Disk) -> &mut Versions<T>) {
+    if cell.pending.is_empty() {
+        return;
+    }
+    *images = images
+        .iter()
+        .flat_map(|image| {
+            cell.all().map(|version| {
+                let mut image = image.clone();
+                *at(&mut image) = Versions::durable(version.clone());
+                image
+            })
+        })
+        .collect();
+}

@@ -1,0 +1,286 @@
+//! The log of the model: what is written, and how it is read after a crash.
+
+use std::collections::BTreeMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+use super::disk::{Disk, File, Name};
+use super::rule::{Newest, Proven, Rule};
+
+/// Rising number and random part, as on disk.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
+pub struct Incarnation {
+    pub number: u32,
+    pub random: u32,
+}
+
+/// What a batch does, reduced to a name of its own: the run that committed it, and its Lsn there.
+pub type Batch = (u32, u64);
+
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Kind {
+    Batch(Batch),
+    Seal,
+}
+
+/// A frame. `whole` tells whether the payload is there; without it only the header can be trusted.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Frame {
+    pub incarnation: Incarnation,
+    pub segment: u64,
+    pub position: usize,
+    pub lsn: u64,
+    pub durable: u64,
+    pub chain_prev: u64,
+    pub kind: Kind,
+    pub whole: bool,
+}
+
+impl Frame {
+    /// What the next frame must name. It covers the header, which covers the payload's checksum.
+    pub fn chain(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        Frame { whole: true, ..*self }.hash(&mut hasher);
+        hasher.finish()
+    }
+}
+
+/// The end of a batch's frame, where an older incarnation's part of the log ends.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
+pub struct Point {
+    pub incarnation: Incarnation,
+    pub lsn: u64,
+    pub segment: u64,
+    pub position: usize,
+    pub chain: u64,
+}
+
+/// One block of a file.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Block {
+    /// Zeros, or bytes whose header checksum fails.
+    Nothing,
+    /// The header of a segment that was made ahead. It names no incarnation, save under a wrong rule.
+    Ahead { segment: u64, incarnation: Option<Incarnation> },
+    /// The header of an incarnation's first segment.
+    Opening { segment: u64, incarnation: Incarnation, predecessor: Point, accepted: u64 },
+    /// A frame.
+    Frame(Frame),
+}
+
+/// Why an open is refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Refused {
+    /// A segment is missing between two others.
+    Gap,
+    /// The newest segment holds frames, so the one made before them is missing.
+    NewestMissing,
+    /// A segment's header is not its own, or is unreadable above frames.
+    BadHeader,
+    /// No segment opens the incarnation.
+    NoOpening,
+    /// An invalid frame before the end that its successor recorded.
+    BeforePredecessorEnd,
+    /// An invalid frame under a durable mark.
+    UnderMark,
+}
+
+/// What the log says.
+pub struct Log {
+    /// The newest incarnation.
+    pub incarnation: Incarnation,
+    /// The highest segment: empty.
+    pub newest: u64,
+    /// The segments of the newest incarnation that were read.
+    pub read: Vec<u64>,
+    /// The last batch that is proven to be on the medium, D.
+    pub proven: Point,
+    /// The batches up to D, then the accepted tail up to T.
+    pub batches: Vec<Batch>,
+    /// The end of T, for the wrong rule that trusts it in place.
+    pub accepted: Point,
+}
+
+type Segments<'a> = BTreeMap<u64, &'a File>;
+
+/// Reads the log as the rule says, without changing anything.
+pub fn read(disk: &Disk, rule: Rule) -> Result<Log, Refused> {
+    let segments: Segments = disk
+        .list()
+        .filter_map(|(name, file)| match name {
+            Name::Segment(segment) => Some((segment, file)),
+            Name::Temporary(_) => None,
+        })
+        .collect();
+    check_segments(&segments)?;
+    let incarnation = newest_incarnation(&segments, rule)?;
+    let (&first, _) =
+        segments.iter().rev().find(|(_, file)| opening(file).is_some()).ok_or(Refused::NoOpening)?;
+    let (opened, predecessor, accepted) = opening(segments[&first]).expect("just found");
+
+    // The part that successors have closed: all of it must be there.
+    let mut batches = closed_part(&segments, predecessor)?;
+
+    // I4: the newest incarnation may end in a torn tail, but only above every mark.
+    let mut mark = if opened == incarnation { accepted } else { predecessor.lsn };
+    let mut cursor = Cursor::new(&segments, first, incarnation, predecessor);
+    let mut points = vec![predecessor];
+    while let Some(frame) = cursor.next_valid() {
+        mark = mark.max(frame.durable);
+        if let Kind::Batch(batch) = frame.kind {
+            batches.push(batch);
+        }
+        if frame.kind != Kind::Seal || rule.proven == Proven::EndOfFrame {
+            points.push(cursor.point());
+        }
+    }
+    mark = mark.max(cursor.testimony());
+    let accepted = *points.last().expect("starts with the predecessor");
+    if mark > accepted.lsn {
+        return Err(Refused::UnderMark);
+    }
+    // D is the end of a *batch*: a seal above it may be no more durable than the tail.
+    let proven = points.into_iter().rfind(|point| point.lsn <= mark).unwrap_or(predecessor);
+    let newest = *segments.keys().next_back().expect("checked above");
+    let read = segments.range(first..newest).map(|(&segment, _)| segment).collect();
+    Ok(Log { incarnation, newest, read, proven, batches, accepted })
+}
+
+/// What holds for the segments as files, before any frame is believed.
+fn check_segments(segments: &Segments) -> Result<(), Refused> {
+    for ((&segment, file), expected) in segments.iter().zip(*segments.keys().next().unwrap_or(&0)..) {
+        if segment != expected {
+            return Err(Refused::Gap);
+        }
+        match *file[0].visible() {
+            Block::Ahead { segment: own, .. } | Block::Opening { segment: own, .. } if own == segment => {}
+            Block::Nothing if own_frame(segment, file).is_none() => {}
+            _ => return Err(Refused::BadHeader),
+        }
+    }
+    match segments.iter().next_back() {
+        None => Err(Refused::NoOpening),
+        Some((&segment, file)) if opening(file).is_some() || own_frame(segment, file).is_some() => {
+            Err(Refused::NewestMissing) // I8: its successor was made before the first frame
+        }
+        Some(_) => Ok(()),
+    }
+}
+
+/// The incarnation of the highest segment that proves one. Segments made ahead prove nothing: one may
+/// have been made for an incarnation that a crash kept from ever beginning.
+fn newest_incarnation(segments: &Segments, rule: Rule) -> Result<Incarnation, Refused> {
+    let proves = |(&segment, file): (&u64, &&File)| match (rule.newest, *file[0].visible()) {
+        (_, Block::Opening { incarnation, .. }) => Some(incarnation),
+        (Newest::ByHeader, Block::Ahead { incarnation, .. }) => incarnation,
+        _ => own_frame(segment, file).map(|frame| frame.incarnation),
+    };
+    segments.iter().rev().find_map(proves).ok_or(Refused::NoOpening)
+}
+
+fn opening(file: &File) -> Option<(Incarnation, Point, u64)> {
+    match *file[0].visible() {
+        Block::Opening { incarnation, predecessor, accepted, .. } => {
+            Some((incarnation, predecessor, accepted))
+        }
+        _ => None,
+    }
+}
+
+/// A frame that was written to the very place where it lies.
+fn own_frame(segment: u64, file: &File) -> Option<Frame> {
+    file.iter().enumerate().find_map(|(position, block)| match *block.visible() {
+        Block::Frame(frame) if (frame.segment, frame.position) == (segment, position) => Some(frame),
+        _ => None,
+    })
+}
+
+/// The batches up to a point that an opening segment recorded. Nothing past the point is read.
+fn closed_part(segments: &Segments, end: Point) -> Result<Vec<Batch>, Refused> {
+    if end.lsn == 0 {
+        return Ok(Vec::new());
+    }
+    let (&first, (incarnation, predecessor, _)) = segments
+        .range(..=end.segment)
+        .rev()
+        .find_map(|(segment, file)| Some((segment, opening(file)?)))
+        .ok_or(Refused::NoOpening)?;
+    if incarnation != end.incarnation {
+        return Err(Refused::NoOpening);
+    }
+    let mut batches = closed_part(segments, predecessor)?;
+    let mut cursor = Cursor::new(segments, first, incarnation, predecessor);
+    while cursor.point() != end {
+        match cursor.next_valid().ok_or(Refused::BeforePredecessorEnd)?.kind {
+            Kind::Batch(batch) => batches.push(batch),
+            Kind::Seal => {}
+        }
+    }
+    Ok(batches)
+}
+
+/// Walks the frames of one incarnation.
+struct Cursor<'a> {
+    segments: &'a Segments<'a>,
+    incarnation: Incarnation,
+    segment: u64,
+    position: usize,
+    lsn: u64,
+    chain: u64,
+}
+
+impl<'a> Cursor<'a> {
+    fn new(segments: &'a Segments<'a>, segment: u64, incarnation: Incarnation, after: Point) -> Self {
+        Self { segments, incarnation, segment, position: 0, lsn: after.lsn, chain: after.chain }
+    }
+
+    /// The frame at the next position, if it is valid (I3).
+    fn next_valid(&mut self) -> Option<Frame> {
+        let (segment, position) = match self.segments.get(&self.segment)?.get(self.position + 1) {
+            Some(_) => (self.segment, self.position + 1),
+            None => (self.segment + 1, 1),
+        };
+        let Block::Frame(frame) = *self.segments.get(&segment)?[position].visible() else { return None };
+        let lsn_expected = match frame.kind {
+            Kind::Batch(_) => self.lsn + 1,
+            Kind::Seal => self.lsn,
+        };
+        let valid = frame.whole
+            && frame.incarnation == self.incarnation
+            && (frame.segment, frame.position) == (segment, position)
+            && frame.lsn == lsn_expected
+            && frame.chain_prev == self.chain;
+        if !valid {
+            return None;
+        }
+        (self.segment, self.position) = (segment, position);
+        (self.lsn, self.chain) = (frame.lsn, frame.chain());
+        Some(frame)
+    }
+
+    fn point(&self) -> Point {
+        let (segment, position) = (self.segment, self.position);
+        Point { incarnation: self.incarnation, lsn: self.lsn, segment, position, chain: self.chain }
+    }
+
+    /// The highest mark of the frames beyond the first invalid one. Their chain cannot be checked, and
+    /// their payload need not be there.
+    fn testimony(&self) -> u64 {
+        let beyond = self.segments.range(self.segment..).flat_map(|(&segment, file)| {
+            file.iter().enumerate().map(move |(position, block)| (segment, position, block.visible()))
+        });
+        beyond
+            .filter(|&(segment, position, _)| (segment, position) > (self.segment, self.position))
+            .filter_map(|(segment, position, block)| match block {
+                Block::Frame(frame)
+                    if frame.incarnation == self.incarnation
+                        && (frame.segment, frame.position) == (segment, position)
+                        && frame.lsn > self.lsn =>
+                {
+                    Some(frame.durable)
+                }
+                _ => None,
+            })
+            .max()
+            .unwrap_or(0)
+    }
+}

@@ -1,0 +1,84 @@
+//! The rule, and the wrong rules that the tests must catch.
+
+/// What the writer and recovery do. [`Rule::RIGHT`] is the rule; each field can be made wrong.
+#[derive(Clone, Copy)]
+pub struct Rule {
+    pub newest: Newest,
+    pub tail: Tail,
+    pub order: Order,
+    pub proven: Proven,
+    pub left_out: Option<Sync>,
+}
+
+/// Which incarnation is taken for the newest.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Newest {
+    /// That of the highest segment that opens one or holds a frame of its own position.
+    ByEvidence,
+    /// Wrong: segments made ahead name one too, and the highest name is believed.
+    ByHeader,
+}
+
+/// What becomes of the batches that were read but that no mark proves.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Tail {
+    /// They are copied into the opening segment.
+    Copied,
+    /// Wrong: they were readable, so they are taken to be on the medium.
+    Trusted,
+    /// Wrong: they are synced where they lie. A sync after a failed one succeeds and writes nothing.
+    SyncedInPlace,
+}
+
+/// How the new incarnation takes its place.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Order {
+    /// First the next empty segment, then the rename.
+    NextThenRename,
+    /// Wrong: the other way round.
+    RenameThenNext,
+}
+
+/// Where the part ends that a new incarnation vouches for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Proven {
+    /// Behind the last batch under a mark.
+    EndOfBatch,
+    /// Wrong: behind the last frame whose Lsn is under a mark, although a seal repeats an older Lsn.
+    EndOfFrame,
+}
+
+/// Every sync of the writer and of recovery.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sync {
+    /// Recovery: the folder, before its names are believed.
+    OpenFolder,
+    /// Recovery: the opening segment, under its temporary name.
+    OpeningFile,
+    /// Recovery: the next empty segment, under its temporary name.
+    NextFile,
+    /// Recovery: the folder, once the next empty segment has its name.
+    NextFolder,
+    /// Recovery: the folder, after the rename that begins the incarnation.
+    RenameFolder,
+    /// Roll: the segment made ahead, under its temporary name.
+    RollFile,
+    /// Roll: the folder, once that segment has its name.
+    RollFolder,
+    /// Commit: the frames of a group.
+    Group,
+}
+
+impl Rule {
+    pub const RIGHT: Rule = Rule {
+        newest: Newest::ByEvidence,
+        tail: Tail::Copied,
+        order: Order::NextThenRename,
+        proven: Proven::EndOfBatch,
+        left_out: None,
+    };
+
+    pub fn without(sync: Sync) -> Rule {
+        Rule { left_out: Some(sync), ..Rule::RIGHT }
+    }
+}
