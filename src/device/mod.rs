@@ -7,6 +7,7 @@
 //!
 //! The engine holds `Arc<dyn Device>`: one indirect call a list, a few nanoseconds beside a launch.
 
+pub mod faulty;
 pub mod host;
 pub mod late;
 

@@ -1,3 +1,5 @@
 //! The integration tests: one binary, one file an area.
 
+mod devices;
+mod laws;
 mod rule_model;

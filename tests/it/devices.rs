@@ -1,0 +1,342 @@
+//! What single devices promise beyond the laws: the host device's refusals, lateness, arranged faults.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::mpsc;
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
+
+use remanent::device::faulty::{DeviceCall, Fault, FaultyDevice};
+use remanent::device::host::HostDevice;
+use remanent::device::late::{LateDevice, POISON};
+use remanent::device::{
+    Command, CommandList, Device, Fence, Lane, MemoryId, Payload, Pending, Piece, PieceKind, Span, Staging,
+    StagingMemory, StagingSpan,
+};
+use remanent::{Error, Place, Remedy, Width};
+
+const PLACE: Place = Place::Device(0);
+
+fn host() -> Arc<dyn Device> {
+    Arc::new(HostDevice::new())
+}
+
+fn span(memory: MemoryId, offset: u64, len: u64) -> Span {
+    Span { memory, offset, len }
+}
+
+fn staged(len: usize) -> StagingSpan {
+    StagingSpan { index: 0, offset: 0, len }
+}
+
+fn fill(target: Span, byte: u8) -> Command {
+    Command::Fill { target, pattern: [byte; 16], width: Width::W1 }
+}
+
+fn submit(device: &dyn Device, lane: Lane, command: Command, staging: Vec<Staging>) -> Pending {
+    device.submit(lane, CommandList { commands: vec![command], staging }).unwrap()
+}
+
+fn panics(call: impl FnOnce()) -> bool {
+    catch_unwind(AssertUnwindSafe(call)).is_err()
+}
+
+#[test]
+fn absurd_lengths_are_out_of_memory_and_no_abort() {
+    let device = host();
+    for len in [1 << 60, u64::MAX] {
+        let error = device.allocate(PLACE, len).unwrap_err();
+        assert!(matches!(error, Error::OutOfMemory { place: PLACE, len: found } if found == len), "{error}");
+        assert!(matches!(device.staging(len as usize), Err(Error::OutOfMemory { .. })));
+    }
+}
+
+#[test]
+fn the_host_device_has_no_pages_on_disk() {
+    let error = host().allocate(Place::Disk, 1).unwrap_err();
+    assert!(matches!(error, Error::PlaceUnavailable { place: Place::Disk, .. }), "{error}");
+}
+
+#[test]
+fn ranges_that_break_the_contract_panic() {
+    let device = host();
+    let (memory, other) = (device.allocate(PLACE, 64).unwrap(), device.allocate(PLACE, 64).unwrap());
+    let ok = span(memory, 0, 16);
+    let sparse = |index: u8| Piece {
+        target: ok,
+        payload: Payload::Staging { index: 0, offset: 0 },
+        kind: PieceKind::Sparse { width: Width::W4, count: usize::from(index > 0), values_at: 4 },
+    };
+    let rows: Vec<(&str, Command)> = vec![
+        ("past the end", fill(span(memory, 60, 5), 0)),
+        ("empty, past the end", fill(span(memory, 65, 0), 0)),
+        ("beyond all numbers", fill(span(memory, u64::MAX, 2), 0)),
+        ("unknown memory", fill(span(MemoryId(99), 0, 1), 0)),
+        ("past the end of staging", Command::Upload { source: staged(33), target: span(memory, 0, 33) }),
+        ("unequal lengths up", Command::Upload { source: staged(8), target: ok }),
+        ("unequal lengths down", Command::Download { source: ok, target: staged(8) }),
+        ("unequal lengths across", Command::Copy { source: span(other, 0, 8), target: ok }),
+        ("copy past the end", Command::Copy { source: span(other, 60, 16), target: ok }),
+        ("copy onto itself", Command::Copy { source: span(memory, 15, 16), target: ok }),
+        ("half an element", Command::Fill { target: span(memory, 0, 6), pattern: [0; 16], width: Width::W4 }),
+        ("gather past its area", Command::Gather { sources: vec![(span(other, 0, 8), 9)], target: ok }),
+        ("scatter past its area", Command::Scatter { source: ok, targets: vec![(9, span(other, 0, 8))] }),
+        (
+            "bits for more elements than there are",
+            Command::Diff { left: ok, right: span(other, 0, 16), width: Width::W1, target: staged(3) },
+        ),
+        ("sums for fewer ranges than there are", Command::Crc { sources: vec![ok, ok], target: staged(4) }),
+        ("an index past the range", Command::Apply { pieces: vec![sparse(4)] }),
+    ];
+    for (name, command) in rows {
+        let mut staging = device.staging(32).unwrap();
+        staging[0] = 4;
+        let list = CommandList { commands: vec![command], staging: vec![staging] };
+        assert!(panics(|| drop(device.submit(Lane::Apply, list))), "{name}");
+    }
+    // Nothing of this stopped the lane.
+    let pending = submit(&*device, Lane::Apply, fill(ok, 1), vec![]);
+    assert_eq!((pending.fence().value, device.reached(Lane::Apply)), (1, 1));
+}
+
+#[test]
+fn memory_is_released_once() {
+    let device = host();
+    let memory = device.allocate(PLACE, 8).unwrap();
+    device.release(memory).unwrap();
+    assert!(panics(|| drop(device.release(memory))));
+}
+
+#[test]
+fn a_fence_that_was_not_handed_out_panics() {
+    for device in [host(), Arc::new(LateDevice::new(host()))] {
+        let fence = Fence { lane: Lane::Drain, value: 1 };
+        assert!(panics(|| drop(device.wait(fence))), "{}", device.label());
+        assert!(panics(|| drop(device.after(Lane::Apply, fence))), "{}", device.label());
+        device.wait(Fence { lane: Lane::Drain, value: 0 }).unwrap();
+    }
+}
+
+/// Staging that, when a list writes to it, makes another thread allocate and sees whether it can.
+struct AllocatesMeanwhile {
+    bytes: Vec<u8>,
+    device: Arc<dyn Device>,
+    allocated: mpsc::Sender<bool>,
+}
+
+impl StagingMemory for AllocatesMeanwhile {
+    fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        let (device, (sender, receiver)) = (self.device.clone(), mpsc::channel());
+        let thread = thread::spawn(move || {
+            let memory = device.allocate(PLACE, 1).unwrap();
+            submit(&*device, Lane::Apply, fill(span(memory, 0, 1), 1), vec![]);
+            sender.send(()).unwrap();
+        });
+        // The limit only turns a deadlock into a failure.
+        let done = receiver.recv_timeout(Duration::from_secs(20)).is_ok();
+        if done {
+            thread.join().unwrap();
+        }
+        self.allocated.send(done).unwrap();
+        &mut self.bytes
+    }
+}
+
+#[test]
+fn a_long_copy_holds_up_neither_allocation_nor_the_other_lane() {
+    let device = host();
+    let memory = device.allocate(PLACE, 8).unwrap();
+    let (sender, receiver) = mpsc::channel();
+    let probe = AllocatesMeanwhile { bytes: vec![0; 8], device: device.clone(), allocated: sender };
+    let download = Command::Download { source: span(memory, 0, 8), target: staged(8) };
+    submit(&*device, Lane::Drain, download, vec![Staging::new(probe)]);
+    assert!(receiver.recv().unwrap(), "the download held a lock that others need");
+}
+
+#[test]
+fn commands_of_two_lanes_neither_tear_nor_block_each_other() {
+    let device = host();
+    let pages: Vec<MemoryId> = (0..4).map(|_| device.allocate(PLACE, 1 << 16).unwrap()).collect();
+    for (number, page) in pages.iter().enumerate() {
+        submit(&*device, Lane::Apply, fill(span(*page, 0, 1 << 16), number as u8), vec![]);
+    }
+    let torn = Mutex::new(Vec::new());
+    thread::scope(|scope| {
+        for (lane, step) in [(Lane::Apply, 1), (Lane::Drain, 3)] {
+            let (device, pages, torn) = (&device, &pages, &torn);
+            scope.spawn(move || {
+                for round in 0..200_usize {
+                    let (source, target) = (pages[round * step % 4], pages[(round * step + 1) % 4]);
+                    let copy = Command::Copy { source: span(source, 0, 100), target: span(target, 100, 100) };
+                    let diff = Command::Diff {
+                        left: span(source, 0, 1 << 16),
+                        right: span(source, 0, 1 << 16),
+                        width: Width::W16,
+                        target: staged(512),
+                    };
+                    let list = CommandList {
+                        commands: vec![copy, diff],
+                        staging: vec![device.staging(512).unwrap()],
+                    };
+                    let staging = device.submit(lane, list).unwrap().finish(&**device).unwrap();
+                    if staging[0].iter().any(|bits| *bits != 0) {
+                        torn.lock().unwrap().push((lane, round));
+                    }
+                }
+            });
+        }
+    });
+    assert_eq!(*torn.lock().unwrap(), [], "memory that differed from itself");
+    assert_eq!((device.reached(Lane::Apply), device.reached(Lane::Drain)), (204, 200));
+}
+
+#[test]
+fn a_late_device_runs_nothing_before_it_must() {
+    let inner = host();
+    let device = LateDevice::new(inner.clone());
+    let memory = device.allocate(PLACE, 4).unwrap();
+    let on_inner = || {
+        let download = Command::Download { source: span(memory, 0, 4), target: staged(4) };
+        let staging = vec![inner.staging(4).unwrap()];
+        submit(&*inner, Lane::Drain, download, staging).finish(&*inner).unwrap()[0].to_vec()
+    };
+    let pending: Vec<Pending> = [1, 2, 3]
+        .into_iter()
+        .map(|byte| submit(&device, Lane::Apply, fill(span(memory, 0, 4), byte), vec![]))
+        .collect();
+    assert_eq!((device.reached(Lane::Apply), on_inner()), (0, vec![POISON; 4]));
+    device.wait(pending[1].fence()).unwrap();
+    assert_eq!((device.reached(Lane::Apply), on_inner()), (2, vec![2; 4]), "as far as was waited for");
+    // The other lane is made to wait for the rest.
+    device.after(Lane::Drain, pending[2].fence()).unwrap();
+    let drained = submit(&device, Lane::Drain, fill(span(memory, 0, 1), 9), vec![]);
+    assert_eq!(device.reached(Lane::Apply), 2);
+    device.wait(drained.fence()).unwrap();
+    assert_eq!((device.reached(Lane::Apply), on_inner()), (3, vec![9, 3, 3, 3]));
+}
+
+#[test]
+fn a_late_device_spoils_what_nobody_may_rely_on() {
+    let device = LateDevice::new(host());
+    let memory = device.allocate(PLACE, 4).unwrap();
+    let mut staging = device.staging(6).unwrap();
+    staging.copy_from_slice(&[1, 2, 3, 4, 5, 6]);
+    let upload = Command::Upload { source: staged(4), target: span(memory, 0, 4) };
+    let returned = submit(&device, Lane::Apply, upload, vec![staging]).finish(&device).unwrap();
+    assert_eq!(returned[0][..], [POISON, POISON, POISON, POISON, 5, 6], "what was uploaded is spoilt");
+    let download = Command::Download { source: span(memory, 0, 4), target: staged(4) };
+    let returned = submit(&device, Lane::Apply, download, returned).finish(&device).unwrap();
+    assert_eq!(returned[0][..], [1, 2, 3, 4, 5, 6], "what the list did not read is not");
+
+    // A device that lies, and writes nothing, is seen by the poison in its download.
+    let lying = LateDevice::new(Arc::new(DoesNothing));
+    let download = Command::Download { source: span(memory, 0, 4), target: staged(4) };
+    let returned =
+        submit(&lying, Lane::Apply, download, vec![Staging::new(vec![0; 6])]).finish(&lying).unwrap();
+    assert_eq!(returned[0][..], [POISON, POISON, POISON, POISON, 0, 0]);
+}
+
+/// A device that gives the staging back as it came.
+struct DoesNothing;
+
+impl Device for DoesNothing {
+    fn label(&self) -> String {
+        "idle".to_owned()
+    }
+    fn allocate(&self, _place: Place, _len: u64) -> remanent::Result<MemoryId> {
+        Ok(MemoryId(0))
+    }
+    fn release(&self, _memory: MemoryId) -> remanent::Result<()> {
+        Ok(())
+    }
+    fn staging(&self, len: usize) -> remanent::Result<Staging> {
+        Ok(Staging::new(vec![0; len]))
+    }
+    fn submit(&self, lane: Lane, list: CommandList) -> remanent::Result<Pending> {
+        Ok(Pending::new(Fence { lane, value: 1 }, Arc::new(list.staging.into())))
+    }
+    fn reached(&self, _lane: Lane) -> u64 {
+        1
+    }
+    fn wait(&self, _fence: Fence) -> remanent::Result<()> {
+        Ok(())
+    }
+    fn after(&self, _lane: Lane, _fence: Fence) -> remanent::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn a_late_device_catches_memory_released_too_early() {
+    let device = LateDevice::new(host());
+    let (used, unused) = (device.allocate(PLACE, 4).unwrap(), device.allocate(PLACE, 4).unwrap());
+    let pending = submit(&device, Lane::Apply, fill(span(used, 0, 4), 1), vec![]);
+    device.release(unused).unwrap();
+    assert!(panics(|| drop(device.release(used))));
+    device.wait(pending.fence()).unwrap();
+    device.release(used).unwrap();
+}
+
+#[test]
+fn who_polls_a_seeded_late_device_gets_on() {
+    let device = LateDevice::seeded(host(), 7);
+    let memory = device.allocate(PLACE, 4).unwrap();
+    let last =
+        (0..50).map(|byte| submit(&device, Lane::Apply, fill(span(memory, 0, 4), byte), vec![]).fence());
+    let last = last.last().unwrap();
+    let polls = (0..10_000).take_while(|_| device.reached(Lane::Apply) < last.value).count();
+    assert!((1..10_000).contains(&polls), "{polls} polls");
+}
+
+#[test]
+fn an_arranged_fault_strikes_its_call_and_is_passed_through() {
+    let rows: [(DeviceCall, fn(&dyn Device, MemoryId) -> remanent::Result<()>); 6] = [
+        (DeviceCall::Allocate, |device, _| device.allocate(PLACE, 1).map(drop)),
+        (DeviceCall::Release, |device, memory| device.release(memory)),
+        (DeviceCall::Staging, |device, _| device.staging(1).map(drop)),
+        (DeviceCall::Submit, |device, _| device.submit(Lane::Apply, CommandList::default()).map(drop)),
+        (DeviceCall::Wait, |device, _| device.wait(Fence { lane: Lane::Apply, value: 0 })),
+        (DeviceCall::After, |device, _| device.after(Lane::Apply, Fence { lane: Lane::Drain, value: 0 })),
+    ];
+    for context_lost in [false, true] {
+        for counted in [true, false] {
+            for (call, make) in rows {
+                let device = FaultyDevice::new(host());
+                let memories = [(); 3].map(|()| device.allocate(PLACE, 1).unwrap());
+                device.arm(Fault { call: counted.then_some(call), nth: 2, context_lost });
+                make(&device, memories[0]).unwrap();
+                assert!(!device.struck());
+                let error = make(&device, memories[1]).unwrap_err();
+                assert!(device.struck());
+                let remedy = if context_lost { Remedy::NewProcess } else { Remedy::Reopen };
+                assert_eq!(error.remedy(), remedy, "{error}");
+                assert!(error.to_string().contains(&format!("{call:?}")), "{error}");
+                // A lost context stays lost.
+                assert_eq!(make(&device, memories[2]).is_err(), context_lost, "{call:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_fault_beneath_a_late_device_stops_the_lane_and_what_waits_for_it() {
+    let faulty = Arc::new(FaultyDevice::new(host()));
+    let device = LateDevice::new(faulty.clone());
+    let memory = device.allocate(PLACE, 4).unwrap();
+    let before = submit(&device, Lane::Apply, fill(span(memory, 0, 4), 1), vec![]).fence();
+    let failing = submit(&device, Lane::Apply, fill(span(memory, 0, 4), 2), vec![]);
+    device.after(Lane::Drain, failing.fence()).unwrap();
+    let behind = submit(&device, Lane::Drain, fill(span(memory, 0, 4), 3), vec![]).fence();
+    faulty.arm(Fault { call: Some(DeviceCall::Submit), nth: 2, context_lost: false });
+    assert!(matches!(device.wait(behind), Err(Error::Device { .. })));
+    assert!(matches!(failing.finish(&device), Err(Error::Device { .. })));
+    device.wait(before).unwrap();
+    assert_eq!((device.reached(Lane::Apply), device.reached(Lane::Drain)), (1, 0));
+    assert!(matches!(device.submit(Lane::Drain, CommandList::default()), Err(Error::Device { .. })));
+    // Nothing queued names the memory any more.
+    device.release(memory).unwrap();
+}

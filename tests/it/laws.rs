@@ -1,0 +1,198 @@
+//! The laws of devices: one table of cases and one runner for every device (I11).
+//!
+//! A case says what page memory and staging hold and which lists run; `model.rs` says what must be there
+//! afterwards. A device keeps the laws if it leads to the same bytes, those around the ranges included.
+
+mod cases;
+mod model;
+
+use std::sync::Arc;
+
+use remanent::device::host::HostDevice;
+use remanent::device::late::LateDevice;
+use remanent::device::{
+    Command, CommandList, Device, Lane, MemoryId, Payload, Pending, Piece, PieceKind, Span, Staging,
+    StagingSpan,
+};
+use remanent::{Place, Width};
+
+use self::model::{Case, Outcome};
+
+const PLACES: [Place; 4] = [Place::Device(0), Place::Pinned, Place::Host, Place::Unified];
+const DRAWN_CASES: u64 = 500;
+
+#[test]
+fn the_host_device_keeps_the_laws() {
+    keeps_the_laws(&HostDevice::new());
+}
+
+#[test]
+fn a_device_that_runs_nothing_before_it_must_keeps_the_laws() {
+    keeps_the_laws(&LateDevice::new(Arc::new(HostDevice::new())));
+}
+
+#[test]
+fn devices_that_run_lists_at_random_keep_the_laws() {
+    for seed in 0..4 {
+        println!("schedule of seed {seed}");
+        keeps_the_laws(&LateDevice::seeded(Arc::new(HostDevice::new()), seed));
+    }
+}
+
+/// The model is the judge of every case, so it is itself held to results worked out by hand.
+#[test]
+fn the_model_agrees_with_hand_made_results() {
+    let whole = |len| Span { memory: MemoryId(0), offset: 0, len };
+    let to = |len| StagingSpan { index: 0, offset: 0, len };
+    let piece = |kind| Command::Apply {
+        pieces: vec![Piece { target: whole(6), payload: Payload::Staging { index: 0, offset: 0 }, kind }],
+    };
+    let check =
+        |name: &str, page: &[u8], staged: &[u8], command: Command, page_then: &[u8], staged_then: &[u8]| {
+            let case = Case::new(name.to_owned(), vec![page.to_vec()], vec![staged.to_vec()], vec![command]);
+            let outcome = case.outcome();
+            assert_eq!(outcome.memories, [page_then], "{name}");
+            let known: Vec<u8> = outcome.staging[0][0].iter().flatten().copied().collect();
+            assert_eq!(known, staged_then, "{name}: bytes that were read are unspecified");
+            agree(&HostDevice::new(), &case);
+        };
+
+    let masked = PieceKind::Masked { width: Width::W2, bytes_at: 1 };
+    check("mask", &[0; 6], &[0b101, 1, 2, 3, 4, 5, 6], piece(masked), &[1, 2, 0, 0, 5, 6], &[]);
+    let sparse = PieceKind::Sparse { width: Width::W2, count: 2, values_at: 8 };
+    let payload = [2, 0, 0, 0, 0, 0, 0, 0, 7, 8, 9, 10];
+    check("scatter", &[0; 6], &payload, piece(sparse), &[9, 10, 0, 0, 7, 8], &[]);
+    let pattern = *b"abcdefghijklmnop";
+    let fill = Command::Fill { target: whole(6), pattern, width: Width::W2 };
+    check("fill", &[0; 6], &[], fill, b"ababab", &[]);
+    let halves = |left, right| (Span { len: 3, ..whole(6) }, Span { offset: left, len: right, ..whole(6) });
+    let (left, right) = halves(3, 3);
+    let diff = Command::Diff { left, right, width: Width::W1, target: to(1) };
+    check("diff", &[1, 2, 3, 1, 0, 9], &[0xFF], diff, &[1, 2, 3, 1, 0, 9], &[0b110]);
+    // The check value that CRC-32 is known by.
+    let crc = Command::Crc { sources: vec![whole(9)], target: to(4) };
+    check("checksum", b"123456789", &[0; 4], crc, b"123456789", &0xCBF4_3926_u32.to_le_bytes());
+}
+
+fn keeps_the_laws(device: &dyn Device) {
+    for case in cases::table() {
+        agree(device, &case);
+    }
+    for seed in 0..DRAWN_CASES {
+        agree(device, &cases::drawn(seed));
+    }
+}
+
+/// Runs the case and compares what the model knows.
+fn agree(device: &dyn Device, case: &Case) {
+    let (found, expected) = (run(device, case), case.outcome());
+    let label = format!("{} on {}", case.name, device.label());
+    assert_eq!(found.memories, expected.memories, "page memory after {label}");
+    for (list, (found, expected)) in found.staging.iter().zip(&expected.staging).enumerate() {
+        assert_eq!(found.len(), expected.len(), "number of stagings of list {list} after {label}");
+        for (index, (found, expected)) in found.iter().zip(expected).enumerate() {
+            let known: Vec<Option<u8>> =
+                found.iter().zip(expected).map(|(found, expected)| expected.and(*found)).collect();
+            assert_eq!(found.len(), expected.len(), "length of staging {index} of list {list} after {label}");
+            assert_eq!(&known, expected, "staging {index} of list {list} after {label}");
+        }
+    }
+}
+
+/// Runs the case's lists, ordered across lanes by `after` alone, and waits for them from last to first.
+fn run(device: &dyn Device, case: &Case) -> Outcome {
+    let ids: Vec<MemoryId> = case
+        .memories
+        .iter()
+        .zip(PLACES.iter().cycle())
+        .map(|(bytes, place)| page(device, *place, bytes))
+        .collect();
+
+    let mut pending: Vec<Pending> = Vec::new();
+    for list in &case.lists {
+        if let Some(last) = pending.last().map(Pending::fence).filter(|fence| fence.lane != list.lane) {
+            device.after(list.lane, last).unwrap();
+        }
+        let commands = list.commands.iter().map(|command| named(command, &ids)).collect();
+        let staging = list.staging.iter().map(|bytes| staged(device, bytes)).collect();
+        pending.push(device.submit(list.lane, CommandList { commands, staging }).unwrap());
+    }
+    let mut staging = Vec::new();
+    for list in pending.into_iter().rev() {
+        let fence = list.fence();
+        let returned = list.finish(device).unwrap();
+        assert!(device.reached(fence.lane) >= fence.value, "{fence:?} has passed on {}", device.label());
+        staging.push(returned.iter().map(|bytes| bytes.iter().copied().map(Some).collect()).collect());
+    }
+    staging.reverse();
+
+    let memories =
+        ids.iter().zip(&case.memories).map(|(id, bytes)| content(device, *id, bytes.len())).collect();
+    ids.into_iter().for_each(|id| device.release(id).unwrap());
+    Outcome { memories, staging }
+}
+
+/// Page memory with these bytes.
+fn page(device: &dyn Device, place: Place, bytes: &[u8]) -> MemoryId {
+    let memory = device.allocate(place, bytes.len() as u64).unwrap();
+    let source = StagingSpan { index: 0, offset: 0, len: bytes.len() };
+    let target = Span { memory, offset: 0, len: bytes.len() as u64 };
+    let commands = vec![Command::Upload { source, target }];
+    let list = CommandList { commands, staging: vec![staged(device, bytes)] };
+    device.submit(Lane::Apply, list).unwrap().finish(device).unwrap();
+    memory
+}
+
+fn content(device: &dyn Device, memory: MemoryId, len: usize) -> Vec<u8> {
+    let target = StagingSpan { index: 0, offset: 0, len };
+    let commands = vec![Command::Download { source: Span { memory, offset: 0, len: len as u64 }, target }];
+    let list = CommandList { commands, staging: vec![device.staging(len).unwrap()] };
+    device.submit(Lane::Apply, list).unwrap().finish(device).unwrap()[0].to_vec()
+}
+
+/// Staging with these bytes.
+fn staged(device: &dyn Device, bytes: &[u8]) -> Staging {
+    let mut staging = device.staging(bytes.len()).unwrap();
+    assert!(staging.iter().all(|byte| *byte == 0), "staging comes zeroed");
+    staging.copy_from_slice(bytes);
+    staging
+}
+
+/// The command with the device's memories in the place of the case's.
+fn named(command: &Command, ids: &[MemoryId]) -> Command {
+    let on = |span: &Span| Span { memory: ids[span.memory.0 as usize], ..*span };
+    match command {
+        Command::Upload { source, target } => Command::Upload { source: *source, target: on(target) },
+        Command::Download { source, target } => Command::Download { source: on(source), target: *target },
+        Command::Apply { pieces } => {
+            let payload = |payload| match payload {
+                Payload::Device(span) => Payload::Device(on(&span)),
+                staged => staged,
+            };
+            let piece = |piece: &Piece| Piece {
+                target: on(&piece.target),
+                payload: payload(piece.payload),
+                kind: piece.kind,
+            };
+            Command::Apply { pieces: pieces.iter().map(piece).collect() }
+        }
+        Command::Copy { source, target } => Command::Copy { source: on(source), target: on(target) },
+        Command::Fill { target, pattern, width } => {
+            Command::Fill { target: on(target), pattern: *pattern, width: *width }
+        }
+        Command::Gather { sources, target } => Command::Gather {
+            sources: sources.iter().map(|(source, offset)| (on(source), *offset)).collect(),
+            target: on(target),
+        },
+        Command::Scatter { source, targets } => Command::Scatter {
+            source: on(source),
+            targets: targets.iter().map(|(offset, target)| (*offset, on(target))).collect(),
+        },
+        Command::Diff { left, right, width, target } => {
+            Command::Diff { left: on(left), right: on(right), width: *width, target: *target }
+        }
+        Command::Crc { sources, target } => {
+            Command::Crc { sources: sources.iter().map(on).collect(), target: *target }
+        }
+    }
+}

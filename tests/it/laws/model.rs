@@ -1,0 +1,188 @@
+//! What a list of commands means, one byte at a time. Slow and short, so that it can be checked by eye.
+
+use remanent::device::{Command, Lane, Payload, Piece, PieceKind, Span, StagingSpan};
+
+/// Lists, and the memory on which they run. Page memory `n` of the case is `MemoryId(n)`.
+#[derive(Clone, Debug)]
+pub struct Case {
+    /// What a failure is reported as.
+    pub name: String,
+    /// What the page memory holds at first.
+    pub memories: Vec<Vec<u8>>,
+    /// The lists, in the order in which they must seem to run.
+    pub lists: Vec<CaseList>,
+}
+
+/// A list of a case.
+#[derive(Clone, Debug)]
+pub struct CaseList {
+    /// Where it is submitted.
+    pub lane: Lane,
+    /// What it does.
+    pub commands: Vec<Command>,
+    /// What its staging holds at first.
+    pub staging: Vec<Vec<u8>>,
+}
+
+/// What must be there afterwards.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Outcome {
+    /// The page memory.
+    pub memories: Vec<Vec<u8>>,
+    /// Each list's staging; `None` for bytes that the list read, which come back unspecified.
+    pub staging: Vec<Vec<Vec<Option<u8>>>>,
+}
+
+impl Case {
+    /// One list, on the lane of deltas.
+    pub fn new(name: String, memories: Vec<Vec<u8>>, staging: Vec<Vec<u8>>, commands: Vec<Command>) -> Self {
+        Self { name, memories, lists: vec![CaseList { lane: Lane::Apply, commands, staging }] }
+    }
+
+    /// What the case must lead to.
+    pub fn outcome(&self) -> Outcome {
+        let mut outcome = Outcome { memories: self.memories.clone(), staging: Vec::new() };
+        for list in &self.lists {
+            let mut run = Run {
+                memories: &mut outcome.memories,
+                read: list.staging.iter().map(|bytes| vec![false; bytes.len()]).collect(),
+                staging: list.staging.clone(),
+            };
+            list.commands.iter().for_each(|command| run.command(command));
+            let known = |(bytes, read): (Vec<u8>, Vec<bool>)| {
+                bytes.into_iter().zip(read).map(|(byte, read)| (!read).then_some(byte)).collect()
+            };
+            let staging = run.staging.into_iter().zip(run.read).map(known).collect();
+            outcome.staging.push(staging);
+        }
+        outcome
+    }
+}
+
+/// One list being run.
+struct Run<'a> {
+    memories: &'a mut [Vec<u8>],
+    staging: Vec<Vec<u8>>,
+    read: Vec<Vec<bool>>,
+}
+
+impl Run<'_> {
+    fn command(&mut self, command: &Command) {
+        match command {
+            Command::Upload { source, target } => {
+                for at in 0..target.len {
+                    let byte = self.staged(source.index, source.offset + at as usize);
+                    self.set(*target, at, byte);
+                }
+            }
+            Command::Download { source, target } => {
+                for at in 0..source.len {
+                    self.stage(*target, at as usize, self.get(*source, at));
+                }
+            }
+            Command::Apply { pieces } => pieces.iter().for_each(|piece| self.apply(piece)),
+            Command::Copy { source, target } => {
+                for at in 0..source.len {
+                    self.set(*target, at, self.get(*source, at));
+                }
+            }
+            Command::Fill { target, pattern, width } => {
+                for at in 0..target.len {
+                    self.set(*target, at, pattern[at as usize % width.bytes()]);
+                }
+            }
+            Command::Gather { sources, target } => {
+                for (source, offset) in sources {
+                    for at in 0..source.len {
+                        self.set(*target, offset + at, self.get(*source, at));
+                    }
+                }
+            }
+            Command::Scatter { source, targets } => {
+                for (offset, target) in targets {
+                    for at in 0..target.len {
+                        self.set(*target, at, self.get(*source, offset + at));
+                    }
+                }
+            }
+            Command::Diff { left, right, width, target } => {
+                let mut bits = vec![0; target.len];
+                for at in 0..left.len {
+                    let element = at as usize / width.bytes();
+                    if self.get(*left, at) != self.get(*right, at) {
+                        bits[element / 8] |= 1 << (element % 8);
+                    }
+                }
+                bits.into_iter().enumerate().for_each(|(at, byte)| self.stage(*target, at, byte));
+            }
+            Command::Crc { sources, target } => {
+                for (number, source) in sources.iter().enumerate() {
+                    let bytes: Vec<u8> = (0..source.len).map(|at| self.get(*source, at)).collect();
+                    let sum = crc32fast::hash(&bytes).to_le_bytes();
+                    sum.into_iter().enumerate().for_each(|(at, byte)| {
+                        self.stage(*target, 4 * number + at, byte);
+                    });
+                }
+            }
+        }
+    }
+
+    fn apply(&mut self, piece: &Piece) {
+        let target = piece.target;
+        match piece.kind {
+            PieceKind::Dense => {
+                for at in 0..target.len {
+                    let byte = self.payload(piece.payload, at as usize);
+                    self.set(target, at, byte);
+                }
+            }
+            PieceKind::Masked { width, bytes_at } => {
+                for at in 0..target.len {
+                    let element = at as usize / width.bytes();
+                    let bits = self.payload(piece.payload, element / 8);
+                    let byte = self.payload(piece.payload, bytes_at + at as usize);
+                    if bits & (1 << (element % 8)) != 0 {
+                        self.set(target, at, byte);
+                    }
+                }
+            }
+            PieceKind::Sparse { width, count, values_at } => {
+                for number in 0..count {
+                    let index = [0, 1, 2, 3].map(|at| self.payload(piece.payload, 4 * number + at));
+                    let element = u64::from(u32::from_le_bytes(index));
+                    for at in 0..width.bytes() {
+                        let byte = self.payload(piece.payload, values_at + number * width.bytes() + at);
+                        self.set(target, element * width.bytes() as u64 + at as u64, byte);
+                    }
+                }
+            }
+        }
+    }
+
+    fn get(&self, span: Span, at: u64) -> u8 {
+        assert!(at < span.len);
+        self.memories[span.memory.0 as usize][(span.offset + at) as usize]
+    }
+
+    fn set(&mut self, span: Span, at: u64, byte: u8) {
+        assert!(at < span.len);
+        self.memories[span.memory.0 as usize][(span.offset + at) as usize] = byte;
+    }
+
+    fn payload(&mut self, payload: Payload, at: usize) -> u8 {
+        match payload {
+            Payload::Staging { index, offset } => self.staged(index, offset + at),
+            Payload::Device(span) => self.get(span, at as u64),
+        }
+    }
+
+    fn staged(&mut self, index: usize, at: usize) -> u8 {
+        self.read[index][at] = true;
+        self.staging[index][at]
+    }
+
+    fn stage(&mut self, span: StagingSpan, at: usize, byte: u8) {
+        assert!(at < span.len);
+        self.staging[span.index][span.offset + at] = byte;
+    }
+}
