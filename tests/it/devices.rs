@@ -294,7 +294,8 @@ fn who_polls_a_seeded_late_device_gets_on() {
 
 #[test]
 fn an_arranged_fault_strikes_its_call_and_is_passed_through() {
-    let rows: [(DeviceCall, fn(&dyn Device, MemoryId) -> remanent::Result<()>); 6] = [
+    type Make = fn(&dyn Device, MemoryId) -> remanent::Result<()>;
+    let rows: [(DeviceCall, Make); 6] = [
         (DeviceCall::Allocate, |device, _| device.allocate(PLACE, 1).map(drop)),
         (DeviceCall::Release, |device, memory| device.release(memory)),
         (DeviceCall::Staging, |device, _| device.staging(1).map(drop)),

@@ -33,7 +33,7 @@ pub fn table() -> Vec<Case> {
         many_checksums(),
         both_ways_in_one_staging(),
     ]);
-    cases.extend([order_in_a_lane(), order_across_lanes(), no_commands()]);
+    cases.extend([order_in_a_lane(), order_across_lanes(), no_commands(), long_copy()]);
     cases
 }
 
@@ -140,6 +140,13 @@ fn mask_of_eight(mask: u8, width: Width) -> Case {
     Case::new(format!("mask {mask:08b} of {width:?}"), vec![bytes(1, len + 2)], vec![payload], vec![command])
 }
 
+/// Longer than what a device moves at a time.
+fn long_copy() -> Case {
+    let len = 200_001;
+    let copy = Command::Copy { source: span(0, 3, len), target: span(1, 5, len) };
+    Case::new("a long copy".to_owned(), vec![bytes(1, len + 3), bytes(2, len + 7)], vec![], vec![copy])
+}
+
 /// Later pieces of a page win over earlier ones, whatever their kinds, also from list to list.
 fn overlapping_pieces() -> Case {
     let piece = |offset, len, at, kind| Piece {
@@ -197,6 +204,7 @@ fn both_ways_in_one_staging() -> Case {
     let commands = vec![
         Command::Upload { source: up, target: span(0, 3, 40) },
         Command::Download { source: span(0, 0, 40), target: down },
+        Command::Download { source: span(0, 1, 40), target: up },
     ];
     Case::new("both ways in one staging".to_owned(), vec![bytes(1, 50)], vec![bytes(16, 100)], commands)
 }
@@ -227,7 +235,7 @@ fn order_in_a_lane() -> Case {
 /// Lists that read what the other lane just wrote.
 fn order_across_lanes() -> Case {
     let list = |number: usize| CaseList {
-        lane: if number % 2 == 0 { Lane::Apply } else { Lane::Drain },
+        lane: if number.is_multiple_of(2) { Lane::Apply } else { Lane::Drain },
         commands: vec![
             Command::Download {
                 source: span(0, 0, 24),
