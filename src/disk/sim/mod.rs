@@ -7,6 +7,8 @@
 mod crash;
 mod event;
 mod state;
+#[cfg(test)]
+mod tests;
 
 use std::fmt;
 use std::io;
