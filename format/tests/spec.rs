@@ -1,0 +1,315 @@
+//! SPEC.md says what the code says: every table of the page is read and held against the constants.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use remanent_format::frame::{FrameHeader, FrameHeaderRaw, FrameKind, VerifiedSnapshotRaw};
+use remanent_format::image::{ChunkHeaderRaw, ImageFileHeaderRaw, ImageHeaderRaw};
+use remanent_format::layout::{Field, LayoutTable};
+use remanent_format::limits::{self, align_up};
+use remanent_format::manifest::{ManifestEntryRaw, ManifestHeaderRaw, TombstoneRaw};
+use remanent_format::op::{CreateBodyRaw, Op, OpHeaderRaw, PayloadHeadRaw, PayloadWriter, RestoreBodyRaw};
+use remanent_format::segment::SegmentHeaderRaw;
+use remanent_format::store::StoreHeaderRaw;
+use remanent_format::value::{ENVELOPE_HEAD_LEN, encode_entry};
+use remanent_format::{
+    Incarnation, LogPoint, Lsn, Metadata, PageId, Place, StoreId, Value, Width, frame, image, manifest,
+    segment, store,
+};
+
+const SPEC: &str = include_str!("../SPEC.md");
+
+const LAYOUTS: [LayoutTable; 14] = [
+    StoreHeaderRaw::TABLE,
+    SegmentHeaderRaw::TABLE,
+    FrameHeaderRaw::TABLE,
+    VerifiedSnapshotRaw::TABLE,
+    PayloadHeadRaw::TABLE,
+    OpHeaderRaw::TABLE,
+    CreateBodyRaw::TABLE,
+    RestoreBodyRaw::TABLE,
+    ImageFileHeaderRaw::TABLE,
+    ChunkHeaderRaw::TABLE,
+    ImageHeaderRaw::TABLE,
+    ManifestHeaderRaw::TABLE,
+    ManifestEntryRaw::TABLE,
+    TombstoneRaw::TABLE,
+];
+
+/// A row of an offset table.
+#[derive(Debug, PartialEq, Eq)]
+struct Row {
+    offset: usize,
+    size: usize,
+    name: String,
+    meaning: String,
+}
+
+/// The cells of a table's line, without the marks of code.
+fn cells(line: &str) -> Vec<String> {
+    line.trim().trim_matches('|').split('|').map(|cell| cell.trim().replace('`', "")).collect()
+}
+
+/// The rows of the first table after `heading`, without its head.
+fn table_after(heading: &str) -> Vec<Vec<String>> {
+    let at = SPEC.find(heading).unwrap_or_else(|| panic!("SPEC.md says nothing of {heading:?}"));
+    let lines = SPEC[at..].lines().skip_while(|line| !line.starts_with('|'));
+    lines.take_while(|line| line.starts_with('|')).skip(2).map(cells).collect()
+}
+
+/// The structures of SPEC.md by name: length and rows.
+fn structures() -> BTreeMap<String, (usize, Vec<Row>)> {
+    let mut found = BTreeMap::new();
+    for heading in SPEC.lines().filter(|line| line.starts_with("#### ")) {
+        let name = heading.split('`').nth(1).expect("a structure's heading names it").to_owned();
+        let len = heading.split(", ").nth(1).and_then(|text| text.strip_suffix(" bytes"));
+        let len = len.and_then(|len| len.parse().ok()).expect("a structure's heading gives its length");
+        let rows = table_after(heading)
+            .into_iter()
+            .map(|row| Row {
+                offset: row[0].parse().expect("an offset"),
+                size: row[1].parse().expect("a size"),
+                name: row[2].clone(),
+                meaning: row[3].clone(),
+            })
+            .collect();
+        assert!(found.insert(name.clone(), (len, rows)).is_none(), "{name} appears twice");
+    }
+    found
+}
+
+#[test]
+fn offset_tables_are_those_of_the_code() {
+    let mut spec = structures();
+    for layout in LAYOUTS {
+        let (len, rows) = spec.remove(layout.name).unwrap_or_else(|| panic!("SPEC.md lacks {}", layout.name));
+        assert_eq!(len, layout.len, "{}", layout.name);
+        let rows: Vec<_> = rows.iter().map(|row| (row.name.as_str(), row.offset, row.size)).collect();
+        let fields: Vec<_> =
+            layout.fields.iter().map(|field| (field.name, field.offset, field.size)).collect();
+        assert_eq!(rows, fields, "{}", layout.name);
+    }
+    // These three are no layouts of their own; the next tests read them.
+    let rest: Vec<_> = spec.keys().map(String::as_str).collect();
+    assert_eq!(rest, ["Envelope", "Incarnation", "LogPoint"]);
+}
+
+#[test]
+fn every_layout_in_the_sources_is_held_against_the_page() {
+    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let mut declared = Vec::new();
+    for file in std::fs::read_dir(sources).unwrap() {
+        let text = std::fs::read_to_string(file.unwrap().path()).unwrap();
+        declared.extend(text.split("\nlayout! {").skip(1).map(|block| {
+            let name = block.split("pub struct ").nth(1).and_then(|rest| rest.split(':').next());
+            name.expect("a layout declares a structure").to_owned()
+        }));
+    }
+    declared.sort();
+    let mut held: Vec<_> = LAYOUTS.iter().map(|layout| layout.name.to_owned()).collect();
+    held.sort();
+    assert_eq!(declared, held);
+}
+
+/// Where the bytes of each field of a composite lie, found by changing one field at a time.
+fn check_composite<T: Field>(name: &str, zero: &T, changed: &[(&str, T)]) {
+    let (len, rows) = &structures()[name];
+    assert_eq!(*len, T::SIZE, "{name}");
+    let bytes = |value: &T| {
+        let mut out = vec![0; T::SIZE];
+        value.put(&mut out);
+        out
+    };
+    assert_eq!(bytes(zero), vec![0; T::SIZE], "{name}");
+    assert_eq!(rows.len(), changed.len(), "{name}");
+    for (row, (field, value)) in rows.iter().zip(changed) {
+        assert_eq!(row.name, *field, "{name}");
+        let mut expected = vec![0; T::SIZE];
+        expected[row.offset..row.offset + row.size].fill(0xff);
+        assert_eq!(bytes(value), expected, "{name}.{field}");
+    }
+}
+
+#[test]
+fn composite_fields_are_those_of_the_code() {
+    let all = Incarnation { number: u32::MAX, random: u32::MAX };
+    check_composite(
+        "Incarnation",
+        &Incarnation::default(),
+        &[("number", Incarnation { random: 0, ..all }), ("random", Incarnation { number: 0, ..all })],
+    );
+    let zero = LogPoint::default();
+    check_composite(
+        "LogPoint",
+        &zero,
+        &[
+            ("incarnation", LogPoint { incarnation: all, ..zero }),
+            ("lsn", LogPoint { lsn: Lsn(u64::MAX), ..zero }),
+            ("segment", LogPoint { segment: u64::MAX, ..zero }),
+            ("offset", LogPoint { offset: u64::MAX, ..zero }),
+            ("chain", LogPoint { chain: u32::MAX, ..zero }),
+        ],
+    );
+}
+
+#[test]
+fn the_envelope_is_that_of_the_code() {
+    let (len, rows) = &structures()["Envelope"];
+    assert_eq!(*len, ENVELOPE_HEAD_LEN);
+    let bytes = encode_entry("a", &Value::Null, 100).unwrap();
+    let field = |row: &Row| u32::get(&bytes[row.offset..row.offset + row.size]);
+    assert_eq!((rows[0].name.as_str(), field(&rows[0])), ("len", (bytes.len() - len) as u32));
+    assert_eq!((rows[1].name.as_str(), field(&rows[1])), ("crc", crc32fast::hash(&bytes[*len..])));
+}
+
+#[test]
+fn magics_and_versions_are_those_of_the_code() {
+    let structures = structures();
+    for (name, magic) in [
+        ("StoreHeaderRaw", &store::STORE_MAGIC[..]),
+        ("SegmentHeaderRaw", &segment::SEGMENT_MAGIC),
+        ("FrameHeaderRaw", &frame::FRAME_MAGIC),
+        ("ImageFileHeaderRaw", &image::IMAGE_FILE_MAGIC),
+        ("ChunkHeaderRaw", &image::CHUNK_MAGIC),
+        ("ManifestHeaderRaw", &manifest::MANIFEST_MAGIC),
+    ] {
+        assert_eq!(structures[name].1[0].meaning.as_bytes(), magic, "{name}");
+    }
+    let with_magic = structures.values().filter(|(_, rows)| rows[0].name == "magic").count();
+    assert_eq!(with_magic, 6);
+    let versions = structures.values().flat_map(|(_, rows)| rows).filter(|row| row.name == "version");
+    let versions: Vec<u32> = versions.map(|row| row.meaning.parse().unwrap()).collect();
+    assert_eq!(versions, [segment::FORMAT_VERSION; 4]);
+    let title = format!("# The bytes of a Remanent store, version {}\n", segment::FORMAT_VERSION);
+    assert!(SPEC.starts_with(&title));
+}
+
+macro_rules! values {
+    ($($name:ident),* $(,)?) => { [$((stringify!($name), limits::$name as u64)),*] };
+}
+
+#[test]
+fn limits_are_those_of_the_code() {
+    let values = values![
+        GROUP_ALIGN,
+        FRAME_ALIGN,
+        SECTOR_LEN,
+        SEGMENT_LEN_MIN,
+        SEGMENT_LEN_MAX,
+        FRAME_PAYLOAD_LEN_MAX,
+        KEY_LEN_MAX,
+        PAGE_LEN_MAX,
+        DEVICE_ORDINAL_MAX,
+        METADATA_LEN_MAX,
+        ROOT_LEN_MAX,
+        VALUE_DEPTH_MAX,
+        NAME_LEN_MAX,
+        NOTE_LEN_MAX,
+        IDENTITY_LEN_MAX,
+        STORE_RECORD_LEN_MAX,
+        CHUNK_IMAGES_MAX,
+        CHUNK_LEN_MAX,
+        MANIFEST_ENTRIES_MAX,
+        MANIFEST_BODY_LEN_MAX,
+    ];
+    let rows = table_after("\n## Limits\n");
+    let rows: Vec<_> = rows.iter().map(|row| (row[0].as_str(), row[1].parse::<u64>().unwrap())).collect();
+    assert_eq!(rows, values);
+    let source = include_str!("../src/limits.rs");
+    let declared = source.lines().filter(|line| line.starts_with("pub const ") && !line.contains(" fn "));
+    let declared: Vec<_> = declared.map(|line| line[10..].split(':').next().unwrap()).collect();
+    assert_eq!(declared, values.map(|(name, _)| name), "a limit that the page does not list");
+}
+
+#[test]
+fn value_kinds_are_those_of_the_code() {
+    let samples = [
+        ("Null", Value::Null),
+        ("Bool", Value::from(true)),
+        ("I64", Value::from(1_i64)),
+        ("U64", Value::from(1_u64)),
+        ("F64", Value::from(1.0)),
+        ("String", Value::from("")),
+        ("Bytes", Value::Bytes(vec![])),
+        ("List", Value::List(vec![])),
+        ("Map", Value::from(Metadata::new())),
+    ];
+    let rows = table_after("**A value** is a kind");
+    assert_eq!(rows.len(), samples.len());
+    for (row, (name, value)) in rows.iter().zip(samples) {
+        assert_eq!(row[1], name);
+        let bytes = encode_entry("", &value, 100).unwrap();
+        // Envelope, then the length of the empty name, then the value.
+        assert_eq!(u32::get(&bytes[16..]).to_string(), row[0], "{name}");
+    }
+}
+
+#[test]
+fn operation_kinds_are_those_of_the_code() {
+    let page = PageId(1);
+    let samples = [
+        Op::Create { page, len: 1, place: Place::Host, key: None, metadata: Metadata::new() },
+        Op::Write { page, offset: 0, bytes: b"1" },
+        Op::Masked { page, offset: 0, width: Width::W1, mask: &[1], bytes: &[1] },
+        Op::Scatter { page, width: Width::W1, base: 0, indices: &[0; 4], values: &[1] },
+        Op::Fill { page, offset: 0, len: 1, pattern: &[1] },
+        Op::Resize { page, len: 1 },
+        Op::Delete { page },
+        Op::SetMetadata { page, name: "a".into(), value: Value::Null },
+        Op::RemoveMetadata { page, name: "a" },
+        Op::SetRoot { name: "a".into(), value: Value::Null },
+        Op::RemoveRoot { name: "a" },
+        Op::Note { text: "a" },
+        Op::Restore { table: 1, table_crc: 1, restored: Lsn(1) },
+    ];
+    let rows = table_after("| kind | name | `width` |");
+    assert_eq!(rows.len(), samples.len());
+    for (row, op) in rows.iter().zip(samples) {
+        assert_eq!(row[1], op.kind());
+        let mut writer = PayloadWriter::default();
+        writer.push(&op).unwrap();
+        let payload = writer.finish();
+        let header = OpHeaderRaw::from_bytes(payload[16..48].try_into().unwrap());
+        assert_eq!(header.kind.to_string(), row[0], "{}", op.kind());
+        assert_eq!(row[2] == "–", header.width == 0, "{}: width", op.kind());
+        assert_eq!(header.page == page, op.page().is_some(), "{}: page", op.kind());
+        assert_eq!(row[5] == "–", header.body_len == 0, "{}: body", op.kind());
+        let padded = 48 + align_up(header.body_len.into(), limits::FRAME_ALIGN) as usize;
+        assert_eq!(payload.len(), padded, "{}: padding", op.kind());
+    }
+}
+
+#[test]
+fn frame_kinds_and_places_are_those_of_the_code() {
+    let header = |kind| FrameHeader {
+        kind,
+        group_start: false,
+        incarnation: Incarnation::default(),
+        store: StoreId([0; 16]),
+        segment: 0,
+        offset: 0,
+        lsn: Lsn(0),
+        durable: Lsn(0),
+        payload_len: 0,
+        payload_crc: 0,
+        chain_prev: 0,
+    };
+    let kinds = structures()["FrameHeaderRaw"].1[1].meaning.clone();
+    let byte = |kind| header(kind).encode().0[4];
+    assert_eq!(kinds, format!("{}: batch, {}: seal", byte(FrameKind::Batch), byte(FrameKind::Seal)));
+
+    let rows = table_after("Places, here and in manifests");
+    let rows: Vec<_> = rows.iter().map(|row| (row[0].clone(), row[1].clone())).collect();
+    let places = [Place::Device(0), Place::Pinned, Place::Host, Place::Unified, Place::Disk];
+    let kinds = places.map(|place| {
+        let name = place.to_string();
+        (place.to_raw().0.to_string(), name.trim_end_matches(":0").to_owned())
+    });
+    assert_eq!(rows, kinds);
+}
+
+#[test]
+fn the_crc_is_the_one_that_the_page_names() {
+    assert!(SPEC.contains("`123456789` is 0xCBF43926"));
+    assert_eq!(crc32fast::hash(b"123456789"), 0xcbf4_3926);
+}
