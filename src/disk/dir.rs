@@ -290,35 +290,35 @@ fn read_direct(file: &File, offset: u64, out: &mut [u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// Why a shared mapping below `path` must not be written through, if so. What counts is whether a write
-/// to a synced page can need new space: then a full disk kills the process with SIGBUS.
+/// Why a shared mapping below `path` must not be written through, if so.
 fn mapping_refused(path: &Path) -> rustix::io::Result<Option<String>> {
-    const EXT: u64 = 0xef53;
-    const TMPFS: u64 = 0x0102_1994;
-    const XFS: u64 = 0x5846_5342;
     // The field is signed on some platforms, unsigned on others; the magic numbers are 32 bits.
     let magic = rustix::fs::statfs(path)?.f_type as u64 & 0xffff_ffff;
-    Ok(match magic {
-        EXT | TMPFS => None,
-        XFS => shares_extents(path)?
-            .then(|| "XFS with reflinks: a write to a shared extent needs space".to_owned()),
-        other => {
-            let known = [
-                (0x9123_683e, "btrfs copies on write"),
-                (0x2fc1_2fc1, "ZFS copies on write"),
-                (0xf2f5_2010, "F2FS writes elsewhere"),
-                (0x794c_7630, "overlayfs may move the file between layers"),
-                (0x6573_5546, "FUSE decides elsewhere"),
-                (0x6969, "NFS writes back at close"),
-                (0xfe53_4d42, "SMB is a network file system"),
-                (0x0102_1997, "9P is a network file system"),
-            ];
-            let found = known.iter().find(|(magic, _)| *magic == other);
-            Some(
-                found.map_or_else(|| format!("unknown file system {other:#x}"), |(_, why)| (*why).to_owned()),
-            )
-        }
-    })
+    refusal(magic, || shares_extents(path))
+}
+
+/// The verdict on a file system, by its magic number. What counts is whether a write to a synced page can
+/// need new space: then a full disk kills the process with SIGBUS.
+fn refusal(
+    magic: u64,
+    shares_extents: impl FnOnce() -> rustix::io::Result<bool>,
+) -> rustix::io::Result<Option<String>> {
+    let reason = match magic {
+        // ext2, ext3, ext4; tmpfs.
+        0xef53 | 0x0102_1994 => return Ok(None),
+        0x5846_5342 if shares_extents()? => "XFS with reflinks needs space to write to a shared extent",
+        0x5846_5342 => return Ok(None),
+        0x9123_683e => "btrfs copies on write",
+        0x2fc1_2fc1 => "ZFS copies on write",
+        0xf2f5_2010 => "F2FS never writes in place",
+        0x794c_7630 => "overlayfs may move a file between layers",
+        0x6573_5546 => "behind FUSE nobody knows where writes go",
+        0x6969 => "NFS is a network file system",
+        0xfe53_4d42 | 0xff53_4d42 => "SMB is a network file system",
+        0x0102_1997 => "9P is a network file system",
+        unknown => return Ok(Some(format!("file system {unknown:#x} is not known to write in place"))),
+    };
+    Ok(Some(reason.to_owned()))
 }
 
 /// Whether files below `path` can share extents, asked by cloning one nameless file into another.
@@ -387,5 +387,81 @@ impl ReadAt for DirReader {
             return Err(io::ErrorKind::Unsupported.into());
         }
         self.open(file)?.read_exact_at(out, offset)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mapping_is_allowed_only_where_writes_are_in_place() {
+        let unasked = || panic!("only XFS is asked for shared extents");
+        for in_place in [0xef53, 0x0102_1994] {
+            assert_eq!(refusal(in_place, unasked), Ok(None));
+        }
+        for (magic, word) in
+            [(0x9123_683e, "btrfs"), (0x794c_7630, "overlayfs"), (0x6969, "NFS"), (0x1234, "0x1234")]
+        {
+            let reason = refusal(magic, unasked).unwrap().unwrap();
+            assert!(reason.contains(word), "{reason}");
+        }
+        assert_eq!(refusal(0x5846_5342, || Ok(false)), Ok(None));
+        assert!(refusal(0x5846_5342, || Ok(true)).unwrap().unwrap().contains("reflinks"));
+        assert_eq!(refusal(0x5846_5342, || Err(Errno::IO)), Err(Errno::IO));
+    }
+
+    #[test]
+    fn a_real_file_system_is_asked() {
+        let reason = DirDisk::new("/proc").mapping_refused().unwrap().unwrap();
+        assert!(reason.contains("0x9fa0"), "{reason}");
+        let missing = DirDisk::new("/proc/no such folder").mapping_refused();
+        assert!(matches!(missing, Err(Error::Folder { .. })));
+    }
+
+    /// Past the cache the same bytes come, whatever the alignment of offset, length and end of file.
+    #[test]
+    fn reads_past_the_cache_need_no_alignment() {
+        let directory = tempfile::tempdir().unwrap();
+        let disk = DirDisk::new(directory.path());
+        let file = disk.create(FileName::Store).unwrap();
+        let len = 2 * BOUNCE_LEN_MAX + 5000;
+        let bytes: Vec<u8> = (0..len).map(|index| (index % 251) as u8).collect();
+        file.write_at(0, &bytes).unwrap();
+        file.sync().unwrap();
+        // A file keeps its bytes under another name.
+        disk.rename(FileName::Store, FileName::Temporary(Folder::Root, 1)).unwrap();
+        for (offset, len) in [
+            (0, len),
+            (1, len - 1),
+            (0, 0),
+            (4095, 2),
+            (4096, 4096),
+            (len - 1, 1),
+            (len - 5001, 5001),
+            (123, BOUNCE_LEN_MAX),
+        ] {
+            let mut out = vec![0; len];
+            file.read_past_cache(offset as u64, &mut out).unwrap();
+            assert!(out == bytes[offset..offset + len], "{offset}+{len}");
+        }
+        for (offset, len) in [(len, 1), (len - 1, 2), (len + 5000, 1), (0, len + 1)] {
+            let error = file.read_past_cache(offset as u64, &mut vec![0; len]).unwrap_err();
+            let Error::Io { source, .. } = &error else { panic!("{error}") };
+            assert_eq!(source.kind(), io::ErrorKind::UnexpectedEof, "{offset}+{len}");
+        }
+    }
+
+    #[test]
+    fn the_plain_way_past_the_cache_reads_the_same() {
+        let directory = tempfile::tempdir().unwrap();
+        std::fs::write(directory.path().join("STORE"), b"some bytes").unwrap();
+        let file = File::open(directory.path().join("STORE")).unwrap();
+        // As on a file system that has no direct reads.
+        let file = DirFile { file, name: FileName::Store, direct: Mutex::new(Some(None)) };
+        let mut out = [0; 5];
+        file.read_past_cache(5, &mut out).unwrap();
+        assert_eq!(&out, b"bytes");
+        assert_eq!(file.read_past_cache(6, &mut out).unwrap_err().offset(), Some(6));
     }
 }

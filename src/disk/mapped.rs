@@ -77,3 +77,88 @@ impl Window for MappedWindow {
         self.map.flush_range(start, len).map_err(|source| Error::io("sync", self.name, Some(offset), source))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt;
+
+    use super::*;
+
+    const LEN: usize = 3 * 4096 + 100;
+
+    fn with_window() -> (File, MappedWindow) {
+        let file = tempfile::tempfile().unwrap();
+        file.write_all_at(&[0; LEN], 0).unwrap();
+        let window = MappedWindow::new(&file, FileName::Segment(0)).unwrap();
+        (file, window)
+    }
+
+    #[test]
+    fn what_is_put_is_in_the_file_before_any_sync() {
+        let (file, window) = with_window();
+        let mut expected = vec![0; LEN];
+        for (offset, bytes) in [(0, &b"start"[..]), (4093, b"across"), (LEN - 3, b"end"), (LEN, b"")] {
+            window.put(offset as u64, bytes).unwrap();
+            expected[offset..offset + bytes.len()].copy_from_slice(bytes);
+            let mut found = vec![0; LEN];
+            file.read_exact_at(&mut found, 0).unwrap();
+            assert!(found == expected, "after the put at {offset}");
+        }
+        for (offset, len) in [(0, LEN), (4093, 6), (LEN - 3, 3), (LEN, 0)] {
+            window.sync(offset as u64, len as u64).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_put_or_sync_outside_the_window_panics_and_stores_nothing() {
+        let (file, window) = with_window();
+        for (offset, len) in [(LEN as u64, 1), (LEN as u64 - 1, 2), (u64::MAX, 1), (u64::MAX, 0)] {
+            let put = || window.put(offset, &vec![1; len]);
+            assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(put)).is_err(), "{offset}+{len}");
+            let sync = || window.sync(offset, len as u64);
+            assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(sync)).is_err(), "{offset}+{len}");
+        }
+        let mut found = vec![1; LEN];
+        file.read_exact_at(&mut found, 0).unwrap();
+        assert!(found.iter().all(|byte| *byte == 0));
+    }
+
+    #[test]
+    fn one_thread_syncs_while_another_puts() {
+        let (file, window) = with_window();
+        std::thread::scope(|scope| {
+            let putter = scope.spawn(|| {
+                for offset in 0..LEN {
+                    window.put(offset as u64, &[(offset % 251) as u8]).unwrap();
+                }
+            });
+            while !putter.is_finished() {
+                window.sync(0, LEN as u64).unwrap();
+            }
+        });
+        let mut found = vec![0; LEN];
+        file.read_exact_at(&mut found, 0).unwrap();
+        assert!(found.iter().enumerate().all(|(offset, byte)| *byte == (offset % 251) as u8));
+    }
+
+    /// The kernel lists the flag "do not copy on fork" as `dc`.
+    #[test]
+    fn a_forked_child_does_not_get_the_mapping() {
+        let (_file, window) = with_window();
+        let start = format!("{:x}-", window.map.as_ptr() as usize);
+        let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let mut lines = maps.lines().skip_while(|line| !line.starts_with(&start));
+        let flags = lines.find(|line| line.starts_with("VmFlags:")).unwrap();
+        assert!(flags.split_whitespace().any(|flag| flag == "dc"), "{flags}");
+    }
+
+    #[test]
+    fn an_empty_file_and_a_read_only_one_are_refused() {
+        let empty = tempfile::tempfile().unwrap();
+        assert!(MappedWindow::new(&empty, FileName::Segment(0)).is_err());
+        let named = tempfile::NamedTempFile::new().unwrap();
+        named.as_file().write_all_at(&[0; LEN], 0).unwrap();
+        let read_only = File::open(named.path()).unwrap();
+        assert!(MappedWindow::new(&read_only, FileName::Segment(0)).is_err());
+    }
+}

@@ -1,6 +1,8 @@
 //! The integration tests: one binary, one file an area.
 
 mod devices;
+mod disk_faults;
+mod disk_laws;
 mod floors;
 mod laws;
 mod rule_model;

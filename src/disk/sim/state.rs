@@ -60,9 +60,10 @@ impl Content {
         self.len
     }
 
-    /// Fills `out` from `offset`; false if the content ends before.
+    /// Fills `out` from `offset`; false if the content ends before. Nothing can be read anywhere.
     pub(super) fn read(&self, offset: u64, out: &mut [u8]) -> bool {
-        if offset.checked_add(out.len() as u64).is_none_or(|end| end > self.len) {
+        let end = offset.checked_add(out.len() as u64);
+        if !out.is_empty() && end.is_none_or(|end| end > self.len) {
             return false;
         }
         for (index, within, piece) in pieces(offset, out.len()) {

@@ -1,0 +1,221 @@
+//! What a real file system refuses is passed on with the file, the offset and the system's own words.
+
+use std::io::ErrorKind;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::Path;
+
+use remanent::disk::dir::{DirDisk, DirReader};
+use remanent::disk::{Disk, DiskFile};
+use remanent::{Error, FileName, Folder, LogIo, Result};
+use remanent_format::ReadAt;
+use rustix::thread::CapabilitySet;
+
+const SEGMENT: FileName = FileName::Segment(3);
+
+fn with_folders() -> (tempfile::TempDir, DirDisk) {
+    let directory = tempfile::tempdir().unwrap();
+    let disk = DirDisk::new(directory.path().join("store"));
+    for folder in [Folder::Root].into_iter().chain(Folder::INNER) {
+        disk.make_folder(folder).unwrap();
+    }
+    (directory, disk)
+}
+
+/// Checks that the call failed on a file, for this reason, at this offset.
+#[track_caller]
+fn refused<T>(result: Result<T>, file: FileName, offset: Option<u64>, kind: ErrorKind) {
+    let error = result.map(drop).unwrap_err();
+    let Error::Io { source, .. } = &error else { panic!("not an error of a file: {error}") };
+    assert_eq!((error.file(), error.offset(), source.kind()), (Some(file), offset, kind), "{error}");
+    assert!(error.to_string().contains(&file.to_string()), "{error}");
+}
+
+/// Checks that the call failed on a folder, for this reason.
+#[track_caller]
+fn folder_refused<T>(result: Result<T>, folder: &Path, reason: ErrorKind) {
+    match result.map(drop).unwrap_err() {
+        Error::Folder { path, source, .. } => {
+            assert_eq!((Path::new(&path), source.kind()), (folder, reason));
+        }
+        other => panic!("not an error of a folder: {other}"),
+    }
+}
+
+/// Runs `test` in a thread without root's right to ignore permissions.
+fn as_ordinary_user(test: impl FnOnce() + Send) {
+    std::thread::scope(|scope| {
+        let ordinary = scope.spawn(|| {
+            let mut sets = rustix::thread::capabilities(None).unwrap();
+            for right in [CapabilitySet::DAC_OVERRIDE, CapabilitySet::DAC_READ_SEARCH] {
+                sets.effective.remove(right);
+            }
+            rustix::thread::set_capabilities(None, sets).unwrap();
+            test();
+        });
+        ordinary.join().unwrap();
+    });
+}
+
+#[test]
+fn a_missing_folder_is_named() {
+    let directory = tempfile::tempdir().unwrap();
+    let root = directory.path().join("store");
+    let disk = DirDisk::new(&root);
+    assert_eq!(disk.list(Folder::Log).unwrap(), [""; 0], "a folder that does not exist holds nothing");
+    folder_refused(disk.sync_folder(Folder::Root), &root, ErrorKind::NotFound);
+    folder_refused(disk.make_folder(Folder::Log), &root.join("log"), ErrorKind::NotFound);
+    folder_refused(disk.lock(), &root, ErrorKind::NotFound);
+    refused(disk.create(SEGMENT), SEGMENT, None, ErrorKind::NotFound);
+    disk.make_folder(Folder::Root).unwrap();
+    disk.make_folder(Folder::Root).unwrap();
+    refused(disk.create(SEGMENT), SEGMENT, None, ErrorKind::NotFound);
+    disk.make_folder(Folder::Log).unwrap();
+    disk.make_folder(Folder::Log).unwrap();
+    disk.create(SEGMENT).unwrap();
+    let nested = DirDisk::new(directory.path().join("a/b"));
+    folder_refused(nested.make_folder(Folder::Root), &directory.path().join("a/b"), ErrorKind::NotFound);
+}
+
+#[test]
+fn a_missing_file_is_named() {
+    let (_directory, disk) = with_folders();
+    refused(disk.open(SEGMENT, false), SEGMENT, None, ErrorKind::NotFound);
+    refused(disk.open(SEGMENT, true), SEGMENT, None, ErrorKind::NotFound);
+    refused(disk.remove(SEGMENT), SEGMENT, None, ErrorKind::NotFound);
+    refused(disk.rename(SEGMENT, FileName::Spare(3)), SEGMENT, None, ErrorKind::NotFound);
+}
+
+#[test]
+fn something_else_in_the_way_is_named() {
+    let (_directory, disk) = with_folders();
+    std::fs::create_dir(disk.path().join("STORE")).unwrap();
+    refused(disk.create(FileName::Store), FileName::Store, None, ErrorKind::IsADirectory);
+    refused(disk.remove(FileName::Store), FileName::Store, None, ErrorKind::IsADirectory);
+    let in_file = disk.path().join("file");
+    std::fs::write(&in_file, b"").unwrap();
+    let disk = DirDisk::new(&in_file);
+    folder_refused(disk.make_folder(Folder::Root), &in_file, ErrorKind::AlreadyExists);
+    folder_refused(disk.list(Folder::Root), &in_file, ErrorKind::NotADirectory);
+    refused(disk.create(FileName::Store), FileName::Store, None, ErrorKind::NotADirectory);
+}
+
+#[test]
+fn permission_denied_is_passed_on() {
+    let (_directory, disk) = with_folders();
+    disk.create(SEGMENT).unwrap();
+    let log = disk.path().join("log");
+    let permit = |path: &Path, mode| {
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
+    };
+    let denied = ErrorKind::PermissionDenied;
+    as_ordinary_user(|| {
+        permit(&log.join(SEGMENT.name()), 0o400);
+        refused(disk.open(SEGMENT, true), SEGMENT, None, denied);
+        disk.open(SEGMENT, false).unwrap();
+        permit(&log, 0o500);
+        refused(disk.create(FileName::Segment(4)), FileName::Segment(4), None, denied);
+        refused(disk.remove(SEGMENT), SEGMENT, None, denied);
+        refused(disk.rename(SEGMENT, FileName::Spare(3)), SEGMENT, None, denied);
+        permit(&log, 0o300);
+        folder_refused(disk.list(Folder::Log), &log, denied);
+        folder_refused(disk.sync_folder(Folder::Log), &log, denied);
+        permit(disk.path(), 0o500);
+        refused(disk.lock().map(drop), FileName::Lock, None, denied);
+    });
+    for path in [disk.path(), &log] {
+        permit(path, 0o700);
+    }
+    // The refused lock has left nothing behind.
+    disk.lock().unwrap();
+}
+
+#[test]
+fn a_store_may_lie_in_a_folder_that_cannot_be_read() {
+    let directory = tempfile::tempdir().unwrap();
+    let outer = directory.path().join("outer");
+    let disk = DirDisk::new(outer.join("store"));
+    std::fs::create_dir(&outer).unwrap();
+    disk.make_folder(Folder::Root).unwrap();
+    std::fs::set_permissions(&outer, std::fs::Permissions::from_mode(0o300)).unwrap();
+    as_ordinary_user(|| {
+        disk.make_folder(Folder::Root).unwrap();
+        // But none is made there: its name could not be made durable.
+        let new = DirDisk::new(outer.join("new"));
+        folder_refused(new.make_folder(Folder::Root), new.path(), ErrorKind::PermissionDenied);
+    });
+    std::fs::set_permissions(&outer, std::fs::Permissions::from_mode(0o700)).unwrap();
+}
+
+#[test]
+fn a_short_file_is_an_error_with_its_offset_and_never_zeros() {
+    let (_directory, disk) = with_folders();
+    let file = disk.create(SEGMENT).unwrap();
+    file.write_at(0, &[7; 5000]).unwrap();
+    file.sync().unwrap();
+    type Read = fn(&dyn DiskFile, u64, &mut [u8]) -> Result<()>;
+    let ways: [Read; 2] =
+        [|f, offset, out| f.read_at(offset, out), |f, offset, out| f.read_past_cache(offset, out)];
+    for read in ways {
+        let mut out = [0; 1000];
+        read(&*file, 4000, &mut out).unwrap();
+        assert_eq!(out, [7; 1000]);
+        for offset in [4001, 4999, 5000, 8192, 1 << 40] {
+            refused(read(&*file, offset, &mut out), SEGMENT, Some(offset), ErrorKind::UnexpectedEof);
+        }
+    }
+    let reader = DirReader::new(disk.path());
+    assert_eq!(reader.len(SEGMENT).unwrap(), Some(5000));
+    assert_eq!(reader.len(FileName::Store).unwrap(), None);
+    let mut out = [0; 2];
+    reader.read_at(SEGMENT, 4998, &mut out).unwrap();
+    assert_eq!(out, [7; 2]);
+    assert_eq!(reader.read_at(SEGMENT, 4999, &mut out).unwrap_err().kind(), ErrorKind::UnexpectedEof);
+    assert_eq!(reader.read_at(FileName::Store, 0, &mut out).unwrap_err().kind(), ErrorKind::NotFound);
+}
+
+/// `/dev/full` accepts everything but bytes.
+#[test]
+fn no_space_is_passed_on_with_the_offset() {
+    let (_directory, disk) = with_folders();
+    symlink("/dev/full", disk.path().join("log").join(SEGMENT.name())).unwrap();
+    let file = disk.open(SEGMENT, true).unwrap();
+    refused(file.write_at(4096, b"bytes"), SEGMENT, Some(4096), ErrorKind::StorageFull);
+}
+
+#[test]
+fn a_file_opened_for_reading_is_not_written() {
+    let (_directory, disk) = with_folders();
+    disk.create(SEGMENT).unwrap().write_at(0, &[1; 4096]).unwrap();
+    let file = disk.open(SEGMENT, false).unwrap();
+    assert!(matches!(file.write_at(0, b"x"), Err(Error::Io { offset: Some(0), .. })));
+    refused(file.window(LogIo::Mapped), SEGMENT, None, ErrorKind::PermissionDenied);
+    let window = file.window(LogIo::Buffered).unwrap();
+    assert!(matches!(window.put(5, b"x"), Err(Error::Io { offset: Some(5), .. })));
+}
+
+#[test]
+fn foreign_names_are_listed_as_they_are() {
+    let (_directory, disk) = with_folders();
+    std::fs::write(disk.path().join(std::ffi::OsStr::from_bytes(b"caf\xe9")), b"").unwrap();
+    std::fs::write(disk.path().join("notes.txt"), b"").unwrap();
+    disk.create(FileName::Store).unwrap();
+    let expected = ["STORE", "caf\u{fffd}", "log", "notes.txt", "pages", "snapshots"];
+    assert_eq!(disk.list(Folder::Root).unwrap(), expected);
+}
+
+#[test]
+fn a_relative_path_does_not_follow_the_working_directory() {
+    let disk = DirDisk::new("some/store");
+    let here = std::env::current_dir().unwrap();
+    assert_eq!(disk.path(), here.join("some/store"));
+    assert_eq!(disk.label(), here.join("some/store").display().to_string());
+}
+
+#[test]
+#[should_panic(expected = "LOCK is opened by the lock alone")]
+fn the_lock_file_is_never_opened_as_a_file() {
+    let (_directory, disk) = with_folders();
+    let _lock = disk.lock().unwrap();
+    let _ = disk.open(FileName::Lock, false);
+}

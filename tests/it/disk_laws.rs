@@ -1,0 +1,152 @@
+//! Every disk does the same: random calls on a real directory, through each kind of window, and on the
+//! simulated disk give the same answers, the same bytes and the same names.
+
+use std::io::ErrorKind;
+use std::sync::Arc;
+
+use proptest::collection::vec;
+use proptest::prelude::*;
+use remanent::disk::dir::DirDisk;
+use remanent::disk::sim::SimDisk;
+use remanent::disk::{Disk, DiskFile, Window};
+use remanent::{Error, FileName, Folder, LogIo, Result};
+
+/// A call; `usize`s name one of a few files or handles.
+#[derive(Clone, Debug)]
+enum Call {
+    Create(usize),
+    Open(usize),
+    Close(usize),
+    Rename(usize, usize),
+    Remove(usize),
+    SyncFolder,
+    Write(usize, u64, Vec<u8>),
+    Read(usize, u64, usize),
+    SyncAndReadPast(usize, u64, usize),
+    Put(usize, u64, Vec<u8>),
+}
+
+const NAMES: [FileName; 3] = [FileName::Segment(1), FileName::Spare(2), FileName::Temporary(Folder::Log, 3)];
+
+fn call() -> impl Strategy<Value = Call> {
+    let name = || 0..NAMES.len();
+    let offset = || prop_oneof![0_u64..20, 500_u64..530, 4080_u64..4100, 0_u64..10_000];
+    let len = || prop_oneof![0_usize..20, 500_usize..1100];
+    let bytes = || (any::<u8>(), len()).prop_map(|(byte, len)| vec![byte; len]);
+    prop_oneof![
+        2 => name().prop_map(Call::Create),
+        2 => name().prop_map(Call::Open),
+        1 => name().prop_map(Call::Close),
+        1 => (name(), name()).prop_map(|(source, target)| Call::Rename(source, target)),
+        1 => name().prop_map(Call::Remove),
+        1 => Just(Call::SyncFolder),
+        6 => (name(), offset(), bytes()).prop_map(|(file, offset, bytes)| Call::Write(file, offset, bytes)),
+        3 => (name(), offset(), len()).prop_map(|(file, offset, len)| Call::Read(file, offset, len)),
+        1 => (name(), offset(), len()).prop_map(|(file, offset, len)| Call::SyncAndReadPast(file, offset, len)),
+        4 => (name(), offset(), bytes()).prop_map(|(file, offset, bytes)| Call::Put(file, offset, bytes)),
+    ]
+}
+
+/// What a call answers: bytes read, or the kind of the error.
+type Answer = std::result::Result<Vec<u8>, ErrorKind>;
+
+fn answer(result: Result<Vec<u8>>) -> Answer {
+    result.map_err(|error| match error {
+        Error::Io { source, .. } | Error::Folder { source, .. } => source.kind(),
+        other => panic!("{other}"),
+    })
+}
+
+/// A disk under test with a few open files.
+struct Subject {
+    disk: Arc<dyn Disk>,
+    io: LogIo,
+    open: [Option<Arc<dyn DiskFile>>; NAMES.len()],
+}
+
+impl Subject {
+    fn new(disk: Arc<dyn Disk>, io: LogIo) -> Self {
+        disk.make_folder(Folder::Root).unwrap();
+        disk.make_folder(Folder::Log).unwrap();
+        Self { disk, io, open: [None, None, None] }
+    }
+
+    /// Makes the call; on a slot without an open file, calls of files answer nothing.
+    fn call(&mut self, call: &Call) -> Answer {
+        let read = |len: usize, read: &dyn Fn(&mut [u8]) -> Result<()>| {
+            let mut out = vec![0; len];
+            answer(read(&mut out).map(|()| out))
+        };
+        match call {
+            Call::Create(name) => {
+                let created = self.disk.create(NAMES[*name]);
+                answer(created.map(|file| self.open[*name] = Some(file)).map(|()| Vec::new()))
+            }
+            Call::Open(name) => {
+                let opened = self.disk.open(NAMES[*name], true);
+                answer(opened.map(|file| self.open[*name] = Some(file)).map(|()| Vec::new()))
+            }
+            Call::Close(slot) => {
+                self.open[*slot] = None;
+                Ok(Vec::new())
+            }
+            Call::Rename(source, target) => {
+                answer(self.disk.rename(NAMES[*source], NAMES[*target]).map(|()| Vec::new()))
+            }
+            Call::Remove(name) => answer(self.disk.remove(NAMES[*name]).map(|()| Vec::new())),
+            Call::SyncFolder => answer(self.disk.sync_folder(Folder::Log).map(|()| Vec::new())),
+            Call::Write(slot, offset, bytes) => match &self.open[*slot] {
+                Some(file) => answer(file.write_at(*offset, bytes).map(|()| Vec::new())),
+                None => Ok(Vec::new()),
+            },
+            Call::Read(slot, offset, len) => match &self.open[*slot] {
+                Some(file) => read(*len, &|out| file.read_at(*offset, out)),
+                None => Ok(Vec::new()),
+            },
+            Call::SyncAndReadPast(slot, offset, len) => match &self.open[*slot] {
+                Some(file) => {
+                    file.sync().unwrap();
+                    read(*len, &|out| file.read_past_cache(*offset, out))
+                }
+                None => Ok(Vec::new()),
+            },
+            Call::Put(slot, offset, bytes) => match &self.open[*slot] {
+                Some(file)
+                    if offset + bytes.len() as u64 <= file.len().unwrap() && file.len().unwrap() > 0 =>
+                {
+                    let window: Box<dyn Window> = file.window(self.io).unwrap();
+                    window.put(*offset, bytes).unwrap();
+                    window.sync(*offset, bytes.len() as u64).unwrap();
+                    Ok(Vec::new())
+                }
+                _ => Ok(Vec::new()),
+            },
+        }
+    }
+
+    /// The names, and the lengths of the open files.
+    fn view(&self) -> (Vec<String>, Vec<Option<u64>>) {
+        let lens = self.open.iter().map(|file| file.as_ref().map(|file| file.len().unwrap()));
+        (self.disk.list(Folder::Log).unwrap(), lens.collect())
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 50, ..ProptestConfig::default() })]
+
+    #[test]
+    fn all_disks_answer_alike(calls in vec(call(), 1..60)) {
+        let directory = tempfile::tempdir().unwrap();
+        let real = |name| Arc::new(DirDisk::new(directory.path().join(name)));
+        let mut subjects = [
+            Subject::new(real("mapped"), LogIo::Mapped),
+            Subject::new(real("buffered"), LogIo::Buffered),
+            Subject::new(Arc::new(SimDisk::new()), LogIo::Mapped),
+        ];
+        for (index, call) in calls.iter().enumerate() {
+            let answers = subjects.each_mut().map(|subject| (subject.call(call), subject.view()));
+            prop_assert_eq!(&answers[0], &answers[2], "call {} on the mapped and the simulated disk", index);
+            prop_assert_eq!(&answers[1], &answers[2], "call {} on the buffered and the simulated disk", index);
+        }
+    }
+}
