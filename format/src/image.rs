@@ -194,7 +194,7 @@ impl ImageFileHeader {
         let bytes: &[u8; ImageFileHeaderRaw::LEN] = array(bytes, 0)?;
         let raw = ImageFileHeaderRaw::from_bytes(bytes);
         if raw.magic != IMAGE_FILE_MAGIC {
-            return Err(Defect::Magic { expected: "image file" });
+            return Err(Defect::Magic { expected: "file of images" });
         }
         check_crc("image file header", raw.header_crc, &bytes[..60])?;
         if raw.version != FORMAT_VERSION {
