@@ -5,4 +5,5 @@ mod disk_faults;
 mod disk_laws;
 mod floors;
 mod laws;
+mod readme;
 mod rule_model;
