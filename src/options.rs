@@ -201,7 +201,9 @@ impl Options {
     /// Refuses values that cannot be used.
     pub(crate) fn check(&self) -> Result<()> {
         let invalid = |option, reason: String| Err(Error::InvalidOption { option, reason });
-        if !(SEGMENT_LEN_MIN..=SEGMENT_LEN_MAX).contains(&self.segment_len) || self.segment_len % 4096 != 0 {
+        if !(SEGMENT_LEN_MIN..=SEGMENT_LEN_MAX).contains(&self.segment_len)
+            || !self.segment_len.is_multiple_of(4096)
+        {
             return invalid(
                 "segment_len",
                 format!("{} is no multiple of 4096 of at least 16 KiB", self.segment_len),
