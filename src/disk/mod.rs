@@ -9,6 +9,8 @@ mod buffered;
 pub mod dir;
 mod lock;
 mod mapped;
+// Public because tests and fuzz targets use it from outside the crate; hidden because nobody's store does.
+#[doc(hidden)]
 pub mod sim;
 
 use std::sync::Arc;

@@ -248,6 +248,17 @@ fn a_failed_sync_is_not_made_up_for_by_a_later_one() {
 }
 
 #[test]
+fn a_failed_sync_may_have_lost_the_length() {
+    let (disk, file) = with_segment(1);
+    file.write_at(SECTOR, &[1; SECTOR_LEN]).unwrap();
+    disk.fail(Fault { operation: Operation::Sync, skip: 0, times: 1, errno: EIO });
+    file.sync().unwrap_err();
+    file.sync().unwrap();
+    let see = |disk: &SimDisk| disk.bytes(SEGMENT).unwrap().len();
+    assert_eq!(after_power_cuts(&disk, see), [SECTOR_LEN, 2 * SECTOR_LEN].into());
+}
+
+#[test]
 fn skipped_syncs_succeed_and_do_nothing() {
     let (disk, file) = with_segment(1);
     let window = file.window(LogIo::Mapped).unwrap();
@@ -374,6 +385,24 @@ fn a_small_budget_still_holds_nothing_everything_only_names_and_only_data() {
         ));
     });
     assert_eq!(seen, [(0, false), (0, true), (64, false), (64, true)].into());
+}
+
+/// Dependent changes stay in order in random choices, too.
+#[test]
+fn a_budget_leaves_names_in_order() {
+    let (disk, file) = with_segment(64);
+    file.write_at(0, &[1; 64 * SECTOR_LEN]).unwrap();
+    for _ in 0..4 {
+        disk.create(TEMPORARY).unwrap();
+        disk.rename(TEMPORARY, SEGMENT).unwrap();
+    }
+    let mut seen = BTreeSet::new();
+    disk.power_images(&Plan { images_max: 200, ..at_the_end(&disk) }, |image| {
+        let old = image.disk.bytes(SEGMENT).unwrap().len() == 64 * SECTOR_LEN;
+        seen.insert((old, image.disk.bytes(TEMPORARY).is_some()));
+    });
+    // A new file has the name, or the old one still has it; and one more may wait under its own.
+    assert_eq!(seen, [(false, false), (false, true), (true, false), (true, true)].into());
 }
 
 #[test]
