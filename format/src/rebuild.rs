@@ -87,6 +87,15 @@ impl Survey {
     pub fn read(source: &dyn ReadAt) -> Result<Self, Damage> {
         let bytes = read_whole(source, FileName::Store)?;
         let store = StoreFile::decode(&bytes).map_err(|defect| defect.at(FileName::Store, 0))?;
+        Self::read_as(source, store)
+    }
+
+    /// Looks at every file but STORE, whose content is given: an inspector that guesses the store's id goes
+    /// on where STORE is lost.
+    ///
+    /// # Errors
+    /// [`Damage`] if a folder cannot be listed.
+    pub fn read_as(source: &dyn ReadAt, store: StoreFile) -> Result<Self, Damage> {
         let log = LogMap::read(source, store.store)?;
         let mut manifests = BTreeMap::new();
         let names = source
@@ -166,6 +175,52 @@ impl Survey {
         Ok(Resolution { base: base.map(|manifest| manifest.snapshot), resolved, end, batches, bytes })
     }
 
+    /// Loads the bytes of a state, each page on its own: what damage to an image takes from one page it does
+    /// not take from the others.
+    ///
+    /// # Errors
+    /// [`Damage`] in the log, which held when the state was resolved; or a page becomes longer than
+    /// `page_len_max` on its way.
+    pub fn load(
+        &self,
+        source: &dyn ReadAt,
+        resolution: &Resolution,
+        page_len_max: u64,
+    ) -> Result<BTreeMap<PageId, Result<Vec<u8>, Damage>>, Damage> {
+        let resolved = &resolution.resolved;
+        let mut contents: BTreeMap<PageId, Result<Vec<u8>, Damage>> =
+            resolved.bases.iter().map(|(page, base)| (*page, load_base(source, base))).collect();
+        let base = resolution.base.and_then(|base| self.manifests.get(&base)?.as_ref().ok());
+        let from = match base {
+            Some((manifest, _)) => manifest.redo,
+            None => self.log.beginning().ok_or(Defect::Missing.at_lsn(FileName::Segment(1), 0, Lsn(1)))?,
+        };
+        // The same walk again: it held a moment ago, and now the bytes are wanted.
+        let mut walk = LogWalk::new(source, &self.log, from, self.mark())?;
+        while walk.point().lsn < resolved.table.lsn() {
+            let Some(frame) = walk.next()? else { break };
+            if frame.header.kind != FrameKind::Batch {
+                continue;
+            }
+            let (lsn, file, offset) =
+                (frame.header.lsn, FileName::Segment(frame.header.segment), frame.header.offset);
+            for at in decode_payload(frame.payload).map_err(|defect| defect.at_lsn(file, offset, lsn))? {
+                let Some(page) = at.op.page().filter(|page| resolved.applies(*page, lsn)) else { continue };
+                // A page may be longer on the way than at either end.
+                if let Op::Resize { len, .. } = at.op
+                    && len > page_len_max
+                {
+                    let (found, limit) = (len, page_len_max);
+                    return Err(Defect::Limit { what: "page length", found, limit }.at_lsn(file, offset, lsn));
+                }
+                if let Ok(content) = contents.get_mut(&page).expect("every page has a base") {
+                    apply(&at.op, content);
+                }
+            }
+        }
+        Ok(contents)
+    }
+
     /// Reads the table of an old state that a restore names.
     ///
     /// # Errors
@@ -226,35 +281,11 @@ fn rebuild_from(
         let (found, limit) = (total, options.page_bytes_max);
         return Err(Defect::Limit { what: "bytes of all pages", found, limit }.at(FileName::Store, 0));
     }
-    let mut contents = BTreeMap::new();
-    for (page, base) in &resolved.bases {
-        contents.insert(*page, load_base(source, base)?);
-    }
-    // The same walk again: it held a moment ago, and now the bytes are wanted.
-    let from =
-        base.map_or_else(|| survey.log.beginning().expect("resolved from it"), |manifest| manifest.redo);
-    let mut walk = LogWalk::new(source, &survey.log, from, survey.mark())?;
-    while walk.point().lsn < resolved.table.lsn() {
-        let Some(frame) = walk.next()? else { break };
-        if frame.header.kind != FrameKind::Batch {
-            continue;
-        }
-        let (lsn, file, offset) =
-            (frame.header.lsn, FileName::Segment(frame.header.segment), frame.header.offset);
-        for at in decode_payload(frame.payload).map_err(|defect| defect.at_lsn(file, offset, lsn))? {
-            if let Some(page) = at.op.page().filter(|page| resolved.applies(*page, lsn)) {
-                let content = contents.get_mut(&page).expect("every page has a base");
-                // A page may be longer on the way than at either end.
-                if let Op::Resize { len, .. } = at.op
-                    && len > options.page_bytes_max
-                {
-                    let (found, limit) = (len, options.page_bytes_max);
-                    return Err(Defect::Limit { what: "page length", found, limit }.at_lsn(file, offset, lsn));
-                }
-                apply(&at.op, content);
-            }
-        }
-    }
+    let contents = survey
+        .load(source, &resolution, options.page_bytes_max)?
+        .into_iter()
+        .map(|(page, content)| Ok((page, content?)))
+        .collect::<Result<_, Damage>>()?;
     let Resolution { base, resolved, end, .. } = resolution;
     Ok(Rebuilt { base, table: resolved.table, contents, end, passed_over: Vec::new() })
 }
