@@ -1,1 +1,77 @@
-fn main() {}
+//! The `remanent` command: drives, inspects and verifies stores.
+//!
+//! Read in this order: `exit.rs` (how commands end), `simulate.rs` (what a replayed trace makes of a
+//! store), `replay.rs` and `demo.rs` (the commands that drive one), then the inspecting commands, which
+//! know the format only and so open what the engine refuses.
+#![expect(dead_code, reason = "the commands that drive a store use the rest")]
+
+// Modules are listed in reading order.
+mod exit;
+mod output;
+mod interrupt;
+mod progress;
+mod json;
+
+mod trace;
+mod simulate;
+mod check;
+mod rule;
+mod store_dir;
+mod view;
+mod scan;
+mod reasons;
+mod info;
+mod pages;
+mod log;
+mod dump;
+mod verify;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+use crate::exit::Outcome;
+use crate::output::Output;
+
+const ABOUT: &str = "\
+The store's directory is always the first argument. Commands that inspect only read, take no lock, and \
+decode as much as they can of a damaged store.
+
+Exit codes: 0 fine; 1 damage, or a difference; 2 the call or its surroundings are wrong; 3 another process \
+has the store open; 130 Ctrl-C.";
+
+/// Drive, inspect and verify Remanent stores
+#[derive(Parser)]
+#[command(version, after_help = ABOUT, max_term_width = 110)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    Info(info::Info),
+    Pages(pages::Pages),
+    Log(log::Log),
+    Dump(dump::Dump),
+    Verify(verify::Verify),
+}
+
+fn main() -> ExitCode {
+    exit::code(run(&Cli::parse()))
+}
+
+fn run(cli: &Cli) -> Outcome {
+    let mut out = Output::stdout();
+    interrupt::end_at_once()?;
+    let outcome = match &cli.command {
+        Command::Info(command) => command.run(&mut out),
+        Command::Pages(command) => command.run(&mut out),
+        Command::Log(command) => command.run(&mut out),
+        Command::Dump(command) => command.run(&mut out),
+        Command::Verify(command) => command.run(&mut out),
+    };
+    // What was found is shown even where the command then failed.
+    out.flush()?;
+    outcome
+}

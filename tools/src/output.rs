@@ -1,0 +1,39 @@
+//! Standard output: buffered lines; a reader that goes away ends the command quietly.
+
+use std::fmt;
+use std::io::{self, BufWriter, ErrorKind, Stdout, Write};
+
+use crate::exit::Failure;
+
+/// Where a command's results go. Messages and progress go to standard error instead.
+pub struct Output(BufWriter<Stdout>);
+
+impl Output {
+    /// The process's standard output.
+    pub fn stdout() -> Self {
+        Self(BufWriter::new(io::stdout()))
+    }
+
+    /// Writes one line.
+    pub fn line(&mut self, line: impl fmt::Display) -> Result<(), Failure> {
+        writeln!(self.0, "{line}").map_err(lost)
+    }
+
+    /// Writes bytes as they are.
+    pub fn bytes(&mut self, bytes: &[u8]) -> Result<(), Failure> {
+        self.0.write_all(bytes).map_err(lost)
+    }
+
+    /// Hands everything written so far to the reader.
+    pub fn flush(&mut self) -> Result<(), Failure> {
+        self.0.flush().map_err(lost)
+    }
+}
+
+/// What a failed write to standard output means.
+fn lost(error: io::Error) -> Failure {
+    match error.kind() {
+        ErrorKind::BrokenPipe => Failure::ClosedPipe,
+        _ => Failure::Environment(format!("cannot write to standard output: {error}")),
+    }
+}

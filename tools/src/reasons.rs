@@ -1,0 +1,164 @@
+//! Why each file of a store is kept, and which may go.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use remanent_format::log::Segment;
+use remanent_format::op::{Op, decode_payload};
+use remanent_format::{FileName, Folder, Lsn, SnapshotId};
+
+use crate::scan::Scan;
+use crate::store_dir::StoreDir;
+use crate::view::View;
+
+/// A file and what it is for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Reason {
+    /// Path within the store directory.
+    pub file: String,
+    /// Length in bytes.
+    pub bytes: u64,
+    /// What it is for.
+    pub why: String,
+    /// Whether nothing is lost without it. Deleting it by hand is safe only while the store is closed.
+    pub may_go: bool,
+}
+
+/// What refers to files: snapshots to images and segments, restores to tables.
+struct References {
+    /// Readable snapshots, and the segment from which each needs the log.
+    log_from: BTreeMap<SnapshotId, u64>,
+    /// Image files, and who names them.
+    images: BTreeMap<u64, BTreeSet<String>>,
+    /// Tables, and the batches that restore them.
+    restores: BTreeMap<u64, Lsn>,
+    /// The highest segment.
+    last_segment: Option<u64>,
+}
+
+/// The reason of every file, in the order of folders and names.
+pub fn reasons(dir: &StoreDir, view: &View) -> std::io::Result<Vec<Reason>> {
+    let files = dir.files()?;
+    let has_tables = files
+        .iter()
+        .any(|(folder, name, _)| matches!(FileName::parse(*folder, name), Some(FileName::Table(_))));
+    let references = References::collect(dir, view, has_tables);
+    let reason = |(folder, name, bytes): (Folder, String, u64)| {
+        let (file, (why, may_go)) = match FileName::parse(folder, &name) {
+            Some(file) => (file.to_string(), references.why(view, file)),
+            None if folder == Folder::Root => (name, ("no file of a store".to_owned(), false)),
+            None => (format!("{}/{name}", folder.name()), ("no file of a store".to_owned(), false)),
+        };
+        Reason { file, bytes, why, may_go }
+    };
+    Ok(files.into_iter().map(reason).collect())
+}
+
+impl References {
+    fn collect(dir: &StoreDir, view: &View, has_tables: bool) -> Self {
+        let mut references = Self {
+            log_from: view
+                .survey
+                .readable()
+                .map(|manifest| (manifest.snapshot, manifest.redo.segment))
+                .collect(),
+            images: BTreeMap::new(),
+            restores: BTreeMap::new(),
+            last_segment: view.survey.log.segments().keys().next_back().copied(),
+        };
+        for manifest in view.survey.readable() {
+            let files = manifest.entries.iter().filter_map(|entry| entry.image).map(|image| image.file);
+            references.name_images(files, &format!("snapshot {}", manifest.snapshot));
+        }
+        let of_state = view.state.iter().flat_map(|state| state.resolved.bases.values());
+        let files: Vec<u64> = of_state.filter_map(|base| base.image).map(|image| image.file).collect();
+        references.name_images(files.into_iter(), "the current state");
+        // Finding restores means reading the whole log; tables are rare.
+        if has_tables {
+            references.find_restores(dir, view);
+        }
+        references
+    }
+
+    fn name_images(&mut self, files: impl Iterator<Item = u64>, by: &str) {
+        for file in files {
+            self.images.entry(file).or_default().insert(by.to_owned());
+        }
+    }
+
+    fn find_restores(&mut self, dir: &StoreDir, view: &View) {
+        for frame in Scan::new(dir, view.survey.store.store, &view.survey.log) {
+            let payload = frame.payload.unwrap_or_default();
+            for at in decode_payload(&payload).unwrap_or_default() {
+                if let Op::Restore { table, table_crc, .. } = at.op {
+                    self.restores.insert(table, frame.header.lsn);
+                    if let Ok(manifest) = view.survey.read_table(dir, table, table_crc) {
+                        let files = manifest.entries.iter().filter_map(|entry| entry.image);
+                        let by = format!("the restore at lsn {}", frame.header.lsn);
+                        self.name_images(files.map(|image| image.file), &by);
+                    }
+                }
+            }
+        }
+    }
+
+    /// What a file is for, and whether it may go.
+    fn why(&self, view: &View, file: FileName) -> (String, bool) {
+        let keep = |why: String| (why, false);
+        let go = |why: &str| (why.to_owned(), true);
+        match file {
+            FileName::Store => keep("says which store this is; nothing opens without it".to_owned()),
+            FileName::Lock => keep("held by the process that has the store open".to_owned()),
+            FileName::Segment(number) => {
+                let found = view.survey.log.segments().get(&number);
+                found.map_or_else(|| go("gone meanwhile"), |segment| self.why_segment(number, segment))
+            }
+            FileName::Spare(_) => keep("space held ready for a segment to come".to_owned()),
+            FileName::Pages(number) => match self.images.get(&number) {
+                Some(by) => {
+                    let by: Vec<&str> = by.iter().map(String::as_str).collect();
+                    keep(format!("images of {}", by.join(", ")))
+                }
+                None => go("named by no snapshot that can be read"),
+            },
+            FileName::Table(number) => match self.restores.get(&number) {
+                Some(lsn) => keep(format!("the state to which lsn {lsn} restored; replay needs it")),
+                None => go("named by no restore in the log"),
+            },
+            FileName::Manifest(number) => keep(self.why_manifest(view, SnapshotId(number))),
+            FileName::Temporary(..) => go("was being built when its writer stopped; nobody's"),
+        }
+    }
+
+    fn why_segment(&self, number: u64, segment: &Segment) -> (String, bool) {
+        let newest = self.log_from.iter().next_back();
+        let oldest = self.log_from.iter().min_by_key(|(_, from)| **from);
+        let empty = segment.frames.is_none();
+        let why = match (newest, oldest) {
+            _ if empty && Some(number) == self.last_segment => {
+                "empty, made ahead: shows that no newer segment is missing".to_owned()
+            }
+            (Some((snapshot, from)), _) if number >= *from => {
+                format!("log behind snapshot {snapshot}, which recovery replays")
+            }
+            (_, Some((snapshot, from))) if number >= *from => {
+                format!("log behind snapshot {snapshot}, should a newer one be damaged")
+            }
+            (Some(_), _) => return ("log from before the oldest snapshot".to_owned(), true),
+            (None, _) => "log since the beginning: there is no snapshot".to_owned(),
+        };
+        match &segment.header {
+            Ok(_) => (why, false),
+            Err(defect) => (format!("{why}; its header is damaged: {defect}"), false),
+        }
+    }
+
+    fn why_manifest(&self, view: &View, snapshot: SnapshotId) -> String {
+        match view.survey.manifests.get(&snapshot) {
+            Some(Err(damage)) => format!("a snapshot that cannot be read: {}", damage.defect),
+            _ if view.state.as_ref().and_then(|state| state.base) == Some(snapshot) => {
+                "the snapshot from which recovery starts".to_owned()
+            }
+            _ => "a snapshot to start from should a newer one be damaged".to_owned(),
+        }
+    }
+}

@@ -1,0 +1,298 @@
+//! What a replayed trace makes of a store, computed without one.
+//!
+//! Request *i*, from 0, is one batch. Each of its hash ids in order: if the page is there, it is a hit:
+//! the page becomes the most recently used, and its first 64 bytes are written; else the page is
+//! created, as the most recently used. After the last id the least recently used pages go until no more
+//! than `pages_max` are left. A page created in request *i* holds the words of SplitMix64 seeded with
+//! `hash_id ^ (i << 32)`; a hit in request *j* overwrites the first eight words with those of the seed
+//! `hash_id ^ (j << 32)`. So a page's bytes follow from two numbers, and none are kept here.
+//!
+//! `replay` drives the store with the steps that this file gives; `replay --check` and the demo compare
+//! a store with the pages that it expects.
+
+use std::collections::{BTreeMap, HashMap};
+
+/// Bytes of a page that a hit overwrites.
+pub const HIT_LEN: usize = 64;
+
+/// The two numbers that a replay is parametrized with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rule {
+    /// Length of every page in bytes.
+    pub page_len: usize,
+    /// Pages that may be left after a request.
+    pub pages_max: usize,
+}
+
+impl Rule {
+    /// Refuses a rule under which some request could not be replayed.
+    pub fn check(self, longest: usize) -> Result<Self, String> {
+        if self.page_len < HIT_LEN || !self.page_len.is_multiple_of(8) {
+            return Err(format!("--page-len must be a multiple of 8 of at least {HIT_LEN}"));
+        }
+        if self.pages_max < longest {
+            // Else a request would evict a page of its own.
+            return Err(format!(
+                "--pages-max {} is too small: the longest request names {longest} pages",
+                self.pages_max
+            ));
+        }
+        Ok(self)
+    }
+}
+
+/// What a request does with one page, in the order in which it happens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// The page is created with all its bytes.
+    Create(u64),
+    /// The page's first bytes are written.
+    Hit(u64),
+    /// The page is deleted.
+    Evict(u64),
+}
+
+/// A page as it should be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Expected {
+    /// The request that created it.
+    pub created: u64,
+    /// The last request that hit it.
+    pub hit: Option<u64>,
+    /// One for its creation, and one for every later request that hit it.
+    pub epoch: u64,
+    /// Its place in the order of use.
+    used: u64,
+}
+
+impl Expected {
+    /// The page's bytes.
+    pub fn bytes(&self, hash_id: u64, page_len: usize) -> Vec<u8> {
+        let mut bytes = stream(hash_id, self.created, page_len);
+        if let Some(request) = self.hit {
+            bytes[..HIT_LEN].copy_from_slice(&stream(hash_id, request, HIT_LEN));
+        }
+        bytes
+    }
+}
+
+/// The pages as they should be after some request.
+#[derive(Clone, Debug)]
+pub struct Simulation {
+    rule: Rule,
+    requests: u64,
+    pages: HashMap<u64, Expected>,
+    /// Hash ids by the time of their last use.
+    by_use: BTreeMap<u64, u64>,
+    uses: u64,
+}
+
+impl Simulation {
+    /// The state before the first request. The rule has been checked.
+    pub fn new(rule: Rule) -> Self {
+        Self { rule, requests: 0, pages: HashMap::new(), by_use: BTreeMap::new(), uses: 0 }
+    }
+
+    /// The rule.
+    pub fn rule(&self) -> Rule {
+        self.rule
+    }
+
+    /// The number of the last request, which is the root's entry `request`; `None` before the first.
+    pub fn last_request(&self) -> Option<u64> {
+        self.requests.checked_sub(1)
+    }
+
+    /// The number of the next request.
+    pub fn next_request(&self) -> u64 {
+        self.requests
+    }
+
+    /// The pages that are there, by hash id.
+    pub fn pages(&self) -> &HashMap<u64, Expected> {
+        &self.pages
+    }
+
+    /// Takes the next request, and says what it does.
+    pub fn request(&mut self, hash_ids: &[u64]) -> Vec<Step> {
+        let request = self.requests;
+        self.requests += 1;
+        let mut steps: Vec<Step> = hash_ids.iter().map(|&hash_id| self.touch(hash_id, request)).collect();
+        while self.pages.len() > self.rule.pages_max {
+            let (_, hash_id) = self.by_use.pop_first().expect("every page has a time of its last use");
+            let gone = self.pages.remove(&hash_id).expect("every time of use is a page's");
+            assert!(gone.hit.unwrap_or(gone.created) < request, "the rule keeps a request's own pages");
+            steps.push(Step::Evict(hash_id));
+        }
+        steps
+    }
+
+    /// Makes a page the most recently used one, and says whether it was there.
+    fn touch(&mut self, hash_id: u64, request: u64) -> Step {
+        self.uses += 1;
+        self.by_use.insert(self.uses, hash_id);
+        let Some(page) = self.pages.get_mut(&hash_id) else {
+            let page = Expected { created: request, hit: None, epoch: 1, used: self.uses };
+            self.pages.insert(hash_id, page);
+            return Step::Create(hash_id);
+        };
+        self.by_use.remove(&page.used);
+        page.used = self.uses;
+        // An epoch counts batches, not writes: a second touch in the same request adds nothing.
+        if page.hit.unwrap_or(page.created) != request {
+            page.epoch += 1;
+        }
+        page.hit = Some(request);
+        Step::Hit(hash_id)
+    }
+
+    /// Goes on from another epoch of a page: going back to a snapshot raises the epochs of what it
+    /// changes above all that were ever given.
+    pub fn set_epoch(&mut self, hash_id: u64, epoch: u64) {
+        if let Some(page) = self.pages.get_mut(&hash_id) {
+            page.epoch = epoch;
+        }
+    }
+}
+
+/// `len` bytes, a multiple of 8, of the stream that a page gets in a request.
+pub fn stream(hash_id: u64, request: u64, len: usize) -> Vec<u8> {
+    let mut words = SplitMix64::new(hash_id ^ (request << 32));
+    let mut bytes = vec![0; len];
+    for word in bytes.chunks_exact_mut(8) {
+        word.copy_from_slice(&words.next_word().to_le_bytes());
+    }
+    bytes
+}
+
+/// Steele, Lea and Flood's generator (OOPSLA 2014): a counter and a mixer.
+#[derive(Clone, Debug)]
+pub struct SplitMix64(u64);
+
+impl SplitMix64 {
+    /// The stream of a seed.
+    pub fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    /// The next word.
+    pub fn next_word(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut word = self.0;
+        word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        word ^ (word >> 31)
+    }
+
+    /// A number below `bound`, which is not 0. The bias is below `bound / 2^64`.
+    pub fn below(&mut self, bound: u64) -> u64 {
+        ((u128::from(self.next_word()) * u128::from(bound)) >> 64) as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The rule, word by word: a list from least to most recently used, with all bytes in hand.
+    #[derive(Default)]
+    struct Naive {
+        pages: Vec<(u64, u64, Vec<u8>)>,
+        request: u64,
+    }
+
+    impl Naive {
+        fn words(seed: u64, count: usize) -> Vec<u8> {
+            let mut generator = SplitMix64::new(seed);
+            (0..count).flat_map(|_| generator.next_word().to_le_bytes()).collect()
+        }
+
+        fn request(&mut self, rule: Rule, hash_ids: &[u64]) {
+            let mut touched = Vec::new();
+            for &hash_id in hash_ids {
+                let seed = hash_id ^ (self.request << 32);
+                let mut page = match self.pages.iter().position(|page| page.0 == hash_id) {
+                    Some(index) => {
+                        let mut page = self.pages.remove(index);
+                        page.2[..64].copy_from_slice(&Self::words(seed, 8));
+                        page
+                    }
+                    None => (hash_id, 0, Self::words(seed, rule.page_len / 8)),
+                };
+                if !touched.contains(&hash_id) {
+                    touched.push(hash_id);
+                    page.1 += 1;
+                }
+                self.pages.push(page);
+            }
+            while self.pages.len() > rule.pages_max {
+                self.pages.remove(0);
+            }
+            self.request += 1;
+        }
+    }
+
+    fn rule(page_len: usize, pages_max: usize) -> Rule {
+        Rule { page_len, pages_max }
+    }
+
+    #[test]
+    fn the_generator_gives_the_published_words() {
+        let mut zero = SplitMix64::new(0);
+        assert_eq!(zero.next_word(), 0xe220_a839_7b1d_cdaf);
+        assert_eq!(zero.next_word(), 0x6e78_9e6a_a1b9_65f4);
+        assert_eq!(SplitMix64::new(1_234_567).next_word(), 6_457_827_717_110_365_317);
+    }
+
+    #[test]
+    fn random_traces_give_what_the_rule_says_word_by_word() {
+        for seed in 0..200 {
+            let mut random = SplitMix64::new(seed);
+            let rule = rule(64 + 8 * random.below(4) as usize, 6 + random.below(10) as usize);
+            let (mut simulation, mut naive) = (Simulation::new(rule), Naive::default());
+            for request in 0..60 {
+                // Few different ids and long requests: repeats within a request, evictions, returns.
+                let hash_ids: Vec<u64> = (0..random.below(7)).map(|_| random.below(24)).collect();
+                simulation.request(&hash_ids);
+                naive.request(rule, &hash_ids);
+                assert_eq!(simulation.last_request(), Some(request), "seed {seed}");
+                assert_eq!(simulation.pages().len(), naive.pages.len(), "seed {seed}, request {request}");
+                for (hash_id, epoch, bytes) in &naive.pages {
+                    let page = &simulation.pages()[hash_id];
+                    assert_eq!(page.epoch, *epoch, "seed {seed}, request {request}, id {hash_id}");
+                    assert_eq!(&page.bytes(*hash_id, rule.page_len), bytes, "seed {seed}, id {hash_id}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn an_id_named_twice_in_a_request_is_created_then_hit_and_stays_at_epoch_one() {
+        let mut simulation = Simulation::new(rule(64, 2));
+        assert_eq!(simulation.request(&[5, 5]), [Step::Create(5), Step::Hit(5)]);
+        assert_eq!(simulation.pages()[&5].epoch, 1);
+        assert_eq!(simulation.request(&[5, 5]), [Step::Hit(5), Step::Hit(5)]);
+        assert_eq!(simulation.pages()[&5].epoch, 2);
+        assert_eq!(simulation.pages()[&5].bytes(5, 64), stream(5, 1, 64));
+    }
+
+    #[test]
+    fn the_least_recently_used_page_goes_and_comes_back_as_a_new_one() {
+        let mut simulation = Simulation::new(rule(128, 2));
+        simulation.request(&[1, 2]);
+        assert_eq!(simulation.request(&[1, 3]), [Step::Hit(1), Step::Create(3), Step::Evict(2)]);
+        assert_eq!(simulation.request(&[2]), [Step::Create(2), Step::Evict(1)]);
+        assert_eq!(simulation.pages()[&2].epoch, 1);
+        assert_eq!(simulation.pages()[&2].bytes(2, 128), stream(2, 2, 128));
+        assert_eq!(simulation.request(&[]), []);
+        assert_eq!(simulation.last_request(), Some(3));
+    }
+
+    #[test]
+    fn a_rule_that_a_request_would_break_is_refused() {
+        assert!(rule(64, 3).check(3).is_ok());
+        assert!(rule(64, 2).check(3).unwrap_err().contains("3 pages"));
+        assert!(rule(63, 3).check(3).is_err());
+        assert!(rule(56, 3).check(3).is_err());
+    }
+}

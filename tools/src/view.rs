@@ -1,0 +1,156 @@
+//! As much of a store as can be made out, sound or not. What `rebuild` computes or refuses as a whole is
+//! here in parts: the state before the first damage in the log, pages whose bytes are lost beside pages
+//! whose bytes are there.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use remanent_format::log::LogEnd;
+use remanent_format::manifest::Manifest;
+use remanent_format::rebuild::{RebuildOptions, Resolution, Survey, rebuild};
+use remanent_format::segment::{SegmentHeader, SegmentHeaderRaw};
+use remanent_format::store::{Features, StoreFile, StoreRecord};
+use remanent_format::{Damage, Defect, FileName, Folder, Lsn, PageId, PageInfo, ReadAt, StoreId};
+
+use crate::exit::Failure;
+use crate::store_dir::StoreDir;
+
+/// The bytes of each page, or why they are lost.
+pub type Contents = BTreeMap<PageId, Result<Vec<u8>, Damage>>;
+
+/// A store, as far as it can be made out.
+pub struct View {
+    /// Every file, looked at and not judged.
+    pub survey: Survey,
+    /// The newest state that the log leads to; `None` if there is no way to any.
+    pub state: Option<Resolution>,
+    /// What stood in the way, the gravest first.
+    pub damage: Vec<Damage>,
+}
+
+impl View {
+    /// Looks at a directory. The images are left for later.
+    pub fn take(dir: &StoreDir) -> Result<Self, Failure> {
+        let (survey, identity_damage) = look(dir)?;
+        let mut damage: Vec<Damage> = identity_damage.into_iter().collect();
+        let mut furthest: Option<Resolution> = None;
+        for candidate in survey.candidates() {
+            let stopped_by = match candidate {
+                Err(unreadable) => unreadable,
+                Ok(base) => match survey.resolve(dir, base.as_ref(), None) {
+                    Ok(state) => return Ok(Self { survey, state: Some(state), damage }),
+                    Err(stopped_by) => {
+                        let before = resolve_before(dir, &survey, base.as_ref(), &stopped_by);
+                        let reached = |state: &Option<Resolution>| {
+                            state.as_ref().map(|state| state.resolved.table.lsn())
+                        };
+                        if reached(&before) > reached(&furthest) {
+                            furthest = before;
+                        }
+                        stopped_by
+                    }
+                },
+            };
+            damage.push(stopped_by);
+        }
+        if damage.is_empty() {
+            damage.push(Defect::Missing.at_lsn(FileName::Segment(1), 0, Lsn(1)));
+        }
+        Ok(Self { survey, state: furthest, damage })
+    }
+
+    /// Looks at a directory and its images: the view, and the bytes of all pages in it.
+    pub fn with_contents(dir: &StoreDir) -> Result<(Self, Contents), Failure> {
+        let mut view = Self::take(dir)?;
+        if let Ok(rebuilt) = rebuild(dir, &RebuildOptions::default()) {
+            // The snapshot that was followed just now may be one whose images are damaged.
+            if view.state.as_ref().is_some_and(|state| state.base != rebuilt.base) {
+                view.damage.extend(rebuilt.passed_over);
+            }
+            let contents = rebuilt.contents.into_iter().map(|(page, bytes)| (page, Ok(bytes))).collect();
+            return Ok((view, contents));
+        }
+        let contents = match &view.state {
+            Some(state) => view.survey.load(dir, state, u64::MAX).unwrap_or_else(|damage| {
+                // The log held a moment ago; if it does not now, it is being written to.
+                let pages = state.resolved.table.pages();
+                pages.map(|info| (info.page, Err(damage.clone()))).collect()
+            }),
+            None => Contents::new(),
+        };
+        let lost: Vec<Damage> = contents.values().filter_map(|bytes| bytes.as_ref().err().cloned()).collect();
+        view.damage.extend(lost);
+        Ok((view, contents))
+    }
+
+    /// The pages in the state, in the order of their numbers.
+    pub fn pages(&self) -> impl Iterator<Item = &PageInfo> {
+        self.state.iter().flat_map(|state| state.resolved.table.pages())
+    }
+
+    /// The end of the log, if the way there is clear.
+    pub fn end(&self) -> Option<&LogEnd> {
+        self.state.as_ref()?.end.as_ref()
+    }
+
+    /// Fails if anything stood in the way.
+    pub fn complain(&self) -> Result<(), Failure> {
+        let lines: Vec<String> = self.damage.iter().map(ToString::to_string).collect();
+        if lines.is_empty() { Ok(()) } else { Err(Failure::Damage(lines.join("\n"))) }
+    }
+
+    /// The last batch in the state.
+    pub fn lsn(&self) -> Lsn {
+        self.state.as_ref().map_or(Lsn(0), |state| state.resolved.table.lsn())
+    }
+
+    /// The newest batch that is known to be durable.
+    pub fn durable(&self) -> Lsn {
+        self.end().map_or_else(|| self.survey.mark(), |end| end.proven.lsn)
+    }
+}
+
+/// Reads all fixed structures. A damaged STORE is worked around: every other file names the store too.
+fn look(dir: &StoreDir) -> Result<(Survey, Option<Damage>), Failure> {
+    let refused = match Survey::read(dir) {
+        Ok(survey) => return Ok((survey, None)),
+        Err(damage) => damage,
+    };
+    let Some(store) = store_of_segments(dir) else {
+        return Err(match refused.defect {
+            Defect::Missing => Failure::Environment(format!("there is no store in {}", dir.path().display())),
+            _ => Failure::Damage(format!("{refused}; no log segment names the store either")),
+        });
+    };
+    let store = StoreFile { store, features: Features::default(), record: StoreRecord::default() };
+    match Survey::read_as(dir, store) {
+        Ok(survey) => Ok((survey, Some(refused))),
+        Err(damage) => Err(Failure::Damage(damage.to_string())),
+    }
+}
+
+/// The store that most segments name.
+fn store_of_segments(dir: &StoreDir) -> Option<StoreId> {
+    let mut votes: BTreeMap<[u8; 16], usize> = BTreeMap::new();
+    for name in dir.list(Folder::Log).ok()? {
+        let mut header = [0; SegmentHeaderRaw::LEN];
+        if let Some(file @ FileName::Segment(_)) = FileName::parse(Folder::Log, &name)
+            && dir.read_at(file, 0, &mut header).is_ok()
+            && let Ok(header) = SegmentHeader::decode(&header)
+        {
+            *votes.entry(header.store.0).or_default() += 1;
+        }
+    }
+    votes.into_iter().max_by_key(|(_, count)| *count).map(|(store, _)| StoreId(store))
+}
+
+/// The state just before the batch at which the log stops, if the snapshot reaches that far.
+fn resolve_before(
+    dir: &StoreDir,
+    survey: &Survey,
+    base: Option<&Arc<Manifest>>,
+    stopped_by: &Damage,
+) -> Option<Resolution> {
+    let last = Lsn(stopped_by.lsn?.0.checked_sub(1)?);
+    survey.resolve(dir, base, Some(last)).ok()
+}

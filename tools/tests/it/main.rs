@@ -1,0 +1,4 @@
+//! The command as a user runs it: one binary of tests over the built program.
+
+mod command;
+mod usage;
