@@ -134,13 +134,30 @@ impl WriteBatch {
         mask: &[u8],
         bytes: &[u8],
     ) -> &mut Self {
-        self.step(Step::Masked { page: page.into(), offset, width, mask: mask.to_vec(), bytes: bytes.to_vec() })
+        self.step(Step::Masked {
+            page: page.into(),
+            offset,
+            width,
+            mask: mask.to_vec(),
+            bytes: bytes.to_vec(),
+        })
     }
 
     /// Replaces single elements: `values` holds one element for each index, in the same order. Indices
     /// count elements from the page's start and must all be different.
-    pub fn scatter(&mut self, page: impl Into<PageRef>, width: Width, indices: &[u32], values: &[u8]) -> &mut Self {
-        self.step(Step::Scatter { page: page.into(), width, indices: indices.to_vec(), values: values.to_vec() })
+    pub fn scatter(
+        &mut self,
+        page: impl Into<PageRef>,
+        width: Width,
+        indices: &[u32],
+        values: &[u8],
+    ) -> &mut Self {
+        self.step(Step::Scatter {
+            page: page.into(),
+            width,
+            indices: indices.to_vec(),
+            values: values.to_vec(),
+        })
     }
 
     /// Repeats a pattern of 1, 2, 4, 8 or 16 bytes over `len` bytes from `offset` on.
@@ -212,7 +229,8 @@ impl WriteBatch {
 
     /// The existing pages that the batch clones.
     pub(crate) fn clone_sources(&self) -> Vec<PageId> {
-        let mut sources: Vec<PageId> = self.steps.iter().filter_map(Step::cloned).filter_map(PageRef::existing).collect();
+        let mut sources: Vec<PageId> =
+            self.steps.iter().filter_map(Step::cloned).filter_map(PageRef::existing).collect();
         sources.sort_unstable();
         sources.dedup();
         sources
@@ -231,7 +249,13 @@ impl WriteBatch {
             match step {
                 Step::Create { len, place, key, metadata } => {
                     let (key, metadata) = (key.clone(), metadata.clone());
-                    encoder.push(&Op::Create { page: next_new(), len: *len, place: *place, key, metadata })?;
+                    encoder.push(&Op::Create {
+                        page: next_new(),
+                        len: *len,
+                        place: *place,
+                        key,
+                        metadata,
+                    })?;
                 }
                 Step::Clone { source } => {
                     let source = source.resolve(pages);
@@ -249,7 +273,13 @@ impl WriteBatch {
                 Step::Masked { page, offset, width, mask, bytes } => {
                     let (mask, bytes) = canonical_mask(*width, mask, bytes).map_err(invalid)?;
                     let page = page.resolve(pages);
-                    encoder.push(&Op::Masked { page, offset: *offset, width: *width, mask: &mask, bytes: &bytes })?;
+                    encoder.push(&Op::Masked {
+                        page,
+                        offset: *offset,
+                        width: *width,
+                        mask: &mask,
+                        bytes: &bytes,
+                    })?;
                 }
                 Step::Scatter { page, width, indices, values } => {
                     check_scatter(*width, indices, values).map_err(invalid)?;
@@ -265,7 +295,12 @@ impl WriteBatch {
                              bytes long and divide the range"
                         )));
                     }
-                    encoder.push(&Op::Fill { page: page.resolve(pages), offset: *offset, len: *len, pattern })?;
+                    encoder.push(&Op::Fill {
+                        page: page.resolve(pages),
+                        offset: *offset,
+                        len: *len,
+                        pattern,
+                    })?;
                 }
                 Step::Resize { page, len } => {
                     encoder.push(&Op::Resize { page: page.resolve(pages), len: *len })?;
@@ -393,7 +428,11 @@ fn canonical_mask(width: Width, mask: &[u8], bytes: &[u8]) -> Result<(Vec<u8>, V
         return Err(format!("{} bytes are no whole number of elements of {width} bytes", bytes.len()));
     }
     if mask.len() != count.div_ceil(8) {
-        return Err(format!("a mask for {count} elements is {} bytes long, not {}", count.div_ceil(8), mask.len()));
+        return Err(format!(
+            "a mask for {count} elements is {} bytes long, not {}",
+            count.div_ceil(8),
+            mask.len()
+        ));
     }
     let (mut mask, mut bytes) = (mask.to_vec(), bytes.to_vec());
     if let Some(last) = mask.last_mut()

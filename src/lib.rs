@@ -1,15 +1,183 @@
 //! Floor 8. Remanent: pages that live in GPU memory and survive a crash.
+//!
+//! A store is a directory and the pages in it. Pages are changed by batches of deltas; each batch reaches a
+//! write-ahead log before it is applied; snapshots are taken while mutation goes on; after a crash
+//! [`Store::open`] rebuilds page table, memory and root up to the last acknowledged batch, bit for bit.
+//!
+//! ```
+//! use remanent::{Options, Place, Store};
+//! # let directory = tempfile::tempdir().unwrap();
+//! # let path = directory.path().join("mystore");
+//! let store = Store::open(&path, Options::default())?;
+//! let mut batch = store.batch();
+//! let page = batch.create(16, Place::Host);
+//! batch.write(page, 4, b"remanent").set_root("step", 1u64);
+//! let committed = store.commit(batch)?;
+//! drop(store); // or the process dies
+//!
+//! let store = Store::open(&path, Options::default())?;
+//! let mut bytes = [0; 16];
+//! store.read(committed.pages[0], 0, &mut bytes)?;
+//! assert_eq!(&bytes, b"\0\0\0\0remanent\0\0\0\0");
+//! assert_eq!(store.recovered().position.lsn, committed.position.lsn);
+//! # Ok::<(), remanent::Error>(())
+//! ```
+//!
+//! # Words
+//!
+//! One word, one meaning.
+//!
+//! | word | meaning |
+//! |---|---|
+//! | Store | one directory and the pages in it; one writer at a time |
+//! | Page, [`PageId`] | bytes in one place; ids rise and are never used again |
+//! | [`Key`] | the user's own name for a page, at most 64 bytes, unique, free again after a delete |
+//! | [`Place`] | where a page lives |
+//! | [`Epoch`] | a page's version: +1 for every batch that changes its content, length or metadata |
+//! | Root | the store's own metadata, committed in the same batches as pages |
+//! | Delta | after-image bytes for one page: dense range, masked range, or sparse elements |
+//! | [`WriteBatch`] | operations that become visible and durable together or not at all |
+//! | [`Lsn`] | number of a committed batch: dense, +1 each; seals take none |
+//! | [`Position`] | an Lsn and the incarnation in which it was acknowledged |
+//! | [`Incarnation`] | one run of the log, begun by every writable open |
+//! | Frame | one batch, or a seal, as bytes in the log |
+//! | Group | the frames that one sync makes durable; starts on a 4096-byte boundary |
+//! | Segment | one preallocated file of the log |
+//! | Seal | a frame without a batch: a durable mark at the end of a busy period |
+//! | Mark | the newest durable Lsn, as a frame, an opening or a manifest states it |
+//! | Image | one page's bytes in an image file, with page, epoch, Lsn, length, checksum |
+//! | Snapshot | a manifest and the images it names: with the log behind it, enough to rebuild everything |
+//! | Recovery / Restore | opening what a crash left / taking the store to an earlier state, going forward |
+//! | Lane | an ordered queue of device work |
+//! | Staging | host memory that a lane copies to or from |
+//! | Fence, Pending | a point in a lane; a list in flight that owns its staging |
+//! | [`Ticket`] | a submitted batch: what one waits on |
+//! | Turn | work that runs on the applier between two batches |
+//! | [`Budget`] | byte limits a place, checked before anything is allocated |
+//!
+//! # Map
+//!
+//! Floors: a file imports only from lower ones.
+//!
+//! | floor | files |
+//! |---|---|
+//! | 0 | the crate `remanent-format`: every byte on disk, and the pure `rebuild` |
+//! | 1 | [`error`], [`options`], `phases` |
+//! | 2 | the seams [`device`] and [`disk`]; `poison` |
+//! | 3 | their implementations |
+//! | 4 | `batch`, [`arena`], [`staging`], `source` |
+//! | 5 | `log/`, `images`, `publish`, `keeping`, `applier/` |
+//! | 6 | `commit`, `snapshot`, `recovery`, `restore` |
+//! | 7 | `store` |
+//! | 8 | this file |
+//!
+//! # Invariants
+//!
+//! Cited in the code by their numbers.
+//!
+//! - **I1** Log first: no page changes before the frame that holds the change is `Logged`. An Lsn is
+//!   assigned only when payload and checksum are in hand.
+//! - **I2** The log holds after-images only: replaying a frame twice, or over a newer image, gives the same
+//!   bytes.
+//! - **I3** In the order of the log a frame is valid if and only if header checksum, payload checksum, store,
+//!   incarnation, own position, Lsn and the chain hash of the frame before it all hold.
+//! - **I4** Every frame carries the durable mark known when it was written. The first invalid frame is a
+//!   torn tail only if no mark covers it; else it is damage, and opening is refused.
+//! - **I5** Nothing synced is rewritten, and recovery removes nothing that was acknowledged. Every writable
+//!   open begins a new incarnation, whose opening segment is built whole and renamed into place; that rename
+//!   is the only commit point of recovery.
+//! - **I6** Recovery trusts nothing above the last mark to be on the medium, even when it can read it.
+//! - **I7** A manifest is published only after everything it names is synced and the log is durable up to
+//!   its end; only a snapshot that was verified, and durably recorded as such, licenses recycling.
+//! - **I8** Nothing is recycled that a kept snapshot or a kept frame needs. No frame enters a segment before
+//!   the next one exists, synced, with its name.
+//! - **I9** What is read from disk is untrusted: lengths are checked before they are used.
+//! - **I10** Memory stays within its budget; recovery checks the final page table before it allocates.
+//! - **I11** The host device defines "correct": every other device gives the same bytes.
+//!
+//! # Where this differs from what one might expect
+//!
+//! - Disks and devices are held as `Arc<dyn …>`: an indirect call is nanoseconds beside a sync or a launch,
+//!   and the engine is compiled once instead of once for every pair.
+//! - Only opening segments name their incarnation. A header written ahead of its frames that named one could
+//!   be taken for the newest run after a crash in recovery.
+//! - The chain hash of a frame is its header's checksum: one number for both, nothing to keep in step.
 
-pub mod arena;
-pub mod device;
-pub mod disk;
 pub mod error;
 pub mod options;
+pub mod phases;
+pub mod device;
+pub mod disk;
+mod poison;
+pub mod arena;
 pub mod staging;
+mod batch;
+mod source;
+mod log;
+mod images;
+mod publish;
+mod keeping;
+mod applier;
+mod commit;
+mod snapshot;
+mod restore;
+mod recovery;
+mod store;
 
+use std::path::Path;
+use std::sync::Arc;
+
+pub use batch::{NewPage, PageRef, WriteBatch};
 pub use error::{Error, Remedy, Result};
+pub use keeping::SnapshotInfo;
+pub use log::LogStats;
 pub use options::{Ack, Budget, Create, DeviceChoice, LogIo, Options};
+pub use recovery::Recovered;
+pub use remanent_format::log::TornTail;
 pub use remanent_format::{
-    Epoch, FileName, Folder, Incarnation, Key, LogPoint, Lsn, PageId, Place, Position, SnapshotId, StoreId,
-    Width,
+    Damage, Defect, Epoch, FileName, Folder, Incarnation, Key, LogPoint, Lsn, Metadata, PageId, PageInfo,
+    Place, Position, SnapshotId, StoreId, Value, Width,
 };
+pub use store::{Committed, Stats, Store, Ticket};
+
+use device::Device;
+use device::host::HostDevice;
+use disk::dir::DirDisk;
+
+impl Store {
+    /// Opens the store in `directory`; creates it if the directory is missing or empty and
+    /// [`Options::create`] allows it. This is the whole recovery: when it returns, every batch that was
+    /// acknowledged at the level that the crash spared is there, and [`Store::recovered`] says what was done.
+    ///
+    /// # Errors
+    /// [`Error::Locked`] if somebody has it open, [`Error::NoStore`], [`Error::ForeignDirectory`],
+    /// [`Error::IdentityMismatch`], [`Error::LayoutMismatch`], [`Error::OverBudget`],
+    /// [`Error::InvalidOption`]; [`Error::Damaged`] if bytes under a durable mark are not what they were;
+    /// what the file system says.
+    pub fn open(directory: impl AsRef<Path>, options: Options) -> Result<Self> {
+        let device = device_for(options.device);
+        Self::open_on(Arc::new(DirDisk::new(directory)), device, options)
+    }
+
+    /// A store in a new temporary directory, which is removed when the store is dropped: for tests.
+    ///
+    /// # Errors
+    /// As for [`Store::open`].
+    pub fn temporary(options: Options) -> Result<Self> {
+        let directory = tempfile::tempdir().map_err(|source| Error::Folder {
+            action: "make",
+            path: "a temporary directory".to_owned(),
+            source: Arc::new(source),
+        })?;
+        let device = device_for(options.device);
+        let disk = Arc::new(DirDisk::new(directory.path()));
+        Self::open_keeping(disk, device, options, Some(Box::new(directory)))
+    }
+}
+
+/// The device for a choice. This build has the host's memory only.
+fn device_for(choice: DeviceChoice) -> Arc<dyn Device> {
+    match choice {
+        DeviceChoice::Auto | DeviceChoice::Host => Arc::new(HostDevice::new()),
+    }
+}

@@ -6,4 +6,5 @@ pub(crate) mod segments;
 pub(crate) mod writer;
 
 pub(crate) use segments::{SegmentFile, SegmentPool, SpacePurpose};
-pub(crate) use writer::{Log, LogStart, LogStats};
+pub use writer::LogStats;
+pub(crate) use writer::{Log, LogStart};

@@ -68,7 +68,12 @@ impl SegmentPool {
     /// Makes the empty segment `number`, durable with its name when this returns.
     pub fn make(&self, number: u64, purpose: SpacePurpose) -> Result<SegmentFile> {
         phases::enter(Phase::SegmentRoll);
-        let header = SegmentHeader { store: self.store, segment: number, segment_len: self.segment_len, opening: None };
+        let header = SegmentHeader {
+            store: self.store,
+            segment: number,
+            segment_len: self.segment_len,
+            opening: None,
+        };
         let mut spares = self.spares.lock();
         let surplus = spares.len() > self.reserve;
         if !surplus {

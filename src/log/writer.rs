@@ -252,11 +252,6 @@ impl Log {
         Ok(())
     }
 
-    /// The snapshots recorded as verified.
-    pub fn verified(&self) -> Vec<VerifiedSnapshot> {
-        self.state.lock().verified.clone()
-    }
-
     /// The newest durable batch.
     pub fn durable(&self) -> Lsn {
         self.state.lock().durable
@@ -295,7 +290,8 @@ impl Log {
             if count >= AHEAD {
                 break;
             }
-            let made = live(self.pool.make(next, purpose).map_err(|error| self.unless_full(error))?, self.io)?;
+            let made =
+                live(self.pool.make(next, purpose).map_err(|error| self.unless_full(error))?, self.io)?;
             self.state.lock().ahead.push_back(made);
         }
         let (number, len) = {
@@ -364,8 +360,13 @@ impl Log {
         if kind == FrameKind::Batch {
             state.sealed = false;
             state.stats.batches += 1;
-            state.point =
-                LogPoint { incarnation: header.incarnation, lsn, segment: header.segment, offset: end, chain };
+            state.point = LogPoint {
+                incarnation: header.incarnation,
+                lsn,
+                segment: header.segment,
+                offset: end,
+                chain,
+            };
         }
         Ok(state.point)
     }
@@ -405,7 +406,8 @@ impl Log {
             let now = Instant::now();
             let sync_at = state.dirty_since.map(|since| since + SYNC_AFTER);
             let waited_for = state.wanted > state.durable || state.seal_now || state.stop;
-            let due = waited_for || state.dirty_bytes >= SYNC_AFTER_BYTES || sync_at.is_some_and(|at| at <= now);
+            let due =
+                waited_for || state.dirty_bytes >= SYNC_AFTER_BYTES || sync_at.is_some_and(|at| at <= now);
             if !state.dirty.is_empty() && due {
                 return Duty::Sync;
             }
@@ -417,7 +419,8 @@ impl Log {
             if state.stop {
                 return Duty::Stop;
             }
-            let grow_at = (state.ahead.len() < AHEAD || !state.reserve_full).then(|| state.grow_after.unwrap_or(now));
+            let grow_at =
+                (state.ahead.len() < AHEAD || !state.reserve_full).then(|| state.grow_after.unwrap_or(now));
             if grow_at.is_some_and(|at| at <= now) {
                 return Duty::Grow;
             }

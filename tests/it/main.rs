@@ -7,3 +7,4 @@ mod floors;
 mod laws;
 mod readme;
 mod rule_model;
+mod store;

@@ -1,0 +1,365 @@
+//! Floor 5. The applier: the one thread that submits to the apply lane, in the order of the log.
+//!
+//! Committers hand it batches that are `Logged` (I1). It takes what is queued as one list, so that many
+//! commits become one launch. Everything that must see commits in order, such as reads and a snapshot's
+//! gathers, runs as a *turn* between batches, on this thread.
+
+mod pieces;
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use parking_lot::{Condvar, Mutex};
+use remanent_format::op::{Op, decode_payload};
+use remanent_format::table::Changes;
+use remanent_format::{LogPoint, Lsn, PageId, PageInfo, PageTable, Place};
+
+pub(crate) use pieces::ListBuilder;
+
+use crate::arena::{Arena, PageMemory};
+use crate::device::{Command, CommandList, Device, Lane, Pending, StagingSpan};
+use crate::error::{Error, Result};
+
+use crate::poison::Poison;
+use crate::staging::{StagingBuf, StagingPool};
+
+/// A list is submitted when its payloads reach this many bytes.
+const LIST_BYTES: usize = 256 << 10;
+/// Lists in flight before the applier waits for the oldest.
+const IN_FLIGHT_MAX: usize = 32;
+
+/// A logged batch on its way to the device.
+pub(crate) struct Work {
+    /// The end of its frame.
+    pub point: LogPoint,
+    /// Its payload, as logged.
+    pub payload: StagingBuf,
+    /// What it does to the table.
+    pub changes: Changes,
+    /// Memory for its creates and resizes, in their order.
+    pub memory: VecDeque<PageMemory>,
+}
+
+/// Pages as the lane sees them: what every list submitted so far makes of them.
+pub(crate) struct Applied {
+    /// The table.
+    pub table: PageTable,
+    /// The bytes.
+    pub memory: HashMap<PageId, PageMemory>,
+    /// The end of the last batch.
+    pub point: LogPoint,
+    /// Pages deleted since a snapshot began to watch, and by which batch.
+    pub deleted: Option<HashMap<PageId, Lsn>>,
+}
+
+/// What a turn may use: the state between two batches, and the lane.
+pub(crate) struct Turn<'a> {
+    /// The state.
+    pub applied: &'a mut Applied,
+    /// For memory that comes and goes.
+    pub arena: &'a Arena,
+    device: &'a dyn Device,
+}
+
+impl Turn<'_> {
+    /// Queues a list behind every batch so far.
+    pub fn submit(&self, list: CommandList) -> Result<Pending> {
+        self.device.submit(Lane::Apply, list)
+    }
+}
+
+type TurnFn = Box<dyn FnOnce(&mut Turn<'_>) + Send>;
+
+enum Request {
+    Batch(Work),
+    Turn(TurnFn),
+}
+
+/// The handle to the applier.
+pub(crate) struct Applier {
+    queue: Mutex<Queue>,
+    wake: Condvar,
+    /// The newest batch whose list is in the lane.
+    applied: Mutex<Lsn>,
+    progress: Condvar,
+    poison: Arc<Poison>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+#[derive(Default)]
+struct Queue {
+    requests: VecDeque<Request>,
+    stop: bool,
+}
+
+impl Applier {
+    /// Starts the thread with the pages that recovery loaded.
+    pub fn start(
+        device: Arc<dyn Device>,
+        arena: Arc<Arena>,
+        staging: Arc<StagingPool>,
+        poison: Arc<Poison>,
+        applied: Applied,
+    ) -> Result<Arc<Self>> {
+        let applier = Arc::new(Self {
+            queue: Mutex::default(),
+            wake: Condvar::new(),
+            applied: Mutex::new(applied.point.lsn),
+            progress: Condvar::new(),
+            poison,
+            thread: Mutex::new(None),
+        });
+        let thread = std::thread::Builder::new().name("remanent-apply".to_owned()).spawn({
+            let shared = applier.clone();
+            move || {
+                let mut worker = Worker {
+                    shared,
+                    device,
+                    arena,
+                    staging,
+                    applied,
+                    list: ListBuilder::default(),
+                    retiring: Vec::new(),
+                    in_flight: VecDeque::new(),
+                };
+                worker.run();
+            }
+        });
+        let thread = thread.map_err(|error| Error::Folder {
+            action: "start the applier's thread for",
+            path: "the store".to_owned(),
+            source: Arc::new(error),
+        })?;
+        *applier.thread.lock() = Some(thread);
+        Ok(applier)
+    }
+
+    /// Hands over a batch. Called in the order of the log.
+    pub fn push(&self, work: Work) {
+        self.request(Request::Batch(work));
+    }
+
+    /// Runs `turn` after every batch handed over so far, and returns its result.
+    pub fn turn<T: Send + 'static>(
+        &self,
+        turn: impl FnOnce(&mut Turn<'_>) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let (sender, receiver) = std::sync::mpsc::sync_channel(1);
+        self.request(Request::Turn(Box::new(move |state| {
+            // The receiver waits below, or its thread is gone and nobody wants the result.
+            let _receiver_gone = sender.send(turn(state));
+        })));
+        receiver.recv().unwrap_or(Err(Error::Closed))
+    }
+
+    /// A page's information and a range of its bytes, as of the batch returned with them.
+    pub fn read(
+        &self,
+        device: &dyn Device,
+        staging: &Arc<StagingPool>,
+        page: PageId,
+        range: impl FnOnce(&PageInfo) -> (u64, u64) + Send + 'static,
+    ) -> Result<(PageInfo, Lsn, StagingBuf)> {
+        let pool = staging.clone();
+        let (info, lsn, len, pending) = self.turn(move |turn| {
+            let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?.clone();
+            let (offset, len) = range(&info);
+            if offset.checked_add(len).is_none_or(|end| end > info.len) {
+                return Err(Error::OutOfBounds { page, offset, len, page_len: info.len });
+            }
+            let len = usize::try_from(len).map_err(|_| Error::OutOfMemory { place: Place::Host, len })?;
+            let target = StagingSpan { index: 0, offset: 0, len };
+            let source = turn.applied.memory[&page].part(offset, len as u64);
+            let commands = vec![Command::Download { source, target }];
+            let list = CommandList { commands, staging: vec![pool.take(len)?.into_staging()] };
+            Ok((info, turn.applied.point.lsn, len, turn.submit(list)?))
+        })?;
+        let bytes = pending.finish(device)?.pop().expect("one staging went in");
+        Ok((info, lsn, StagingBuf::new(bytes, len)))
+    }
+
+    /// Waits until batch `lsn` is in the lane.
+    pub fn wait_applied(&self, lsn: Lsn) -> Result<()> {
+        let mut applied = self.applied.lock();
+        while *applied < lsn {
+            self.poison.check()?;
+            self.progress.wait(&mut applied);
+        }
+        Ok(())
+    }
+
+    /// The newest batch in the lane.
+    pub fn applied(&self) -> Lsn {
+        *self.applied.lock()
+    }
+
+    /// Ends the thread when the queue is empty, and waits for it.
+    pub fn stop(&self) {
+        self.queue.lock().stop = true;
+        self.wake.notify_one();
+        let thread = self.thread.lock().take();
+        if let Some(thread) = thread
+            && thread.join().is_err()
+        {
+            tracing::error!("the applier's thread panicked");
+        }
+    }
+
+    fn request(&self, request: Request) {
+        let mut queue = self.queue.lock();
+        let was_empty = queue.requests.is_empty();
+        queue.requests.push_back(request);
+        // The worker takes the whole queue at once, so only the first request can find it asleep.
+        if was_empty {
+            self.wake.notify_one();
+        }
+    }
+
+    /// Everything queued; `None` when there is nothing left and the store closes.
+    fn take(&self) -> Option<VecDeque<Request>> {
+        let mut queue = self.queue.lock();
+        while queue.requests.is_empty() {
+            if queue.stop {
+                return None;
+            }
+            self.wake.wait(&mut queue);
+        }
+        Some(std::mem::take(&mut queue.requests))
+    }
+}
+
+struct Worker {
+    shared: Arc<Applier>,
+    device: Arc<dyn Device>,
+    arena: Arc<Arena>,
+    staging: Arc<StagingPool>,
+    applied: Applied,
+    list: ListBuilder,
+    /// Memory that the list under construction uses last.
+    retiring: Vec<PageMemory>,
+    in_flight: VecDeque<Pending>,
+}
+
+impl Worker {
+    fn run(&mut self) {
+        while let Some(requests) = self.shared.take() {
+            for request in requests {
+                match request {
+                    Request::Batch(work) => {
+                        self.batch(work);
+                        if self.list.payload_bytes() >= LIST_BYTES {
+                            self.flush();
+                        }
+                    }
+                    Request::Turn(turn) => {
+                        self.flush();
+                        turn(&mut Turn {
+                            applied: &mut self.applied,
+                            arena: &self.arena,
+                            device: &*self.device,
+                        });
+                    }
+                }
+            }
+            self.flush();
+        }
+        while let Some(pending) = self.in_flight.pop_front() {
+            self.reclaim(pending);
+        }
+        self.release_pages();
+    }
+
+    /// Adds a batch to the list and installs what it does to the table.
+    fn batch(&mut self, work: Work) {
+        let Work { point, payload, changes, mut memory } = work;
+        assert!(point.lsn == self.applied.point.lsn.next()); // I3: in the order of the log, without a hole.
+        let index = self.list.payload_index();
+        let ops = decode_payload(&payload).expect("decoded before it was logged");
+        let pages = &mut self.applied.memory;
+        for at in &ops {
+            match at.op {
+                Op::Create { page, .. } => {
+                    let new = memory.pop_front().expect("one for each create");
+                    self.list.zero(new.span());
+                    pages.insert(page, new);
+                }
+                Op::Resize { page, len } => {
+                    let new = memory.pop_front().expect("one for each resize");
+                    let old = pages.remove(&page).expect("planned on a page that exists");
+                    let kept = len.min(old.byte_len());
+                    self.list.copy(old.part(0, kept), new.part(0, kept));
+                    self.list.zero(new.part(kept, len - kept));
+                    self.retiring.push(old);
+                    pages.insert(page, new);
+                }
+                Op::Delete { page } => {
+                    self.retiring.extend(pages.remove(&page));
+                    if let Some(deleted) = &mut self.applied.deleted {
+                        deleted.insert(page, point.lsn);
+                    }
+                }
+                _ => {
+                    if let Some(memory) = at.op.page().and_then(|page| pages.get(&page)) {
+                        self.list.data(at, index, memory);
+                    }
+                }
+            }
+        }
+        self.list.payload(payload);
+        self.applied.table.install(&changes);
+        self.applied.point = point;
+    }
+
+    /// Submits the list; from here on every later list sees its batches.
+    fn flush(&mut self) {
+        if !self.list.is_empty() {
+            match self.device.submit(Lane::Apply, self.list.take()) {
+                Ok(pending) => {
+                    for memory in self.retiring.drain(..) {
+                        self.arena.retire(memory, pending.fence());
+                    }
+                    self.in_flight.push_back(pending);
+                }
+                Err(error) => {
+                    self.shared.poison.set(error);
+                    self.shared.progress.notify_all();
+                    return;
+                }
+            }
+        }
+        if self.shared.poison.check().is_ok() {
+            *self.shared.applied.lock() = self.applied.point.lsn;
+        }
+        self.shared.progress.notify_all();
+        let reached = self.device.reached(Lane::Apply);
+        while self.in_flight.front().is_some_and(|pending| pending.fence().value <= reached)
+            || self.in_flight.len() > IN_FLIGHT_MAX
+        {
+            let pending = self.in_flight.pop_front().expect("looked at just now");
+            self.reclaim(pending);
+        }
+    }
+
+    fn reclaim(&mut self, pending: Pending) {
+        match pending.finish(&*self.device) {
+            Ok(staging) => staging.into_iter().for_each(|staging| self.staging.give(staging)),
+            Err(error) => {
+                self.shared.poison.set(error);
+                self.shared.progress.notify_all();
+            }
+        }
+    }
+
+    fn release_pages(&mut self) {
+        let memory = self.applied.memory.drain().map(|(_, memory)| memory).chain(self.retiring.drain(..));
+        for memory in memory {
+            if let Err(error) = self.arena.discard(memory) {
+                tracing::warn!(%error, "cannot give page memory back");
+            }
+        }
+        if let Err(error) = self.arena.reap_all() {
+            tracing::warn!(%error, "cannot give page memory back");
+        }
+    }
+}

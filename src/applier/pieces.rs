@@ -1,0 +1,95 @@
+//! Floor 5. From a batch's operations to a device's commands.
+//!
+//! Only operations on bytes become commands; what an operation does to the table is the format crate's.
+
+use remanent_format::Width;
+use remanent_format::op::{Op, OpAt, masked_bytes_at, scatter_values_at};
+
+use crate::arena::PageMemory;
+use crate::device::{Command, CommandList, Payload, Piece, PieceKind, Span};
+use crate::staging::StagingBuf;
+
+/// A command list under construction. Pieces of consecutive operations become one command, so that a
+/// device can apply many deltas in one launch.
+#[derive(Default)]
+pub(crate) struct ListBuilder {
+    list: CommandList,
+    payload_bytes: usize,
+}
+
+impl ListBuilder {
+    /// The index of the payload that is handed over next, by which its operations name it.
+    pub fn payload_index(&self) -> usize {
+        self.list.staging.len()
+    }
+
+    /// Hands over a payload, once its operations are added.
+    pub fn payload(&mut self, payload: StagingBuf) {
+        self.payload_bytes += payload.len();
+        self.list.staging.push(payload.into_staging());
+    }
+
+    /// Bytes of all payloads handed over.
+    pub fn payload_bytes(&self) -> usize {
+        self.payload_bytes
+    }
+
+    /// Whether there is nothing to do and nothing to give back.
+    pub fn is_empty(&self) -> bool {
+        self.list.commands.is_empty() && self.list.staging.is_empty()
+    }
+
+    /// The list; the builder is empty again.
+    pub fn take(&mut self) -> CommandList {
+        std::mem::take(self).list
+    }
+
+    /// Adds what the operation does to the bytes of its page; nothing if it is not about bytes. The
+    /// operation lies in the payload with this index.
+    pub fn data(&mut self, at: &OpAt<'_>, payload: usize, memory: &PageMemory) {
+        let staged = Payload::Staging { index: payload, offset: at.body_at };
+        let Some((offset, len)) = at.op.range().filter(|(_, len)| *len > 0) else { return };
+        let target = memory.part(offset, len);
+        let kind = match &at.op {
+            Op::Write { .. } => PieceKind::Dense,
+            Op::Masked { width, mask, .. } => {
+                PieceKind::Masked { width: *width, bytes_at: masked_bytes_at(mask.len()) }
+            }
+            Op::Scatter { width, indices, .. } => {
+                let count = indices.len() / 4;
+                PieceKind::Sparse { width: *width, count, values_at: scatter_values_at(count) }
+            }
+            Op::Fill { pattern, .. } => {
+                let mut repeated = [0; 16];
+                repeated[..pattern.len()].copy_from_slice(pattern);
+                let width = Width::from_bytes(pattern.len()).expect("decoded with one of the five widths");
+                self.list.commands.push(Command::Fill { target, pattern: repeated, width });
+                return;
+            }
+            _ => return,
+        };
+        self.piece(Piece { target, payload: staged, kind });
+    }
+
+    /// Adds zeroing a range.
+    pub fn zero(&mut self, target: Span) {
+        if target.len > 0 {
+            self.list.commands.push(Command::Fill { target, pattern: [0; 16], width: Width::W1 });
+        }
+    }
+
+    /// Adds a copy from page memory to page memory.
+    pub fn copy(&mut self, source: Span, target: Span) {
+        if target.len > 0 {
+            self.list.commands.push(Command::Copy { source, target });
+        }
+    }
+
+    fn piece(&mut self, piece: Piece) {
+        if let Some(Command::Apply { pieces }) = self.list.commands.last_mut() {
+            pieces.push(piece);
+        } else {
+            self.list.commands.push(Command::Apply { pieces: vec![piece] });
+        }
+    }
+}

@@ -1,0 +1,113 @@
+//! Floor 5. Writing image files: pages' bytes in chunks, appended and synced before anything names them.
+//!
+//! A crash here loses nothing: an image file that no manifest and no table names is nobody's.
+
+use std::sync::Arc;
+
+use remanent_format::image::{Chunk, ChunkHeader, IMAGE_HEADER_BLOCK, ImageFileHeader, ImageRef, NewImage};
+use remanent_format::{Defect, FileName, Folder, PageInfo, StoreId};
+
+use crate::disk::{Disk, DiskFile};
+use crate::error::{Error, Result};
+
+/// A chunk is written when its images reach this many bytes; a longer page has a chunk of its own.
+pub(crate) const CHUNK_BYTES: u64 = 2 << 20;
+
+/// Appends images to one new file.
+pub(crate) struct ImageWriter {
+    disk: Arc<dyn Disk>,
+    store: StoreId,
+    number: u64,
+    file: Arc<dyn DiskFile>,
+    offset: u64,
+    chunks: Vec<Chunk>,
+}
+
+impl ImageWriter {
+    /// Begins image file `number`.
+    pub fn create(disk: Arc<dyn Disk>, store: StoreId, number: u64) -> Result<Self> {
+        let file = disk.create(FileName::Pages(number))?;
+        let mut block = ImageFileHeader { store, file: number }.encode().to_vec();
+        block.resize(IMAGE_HEADER_BLOCK as usize, 0);
+        file.write_at(0, &block)?;
+        Ok(Self { disk, store, number, file, offset: IMAGE_HEADER_BLOCK, chunks: Vec::new() })
+    }
+
+    /// Writes one chunk of images; the references come back in the same order.
+    pub fn write_chunk(&mut self, pages: &[(&PageInfo, &[u8])]) -> Result<Vec<ImageRef>> {
+        let images: Vec<NewImage> = pages
+            .iter()
+            .map(|(info, bytes)| {
+                assert!(info.len == bytes.len() as u64);
+                NewImage {
+                    page: info.page,
+                    epoch: info.epoch,
+                    lsn: info.lsn,
+                    len: info.len,
+                    crc: crc32fast::hash(bytes),
+                }
+            })
+            .collect();
+        let chunk = Chunk::plan(self.number, self.offset, &images)
+            .map_err(|defect| Error::from(defect.at(FileName::Pages(self.number), self.offset)))?;
+        // One buffer, one write: header, table, payloads, padding.
+        let mut bytes = chunk.encode(self.store);
+        bytes.resize(chunk.len as usize, 0);
+        for ((_, page), header) in pages.iter().zip(&chunk.images) {
+            let at = (header.image.offset - chunk.offset) as usize;
+            bytes[at..at + page.len()].copy_from_slice(page);
+        }
+        self.file.write_at(self.offset, &bytes)?;
+        self.offset += chunk.len;
+        let references = chunk.images.iter().map(|header| header.image).collect();
+        self.chunks.push(chunk);
+        Ok(references)
+    }
+
+    /// Makes the file and its name durable.
+    pub fn sync(&self) -> Result<()> {
+        self.file.sync()?;
+        self.disk.sync_folder(Folder::Pages)
+    }
+
+    /// Length of the file so far, in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.offset
+    }
+
+    /// Reads everything back past the cache and checks it (I7).
+    pub fn verify(&self) -> Result<()> {
+        let file = FileName::Pages(self.number);
+        let mut bytes = Vec::new();
+        for chunk in &self.chunks {
+            bytes.resize(chunk.len as usize, 0);
+            self.file.read_past_cache(chunk.offset, &mut bytes)?;
+            let damaged = |defect: Defect| Error::from(defect.at(file, chunk.offset));
+            let header = ChunkHeader::decode(&bytes).map_err(damaged)?;
+            header.check_place(self.store, self.number, chunk.offset).map_err(damaged)?;
+            let found = header.decode_table(&bytes).map_err(damaged)?;
+            for image in found.images.iter().map(|image| image.image) {
+                let at = (image.offset - chunk.offset) as usize;
+                let computed = crc32fast::hash(&bytes[at..at + image.stored_len as usize]);
+                if computed != image.stored_crc {
+                    let defect = Defect::Checksum { what: "image", found: image.stored_crc, computed };
+                    return Err(defect.at(file, image.offset).into());
+                }
+            }
+            if found != *chunk {
+                return Err(damaged(Defect::Field {
+                    what: "chunk that differs from the one written",
+                    found: 0,
+                }));
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes the unfinished file.
+    pub fn abandon(self) {
+        if let Err(error) = self.disk.remove(FileName::Pages(self.number)) {
+            tracing::warn!(%error, "cannot remove an unfinished image file; the next open will");
+        }
+    }
+}

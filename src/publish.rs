@@ -1,0 +1,49 @@
+//! Floor 5. Publishing small files: STORE, manifests, tables. Temp, sync, rename, sync the folder; the
+//! rename is the moment from which a crash finds the file, whole.
+
+use std::sync::Arc;
+
+use remanent_format::manifest::Manifest;
+use remanent_format::{Defect, FileName};
+
+use crate::disk::Disk;
+use crate::error::{Error, Result};
+
+/// Writes `bytes` under a temporary name, durably, then gives them the name `file`, durably. No space is a
+/// clean failure: nothing changed.
+pub(crate) fn publish(disk: &Arc<dyn Disk>, file: FileName, number: u64, bytes: &[u8]) -> Result<()> {
+    let temporary = FileName::Temporary(file.folder(), number);
+    let write = || {
+        let open = disk.create(temporary)?;
+        open.write_at(0, bytes)?;
+        open.sync()
+    };
+    if let Err(error) = write() {
+        if let Err(error) = disk.remove(temporary) {
+            tracing::warn!(%error, "cannot remove an unfinished file; the next open will");
+        }
+        return Err(if error.is_no_space() {
+            Error::DiskFull { file, needed: bytes.len() as u64 }
+        } else {
+            error
+        });
+    }
+    disk.rename(temporary, file)?;
+    disk.sync_folder(file.folder())
+}
+
+/// Reads a published manifest or table back past the cache; returns the checksum of its header.
+pub(crate) fn check_published(disk: &Arc<dyn Disk>, file: FileName, written: &[u8]) -> Result<u32> {
+    let mut found = vec![0; written.len()];
+    disk.open(file, false)?.read_past_cache(0, &mut found)?;
+    let (_, health) = Manifest::decode(&found).map_err(|defect| Error::from(defect.at(file, 0)))?;
+    match health.defects.into_iter().flatten().next() {
+        Some(defect) => Err(defect.at(file, 0).into()),
+        None if found != written => {
+            Err(Defect::Field { what: "manifest that differs from the one written", found: 0 }
+                .at(file, 0)
+                .into())
+        }
+        None => Ok(health.header_crc),
+    }
+}

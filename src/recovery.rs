@@ -1,0 +1,875 @@
+//! Floor 6. Opening a store directory: create, recover, begin a new incarnation.
+//!
+//! # The decision table
+//!
+//! What may lie on disk, how it gets there, what is done; the tests are in `tests/it/recovery.rs`.
+//!
+//! | on disk | how | what is done | test |
+//! |---|---|---|---|
+//! | nothing | a new directory | create | `empty_directory_is_created` |
+//! | foreign files, no STORE | a wrong path | refuse, touch nothing | `foreign_directory_is_refused` |
+//! | no STORE, segments without batches | a crash in creation: STORE comes last | start creation over | `creation_cut_short_starts_over` |
+//! | no STORE, but batches, images or manifests | STORE was lost | refuse | `missing_store_file_is_refused` |
+//! | STORE damaged, of a newer version, or with an unknown feature | bit rot; a newer build | refuse | `damaged_store_file_is_refused` |
+//! | another identity or layout fingerprint | the caller's mistake | refuse | `other_identity_is_refused` |
+//! | STORE but no log | the log was lost | refuse | `missing_log_is_refused` |
+//! | temporary files | a crash before a rename | remove: they are nobody's | `temporary_files_are_removed` |
+//! | image files that nothing names | a crash in a snapshot | remove | `unnamed_images_are_removed` |
+//! | newest manifest: one copy bad | a torn or rotten sector | use the other copy | `one_bad_manifest_copy_costs_nothing` |
+//! | newest manifest: both copies bad, or missing | bit rot | older snapshot and more log | `bad_manifest_falls_back` |
+//! | an image of the newest snapshot bad or missing | bit rot | older snapshot and more log | `bad_image_falls_back` |
+//! | images that every kept snapshot needs bad | bit rot | refuse, name the image | `bad_shared_image_is_refused` |
+//! | manifest not recorded as verified | a crash between rename and seal | publish and verify it anew | `unrecorded_manifest_is_published_anew` |
+//! | frames after the last valid one, no mark covers them | a torn tail | cut, report | `torn_tail_is_cut` |
+//! | the same, but a mark covers them | bit rot, a lost write | refuse with file, offset, lsn | `damage_under_a_mark_is_refused` |
+//! | frames of an older incarnation past its end | cut by an earlier recovery | never read | `cut_frames_stay_cut` |
+//! | the newest segment missing | a lost file | refuse: a segment with frames has a successor | `missing_newest_segment_is_refused` |
+//! | a segment in between missing, foreign, cut short | a lost or swapped file | refuse | `missing_segment_is_refused` |
+//! | the header of a segment with frames bad | bit rot | refuse | `bad_segment_header_is_refused` |
+//! | the header of the empty newest segment bad | bit rot | nothing is lost: replaced | `bad_header_of_empty_segment_is_harmless` |
+//! | an empty segment more than needed | a crash before the opening's rename | replaced or recycled | `crash_before_the_rename_changes_nothing` |
+//!
+//! # The order
+//!
+//! 1. Lock; sync the folders, so that every name found is durable; STORE.
+//! 2. Survey the files; resolve the final page table from the newest usable snapshot and the log (I10).
+//! 3. Check the budget; load images past the cache, replay the log onto them.
+//! 4. Begin the new incarnation (I5): build the opening segment whole under a temporary name, sync it, read
+//!    it back; make the empty segment after it; rename; sync the folder. **The rename is the only commit
+//!    point**: before it, nothing has changed and the next open does all of this again.
+//! 5. Publish an unverified snapshot anew, recycle what was cut, report.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use remanent_format::apply::apply;
+use remanent_format::frame::{FrameHeader, FrameKind, VerifiedSnapshot, encode_seal, frame_len};
+use remanent_format::limits::{GROUP_ALIGN, align_up};
+use remanent_format::log::{LogEnd, LogWalk, TornTail};
+use remanent_format::manifest::Manifest;
+use remanent_format::op::decode_payload;
+use remanent_format::rebuild::{Resolution, Survey, read_image, read_manifest};
+use remanent_format::replay::Base;
+use remanent_format::segment::{Opening, SEGMENT_HEADER_BLOCK, SegmentHeader};
+use remanent_format::store::{StoreFile, StoreRecord};
+use remanent_format::{
+    Damage, Defect, FileName, Folder, Incarnation, LogPoint, Lsn, PageId, Place, Position, SnapshotId,
+    StoreId,
+};
+
+use crate::applier::{Applied, ListBuilder};
+use crate::arena::{Arena, PageMemory};
+use crate::device::{Command, Device, Lane, Pending, StagingSpan};
+use crate::disk::Disk;
+use crate::error::{Error, Result};
+use crate::keeping::{Keeping, Kept, KeptTable, unix_ms};
+use crate::log::{LogStart, SegmentFile, SegmentPool, SpacePurpose};
+use crate::options::{Create, Options};
+use crate::phases::{self, Phase};
+use crate::publish::{check_published, publish};
+use crate::source::DiskSource;
+use crate::staging::StagingPool;
+
+/// Images are read in runs of at most this many bytes, unless one is longer.
+const RUN_BYTES: u64 = 4 << 20;
+/// Lists in flight while loading.
+const IN_FLIGHT_MAX: usize = 8;
+/// Replayed deltas are submitted when their payloads reach this many bytes.
+const LIST_BYTES: usize = 1 << 20;
+
+/// What an open found, and what it did.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Recovered {
+    /// Whether the store was created by this open.
+    pub created: bool,
+    /// The incarnation begun, and the last batch that is there.
+    pub position: Position,
+    /// The last batch as the incarnation before knew it; `None` for a new store.
+    pub previous: Option<Position>,
+    /// The snapshot used; `None` if the log was replayed from its beginning.
+    pub snapshot: Option<SnapshotId>,
+    /// Batches replayed on top of it.
+    pub replayed_batches: u64,
+    /// Bytes of their frames.
+    pub replayed_bytes: u64,
+    /// Batches above the last durable mark, copied into the new incarnation.
+    pub copied_batches: u64,
+    /// What was cut from the end of the log, if anything.
+    pub torn: Option<TornTail>,
+    /// Damage that cost time, not data: snapshots passed over, an empty segment's header.
+    pub harmless: Vec<Damage>,
+    /// The device chosen.
+    pub device: String,
+    /// How the log is written, and why not mapped if it is not.
+    pub log_io: String,
+    /// How long it took.
+    pub elapsed: Duration,
+}
+
+/// What recovery hands to the store.
+pub(crate) struct Opened {
+    pub store: StoreFile,
+    pub applied: Applied,
+    pub log: LogStart,
+    pub pool: Arc<SegmentPool>,
+    pub keeping: Keeping,
+    pub recovered: Recovered,
+}
+
+/// What recovery works with.
+pub(crate) struct Recovery<'a> {
+    pub disk: Arc<dyn Disk>,
+    pub device: Arc<dyn Device>,
+    pub arena: &'a Arena,
+    pub staging: &'a StagingPool,
+    pub options: &'a Options,
+}
+
+/// Refuses a directory that must not become, or is not, a store. Touches nothing: this comes before the
+/// lock, whose file would already be a trace.
+pub(crate) fn check_directory(disk: &dyn Disk, create: Create) -> Result<()> {
+    let names = disk.list(Folder::Root)?;
+    let is = |name: &String, file| FileName::parse(Folder::Root, name) == Some(file);
+    if names.iter().any(|name| is(name, FileName::Store)) {
+        return Ok(());
+    }
+    let ours = |name: &String| {
+        FileName::parse(Folder::Root, name).is_some()
+            || Folder::INNER.iter().any(|folder| folder.name() == name)
+    };
+    if let Some(found) = names.iter().find(|name| !ours(name)) {
+        return Err(Error::ForeignDirectory { path: disk.label(), found: found.clone() });
+    }
+    match create {
+        Create::IfEmpty => Ok(()),
+        Create::Never => Err(Error::NoStore { path: disk.label() }),
+    }
+}
+
+impl Recovery<'_> {
+    /// Creates or recovers the store. The caller holds the lock.
+    pub fn open(&self) -> Result<Opened> {
+        phases::enter(Phase::Recovery);
+        let started = Instant::now();
+        let is_store = |name: &String| FileName::parse(Folder::Root, name) == Some(FileName::Store);
+        let exists = self.disk.list(Folder::Root)?.iter().any(is_store);
+        let mut opened = if exists { self.recover()? } else { self.create()? };
+        opened.recovered.elapsed = started.elapsed();
+        Ok(opened)
+    }
+
+    /// A new store. STORE comes last: without it the directory is an unfinished creation.
+    fn create(&self) -> Result<Opened> {
+        for folder in Folder::INNER {
+            self.disk.make_folder(folder)?;
+        }
+        self.disk.sync_folder(Folder::Root)?;
+        self.clear_unfinished_creation()?;
+        let store = StoreFile {
+            store: StoreId(random()?),
+            features: Default::default(),
+            record: StoreRecord {
+                layout_fingerprint: self.options.layout_fingerprint,
+                identity: self.options.identity.clone().unwrap_or_default(),
+                created_unix_ms: unix_ms(),
+            },
+        };
+        let pool = self.pool(store.store)?;
+        let (log, position) =
+            self.begin_incarnation(&pool, store.store, &Predecessor::default(), Vec::new())?;
+        let bytes = store.encode().map_err(|defect| Error::from(defect.at(FileName::Store, 0)))?;
+        publish(&self.disk, FileName::Store, 0, &bytes)?;
+        Ok(Opened {
+            store,
+            applied: Applied {
+                table: remanent_format::PageTable::new(),
+                memory: HashMap::new(),
+                point: log.point,
+                deleted: None,
+            },
+            log,
+            pool,
+            keeping: Keeping {
+                snapshots: BTreeMap::new(),
+                tables: BTreeMap::new(),
+                next_snapshot: 1,
+                next_file: 1,
+            },
+            recovered: self.report(position, true),
+        })
+    }
+
+    /// Removes what a creation cut short left behind; refuses if it is more than that.
+    fn clear_unfinished_creation(&self) -> Result<()> {
+        let missing = || Error::from(Defect::Missing.at(FileName::Store, 0));
+        let source = DiskSource::new(self.disk.clone());
+        for folder in [Folder::Pages, Folder::Snapshots, Folder::Log] {
+            let files: Vec<FileName> =
+                self.disk.list(folder)?.iter().filter_map(|name| FileName::parse(folder, name)).collect();
+            for file in files {
+                match file {
+                    FileName::Pages(_) | FileName::Table(_) | FileName::Manifest(_) => return Err(missing()),
+                    FileName::Segment(_) if holds_batch(&source, file)? => return Err(missing()),
+                    file => self.disk.remove(file)?,
+                }
+            }
+            self.disk.sync_folder(folder)?;
+        }
+        Ok(())
+    }
+
+    fn recover(&self) -> Result<Opened> {
+        // I6: a name that is not durable yet must not be trusted. Folders that are missing are judged by
+        // what they should hold.
+        let inner: Vec<Folder> = Folder::INNER.into_iter().collect();
+        let present = self.disk.list(Folder::Root)?;
+        for folder in inner.iter().filter(|folder| present.iter().any(|name| name == folder.name())) {
+            self.disk.sync_folder(*folder)?;
+        }
+        self.disk.sync_folder(Folder::Root)?;
+
+        let source = DiskSource::new(self.disk.clone());
+        let survey = Survey::read(&source)?;
+        self.check_identity(&survey.store)?;
+        if survey.log.newest().is_none() {
+            let number = survey.log.segments().keys().next_back().copied().unwrap_or(1);
+            return Err(Defect::Missing.at_lsn(FileName::Segment(number), 0, survey.mark()).into());
+        }
+        for folder in inner {
+            self.disk.make_folder(folder)?;
+        }
+        self.remove_temporaries()?;
+
+        let (resolution, memory, mut harmless) = self.load_best(&source, &survey)?;
+        let end = resolution.end.clone().expect("followed to its end");
+        harmless.extend(end.harmless.iter().cloned());
+
+        // 4. The new incarnation.
+        let store = survey.store.store;
+        let pool = self.pool(store)?;
+        let highest = survey.log.segments().keys().next_back().copied().unwrap_or(0);
+        let tail = self.read_tail(&source, &survey, &end)?;
+        let copied_batches = tail.len() as u64;
+        let before = Predecessor { segment: highest, end: Some(end.clone()), tail };
+        let base = resolution.base.map(|id| survey.manifests[&id].as_ref().expect("resolved from it"));
+        let (verified, anew) = self.verified(&survey, &end, resolution.base);
+        let (log, position) = self.begin_incarnation(&pool, store, &before, verified.clone())?;
+
+        // 5. What the crash left half done. Only now: before the rename nothing was ours to change.
+        let junk: Vec<u64> = survey
+            .log
+            .segments()
+            .keys()
+            .copied()
+            .filter(|n| (end.proven.segment + 1..highest).contains(n))
+            .collect();
+        pool.recycle(&junk)?;
+        if let (true, Some((manifest, _))) = (anew, base) {
+            self.publish_anew(manifest)?;
+        }
+        let keeping = self.keeping(&source, &survey, resolution.base, &verified)?;
+
+        let mut recovered = self.report(position, false);
+        recovered.previous = Some(Position { incarnation: end.accepted.incarnation, lsn: end.accepted.lsn });
+        recovered.snapshot = resolution.base;
+        recovered.replayed_batches = resolution.batches;
+        recovered.replayed_bytes = resolution.bytes;
+        recovered.copied_batches = copied_batches;
+        recovered.torn = end.torn;
+        recovered.harmless = harmless;
+        tracing::info!(
+            incarnation = %position.incarnation, lsn = %position.lsn, snapshot = ?recovered.snapshot,
+            replayed = recovered.replayed_batches, copied = copied_batches, torn = ?recovered.torn, "recovered"
+        );
+        let applied = Applied { table: resolution.resolved.table, memory, point: log.point, deleted: None };
+        Ok(Opened { store: survey.store, applied, log, pool, keeping, recovered })
+    }
+
+    fn check_identity(&self, store: &StoreFile) -> Result<()> {
+        if !store.is_writable() {
+            let features = store.features.read_compatible;
+            return Err(Defect::Version { version: remanent_format::segment::FORMAT_VERSION, features }
+                .at(FileName::Store, 0)
+                .into());
+        }
+        let record = &store.record;
+        if self.options.identity.as_ref().is_some_and(|identity| *identity != record.identity) {
+            return Err(Error::IdentityMismatch { found: record.identity.clone() });
+        }
+        if self.options.layout_fingerprint.is_some()
+            && self.options.layout_fingerprint != record.layout_fingerprint
+        {
+            return Err(Error::LayoutMismatch { found: record.layout_fingerprint });
+        }
+        Ok(())
+    }
+
+    fn remove_temporaries(&self) -> Result<()> {
+        for folder in [Folder::Root, Folder::Log, Folder::Pages, Folder::Snapshots] {
+            for name in self.disk.list(folder)? {
+                if let Some(file @ FileName::Temporary(..)) = FileName::parse(folder, &name) {
+                    self.disk.remove(file)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Tries the snapshots from the newest to the oldest, then the log's beginning. What was passed over
+    /// cost time; if nothing is left, the newest one's damage is the answer.
+    fn load_best(
+        &self,
+        source: &DiskSource,
+        survey: &Survey,
+    ) -> Result<(Resolution, HashMap<PageId, PageMemory>, Vec<Damage>)> {
+        let mut passed_over: Vec<Damage> = Vec::new();
+        for candidate in survey.candidates() {
+            let loaded = candidate.map_err(Error::from).and_then(|base| {
+                let resolution = survey.resolve(source, base.as_ref(), None)?;
+                self.check_budget(&resolution)?;
+                let memory = self.load(source, survey, base.as_deref(), &resolution)?;
+                Ok((resolution, memory))
+            });
+            match loaded {
+                Ok((resolution, memory)) => return Ok((resolution, memory, passed_over)),
+                Err(Error::Damaged(damage)) => {
+                    tracing::warn!(%damage, "a snapshot cannot be used");
+                    passed_over.push(*damage);
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        let nothing = Defect::Missing.at_lsn(FileName::Segment(1), SEGMENT_HEADER_BLOCK, Lsn(1));
+        Err(passed_over.into_iter().next().unwrap_or(nothing).into())
+    }
+
+    /// I10: on the final table, before anything is allocated.
+    fn check_budget(&self, resolution: &Resolution) -> Result<()> {
+        let mut wanted: BTreeMap<Place, u64> = BTreeMap::new();
+        for info in resolution.resolved.table.pages() {
+            let place = wanted.entry(info.place).or_default();
+            *place = place.saturating_add(info.len);
+        }
+        for (place, asked) in wanted {
+            let budget = self.options.budget.limit(place);
+            if asked > budget {
+                return Err(Error::OverBudget { place, asked, available: budget, budget });
+            }
+        }
+        Ok(())
+    }
+
+    /// Loads the pages of a resolved table: images, then the log on top.
+    fn load(
+        &self,
+        source: &DiskSource,
+        survey: &Survey,
+        base: Option<&Manifest>,
+        resolution: &Resolution,
+    ) -> Result<HashMap<PageId, PageMemory>> {
+        let mut loader = Loader {
+            recovery: self,
+            memory: HashMap::new(),
+            on_host: HashMap::new(),
+            list: ListBuilder::default(),
+            in_flight: VecDeque::new(),
+        };
+        let loaded = loader.load(source, survey, base, resolution).and_then(|()| loader.drain(0));
+        if loaded.is_err() {
+            // Lists may still name the memory; what cannot be waited for stays counted, and warned of.
+            let drained = loader.drain(0);
+            for (_, memory) in loader.memory.drain() {
+                if drained.is_ok() {
+                    self.arena.discard(memory)?;
+                }
+            }
+        }
+        loaded.map(|()| loader.memory)
+    }
+
+    /// The payloads of the batches that no mark proves, in order. They are read through the cache: that is
+    /// where they are.
+    fn read_tail(&self, source: &DiskSource, survey: &Survey, end: &LogEnd) -> Result<Vec<Vec<u8>>> {
+        let mut tail = Vec::new();
+        let mut walk = LogWalk::new(source, &survey.log, end.proven, survey.mark())?;
+        while walk.point().lsn < end.accepted.lsn {
+            match walk.next()? {
+                Some(frame) if frame.header.kind == FrameKind::Batch => tail.push(frame.payload.to_vec()),
+                Some(_) => {}
+                None => break,
+            }
+        }
+        Ok(tail)
+    }
+
+    /// The snapshots that the new incarnation records as verified, and whether the one used is among them
+    /// only because it was read past the cache just now.
+    fn verified(
+        &self,
+        survey: &Survey,
+        end: &LogEnd,
+        base: Option<SnapshotId>,
+    ) -> (Vec<VerifiedSnapshot>, bool) {
+        let on_disk = |snapshot: SnapshotId| match survey.manifests.get(&snapshot) {
+            Some(Ok((_, health))) => Some(VerifiedSnapshot { snapshot, manifest_crc: health.header_crc }),
+            _ => None,
+        };
+        let usable = |snapshot: SnapshotId| base.is_some_and(|base| snapshot <= base);
+        let recorded = end.verified.iter().copied();
+        let mut verified: Vec<VerifiedSnapshot> = recorded
+            .filter(|entry| usable(entry.snapshot) && on_disk(entry.snapshot) == Some(*entry))
+            .collect();
+        let used = base.and_then(on_disk).filter(|used| !verified.contains(used));
+        verified.extend(used);
+        verified.sort_unstable_by_key(|entry| entry.snapshot);
+        (verified, used.is_some())
+    }
+
+    /// I7: a manifest that no frame under a mark records may have its name in the cache only.
+    fn publish_anew(&self, manifest: &Manifest) -> Result<()> {
+        let file = FileName::Manifest(manifest.snapshot.0);
+        let bytes = manifest.encode().map_err(|defect| Error::from(defect.at(file, 0)))?;
+        publish(&self.disk, file, manifest.snapshot.0, &bytes)?;
+        check_published(&self.disk, file, &bytes)?;
+        Ok(())
+    }
+
+    /// What is kept on disk from now on.
+    fn keeping(
+        &self,
+        source: &DiskSource,
+        survey: &Survey,
+        base: Option<SnapshotId>,
+        verified: &[VerifiedSnapshot],
+    ) -> Result<Keeping> {
+        let mut snapshots = BTreeMap::new();
+        for (manifest, health) in survey.manifests.values().filter_map(|read| read.as_ref().ok()) {
+            if base.is_some_and(|base| manifest.snapshot <= base) {
+                let is_verified = verified.iter().any(|entry| entry.snapshot == manifest.snapshot);
+                snapshots.insert(manifest.snapshot, Kept::new(manifest, health.header_crc, is_verified));
+            }
+        }
+        let mut tables = BTreeMap::new();
+        let mut next_file = survey.readable().map(|manifest| manifest.next_file).max().unwrap_or(1);
+        for name in self.disk.list(Folder::Pages)? {
+            match FileName::parse(Folder::Pages, &name) {
+                Some(FileName::Pages(number)) => next_file = next_file.max(number + 1),
+                Some(file @ FileName::Table(number)) => {
+                    next_file = next_file.max(number + 1);
+                    // A table that cannot be read is needed only by log that is older than what was
+                    // replayed; its images stay, for nothing says which they are.
+                    if let Ok((table, _)) = read_manifest(source, file, &survey.store) {
+                        let files =
+                            table.entries.iter().filter_map(|entry| entry.image).map(|image| image.file);
+                        let files: BTreeSet<u64> = files.collect();
+                        tables.insert(number, KeptTable { restored_at: table.end, files });
+                    }
+                }
+                _ => {}
+            }
+        }
+        let next_snapshot = survey.manifests.keys().next_back().map_or(1, |last| last.0 + 1);
+        let keeping = Keeping { snapshots, tables, next_snapshot, next_file };
+        // Image files that nothing names stem from a snapshot that a crash cut short. Where a manifest
+        // cannot be read, nobody knows what it named.
+        if survey.manifests.values().all(Result::is_ok) {
+            self.remove_unnamed_images(&keeping)?;
+        }
+        Ok(keeping)
+    }
+
+    fn remove_unnamed_images(&self, keeping: &Keeping) -> Result<()> {
+        let named = keeping.named_files();
+        for name in self.disk.list(Folder::Pages)? {
+            if let Some(file @ FileName::Pages(number)) = FileName::parse(Folder::Pages, &name)
+                && !named.contains(&number)
+            {
+                self.disk.remove(file)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn pool(&self, store: StoreId) -> Result<Arc<SegmentPool>> {
+        let (len, reserve) = (self.options.segment_len, self.options.reserve_segments());
+        Ok(Arc::new(SegmentPool::new(self.disk.clone(), store, len, reserve)?))
+    }
+
+    /// I5, step by step.
+    fn begin_incarnation(
+        &self,
+        pool: &SegmentPool,
+        store: StoreId,
+        before: &Predecessor,
+        verified: Vec<VerifiedSnapshot>,
+    ) -> Result<(LogStart, Position)> {
+        let opening = before.opening(Incarnation {
+            number: before.incarnation().number.checked_add(1).ok_or(Error::Limit {
+                what: "incarnation",
+                found: u64::from(u32::MAX) + 1,
+                limit: u32::MAX.into(),
+            })?,
+            random: u32::from_le_bytes(random()?),
+        });
+        let number = before.segment.max(1);
+        // 1. Built whole under a temporary name: header, the copied tail, the opening seal. A tail that
+        //    was synced only after the rename could be lost by a power cut that spares the rename.
+        let frames = opening_frames(store, number, &opening, &before.tail, &verified);
+        let used = align_up(SEGMENT_HEADER_BLOCK + frames.bytes.len() as u64, GROUP_ALIGN);
+        let segment_len = used.max(pool.segment_len());
+        let header = SegmentHeader { store, segment: number, segment_len, opening: Some(opening) };
+        let file = self.build_opening(pool, number, &header, &frames.bytes)?;
+        // 2. Read back past the cache: a sync that lied is found before anything depends on it.
+        let mut found = vec![0; frames.bytes.len()];
+        file.read_past_cache(SEGMENT_HEADER_BLOCK, &mut found)?;
+        if found != frames.bytes {
+            let defect =
+                Defect::Field { what: "opening segment that differs from the one written", found: 0 };
+            return Err(defect.at(FileName::Temporary(Folder::Log, number), SEGMENT_HEADER_BLOCK).into());
+        }
+        // 3. The empty segment after it, with its name: a segment with frames has a successor (I8). It
+        //    names no incarnation, so that if we die now nothing points to us.
+        let next = pool.make(number + 1, SpacePurpose::Reserve)?;
+        // 4. The commit point.
+        pool.publish(FileName::Temporary(Folder::Log, number), number)?;
+        let position = Position { incarnation: opening.incarnation, lsn: opening.accepted };
+        let log = LogStart {
+            point: frames.point,
+            chain: frames.chain,
+            offset: frames.end,
+            current: SegmentFile { number, len: segment_len, file },
+            next,
+            verified,
+        };
+        Ok((log, position))
+    }
+
+    /// Opening must work on a full disk: it may take from the reserve.
+    fn build_opening(
+        &self,
+        pool: &SegmentPool,
+        number: u64,
+        header: &SegmentHeader,
+        frames: &[u8],
+    ) -> Result<Arc<dyn crate::disk::DiskFile>> {
+        loop {
+            match pool.build(number, header, frames) {
+                Err(Error::DiskFull { .. }) if pool.release_reserve()? => {}
+                other => return other,
+            }
+        }
+    }
+
+    fn report(&self, position: Position, created: bool) -> Recovered {
+        Recovered {
+            created,
+            position,
+            previous: None,
+            snapshot: None,
+            replayed_batches: 0,
+            replayed_bytes: 0,
+            copied_batches: 0,
+            torn: None,
+            harmless: Vec::new(),
+            device: self.device.label(),
+            log_io: String::new(),
+            elapsed: Duration::ZERO,
+        }
+    }
+}
+
+/// The incarnation before, as the new one needs it; the default is that of a new store.
+#[derive(Default)]
+struct Predecessor {
+    /// The highest segment, which is empty and will be replaced.
+    segment: u64,
+    /// Where its log ends; `None` for a new store.
+    end: Option<LogEnd>,
+    /// The payloads of the batches to copy.
+    tail: Vec<Vec<u8>>,
+}
+
+impl Predecessor {
+    fn incarnation(&self) -> Incarnation {
+        self.end.as_ref().map_or_else(Incarnation::default, |end| end.accepted.incarnation)
+    }
+
+    fn opening(&self, incarnation: Incarnation) -> Opening {
+        let (predecessor, accepted) =
+            self.end.as_ref().map_or_else(Default::default, |end| (end.proven, end.accepted));
+        Opening { incarnation, predecessor, accepted: accepted.lsn, accepted_chain: accepted.chain }
+    }
+}
+
+/// The frames of an opening segment.
+struct OpeningFrames {
+    bytes: Vec<u8>,
+    /// The end of the last batch.
+    point: LogPoint,
+    /// The opening seal's chain hash.
+    chain: u32,
+    /// Where the opening seal ends.
+    end: u64,
+}
+
+fn opening_frames(
+    store: StoreId,
+    segment: u64,
+    opening: &Opening,
+    tail: &[Vec<u8>],
+    verified: &[VerifiedSnapshot],
+) -> OpeningFrames {
+    let mut bytes = Vec::new();
+    let mut point = opening.start(segment);
+    let mut push = |kind, lsn, durable, payload: &[u8], chain_prev| {
+        let offset = SEGMENT_HEADER_BLOCK + bytes.len() as u64;
+        let header = FrameHeader {
+            kind,
+            group_start: bytes.is_empty(),
+            incarnation: opening.incarnation,
+            store,
+            segment,
+            offset,
+            lsn,
+            durable,
+            payload_len: u32::try_from(payload.len()).expect("it was a frame's payload"),
+            payload_crc: crc32fast::hash(payload),
+            chain_prev,
+        };
+        let (encoded, chain) = header.encode();
+        bytes.extend_from_slice(&encoded);
+        bytes.extend_from_slice(payload);
+        bytes.resize((offset - SEGMENT_HEADER_BLOCK + frame_len(payload.len() as u64)) as usize, 0);
+        (header.end(), chain)
+    };
+    // Copied frames keep their Lsn. Nothing in this file is acknowledged before all of it is durable, so
+    // the seal may name the last of them as its mark.
+    for payload in tail {
+        let lsn = point.lsn.next();
+        let (offset, chain) = push(FrameKind::Batch, lsn, opening.predecessor.lsn, payload, point.chain);
+        point = LogPoint { lsn, offset, chain, ..point };
+    }
+    let seal = encode_seal(verified);
+    let (end, chain) = push(FrameKind::Seal, point.lsn, point.lsn, &seal, point.chain);
+    assert!(point.lsn == opening.accepted); // I5: what was accepted is what is carried on.
+    OpeningFrames { bytes, point, chain, end }
+}
+
+/// Brings pages into device memory.
+struct Loader<'a> {
+    recovery: &'a Recovery<'a>,
+    memory: HashMap<PageId, PageMemory>,
+    /// Pages whose length changes during replay are put together in host memory: on the device they are
+    /// allocated once, at their final length.
+    on_host: HashMap<PageId, Vec<u8>>,
+    list: ListBuilder,
+    in_flight: VecDeque<Pending>,
+}
+
+impl Loader<'_> {
+    fn load(
+        &mut self,
+        source: &DiskSource,
+        survey: &Survey,
+        manifest: Option<&Manifest>,
+        resolution: &Resolution,
+    ) -> Result<()> {
+        let resolved = &resolution.resolved;
+        for info in resolved.table.pages() {
+            self.memory.insert(info.page, self.recovery.arena.allocate(info.place, info.len)?);
+        }
+        // Sealed bytes are proven past the cache: images all of them, frames up to the last mark.
+        let sealed = DiskSource::past_cache(self.recovery.disk.clone());
+        self.load_images(&sealed, &resolved.bases)?;
+        let end = resolution.end.as_ref().expect("followed to its end");
+        let from = match manifest {
+            Some(manifest) => manifest.redo,
+            None => survey.log.beginning().expect("resolved from it"),
+        };
+        self.replay(&sealed, survey, from, end.proven.lsn, resolution)?;
+        self.replay(source, survey, end.proven, end.accepted.lsn, resolution)?;
+        self.flush()?;
+        for (page, bytes) in std::mem::take(&mut self.on_host) {
+            self.upload(&bytes, &[(page, 0)])?;
+        }
+        Ok(())
+    }
+
+    /// Reads images in the order of their files, neighbours in one read.
+    fn load_images(&mut self, source: &DiskSource, bases: &BTreeMap<PageId, Base>) -> Result<()> {
+        let mut images = Vec::new();
+        for (&page, base) in bases {
+            match base.image {
+                Some(image) if base.resized => {
+                    self.on_host.insert(page, read_image(source, &image)?);
+                }
+                Some(image) => images.push((image, page)),
+                None if base.resized => {
+                    self.on_host.insert(page, Vec::new());
+                }
+                None => self.list.zero(self.memory[&page].span()),
+            }
+        }
+        images.sort_unstable_by_key(|(image, _)| (image.file, image.offset));
+        let mut rest = &images[..];
+        while let Some((first, _)) = rest.first() {
+            let run_end = first.offset + RUN_BYTES.max(first.stored_len);
+            let count = rest
+                .iter()
+                .take_while(|(image, _)| {
+                    image.file == first.file && image.offset + image.stored_len <= run_end
+                })
+                .count();
+            let (run, after) = rest.split_at(count);
+            rest = after;
+            let (last, _) = run.last().expect("at least the first");
+            let file = FileName::Pages(first.file);
+            let mut bytes = vec![0; (last.offset + last.stored_len - first.offset) as usize];
+            let len = remanent_format::ReadAt::len(source, file).ok().flatten().unwrap_or(0);
+            if len < first.offset + bytes.len() as u64 {
+                let needed = first.offset + bytes.len() as u64;
+                return Err(Defect::Truncated { needed, have: len }.at(file, first.offset).into());
+            }
+            remanent_format::ReadAt::read_at(source, file, first.offset, &mut bytes)
+                .map_err(|error| Defect::Unreadable(error.to_string()).at(file, first.offset))?;
+            let mut pages = Vec::with_capacity(run.len());
+            for (image, page) in run {
+                let at = (image.offset - first.offset) as usize;
+                let computed = crc32fast::hash(&bytes[at..at + image.stored_len as usize]);
+                if computed != image.stored_crc {
+                    let defect = Defect::Checksum { what: "image", found: image.stored_crc, computed };
+                    return Err(defect.at(file, image.offset).into());
+                }
+                pages.push((*page, at));
+            }
+            self.upload(&bytes, &pages)?;
+        }
+        self.flush()
+    }
+
+    /// Queues the upload of pages that lie in `bytes` at these offsets.
+    fn upload(&mut self, bytes: &[u8], pages: &[(PageId, usize)]) -> Result<()> {
+        let mut staged = self.recovery.staging.take(bytes.len())?;
+        staged.copy_from_slice(bytes);
+        let mut list =
+            crate::device::CommandList { commands: Vec::new(), staging: vec![staged.into_staging()] };
+        for (page, at) in pages {
+            let target = self.memory[page].span();
+            let source = StagingSpan { index: 0, offset: *at, len: target.len as usize };
+            if target.len > 0 {
+                list.commands.push(Command::Upload { source, target });
+            }
+        }
+        let pending = self.recovery.device.submit(Lane::Apply, list)?;
+        self.in_flight.push_back(pending);
+        self.drain(IN_FLIGHT_MAX)
+    }
+
+    /// Replays the batches after `from` up to `until`.
+    fn replay(
+        &mut self,
+        source: &DiskSource,
+        survey: &Survey,
+        from: LogPoint,
+        until: Lsn,
+        resolution: &Resolution,
+    ) -> Result<()> {
+        let mut walk = LogWalk::new(source, &survey.log, from, survey.mark())?;
+        while walk.point().lsn < until {
+            let frame = walk.next()?.ok_or_else(|| {
+                // It was there a moment ago, in the cache: the medium has something else.
+                Defect::Missing.at_lsn(FileName::Segment(from.segment), from.offset, until)
+            })?;
+            if frame.header.kind != FrameKind::Batch {
+                continue;
+            }
+            let lsn = frame.header.lsn;
+            let at = |defect: Defect| {
+                defect.at_lsn(FileName::Segment(frame.header.segment), frame.header.offset, lsn)
+            };
+            let ops = decode_payload(frame.payload).map_err(at)?;
+            let index = self.list.payload_index();
+            let mut staged = false;
+            for op in &ops {
+                let Some(page) = op.op.page().filter(|page| resolution.resolved.applies(*page, lsn)) else {
+                    continue;
+                };
+                if let Some(bytes) = self.on_host.get_mut(&page) {
+                    apply(&op.op, bytes);
+                } else {
+                    self.list.data(op, index, &self.memory[&page]);
+                    staged = true;
+                }
+            }
+            if staged {
+                let mut payload = self.recovery.staging.take(frame.payload.len())?;
+                payload.copy_from_slice(frame.payload);
+                self.list.payload(payload);
+                if self.list.payload_bytes() >= LIST_BYTES {
+                    self.flush()?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        if self.list.is_empty() {
+            return Ok(());
+        }
+        let pending = self.recovery.device.submit(Lane::Apply, self.list.take())?;
+        self.in_flight.push_back(pending);
+        self.drain(IN_FLIGHT_MAX)
+    }
+
+    /// Waits until at most so many lists are in flight.
+    fn drain(&mut self, in_flight_max: usize) -> Result<()> {
+        while self.in_flight.len() > in_flight_max {
+            let pending = self.in_flight.pop_front().expect("more than the maximum");
+            for staging in pending.finish(&*self.recovery.device)? {
+                self.recovery.staging.give(staging);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whether a segment of an unfinished creation holds a batch: then it is more than that.
+fn holds_batch(source: &DiskSource, file: FileName) -> Result<bool> {
+    use remanent_format::ReadAt;
+    use remanent_format::frame::{FrameHeaderRaw, UncheckedFrame};
+    let unreadable = |error: std::io::Error| Error::from(Defect::Unreadable(error.to_string()).at(file, 0));
+    let len = source.len(file).map_err(unreadable)?.unwrap_or(0);
+    let mut at = SEGMENT_HEADER_BLOCK;
+    while at + FrameHeaderRaw::LEN as u64 <= len {
+        let mut bytes = [0; FrameHeaderRaw::LEN];
+        source.read_at(file, at, &mut bytes).map_err(unreadable)?;
+        if UncheckedFrame::decode(&bytes).is_ok_and(|frame| frame.unproven().kind == FrameKind::Batch) {
+            return Ok(true);
+        }
+        at += GROUP_ALIGN;
+    }
+    Ok(false)
+}
+
+/// Random bytes from the system: identities must not repeat.
+fn random<const N: usize>() -> Result<[u8; N]> {
+    let mut bytes = [0; N];
+    let mut filled = 0;
+    while filled < N {
+        match rustix::rand::getrandom(&mut bytes[filled..], rustix::rand::GetRandomFlags::empty()) {
+            Ok(len) => filled += len,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(errno) => {
+                return Err(Error::Folder {
+                    action: "draw random bytes for",
+                    path: "the store's identity".to_owned(),
+                    source: Arc::new(errno.into()),
+                });
+            }
+        }
+    }
+    Ok(bytes)
+}

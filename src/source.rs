@@ -1,0 +1,69 @@
+//! Floor 4. A store directory as the format crate reads it: `ReadAt` over the disk seam.
+
+use std::collections::HashMap;
+use std::io;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use remanent_format::{FileName, Folder, ReadAt};
+
+use crate::disk::{Disk, DiskFile};
+use crate::error::Error;
+
+/// Reads a store directory; files stay open while it lives.
+pub(crate) struct DiskSource {
+    disk: Arc<dyn Disk>,
+    past_cache: bool,
+    files: Mutex<HashMap<FileName, Arc<dyn DiskFile>>>,
+}
+
+impl DiskSource {
+    /// Reads what a process would see.
+    pub fn new(disk: Arc<dyn Disk>) -> Self {
+        Self { disk, past_cache: false, files: Mutex::default() }
+    }
+
+    /// Reads from the medium where the system lets us. Only for bytes that are synced.
+    pub fn past_cache(disk: Arc<dyn Disk>) -> Self {
+        Self { past_cache: true, ..Self::new(disk) }
+    }
+
+    fn file(&self, file: FileName) -> Result<Arc<dyn DiskFile>, Error> {
+        let mut files = self.files.lock();
+        if let Some(open) = files.get(&file) {
+            return Ok(open.clone());
+        }
+        let open = self.disk.open(file, false)?;
+        files.insert(file, open.clone());
+        Ok(open)
+    }
+}
+
+impl ReadAt for DiskSource {
+    fn list(&self, folder: Folder) -> io::Result<Vec<String>> {
+        self.disk.list(folder).map_err(to_io)
+    }
+
+    fn len(&self, file: FileName) -> io::Result<Option<u64>> {
+        match self.file(file).and_then(|open| open.len()).map_err(to_io) {
+            Ok(len) => Ok(Some(len)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn read_at(&self, file: FileName, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        let open = self.file(file).map_err(to_io)?;
+        let read =
+            if self.past_cache { open.read_past_cache(offset, out) } else { open.read_at(offset, out) };
+        read.map_err(to_io)
+    }
+}
+
+fn to_io(error: Error) -> io::Error {
+    let kind = match &error {
+        Error::Io { source, .. } | Error::Folder { source, .. } => source.kind(),
+        _ => io::ErrorKind::Other,
+    };
+    io::Error::new(kind, error)
+}

@@ -1,0 +1,469 @@
+//! Floor 7. The store: what a caller holds.
+//!
+//! This file only puts the parts together: [`crate::commit`], [`crate::snapshot`], [`crate::restore`] and
+//! [`crate::recovery`] say how things work.
+
+use std::any::Any;
+use std::sync::Arc;
+
+use remanent_format::{Key, Lsn, Metadata, PageId, PageInfo, Position, SnapshotId, StoreId};
+
+use crate::applier::Applier;
+use crate::arena::{Arena, PlaceUsage};
+use crate::batch::WriteBatch;
+use crate::commit::Committer;
+use crate::device::Device;
+use crate::disk::{Disk, DiskLock};
+use crate::error::{Error, Result};
+use crate::keeping::SnapshotInfo;
+use crate::log::{Log, LogStats};
+use crate::options::{Ack, LogIo, Options};
+use crate::poison::Poison;
+use crate::recovery::{Opened, Recovered, Recovery, check_directory};
+use crate::restore::Restore;
+use crate::snapshot::Snapshots;
+use crate::staging::StagingPool;
+
+/// Staging kept for reuse.
+const STAGING_IDLE_BYTES: usize = 64 << 20;
+
+/// A store directory, open for reading and writing: pages, root, log, snapshots.
+///
+/// One writer at a time; the handle is shared by threads by reference or in an `Arc`. Dropping it makes
+/// everything durable and seals the log; [`Store::close`] does the same and reports errors.
+///
+/// ```
+/// use remanent::{Key, Options, Place, Store};
+/// let store = Store::temporary(Options::default())?;
+/// let mut batch = store.batch();
+/// let page = batch.create_with(4, Place::Host, Some(Key::new("answer").unwrap()), Default::default());
+/// batch.write(page, 0, &[42, 0, 0, 0]);
+/// store.commit(batch)?;
+///
+/// let info = store.page_by_key(&Key::new("answer").unwrap())?;
+/// let mut bytes = [0; 4];
+/// store.read(info.page, 0, &mut bytes)?;
+/// assert_eq!(u32::from_le_bytes(bytes), 42);
+/// # Ok::<(), remanent::Error>(())
+/// ```
+pub struct Store {
+    parts: Parts,
+    id: StoreId,
+    ack: Ack,
+    opener: u32,
+    recovered: Recovered,
+    /// Released last: until then nobody else may open the directory.
+    _lock: Box<dyn DiskLock>,
+    /// A temporary directory lives as long as its store.
+    _directory: Option<Box<dyn Any + Send + Sync>>,
+}
+
+struct Parts {
+    committer: Committer,
+    snapshots: Snapshots,
+    store_file: remanent_format::store::StoreFile,
+    options: Options,
+    disk: Arc<dyn Disk>,
+    device: Arc<dyn Device>,
+    arena: Arc<Arena>,
+    staging: Arc<StagingPool>,
+    applier: Arc<Applier>,
+    log: Arc<Log>,
+    poison: Arc<Poison>,
+}
+
+/// A committed batch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Committed {
+    /// Its place in the log.
+    pub position: Position,
+    /// The pages that it created, in the order of its creates and clones.
+    pub pages: Vec<PageId>,
+}
+
+/// A submitted batch, to wait for.
+#[derive(Clone)]
+pub struct Ticket {
+    committed: Committed,
+    log: Arc<Log>,
+    applier: Arc<Applier>,
+}
+
+/// Counts and sizes of an open store.
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub struct Stats {
+    /// The newest batch logged.
+    pub logged: Lsn,
+    /// The newest batch in the device's queue.
+    pub applied: Lsn,
+    /// The newest batch that survives a power cut.
+    pub durable: Lsn,
+    /// What the log did since it was opened.
+    pub log: LogStats,
+    /// The segment that takes frames.
+    pub segment: u64,
+    /// Page memory by place.
+    pub places: Vec<(remanent_format::Place, PlaceUsage)>,
+    /// Bytes of staging that lie idle.
+    pub staging_idle_bytes: usize,
+}
+
+impl Ticket {
+    /// Where the batch lies in the log.
+    #[must_use]
+    pub fn position(&self) -> Position {
+        self.committed.position
+    }
+
+    /// The pages that the batch created, in the order of its creates and clones.
+    #[must_use]
+    pub fn pages(&self) -> &[PageId] {
+        &self.committed.pages
+    }
+
+    /// Waits until the batch is acknowledged at this level.
+    ///
+    /// # Errors
+    /// [`Error::Poisoned`] if the store failed before.
+    pub fn wait(&self, ack: Ack) -> Result<()> {
+        match ack {
+            // A ticket exists only for a batch that is logged.
+            Ack::Logged => Ok(()),
+            Ack::Applied => self.applier.wait_applied(self.committed.position.lsn),
+            Ack::Durable => self.log.wait_durable(self.committed.position.lsn),
+        }
+    }
+}
+
+impl Store {
+    /// Opens a store on any disk and device: the way in for tests, which bring simulated ones. Callers use
+    /// [`Store::open`].
+    ///
+    /// # Errors
+    /// As for [`Store::open`].
+    #[doc(hidden)]
+    pub fn open_on(disk: Arc<dyn Disk>, device: Arc<dyn Device>, options: Options) -> Result<Self> {
+        Self::open_keeping(disk, device, options, None)
+    }
+
+    pub(crate) fn open_keeping(
+        disk: Arc<dyn Disk>,
+        device: Arc<dyn Device>,
+        options: Options,
+        directory: Option<Box<dyn Any + Send + Sync>>,
+    ) -> Result<Self> {
+        options.check()?;
+        check_directory(&*disk, options.create)?;
+        disk.make_folder(remanent_format::Folder::Root)?;
+        let lock = disk.lock()?;
+        let (log_io, log_io_reason) = choose_log_io(&*disk, &options)?;
+        let arena = Arc::new(Arena::new(device.clone(), options.budget.clone()));
+        let staging = Arc::new(StagingPool::new(device.clone(), STAGING_IDLE_BYTES));
+        let recovery = Recovery {
+            disk: disk.clone(),
+            device: device.clone(),
+            arena: &arena,
+            staging: &staging,
+            options: &options,
+        };
+        let Opened { store, applied, log, pool, keeping, mut recovered } = recovery.open()?;
+        recovered.log_io = log_io_reason;
+        let poison = Arc::new(Poison::default());
+        let table = applied.table.clone();
+        let log = Log::start(store.store, log_io, pool.clone(), poison.clone(), log)?;
+        let applier =
+            Applier::start(device.clone(), arena.clone(), staging.clone(), poison.clone(), applied)?;
+        let committer = Committer::new(
+            table,
+            log.clone(),
+            applier.clone(),
+            device.clone(),
+            arena.clone(),
+            staging.clone(),
+            poison.clone(),
+        );
+        let snapshots = Snapshots {
+            disk: disk.clone(),
+            store: store.store,
+            device: device.clone(),
+            staging: staging.clone(),
+            applier: applier.clone(),
+            log: log.clone(),
+            pool,
+            poison: poison.clone(),
+            count_kept: options.snapshots_kept,
+            log_kept: options.log_kept,
+            keeping: parking_lot::Mutex::new(keeping),
+        };
+        Ok(Self {
+            id: store.store,
+            ack: options.ack,
+            opener: std::process::id(),
+            recovered,
+            parts: Parts {
+                committer,
+                snapshots,
+                store_file: store,
+                options,
+                disk,
+                device,
+                arena,
+                staging,
+                applier,
+                log,
+                poison,
+            },
+            _lock: lock,
+            _directory: directory,
+        })
+    }
+
+    /// The store's identity, drawn at random when it was created.
+    #[must_use]
+    pub fn id(&self) -> StoreId {
+        self.id
+    }
+
+    /// An empty batch.
+    pub fn batch(&self) -> WriteBatch {
+        WriteBatch::default()
+    }
+
+    /// Logs a batch, and returns at once with what one waits on. The batch is `Logged` then: it survives
+    /// the death of the process.
+    ///
+    /// # Errors
+    /// If the batch cannot be committed, with nothing changed: [`Error::UnknownPage`],
+    /// [`Error::OutOfBounds`], [`Error::Conflict`], [`Error::KeyTaken`], [`Error::InvalidOperation`],
+    /// [`Error::Limit`], [`Error::OverBudget`], [`Error::DiskFull`]. [`Error::Poisoned`] after a failure.
+    pub fn submit(&self, batch: WriteBatch) -> Result<Ticket> {
+        self.check_process()?;
+        let (point, pages) = self.parts.committer.submit(&batch)?;
+        let position = Position { incarnation: point.incarnation, lsn: point.lsn };
+        Ok(Ticket {
+            committed: Committed { position, pages },
+            log: self.parts.log.clone(),
+            applier: self.parts.applier.clone(),
+        })
+    }
+
+    /// Submits a batch and waits for the acknowledgement that [`Options::ack`] names.
+    ///
+    /// # Errors
+    /// As for [`Store::submit`], and [`Error::Poisoned`] if the store fails while waiting.
+    pub fn commit(&self, batch: WriteBatch) -> Result<Committed> {
+        let ticket = self.submit(batch)?;
+        ticket.wait(self.ack)?;
+        Ok(ticket.committed)
+    }
+
+    /// Waits until batch `lsn`, and every one before it, survives a power cut.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] if there is no such batch yet; [`Error::Poisoned`].
+    pub fn wait_durable(&self, lsn: Lsn) -> Result<()> {
+        self.check_process()?;
+        let newest = self.parts.committer.lock().lsn();
+        if lsn > newest {
+            return Err(Error::Limit { what: "lsn to wait for", found: lsn.0, limit: newest.0 });
+        }
+        self.parts.log.wait_durable(lsn)
+    }
+
+    /// The newest batch.
+    #[must_use]
+    pub fn lsn(&self) -> Lsn {
+        self.parts.committer.lock().lsn()
+    }
+
+    /// Fills `out` with the page's bytes from `offset` on, as of the batch returned: the newest one
+    /// submitted before the call, or a later one. It is logged, but perhaps not yet durable.
+    ///
+    /// # Errors
+    /// [`Error::UnknownPage`], [`Error::OutOfBounds`], a device error.
+    pub fn read(&self, page: PageId, offset: u64, out: &mut [u8]) -> Result<Lsn> {
+        self.check_process()?;
+        let len = out.len() as u64;
+        let Parts { applier, device, staging, .. } = &self.parts;
+        let (_, lsn, bytes) = applier.read(&**device, staging, page, move |_| (offset, len))?;
+        out.copy_from_slice(&bytes);
+        staging.give(bytes.into_staging());
+        Ok(lsn)
+    }
+
+    /// A page's length, version, key and metadata.
+    ///
+    /// # Errors
+    /// [`Error::UnknownPage`].
+    pub fn page(&self, page: PageId) -> Result<PageInfo> {
+        self.look(move |table| table.get(page).cloned().ok_or(Error::UnknownPage { page }))
+    }
+
+    /// The page that has this key.
+    ///
+    /// # Errors
+    /// [`Error::UnknownKey`].
+    pub fn page_by_key(&self, key: &Key) -> Result<PageInfo> {
+        let key = key.clone();
+        self.look(move |table| table.get_key(&key).cloned().ok_or(Error::UnknownKey { key }))
+    }
+
+    /// All pages, in the order of their ids.
+    ///
+    /// # Errors
+    /// [`Error::Closed`], [`Error::Forked`].
+    pub fn pages(&self) -> Result<Vec<PageInfo>> {
+        self.look(|table| Ok(table.pages().cloned().collect()))
+    }
+
+    /// The root: the store's own metadata.
+    ///
+    /// # Errors
+    /// [`Error::Closed`], [`Error::Forked`].
+    pub fn root(&self) -> Result<Arc<Metadata>> {
+        self.look(|table| Ok(table.root().clone()))
+    }
+
+    /// Takes a full snapshot while commits go on, verifies it, and recycles the log that is not needed any
+    /// more. One at a time; a second caller waits.
+    ///
+    /// # Errors
+    /// [`Error::DiskFull`] changes nothing; any other failure poisons the store.
+    pub fn snapshot(&self) -> Result<SnapshotInfo> {
+        self.check_process()?;
+        self.parts.snapshots.take()
+    }
+
+    /// The snapshots kept, oldest first.
+    #[must_use]
+    pub fn snapshots(&self) -> Vec<SnapshotInfo> {
+        self.parts.snapshots.list()
+    }
+
+    /// Takes all pages and the root back to the state of a kept snapshot. This goes forward: it is one
+    /// more batch, and what it leaves stays in the log behind the kept snapshots. Page ids given meanwhile
+    /// are not given again; pages that change get an epoch above all that were ever given. Commits wait.
+    ///
+    /// # Errors
+    /// [`Error::NoSnapshot`]; [`Error::Damaged`], [`Error::OverBudget`] and [`Error::DiskFull`] change
+    /// nothing; a failure later poisons the store, whose directory then holds the restored state.
+    pub fn restore_from_snapshot(&self, snapshot: SnapshotId) -> Result<Position> {
+        self.check_process()?;
+        let Parts {
+            committer,
+            snapshots,
+            store_file,
+            options,
+            disk,
+            device,
+            staging,
+            applier,
+            log,
+            poison,
+            ..
+        } = &self.parts;
+        let mut keeping = snapshots.keeping.lock();
+        let mut submitted = committer.lock();
+        let restore = Restore {
+            disk,
+            store: store_file,
+            device: &**device,
+            staging,
+            applier,
+            log,
+            budget: &options.budget,
+            poison,
+        };
+        let point = restore.run(snapshot, &mut submitted, &mut keeping)?;
+        // Still under both locks: this snapshot is exact, and later opens start from it.
+        match snapshots.take_holding(&mut keeping) {
+            // The restore stands without it: recovery replays the record.
+            Ok(_) | Err(Error::DiskFull { .. }) => {}
+            Err(error) => return Err(error),
+        }
+        Ok(Position { incarnation: point.incarnation, lsn: point.lsn })
+    }
+
+    /// What this open found and did.
+    #[must_use]
+    pub fn recovered(&self) -> &Recovered {
+        &self.recovered
+    }
+
+    /// Counts and sizes.
+    #[must_use]
+    pub fn stats(&self) -> Stats {
+        let Parts { committer, log, applier, arena, staging, .. } = &self.parts;
+        Stats {
+            logged: committer.lock().lsn(),
+            applied: applier.applied(),
+            durable: log.durable(),
+            log: log.stats(),
+            segment: log.current_segment(),
+            places: arena.usages().into_iter().collect(),
+            staging_idle_bytes: staging.idle_bytes(),
+        }
+    }
+
+    /// Makes everything durable, seals the log and releases the directory.
+    ///
+    /// # Errors
+    /// [`Error::Poisoned`] if the store failed, now or before. The directory is released all the same.
+    pub fn close(self) -> Result<()> {
+        self.check_process()?;
+        let poison = self.parts.poison.clone();
+        drop(self);
+        poison.check()
+    }
+
+    /// Looks at the applier's table, behind every batch submitted so far.
+    fn look<T: Send + 'static>(
+        &self,
+        look: impl FnOnce(&remanent_format::PageTable) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        self.check_process()?;
+        self.parts.applier.turn(move |turn| look(&turn.applied.table))
+    }
+
+    /// Threads do not survive a fork: in the child nobody would answer.
+    fn check_process(&self) -> Result<()> {
+        if std::process::id() == self.opener { Ok(()) } else { Err(Error::Forked { opener: self.opener }) }
+    }
+}
+
+impl Drop for Store {
+    fn drop(&mut self) {
+        // In a forked child the parent's threads are not there, and the files are the parent's business.
+        if self.check_process().is_ok() {
+            self.parts.applier.stop();
+            self.parts.log.stop();
+        }
+    }
+}
+
+impl std::fmt::Debug for Store {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Store")
+            .field("id", &self.id)
+            .field("disk", &self.parts.disk.label())
+            .finish_non_exhaustive()
+    }
+}
+
+/// How the log is written, and a sentence on why.
+fn choose_log_io(disk: &dyn Disk, options: &Options) -> Result<(LogIo, String)> {
+    let refused = disk.mapping_refused()?;
+    match (options.log_io, refused) {
+        (Some(LogIo::Mapped), Some(reason)) => Err(Error::InvalidOption {
+            option: "log_io",
+            reason: format!("the log cannot be mapped: {reason}"),
+        }),
+        (Some(LogIo::Buffered), _) => Ok((LogIo::Buffered, "buffered, as asked for".to_owned())),
+        (_, None) => Ok((LogIo::Mapped, "mapped".to_owned())),
+        (None, Some(reason)) => {
+            tracing::info!(reason, "the log is written by system calls");
+            Ok((LogIo::Buffered, format!("buffered: {reason}")))
+        }
+    }
+}

@@ -1,0 +1,264 @@
+//! What a caller does with a store, and finds again after closing or losing it.
+
+use std::sync::Arc;
+
+use remanent::disk::dir::DirDisk;
+use remanent::{Ack, Error, Key, Lsn, Metadata, Options, PageId, Place, SnapshotId, Store, Value, Width};
+
+fn small() -> Options {
+    Options::default().segment_len(16 << 10)
+}
+
+fn bytes(store: &Store, page: PageId) -> Vec<u8> {
+    let mut out = vec![0; store.page(page).unwrap().len as usize];
+    store.read(page, 0, &mut out).unwrap();
+    out
+}
+
+fn key(text: &str) -> Key {
+    Key::new(text).unwrap()
+}
+
+#[test]
+fn every_operation_survives_reopening() {
+    let directory = tempfile::tempdir().unwrap();
+    let store = Store::open(directory.path(), small()).unwrap();
+    let mut batch = store.batch();
+    let metadata = Metadata::from([("dtype".to_owned(), Value::from("bf16"))]);
+    let page = batch.create_with(64, Place::Device(0), Some(key("weights")), metadata);
+    batch.create(10, Place::Host);
+    batch.write(page, 0, &[1; 16]);
+    batch.write_masked(page, 16, Width::W2, &[0b0000_0101], &[9; 16]);
+    batch.scatter(page, Width::W4, &[10, 8], &[2, 2, 2, 2, 3, 3, 3, 3]);
+    batch.fill(page, 48, 8, &[7, 8]);
+    batch.set_metadata(page, "step", 5u64).set_root("step", 5u64).note("one of each");
+    let copy = batch.clone_page(page);
+    batch.write(copy, 0, &[0xee]);
+    let committed = store.commit(batch).unwrap();
+    assert_eq!(committed.position.lsn, Lsn(1));
+    let [page, gone, copy] = committed.pages[..] else { panic!("{:?}", committed.pages) };
+
+    let mut batch = store.batch();
+    batch.resize(page, 80).remove_metadata(page, "dtype").delete(gone).remove_root("nothing");
+    store.commit(batch).unwrap();
+
+    let mut expected = vec![0; 80];
+    expected[..16].fill(1);
+    expected[16..18].fill(9);
+    expected[20..22].fill(9);
+    expected[32..36].fill(3);
+    expected[40..44].fill(2);
+    expected[48..56].copy_from_slice(&[7, 8, 7, 8, 7, 8, 7, 8]);
+    let mut cloned = expected[..64].to_vec();
+    cloned[0] = 0xee;
+
+    let check = |store: &Store| {
+        assert_eq!(bytes(store, page), expected);
+        assert_eq!(bytes(store, copy), cloned);
+        assert!(matches!(store.page(gone), Err(Error::UnknownPage { .. })));
+        let info = store.page_by_key(&key("weights")).unwrap();
+        assert_eq!((info.page, info.len, info.epoch.0, info.lsn), (page, 80, 2, Lsn(2)));
+        assert_eq!(*info.metadata, Metadata::from([("step".to_owned(), Value::U64(5))]));
+        assert_eq!(info.place, Place::Device(0));
+        assert_eq!(store.page(copy).unwrap().key, None);
+        assert_eq!(store.root().unwrap()["step"], Value::U64(5));
+        assert_eq!(store.pages().unwrap().len(), 2);
+    };
+    check(&store);
+    store.close().unwrap();
+    for _ in 0..3 {
+        let store = Store::open(directory.path(), small()).unwrap();
+        assert_eq!(store.recovered().position.lsn, Lsn(2));
+        assert_eq!(store.recovered().torn, None);
+        check(&store);
+        store.snapshot().unwrap();
+        check(&store);
+    }
+}
+
+#[test]
+fn a_refused_batch_changes_nothing() {
+    let store = Store::temporary(small()).unwrap();
+    let mut batch = store.batch();
+    let page = batch.create_with(8, Place::Host, Some(key("a")), Metadata::new());
+    let page =
+        store.commit(batch).map(|done| done.pages[0]).unwrap_or_else(|error| panic!("{error} {page:?}"));
+    let before = (store.pages().unwrap(), store.lsn());
+    let refuse = |build: &dyn Fn(&mut remanent::WriteBatch)| {
+        let mut batch = store.batch();
+        batch.set_root("touched", true);
+        build(&mut batch);
+        let error = store.commit(batch).unwrap_err();
+        assert_eq!((store.pages().unwrap(), store.lsn()), before, "{error}");
+        assert!(!store.root().unwrap().contains_key("touched"), "{error}");
+        error
+    };
+    let out_of_bounds = refuse(&|batch| {
+        batch.write(page, 5, &[0; 4]);
+    });
+    assert!(matches!(out_of_bounds, Error::OutOfBounds { page_len: 8, .. }), "{out_of_bounds}");
+    let huge = refuse(&|batch| {
+        batch.fill(page, u64::MAX, 4, &[0]);
+    });
+    assert!(matches!(huge, Error::OutOfBounds { .. }), "{huge}");
+    let unknown = refuse(&|batch| {
+        batch.delete(PageId(77));
+    });
+    assert!(matches!(unknown, Error::UnknownPage { page: PageId(77) }), "{unknown}");
+    let twice = refuse(&|batch| {
+        batch.scatter(page, Width::W1, &[1, 2, 1], &[0; 3]);
+    });
+    assert!(matches!(twice, Error::InvalidOperation { index: 1, .. }), "{twice}");
+    let key_taken = refuse(&|batch| {
+        batch.create_with(1, Place::Host, Some(key("a")), Metadata::new());
+    });
+    assert!(matches!(key_taken, Error::KeyTaken { .. }), "{key_taken}");
+    let conflict = refuse(&|batch| {
+        batch.expect_epoch(page, remanent::Epoch(3)).write(page, 0, &[1]);
+    });
+    assert!(matches!(conflict, Error::Conflict { found: remanent::Epoch(1), .. }), "{conflict}");
+    let pattern = refuse(&|batch| {
+        batch.fill(page, 0, 6, &[1, 2, 3]);
+    });
+    assert!(matches!(pattern, Error::InvalidOperation { .. }), "{pattern}");
+    let disk = refuse(&|batch| {
+        batch.create(1, Place::Disk);
+    });
+    assert!(matches!(disk, Error::PlaceUnavailable { .. }), "{disk}");
+}
+
+#[test]
+fn commits_from_many_threads_are_all_there() {
+    let directory = tempfile::tempdir().unwrap();
+    let store = Arc::new(Store::open(directory.path(), small().ack(Ack::Durable)).unwrap());
+    let pages: Vec<PageId> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..8u8)
+            .map(|thread| {
+                let store = &store;
+                scope.spawn(move || {
+                    let mut batch = store.batch();
+                    batch.create(256, Place::Host);
+                    let page = store.commit(batch).unwrap().pages[0];
+                    for step in 0..50u8 {
+                        let mut batch = store.batch();
+                        batch.write(page, u64::from(step) * 4, &[thread, step, thread, step]);
+                        store.commit(batch).unwrap();
+                    }
+                    page
+                })
+            })
+            .collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    assert_eq!(store.lsn(), Lsn(8 * 51));
+    let expected: Vec<Vec<u8>> = pages.iter().map(|page| bytes(&store, *page)).collect();
+    drop(store);
+    let store = Store::open(directory.path(), small()).unwrap();
+    for (page, expected) in pages.iter().zip(expected) {
+        assert_eq!(bytes(&store, *page), expected);
+        assert_eq!(store.page(*page).unwrap().epoch.0, 51);
+    }
+}
+
+#[test]
+fn a_snapshot_lets_the_log_be_recycled() {
+    let directory = tempfile::tempdir().unwrap();
+    let store = Store::open(directory.path(), small()).unwrap();
+    let mut batch = store.batch();
+    batch.create(1000, Place::Host);
+    let page = store.commit(batch).unwrap().pages[0];
+    for round in 0..6u8 {
+        for step in 0..60u8 {
+            let mut batch = store.batch();
+            batch.write(page, 0, &[round, step]).write(page, 100, &[step; 800]);
+            store.commit(batch).unwrap();
+        }
+        store.snapshot().unwrap();
+    }
+    let log = std::fs::read_dir(directory.path().join("log")).unwrap().count();
+    assert!(log <= 14, "{log} files in the log after six snapshots");
+    assert_eq!(store.snapshots().len(), 2);
+    drop(store);
+    let store = Store::open(directory.path(), small()).unwrap();
+    assert_eq!(store.recovered().snapshot, Some(SnapshotId(6)));
+    assert_eq!(bytes(&store, page)[..2], [5, 59]);
+    assert_eq!(store.page(page).unwrap().epoch.0, 361);
+}
+
+#[test]
+fn a_restore_goes_back_by_going_forward() {
+    let directory = tempfile::tempdir().unwrap();
+    let store = Store::open(directory.path(), small()).unwrap();
+    let mut batch = store.batch();
+    let (a, b) = (batch.create(100, Place::Host), batch.create(50, Place::Host));
+    batch.write(a, 0, &[1; 100]).write(b, 0, &[2; 50]).set_root("step", 1u64);
+    let pages = store.commit(batch).unwrap().pages;
+    let snapshot = store.snapshot().unwrap();
+    let mut batch = store.batch();
+    batch.write(pages[0], 0, &[9; 10]).delete(pages[1]).set_root("step", 2u64);
+    let late = batch.create(5, Place::Host);
+    let late = (store.commit(batch).unwrap().pages[0], late).0;
+
+    let position = store.restore_from_snapshot(snapshot.id).unwrap();
+    assert_eq!(position.lsn, Lsn(3));
+    let check = |store: &Store| {
+        assert_eq!(bytes(store, pages[0]), [1; 100]);
+        assert_eq!(bytes(store, pages[1]), [2; 50]);
+        assert!(store.page(late).is_err());
+        assert_eq!(store.root().unwrap()["step"], Value::U64(1));
+        assert!(store.page(pages[0]).unwrap().epoch.0 > 2);
+    };
+    check(&store);
+    drop(store);
+    let store = Store::open(directory.path(), small()).unwrap();
+    check(&store);
+    let mut batch = store.batch();
+    batch.create(1, Place::Host);
+    assert!(store.commit(batch).unwrap().pages[0] > late, "an id was used again");
+    assert!(matches!(store.restore_from_snapshot(SnapshotId(99)), Err(Error::NoSnapshot { .. })));
+}
+
+#[test]
+fn a_frame_longer_than_a_segment_gets_its_own() {
+    let directory = tempfile::tempdir().unwrap();
+    let store = Store::open(directory.path(), small()).unwrap();
+    let content: Vec<u8> = (0..100_000u32).map(|at| at as u8).collect();
+    let mut batch = store.batch();
+    let page = batch.create(100_000, Place::Host);
+    batch.write(page, 0, &content);
+    let page = store.commit(batch).unwrap().pages[0];
+    let mut batch = store.batch();
+    batch.write(page, 1, &[0xff]);
+    store.commit(batch).unwrap();
+    drop(store);
+    let store = Store::open(directory.path(), small()).unwrap();
+    let found = bytes(&store, page);
+    assert_eq!(found[0], 0);
+    assert_eq!(found[1], 0xff);
+    assert_eq!(found[2..], content[2..]);
+}
+
+#[test]
+fn the_pure_rebuild_agrees_with_recovery() {
+    let directory = tempfile::tempdir().unwrap();
+    let store = Store::open(directory.path(), small()).unwrap();
+    let mut batch = store.batch();
+    let page = batch.create(30, Place::Host);
+    batch.write(page, 3, b"abc");
+    let page = store.commit(batch).unwrap().pages[0];
+    let mut batch = store.batch();
+    batch.resize(page, 5).resize(page, 9);
+    store.commit(batch).unwrap();
+    drop(store);
+    let reader = remanent::disk::dir::DirReader::new(directory.path());
+    let rebuilt = remanent_format::rebuild::rebuild(&reader, &Default::default()).unwrap();
+    let store = Store::open_on(
+        Arc::new(DirDisk::new(directory.path())),
+        Arc::new(remanent::device::host::HostDevice::new()),
+        small(),
+    )
+    .unwrap();
+    assert_eq!(rebuilt.contents[&page], bytes(&store, page));
+    assert_eq!(bytes(&store, page), b"\0\0\0ab\0\0\0\0");
+    assert_eq!(rebuilt.table.pages().cloned().collect::<Vec<_>>(), store.pages().unwrap());
+}
