@@ -8,7 +8,7 @@
 use crate::defect::{Defect, array, check_crc, check_limit, check_zero, slice};
 use crate::ids::{Incarnation, LogPoint, Lsn, SnapshotId, StoreId};
 use crate::layout::{Field, layout};
-use crate::limits::{FRAME_ALIGN, FRAME_PAYLOAD_LEN_MAX, align_up};
+use crate::limits::{FRAME_ALIGN, FRAME_PAYLOAD_LEN_MAX, NUMBER_MAX, align_up};
 
 /// The first bytes of a frame.
 pub const FRAME_MAGIC: [u8; 4] = *b"RMFR";
@@ -159,6 +159,7 @@ impl UncheckedFrame {
         check_zero("reserved frame bytes", raw.reserved.into())?;
         check_limit("frame flags", raw.flags.into(), FLAG_GROUP_START.into())?;
         check_limit("payload length", raw.payload_len.into(), FRAME_PAYLOAD_LEN_MAX)?;
+        check_limit("frame's lsn", raw.lsn.0, NUMBER_MAX)?;
         let kind = match raw.kind {
             KIND_BATCH => FrameKind::Batch,
             KIND_SEAL => FrameKind::Seal,

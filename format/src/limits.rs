@@ -7,6 +7,8 @@ pub const FRAME_ALIGN: u64 = 16;
 /// The smallest write that a medium makes as a whole.
 pub const SECTOR_LEN: usize = 512;
 
+/// The highest page id, Lsn, epoch, or number of a file: so that counting on never overflows.
+pub const NUMBER_MAX: u64 = 1 << 62;
 /// The shortest segment.
 pub const SEGMENT_LEN_MIN: u64 = 16 << 10;
 /// The longest segment. A frame that is too long for a segment of the usual length gets one of its own.

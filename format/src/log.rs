@@ -60,6 +60,8 @@ pub struct LogMap {
     newest: Option<Incarnation>,
     /// Openings on the line, oldest first, with their segments.
     line: Vec<(u64, Opening)>,
+    /// The damaged header at which the line ends, if it ends at one.
+    cut: Option<Damage>,
 }
 
 impl LogMap {
@@ -83,6 +85,7 @@ impl LogMap {
             .find_map(|segment| segment.opening().map(|opening| opening.incarnation).or(segment.frames));
         let mut line = Vec::new();
         let mut wanted = newest;
+        let mut cut = None;
         while let Some(incarnation) = wanted {
             let found = segments.iter().find_map(|(&number, segment)| {
                 segment
@@ -93,9 +96,12 @@ impl LogMap {
             wanted =
                 found.map(|(_, opening)| opening.predecessor.incarnation).filter(|before| before.number > 0);
             line.extend(found);
+            if found.is_none() {
+                cut = damaged_opening(&segments, incarnation);
+            }
         }
         line.reverse();
-        Ok(Self { store, segments, newest, line })
+        Ok(Self { store, segments, newest, line, cut })
     }
 
     /// The segments by number.
@@ -116,6 +122,12 @@ impl LogMap {
         &self.line
     }
 
+    /// The damaged header at which the line ends. An opening that is merely gone was recycled.
+    #[must_use]
+    pub fn cut(&self) -> Option<&Damage> {
+        self.cut.as_ref()
+    }
+
     /// The start of the very first incarnation, if its opening is still there.
     #[must_use]
     pub fn beginning(&self) -> Option<LogPoint> {
@@ -133,6 +145,13 @@ impl LogMap {
     fn successor(&self, incarnation: Incarnation) -> Option<(u64, Opening)> {
         self.line.iter().copied().find(|(_, opening)| opening.predecessor.incarnation == incarnation)
     }
+}
+
+/// The first segment with frames of an incarnation, if its header is damaged: it may have been the opening.
+fn damaged_opening(segments: &BTreeMap<u64, Segment>, incarnation: Incarnation) -> Option<Damage> {
+    let (number, segment) = segments.iter().find(|(_, segment)| segment.frames == Some(incarnation))?;
+    let defect = segment.header.as_ref().err()?;
+    Some(defect.clone().at(FileName::Segment(*number), 0))
 }
 
 fn read_segment(source: &dyn ReadAt, store: StoreId, number: u64) -> Result<Segment, Damage> {
@@ -278,6 +297,26 @@ pub struct TornTail {
     pub defect: Defect,
 }
 
+/// Where the order ends: the place at which the next frame should be, and what is wrong there.
+struct Break {
+    segment: u64,
+    offset: u64,
+    /// Whether a frame was written there, so that this is the place to report.
+    resembles: bool,
+    defect: Defect,
+}
+
+impl Break {
+    /// The more telling of two: the first at which a frame was written, or the first.
+    fn or(self, other: Self) -> Self {
+        if other.resembles && !self.resembles { other } else { self }
+    }
+
+    fn damage(self, lost: Lsn) -> Damage {
+        self.defect.at_lsn(FileName::Segment(self.segment), self.offset, lost)
+    }
+}
+
 /// Walks the log from a point, frame by frame.
 pub struct LogWalk<'s> {
     source: &'s dyn ReadAt,
@@ -305,6 +344,9 @@ impl<'s> LogWalk<'s> {
     pub fn new(source: &'s dyn ReadAt, map: &'s LogMap, from: LogPoint, mark: Lsn) -> Result<Self, Damage> {
         let file = FileName::Segment(from.segment);
         let on_line = Some(from.incarnation) == map.newest || map.successor(from.incarnation).is_some();
+        if !on_line && let Some(damage) = &map.cut {
+            return Err(damage.clone());
+        }
         if !on_line {
             return Err(Defect::Mismatch {
                 what: "incarnation of the first frame needed",
@@ -342,7 +384,7 @@ impl<'s> LogWalk<'s> {
             return Ok(None);
         }
         self.cross_to_successors()?;
-        let defect = match self.find_next() {
+        let at_break = match self.find_next() {
             Ok((header, end)) => {
                 self.accept(&header, end)?;
                 let newest = Some(header.incarnation) == self.map.newest;
@@ -354,9 +396,9 @@ impl<'s> LogWalk<'s> {
                     })?;
                 return Ok(Some(Frame { header, payload, end, newest }));
             }
-            Err(defect) => defect,
+            Err(at_break) => at_break,
         };
-        self.end = Some(self.judge(defect)?);
+        self.end = Some(self.judge(at_break)?);
         Ok(None)
     }
 
@@ -418,29 +460,43 @@ impl<'s> LogWalk<'s> {
     }
 
     /// The next frame in order, with its payload checked.
-    fn find_next(&mut self) -> Result<(FrameHeader, LogPoint), Defect> {
+    fn find_next(&mut self) -> Result<(FrameHeader, LogPoint), Break> {
+        let here = self.point.segment;
         let after = align_up(self.point.offset, FRAME_ALIGN);
         let group = align_up(self.point.offset, GROUP_ALIGN);
-        let first = match self.try_at(self.point.segment, after) {
+        let mut at_break = match self.try_or_break(here, after) {
             Ok(found) => return Ok(found),
-            Err(defect) => defect,
+            Err(at_break) => at_break,
         };
-        if group != after
-            && let Ok(found) = self.try_at(self.point.segment, group)
-        {
-            return Ok(found);
+        if group != after {
+            match self.try_or_break(here, group) {
+                Ok(found) => return Ok(found),
+                Err(other) => at_break = at_break.or(other),
+            }
         }
         // Only a sound next segment can continue the order; whether a missing or damaged one matters is
         // for the judgement.
-        let next = self.point.segment.saturating_add(1);
+        let next = here.saturating_add(1);
         if self.check_segment(next).is_ok() {
-            let here = std::mem::replace(&mut self.reader, SegmentReader::new(self.source, next));
-            match self.try_at(next, SEGMENT_HEADER_BLOCK) {
+            let reader = std::mem::replace(&mut self.reader, SegmentReader::new(self.source, next));
+            match self.try_or_break(next, SEGMENT_HEADER_BLOCK) {
                 Ok(found) => return Ok(found),
-                Err(_) => self.reader = here,
+                Err(other) => at_break = at_break.or(other),
             }
+            self.reader = reader;
         }
-        Err(first)
+        Err(at_break)
+    }
+
+    /// The frame at a place, if it is the next one; else why not, and whether it was meant to be one.
+    fn try_or_break(&mut self, segment: u64, offset: u64) -> Result<(FrameHeader, LogPoint), Break> {
+        self.try_at(segment, offset).map_err(|defect| {
+            let resembles = self
+                .reader
+                .bytes(offset, FrameHeaderRaw::LEN)
+                .is_ok_and(|bytes| resembles_frame(bytes, self.map.store, segment, offset));
+            Break { segment, offset, resembles, defect }
+        })
     }
 
     fn try_at(&mut self, segment: u64, offset: u64) -> Result<(FrameHeader, LogPoint), Defect> {
@@ -510,9 +566,8 @@ impl<'s> LogWalk<'s> {
         }
     }
 
-    /// Torn tail or damage (I4): `defect` is why the order ends here.
-    fn judge(&mut self, defect: Defect) -> Result<LogEnd, Damage> {
-        let here = FileName::Segment(self.point.segment);
+    /// Torn tail or damage (I4).
+    fn judge(&mut self, at_break: Break) -> Result<LogEnd, Damage> {
         let break_at = align_up(self.point.offset, FRAME_ALIGN);
         let lost = self.point.lsn.next();
         let highest = self.map.segments.keys().next_back().copied().unwrap_or(0);
@@ -527,7 +582,7 @@ impl<'s> LogWalk<'s> {
             if in_reach.is_some_and(|last| next <= last) {
                 self.check_segment(next)?;
             }
-            return Err(defect.at_lsn(here, break_at, lost));
+            return Err(at_break.damage(lost));
         }
         // 2. A segment that holds frames has a successor, made and synced before its first frame (I8).
         for number in self.point.segment..=highest.max(self.point.segment.saturating_add(1)) {
@@ -571,21 +626,15 @@ impl<'s> LogWalk<'s> {
             }
         }
         if mark >= lost {
-            return Err(defect.at_lsn(here, break_at, lost));
+            return Err(at_break.damage(lost));
         }
         // 4. Nothing that a mark covers is missing: the log ends here. Report what was cut.
-        let mut reader = SegmentReader::new(self.source, self.point.segment);
-        let resembles = [break_at, align_up(break_at, GROUP_ALIGN)].into_iter().any(|at| {
-            reader
-                .bytes(at, FrameHeaderRaw::LEN)
-                .is_ok_and(|bytes| resembles_frame(bytes, self.map.store, self.point.segment, at))
-        });
-        let torn = (last_seen.is_some() || resembles).then(|| TornTail {
-            segment: self.point.segment,
-            offset: break_at,
+        let torn = (last_seen.is_some() || at_break.resembles).then(|| TornTail {
+            segment: at_break.segment,
+            offset: at_break.offset,
             first: lost,
             last: last_seen.unwrap_or(lost),
-            defect,
+            defect: at_break.defect,
         });
         Ok(LogEnd {
             accepted: self.accepted,

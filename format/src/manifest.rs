@@ -22,7 +22,7 @@ use crate::image::{Codec, ImageRef};
 use crate::layout::layout;
 use crate::limits::{
     DEVICE_ORDINAL_MAX, GROUP_ALIGN, MANIFEST_BODY_LEN_MAX, MANIFEST_ENTRIES_MAX, METADATA_LEN_MAX,
-    PAGE_LEN_MAX, ROOT_LEN_MAX, align_up,
+    NUMBER_MAX, PAGE_LEN_MAX, ROOT_LEN_MAX, align_up,
 };
 use crate::segment::FORMAT_VERSION;
 use crate::value::{Metadata, decode_metadata, encode_metadata};
@@ -366,10 +366,13 @@ impl Manifest {
             ("next page id", self.next_page),
             ("next image file", self.next_file),
         ] {
+            check_limit(what, found, NUMBER_MAX)?;
             if found == 0 {
                 return Err(Defect::Field { what, found });
             }
         }
+        check_limit("end", self.end.0, NUMBER_MAX)?;
+        check_limit("highest epoch", self.epoch_high.0, NUMBER_MAX)?;
         check_limit("redo lsn", self.redo.lsn.0, self.end.0)?;
         check_limit("entry count", self.entries.len() as u64, MANIFEST_ENTRIES_MAX)?;
         check_limit("tombstone count", self.tombstones.len() as u64, MANIFEST_ENTRIES_MAX)?;

@@ -7,7 +7,9 @@
 use crate::defect::{Defect, array, check_limit, check_zero, slice};
 use crate::ids::{Key, Lsn, PageId, Place, Width};
 use crate::layout::layout;
-use crate::limits::{FRAME_ALIGN, METADATA_LEN_MAX, NAME_LEN_MAX, NOTE_LEN_MAX, ROOT_LEN_MAX, align_up};
+use crate::limits::{
+    FRAME_ALIGN, METADATA_LEN_MAX, NAME_LEN_MAX, NOTE_LEN_MAX, NUMBER_MAX, ROOT_LEN_MAX, align_up,
+};
 use crate::value::{Metadata, Value, decode_entry, decode_metadata, encode_entry, encode_metadata};
 
 /// Length of a payload's head.
@@ -458,6 +460,7 @@ pub fn decode_payload(payload: &[u8]) -> Result<Vec<OpAt<'_>>, Defect> {
 fn decode_op<'a>(header: &OpHeaderRaw, body: &'a [u8]) -> Result<Op<'a>, Defect> {
     check_zero("operation encoding", header.encoding.into())?;
     let page = header.page;
+    check_limit("operation's page", page.0, NUMBER_MAX)?;
     let OpHeaderRaw { first, second, .. } = *header;
     let about_page = matches!(header.kind, CREATE..=REMOVE_METADATA);
     if about_page == (page == PageId(0)) {

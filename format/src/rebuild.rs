@@ -263,8 +263,9 @@ pub fn rebuild(source: &dyn ReadAt, options: &RebuildOptions) -> Result<Rebuilt,
         }
     }
     // The newest snapshot's complaint names the damage; an older one's is mostly that its log is gone.
-    let nothing = Defect::Missing.at_lsn(FileName::Segment(1), SEGMENT_HEADER_BLOCK, Lsn(1));
-    Err(passed_over.into_iter().next().unwrap_or(nothing))
+    let nothing = || Defect::Missing.at_lsn(FileName::Segment(1), SEGMENT_HEADER_BLOCK, Lsn(1));
+    let cut = survey.log.cut().cloned();
+    Err(passed_over.into_iter().next().or(cut).unwrap_or_else(nothing))
 }
 
 fn rebuild_from(

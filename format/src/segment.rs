@@ -8,7 +8,7 @@
 use crate::defect::{Defect, array, check_crc, check_limit, check_zero};
 use crate::ids::{Incarnation, LogPoint, Lsn, StoreId};
 use crate::layout::layout;
-use crate::limits::{GROUP_ALIGN, SEGMENT_LEN_MAX, SEGMENT_LEN_MIN};
+use crate::limits::{GROUP_ALIGN, NUMBER_MAX, SEGMENT_LEN_MAX, SEGMENT_LEN_MIN};
 
 /// The version of the whole format, in STORE and in every file's header.
 pub const FORMAT_VERSION: u32 = 1;
@@ -133,6 +133,8 @@ impl SegmentHeader {
         if raw.segment_len < SEGMENT_LEN_MIN || !raw.segment_len.is_multiple_of(GROUP_ALIGN) {
             return Err(Defect::Field { what: "segment length", found: raw.segment_len });
         }
+        check_limit("segment's number", raw.segment, NUMBER_MAX)?;
+        check_limit("accepted lsn", raw.accepted.0, NUMBER_MAX)?;
         let opening = Opening {
             incarnation: raw.incarnation,
             predecessor: raw.predecessor,

@@ -194,6 +194,7 @@ fn limits_are_those_of_the_code() {
         GROUP_ALIGN,
         FRAME_ALIGN,
         SECTOR_LEN,
+        NUMBER_MAX,
         SEGMENT_LEN_MIN,
         SEGMENT_LEN_MAX,
         FRAME_PAYLOAD_LEN_MAX,

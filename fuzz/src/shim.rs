@@ -88,7 +88,11 @@ pub fn frame(data: &[u8]) {
         assert_eq!(encoded, bytes[..FrameHeaderRaw::LEN]);
         let before = LogPoint {
             incarnation: header.incarnation,
-            lsn: if header.kind == FrameKind::Batch { Lsn(header.lsn.0.wrapping_sub(1)) } else { header.lsn },
+            lsn: if header.kind == FrameKind::Batch {
+                Lsn(header.lsn.0.saturating_sub(1))
+            } else {
+                header.lsn
+            },
             segment: header.segment,
             offset: header.offset,
             chain: header.chain_prev,

@@ -1,0 +1,463 @@
+//! Whole stores, sound and damaged: what SPEC.md says under "reading the log" and "the state of a store",
+//! row by row.
+
+#[path = "support/maker.rs"]
+mod maker;
+#[path = "../../fuzz/src/shim.rs"]
+mod shim;
+
+use std::path::Path;
+
+use maker::{Maker, PAGE, STORE, content, root};
+use remanent_format::frame::VerifiedSnapshot;
+use remanent_format::manifest::{Manifest, ManifestKind, Tombstone};
+use remanent_format::op::Op;
+use remanent_format::rebuild::{RebuildOptions, Rebuilt, rebuild};
+use remanent_format::segment::SegmentHeader;
+use remanent_format::{Epoch, FileName, Lsn, Metadata, PageId, Place, SnapshotId, Value};
+
+/// What reading a store must give.
+#[derive(Debug)]
+enum Verdict {
+    /// The state at this Lsn; nothing was cut.
+    Clean(u64),
+    /// The state at this Lsn; what is cut begins with the batch behind it and was seen up to the second.
+    Torn(u64, u64),
+    /// Refused; the damage reads so.
+    Refused(&'static str),
+}
+use Verdict::{Clean, Refused, Torn};
+
+fn rebuilt(maker: &Maker) -> Result<Rebuilt, String> {
+    rebuild(&maker.files, &RebuildOptions::default()).map_err(|damage| damage.to_string())
+}
+
+fn check_state(why: &str, rebuilt: &Rebuilt, lsn: u64) {
+    assert_eq!(rebuilt.table.lsn(), Lsn(lsn), "{why}");
+    let info = rebuilt.table.get(PAGE).unwrap_or_else(|| panic!("{why}: the page is gone"));
+    assert_eq!((info.lsn, info.epoch), (Lsn(lsn), Epoch(lsn)), "{why}");
+    assert_eq!(rebuilt.contents[&PAGE], content(lsn), "{why}");
+    assert_eq!(rebuilt.table.root(), &root(lsn), "{why}");
+}
+
+fn check(why: &str, maker: &Maker, verdict: &Verdict) {
+    let found = rebuilt(maker);
+    match (verdict, &found) {
+        (Refused(text), Err(damage)) => assert!(damage.contains(text), "{why}: {damage}, expected {text}"),
+        (Clean(lsn) | Torn(lsn, _), Ok(rebuilt)) => {
+            check_state(why, rebuilt, *lsn);
+            let torn = rebuilt.end.as_ref().and_then(|end| end.torn.as_ref());
+            let torn = torn.map(|torn| (torn.first.0, torn.last.0));
+            let expected = if let Torn(lsn, last) = verdict { Some((lsn + 1, *last)) } else { None };
+            assert_eq!(torn, expected, "{why}");
+        }
+        _ => panic!("{why}: {found:?}, expected {verdict:?}"),
+    }
+}
+
+/// Four batches in four groups of two segments; the first two are under a mark, the last two are not.
+fn four() -> Maker {
+    let mut maker = Maker::new();
+    maker.batch().batch().sync();
+    maker.batch().batch();
+    maker
+}
+
+/// Makes a frame's own checksum fit.
+fn resum(frame: &mut [u8]) {
+    let crc = crc32fast::hash(&frame[..76]);
+    frame[76..80].copy_from_slice(&crc.to_le_bytes());
+}
+
+fn segment(maker: &mut Maker, number: u64) -> &mut Vec<u8> {
+    maker.files.0.get_mut(&FileName::Segment(number)).expect("a segment")
+}
+
+#[test]
+fn four_batches_lie_where_the_rows_below_expect_them() {
+    let maker = four();
+    assert_eq!([1, 2, 3, 4].map(|lsn| maker.at(lsn)), [(1, 8192), (1, 12288), (2, 4096), (2, 8192)]);
+    assert_eq!(maker.files.0.len(), 4, "STORE and three segments");
+}
+
+#[test]
+fn the_end_of_the_log_is_judged_row_by_row() {
+    type Change = fn(&mut Maker);
+    let rows: &[(&str, Verdict, Change)] = &[
+        ("nothing wrong", Clean(4), |_| {}),
+        ("last payload damaged", Torn(3, 4), |m| m.frame_at(4)[90] ^= 1),
+        ("last header damaged", Torn(3, 4), |m| m.frame_at(4)[50] ^= 1),
+        ("last group never written", Clean(3), |m| m.frame_at(4)[..4096].fill(0)),
+        ("only a later group was written", Torn(2, 4), |m| m.frame_at(3)[..4096].fill(0)),
+        ("neither group was written", Clean(2), |m| segment(m, 2)[4096..].fill(0)),
+        (
+            "damage under a mark that only later frames testify",
+            Refused("0000000000000001.log at offset 12288 (lsn 2)"),
+            |m| {
+                m.frame_at(2)[90] ^= 1;
+            },
+        ),
+        (
+            "damage under a mark, and the frame that testifies is broken too",
+            Refused("(lsn 2): payload checksum"),
+            |m| {
+                m.frame_at(2)[90] ^= 1;
+                m.frame_at(3)[100] ^= 1;
+                m.frame_at(4)[100] ^= 1;
+            },
+        ),
+        ("damage under a mark of which nothing is left", Torn(1, 2), |m| {
+            m.frame_at(2)[90] ^= 1;
+            segment(m, 2)[4096..].fill(0);
+        }),
+        ("a testimony from another place", Torn(1, 2), |m| {
+            let group = m.frame_at(3)[..4096].to_vec();
+            segment(m, 2)[4096..].fill(0);
+            segment(m, 2)[12288..].copy_from_slice(&group);
+            m.frame_at(2)[90] ^= 1;
+        }),
+        ("a testimony from another store", Torn(1, 2), |m| {
+            for lsn in [3, 4] {
+                m.frame_at(lsn)[16] ^= 1;
+                resum(m.frame_at(lsn));
+            }
+            m.frame_at(2)[90] ^= 1;
+        }),
+        ("a frame that breaks the chain", Torn(3, 4), |m| {
+            m.frame_at(4)[72] ^= 1;
+            resum(m.frame_at(4));
+        }),
+        ("a batch that skips a number", Torn(3, 5), |m| {
+            m.frame_at(4)[48] = 5;
+            resum(m.frame_at(4));
+        }),
+        ("a group that lies off its boundary", Torn(2, 4), |m| {
+            m.frame_at(3)[5] = 0;
+            resum(m.frame_at(3));
+        }),
+        (
+            "the empty newest segment is missing",
+            Refused("0000000000000003.log at offset 0 (lsn 5): missing"),
+            |m| {
+                m.files.0.remove(&FileName::Segment(3));
+            },
+        ),
+        (
+            "a segment with frames is missing",
+            Refused("0000000000000002.log at offset 0 (lsn 3): missing"),
+            |m| {
+                m.files.0.remove(&FileName::Segment(2));
+            },
+        ),
+        (
+            "the header of a segment with frames is damaged",
+            Refused("0000000000000002.log at offset 0"),
+            |m| {
+                segment(m, 2)[40] ^= 1;
+            },
+        ),
+        ("the header of the empty newest segment is damaged", Clean(4), |m| segment(m, 3)[40] ^= 1),
+        ("a segment that is too short", Refused("segment's length is 16384, expected 12288"), |m| {
+            segment(m, 2).truncate(12288);
+        }),
+        ("a segment under another name", Refused("segment's number is 3, expected 2"), |m| {
+            let other = segment(m, 3).clone();
+            *segment(m, 2) = other;
+        }),
+        (
+            "another store's segment",
+            Refused("0000000000000002.log at offset 0 (lsn 3): belongs to another store"),
+            |m| {
+                let header = SegmentHeader::decode(segment(m, 2)).unwrap();
+                let foreign = SegmentHeader { store: remanent_format::StoreId([1; 16]), ..header }.encode();
+                segment(m, 2)[..128].copy_from_slice(&foreign);
+            },
+        ),
+        ("STORE is missing", Refused("STORE at offset 0: missing"), |m| {
+            m.files.0.remove(&FileName::Store);
+        }),
+        ("STORE is another store's", Refused("missing"), |m| {
+            let mut bytes = m.files.0[&FileName::Store].clone();
+            bytes[24] ^= 1;
+            let crc = crc32fast::hash(&bytes[..60]);
+            bytes[60..64].copy_from_slice(&crc.to_le_bytes());
+            m.files.0.insert(FileName::Store, bytes);
+        }),
+    ];
+    for (why, verdict, change) in rows {
+        let mut maker = four();
+        change(&mut maker);
+        check(why, &maker, verdict);
+    }
+}
+
+#[test]
+fn frames_of_one_group_stand_or_fall_alone() {
+    let mut maker = Maker::new();
+    maker.batch().batch_in_group().batch_in_group();
+    assert_eq!(maker.at(2).1 % 4096, maker.at(1).1 % 4096 + maker.at(2).1 - maker.at(1).1);
+    check("three in a group", &maker, &Clean(3));
+    let mut torn = maker.clone();
+    torn.frame_at(3)[90] ^= 1;
+    check("the third is torn", &torn, &Torn(2, 3));
+    // Off a boundary, a frame behind the break is not found: it cannot testify, and need not.
+    let mut torn = maker;
+    torn.frame_at(2)[90] ^= 1;
+    check("the second is torn", &torn, &Torn(1, 2));
+}
+
+#[test]
+fn an_incarnation_goes_on_where_its_predecessor_was_proven() {
+    let mut maker = four();
+    maker.reopen(2);
+    check("the copied tail", &maker, &Clean(4));
+    maker.batch().sync().batch();
+    check("batches behind the copied tail", &maker, &Clean(6));
+
+    let mut ended = maker.clone();
+    segment(&mut ended, 2)[4096..].fill(0xee);
+    check("what lies past the predecessor's end is not read", &ended, &Clean(6));
+
+    let mut damaged = maker.clone();
+    segment(&mut damaged, 1)[12288 + 90] ^= 1;
+    check("damage before the predecessor's end", &damaged, &Refused("at offset 12288 (lsn 2): payload"));
+
+    let mut unopened = maker.clone();
+    segment(&mut unopened, 3)[60] ^= 1;
+    check("the opening segment's header is damaged", &unopened, &Refused("segment header checksum"));
+
+    let mut copied = maker;
+    copied.frame_at(3)[90] ^= 1;
+    check("the copied tail is durable", &copied, &Refused("(lsn 3): payload checksum"));
+}
+
+#[test]
+fn an_attempt_that_never_became_real_changes_nothing() {
+    let sound = four();
+    let mut attempt = four();
+    attempt.reopen(4);
+    // The attempt's opening segment is still under its temporary name; the further empty segment is there.
+    let mut maker = sound;
+    let opening = attempt.files.0[&FileName::Segment(3)].clone();
+    maker.files.0.insert(FileName::Temporary(remanent_format::Folder::Log, 3), opening);
+    maker.files.0.insert(FileName::Segment(4), attempt.files.0[&FileName::Segment(4)].clone());
+    check("before the rename", &maker, &Clean(4));
+}
+
+#[test]
+fn snapshots_lead_to_the_same_state_from_wherever_they_start() {
+    let mut maker = four();
+    maker.sync().batch();
+    for (why, redo, caught, end) in [
+        ("exact", 3, 3, 3),
+        ("the page was caught late", 1, 3, 4),
+        ("the page was caught early", 2, 2, 4),
+        ("all was caught late", 1, 4, 4),
+    ] {
+        let mut with = maker.clone();
+        with.snapshot(1, redo, caught, end);
+        check(why, &with, &Clean(5));
+        let found = rebuilt(&with).unwrap();
+        assert_eq!(found.base, Some(SnapshotId(1)), "{why}");
+        // The snapshot is all that is needed: the log before `redo` may be gone.
+        segment(&mut with, 1)[4096..8192].fill(0);
+        check(why, &with, &Clean(5));
+    }
+}
+
+#[test]
+fn damage_to_a_snapshot_costs_time_and_not_data() {
+    let mut maker = four();
+    maker.snapshot(1, 2, 2, 2).snapshot(2, 3, 3, 4);
+    type Change = fn(&mut Maker);
+    let rows: &[(&str, Option<u64>, usize, Change)] = &[
+        ("nothing wrong", Some(2), 0, |_| {}),
+        ("one copy damaged", Some(2), 0, |m| manifest_bytes(m, 2)[300] ^= 1),
+        ("both copies damaged", Some(1), 1, |m| {
+            manifest_bytes(m, 2)[300] ^= 1;
+            manifest_bytes(m, 2)[4096 + 300] ^= 1;
+        }),
+        ("the manifest is cut", Some(1), 1, |m| manifest_bytes(m, 2).truncate(100)),
+        ("the manifest has another number", Some(1), 1, |m| {
+            *manifest_bytes(m, 2) = manifest_bytes(m, 1).clone();
+        }),
+        ("an image is damaged", Some(1), 1, |m| {
+            m.files.0.get_mut(&FileName::Pages(2)).unwrap()[4096 + 128] ^= 1;
+        }),
+        ("an image file is missing", Some(1), 1, |m| _ = m.files.0.remove(&FileName::Pages(2))),
+        ("both snapshots are lost", None, 2, |m| {
+            m.files.0.remove(&FileName::Pages(1));
+            m.files.0.remove(&FileName::Pages(2));
+        }),
+    ];
+    for (why, base, passed_over, change) in rows {
+        let mut maker = maker.clone();
+        change(&mut maker);
+        check(why, &maker, &Clean(4));
+        let found = rebuilt(&maker).unwrap();
+        assert_eq!(found.base, base.map(SnapshotId), "{why}");
+        assert_eq!(found.passed_over.len(), *passed_over, "{why}");
+    }
+}
+
+fn manifest_bytes(maker: &mut Maker, number: u64) -> &mut Vec<u8> {
+    maker.files.0.get_mut(&FileName::Manifest(number)).expect("a manifest")
+}
+
+#[test]
+fn the_end_of_a_manifest_is_a_mark() {
+    let mut maker = four();
+    maker.snapshot(1, 2, 4, 4);
+    maker.frame_at(4)[90] ^= 1;
+    check("a batch below the end is damaged", &maker, &Refused("at offset 8192 (lsn 4): payload checksum"));
+    segment(&mut maker, 2)[8192..].fill(0);
+    check("a batch below the end is gone", &maker, &Refused("at offset 4304 (lsn 4)"));
+}
+
+#[test]
+fn seals_name_snapshots_once_they_are_proven_themselves() {
+    let verified = [VerifiedSnapshot { snapshot: SnapshotId(1), manifest_crc: 7 }];
+    let seen = |maker: &Maker| rebuilt(maker).unwrap().end.unwrap().verified;
+    let mut maker = four();
+    maker.sync().seal(&verified);
+    assert_eq!(seen(&maker), [], "nothing shows that the seal itself was synced");
+    maker.batch().sync().batch();
+    assert_eq!(seen(&maker), verified);
+}
+
+#[test]
+fn pages_deleted_while_a_snapshot_was_taken_stay_deleted() {
+    // Page 2 is created by batch 5, changed by 6 and gone with 7; it was never caught.
+    let page = PageId(2);
+    let mut maker = four();
+    let create = Op::Create { page, len: 8, place: Place::Host, key: None, metadata: Metadata::new() };
+    maker.batch_of(&[create], true);
+    maker.batch_of(&[Op::Write { page, offset: 0, bytes: b"gone" }], true);
+    maker.batch_of(&[Op::Delete { page }], true);
+    let manifest = Manifest { next_page: 3, ..maker.manifest(1, 5, 4, 7) };
+
+    let mut without = maker.clone();
+    without.publish(FileName::Manifest(1), &manifest);
+    // From the log's beginning the state can be had all the same; the snapshot alone cannot lead to it.
+    let found = rebuilt(&without).unwrap();
+    assert_eq!(found.base, None);
+    assert!(found.passed_over[0].to_string().contains("there is no page 2"), "{:?}", found.passed_over);
+
+    let tombstones = vec![Tombstone { page, lsn: Lsn(7) }];
+    maker.publish(FileName::Manifest(1), &Manifest { tombstones, ..manifest });
+    let found = rebuilt(&maker).unwrap();
+    assert_eq!((found.base, found.passed_over.len()), (Some(SnapshotId(1)), 0));
+    assert_eq!(found.table.get(page), None);
+    assert_eq!(found.table.next_page(), 3);
+    assert_eq!(found.contents[&PAGE], content(4));
+}
+
+#[test]
+fn a_restore_replaces_pages_and_root_by_those_of_its_table() {
+    let mut maker = four();
+    let table = Manifest { kind: ManifestKind::Table, ..maker.manifest(9, 2, 2, 2) };
+    let table_crc = maker.publish(FileName::Table(9), &table);
+    let other = PageId(2);
+    let create = Op::Create { page: other, len: 8, place: Place::Host, key: None, metadata: Metadata::new() };
+    maker.batch_of(&[create], true);
+    let mut wrong = maker.clone();
+    maker.batch_of(&[Op::Restore { table: 9, table_crc, restored: Lsn(2) }], true);
+    maker.batch_of(&[Op::SetRoot { name: "after".into(), value: Value::from(true) }], true);
+    let found = rebuilt(&maker).unwrap();
+    assert_eq!(found.table.lsn(), Lsn(7));
+    assert_eq!(found.contents[&PAGE], content(2));
+    assert_eq!(found.table.get(other), None, "a page created after the old state is gone");
+    assert_eq!(found.table.next_page(), 3, "and its id is not used again");
+    assert_eq!(found.table.root().len(), 2);
+
+    let table_crc = table_crc ^ 1;
+    wrong.batch_of(&[Op::Restore { table: 9, table_crc, restored: Lsn(2) }], true);
+    check(
+        "another table",
+        &wrong,
+        &Refused("0000000000000009.table at offset 0: checksum of the restored table"),
+    );
+    maker.files.0.remove(&FileName::Table(9));
+    check("no table", &maker, &Refused("0000000000000009.table at offset 0: missing"));
+}
+
+#[test]
+fn an_earlier_state_is_the_log_up_to_there() {
+    let mut maker = four();
+    maker.snapshot(1, 2, 2, 2).snapshot(2, 3, 3, 4);
+    for lsn in 1..=4 {
+        let options = RebuildOptions { until: Some(Lsn(lsn)), ..RebuildOptions::default() };
+        let found = rebuild(&maker.files, &options).unwrap();
+        check_state("until", &found, lsn);
+        let base = [None, None, Some(1), Some(1), Some(2)][lsn as usize];
+        assert_eq!(found.base, base.map(SnapshotId), "the newest snapshot that ends at or before {lsn}");
+    }
+}
+
+#[test]
+fn pages_over_the_budget_are_not_built() {
+    let maker = four();
+    let options = RebuildOptions { page_bytes_max: 63, ..RebuildOptions::default() };
+    let damage = rebuild(&maker.files, &options).unwrap_err();
+    assert!(damage.to_string().contains("bytes of all pages is 64, over the limit of 63"), "{damage}");
+}
+
+#[test]
+fn archives_hold_whole_stores() {
+    let mut maker = four();
+    maker.snapshot(1, 2, 4, 4);
+    maker.reopen(4);
+    assert_eq!(maker.files.0[&FileName::Store][24..40], STORE.0);
+    assert_eq!(shim::Files::from_archive(&maker.files.to_archive()), maker.files);
+}
+
+/// The inputs of the fuzzer's target for whole stores start from these.
+fn seeds() -> Vec<(&'static str, Vec<u8>)> {
+    let mut snapshots = four();
+    snapshots.snapshot(1, 2, 2, 2).snapshot(2, 3, 3, 4);
+    let mut reopened = snapshots.clone();
+    reopened.reopen(3);
+    reopened.batch().sync().batch();
+    let mut restored = four();
+    let table = Manifest { kind: ManifestKind::Table, ..restored.manifest(9, 2, 2, 2) };
+    let table_crc = restored.publish(FileName::Table(9), &table);
+    restored.batch_of(&[Op::Restore { table: 9, table_crc, restored: Lsn(2) }], true);
+    [("four", four()), ("snapshots", snapshots), ("reopened", reopened), ("restored", restored)]
+        .map(|(name, maker)| (name, maker.files.to_archive()))
+        .into()
+}
+
+#[test]
+fn seeds_of_the_fuzzer_are_these_stores() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/seeds/rebuild");
+    let write = std::env::var_os("REMANENT_GOLDEN").is_some_and(|value| value == "write");
+    for (name, bytes) in seeds() {
+        let path = folder.join(format!("{name}.bin"));
+        if write {
+            std::fs::create_dir_all(&folder).unwrap();
+            std::fs::write(&path, &bytes).unwrap();
+        }
+        assert!(std::fs::read(&path).unwrap() == bytes, "{name}: run this test with REMANENT_GOLDEN=write");
+        let files = shim::Files::from_archive(&bytes);
+        let rebuilt = rebuild(&files, &RebuildOptions::default());
+        assert!(rebuilt.is_ok(), "{name}: {rebuilt:?}");
+    }
+}
+
+#[test]
+fn every_input_that_the_repository_keeps_passes_every_target() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let folders = ["tests/golden/sound", "tests/golden/damaged", "../fuzz/seeds/rebuild", "../fuzz/found"];
+    let mut inputs = 0;
+    for folder in folders {
+        for entry in std::fs::read_dir(root.join(folder)).unwrap() {
+            let path = entry.unwrap().path();
+            let bytes = std::fs::read(&path).unwrap();
+            for (_, target) in shim::TARGETS {
+                target(&bytes);
+            }
+            inputs += 1;
+        }
+    }
+    assert!(inputs > 200, "only {inputs} inputs were found");
+}
