@@ -275,7 +275,7 @@ pub struct LogEnd {
     pub proven: LogPoint,
     /// Frames after `accepted` that were cut.
     pub torn: Option<TornTail>,
-    /// The snapshots that the last seal under a mark records as verified.
+    /// The snapshots that the last seal records as verified.
     pub verified: Vec<VerifiedSnapshot>,
     /// Damage that costs nothing, such as that of an empty segment's header.
     pub harmless: Vec<Damage>,
@@ -330,8 +330,6 @@ pub struct LogWalk<'s> {
     unproven: Vec<LogPoint>,
     proven: LogPoint,
     verified: Vec<VerifiedSnapshot>,
-    /// Seals of the newest incarnation count once a later mark shows that they were synced.
-    verified_unproven: Vec<(Lsn, Vec<VerifiedSnapshot>)>,
     end: Option<LogEnd>,
 }
 
@@ -365,7 +363,6 @@ impl<'s> LogWalk<'s> {
             unproven: Vec::new(),
             proven: from,
             verified: Vec::new(),
-            verified_unproven: Vec::new(),
             end: None,
         };
         walk.check_segment(from.segment)?;
@@ -531,17 +528,11 @@ impl<'s> LogWalk<'s> {
                     .bytes(header.offset + FRAME_HEADER_LEN, header.payload_len as usize)
                     .and_then(decode_seal)
                     .map_err(|defect| defect.at_lsn(file, header.offset, header.lsn))?;
-                self.verified_unproven.push((header.lsn, payload));
+                // Who wrote the seal had read the snapshots back before, so it need not be under a mark.
+                self.verified = payload;
             }
         }
         self.settle();
-        // A seal is known to be synced when a batch after it is, or when its incarnation has ended.
-        let ended = self.map.newest != Some(header.incarnation);
-        while let Some((lsn, _)) = self.verified_unproven.first()
-            && (ended || *lsn < self.mark)
-        {
-            self.verified = self.verified_unproven.remove(0).1;
-        }
         Ok(())
     }
 

@@ -1,4 +1,6 @@
-//! Floor 5. Appending to the log, and the keeper: the thread that syncs, seals and makes segments ahead.
+//! Floor 5. Appending to the log, and its two threads: the keeper, which syncs and seals, and the maker,
+//! which makes segments ahead. Two, because making one takes syncs of its own, and a frame must not wait
+//! for them longer than it was promised.
 //!
 //! A batch is `Logged` when [`Log::append`] returns: its frame and all before it are whole in the mapping
 //! or in the kernel's page cache, which outlive the process. It is `Durable` when the keeper has synced
@@ -35,7 +37,7 @@ const SEAL_AFTER: Duration = Duration::from_millis(10);
 /// Empty segments kept ahead of the current one. One is demanded by I8; the second is there so that a
 /// roll finds the one that it must have.
 const AHEAD: usize = 2;
-/// How long the keeper leaves a full disk alone.
+/// How long the maker leaves a full disk alone.
 const GROW_AGAIN_AFTER: Duration = Duration::from_millis(500);
 
 /// What the log has done since it was opened.
@@ -83,7 +85,9 @@ pub(crate) struct Log {
     work: Condvar,
     /// `durable`, `seals` or the poison changed.
     progress: Condvar,
-    keeper: Mutex<Option<JoinHandle<()>>>,
+    /// Something for the maker to do.
+    room: Condvar,
+    threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
 struct State {
@@ -173,19 +177,28 @@ impl Log {
             growth: Mutex::new(()),
             work: Condvar::new(),
             progress: Condvar::new(),
-            keeper: Mutex::new(None),
+            room: Condvar::new(),
+            threads: Mutex::default(),
         });
-        let keeper = std::thread::Builder::new().name("remanent-log".to_owned()).spawn({
-            let log = log.clone();
-            move || log.keep()
-        });
-        let keeper = keeper.map_err(|error| Error::Folder {
-            action: "start the log's thread for",
+        let started = log
+            .spawn("remanent-keeper", Self::keep)
+            .and_then(|()| log.spawn("remanent-maker", Self::stay_ahead));
+        if started.is_err() {
+            log.stop();
+        }
+        started.map(|()| log)
+    }
+
+    fn spawn(self: &Arc<Self>, name: &str, life: impl FnOnce(&Self) + Send + 'static) -> Result<()> {
+        let log = self.clone();
+        let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || life(&log));
+        let thread = thread.map_err(|error| Error::Folder {
+            action: "start the log's threads for",
             path: "the store".to_owned(),
             source: Arc::new(error),
         })?;
-        *log.keeper.lock() = Some(keeper);
-        Ok(log)
+        self.threads.lock().push(thread);
+        Ok(())
     }
 
     /// Appends a batch; it is `Logged` when this returns. Callers come one at a time, in the order of
@@ -215,6 +228,9 @@ impl Log {
             self.work.notify_one();
         } else if state.dirty_bytes >= SYNC_AFTER_BYTES {
             self.work.notify_one();
+        }
+        if state.ahead.len() < AHEAD {
+            self.room.notify_one();
         }
         Ok(point)
     }
@@ -267,15 +283,15 @@ impl Log {
         self.state.lock().stats
     }
 
-    /// Makes everything durable, seals, and ends the keeper.
+    /// Makes everything durable, seals, and ends the threads.
     pub fn stop(&self) {
         self.state.lock().stop = true;
         self.work.notify_one();
-        let keeper = self.keeper.lock().take();
-        if let Some(keeper) = keeper
-            && keeper.join().is_err()
-        {
-            tracing::error!("the log's thread panicked");
+        self.room.notify_one();
+        for thread in self.threads.lock().drain(..) {
+            if thread.join().is_err() {
+                tracing::error!("one of the log's threads panicked");
+            }
         }
     }
 
@@ -377,7 +393,6 @@ impl Log {
             match self.next_duty() {
                 Duty::Sync => self.or_poison(Self::sync),
                 Duty::Seal => self.or_poison(Self::seal),
-                Duty::Grow => self.grow_ahead(),
                 Duty::Stop => break,
             }
         }
@@ -419,12 +434,7 @@ impl Log {
             if state.stop {
                 return Duty::Stop;
             }
-            let grow_at =
-                (state.ahead.len() < AHEAD || !state.reserve_full).then(|| state.grow_after.unwrap_or(now));
-            if grow_at.is_some_and(|at| at <= now) {
-                return Duty::Grow;
-            }
-            match [sync_at, seal_at, grow_at].into_iter().flatten().min() {
+            match [sync_at, seal_at].into_iter().flatten().min() {
                 Some(at) => {
                     self.work.wait_until(&mut state, at);
                 }
@@ -497,18 +507,35 @@ impl Log {
         self.sync()
     }
 
-    fn grow_ahead(&self) {
-        let grown = self.grow(0, SpacePurpose::User).and_then(|()| self.pool.fill_reserve());
+    /// The maker's life.
+    fn stay_ahead(&self) {
         let mut state = self.state.lock();
-        match grown {
-            Ok(reserve_full) => {
-                state.reserve_full = reserve_full;
-                state.grow_after = (!reserve_full).then(|| Instant::now() + GROW_AGAIN_AFTER);
-            }
-            // Whoever needs the segment now will be told.
-            Err(Error::DiskFull { .. }) => state.grow_after = Some(Instant::now() + GROW_AGAIN_AFTER),
-            Err(error) => {
-                self.poison.set(error);
+        while !state.stop {
+            let lacking = state.ahead.len() < AHEAD || !state.reserve_full;
+            match state.grow_after {
+                _ if !lacking || self.poison.check().is_err() => self.room.wait(&mut state),
+                Some(at) if at > Instant::now() => {
+                    self.room.wait_until(&mut state, at);
+                }
+                _ => {
+                    drop(state);
+                    let grown = self.grow(0, SpacePurpose::User).and_then(|()| self.pool.fill_reserve());
+                    state = self.state.lock();
+                    match grown {
+                        Ok(reserve_full) => {
+                            state.reserve_full = reserve_full;
+                            state.grow_after = (!reserve_full).then(|| Instant::now() + GROW_AGAIN_AFTER);
+                        }
+                        // Whoever needs the segment now will be told.
+                        Err(Error::DiskFull { .. }) => {
+                            state.grow_after = Some(Instant::now() + GROW_AGAIN_AFTER);
+                        }
+                        Err(error) => {
+                            self.poison.set(error);
+                            self.progress.notify_all();
+                        }
+                    }
+                }
             }
         }
     }
@@ -517,7 +544,6 @@ impl Log {
 enum Duty {
     Sync,
     Seal,
-    Grow,
     Stop,
 }
 
