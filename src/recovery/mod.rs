@@ -39,44 +39,38 @@
 //!    point**: before it, nothing has changed and the next open does all of this again.
 //! 5. Publish an unverified snapshot anew, recycle what was cut, report.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+mod load;
+mod opening;
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use remanent_format::apply::apply;
-use remanent_format::frame::{FrameHeader, FrameKind, VerifiedSnapshot, encode_seal, frame_len};
-use remanent_format::limits::{GROUP_ALIGN, align_up};
+use remanent_format::frame::{FrameHeaderRaw, FrameKind, UncheckedFrame, VerifiedSnapshot};
+use remanent_format::limits::GROUP_ALIGN;
 use remanent_format::log::{LogEnd, LogWalk, TornTail};
 use remanent_format::manifest::Manifest;
-use remanent_format::op::decode_payload;
-use remanent_format::rebuild::{Resolution, Survey, read_image, read_manifest};
-use remanent_format::replay::Base;
-use remanent_format::segment::{Opening, SEGMENT_HEADER_BLOCK, SegmentHeader};
+use remanent_format::rebuild::{Resolution, Survey, read_manifest};
+use remanent_format::segment::{FORMAT_VERSION, SEGMENT_HEADER_BLOCK};
 use remanent_format::store::{StoreFile, StoreRecord};
 use remanent_format::{
-    Damage, Defect, FileName, Folder, Incarnation, LogPoint, Lsn, PageId, Place, Position, SnapshotId,
-    StoreId,
+    Damage, Defect, FileName, Folder, Lsn, PageId, PageTable, Place, Position, ReadAt, SnapshotId, StoreId,
 };
 
-use crate::applier::{Applied, ListBuilder};
+use self::load::load;
+use self::opening::{Predecessor, begin, random};
+use crate::applier::Applied;
 use crate::arena::{Arena, PageMemory};
-use crate::device::{Command, Device, Lane, Pending, StagingSpan};
+use crate::device::Device;
 use crate::disk::Disk;
 use crate::error::{Error, Result};
 use crate::keeping::{Keeping, Kept, KeptTable, unix_ms};
-use crate::log::{LogStart, SegmentFile, SegmentPool, SpacePurpose};
+use crate::log::{LogStart, SegmentPool};
 use crate::options::{Create, Options};
 use crate::phases::{self, Phase};
 use crate::publish::{check_published, publish};
 use crate::source::DiskSource;
 use crate::staging::StagingPool;
-
-/// Images are read in runs of at most this many bytes, unless one is longer.
-const RUN_BYTES: u64 = 4 << 20;
-/// Lists in flight while loading.
-const IN_FLIGHT_MAX: usize = 8;
-/// Replayed deltas are submitted when their payloads reach this many bytes.
-const LIST_BYTES: usize = 1 << 20;
 
 /// What an open found, and what it did.
 #[derive(Clone, Debug)]
@@ -177,14 +171,13 @@ impl Recovery<'_> {
             },
         };
         let pool = self.pool(store.store)?;
-        let (log, position) =
-            self.begin_incarnation(&pool, store.store, &Predecessor::default(), Vec::new())?;
+        let (log, position) = begin(&pool, store.store, &Predecessor::default(), Vec::new())?;
         let bytes = store.encode().map_err(|defect| Error::from(defect.at(FileName::Store, 0)))?;
         publish(&self.disk, FileName::Store, 0, &bytes)?;
         Ok(Opened {
             store,
             applied: Applied {
-                table: remanent_format::PageTable::new(),
+                table: PageTable::new(),
                 memory: HashMap::new(),
                 point: log.point,
                 deleted: None,
@@ -255,7 +248,7 @@ impl Recovery<'_> {
         let before = Predecessor { segment: highest, end: Some(end.clone()), tail };
         let base = resolution.base.map(|id| survey.manifests[&id].as_ref().expect("resolved from it"));
         let (verified, anew) = self.verified(&survey, &end, resolution.base);
-        let (log, position) = self.begin_incarnation(&pool, store, &before, verified.clone())?;
+        let (log, position) = begin(&pool, store, &before, verified.clone())?;
 
         // 5. What the crash left half done. Only now: before the rename nothing was ours to change.
         let junk: Vec<u64> = survey
@@ -290,9 +283,7 @@ impl Recovery<'_> {
     fn check_identity(&self, store: &StoreFile) -> Result<()> {
         if !store.is_writable() {
             let features = store.features.read_compatible;
-            return Err(Defect::Version { version: remanent_format::segment::FORMAT_VERSION, features }
-                .at(FileName::Store, 0)
-                .into());
+            return Err(Defect::Version { version: FORMAT_VERSION, features }.at(FileName::Store, 0).into());
         }
         let record = &store.record;
         if self.options.identity.as_ref().is_some_and(|identity| *identity != record.identity) {
@@ -329,7 +320,7 @@ impl Recovery<'_> {
             let loaded = candidate.map_err(Error::from).and_then(|base| {
                 let resolution = survey.resolve(source, base.as_ref(), None)?;
                 self.check_budget(&resolution)?;
-                let memory = self.load(source, survey, base.as_deref(), &resolution)?;
+                let memory = load(self, source, survey, base.as_deref(), &resolution)?;
                 Ok((resolution, memory))
             });
             match loaded {
@@ -359,34 +350,6 @@ impl Recovery<'_> {
             }
         }
         Ok(())
-    }
-
-    /// Loads the pages of a resolved table: images, then the log on top.
-    fn load(
-        &self,
-        source: &DiskSource,
-        survey: &Survey,
-        base: Option<&Manifest>,
-        resolution: &Resolution,
-    ) -> Result<HashMap<PageId, PageMemory>> {
-        let mut loader = Loader {
-            recovery: self,
-            memory: HashMap::new(),
-            on_host: HashMap::new(),
-            list: ListBuilder::default(),
-            in_flight: VecDeque::new(),
-        };
-        let loaded = loader.load(source, survey, base, resolution).and_then(|()| loader.drain(0));
-        if loaded.is_err() {
-            // Lists may still name the memory; what cannot be waited for stays counted, and warned of.
-            let drained = loader.drain(0);
-            for (_, memory) in loader.memory.drain() {
-                if drained.is_ok() {
-                    self.arena.discard(memory)?;
-                }
-            }
-        }
-        loaded.map(|()| loader.memory)
     }
 
     /// The payloads of the batches that no mark proves, in order. They are read through the cache: that is
@@ -497,71 +460,6 @@ impl Recovery<'_> {
         Ok(Arc::new(SegmentPool::new(self.disk.clone(), store, len, reserve)?))
     }
 
-    /// I5, step by step.
-    fn begin_incarnation(
-        &self,
-        pool: &SegmentPool,
-        store: StoreId,
-        before: &Predecessor,
-        verified: Vec<VerifiedSnapshot>,
-    ) -> Result<(LogStart, Position)> {
-        let opening = before.opening(Incarnation {
-            number: before.incarnation().number.checked_add(1).ok_or(Error::Limit {
-                what: "incarnation",
-                found: u64::from(u32::MAX) + 1,
-                limit: u32::MAX.into(),
-            })?,
-            random: u32::from_le_bytes(random()?),
-        });
-        let number = before.segment.max(1);
-        // 1. Built whole under a temporary name: header, the copied tail, the opening seal. A tail that
-        //    was synced only after the rename could be lost by a power cut that spares the rename.
-        let frames = opening_frames(store, number, &opening, &before.tail, &verified);
-        let used = align_up(SEGMENT_HEADER_BLOCK + frames.bytes.len() as u64, GROUP_ALIGN);
-        let segment_len = used.max(pool.segment_len());
-        let header = SegmentHeader { store, segment: number, segment_len, opening: Some(opening) };
-        let file = self.build_opening(pool, number, &header, &frames.bytes)?;
-        // 2. Read back past the cache: a sync that lied is found before anything depends on it.
-        let mut found = vec![0; frames.bytes.len()];
-        file.read_past_cache(SEGMENT_HEADER_BLOCK, &mut found)?;
-        if found != frames.bytes {
-            let defect =
-                Defect::Field { what: "opening segment that differs from the one written", found: 0 };
-            return Err(defect.at(FileName::Temporary(Folder::Log, number), SEGMENT_HEADER_BLOCK).into());
-        }
-        // 3. The empty segment after it, with its name: a segment with frames has a successor (I8). It
-        //    names no incarnation, so that if we die now nothing points to us.
-        let next = pool.make(number + 1, SpacePurpose::Reserve)?;
-        // 4. The commit point.
-        pool.publish(FileName::Temporary(Folder::Log, number), number)?;
-        let position = Position { incarnation: opening.incarnation, lsn: opening.accepted };
-        let log = LogStart {
-            point: frames.point,
-            chain: frames.chain,
-            offset: frames.end,
-            current: SegmentFile { number, len: segment_len, file },
-            next,
-            verified,
-        };
-        Ok((log, position))
-    }
-
-    /// Opening must work on a full disk: it may take from the reserve.
-    fn build_opening(
-        &self,
-        pool: &SegmentPool,
-        number: u64,
-        header: &SegmentHeader,
-        frames: &[u8],
-    ) -> Result<Arc<dyn crate::disk::DiskFile>> {
-        loop {
-            match pool.build(number, header, frames) {
-                Err(Error::DiskFull { .. }) if pool.release_reserve()? => {}
-                other => return other,
-            }
-        }
-    }
-
     fn report(&self, position: Position, created: bool) -> Recovered {
         Recovered {
             created,
@@ -580,266 +478,8 @@ impl Recovery<'_> {
     }
 }
 
-/// The incarnation before, as the new one needs it; the default is that of a new store.
-#[derive(Default)]
-struct Predecessor {
-    /// The highest segment, which is empty and will be replaced.
-    segment: u64,
-    /// Where its log ends; `None` for a new store.
-    end: Option<LogEnd>,
-    /// The payloads of the batches to copy.
-    tail: Vec<Vec<u8>>,
-}
-
-impl Predecessor {
-    fn incarnation(&self) -> Incarnation {
-        self.end.as_ref().map_or_else(Incarnation::default, |end| end.accepted.incarnation)
-    }
-
-    fn opening(&self, incarnation: Incarnation) -> Opening {
-        let (predecessor, accepted) =
-            self.end.as_ref().map_or_else(Default::default, |end| (end.proven, end.accepted));
-        Opening { incarnation, predecessor, accepted: accepted.lsn, accepted_chain: accepted.chain }
-    }
-}
-
-/// The frames of an opening segment.
-struct OpeningFrames {
-    bytes: Vec<u8>,
-    /// The end of the last batch.
-    point: LogPoint,
-    /// The opening seal's chain hash.
-    chain: u32,
-    /// Where the opening seal ends.
-    end: u64,
-}
-
-fn opening_frames(
-    store: StoreId,
-    segment: u64,
-    opening: &Opening,
-    tail: &[Vec<u8>],
-    verified: &[VerifiedSnapshot],
-) -> OpeningFrames {
-    let mut bytes = Vec::new();
-    let mut point = opening.start(segment);
-    let mut push = |kind, lsn, durable, payload: &[u8], chain_prev| {
-        let offset = SEGMENT_HEADER_BLOCK + bytes.len() as u64;
-        let header = FrameHeader {
-            kind,
-            group_start: bytes.is_empty(),
-            incarnation: opening.incarnation,
-            store,
-            segment,
-            offset,
-            lsn,
-            durable,
-            payload_len: u32::try_from(payload.len()).expect("it was a frame's payload"),
-            payload_crc: crc32fast::hash(payload),
-            chain_prev,
-        };
-        let (encoded, chain) = header.encode();
-        bytes.extend_from_slice(&encoded);
-        bytes.extend_from_slice(payload);
-        bytes.resize((offset - SEGMENT_HEADER_BLOCK + frame_len(payload.len() as u64)) as usize, 0);
-        (header.end(), chain)
-    };
-    // Copied frames keep their Lsn. Nothing in this file is acknowledged before all of it is durable, so
-    // the seal may name the last of them as its mark.
-    for payload in tail {
-        let lsn = point.lsn.next();
-        let (offset, chain) = push(FrameKind::Batch, lsn, opening.predecessor.lsn, payload, point.chain);
-        point = LogPoint { lsn, offset, chain, ..point };
-    }
-    let seal = encode_seal(verified);
-    let (end, chain) = push(FrameKind::Seal, point.lsn, point.lsn, &seal, point.chain);
-    assert!(point.lsn == opening.accepted); // I5: what was accepted is what is carried on.
-    OpeningFrames { bytes, point, chain, end }
-}
-
-/// Brings pages into device memory.
-struct Loader<'a> {
-    recovery: &'a Recovery<'a>,
-    memory: HashMap<PageId, PageMemory>,
-    /// Pages whose length changes during replay are put together in host memory: on the device they are
-    /// allocated once, at their final length.
-    on_host: HashMap<PageId, Vec<u8>>,
-    list: ListBuilder,
-    in_flight: VecDeque<Pending>,
-}
-
-impl Loader<'_> {
-    fn load(
-        &mut self,
-        source: &DiskSource,
-        survey: &Survey,
-        manifest: Option<&Manifest>,
-        resolution: &Resolution,
-    ) -> Result<()> {
-        let resolved = &resolution.resolved;
-        for info in resolved.table.pages() {
-            self.memory.insert(info.page, self.recovery.arena.allocate(info.place, info.len)?);
-        }
-        // Sealed bytes are proven past the cache: images all of them, frames up to the last mark.
-        let sealed = DiskSource::past_cache(self.recovery.disk.clone());
-        self.load_images(&sealed, &resolved.bases)?;
-        let end = resolution.end.as_ref().expect("followed to its end");
-        let from = match manifest {
-            Some(manifest) => manifest.redo,
-            None => survey.log.beginning().expect("resolved from it"),
-        };
-        self.replay(&sealed, survey, from, end.proven.lsn, resolution)?;
-        self.replay(source, survey, end.proven, end.accepted.lsn, resolution)?;
-        self.flush()?;
-        for (page, bytes) in std::mem::take(&mut self.on_host) {
-            self.upload(&bytes, &[(page, 0)])?;
-        }
-        Ok(())
-    }
-
-    /// Reads images in the order of their files, neighbours in one read.
-    fn load_images(&mut self, source: &DiskSource, bases: &BTreeMap<PageId, Base>) -> Result<()> {
-        let mut images = Vec::new();
-        for (&page, base) in bases {
-            match base.image {
-                Some(image) if base.resized => {
-                    self.on_host.insert(page, read_image(source, &image)?);
-                }
-                Some(image) => images.push((image, page)),
-                None if base.resized => {
-                    self.on_host.insert(page, Vec::new());
-                }
-                None => self.list.zero(self.memory[&page].span()),
-            }
-        }
-        images.sort_unstable_by_key(|(image, _)| (image.file, image.offset));
-        let mut rest = &images[..];
-        while let Some((first, _)) = rest.first() {
-            let run_end = first.offset + RUN_BYTES.max(first.stored_len);
-            let count = rest
-                .iter()
-                .take_while(|(image, _)| {
-                    image.file == first.file && image.offset + image.stored_len <= run_end
-                })
-                .count();
-            let (run, after) = rest.split_at(count);
-            rest = after;
-            let (last, _) = run.last().expect("at least the first");
-            let file = FileName::Pages(first.file);
-            let mut bytes = vec![0; (last.offset + last.stored_len - first.offset) as usize];
-            let len = remanent_format::ReadAt::len(source, file).ok().flatten().unwrap_or(0);
-            if len < first.offset + bytes.len() as u64 {
-                let needed = first.offset + bytes.len() as u64;
-                return Err(Defect::Truncated { needed, have: len }.at(file, first.offset).into());
-            }
-            remanent_format::ReadAt::read_at(source, file, first.offset, &mut bytes)
-                .map_err(|error| Defect::Unreadable(error.to_string()).at(file, first.offset))?;
-            let mut pages = Vec::with_capacity(run.len());
-            for (image, page) in run {
-                let at = (image.offset - first.offset) as usize;
-                let computed = crc32fast::hash(&bytes[at..at + image.stored_len as usize]);
-                if computed != image.stored_crc {
-                    let defect = Defect::Checksum { what: "image", found: image.stored_crc, computed };
-                    return Err(defect.at(file, image.offset).into());
-                }
-                pages.push((*page, at));
-            }
-            self.upload(&bytes, &pages)?;
-        }
-        self.flush()
-    }
-
-    /// Queues the upload of pages that lie in `bytes` at these offsets.
-    fn upload(&mut self, bytes: &[u8], pages: &[(PageId, usize)]) -> Result<()> {
-        let mut staged = self.recovery.staging.take(bytes.len())?;
-        staged.copy_from_slice(bytes);
-        let mut list =
-            crate::device::CommandList { commands: Vec::new(), staging: vec![staged.into_staging()] };
-        for (page, at) in pages {
-            let target = self.memory[page].span();
-            let source = StagingSpan { index: 0, offset: *at, len: target.len as usize };
-            if target.len > 0 {
-                list.commands.push(Command::Upload { source, target });
-            }
-        }
-        let pending = self.recovery.device.submit(Lane::Apply, list)?;
-        self.in_flight.push_back(pending);
-        self.drain(IN_FLIGHT_MAX)
-    }
-
-    /// Replays the batches after `from` up to `until`.
-    fn replay(
-        &mut self,
-        source: &DiskSource,
-        survey: &Survey,
-        from: LogPoint,
-        until: Lsn,
-        resolution: &Resolution,
-    ) -> Result<()> {
-        let mut walk = LogWalk::new(source, &survey.log, from, survey.mark())?;
-        while walk.point().lsn < until {
-            let frame = walk.next()?.ok_or_else(|| {
-                // It was there a moment ago, in the cache: the medium has something else.
-                Defect::Missing.at_lsn(FileName::Segment(from.segment), from.offset, until)
-            })?;
-            if frame.header.kind != FrameKind::Batch {
-                continue;
-            }
-            let lsn = frame.header.lsn;
-            let at = |defect: Defect| {
-                defect.at_lsn(FileName::Segment(frame.header.segment), frame.header.offset, lsn)
-            };
-            let ops = decode_payload(frame.payload).map_err(at)?;
-            let index = self.list.payload_index();
-            let mut staged = false;
-            for op in &ops {
-                let Some(page) = op.op.page().filter(|page| resolution.resolved.applies(*page, lsn)) else {
-                    continue;
-                };
-                if let Some(bytes) = self.on_host.get_mut(&page) {
-                    apply(&op.op, bytes);
-                } else {
-                    self.list.data(op, index, &self.memory[&page]);
-                    staged = true;
-                }
-            }
-            if staged {
-                let mut payload = self.recovery.staging.take(frame.payload.len())?;
-                payload.copy_from_slice(frame.payload);
-                self.list.payload(payload);
-                if self.list.payload_bytes() >= LIST_BYTES {
-                    self.flush()?;
-                }
-            }
-        }
-        Ok(())
-    }
-
-    fn flush(&mut self) -> Result<()> {
-        if self.list.is_empty() {
-            return Ok(());
-        }
-        let pending = self.recovery.device.submit(Lane::Apply, self.list.take())?;
-        self.in_flight.push_back(pending);
-        self.drain(IN_FLIGHT_MAX)
-    }
-
-    /// Waits until at most so many lists are in flight.
-    fn drain(&mut self, in_flight_max: usize) -> Result<()> {
-        while self.in_flight.len() > in_flight_max {
-            let pending = self.in_flight.pop_front().expect("more than the maximum");
-            for staging in pending.finish(&*self.recovery.device)? {
-                self.recovery.staging.give(staging);
-            }
-        }
-        Ok(())
-    }
-}
-
 /// Whether a segment of an unfinished creation holds a batch: then it is more than that.
 fn holds_batch(source: &DiskSource, file: FileName) -> Result<bool> {
-    use remanent_format::ReadAt;
-    use remanent_format::frame::{FrameHeaderRaw, UncheckedFrame};
     let unreadable = |error: std::io::Error| Error::from(Defect::Unreadable(error.to_string()).at(file, 0));
     let len = source.len(file).map_err(unreadable)?.unwrap_or(0);
     let mut at = SEGMENT_HEADER_BLOCK;
@@ -852,24 +492,4 @@ fn holds_batch(source: &DiskSource, file: FileName) -> Result<bool> {
         at += GROUP_ALIGN;
     }
     Ok(false)
-}
-
-/// Random bytes from the system: identities must not repeat.
-fn random<const N: usize>() -> Result<[u8; N]> {
-    let mut bytes = [0; N];
-    let mut filled = 0;
-    while filled < N {
-        match rustix::rand::getrandom(&mut bytes[filled..], rustix::rand::GetRandomFlags::empty()) {
-            Ok(len) => filled += len,
-            Err(rustix::io::Errno::INTR) => {}
-            Err(errno) => {
-                return Err(Error::Folder {
-                    action: "draw random bytes for",
-                    path: "the store's identity".to_owned(),
-                    source: Arc::new(errno.into()),
-                });
-            }
-        }
-    }
-    Ok(bytes)
 }

@@ -1,0 +1,235 @@
+//! Floor 6. Bringing pages into device memory: images past the cache, then the log on top.
+//!
+//! Nothing on disk changes here, so a crash loses nothing.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+
+use remanent_format::apply::apply;
+use remanent_format::frame::FrameKind;
+use remanent_format::log::LogWalk;
+use remanent_format::manifest::Manifest;
+use remanent_format::op::decode_payload;
+use remanent_format::rebuild::{Resolution, Survey, read_image};
+use remanent_format::replay::Base;
+use remanent_format::{Defect, FileName, LogPoint, Lsn, PageId, ReadAt};
+
+use super::Recovery;
+use crate::applier::ListBuilder;
+use crate::arena::PageMemory;
+use crate::device::{Command, CommandList, Lane, Pending, StagingSpan};
+use crate::error::Result;
+use crate::source::DiskSource;
+
+/// Images are read in runs of at most this many bytes, unless one is longer.
+const RUN_BYTES: u64 = 4 << 20;
+/// Lists in flight while loading.
+const IN_FLIGHT_MAX: usize = 8;
+/// Replayed deltas are submitted when their payloads reach this many bytes.
+const LIST_BYTES: usize = 1 << 20;
+
+/// Loads the pages of a resolved table: images, then the log on top.
+pub(super) fn load(
+    recovery: &Recovery<'_>,
+    source: &DiskSource,
+    survey: &Survey,
+    base: Option<&Manifest>,
+    resolution: &Resolution,
+) -> Result<HashMap<PageId, PageMemory>> {
+    let mut loader = Loader {
+        recovery,
+        memory: HashMap::new(),
+        on_host: HashMap::new(),
+        list: ListBuilder::default(),
+        in_flight: VecDeque::new(),
+    };
+    let loaded = loader.load(source, survey, base, resolution).and_then(|()| loader.drain(0));
+    if loaded.is_err() {
+        // Lists may still name the memory; what cannot be waited for stays counted, and warned of.
+        let drained = loader.drain(0);
+        for (_, memory) in loader.memory.drain() {
+            if drained.is_ok() {
+                recovery.arena.discard(memory)?;
+            }
+        }
+    }
+    loaded.map(|()| loader.memory)
+}
+
+/// Brings pages into device memory.
+struct Loader<'a> {
+    recovery: &'a Recovery<'a>,
+    memory: HashMap<PageId, PageMemory>,
+    /// Pages whose length changes during replay are put together in host memory: on the device they are
+    /// allocated once, at their final length.
+    on_host: HashMap<PageId, Vec<u8>>,
+    list: ListBuilder,
+    in_flight: VecDeque<Pending>,
+}
+
+impl Loader<'_> {
+    fn load(
+        &mut self,
+        source: &DiskSource,
+        survey: &Survey,
+        manifest: Option<&Manifest>,
+        resolution: &Resolution,
+    ) -> Result<()> {
+        let resolved = &resolution.resolved;
+        for info in resolved.table.pages() {
+            self.memory.insert(info.page, self.recovery.arena.allocate(info.place, info.len)?);
+        }
+        // Sealed bytes are proven past the cache: images all of them, frames up to the last mark.
+        let sealed = DiskSource::past_cache(self.recovery.disk.clone());
+        self.load_images(&sealed, &resolved.bases)?;
+        let end = resolution.end.as_ref().expect("followed to its end");
+        let from = match manifest {
+            Some(manifest) => manifest.redo,
+            None => survey.log.beginning().expect("resolved from it"),
+        };
+        self.replay(&sealed, survey, from, end.proven.lsn, resolution)?;
+        self.replay(source, survey, end.proven, end.accepted.lsn, resolution)?;
+        self.flush()?;
+        for (page, bytes) in std::mem::take(&mut self.on_host) {
+            self.upload(&bytes, &[(page, 0)])?;
+        }
+        Ok(())
+    }
+
+    /// Reads images in the order of their files, neighbours in one read.
+    fn load_images(&mut self, source: &DiskSource, bases: &BTreeMap<PageId, Base>) -> Result<()> {
+        let mut images = Vec::new();
+        for (&page, base) in bases {
+            match base.image {
+                Some(image) if base.resized => {
+                    self.on_host.insert(page, read_image(source, &image)?);
+                }
+                Some(image) => images.push((image, page)),
+                None if base.resized => {
+                    self.on_host.insert(page, Vec::new());
+                }
+                None => self.list.zero(self.memory[&page].span()),
+            }
+        }
+        images.sort_unstable_by_key(|(image, _)| (image.file, image.offset));
+        let mut rest = &images[..];
+        while let Some((first, _)) = rest.first() {
+            let run_end = first.offset + RUN_BYTES.max(first.stored_len);
+            let count = rest
+                .iter()
+                .take_while(|(image, _)| {
+                    image.file == first.file && image.offset + image.stored_len <= run_end
+                })
+                .count();
+            let (run, after) = rest.split_at(count);
+            rest = after;
+            let (last, _) = run.last().expect("at least the first");
+            let file = FileName::Pages(first.file);
+            let mut bytes = vec![0; (last.offset + last.stored_len - first.offset) as usize];
+            let len = source.len(file).ok().flatten().unwrap_or(0);
+            if len < first.offset + bytes.len() as u64 {
+                let needed = first.offset + bytes.len() as u64;
+                return Err(Defect::Truncated { needed, have: len }.at(file, first.offset).into());
+            }
+            source
+                .read_at(file, first.offset, &mut bytes)
+                .map_err(|error| Defect::Unreadable(error.to_string()).at(file, first.offset))?;
+            let mut pages = Vec::with_capacity(run.len());
+            for (image, page) in run {
+                let at = (image.offset - first.offset) as usize;
+                let computed = crc32fast::hash(&bytes[at..at + image.stored_len as usize]);
+                if computed != image.stored_crc {
+                    let defect = Defect::Checksum { what: "image", found: image.stored_crc, computed };
+                    return Err(defect.at(file, image.offset).into());
+                }
+                pages.push((*page, at));
+            }
+            self.upload(&bytes, &pages)?;
+        }
+        self.flush()
+    }
+
+    /// Queues the upload of pages that lie in `bytes` at these offsets.
+    fn upload(&mut self, bytes: &[u8], pages: &[(PageId, usize)]) -> Result<()> {
+        let mut staged = self.recovery.staging.take(bytes.len())?;
+        staged.copy_from_slice(bytes);
+        let mut list = CommandList { commands: Vec::new(), staging: vec![staged.into_staging()] };
+        for (page, at) in pages {
+            let target = self.memory[page].span();
+            let source = StagingSpan { index: 0, offset: *at, len: target.len as usize };
+            if target.len > 0 {
+                list.commands.push(Command::Upload { source, target });
+            }
+        }
+        let pending = self.recovery.device.submit(Lane::Apply, list)?;
+        self.in_flight.push_back(pending);
+        self.drain(IN_FLIGHT_MAX)
+    }
+
+    /// Replays the batches after `from` up to `until`.
+    fn replay(
+        &mut self,
+        source: &DiskSource,
+        survey: &Survey,
+        from: LogPoint,
+        until: Lsn,
+        resolution: &Resolution,
+    ) -> Result<()> {
+        let mut walk = LogWalk::new(source, &survey.log, from, survey.mark())?;
+        while walk.point().lsn < until {
+            let frame = walk.next()?.ok_or_else(|| {
+                // It was there a moment ago, in the cache: the medium has something else.
+                Defect::Missing.at_lsn(FileName::Segment(from.segment), from.offset, until)
+            })?;
+            if frame.header.kind != FrameKind::Batch {
+                continue;
+            }
+            let lsn = frame.header.lsn;
+            let at = |defect: Defect| {
+                defect.at_lsn(FileName::Segment(frame.header.segment), frame.header.offset, lsn)
+            };
+            let ops = decode_payload(frame.payload).map_err(at)?;
+            let index = self.list.payload_index();
+            let mut staged = false;
+            for op in &ops {
+                let Some(page) = op.op.page().filter(|page| resolution.resolved.applies(*page, lsn)) else {
+                    continue;
+                };
+                if let Some(bytes) = self.on_host.get_mut(&page) {
+                    apply(&op.op, bytes);
+                } else {
+                    self.list.data(op, index, &self.memory[&page]);
+                    staged = true;
+                }
+            }
+            if staged {
+                let mut payload = self.recovery.staging.take(frame.payload.len())?;
+                payload.copy_from_slice(frame.payload);
+                self.list.payload(payload);
+                if self.list.payload_bytes() >= LIST_BYTES {
+                    self.flush()?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        if self.list.is_empty() {
+            return Ok(());
+        }
+        let pending = self.recovery.device.submit(Lane::Apply, self.list.take())?;
+        self.in_flight.push_back(pending);
+        self.drain(IN_FLIGHT_MAX)
+    }
+
+    /// Waits until at most so many lists are in flight.
+    fn drain(&mut self, in_flight_max: usize) -> Result<()> {
+        while self.in_flight.len() > in_flight_max {
+            let pending = self.in_flight.pop_front().expect("more than the maximum");
+            for staging in pending.finish(&*self.recovery.device)? {
+                self.recovery.staging.give(staging);
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,174 @@
+//! Floor 6. Beginning an incarnation: the opening segment, built whole and renamed into place (I5).
+//!
+//! A crash before the rename loses nothing and changes nothing: the next open does all of this again.
+
+use std::sync::Arc;
+
+use remanent_format::frame::{FrameHeader, FrameKind, VerifiedSnapshot, encode_seal, frame_len};
+use remanent_format::limits::{GROUP_ALIGN, align_up};
+use remanent_format::log::LogEnd;
+use remanent_format::segment::{Opening, SEGMENT_HEADER_BLOCK, SegmentHeader};
+use remanent_format::{Defect, FileName, Folder, Incarnation, LogPoint, Position, StoreId};
+
+use crate::disk::DiskFile;
+use crate::error::{Error, Result};
+use crate::log::{LogStart, SegmentFile, SegmentPool, SpacePurpose};
+
+/// Begins the incarnation after `before`: I5, step by step.
+pub(super) fn begin(
+    pool: &SegmentPool,
+    store: StoreId,
+    before: &Predecessor,
+    verified: Vec<VerifiedSnapshot>,
+) -> Result<(LogStart, Position)> {
+    let opening = before.opening(Incarnation {
+        number: before.incarnation().number.checked_add(1).ok_or(Error::Limit {
+            what: "incarnation",
+            found: u64::from(u32::MAX) + 1,
+            limit: u32::MAX.into(),
+        })?,
+        random: u32::from_le_bytes(random()?),
+    });
+    let number = before.segment.max(1);
+    // 1. Built whole under a temporary name: header, the copied tail, the opening seal. A tail that
+    //    was synced only after the rename could be lost by a power cut that spares the rename.
+    let frames = opening_frames(store, number, &opening, &before.tail, &verified);
+    let used = align_up(SEGMENT_HEADER_BLOCK + frames.bytes.len() as u64, GROUP_ALIGN);
+    let segment_len = used.max(pool.segment_len());
+    let header = SegmentHeader { store, segment: number, segment_len, opening: Some(opening) };
+    let file = build(pool, number, &header, &frames.bytes)?;
+    // 2. Read back past the cache: a sync that lied is found before anything depends on it.
+    let mut found = vec![0; frames.bytes.len()];
+    file.read_past_cache(SEGMENT_HEADER_BLOCK, &mut found)?;
+    if found != frames.bytes {
+        let defect = Defect::Field { what: "opening segment that differs from the one written", found: 0 };
+        return Err(defect.at(FileName::Temporary(Folder::Log, number), SEGMENT_HEADER_BLOCK).into());
+    }
+    // 3. The empty segment after it, with its name: a segment with frames has a successor (I8). It
+    //    names no incarnation, so that if we die now nothing points to us.
+    let next = pool.make(number + 1, SpacePurpose::Reserve)?;
+    // 4. The commit point.
+    pool.publish(FileName::Temporary(Folder::Log, number), number)?;
+    let position = Position { incarnation: opening.incarnation, lsn: opening.accepted };
+    let log = LogStart {
+        point: frames.point,
+        chain: frames.chain,
+        offset: frames.end,
+        current: SegmentFile { number, len: segment_len, file },
+        next,
+        verified,
+    };
+    Ok((log, position))
+}
+
+/// Opening must work on a full disk: it may take from the reserve.
+fn build(
+    pool: &SegmentPool,
+    number: u64,
+    header: &SegmentHeader,
+    frames: &[u8],
+) -> Result<Arc<dyn DiskFile>> {
+    loop {
+        match pool.build(number, header, frames) {
+            Err(Error::DiskFull { .. }) if pool.release_reserve()? => {}
+            other => return other,
+        }
+    }
+}
+
+/// The incarnation before, as the new one needs it; the default is that of a new store.
+#[derive(Default)]
+pub(super) struct Predecessor {
+    /// The highest segment, which is empty and will be replaced.
+    pub segment: u64,
+    /// Where its log ends; `None` for a new store.
+    pub end: Option<LogEnd>,
+    /// The payloads of the batches to copy.
+    pub tail: Vec<Vec<u8>>,
+}
+
+impl Predecessor {
+    fn incarnation(&self) -> Incarnation {
+        self.end.as_ref().map_or_else(Incarnation::default, |end| end.accepted.incarnation)
+    }
+
+    fn opening(&self, incarnation: Incarnation) -> Opening {
+        let (predecessor, accepted) =
+            self.end.as_ref().map_or_else(Default::default, |end| (end.proven, end.accepted));
+        Opening { incarnation, predecessor, accepted: accepted.lsn, accepted_chain: accepted.chain }
+    }
+}
+
+/// The frames of an opening segment.
+struct OpeningFrames {
+    bytes: Vec<u8>,
+    /// The end of the last batch.
+    point: LogPoint,
+    /// The opening seal's chain hash.
+    chain: u32,
+    /// Where the opening seal ends.
+    end: u64,
+}
+
+fn opening_frames(
+    store: StoreId,
+    segment: u64,
+    opening: &Opening,
+    tail: &[Vec<u8>],
+    verified: &[VerifiedSnapshot],
+) -> OpeningFrames {
+    let mut bytes = Vec::new();
+    let mut point = opening.start(segment);
+    let mut push = |kind, lsn, durable, payload: &[u8], chain_prev| {
+        let offset = SEGMENT_HEADER_BLOCK + bytes.len() as u64;
+        let header = FrameHeader {
+            kind,
+            group_start: bytes.is_empty(),
+            incarnation: opening.incarnation,
+            store,
+            segment,
+            offset,
+            lsn,
+            durable,
+            payload_len: u32::try_from(payload.len()).expect("it was a frame's payload"),
+            payload_crc: crc32fast::hash(payload),
+            chain_prev,
+        };
+        let (encoded, chain) = header.encode();
+        bytes.extend_from_slice(&encoded);
+        bytes.extend_from_slice(payload);
+        bytes.resize((offset - SEGMENT_HEADER_BLOCK + frame_len(payload.len() as u64)) as usize, 0);
+        (header.end(), chain)
+    };
+    // Copied frames keep their Lsn. Nothing in this file is acknowledged before all of it is durable, so
+    // the seal may name the last of them as its mark.
+    for payload in tail {
+        let lsn = point.lsn.next();
+        let (offset, chain) = push(FrameKind::Batch, lsn, opening.predecessor.lsn, payload, point.chain);
+        point = LogPoint { lsn, offset, chain, ..point };
+    }
+    let seal = encode_seal(verified);
+    let (end, chain) = push(FrameKind::Seal, point.lsn, point.lsn, &seal, point.chain);
+    assert!(point.lsn == opening.accepted); // I5: what was accepted is what is carried on.
+    OpeningFrames { bytes, point, chain, end }
+}
+
+/// Random bytes from the system: identities must not repeat.
+pub(super) fn random<const N: usize>() -> Result<[u8; N]> {
+    let mut bytes = [0; N];
+    let mut filled = 0;
+    while filled < N {
+        match rustix::rand::getrandom(&mut bytes[filled..], rustix::rand::GetRandomFlags::empty()) {
+            Ok(len) => filled += len,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(errno) => {
+                return Err(Error::Folder {
+                    action: "draw random bytes for",
+                    path: "the store's identity".to_owned(),
+                    source: Arc::new(errno.into()),
+                });
+            }
+        }
+    }
+    Ok(bytes)
+}
