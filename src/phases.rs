@@ -1,5 +1,5 @@
-//! Floor 1. Where the engine is, told to a hook: the kill suite strikes on seeing a phase. Without the
-//! feature `test-phases` nothing of this is compiled in.
+//! Floor 1. Where the engine is, told to a hook: the kill suite strikes while a phase lasts. Without the
+//! feature `test-phases` there is no hook, and entering a phase is nothing.
 
 /// What the engine is doing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -21,20 +21,56 @@ pub enum Phase {
     Recovery,
 }
 
+/// Which end of a phase a thread is at. Phases nest, and several threads may be in one.
 #[cfg(feature = "test-phases")]
-static HOOK: std::sync::OnceLock<Box<dyn Fn(Phase) + Send + Sync>> = std::sync::OnceLock::new();
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Edge {
+    /// It begins.
+    Enter,
+    /// It is over.
+    Leave,
+}
 
-/// Calls `hook` whenever a phase begins, from the thread that enters it. The first hook stays.
 #[cfg(feature = "test-phases")]
-pub fn on_phase(hook: impl Fn(Phase) + Send + Sync + 'static) {
+type Hook = Box<dyn Fn(Phase, Edge) + Send + Sync>;
+
+#[cfg(feature = "test-phases")]
+static HOOK: std::sync::OnceLock<Hook> = std::sync::OnceLock::new();
+
+/// Calls `hook` whenever a phase begins or ends, from the thread that is in it. The first hook stays.
+#[cfg(feature = "test-phases")]
+pub fn on_phase(hook: impl Fn(Phase, Edge) + Send + Sync + 'static) {
     let _first_stays = HOOK.set(Box::new(hook));
 }
 
-/// Says that a phase begins.
-pub(crate) fn enter(phase: Phase) {
+/// A phase that lasts until this is dropped.
+#[must_use = "the phase ends when this is dropped"]
+pub(crate) struct Within {
     #[cfg(feature = "test-phases")]
-    if let Some(hook) = HOOK.get() {
-        hook(phase);
+    phase: Phase,
+}
+
+/// Begins a phase.
+pub(crate) fn enter(phase: Phase) -> Within {
+    #[cfg(feature = "test-phases")]
+    {
+        if let Some(hook) = HOOK.get() {
+            hook(phase, Edge::Enter);
+        }
+        Within { phase }
     }
-    let _ = phase;
+    #[cfg(not(feature = "test-phases"))]
+    {
+        let _ = phase;
+        Within {}
+    }
+}
+
+#[cfg(feature = "test-phases")]
+impl Drop for Within {
+    fn drop(&mut self) {
+        if let Some(hook) = HOOK.get() {
+            hook(self.phase, Edge::Leave);
+        }
+    }
 }

@@ -156,7 +156,7 @@ impl Snapshots {
 
     /// Publishes a manifest and reads it back past the cache. On a full disk it may use the reserve.
     pub fn publish_manifest(&self, manifest: &Manifest) -> Result<Kept> {
-        phases::enter(Phase::Publish);
+        let _phase = phases::enter(Phase::Publish);
         let file = FileName::Manifest(manifest.snapshot.0);
         let bytes = manifest.encode().map_err(|defect| Error::from(defect.at(file, 0)))?;
         let published = publish(&self.disk, file, manifest.snapshot.0, &bytes);
@@ -176,7 +176,7 @@ impl Snapshots {
         let mut entries = Vec::with_capacity(pages.len());
         let mut rest = pages;
         while !rest.is_empty() {
-            phases::enter(Phase::SnapshotGather);
+            let _phase = phases::enter(Phase::SnapshotGather);
             let mut bytes = 0;
             let count = rest.iter().take_while(|(_, len)| {
                 let fits = bytes == 0 || bytes + len <= CHUNK_BYTES;
@@ -278,7 +278,7 @@ impl Snapshots {
         // not have cost us the one before.
         self.log.record_verified(record.collect())?;
         let Some(oldest) = oldest else { return Ok(()) };
-        phases::enter(Phase::Recycle);
+        let _phase = phases::enter(Phase::Recycle);
         keeping.snapshots.retain(|id, _| *id >= oldest);
         let redo = keeping.snapshots[&oldest].redo;
         keeping.tables.retain(|_, table| table.restored_at > redo.lsn);

@@ -67,7 +67,7 @@ impl SegmentPool {
 
     /// Makes the empty segment `number`, durable with its name when this returns.
     pub fn make(&self, number: u64, purpose: SpacePurpose) -> Result<SegmentFile> {
-        phases::enter(Phase::SegmentRoll);
+        let _phase = phases::enter(Phase::SegmentRoll);
         let header = SegmentHeader {
             store: self.store,
             segment: number,
@@ -99,7 +99,7 @@ impl SegmentPool {
     /// Replaces the empty segment `number` by one that has room for `frame_len` bytes. The caller made
     /// sure that the segment after it exists.
     pub fn make_long(&self, number: u64, frame_len: u64) -> Result<SegmentFile> {
-        phases::enter(Phase::SegmentRoll);
+        let _phase = phases::enter(Phase::SegmentRoll);
         let _one_maker = self.spares.lock();
         let len = (SEGMENT_HEADER_BLOCK + frame_len).next_multiple_of(GROUP_ALIGN).max(self.segment_len);
         let header = SegmentHeader { store: self.store, segment: number, segment_len: len, opening: None };
@@ -150,7 +150,7 @@ impl SegmentPool {
         if numbers.is_empty() {
             return Ok(());
         }
-        phases::enter(Phase::Recycle);
+        let _phase = phases::enter(Phase::Recycle);
         let mut spares = self.spares.lock();
         for &number in numbers {
             let segment = FileName::Segment(number);

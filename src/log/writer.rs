@@ -204,7 +204,7 @@ impl Log {
     /// Appends a batch; it is `Logged` when this returns. Callers come one at a time, in the order of
     /// their batches. If there is no space nothing happened; any other failure poisons.
     pub fn append(&self, payload: &[u8], payload_crc: u32, purpose: SpacePurpose) -> Result<LogPoint> {
-        phases::enter(Phase::Commit);
+        let _phase = phases::enter(Phase::Commit);
         let frame_len = frame_len(payload.len() as u64);
         let mut state = loop {
             let mut state = self.state.lock();
@@ -445,7 +445,7 @@ impl Log {
 
     /// Makes durable what was logged so far. Frames logged meanwhile form the next group.
     fn sync(&self) -> Result<()> {
-        phases::enter(Phase::GroupSync);
+        let _phase = phases::enter(Phase::GroupSync);
         let (dirty, target, seals) = {
             let mut state = self.state.lock();
             state.group_open = false;
@@ -569,7 +569,7 @@ impl State {
         if let Some(&(_, last)) = self.left_behind.back() {
             return Room::AfterSync(last);
         }
-        phases::enter(Phase::SegmentRoll);
+        let _phase = phases::enter(Phase::SegmentRoll);
         if self.point.lsn > self.durable {
             self.left_behind.push_back((self.current.number, self.point.lsn));
         }

@@ -145,7 +145,7 @@ pub(crate) fn check_directory(disk: &dyn Disk, create: Create) -> Result<()> {
 impl Recovery<'_> {
     /// Creates or recovers the store. The caller holds the lock.
     pub fn open(&self) -> Result<Opened> {
-        phases::enter(Phase::Recovery);
+        let _phase = phases::enter(Phase::Recovery);
         let started = Instant::now();
         let is_store = |name: &String| FileName::parse(Folder::Root, name) == Some(FileName::Store);
         let exists = self.disk.list(Folder::Root)?.iter().any(is_store);
