@@ -181,3 +181,8 @@ fn device_for(choice: DeviceChoice) -> Arc<dyn Device> {
         DeviceChoice::Auto | DeviceChoice::Host => Arc::new(HostDevice::new()),
     }
 }
+
+/// The README's example, run as a test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -21,6 +21,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use remanent_format::frame::VerifiedSnapshot;
+use remanent_format::image::IMAGE_HEADER_BLOCK;
 use remanent_format::limits::{FRAME_ALIGN, align_up};
 use remanent_format::manifest::{Manifest, ManifestEntry, ManifestKind, Tombstone};
 use remanent_format::{
@@ -38,6 +39,9 @@ use crate::phases::{self, Phase};
 use crate::poison::Poison;
 use crate::publish::{check_published, publish};
 use crate::staging::{StagingBuf, StagingPool};
+
+/// Pages of one chunk: a bound for stores of tiny ones.
+const CHUNK_PAGES: usize = 4096;
 
 /// Takes snapshots and recycles what they make superfluous.
 pub(crate) struct Snapshots {
@@ -97,17 +101,19 @@ impl Snapshots {
             Ok((turn.applied.point, pages))
         })?;
         let number = keeping.next_file;
-        let mut writer =
-            ImageWriter::create(self.disk.clone(), self.store, number).map_err(space(number, 4096))?;
+        let mut writer = match ImageWriter::create(self.disk.clone(), self.store, number) {
+            Ok(writer) => writer,
+            Err(error) => {
+                self.stop_watching()?;
+                return Err(space(number, IMAGE_HEADER_BLOCK)(error));
+            }
+        };
         let written = self.gather_all(&mut writer, &pages).map_err(space(number, writer.bytes()));
         let (entries, end) = match written.and_then(|entries| Ok((entries, self.end()?))) {
             Ok(written) => written,
             Err(error) => {
                 writer.abandon();
-                self.applier.turn(|turn| {
-                    turn.applied.deleted = None;
-                    Ok(())
-                })?;
+                self.stop_watching()?;
                 return Err(error);
             }
         };
@@ -154,6 +160,14 @@ impl Snapshots {
         Ok(info)
     }
 
+    /// Ends the watch for deletes that a failed snapshot began.
+    fn stop_watching(&self) -> Result<()> {
+        self.applier.turn(|turn| {
+            turn.applied.deleted = None;
+            Ok(())
+        })
+    }
+
     /// Publishes a manifest and reads it back past the cache. On a full disk it may use the reserve.
     pub fn publish_manifest(&self, manifest: &Manifest) -> Result<Kept> {
         let _phase = phases::enter(Phase::Publish);
@@ -178,7 +192,7 @@ impl Snapshots {
         while !rest.is_empty() {
             let _phase = phases::enter(Phase::SnapshotGather);
             let mut bytes = 0;
-            let count = rest.iter().take_while(|(_, len)| {
+            let count = rest.iter().take(CHUNK_PAGES).take_while(|(_, len)| {
                 let fits = bytes == 0 || bytes + len <= CHUNK_BYTES;
                 bytes += len;
                 fits

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
 use crate::ids::{Epoch, Key, Lsn, PageId, Place};
-use crate::limits::{METADATA_LEN_MAX, PAGE_LEN_MAX, ROOT_LEN_MAX};
+use crate::limits::{DEVICE_ORDINAL_MAX, METADATA_LEN_MAX, PAGE_LEN_MAX, ROOT_LEN_MAX};
 use crate::op::{Op, OpAt};
 use crate::value::{Metadata, encode_metadata};
 
@@ -249,6 +249,7 @@ impl PageTable {
                 match op {
                     Op::Create { page, len, place, key, metadata } => {
                         check_page_len(*len)?;
+                        check_place(*place)?;
                         if overlay.get(*page).is_some() || page.0 == u64::MAX {
                             return Err(Refusal::PageExists(*page));
                         }
@@ -378,6 +379,17 @@ impl PageTable {
             }
         }
         Ok(())
+    }
+}
+
+fn check_place(place: Place) -> Result<(), Refusal> {
+    match place {
+        Place::Device(ordinal) if ordinal > DEVICE_ORDINAL_MAX => Err(Refusal::Limit {
+            what: "device ordinal",
+            found: ordinal.into(),
+            limit: DEVICE_ORDINAL_MAX.into(),
+        }),
+        _ => Ok(()),
     }
 }
 

@@ -34,10 +34,10 @@
 //! 1. Lock; sync the folders, so that every name found is durable; STORE.
 //! 2. Survey the files; resolve the final page table from the newest usable snapshot and the log (I10).
 //! 3. Check the budget; load images past the cache, replay the log onto them.
-//! 4. Begin the new incarnation (I5): build the opening segment whole under a temporary name, sync it, read
+//! 4. Publish anew a snapshot that is not recorded as verified (I7). Begin the new incarnation (I5): build the opening segment whole under a temporary name, sync it, read
 //!    it back; make the empty segment after it; rename; sync the folder. **The rename is the only commit
 //!    point**: before it, nothing has changed and the next open does all of this again.
-//! 5. Publish an unverified snapshot anew, recycle what was cut, report.
+//! 5. Recycle what was cut, remove what nothing names, report.
 
 mod load;
 mod opening;
@@ -248,6 +248,10 @@ impl Recovery<'_> {
         let before = Predecessor { segment: highest, end: Some(end.clone()), tail };
         let base = resolution.base.map(|id| survey.manifests[&id].as_ref().expect("resolved from it"));
         let (verified, anew) = self.verified(&survey, &end, resolution.base);
+        // The opening seal records the snapshot as verified, so it is published anew before that.
+        if let (true, Some((manifest, _))) = (anew, base) {
+            self.publish_anew(manifest)?;
+        }
         let (log, position) = begin(&pool, store, &before, verified.clone())?;
 
         // 5. What the crash left half done. Only now: before the rename nothing was ours to change.
@@ -259,9 +263,6 @@ impl Recovery<'_> {
             .filter(|n| (end.proven.segment + 1..highest).contains(n))
             .collect();
         pool.recycle(&junk)?;
-        if let (true, Some((manifest, _))) = (anew, base) {
-            self.publish_anew(manifest)?;
-        }
         let keeping = self.keeping(&source, &survey, resolution.base, &verified)?;
 
         let mut recovered = self.report(position, false);
@@ -367,8 +368,8 @@ impl Recovery<'_> {
         Ok(tail)
     }
 
-    /// The snapshots that the new incarnation records as verified, and whether the one used is among them
-    /// only because it was read past the cache just now.
+    /// The snapshots that the new incarnation records as verified, and whether the one used must be
+    /// published anew: because it is verified only as of just now, or because one of its copies is bad.
     fn verified(
         &self,
         survey: &Survey,
@@ -387,7 +388,10 @@ impl Recovery<'_> {
         let used = base.and_then(on_disk).filter(|used| !verified.contains(used));
         verified.extend(used);
         verified.sort_unstable_by_key(|entry| entry.snapshot);
-        (verified, used.is_some())
+        let mended = base
+            .and_then(|base| survey.manifests[&base].as_ref().ok())
+            .is_some_and(|(_, health)| !health.is_whole());
+        (verified, used.is_some() || mended)
     }
 
     /// I7: a manifest that no frame under a mark records may have its name in the cache only.
@@ -435,9 +439,10 @@ impl Recovery<'_> {
         }
         let next_snapshot = survey.manifests.keys().next_back().map_or(1, |last| last.0 + 1);
         let keeping = Keeping { snapshots, tables, next_snapshot, next_file };
-        // Image files that nothing names stem from a snapshot that a crash cut short. Where a manifest
-        // cannot be read, nobody knows what it named.
-        if survey.manifests.values().all(Result::is_ok) {
+        // Image files that nothing names stem from a snapshot that a crash cut short. Where a snapshot was
+        // passed over, its images stay until newer ones take its place: they are evidence.
+        let newest = survey.manifests.keys().next_back().copied();
+        if newest == base && survey.manifests.values().all(Result::is_ok) {
             self.remove_unnamed_images(&keeping)?;
         }
         Ok(keeping)
