@@ -146,6 +146,18 @@ pub enum ManifestKind {
     Table,
 }
 
+impl ManifestKind {
+    /// The kind's number on disk.
+    #[must_use]
+    pub fn to_raw(self) -> u32 {
+        match self {
+            ManifestKind::Base => KIND_BASE,
+            ManifestKind::Change { .. } => KIND_CHANGE,
+            ManifestKind::Table => KIND_TABLE,
+        }
+    }
+}
+
 /// A page as its snapshot caught it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ManifestEntry {
@@ -232,15 +244,14 @@ impl Manifest {
     pub fn encode(&self) -> Result<Vec<u8>, Defect> {
         self.check()?;
         let body = self.encode_body()?;
-        let (kind, previous, previous_crc) = match self.kind {
-            ManifestKind::Base => (KIND_BASE, SnapshotId(0), 0),
-            ManifestKind::Change { previous, previous_crc } => (KIND_CHANGE, previous, previous_crc),
-            ManifestKind::Table => (KIND_TABLE, SnapshotId(0), 0),
+        let (previous, previous_crc) = match self.kind {
+            ManifestKind::Change { previous, previous_crc } => (previous, previous_crc),
+            ManifestKind::Base | ManifestKind::Table => (SnapshotId(0), 0),
         };
         let mut raw = ManifestHeaderRaw {
             magic: MANIFEST_MAGIC,
             version: FORMAT_VERSION,
-            kind,
+            kind: self.kind.to_raw(),
             store: self.store,
             snapshot: self.snapshot,
             previous,

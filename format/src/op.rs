@@ -8,7 +8,8 @@ use crate::defect::{Defect, array, check_limit, check_zero, slice};
 use crate::ids::{Key, Lsn, PageId, Place, Width};
 use crate::layout::layout;
 use crate::limits::{
-    FRAME_ALIGN, METADATA_LEN_MAX, NAME_LEN_MAX, NOTE_LEN_MAX, NUMBER_MAX, ROOT_LEN_MAX, align_up,
+    DEVICE_ORDINAL_MAX, FRAME_ALIGN, METADATA_LEN_MAX, NAME_LEN_MAX, NOTE_LEN_MAX, NUMBER_MAX, ROOT_LEN_MAX,
+    align_up,
 };
 use crate::value::{Metadata, Value, decode_entry, decode_metadata, encode_entry, encode_metadata};
 
@@ -326,6 +327,7 @@ impl PayloadWriter {
         match op {
             Op::Create { len, place, key, metadata, .. } => {
                 (header.kind, header.first) = (CREATE, *len);
+                check_place(*place)?;
                 let (place_kind, place_ordinal) = place.to_raw();
                 let metadata = encode_metadata(metadata, METADATA_LEN_MAX)?;
                 let key = key.as_ref().map_or(&[][..], Key::as_bytes);
@@ -457,6 +459,14 @@ pub fn decode_payload(payload: &[u8]) -> Result<Vec<OpAt<'_>>, Defect> {
     Ok(ops)
 }
 
+/// Refuses a device slot that no store has.
+fn check_place(place: Place) -> Result<(), Defect> {
+    match place {
+        Place::Device(ordinal) => check_limit("device ordinal", ordinal.into(), DEVICE_ORDINAL_MAX.into()),
+        _ => Ok(()),
+    }
+}
+
 fn decode_op<'a>(header: &OpHeaderRaw, body: &'a [u8]) -> Result<Op<'a>, Defect> {
     check_zero("operation encoding", header.encoding.into())?;
     let page = header.page;
@@ -506,6 +516,7 @@ fn decode_op<'a>(header: &OpHeaderRaw, body: &'a [u8]) -> Result<Op<'a>, Defect>
             has_len("metadata length", consumed, envelope.len() as u64)?;
             let place = Place::from_raw(raw.place_kind, raw.place_ordinal)
                 .ok_or(Defect::Field { what: "place", found: raw.place_kind.into() })?;
+            check_place(place)?;
             Ok(Op::Create { page, len: first, place, key, metadata })
         }
         WRITE => {

@@ -15,7 +15,7 @@ use crate::image::ImageRef;
 use crate::log::{LogEnd, LogMap, LogWalk};
 use crate::manifest::{CopyHealth, Manifest, ManifestKind};
 use crate::names::{FileName, Folder, ReadAt};
-use crate::op::{Op, decode_payload};
+use crate::op::{Op, OpAt, decode_payload};
 use crate::replay::{Base, Resolved, Resolver};
 use crate::segment::SEGMENT_HEADER_BLOCK;
 use crate::store::StoreFile;
@@ -160,7 +160,8 @@ impl Survey {
                 (frame.header.lsn, FileName::Segment(frame.header.segment), frame.header.offset);
             let at = |defect: Defect| defect.at_lsn(file, offset, lsn);
             let ops = decode_payload(frame.payload).map_err(at)?;
-            if let Some(Op::Restore { table, table_crc, .. }) = ops.first().map(|first| &first.op) {
+            // A restore among other operations is refused by the plan: it must stand alone.
+            if let [OpAt { op: Op::Restore { table, table_crc, .. }, .. }] = ops.as_slice() {
                 resolver.restore(lsn, &self.read_table(source, *table, *table_crc)?).map_err(at)?;
             } else {
                 resolver.batch(lsn, &ops).map_err(at)?;
@@ -333,8 +334,12 @@ pub fn read_manifest(
         let (found, expected) = (manifest.snapshot.0, number);
         return Err(Defect::Mismatch { what: "manifest's number", found, expected }.at(file, 0));
     }
-    if (manifest.kind == ManifestKind::Table) != is_table {
-        return Err(Defect::Field { what: "manifest kind", found: 0 }.at(file, 0));
+    // A change alone is no state: whoever does not follow the chain of links must refuse it.
+    match (manifest.kind, is_table) {
+        (ManifestKind::Base, false) | (ManifestKind::Table, true) => {}
+        (kind, _) => {
+            return Err(Defect::Field { what: "manifest kind", found: kind.to_raw().into() }.at(file, 0));
+        }
     }
     Ok((manifest, health))
 }

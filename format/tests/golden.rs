@@ -580,6 +580,8 @@ const FAULTS: &[Fault] = &[
     ("op-page", "frame-restore", |b| in_payload(b, |p| p[24] = 1), "operation's page is 1"),
     ("op-no-page", "frame-batch", |b| in_payload(b, |p| p[24] = 0), "operation's page is 0"),
     ("op-place", "frame-batch", |b| in_payload(b, |p| p[48] = 6), "place is 6"),
+    ("op-device", "frame-batch", |b| in_payload(b, |p| p[52] = 64), "device ordinal is 64, over the limit of 63"),
+    ("frame-number", "frame-batch", |b| { b[55] = 0x80; resum(b, 0, 76) }, "frame's lsn is 9223372036854775850, over the limit of 4611686018427387904"),
     ("op-key", "frame-batch", |b| in_payload(b, |p| p[49] = 65), "cut short: "),
     // Images.
     ("images-cut", "images", |b| b.truncate(4200), "cut short: "),

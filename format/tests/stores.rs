@@ -281,6 +281,15 @@ fn damage_to_a_snapshot_costs_time_and_not_data() {
         ("the manifest has another number", Some(1), 1, |m| {
             *manifest_bytes(m, 2) = manifest_bytes(m, 1).clone();
         }),
+        ("a change, of which the base is not followed", Some(1), 1, |m| {
+            let change = ManifestKind::Change { previous: SnapshotId(1), previous_crc: 0 };
+            let manifest = Manifest { kind: change, ..m.manifest(2, 3, 3, 4) };
+            m.publish(FileName::Manifest(2), &manifest);
+        }),
+        ("a table among the snapshots", Some(1), 1, |m| {
+            let manifest = Manifest { kind: ManifestKind::Table, ..m.manifest(2, 3, 3, 4) };
+            m.publish(FileName::Manifest(2), &manifest);
+        }),
         ("an image is damaged", Some(1), 1, |m| {
             m.files.0.get_mut(&FileName::Pages(2)).unwrap()[4096 + 128] ^= 1;
         }),
@@ -369,6 +378,11 @@ fn a_restore_replaces_pages_and_root_by_those_of_its_table() {
     assert_eq!(found.table.get(other), None, "a page created after the old state is gone");
     assert_eq!(found.table.next_page(), 3, "and its id is not used again");
     assert_eq!(found.table.root().len(), 2);
+
+    let mut crowded = wrong.clone();
+    let restore = Op::Restore { table: 9, table_crc, restored: Lsn(2) };
+    crowded.batch_of(&[restore, Op::Note { text: "and more" }], true);
+    check("a restore among others", &crowded, &Refused("a restore stands alone in its batch"));
 
     let table_crc = table_crc ^ 1;
     wrong.batch_of(&[Op::Restore { table: 9, table_crc, restored: Lsn(2) }], true);
