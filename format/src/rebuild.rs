@@ -75,6 +75,8 @@ pub struct Rebuilt {
     pub contents: BTreeMap<PageId, Vec<u8>>,
     /// The end of the log; `None` if the rebuild stopped before, at the batch asked for.
     pub end: Option<LogEnd>,
+    /// Batches replayed behind the base.
+    pub batches: u64,
     /// Snapshots that could not be used, newest first; time was lost, not data.
     pub passed_over: Vec<Damage>,
 }
@@ -288,8 +290,8 @@ fn rebuild_from(
         .into_iter()
         .map(|(page, content)| Ok((page, content?)))
         .collect::<Result<_, Damage>>()?;
-    let Resolution { base, resolved, end, .. } = resolution;
-    Ok(Rebuilt { base, table: resolved.table, contents, end, passed_over: Vec::new() })
+    let Resolution { base, resolved, end, batches, .. } = resolution;
+    Ok(Rebuilt { base, table: resolved.table, contents, end, batches, passed_over: Vec::new() })
 }
 
 fn load_base(source: &dyn ReadAt, base: &Base) -> Result<Vec<u8>, Damage> {
