@@ -2,26 +2,30 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::path::Path;
 
-use remanent_format::value::{Metadata, Value};
-use remanent_format::{Epoch, Key, PageId};
+use remanent_format::rebuild::{RebuildOptions, Rebuilt, rebuild};
+use remanent_format::{Defect, Epoch, FileName, Key, Metadata, PageId, Value};
 
-use crate::simulate::{Expected, Simulation};
+use crate::exit::Failure;
+use crate::simulate::{Expected, Rule, Simulation};
+use crate::store_dir::StoreDir;
+use crate::trace::Trace;
 
 /// The root's entry that names the last request.
 pub const REQUEST: &str = "request";
 
 /// A page as a store holds it.
 #[derive(Clone, Copy, Debug)]
-pub struct Found<'a> {
+struct Found<'a> {
     /// Its number.
-    pub page: PageId,
+    page: PageId,
     /// Its key: a hash id in decimal, if `replay` made it.
-    pub key: Option<&'a Key>,
+    key: Option<&'a Key>,
     /// Its version.
-    pub epoch: Epoch,
+    epoch: Epoch,
     /// Its bytes.
-    pub bytes: &'a [u8],
+    bytes: &'a [u8],
 }
 
 /// Where a store is not as it should be.
@@ -120,8 +124,44 @@ pub fn key_of(hash_id: u64) -> Key {
     Key::new(hash_id.to_string()).expect("a number has 1 to 20 digits")
 }
 
+/// The simulation of a trace up to the request that a store's root names.
+pub fn simulate(rule: Rule, trace: &mut Trace, last: Option<u64>) -> Result<Simulation, Failure> {
+    let mut simulation = Simulation::new(rule);
+    while simulation.last_request() < last {
+        let Some(hash_ids) = trace.next() else {
+            let (found, has) = (last.unwrap_or_default(), simulation.next_request());
+            return Err(Failure::Environment(format!(
+                "the store holds the trace up to request {found}, which is past the {has} requests given here"
+            )));
+        };
+        simulation.request(&hash_ids?);
+    }
+    Ok(simulation)
+}
+
+/// The state that recovery would find in a directory, computed without the engine.
+pub fn recovered(dir: &Path) -> Result<Rebuilt, Failure> {
+    rebuild(&StoreDir::open(dir)?, &RebuildOptions::default()).map_err(|damage| match damage.defect {
+        Defect::Missing if damage.file == FileName::Store => {
+            Failure::Environment(format!("there is no store in {}", dir.display()))
+        }
+        _ => Failure::Damage(damage.to_string()),
+    })
+}
+
+/// All differences between a rebuilt store and the simulation.
+pub fn compare(simulation: &Simulation, epochs: Epochs, rebuilt: &Rebuilt) -> Vec<Difference> {
+    let found = rebuilt.table.pages().map(|info| Found {
+        page: info.page,
+        key: info.key.as_ref(),
+        epoch: info.epoch,
+        bytes: &rebuilt.contents[&info.page],
+    });
+    differences(simulation, epochs, rebuilt.table.root(), found)
+}
+
 /// All differences between a store and the simulation, in the order of the hash ids.
-pub fn differences<'a>(
+fn differences<'a>(
     simulation: &Simulation,
     epochs: Epochs,
     root: &Metadata,
@@ -179,7 +219,6 @@ fn page_differences(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::simulate::Rule;
 
     /// A store's pages: number, key, epoch, bytes.
     type Pages = Vec<(PageId, Option<Key>, Epoch, Vec<u8>)>;

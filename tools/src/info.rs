@@ -152,7 +152,7 @@ impl Report {
             out.line(torn_line(torn))?;
         }
         out.line("")?;
-        out.line(file_table(&self.files))
+        out.line(file_table(&self.files).trim_fmt())
     }
 }
 

@@ -21,15 +21,10 @@ pub fn end_at_once() -> Result<(), Failure> {
 pub struct Interrupt(Arc<AtomicBool>);
 
 impl Interrupt {
-    /// From now on the first Ctrl-C is noted here; a second one ends the process at once, which a store
-    /// survives like any other death.
+    /// From now on Ctrl-C is noted here and does nothing else.
     pub fn listen() -> Result<Self, Failure> {
         let noted = Arc::new(AtomicBool::new(false));
-        // In this order: the handlers run in the order of registration, and the one that ends the process
-        // must see the flag as the signal before left it.
-        flag::register_conditional_shutdown(SIGINT, INTERRUPTED.into(), noted.clone())
-            .and_then(|_| flag::register(SIGINT, noted.clone()))
-            .map_err(cannot_listen)?;
+        flag::register(SIGINT, noted.clone()).map_err(cannot_listen)?;
         Ok(Self(noted))
     }
 

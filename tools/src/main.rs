@@ -3,7 +3,6 @@
 //! Read in this order: `exit.rs` (how commands end), `simulate.rs` (what a replayed trace makes of a
 //! store), `replay.rs` and `demo.rs` (the commands that drive one), then the inspecting commands, which
 //! know the format only and so open what the engine refuses.
-#![expect(dead_code, reason = "the commands that drive a store use the rest")]
 
 // Modules are listed in reading order.
 mod exit;
@@ -16,6 +15,10 @@ mod trace;
 mod simulate;
 mod check;
 mod rule;
+mod replay;
+mod child;
+mod demo;
+
 mod store_dir;
 mod view;
 mod scan;
@@ -50,6 +53,8 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    Demo(demo::Demo),
+    Replay(replay::Replay),
     Info(info::Info),
     Pages(pages::Pages),
     Log(log::Log),
@@ -63,8 +68,12 @@ fn main() -> ExitCode {
 
 fn run(cli: &Cli) -> Outcome {
     let mut out = Output::stdout();
-    interrupt::end_at_once()?;
+    if !matches!(cli.command, Command::Demo(_) | Command::Replay(_)) {
+        interrupt::end_at_once()?;
+    }
     let outcome = match &cli.command {
+        Command::Demo(command) => command.run(&mut out),
+        Command::Replay(command) => command.run(&mut out),
         Command::Info(command) => command.run(&mut out),
         Command::Pages(command) => command.run(&mut out),
         Command::Log(command) => command.run(&mut out),

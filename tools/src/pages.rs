@@ -42,7 +42,7 @@ impl Pages {
                 out.line(page_json(info, crc32(&contents, info)))?;
             }
         } else if !pages.is_empty() {
-            out.line(table(&pages, &contents))?;
+            out.line(table(&pages, &contents).trim_fmt())?;
         }
         out.flush()?;
         view.complain()?;

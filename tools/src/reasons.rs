@@ -33,6 +33,8 @@ struct References {
     restores: BTreeMap<u64, Lsn>,
     /// The highest segment.
     last_segment: Option<u64>,
+    /// The highest segment that holds frames.
+    last_frames: u64,
 }
 
 /// The reason of every file, in the order of folders and names.
@@ -55,6 +57,7 @@ pub fn reasons(dir: &StoreDir, view: &View) -> std::io::Result<Vec<Reason>> {
 
 impl References {
     fn collect(dir: &StoreDir, view: &View, has_tables: bool) -> Self {
+        let last_frames = view.survey.log.segments().iter().rfind(|(_, segment)| segment.frames.is_some());
         let mut references = Self {
             log_from: view
                 .survey
@@ -64,6 +67,7 @@ impl References {
             images: BTreeMap::new(),
             restores: BTreeMap::new(),
             last_segment: view.survey.log.segments().keys().next_back().copied(),
+            last_frames: last_frames.map_or(0, |(number, _)| *number),
         };
         for manifest in view.survey.readable() {
             let files = manifest.entries.iter().filter_map(|entry| entry.image).map(|image| image.file);
@@ -135,8 +139,9 @@ impl References {
         let empty = segment.frames.is_none();
         let why = match (newest, oldest) {
             _ if empty && Some(number) == self.last_segment => {
-                "empty, made ahead: shows that no newer segment is missing".to_owned()
+                "empty, made ahead; shows that no newer segment is missing".to_owned()
             }
+            _ if empty && number > self.last_frames => "empty, made ahead".to_owned(),
             (Some((snapshot, from)), _) if number >= *from => {
                 format!("log behind snapshot {snapshot}, which recovery replays")
             }

@@ -1,4 +1,5 @@
 //! The command as a user runs it: one binary of tests over the built program.
 
 mod command;
+mod replay;
 mod usage;
