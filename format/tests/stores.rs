@@ -324,14 +324,17 @@ fn the_end_of_a_manifest_is_a_mark() {
 }
 
 #[test]
-fn seals_name_snapshots_once_they_are_proven_themselves() {
-    let verified = [VerifiedSnapshot { snapshot: SnapshotId(1), manifest_crc: 7 }];
+fn the_last_seal_names_the_verified_snapshots() {
+    let seal = |snapshot| [VerifiedSnapshot { snapshot: SnapshotId(snapshot), manifest_crc: 7 }];
     let seen = |maker: &Maker| rebuilt(maker).unwrap().end.unwrap().verified;
     let mut maker = four();
-    maker.sync().seal(&verified);
-    assert_eq!(seen(&maker), [], "nothing shows that the seal itself was synced");
+    assert_eq!(seen(&maker), []);
+    maker.sync().seal(&seal(1));
+    assert_eq!(seen(&maker), seal(1));
     maker.batch().sync().batch();
-    assert_eq!(seen(&maker), verified);
+    assert_eq!(seen(&maker), seal(1), "batches behind it take nothing back");
+    maker.seal(&seal(2));
+    assert_eq!(seen(&maker), seal(2));
 }
 
 #[test]
