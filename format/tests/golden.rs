@@ -49,6 +49,7 @@ enum Structure {
     Store,
     Segment,
     Frame,
+    Groups,
     Images,
     Manifest,
 }
@@ -163,22 +164,57 @@ fn payload(ops: &[Op<'_>]) -> Vec<u8> {
 
 /// A frame, whole, as it lies behind [`BEFORE`].
 fn frame(kind: FrameKind, payload: &[u8]) -> Vec<u8> {
+    frame_behind(&BEFORE, FRAME_AT.1, true, kind, payload).0
+}
+
+/// A frame, whole, at an offset of the same segment, and the point behind it.
+fn frame_behind(
+    before: &LogPoint,
+    offset: u64,
+    group_start: bool,
+    kind: FrameKind,
+    payload: &[u8],
+) -> (Vec<u8>, LogPoint) {
+    let lsn = if kind == FrameKind::Batch { before.lsn.next() } else { before.lsn };
     let header = FrameHeader {
         kind,
-        group_start: true,
+        group_start,
         incarnation: INCARNATION,
         store: STORE,
         segment: FRAME_AT.0,
-        offset: FRAME_AT.1,
-        lsn: if kind == FrameKind::Batch { Lsn(42) } else { Lsn(41) },
+        offset,
+        lsn,
         durable: Lsn(40),
         payload_len: payload.len() as u32,
         payload_crc: crc32fast::hash(payload),
-        chain_prev: BEFORE.chain,
+        chain_prev: before.chain,
     };
-    let mut bytes = header.encode().0.to_vec();
+    let (encoded, chain) = header.encode();
+    let mut bytes = encoded.to_vec();
     bytes.extend_from_slice(payload);
     bytes.resize(header.frame_len() as usize, 0);
+    (bytes, LogPoint { lsn, segment: header.segment, offset: header.end(), chain, ..*before })
+}
+
+/// Two groups: two batches that one sync made durable, then a seal.
+fn groups() -> Vec<u8> {
+    let note = |text| payload(&[Op::Note { text }]);
+    let mut bytes = Vec::new();
+    let mut point = BEFORE;
+    for (group_start, kind, payload) in [
+        (true, FrameKind::Batch, note("one")),
+        (false, FrameKind::Batch, note("two")),
+        (true, FrameKind::Seal, seal()),
+    ] {
+        if group_start {
+            bytes.resize(bytes.len().next_multiple_of(4096), 0);
+        }
+        let offset = FRAME_AT.1 + bytes.len() as u64;
+        let (frame, end) = frame_behind(&point, offset, group_start, kind, &payload);
+        bytes.extend_from_slice(&frame);
+        point = end;
+    }
+    bytes.resize(bytes.len().next_multiple_of(4096), 0);
     bytes
 }
 
@@ -287,6 +323,15 @@ fn explain(structure: Structure, title: &str, bytes: &[u8]) -> String {
         }
         Structure::Segment => text.layout(&SegmentHeaderRaw::TABLE),
         Structure::Frame => explain_frame(&mut text, bytes),
+        Structure::Groups => {
+            text.head("First group: its first frame");
+            explain_frame(&mut text, bytes).head("The frame that follows it");
+            let first = FrameHeaderRaw::from_bytes(bytes[..80].try_into().unwrap());
+            let second = FrameHeaderRaw::LEN + first.payload_len as usize;
+            explain_frame(&mut text, &bytes[second..]).pad(4096, "up to a multiple of 4096");
+            text.head("Second group");
+            explain_frame(&mut text, &bytes[4096..]).pad(4096, "up to a multiple of 4096")
+        }
         Structure::Images => {
             text.layout(&ImageFileHeaderRaw::TABLE).pad(4096, "rest of the header block");
             text.layout(&ChunkHeaderRaw::TABLE);
@@ -381,6 +426,7 @@ fn sound_files() -> Vec<Sound> {
         ),
         ("frame-restore", Frame, "A restore", frame(FrameKind::Batch, &payload(&restore))),
         ("frame-seal", Frame, "A seal that names two verified snapshots", frame(FrameKind::Seal, &seal())),
+        ("groups", Groups, "Two groups: two batches, then a seal", groups()),
         ("images", Images, "An image file of one chunk with two images", images()),
         ("manifest-base", Manifest, "A base", manifest(ManifestKind::Base).encode().unwrap()),
         ("manifest-change", Manifest, "A change", manifest(CHANGE).encode().unwrap()),
@@ -411,26 +457,20 @@ fn read_and_write(structure: Structure, bytes: &[u8]) -> Result<Vec<u8>, Defect>
         }
         Structure::Store => StoreFile::decode(bytes)?.encode(),
         Structure::Segment => Ok(SegmentHeader::decode(bytes)?.encode().to_vec()),
-        Structure::Frame => {
-            let (header, end) =
-                UncheckedFrame::decode(bytes)?.follow(&BEFORE, STORE, FRAME_AT.0, FRAME_AT.1)?;
-            let needed = FrameHeaderRaw::LEN + header.payload_len as usize;
-            let payload = bytes.get(FrameHeaderRaw::LEN..needed);
-            let payload =
-                payload.ok_or(Defect::Truncated { needed: needed as u64, have: bytes.len() as u64 })?;
-            check_payload(&header, payload)?;
-            let written = match header.kind {
-                FrameKind::Seal => encode_seal(&decode_seal(payload)?),
-                FrameKind::Batch => {
-                    let ops: Vec<_> = decode_payload(payload)?.into_iter().map(|at| at.op).collect();
-                    self::payload(&ops)
+        Structure::Frame => Ok(read_frame(bytes, &BEFORE, FRAME_AT.1)?.0),
+        Structure::Groups => {
+            let (mut out, mut point) = (Vec::new(), BEFORE);
+            // The next frame lies right behind the last one, or else at the next boundary.
+            while out.len() < bytes.len() {
+                let frame = read_frame(&bytes[out.len()..], &point, FRAME_AT.1 + out.len() as u64);
+                if frame.is_err() && out.len() % 4096 != 0 {
+                    out.resize(out.len().next_multiple_of(4096), 0);
+                    continue;
                 }
-            };
-            let (header_bytes, chain) = header.encode();
-            assert_eq!(chain, end.chain);
-            let mut out = header_bytes.to_vec();
-            out.extend_from_slice(&written);
-            out.resize(header.frame_len() as usize, 0);
+                let (frame, end) = frame?;
+                out.extend_from_slice(&frame);
+                point = end;
+            }
             Ok(out)
         }
         Structure::Images => {
@@ -452,7 +492,29 @@ fn read_and_write(structure: Structure, bytes: &[u8]) -> Result<Vec<u8>, Defect>
     }
 }
 
-/// Makes bytes `range` of a header into its checksum over all before.
+/// Reads the frame behind a point, and writes it again; gives the point behind it.
+fn read_frame(bytes: &[u8], before: &LogPoint, offset: u64) -> Result<(Vec<u8>, LogPoint), Defect> {
+    let (header, end) = UncheckedFrame::decode(bytes)?.follow(before, STORE, FRAME_AT.0, offset)?;
+    let needed = FrameHeaderRaw::LEN + header.payload_len as usize;
+    let payload = bytes.get(FrameHeaderRaw::LEN..needed);
+    let payload = payload.ok_or(Defect::Truncated { needed: needed as u64, have: bytes.len() as u64 })?;
+    check_payload(&header, payload)?;
+    let written = match header.kind {
+        FrameKind::Seal => encode_seal(&decode_seal(payload)?),
+        FrameKind::Batch => {
+            let ops: Vec<_> = decode_payload(payload)?.into_iter().map(|at| at.op).collect();
+            self::payload(&ops)
+        }
+    };
+    let (header_bytes, chain) = header.encode();
+    assert_eq!(chain, end.chain);
+    let mut out = header_bytes.to_vec();
+    out.extend_from_slice(&written);
+    out.resize(header.frame_len() as usize, 0);
+    Ok((out, end))
+}
+
+/// Puts the checksum of the bytes before it at `crc_at`.
 fn resum(bytes: &mut [u8], from: usize, crc_at: usize) {
     let crc = crc32fast::hash(&bytes[from..crc_at]);
     bytes[crc_at..crc_at + 4].copy_from_slice(&crc.to_le_bytes());

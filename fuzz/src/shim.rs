@@ -198,9 +198,11 @@ pub fn rebuild(data: &[u8]) {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Files(pub BTreeMap<FileName, Vec<u8>>);
 
-/// Bytes that a file of an archive may be long; files of stores are mostly zeros, so an archive of a few
+/// Bytes that a file of an archive may be long. Files of stores are mostly zeros, so an archive of a few
 /// hundred bytes can stand for a whole store.
 const FILE_LEN_MAX: usize = 1 << 18;
+/// Bytes that all its files may be long together.
+const FILES_LEN_MAX: usize = 1 << 21;
 
 const FILE_STORE: u8 = 0;
 const FILE_SEGMENT: u8 = 1;
@@ -217,6 +219,7 @@ impl Files {
     pub fn from_archive(mut data: &[u8]) -> Self {
         let mut files = BTreeMap::new();
         let mut current = FileName::Store;
+        let mut bytes_left = FILES_LEN_MAX;
         while let Some((record, rest)) = data.split_first_chunk::<6>() {
             data = rest;
             let number = u64::from(record[1]);
@@ -240,7 +243,9 @@ impl Files {
                 FILE_TABLE => FileName::Table(number),
                 _ => FileName::Manifest(number),
             };
-            files.insert(current, vec![0; (4096 * a + b).min(FILE_LEN_MAX)]);
+            let len = (4096 * a + b).min(FILE_LEN_MAX).min(bytes_left);
+            bytes_left -= len;
+            files.insert(current, vec![0; len]);
         }
         Self(files)
     }
