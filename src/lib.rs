@@ -102,6 +102,11 @@
 //! - Only opening segments name their incarnation. A header written ahead of its frames that named one could
 //!   be taken for the newest run after a crash in recovery.
 //! - The chain hash of a frame is its header's checksum: one number for both, nothing to keep in step.
+//! - A seal that names verified snapshots counts even where no mark covers it yet: who wrote it had published
+//!   and read them back before, and recycling waits for that seal's own sync. A snapshot that no seal names is
+//!   published anew before the next opening seal names it.
+//! - A restore rebuilds the old state in host memory first, all of it: every byte is proven before the first
+//!   one is overwritten.
 
 pub mod error;
 pub mod options;
