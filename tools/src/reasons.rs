@@ -111,7 +111,7 @@ impl References {
         let go = |why: &str| (why.to_owned(), true);
         match file {
             FileName::Store => keep("says which store this is; nothing opens without it".to_owned()),
-            FileName::Lock => keep("held by the process that has the store open".to_owned()),
+            FileName::Lock => keep("held while a process has the store open".to_owned()),
             FileName::Segment(number) => {
                 let found = view.survey.log.segments().get(&number);
                 found.map_or_else(|| go("gone meanwhile"), |segment| self.why_segment(number, segment))
