@@ -1,5 +1,6 @@
 //! The integration tests: one binary, one file an area.
 
+mod crash;
 mod devices;
 mod disk_faults;
 mod disk_laws;

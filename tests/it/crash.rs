@@ -1,0 +1,261 @@
+//! Every crash of small workloads: the whole engine on a simulated disk, cut short at every event, in the
+//! middle of every write, with every part of what was pending kept or lost.
+//!
+//! Each workload runs once, on real threads. Then every state that a death of the process or a power cut
+//! could have left is opened. Whatever is found must be the model's state at the Lsn that recovery reports;
+//! that Lsn must not be below anything acknowledged at the level which the crash spares; nothing may be
+//! refused; the pure `rebuild` must find the same; and what the open returned must survive a power cut at
+//! once, and carry a new commit. In a part of the images the recovery, and the commits after it, are
+//! themselves crashed, two deep. All suites together open at least 20,000 images: each asserts its part.
+//!
+//! [`model`] says what must be there, [`work`] drives the store and notes what was acknowledged,
+//! [`explore`] opens and judges.
+
+mod explore;
+mod model;
+mod work;
+
+use std::time::Instant;
+
+use remanent::disk::sim::{SimDisk, Tears};
+use remanent::{Ack, Error, Metadata, Options};
+
+use explore::{Explorer, Level};
+use model::{Act, Line, Target};
+use work::{Driver, Floors, Random, Writer};
+
+/// Segments as short as they can be, so that a few batches cross every boundary.
+fn options() -> Options {
+    Options::default().segment_len(16 << 10).reserve_bytes(0)
+}
+
+/// The usual effort: a work's own crashes thoroughly, those of recoveries from a sample of them.
+const LEVELS: &[Level] = &[
+    Level { tears: Tears::Few(4), images_max: 12, closely_of: 8, nest_of: 80 },
+    Level { tears: Tears::Few(2), images_max: 5, closely_of: 16, nest_of: 60 },
+    Level { tears: Tears::None, images_max: 4, closely_of: 16, nest_of: 1 },
+];
+
+/// A run of the work, all of its crashes, and at least so many images.
+fn suite(
+    name: &str,
+    options: Options,
+    levels: &[Level],
+    at_least: usize,
+    work: impl FnOnce(Driver, &mut Random) -> Result<Driver, Error>,
+) {
+    let seed = std::env::var("CRASH_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or(1);
+    let started = Instant::now();
+    let driver = Driver::new(SimDisk::new(), options.clone(), Line::default(), Floors::default());
+    let driver = work(driver, &mut Random(seed)).expect("the work itself meets no fault");
+    let explorer = Explorer::new(&options, levels, seed);
+    let events = driver.disk.events();
+    if let Err(violation) = explorer.explore(&driver.disk, &driver.line(), driver.floors) {
+        panic!(
+            "{violation}\nseed {seed}; again: CRASH_SEED={seed} cargo test -p remanent --test it \
+             crash::{name}"
+        );
+    }
+    let images = explorer.images.borrow();
+    println!("{name}: {events} events, {images:?} images, {:.1?}, seed {seed}", started.elapsed());
+    drop(images);
+    let total = explorer.images_total();
+    assert!(total >= at_least, "{total} images are fewer than the {at_least} that this work should make");
+}
+
+#[test]
+fn durable_commits_survive() {
+    suite("durable_commits_survive", options(), LEVELS, 2300, |driver, random| {
+        let mut writer = Writer::new("a", random.next());
+        for _ in 0..2 {
+            let store = driver.open()?;
+            for _ in 0..5 {
+                driver.commit(&store, &mut writer, Ack::Durable)?;
+            }
+            driver.check(&store);
+            driver.close(store)?;
+        }
+        Ok(driver)
+    });
+}
+
+#[test]
+fn logged_commits_survive_a_kill() {
+    suite("logged_commits_survive_a_kill", options(), LEVELS, 2300, |driver, random| {
+        let mut writer = Writer::new("a", random.next());
+        let store = driver.open()?;
+        for step in 1..=16 {
+            let lsn = driver.commit(&store, &mut writer, Ack::Logged)?;
+            if step % 5 == 0 {
+                driver.wait_durable(&store, lsn)?;
+            }
+        }
+        driver.check(&store);
+        drop(store);
+        Ok(driver)
+    });
+}
+
+#[test]
+fn commits_of_two_threads_share_groups() {
+    suite("commits_of_two_threads_share_groups", options(), LEVELS, 2300, |driver, random| {
+        let store = driver.open()?;
+        let writers = [Writer::new("a", random.next()), Writer::new("b", random.next())];
+        std::thread::scope(|scope| {
+            let threads = writers.map(|mut writer| {
+                let (driver, store) = (&driver, &store);
+                scope.spawn(move || {
+                    (0..8).try_for_each(|step| {
+                        let ack = if step % 3 == 2 { Ack::Durable } else { Ack::Logged };
+                        driver.commit(store, &mut writer, ack).map(drop)
+                    })
+                })
+            });
+            threads.into_iter().try_for_each(|thread| thread.join().expect("no panic"))
+        })?;
+        driver.check(&store);
+        driver.close(store)?;
+        Ok(driver)
+    });
+}
+
+#[test]
+fn segments_roll() {
+    suite("segments_roll", options(), LEVELS, 2300, |driver, random| {
+        let mut writer = Writer::new("a", random.next());
+        let store = driver.open()?;
+        for step in 0..12 {
+            let ack = if step % 4 == 1 { Ack::Logged } else { Ack::Durable };
+            driver.commit(&store, &mut writer, ack)?;
+        }
+        assert!(store.stats().log.rolls >= 2, "{:?}", store.stats().log);
+        driver.check(&store);
+        drop(store);
+        Ok(driver)
+    });
+}
+
+#[test]
+fn a_frame_longer_than_a_segment_survives() {
+    suite("a_frame_longer_than_a_segment_survives", options(), LEVELS, 2300, |driver, random| {
+        let mut writer = Writer::new("a", random.next());
+        let store = driver.open()?;
+        driver.commit(&store, &mut writer, Ack::Logged)?;
+        let len = 20 << 10;
+        let page = Target::New(0);
+        let long = vec![
+            Act::Create { len, key: None, metadata: Metadata::new() },
+            Act::Write { page, offset: 0, bytes: (0..len).map(|_| random.next() as u8).collect() },
+        ];
+        let (_, pages) = driver.commit_acts(&store, long, Ack::Logged)?;
+        driver.commit(&store, &mut writer, Ack::Durable)?;
+        let page = Target::Page(pages[0]);
+        let again =
+            vec![Act::Write { page, offset: 0, bytes: (0..len).map(|_| random.next() as u8).collect() }];
+        driver.commit_acts(&store, again, Ack::Durable)?;
+        driver.commit(&store, &mut writer, Ack::Durable)?;
+        driver.check(&store);
+        driver.close(store)?;
+        Ok(driver)
+    });
+}
+
+#[test]
+fn snapshots_beside_commits() {
+    suite("snapshots_beside_commits", options(), LEVELS, 2300, |driver, random| {
+        let store = driver.open()?;
+        let (mut writer, mut other) = (Writer::new("a", random.next()), Writer::new("b", random.next()));
+        for _ in 0..4 {
+            driver.commit(&store, &mut writer, Ack::Logged)?;
+        }
+        std::thread::scope(|scope| {
+            let thread = scope
+                .spawn(|| (0..10).try_for_each(|_| driver.commit(&store, &mut other, Ack::Logged).map(drop)));
+            for _ in 0..2 {
+                driver.snapshot(&store)?;
+                driver.commit(&store, &mut writer, Ack::Logged)?;
+            }
+            thread.join().expect("no panic")
+        })?;
+        driver.check(&store);
+        drop(store);
+        Ok(driver)
+    });
+}
+
+#[test]
+fn what_snapshots_replace_is_recycled() {
+    suite(
+        "what_snapshots_replace_is_recycled",
+        options().snapshots_kept(2),
+        LEVELS,
+        2500,
+        |driver, random| {
+            let store = driver.open()?;
+            let mut writer = Writer::new("a", random.next());
+            for _ in 0..4 {
+                for step in 0..4 {
+                    let ack = if step == 1 { Ack::Logged } else { Ack::Durable };
+                    driver.commit(&store, &mut writer, ack)?;
+                }
+                driver.snapshot(&store)?;
+            }
+            assert_eq!(store.snapshots().len(), 2);
+            driver.check(&store);
+            driver.close(store)?;
+            Ok(driver)
+        },
+    );
+}
+
+#[test]
+fn a_restore_survives() {
+    suite("a_restore_survives", options(), LEVELS, 2300, |driver, random| {
+        let store = driver.open()?;
+        let mut writer = Writer::new("a", random.next());
+        for _ in 0..3 {
+            driver.commit(&store, &mut writer, Ack::Logged)?;
+        }
+        let snapshot = driver.snapshot(&store)?;
+        for _ in 0..3 {
+            driver.commit(&store, &mut writer, Ack::Logged)?;
+        }
+        driver.restore(&store, snapshot)?;
+        driver.check(&store);
+        driver.commit(&store, &mut Writer::new("b", random.next()), Ack::Durable)?;
+        driver.check(&store);
+        drop(store);
+        let store = driver.open()?;
+        driver.commit(&store, &mut Writer::new("c", random.next()), Ack::Durable)?;
+        driver.check(&store);
+        Ok(driver)
+    });
+}
+
+#[test]
+fn a_store_opened_after_a_kill_survives() {
+    suite("a_store_opened_after_a_kill_survives", options(), LEVELS, 2300, |driver, random| {
+        let mut writer = Writer::new("a", random.next());
+        let store = driver.open()?;
+        for _ in 0..5 {
+            driver.commit(&store, &mut writer, Ack::Logged)?;
+        }
+        let driver = driver.killed();
+        drop(store);
+        let store = driver.open()?;
+        driver.commit(&store, &mut writer, Ack::Logged)?;
+        driver.snapshot(&store)?;
+        driver.commit(&store, &mut writer, Ack::Logged)?;
+        let driver = driver.killed();
+        drop(store);
+        let store = driver.open()?;
+        for ack in [Ack::Logged, Ack::Durable, Ack::Logged] {
+            driver.commit(&store, &mut writer, ack)?;
+        }
+        driver.snapshot(&store)?;
+        driver.commit(&store, &mut writer, Ack::Logged)?;
+        driver.check(&store);
+        driver.close(store)?;
+        Ok(driver)
+    });
+}

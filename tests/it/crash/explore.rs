@@ -1,0 +1,250 @@
+//! Opening everything that a crash could have left, and judging what is found.
+
+use std::cell::RefCell;
+use std::fmt;
+
+use remanent::disk::sim::{Image, Plan, SimDisk, Tears};
+use remanent::{Ack, Metadata, Options, Store};
+use remanent_format::rebuild::{RebuildOptions, rebuild};
+
+use super::model::{Act, Line, State, Target, read, rebuilt};
+use super::work::{Driver, Floors, open};
+
+/// How thoroughly the crashes of one depth are explored: first those of the work itself, then those of the
+/// recoveries from them, and so on.
+#[derive(Clone, Copy, Debug)]
+pub struct Level {
+    pub tears: Tears,
+    /// The most images of one power cut.
+    pub images_max: usize,
+    /// After one image in so many the store is opened twice more, with a commit in between.
+    pub closely_of: usize,
+    /// In one image in so many the recovery is crashed too, if there is a next level.
+    pub nest_of: usize,
+}
+
+/// What must never be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Kind {
+    /// What was acknowledged is gone.
+    Lost,
+    /// The state is not the one of the Lsn reported.
+    Wrong,
+    /// The store does not open, although nothing is damaged.
+    Refused,
+    /// What an open has returned does not survive, or cannot be built on.
+    Fleeting,
+    /// The pure `rebuild` says something else.
+    Disagreement,
+}
+
+/// Something that must never be, and how it came about.
+#[derive(Debug)]
+pub struct Violation {
+    pub kind: Kind,
+    what: String,
+    /// The crashes that led there, the last one first.
+    crashes: Vec<String>,
+}
+
+impl Violation {
+    fn new(kind: Kind, what: impl Into<String>) -> Self {
+        Self { kind, what: what.into(), crashes: Vec::new() }
+    }
+}
+
+impl fmt::Display for Violation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{:?}: {}", self.kind, self.what)?;
+        self.crashes.iter().try_for_each(|crash| writeln!(f, "after {crash}"))
+    }
+}
+
+/// Explores the crashes of a workload.
+pub struct Explorer<'a> {
+    pub options: &'a Options,
+    pub levels: &'a [Level],
+    pub seed: u64,
+    /// Images opened, by level.
+    pub images: RefCell<Vec<usize>>,
+}
+
+impl<'a> Explorer<'a> {
+    pub fn new(options: &'a Options, levels: &'a [Level], seed: u64) -> Self {
+        Self { options, levels, seed, images: RefCell::new(vec![0; levels.len()]) }
+    }
+
+    pub fn images_total(&self) -> usize {
+        self.images.borrow().iter().sum()
+    }
+
+    /// Judges every image of a disk's history.
+    pub fn explore(&self, disk: &SimDisk, line: &Line, floors: Floors) -> Result<(), Violation> {
+        self.explore_at(0, disk, line, floors)
+    }
+
+    fn explore_at(&self, depth: usize, disk: &SimDisk, line: &Line, floors: Floors) -> Result<(), Violation> {
+        let level = self.levels[depth];
+        let plan = Plan {
+            tears: level.tears,
+            images_max: level.images_max,
+            seed: self.seed ^ depth as u64,
+            ..Plan::default()
+        };
+        let mut verdict = Ok(());
+        let mut each = |image: Image| {
+            if verdict.is_ok() {
+                let judged = self.judge(depth, &image, line, floors);
+                verdict = judged.map_err(|mut violation| {
+                    violation.crashes.push(tell(disk, &image));
+                    violation
+                });
+            }
+        };
+        disk.kill_images(&plan, &mut each);
+        disk.power_images(&plan, &mut each);
+        verdict
+    }
+
+    fn judge(&self, depth: usize, image: &Image, line: &Line, floors: Floors) -> Result<(), Violation> {
+        let count = {
+            let mut images = self.images.borrow_mut();
+            images[depth] += 1;
+            images[depth]
+        };
+        let level = self.levels[depth];
+        let floors = floors.with(&image.acks).after(image.crash);
+        let nest = depth + 1 < self.levels.len() && count % level.nest_of == 0;
+        let line = self.examine(&image.disk, line, floors, count % level.closely_of == 0, nest)?;
+        if nest { self.explore_at(depth + 1, &image.disk, &line, floors) } else { Ok(()) }
+    }
+
+    /// Opens what a crash left, and judges it. Returns what the disk then stands for.
+    fn examine(
+        &self,
+        disk: &SimDisk,
+        line: &Line,
+        floors: Floors,
+        closely: bool,
+        go_on: bool,
+    ) -> Result<Line, Violation> {
+        let pure = rebuild(disk, &RebuildOptions::default());
+        let store = open(disk, self.options).map_err(|error| {
+            Violation::new(Kind::Refused, format!("{error} (rebuild: {:?})", pure.as_ref().err()))
+        })?;
+        let (lsn, created) = (store.recovered().position.lsn.0, store.recovered().created);
+        if lsn < floors.logged || created && floors.exists {
+            let what = format!("{floors:?}, recovered {lsn}, created {created}");
+            return Err(Violation::new(Kind::Lost, what));
+        }
+        let found = same(line, lsn, &store)?;
+        // The pure rebuild of the same image, before it was opened.
+        match &pure {
+            Err(_) if created => {}
+            Err(damage) => {
+                return Err(Violation::new(Kind::Disagreement, format!("rebuild refuses: {damage}")));
+            }
+            Ok(pure) => agree(&found, lsn, pure)?,
+        }
+
+        // What an open returned is there for good: a power cut that spares nothing pending spares it.
+        let driver = Driver::new(disk.clone(), self.options.clone(), line.clone(), floors);
+        driver.adopt(&store);
+        let cut = disk.after_power_cut();
+        let pure = rebuild(&cut, &RebuildOptions::default())
+            .map_err(|damage| Violation::new(Kind::Fleeting, format!("after the open: {damage}")))?;
+        agree(&found, lsn, &pure).map_err(fleeting)?;
+        if closely {
+            self.build_on(cut, &driver.line()).map_err(fleeting)?;
+        }
+        if go_on {
+            for ack in [Ack::Logged, Ack::Durable, Ack::Logged] {
+                commit_another(&driver, &store, ack)?;
+            }
+        }
+        drop(store);
+        Ok(driver.line())
+    }
+
+    /// Opens again, commits, and opens once more.
+    fn build_on(&self, disk: SimDisk, line: &Line) -> Result<(), Violation> {
+        let refused = |error: remanent::Error| Violation::new(Kind::Refused, error.to_string());
+        let lsn = line.last();
+        let store = open(&disk, self.options).map_err(refused)?;
+        same(line, store.recovered().position.lsn.0, &store)?;
+        if store.recovered().position.lsn.0 != lsn {
+            return Err(Violation::new(Kind::Lost, format!("{} of {lsn}", store.recovered().position.lsn)));
+        }
+        let driver = Driver::new(disk.clone(), self.options.clone(), line.clone(), Floors::default());
+        driver.adopt(&store);
+        commit_another(&driver, &store, Ack::Durable)?;
+        same(&driver.line(), lsn + 1, &store)?;
+        let cut = disk.after_power_cut();
+        let store = open(&cut, self.options).map_err(refused)?;
+        if store.recovered().position.lsn.0 != lsn + 1 {
+            return Err(Violation::new(Kind::Lost, format!("the commit after {lsn}")));
+        }
+        same(&driver.line(), lsn + 1, &store)?;
+        Ok(())
+    }
+}
+
+/// Commits a batch that no workload makes, and looks at the ids that it is given.
+fn commit_another(driver: &Driver, store: &Store, ack: Ack) -> Result<(), Violation> {
+    let lsn = driver.line().last();
+    let page = Target::New(0);
+    let acts = vec![
+        Act::Create { len: 40, key: None, metadata: Metadata::new() },
+        Act::Write { page, offset: 8, bytes: format!("after batch {lsn:>20}").into_bytes() },
+        Act::SetRoot { name: "another".to_owned(), value: lsn },
+    ];
+    let committed = driver.commit_acts(store, acts, ack);
+    let (_, new) =
+        committed.map_err(|error| Violation::new(Kind::Fleeting, format!("no commit: {error}")))?;
+    let line = driver.line();
+    let used = |page| (0..=lsn).any(|lsn| line.at(lsn).pages.contains_key(page));
+    match new.iter().find(|page| used(page)) {
+        Some(page) => Err(Violation::new(Kind::Wrong, format!("page id {page} was given again"))),
+        None => Ok(()),
+    }
+}
+
+/// Compares an open store with the model; returns what it holds.
+fn same(line: &Line, lsn: u64, store: &Store) -> Result<State, Violation> {
+    let wrong = |what| Violation::new(Kind::Wrong, what);
+    if lsn > line.last() {
+        return Err(wrong(format!("recovered batch {lsn}, and {} is the last one", line.last())));
+    }
+    let found = read(store).map_err(|error| wrong(error.to_string()))?;
+    match line.at(lsn).difference(&found) {
+        None => Ok(found),
+        Some(difference) => Err(wrong(format!("at batch {lsn}, {difference}"))),
+    }
+}
+
+fn agree(found: &State, lsn: u64, pure: &remanent_format::rebuild::Rebuilt) -> Result<(), Violation> {
+    let disagreement = |what| Err(Violation::new(Kind::Disagreement, what));
+    if pure.table.lsn().0 != lsn {
+        return disagreement(format!("rebuild reaches {}, the engine {lsn}", pure.table.lsn()));
+    }
+    match found.difference(&rebuilt(pure)) {
+        None => Ok(()),
+        Some(difference) => disagreement(format!("rebuild at batch {lsn}, {difference}")),
+    }
+}
+
+fn fleeting(violation: Violation) -> Violation {
+    let what = format!("once more: {:?}: {}", violation.kind, violation.what);
+    Violation { kind: Kind::Fleeting, what, ..violation }
+}
+
+/// The crash, with what happened around it.
+fn tell(disk: &SimDisk, image: &Image) -> String {
+    let history = disk.history();
+    let at = image.moment.event;
+    let around = at.saturating_sub(30)..history.len().min(at + 4);
+    let lines: Vec<String> = around
+        .map(|event| format!("  {} {event}: {}", if event == at { ">" } else { " " }, history[event]))
+        .collect();
+    format!("{image}\n{}", lines.join("\n"))
+}

@@ -1,0 +1,288 @@
+//! What a store should hold: a plain model with one state for every Lsn. It shares no code with the engine.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use remanent::{Key, Metadata, NewPage, PageId, PageRef, Place, Store, Value, Width, WriteBatch};
+
+/// A page that an operation names: one that exists, or the n-th that its own batch creates.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Target {
+    Page(PageId),
+    New(usize),
+}
+
+/// One operation of a batch.
+#[derive(Clone, Debug)]
+pub enum Act {
+    Create { len: usize, key: Option<Key>, metadata: Metadata },
+    Clone { source: Target },
+    Write { page: Target, offset: usize, bytes: Vec<u8> },
+    Masked { page: Target, offset: usize, width: Width, mask: Vec<u8>, bytes: Vec<u8> },
+    Scatter { page: Target, width: Width, indices: Vec<u32>, values: Vec<u8> },
+    Fill { page: Target, offset: usize, len: usize, pattern: Vec<u8> },
+    Resize { page: Target, len: usize },
+    Delete { page: Target },
+    SetMetadata { page: Target, name: String, value: u64 },
+    RemoveMetadata { page: Target, name: String },
+    SetRoot { name: String, value: u64 },
+    RemoveRoot { name: String },
+}
+
+/// The batch for some acts.
+pub fn batch(store: &Store, acts: &[Act]) -> WriteBatch {
+    let mut batch = store.batch();
+    let mut new: Vec<NewPage> = Vec::new();
+    for act in acts {
+        let at = |page: &Target| match page {
+            Target::Page(page) => PageRef::from(*page),
+            Target::New(index) => PageRef::from(new[*index]),
+        };
+        match act {
+            Act::Create { len, key, metadata } => {
+                new.push(batch.create_with(*len as u64, Place::Host, key.clone(), metadata.clone()));
+            }
+            Act::Clone { source } => {
+                let source = at(source);
+                new.push(batch.clone_page(source));
+            }
+            Act::Write { page, offset, bytes } => {
+                batch.write(at(page), *offset as u64, bytes);
+            }
+            Act::Masked { page, offset, width, mask, bytes } => {
+                batch.write_masked(at(page), *offset as u64, *width, mask, bytes);
+            }
+            Act::Scatter { page, width, indices, values } => {
+                batch.scatter(at(page), *width, indices, values);
+            }
+            Act::Fill { page, offset, len, pattern } => {
+                batch.fill(at(page), *offset as u64, *len as u64, pattern);
+            }
+            Act::Resize { page, len } => {
+                batch.resize(at(page), *len as u64);
+            }
+            Act::Delete { page } => {
+                batch.delete(at(page));
+            }
+            Act::SetMetadata { page, name, value } => {
+                batch.set_metadata(at(page), name.as_str(), *value);
+            }
+            Act::RemoveMetadata { page, name } => {
+                batch.remove_metadata(at(page), name.as_str());
+            }
+            Act::SetRoot { name, value } => {
+                batch.set_root(name.as_str(), *value);
+            }
+            Act::RemoveRoot { name } => {
+                batch.remove_root(name.as_str());
+            }
+        }
+    }
+    batch
+}
+
+/// A page as it should be.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Page {
+    pub key: Option<Key>,
+    pub epoch: u64,
+    pub lsn: u64,
+    pub metadata: Metadata,
+    pub bytes: Vec<u8>,
+}
+
+/// A whole store as it should be.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct State {
+    pub pages: BTreeMap<PageId, Arc<Page>>,
+    pub root: Metadata,
+}
+
+impl State {
+    /// The state after one more batch; `new` are the ids of the pages that it created.
+    fn after(&self, lsn: u64, acts: &[Act], new: &[PageId]) -> Self {
+        let mut state = self.clone();
+        let mut ids = new.iter().copied();
+        for act in acts {
+            state.apply(lsn, act, new, &mut ids);
+        }
+        assert_eq!(ids.next(), None, "one id for every page created");
+        state
+    }
+
+    fn apply(&mut self, lsn: u64, act: &Act, new: &[PageId], ids: &mut impl Iterator<Item = PageId>) {
+        let id = |page: &Target| match page {
+            Target::Page(page) => *page,
+            Target::New(index) => new[*index],
+        };
+        let mut create = |page: Page| {
+            self.pages.insert(ids.next().expect("an id for every page created"), Arc::new(page));
+        };
+        match act {
+            Act::Create { len, key, metadata } => {
+                let (key, metadata) = (key.clone(), metadata.clone());
+                create(Page { key, epoch: 1, lsn, metadata, bytes: vec![0; *len] });
+            }
+            Act::Clone { source } => {
+                let source = (*self.pages[&id(source)]).clone();
+                self.pages.insert(
+                    ids.next().expect("an id for every page created"),
+                    Arc::new(Page { key: None, epoch: 1, lsn, ..source }),
+                );
+            }
+            Act::Write { page, offset, bytes } => {
+                self.touch(id(page), lsn).bytes[*offset..offset + bytes.len()].copy_from_slice(bytes);
+            }
+            Act::Masked { page, offset, width, mask, bytes } => {
+                let target = &mut self.touch(id(page), lsn).bytes[*offset..offset + bytes.len()];
+                let elements = target.chunks_mut(width.bytes()).zip(bytes.chunks(width.bytes()));
+                for (index, (target, element)) in elements.enumerate() {
+                    if mask[index / 8] & 1 << (index % 8) != 0 {
+                        target.copy_from_slice(element);
+                    }
+                }
+            }
+            Act::Scatter { page, width, indices, values } => {
+                let page = self.touch(id(page), lsn);
+                for (index, value) in indices.iter().zip(values.chunks(width.bytes())) {
+                    let at = *index as usize * width.bytes();
+                    page.bytes[at..at + width.bytes()].copy_from_slice(value);
+                }
+            }
+            Act::Fill { page, offset, len, pattern } => {
+                let target = &mut self.touch(id(page), lsn).bytes[*offset..offset + len];
+                target.chunks_mut(pattern.len()).for_each(|chunk| chunk.copy_from_slice(pattern));
+            }
+            Act::Resize { page, len } => self.touch(id(page), lsn).bytes.resize(*len, 0),
+            Act::Delete { page } => {
+                self.pages.remove(&id(page));
+            }
+            Act::SetMetadata { page, name, value } => {
+                self.touch(id(page), lsn).metadata.insert(name.clone(), Value::from(*value));
+            }
+            Act::RemoveMetadata { page, name } => {
+                self.touch(id(page), lsn).metadata.remove(name);
+            }
+            Act::SetRoot { name, value } => {
+                self.root.insert(name.clone(), Value::from(*value));
+            }
+            Act::RemoveRoot { name } => {
+                self.root.remove(name);
+            }
+        }
+    }
+
+    /// The page, to be changed: a batch raises its epoch once, however often it touches the page.
+    fn touch(&mut self, page: PageId, lsn: u64) -> &mut Page {
+        let page = Arc::make_mut(self.pages.get_mut(&page).expect("the page exists"));
+        if page.lsn != lsn {
+            (page.lsn, page.epoch) = (lsn, page.epoch + 1);
+        }
+        page
+    }
+
+    /// The first difference in words.
+    pub fn difference(&self, found: &State) -> Option<String> {
+        for page in self.pages.keys().chain(found.pages.keys()) {
+            let (expected, found) = (self.pages.get(page), found.pages.get(page));
+            if expected != found {
+                return Some(format!("page {page}: expected {expected:?}, found {found:?}"));
+            }
+        }
+        (self.root != found.root).then(|| format!("root: expected {:?}, found {:?}", self.root, found.root))
+    }
+}
+
+/// What a store holds, read through its public face.
+pub fn read(store: &Store) -> remanent::Result<State> {
+    let mut state = State { root: (*store.root()?).clone(), ..State::default() };
+    for info in store.pages()? {
+        let mut bytes = vec![0; info.len as usize];
+        if info.len > 0 {
+            store.read(info.page, 0, &mut bytes)?;
+        }
+        let (key, metadata) = (info.key, (*info.metadata).clone());
+        state
+            .pages
+            .insert(info.page, Arc::new(Page { key, epoch: info.epoch.0, lsn: info.lsn.0, metadata, bytes }));
+    }
+    Ok(state)
+}
+
+/// What the pure `rebuild` found.
+pub fn rebuilt(rebuilt: &remanent_format::rebuild::Rebuilt) -> State {
+    let pages = rebuilt.table.pages().map(|info| {
+        let (key, metadata) = (info.key.clone(), (*info.metadata).clone());
+        let bytes = rebuilt.contents[&info.page].clone();
+        (info.page, Arc::new(Page { key, epoch: info.epoch.0, lsn: info.lsn.0, metadata, bytes }))
+    });
+    State { pages: pages.collect(), root: (**rebuilt.table.root()).clone() }
+}
+
+/// What one Lsn stands for.
+#[derive(Clone, Debug)]
+pub enum Step {
+    Batch {
+        acts: Vec<Act>,
+        new: Vec<PageId>,
+    },
+    /// A restore of the state at an Lsn.
+    Restore {
+        to: u64,
+    },
+}
+
+/// The state after every Lsn, from 0 on.
+#[derive(Clone, Debug)]
+pub struct Line {
+    states: Vec<Arc<State>>,
+}
+
+impl Default for Line {
+    fn default() -> Self {
+        Self { states: vec![Arc::default()] }
+    }
+}
+
+impl Line {
+    /// The last Lsn.
+    pub fn last(&self) -> u64 {
+        self.states.len() as u64 - 1
+    }
+
+    pub fn at(&self, lsn: u64) -> &State {
+        &self.states[usize::try_from(lsn).expect("as many states as batches")]
+    }
+
+    /// Forgets what came after an Lsn: a crash took it.
+    pub fn cut(&mut self, lsn: u64) {
+        self.states.truncate(usize::try_from(lsn).expect("as many states as batches") + 1);
+    }
+
+    pub fn push(&mut self, step: &Step) {
+        let lsn = self.last() + 1;
+        let now = self.at(lsn - 1);
+        let next = match step {
+            Step::Batch { acts, new } => now.after(lsn, acts, new),
+            Step::Restore { to } => self.restored(lsn, *to),
+        };
+        self.states.push(Arc::new(next));
+    }
+
+    /// Pages that changed since get this Lsn and an epoch above all that were ever given.
+    fn restored(&self, lsn: u64, to: u64) -> State {
+        let pages = self.states.iter().flat_map(|state| state.pages.values());
+        let epoch = pages.map(|page| page.epoch).max().unwrap_or(0) + 1;
+        let mut state = self.at(to).clone();
+        let now = self.at(lsn - 1);
+        for (id, page) in &mut state.pages {
+            let unchanged =
+                now.pages.get(id).is_some_and(|now| (now.epoch, now.lsn) == (page.epoch, page.lsn));
+            if !unchanged {
+                let page = Arc::make_mut(page);
+                (page.lsn, page.epoch) = (lsn, epoch);
+            }
+        }
+        state
+    }
+}

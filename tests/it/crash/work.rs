@@ -1,0 +1,304 @@
+//! Driving a store on a simulated disk: every batch is written down for the model, every acknowledgement is
+//! noted on the disk.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+
+use remanent::device::host::HostDevice;
+use remanent::disk::sim::{Crash, Moment, SimDisk};
+use remanent::{
+    Ack, Error, Key, Lsn, Metadata, Options, PageId, SnapshotId, SnapshotInfo, Store, Value, Width,
+};
+
+use super::model::{Act, Line, Step, Target, batch, read};
+
+/// Steele, Lea and Flood's SplitMix64.
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    pub fn below(&mut self, bound: usize) -> usize {
+        (self.next() % bound as u64) as usize
+    }
+
+    fn bytes(&mut self, len: usize) -> Vec<u8> {
+        (0..len).map(|_| self.next() as u8).collect()
+    }
+}
+
+/// What must survive a crash.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Floors {
+    /// An open has returned.
+    pub exists: bool,
+    pub logged: u64,
+    pub durable: u64,
+}
+
+impl Floors {
+    /// With acknowledgements that were noted on a disk.
+    pub fn with(mut self, acks: &[u64]) -> Self {
+        for ack in acks {
+            let lsn = ack >> 1;
+            self.exists = true;
+            self.logged = self.logged.max(lsn);
+            if ack & 1 == 1 {
+                self.durable = self.durable.max(lsn);
+            }
+        }
+        self
+    }
+
+    /// After a crash: a power cut spares only what was durable.
+    pub fn after(self, crash: Crash) -> Self {
+        match crash {
+            Crash::Kill => self,
+            Crash::Power => Self { logged: self.durable, ..self },
+        }
+    }
+}
+
+/// The longest page that a [`Writer`] makes, in bytes.
+const PAGE_LEN_MAX: usize = 600;
+
+/// Invents batches that are valid, over pages of its own.
+pub struct Writer {
+    name: &'static str,
+    random: Random,
+    pages: Vec<(Target, usize)>,
+    keys: usize,
+}
+
+impl Writer {
+    pub fn new(name: &'static str, seed: u64) -> Self {
+        Self { name, random: Random(seed), pages: Vec::new(), keys: 0 }
+    }
+
+    /// The acts of the next batch. The pages are then as if it were committed.
+    fn acts(&mut self) -> Vec<Act> {
+        let mut acts = Vec::new();
+        let mut created = 0;
+        for _ in 0..=self.random.below(3) {
+            let kind = match self.pages.len() {
+                0 => 0,
+                6.. => 7,
+                _ => self.random.below(14),
+            };
+            self.act(kind, &mut created, &mut acts);
+        }
+        // Every batch says something in the root, so that no two states are alike.
+        acts.push(Act::SetRoot { name: self.name.to_owned(), value: self.random.next() });
+        acts
+    }
+
+    fn act(&mut self, kind: usize, created: &mut usize, acts: &mut Vec<Act>) {
+        let random = &mut self.random;
+        if kind == 0 {
+            let len = [0, 1, 16, 100, PAGE_LEN_MAX][random.below(5)];
+            self.keys += 1;
+            let key = random.below(2) == 0;
+            let key = key.then(|| Key::new(format!("{}{}", self.name, self.keys)).expect("a short key"));
+            let metadata = match random.below(2) {
+                0 => Metadata::new(),
+                _ => Metadata::from([("made".to_owned(), Value::from(random.next()))]),
+            };
+            acts.push(Act::Create { len, key, metadata });
+            let page = Target::New(*created);
+            *created += 1;
+            acts.push(Act::Write { page, offset: 0, bytes: random.bytes(len) });
+            self.pages.push((page, len));
+            return;
+        }
+        let chosen = random.below(self.pages.len());
+        let (page, len) = self.pages[chosen];
+        let act = match kind {
+            1 | 2 => {
+                let offset = random.below(len + 1);
+                let count = random.below(len - offset + 1);
+                Act::Write { page, offset, bytes: random.bytes(count) }
+            }
+            3 => {
+                let count = (len / 2).min(1 + random.below(24));
+                let (mask, bytes) = (random.bytes(count.div_ceil(8)), random.bytes(count * 2));
+                Act::Masked { page, offset: (len / 2 - count) * 2, width: Width::W2, mask, bytes }
+            }
+            4 => {
+                let count = (len / 4) as u32;
+                let mut indices: Vec<u32> =
+                    if count == 0 { Vec::new() } else { vec![count - 1, count / 2, 0] };
+                indices.dedup();
+                let values = random.bytes(indices.len() * 4);
+                Act::Scatter { page, width: Width::W4, indices, values }
+            }
+            5 => {
+                let len = len / 4 * 4;
+                Act::Fill { page, offset: 0, len, pattern: random.bytes(4) }
+            }
+            6 => {
+                let len = random.below(PAGE_LEN_MAX);
+                self.pages[chosen].1 = len;
+                Act::Resize { page, len }
+            }
+            7 => {
+                self.pages.remove(chosen);
+                Act::Delete { page }
+            }
+            8 => {
+                let copy = Target::New(*created);
+                *created += 1;
+                self.pages.push((copy, len));
+                Act::Clone { source: page }
+            }
+            9 | 10 => Act::SetMetadata { page, name: "note".to_owned(), value: random.next() },
+            11 => Act::RemoveMetadata { page, name: "note".to_owned() },
+            12 => Act::SetRoot { name: format!("{}-more", self.name), value: random.next() },
+            _ => Act::RemoveRoot { name: format!("{}-more", self.name) },
+        };
+        acts.push(act);
+    }
+
+    fn committed(&mut self, new: &[PageId]) {
+        for (page, _) in &mut self.pages {
+            if let Target::New(index) = *page {
+                *page = Target::Page(new[index]);
+            }
+        }
+    }
+}
+
+/// Opens the store on a disk.
+pub fn open(disk: &SimDisk, options: &Options) -> Result<Store, Error> {
+    Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options.clone())
+}
+
+/// Drives a store on one disk.
+pub struct Driver {
+    pub disk: SimDisk,
+    /// What had to survive when this disk began.
+    pub floors: Floors,
+    options: Options,
+    book: Mutex<Book>,
+}
+
+struct Book {
+    line: Line,
+    /// What was committed since: two threads may report in another order than the log's.
+    steps: BTreeMap<u64, Step>,
+    /// As noted on the disk.
+    acks: Vec<u64>,
+}
+
+impl Driver {
+    pub fn new(disk: SimDisk, options: Options, line: Line, floors: Floors) -> Self {
+        let book = Book { line, steps: BTreeMap::new(), acks: Vec::new() };
+        Self { disk, floors, options, book: Mutex::new(book) }
+    }
+
+    /// The disk as a death of the process leaves it now, with what a power cut could still take.
+    pub fn killed(&self) -> Self {
+        let disk = self.disk.after_kill(Moment { event: self.disk.events(), tear: None });
+        let floors = self.floors.with(&self.book.lock().unwrap().acks).after(Crash::Kill);
+        Self::new(disk, self.options.clone(), self.line(), floors)
+    }
+
+    /// Opens the store.
+    pub fn open(&self) -> Result<Store, Error> {
+        let store = open(&self.disk, &self.options)?;
+        self.adopt(&store);
+        Ok(store)
+    }
+
+    /// Goes on from what an open found: it is durable, and what a crash took is forgotten.
+    pub fn adopt(&self, store: &Store) {
+        let lsn = store.recovered().position.lsn;
+        let mut line = self.line();
+        assert!(lsn.0 <= line.last(), "batch {lsn} was recovered, and {} is the last one", line.last());
+        line.cut(lsn.0);
+        {
+            let mut book = self.book.lock().unwrap();
+            (book.line, book.steps) = (line, BTreeMap::new());
+        }
+        self.acked(Ack::Durable, lsn);
+    }
+
+    /// Commits the writer's next batch.
+    pub fn commit(&self, store: &Store, writer: &mut Writer, ack: Ack) -> Result<Lsn, Error> {
+        let acts = writer.acts();
+        let (lsn, new) = self.commit_acts(store, acts, ack)?;
+        writer.committed(&new);
+        Ok(lsn)
+    }
+
+    /// Commits these acts.
+    pub fn commit_acts(&self, store: &Store, acts: Vec<Act>, ack: Ack) -> Result<(Lsn, Vec<PageId>), Error> {
+        let ticket = store.submit(batch(store, &acts))?;
+        let (lsn, new) = (ticket.position().lsn, ticket.pages().to_vec());
+        self.book.lock().unwrap().steps.insert(lsn.0, Step::Batch { acts, new: new.clone() });
+        self.acked(Ack::Logged, lsn);
+        ticket.wait(ack)?;
+        if ack == Ack::Durable {
+            self.acked(ack, lsn);
+        }
+        Ok((lsn, new))
+    }
+
+    pub fn wait_durable(&self, store: &Store, lsn: Lsn) -> Result<(), Error> {
+        store.wait_durable(lsn)?;
+        self.acked(Ack::Durable, lsn);
+        Ok(())
+    }
+
+    /// Takes a snapshot; what it stands for is durable.
+    pub fn snapshot(&self, store: &Store) -> Result<SnapshotInfo, Error> {
+        let info = store.snapshot()?;
+        self.acked(Ack::Durable, info.end);
+        Ok(info)
+    }
+
+    pub fn restore(&self, store: &Store, snapshot: SnapshotInfo) -> Result<(), Error> {
+        let SnapshotInfo { id, end, .. } = snapshot;
+        let lsn = store.restore_from_snapshot(SnapshotId(id.0))?.lsn;
+        self.book.lock().unwrap().steps.insert(lsn.0, Step::Restore { to: end.0 });
+        self.acked(Ack::Durable, lsn);
+        Ok(())
+    }
+
+    /// Closes the store: everything is durable then.
+    pub fn close(&self, store: Store) -> Result<(), Error> {
+        let lsn = store.lsn();
+        store.close()?;
+        self.acked(Ack::Durable, lsn);
+        Ok(())
+    }
+
+    /// Asserts that the open store is what the model says.
+    pub fn check(&self, store: &Store) {
+        let line = self.line();
+        let difference = line.at(line.last()).difference(&read(store).expect("an open store can be read"));
+        assert_eq!(difference, None, "before any crash, at batch {}", line.last());
+    }
+
+    /// The state after every Lsn so far.
+    pub fn line(&self) -> Line {
+        let book = self.book.lock().unwrap();
+        let mut line = book.line.clone();
+        for (lsn, step) in &book.steps {
+            assert_eq!(*lsn, line.last() + 1, "Lsns are dense");
+            line.push(step);
+        }
+        line
+    }
+
+    fn acked(&self, ack: Ack, lsn: Lsn) {
+        let ack = lsn.0 << 1 | u64::from(ack == Ack::Durable);
+        self.book.lock().unwrap().acks.push(ack);
+        self.disk.note_ack(ack);
+    }
+}
