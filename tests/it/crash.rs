@@ -37,6 +37,10 @@ const LEVELS: &[Level] = &[
 ];
 
 /// A run of the work, all of its crashes, and at least so many images.
+#[expect(
+    clippy::print_stdout,
+    reason = "the figures of a failing test; else cargo shows them only when asked"
+)]
 fn suite(
     name: &str,
     options: Options,
