@@ -6,7 +6,7 @@
 use std::collections::{HashMap, HashSet};
 
 use remanent_format::apply::apply;
-use remanent_format::limits::FRAME_PAYLOAD_LEN_MAX;
+use remanent_format::limits::{DEVICE_ORDINAL_MAX, FRAME_PAYLOAD_LEN_MAX, NUMBER_MAX};
 use remanent_format::op::{Op, PayloadWriter};
 use remanent_format::{Defect, Epoch, Key, Metadata, PageId, Place, Value, Width};
 
@@ -365,12 +365,18 @@ struct Encoder {
 impl Encoder {
     fn push(&mut self, op: &Op<'_>) -> Result<()> {
         if let Some(page) = op.page() {
-            if page == PageId(0) {
+            // No store gives such an id, and a frame with one would not be read again.
+            if page == PageId(0) || page.0 > NUMBER_MAX {
                 return Err(Error::UnknownPage { page });
             }
             if self.cloned.contains(&page) {
                 self.stage(page, op)?;
             }
+        }
+        if let Op::Create { place: place @ Place::Device(ordinal), .. } = *op
+            && ordinal > DEVICE_ORDINAL_MAX
+        {
+            return Err(Error::PlaceUnavailable { place, reason: "device slots go from 0 to 63" });
         }
         self.writer.push(op).map_err(|defect| match defect {
             Defect::Limit { what, found, limit } => Error::Limit { what, found, limit },
