@@ -6,6 +6,7 @@ mod disk_faults;
 mod disk_laws;
 mod floors;
 mod laws;
+mod model;
 mod readme;
 mod rule_model;
 mod store;

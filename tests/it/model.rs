@@ -1,0 +1,255 @@
+//! Random histories of a store against a plain model in memory.
+//!
+//! A history is batches of every operation, valid and not, snapshots, restores, clean reopenings and
+//! crashes. A crash forgets the store and opens a copy of its directory, as it lies there in the middle of
+//! things: that is what the death of a process leaves. `plain.rs` is the model, written from the promises
+//! and not from the engine; `history.rs` draws histories. After every opening, and at the end, the store,
+//! the pure `rebuild` of its directory, and the model must agree on everything.
+//!
+//! Histories are drawn from seeds, the same ones in every run. A failure names its seed and is shrunk;
+//! `REMANENT_SEED=n cargo test --test it model` runs the histories of that seed alone.
+
+mod history;
+mod plain;
+
+use std::collections::HashSet;
+use std::path::Path;
+use std::sync::Arc;
+
+use proptest::test_runner::{Config, RngAlgorithm, TestError, TestRng, TestRunner};
+use remanent::device::Device;
+use remanent::device::host::HostDevice;
+use remanent::device::late::LateDevice;
+use remanent::disk::dir::{DirDisk, DirReader};
+use remanent::{Error, Key, LogIo, Lsn, Options, PageInfo, Store};
+use remanent_format::rebuild::{RebuildOptions, rebuild};
+
+use history::{Action, KEYS, history};
+use plain::{Draft, Model, Page, Refusal};
+
+/// Seeds that every run draws histories from.
+const SEEDS: std::ops::Range<u64> = 0..20;
+/// Snapshots that a store keeps by default.
+const SNAPSHOTS_KEPT: usize = 2;
+
+#[test]
+fn the_store_is_what_the_model_says() {
+    let tally = std::cell::RefCell::new(Tally::default());
+    let asked: Option<u64> = std::env::var("REMANENT_SEED").ok().map(|seed| seed.parse().unwrap());
+    for seed in asked.map_or(SEEDS, |seed| seed..seed + 1) {
+        let config =
+            Config { cases: 2, failure_persistence: None, max_shrink_iters: 200, ..Config::default() };
+        let mut bytes = [0; 32];
+        bytes[..8].copy_from_slice(&seed.to_le_bytes());
+        let mut runner = TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &bytes));
+        let outcome = runner.run(&history(), |actions| {
+            // The same history on a device that does all at once, and on one that does all late (I11).
+            run(&actions, LogIo::Mapped, &mut tally.borrow_mut(), || Arc::new(HostDevice::new()));
+            run(&actions, LogIo::Buffered, &mut tally.borrow_mut(), || {
+                Arc::new(LateDevice::seeded(Arc::new(HostDevice::new()), seed))
+            });
+            Ok(())
+        });
+        match outcome {
+            Ok(()) => {}
+            Err(TestError::Fail(reason, actions)) => panic!("seed {seed}: {reason}\n{actions:#?}"),
+            Err(TestError::Abort(reason)) => panic!("seed {seed}: {reason}"),
+        }
+    }
+    // The seeds lead everywhere: a change to how histories are drawn must not make this test idle.
+    let Tally { commits, refusals, crashes, restores } = tally.into_inner();
+    let enough = commits >= 400 && crashes >= 100 && restores >= 20 && refusals.len() == Refusal::COUNT;
+    assert!(asked.is_some() || enough, "{commits} {crashes} {restores} {refusals:?}");
+}
+
+/// What the histories came to.
+#[derive(Default)]
+struct Tally {
+    commits: usize,
+    refusals: HashSet<Refusal>,
+    crashes: usize,
+    restores: usize,
+}
+
+/// Runs a history on a device made anew for each opening.
+fn run(actions: &[Action], log_io: LogIo, tally: &mut Tally, device: impl Fn() -> Arc<dyn Device>) {
+    let options = || Options::default().segment_len(16 << 10).log_io(log_io);
+    let open = |path: &Path| {
+        Store::open_on(Arc::new(DirDisk::new(path)), device(), options()).unwrap_or_else(|e| panic!("{e}"))
+    };
+    let mut model = Model::default();
+    let mut directory = tempfile::tempdir().unwrap();
+    let mut store = open(directory.path());
+    for action in actions {
+        match action {
+            Action::Commit(steps) => {
+                let mut draft = Draft::new(&model);
+                let refusal = steps.iter().find_map(|step| draft.step(step));
+                let (batch, changed) = draft.finish(refusal);
+                let result = store.commit(batch);
+                match (result, refusal) {
+                    (Ok(committed), None) => {
+                        tally.commits += 1;
+                        model.install(changed, &committed.pages);
+                        assert_eq!(committed.position.lsn, Lsn(model.lsn), "the batch's number");
+                        assert_eq!(committed.position.incarnation, store.recovered().position.incarnation);
+                    }
+                    (Err(error), Some(refusal)) => {
+                        tally.refusals.insert(refusal);
+                        assert!(refusal.is(&error), "expected {refusal:?}: {error}");
+                        compare_table(&store, &model);
+                    }
+                    (Ok(_), Some(refusal)) => panic!("expected {refusal:?}, and it was committed"),
+                    (Err(error), None) => panic!("a good batch was refused: {error}"),
+                }
+            }
+            Action::Snapshot => {
+                let snapshot = store.snapshot().unwrap();
+                assert_eq!((snapshot.redo, snapshot.end), (Lsn(model.lsn), Lsn(model.lsn)));
+                assert_eq!(snapshot.pages, model.pages.len() as u64);
+                model.keep(snapshot.id, SNAPSHOTS_KEPT);
+            }
+            Action::Restore(pick) => {
+                let Some(snapshot) = model.snapshot(*pick) else { continue };
+                tally.restores += 1;
+                let position = store.restore_from_snapshot(snapshot).unwrap();
+                model.restore(snapshot);
+                assert_eq!(position.lsn, Lsn(model.lsn), "a restore is one batch more");
+                let newest = store.snapshots().last().unwrap().id;
+                model.keep(newest, SNAPSHOTS_KEPT);
+                compare(&store, &model);
+            }
+            Action::Read(pick, from, to) => read_part(&store, &model, *pick, *from, *to),
+            Action::Reopen => {
+                store.close().unwrap();
+                compare_rebuilt(directory.path(), &model);
+                store = open(directory.path());
+                compare_opened(&store, &model);
+            }
+            Action::Crash => {
+                tally.crashes += 1;
+                let left = copy_as_it_lies(&store, directory.path());
+                compare_rebuilt(left.path(), &model);
+                let crashed = std::mem::replace(&mut store, open(left.path()));
+                std::mem::forget(crashed);
+                // Its threads live on and may still write; nobody reads that.
+                directory = left;
+                compare_opened(&store, &model);
+            }
+        }
+    }
+    compare(&store, &model);
+    store.close().unwrap();
+    compare_rebuilt(directory.path(), &model);
+    compare_opened(&open(directory.path()), &model);
+}
+
+/// Copies a store directory in use. The store's own threads may be making a segment or writing a seal, so
+/// what is copied is taken only if nothing of that kind happened meanwhile: it existed at one moment.
+fn copy_as_it_lies(store: &Store, source: &Path) -> tempfile::TempDir {
+    let moment = || {
+        let mut names: Vec<_> = walk(source).into_iter().map(|(path, _)| path).collect();
+        names.sort_unstable();
+        (names, store.stats().log)
+    };
+    loop {
+        let before = moment();
+        let target = tempfile::tempdir().unwrap();
+        let copied = walk(source).into_iter().try_for_each(|(path, is_folder)| {
+            let copy = target.path().join(path.strip_prefix(source).unwrap());
+            if is_folder { std::fs::create_dir(copy) } else { std::fs::copy(&path, copy).map(drop) }
+        });
+        if copied.is_ok() && moment() == before {
+            return target;
+        }
+    }
+}
+
+/// Files and folders below a folder, folders before what is in them.
+fn walk(folder: &Path) -> Vec<(std::path::PathBuf, bool)> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        let is_folder = path.is_dir();
+        found.push((path.clone(), is_folder));
+        if is_folder {
+            found.extend(walk(&path));
+        }
+    }
+    found
+}
+
+/// Compares after an opening: nothing was lost, nothing was cut, nothing is damaged.
+fn compare_opened(store: &Store, model: &Model) {
+    let recovered = store.recovered();
+    assert_eq!(recovered.position.lsn, Lsn(model.lsn), "the batch reached");
+    assert_eq!((&recovered.torn, &recovered.harmless[..]), (&None, &[][..]));
+    compare(store, model);
+}
+
+/// Compares everything that a store can be asked.
+fn compare(store: &Store, model: &Model) {
+    compare_table(store, model);
+    for (page, expected) in &model.pages {
+        let mut bytes = vec![0xEE; expected.bytes.len()];
+        assert_eq!(store.read(*page, 0, &mut bytes).unwrap(), Lsn(model.lsn));
+        assert_eq!(bytes, expected.bytes, "bytes of page {page}");
+    }
+    for key in KEYS.map(|key| Key::new(key).unwrap()) {
+        let holder = model.pages.iter().find(|(_, page)| page.key.as_ref() == Some(&key));
+        match (store.page_by_key(&key), holder) {
+            (Ok(info), Some((page, _))) => assert_eq!(info.page, *page, "holder of {key}"),
+            (Err(Error::UnknownKey { .. }), None) => {}
+            (found, expected) => panic!("key {key}: {found:?} instead of {expected:?}"),
+        }
+    }
+    for page in &model.gone {
+        assert!(matches!(store.page(*page), Err(Error::UnknownPage { .. })), "page {page} is gone");
+    }
+}
+
+/// Compares what takes no page's bytes.
+fn compare_table(store: &Store, model: &Model) {
+    assert_eq!(store.lsn(), Lsn(model.lsn));
+    assert_eq!(*store.root().unwrap(), model.root);
+    compare_infos(&store.pages().unwrap(), model);
+    let snapshots: Vec<_> = store.snapshots().iter().map(|snapshot| snapshot.id).collect();
+    assert_eq!(snapshots, model.snapshots.keys().copied().collect::<Vec<_>>(), "snapshots kept");
+}
+
+fn compare_infos(found: &[PageInfo], model: &Model) {
+    let ids: Vec<_> = found.iter().map(|info| info.page).collect();
+    assert_eq!(ids, model.pages.keys().copied().collect::<Vec<_>>(), "pages");
+    for (info, (page, expected)) in found.iter().zip(&model.pages) {
+        let Page { key, epoch, lsn, place, metadata, bytes } = expected;
+        assert_eq!((info.epoch.0, info.lsn.0), (*epoch, *lsn), "version of page {page}");
+        assert_eq!((&info.key, info.place), (key, *place), "page {page}");
+        assert_eq!(info.len, bytes.len() as u64, "length of page {page}");
+        assert_eq!(*info.metadata, *metadata, "metadata of page {page}");
+    }
+}
+
+/// Compares the pure rebuild of a directory.
+fn compare_rebuilt(directory: &Path, model: &Model) {
+    let rebuilt = rebuild(&DirReader::new(directory), &RebuildOptions::default()).unwrap();
+    assert_eq!(rebuilt.table.lsn(), Lsn(model.lsn));
+    assert_eq!(**rebuilt.table.root(), model.root);
+    compare_infos(&rebuilt.table.pages().cloned().collect::<Vec<_>>(), model);
+    for (page, expected) in &model.pages {
+        assert_eq!(rebuilt.contents[page], expected.bytes, "rebuilt bytes of page {page}");
+    }
+    assert_eq!(rebuilt.passed_over, []);
+}
+
+/// Reads a range of one page, and one past its end.
+fn read_part(store: &Store, model: &Model, pick: usize, from: u16, to: u16) {
+    let Some((page, expected)) = model.pages.iter().nth(pick % model.pages.len().max(1)) else { return };
+    let len = expected.bytes.len();
+    let (from, to) = (usize::from(from) % (len + 1), usize::from(to) % (len + 1));
+    let range = from.min(to)..from.max(to);
+    let mut out = vec![0; range.len()];
+    store.read(*page, range.start as u64, &mut out).unwrap();
+    assert_eq!(out, expected.bytes[range.clone()], "bytes {range:?} of page {page}");
+    let past_end = store.read(*page, range.start as u64, &mut vec![0; len - range.start + 1]);
+    assert!(matches!(past_end, Err(Error::OutOfBounds { .. })), "{past_end:?}");
+}

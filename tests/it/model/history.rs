@@ -1,0 +1,258 @@
+//! Draws histories: what happens, with raw numbers that the model makes fit its state.
+
+use proptest::collection::vec;
+use proptest::prelude::*;
+use proptest::sample::select;
+use remanent::{Place, Value, Width};
+
+/// Keys that pages may have: few, so that they are taken, freed and given again.
+pub const KEYS: [&str; 4] =
+    ["a", "weights", "\u{1F511}", "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef"];
+/// Names of metadata and root entries.
+pub const NAMES: [&str; 3] = ["step", "dtype", ""];
+
+/// What happens to a store.
+#[derive(Clone, Debug)]
+pub enum Action {
+    Commit(Vec<Step>),
+    Snapshot,
+    /// Back to one of the kept snapshots.
+    Restore(usize),
+    /// A page, and two ends of a range.
+    Read(usize, u16, u16),
+    Reopen,
+    Crash,
+}
+
+/// An operation of a batch. Pages are picked among those that live at that point of the batch, those that
+/// it creates included; offsets and lengths are cut to the page.
+#[derive(Clone, Debug)]
+pub enum Step {
+    Create {
+        len: u16,
+        place: Place,
+        key: Option<usize>,
+        metadata: Option<(usize, Value)>,
+    },
+    Clone {
+        page: usize,
+    },
+    Write {
+        page: usize,
+        at: u16,
+        bytes: Vec<u8>,
+    },
+    Masked {
+        page: usize,
+        width: Width,
+        at: u16,
+        mask: Vec<bool>,
+        seed: u8,
+    },
+    Scatter {
+        page: usize,
+        width: Width,
+        indices: Vec<u16>,
+        seed: u8,
+    },
+    Fill {
+        page: usize,
+        width: Width,
+        at: u16,
+        count: u16,
+        seed: u8,
+    },
+    Resize {
+        page: usize,
+        len: u16,
+    },
+    Delete {
+        page: usize,
+    },
+    SetMetadata {
+        page: usize,
+        name: usize,
+        value: Value,
+    },
+    RemoveMetadata {
+        page: usize,
+        name: usize,
+    },
+    SetRoot {
+        name: usize,
+        value: Value,
+    },
+    RemoveRoot {
+        name: usize,
+    },
+    Note(String),
+    /// A precondition that holds.
+    Expect {
+        page: usize,
+    },
+    /// A precondition that holds: a page that is gone, or never was, is at epoch 0.
+    ExpectGone {
+        page: usize,
+    },
+    Bad(Bad),
+}
+
+/// What makes a batch be refused.
+#[derive(Clone, Debug)]
+pub enum Bad {
+    /// A precondition that does not hold.
+    Conflict {
+        page: usize,
+        off_by: i8,
+    },
+    WriteOutside {
+        page: usize,
+        past: u8,
+    },
+    FillOutside {
+        page: usize,
+    },
+    ScatterOutside {
+        page: usize,
+        width: Width,
+    },
+    MaskedOutside {
+        page: usize,
+        width: Width,
+    },
+    SameElementTwice {
+        page: usize,
+    },
+    PatternOfThree {
+        page: usize,
+    },
+    FillNotWhole {
+        page: usize,
+    },
+    MaskTooShort {
+        page: usize,
+    },
+    ValuesTooFew {
+        page: usize,
+    },
+    GonePage {
+        pick: usize,
+        what: u8,
+    },
+    KeyTaken {
+        pick: usize,
+    },
+    PlaceNowhere {
+        on_disk: bool,
+    },
+    TooLong,
+    LongName {
+        page: usize,
+    },
+    LongMetadata {
+        page: usize,
+    },
+    DeepValue,
+    LongNote,
+}
+
+/// A whole history.
+pub fn history() -> impl Strategy<Value = Vec<Action>> {
+    let action = prop_oneof![
+        16 => vec(step(), 0..10).prop_map(Action::Commit),
+        3 => Just(Action::Snapshot),
+        1 => any::<usize>().prop_map(Action::Restore),
+        3 => (any::<usize>(), any::<u16>(), any::<u16>()).prop_map(|(page, from, to)| Action::Read(page, from, to)),
+        1 => Just(Action::Reopen),
+        2 => Just(Action::Crash),
+    ];
+    vec(action, 1..50)
+}
+
+fn page() -> impl Strategy<Value = usize> {
+    any::<usize>()
+}
+
+fn name() -> impl Strategy<Value = usize> {
+    0..NAMES.len()
+}
+
+/// Mostly short; some pages and writes need several groups, or a segment of their own.
+fn len() -> impl Strategy<Value = u16> {
+    prop_oneof![2 => Just(0u16), 20 => 1..600u16, 2 => 600..20_000u16]
+}
+
+fn value() -> impl Strategy<Value = Value> {
+    let leaf = prop_oneof![
+        Just(Value::Null),
+        any::<bool>().prop_map(Value::Bool),
+        any::<i64>().prop_map(Value::I64),
+        any::<u64>().prop_map(Value::U64),
+        any::<u64>().prop_map(|bits| Value::F64(f64::from_bits(bits))),
+        "\\PC{0,12}".prop_map(Value::String),
+        vec(any::<u8>(), 0..40).prop_map(Value::Bytes),
+    ];
+    leaf.prop_recursive(2, 8, 3, |inner| {
+        prop_oneof![
+            vec(inner.clone(), 0..3).prop_map(Value::List),
+            proptest::collection::btree_map("[a-z]{0,3}", inner, 0..3).prop_map(Value::Map),
+        ]
+    })
+}
+
+fn width() -> impl Strategy<Value = Width> {
+    select(vec![Width::W1, Width::W2, Width::W4, Width::W8, Width::W16])
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let places = select(vec![Place::Device(0), Place::Device(7), Place::Pinned, Place::Host, Place::Unified]);
+    let key = proptest::option::weighted(0.4, 0..KEYS.len());
+    let metadata = proptest::option::of((name(), value()));
+    let bytes = prop_oneof![9 => vec(any::<u8>(), 0..200), 1 => vec(any::<u8>(), 4000..9000)];
+    prop_oneof![
+        6 => (len(), places, key, metadata)
+            .prop_map(|(len, place, key, metadata)| Step::Create { len, place, key, metadata }),
+        2 => page().prop_map(|page| Step::Clone { page }),
+        6 => (page(), any::<u16>(), bytes).prop_map(|(page, at, bytes)| Step::Write { page, at, bytes }),
+        4 => (page(), width(), any::<u16>(), vec(any::<bool>(), 0..70), any::<u8>())
+            .prop_map(|(page, width, at, mask, seed)| Step::Masked { page, width, at, mask, seed }),
+        4 => (page(), width(), vec(any::<u16>(), 0..30), any::<u8>())
+            .prop_map(|(page, width, indices, seed)| Step::Scatter { page, width, indices, seed }),
+        3 => (page(), width(), any::<u16>(), any::<u16>(), any::<u8>())
+            .prop_map(|(page, width, at, count, seed)| Step::Fill { page, width, at, count, seed }),
+        3 => (page(), len()).prop_map(|(page, len)| Step::Resize { page, len }),
+        3 => page().prop_map(|page| Step::Delete { page }),
+        2 => (page(), name(), value())
+            .prop_map(|(page, name, value)| Step::SetMetadata { page, name, value }),
+        1 => (page(), name()).prop_map(|(page, name)| Step::RemoveMetadata { page, name }),
+        2 => (name(), value()).prop_map(|(name, value)| Step::SetRoot { name, value }),
+        1 => name().prop_map(|name| Step::RemoveRoot { name }),
+        1 => "\\PC{0,20}".prop_map(Step::Note),
+        2 => page().prop_map(|page| Step::Expect { page }),
+        1 => page().prop_map(|page| Step::ExpectGone { page }),
+        2 => bad().prop_map(Step::Bad),
+    ]
+}
+
+fn bad() -> impl Strategy<Value = Bad> {
+    prop_oneof![
+        3 => (page(), prop_oneof![Just(1i8), Just(-1)]).prop_map(|(page, off_by)| Bad::Conflict { page, off_by }),
+        1 => (page(), any::<u8>()).prop_map(|(page, past)| Bad::WriteOutside { page, past }),
+        1 => page().prop_map(|page| Bad::FillOutside { page }),
+        1 => (page(), width()).prop_map(|(page, width)| Bad::ScatterOutside { page, width }),
+        1 => (page(), width()).prop_map(|(page, width)| Bad::MaskedOutside { page, width }),
+        1 => page().prop_map(|page| Bad::SameElementTwice { page }),
+        1 => page().prop_map(|page| Bad::PatternOfThree { page }),
+        1 => page().prop_map(|page| Bad::FillNotWhole { page }),
+        1 => page().prop_map(|page| Bad::MaskTooShort { page }),
+        1 => page().prop_map(|page| Bad::ValuesTooFew { page }),
+        3 => (any::<usize>(), 0..6u8).prop_map(|(pick, what)| Bad::GonePage { pick, what }),
+        2 => any::<usize>().prop_map(|pick| Bad::KeyTaken { pick }),
+        1 => any::<bool>().prop_map(|on_disk| Bad::PlaceNowhere { on_disk }),
+        1 => Just(Bad::TooLong),
+        1 => page().prop_map(|page| Bad::LongName { page }),
+        1 => page().prop_map(|page| Bad::LongMetadata { page }),
+        1 => Just(Bad::DeepValue),
+        1 => Just(Bad::LongNote),
+    ]
+}

@@ -1,0 +1,464 @@
+//! The model: pages in a map, changed one step at a time. A draft is a batch and what it would make of
+//! the model, built side by side.
+
+use std::collections::BTreeMap;
+
+use remanent::{
+    Epoch, Error, Key, Metadata, NewPage, PageId, PageRef, Place, SnapshotId, Value, Width, WriteBatch,
+};
+
+use super::history::{Bad, KEYS, NAMES, Step};
+
+/// A page.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Page {
+    pub key: Option<Key>,
+    pub epoch: u64,
+    pub lsn: u64,
+    pub place: Place,
+    pub metadata: Metadata,
+    pub bytes: Vec<u8>,
+}
+
+/// A store's whole state, and what it must remember.
+#[derive(Clone, Debug, Default)]
+pub struct Model {
+    pub pages: BTreeMap<PageId, Page>,
+    pub root: Metadata,
+    pub lsn: u64,
+    /// Pages that once were and are not now.
+    pub gone: Vec<PageId>,
+    /// The states of the kept snapshots.
+    pub snapshots: BTreeMap<SnapshotId, (BTreeMap<PageId, Page>, Metadata)>,
+    /// The highest epoch that any page ever had.
+    epoch_high: u64,
+    /// The highest id ever given.
+    page_high: PageId,
+}
+
+/// The kind of error with which a batch must be refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Refusal {
+    Conflict,
+    OutOfBounds,
+    UnknownPage,
+    KeyTaken,
+    Invalid,
+    Place,
+    Limit,
+}
+
+impl Refusal {
+    pub const COUNT: usize = 7;
+
+    pub fn is(self, error: &Error) -> bool {
+        let found = match error {
+            Error::Conflict { .. } => Refusal::Conflict,
+            Error::OutOfBounds { .. } => Refusal::OutOfBounds,
+            Error::UnknownPage { .. } => Refusal::UnknownPage,
+            Error::KeyTaken { .. } => Refusal::KeyTaken,
+            Error::InvalidOperation { .. } => Refusal::Invalid,
+            Error::PlaceUnavailable { .. } => Refusal::Place,
+            Error::Limit { .. } => Refusal::Limit,
+            _ => return false,
+        };
+        self == found
+    }
+}
+
+impl Model {
+    /// Makes what a committed batch changed real. `created` are the ids that the store gave.
+    pub fn install(&mut self, changed: Changed, created: &[PageId]) {
+        self.lsn += 1;
+        assert_eq!(created.len(), changed.created, "one id for each create and clone");
+        for page in created {
+            assert!(*page > self.page_high, "page id {page} was given before");
+            self.page_high = *page;
+        }
+        for slot in changed.slots {
+            let page = match slot.name {
+                Name::Old(page) => page,
+                Name::New(_, index) => created[index],
+            };
+            match slot.page {
+                Some(mut state) => {
+                    if slot.touched {
+                        state.lsn = self.lsn;
+                        state.epoch += 1;
+                    }
+                    self.epoch_high = self.epoch_high.max(state.epoch);
+                    self.pages.insert(page, state);
+                }
+                None => {
+                    self.pages.remove(&page);
+                    self.gone.push(page);
+                }
+            }
+        }
+        self.root = changed.root;
+    }
+
+    /// Keeps the present state as a snapshot, and only so many of them.
+    pub fn keep(&mut self, snapshot: SnapshotId, count: usize) {
+        assert!(self.snapshots.keys().all(|kept| *kept < snapshot), "{snapshot} was given before");
+        self.snapshots.insert(snapshot, (self.pages.clone(), self.root.clone()));
+        while self.snapshots.len() > count {
+            self.snapshots.pop_first();
+        }
+    }
+
+    /// One of the kept snapshots, if there are any.
+    pub fn snapshot(&self, pick: usize) -> Option<SnapshotId> {
+        self.snapshots.keys().nth(pick % self.snapshots.len().max(1)).copied()
+    }
+
+    /// Goes back to a snapshot's state, in one batch. What changed since gets an epoch above all others.
+    pub fn restore(&mut self, snapshot: SnapshotId) {
+        self.lsn += 1;
+        self.epoch_high += 1;
+        let (old, root) = self.snapshots[&snapshot].clone();
+        let now = std::mem::take(&mut self.pages);
+        self.gone.extend(now.keys().filter(|page| !old.contains_key(page)));
+        self.gone.retain(|page| !old.contains_key(page));
+        for (page, mut state) in old {
+            let unchanged =
+                now.get(&page).is_some_and(|now| (now.epoch, now.lsn) == (state.epoch, state.lsn));
+            if !unchanged {
+                (state.epoch, state.lsn) = (self.epoch_high, self.lsn);
+            }
+            self.pages.insert(page, state);
+        }
+        self.root = root;
+    }
+}
+
+/// What a batch would make of the model.
+pub struct Changed {
+    slots: Vec<Slot>,
+    created: usize,
+    root: Metadata,
+}
+
+/// A page as the batch sees it.
+#[derive(Clone, Debug)]
+struct Slot {
+    name: Name,
+    /// `None` once deleted.
+    page: Option<Page>,
+    touched: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Name {
+    Old(PageId),
+    /// With its place among the pages that the batch creates.
+    New(NewPage, usize),
+}
+
+impl From<Name> for PageRef {
+    fn from(name: Name) -> Self {
+        match name {
+            Name::Old(page) => page.into(),
+            Name::New(page, _) => page.into(),
+        }
+    }
+}
+
+/// A batch under construction.
+pub struct Draft<'a> {
+    model: &'a Model,
+    batch: WriteBatch,
+    changed: Changed,
+}
+
+impl<'a> Draft<'a> {
+    pub fn new(model: &'a Model) -> Self {
+        let slot = |(id, page): (&PageId, &Page)| Slot {
+            name: Name::Old(*id),
+            page: Some(page.clone()),
+            touched: false,
+        };
+        let slots = model.pages.iter().map(slot).collect();
+        let changed = Changed { slots, created: 0, root: model.root.clone() };
+        Self { model, batch: WriteBatch::default(), changed }
+    }
+
+    /// The batch, and what it makes of the model. One that is to be refused goes on a little behind the
+    /// step that is wrong, with what would be seen if any of it were done.
+    pub fn finish(mut self, refusal: Option<Refusal>) -> (WriteBatch, Changed) {
+        if refusal.is_some() {
+            self.batch.set_root("refused", true);
+            self.batch.create(5, Place::Host);
+        }
+        (self.batch, self.changed)
+    }
+
+    /// Adds a step; says how the batch must be refused if the step is wrong. A step that needs a page
+    /// where there is none is left out.
+    pub fn step(&mut self, step: &Step) -> Option<Refusal> {
+        match step {
+            Step::Create { len, place, key, metadata } => {
+                let key = key.map(|key| Key::new(KEYS[key]).unwrap());
+                let metadata: Metadata =
+                    metadata.iter().map(|(name, value)| (NAMES[*name].to_owned(), value.clone())).collect();
+                let new = self.batch.create_with(u64::from(*len), *place, key.clone(), metadata.clone());
+                let taken = key.is_some() && self.live().any(|page| page.key == key);
+                let bytes = vec![0; usize::from(*len)];
+                self.add(new, Page { key, epoch: 0, lsn: 0, place: *place, metadata, bytes });
+                return taken.then_some(Refusal::KeyTaken);
+            }
+            Step::Clone { page } => {
+                let slot = self.pick(*page)?;
+                let copied = self.changed.slots[slot].page.clone().unwrap();
+                let new = self.batch.clone_page(self.changed.slots[slot].name);
+                self.add(new, Page { key: None, epoch: 0, lsn: 0, ..copied });
+            }
+            Step::Write { page, at, bytes } => {
+                let (name, target) = self.touch(*page)?;
+                let at = usize::from(*at) % (target.bytes.len() + 1);
+                let bytes = &bytes[..bytes.len().min(target.bytes.len() - at)];
+                target.bytes[at..at + bytes.len()].copy_from_slice(bytes);
+                self.batch.write(name, at as u64, bytes);
+            }
+            Step::Masked { page, width, at, mask, seed } => {
+                let (name, target) = self.touch(*page)?;
+                let at = usize::from(*at) % (target.bytes.len() + 1);
+                let count = mask.len().min((target.bytes.len() - at) / width.bytes());
+                let bytes = drawn(*seed, count * width.bytes());
+                let mut bits = vec![0; count.div_ceil(8)];
+                for (element, _) in mask[..count].iter().enumerate().filter(|(_, set)| **set) {
+                    bits[element / 8] |= 1 << (element % 8);
+                    let range = element * width.bytes()..(element + 1) * width.bytes();
+                    target.bytes[at..][range.clone()].copy_from_slice(&bytes[range]);
+                }
+                self.batch.write_masked(name, at as u64, *width, &bits, &bytes);
+            }
+            Step::Scatter { page, width, indices, seed } => {
+                let (name, target) = self.touch(*page)?;
+                let elements = target.bytes.len() / width.bytes();
+                let mut distinct: Vec<u32> = Vec::new();
+                for index in indices.iter().filter(|_| elements > 0) {
+                    let index = (usize::from(*index) % elements) as u32;
+                    if !distinct.contains(&index) {
+                        distinct.push(index);
+                    }
+                }
+                let values = drawn(*seed, distinct.len() * width.bytes());
+                for (index, value) in distinct.iter().zip(values.chunks(width.bytes())) {
+                    target.bytes[*index as usize * width.bytes()..][..width.bytes()].copy_from_slice(value);
+                }
+                self.batch.scatter(name, *width, &distinct, &values);
+            }
+            Step::Fill { page, width, at, count, seed } => {
+                let (name, target) = self.touch(*page)?;
+                let at = usize::from(*at) % (target.bytes.len() + 1);
+                let count = usize::from(*count) % ((target.bytes.len() - at) / width.bytes() + 1);
+                let pattern = drawn(*seed, width.bytes());
+                let len = count * width.bytes();
+                target.bytes[at..at + len].copy_from_slice(&pattern.repeat(count));
+                self.batch.fill(name, at as u64, len as u64, &pattern);
+            }
+            Step::Resize { page, len } => {
+                let (name, target) = self.touch(*page)?;
+                target.bytes.resize(usize::from(*len), 0);
+                self.batch.resize(name, u64::from(*len));
+            }
+            Step::Delete { page } => {
+                let slot = self.pick(*page)?;
+                self.changed.slots[slot].page = None;
+                self.batch.delete(self.changed.slots[slot].name);
+            }
+            Step::SetMetadata { page, name: entry, value } => {
+                let (name, target) = self.touch(*page)?;
+                target.metadata.insert(NAMES[*entry].to_owned(), value.clone());
+                self.batch.set_metadata(name, NAMES[*entry], value.clone());
+            }
+            Step::RemoveMetadata { page, name: entry } => {
+                let (name, target) = self.touch(*page)?;
+                target.metadata.remove(NAMES[*entry]);
+                self.batch.remove_metadata(name, NAMES[*entry]);
+            }
+            Step::SetRoot { name, value } => {
+                self.changed.root.insert(NAMES[*name].to_owned(), value.clone());
+                self.batch.set_root(NAMES[*name], value.clone());
+            }
+            Step::RemoveRoot { name } => {
+                self.changed.root.remove(NAMES[*name]);
+                self.batch.remove_root(NAMES[*name]);
+            }
+            Step::Note(text) => {
+                self.batch.note(text.clone());
+            }
+            Step::Expect { page } => {
+                let (id, epoch) = self.pick_committed(*page)?;
+                self.batch.expect_epoch(id, Epoch(epoch));
+            }
+            Step::ExpectGone { page } => {
+                let id = self.model.gone.get(page % self.model.gone.len().max(1)).copied();
+                self.batch.expect_epoch(id.unwrap_or(PageId(u64::MAX)), Epoch(0));
+            }
+            Step::Bad(bad) => return self.bad(bad),
+        }
+        None
+    }
+
+    /// Adds a step that is wrong.
+    fn bad(&mut self, bad: &Bad) -> Option<Refusal> {
+        let refusal = match bad {
+            Bad::Conflict { page, off_by } => {
+                let (id, epoch) = self.pick_committed(*page)?;
+                self.batch.expect_epoch(id, Epoch(epoch.checked_add_signed((*off_by).into())?));
+                Refusal::Conflict
+            }
+            Bad::WriteOutside { page, past } => {
+                let (name, len) = self.named(*page)?;
+                let offset = if *past == 0 { u64::MAX } else { (len + usize::from(*past)) as u64 };
+                self.batch.write(name, offset, &[1]);
+                Refusal::OutOfBounds
+            }
+            Bad::FillOutside { page } => {
+                let (name, len) = self.named(*page)?;
+                self.batch.fill(name, len as u64, 4, &[1, 2]);
+                Refusal::OutOfBounds
+            }
+            Bad::ScatterOutside { page, width } => {
+                let (name, len) = self.named(*page)?;
+                let index = (len / width.bytes()) as u32;
+                self.batch.scatter(name, *width, &[index], &vec![1; width.bytes()]);
+                Refusal::OutOfBounds
+            }
+            Bad::MaskedOutside { page, width } => {
+                let (name, len) = self.named(*page)?;
+                let at = len.saturating_sub(width.bytes() - 1) as u64;
+                // Where the page is shorter than an element, the range begins at 0 and is too long.
+                self.batch.write_masked(
+                    name,
+                    at,
+                    *width,
+                    &[1],
+                    &vec![1; width.bytes() * (len / width.bytes() + 1).min(8)],
+                );
+                Refusal::OutOfBounds
+            }
+            Bad::SameElementTwice { page } => {
+                let (name, _) = self.named(*page)?;
+                self.batch.scatter(name, Width::W1, &[0, 1, 0], &[1, 2, 3]);
+                Refusal::Invalid
+            }
+            Bad::PatternOfThree { page } => {
+                let (name, _) = self.named(*page)?;
+                self.batch.fill(name, 0, 0, &[1, 2, 3]);
+                Refusal::Invalid
+            }
+            Bad::FillNotWhole { page } => {
+                let (name, _) = self.named(*page)?;
+                self.batch.fill(name, 0, 3, &[1, 2]);
+                Refusal::Invalid
+            }
+            Bad::MaskTooShort { page } => {
+                let (name, _) = self.named(*page)?;
+                self.batch.write_masked(name, 0, Width::W1, &[0xFF], &[0; 9]);
+                Refusal::Invalid
+            }
+            Bad::ValuesTooFew { page } => {
+                let (name, _) = self.named(*page)?;
+                self.batch.scatter(name, Width::W4, &[0], &[1, 2, 3]);
+                Refusal::Invalid
+            }
+            Bad::GonePage { pick, what } => {
+                let deleted_here = self.changed.slots.iter().filter(|slot| slot.page.is_none());
+                let mut gone: Vec<PageRef> = deleted_here.map(|slot| slot.name.into()).collect();
+                gone.extend(self.model.gone.iter().map(|page| PageRef::from(*page)));
+                gone.extend([PageId(0), PageId(u64::MAX)].map(PageRef::from));
+                let page = gone[pick % gone.len()];
+                match what {
+                    0 => drop(self.batch.write(page, 0, &[]).delete(page)),
+                    1 => drop(self.batch.resize(page, 9)),
+                    2 => drop(self.batch.delete(page)),
+                    3 => drop(self.batch.set_metadata(page, "a", 1u64)),
+                    4 => drop(self.batch.clone_page(page)),
+                    _ => drop(self.batch.scatter(page, Width::W1, &[], &[])),
+                }
+                Refusal::UnknownPage
+            }
+            Bad::KeyTaken { pick } => {
+                let keys: Vec<Key> = self.live().filter_map(|page| page.key.clone()).collect();
+                let key = keys.get(pick % keys.len().max(1))?.clone();
+                self.batch.create_with(1, Place::Host, Some(key), Metadata::new());
+                Refusal::KeyTaken
+            }
+            Bad::PlaceNowhere { on_disk } => {
+                self.batch.create(1, if *on_disk { Place::Disk } else { Place::Device(64) });
+                Refusal::Place
+            }
+            Bad::TooLong => {
+                self.batch.create((1 << 40) + 1, Place::Host);
+                Refusal::Limit
+            }
+            Bad::LongName { page } => {
+                let (name, _) = self.named(*page)?;
+                self.batch.set_metadata(name, "n".repeat(256), true);
+                Refusal::Limit
+            }
+            Bad::LongMetadata { page } => {
+                let (name, _) = self.named(*page)?;
+                // Each entry is short enough, the two together are not.
+                for entry in ["one", "two"] {
+                    self.batch.set_metadata(name, entry, vec![0u8; 40 << 10]);
+                }
+                Refusal::Limit
+            }
+            Bad::DeepValue => {
+                let deep = (0..40).fold(Value::Null, |inner, _| Value::List(vec![inner]));
+                self.batch.set_root("deep", deep);
+                Refusal::Limit
+            }
+            Bad::LongNote => {
+                self.batch.note("n".repeat((64 << 10) + 1));
+                Refusal::Limit
+            }
+        };
+        Some(refusal)
+    }
+
+    fn live(&self) -> impl Iterator<Item = &Page> {
+        self.changed.slots.iter().filter_map(|slot| slot.page.as_ref())
+    }
+
+    /// One of the pages that live at this point of the batch.
+    fn pick(&self, pick: usize) -> Option<usize> {
+        let live: Vec<usize> =
+            (0..self.changed.slots.len()).filter(|slot| self.changed.slots[*slot].page.is_some()).collect();
+        live.get(pick % live.len().max(1)).copied()
+    }
+
+    /// One of the pages that lived before the batch, which preconditions are about.
+    fn pick_committed(&self, pick: usize) -> Option<(PageId, u64)> {
+        let pages = &self.model.pages;
+        pages.iter().nth(pick % pages.len().max(1)).map(|(id, page)| (*id, page.epoch))
+    }
+
+    fn named(&self, pick: usize) -> Option<(Name, usize)> {
+        let slot = &self.changed.slots[self.pick(pick)?];
+        slot.page.as_ref().map(|page| (slot.name, page.bytes.len()))
+    }
+
+    /// A live page, to be changed.
+    fn touch(&mut self, pick: usize) -> Option<(Name, &mut Page)> {
+        let slot = self.pick(pick)?;
+        let slot = &mut self.changed.slots[slot];
+        slot.touched = true;
+        slot.page.as_mut().map(|page| (slot.name, page))
+    }
+
+    fn add(&mut self, new: NewPage, page: Page) {
+        let name = Name::New(new, self.changed.created);
+        self.changed.created += 1;
+        self.changed.slots.push(Slot { name, page: Some(page), touched: true });
+    }
+}
+
+/// Bytes that differ from each other and from those of other seeds.
+fn drawn(seed: u8, len: usize) -> Vec<u8> {
+    (0..len).map(|at| seed.wrapping_add((at as u8).wrapping_mul(37))).collect()
+}
