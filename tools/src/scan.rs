@@ -7,7 +7,7 @@
 use remanent_format::frame::{
     FRAME_HEADER_LEN, FrameHeader, FrameHeaderRaw, FrameKind, UncheckedFrame, check_payload,
 };
-use remanent_format::limits::{FRAME_ALIGN, GROUP_ALIGN, align_up};
+use remanent_format::limits::{GROUP_ALIGN, align_up};
 use remanent_format::log::LogMap;
 use remanent_format::segment::SEGMENT_HEADER_BLOCK;
 use remanent_format::{Defect, FileName, Incarnation, LogPoint, Lsn, ReadAt, StoreId};
@@ -149,11 +149,8 @@ impl Iterator for Scan<'_> {
             let (chain, end) = self.relate(frame);
             let payload = self.payload(&header);
             self.before = end.or(self.before);
-            // A payload that is not whole says nothing about where the next frame lies.
-            self.offset = match &payload {
-                Ok(_) => align_up(header.end(), FRAME_ALIGN),
-                Err(_) => align_up(self.offset + 1, GROUP_ALIGN),
-            };
+            // The header is proven by its own checksum, so its length holds even where the payload does not.
+            self.offset = header.end();
             return Some(ScannedFrame { header, chain, payload });
         }
     }
