@@ -129,9 +129,11 @@ pub(crate) fn check_directory(disk: &dyn Disk, create: Create) -> Result<()> {
     if names.iter().any(|name| is(name, FileName::Store)) {
         return Ok(());
     }
+    // `lost+found` belongs to a file system whose root the directory is.
     let ours = |name: &String| {
         FileName::parse(Folder::Root, name).is_some()
             || Folder::INNER.iter().any(|folder| folder.name() == name)
+            || name == "lost+found"
     };
     if let Some(found) = names.iter().find(|name| !ours(name)) {
         return Err(Error::ForeignDirectory { path: disk.label(), found: found.clone() });
