@@ -310,17 +310,22 @@ impl Log {
                 live(self.pool.make(next, purpose).map_err(|error| self.unless_full(error))?, self.io)?;
             self.state.lock().ahead.push_back(made);
         }
-        let (number, len) = {
-            let state = self.state.lock();
-            let next = state.ahead.front().expect("two are ahead");
-            (next.number, next.len)
+        // Taken out while it is replaced: with fewer than two ahead nobody rolls. A seal of the keeper's that
+        // rolled into it now would be lost with the file that the rename replaces.
+        let short = {
+            let mut state = self.state.lock();
+            let next = state.ahead.front();
+            let too_short = next.is_some_and(|next| SEGMENT_HEADER_BLOCK + frame_len > next.len);
+            if too_short { state.ahead.pop_front() } else { None }
         };
-        if SEGMENT_HEADER_BLOCK + frame_len > len {
-            let long = self.pool.make_long(number, frame_len).map_err(|error| self.unless_full(error))?;
-            let long = live(long, self.io)?;
-            if let Some(next) = self.state.lock().ahead.front_mut() {
-                *next = long;
-            }
+        if let Some(short) = short {
+            let made = self.pool.make_long(short.number, frame_len).and_then(|long| live(long, self.io));
+            let (next, result) = match made {
+                Ok(long) => (long, Ok(())),
+                Err(error) => (short, Err(self.unless_full(error))),
+            };
+            self.state.lock().ahead.push_front(next);
+            return result;
         }
         Ok(())
     }
