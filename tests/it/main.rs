@@ -5,6 +5,8 @@ mod devices;
 mod disk_faults;
 mod disk_laws;
 mod floors;
+mod fork;
+mod kill;
 mod laws;
 mod model;
 mod readme;

@@ -1,0 +1,105 @@
+//! What worker and parent share while the worker lives, and the parent reads after its death: a few words
+//! of a mapped file. Stores into it cost nanoseconds, so that watching disturbs the worker as little as
+//! can be, and an acknowledgement is told the moment it is given.
+
+use std::fs::OpenOptions;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use memmap2::MmapRaw;
+use remanent::phases::{Edge, Phase};
+use remanent::{Ack, Lsn};
+
+/// Every phase in which the worker is killed.
+pub const PHASES: [Phase; 7] = [
+    Phase::Commit,
+    Phase::GroupSync,
+    Phase::SegmentRoll,
+    Phase::SnapshotGather,
+    Phase::Publish,
+    Phase::Recycle,
+    Phase::Recovery,
+];
+
+/// Words 1 to 7 say how many threads are in each phase; these follow.
+const BEGUN: usize = 8;
+const LOGGED: usize = 9;
+const DURABLE: usize = 10;
+const OPENED: usize = 11;
+const WORDS: usize = 12;
+
+pub struct Board {
+    map: MmapRaw,
+}
+
+impl Board {
+    /// The board in a file, which is made if it is missing.
+    pub fn open(path: &Path) -> Self {
+        let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path).unwrap();
+        file.set_len((WORDS * size_of::<u64>()) as u64).unwrap();
+        Self { map: MmapRaw::map_raw(&file).unwrap() }
+    }
+
+    fn word(&self, index: usize) -> &AtomicU64 {
+        assert!(index < WORDS);
+        // Stays inside the mapping, which is WORDS words long.
+        let word = self.map.as_mut_ptr().cast::<u64>().wrapping_add(index);
+        // SAFETY: `word` points at eight mapped, writable bytes, aligned because a mapping begins at a page.
+        // They stay mapped for as long as `self`, which the reference borrows. Both processes reach them
+        // through atomics only.
+        unsafe { AtomicU64::from_ptr(word) }
+    }
+
+    /// The worker's hook.
+    pub fn pass(&self, phase: Phase, edge: Edge) {
+        match edge {
+            Edge::Enter => self.word(phase as usize).fetch_add(1, Ordering::SeqCst),
+            Edge::Leave => self.word(phase as usize).fetch_sub(1, Ordering::SeqCst),
+        };
+    }
+
+    /// Whether a thread of the worker is in this phase, or was when it died.
+    pub fn is_in(&self, phase: Phase) -> bool {
+        self.word(phase as usize).load(Ordering::SeqCst) > 0
+    }
+
+    /// The worker recovered the store up to this batch.
+    pub fn set_opened(&self, lsn: Lsn) {
+        self.word(OPENED).store(lsn.0 + 1, Ordering::SeqCst);
+    }
+
+    /// Up to where the worker recovered the store, once it has.
+    pub fn opened(&self) -> Option<Lsn> {
+        self.word(OPENED).load(Ordering::SeqCst).checked_sub(1).map(Lsn)
+    }
+
+    /// The worker is about to submit this batch.
+    pub fn begin(&self, lsn: Lsn) {
+        self.word(BEGUN).fetch_max(lsn.0, Ordering::SeqCst);
+    }
+
+    /// The newest batch that may exist.
+    pub fn begun(&self) -> Lsn {
+        Lsn(self.word(BEGUN).load(Ordering::SeqCst))
+    }
+
+    /// The worker was told that this batch, and so every one before it, survives.
+    pub fn acknowledge(&self, ack: Ack, lsn: Lsn) {
+        let word = if ack == Ack::Durable { DURABLE } else { LOGGED };
+        self.word(word).fetch_max(lsn.0, Ordering::SeqCst);
+    }
+
+    /// The newest batch acknowledged at either level: a kill spares both.
+    pub fn acknowledged(&self) -> Lsn {
+        Lsn([LOGGED, DURABLE].map(|word| self.word(word).load(Ordering::SeqCst)).into_iter().max().unwrap())
+    }
+
+    /// Before a worker starts: it is in no phase and has opened nothing. What earlier ones were promised
+    /// stands.
+    pub fn start_over(&self) {
+        for phase in PHASES {
+            self.word(phase as usize).store(0, Ordering::SeqCst);
+        }
+        self.word(OPENED).store(0, Ordering::SeqCst);
+    }
+}

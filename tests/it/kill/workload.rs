@@ -1,0 +1,294 @@
+//! A workload that is a function of the Lsn: batch `n` follows from `n` and from the pages that there are,
+//! so that the state after any Lsn can be computed by whoever knows the Lsn.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use remanent::{Epoch, Key, Lsn, Metadata, PageId, PageInfo, Place, Value, Width, WriteBatch};
+
+/// The pages there are, with their lengths: all of the state that the next batch depends on.
+pub type Shape = BTreeMap<PageId, u64>;
+
+/// Between these counts of pages a batch creates and deletes as it likes.
+const PAGES_MIN: usize = 16;
+const PAGES_MAX: usize = 24;
+/// A page that no segment of 64 KiB can take in one frame.
+const LONG_LEN: u64 = 80 << 10;
+
+/// Steele, Lea and Flood's SplitMix64.
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    pub fn below(&mut self, bound: u64) -> u64 {
+        self.next() % bound
+    }
+
+    fn bytes(&mut self, len: u64) -> Vec<u8> {
+        let words = (0..len.div_ceil(8)).flat_map(|_| self.next().to_le_bytes());
+        words.take(len as usize).collect()
+    }
+}
+
+/// One change of a batch. Every length is a multiple of 8.
+pub enum Change {
+    Create {
+        key: Key,
+        content: Vec<u8>,
+    },
+    Clone {
+        source: PageId,
+    },
+    Write {
+        page: PageId,
+        offset: u64,
+        bytes: Vec<u8>,
+    },
+    /// Elements of 4 bytes.
+    WriteMasked {
+        page: PageId,
+        offset: u64,
+        mask: Vec<u8>,
+        bytes: Vec<u8>,
+    },
+    /// Elements of 8 bytes.
+    Scatter {
+        page: PageId,
+        indices: Vec<u32>,
+        values: Vec<u8>,
+    },
+    Fill {
+        page: PageId,
+        offset: u64,
+        len: u64,
+        pattern: [u8; 8],
+    },
+    Resize {
+        page: PageId,
+        len: u64,
+    },
+    SetMetadata {
+        page: PageId,
+        value: u64,
+    },
+    Delete {
+        page: PageId,
+    },
+}
+
+/// The changes of batch `n`.
+pub fn changes(n: Lsn, shape: &Shape) -> Vec<Change> {
+    let mut random = Random(n.0);
+    let mut changes = Vec::new();
+    // Each page is picked once a batch, so that the order of the changes is the only one they have.
+    let mut left: Vec<PageId> = shape.keys().copied().collect();
+    for index in 0..1 + random.below(3) {
+        let grow = shape.len() < PAGES_MIN || n.0.is_multiple_of(211);
+        if left.is_empty() || (grow && index == 0) {
+            let len = if n.0.is_multiple_of(211) { LONG_LEN } else { 64 + 8 * random.below(1000) };
+            let key = Key::new(format!("{n}.{index}")).unwrap();
+            changes.push(Change::Create { key, content: random.bytes(len) });
+            continue;
+        }
+        let page = left.swap_remove(random.below(left.len() as u64) as usize);
+        if shape.len() > PAGES_MAX && index == 0 {
+            changes.push(Change::Delete { page });
+            continue;
+        }
+        let page_len = shape[&page];
+        let len = (8 + 8 * random.below(64)).min(page_len);
+        let offset = 8 * random.below((page_len - len) / 8 + 1);
+        changes.push(match random.below(16) {
+            0..=5 => Change::Write { page, offset, bytes: random.bytes(len) },
+            6..=8 => {
+                let mask = random.bytes((len / 4).div_ceil(8));
+                Change::WriteMasked { page, offset, mask, bytes: random.bytes(len) }
+            }
+            9..=11 => {
+                let step = 1 + random.below(3) as usize;
+                let indices: Vec<u32> =
+                    ((offset / 8) as u32..((offset + len) / 8) as u32).step_by(step).collect();
+                let values = random.bytes(8 * indices.len() as u64);
+                Change::Scatter { page, indices, values }
+            }
+            12 | 13 => Change::Fill { page, offset, len, pattern: random.next().to_le_bytes() },
+            14 => Change::Resize { page, len: 64 + 8 * random.below(1000) },
+            _ => Change::Clone { source: page },
+        });
+        if random.below(4) == 0 {
+            changes.push(Change::SetMetadata { page, value: n.0 });
+        }
+    }
+    changes
+}
+
+/// Writes batch `n` as a caller would.
+pub fn fill(batch: &mut WriteBatch, n: Lsn, changes: &[Change]) {
+    for change in changes {
+        match change {
+            Change::Create { key, content } => {
+                let len = content.len() as u64;
+                let page = batch.create_with(len, Place::Host, Some(key.clone()), born(n));
+                batch.write(page, 0, content);
+            }
+            Change::Clone { source } => {
+                batch.clone_page(*source);
+            }
+            Change::Write { page, offset, bytes } => {
+                batch.write(*page, *offset, bytes);
+            }
+            Change::WriteMasked { page, offset, mask, bytes } => {
+                batch.write_masked(*page, *offset, Width::W4, mask, bytes);
+            }
+            Change::Scatter { page, indices, values } => {
+                batch.scatter(*page, Width::W8, indices, values);
+            }
+            Change::Fill { page, offset, len, pattern } => {
+                batch.fill(*page, *offset, *len, pattern);
+            }
+            Change::Resize { page, len } => {
+                batch.resize(*page, *len);
+            }
+            Change::SetMetadata { page, value } => {
+                batch.set_metadata(*page, "touched", *value);
+            }
+            Change::Delete { page } => {
+                batch.delete(*page);
+            }
+        }
+    }
+    batch.set_root("batch", n.0);
+    if n.0.is_multiple_of(16) {
+        batch.note(format!("batch {n}"));
+    }
+}
+
+/// The shape after these changes, whose creates and clones made `new`.
+pub fn reshape(shape: &mut Shape, changes: &[Change], new: &[PageId]) {
+    let mut new = new.iter().copied();
+    for change in changes {
+        match change {
+            Change::Create { content, .. } => {
+                shape.insert(new.next().unwrap(), content.len() as u64);
+            }
+            Change::Clone { source } => {
+                shape.insert(new.next().unwrap(), shape[source]);
+            }
+            Change::Resize { page, len } => {
+                shape.insert(*page, *len);
+            }
+            Change::Delete { page } => {
+                shape.remove(page);
+            }
+            _ => {}
+        }
+    }
+    assert_eq!(new.next(), None);
+}
+
+fn born(n: Lsn) -> Metadata {
+    Metadata::from([("born".to_owned(), Value::U64(n.0))])
+}
+
+/// The state after a batch, worked out by plain means.
+pub struct Model {
+    pub lsn: Lsn,
+    pub pages: BTreeMap<PageId, (PageInfo, Vec<u8>)>,
+    next_page: PageId,
+}
+
+impl Model {
+    pub fn new() -> Self {
+        Self { lsn: Lsn(0), pages: BTreeMap::new(), next_page: PageId(1) }
+    }
+
+    pub fn root(&self) -> Metadata {
+        let entry = || ("batch".to_owned(), Value::U64(self.lsn.0));
+        if self.lsn == Lsn(0) { Metadata::new() } else { Metadata::from([entry()]) }
+    }
+
+    /// Goes on to a later batch, or stays.
+    pub fn advance(&mut self, lsn: Lsn) {
+        while self.lsn < lsn {
+            self.lsn = self.lsn.next();
+            let shape = self.pages.iter().map(|(page, (info, _))| (*page, info.len)).collect();
+            for change in changes(self.lsn, &shape) {
+                self.apply(&change);
+            }
+        }
+    }
+
+    fn apply(&mut self, change: &Change) {
+        let n = self.lsn;
+        match change {
+            Change::Create { key, content } => {
+                let mut info = PageInfo::new(self.next_page, content.len() as u64, Place::Host);
+                info.key = Some(key.clone());
+                info.metadata = Arc::new(born(n));
+                self.add(info, content.clone());
+            }
+            Change::Clone { source } => {
+                let (copied, bytes) = self.pages[source].clone();
+                let mut info = PageInfo::new(self.next_page, copied.len, copied.place);
+                info.metadata = copied.metadata;
+                self.add(info, bytes);
+            }
+            Change::Write { page, offset, bytes } => {
+                self.touch(*page).1[*offset as usize..][..bytes.len()].copy_from_slice(bytes);
+            }
+            Change::WriteMasked { page, offset, mask, bytes } => {
+                let target = &mut self.touch(*page).1[*offset as usize..][..bytes.len()];
+                for (index, (target, source)) in target.chunks_mut(4).zip(bytes.chunks(4)).enumerate() {
+                    if mask[index / 8] >> (index % 8) & 1 == 1 {
+                        target.copy_from_slice(source);
+                    }
+                }
+            }
+            Change::Scatter { page, indices, values } => {
+                let target = &mut self.touch(*page).1;
+                for (index, value) in indices.iter().zip(values.chunks(8)) {
+                    target[8 * *index as usize..][..8].copy_from_slice(value);
+                }
+            }
+            Change::Fill { page, offset, len, pattern } => {
+                let target = &mut self.touch(*page).1[*offset as usize..][..*len as usize];
+                target.chunks_mut(8).for_each(|target| target.copy_from_slice(pattern));
+            }
+            Change::Resize { page, len } => {
+                let (info, bytes) = self.touch(*page);
+                info.len = *len;
+                bytes.resize(*len as usize, 0);
+            }
+            Change::SetMetadata { page, value } => {
+                let (info, _) = self.touch(*page);
+                Arc::make_mut(&mut info.metadata).insert("touched".to_owned(), Value::U64(*value));
+            }
+            Change::Delete { page } => {
+                self.pages.remove(page);
+            }
+        }
+    }
+
+    fn add(&mut self, mut info: PageInfo, bytes: Vec<u8>) {
+        info.epoch = Epoch(1);
+        info.lsn = self.lsn;
+        self.next_page = PageId(info.page.0 + 1);
+        self.pages.insert(info.page, (info, bytes));
+    }
+
+    /// A page that this batch changes: its epoch rises once a batch.
+    fn touch(&mut self, page: PageId) -> &mut (PageInfo, Vec<u8>) {
+        let found = self.pages.get_mut(&page).unwrap();
+        if found.0.lsn < self.lsn {
+            found.0.lsn = self.lsn;
+            found.0.epoch = Epoch(found.0.epoch.0 + 1);
+        }
+        found
+    }
+}
