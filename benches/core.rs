@@ -124,7 +124,7 @@ impl RawLog {
 /// Something that makes 4 KiB records survive.
 enum Subject {
     Raw(RawLog),
-    Store(Store, Vec<PageId>),
+    Store(Box<Store>, Vec<PageId>),
 }
 
 const VARIANTS: [(&str, Option<(LogIo, Ack)>); 5] = [
@@ -145,7 +145,7 @@ impl Subject {
         }
         let committed = store.commit(batch).unwrap();
         store.wait_durable(committed.position.lsn).unwrap();
-        Self::Store(store, committed.pages)
+        Self::Store(Box::new(store), committed.pages)
     }
 
     /// Commit number `count` of a thread.
