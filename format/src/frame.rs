@@ -295,14 +295,22 @@ pub fn decode_seal(payload: &[u8]) -> Result<Vec<VerifiedSnapshot>, Defect> {
         .collect()
 }
 
-/// Whether bytes that do not decode as a frame were nevertheless one, at this place: enough of the header
-/// is left to say so. For reports only; nothing is decided on it.
+/// Whether a frame was written at this place: it is whole, or enough of its header is left to say so. A whole
+/// frame of another place is what a recycled segment held before. For reports only; nothing is decided on it.
 #[must_use]
 pub fn resembles_frame(bytes: &[u8], store: StoreId, segment: u64, offset: u64) -> bool {
     let Ok(header) = slice(bytes, 0, FrameHeaderRaw::LEN) else {
         return false;
     };
-    let own_position = u64::get(&header[32..]) == segment && u64::get(&header[40..]) == offset;
-    let own_store = StoreId::get(&header[16..]) == store && header[..4] == FRAME_MAGIC;
-    own_position || (own_store && u64::get(&header[32..]) == segment)
+    if let Ok(frame) = UncheckedFrame::decode(header) {
+        return frame.lies_at(store, segment, offset);
+    }
+    // One of the fields may be the damaged one, and a torn write leaves the front of a header or its back.
+    let matches = [
+        header[..4] == FRAME_MAGIC,
+        StoreId::get(&header[16..]) == store,
+        u64::get(&header[32..]) == segment,
+        u64::get(&header[40..]) == offset,
+    ];
+    matches.into_iter().filter(|matches| *matches).count() >= 2
 }

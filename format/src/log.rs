@@ -24,7 +24,7 @@ use std::io::ErrorKind;
 
 use crate::defect::{Damage, Defect};
 use crate::frame::{
-    FRAME_HEADER_LEN, FrameHeader, FrameHeaderRaw, FrameKind, UncheckedFrame, VerifiedSnapshot,
+    FRAME_HEADER_LEN, FRAME_MAGIC, FrameHeader, FrameHeaderRaw, FrameKind, UncheckedFrame, VerifiedSnapshot,
     check_payload, decode_seal, resembles_frame,
 };
 use crate::ids::{Incarnation, LogPoint, Lsn, StoreId};
@@ -169,30 +169,38 @@ fn read_segment(source: &dyn ReadAt, store: StoreId, number: u64) -> Result<Segm
         }
         if header.store == store { Ok(header) } else { Err(Defect::Foreign) }
     });
-    let frames = own_frames(&mut reader, store, number, SEGMENT_HEADER_BLOCK, file_len)
+    let frames = own_frames(&mut reader, store, number, SEGMENT_HEADER_BLOCK, GROUP_ALIGN)
         .next()
         .map(|frame| frame.unproven().incarnation);
     Ok(Segment { file_len, header, frames })
 }
 
-/// The frames at group boundaries from `offset` on that were written at their place.
+/// The frames from `offset` on, at multiples of `step`, that were written at their place. What cannot be
+/// read is skipped.
 fn own_frames<'r>(
     reader: &'r mut SegmentReader<'_>,
     store: StoreId,
     number: u64,
     offset: u64,
-    file_len: u64,
+    step: u64,
 ) -> impl Iterator<Item = UncheckedFrame> + 'r {
-    let mut at = align_up(offset.max(SEGMENT_HEADER_BLOCK), GROUP_ALIGN);
+    let file_len = reader.file_len().unwrap_or(0);
+    let mut at = align_up(offset, step);
     std::iter::from_fn(move || {
         while at < file_len {
             let here = at;
-            at += GROUP_ALIGN;
-            let frame = reader.bytes(here, FrameHeaderRaw::LEN).and_then(UncheckedFrame::decode);
-            if let Ok(frame) = frame
-                && frame.lies_at(store, number, here)
-            {
-                return Some(frame);
+            at += step;
+            match reader.bytes(here, FrameHeaderRaw::LEN) {
+                Ok(bytes) if bytes.starts_with(&FRAME_MAGIC) => {
+                    if let Ok(frame) = UncheckedFrame::decode(bytes)
+                        && frame.lies_at(store, number, here)
+                    {
+                        return Some(frame);
+                    }
+                }
+                Ok(_) => {}
+                // Each attempt at a bad sector may take seconds.
+                Err(_) => at = align_up(at, GROUP_ALIGN),
             }
         }
         None
@@ -206,11 +214,12 @@ struct SegmentReader<'s> {
     file_len: Option<u64>,
     buffer: Vec<u8>,
     buffer_at: u64,
+    read_ahead: usize,
 }
 
 impl<'s> SegmentReader<'s> {
     fn new(source: &'s dyn ReadAt, number: u64) -> Self {
-        Self { source, number, file_len: None, buffer: Vec::new(), buffer_at: 0 }
+        Self { source, number, file_len: None, buffer: Vec::new(), buffer_at: 0, read_ahead: READ_AHEAD }
     }
 
     fn file_len(&mut self) -> Result<u64, Defect> {
@@ -231,18 +240,23 @@ impl<'s> SegmentReader<'s> {
             return Err(Defect::Truncated { needed: end, have: file_len });
         }
         let buffered = offset >= self.buffer_at && end <= self.buffer_at + self.buffer.len() as u64;
-        if !buffered {
-            let read_len = (len.max(READ_AHEAD) as u64).min(file_len - offset) as usize;
-            self.buffer.resize(read_len, 0);
-            self.buffer_at = offset;
-            let read = self.source.read_at(FileName::Segment(self.number), offset, &mut self.buffer);
-            if let Err(error) = read {
-                self.buffer.clear();
-                return Err(unreadable(error));
-            }
+        if !buffered && self.fill(offset, len.max(self.read_ahead.min((file_len - offset) as usize))).is_err()
+        {
+            // A sector that cannot be read must not cost what lies before it.
+            self.read_ahead = 0;
+            self.fill(offset, len)?;
         }
         let start = (offset - self.buffer_at) as usize;
         Ok(&self.buffer[start..start + len])
+    }
+
+    fn fill(&mut self, offset: u64, len: usize) -> Result<(), Defect> {
+        self.buffer.resize(len, 0);
+        self.buffer_at = offset;
+        self.source.read_at(FileName::Segment(self.number), offset, &mut self.buffer).map_err(|error| {
+            self.buffer.clear();
+            unreadable(error)
+        })
     }
 }
 
@@ -301,7 +315,7 @@ pub struct TornTail {
 struct Break {
     segment: u64,
     offset: u64,
-    /// Whether a frame was written there, so that this is the place to report.
+    /// Whether a frame was written there, or nobody can tell: then this is the place to report.
     resembles: bool,
     defect: Defect,
 }
@@ -488,10 +502,11 @@ impl<'s> LogWalk<'s> {
     /// The frame at a place, if it is the next one; else why not, and whether it was meant to be one.
     fn try_or_break(&mut self, segment: u64, offset: u64) -> Result<(FrameHeader, LogPoint), Break> {
         self.try_at(segment, offset).map_err(|defect| {
-            let resembles = self
-                .reader
-                .bytes(offset, FrameHeaderRaw::LEN)
-                .is_ok_and(|bytes| resembles_frame(bytes, self.map.store, segment, offset));
+            let is_frame = |bytes| resembles_frame(bytes, self.map.store, segment, offset);
+            let resembles = match defect {
+                Defect::Unreadable(_) => true,
+                _ => self.reader.bytes(offset, FrameHeaderRaw::LEN).is_ok_and(is_frame),
+            };
             Break { segment, offset, resembles, defect }
         })
     }
@@ -602,21 +617,17 @@ impl<'s> LogWalk<'s> {
             }
         };
         let mut mark = self.mark;
-        for (&number, segment) in self.map.segments.range(self.point.segment..) {
+        for &number in self.map.segments.range(self.point.segment..).map(|(number, _)| number) {
             let mut reader = SegmentReader::new(self.source, number);
             let from = if number == self.point.segment { break_at } else { SEGMENT_HEADER_BLOCK };
-            // The frame at the break itself may lie off a boundary.
-            if from % GROUP_ALIGN != 0
-                && let Ok(frame) = reader.bytes(from, FrameHeaderRaw::LEN).and_then(UncheckedFrame::decode)
-                && frame.lies_at(self.map.store, number, from)
-            {
-                note(frame.unproven(), &mut mark);
-            }
-            for frame in own_frames(&mut reader, self.map.store, number, from, segment.file_len) {
+            // Not only at the starts of groups: a frame that joined an open group may know a newer mark
+            // than the one that started it.
+            for frame in own_frames(&mut reader, self.map.store, number, from, FRAME_ALIGN) {
                 note(frame.unproven(), &mut mark);
             }
         }
-        if mark >= lost {
+        // What the medium refuses to give says nothing about the log; the next attempt may succeed.
+        if mark >= lost || matches!(at_break.defect, Defect::Unreadable(_)) {
             return Err(at_break.damage(lost));
         }
         // 4. Nothing that a mark covers is missing: the log ends here. Report what was cut.

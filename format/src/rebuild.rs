@@ -133,7 +133,11 @@ impl Survey {
             Ok((manifest, _)) => Ok(Some(manifest.clone())),
             Err(damage) => Err(damage.clone()),
         });
-        snapshots.chain(self.log.beginning().map(|_| Ok(None))).collect()
+        let beginning = match (self.log.beginning(), self.log.cut()) {
+            (Some(_), _) => Some(Ok(None)),
+            (None, cut) => cut.cloned().map(Err),
+        };
+        snapshots.chain(beginning).collect()
     }
 
     /// Follows the log from `base` to its end, or to `until`.
