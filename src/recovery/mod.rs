@@ -15,13 +15,14 @@
 //! | STORE but no log | the log was lost | refuse | `missing_log_is_refused` |
 //! | temporary files | a crash before a rename | remove: they are nobody's | `temporary_files_are_removed` |
 //! | image files that nothing names | a crash in a snapshot | remove | `unnamed_images_are_removed` |
-//! | newest manifest: one copy bad | a torn or rotten sector | use the other copy | `one_bad_manifest_copy_costs_nothing` |
+//! | newest manifest: one copy bad | a rotten sector | use the other copy, write both anew | `one_bad_manifest_copy_costs_nothing` |
 //! | newest manifest: both copies bad, or missing | bit rot | older snapshot and more log | `bad_manifest_falls_back` |
 //! | an image of the newest snapshot bad or missing | bit rot | older snapshot and more log | `bad_image_falls_back` |
 //! | images that every kept snapshot needs bad | bit rot | refuse, name the image | `bad_shared_image_is_refused` |
 //! | manifest not recorded as verified | a crash between rename and seal | publish and verify it anew | `unrecorded_manifest_is_published_anew` |
 //! | frames after the last valid one, no mark covers them | a torn tail | cut, report | `torn_tail_is_cut` |
 //! | the same, but a mark covers them | bit rot, a lost write | refuse with file, offset, lsn | `damage_under_a_mark_is_refused` |
+//! | a place of the next frame that cannot be read | a latent sector error | refuse: an error says nothing about the log | `unreadable_log_is_refused` |
 //! | frames of an older incarnation past its end | cut by an earlier recovery | never read | `cut_frames_stay_cut` |
 //! | the newest segment missing | a lost file | refuse: a segment with frames has a successor | `missing_newest_segment_is_refused` |
 //! | a segment in between missing, foreign, cut short | a lost or swapped file | refuse | `missing_segment_is_refused` |
@@ -34,9 +35,11 @@
 //! 1. Lock; sync the folders, so that every name found is durable; STORE.
 //! 2. Survey the files; resolve the final page table from the newest usable snapshot and the log (I10).
 //! 3. Check the budget; load images past the cache, replay the log onto them.
-//! 4. Publish anew a snapshot that is not recorded as verified (I7). Begin the new incarnation (I5): build the opening segment whole under a temporary name, sync it, read
-//!    it back; make the empty segment after it; rename; sync the folder. **The rename is the only commit
-//!    point**: before it, nothing has changed and the next open does all of this again.
+//!    Until here nothing is written: a store that is refused is left as it is.
+//! 4. Publish anew a snapshot that is not recorded as verified (I7). Begin the new incarnation (I5): build
+//!    the opening segment whole under a temporary name, sync it, read it back; make the empty segment after
+//!    it; rename; sync the folder. **The rename is the only commit point**: before it, nothing has changed
+//!    and the next open does all of this again.
 //! 5. Recycle what was cut, remove what nothing names, report.
 
 mod load;
@@ -47,7 +50,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use remanent_format::frame::{FrameHeaderRaw, FrameKind, UncheckedFrame, VerifiedSnapshot};
-use remanent_format::limits::GROUP_ALIGN;
+use remanent_format::limits::FRAME_ALIGN;
 use remanent_format::log::{LogEnd, LogWalk, TornTail};
 use remanent_format::manifest::Manifest;
 use remanent_format::rebuild::{Resolution, Survey, read_manifest};
@@ -158,11 +161,17 @@ impl Recovery<'_> {
 
     /// A new store. STORE comes last: without it the directory is an unfinished creation.
     fn create(&self) -> Result<Opened> {
+        let left = self.unfinished_creation()?;
         for folder in Folder::INNER {
             self.disk.make_folder(folder)?;
         }
         self.disk.sync_folder(Folder::Root)?;
-        self.clear_unfinished_creation()?;
+        for file in left {
+            self.disk.remove(file)?;
+        }
+        for folder in Folder::INNER {
+            self.disk.sync_folder(folder)?;
+        }
         let store = StoreFile {
             store: StoreId(random()?),
             features: Default::default(),
@@ -196,23 +205,25 @@ impl Recovery<'_> {
         })
     }
 
-    /// Removes what a creation cut short left behind; refuses if it is more than that.
-    fn clear_unfinished_creation(&self) -> Result<()> {
-        let missing = || Error::from(Defect::Missing.at(FileName::Store, 0));
+    /// What a creation cut short left behind. All of it is judged before any of it is removed: it may be a
+    /// store that lost its STORE.
+    fn unfinished_creation(&self) -> Result<Vec<FileName>> {
         let source = DiskSource::new(self.disk.clone());
-        for folder in [Folder::Pages, Folder::Snapshots, Folder::Log] {
-            let files: Vec<FileName> =
-                self.disk.list(folder)?.iter().filter_map(|name| FileName::parse(folder, name)).collect();
-            for file in files {
-                match file {
-                    FileName::Pages(_) | FileName::Table(_) | FileName::Manifest(_) => return Err(missing()),
-                    FileName::Segment(_) if holds_batch(&source, file)? => return Err(missing()),
-                    file => self.disk.remove(file)?,
+        let mut left = Vec::new();
+        for folder in Folder::INNER {
+            for file in self.disk.list(folder)?.iter().filter_map(|name| FileName::parse(folder, name)) {
+                let is_more = match file {
+                    FileName::Pages(_) | FileName::Table(_) | FileName::Manifest(_) => true,
+                    FileName::Segment(_) => holds_batch(&source, file)?,
+                    _ => false,
+                };
+                if is_more {
+                    return Err(Defect::Missing.at(FileName::Store, 0).into());
                 }
+                left.push(file);
             }
-            self.disk.sync_folder(folder)?;
         }
-        Ok(())
+        Ok(left)
     }
 
     fn recover(&self) -> Result<Opened> {
@@ -232,10 +243,6 @@ impl Recovery<'_> {
             let number = survey.log.segments().keys().next_back().copied().unwrap_or(1);
             return Err(Defect::Missing.at_lsn(FileName::Segment(number), 0, survey.mark()).into());
         }
-        for folder in inner {
-            self.disk.make_folder(folder)?;
-        }
-        self.remove_temporaries()?;
 
         let (resolution, memory, mut harmless) = self.load_best(&source, &survey)?;
         let end = resolution.end.clone().expect("followed to its end");
@@ -243,9 +250,14 @@ impl Recovery<'_> {
 
         // 4. The new incarnation.
         let store = survey.store.store;
-        let pool = self.pool(store)?;
         let highest = survey.log.segments().keys().next_back().copied().unwrap_or(0);
         let tail = self.read_tail(&source, &survey, &end)?;
+        // All is read and proven: a store that is refused was not touched.
+        for folder in inner {
+            self.disk.make_folder(folder)?;
+        }
+        self.remove_temporaries()?;
+        let pool = self.pool(store)?;
         let copied_batches = tail.len() as u64;
         let before = Predecessor { segment: highest, end: Some(end.clone()), tail };
         let base = resolution.base.map(|id| survey.manifests[&id].as_ref().expect("resolved from it"));
@@ -485,18 +497,25 @@ impl Recovery<'_> {
     }
 }
 
-/// Whether a segment of an unfinished creation holds a batch: then it is more than that.
+/// Whether a segment of an unfinished creation holds a batch: then it is more than that. Every place at
+/// which a frame may lie is looked at: a batch may share the group of a seal.
 fn holds_batch(source: &DiskSource, file: FileName) -> Result<bool> {
+    const WINDOW: usize = 1 << 20;
     let unreadable = |error: std::io::Error| Error::from(Defect::Unreadable(error.to_string()).at(file, 0));
+    let is_batch = |bytes: &[u8]| {
+        UncheckedFrame::decode(bytes).is_ok_and(|frame| frame.unproven().kind == FrameKind::Batch)
+    };
     let len = source.len(file).map_err(unreadable)?.unwrap_or(0);
+    let mut bytes = Vec::new();
     let mut at = SEGMENT_HEADER_BLOCK;
-    while at + FrameHeaderRaw::LEN as u64 <= len {
-        let mut bytes = [0; FrameHeaderRaw::LEN];
+    while at < len {
+        bytes.resize(WINDOW.min((len - at) as usize), 0);
         source.read_at(file, at, &mut bytes).map_err(unreadable)?;
-        if UncheckedFrame::decode(&bytes).is_ok_and(|frame| frame.unproven().kind == FrameKind::Batch) {
+        if bytes.windows(FrameHeaderRaw::LEN).step_by(FRAME_ALIGN as usize).any(is_batch) {
             return Ok(true);
         }
-        at += GROUP_ALIGN;
+        // A header that the window cut is the first of the next one.
+        at += (WINDOW - FrameHeaderRaw::LEN) as u64;
     }
     Ok(false)
 }
