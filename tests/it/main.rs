@@ -1,14 +1,17 @@
 //! The integration tests: one binary, one file an area.
 
 mod crash;
+mod damage;
 mod devices;
 mod disk_faults;
 mod disk_laws;
+mod files;
 mod floors;
 mod fork;
 mod kill;
 mod laws;
 mod model;
 mod readme;
+mod recovery;
 mod rule_model;
 mod store;

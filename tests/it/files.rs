@@ -1,0 +1,128 @@
+//! A store directory as a map of files, to damage, to rebuild from, and to open; and the state of a store
+//! as its caller sees it.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::Arc;
+
+use remanent::device::host::HostDevice;
+use remanent::disk::Disk;
+use remanent::disk::sim::SimDisk;
+use remanent::{Error, FileName, Folder, Metadata, Options, PageId, PageInfo, Store};
+use remanent_format::ReadAt;
+use remanent_format::rebuild::Rebuilt;
+
+/// All files of a store but LOCK.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Files(pub BTreeMap<FileName, Vec<u8>>);
+
+impl Files {
+    /// What a process sees on a disk.
+    pub fn of(disk: &SimDisk) -> Self {
+        let names = [Folder::Root, Folder::Log, Folder::Pages, Folder::Snapshots].map(|folder| {
+            let names = Disk::list(disk, folder).unwrap();
+            names.iter().filter_map(|name| FileName::parse(folder, name)).collect::<Vec<_>>()
+        });
+        let files = names.into_iter().flatten().filter(|file| *file != FileName::Lock);
+        Self(files.map(|file| (file, disk.bytes(file).unwrap())).collect())
+    }
+
+    /// A disk that holds these files durably.
+    pub fn disk(&self) -> SimDisk {
+        let disk = SimDisk::new();
+        for folder in Folder::INNER {
+            disk.make_folder(folder).unwrap();
+        }
+        for (name, bytes) in &self.0 {
+            let file = disk.create(*name).unwrap();
+            file.write_at(0, bytes).unwrap();
+            file.sync().unwrap();
+        }
+        for folder in [Folder::Root, Folder::Log, Folder::Pages, Folder::Snapshots] {
+            disk.sync_folder(folder).unwrap();
+        }
+        disk
+    }
+
+    /// Bytes of all files.
+    pub fn bytes_len(&self) -> usize {
+        self.0.values().map(Vec::len).sum()
+    }
+
+    /// The names of the files for which `wanted` says true.
+    pub fn names(&self, wanted: impl Fn(FileName) -> bool) -> Vec<FileName> {
+        self.0.keys().copied().filter(|file| wanted(*file)).collect()
+    }
+
+    /// The log's segments.
+    pub fn segments(&self) -> Vec<FileName> {
+        self.names(|file| matches!(file, FileName::Segment(_)))
+    }
+}
+
+impl ReadAt for Files {
+    fn list(&self, folder: Folder) -> io::Result<Vec<String>> {
+        Ok(self.0.keys().filter(|file| file.folder() == folder).map(|file| file.name()).collect())
+    }
+
+    fn len(&self, file: FileName) -> io::Result<Option<u64>> {
+        Ok(self.0.get(&file).map(|bytes| bytes.len() as u64))
+    }
+
+    fn read_at(&self, file: FileName, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        let bytes = self.0.get(&file).ok_or(io::ErrorKind::NotFound)?;
+        let from = usize::try_from(offset).map_err(io::Error::other)?;
+        let found = bytes.get(from..from + out.len()).ok_or(io::ErrorKind::UnexpectedEof)?;
+        out.copy_from_slice(found);
+        Ok(())
+    }
+}
+
+/// What a store holds, as its caller sees it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct State {
+    pub pages: Vec<PageInfo>,
+    pub contents: BTreeMap<PageId, Vec<u8>>,
+    pub root: Metadata,
+}
+
+impl State {
+    /// The state of an open store, read from its memory.
+    pub fn of(store: &Store) -> Self {
+        let pages = store.pages().unwrap();
+        let read = |info: &PageInfo| {
+            let mut bytes = vec![0; info.len as usize];
+            store.read(info.page, 0, &mut bytes).unwrap();
+            (info.page, bytes)
+        };
+        Self {
+            contents: pages.iter().map(read).collect(),
+            pages,
+            root: Metadata::clone(&store.root().unwrap()),
+        }
+    }
+
+    /// The state that a rebuild computed.
+    pub fn rebuilt(rebuilt: &Rebuilt) -> Self {
+        Self {
+            pages: rebuilt.table.pages().cloned().collect(),
+            contents: rebuilt.contents.clone(),
+            root: Metadata::clone(rebuilt.table.root()),
+        }
+    }
+}
+
+/// Opens a store on a simulated disk, with small segments.
+pub fn open(disk: &SimDisk) -> Result<Store, Error> {
+    open_with(disk, small())
+}
+
+/// Opens a store on a simulated disk.
+pub fn open_with(disk: &SimDisk, options: Options) -> Result<Store, Error> {
+    Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options)
+}
+
+/// The smallest segments, so that a few batches cross every boundary.
+pub fn small() -> Options {
+    Options::default().segment_len(16 << 10)
+}
