@@ -9,10 +9,11 @@
 //! themselves crashed, two deep. All suites together open at least 20,000 images: each asserts its part.
 //!
 //! [`model`] says what must be there, [`work`] drives the store and notes what was acknowledged,
-//! [`explore`] opens and judges.
+//! [`explore`] opens and judges; [`syncs`] leaves out one sync after the other and shows that this is seen.
 
 mod explore;
 mod model;
+mod syncs;
 mod work;
 
 use std::time::Instant;
@@ -36,6 +37,12 @@ const LEVELS: &[Level] = &[
     Level { tears: Tears::None, images_max: 4, closely_of: 16, nest_of: 1 },
 ];
 
+/// A number from the environment, 1 if it is not given: which choices are made, and how many times the
+/// usual effort.
+fn from_env(name: &str) -> u64 {
+    std::env::var(name).ok().map_or(1, |number| number.parse().expect("a number"))
+}
+
 /// A run of the work, all of its crashes, and at least so many images.
 #[expect(
     clippy::print_stdout,
@@ -48,11 +55,13 @@ fn suite(
     at_least: usize,
     work: impl FnOnce(Driver, &mut Random) -> Result<Driver, Error>,
 ) {
-    let seed = std::env::var("CRASH_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or(1);
+    let seed = from_env("CRASH_SEED");
+    let effort = from_env("CRASH_EFFORT");
+    let levels: Vec<Level> = levels.iter().map(|level| level.times(effort)).collect();
     let started = Instant::now();
     let driver = Driver::new(SimDisk::new(), options.clone(), Line::default(), Floors::default());
     let driver = work(driver, &mut Random(seed)).expect("the work itself meets no fault");
-    let explorer = Explorer::new(&options, levels, seed);
+    let explorer = Explorer::new(&options, &levels, seed);
     let events = driver.disk.events();
     if let Err(violation) = explorer.explore(&driver.disk, &driver.line(), driver.floors) {
         panic!(
@@ -260,6 +269,47 @@ fn a_store_opened_after_a_kill_survives() {
         driver.commit(&store, &mut writer, Ack::Logged)?;
         driver.check(&store);
         driver.close(store)?;
+        Ok(driver)
+    });
+}
+
+/// Everything, in an order that the seed chooses, over several deaths and power cuts.
+#[test]
+fn anything_in_any_order_survives() {
+    suite("anything_in_any_order_survives", options(), LEVELS, 2300, |mut driver, random| {
+        let mut kept = Vec::new();
+        for _life in 0..3 {
+            let store = driver.open()?;
+            driver.check(&store);
+            let mut writer = Writer::new("a", random.next()).over(&driver.line());
+            for _ in 0..6 {
+                match random.below(8) {
+                    0 => kept.push(driver.snapshot(&store)?),
+                    1 if !kept.is_empty() => {
+                        let at = kept[random.below(kept.len())];
+                        if store.snapshots().iter().any(|kept| kept.id == at.id) {
+                            driver.restore(&store, at)?;
+                            writer = writer.over(&driver.line());
+                        }
+                    }
+                    2 | 3 => {
+                        driver.commit(&store, &mut writer, Ack::Durable)?;
+                    }
+                    _ => {
+                        driver.commit(&store, &mut writer, Ack::Logged)?;
+                    }
+                }
+            }
+            driver.check(&store);
+            driver = match random.below(3) {
+                0 => {
+                    driver.close(store)?;
+                    driver
+                }
+                1 => driver.killed(),
+                _ => driver.cut_off(),
+            };
+        }
         Ok(driver)
     });
 }

@@ -23,6 +23,19 @@ pub struct Level {
     pub nest_of: usize,
 }
 
+impl Level {
+    /// So many times the effort.
+    pub fn times(self, effort: u64) -> Self {
+        let effort = usize::try_from(effort).expect("a small number");
+        let tears = match self.tears {
+            Tears::Few(count) => Tears::Few(count * effort),
+            other => other,
+        };
+        let nest_of = (self.nest_of / effort).max(1);
+        Self { tears, images_max: self.images_max * effort, nest_of, ..self }
+    }
+}
+
 /// What must never be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Kind {
@@ -65,13 +78,15 @@ pub struct Explorer<'a> {
     pub options: &'a Options,
     pub levels: &'a [Level],
     pub seed: u64,
+    /// Crashes of the work before this event are left out.
+    pub from: usize,
     /// Images opened, by level.
     pub images: RefCell<Vec<usize>>,
 }
 
 impl<'a> Explorer<'a> {
     pub fn new(options: &'a Options, levels: &'a [Level], seed: u64) -> Self {
-        Self { options, levels, seed, images: RefCell::new(vec![0; levels.len()]) }
+        Self { options, levels, seed, from: 0, images: RefCell::new(vec![0; levels.len()]) }
     }
 
     pub fn images_total(&self) -> usize {
@@ -89,7 +104,7 @@ impl<'a> Explorer<'a> {
             tears: level.tears,
             images_max: level.images_max,
             seed: self.seed ^ depth as u64,
-            ..Plan::default()
+            events: if depth == 0 { self.from..usize::MAX } else { 0..usize::MAX },
         };
         let mut verdict = Ok(());
         let mut each = |image: Image| {

@@ -81,6 +81,14 @@ impl Writer {
         Self { name, random: Random(seed), pages: Vec::new(), keys: 0 }
     }
 
+    /// Over the pages that there are at the end of a line, with keys that were not used before.
+    pub fn over(self, line: &Line) -> Self {
+        let state = line.at(line.last());
+        let pages =
+            state.pages.iter().map(|(page, state)| (Target::Page(*page), state.bytes.len())).collect();
+        Self { pages, keys: self.keys.max(line.last() as usize * 3), ..self }
+    }
+
     /// The acts of the next batch. The pages are then as if it were committed.
     fn acts(&mut self) -> Vec<Act> {
         let mut acts = Vec::new();
@@ -205,6 +213,26 @@ impl Driver {
     pub fn killed(&self) -> Self {
         let disk = self.disk.after_kill(Moment { event: self.disk.events(), tear: None });
         let floors = self.floors.with(&self.book.lock().unwrap().acks).after(Crash::Kill);
+        Self::new(disk, self.options.clone(), self.line(), floors)
+    }
+
+    /// The disk as a power cut leaves it now that spares nothing pending.
+    pub fn cut_off(&self) -> Self {
+        let floors = self.floors.with(&self.book.lock().unwrap().acks).after(Crash::Power);
+        Self::new(self.disk.after_power_cut(), self.options.clone(), self.line(), floors)
+    }
+
+    /// The disk as a death of the process leaves it right after the last event whose description begins
+    /// so.
+    ///
+    /// # Panics
+    /// If there is no such event.
+    pub fn killed_after(&self, event: &str) -> Self {
+        let history = self.disk.history();
+        let at = history.iter().rposition(|entry| entry.starts_with(event)).expect("an event of that kind");
+        let acked = history[..at].iter().filter(|entry| entry.starts_with("ack ")).count();
+        let disk = self.disk.after_kill(Moment { event: at + 1, tear: None });
+        let floors = self.floors.with(&self.book.lock().unwrap().acks[..acked]);
         Self::new(disk, self.options.clone(), self.line(), floors)
     }
 
