@@ -131,7 +131,8 @@ impl Options {
         self
     }
 
-    /// How the log reaches the disk. Default: mapped where the file system allows it, else buffered.
+    /// How the log reaches the disk. Default: mapped where the file system allows it and commits do not wait
+    /// for a sync ([`Ack::Durable`]), else buffered.
     #[must_use]
     pub fn log_io(mut self, io: LogIo) -> Self {
         self.log_io = Some(io);
