@@ -53,27 +53,38 @@ fn suite(
     options: Options,
     levels: &[Level],
     at_least: usize,
-    work: impl FnOnce(Driver, &mut Random) -> Result<Driver, Error>,
+    work: impl FnOnce(Driver, &mut Random) -> Result<Lives, Error>,
 ) {
     let seed = from_env("CRASH_SEED");
     let effort = from_env("CRASH_EFFORT");
     let levels: Vec<Level> = levels.iter().map(|level| level.times(effort)).collect();
     let started = Instant::now();
     let driver = Driver::new(SimDisk::new(), options.clone(), Line::default(), Floors::default());
-    let driver = work(driver, &mut Random(seed)).expect("the work itself meets no fault");
+    let Lives(lives) = work(driver, &mut Random(seed)).expect("the work itself meets no fault");
     let explorer = Explorer::new(&options, &levels, seed);
-    let events = driver.disk.events();
-    if let Err(violation) = explorer.explore(&driver.disk, &driver.line(), driver.floors) {
-        panic!(
-            "{violation}\nseed {seed}; again: CRASH_SEED={seed} cargo test -p remanent --test it \
-             crash::{name}"
-        );
+    let mut events = 0;
+    for driver in &lives {
+        events += driver.disk.events();
+        if let Err(violation) = explorer.explore(&driver.disk, &driver.line(), driver.floors) {
+            panic!(
+                "{violation}\nseed {seed}; again: CRASH_SEED={seed} cargo test -p remanent --test it \
+                 crash::{name}"
+            );
+        }
     }
     let images = explorer.images.borrow();
     println!("{name}: {events} events, {images:?} images, {:.1?}, seed {seed}", started.elapsed());
-    drop(images);
-    let total = explorer.images_total();
+    let total: usize = images.iter().sum();
     assert!(total >= at_least, "{total} images are fewer than the {at_least} that this work should make");
+}
+
+/// What a work did between its own deaths: a disk for each life.
+struct Lives(Vec<Driver>);
+
+impl From<Driver> for Lives {
+    fn from(driver: Driver) -> Self {
+        Self(vec![driver])
+    }
 }
 
 #[test]
@@ -88,7 +99,7 @@ fn durable_commits_survive() {
             driver.check(&store);
             driver.close(store)?;
         }
-        Ok(driver)
+        Ok(driver.into())
     });
 }
 
@@ -105,7 +116,7 @@ fn logged_commits_survive_a_kill() {
         }
         driver.check(&store);
         drop(store);
-        Ok(driver)
+        Ok(driver.into())
     });
 }
 
@@ -128,7 +139,7 @@ fn commits_of_two_threads_share_groups() {
         })?;
         driver.check(&store);
         driver.close(store)?;
-        Ok(driver)
+        Ok(driver.into())
     });
 }
 
@@ -144,7 +155,7 @@ fn segments_roll() {
         assert!(store.stats().log.rolls >= 2, "{:?}", store.stats().log);
         driver.check(&store);
         drop(store);
-        Ok(driver)
+        Ok(driver.into())
     });
 }
 
@@ -169,7 +180,7 @@ fn a_frame_longer_than_a_segment_survives() {
         driver.commit(&store, &mut writer, Ack::Durable)?;
         driver.check(&store);
         driver.close(store)?;
-        Ok(driver)
+        Ok(driver.into())
     });
 }
 
@@ -192,7 +203,7 @@ fn snapshots_beside_commits() {
         })?;
         driver.check(&store);
         drop(store);
-        Ok(driver)
+        Ok(driver.into())
     });
 }
 
@@ -216,7 +227,7 @@ fn what_snapshots_replace_is_recycled() {
             assert_eq!(store.snapshots().len(), 2);
             driver.check(&store);
             driver.close(store)?;
-            Ok(driver)
+            Ok(driver.into())
         },
     );
 }
@@ -241,7 +252,7 @@ fn a_restore_survives() {
         let store = driver.open()?;
         driver.commit(&store, &mut Writer::new("c", random.next()), Ack::Durable)?;
         driver.check(&store);
-        Ok(driver)
+        Ok(driver.into())
     });
 }
 
@@ -253,23 +264,23 @@ fn a_store_opened_after_a_kill_survives() {
         for _ in 0..5 {
             driver.commit(&store, &mut writer, Ack::Logged)?;
         }
-        let driver = driver.killed();
+        let second = driver.killed();
         drop(store);
-        let store = driver.open()?;
-        driver.commit(&store, &mut writer, Ack::Logged)?;
-        driver.snapshot(&store)?;
-        driver.commit(&store, &mut writer, Ack::Logged)?;
-        let driver = driver.killed();
+        let store = second.open()?;
+        second.commit(&store, &mut writer, Ack::Logged)?;
+        second.snapshot(&store)?;
+        second.commit(&store, &mut writer, Ack::Logged)?;
+        let third = second.killed();
         drop(store);
-        let store = driver.open()?;
+        let store = third.open()?;
         for ack in [Ack::Logged, Ack::Durable, Ack::Logged] {
-            driver.commit(&store, &mut writer, ack)?;
+            third.commit(&store, &mut writer, ack)?;
         }
-        driver.snapshot(&store)?;
-        driver.commit(&store, &mut writer, Ack::Logged)?;
-        driver.check(&store);
-        driver.close(store)?;
-        Ok(driver)
+        third.snapshot(&store)?;
+        third.commit(&store, &mut writer, Ack::Logged)?;
+        third.check(&store);
+        third.close(store)?;
+        Ok(Lives(vec![driver, second, third]))
     });
 }
 
@@ -277,6 +288,7 @@ fn a_store_opened_after_a_kill_survives() {
 #[test]
 fn anything_in_any_order_survives() {
     suite("anything_in_any_order_survives", options(), LEVELS, 2300, |mut driver, random| {
+        let mut lives = Vec::new();
         let mut kept = Vec::new();
         for _life in 0..3 {
             let store = driver.open()?;
@@ -301,15 +313,17 @@ fn anything_in_any_order_survives() {
                 }
             }
             driver.check(&store);
-            driver = match random.below(3) {
+            let next = match random.below(3) {
                 0 => {
                     driver.close(store)?;
-                    driver
+                    continue;
                 }
                 1 => driver.killed(),
                 _ => driver.cut_off(),
             };
+            lives.push(std::mem::replace(&mut driver, next));
         }
-        Ok(driver)
+        lives.push(driver);
+        Ok(Lives(lives))
     });
 }

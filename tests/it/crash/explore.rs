@@ -89,10 +89,6 @@ impl<'a> Explorer<'a> {
         Self { options, levels, seed, from: 0, images: RefCell::new(vec![0; levels.len()]) }
     }
 
-    pub fn images_total(&self) -> usize {
-        self.images.borrow().iter().sum()
-    }
-
     /// Judges every image of a disk's history.
     pub fn explore(&self, disk: &SimDisk, line: &Line, floors: Floors) -> Result<(), Violation> {
         self.explore_at(0, disk, line, floors)
