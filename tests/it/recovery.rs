@@ -529,7 +529,12 @@ fn damage_under_a_mark_is_refused() {
     assert_eq!(State::of(&open(&disk).unwrap()), state);
 
     // A frame that joined an open group may be the only one that knows a newer mark.
-    let (disk, ..) = stepped(1);
+    // The segment has room for both batches in any groups, and two more.
+    let disk = SimDisk::new();
+    let store = open_with(&disk, small().segment_len(64 << 10)).unwrap();
+    let page = create_page(&store);
+    step(&store, page, 0);
+    store.close().unwrap();
     let whole = Files::of(&killed_behind(&disk, 2));
     let (segment, offset) = frame_of(&whole, 2);
     let disk = whole.disk();
