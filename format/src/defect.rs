@@ -81,6 +81,12 @@ pub enum Defect {
     /// A file that must be there is not.
     #[error("missing")]
     Missing,
+    /// There is no memory for the bytes. They may be sound, or a length may be absurd.
+    #[error("there is no memory for {needed} bytes")]
+    Memory {
+        /// Bytes that were asked for.
+        needed: u64,
+    },
     /// The medium reported an error.
     #[error("cannot be read: {0}")]
     Unreadable(String),

@@ -28,7 +28,9 @@ pub struct RebuildOptions {
     pub base: Option<SnapshotId>,
     /// Stop after this batch; the base must not have later ones.
     pub until: Option<Lsn>,
-    /// Refuse a state whose pages are longer than this together, in bytes.
+    /// Refuse a state whose pages take more memory than this together, in bytes. A length on disk may be any
+    /// up to [`crate::limits::PAGE_LEN_MAX`], and zeros take no space there: who reads what a stranger wrote
+    /// sets this.
     pub page_bytes_max: u64,
 }
 
@@ -62,6 +64,18 @@ pub struct Resolution {
     pub batches: u64,
     /// Bytes of their frames.
     pub bytes: u64,
+}
+
+impl Resolution {
+    /// Refuses pages that take more than `limit` bytes of memory together, each at its longest (I10).
+    ///
+    /// # Errors
+    /// [`Defect::Limit`].
+    pub fn check_page_bytes(&self, limit: u64) -> Result<(), Damage> {
+        let found = self.resolved.bases.values().map(|base| base.len_max).fold(0, u64::saturating_add);
+        crate::defect::check_limit("bytes of all pages", found, limit)
+            .map_err(|defect| defect.at(FileName::Store, 0))
+    }
 }
 
 /// A state with its bytes.
@@ -186,15 +200,16 @@ impl Survey {
     /// not take from the others.
     ///
     /// # Errors
-    /// [`Damage`] in the log, which held when the state was resolved; or a page becomes longer than
-    /// `page_len_max` on its way.
+    /// [`Damage`] in the log, which held when the state was resolved; or the pages take more than
+    /// `page_bytes_max` together, each at its longest.
     pub fn load(
         &self,
         source: &dyn ReadAt,
         resolution: &Resolution,
-        page_len_max: u64,
+        page_bytes_max: u64,
     ) -> Result<BTreeMap<PageId, Result<Vec<u8>, Damage>>, Damage> {
         let resolved = &resolution.resolved;
+        resolution.check_page_bytes(page_bytes_max)?;
         let mut contents: BTreeMap<PageId, Result<Vec<u8>, Damage>> =
             resolved.bases.iter().map(|(page, base)| (*page, load_base(source, base))).collect();
         let base = resolution.base.and_then(|base| self.manifests.get(&base)?.as_ref().ok());
@@ -213,13 +228,6 @@ impl Survey {
                 (frame.header.lsn, FileName::Segment(frame.header.segment), frame.header.offset);
             for at in decode_payload(frame.payload).map_err(|defect| defect.at_lsn(file, offset, lsn))? {
                 let Some(page) = at.op.page().filter(|page| resolved.applies(*page, lsn)) else { continue };
-                // A page may be longer on the way than at either end.
-                if let Op::Resize { len, .. } = at.op
-                    && len > page_len_max
-                {
-                    let (found, limit) = (len, page_len_max);
-                    return Err(Defect::Limit { what: "page length", found, limit }.at_lsn(file, offset, lsn));
-                }
                 if let Ok(content) = contents.get_mut(&page).expect("every page has a base") {
                     apply(&at.op, content);
                 }
@@ -282,13 +290,6 @@ fn rebuild_from(
     options: &RebuildOptions,
 ) -> Result<Rebuilt, Damage> {
     let resolution = survey.resolve(source, base, options.until)?;
-    let resolved = &resolution.resolved;
-    let longest = resolved.table.pages().map(|info| resolved.bases[&info.page].len.max(info.len));
-    let total = longest.fold(0, u64::saturating_add);
-    if total > options.page_bytes_max {
-        let (found, limit) = (total, options.page_bytes_max);
-        return Err(Defect::Limit { what: "bytes of all pages", found, limit }.at(FileName::Store, 0));
-    }
     let contents = survey
         .load(source, &resolution, options.page_bytes_max)?
         .into_iter()
@@ -298,11 +299,57 @@ fn rebuild_from(
     Ok(Rebuilt { base, table: resolved.table, contents, end, batches, passed_over: Vec::new() })
 }
 
-fn load_base(source: &dyn ReadAt, base: &Base) -> Result<Vec<u8>, Damage> {
-    match &base.image {
-        Some(image) => read_image(source, image),
-        None => Ok(vec![0; base.len as usize]),
+/// The bytes that a page is made from, with room for all that it becomes: applying what follows asks for no
+/// more memory.
+///
+/// # Errors
+/// [`Damage`] in its image, or there is no memory for its longest.
+pub fn load_base(source: &dyn ReadAt, base: &Base) -> Result<Vec<u8>, Damage> {
+    let (file, offset) =
+        base.image.map_or((FileName::Store, 0), |image| (FileName::Pages(image.file), image.offset));
+    let mut bytes = match &base.image {
+        Some(image) => read_image(source, image)?,
+        None => zeros(base.len).map_err(|defect| defect.at_lsn(file, offset, base.lsn))?,
+    };
+    reserve(&mut bytes, base.len_max).map_err(|defect| defect.at_lsn(file, offset, base.lsn))?;
+    Ok(bytes)
+}
+
+/// Makes room for `len` bytes in all, or says that there is none: a length from disk must not abort.
+fn reserve(bytes: &mut Vec<u8>, len: u64) -> Result<(), Defect> {
+    let no_memory = Defect::Memory { needed: len };
+    let Ok(len) = usize::try_from(len) else { return Err(no_memory) };
+    bytes.try_reserve_exact(len.saturating_sub(bytes.len())).map_err(|_| no_memory)
+}
+
+fn zeros(len: u64) -> Result<Vec<u8>, Defect> {
+    let mut bytes = Vec::new();
+    reserve(&mut bytes, len)?;
+    bytes.resize(len as usize, 0);
+    Ok(bytes)
+}
+
+/// Bytes of an image that are checked at a time.
+const CHECKED_AT_ONCE: u64 = 1 << 20;
+
+/// Checks an image's bytes, piece by piece: for who needs only to know that they are sound.
+///
+/// # Errors
+/// [`Damage`] if it is missing, cut short or damaged.
+pub fn check_image(source: &dyn ReadAt, image: &ImageRef) -> Result<(), Damage> {
+    let (file, offset) = (FileName::Pages(image.file), image.offset);
+    let at = |defect: Defect| defect.at(file, offset);
+    let mut hasher = crc32fast::Hasher::new();
+    let mut checked = 0;
+    // Asked of the whole first, so that what is cut short is said as such.
+    check_range(source, file, offset, image.stored_len).map_err(at)?;
+    while checked < image.stored_len {
+        let len = CHECKED_AT_ONCE.min(image.stored_len - checked);
+        hasher.update(&read_range(source, file, offset + checked, len).map_err(at)?);
+        checked += len;
     }
+    let (found, computed) = (image.stored_crc, hasher.finalize());
+    if found == computed { Ok(()) } else { Err(at(Defect::Checksum { what: "image", found, computed })) }
 }
 
 /// Reads an image and checks its bytes.
@@ -356,15 +403,21 @@ fn read_whole(source: &dyn ReadAt, file: FileName) -> Result<Vec<u8>, Damage> {
     read_range(source, file, 0, len).map_err(|defect| defect.at(file, 0))
 }
 
-/// Reads a range that must lie within its file: so nothing longer than the file is allocated (I9).
-fn read_range(source: &dyn ReadAt, file: FileName, offset: u64, len: u64) -> Result<Vec<u8>, Defect> {
-    let unreadable = |error: std::io::Error| Defect::Unreadable(error.to_string());
+/// Refuses a range that does not lie within its file.
+fn check_range(source: &dyn ReadAt, file: FileName, offset: u64, len: u64) -> Result<(), Defect> {
     let file_len = source.len(file).map_err(unreadable)?.ok_or(Defect::Missing)?;
     let end = offset.saturating_add(len);
-    if end > file_len {
-        return Err(Defect::Truncated { needed: end, have: file_len });
-    }
-    let mut bytes = vec![0; len as usize];
+    if end > file_len { Err(Defect::Truncated { needed: end, have: file_len }) } else { Ok(()) }
+}
+
+/// Reads a range that must lie within its file: so nothing longer than the file is allocated (I9).
+fn read_range(source: &dyn ReadAt, file: FileName, offset: u64, len: u64) -> Result<Vec<u8>, Defect> {
+    check_range(source, file, offset, len)?;
+    let mut bytes = zeros(len)?;
     source.read_at(file, offset, &mut bytes).map_err(unreadable)?;
     Ok(bytes)
+}
+
+fn unreadable(error: std::io::Error) -> Defect {
+    Defect::Unreadable(error.to_string())
 }

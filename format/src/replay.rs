@@ -27,6 +27,9 @@ pub struct Base {
     pub lsn: Lsn,
     /// Whether a later batch changes the length.
     pub resized: bool,
+    /// The longest that the page becomes from here on, in bytes: a page may be longer on its way than at
+    /// either end, and memory for it is asked for once.
+    pub len_max: u64,
 }
 
 /// Follows the log from a snapshot, batch by batch, keeping table and bases.
@@ -115,11 +118,13 @@ impl Resolver {
                 // The create is part of the base: the batch that contains it applies in full.
                 Op::Create { page, len, .. } => {
                     let before = Lsn(lsn.0 - 1);
-                    self.bases.insert(*page, Base { image: None, len: *len, lsn: before, resized: false });
+                    let (image, resized) = (None, false);
+                    self.bases.insert(*page, Base { image, len: *len, lsn: before, resized, len_max: *len });
                 }
-                Op::Resize { page, .. } => {
+                Op::Resize { page, len } => {
                     if let Some(base) = self.bases.get_mut(page) {
                         base.resized = true;
+                        base.len_max = base.len_max.max(*len);
                     }
                 }
                 Op::Delete { page } => {
@@ -177,7 +182,7 @@ fn broken(refusal: &Refusal) -> Defect {
 }
 
 fn base(entry: &ManifestEntry, lsn: Lsn) -> Base {
-    Base { image: entry.image, len: entry.len, lsn, resized: false }
+    Base { image: entry.image, len: entry.len, lsn, resized: false, len_max: entry.len }
 }
 
 fn page_info(entry: &ManifestEntry) -> PageInfo {

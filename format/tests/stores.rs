@@ -420,6 +420,35 @@ fn pages_over_the_budget_are_not_built() {
 }
 
 #[test]
+fn an_absurd_length_is_a_limit_or_an_error_and_never_an_abort() {
+    let len = 1 << 40;
+    let (page, key, metadata) = (PageId(2), None, Metadata::new());
+    let create = Op::Create { page, len, place: Place::Host, key, metadata };
+    let resize = |len| Op::Resize { page: PAGE, len };
+    let rows: [(&str, &[Op<'_>]); 3] = [
+        ("created so", &[create]),
+        ("resized so", &[resize(len)]),
+        ("so long on its way only", &[resize(len), resize(64)]),
+    ];
+    for (why, ops) in rows {
+        let mut maker = four();
+        maker.batch_of(ops, true);
+        let options = RebuildOptions { page_bytes_max: 1 << 30, ..RebuildOptions::default() };
+        let damage = rebuild(&maker.files, &options).unwrap_err().to_string();
+        assert!(damage.contains("bytes of all pages is 1099511"), "{why}: {damage}");
+        let base = remanent_format::replay::Base {
+            image: None,
+            len: 0,
+            lsn: Lsn(1),
+            resized: true,
+            len_max: u64::MAX,
+        };
+        let damage = remanent_format::rebuild::load_base(&maker.files, &base).unwrap_err();
+        assert_eq!(damage.defect, remanent_format::Defect::Memory { needed: u64::MAX }, "{why}");
+    }
+}
+
+#[test]
 fn archives_hold_whole_stores() {
     let mut maker = four();
     maker.snapshot(1, 2, 4, 4);

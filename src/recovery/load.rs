@@ -9,7 +9,7 @@ use remanent_format::frame::FrameKind;
 use remanent_format::log::LogWalk;
 use remanent_format::manifest::Manifest;
 use remanent_format::op::decode_payload;
-use remanent_format::rebuild::{Resolution, Survey, read_image};
+use remanent_format::rebuild::{Resolution, Survey, load_base};
 use remanent_format::replay::Base;
 use remanent_format::{Defect, FileName, LogPoint, Lsn, PageId, ReadAt};
 
@@ -100,13 +100,10 @@ impl Loader<'_> {
         let mut images = Vec::new();
         for (&page, base) in bases {
             match base.image {
-                Some(image) if base.resized => {
-                    self.on_host.insert(page, read_image(source, &image)?);
+                _ if base.resized => {
+                    self.on_host.insert(page, load_base(source, base)?);
                 }
                 Some(image) => images.push((image, page)),
-                None if base.resized => {
-                    self.on_host.insert(page, Vec::new());
-                }
                 None => self.list.zero(self.memory[&page].span()),
             }
         }

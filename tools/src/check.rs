@@ -8,6 +8,7 @@ use remanent_format::rebuild::{RebuildOptions, Rebuilt, rebuild};
 use remanent_format::{Defect, Epoch, FileName, Key, Metadata, PageId, Value};
 
 use crate::exit::Failure;
+use crate::memory::available;
 use crate::simulate::{Expected, Rule, Simulation};
 use crate::store_dir::StoreDir;
 use crate::trace::Trace;
@@ -141,7 +142,8 @@ pub fn simulate(rule: Rule, trace: &mut Trace, last: Option<u64>) -> Result<Simu
 
 /// The state that recovery would find in a directory, computed without the engine.
 pub fn recovered(dir: &Path) -> Result<Rebuilt, Failure> {
-    rebuild(&StoreDir::open(dir)?, &RebuildOptions::default()).map_err(|damage| match damage.defect {
+    let options = RebuildOptions { page_bytes_max: available(), ..RebuildOptions::default() };
+    rebuild(&StoreDir::open(dir)?, &options).map_err(|damage| match damage.defect {
         Defect::Missing if damage.file == FileName::Store => {
             Failure::Environment(format!("there is no store in {}", dir.display()))
         }

@@ -27,9 +27,9 @@ use crate::trace::Trace;
 const TRACE: &[u8] = include_bytes!("../data/mooncake_conversation_trace.jsonl.zst");
 
 const EXAMPLES: &str = "\
-The demo replays a real cache trace into a store, kills the process with SIGKILL again and again, and after
-each kill checks that exactly the acknowledged requests are there: every page, every epoch, every byte. Then
-it goes back to an earlier snapshot and forward again.
+The demo replays a real cache trace into a store, kills the process with SIGKILL again and again, and \
+after each kill checks that exactly the acknowledged requests are there: every page, every epoch, every byte. \
+Then it goes back to an earlier snapshot and forward again.
 
 Examples:
   remanent demo                        in a directory of its own, removed at the end

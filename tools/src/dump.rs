@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use remanent_format::{Key, PageId, PageInfo};
 
 use crate::exit::{Ending, Failure, Outcome};
+use crate::memory::Memory;
 use crate::output::Output;
 use crate::store_dir::StoreDir;
 use crate::view::View;
@@ -27,6 +28,8 @@ pub struct Dump {
     /// Where the bytes go; `-` is standard output
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
+    #[command(flatten)]
+    memory: Memory,
 }
 
 /// How a page is named on the command line.
@@ -51,7 +54,7 @@ impl Dump {
     pub fn run(&self, out: &mut Output) -> Outcome {
         let dir = StoreDir::open(&self.dir)?;
         self.refuse_to_write_into_the_store()?;
-        let (view, contents) = View::with_contents(&dir)?;
+        let (view, contents) = View::with_contents(&dir, self.memory.limit())?;
         let is_wanted = |info: &&PageInfo| match &self.page {
             Selector::Number(page) => info.page == *page,
             Selector::Key(key) => info.key.as_ref() == Some(key),
@@ -63,7 +66,9 @@ impl Dump {
         };
         match &contents[&info.page] {
             Ok(bytes) => self.write(bytes, out)?,
-            Err(damage) => return Err(Failure::Damage(format!("page {} is lost: {damage}", info.page))),
+            Err(damage) => {
+                return Err(Failure::Damage(format!("page {} cannot be read: {damage}", info.page)));
+            }
         }
         view.complain()?;
         Ok(Ending::Fine)

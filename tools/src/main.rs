@@ -10,6 +10,7 @@ mod output;
 mod interrupt;
 mod progress;
 mod json;
+mod memory;
 
 mod trace;
 mod simulate;

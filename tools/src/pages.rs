@@ -7,6 +7,7 @@ use remanent_format::PageInfo;
 
 use crate::exit::{Ending, Outcome};
 use crate::json::{self, object};
+use crate::memory::Memory;
 use crate::output::Output;
 use crate::store_dir::StoreDir;
 use crate::view::{Contents, View};
@@ -14,7 +15,7 @@ use crate::view::{Contents, View};
 const EXAMPLES: &str = "\
 The pages are those that recovery would find now: the newest snapshot and the log behind it, but for a torn \
 tail. `crc32` is computed from a page's bytes. What is damaged is said on standard error; the pages that can \
-be made out are listed all the same, with null for the checksum of bytes that are lost.
+be made out are listed all the same, with null for the checksum of bytes that are lost or find no memory.
 
 Examples:
   remanent pages store
@@ -29,13 +30,15 @@ pub struct Pages {
     /// One JSON object a line
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    memory: Memory,
 }
 
 impl Pages {
     /// Lists.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let dir = StoreDir::open(&self.dir)?;
-        let (view, contents) = View::with_contents(&dir)?;
+        let (view, contents) = View::with_contents(&dir, self.memory.limit())?;
         let pages: Vec<&PageInfo> = view.pages().collect();
         if self.json {
             for info in pages {

@@ -9,10 +9,13 @@ use std::path::{Path, PathBuf};
 use remanent_format::{FileName, Folder, ReadAt};
 
 use crate::exit::Failure;
+use crate::memory::available;
 
 /// A directory opened for reading.
 pub struct StoreDir {
     path: PathBuf,
+    /// The longest file that is read as a whole.
+    whole_max: u64,
     /// The file that was read last: most reads go on where the one before ended.
     last: RefCell<Option<(FileName, File)>>,
 }
@@ -21,7 +24,7 @@ impl StoreDir {
     /// The directory, which must exist.
     pub fn open(path: &Path) -> Result<Self, Failure> {
         match fs::read_dir(path) {
-            Ok(_) => Ok(Self { path: path.to_owned(), last: RefCell::new(None) }),
+            Ok(_) => Ok(Self { path: path.to_owned(), whole_max: available(), last: RefCell::new(None) }),
             Err(error) => Err(Failure::Environment(format!("cannot read {}: {error}", path.display()))),
         }
     }
@@ -87,6 +90,10 @@ impl ReadAt for StoreDir {
 
     fn len(&self, file: FileName) -> io::Result<Option<u64>> {
         match fs::metadata(self.file(file)) {
+            // These are read as a whole, and a file's length may be a hole.
+            Ok(metadata) if metadata.is_file() && is_whole(file) && metadata.len() > self.whole_max => Err(
+                io::Error::new(ErrorKind::OutOfMemory, "the file is longer than the memory that is there"),
+            ),
             Ok(metadata) if metadata.is_file() => Ok(Some(metadata.len())),
             // Opening a pipe of that name would wait for a writer.
             Ok(_) => Err(io::Error::new(ErrorKind::InvalidData, "not a regular file")),
@@ -106,6 +113,11 @@ impl ReadAt for StoreDir {
         let (_, open) = last.as_ref().expect("a file was just put there");
         open.read_exact_at(out, offset)
     }
+}
+
+/// Whether a file is read into memory as a whole.
+fn is_whole(file: FileName) -> bool {
+    matches!(file, FileName::Store | FileName::Manifest(_) | FileName::Table(_))
 }
 
 #[cfg(test)]

@@ -6,12 +6,13 @@ use std::sync::Arc;
 
 use remanent_format::image::{ImageFileHeader, ImageFileHeaderRaw, ImageRef};
 use remanent_format::manifest::Manifest;
-use remanent_format::rebuild::read_image;
+use remanent_format::rebuild::check_image;
 use remanent_format::{Damage, Defect, FileName, Lsn, ReadAt, SnapshotId};
 
 use crate::exit::{Ending, Failure, Outcome};
 use crate::json::object;
 use crate::log::{torn_json, torn_line};
+use crate::memory::Memory;
 use crate::output::Output;
 use crate::store_dir::StoreDir;
 use crate::view::View;
@@ -34,6 +35,8 @@ pub struct Verify {
     /// One JSON object a line: the findings, then a summary
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    memory: Memory,
 }
 
 /// A defect, and what it costs.
@@ -66,7 +69,14 @@ impl Verify {
         let mut images = Images { dir: &dir, read: BTreeMap::new(), bytes: 0 };
         let starts = starts(&dir, &view, &mut images);
         let opens_from = starts.iter().position(|start| start.blocked_by.is_empty());
-        let findings = findings(&dir, &view, &starts, opens_from, &images);
+        let mut findings = findings(&dir, &view, &starts, opens_from, &images);
+        if let Some(Err(damage)) =
+            view.state.as_ref().map(|state| state.check_page_bytes(self.memory.limit()))
+        {
+            let cost =
+                "nothing if there is memory for it elsewhere: `--memory-max` raises the limit".to_owned();
+            findings.push(Finding { damage, cost });
+        }
         for finding in &findings {
             self.report(finding, out)?;
         }
@@ -193,7 +203,7 @@ impl Images<'_> {
             Some(known) => known.clone(),
             None => {
                 self.bytes = self.bytes.saturating_add(image.stored_len);
-                let defect = read_image(self.dir, &image).err().map(|damage| damage.defect);
+                let defect = check_image(self.dir, &image).err().map(|damage| damage.defect);
                 self.read.insert(name, defect.clone());
                 defect
             }

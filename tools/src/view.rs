@@ -18,6 +18,9 @@ use crate::store_dir::StoreDir;
 /// The bytes of each page, or why they are lost.
 pub type Contents = BTreeMap<PageId, Result<Vec<u8>, Damage>>;
 
+/// How often a store that is being written to is looked at before what looks damaged is called so.
+const LOOKS_AT_AN_OPEN_STORE: usize = 5;
+
 /// A store, as far as it can be made out.
 pub struct View {
     /// Every file, looked at and not judged.
@@ -31,6 +34,19 @@ pub struct View {
 impl View {
     /// Looks at a directory. The images are left for later.
     pub fn take(dir: &StoreDir) -> Result<Self, Failure> {
+        let mut view = Self::take_once(dir)?;
+        // While a process writes, files come and go between two reads of ours: that is no damage, and a
+        // moment later it looks whole.
+        for _ in 1..LOOKS_AT_AN_OPEN_STORE {
+            if view.damage.is_empty() || dir.holder().is_none() {
+                break;
+            }
+            view = Self::take_once(dir)?;
+        }
+        Ok(view)
+    }
+
+    fn take_once(dir: &StoreDir) -> Result<Self, Failure> {
         let (survey, identity_damage) = look(dir)?;
         let mut damage: Vec<Damage> = identity_damage.into_iter().collect();
         let mut furthest: Option<Resolution> = None;
@@ -59,10 +75,11 @@ impl View {
         Ok(Self { survey, state: furthest, damage })
     }
 
-    /// Looks at a directory and its images: the view, and the bytes of all pages in it.
-    pub fn with_contents(dir: &StoreDir) -> Result<(Self, Contents), Failure> {
+    /// Looks at a directory and its images: the view, and the bytes of all pages in it, if they take no more
+    /// than `page_bytes_max` together.
+    pub fn with_contents(dir: &StoreDir, page_bytes_max: u64) -> Result<(Self, Contents), Failure> {
         let mut view = Self::take(dir)?;
-        if let Ok(rebuilt) = rebuild(dir, &RebuildOptions::default()) {
+        if let Ok(rebuilt) = rebuild(dir, &RebuildOptions { page_bytes_max, ..RebuildOptions::default() }) {
             // The snapshot that was followed just now may be one whose images are damaged.
             if view.state.as_ref().is_some_and(|state| state.base != rebuilt.base) {
                 view.damage.extend(rebuilt.passed_over);
@@ -70,17 +87,21 @@ impl View {
             let contents = rebuilt.contents.into_iter().map(|(page, bytes)| (page, Ok(bytes))).collect();
             return Ok((view, contents));
         }
-        let contents = match &view.state {
-            Some(state) => view.survey.load(dir, state, u64::MAX).unwrap_or_else(|damage| {
-                // The log held a moment ago; if it does not now, it is being written to.
+        let Some(state) = &view.state else { return Ok((view, Contents::new())) };
+        match view.survey.load(dir, state, page_bytes_max) {
+            Ok(contents) => {
+                let lost = contents.values().filter_map(|bytes| bytes.as_ref().err().cloned());
+                view.damage.extend(lost);
+                Ok((view, contents))
+            }
+            // There is no room for the pages; or the log, which held a moment ago, is being written to.
+            Err(damage) => {
                 let pages = state.resolved.table.pages();
-                pages.map(|info| (info.page, Err(damage.clone()))).collect()
-            }),
-            None => Contents::new(),
-        };
-        let lost: Vec<Damage> = contents.values().filter_map(|bytes| bytes.as_ref().err().cloned()).collect();
-        view.damage.extend(lost);
-        Ok((view, contents))
+                let contents = pages.map(|info| (info.page, Err(damage.clone()))).collect();
+                view.damage.push(damage);
+                Ok((view, contents))
+            }
+        }
     }
 
     /// The pages in the state, in the order of their numbers.

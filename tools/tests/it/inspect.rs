@@ -294,7 +294,7 @@ fn a_lost_page_does_not_take_the_others_with_it() {
     assert_eq!(pages[1]["crc32"], crc32fast::hash(&[0; 16]));
     run(&["dump", &store, "2", "-o", &scratch.path("page")]).expect(1);
     let lost = run(&["dump", &store, "1", "-o", &scratch.path("lost")]).expect(1);
-    assert!(lost.err.contains("page 1 is lost"), "{}", lost.err);
+    assert!(lost.err.contains("page 1 cannot be read"), "{}", lost.err);
     assert!(fs::metadata(scratch.path("lost")).is_err());
 }
 
@@ -372,4 +372,48 @@ fn inspecting_commands_know_nothing_of_the_engine() {
     ] {
         assert!(!knows(name), "{name} imports the engine, which refuses what this command must open");
     }
+}
+
+#[test]
+fn a_page_longer_than_the_memory_is_shown_and_not_built() {
+    let scratch = Scratch::new();
+    let store = Store::open(scratch.store(), Options::default().segment_len(64 << 10)).unwrap();
+    let mut batch = store.batch();
+    batch.create(1 << 20, Place::Host);
+    store.commit(batch).unwrap();
+    store.close().unwrap();
+    let store = scratch.store();
+    let limited = |command: &[&str], code| {
+        let args = [&[command[0], &store], &command[1..], &["--memory-max", "1048575"]].concat();
+        run(&args).expect(code)
+    };
+    let pages = limited(&["pages", "--json"], 1);
+    assert_eq!(pages.json()[0]["len"], 1 << 20);
+    assert!(pages.json()[0]["crc32"].is_null());
+    assert_eq!(pages.err.matches("over the limit of 1048575").count(), 1, "{}", pages.err);
+    assert!(limited(&["verify"], 1).out.contains("`--memory-max` raises the limit"));
+    limited(&["dump", "1", "-o", &scratch.path("page")], 1);
+    run(&["verify", &store, "--memory-max", "1048576"]).expect(0);
+    run(&["pages", &store]).expect(0);
+}
+
+#[test]
+fn a_hole_as_long_as_the_disk_is_damage_and_does_not_abort() {
+    let scratch = Scratch::new();
+    small_store(&scratch).close().unwrap();
+    let store = scratch.store();
+    let file = fs::File::options().write(true).open(newest(&store, "snapshots", "manifest")).unwrap();
+    file.set_len(8 << 40).unwrap();
+    let info = run(&["info", &store, "--json"]).expect(1).json().remove(0);
+    assert!(info["damage"][0]["defect"].as_str().unwrap().contains("longer than the memory"), "{info}");
+    run(&["verify", &store]).expect(1);
+    run(&["pages", &store]).expect(1);
+}
+
+#[test]
+fn a_snapshot_is_verified_as_soon_as_the_store_is_closed() {
+    let scratch = Scratch::new();
+    small_store(&scratch).close().unwrap();
+    let info = run(&["info", &scratch.store(), "--json"]).expect(0).json().remove(0);
+    assert_eq!(info["snapshots"][0]["verified"], true);
 }

@@ -1,0 +1,41 @@
+//! How much memory an inspecting command may take. A page's length on disk may be anything up to a TiB
+//! while its zeros take no space there, so no length is believed before it was held against this.
+
+use std::fs;
+
+/// The memory that pages may take.
+#[derive(Clone, Copy, Debug, clap::Args)]
+pub struct Memory {
+    /// Bytes of memory that the pages may take together; what is available, if it is not given
+    #[arg(long, value_name = "BYTES")]
+    memory_max: Option<u64>,
+}
+
+impl Memory {
+    /// The limit in bytes.
+    pub fn limit(self) -> u64 {
+        self.memory_max.unwrap_or_else(available)
+    }
+}
+
+/// What the kernel says that programs may still take without swapping.
+pub fn available() -> u64 {
+    fs::read_to_string("/proc/meminfo").ok().and_then(|text| parse(&text)).unwrap_or(u64::MAX)
+}
+
+fn parse(meminfo: &str) -> Option<u64> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    kib.checked_mul(1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_line_of_the_kernel_is_read() {
+        assert_eq!(parse("MemTotal: 9 kB\nMemAvailable:   24031 kB\nBuffers: 1 kB\n"), Some(24031 << 10));
+        assert_eq!(parse("MemTotal: 9 kB\n"), None);
+    }
+}
