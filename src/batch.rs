@@ -224,7 +224,8 @@ impl WriteBatch {
 
     /// Whether the batch only frees space: such batches may use the reserve of a full disk.
     pub(crate) fn only_deletes(&self) -> bool {
-        self.steps.iter().all(|step| matches!(step, Step::Delete { .. } | Step::Note { .. }))
+        let deletes = self.steps.iter().any(|step| matches!(step, Step::Delete { .. }));
+        deletes && self.steps.iter().all(|step| matches!(step, Step::Delete { .. } | Step::Note { .. }))
     }
 
     /// The existing pages that the batch clones.

@@ -71,6 +71,10 @@ impl Committer {
     /// Logs a batch and hands it to the applier. Returns the end of its frame and its new pages.
     pub fn submit(&self, batch: &WriteBatch) -> Result<(LogPoint, Vec<PageId>)> {
         self.poison.check()?;
+        self.try_submit(batch).map_err(|error| self.poison.set_by_device(error))
+    }
+
+    fn try_submit(&self, batch: &WriteBatch) -> Result<(LogPoint, Vec<PageId>)> {
         let count = batch.new_pages() as u64;
         let first = self.next_page.fetch_add(count, Ordering::Relaxed);
         let pages: Vec<PageId> = (first..first + count).map(PageId).collect();

@@ -208,7 +208,7 @@ pub enum Error {
         len: u64,
     },
     /// An earlier failure stopped commits and snapshots; this is that failure.
-    #[error("the store stopped after an earlier failure: {0}")]
+    #[error("the store stopped after an earlier failure: {0}; {remedy}", remedy = .0.remedy())]
     Poisoned(Arc<Error>),
     /// The store is being closed by another thread.
     #[error("the store is closed")]
@@ -231,6 +231,19 @@ pub enum Remedy {
     NewProcess,
     /// A person must look: `remanent verify` says what is damaged. Nothing was changed.
     Inspect,
+}
+
+impl fmt::Display for Remedy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Remedy::ChangeCall => "change the call",
+            Remedy::Retry => "try again",
+            Remedy::FreeSpace => "free some space, then try again",
+            Remedy::Reopen => "close the store and open it again",
+            Remedy::NewProcess => "open the store in a new process",
+            Remedy::Inspect => "run `remanent verify`",
+        })
+    }
 }
 
 impl Error {

@@ -24,13 +24,21 @@ pub(crate) struct ImageWriter {
 }
 
 impl ImageWriter {
-    /// Begins image file `number`.
+    /// Begins image file `number`. No space is a clean failure here and in the following: who gets it
+    /// abandons the file.
     pub fn create(disk: Arc<dyn Disk>, store: StoreId, number: u64) -> Result<Self> {
-        let file = disk.create(FileName::Pages(number))?;
+        let name = FileName::Pages(number);
+        let file = disk.create(name).map_err(|error| no_space(number, IMAGE_HEADER_BLOCK, error))?;
         let mut block = ImageFileHeader { store, file: number }.encode().to_vec();
         block.resize(IMAGE_HEADER_BLOCK as usize, 0);
-        file.write_at(0, &block)?;
-        Ok(Self { disk, store, number, file, offset: IMAGE_HEADER_BLOCK, chunks: Vec::new() })
+        let writer = Self { disk, store, number, file, offset: IMAGE_HEADER_BLOCK, chunks: Vec::new() };
+        match writer.file.write_at(0, &block) {
+            Ok(()) => Ok(writer),
+            Err(error) => {
+                writer.abandon();
+                Err(no_space(number, IMAGE_HEADER_BLOCK, error))
+            }
+        }
     }
 
     /// Writes one chunk of images; the references come back in the same order.
@@ -57,7 +65,8 @@ impl ImageWriter {
             let at = (header.image.offset - chunk.offset) as usize;
             bytes[at..at + page.len()].copy_from_slice(page);
         }
-        self.file.write_at(self.offset, &bytes)?;
+        let needed = self.offset + chunk.len;
+        self.file.write_at(self.offset, &bytes).map_err(|error| no_space(self.number, needed, error))?;
         self.offset += chunk.len;
         let references = chunk.images.iter().map(|header| header.image).collect();
         self.chunks.push(chunk);
@@ -66,13 +75,8 @@ impl ImageWriter {
 
     /// Makes the file and its name durable.
     pub fn sync(&self) -> Result<()> {
-        self.file.sync()?;
+        self.file.sync().map_err(|error| no_space(self.number, self.offset, error))?;
         self.disk.sync_folder(Folder::Pages)
-    }
-
-    /// Length of the file so far, in bytes.
-    pub fn bytes(&self) -> u64 {
-        self.offset
     }
 
     /// Reads everything back past the cache and checks it (I7).
@@ -110,4 +114,9 @@ impl ImageWriter {
             tracing::warn!(%error, "cannot remove an unfinished image file; the next open will");
         }
     }
+}
+
+/// Where images are made, no space is a clean failure.
+fn no_space(number: u64, needed: u64, error: Error) -> Error {
+    if error.is_no_space() { Error::DiskFull { file: FileName::Pages(number), needed } } else { error }
 }

@@ -153,8 +153,9 @@ impl Options {
         self
     }
 
-    /// Space held back for deletes, seals and manifests when the disk is full, in bytes, rounded up to
-    /// whole segments. Default: two segments.
+    /// Space held back for deletes, seals, manifests and the next open when the disk is full, in bytes,
+    /// rounded up to whole segments. An open takes two segments of it, the seal of a close takes one if the
+    /// log's last segment has no room left. Default: two segments.
     #[must_use]
     pub fn reserve_bytes(mut self, bytes: u64) -> Self {
         self.reserve_bytes = Some(bytes);

@@ -28,4 +28,9 @@ impl Poison {
         }
         Error::Poisoned(self.0.get().unwrap_or(&error).clone())
     }
+
+    /// Poisons the store if a call to the device failed; every other error is for the caller alone.
+    pub fn set_by_device(&self, error: Error) -> Error {
+        if matches!(error, Error::Device { .. }) { self.set(error) } else { error }
+    }
 }

@@ -8,10 +8,12 @@
 //!    preconditions cannot be fooled; images that are not exact are written anew. Synced.
 //! 3. Log the restore record that names the table; wait until it is durable. From here on recovery arrives
 //!    at the restored state.
-//! 4. Overwrite memory. A failure here poisons: the disk is right, memory is not.
+//! 4. Replace the tables, overwrite memory. A failure here poisons: tables and disk are right, memory is
+//!    not, and is not read any more.
 //!
 //! The caller then takes a snapshot, so that a later open need not replay the restore. A crash before 3
-//! leaves a table that no record names.
+//! leaves a table that no record names. No space in 2 or 3 is a clean failure; everything else after 1
+//! poisons.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
@@ -21,7 +23,9 @@ use remanent_format::manifest::{Manifest, ManifestEntry, ManifestKind};
 use remanent_format::op::{Op, PayloadWriter};
 use remanent_format::rebuild::{RebuildOptions, Rebuilt, read_manifest, rebuild};
 use remanent_format::store::StoreFile;
-use remanent_format::{Epoch, FileName, LogPoint, Lsn, PageId, PageInfo, PageTable, Place, SnapshotId};
+use remanent_format::{
+    Epoch, FileName, Folder, LogPoint, Lsn, PageId, PageInfo, PageTable, Place, SnapshotId,
+};
 
 use crate::applier::{Applier, Turn};
 use crate::device::{Command, CommandList, Device, Pending, StagingSpan};
@@ -71,23 +75,29 @@ impl Restore<'_> {
         let epoch = Epoch(submitted.epoch_high().0 + 1);
         let pages: Vec<PageInfo> =
             old.table.pages().map(|info| at_restore(info, submitted, lsn, epoch)).collect();
-        let (number, table_crc, files) =
-            self.write_table(&pages, &old, &manifest, submitted, lsn, epoch, keeping.next_file)?;
+        // The number is taken, whatever happens: a name is never used for two contents.
+        let number = keeping.next_file;
         keeping.next_file += 1;
-        keeping.tables.insert(number, KeptTable { restored_at: lsn, files });
+        let table = self.write_table(&pages, &old, &manifest, submitted, lsn, epoch, number);
         // 3.
-        let mut payload = PayloadWriter::default();
-        let record = Op::Restore { table: number, table_crc, restored: old.table.lsn() };
-        payload.push(&record).map_err(|defect| Error::from(defect.at(FileName::Table(number), 0)))?;
-        let payload = payload.finish();
-        let point = self.log.append(&payload, crc32fast::hash(&payload), SpacePurpose::User)?;
+        let logged = table.and_then(|(table_crc, files)| {
+            let mut payload = PayloadWriter::default();
+            let record = Op::Restore { table: number, table_crc, restored: old.table.lsn() };
+            payload.push(&record).map_err(|defect| Error::from(defect.at(FileName::Table(number), 0)))?;
+            let payload = payload.finish();
+            let point = self.log.append(&payload, crc32fast::hash(&payload), SpacePurpose::User)?;
+            Ok((point, files))
+        });
+        let (point, files) = logged.map_err(|error| self.give_up(number, error))?;
+        keeping.tables.insert(number, KeptTable { restored_at: lsn, files });
         self.log.wait_durable(point.lsn)?;
         // 4.
-        let memory = self.overwrite(pages.clone(), old, point);
-        memory.map_err(|error| self.poison.set(error))?;
-        let root = self.applier.turn(|turn| Ok(turn.applied.table.root().clone()))?;
+        let root = old.table.root().clone();
+        let overwritten = self.overwrite(pages.clone(), old, point);
+        // Whatever became of memory, this is the state now.
         submitted.replace(point.lsn, pages, root);
         submitted.index_keys().expect("the old state had unique keys");
+        overwritten.map_err(|error| self.poison.set(error))?;
         tracing::info!(%snapshot, lsn = %point.lsn, "restored");
         Ok(point)
     }
@@ -106,8 +116,8 @@ impl Restore<'_> {
         Ok(())
     }
 
-    /// Step 2: images that are not exact, then the table. Returns its number and checksum, and the image
-    /// files that it needs.
+    /// Step 2: images that are not exact, then the table. Returns its checksum, and the image files
+    /// that it needs.
     #[expect(clippy::too_many_arguments, reason = "one call, one purpose: the parts of a manifest")]
     fn write_table(
         &self,
@@ -118,7 +128,7 @@ impl Restore<'_> {
         lsn: Lsn,
         epoch: Epoch,
         number: u64,
-    ) -> Result<(u64, u32, BTreeSet<u64>)> {
+    ) -> Result<(u32, BTreeSet<u64>)> {
         // An image is exact if the page did not change between its capture and the snapshot's end.
         let images: HashMap<PageId, (Lsn, Option<ImageRef>)> =
             manifest.entries.iter().map(|entry| (entry.page, (entry.lsn, entry.image))).collect();
@@ -129,7 +139,7 @@ impl Restore<'_> {
         };
         let stale: Vec<&PageInfo> =
             pages.iter().filter(|info| info.len > 0 && exact(info).is_none()).collect();
-        let fresh = self.write_images(&stale, old, number)?;
+        let fresh = if stale.is_empty() { HashMap::new() } else { self.write_images(&stale, old, number)? };
         let entries: Vec<ManifestEntry> = pages
             .iter()
             .map(|info| entry(info, fresh.get(&info.page).copied().or_else(|| exact(info).flatten())))
@@ -153,7 +163,7 @@ impl Restore<'_> {
         let bytes = table.encode().map_err(|defect| Error::from(defect.at(file, 0)))?;
         publish(self.disk, file, number, &bytes)?;
         let table_crc = check_published(self.disk, file, &bytes)?;
-        Ok((number, table_crc, files))
+        Ok((table_crc, files))
     }
 
     fn write_images(
@@ -163,9 +173,6 @@ impl Restore<'_> {
         number: u64,
     ) -> Result<HashMap<PageId, ImageRef>> {
         let mut fresh = HashMap::new();
-        if stale.is_empty() {
-            return Ok(fresh);
-        }
         let mut writer = ImageWriter::create(self.disk.clone(), self.store.store, number)?;
         let mut rest = stale;
         while !rest.is_empty() {
@@ -187,16 +194,44 @@ impl Restore<'_> {
         Ok(fresh)
     }
 
+    /// Ends a restore of which nothing was logged. After a full disk all goes on as if it had never begun;
+    /// after any other failure the next open removes what is left, or nothing ever names it.
+    fn give_up(&self, number: u64, error: Error) -> Error {
+        if !matches!(error, Error::DiskFull { .. }) {
+            return self.poison.set(error);
+        }
+        let present = self.disk.list(Folder::Pages).unwrap_or_default();
+        for file in [FileName::Table(number), FileName::Pages(number)] {
+            if present.contains(&file.name())
+                && let Err(error) = self.disk.remove(file)
+            {
+                tracing::warn!(%error, "cannot remove what an unfinished restore wrote");
+            }
+        }
+        error
+    }
+
     /// Step 4.
     fn overwrite(&self, pages: Vec<PageInfo>, old: Rebuilt, point: LogPoint) -> Result<()> {
         let staging = self.staging.clone();
-        let pending = self.applier.turn(move |turn| overwrite(turn, &staging, pages, old, point))?;
+        let pending = self.applier.turn(move |turn| {
+            overwrite(turn, &staging, pages, old, point).inspect_err(|error| turn.lose(error))
+        })?;
         for list in pending {
-            for used in list.finish(self.device)? {
-                self.staging.give(used);
-            }
+            let used = list.finish(self.device).map_err(|error| self.lose(error))?;
+            used.into_iter().for_each(|used| self.staging.give(used));
         }
         Ok(())
+    }
+
+    /// Memory is neither the old state nor the new one: nobody may read it.
+    fn lose(&self, error: Error) -> Error {
+        let reason = error.clone();
+        let told = self.applier.turn(move |turn| {
+            turn.lose(&reason);
+            Ok(())
+        });
+        told.err().unwrap_or(error)
     }
 }
 
@@ -219,6 +254,9 @@ fn overwrite(
     old: Rebuilt,
     point: LogPoint,
 ) -> Result<Vec<Pending>> {
+    turn.applied.table.replace(point.lsn, pages.iter().cloned(), old.table.root().clone());
+    turn.applied.table.index_keys().expect("the old state had unique keys");
+    turn.applied.point = point;
     let wanted: HashMap<PageId, &PageInfo> = pages.iter().map(|info| (info.page, info)).collect();
     // What goes, goes first: the budget holds for what stays.
     let last_use = turn.submit(CommandList::default())?.fence();
@@ -249,8 +287,5 @@ fn overwrite(
             pending.push(turn.submit(CommandList { commands, staging: vec![staged.into_staging()] })?);
         }
     }
-    turn.applied.table.replace(point.lsn, pages, old.table.root().clone());
-    turn.applied.table.index_keys().expect("the old state had unique keys");
-    turn.applied.point = point;
     Ok(pending)
 }

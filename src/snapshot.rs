@@ -21,7 +21,6 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use remanent_format::frame::VerifiedSnapshot;
-use remanent_format::image::IMAGE_HEADER_BLOCK;
 use remanent_format::limits::{FRAME_ALIGN, align_up};
 use remanent_format::manifest::{Manifest, ManifestEntry, ManifestKind, Tombstone};
 use remanent_format::{
@@ -77,9 +76,10 @@ impl Snapshots {
     /// Takes a full snapshot for a caller who holds the lock on what is kept.
     pub fn take_holding(&self, keeping: &mut Keeping) -> Result<SnapshotInfo> {
         self.poison.check()?;
-        let taken = self.write(keeping).and_then(|info| {
-            self.retain(keeping)?;
-            Ok(info)
+        let taken = self.write(keeping).and_then(|info| match self.retain(keeping) {
+            // No space to record it: the snapshot stands, only nothing is recycled for it.
+            Ok(()) | Err(Error::DiskFull { .. }) => Ok(info),
+            Err(error) => Err(error),
         });
         taken.map_err(|error| match error {
             Error::DiskFull { .. } | Error::Closed | Error::OutOfMemory { .. } => error,
@@ -105,10 +105,10 @@ impl Snapshots {
             Ok(writer) => writer,
             Err(error) => {
                 self.stop_watching()?;
-                return Err(space(number, IMAGE_HEADER_BLOCK)(error));
+                return Err(error);
             }
         };
-        let written = self.gather_all(&mut writer, &pages).map_err(space(number, writer.bytes()));
+        let written = self.gather_all(&mut writer, &pages);
         let (entries, end) = match written.and_then(|entries| Ok((entries, self.end()?))) {
             Ok(written) => written,
             Err(error) => {
@@ -141,7 +141,7 @@ impl Snapshots {
         keeping.next_snapshot += 1;
         if let Err(error) = writer.sync() {
             writer.abandon();
-            return Err(space(number, writer_bytes(&manifest))(error));
+            return Err(error);
         }
         self.log.wait_durable(manifest.end)?; // I7
         let kept = match self.publish_manifest(&manifest) {
@@ -223,6 +223,7 @@ impl Snapshots {
     fn gather(&self, pages: Vec<PageId>) -> Result<Caught> {
         let device = self.device.clone();
         self.applier.turn(move |turn| {
+            turn.intact()?;
             let mut caught = Vec::with_capacity(pages.len());
             let mut sources = Vec::new();
             let mut at = 0;
@@ -244,23 +245,31 @@ impl Snapshots {
             match turn.submit(list) {
                 Ok(pending) => Ok(Caught { pages: caught, area, len: at as usize, fence: pending.fence() }),
                 Err(error) => {
-                    device.release(area)?;
+                    give_back(device.release(area));
                     Err(error)
                 }
             }
         })
     }
 
-    /// Brings a gathered area to the host, on a lane of its own.
+    /// Brings a gathered area to the host, on a lane of its own, and gives the area back.
     fn drain(&self, caught: &Caught) -> Result<StagingBuf> {
         let Caught { area, len, fence, .. } = *caught;
-        let staging = self.staging.take(len)?.into_staging();
-        self.device.after(Lane::Drain, fence)?;
-        let source = Span { memory: area, offset: 0, len: len as u64 };
-        let target = StagingSpan { index: 0, offset: 0, len };
-        let list =
-            CommandList { commands: vec![Command::Download { source, target }], staging: vec![staging] };
-        let drained = self.device.submit(Lane::Drain, list)?.finish(&*self.device)?;
+        let queued = self.staging.take(len).and_then(|staging| {
+            self.device.after(Lane::Drain, fence)?;
+            let source = Span { memory: area, offset: 0, len: len as u64 };
+            let target = StagingSpan { index: 0, offset: 0, len };
+            let commands = vec![Command::Download { source, target }];
+            self.device.submit(Lane::Drain, CommandList { commands, staging: vec![staging.into_staging()] })
+        });
+        let drained = match queued {
+            // An area whose last use cannot be waited for is not given back: it may still be in use.
+            Ok(pending) => pending.finish(&*self.device)?,
+            Err(error) => {
+                give_back(self.device.wait(fence).and_then(|()| self.device.release(area)));
+                return Err(error);
+            }
+        };
         self.device.release(area)?;
         Ok(StagingBuf::new(drained.into_iter().next().expect("one staging went in"), len))
     }
@@ -363,13 +372,9 @@ struct End {
     deleted: HashMap<PageId, Lsn>,
 }
 
-/// Where image files are made, no space is a clean failure.
-fn space(number: u64, needed: u64) -> impl Fn(Error) -> Error {
-    move |error| {
-        if error.is_no_space() { Error::DiskFull { file: FileName::Pages(number), needed } } else { error }
+/// After a failure: a second one, in giving scratch memory back, is only noted.
+fn give_back(released: Result<()>) {
+    if let Err(error) = released {
+        tracing::warn!(%error, "cannot give a gathered area back");
     }
-}
-
-fn writer_bytes(manifest: &Manifest) -> u64 {
-    manifest.entries.iter().map(|entry| entry.len).sum()
 }

@@ -172,8 +172,8 @@ impl Store {
         let poison = Arc::new(Poison::default());
         let table = applied.table.clone();
         let log = Log::start(store.store, log_io, pool.clone(), poison.clone(), log)?;
-        let applier =
-            Applier::start(device.clone(), arena.clone(), staging.clone(), poison.clone(), applied)?;
+        let applier = Applier::start(device.clone(), arena.clone(), staging.clone(), poison.clone(), applied);
+        let applier = applier.inspect_err(|_| log.stop())?;
         let committer = Committer::new(
             table,
             log.clone(),
@@ -281,12 +281,14 @@ impl Store {
     /// submitted before the call, or a later one. It is logged, but perhaps not yet durable.
     ///
     /// # Errors
-    /// [`Error::UnknownPage`], [`Error::OutOfBounds`], a device error.
+    /// [`Error::UnknownPage`], [`Error::OutOfBounds`]; [`Error::Poisoned`] if the device failed, now or
+    /// with a batch before. A store that is poisoned by its disk goes on being read.
     pub fn read(&self, page: PageId, offset: u64, out: &mut [u8]) -> Result<Lsn> {
         self.check_process()?;
         let len = out.len() as u64;
-        let Parts { applier, device, staging, .. } = &self.parts;
-        let (_, lsn, bytes) = applier.read(&**device, staging, page, move |_| (offset, len))?;
+        let Parts { applier, device, staging, poison, .. } = &self.parts;
+        let read = applier.read(&**device, staging, page, move |_| (offset, len));
+        let (_, lsn, bytes) = read.map_err(|error| poison.set_by_device(error))?;
         out.copy_from_slice(&bytes);
         staging.give(bytes.into_staging());
         Ok(lsn)
@@ -379,7 +381,7 @@ impl Store {
         // Still under both locks: this snapshot is exact, and later opens start from it.
         match snapshots.take_holding(&mut keeping) {
             // The restore stands without it: recovery replays the record.
-            Ok(_) | Err(Error::DiskFull { .. }) => {}
+            Ok(_) | Err(Error::DiskFull { .. } | Error::OutOfMemory { .. }) => {}
             Err(error) => return Err(error),
         }
         Ok(Position { incarnation: point.incarnation, lsn: point.lsn })

@@ -3,6 +3,10 @@
 //! Committers hand it batches that are `Logged` (I1). It takes what is queued as one list, so that many
 //! commits become one launch. Everything that must see commits in order, such as reads and a snapshot's
 //! gathers, runs as a *turn* between batches, on this thread.
+//!
+//! A list that the device did not take, or did not finish, is lost, and with it the only way to the pages'
+//! bytes: what is in memory then is not what the table says. The store is poisoned, no later list goes out
+//! and nothing is read any more. The log has it all.
 
 mod pieces;
 
@@ -60,12 +64,30 @@ pub(crate) struct Turn<'a> {
     /// For memory that comes and goes.
     pub arena: &'a Arena,
     device: &'a dyn Device,
+    lost: &'a mut Option<Error>,
 }
 
 impl Turn<'_> {
     /// Queues a list behind every batch so far.
+    ///
+    /// # Errors
+    /// A device error; the one with which the pages' bytes were lost.
     pub fn submit(&self, list: CommandList) -> Result<Pending> {
+        self.intact()?;
         self.device.submit(Lane::Apply, list)
+    }
+
+    /// Fails if memory is not what the table says: a page may have none at all.
+    ///
+    /// # Errors
+    /// The one with which the pages' bytes were lost.
+    pub fn intact(&self) -> Result<()> {
+        self.lost.as_ref().map_or(Ok(()), |error| Err(error.clone()))
+    }
+
+    /// Says that memory is not what the table says, for this reason: nothing is read from it any more.
+    pub fn lose(&mut self, error: &Error) {
+        self.lost.get_or_insert_with(|| error.clone());
     }
 }
 
@@ -80,9 +102,9 @@ enum Request {
 pub(crate) struct Applier {
     queue: Mutex<Queue>,
     wake: Condvar,
-    /// The newest batch whose list is in the lane.
-    applied: Mutex<Lsn>,
-    progress: Condvar,
+    progress: Mutex<Progress>,
+    /// `progress` changed.
+    moved: Condvar,
     poison: Arc<Poison>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
@@ -91,6 +113,15 @@ pub(crate) struct Applier {
 struct Queue {
     requests: VecDeque<Request>,
     stop: bool,
+    /// Whether the thread is gone: nobody takes requests any more.
+    ended: bool,
+}
+
+struct Progress {
+    /// The newest batch whose list is in the lane.
+    applied: Lsn,
+    /// Whether no later batch will be applied; the store is poisoned then.
+    lost: bool,
 }
 
 impl Applier {
@@ -105,14 +136,15 @@ impl Applier {
         let applier = Arc::new(Self {
             queue: Mutex::default(),
             wake: Condvar::new(),
-            applied: Mutex::new(applied.point.lsn),
-            progress: Condvar::new(),
+            progress: Mutex::new(Progress { applied: applied.point.lsn, lost: false }),
+            moved: Condvar::new(),
             poison,
             thread: Mutex::new(None),
         });
         let thread = std::thread::Builder::new().name("remanent-apply".to_owned()).spawn({
             let shared = applier.clone();
             move || {
+                let _heard_of = Life(shared.clone());
                 let mut worker = Worker {
                     shared,
                     device,
@@ -122,6 +154,7 @@ impl Applier {
                     list: ListBuilder::default(),
                     retiring: Vec::new(),
                     in_flight: VecDeque::new(),
+                    lost: None,
                 };
                 worker.run();
             }
@@ -150,7 +183,7 @@ impl Applier {
             // The receiver waits below, or its thread is gone and nobody wants the result.
             let _receiver_gone = sender.send(turn(state));
         })));
-        receiver.recv().unwrap_or(Err(Error::Closed))
+        receiver.recv().unwrap_or_else(|_| self.poison.check().and(Err(Error::Closed)))
     }
 
     /// A page's information and a range of its bytes, as of the batch returned with them.
@@ -169,6 +202,7 @@ impl Applier {
                 return Err(Error::OutOfBounds { page, offset, len, page_len: info.len });
             }
             let len = usize::try_from(len).map_err(|_| Error::OutOfMemory { place: Place::Host, len })?;
+            turn.intact()?;
             let target = StagingSpan { index: 0, offset: 0, len };
             let source = turn.applied.memory[&page].part(offset, len as u64);
             let commands = vec![Command::Download { source, target }];
@@ -181,17 +215,19 @@ impl Applier {
 
     /// Waits until batch `lsn` is in the lane.
     pub fn wait_applied(&self, lsn: Lsn) -> Result<()> {
-        let mut applied = self.applied.lock();
-        while *applied < lsn {
-            self.poison.check()?;
-            self.progress.wait(&mut applied);
+        let mut progress = self.progress.lock();
+        while progress.applied < lsn {
+            if progress.lost {
+                self.poison.check()?;
+            }
+            self.moved.wait(&mut progress);
         }
         Ok(())
     }
 
     /// The newest batch in the lane.
     pub fn applied(&self) -> Lsn {
-        *self.applied.lock()
+        self.progress.lock().applied
     }
 
     /// Ends the thread when the queue is empty, and waits for it.
@@ -208,6 +244,10 @@ impl Applier {
 
     fn request(&self, request: Request) {
         let mut queue = self.queue.lock();
+        if queue.ended {
+            // Dropping a turn tells whoever waits for it.
+            return;
+        }
         let was_empty = queue.requests.is_empty();
         queue.requests.push_back(request);
         // The worker takes the whole queue at once, so only the first request can find it asleep.
@@ -227,6 +267,29 @@ impl Applier {
         }
         Some(std::mem::take(&mut queue.requests))
     }
+
+    /// Changes the progress and wakes whoever waits for it. Under the lock: who has just looked and is
+    /// about to wait must not miss it.
+    fn progress(&self, change: impl FnOnce(&mut Progress)) {
+        change(&mut self.progress.lock());
+        self.moved.notify_all();
+    }
+}
+
+/// Lives as long as the thread. Where that ends in a panic, nobody must wait for it.
+struct Life(Arc<Applier>);
+
+impl Drop for Life {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let reason = "the applier's thread panicked".to_owned();
+            self.0.poison.set(Error::Device { reason, context_lost: false });
+            self.0.progress(|progress| progress.lost = true);
+        }
+        let mut queue = self.0.queue.lock();
+        queue.ended = true;
+        queue.requests.clear();
+    }
 }
 
 struct Worker {
@@ -239,6 +302,8 @@ struct Worker {
     /// Memory that the list under construction uses last.
     retiring: Vec<PageMemory>,
     in_flight: VecDeque<Pending>,
+    /// Why memory is not what the table says, if it is not.
+    lost: Option<Error>,
 }
 
 impl Worker {
@@ -258,6 +323,7 @@ impl Worker {
                             applied: &mut self.applied,
                             arena: &self.arena,
                             device: &*self.device,
+                            lost: &mut self.lost,
                         });
                     }
                 }
@@ -267,7 +333,13 @@ impl Worker {
         while let Some(pending) = self.in_flight.pop_front() {
             self.reclaim(pending);
         }
-        self.release_pages();
+        // Others' lists, reads and gathers, may be under way too; one behind all of them tells when they
+        // are done. Where it does not, they may still run, and memory that they name is left to them.
+        let last = self.device.submit(Lane::Apply, CommandList::default());
+        match last.and_then(|pending| pending.finish(&*self.device)) {
+            Ok(_) => self.release_pages(),
+            Err(error) => tracing::warn!(%error, "page memory stays allocated"),
+        }
     }
 
     /// Adds a batch to the list and installs what it does to the table.
@@ -314,24 +386,23 @@ impl Worker {
     /// Submits the list; from here on every later list sees its batches.
     fn flush(&mut self) {
         if !self.list.is_empty() {
-            match self.device.submit(Lane::Apply, self.list.take()) {
-                Ok(pending) => {
-                    for memory in self.retiring.drain(..) {
-                        self.arena.retire(memory, pending.fence());
+            let list = self.list.take();
+            if self.lost.is_none() {
+                match self.device.submit(Lane::Apply, list) {
+                    Ok(pending) => {
+                        for memory in self.retiring.drain(..) {
+                            self.arena.retire(memory, pending.fence());
+                        }
+                        self.in_flight.push_back(pending);
                     }
-                    self.in_flight.push_back(pending);
-                }
-                Err(error) => {
-                    self.shared.poison.set(error);
-                    self.shared.progress.notify_all();
-                    return;
+                    Err(error) => self.lose(error),
                 }
             }
         }
-        if self.shared.poison.check().is_ok() {
-            *self.shared.applied.lock() = self.applied.point.lsn;
+        if self.lost.is_none() {
+            let applied = self.applied.point.lsn;
+            self.shared.progress(|progress| progress.applied = applied);
         }
-        self.shared.progress.notify_all();
         let reached = self.device.reached(Lane::Apply);
         while self.in_flight.front().is_some_and(|pending| pending.fence().value <= reached)
             || self.in_flight.len() > IN_FLIGHT_MAX
@@ -344,11 +415,15 @@ impl Worker {
     fn reclaim(&mut self, pending: Pending) {
         match pending.finish(&*self.device) {
             Ok(staging) => staging.into_iter().for_each(|staging| self.staging.give(staging)),
-            Err(error) => {
-                self.shared.poison.set(error);
-                self.shared.progress.notify_all();
-            }
+            Err(error) => self.lose(error),
         }
+    }
+
+    /// A list is lost.
+    fn lose(&mut self, error: Error) {
+        let error = self.shared.poison.set(error);
+        self.lost.get_or_insert(error);
+        self.shared.progress(|progress| progress.lost = true);
     }
 
     fn release_pages(&mut self) {

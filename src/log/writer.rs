@@ -7,11 +7,17 @@
 //! its group. Frames of one group follow each other; a sync closes the group, and the next frame starts on
 //! a new 4096-byte boundary, so that nothing synced is written again (I5).
 //!
+//! The store may be poisoned while the log is sound, by a device or by a snapshot: then no batch is taken
+//! any more, but what was logged is still synced and sealed. Only a failure of the log's own writes and
+//! syncs ends that.
+//!
 //! Lock order: the store's submission lock, then `growth`, then `state`. The keeper takes no submission
 //! lock, so a committer that waits for a sync cannot block it.
 
 use std::collections::VecDeque;
+use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -78,12 +84,15 @@ pub(crate) struct Log {
     io: LogIo,
     pool: Arc<SegmentPool>,
     poison: Arc<Poison>,
+    /// Whether a frame could not be written or synced, or a segment not be made: nothing more becomes
+    /// durable. The store is poisoned before this is set.
+    failed: AtomicBool,
     state: Mutex<State>,
     /// Held while segments are made, which takes syncs; `state` stays free meanwhile.
     growth: Mutex<()>,
     /// Something for the keeper to do.
     work: Condvar,
-    /// `durable`, `seals` or the poison changed.
+    /// `durable`, `seals` or `failed` changed.
     progress: Condvar,
     /// Something for the maker to do.
     room: Condvar,
@@ -150,6 +159,7 @@ impl Log {
             io,
             pool,
             poison,
+            failed: AtomicBool::new(false),
             state: Mutex::new(State {
                 current,
                 ahead: VecDeque::from([next]),
@@ -191,7 +201,10 @@ impl Log {
 
     fn spawn(self: &Arc<Self>, name: &str, life: impl FnOnce(&Self) + Send + 'static) -> Result<()> {
         let log = self.clone();
-        let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || life(&log));
+        let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || {
+            let _heard_of = Life(&log);
+            life(&log);
+        });
         let thread = thread.map_err(|error| Error::Folder {
             action: "start the log's threads for",
             path: "the store".to_owned(),
@@ -239,7 +252,7 @@ impl Log {
     pub fn wait_durable(&self, lsn: Lsn) -> Result<()> {
         let mut state = self.state.lock();
         while state.durable < lsn {
-            self.poison.check()?;
+            self.check()?;
             if state.wanted < lsn {
                 state.wanted = lsn;
                 self.work.notify_one();
@@ -256,7 +269,7 @@ impl Log {
         // Every seal appended from now on names the new list.
         let (seals, refused) = (state.stats.seals, state.seals_refused);
         while state.seals_durable <= seals {
-            self.poison.check()?;
+            self.check()?;
             if state.seals_refused > refused {
                 let needed = self.pool.segment_len();
                 return Err(Error::DiskFull { file: FileName::Segment(state.current.number + 1), needed });
@@ -306,8 +319,8 @@ impl Log {
             if count >= AHEAD {
                 break;
             }
-            let made =
-                live(self.pool.make(next, purpose).map_err(|error| self.unless_full(error))?, self.io)?;
+            let made = self.pool.make(next, purpose).and_then(|segment| live(segment, self.io));
+            let made = made.map_err(|error| self.unless_full(error))?;
             self.state.lock().ahead.push_back(made);
         }
         // Taken out while it is replaced: with fewer than two ahead nobody rolls. A seal of the keeper's that
@@ -332,7 +345,7 @@ impl Log {
 
     /// A full disk is no failure where space is made; everything else is.
     fn unless_full(&self, error: Error) -> Error {
-        if matches!(error, Error::DiskFull { .. }) { error } else { self.poison.set(error) }
+        if matches!(error, Error::DiskFull { .. }) { error } else { self.fail(error) }
     }
 
     /// Puts a frame where there is room for it.
@@ -361,11 +374,7 @@ impl Log {
         let header_len = bytes.len() as u64;
         let window = state.current.window.clone();
         let written = window.put(offset + header_len, payload).and_then(|()| window.put(offset, &bytes));
-        written.map_err(|error| {
-            let error = self.poison.set(error);
-            self.progress.notify_all();
-            error
-        })?;
+        written.map_err(|error| self.fail(error))?;
 
         let end = header.end();
         match state.dirty.last_mut() {
@@ -396,26 +405,42 @@ impl Log {
     fn keep(&self) {
         loop {
             match self.next_duty() {
-                Duty::Sync => self.or_poison(Self::sync),
-                Duty::Seal => self.or_poison(Self::seal),
+                Duty::Sync => self.or_fail(Self::sync),
+                Duty::Seal => self.or_fail(Self::seal),
                 Duty::Stop => break,
             }
         }
         self.progress.notify_all();
     }
 
-    fn or_poison(&self, duty: impl Fn(&Self) -> Result<()>) {
+    fn or_fail(&self, duty: impl Fn(&Self) -> Result<()>) {
         if let Err(error) = duty(self) {
-            self.poison.set(error);
+            self.fail(error);
         }
         self.progress.notify_all();
+    }
+
+    /// Fails if the log did.
+    fn check(&self) -> Result<()> {
+        if self.failed.load(Ordering::Acquire) { self.poison.check() } else { Ok(()) }
+    }
+
+    /// Ends the log. Returns what everybody is told.
+    fn fail(&self, error: Error) -> Error {
+        let error = self.poison.set(error);
+        self.failed.store(true, Ordering::Release);
+        // Whoever found the log sound and is about to wait, waits by the time the keeper has looked: it
+        // does so under the lock, and wakes them all.
+        self.work.notify_one();
+        self.progress.notify_all();
+        error
     }
 
     /// Waits for something to do.
     fn next_duty(&self) -> Duty {
         let mut state = self.state.lock();
         loop {
-            if self.poison.check().is_err() {
+            if self.check().is_err() {
                 if state.stop {
                     return Duty::Stop;
                 }
@@ -535,13 +560,22 @@ impl Log {
                         Err(Error::DiskFull { .. }) => {
                             state.grow_after = Some(Instant::now() + GROW_AGAIN_AFTER);
                         }
-                        Err(error) => {
-                            self.poison.set(error);
-                            self.progress.notify_all();
-                        }
+                        Err(error) => drop(self.fail(error)),
                     }
                 }
             }
+        }
+    }
+}
+
+/// Lives as long as one of the log's threads. Where that ends in a panic, nobody must wait for it.
+struct Life<'a>(&'a Log);
+
+impl Drop for Life<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let file = FileName::Segment(self.0.current_segment());
+            self.0.fail(Error::io("go on with", file, None, io::Error::other("a thread panicked")));
         }
     }
 }

@@ -3,6 +3,7 @@
 //! Nothing on disk changes here, so a crash loses nothing.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::io;
 
 use remanent_format::apply::apply;
 use remanent_format::frame::FrameKind;
@@ -15,7 +16,7 @@ use remanent_format::{Defect, FileName, LogPoint, Lsn, PageId, ReadAt};
 
 use super::Recovery;
 use crate::applier::ListBuilder;
-use crate::arena::PageMemory;
+use crate::arena::{Arena, PageMemory};
 use crate::device::{Command, CommandList, Lane, Pending, StagingSpan};
 use crate::error::Result;
 use crate::source::DiskSource;
@@ -27,14 +28,37 @@ const IN_FLIGHT_MAX: usize = 8;
 /// Replayed deltas are submitted when their payloads reach this many bytes.
 const LIST_BYTES: usize = 1 << 20;
 
+/// Pages that are loaded, and that no list uses any more: given back if the open fails after all.
+pub(super) struct Loaded<'a> {
+    arena: &'a Arena,
+    memory: HashMap<PageId, PageMemory>,
+}
+
+impl Loaded<'_> {
+    /// The pages' memory, for good.
+    pub fn keep(mut self) -> HashMap<PageId, PageMemory> {
+        std::mem::take(&mut self.memory)
+    }
+}
+
+impl Drop for Loaded<'_> {
+    fn drop(&mut self) {
+        for (_, memory) in self.memory.drain() {
+            if let Err(error) = self.arena.discard(memory) {
+                tracing::warn!(%error, "cannot give page memory back");
+            }
+        }
+    }
+}
+
 /// Loads the pages of a resolved table: images, then the log on top.
-pub(super) fn load(
-    recovery: &Recovery<'_>,
+pub(super) fn load<'a>(
+    recovery: &Recovery<'a>,
     source: &DiskSource,
     survey: &Survey,
     base: Option<&Manifest>,
     resolution: &Resolution,
-) -> Result<HashMap<PageId, PageMemory>> {
+) -> Result<Loaded<'a>> {
     let mut loader = Loader {
         recovery,
         memory: HashMap::new(),
@@ -44,15 +68,17 @@ pub(super) fn load(
     };
     let loaded = loader.load(source, survey, base, resolution).and_then(|()| loader.drain(0));
     if loaded.is_err() {
-        // Lists may still name the memory; what cannot be waited for stays counted, and warned of.
-        let drained = loader.drain(0);
+        // Lists may still name the memory: one behind all of them tells when they are done. Where it does
+        // not, the memory stays counted, and is warned of.
+        let device = &*recovery.device;
+        let drained = device.submit(Lane::Apply, CommandList::default()).and_then(|last| last.finish(device));
         for (_, memory) in loader.memory.drain() {
             if drained.is_ok() {
                 recovery.arena.discard(memory)?;
             }
         }
     }
-    loaded.map(|()| loader.memory)
+    loaded.map(|()| Loaded { arena: recovery.arena, memory: loader.memory })
 }
 
 /// Brings pages into device memory.
@@ -122,7 +148,8 @@ impl Loader<'_> {
             let (last, _) = run.last().expect("at least the first");
             let file = FileName::Pages(first.file);
             let mut bytes = vec![0; (last.offset + last.stored_len - first.offset) as usize];
-            let len = source.len(file).ok().flatten().unwrap_or(0);
+            let unreadable = |error: io::Error| Defect::Unreadable(error.to_string()).at(file, first.offset);
+            let len = source.len(file).map_err(unreadable)?.unwrap_or(0);
             if len < first.offset + bytes.len() as u64 {
                 let needed = first.offset + bytes.len() as u64;
                 return Err(Defect::Truncated { needed, have: len }.at(file, first.offset).into());

@@ -57,13 +57,13 @@ use remanent_format::rebuild::{Resolution, Survey, read_manifest};
 use remanent_format::segment::{FORMAT_VERSION, SEGMENT_HEADER_BLOCK};
 use remanent_format::store::{StoreFile, StoreRecord};
 use remanent_format::{
-    Damage, Defect, FileName, Folder, Lsn, PageId, PageTable, Place, Position, ReadAt, SnapshotId, StoreId,
+    Damage, Defect, FileName, Folder, Lsn, PageTable, Place, Position, ReadAt, SnapshotId, StoreId,
 };
 
-use self::load::load;
+use self::load::{Loaded, load};
 use self::opening::{Predecessor, begin, random};
 use crate::applier::Applied;
-use crate::arena::{Arena, PageMemory};
+use crate::arena::Arena;
 use crate::device::Device;
 use crate::disk::Disk;
 use crate::error::{Error, Result};
@@ -240,8 +240,11 @@ impl Recovery<'_> {
         let survey = Survey::read(&source)?;
         self.check_identity(&survey.store)?;
         if survey.log.newest().is_none() {
-            let number = survey.log.segments().keys().next_back().copied().unwrap_or(1);
-            return Err(Defect::Missing.at_lsn(FileName::Segment(number), 0, survey.mark()).into());
+            let (number, defect) = match survey.log.segments().iter().next_back() {
+                Some((number, newest)) => (*number, newest.header.clone().err().unwrap_or(Defect::Missing)),
+                None => (1, Defect::Missing),
+            };
+            return Err(defect.at_lsn(FileName::Segment(number), 0, survey.mark()).into());
         }
 
         let (resolution, memory, mut harmless) = self.load_best(&source, &survey)?;
@@ -291,7 +294,8 @@ impl Recovery<'_> {
             incarnation = %position.incarnation, lsn = %position.lsn, snapshot = ?recovered.snapshot,
             replayed = recovered.replayed_batches, copied = copied_batches, torn = ?recovered.torn, "recovered"
         );
-        let applied = Applied { table: resolution.resolved.table, memory, point: log.point, deleted: None };
+        let (table, memory) = (resolution.resolved.table, memory.keep());
+        let applied = Applied { table, memory, point: log.point, deleted: None };
         Ok(Opened { store: survey.store, applied, log, pool, keeping, recovered })
     }
 
@@ -329,7 +333,7 @@ impl Recovery<'_> {
         &self,
         source: &DiskSource,
         survey: &Survey,
-    ) -> Result<(Resolution, HashMap<PageId, PageMemory>, Vec<Damage>)> {
+    ) -> Result<(Resolution, Loaded<'_>, Vec<Damage>)> {
         let mut passed_over: Vec<Damage> = Vec::new();
         for candidate in survey.candidates() {
             let loaded = candidate.map_err(Error::from).and_then(|base| {

@@ -5,6 +5,7 @@ mod damage;
 mod devices;
 mod disk_faults;
 mod disk_laws;
+mod faults;
 mod files;
 mod floors;
 mod fork;

@@ -198,6 +198,12 @@ impl SimDisk {
         self.shared.lock().faults.push(fault);
     }
 
+    /// How many operations are yet to fail, together.
+    #[must_use]
+    pub fn faults_left(&self) -> usize {
+        self.shared.lock().faults.iter().fold(0, |left, fault| left.saturating_add(fault.times))
+    }
+
     /// Removes all faults.
     pub fn clear_faults(&self) {
         self.shared.lock().faults.clear();

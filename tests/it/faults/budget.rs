@@ -1,0 +1,124 @@
+//! Budgets, and memory that runs out: exact figures, and nothing changed.
+
+use remanent::disk::Disk;
+use remanent::{Budget, Folder, SnapshotId};
+
+use super::*;
+
+fn within(bytes: u64) -> Options {
+    small().budget(Budget::default().with(Place::Host, bytes))
+}
+
+#[track_caller]
+fn over_budget<T: std::fmt::Debug>(result: Result<T>, wanted: (u64, u64, u64)) {
+    match result.unwrap_err() {
+        Error::OverBudget { place: Place::Host, asked, available, budget } => {
+            assert_eq!((asked, available, budget), wanted);
+        }
+        other => panic!("{other}"),
+    }
+}
+
+fn create(store: &Store, lens: &[u64]) -> Result<Vec<PageId>> {
+    let mut batch = store.batch();
+    for len in lens {
+        batch.create(*len, Place::Host);
+    }
+    store.commit(batch).map(|committed| committed.pages)
+}
+
+fn allocated(store: &Store) -> (u64, u64) {
+    let places = store.stats().places;
+    let usage = places.iter().find(|(place, _)| *place == Place::Host).unwrap().1;
+    (usage.allocated_bytes, usage.count)
+}
+
+#[test]
+fn a_batch_over_the_budget_is_refused_to_the_byte_and_leaves_no_memory_behind() {
+    let disk = SimDisk::new();
+    let device = Gauge::host();
+    let store = Store::open_on(Arc::new(disk.clone()), device.clone(), within(1000)).unwrap();
+    let page = create(&store, &[600]).unwrap()[0];
+    over_budget(create(&store, &[401]), (401, 400, 1000));
+    over_budget(create(&store, &[300, 300]), (300, 100, 1000));
+    let mut batch = store.batch();
+    batch.resize(page, 500);
+    // The old bytes are there until the new ones are.
+    over_budget(store.commit(batch), (500, 400, 1000));
+    assert_eq!((allocated(&store), store.lsn().0, device.live()), ((600, 1), 1, 1));
+    // Another place has its own budget, in this case none.
+    let mut batch = store.batch();
+    batch.create(5000, Place::Device(0));
+    let elsewhere = store.commit(batch).unwrap().pages[0];
+
+    let mut batch = store.batch();
+    batch.delete(page).delete(elsewhere);
+    store.commit(batch).unwrap();
+    create(&store, &[1000]).unwrap();
+    over_budget(create(&store, &[1]), (1, 0, 1000));
+    create(&store, &[0]).unwrap();
+    assert_eq!(allocated(&store), (1000, 2));
+    drop(store);
+    assert_eq!(device.live(), 0);
+}
+
+#[test]
+fn recovery_refuses_a_final_table_over_the_budget_before_it_allocates() {
+    let disk = SimDisk::new();
+    let store = open_on_host(&disk).unwrap();
+    let pages = create(&store, &[900, 700, 300]).unwrap();
+    store.snapshot().unwrap();
+    let mut batch = store.batch();
+    batch.delete(pages[0]).resize(pages[1], 100);
+    store.commit(batch).unwrap();
+    drop(store);
+
+    let device = Gauge::host();
+    let opened = Store::open_on(Arc::new(disk.clone()), device.clone(), within(399));
+    over_budget(opened, (400, 399, 399));
+    assert_eq!(device.allocations.load(Ordering::SeqCst), 0);
+    // On the way there was more than this, but never in memory.
+    let store = Store::open_on(Arc::new(disk.clone()), device.clone(), within(400)).unwrap();
+    assert_eq!(store.lsn().0, 2);
+    assert_eq!(allocated(&store), (400, 2));
+
+    // Nor does a restore go over it.
+    over_budget(store.restore_from_snapshot(SnapshotId(1)), (1900, 400, 400));
+    assert_eq!((store.lsn().0, allocated(&store)), (2, (400, 2)));
+    let mut batch = store.batch();
+    batch.set_root("goes", "on");
+    store.commit(batch).unwrap();
+}
+
+#[test]
+fn memory_that_runs_out_leaves_everything_as_it_was() {
+    let disk = SimDisk::new();
+    let device = Gauge::host();
+    let store = open(&disk, device.clone()).unwrap();
+    let mut line = Line::begin(&store);
+    line.commits(&store, 5).unwrap();
+    // Nothing left for the first page of a batch, for its second, for a snapshot's scratch.
+    for left in [0, 1] {
+        device.allocations_left.store(left, Ordering::SeqCst);
+        let error = create(&store, &[10, 20, 30]).unwrap_err();
+        assert!(matches!(error, Error::OutOfMemory { place: Place::Host, .. }), "{error}");
+        // The pages of before; what they replaced was reaped on the way.
+        assert_eq!((device.live(), store.lsn().0), (2, line.logged));
+    }
+    device.allocations_left.store(0, Ordering::SeqCst);
+    let error = store.snapshot().unwrap_err();
+    assert!(matches!(error, Error::OutOfMemory { .. }), "{error}");
+    assert_eq!((store.snapshots(), Disk::list(&disk, Folder::Pages).unwrap()), (vec![], vec![]));
+    line.check(&store, line.logged);
+    device.allocations_left.store(u64::MAX, Ordering::SeqCst);
+    line.commits(&store, 5).unwrap();
+    store.snapshot().unwrap();
+    drop(store);
+    assert_eq!(device.live(), 0);
+
+    // While pages are loaded, too.
+    device.allocations_left.store(1, Ordering::SeqCst);
+    assert!(matches!(open(&disk, device.clone()), Err(Error::OutOfMemory { .. })));
+    assert_eq!(device.live(), 0);
+    line.check(&open_on_host(&disk).unwrap(), line.logged);
+}

@@ -1,0 +1,125 @@
+//! Errors of the device at every call, one after the other.
+
+use remanent::Remedy;
+use remanent::device::faulty::{DeviceCall, Fault, FaultyDevice};
+use remanent::device::late::LateDevice;
+
+use super::*;
+
+const CALLS: [DeviceCall; 6] = [
+    DeviceCall::Allocate,
+    DeviceCall::Release,
+    DeviceCall::Staging,
+    DeviceCall::Submit,
+    DeviceCall::Wait,
+    DeviceCall::After,
+];
+
+fn devices() -> [Arc<dyn Device>; 2] {
+    let host = || Arc::new(HostDevice::new());
+    [host(), Arc::new(LateDevice::seeded(host(), 7))]
+}
+
+/// Runs `case` with the first, the second, … call of each kind failing until there are no more of them,
+/// on a device that is early and on one that is late. `case` says whether the fault struck.
+fn at_every_call(
+    calls: &[DeviceCall],
+    case: impl Fn(Arc<dyn Device>, Fault) -> bool + Send + Sync + Copy + 'static,
+) {
+    for &call in calls {
+        for context_lost in [false, true] {
+            for kind in 0..2 {
+                for nth in 1.. {
+                    let fault = Fault { call: Some(call), nth, context_lost };
+                    let struck = Arc::new(AtomicBool::new(false));
+                    let (told, [early, late]) = (struck.clone(), devices());
+                    let inner = if kind == 0 { early } else { late };
+                    let name = format!("{fault:?} on {}", inner.label());
+                    watched(&name, move || told.store(case(inner, fault), Ordering::SeqCst));
+                    if !struck.load(Ordering::SeqCst) {
+                        assert!(nth > 1, "there is no {call:?} at all");
+                        break;
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn is_the_fault(error: &Error) -> bool {
+    error.to_string().contains("failed as arranged")
+}
+
+#[test]
+fn an_error_of_the_device_stops_the_store_and_the_log_has_it_all() {
+    at_every_call(&CALLS, |inner, fault| {
+        let disk = SimDisk::new();
+        let device = Arc::new(FaultyDevice::new(inner));
+        let store = open(&disk, device.clone()).unwrap();
+        let mut line = Line::begin(&store);
+        device.arm(fault);
+        let outcome = line.work(&store);
+        if let Err(error) = outcome {
+            assert!(is_the_fault(&error), "{error}");
+            let cause = poisoned(&store);
+            assert!(is_the_fault(&cause), "{cause}");
+            let remedy = if fault.context_lost { Remedy::NewProcess } else { Remedy::Reopen };
+            assert_eq!((error.remedy(), cause.remedy()), (remedy, remedy));
+        }
+        // What is still read is right: a list that was lost must not show as old bytes.
+        let read = line.check_read(&store);
+        assert!(read.as_ref().err().is_none_or(is_the_fault), "{read:?}");
+        let struck = device.struck();
+        drop(store);
+
+        // The log went on without the device: all that was logged is synced, and a seal says so.
+        for disk in [disk.after_power_cut(), disk] {
+            let store = open_on_host(&disk).unwrap();
+            assert_eq!(store.recovered().copied_batches, 0, "the log was not sealed");
+            line.check(&store, line.logged);
+        }
+        struck
+    });
+}
+
+#[test]
+fn an_error_of_the_device_during_an_open_changes_nothing() {
+    let (DeviceCall::After, calls) = CALLS.split_last().unwrap() else { panic!("opening uses one lane") };
+    at_every_call(calls, |inner, fault| {
+        let disk = SimDisk::new();
+        let store = open_on_host(&disk).unwrap();
+        let mut line = Line::begin(&store);
+        line.commits(&store, 4).unwrap();
+        store.snapshot().unwrap();
+        line.commits(&store, 4).unwrap();
+        let mut batch = store.batch();
+        batch.resize(line.second, 50);
+        store.commit(batch).unwrap();
+        line.logged += 1;
+        line.steps.push(line.logged - 1);
+        drop(store);
+
+        let gauge = Gauge::new(inner);
+        let device = Arc::new(FaultyDevice::new(gauge.clone()));
+        device.arm(fault);
+        let opened = open(&disk, device.clone());
+        // Where nothing more can be asked of the device, or nobody knows what still runs, memory stays.
+        let may_keep = fault.context_lost
+            || opened.is_ok()
+            || matches!(fault.call, Some(DeviceCall::Release | DeviceCall::Wait));
+        match opened {
+            Ok(store) => {
+                let read = line.check_read(&store);
+                assert!(read.as_ref().err().is_none_or(is_the_fault), "{read:?}");
+            }
+            Err(error) => {
+                assert!(is_the_fault(&error), "{error}");
+                let remedy = if fault.context_lost { Remedy::NewProcess } else { Remedy::Reopen };
+                assert_eq!(error.remedy(), remedy);
+            }
+        }
+        assert!(gauge.live() == 0 || (device.struck() && may_keep), "{} allocations are left", gauge.live());
+        line.check(&open_on_host(&disk).unwrap(), line.logged);
+        device.struck()
+    });
+}

@@ -1,0 +1,134 @@
+//! Input and output errors at every operation of the disk, one after the other.
+
+use remanent::disk::sim::{EIO, Fault, Moment, Operation};
+use remanent::{Remedy, WriteBatch};
+
+use super::*;
+
+/// The last two are the log's; opening makes its segments by the others.
+const OPERATIONS: [Operation; 10] = [
+    Operation::Create,
+    Operation::Open,
+    Operation::Rename,
+    Operation::Remove,
+    Operation::SyncFolder,
+    Operation::Read,
+    Operation::Write,
+    Operation::Sync,
+    Operation::Put,
+    Operation::SyncWindow,
+];
+
+/// Runs `case` with the first, the second, … operation of each kind failing, once and for good, until
+/// there are no more of them. `case` says whether the fault struck.
+fn at_every_operation(operations: &[Operation], case: impl Fn(Fault) -> bool + Send + Sync + Copy + 'static) {
+    for &operation in operations {
+        for times in [1, usize::MAX] {
+            for skip in 0.. {
+                let fault = Fault { operation, skip, times, errno: EIO };
+                let struck = Arc::new(AtomicBool::new(false));
+                let told = struck.clone();
+                watched(&format!("{fault:?}"), move || told.store(case(fault), Ordering::SeqCst));
+                if !struck.load(Ordering::SeqCst) {
+                    assert!(skip > 0, "there is no {operation:?} at all");
+                    break;
+                }
+            }
+        }
+    }
+}
+
+fn is_the_fault(error: &Error) -> bool {
+    error.to_string().contains("os error 5")
+}
+
+#[test]
+fn an_error_of_the_disk_stops_the_store_and_loses_nothing() {
+    at_every_operation(&OPERATIONS, |fault| {
+        let disk = SimDisk::new();
+        let device = Gauge::host();
+        let store = open(&disk, device.clone()).unwrap();
+        let mut line = Line::begin(&store);
+        disk.fail(fault);
+        let outcome = line.work(&store);
+        let struck = disk.faults_left() < fault.times;
+
+        if let Err(error) = &outcome {
+            assert!(is_the_fault(error), "{error}");
+            let mut batch = WriteBatch::default();
+            batch.note("after the error");
+            match store.commit(batch) {
+                // A restore that cannot read its snapshot has changed nothing.
+                Ok(committed) => {
+                    assert!(matches!(fault.operation, Operation::Read | Operation::Open), "{error}");
+                    line.logged = committed.position.lsn.0;
+                    line.steps.truncate(line.logged as usize);
+                    line.steps.push(line.steps[line.steps.len() - 1]);
+                }
+                Err(refused) => {
+                    let cause = poisoned(&store);
+                    assert!(is_the_fault(&cause), "{cause}");
+                    let expected =
+                        if matches!(*cause, Error::Damaged(_)) { Remedy::Inspect } else { Remedy::Reopen };
+                    assert_eq!((refused.remedy(), cause.remedy()), (expected, expected), "{cause}");
+                }
+            }
+        }
+        // What was read before is still read, and is still right.
+        line.check_read(&store).unwrap();
+        let closed = store.close();
+        assert!(
+            outcome.is_ok()
+                || closed.is_err()
+                || matches!(fault.operation, Operation::Read | Operation::Open)
+        );
+        assert_eq!(device.live(), 0, "page memory was not given back");
+
+        // A power cut spares what was acknowledged as durable, reopening finds all that was acknowledged.
+        disk.clear_faults();
+        line.check(&open_on_host(&disk.after_power_cut()).unwrap(), line.durable);
+        line.check(&open_on_host(&disk).unwrap(), line.logged);
+        struck
+    });
+}
+
+#[test]
+fn an_error_of_the_disk_during_an_open_loses_nothing() {
+    at_every_operation(&OPERATIONS[..8], |fault| {
+        let (disk, line) = killed();
+        disk.fail(fault);
+        let device = Gauge::host();
+        match open(&disk, device.clone()) {
+            // Opening got by without it, or it struck one of the threads later.
+            Ok(store) => line.check(&store, line.logged),
+            Err(error) => assert!(is_the_fault(&error), "{error}"),
+        }
+        assert_eq!(device.live(), 0, "page memory was not given back");
+        let struck = disk.faults_left() < fault.times;
+        disk.clear_faults();
+        let store = open_on_host(&disk).unwrap_or_else(|error| panic!("{error}\n{:#?}", disk.history()));
+        line.check(&store, line.logged);
+        let mut line = line;
+        line.commits(&store, 3).unwrap();
+        struck
+    });
+}
+
+/// A disk as the death of a process left it: two snapshots, one cut short, and a tail that no mark covers.
+fn killed() -> (SimDisk, Line) {
+    let disk = SimDisk::new();
+    let store = open_on_host(&disk).unwrap();
+    let mut line = Line::begin(&store);
+    for _ in 0..2 {
+        line.commits(&store, 3).unwrap();
+        store.snapshot().unwrap();
+    }
+    line.restore(&store, store.snapshots()[0].id).unwrap();
+    for _ in 0..3 {
+        line.commit(&store, Ack::Logged).unwrap();
+    }
+    let now = Moment { event: disk.events(), tear: None };
+    let left = disk.after_kill(now);
+    drop(store);
+    (left, line)
+}

@@ -1,0 +1,248 @@
+//! A full disk: commits fail cleanly, everything else goes on, and nothing has to be opened anew.
+
+use remanent::disk::Disk;
+use remanent::{FileName, Folder};
+
+use super::*;
+
+/// What a store takes from the disk at a time.
+const SEGMENT: u64 = 16 << 10;
+/// Spares of the reserve. Segments of this length hold three groups, so that seals and deletes take more
+/// of them than those of the usual length; an open takes two.
+const RESERVE: usize = 4;
+
+/// A store with two snapshots and its reserve, and then only so many bytes more.
+fn filled(free: u64) -> (SimDisk, Store, Line) {
+    let disk = SimDisk::new();
+    let store = open_with_reserve(&disk).unwrap();
+    let mut line = Line::begin(&store);
+    for _ in 0..2 {
+        line.commits(&store, 4).unwrap();
+        store.snapshot().unwrap();
+    }
+    until(|| spares(&disk) >= RESERVE && names(&disk, Folder::Log).iter().all(|name| !is_temporary(name)));
+    disk.set_capacity(Some(disk.used_bytes() + free));
+    (disk, store, line)
+}
+
+fn open_with_reserve(disk: &SimDisk) -> Result<Store> {
+    let options = small().reserve_bytes(RESERVE as u64 * SEGMENT);
+    Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options)
+}
+
+/// Waits for the store's own threads.
+fn until(condition: impl Fn() -> bool) {
+    while !condition() {
+        std::thread::yield_now();
+    }
+}
+
+fn names(disk: &SimDisk, folder: Folder) -> Vec<String> {
+    Disk::list(disk, folder).unwrap()
+}
+
+fn is_temporary(name: &str) -> bool {
+    matches!(FileName::parse(Folder::Log, name), Some(FileName::Temporary(..)))
+}
+
+fn spares(disk: &SimDisk) -> usize {
+    let is_spare = |name: &String| matches!(FileName::parse(Folder::Log, name), Some(FileName::Spare(_)));
+    names(disk, Folder::Log).into_iter().filter(is_spare).count()
+}
+
+/// Commits until the disk is full; checks that the commit that failed changed nothing.
+fn fill(store: &Store, line: &mut Line) {
+    for _ in 0..200 {
+        let before = (store.lsn(), store.pages().unwrap(), store.stats().places);
+        match line.commit(store, Ack::Logged) {
+            Ok(()) => {}
+            Err(error) => {
+                assert!(
+                    matches!(error, Error::DiskFull { file: FileName::Segment(_), needed: SEGMENT }),
+                    "{error}"
+                );
+                assert_eq!(error.remedy(), remanent::Remedy::FreeSpace);
+                let after = store.stats().places;
+                assert_eq!((store.lsn(), store.pages().unwrap()), (before.0, before.1));
+                for ((place, before), (_, after)) in before.2.iter().zip(&after) {
+                    assert_eq!(before.allocated_bytes, after.allocated_bytes, "memory in {place}");
+                }
+                line.check(store, line.logged);
+                return;
+            }
+        }
+    }
+    panic!("the disk never got full");
+}
+
+fn at_every_level(case: impl Fn(u64) + Send + Copy + 'static) {
+    for free in (0..6 * SEGMENT).step_by(4096) {
+        watched(&format!("with {free} bytes free"), move || case(free));
+    }
+}
+
+#[test]
+fn a_full_disk_refuses_commits_and_the_same_store_goes_on_when_space_returns() {
+    at_every_level(|free| {
+        let (disk, store, mut line) = filled(free);
+        fill(&store, &mut line);
+        // A frame that needs a segment of its own does not fit either, and takes nothing with it.
+        let mut batch = store.batch();
+        batch.write(line.page, 0, &[7; PAGE_LEN as usize]).note("n".repeat(40_000));
+        assert!(matches!(store.commit(batch), Err(Error::DiskFull { .. })));
+        fill(&store, &mut line);
+        // Seals may take some of the reserve, commits none.
+        assert!(spares(&disk) >= 2, "commits took the reserve");
+
+        disk.set_capacity(None);
+        line.commits(&store, 20).unwrap();
+        store.snapshot().unwrap();
+        store.close().unwrap();
+        let store = open_on_host(&disk).unwrap();
+        assert_eq!(store.lsn().0, line.logged);
+        line.check(&store, line.logged);
+    });
+}
+
+#[test]
+fn on_a_full_disk_deletes_take_the_reserve_and_closing_works() {
+    at_every_level(|free| {
+        let (disk, store, mut line) = filled(free);
+        let full = loop {
+            let mut batch = store.batch();
+            batch.note("n".repeat(3000));
+            match store.commit(batch) {
+                Ok(_) => line.logged += 1,
+                Err(error) => break error,
+            }
+        };
+        assert!(matches!(full, Error::DiskFull { .. }), "{full}");
+        // The first one does not fit where the user's batch did not.
+        for (page, note_len) in [(line.second, 3000), (line.page, 10)] {
+            let mut batch = store.batch();
+            batch.delete(page).note("d".repeat(note_len));
+            store.commit(batch).unwrap();
+            line.logged += 1;
+        }
+        assert_eq!(store.pages().unwrap(), []);
+        store.wait_durable(store.lsn()).unwrap();
+        store.close().unwrap();
+        disk.set_capacity(None);
+        let store = open_on_host(&disk.after_power_cut()).unwrap();
+        assert_eq!(store.lsn().0, line.logged);
+        assert_eq!(store.pages().unwrap(), []);
+    });
+}
+
+#[test]
+fn a_snapshot_on_a_full_disk_fails_cleanly_and_succeeds_later() {
+    watched("every level", || {
+        let mut outcomes = [0, 0];
+        // One image file and one manifest: both may be what does not fit.
+        for free in (0..20_000).step_by(1000) {
+            let (disk, store, mut line) = filled(free);
+            let device_before = store.stats().places;
+            let pages = names(&disk, Folder::Pages);
+            let manifests = names(&disk, Folder::Snapshots);
+            let kept = store.snapshots();
+            match store.snapshot() {
+                Ok(taken) => {
+                    outcomes[0] += 1;
+                    assert_eq!(store.snapshots().last(), Some(&taken));
+                }
+                Err(error) => {
+                    outcomes[1] += 1;
+                    assert!(matches!(error, Error::DiskFull { .. }), "{error}");
+                    assert_eq!(names(&disk, Folder::Pages), pages, "leftovers");
+                    assert_eq!(names(&disk, Folder::Snapshots), manifests, "leftovers");
+                    assert_eq!(store.snapshots(), kept);
+                    assert_eq!(store.stats().places, device_before);
+                }
+            }
+            line.check(&store, line.logged);
+            disk.set_capacity(None);
+            line.commits(&store, 3).unwrap();
+            let taken = store.snapshot().unwrap();
+            store.close().unwrap();
+            let store = open_on_host(&disk).unwrap();
+            assert_eq!(store.recovered().snapshot, Some(taken.id));
+            line.check(&store, line.logged);
+        }
+        assert!(outcomes.iter().all(|count| *count > 0), "taken, refused: {outcomes:?}");
+    });
+}
+
+#[test]
+fn a_restore_on_a_full_disk_fails_cleanly_and_succeeds_later() {
+    watched("every level", || {
+        let mut outcomes = [0, 0];
+        for free in (0..30_000).step_by(2000) {
+            let (disk, store, mut line) = filled(free);
+            let pages = names(&disk, Folder::Pages);
+            let target = store.snapshots()[0].id;
+            let (logged, before) = (line.logged, line.clone());
+            match line.restore(&store, target) {
+                Ok(()) => outcomes[0] += 1,
+                Err(error) => {
+                    outcomes[1] += 1;
+                    assert!(matches!(error, Error::DiskFull { .. }), "{error}");
+                    assert_eq!(names(&disk, Folder::Pages), pages, "leftovers");
+                    line = before;
+                    assert_eq!(store.lsn().0, logged);
+                    line.check(&store, logged);
+                    disk.set_capacity(None);
+                    line.restore(&store, target).unwrap();
+                }
+            }
+            line.check(&store, line.logged);
+            disk.set_capacity(None);
+            line.commits(&store, 3).unwrap();
+            drop(store);
+            line.check(&open_on_host(&disk).unwrap(), line.logged);
+        }
+        assert!(outcomes.iter().all(|count| *count > 0), "done, refused: {outcomes:?}");
+    });
+}
+
+#[test]
+fn a_store_on_a_full_disk_opens_by_its_reserve() {
+    at_every_level(|free| {
+        let (disk, store, mut line) = filled(free);
+        fill(&store, &mut line);
+        store.close().unwrap();
+        let store = open_with_reserve(&disk).unwrap();
+        line.check(&store, line.logged);
+        let outcome = line.clone().commit(&store, Ack::Durable);
+        assert!(
+            outcome.as_ref().err().is_none_or(|error| matches!(error, Error::DiskFull { .. })),
+            "{outcome:?}"
+        );
+        line.logged += u64::from(outcome.is_ok());
+        line.steps.resize(line.logged as usize + 1, line.logged);
+        drop(store);
+        disk.set_capacity(None);
+        line.check(&open_on_host(&disk).unwrap(), line.logged);
+    });
+}
+
+#[test]
+fn a_store_that_cannot_open_for_lack_of_space_opens_when_there_is_some() {
+    watched("without a reserve", || {
+        let disk = SimDisk::new();
+        let store = Store::open_on(Arc::new(disk.clone()), Gauge::host(), small().reserve_bytes(0)).unwrap();
+        let mut line = Line::begin(&store);
+        line.commits(&store, 4).unwrap();
+        drop(store);
+        let before: Vec<_> = Folder::INNER.map(|folder| names(&disk, folder)).into();
+        disk.set_capacity(Some(disk.used_bytes()));
+        let device = Gauge::host();
+        for _ in 0..3 {
+            let error = open(&disk, device.clone()).unwrap_err();
+            assert!(matches!(error, Error::DiskFull { file: FileName::Segment(_), .. }), "{error}");
+            assert_eq!(Vec::from(Folder::INNER.map(|folder| names(&disk, folder))), before, "leftovers");
+            assert_eq!(device.live(), 0);
+        }
+        disk.set_capacity(None);
+        line.check(&open_on_host(&disk).unwrap(), line.logged);
+    });
+}

@@ -1,0 +1,186 @@
+//! Stores that may not be opened, and what every error tells.
+
+use std::io;
+
+use remanent::disk::dir::DirDisk;
+use remanent::{Create, Damage, Defect, Epoch, FileName, Key, Lsn, Remedy};
+
+use super::*;
+
+#[test]
+fn a_store_is_opened_only_as_what_it_is() {
+    let disk = SimDisk::new();
+    let opened = |options| Store::open_on(Arc::new(disk.clone()), Gauge::host(), options);
+    let own = small().identity("run 7").layout_fingerprint([7; 32]);
+    drop(opened(own.clone()).unwrap());
+    let events = disk.events();
+    let other = opened(own.clone().identity("run 8")).unwrap_err();
+    assert!(matches!(&other, Error::IdentityMismatch { found } if found == b"run 7"), "{other}");
+    let other = opened(own.clone().layout_fingerprint([8; 32])).unwrap_err();
+    assert!(matches!(other, Error::LayoutMismatch { found: Some(found) } if found == [7; 32]), "{other}");
+    let changed = disk.history()[events..].iter().any(|event| !event.starts_with("sync folder"));
+    assert!(!changed, "{:#?}", &disk.history()[events..]);
+    // Who does not ask is not compared.
+    drop(opened(small()).unwrap());
+    drop(opened(own.create(Create::Never)).unwrap());
+
+    let plain = SimDisk::new();
+    drop(open_on_host(&plain).unwrap());
+    let asked = small().layout_fingerprint([7; 32]);
+    let other = Store::open_on(Arc::new(plain.clone()), Gauge::host(), asked).unwrap_err();
+    assert!(matches!(other, Error::LayoutMismatch { found: None }), "{other}");
+    let other = Store::open_on(Arc::new(plain), Gauge::host(), small().identity("run 7")).unwrap_err();
+    assert!(matches!(other, Error::IdentityMismatch { .. }), "{other}");
+}
+
+#[test]
+fn a_store_is_not_created_where_none_is_wanted() {
+    let directory = tempfile::tempdir().unwrap();
+    for path in [directory.path().join("missing"), directory.path().to_owned()] {
+        let error = Store::open(&path, small().create(Create::Never)).unwrap_err();
+        assert!(
+            matches!(&error, Error::NoStore { path: found } if *found == path.display().to_string()),
+            "{error}"
+        );
+    }
+    assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
+    std::fs::write(directory.path().join("thesis.tex"), "precious").unwrap();
+    for create in [Create::Never, Create::IfEmpty] {
+        let error = Store::open(directory.path(), small().create(create)).unwrap_err();
+        assert!(matches!(&error, Error::ForeignDirectory { found, .. } if found == "thesis.tex"), "{error}");
+    }
+    assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1);
+}
+
+#[test]
+fn options_that_cannot_be_used_are_named_and_touch_nothing() {
+    let cases = [
+        ("segment_len", small().segment_len(0)),
+        ("segment_len", small().segment_len(8 << 10)),
+        ("segment_len", small().segment_len((16 << 10) + 1)),
+        ("segment_len", small().segment_len((4 << 30) + 4096)),
+        ("identity", small().identity(vec![0; (64 << 10) + 1])),
+        ("snapshots_kept", small().snapshots_kept(0)),
+    ];
+    for (named, options) in cases {
+        let disk = SimDisk::new();
+        let error = Store::open_on(Arc::new(disk.clone()), Gauge::host(), options).unwrap_err();
+        assert!(matches!(error, Error::InvalidOption { option, .. } if option == named), "{error}");
+        assert_eq!((error.remedy(), disk.events()), (Remedy::ChangeCall, 0), "{error}");
+    }
+    let disk = SimDisk::new();
+    let largest = small().identity(vec![1; 64 << 10]);
+    drop(Store::open_on(Arc::new(disk.clone()), Gauge::host(), largest).unwrap());
+    open_on_host(&disk).unwrap();
+}
+
+#[test]
+fn a_second_writer_is_told_who_has_the_store() {
+    let directory = tempfile::tempdir().unwrap();
+    let _store = Store::open(directory.path(), small()).unwrap();
+    let second = Store::open_on(Arc::new(DirDisk::new(directory.path())), Gauge::host(), small());
+    let error = second.unwrap_err();
+    assert!(
+        matches!(&error, Error::Locked { holder } if holder.contains(&std::process::id().to_string())),
+        "{error}"
+    );
+}
+
+/// Every error: its file, offset and Lsn, what helps, and a word that its text must hold.
+#[test]
+fn every_error_tells_where_and_what_helps() {
+    let source = || Arc::new(io::Error::from_raw_os_error(5));
+    let (page, place) = (PageId(7), Place::Device(1));
+    let key = || Key::new("weights").unwrap();
+    let segment = FileName::Segment(3);
+    let failed = Error::Io { action: "sync", file: segment, offset: Some(4096), source: source() };
+    let damage = Damage { file: segment, offset: 8192, lsn: Some(Lsn(9)), defect: Defect::Missing };
+    let lost = Error::Device { reason: "gone".to_owned(), context_lost: true };
+    let nowhere = (None, None, None);
+    let rows = [
+        (failed.clone(), (Some(segment), Some(4096), None), Remedy::Reopen, "4096"),
+        (
+            Error::Io { action: "open", file: segment, offset: None, source: source() },
+            (Some(segment), None, None),
+            Remedy::Reopen,
+            "cannot open",
+        ),
+        (
+            Error::Folder { action: "sync", path: "store/log".to_owned(), source: source() },
+            nowhere,
+            Remedy::Reopen,
+            "store/log",
+        ),
+        (
+            Error::DiskFull { file: segment, needed: 16384 },
+            (Some(segment), None, None),
+            Remedy::FreeSpace,
+            "free some space",
+        ),
+        (
+            Error::Damaged(Box::new(damage)),
+            (Some(segment), Some(8192), Some(Lsn(9))),
+            Remedy::Inspect,
+            "remanent verify",
+        ),
+        (Error::Locked { holder: "process 5".to_owned() }, nowhere, Remedy::Retry, "process 5"),
+        (Error::Forked { opener: 5 }, nowhere, Remedy::ChangeCall, "must open it itself"),
+        (Error::NoStore { path: "store".to_owned() }, nowhere, Remedy::ChangeCall, "no store in store"),
+        (
+            Error::ForeignDirectory { path: "home".to_owned(), found: "thesis".to_owned() },
+            nowhere,
+            Remedy::ChangeCall,
+            "empty directory",
+        ),
+        (Error::IdentityMismatch { found: vec![1] }, nowhere, Remedy::ChangeCall, "identity"),
+        (Error::LayoutMismatch { found: Some([0xAB; 32]) }, nowhere, Remedy::ChangeCall, "abab"),
+        (Error::LayoutMismatch { found: None }, nowhere, Remedy::ChangeCall, "none"),
+        (
+            Error::InvalidOption { option: "ack", reason: "no".to_owned() },
+            nowhere,
+            Remedy::ChangeCall,
+            "option ack",
+        ),
+        (Error::UnknownPage { page }, nowhere, Remedy::ChangeCall, "page 7"),
+        (Error::UnknownKey { key: key() }, nowhere, Remedy::ChangeCall, "weights"),
+        (
+            Error::OutOfBounds { page, offset: 5, len: 4, page_len: 8 },
+            nowhere,
+            Remedy::ChangeCall,
+            "8 bytes long",
+        ),
+        (Error::KeyTaken { key: key(), holder: page }, nowhere, Remedy::ChangeCall, "page 7"),
+        (Error::Conflict { page, expected: Epoch(1), found: Epoch(2) }, nowhere, Remedy::Retry, "epoch 2"),
+        (
+            Error::InvalidOperation { index: 4, reason: "no".to_owned() },
+            nowhere,
+            Remedy::ChangeCall,
+            "operation 4",
+        ),
+        (Error::Limit { what: "note", found: 9, limit: 8 }, nowhere, Remedy::ChangeCall, "limit of 8"),
+        (
+            Error::OverBudget { place, asked: 9, available: 8, budget: 10 },
+            nowhere,
+            Remedy::FreeSpace,
+            "8 of 10",
+        ),
+        (Error::PlaceUnavailable { place, reason: "no GPU" }, nowhere, Remedy::ChangeCall, "no GPU"),
+        (Error::NoSnapshot { snapshot: SnapshotId(4) }, nowhere, Remedy::ChangeCall, "snapshot 4"),
+        (Error::Device { reason: "busy".to_owned(), context_lost: false }, nowhere, Remedy::Reopen, "busy"),
+        (lost.clone(), nowhere, Remedy::NewProcess, "gone"),
+        (Error::OutOfMemory { place, len: 9 }, nowhere, Remedy::FreeSpace, "9 bytes"),
+        (
+            Error::Poisoned(Arc::new(failed)),
+            (Some(segment), Some(4096), None),
+            Remedy::Reopen,
+            "open it again",
+        ),
+        (Error::Poisoned(Arc::new(lost)), nowhere, Remedy::NewProcess, "new process"),
+        (Error::Closed, nowhere, Remedy::ChangeCall, "closed"),
+    ];
+    for (error, place, remedy, word) in rows {
+        assert_eq!((error.file(), error.offset(), error.lsn()), place, "{error}");
+        assert_eq!(error.remedy(), remedy, "{error}");
+        assert!(error.to_string().contains(word), "{error} does not say {word:?}");
+    }
+}

@@ -1,0 +1,133 @@
+//! Who waits when the store fails, or goes, is told.
+
+use std::sync::Barrier;
+use std::sync::mpsc::sync_channel;
+
+use remanent::device::faulty::{DeviceCall, FaultyDevice};
+use remanent::disk::sim::{EIO, Operation, SyncPoint};
+use remanent::{Lsn, Ticket};
+
+use super::*;
+
+/// Two threads submit a batch each and wait for it; returns what they were told.
+fn two_wait(store: &Store, ack: Ack) -> Vec<Result<()>> {
+    let start = Barrier::new(2);
+    std::thread::scope(|scope| {
+        let waiting: Vec<_> = (0..2)
+            .map(|_| {
+                scope.spawn(|| {
+                    let mut batch = store.batch();
+                    batch.create(10, Place::Host);
+                    start.wait();
+                    store.submit(batch)?.wait(ack)
+                })
+            })
+            .collect();
+        waiting.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+/// Nobody was told that all is well, and everybody was told why not.
+fn all_told(outcomes: &[Result<()>], reason: &str) {
+    for outcome in outcomes {
+        let error = outcome.as_ref().unwrap_err();
+        assert!(matches!(error, Error::Poisoned(_)) && error.to_string().contains(reason), "{error}");
+    }
+}
+
+#[test]
+fn all_who_wait_for_a_sync_hear_that_it_failed() {
+    for round in 0..50 {
+        watched(&format!("round {round}"), || {
+            let disk = SimDisk::new();
+            let store = open_on_host(&disk).unwrap();
+            let fault = |operation| remanent::disk::sim::Fault { operation, skip: 0, times: 1, errno: EIO };
+            disk.fail(fault(Operation::SyncWindow));
+            all_told(&two_wait(&store, Ack::Durable), "os error 5");
+            store.close().unwrap_err();
+        });
+    }
+}
+
+#[test]
+fn all_who_wait_for_the_device_hear_that_it_failed() {
+    for round in 0..50 {
+        watched(&format!("round {round}"), || {
+            let device = Arc::new(FaultyDevice::new(Arc::new(HostDevice::new())));
+            let store = open(&SimDisk::new(), device.clone()).unwrap();
+            device.arm(remanent::device::faulty::Fault {
+                call: Some(DeviceCall::Submit),
+                nth: 1,
+                context_lost: false,
+            });
+            all_told(&two_wait(&store, Ack::Applied), "failed as arranged");
+            // The log is sound: what it took becomes durable all the same.
+            store.wait_durable(store.lsn()).unwrap();
+        });
+    }
+}
+
+#[test]
+fn a_panic_of_the_applier_is_heard_of_and_costs_nothing() {
+    watched("a device that panics", || {
+        let (disk, device) = (SimDisk::new(), Gauge::host());
+        let store = open(&disk, device.clone()).unwrap();
+        let line = Line::begin(&store);
+        device.panics.store(true, Ordering::SeqCst);
+        let outcomes = two_wait(&store, Ack::Applied);
+        all_told(&outcomes, "the applier's thread panicked");
+        assert!(matches!(store.read(line.page, 0, &mut [0; 8]), Err(Error::Poisoned(_))));
+        assert!(matches!(store.pages(), Err(Error::Poisoned(_))));
+        poisoned(&store);
+        let logged = store.lsn();
+        store.close().unwrap_err();
+        assert_eq!(open_on_host(&disk).unwrap().lsn(), logged);
+    });
+}
+
+#[test]
+fn a_panic_of_the_keeper_is_heard_of() {
+    watched("a disk that panics", || {
+        let disk = SimDisk::new();
+        let store = open_on_host(&disk).unwrap();
+        Line::begin(&store);
+        store.wait_durable(Lsn(1)).unwrap();
+        disk.skip_syncs(|point| matches!(point, SyncPoint::Window(_)) && panic!("as arranged"));
+        all_told(&two_wait(&store, Ack::Durable), "a thread panicked");
+        poisoned(&store);
+        store.close().unwrap_err();
+    });
+}
+
+#[test]
+fn a_store_that_is_dropped_makes_durable_what_others_wait_for() {
+    for round in 0..20 {
+        watched(&format!("round {round}"), || {
+            let disk = SimDisk::new();
+            let store = open_on_host(&disk).unwrap();
+            let (sender, receiver) = sync_channel::<Ticket>(0);
+            let waiter = std::thread::spawn(move || {
+                let ticket = receiver.recv().unwrap();
+                ticket.wait(Ack::Applied).and_then(|()| ticket.wait(Ack::Durable))
+            });
+            let mut batch = store.batch();
+            batch.create(10, Place::Host);
+            sender.send(store.submit(batch).unwrap()).unwrap();
+            drop(store);
+            waiter.join().unwrap().unwrap();
+            assert_eq!(open_on_host(&disk.after_power_cut()).unwrap().lsn(), Lsn(1));
+        });
+    }
+}
+
+#[test]
+fn nobody_can_wait_for_a_batch_that_does_not_exist() {
+    watched("the future", || {
+        let store = open_on_host(&SimDisk::new()).unwrap();
+        Line::begin(&store);
+        store.wait_durable(Lsn(1)).unwrap();
+        let error = store.wait_durable(Lsn(2)).unwrap_err();
+        assert!(matches!(error, Error::Limit { found: 2, limit: 1, .. }), "{error}");
+        store.wait_durable(Lsn(0)).unwrap();
+    });
+}
