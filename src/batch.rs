@@ -4,6 +4,7 @@
 //! the first byte is logged.
 
 use std::collections::{HashMap, HashSet};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use remanent_format::apply::apply;
 use remanent_format::limits::{DEVICE_ORDINAL_MAX, FRAME_PAYLOAD_LEN_MAX, NUMBER_MAX};
@@ -12,6 +13,9 @@ use remanent_format::{Defect, Epoch, Key, Metadata, PageId, Place, Value, Width}
 
 use crate::error::{Error, Result};
 
+/// Ids begin at 1: this one is no page's, ever.
+const NOWHERE: PageId = PageId(0);
+
 /// A page of a batch: one that exists, or one that the same batch creates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PageRef(Target);
@@ -19,14 +23,23 @@ pub struct PageRef(Target);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Target {
     Existing(PageId),
-    New(usize),
+    New(NewPage),
 }
 
-/// A page that this batch creates: usable in the same batch, and as index into
-/// [`crate::Committed::pages`] afterwards.
+/// A page that a batch creates: usable in the same batch and in no other, where it is no page at all. Once
+/// the batch is committed, [`NewPage::index`] says where its id stands in [`crate::Committed::pages`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct NewPage {
-    pub(crate) index: usize,
+    batch: u64,
+    index: usize,
+}
+
+impl NewPage {
+    /// How many pages the batch creates before this one.
+    #[must_use]
+    pub fn index(self) -> usize {
+        self.index
+    }
 }
 
 impl From<PageId> for PageRef {
@@ -37,7 +50,7 @@ impl From<PageId> for PageRef {
 
 impl From<NewPage> for PageRef {
     fn from(page: NewPage) -> Self {
-        Self(Target::New(page.index))
+        Self(Target::New(page))
     }
 }
 
@@ -56,9 +69,11 @@ impl From<NewPage> for PageRef {
 /// assert_eq!(bytes, [0, 0, 7, 7, 0, 0, 0, 0]);
 /// # Ok::<(), remanent::Error>(())
 /// ```
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 #[must_use = "a batch does nothing until it is committed"]
 pub struct WriteBatch {
+    /// Tells this batch's new pages from those of others: an index alone would name a wrong page there.
+    number: u64,
     steps: Vec<Step>,
     new_pages: usize,
     expectations: Vec<(PageId, Epoch)>,
@@ -89,7 +104,23 @@ pub(crate) struct CloneSource {
     pub bytes: Vec<u8>,
 }
 
+impl Default for WriteBatch {
+    fn default() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        Self { number, steps: Vec::new(), new_pages: 0, expectations: Vec::new() }
+    }
+}
+
 impl WriteBatch {
+    /// The page, unless another batch creates it: then it resolves to one that exists nowhere.
+    fn own(&self, page: impl Into<PageRef>) -> PageRef {
+        match page.into() {
+            PageRef(Target::New(new)) if new.batch != self.number => PageRef(Target::Existing(NOWHERE)),
+            page => page,
+        }
+    }
+
     fn step(&mut self, step: Step) -> &mut Self {
         self.steps.push(step);
         self
@@ -97,7 +128,7 @@ impl WriteBatch {
 
     fn new_page(&mut self) -> NewPage {
         self.new_pages += 1;
-        NewPage { index: self.new_pages - 1 }
+        NewPage { batch: self.number, index: self.new_pages - 1 }
     }
 
     /// Creates a page of `len` zeros, without key or metadata.
@@ -114,13 +145,13 @@ impl WriteBatch {
     /// Creates a copy of a page, as it is at this point of the batch: bytes, length, place and metadata,
     /// but no key. The log gets the bytes, so a clone costs as much log as the page is long.
     pub fn clone_page(&mut self, source: impl Into<PageRef>) -> NewPage {
-        self.step(Step::Clone { source: source.into() });
+        self.step(Step::Clone { source: self.own(source) });
         self.new_page()
     }
 
     /// Replaces `bytes.len()` bytes from `offset` on.
     pub fn write(&mut self, page: impl Into<PageRef>, offset: u64, bytes: &[u8]) -> &mut Self {
-        self.step(Step::Write { page: page.into(), offset, bytes: bytes.to_vec() })
+        self.step(Step::Write { page: self.own(page), offset, bytes: bytes.to_vec() })
     }
 
     /// Replaces those elements of a range whose bit in `mask` is 1, lowest bit first. `bytes` covers the
@@ -135,7 +166,7 @@ impl WriteBatch {
         bytes: &[u8],
     ) -> &mut Self {
         self.step(Step::Masked {
-            page: page.into(),
+            page: self.own(page),
             offset,
             width,
             mask: mask.to_vec(),
@@ -153,7 +184,7 @@ impl WriteBatch {
         values: &[u8],
     ) -> &mut Self {
         self.step(Step::Scatter {
-            page: page.into(),
+            page: self.own(page),
             width,
             indices: indices.to_vec(),
             values: values.to_vec(),
@@ -162,17 +193,17 @@ impl WriteBatch {
 
     /// Repeats a pattern of 1, 2, 4, 8 or 16 bytes over `len` bytes from `offset` on.
     pub fn fill(&mut self, page: impl Into<PageRef>, offset: u64, len: u64, pattern: &[u8]) -> &mut Self {
-        self.step(Step::Fill { page: page.into(), offset, len, pattern: pattern.to_vec() })
+        self.step(Step::Fill { page: self.own(page), offset, len, pattern: pattern.to_vec() })
     }
 
     /// Cuts the page, or extends it by zeros.
     pub fn resize(&mut self, page: impl Into<PageRef>, len: u64) -> &mut Self {
-        self.step(Step::Resize { page: page.into(), len })
+        self.step(Step::Resize { page: self.own(page), len })
     }
 
     /// Deletes the page; its key is free again, its id is never used again.
     pub fn delete(&mut self, page: impl Into<PageRef>) -> &mut Self {
-        self.step(Step::Delete { page: page.into() })
+        self.step(Step::Delete { page: self.own(page) })
     }
 
     /// Sets one entry of the page's metadata.
@@ -182,12 +213,12 @@ impl WriteBatch {
         name: impl Into<String>,
         value: impl Into<Value>,
     ) -> &mut Self {
-        self.step(Step::SetMetadata { page: page.into(), name: name.into(), value: value.into() })
+        self.step(Step::SetMetadata { page: self.own(page), name: name.into(), value: value.into() })
     }
 
     /// Removes one entry of the page's metadata; none of that name is fine too.
     pub fn remove_metadata(&mut self, page: impl Into<PageRef>, name: impl Into<String>) -> &mut Self {
-        self.step(Step::RemoveMetadata { page: page.into(), name: name.into() })
+        self.step(Step::RemoveMetadata { page: self.own(page), name: name.into() })
     }
 
     /// Sets one entry of the root, the store's own metadata.
@@ -349,8 +380,8 @@ impl PageRef {
     fn resolve(self, pages: &[PageId]) -> PageId {
         match self.0 {
             Target::Existing(page) => page,
-            // A `NewPage` of another batch may point past this one's; page 0 exists nowhere.
-            Target::New(index) => pages.get(index).copied().unwrap_or(PageId(0)),
+            // A clone of this batch may have gone on to create more.
+            Target::New(new) => pages.get(new.index).copied().unwrap_or(NOWHERE),
         }
     }
 }

@@ -262,3 +262,21 @@ fn the_pure_rebuild_agrees_with_recovery() {
     assert_eq!(bytes(&store, page), b"\0\0\0ab\0\0\0\0");
     assert_eq!(rebuilt.table.pages().cloned().collect::<Vec<_>>(), store.pages().unwrap());
 }
+
+#[test]
+fn a_new_page_is_no_page_in_another_batch() {
+    let store = Store::temporary(Options::default().segment_len(64 << 10)).unwrap();
+    let mut first = store.batch();
+    first.create(4, Place::Host);
+    let of_first = first.create(4, Place::Host);
+    let mut second = store.batch();
+    let of_second = [(); 2].map(|()| second.create(4, Place::Host));
+    assert_eq!(of_first.index(), of_second[1].index());
+    second.write(of_first, 0, b"lost");
+    assert!(matches!(store.commit(second), Err(Error::UnknownPage { .. })));
+    first.write(of_first, 0, b"kept");
+    let committed = store.commit(first).unwrap();
+    let mut bytes = [0; 4];
+    store.read(committed.pages[of_first.index()], 0, &mut bytes).unwrap();
+    assert_eq!(&bytes, b"kept");
+}
