@@ -4,6 +4,8 @@
 //! write-ahead log before it is applied; snapshots are taken while mutation goes on; after a crash
 //! [`Store::open`] rebuilds page table, memory and root up to the last acknowledged batch, bit for bit.
 //!
+//! This build keeps all pages in host memory, whatever their [`Place`]; the GPU comes behind [`device`].
+//!
 //! ```
 //! use remanent::{Options, Place, Store};
 //! # let directory = tempfile::tempdir().unwrap();
