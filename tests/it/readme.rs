@@ -23,10 +23,12 @@ fn what_the_readme_names_is_there() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let page = fs::read_to_string(root.join("README.md")).expect("there is a README");
     let mut tests = String::new();
-    for entry in fs::read_dir(root.join("tests/it")).expect("this folder") {
-        let path = entry.expect("this folder can be read").path();
-        if path.is_file() {
-            tests += &fs::read_to_string(path).expect("a test is text");
+    for folder in ["tests/it", "format/tests", "tools/tests/it"] {
+        for entry in fs::read_dir(root.join(folder)).expect("the folder is there") {
+            let path = entry.expect("the folder can be read").path();
+            if path.is_file() {
+                tests += &fs::read_to_string(path).expect("a test is text");
+            }
         }
     }
     assert!(evidence(&page).len() > 5, "the page's evidence is not recognized");
