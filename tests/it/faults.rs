@@ -25,21 +25,17 @@ use remanent::{Ack, Error, Options, PageId, Place, Result, SnapshotId, Store, Va
 /// Length of the page whose bytes tell the state.
 const PAGE_LEN: u64 = 3000;
 
-/// Runs a case in a thread of its own. A minute is a thousand times what it takes.
+/// Runs a case in a thread of its own, whose name a panic tells. A minute is a thousand times what it takes.
 fn watched(name: &str, case: impl FnOnce() + Send + 'static) {
-    let (sender, done) = channel();
-    let thread = std::thread::spawn(move || {
+    let (sender, done) = channel::<()>();
+    let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || {
+        // Dropped when the case ends, however it ends.
         let _sender = sender;
         case();
     });
-    // The sender is dropped when the case ends, however it ends.
-    assert_eq!(
-        done.recv_timeout(Duration::from_secs(60)),
-        Err::<(), _>(RecvTimeoutError::Disconnected),
-        "{name} hangs"
-    );
-    if let Err(panic) = thread.join() {
-        println!("in the case: {name}");
+    let ended = done.recv_timeout(Duration::from_secs(60));
+    assert_eq!(ended, Err(RecvTimeoutError::Disconnected), "{name} hangs");
+    if let Err(panic) = thread.unwrap().join() {
         resume_unwind(panic);
     }
 }
