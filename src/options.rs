@@ -146,7 +146,8 @@ impl Options {
         self
     }
 
-    /// Length of a new log segment in bytes, a multiple of 4096 of at least 16 KiB. Default: 16 MiB.
+    /// Length of a new log segment in bytes, a multiple of 4096 of at least 16 KiB. Default: 16 MiB. Every
+    /// open begins a segment, which stays until snapshots make it superfluous.
     #[must_use]
     pub fn segment_len(mut self, bytes: u64) -> Self {
         self.segment_len = bytes;

@@ -347,6 +347,9 @@ impl Store {
     /// more batch, and what it leaves stays in the log behind the kept snapshots. Page ids given meanwhile
     /// are not given again; pages that change get an epoch above all that were ever given. Commits wait.
     ///
+    /// A snapshot of the restored state is taken at the end, and like every snapshot it ends the keeping of
+    /// the oldest one beyond [`Options::snapshots_kept`]: perhaps of the one restored.
+    ///
     /// # Errors
     /// [`Error::NoSnapshot`]; [`Error::Damaged`], [`Error::OverBudget`] and [`Error::DiskFull`] change
     /// nothing; a failure later poisons the store, whose directory then holds the restored state.

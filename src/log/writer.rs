@@ -450,15 +450,18 @@ impl Log {
             }
             let now = Instant::now();
             let sync_at = state.dirty_since.map(|since| since + SYNC_AFTER);
-            let waited_for = state.wanted > state.durable || state.seal_now || state.stop;
+            if state.seal_now {
+                return Duty::Seal;
+            }
+            let waited_for = state.wanted > state.durable || state.stop;
             let due =
                 waited_for || state.dirty_bytes >= SYNC_AFTER_BYTES || sync_at.is_some_and(|at| at <= now);
             if !state.dirty.is_empty() && due {
                 return Duty::Sync;
             }
-            let clean = state.dirty.is_empty();
-            let seal_at = (clean && !state.sealed).then(|| state.last_append + SEAL_AFTER);
-            if clean && (state.seal_now || seal_at.is_some_and(|at| at <= now || state.stop)) {
+            let idle = state.dirty.is_empty() && !state.sealed;
+            let seal_at = idle.then(|| state.last_append + SEAL_AFTER);
+            if seal_at.is_some_and(|at| at <= now || state.stop) {
                 return Duty::Seal;
             }
             if state.stop {
@@ -499,20 +502,22 @@ impl Log {
         Ok(())
     }
 
-    /// Appends a seal and syncs it. A batch that came in between goes first: its group is synced, and the
-    /// seal gets another turn. A disk too full for a seal costs the seal, nothing else: the batches before
-    /// it are durable, only the log does not say so yet.
+    /// Appends a seal and syncs it. The seal of an idle log says that everything is durable; a batch that
+    /// came in between goes first, and the seal gets another turn. A seal that records snapshots cannot wait
+    /// for a pause that may never come: it says what is durable so far. A disk too full for a seal costs the
+    /// seal, nothing else: the batches before it are durable, only the log does not say so yet.
     fn seal(&self) -> Result<()> {
         loop {
             let mut state = self.state.lock();
-            if !state.dirty.is_empty() {
+            let clean = state.dirty.is_empty();
+            if !clean && !state.seal_now {
                 break;
             }
             let payload = encode_seal(&state.verified);
             match state.room_for(frame_len(payload.len() as u64)) {
                 Room::Ready => {
                     self.put(&mut state, FrameKind::Seal, &payload, crc32fast::hash(&payload))?;
-                    state.sealed = true;
+                    state.sealed = clean;
                     state.seal_now = false;
                     state.stats.seals += 1;
                     break;
@@ -531,7 +536,10 @@ impl Log {
                         Err(error) => return Err(error),
                     }
                 }
-                Room::AfterSync(_) => unreachable!("with nothing dirty, everything left behind is durable"),
+                Room::AfterSync(_) => {
+                    drop(state);
+                    self.sync()?;
+                }
             }
         }
         self.sync()

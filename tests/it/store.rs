@@ -280,3 +280,36 @@ fn a_new_page_is_no_page_in_another_batch() {
     store.read(committed.pages[of_first.index()], 0, &mut bytes).unwrap();
     assert_eq!(&bytes, b"kept");
 }
+
+/// A seal must not wait for a pause that never comes: a snapshot ends only when its seal is durable.
+#[test]
+fn snapshots_come_to_an_end_while_commits_go_on() {
+    let directory = tempfile::tempdir().unwrap();
+    let store = Store::open(directory.path(), Options::default().segment_len(256 << 10)).unwrap();
+    let mut batch = store.batch();
+    for _ in 0..3 {
+        batch.create(64, Place::Host);
+    }
+    let pages = store.commit(batch).unwrap().pages;
+    let done = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for page in &pages {
+            scope.spawn(|| {
+                while !done.load(std::sync::atomic::Ordering::Relaxed) {
+                    let mut batch = store.batch();
+                    batch.write(*page, 0, &[1; 64]);
+                    store.commit(batch).unwrap();
+                }
+            });
+        }
+        for _ in 0..6 {
+            let before = store.lsn();
+            while store.lsn() == before {
+                std::thread::yield_now();
+            }
+            assert!(store.snapshot().unwrap().end > before, "commits go on");
+        }
+        done.store(true, std::sync::atomic::Ordering::Relaxed);
+    });
+    assert_eq!(store.snapshots().len(), 2);
+}
