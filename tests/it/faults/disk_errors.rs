@@ -1,7 +1,8 @@
 //! Input and output errors at every operation of the disk, one after the other.
 
+use remanent::disk::Disk;
 use remanent::disk::sim::{EIO, Fault, Moment, Operation};
-use remanent::{Remedy, WriteBatch};
+use remanent::{FileName, Folder, Remedy, WriteBatch};
 
 use super::*;
 
@@ -114,7 +115,8 @@ fn an_error_of_the_disk_during_an_open_loses_nothing() {
     });
 }
 
-/// A disk as the death of a process left it: two snapshots, one cut short, and a tail that no mark covers.
+/// A disk as the death of a process left it: snapshots, a restore, a tail that no mark covers, and a file
+/// that was never finished.
 fn killed() -> (SimDisk, Line) {
     let disk = SimDisk::new();
     let store = open_on_host(&disk).unwrap();
@@ -130,5 +132,7 @@ fn killed() -> (SimDisk, Line) {
     let now = Moment { event: disk.events(), tear: None };
     let left = disk.after_kill(now);
     drop(store);
+    // Something to clear away, whatever the store's threads were at.
+    left.create(FileName::Temporary(Folder::Log, 99)).unwrap();
     (left, line)
 }
