@@ -123,6 +123,8 @@ struct State {
     /// Whether the last frame is a seal that says all there is to say.
     sealed: bool,
     seal_now: bool,
+    /// Whether a seal was given up that may take the reserve when the store closes.
+    seal_missed: bool,
     last_append: Instant,
     verified: Vec<VerifiedSnapshot>,
     grow_after: Option<Instant>,
@@ -177,6 +179,7 @@ impl Log {
                 wanted: Lsn(0),
                 sealed: true,
                 seal_now: false,
+                seal_missed: false,
                 last_append: Instant::now(),
                 verified: start.verified,
                 grow_after: None,
@@ -459,7 +462,8 @@ impl Log {
             if !state.dirty.is_empty() && due {
                 return Duty::Sync;
             }
-            let idle = state.dirty.is_empty() && !state.sealed;
+            let unsealed = !state.sealed || (state.stop && state.seal_missed);
+            let idle = state.dirty.is_empty() && unsealed;
             let seal_at = idle.then(|| state.last_append + SEAL_AFTER);
             if seal_at.is_some_and(|at| at <= now || state.stop) {
                 return Duty::Seal;
@@ -519,18 +523,25 @@ impl Log {
                     self.put(&mut state, FrameKind::Seal, &payload, crc32fast::hash(&payload))?;
                     state.sealed = clean;
                     state.seal_now = false;
+                    state.seal_missed = false;
                     state.stats.seals += 1;
                     break;
                 }
                 Room::AfterGrowth => {
+                    // A seal that only ends a busy period leaves the reserve alone: batches would follow it into
+                    // the segment that it took from there.
+                    let last = state.seal_now || state.stop;
                     drop(state);
-                    match self.grow(0, SpacePurpose::Reserve) {
+                    match self.grow(0, if last { SpacePurpose::Reserve } else { SpacePurpose::User }) {
                         Ok(()) => {}
                         Err(Error::DiskFull { .. }) => {
                             let mut state = self.state.lock();
                             state.sealed = true;
-                            state.seal_now = false;
-                            state.seals_refused += 1;
+                            state.seal_missed = !last;
+                            if last {
+                                state.seal_now = false;
+                                state.seals_refused += 1;
+                            }
                             return Ok(());
                         }
                         Err(error) => return Err(error),
