@@ -27,7 +27,7 @@ const TEST: &str = "kill::nothing_acknowledged_is_lost_by_a_kill_in_any_phase";
 const ERRAND_DIRECTORY: &str = "REMANENT_KILL_DIRECTORY";
 const ERRAND_BUFFERED: &str = "REMANENT_KILL_BUFFERED";
 /// A worker that does not reach a phase for so long hangs. Long, for a machine may be busy with other work.
-const PATIENCE: Duration = Duration::from_secs(180);
+const PATIENCE: Duration = Duration::from_secs(60);
 
 #[test]
 fn nothing_acknowledged_is_lost_by_a_kill_in_any_phase() {
@@ -58,7 +58,8 @@ fn nothing_acknowledged_is_lost_by_a_kill_in_any_phase() {
 fn a_creation_cut_short_is_started_over() {
     let mut random = Random(0);
     let mut cut_short = 0;
-    while cut_short < 10 {
+    for attempt in 1.. {
+        assert!(attempt < 400, "most kills come too late: {cut_short} creations cut short");
         let mut ground = Ground::new(None);
         ground.random = Random(random.next());
         if ground.kill_in(Phase::Recovery) {
@@ -66,6 +67,9 @@ fn a_creation_cut_short_is_started_over() {
         }
         ground.check_what_is_left(Phase::Recovery);
         std::fs::remove_dir_all(&ground.directory).unwrap();
+        if cut_short == 10 {
+            return;
+        }
     }
 }
 
@@ -135,7 +139,9 @@ impl Ground {
             let from = Lsn(self.model.lsn.0 + batches);
             worker.wait_until(|| self.board.begun() >= from);
         }
-        worker.wait_until(|| self.board.is_in(phase));
+        // A worker recovers once: on a busy machine this process may be given no time to see it.
+        let missed = || phase == Phase::Recovery && self.board.opened().is_some();
+        worker.wait_until(|| self.board.is_in(phase) || missed());
         // Some way into the phase: a power of two of nanoseconds, up to about as long as the phase lasts.
         let exponent_max = match phase {
             Phase::Commit => 14,
