@@ -1,0 +1,305 @@
+//! Floor 0. A batch's payload: a head of 16 bytes, then operations. Each is a header of 32 bytes and a
+//! body, padded with zeros to a multiple of 16, so that bodies stay aligned for a device that reads them
+//! in place.
+//!
+//! The log holds after-images only (I2): every body is bytes to store, never a formula over other bytes.
+
+mod reader;
+mod writer;
+
+pub use reader::decode_payload;
+pub use writer::PayloadWriter;
+
+use crate::defect::{Defect, check_limit};
+use crate::ids::{Key, Lsn, PageId, Place, Width};
+use crate::layout::layout;
+use crate::limits::{DEVICE_ORDINAL_MAX, FRAME_ALIGN, align_up};
+use crate::value::{Metadata, Value};
+
+/// Length of a payload's head.
+pub const PAYLOAD_HEAD_LEN: usize = PayloadHeadRaw::LEN;
+/// Length of an operation's header.
+pub const OP_HEADER_LEN: usize = OpHeaderRaw::LEN;
+
+const CREATE: u16 = 1;
+const WRITE: u16 = 2;
+const MASKED: u16 = 3;
+const SCATTER: u16 = 4;
+const FILL: u16 = 5;
+const RESIZE: u16 = 6;
+const DELETE: u16 = 7;
+const SET_METADATA: u16 = 8;
+const REMOVE_METADATA: u16 = 9;
+const SET_ROOT: u16 = 10;
+const REMOVE_ROOT: u16 = 11;
+const NOTE: u16 = 12;
+const RESTORE: u16 = 13;
+
+layout! {
+    /// The head of a batch's payload.
+    pub struct PayloadHeadRaw: 16 {
+        /// Number of operations.
+        0 => op_count: u32,
+        /// Zero.
+        4 => reserved: u32,
+        /// Zero.
+        8 => reserved_2: u64,
+    }
+}
+
+layout! {
+    /// The header of an operation.
+    pub struct OpHeaderRaw: 32 {
+        /// Which operation.
+        0 => kind: u16,
+        /// Element width in bytes, where the operation has elements; else zero.
+        2 => width: u8,
+        /// Zero; other encodings of the same operation get other numbers.
+        3 => encoding: u8,
+        /// Length of the body, padding not included.
+        4 => body_len: u32,
+        /// The page; zero where the operation is about none.
+        8 => page: PageId,
+        /// First argument: an offset or a length.
+        16 => first: u64,
+        /// Second argument: a length or a count.
+        24 => second: u64,
+    }
+}
+
+layout! {
+    /// The fixed start of a create's body; key and metadata envelope follow.
+    pub struct CreateBodyRaw: 16 {
+        /// The place's kind.
+        0 => place_kind: u8,
+        /// Length of the key; zero if there is none.
+        1 => key_len: u8,
+        /// Zero.
+        2 => reserved: u16,
+        /// The place's ordinal.
+        4 => place_ordinal: u32,
+        /// Length of the metadata envelope.
+        8 => metadata_len: u32,
+        /// Zero.
+        12 => reserved_2: u32,
+    }
+}
+
+layout! {
+    /// The body of a restore.
+    pub struct RestoreBodyRaw: 16 {
+        /// The Lsn whose state is restored.
+        0 => restored: Lsn,
+        /// The checksum of the table's header.
+        8 => table_crc: u32,
+        /// Zero.
+        12 => reserved: u32,
+    }
+}
+
+/// One operation of a batch; bytes are borrowed from the payload.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum Op<'a> {
+    /// A new page of zeros.
+    Create {
+        /// Its id.
+        page: PageId,
+        /// Its length in bytes.
+        len: u64,
+        /// Where it lives.
+        place: Place,
+        /// The user's name for it.
+        key: Option<Key>,
+        /// Its metadata.
+        metadata: Metadata,
+    },
+    /// Bytes replace a range.
+    Write {
+        /// The page.
+        page: PageId,
+        /// First byte of the range.
+        offset: u64,
+        /// The bytes.
+        bytes: &'a [u8],
+    },
+    /// Elements of a range are replaced where a bit is set.
+    Masked {
+        /// The page.
+        page: PageId,
+        /// First byte of the range.
+        offset: u64,
+        /// The elements' width.
+        width: Width,
+        /// One bit an element, lowest bit first; bits past the last element are zero.
+        mask: &'a [u8],
+        /// Bytes of the whole range; those of elements that are not replaced are zero.
+        bytes: &'a [u8],
+    },
+    /// Elements are replaced one by one.
+    Scatter {
+        /// The page.
+        page: PageId,
+        /// The elements' width.
+        width: Width,
+        /// Byte offset of element 0.
+        base: u64,
+        /// Element indices, four little-endian bytes each, all different.
+        indices: &'a [u8],
+        /// The elements.
+        values: &'a [u8],
+    },
+    /// A pattern is repeated over a range.
+    Fill {
+        /// The page.
+        page: PageId,
+        /// First byte of the range.
+        offset: u64,
+        /// Length of the range, a multiple of the pattern's.
+        len: u64,
+        /// 1, 2, 4, 8 or 16 bytes.
+        pattern: &'a [u8],
+    },
+    /// The page is cut, or extended by zeros.
+    Resize {
+        /// The page.
+        page: PageId,
+        /// Its new length in bytes.
+        len: u64,
+    },
+    /// The page and its key are gone.
+    Delete {
+        /// The page.
+        page: PageId,
+    },
+    /// One entry of the page's metadata is set.
+    SetMetadata {
+        /// The page.
+        page: PageId,
+        /// The entry's name.
+        name: String,
+        /// Its value.
+        value: Value,
+    },
+    /// One entry of the page's metadata is removed, if it is there.
+    RemoveMetadata {
+        /// The page.
+        page: PageId,
+        /// The entry's name.
+        name: &'a str,
+    },
+    /// One entry of the root is set.
+    SetRoot {
+        /// The entry's name.
+        name: String,
+        /// Its value.
+        value: Value,
+    },
+    /// One entry of the root is removed, if it is there.
+    RemoveRoot {
+        /// The entry's name.
+        name: &'a str,
+    },
+    /// A remark that travels with the batch.
+    Note {
+        /// The text.
+        text: &'a str,
+    },
+    /// Everything is replaced by an earlier state, which a table file names. The only operation of its
+    /// batch.
+    Restore {
+        /// The number of the table file.
+        table: u64,
+        /// The checksum of the table's header.
+        table_crc: u32,
+        /// The Lsn whose state it is.
+        restored: Lsn,
+    },
+}
+
+/// An operation, and where its body lies in the payload.
+#[derive(Clone, Debug, PartialEq)]
+pub struct OpAt<'a> {
+    /// The operation.
+    pub op: Op<'a>,
+    /// Offset of the body from the payload's first byte.
+    pub body_at: usize,
+}
+
+impl Op<'_> {
+    /// The page concerned, if there is one.
+    #[must_use]
+    pub fn page(&self) -> Option<PageId> {
+        match self {
+            Op::Create { page, .. }
+            | Op::Write { page, .. }
+            | Op::Masked { page, .. }
+            | Op::Scatter { page, .. }
+            | Op::Fill { page, .. }
+            | Op::Resize { page, .. }
+            | Op::Delete { page }
+            | Op::SetMetadata { page, .. }
+            | Op::RemoveMetadata { page, .. } => Some(*page),
+            Op::SetRoot { .. } | Op::RemoveRoot { .. } | Op::Note { .. } | Op::Restore { .. } => None,
+        }
+    }
+
+    /// The range of the page's bytes that the operation reaches, as offset and length, if it has one.
+    #[must_use]
+    pub fn range(&self) -> Option<(u64, u64)> {
+        match self {
+            Op::Write { offset, bytes, .. } | Op::Masked { offset, bytes, .. } => {
+                Some((*offset, bytes.len() as u64))
+            }
+            Op::Fill { offset, len, .. } => Some((*offset, *len)),
+            Op::Scatter { width, base, indices, .. } => {
+                let highest = indices
+                    .chunks_exact(4)
+                    .map(|raw| u64::from(u32::from_le_bytes(raw.try_into().expect("four bytes"))) + 1)
+                    .max();
+                Some((*base, highest.unwrap_or(0) * width.bytes() as u64))
+            }
+            _ => None,
+        }
+    }
+
+    /// The operation's name, as tools print it.
+    #[must_use]
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Op::Create { .. } => "create",
+            Op::Write { .. } => "write",
+            Op::Masked { .. } => "masked",
+            Op::Scatter { .. } => "scatter",
+            Op::Fill { .. } => "fill",
+            Op::Resize { .. } => "resize",
+            Op::Delete { .. } => "delete",
+            Op::SetMetadata { .. } => "set-metadata",
+            Op::RemoveMetadata { .. } => "remove-metadata",
+            Op::SetRoot { .. } => "set-root",
+            Op::RemoveRoot { .. } => "remove-root",
+            Op::Note { .. } => "note",
+            Op::Restore { .. } => "restore",
+        }
+    }
+}
+
+/// Offset of a masked delta's bytes from the start of its body.
+#[must_use]
+pub const fn masked_bytes_at(mask_len: usize) -> usize {
+    align_up(mask_len as u64, FRAME_ALIGN) as usize
+}
+
+/// Offset of a sparse delta's values from the start of its body.
+#[must_use]
+pub const fn scatter_values_at(count: usize) -> usize {
+    align_up(4 * count as u64, FRAME_ALIGN) as usize
+}
+
+/// Refuses a device slot that no store has.
+fn check_place(place: Place) -> Result<(), Defect> {
+    match place {
+        Place::Device(ordinal) => check_limit("device ordinal", ordinal.into(), DEVICE_ORDINAL_MAX.into()),
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,187 @@
+//! Floor 0. Bytes to operations: nothing here is trusted before it is checked (I9).
+
+use super::{
+    CREATE, CreateBodyRaw, DELETE, FILL, MASKED, NOTE, OP_HEADER_LEN, Op, OpAt, OpHeaderRaw,
+    PAYLOAD_HEAD_LEN, PayloadHeadRaw, REMOVE_METADATA, REMOVE_ROOT, RESIZE, RESTORE, RestoreBodyRaw, SCATTER,
+    SET_METADATA, SET_ROOT, WRITE, check_place, masked_bytes_at, scatter_values_at,
+};
+use crate::defect::{Defect, array, check_limit, check_zero, slice};
+use crate::ids::{Key, PageId, Place, Width};
+use crate::limits::{
+    FRAME_ALIGN, METADATA_LEN_MAX, NAME_LEN_MAX, NOTE_LEN_MAX, NUMBER_MAX, ROOT_LEN_MAX, align_up,
+};
+use crate::value::{decode_entry, decode_metadata};
+
+/// Reads the operations of a payload.
+///
+/// # Errors
+/// A [`Defect`] if the payload is not exactly a head and so many well-formed operations.
+pub fn decode_payload(payload: &[u8]) -> Result<Vec<OpAt<'_>>, Defect> {
+    let head = PayloadHeadRaw::from_bytes(array(payload, 0)?);
+    check_zero("reserved payload bytes", u64::from(head.reserved) | head.reserved_2)?;
+    // An operation takes a header at least, so the count cannot make us allocate more than there is.
+    check_limit("operation count", head.op_count.into(), (payload.len() / OP_HEADER_LEN) as u64)?;
+    let mut ops = Vec::with_capacity(head.op_count as usize);
+    let mut at = PAYLOAD_HEAD_LEN;
+    for _ in 0..head.op_count {
+        let header = OpHeaderRaw::from_bytes(array(payload, at)?);
+        let body_at = at + OP_HEADER_LEN;
+        let body_len = header.body_len as usize;
+        let body = slice(payload, body_at, body_len)?;
+        let padded_len = align_up(body_len as u64, FRAME_ALIGN) as usize;
+        let padding = slice(payload, body_at + body_len, padded_len - body_len)?;
+        check_zero("operation padding", padding.iter().map(|&byte| u64::from(byte)).sum())?;
+        ops.push(OpAt { op: decode_op(&header, body)?, body_at });
+        at = body_at + padded_len;
+    }
+    if at != payload.len() {
+        return Err(Defect::Field {
+            what: "bytes after the last operation",
+            found: (payload.len() - at) as u64,
+        });
+    }
+    Ok(ops)
+}
+
+fn decode_op<'a>(header: &OpHeaderRaw, body: &'a [u8]) -> Result<Op<'a>, Defect> {
+    check_zero("operation encoding", header.encoding.into())?;
+    let page = header.page;
+    check_limit("operation's page", page.0, NUMBER_MAX)?;
+    let OpHeaderRaw { first, second, .. } = *header;
+    let about_page = matches!(header.kind, CREATE..=REMOVE_METADATA);
+    if about_page == (page == PageId(0)) {
+        return Err(Defect::Field { what: "operation's page", found: page.0 });
+    }
+    let width = || {
+        Width::from_bytes(header.width.into())
+            .ok_or(Defect::Field { what: "element width", found: header.width.into() })
+    };
+    if !matches!(header.kind, MASKED | SCATTER | FILL) {
+        check_zero("element width", header.width.into())?;
+    }
+    let unused = |value: u64| check_zero("unused operation argument", value);
+    let empty = || check_zero("operation body length", body.len() as u64);
+    let has_len = |what, found: usize, expected: u64| {
+        if found as u64 == expected {
+            Ok(())
+        } else {
+            Err(Defect::Mismatch { what, found: found as u64, expected })
+        }
+    };
+    let text = |limit: usize| {
+        check_limit("text length", body.len() as u64, limit as u64)?;
+        std::str::from_utf8(body).map_err(|_| Defect::Metadata("text is not UTF-8".to_owned()))
+    };
+    match header.kind {
+        CREATE => {
+            unused(second)?;
+            let raw = CreateBodyRaw::from_bytes(array(body, 0)?);
+            check_zero("reserved create bytes", u64::from(raw.reserved) | u64::from(raw.reserved_2))?;
+            let key_len = usize::from(raw.key_len);
+            let key = match slice(body, CreateBodyRaw::LEN, key_len)? {
+                [] => None,
+                bytes => Some(Key::new(bytes).map_err(|error| Defect::Limit {
+                    what: "key length",
+                    found: error.len as u64,
+                    limit: crate::limits::KEY_LEN_MAX as u64,
+                })?),
+            };
+            let envelope = &body[CreateBodyRaw::LEN + key_len..];
+            has_len("metadata length", envelope.len(), raw.metadata_len.into())?;
+            let (metadata, consumed) = decode_metadata(envelope, METADATA_LEN_MAX)?;
+            has_len("metadata length", consumed, envelope.len() as u64)?;
+            let place = Place::from_raw(raw.place_kind, raw.place_ordinal)
+                .ok_or(Defect::Field { what: "place", found: raw.place_kind.into() })?;
+            check_place(place)?;
+            Ok(Op::Create { page, len: first, place, key, metadata })
+        }
+        WRITE => {
+            has_len("written length", body.len(), second)?;
+            Ok(Op::Write { page, offset: first, bytes: body })
+        }
+        MASKED => {
+            let width = width()?;
+            check_limit("masked length", second, body.len() as u64)?;
+            let len = second as usize;
+            if !len.is_multiple_of(width.bytes()) {
+                return Err(Defect::Field { what: "masked length", found: second });
+            }
+            let count = len / width.bytes();
+            let mask_len = count.div_ceil(8);
+            let bytes_at = masked_bytes_at(mask_len);
+            has_len("masked body length", body.len(), (bytes_at + len) as u64)?;
+            let mask = &body[..mask_len];
+            check_zero("mask padding", body[mask_len..bytes_at].iter().map(|&byte| u64::from(byte)).sum())?;
+            if !count.is_multiple_of(8) {
+                check_zero("mask bits past the end", u64::from(mask[mask_len - 1] >> (count % 8)))?;
+            }
+            Ok(Op::Masked { page, offset: first, width, mask, bytes: &body[bytes_at..] })
+        }
+        SCATTER => {
+            let width = width()?;
+            check_limit("element count", second, body.len() as u64)?;
+            let count = second as usize;
+            let values_at = scatter_values_at(count);
+            has_len("scatter body length", body.len(), (values_at + count * width.bytes()) as u64)?;
+            check_zero(
+                "index padding",
+                body[4 * count..values_at].iter().map(|&byte| u64::from(byte)).sum(),
+            )?;
+            Ok(Op::Scatter {
+                page,
+                width,
+                base: first,
+                indices: &body[..4 * count],
+                values: &body[values_at..],
+            })
+        }
+        FILL => {
+            has_len("pattern length", body.len(), width()?.bytes() as u64)?;
+            if second % body.len() as u64 != 0 {
+                return Err(Defect::Field { what: "filled length", found: second });
+            }
+            Ok(Op::Fill { page, offset: first, len: second, pattern: body })
+        }
+        RESIZE => {
+            unused(second)?;
+            empty()?;
+            Ok(Op::Resize { page, len: first })
+        }
+        DELETE => {
+            unused(first | second)?;
+            empty()?;
+            Ok(Op::Delete { page })
+        }
+        SET_METADATA | SET_ROOT => {
+            unused(first | second)?;
+            let limit = if header.kind == SET_ROOT { ROOT_LEN_MAX } else { METADATA_LEN_MAX };
+            let ((name, value), consumed) = decode_entry(body, limit)?;
+            has_len("entry length", consumed, body.len() as u64)?;
+            Ok(if header.kind == SET_ROOT {
+                Op::SetRoot { name, value }
+            } else {
+                Op::SetMetadata { page, name, value }
+            })
+        }
+        REMOVE_METADATA => {
+            unused(first | second)?;
+            Ok(Op::RemoveMetadata { page, name: text(NAME_LEN_MAX)? })
+        }
+        REMOVE_ROOT => {
+            unused(first | second)?;
+            Ok(Op::RemoveRoot { name: text(NAME_LEN_MAX)? })
+        }
+        NOTE => {
+            unused(first | second)?;
+            Ok(Op::Note { text: text(NOTE_LEN_MAX)? })
+        }
+        RESTORE => {
+            unused(second)?;
+            has_len("restore body length", body.len(), RestoreBodyRaw::LEN as u64)?;
+            let raw = RestoreBodyRaw::from_bytes(array(body, 0)?);
+            check_zero("reserved restore bytes", raw.reserved.into())?;
+            Ok(Op::Restore { table: first, table_crc: raw.table_crc, restored: raw.restored })
+        }
+        other => Err(Defect::Field { what: "operation kind", found: other.into() }),
+    }
+}

@@ -1,0 +1,132 @@
+//! Floor 0. The envelope around an encoding: its length and its checksum, checked before anything is decoded.
+
+use bincode::error::DecodeError;
+use serde::Serialize;
+use serde::de::DeserializeSeed;
+
+use super::seed::{EntrySeed, MapSeed};
+use super::{Metadata, Value};
+use crate::defect::{Defect, array, check_crc, check_limit, slice};
+use crate::layout::Field;
+use crate::limits::{NAME_LEN_MAX, ROOT_LEN_MAX, VALUE_DEPTH_MAX};
+
+/// The bytes of `metadata` in their envelope.
+///
+/// # Errors
+/// [`Defect::Limit`] if the encoding is longer than `limit`, a name is too long or a value nests too
+/// deeply.
+pub fn encode_metadata(metadata: &Metadata, limit: usize) -> Result<Vec<u8>, Defect> {
+    check_entries(metadata, VALUE_DEPTH_MAX)?;
+    seal(metadata, limit)
+}
+
+/// The metadata at the start of `bytes`, and how many bytes its envelope takes.
+///
+/// # Errors
+/// The defect, if the envelope is longer than `limit`, cut short, damaged, or holds anything but one
+/// canonical encoding.
+pub fn decode_metadata(bytes: &[u8], limit: usize) -> Result<(Metadata, usize), Defect> {
+    open(bytes, limit, MapSeed { depth_left: VALUE_DEPTH_MAX })
+}
+
+/// The bytes of one named value in their envelope.
+///
+/// # Errors
+/// [`Defect::Limit`], as for [`encode_metadata`].
+pub fn encode_entry(name: &str, value: &Value, limit: usize) -> Result<Vec<u8>, Defect> {
+    check_name(name)?;
+    check_depth(value, VALUE_DEPTH_MAX)?;
+    seal(&(name, value), limit)
+}
+
+/// The named value at the start of `bytes`, and how many bytes its envelope takes.
+///
+/// # Errors
+/// The defect, as for [`decode_metadata`].
+pub fn decode_entry(bytes: &[u8], limit: usize) -> Result<((String, Value), usize), Defect> {
+    open(bytes, limit, EntrySeed)
+}
+
+/// Bytes in front of an envelope's content: its length and its CRC-32.
+pub const ENVELOPE_HEAD_LEN: usize = 8;
+
+/// The configuration of every bincode encoding in the format. The input's own length, checked before, is
+/// the tighter limit; this one holds even if a check were forgotten.
+pub(crate) const fn bincode_config() -> impl bincode::config::Config {
+    bincode::config::standard()
+        .with_little_endian()
+        .with_fixed_int_encoding()
+        .with_limit::<{ ROOT_LEN_MAX }>()
+}
+
+/// Puts an encoding into an envelope.
+fn seal(content: &impl Serialize, limit: usize) -> Result<Vec<u8>, Defect> {
+    let content = bincode::serde::encode_to_vec(content, bincode_config())
+        .map_err(|error| Defect::Metadata(error.to_string()))?;
+    check_limit("metadata length", content.len() as u64, limit.min(ROOT_LEN_MAX) as u64)?;
+    let mut out = Vec::with_capacity(ENVELOPE_HEAD_LEN + content.len());
+    out.extend_from_slice(&(content.len() as u32).to_le_bytes());
+    out.extend_from_slice(&crc32fast::hash(&content).to_le_bytes());
+    out.extend_from_slice(&content);
+    Ok(out)
+}
+
+/// Takes an encoding out of its envelope and decodes all of it.
+fn open<'a, S>(bytes: &'a [u8], limit: usize, seed: S) -> Result<(S::Value, usize), Defect>
+where
+    S: DeserializeSeed<'a>,
+{
+    let head: &[u8; ENVELOPE_HEAD_LEN] = array(bytes, 0)?;
+    let (len, crc) = (u32::get(head), u32::get(&head[4..]));
+    check_limit("metadata length", u64::from(len), limit.min(ROOT_LEN_MAX) as u64)?;
+    let content = slice(bytes, ENVELOPE_HEAD_LEN, len as usize)?;
+    check_crc("metadata", crc, content)?;
+    Ok((decode_all(seed, content)?, ENVELOPE_HEAD_LEN + content.len()))
+}
+
+/// Decodes `content`, of which nothing may be left over.
+pub(crate) fn decode_all<'a, S>(seed: S, content: &'a [u8]) -> Result<S::Value, Defect>
+where
+    S: DeserializeSeed<'a>,
+{
+    let (value, used) = bincode::serde::seed_decode_from_slice(seed, content, bincode_config()).map_err(
+        |error| match error {
+            DecodeError::OtherString(text) => Defect::Metadata(text),
+            other => Defect::Metadata(format!("{other:?}")),
+        },
+    )?;
+    if used != content.len() {
+        return Err(Defect::Metadata(format!("{} bytes are left over", content.len() - used)));
+    }
+    Ok(value)
+}
+
+/// Refuses a value that nests more deeply than decoding allows.
+fn check_depth(value: &Value, depth_left: usize) -> Result<(), Defect> {
+    let deeper = || {
+        depth_left.checked_sub(1).ok_or(Defect::Limit {
+            what: "nesting depth of a value",
+            found: VALUE_DEPTH_MAX as u64 + 1,
+            limit: VALUE_DEPTH_MAX as u64,
+        })
+    };
+    match value {
+        Value::List(values) => {
+            let depth_left = deeper()?;
+            values.iter().try_for_each(|value| check_depth(value, depth_left))
+        }
+        Value::Map(entries) => check_entries(entries, deeper()?),
+        _ => Ok(()),
+    }
+}
+
+fn check_entries(entries: &Metadata, depth_left: usize) -> Result<(), Defect> {
+    entries.iter().try_for_each(|(name, value)| {
+        check_name(name)?;
+        check_depth(value, depth_left)
+    })
+}
+
+fn check_name(name: &str) -> Result<(), Defect> {
+    check_limit("length of a name", name.len() as u64, NAME_LEN_MAX as u64)
+}
