@@ -1,7 +1,7 @@
 //! SPEC.md says what the code says: every table of the page is read and held against the constants.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use remanent_format::frame::{FrameHeader, FrameHeaderRaw, FrameKind, VerifiedSnapshotRaw};
 use remanent_format::image::{ChunkHeaderRaw, ImageFileHeaderRaw, ImageHeaderRaw};
@@ -96,10 +96,9 @@ fn offset_tables_are_those_of_the_code() {
 
 #[test]
 fn every_layout_in_the_sources_is_held_against_the_page() {
-    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     let mut declared = Vec::new();
-    for file in std::fs::read_dir(sources).unwrap() {
-        let text = std::fs::read_to_string(file.unwrap().path()).unwrap();
+    for file in sources_in(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src")) {
+        let text = std::fs::read_to_string(file).unwrap();
         declared.extend(text.split("\nlayout! {").skip(1).map(|block| {
             let name = block.split("pub struct ").nth(1).and_then(|rest| rest.split(':').next());
             name.expect("a layout declares a structure").to_owned()
@@ -109,6 +108,12 @@ fn every_layout_in_the_sources_is_held_against_the_page() {
     let mut held: Vec<_> = LAYOUTS.iter().map(|layout| layout.name.to_owned()).collect();
     held.sort();
     assert_eq!(declared, held);
+}
+
+/// Every source file in a folder and in the folders inside it.
+fn sources_in(folder: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    entries.flat_map(|path| if path.is_dir() { sources_in(&path) } else { vec![path] }).collect()
 }
 
 /// Where the bytes of each field of a composite lie, found by changing one field at a time.
