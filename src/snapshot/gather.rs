@@ -1,0 +1,129 @@
+//! Floor 6. Gathering: pages are copied aside on the device, in lane order with the deltas, and drained from
+//! there into an image file.
+//!
+//! A crash here leaves an image file that is nobody's.
+
+use remanent_format::limits::{FRAME_ALIGN, align_up};
+use remanent_format::manifest::ManifestEntry;
+use remanent_format::{PageId, PageInfo};
+
+use super::Snapshots;
+use crate::device::{Command, CommandList, Fence, Lane, MemoryId, Span, StagingSpan};
+use crate::error::Result;
+use crate::images::{CHUNK_BYTES, ImageWriter};
+use crate::keeping::entry;
+use crate::phases::{self, Phase};
+use crate::staging::StagingBuf;
+
+/// Pages of one chunk: a bound for stores of tiny ones.
+const CHUNK_PAGES: usize = 4096;
+
+/// Pages caught by one gather.
+struct Caught {
+    pages: Vec<(PageInfo, usize)>,
+    area: MemoryId,
+    len: usize,
+    fence: Fence,
+}
+
+impl Snapshots {
+    /// Phase 2.
+    pub(super) fn gather_all(
+        &self,
+        writer: &mut ImageWriter,
+        pages: &[(PageId, u64)],
+    ) -> Result<Vec<ManifestEntry>> {
+        let mut entries = Vec::with_capacity(pages.len());
+        let mut rest = pages;
+        while !rest.is_empty() {
+            let _phase = phases::enter(Phase::SnapshotGather);
+            let mut bytes = 0;
+            let count = rest.iter().take(CHUNK_PAGES).take_while(|(_, len)| {
+                let fits = bytes == 0 || bytes + len <= CHUNK_BYTES;
+                bytes += len;
+                fits
+            });
+            let (chunk, after) = rest.split_at(count.count().max(1));
+            rest = after;
+            let caught = self.gather(chunk.iter().map(|(page, _)| *page).collect())?;
+            let drained = self.drain(&caught)?;
+            let images: Vec<(&PageInfo, &[u8])> = caught
+                .pages
+                .iter()
+                .filter(|(info, _)| info.len > 0)
+                .map(|(info, at)| (info, &drained[*at..*at + info.len as usize]))
+                .collect();
+            let mut references =
+                if images.is_empty() { Vec::new() } else { writer.write_chunk(&images)? }.into_iter();
+            for (info, _) in &caught.pages {
+                let image = if info.len > 0 { references.next() } else { None };
+                entries.push(entry(info, image));
+            }
+            self.staging.give(drained.into_staging());
+        }
+        entries.sort_unstable_by_key(|entry| entry.page);
+        Ok(entries)
+    }
+
+    /// Copies pages aside on the device, in lane order with the deltas. Pages that are gone are left out.
+    fn gather(&self, pages: Vec<PageId>) -> Result<Caught> {
+        let device = self.device.clone();
+        self.applier.turn(move |turn| {
+            turn.intact()?;
+            let mut caught = Vec::with_capacity(pages.len());
+            let mut sources = Vec::new();
+            let mut at = 0;
+            for page in pages {
+                let Some(info) = turn.applied.table.get(page).cloned() else { continue };
+                if info.len > 0 {
+                    sources.push((turn.applied.memory[&page].span(), at));
+                }
+                let here = at as usize;
+                at = align_up(at + info.len, FRAME_ALIGN);
+                caught.push((info, here));
+            }
+            // The area is scratch: it lives for one chunk and belongs to no page, so no budget covers it.
+            let place = caught.first().map_or(remanent_format::Place::Host, |(info, _)| info.place);
+            let area = device.allocate(place, at)?;
+            let target = Span { memory: area, offset: 0, len: at };
+            let list =
+                CommandList { commands: vec![Command::Gather { sources, target }], staging: Vec::new() };
+            match turn.submit(list) {
+                Ok(pending) => Ok(Caught { pages: caught, area, len: at as usize, fence: pending.fence() }),
+                Err(error) => {
+                    give_back(device.release(area));
+                    Err(error)
+                }
+            }
+        })
+    }
+
+    /// Brings a gathered area to the host, on a lane of its own, and gives the area back.
+    fn drain(&self, caught: &Caught) -> Result<StagingBuf> {
+        let Caught { area, len, fence, .. } = *caught;
+        let queued = self.staging.take(len).and_then(|staging| {
+            self.device.after(Lane::Drain, fence)?;
+            let source = Span { memory: area, offset: 0, len: len as u64 };
+            let target = StagingSpan { index: 0, offset: 0, len };
+            let commands = vec![Command::Download { source, target }];
+            self.device.submit(Lane::Drain, CommandList { commands, staging: vec![staging.into_staging()] })
+        });
+        let drained = match queued {
+            // An area whose last use cannot be waited for is not given back: it may still be in use.
+            Ok(pending) => pending.finish(&*self.device)?,
+            Err(error) => {
+                give_back(self.device.wait(fence).and_then(|()| self.device.release(area)));
+                return Err(error);
+            }
+        };
+        self.device.release(area)?;
+        Ok(StagingBuf::new(drained.into_iter().next().expect("one staging went in"), len))
+    }
+}
+
+/// After a failure: a second one, in giving scratch memory back, is only noted.
+fn give_back(released: Result<()>) {
+    if let Err(error) = released {
+        tracing::warn!(%error, "cannot give a gathered area back");
+    }
+}
