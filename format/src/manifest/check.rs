@@ -1,0 +1,81 @@
+//! Floor 0. Fields of a manifest that contradict each other: neither read nor written.
+
+use super::{Manifest, ManifestEntry, ManifestKind};
+use crate::defect::{Defect, check_equal, check_limit};
+use crate::ids::{Lsn, PageId, Place};
+use crate::limits::{DEVICE_ORDINAL_MAX, MANIFEST_ENTRIES_MAX, NUMBER_MAX, PAGE_LEN_MAX};
+
+impl Manifest {
+    /// Refuses fields that contradict each other.
+    pub(super) fn check(&self) -> Result<(), Defect> {
+        if let ManifestKind::Change { previous, .. } = self.kind {
+            if previous.0 == 0 {
+                return Err(Defect::Field { what: "previous link of a change", found: 0 });
+            }
+            check_limit("previous link", previous.0, self.snapshot.0.saturating_sub(1))?;
+        }
+        for (what, found) in [
+            ("snapshot number", self.snapshot.0),
+            ("next page id", self.next_page),
+            ("next image file", self.next_file),
+        ] {
+            check_limit(what, found, NUMBER_MAX)?;
+            if found == 0 {
+                return Err(Defect::Field { what, found });
+            }
+        }
+        check_limit("end", self.end.0, NUMBER_MAX)?;
+        check_limit("highest epoch", self.epoch_high.0, NUMBER_MAX)?;
+        check_limit("redo lsn", self.redo.lsn.0, self.end.0)?;
+        check_limit("entry count", self.entries.len() as u64, MANIFEST_ENTRIES_MAX)?;
+        check_limit("tombstone count", self.tombstones.len() as u64, MANIFEST_ENTRIES_MAX)?;
+        self.check_order()?;
+        self.entries.iter().try_for_each(|entry| self.check_entry(entry))?;
+        self.tombstones.iter().try_for_each(|tombstone| self.check_range(tombstone.page, tombstone.lsn))
+    }
+
+    /// Pages ascend strictly, and none is both there and deleted: ids are never used again.
+    fn check_order(&self) -> Result<(), Defect> {
+        let descends = |what, page: PageId| Err(Defect::Field { what, found: page.0 });
+        if let Some(pair) = self.entries.windows(2).find(|pair| pair[0].page >= pair[1].page) {
+            return descends("page that does not ascend", pair[1].page);
+        }
+        if let Some(pair) = self.tombstones.windows(2).find(|pair| pair[0].page >= pair[1].page) {
+            return descends("tombstone that does not ascend", pair[1].page);
+        }
+        let is_entry = |page| self.entries.binary_search_by_key(&page, |entry| entry.page).is_ok();
+        match self.tombstones.iter().find(|tombstone| is_entry(tombstone.page)) {
+            Some(tombstone) => descends("tombstone of a page that is there", tombstone.page),
+            None => Ok(()),
+        }
+    }
+
+    fn check_entry(&self, entry: &ManifestEntry) -> Result<(), Defect> {
+        self.check_range(entry.page, entry.lsn)?;
+        check_limit("page length", entry.len, PAGE_LEN_MAX)?;
+        check_limit("page's epoch", entry.epoch.0, self.epoch_high.0)?;
+        if entry.epoch.0 == 0 {
+            return Err(Defect::Field { what: "page's epoch", found: 0 });
+        }
+        if let Place::Device(ordinal) = entry.place {
+            check_limit("device ordinal", ordinal.into(), DEVICE_ORDINAL_MAX.into())?;
+        }
+        match &entry.image {
+            None => check_equal("length of a page without image", entry.len, 0),
+            Some(image) => {
+                image.check(entry.len)?;
+                check_limit("image file", image.file, self.next_file - 1)
+            }
+        }
+    }
+
+    /// A page that exists below `next_page`, and a batch up to `end`.
+    fn check_range(&self, page: PageId, lsn: Lsn) -> Result<(), Defect> {
+        check_limit("page id", page.0, self.next_page - 1)?;
+        check_limit("page's lsn", lsn.0, self.end.0)?;
+        if page.0 == 0 || lsn.0 == 0 {
+            return Err(Defect::Field { what: "page id or lsn", found: 0 });
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,196 @@
+//! Floor 0. Reading manifests: bytes from disk are untrusted (I9).
+
+use std::sync::Arc;
+
+use super::layout::{
+    ENTRY_ALIGN, KIND_BASE, KIND_CHANGE, KIND_TABLE, MANIFEST_MAGIC, ManifestEntryRaw, ManifestHeaderRaw,
+    TombstoneRaw, copy_len,
+};
+use super::{CopyHealth, Manifest, ManifestEntry, ManifestKind, Tombstone};
+use crate::defect::{Defect, array, check_crc, check_equal, check_limit, check_zero, check_zeros, slice};
+use crate::ids::{Key, Place};
+use crate::image::{Codec, ImageRef};
+use crate::limits::{GROUP_ALIGN, MANIFEST_BODY_LEN_MAX, METADATA_LEN_MAX, ROOT_LEN_MAX, align_up};
+use crate::segment::FORMAT_VERSION;
+use crate::value::{Metadata, decode_metadata};
+
+impl Manifest {
+    /// Reads a whole file: the first good copy, and how both are.
+    ///
+    /// # Errors
+    /// The first copy's [`Defect`], if neither is good.
+    pub fn decode(bytes: &[u8]) -> Result<(Self, CopyHealth), Defect> {
+        match Self::decode_copy(bytes, 0) {
+            Ok((manifest, header_crc)) => {
+                let second = Self::check_second(bytes).err();
+                Ok((manifest, CopyHealth { defects: [None, second], header_crc }))
+            }
+            Err(first) => match Self::decode_copy(bytes, 1) {
+                Ok((manifest, header_crc)) => {
+                    Ok((manifest, CopyHealth { defects: [Some(first), None], header_crc }))
+                }
+                Err(_) => Err(first),
+            },
+        }
+    }
+
+    /// Reads one copy, 0 or 1, and gives its header checksum with it. The copies are of one length, so the
+    /// second is found even where the first is lost.
+    ///
+    /// # Errors
+    /// A [`Defect`].
+    pub fn decode_copy(bytes: &[u8], which: usize) -> Result<(Self, u32), Defect> {
+        let copy = slice(bytes, copy_at(bytes, which), bytes.len() - copy_at(bytes, which))?;
+        let header: &[u8; ManifestHeaderRaw::LEN] = array(copy, 0)?;
+        let raw = ManifestHeaderRaw::from_bytes(header);
+        if raw.magic != MANIFEST_MAGIC {
+            return Err(Defect::Magic { expected: "manifest" });
+        }
+        check_crc("manifest header", raw.header_crc, &header[..252])?;
+        if raw.version != FORMAT_VERSION {
+            return Err(Defect::Version { version: raw.version, features: 0 });
+        }
+        check_zero("manifest flags", raw.flags.into())?;
+        check_zero("reserved manifest bytes", raw.reserved.into())?;
+        check_zeros("reserved manifest bytes", &raw.reserved_2)?;
+        check_limit("manifest body length", raw.body_len, MANIFEST_BODY_LEN_MAX)?;
+        let body = slice(copy, ManifestHeaderRaw::LEN, raw.body_len as usize)?;
+        check_crc("manifest body", raw.body_crc, body)?;
+        let kind = match raw.kind {
+            KIND_BASE => ManifestKind::Base,
+            KIND_CHANGE => ManifestKind::Change { previous: raw.previous, previous_crc: raw.previous_crc },
+            KIND_TABLE => ManifestKind::Table,
+            other => return Err(Defect::Field { what: "manifest kind", found: other.into() }),
+        };
+        if raw.kind != KIND_CHANGE {
+            check_zero("previous link of a manifest that follows none", raw.previous.0)?;
+            check_zero("previous checksum of a manifest that follows none", raw.previous_crc.into())?;
+        }
+        let (entries, tombstones, root) = decode_body(&raw, body)?;
+        let manifest = Self {
+            kind,
+            store: raw.store,
+            snapshot: raw.snapshot,
+            created_unix_ms: raw.created_unix_ms,
+            redo: raw.redo,
+            end: raw.end,
+            next_page: raw.next_page,
+            epoch_high: raw.epoch_high,
+            next_file: raw.next_file,
+            entries,
+            tombstones,
+            root: Arc::new(root),
+        };
+        manifest.check()?;
+        Ok((manifest, raw.header_crc))
+    }
+
+    /// Whether the second copy equals the first, which is good; if not, what is wrong with it.
+    fn check_second(bytes: &[u8]) -> Result<(), Defect> {
+        let header = ManifestHeaderRaw::from_bytes(array(bytes, 0)?);
+        let (at, len) = (copy_at(bytes, 1), ManifestHeaderRaw::LEN + header.body_len as usize);
+        if slice(bytes, at, len)? == slice(bytes, 0, len)? {
+            let file_len = 2 * copy_len(header.body_len);
+            return check_equal("manifest file length", bytes.len() as u64, file_len);
+        }
+        let (_, header_crc) = Self::decode_copy(bytes, 1)?;
+        check_equal("second copy's checksum", header_crc.into(), header.header_crc.into())
+    }
+}
+
+impl ManifestEntry {
+    /// Reads the entry at `at`, and says where the next one starts.
+    fn decode(body: &[u8], at: usize) -> Result<(Self, usize), Defect> {
+        let raw = ManifestEntryRaw::from_bytes(array(body, at)?);
+        check_zeros("reserved entry bytes", &raw.reserved)?;
+        let key_at = at + ManifestEntryRaw::LEN;
+        let key = slice(body, key_at, raw.key_len.into())?;
+        let key = if key.is_empty() { None } else { Some(decode_key(key)?) };
+        let metadata_at = key_at + usize::from(raw.key_len);
+        let envelope = slice(body, metadata_at, raw.metadata_len as usize)?;
+        let (metadata, used) = decode_metadata(envelope, METADATA_LEN_MAX)?;
+        check_equal("metadata envelope", used as u64, envelope.len() as u64)?;
+        let (end, next) = (metadata_at + used, align_up((metadata_at + used) as u64, ENTRY_ALIGN) as usize);
+        check_zeros("entry padding", slice(body, end, next - end)?)?;
+        let place = Place::from_raw(raw.place_kind, raw.place_ordinal)
+            .ok_or(Defect::Field { what: "place", found: raw.place_kind.into() })?;
+        let entry = Self {
+            page: raw.page,
+            key,
+            len: raw.len,
+            epoch: raw.epoch,
+            lsn: raw.lsn,
+            place,
+            metadata: Arc::new(metadata),
+            image: decode_image(&raw)?,
+        };
+        Ok((entry, next))
+    }
+}
+
+/// The image that an entry names; the length of an image is never zero.
+fn decode_image(raw: &ManifestEntryRaw) -> Result<Option<ImageRef>, Defect> {
+    if raw.stored_len == 0 {
+        for field in [raw.image_file, raw.image_offset, raw.stored_crc.into(), raw.raw_crc.into()] {
+            check_zero("image field of a page without image", field)?;
+        }
+        check_zero("image field of a page without image", raw.codec.into())?;
+        return Ok(None);
+    }
+    Ok(Some(ImageRef {
+        file: raw.image_file,
+        offset: raw.image_offset,
+        stored_len: raw.stored_len,
+        stored_crc: raw.stored_crc,
+        raw_crc: raw.raw_crc,
+        codec: Codec::from_raw(raw.codec)?,
+    }))
+}
+
+fn decode_key(bytes: &[u8]) -> Result<Key, Defect> {
+    Key::new(bytes).map_err(|error| Defect::Limit {
+        what: "key length",
+        found: error.len as u64,
+        limit: crate::limits::KEY_LEN_MAX as u64,
+    })
+}
+
+type Body = (Vec<ManifestEntry>, Vec<Tombstone>, Metadata);
+
+fn decode_body(raw: &ManifestHeaderRaw, body: &[u8]) -> Result<Body, Defect> {
+    // Each takes its fixed part at least, so no count can make us reserve more than there is.
+    let fits = |len: usize| (body.len() / len) as u64;
+    check_limit("entry count", raw.entry_count, fits(ManifestEntryRaw::LEN))?;
+    check_limit("tombstone count", raw.tombstone_count, fits(TombstoneRaw::LEN))?;
+    let mut entries = Vec::with_capacity(raw.entry_count as usize);
+    let mut at = 0;
+    for _ in 0..raw.entry_count {
+        let (entry, next) = ManifestEntry::decode(body, at)?;
+        entries.push(entry);
+        at = next;
+    }
+    let mut tombstones = Vec::with_capacity(raw.tombstone_count as usize);
+    for _ in 0..raw.tombstone_count {
+        let tombstone = TombstoneRaw::from_bytes(array(body, at)?);
+        tombstones.push(Tombstone { page: tombstone.page, lsn: tombstone.lsn });
+        at += TombstoneRaw::LEN;
+    }
+    let (root, used) = decode_metadata(&body[at..], ROOT_LEN_MAX)?;
+    check_equal("manifest body length", body.len() as u64, (at + used) as u64)?;
+    Ok((entries, tombstones, root))
+}
+
+/// Where a copy starts. The first copy's header says where the second is; where that header is lost, the
+/// file's length does, unless the file was cut as well.
+fn copy_at(bytes: &[u8], which: usize) -> usize {
+    if which == 0 {
+        return 0;
+    }
+    let by_header = array(bytes, 0).ok().and_then(|header: &[u8; ManifestHeaderRaw::LEN]| {
+        let raw = ManifestHeaderRaw::from_bytes(header);
+        let proven = raw.magic == MANIFEST_MAGIC && raw.header_crc == crc32fast::hash(&header[..252]);
+        (proven && raw.body_len <= MANIFEST_BODY_LEN_MAX).then(|| copy_len(raw.body_len))
+    });
+    let by_length = bytes.len() as u64 / 2 / GROUP_ALIGN * GROUP_ALIGN;
+    by_header.unwrap_or(by_length).min(bytes.len() as u64) as usize
+}

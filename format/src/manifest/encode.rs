@@ -1,0 +1,109 @@
+//! Floor 0. Writing manifests.
+
+use super::layout::{
+    ENTRY_ALIGN, MANIFEST_MAGIC, ManifestEntryRaw, ManifestHeaderRaw, TombstoneRaw, copy_len,
+};
+use super::{Manifest, ManifestEntry, ManifestKind};
+use crate::defect::{Defect, check_limit};
+use crate::ids::{Key, SnapshotId};
+use crate::limits::{MANIFEST_BODY_LEN_MAX, METADATA_LEN_MAX, ROOT_LEN_MAX, align_up};
+use crate::segment::FORMAT_VERSION;
+use crate::value::encode_metadata;
+
+impl Manifest {
+    /// The whole file, both copies.
+    ///
+    /// # Errors
+    /// The defect that decoding would find: a limit passed, entries out of order, fields that contradict
+    /// each other.
+    pub fn encode(&self) -> Result<Vec<u8>, Defect> {
+        self.check()?;
+        let body = self.encode_body()?;
+        let (previous, previous_crc) = match self.kind {
+            ManifestKind::Change { previous, previous_crc } => (previous, previous_crc),
+            ManifestKind::Base | ManifestKind::Table => (SnapshotId(0), 0),
+        };
+        let mut raw = ManifestHeaderRaw {
+            magic: MANIFEST_MAGIC,
+            version: FORMAT_VERSION,
+            kind: self.kind.to_raw(),
+            store: self.store,
+            snapshot: self.snapshot,
+            previous,
+            previous_crc,
+            flags: 0,
+            created_unix_ms: self.created_unix_ms,
+            redo: self.redo,
+            reserved: 0,
+            end: self.end,
+            next_page: self.next_page,
+            epoch_high: self.epoch_high,
+            next_file: self.next_file,
+            entry_count: self.entries.len() as u64,
+            tombstone_count: self.tombstones.len() as u64,
+            body_len: body.len() as u64,
+            body_crc: crc32fast::hash(&body),
+            reserved_2: [0; 88],
+            header_crc: 0,
+        };
+        raw.header_crc = crc32fast::hash(&raw.to_bytes()[..252]);
+        let copy_len = copy_len(body.len() as u64) as usize;
+        let mut out = Vec::with_capacity(2 * copy_len);
+        for end in [copy_len, 2 * copy_len] {
+            out.extend_from_slice(&raw.to_bytes());
+            out.extend_from_slice(&body);
+            out.resize(end, 0);
+        }
+        Ok(out)
+    }
+
+    fn encode_body(&self) -> Result<Vec<u8>, Defect> {
+        let mut body = Vec::new();
+        for entry in &self.entries {
+            entry.encode(&mut body)?;
+        }
+        for tombstone in &self.tombstones {
+            body.extend_from_slice(&TombstoneRaw { page: tombstone.page, lsn: tombstone.lsn }.to_bytes());
+        }
+        body.extend_from_slice(&encode_metadata(&self.root, ROOT_LEN_MAX)?);
+        check_limit("manifest body length", body.len() as u64, MANIFEST_BODY_LEN_MAX)?;
+        Ok(body)
+    }
+}
+
+impl ManifestEntry {
+    /// Appends the entry to a body.
+    fn encode(&self, body: &mut Vec<u8>) -> Result<(), Defect> {
+        let metadata = encode_metadata(&self.metadata, METADATA_LEN_MAX)?;
+        let key = self.key.as_ref().map_or(&[][..], Key::as_bytes);
+        let (place_kind, place_ordinal) = self.place.to_raw();
+        let mut raw = ManifestEntryRaw {
+            page: self.page,
+            epoch: self.epoch,
+            lsn: self.lsn,
+            len: self.len,
+            image_file: 0,
+            image_offset: 0,
+            stored_len: 0,
+            stored_crc: 0,
+            raw_crc: 0,
+            place_ordinal,
+            metadata_len: metadata.len() as u32,
+            codec: 0,
+            place_kind,
+            key_len: key.len() as u8,
+            reserved: [0; 5],
+        };
+        if let Some(image) = &self.image {
+            (raw.image_file, raw.image_offset) = (image.file, image.offset);
+            (raw.stored_len, raw.stored_crc, raw.raw_crc) =
+                (image.stored_len, image.stored_crc, image.raw_crc);
+            raw.codec = image.codec.to_raw();
+        }
+        body.extend_from_slice(&raw.to_bytes());
+        body.extend_from_slice(key);
+        body.extend_from_slice(&metadata);
+        body.resize(align_up(body.len() as u64, ENTRY_ALIGN) as usize, 0);
+        Ok(())
+    }
+}

@@ -1,0 +1,217 @@
+//! Floor 0. Manifests: round trips, copies, and everything that is refused.
+
+use super::*;
+use crate::ids::Incarnation;
+use crate::image::Codec;
+use crate::limits::DEVICE_ORDINAL_MAX;
+use crate::value::Value;
+
+/// Length of the sample's root envelope, the end of its body.
+const ROOT_LEN: usize = 40;
+
+fn image(file: u64, len: u64) -> Option<ImageRef> {
+    Some(ImageRef {
+        file,
+        offset: 4096 + 128,
+        stored_len: len,
+        stored_crc: 0xabcd,
+        raw_crc: 0xabcd,
+        codec: Codec::Raw,
+    })
+}
+
+fn entry(page: u64, len: u64) -> ManifestEntry {
+    ManifestEntry {
+        page: PageId(page),
+        key: Some(Key::new(format!("key {page}")).unwrap()),
+        len,
+        epoch: Epoch(3),
+        lsn: Lsn(8),
+        place: Place::Device(1),
+        metadata: Arc::new([("dtype".to_owned(), Value::from("bf16"))].into()),
+        image: (len > 0).then(|| image(2, len)).flatten(),
+    }
+}
+
+fn sample() -> Manifest {
+    let bare = ManifestEntry { key: None, place: Place::Host, metadata: Arc::default(), ..entry(4, 0) };
+    Manifest {
+        kind: ManifestKind::Change { previous: SnapshotId(6), previous_crc: 0x1234_5678 },
+        store: StoreId([0x5a; 16]),
+        snapshot: SnapshotId(7),
+        created_unix_ms: 1_700_000_000_123,
+        redo: LogPoint {
+            incarnation: Incarnation { number: 2, random: 99 },
+            lsn: Lsn(5),
+            segment: 3,
+            offset: 8192,
+            chain: 0x0bad_cafe,
+        },
+        end: Lsn(9),
+        next_page: 10,
+        epoch_high: Epoch(4),
+        next_file: 3,
+        entries: vec![entry(1, 100), bare, entry(9, 1 << 30)],
+        tombstones: vec![Tombstone { page: PageId(2), lsn: Lsn(6) }],
+        root: Arc::new([("step".to_owned(), Value::from(12_u64))].into()),
+    }
+}
+
+fn first(bytes: &[u8]) -> Result<Manifest, Defect> {
+    Manifest::decode_copy(bytes, 0).map(|(manifest, _)| manifest)
+}
+
+/// The sample's bytes, its first copy changed, and that copy's checksums made to fit.
+fn with_copy(change: impl FnOnce(&mut ManifestHeaderRaw, &mut [u8])) -> Vec<u8> {
+    let mut bytes = sample().encode().unwrap();
+    let mut raw = ManifestHeaderRaw::from_bytes(bytes[..256].try_into().unwrap());
+    let body_end = 256 + raw.body_len as usize;
+    change(&mut raw, &mut bytes[256..body_end]);
+    raw.body_crc = crc32fast::hash(&bytes[256..body_end]);
+    raw.header_crc = crc32fast::hash(&raw.to_bytes()[..252]);
+    bytes[..256].copy_from_slice(&raw.to_bytes());
+    bytes
+}
+
+#[test]
+fn manifest_round_trips_to_the_same_bytes() {
+    let base = Manifest { kind: ManifestKind::Base, ..sample() };
+    let table = Manifest { kind: ManifestKind::Table, ..sample() };
+    let empty = Manifest {
+        kind: ManifestKind::Base,
+        redo: LogPoint::default(),
+        end: Lsn(0),
+        next_page: 1,
+        epoch_high: Epoch(0),
+        next_file: 1,
+        entries: vec![],
+        tombstones: vec![],
+        root: Arc::default(),
+        ..sample()
+    };
+    let many =
+        Manifest { next_page: 1000, entries: (1..900).map(|page| entry(page, 7)).collect(), ..sample() };
+    let many = Manifest { tombstones: vec![], ..many };
+    for manifest in [sample(), base, table, empty, many] {
+        let bytes = manifest.encode().unwrap();
+        assert_eq!(bytes.len() % 8192, 0);
+        assert_eq!(bytes[..bytes.len() / 2], bytes[bytes.len() / 2..]);
+        let (decoded, health) = Manifest::decode(&bytes).unwrap();
+        assert!(health.is_whole());
+        assert_eq!(health.header_crc.to_le_bytes(), bytes[252..256]);
+        assert_eq!(decoded, manifest);
+        assert_eq!(decoded.encode().unwrap(), bytes);
+    }
+}
+
+#[test]
+fn one_good_copy_is_enough_and_the_other_is_reported() {
+    let bytes = sample().encode().unwrap();
+    let body_end = 256 + u64::from_le_bytes(bytes[152..160].try_into().unwrap()) as usize;
+    for (copy, at) in [(0, 0), (1, bytes.len() / 2)] {
+        for index in 0..body_end {
+            let mut damaged = bytes.clone();
+            damaged[at + index] ^= 0x40;
+            let (decoded, health) = Manifest::decode(&damaged).unwrap();
+            assert_eq!(decoded, sample(), "copy {copy}, byte {index}");
+            assert!(
+                matches!(health.defects[copy], Some(Defect::Magic { .. } | Defect::Checksum { .. })),
+                "copy {copy}, byte {index}: {health:?}"
+            );
+            assert_eq!(health.defects[1 - copy], None, "copy {copy}, byte {index}");
+        }
+    }
+    let mut both = bytes;
+    both[260] ^= 1;
+    let second = both.len() / 2 + 300;
+    both[second] ^= 1;
+    assert!(matches!(Manifest::decode(&both), Err(Defect::Checksum { what: "manifest body", .. })));
+}
+
+#[test]
+fn files_of_the_wrong_length_lose_their_second_copy() {
+    let bytes = sample().encode().unwrap();
+    for (len, found) in [(bytes.len() - 4096, "cut by a page"), (4096 + 300, "cut within the copy")] {
+        let (decoded, health) = Manifest::decode(&bytes[..len]).unwrap();
+        assert_eq!(decoded, sample());
+        assert!(matches!(health.defects, [None, Some(Defect::Truncated { .. })]), "{found}: {health:?}");
+    }
+    let longer = [&bytes[..], &[0; 8192]].concat();
+    let (_, health) = Manifest::decode(&longer).unwrap();
+    assert!(matches!(health.defects, [None, Some(Defect::Mismatch { what: "manifest file length", .. })]));
+    assert!(matches!(Manifest::decode(&bytes[..300]), Err(Defect::Truncated { .. })));
+    assert!(matches!(Manifest::decode(&[]), Err(Defect::Truncated { .. })));
+}
+
+#[test]
+fn two_good_copies_that_differ_are_reported() {
+    let mut bytes = sample().encode().unwrap();
+    let other = Manifest { created_unix_ms: 1, ..sample() }.encode().unwrap();
+    let half = bytes.len() / 2;
+    bytes[half..].copy_from_slice(&other[half..]);
+    let (decoded, health) = Manifest::decode(&bytes).unwrap();
+    assert_eq!(decoded, sample());
+    assert!(matches!(health.defects, [None, Some(Defect::Mismatch { what: "second copy's checksum", .. })]));
+}
+
+#[test]
+fn sound_checksums_over_wrong_fields_are_refused() {
+    assert_eq!(first(&with_copy(|_, _| ())), Ok(sample()));
+    type Change = fn(&mut ManifestHeaderRaw, &mut [u8]);
+    let rows: [(&str, Change); 26] = [
+        ("manifest flags is 1", |header, _| header.flags = 1),
+        ("reserved manifest bytes is 1", |header, _| header.reserved_2[87] = 1),
+        ("manifest kind is 4", |header, _| header.kind = 4),
+        ("previous link of a manifest that follows none is 6", |header, _| header.kind = KIND_BASE),
+        ("previous link of a change is 0", |header, _| header.previous = SnapshotId(0)),
+        ("previous link is 7, over the limit of 6", |header, _| header.previous = SnapshotId(7)),
+        ("snapshot number is 0", |header, _| {
+            (header.kind, header.snapshot) = (KIND_BASE, SnapshotId(0));
+            (header.previous, header.previous_crc) = (SnapshotId(0), 0);
+        }),
+        ("redo lsn is 10, over the limit of 9", |header, _| header.redo.lsn = Lsn(10)),
+        ("page id is 9, over the limit of 8", |header, _| header.next_page = 9),
+        ("next page id is 0", |header, _| header.next_page = 0),
+        ("page's epoch is 3, over the limit of 2", |header, _| header.epoch_high = Epoch(2)),
+        ("image file is 2, over the limit of 1", |header, _| header.next_file = 2),
+        ("page's lsn is 8, over the limit of 7", |header, _| header.end = Lsn(7)),
+        ("manifest body length is", |header, _| header.body_len = u64::MAX),
+        ("entry count is", |header, _| header.entry_count = u64::MAX),
+        ("tombstone count is", |header, _| header.tombstone_count = u64::MAX),
+        ("metadata checksum is", |header, _| header.entry_count -= 1),
+        ("metadata checksum is", |header, _| header.tombstone_count -= 1),
+        ("page that does not ascend is 4", |_, body| body[0] = 5),
+        ("page id or lsn is 0", |_, body| body[0] = 0),
+        ("tombstone of a page that is there is 1", |_, body| body[body.len() - ROOT_LEN - 16] = 1),
+        ("page's epoch is 0", |_, body| body[8] = 0),
+        ("stored length of a raw image is 101", |_, body| body[48] += 1),
+        ("image codec is 1", |_, body| body[72] = 1),
+        ("place is 9", |_, body| body[73] = 9),
+        ("key length is 65", |_, body| body[74] = 65),
+    ];
+    for (expected, change) in rows {
+        let found = first(&with_copy(change)).unwrap_err().to_string();
+        assert!(found.contains(expected), "{expected}: {found}");
+    }
+    let newer = with_copy(|header, _| header.version = 2);
+    assert_eq!(first(&newer), Err(Defect::Version { version: 2, features: 0 }));
+}
+
+#[test]
+fn manifests_that_contradict_themselves_are_not_written() {
+    for (why, manifest) in [
+        ("entries descend", Manifest { entries: vec![entry(2, 1), entry(1, 1)], ..sample() }),
+        ("a page without its image", {
+            Manifest { entries: vec![ManifestEntry { image: None, ..entry(1, 1) }], ..sample() }
+        }),
+        ("an image of an empty page", {
+            Manifest { entries: vec![ManifestEntry { image: image(1, 1), ..entry(1, 0) }], ..sample() }
+        }),
+        ("a device that cannot be", {
+            let place = Place::Device(DEVICE_ORDINAL_MAX + 1);
+            Manifest { entries: vec![ManifestEntry { place, ..entry(1, 1) }], ..sample() }
+        }),
+    ] {
+        assert!(manifest.encode().is_err(), "{why}");
+    }
+}
