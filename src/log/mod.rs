@@ -1,10 +1,13 @@
-//! Floor 5. The log's way to the disk: segment files, appending, and the thread that syncs and seals.
+//! Floor 5. The log's way to the disk: segment files, appending, and the threads that sync, seal and make
+//! segments ahead.
 //!
 //! Reading it back is the format crate's (`remanent_format::log`).
 
 pub(crate) mod segments;
+mod state;
 pub(crate) mod writer;
+mod keeper;
 
 pub(crate) use segments::{SegmentFile, SegmentPool, SpacePurpose};
-pub use writer::LogStats;
+pub use state::LogStats;
 pub(crate) use writer::{Log, LogStart};

@@ -1,6 +1,4 @@
-//! Floor 5. Appending to the log, and its two threads: the keeper, which syncs and seals, and the maker,
-//! which makes segments ahead. Two, because making one takes syncs of its own, and a frame must not wait
-//! for them longer than it was promised.
+//! Floor 5. Appending to the log, and waiting for what its two threads (`keeper`) make of it.
 //!
 //! A batch is `Logged` when [`Log::append`] returns: its frame and all before it are whole in the mapping
 //! or in the kernel's page cache, which outlive the process. It is `Durable` when the keeper has synced
@@ -19,48 +17,22 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex};
-use remanent_format::frame::{FrameHeader, FrameKind, VerifiedSnapshot, encode_seal, frame_len};
-use remanent_format::limits::{FRAME_ALIGN, GROUP_ALIGN, align_up};
+use remanent_format::frame::{FrameHeader, FrameKind, VerifiedSnapshot, frame_len};
 use remanent_format::segment::SEGMENT_HEADER_BLOCK;
 use remanent_format::{FileName, LogPoint, Lsn, StoreId};
 
 use super::segments::{SegmentFile, SegmentPool, SpacePurpose};
-use crate::disk::Window;
+use super::state::{AHEAD, Dirty, LogStats, Room, State, live};
 use crate::error::{Error, Result};
 use crate::options::LogIo;
 use crate::phases::{self, Phase};
 use crate::poison::Poison;
 
-/// A frame is synced at the latest this long after it was logged.
-const SYNC_AFTER: Duration = Duration::from_millis(10);
-/// Or when so many bytes are not synced yet.
-const SYNC_AFTER_BYTES: u64 = 8 << 20;
-/// A busy period ends when nothing came for this long; then a seal says that all of it is durable.
-const SEAL_AFTER: Duration = Duration::from_millis(10);
-/// Empty segments kept ahead of the current one. One is demanded by I8; the second is there so that a
-/// roll finds the one that it must have.
-const AHEAD: usize = 2;
-/// How long the maker leaves a full disk alone.
-const GROW_AGAIN_AFTER: Duration = Duration::from_millis(500);
-
-/// What the log has done since it was opened.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct LogStats {
-    /// Batches appended.
-    pub batches: u64,
-    /// Seals appended.
-    pub seals: u64,
-    /// Bytes of frames, padding included.
-    pub bytes: u64,
-    /// Groups made durable.
-    pub syncs: u64,
-    /// Segments entered.
-    pub rolls: u64,
-}
+/// The keeper syncs at once when so many bytes are not synced yet.
+pub(super) const SYNC_AFTER_BYTES: u64 = 8 << 20;
 
 /// The log as an open leaves it: where the next frame goes.
 pub(crate) struct LogStart {
@@ -82,67 +54,21 @@ pub(crate) struct LogStart {
 pub(crate) struct Log {
     store: StoreId,
     io: LogIo,
-    pool: Arc<SegmentPool>,
-    poison: Arc<Poison>,
+    pub(super) pool: Arc<SegmentPool>,
+    pub(super) poison: Arc<Poison>,
     /// Whether a frame could not be written or synced, or a segment not be made: nothing more becomes
     /// durable. The store is poisoned before this is set.
-    failed: AtomicBool,
-    state: Mutex<State>,
+    pub(super) failed: AtomicBool,
+    pub(super) state: Mutex<State>,
     /// Held while segments are made, which takes syncs; `state` stays free meanwhile.
     growth: Mutex<()>,
     /// Something for the keeper to do.
-    work: Condvar,
+    pub(super) work: Condvar,
     /// `durable`, `seals` or `failed` changed.
-    progress: Condvar,
+    pub(super) progress: Condvar,
     /// Something for the maker to do.
-    room: Condvar,
+    pub(super) room: Condvar,
     threads: Mutex<Vec<JoinHandle<()>>>,
-}
-
-struct State {
-    current: Live,
-    ahead: VecDeque<Live>,
-    point: LogPoint,
-    chain: u32,
-    offset: u64,
-    /// Whether the next frame joins the group of the last one.
-    group_open: bool,
-    /// Ranges that no sync has taken yet.
-    dirty: Vec<Dirty>,
-    dirty_bytes: u64,
-    dirty_since: Option<Instant>,
-    /// Segments left behind, with their last batch, until that is durable.
-    left_behind: VecDeque<(u64, Lsn)>,
-    /// Seals that are synced.
-    seals_durable: u64,
-    /// Seals given up because the disk is full.
-    seals_refused: u64,
-    durable: Lsn,
-    /// The highest Lsn that somebody waits for.
-    wanted: Lsn,
-    /// Whether the last frame is a seal that says all there is to say.
-    sealed: bool,
-    seal_now: bool,
-    /// Whether a seal was given up that may take the reserve when the store closes.
-    seal_missed: bool,
-    last_append: Instant,
-    verified: Vec<VerifiedSnapshot>,
-    grow_after: Option<Instant>,
-    reserve_full: bool,
-    stop: bool,
-    stats: LogStats,
-}
-
-struct Live {
-    number: u64,
-    len: u64,
-    window: Arc<dyn Window>,
-}
-
-struct Dirty {
-    window: Arc<dyn Window>,
-    from: u64,
-    to: u64,
 }
 
 impl Log {
@@ -312,7 +238,7 @@ impl Log {
     }
 
     /// Makes segments until two are ahead, and the first of them is long enough.
-    fn grow(&self, frame_len: u64, purpose: SpacePurpose) -> Result<()> {
+    pub(super) fn grow(&self, frame_len: u64, purpose: SpacePurpose) -> Result<()> {
         let _one_maker = self.growth.lock();
         loop {
             let (count, next) = {
@@ -352,7 +278,13 @@ impl Log {
     }
 
     /// Puts a frame where there is room for it.
-    fn put(&self, state: &mut State, kind: FrameKind, payload: &[u8], payload_crc: u32) -> Result<LogPoint> {
+    pub(super) fn put(
+        &self,
+        state: &mut State,
+        kind: FrameKind,
+        payload: &[u8],
+        payload_crc: u32,
+    ) -> Result<LogPoint> {
         let offset = state.next_offset();
         let lsn = match kind {
             FrameKind::Batch => state.point.lsn.next(),
@@ -404,32 +336,13 @@ impl Log {
         Ok(state.point)
     }
 
-    /// The keeper's life.
-    fn keep(&self) {
-        loop {
-            match self.next_duty() {
-                Duty::Sync => self.or_fail(Self::sync),
-                Duty::Seal => self.or_fail(Self::seal),
-                Duty::Stop => break,
-            }
-        }
-        self.progress.notify_all();
-    }
-
-    fn or_fail(&self, duty: impl Fn(&Self) -> Result<()>) {
-        if let Err(error) = duty(self) {
-            self.fail(error);
-        }
-        self.progress.notify_all();
-    }
-
     /// Fails if the log did.
-    fn check(&self) -> Result<()> {
+    pub(super) fn check(&self) -> Result<()> {
         if self.failed.load(Ordering::Acquire) { self.poison.check() } else { Ok(()) }
     }
 
     /// Ends the log. Returns what everybody is told.
-    fn fail(&self, error: Error) -> Error {
+    pub(super) fn fail(&self, error: Error) -> Error {
         let error = self.poison.set(error);
         self.failed.store(true, Ordering::Release);
         // Whoever found the log sound and is about to wait, waits by the time the keeper has looked: it
@@ -437,153 +350,6 @@ impl Log {
         self.work.notify_one();
         self.progress.notify_all();
         error
-    }
-
-    /// Waits for something to do.
-    fn next_duty(&self) -> Duty {
-        let mut state = self.state.lock();
-        loop {
-            if self.check().is_err() {
-                if state.stop {
-                    return Duty::Stop;
-                }
-                self.progress.notify_all();
-                self.work.wait(&mut state);
-                continue;
-            }
-            let now = Instant::now();
-            let sync_at = state.dirty_since.map(|since| since + SYNC_AFTER);
-            if state.seal_now {
-                return Duty::Seal;
-            }
-            let waited_for = state.wanted > state.durable || state.stop;
-            let due =
-                waited_for || state.dirty_bytes >= SYNC_AFTER_BYTES || sync_at.is_some_and(|at| at <= now);
-            if !state.dirty.is_empty() && due {
-                return Duty::Sync;
-            }
-            let unsealed = !state.sealed || (state.stop && state.seal_missed);
-            let idle = state.dirty.is_empty() && unsealed;
-            let seal_at = idle.then(|| state.last_append + SEAL_AFTER);
-            if seal_at.is_some_and(|at| at <= now || state.stop) {
-                return Duty::Seal;
-            }
-            if state.stop {
-                return Duty::Stop;
-            }
-            match [sync_at, seal_at].into_iter().flatten().min() {
-                Some(at) => {
-                    self.work.wait_until(&mut state, at);
-                }
-                None => self.work.wait(&mut state),
-            }
-        }
-    }
-
-    /// Makes durable what was logged so far. Frames logged meanwhile form the next group.
-    fn sync(&self) -> Result<()> {
-        let _phase = phases::enter(Phase::GroupSync);
-        let (dirty, target, seals) = {
-            let mut state = self.state.lock();
-            state.group_open = false;
-            state.dirty_bytes = 0;
-            state.dirty_since = None;
-            (std::mem::take(&mut state.dirty), state.point.lsn, state.stats.seals)
-        };
-        for range in &dirty {
-            range.window.sync(range.from, range.to - range.from)?;
-        }
-        let mut state = self.state.lock();
-        assert!(target >= state.durable);
-        state.durable = target;
-        state.seals_durable = seals;
-        while state.left_behind.front().is_some_and(|(_, last)| *last <= target) {
-            state.left_behind.pop_front();
-        }
-        state.stats.syncs += 1;
-        drop(state);
-        self.progress.notify_all();
-        Ok(())
-    }
-
-    /// Appends a seal and syncs it. The seal of an idle log says that everything is durable; a batch that
-    /// came in between goes first, and the seal gets another turn. A seal that records snapshots cannot wait
-    /// for a pause that may never come: it says what is durable so far. A disk too full for a seal costs the
-    /// seal, nothing else: the batches before it are durable, only the log does not say so yet.
-    fn seal(&self) -> Result<()> {
-        loop {
-            let mut state = self.state.lock();
-            let clean = state.dirty.is_empty();
-            if !clean && !state.seal_now {
-                break;
-            }
-            let payload = encode_seal(&state.verified);
-            match state.room_for(frame_len(payload.len() as u64)) {
-                Room::Ready => {
-                    self.put(&mut state, FrameKind::Seal, &payload, crc32fast::hash(&payload))?;
-                    state.sealed = clean;
-                    state.seal_now = false;
-                    state.seal_missed = false;
-                    state.stats.seals += 1;
-                    break;
-                }
-                Room::AfterGrowth => {
-                    // A seal that only ends a busy period leaves the reserve alone: batches would follow it into
-                    // the segment that it took from there.
-                    let last = state.seal_now || state.stop;
-                    drop(state);
-                    match self.grow(0, if last { SpacePurpose::Reserve } else { SpacePurpose::User }) {
-                        Ok(()) => {}
-                        Err(Error::DiskFull { .. }) => {
-                            let mut state = self.state.lock();
-                            state.sealed = true;
-                            state.seal_missed = !last;
-                            if last {
-                                state.seal_now = false;
-                                state.seals_refused += 1;
-                            }
-                            return Ok(());
-                        }
-                        Err(error) => return Err(error),
-                    }
-                }
-                Room::AfterSync(_) => {
-                    drop(state);
-                    self.sync()?;
-                }
-            }
-        }
-        self.sync()
-    }
-
-    /// The maker's life.
-    fn stay_ahead(&self) {
-        let mut state = self.state.lock();
-        while !state.stop {
-            let lacking = state.ahead.len() < AHEAD || !state.reserve_full;
-            match state.grow_after {
-                _ if !lacking || self.poison.check().is_err() => self.room.wait(&mut state),
-                Some(at) if at > Instant::now() => {
-                    self.room.wait_until(&mut state, at);
-                }
-                _ => {
-                    drop(state);
-                    let grown = self.grow(0, SpacePurpose::User).and_then(|()| self.pool.fill_reserve());
-                    state = self.state.lock();
-                    match grown {
-                        Ok(reserve_full) => {
-                            state.reserve_full = reserve_full;
-                            state.grow_after = (!reserve_full).then(|| Instant::now() + GROW_AGAIN_AFTER);
-                        }
-                        // Whoever needs the segment now will be told.
-                        Err(Error::DiskFull { .. }) => {
-                            state.grow_after = Some(Instant::now() + GROW_AGAIN_AFTER);
-                        }
-                        Err(error) => drop(self.fail(error)),
-                    }
-                }
-            }
-        }
     }
 }
 
@@ -597,55 +363,4 @@ impl Drop for Life<'_> {
             self.0.fail(Error::io("go on with", file, None, io::Error::other("a thread panicked")));
         }
     }
-}
-
-enum Duty {
-    Sync,
-    Seal,
-    Stop,
-}
-
-enum Room {
-    Ready,
-    AfterGrowth,
-    AfterSync(Lsn),
-}
-
-impl State {
-    /// Finds room for a frame of `frame_len` bytes, going on to the next segment where that is allowed.
-    fn room_for(&mut self, frame_len: u64) -> Room {
-        if self.next_offset() + frame_len <= self.current.len {
-            return Room::Ready;
-        }
-        let long_enough = self.ahead.front().is_some_and(|next| SEGMENT_HEADER_BLOCK + frame_len <= next.len);
-        // I8: the segment after the one that we enter exists, synced, with its name.
-        if !long_enough || self.ahead.len() < AHEAD {
-            return Room::AfterGrowth;
-        }
-        // No frame enters a segment before the last but one is durable, so that a power cut never finds
-        // more than two of them unsynced.
-        if let Some(&(_, last)) = self.left_behind.back() {
-            return Room::AfterSync(last);
-        }
-        let _phase = phases::enter(Phase::SegmentRoll);
-        if self.point.lsn > self.durable {
-            self.left_behind.push_back((self.current.number, self.point.lsn));
-        }
-        self.current = self.ahead.pop_front().expect("two are ahead");
-        self.offset = SEGMENT_HEADER_BLOCK;
-        self.group_open = false;
-        self.stats.rolls += 1;
-        Room::Ready
-    }
-
-    /// Where the next frame begins.
-    fn next_offset(&self) -> u64 {
-        align_up(self.offset, if self.group_open { FRAME_ALIGN } else { GROUP_ALIGN })
-    }
-}
-
-fn live(segment: SegmentFile, io: LogIo) -> Result<Live> {
-    let window = Arc::from(segment.file.window(io)?);
-    tracing::debug!(segment = %FileName::Segment(segment.number), len = segment.len, "segment ready");
-    Ok(Live { number: segment.number, len: segment.len, window })
 }

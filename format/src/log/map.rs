@@ -1,0 +1,150 @@
+//! Floor 0. The map of the log: its segments, the newest incarnation, and the line that leads back from it.
+
+use std::collections::BTreeMap;
+
+use super::reader::{SegmentReader, own_frames};
+use crate::defect::{Damage, Defect};
+use crate::ids::{Incarnation, LogPoint, StoreId};
+use crate::limits::GROUP_ALIGN;
+use crate::names::{FileName, Folder, ReadAt};
+use crate::segment::{Opening, SEGMENT_HEADER_BLOCK, SegmentHeader, SegmentHeaderRaw};
+
+/// A segment file.
+#[derive(Clone, Debug)]
+pub struct Segment {
+    /// The file's length in bytes.
+    pub file_len: u64,
+    /// Its header, if that is whole, this store's, and fits the file.
+    pub header: Result<SegmentHeader, Defect>,
+    /// The incarnation of the frames that were written at their place in this file, if there are any.
+    pub frames: Option<Incarnation>,
+}
+
+impl Segment {
+    pub(super) fn opening(&self) -> Option<Opening> {
+        self.header.as_ref().ok().and_then(|header| header.opening)
+    }
+}
+
+/// All segments of a store, and the line of incarnations.
+#[derive(Clone, Debug)]
+pub struct LogMap {
+    pub(super) store: StoreId,
+    pub(super) segments: BTreeMap<u64, Segment>,
+    pub(super) newest: Option<Incarnation>,
+    /// Openings on the line, oldest first, with their segments.
+    line: Vec<(u64, Opening)>,
+    /// The damaged header at which the line ends, if it ends at one.
+    pub(super) cut: Option<Damage>,
+}
+
+impl LogMap {
+    /// Reads all segment headers, and as much of the segments as it takes to find their frames.
+    ///
+    /// # Errors
+    /// [`Damage`] if a file cannot be read at all. Damaged bytes are recorded, not refused.
+    pub fn read(source: &dyn ReadAt, store: StoreId) -> Result<Self, Damage> {
+        let names = source
+            .list(Folder::Log)
+            .map_err(|error| Defect::Unreadable(error.to_string()).at(FileName::Segment(0), 0))?;
+        let mut segments = BTreeMap::new();
+        for name in names {
+            if let Some(FileName::Segment(number)) = FileName::parse(Folder::Log, &name) {
+                segments.insert(number, read_segment(source, store, number)?);
+            }
+        }
+        let newest = segments
+            .values()
+            .rev()
+            .find_map(|segment| segment.opening().map(|opening| opening.incarnation).or(segment.frames));
+        let mut line = Vec::new();
+        let mut wanted = newest;
+        let mut cut = None;
+        while let Some(incarnation) = wanted {
+            let found = segments.iter().find_map(|(&number, segment)| {
+                segment
+                    .opening()
+                    .filter(|opening| opening.incarnation == incarnation)
+                    .map(|opening| (number, opening))
+            });
+            wanted =
+                found.map(|(_, opening)| opening.predecessor.incarnation).filter(|before| before.number > 0);
+            line.extend(found);
+            if found.is_none() {
+                cut = damaged_opening(&segments, incarnation);
+            }
+        }
+        line.reverse();
+        Ok(Self { store, segments, newest, line, cut })
+    }
+
+    /// The segments by number.
+    #[must_use]
+    pub fn segments(&self) -> &BTreeMap<u64, Segment> {
+        &self.segments
+    }
+
+    /// The newest incarnation; `None` if no segment shows one.
+    #[must_use]
+    pub fn newest(&self) -> Option<Incarnation> {
+        self.newest
+    }
+
+    /// The openings on the line, oldest first, with their segments. Older ones may be recycled.
+    #[must_use]
+    pub fn line(&self) -> &[(u64, Opening)] {
+        &self.line
+    }
+
+    /// The damaged header at which the line ends. An opening that is merely gone was recycled.
+    #[must_use]
+    pub fn cut(&self) -> Option<&Damage> {
+        self.cut.as_ref()
+    }
+
+    /// The start of the very first incarnation, if its opening is still there.
+    #[must_use]
+    pub fn beginning(&self) -> Option<LogPoint> {
+        let (segment, opening) = self.line.first()?;
+        (opening.predecessor.incarnation.number == 0).then(|| opening.start(*segment))
+    }
+
+    /// Whether any segment holds a frame that was written there.
+    #[must_use]
+    pub fn has_frames(&self) -> bool {
+        self.segments.values().any(|segment| segment.frames.is_some())
+    }
+
+    /// The opening after an incarnation on the line.
+    pub(super) fn successor(&self, incarnation: Incarnation) -> Option<(u64, Opening)> {
+        self.line.iter().copied().find(|(_, opening)| opening.predecessor.incarnation == incarnation)
+    }
+}
+
+/// The first segment with frames of an incarnation, if its header is damaged: it may have been the opening.
+fn damaged_opening(segments: &BTreeMap<u64, Segment>, incarnation: Incarnation) -> Option<Damage> {
+    let (number, segment) = segments.iter().find(|(_, segment)| segment.frames == Some(incarnation))?;
+    let defect = segment.header.as_ref().err()?;
+    Some(defect.clone().at(FileName::Segment(*number), 0))
+}
+
+fn read_segment(source: &dyn ReadAt, store: StoreId, number: u64) -> Result<Segment, Damage> {
+    let file = FileName::Segment(number);
+    let unreadable = |error: std::io::Error| Defect::Unreadable(error.to_string()).at(file, 0);
+    let file_len = source.len(file).map_err(unreadable)?.unwrap_or(0);
+    let mut reader = SegmentReader::new(source, number);
+    let header = reader.bytes(0, SegmentHeaderRaw::LEN).and_then(SegmentHeader::decode).and_then(|header| {
+        for (what, found, expected) in
+            [("segment's number", header.segment, number), ("segment's length", header.segment_len, file_len)]
+        {
+            if found != expected {
+                return Err(Defect::Mismatch { what, found, expected });
+            }
+        }
+        if header.store == store { Ok(header) } else { Err(Defect::Foreign) }
+    });
+    let frames = own_frames(&mut reader, store, number, SEGMENT_HEADER_BLOCK, GROUP_ALIGN)
+        .next()
+        .map(|frame| frame.unproven().incarnation);
+    Ok(Segment { file_len, header, frames })
+}

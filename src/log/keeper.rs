@@ -1,0 +1,194 @@
+//! Floor 5. The log's two threads: the keeper, which syncs and seals, and the maker, which makes segments
+//! ahead. Two, because making one takes syncs of its own, and a frame must not wait for them longer than it
+//! was promised.
+
+use std::time::{Duration, Instant};
+
+use remanent_format::frame::{FrameKind, encode_seal, frame_len};
+
+use super::segments::SpacePurpose;
+use super::state::{AHEAD, Room};
+use super::writer::{Log, SYNC_AFTER_BYTES};
+use crate::error::{Error, Result};
+use crate::phases::{self, Phase};
+
+/// A frame is synced at the latest this long after it was logged.
+const SYNC_AFTER: Duration = Duration::from_millis(10);
+/// A busy period ends when nothing came for this long; then a seal says that all of it is durable.
+const SEAL_AFTER: Duration = Duration::from_millis(10);
+/// How long the maker leaves a full disk alone.
+const GROW_AGAIN_AFTER: Duration = Duration::from_millis(500);
+
+impl Log {
+    /// The keeper's life.
+    pub fn keep(&self) {
+        loop {
+            match self.next_duty() {
+                Duty::Sync => self.or_fail(Self::sync),
+                Duty::Seal => self.or_fail(Self::seal),
+                Duty::Stop => break,
+            }
+        }
+        self.progress.notify_all();
+    }
+
+    fn or_fail(&self, duty: impl Fn(&Self) -> Result<()>) {
+        if let Err(error) = duty(self) {
+            self.fail(error);
+        }
+        self.progress.notify_all();
+    }
+
+    /// Waits for something to do.
+    fn next_duty(&self) -> Duty {
+        let mut state = self.state.lock();
+        loop {
+            if self.check().is_err() {
+                if state.stop {
+                    return Duty::Stop;
+                }
+                self.progress.notify_all();
+                self.work.wait(&mut state);
+                continue;
+            }
+            let now = Instant::now();
+            let sync_at = state.dirty_since.map(|since| since + SYNC_AFTER);
+            if state.seal_now {
+                return Duty::Seal;
+            }
+            let waited_for = state.wanted > state.durable || state.stop;
+            let due =
+                waited_for || state.dirty_bytes >= SYNC_AFTER_BYTES || sync_at.is_some_and(|at| at <= now);
+            if !state.dirty.is_empty() && due {
+                return Duty::Sync;
+            }
+            let unsealed = !state.sealed || (state.stop && state.seal_missed);
+            let idle = state.dirty.is_empty() && unsealed;
+            let seal_at = idle.then(|| state.last_append + SEAL_AFTER);
+            if seal_at.is_some_and(|at| at <= now || state.stop) {
+                return Duty::Seal;
+            }
+            if state.stop {
+                return Duty::Stop;
+            }
+            match [sync_at, seal_at].into_iter().flatten().min() {
+                Some(at) => {
+                    self.work.wait_until(&mut state, at);
+                }
+                None => self.work.wait(&mut state),
+            }
+        }
+    }
+
+    /// Makes durable what was logged so far. Frames logged meanwhile form the next group.
+    fn sync(&self) -> Result<()> {
+        let _phase = phases::enter(Phase::GroupSync);
+        let (dirty, target, seals) = {
+            let mut state = self.state.lock();
+            state.group_open = false;
+            state.dirty_bytes = 0;
+            state.dirty_since = None;
+            (std::mem::take(&mut state.dirty), state.point.lsn, state.stats.seals)
+        };
+        for range in &dirty {
+            range.window.sync(range.from, range.to - range.from)?;
+        }
+        let mut state = self.state.lock();
+        assert!(target >= state.durable);
+        state.durable = target;
+        state.seals_durable = seals;
+        while state.left_behind.front().is_some_and(|(_, last)| *last <= target) {
+            state.left_behind.pop_front();
+        }
+        state.stats.syncs += 1;
+        drop(state);
+        self.progress.notify_all();
+        Ok(())
+    }
+
+    /// Appends a seal and syncs it. The seal of an idle log says that everything is durable; a batch that
+    /// came in between goes first, and the seal gets another turn. A seal that records snapshots cannot wait
+    /// for a pause that may never come: it says what is durable so far. A disk too full for a seal costs the
+    /// seal, nothing else: the batches before it are durable, only the log does not say so yet.
+    fn seal(&self) -> Result<()> {
+        loop {
+            let mut state = self.state.lock();
+            let clean = state.dirty.is_empty();
+            if !clean && !state.seal_now {
+                break;
+            }
+            let payload = encode_seal(&state.verified);
+            match state.room_for(frame_len(payload.len() as u64)) {
+                Room::Ready => {
+                    self.put(&mut state, FrameKind::Seal, &payload, crc32fast::hash(&payload))?;
+                    state.sealed = clean;
+                    state.seal_now = false;
+                    state.seal_missed = false;
+                    state.stats.seals += 1;
+                    break;
+                }
+                Room::AfterGrowth => {
+                    // A seal that only ends a busy period leaves the reserve alone: batches would follow it into
+                    // the segment that it took from there.
+                    let last = state.seal_now || state.stop;
+                    drop(state);
+                    match self.grow(0, if last { SpacePurpose::Reserve } else { SpacePurpose::User }) {
+                        Ok(()) => {}
+                        Err(Error::DiskFull { .. }) => {
+                            let mut state = self.state.lock();
+                            state.sealed = true;
+                            state.seal_missed = !last;
+                            if last {
+                                state.seal_now = false;
+                                state.seals_refused += 1;
+                            }
+                            return Ok(());
+                        }
+                        Err(error) => return Err(error),
+                    }
+                }
+                Room::AfterSync(_) => {
+                    drop(state);
+                    self.sync()?;
+                }
+            }
+        }
+        self.sync()
+    }
+
+    /// The maker's life.
+    pub fn stay_ahead(&self) {
+        let mut state = self.state.lock();
+        while !state.stop {
+            let lacking = state.ahead.len() < AHEAD || !state.reserve_full;
+            match state.grow_after {
+                _ if !lacking || self.poison.check().is_err() => self.room.wait(&mut state),
+                Some(at) if at > Instant::now() => {
+                    self.room.wait_until(&mut state, at);
+                }
+                _ => {
+                    drop(state);
+                    let grown = self.grow(0, SpacePurpose::User).and_then(|()| self.pool.fill_reserve());
+                    state = self.state.lock();
+                    match grown {
+                        Ok(reserve_full) => {
+                            state.reserve_full = reserve_full;
+                            state.grow_after = (!reserve_full).then(|| Instant::now() + GROW_AGAIN_AFTER);
+                        }
+                        // Whoever needs the segment now will be told.
+                        Err(Error::DiskFull { .. }) => {
+                            state.grow_after = Some(Instant::now() + GROW_AGAIN_AFTER);
+                        }
+                        Err(error) => drop(self.fail(error)),
+                    }
+                }
+            }
+        }
+    }
+}
+
+enum Duty {
+    Sync,
+    Seal,
+    Stop,
+}

@@ -1,0 +1,129 @@
+//! Floor 5. Where the log stands: the segment that takes frames, those ahead, and what no sync has taken yet.
+//!
+//! Kept behind one lock of [`super::writer::Log`]; nothing here waits or touches the disk.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Instant;
+
+use remanent_format::frame::VerifiedSnapshot;
+use remanent_format::limits::{FRAME_ALIGN, GROUP_ALIGN, align_up};
+use remanent_format::segment::SEGMENT_HEADER_BLOCK;
+use remanent_format::{FileName, LogPoint, Lsn};
+
+use super::segments::SegmentFile;
+use crate::disk::Window;
+use crate::error::Result;
+use crate::options::LogIo;
+use crate::phases::{self, Phase};
+
+/// Empty segments kept ahead of the current one. One is demanded by I8; the second is there so that a
+/// roll finds the one that it must have.
+pub(super) const AHEAD: usize = 2;
+
+/// What the log has done since it was opened.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct LogStats {
+    /// Batches appended.
+    pub batches: u64,
+    /// Seals appended.
+    pub seals: u64,
+    /// Bytes of frames, padding included.
+    pub bytes: u64,
+    /// Groups made durable.
+    pub syncs: u64,
+    /// Segments entered.
+    pub rolls: u64,
+}
+
+pub(super) struct State {
+    pub current: Live,
+    pub ahead: VecDeque<Live>,
+    pub point: LogPoint,
+    pub chain: u32,
+    pub offset: u64,
+    /// Whether the next frame joins the group of the last one.
+    pub group_open: bool,
+    /// Ranges that no sync has taken yet.
+    pub dirty: Vec<Dirty>,
+    pub dirty_bytes: u64,
+    pub dirty_since: Option<Instant>,
+    /// Segments left behind, with their last batch, until that is durable.
+    pub left_behind: VecDeque<(u64, Lsn)>,
+    /// Seals that are synced.
+    pub seals_durable: u64,
+    /// Seals given up because the disk is full.
+    pub seals_refused: u64,
+    pub durable: Lsn,
+    /// The highest Lsn that somebody waits for.
+    pub wanted: Lsn,
+    /// Whether the last frame is a seal that says all there is to say.
+    pub sealed: bool,
+    pub seal_now: bool,
+    /// Whether a seal was given up that may take the reserve when the store closes.
+    pub seal_missed: bool,
+    pub last_append: Instant,
+    pub verified: Vec<VerifiedSnapshot>,
+    pub grow_after: Option<Instant>,
+    pub reserve_full: bool,
+    pub stop: bool,
+    pub stats: LogStats,
+}
+
+pub(super) struct Live {
+    pub number: u64,
+    pub len: u64,
+    pub window: Arc<dyn Window>,
+}
+
+pub(super) struct Dirty {
+    pub window: Arc<dyn Window>,
+    pub from: u64,
+    pub to: u64,
+}
+
+pub(super) enum Room {
+    Ready,
+    AfterGrowth,
+    AfterSync(Lsn),
+}
+
+impl State {
+    /// Finds room for a frame of `frame_len` bytes, going on to the next segment where that is allowed.
+    pub fn room_for(&mut self, frame_len: u64) -> Room {
+        if self.next_offset() + frame_len <= self.current.len {
+            return Room::Ready;
+        }
+        let long_enough = self.ahead.front().is_some_and(|next| SEGMENT_HEADER_BLOCK + frame_len <= next.len);
+        // I8: the segment after the one that we enter exists, synced, with its name.
+        if !long_enough || self.ahead.len() < AHEAD {
+            return Room::AfterGrowth;
+        }
+        // No frame enters a segment before the last but one is durable, so that a power cut never finds
+        // more than two of them unsynced.
+        if let Some(&(_, last)) = self.left_behind.back() {
+            return Room::AfterSync(last);
+        }
+        let _phase = phases::enter(Phase::SegmentRoll);
+        if self.point.lsn > self.durable {
+            self.left_behind.push_back((self.current.number, self.point.lsn));
+        }
+        self.current = self.ahead.pop_front().expect("two are ahead");
+        self.offset = SEGMENT_HEADER_BLOCK;
+        self.group_open = false;
+        self.stats.rolls += 1;
+        Room::Ready
+    }
+
+    /// Where the next frame begins.
+    pub fn next_offset(&self) -> u64 {
+        align_up(self.offset, if self.group_open { FRAME_ALIGN } else { GROUP_ALIGN })
+    }
+}
+
+pub(super) fn live(segment: SegmentFile, io: LogIo) -> Result<Live> {
+    let window = Arc::from(segment.file.window(io)?);
+    tracing::debug!(segment = %FileName::Segment(segment.number), len = segment.len, "segment ready");
+    Ok(Live { number: segment.number, len: segment.len, window })
+}
