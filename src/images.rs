@@ -5,13 +5,28 @@
 use std::sync::Arc;
 
 use remanent_format::image::{Chunk, ChunkHeader, IMAGE_HEADER_BLOCK, ImageFileHeader, ImageRef, NewImage};
+use remanent_format::limits::CHUNK_IMAGES_MAX;
 use remanent_format::{Defect, FileName, Folder, PageInfo, StoreId};
 
 use crate::disk::{Disk, DiskFile};
 use crate::error::{Error, Result};
 
 /// A chunk is written when its images reach this many bytes; a longer page has a chunk of its own.
-pub(crate) const CHUNK_BYTES: u64 = 2 << 20;
+const CHUNK_BYTES: u64 = 2 << 20;
+/// Images of one chunk: a bound for stores of tiny pages.
+const CHUNK_IMAGES: usize = 4096;
+const _: () = assert!(CHUNK_IMAGES <= CHUNK_IMAGES_MAX as usize);
+
+/// How many images, with these lengths in bytes, go into the next chunk: at least one, if there is one.
+pub(crate) fn next_chunk(lens: impl IntoIterator<Item = u64>) -> usize {
+    let mut bytes = 0;
+    let fits = lens.into_iter().take(CHUNK_IMAGES).take_while(|len| {
+        let fits = bytes == 0 || bytes + len <= CHUNK_BYTES;
+        bytes += len;
+        fits
+    });
+    fits.count()
+}
 
 /// Appends images to one new file.
 pub(crate) struct ImageWriter {
@@ -92,11 +107,9 @@ impl ImageWriter {
             let found = header.decode_table(&bytes).map_err(damaged)?;
             for image in found.images.iter().map(|image| image.image) {
                 let at = (image.offset - chunk.offset) as usize;
-                let computed = crc32fast::hash(&bytes[at..at + image.stored_len as usize]);
-                if computed != image.stored_crc {
-                    let defect = Defect::Checksum { what: "image", found: image.stored_crc, computed };
-                    return Err(defect.at(file, image.offset).into());
-                }
+                image
+                    .check_payload(&bytes[at..at + image.stored_len as usize])
+                    .map_err(|defect| defect.at(file, image.offset))?;
             }
             if found != *chunk {
                 return Err(damaged(Defect::Field {
@@ -119,4 +132,23 @@ impl ImageWriter {
 /// Where images are made, no space is a clean failure.
 fn no_space(number: u64, needed: u64, error: Error) -> Error {
     if error.is_no_space() { Error::DiskFull { file: FileName::Pages(number), needed } } else { error }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_chunk_is_bounded_by_bytes_and_by_images() {
+        for (why, lens, expected) in [
+            ("nothing", vec![], 0),
+            ("as many bytes as there may be", vec![CHUNK_BYTES / 2; 5], 2),
+            ("one page that is too long", vec![CHUNK_BYTES + 1, 1], 1),
+            ("empty pages beside one", vec![0, 0, CHUNK_BYTES + 1, 1], 3),
+            ("tiny pages", vec![1; 2 * CHUNK_IMAGES], CHUNK_IMAGES),
+            ("empty pages", vec![0; 2 * CHUNK_IMAGES], CHUNK_IMAGES),
+        ] {
+            assert_eq!(next_chunk(lens), expected, "{why}");
+        }
+    }
 }

@@ -15,7 +15,7 @@
 //! leaves a table that no record names. No space in 2 or 3 is a clean failure; everything else after 1
 //! poisons.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
 use remanent_format::image::ImageRef;
@@ -23,15 +23,13 @@ use remanent_format::manifest::{Manifest, ManifestEntry, ManifestKind};
 use remanent_format::op::{Op, PayloadWriter};
 use remanent_format::rebuild::{RebuildOptions, Rebuilt, read_manifest, rebuild};
 use remanent_format::store::StoreFile;
-use remanent_format::{
-    Epoch, FileName, Folder, LogPoint, Lsn, PageId, PageInfo, PageTable, Place, SnapshotId,
-};
+use remanent_format::{Epoch, FileName, Folder, LogPoint, Lsn, PageId, PageInfo, PageTable, SnapshotId};
 
 use crate::applier::{Applier, Turn};
 use crate::device::{Command, CommandList, Device, Pending, StagingSpan};
 use crate::disk::Disk;
 use crate::error::{Error, Result};
-use crate::images::{CHUNK_BYTES, ImageWriter};
+use crate::images::{ImageWriter, next_chunk};
 use crate::keeping::{Keeping, KeptTable, entry, unix_ms};
 use crate::log::{Log, SpacePurpose};
 use crate::options::Budget;
@@ -68,7 +66,7 @@ impl Restore<'_> {
         let options =
             RebuildOptions { base: Some(snapshot), until: Some(kept.info.end), ..RebuildOptions::default() };
         let old = rebuild(&source, &options)?;
-        self.check_budget(&old)?;
+        self.budget.check(old.table.pages().map(|info| (info.place, info.len)))?;
         let (manifest, _) = read_manifest(&source, FileName::Manifest(snapshot.0), self.store)?;
         // 2.
         let lsn = submitted.lsn().next();
@@ -100,20 +98,6 @@ impl Restore<'_> {
         overwritten.map_err(|error| self.poison.set(error))?;
         tracing::info!(%snapshot, lsn = %point.lsn, "restored");
         Ok(point)
-    }
-
-    fn check_budget(&self, old: &Rebuilt) -> Result<()> {
-        let mut wanted: BTreeMap<Place, u64> = BTreeMap::new();
-        for info in old.table.pages() {
-            *wanted.entry(info.place).or_default() += info.len;
-        }
-        for (place, asked) in wanted {
-            let budget = self.budget.limit(place);
-            if asked > budget {
-                return Err(Error::OverBudget { place, asked, available: budget, budget });
-            }
-        }
-        Ok(())
     }
 
     /// Step 2: images that are not exact, then the table. Returns its checksum, and the image files
@@ -176,13 +160,7 @@ impl Restore<'_> {
         let mut writer = ImageWriter::create(self.disk.clone(), self.store.store, number)?;
         let mut rest = stale;
         while !rest.is_empty() {
-            let mut bytes = 0;
-            let count = rest.iter().take_while(|info| {
-                let fits = bytes == 0 || bytes + info.len <= CHUNK_BYTES;
-                bytes += info.len;
-                fits
-            });
-            let (chunk, after) = rest.split_at(count.count());
+            let (chunk, after) = rest.split_at(next_chunk(rest.iter().map(|info| info.len)));
             rest = after;
             let images: Vec<(&PageInfo, &[u8])> =
                 chunk.iter().map(|info| (*info, old.contents[&info.page].as_slice())).collect();

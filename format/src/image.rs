@@ -157,6 +157,15 @@ impl ImageRef {
             }
         }
     }
+
+    /// Refuses bytes that are not this image's payload as it is stored.
+    ///
+    /// # Errors
+    /// [`Defect::Mismatch`] if there are too many or too few of them, [`Defect::Checksum`].
+    pub fn check_payload(&self, stored: &[u8]) -> Result<(), Defect> {
+        check_equal("length of an image's payload", stored.len() as u64, self.stored_len)?;
+        check_crc("image", self.stored_crc, stored)
+    }
 }
 
 /// What an image file says of itself.
@@ -614,6 +623,19 @@ mod tests {
                 "{why}: {found:?}"
             );
         }
+    }
+
+    #[test]
+    fn a_payload_is_proven_by_length_and_checksum() {
+        let content = [3; 16];
+        let new = NewImage { crc: crc32fast::hash(&content), ..new_image(1, 16) };
+        let image = Chunk::plan(3, 8192, &[new]).unwrap().images[0].image;
+        assert_eq!(image.check_payload(&content), Ok(()));
+        assert!(matches!(
+            image.check_payload(&[3; 17]),
+            Err(Defect::Mismatch { found: 17, expected: 16, .. })
+        ));
+        assert!(matches!(image.check_payload(&[4; 16]), Err(Defect::Checksum { what: "image", .. })));
     }
 
     #[test]

@@ -360,7 +360,7 @@ pub fn read_image(source: &dyn ReadAt, image: &ImageRef) -> Result<Vec<u8>, Dama
     let file = FileName::Pages(image.file);
     let at = |defect: Defect| defect.at(file, image.offset);
     let bytes = read_range(source, file, image.offset, image.stored_len).map_err(at)?;
-    crate::defect::check_crc("image", image.stored_crc, &bytes).map_err(at)?;
+    image.check_payload(&bytes).map_err(at)?;
     Ok(bytes)
 }
 

@@ -160,11 +160,9 @@ impl Loader<'_> {
             let mut pages = Vec::with_capacity(run.len());
             for (image, page) in run {
                 let at = (image.offset - first.offset) as usize;
-                let computed = crc32fast::hash(&bytes[at..at + image.stored_len as usize]);
-                if computed != image.stored_crc {
-                    let defect = Defect::Checksum { what: "image", found: image.stored_crc, computed };
-                    return Err(defect.at(file, image.offset).into());
-                }
+                image
+                    .check_payload(&bytes[at..at + image.stored_len as usize])
+                    .map_err(|defect| defect.at(file, image.offset))?;
                 pages.push((*page, at));
             }
             self.upload(&bytes, &pages)?;

@@ -57,7 +57,7 @@ use remanent_format::rebuild::{Resolution, Survey, read_manifest};
 use remanent_format::segment::{FORMAT_VERSION, SEGMENT_HEADER_BLOCK};
 use remanent_format::store::{StoreFile, StoreRecord};
 use remanent_format::{
-    Damage, Defect, FileName, Folder, Lsn, PageTable, Place, Position, ReadAt, SnapshotId, StoreId,
+    Damage, Defect, FileName, Folder, Lsn, PageTable, Position, ReadAt, SnapshotId, StoreId,
 };
 
 use self::load::{Loaded, load};
@@ -338,7 +338,10 @@ impl Recovery<'_> {
         for candidate in survey.candidates() {
             let loaded = candidate.map_err(Error::from).and_then(|base| {
                 let resolution = survey.resolve(source, base.as_ref(), None)?;
-                self.check_budget(&resolution)?;
+                // I10: on the final table, before anything is allocated.
+                self.options
+                    .budget
+                    .check(resolution.resolved.table.pages().map(|info| (info.place, info.len)))?;
                 let memory = load(self, source, survey, base.as_deref(), &resolution)?;
                 Ok((resolution, memory))
             });
@@ -353,22 +356,6 @@ impl Recovery<'_> {
         }
         let nothing = Defect::Missing.at_lsn(FileName::Segment(1), SEGMENT_HEADER_BLOCK, Lsn(1));
         Err(passed_over.into_iter().next().unwrap_or(nothing).into())
-    }
-
-    /// I10: on the final table, before anything is allocated.
-    fn check_budget(&self, resolution: &Resolution) -> Result<()> {
-        let mut wanted: BTreeMap<Place, u64> = BTreeMap::new();
-        for info in resolution.resolved.table.pages() {
-            let place = wanted.entry(info.place).or_default();
-            *place = place.saturating_add(info.len);
-        }
-        for (place, asked) in wanted {
-            let budget = self.options.budget.limit(place);
-            if asked > budget {
-                return Err(Error::OverBudget { place, asked, available: budget, budget });
-            }
-        }
-        Ok(())
     }
 
     /// The payloads of the batches that no mark proves, in order. They are read through the cache: that is

@@ -10,13 +10,10 @@ use remanent_format::{PageId, PageInfo};
 use super::Snapshots;
 use crate::device::{Command, CommandList, Fence, Lane, MemoryId, Span, StagingSpan};
 use crate::error::Result;
-use crate::images::{CHUNK_BYTES, ImageWriter};
+use crate::images::{ImageWriter, next_chunk};
 use crate::keeping::entry;
 use crate::phases::{self, Phase};
 use crate::staging::StagingBuf;
-
-/// Pages of one chunk: a bound for stores of tiny ones.
-const CHUNK_PAGES: usize = 4096;
 
 /// Pages caught by one gather.
 struct Caught {
@@ -37,13 +34,7 @@ impl Snapshots {
         let mut rest = pages;
         while !rest.is_empty() {
             let _phase = phases::enter(Phase::SnapshotGather);
-            let mut bytes = 0;
-            let count = rest.iter().take(CHUNK_PAGES).take_while(|(_, len)| {
-                let fits = bytes == 0 || bytes + len <= CHUNK_BYTES;
-                bytes += len;
-                fits
-            });
-            let (chunk, after) = rest.split_at(count.count().max(1));
+            let (chunk, after) = rest.split_at(next_chunk(rest.iter().map(|(_, len)| *len)));
             rest = after;
             let caught = self.gather(chunk.iter().map(|(page, _)| *page).collect())?;
             let drained = self.drain(&caught)?;

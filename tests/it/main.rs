@@ -1,5 +1,6 @@
 //! The integration tests: one binary, one file an area.
 
+mod beside;
 mod crash;
 mod damage;
 mod devices;
