@@ -1,0 +1,331 @@
+//! Floor 0. Chunks: a header, a table of images, and their payloads.
+
+use super::file::IMAGE_HEADER_BLOCK;
+use super::image_ref::{Codec, ImageRef};
+use crate::defect::{Defect, array, check_crc, check_equal, check_limit, check_zeros, slice};
+use crate::ids::{Epoch, Lsn, PageId, StoreId};
+use crate::layout::layout;
+use crate::limits::{CHUNK_IMAGES_MAX, CHUNK_LEN_MAX, FRAME_ALIGN, GROUP_ALIGN, align_up};
+
+/// The first bytes of a chunk.
+pub const CHUNK_MAGIC: [u8; 8] = *b"RMNTCHNK";
+
+layout! {
+    /// The bytes of a chunk's header; the table follows.
+    pub struct ChunkHeaderRaw: 64 {
+        /// `RMNTCHNK`.
+        0 => magic: [u8; 8],
+        /// The store.
+        8 => store: StoreId,
+        /// Own position: the image file's number.
+        24 => file: u64,
+        /// Own position: bytes from the file's start.
+        32 => offset: u64,
+        /// Number of images.
+        40 => image_count: u32,
+        /// Length of the table.
+        44 => table_len: u32,
+        /// Length of the chunk, padding included.
+        48 => chunk_len: u64,
+        /// CRC-32 of the table.
+        56 => table_crc: u32,
+        /// CRC-32 of the bytes before.
+        60 => header_crc: u32,
+    }
+}
+
+layout! {
+    /// The bytes of one image's header in a chunk's table.
+    pub struct ImageHeaderRaw: 64 {
+        /// The page; zero if it was not known.
+        0 => page: PageId,
+        /// The page's epoch at the moment of capture; zero if it was not known.
+        8 => epoch: Epoch,
+        /// The newest batch in the image; zero if the image was written ahead of its batch.
+        16 => lsn: Lsn,
+        /// The page's length.
+        24 => len: u64,
+        /// Length of the payload as it is stored.
+        32 => stored_len: u64,
+        /// Where the payload lies: bytes from the file's start.
+        40 => offset: u64,
+        /// CRC-32 of the payload as it is stored.
+        48 => stored_crc: u32,
+        /// CRC-32 of the page's bytes.
+        52 => raw_crc: u32,
+        /// 0: stored as it is. 1 is reserved for zstd.
+        56 => codec: u8,
+        /// Zero.
+        57 => reserved: [u8; 7],
+    }
+}
+
+/// A page's bytes that are to become an image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NewImage {
+    /// The page; zero if it is not known.
+    pub page: PageId,
+    /// Its epoch; zero if it is not known.
+    pub epoch: Epoch,
+    /// The newest batch in the bytes; zero if they are written ahead of their batch.
+    pub lsn: Lsn,
+    /// Number of bytes, at least one.
+    pub len: u64,
+    /// Their CRC-32.
+    pub crc: u32,
+}
+
+/// What a chunk's table says of one image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ImageHeader {
+    /// The page; zero if it was not known.
+    pub page: PageId,
+    /// The page's epoch; zero if it was not known.
+    pub epoch: Epoch,
+    /// The newest batch in the image; zero if the image was written ahead of its batch.
+    pub lsn: Lsn,
+    /// The page's length.
+    pub len: u64,
+    /// Where the payload lies, and its checksums.
+    pub image: ImageRef,
+}
+
+impl ImageHeader {
+    fn to_raw(self) -> ImageHeaderRaw {
+        ImageHeaderRaw {
+            page: self.page,
+            epoch: self.epoch,
+            lsn: self.lsn,
+            len: self.len,
+            stored_len: self.image.stored_len,
+            offset: self.image.offset,
+            stored_crc: self.image.stored_crc,
+            raw_crc: self.image.raw_crc,
+            codec: self.image.codec.to_raw(),
+            reserved: [0; 7],
+        }
+    }
+
+    fn from_raw(raw: &ImageHeaderRaw, file: u64) -> Result<Self, Defect> {
+        check_zeros("reserved image bytes", &raw.reserved)?;
+        if raw.lsn.0 != 0 && (raw.page.0 == 0 || raw.epoch.0 == 0) {
+            return Err(Defect::Field { what: "page or epoch of an image of a known batch", found: 0 });
+        }
+        let image = ImageRef {
+            file,
+            offset: raw.offset,
+            stored_len: raw.stored_len,
+            stored_crc: raw.stored_crc,
+            raw_crc: raw.raw_crc,
+            codec: Codec::from_raw(raw.codec)?,
+        };
+        image.check(raw.len)?;
+        Ok(Self { page: raw.page, epoch: raw.epoch, lsn: raw.lsn, len: raw.len, image })
+    }
+}
+
+/// A chunk: where it lies, how long it is, and where each payload goes.
+///
+/// ```
+/// use remanent_format::image::{Chunk, ChunkHeader, NewImage};
+/// use remanent_format::{Epoch, Lsn, PageId, StoreId};
+/// let content = [5; 100];
+/// let image = NewImage {
+///     page: PageId(1),
+///     epoch: Epoch(1),
+///     lsn: Lsn(1),
+///     len: 100,
+///     crc: crc32fast::hash(&content),
+/// };
+/// let chunk = Chunk::plan(3, 4096, &[image, image])?;
+/// assert_eq!(chunk.len, 4096);
+/// assert_eq!(chunk.images[0].image.offset, 4096 + 64 + 2 * 64);
+/// assert_eq!(chunk.images[1].image.offset, chunk.images[0].image.offset + 112);
+///
+/// let bytes = chunk.encode(StoreId([7; 16]));
+/// let header = ChunkHeader::decode(&bytes)?;
+/// header.check_place(StoreId([7; 16]), 3, 4096)?;
+/// assert_eq!(header.decode_table(&bytes)?, chunk);
+/// # Ok::<(), remanent_format::Defect>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Chunk {
+    /// The image file's number.
+    pub file: u64,
+    /// Bytes from the file's start, a multiple of 4096.
+    pub offset: u64,
+    /// Length in bytes, a multiple of 4096.
+    pub len: u64,
+    /// The images in the order of their payloads.
+    pub images: Vec<ImageHeader>,
+}
+
+impl Chunk {
+    /// Lays out images, stored as they are, in a chunk at `offset` of image file `file`.
+    ///
+    /// # Errors
+    /// [`Defect::Limit`] or [`Defect::Field`] if there are too many of them, or one is empty or too long,
+    /// or no chunk can start there.
+    pub fn plan(file: u64, offset: u64, images: &[NewImage]) -> Result<Self, Defect> {
+        check_chunk_offset(offset)?;
+        check_image_count(images.len() as u64)?;
+        let mut at = payloads_at(offset, images.len() as u64);
+        let mut headers = Vec::with_capacity(images.len());
+        for image in images {
+            let header = ImageHeader {
+                page: image.page,
+                epoch: image.epoch,
+                lsn: image.lsn,
+                len: image.len,
+                image: ImageRef {
+                    file,
+                    offset: at,
+                    stored_len: image.len,
+                    stored_crc: image.crc,
+                    raw_crc: image.crc,
+                    codec: Codec::Raw,
+                },
+            };
+            ImageHeader::from_raw(&header.to_raw(), file)?;
+            headers.push(header);
+            at = payload_end(&header.image);
+        }
+        let len = align_up(at - offset, GROUP_ALIGN);
+        check_limit("chunk length", len, CHUNK_LEN_MAX)?;
+        Ok(Self { file, offset, len, images: headers })
+    }
+
+    /// The bytes of header and table: the chunk's first bytes. The payloads follow at the offsets in
+    /// `images`; what lies between and behind them is zero.
+    #[must_use]
+    pub fn encode(&self, store: StoreId) -> Vec<u8> {
+        let table: Vec<u8> = self.images.iter().flat_map(|image| image.to_raw().to_bytes()).collect();
+        let mut raw = ChunkHeaderRaw {
+            magic: CHUNK_MAGIC,
+            store,
+            file: self.file,
+            offset: self.offset,
+            image_count: self.images.len() as u32,
+            table_len: table.len() as u32,
+            chunk_len: self.len,
+            table_crc: crc32fast::hash(&table),
+            header_crc: 0,
+        };
+        raw.header_crc = crc32fast::hash(&raw.to_bytes()[..60]);
+        let mut out = raw.to_bytes().to_vec();
+        out.extend_from_slice(&table);
+        out
+    }
+}
+
+/// What a chunk's header says; the table is still unproven.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ChunkHeader {
+    /// The store.
+    pub store: StoreId,
+    /// Own position: the image file's number.
+    pub file: u64,
+    /// Own position: bytes from the file's start.
+    pub offset: u64,
+    /// Number of images.
+    pub image_count: u32,
+    /// Length of the chunk, padding included.
+    pub chunk_len: u64,
+    table_crc: u32,
+}
+
+impl ChunkHeader {
+    /// Reads a header from the start of a chunk.
+    ///
+    /// # Errors
+    /// A [`Defect`].
+    pub fn decode(bytes: &[u8]) -> Result<Self, Defect> {
+        let bytes: &[u8; ChunkHeaderRaw::LEN] = array(bytes, 0)?;
+        let raw = ChunkHeaderRaw::from_bytes(bytes);
+        if raw.magic != CHUNK_MAGIC {
+            return Err(Defect::Magic { expected: "chunk of images" });
+        }
+        check_crc("chunk header", raw.header_crc, &bytes[..60])?;
+        check_chunk_offset(raw.offset)?;
+        check_image_count(raw.image_count.into())?;
+        let table_len = u64::from(raw.image_count) * ImageHeaderRaw::LEN as u64;
+        check_equal("table length", raw.table_len.into(), table_len)?;
+        check_limit("chunk length", raw.chunk_len, CHUNK_LEN_MAX)?;
+        Ok(Self {
+            store: raw.store,
+            file: raw.file,
+            offset: raw.offset,
+            image_count: raw.image_count,
+            chunk_len: raw.chunk_len,
+            table_crc: raw.table_crc,
+        })
+    }
+
+    /// Refuses a chunk that was not written at this place of this store.
+    ///
+    /// # Errors
+    /// [`Defect::Foreign`] or [`Defect::Mismatch`].
+    pub fn check_place(&self, store: StoreId, file: u64, offset: u64) -> Result<(), Defect> {
+        if self.store != store {
+            return Err(Defect::Foreign);
+        }
+        check_equal("chunk's file", self.file, file)?;
+        check_equal("chunk's offset", self.offset, offset)
+    }
+
+    /// Bytes of header and table together.
+    #[must_use]
+    pub fn table_end(&self) -> usize {
+        ChunkHeaderRaw::LEN + self.image_count as usize * ImageHeaderRaw::LEN
+    }
+
+    /// Reads the table; `bytes` starts with the header, as for [`ChunkHeader::decode`].
+    ///
+    /// # Errors
+    /// A [`Defect`], also if the payloads do not lie exactly as [`Chunk::plan`] lays them out.
+    pub fn decode_table(&self, bytes: &[u8]) -> Result<Chunk, Defect> {
+        let table = slice(bytes, ChunkHeaderRaw::LEN, self.table_end() - ChunkHeaderRaw::LEN)?;
+        check_crc("image table", self.table_crc, table)?;
+        let mut at = payloads_at(self.offset, self.image_count.into());
+        let mut images = Vec::with_capacity(table.len() / ImageHeaderRaw::LEN);
+        for raw in table.chunks_exact(ImageHeaderRaw::LEN) {
+            let header = ImageHeader::from_raw(&ImageHeaderRaw::from_bytes(array(raw, 0)?), self.file)?;
+            check_equal("image offset", header.image.offset, at)?;
+            at = payload_end(&header.image);
+            images.push(header);
+        }
+        check_equal("chunk length", self.chunk_len, align_up(at - self.offset, GROUP_ALIGN))?;
+        Ok(Chunk { file: self.file, offset: self.offset, len: self.chunk_len, images })
+    }
+}
+
+/// The highest offset at which a chunk may start; sums of offsets and lengths cannot overflow below it.
+pub(super) const CHUNK_OFFSET_MAX: u64 = 1 << 62;
+
+fn check_chunk_offset(offset: u64) -> Result<(), Defect> {
+    check_limit("chunk offset", offset, CHUNK_OFFSET_MAX)?;
+    if offset < IMAGE_HEADER_BLOCK || !offset.is_multiple_of(GROUP_ALIGN) {
+        return Err(Defect::Field { what: "chunk offset", found: offset });
+    }
+    Ok(())
+}
+
+fn check_image_count(count: u64) -> Result<(), Defect> {
+    check_limit("image count", count, CHUNK_IMAGES_MAX.into())?;
+    if count == 0 { Err(Defect::Field { what: "image count", found: 0 }) } else { Ok(()) }
+}
+
+/// Where a chunk's first payload lies.
+fn payloads_at(offset: u64, image_count: u64) -> u64 {
+    offset + ChunkHeaderRaw::LEN as u64 + image_count * ImageHeaderRaw::LEN as u64
+}
+
+/// Where the next payload lies, or the chunk's padding.
+fn payload_end(image: &ImageRef) -> u64 {
+    align_up(image.offset + image.stored_len, FRAME_ALIGN)
+}
+
+const _: () =
+    assert!((ImageHeaderRaw::LEN as u64).is_multiple_of(FRAME_ALIGN), "payloads would not be aligned");
+const _: () =
+    assert!((ChunkHeaderRaw::LEN as u64).is_multiple_of(FRAME_ALIGN), "payloads would not be aligned");

@@ -1,0 +1,78 @@
+//! Floor 0. The header of an image file.
+
+use crate::defect::{Defect, array, check_crc, check_zero, check_zeros};
+use crate::ids::StoreId;
+use crate::layout::layout;
+use crate::segment::FORMAT_VERSION;
+
+/// Length of an image file's header block; the first chunk starts here.
+pub const IMAGE_HEADER_BLOCK: u64 = 4096;
+/// The first bytes of an image file.
+pub const IMAGE_FILE_MAGIC: [u8; 8] = *b"RMNTPAGE";
+
+layout! {
+    /// The bytes of an image file's header; the rest of its block is zero.
+    pub struct ImageFileHeaderRaw: 64 {
+        /// `RMNTPAGE`.
+        0 => magic: [u8; 8],
+        /// Format version, 1.
+        8 => version: u32,
+        /// Zero.
+        12 => reserved: u32,
+        /// The store.
+        16 => store: StoreId,
+        /// The file's own number, as in its name.
+        32 => file: u64,
+        /// Zero.
+        40 => reserved_2: [u8; 20],
+        /// CRC-32 of the bytes before.
+        60 => header_crc: u32,
+    }
+}
+
+/// What an image file says of itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ImageFileHeader {
+    /// The store.
+    pub store: StoreId,
+    /// The file's own number.
+    pub file: u64,
+}
+
+impl ImageFileHeader {
+    /// The header's bytes; the rest of the header block is zero.
+    #[must_use]
+    pub fn encode(&self) -> [u8; ImageFileHeaderRaw::LEN] {
+        let mut raw = ImageFileHeaderRaw {
+            magic: IMAGE_FILE_MAGIC,
+            version: FORMAT_VERSION,
+            reserved: 0,
+            store: self.store,
+            file: self.file,
+            reserved_2: [0; 20],
+            header_crc: 0,
+        };
+        raw.header_crc = crc32fast::hash(&raw.to_bytes()[..60]);
+        raw.to_bytes()
+    }
+
+    /// Reads a header from the start of an image file. Whether the file is this store's, and has the
+    /// number in its name, the caller compares.
+    ///
+    /// # Errors
+    /// A [`Defect`].
+    pub fn decode(bytes: &[u8]) -> Result<Self, Defect> {
+        let bytes: &[u8; ImageFileHeaderRaw::LEN] = array(bytes, 0)?;
+        let raw = ImageFileHeaderRaw::from_bytes(bytes);
+        if raw.magic != IMAGE_FILE_MAGIC {
+            return Err(Defect::Magic { expected: "file of images" });
+        }
+        check_crc("image file header", raw.header_crc, &bytes[..60])?;
+        if raw.version != FORMAT_VERSION {
+            return Err(Defect::Version { version: raw.version, features: 0 });
+        }
+        check_zero("reserved image file bytes", raw.reserved.into())?;
+        check_zeros("reserved image file bytes", &raw.reserved_2)?;
+        Ok(Self { store: raw.store, file: raw.file })
+    }
+}

@@ -1,0 +1,22 @@
+//! Floor 0. Image files: the bytes of pages, as snapshots and bulk creates write them.
+//!
+//! ```text
+//! pages/<n>.pages
+//! 0      header block (4096 bytes)
+//! 4096   chunk: header, table of image headers, payloads on 16-byte boundaries
+//! ...    chunk, at a multiple of 4096
+//! ```
+//!
+//! A manifest entry names an image by file, offset, length and checksum, and is the authority on it; the
+//! table in front of the payloads records what was known when they were written, for inspection and for
+//! salvage. A page of length 0 has no image.
+
+mod file;
+mod image_ref;
+mod chunk;
+#[cfg(test)]
+mod tests;
+
+pub use chunk::{CHUNK_MAGIC, Chunk, ChunkHeader, ChunkHeaderRaw, ImageHeader, ImageHeaderRaw, NewImage};
+pub use file::{IMAGE_FILE_MAGIC, IMAGE_HEADER_BLOCK, ImageFileHeader, ImageFileHeaderRaw};
+pub use image_ref::{Codec, ImageRef};

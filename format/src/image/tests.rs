@@ -1,0 +1,145 @@
+//! Floor 0. What image files, chunks and references hold to.
+
+use super::*;
+use crate::defect::Defect;
+use crate::ids::{Epoch, Lsn, PageId, StoreId};
+use crate::limits::PAGE_LEN_MAX;
+
+const STORE: StoreId = StoreId([0x5a; 16]);
+
+fn new_image(page: u64, len: u64) -> NewImage {
+    NewImage { page: PageId(page), epoch: Epoch(2), lsn: Lsn(9), len, crc: 0xdead_0000 + page as u32 }
+}
+
+fn sample() -> Chunk {
+    Chunk::plan(3, 8192, &[new_image(1, 1), new_image(2, 16), new_image(5, 5000)]).unwrap()
+}
+
+fn decode(bytes: &[u8]) -> Result<Chunk, Defect> {
+    ChunkHeader::decode(bytes)?.decode_table(bytes)
+}
+
+/// The sample with header and first row changed, and all checksums made to fit.
+fn with_rows(change: impl FnOnce(&mut ChunkHeaderRaw, &mut ImageHeaderRaw)) -> Vec<u8> {
+    let mut bytes = sample().encode(STORE);
+    let mut header = ChunkHeaderRaw::from_bytes(bytes[..64].try_into().unwrap());
+    let mut row = ImageHeaderRaw::from_bytes(bytes[64..128].try_into().unwrap());
+    change(&mut header, &mut row);
+    bytes[64..128].copy_from_slice(&row.to_bytes());
+    header.table_crc = crc32fast::hash(&bytes[64..]);
+    header.header_crc = crc32fast::hash(&header.to_bytes()[..60]);
+    bytes[..64].copy_from_slice(&header.to_bytes());
+    bytes
+}
+
+#[test]
+fn file_header_round_trips_and_refuses_every_flipped_bit() {
+    let header = ImageFileHeader { store: STORE, file: 0x0102_0304 };
+    let bytes = header.encode();
+    assert_eq!(ImageFileHeader::decode(&bytes), Ok(header));
+    for bit in 0..8 * bytes.len() {
+        let mut damaged = bytes;
+        damaged[bit / 8] ^= 1 << (bit % 8);
+        assert!(ImageFileHeader::decode(&damaged).is_err(), "bit {bit}");
+    }
+    assert!(matches!(ImageFileHeader::decode(&bytes[..63]), Err(Defect::Truncated { needed: 64, have: 63 })));
+    let mut newer = ImageFileHeaderRaw::from_bytes(&bytes);
+    newer.version = 2;
+    newer.header_crc = crc32fast::hash(&newer.to_bytes()[..60]);
+    assert_eq!(ImageFileHeader::decode(&newer.to_bytes()), Err(Defect::Version { version: 2, features: 0 }));
+}
+
+#[test]
+fn payloads_lie_back_to_back_on_16_bytes() {
+    let chunk = sample();
+    let offsets: Vec<u64> = chunk.images.iter().map(|header| header.image.offset).collect();
+    let first = 8192 + 64 + 3 * 64;
+    assert_eq!(offsets, [first, first + 16, first + 32]);
+    assert_eq!(chunk.len, 8192);
+}
+
+#[test]
+fn chunk_round_trips_to_the_same_bytes_and_refuses_every_flipped_bit() {
+    let bytes = sample().encode(STORE);
+    let decoded = decode(&bytes).unwrap();
+    assert_eq!(decoded, sample());
+    assert_eq!(decoded.encode(STORE), bytes);
+    for bit in 0..8 * bytes.len() {
+        let mut damaged = bytes.clone();
+        damaged[bit / 8] ^= 1 << (bit % 8);
+        let found = decode(&damaged);
+        assert!(matches!(found, Err(Defect::Magic { .. } | Defect::Checksum { .. })), "bit {bit}: {found:?}");
+    }
+    for len in 0..bytes.len() {
+        let found = decode(&bytes[..len]);
+        assert!(matches!(found, Err(Defect::Truncated { .. })), "cut to {len}: {found:?}");
+    }
+}
+
+#[test]
+fn misplaced_and_foreign_chunks_are_refused() {
+    let header = ChunkHeader::decode(&sample().encode(STORE)).unwrap();
+    assert_eq!(header.check_place(STORE, 3, 8192), Ok(()));
+    assert_eq!(header.check_place(StoreId([0; 16]), 3, 8192), Err(Defect::Foreign));
+    for (file, offset) in [(4, 8192), (3, 4096)] {
+        assert!(matches!(header.check_place(STORE, file, offset), Err(Defect::Mismatch { .. })));
+    }
+}
+
+#[test]
+fn sound_checksums_over_wrong_fields_are_refused() {
+    assert_eq!(decode(&with_rows(|_, _| ())), Ok(sample()));
+    type Change = fn(&mut ChunkHeaderRaw, &mut ImageHeaderRaw);
+    let rows: [(&str, Change); 16] = [
+        ("no images", |header, _| header.image_count = 0),
+        ("too many images", |header, _| header.image_count = u32::MAX),
+        ("another table length", |header, _| header.table_len += 64),
+        ("a chunk in the header block", |header, _| header.offset = 0),
+        ("a chunk off its boundary", |header, _| header.offset += 512),
+        ("a chunk at the end of the world", |header, _| header.offset = !4095),
+        ("another chunk length", |header, _| header.chunk_len += 4096),
+        ("an endless chunk", |header, _| header.chunk_len = u64::MAX),
+        ("an unknown codec", |_, row| row.codec = 1),
+        ("reserved bytes", |_, row| row.reserved[6] = 1),
+        ("an empty page", |_, row| (row.len, row.stored_len) = (0, 0)),
+        ("an endless page", |_, row| (row.len, row.stored_len) = (u64::MAX, u64::MAX)),
+        ("a raw image of another length", |_, row| row.stored_len = 2),
+        ("a raw image with two checksums", |_, row| row.raw_crc ^= 1),
+        ("a payload elsewhere", |_, row| row.offset += 16),
+        ("a batch of no page", |_, row| row.page = PageId(0)),
+    ];
+    for (why, change) in rows {
+        let found = decode(&with_rows(change));
+        assert!(
+            matches!(found, Err(Defect::Field { .. } | Defect::Limit { .. } | Defect::Mismatch { .. })),
+            "{why}: {found:?}"
+        );
+    }
+}
+
+#[test]
+fn a_payload_is_proven_by_length_and_checksum() {
+    let content = [3; 16];
+    let new = NewImage { crc: crc32fast::hash(&content), ..new_image(1, 16) };
+    let image = Chunk::plan(3, 8192, &[new]).unwrap().images[0].image;
+    assert_eq!(image.check_payload(&content), Ok(()));
+    assert!(matches!(image.check_payload(&[3; 17]), Err(Defect::Mismatch { found: 17, expected: 16, .. })));
+    assert!(matches!(image.check_payload(&[4; 16]), Err(Defect::Checksum { what: "image", .. })));
+}
+
+#[test]
+fn chunks_that_cannot_be_are_not_planned() {
+    for (why, found) in [
+        ("no images", Chunk::plan(1, 4096, &[])),
+        ("an empty page", Chunk::plan(1, 4096, &[new_image(1, 0)])),
+        ("a page too long", Chunk::plan(1, 4096, &[new_image(1, PAGE_LEN_MAX + 1)])),
+        ("a place off the boundary", Chunk::plan(1, 4097, &[new_image(1, 1)])),
+        ("too long together", Chunk::plan(1, 4096, &[new_image(1, PAGE_LEN_MAX); 2])),
+    ] {
+        assert!(matches!(found, Err(Defect::Field { .. } | Defect::Limit { .. })), "{why}: {found:?}");
+    }
+    assert!(Chunk::plan(1, 4096, &[new_image(1, PAGE_LEN_MAX)]).is_ok());
+    // Written ahead of its batch, an image need not know whose it is.
+    let ahead = NewImage { page: PageId(0), epoch: Epoch(0), lsn: Lsn(0), len: 1, crc: 0 };
+    assert!(Chunk::plan(1, 4096, &[ahead]).is_ok());
+}
