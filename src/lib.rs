@@ -64,7 +64,7 @@
 //! | floor | files |
 //! |---|---|
 //! | 0 | the crate `remanent-format`: every byte on disk, and the pure `rebuild` |
-//! | 1 | [`error`], [`options`], `phases` |
+//! | 1 | [`error`], [`options`], `point`, `phases` |
 //! | 2 | the seams [`device`] and [`disk`]; `poison` |
 //! | 3 | their implementations |
 //! | 4 | `batch`, [`arena`], [`staging`], `source` |
@@ -112,6 +112,7 @@
 
 pub mod error;
 pub mod options;
+mod point;
 pub mod phases;
 pub mod device;
 pub mod disk;
@@ -139,6 +140,7 @@ pub use error::{Error, Remedy, Result};
 pub use keeping::SnapshotInfo;
 pub use log::LogStats;
 pub use options::{Ack, Budget, Create, DeviceChoice, LogIo, Options};
+pub use point::RestorePoint;
 pub use recovery::Recovered;
 pub use remanent_format::log::TornTail;
 pub use remanent_format::{

@@ -38,6 +38,8 @@ pub enum FileName {
     Store,
     /// `LOCK`: held while the store is open.
     Lock,
+    /// `READERS`: each reader locks the byte of the snapshot that it needs; the content means nothing.
+    Readers,
     /// `log/<n>.log`: a segment of the log.
     Segment(u64),
     /// `log/<n>.spare`: a segment file waiting to be used.
@@ -57,7 +59,7 @@ impl FileName {
     #[must_use]
     pub const fn folder(self) -> Folder {
         match self {
-            FileName::Store | FileName::Lock => Folder::Root,
+            FileName::Store | FileName::Lock | FileName::Readers => Folder::Root,
             FileName::Segment(_) | FileName::Spare(_) => Folder::Log,
             FileName::Pages(_) | FileName::Table(_) => Folder::Pages,
             FileName::Manifest(_) => Folder::Snapshots,
@@ -71,6 +73,7 @@ impl FileName {
         match self {
             FileName::Store => "STORE".to_owned(),
             FileName::Lock => "LOCK".to_owned(),
+            FileName::Readers => "READERS".to_owned(),
             FileName::Segment(n) => format!("{n:016x}.log"),
             FileName::Spare(n) => format!("{n:016x}.spare"),
             FileName::Pages(n) => format!("{n:016x}.pages"),
@@ -86,6 +89,7 @@ impl FileName {
         let file = match (folder, name) {
             (Folder::Root, "STORE") => FileName::Store,
             (Folder::Root, "LOCK") => FileName::Lock,
+            (Folder::Root, "READERS") => FileName::Readers,
             _ => {
                 let (digits, extension) = name.split_once('.')?;
                 let n = u64::from_str_radix(digits, 16).ok()?;
@@ -144,6 +148,7 @@ mod tests {
         for file in [
             FileName::Store,
             FileName::Lock,
+            FileName::Readers,
             FileName::Segment(17),
             FileName::Spare(u64::MAX),
             FileName::Pages(0),

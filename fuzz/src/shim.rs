@@ -266,7 +266,7 @@ impl Files {
                 FileName::Pages(number) => (FILE_PAGES, number),
                 FileName::Table(number) => (FILE_TABLE, number),
                 FileName::Manifest(number) => (FILE_MANIFEST, number),
-                FileName::Lock | FileName::Spare(_) | FileName::Temporary(..) => continue,
+                FileName::Lock | FileName::Readers | FileName::Spare(_) | FileName::Temporary(..) => continue,
             };
             record(kind, number, bytes.len() / 4096, bytes.len() % 4096, &[]);
             let is_zero = |line: &[u8]| line.iter().all(|&byte| byte == 0);
@@ -304,7 +304,7 @@ impl Files {
                     fit_manifest(&mut bytes[second..]);
                     fit_manifest(bytes);
                 }
-                FileName::Lock | FileName::Spare(_) | FileName::Temporary(..) => {}
+                FileName::Lock | FileName::Readers | FileName::Spare(_) | FileName::Temporary(..) => {}
             }
         }
     }

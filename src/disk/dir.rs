@@ -14,13 +14,13 @@ use std::sync::Arc;
 use memmap2::MmapMut;
 use parking_lot::Mutex;
 use remanent_format::limits::GROUP_ALIGN;
-use remanent_format::{FileName, Folder, ReadAt};
+use remanent_format::{FileName, Folder, ReadAt, SnapshotId};
 use rustix::fs::{Advice, CWD, Mode, OFlags};
 use rustix::io::Errno;
 
 use super::buffered::BufferedWindow;
 use super::mapped::MappedWindow;
-use super::{Disk, DiskFile, DiskLock, Window, lock};
+use super::{Disk, DiskFile, DiskLock, Hold, Window, lock, readers};
 use crate::error::{Error, Result};
 use crate::options::LogIo;
 
@@ -85,7 +85,17 @@ impl Disk for DirDisk {
     }
 
     fn lock(&self) -> Result<Box<dyn DiskLock>> {
-        lock::acquire(&self.root)
+        let lock = lock::acquire(&self.root)?;
+        readers::make(&self.root)?;
+        Ok(lock)
+    }
+
+    fn hold(&self, id: SnapshotId) -> Result<Hold> {
+        readers::hold(&self.root, id)
+    }
+
+    fn try_retire(&self, id: SnapshotId) -> Result<Option<Box<dyn DiskLock>>> {
+        readers::try_retire(&self.root, id)
     }
 
     fn list(&self, folder: Folder) -> Result<Vec<String>> {

@@ -9,13 +9,15 @@ mod buffered;
 pub mod dir;
 mod lock;
 mod mapped;
+mod readers;
 // Public because tests and fuzz targets use it from outside the crate; hidden because nobody's store does.
 #[doc(hidden)]
 pub mod sim;
 
+use std::fmt;
 use std::sync::Arc;
 
-use remanent_format::{FileName, Folder};
+use remanent_format::{FileName, Folder, SnapshotId};
 
 use crate::error::Result;
 use crate::options::LogIo;
@@ -25,11 +27,27 @@ pub trait Disk: Send + Sync + 'static {
     /// How errors and reports call the directory.
     fn label(&self) -> String;
 
-    /// Takes the store's writer lock for as long as the guard lives. Creates the `LOCK` file if needed.
+    /// Takes the store's writer lock for as long as the guard lives. Creates the `LOCK` and `READERS` files
+    /// if needed.
     ///
     /// # Errors
     /// `Locked` with the holder, else what the system says.
     fn lock(&self) -> Result<Box<dyn DiskLock>>;
+
+    /// Keeps the writer from removing what snapshot `id` needs, its log included, for as long as the guard
+    /// lives; number 0 stands for the log's beginning. Any number of readers hold a snapshot. Writes nothing.
+    /// A hold that was just taken may be too late: look whether the manifest is still there.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn hold(&self, id: SnapshotId) -> Result<Hold>;
+
+    /// Takes snapshot `id` away from readers to come, for as long as the guard lives; `None` if a reader
+    /// holds it. The writer keeps the guard until what the snapshot needs is removed.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn try_retire(&self, id: SnapshotId) -> Result<Option<Box<dyn DiskLock>>>;
 
     /// The names in a folder, sorted; empty if the folder does not exist.
     ///
@@ -143,5 +161,26 @@ pub trait Window: Send + Sync {
     fn sync(&self, offset: u64, len: u64) -> Result<()>;
 }
 
-/// Holds a store's writer lock until dropped.
+/// A lock, held until dropped.
 pub trait DiskLock: Send + Sync {}
+
+/// What became of a reader's wish to hold a snapshot.
+pub enum Hold {
+    /// It is held until the guard is dropped.
+    Held(Box<dyn DiskLock>),
+    /// The writer is just removing it.
+    Going,
+    /// Nothing can be locked here: on media that nobody can write to, a store has no file for it. Who reads
+    /// all the same must expect to be overtaken.
+    Impossible,
+}
+
+impl fmt::Debug for Hold {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Hold::Held(_) => "Held",
+            Hold::Going => "Going",
+            Hold::Impossible => "Impossible",
+        })
+    }
+}

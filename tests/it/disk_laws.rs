@@ -8,8 +8,8 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 use remanent::disk::dir::DirDisk;
 use remanent::disk::sim::SimDisk;
-use remanent::disk::{Disk, DiskFile, Window};
-use remanent::{Error, FileName, Folder, LogIo, Result};
+use remanent::disk::{Disk, DiskFile, Hold, Window};
+use remanent::{Error, FileName, Folder, LogIo, Result, SnapshotId};
 
 /// A call; `usize`s name one of a few files or handles.
 #[derive(Clone, Debug)]
@@ -148,5 +148,30 @@ proptest! {
             prop_assert_eq!(&answers[0], &answers[2], "call {} on the mapped and the simulated disk", index);
             prop_assert_eq!(&answers[1], &answers[2], "call {} on the buffered and the simulated disk", index);
         }
+    }
+}
+
+#[test]
+fn a_snapshot_is_held_or_going_never_both() {
+    let directory = tempfile::tempdir().unwrap();
+    let real = DirDisk::new(directory.path());
+    real.make_folder(Folder::Root).unwrap();
+    drop(real.lock().unwrap());
+    let disks: [Arc<dyn Disk>; 2] = [Arc::new(real), Arc::new(SimDisk::new())];
+    for disk in disks {
+        let (first, other) = (SnapshotId(1), SnapshotId(2));
+        let holds = [disk.hold(first).unwrap(), disk.hold(first).unwrap()];
+        assert!(holds.iter().all(|hold| matches!(hold, Hold::Held(_))));
+        for hold in holds {
+            assert!(disk.try_retire(first).unwrap().is_none(), "{}: a reader is left", disk.label());
+            assert!(disk.try_retire(other).unwrap().is_some(), "{}: nobody reads this one", disk.label());
+            drop(hold);
+        }
+        let going = disk.try_retire(first).unwrap();
+        assert!(going.is_some(), "{}", disk.label());
+        assert!(matches!(disk.hold(first).unwrap(), Hold::Going), "{}", disk.label());
+        assert!(matches!(disk.hold(other).unwrap(), Hold::Held(_)), "{}", disk.label());
+        drop(going);
+        assert!(matches!(disk.hold(first).unwrap(), Hold::Held(_)), "{}", disk.label());
     }
 }

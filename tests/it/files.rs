@@ -12,7 +12,7 @@ use remanent::{Error, FileName, Folder, Metadata, Options, PageId, PageInfo, Sto
 use remanent_format::ReadAt;
 use remanent_format::rebuild::Rebuilt;
 
-/// All files of a store but LOCK.
+/// All files of a store but those that are only locked.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Files(pub BTreeMap<FileName, Vec<u8>>);
 
@@ -23,7 +23,8 @@ impl Files {
             let names = Disk::list(disk, folder).unwrap();
             names.iter().filter_map(|name| FileName::parse(folder, name)).collect::<Vec<_>>()
         });
-        let files = names.into_iter().flatten().filter(|file| *file != FileName::Lock);
+        let files =
+            names.into_iter().flatten().filter(|file| !matches!(file, FileName::Lock | FileName::Readers));
         Self(files.map(|file| (file, disk.bytes(file).unwrap())).collect())
     }
 

@@ -112,6 +112,7 @@ impl References {
         match file {
             FileName::Store => keep("says which store this is; nothing opens without it".to_owned()),
             FileName::Lock => keep("held while a process has the store open".to_owned()),
+            FileName::Readers => keep("lets readers hold the snapshots that they need".to_owned()),
             FileName::Segment(number) => {
                 let found = view.survey.log.segments().get(&number);
                 found.map_or_else(|| go("gone meanwhile"), |segment| self.why_segment(number, segment))

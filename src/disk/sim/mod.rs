@@ -10,14 +10,15 @@ mod state;
 #[cfg(test)]
 mod tests;
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::io;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use remanent_format::{FileName, Folder, ReadAt};
+use remanent_format::{FileName, Folder, ReadAt, SnapshotId};
 
-use super::{Disk, DiskFile, DiskLock, Window};
+use super::{Disk, DiskFile, DiskLock, Hold, Window};
 use crate::error::{Error, Result};
 use crate::options::LogIo;
 
@@ -105,6 +106,9 @@ struct Shared {
     now: State,
     events: Vec<Event>,
     locked: bool,
+    /// How many readers hold each snapshot.
+    held: BTreeMap<SnapshotId, usize>,
+    retiring: BTreeSet<SnapshotId>,
     capacity: Option<u64>,
     faults: Vec<Fault>,
     skip: Option<SkipRule>,
@@ -285,7 +289,24 @@ impl Disk for SimDisk {
             return Err(Error::Locked { holder: "this process".to_owned() });
         }
         shared.locked = true;
-        Ok(Box::new(SimLock { disk: self.clone() }))
+        Ok(Box::new(SimLock { disk: self.clone(), locked: Locked::Store }))
+    }
+
+    fn hold(&self, id: SnapshotId) -> Result<Hold> {
+        let mut shared = self.shared.lock();
+        if shared.retiring.contains(&id) {
+            return Ok(Hold::Going);
+        }
+        *shared.held.entry(id).or_default() += 1;
+        Ok(Hold::Held(Box::new(SimLock { disk: self.clone(), locked: Locked::Held(id) })))
+    }
+
+    fn try_retire(&self, id: SnapshotId) -> Result<Option<Box<dyn DiskLock>>> {
+        let mut shared = self.shared.lock();
+        if shared.held.contains_key(&id) || !shared.retiring.insert(id) {
+            return Ok(None);
+        }
+        Ok(Some(Box::new(SimLock { disk: self.clone(), locked: Locked::Retiring(id) })))
     }
 
     fn list(&self, folder: Folder) -> Result<Vec<String>> {
@@ -384,13 +405,32 @@ impl ReadAt for SimDisk {
 /// Unlocks when dropped.
 struct SimLock {
     disk: SimDisk,
+    locked: Locked,
+}
+
+/// What a guard holds.
+enum Locked {
+    Store,
+    Held(SnapshotId),
+    Retiring(SnapshotId),
 }
 
 impl DiskLock for SimLock {}
 
 impl Drop for SimLock {
     fn drop(&mut self) {
-        self.disk.shared.lock().locked = false;
+        let mut shared = self.disk.shared.lock();
+        match self.locked {
+            Locked::Store => shared.locked = false,
+            Locked::Held(id) => {
+                let holders = shared.held.get_mut(&id).expect("a guard counts until it is dropped");
+                *holders -= 1;
+                if *holders == 0 {
+                    shared.held.remove(&id);
+                }
+            }
+            Locked::Retiring(id) => _ = shared.retiring.remove(&id),
+        }
     }
 }
 
