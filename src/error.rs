@@ -4,7 +4,7 @@ use std::fmt;
 use std::io;
 use std::sync::Arc;
 
-use remanent_format::{Damage, Epoch, FileName, Key, Lsn, PageId, Place, SnapshotId};
+use remanent_format::{Damage, Epoch, FileName, Key, Lsn, PageId, Place, Position, SnapshotId};
 
 /// What the library returns.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -191,6 +191,22 @@ pub enum Error {
         /// The snapshot.
         snapshot: SnapshotId,
     },
+    /// What was being read is not kept any more: batches were recycled before they could be read.
+    #[error("batch {lsn} is not kept any more{}", StartFrom(*.snapshot))]
+    Overtaken {
+        /// The first batch that is missing.
+        lsn: Lsn,
+        /// The newest snapshot, to start from.
+        snapshot: Option<SnapshotId>,
+    },
+    /// A follower's position is not on the store's line: a crash took the batch, or it is another store's.
+    #[error("batch {position} is not in the store's history{}", Survived(*.survived))]
+    Diverged {
+        /// The position.
+        position: Position,
+        /// The last batch of that incarnation that survived, where it is still known.
+        survived: Option<Lsn>,
+    },
     /// A call to the device failed.
     #[error("device: {reason}")]
     Device {
@@ -229,6 +245,8 @@ pub enum Remedy {
     Reopen,
     /// Start a new process and open the store there: this one's device context is lost.
     NewProcess,
+    /// Forget what was read so far, and start from the newest snapshot.
+    StartOver,
     /// A person must look: `remanent verify` says what is damaged. Nothing was changed.
     Inspect,
 }
@@ -241,6 +259,7 @@ impl fmt::Display for Remedy {
             Remedy::FreeSpace => "free some space, then try again",
             Remedy::Reopen => "close the store and open it again",
             Remedy::NewProcess => "open the store in a new process",
+            Remedy::StartOver => "start over from the newest snapshot",
             Remedy::Inspect => "run `remanent verify`",
         })
     }
@@ -274,6 +293,7 @@ impl Error {
                 Remedy::Reopen
             }
             Error::Device { context_lost: true, .. } => Remedy::NewProcess,
+            Error::Overtaken { .. } | Error::Diverged { .. } => Remedy::StartOver,
             Error::Damaged(_) => Remedy::Inspect,
             Error::Poisoned(cause) => cause.remedy(),
         }
@@ -306,6 +326,8 @@ impl Error {
     pub fn lsn(&self) -> Option<Lsn> {
         match self {
             Error::Damaged(damage) => damage.lsn,
+            Error::Overtaken { lsn, .. } => Some(*lsn),
+            Error::Diverged { position, .. } => Some(position.lsn),
             Error::Poisoned(cause) => cause.lsn(),
             _ => None,
         }
@@ -343,6 +365,24 @@ struct At(Option<u64>);
 impl fmt::Display for At {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.map_or(Ok(()), |offset| write!(f, " at offset {offset}"))
+    }
+}
+
+/// Shows a snapshot to start from.
+struct StartFrom(Option<SnapshotId>);
+
+impl fmt::Display for StartFrom {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.map_or(Ok(()), |snapshot| write!(f, ": start from snapshot {snapshot}"))
+    }
+}
+
+/// Shows what is left of an incarnation.
+struct Survived(Option<Lsn>);
+
+impl fmt::Display for Survived {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.map_or(Ok(()), |lsn| write!(f, ", where {lsn} is the last one of that incarnation"))
     }
 }
 

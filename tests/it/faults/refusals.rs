@@ -3,7 +3,7 @@
 use std::io;
 
 use remanent::disk::dir::DirDisk;
-use remanent::{Create, Damage, Defect, Epoch, FileName, Key, Lsn, Remedy};
+use remanent::{Create, Damage, Defect, Epoch, FileName, Key, Lsn, Position, Remedy};
 
 use super::*;
 
@@ -166,6 +166,33 @@ fn every_error_tells_where_and_what_helps() {
         ),
         (Error::PlaceUnavailable { place, reason: "no GPU" }, nowhere, Remedy::ChangeCall, "no GPU"),
         (Error::NoSnapshot { snapshot: SnapshotId(4) }, nowhere, Remedy::ChangeCall, "snapshot 4"),
+        (
+            Error::Overtaken { lsn: Lsn(9), snapshot: Some(SnapshotId(4)) },
+            (None, None, Some(Lsn(9))),
+            Remedy::StartOver,
+            "start from snapshot 4",
+        ),
+        (
+            Error::Overtaken { lsn: Lsn(9), snapshot: None },
+            (None, None, Some(Lsn(9))),
+            Remedy::StartOver,
+            "9",
+        ),
+        (
+            Error::Diverged {
+                position: Position { lsn: Lsn(9), ..Position::default() },
+                survived: Some(Lsn(7)),
+            },
+            (None, None, Some(Lsn(9))),
+            Remedy::StartOver,
+            "7 is the last one",
+        ),
+        (
+            Error::Diverged { position: Position { lsn: Lsn(9), ..Position::default() }, survived: None },
+            (None, None, Some(Lsn(9))),
+            Remedy::StartOver,
+            "9 in incarnation 0",
+        ),
         (Error::Device { reason: "busy".to_owned(), context_lost: false }, nowhere, Remedy::Reopen, "busy"),
         (lost.clone(), nowhere, Remedy::NewProcess, "gone"),
         (Error::OutOfMemory { place, len: 9 }, nowhere, Remedy::FreeSpace, "9 bytes"),
