@@ -18,7 +18,7 @@ use remanent_format::op::{Op, OpAt, decode_payload};
 use remanent_format::table::{Changes, PlanMode, Refusal};
 use remanent_format::{Defect, Epoch, LogPoint, PageId, PageTable, Place};
 
-use crate::applier::{Applier, Work};
+use crate::applier::{Applier, Work, stage_aside};
 use crate::arena::{Arena, PageMemory};
 use crate::batch::{CloneSource, WriteBatch};
 use crate::device::Device;
@@ -121,6 +121,8 @@ impl Committer {
         let payload_crc = crc32fast::hash(payload);
         let mut payload_staged = self.staging.take(payload.len())?;
         payload_staged.copy_from_slice(payload);
+        let asides = ops.iter().map(|at| stage_aside(&at.op, &self.staging)).filter_map(Result::transpose);
+        let asides = asides.collect::<Result<VecDeque<_>>>()?;
         let memory = self.allocate(&ops, held.as_deref())?;
 
         let mut table = held.unwrap_or_else(|| self.submitted.lock());
@@ -148,12 +150,14 @@ impl Committer {
         match logged() {
             Ok(Some((point, changes))) => {
                 table.install(&changes);
-                self.applier.push(Work { point, payload: payload_staged, changes, memory });
+                self.applier.push(Work { point, payload: payload_staged, changes, memory, asides });
                 Ok(Some(point))
             }
             other => {
                 drop(table);
-                self.staging.give(payload_staged.into_staging());
+                for staged in asides.into_iter().chain([payload_staged]) {
+                    self.staging.give(staged.into_staging());
+                }
                 self.discard(memory);
                 other.map(|_| None)
             }

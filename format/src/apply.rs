@@ -22,8 +22,7 @@ pub fn apply(op: &Op<'_>, content: &mut Vec<u8>) {
         }
         Op::Scatter { width, base, indices, values, .. } => {
             let width = width.bytes();
-            for (index, element) in indices.chunks_exact(4).zip(values.chunks_exact(width)) {
-                let index = u32::from_le_bytes(index.try_into().expect("four bytes"));
+            for (index, element) in indices.iter().zip(values.chunks_exact(width)) {
                 range(content, base + u64::from(index) * width as u64, width).copy_from_slice(element);
             }
         }

@@ -31,7 +31,7 @@ use remanent_format::manifest::{
     Manifest, ManifestEntry, ManifestEntryRaw, ManifestHeaderRaw, ManifestKind, Tombstone, TombstoneRaw,
 };
 use remanent_format::op::{
-    CreateBodyRaw, Op, OpHeaderRaw, PayloadHeadRaw, PayloadWriter, RestoreBodyRaw, decode_payload,
+    CreateBodyRaw, Indices, Op, OpHeaderRaw, PayloadHeadRaw, PayloadWriter, RestoreBodyRaw, decode_payload,
 };
 use remanent_format::segment::{Opening, SegmentHeader, SegmentHeaderRaw};
 use remanent_format::store::{Features, StoreFile, StoreHeaderRaw, StoreRecord};
@@ -142,7 +142,7 @@ fn ops() -> Vec<Op<'static>> {
             page,
             width: Width::W4,
             base: 16,
-            indices: &[2, 0, 0, 0, 0, 0, 0, 0],
+            indices: Indices::plain(&[2, 0, 0, 0, 0, 0, 0, 0]),
             values: &[0xa0, 0xa1, 0xa2, 0xa3, 0xb0, 0xb1, 0xb2, 0xb3],
         },
         Op::Fill { page, offset: 32, len: 32, pattern: &[0xee, 0xff] },
@@ -380,7 +380,15 @@ fn explain_frame<'t, 'a>(text: &'t mut Annotate<'a>, bytes: &[u8]) -> &'t mut An
                 text.part(op.second as usize, "bytes");
             }
             4 => {
-                text.part(4 * op.second as usize, "indices").pad(16, "up to a multiple of 16");
+                let count = op.second as usize;
+                if op.encoding == 0 {
+                    text.part(4 * count, "indices");
+                } else {
+                    let ends = bytes[at + 32..].iter().enumerate().filter(|(_, byte)| **byte < 0x80);
+                    let len = ends.map(|(end, _)| end + 1).take(count).last().unwrap_or(0);
+                    text.part(len, "gaps between indices");
+                }
+                text.pad(16, "up to a multiple of 16");
                 text.part(op.second as usize * usize::from(op.width), "elements");
             }
             5 => _ = text.part(op.width.into(), "pattern"),
@@ -404,6 +412,13 @@ fn explain_manifest(text: &mut Annotate<'_>) {
 
 fn sound_files() -> Vec<Sound> {
     use Structure::*;
+    let gaps = [Op::Scatter {
+        page: PageId(5),
+        width: Width::W2,
+        base: 16,
+        indices: Indices::gaps(&[3, 0, 0xef, 0x03], 3).unwrap(),
+        values: &[0xa0, 0xa1, 0xb0, 0xb1, 0xc0, 0xc1],
+    }];
     let restore = [Op::Restore { table: 4, table_crc: 0x4444_4444, restored: Lsn(30) }];
     [
         (
@@ -423,6 +438,12 @@ fn sound_files() -> Vec<Sound> {
             Frame,
             "A batch of all operations but restore",
             frame(FrameKind::Batch, &payload(&ops())),
+        ),
+        (
+            "frame-gaps",
+            Frame,
+            "A sparse delta with gap-coded indices",
+            frame(FrameKind::Batch, &payload(&gaps)),
         ),
         ("frame-restore", Frame, "A restore", frame(FrameKind::Batch, &payload(&restore))),
         ("frame-seal", Frame, "A seal that names two verified snapshots", frame(FrameKind::Seal, &seal())),
@@ -637,6 +658,12 @@ const FAULTS: &[Fault] = &[
     ("payload-reserved", "frame-batch", |b| in_payload(b, |p| p[4] = 1), "reserved payload bytes is 1"),
     ("op-kind", "frame-restore", |b| in_payload(b, |p| p[16] = 14), "operation kind is 14"),
     ("op-encoding", "frame-restore", |b| in_payload(b, |p| p[19] = 1), "operation encoding is 1"),
+    ("op-indices-encoding", "frame-gaps", |b| in_payload(b, |p| p[19] = 2), "operation encoding is 2"),
+    ("op-gap-overlong", "frame-gaps", |b| in_payload(b, |p| p[51] = 0), "last byte of an index gap is 0"),
+    ("op-gap-endless", "frame-gaps", |b| in_payload(b, |p| p[48..54].fill(0x80)), "length of an index gap is 6, over the limit of 5"),
+    ("op-gap-index", "frame-gaps", |b| in_payload(b, |p| p[48..53].copy_from_slice(&[0xff, 0xff, 0xff, 0xff, 0x0f])), "element index is 4294967296, over the limit of 4294967295"),
+    ("op-gap-padding", "frame-gaps", |b| in_payload(b, |p| p[52] = 1), "index padding is 1"),
+    ("op-gap-count", "frame-gaps", |b| in_payload(b, |p| p[40] = 4), "scatter body length is 22, expected 24"),
     ("op-width", "frame-restore", |b| in_payload(b, |p| p[18] = 1), "element width is 1"),
     ("op-argument", "frame-restore", |b| in_payload(b, |p| p[40] = 1), "unused operation argument is 1"),
     ("op-page", "frame-restore", |b| in_payload(b, |p| p[24] = 1), "operation's page is 1"),

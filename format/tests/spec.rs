@@ -8,7 +8,9 @@ use remanent_format::image::{ChunkHeaderRaw, ImageFileHeaderRaw, ImageHeaderRaw}
 use remanent_format::layout::{Field, LayoutTable};
 use remanent_format::limits::{self, align_up};
 use remanent_format::manifest::{ManifestEntryRaw, ManifestHeaderRaw, TombstoneRaw};
-use remanent_format::op::{CreateBodyRaw, Op, OpHeaderRaw, PayloadHeadRaw, PayloadWriter, RestoreBodyRaw};
+use remanent_format::op::{
+    CreateBodyRaw, Indices, Op, OpHeaderRaw, PayloadHeadRaw, PayloadWriter, RestoreBodyRaw,
+};
 use remanent_format::segment::SegmentHeaderRaw;
 use remanent_format::store::StoreHeaderRaw;
 use remanent_format::value::{ENVELOPE_HEAD_LEN, encode_entry};
@@ -257,7 +259,7 @@ fn operation_kinds_are_those_of_the_code() {
         Op::Create { page, len: 1, place: Place::Host, key: None, metadata: Metadata::new() },
         Op::Write { page, offset: 0, bytes: b"1" },
         Op::Masked { page, offset: 0, width: Width::W1, mask: &[1], bytes: &[1] },
-        Op::Scatter { page, width: Width::W1, base: 0, indices: &[0; 4], values: &[1] },
+        Op::Scatter { page, width: Width::W1, base: 0, indices: Indices::plain(&[0; 4]), values: &[1] },
         Op::Fill { page, offset: 0, len: 1, pattern: &[1] },
         Op::Resize { page, len: 1 },
         Op::Delete { page },

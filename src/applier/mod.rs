@@ -19,7 +19,7 @@ use remanent_format::op::{Op, decode_payload};
 use remanent_format::table::Changes;
 use remanent_format::{LogPoint, Lsn, PageId, PageInfo, PageTable, Place};
 
-pub(crate) use pieces::ListBuilder;
+pub(crate) use pieces::{ListBuilder, needs_aside, stage_aside};
 
 use crate::arena::{Arena, PageMemory};
 use crate::device::{Command, CommandList, Device, Lane, Pending, StagingSpan};
@@ -43,6 +43,8 @@ pub(crate) struct Work {
     pub changes: Changes,
     /// Memory for its creates and resizes, in their order.
     pub memory: VecDeque<PageMemory>,
+    /// What [`stage_aside`] made of its operations, in their order.
+    pub asides: VecDeque<StagingBuf>,
 }
 
 /// Pages as the lane sees them: what every list submitted so far makes of them.
@@ -344,7 +346,7 @@ impl Worker {
 
     /// Adds a batch to the list and installs what it does to the table.
     fn batch(&mut self, work: Work) {
-        let Work { point, payload, changes, mut memory } = work;
+        let Work { point, payload, changes, mut memory, mut asides } = work;
         assert!(point.lsn == self.applied.point.lsn.next()); // I3: in the order of the log, without a hole.
         let index = self.list.payload_index();
         let ops = decode_payload(&payload).expect("decoded before it was logged");
@@ -372,8 +374,9 @@ impl Worker {
                     }
                 }
                 _ => {
+                    let aside = if needs_aside(&at.op) { asides.pop_front() } else { None };
                     if let Some(memory) = at.op.page().and_then(|page| pages.get(&page)) {
-                        self.list.data(at, index, memory);
+                        self.list.data(at, index, memory, aside);
                     }
                 }
             }

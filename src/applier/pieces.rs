@@ -7,14 +7,43 @@ use remanent_format::op::{Op, OpAt, masked_bytes_at, scatter_values_at};
 
 use crate::arena::PageMemory;
 use crate::device::{Command, CommandList, Payload, Piece, PieceKind, Span};
-use crate::staging::StagingBuf;
+use crate::error::Result;
+use crate::staging::{StagingBuf, StagingPool};
 
 /// A command list under construction. Pieces of consecutive operations become one command, so that a
 /// device can apply many deltas in one launch.
 #[derive(Default)]
 pub(crate) struct ListBuilder {
     list: CommandList,
+    /// What was staged aside for operations of the payload that is handed over next.
+    asides: Vec<StagingBuf>,
     payload_bytes: usize,
+}
+
+/// Whether a device cannot read the operation's bytes where they lie in the payload.
+pub(crate) fn needs_aside(op: &Op<'_>) -> bool {
+    matches!(op, Op::Scatter { indices, .. } if indices.is_gap_coded() && !indices.is_empty())
+}
+
+/// Stages the operation's bytes as a device reads them, if the payload does not hold them like that. The
+/// log's gaps between indices become indices of four bytes; the elements follow.
+///
+/// # Errors
+/// `OutOfMemory`, a device error.
+pub(crate) fn stage_aside(op: &Op<'_>, pool: &StagingPool) -> Result<Option<StagingBuf>> {
+    match op {
+        Op::Scatter { indices, values, .. } if needs_aside(op) => {
+            let values_at = scatter_values_at(4 * indices.len());
+            let mut staged = pool.take(values_at + values.len())?;
+            let (plain, elements) = staged.split_at_mut(values_at);
+            for (plain, index) in plain.chunks_exact_mut(4).zip(indices.iter()) {
+                plain.copy_from_slice(&index.to_le_bytes());
+            }
+            elements.copy_from_slice(values);
+            Ok(Some(staged))
+        }
+        _ => Ok(None),
+    }
 }
 
 impl ListBuilder {
@@ -25,8 +54,10 @@ impl ListBuilder {
 
     /// Hands over a payload, once its operations are added.
     pub fn payload(&mut self, payload: StagingBuf) {
-        self.payload_bytes += payload.len();
-        self.list.staging.push(payload.into_staging());
+        for staged in std::iter::once(payload).chain(self.asides.drain(..)) {
+            self.payload_bytes += staged.len();
+            self.list.staging.push(staged.into_staging());
+        }
     }
 
     /// Bytes of all payloads handed over.
@@ -45,9 +76,16 @@ impl ListBuilder {
     }
 
     /// Adds what the operation does to the bytes of its page; nothing if it is not about bytes. The
-    /// operation lies in the payload with this index.
-    pub fn data(&mut self, at: &OpAt<'_>, payload: usize, memory: &PageMemory) {
-        let staged = Payload::Staging { index: payload, offset: at.body_at };
+    /// operation lies in the payload with this index; `aside` is what [`stage_aside`] made of it.
+    pub fn data(&mut self, at: &OpAt<'_>, payload: usize, memory: &PageMemory, aside: Option<StagingBuf>) {
+        assert!(aside.is_some() == needs_aside(&at.op));
+        let staged = match aside {
+            Some(aside) => {
+                self.asides.push(aside);
+                Payload::Staging { index: payload + self.asides.len(), offset: 0 }
+            }
+            None => Payload::Staging { index: payload, offset: at.body_at },
+        };
         let Some((offset, len)) = at.op.range().filter(|(_, len)| *len > 0) else { return };
         let target = memory.part(offset, len);
         let kind = match &at.op {
@@ -56,8 +94,8 @@ impl ListBuilder {
                 PieceKind::Masked { width: *width, bytes_at: masked_bytes_at(mask.len()) }
             }
             Op::Scatter { width, indices, .. } => {
-                let count = indices.len() / 4;
-                PieceKind::Sparse { width: *width, count, values_at: scatter_values_at(count) }
+                let count = indices.len();
+                PieceKind::Sparse { width: *width, count, values_at: scatter_values_at(4 * count) }
             }
             Op::Fill { pattern, .. } => {
                 let mut repeated = [0; 16];

@@ -15,7 +15,7 @@ use remanent_format::replay::Base;
 use remanent_format::{Defect, FileName, LogPoint, Lsn, PageId, ReadAt};
 
 use super::Recovery;
-use crate::applier::ListBuilder;
+use crate::applier::{ListBuilder, stage_aside};
 use crate::arena::{Arena, PageMemory};
 use crate::device::{Command, CommandList, Lane, Pending, StagingSpan};
 use crate::error::Result;
@@ -219,7 +219,8 @@ impl Loader<'_> {
                 if let Some(bytes) = self.on_host.get_mut(&page) {
                     apply(&op.op, bytes);
                 } else {
-                    self.list.data(op, index, &self.memory[&page]);
+                    let aside = stage_aside(&op.op, self.recovery.staging)?;
+                    self.list.data(op, index, &self.memory[&page], aside);
                     staged = true;
                 }
             }

@@ -6,7 +6,7 @@
 
 mod board;
 mod worker;
-mod workload;
+pub mod workload;
 
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};

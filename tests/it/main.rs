@@ -16,4 +16,5 @@ mod model;
 mod readme;
 mod recovery;
 mod rule_model;
+mod sparse;
 mod store;

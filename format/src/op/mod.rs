@@ -4,9 +4,11 @@
 //!
 //! The log holds after-images only (I2): every body is bytes to store, never a formula over other bytes.
 
+mod indices;
 mod reader;
 mod writer;
 
+pub use indices::{Indices, gap_coded};
 pub use reader::decode_payload;
 pub use writer::PayloadWriter;
 
@@ -54,7 +56,7 @@ layout! {
         0 => kind: u16,
         /// Element width in bytes, where the operation has elements; else zero.
         2 => width: u8,
-        /// Zero; other encodings of the same operation get other numbers.
+        /// How a sparse delta's indices are stored: 0 or 1. Zero for other operations.
         3 => encoding: u8,
         /// Length of the body, padding not included.
         4 => body_len: u32,
@@ -144,8 +146,8 @@ pub enum Op<'a> {
         width: Width,
         /// Byte offset of element 0.
         base: u64,
-        /// Element indices, four little-endian bytes each, all different.
-        indices: &'a [u8],
+        /// Element indices, all different.
+        indices: Indices<'a>,
         /// The elements.
         values: &'a [u8],
     },
@@ -253,11 +255,8 @@ impl Op<'_> {
             }
             Op::Fill { offset, len, .. } => Some((*offset, *len)),
             Op::Scatter { width, base, indices, .. } => {
-                let highest = indices
-                    .chunks_exact(4)
-                    .map(|raw| u64::from(u32::from_le_bytes(raw.try_into().expect("four bytes"))) + 1)
-                    .max();
-                Some((*base, highest.unwrap_or(0) * width.bytes() as u64))
+                let count = indices.highest().map_or(0, |highest| u64::from(highest) + 1);
+                Some((*base, count * width.bytes() as u64))
             }
             _ => None,
         }
@@ -290,10 +289,10 @@ pub const fn masked_bytes_at(mask_len: usize) -> usize {
     align_up(mask_len as u64, FRAME_ALIGN) as usize
 }
 
-/// Offset of a sparse delta's values from the start of its body.
+/// Offset of a sparse delta's values from the start of its body, behind so many bytes of indices.
 #[must_use]
-pub const fn scatter_values_at(count: usize) -> usize {
-    align_up(4 * count as u64, FRAME_ALIGN) as usize
+pub const fn scatter_values_at(indices_len: usize) -> usize {
+    align_up(indices_len as u64, FRAME_ALIGN) as usize
 }
 
 /// Refuses a device slot that no store has.

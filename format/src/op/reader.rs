@@ -1,11 +1,12 @@
 //! Floor 0. Bytes to operations: nothing here is trusted before it is checked (I9).
 
+use super::indices::{GAPS, PLAIN};
 use super::{
-    CREATE, CreateBodyRaw, DELETE, FILL, MASKED, NOTE, OP_HEADER_LEN, Op, OpAt, OpHeaderRaw,
+    CREATE, CreateBodyRaw, DELETE, FILL, Indices, MASKED, NOTE, OP_HEADER_LEN, Op, OpAt, OpHeaderRaw,
     PAYLOAD_HEAD_LEN, PayloadHeadRaw, REMOVE_METADATA, REMOVE_ROOT, RESIZE, RESTORE, RestoreBodyRaw, SCATTER,
     SET_METADATA, SET_ROOT, WRITE, check_place, masked_bytes_at, scatter_values_at,
 };
-use crate::defect::{Defect, array, check_limit, check_zero, slice};
+use crate::defect::{Defect, array, check_limit, check_zero, check_zeros, slice};
 use crate::ids::{Key, PageId, Place, Width};
 use crate::limits::{
     FRAME_ALIGN, METADATA_LEN_MAX, NAME_LEN_MAX, NOTE_LEN_MAX, NUMBER_MAX, ROOT_LEN_MAX, align_up,
@@ -44,7 +45,9 @@ pub fn decode_payload(payload: &[u8]) -> Result<Vec<OpAt<'_>>, Defect> {
 }
 
 fn decode_op<'a>(header: &OpHeaderRaw, body: &'a [u8]) -> Result<Op<'a>, Defect> {
-    check_zero("operation encoding", header.encoding.into())?;
+    if header.kind != SCATTER {
+        check_zero("operation encoding", header.encoding.into())?;
+    }
     let page = header.page;
     check_limit("operation's page", page.0, NUMBER_MAX)?;
     let OpHeaderRaw { first, second, .. } = *header;
@@ -121,19 +124,16 @@ fn decode_op<'a>(header: &OpHeaderRaw, body: &'a [u8]) -> Result<Op<'a>, Defect>
             let width = width()?;
             check_limit("element count", second, body.len() as u64)?;
             let count = second as usize;
-            let values_at = scatter_values_at(count);
+            let indices = match header.encoding {
+                PLAIN => Indices::plain(slice(body, 0, 4 * count)?),
+                GAPS => Indices::read_gaps(body, count)?,
+                other => return Err(Defect::Field { what: "operation encoding", found: other.into() }),
+            };
+            let indices_len = indices.as_bytes().len();
+            let values_at = scatter_values_at(indices_len);
             has_len("scatter body length", body.len(), (values_at + count * width.bytes()) as u64)?;
-            check_zero(
-                "index padding",
-                body[4 * count..values_at].iter().map(|&byte| u64::from(byte)).sum(),
-            )?;
-            Ok(Op::Scatter {
-                page,
-                width,
-                base: first,
-                indices: &body[..4 * count],
-                values: &body[values_at..],
-            })
+            check_zeros("index padding", &body[indices_len..values_at])?;
+            Ok(Op::Scatter { page, width, base: first, indices, values: &body[values_at..] })
         }
         FILL => {
             has_len("pattern length", body.len(), width()?.bytes() as u64)?;

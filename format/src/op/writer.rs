@@ -72,11 +72,10 @@ impl PayloadWriter {
                 self.bytes.extend_from_slice(bytes);
             }
             Op::Scatter { width, base, indices, values, .. } => {
-                let count = indices.len() / 4;
-                (header.kind, header.first, header.second) = (SCATTER, *base, count as u64);
-                header.width = width.bytes() as u8;
-                self.bytes.extend_from_slice(indices);
-                self.bytes.resize(body_at + scatter_values_at(count), 0);
+                (header.kind, header.first, header.second) = (SCATTER, *base, indices.len() as u64);
+                (header.width, header.encoding) = (width.bytes() as u8, indices.encoding());
+                self.bytes.extend_from_slice(indices.as_bytes());
+                self.bytes.resize(body_at + scatter_values_at(indices.as_bytes().len()), 0);
                 self.bytes.extend_from_slice(values);
             }
             Op::Fill { offset, len, pattern, .. } => {

@@ -30,7 +30,7 @@ impl Random {
         self.next() % bound
     }
 
-    fn bytes(&mut self, len: u64) -> Vec<u8> {
+    pub fn bytes(&mut self, len: u64) -> Vec<u8> {
         let words = (0..len.div_ceil(8)).flat_map(|_| self.next().to_le_bytes());
         words.take(len as usize).collect()
     }

@@ -1,0 +1,205 @@
+//! Floor 4. A batch as a payload: everything that can be checked without looking at a page is checked here.
+
+use std::collections::{HashMap, HashSet};
+
+use remanent_format::apply::apply;
+use remanent_format::limits::{DEVICE_ORDINAL_MAX, FRAME_PAYLOAD_LEN_MAX, NUMBER_MAX};
+use remanent_format::op::{Op, PayloadWriter};
+use remanent_format::{Defect, PageId, Place, Width};
+
+use super::sparse::{CodedIndices, ascending};
+use super::{CloneSource, Step, WriteBatch};
+use crate::error::{Error, Result};
+
+impl WriteBatch {
+    /// The batch's payload. `pages` are the ids of the new pages; `staged` holds the pages of
+    /// [`WriteBatch::clone_sources`] as they are before the batch.
+    pub(crate) fn encode(&self, pages: &[PageId], staged: HashMap<PageId, CloneSource>) -> Result<Vec<u8>> {
+        let cloned = self.steps.iter().filter_map(Step::cloned).map(|page| page.resolve(pages)).collect();
+        let mut encoder = Encoder { index: 0, writer: PayloadWriter::default(), cloned, staged };
+        let mut new_pages = pages.iter().copied();
+        let mut next_new = || new_pages.next().expect("as many ids as new pages");
+        for (index, step) in self.steps.iter().enumerate() {
+            encoder.index = index;
+            let invalid = |reason: String| Error::InvalidOperation { index, reason };
+            match step {
+                Step::Create { len, place, key, metadata } => {
+                    let (key, metadata) = (key.clone(), metadata.clone());
+                    encoder.push(&Op::Create {
+                        page: next_new(),
+                        len: *len,
+                        place: *place,
+                        key,
+                        metadata,
+                    })?;
+                }
+                Step::Clone { source } => {
+                    let source = source.resolve(pages);
+                    let CloneSource { place, metadata, bytes } =
+                        encoder.staged.get(&source).cloned().ok_or(Error::UnknownPage { page: source })?;
+                    let (page, len) = (next_new(), bytes.len() as u64);
+                    encoder.push(&Op::Create { page, len, place, key: None, metadata })?;
+                    if len > 0 {
+                        encoder.push(&Op::Write { page, offset: 0, bytes: &bytes })?;
+                    }
+                }
+                Step::Write { page, offset, bytes } => {
+                    encoder.push(&Op::Write { page: page.resolve(pages), offset: *offset, bytes })?;
+                }
+                Step::Masked { page, offset, width, mask, bytes } => {
+                    let (mask, bytes) = canonical_mask(*width, mask, bytes).map_err(invalid)?;
+                    let page = page.resolve(pages);
+                    encoder.push(&Op::Masked {
+                        page,
+                        offset: *offset,
+                        width: *width,
+                        mask: &mask,
+                        bytes: &bytes,
+                    })?;
+                }
+                Step::Scatter { page, width, indices, values } => {
+                    let (indices, values) = ascending(*width, indices, values).map_err(invalid)?;
+                    let coded = CodedIndices::smaller(&indices);
+                    let (page, indices) = (page.resolve(pages), coded.indices());
+                    encoder.push(&Op::Scatter { page, width: *width, base: 0, indices, values: &values })?;
+                }
+                Step::Fill { page, offset, len, pattern } => {
+                    let pattern_len = pattern.len();
+                    if Width::from_bytes(pattern_len).is_none() || !len.is_multiple_of(pattern_len as u64) {
+                        return Err(invalid(format!(
+                            "a pattern of {pattern_len} bytes cannot fill {len} bytes: it must be 1, 2, 4, 8 or 16 \
+                             bytes long and divide the range"
+                        )));
+                    }
+                    encoder.push(&Op::Fill {
+                        page: page.resolve(pages),
+                        offset: *offset,
+                        len: *len,
+                        pattern,
+                    })?;
+                }
+                Step::Resize { page, len } => {
+                    encoder.push(&Op::Resize { page: page.resolve(pages), len: *len })?;
+                }
+                Step::Delete { page } => encoder.push(&Op::Delete { page: page.resolve(pages) })?,
+                Step::SetMetadata { page, name, value } => {
+                    let (page, name, value) = (page.resolve(pages), name.clone(), value.clone());
+                    encoder.push(&Op::SetMetadata { page, name, value })?;
+                }
+                Step::RemoveMetadata { page, name } => {
+                    encoder.push(&Op::RemoveMetadata { page: page.resolve(pages), name })?;
+                }
+                Step::SetRoot { name, value } => {
+                    encoder.push(&Op::SetRoot { name: name.clone(), value: value.clone() })?;
+                }
+                Step::RemoveRoot { name } => encoder.push(&Op::RemoveRoot { name })?,
+                Step::Note { text } => encoder.push(&Op::Note { text })?,
+            }
+        }
+        let len = encoder.writer.len() as u64;
+        if len > FRAME_PAYLOAD_LEN_MAX {
+            return Err(Error::Limit { what: "batch", found: len, limit: FRAME_PAYLOAD_LEN_MAX });
+        }
+        Ok(encoder.writer.finish())
+    }
+}
+
+/// Writes operations, and keeps the pages that are cloned up to date with them.
+struct Encoder {
+    index: usize,
+    writer: PayloadWriter,
+    cloned: HashSet<PageId>,
+    staged: HashMap<PageId, CloneSource>,
+}
+
+impl Encoder {
+    fn push(&mut self, op: &Op<'_>) -> Result<()> {
+        if let Some(page) = op.page() {
+            // No store gives such an id, and a frame with one would not be read again.
+            if page == PageId(0) || page.0 > NUMBER_MAX {
+                return Err(Error::UnknownPage { page });
+            }
+            if self.cloned.contains(&page) {
+                self.stage(page, op)?;
+            }
+        }
+        if let Op::Create { place: place @ Place::Device(ordinal), .. } = *op
+            && ordinal > DEVICE_ORDINAL_MAX
+        {
+            return Err(Error::PlaceUnavailable { place, reason: "device slots go from 0 to 63" });
+        }
+        self.writer.push(op).map_err(|defect| match defect {
+            Defect::Limit { what, found, limit } => Error::Limit { what, found, limit },
+            other => Error::InvalidOperation { index: self.index, reason: other.to_string() },
+        })
+    }
+
+    fn stage(&mut self, page: PageId, op: &Op<'_>) -> Result<()> {
+        if let Op::Create { len, place, metadata, .. } = op {
+            let bytes = zeroed(*len).ok_or(Error::OutOfMemory { place: *place, len: *len })?;
+            self.staged.insert(page, CloneSource { place: *place, metadata: metadata.clone(), bytes });
+            return Ok(());
+        }
+        let source = self.staged.get_mut(&page).ok_or(Error::UnknownPage { page })?;
+        let page_len = source.bytes.len() as u64;
+        if let Some((offset, len)) = op.range()
+            && offset.checked_add(len).is_none_or(|end| end > page_len)
+        {
+            return Err(Error::OutOfBounds { page, offset, len, page_len });
+        }
+        match op {
+            Op::SetMetadata { name, value, .. } => {
+                source.metadata.insert(name.clone(), value.clone());
+            }
+            Op::RemoveMetadata { name, .. } => {
+                source.metadata.remove(*name);
+            }
+            Op::Resize { len, .. } if zeroed(*len).is_none() => {
+                return Err(Error::OutOfMemory { place: source.place, len: *len });
+            }
+            Op::Delete { .. } => {
+                self.staged.remove(&page);
+            }
+            _ => apply(op, &mut source.bytes),
+        }
+        Ok(())
+    }
+}
+
+/// Zeros, unless there is no room for them.
+fn zeroed(len: u64) -> Option<Vec<u8>> {
+    let len = usize::try_from(len).ok()?;
+    let mut bytes = Vec::new();
+    bytes.try_reserve_exact(len).ok()?;
+    bytes.resize(len, 0);
+    Some(bytes)
+}
+
+/// The mask with no bits past the last element, and the bytes with zeros where nothing is replaced: equal
+/// deltas have equal bytes in the log, and nothing of the caller's leaks into it.
+fn canonical_mask(width: Width, mask: &[u8], bytes: &[u8]) -> Result<(Vec<u8>, Vec<u8>), String> {
+    let width = width.bytes();
+    let count = bytes.len() / width;
+    if !bytes.len().is_multiple_of(width) {
+        return Err(format!("{} bytes are no whole number of elements of {width} bytes", bytes.len()));
+    }
+    if mask.len() != count.div_ceil(8) {
+        return Err(format!(
+            "a mask for {count} elements is {} bytes long, not {}",
+            count.div_ceil(8),
+            mask.len()
+        ));
+    }
+    let (mut mask, mut bytes) = (mask.to_vec(), bytes.to_vec());
+    if let Some(last) = mask.last_mut()
+        && !count.is_multiple_of(8)
+    {
+        *last &= (1 << (count % 8)) - 1;
+    }
+    for (index, element) in bytes.chunks_exact_mut(width).enumerate() {
+        if mask[index / 8] >> (index % 8) & 1 == 0 {
+            element.fill(0);
+        }
+    }
+    Ok((mask, bytes))
+}

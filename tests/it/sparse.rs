@@ -1,0 +1,72 @@
+//! What a sparse delta costs: versions of weights are kept as deltas, so the log must grow by little more
+//! than what changed.
+
+use std::collections::BTreeMap;
+
+use remanent::disk::dir::DirReader;
+use remanent::{Lsn, Options, Place, Store, Width};
+use remanent_format::frame::FrameKind;
+use remanent_format::log::LogWalk;
+use remanent_format::rebuild::Survey;
+
+use crate::kill::workload::Random;
+
+/// How far each batch moved the log's end: header, padding and the start of a new group included.
+fn growth_by_batch(directory: &std::path::Path) -> BTreeMap<Lsn, u64> {
+    let source = DirReader::new(directory);
+    let survey = Survey::read(&source).unwrap();
+    let from = survey.log.beginning().unwrap();
+    let mut walk = LogWalk::new(&source, &survey.log, from, survey.mark()).unwrap();
+    let mut growth = BTreeMap::new();
+    let mut before = from.offset;
+    while let Some(frame) = walk.next().unwrap() {
+        let end = frame.header.end();
+        if frame.header.kind == FrameKind::Batch {
+            growth.insert(frame.header.lsn, end - before);
+        }
+        before = end;
+    }
+    growth
+}
+
+#[test]
+fn one_changed_element_in_a_hundred_costs_little_more_than_itself() {
+    let directory = tempfile::tempdir().unwrap();
+    // One segment takes it all: its offsets can be subtracted.
+    let store = Store::open(directory.path(), Options::default().segment_len(4 << 20)).unwrap();
+    let mut random = Random(7);
+    let mut cases = Vec::new();
+    for (width, page_len) in
+        [(Width::W4, 1 << 20), (Width::W4, 8 << 20), (Width::W2, 1 << 20), (Width::W2, 8 << 20)]
+    {
+        let mut batch = store.batch();
+        let page = batch.create(page_len, Place::Host);
+        let page = store.commit(batch).map(|committed| committed.pages[page.index()]).unwrap();
+        let elements = page_len as u32 / width.bytes() as u32;
+        let indices: Vec<u32> = (0..elements).filter(|_| random.below(100) == 0).collect();
+        let values = random.bytes((indices.len() * width.bytes()) as u64);
+        let mut expected = vec![0; page_len as usize];
+        for (index, value) in indices.iter().zip(values.chunks_exact(width.bytes())) {
+            expected[*index as usize * width.bytes()..][..width.bytes()].copy_from_slice(value);
+        }
+        let mut batch = store.batch();
+        batch.scatter(page, width, &indices, &values);
+        let lsn = store.commit(batch).unwrap().position.lsn;
+        cases.push((lsn, page, width, indices.len(), expected));
+    }
+    drop(store);
+
+    let growth = growth_by_batch(directory.path());
+    let store = Store::open(directory.path(), Options::default()).unwrap();
+    for (lsn, page, width, changed, expected) in cases {
+        let mut found = vec![0; expected.len()];
+        store.read(page, 0, &mut found).unwrap();
+        assert!(found == expected, "{width:?} in {} bytes", expected.len());
+
+        let plain = (changed * (4 + width.bytes())) as f64;
+        let factor = growth[&lsn] as f64 / plain;
+        println!("{width:?}, page of {} bytes: {factor:.3} of {plain}", expected.len());
+        // Four bytes an index would be 1; a gap takes 1.3, a page of 1 MiB lets up to 4 KiB of padding show.
+        assert!(factor <= 0.75, "{width:?} in {} bytes: {factor}", expected.len());
+    }
+}
