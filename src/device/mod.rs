@@ -7,6 +7,8 @@
 //!
 //! The engine holds `Arc<dyn Device>`: one indirect call a list, a few nanoseconds beside a launch.
 
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod faulty;
 pub mod host;
 pub mod late;

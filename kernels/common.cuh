@@ -1,0 +1,89 @@
+// What the kernels and the host agree on, and what every kernel builds on. The host's half, with what each
+// field means, is `src/device/cuda/abi.rs`; a test compares the two.
+//
+// No headers, so that the offline compiler alone builds it; the tests compile the same files as C++.
+
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+struct __align__(16) PieceRow {
+    u64 target;
+    u64 payload;
+    u64 values;
+    u64 steps;
+    u32 kind;
+    u32 width;
+    u64 reserved;
+};
+static_assert(sizeof(PieceRow) == 48, "PieceRow");
+
+constexpr u32 PIECE_DENSE = 0;
+constexpr u32 PIECE_MASKED = 1;
+constexpr u32 PIECE_SPARSE = 2;
+constexpr u32 PIECE_FILL = 3;
+
+struct PartRow {
+    u32 piece_first;
+    u32 piece_count;
+    u64 begin;
+    u64 end;
+};
+static_assert(sizeof(PartRow) == 24, "PartRow");
+
+constexpr u64 MASK_STEPS = 128;
+
+struct CrcRow {
+    u64 source;
+    u64 target;
+    u32 len;
+    u32 flags;
+};
+static_assert(sizeof(CrcRow) == 24, "CrcRow");
+
+constexpr u32 CRC_FIRST = 1;
+constexpr u32 CRC_LAST = 2;
+constexpr u32 CRC_CHUNK_LEN = 64 << 10;
+
+struct CombineRow {
+    u64 remainders;
+    u64 target;
+    u32 count;
+    u32 reserved;
+};
+static_assert(sizeof(CombineRow) == 24, "CombineRow");
+
+struct DiffRow {
+    u64 left;
+    u64 right;
+    u64 target;
+    u32 len;
+    u32 width;
+};
+static_assert(sizeof(DiffRow) == 32, "DiffRow");
+
+constexpr u32 DIFF_LEN_MAX = 64 << 10;
+
+struct CompareRow {
+    u64 left;
+    u64 right;
+    u64 target;
+    u64 offset;
+    u64 len;
+};
+static_assert(sizeof(CompareRow) == 40, "CompareRow");
+
+struct IndexRow {
+    u64 indices;
+    u64 seen;
+    u64 target;
+    u64 bound;
+    u64 count;
+};
+static_assert(sizeof(IndexRow) == 40, "IndexRow");
+
+constexpr u32 OUT_OF_BOUNDS = 1;
+constexpr u32 TWICE = 2;

@@ -1,0 +1,264 @@
+//! Floor 3. What the host and the kernels agree on: the rows of the tables that a launch reads.
+//!
+//! The other half is `kernels/common.cuh`, which declares the same structs; sizes are asserted on both
+//! sides, and a test reads that file and compares the constants. Read `kernels/README.md` first.
+//!
+//! Every kernel has one shape: `kernel(rows, row_count)` or, for the two that apply,
+//! `kernel(parts, part_count, pieces)`. A launch has [`Kernel::grid`] blocks of [`Kernel::threads`] threads
+//! in one dimension, and no dynamic shared memory. A table lies anywhere that the device can read, mapped
+//! pinned memory included, on a boundary of 16 bytes; it stays unchanged until the launch is done. Addresses
+//! are the device's own. A launch of no rows is not made.
+//!
+//! Nothing that a row says is checked on the device: bounds were checked before, and indices that only the
+//! device has seen go through [`VALIDATE`] first.
+
+use remanent_format::Width;
+
+/// One delta, fill or copy. [`APPLY_BY_WARP`] and [`APPLY_BY_BLOCK`] read it through a [`PartRow`].
+///
+/// Copying is a dense piece whatever the direction: uploads and downloads of mapped pinned memory, copies
+/// on the device, gathers and scatters are all tables of these.
+#[repr(C, align(16))]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PieceRow {
+    /// Address of the range concerned. Any alignment.
+    pub target: u64,
+    /// Dense: address of the bytes. Masked: of the bitmap. Sparse: of the indices, u32 little-endian.
+    /// Fill: bytes 0 to 8 of the pattern, repeated to sixteen bytes.
+    pub payload: u64,
+    /// Masked and sparse: address of the elements' bytes. Fill: bytes 8 to 16 of the pattern.
+    pub values: u64,
+    /// Steps of work: bytes for dense and fill, elements of the range for masked, indices for sparse.
+    pub steps: u64,
+    /// One of the `PIECE_` constants.
+    pub kind: u32,
+    /// The element's width in bytes: 1, 2, 4, 8 or 16. Masked and sparse only.
+    pub width: u32,
+    /// 0.
+    pub reserved: u64,
+}
+
+/// Bytes replace the target.
+pub const PIECE_DENSE: u32 = 0;
+/// Elements whose bit is 1 are replaced.
+pub const PIECE_MASKED: u32 = 1;
+/// Elements at the indices, all different, are replaced.
+pub const PIECE_SPARSE: u32 = 2;
+/// A pattern is repeated over the target.
+pub const PIECE_FILL: u32 = 3;
+
+impl PieceRow {
+    /// `len` bytes at `payload` replace those at `target`.
+    #[must_use]
+    pub const fn dense(target: u64, payload: u64, len: u64) -> Self {
+        Self { target, payload, values: 0, steps: len, kind: PIECE_DENSE, width: 1, reserved: 0 }
+    }
+
+    /// Of `count` elements at `target`, those whose bit in `bitmap` is 1 become those of `values`.
+    #[must_use]
+    pub const fn masked(target: u64, bitmap: u64, values: u64, count: u64, width: Width) -> Self {
+        let width = width.bytes() as u32;
+        Self { target, payload: bitmap, values, steps: count, kind: PIECE_MASKED, width, reserved: 0 }
+    }
+
+    /// Of the elements from `target` on, those at `count` `indices` become `values`.
+    #[must_use]
+    pub const fn sparse(target: u64, indices: u64, values: u64, count: u64, width: Width) -> Self {
+        let width = width.bytes() as u32;
+        Self { target, payload: indices, values, steps: count, kind: PIECE_SPARSE, width, reserved: 0 }
+    }
+
+    /// The first `width` bytes of `pattern`, again and again over `len` bytes.
+    #[must_use]
+    pub fn fill(target: u64, pattern: [u8; 16], width: Width, len: u64) -> Self {
+        let tile =
+            |at: usize| u64::from_le_bytes(std::array::from_fn(|byte| pattern[(at + byte) % width.bytes()]));
+        let (payload, values) = (tile(0), tile(8));
+        Self { target, payload, values, steps: len, kind: PIECE_FILL, width: 1, reserved: 0 }
+    }
+}
+
+/// Consecutive pieces that one warp, or one block, applies one after the other.
+///
+/// No two parts of a launch may touch the same byte unless both only read it: pieces that overlap are in one
+/// part, in Lsn order, or in launches one after the other.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PartRow {
+    /// The first piece's row.
+    pub piece_first: u32,
+    /// How many.
+    pub piece_count: u32,
+    /// First step of work, of each piece. Where several parts share a masked piece, a multiple of
+    /// [`MASK_STEPS`]; 0 in a part of several pieces.
+    pub begin: u64,
+    /// Step at which the part stops; a piece of fewer steps ends before.
+    pub end: u64,
+}
+
+impl PartRow {
+    /// All of some consecutive pieces.
+    #[must_use]
+    pub const fn whole(piece_first: u32, piece_count: u32) -> Self {
+        Self { piece_first, piece_count, begin: 0, end: u64::MAX }
+    }
+}
+
+/// Where masked pieces are cut between parts: whole bytes of the bitmap, whole 16 bytes of the smallest
+/// element.
+pub const MASK_STEPS: u64 = 128;
+
+/// A range of which [`CRC_CHUNKS`] takes the checksum, or one chunk of such a range.
+///
+/// A source of up to [`CRC_CHUNK_LEN`] bytes is one chunk, [`CRC_FIRST`] and [`CRC_LAST`]. A longer one is
+/// cut from its *end*, so that only the first chunk is shorter: then all chunks combine by one constant.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CrcRow {
+    /// Address of the first byte. Any alignment.
+    pub source: u64,
+    /// Where the four bytes of the result go; a multiple of 4. The CRC-32 if the row is first and last, else
+    /// the chunk's remainder, for [`CRC_COMBINE`].
+    pub target: u64,
+    /// Number of bytes, at most [`CRC_CHUNK_LEN`]. 0 only in a row that is first and last.
+    pub len: u32,
+    /// [`CRC_FIRST`], [`CRC_LAST`], both or neither.
+    pub flags: u32,
+}
+
+/// The chunk holds its source's first byte.
+pub const CRC_FIRST: u32 = 1;
+/// The chunk holds its source's last byte.
+pub const CRC_LAST: u32 = 2;
+/// The longest chunk, and the length of every chunk but a source's first.
+pub const CRC_CHUNK_LEN: u32 = 64 << 10;
+
+/// A source of several chunks, whose remainders lie one after the other.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CombineRow {
+    /// Address of the first chunk's remainder; a multiple of 4.
+    pub remainders: u64,
+    /// Where the four bytes of the CRC-32 go; a multiple of 4.
+    pub target: u64,
+    /// Number of chunks, at least 2.
+    pub count: u32,
+    /// 0.
+    pub reserved: u32,
+}
+
+/// Two ranges, or two cuts of longer ones, whose differing elements [`DIFF`] marks.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DiffRow {
+    /// Address of one range. Any alignment.
+    pub left: u64,
+    /// Address of the other. Any alignment.
+    pub right: u64,
+    /// Where the bits go: one an element, lowest first, whole bytes; unused bits of the last are 0.
+    pub target: u64,
+    /// Bytes of either range; whole elements. In all but the last row of a longer range, a multiple of eight
+    /// elements.
+    pub len: u32,
+    /// The element's width in bytes.
+    pub width: u32,
+}
+
+/// What a row of [`DIFF`] or [`COMPARE`] should not exceed, so that enough blocks share a long range.
+pub const DIFF_LEN_MAX: u32 = 64 << 10;
+
+/// Two ranges, or two cuts of longer ones, that [`COMPARE`] compares.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CompareRow {
+    /// Address of one range. Any alignment.
+    pub left: u64,
+    /// Address of the other. Any alignment.
+    pub right: u64,
+    /// Address of a u64 that was [`EQUAL`] before the launch, and becomes the offset of the first byte that
+    /// differs. Rows of one range share it.
+    pub target: u64,
+    /// What to add to offsets in this row.
+    pub offset: u64,
+    /// Number of bytes.
+    pub len: u64,
+}
+
+/// The two ranges are equal.
+pub const EQUAL: u64 = u64::MAX;
+
+/// Indices that lie on the device, or a cut of a longer list, that [`VALIDATE`] proves.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IndexRow {
+    /// Address of the indices, u32 little-endian; a multiple of 4.
+    pub indices: u64,
+    /// Address of one bit an element of the range, in whole u32, all 0 before the launch. Cuts of one list
+    /// share it.
+    pub seen: u64,
+    /// Address of a u32 that was 0 before the launch, and becomes the sum of what is wrong:
+    /// [`OUT_OF_BOUNDS`], [`TWICE`]. Cuts of one list share it.
+    pub target: u64,
+    /// Number of elements in the range.
+    pub bound: u64,
+    /// Number of indices.
+    pub count: u64,
+}
+
+/// An index is not below the bound.
+pub const OUT_OF_BOUNDS: u32 = 1;
+/// An index occurs twice.
+pub const TWICE: u32 = 2;
+
+/// The sizes that `kernels/common.cuh` asserts too.
+const _: () = {
+    assert!(size_of::<PieceRow>() == 48);
+    assert!(size_of::<PartRow>() == 24);
+    assert!(size_of::<CrcRow>() == 24);
+    assert!(size_of::<CombineRow>() == 24);
+    assert!(size_of::<DiffRow>() == 32);
+    assert!(size_of::<CompareRow>() == 40);
+    assert!(size_of::<IndexRow>() == 40);
+};
+
+/// An entry point, and how it is launched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Kernel {
+    /// The function's name in its module.
+    pub name: &'static str,
+    /// The module that holds it, an index: apply, crc, diff, validate.
+    pub module: usize,
+    /// Threads a block.
+    pub threads: u32,
+    /// Rows that one block works on.
+    pub rows_per_block: u32,
+}
+
+impl Kernel {
+    /// Blocks of a launch over so many rows.
+    #[must_use]
+    pub const fn grid(&self, rows: u32) -> u32 {
+        rows.div_ceil(self.rows_per_block)
+    }
+}
+
+/// [`PartRow`]s of little work, a warp each.
+pub const APPLY_BY_WARP: Kernel =
+    Kernel { name: "apply_by_warp", module: 0, threads: 128, rows_per_block: 4 };
+/// [`PartRow`]s of much work, a block each.
+pub const APPLY_BY_BLOCK: Kernel =
+    Kernel { name: "apply_by_block", module: 0, threads: 256, rows_per_block: 1 };
+/// [`CrcRow`]s, a warp each.
+pub const CRC_CHUNKS: Kernel = Kernel { name: "crc_chunks", module: 1, threads: 128, rows_per_block: 4 };
+/// [`CombineRow`]s, a warp each. After [`CRC_CHUNKS`], in the same stream.
+pub const CRC_COMBINE: Kernel = Kernel { name: "crc_combine", module: 1, threads: 128, rows_per_block: 4 };
+/// [`DiffRow`]s, a block each.
+pub const DIFF: Kernel = Kernel { name: "diff", module: 2, threads: 256, rows_per_block: 1 };
+/// [`CompareRow`]s, a block each.
+pub const COMPARE: Kernel = Kernel { name: "compare", module: 2, threads: 256, rows_per_block: 1 };
+/// [`IndexRow`]s, a block each.
+pub const VALIDATE: Kernel = Kernel { name: "validate", module: 3, threads: 256, rows_per_block: 1 };
+
+/// All entry points, by rising module.
+pub const KERNELS: [Kernel; 7] =
+    [APPLY_BY_WARP, APPLY_BY_BLOCK, CRC_CHUNKS, CRC_COMBINE, DIFF, COMPARE, VALIDATE];

@@ -1,0 +1,3 @@
+//! Floor 3. Pages in the memory of a GPU.
+
+pub mod abi;
