@@ -32,7 +32,7 @@ pub fn key(key: Option<&Key>) -> serde_json::Value {
 }
 
 /// A float, if need be as a string.
-fn float(value: f64) -> serde_json::Value {
+pub fn float(value: f64) -> serde_json::Value {
     if value.is_finite() {
         value.into()
     } else if value.is_nan() {

@@ -20,8 +20,16 @@ mod replay;
 mod child;
 mod demo;
 
+mod dtype;
+mod weights;
+mod changes;
+mod import;
+
 mod store_dir;
 mod view;
+mod past;
+mod export;
+mod diff;
 mod scan;
 mod reasons;
 mod info;
@@ -56,6 +64,9 @@ struct Cli {
 enum Command {
     Demo(demo::Demo),
     Replay(replay::Replay),
+    Import(import::Import),
+    Export(export::Export),
+    Diff(diff::Diff),
     Info(info::Info),
     Pages(pages::Pages),
     Log(log::Log),
@@ -69,12 +80,16 @@ fn main() -> ExitCode {
 
 fn run(cli: &Cli) -> Outcome {
     let mut out = Output::stdout();
-    if !matches!(cli.command, Command::Demo(_) | Command::Replay(_)) {
+    if !matches!(cli.command, Command::Demo(_) | Command::Replay(_) | Command::Import(_) | Command::Export(_))
+    {
         interrupt::end_at_once()?;
     }
     let outcome = match &cli.command {
         Command::Demo(command) => command.run(&mut out),
         Command::Replay(command) => command.run(&mut out),
+        Command::Import(command) => command.run(&mut out),
+        Command::Export(command) => command.run(&mut out),
+        Command::Diff(command) => command.run(&mut out),
         Command::Info(command) => command.run(&mut out),
         Command::Pages(command) => command.run(&mut out),
         Command::Log(command) => command.run(&mut out),

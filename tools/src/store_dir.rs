@@ -70,6 +70,23 @@ impl StoreDir {
         Ok(Some(bytes))
     }
 
+    /// Refuses a file to write that lies in the directory: an inspecting command never writes to the store
+    /// that it inspects.
+    pub fn refuse_to_write_into(&self, file: &Path) -> Result<(), Failure> {
+        // A file that is not there yet will lie where its folder is; one that is there may be a link.
+        let folder = match file.parent() {
+            Some(folder) if !folder.as_os_str().is_empty() => folder,
+            _ => Path::new("."),
+        };
+        let target = fs::canonicalize(file).or_else(|_| fs::canonicalize(folder));
+        match (target, fs::canonicalize(&self.path)) {
+            (Ok(target), Ok(store)) if target.starts_with(&store) => {
+                Err(Failure::Environment(format!("{} lies in the store", file.display())))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// A file's path.
     fn file(&self, file: FileName) -> PathBuf {
         self.path.join(file.folder().name()).join(file.name())

@@ -19,7 +19,7 @@ use crate::store_dir::StoreDir;
 pub type Contents = BTreeMap<PageId, Result<Vec<u8>, Damage>>;
 
 /// How often a store that is being written to is looked at before what looks damaged is called so.
-const LOOKS_AT_AN_OPEN_STORE: usize = 5;
+pub const LOOKS_AT_AN_OPEN_STORE: usize = 5;
 
 /// A store, as far as it can be made out.
 pub struct View {

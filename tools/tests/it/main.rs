@@ -4,3 +4,4 @@ mod command;
 mod inspect;
 mod replay;
 mod usage;
+mod weights;

@@ -2,7 +2,8 @@
 
 use crate::command::run;
 
-const COMMANDS: [&str; 7] = ["demo", "replay", "info", "pages", "log", "dump", "verify"];
+const COMMANDS: [&str; 10] =
+    ["demo", "replay", "import", "export", "diff", "info", "pages", "log", "dump", "verify"];
 
 #[test]
 fn help_teaches_and_is_no_error() {

@@ -1,0 +1,225 @@
+//! What makes one version of a page out of another, said in few bytes: single elements, and ranges where
+//! changed elements lie close together.
+
+use remanent::{PageRef, Width, WriteBatch};
+
+/// Bytes that a range costs beside its own: an operation's header, and padding.
+const RANGE_COST: u64 = 40;
+/// Bytes that the index of a single element costs.
+const INDEX_COST: u64 = 4;
+/// Unchanged bytes that a range may bridge: no more than a range of its own would cost.
+const BRIDGED_MAX: u64 = RANGE_COST;
+/// Elements after which a range is settled, so that it is not collected twice over.
+const SETTLED_AFTER: u64 = 4096;
+
+/// The changes of one page, collected from its start to its end.
+pub struct Changes {
+    width: Width,
+    /// Changed elements so far.
+    count: u64,
+    /// What they cost in the log so far, about.
+    cost: u64,
+    indices: Vec<u32>,
+    values: Vec<u8>,
+    ranges: Vec<Range>,
+    open: Option<Open>,
+}
+
+/// Bytes that replace others.
+struct Range {
+    offset: u64,
+    bytes: Vec<u8>,
+}
+
+/// A range that may still grow, or fall into single elements.
+struct Open {
+    range: Range,
+    /// The changed elements in it; empty once it is settled that it stays a range.
+    changed: Vec<u64>,
+    settled: bool,
+}
+
+impl Open {
+    fn end(&self) -> u64 {
+        self.range.offset + self.range.bytes.len() as u64
+    }
+
+    fn is_cheaper_whole(&self, width: u64) -> bool {
+        let whole = RANGE_COST + self.range.bytes.len() as u64;
+        self.settled || whole < self.changed.len() as u64 * (INDEX_COST + width)
+    }
+}
+
+impl Changes {
+    /// No changes yet, of a page with elements of this width.
+    pub fn new(width: Width) -> Self {
+        let (indices, values, ranges) = (Vec::new(), Vec::new(), Vec::new());
+        Self { width, count: 0, cost: 0, indices, values, ranges, open: None }
+    }
+
+    /// Compares a piece of both versions; `offset` is where it begins in the page, the end of the piece before.
+    /// A last element that is not whole counts as one.
+    pub fn compare(&mut self, offset: u64, before: &[u8], after: &[u8]) {
+        let width = self.width.bytes();
+        if before == after {
+            return;
+        }
+        let elements = before.chunks(width).zip(after.chunks(width));
+        for (at, (old, new)) in (offset..).step_by(width).zip(elements) {
+            if old == new {
+                continue;
+            }
+            self.count += 1;
+            let bridged = self.open.as_ref().map(|open| at - open.end());
+            // What lies between is still at hand only if it lies in this piece.
+            if bridged.is_some_and(|bridged| bridged > BRIDGED_MAX || bridged > at - offset) {
+                self.settle();
+            }
+            let open = self.open.get_or_insert_with(|| Open {
+                range: Range { offset: at, bytes: Vec::new() },
+                changed: Vec::new(),
+                settled: false,
+            });
+            let between = (open.end() - offset) as usize..(at - offset) as usize;
+            open.range.bytes.extend_from_slice(&after[between]);
+            open.range.bytes.extend_from_slice(new);
+            if open.settled {
+                continue;
+            }
+            open.changed.push(at);
+            if open.changed.len() as u64 >= SETTLED_AFTER {
+                if open.is_cheaper_whole(width as u64) {
+                    (open.settled, open.changed) = (true, Vec::new());
+                } else {
+                    self.settle();
+                }
+            }
+        }
+    }
+
+    /// Decides about the open range.
+    fn settle(&mut self) {
+        let Some(open) = self.open.take() else { return };
+        let width = self.width.bytes();
+        let last = open.end() / width as u64;
+        // An element whose number takes more than 32 bits is out of a sparse delta's reach; so is a last one
+        // that is not whole.
+        let in_reach = last <= u64::from(u32::MAX) && open.range.bytes.len() % width == 0;
+        if open.is_cheaper_whole(width as u64) || !in_reach {
+            self.cost += RANGE_COST + open.range.bytes.len() as u64;
+            self.ranges.push(open.range);
+            return;
+        }
+        for at in open.changed {
+            self.cost += INDEX_COST + width as u64;
+            self.indices.push((at / width as u64) as u32);
+            let start = (at - open.range.offset) as usize;
+            self.values.extend_from_slice(&open.range.bytes[start..start + width]);
+        }
+    }
+
+    /// Number of changed elements.
+    pub fn count(&self) -> u64 {
+        self.count
+    }
+
+    /// What the changes cost in the log, about, in bytes.
+    pub fn cost(&mut self) -> u64 {
+        self.settle();
+        self.cost
+    }
+
+    /// Puts the changes into a batch.
+    pub fn put(mut self, batch: &mut WriteBatch, page: impl Into<PageRef>) {
+        self.settle();
+        let page = page.into();
+        for range in &self.ranges {
+            batch.write(page, range.offset, &range.bytes);
+        }
+        if !self.indices.is_empty() {
+            batch.scatter(page, self.width, &self.indices, &self.values);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use remanent::{Options, Place, Store};
+
+    /// Compares in pieces, and shows what a store makes of the changes and how many of which kind they are.
+    fn check(width: Width, piece: usize, before: &[u8], after: &[u8]) -> (u64, usize, usize) {
+        let mut changes = Changes::new(width);
+        for (index, (old, new)) in before.chunks(piece).zip(after.chunks(piece)).enumerate() {
+            changes.compare((index * piece) as u64, old, new);
+        }
+        changes.settle();
+        let found = (changes.count(), changes.indices.len(), changes.ranges.len());
+
+        let store = Store::temporary(Options::default()).unwrap();
+        let mut batch = store.batch();
+        let page = batch.create(before.len() as u64, Place::Host);
+        batch.write(page, 0, before);
+        changes.put(&mut batch, page);
+        let page = store.commit(batch).unwrap().pages[0];
+        let mut bytes = vec![0; after.len()];
+        store.read(page, 0, &mut bytes).unwrap();
+        assert!(bytes == after, "the changes make another page");
+        found
+    }
+
+    fn changed(before: &[u8], at: impl IntoIterator<Item = usize>) -> Vec<u8> {
+        let mut after = before.to_vec();
+        at.into_iter().for_each(|at| after[at] ^= 0x55);
+        after
+    }
+
+    #[test]
+    fn single_elements_and_ranges_are_told_apart_across_pieces() {
+        let before: Vec<u8> = (0..64 << 10).map(|index| (index % 251) as u8).collect();
+        for piece in [64, 1 << 10, 64 << 10] {
+            let check = |width, at: Vec<usize>| check(width, piece, &before, &changed(&before, at));
+            assert_eq!(check(Width::W4, vec![]), (0, 0, 0));
+            assert_eq!(check(Width::W4, vec![3, 4, 9000, 65535]), (4, 4, 0));
+            // Two bytes of one element are one change.
+            assert_eq!(check(Width::W4, vec![4, 7]), (1, 1, 0));
+            assert_eq!(check(Width::W4, (100..5000).collect()).1, 0, "a long range");
+            assert_eq!(check(Width::W2, (0..64 << 10).collect()), (32 << 10, 0, 1));
+            assert_eq!(check(Width::W1, (0..64 << 10).step_by(3).collect()).1, 0, "bridges are cheap");
+            let (_, single, ranges) = check(Width::W8, (0..64 << 10).step_by(4096).chain(64..1024).collect());
+            assert!(single >= 14 && ranges >= 1, "{single} single, {ranges} ranges");
+        }
+    }
+
+    #[test]
+    fn a_last_element_that_is_not_whole_is_changed_too() {
+        let before = [7; 11];
+        assert_eq!(check(Width::W4, 64, &before, &changed(&before, [10])), (1, 0, 1));
+        assert_eq!(check(Width::W4, 64, &before, &changed(&before, [0])), (1, 1, 0));
+    }
+
+    #[test]
+    fn random_changes_make_the_other_version() {
+        // SplitMix64, so that a failing seed can be run again.
+        let mut state = 42_u64;
+        let mut random = |below: usize| {
+            state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+            let mut mixed = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+            ((mixed ^ (mixed >> 31)) % below as u64) as usize
+        };
+        for _ in 0..40 {
+            let len = 1 + random(40_000);
+            let before: Vec<u8> = (0..len).map(|_| random(256) as u8).collect();
+            let mut after = before.clone();
+            for _ in 0..random(30) {
+                let (start, run) = (random(len), 1 + random(2000));
+                let step = 1 + random(20);
+                (start..len.min(start + run)).step_by(step).for_each(|at| after[at] = random(256) as u8);
+            }
+            let width = [Width::W1, Width::W2, Width::W4, Width::W8][random(4)];
+            let piece = width.bytes() * (1 + random(500));
+            check(width, piece, &before, &after);
+        }
+    }
+}

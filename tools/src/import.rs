@@ -1,0 +1,313 @@
+//! `remanent import`: a file of weights becomes the newest version in a store, in one batch.
+//!
+//! The store is the only writer's while this runs, so what was compared is what is replaced. All of a version
+//! is one batch: whoever reads the store sees the version before or this one, and a kill at any instruction
+//! leaves one of the two. Importing again then finds what is missing, be it everything or nothing.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+
+use indicatif::ProgressBar;
+use remanent::{Key, Metadata, Options, PageId, PageInfo, PageRef, Place, Store, Value, Width, WriteBatch};
+
+use crate::changes::Changes;
+use crate::dtype;
+use crate::exit::{Ending, Failure, Outcome};
+use crate::interrupt::Interrupt;
+use crate::json::object;
+use crate::output::Output;
+use crate::progress;
+use crate::replay::engine_failure;
+use crate::weights::{HEADER_KEY, Header, Tensor, WeightsFile, is_header, key_of, name_of};
+
+const EXAMPLES: &str = "\
+Each tensor is a page: its name is the page's key, or lies in the page's metadata where it is longer than 64 \
+bytes; dtype and shape lie there too. One more page keeps the file's header, so that `remanent export` gives \
+the file back byte for byte. Imported again, only the elements that changed are logged; tensors that came, \
+went or have another length are created, deleted and resized. All of it is one batch: a version is there \
+whole or not at all, whenever the import is killed. A file that holds what the store holds commits nothing.
+
+Examples:
+  remanent import store model.safetensors --note 'before training'
+  remanent import store model.safetensors --root step=120 --root lr=3e-4";
+
+/// Bring a safetensors file into a store as its newest version
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Import {
+    /// The store's directory; made if it does not exist
+    dir: PathBuf,
+    /// The file of weights
+    file: PathBuf,
+    /// A remark that stays with the version in the log
+    #[arg(long, value_name = "TEXT")]
+    note: Option<String>,
+    /// An entry of the store's root, set in the same batch; a number or a bool where it reads as one, else text
+    #[arg(long, value_name = "NAME=VALUE", value_parser = parse_root)]
+    root: Vec<(String, Value)>,
+    /// One JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+fn parse_root(text: &str) -> Result<(String, Value), String> {
+    let (name, value) = text.split_once('=').ok_or("not NAME=VALUE")?;
+    let value = None
+        .or_else(|| value.parse().ok().map(Value::U64))
+        .or_else(|| value.parse().ok().map(Value::I64))
+        .or_else(|| value.parse().ok().map(Value::Bool))
+        .or_else(|| value.parse().ok().map(Value::F64))
+        .unwrap_or_else(|| Value::String(value.to_owned()));
+    Ok((name.to_owned(), value))
+}
+
+/// Bytes that are compared at a time; a multiple of every element width.
+const PIECE_LEN: usize = 1 << 20;
+/// A page is written whole where its changes cost more than this share of it, in eighths.
+const WHOLE_FROM_EIGHTHS: u64 = 7;
+
+/// What an import did.
+#[derive(Default)]
+struct Totals {
+    created: u64,
+    deleted: u64,
+    resized: u64,
+    changed: u64,
+    changed_elements: u64,
+}
+
+impl Import {
+    /// Imports.
+    pub fn run(&self, out: &mut Output) -> Outcome {
+        let interrupt = Interrupt::listen()?;
+        // A file that cannot be imported leaves no store behind.
+        let file = WeightsFile::open(&self.file)?;
+        let store = Store::open(&self.dir, Options::default()).map_err(engine_failure)?;
+        let bar = progress::bytes(file.header.file_len(), "comparing");
+        let version = Version::prepare(&store, &file, &interrupt, &bar)?;
+        bar.finish_and_clear();
+        let Some(mut version) = version else {
+            store.close().map_err(engine_failure)?;
+            return Ok(Ending::Interrupted);
+        };
+        let root = store.root().map_err(engine_failure)?;
+        for (name, value) in &self.root {
+            if root.get(name) != Some(value) {
+                version.batch.set_root(name, value.clone());
+                version.is_new = true;
+            }
+        }
+        if version.is_new {
+            self.note.iter().for_each(|note| {
+                version.batch.note(note);
+            });
+            let committed = store.commit(version.batch).map_err(engine_failure)?;
+            store.wait_durable(committed.position.lsn).map_err(engine_failure)?;
+        }
+        self.report(&store, version.is_new, &version.totals, &file.header, out)?;
+        store.close().map_err(engine_failure)?;
+        Ok(Ending::Fine)
+    }
+
+    fn report(
+        &self,
+        store: &Store,
+        is_new: bool,
+        totals: &Totals,
+        header: &Header,
+        out: &mut Output,
+    ) -> Result<(), Failure> {
+        let Totals { created, deleted, resized, changed, changed_elements } = *totals;
+        let (tensors, bytes, lsn) = (header.tensors.len(), header.file_len(), store.lsn());
+        if self.json {
+            return out.line(object! {
+                "lsn": lsn.0,
+                "is_new": is_new,
+                "tensors": tensors,
+                "bytes": bytes,
+                "created": created,
+                "deleted": deleted,
+                "resized": resized,
+                "changed": changed,
+                "changed_elements": changed_elements,
+            });
+        }
+        if !is_new {
+            return out.line(format_args!("nothing to import: the store holds this at lsn {lsn}"));
+        }
+        out.line(format_args!(
+            "lsn {lsn}: {tensors} tensors of {bytes} bytes; {created} created, {deleted} deleted, {resized} resized, \
+             {changed_elements} elements changed in {changed} others"
+        ))
+    }
+}
+
+/// A version under construction.
+struct Version<'a> {
+    store: &'a Store,
+    file: &'a WeightsFile,
+    batch: WriteBatch,
+    is_new: bool,
+    totals: Totals,
+    /// Room for a piece of both versions.
+    before: Vec<u8>,
+    after: Vec<u8>,
+}
+
+/// What a page of the new version is made from.
+#[derive(Clone, Copy)]
+struct Before {
+    page: PageRef,
+    /// The page's number, unless it is a new one.
+    old: Option<PageId>,
+    /// Its length; what the new version has beyond it is zeros so far.
+    len: u64,
+}
+
+impl<'a> Version<'a> {
+    /// Compares the file with the store; `None` if Ctrl-C was pressed meanwhile.
+    fn prepare(
+        store: &'a Store,
+        file: &'a WeightsFile,
+        interrupt: &Interrupt,
+        bar: &ProgressBar,
+    ) -> Result<Option<Self>, Failure> {
+        let (batch, totals) = (store.batch(), Totals::default());
+        let (before, after) = (vec![0; PIECE_LEN], vec![0; PIECE_LEN]);
+        let mut version = Self { store, file, batch, is_new: false, totals, before, after };
+        let pages = store.pages().map_err(engine_failure)?;
+        let header = pages.iter().find(|info| is_header(info));
+        let mut old = version.tensors_before(&pages, header)?;
+        let mut keys: BTreeSet<Key> = pages.iter().filter_map(|info| info.key.clone()).collect();
+
+        // First what goes, so that its keys are free.
+        let stays: BTreeSet<&str> = file.header.tensors.iter().map(|tensor| &tensor.name[..]).collect();
+        for info in old.iter().filter(|(name, _)| !stays.contains(*name)).map(|(_, info)| info) {
+            version.batch.delete(info.page);
+            version.is_new = true;
+            version.totals.deleted += 1;
+            info.key.iter().for_each(|key| {
+                keys.remove(key);
+            });
+        }
+        old.retain(|name, _| stays.contains(name));
+        for tensor in &file.header.tensors {
+            if interrupt.noted() {
+                return Ok(None);
+            }
+            match old.get(&tensor.name[..]) {
+                Some(info) => version.update(info, tensor)?,
+                None => {
+                    let key = key_of(&tensor.name, |key| keys.contains(key));
+                    keys.insert(key.clone());
+                    version.create(key, tensor)?;
+                }
+            }
+            bar.inc(tensor.len);
+        }
+        version.update_header(header)?;
+        Ok(Some(version))
+    }
+
+    /// The pages of the version that the store holds, by their tensors' names. Other pages are not ours to
+    /// touch, whatever they are called.
+    fn tensors_before<'p>(
+        &self,
+        pages: &'p [PageInfo],
+        header: Option<&PageInfo>,
+    ) -> Result<BTreeMap<&'p str, &'p PageInfo>, Failure> {
+        let Some(header) = header else { return Ok(BTreeMap::new()) };
+        let mut bytes = vec![0; header.len as usize];
+        self.store.read(header.page, 0, &mut bytes).map_err(engine_failure)?;
+        let refuse =
+            |reason| Failure::Damage(format!("page {} is no file of weights: {reason}", header.page));
+        let header = Header::parse(bytes).map_err(refuse)?;
+        let names: BTreeSet<String> = header.tensors.into_iter().map(|tensor| tensor.name).collect();
+        let named = pages.iter().filter_map(|info| Some((name_of(info)?, info)));
+        Ok(named.filter(|(name, _)| names.contains(*name)).collect())
+    }
+
+    fn create(&mut self, key: Key, tensor: &Tensor) -> Result<(), Failure> {
+        let page = self.batch.create_with(tensor.len, Place::Host, Some(key), tensor.metadata());
+        self.is_new = true;
+        self.totals.created += 1;
+        self.content(Before { page: page.into(), old: None, len: 0 }, tensor).map(drop)
+    }
+
+    fn update(&mut self, info: &PageInfo, tensor: &Tensor) -> Result<(), Failure> {
+        for (name, value) in tensor.metadata() {
+            if info.metadata.get(&name) != Some(&value) {
+                self.batch.set_metadata(info.page, name, value);
+                self.is_new = true;
+            }
+        }
+        let is_resized = info.len != tensor.len;
+        if is_resized {
+            self.batch.resize(info.page, tensor.len);
+            self.is_new = true;
+            self.totals.resized += 1;
+        }
+        let before = Before { page: info.page.into(), old: Some(info.page), len: info.len };
+        let count = self.content(before, tensor)?;
+        if count > 0 && !is_resized {
+            self.totals.changed += 1;
+            self.totals.changed_elements += count;
+        }
+        Ok(())
+    }
+
+    /// Puts what changed of a tensor's bytes into the batch; gives the number of changed elements.
+    fn content(&mut self, before: Before, tensor: &Tensor) -> Result<u64, Failure> {
+        let mut changes = Changes::new(dtype::width(tensor.dtype));
+        let mut at = 0;
+        while at < tensor.len {
+            let len = (tensor.len - at).min(PIECE_LEN as u64) as usize;
+            self.file.read_at(tensor.offset + at, &mut self.after[..len])?;
+            let there = before.len.saturating_sub(at).min(len as u64) as usize;
+            self.before[there..len].fill(0);
+            if let Some(old) = before.old.filter(|_| there > 0) {
+                self.store.read(old, at, &mut self.before[..there]).map_err(engine_failure)?;
+            }
+            changes.compare(at, &self.before[..len], &self.after[..len]);
+            at += len as u64;
+        }
+        let count = changes.count();
+        self.is_new |= count > 0;
+        if changes.cost() * 8 > tensor.len * WHOLE_FROM_EIGHTHS {
+            // The changes are dropped first: they are about as long as the page.
+            drop(changes);
+            let mut whole = vec![0; tensor.len as usize];
+            self.file.read_at(tensor.offset, &mut whole)?;
+            self.batch.write(before.page, 0, &whole);
+        } else {
+            changes.put(&mut self.batch, before.page);
+        }
+        Ok(count)
+    }
+
+    /// The header's page, which makes the tensors a file.
+    fn update_header(&mut self, info: Option<&PageInfo>) -> Result<(), Failure> {
+        let bytes = &self.file.header.bytes;
+        let Some(info) = info else {
+            let key = Key::new(HEADER_KEY).expect("it is short");
+            let page = self.batch.create_with(bytes.len() as u64, Place::Host, Some(key), Metadata::new());
+            self.batch.write(page, 0, bytes);
+            self.is_new = true;
+            return Ok(());
+        };
+        let mut before = vec![0; info.len as usize];
+        self.store.read(info.page, 0, &mut before).map_err(engine_failure)?;
+        if before == *bytes {
+            return Ok(());
+        }
+        self.is_new = true;
+        if before.len() != bytes.len() {
+            self.batch.resize(info.page, bytes.len() as u64);
+            before.resize(bytes.len(), 0);
+        }
+        let mut changes = Changes::new(Width::W1);
+        changes.compare(0, &before, bytes);
+        changes.put(&mut self.batch, info.page);
+        Ok(())
+    }
+}

@@ -1,0 +1,192 @@
+//! A store's kept states: what `--at` names, and how such a state is put together.
+//!
+//! The state at a batch is the newest snapshot that ends at or before it, and the log from there up to it. Where
+//! an image of that snapshot is damaged, an older one gives the same state.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::str::FromStr;
+
+use remanent_format::rebuild::{Resolution, Survey};
+use remanent_format::{Damage, Defect, FileName, Lsn, PageId, PageInfo, PageTable, SnapshotId};
+
+use crate::exit::Failure;
+use crate::store_dir::StoreDir;
+use crate::view::LOOKS_AT_AN_OPEN_STORE;
+
+/// A state that is named on the command line.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum At {
+    /// The state after this batch.
+    Lsn(Lsn),
+    /// The state that this snapshot stands for.
+    Snapshot(SnapshotId),
+}
+
+impl FromStr for At {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let number = |text: &str| text.parse().map_err(|_| format!("{text:?} is no number"));
+        match text.split_once(':') {
+            Some(("lsn", lsn)) => Ok(Self::Lsn(Lsn(number(lsn)?))),
+            Some(("snapshot", snapshot)) => Ok(Self::Snapshot(SnapshotId(number(snapshot)?))),
+            _ => Err("neither lsn:N nor snapshot:N".to_owned()),
+        }
+    }
+}
+
+impl fmt::Display for At {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Lsn(lsn) => write!(f, "lsn:{lsn}"),
+            Self::Snapshot(snapshot) => write!(f, "snapshot:{snapshot}"),
+        }
+    }
+}
+
+/// All that is kept in a directory.
+pub struct Past<'d> {
+    dir: &'d StoreDir,
+    /// Every file, looked at and not judged.
+    pub survey: Survey,
+}
+
+/// A state with the bytes of those pages that were asked for.
+pub struct State {
+    /// Pages and root.
+    pub table: PageTable,
+    /// The bytes asked for.
+    pub contents: BTreeMap<PageId, Vec<u8>>,
+}
+
+impl<'d> Past<'d> {
+    /// Does something with what a directory keeps. While a process writes, files come and go between two reads
+    /// of ours; then what looks damaged is looked at again.
+    pub fn look<T>(
+        dir: &'d StoreDir,
+        mut look: impl FnMut(&Past<'d>) -> Result<T, Failure>,
+    ) -> Result<T, Failure> {
+        for _ in 1..LOOKS_AT_AN_OPEN_STORE {
+            match Self::open(dir).and_then(|past| look(&past)) {
+                Err(Failure::Damage(_)) if dir.holder().is_some() => {}
+                done => return done,
+            }
+        }
+        look(&Self::open(dir)?)
+    }
+
+    fn open(dir: &'d StoreDir) -> Result<Self, Failure> {
+        let survey = Survey::read(dir).map_err(|damage| match damage.defect {
+            Defect::Missing if damage.file == FileName::Store => {
+                Failure::Environment(format!("there is no store in {}", dir.path().display()))
+            }
+            _ => damaged(damage),
+        })?;
+        Ok(Self { dir, survey })
+    }
+
+    /// The batch after which a state stood; `None`, the newest one, for no name.
+    pub fn lsn(&self, at: Option<&At>) -> Result<Option<Lsn>, Failure> {
+        match at {
+            None => Ok(None),
+            Some(At::Lsn(lsn)) => Ok(Some(*lsn)),
+            Some(At::Snapshot(snapshot)) => match self.survey.manifests.get(snapshot) {
+                Some(Ok((manifest, _))) => Ok(Some(manifest.end)),
+                Some(Err(damage)) => Err(damaged(damage.clone())),
+                None => Err(Failure::Environment(format!("there is no snapshot {snapshot}"))),
+            },
+        }
+    }
+
+    /// The pages and the root after a batch, without their bytes.
+    pub fn table(&self, until: Option<Lsn>) -> Result<PageTable, Failure> {
+        self.first_that_holds(until, |resolution| Ok(resolution.resolved.table))
+    }
+
+    /// The state after a batch, with the bytes of the pages that are wanted.
+    pub fn state(
+        &self,
+        until: Option<Lsn>,
+        page_bytes_max: u64,
+        wanted: impl Fn(&PageInfo) -> bool,
+    ) -> Result<State, Failure> {
+        self.first_that_holds(until, |mut resolution| {
+            let resolved = &mut resolution.resolved;
+            resolved.bases.retain(|page, _| resolved.table.get(*page).is_some_and(&wanted));
+            let contents = self.survey.load(self.dir, &resolution, page_bytes_max)?;
+            let contents = contents.into_iter().map(|(page, bytes)| Ok((page, bytes?)));
+            let contents = contents.collect::<Result<_, Damage>>()?;
+            Ok(State { table: resolution.resolved.table, contents })
+        })
+    }
+
+    /// Follows the log from the best base that leads to a batch.
+    fn first_that_holds<T>(
+        &self,
+        until: Option<Lsn>,
+        finish: impl Fn(Resolution) -> Result<T, Damage>,
+    ) -> Result<T, Failure> {
+        let mut first_damage = None;
+        let mut oldest = None;
+        for candidate in self.survey.candidates() {
+            let attempt = match candidate {
+                Err(damage) => Err(damage),
+                Ok(base) => {
+                    let end = base.as_ref().map_or(Lsn(0), |manifest| manifest.end);
+                    oldest = Some(end);
+                    if until.is_some_and(|until| end > until) {
+                        continue;
+                    }
+                    self.survey.resolve(self.dir, base.as_ref(), until)
+                }
+            };
+            let reached = |resolution: &Resolution| resolution.resolved.table.lsn();
+            match attempt {
+                Ok(resolution) if until.is_some_and(|until| reached(&resolution) < until) => {
+                    let last = reached(&resolution);
+                    return Err(Failure::Environment(format!(
+                        "there is no such batch: the last is lsn {last}"
+                    )));
+                }
+                Ok(resolution) => match finish(resolution) {
+                    Ok(done) => return Ok(done),
+                    Err(damage) => first_damage.get_or_insert(damage),
+                },
+                Err(damage) => first_damage.get_or_insert(damage),
+            };
+        }
+        Err(match (first_damage, oldest) {
+            (Some(damage), _) => damaged(damage),
+            (None, Some(oldest)) => Failure::Environment(format!(
+                "that state is not kept any more: the oldest is that after lsn {oldest}"
+            )),
+            (None, None) => damaged(Defect::Missing.at_lsn(FileName::Segment(1), 0, Lsn(1))),
+        })
+    }
+}
+
+/// Damage, as a command ends with it. Too little memory is no damage.
+pub fn damaged(damage: Damage) -> Failure {
+    match damage.defect {
+        Defect::Memory { .. } | Defect::Limit { what: "bytes of all pages", .. } => {
+            Failure::Environment(damage.defect.to_string())
+        }
+        _ => Failure::Damage(damage.to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_state_has_one_spelling() {
+        for text in ["lsn:0", "lsn:120", "snapshot:3"] {
+            assert_eq!(text.parse::<At>().unwrap().to_string(), text);
+        }
+        for text in ["", "120", "lsn:", "lsn:-1", "snapshot:x", "batch:1"] {
+            assert!(text.parse::<At>().is_err(), "{text}");
+        }
+    }
+}
