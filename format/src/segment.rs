@@ -5,7 +5,7 @@
 //! place whole, and that rename is what makes the incarnation real. A header that is written ahead of its
 //! frames must not name one, or an attempt that a crash cut short could be taken for the newest run.
 
-use crate::defect::{Defect, array, check_crc, check_limit, check_zero};
+use crate::defect::{Defect, array, check_crc, check_equal, check_limit, check_zero};
 use crate::ids::{Incarnation, LogPoint, Lsn, StoreId};
 use crate::layout::layout;
 use crate::limits::{GROUP_ALIGN, NUMBER_MAX, SEGMENT_LEN_MAX, SEGMENT_LEN_MIN};
@@ -111,6 +111,17 @@ impl SegmentHeader {
         };
         raw.header_crc = crc32fast::hash(&raw.to_bytes()[..124]);
         raw.to_bytes()
+    }
+
+    /// Reads the header of segment `number` of this store, whose file has this length.
+    ///
+    /// # Errors
+    /// A [`Defect`]: that of [`SegmentHeader::decode`], or it is another segment's, or another store's.
+    pub fn decode_at(bytes: &[u8], store: StoreId, number: u64, file_len: u64) -> Result<Self, Defect> {
+        let header = Self::decode(bytes)?;
+        check_equal("segment's number", header.segment, number)?;
+        check_equal("segment's length", header.segment_len, file_len)?;
+        if header.store == store { Ok(header) } else { Err(Defect::Foreign) }
     }
 
     /// Reads a header from the start of a segment.

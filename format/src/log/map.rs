@@ -115,8 +115,9 @@ impl LogMap {
         self.segments.values().any(|segment| segment.frames.is_some())
     }
 
-    /// The opening after an incarnation on the line.
-    pub(super) fn successor(&self, incarnation: Incarnation) -> Option<(u64, Opening)> {
+    /// The opening after an incarnation on the line, with its segment.
+    #[must_use]
+    pub fn successor(&self, incarnation: Incarnation) -> Option<(u64, Opening)> {
         self.line.iter().copied().find(|(_, opening)| opening.predecessor.incarnation == incarnation)
     }
 }
@@ -133,16 +134,9 @@ fn read_segment(source: &dyn ReadAt, store: StoreId, number: u64) -> Result<Segm
     let unreadable = |error: std::io::Error| Defect::Unreadable(error.to_string()).at(file, 0);
     let file_len = source.len(file).map_err(unreadable)?.unwrap_or(0);
     let mut reader = SegmentReader::new(source, number);
-    let header = reader.bytes(0, SegmentHeaderRaw::LEN).and_then(SegmentHeader::decode).and_then(|header| {
-        for (what, found, expected) in
-            [("segment's number", header.segment, number), ("segment's length", header.segment_len, file_len)]
-        {
-            if found != expected {
-                return Err(Defect::Mismatch { what, found, expected });
-            }
-        }
-        if header.store == store { Ok(header) } else { Err(Defect::Foreign) }
-    });
+    let header = reader
+        .bytes(0, SegmentHeaderRaw::LEN)
+        .and_then(|bytes| SegmentHeader::decode_at(bytes, store, number, file_len));
     let frames = own_frames(&mut reader, store, number, SEGMENT_HEADER_BLOCK, GROUP_ALIGN)
         .next()
         .map(|frame| frame.unproven().incarnation);

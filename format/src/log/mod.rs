@@ -20,8 +20,10 @@
 //! from frames beyond the end that testify.
 
 mod map;
+mod order;
 mod reader;
 mod walk;
 
 pub use map::{LogMap, Segment};
+pub use order::{header_in_order, places};
 pub use walk::{Frame, LogEnd, LogWalk, TornTail};

@@ -2,14 +2,15 @@
 //! order ends (I4).
 
 use super::map::{LogMap, Segment};
+use super::order::{header_in_order, places};
 use super::reader::{SegmentReader, own_frames};
 use crate::defect::{Damage, Defect};
 use crate::frame::{
-    FRAME_HEADER_LEN, FrameHeader, FrameHeaderRaw, FrameKind, UncheckedFrame, VerifiedSnapshot,
-    check_payload, decode_seal, resembles_frame,
+    FRAME_HEADER_LEN, FrameHeader, FrameHeaderRaw, FrameKind, VerifiedSnapshot, check_payload, decode_seal,
+    resembles_frame,
 };
 use crate::ids::{LogPoint, Lsn};
-use crate::limits::{FRAME_ALIGN, GROUP_ALIGN, align_up};
+use crate::limits::{FRAME_ALIGN, align_up};
 use crate::names::{FileName, ReadAt};
 use crate::segment::SEGMENT_HEADER_BLOCK;
 
@@ -218,9 +219,7 @@ impl<'s> LogWalk<'s> {
 
     /// The next frame in order, with its payload checked.
     fn find_next(&mut self) -> Result<(FrameHeader, LogPoint), Break> {
-        let here = self.point.segment;
-        let after = align_up(self.point.offset, FRAME_ALIGN);
-        let group = align_up(self.point.offset, GROUP_ALIGN);
+        let [(here, after), (_, group), (next, start)] = places(&self.point);
         let mut at_break = match self.try_or_break(here, after) {
             Ok(found) => return Ok(found),
             Err(at_break) => at_break,
@@ -233,10 +232,9 @@ impl<'s> LogWalk<'s> {
         }
         // Only a sound next segment can continue the order; whether a missing or damaged one matters is
         // for the judgement.
-        let next = here.saturating_add(1);
         if self.check_segment(next).is_ok() {
             let reader = std::mem::replace(&mut self.reader, SegmentReader::new(self.source, next));
-            match self.try_or_break(next, SEGMENT_HEADER_BLOCK) {
+            match self.try_or_break(next, start) {
                 Ok(found) => return Ok(found),
                 Err(other) => at_break = at_break.or(other),
             }
@@ -258,17 +256,8 @@ impl<'s> LogWalk<'s> {
     }
 
     fn try_at(&mut self, segment: u64, offset: u64) -> Result<(FrameHeader, LogPoint), Defect> {
-        let frame = UncheckedFrame::decode(self.reader.bytes(offset, FrameHeaderRaw::LEN)?)?;
-        let (header, end) = frame.follow(&self.point, self.map.store, segment, offset)?;
-        // A group begins at a boundary; a frame that does not begin one follows its group's last frame.
-        if header.group_start && !offset.is_multiple_of(GROUP_ALIGN) {
-            return Err(Defect::Field { what: "start of a group", found: offset });
-        }
-        if !header.group_start
-            && (segment, offset) != (self.point.segment, align_up(self.point.offset, FRAME_ALIGN))
-        {
-            return Err(Defect::Field { what: "place of a frame inside a group", found: offset });
-        }
+        let bytes = self.reader.bytes(offset, FrameHeaderRaw::LEN)?;
+        let (header, end) = header_in_order(bytes, &self.point, self.map.store, segment, offset)?;
         let payload = self.reader.bytes(offset + FRAME_HEADER_LEN, header.payload_len as usize)?;
         check_payload(&header, payload)?;
         Ok((header, end))

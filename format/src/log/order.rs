@@ -1,0 +1,42 @@
+//! Floor 0. The order of the log, one step of it: where the next frame may lie, and whether a header there is
+//! the next one (I3). The walk goes by these rules, and so does whoever reads a log that is being written.
+
+use crate::defect::Defect;
+use crate::frame::{FrameHeader, UncheckedFrame};
+use crate::ids::{LogPoint, StoreId};
+use crate::limits::{FRAME_ALIGN, GROUP_ALIGN, align_up};
+use crate::segment::SEGMENT_HEADER_BLOCK;
+
+/// The places, as segment and offset, at which the frame behind a point may lie: right behind it, at the next
+/// group boundary, at the start of the next segment. The first at which a frame is valid counts.
+#[must_use]
+pub fn places(point: &LogPoint) -> [(u64, u64); 3] {
+    [
+        (point.segment, align_up(point.offset, FRAME_ALIGN)),
+        (point.segment, align_up(point.offset, GROUP_ALIGN)),
+        (point.segment.saturating_add(1), SEGMENT_HEADER_BLOCK),
+    ]
+}
+
+/// The header in `bytes`, if it is that of the frame behind `before`, read at `offset` of `segment`; and the
+/// point behind the frame. The payload is for [`crate::frame::check_payload`].
+///
+/// # Errors
+/// A [`Defect`]: the header is not readable, or breaks the order.
+pub fn header_in_order(
+    bytes: &[u8],
+    before: &LogPoint,
+    store: StoreId,
+    segment: u64,
+    offset: u64,
+) -> Result<(FrameHeader, LogPoint), Defect> {
+    let (header, end) = UncheckedFrame::decode(bytes)?.follow(before, store, segment, offset)?;
+    // A group begins at a boundary; a frame that does not begin one follows its group's last frame.
+    if header.group_start && !offset.is_multiple_of(GROUP_ALIGN) {
+        return Err(Defect::Field { what: "start of a group", found: offset });
+    }
+    if !header.group_start && (segment, offset) != places(before)[0] {
+        return Err(Defect::Field { what: "place of a frame inside a group", found: offset });
+    }
+    Ok((header, end))
+}
