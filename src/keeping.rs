@@ -30,11 +30,14 @@ pub(crate) struct Kept {
     pub info: SnapshotInfo,
     pub redo: LogPoint,
     pub files: BTreeSet<u64>,
+    /// The links that its own follows, the newest first.
+    pub links: Vec<SnapshotId>,
     pub manifest_crc: u32,
 }
 
 impl Kept {
-    pub fn new(manifest: &Manifest, manifest_crc: u32, verified: bool) -> Self {
+    /// `manifest` is the whole snapshot, its links merged.
+    pub fn new(manifest: &Manifest, links: Vec<SnapshotId>, manifest_crc: u32, verified: bool) -> Self {
         let images = || manifest.entries.iter().filter_map(|entry| entry.image.as_ref());
         Self {
             info: SnapshotInfo {
@@ -47,6 +50,7 @@ impl Kept {
             },
             redo: manifest.redo,
             files: images().map(|image| image.file).collect(),
+            links,
             manifest_crc,
         }
     }

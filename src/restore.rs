@@ -21,7 +21,7 @@ use std::sync::Arc;
 use remanent_format::image::ImageRef;
 use remanent_format::manifest::{Manifest, ManifestEntry, ManifestKind};
 use remanent_format::op::{Op, PayloadWriter};
-use remanent_format::rebuild::{RebuildOptions, Rebuilt, read_manifest, rebuild};
+use remanent_format::rebuild::{RebuildOptions, Rebuilt, Survey, rebuild};
 use remanent_format::store::StoreFile;
 use remanent_format::{Epoch, FileName, Folder, LogPoint, Lsn, PageId, PageInfo, PageTable, SnapshotId};
 
@@ -67,7 +67,7 @@ impl Restore<'_> {
             RebuildOptions { base: Some(snapshot), until: Some(kept.info.end), ..RebuildOptions::default() };
         let old = rebuild(&source, &options)?;
         self.budget.check(old.table.pages().map(|info| (info.place, info.len)))?;
-        let (manifest, _) = read_manifest(&source, FileName::Manifest(snapshot.0), self.store)?;
+        let manifest = Survey::read(&source)?.snapshot(snapshot)?;
         // 2.
         let lsn = submitted.lsn().next();
         let epoch = Epoch(submitted.epoch_high().0 + 1);
@@ -133,6 +133,7 @@ impl Restore<'_> {
             kind: ManifestKind::Table,
             store: self.store.store,
             snapshot: SnapshotId(number),
+            name: None,
             created_unix_ms: unix_ms(),
             redo: LogPoint::default(),
             end: lsn,

@@ -40,6 +40,10 @@ pub const STORE_RECORD_LEN_MAX: usize = IDENTITY_LEN_MAX + 49;
 pub const CHUNK_IMAGES_MAX: u32 = 1 << 16;
 /// The longest chunk: one page of the largest length always fits.
 pub const CHUNK_LEN_MAX: u64 = 2 * PAGE_LEN_MAX;
+/// The most links of a snapshot, its base among them: so much is read before a chain is given up.
+pub const CHAIN_LINKS_MAX: usize = 64;
+/// The longest name of a snapshot.
+pub const SNAPSHOT_NAME_LEN_MAX: usize = 64;
 /// The most pages, images or tombstones that one manifest names.
 pub const MANIFEST_ENTRIES_MAX: u64 = 1 << 32;
 /// The longest body of one copy of a manifest.

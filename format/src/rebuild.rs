@@ -8,12 +8,13 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use crate::apply::apply;
-use crate::defect::{Damage, Defect};
+use crate::defect::{Damage, Defect, check_limit};
 use crate::frame::FrameKind;
 use crate::ids::{Lsn, PageId, SnapshotId};
 use crate::image::ImageRef;
+use crate::limits::CHAIN_LINKS_MAX;
 use crate::log::{LogEnd, LogMap, LogWalk};
-use crate::manifest::{CopyHealth, Manifest, ManifestKind};
+use crate::manifest::{CopyHealth, Manifest, ManifestKind, check_link, merge};
 use crate::names::{FileName, Folder, ReadAt};
 use crate::op::{Op, OpAt, decode_payload};
 use crate::replay::{Base, Resolved, Resolver};
@@ -47,8 +48,10 @@ pub struct Survey {
     pub store: StoreFile,
     /// The log.
     pub log: LogMap,
-    /// The snapshots: the manifest with the health of its copies, or why it cannot be read.
-    pub manifests: BTreeMap<SnapshotId, Result<(Arc<Manifest>, CopyHealth), Damage>>,
+    /// The links of snapshots, one a file: the manifest with the health of its copies, or why it cannot be
+    /// read. A link may be there for the snapshots that follow it only. What a snapshot consists of,
+    /// [`Survey::snapshot`] says.
+    pub links: BTreeMap<SnapshotId, Result<(Arc<Manifest>, CopyHealth), Damage>>,
 }
 
 /// A state without its bytes.
@@ -73,8 +76,7 @@ impl Resolution {
     /// [`Defect::Limit`].
     pub fn check_page_bytes(&self, limit: u64) -> Result<(), Damage> {
         let found = self.resolved.bases.values().map(|base| base.len_max).fold(0, u64::saturating_add);
-        crate::defect::check_limit("bytes of all pages", found, limit)
-            .map_err(|defect| defect.at(FileName::Store, 0))
+        check_limit("bytes of all pages", found, limit).map_err(|defect| defect.at(FileName::Store, 0))
     }
 }
 
@@ -113,18 +115,17 @@ impl Survey {
     /// [`Damage`] if a folder cannot be listed.
     pub fn read_as(source: &dyn ReadAt, store: StoreFile) -> Result<Self, Damage> {
         let log = LogMap::read(source, store.store)?;
-        let mut manifests = BTreeMap::new();
+        let mut links = BTreeMap::new();
         let names = source
             .list(Folder::Snapshots)
             .map_err(|error| Defect::Unreadable(error.to_string()).at(FileName::Manifest(0), 0))?;
         for name in names {
             if let Some(FileName::Manifest(number)) = FileName::parse(Folder::Snapshots, &name) {
                 let read = read_manifest(source, FileName::Manifest(number), &store);
-                manifests
-                    .insert(SnapshotId(number), read.map(|(manifest, health)| (Arc::new(manifest), health)));
+                links.insert(SnapshotId(number), read.map(|(manifest, health)| (Arc::new(manifest), health)));
             }
         }
-        Ok(Self { store, log, manifests })
+        Ok(Self { store, log, links })
     }
 
     /// The highest durable mark that manifests give: a manifest is published only when the log is durable
@@ -134,30 +135,73 @@ impl Survey {
         self.readable().map(|manifest| manifest.end).max().unwrap_or_default()
     }
 
-    /// The manifests that can be read, oldest first.
+    /// The links that can be read, oldest first, each as it is on disk: a change names only what changed.
     pub fn readable(&self) -> impl DoubleEndedIterator<Item = &Arc<Manifest>> {
-        self.manifests.values().filter_map(|read| read.as_ref().ok()).map(|(manifest, _)| manifest)
+        self.links.values().filter_map(|read| read.as_ref().ok()).map(|(manifest, _)| manifest)
     }
 
-    /// Where a recovery may start, best first: the newest snapshot, older ones, the log's beginning. A
-    /// snapshot that cannot be read is there as its damage.
-    #[must_use]
-    pub fn candidates(&self) -> Vec<Result<Option<Arc<Manifest>>, Damage>> {
-        let snapshots = self.manifests.values().rev().map(|read| match read {
-            Ok((manifest, _)) => Ok(Some(manifest.clone())),
-            Err(damage) => Err(damage.clone()),
-        });
-        let beginning = match (self.log.beginning(), self.log.cut()) {
-            (Some(_), _) => Some(Ok(None)),
-            (None, cut) => cut.cloned().map(Err),
-        };
-        snapshots.chain(beginning).collect()
-    }
-
-    /// Follows the log from `base` to its end, or to `until`.
+    /// The links of which a snapshot consists: its own first, its base last.
     ///
     /// # Errors
-    /// [`Damage`] in the log, or a table that a restore names.
+    /// [`Damage`] to one of them: it is missing, unreadable, or not the one that is followed; or there are
+    /// more than [`CHAIN_LINKS_MAX`].
+    pub fn chain(&self, snapshot: SnapshotId) -> Result<Vec<&Arc<Manifest>>, Damage> {
+        let (newest, _) = self.link(snapshot)?;
+        let mut chain = vec![newest];
+        // Numbers fall from link to link, so this ends.
+        while let Some(change) = chain.last()
+            && let ManifestKind::Change { previous, .. } = change.kind
+        {
+            let at = |defect: Defect| defect.at(FileName::Manifest(change.snapshot.0), 0);
+            check_limit("links of a snapshot", chain.len() as u64 + 1, CHAIN_LINKS_MAX as u64).map_err(at)?;
+            let (link, health) = self.link(previous)?;
+            check_link(change, link, health.header_crc).map_err(at)?;
+            chain.push(link);
+        }
+        Ok(chain)
+    }
+
+    /// A snapshot, whole: its chain of links merged. A base is given as it is; what is merged is made anew
+    /// with each call, as large as all of its links together at most.
+    ///
+    /// # Errors
+    /// As for [`Survey::chain`].
+    pub fn snapshot(&self, snapshot: SnapshotId) -> Result<Arc<Manifest>, Damage> {
+        let chain = self.chain(snapshot)?;
+        if let [base] = chain[..] {
+            return Ok(base.clone());
+        }
+        let links: Vec<&Manifest> = chain.iter().map(AsRef::as_ref).collect();
+        merge(&links).map(Arc::new).map_err(|defect| defect.at(FileName::Manifest(snapshot.0), 0))
+    }
+
+    fn link(&self, snapshot: SnapshotId) -> Result<&(Arc<Manifest>, CopyHealth), Damage> {
+        match self.links.get(&snapshot) {
+            Some(read) => read.as_ref().map_err(Clone::clone),
+            None => Err(Defect::Missing.at(FileName::Manifest(snapshot.0), 0)),
+        }
+    }
+
+    /// Where a recovery may start, best first: the newest snapshot, older ones, the log's beginning, which is
+    /// `None`. A snapshot that cannot be read is there as its damage; each is merged when it is asked for.
+    pub fn candidates(&self) -> impl Iterator<Item = Result<Option<Arc<Manifest>>, Damage>> + '_ {
+        let snapshots = self.links.keys().rev().map(|snapshot| self.snapshot(*snapshot).map(Some));
+        snapshots.chain(self.beginning())
+    }
+
+    /// The log's beginning as a candidate, unless it was recycled.
+    fn beginning(&self) -> Option<Result<Option<Arc<Manifest>>, Damage>> {
+        match (self.log.beginning(), self.log.cut()) {
+            (Some(_), _) => Some(Ok(None)),
+            (None, cut) => cut.cloned().map(Err),
+        }
+    }
+
+    /// Follows the log from `base`, a whole snapshot, to the log's end or to `until`. A snapshot that was
+    /// caught at one moment, and at which the walk is to stop, needs no log at all.
+    ///
+    /// # Errors
+    /// [`Damage`] in the log, or a table that a restore names; `base` is a change.
     pub fn resolve(
         &self,
         source: &dyn ReadAt,
@@ -166,6 +210,17 @@ impl Survey {
     ) -> Result<Resolution, Damage> {
         let mut resolver = base.map_or_else(Resolver::new, |manifest| Resolver::from_manifest(manifest));
         let from = match base {
+            Some(manifest) if manifest.kind != ManifestKind::Base => {
+                let file = FileName::Manifest(manifest.snapshot.0);
+                let found = manifest.kind.to_raw().into();
+                return Err(Defect::Field { what: "manifest kind", found }.at(file, 0));
+            }
+            Some(manifest) if Some(manifest.redo.lsn) == until => {
+                let file = FileName::Manifest(manifest.snapshot.0);
+                let resolved = resolver.finish().map_err(|defect| defect.at(file, 0))?;
+                let base = Some(manifest.snapshot);
+                return Ok(Resolution { base, resolved, end: None, batches: 0, bytes: 0 });
+            }
             Some(manifest) => manifest.redo,
             None => self.log.beginning().ok_or(Defect::Missing.at_lsn(FileName::Segment(1), 0, Lsn(1)))?,
         };
@@ -212,11 +267,14 @@ impl Survey {
         resolution.check_page_bytes(page_bytes_max)?;
         let mut contents: BTreeMap<PageId, Result<Vec<u8>, Damage>> =
             resolved.bases.iter().map(|(page, base)| (*page, load_base(source, base))).collect();
-        let base = resolution.base.and_then(|base| self.manifests.get(&base)?.as_ref().ok());
+        let base = resolution.base.and_then(|base| self.links.get(&base)?.as_ref().ok());
         let from = match base {
             Some((manifest, _)) => manifest.redo,
             None => self.log.beginning().ok_or(Defect::Missing.at_lsn(FileName::Segment(1), 0, Lsn(1)))?,
         };
+        if resolution.batches == 0 {
+            return Ok(contents);
+        }
         // The same walk again: it held a moment ago, and now the bytes are wanted.
         let mut walk = LogWalk::new(source, &self.log, from, self.mark())?;
         while walk.point().lsn < resolved.table.lsn() {
@@ -260,18 +318,20 @@ impl Survey {
 pub fn rebuild(source: &dyn ReadAt, options: &RebuildOptions) -> Result<Rebuilt, Damage> {
     let survey = Survey::read(source)?;
     let mut passed_over = Vec::new();
-    for candidate in survey.candidates() {
-        let wanted = |manifest: &Option<Arc<Manifest>>| {
-            let snapshot = manifest.as_ref().map(|manifest| manifest.snapshot);
-            let end = manifest.as_ref().map_or(Lsn(0), |manifest| manifest.end);
-            options.base.is_none_or(|base| Some(base) == snapshot)
-                && options.until.is_none_or(|until| end <= until)
-        };
-        let attempt = match candidate {
-            Ok(manifest) if !wanted(&manifest) => continue,
-            Ok(manifest) => rebuild_from(source, &survey, manifest.as_ref(), options),
-            Err(damage) => Err(damage),
-        };
+    let wanted = |snapshot: &SnapshotId| match &survey.links[snapshot] {
+        Ok((manifest, _)) => {
+            options.base.is_none_or(|base| base == *snapshot)
+                && options.until.is_none_or(|until| manifest.end <= until)
+        }
+        // It may be the one: then its damage is the answer.
+        Err(_) => true,
+    };
+    let snapshots = survey.links.keys().rev().copied().filter(wanted);
+    let candidates = snapshots.map(|snapshot| survey.snapshot(snapshot).map(Some));
+    let beginning = survey.beginning().filter(|read| options.base.is_none() || read.is_err());
+    for candidate in candidates.chain(beginning) {
+        let attempt =
+            candidate.and_then(|manifest| rebuild_from(source, &survey, manifest.as_ref(), options));
         match attempt {
             Ok(rebuilt) => return Ok(Rebuilt { passed_over, ..rebuilt }),
             Err(damage) => passed_over.push(damage),
@@ -364,7 +424,8 @@ pub fn read_image(source: &dyn ReadAt, image: &ImageRef) -> Result<Vec<u8>, Dama
     Ok(bytes)
 }
 
-/// Reads a manifest, or a table of the same form.
+/// Reads one link of a snapshot, or a table of the same form. A change alone is no state: [`Survey::snapshot`]
+/// follows the chain.
 ///
 /// # Errors
 /// [`Damage`] if neither copy is whole, or it is another store's or another file's.
@@ -387,12 +448,9 @@ pub fn read_manifest(
         let (found, expected) = (manifest.snapshot.0, number);
         return Err(Defect::Mismatch { what: "manifest's number", found, expected }.at(file, 0));
     }
-    // A change alone is no state: whoever does not follow the chain of links must refuse it.
-    match (manifest.kind, is_table) {
-        (ManifestKind::Base, false) | (ManifestKind::Table, true) => {}
-        (kind, _) => {
-            return Err(Defect::Field { what: "manifest kind", found: kind.to_raw().into() }.at(file, 0));
-        }
+    if (manifest.kind == ManifestKind::Table) != is_table {
+        let found = manifest.kind.to_raw().into();
+        return Err(Defect::Field { what: "manifest kind", found }.at(file, 0));
     }
     Ok((manifest, health))
 }

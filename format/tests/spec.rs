@@ -217,6 +217,8 @@ fn limits_are_those_of_the_code() {
         STORE_RECORD_LEN_MAX,
         CHUNK_IMAGES_MAX,
         CHUNK_LEN_MAX,
+        CHAIN_LINKS_MAX,
+        SNAPSHOT_NAME_LEN_MAX,
         MANIFEST_ENTRIES_MAX,
         MANIFEST_BODY_LEN_MAX,
     ];

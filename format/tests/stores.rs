@@ -10,6 +10,7 @@ use std::path::Path;
 
 use maker::{Maker, PAGE, STORE, content, root};
 use remanent_format::frame::VerifiedSnapshot;
+use remanent_format::limits::CHAIN_LINKS_MAX;
 use remanent_format::manifest::{Manifest, ManifestKind, Tombstone};
 use remanent_format::op::Op;
 use remanent_format::rebuild::{RebuildOptions, Rebuilt, rebuild};
@@ -281,10 +282,36 @@ fn damage_to_a_snapshot_costs_time_and_not_data() {
         ("the manifest has another number", Some(1), 1, |m| {
             *manifest_bytes(m, 2) = manifest_bytes(m, 1).clone();
         }),
-        ("a change, of which the base is not followed", Some(1), 1, |m| {
-            let change = ManifestKind::Change { previous: SnapshotId(1), previous_crc: 0 };
-            let manifest = Manifest { kind: change, ..m.manifest(2, 3, 3, 4) };
+        ("a change", Some(2), 0, |m| change(m, 2, 1, 0)),
+        ("a change that names the page as the base has it", Some(2), 0, |m| {
+            let (image, crc) = (m.manifest(1, 2, 2, 2).entries, manifest_crc(m, 1));
+            let kind = ManifestKind::Change { previous: SnapshotId(1), previous_crc: crc };
+            let manifest = Manifest { kind, entries: image, ..m.manifest(2, 2, 3, 4) };
             m.publish(FileName::Manifest(2), &manifest);
+        }),
+        ("a change, and one copy of its base damaged", Some(2), 0, |m| {
+            change(m, 2, 1, 0);
+            manifest_bytes(m, 1)[300] ^= 1;
+        }),
+        ("a change that follows another one than the one there", Some(1), 1, |m| change(m, 2, 1, 1)),
+        ("a change whose base is lost", None, 2, |m| {
+            change(m, 2, 1, 0);
+            manifest_bytes(m, 1).clear();
+        }),
+        ("a change whose base is gone", None, 1, |m| {
+            change(m, 2, 1, 0);
+            m.files.0.remove(&FileName::Manifest(1));
+        }),
+        ("a change that begins before its base ends", Some(1), 1, |m| {
+            let kind = ManifestKind::Change { previous: SnapshotId(1), previous_crc: manifest_crc(m, 1) };
+            let manifest = Manifest { kind, ..m.manifest(2, 1, 3, 4) };
+            m.publish(FileName::Manifest(2), &manifest);
+        }),
+        ("as many links as may be", Some(CHAIN_LINKS_MAX as u64), 0, |m| {
+            (2..=CHAIN_LINKS_MAX as u64).for_each(|number| change(m, number, number - 1, 0));
+        }),
+        ("one link too many", Some(CHAIN_LINKS_MAX as u64), 1, |m| {
+            (2..=CHAIN_LINKS_MAX as u64 + 1).for_each(|number| change(m, number, number - 1, 0));
         }),
         ("a table among the snapshots", Some(1), 1, |m| {
             let manifest = Manifest { kind: ManifestKind::Table, ..m.manifest(2, 3, 3, 4) };
@@ -307,6 +334,18 @@ fn damage_to_a_snapshot_costs_time_and_not_data() {
         assert_eq!(found.base, base.map(SnapshotId), "{why}");
         assert_eq!(found.passed_over.len(), *passed_over, "{why}");
     }
+}
+
+/// Makes snapshot `number` a change that follows `previous`, whose checksum is off by `error`.
+fn change(maker: &mut Maker, number: u64, previous: u64, error: u32) {
+    let previous_crc = manifest_crc(maker, previous) + error;
+    let kind = ManifestKind::Change { previous: SnapshotId(previous), previous_crc };
+    let manifest = Manifest { kind, ..maker.manifest(number, if number == 2 { 3 } else { 4 }, 4, 4) };
+    maker.publish(FileName::Manifest(number), &manifest);
+}
+
+fn manifest_crc(maker: &mut Maker, number: u64) -> u32 {
+    u32::from_le_bytes(manifest_bytes(maker, number)[252..256].try_into().unwrap())
 }
 
 fn manifest_bytes(maker: &mut Maker, number: u64) -> &mut Vec<u8> {

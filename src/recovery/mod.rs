@@ -263,11 +263,10 @@ impl Recovery<'_> {
         let pool = self.pool(store)?;
         let copied_batches = tail.len() as u64;
         let before = Predecessor { segment: highest, end: Some(end.clone()), tail };
-        let base = resolution.base.map(|id| survey.manifests[&id].as_ref().expect("resolved from it"));
         let (verified, anew) = self.verified(&survey, &end, resolution.base);
         // The opening seal records the snapshot as verified, so it is published anew before that.
-        if let (true, Some((manifest, _))) = (anew, base) {
-            self.publish_anew(manifest)?;
+        for link in anew {
+            self.publish_anew(link)?;
         }
         let (log, position) = begin(&pool, store, &before, verified.clone())?;
 
@@ -373,17 +372,19 @@ impl Recovery<'_> {
         Ok(tail)
     }
 
-    /// The snapshots that the new incarnation records as verified, and whether the one used must be
-    /// published anew: because it is verified only as of just now, or because one of its copies is bad.
-    fn verified(
+    /// The snapshots that the new incarnation records as verified, and the links of the one used that must
+    /// be published anew: its own, if it is verified only as of just now, and each of which a copy is bad. The
+    /// links before its own were durable before it was written.
+    fn verified<'s>(
         &self,
-        survey: &Survey,
+        survey: &'s Survey,
         end: &LogEnd,
         base: Option<SnapshotId>,
-    ) -> (Vec<VerifiedSnapshot>, bool) {
-        let on_disk = |snapshot: SnapshotId| match survey.manifests.get(&snapshot) {
-            Some(Ok((_, health))) => Some(VerifiedSnapshot { snapshot, manifest_crc: health.header_crc }),
-            _ => None,
+    ) -> (Vec<VerifiedSnapshot>, Vec<&'s Manifest>) {
+        let health = |snapshot: SnapshotId| survey.links[&snapshot].as_ref().map(|(_, health)| health).ok();
+        let on_disk = |snapshot: SnapshotId| {
+            survey.chain(snapshot).ok()?;
+            Some(VerifiedSnapshot { snapshot, manifest_crc: health(snapshot)?.header_crc })
         };
         let usable = |snapshot: SnapshotId| base.is_some_and(|base| snapshot <= base);
         let recorded = end.verified.iter().copied();
@@ -393,10 +394,12 @@ impl Recovery<'_> {
         let used = base.and_then(on_disk).filter(|used| !verified.contains(used));
         verified.extend(used);
         verified.sort_unstable_by_key(|entry| entry.snapshot);
-        let mended = base
-            .and_then(|base| survey.manifests[&base].as_ref().ok())
-            .is_some_and(|(_, health)| !health.is_whole());
-        (verified, used.is_some() || mended)
+        let chain = base.and_then(|base| survey.chain(base).ok()).unwrap_or_default();
+        let is_due = |link: &&Manifest| {
+            let is_new = used.is_some_and(|used| used.snapshot == link.snapshot);
+            is_new || health(link.snapshot).is_some_and(|health| !health.is_whole())
+        };
+        (verified, chain.into_iter().map(AsRef::as_ref).filter(is_due).collect())
     }
 
     /// I7: a manifest that no frame under a mark records may have its name in the cache only.
@@ -416,12 +419,12 @@ impl Recovery<'_> {
         base: Option<SnapshotId>,
         verified: &[VerifiedSnapshot],
     ) -> Result<Keeping> {
+        // Other links that can be read are there for these, or will go with the next snapshot.
         let mut snapshots = BTreeMap::new();
-        for (manifest, health) in survey.manifests.values().filter_map(|read| read.as_ref().ok()) {
-            if base.is_some_and(|base| manifest.snapshot <= base) {
-                let is_verified = verified.iter().any(|entry| entry.snapshot == manifest.snapshot);
-                snapshots.insert(manifest.snapshot, Kept::new(manifest, health.header_crc, is_verified));
-            }
+        for VerifiedSnapshot { snapshot, manifest_crc } in verified {
+            let links = survey.chain(*snapshot)?[1..].iter().map(|link| link.snapshot).collect();
+            let manifest = survey.snapshot(*snapshot)?;
+            snapshots.insert(*snapshot, Kept::new(&manifest, links, *manifest_crc, true));
         }
         let mut tables = BTreeMap::new();
         let mut next_file = survey.readable().map(|manifest| manifest.next_file).max().unwrap_or(1);
@@ -442,12 +445,12 @@ impl Recovery<'_> {
                 _ => {}
             }
         }
-        let next_snapshot = survey.manifests.keys().next_back().map_or(1, |last| last.0 + 1);
+        let next_snapshot = survey.links.keys().next_back().map_or(1, |last| last.0 + 1);
         let keeping = Keeping { snapshots, tables, next_snapshot, next_file };
         // Image files that nothing names stem from a snapshot that a crash cut short. Where a snapshot was
         // passed over, its images stay until newer ones take its place: they are evidence.
-        let newest = survey.manifests.keys().next_back().copied();
-        if newest == base && survey.manifests.values().all(Result::is_ok) {
+        let newest = survey.links.keys().next_back().copied();
+        if newest == base && survey.links.keys().all(|snapshot| survey.chain(*snapshot).is_ok()) {
             self.remove_unnamed_images(&keeping)?;
         }
         Ok(keeping)

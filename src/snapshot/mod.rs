@@ -114,6 +114,7 @@ impl Snapshots {
             kind: ManifestKind::Base,
             store: self.store,
             snapshot: SnapshotId(keeping.next_snapshot),
+            name: None,
             created_unix_ms: unix_ms(),
             redo,
             end: end.point.lsn,
@@ -170,7 +171,7 @@ impl Snapshots {
             published?;
         }
         let manifest_crc = check_published(&self.disk, file, &bytes)?;
-        Ok(Kept::new(manifest, manifest_crc, false))
+        Ok(Kept::new(manifest, Vec::new(), manifest_crc, false))
     }
 
     /// Phase 3.

@@ -2,6 +2,8 @@
 //!
 //! A crash here leaves files that nothing kept needs; the next retention or open removes them.
 
+use std::collections::BTreeSet;
+
 use remanent_format::frame::VerifiedSnapshot;
 use remanent_format::{FileName, Folder, SnapshotId};
 
@@ -29,9 +31,12 @@ impl Snapshots {
         let redo = keeping.snapshots[&oldest].redo;
         keeping.tables.retain(|_, table| table.restored_at > redo.lsn);
 
-        // Manifests first, and durably, then what only they named. Manifests that could not be read go
-        // with the ones of their age.
-        let manifests = |file: &FileName| matches!(file, FileName::Manifest(id) if *id < oldest.0);
+        // Manifests first, and durably, then what only they named; those that a kept snapshot follows stay.
+        // Manifests that could not be read go with the ones of their age.
+        let links: BTreeSet<u64> =
+            keeping.snapshots.values().flat_map(|kept| &kept.links).map(|link| link.0).collect();
+        let manifests =
+            |file: &FileName| matches!(file, FileName::Manifest(id) if *id < oldest.0 && !links.contains(id));
         self.remove_all(Folder::Snapshots, manifests)?;
         self.remove_unnamed_images(keeping)?;
         let bound = self.log_bound(redo.segment)?;

@@ -464,8 +464,8 @@ fn a_bad_sector_behind_the_log_costs_nothing_that_lies_before_it() {
 fn the_victims_are_what_the_sweeps_need() {
     for victim in [Victim::closed(), Victim::killed(), Victim::reopened()] {
         let survey = Survey::read(&victim.files).unwrap();
-        assert_eq!(survey.manifests.len(), 2);
-        let [older, newer] = [1, 2].map(|id| survey.manifests[&SnapshotId(id)].as_ref().unwrap().0.clone());
+        assert_eq!(survey.links.len(), 2);
+        let [older, newer] = [1, 2].map(|id| survey.snapshot(SnapshotId(id)).unwrap());
         assert!(older.end < newer.redo.lsn && newer.end < victim.last, "log lies behind both");
         assert!(survey.log.newest().unwrap().number > newer.redo.incarnation.number, "it was opened again");
         let len = victim.files.bytes_len();

@@ -386,7 +386,7 @@ fn bad_manifest_falls_back() {
 fn bad_image_falls_back() {
     let (disk, state) = with_snapshots();
     let survey = Survey::read(&Files::of(&disk)).unwrap();
-    let (manifest, _) = survey.manifests[&SnapshotId(2)].as_ref().unwrap();
+    let manifest = survey.snapshot(SnapshotId(2)).unwrap();
     let image = manifest.entries[0].image.unwrap();
     let file = FileName::Pages(image.file);
     let whole = Files::of(&disk);
@@ -418,7 +418,7 @@ fn bad_shared_image_is_refused() {
     let (disk, _) = with_snapshots();
     let survey = Survey::read(&Files::of(&disk)).unwrap();
     let images = [1, 2].map(|snapshot| {
-        let (manifest, _) = survey.manifests[&SnapshotId(snapshot)].as_ref().unwrap();
+        let manifest = survey.snapshot(SnapshotId(snapshot)).unwrap();
         manifest.entries[0].image.unwrap()
     });
     for image in images {

@@ -1,6 +1,7 @@
 //! `remanent info`: what a store is, where it stands, and why each of its files is there.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use comfy_table::{CellAlignment, Table, presets};
 use remanent_format::SnapshotId;
@@ -69,8 +70,10 @@ impl Report {
         verified.iter().any(|entry| entry.snapshot == snapshot)
     }
 
-    fn snapshots(&self) -> impl Iterator<Item = &Manifest> {
-        self.view.survey.readable().map(AsRef::as_ref)
+    /// The snapshots that can be read, each whole.
+    fn snapshots(&self) -> impl Iterator<Item = Arc<Manifest>> {
+        let survey = &self.view.survey;
+        survey.links.keys().filter_map(|snapshot| survey.snapshot(*snapshot).ok())
     }
 
     fn log_bytes(&self) -> u64 {
@@ -92,7 +95,7 @@ impl Report {
             "incarnation": incarnation.map(|incarnation| incarnation.number),
             "lsn": view.lsn().0,
             "durable": view.durable().0,
-            "snapshots": self.snapshots().map(|manifest| self.snapshot_json(manifest)).collect::<Vec<_>>(),
+            "snapshots": self.snapshots().map(|manifest| self.snapshot_json(&manifest)).collect::<Vec<_>>(),
             "log_bytes": self.log_bytes(),
             "pages": view.pages().count(),
             "page_bytes": self.page_bytes(),
@@ -145,7 +148,7 @@ impl Report {
                 manifest.redo.lsn,
                 manifest.end,
                 manifest.entries.len(),
-                image_bytes(manifest),
+                image_bytes(&manifest),
             ))?;
         }
         if let Some(torn) = view.end().and_then(|end| end.torn.as_ref()) {

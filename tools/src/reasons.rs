@@ -69,7 +69,7 @@ impl References {
             last_segment: view.survey.log.segments().keys().next_back().copied(),
             last_frames: last_frames.map_or(0, |(number, _)| *number),
         };
-        for manifest in view.survey.readable() {
+        for manifest in view.survey.links.keys().filter_map(|link| view.survey.snapshot(*link).ok()) {
             let files = manifest.entries.iter().filter_map(|entry| entry.image).map(|image| image.file);
             references.name_images(files, &format!("snapshot {}", manifest.snapshot));
         }
@@ -159,7 +159,7 @@ impl References {
     }
 
     fn why_manifest(&self, view: &View, snapshot: SnapshotId) -> String {
-        match view.survey.manifests.get(&snapshot) {
+        match view.survey.links.get(&snapshot) {
             Some(Err(damage)) => format!("a snapshot that cannot be read: {}", damage.defect),
             _ if view.state.as_ref().and_then(|state| state.base) == Some(snapshot) => {
                 "the snapshot from which recovery starts".to_owned()

@@ -153,7 +153,7 @@ impl Verify {
 
 /// Every place to start from, the best first, with all that stands in its way.
 fn starts(dir: &StoreDir, view: &View, images: &mut Images<'_>) -> Vec<Start> {
-    let snapshots = view.survey.manifests.keys().rev().map(|snapshot| Some(*snapshot));
+    let snapshots = view.survey.links.keys().rev().map(|snapshot| Some(*snapshot));
     let names = snapshots.chain([None]).map(start_name);
     let check = |(candidate, name): (Result<Option<Arc<Manifest>>, Damage>, String)| {
         let mut start = Start { name, blocked_by: Vec::new(), beside: Vec::new() };
@@ -163,7 +163,7 @@ fn starts(dir: &StoreDir, view: &View, images: &mut Images<'_>) -> Vec<Start> {
         }
         start
     };
-    view.survey.candidates().into_iter().zip(names).map(check).collect()
+    view.survey.candidates().zip(names).map(check).collect()
 }
 
 fn start_name(snapshot: Option<SnapshotId>) -> String {
@@ -279,7 +279,7 @@ fn findings(
 /// Damaged copies of manifests of which the other copy is whole.
 fn second_copies(dir: &StoreDir, view: &View) -> Vec<Damage> {
     let mut found = Vec::new();
-    for (snapshot, read) in &view.survey.manifests {
+    for (snapshot, read) in &view.survey.links {
         let Ok((_, health)) = read else { continue };
         let file = FileName::Manifest(snapshot.0);
         let second_at = dir.len(file).ok().flatten().unwrap_or(0) / 2;

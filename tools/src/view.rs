@@ -50,11 +50,15 @@ impl View {
         let (survey, identity_damage) = look(dir)?;
         let mut damage: Vec<Damage> = identity_damage.into_iter().collect();
         let mut furthest: Option<Resolution> = None;
+        let mut arrived: Option<Resolution> = None;
         for candidate in survey.candidates() {
             let stopped_by = match candidate {
                 Err(unreadable) => unreadable,
                 Ok(base) => match survey.resolve(dir, base.as_ref(), None) {
-                    Ok(state) => return Ok(Self { survey, state: Some(state), damage }),
+                    Ok(state) => {
+                        arrived = Some(state);
+                        break;
+                    }
                     Err(stopped_by) => {
                         let before = resolve_before(dir, &survey, base.as_ref(), &stopped_by);
                         let reached = |state: &Option<Resolution>| {
@@ -69,10 +73,10 @@ impl View {
             };
             damage.push(stopped_by);
         }
-        if damage.is_empty() {
+        if arrived.is_none() && damage.is_empty() {
             damage.push(Defect::Missing.at_lsn(FileName::Segment(1), 0, Lsn(1)));
         }
-        Ok(Self { survey, state: furthest, damage })
+        Ok(Self { survey, state: arrived.or(furthest), damage })
     }
 
     /// Looks at a directory and its images: the view, and the bytes of all pages in it, if they take no more

@@ -3,7 +3,9 @@
 use super::{Manifest, ManifestEntry, ManifestKind};
 use crate::defect::{Defect, check_equal, check_limit};
 use crate::ids::{Lsn, PageId, Place};
-use crate::limits::{DEVICE_ORDINAL_MAX, MANIFEST_ENTRIES_MAX, NUMBER_MAX, PAGE_LEN_MAX};
+use crate::limits::{
+    DEVICE_ORDINAL_MAX, MANIFEST_ENTRIES_MAX, NUMBER_MAX, PAGE_LEN_MAX, SNAPSHOT_NAME_LEN_MAX,
+};
 
 impl Manifest {
     /// Refuses fields that contradict each other.
@@ -22,6 +24,15 @@ impl Manifest {
             check_limit(what, found, NUMBER_MAX)?;
             if found == 0 {
                 return Err(Defect::Field { what, found });
+            }
+        }
+        if let Some(name) = &self.name {
+            check_limit("snapshot name length", name.len() as u64, SNAPSHOT_NAME_LEN_MAX as u64)?;
+            if name.is_empty() || self.kind == ManifestKind::Table {
+                return Err(Defect::Field {
+                    what: "length of a name that must not be",
+                    found: name.len() as u64,
+                });
             }
         }
         check_limit("end", self.end.0, NUMBER_MAX)?;

@@ -10,7 +10,9 @@ use super::{CopyHealth, Manifest, ManifestEntry, ManifestKind, Tombstone};
 use crate::defect::{Defect, array, check_crc, check_equal, check_limit, check_zero, check_zeros, slice};
 use crate::ids::{Key, Place};
 use crate::image::{Codec, ImageRef};
-use crate::limits::{GROUP_ALIGN, MANIFEST_BODY_LEN_MAX, METADATA_LEN_MAX, ROOT_LEN_MAX, align_up};
+use crate::limits::{
+    GROUP_ALIGN, MANIFEST_BODY_LEN_MAX, METADATA_LEN_MAX, ROOT_LEN_MAX, SNAPSHOT_NAME_LEN_MAX, align_up,
+};
 use crate::segment::FORMAT_VERSION;
 use crate::value::{Metadata, decode_metadata};
 
@@ -71,6 +73,7 @@ impl Manifest {
             kind,
             store: raw.store,
             snapshot: raw.snapshot,
+            name: decode_name(&raw)?,
             created_unix_ms: raw.created_unix_ms,
             redo: raw.redo,
             end: raw.end,
@@ -145,6 +148,17 @@ fn decode_image(raw: &ManifestEntryRaw) -> Result<Option<ImageRef>, Defect> {
         raw_crc: raw.raw_crc,
         codec: Codec::from_raw(raw.codec)?,
     }))
+}
+
+fn decode_name(raw: &ManifestHeaderRaw) -> Result<Option<String>, Defect> {
+    check_limit("snapshot name length", raw.name_len.into(), SNAPSHOT_NAME_LEN_MAX as u64)?;
+    let (name, rest) = raw.name.split_at(raw.name_len.into());
+    check_zeros("bytes behind the snapshot's name", rest)?;
+    let name = str::from_utf8(name).map_err(|error| Defect::Field {
+        what: "byte of a snapshot's name that is no UTF-8",
+        found: name[error.valid_up_to()].into(),
+    })?;
+    Ok((!name.is_empty()).then(|| name.to_owned()))
 }
 
 fn decode_key(bytes: &[u8]) -> Result<Key, Defect> {

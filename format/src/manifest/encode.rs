@@ -6,7 +6,7 @@ use super::layout::{
 use super::{Manifest, ManifestEntry, ManifestKind};
 use crate::defect::{Defect, check_limit};
 use crate::ids::{Key, SnapshotId};
-use crate::limits::{MANIFEST_BODY_LEN_MAX, METADATA_LEN_MAX, ROOT_LEN_MAX, align_up};
+use crate::limits::{MANIFEST_BODY_LEN_MAX, METADATA_LEN_MAX, ROOT_LEN_MAX, SNAPSHOT_NAME_LEN_MAX, align_up};
 use crate::segment::FORMAT_VERSION;
 use crate::value::encode_metadata;
 
@@ -43,9 +43,15 @@ impl Manifest {
             tombstone_count: self.tombstones.len() as u64,
             body_len: body.len() as u64,
             body_crc: crc32fast::hash(&body),
-            reserved_2: [0; 88],
+            name_len: 0,
+            name: [0; SNAPSHOT_NAME_LEN_MAX],
+            reserved_2: [0; 23],
             header_crc: 0,
         };
+        if let Some(name) = &self.name {
+            raw.name_len = name.len() as u8;
+            raw.name[..name.len()].copy_from_slice(name.as_bytes());
+        }
         raw.header_crc = crc32fast::hash(&raw.to_bytes()[..252]);
         let copy_len = copy_len(body.len() as u64) as usize;
         let mut out = Vec::with_capacity(2 * copy_len);

@@ -54,8 +54,12 @@ layout! {
         152 => body_len: u64,
         /// CRC-32 of the body.
         160 => body_crc: u32,
+        /// Length of the name; zero if there is none.
+        164 => name_len: u8,
+        /// The name, zeros behind it.
+        165 => name: [u8; 64],
         /// Zero.
-        164 => reserved_2: [u8; 88],
+        229 => reserved_2: [u8; 23],
         /// CRC-32 of the bytes before; the link's own checksum.
         252 => header_crc: u32,
     }

@@ -14,6 +14,7 @@
 //! behind that point, and only once replay has reached `end` does every page stand at one Lsn. A manifest
 //! is published after everything it names is synced (I7).
 
+mod chain;
 mod check;
 mod decode;
 mod encode;
@@ -28,6 +29,7 @@ use crate::ids::{Epoch, Key, LogPoint, Lsn, PageId, Place, SnapshotId, StoreId};
 use crate::image::ImageRef;
 use crate::value::Metadata;
 
+pub use self::chain::{check_link, merge};
 pub use self::layout::{ENTRY_ALIGN, MANIFEST_MAGIC, ManifestEntryRaw, ManifestHeaderRaw, TombstoneRaw};
 use self::layout::{KIND_BASE, KIND_CHANGE, KIND_TABLE};
 
@@ -98,6 +100,8 @@ pub struct Manifest {
     pub store: StoreId,
     /// The snapshot's number, or the table's.
     pub snapshot: SnapshotId,
+    /// The user's name for the snapshot: 1 to 64 bytes of UTF-8. A table has none.
+    pub name: Option<String>,
     /// When it was written, in milliseconds since 1970.
     pub created_unix_ms: u64,
     /// Every batch up to this point is in the images; replay starts behind it.

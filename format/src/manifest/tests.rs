@@ -3,7 +3,7 @@
 use super::*;
 use crate::ids::Incarnation;
 use crate::image::Codec;
-use crate::limits::DEVICE_ORDINAL_MAX;
+use crate::limits::{CHAIN_LINKS_MAX, DEVICE_ORDINAL_MAX};
 use crate::value::Value;
 
 /// Length of the sample's root envelope, the end of its body.
@@ -39,6 +39,7 @@ fn sample() -> Manifest {
         kind: ManifestKind::Change { previous: SnapshotId(6), previous_crc: 0x1234_5678 },
         store: StoreId([0x5a; 16]),
         snapshot: SnapshotId(7),
+        name: Some("before the merge".to_owned()),
         created_unix_ms: 1_700_000_000_123,
         redo: LogPoint {
             incarnation: Incarnation { number: 2, random: 99 },
@@ -76,7 +77,7 @@ fn with_copy(change: impl FnOnce(&mut ManifestHeaderRaw, &mut [u8])) -> Vec<u8> 
 #[test]
 fn manifest_round_trips_to_the_same_bytes() {
     let base = Manifest { kind: ManifestKind::Base, ..sample() };
-    let table = Manifest { kind: ManifestKind::Table, ..sample() };
+    let table = Manifest { kind: ManifestKind::Table, name: None, ..sample() };
     let empty = Manifest {
         kind: ManifestKind::Base,
         redo: LogPoint::default(),
@@ -102,6 +103,98 @@ fn manifest_round_trips_to_the_same_bytes() {
         assert_eq!(decoded, manifest);
         assert_eq!(decoded.encode().unwrap(), bytes);
     }
+}
+
+/// A base of pages 1 to 3, and two changes.
+fn links() -> [Manifest; 3] {
+    let caught =
+        |page, lsn, file| ManifestEntry { lsn: Lsn(lsn), image: image(file, 100), ..entry(page, 100) };
+    let redo = |lsn| LogPoint { lsn: Lsn(lsn), ..sample().redo };
+    let dead = |page, lsn| Tombstone { page: PageId(page), lsn: Lsn(lsn) };
+    let base = Manifest {
+        kind: ManifestKind::Base,
+        snapshot: SnapshotId(4),
+        redo: redo(3),
+        end: Lsn(4),
+        entries: vec![caught(1, 1, 1), caught(2, 2, 1), caught(3, 3, 1)],
+        tombstones: vec![dead(9, 4)],
+        ..sample()
+    };
+    let change = |before: &Manifest, number, at: u64| Manifest {
+        kind: ManifestKind::Change { previous: before.snapshot, previous_crc: crc(before) },
+        snapshot: SnapshotId(number),
+        redo: redo(at),
+        end: Lsn(at + 1),
+        next_file: number + 1,
+        ..sample()
+    };
+    let second = change(&base, 5, 4);
+    let second =
+        Manifest { entries: vec![caught(2, 4, 2)], tombstones: vec![dead(1, 4), dead(3, 5)], ..second };
+    let third = change(&second, 7, 6);
+    // Page 3 came back, by a restore.
+    let third =
+        Manifest { entries: vec![caught(3, 6, 3), caught(8, 6, 3)], tombstones: vec![dead(7, 7)], ..third };
+    [base, second, third]
+}
+
+fn crc(manifest: &Manifest) -> u32 {
+    u32::from_le_bytes(manifest.encode().unwrap()[252..256].try_into().unwrap())
+}
+
+#[test]
+fn changes_replace_add_and_remove_pages() {
+    let [base, second, third] = links();
+    check_link(&third, &second, crc(&second)).unwrap();
+    check_link(&second, &base, crc(&base)).unwrap();
+    assert_eq!(merge(&[&base]).unwrap(), base);
+    let merged = merge(&[&third, &second, &base]).unwrap();
+    let pages: Vec<(u64, u64)> = merged.entries.iter().map(|entry| (entry.page.0, entry.lsn.0)).collect();
+    assert_eq!(pages, [(2, 4), (3, 6), (8, 6)]);
+    let entries = merged.entries.clone();
+    assert_eq!(merged, Manifest { kind: ManifestKind::Base, entries, ..third.clone() });
+    // What is merged is a snapshot that could stand alone.
+    assert_eq!(Manifest::decode(&merged.encode().unwrap()).unwrap().0, merged);
+    assert_eq!(merge(&[&third, &second]), Err(Defect::Missing));
+    assert_eq!(merge(&[]), Err(Defect::Missing));
+    let many = vec![&base; CHAIN_LINKS_MAX + 1];
+    assert!(matches!(merge(&many), Err(Defect::Limit { what: "links of a snapshot", .. })));
+}
+
+#[test]
+fn links_that_do_not_follow_are_refused() {
+    let [base, second, _] = links();
+    let table = Manifest { kind: ManifestKind::Table, name: None, ..base.clone() };
+    for (expected, previous) in [
+        ("another store", Manifest { store: StoreId([1; 16]), ..base.clone() }),
+        ("another store", table),
+        ("number of the link before is 3, expected 4", Manifest { snapshot: SnapshotId(3), ..base.clone() }),
+        ("checksum of the link before", Manifest { created_unix_ms: 1, ..base.clone() }),
+        ("end of the link before is 5, over the limit of 4", Manifest { end: Lsn(5), ..base.clone() }),
+        ("next page id of the link before is 11", Manifest { next_page: 11, ..base.clone() }),
+        ("highest epoch of the link before is 5", Manifest { epoch_high: Epoch(5), ..base.clone() }),
+        ("next image file of the link before is 7", Manifest { next_file: 7, ..base.clone() }),
+    ] {
+        // The change names the link, so that only the field itself is wrong.
+        let crc = crc(&previous);
+        let previous_crc = if expected.starts_with("checksum") { crc ^ 1 } else { crc };
+        let kind = ManifestKind::Change { previous: SnapshotId(4), previous_crc };
+        let change = Manifest { kind, ..second.clone() };
+        let found = check_link(&change, &previous, crc).unwrap_err().to_string();
+        assert!(found.contains(expected), "{expected}: {found}");
+    }
+    assert!(check_link(&base, &second, crc(&second)).is_err(), "a base follows nothing");
+}
+
+#[test]
+fn names_are_short_text_and_only_snapshots_have_one() {
+    let named = |name: &str| Manifest { name: Some(name.to_owned()), ..sample() };
+    for name in ["x", "ünïcode", &"x".repeat(64)] {
+        assert_eq!(first(&named(name).encode().unwrap()).unwrap(), named(name));
+    }
+    assert!(named("").encode().is_err());
+    assert!(named(&"x".repeat(65)).encode().is_err());
+    assert!(Manifest { kind: ManifestKind::Table, ..named("x") }.encode().is_err());
 }
 
 #[test]
@@ -158,9 +251,12 @@ fn two_good_copies_that_differ_are_reported() {
 fn sound_checksums_over_wrong_fields_are_refused() {
     assert_eq!(first(&with_copy(|_, _| ())), Ok(sample()));
     type Change = fn(&mut ManifestHeaderRaw, &mut [u8]);
-    let rows: [(&str, Change); 26] = [
+    let rows: [(&str, Change); 29] = [
         ("manifest flags is 1", |header, _| header.flags = 1),
-        ("reserved manifest bytes is 1", |header, _| header.reserved_2[87] = 1),
+        ("reserved manifest bytes is 1", |header, _| header.reserved_2[22] = 1),
+        ("snapshot name length is 65", |header, _| header.name_len = 65),
+        ("bytes behind the snapshot's name is 101", |header, _| header.name_len = 15),
+        ("byte of a snapshot's name that is no UTF-8 is 255", |header, _| header.name[3] = 0xff),
         ("manifest kind is 4", |header, _| header.kind = 4),
         ("previous link of a manifest that follows none is 6", |header, _| header.kind = KIND_BASE),
         ("previous link of a change is 0", |header, _| header.previous = SnapshotId(0)),

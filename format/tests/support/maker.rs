@@ -223,6 +223,7 @@ impl Maker {
             kind: ManifestKind::Base,
             store: STORE,
             snapshot: SnapshotId(number),
+            name: None,
             created_unix_ms: 0,
             redo: self.end(redo),
             end: Lsn(end),
