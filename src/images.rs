@@ -4,7 +4,9 @@
 
 use std::sync::Arc;
 
-use remanent_format::image::{Chunk, ChunkHeader, IMAGE_HEADER_BLOCK, ImageFileHeader, ImageRef, NewImage};
+use remanent_format::image::{
+    Chunk, ChunkHeader, IMAGE_HEADER_BLOCK, ImageFileHeader, ImagePurpose, ImageRef, NewImage,
+};
 use remanent_format::limits::CHUNK_IMAGES_MAX;
 use remanent_format::{Defect, FileName, Folder, PageInfo, StoreId};
 
@@ -39,12 +41,12 @@ pub(crate) struct ImageWriter {
 }
 
 impl ImageWriter {
-    /// Begins image file `number`. No space is a clean failure here and in the following: who gets it
+    /// Begins image file `number` for this purpose. No space is a clean failure here and in the following: who gets it
     /// abandons the file.
-    pub fn create(disk: Arc<dyn Disk>, store: StoreId, number: u64) -> Result<Self> {
+    pub fn create(disk: Arc<dyn Disk>, store: StoreId, number: u64, purpose: ImagePurpose) -> Result<Self> {
         let name = FileName::Pages(number);
         let file = disk.create(name).map_err(|error| no_space(number, IMAGE_HEADER_BLOCK, error))?;
-        let mut block = ImageFileHeader { store, file: number }.encode().to_vec();
+        let mut block = ImageFileHeader { store, file: number, purpose }.encode().to_vec();
         block.resize(IMAGE_HEADER_BLOCK as usize, 0);
         let writer = Self { disk, store, number, file, offset: IMAGE_HEADER_BLOCK, chunks: Vec::new() };
         match writer.file.write_at(0, &block) {

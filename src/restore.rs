@@ -18,7 +18,7 @@
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
-use remanent_format::image::ImageRef;
+use remanent_format::image::{ImagePurpose, ImageRef};
 use remanent_format::manifest::{Manifest, ManifestEntry, ManifestKind};
 use remanent_format::op::{Op, PayloadWriter};
 use remanent_format::rebuild::{RebuildOptions, Rebuilt, Survey, rebuild};
@@ -158,7 +158,8 @@ impl Restore<'_> {
         number: u64,
     ) -> Result<HashMap<PageId, ImageRef>> {
         let mut fresh = HashMap::new();
-        let mut writer = ImageWriter::create(self.disk.clone(), self.store.store, number)?;
+        let mut writer =
+            ImageWriter::create(self.disk.clone(), self.store.store, number, ImagePurpose::Snapshot)?;
         let mut rest = stale;
         while !rest.is_empty() {
             let (chunk, after) = rest.split_at(next_chunk(rest.iter().map(|info| info.len)));

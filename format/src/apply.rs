@@ -4,7 +4,8 @@
 use crate::op::Op;
 
 /// Applies an operation to the bytes of its page. Bounds were checked by [`crate::table::PageTable::plan`];
-/// operations that change no bytes do nothing.
+/// operations that change no bytes do nothing, nor
+/// does one that names an image: whoever follows the log starts the page from there.
 ///
 /// # Panics
 /// If the operation does not fit the page.
@@ -37,7 +38,9 @@ pub fn apply(op: &Op<'_>, content: &mut Vec<u8>) {
         }
         Op::Resize { len, .. } => content.resize(*len as usize, 0),
         Op::Delete { .. } => content.clear(),
-        Op::SetMetadata { .. }
+        // Its bytes lie elsewhere: they are what the page is made from, and this batch is in them.
+        Op::Image { .. }
+        | Op::SetMetadata { .. }
         | Op::RemoveMetadata { .. }
         | Op::SetRoot { .. }
         | Op::RemoveRoot { .. }

@@ -19,7 +19,7 @@ use crate::table::{PageInfo, PageTable, PlanMode, Refusal};
 /// What a page's bytes are made from: an image or zeros, and the batches after that.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Base {
-    /// The image; zeros if there is none.
+    /// The image, of a snapshot or of a batch; zeros if there is none.
     pub image: Option<ImageRef>,
     /// The page's length at that moment, in bytes.
     pub len: u64,
@@ -126,6 +126,11 @@ impl Resolver {
                         base.resized = true;
                         base.len_max = base.len_max.max(*len);
                     }
+                }
+                // This batch is in the image; later ones apply.
+                Op::Image { page, len, image } => {
+                    let (image, resized) = (Some(*image), false);
+                    self.bases.insert(*page, Base { image, len: *len, lsn, resized, len_max: *len });
                 }
                 Op::Delete { page } => {
                     self.bases.remove(page);

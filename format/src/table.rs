@@ -104,6 +104,19 @@ pub enum Refusal {
         /// The limit.
         limit: u64,
     },
+    /// An image is not all that a batch does to the bytes of its page.
+    #[error("an image of page {0} stands beside other changes of its bytes")]
+    ImageNotAlone(PageId),
+    /// An image is not as long as its page.
+    #[error("an image of {len} bytes for page {page} of {page_len} bytes")]
+    ImageLen {
+        /// The page.
+        page: PageId,
+        /// The image's length.
+        len: u64,
+        /// The page's length.
+        page_len: u64,
+    },
     /// A restore is not an operation on this table: it replaces it.
     #[error("a restore stands alone in its batch")]
     Restore,
@@ -124,19 +137,36 @@ struct Overlay<'a> {
     table: &'a PageTable,
     lsn: Lsn,
     order: Vec<PageId>,
-    pages: HashMap<PageId, Option<PageInfo>>,
+    pages: HashMap<PageId, Touched>,
+}
+
+/// A page that a batch touches.
+struct Touched {
+    /// What it is by now; `None` if it is gone.
+    state: Option<PageInfo>,
+    content: Content,
+}
+
+/// What a batch did to a page's bytes by now.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Content {
+    /// At most its length changed.
+    Kept,
+    Changed,
+    /// An image takes their place: nothing else of the batch may.
+    Image,
 }
 
 impl Overlay<'_> {
     fn get(&self, page: PageId) -> Option<&PageInfo> {
         match self.pages.get(&page) {
-            Some(state) => state.as_ref(),
+            Some(touched) => touched.state.as_ref(),
             None => self.table.pages.get(&page),
         }
     }
 
     fn set(&mut self, page: PageId, state: Option<PageInfo>) {
-        if self.pages.insert(page, state).is_none() {
+        if self.pages.insert(page, Touched { state, content: Content::Kept }).is_none() {
             self.order.push(page);
         }
     }
@@ -149,11 +179,33 @@ impl Overlay<'_> {
             info.lsn = self.lsn;
             self.set(page, Some(info));
         }
-        self.pages.get_mut(&page).and_then(Option::as_mut).ok_or(Refusal::UnknownPage(page))
+        let touched = self.pages.get_mut(&page).and_then(|touched| touched.state.as_mut());
+        touched.ok_or(Refusal::UnknownPage(page))
+    }
+
+    /// The page for changing its bytes from `Kept` or `Changed` to `content`.
+    fn touch_content(&mut self, page: PageId, content: Content) -> Result<&mut PageInfo, Refusal> {
+        self.touch(page)?;
+        let touched = self.pages.get_mut(&page).expect("touched just now");
+        if touched.content == Content::Image
+            || (content == Content::Image && touched.content != Content::Kept)
+        {
+            return Err(Refusal::ImageNotAlone(page));
+        }
+        if content != Content::Kept {
+            touched.content = content;
+        }
+        touched.state.as_mut().ok_or(Refusal::UnknownPage(page))
+    }
+
+    /// Has an image take the place of the page's bytes.
+    fn touch_image(&mut self, page: PageId, len: u64) -> Result<(), Refusal> {
+        let page_len = self.touch_content(page, Content::Image)?.len;
+        if len == page_len { Ok(()) } else { Err(Refusal::ImageLen { page, len, page_len }) }
     }
 
     fn touch_range(&mut self, page: PageId, offset: u64, len: u64) -> Result<(), Refusal> {
-        let page_len = self.touch(page)?.len;
+        let page_len = self.touch_content(page, Content::Changed)?.len;
         match offset.checked_add(len) {
             Some(end) if end <= page_len => Ok(()),
             _ => Err(Refusal::OutOfBounds { page, offset, len, page_len }),
@@ -283,8 +335,9 @@ impl PageTable {
                     }
                     Op::Resize { page, len } => {
                         check_page_len(*len)?;
-                        overlay.touch(*page)?.len = *len;
+                        overlay.touch_content(*page, Content::Kept)?.len = *len;
                     }
+                    Op::Image { page, len, .. } => overlay.touch_image(*page, *len)?,
                     Op::Delete { page } => {
                         let key = overlay.touch(*page)?.key.clone();
                         if let Some(key) = key {
@@ -327,8 +380,10 @@ impl PageTable {
             check_metadata_len("root", root, ROOT_LEN_MAX).map_err(|refusal| (index, refusal))?;
         }
         let Overlay { order, mut pages, .. } = overlay;
-        let pages =
-            order.into_iter().map(|page| (page, pages.remove(&page).expect("set with its order"))).collect();
+        let pages = order
+            .into_iter()
+            .map(|page| (page, pages.remove(&page).expect("set with its order").state))
+            .collect();
         Ok(Changes { lsn, pages, root, next_page })
     }
 

@@ -23,15 +23,16 @@ use remanent_format::frame::{
     check_payload, decode_seal, encode_seal,
 };
 use remanent_format::image::{
-    Chunk, ChunkHeader, ChunkHeaderRaw, Codec, ImageFileHeader, ImageFileHeaderRaw, ImageHeaderRaw, ImageRef,
-    NewImage,
+    Chunk, ChunkHeader, ChunkHeaderRaw, Codec, ImageFileHeader, ImageFileHeaderRaw, ImageHeaderRaw,
+    ImagePurpose, ImageRef, NewImage,
 };
 use remanent_format::limits::{METADATA_LEN_MAX, ROOT_LEN_MAX, SEGMENT_LEN_MIN};
 use remanent_format::manifest::{
     Manifest, ManifestEntry, ManifestEntryRaw, ManifestHeaderRaw, ManifestKind, Tombstone, TombstoneRaw,
 };
 use remanent_format::op::{
-    CreateBodyRaw, Indices, Op, OpHeaderRaw, PayloadHeadRaw, PayloadWriter, RestoreBodyRaw, decode_payload,
+    CreateBodyRaw, ImageBodyRaw, Indices, Op, OpHeaderRaw, PayloadHeadRaw, PayloadWriter, RestoreBodyRaw,
+    decode_payload,
 };
 use remanent_format::segment::{Opening, SegmentHeader, SegmentHeaderRaw};
 use remanent_format::store::{Features, StoreFile, StoreHeaderRaw, StoreRecord};
@@ -244,7 +245,8 @@ fn images() -> Vec<u8> {
 }
 
 fn images_of(chunk: &Chunk, contents: &[Vec<u8>]) -> Vec<u8> {
-    let mut bytes = ImageFileHeader { store: STORE, file: chunk.file }.encode().to_vec();
+    let mut bytes =
+        ImageFileHeader { store: STORE, file: chunk.file, purpose: ImagePurpose::Snapshot }.encode().to_vec();
     bytes.resize(chunk.offset as usize, 0);
     bytes.extend_from_slice(&chunk.encode(STORE));
     bytes.resize((chunk.offset + chunk.len) as usize, 0);
@@ -393,6 +395,7 @@ fn explain_frame<'t, 'a>(text: &'t mut Annotate<'a>, bytes: &[u8]) -> &'t mut An
                 text.part(op.second as usize * usize::from(op.width), "elements");
             }
             5 => _ = text.part(op.width.into(), "pattern"),
+            14 => _ = text.layout(&ImageBodyRaw::TABLE),
             8 | 10 => _ = text.entry(),
             9 | 11 | 12 => _ = text.part(op.body_len as usize, "text"),
             13 => _ = text.layout(&RestoreBodyRaw::TABLE),
@@ -420,6 +423,18 @@ fn sound_files() -> Vec<Sound> {
         indices: Indices::gaps(&[3, 0, 0xef, 0x03], 3).unwrap(),
         values: &[0xa0, 0xa1, 0xb0, 0xb1, 0xc0, 0xc1],
     }];
+    let image = [Op::Image {
+        page: PageId(5),
+        len: 17,
+        image: ImageRef {
+            file: 2,
+            offset: 4288,
+            stored_len: 17,
+            stored_crc: 0x5555_5555,
+            raw_crc: 0x5555_5555,
+            codec: Codec::Raw,
+        },
+    }];
     let restore = [Op::Restore { table: 4, table_crc: 0x4444_4444, restored: Lsn(30) }];
     [
         (
@@ -437,7 +452,7 @@ fn sound_files() -> Vec<Sound> {
         (
             "frame-batch",
             Frame,
-            "A batch of all operations but restore",
+            "A batch of all operations but those that name files",
             frame(FrameKind::Batch, &payload(&ops())),
         ),
         (
@@ -445,6 +460,12 @@ fn sound_files() -> Vec<Sound> {
             Frame,
             "A sparse delta with gap-coded indices",
             frame(FrameKind::Batch, &payload(&gaps)),
+        ),
+        (
+            "frame-image",
+            Frame,
+            "A page whose bytes were written ahead",
+            frame(FrameKind::Batch, &payload(&image)),
         ),
         ("frame-restore", Frame, "A restore", frame(FrameKind::Batch, &payload(&restore))),
         ("frame-seal", Frame, "A seal that names two verified snapshots", frame(FrameKind::Seal, &seal())),
@@ -657,7 +678,7 @@ const FAULTS: &[Fault] = &[
     ("payload-count-endless", "frame-batch", |b| in_payload(b, |p| p[3] = 1), "operation count is "),
     ("payload-left-over", "frame-batch", |b| in_payload(b, |p| p.extend_from_slice(&[0; 16])), "bytes after the last operation is 16"),
     ("payload-reserved", "frame-batch", |b| in_payload(b, |p| p[4] = 1), "reserved payload bytes is 1"),
-    ("op-kind", "frame-restore", |b| in_payload(b, |p| p[16] = 14), "operation kind is 14"),
+    ("op-kind", "frame-restore", |b| in_payload(b, |p| p[16] = 15), "operation kind is 15"),
     ("op-encoding", "frame-restore", |b| in_payload(b, |p| p[19] = 1), "operation encoding is 1"),
     ("op-indices-encoding", "frame-gaps", |b| in_payload(b, |p| p[19] = 2), "operation encoding is 2"),
     ("op-gap-overlong", "frame-gaps", |b| in_payload(b, |p| p[51] = 0), "last byte of an index gap is 0"),
@@ -665,6 +686,12 @@ const FAULTS: &[Fault] = &[
     ("op-gap-index", "frame-gaps", |b| in_payload(b, |p| p[48..53].copy_from_slice(&[0xff, 0xff, 0xff, 0xff, 0x0f])), "element index is 4294967296, over the limit of 4294967295"),
     ("op-gap-padding", "frame-gaps", |b| in_payload(b, |p| p[52] = 1), "index padding is 1"),
     ("op-gap-count", "frame-gaps", |b| in_payload(b, |p| p[40] = 4), "scatter body length is 22, expected 24"),
+    ("op-image-file", "frame-image", |b| in_payload(b, |p| p[48] = 0), "image file is 0"),
+    ("op-image-length", "frame-image", |b| in_payload(b, |p| p[32] = 16), "stored length of a raw image is 17, expected 16"),
+    ("op-image-offset", "frame-image", |b| in_payload(b, |p| p[57] = 0), "image offset is 192"),
+    ("op-image-codec", "frame-image", |b| in_payload(b, |p| p[80] = 9), "image codec is 9"),
+    ("op-image-reserved", "frame-image", |b| in_payload(b, |p| p[81] = 1), "reserved image bytes is 1"),
+    ("op-image-page", "frame-image", |b| in_payload(b, |p| p[24] = 0), "operation's page is 0"),
     ("op-width", "frame-restore", |b| in_payload(b, |p| p[18] = 1), "element width is 1"),
     ("op-argument", "frame-restore", |b| in_payload(b, |p| p[40] = 1), "unused operation argument is 1"),
     ("op-page", "frame-restore", |b| in_payload(b, |p| p[24] = 1), "operation's page is 1"),
@@ -677,6 +704,7 @@ const FAULTS: &[Fault] = &[
     ("images-cut", "images", |b| b.truncate(4200), "cut short: "),
     ("images-magic", "images", |b| b[0] = 0, "not a file of images"),
     ("images-checksum", "images", |b| b[32] ^= 1, "image file header checksum is 0x"),
+    ("images-purpose", "images", |b| { b[12] = 3; resum(b, 0, 60) }, "purpose of an image file is 3"),
     ("images-version", "images", |b| { b[8] = 2; resum(b, 0, 60) }, "format version 2 with"),
     ("chunk-magic", "images", |b| b[4096] = 0, "not a chunk of images"),
     ("chunk-checksum", "images", |b| b[4096 + 40] ^= 1, "chunk header checksum is 0x"),

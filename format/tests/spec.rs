@@ -4,12 +4,12 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use remanent_format::frame::{FrameHeader, FrameHeaderRaw, FrameKind, VerifiedSnapshotRaw};
-use remanent_format::image::{ChunkHeaderRaw, ImageFileHeaderRaw, ImageHeaderRaw};
+use remanent_format::image::{ChunkHeaderRaw, Codec, ImageFileHeaderRaw, ImageHeaderRaw, ImageRef};
 use remanent_format::layout::{Field, LayoutTable};
 use remanent_format::limits::{self, align_up};
 use remanent_format::manifest::{ManifestEntryRaw, ManifestHeaderRaw, TombstoneRaw};
 use remanent_format::op::{
-    CreateBodyRaw, Indices, Op, OpHeaderRaw, PayloadHeadRaw, PayloadWriter, RestoreBodyRaw,
+    CreateBodyRaw, ImageBodyRaw, Indices, Op, OpHeaderRaw, PayloadHeadRaw, PayloadWriter, RestoreBodyRaw,
 };
 use remanent_format::segment::SegmentHeaderRaw;
 use remanent_format::store::StoreHeaderRaw;
@@ -21,7 +21,7 @@ use remanent_format::{
 
 const SPEC: &str = include_str!("../SPEC.md");
 
-const LAYOUTS: [LayoutTable; 14] = [
+const LAYOUTS: [LayoutTable; 15] = [
     StoreHeaderRaw::TABLE,
     SegmentHeaderRaw::TABLE,
     FrameHeaderRaw::TABLE,
@@ -29,6 +29,7 @@ const LAYOUTS: [LayoutTable; 14] = [
     PayloadHeadRaw::TABLE,
     OpHeaderRaw::TABLE,
     CreateBodyRaw::TABLE,
+    ImageBodyRaw::TABLE,
     RestoreBodyRaw::TABLE,
     ImageFileHeaderRaw::TABLE,
     ChunkHeaderRaw::TABLE,
@@ -257,6 +258,8 @@ fn value_kinds_are_those_of_the_code() {
 #[test]
 fn operation_kinds_are_those_of_the_code() {
     let page = PageId(1);
+    let (codec, stored_len) = (Codec::Raw, 1);
+    let image = ImageRef { file: 1, offset: 4096, stored_len, stored_crc: 1, raw_crc: 1, codec };
     let samples = [
         Op::Create { page, len: 1, place: Place::Host, key: None, metadata: Metadata::new() },
         Op::Write { page, offset: 0, bytes: b"1" },
@@ -271,6 +274,7 @@ fn operation_kinds_are_those_of_the_code() {
         Op::RemoveRoot { name: "a" },
         Op::Note { text: "a" },
         Op::Restore { table: 1, table_crc: 1, restored: Lsn(1) },
+        Op::Image { page, len: 1, image },
     ];
     let rows = table_after("| kind | name | `width` |");
     assert_eq!(rows.len(), samples.len());

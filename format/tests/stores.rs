@@ -10,6 +10,7 @@ use std::path::Path;
 
 use maker::{Maker, PAGE, STORE, content, root};
 use remanent_format::frame::VerifiedSnapshot;
+use remanent_format::image::ImagePurpose;
 use remanent_format::limits::CHAIN_LINKS_MAX;
 use remanent_format::manifest::{Manifest, ManifestKind, Tombstone};
 use remanent_format::op::Op;
@@ -72,6 +73,64 @@ fn resum(frame: &mut [u8]) {
 
 fn segment(maker: &mut Maker, number: u64) -> &mut Vec<u8> {
     maker.files.0.get_mut(&FileName::Segment(number)).expect("a segment")
+}
+
+#[test]
+fn a_batch_may_name_an_image_that_was_written_ahead() {
+    let mut maker = Maker::new();
+    maker.batch().batch().batch_with_image(7);
+    check("the batch that names it is the last", &maker, &Clean(3));
+    maker.batch().snapshot(9, 1, 1, 1);
+    check("a write follows it, an older image goes before", &maker, &Clean(4));
+    maker.snapshot(10, 2, 3, 4);
+    check("the snapshot caught the page with it", &maker, &Clean(4));
+    maker.batch_with_image(11).batch_with_image(12);
+    check("one follows another", &maker, &Clean(6));
+    let until = RebuildOptions { until: Some(Lsn(5)), ..RebuildOptions::default() };
+    check_state("the first of the two", &rebuild(&maker.files, &until).unwrap(), 5);
+
+    maker.files.0.remove(&FileName::Pages(11));
+    check("nobody needs the first of the two for what is newer", &maker, &Clean(6));
+    maker.files.0.get_mut(&FileName::Pages(12)).unwrap()[4096 + 128] ^= 1;
+    check("a rotten one is named", &maker, &Refused("000000000000000c.pages at offset 4224: image checksum"));
+}
+
+#[test]
+fn an_image_is_all_that_a_batch_does_to_its_page() {
+    let mut maker = Maker::new();
+    let image = maker.image(7, ImagePurpose::Batch, 2);
+    let (page, len) = (PAGE, 64);
+    let named = Op::Image { page, len, image };
+    let write = Op::Write { page, offset: 0, bytes: &[1] };
+    let set = Op::SetMetadata { page, name: "a".into(), value: Value::Null };
+    let resize = |len| Op::Resize { page, len };
+    let new = PageId(2);
+    let create = Op::Create { page: new, len, place: Place::Host, key: None, metadata: Metadata::new() };
+    let of_new = Op::Image { page: new, len, image };
+    let alone = Some("an image of page 1 stands beside other changes of its bytes");
+    let too_long = Some("an image of 64 bytes for page 1 of 63 bytes");
+    for (why, ops, refusal) in [
+        ("alone", vec![&named], None),
+        ("a page that the batch creates", vec![&create, &of_new], None),
+        ("resized to its length before", vec![&resize(9), &resize(len), &named], None),
+        ("deleted after", vec![&named, &Op::Delete { page }], None),
+        ("metadata beside it", vec![&named, &set], None),
+        ("written before", vec![&write, &named], alone),
+        ("written after", vec![&named, &write], alone),
+        ("written after something else", vec![&named, &create, &write], alone),
+        ("resized after", vec![&named, &resize(len)], alone),
+        ("twice", vec![&named, &named], alone),
+        ("another length", vec![&resize(63), &named], too_long),
+    ] {
+        let mut maker = maker.clone();
+        let ops: Vec<Op<'_>> = ops.into_iter().cloned().collect();
+        maker.batch().batch_of(&ops, true);
+        match (rebuilt(&maker), refusal) {
+            (Ok(found), None) => assert_eq!(found.table.lsn(), Lsn(2), "{why}"),
+            (Err(damage), Some(text)) => assert!(damage.contains(text), "{why}: {damage}"),
+            (found, _) => panic!("{why}: {found:?}"),
+        }
+    }
 }
 
 #[test]

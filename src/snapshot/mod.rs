@@ -23,6 +23,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
+use remanent_format::image::ImagePurpose;
 use remanent_format::manifest::{Manifest, ManifestKind, Tombstone};
 use remanent_format::{Epoch, FileName, LogPoint, Lsn, Metadata, PageId, SnapshotId, StoreId};
 
@@ -89,13 +90,14 @@ impl Snapshots {
             Ok((turn.applied.point, pages))
         })?;
         let number = keeping.next_file;
-        let mut writer = match ImageWriter::create(self.disk.clone(), self.store, number) {
-            Ok(writer) => writer,
-            Err(error) => {
-                self.stop_watching()?;
-                return Err(error);
-            }
-        };
+        let mut writer =
+            match ImageWriter::create(self.disk.clone(), self.store, number, ImagePurpose::Snapshot) {
+                Ok(writer) => writer,
+                Err(error) => {
+                    self.stop_watching()?;
+                    return Err(error);
+                }
+            };
         let written = self.gather_all(&mut writer, &pages);
         let (entries, end) = match written.and_then(|entries| Ok((entries, self.end()?))) {
             Ok(written) => written,

@@ -1,6 +1,6 @@
 //! Floor 0. The header of an image file.
 
-use crate::defect::{Defect, array, check_crc, check_zero, check_zeros};
+use crate::defect::{Defect, array, check_crc, check_zeros};
 use crate::ids::StoreId;
 use crate::layout::layout;
 use crate::segment::FORMAT_VERSION;
@@ -17,16 +17,49 @@ layout! {
         0 => magic: [u8; 8],
         /// Format version, 1.
         8 => version: u32,
-        /// Zero.
-        12 => reserved: u32,
+        /// What the file was written for.
+        12 => purpose: u32,
         /// The store.
         16 => store: StoreId,
         /// The file's own number, as in its name.
         32 => file: u64,
         /// Zero.
-        40 => reserved_2: [u8; 20],
+        40 => reserved: [u8; 20],
         /// CRC-32 of the bytes before.
         60 => header_crc: u32,
+    }
+}
+
+/// What an image file was written for: where no manifest or table names it, this says whether the log may.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ImagePurpose {
+    /// For a snapshot, or for the table of an old state.
+    Snapshot,
+    /// For a batch, which names its images once they are durable.
+    Batch,
+}
+
+impl ImagePurpose {
+    /// The purpose's number on disk.
+    #[must_use]
+    pub fn to_raw(self) -> u32 {
+        match self {
+            ImagePurpose::Snapshot => 1,
+            ImagePurpose::Batch => 2,
+        }
+    }
+
+    /// The purpose of a number on disk.
+    ///
+    /// # Errors
+    /// [`Defect::Field`] if there is no such purpose.
+    pub fn from_raw(raw: u32) -> Result<Self, Defect> {
+        match raw {
+            1 => Ok(ImagePurpose::Snapshot),
+            2 => Ok(ImagePurpose::Batch),
+            other => Err(Defect::Field { what: "purpose of an image file", found: other.into() }),
+        }
     }
 }
 
@@ -37,6 +70,8 @@ pub struct ImageFileHeader {
     pub store: StoreId,
     /// The file's own number.
     pub file: u64,
+    /// What it was written for.
+    pub purpose: ImagePurpose,
 }
 
 impl ImageFileHeader {
@@ -46,10 +81,10 @@ impl ImageFileHeader {
         let mut raw = ImageFileHeaderRaw {
             magic: IMAGE_FILE_MAGIC,
             version: FORMAT_VERSION,
-            reserved: 0,
+            purpose: self.purpose.to_raw(),
             store: self.store,
             file: self.file,
-            reserved_2: [0; 20],
+            reserved: [0; 20],
             header_crc: 0,
         };
         raw.header_crc = crc32fast::hash(&raw.to_bytes()[..60]);
@@ -71,8 +106,8 @@ impl ImageFileHeader {
         if raw.version != FORMAT_VERSION {
             return Err(Defect::Version { version: raw.version, features: 0 });
         }
-        check_zero("reserved image file bytes", raw.reserved.into())?;
-        check_zeros("reserved image file bytes", &raw.reserved_2)?;
-        Ok(Self { store: raw.store, file: raw.file })
+        let purpose = ImagePurpose::from_raw(raw.purpose)?;
+        check_zeros("reserved image file bytes", &raw.reserved)?;
+        Ok(Self { store: raw.store, file: raw.file, purpose })
     }
 }

@@ -18,5 +18,5 @@ mod chunk;
 mod tests;
 
 pub use chunk::{CHUNK_MAGIC, Chunk, ChunkHeader, ChunkHeaderRaw, ImageHeader, ImageHeaderRaw, NewImage};
-pub use file::{IMAGE_FILE_MAGIC, IMAGE_HEADER_BLOCK, ImageFileHeader, ImageFileHeaderRaw};
+pub use file::{IMAGE_FILE_MAGIC, IMAGE_HEADER_BLOCK, ImageFileHeader, ImageFileHeaderRaw, ImagePurpose};
 pub use image_ref::{Codec, ImageRef};

@@ -34,7 +34,7 @@ fn with_rows(change: impl FnOnce(&mut ChunkHeaderRaw, &mut ImageHeaderRaw)) -> V
 
 #[test]
 fn file_header_round_trips_and_refuses_every_flipped_bit() {
-    let header = ImageFileHeader { store: STORE, file: 0x0102_0304 };
+    let header = ImageFileHeader { store: STORE, file: 0x0102_0304, purpose: ImagePurpose::Batch };
     let bytes = header.encode();
     assert_eq!(ImageFileHeader::decode(&bytes), Ok(header));
     for bit in 0..8 * bytes.len() {
@@ -43,10 +43,18 @@ fn file_header_round_trips_and_refuses_every_flipped_bit() {
         assert!(ImageFileHeader::decode(&damaged).is_err(), "bit {bit}");
     }
     assert!(matches!(ImageFileHeader::decode(&bytes[..63]), Err(Defect::Truncated { needed: 64, have: 63 })));
-    let mut newer = ImageFileHeaderRaw::from_bytes(&bytes);
-    newer.version = 2;
-    newer.header_crc = crc32fast::hash(&newer.to_bytes()[..60]);
-    assert_eq!(ImageFileHeader::decode(&newer.to_bytes()), Err(Defect::Version { version: 2, features: 0 }));
+    let changed = |change: fn(&mut ImageFileHeaderRaw)| {
+        let mut raw = ImageFileHeaderRaw::from_bytes(&bytes);
+        change(&mut raw);
+        raw.header_crc = crc32fast::hash(&raw.to_bytes()[..60]);
+        ImageFileHeader::decode(&raw.to_bytes())
+    };
+    let newer = changed(|raw| raw.version = 2);
+    assert_eq!(newer, Err(Defect::Version { version: 2, features: 0 }));
+    for purpose in [0, 3] {
+        let found = changed(if purpose == 0 { |raw| raw.purpose = 0 } else { |raw| raw.purpose = 3 });
+        assert_eq!(found, Err(Defect::Field { what: "purpose of an image file", found: purpose }));
+    }
 }
 
 #[test]

@@ -14,6 +14,7 @@ pub use writer::PayloadWriter;
 
 use crate::defect::{Defect, check_limit};
 use crate::ids::{Key, Lsn, PageId, Place, Width};
+use crate::image::ImageRef;
 use crate::layout::layout;
 use crate::limits::{DEVICE_ORDINAL_MAX, FRAME_ALIGN, align_up};
 use crate::value::{Metadata, Value};
@@ -36,6 +37,7 @@ const SET_ROOT: u16 = 10;
 const REMOVE_ROOT: u16 = 11;
 const NOTE: u16 = 12;
 const RESTORE: u16 = 13;
+const IMAGE: u16 = 14;
 
 layout! {
     /// The head of a batch's payload.
@@ -96,6 +98,26 @@ layout! {
         8 => table_crc: u32,
         /// Zero.
         12 => reserved: u32,
+    }
+}
+
+layout! {
+    /// The body of an operation that names an image.
+    pub struct ImageBodyRaw: 40 {
+        /// The image file's number.
+        0 => file: u64,
+        /// Where the payload lies: bytes from the file's start.
+        8 => offset: u64,
+        /// Length of the payload as it is stored.
+        16 => stored_len: u64,
+        /// CRC-32 of the payload as it is stored.
+        24 => stored_crc: u32,
+        /// CRC-32 of the page's bytes.
+        28 => raw_crc: u32,
+        /// How the payload is stored, as in an image header.
+        32 => codec: u8,
+        /// Zero.
+        33 => reserved: [u8; 7],
     }
 }
 
@@ -207,6 +229,17 @@ pub enum Op<'a> {
         /// The text.
         text: &'a str,
     },
+    /// An image becomes the page's whole content. It is durable before the batch is logged, so that the bytes
+    /// are written once. No other operation of the batch changes the page's bytes, and it has its length by
+    /// then.
+    Image {
+        /// The page.
+        page: PageId,
+        /// The page's length in bytes.
+        len: u64,
+        /// The image.
+        image: ImageRef,
+    },
     /// Everything is replaced by an earlier state, which a table file names. The only operation of its
     /// batch.
     Restore {
@@ -241,7 +274,8 @@ impl Op<'_> {
             | Op::Resize { page, .. }
             | Op::Delete { page }
             | Op::SetMetadata { page, .. }
-            | Op::RemoveMetadata { page, .. } => Some(*page),
+            | Op::RemoveMetadata { page, .. }
+            | Op::Image { page, .. } => Some(*page),
             Op::SetRoot { .. } | Op::RemoveRoot { .. } | Op::Note { .. } | Op::Restore { .. } => None,
         }
     }
@@ -254,6 +288,7 @@ impl Op<'_> {
                 Some((*offset, bytes.len() as u64))
             }
             Op::Fill { offset, len, .. } => Some((*offset, *len)),
+            Op::Image { len, .. } => Some((0, *len)),
             Op::Scatter { width, base, indices, .. } => {
                 let count = indices.highest().map_or(0, |highest| u64::from(highest) + 1);
                 Some((*base, count * width.bytes() as u64))
@@ -279,6 +314,7 @@ impl Op<'_> {
             Op::RemoveRoot { .. } => "remove-root",
             Op::Note { .. } => "note",
             Op::Restore { .. } => "restore",
+            Op::Image { .. } => "image",
         }
     }
 }

@@ -2,12 +2,13 @@
 
 use super::indices::{GAPS, PLAIN};
 use super::{
-    CREATE, CreateBodyRaw, DELETE, FILL, Indices, MASKED, NOTE, OP_HEADER_LEN, Op, OpAt, OpHeaderRaw,
-    PAYLOAD_HEAD_LEN, PayloadHeadRaw, REMOVE_METADATA, REMOVE_ROOT, RESIZE, RESTORE, RestoreBodyRaw, SCATTER,
-    SET_METADATA, SET_ROOT, WRITE, check_place, masked_bytes_at, scatter_values_at,
+    CREATE, CreateBodyRaw, DELETE, FILL, IMAGE, ImageBodyRaw, Indices, MASKED, NOTE, OP_HEADER_LEN, Op, OpAt,
+    OpHeaderRaw, PAYLOAD_HEAD_LEN, PayloadHeadRaw, REMOVE_METADATA, REMOVE_ROOT, RESIZE, RESTORE,
+    RestoreBodyRaw, SCATTER, SET_METADATA, SET_ROOT, WRITE, check_place, masked_bytes_at, scatter_values_at,
 };
 use crate::defect::{Defect, array, check_limit, check_zero, check_zeros, slice};
 use crate::ids::{Key, PageId, Place, Width};
+use crate::image::{Codec, ImageRef};
 use crate::limits::{
     FRAME_ALIGN, METADATA_LEN_MAX, NAME_LEN_MAX, NOTE_LEN_MAX, NUMBER_MAX, ROOT_LEN_MAX, align_up,
 };
@@ -51,7 +52,7 @@ fn decode_op<'a>(header: &OpHeaderRaw, body: &'a [u8]) -> Result<Op<'a>, Defect>
     let page = header.page;
     check_limit("operation's page", page.0, NUMBER_MAX)?;
     let OpHeaderRaw { first, second, .. } = *header;
-    let about_page = matches!(header.kind, CREATE..=REMOVE_METADATA);
+    let about_page = matches!(header.kind, CREATE..=REMOVE_METADATA | IMAGE);
     if about_page == (page == PageId(0)) {
         return Err(Defect::Field { what: "operation's page", found: page.0 });
     }
@@ -181,6 +182,26 @@ fn decode_op<'a>(header: &OpHeaderRaw, body: &'a [u8]) -> Result<Op<'a>, Defect>
             let raw = RestoreBodyRaw::from_bytes(array(body, 0)?);
             check_zero("reserved restore bytes", raw.reserved.into())?;
             Ok(Op::Restore { table: first, table_crc: raw.table_crc, restored: raw.restored })
+        }
+        IMAGE => {
+            unused(second)?;
+            has_len("image body length", body.len(), ImageBodyRaw::LEN as u64)?;
+            let raw = ImageBodyRaw::from_bytes(array(body, 0)?);
+            check_zeros("reserved image bytes", &raw.reserved)?;
+            let image = ImageRef {
+                file: raw.file,
+                offset: raw.offset,
+                stored_len: raw.stored_len,
+                stored_crc: raw.stored_crc,
+                raw_crc: raw.raw_crc,
+                codec: Codec::from_raw(raw.codec)?,
+            };
+            check_limit("image file", image.file, NUMBER_MAX)?;
+            if image.file == 0 {
+                return Err(Defect::Field { what: "image file", found: 0 });
+            }
+            image.check(first)?;
+            Ok(Op::Image { page, len: first, image })
         }
         other => Err(Defect::Field { what: "operation kind", found: other.into() }),
     }

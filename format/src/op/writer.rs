@@ -1,9 +1,9 @@
 //! Floor 0. Operations to bytes: a payload under construction.
 
 use super::{
-    CREATE, CreateBodyRaw, DELETE, FILL, MASKED, NOTE, OP_HEADER_LEN, Op, OpHeaderRaw, PAYLOAD_HEAD_LEN,
-    PayloadHeadRaw, REMOVE_METADATA, REMOVE_ROOT, RESIZE, RESTORE, RestoreBodyRaw, SCATTER, SET_METADATA,
-    SET_ROOT, WRITE, check_place, masked_bytes_at, scatter_values_at,
+    CREATE, CreateBodyRaw, DELETE, FILL, IMAGE, ImageBodyRaw, MASKED, NOTE, OP_HEADER_LEN, Op, OpHeaderRaw,
+    PAYLOAD_HEAD_LEN, PayloadHeadRaw, REMOVE_METADATA, REMOVE_ROOT, RESIZE, RESTORE, RestoreBodyRaw, SCATTER,
+    SET_METADATA, SET_ROOT, WRITE, check_place, masked_bytes_at, scatter_values_at,
 };
 use crate::defect::{Defect, check_limit};
 use crate::ids::Key;
@@ -27,7 +27,10 @@ impl PayloadWriter {
     /// Appends an operation.
     ///
     /// # Errors
-    /// [`Defect::Limit`] if a part of it is longer than the format allows.
+    /// [`Defect::Limit`] if a part of it is longer than the format allows; what [`ImageRef::check`] says of an
+    /// image.
+    ///
+    /// [`ImageRef::check`]: crate::image::ImageRef::check
     pub fn push(&mut self, op: &Op<'_>) -> Result<(), Defect> {
         let mut header = OpHeaderRaw {
             kind: 0,
@@ -107,6 +110,20 @@ impl PayloadWriter {
                 header.kind = NOTE;
                 check_limit("note length", text.len() as u64, NOTE_LEN_MAX as u64)?;
                 self.bytes.extend_from_slice(text.as_bytes());
+            }
+            Op::Image { len, image, .. } => {
+                (header.kind, header.first) = (IMAGE, *len);
+                image.check(*len)?;
+                let body = ImageBodyRaw {
+                    file: image.file,
+                    offset: image.offset,
+                    stored_len: image.stored_len,
+                    stored_crc: image.stored_crc,
+                    raw_crc: image.raw_crc,
+                    codec: image.codec.to_raw(),
+                    reserved: [0; 7],
+                };
+                self.bytes.extend_from_slice(&body.to_bytes());
             }
             Op::Restore { table, table_crc, restored } => {
                 (header.kind, header.first) = (RESTORE, *table);

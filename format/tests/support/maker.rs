@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use remanent_format::frame::{FrameHeader, FrameKind, VerifiedSnapshot, encode_seal};
-use remanent_format::image::{Chunk, ImageFileHeader, NewImage};
+use remanent_format::image::{Chunk, ImageFileHeader, ImagePurpose, ImageRef, NewImage};
 use remanent_format::limits::{GROUP_ALIGN, SEGMENT_LEN_MIN, align_up};
 use remanent_format::manifest::{Manifest, ManifestEntry, ManifestKind, Tombstone};
 use remanent_format::op::{Op, PayloadWriter};
@@ -192,23 +192,35 @@ impl Maker {
         self.batches.iter().find(|batch| batch.end.lsn == Lsn(lsn)).expect("a batch").end
     }
 
-    /// What manifest `number` says of the page as batch `caught` left it, with its image file made.
-    pub fn manifest(&mut self, number: u64, redo: u64, caught: u64, end: u64) -> Manifest {
-        let content = content(caught);
-        let image = NewImage {
-            page: PAGE,
-            epoch: Epoch(caught),
-            lsn: Lsn(caught),
-            len: PAGE_LEN as u64,
-            crc: crc32fast::hash(&content),
-        };
+    /// Writes image file `number`: the page as batch `lsn` leaves it.
+    pub fn image(&mut self, number: u64, purpose: ImagePurpose, lsn: u64) -> ImageRef {
+        let content = content(lsn);
+        let known = if purpose == ImagePurpose::Batch { 0 } else { lsn };
+        let (epoch, lsn) = (Epoch(known), Lsn(known));
+        let crc = crc32fast::hash(&content);
+        let image = NewImage { page: PAGE, epoch, lsn, len: PAGE_LEN as u64, crc };
         let chunk = Chunk::plan(number, 4096, &[image]).unwrap();
-        let mut bytes = ImageFileHeader { store: STORE, file: number }.encode().to_vec();
+        let mut bytes = ImageFileHeader { store: STORE, file: number, purpose }.encode().to_vec();
         bytes.resize(4096, 0);
         bytes.extend_from_slice(&chunk.encode(STORE));
         bytes.extend_from_slice(&content);
         bytes.resize(4096 + chunk.len as usize, 0);
         self.files.0.insert(FileName::Pages(number), bytes);
+        chunk.images[0].image
+    }
+
+    /// The next batch, whose bytes lie in image file `number`.
+    pub fn batch_with_image(&mut self, number: u64) -> &mut Self {
+        let lsn = self.point.lsn.0 + 1;
+        let image = self.image(number, ImagePurpose::Batch, lsn);
+        let mut ops = self.next_ops();
+        ops[0] = Op::Image { page: PAGE, len: PAGE_LEN as u64, image };
+        self.batch_of(&ops, true)
+    }
+
+    /// What manifest `number` says of the page as batch `caught` left it, with its image file made.
+    pub fn manifest(&mut self, number: u64, redo: u64, caught: u64, end: u64) -> Manifest {
+        let image = self.image(number, ImagePurpose::Snapshot, caught);
         let entry = ManifestEntry {
             page: PAGE,
             key: Some(Key::new("p").unwrap()),
@@ -217,7 +229,7 @@ impl Maker {
             lsn: Lsn(caught),
             place: Place::Host,
             metadata: Arc::default(),
-            image: Some(chunk.images[0].image),
+            image: Some(image),
         };
         Manifest {
             kind: ManifestKind::Base,
