@@ -91,7 +91,7 @@ impl<'d> Past<'d> {
         match at {
             None => Ok(None),
             Some(At::Lsn(lsn)) => Ok(Some(*lsn)),
-            Some(At::Snapshot(snapshot)) => match self.survey.manifests.get(snapshot) {
+            Some(At::Snapshot(snapshot)) => match self.survey.links.get(snapshot) {
                 Some(Ok((manifest, _))) => Ok(Some(manifest.end)),
                 Some(Err(damage)) => Err(damaged(damage.clone())),
                 None => Err(Failure::Environment(format!("there is no snapshot {snapshot}"))),
