@@ -65,7 +65,6 @@ struct DiffRow {
 };
 static_assert(sizeof(DiffRow) == 32, "DiffRow");
 
-constexpr u32 DIFF_LEN_MAX = 64 << 10;
 
 struct CompareRow {
     u64 left;
@@ -85,5 +84,27 @@ struct IndexRow {
 };
 static_assert(sizeof(IndexRow) == 40, "IndexRow");
 
+constexpr u64 EQUAL = ~0ull;
+
 constexpr u32 OUT_OF_BOUNDS = 1;
 constexpr u32 TWICE = 2;
+
+// Sixteen bytes, the widest access that a thread makes.
+struct __align__(16) Bytes16 {
+    u32 word[4];
+};
+
+// An address of a row as a pointer.
+template <typename T>
+__device__ __forceinline__ T *at(u64 address) {
+    return reinterpret_cast<T *>(address);
+}
+
+__device__ __forceinline__ u64 least(u64 one, u64 other) {
+    return one < other ? one : other;
+}
+
+// Whether each of the addresses is a multiple of `to`, a power of two.
+__device__ __forceinline__ bool aligned(u64 one, u64 other, u64 to) {
+    return ((one | other) & (to - 1)) == 0;
+}

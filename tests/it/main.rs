@@ -10,6 +10,8 @@ mod faults;
 mod files;
 mod floors;
 mod fork;
+#[cfg(feature = "cuda")]
+mod kernels;
 mod kill;
 mod laws;
 mod model;

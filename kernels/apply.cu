@@ -1,0 +1,362 @@
+// Deltas, fills and copies: pieces of a table, merged into page memory.
+//
+// Grid: a warp (`apply_by_warp`) or a block (`apply_by_block`) a part, that is, a run of consecutive pieces,
+// or a cut of one long piece. The two differ in nothing else; the launcher gives little work to a warp.
+//
+// Owner: a byte of a target belongs to one part. Where pieces overlap they are in one part, which applies
+// them in order with a barrier between two, or in launches one after the other. Within a piece each thread
+// writes bytes of its own: the indices of a sparse piece are all different. Sixteen bytes are read, changed
+// and written back only where all of them lie in the part. So no result depends on scheduling.
+//
+// Checked before: all ranges lie within their memory; indices are below the range's end and different; no
+// payload lies in a range that the same launch writes.
+//
+// Bytes moved: dense, twice the length. Fill, the length. Masked, the bitmap, and for every sixteen bytes
+// with a bit set their values, their old content unless all bits are set, and their new content. Sparse,
+// four bytes an index, the values, and one sector of 32 bytes read and written an element at worst.
+
+#include "common.cuh"
+
+// Where `THREADS` threads, one warp or one block, wait for each other and see what the others wrote.
+template <u32 THREADS>
+__device__ __forceinline__ void meet() {
+    if (THREADS == 32) {
+        __syncwarp();
+    } else {
+        __syncthreads();
+    }
+}
+
+// Vectors of sixteen bytes, both sides on their boundary. Four loads are on their way before the first store.
+template <u32 THREADS>
+__device__ __forceinline__ void copy_vectors(Bytes16 *target, const Bytes16 *source, u64 count, u32 thread) {
+    u64 i = thread;
+    for (; i + 3 * THREADS < count; i += 4 * THREADS) {
+        Bytes16 moved[4];
+#pragma unroll
+        for (u32 k = 0; k < 4; k++) {
+            moved[k] = source[i + k * THREADS];
+        }
+#pragma unroll
+        for (u32 k = 0; k < 4; k++) {
+            target[i + k * THREADS] = moved[k];
+        }
+    }
+    for (; i < count; i += THREADS) {
+        target[i] = source[i];
+    }
+}
+
+// Sixteen bytes that begin `WORDS` words and `bits` bits after `low`, and end within `high`.
+template <u32 WORDS>
+__device__ __forceinline__ Bytes16 shifted(const Bytes16 &low, const Bytes16 &high, u32 bits) {
+    const u32 word[8] = {low.word[0],  low.word[1],  low.word[2],  low.word[3],
+                         high.word[0], high.word[1], high.word[2], high.word[3]};
+    Bytes16 result;
+#pragma unroll
+    for (u32 k = 0; k < 4; k++) {
+        result.word[k] = __funnelshift_r(word[k + WORDS], word[k + WORDS + 1], bits);
+    }
+    return result;
+}
+
+// Vectors `first` to `end` of the target; vector i is made of vectors i and i + 1 of the source.
+template <u32 THREADS, u32 WORDS>
+__device__ __forceinline__ void copy_shifted(Bytes16 *target, const Bytes16 *source, u64 first, u64 end, u32 bits, u32 thread) {
+    u64 i = first + thread;
+    for (; i + THREADS < end; i += 2 * THREADS) {
+        const Bytes16 low = source[i], high = source[i + 1];
+        const Bytes16 next_low = source[i + THREADS], next_high = source[i + THREADS + 1];
+        target[i] = shifted<WORDS>(low, high, bits);
+        target[i + THREADS] = shifted<WORDS>(next_low, next_high, bits);
+    }
+    if (i < end) {
+        target[i] = shifted<WORDS>(source[i], source[i + 1], bits);
+    }
+}
+
+template <u32 THREADS>
+__device__ __forceinline__ void copy_bytes(u8 *target, const u8 *source, u64 len, u32 thread) {
+    const u32 head = least(-u64(target) & 15, len);
+    if (thread < head) {
+        target[thread] = source[thread];
+    }
+    target += head;
+    source += head;
+    len -= head;
+    const u64 count = len / 16;
+    const u32 tail = len & 15;
+    if (thread < tail) {
+        target[16 * count + thread] = source[16 * count + thread];
+    }
+    Bytes16 *vectors = reinterpret_cast<Bytes16 *>(target);
+    const u32 shift = u64(source) & 15;
+    if (shift == 0) {
+        copy_vectors<THREADS>(vectors, reinterpret_cast<const Bytes16 *>(source), count, thread);
+        return;
+    }
+    if (count == 0) {
+        return;
+    }
+    // Whole vectors of the source are read, so those that reach out of it are left to single bytes: the
+    // first if fewer than `shift` bytes lie before it, the last if too few lie behind it.
+    const u64 first = head < shift ? 1 : 0;
+    const u64 end = tail + shift < 16 ? count - 1 : count;
+    if (first == 1 && thread < 16) {
+        target[thread] = source[thread];
+    }
+    if (end < count && thread < 16) {
+        target[16 * end + thread] = source[16 * end + thread];
+    }
+    const Bytes16 *around = reinterpret_cast<const Bytes16 *>(source - shift);
+    const u32 bits = 8 * (shift & 3);
+    switch (shift / 4) {
+    case 0: return copy_shifted<THREADS, 0>(vectors, around, first, end, bits, thread);
+    case 1: return copy_shifted<THREADS, 1>(vectors, around, first, end, bits, thread);
+    case 2: return copy_shifted<THREADS, 2>(vectors, around, first, end, bits, thread);
+    default: return copy_shifted<THREADS, 3>(vectors, around, first, end, bits, thread);
+    }
+}
+
+// Byte `at` of the endless repetition of a pattern of sixteen.
+__device__ __forceinline__ u8 pattern_byte(u64 low, u64 high, u64 at) {
+    return (at & 8 ? high : low) >> (8 * (at & 7));
+}
+
+template <u32 THREADS>
+__device__ __forceinline__ void fill(u8 *target, u64 low, u64 high, u64 begin, u64 end, u32 thread) {
+    const u64 head = least(-u64(target + begin) & 15, end - begin);
+    if (thread < head) {
+        target[begin + thread] = pattern_byte(low, high, begin + thread);
+    }
+    begin += head;
+    const u64 count = (end - begin) / 16;
+    const u64 rest = begin + 16 * count;
+    if (rest + thread < end) {
+        target[rest + thread] = pattern_byte(low, high, rest + thread);
+    }
+    // The pattern as it lies from a boundary on.
+    u64 turned[2] = {0, 0};
+#pragma unroll
+    for (u32 byte = 0; byte < 16; byte++) {
+        turned[byte / 8] |= u64(pattern_byte(low, high, begin + byte)) << (8 * (byte % 8));
+    }
+    const Bytes16 tile = {u32(turned[0]), u32(turned[0] >> 32), u32(turned[1]), u32(turned[1] >> 32)};
+    Bytes16 *vectors = reinterpret_cast<Bytes16 *>(target + begin);
+    for (u64 i = thread; i < count; i += THREADS) {
+        vectors[i] = tile;
+    }
+}
+
+template <typename T>
+__device__ __forceinline__ void copy_as(u8 *target, const u8 *source) {
+    *reinterpret_cast<T *>(target) = *reinterpret_cast<const T *>(source);
+}
+
+template <u32 WIDTH>
+__device__ __forceinline__ void copy_element(u8 *target, const u8 *source) {
+    if (!aligned(u64(target), u64(source), WIDTH)) {
+#pragma unroll
+        for (u32 byte = 0; byte < WIDTH; byte++) {
+            target[byte] = source[byte];
+        }
+        return;
+    }
+    switch (WIDTH) {
+    case 1: return copy_as<u8>(target, source);
+    case 2: return copy_as<u16>(target, source);
+    case 4: return copy_as<u32>(target, source);
+    case 8: return copy_as<u64>(target, source);
+    default: return copy_as<Bytes16>(target, source);
+    }
+}
+
+// The bits of the elements of one vector of sixteen bytes.
+template <u32 WIDTH>
+__device__ __forceinline__ u32 bits_of_vector(const u8 *bitmap, u64 vector) {
+    constexpr u32 ELEMENTS = 16 / WIDTH;
+    if (ELEMENTS == 16) {
+        return bitmap[2 * vector] | u32(bitmap[2 * vector + 1]) << 8;
+    }
+    const u64 first = vector * ELEMENTS;
+    return bitmap[first / 8] >> (first % 8) & ((1u << ELEMENTS) - 1);
+}
+
+// Which bits of word `word` of a vector belong to elements whose bit is 1.
+template <u32 WIDTH>
+__device__ __forceinline__ u32 word_mask(u32 bits, u32 word) {
+    switch (WIDTH) {
+    case 1: {
+        // Four bits, spread to the lowest bit of four bytes; no product of the two sums reaches another.
+        const u32 spread = ((bits >> (4 * word) & 15) * 0x00204081u) & 0x01010101u;
+        return spread * 0xffu;
+    }
+    case 2: {
+        const u32 two = bits >> (2 * word) & 3;
+        return (two & 1) * 0x0000ffffu | (two >> 1) * 0xffff0000u;
+    }
+    case 4: return -(bits >> word & 1);
+    case 8: return -(bits >> (word / 2) & 1);
+    default: return -(bits & 1);
+    }
+}
+
+// Vectors of sixteen bytes, both sides on their boundary. Four vectors a thread at a time, and every load
+// that is needed on its way before the first store.
+template <u32 THREADS, u32 WIDTH>
+__device__ __forceinline__ void merge_vectors(Bytes16 *target, const u8 *bitmap, const Bytes16 *values, u64 begin, u64 end,
+                              u32 thread) {
+    constexpr u32 AT_ONCE = 4;
+    constexpr u32 ALL = (1u << (16 / WIDTH)) - 1;
+    for (u64 i = begin + thread; i < end; i += AT_ONCE * THREADS) {
+        u32 bits[AT_ONCE];
+        Bytes16 merged[AT_ONCE], old[AT_ONCE];
+#pragma unroll
+        for (u32 k = 0; k < AT_ONCE; k++) {
+            const u64 vector = i + k * THREADS;
+            bits[k] = vector < end ? bits_of_vector<WIDTH>(bitmap, vector) : 0;
+        }
+#pragma unroll
+        for (u32 k = 0; k < AT_ONCE; k++) {
+            if (bits[k] != 0) {
+                merged[k] = values[i + k * THREADS];
+            }
+            if (bits[k] != 0 && bits[k] != ALL) {
+                old[k] = target[i + k * THREADS];
+            }
+        }
+#pragma unroll
+        for (u32 k = 0; k < AT_ONCE; k++) {
+            if (bits[k] == 0) {
+                continue;
+            }
+            if (bits[k] != ALL) {
+#pragma unroll
+                for (u32 word = 0; word < 4; word++) {
+                    const u32 mask = word_mask<WIDTH>(bits[k], word);
+                    merged[k].word[word] = (merged[k].word[word] & mask) | (old[k].word[word] & ~mask);
+                }
+            }
+            target[i + k * THREADS] = merged[k];
+        }
+    }
+}
+
+template <u32 THREADS, u32 WIDTH>
+__device__ __forceinline__ void merge_masked(u8 *target, const u8 *bitmap, const u8 *values, u64 begin, u64 end, u32 thread) {
+    // Elements from `plain` on are merged one by one.
+    u64 plain = begin;
+    if (aligned(u64(target), u64(values), 16)) {
+        // `begin` is a multiple of MASK_STEPS, so it is a whole number of vectors and of bytes of the bitmap.
+        const u64 vectors_end = end * WIDTH / 16;
+        merge_vectors<THREADS, WIDTH>(reinterpret_cast<Bytes16 *>(target), bitmap,
+                                      reinterpret_cast<const Bytes16 *>(values), begin * WIDTH / 16, vectors_end,
+                                      thread);
+        plain = vectors_end * 16 / WIDTH;
+    }
+    for (u64 byte = plain / 8 + thread; 8 * byte < end; byte += THREADS) {
+        for (u32 bits = bitmap[byte], bit = 0; bits != 0; bits >>= 1, bit++) {
+            const u64 element = 8 * byte + bit;
+            if ((bits & 1) != 0 && element >= plain && element < end) {
+                copy_element<WIDTH>(target + element * WIDTH, values + element * WIDTH);
+            }
+        }
+    }
+}
+
+// Elements and indices on their boundaries. Four of each are on their way before the first store.
+template <u32 THREADS, typename T>
+__device__ __forceinline__ void scatter_aligned(T *target, const u32 *indices, const T *values, u64 begin, u64 end, u32 thread) {
+    u64 i = begin + thread;
+    for (; i + 3 * THREADS < end; i += 4 * THREADS) {
+        u32 index[4];
+        T value[4];
+#pragma unroll
+        for (u32 k = 0; k < 4; k++) {
+            index[k] = indices[i + k * THREADS];
+            value[k] = values[i + k * THREADS];
+        }
+#pragma unroll
+        for (u32 k = 0; k < 4; k++) {
+            target[index[k]] = value[k];
+        }
+    }
+    for (; i < end; i += THREADS) {
+        target[indices[i]] = values[i];
+    }
+}
+
+template <u32 THREADS, u32 WIDTH, typename T>
+__device__ __forceinline__ void merge_sparse(u8 *target, const u8 *indices, const u8 *values, u64 begin, u64 end, u32 thread) {
+    if (aligned(u64(target), u64(values), WIDTH) && aligned(u64(indices), 0, 4)) {
+        scatter_aligned<THREADS>(reinterpret_cast<T *>(target), reinterpret_cast<const u32 *>(indices),
+                                 reinterpret_cast<const T *>(values), begin, end, thread);
+        return;
+    }
+    for (u64 i = begin + thread; i < end; i += THREADS) {
+        const u8 *bytes = indices + 4 * i;
+        const u64 index = bytes[0] | u32(bytes[1]) << 8 | u32(bytes[2]) << 16 | u32(bytes[3]) << 24;
+        copy_element<WIDTH>(target + index * WIDTH, values + i * WIDTH);
+    }
+}
+
+template <u32 THREADS>
+__device__ __forceinline__ void apply_masked(const PieceRow &piece, u64 begin, u64 end, u32 thread) {
+    u8 *target = at<u8>(piece.target);
+    const u8 *bitmap = at<u8>(piece.payload), *values = at<u8>(piece.values);
+    switch (piece.width) {
+    case 1: return merge_masked<THREADS, 1>(target, bitmap, values, begin, end, thread);
+    case 2: return merge_masked<THREADS, 2>(target, bitmap, values, begin, end, thread);
+    case 4: return merge_masked<THREADS, 4>(target, bitmap, values, begin, end, thread);
+    case 8: return merge_masked<THREADS, 8>(target, bitmap, values, begin, end, thread);
+    default: return merge_masked<THREADS, 16>(target, bitmap, values, begin, end, thread);
+    }
+}
+
+template <u32 THREADS>
+__device__ __forceinline__ void apply_sparse(const PieceRow &piece, u64 begin, u64 end, u32 thread) {
+    u8 *target = at<u8>(piece.target);
+    const u8 *indices = at<u8>(piece.payload), *values = at<u8>(piece.values);
+    switch (piece.width) {
+    case 1: return merge_sparse<THREADS, 1, u8>(target, indices, values, begin, end, thread);
+    case 2: return merge_sparse<THREADS, 2, u16>(target, indices, values, begin, end, thread);
+    case 4: return merge_sparse<THREADS, 4, u32>(target, indices, values, begin, end, thread);
+    case 8: return merge_sparse<THREADS, 8, u64>(target, indices, values, begin, end, thread);
+    default: return merge_sparse<THREADS, 16, Bytes16>(target, indices, values, begin, end, thread);
+    }
+}
+
+template <u32 THREADS>
+__device__ __forceinline__ void apply(const PartRow &part, const PieceRow *pieces, u32 thread) {
+    for (u32 i = 0; i < part.piece_count; i++) {
+        if (i > 0) {
+            meet<THREADS>();
+        }
+        const PieceRow piece = pieces[part.piece_first + i];
+        const u64 begin = part.begin, end = least(part.end, piece.steps);
+        if (begin >= end) {
+            continue;
+        }
+        switch (piece.kind) {
+        case PIECE_DENSE:
+            copy_bytes<THREADS>(at<u8>(piece.target) + begin, at<u8>(piece.payload) + begin, end - begin, thread);
+            break;
+        case PIECE_MASKED: apply_masked<THREADS>(piece, begin, end, thread); break;
+        case PIECE_SPARSE: apply_sparse<THREADS>(piece, begin, end, thread); break;
+        default: fill<THREADS>(at<u8>(piece.target), piece.payload, piece.values, begin, end, thread); break;
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(128, 6)
+    apply_by_warp(const PartRow *parts, u32 part_count, const PieceRow *pieces) {
+    const u32 row = 4 * blockIdx.x + threadIdx.x / 32;
+    if (row < part_count) {
+        apply<32>(parts[row], pieces, threadIdx.x % 32);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256, 3)
+    apply_by_block(const PartRow *parts, u32 part_count, const PieceRow *pieces) {
+    apply<256>(parts[blockIdx.x], pieces, threadIdx.x);
+}

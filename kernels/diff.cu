@@ -1,0 +1,189 @@
+// What differs between two ranges: one bit an element (`diff`), or the first byte (`compare`).
+//
+// Grid: a block a row. Long ranges are cut into rows by the launcher.
+// Owner: in `diff` each thread writes whole bytes of the bitmap, and rows share none. In `compare` the least
+// offset wins, whoever finds it first.
+// Checked before: all ranges lie within their memory; lengths are whole elements; rows but the last of a range
+// end after a multiple of eight elements.
+// Bytes moved: both ranges are read once, four vectors of sixteen bytes of each a thread on their way at a
+// time; the bitmap is written. Ranges that are not on boundaries of sixteen bytes are read by elements.
+
+#include "common.cuh"
+
+constexpr u32 THREADS = 256;
+constexpr u32 EVERYONE = 0xffffffffu;
+
+// One bit for each of the four bytes, 1 where it is not 0.
+__device__ __forceinline__ u32 bytes_set(u32 word) {
+    const u32 high = (word | ((word & 0x7f7f7f7fu) + 0x7f7f7f7fu)) & 0x80808080u;
+    // Bits 0, 8, 16 and 24 go to 24, 25, 26 and 27; no other product lands there.
+    return (high >> 7) * 0x01020408u >> 24 & 15;
+}
+
+// One bit for each element of a vector, 1 where the two differ.
+template <u32 WIDTH>
+__device__ __forceinline__ u32 differing(const Bytes16 &left, const Bytes16 &right) {
+    u32 word[4], bits = 0;
+#pragma unroll
+    for (u32 k = 0; k < 4; k++) {
+        word[k] = left.word[k] ^ right.word[k];
+    }
+    switch (WIDTH) {
+    case 1:
+#pragma unroll
+        for (u32 k = 0; k < 4; k++) {
+            bits |= bytes_set(word[k]) << (4 * k);
+        }
+        return bits;
+    case 2:
+#pragma unroll
+        for (u32 k = 0; k < 4; k++) {
+            bits |= (u32((word[k] & 0xffffu) != 0) | u32(word[k] >> 16 != 0) << 1) << (2 * k);
+        }
+        return bits;
+    case 4:
+#pragma unroll
+        for (u32 k = 0; k < 4; k++) {
+            bits |= u32(word[k] != 0) << k;
+        }
+        return bits;
+    case 8: return u32((word[0] | word[1]) != 0) | u32((word[2] | word[3]) != 0) << 1;
+    default: return u32((word[0] | word[1] | word[2] | word[3]) != 0);
+    }
+}
+
+// Whether one element differs; any alignment.
+template <u32 WIDTH>
+__device__ __forceinline__ bool element_differs(const u8 *left, const u8 *right) {
+    u32 different = 0;
+#pragma unroll
+    for (u32 byte = 0; byte < WIDTH; byte++) {
+        different |= left[byte] ^ right[byte];
+    }
+    return different != 0;
+}
+
+// Writes the bits of one vector a lane: lanes that share a byte send theirs to the first of them.
+template <u32 WIDTH>
+__device__ __forceinline__ void write_bits(u8 *bitmap, u64 vector, u64 vectors, u32 bits) {
+    constexpr u32 ELEMENTS = 16 / WIDTH;
+    if (ELEMENTS == 16) {
+        if (vector < vectors) {
+            bitmap[2 * vector] = u8(bits);
+            bitmap[2 * vector + 1] = u8(bits >> 8);
+        }
+        return;
+    }
+#pragma unroll
+    for (u32 have = ELEMENTS; have < 8; have *= 2) {
+        bits |= __shfl_down_sync(EVERYONE, bits, have / ELEMENTS) << have;
+    }
+    constexpr u32 LANES = 8 / ELEMENTS == 0 ? 1 : 8 / ELEMENTS;
+    if (vector % LANES == 0 && vector < vectors) {
+        bitmap[vector / LANES] = u8(bits);
+    }
+}
+
+// Bytes `first` to `end` of the bitmap, element by element.
+template <u32 WIDTH>
+__device__ void diff_elements(const u8 *left, const u8 *right, u8 *bitmap, u64 first, u64 count) {
+    for (u64 byte = first + threadIdx.x; 8 * byte < count; byte += THREADS) {
+        u32 bits = 0;
+        for (u32 bit = 0; bit < 8 && 8 * byte + bit < count; bit++) {
+            const u64 begin = (8 * byte + bit) * WIDTH;
+            bits |= u32(element_differs<WIDTH>(left + begin, right + begin)) << bit;
+        }
+        bitmap[byte] = u8(bits);
+    }
+}
+
+template <u32 WIDTH>
+__device__ void diff_range(const DiffRow &row) {
+    const u8 *left = at<u8>(row.left), *right = at<u8>(row.right);
+    u8 *bitmap = at<u8>(row.target);
+    const u64 count = row.len / WIDTH;
+    if (!aligned(row.left, row.right, 16)) {
+        diff_elements<WIDTH>(left, right, bitmap, 0, count);
+        return;
+    }
+    // Vectors that fill whole bytes of the bitmap; at most seven elements or fifteen bytes are left.
+    const u64 vectors = count / 8 * 8 * WIDTH / 16;
+    const Bytes16 *lefts = at<Bytes16>(row.left), *rights = at<Bytes16>(row.right);
+    constexpr u32 AT_ONCE = 4;
+    for (u64 begin = 0; begin < vectors; begin += AT_ONCE * THREADS) {
+        u32 bits[AT_ONCE];
+        Bytes16 one[AT_ONCE], other[AT_ONCE];
+#pragma unroll
+        for (u32 k = 0; k < AT_ONCE; k++) {
+            const u64 vector = begin + k * THREADS + threadIdx.x;
+            if (vector < vectors) {
+                one[k] = lefts[vector];
+                other[k] = rights[vector];
+            }
+        }
+#pragma unroll
+        for (u32 k = 0; k < AT_ONCE; k++) {
+            const u64 vector = begin + k * THREADS + threadIdx.x;
+            bits[k] = vector < vectors ? differing<WIDTH>(one[k], other[k]) : 0;
+            write_bits<WIDTH>(bitmap, vector, vectors, bits[k]);
+        }
+    }
+    diff_elements<WIDTH>(left, right, bitmap, vectors * 16 / WIDTH / 8, count);
+}
+
+extern "C" __global__ void __launch_bounds__(256) diff(const DiffRow *rows, u32 row_count) {
+    const DiffRow row = rows[blockIdx.x];
+    switch (row.width) {
+    case 1: return diff_range<1>(row);
+    case 2: return diff_range<2>(row);
+    case 4: return diff_range<4>(row);
+    case 8: return diff_range<8>(row);
+    default: return diff_range<16>(row);
+    }
+}
+
+// The offset of the first byte from `begin` to `end` that differs, or `EQUAL`.
+__device__ u64 first_difference(const u8 *left, const u8 *right, u64 begin, u64 end) {
+    for (u64 i = begin; i < end; i++) {
+        if (left[i] != right[i]) {
+            return i;
+        }
+    }
+    return EQUAL;
+}
+
+extern "C" __global__ void __launch_bounds__(256) compare(const CompareRow *rows, u32 row_count) {
+    const CompareRow row = rows[blockIdx.x];
+    const u8 *left = at<u8>(row.left), *right = at<u8>(row.right);
+    // A thread's own pieces come in rising order, so its first find is its least.
+    u64 found = EQUAL;
+    u64 plain = 0;
+    if (aligned(row.left, row.right, 16)) {
+        const Bytes16 *lefts = at<Bytes16>(row.left), *rights = at<Bytes16>(row.right);
+        const u64 vectors = row.len / 16;
+        constexpr u32 AT_ONCE = 4;
+        for (u64 i = threadIdx.x; i < vectors && found == EQUAL; i += AT_ONCE * THREADS) {
+            Bytes16 one[AT_ONCE], other[AT_ONCE];
+#pragma unroll
+            for (u32 k = 0; k < AT_ONCE; k++) {
+                const u64 vector = least(i + k * THREADS, vectors - 1);
+                one[k] = lefts[vector];
+                other[k] = rights[vector];
+            }
+#pragma unroll
+            for (u32 k = 0; k < AT_ONCE; k++) {
+                const u64 vector = least(i + k * THREADS, vectors - 1);
+                if (found == EQUAL && differing<16>(one[k], other[k]) != 0) {
+                    found = first_difference(left, right, 16 * vector, 16 * vector + 16);
+                }
+            }
+        }
+        plain = 16 * vectors;
+    }
+    for (u64 i = plain + threadIdx.x; i < row.len && found == EQUAL; i += THREADS) {
+        found = first_difference(left, right, i, i + 1);
+    }
+    if (found != EQUAL) {
+        atomicMin(at<u64>(row.target), row.offset + found);
+    }
+}

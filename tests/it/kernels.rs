@@ -1,0 +1,127 @@
+//! The compiled kernels are what their sources say, and the host's idea of their tables is theirs.
+//!
+//! Compiling them again takes the pinned compiler, which `kernels/build.py --check` does. This needs nothing,
+//! so that nobody forgets to build after a change.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use remanent::device::cuda::abi::{self, KERNELS};
+use remanent::device::cuda::modules::MODULES;
+
+/// The newest PTX that drivers of CUDA 12.4 take.
+const PTX_VERSION_MAX: (u32, u32) = (8, 4);
+
+fn read(path: &str) -> Vec<u8> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels").join(path);
+    fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+/// The lines of the compiler's record that begin with a word, without it.
+fn recorded(record: &str, kind: &str) -> Vec<Vec<String>> {
+    let lines = record.lines().map(|line| line.split(' ').map(str::to_owned).collect::<Vec<_>>());
+    lines.filter(|words| words[0] == kind).map(|words| words[1..].to_vec()).collect()
+}
+
+fn record() -> String {
+    String::from_utf8(read("compiled/record.txt")).unwrap()
+}
+
+/// Names and checksums of the record's lines of one kind.
+fn checksums(record: &str, kind: &str) -> BTreeMap<String, String> {
+    recorded(record, kind).into_iter().map(|words| (words[0].clone(), words[2].clone())).collect()
+}
+
+#[test]
+fn compiled_kernels_were_made_from_the_sources_as_they_are() {
+    let sources = checksums(&record(), "source");
+    let mut expected: Vec<String> = MODULES.iter().map(|module| format!("{}.cu", module.name)).collect();
+    expected.push("common.cuh".to_owned());
+    expected.sort();
+    assert_eq!(sources.keys().cloned().collect::<Vec<_>>(), expected);
+    for (path, crc) in sources {
+        let found = format!("{:08x}", crc32fast::hash(&read(&path)));
+        assert_eq!(found, crc, "kernels/{path} changed since kernels/build.py last ran");
+    }
+}
+
+#[test]
+fn embedded_kernels_are_the_recorded_ones() {
+    let outputs = checksums(&record(), "output");
+    assert_eq!(outputs.len(), 2 * MODULES.len());
+    for module in MODULES {
+        let embedded = [
+            (format!("{}.compute_80.ptx", module.name), module.ptx.as_bytes()),
+            (format!("{}.sm_90.cubin", module.name), module.cubin_sm_90),
+        ];
+        for (path, bytes) in embedded {
+            assert_eq!(format!("{:08x}", crc32fast::hash(bytes)), outputs[&path], "{path}");
+        }
+    }
+}
+
+#[test]
+fn ptx_is_old_enough_for_the_oldest_driver_and_gpu() {
+    for module in MODULES {
+        let word_after = |directive: &str| {
+            let line = module.ptx.lines().find_map(|line| line.strip_prefix(directive)).unwrap();
+            line.trim().to_owned()
+        };
+        let version = word_after(".version ");
+        let (major, minor) = version.split_once('.').unwrap();
+        let version = (major.parse::<u32>().unwrap(), minor.parse::<u32>().unwrap());
+        assert!(version <= PTX_VERSION_MAX, "{}: PTX {version:?}", module.name);
+        assert_eq!(word_after(".target "), "sm_80", "{}", module.name);
+    }
+}
+
+#[test]
+fn every_kernel_is_in_its_module_and_keeps_to_registers() {
+    let costs = recorded(&record(), "kernel");
+    let mut names: Vec<&str> = costs.iter().map(|words| words[0].as_str()).collect();
+    let mut expected: Vec<&str> = KERNELS.iter().map(|kernel| kernel.name).collect();
+    names.sort_unstable();
+    expected.sort_unstable();
+    assert_eq!(names, expected);
+    for words in &costs {
+        assert_eq!(words[3..], ["stack", "0", "spill_stores", "0", "spill_loads", "0"], "{}", words[0]);
+    }
+    for kernel in KERNELS {
+        let module = MODULES[kernel.module];
+        let entry = format!(".entry {}(", kernel.name);
+        assert!(module.ptx.contains(&entry), "{} is not in {}", kernel.name, module.name);
+        // What the kernel promises its compiler is what the host launches.
+        let from_entry = &module.ptx[module.ptx.find(&entry).unwrap()..];
+        let threads = from_entry.lines().find_map(|line| line.strip_prefix(".maxntid ")).unwrap();
+        assert_eq!(threads, format!("{}, 1, 1", kernel.threads), "{}", kernel.name);
+    }
+}
+
+#[test]
+fn host_and_kernels_agree_on_constants() {
+    let header = String::from_utf8(read("common.cuh")).unwrap();
+    let declared: BTreeMap<&str, &str> = header
+        .lines()
+        .filter_map(|line| {
+            line.strip_prefix("constexpr ")?.strip_suffix(';')?.split_once(' ')?.1.split_once(" = ")
+        })
+        .collect();
+    let expected = [
+        ("PIECE_DENSE", abi::PIECE_DENSE.to_string()),
+        ("PIECE_MASKED", abi::PIECE_MASKED.to_string()),
+        ("PIECE_SPARSE", abi::PIECE_SPARSE.to_string()),
+        ("PIECE_FILL", abi::PIECE_FILL.to_string()),
+        ("MASK_STEPS", abi::MASK_STEPS.to_string()),
+        ("CRC_FIRST", abi::CRC_FIRST.to_string()),
+        ("CRC_LAST", abi::CRC_LAST.to_string()),
+        ("CRC_CHUNK_LEN", format!("{} << 10", abi::CRC_CHUNK_LEN >> 10)),
+        ("EQUAL", if abi::EQUAL == !0 { "~0ull".to_owned() } else { String::new() }),
+        ("OUT_OF_BOUNDS", abi::OUT_OF_BOUNDS.to_string()),
+        ("TWICE", abi::TWICE.to_string()),
+    ];
+    for (name, value) in &expected {
+        assert_eq!(declared.get(name), Some(&value.as_str()), "{name}");
+    }
+    assert_eq!(declared.len(), expected.len(), "{declared:?}");
+}
