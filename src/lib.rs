@@ -139,7 +139,7 @@ pub use batch::{NewPage, PageRef, WriteBatch};
 pub use error::{Error, Remedy, Result};
 pub use keeping::SnapshotInfo;
 pub use log::LogStats;
-pub use options::{Ack, Budget, Create, DeviceChoice, LogIo, Options};
+pub use options::{Ack, Budget, Compression, Create, DeviceChoice, LogIo, Options};
 pub use point::RestorePoint;
 pub use recovery::Recovered;
 pub use remanent_format::log::TornTail;

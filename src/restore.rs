@@ -32,7 +32,7 @@ use crate::error::{Error, Result};
 use crate::images::{ImageWriter, next_chunk};
 use crate::keeping::{Keeping, KeptTable, entry, unix_ms};
 use crate::log::{Log, SpacePurpose};
-use crate::options::Budget;
+use crate::options::{Budget, Compression};
 use crate::poison::Poison;
 use crate::publish::{check_published, publish};
 use crate::source::DiskSource;
@@ -47,6 +47,7 @@ pub(crate) struct Restore<'a> {
     pub applier: &'a Applier,
     pub log: &'a Log,
     pub budget: &'a Budget,
+    pub compression: Compression,
     pub poison: &'a Poison,
 }
 
@@ -158,8 +159,8 @@ impl Restore<'_> {
         number: u64,
     ) -> Result<HashMap<PageId, ImageRef>> {
         let mut fresh = HashMap::new();
-        let mut writer =
-            ImageWriter::create(self.disk.clone(), self.store.store, number, ImagePurpose::Snapshot)?;
+        let (store, purpose) = (self.store.store, ImagePurpose::Snapshot);
+        let mut writer = ImageWriter::create(self.disk.clone(), store, number, purpose, self.compression)?;
         let mut rest = stale;
         while !rest.is_empty() {
             let (chunk, after) = rest.split_at(next_chunk(rest.iter().map(|info| info.len)));

@@ -194,6 +194,7 @@ impl Store {
             poison: poison.clone(),
             count_kept: options.snapshots_kept,
             log_kept: options.log_kept,
+            compression: options.compression,
             keeping: parking_lot::Mutex::new(keeping),
         };
         Ok(Self {
@@ -378,6 +379,7 @@ impl Store {
             applier,
             log,
             budget: &options.budget,
+            compression: options.compression,
             poison,
         };
         let point = restore.run(snapshot, &mut submitted, &mut keeping)?;

@@ -75,6 +75,9 @@ pub enum Defect {
     /// Encoded metadata does not decode.
     #[error("metadata does not decode: {0}")]
     Metadata(String),
+    /// What zstd says of a compressed image.
+    #[error("zstd: {0}")]
+    Compression(String),
     /// A batch cannot follow the state before it.
     #[error("the batch does not apply: {0}")]
     Batch(String),
@@ -140,6 +143,13 @@ pub(crate) fn slice(bytes: &[u8], offset: usize, len: usize) -> Result<&[u8], De
 /// Takes a fixed-size array at `offset`, or says how many bytes are missing.
 pub(crate) fn array<const N: usize>(bytes: &[u8], offset: usize) -> Result<&[u8; N], Defect> {
     Ok(slice(bytes, offset, N)?.try_into().expect("slice returned N bytes"))
+}
+
+/// Makes room for `len` bytes in all, or says that there is none: a length from disk must not abort.
+pub(crate) fn reserve(bytes: &mut Vec<u8>, len: u64) -> Result<(), Defect> {
+    let no_memory = Defect::Memory { needed: len };
+    let Ok(len) = usize::try_from(len) else { return Err(no_memory) };
+    bytes.try_reserve_exact(len.saturating_sub(bytes.len())).map_err(|_| no_memory)
 }
 
 /// Refuses a checksum that the bytes do not give.

@@ -4,14 +4,15 @@
 //! [`Survey`] looks at every file and judges none; [`Survey::resolve`] follows the log from one snapshot;
 //! [`rebuild`] tries the snapshots from the newest to the oldest, then the log's beginning, and loads bytes.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use crate::apply::apply;
-use crate::defect::{Damage, Defect, check_limit};
+use crate::defect::{Damage, Defect, check_limit, reserve};
 use crate::frame::FrameKind;
 use crate::ids::{Lsn, PageId, SnapshotId};
-use crate::image::ImageRef;
+use crate::image::{Codec, ImageRef};
 use crate::limits::CHAIN_LINKS_MAX;
 use crate::log::{LogEnd, LogMap, LogWalk};
 use crate::manifest::{CopyHealth, Manifest, ManifestKind, check_link, merge};
@@ -368,18 +369,11 @@ pub fn load_base(source: &dyn ReadAt, base: &Base) -> Result<Vec<u8>, Damage> {
     let (file, offset) =
         base.image.map_or((FileName::Store, 0), |image| (FileName::Pages(image.file), image.offset));
     let mut bytes = match &base.image {
-        Some(image) => read_image(source, image)?,
+        Some(image) => read_image(source, image, base.len)?,
         None => zeros(base.len).map_err(|defect| defect.at_lsn(file, offset, base.lsn))?,
     };
     reserve(&mut bytes, base.len_max).map_err(|defect| defect.at_lsn(file, offset, base.lsn))?;
     Ok(bytes)
-}
-
-/// Makes room for `len` bytes in all, or says that there is none: a length from disk must not abort.
-fn reserve(bytes: &mut Vec<u8>, len: u64) -> Result<(), Defect> {
-    let no_memory = Defect::Memory { needed: len };
-    let Ok(len) = usize::try_from(len) else { return Err(no_memory) };
-    bytes.try_reserve_exact(len.saturating_sub(bytes.len())).map_err(|_| no_memory)
 }
 
 fn zeros(len: u64) -> Result<Vec<u8>, Defect> {
@@ -392,13 +386,18 @@ fn zeros(len: u64) -> Result<Vec<u8>, Defect> {
 /// Bytes of an image that are checked at a time.
 const CHECKED_AT_ONCE: u64 = 1 << 20;
 
-/// Checks an image's bytes, piece by piece: for who needs only to know that they are sound.
+/// Checks the image of a page of length `len`: for who needs only to know that it is sound. One that is
+/// stored as it is is read piece by piece.
 ///
 /// # Errors
 /// [`Damage`] if it is missing, cut short or damaged.
-pub fn check_image(source: &dyn ReadAt, image: &ImageRef) -> Result<(), Damage> {
+pub fn check_image(source: &dyn ReadAt, image: &ImageRef, len: u64) -> Result<(), Damage> {
     let (file, offset) = (FileName::Pages(image.file), image.offset);
     let at = |defect: Defect| defect.at(file, offset);
+    if image.codec != Codec::Raw {
+        let stored = read_range(source, file, offset, image.stored_len).map_err(at)?;
+        return image.check_content(&stored, len).map_err(at);
+    }
     let mut hasher = crc32fast::Hasher::new();
     let mut checked = 0;
     // Asked of the whole first, so that what is cut short is said as such.
@@ -412,16 +411,15 @@ pub fn check_image(source: &dyn ReadAt, image: &ImageRef) -> Result<(), Damage> 
     if found == computed { Ok(()) } else { Err(at(Defect::Checksum { what: "image", found, computed })) }
 }
 
-/// Reads an image and checks its bytes.
+/// Reads the image of a page of length `len`, and checks its bytes.
 ///
 /// # Errors
 /// [`Damage`] if it is missing, cut short or damaged.
-pub fn read_image(source: &dyn ReadAt, image: &ImageRef) -> Result<Vec<u8>, Damage> {
+pub fn read_image(source: &dyn ReadAt, image: &ImageRef, len: u64) -> Result<Vec<u8>, Damage> {
     let file = FileName::Pages(image.file);
     let at = |defect: Defect| defect.at(file, image.offset);
-    let bytes = read_range(source, file, image.offset, image.stored_len).map_err(at)?;
-    image.check_payload(&bytes).map_err(at)?;
-    Ok(bytes)
+    let stored = read_range(source, file, image.offset, image.stored_len).map_err(at)?;
+    image.decode(stored.into(), len).map(Cow::into_owned).map_err(at)
 }
 
 /// Reads one link of a snapshot, or a table of the same form. A change alone is no state: [`Survey::snapshot`]

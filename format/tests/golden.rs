@@ -12,6 +12,8 @@
 
 #[path = "support/annotate.rs"]
 mod annotate;
+#[path = "support/frames.rs"]
+mod frames;
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -23,8 +25,8 @@ use remanent_format::frame::{
     check_payload, decode_seal, encode_seal,
 };
 use remanent_format::image::{
-    Chunk, ChunkHeader, ChunkHeaderRaw, Codec, ImageFileHeader, ImageFileHeaderRaw, ImageHeaderRaw,
-    ImagePurpose, ImageRef, NewImage,
+    Chunk, ChunkHeader, ChunkHeaderRaw, Codec, Compressed, ImageFileHeader, ImageFileHeaderRaw,
+    ImageHeaderRaw, ImagePurpose, ImageRef, NewImage,
 };
 use remanent_format::limits::{METADATA_LEN_MAX, ROOT_LEN_MAX, SEGMENT_LEN_MIN};
 use remanent_format::manifest::{
@@ -238,9 +240,33 @@ fn images() -> Vec<u8> {
         lsn: Lsn(40),
         len: content.len() as u64,
         crc: crc32fast::hash(content),
+        compressed: None,
     };
     let [first, second] = contents();
     let chunk = Chunk::plan(CHUNK_AT.0, CHUNK_AT.1, &[new(1, &first), new(5, &second)]).unwrap();
+    images_of(&chunk, &[first, second])
+}
+
+/// The second page is 64 times 9 and 100 times 0.
+fn compressed_contents() -> [Vec<u8>; 2] {
+    [contents()[0].clone(), frames::runs(&[(9, 64), (0, 100)])]
+}
+
+/// An image file of one chunk, with one image compressed.
+fn compressed_images() -> Vec<u8> {
+    let [first, second] = compressed_contents();
+    let page = [vec![9; 64], vec![0; 100]].concat();
+    let new = |page, content: &[u8], compressed| NewImage {
+        page: PageId(page),
+        epoch: Epoch(2),
+        lsn: Lsn(40),
+        len: content.len() as u64,
+        crc: crc32fast::hash(content),
+        compressed,
+    };
+    let compressed = Compressed { len: second.len() as u64, crc: crc32fast::hash(&second) };
+    let news = [new(1, &first, None), new(5, &page, Some(compressed))];
+    let chunk = Chunk::plan(CHUNK_AT.0, CHUNK_AT.1, &news).unwrap();
     images_of(&chunk, &[first, second])
 }
 
@@ -339,7 +365,8 @@ fn explain(structure: Structure, title: &str, bytes: &[u8]) -> String {
             text.layout(&ImageFileHeaderRaw::TABLE).pad(4096, "rest of the header block");
             text.layout(&ChunkHeaderRaw::TABLE);
             text.layout(&ImageHeaderRaw::TABLE).layout(&ImageHeaderRaw::TABLE).head("Payloads");
-            for content in contents() {
+            let is_compressed = bytes[4096 + 2 * 64 + 56] == 1;
+            for content in if is_compressed { compressed_contents() } else { contents() } {
                 text.part(content.len(), "payload").pad(16, "up to a multiple of 16");
             }
             text.pad(4096, "up to a multiple of 4096")
@@ -471,6 +498,7 @@ fn sound_files() -> Vec<Sound> {
         ("frame-seal", Frame, "A seal that names two verified snapshots", frame(FrameKind::Seal, &seal())),
         ("groups", Groups, "Two groups: two batches, then a seal", groups()),
         ("images", Images, "An image file of one chunk with two images", images()),
+        ("images-zstd", Images, "The same with one image compressed", compressed_images()),
         ("manifest-base", Manifest, "A base", manifest(ManifestKind::Base).encode().unwrap()),
         ("manifest-change", Manifest, "A change", manifest(CHANGE).encode().unwrap()),
         (
@@ -525,6 +553,9 @@ fn read_and_write(structure: Structure, bytes: &[u8]) -> Result<Vec<u8>, Defect>
             let content =
                 |image: &ImageRef| bytes[image.offset as usize..][..image.stored_len as usize].to_vec();
             let contents: Vec<_> = chunk.images.iter().map(|header| content(&header.image)).collect();
+            for (header, content) in chunk.images.iter().zip(&contents) {
+                header.image.check_content(content, header.len)?;
+            }
             Ok(images_of(&chunk, &contents))
         }
         Structure::Manifest => {
@@ -605,6 +636,18 @@ fn in_chunk(bytes: &mut [u8], change: impl FnOnce(&mut [u8])) {
     let table_crc = crc32fast::hash(&chunk[64..192]);
     chunk[56..60].copy_from_slice(&table_crc.to_le_bytes());
     resum(chunk, 0, 60);
+}
+
+/// Applies a change to the compressed payload of a chunk, whose image header is the second one; checksums
+/// of what is stored are made to fit.
+fn in_frames(bytes: &mut [u8], change: impl FnOnce(&mut [u8])) {
+    in_chunk(bytes, |chunk| {
+        let offset = u64::from_le_bytes(chunk[128 + 40..128 + 48].try_into().unwrap()) as usize - 4096;
+        let len = u64::from_le_bytes(chunk[128 + 32..128 + 40].try_into().unwrap()) as usize;
+        change(&mut chunk[offset..offset + len]);
+        let crc = crc32fast::hash(&chunk[offset..offset + len]);
+        chunk[128 + 48..128 + 52].copy_from_slice(&crc.to_le_bytes());
+    });
 }
 
 /// One fault: name, sound file, what is done to it, and how the defect reads.
@@ -716,7 +759,16 @@ const FAULTS: &[Fault] = &[
     ("chunk-empty", "images", |b| in_chunk(b, |c| c[40] = 0), "image count is 0"),
     ("chunk-table-length", "images", |b| in_chunk(b, |c| c[44] = 64), "table length is 64, expected 128"),
     ("chunk-length", "images", |b| in_chunk(b, |c| c[49] = 0x20), "chunk length is 8192, expected 4096"),
-    ("image-codec", "images", |b| in_chunk(b, |c| c[64 + 56] = 1), "image codec is 1"),
+    ("image-codec", "images", |b| in_chunk(b, |c| c[64 + 56] = 2), "image codec is 2"),
+    ("image-payload", "images", |b| { let at = b.len() - 4096 + 192; b[at] ^= 1 }, "image checksum is 0x"),
+    ("image-no-shorter", "images", |b| in_chunk(b, |c| c[64 + 56] = 1), "stored length of a compressed image is 17, over the limit of 16"),
+    ("image-expansion", "images-zstd", |b| in_chunk(b, |c| c[128 + 26] = 9), "length of a compressed image is 589988, over the limit of 458752"),
+    ("zstd-payload", "images-zstd", |b| { let at = b.len() - 4096 + 224 + 4; b[at] ^= 1 }, "image checksum is 0x"),
+    ("zstd-magic", "images-zstd", |b| in_frames(b, |p| p[0] = 0), "zstd: "),
+    ("zstd-cut", "images-zstd", |b| in_frames(b, |p| p[10] &= !1), "zstd: "),
+    ("zstd-shorter", "images-zstd", |b| in_chunk(b, |c| c[128 + 24] += 1), "length of what a compressed image gives is 164, expected 165"),
+    ("zstd-longer", "images-zstd", |b| in_chunk(b, |c| c[128 + 24] -= 1), "length of what a compressed image gives is 164, over the limit of 163"),
+    ("zstd-content", "images-zstd", |b| in_frames(b, |p| p[9] = 8), "page checksum is 0x"),
     ("image-offset", "images", |b| in_chunk(b, |c| c[64 + 40] += 16), "image offset is 4304, expected 4288"),
     ("image-stored-length", "images", |b| in_chunk(b, |c| c[64 + 32] = 16), "stored length of a raw image is 16, expected 17"),
     ("image-page", "images", |b| in_chunk(b, |c| c[64] = 0), "page or epoch of an image of a known batch is 0"),
@@ -738,7 +790,7 @@ const FAULTS: &[Fault] = &[
     ("manifest-entries", "manifest-base", |b| in_copies(b, |c| c[143] = 1), "entry count is "),
     ("manifest-body-limit", "manifest-base", |b| in_copies(b, |c| c[159] = 1), "manifest body length is "),
     ("manifest-order", "manifest-base", |b| in_copies(b, |c| c[256] = 7), "page that does not ascend is 6"),
-    ("manifest-codec", "manifest-base", |b| in_copies(b, |c| c[256 + 72] = 1), "image codec is 1"),
+    ("manifest-codec", "manifest-base", |b| in_copies(b, |c| c[256 + 72] = 2), "image codec is 2"),
     ("manifest-place", "manifest-base", |b| in_copies(b, |c| c[256 + 73] = 0), "place is 0"),
     ("manifest-lost-image", "manifest-base", |b| in_copies(b, |c| c[256 + 48] = 0), "image field of a page without image is 2"),
 ];

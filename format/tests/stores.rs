@@ -3,6 +3,8 @@
 
 #[path = "support/maker.rs"]
 mod maker;
+#[path = "support/frames.rs"]
+mod frames;
 #[path = "../../fuzz/src/shim.rs"]
 mod shim;
 
@@ -547,6 +549,20 @@ fn an_absurd_length_is_a_limit_or_an_error_and_never_an_abort() {
 }
 
 #[test]
+fn a_state_is_rebuilt_from_compressed_images() {
+    let mut maker = four();
+    maker.compress = true;
+    maker.snapshot(1, 3, 3, 4);
+    let rebuilt = rebuild(&maker.files, &RebuildOptions { base: Some(SnapshotId(1)), ..Default::default() });
+    assert_eq!(rebuilt.unwrap().contents[&PAGE], content(4));
+    // One bit of the payload, whatever is in it.
+    maker.files.0.get_mut(&FileName::Pages(1)).unwrap()[4096 + 128 + 9] ^= 1;
+    let rebuilt = rebuild(&maker.files, &RebuildOptions { base: Some(SnapshotId(1)), ..Default::default() });
+    let damage = rebuilt.unwrap_err().to_string();
+    assert!(damage.contains("image checksum is"), "{damage}");
+}
+
+#[test]
 fn archives_hold_whole_stores() {
     let mut maker = four();
     maker.snapshot(1, 2, 4, 4);
@@ -566,9 +582,15 @@ fn seeds() -> Vec<(&'static str, Vec<u8>)> {
     let table = Manifest { kind: ManifestKind::Table, ..restored.manifest(9, 2, 2, 2) };
     let table_crc = restored.publish(FileName::Table(9), &table);
     restored.batch_of(&[Op::Restore { table: 9, table_crc, restored: Lsn(2) }], true);
-    [("four", four()), ("snapshots", snapshots), ("reopened", reopened), ("restored", restored)]
+    let mut compressed = four();
+    compressed.compress = true;
+    compressed.snapshot(1, 2, 3, 4);
+    let names = ["four", "snapshots", "reopened", "restored", "compressed"];
+    names
+        .into_iter()
+        .zip([four(), snapshots, reopened, restored, compressed])
         .map(|(name, maker)| (name, maker.files.to_archive()))
-        .into()
+        .collect()
 }
 
 #[test]

@@ -11,7 +11,7 @@ use std::io;
 
 use remanent_format::apply::apply;
 use remanent_format::frame::{FrameHeaderRaw, FrameKind, UncheckedFrame, decode_seal, encode_seal};
-use remanent_format::image::{ChunkHeader, ImageFileHeader};
+use remanent_format::image::{ChunkHeader, Codec, ImageFileHeader, ImageHeader, ImageRef};
 use remanent_format::limits::ROOT_LEN_MAX;
 use remanent_format::manifest::Manifest;
 use remanent_format::op::{Op, PayloadWriter, decode_payload};
@@ -155,9 +155,36 @@ pub fn image(data: &[u8]) {
         {
             let encoded = chunk.encode(header.store);
             assert_eq!(encoded, at[..encoded.len()]);
+            for image in &chunk.images {
+                let payload = bytes.get(image.image.offset as usize..);
+                if let Some(stored) = payload.and_then(|rest| rest.get(..image.image.stored_len as usize)) {
+                    content(image, stored);
+                }
+            }
         }
     }
 }
+
+/// What an image gives, with the checksum as it is stored made to fit, so that the decompressor is reached.
+fn content(header: &ImageHeader, stored: &[u8]) {
+    if header.len > CONTENT_LEN_MAX {
+        return;
+    }
+    let stored_crc = crc32fast::hash(stored);
+    let raw_crc = if header.image.codec == Codec::Raw { stored_crc } else { header.image.raw_crc };
+    let image = ImageRef { stored_crc, raw_crc, ..header.image };
+    let checked = image.check_content(stored, header.len);
+    match image.decode(stored.into(), header.len) {
+        Ok(bytes) => {
+            assert_eq!((bytes.len() as u64, crc32fast::hash(&bytes)), (header.len, raw_crc));
+            assert_eq!(checked, Ok(()));
+        }
+        Err(defect) => assert_eq!(checked, Err(defect)),
+    }
+}
+
+/// Bytes that a page may have for its content to be looked at.
+const CONTENT_LEN_MAX: u64 = 1 << 20;
 
 /// A manifest, both copies.
 pub fn manifest(data: &[u8]) {

@@ -2,6 +2,7 @@
 //!
 //! Nothing on disk changes here, so a crash loses nothing.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::io;
 
@@ -129,23 +130,23 @@ impl Loader<'_> {
                 _ if base.resized => {
                     self.on_host.insert(page, load_base(source, base)?);
                 }
-                Some(image) => images.push((image, page)),
+                Some(image) => images.push((image, page, base.len)),
                 None => self.list.zero(self.memory[&page].span()),
             }
         }
-        images.sort_unstable_by_key(|(image, _)| (image.file, image.offset));
+        images.sort_unstable_by_key(|(image, ..)| (image.file, image.offset));
         let mut rest = &images[..];
-        while let Some((first, _)) = rest.first() {
+        while let Some((first, ..)) = rest.first() {
             let run_end = first.offset + RUN_BYTES.max(first.stored_len);
             let count = rest
                 .iter()
-                .take_while(|(image, _)| {
+                .take_while(|(image, ..)| {
                     image.file == first.file && image.offset + image.stored_len <= run_end
                 })
                 .count();
             let (run, after) = rest.split_at(count);
             rest = after;
-            let (last, _) = run.last().expect("at least the first");
+            let (last, ..) = run.last().expect("at least the first");
             let file = FileName::Pages(first.file);
             let mut bytes = vec![0; (last.offset + last.stored_len - first.offset) as usize];
             let unreadable = |error: io::Error| Defect::Unreadable(error.to_string()).at(file, first.offset);
@@ -157,21 +158,36 @@ impl Loader<'_> {
             source
                 .read_at(file, first.offset, &mut bytes)
                 .map_err(|error| Defect::Unreadable(error.to_string()).at(file, first.offset))?;
-            let mut pages = Vec::with_capacity(run.len());
-            for (image, page) in run {
+            // Pages that are stored as they are go up from where they were read; what is compressed is
+            // gathered elsewhere.
+            let (mut stored, mut decoded, mut decoded_bytes) = (Vec::new(), Vec::new(), Vec::new());
+            for (image, page, len) in run {
                 let at = (image.offset - first.offset) as usize;
-                image
-                    .check_payload(&bytes[at..at + image.stored_len as usize])
-                    .map_err(|defect| defect.at(file, image.offset))?;
-                pages.push((*page, at));
+                let payload = &bytes[at..at + image.stored_len as usize];
+                match image.decode(payload.into(), *len).map_err(|defect| defect.at(file, image.offset))? {
+                    Cow::Borrowed(_) => stored.push((*page, at)),
+                    Cow::Owned(content) => {
+                        decoded.push((*page, decoded_bytes.len()));
+                        decoded_bytes.extend_from_slice(&content);
+                        if decoded_bytes.len() as u64 >= RUN_BYTES {
+                            self.upload(&decoded_bytes, &decoded)?;
+                            decoded.clear();
+                            decoded_bytes.clear();
+                        }
+                    }
+                }
             }
-            self.upload(&bytes, &pages)?;
+            self.upload(&bytes, &stored)?;
+            self.upload(&decoded_bytes, &decoded)?;
         }
         self.flush()
     }
 
     /// Queues the upload of pages that lie in `bytes` at these offsets.
     fn upload(&mut self, bytes: &[u8], pages: &[(PageId, usize)]) -> Result<()> {
+        if pages.is_empty() {
+            return Ok(());
+        }
         let mut staged = self.recovery.staging.take(bytes.len())?;
         staged.copy_from_slice(bytes);
         let mut list = CommandList { commands: Vec::new(), staging: vec![staged.into_staging()] };

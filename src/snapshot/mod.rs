@@ -34,6 +34,7 @@ use crate::error::{Error, Result};
 use crate::images::ImageWriter;
 use crate::keeping::{Keeping, Kept, SnapshotInfo, unix_ms};
 use crate::log::{Log, SegmentPool};
+use crate::options::Compression;
 use crate::phases::{self, Phase};
 use crate::poison::Poison;
 use crate::publish::{check_published, publish};
@@ -51,6 +52,7 @@ pub(crate) struct Snapshots {
     pub poison: Arc<Poison>,
     pub count_kept: usize,
     pub log_kept: u64,
+    pub compression: Compression,
     /// Held while a snapshot is taken: one at a time.
     pub keeping: Mutex<Keeping>,
 }
@@ -90,14 +92,14 @@ impl Snapshots {
             Ok((turn.applied.point, pages))
         })?;
         let number = keeping.next_file;
-        let mut writer =
-            match ImageWriter::create(self.disk.clone(), self.store, number, ImagePurpose::Snapshot) {
-                Ok(writer) => writer,
-                Err(error) => {
-                    self.stop_watching()?;
-                    return Err(error);
-                }
-            };
+        let (disk, purpose) = (self.disk.clone(), ImagePurpose::Snapshot);
+        let mut writer = match ImageWriter::create(disk, self.store, number, purpose, self.compression) {
+            Ok(writer) => writer,
+            Err(error) => {
+                self.stop_watching()?;
+                return Err(error);
+            }
+        };
         let written = self.gather_all(&mut writer, &pages);
         let (entries, end) = match written.and_then(|entries| Ok((entries, self.end()?))) {
             Ok(written) => written,

@@ -1,6 +1,7 @@
 //! The integration tests: one binary, one file an area.
 
 mod beside;
+mod compression;
 mod crash;
 mod damage;
 mod devices;

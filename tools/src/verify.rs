@@ -182,28 +182,28 @@ fn check_start(
         Ok(resolution) => {
             for of_page in resolution.resolved.bases.values() {
                 needed.extend(of_page.image.map(|image| (image.file, image.offset)));
-                start.blocked_by.extend(images.check(of_page.lsn, of_page.image));
+                start.blocked_by.extend(images.check(of_page.lsn, of_page.image, of_page.len));
             }
         }
         Err(damage) => start.blocked_by.push(damage),
     }
     for entry in base.iter().flat_map(|manifest| &manifest.entries) {
         if entry.image.is_some_and(|image| !needed.contains(&(image.file, image.offset))) {
-            start.beside.extend(images.check(entry.lsn, entry.image));
+            start.beside.extend(images.check(entry.lsn, entry.image, entry.len));
         }
     }
 }
 
 impl Images<'_> {
-    /// What is wrong with a page's image.
-    fn check(&mut self, lsn: Lsn, image: Option<ImageRef>) -> Option<Damage> {
+    /// What is wrong with the image of a page of length `len`.
+    fn check(&mut self, lsn: Lsn, image: Option<ImageRef>, len: u64) -> Option<Damage> {
         let image = image?;
         let name = (image.file, image.offset, image.stored_len, image.stored_crc);
         let defect = match self.read.get(&name) {
             Some(known) => known.clone(),
             None => {
                 self.bytes = self.bytes.saturating_add(image.stored_len);
-                let defect = check_image(self.dir, &image).err().map(|damage| damage.defect);
+                let defect = check_image(self.dir, &image, len).err().map(|damage| damage.defect);
                 self.read.insert(name, defect.clone());
                 defect
             }

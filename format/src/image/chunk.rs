@@ -1,7 +1,8 @@
 //! Floor 0. Chunks: a header, a table of images, and their payloads.
 
+use super::codec::Codec;
 use super::file::IMAGE_HEADER_BLOCK;
-use super::image_ref::{Codec, ImageRef};
+use super::image_ref::ImageRef;
 use crate::defect::{Defect, array, check_crc, check_equal, check_limit, check_zeros, slice};
 use crate::ids::{Epoch, Lsn, PageId, StoreId};
 use crate::layout::layout;
@@ -53,7 +54,7 @@ layout! {
         48 => stored_crc: u32,
         /// CRC-32 of the page's bytes.
         52 => raw_crc: u32,
-        /// 0: stored as it is. 1 is reserved for zstd.
+        /// 0: stored as it is. 1: zstd.
         56 => codec: u8,
         /// Zero.
         57 => reserved: [u8; 7],
@@ -70,6 +71,17 @@ pub struct NewImage {
     /// The newest batch in the bytes; zero if they are written ahead of their batch.
     pub lsn: Lsn,
     /// Number of bytes, at least one.
+    pub len: u64,
+    /// Their CRC-32.
+    pub crc: u32,
+    /// What is stored in their place, if they are compressed.
+    pub compressed: Option<Compressed>,
+}
+
+/// The frames that a page's bytes were compressed to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Compressed {
+    /// Number of bytes, fewer than the page has.
     pub len: u64,
     /// Their CRC-32.
     pub crc: u32,
@@ -136,6 +148,7 @@ impl ImageHeader {
 ///     lsn: Lsn(1),
 ///     len: 100,
 ///     crc: crc32fast::hash(&content),
+///     compressed: None,
 /// };
 /// let chunk = Chunk::plan(3, 4096, &[image, image])?;
 /// assert_eq!(chunk.len, 4096);
@@ -161,7 +174,7 @@ pub struct Chunk {
 }
 
 impl Chunk {
-    /// Lays out images, stored as they are, in a chunk at `offset` of image file `file`.
+    /// Lays out images in a chunk at `offset` of image file `file`.
     ///
     /// # Errors
     /// [`Defect::Limit`] or [`Defect::Field`] if there are too many of them, or one is empty or too long,
@@ -172,6 +185,10 @@ impl Chunk {
         let mut at = payloads_at(offset, images.len() as u64);
         let mut headers = Vec::with_capacity(images.len());
         for image in images {
+            let (codec, stored) = match image.compressed {
+                Some(compressed) => (Codec::Zstd, compressed),
+                None => (Codec::Raw, Compressed { len: image.len, crc: image.crc }),
+            };
             let header = ImageHeader {
                 page: image.page,
                 epoch: image.epoch,
@@ -180,10 +197,10 @@ impl Chunk {
                 image: ImageRef {
                     file,
                     offset: at,
-                    stored_len: image.len,
-                    stored_crc: image.crc,
+                    stored_len: stored.len,
+                    stored_crc: stored.crc,
                     raw_crc: image.crc,
-                    codec: Codec::Raw,
+                    codec,
                 },
             };
             ImageHeader::from_raw(&header.to_raw(), file)?;

@@ -1,41 +1,12 @@
 //! Floor 0. What others say of an image: where it lies, how it is stored, what proves it.
 
+use std::borrow::Cow;
+
 use super::chunk::CHUNK_OFFSET_MAX;
+use super::codec::{Codec, EXPANSION_MAX, decompress};
 use super::file::IMAGE_HEADER_BLOCK;
-use crate::defect::{Defect, check_crc, check_equal, check_limit};
+use crate::defect::{Defect, check_crc, check_equal, check_limit, reserve};
 use crate::limits::{CHUNK_LEN_MAX, FRAME_ALIGN, PAGE_LEN_MAX};
-
-const CODEC_RAW: u8 = 0;
-
-/// How a payload is stored.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Codec {
-    /// The page's bytes as they are.
-    #[default]
-    Raw,
-}
-
-impl Codec {
-    /// The codec's number on disk.
-    #[must_use]
-    pub fn to_raw(self) -> u8 {
-        match self {
-            Codec::Raw => CODEC_RAW,
-        }
-    }
-
-    /// The codec of a number on disk.
-    ///
-    /// # Errors
-    /// [`Defect::Field`] if this build knows no such codec.
-    pub fn from_raw(raw: u8) -> Result<Self, Defect> {
-        match raw {
-            CODEC_RAW => Ok(Codec::Raw),
-            other => Err(Defect::Field { what: "image codec", found: other.into() }),
-        }
-    }
-}
 
 /// Where an image lies, and how its bytes are proven: what manifests and frames say of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,6 +37,15 @@ impl ImageRef {
                 check_equal("stored length of a raw image", self.stored_len, len)?;
                 check_equal("raw checksum of a raw image", self.raw_crc.into(), self.stored_crc.into())
             }
+            Codec::Zstd => {
+                // Whoever compresses keeps only what is shorter, and no zstd frame stands for more.
+                check_limit("stored length of a compressed image", self.stored_len, len - 1)?;
+                check_limit(
+                    "length of a compressed image",
+                    len,
+                    self.stored_len.saturating_mul(EXPANSION_MAX),
+                )
+            }
         }
     }
 
@@ -76,6 +56,49 @@ impl ImageRef {
     pub fn check_payload(&self, stored: &[u8]) -> Result<(), Defect> {
         check_equal("length of an image's payload", stored.len() as u64, self.stored_len)?;
         check_crc("image", self.stored_crc, stored)
+    }
+
+    /// The page's bytes, `len` of them, from its payload: checked as it is stored before anything is made of
+    /// it, and once more as what it gives. No more than `len` bytes are ever held.
+    ///
+    /// # Errors
+    /// A [`Defect`].
+    pub fn decode<'a>(&self, stored: Cow<'a, [u8]>, len: u64) -> Result<Cow<'a, [u8]>, Defect> {
+        self.check(len)?;
+        self.check_payload(&stored)?;
+        match self.codec {
+            Codec::Raw => Ok(stored),
+            Codec::Zstd => {
+                let mut bytes = Vec::new();
+                reserve(&mut bytes, len)?;
+                decompress(&stored, len, |piece| bytes.extend_from_slice(piece))?;
+                check_crc("page", self.raw_crc, &bytes)?;
+                Ok(bytes.into())
+            }
+        }
+    }
+
+    /// Refuses a payload from which a page of length `len` cannot be had. Takes a little memory, whatever
+    /// the length.
+    ///
+    /// # Errors
+    /// As for [`ImageRef::decode`].
+    pub fn check_content(&self, stored: &[u8], len: u64) -> Result<(), Defect> {
+        self.check(len)?;
+        self.check_payload(stored)?;
+        match self.codec {
+            Codec::Raw => Ok(()),
+            Codec::Zstd => {
+                let mut hasher = crc32fast::Hasher::new();
+                decompress(stored, len, |piece| hasher.update(piece))?;
+                let (found, computed) = (self.raw_crc, hasher.finalize());
+                if found == computed {
+                    Ok(())
+                } else {
+                    Err(Defect::Checksum { what: "page", found, computed })
+                }
+            }
+        }
     }
 }
 

@@ -13,10 +13,14 @@
 
 mod file;
 mod image_ref;
+mod codec;
 mod chunk;
 #[cfg(test)]
 mod tests;
 
-pub use chunk::{CHUNK_MAGIC, Chunk, ChunkHeader, ChunkHeaderRaw, ImageHeader, ImageHeaderRaw, NewImage};
+pub use chunk::{
+    CHUNK_MAGIC, Chunk, ChunkHeader, ChunkHeaderRaw, Compressed, ImageHeader, ImageHeaderRaw, NewImage,
+};
+pub use codec::{COMPRESSED_PIECE_LEN, Codec, Compressor};
 pub use file::{IMAGE_FILE_MAGIC, IMAGE_HEADER_BLOCK, ImageFileHeader, ImageFileHeaderRaw, ImagePurpose};
-pub use image_ref::{Codec, ImageRef};
+pub use image_ref::ImageRef;

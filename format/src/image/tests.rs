@@ -8,7 +8,14 @@ use crate::limits::PAGE_LEN_MAX;
 const STORE: StoreId = StoreId([0x5a; 16]);
 
 fn new_image(page: u64, len: u64) -> NewImage {
-    NewImage { page: PageId(page), epoch: Epoch(2), lsn: Lsn(9), len, crc: 0xdead_0000 + page as u32 }
+    NewImage {
+        page: PageId(page),
+        epoch: Epoch(2),
+        lsn: Lsn(9),
+        len,
+        crc: 0xdead_0000 + page as u32,
+        compressed: None,
+    }
 }
 
 fn sample() -> Chunk {
@@ -107,7 +114,7 @@ fn sound_checksums_over_wrong_fields_are_refused() {
         ("a chunk at the end of the world", |header, _| header.offset = !4095),
         ("another chunk length", |header, _| header.chunk_len += 4096),
         ("an endless chunk", |header, _| header.chunk_len = u64::MAX),
-        ("an unknown codec", |_, row| row.codec = 1),
+        ("an unknown codec", |_, row| row.codec = 2),
         ("reserved bytes", |_, row| row.reserved[6] = 1),
         ("an empty page", |_, row| (row.len, row.stored_len) = (0, 0)),
         ("an endless page", |_, row| (row.len, row.stored_len) = (u64::MAX, u64::MAX)),
@@ -135,6 +142,59 @@ fn a_payload_is_proven_by_length_and_checksum() {
     assert!(matches!(image.check_payload(&[4; 16]), Err(Defect::Checksum { what: "image", .. })));
 }
 
+/// A page that was compressed in pieces, as a reference to its frames.
+fn compressed(content: &[u8], piece_len: usize) -> (ImageRef, Vec<u8>) {
+    let mut compressor = Compressor::new(1).unwrap();
+    let frames: Vec<u8> =
+        content.chunks(piece_len).flat_map(|piece| compressor.frame(piece).unwrap()).collect();
+    let stored = Compressed { len: frames.len() as u64, crc: crc32fast::hash(&frames) };
+    let new = NewImage {
+        crc: crc32fast::hash(content),
+        compressed: Some(stored),
+        ..new_image(1, content.len() as u64)
+    };
+    (Chunk::plan(3, 8192, &[new]).unwrap().images[0].image, frames)
+}
+
+#[test]
+fn compressed_pages_come_back_from_any_number_of_frames() {
+    let content: Vec<u8> = (0..300_000u32).flat_map(|word| (word / 7).to_le_bytes()).collect();
+    for piece_len in [1 << 10, 70_000, COMPRESSED_PIECE_LEN] {
+        let (image, frames) = compressed(&content, piece_len);
+        assert!(frames.len() < content.len() / 2);
+        assert_eq!(image.codec, Codec::Zstd);
+        let len = content.len() as u64;
+        assert_eq!(image.decode(frames.as_slice().into(), len).unwrap(), content);
+        assert_eq!(image.check_content(&frames, len), Ok(()));
+    }
+    let refused = Compressor::new(1).unwrap().frame(&vec![0; COMPRESSED_PIECE_LEN + 1]);
+    assert!(matches!(refused, Err(Defect::Limit { .. })), "{refused:?}");
+}
+
+/// The most that a frame can be made to stand for is within the bound that is checked before anything is
+/// decompressed.
+#[test]
+fn no_frame_stands_for_more_than_the_bound() {
+    let content = vec![0; 64 << 20];
+    let (image, frames) = compressed(&content, COMPRESSED_PIECE_LEN);
+    assert_eq!(image.check_content(&frames, content.len() as u64), Ok(()));
+    let absurd = image.check_content(&frames, PAGE_LEN_MAX);
+    assert!(matches!(absurd, Err(Defect::Limit { found: PAGE_LEN_MAX, .. })), "{absurd:?}");
+}
+
+#[test]
+fn a_window_beyond_the_bound_is_refused_and_not_allocated() {
+    let content = vec![5; 1 << 20];
+    let (image, mut frames) = compressed(&content, COMPRESSED_PIECE_LEN);
+    // A frame of several segments: its descriptor, then its window, here made one of 2 to the 41 bytes.
+    assert_eq!((frames[4], frames[5] >> 3), (0x80, 9));
+    frames[5] = 31 << 3;
+    let stored = (frames.len() as u64, crc32fast::hash(&frames));
+    let image = ImageRef { stored_len: stored.0, stored_crc: stored.1, ..image };
+    let refused = image.decode(frames.into(), content.len() as u64);
+    assert!(matches!(refused, Err(Defect::Compression(_))), "{refused:?}");
+}
+
 #[test]
 fn chunks_that_cannot_be_are_not_planned() {
     for (why, found) in [
@@ -148,6 +208,6 @@ fn chunks_that_cannot_be_are_not_planned() {
     }
     assert!(Chunk::plan(1, 4096, &[new_image(1, PAGE_LEN_MAX)]).is_ok());
     // Written ahead of its batch, an image need not know whose it is.
-    let ahead = NewImage { page: PageId(0), epoch: Epoch(0), lsn: Lsn(0), len: 1, crc: 0 };
+    let ahead = NewImage { page: PageId(0), epoch: Epoch(0), lsn: Lsn(0), len: 1, crc: 0, compressed: None };
     assert!(Chunk::plan(1, 4096, &[ahead]).is_ok());
 }

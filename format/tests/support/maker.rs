@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use remanent_format::frame::{FrameHeader, FrameKind, VerifiedSnapshot, encode_seal};
-use remanent_format::image::{Chunk, ImageFileHeader, ImagePurpose, ImageRef, NewImage};
+use remanent_format::image::{Chunk, Compressed, ImageFileHeader, ImagePurpose, ImageRef, NewImage};
 use remanent_format::limits::{GROUP_ALIGN, SEGMENT_LEN_MIN, align_up};
 use remanent_format::manifest::{Manifest, ManifestEntry, ManifestKind, Tombstone};
 use remanent_format::op::{Op, PayloadWriter};
@@ -16,6 +16,7 @@ use remanent_format::{
     Epoch, FileName, Incarnation, Key, LogPoint, Lsn, Metadata, PageId, Place, SnapshotId, StoreId, Value,
 };
 
+use crate::frames;
 use crate::shim::Files;
 
 pub const STORE: StoreId = StoreId([0x57; 16]);
@@ -41,6 +42,8 @@ pub struct Maker {
     /// What the next frames claim to be durable.
     durable: Lsn,
     batches: Vec<Batch>,
+    /// Whether images are compressed.
+    pub compress: bool,
 }
 
 impl Maker {
@@ -51,6 +54,7 @@ impl Maker {
             point: LogPoint::default(),
             durable: Lsn(0),
             batches: Vec::new(),
+            compress: false,
         };
         let file = StoreFile { store: STORE, features: Features::default(), record: StoreRecord::default() };
         maker.files.0.insert(FileName::Store, file.encode().unwrap());
@@ -195,15 +199,18 @@ impl Maker {
     /// Writes image file `number`: the page as batch `lsn` leaves it.
     pub fn image(&mut self, number: u64, purpose: ImagePurpose, lsn: u64) -> ImageRef {
         let content = content(lsn);
+        let frames = frames::runs(&[(content[0], 8), (0, PAGE_LEN - 8)]);
         let known = if purpose == ImagePurpose::Batch { 0 } else { lsn };
         let (epoch, lsn) = (Epoch(known), Lsn(known));
         let crc = crc32fast::hash(&content);
-        let image = NewImage { page: PAGE, epoch, lsn, len: PAGE_LEN as u64, crc };
+        let stored = Compressed { len: frames.len() as u64, crc: crc32fast::hash(&frames) };
+        let compressed = self.compress.then_some(stored);
+        let image = NewImage { page: PAGE, epoch, lsn, len: PAGE_LEN as u64, crc, compressed };
         let chunk = Chunk::plan(number, 4096, &[image]).unwrap();
         let mut bytes = ImageFileHeader { store: STORE, file: number, purpose }.encode().to_vec();
         bytes.resize(4096, 0);
         bytes.extend_from_slice(&chunk.encode(STORE));
-        bytes.extend_from_slice(&content);
+        bytes.extend_from_slice(if self.compress { &frames } else { &content });
         bytes.resize(4096 + chunk.len as usize, 0);
         self.files.0.insert(FileName::Pages(number), bytes);
         chunk.images[0].image

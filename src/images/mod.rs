@@ -2,16 +2,21 @@
 //!
 //! A crash here loses nothing: an image file that no manifest and no table names is nobody's.
 
+mod compress;
+
 use std::sync::Arc;
 
 use remanent_format::image::{
-    Chunk, ChunkHeader, IMAGE_HEADER_BLOCK, ImageFileHeader, ImagePurpose, ImageRef, NewImage,
+    Chunk, ChunkHeader, Compressed, IMAGE_HEADER_BLOCK, ImageFileHeader, ImageHeader, ImagePurpose, ImageRef,
+    NewImage,
 };
 use remanent_format::limits::CHUNK_IMAGES_MAX;
 use remanent_format::{Defect, FileName, Folder, PageInfo, StoreId};
 
+use self::compress::compress;
 use crate::disk::{Disk, DiskFile};
 use crate::error::{Error, Result};
+use crate::options::Compression;
 
 /// A chunk is written when its images reach this many bytes; a longer page has a chunk of its own.
 const CHUNK_BYTES: u64 = 2 << 20;
@@ -34,6 +39,7 @@ pub(crate) fn next_chunk(lens: impl IntoIterator<Item = u64>) -> usize {
 pub(crate) struct ImageWriter {
     disk: Arc<dyn Disk>,
     store: StoreId,
+    compression: Compression,
     number: u64,
     file: Arc<dyn DiskFile>,
     offset: u64,
@@ -41,14 +47,21 @@ pub(crate) struct ImageWriter {
 }
 
 impl ImageWriter {
-    /// Begins image file `number` for this purpose. No space is a clean failure here and in the following: who gets it
+    /// Begins image file `number`. No space is a clean failure here and in the following: who gets it
     /// abandons the file.
-    pub fn create(disk: Arc<dyn Disk>, store: StoreId, number: u64, purpose: ImagePurpose) -> Result<Self> {
+    pub fn create(
+        disk: Arc<dyn Disk>,
+        store: StoreId,
+        number: u64,
+        purpose: ImagePurpose,
+        compression: Compression,
+    ) -> Result<Self> {
         let name = FileName::Pages(number);
         let file = disk.create(name).map_err(|error| no_space(number, IMAGE_HEADER_BLOCK, error))?;
         let mut block = ImageFileHeader { store, file: number, purpose }.encode().to_vec();
         block.resize(IMAGE_HEADER_BLOCK as usize, 0);
-        let writer = Self { disk, store, number, file, offset: IMAGE_HEADER_BLOCK, chunks: Vec::new() };
+        let (offset, chunks) = (IMAGE_HEADER_BLOCK, Vec::new());
+        let writer = Self { disk, store, compression, number, file, offset, chunks };
         match writer.file.write_at(0, &block) {
             Ok(()) => Ok(writer),
             Err(error) => {
@@ -60,16 +73,23 @@ impl ImageWriter {
 
     /// Writes one chunk of images; the references come back in the same order.
     pub fn write_chunk(&mut self, pages: &[(&PageInfo, &[u8])]) -> Result<Vec<ImageRef>> {
+        let contents: Vec<&[u8]> = pages.iter().map(|(_, bytes)| *bytes).collect();
+        let frames = compress(self.compression, &contents);
         let images: Vec<NewImage> = pages
             .iter()
-            .map(|(info, bytes)| {
+            .zip(&frames)
+            .map(|((info, bytes), frames)| {
                 assert!(info.len == bytes.len() as u64);
+                let compressed = frames
+                    .as_ref()
+                    .map(|frames| Compressed { len: frames.len() as u64, crc: crc32fast::hash(frames) });
                 NewImage {
                     page: info.page,
                     epoch: info.epoch,
                     lsn: info.lsn,
                     len: info.len,
                     crc: crc32fast::hash(bytes),
+                    compressed,
                 }
             })
             .collect();
@@ -78,9 +98,10 @@ impl ImageWriter {
         // One buffer, one write: header, table, payloads, padding.
         let mut bytes = chunk.encode(self.store);
         bytes.resize(chunk.len as usize, 0);
-        for ((_, page), header) in pages.iter().zip(&chunk.images) {
+        for ((page, frames), header) in contents.iter().zip(&frames).zip(&chunk.images) {
+            let payload = frames.as_deref().unwrap_or(page);
             let at = (header.image.offset - chunk.offset) as usize;
-            bytes[at..at + page.len()].copy_from_slice(page);
+            bytes[at..at + payload.len()].copy_from_slice(payload);
         }
         let needed = self.offset + chunk.len;
         self.file.write_at(self.offset, &bytes).map_err(|error| no_space(self.number, needed, error))?;
@@ -107,10 +128,11 @@ impl ImageWriter {
             let header = ChunkHeader::decode(&bytes).map_err(damaged)?;
             header.check_place(self.store, self.number, chunk.offset).map_err(damaged)?;
             let found = header.decode_table(&bytes).map_err(damaged)?;
-            for image in found.images.iter().map(|image| image.image) {
+            for ImageHeader { image, len, .. } in &found.images {
                 let at = (image.offset - chunk.offset) as usize;
+                // The log that could replace an image goes on its word: the page must come out of it.
                 image
-                    .check_payload(&bytes[at..at + image.stored_len as usize])
+                    .check_content(&bytes[at..at + image.stored_len as usize], *len)
                     .map_err(|defect| defect.at(file, image.offset))?;
             }
             if found != *chunk {

@@ -1,0 +1,102 @@
+//! Floor 0. How the bytes of a page become an image's payload, and back.
+//!
+//! A compressed payload is zstd frames (RFC 8878), back to back, without a dictionary. Whoever reads one
+//! has checked it as it is stored, so what zstd sees here was written by us, or is a checksum's accident.
+
+use std::io::Read;
+
+use crate::defect::{Defect, check_equal, check_limit};
+
+const CODEC_RAW: u8 = 0;
+const CODEC_ZSTD: u8 = 1;
+
+/// A writer compresses a page in frames of at most this many bytes of the page, so that many threads can
+/// work on a long one.
+pub const COMPRESSED_PIECE_LEN: usize = 1 << 20;
+/// A frame's window is at most 2 to this power bytes: what a reader must be able to hold.
+const WINDOW_LOG_MAX: u32 = 23;
+/// The shortest block has 4 bytes and stands for at most 128 KiB.
+pub(super) const EXPANSION_MAX: u64 = (128 << 10) / 4;
+/// Bytes that are decompressed at a time.
+const DECOMPRESSED_AT_ONCE: usize = 128 << 10;
+
+const _: () = assert!(COMPRESSED_PIECE_LEN <= 1 << WINDOW_LOG_MAX);
+
+/// How a payload is stored.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Codec {
+    /// The page's bytes as they are.
+    #[default]
+    Raw,
+    /// Zstd frames.
+    Zstd,
+}
+
+impl Codec {
+    /// The codec's number on disk.
+    #[must_use]
+    pub fn to_raw(self) -> u8 {
+        match self {
+            Codec::Raw => CODEC_RAW,
+            Codec::Zstd => CODEC_ZSTD,
+        }
+    }
+
+    /// The codec of a number on disk.
+    ///
+    /// # Errors
+    /// [`Defect::Field`] if this build knows no such codec.
+    pub fn from_raw(raw: u8) -> Result<Self, Defect> {
+        match raw {
+            CODEC_RAW => Ok(Codec::Raw),
+            CODEC_ZSTD => Ok(Codec::Zstd),
+            other => Err(Defect::Field { what: "image codec", found: other.into() }),
+        }
+    }
+}
+
+/// Makes frames of [`Codec::Zstd`]; kept, because its tables are made once.
+pub struct Compressor(zstd::bulk::Compressor<'static>);
+
+impl Compressor {
+    /// A compressor at zstd's `level`.
+    ///
+    /// # Errors
+    /// [`Defect::Compression`] if there is no such level, or no memory for it.
+    pub fn new(level: i32) -> Result<Self, Defect> {
+        zstd::bulk::Compressor::new(level).map(Self).map_err(compression)
+    }
+
+    /// One frame of at most [`COMPRESSED_PIECE_LEN`] bytes.
+    ///
+    /// # Errors
+    /// [`Defect::Limit`] if there are more bytes, [`Defect::Compression`] if there is no memory.
+    pub fn frame(&mut self, bytes: &[u8]) -> Result<Vec<u8>, Defect> {
+        check_limit("length of a piece to compress", bytes.len() as u64, COMPRESSED_PIECE_LEN as u64)?;
+        self.0.compress(bytes).map_err(compression)
+    }
+}
+
+/// Hands the `len` bytes that frames give to `sink`, piece by piece (I9: no length in a frame is believed).
+pub(super) fn decompress(frames: &[u8], len: u64, mut sink: impl FnMut(&[u8])) -> Result<(), Defect> {
+    let mut decoder = zstd::stream::read::Decoder::with_buffer(frames).map_err(compression)?;
+    decoder.window_log_max(WINDOW_LOG_MAX).map_err(compression)?;
+    let mut piece = vec![0; DECOMPRESSED_AT_ONCE];
+    let mut total = 0;
+    loop {
+        let count = decoder.read(&mut piece).map_err(compression)?;
+        if count == 0 {
+            return check_equal("length of what a compressed image gives", total, len);
+        }
+        total += count as u64;
+        if total > len {
+            return check_limit("length of what a compressed image gives", total, len);
+        }
+        sink(&piece[..count]);
+    }
+}
+
+fn compression(error: std::io::Error) -> Defect {
+    Defect::Compression(error.to_string())
+}

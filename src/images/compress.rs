@@ -1,0 +1,167 @@
+//! Floor 5. Which images are compressed: those that a quick test says it pays for, by as many threads as
+//! there are.
+
+use std::num::NonZero;
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use remanent_format::Defect;
+use remanent_format::image::{COMPRESSED_PIECE_LEN, Compressor};
+
+use crate::options::Compression;
+
+/// Zstd's fastest ordinary level: beside a disk of 1 to 3 GB/s anything slower is what a snapshot waits for.
+const LEVEL: i32 = 1;
+/// An image is stored compressed if that saves at least so many bytes of a hundred.
+const SAVED_PERCENT_MIN: usize = 12;
+/// A shorter page is stored as it is: images start on 16-byte boundaries, and each read has its price.
+const LEN_MIN: usize = 256;
+/// A page of at least this length is compressed whole only if samples of it say that it pays.
+const SAMPLED_LEN_MIN: usize = 256 << 10;
+/// Samples of such a page, and their length.
+const SAMPLES: usize = 4;
+const SAMPLE_LEN: usize = 16 << 10;
+/// Bytes below which one thread is enough: starting another costs what compressing some 50 KiB does.
+const PARALLEL_LEN_MIN: usize = 256 << 10;
+const THREADS_MAX: usize = 8;
+
+const _: () = assert!(SAMPLES * SAMPLE_LEN < SAMPLED_LEN_MIN && SAMPLE_LEN <= COMPRESSED_PIECE_LEN);
+
+/// The frames of each page that is worth it.
+pub(super) fn compress(compression: Compression, pages: &[&[u8]]) -> Vec<Option<Vec<u8>>> {
+    let mut images = vec![None; pages.len()];
+    if compression == Compression::Off {
+        return images;
+    }
+    let mut pieces: Vec<(usize, Range<usize>)> = Vec::new();
+    for (index, page) in pages.iter().enumerate().filter(|(_, page)| pays_by_samples(page)) {
+        let starts = (0..page.len()).step_by(COMPRESSED_PIECE_LEN);
+        pieces.extend(starts.map(|at| (index, at..page.len().min(at + COMPRESSED_PIECE_LEN))));
+    }
+    let frames = compress_pieces(pages, &pieces);
+    for of_page in pieces.iter().zip(frames).collect::<Vec<_>>().chunk_by(|a, b| a.0.0 == b.0.0) {
+        let index = of_page[0].0.0;
+        // What could not be compressed is stored as it is: that is always right.
+        let frames: Option<Vec<&[u8]>> = of_page.iter().map(|(_, frame)| frame.as_deref()).collect();
+        let saving = frames.filter(|frames| pays(pages[index].len(), frames.iter().map(|f| f.len()).sum()));
+        images[index] = saving.map(|frames| frames.concat());
+    }
+    images
+}
+
+/// Whether so many bytes are few enough in place of the page's.
+fn pays(page_len: usize, stored_len: usize) -> bool {
+    stored_len
+        <= page_len / 100 * (100 - SAVED_PERCENT_MIN) + page_len % 100 * (100 - SAVED_PERCENT_MIN) / 100
+}
+
+/// The quick test: whether it is worth to compress the whole page.
+fn pays_by_samples(page: &[u8]) -> bool {
+    if page.len() < SAMPLED_LEN_MIN {
+        return page.len() >= LEN_MIN;
+    }
+    let apart = (page.len() - SAMPLE_LEN) / (SAMPLES - 1);
+    let samples: Vec<(usize, Range<usize>)> =
+        (0..SAMPLES).map(|sample| (0, sample * apart..sample * apart + SAMPLE_LEN)).collect();
+    let frames: Option<Vec<Vec<u8>>> =
+        compress_some(&[page], &samples, &AtomicUsize::new(0)).into_iter().map(|(_, frame)| frame).collect();
+    frames.is_some_and(|frames| pays(SAMPLES * SAMPLE_LEN, frames.iter().map(Vec::len).sum()))
+}
+
+/// A frame for each piece, in their order; `None` where zstd has no memory.
+fn compress_pieces(pages: &[&[u8]], pieces: &[(usize, Range<usize>)]) -> Vec<Option<Vec<u8>>> {
+    let bytes: usize = pieces.iter().map(|(_, range)| range.len()).sum();
+    let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
+    let helpers = if bytes < PARALLEL_LEN_MIN { 0 } else { cores.min(THREADS_MAX).min(pieces.len()) - 1 };
+    let next = AtomicUsize::new(0);
+    let mut frames = vec![None; pieces.len()];
+    std::thread::scope(|scope| {
+        let helpers: Vec<_> = (0..helpers)
+            // A thread that cannot be started is not missed: the others do its work.
+            .map_while(|_| {
+                std::thread::Builder::new().spawn_scoped(scope, || compress_some(pages, pieces, &next)).ok()
+            })
+            .collect();
+        let mut done = compress_some(pages, pieces, &next);
+        for helper in helpers {
+            done.extend(helper.join().expect("compressing does not panic"));
+        }
+        for (index, frame) in done {
+            frames[index] = frame;
+        }
+    });
+    frames
+}
+
+/// Takes pieces as long as there are some.
+fn compress_some(
+    pages: &[&[u8]],
+    pieces: &[(usize, Range<usize>)],
+    next: &AtomicUsize,
+) -> Vec<(usize, Option<Vec<u8>>)> {
+    let mut compressor = Compressor::new(LEVEL);
+    let mut done = Vec::new();
+    loop {
+        let index = next.fetch_add(1, Ordering::Relaxed);
+        let Some((page, range)) = pieces.get(index) else { return done };
+        let frame = match &mut compressor {
+            Ok(compressor) => compressor.frame(&pages[*page][range.clone()]),
+            Err(defect) => Err(defect.clone()),
+        };
+        let warn = |defect: &Defect| tracing::warn!(%defect, "an image is stored uncompressed");
+        done.push((index, frame.inspect_err(warn).ok()));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Bytes without any order.
+    fn noise(len: usize) -> Vec<u8> {
+        let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+        let next = |_| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            (state >> 32) as u8
+        };
+        (0..len).map(next).collect()
+    }
+
+    #[test]
+    fn only_what_it_pays_for_is_compressed() {
+        let mut half = noise(1 << 20);
+        half[1 << 19..].fill(0);
+        // One sample of four is zeros, so all of it is tried, and it does not pay.
+        let mut end = noise(4 << 20);
+        end[(4 << 20) - SAMPLE_LEN..].fill(0);
+        let pages = [
+            ("noise", noise(5000), false),
+            ("zeros", vec![0; 5000], true),
+            ("a short page", vec![0; LEN_MIN - 1], false),
+            ("a long page of noise", noise(3 << 20), false),
+            ("half of it zeros", half, true),
+            ("samples that promise too much", end, false),
+            ("a long page of zeros", vec![0; (5 << 20) + 77], true),
+            ("the shortest page", vec![7; LEN_MIN], true),
+        ];
+        let bytes: Vec<&[u8]> = pages.iter().map(|(_, page, _)| page.as_slice()).collect();
+        let images = compress(Compression::Zstd, &bytes);
+        for ((why, page, expected), image) in pages.iter().zip(&images) {
+            assert_eq!(image.is_some(), *expected, "{why}");
+            assert!(image.as_ref().is_none_or(|image| image.len() <= page.len() * 88 / 100), "{why}");
+        }
+        assert!(pays_by_samples(bytes[5]), "the whole of it was tried");
+        assert_eq!(compress(Compression::Off, &bytes), vec![None; bytes.len()]);
+    }
+
+    #[test]
+    fn threads_change_no_byte() {
+        let page: Vec<u8> = (0..2_000_000u32).flat_map(|word| (word / 9).to_le_bytes()).collect();
+        let image = compress(Compression::Zstd, &[&page]).pop().unwrap().unwrap();
+        let mut alone = Compressor::new(LEVEL).unwrap();
+        let frames = page.chunks(COMPRESSED_PIECE_LEN).flat_map(|piece| alone.frame(piece).unwrap());
+        assert_eq!(image, frames.collect::<Vec<u8>>());
+    }
+}
