@@ -2,10 +2,11 @@
 
 use remanent_format::Width;
 use safetensors::Dtype;
+use serde_json::Value;
 
 /// The dtype of a name, as safetensors spells it.
 pub fn parse(name: &str) -> Option<Dtype> {
-    serde_json::from_value(name.into()).ok()
+    serde_json::from_value(Value::from(name)).ok()
 }
 
 /// The width by which elements are compared and logged. Several elements of fewer than 8 bits share a byte.
@@ -87,8 +88,51 @@ pub fn float(dtype: Dtype, bytes: &[u8]) -> Option<f64> {
     }
 }
 
+/// One element as text.
+///
+/// # Panics
+/// If `bytes` is not one element.
+pub fn text(dtype: Dtype, bytes: &[u8]) -> String {
+    match dtype {
+        Dtype::F64 => float(dtype, bytes).expect("a float").to_string(),
+        Dtype::BOOL if bytes[0] < 2 => (bytes[0] == 1).to_string(),
+        Dtype::U8 | Dtype::U16 | Dtype::U32 | Dtype::U64 => unsigned(bytes).to_string(),
+        Dtype::I8 | Dtype::I16 | Dtype::I32 | Dtype::I64 => signed(bytes).to_string(),
+        Dtype::C64 => {
+            let (real, imaginary) = bytes.split_at(4);
+            format!("({}, {})", text(Dtype::F32, real), text(Dtype::F32, imaginary))
+        }
+        // All floats up to 32 bits are numbers of 32 bits, whose shortest spelling is the familiar one.
+        _ => float(dtype, bytes).map_or_else(|| hex(bytes), |value| (value as f32).to_string()),
+    }
+}
+
+/// One element as JSON: a number where it is one, else text.
+///
+/// # Panics
+/// If `bytes` is not one element.
+pub fn json(dtype: Dtype, bytes: &[u8]) -> Value {
+    match dtype {
+        Dtype::BOOL if bytes[0] < 2 => (bytes[0] == 1).into(),
+        Dtype::U8 | Dtype::U16 | Dtype::U32 | Dtype::U64 => unsigned(bytes).into(),
+        Dtype::I8 | Dtype::I16 | Dtype::I32 | Dtype::I64 => signed(bytes).into(),
+        _ => float(dtype, bytes).map_or_else(|| text(dtype, bytes).into(), crate::json::float),
+    }
+}
+
+/// Bytes in hexadecimal, the most significant first.
+fn hex(bytes: &[u8]) -> String {
+    let digits: String = bytes.iter().rev().map(|byte| format!("{byte:02x}")).collect();
+    format!("0x{digits}")
+}
+
 fn unsigned(bytes: &[u8]) -> u64 {
     bytes.iter().rev().fold(0, |value, byte| value << 8 | u64::from(*byte))
+}
+
+fn signed(bytes: &[u8]) -> i64 {
+    let unused = 64 - 8 * bytes.len() as u32;
+    (unsigned(bytes) << unused) as i64 >> unused
 }
 
 #[cfg(test)]
@@ -125,6 +169,24 @@ mod tests {
             (Dtype::F8_E8M0, &[0xff]),
         ] {
             assert!(float(dtype, bytes).unwrap().is_nan(), "{dtype} {bytes:x?}");
+        }
+    }
+
+    #[test]
+    fn elements_are_shown_by_their_dtype() {
+        for (dtype, bytes, expected_text, expected_json) in [
+            (Dtype::F32, &0.1f32.to_le_bytes()[..], "0.1", "0.10000000149011612"),
+            (Dtype::F32, &f32::NAN.to_le_bytes(), "NaN", "\"NaN\""),
+            (Dtype::BF16, &[0xcd, 0x3d], "0.100097656", "0.10009765625"),
+            (Dtype::I16, &[0xfe, 0xff], "-2", "-2"),
+            (Dtype::U64, &u64::MAX.to_le_bytes(), "18446744073709551615", "18446744073709551615"),
+            (Dtype::BOOL, &[1], "true", "true"),
+            (Dtype::BOOL, &[7], "0x07", "\"0x07\""),
+            (Dtype::F4, &[0x3c], "0x3c", "\"0x3c\""),
+            (Dtype::C64, &[0, 0, 0x80, 0x3f, 0, 0, 0, 0xc0], "(1, -2)", "\"(1, -2)\""),
+        ] {
+            assert_eq!(text(dtype, bytes), expected_text);
+            assert_eq!(json(dtype, bytes).to_string(), expected_json);
         }
     }
 

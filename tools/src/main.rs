@@ -30,6 +30,9 @@ mod view;
 mod past;
 mod export;
 mod diff;
+mod element;
+mod blame;
+mod bisect;
 mod scan;
 mod reasons;
 mod info;
@@ -67,11 +70,27 @@ enum Command {
     Import(import::Import),
     Export(export::Export),
     Diff(diff::Diff),
+    Blame(blame::Blame),
+    Bisect(bisect::Bisect),
     Info(info::Info),
     Pages(pages::Pages),
     Log(log::Log),
     Dump(dump::Dump),
     Verify(verify::Verify),
+}
+
+impl Command {
+    /// Whether the command takes care of Ctrl-C itself: it has something in hand to finish or to remove.
+    fn listens(&self) -> bool {
+        matches!(
+            self,
+            Command::Demo(_)
+                | Command::Replay(_)
+                | Command::Import(_)
+                | Command::Export(_)
+                | Command::Bisect(_)
+        )
+    }
 }
 
 fn main() -> ExitCode {
@@ -80,8 +99,7 @@ fn main() -> ExitCode {
 
 fn run(cli: &Cli) -> Outcome {
     let mut out = Output::stdout();
-    if !matches!(cli.command, Command::Demo(_) | Command::Replay(_) | Command::Import(_) | Command::Export(_))
-    {
+    if !cli.command.listens() {
         interrupt::end_at_once()?;
     }
     let outcome = match &cli.command {
@@ -90,6 +108,8 @@ fn run(cli: &Cli) -> Outcome {
         Command::Import(command) => command.run(&mut out),
         Command::Export(command) => command.run(&mut out),
         Command::Diff(command) => command.run(&mut out),
+        Command::Blame(command) => command.run(&mut out),
+        Command::Bisect(command) => command.run(&mut out),
         Command::Info(command) => command.run(&mut out),
         Command::Pages(command) => command.run(&mut out),
         Command::Log(command) => command.run(&mut out),

@@ -86,6 +86,11 @@ impl<'d> Past<'d> {
         Ok(Self { dir, survey })
     }
 
+    /// The files.
+    pub fn dir(&self) -> &'d StoreDir {
+        self.dir
+    }
+
     /// The batch after which a state stood; `None`, the newest one, for no name.
     pub fn lsn(&self, at: Option<&At>) -> Result<Option<Lsn>, Failure> {
         match at {

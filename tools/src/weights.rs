@@ -187,6 +187,16 @@ pub fn dtype_of(info: &PageInfo) -> Option<Dtype> {
     }
 }
 
+/// The shape of a page, if its metadata says one.
+pub fn shape_of(info: &PageInfo) -> Option<Vec<u64>> {
+    let Some(Value::List(dimensions)) = info.metadata.get(SHAPE) else { return None };
+    let number = |dimension: &Value| match dimension {
+        Value::U64(number) => Some(*number),
+        _ => None,
+    };
+    dimensions.iter().map(number).collect()
+}
+
 /// Whether a page holds the header of the file.
 pub fn is_header(info: &PageInfo) -> bool {
     info.key.as_ref().is_some_and(|key| key.as_bytes() == HEADER_KEY.as_bytes())

@@ -2,8 +2,9 @@
 
 use crate::command::run;
 
-const COMMANDS: [&str; 10] =
-    ["demo", "replay", "import", "export", "diff", "info", "pages", "log", "dump", "verify"];
+const COMMANDS: [&str; 12] = [
+    "demo", "replay", "import", "export", "diff", "blame", "bisect", "info", "pages", "log", "dump", "verify",
+];
 
 #[test]
 fn help_teaches_and_is_no_error() {

@@ -100,17 +100,19 @@ fn all_kinds() -> Vec<Tensor> {
 }
 
 /// A directory with a store, and files to bring into it.
-struct Weights {
-    scratch: Scratch,
+pub struct Weights {
+    /// The directory.
+    pub scratch: Scratch,
 }
 
 impl Weights {
-    fn new() -> Self {
+    /// An empty directory.
+    pub fn new() -> Self {
         Self { scratch: Scratch::new() }
     }
 
     /// Writes a file.
-    fn write(&self, bytes: &[u8]) -> String {
+    pub fn write(&self, bytes: &[u8]) -> String {
         let path = self.scratch.path("model.safetensors");
         fs::write(&path, bytes).unwrap();
         path
@@ -118,7 +120,7 @@ impl Weights {
 
     /// Imports a file; gives what the command says.
     #[track_caller]
-    fn import(&self, bytes: &[u8], more: &[&str]) -> serde_json::Value {
+    pub fn import(&self, bytes: &[u8], more: &[&str]) -> serde_json::Value {
         let path = self.write(bytes);
         let store = self.scratch.store();
         run(&[&["import", &store, &path, "--json"], more].concat()).expect(0).json().remove(0)
@@ -126,7 +128,7 @@ impl Weights {
 
     /// Exports; gives the file's bytes.
     #[track_caller]
-    fn export(&self, more: &[&str]) -> Vec<u8> {
+    pub fn export(&self, more: &[&str]) -> Vec<u8> {
         let (store, path) = (self.scratch.store(), self.scratch.path("exported"));
         run(&[&["export", &store, &path], more].concat()).expect(0);
         fs::read(path).unwrap()

@@ -1,0 +1,164 @@
+//! Looking for what went wrong: which batch changed an element, and which version is the first bad one.
+
+use std::fs;
+use std::path::Path;
+use std::process::Stdio;
+
+use remanent::{Options, SnapshotId, Store};
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::command::{command, finished, run};
+use crate::weights::{Weights, file, tensor};
+
+/// The version in which the NaN appears.
+const PLANTED: usize = 5;
+
+/// Eight versions of a tensor of 3 by 4 floats; the element [1,2] moves in some and is NaN from one on.
+fn versions() -> Vec<Vec<u8>> {
+    let mut values: Vec<f32> = (0..12u8).map(f32::from).collect();
+    let mut versions = Vec::new();
+    for version in 1..=8 {
+        values[11] = version as f32;
+        match version {
+            3 => values[6] = 6.5,
+            PLANTED => values[6] = f32::NAN,
+            _ => {}
+        }
+        let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+        versions.push(file(&[tensor("w", "F32", "[3,4]", bytes)]));
+    }
+    versions
+}
+
+/// A store with the first `count` versions.
+fn imported(count: usize) -> Weights {
+    let weights = Weights::new();
+    for (version, number) in versions()[..count].iter().zip(1..) {
+        let (note, root) = (format!("version {number}"), format!("step={}", number * 10));
+        weights.import(version, &["--note", &note, "--root", &root]);
+    }
+    weights
+}
+
+/// What `blame --json` lists: Lsn, cause, values, step and note.
+fn blame(weights: &Weights, element: &str, more: &[&str]) -> Vec<String> {
+    let store = weights.scratch.store();
+    let lines = run(&[&["blame", &store, element, "--json"], more].concat()).expect(0).json();
+    let line = |line: &serde_json::Value| {
+        let (root, note) = (&line["root"]["step"], &line["note"]);
+        format!("{} {} {} {} {root} {note}", line["lsn"], line["cause"], line["before"], line["after"])
+    };
+    lines.iter().map(line).collect()
+}
+
+#[test]
+fn blame_lists_the_batches_that_changed_an_element() {
+    let weights = imported(8);
+    let expected = [
+        r#"1 "batch" null 6.0 10 "version 1""#,
+        r#"3 "batch" 6.0 6.5 30 "version 3""#,
+        r#"5 "batch" 6.5 "NaN" 50 "version 5""#,
+    ];
+    for element in ["w[1,2]", "w[6]", "page:1[6]"] {
+        assert_eq!(blame(&weights, element, &[]), expected);
+    }
+    assert_eq!(blame(&weights, "w[1,2]", &["--at", "lsn:4"]), expected[..2]);
+    assert_eq!(blame(&weights, "w[11]", &[]).len(), 8);
+    assert_eq!(blame(&weights, "w[0]", &[]), [r#"1 "batch" null 0.0 10 "version 1""#]);
+    let store = weights.scratch.store();
+    let text = run(&["blame", &store, "w[1,2]"]).expect(0).out;
+    assert!(text.lines().last().unwrap().contains("NaN"), "{text}");
+    for element in ["w[3,0]", "w[12]", "w[1,2,3]", "v[0]", "w"] {
+        run(&["blame", &store, element]).expect(2);
+    }
+}
+
+#[test]
+fn blame_goes_back_to_the_oldest_snapshot_where_the_log_is_gone() {
+    let weights = imported(4);
+    let options = || Options::default().snapshots_kept(1).segment_len(16 << 10);
+    // Each snapshot lets go of the log before it.
+    Store::open(weights.scratch.store(), options()).unwrap().snapshot().unwrap();
+    for version in &versions()[4..] {
+        weights.import(version, &[]);
+    }
+    let known = blame(&weights, "w[1,2]", &[]);
+    assert_eq!(known.last().unwrap(), r#"5 "batch" 6.5 "NaN" 40 null"#);
+    // Whatever was recycled by now, the value before the NaN is known, and where from.
+    let first = &known[0];
+    assert!(
+        first.starts_with("1 \"batch\" null 6.0") || first.starts_with("4 \"snapshot\" null 6.5"),
+        "{first}"
+    );
+}
+
+#[test]
+fn blame_shows_a_restore() {
+    let weights = imported(3);
+    let store = Store::open(weights.scratch.store(), Options::default()).unwrap();
+    store.snapshot().unwrap();
+    store.close().unwrap();
+    weights.import(&versions()[PLANTED - 1], &[]);
+    let store = Store::open(weights.scratch.store(), Options::default()).unwrap();
+    store.restore_from_snapshot(SnapshotId(1)).unwrap();
+    store.close().unwrap();
+    let lines = blame(&weights, "w[6]", &[]);
+    assert_eq!(
+        lines[lines.len() - 2..],
+        [r#"4 "batch" 6.5 "NaN" 30 null"#, r#"5 "restore" "NaN" 6.5 30 null"#,]
+    );
+    assert!(weights.export(&[]) == versions()[2]);
+}
+
+/// A shell command that fails where the file holds the NaN.
+const NO_NAN: &str = r"! LC_ALL=C grep -aqP '\x00\x00\xc0\x7f'";
+
+#[test]
+fn bisect_finds_the_first_bad_version() {
+    let weights = imported(8);
+    let store = weights.scratch.store();
+    let args = ["bisect", &store, "--good", "lsn:1", "--bad", "lsn:8", "--run"];
+    let found = run(&[&args[..], &[&format!("{NO_NAN} {{}}"), "--json"]].concat()).expect(0).json().remove(0);
+    let expected = serde_json::json!({
+        "schema": 1, "first_bad": PLANTED, "root": { "step": 50 }, "note": "version 5"
+    });
+    assert_eq!(found, expected);
+    // The file's path may also be the last argument.
+    let text = run(&[&args[..], &[NO_NAN]].concat()).expect(0).out;
+    assert!(text.contains("the first bad version is lsn 5\n") && text.contains("lsn 4: good\n"), "{text}");
+
+    for (verdict, code, word) in [("exit 125 #", 2, "one of lsn 2 to 8"), ("exit 128 #", 2, "ended with 128")]
+    {
+        let stopped = run(&[&args[..], &[verdict]].concat()).expect(code);
+        assert!(stopped.err.contains(word), "{}", stopped.err);
+    }
+    for (good, bad) in [("lsn:8", "lsn:1"), ("lsn:3", "lsn:3"), ("lsn:1", "lsn:9")] {
+        run(&["bisect", &store, "--good", good, "--bad", bad, "--run", "true"]).expect(2);
+    }
+}
+
+#[test]
+fn bisect_leaves_no_file_behind_whatever_ends_it() {
+    let weights = imported(8);
+    let (store, scratch) = (weights.scratch.store(), weights.scratch.path("scratch"));
+    fs::create_dir(&scratch).unwrap();
+    let args = ["bisect", &store, "--good", "lsn:1", "--bad", "lsn:8", "--run"];
+    let started = weights.scratch.path("started");
+    let bisect = |script: &str| {
+        let mut command = command(&[&args[..], &[script]].concat());
+        command.env("TMPDIR", &scratch);
+        command
+    };
+    finished(bisect(NO_NAN)).expect(0);
+    assert_eq!(fs::read_dir(&scratch).unwrap().count(), 0);
+
+    let mut child = bisect(&format!("touch {started}; exec tail -f")).stderr(Stdio::null()).spawn().unwrap();
+    while !Path::new(&started).exists() {
+        assert!(child.try_wait().unwrap().is_none(), "the search ended by itself");
+        std::thread::yield_now();
+    }
+    assert_eq!(fs::read_dir(&scratch).unwrap().count(), 1);
+    kill_process(Pid::from_child(&child), Signal::INT).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    assert_eq!(fs::read_dir(&scratch).unwrap().count(), 0);
+}
