@@ -6,13 +6,12 @@ use std::os::fd::AsFd;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::time::Duration;
 
 use remanent_format::Lsn;
 use remanent_format::frame::FrameKind;
 use remanent_format::log::LogWalk;
 use remanent_format::op::{Op, decode_payload};
-use rustix::process::{Pid, Signal, kill_process_group};
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
 
 use crate::exit::{Ending, Failure, Outcome};
 use crate::export::Version;
@@ -38,7 +37,7 @@ Examples:
 pub struct Bisect {
     /// The store's directory; it is only read
     dir: PathBuf,
-    /// A state known to be good: lsn:N or snapshot:N
+    /// A state known to be good: lsn:N, snapshot:N or name:S
     #[arg(long)]
     good: At,
     /// A later state known to be bad
@@ -188,23 +187,17 @@ impl Bisect {
     }
 }
 
-/// How often a running command is asked whether it has ended.
-const ASKED_EVERY: Duration = Duration::from_millis(5);
-
 /// Waits for a child, or ends it and all that it started when Ctrl-C is pressed; then `None`.
 fn wait(child: &mut Child, interrupt: &Interrupt) -> io::Result<Option<ExitStatus>> {
-    loop {
-        if let Some(status) = child.try_wait()? {
-            return Ok((!interrupt.noted()).then_some(status));
-        }
-        if interrupt.noted() {
-            // It was not waited for yet, so the number is still its own.
-            kill_process_group(Pid::from_child(child), Signal::KILL)?;
-            child.wait()?;
-            return Ok(None);
-        }
-        std::thread::sleep(ASKED_EVERY);
+    let group = Pid::from_child(child);
+    let ended = pidfd_open(group, PidfdFlags::empty())?;
+    interrupt.wait_with(ended.as_fd())?;
+    if interrupt.noted() {
+        // It was not waited for yet, so the number is still its own.
+        kill_process_group(group, Signal::KILL)?;
     }
+    let status = child.wait()?;
+    Ok((!interrupt.noted()).then_some(status))
 }
 
 /// The note of a batch.

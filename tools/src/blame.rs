@@ -38,7 +38,7 @@ pub struct Blame {
     /// The element
     #[arg(value_name = "KEY[INDEX]")]
     element: ElementName,
-    /// The last state that is looked at: lsn:N or snapshot:N [default: the newest]
+    /// The last state that is looked at: lsn:N, snapshot:N or name:S [default: the newest]
     #[arg(long)]
     at: Option<At>,
     /// One JSON object a line
@@ -122,17 +122,17 @@ impl<'h> History<'h> {
     /// The changes, the oldest first.
     fn events(&'h self) -> Result<Vec<Event>, Failure> {
         let survey = &self.past.survey;
-        let snapshots: Vec<&Arc<Manifest>> =
-            survey.readable().filter(|manifest| manifest.end <= self.until).collect();
+        let whole = survey.links.keys().filter_map(|snapshot| survey.snapshot(*snapshot).ok());
+        let snapshots: Vec<Arc<Manifest>> = whole.filter(|manifest| manifest.end <= self.until).collect();
         // From as far back as the log is kept without a gap.
         let beginning = survey.log.beginning().map(|_| None);
-        let starts = beginning.into_iter().chain(snapshots.iter().map(|manifest| Some(*manifest)));
+        let starts = beginning.into_iter().chain(snapshots.iter().map(Some));
         let mut stopped_by = Defect::Missing.at_lsn(FileName::Segment(1), 0, Lsn(1));
         for start in starts {
             let mut follower = Follower::new(self);
             // What older snapshots say of the time before.
             let older =
-                |manifest: &&&Arc<Manifest>| start.is_some_and(|start| manifest.snapshot <= start.snapshot);
+                |manifest: &&Arc<Manifest>| start.is_some_and(|start| manifest.snapshot <= start.snapshot);
             let attempt = snapshots
                 .iter()
                 .filter(older)
@@ -150,7 +150,7 @@ impl<'h> History<'h> {
     fn content(&self, entry: &ManifestEntry) -> Result<Vec<u8>, Damage> {
         let Some(image) = &entry.image else { return Ok(Vec::new()) };
         self.check_len(entry.len, FileName::Pages(image.file), image.offset)?;
-        read_image(self.past.dir(), image)
+        read_image(self.past.dir(), image, entry.len)
     }
 
     /// A length is believed only up to the memory that the page may take.
@@ -258,6 +258,9 @@ impl<'h> Follower<'h> {
         }
         if let Op::Delete { .. } = op {
             self.content = None;
+        } else if let Op::Image { len, image, .. } = op {
+            self.history.check_len(*len, file, offset)?;
+            self.content = Some(read_image(self.history.past.dir(), image, *len)?);
         } else if let Some(content) = &mut self.content {
             let len = content.len() as u64;
             let is_within =

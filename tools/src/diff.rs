@@ -32,7 +32,7 @@ Examples:
 pub struct Diff {
     /// The store's directory; it is only read
     dir: PathBuf,
-    /// The state before: lsn:N or snapshot:N
+    /// The state before: lsn:N, snapshot:N or name:S
     #[arg(long)]
     from: At,
     /// The state after [default: the newest]

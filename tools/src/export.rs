@@ -34,7 +34,7 @@ pub struct Export {
     dir: PathBuf,
     /// Where the weights go; replaced if it is there
     file: PathBuf,
-    /// The version: lsn:N or snapshot:N [default: the newest]
+    /// The version: lsn:N, snapshot:N or name:S [default: the newest]
     #[arg(long)]
     at: Option<At>,
     /// One JSON object

@@ -1,11 +1,14 @@
 //! Ctrl-C. Commands that only read end at once; commands that drive a store finish what is in hand.
 
 use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use rustix::event::{PollFd, PollFlags, poll};
 use signal_hook::consts::SIGINT;
-use signal_hook::flag;
+use signal_hook::{flag, low_level};
 
 use crate::exit::{Failure, INTERRUPTED};
 
@@ -18,19 +21,38 @@ pub fn end_at_once() -> Result<(), Failure> {
 
 /// A Ctrl-C that waits to be noticed.
 #[derive(Clone)]
-pub struct Interrupt(Arc<AtomicBool>);
+pub struct Interrupt {
+    noted: Arc<AtomicBool>,
+    /// Has something to read from when Ctrl-C was pressed.
+    pressed: Arc<UnixStream>,
+}
 
 impl Interrupt {
     /// From now on Ctrl-C is noted here and does nothing else.
     pub fn listen() -> Result<Self, Failure> {
         let noted = Arc::new(AtomicBool::new(false));
         flag::register(SIGINT, noted.clone()).map_err(cannot_listen)?;
-        Ok(Self(noted))
+        let (pressed, told) = UnixStream::pair().map_err(cannot_listen)?;
+        // Registered second, it tells of what is noted by then.
+        low_level::pipe::register(SIGINT, told).map_err(cannot_listen)?;
+        Ok(Self { noted, pressed: Arc::new(pressed) })
     }
 
     /// Whether Ctrl-C was pressed.
     pub fn noted(&self) -> bool {
-        self.0.load(Ordering::Relaxed)
+        self.noted.load(Ordering::Relaxed)
+    }
+
+    /// Waits until there is something to read from `event`, or Ctrl-C was pressed.
+    pub fn wait_with(&self, event: BorrowedFd<'_>) -> io::Result<()> {
+        loop {
+            let pressed = PollFd::from_borrowed_fd(self.pressed.as_fd(), PollFlags::IN);
+            let mut either = [PollFd::from_borrowed_fd(event, PollFlags::IN), pressed];
+            match poll(&mut either, None) {
+                Err(rustix::io::Errno::INTR) => {}
+                done => return Ok(done.map(drop)?),
+            }
+        }
     }
 }
 

@@ -21,6 +21,8 @@ pub enum At {
     Lsn(Lsn),
     /// The state that this snapshot stands for.
     Snapshot(SnapshotId),
+    /// The state that the snapshot of this name stands for.
+    Name(String),
 }
 
 impl FromStr for At {
@@ -31,7 +33,9 @@ impl FromStr for At {
         match text.split_once(':') {
             Some(("lsn", lsn)) => Ok(Self::Lsn(Lsn(number(lsn)?))),
             Some(("snapshot", snapshot)) => Ok(Self::Snapshot(SnapshotId(number(snapshot)?))),
-            _ => Err("neither lsn:N nor snapshot:N".to_owned()),
+            Some(("name", "")) => Err("a name is not empty".to_owned()),
+            Some(("name", name)) => Ok(Self::Name(name.to_owned())),
+            _ => Err("neither lsn:N, snapshot:N nor name:S".to_owned()),
         }
     }
 }
@@ -41,6 +45,7 @@ impl fmt::Display for At {
         match self {
             Self::Lsn(lsn) => write!(f, "lsn:{lsn}"),
             Self::Snapshot(snapshot) => write!(f, "snapshot:{snapshot}"),
+            Self::Name(name) => write!(f, "name:{name}"),
         }
     }
 }
@@ -96,11 +101,18 @@ impl<'d> Past<'d> {
         match at {
             None => Ok(None),
             Some(At::Lsn(lsn)) => Ok(Some(*lsn)),
-            Some(At::Snapshot(snapshot)) => match self.survey.links.get(snapshot) {
-                Some(Ok((manifest, _))) => Ok(Some(manifest.end)),
-                Some(Err(damage)) => Err(damaged(damage.clone())),
-                None => Err(Failure::Environment(format!("there is no snapshot {snapshot}"))),
-            },
+            Some(At::Snapshot(snapshot)) if self.survey.links.contains_key(snapshot) => {
+                self.survey.snapshot(*snapshot).map(|manifest| Some(manifest.end)).map_err(damaged)
+            }
+            Some(At::Snapshot(snapshot)) => {
+                Err(Failure::Environment(format!("there is no snapshot {snapshot}")))
+            }
+            Some(At::Name(name)) => {
+                let mut named = self.survey.readable().rev();
+                let named = named.find(|manifest| manifest.name.as_deref() == Some(name));
+                let none = || Failure::Environment(format!("there is no snapshot named {name:?}"));
+                named.map(|manifest| Some(manifest.end)).ok_or_else(none)
+            }
         }
     }
 
@@ -187,10 +199,10 @@ mod tests {
 
     #[test]
     fn a_state_has_one_spelling() {
-        for text in ["lsn:0", "lsn:120", "snapshot:3"] {
+        for text in ["lsn:0", "lsn:120", "snapshot:3", "name:a:b"] {
             assert_eq!(text.parse::<At>().unwrap().to_string(), text);
         }
-        for text in ["", "120", "lsn:", "lsn:-1", "snapshot:x", "batch:1"] {
+        for text in ["", "120", "lsn:", "lsn:-1", "snapshot:x", "batch:1", "name:"] {
             assert!(text.parse::<At>().is_err(), "{text}");
         }
     }
