@@ -13,6 +13,7 @@ use crate::json::{self, object};
 use crate::log::{damage_json, torn_json, torn_line};
 use crate::output::Output;
 use crate::reasons::{Reason, reasons};
+use crate::snapshots::image_bytes;
 use crate::store_dir::StoreDir;
 use crate::view::View;
 
@@ -157,11 +158,6 @@ impl Report {
         out.line("")?;
         out.line(file_table(&self.files).trim_fmt())
     }
-}
-
-/// Bytes of all images that a snapshot names.
-fn image_bytes(manifest: &Manifest) -> u64 {
-    manifest.entries.iter().filter_map(|entry| entry.image).map(|image| image.stored_len).sum()
 }
 
 fn file_json(reason: &Reason) -> serde_json::Value {

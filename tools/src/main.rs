@@ -9,6 +9,7 @@ mod exit;
 mod output;
 mod interrupt;
 mod progress;
+mod verbosity;
 mod json;
 mod memory;
 
@@ -36,14 +37,18 @@ mod bisect;
 mod scan;
 mod reasons;
 mod info;
+mod snapshots;
 mod pages;
 mod log;
 mod dump;
 mod verify;
 
+mod doctor;
+mod completions;
+
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 
 use crate::exit::Outcome;
 use crate::output::Output;
@@ -61,6 +66,8 @@ has the store open; 130 Ctrl-C.";
 struct Cli {
     #[command(subcommand)]
     command: Command,
+    #[command(flatten)]
+    verbosity: verbosity::Verbosity,
 }
 
 #[derive(Subcommand)]
@@ -73,10 +80,13 @@ enum Command {
     Blame(blame::Blame),
     Bisect(bisect::Bisect),
     Info(info::Info),
+    Snapshots(snapshots::Snapshots),
     Pages(pages::Pages),
     Log(log::Log),
     Dump(dump::Dump),
     Verify(verify::Verify),
+    Doctor(doctor::Doctor),
+    Completions(completions::Completions),
 }
 
 impl Command {
@@ -89,6 +99,7 @@ impl Command {
                 | Command::Import(_)
                 | Command::Export(_)
                 | Command::Bisect(_)
+                | Command::Doctor(_)
         )
     }
 }
@@ -98,6 +109,7 @@ fn main() -> ExitCode {
 }
 
 fn run(cli: &Cli) -> Outcome {
+    cli.verbosity.begin();
     let mut out = Output::stdout();
     if !cli.command.listens() {
         interrupt::end_at_once()?;
@@ -111,10 +123,13 @@ fn run(cli: &Cli) -> Outcome {
         Command::Blame(command) => command.run(&mut out),
         Command::Bisect(command) => command.run(&mut out),
         Command::Info(command) => command.run(&mut out),
+        Command::Snapshots(command) => command.run(&mut out),
         Command::Pages(command) => command.run(&mut out),
         Command::Log(command) => command.run(&mut out),
         Command::Dump(command) => command.run(&mut out),
         Command::Verify(command) => command.run(&mut out),
+        Command::Doctor(command) => command.run(&mut out),
+        Command::Completions(command) => command.run(Cli::command(), &mut out),
     };
     // What was found is shown even where the command then failed.
     out.flush()?;

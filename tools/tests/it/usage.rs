@@ -1,9 +1,23 @@
-//! Calls that cannot work are told from damage by their exit code, and say what is wrong.
+//! What every command has in common: help, exit codes, how much is said; and what the machine is asked.
 
 use crate::command::run;
 
-const COMMANDS: [&str; 12] = [
-    "demo", "replay", "import", "export", "diff", "blame", "bisect", "info", "pages", "log", "dump", "verify",
+const COMMANDS: [&str; 15] = [
+    "demo",
+    "replay",
+    "import",
+    "export",
+    "diff",
+    "blame",
+    "bisect",
+    "snapshots",
+    "doctor",
+    "completions",
+    "info",
+    "pages",
+    "log",
+    "dump",
+    "verify",
 ];
 
 #[test]
@@ -41,4 +55,54 @@ fn wrong_calls_end_with_two_and_touch_nothing() {
     }
     assert!(run(&["log", empty]).err.contains("there is no store in"));
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn quiet_says_nothing_and_verbose_says_what_the_engine_does() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+    let (store, file) = (path("store"), path("empty.safetensors"));
+    std::fs::write(&file, b"\x02\0\0\0\0\0\0\0{}").unwrap();
+    let imported = run(&["import", &store, &file]).expect(0);
+    assert!(imported.err.is_empty(), "no terminal, no progress: {}", imported.err);
+    let said = run(&["-vv", "import", &store, &file]).expect(0);
+    assert!(said.err.contains("remanent"), "{}", said.err);
+    assert!(!said.err.contains('\u{1b}'), "colours: {}", said.err);
+    let quiet = run(&["import", &store, &file, "--quiet"]).expect(0);
+    assert!(quiet.err.is_empty() && quiet.out.contains("nothing to import"), "{}", quiet.err);
+    // Why a command failed is said all the same.
+    assert!(run(&["-q", "import", &store, &path("missing")]).expect(2).err.contains("missing"));
+    run(&["-q", "-v", "import", &store, &file]).expect(2);
+}
+
+#[test]
+fn completions_know_every_command() {
+    for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
+        let script = run(&["completions", shell]).expect(0).out;
+        for command in COMMANDS {
+            assert!(script.contains(command), "{command} is not in that for {shell}");
+        }
+    }
+    run(&["completions", "dos"]).expect(2);
+}
+
+#[test]
+fn doctor_says_what_a_store_would_do_and_leaves_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().to_str().unwrap();
+    let found = run(&["doctor", path, "--json"]).expect(0).json().remove(0);
+    assert_eq!(found["schema"], 1);
+    assert!(
+        ["mapped", "buffered"].iter().any(|io| found["log"].as_str().unwrap().starts_with(io)),
+        "{found}"
+    );
+    assert_eq!(found["device"], "host");
+    for number in ["free_bytes", "cpus", "memory_bytes", "page_size", "open_files_max"] {
+        assert!(found[number].as_u64().unwrap() > 0, "{number} in {found}");
+    }
+    assert!(found["sync_us"]["longest"].as_u64() >= found["sync_us"]["median"].as_u64(), "{found}");
+    let text = run(&["doctor", path]).expect(0).out;
+    assert_eq!(text.lines().count(), found.as_object().unwrap().len() - 1, "{text}");
+    assert_eq!(std::fs::read_dir(path).unwrap().count(), 0);
+    run(&["doctor", &format!("{path}/missing")]).expect(2);
 }
