@@ -15,7 +15,7 @@
 //! leaves a table that no record names. No space in 2 or 3 is a clean failure; everything else after 1
 //! poisons.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use remanent_format::image::{ImagePurpose, ImageRef};
@@ -79,16 +79,21 @@ impl Restore<'_> {
         keeping.next_file += 1;
         let table = self.write_table(&pages, &old, &manifest, submitted, lsn, epoch, number);
         // 3.
-        let logged = table.and_then(|(table_crc, files)| {
+        let logged = table.and_then(|(table_crc, entries)| {
             let mut payload = PayloadWriter::default();
             let record = Op::Restore { table: number, table_crc, restored: old.table.lsn() };
             payload.push(&record).map_err(|defect| Error::from(defect.at(FileName::Table(number), 0)))?;
             let payload = payload.finish();
             let point = self.log.append(&payload, crc32fast::hash(&payload), SpacePurpose::User)?;
-            Ok((point, files))
+            Ok((point, entries))
         });
-        let (point, files) = logged.map_err(|error| self.give_up(number, error))?;
+        let (point, entries) = logged.map_err(|error| self.give_up(number, error))?;
+        let files = entries.iter().filter_map(|entry| entry.image).map(|image| image.file).collect();
         keeping.tables.insert(number, KeptTable { restored_at: lsn, files });
+        // The next snapshot names the table's images: they need not be written again.
+        for entry in entries.iter().filter(|entry| entry.lsn == lsn) {
+            keeping.known.note(entry.page, lsn, entry.image);
+        }
         self.log.wait_durable(point.lsn)?;
         // 4.
         let root = old.table.root().clone();
@@ -101,8 +106,7 @@ impl Restore<'_> {
         Ok(point)
     }
 
-    /// Step 2: images that are not exact, then the table. Returns its checksum, and the image files
-    /// that it needs.
+    /// Step 2: images that are not exact, then the table. Returns its checksum, and its entries.
     #[expect(clippy::too_many_arguments, reason = "one call, one purpose: the parts of a manifest")]
     fn write_table(
         &self,
@@ -113,7 +117,7 @@ impl Restore<'_> {
         lsn: Lsn,
         epoch: Epoch,
         number: u64,
-    ) -> Result<(u32, BTreeSet<u64>)> {
+    ) -> Result<(u32, Vec<ManifestEntry>)> {
         // An image is exact if the page did not change between its capture and the snapshot's end.
         let images: HashMap<PageId, (Lsn, Option<ImageRef>)> =
             manifest.entries.iter().map(|entry| (entry.page, (entry.lsn, entry.image))).collect();
@@ -129,7 +133,6 @@ impl Restore<'_> {
             .iter()
             .map(|info| entry(info, fresh.get(&info.page).copied().or_else(|| exact(info).flatten())))
             .collect();
-        let files = entries.iter().filter_map(|entry| entry.image).map(|image| image.file).collect();
         let table = Manifest {
             kind: ManifestKind::Table,
             store: self.store.store,
@@ -141,7 +144,7 @@ impl Restore<'_> {
             next_page: submitted.next_page(),
             epoch_high: epoch,
             next_file: number + 1,
-            entries,
+            entries: entries.clone(),
             tombstones: Vec::new(),
             root: old.table.root().clone(),
         };
@@ -149,7 +152,7 @@ impl Restore<'_> {
         let bytes = table.encode().map_err(|defect| Error::from(defect.at(file, 0)))?;
         publish(self.disk, file, number, &bytes)?;
         let table_crc = check_published(self.disk, file, &bytes)?;
-        Ok((table_crc, files))
+        Ok((table_crc, entries))
     }
 
     fn write_images(

@@ -384,7 +384,7 @@ impl Store {
         };
         let point = restore.run(snapshot, &mut submitted, &mut keeping)?;
         // Still under both locks: this snapshot is exact, and later opens start from it.
-        match snapshots.take_holding(&mut keeping) {
+        match snapshots.take_holding(&mut keeping, None) {
             // The restore stands without it: recovery replays the record.
             Ok(_) | Err(Error::DiskFull { .. } | Error::OutOfMemory { .. }) => {}
             Err(error) => return Err(error),

@@ -67,7 +67,7 @@ use crate::arena::Arena;
 use crate::device::Device;
 use crate::disk::Disk;
 use crate::error::{Error, Result};
-use crate::keeping::{Keeping, Kept, KeptTable, unix_ms};
+use crate::keeping::{Keeping, Kept, KeptTable, KnownImages, unix_ms};
 use crate::log::{LogStart, SegmentPool};
 use crate::options::{Create, Options};
 use crate::phases::{self, Phase};
@@ -200,6 +200,8 @@ impl Recovery<'_> {
                 tables: BTreeMap::new(),
                 next_snapshot: 1,
                 next_file: 1,
+                known: Arc::default(),
+                file_lens: BTreeMap::new(),
             },
             recovered: self.report(position, true),
         })
@@ -279,7 +281,7 @@ impl Recovery<'_> {
             .filter(|n| (end.proven.segment + 1..highest).contains(n))
             .collect();
         pool.recycle(&junk)?;
-        let keeping = self.keeping(&source, &survey, resolution.base, &verified)?;
+        let keeping = self.keeping(&source, &survey, &resolution, &verified)?;
 
         let mut recovered = self.report(position, false);
         recovered.previous = Some(Position { incarnation: end.accepted.incarnation, lsn: end.accepted.lsn });
@@ -416,7 +418,7 @@ impl Recovery<'_> {
         &self,
         source: &DiskSource,
         survey: &Survey,
-        base: Option<SnapshotId>,
+        resolution: &Resolution,
         verified: &[VerifiedSnapshot],
     ) -> Result<Keeping> {
         // Other links that can be read are there for these, or will go with the next snapshot.
@@ -424,7 +426,8 @@ impl Recovery<'_> {
         for VerifiedSnapshot { snapshot, manifest_crc } in verified {
             let links = survey.chain(*snapshot)?[1..].iter().map(|link| link.snapshot).collect();
             let manifest = survey.snapshot(*snapshot)?;
-            snapshots.insert(*snapshot, Kept::new(&manifest, links, *manifest_crc, true));
+            let images = manifest.entries.iter().map(|entry| entry.image);
+            snapshots.insert(*snapshot, Kept::new(&manifest, images, links, *manifest_crc, true));
         }
         let mut tables = BTreeMap::new();
         let mut next_file = survey.readable().map(|manifest| manifest.next_file).max().unwrap_or(1);
@@ -446,11 +449,13 @@ impl Recovery<'_> {
             }
         }
         let next_snapshot = survey.links.keys().next_back().map_or(1, |last| last.0 + 1);
-        let keeping = Keeping { snapshots, tables, next_snapshot, next_file };
+        let known = Arc::new(KnownImages::recovered(survey, resolution.base, &resolution.resolved)?);
+        let file_lens = BTreeMap::new();
+        let keeping = Keeping { snapshots, tables, next_snapshot, next_file, known, file_lens };
         // Image files that nothing names stem from a snapshot that a crash cut short. Where a snapshot was
         // passed over, its images stay until newer ones take its place: they are evidence.
         let newest = survey.links.keys().next_back().copied();
-        if newest == base && survey.links.keys().all(|snapshot| survey.chain(*snapshot).is_ok()) {
+        if newest == resolution.base && survey.links.keys().all(|snapshot| survey.chain(*snapshot).is_ok()) {
             self.remove_unnamed_images(&keeping)?;
         }
         Ok(keeping)

@@ -16,6 +16,7 @@
 //! A crash in 1 to 4 leaves an image file that is nobody's; in 5 to 7, a snapshot that the next open
 //! publishes and verifies again. No space in 2 to 5 is a clean failure; everything else poisons.
 
+mod compact;
 mod gather;
 mod retain;
 
@@ -24,15 +25,16 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use remanent_format::image::ImagePurpose;
-use remanent_format::manifest::{Manifest, ManifestKind, Tombstone};
+use remanent_format::manifest::{Manifest, ManifestEntry, ManifestKind, Tombstone};
 use remanent_format::{Epoch, FileName, LogPoint, Lsn, Metadata, PageId, SnapshotId, StoreId};
 
+use self::compact::CARRY_BYTES_MAX;
 use crate::applier::Applier;
 use crate::device::Device;
 use crate::disk::Disk;
 use crate::error::{Error, Result};
 use crate::images::ImageWriter;
-use crate::keeping::{Keeping, Kept, SnapshotInfo, unix_ms};
+use crate::keeping::{Keeping, Kept, Link, SnapshotInfo, Sorted, unix_ms};
 use crate::log::{Log, SegmentPool};
 use crate::options::Compression;
 use crate::phases::{self, Phase};
@@ -58,16 +60,16 @@ pub(crate) struct Snapshots {
 }
 
 impl Snapshots {
-    /// Takes a full snapshot.
+    /// Takes a snapshot.
     pub fn take(&self) -> Result<SnapshotInfo> {
         let mut keeping = self.keeping.lock();
-        self.take_holding(&mut keeping)
+        self.take_holding(&mut keeping, None)
     }
 
-    /// Takes a full snapshot for a caller who holds the lock on what is kept.
-    pub fn take_holding(&self, keeping: &mut Keeping) -> Result<SnapshotInfo> {
+    /// Takes a snapshot, with a name or without, for a caller who holds the lock on what is kept.
+    pub fn take_holding(&self, keeping: &mut Keeping, name: Option<String>) -> Result<SnapshotInfo> {
         self.poison.check()?;
-        let taken = self.write(keeping).and_then(|info| match self.retain(keeping) {
+        let taken = self.write(keeping, name).and_then(|info| match self.retain(keeping) {
             // No space to record it: the snapshot stands, only nothing is recycled for it.
             Ok(()) | Err(Error::DiskFull { .. }) => Ok(info),
             Err(error) => Err(error),
@@ -80,77 +82,102 @@ impl Snapshots {
 
     /// The snapshots kept, oldest first.
     pub fn list(&self) -> Vec<SnapshotInfo> {
-        self.keeping.lock().snapshots.values().map(|kept| kept.info).collect()
+        self.keeping.lock().snapshots.values().map(|kept| kept.info.clone()).collect()
     }
 
     /// Phases 1 to 6.
-    fn write(&self, keeping: &mut Keeping) -> Result<SnapshotInfo> {
-        let (redo, pages) = self.applier.turn(|turn| {
-            turn.applied.deleted = Some(HashMap::new());
-            let pages: Vec<(PageId, u64)> =
-                turn.applied.table.pages().map(|info| (info.page, info.len)).collect();
-            Ok((turn.applied.point, pages))
-        })?;
+    fn write(&self, keeping: &mut Keeping, name: Option<String>) -> Result<SnapshotInfo> {
+        let wasteful = self.wasteful_files(keeping)?;
+        let (redo, sorted) = self.begin(keeping, wasteful)?;
         let number = keeping.next_file;
-        let (disk, purpose) = (self.disk.clone(), ImagePurpose::Snapshot);
-        let mut writer = match ImageWriter::create(disk, self.store, number, purpose, self.compression) {
-            Ok(writer) => writer,
+        let (writer, caught, end) = match self.gather_into(number, &sorted.gather) {
+            Ok(gathered) => gathered,
             Err(error) => {
                 self.stop_watching()?;
                 return Err(error);
             }
         };
-        let written = self.gather_all(&mut writer, &pages);
-        let (entries, end) = match written.and_then(|entries| Ok((entries, self.end()?))) {
-            Ok(written) => written,
-            Err(error) => {
-                writer.abandon();
-                self.stop_watching()?;
-                return Err(error);
-            }
-        };
-        let caught: BTreeSet<PageId> = entries.iter().map(|entry| entry.page).collect();
-        let tombstones = pages.iter().filter(|(page, _)| !caught.contains(page)).map(|(page, _)| Tombstone {
-            page: *page,
-            lsn: *end.deleted.get(page).expect("a page that could not be gathered was deleted"),
-        });
         let manifest = Manifest {
-            kind: ManifestKind::Base,
+            kind: sorted.follows.as_ref().map_or(ManifestKind::Base, |link| ManifestKind::Change {
+                previous: link.snapshot,
+                previous_crc: link.manifest_crc,
+            }),
             store: self.store,
             snapshot: SnapshotId(keeping.next_snapshot),
-            name: None,
+            name,
             created_unix_ms: unix_ms(),
             redo,
             end: end.point.lsn,
             next_page: end.next_page,
             epoch_high: end.epoch_high,
             next_file: number + 1,
-            tombstones: tombstones.collect(),
-            entries,
+            tombstones: tombstones(&sorted, &caught, redo.lsn, &end.deleted),
+            entries: in_order(sorted.entries, caught),
             root: end.root,
         };
         // From here on the numbers are taken, whatever happens: a name is never used for two contents.
         keeping.next_file += 1;
         keeping.next_snapshot += 1;
-        if let Err(error) = writer.sync() {
-            writer.abandon();
-            return Err(error);
-        }
-        self.log.wait_durable(manifest.end)?; // I7
-        let kept = match self.publish_manifest(&manifest) {
-            Ok(kept) => kept,
+        let manifest_crc = match self.publish_all(writer.as_ref(), &manifest) {
+            Ok(manifest_crc) => manifest_crc,
             // Only a full disk leaves it certain that no manifest names the images.
             Err(error @ Error::DiskFull { .. }) => {
-                writer.abandon();
+                writer.into_iter().for_each(ImageWriter::abandon);
                 return Err(error);
             }
             Err(error) => return Err(error),
         };
-        writer.verify()?;
-        let info = SnapshotInfo { verified: true, ..kept.info };
-        keeping.snapshots.insert(info.id, Kept { info, ..kept });
-        tracing::info!(snapshot = %info.id, redo = %info.redo, end = %info.end, bytes = info.bytes, "snapshot published");
+        // Older images were read back by the snapshots that wrote them.
+        writer.iter().try_for_each(ImageWriter::verify)?;
+
+        let link = follow(sorted.follows, &manifest, manifest_crc);
+        let before = link.before.clone();
+        let newest = keeping.known.advance(&manifest, link);
+        let kept = Kept::new(&manifest, newest.images(), before, manifest_crc, true);
+        let info = kept.info.clone();
+        keeping.snapshots.insert(info.id, kept);
+        tracing::info!(
+            snapshot = %info.id, redo = %info.redo, end = %info.end, bytes = info.bytes,
+            bytes_written = info.bytes_written, "snapshot published"
+        );
         Ok(info)
+    }
+
+    /// Phase 1.
+    fn begin(&self, keeping: &Keeping, wasteful: Vec<(u64, u64)>) -> Result<(LogPoint, Sorted)> {
+        let known = keeping.known.clone();
+        self.applier.turn(move |turn| {
+            turn.applied.deleted = Some(HashMap::new());
+            Ok((turn.applied.point, known.sort_out(&turn.applied.table, &wasteful, CARRY_BYTES_MAX)))
+        })
+    }
+
+    /// Phases 2 and 3. Where nothing is to be gathered, no file is made.
+    fn gather_into(
+        &self,
+        number: u64,
+        pages: &[(PageId, u64)],
+    ) -> Result<(Option<ImageWriter>, Vec<ManifestEntry>, End)> {
+        if pages.is_empty() {
+            return Ok((None, Vec::new(), self.end()?));
+        }
+        let (disk, purpose) = (self.disk.clone(), ImagePurpose::Snapshot);
+        let mut writer = ImageWriter::create(disk, self.store, number, purpose, self.compression)?;
+        let gathered = self.gather_all(&mut writer, pages).and_then(|caught| Ok((caught, self.end()?)));
+        match gathered {
+            Ok((caught, end)) => Ok((Some(writer), caught, end)),
+            Err(error) => {
+                writer.abandon();
+                Err(error)
+            }
+        }
+    }
+
+    /// Phases 4 and 5; returns the checksum by which the manifest is known.
+    fn publish_all(&self, writer: Option<&ImageWriter>, manifest: &Manifest) -> Result<u32> {
+        writer.map_or(Ok(()), ImageWriter::sync)?;
+        self.log.wait_durable(manifest.end)?; // I7
+        self.publish_manifest(manifest)
     }
 
     /// Ends the watch for deletes that a failed snapshot began.
@@ -162,7 +189,7 @@ impl Snapshots {
     }
 
     /// Publishes a manifest and reads it back past the cache. On a full disk it may use the reserve.
-    pub fn publish_manifest(&self, manifest: &Manifest) -> Result<Kept> {
+    fn publish_manifest(&self, manifest: &Manifest) -> Result<u32> {
         let _phase = phases::enter(Phase::Publish);
         let file = FileName::Manifest(manifest.snapshot.0);
         let bytes = manifest.encode().map_err(|defect| Error::from(defect.at(file, 0)))?;
@@ -174,8 +201,7 @@ impl Snapshots {
         } else {
             published?;
         }
-        let manifest_crc = check_published(&self.disk, file, &bytes)?;
-        Ok(Kept::new(manifest, Vec::new(), manifest_crc, false))
+        check_published(&self.disk, file, &bytes)
     }
 
     /// Phase 3.
@@ -199,4 +225,41 @@ struct End {
     next_page: u64,
     epoch_high: Epoch,
     deleted: HashMap<PageId, Lsn>,
+}
+
+/// The pages that were to be gathered and were deleted before they could be; and, in a change, those that were
+/// gone when it began.
+fn tombstones(
+    sorted: &Sorted,
+    caught: &[ManifestEntry],
+    redo: Lsn,
+    deleted: &HashMap<PageId, Lsn>,
+) -> Vec<Tombstone> {
+    let caught: BTreeSet<PageId> = caught.iter().map(|entry| entry.page).collect();
+    let missed = sorted.gather.iter().filter(|(page, _)| !caught.contains(page)).map(|(page, _)| Tombstone {
+        page: *page,
+        lsn: *deleted.get(page).expect("a page that could not be gathered was deleted"),
+    });
+    // Replay begins behind their deletion: that they are gone is all that matters.
+    let gone = sorted.gone.iter().filter(|_| sorted.follows.is_some());
+    let gone = gone.map(|page| Tombstone { page: *page, lsn: redo });
+    let mut tombstones: Vec<Tombstone> = missed.chain(gone).collect();
+    tombstones.sort_unstable_by_key(|tombstone| tombstone.page);
+    tombstones
+}
+
+fn in_order(known: Vec<ManifestEntry>, caught: Vec<ManifestEntry>) -> Vec<ManifestEntry> {
+    let mut entries = known;
+    entries.extend(caught);
+    entries.sort_unstable_by_key(|entry| entry.page);
+    entries
+}
+
+/// The link that `manifest` is, for the next snapshot to follow.
+fn follow(follows: Option<Link>, manifest: &Manifest, manifest_crc: u32) -> Link {
+    let (before, changed) = match follows {
+        Some(link) => ([vec![link.snapshot], link.before].concat(), link.changed + manifest.changes()),
+        None => (Vec::new(), 0),
+    };
+    Link { snapshot: manifest.snapshot, manifest_crc, before, changed }
 }

@@ -298,7 +298,7 @@ fn anything_in_any_order_survives() {
                 match random.below(8) {
                     0 => kept.push(driver.snapshot(&store)?),
                     1 if !kept.is_empty() => {
-                        let at = kept[random.below(kept.len())];
+                        let at = kept[random.below(kept.len())].clone();
                         if store.snapshots().iter().any(|kept| kept.id == at.id) {
                             driver.restore(&store, at)?;
                             writer = writer.over(&driver.line());

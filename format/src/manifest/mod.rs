@@ -139,3 +139,11 @@ impl CopyHealth {
         self.defects.iter().all(Option::is_none)
     }
 }
+
+impl Manifest {
+    /// How many pages the manifest speaks of: of a change, that is what it costs to read and to keep.
+    #[must_use]
+    pub fn changes(&self) -> usize {
+        self.entries.len() + self.tombstones.len()
+    }
+}

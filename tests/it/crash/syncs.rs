@@ -144,6 +144,10 @@ fn second_snapshot(
     for _ in 0..5 {
         driver.commit(&store, &mut writer, Ack::Durable)?;
     }
+    // Most pages changed, so that the second snapshot does not follow the first.
+    let page = Target::Page(store.pages()?[0].page);
+    let fill = Act::Fill { page, offset: 0, len: 4, pattern: vec![7; 4] };
+    driver.commit_acts(&store, vec![fill], Ack::Durable)?;
     bench.leave_out(&driver, rule);
     driver.snapshot(&store)?;
     driver.commit(&store, &mut writer, Ack::Durable)?;

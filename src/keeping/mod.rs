@@ -1,18 +1,28 @@
 //! Floor 5. What is kept on disk besides the log: snapshots, tables of old states, the files they need.
 
+mod known;
+
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use remanent_format::image::ImageRef;
+use remanent_format::image::{ImageHeaderRaw, ImageRef};
+use remanent_format::limits::{FRAME_ALIGN, align_up};
 use remanent_format::manifest::{Manifest, ManifestEntry};
 use remanent_format::{LogPoint, Lsn, PageInfo, SnapshotId};
 
+pub(crate) use self::known::{KnownImages, Link, Sorted};
+
 /// A snapshot that is kept.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SnapshotInfo {
     /// Its number.
     pub id: SnapshotId,
+    /// The user's name for it: a named snapshot is kept until it is pruned by its name.
+    pub name: Option<String>,
+    /// When it was written, in milliseconds since 1970.
+    pub created_unix_ms: u64,
     /// Replay starts after this batch.
     pub redo: Lsn,
     /// The state that it stands for, with the log from `redo` on.
@@ -21,6 +31,9 @@ pub struct SnapshotInfo {
     pub pages: u64,
     /// Bytes of their images.
     pub bytes: u64,
+    /// Bytes of the images that it wrote itself: of the pages that had changed since the snapshot before. It
+    /// shares the others with that one.
+    pub bytes_written: u64,
     /// Whether it was read back past the cache.
     pub verified: bool,
 }
@@ -29,27 +42,49 @@ pub struct SnapshotInfo {
 pub(crate) struct Kept {
     pub info: SnapshotInfo,
     pub redo: LogPoint,
-    pub files: BTreeSet<u64>,
+    /// The image files, with the bytes of each that it names.
+    pub files: BTreeMap<u64, u64>,
     /// The links that its own follows, the newest first.
     pub links: Vec<SnapshotId>,
     pub manifest_crc: u32,
 }
 
 impl Kept {
-    /// `manifest` is the whole snapshot, its links merged.
-    pub fn new(manifest: &Manifest, links: Vec<SnapshotId>, manifest_crc: u32, verified: bool) -> Self {
-        let images = || manifest.entries.iter().filter_map(|entry| entry.image.as_ref());
+    /// `manifest` is the snapshot's own link, whole or not; `images` are those of all its pages.
+    pub fn new(
+        manifest: &Manifest,
+        images: impl Iterator<Item = Option<ImageRef>>,
+        links: Vec<SnapshotId>,
+        manifest_crc: u32,
+        verified: bool,
+    ) -> Self {
+        // A snapshot takes the number of its image file last, used or not.
+        let own_file = manifest.next_file - 1;
+        let (mut pages, mut bytes, mut bytes_written, mut files) = (0, 0, 0, BTreeMap::new());
+        for image in images {
+            pages += 1;
+            let Some(image) = image else { continue };
+            bytes += image.stored_len;
+            if image.file == own_file {
+                bytes_written += image.stored_len;
+            }
+            let in_file = align_up(image.stored_len, FRAME_ALIGN) + ImageHeaderRaw::LEN as u64;
+            *files.entry(image.file).or_default() += in_file;
+        }
         Self {
             info: SnapshotInfo {
                 id: manifest.snapshot,
+                name: manifest.name.clone(),
+                created_unix_ms: manifest.created_unix_ms,
                 redo: manifest.redo.lsn,
                 end: manifest.end,
-                pages: manifest.entries.len() as u64,
-                bytes: images().map(|image| image.stored_len).sum(),
+                pages,
+                bytes,
+                bytes_written,
                 verified,
             },
             redo: manifest.redo,
-            files: images().map(|image| image.file).collect(),
+            files,
             links,
             manifest_crc,
         }
@@ -69,14 +104,18 @@ pub(crate) struct Keeping {
     pub tables: BTreeMap<u64, KeptTable>,
     pub next_snapshot: u64,
     pub next_file: u64,
+    /// The images that need not be written again.
+    pub known: Arc<KnownImages>,
+    /// Lengths of image files in bytes, without their headers, as far as somebody asked.
+    pub file_lens: BTreeMap<u64, u64>,
 }
 
 impl Keeping {
     /// The image files that something kept names.
     pub fn named_files(&self) -> BTreeSet<u64> {
-        let by_snapshots = self.snapshots.values().map(|kept| &kept.files);
-        let by_tables = self.tables.values().map(|table| &table.files);
-        by_snapshots.chain(by_tables).flatten().copied().collect()
+        let by_snapshots = self.snapshots.values().flat_map(|kept| kept.files.keys());
+        let by_tables = self.tables.values().flat_map(|table| &table.files);
+        by_snapshots.chain(by_tables).copied().collect()
     }
 }
 

@@ -1,0 +1,185 @@
+//! Floor 5. What lies on disk already: which pages the next snapshot need not gather.
+//!
+//! A page's bytes are those of an image as long as no batch touched the page since, and its Lsn tells: one Lsn
+//! of one page is one content. So a snapshot gathers the pages whose Lsn is another than that of the image
+//! known, and names the known image for the others. It takes about 80 bytes of memory a page.
+//!
+//! Nothing here is on disk: it is rebuilt by each open from the snapshot used and the log behind it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use remanent_format::image::ImageRef;
+use remanent_format::manifest::{Manifest, ManifestEntry, ManifestKind};
+use remanent_format::rebuild::Survey;
+use remanent_format::replay::Resolved;
+use remanent_format::{Lsn, PageId, PageTable, SnapshotId};
+
+use super::entry;
+use crate::error::Result;
+
+/// A snapshot follows the one before as long as it has at most this many links, its base and itself among them.
+const LINKS_MAX: usize = 8;
+/// And as long as all changes since the base are at most this share of the pages: one in so many.
+const CHANGED_SHARE: usize = 2;
+
+/// An image that holds a page as batch `lsn` left it; none if the page is empty.
+#[derive(Clone, Copy)]
+struct Known {
+    lsn: Lsn,
+    image: Option<ImageRef>,
+}
+
+/// The link that the next snapshot may follow.
+#[derive(Clone)]
+pub(crate) struct Link {
+    pub snapshot: SnapshotId,
+    pub manifest_crc: u32,
+    /// The links before it, the newest first.
+    pub before: Vec<SnapshotId>,
+    /// Entries and tombstones of all changes since the base.
+    pub changed: usize,
+}
+
+/// The newest snapshot: its link, and the images that it names.
+#[derive(Clone, Default)]
+pub(crate) struct Newest {
+    pub link: Option<Link>,
+    pages: BTreeMap<PageId, Known>,
+}
+
+/// The images that lie on disk and hold a page's bytes of now, or of a moment ago.
+#[derive(Default)]
+pub(crate) struct KnownImages {
+    newest: Mutex<Arc<Newest>>,
+    /// Images that the newest snapshot does not name: those of a restore's table, and those that were written
+    /// ahead of their batch.
+    beside: Mutex<BTreeMap<PageId, Known>>,
+}
+
+/// What a snapshot has to do, as of the batch at which it begins.
+pub(crate) struct Sorted {
+    /// The pages to gather, with their lengths in bytes.
+    pub gather: Vec<(PageId, u64)>,
+    /// Pages that it must name, and whose images are known.
+    pub entries: Vec<ManifestEntry>,
+    /// Pages of the newest snapshot that are gone.
+    pub gone: Vec<PageId>,
+    /// The link that it follows; if none, it names all pages.
+    pub follows: Option<Link>,
+}
+
+impl KnownImages {
+    /// What an open knows once it followed the log behind a snapshot.
+    pub fn recovered(survey: &Survey, base: Option<SnapshotId>, resolved: &Resolved) -> Result<Self> {
+        let mut newest = Newest::default();
+        if let Some(base) = base {
+            let chain = survey.chain(base)?;
+            newest.link = Some(Link {
+                snapshot: base,
+                manifest_crc: survey.links[&base].as_ref().map_err(Clone::clone)?.1.header_crc,
+                before: chain[1..].iter().map(|link| link.snapshot).collect(),
+                changed: chain[..chain.len() - 1].iter().map(|link| link.changes()).sum(),
+            });
+            newest.pages = survey.snapshot(base)?.entries.iter().map(known).collect();
+        }
+        // What replay took from elsewhere: a restore's table, images named by the log.
+        let beside = resolved.bases.iter().filter_map(|(page, base)| {
+            let info = resolved.table.get(*page)?;
+            let is_newest = newest.pages.get(page).is_some_and(|known| known.lsn == info.lsn);
+            let holds = info.lsn <= base.lsn && !base.resized && (base.image.is_some() || info.len == 0);
+            (holds && !is_newest).then_some((*page, Known { lsn: info.lsn, image: base.image }))
+        });
+        let beside = Mutex::new(beside.collect());
+        Ok(Self { newest: Mutex::new(Arc::new(newest)), beside })
+    }
+
+    /// The newest snapshot.
+    pub fn newest(&self) -> Arc<Newest> {
+        self.newest.lock().clone()
+    }
+
+    /// Notes an image that no snapshot names yet, and that holds the page as batch `lsn` left it. Something
+    /// else keeps its file until one does.
+    pub fn note(&self, page: PageId, lsn: Lsn, image: Option<ImageRef>) {
+        self.beside.lock().insert(page, Known { lsn, image });
+    }
+
+    /// Sorts the pages of a table into those to gather and those that are known. `carry` names image files
+    /// whose images are to be written again, with the bytes that this takes, the most wasteful first: as many
+    /// of them as fit into `carry_bytes_max`, or into what the snapshot writes anyway.
+    pub fn sort_out(&self, table: &PageTable, carry: &[(u64, u64)], carry_bytes_max: u64) -> Sorted {
+        let (newest, beside) = (self.newest(), self.beside.lock());
+        let is_unchanged = |page, lsn| newest.pages.get(&page).filter(|known| known.lsn == lsn);
+        let (mut gather, mut entries) = (Vec::new(), Vec::new());
+        for info in table.pages() {
+            if is_unchanged(info.page, info.lsn).is_some() {
+                continue;
+            }
+            match beside.get(&info.page).filter(|known| known.lsn == info.lsn) {
+                Some(known) => entries.push(entry(info, known.image)),
+                None => gather.push((info.page, info.len)),
+            }
+        }
+        let dirty_bytes: u64 = gather.iter().map(|(_, len)| len).sum();
+        let mut room = dirty_bytes.max(carry_bytes_max);
+        let mut carried = BTreeSet::new();
+        for (file, bytes) in carry {
+            if *bytes <= room {
+                room -= bytes;
+                carried.insert(*file);
+            }
+        }
+        let is_carried = |known: &Known| known.image.is_some_and(|image| carried.contains(&image.file));
+        if !carried.is_empty() {
+            let more = table.pages().filter(|info| is_unchanged(info.page, info.lsn).is_some_and(is_carried));
+            gather.extend(more.map(|info| (info.page, info.len)));
+            gather.sort_unstable();
+        }
+        let gone: Vec<PageId> =
+            newest.pages.keys().copied().filter(|page| table.get(*page).is_none()).collect();
+        let changes = gather.len() + entries.len() + gone.len();
+        let follows = newest.link.clone().filter(|link| {
+            // Its base, itself, and the one to come.
+            link.before.len() + 2 <= LINKS_MAX
+                && (link.changed + changes).saturating_mul(CHANGED_SHARE) <= table.pages().len()
+        });
+        if follows.is_none() {
+            let unchanged = table.pages().filter_map(|info| {
+                let known = is_unchanged(info.page, info.lsn).filter(|known| !is_carried(known))?;
+                Some(entry(info, known.image))
+            });
+            entries.extend(unchanged);
+        }
+        Sorted { gather, entries, gone, follows }
+    }
+
+    /// A snapshot was published: `manifest` is its own link.
+    pub fn advance(&self, manifest: &Manifest, link: Link) -> Arc<Newest> {
+        let mut guard = self.newest.lock();
+        let newest = Arc::make_mut(&mut *guard);
+        if manifest.kind == ManifestKind::Base {
+            newest.pages.clear();
+        }
+        newest.pages.extend(manifest.entries.iter().map(known));
+        for tombstone in &manifest.tombstones {
+            newest.pages.remove(&tombstone.page);
+        }
+        newest.link = Some(link);
+        // Whatever was known up to there, this snapshot names, or it is of the past.
+        self.beside.lock().retain(|_, known| known.lsn > manifest.redo.lsn);
+        guard.clone()
+    }
+}
+
+impl Newest {
+    /// The images that the snapshot names, one a page.
+    pub fn images(&self) -> impl Iterator<Item = Option<ImageRef>> + '_ {
+        self.pages.values().map(|known| known.image)
+    }
+}
+
+fn known(entry: &ManifestEntry) -> (PageId, Known) {
+    (entry.page, Known { lsn: entry.lsn, image: entry.image })
+}

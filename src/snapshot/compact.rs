@@ -1,0 +1,78 @@
+//! Floor 6. Compaction: image files of which little is still named give their last images to the next snapshot.
+//!
+//! A snapshot names images of older files for the pages that did not change, and a file stays as long as one
+//! of them is named (I8). So that a file which holds one page does not stay for good, a snapshot gathers the
+//! pages of such files as if they had changed; once the older snapshots are gone, so are the files.
+//!
+//! Nothing is read from disk for this, and nothing is removed here: a crash loses nothing.
+
+use remanent_format::FileName;
+use remanent_format::image::IMAGE_HEADER_BLOCK;
+use remanent_format::limits::GROUP_ALIGN;
+
+use super::Snapshots;
+use crate::error::Result;
+use crate::keeping::Keeping;
+
+/// A file is emptied when less than one byte in so many of it is named...
+const LIVE_SHARE: u64 = 2;
+/// ...and so many bytes at least are not: a file that is short because little changed is left alone.
+const WASTE_BYTES_MIN: u64 = 4 * GROUP_ALIGN;
+/// Beyond so many files, the shortest are emptied whatever is named of them.
+const FILES_MAX: usize = 256;
+/// A snapshot writes again as many bytes as it writes anyway, or so many.
+pub(super) const CARRY_BYTES_MAX: u64 = 4 << 20;
+
+/// An image file that the newest snapshot names.
+#[derive(Clone, Copy, Debug)]
+struct ImageFile {
+    number: u64,
+    /// Its length in bytes, without its header.
+    len: u64,
+    /// The bytes that the newest snapshot names.
+    newest_bytes: u64,
+    /// The most bytes that any kept snapshot names.
+    live_bytes: u64,
+}
+
+impl Snapshots {
+    /// The image files to empty, with the bytes to write again, the most wasteful first.
+    pub(super) fn wasteful_files(&self, keeping: &mut Keeping) -> Result<Vec<(u64, u64)>> {
+        let Some(newest) = keeping.snapshots.values().next_back() else { return Ok(Vec::new()) };
+        let mut files = Vec::new();
+        for (&number, &newest_bytes) in &newest.files {
+            // What stays for another reason is not worth emptying.
+            let by_name =
+                |kept: &&crate::keeping::Kept| kept.info.name.is_some() && kept.files.contains_key(&number);
+            if keeping.tables.values().any(|table| table.files.contains(&number))
+                || keeping.snapshots.values().any(|kept| by_name(&kept))
+            {
+                continue;
+            }
+            let len = match keeping.file_lens.get(&number) {
+                Some(len) => *len,
+                None => {
+                    self.disk.open(FileName::Pages(number), false)?.len()?.saturating_sub(IMAGE_HEADER_BLOCK)
+                }
+            };
+            keeping.file_lens.insert(number, len);
+            let live = keeping.snapshots.values().filter_map(|kept| kept.files.get(&number)).max();
+            files.push(ImageFile { number, len, newest_bytes, live_bytes: live.copied().unwrap_or(0) });
+        }
+        keeping.file_lens.retain(|number, _| newest.files.contains_key(number));
+        Ok(choose(files))
+    }
+}
+
+/// Chooses what to empty: the files with the smallest share of named bytes first, then the shortest of too many.
+fn choose(mut files: Vec<ImageFile>) -> Vec<(u64, u64)> {
+    let is_wasteful = |file: &ImageFile| {
+        file.live_bytes.saturating_mul(LIVE_SHARE) < file.len
+            && file.len.saturating_sub(file.live_bytes) >= WASTE_BYTES_MIN
+    };
+    files.sort_by_key(|file| (!is_wasteful(file), file.newest_bytes, file.number));
+    let wasteful = files.iter().filter(|file| is_wasteful(file)).count();
+    let count = wasteful.max(files.len().saturating_sub(FILES_MAX));
+    files.truncate(count);
+    files.into_iter().map(|file| (file.number, file.newest_bytes)).collect()
+}
