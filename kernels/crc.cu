@@ -132,40 +132,51 @@ __device__ u32 word_near_begin(u64 address, u64 begin, bool first) {
     return word;
 }
 
-// Adds up rows of 128 bytes until the last 32 are left, and these.
+// How far behind it a row is added when it is replaced: 32 - k for each term x^k of P but the first.
+constexpr u32 DISTANCES[14] = {6, 9, 10, 16, 20, 21, 22, 24, 25, 27, 28, 30, 31, 32};
+
+// The remainder of the words from `begin` to `end`, a multiple of 4; at least four bytes.
 //
-// The rows end at `end`, a multiple of 4, and begin so far before `begin` that they are a multiple of 32 rows;
-// what lies before `begin` counts as 0, as leading zeros change nothing. At least four bytes.
+// Rows end at `end` and begin so far before `begin` that they are whole blocks of 32; what lies before `begin`
+// counts as 0, as leading zeros change nothing. Each row but the last 32 is replaced.
 __device__ u32 remainder_of_words(const Nibbles &nibbles, u64 begin, u64 end, bool first, u32 lane) {
     constexpr u32 BLOCK = 32 * 128;
     const u32 blocks = u32((end - begin + BLOCK - 1) / BLOCK);
     u64 address = end - u64(blocks) * BLOCK + 4 * lane;
-    u32 row[32];
+    u32 row[32], next[32];
 #pragma unroll
     for (u32 r = 0; r < 32; r++) {
         row[r] = 0;
+        next[r] = word_near_begin(address + 128 * r, begin, first);
     }
-    for (u32 block = 0; block < blocks; block++, address += BLOCK) {
-        u32 next[32];
-        if (block > 0) {
-#pragma unroll
-            for (u32 r = 0; r < 32; r++) {
-                next[r] = at<u32>(address)[32 * r];
-            }
-        } else {
-#pragma unroll
-            for (u32 r = 0; r < 32; r++) {
-                next[r] = word_near_begin(address + 128 * r, begin, first);
-            }
-        }
-        // Row r - d is in place r - d if it belongs to this block, and else still in place r - d + 32.
+    for (u32 block = 1; block < blocks; block++) {
+        // A row of the block before is still in its place where its successor has not come yet.
 #pragma unroll
         for (u32 r = 0; r < 32; r++) {
-            row[r] ^= next[r] ^ row[(r - 6) % 32] ^ row[(r - 9) % 32] ^ row[(r - 10) % 32] ^
-                      row[(r - 16) % 32] ^ row[(r - 20) % 32] ^ row[(r - 21) % 32] ^ row[(r - 22) % 32] ^
-                      row[(r - 24) % 32] ^ row[(r - 25) % 32] ^ row[(r - 27) % 32] ^ row[(r - 28) % 32] ^
-                      row[(r - 30) % 32] ^ row[(r - 31) % 32];
+            u32 sum = next[r];
+#pragma unroll
+            for (u32 d = 0; d < 14; d++) {
+                sum ^= row[(r + 32 - DISTANCES[d]) % 32];
+            }
+            row[r] = sum;
         }
+        address += BLOCK;
+        // The first four bytes may end in the second block's first word.
+        next[0] = word_near_begin(address, begin, first);
+#pragma unroll
+        for (u32 r = 1; r < 32; r++) {
+            next[r] = at<u32>(address)[32 * r];
+        }
+    }
+    // Rows of the last block stay, so only those of the block before are added to them.
+#pragma unroll
+    for (u32 r = 0; r < 32; r++) {
+        u32 sum = next[r];
+#pragma unroll
+        for (u32 d = 0; d < 14; d++) {
+            sum ^= DISTANCES[d] > r ? row[r + 32 - DISTANCES[d]] : 0;
+        }
+        row[r] = sum;
     }
     u32 sum = row[0];
 #pragma unroll
@@ -175,7 +186,7 @@ __device__ u32 remainder_of_words(const Nibbles &nibbles, u64 begin, u64 end, bo
     return sum_of_lanes(product(sum, WORD_WEIGHTS.of_lane[lane]));
 }
 
-extern "C" __global__ void __launch_bounds__(128) crc_chunks(const CrcRow *rows, u32 row_count) {
+extern "C" __global__ void __launch_bounds__(128, 5) crc_chunks(const CrcRow *rows, u32 row_count) {
     __shared__ Nibbles nibbles;
     (&nibbles.product_of[0][0])[threadIdx.x] = (&NIBBLES.product_of[0][0])[threadIdx.x];
     static_assert(sizeof(Nibbles) == 128 * sizeof(u32), "one entry a thread");

@@ -1,0 +1,52 @@
+// What CUDA C++ knows by itself and C++ does not: enough of it to compile `kernels/*.cu` unchanged.
+//
+// Threads of a block are fibers of one thread (`machine.cpp`), so atomics are plain and `__shared__` is static:
+// one block runs at a time.
+
+#pragma once
+
+#define __global__
+#define __device__
+#define __host__
+#define __constant__
+#define __shared__ static
+#define __forceinline__ inline
+#define __align__(n) alignas(n)
+#define __launch_bounds__(...)
+
+struct Index {
+    unsigned x;
+};
+
+extern Index threadIdx, blockIdx;
+
+// Every thread of the block, or of the warp, arrives before one goes on.
+void __syncthreads();
+void __syncwarp();
+
+// What lane `lane` of the own warp passes for `value`, once every lane has. A lane outside the warp is the own.
+unsigned exchange(unsigned value, unsigned lane);
+
+inline unsigned __shfl_xor_sync(unsigned, unsigned value, unsigned distance) {
+    return exchange(value, (threadIdx.x % 32) ^ distance);
+}
+
+inline unsigned __shfl_down_sync(unsigned, unsigned value, unsigned distance) {
+    return exchange(value, threadIdx.x % 32 + distance);
+}
+
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned bits) {
+    return unsigned(((unsigned long long)(high) << 32 | low) >> (bits & 31));
+}
+
+inline unsigned atomicOr(unsigned *target, unsigned bits) {
+    const unsigned old = *target;
+    *target |= bits;
+    return old;
+}
+
+inline unsigned long long atomicMin(unsigned long long *target, unsigned long long value) {
+    const unsigned long long old = *target;
+    *target = value < old ? value : old;
+    return old;
+}
