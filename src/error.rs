@@ -185,6 +185,14 @@ pub enum Error {
         /// Why not.
         reason: &'static str,
     },
+    /// The device asked for cannot be used on this machine.
+    #[error("device {device} cannot be used: {reason}")]
+    DeviceUnavailable {
+        /// The device, as it is asked for.
+        device: String,
+        /// What is missing.
+        reason: String,
+    },
     /// There is no such snapshot, or it is not kept any more.
     #[error("there is no snapshot {snapshot}")]
     NoSnapshot {
@@ -278,6 +286,7 @@ impl Error {
             | Error::InvalidOption { .. }
             | Error::Limit { .. }
             | Error::PlaceUnavailable { .. }
+            | Error::DeviceUnavailable { .. }
             | Error::NoSnapshot { .. }
             | Error::NoStore { .. }
             | Error::ForeignDirectory { .. }

@@ -4,7 +4,8 @@
 //! write-ahead log before it is applied; snapshots are taken while mutation goes on; after a crash
 //! [`Store::open`] rebuilds page table, memory and root up to the last acknowledged batch, bit for bit.
 //!
-//! This build keeps all pages in host memory, whatever their [`Place`]; the GPU comes behind [`device`].
+//! Pages live in the memory of a GPU, in pinned host memory, or, where there is no GPU, in the host's
+//! ordinary memory; [`Options::device`] says which.
 //!
 //! ```
 //! use remanent::{Options, Place, Store};
@@ -161,10 +162,10 @@ impl Store {
     /// # Errors
     /// [`Error::Locked`] if somebody has it open, [`Error::NoStore`], [`Error::ForeignDirectory`],
     /// [`Error::IdentityMismatch`], [`Error::LayoutMismatch`], [`Error::OverBudget`],
-    /// [`Error::InvalidOption`]; [`Error::Damaged`] if bytes under a durable mark are not what they were;
+    /// [`Error::InvalidOption`], [`Error::DeviceUnavailable`]; [`Error::Damaged`] if bytes under a durable mark are not what they were;
     /// what the file system says.
     pub fn open(directory: impl AsRef<Path>, options: Options) -> Result<Self> {
-        let device = device_for(options.device);
+        let device = device_for(options.device)?;
         Self::open_on(Arc::new(DirDisk::new(directory)), device, options)
     }
 
@@ -178,17 +179,37 @@ impl Store {
             path: "a temporary directory".to_owned(),
             source: Arc::new(source),
         })?;
-        let device = device_for(options.device);
+        let device = device_for(options.device)?;
         let disk = Arc::new(DirDisk::new(directory.path()));
         Self::open_keeping(disk, device, options, Some(Box::new(directory)))
     }
 }
 
-/// The device for a choice. This build has the host's memory only.
-fn device_for(choice: DeviceChoice) -> Arc<dyn Device> {
+/// The device for a choice.
+fn device_for(choice: DeviceChoice) -> Result<Arc<dyn Device>> {
     match choice {
-        DeviceChoice::Auto | DeviceChoice::Host => Arc::new(HostDevice::new()),
+        DeviceChoice::Host => Ok(Arc::new(HostDevice::new())),
+        DeviceChoice::Cuda(ordinal) => gpu(ordinal),
+        DeviceChoice::Auto => match gpu(0) {
+            // Whatever else goes wrong with a GPU that is there is no reason to do without it.
+            Err(Error::DeviceUnavailable { reason, .. }) => {
+                tracing::info!(reason, "no GPU: pages live in host memory");
+                Ok(Arc::new(HostDevice::instead_of_a_gpu(reason)))
+            }
+            chosen => chosen,
+        },
     }
+}
+
+#[cfg(feature = "cuda")]
+fn gpu(ordinal: u32) -> Result<Arc<dyn Device>> {
+    Ok(Arc::new(device::cuda::CudaDevice::open(ordinal)?))
+}
+
+#[cfg(not(feature = "cuda"))]
+fn gpu(ordinal: u32) -> Result<Arc<dyn Device>> {
+    let reason = "this build is without the feature `cuda`".to_owned();
+    Err(Error::DeviceUnavailable { device: format!("cuda:{ordinal}"), reason })
 }
 
 /// The README's example, run as a test.

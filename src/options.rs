@@ -1,6 +1,8 @@
 //! Floor 1. How a store is opened.
 
 use std::collections::BTreeMap;
+use std::fmt;
+use std::str::FromStr;
 
 use remanent_format::Place;
 use remanent_format::limits::{IDENTITY_LEN_MAX, SEGMENT_LEN_MAX, SEGMENT_LEN_MIN};
@@ -35,11 +37,53 @@ pub enum LogIo {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum DeviceChoice {
-    /// A GPU if this build and this machine have one, else the host. The choice is reported.
+    /// The first GPU if this build and this machine have one, else the host. [`Recovered::device`] says which
+    /// it is, and why not a GPU.
+    ///
+    /// [`Recovered::device`]: crate::Recovered::device
     #[default]
     Auto,
+    /// The GPU with this number among those that the process sees; no other will do.
+    Cuda(u32),
     /// Host memory.
     Host,
+}
+
+impl fmt::Display for DeviceChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            DeviceChoice::Auto => f.write_str("auto"),
+            DeviceChoice::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
+            DeviceChoice::Host => f.write_str("host"),
+        }
+    }
+}
+
+impl FromStr for DeviceChoice {
+    type Err = Error;
+
+    /// `auto`, `host`, or `cuda:` and a number.
+    ///
+    /// ```
+    /// use remanent::DeviceChoice;
+    /// assert_eq!("cuda:1".parse::<DeviceChoice>()?, DeviceChoice::Cuda(1));
+    /// assert_eq!(DeviceChoice::Cuda(1).to_string(), "cuda:1");
+    /// assert!("gpu".parse::<DeviceChoice>().is_err());
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
+            "auto" => Ok(DeviceChoice::Auto),
+            "host" => Ok(DeviceChoice::Host),
+            _ => text.strip_prefix("cuda:").and_then(|number| number.parse().ok()).map_or_else(
+                || {
+                    let reason = format!("`{text}` is none of `auto`, `host`, `cuda:0`, `cuda:1`, …");
+                    Err(Error::InvalidOption { option: "device", reason })
+                },
+                |number| Ok(DeviceChoice::Cuda(number)),
+            ),
+        }
+    }
 }
 
 /// What to do where there is no store yet.

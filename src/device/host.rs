@@ -9,6 +9,7 @@
 //! lock while it holds another memory's for writing, so they cannot block each other for good.
 
 use std::collections::HashMap;
+use std::fmt::Display;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -28,6 +29,7 @@ pub struct HostDevice {
     memories: RwLock<HashMap<MemoryId, Arc<Memory>>>,
     memory_next: AtomicU64,
     lanes: [HostLane; 2],
+    label: String,
 }
 
 /// One allocation.
@@ -54,7 +56,14 @@ impl HostDevice {
             memories: RwLock::default(),
             memory_next: AtomicU64::new(1),
             lanes: [HostLane::default(), HostLane::default()],
+            label: "host".to_owned(),
         }
+    }
+
+    /// A device that says in its label why it is not a GPU.
+    #[must_use]
+    pub fn instead_of_a_gpu(reason: impl Display) -> Self {
+        Self { label: format!("host, no GPU: {reason}"), ..Self::new() }
     }
 
     fn memory(&self, id: MemoryId) -> Arc<Memory> {
@@ -198,7 +207,7 @@ impl HostDevice {
 
 impl Device for HostDevice {
     fn label(&self) -> String {
-        "host".to_owned()
+        self.label.clone()
     }
 
     fn allocate(&self, place: Place, len: u64) -> Result<MemoryId> {

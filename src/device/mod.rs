@@ -13,6 +13,7 @@ pub mod faulty;
 pub mod host;
 pub mod late;
 
+use std::any::Any;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
@@ -246,7 +247,7 @@ pub enum PieceKind {
 pub struct Staging(Box<dyn StagingMemory>);
 
 /// What a device makes staging of.
-pub trait StagingMemory: Send + Sync {
+pub trait StagingMemory: Any + Send + Sync {
     /// The bytes.
     fn bytes(&self) -> &[u8];
     /// The bytes.
@@ -266,6 +267,12 @@ impl Staging {
     /// Staging made of that memory.
     pub fn new(memory: impl StagingMemory + 'static) -> Self {
         Self(Box::new(memory))
+    }
+
+    /// For devices: what it is made of, to be told from other devices' staging.
+    #[must_use]
+    pub fn memory(&self) -> &dyn Any {
+        &*self.0
     }
 }
 

@@ -1,0 +1,177 @@
+//! Floor 3. A GPU's context: made once a process, current on a thread only while a call of ours runs.
+//!
+//! It is the primary context, which the CUDA runtime and everything built on it use too, so addresses mean
+//! the same to the caller's kernels. It is never given back: the next open would pay for it again, and a
+//! fault in it outlives any store.
+//!
+//! Every driver call goes through [`Entered`], which puts the caller's own context back afterwards and until
+//! then relaxes the thread's capture mode: a query of ours would otherwise invalidate a capture that the
+//! caller has under way on another stream.
+
+use std::collections::BTreeMap;
+use std::ffi::c_int;
+use std::ops::Deref;
+use std::sync::OnceLock;
+
+use parking_lot::Mutex;
+
+use super::driver::{CUcontext, CUdevice, Driver};
+use super::errors::Code;
+use crate::error::{Error, Result};
+
+/// `CU_STREAM_CAPTURE_MODE_RELAXED`.
+const CAPTURE_RELAXED: u32 = 2;
+
+/// `CUdevice_attribute`: what is asked of a GPU.
+mod attribute {
+    pub const UNIFIED_ADDRESSING: i32 = 41;
+    pub const CAPABILITY_MAJOR: i32 = 75;
+    pub const CAPABILITY_MINOR: i32 = 76;
+    pub const MANAGED_MEMORY: i32 = 83;
+    pub const WRITE_64_BITS: i32 = 122;
+}
+
+/// A GPU, and this process's context on it.
+pub(super) struct Context {
+    driver: &'static Driver,
+    raw: Raw,
+    /// Its number among the process's GPUs.
+    pub ordinal: u32,
+    /// What its maker calls it.
+    pub name: String,
+    /// Compute capability: 90 for 9.0.
+    pub capability: u32,
+    /// Whether it can use managed memory.
+    pub has_managed_memory: bool,
+    /// The fault that took the context, once there is one.
+    lost: OnceLock<Error>,
+}
+
+/// The handle of a context.
+struct Raw(CUcontext);
+
+// SAFETY: the handle is a name, and the driver takes it on any thread.
+unsafe impl Send for Raw {}
+// SAFETY: the same.
+unsafe impl Sync for Raw {}
+
+impl Context {
+    /// The context of the GPU with this number; or what is missing.
+    pub fn of(ordinal: u32) -> Result<&'static Self, String> {
+        static CONTEXTS: Mutex<BTreeMap<u32, &'static Context>> = Mutex::new(BTreeMap::new());
+        let mut contexts = CONTEXTS.lock();
+        if let Some(context) = contexts.get(&ordinal) {
+            return Ok(context);
+        }
+        let driver = Driver::get()?;
+        let count = driver.count().map_err(|code| code.to_string())?;
+        if ordinal >= count {
+            return Err(format!("the CUDA driver knows {count} GPUs, numbered from 0"));
+        }
+        let context: &'static Self = Box::leak(Box::new(Self::make(driver, ordinal)?));
+        contexts.insert(ordinal, context);
+        Ok(context)
+    }
+
+    fn make(driver: &'static Driver, ordinal: u32) -> Result<Self, String> {
+        let mut device: CUdevice = 0;
+        // SAFETY: the driver is initialized, the pointer is to a live handle.
+        unsafe { driver.device(&mut device, ordinal as c_int) }.map_err(|code| code.to_string())?;
+        let ask = |attribute| -> Result<u32, String> {
+            let mut value = 0;
+            // SAFETY: the device was handed out above, the pointer is to a live integer.
+            let asked = unsafe { driver.device_attribute(&mut value, attribute, device) };
+            asked.map(|()| value.max(0) as u32).map_err(|code| code.to_string())
+        };
+        if ask(attribute::UNIFIED_ADDRESSING)? == 0 {
+            return Err("host and GPU do not share their addresses".to_owned());
+        }
+        if ask(attribute::WRITE_64_BITS)? == 0 {
+            return Err("its streams cannot write 64-bit values".to_owned());
+        }
+        let capability = 10 * ask(attribute::CAPABILITY_MAJOR)? + ask(attribute::CAPABILITY_MINOR)?;
+        if capability < 80 {
+            return Err(format!(
+                "it has compute capability {}.{}, 8.0 is needed",
+                capability / 10,
+                capability % 10
+            ));
+        }
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: the device was handed out above, the pointer is to a live handle.
+        unsafe { driver.retain_context(&mut raw, device) }.map_err(|code| code.to_string())?;
+        Ok(Self {
+            driver,
+            raw: Raw(raw),
+            ordinal,
+            name: name(driver, device).map_err(|code| code.to_string())?,
+            capability,
+            has_managed_memory: ask(attribute::MANAGED_MEMORY)? != 0,
+            lost: OnceLock::new(),
+        })
+    }
+
+    /// Makes the context current on this thread, for calls.
+    ///
+    /// # Errors
+    /// The fault that took the context; the driver's refusal.
+    pub fn enter(&self) -> Result<Entered<'_>> {
+        if let Some(error) = self.lost.get() {
+            return Err(error.clone());
+        }
+        // SAFETY: the context is retained for good.
+        unsafe { self.driver.push_context(self.raw.0) }.map_err(|code| self.fault(code))?;
+        let mut mode = CAPTURE_RELAXED;
+        // SAFETY: the pointer is to a live integer, which holds one of the modes.
+        let exchanged = unsafe { self.driver.exchange_capture_mode(&mut mode) };
+        let entered = Entered { context: self, capture_mode: exchanged.is_ok().then_some(mode) };
+        exchanged.map_err(|code| self.fault(code))?;
+        Ok(entered)
+    }
+
+    /// The error for a code. A context that is gone is remembered, so that nobody touches it any more.
+    pub fn fault(&self, code: Code) -> Error {
+        let error = Error::from(code);
+        if code.context_lost() {
+            tracing::error!(%error, gpu = self.ordinal, "the process's context on the GPU is lost");
+            return self.lost.get_or_init(|| error).clone();
+        }
+        error
+    }
+}
+
+/// A context that is current on this thread. Calls go through it.
+pub(super) struct Entered<'c> {
+    context: &'c Context,
+    /// The thread's own mode, to be put back.
+    capture_mode: Option<u32>,
+}
+
+impl Deref for Entered<'_> {
+    type Target = Driver;
+    fn deref(&self) -> &Driver {
+        self.context.driver
+    }
+}
+
+impl Drop for Entered<'_> {
+    /// What fails here fails in the next call too, which says so.
+    fn drop(&mut self) {
+        if let Some(mut mode) = self.capture_mode {
+            // SAFETY: the pointer is to a live integer, which holds the mode that the driver gave.
+            let _said_by_the_next_call = unsafe { self.exchange_capture_mode(&mut mode) };
+        }
+        let mut popped = std::ptr::null_mut();
+        // SAFETY: the context on top is the one that `enter` pushed: everything in between was ours, and
+        // pops what it pushes.
+        let _said_by_the_next_call = unsafe { self.pop_context(&mut popped) };
+    }
+}
+
+fn name(driver: &Driver, device: CUdevice) -> Result<String, Code> {
+    let mut name = [0_u8; 128];
+    // SAFETY: the driver writes at most as many bytes as it is told, the closing zero included.
+    unsafe { driver.device_name(name.as_mut_ptr().cast(), name.len() as c_int, device) }?;
+    let len = name.iter().position(|byte| *byte == 0).unwrap_or(name.len());
+    Ok(String::from_utf8_lossy(&name[..len]).into_owned())
+}

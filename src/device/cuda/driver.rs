@@ -1,0 +1,128 @@
+//! Floor 3. The driver library: found at run time, never a reason to panic.
+//!
+//! The library's own bindings look up a symbol at its first call, panic where it is missing, and read the
+//! result as an enum, which a newer driver's codes are outside of. So the entry points that are used here are
+//! looked up together, once, and return numbers: a machine without a driver, and one whose driver is too old,
+//! is told by [`Driver::get`] before anything is called.
+
+use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::sync::OnceLock;
+
+use cudarc::driver::sys;
+pub(super) use cudarc::driver::sys::{
+    CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUmodule, CUstream,
+};
+
+use super::errors::Code;
+
+/// The oldest driver that is used, as the driver numbers it: 12.4.
+const VERSION_MIN: c_int = 12_040;
+
+macro_rules! entry_points {
+    ($($name:ident = $symbol:literal ($($argument:ident: $type:ty),*);)*) => {
+        /// The entry points, all of them there.
+        pub(super) struct Driver {
+            $($name: unsafe extern "C" fn($($type),*) -> u32,)*
+        }
+
+        impl Driver {
+            fn load() -> Result<Self, String> {
+                Ok(Self { $($name: symbol($symbol)?,)* })
+            }
+
+            $(
+                /// # Safety
+                /// What CUDA's driver API demands of a caller of
+                #[doc = concat!("`", $symbol, "`.")]
+                #[allow(clippy::too_many_arguments, reason = "as many as the driver's")]
+                pub unsafe fn $name(&self, $($argument: $type),*) -> Result<(), Code> {
+                    // SAFETY: the caller's promise; the pointer is the entry point of that signature.
+                    Code::check($symbol, unsafe { (self.$name)($($argument),*) })
+                }
+            )*
+        }
+    };
+}
+
+entry_points! {
+    init = "cuInit" (flags: c_uint);
+    version = "cuDriverGetVersion" (version: *mut c_int);
+    device_count = "cuDeviceGetCount" (count: *mut c_int);
+    device = "cuDeviceGet" (device: *mut CUdevice, ordinal: c_int);
+    device_name = "cuDeviceGetName" (name: *mut c_char, len: c_int, device: CUdevice);
+    device_attribute = "cuDeviceGetAttribute" (value: *mut c_int, attribute: c_int, device: CUdevice);
+    retain_context = "cuDevicePrimaryCtxRetain" (context: *mut CUcontext, device: CUdevice);
+    push_context = "cuCtxPushCurrent_v2" (context: CUcontext);
+    pop_context = "cuCtxPopCurrent_v2" (context: *mut CUcontext);
+    exchange_capture_mode = "cuThreadExchangeStreamCaptureMode" (mode: *mut c_uint);
+    priority_range = "cuCtxGetStreamPriorityRange" (least: *mut c_int, greatest: *mut c_int);
+    create_stream = "cuStreamCreateWithPriority" (stream: *mut CUstream, flags: c_uint, priority: c_int);
+    destroy_stream = "cuStreamDestroy_v2" (stream: CUstream);
+    query_stream = "cuStreamQuery" (stream: CUstream);
+    wait_event = "cuStreamWaitEvent" (stream: CUstream, event: CUevent, flags: c_uint);
+    write_value = "cuStreamWriteValue64_v2" (stream: CUstream, address: CUdeviceptr, value: u64, flags: c_uint);
+    create_event = "cuEventCreate" (event: *mut CUevent, flags: c_uint);
+    record_event = "cuEventRecord" (event: CUevent, stream: CUstream);
+    destroy_event = "cuEventDestroy_v2" (event: CUevent);
+    memory_info = "cuMemGetInfo_v2" (free: *mut usize, total: *mut usize);
+    allocate = "cuMemAlloc_v2" (address: *mut CUdeviceptr, len: usize);
+    allocate_managed = "cuMemAllocManaged" (address: *mut CUdeviceptr, len: usize, flags: c_uint);
+    free = "cuMemFree_v2" (address: CUdeviceptr);
+    allocate_host = "cuMemHostAlloc" (address: *mut *mut c_void, len: usize, flags: c_uint);
+    free_host = "cuMemFreeHost" (address: *mut c_void);
+    copy_to_device = "cuMemcpyHtoDAsync_v2" (target: CUdeviceptr, source: *const c_void, len: usize, stream: CUstream);
+    copy_to_host = "cuMemcpyDtoHAsync_v2" (target: *mut c_void, source: CUdeviceptr, len: usize, stream: CUstream);
+    load_module = "cuModuleLoadData" (module: *mut CUmodule, image: *const c_void);
+    function = "cuModuleGetFunction" (function: *mut CUfunction, module: CUmodule, name: *const c_char);
+    launch = "cuLaunchKernel" (
+        function: CUfunction,
+        grid_x: c_uint, grid_y: c_uint, grid_z: c_uint,
+        block_x: c_uint, block_y: c_uint, block_z: c_uint,
+        shared_bytes: c_uint, stream: CUstream,
+        parameters: *mut *mut c_void, extra: *mut *mut c_void
+    );
+}
+
+impl Driver {
+    /// The driver, initialized; or what is missing. The answer stays the same as long as the process lives.
+    pub fn get() -> Result<&'static Driver, String> {
+        static DRIVER: OnceLock<Result<Driver, String>> = OnceLock::new();
+        DRIVER.get_or_init(Self::find).as_ref().map_err(Clone::clone)
+    }
+
+    fn find() -> Result<Self, String> {
+        // SAFETY: loading libcuda runs its constructors, which ask nothing of the process.
+        if !unsafe { sys::is_culib_present() } {
+            return Err("there is no CUDA driver: libcuda.so.1 was not found".to_owned());
+        }
+        let driver = Self::load()?;
+        // SAFETY: no call comes before this one.
+        unsafe { driver.init(0) }.map_err(|code| format!("the CUDA driver does not start: {code}"))?;
+        let mut version = 0;
+        // SAFETY: the pointer is to a live integer.
+        unsafe { driver.version(&mut version) }.map_err(|code| code.to_string())?;
+        if version < VERSION_MIN {
+            let (major, minor) = (version / 1000, version % 1000 / 10);
+            return Err(format!("the CUDA driver is of version {major}.{minor}, and 12.4 is needed"));
+        }
+        Ok(driver)
+    }
+
+    /// How many GPUs there are.
+    pub fn count(&self) -> Result<u32, Code> {
+        let mut count = 0;
+        // SAFETY: the driver is initialized, the pointer is to a live integer.
+        unsafe { self.device_count(&mut count) }?;
+        Ok(u32::try_from(count).unwrap_or(0))
+    }
+}
+
+/// An entry point of the library; `F` is its signature.
+fn symbol<F: Copy>(name: &str) -> Result<F, String> {
+    // SAFETY: the library is present, so this finds it and does not panic.
+    let library = unsafe { sys::culib() };
+    // SAFETY: the callers name CUDA's entry points with the signatures that its headers of 12.4 give them,
+    // and an entry point never changes its own: a new signature gets a new name.
+    let found = unsafe { library.get::<F>(name.as_bytes()) };
+    found.map(|found| *found).map_err(|_| format!("the CUDA driver is too old: it has no {name}"))
+}

@@ -1,0 +1,137 @@
+//! Floor 3. The driver's error codes, sorted by what is left afterwards.
+//!
+//! - Not ready is no error.
+//! - Out of memory strikes allocations; they give back what lies idle and ask again.
+//! - A call that was refused did nothing: the device is as it was.
+//! - Everything else, the unknown included, takes the process's context with it: every later call fails the
+//!   same way, in the caller's own code too, and only a new process helps.
+//!
+//! Codes are shown by a table of our own: asking the driver for their names needs a driver.
+
+use std::fmt;
+
+use crate::error::Error;
+
+/// A code that is not success, and the call that returned it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Code {
+    call: &'static str,
+    number: u32,
+}
+
+const OUT_OF_MEMORY: u32 = 2;
+const NOT_READY: u32 = 600;
+
+/// Codes of calls that did nothing, and their names.
+const REFUSED: &[(u32, &str)] = &[
+    (1, "invalid value"),
+    (OUT_OF_MEMORY, "out of memory"),
+    (3, "not initialized"),
+    (34, "the library is a stub, not a driver"),
+    (46, "device unavailable"),
+    (100, "no device"),
+    (101, "invalid device"),
+    (200, "invalid kernel image"),
+    (201, "invalid context"),
+    (209, "no kernel image for this GPU"),
+    (216, "context already in use"),
+    (218, "invalid PTX"),
+    (221, "the PTX compiler was not found"),
+    (222, "unsupported PTX version"),
+    (304, "the operating system refused"),
+    (400, "invalid handle"),
+    (500, "not found"),
+    (NOT_READY, "not ready"),
+    (701, "launch out of resources"),
+    (800, "not permitted"),
+    (801, "not supported"),
+    (802, "system not ready"),
+    (803, "driver and kernel module do not match"),
+    (900, "the stream is being captured"),
+    (901, "the capture was invalidated"),
+    (905, "the capture is of another sequence"),
+    (906, "a capture would depend on the default stream"),
+    (907, "the event was recorded in a capture"),
+    (908, "the capture belongs to another thread"),
+];
+
+/// Names of some that lose the context.
+const LOST: &[(u32, &str)] = &[
+    (4, "deinitialized"),
+    (214, "uncorrectable memory error"),
+    (220, "uncorrectable link error"),
+    (700, "illegal address"),
+    (702, "launch timeout"),
+    (709, "context is destroyed"),
+    (710, "assertion failed"),
+    (714, "hardware stack error"),
+    (715, "illegal instruction"),
+    (716, "misaligned address"),
+    (717, "invalid address space"),
+    (718, "invalid program counter"),
+    (719, "launch failed"),
+    (999, "unknown"),
+];
+
+impl Code {
+    /// The result of a call.
+    pub fn check(call: &'static str, number: u32) -> Result<(), Self> {
+        if number == 0 { Ok(()) } else { Err(Self { call, number }) }
+    }
+
+    /// Whether work is still under way: no error.
+    pub fn is_not_ready(self) -> bool {
+        self.number == NOT_READY
+    }
+
+    /// Whether memory was asked for and there is none.
+    pub fn is_out_of_memory(self) -> bool {
+        self.number == OUT_OF_MEMORY
+    }
+
+    /// Whether the process's context is gone.
+    pub fn context_lost(self) -> bool {
+        !REFUSED.iter().any(|(number, _)| *number == self.number)
+    }
+}
+
+impl fmt::Display for Code {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = REFUSED.iter().chain(LOST).find(|(number, _)| *number == self.number);
+        let name = name.map_or("an error unknown here", |(_, name)| name);
+        write!(f, "{}: {name} ({})", self.call, self.number)
+    }
+}
+
+impl From<Code> for Error {
+    fn from(code: Code) -> Self {
+        Error::Device { reason: code.to_string(), context_lost: code.context_lost() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Remedy;
+
+    #[test]
+    fn codes_say_what_is_left() {
+        let remedy = |number| Error::from(Code::check("cuCall", number).unwrap_err()).remedy();
+        assert_eq!(Code::check("cuCall", 0), Ok(()));
+        for refused in [1, 2, 222, 701, 900] {
+            assert_eq!(remedy(refused), Remedy::Reopen, "{refused}");
+        }
+        // A fault, and a number that no table knows: the worst is taken for true.
+        for lost in [700, 719, 999, 12_345] {
+            assert_eq!(remedy(lost), Remedy::NewProcess, "{lost}");
+        }
+        assert!(Code::check("cuStreamQuery", 600).unwrap_err().is_not_ready());
+    }
+
+    #[test]
+    fn a_code_is_shown_with_its_call_and_its_number() {
+        let shown = |number| Code::check("cuLaunchKernel", number).unwrap_err().to_string();
+        assert_eq!(shown(700), "cuLaunchKernel: illegal address (700)");
+        assert_eq!(shown(12_345), "cuLaunchKernel: an error unknown here (12345)");
+    }
+}

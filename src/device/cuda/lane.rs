@@ -1,0 +1,166 @@
+//! Floor 3. A lane: a stream, its fences, and what its lists use until their fences have passed.
+//!
+//! Lists of a lane are queued one after the other, under its lock; a fence is the value that the stream
+//! writes behind the list.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use parking_lot::{Mutex, MutexGuard};
+
+use super::context::{Context, Entered};
+use super::driver::{CUevent, CUstream};
+use super::memory::{Block, Slabs};
+use super::word::{Stream, Word};
+use crate::device::ReturnedStaging;
+use crate::error::Result;
+
+/// `CU_EVENT_DISABLE_TIMING`.
+const NO_TIMING: u32 = 2;
+
+/// A lane.
+pub(super) struct Timeline {
+    context: &'static Context,
+    stream: Arc<Stream>,
+    fences: Word,
+    pieces: Arc<Word>,
+    /// Stands for one point of this lane while another lane is told to wait for it.
+    event: Event,
+    memory: Arc<Slabs>,
+    queue: Mutex<VecDeque<InFlight>>,
+}
+
+/// What a list uses until its fence has passed.
+struct InFlight {
+    /// The fence; beyond all others if the list may have begun and has none.
+    fence: u64,
+    /// Held so that a `Pending` that is dropped early frees nothing that the list uses.
+    _staging: Arc<ReturnedStaging>,
+    /// Tables and scratch.
+    blocks: Vec<Block>,
+}
+
+struct Event(CUevent);
+
+// SAFETY: the handle is a name, and the driver takes it on any thread.
+unsafe impl Send for Event {}
+// SAFETY: the same; it is used under its lane's lock.
+unsafe impl Sync for Event {}
+
+/// The right to queue a lane's next list.
+pub(super) struct Turn<'t> {
+    lane: &'t Timeline,
+    queue: MutexGuard<'t, VecDeque<InFlight>>,
+}
+
+impl Timeline {
+    /// A new lane; an urgent one goes before others where the GPU can choose. `memory` is pinned.
+    ///
+    /// # Errors
+    /// `OutOfMemory`, a device error.
+    pub fn new(context: &'static Context, memory: &Arc<Slabs>, urgent: bool) -> Result<Self> {
+        let stream = Arc::new(Stream::new(context, urgent)?);
+        let entered = context.enter()?;
+        let mut event = std::ptr::null_mut();
+        // SAFETY: the context is current, the pointer is to a live handle.
+        unsafe { entered.create_event(&mut event, NO_TIMING) }.map_err(|code| context.fault(code))?;
+        Ok(Self {
+            context,
+            fences: Word::new(&stream, memory)?,
+            pieces: Arc::new(Word::new(&stream, memory)?),
+            stream,
+            event: Event(event),
+            memory: memory.clone(),
+            queue: Mutex::default(),
+        })
+    }
+
+    /// The stream, for launches and copies of who has the lane's turn.
+    pub fn stream(&self) -> CUstream {
+        self.stream.raw()
+    }
+
+    /// Its fences.
+    pub fn fences(&self) -> &Word {
+        &self.fences
+    }
+
+    /// Counts pieces of long copies.
+    pub fn pieces(&self) -> &Arc<Word> {
+        &self.pieces
+    }
+
+    /// The right to queue the next list; what earlier lists are done with is freed first.
+    pub fn turn(&self) -> Turn<'_> {
+        let mut queue = self.queue.lock();
+        let reached = self.fences.reached();
+        while queue.front().is_some_and(|list| list.fence <= reached) {
+            let list = queue.pop_front().expect("looked at just now");
+            list.blocks.into_iter().for_each(|block| self.memory.free(block));
+        }
+        Turn { lane: self, queue }
+    }
+
+    /// Makes what is queued on `self` from now on run after everything that is queued on `other` by now.
+    ///
+    /// # Errors
+    /// A device error.
+    pub fn follow(&self, other: &Self) -> Result<()> {
+        let entered = self.context.enter()?;
+        // Nobody queues there meanwhile, nor records the event anew before the wait has taken it.
+        let _turn = other.queue.lock();
+        // SAFETY: the context is current; the lane's handles live as long as it does.
+        unsafe { entered.record_event(other.event.0, other.stream()) }
+            .map_err(|code| self.context.fault(code))?;
+        // SAFETY: the same; the wait takes the event as it was recorded, so it may be recorded again.
+        unsafe { entered.wait_event(self.stream(), other.event.0, 0) }
+            .map_err(|code| self.context.fault(code))
+    }
+}
+
+impl Turn<'_> {
+    /// Ends a list that is queued, and returns its fence.
+    ///
+    /// # Errors
+    /// A device error. What the list uses is then never freed.
+    pub fn end(
+        mut self,
+        entered: &Entered<'_>,
+        staging: &Arc<ReturnedStaging>,
+        blocks: Vec<Block>,
+    ) -> Result<u64> {
+        match self.lane.fences.count(entered) {
+            Ok(fence) => {
+                self.queue.push_back(InFlight { fence, _staging: staging.clone(), blocks });
+                Ok(fence)
+            }
+            Err(error) => {
+                self.abandon(staging, blocks);
+                Err(error)
+            }
+        }
+    }
+
+    /// Gives up a list of which a part may be queued: what it uses is never freed.
+    pub fn abandon(mut self, staging: &Arc<ReturnedStaging>, blocks: Vec<Block>) {
+        self.queue.push_back(InFlight { fence: u64::MAX, _staging: staging.clone(), blocks });
+    }
+}
+
+impl Drop for Timeline {
+    /// Waits for the stream, so that it writes to nothing that is freed. What a stream that stopped was
+    /// using is left to it.
+    fn drop(&mut self) {
+        if let Err(error) = self.fences.wait(self.fences.given()) {
+            tracing::warn!(%error, "a lane stopped: what its lists use stays allocated");
+        }
+        let left: Vec<InFlight> = self.turn().queue.drain(..).collect();
+        left.into_iter().for_each(std::mem::forget);
+        let Ok(entered) = self.context.enter() else { return };
+        // SAFETY: the context is current, the handle leaves our hands here, and whoever waits for the event
+        // has taken it.
+        if let Err(code) = unsafe { entered.destroy_event(self.event.0) } {
+            tracing::warn!(%code, "an event could not be given back");
+        }
+    }
+}

@@ -1,0 +1,150 @@
+//! Floor 3. Doing what a plan says: its rows into pinned memory, its steps into a stream.
+
+use std::ffi::c_void;
+
+use super::abi::{CRC_CHUNKS, CRC_COMBINE, DIFF, Kernel};
+use super::bulk::BulkQueue;
+use super::context::{Context, Entered};
+use super::driver::CUdeviceptr;
+use super::functions::Functions;
+use super::lane::Timeline;
+use super::memory::Block;
+use super::plan::{Plan, Step};
+use crate::error::Result;
+
+/// Boundary on which each table begins.
+const TABLE_ALIGN: usize = 16;
+
+/// Where a plan's tables lie, as offsets from the first.
+pub(super) struct Layout {
+    pieces: usize,
+    parts: usize,
+    crcs: usize,
+    combines: usize,
+    diffs: usize,
+    /// Bytes of all tables.
+    pub len: usize,
+}
+
+/// What steps are done with.
+pub(super) struct Launcher<'l> {
+    pub context: &'static Context,
+    pub entered: &'l Entered<'l>,
+    pub functions: &'l Functions,
+    pub bulk: &'l BulkQueue,
+    pub lane: &'l Timeline,
+}
+
+impl Layout {
+    /// The layout of a plan's tables.
+    pub fn of(plan: &Plan) -> Self {
+        let mut len = 0;
+        let mut place = |bytes: usize| {
+            let at = len;
+            len = (at + bytes).next_multiple_of(TABLE_ALIGN);
+            at
+        };
+        Self {
+            pieces: place(size_of_val(&plan.pieces[..])),
+            parts: place(size_of_val(&plan.parts[..])),
+            crcs: place(size_of_val(&plan.crcs[..])),
+            combines: place(size_of_val(&plan.combines[..])),
+            diffs: place(size_of_val(&plan.diffs[..])),
+            len,
+        }
+    }
+
+    /// Writes a plan's tables to pinned memory of at least `len` bytes.
+    pub fn write(&self, plan: &Plan, tables: &Block) {
+        write_rows(&plan.pieces, tables.address + self.pieces as u64);
+        write_rows(&plan.parts, tables.address + self.parts as u64);
+        write_rows(&plan.crcs, tables.address + self.crcs as u64);
+        write_rows(&plan.combines, tables.address + self.combines as u64);
+        write_rows(&plan.diffs, tables.address + self.diffs as u64);
+    }
+}
+
+/// Copies rows, plain numbers, to pinned memory that was allocated for them.
+fn write_rows<R: Copy>(rows: &[R], address: u64) {
+    // SAFETY: the caller's layout leaves room for the rows at this address, which is aligned for them, and
+    // nobody else has the block until the stream is told of it.
+    unsafe { std::ptr::copy_nonoverlapping(rows.as_ptr(), address as *mut R, rows.len()) }
+}
+
+impl Launcher<'_> {
+    /// Queues a plan's steps. What they touch must stay until the lane's next value has passed.
+    ///
+    /// # Errors
+    /// A device error; steps before it may have been queued.
+    pub fn run(&self, plan: &Plan, layout: &Layout, tables: Option<&Block>) -> Result<()> {
+        let base = tables.map_or(0, |tables| tables.address);
+        let row = |table: usize, number: usize, row_len: usize| base + (table + number * row_len) as u64;
+        for step in &plan.steps {
+            match step {
+                Step::Apply(kernel, parts) => {
+                    let rows = row(layout.parts, parts.start, size_of_val(&plan.parts[0]));
+                    let pieces = base + layout.pieces as u64;
+                    self.launch(*kernel, rows, parts.len() as u32, Some(pieces))?;
+                }
+                Step::Crc(range) => {
+                    let rows = row(layout.crcs, range.start, size_of_val(&plan.crcs[0]));
+                    self.launch(CRC_CHUNKS, rows, range.len() as u32, None)?;
+                }
+                Step::Combine(range) => {
+                    let rows = row(layout.combines, range.start, size_of_val(&plan.combines[0]));
+                    self.launch(CRC_COMBINE, rows, range.len() as u32, None)?;
+                }
+                Step::Diff(range) => {
+                    let rows = row(layout.diffs, range.start, size_of_val(&plan.diffs[0]));
+                    self.launch(DIFF, rows, range.len() as u32, None)?;
+                }
+                Step::Up { source, target, len } => self.up(*source, *target, *len)?,
+                Step::Down { source, target, len } => {
+                    self.bulk.down(self.entered, self.lane, *source, *target, *len)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn launch(&self, kernel: Kernel, rows: u64, row_count: u32, pieces: Option<u64>) -> Result<()> {
+        let (mut rows, mut row_count, mut pieces_at): (CUdeviceptr, u32, CUdeviceptr) =
+            (rows, row_count, pieces.unwrap_or(0));
+        let grid = kernel.grid(row_count);
+        // Kernels that read no pieces take the first two.
+        let mut parameters: [*mut c_void; 3] =
+            [(&raw mut rows).cast(), (&raw mut row_count).cast(), (&raw mut pieces_at).cast()];
+        let function = self.functions.get(kernel);
+        let launch = |parameters: *mut *mut c_void| {
+            // SAFETY: the context is current, the function is of its modules, and the parameters are those
+            // of the kernel's signature, which `abi.rs` states; the driver copies them before it returns.
+            // Everything that the rows name was checked to lie in memory that stays until the lane's next
+            // value has passed.
+            unsafe {
+                self.entered.launch(
+                    function,
+                    grid,
+                    1,
+                    1,
+                    kernel.threads,
+                    1,
+                    1,
+                    0,
+                    self.lane.stream(),
+                    parameters,
+                    std::ptr::null_mut(),
+                )
+            }
+        };
+        launch(parameters.as_mut_ptr()).map_err(|code| self.context.fault(code))
+    }
+
+    fn up(&self, source: u64, target: u64, len: u64) -> Result<()> {
+        // SAFETY: the context is current; the list's staging and page memory were checked to hold the ranges,
+        // and stay until the lane's next value has passed.
+        let queued = unsafe {
+            self.entered.copy_to_device(target, source as *const c_void, len as usize, self.lane.stream())
+        };
+        queued.map_err(|code| self.context.fault(code))
+    }
+}

@@ -1,0 +1,244 @@
+//! Floor 3. A list's commands, checked and turned into a plan.
+//!
+//! Every range is checked against its memory before anything is queued: a kernel checks nothing, and a list
+//! that breaks the contract must not reach the GPU. Such a list panics, as the host device does.
+//!
+//! Short copies between host and GPU are pieces, which kernels move by loads and stores on mapped memory:
+//! the copy engine lets a short copy wait for long ones, for seconds. Long ones are the copy engine's.
+
+use std::collections::HashMap;
+
+use remanent_format::Width;
+
+use super::abi::PieceRow;
+use super::memory::{Block, Kind};
+use super::plan::{Area, Plan, PlannedPiece, Step, crc_words};
+use crate::device::{Command, MemoryId, Payload, Piece, PieceKind, Span, Staging, StagingSpan};
+
+/// The longest copy between host and GPU that a kernel makes.
+const SHORT_LEN_MAX: u64 = 64 << 10;
+
+/// Page memory, by its id.
+pub(super) type Memories = HashMap<MemoryId, Memory>;
+
+/// An allocation of page memory.
+#[derive(Debug)]
+pub(super) struct Memory {
+    /// Where it lies; `None` if it is empty.
+    pub block: Option<Block>,
+    /// In what.
+    pub kind: Kind,
+    /// Its length in bytes.
+    pub len: u64,
+}
+
+/// A staging of a list: its bytes, and where they are.
+pub(super) struct Staged<'s> {
+    pub bytes: &'s Staging,
+    pub address: u64,
+}
+
+/// Bytes of scratch that a list needs.
+pub(super) fn scratch_len(commands: &[Command]) -> u64 {
+    let words = |command: &Command| match command {
+        Command::Crc { sources, .. } => crc_words(sources.iter().map(|source| source.len)),
+        _ => 0,
+    };
+    4 * commands.iter().map(words).sum::<u64>()
+}
+
+/// Plans a list.
+///
+/// # Panics
+/// If a range is not within its memory, or ranges that belong together are of different lengths.
+pub(super) fn plan(commands: &[Command], memories: &Memories, staging: &[Staged<'_>], scratch: u64) -> Plan {
+    let mut planner = Planner { memories, staging, scratch, plan: Plan::default() };
+    commands.iter().for_each(|command| planner.command(command));
+    planner.plan.flush();
+    planner.plan
+}
+
+struct Planner<'l> {
+    memories: &'l Memories,
+    staging: &'l [Staged<'l>],
+    /// The next free byte of scratch.
+    scratch: u64,
+    plan: Plan,
+}
+
+impl Planner<'_> {
+    fn command(&mut self, command: &Command) {
+        match command {
+            Command::Upload { source, target } => self.upload(*source, *target),
+            Command::Download { source, target } => self.download(*source, *target),
+            Command::Apply { pieces } => pieces.iter().for_each(|piece| self.apply(piece)),
+            Command::Copy { source, target } => self.copy(*source, *target),
+            Command::Fill { target, pattern, width } => {
+                let _whole = elements(target.len, *width);
+                let row = PieceRow::fill(self.address(*target), *pattern, *width, target.len);
+                self.piece(row, *target, None);
+            }
+            Command::Gather { sources, target } => {
+                for (source, offset) in sources {
+                    self.copy(*source, part(*target, *offset, source.len));
+                }
+            }
+            Command::Scatter { source, targets } => {
+                for (offset, target) in targets {
+                    self.copy(part(*source, *offset, target.len), *target);
+                }
+            }
+            Command::Diff { left, right, width, target } => self.diff(*left, *right, *width, *target),
+            Command::Crc { sources, target } => self.crc(sources, *target),
+        }
+    }
+
+    fn upload(&mut self, source: StagingSpan, target: Span) {
+        assert_eq!(source.len as u64, target.len, "an upload between ranges of different lengths");
+        let (from, to, len) = (self.staged(source), self.address(target), target.len);
+        if len > SHORT_LEN_MAX && self.memories[&target.memory].kind == Kind::Device {
+            self.plan.step(Step::Up { source: from, target: to, len });
+        } else {
+            self.piece(PieceRow::dense(to, from, len), target, Some(Area::Staging(source.index)));
+        }
+    }
+
+    fn download(&mut self, source: Span, target: StagingSpan) {
+        assert_eq!(source.len, target.len as u64, "a download between ranges of different lengths");
+        let (from, to, len) = (self.address(source), self.staged(target), source.len);
+        if len > SHORT_LEN_MAX && self.memories[&source.memory].kind == Kind::Device {
+            self.plan.step(Step::Down { source: from, target: to, len });
+            return;
+        }
+        self.plan.piece(PlannedPiece {
+            row: PieceRow::dense(to, from, len),
+            target_len: len,
+            target: Area::Staging(target.index),
+            source: Some(Area::Memory(source.memory.0)),
+        });
+    }
+
+    fn copy(&mut self, source: Span, target: Span) {
+        assert_eq!(source.len, target.len, "a copy between ranges of different lengths");
+        assert!(!overlap(source, target), "a copy between overlapping ranges: {source:?}, {target:?}");
+        let row = PieceRow::dense(self.address(target), self.address(source), target.len);
+        self.piece(row, target, Some(Area::Memory(source.memory.0)));
+    }
+
+    fn apply(&mut self, piece: &Piece) {
+        let target = self.address(piece.target);
+        let len = piece.target.len;
+        // Where the payload begins, how many bytes lie there at least, and in what.
+        let (payload, payload_len, area) = match piece.payload {
+            Payload::Staging { index, offset } => {
+                let staged = &self.staging[index];
+                let left = staged.bytes.len().checked_sub(offset).expect("a payload within its staging");
+                (staged.address + offset as u64, left as u64, Area::Staging(index))
+            }
+            Payload::Device(span) => (self.address(span), span.len, Area::Memory(span.memory.0)),
+        };
+        let holds = |at: usize, len: u64| {
+            let end = (at as u64).checked_add(len);
+            assert!(end.is_some_and(|end| end <= payload_len), "a payload that ends before its piece does");
+            payload + at as u64
+        };
+        let row = match piece.kind {
+            PieceKind::Dense => PieceRow::dense(target, holds(0, len), len),
+            PieceKind::Masked { width, bytes_at } => {
+                let count = elements(len, width);
+                let (bitmap, values) = (holds(0, count.div_ceil(8)), holds(bytes_at, len));
+                PieceRow::masked(target, bitmap, values, count, width)
+            }
+            PieceKind::Sparse { width, count, values_at } => {
+                let bound = elements(len, width);
+                let indices = holds(0, 4 * count as u64);
+                let values = holds(values_at, (width.bytes() * count) as u64);
+                if let Payload::Staging { index, offset } = piece.payload {
+                    let indices = &self.staging[index].bytes[offset..][..4 * count];
+                    assert!(all_below(indices, bound), "an index that is not within its range");
+                }
+                PieceRow::sparse(target, indices, values, count as u64, width)
+            }
+        };
+        if row.steps > 0 {
+            self.piece(row, piece.target, Some(area));
+        }
+    }
+
+    fn diff(&mut self, left: Span, right: Span, width: Width, target: StagingSpan) {
+        assert_eq!(left.len, right.len, "a diff of ranges of different lengths");
+        let bits = elements(left.len, width).div_ceil(8);
+        assert_eq!(target.len as u64, bits, "the length of a diff's target");
+        let (left, len) = (self.address(left), left.len);
+        self.plan.diff(left, self.address(right), self.staged(target), len, width.bytes() as u64);
+    }
+
+    fn crc(&mut self, sources: &[Span], target: StagingSpan) {
+        assert_eq!(target.len, 4 * sources.len(), "the length of a checksum command's target");
+        let staged = self.staged(target);
+        if sources.is_empty() {
+            return;
+        }
+        let extents: Vec<(u64, u64)> = sources.iter().map(|span| (self.address(*span), span.len)).collect();
+        self.plan.crcs(&extents, self.scratch);
+        // Sums are written on boundaries of four bytes, and go from there to wherever they are wanted.
+        let len = target.len as u64;
+        self.plan.piece(PlannedPiece {
+            row: PieceRow::dense(staged, self.scratch, len),
+            target_len: len,
+            target: Area::Staging(target.index),
+            source: Some(Area::Scratch),
+        });
+        self.scratch += 4 * crc_words(sources.iter().map(|source| source.len));
+    }
+
+    fn piece(&mut self, row: PieceRow, target: Span, source: Option<Area>) {
+        let area = Area::Memory(target.memory.0);
+        self.plan.piece(PlannedPiece { row, target_len: target.len, target: area, source });
+    }
+
+    /// Where a span begins. An empty one begins anywhere.
+    fn address(&self, span: Span) -> u64 {
+        let memory = self.memories.get(&span.memory);
+        let memory = memory.unwrap_or_else(|| panic!("{:?} is no memory of this device", span.memory));
+        let end = span.offset.checked_add(span.len);
+        let within = end.is_some_and(|end| end <= memory.len);
+        assert!(within, "{span:?} is not within its memory of {} bytes", memory.len);
+        memory.block.as_ref().map_or(0, |block| block.address + span.offset)
+    }
+
+    fn staged(&self, span: StagingSpan) -> u64 {
+        let staged = &self.staging[span.index];
+        let end = span.offset.checked_add(span.len);
+        let within = end.is_some_and(|end| end <= staged.bytes.len());
+        assert!(within, "{span:?} is not within its staging of {} bytes", staged.bytes.len());
+        staged.address + span.offset as u64
+    }
+}
+
+/// Whether little-endian u32 indices are all below a bound. Without branches, so that it runs at the speed of
+/// memory.
+fn all_below(indices: &[u8], bound: u64) -> bool {
+    let number = |index: &[u8]| u32::from_le_bytes([index[0], index[1], index[2], index[3]]);
+    let highest = indices.chunks_exact(4).map(number).max();
+    highest.is_none_or(|index| u64::from(index) < bound)
+}
+
+/// How many elements a range has; panics if the last one is not whole.
+fn elements(len: u64, width: Width) -> u64 {
+    let width = width.bytes() as u64;
+    assert_eq!(len % width, 0, "{len} bytes are no whole number of elements");
+    len / width
+}
+
+/// `len` bytes of a span, from `offset` in it; panics if they do not lie in it.
+fn part(span: Span, offset: u64, len: u64) -> Span {
+    let within = offset.checked_add(len).is_some_and(|end| end <= span.len);
+    assert!(within, "bytes {offset}..+{len} are not within {span:?}");
+    Span { memory: span.memory, offset: span.offset + offset, len }
+}
+
+fn overlap(one: Span, other: Span) -> bool {
+    let before = |a: Span, b: Span| a.offset.saturating_add(a.len) <= b.offset;
+    one.memory == other.memory && !before(one, other) && !before(other, one)
+}

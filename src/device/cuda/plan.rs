@@ -1,0 +1,311 @@
+//! Floor 3. From pieces of work to launches: what may run side by side, and what must wait.
+//!
+//! Everything that moves or merges bytes is a *piece*: it writes one range and reads others. Pieces are
+//! collected until one touches what an earlier one of the same batch reads, or reads what it wrote; then
+//! the batch ends, and becomes launches:
+//!
+//! - Pieces whose targets do not overlap are independent, and long ones are cut into parts.
+//! - Pieces that do overlap keep the order of the list: the few bytes of a hot spot as one part, which one
+//!   warp or block works through; larger ones in launches one after the other, so that a page that is zeroed
+//!   and then written whole still has the whole GPU.
+//!
+//! So no result depends on scheduling. A plan knows addresses and nothing of the driver: `list.rs` checks
+//! ranges and gives the addresses, `launch.rs` does what the plan says.
+
+use std::collections::{BTreeMap, HashSet};
+use std::ops::Range;
+
+use super::abi::{
+    APPLY_BY_BLOCK, APPLY_BY_WARP, CRC_CHUNK_LEN, CRC_FIRST, CRC_LAST, CombineRow, CrcRow, DIFF_LEN_MAX,
+    DiffRow, Kernel, MASK_STEPS, PIECE_MASKED, PIECE_SPARSE, PartRow, PieceRow,
+};
+
+/// Bytes of a part of a long piece: enough for a block to hide the latency of its reads.
+const PART_BYTES: u64 = 32 << 10;
+/// The most parts that a piece is cut into.
+const PARTS_MAX: u64 = 8192;
+/// Parts of up to this many bytes are a warp's.
+const WARP_BYTES: u64 = 4 << 10;
+/// What one block moves, working alone, in the time that one more launch takes.
+const LAUNCH_BYTES: u64 = 64 << 10;
+/// Overlapping pieces of up to this many bytes on the average are a hot spot, worked through by one block.
+const HOT_BYTES: u64 = 2 << 10;
+/// What moves where an element is scattered: a sector of the GPU's memory.
+const SECTOR_BYTES: u64 = 32;
+
+/// Memory as the plan tells it apart: pieces in different areas never touch the same byte.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Area {
+    /// Page memory, by its id.
+    Memory(u64),
+    /// The list's staging, by its index.
+    Staging(usize),
+    /// Results on their way to staging.
+    Scratch,
+}
+
+/// A piece, with what it touches.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct PlannedPiece {
+    /// The kernel's row.
+    pub row: PieceRow,
+    /// Length of the range that it writes to, from the row's target on.
+    pub target_len: u64,
+    /// Where it writes.
+    pub target: Area,
+    /// Where it reads, if anywhere.
+    pub source: Option<Area>,
+}
+
+/// What to do, in the order of one stream. Ranges are of rows in the plan's tables.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Step {
+    /// Parts of pieces.
+    Apply(Kernel, Range<usize>),
+    /// Chunks of checksums.
+    Crc(Range<usize>),
+    /// Their combination.
+    Combine(Range<usize>),
+    /// Cuts of comparisons.
+    Diff(Range<usize>),
+    /// A long copy from host memory to the GPU's.
+    Up { source: u64, target: u64, len: u64 },
+    /// A long copy from the GPU's memory to the host's.
+    Down { source: u64, target: u64, len: u64 },
+}
+
+/// A list, planned.
+#[derive(Debug, Default)]
+pub(super) struct Plan {
+    pub steps: Vec<Step>,
+    pub pieces: Vec<PieceRow>,
+    pub parts: Vec<PartRow>,
+    pub crcs: Vec<CrcRow>,
+    pub combines: Vec<CombineRow>,
+    pub diffs: Vec<DiffRow>,
+    batch: Batch,
+}
+
+/// Pieces that are not planned yet.
+#[derive(Debug, Default)]
+struct Batch {
+    pieces: Vec<PlannedPiece>,
+    written: HashSet<Area>,
+    read: HashSet<Area>,
+}
+
+/// Parts of launches that follow each other.
+#[derive(Default)]
+struct Stage {
+    warps: Vec<PartRow>,
+    blocks: Vec<PartRow>,
+}
+
+impl Plan {
+    /// Adds a piece behind all before it.
+    pub fn piece(&mut self, piece: PlannedPiece) {
+        if piece.target_len == 0 {
+            return;
+        }
+        let batch = &self.batch;
+        if batch.read.contains(&piece.target)
+            || piece.source.is_some_and(|area| batch.written.contains(&area))
+        {
+            self.flush();
+        }
+        self.batch.written.insert(piece.target);
+        self.batch.read.extend(piece.source);
+        self.batch.pieces.push(piece);
+    }
+
+    /// Adds a step that is no piece.
+    pub fn step(&mut self, step: Step) {
+        self.flush();
+        self.steps.push(step);
+    }
+
+    /// Adds the comparison of two ranges.
+    pub fn diff(&mut self, left: u64, right: u64, target: u64, len: u64, width: u64) {
+        let first = self.diffs.len();
+        for begin in (0..len).step_by(DIFF_LEN_MAX as usize) {
+            self.diffs.push(DiffRow {
+                left: left + begin,
+                right: right + begin,
+                target: target + begin / width / 8,
+                len: (len - begin).min(u64::from(DIFF_LEN_MAX)) as u32,
+                width: width as u32,
+            });
+        }
+        if self.diffs.len() > first {
+            self.step(Step::Diff(first..self.diffs.len()));
+        }
+    }
+
+    /// Adds checksums: of each source, four bytes to `sums`, one after the other. Remainders of sources that
+    /// take several rows lie behind all sums, as many as [`crc_words`] says.
+    pub fn crcs(&mut self, sources: &[(u64, u64)], sums: u64) {
+        let (first, first_combine) = (self.crcs.len(), self.combines.len());
+        let mut remainders = sums + 4 * sources.len() as u64;
+        for (number, (source, len)) in sources.iter().enumerate() {
+            let target = sums + 4 * number as u64;
+            let chunks = crc_chunks(*len);
+            if chunks == 1 {
+                let flags = CRC_FIRST | CRC_LAST;
+                self.crcs.push(CrcRow { source: *source, target, len: *len as u32, flags });
+                continue;
+            }
+            // Cut from the end: only the first chunk is shorter.
+            let chunk_len = u64::from(CRC_CHUNK_LEN);
+            let short = len - (chunks - 1) * chunk_len;
+            for chunk in 0..chunks {
+                let (begin, len) =
+                    if chunk == 0 { (0, short) } else { (short + (chunk - 1) * chunk_len, chunk_len) };
+                let first = if chunk == 0 { CRC_FIRST } else { 0 };
+                let last = if chunk == chunks - 1 { CRC_LAST } else { 0 };
+                self.crcs.push(CrcRow {
+                    source: source + begin,
+                    target: remainders + 4 * chunk,
+                    len: len as u32,
+                    flags: first | last,
+                });
+            }
+            self.combines.push(CombineRow { remainders, target, count: chunks as u32, reserved: 0 });
+            remainders += 4 * chunks;
+        }
+        self.step(Step::Crc(first..self.crcs.len()));
+        if self.combines.len() > first_combine {
+            self.step(Step::Combine(first_combine..self.combines.len()));
+        }
+    }
+
+    /// Plans what was added so far.
+    pub fn flush(&mut self) {
+        let Batch { pieces, mut written, mut read } = std::mem::take(&mut self.batch);
+        let mut stages: Vec<Stage> = Vec::new();
+        let everything = (0, (0..pieces.len()).collect());
+        let mut groups: Vec<(usize, Vec<usize>)> = vec![everything];
+        // Each round either ends with a group or makes it smaller.
+        while let Some((stage, group)) = groups.pop() {
+            for cluster in clusters(&pieces, group) {
+                if cluster.len() == 1 {
+                    self.alone(&pieces[cluster[0]], at(&mut stages, stage));
+                } else if is_hot(&pieces, &cluster) {
+                    self.one_by_one(&pieces, &cluster, at(&mut stages, stage));
+                } else {
+                    let (now, later) = first_round(&pieces, cluster);
+                    now.into_iter().for_each(|piece| self.alone(&pieces[piece], at(&mut stages, stage)));
+                    groups.push((stage + 1, later));
+                }
+            }
+        }
+        for Stage { warps, blocks } in stages {
+            for (kernel, parts) in [(APPLY_BY_BLOCK, blocks), (APPLY_BY_WARP, warps)] {
+                let first = self.parts.len();
+                self.parts.extend(parts);
+                if self.parts.len() > first {
+                    self.steps.push(Step::Apply(kernel, first..self.parts.len()));
+                }
+            }
+        }
+        // The sets keep their room for the next batch.
+        written.clear();
+        read.clear();
+        self.batch = Batch { pieces: Vec::new(), written, read };
+    }
+
+    /// A piece that overlaps no other of its stage.
+    fn alone(&mut self, piece: &PlannedPiece, stage: &mut Stage) {
+        let first = self.pieces.len() as u32;
+        self.pieces.push(piece.row);
+        let bytes = moved(piece);
+        if bytes <= WARP_BYTES {
+            stage.warps.push(PartRow::whole(first, 1));
+            return;
+        }
+        let parts = bytes.div_ceil(PART_BYTES).min(PARTS_MAX);
+        let steps = piece.row.steps.div_ceil(parts).next_multiple_of(MASK_STEPS);
+        for begin in (0..piece.row.steps).step_by(steps as usize) {
+            let end = (begin + steps).min(piece.row.steps);
+            stage.blocks.push(PartRow { piece_first: first, piece_count: 1, begin, end });
+        }
+    }
+
+    /// Pieces that overlap, in the order of the list.
+    fn one_by_one(&mut self, pieces: &[PlannedPiece], cluster: &[usize], stage: &mut Stage) {
+        let first = self.pieces.len() as u32;
+        self.pieces.extend(cluster.iter().map(|piece| pieces[*piece].row));
+        let part = PartRow::whole(first, cluster.len() as u32);
+        let bytes: u64 = cluster.iter().map(|piece| moved(&pieces[*piece])).sum();
+        if bytes <= WARP_BYTES { stage.warps.push(part) } else { stage.blocks.push(part) }
+    }
+}
+
+/// Words of scratch that the checksums of sources of these lengths need.
+pub(super) fn crc_words(lens: impl Iterator<Item = u64>) -> u64 {
+    lens.map(|len| 1 + if crc_chunks(len) > 1 { crc_chunks(len) } else { 0 }).sum()
+}
+
+fn crc_chunks(len: u64) -> u64 {
+    len.div_ceil(u64::from(CRC_CHUNK_LEN)).max(1)
+}
+
+fn at(stages: &mut Vec<Stage>, stage: usize) -> &mut Stage {
+    if stages.len() <= stage {
+        stages.resize_with(stage + 1, Stage::default);
+    }
+    &mut stages[stage]
+}
+
+/// Bytes that a piece moves, roughly.
+fn moved(piece: &PlannedPiece) -> u64 {
+    match piece.row.kind {
+        PIECE_SPARSE => piece.row.steps * SECTOR_BYTES,
+        PIECE_MASKED => piece.row.steps * u64::from(piece.row.width),
+        _ => piece.row.steps,
+    }
+}
+
+fn extent(piece: &PlannedPiece) -> Range<u64> {
+    piece.row.target..piece.row.target + piece.target_len
+}
+
+/// Takes pieces apart where no target reaches across; within each cluster they keep the order of the list.
+fn clusters(pieces: &[PlannedPiece], mut group: Vec<usize>) -> Vec<Vec<usize>> {
+    group.sort_unstable_by_key(|piece| pieces[*piece].row.target);
+    let mut clusters: Vec<Vec<usize>> = Vec::with_capacity(group.len());
+    let mut reach = 0;
+    for piece in group {
+        let Range { start, end } = extent(&pieces[piece]);
+        match clusters.last_mut().filter(|_| start < reach) {
+            Some(cluster) => cluster.push(piece),
+            None => clusters.push(vec![piece]),
+        }
+        reach = reach.max(end);
+    }
+    clusters.iter_mut().for_each(|cluster| cluster.sort_unstable());
+    clusters
+}
+
+/// Whether one block should work through the cluster.
+fn is_hot(pieces: &[PlannedPiece], cluster: &[usize]) -> bool {
+    let bytes: u64 = cluster.iter().map(|piece| moved(&pieces[*piece])).sum();
+    bytes <= LAUNCH_BYTES || bytes <= HOT_BYTES * cluster.len() as u64
+}
+
+/// The pieces that no earlier one of the cluster overlaps, and the rest.
+fn first_round(pieces: &[PlannedPiece], cluster: Vec<usize>) -> (Vec<usize>, Vec<usize>) {
+    // What earlier pieces cover, as disjoint ranges by their starts.
+    let mut covered: BTreeMap<u64, u64> = BTreeMap::new();
+    cluster.into_iter().partition(|piece| {
+        let Range { mut start, mut end } = extent(&pieces[*piece]);
+        let overlaps = covered.range(..end).next_back().is_some_and(|(_, reach)| *reach > start);
+        while let Some((&from, &reach)) =
+            covered.range(..=end).next_back().filter(|(_, reach)| **reach >= start)
+        {
+            covered.remove(&from);
+            (start, end) = (start.min(from), end.max(reach));
+        }
+        covered.insert(start, end);
+        !overlaps
+    })
+}

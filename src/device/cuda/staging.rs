@@ -1,0 +1,67 @@
+//! Floor 3. Staging: pinned host memory that the GPU reads and writes at the host's own addresses.
+//!
+//! The host may touch it while it owns it. While a list owns it, nobody else has it: the lane keeps it until
+//! the list's fence has passed.
+
+use std::any::Any;
+use std::sync::Arc;
+
+use super::memory::{Block, Slabs};
+use crate::device::{Staging, StagingMemory};
+use crate::error::{Error, Result};
+
+/// A block of pinned memory.
+struct PinnedStaging {
+    slabs: Arc<Slabs>,
+    /// `None` only while it is dropped.
+    block: Option<Block>,
+    address: u64,
+    len: usize,
+}
+
+/// Staging of `len` bytes, all zero.
+///
+/// # Errors
+/// `OutOfMemory`, a device error.
+pub(super) fn staging(slabs: &Arc<Slabs>, len: usize) -> Result<Staging> {
+    // Beyond what a slice can span there is nothing to ask the driver for.
+    if isize::try_from(len).is_err() {
+        return Err(Error::OutOfMemory { place: remanent_format::Place::Pinned, len: len as u64 });
+    }
+    let block = slabs.allocate(len as u64)?;
+    let address = block.address;
+    // SAFETY: the block is at least this long, pinned memory is the host's to write, and nobody else has it.
+    unsafe { std::ptr::write_bytes(address as *mut u8, 0, len) };
+    Ok(Staging::new(PinnedStaging { slabs: slabs.clone(), block: Some(block), address, len }))
+}
+
+/// Where a staging lies, to GPU and host alike.
+///
+/// # Panics
+/// If another kind of device made it: the GPU cannot reach it.
+pub(super) fn address_of(staging: &Staging) -> u64 {
+    let memory: &dyn Any = staging.memory();
+    let pinned = memory.downcast_ref::<PinnedStaging>();
+    pinned.expect("a list's staging comes from the device that runs the list").address
+}
+
+impl StagingMemory for PinnedStaging {
+    fn bytes(&self) -> &[u8] {
+        // SAFETY: the block is at least this long, was zeroed when it was made, and is this value's alone.
+        // The GPU writes to it only while a list owns this value, and then nobody borrows it.
+        unsafe { std::slice::from_raw_parts(self.address as *const u8, self.len) }
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as for `bytes`; the borrow is exclusive.
+        unsafe { std::slice::from_raw_parts_mut(self.address as *mut u8, self.len) }
+    }
+}
+
+impl Drop for PinnedStaging {
+    fn drop(&mut self) {
+        if let Some(block) = self.block.take() {
+            self.slabs.free(block);
+        }
+    }
+}
