@@ -17,6 +17,7 @@ use remanent::device::{
 use remanent::{Place, Width};
 
 use self::model::{Case, Outcome};
+use crate::gpu;
 
 const PLACES: [Place; 4] = [Place::Device(0), Place::Pinned, Place::Host, Place::Unified];
 const DRAWN_CASES: u64 = 500;
@@ -37,6 +38,13 @@ fn devices_that_run_lists_at_random_keep_the_laws() {
         println!("schedule of seed {seed}");
         keeps_the_laws(&LateDevice::seeded(Arc::new(HostDevice::new()), seed));
     }
+}
+
+#[test]
+fn a_gpu_keeps_the_laws() {
+    let Some(gpu) = gpu::device() else { return };
+    keeps_the_laws(&*gpu);
+    keeps_the_laws(&LateDevice::seeded(gpu, 4));
 }
 
 /// The model is the judge of every case, so it is itself held to results worked out by hand.

@@ -3,6 +3,7 @@
 mod beside;
 mod compression;
 mod crash;
+mod cuda;
 mod damage;
 mod devices;
 mod disk_faults;
@@ -11,6 +12,7 @@ mod faults;
 mod files;
 mod floors;
 mod fork;
+mod gpu;
 #[cfg(feature = "cuda")]
 mod kernels;
 mod kill;

@@ -24,6 +24,7 @@ use remanent::disk::dir::{DirDisk, DirReader};
 use remanent::{Error, Key, LogIo, Lsn, Options, PageInfo, Store};
 use remanent_format::rebuild::{RebuildOptions, rebuild};
 
+use crate::gpu;
 use history::{Action, KEYS, history};
 use plain::{Draft, Model, Page, Refusal};
 
@@ -36,6 +37,7 @@ const SNAPSHOTS_KEPT: usize = 2;
 fn the_store_is_what_the_model_says() {
     let tally = std::cell::RefCell::new(Tally::default());
     let asked: Option<u64> = std::env::var("REMANENT_SEED").ok().map(|seed| seed.parse().unwrap());
+    let has_gpu = gpu::device().is_some();
     for seed in asked.map_or(SEEDS, |seed| seed..seed + 1) {
         let config =
             Config { cases: 2, failure_persistence: None, max_shrink_iters: 200, ..Config::default() };
@@ -43,11 +45,16 @@ fn the_store_is_what_the_model_says() {
         bytes[..8].copy_from_slice(&seed.to_le_bytes());
         let mut runner = TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &bytes));
         let outcome = runner.run(&history(), |actions| {
-            // The same history on a device that does all at once, and on one that does all late (I11).
+            // The same history on a device that does all at once, on one that does all late, and on a GPU
+            // (I11).
             run(&actions, LogIo::Mapped, &mut tally.borrow_mut(), || Arc::new(HostDevice::new()));
             run(&actions, LogIo::Buffered, &mut tally.borrow_mut(), || {
                 Arc::new(LateDevice::seeded(Arc::new(HostDevice::new()), seed))
             });
+            if has_gpu {
+                let gpu = || gpu::device().expect("it was there at the start") as Arc<dyn Device>;
+                run(&actions, LogIo::Mapped, &mut tally.borrow_mut(), gpu);
+            }
             Ok(())
         });
         match outcome {

@@ -1,0 +1,351 @@
+//! What the CUDA device promises beyond the laws: it is never a reason to panic where there is no GPU, and
+//! where there is one its memory stays bounded, large lists keep their order, and a fault says what helps.
+//!
+//! Drivers that are not as they should be are made here, by the compiler that builds these tests, and put in
+//! the way of a child process: a library is found once a process.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command as Process, Output};
+use std::sync::Arc;
+
+use remanent::device::cuda::CudaDevice;
+use remanent::device::host::HostDevice;
+use remanent::device::{
+    Command, CommandList, Device, Lane, MemoryId, Payload, Piece, PieceKind, Span, Staging, StagingSpan,
+};
+use remanent::{DeviceChoice, Error, Options, Place, Remedy, Store, Width};
+
+use crate::gpu;
+
+const PLACE: Place = Place::Device(0);
+/// Tells a test that it is the child, and what its driver lacks.
+const ERRAND: &str = "REMANENT_CUDA_ERRAND";
+
+/// Runs one of these tests in a process of its own, with libraries of `directory` found before all others.
+fn in_a_child(test: &str, errand: &str, directory: Option<&Path>) -> Output {
+    let mut child = Process::new(std::env::current_exe().unwrap());
+    child.args(["--exact", &format!("cuda::{test}"), "--nocapture"]).env(ERRAND, errand);
+    if let Some(directory) = directory {
+        child.env("LD_LIBRARY_PATH", directory);
+    }
+    child.output().unwrap()
+}
+
+fn assert_success(output: &Output) {
+    let said = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    let (out, err) = (said(&output.stdout), said(&output.stderr));
+    assert!(output.status.success() && out.contains("1 passed"), "{}\n{out}\n{err}", output.status);
+}
+
+/// A library of that name with these entry points.
+fn driver(directory: &Path, source: &str) -> PathBuf {
+    let (file, library) = (directory.join("driver.rs"), directory.join("libcuda.so"));
+    std::fs::write(&file, format!("#![allow(non_snake_case)]\n{source}")).unwrap();
+    let compiler = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
+    let mut compile = Process::new(compiler);
+    compile.args(["--edition", "2024", "--crate-type", "cdylib", "-C", "panic=abort", "-o"]);
+    let compiled = compile.arg(&library).arg(&file).output().expect("the compiler that built this test");
+    assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
+    library
+}
+
+/// An entry point that returns a number, and writes one to where its first argument points.
+fn entry(name: &str, written: Option<i32>, code: u32) -> String {
+    let write = written.map_or(String::new(), |value| format!("unsafe {{ *at = {value} }};"));
+    format!(
+        "#[unsafe(no_mangle)] pub extern \"C\" fn {name}(at: *mut i32) -> u32 {{ let _ = at; {write} {code} }}\n"
+    )
+}
+
+/// Every entry point that is looked up, doing nothing.
+fn all_but(special: &[&str]) -> String {
+    let source = include_str!("../../src/device/cuda/driver.rs");
+    let names = source.match_indices("= \"cu").map(|(at, _)| {
+        let name = &source[at + 3..];
+        &name[..name.find('"').unwrap()]
+    });
+    let names: Vec<&str> = names.filter(|name| !special.contains(name)).collect();
+    assert!(names.len() > 20, "entry points found: {names:?}");
+    names.into_iter().map(|name| entry(name, None, 999)).collect()
+}
+
+#[test]
+fn a_driver_that_cannot_be_used_is_named_and_never_a_panic() {
+    if let Ok(reason) = std::env::var(ERRAND) {
+        let asked = CudaDevice::open(0).err().expect("the driver cannot be used");
+        assert!(asked.to_string().contains(&reason), "{asked}");
+        assert_eq!(asked.remedy(), Remedy::ChangeCall);
+        let store = Store::temporary(Options::default()).unwrap();
+        assert!(store.recovered().device.contains(&reason), "{}", store.recovered().device);
+        let refused = Store::temporary(Options::default().device(DeviceChoice::Cuda(0))).unwrap_err();
+        assert!(
+            matches!(&refused, Error::DeviceUnavailable { device, .. } if device == "cuda:0"),
+            "{refused}"
+        );
+        return;
+    }
+    let init = |code| entry("cuInit", None, code);
+    let version = |number| entry("cuDriverGetVersion", Some(number), 0);
+    let count = |number| entry("cuDeviceGetCount", Some(number), 0);
+    let rest = all_but(&["cuInit", "cuDriverGetVersion", "cuDeviceGetCount"]);
+    let rows = [
+        ("the CUDA driver is too old: it has no cuDriverGetVersion", init(0)),
+        (
+            "the CUDA driver does not start: cuInit: no device (100)",
+            init(100) + &version(12_040) + &count(0) + &rest,
+        ),
+        (
+            "the CUDA driver does not start: cuInit: an error unknown here (4711)",
+            init(4711) + &version(12_040) + &count(0) + &rest,
+        ),
+        (
+            "the CUDA driver is of version 11.8, and 12.4 is needed",
+            init(0) + &version(11_080) + &count(1) + &rest,
+        ),
+        ("the CUDA driver knows 0 GPUs", init(0) + &version(12_040) + &count(0) + &rest),
+        ("cuDeviceGet: unknown (999)", init(0) + &version(12_040) + &count(1) + &rest),
+    ];
+    for (reason, source) in rows {
+        let directory = tempfile::tempdir().unwrap();
+        driver(directory.path(), &source);
+        let test = "a_driver_that_cannot_be_used_is_named_and_never_a_panic";
+        assert_success(&in_a_child(test, reason, Some(directory.path())));
+    }
+}
+
+#[test]
+fn the_choice_of_a_device_is_kept_and_reported() {
+    let device = |choice| {
+        let store = Store::temporary(Options::default().device(choice)).unwrap();
+        store.recovered().device.clone()
+    };
+    assert_eq!(device(DeviceChoice::Host), "host");
+    let beyond = Store::temporary(Options::default().device(DeviceChoice::Cuda(1000))).unwrap_err();
+    assert!(matches!(&beyond, Error::DeviceUnavailable { device, .. } if device == "cuda:1000"), "{beyond}");
+    match gpu::device() {
+        Some(gpu) => {
+            assert!(gpu.label().starts_with("cuda:0 (") && CudaDevice::count().unwrap() > 0);
+            assert_eq!(
+                [device(DeviceChoice::Auto), device(DeviceChoice::Cuda(0))],
+                [gpu.label(), gpu.label()]
+            );
+        }
+        None => assert!(device(DeviceChoice::Auto).starts_with("host, no GPU: ")),
+    }
+}
+
+#[test]
+fn a_million_allocations_leave_no_growth() {
+    let Some(gpu) = gpu::device() else { return };
+    let mut random = Random(1);
+    let mut live: Vec<MemoryId> = Vec::new();
+    let mut held = 0;
+    for cycle in 0..1_000_000_u32 {
+        // Lengths from a byte to 64 KiB, short ones more often.
+        let power = random.below(17);
+        let len = 1 + random.below(1 << power);
+        live.push(gpu.allocate(PLACE, len).unwrap());
+        if live.len() > 1000 {
+            let released = random.below(live.len() as u64) as usize;
+            gpu.release(live.swap_remove(released)).unwrap();
+        }
+        if cycle == 100_000 {
+            held = gpu.reserved_bytes().0;
+        }
+    }
+    assert!(
+        gpu.reserved_bytes().0 <= held + held / 4,
+        "{} bytes, {held} after a tenth",
+        gpu.reserved_bytes().0
+    );
+    live.into_iter().for_each(|memory| gpu.release(memory).unwrap());
+    let idle = gpu.reserved_bytes().0;
+    assert!(idle > 0 && gpu.trim().unwrap() >= idle, "idle memory is given back");
+    assert_eq!(gpu.reserved_bytes().0, 0);
+}
+
+#[test]
+fn more_than_the_gpu_has_is_out_of_memory_and_no_fault() {
+    let Some(gpu) = gpu::device() else { return };
+    let kept = gpu.allocate(PLACE, 1 << 20).unwrap();
+    for place in [PLACE, Place::Pinned, Place::Unified] {
+        for len in [1 << 45, 1 << 60, u64::MAX] {
+            let error = gpu.allocate(place, len).unwrap_err();
+            assert!(
+                matches!(error, Error::OutOfMemory { place: named, len: asked } if (named, asked) == (place, len))
+            );
+        }
+    }
+    assert!(matches!(gpu.staging(1 << 45), Err(Error::OutOfMemory { .. })));
+    // Memory that lies idle is given back before anybody is told that there is none.
+    let page = gpu.allocate(PLACE, 1 << 20).unwrap();
+    gpu.release(kept).unwrap();
+    gpu.release(page).unwrap();
+}
+
+/// A list of long and short pieces that overlap in all ways, drawn from a seed; its staging in `payload`.
+fn overlapping_list(seed: u64, memories: &[MemoryId], memory_len: u64, payload: Staging) -> CommandList {
+    let mut random = Random(seed);
+    let payload_len = payload.len() as u64;
+    let mut span = |longest: u64| {
+        let len = (1 + random.below(longest)).min(memory_len);
+        let memory = memories[random.below(memories.len() as u64) as usize];
+        (
+            Span { memory, offset: random.below(memory_len - len + 1), len },
+            random.below(payload_len - len + 1),
+        )
+    };
+    let mut commands = Vec::new();
+    for round in 0..12 {
+        let (target, _) = span(memory_len);
+        let pattern = [round as u8; 16];
+        commands.push(Command::Fill { target, pattern, width: Width::W1 });
+        let mut piece = |longest| {
+            let (target, offset) = span(longest);
+            let payload = Payload::Staging { index: 0, offset: offset as usize };
+            Piece { target, payload, kind: PieceKind::Dense }
+        };
+        let mut pieces: Vec<Piece> = (0..40).map(|_| piece(700)).collect();
+        pieces.extend((0..4).map(|_| piece(memory_len)));
+        pieces.extend((0..200).map(|_| piece(64)));
+        commands.push(Command::Apply { pieces });
+        let (source, offset) = span(memory_len);
+        let staged = StagingSpan { index: 0, offset: offset as usize, len: source.len as usize };
+        commands.push(Command::Upload { source: staged, target: source });
+    }
+    CommandList { commands, staging: vec![payload] }
+}
+
+#[test]
+fn long_pieces_that_overlap_keep_the_order_of_the_list() {
+    const LEN: u64 = 5 << 20;
+    let Some(gpu) = gpu::device() else { return };
+    for seed in 0..6 {
+        let found = [&HostDevice::new() as &dyn Device, &*gpu].map(|device| {
+            let memories: Vec<MemoryId> = (0..3).map(|_| device.allocate(PLACE, LEN).unwrap()).collect();
+            let mut payload = device.staging(2 * LEN as usize).unwrap();
+            let mut random = Random(seed);
+            payload.chunks_exact_mut(8).for_each(|word| word.copy_from_slice(&random.next().to_le_bytes()));
+            let zero = memories.iter().map(|memory| Command::Fill {
+                target: Span { memory: *memory, offset: 0, len: LEN },
+                pattern: [0; 16],
+                width: Width::W1,
+            });
+            let list = CommandList { commands: zero.collect(), staging: vec![] };
+            device.submit(Lane::Apply, list).unwrap();
+            let list = overlapping_list(seed, &memories, LEN, payload);
+            let applied = device.submit(Lane::Apply, list).unwrap().fence();
+            // Longer than one piece of the copy engine's queue, and on the other lane.
+            device.after(Lane::Drain, applied).unwrap();
+            let bytes: Vec<Vec<u8>> = memories.iter().map(|memory| content(device, *memory, LEN)).collect();
+            memories.into_iter().for_each(|memory| device.release(memory).unwrap());
+            bytes
+        });
+        let [host, gpu] = found;
+        for (memory, (host, gpu)) in host.iter().zip(&gpu).enumerate() {
+            let differs = host.iter().zip(gpu).position(|(host, gpu)| host != gpu);
+            assert_eq!(differs, None, "seed {seed}, memory {memory}");
+        }
+    }
+}
+
+#[test]
+fn a_list_that_nobody_waits_for_keeps_its_staging() {
+    const LEN: usize = 1 << 20;
+    let Some(gpu) = gpu::device() else { return };
+    let memory = gpu.allocate(PLACE, LEN as u64).unwrap();
+    let target = Span { memory, offset: 0, len: LEN as u64 };
+    for round in 1..=50_u8 {
+        let mut staging = gpu.staging(LEN).unwrap();
+        staging.fill(round);
+        let source = StagingSpan { index: 0, offset: 0, len: LEN };
+        let list = CommandList { commands: vec![Command::Upload { source, target }], staging: vec![staging] };
+        drop(gpu.submit(Lane::Apply, list).unwrap());
+        // What a freed staging would be used for next.
+        gpu.staging(LEN).unwrap().fill(0xEE);
+    }
+    let wait = gpu.submit(Lane::Apply, CommandList::default()).unwrap().fence();
+    gpu.after(Lane::Drain, wait).unwrap();
+    assert!(content(&*gpu, memory, LEN as u64).iter().all(|byte| *byte == 50));
+}
+
+#[test]
+fn a_fault_on_the_gpu_asks_for_a_new_process() {
+    if std::env::var_os(ERRAND).is_some() {
+        // Indices that lie on the GPU are the caller's word: one far outside is a fault.
+        let gpu = gpu::device().expect("the parent had one");
+        let memory = gpu.allocate(PLACE, 64).unwrap();
+        let span = |offset, len| Span { memory, offset, len };
+        let fill = Command::Fill { target: span(0, 64), pattern: [0xFF; 16], width: Width::W1 };
+        let kind = PieceKind::Sparse { width: Width::W16, count: 1, values_at: 16 };
+        let piece = Piece { target: span(0, 16), payload: Payload::Device(span(32, 32)), kind };
+        let commands = vec![fill, Command::Apply { pieces: vec![piece] }];
+        let error = gpu
+            .submit(Lane::Apply, CommandList { commands, staging: vec![] })
+            .and_then(|list| list.finish(&*gpu))
+            .unwrap_err();
+        assert_eq!(error.remedy(), Remedy::NewProcess, "{error}");
+        let later = [
+            gpu.submit(Lane::Drain, CommandList::default()).map(drop),
+            gpu.allocate(PLACE, 1 << 30).map(drop),
+            CudaDevice::open(0).map(drop),
+            Store::temporary(Options::default()).map(drop),
+        ];
+        for later in later {
+            assert_eq!(later.unwrap_err().remedy(), Remedy::NewProcess);
+        }
+        return;
+    }
+    if gpu::device().is_some() {
+        assert_success(&in_a_child("a_fault_on_the_gpu_asks_for_a_new_process", "fault", None));
+    }
+}
+
+#[test]
+fn devices_come_and_go_in_one_process() {
+    let Some(first) = gpu::device() else { return };
+    let memory = first.allocate(PLACE, 4096).unwrap();
+    let fill = |byte| Command::Fill {
+        target: Span { memory, offset: 0, len: 4096 },
+        pattern: [byte; 16],
+        width: Width::W1,
+    };
+    first.submit(Lane::Apply, CommandList { commands: vec![fill(3)], staging: vec![] }).unwrap();
+    let staging = first.staging(4096).unwrap();
+    for _ in 0..5 {
+        let other: Arc<CudaDevice> = gpu::device().expect("it was there just now");
+        let page = other.allocate(PLACE, 1 << 20).unwrap();
+        other.submit(Lane::Apply, CommandList::default()).unwrap();
+        assert!(page.0 > 0);
+    }
+    let target = StagingSpan { index: 0, offset: 0, len: 4096 };
+    let download = Command::Download { source: Span { memory, offset: 0, len: 4096 }, target };
+    let list = CommandList { commands: vec![download], staging: vec![staging] };
+    let bytes = first.submit(Lane::Apply, list).unwrap().finish(&*first).unwrap();
+    drop(first);
+    // Staging outlives its device.
+    assert!(bytes[0].iter().all(|byte| *byte == 3));
+}
+
+fn content(device: &dyn Device, memory: MemoryId, len: u64) -> Vec<u8> {
+    let target = StagingSpan { index: 0, offset: 0, len: len as usize };
+    let commands = vec![Command::Download { source: Span { memory, offset: 0, len }, target }];
+    let list = CommandList { commands, staging: vec![device.staging(len as usize).unwrap()] };
+    device.submit(Lane::Drain, list).unwrap().finish(device).unwrap()[0].to_vec()
+}
+
+/// SplitMix64.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+
+    fn below(&mut self, limit: u64) -> u64 {
+        self.next() % limit
+    }
+}
