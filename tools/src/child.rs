@@ -7,6 +7,8 @@ use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
+use remanent::DeviceChoice;
+
 use crate::exit::Failure;
 
 /// How long Ctrl-C may go unnoticed while a replay acknowledges nothing.
@@ -22,6 +24,8 @@ pub struct Errand {
     pub limit: u64,
     /// Requests between snapshots.
     pub snapshot_every: u64,
+    /// Where pages live.
+    pub device: DeviceChoice,
 }
 
 /// A replay that is running.
@@ -53,6 +57,7 @@ impl Errand {
             .args([&self.store, &self.trace])
             .args(["--resume", "--acks", "-", "--limit", &self.limit.to_string()])
             .args(["--snapshot-every", &self.snapshot_every.to_string()])
+            .args(["--device", &self.device.to_string()])
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             // Not the terminal: the demo shows the progress of the whole.

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
 use indicatif::ProgressBar;
-use remanent::{Create, FileName, Options, Store};
+use remanent::{Create, DeviceChoice, FileName, Options, Store};
 use remanent_format::rebuild::Rebuilt;
 
 use crate::check::{self, Epochs, hash_id, last_request};
@@ -51,6 +51,9 @@ pub struct Demo {
     /// Requests between snapshots
     #[arg(long, value_name = "N", default_value = "250")]
     snapshot_every: NonZeroU64,
+    /// Where the store's pages live: `auto` (a GPU if there is one), `host`, `cuda:0`, `cuda:1`, …
+    #[arg(long, value_name = "DEVICE", default_value_t)]
+    device: DeviceChoice,
     /// The seed of the random moments [default: drawn from the clock]
     #[arg(long)]
     seed: Option<u64>,
@@ -138,7 +141,13 @@ impl Demo {
         out.line("")?;
         out.flush()?;
         Ok(Show {
-            errand: Errand { store: store.clone(), trace, limit, snapshot_every: self.snapshot_every.get() },
+            errand: Errand {
+                store: store.clone(),
+                trace,
+                limit,
+                snapshot_every: self.snapshot_every.get(),
+                device: self.device,
+            },
             requests,
             simulation: Simulation::new(rule::choose(&store, None, None)?),
             random: SplitMix64::new(seed),
@@ -294,7 +303,7 @@ impl Show<'_> {
     /// Takes the store back to its oldest snapshot, and the simulation with it.
     fn go_back(&mut self) -> Result<(), Stop> {
         let started = Instant::now();
-        let options = Options::default().create(Create::Never);
+        let options = Options::default().create(Create::Never).device(self.errand.device);
         let store = Store::open(&self.errand.store, options).map_err(engine_failure)?;
         let Some(oldest) = store.snapshots().into_iter().min_by_key(|snapshot| snapshot.id) else {
             store.close().map_err(engine_failure)?;

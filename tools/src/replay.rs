@@ -13,7 +13,9 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use clap::ValueEnum;
-use remanent::{Ack, Error, Metadata, Options, PageId, PageRef, Place, Position, Recovered, Store, Value};
+use remanent::{
+    Ack, DeviceChoice, Error, Metadata, Options, PageId, PageRef, Place, Position, Recovered, Store, Value,
+};
 
 use crate::check::{self, Epochs, REQUEST, hash_id, key_of, last_request};
 use crate::exit::{Ending, Failure, Outcome};
@@ -53,6 +55,9 @@ pub struct Replay {
     /// What each request waits for: `logged` survives a kill, `durable` a power cut
     #[arg(long, value_enum, default_value_t = AckLevel::Logged)]
     ack: AckLevel,
+    /// Where the store's pages live: `auto` (a GPU if there is one), `host`, `cuda:0`, `cuda:1`, …
+    #[arg(long, value_name = "DEVICE", default_value_t)]
+    device: DeviceChoice,
     /// Take a snapshot after every N-th request of the trace
     #[arg(long, value_name = "N")]
     snapshot_every: Option<NonZeroU64>,
@@ -102,10 +107,13 @@ impl Replay {
 
         let interrupt = Interrupt::listen()?;
         let mut acks = self.acks.as_deref().map(AckFile::open).transpose()?;
-        let options = Options::default().ack(self.ack.into()).identity(rule::identity(rule));
+        let options =
+            Options::default().ack(self.ack.into()).device(self.device).identity(rule::identity(rule));
         let store = Store::open(&self.dir, options).map_err(engine_failure)?;
         let mut trace = Trace::open(&self.trace, self.limit)?;
-        let mut driver = Driver::take_up(store, rule, &mut trace, self.resume)?;
+        // A GPU that was asked for by name is to hold the pages; one that happens to be there need not.
+        let place = if matches!(self.device, DeviceChoice::Cuda(_)) { Place::Device(0) } else { Place::Host };
+        let mut driver = Driver::take_up(store, place, rule, &mut trace, self.resume)?;
         let first = driver.simulation.next_request();
         if let Some(request) = driver.simulation.last_request() {
             out.line(format_args!(
@@ -166,6 +174,8 @@ const DIFFERENCES_SHOWN: usize = 20;
 /// A store, and the simulation beside it.
 struct Driver {
     store: Store,
+    /// Where new pages live.
+    place: Place,
     simulation: Simulation,
     pages: HashMap<u64, PageId>,
     totals: Totals,
@@ -182,7 +192,13 @@ struct Totals {
 
 impl Driver {
     /// Reads where the store is, and takes the simulation there.
-    fn take_up(store: Store, rule: Rule, trace: &mut Trace, resume: bool) -> Result<Self, Failure> {
+    fn take_up(
+        store: Store,
+        place: Place,
+        rule: Rule,
+        trace: &mut Trace,
+        resume: bool,
+    ) -> Result<Self, Failure> {
         let root = store.root().map_err(engine_failure)?;
         let last = last_request(&root).map_err(Failure::Environment)?;
         if let (Some(request), false) = (last, resume) {
@@ -200,7 +216,7 @@ impl Driver {
         if pages.len() != simulation.pages().len() {
             return Err(differs());
         }
-        Ok(Self { store, simulation, pages, totals: Totals::default() })
+        Ok(Self { store, place, simulation, pages, totals: Totals::default() })
     }
 
     /// Commits the next request.
@@ -214,7 +230,7 @@ impl Driver {
             match step {
                 Step::Create(id) => {
                     let key = Some(key_of(id));
-                    let page = batch.create_with(page_len as u64, Place::Host, key, Metadata::new());
+                    let page = batch.create_with(page_len as u64, self.place, key, Metadata::new());
                     batch.write(page, 0, &stream(id, request, page_len));
                     created.push(id);
                     refs.insert(id, page.into());
