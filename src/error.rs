@@ -199,6 +199,24 @@ pub enum Error {
         /// The snapshot.
         snapshot: SnapshotId,
     },
+    /// No snapshot that is kept has this name.
+    #[error("there is no snapshot named {name:?}")]
+    NoSnapshotNamed {
+        /// The name.
+        name: String,
+    },
+    /// The state asked for cannot be computed any more, or there is no such batch yet.
+    #[error(
+        "the state at batch {asked} is out of reach: the store goes back to {oldest}, and is at {newest}"
+    )]
+    OutsideWindow {
+        /// The batch asked for.
+        asked: Lsn,
+        /// The oldest state that can be computed.
+        oldest: Lsn,
+        /// The newest batch.
+        newest: Lsn,
+    },
     /// What was being read is not kept any more: batches were recycled before they could be read.
     #[error("batch {lsn} is not kept any more{}", StartFrom(*.snapshot))]
     Overtaken {
@@ -288,6 +306,8 @@ impl Error {
             | Error::PlaceUnavailable { .. }
             | Error::DeviceUnavailable { .. }
             | Error::NoSnapshot { .. }
+            | Error::NoSnapshotNamed { .. }
+            | Error::OutsideWindow { .. }
             | Error::NoStore { .. }
             | Error::ForeignDirectory { .. }
             | Error::IdentityMismatch { .. }
@@ -336,6 +356,7 @@ impl Error {
         match self {
             Error::Damaged(damage) => damage.lsn,
             Error::Overtaken { lsn, .. } => Some(*lsn),
+            Error::OutsideWindow { asked, .. } => Some(*asked),
             Error::Diverged { position, .. } => Some(position.lsn),
             Error::Poisoned(cause) => cause.lsn(),
             _ => None,

@@ -69,8 +69,8 @@
 //! | 2 | the seams [`device`] and [`disk`]; `poison` |
 //! | 3 | their implementations |
 //! | 4 | `batch`, [`arena`], [`staging`], `source` |
-//! | 5 | `log/`, `images`, `publish`, `keeping`, `applier/` |
-//! | 6 | `commit`, `snapshot`, `recovery`, `restore` |
+//! | 5 | `log/`, `images`, `publish`, `keeping`, `runs`, `past`, `applier/` |
+//! | 6 | `commit`, `snapshot`, `recovery`, `restore`, `reader` |
 //! | 7 | `store` |
 //! | 8 | this file |
 //!
@@ -108,8 +108,9 @@
 //! - A seal that names verified snapshots counts even where no mark covers it yet: who wrote it had published
 //!   and read them back before, and recycling waits for that seal's own sync. A snapshot that no seal names is
 //!   published anew before the next opening seal names it.
-//! - A restore rebuilds the old state in host memory first, all of it: every byte is proven before the first
-//!   one is overwritten.
+//! - A restore proves every byte of the old state on disk before the first one in memory is overwritten, and
+//!   reads each page a second time then: so host memory holds one page of it at a time, not all.
+//! - A retried read never asks past the cache: beside a living writer the newest frames are in the cache only.
 
 pub mod error;
 pub mod options;
@@ -126,10 +127,13 @@ mod log;
 mod images;
 mod publish;
 mod keeping;
+mod runs;
+mod past;
 mod applier;
 mod commit;
 mod snapshot;
 mod restore;
+mod reader;
 mod recovery;
 mod store;
 
@@ -142,6 +146,7 @@ pub use keeping::SnapshotInfo;
 pub use log::LogStats;
 pub use options::{Ack, Budget, Compression, Create, DeviceChoice, LogIo, Options};
 pub use point::RestorePoint;
+pub use reader::Snapshot;
 pub use recovery::Recovered;
 pub use remanent_format::log::TornTail;
 pub use remanent_format::{
@@ -152,6 +157,7 @@ pub use store::{Committed, Stats, Store, Ticket};
 
 use device::Device;
 use device::host::HostDevice;
+use disk::Disk;
 use disk::dir::DirDisk;
 
 impl Store {
@@ -167,6 +173,48 @@ impl Store {
     pub fn open(directory: impl AsRef<Path>, options: Options) -> Result<Self> {
         let device = device_for(options.device)?;
         Self::open_on(Arc::new(DirDisk::new(directory)), device, options)
+    }
+
+    /// Looks at the state of a store at an earlier point: read-only, without a device, without the writer's
+    /// lock, beside a writer in this process or another one. Writes nothing. Pages are read when they are
+    /// asked for. The state stays reachable while the handle lives.
+    ///
+    /// ```
+    /// use remanent::{Options, Place, RestorePoint, Store};
+    /// # let directory = tempfile::tempdir().unwrap();
+    /// # let path = directory.path().join("mystore");
+    /// let store = Store::open(&path, Options::default())?;
+    /// let mut batch = store.batch();
+    /// let page = batch.create(4, Place::Host);
+    /// batch.write(page, 0, b"then");
+    /// let then = store.commit(batch)?;
+    /// let mut batch = store.batch();
+    /// batch.write(then.pages[0], 0, b"now!");
+    /// store.commit(batch)?;
+    ///
+    /// let old = Store::open_at(&path, &RestorePoint::Lsn(then.position.lsn))?;
+    /// let mut bytes = [0; 4];
+    /// old.read(then.pages[0], 0, &mut bytes)?;
+    /// assert_eq!(&bytes, b"then");
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::NoStore`]; [`Error::NoSnapshot`], [`Error::NoSnapshotNamed`] and [`Error::OutsideWindow`] if
+    /// there is no such state; [`Error::Damaged`] if neither a snapshot nor the log leads to it;
+    /// [`Error::Overtaken`] if a writer removes it faster than it can be read.
+    pub fn open_at(directory: impl AsRef<Path>, point: &RestorePoint) -> Result<Snapshot> {
+        Snapshot::open_on(&(Arc::new(DirDisk::new(directory)) as Arc<dyn Disk>), Some(point))
+    }
+
+    /// Looks at the newest state of a store, as [`Store::open_at`] does at an earlier one. Beside a writer
+    /// that is the newest state at some moment during this call. It shows what is logged, which a power cut
+    /// may still take.
+    ///
+    /// # Errors
+    /// As for [`Store::open_at`].
+    pub fn open_read_only(directory: impl AsRef<Path>) -> Result<Snapshot> {
+        Snapshot::open_on(&(Arc::new(DirDisk::new(directory)) as Arc<dyn Disk>), None)
     }
 
     /// A store in a new temporary directory, which is removed when the store is dropped: for tests.

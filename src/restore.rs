@@ -1,29 +1,33 @@
-//! Floor 6. Going back to a snapshot's state, by going forward: one more batch that replaces everything.
+//! Floor 6. Going back to an earlier state, by going forward: one more batch that replaces everything.
 //!
 //! The caller holds the submission lock and the lock on what is kept, so that nothing is committed and no
 //! snapshot is taken meanwhile.
 //!
-//! 1. Rebuild the old state from disk, every byte checked. Until here nothing has changed.
+//! 1. Find the old state on disk. Until here nothing has changed.
 //! 2. Write a table of it: pages that changed since get an epoch above the highest ever given, so that
-//!    preconditions cannot be fooled; images that are not exact are written anew. Synced.
+//!    preconditions cannot be fooled; pages without an exact image are written anew, chunk by chunk. Synced,
+//!    and every image that the table names is proven past the cache: now all of the old state is on disk, and
+//!    known to be right.
 //! 3. Log the restore record that names the table; wait until it is durable. From here on recovery arrives
 //!    at the restored state.
-//! 4. Replace the tables, overwrite memory. A failure here poisons: tables and disk are right, memory is
-//!    not, and is not read any more.
+//! 4. Replace the tables, overwrite memory, a page at a time from its image. A failure here poisons: tables
+//!    and disk are right, memory is not, and is not read any more.
+//!
+//! So no more of the old state is in host memory at any moment than a chunk, or the longest page.
 //!
 //! The caller then takes a snapshot, so that a later open need not replay the restore. A crash before 3
-//! leaves a table that no record names. No space in 2 or 3 is a clean failure; everything else after 1
-//! poisons.
+//! leaves a table that no record names. No space in 2 or 3 is a clean failure, and so is damage found in 1
+//! or 2; everything else after 1 poisons.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 
 use remanent_format::image::{ImagePurpose, ImageRef};
 use remanent_format::manifest::{Manifest, ManifestEntry, ManifestKind};
 use remanent_format::op::{Op, PayloadWriter};
-use remanent_format::rebuild::{RebuildOptions, Rebuilt, Survey, rebuild};
-use remanent_format::store::StoreFile;
-use remanent_format::{Epoch, FileName, Folder, LogPoint, Lsn, PageId, PageInfo, PageTable, SnapshotId};
+use remanent_format::{
+    Epoch, FileName, Folder, LogPoint, Lsn, Metadata, PageId, PageInfo, PageTable, SnapshotId, StoreId,
+};
 
 use crate::applier::{Applier, Turn};
 use crate::device::{Command, CommandList, Device, Pending, StagingSpan};
@@ -33,16 +37,25 @@ use crate::images::{ImageWriter, next_chunk};
 use crate::keeping::{Keeping, KeptTable, entry, unix_ms};
 use crate::log::{Log, SpacePurpose};
 use crate::options::{Budget, Compression};
+use crate::past::Past;
+use crate::point::RestorePoint;
 use crate::poison::Poison;
 use crate::publish::{check_published, publish};
+use crate::runs::{Wanted, prove, read_runs};
 use crate::source::DiskSource;
 use crate::staging::StagingPool;
+
+/// Lists in flight while memory is overwritten.
+const IN_FLIGHT_MAX: usize = 8;
+
+/// Pages are uploaded when their bytes reach this many.
+const UPLOAD_BYTES: usize = 1 << 20;
 
 /// What a restore works with.
 pub(crate) struct Restore<'a> {
     pub disk: &'a Arc<dyn Disk>,
-    pub store: &'a StoreFile,
-    pub device: &'a dyn Device,
+    pub store: StoreId,
+    pub device: &'a Arc<dyn Device>,
     pub staging: &'a Arc<StagingPool>,
     pub applier: &'a Applier,
     pub log: &'a Log,
@@ -51,137 +64,132 @@ pub(crate) struct Restore<'a> {
     pub poison: &'a Poison,
 }
 
+/// The old state, whole on disk.
+struct Target {
+    /// The pages as they are after the restore.
+    pages: Vec<PageInfo>,
+    root: Arc<Metadata>,
+    /// The bytes of all pages that have any.
+    images: HashMap<PageId, ImageRef>,
+}
+
 impl Restore<'_> {
-    /// Takes everything back to the state of `snapshot`; returns the restore's own place in the log.
-    pub fn run(
-        &self,
-        snapshot: SnapshotId,
-        submitted: &mut PageTable,
-        keeping: &mut Keeping,
-    ) -> Result<LogPoint> {
+    /// Takes everything back to the state behind batch `restored`; returns the restore's own place in the
+    /// log.
+    pub fn run(&self, restored: Lsn, submitted: &mut PageTable, keeping: &mut Keeping) -> Result<LogPoint> {
         self.poison.check()?;
-        let kept = keeping.snapshots.get(&snapshot).ok_or(Error::NoSnapshot { snapshot })?;
         // 1.
         self.log.wait_durable(submitted.lsn())?;
-        let source = DiskSource::new(self.disk.clone());
-        let options =
-            RebuildOptions { base: Some(snapshot), until: Some(kept.info.end), ..RebuildOptions::default() };
-        let old = rebuild(&source, &options)?;
-        self.budget.check(old.table.pages().map(|info| (info.place, info.len)))?;
-        let manifest = Survey::read(&source)?.snapshot(snapshot)?;
+        let old = Past::open(self.disk, Some(&RestorePoint::Lsn(restored)))?;
+        self.budget.check(old.table().pages().map(|info| (info.place, info.len)))?;
         // 2.
         let lsn = submitted.lsn().next();
         let epoch = Epoch(submitted.epoch_high().0 + 1);
         let pages: Vec<PageInfo> =
-            old.table.pages().map(|info| at_restore(info, submitted, lsn, epoch)).collect();
+            old.table().pages().map(|info| at_restore(info, submitted, lsn, epoch)).collect();
         // The number is taken, whatever happens: a name is never used for two contents.
         let number = keeping.next_file;
         keeping.next_file += 1;
-        let table = self.write_table(&pages, &old, &manifest, submitted, lsn, epoch, number);
-        // 3.
-        let logged = table.and_then(|(table_crc, entries)| {
+        let logged = self.write_images(&pages, &old, number).and_then(|images| {
+            let target = Target { pages, root: old.table().root().clone(), images };
+            let table_crc = self.write_table(&target, submitted.next_page(), lsn, epoch, number)?;
+            // 3.
             let mut payload = PayloadWriter::default();
-            let record = Op::Restore { table: number, table_crc, restored: old.table.lsn() };
+            let record = Op::Restore { table: number, table_crc, restored };
             payload.push(&record).map_err(|defect| Error::from(defect.at(FileName::Table(number), 0)))?;
             let payload = payload.finish();
             let point = self.log.append(&payload, crc32fast::hash(&payload), SpacePurpose::User)?;
-            Ok((point, entries))
+            Ok((point, target))
         });
-        let (point, entries) = logged.map_err(|error| self.give_up(number, error))?;
-        let files = entries.iter().filter_map(|entry| entry.image).map(|image| image.file).collect();
+        let (point, target) = logged.map_err(|error| self.give_up(number, error))?;
+        drop(old);
+        let files: BTreeSet<u64> = target.images.values().map(|image| image.file).collect();
         keeping.tables.insert(number, KeptTable { restored_at: lsn, files });
         // The next snapshot names the table's images: they need not be written again.
-        for entry in entries.iter().filter(|entry| entry.lsn == lsn) {
-            keeping.known.note(entry.page, lsn, entry.image);
+        for info in target.pages.iter().filter(|info| info.lsn == lsn) {
+            keeping.known.note(info.page, lsn, target.images.get(&info.page).copied());
         }
         self.log.wait_durable(point.lsn)?;
         // 4.
-        let root = old.table.root().clone();
-        let overwritten = self.overwrite(pages.clone(), old, point);
+        let (pages, root) = (target.pages.clone(), target.root.clone());
+        let overwritten = self.overwrite(target, point);
         // Whatever became of memory, this is the state now.
         submitted.replace(point.lsn, pages, root);
         submitted.index_keys().expect("the old state had unique keys");
         overwritten.map_err(|error| self.poison.set(error))?;
-        tracing::info!(%snapshot, lsn = %point.lsn, "restored");
+        tracing::info!(%restored, lsn = %point.lsn, "restored");
         Ok(point)
     }
 
-    /// Step 2: images that are not exact, then the table. Returns its checksum, and its entries.
-    #[expect(clippy::too_many_arguments, reason = "one call, one purpose: the parts of a manifest")]
+    /// Step 2: an image for every page, proven. Those that are not exact are written anew.
+    fn write_images(&self, pages: &[PageInfo], old: &Past, number: u64) -> Result<HashMap<PageId, ImageRef>> {
+        let mut images = HashMap::new();
+        let mut stale = Vec::new();
+        for info in pages.iter().filter(|info| info.len > 0) {
+            match old.exact_image(info.page) {
+                Some(image) => _ = images.insert(info.page, image),
+                None => stale.push(info),
+            }
+        }
+        let source = DiskSource::past_cache(self.disk.clone());
+        prove(&source, wanted_images(pages, &images))?;
+        if stale.is_empty() {
+            return Ok(images);
+        }
+        let (disk, purpose) = (self.disk.clone(), ImagePurpose::Snapshot);
+        let mut writer = ImageWriter::create(disk, self.store, number, purpose, self.compression)?;
+        let mut rest = &stale[..];
+        while !rest.is_empty() {
+            let (chunk, after) = rest.split_at(next_chunk(rest.iter().map(|info| info.len)));
+            rest = after;
+            let contents = chunk.iter().map(|info| old.load(info.page)).collect::<Result<Vec<Vec<u8>>>>()?;
+            let pages: Vec<(&PageInfo, &[u8])> =
+                chunk.iter().copied().zip(contents.iter().map(Vec::as_slice)).collect();
+            let references = writer.write_chunk(&pages)?;
+            images.extend(chunk.iter().map(|info| info.page).zip(references));
+        }
+        writer.sync()?;
+        writer.verify()?;
+        Ok(images)
+    }
+
+    /// Step 2: the table. Returns its checksum.
     fn write_table(
         &self,
-        pages: &[PageInfo],
-        old: &Rebuilt,
-        manifest: &Manifest,
-        submitted: &PageTable,
+        target: &Target,
+        next_page: u64,
         lsn: Lsn,
         epoch: Epoch,
         number: u64,
-    ) -> Result<(u32, Vec<ManifestEntry>)> {
-        // An image is exact if the page did not change between its capture and the snapshot's end.
-        let images: HashMap<PageId, (Lsn, Option<ImageRef>)> =
-            manifest.entries.iter().map(|entry| (entry.page, (entry.lsn, entry.image))).collect();
-        let exact = |info: &PageInfo| {
-            let (caught, image) = images.get(&info.page)?;
-            let then = old.table.get(info.page)?;
-            (*caught == then.lsn).then_some(*image)
-        };
-        let stale: Vec<&PageInfo> =
-            pages.iter().filter(|info| info.len > 0 && exact(info).is_none()).collect();
-        let fresh = if stale.is_empty() { HashMap::new() } else { self.write_images(&stale, old, number)? };
-        let entries: Vec<ManifestEntry> = pages
-            .iter()
-            .map(|info| entry(info, fresh.get(&info.page).copied().or_else(|| exact(info).flatten())))
-            .collect();
+    ) -> Result<u32> {
+        let entries: Vec<ManifestEntry> =
+            target.pages.iter().map(|info| entry(info, target.images.get(&info.page).copied())).collect();
         let table = Manifest {
             kind: ManifestKind::Table,
-            store: self.store.store,
+            store: self.store,
             snapshot: SnapshotId(number),
             name: None,
             created_unix_ms: unix_ms(),
             redo: LogPoint::default(),
             end: lsn,
-            next_page: submitted.next_page(),
+            next_page,
             epoch_high: epoch,
             next_file: number + 1,
-            entries: entries.clone(),
+            entries,
             tombstones: Vec::new(),
-            root: old.table.root().clone(),
+            root: target.root.clone(),
         };
         let file = FileName::Table(number);
         let bytes = table.encode().map_err(|defect| Error::from(defect.at(file, 0)))?;
         publish(self.disk, file, number, &bytes)?;
-        let table_crc = check_published(self.disk, file, &bytes)?;
-        Ok((table_crc, entries))
+        check_published(self.disk, file, &bytes)
     }
 
-    fn write_images(
-        &self,
-        stale: &[&PageInfo],
-        old: &Rebuilt,
-        number: u64,
-    ) -> Result<HashMap<PageId, ImageRef>> {
-        let mut fresh = HashMap::new();
-        let (store, purpose) = (self.store.store, ImagePurpose::Snapshot);
-        let mut writer = ImageWriter::create(self.disk.clone(), store, number, purpose, self.compression)?;
-        let mut rest = stale;
-        while !rest.is_empty() {
-            let (chunk, after) = rest.split_at(next_chunk(rest.iter().map(|info| info.len)));
-            rest = after;
-            let images: Vec<(&PageInfo, &[u8])> =
-                chunk.iter().map(|info| (*info, old.contents[&info.page].as_slice())).collect();
-            let references = writer.write_chunk(&images)?;
-            fresh.extend(chunk.iter().map(|info| info.page).zip(references));
-        }
-        writer.sync()?;
-        writer.verify()?;
-        Ok(fresh)
-    }
-
-    /// Ends a restore of which nothing was logged. After a full disk all goes on as if it had never begun;
-    /// after any other failure the next open removes what is left, or nothing ever names it.
+    /// Ends a restore of which nothing was logged. After a full disk, or where the old state is damaged or
+    /// too large, all goes on as if it had never begun; after any other failure the next open removes what is
+    /// left, or nothing ever names it.
     fn give_up(&self, number: u64, error: Error) -> Error {
-        if !matches!(error, Error::DiskFull { .. }) {
+        if !matches!(error, Error::DiskFull { .. } | Error::Damaged(_) | Error::OutOfMemory { .. }) {
             return self.poison.set(error);
         }
         let present = self.disk.list(Folder::Pages).unwrap_or_default();
@@ -196,16 +204,13 @@ impl Restore<'_> {
     }
 
     /// Step 4.
-    fn overwrite(&self, pages: Vec<PageInfo>, old: Rebuilt, point: LogPoint) -> Result<()> {
-        let staging = self.staging.clone();
-        let pending = self.applier.turn(move |turn| {
-            overwrite(turn, &staging, pages, old, point).inspect_err(|error| turn.lose(error))
-        })?;
-        for list in pending {
-            let used = list.finish(self.device).map_err(|error| self.lose(error))?;
-            used.into_iter().for_each(|used| self.staging.give(used));
-        }
-        Ok(())
+    fn overwrite(&self, target: Target, point: LogPoint) -> Result<()> {
+        let source = DiskSource::past_cache(self.disk.clone());
+        let (device, staging) = (self.device.clone(), self.staging.clone());
+        let overwritten = self.applier.turn(move |turn| {
+            overwrite(turn, &source, &*device, &staging, &target, point).inspect_err(|error| turn.lose(error))
+        });
+        overwritten.map_err(|error| self.lose(error))
     }
 
     /// Memory is neither the old state nor the new one: nobody may read it.
@@ -230,15 +235,17 @@ fn at_restore(info: &PageInfo, now: &PageTable, lsn: Lsn, epoch: Epoch) -> PageI
     info
 }
 
-/// Replaces the applier's pages.
+/// Replaces the applier's pages. When it returns, memory holds the old state.
 fn overwrite(
     turn: &mut Turn<'_>,
-    staging: &Arc<StagingPool>,
-    pages: Vec<PageInfo>,
-    old: Rebuilt,
+    source: &DiskSource,
+    device: &dyn Device,
+    staging: &StagingPool,
+    target: &Target,
     point: LogPoint,
-) -> Result<Vec<Pending>> {
-    turn.applied.table.replace(point.lsn, pages.iter().cloned(), old.table.root().clone());
+) -> Result<()> {
+    let Target { pages, root, images } = target;
+    turn.applied.table.replace(point.lsn, pages.iter().cloned(), root.clone());
     turn.applied.table.index_keys().expect("the old state had unique keys");
     turn.applied.point = point;
     let wanted: HashMap<PageId, &PageInfo> = pages.iter().map(|info| (info.page, info)).collect();
@@ -256,20 +263,51 @@ fn overwrite(
         let memory = turn.applied.memory.remove(&page).expect("listed just now");
         turn.arena.retire(memory, last_use);
     }
-    let mut pending = Vec::new();
-    for info in pages.iter().filter(|info| info.lsn == point.lsn) {
-        if !turn.applied.memory.contains_key(&info.page) {
-            let memory = turn.arena.allocate(info.place, info.len)?;
-            turn.applied.memory.insert(info.page, memory);
+    let mut in_flight = VecDeque::new();
+    let drain = |in_flight: &mut VecDeque<Pending>, lists_max: usize| -> Result<()> {
+        while in_flight.len() > lists_max {
+            let pending = in_flight.pop_front().expect("more than the maximum");
+            pending.finish(device)?.into_iter().for_each(|used| staging.give(used));
         }
-        if info.len > 0 {
-            let bytes = &old.contents[&info.page];
-            let mut staged = staging.take(bytes.len())?;
-            staged.copy_from_slice(bytes);
-            let source = StagingSpan { index: 0, offset: 0, len: bytes.len() };
-            let commands = vec![Command::Upload { source, target: turn.applied.memory[&info.page].span() }];
-            pending.push(turn.submit(CommandList { commands, staging: vec![staged.into_staging()] })?);
-        }
+        Ok(())
+    };
+    let changed = || pages.iter().filter(|info| info.lsn == point.lsn);
+    for info in changed().filter(|info| !turn.applied.memory.contains_key(&info.page)).collect::<Vec<_>>() {
+        let memory = turn.arena.allocate(info.place, info.len)?;
+        turn.applied.memory.insert(info.page, memory);
     }
-    Ok(pending)
+    // Proven before the restore was logged; read again, for it is not kept in memory.
+    let wanted = wanted_images(changed(), images).collect();
+    let (mut bytes, mut places) = (Vec::new(), Vec::new());
+    let mut upload = |bytes: &mut Vec<u8>, places: &mut Vec<(PageId, usize)>| -> Result<()> {
+        let mut staged = staging.take(bytes.len())?;
+        staged.copy_from_slice(bytes);
+        let command = |(page, offset): (PageId, usize)| {
+            let target = turn.applied.memory[&page].span();
+            Command::Upload { source: StagingSpan { index: 0, offset, len: target.len as usize }, target }
+        };
+        let commands = places.drain(..).map(command).collect();
+        bytes.clear();
+        in_flight.push_back(turn.submit(CommandList { commands, staging: vec![staged.into_staging()] })?);
+        drain(&mut in_flight, IN_FLIGHT_MAX)
+    };
+    read_runs(source, wanted, |page, content| {
+        places.push((page, bytes.len()));
+        bytes.extend_from_slice(content);
+        if bytes.len() < UPLOAD_BYTES { Ok(()) } else { upload(&mut bytes, &mut places) }
+    })?;
+    if !places.is_empty() {
+        upload(&mut bytes, &mut places)?;
+    }
+    drain(&mut in_flight, 0)
+}
+
+/// The images of these pages, to read.
+fn wanted_images<'a>(
+    pages: impl IntoIterator<Item = &'a PageInfo>,
+    images: &HashMap<PageId, ImageRef>,
+) -> impl Iterator<Item = Wanted> {
+    let image =
+        |info: &PageInfo| Some(Wanted { page: info.page, len: info.len, image: *images.get(&info.page)? });
+    pages.into_iter().filter_map(image)
 }

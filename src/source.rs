@@ -10,7 +10,10 @@ use remanent_format::{FileName, Folder, ReadAt};
 use crate::disk::{Disk, DiskFile};
 use crate::error::Error;
 
-/// Reads a store directory; files stay open while it lives.
+/// Files that one source keeps open: those of a long history would exceed what a process may have.
+const FILES_OPEN_MAX: usize = 64;
+
+/// Reads a store directory; files stay open while it lives, some of them.
 pub(crate) struct DiskSource {
     disk: Arc<dyn Disk>,
     past_cache: bool,
@@ -34,6 +37,9 @@ impl DiskSource {
             return Ok(open.clone());
         }
         let open = self.disk.open(file, false)?;
+        if files.len() == FILES_OPEN_MAX {
+            files.clear();
+        }
         files.insert(file, open.clone());
         Ok(open)
     }

@@ -15,7 +15,7 @@ use crate::commit::Committer;
 use crate::device::Device;
 use crate::disk::{Disk, DiskLock};
 use crate::error::{Error, Result};
-use crate::keeping::SnapshotInfo;
+use crate::keeping::{Keeping, SnapshotInfo};
 use crate::log::{Log, LogStats};
 use crate::options::{Ack, LogIo, Options};
 use crate::poison::Poison;
@@ -61,7 +61,6 @@ pub struct Store {
 struct Parts {
     committer: Committer,
     snapshots: Snapshots,
-    store_file: remanent_format::store::StoreFile,
     options: Options,
     disk: Arc<dyn Disk>,
     device: Arc<dyn Device>,
@@ -205,7 +204,6 @@ impl Store {
             parts: Parts {
                 committer,
                 snapshots,
-                store_file: store,
                 options,
                 disk,
                 device,
@@ -344,37 +342,61 @@ impl Store {
         self.parts.snapshots.list()
     }
 
-    /// Takes all pages and the root back to the state of a kept snapshot. This goes forward: it is one
-    /// more batch, and what it leaves stays in the log behind the kept snapshots. Page ids given meanwhile
-    /// are not given again; pages that change get an epoch above all that were ever given. Commits wait.
-    ///
-    /// A snapshot of the restored state is taken at the end, and like every snapshot it ends the keeping of
-    /// the oldest one beyond [`Options::snapshots_kept`]: perhaps of the one restored.
+    /// Takes all pages and the root back to the state of a kept snapshot: [`Store::restore_to`] its end.
     ///
     /// # Errors
-    /// [`Error::NoSnapshot`]; [`Error::Damaged`], [`Error::OverBudget`] and [`Error::DiskFull`] change
-    /// nothing; a failure later poisons the store, whose directory then holds the restored state.
+    /// [`Error::NoSnapshot`]; else as for [`Store::restore_to`].
     pub fn restore_from_snapshot(&self, snapshot: SnapshotId) -> Result<Position> {
         self.check_process()?;
-        let Parts {
-            committer,
-            snapshots,
-            store_file,
-            options,
-            disk,
-            device,
-            staging,
-            applier,
-            log,
-            poison,
-            ..
-        } = &self.parts;
-        let mut keeping = snapshots.keeping.lock();
+        self.parts.poison.check()?;
+        let mut keeping = self.parts.snapshots.keeping.lock();
+        let end = keeping.snapshots.get(&snapshot).ok_or(Error::NoSnapshot { snapshot })?.info.end;
+        self.restore(end, &mut keeping)
+    }
+
+    /// Takes all pages and the root back to the state right behind batch `lsn`. This goes forward: it is one
+    /// more batch, and what it leaves can be gone back to in turn. Page ids given meanwhile are not given
+    /// again; pages that change get an epoch above all that were ever given. Commits wait.
+    ///
+    /// The window opens at the end of the oldest snapshot that is kept, and closes at the newest batch. The
+    /// snapshot of the restored state that is taken at the end removes nothing; later ones do as ever.
+    ///
+    /// ```
+    /// use remanent::{Options, Place, Store};
+    /// let store = Store::temporary(Options::default())?;
+    /// let mut batch = store.batch();
+    /// let page = batch.create(4, Place::Host);
+    /// batch.write(page, 0, b"good");
+    /// let good = store.commit(batch)?;
+    /// let mut batch = store.batch();
+    /// batch.write(good.pages[0], 0, b"bad!");
+    /// store.commit(batch)?;
+    ///
+    /// let restored = store.restore_to(good.position.lsn)?;
+    /// assert_eq!(restored.lsn.0, 3);
+    /// let mut bytes = [0; 4];
+    /// store.read(good.pages[0], 0, &mut bytes)?;
+    /// assert_eq!(&bytes, b"good");
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::OutsideWindow`], [`Error::Damaged`], [`Error::OverBudget`] and [`Error::DiskFull`] change
+    /// nothing; a failure later poisons the store, whose directory then holds the restored state.
+    pub fn restore_to(&self, lsn: Lsn) -> Result<Position> {
+        self.check_process()?;
+        let mut keeping = self.parts.snapshots.keeping.lock();
+        self.restore(lsn, &mut keeping)
+    }
+
+    fn restore(&self, lsn: Lsn, keeping: &mut Keeping) -> Result<Position> {
+        let Parts { committer, snapshots, options, disk, device, staging, applier, log, poison, .. } =
+            &self.parts;
         let mut submitted = committer.lock();
         let restore = Restore {
             disk,
-            store: store_file,
-            device: &**device,
+            store: self.id,
+            device,
             staging,
             applier,
             log,
@@ -382,9 +404,9 @@ impl Store {
             compression: options.compression,
             poison,
         };
-        let point = restore.run(snapshot, &mut submitted, &mut keeping)?;
+        let point = restore.run(lsn, &mut submitted, keeping)?;
         // Still under both locks: this snapshot is exact, and later opens start from it.
-        match snapshots.take_holding(&mut keeping, None) {
+        match snapshots.take_keeping_all(keeping) {
             // The restore stands without it: recovery replays the record.
             Ok(_) | Err(Error::DiskFull { .. } | Error::OutOfMemory { .. }) => {}
             Err(error) => return Err(error),

@@ -21,6 +21,7 @@ pub mod image;
 pub mod manifest;
 pub mod replay;
 pub mod rebuild;
+pub mod trail;
 
 pub use defect::{Damage, Defect};
 pub use ids::{

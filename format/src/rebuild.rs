@@ -14,7 +14,7 @@ use crate::frame::FrameKind;
 use crate::ids::{Lsn, PageId, SnapshotId};
 use crate::image::{Codec, ImageRef};
 use crate::limits::CHAIN_LINKS_MAX;
-use crate::log::{LogEnd, LogMap, LogWalk};
+use crate::log::{Frame, LogEnd, LogMap, LogWalk};
 use crate::manifest::{CopyHealth, Manifest, ManifestKind, check_link, merge};
 use crate::names::{FileName, Folder, ReadAt};
 use crate::op::{Op, OpAt, decode_payload};
@@ -209,6 +209,17 @@ impl Survey {
         base: Option<&Arc<Manifest>>,
         until: Option<Lsn>,
     ) -> Result<Resolution, Damage> {
+        self.follow(source, base, until, &mut |_, _, _| {})
+    }
+
+    /// As [`Survey::resolve`]; `note` sees each batch once it was followed.
+    pub(crate) fn follow(
+        &self,
+        source: &dyn ReadAt,
+        base: Option<&Arc<Manifest>>,
+        until: Option<Lsn>,
+        note: &mut dyn FnMut(&Resolver, &Frame<'_>, &[OpAt<'_>]),
+    ) -> Result<Resolution, Damage> {
         let mut resolver = base.map_or_else(Resolver::new, |manifest| Resolver::from_manifest(manifest));
         let from = match base {
             Some(manifest) if manifest.kind != ManifestKind::Base => {
@@ -242,6 +253,7 @@ impl Survey {
             } else {
                 resolver.batch(lsn, &ops).map_err(at)?;
             }
+            note(&resolver, &frame, &ops);
             batches += 1;
             bytes += frame.header.frame_len();
         }
@@ -467,7 +479,12 @@ fn check_range(source: &dyn ReadAt, file: FileName, offset: u64, len: u64) -> Re
 }
 
 /// Reads a range that must lie within its file: so nothing longer than the file is allocated (I9).
-fn read_range(source: &dyn ReadAt, file: FileName, offset: u64, len: u64) -> Result<Vec<u8>, Defect> {
+pub(crate) fn read_range(
+    source: &dyn ReadAt,
+    file: FileName,
+    offset: u64,
+    len: u64,
+) -> Result<Vec<u8>, Defect> {
     check_range(source, file, offset, len)?;
     let mut bytes = zeros(len)?;
     source.read_at(file, offset, &mut bytes).map_err(unreadable)?;

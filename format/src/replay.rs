@@ -159,6 +159,12 @@ impl Resolver {
         Ok(())
     }
 
+    /// Whether batch `lsn`, which was followed, is to be applied to the bytes of `page`, as far as is known.
+    #[must_use]
+    pub fn applies(&self, page: PageId, lsn: Lsn) -> bool {
+        self.bases.get(&page).is_some_and(|base| lsn > base.lsn)
+    }
+
     /// The last batch followed.
     #[must_use]
     pub fn lsn(&self) -> Lsn {

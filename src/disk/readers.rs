@@ -38,12 +38,7 @@ pub(super) fn hold(root: &Path, id: SnapshotId) -> Result<Hold> {
     match set(&file, libc::F_RDLCK, id) {
         Ok(true) => Ok(Hold::Held(Box::new(ByteLock { file, id, owner: std::process::id() }))),
         Ok(false) => Ok(Hold::Going),
-        // The file system, or the system, knows no such locks.
-        Err(error)
-            if matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOLCK | libc::EOPNOTSUPP)) =>
-        {
-            Ok(Hold::Impossible)
-        }
+        Err(error) if knows_no_locks(&error) => Ok(Hold::Impossible),
         Err(error) => Err(Error::io("lock", FileName::Readers, Some(id.0), error)),
     }
 }
@@ -54,9 +49,21 @@ pub(super) fn try_retire(root: &Path, id: SnapshotId) -> Result<Option<Box<dyn D
     match set(&file, libc::F_WRLCK, id) {
         Ok(true) => Ok(Some(Box::new(ByteLock { file, id, owner: std::process::id() }))),
         Ok(false) => Ok(None),
+        // Then nobody holds anything.
+        Err(error) if knows_no_locks(&error) => Ok(Some(Box::new(NoLock))),
         Err(error) => Err(Error::io("lock", FileName::Readers, Some(id.0), error)),
     }
 }
+
+/// Whether the file system, or the system, has no locks of this kind.
+fn knows_no_locks(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOLCK | libc::EOPNOTSUPP))
+}
+
+/// What stands for a lock where there are none.
+struct NoLock;
+
+impl DiskLock for NoLock {}
 
 fn open_to_write(root: &Path) -> Result<File> {
     OpenOptions::new()

@@ -63,13 +63,23 @@ impl Snapshots {
     /// Takes a snapshot.
     pub fn take(&self) -> Result<SnapshotInfo> {
         let mut keeping = self.keeping.lock();
-        self.take_holding(&mut keeping, None)
+        self.take_and(&mut keeping, None, |keeping| self.retain(keeping))
     }
 
-    /// Takes a snapshot, with a name or without, for a caller who holds the lock on what is kept.
-    pub fn take_holding(&self, keeping: &mut Keeping, name: Option<String>) -> Result<SnapshotInfo> {
+    /// Takes a snapshot for a caller who holds the lock on what is kept, and removes nothing for it.
+    pub fn take_keeping_all(&self, keeping: &mut Keeping) -> Result<SnapshotInfo> {
+        self.take_and(keeping, None, |keeping| self.record(keeping, |_| true))
+    }
+
+    /// Takes a snapshot, with a name or without, and does with what is kept as told.
+    fn take_and(
+        &self,
+        keeping: &mut Keeping,
+        name: Option<String>,
+        then: impl FnOnce(&mut Keeping) -> Result<()>,
+    ) -> Result<SnapshotInfo> {
         self.poison.check()?;
-        let taken = self.write(keeping, name).and_then(|info| match self.retain(keeping) {
+        let taken = self.write(keeping, name).and_then(|info| match then(keeping) {
             // No space to record it: the snapshot stands, only nothing is recycled for it.
             Ok(()) | Err(Error::DiskFull { .. }) => Ok(info),
             Err(error) => Err(error),

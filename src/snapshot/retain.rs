@@ -5,7 +5,7 @@
 use std::collections::BTreeSet;
 
 use remanent_format::frame::VerifiedSnapshot;
-use remanent_format::{FileName, Folder, SnapshotId};
+use remanent_format::{FileName, Folder, LogPoint, SnapshotId};
 
 use super::Snapshots;
 use crate::error::Result;
@@ -13,30 +13,51 @@ use crate::keeping::Keeping;
 use crate::phases::{self, Phase};
 
 impl Snapshots {
+    /// Phase 6, the record of it: every verified snapshot that stays.
+    pub fn record(&self, keeping: &Keeping, stays: impl Fn(&SnapshotId) -> bool) -> Result<()> {
+        let kept = keeping.snapshots.values().filter(|kept| kept.info.verified && stays(&kept.info.id));
+        let record =
+            kept.map(|kept| VerifiedSnapshot { snapshot: kept.info.id, manifest_crc: kept.manifest_crc });
+        self.log.record_verified(record.collect())
+    }
+
     /// Phases 6 (the record of it) and 7.
     pub fn retain(&self, keeping: &mut Keeping) -> Result<()> {
         let verified: Vec<SnapshotId> =
             keeping.snapshots.values().filter(|kept| kept.info.verified).map(|kept| kept.info.id).collect();
         let oldest = verified.iter().rev().nth(self.count_kept - 1).copied();
-        let kept_ids = |id: &SnapshotId| oldest.is_none_or(|oldest| *id >= oldest);
-        let record = keeping.snapshots.values().filter(|kept| kept.info.verified && kept_ids(&kept.info.id));
-        let record =
-            record.map(|kept| VerifiedSnapshot { snapshot: kept.info.id, manifest_crc: kept.manifest_crc });
+        let Some(oldest) = oldest else { return self.record(keeping, |_| true) };
+        // I8: what a reader holds stays. Of the others the locks are kept until all is removed, so that nobody
+        // begins to read what is going.
+        let mut going = Vec::new();
+        let mut held = BTreeSet::new();
+        for id in keeping.snapshots.keys().filter(|id| **id < oldest) {
+            match self.disk.try_retire(*id)? {
+                Some(lock) => going.push(lock),
+                None => _ = held.insert(*id),
+            }
+        }
+        let beginning = self.disk.try_retire(SnapshotId(0))?;
+        let stays = |id: &SnapshotId| *id >= oldest || held.contains(id);
         // Only a record that is durable licenses recycling: a manifest that a lost rename takes away must
         // not have cost us the one before.
-        self.log.record_verified(record.collect())?;
-        let Some(oldest) = oldest else { return Ok(()) };
+        self.record(keeping, stays)?;
         let _phase = phases::enter(Phase::Recycle);
-        keeping.snapshots.retain(|id, _| *id >= oldest);
-        let redo = keeping.snapshots[&oldest].redo;
+        keeping.snapshots.retain(|id, _| stays(id));
+        // Whoever reads from the log's beginning needs all of the log.
+        let redo = match beginning {
+            Some(_) => keeping.snapshots.values().next().expect("the oldest stays").redo,
+            None => LogPoint::default(),
+        };
         keeping.tables.retain(|_, table| table.restored_at > redo.lsn);
 
         // Manifests first, and durably, then what only they named; those that a kept snapshot follows stay.
         // Manifests that could not be read go with the ones of their age.
         let links: BTreeSet<u64> =
             keeping.snapshots.values().flat_map(|kept| &kept.links).map(|link| link.0).collect();
+        let needed = |id: u64| links.contains(&id) || keeping.snapshots.contains_key(&SnapshotId(id));
         let manifests =
-            |file: &FileName| matches!(file, FileName::Manifest(id) if *id < oldest.0 && !links.contains(id));
+            |file: &FileName| matches!(file, FileName::Manifest(id) if *id < oldest.0 && !needed(*id));
         self.remove_all(Folder::Snapshots, manifests)?;
         self.remove_unnamed_images(keeping)?;
         let bound = self.log_bound(redo.segment)?;

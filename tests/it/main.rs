@@ -18,6 +18,7 @@ mod kernels;
 mod kill;
 mod laws;
 mod model;
+mod past;
 mod readme;
 mod recovery;
 mod rule_model;

@@ -21,7 +21,7 @@ use remanent::device::Device;
 use remanent::device::host::HostDevice;
 use remanent::device::late::LateDevice;
 use remanent::disk::dir::{DirDisk, DirReader};
-use remanent::{Error, Key, LogIo, Lsn, Options, PageInfo, Store};
+use remanent::{Error, Key, LogIo, Lsn, Options, PageInfo, Position, RestorePoint, Snapshot, Store};
 use remanent_format::rebuild::{RebuildOptions, rebuild};
 
 use crate::gpu;
@@ -64,9 +64,10 @@ fn the_store_is_what_the_model_says() {
         }
     }
     // The seeds lead everywhere: a change to how histories are drawn must not make this test idle.
-    let Tally { commits, refusals, crashes, restores } = tally.into_inner();
-    let enough = commits >= 400 && crashes >= 100 && restores >= 20 && refusals.len() == Refusal::COUNT;
-    assert!(asked.is_some() || enough, "{commits} {crashes} {restores} {refusals:?}");
+    let Tally { commits, refusals, crashes, restores, looks } = tally.into_inner();
+    let enough =
+        commits >= 400 && crashes >= 100 && restores >= 40 && looks >= 40 && refusals.len() == Refusal::COUNT;
+    assert!(asked.is_some() || enough, "{commits} {crashes} {restores} {looks} {refusals:?}");
 }
 
 /// What the histories came to.
@@ -76,6 +77,7 @@ struct Tally {
     refusals: HashSet<Refusal>,
     crashes: usize,
     restores: usize,
+    looks: usize,
 }
 
 /// Runs a history on a device made anew for each opening.
@@ -120,11 +122,23 @@ fn run(actions: &[Action], log_io: LogIo, tally: &mut Tally, device: impl Fn() -
                 let Some(snapshot) = model.snapshot(*pick) else { continue };
                 tally.restores += 1;
                 let position = store.restore_from_snapshot(snapshot).unwrap();
-                model.restore(snapshot);
-                assert_eq!(position.lsn, Lsn(model.lsn), "a restore is one batch more");
-                let newest = store.snapshots().last().unwrap().id;
-                model.keep(newest, SNAPSHOTS_KEPT);
-                compare(&store, &model);
+                let end = model.snapshots[&snapshot];
+                restored(&store, &mut model, position, end);
+            }
+            Action::RestoreTo(pick) => {
+                let beyond = Lsn(model.lsn + 1);
+                let refused = store.restore_to(beyond).unwrap_err();
+                let Error::OutsideWindow { asked, newest, .. } = refused else { panic!("{refused}") };
+                assert_eq!((asked, newest), (beyond, Lsn(model.lsn)));
+                let window = model.oldest()..=model.lsn;
+                let lsn = window.start() + *pick as u64 % (window.end() - window.start() + 1);
+                tally.restores += 1;
+                let position = store.restore_to(Lsn(lsn)).unwrap();
+                restored(&store, &mut model, position, lsn);
+            }
+            Action::Look(pick) => {
+                tally.looks += 1;
+                look(directory.path(), &model, *pick as u64 % (model.lsn + 1));
             }
             Action::Read(pick, from, to) => read_part(&store, &model, *pick, *from, *to),
             Action::Reopen => {
@@ -149,6 +163,46 @@ fn run(actions: &[Action], log_io: LogIo, tally: &mut Tally, device: impl Fn() -
     store.close().unwrap();
     compare_rebuilt(directory.path(), &model);
     compare_opened(&open(directory.path()), &model);
+}
+
+/// Follows a restore to the state behind batch `lsn`.
+fn restored(store: &Store, model: &mut Model, position: Position, lsn: u64) {
+    model.restore(lsn);
+    assert_eq!(position.lsn, Lsn(model.lsn), "a restore is one batch more");
+    // Its snapshot removes none.
+    let newest = store.snapshots().last().unwrap().id;
+    model.keep(newest, usize::MAX);
+    compare(store, model);
+}
+
+/// Looks at an earlier state, beside the open store.
+fn look(directory: &Path, model: &Model, lsn: u64) {
+    match Store::open_at(directory, &RestorePoint::Lsn(Lsn(lsn))) {
+        Ok(old) => compare_snapshot(&old, &model.at(lsn)),
+        // What is older than the window may be there still.
+        Err(Error::OutsideWindow { asked, oldest, newest }) => {
+            assert!(lsn < model.oldest(), "batch {lsn} is in the window from {}", model.oldest());
+            assert_eq!((asked, newest), (Lsn(lsn), Lsn(model.lsn)));
+            assert!(Lsn(lsn) < oldest && oldest <= Lsn(model.oldest()), "{oldest}");
+        }
+        Err(error) => panic!("the state at {lsn}: {error}"),
+    }
+    compare_snapshot(&Store::open_read_only(directory).unwrap(), model);
+}
+
+/// Compares everything that a state on disk can be asked.
+fn compare_snapshot(old: &Snapshot, model: &Model) {
+    assert_eq!(old.lsn(), Lsn(model.lsn));
+    assert_eq!(**old.root(), model.root);
+    compare_infos(&old.pages().cloned().collect::<Vec<_>>(), model);
+    for (page, expected) in &model.pages {
+        let mut bytes = vec![0xEE; expected.bytes.len()];
+        old.read(*page, 0, &mut bytes).unwrap();
+        assert_eq!(bytes, expected.bytes, "bytes of page {page} at {}", model.lsn);
+        if let Some(key) = &expected.key {
+            assert_eq!(old.page_by_key(key).unwrap().page, *page);
+        }
+    }
 }
 
 /// Copies a store directory in use. The store's own threads may be making a segment or writing a seal, so

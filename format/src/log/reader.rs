@@ -26,6 +26,11 @@ impl<'s> SegmentReader<'s> {
         Self { source, number, file_len: None, buffer: Vec::new(), buffer_at: 0, read_ahead: READ_AHEAD }
     }
 
+    /// Forgets what was read ahead.
+    pub fn forget(&mut self) {
+        self.buffer.clear();
+    }
+
     pub fn file_len(&mut self) -> Result<u64, Defect> {
         match self.file_len {
             Some(len) => Ok(len),

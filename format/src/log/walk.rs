@@ -142,7 +142,12 @@ impl<'s> LogWalk<'s> {
             return Ok(None);
         }
         self.cross_to_successors()?;
-        let at_break = match self.find_next() {
+        let found = self.find_next().or_else(|_| {
+            // Beside a living writer, what was read ahead may be older than what lies there now.
+            self.reader.forget();
+            self.find_next()
+        });
+        let at_break = match found {
             Ok((header, end)) => {
                 self.accept(&header, end)?;
                 let newest = Some(header.incarnation) == self.map.newest;

@@ -9,7 +9,7 @@ mod reader;
 mod writer;
 
 pub use indices::{Indices, gap_coded};
-pub use reader::decode_payload;
+pub use reader::{decode_payload, decode_single};
 pub use writer::PayloadWriter;
 
 use crate::defect::{Defect, check_limit};
@@ -294,6 +294,28 @@ impl Op<'_> {
                 Some((*base, count * width.bytes() as u64))
             }
             _ => None,
+        }
+    }
+
+    /// Whether it changes the bytes that a page has. A create and an image do not: they give it those that
+    /// later operations change.
+    #[must_use]
+    pub fn changes_bytes(&self) -> bool {
+        match self {
+            Op::Write { .. }
+            | Op::Masked { .. }
+            | Op::Scatter { .. }
+            | Op::Fill { .. }
+            | Op::Resize { .. } => true,
+            Op::Create { .. }
+            | Op::Image { .. }
+            | Op::Delete { .. }
+            | Op::SetMetadata { .. }
+            | Op::RemoveMetadata { .. }
+            | Op::SetRoot { .. }
+            | Op::RemoveRoot { .. }
+            | Op::Note { .. }
+            | Op::Restore { .. } => false,
         }
     }
 

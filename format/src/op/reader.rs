@@ -26,23 +26,41 @@ pub fn decode_payload(payload: &[u8]) -> Result<Vec<OpAt<'_>>, Defect> {
     let mut ops = Vec::with_capacity(head.op_count as usize);
     let mut at = PAYLOAD_HEAD_LEN;
     for _ in 0..head.op_count {
-        let header = OpHeaderRaw::from_bytes(array(payload, at)?);
-        let body_at = at + OP_HEADER_LEN;
-        let body_len = header.body_len as usize;
-        let body = slice(payload, body_at, body_len)?;
-        let padded_len = align_up(body_len as u64, FRAME_ALIGN) as usize;
-        let padding = slice(payload, body_at + body_len, padded_len - body_len)?;
-        check_zero("operation padding", padding.iter().map(|&byte| u64::from(byte)).sum())?;
-        ops.push(OpAt { op: decode_op(&header, body)?, body_at });
-        at = body_at + padded_len;
+        let (op, end) = decode_at(payload, at)?;
+        ops.push(OpAt { op, body_at: at + OP_HEADER_LEN });
+        at = end;
     }
-    if at != payload.len() {
-        return Err(Defect::Field {
-            what: "bytes after the last operation",
-            found: (payload.len() - at) as u64,
-        });
-    }
+    check_end(payload, at)?;
     Ok(ops)
+}
+
+/// Reads one operation that was cut out of a payload, padding included.
+///
+/// # Errors
+/// A [`Defect`] if the bytes are not exactly one well-formed operation.
+pub fn decode_single(bytes: &[u8]) -> Result<Op<'_>, Defect> {
+    let (op, end) = decode_at(bytes, 0)?;
+    check_end(bytes, end)?;
+    Ok(op)
+}
+
+fn check_end(payload: &[u8], at: usize) -> Result<(), Defect> {
+    if at == payload.len() {
+        return Ok(());
+    }
+    Err(Defect::Field { what: "bytes after the last operation", found: (payload.len() - at) as u64 })
+}
+
+/// The operation at an offset, and where its padding ends.
+fn decode_at(payload: &[u8], at: usize) -> Result<(Op<'_>, usize), Defect> {
+    let header = OpHeaderRaw::from_bytes(array(payload, at)?);
+    let body_at = at + OP_HEADER_LEN;
+    let body_len = header.body_len as usize;
+    let body = slice(payload, body_at, body_len)?;
+    let padded_len = align_up(body_len as u64, FRAME_ALIGN) as usize;
+    let padding = slice(payload, body_at + body_len, padded_len - body_len)?;
+    check_zero("operation padding", padding.iter().map(|&byte| u64::from(byte)).sum())?;
+    Ok((decode_op(&header, body)?, body_at + padded_len))
 }
 
 fn decode_op<'a>(header: &OpHeaderRaw, body: &'a [u8]) -> Result<Op<'a>, Defect> {

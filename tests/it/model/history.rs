@@ -18,6 +18,10 @@ pub enum Action {
     Snapshot,
     /// Back to one of the kept snapshots.
     Restore(usize),
+    /// Back to the state behind any batch of the window.
+    RestoreTo(usize),
+    /// A look at the state behind any batch.
+    Look(usize),
     /// A page, and two ends of a range.
     Read(usize, u16, u16),
     Reopen,
@@ -162,6 +166,8 @@ pub fn history() -> impl Strategy<Value = Vec<Action>> {
         16 => vec(step(), 0..10).prop_map(Action::Commit),
         3 => Just(Action::Snapshot),
         1 => any::<usize>().prop_map(Action::Restore),
+        1 => any::<usize>().prop_map(Action::RestoreTo),
+        2 => any::<usize>().prop_map(Action::Look),
         3 => (any::<usize>(), any::<u16>(), any::<u16>()).prop_map(|(page, from, to)| Action::Read(page, from, to)),
         1 => Just(Action::Reopen),
         2 => Just(Action::Crash),

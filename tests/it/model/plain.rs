@@ -28,8 +28,10 @@ pub struct Model {
     pub lsn: u64,
     /// Pages that once were and are not now.
     pub gone: Vec<PageId>,
-    /// The states of the kept snapshots.
-    pub snapshots: BTreeMap<SnapshotId, (BTreeMap<PageId, Page>, Metadata)>,
+    /// The batches behind which the kept snapshots stand.
+    pub snapshots: BTreeMap<SnapshotId, u64>,
+    /// The states behind earlier batches.
+    pub past: BTreeMap<u64, (BTreeMap<PageId, Page>, Metadata)>,
     /// The highest epoch that any page ever had.
     epoch_high: u64,
     /// The highest id ever given.
@@ -69,7 +71,7 @@ impl Refusal {
 impl Model {
     /// Makes what a committed batch changed real. `created` are the ids that the store gave.
     pub fn install(&mut self, changed: Changed, created: &[PageId]) {
-        self.lsn += 1;
+        self.leave();
         assert_eq!(created.len(), changed.created, "one id for each create and clone");
         for page in created {
             assert!(*page > self.page_high, "page id {page} was given before");
@@ -101,7 +103,7 @@ impl Model {
     /// Keeps the present state as a snapshot, and only so many of them.
     pub fn keep(&mut self, snapshot: SnapshotId, count: usize) {
         assert!(self.snapshots.keys().all(|kept| *kept < snapshot), "{snapshot} was given before");
-        self.snapshots.insert(snapshot, (self.pages.clone(), self.root.clone()));
+        self.snapshots.insert(snapshot, self.lsn);
         while self.snapshots.len() > count {
             self.snapshots.pop_first();
         }
@@ -112,11 +114,31 @@ impl Model {
         self.snapshots.keys().nth(pick % self.snapshots.len().max(1)).copied()
     }
 
-    /// Goes back to a snapshot's state, in one batch. What changed since gets an epoch above all others.
-    pub fn restore(&mut self, snapshot: SnapshotId) {
+    /// The present state becomes a past one.
+    fn leave(&mut self) {
+        self.past.insert(self.lsn, (self.pages.clone(), self.root.clone()));
         self.lsn += 1;
-        self.epoch_high += 1;
-        let (old, root) = self.snapshots[&snapshot].clone();
+    }
+
+    /// The state behind a batch, as a model of its own.
+    pub fn at(&self, lsn: u64) -> Self {
+        let (pages, root) = match self.past.get(&lsn) {
+            Some(state) => state.clone(),
+            None => (self.pages.clone(), self.root.clone()),
+        };
+        Self { pages, root, lsn, ..Self::default() }
+    }
+
+    /// The oldest batch that one can go back to for certain.
+    pub fn oldest(&self) -> u64 {
+        self.snapshots.values().next().copied().unwrap_or(0)
+    }
+
+    /// Goes back to an earlier state, in one batch. What changed since gets an epoch above all others.
+    pub fn restore(&mut self, lsn: u64) {
+        self.leave();
+        let epoch = self.epoch_high + 1;
+        let (old, root) = self.past[&lsn].clone();
         let now = std::mem::take(&mut self.pages);
         self.gone.extend(now.keys().filter(|page| !old.contains_key(page)));
         self.gone.retain(|page| !old.contains_key(page));
@@ -124,7 +146,8 @@ impl Model {
             let unchanged =
                 now.get(&page).is_some_and(|now| (now.epoch, now.lsn) == (state.epoch, state.lsn));
             if !unchanged {
-                (state.epoch, state.lsn) = (self.epoch_high, self.lsn);
+                (state.epoch, state.lsn) = (epoch, self.lsn);
+                self.epoch_high = epoch;
             }
             self.pages.insert(page, state);
         }

@@ -1,0 +1,123 @@
+//! Floor 0. Single pages of a state, without loading all of it: where the operations lie that make a page
+//! from its base.
+//!
+//! [`Survey::resolve`] walks the log once and keeps only the table. [`Trails::follow`] does the same, and
+//! also notes for each page the places of its operations: some 32 bytes each, whatever they hold. Then
+//! [`Trails::load`] reads a page's base and its own operations, and nothing of other pages.
+//!
+//! A place keeps the checksum of the bytes that the walk proved there. So whoever reads them later, beside a
+//! writer that recycles, gets these bytes or an error.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use crate::apply::apply;
+use crate::defect::{Damage, Defect, check_crc};
+use crate::frame::FRAME_HEADER_LEN;
+use crate::ids::{LogPoint, Lsn, PageId};
+use crate::image::ImageRef;
+use crate::log::Frame;
+use crate::manifest::Manifest;
+use crate::names::{FileName, ReadAt};
+use crate::op::{OP_HEADER_LEN, OpAt, decode_single};
+use crate::rebuild::{Resolution, Survey, load_base, read_range};
+use crate::replay::{Resolved, Resolver};
+
+/// Where an operation lies in the log.
+#[derive(Clone, Copy, Debug)]
+struct OpPlace {
+    segment: u64,
+    /// From the segment's start.
+    offset: u64,
+    len: u32,
+    crc: u32,
+    lsn: Lsn,
+}
+
+/// The operations that a page's bytes need on top of its base, for all pages of a state.
+#[derive(Debug, Default)]
+pub struct Trails {
+    pages: HashMap<PageId, Vec<OpPlace>>,
+    point: LogPoint,
+}
+
+impl Trails {
+    /// Follows the log as [`Survey::resolve`] does, and notes where each page's operations lie. After an
+    /// error [`Trails::point`] says how far it came.
+    ///
+    /// # Errors
+    /// As for [`Survey::resolve`].
+    pub fn follow(
+        &mut self,
+        survey: &Survey,
+        source: &dyn ReadAt,
+        base: Option<&Arc<Manifest>>,
+        until: Option<Lsn>,
+    ) -> Result<Resolution, Damage> {
+        self.pages.clear();
+        self.point = base.map_or_else(LogPoint::default, |manifest| manifest.redo);
+        let resolution = survey.follow(source, base, until, &mut |resolver, frame, ops| {
+            self.note(resolver, frame, ops);
+        })?;
+        // A page that was made anew on the way, by a restore or a create, needs nothing from before.
+        let resolved = &resolution.resolved;
+        self.pages.retain(|page, places| {
+            places.retain(|place| resolved.applies(*page, place.lsn));
+            !places.is_empty()
+        });
+        Ok(resolution)
+    }
+
+    fn note(&mut self, resolver: &Resolver, frame: &Frame<'_>, ops: &[OpAt<'_>]) {
+        let lsn = frame.header.lsn;
+        self.point = frame.end;
+        for (index, at) in ops.iter().enumerate() {
+            let Some(page) = at.op.page().filter(|page| resolver.applies(*page, lsn)) else { continue };
+            if !at.op.changes_bytes() {
+                continue;
+            }
+            let start = at.body_at - OP_HEADER_LEN;
+            let end = ops.get(index + 1).map_or(frame.payload.len(), |next| next.body_at - OP_HEADER_LEN);
+            let bytes = &frame.payload[start..end];
+            self.pages.entry(page).or_default().push(OpPlace {
+                segment: frame.header.segment,
+                offset: frame.header.offset + FRAME_HEADER_LEN + start as u64,
+                len: u32::try_from(bytes.len()).expect("a part of a payload, whose length is a u32"),
+                crc: crc32fast::hash(bytes),
+                lsn,
+            });
+        }
+    }
+
+    /// The end of the last batch that was followed, whether or not the walk ended well.
+    #[must_use]
+    pub fn point(&self) -> LogPoint {
+        self.point
+    }
+
+    /// The image that holds exactly a page's bytes, if there is one.
+    #[must_use]
+    pub fn exact_image(&self, resolved: &Resolved, page: PageId) -> Option<ImageRef> {
+        let base = resolved.bases.get(&page).filter(|_| !self.pages.contains_key(&page))?;
+        base.image
+    }
+
+    /// Puts the bytes of one page together.
+    ///
+    /// # Errors
+    /// [`Damage`] in its image or one of its operations; [`Defect::Memory`] if there is no room for it.
+    ///
+    /// # Panics
+    /// If the page is not in the state's table.
+    pub fn load(&self, source: &dyn ReadAt, resolved: &Resolved, page: PageId) -> Result<Vec<u8>, Damage> {
+        let mut content = load_base(source, &resolved.bases[&page])?;
+        for place in self.pages.get(&page).into_iter().flatten() {
+            let file = FileName::Segment(place.segment);
+            let at = |defect: Defect| defect.at_lsn(file, place.offset, place.lsn);
+            let bytes = read_range(source, file, place.offset, place.len.into()).map_err(at)?;
+            check_crc("operation", place.crc, &bytes).map_err(at)?;
+            apply(&decode_single(&bytes).map_err(at)?, &mut content);
+        }
+        Ok(content)
+    }
+}

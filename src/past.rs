@@ -1,0 +1,324 @@
+//! Floor 5. A state of a store as it lies on disk: found, proven as far as the table goes, and read page by
+//! page. Restores, forks and read-only handles start from here.
+//!
+//! 1. **Survey** the files; choose the newest snapshot that ends at or before the state asked for, or the
+//!    log's beginning.
+//! 2. **Hold** it, so that a writer beside us removes nothing of it from now on (I8). What the writer removed
+//!    just before shows in the next steps.
+//! 3. **Follow** the log up to the state, noting where each page's operations lie.
+//! 4. **Look** that the images which the pages are made from are still there.
+//!
+//! A page's bytes are read when they are asked for, and proven by the checksums that 1 and 3 read. So what a
+//! writer does meanwhile can end in an error, never in other bytes. Nothing is written, so nothing can be
+//! lost by a crash.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use remanent_format::image::ImageRef;
+use remanent_format::manifest::Manifest;
+use remanent_format::rebuild::Survey;
+use remanent_format::replay::Resolved;
+use remanent_format::store::StoreFile;
+use remanent_format::trail::Trails;
+use remanent_format::{
+    Damage, Defect, FileName, Folder, LogPoint, Lsn, PageId, PageTable, Place, SnapshotId,
+};
+
+use crate::disk::{Disk, DiskLock, Hold};
+use crate::error::{Error, Result};
+use crate::point::RestorePoint;
+use crate::source::DiskSource;
+
+/// How often the files are surveyed anew, when a writer beside us changes them faster than we read.
+const ATTEMPTS: usize = 4;
+
+/// A state of a store, on disk.
+pub(crate) struct Past {
+    disk: Arc<dyn Disk>,
+    store: StoreFile,
+    base: Option<SnapshotId>,
+    /// Where the replay of the log starts: if this segment is gone, so is the state.
+    redo: LogPoint,
+    resolved: Resolved,
+    trails: Trails,
+    /// Files stay open between reads.
+    source: Mutex<Arc<DiskSource>>,
+    hold: Option<Box<dyn DiskLock>>,
+}
+
+/// Where to stop.
+#[derive(Clone, Copy)]
+enum Until {
+    End,
+    At(Lsn),
+}
+
+impl Until {
+    fn lsn(self) -> Option<Lsn> {
+        match self {
+            Until::End => None,
+            Until::At(lsn) => Some(lsn),
+        }
+    }
+
+    fn covers(self, end: Lsn) -> bool {
+        self.lsn().is_none_or(|until| end <= until)
+    }
+}
+
+impl Past {
+    /// Finds the state at `point`, or the newest one.
+    ///
+    /// # Errors
+    /// [`Error::NoStore`], [`Error::NoSnapshot`], [`Error::NoSnapshotNamed`], [`Error::OutsideWindow`],
+    /// [`Error::Damaged`]; [`Error::Overtaken`] if a writer removes faster than this can read.
+    pub fn open(disk: &Arc<dyn Disk>, point: Option<&RestorePoint>) -> Result<Self> {
+        let is_ours = |name: &String| name == FileName::Store.name().as_str() || name == Folder::Log.name();
+        if !disk.list(Folder::Root)?.iter().any(is_ours) {
+            return Err(Error::NoStore { path: disk.label() });
+        }
+        let mut furthest: Option<Lsn> = None;
+        let mut attempt = 1;
+        loop {
+            let source = DiskSource::new(disk.clone());
+            let survey = Survey::read(&source)?;
+            let until = until(&survey, point)?;
+            let (error, reached) = match Self::search(disk, &source, &survey, until) {
+                Ok(past) => return Ok(past),
+                Err(failed) => failed,
+            };
+            // Bytes that looked bad are read twice before they are called damaged. Where the log goes on
+            // further each time, a writer is at work: what was reached is a state that was the newest one.
+            let moved = furthest.is_some_and(|before| reached > before);
+            furthest = furthest.max(Some(reached));
+            if attempt == ATTEMPTS {
+                let settled = match (point, moved) {
+                    (None, true) => Self::search(disk, &source, &survey, Until::At(reached)).ok(),
+                    _ => None,
+                };
+                return settled.ok_or(error);
+            }
+            if attempt > 1 && !moved {
+                return Err(error);
+            }
+            attempt += 1;
+        }
+    }
+
+    /// Tries the snapshots from the newest to the oldest, then the log's beginning. With the error comes how
+    /// far the log could be followed.
+    fn search(
+        disk: &Arc<dyn Disk>,
+        source: &DiskSource,
+        survey: &Survey,
+        until: Until,
+    ) -> Result<Self, (Error, Lsn)> {
+        let (mut first, mut reached) = (None, Lsn(0));
+        let mut oldest: Option<Lsn> = None;
+        for id in survey.links.keys().rev().map(|id| Some(*id)).chain([None]) {
+            // A link says its end, and where its log begins, before its chain is followed.
+            let (end, redo) = match id.map(|id| &survey.links[&id]) {
+                Some(Ok((link, _))) => (link.end, Some(link.redo)),
+                Some(Err(damage)) => {
+                    first.get_or_insert(Error::from(damage.clone()));
+                    continue;
+                }
+                None => (Lsn(0), survey.log.beginning()),
+            };
+            let Some(redo) = redo else { continue };
+            // A snapshot whose log is gone still stands for its own end, if it was caught at one moment.
+            let has_log = survey.log.segments().contains_key(&redo.segment);
+            if !has_log && (until.lsn() != Some(end) || redo.lsn != end) {
+                continue;
+            }
+            oldest = Some(end);
+            if !until.covers(end) {
+                continue;
+            }
+            let mut trails = Trails::default();
+            let base = id.map(|id| survey.snapshot(id)).transpose().map_err(Error::from);
+            let opened = base
+                .and_then(|base| Self::open_from(disk, source, survey, base.as_ref(), until, &mut trails));
+            match opened {
+                Ok(Some(past)) => return Ok(past),
+                Ok(None) => {}
+                Err(error @ Error::OutsideWindow { .. }) => return Err((error, reached)),
+                Err(error) => _ = first.get_or_insert(error),
+            }
+            reached = reached.max(trails.point().lsn);
+        }
+        let nothing = || match (until, oldest) {
+            (Until::At(asked), Some(oldest)) if asked < oldest => {
+                // Whoever asks is told how far it goes; that costs one more walk.
+                let newest = Self::search(disk, source, survey, Until::End);
+                let newest = newest.map_or(survey.mark(), |past| past.lsn());
+                Error::OutsideWindow { asked, oldest, newest }
+            }
+            _ => survey.log.cut().cloned().unwrap_or_else(|| missing(survey)).into(),
+        };
+        Err((first.unwrap_or_else(nothing), reached))
+    }
+
+    /// Follows the log from one snapshot; `None` if that is just being removed.
+    fn open_from(
+        disk: &Arc<dyn Disk>,
+        source: &DiskSource,
+        survey: &Survey,
+        base: Option<&Arc<Manifest>>,
+        until: Until,
+        trails: &mut Trails,
+    ) -> Result<Option<Self>> {
+        let id = base.map(|manifest| manifest.snapshot);
+        let hold = match disk.hold(id.unwrap_or_default())? {
+            Hold::Held(lock) => Some(lock),
+            Hold::Going => return Ok(None),
+            Hold::Impossible => None,
+        };
+        let resolution = trails.follow(survey, source, base, until.lsn())?;
+        let newest = resolution.resolved.table.lsn();
+        if let Until::At(asked) = until
+            && newest < asked
+        {
+            let oldest = survey.readable().map(|manifest| manifest.end).min();
+            let oldest = oldest.filter(|_| survey.log.beginning().is_none()).unwrap_or_default();
+            return Err(Error::OutsideWindow { asked, oldest, newest });
+        }
+        let redo = base.map(|manifest| manifest.redo).or_else(|| survey.log.beginning());
+        let redo = redo.expect("the log was followed from there");
+        let past = Self {
+            disk: disk.clone(),
+            store: survey.store.clone(),
+            base: id,
+            redo,
+            resolved: resolution.resolved,
+            trails: std::mem::take(trails),
+            source: Mutex::new(Arc::new(DiskSource::new(disk.clone()))),
+            hold,
+        };
+        past.check_images_present()?;
+        Ok(Some(past))
+    }
+
+    /// The writer may have removed images before the snapshot was held.
+    fn check_images_present(&self) -> Result<()> {
+        let present: BTreeSet<String> = self.disk.list(Folder::Pages)?.into_iter().collect();
+        let files: BTreeSet<u64> =
+            self.resolved.bases.values().filter_map(|base| base.image).map(|image| image.file).collect();
+        let gone = files.into_iter().map(FileName::Pages).find(|file| !present.contains(&file.name()));
+        match gone {
+            Some(file) if !self.is_there()? => {
+                tracing::debug!(%file, "removed before it could be held");
+                Err(self.overtaken())
+            }
+            // What is lost takes its pages with it, not the others.
+            _ => Ok(()),
+        }
+    }
+
+    /// The batch whose state this is.
+    pub fn lsn(&self) -> Lsn {
+        self.resolved.table.lsn()
+    }
+
+    /// The snapshot that it was followed from; `None` is the log's beginning.
+    pub fn base(&self) -> Option<SnapshotId> {
+        self.base
+    }
+
+    /// The store.
+    pub fn store(&self) -> &StoreFile {
+        &self.store
+    }
+
+    /// Pages and root.
+    pub fn table(&self) -> &PageTable {
+        &self.resolved.table
+    }
+
+    /// The image that holds exactly a page's bytes, if there is one.
+    pub fn exact_image(&self, page: PageId) -> Option<ImageRef> {
+        self.trails.exact_image(&self.resolved, page)
+    }
+
+    /// Puts the bytes of a page together.
+    ///
+    /// # Errors
+    /// [`Error::UnknownPage`]; [`Error::Damaged`] in what this page is made from; [`Error::Overtaken`] if the
+    /// state could not be held and is gone.
+    pub fn load(&self, page: PageId) -> Result<Vec<u8>> {
+        if self.table().get(page).is_none() {
+            return Err(Error::UnknownPage { page });
+        }
+        let source = self.source.lock().clone();
+        let damage = match self.trails.load(&*source, &self.resolved, page) {
+            Ok(bytes) => return Ok(bytes),
+            // Read twice before it is called damaged, and by name: an open file may be one that the writer
+            // took for something else.
+            Err(_) => {
+                let anew = Arc::new(DiskSource::new(self.disk.clone()));
+                *self.source.lock() = anew.clone();
+                match self.trails.load(&*anew, &self.resolved, page) {
+                    Ok(bytes) => return Ok(bytes),
+                    Err(damage) => damage,
+                }
+            }
+        };
+        match damage.defect {
+            Defect::Memory { needed } => Err(Error::OutOfMemory { place: Place::Host, len: needed }),
+            Defect::Missing if !self.is_kept()? => Err(self.overtaken()),
+            _ => Err(damage.into()),
+        }
+    }
+
+    /// Whether no writer can have removed what this state needs.
+    fn is_kept(&self) -> Result<bool> {
+        Ok(self.hold.is_some() || self.is_there()?)
+    }
+
+    /// Whether what is removed first is still there. Of a snapshot that is its manifest; but that may stay for
+    /// snapshots that follow it, so the log is looked at too.
+    fn is_there(&self) -> Result<bool> {
+        let mut first = vec![FileName::Segment(self.redo.segment)];
+        first.extend(self.base.map(|id| FileName::Manifest(id.0)));
+        for file in first {
+            if !self.disk.list(file.folder())?.contains(&file.name()) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    fn overtaken(&self) -> Error {
+        let names = self.disk.list(Folder::Snapshots).unwrap_or_default();
+        let snapshots = names.iter().filter_map(|name| match FileName::parse(Folder::Snapshots, name) {
+            Some(FileName::Manifest(number)) => Some(SnapshotId(number)),
+            _ => None,
+        });
+        Error::Overtaken { lsn: self.lsn(), snapshot: snapshots.max() }
+    }
+}
+
+/// The Lsn of a point.
+fn until(survey: &Survey, point: Option<&RestorePoint>) -> Result<Until> {
+    Ok(match point {
+        None => Until::End,
+        Some(RestorePoint::Lsn(lsn)) => Until::At(*lsn),
+        Some(RestorePoint::Snapshot(id)) => match survey.links.get(id) {
+            Some(Ok((manifest, _))) => Until::At(manifest.end),
+            Some(Err(damage)) => return Err(damage.clone().into()),
+            None => return Err(Error::NoSnapshot { snapshot: *id }),
+        },
+        Some(RestorePoint::Name(name)) => {
+            let mut newest_first = survey.readable().rev();
+            let named = newest_first.find(|manifest| manifest.name.as_ref() == Some(name));
+            Until::At(named.ok_or_else(|| Error::NoSnapshotNamed { name: name.clone() })?.end)
+        }
+    })
+}
+
+fn missing(survey: &Survey) -> Damage {
+    let first = survey.log.segments().keys().next().copied().unwrap_or(1);
+    Defect::Missing.at_lsn(FileName::Segment(first), 0, Lsn(1))
+}

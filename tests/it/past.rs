@@ -1,0 +1,393 @@
+//! Looking at earlier states, read-only: beside a writer, on damaged stores, and where nothing can be locked.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+
+use remanent::disk::sim::SimDisk;
+use remanent::disk::{Disk, DiskFile, DiskLock, Hold};
+use remanent::{
+    Compression, Error, FileName, Folder, Key, Lsn, Options, PageId, Place, RestorePoint, Result, Snapshot,
+    SnapshotId, Store,
+};
+
+use crate::files::{open, open_with, small};
+
+const LEN: usize = 600;
+
+/// A store of three pages.
+fn three_pages(store: &Store) -> Vec<PageId> {
+    let mut batch = store.batch();
+    for key in ["a", "b", "c"] {
+        batch.create_with(LEN as u64, Place::Host, Some(Key::new(key).unwrap()), Default::default());
+    }
+    store.commit(batch).unwrap().pages
+}
+
+/// What batch `lsn` writes to all of a page.
+fn content(page: PageId, lsn: u64) -> Vec<u8> {
+    (0..LEN as u64).map(|at| (page.0 * 31 + lsn * 7 + at) as u8).collect()
+}
+
+/// Writes all of the pages anew.
+fn rewrite(store: &Store, pages: &[PageId]) -> Lsn {
+    let lsn = store.lsn().next();
+    let mut batch = store.batch();
+    for page in pages {
+        batch.write(*page, 0, &content(*page, lsn.0));
+    }
+    batch.set_root("step", lsn.0);
+    store.commit(batch).unwrap().position.lsn
+}
+
+fn at(disk: &SimDisk, point: &RestorePoint) -> Result<Snapshot> {
+    Snapshot::open_on(&(Arc::new(disk.clone()) as Arc<dyn Disk>), Some(point))
+}
+
+fn newest(disk: &SimDisk) -> Result<Snapshot> {
+    Snapshot::open_on(&(Arc::new(disk.clone()) as Arc<dyn Disk>), None)
+}
+
+/// All bytes are those of the handle's own batch.
+fn check(old: &Snapshot, pages: &[PageId]) {
+    for page in pages {
+        let mut bytes = vec![0; LEN];
+        old.read(*page, 0, &mut bytes).unwrap_or_else(|error| panic!("page {page}: {error}"));
+        assert_eq!(bytes, content(*page, old.lsn().0), "page {page} at {}", old.lsn());
+    }
+}
+
+#[test]
+fn every_batch_of_the_window_can_be_looked_at() {
+    let disk = SimDisk::new();
+    let store = open(&disk).unwrap();
+    let pages = three_pages(&store);
+    for step in 0..24 {
+        rewrite(&store, &pages);
+        if step % 7 == 3 {
+            store.snapshot().unwrap();
+        }
+    }
+    let files = disk.events();
+    let window = store.snapshots()[0].end.0..=store.lsn().0;
+    assert!(window.clone().count() > 8, "{window:?}");
+    for lsn in window.clone() {
+        let old = at(&disk, &RestorePoint::Lsn(Lsn(lsn))).unwrap();
+        assert_eq!((old.lsn(), old.id()), (Lsn(lsn), store.id()));
+        check(&old, &pages);
+        assert_eq!(old.page_by_key(&Key::new("b").unwrap()).unwrap().page, pages[1]);
+        assert_eq!(old.page(pages[0]).unwrap().lsn, Lsn(lsn));
+        let mut bytes = [0; 9];
+        old.read(pages[2], 100, &mut bytes).unwrap();
+        assert_eq!(bytes, content(pages[2], lsn)[100..109]);
+        let outside = old.read(pages[2], LEN as u64 - 8, &mut bytes);
+        assert!(matches!(outside, Err(Error::OutOfBounds { page_len: 600, .. })), "{outside:?}");
+        assert!(matches!(old.read(PageId(99), 0, &mut bytes), Err(Error::UnknownPage { .. })));
+    }
+    for snapshot in store.snapshots() {
+        let old = at(&disk, &RestorePoint::Snapshot(snapshot.id)).unwrap();
+        assert_eq!((old.lsn(), old.base()), (snapshot.end, Some(snapshot.id)));
+        check(&old, &pages);
+    }
+    let (asked, newest) = (Lsn(window.end() + 1), store.lsn());
+    let error = at(&disk, &RestorePoint::Lsn(asked)).unwrap_err();
+    assert!(
+        matches!(error, Error::OutsideWindow { asked: a, newest: n, .. } if a == asked && n == newest),
+        "{error}"
+    );
+    let gone = at(&disk, &RestorePoint::Snapshot(SnapshotId(99))).unwrap_err();
+    assert!(matches!(gone, Error::NoSnapshot { snapshot: SnapshotId(99) }), "{gone}");
+    let unknown = at(&disk, &RestorePoint::Name("nobody's".to_owned())).unwrap_err();
+    assert!(matches!(unknown, Error::NoSnapshotNamed { .. }), "{unknown}");
+    assert_eq!(disk.events(), files, "a look writes nothing");
+}
+
+#[test]
+fn there_is_nothing_to_look_at_without_a_store() {
+    let disk = SimDisk::new();
+    assert!(matches!(newest(&disk), Err(Error::NoStore { .. })));
+    assert_eq!(disk.events(), 0);
+    let directory = tempfile::tempdir().unwrap();
+    assert!(matches!(Store::open_read_only(directory.path()), Err(Error::NoStore { .. })));
+    assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
+}
+
+/// Pages that share no image: each damage takes its own page.
+#[test]
+fn damage_takes_only_the_page_that_it_strikes() {
+    let disk = SimDisk::new();
+    let store = open_with(&disk, small().compression(Compression::Off)).unwrap();
+    let pages = three_pages(&store);
+    rewrite(&store, &pages);
+    let snapshot = store.snapshot().unwrap();
+    drop(store);
+    let old = at(&disk, &RestorePoint::Snapshot(snapshot.id)).unwrap();
+    let files = disk.list(Folder::Pages).unwrap();
+    let file = FileName::parse(Folder::Pages, &files[0]).unwrap();
+    let bytes = disk.bytes(file).unwrap();
+    let wanted = content(pages[1], old.lsn().0);
+    let place = bytes.windows(LEN).position(|window| window == wanted).expect("an image holds the page");
+    disk.damage(file, place as u64 + 17, &[!wanted[17]]);
+    let mut out = vec![0; LEN];
+    let error = old.read(pages[1], 0, &mut out).unwrap_err();
+    assert_eq!((error.file(), error.offset()), (Some(file), Some(place as u64)), "{error}");
+    check(&old, &[pages[0], pages[2]]);
+    // What is mended can be read.
+    disk.damage(file, place as u64 + 17, &[wanted[17]]);
+    check(&old, &pages);
+}
+
+#[test]
+fn damage_to_the_log_takes_only_the_states_behind_it() {
+    let disk = SimDisk::new();
+    let store = open(&disk).unwrap();
+    let pages = three_pages(&store);
+    let (good, lost) = (rewrite(&store, &pages), rewrite(&store, &pages));
+    drop(store);
+    let wanted = content(pages[0], lost.0);
+    let place = disk
+        .list(Folder::Log)
+        .unwrap()
+        .iter()
+        .filter_map(|name| FileName::parse(Folder::Log, name))
+        .find_map(|file| {
+            let bytes = disk.bytes(file)?;
+            Some((file, bytes.windows(LEN).position(|window| window == wanted)?))
+        });
+    let (file, offset) = place.expect("the log holds the batch");
+    disk.damage(file, offset as u64, &[!wanted[0]]);
+    check(&at(&disk, &RestorePoint::Lsn(good)).unwrap(), &pages);
+    for error in [newest(&disk).unwrap_err(), at(&disk, &RestorePoint::Lsn(lost)).unwrap_err()] {
+        assert_eq!((error.file(), error.lsn()), (Some(file), Some(lost)), "{error}");
+    }
+}
+
+/// Readers beside a writer that commits, snapshots and recycles without end: what they read is what was
+/// there at their batch.
+#[test]
+fn readers_beside_a_writer_that_recycles_see_one_state() {
+    let disk = SimDisk::new();
+    beside(&disk, || newest(&disk), false);
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("store");
+    let store = Store::open(&path, small().snapshots_kept(1)).unwrap();
+    beside_store(store, || Store::open_read_only(&path), false);
+}
+
+/// The same where the readers can hold nothing: they may be overtaken.
+#[test]
+fn readers_that_hold_nothing_are_overtaken_or_right() {
+    let disk = SimDisk::new();
+    let unheld: Arc<dyn Disk> = Arc::new(Unlockable(disk.clone()));
+    beside(&disk, || Snapshot::open_on(&unheld, None), true);
+}
+
+fn beside(disk: &SimDisk, look: impl Fn() -> Result<Snapshot> + Sync, overtaken_allowed: bool) {
+    beside_store(open_with(disk, small().snapshots_kept(1)).unwrap(), look, overtaken_allowed);
+}
+
+fn beside_store(store: Store, look: impl Fn() -> Result<Snapshot> + Sync, overtaken_allowed: bool) {
+    const STATES: usize = 12;
+    let pages = three_pages(&store);
+    rewrite(&store, &pages);
+    let done = AtomicBool::new(false);
+    let seen: Mutex<BTreeMap<u64, usize>> = Mutex::default();
+    std::thread::scope(|scope| {
+        let readers: Vec<_> = (0..2)
+            .map(|_| {
+                scope.spawn(|| {
+                    while !done.load(Ordering::Relaxed) && seen.lock().unwrap().len() < STATES {
+                        let old = match look() {
+                            Ok(old) => old,
+                            Err(Error::Overtaken { .. }) if overtaken_allowed => continue,
+                            Err(error) => panic!("{error}"),
+                        };
+                        *seen.lock().unwrap().entry(old.lsn().0).or_default() += 1;
+                        for page in &pages {
+                            let mut bytes = vec![0; LEN];
+                            match old.read(*page, 0, &mut bytes) {
+                                Ok(()) => assert_eq!(bytes, content(*page, old.lsn().0), "at {}", old.lsn()),
+                                Err(Error::Overtaken { .. }) if overtaken_allowed => {}
+                                Err(error) => panic!("page {page} at {}: {error}", old.lsn()),
+                            }
+                        }
+                    }
+                })
+            })
+            .collect();
+        scope.spawn(|| {
+            let _ends = Ends(&done);
+            while !done.load(Ordering::Relaxed) {
+                for _ in 0..20 {
+                    rewrite(&store, &pages);
+                }
+                store.snapshot().unwrap();
+            }
+        });
+        let ended: Vec<_> = readers.into_iter().map(|reader| reader.join()).collect();
+        done.store(true, Ordering::Relaxed);
+        ended.into_iter().for_each(|ended| ended.unwrap());
+    });
+    assert!(seen.into_inner().unwrap().len() >= STATES, "the writer ended first");
+}
+
+/// Says that its thread ended, even by a panic.
+struct Ends<'a>(&'a AtomicBool);
+
+impl Drop for Ends<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// A disk on which nothing can be held, as on media that nobody can write to.
+struct Unlockable(SimDisk);
+
+impl Disk for Unlockable {
+    fn label(&self) -> String {
+        self.0.label()
+    }
+
+    fn lock(&self) -> Result<Box<dyn DiskLock>> {
+        self.0.lock()
+    }
+
+    fn hold(&self, _id: SnapshotId) -> Result<Hold> {
+        Ok(Hold::Impossible)
+    }
+
+    fn try_retire(&self, id: SnapshotId) -> Result<Option<Box<dyn DiskLock>>> {
+        self.0.try_retire(id)
+    }
+
+    fn list(&self, folder: Folder) -> Result<Vec<String>> {
+        Disk::list(&self.0, folder)
+    }
+
+    fn make_folder(&self, folder: Folder) -> Result<()> {
+        self.0.make_folder(folder)
+    }
+
+    fn sync_folder(&self, folder: Folder) -> Result<()> {
+        self.0.sync_folder(folder)
+    }
+
+    fn create(&self, file: FileName) -> Result<Arc<dyn DiskFile>> {
+        self.0.create(file)
+    }
+
+    fn open(&self, file: FileName, write: bool) -> Result<Arc<dyn DiskFile>> {
+        self.0.open(file, write)
+    }
+
+    fn rename(&self, source: FileName, target: FileName) -> Result<()> {
+        self.0.rename(source, target)
+    }
+
+    fn remove(&self, file: FileName) -> Result<()> {
+        self.0.remove(file)
+    }
+
+    fn mapping_refused(&self) -> Result<Option<String>> {
+        self.0.mapping_refused()
+    }
+}
+
+/// A held state outlives retention; once let go, it is removed.
+#[test]
+fn what_is_held_is_kept_until_it_is_let_go() {
+    let disk = SimDisk::new();
+    let store = open_with(&disk, small().snapshots_kept(1)).unwrap();
+    let pages = three_pages(&store);
+    rewrite(&store, &pages);
+    let first = store.snapshot().unwrap();
+    let manifest = FileName::Manifest(first.id.0);
+    let old = at(&disk, &RestorePoint::Lsn(rewrite(&store, &pages))).unwrap();
+    assert_eq!(old.base(), Some(first.id));
+    let other = at(&disk, &RestorePoint::Snapshot(first.id)).unwrap();
+    for _ in 0..3 {
+        for _ in 0..12 {
+            rewrite(&store, &pages);
+        }
+        store.snapshot().unwrap();
+    }
+    // Read for the first time now: nothing was taken away.
+    check(&old, &pages);
+    check(&other, &pages);
+    drop(old);
+    rewrite(&store, &pages);
+    store.snapshot().unwrap();
+    check(&at(&disk, &RestorePoint::Snapshot(first.id)).unwrap(), &pages);
+    assert!(disk.bytes(manifest).is_some(), "the other reader holds it still");
+    drop(other);
+    rewrite(&store, &pages);
+    store.snapshot().unwrap();
+    assert!(disk.bytes(manifest).is_none(), "nobody holds it any more");
+    let window = at(&disk, &RestorePoint::Lsn(first.end)).unwrap_err();
+    assert!(matches!(window, Error::OutsideWindow { .. }), "{window}");
+}
+
+/// The log's beginning is held as number 0.
+#[test]
+fn the_beginning_is_held_too() {
+    let disk = SimDisk::new();
+    let store = open_with(&disk, small().snapshots_kept(1)).unwrap();
+    let pages = three_pages(&store);
+    let old = at(&disk, &RestorePoint::Lsn(rewrite(&store, &pages))).unwrap();
+    assert_eq!(old.base(), None);
+    for _ in 0..3 {
+        for _ in 0..12 {
+            rewrite(&store, &pages);
+        }
+        store.snapshot().unwrap();
+    }
+    check(&old, &pages);
+    drop(old);
+    rewrite(&store, &pages);
+    store.snapshot().unwrap();
+    assert!(matches!(at(&disk, &RestorePoint::Lsn(Lsn(2))), Err(Error::OutsideWindow { .. })));
+}
+
+/// A restore keeps what it leaves: one can go back to where one came from.
+#[test]
+fn a_restore_can_be_gone_back_on() {
+    let disk = SimDisk::new();
+    let store = open_with(&disk, small().snapshots_kept(1)).unwrap();
+    let pages = three_pages(&store);
+    let lsns: Vec<Lsn> = (0..6).map(|_| rewrite(&store, &pages)).collect();
+    store.snapshot().unwrap();
+    let later: Vec<Lsn> = (0..6).map(|_| rewrite(&store, &pages)).collect();
+    let read = |page: PageId| {
+        let mut bytes = vec![0; LEN];
+        store.read(page, 0, &mut bytes).unwrap();
+        bytes
+    };
+    assert!(matches!(store.restore_to(lsns[0]), Err(Error::OutsideWindow { .. })));
+    store.restore_to(later[1]).unwrap();
+    assert_eq!(read(pages[0]), content(pages[0], later[1].0));
+    store.restore_to(later[4]).unwrap();
+    assert_eq!(read(pages[2]), content(pages[2], later[4].0));
+    let first = store.snapshots()[0].id;
+    store.restore_from_snapshot(first).unwrap();
+    assert_eq!(read(pages[1]), content(pages[1], lsns[5].0));
+    assert_eq!(store.snapshots().len(), 4, "a restore retires no snapshot");
+}
+
+#[test]
+fn a_directory_that_cannot_be_written_is_read() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("store");
+    let store = Store::open(&path, Options::default().segment_len(16 << 10)).unwrap();
+    let pages = three_pages(&store);
+    rewrite(&store, &pages);
+    store.snapshot().unwrap();
+    rewrite(&store, &pages);
+    drop(store);
+    // As in a copy on such a medium: no file to lock.
+    for file in ["READERS", "LOCK"] {
+        std::fs::remove_file(path.join(file)).unwrap();
+    }
+    let old = Store::open_read_only(&path).unwrap();
+    check(&old, &pages);
+    assert!(!path.join("READERS").exists() && !path.join("LOCK").exists());
+}
