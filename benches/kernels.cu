@@ -29,7 +29,15 @@
         }                                                                                                          \
     } while (0)
 
-constexpr u64 GIB = 1ull << 30;
+// Smaller and fewer under a sanitizer: -DLEN=268435456 -DLAUNCHES=1. Then the figures mean nothing.
+#ifndef LEN
+#define LEN (1ull << 30)
+#endif
+#ifndef LAUNCHES
+#define LAUNCHES 13
+#endif
+
+constexpr u64 GIB = LEN;
 constexpr u64 PAGE = 16 << 10;
 
 __global__ void read_only(const uint4 *from, u64 count, u32 *sink) {
@@ -64,14 +72,14 @@ static double seconds(const std::function<void()> &launch) {
     MUST(cudaEventCreate(&begin));
     MUST(cudaEventCreate(&end));
     std::vector<float> times;
-    for (int i = 0; i < 13; i++) {
+    for (int i = 0; i < LAUNCHES; i++) {
         MUST(cudaEventRecord(begin, stream));
         launch();
         MUST(cudaEventRecord(end, stream));
         MUST(cudaStreamSynchronize(stream));
         float ms;
         MUST(cudaEventElapsedTime(&ms, begin, end));
-        if (i >= 3) {
+        if (i >= 3 || LAUNCHES <= 3) {
             times.push_back(ms);
         }
     }
@@ -357,6 +365,14 @@ int main(int argc, char **argv) {
         check("gather", right);
     }
 
+    for (u64 len : {1 << 10, 4 << 10, 16 << 10, 32 << 10}) {
+        const Table<PieceRow> piece({PieceRow{t, s, 0, len, PIECE_DENSE, 1, 0}});
+        const Table<PartRow> part({PartRow{0, 1, 0, ~0ull}});
+        const double warp = seconds([&] { launch(by_warp, 128, 4, part, piece.rows); });
+        const double block = seconds([&] { launch(by_block, 256, 1, part, piece.rows); });
+        std::printf("one copy of %llu KiB: by a warp %.1f us, by a block %.1f us\n", len >> 10, warp * 1e6, block * 1e6);
+    }
+
     // Checksums.
     for (u64 len : {4 << 10, 16 << 10, 64 << 10}) {
         u32 *sums;
@@ -366,12 +382,19 @@ int main(int argc, char **argv) {
             rows.push_back({s + page * len, u64(sums + page), u32(len), CRC_FIRST | CRC_LAST});
         }
         const Table<CrcRow> table(rows);
-        time = seconds([&] { launch(crc_chunks, 128, 4, table); });
+        time = seconds([&] { launch(crc_chunks, 128, 8, table); });
         report(("CRC-32 of 1 GiB, " + std::to_string(len >> 10) + " KiB a page").c_str(), GIB, time, read_ceiling);
         const std::vector<u8> found = download(sums, 4 * (GIB / len));
         for (u64 page = 0; page < GIB / len; page += GIB / len / 64 + 1) {
             check("crc", ((const u32 *)found.data())[page] == crc_on_cpu(&source_bytes[page * len], len));
         }
+    }
+    for (u64 len : {16 << 10, 64 << 10}) {
+        u32 *sum;
+        MUST(cudaMalloc(&sum, 4));
+        const Table<CrcRow> table({CrcRow{s, u64(sum), u32(len), CRC_FIRST | CRC_LAST}});
+        time = seconds([&] { launch(crc_chunks, 128, 8, table); });
+        report(("CRC-32 of one page of " + std::to_string(len >> 10) + " KiB").c_str(), len, time, read_ceiling);
     }
     {
         // One page of 1 GiB, less three bytes at its beginning.
@@ -389,8 +412,8 @@ int main(int argc, char **argv) {
         const Table<CrcRow> table(rows);
         const Table<CombineRow> combine({CombineRow{u64(sums), u64(sums + chunks), u32(chunks), 0}});
         time = seconds([&] {
-            launch(crc_chunks, 128, 4, table);
-            launch(crc_combine, 128, 4, combine);
+            launch(crc_chunks, 128, 8, table);
+            launch(crc_combine, 256, 1, combine);
         });
         report("CRC-32 of one page of 1 GiB", GIB, time, read_ceiling);
         const u32 found = *(u32 *)download(sums + chunks, 4).data();
@@ -445,14 +468,14 @@ int main(int argc, char **argv) {
 
     // Many small deltas, all of it in mapped memory: 10,000 of 256 bytes over as many pages.
     {
-        constexpr u32 COUNT = 10000, LEN = 256;
+        constexpr u32 COUNT = 10000, BYTES = 256;
         u8 *payload;
-        MUST(cudaHostAlloc(&payload, COUNT * LEN, cudaHostAllocMapped));
-        std::memcpy(payload, source_bytes.data(), COUNT * LEN);
+        MUST(cudaHostAlloc(&payload, COUNT * BYTES, cudaHostAllocMapped));
+        std::memcpy(payload, source_bytes.data(), COUNT * BYTES);
         std::vector<PieceRow> rows;
         std::vector<PartRow> parts;
         for (u32 i = 0; i < COUNT; i++) {
-            rows.push_back({t + i * PAGE + 512, u64(payload) + i * LEN, 0, LEN, PIECE_DENSE, 1, 0});
+            rows.push_back({t + i * PAGE + 512, u64(payload) + i * BYTES, 0, BYTES, PIECE_DENSE, 1, 0});
             parts.push_back({i, 1, 0, ~0ull});
         }
         for (bool mapped : {true, false}) {
@@ -484,7 +507,7 @@ int main(int argc, char **argv) {
         bool right = true;
         const std::vector<u8> found = download(target, COUNT * PAGE);
         for (u32 i = 0; i < COUNT; i++) {
-            right &= std::memcmp(&found[i * PAGE + 512], payload + i * LEN, LEN) == 0;
+            right &= std::memcmp(&found[i * PAGE + 512], payload + i * BYTES, BYTES) == 0;
         }
         check("small deltas", right);
         const Table<PieceRow> one_piece({rows[0]}, true);

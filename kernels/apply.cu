@@ -171,21 +171,28 @@ __device__ __forceinline__ void copy_element(u8 *target, const u8 *source) {
     }
 }
 
-// The bits of the elements of one vector of sixteen bytes.
-template <u32 WIDTH>
-__device__ __forceinline__ u32 bits_of_vector(const u8 *bitmap, u64 vector) {
-    constexpr u32 ELEMENTS = 16 / WIDTH;
-    if (ELEMENTS == 16) {
-        return bitmap[2 * vector] | u32(bitmap[2 * vector + 1]) << 8;
+// 32 bits of a bitmap from bit `first` on, a multiple of 32; those from `end` on are 0, and not read beyond
+// their byte.
+__device__ __forceinline__ u32 bits_from(const u8 *bitmap, u64 first, u64 end) {
+    if (first >= end) {
+        return 0;
     }
-    const u64 first = vector * ELEMENTS;
-    return bitmap[first / 8] >> (first % 8) & ((1u << ELEMENTS) - 1);
+    const u8 *bytes = bitmap + first / 8;
+    if (end - first >= 32 && aligned(u64(bytes), 0, 4)) {
+        return *reinterpret_cast<const u32 *>(bytes);
+    }
+    const u32 count = least(end - first, 32);
+    u32 bits = 0;
+#pragma unroll 1
+    for (u32 byte = 0; 8 * byte < count; byte++) {
+        bits |= u32(bytes[byte]) << (8 * byte);
+    }
+    return count < 32 ? bits & ((1u << count) - 1) : bits;
 }
 
 // Which bits of word `word` of a vector belong to elements whose bit is 1.
-template <u32 WIDTH>
-__device__ __forceinline__ u32 word_mask(u32 bits, u32 word) {
-    switch (WIDTH) {
+__device__ __forceinline__ u32 word_mask(u32 bits, u32 word, u32 width) {
+    switch (width) {
     case 1: {
         // Four bits, spread to the lowest bit of four bytes; no product of the two sums reaches another.
         const u32 spread = ((bits >> (4 * word) & 15) * 0x00204081u) & 0x01010101u;
@@ -196,68 +203,88 @@ __device__ __forceinline__ u32 word_mask(u32 bits, u32 word) {
         return (two & 1) * 0x0000ffffu | (two >> 1) * 0xffff0000u;
     }
     case 4: return -(bits >> word & 1);
-    case 8: return -(bits >> (word / 2) & 1);
-    default: return -(bits & 1);
+    default: return -(bits >> (word / 2) & 1);
     }
 }
 
-// Vectors of sixteen bytes, both sides on their boundary. Four vectors a thread at a time, and every load
-// that is needed on its way before the first store.
-template <u32 THREADS, u32 WIDTH>
-__device__ __forceinline__ void merge_vectors(Bytes16 *target, const u8 *bitmap, const Bytes16 *values, u64 begin, u64 end,
-                              u32 thread) {
-    constexpr u32 AT_ONCE = 4;
-    constexpr u32 ALL = (1u << (16 / WIDTH)) - 1;
-    for (u64 i = begin + thread; i < end; i += AT_ONCE * THREADS) {
-        u32 bits[AT_ONCE];
-        Bytes16 merged[AT_ONCE], old[AT_ONCE];
+// `COUNT` vectors a lane from `vector` on, neighbouring lanes' vectors side by side. Every load that is needed
+// is on its way before the first store.
+template <u32 COUNT>
+__device__ __forceinline__ void merge_vectors(Bytes16 *target, const Bytes16 *values, u64 vector,
+                                              const u32 (&bits)[COUNT], u32 all, u32 width) {
+    Bytes16 merged[COUNT], old[COUNT];
 #pragma unroll
-        for (u32 k = 0; k < AT_ONCE; k++) {
-            const u64 vector = i + k * THREADS;
-            bits[k] = vector < end ? bits_of_vector<WIDTH>(bitmap, vector) : 0;
+    for (u32 k = 0; k < COUNT; k++) {
+        if (bits[k] != 0) {
+            merged[k] = values[vector + 32 * k];
         }
+        if (bits[k] != 0 && bits[k] != all) {
+            old[k] = target[vector + 32 * k];
+        }
+    }
 #pragma unroll
-        for (u32 k = 0; k < AT_ONCE; k++) {
-            if (bits[k] != 0) {
-                merged[k] = values[i + k * THREADS];
-            }
-            if (bits[k] != 0 && bits[k] != ALL) {
-                old[k] = target[i + k * THREADS];
+    for (u32 k = 0; k < COUNT; k++) {
+        if (bits[k] == 0) {
+            continue;
+        }
+        if (bits[k] != all) {
+#pragma unroll
+            for (u32 word = 0; word < 4; word++) {
+                const u32 mask = word_mask(bits[k], word, width);
+                merged[k].word[word] = (merged[k].word[word] & mask) | (old[k].word[word] & ~mask);
             }
         }
+        target[vector + 32 * k] = merged[k];
+    }
+}
+
+// Elements `begin` to `end`, whole vectors of sixteen bytes, both sides on their boundary. A warp reads a word
+// of the bitmap a lane, four of them ahead, and passes over what has no bit set.
+template <u32 THREADS>
+__device__ __forceinline__ void merge_whole_vectors(Bytes16 *target, const u8 *bitmap, const Bytes16 *values,
+                                                    u64 begin, u64 end, u32 width, u32 thread) {
+    // How many vectors a lane merges at a time, of those that its warp's words speak of.
+    constexpr u32 COUNT = 2;
+    constexpr u32 ROUND = 32 * THREADS;
+    const u32 elements = 16 / width;
+    const u32 vectors = 2 * width;
+    const u32 all = (1u << elements) - 1;
+    const u32 lane = thread % 32;
+    for (u64 first = begin + 32 * (thread - lane); first < end; first += 4 * ROUND) {
+        u32 word[4];
 #pragma unroll
-        for (u32 k = 0; k < AT_ONCE; k++) {
-            if (bits[k] == 0) {
+        for (u32 i = 0; i < 4; i++) {
+            word[i] = bits_from(bitmap, first + i * ROUND + 32 * lane, end);
+        }
+#pragma unroll 1
+        for (u32 i = 0; i < 4; i++) {
+            const u32 own = i < 2 ? (i == 0 ? word[0] : word[1]) : (i == 2 ? word[2] : word[3]);
+            if (!__any_sync(EVERYONE, own != 0)) {
                 continue;
             }
-            if (bits[k] != ALL) {
+            const u64 vector = (first + i * ROUND) / elements + lane;
+#pragma unroll 1
+            for (u32 k = 0; k < vectors; k += COUNT) {
+                u32 bits[COUNT];
 #pragma unroll
-                for (u32 word = 0; word < 4; word++) {
-                    const u32 mask = word_mask<WIDTH>(bits[k], word);
-                    merged[k].word[word] = (merged[k].word[word] & mask) | (old[k].word[word] & ~mask);
+                for (u32 j = 0; j < COUNT; j++) {
+                    const u32 bit = (32 * (k + j) + lane) * elements;
+                    bits[j] = __shfl_sync(EVERYONE, own, bit / 32) >> (bit % 32) & all;
                 }
+                merge_vectors<COUNT>(target, values, vector + 32 * k, bits, all, width);
             }
-            target[i + k * THREADS] = merged[k];
         }
     }
 }
 
+// Elements `begin` to `end`, one by one.
 template <u32 THREADS, u32 WIDTH>
-__device__ __forceinline__ void merge_masked(u8 *target, const u8 *bitmap, const u8 *values, u64 begin, u64 end, u32 thread) {
-    // Elements from `plain` on are merged one by one.
-    u64 plain = begin;
-    if (aligned(u64(target), u64(values), 16)) {
-        // `begin` is a multiple of MASK_STEPS, so it is a whole number of vectors and of bytes of the bitmap.
-        const u64 vectors_end = end * WIDTH / 16;
-        merge_vectors<THREADS, WIDTH>(reinterpret_cast<Bytes16 *>(target), bitmap,
-                                      reinterpret_cast<const Bytes16 *>(values), begin * WIDTH / 16, vectors_end,
-                                      thread);
-        plain = vectors_end * 16 / WIDTH;
-    }
-    for (u64 byte = plain / 8 + thread; 8 * byte < end; byte += THREADS) {
+__device__ __forceinline__ void merge_elements(u8 *target, const u8 *bitmap, const u8 *values, u64 begin, u64 end,
+                                               u32 thread) {
+    for (u64 byte = begin / 8 + thread; 8 * byte < end; byte += THREADS) {
         for (u32 bits = bitmap[byte], bit = 0; bits != 0; bits >>= 1, bit++) {
             const u64 element = 8 * byte + bit;
-            if ((bits & 1) != 0 && element >= plain && element < end) {
+            if ((bits & 1) != 0 && element >= begin && element < end) {
                 copy_element<WIDTH>(target + element * WIDTH, values + element * WIDTH);
             }
         }
@@ -304,12 +331,19 @@ template <u32 THREADS>
 __device__ __forceinline__ void apply_masked(const PieceRow &piece, u64 begin, u64 end, u32 thread) {
     u8 *target = at<u8>(piece.target);
     const u8 *bitmap = at<u8>(piece.payload), *values = at<u8>(piece.values);
+    if (aligned(piece.target, piece.values, 16)) {
+        // `begin` is a multiple of MASK_STEPS, so it is a whole number of vectors and of bytes of the bitmap.
+        const u64 whole = end * piece.width / 16 * 16 / piece.width;
+        merge_whole_vectors<THREADS>(reinterpret_cast<Bytes16 *>(target), bitmap,
+                                     reinterpret_cast<const Bytes16 *>(values), begin, whole, piece.width, thread);
+        begin = whole;
+    }
     switch (piece.width) {
-    case 1: return merge_masked<THREADS, 1>(target, bitmap, values, begin, end, thread);
-    case 2: return merge_masked<THREADS, 2>(target, bitmap, values, begin, end, thread);
-    case 4: return merge_masked<THREADS, 4>(target, bitmap, values, begin, end, thread);
-    case 8: return merge_masked<THREADS, 8>(target, bitmap, values, begin, end, thread);
-    default: return merge_masked<THREADS, 16>(target, bitmap, values, begin, end, thread);
+    case 1: return merge_elements<THREADS, 1>(target, bitmap, values, begin, end, thread);
+    case 2: return merge_elements<THREADS, 2>(target, bitmap, values, begin, end, thread);
+    case 4: return merge_elements<THREADS, 4>(target, bitmap, values, begin, end, thread);
+    case 8: return merge_elements<THREADS, 8>(target, bitmap, values, begin, end, thread);
+    default: return merge_elements<THREADS, 16>(target, bitmap, values, begin, end, thread);
     }
 }
 

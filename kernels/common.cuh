@@ -89,6 +89,9 @@ constexpr u64 EQUAL = ~0ull;
 constexpr u32 OUT_OF_BOUNDS = 1;
 constexpr u32 TWICE = 2;
 
+// All lanes of a warp.
+constexpr u32 EVERYONE = ~0u;
+
 // Sixteen bytes, the widest access that a thread makes.
 struct __align__(16) Bytes16 {
     u32 word[4];

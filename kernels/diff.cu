@@ -11,7 +11,6 @@
 #include "common.cuh"
 
 constexpr u32 THREADS = 256;
-constexpr u32 EVERYONE = 0xffffffffu;
 
 // One bit for each of the four bytes, 1 where it is not 0.
 __device__ __forceinline__ u32 bytes_set(u32 word) {
@@ -154,6 +153,9 @@ __device__ u64 first_difference(const u8 *left, const u8 *right, u64 begin, u64 
 
 extern "C" __global__ void __launch_bounds__(256) compare(const CompareRow *rows, u32 row_count) {
     const CompareRow row = rows[blockIdx.x];
+    if (*at<volatile u64>(row.target) < row.offset) {
+        return;
+    }
     const u8 *left = at<u8>(row.left), *right = at<u8>(row.right);
     // A thread's own pieces come in rising order, so its first find is its least.
     u64 found = EQUAL;
@@ -183,7 +185,8 @@ extern "C" __global__ void __launch_bounds__(256) compare(const CompareRow *rows
     for (u64 i = plain + threadIdx.x; i < row.len && found == EQUAL; i += THREADS) {
         found = first_difference(left, right, i, i + 1);
     }
-    if (found != EQUAL) {
+    // Where nearly everything differs, few threads still find something lesser.
+    if (found != EQUAL && row.offset + found < *at<volatile u64>(row.target)) {
         atomicMin(at<u64>(row.target), row.offset + found);
     }
 }

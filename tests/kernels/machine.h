@@ -35,6 +35,18 @@ inline unsigned __shfl_down_sync(unsigned, unsigned value, unsigned distance) {
     return exchange(value, threadIdx.x % 32 + distance);
 }
 
+inline unsigned __shfl_sync(unsigned, unsigned value, unsigned lane) {
+    return exchange(value, lane % 32);
+}
+
+inline bool __any_sync(unsigned, bool value) {
+    unsigned any = value;
+    for (unsigned distance = 16; distance > 0; distance /= 2) {
+        any |= exchange(any, (threadIdx.x % 32) ^ distance);
+    }
+    return any != 0;
+}
+
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned bits) {
     return unsigned(((unsigned long long)(high) << 32 | low) >> (bits & 31));
 }

@@ -248,10 +248,10 @@ pub const APPLY_BY_WARP: Kernel =
 /// [`PartRow`]s of much work, a block each.
 pub const APPLY_BY_BLOCK: Kernel =
     Kernel { name: "apply_by_block", module: 0, threads: 256, rows_per_block: 1 };
-/// [`CrcRow`]s, a warp each.
-pub const CRC_CHUNKS: Kernel = Kernel { name: "crc_chunks", module: 1, threads: 128, rows_per_block: 4 };
-/// [`CombineRow`]s, a warp each. After [`CRC_CHUNKS`], in the same stream.
-pub const CRC_COMBINE: Kernel = Kernel { name: "crc_combine", module: 1, threads: 128, rows_per_block: 4 };
+/// [`CrcRow`]s, sixteen lanes each.
+pub const CRC_CHUNKS: Kernel = Kernel { name: "crc_chunks", module: 1, threads: 128, rows_per_block: 8 };
+/// [`CombineRow`]s, a block each. After [`CRC_CHUNKS`], in the same stream.
+pub const CRC_COMBINE: Kernel = Kernel { name: "crc_combine", module: 1, threads: 256, rows_per_block: 1 };
 /// [`DiffRow`]s, a block each.
 pub const DIFF: Kernel = Kernel { name: "diff", module: 2, threads: 256, rows_per_block: 1 };
 /// [`CompareRow`]s, a block each.
