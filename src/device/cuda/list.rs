@@ -7,19 +7,20 @@
 //! the copy engine lets a short copy wait for long ones, for seconds. Long ones are the copy engine's.
 
 use std::collections::HashMap;
+use std::hash::BuildHasherDefault;
 
 use remanent_format::Width;
 
 use super::abi::PieceRow;
 use super::memory::{Block, Kind};
-use super::plan::{Area, Plan, PlannedPiece, Step, crc_words};
+use super::plan::{Area, IdHasher, Plan, PlannedPiece, Step, crc_words};
 use crate::device::{Command, MemoryId, Payload, Piece, PieceKind, Span, Staging, StagingSpan};
 
 /// The longest copy between host and GPU that a kernel makes.
 const SHORT_LEN_MAX: u64 = 64 << 10;
 
 /// Page memory, by its id.
-pub(super) type Memories = HashMap<MemoryId, Memory>;
+pub(super) type Memories = HashMap<MemoryId, Memory, BuildHasherDefault<IdHasher>>;
 
 /// An allocation of page memory.
 #[derive(Debug)]

@@ -13,6 +13,7 @@
 //! ranges and gives the addresses, `launch.rs` does what the plan says.
 
 use std::collections::{BTreeMap, HashSet};
+use std::hash::{BuildHasherDefault, Hasher};
 use std::ops::Range;
 
 use super::abi::{
@@ -90,8 +91,37 @@ pub(super) struct Plan {
 #[derive(Debug, Default)]
 struct Batch {
     pieces: Vec<PlannedPiece>,
-    written: HashSet<Area>,
-    read: HashSet<Area>,
+    written: Areas,
+    read: Areas,
+}
+
+type Areas = HashSet<Area, BuildHasherDefault<IdHasher>>;
+
+/// Hashes ids, which rise: a multiplication spreads them well enough, at a fraction of what a hash against
+/// attackers costs a delta.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct IdHasher(u64);
+
+impl Hasher for IdHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|byte| self.write_u64(u64::from(*byte)));
+    }
+
+    fn write_u64(&mut self, number: u64) {
+        self.0 = (self.0.rotate_left(29) ^ number).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    }
+
+    fn write_usize(&mut self, number: usize) {
+        self.write_u64(number as u64);
+    }
+
+    fn write_isize(&mut self, number: isize) {
+        self.write_u64(number as u64);
+    }
 }
 
 /// Parts of launches that follow each other.
@@ -185,12 +215,16 @@ impl Plan {
         let everything = (0, (0..pieces.len()).collect());
         let mut groups: Vec<(usize, Vec<usize>)> = vec![everything];
         // Each round either ends with a group or makes it smaller.
-        while let Some((stage, group)) = groups.pop() {
-            for cluster in clusters(&pieces, group) {
-                if cluster.len() == 1 {
-                    self.alone(&pieces[cluster[0]], at(&mut stages, stage));
-                } else if is_hot(&pieces, &cluster) {
-                    self.one_by_one(&pieces, &cluster, at(&mut stages, stage));
+        while let Some((stage, mut group)) = groups.pop() {
+            let lens = clusters(&pieces, &mut group);
+            let mut rest = &group[..];
+            for len in lens {
+                let (cluster, after) = rest.split_at(len);
+                rest = after;
+                if let [piece] = cluster {
+                    self.alone(&pieces[*piece], at(&mut stages, stage));
+                } else if is_hot(&pieces, cluster) {
+                    self.one_by_one(&pieces, cluster, at(&mut stages, stage));
                 } else {
                     let (now, later) = first_round(&pieces, cluster);
                     now.into_iter().for_each(|piece| self.alone(&pieces[piece], at(&mut stages, stage)));
@@ -269,21 +303,26 @@ fn extent(piece: &PlannedPiece) -> Range<u64> {
     piece.row.target..piece.row.target + piece.target_len
 }
 
-/// Takes pieces apart where no target reaches across; within each cluster they keep the order of the list.
-fn clusters(pieces: &[PlannedPiece], mut group: Vec<usize>) -> Vec<Vec<usize>> {
+/// Sorts pieces and takes them apart where no target reaches across: the length of each cluster. Within a
+/// cluster pieces keep the order of the list.
+fn clusters(pieces: &[PlannedPiece], group: &mut [usize]) -> Vec<usize> {
     group.sort_unstable_by_key(|piece| pieces[*piece].row.target);
-    let mut clusters: Vec<Vec<usize>> = Vec::with_capacity(group.len());
-    let mut reach = 0;
-    for piece in group {
-        let Range { start, end } = extent(&pieces[piece]);
-        match clusters.last_mut().filter(|_| start < reach) {
-            Some(cluster) => cluster.push(piece),
-            None => clusters.push(vec![piece]),
+    let (mut lens, mut reach) = (Vec::with_capacity(group.len()), 0);
+    for piece in &*group {
+        let Range { start, end } = extent(&pieces[*piece]);
+        match lens.last_mut().filter(|_| start < reach) {
+            Some(len) => *len += 1,
+            None => lens.push(1),
         }
         reach = reach.max(end);
     }
-    clusters.iter_mut().for_each(|cluster| cluster.sort_unstable());
-    clusters
+    let mut rest = group;
+    for len in &lens {
+        let (cluster, after) = rest.split_at_mut(*len);
+        cluster.sort_unstable();
+        rest = after;
+    }
+    lens
 }
 
 /// Whether one block should work through the cluster.
@@ -293,11 +332,11 @@ fn is_hot(pieces: &[PlannedPiece], cluster: &[usize]) -> bool {
 }
 
 /// The pieces that no earlier one of the cluster overlaps, and the rest.
-fn first_round(pieces: &[PlannedPiece], cluster: Vec<usize>) -> (Vec<usize>, Vec<usize>) {
+fn first_round(pieces: &[PlannedPiece], cluster: &[usize]) -> (Vec<usize>, Vec<usize>) {
     // What earlier pieces cover, as disjoint ranges by their starts.
     let mut covered: BTreeMap<u64, u64> = BTreeMap::new();
-    cluster.into_iter().partition(|piece| {
-        let Range { mut start, mut end } = extent(&pieces[*piece]);
+    cluster.iter().partition(|piece| {
+        let Range { mut start, mut end } = extent(&pieces[**piece]);
         let overlaps = covered.range(..end).next_back().is_some_and(|(_, reach)| *reach > start);
         while let Some((&from, &reach)) =
             covered.range(..=end).next_back().filter(|(_, reach)| **reach >= start)
@@ -308,4 +347,122 @@ fn first_round(pieces: &[PlannedPiece], cluster: Vec<usize>) -> (Vec<usize>, Vec
         covered.insert(start, end);
         !overlaps
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// SplitMix64.
+    fn next(state: &mut u64) -> u64 {
+        *state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let z = (*state ^ (*state >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+
+    /// Does what a part says to a piece of memory, as a warp or a block would.
+    fn run_part(plan: &Plan, part: &PartRow, memory: &mut [u8]) {
+        let first = part.piece_first as usize;
+        for row in &plan.pieces[first..first + part.piece_count as usize] {
+            for step in part.begin..part.end.min(row.steps) {
+                memory[(row.target + step) as usize] = memory[(row.payload + step) as usize];
+            }
+        }
+    }
+
+    /// Dense pieces between two pages and a staging, whose bytes others write and read too.
+    fn drawn_pieces(seed: u64) -> Vec<PlannedPiece> {
+        let mut state = seed;
+        let mut below = |limit: u64| next(&mut state) % limit;
+        let longest = [300_000, 20_000, 300][(seed % 3) as usize];
+        let count = [3, 30, 200][(seed / 3 % 3) as usize];
+        let piece = |_| {
+            let len = 1 + below(longest);
+            let target = below(2);
+            let source = (target + 1 + below(2)) % 3;
+            let mut place = |area: u64| area * AREA + below(AREA - len);
+            let row = PieceRow::dense(place(target), place(source), len);
+            let area = |number| if number < 2 { Area::Memory(number) } else { Area::Staging(0) };
+            PlannedPiece { row, target_len: len, target: area(target), source: Some(area(source)) }
+        };
+        (0..count).map(piece).collect()
+    }
+
+    const AREA: u64 = 400_000;
+
+    #[test]
+    fn no_result_depends_on_which_part_runs_first() {
+        for seed in 0..45 {
+            let pieces = drawn_pieces(seed);
+            let start: Vec<u8> = (0..3 * AREA).scan(seed, |state, _| Some(next(state) as u8)).collect();
+            let mut expected = start.clone();
+            for piece in &pieces {
+                let row = piece.row;
+                let from = row.payload as usize;
+                expected.copy_within(from..from + row.steps as usize, row.target as usize);
+            }
+            let mut plan = Plan::default();
+            pieces.iter().for_each(|piece| plan.piece(*piece));
+            plan.flush();
+            for backwards in [false, true] {
+                let mut found = start.clone();
+                for step in &plan.steps {
+                    let Step::Apply(_, range) = step else { panic!("pieces become parts: {step:?}") };
+                    let mut parts: Vec<&PartRow> = plan.parts[range.clone()].iter().collect();
+                    if backwards {
+                        parts.reverse();
+                    }
+                    parts.into_iter().for_each(|part| run_part(&plan, part, &mut found));
+                }
+                assert!(found == expected, "seed {seed}, backwards: {backwards}");
+            }
+        }
+    }
+
+    fn dense(target: u64, len: u64) -> PlannedPiece {
+        let row = PieceRow::dense(target, 1 << 40, len);
+        PlannedPiece { row, target_len: len, target: Area::Memory(0), source: Some(Area::Staging(0)) }
+    }
+
+    fn planned(pieces: &[PlannedPiece]) -> Plan {
+        let mut plan = Plan::default();
+        pieces.iter().for_each(|piece| plan.piece(*piece));
+        plan.flush();
+        plan
+    }
+
+    #[test]
+    fn launches_are_as_few_as_order_allows() {
+        let launches = |pieces: &[PlannedPiece]| planned(pieces).steps.len();
+        // Many deltas of many pages.
+        let apart: Vec<PlannedPiece> = (0..1000).map(|page| dense(page * 4096, 256)).collect();
+        assert_eq!(launches(&apart), 1);
+        // A hot spot: one part, however often it is written.
+        let hot = planned(&vec![dense(64, 8); 1000]);
+        assert_eq!((hot.steps.len(), hot.parts.len()), (1, 1));
+        // A long page that is zeroed and then written: twice the whole GPU.
+        let zeroed_and_written = planned(&[dense(0, 10 << 20), dense(0, 10 << 20)]);
+        assert_eq!((zeroed_and_written.steps.len(), zeroed_and_written.parts.len()), (2, 640));
+        // What is read after it was written waits.
+        let download =
+            PlannedPiece { target: Area::Staging(1), source: Some(Area::Memory(0)), ..dense(1 << 41, 8) };
+        assert_eq!(launches(&[dense(0, 8), download]), 2);
+        assert_eq!(launches(&[]), 0);
+    }
+
+    #[test]
+    fn checksums_are_cut_from_their_ends() {
+        let chunk = u64::from(CRC_CHUNK_LEN);
+        let mut plan = Plan::default();
+        plan.crcs(&[(0, 5), (1000, 2 * chunk + 1), (9, 0)], 1 << 20);
+        let rows: Vec<(u64, u32, u32)> =
+            plan.crcs.iter().map(|row| (row.source, row.len, row.flags)).collect();
+        let both = CRC_FIRST | CRC_LAST;
+        let long = [(1000, 1, CRC_FIRST), (1001, CRC_CHUNK_LEN, 0), (1001 + chunk, CRC_CHUNK_LEN, CRC_LAST)];
+        assert_eq!(rows, [&[(0, 5, both)], &long[..], &[(9, 0, both)]].concat());
+        let CombineRow { remainders, target, count, .. } = plan.combines[0];
+        assert_eq!((remainders, target, count), ((1 << 20) + 12, (1 << 20) + 4, 3));
+        assert_eq!(crc_words([5, 2 * chunk + 1, 0].into_iter()), 6);
+    }
 }
