@@ -233,6 +233,14 @@ pub enum Error {
         /// The last batch of that incarnation that survived, where it is still known.
         survived: Option<Lsn>,
     },
+    /// A replica was given a batch that does not follow its last one.
+    #[error("batch {lsn} does not follow: batch {expected} is the next one")]
+    OutOfOrder {
+        /// The batch.
+        lsn: Lsn,
+        /// The one that would follow.
+        expected: Lsn,
+    },
     /// A call to the device failed.
     #[error("device: {reason}")]
     Device {
@@ -313,6 +321,7 @@ impl Error {
             | Error::IdentityMismatch { .. }
             | Error::LayoutMismatch { .. }
             | Error::Forked { .. }
+            | Error::OutOfOrder { .. }
             | Error::Closed => Remedy::ChangeCall,
             Error::Conflict { .. } | Error::Locked { .. } => Remedy::Retry,
             Error::DiskFull { .. } | Error::OverBudget { .. } | Error::OutOfMemory { .. } => {
@@ -355,7 +364,7 @@ impl Error {
     pub fn lsn(&self) -> Option<Lsn> {
         match self {
             Error::Damaged(damage) => damage.lsn,
-            Error::Overtaken { lsn, .. } => Some(*lsn),
+            Error::Overtaken { lsn, .. } | Error::OutOfOrder { lsn, .. } => Some(*lsn),
             Error::OutsideWindow { asked, .. } => Some(*asked),
             Error::Diverged { position, .. } => Some(position.lsn),
             Error::Poisoned(cause) => cause.lsn(),

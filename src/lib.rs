@@ -70,7 +70,7 @@
 //! | 3 | their implementations |
 //! | 4 | `batch`, [`arena`], [`staging`], `source` |
 //! | 5 | `log/`, `images`, `publish`, `keeping`, `runs`, `past`, `applier/` |
-//! | 6 | `commit`, `snapshot`, `recovery`, `restore`, `reader` |
+//! | 6 | `commit`, `snapshot`, `recovery`, `restore`, `reader`, `follower/` |
 //! | 7 | `store` |
 //! | 8 | this file |
 //!
@@ -135,6 +135,7 @@ mod snapshot;
 mod restore;
 mod reader;
 mod recovery;
+mod follower;
 mod store;
 
 use std::path::Path;
@@ -142,6 +143,9 @@ use std::sync::Arc;
 
 pub use batch::{NewPage, PageRef, WriteBatch};
 pub use error::{Error, Remedy, Result};
+pub use follower::{
+    FollowFrom, FollowedBatch, Follower, FollowerPosition, ParsePositionError, Replica, Restored,
+};
 pub use keeping::SnapshotInfo;
 pub use log::LogStats;
 pub use options::{Ack, Budget, Compression, Create, DeviceChoice, LogIo, Options};
@@ -149,6 +153,7 @@ pub use point::RestorePoint;
 pub use reader::Snapshot;
 pub use recovery::Recovered;
 pub use remanent_format::log::TornTail;
+pub use remanent_format::op::{Indices, Op};
 pub use remanent_format::{
     Damage, Defect, Epoch, FileName, Folder, Incarnation, Key, LogPoint, Lsn, Metadata, PageId, PageInfo,
     Place, Position, SnapshotId, StoreId, Value, Width,
@@ -230,6 +235,30 @@ impl Store {
         let device = device_for(options.device)?;
         let disk = Arc::new(DirDisk::new(directory.path()));
         Self::open_keeping(disk, device, options, Some(Box::new(directory)))
+    }
+}
+
+impl Follower {
+    /// Follows the store in `directory`. Nothing is locked and nothing is written: a directory that can only be
+    /// read will do, and the store may be open in this process or another one, or in none.
+    ///
+    /// # Errors
+    /// [`Error::NoStore`]; [`Error::Overtaken`] if batches behind `from` are not kept any more,
+    /// [`Error::Diverged`] if a crash took the batch at `from`, or it is another store's; [`Error::Damaged`].
+    pub fn open(directory: impl AsRef<Path>, from: FollowFrom) -> Result<Self> {
+        Self::open_on(Arc::new(DirDisk::new(directory)), from)
+    }
+}
+
+impl Replica {
+    /// The state of the newest snapshot of the store in `directory`, with all its bytes; the empty store where
+    /// there is no snapshot. A [`Follower`] from its position goes on from there.
+    ///
+    /// # Errors
+    /// [`Error::NoStore`], [`Error::Damaged`]; what the file system says.
+    pub fn from_snapshot(directory: impl AsRef<Path>) -> Result<Self> {
+        let disk: Arc<dyn disk::Disk> = Arc::new(DirDisk::new(directory));
+        Self::from_snapshot_on(&disk)
     }
 }
 

@@ -196,7 +196,9 @@ fn base(entry: &ManifestEntry, lsn: Lsn) -> Base {
     Base { image: entry.image, len: entry.len, lsn, resized: false, len_max: entry.len }
 }
 
-fn page_info(entry: &ManifestEntry) -> PageInfo {
+/// A page as a manifest's entry describes it.
+#[must_use]
+pub fn page_info(entry: &ManifestEntry) -> PageInfo {
     PageInfo {
         page: entry.page,
         key: entry.key.clone(),

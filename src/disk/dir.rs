@@ -20,7 +20,7 @@ use rustix::io::Errno;
 
 use super::buffered::BufferedWindow;
 use super::mapped::MappedWindow;
-use super::{Disk, DiskFile, DiskLock, Hold, Window, lock, readers};
+use super::{Disk, DiskFile, DiskLock, Hold, Watch, Window, lock, readers, watch};
 use crate::error::{Error, Result};
 use crate::options::LogIo;
 
@@ -163,6 +163,10 @@ impl Disk for DirDisk {
 
     fn remove(&self, file: FileName) -> Result<()> {
         std::fs::remove_file(self.file_path(file)).map_err(|source| Error::io("remove", file, None, source))
+    }
+
+    fn watch(&self, folder: Folder) -> Box<dyn Watch> {
+        watch::watch(&self.folder_path(folder))
     }
 
     fn mapping_refused(&self) -> Result<Option<String>> {

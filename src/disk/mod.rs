@@ -10,12 +10,14 @@ pub mod dir;
 mod lock;
 mod mapped;
 mod readers;
+mod watch;
 // Public because tests and fuzz targets use it from outside the crate; hidden because nobody's store does.
 #[doc(hidden)]
 pub mod sim;
 
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use remanent_format::{FileName, Folder, SnapshotId};
 
@@ -92,6 +94,12 @@ pub trait Disk: Send + Sync + 'static {
     /// What the system says.
     fn remove(&self, file: FileName) -> Result<()>;
 
+    /// Somebody who tells when files of a folder are written, made or renamed, as far as the system tells it.
+    fn watch(&self, folder: Folder) -> Box<dyn Watch> {
+        let _ = folder;
+        Box::new(Nap)
+    }
+
     /// Whether a shared mapping of a file here is safe to write through; if not, why.
     ///
     /// # Errors
@@ -159,6 +167,30 @@ pub trait Window: Send + Sync {
     /// # Errors
     /// What the system says; then nothing may be acknowledged any more.
     fn sync(&self, offset: u64, len: u64) -> Result<()>;
+}
+
+/// Waits for changes in a folder.
+pub trait Watch: Send {
+    /// Whether changes end a wait early. Stores into a mapping never do.
+    fn tells(&self) -> bool;
+
+    /// Waits until something changes, at most so long. Returns whether names changed, or may have.
+    fn wait(&mut self, timeout: Duration) -> bool;
+}
+
+/// Nobody tells: a wait takes its whole time.
+struct Nap;
+
+impl Watch for Nap {
+    fn tells(&self) -> bool {
+        false
+    }
+
+    fn wait(&mut self, timeout: Duration) -> bool {
+        // Woken for no reason it ends early, and costs one look.
+        std::thread::park_timeout(timeout);
+        false
+    }
 }
 
 /// A lock, held until dropped.

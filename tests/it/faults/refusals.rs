@@ -193,6 +193,12 @@ fn every_error_tells_where_and_what_helps() {
             Remedy::StartOver,
             "9 in incarnation 0",
         ),
+        (
+            Error::OutOfOrder { lsn: Lsn(9), expected: Lsn(7) },
+            (None, None, Some(Lsn(9))),
+            Remedy::ChangeCall,
+            "7 is the next",
+        ),
         (Error::Device { reason: "busy".to_owned(), context_lost: false }, nowhere, Remedy::Reopen, "busy"),
         (lost.clone(), nowhere, Remedy::NewProcess, "gone"),
         (Error::OutOfMemory { place, len: 9 }, nowhere, Remedy::FreeSpace, "9 bytes"),

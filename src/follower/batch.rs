@@ -1,0 +1,125 @@
+//! Floor 6. What a follower hands over: a whole batch, or the state that a restore put in place of everything.
+
+use std::sync::Arc;
+
+use remanent_format::manifest::Manifest;
+use remanent_format::op::{Op, decode_payload};
+use remanent_format::rebuild::read_image;
+use remanent_format::{Defect, Lsn, Metadata, PageId, PageInfo};
+
+use super::locate::missing_file;
+use super::position::FollowerPosition;
+use crate::disk::Disk;
+use crate::error::{Error, Result};
+use crate::source::DiskSource;
+
+/// A batch as it was committed, every byte checked.
+///
+/// Its operations are after-images: applied in their order to the pages as the batches before left them, they
+/// give the pages as this one left them. [`crate::Replica`] does that.
+#[derive(Clone, Debug)]
+pub struct FollowedBatch {
+    pub(super) position: FollowerPosition,
+    pub(super) durable: Lsn,
+    /// Where its frame lies.
+    pub(super) segment: u64,
+    pub(super) offset: u64,
+    pub(super) payload: Vec<u8>,
+    pub(super) restored: Option<Restored>,
+}
+
+impl FollowedBatch {
+    /// The batch's number.
+    #[must_use]
+    pub fn lsn(&self) -> Lsn {
+        self.position.lsn
+    }
+
+    /// Where a follower goes on behind this batch. Keep it together with what was made of the batch.
+    #[must_use]
+    pub fn position(&self) -> FollowerPosition {
+        self.position
+    }
+
+    /// The newest batch that was known to survive a power cut when this one was logged. This one itself may
+    /// not: if a power cut takes it, its position has diverged.
+    #[must_use]
+    pub fn durable(&self) -> Lsn {
+        self.durable
+    }
+
+    /// What the batch does, in order.
+    #[must_use]
+    pub fn operations(&self) -> Vec<Op<'_>> {
+        let ops = decode_payload(&self.payload).expect("decoded before it was handed over");
+        ops.into_iter().map(|at| at.op).collect()
+    }
+
+    /// The remark that the batch carries, if it carries one.
+    #[must_use]
+    pub fn note(&self) -> Option<String> {
+        self.operations().into_iter().find_map(|op| match op {
+            Op::Note { text } => Some(text.to_owned()),
+            _ => None,
+        })
+    }
+
+    /// The state that the batch puts in place of everything, if it is a restore.
+    #[must_use]
+    pub fn restored(&self) -> Option<&Restored> {
+        self.restored.as_ref()
+    }
+}
+
+/// The state that a restore put in place of all pages and the root.
+#[derive(Clone)]
+pub struct Restored {
+    pub(super) disk: Arc<dyn Disk>,
+    pub(super) lsn: Lsn,
+    pub(super) of: Lsn,
+    pub(super) table: Arc<Manifest>,
+    pub(super) pages: Vec<PageInfo>,
+}
+
+impl Restored {
+    /// The batch whose state it is.
+    #[must_use]
+    pub fn of(&self) -> Lsn {
+        self.of
+    }
+
+    /// All pages, in the order of their ids. One that has the epoch and the batch that it had before the
+    /// restore has the same bytes, too.
+    #[must_use]
+    pub fn pages(&self) -> &[PageInfo] {
+        &self.pages
+    }
+
+    /// The root.
+    #[must_use]
+    pub fn root(&self) -> &Arc<Metadata> {
+        &self.table.root
+    }
+
+    /// Reads a page's bytes, and checks them.
+    ///
+    /// # Errors
+    /// [`Error::UnknownPage`]; [`Error::Overtaken`] if the image is not kept any more; [`Error::Damaged`].
+    pub fn read(&self, page: PageId) -> Result<Vec<u8>> {
+        let entries = &self.table.entries;
+        let at = entries
+            .binary_search_by_key(&page, |entry| entry.page)
+            .map_err(|_| Error::UnknownPage { page })?;
+        let Some(image) = &entries[at].image else { return Ok(Vec::new()) };
+        read_image(&DiskSource::new(self.disk.clone()), image).map_err(|damage| match damage.defect {
+            Defect::Missing => missing_file(&self.disk, self.lsn, damage),
+            _ => damage.into(),
+        })
+    }
+}
+
+impl std::fmt::Debug for Restored {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Restored").field("of", &self.of).field("pages", &self.pages).finish_non_exhaustive()
+    }
+}

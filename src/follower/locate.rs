@@ -1,0 +1,214 @@
+//! Floor 6. Where to begin: from a position, from a snapshot, from the first batch. Nothing here waits.
+//!
+//! A position names no place on disk. The batch is looked for in the segments of its incarnation, and its
+//! chain hash must be the one remembered. Where the incarnation has a successor, that one's opening says what
+//! became of the batch:
+//!
+//! | the batch | where to go on |
+//! |---|---|
+//! | above what the successor accepted | nowhere: a crash took it, the position diverged |
+//! | above the proven end | at the successor's start; the copies of what was handed over are passed over |
+//! | the proven end itself | at the successor's start |
+//! | below | in the segments of its own incarnation |
+//!
+//! What cannot be found any more because a newer snapshot made it superfluous was overtaken.
+
+use std::sync::Arc;
+
+use remanent_format::frame::{FrameHeaderRaw, FrameKind, UncheckedFrame};
+use remanent_format::log::LogWalk;
+use remanent_format::rebuild::Survey;
+use remanent_format::segment::{Opening, SEGMENT_HEADER_BLOCK};
+use remanent_format::{Damage, Defect, FileName, Folder, Incarnation, LogPoint, Lsn, SnapshotId, StoreId};
+
+use super::position::FollowerPosition;
+use super::segment::LiveSegment;
+use super::tail::Tail;
+use crate::disk::Disk;
+use crate::error::{Error, Result};
+use crate::source::DiskSource;
+
+/// Looks at all files of a store directory, as they are now.
+pub(super) fn survey(disk: &Arc<dyn Disk>) -> Result<Survey> {
+    let names = disk.list(Folder::Root)?;
+    if !names.iter().any(|name| FileName::parse(Folder::Root, name) == Some(FileName::Store)) {
+        return Err(Error::NoStore { path: disk.label() });
+    }
+    Ok(Survey::read(&DiskSource::new(disk.clone()))?)
+}
+
+/// The newest snapshot that can be used: its number, its redo, its end.
+pub(super) fn newest_snapshot(survey: &Survey) -> Option<(SnapshotId, LogPoint, Lsn)> {
+    let mut usable = survey.candidates().into_iter().filter_map(|candidate| candidate.ok().flatten());
+    usable.next().map(|manifest| (manifest.snapshot, manifest.redo, manifest.end))
+}
+
+/// What it means that the log behind `point` is gone.
+pub(super) fn missing(disk: &Arc<dyn Disk>, point: LogPoint) -> Error {
+    let newest = match survey(disk) {
+        Ok(survey) => newest_snapshot(&survey),
+        Err(error) => return error,
+    };
+    let lsn = point.lsn.next();
+    match newest {
+        Some((snapshot, redo, _)) if redo.segment > point.segment => {
+            Error::Overtaken { lsn, snapshot: Some(snapshot) }
+        }
+        // A writer recycles nothing that the newest snapshot needs.
+        _ => Defect::Missing.at_lsn(FileName::Segment(point.segment), point.offset, lsn).into(),
+    }
+}
+
+/// What it means that a file which batch `lsn` names is gone.
+pub(super) fn missing_file(disk: &Arc<dyn Disk>, lsn: Lsn, damage: Damage) -> Error {
+    match survey(disk).map(|survey| newest_snapshot(&survey)) {
+        // What a batch names is kept for as long as the batch may be replayed.
+        Ok(Some((snapshot, redo, _))) if redo.lsn >= lsn => {
+            Error::Overtaken { lsn, snapshot: Some(snapshot) }
+        }
+        Ok(_) => damage.into(),
+        Err(error) => error,
+    }
+}
+
+/// The point from which to read on behind a position; and the position as it is known there.
+pub(super) fn locate(
+    disk: &Arc<dyn Disk>,
+    survey: &Survey,
+    position: FollowerPosition,
+) -> Result<(LogPoint, FollowerPosition)> {
+    if position == FollowerPosition::BEGINNING {
+        let Some(start) = survey.log.beginning() else {
+            return Err(missing(disk, LogPoint { segment: 1, ..LogPoint::default() }));
+        };
+        return Ok((start, at(start)));
+    }
+    let incarnation = position.incarnation;
+    check_on_line(disk, survey, position)?;
+    if let Some((segment, opening)) = survey.log.successor(incarnation)
+        && let Some(point) = behind(position, segment, &opening)?
+    {
+        return Ok((point, at_start(position, point)));
+    }
+    if let Some((segment, opening)) = opening_of(survey, incarnation)
+        && position.lsn <= opening.predecessor.lsn
+    {
+        // The start of an incarnation has the last batch of the one before, and its chain hash.
+        let start = opening.start(segment);
+        return if at(start) == position { Ok((start, position)) } else { Err(diverged(position, None)) };
+    }
+    find(disk, survey, position).map(|point| (point, position))
+}
+
+/// Where to go on behind a position of an incarnation that ended, if that is not within it.
+///
+/// # Errors
+/// [`Error::Diverged`].
+pub(super) fn behind(position: FollowerPosition, segment: u64, next: &Opening) -> Result<Option<LogPoint>> {
+    let survived = Some(next.accepted);
+    if position.lsn > next.accepted {
+        return Err(diverged(position, survived));
+    }
+    let known = [(next.accepted, next.accepted_chain), (next.predecessor.lsn, next.predecessor.chain)];
+    if known.iter().any(|(lsn, chain)| *lsn == position.lsn && *chain != position.chain) {
+        return Err(diverged(position, survived));
+    }
+    Ok((position.lsn >= next.predecessor.lsn).then(|| next.start(segment)))
+}
+
+/// A position as the incarnation that starts at `start` knows it, if it does.
+pub(super) fn at_start(position: FollowerPosition, start: LogPoint) -> FollowerPosition {
+    if position.lsn == start.lsn { at(start) } else { position }
+}
+
+/// The last batch before a point.
+pub(super) fn at(point: LogPoint) -> FollowerPosition {
+    FollowerPosition { incarnation: point.incarnation, lsn: point.lsn, chain: point.chain }
+}
+
+/// The error of a position that is not on the store's line.
+pub(super) fn diverged(position: FollowerPosition, survived: Option<Lsn>) -> Error {
+    Error::Diverged { position: position.batch(), survived }
+}
+
+/// Refuses an incarnation that is not one of the store's, as far as that can be told.
+fn check_on_line(disk: &Arc<dyn Disk>, survey: &Survey, position: FollowerPosition) -> Result<()> {
+    let incarnation = position.incarnation;
+    let log = &survey.log;
+    if log.newest() == Some(incarnation)
+        || opening_of(survey, incarnation).is_some()
+        || log.successor(incarnation).is_some()
+    {
+        return Ok(());
+    }
+    // The openings that are left reach back to the oldest one's predecessor; of what was before nobody knows.
+    let oldest = log.line().first().map(|(_, opening)| opening.predecessor.incarnation).or(log.newest());
+    if oldest.is_none_or(|oldest| incarnation.number >= oldest.number) {
+        return Err(diverged(position, None));
+    }
+    let first = log.segments().keys().next().copied().unwrap_or_default();
+    let before_all = LogPoint { lsn: position.lsn, segment: first.saturating_sub(1), ..LogPoint::default() };
+    Err(missing(disk, before_all))
+}
+
+fn opening_of(survey: &Survey, incarnation: Incarnation) -> Option<(u64, Opening)> {
+    survey.log.line().iter().copied().find(|(_, opening)| opening.incarnation == incarnation)
+}
+
+/// Looks for a batch in the segments of its incarnation.
+fn find(disk: &Arc<dyn Disk>, survey: &Survey, position: FollowerPosition) -> Result<LogPoint> {
+    let store = survey.store.store;
+    let own =
+        survey.log.segments().iter().filter(|(_, segment)| segment.frames == Some(position.incarnation));
+    let mut start = None;
+    let mut first = None;
+    for (&number, _) in own {
+        first = first.or(Some(number));
+        let Some(point) = first_point(disk, store, number)? else { continue };
+        if point.incarnation == position.incarnation && point.lsn < position.lsn {
+            start = Some(point);
+        }
+    }
+    let Some(start) = start else {
+        let segment = first.unwrap_or_default().saturating_sub(1);
+        return Err(missing(disk, LogPoint { lsn: position.lsn, segment, ..LogPoint::default() }));
+    };
+    let mut tail = Tail::new(disk.clone(), store, start);
+    while tail.point().lsn < position.lsn {
+        let Some(taken) = tail.peek()? else {
+            // The batch was handed over once, so it was whole. It was recycled, or it is damaged, or the log ends
+            // before it, as a power cut leaves it.
+            let point = tail.point();
+            if let overtaken @ Error::Overtaken { .. } = missing(disk, point) {
+                return Err(overtaken);
+            }
+            let source = DiskSource::new(disk.clone());
+            LogWalk::new(&source, &survey.log, point, survey.mark())?.next()?;
+            return Err(diverged(position, Some(point.lsn)));
+        };
+        tail.go_to(taken.end);
+    }
+    let point = tail.point();
+    if at(point) == position { Ok(point) } else { Err(diverged(position, None)) }
+}
+
+/// The point before the first frame of a segment, as that frame tells it: what is found from there on must
+/// arrive at a chain hash that is known.
+fn first_point(disk: &Arc<dyn Disk>, store: StoreId, number: u64) -> Result<Option<LogPoint>> {
+    let Some(mut open) = LiveSegment::open(&**disk, store, number)? else { return Ok(None) };
+    let Some(bytes) = open.bytes(SEGMENT_HEADER_BLOCK, FrameHeaderRaw::LEN)? else { return Ok(None) };
+    let Ok(frame) = UncheckedFrame::decode(bytes) else { return Ok(None) };
+    let header = *frame.unproven();
+    let lsn = match header.kind {
+        FrameKind::Batch => Lsn(header.lsn.0.saturating_sub(1)),
+        FrameKind::Seal => header.lsn,
+    };
+    let own = frame.lies_at(store, number, SEGMENT_HEADER_BLOCK);
+    Ok(own.then_some(LogPoint {
+        incarnation: header.incarnation,
+        lsn,
+        segment: number,
+        offset: SEGMENT_HEADER_BLOCK,
+        chain: header.chain_prev,
+    }))
+}

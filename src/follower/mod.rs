@@ -1,0 +1,351 @@
+//! Floor 6. Following a store: its batches, one after the other, as they are logged, in another process or in
+//! this one.
+//!
+//! A follower holds nothing and writes nothing. The writer does not know of it, so what it reads may be
+//! unfinished, replaced or recycled at any moment. Three rules make that harmless:
+//!
+//! 1. What is handed over has proven itself: a frame by its checksums, its own position and the chain hash of
+//!    the frame before (I3). A file that was recycled under the reader cannot give that.
+//! 2. What is not whole is not there yet. It is damage only if the judgement of the log's end (I4) says so
+//!    twice, of the same frame, with nothing renamed in between: what the first judgement took for durable
+//!    was written before the second one began.
+//! 3. What is gone was overtaken, if a snapshot says that nobody needs it any more. What a crash took from an
+//!    incarnation is said by the opening of the next one: whoever had read it has diverged.
+//!
+//! [`tail`] takes one step along the log, [`locate`] finds where to begin and what became of an incarnation,
+//! [`patience`] says how to wait, [`replica`] applies what is handed over.
+
+mod batch;
+mod locate;
+mod patience;
+mod position;
+mod replica;
+mod segment;
+mod tail;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use remanent_format::frame::FrameKind;
+use remanent_format::log::LogWalk;
+use remanent_format::op::{Op, OpAt, decode_payload};
+use remanent_format::rebuild::read_manifest;
+use remanent_format::replay::page_info;
+use remanent_format::segment::Opening;
+use remanent_format::store::StoreFile;
+use remanent_format::{Damage, Defect, FileName, Folder, LogPoint, Lsn};
+
+pub use batch::{FollowedBatch, Restored};
+pub use position::{FollowerPosition, ParsePositionError};
+pub use replica::Replica;
+
+use crate::disk::{Disk, Watch};
+use crate::error::{Error, Result};
+use crate::source::DiskSource;
+use locate::{at_start, behind, diverged, locate, missing, missing_file, newest_snapshot, survey};
+use patience::{Pauses, Suspicion};
+use segment::LiveSegment;
+use tail::{Tail, Taken};
+
+/// Where a follower begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum FollowFrom {
+    /// With the store's first batch.
+    Beginning,
+    /// Behind the state of the newest snapshot; where there is none, with the first batch.
+    Snapshot,
+    /// Behind a batch that was handed over before.
+    Position(FollowerPosition),
+}
+
+impl From<FollowerPosition> for FollowFrom {
+    fn from(position: FollowerPosition) -> Self {
+        FollowFrom::Position(position)
+    }
+}
+
+/// Reads the batches of a store in order, while somebody else may be writing it.
+///
+/// ```
+/// use std::time::Duration;
+/// use remanent::{FollowFrom, Follower, Options, Place, Replica, Store};
+/// # let directory = tempfile::tempdir().unwrap();
+/// # let path = directory.path().join("mystore");
+/// let store = Store::open(&path, Options::default())?;
+/// let mut follower = Follower::open(&path, FollowFrom::Beginning)?;
+/// let mut replica = Replica::default();
+/// assert!(follower.next(Duration::ZERO)?.is_none());
+///
+/// let mut batch = store.batch();
+/// let page = batch.create(8, Place::Host);
+/// batch.write(page, 0, b"remanent").note("first");
+/// let committed = store.commit(batch)?;
+///
+/// let batch = follower.next(Duration::from_secs(10))?.expect("it is logged");
+/// assert_eq!(batch.lsn(), committed.position.lsn);
+/// assert_eq!(batch.note().as_deref(), Some("first"));
+/// replica.apply(&batch)?;
+/// assert_eq!(replica.bytes(committed.pages[0]), Some(&b"remanent"[..]));
+///
+/// // Another process goes on from here.
+/// let text = follower.position().to_string();
+/// let mut later = Follower::open(&path, FollowFrom::Position(text.parse().unwrap()))?;
+/// assert!(later.next(Duration::ZERO)?.is_none());
+/// # Ok::<(), remanent::Error>(())
+/// ```
+pub struct Follower {
+    disk: Arc<dyn Disk>,
+    store: StoreFile,
+    tail: Tail,
+    position: FollowerPosition,
+    /// The newest batch that anything says is durable.
+    mark: Lsn,
+    suspicion: Suspicion,
+    watch: Box<dyn Watch>,
+}
+
+impl Follower {
+    /// Follows a store on any disk: the way in for tests. Callers use [`Follower::open`].
+    ///
+    /// # Errors
+    /// As for [`Follower::open`].
+    #[doc(hidden)]
+    pub fn open_on(disk: Arc<dyn Disk>, from: FollowFrom) -> Result<Self> {
+        loop {
+            let survey = survey(&disk)?;
+            let position = match (from, newest_snapshot(&survey)) {
+                (FollowFrom::Position(position), _) => position,
+                (FollowFrom::Snapshot, Some((_, redo, end))) => {
+                    match Self::behind_end(disk.clone(), &survey.store, redo, end) {
+                        // A newer snapshot took its place meanwhile.
+                        Err(Error::Overtaken { .. }) => continue,
+                        done => return done,
+                    }
+                }
+                (FollowFrom::Beginning | FollowFrom::Snapshot, _) => FollowerPosition::BEGINNING,
+            };
+            let (point, position) = locate(&disk, &survey, position)?;
+            let mark = survey.mark();
+            return Ok(Self::at(disk, survey.store, mark, point, position));
+        }
+    }
+
+    /// Follows behind the state of a snapshot. Its images are not of one moment, so that state is reached at
+    /// its end, and the batches from its redo on are read to get there.
+    fn behind_end(disk: Arc<dyn Disk>, store: &StoreFile, redo: LogPoint, end: Lsn) -> Result<Self> {
+        let position = locate::at(redo);
+        // I7: the log is durable up to the end of a snapshot that is published.
+        let mut follower = Self::at(disk, store.clone(), end, redo, position);
+        while follower.position.lsn < end {
+            follower.next(Duration::MAX)?;
+        }
+        Ok(follower)
+    }
+
+    fn at(
+        disk: Arc<dyn Disk>,
+        store: StoreFile,
+        mark: Lsn,
+        point: LogPoint,
+        position: FollowerPosition,
+    ) -> Self {
+        let watch = disk.watch(Folder::Log);
+        let tail = Tail::new(disk.clone(), store.store, point);
+        Self { disk, store, tail, position, mark, suspicion: Suspicion::new(), watch }
+    }
+
+    /// Behind which batch the follower is: where another one goes on.
+    #[must_use]
+    pub fn position(&self) -> FollowerPosition {
+        self.position
+    }
+
+    /// The next batch; `None` if none came within `timeout`. A timeout of zero looks once.
+    ///
+    /// Batches come whole, in order, without a gap, each once: also across the death of the writer and the
+    /// recovery after it. A batch is handed over once it is logged, so a power cut may still take it;
+    /// [`FollowedBatch::durable`] says which ones it cannot take any more.
+    ///
+    /// # Errors
+    /// [`Error::Overtaken`] if batches were recycled before they were read, [`Error::Diverged`] if a crash took
+    /// the batch at the follower's position: both end the following. [`Error::Damaged`] if bytes under a durable
+    /// mark are not what they were; what the file system says.
+    pub fn next(&mut self, timeout: Duration) -> Result<Option<FollowedBatch>> {
+        let deadline = Instant::now().checked_add(timeout);
+        let mut pauses = Pauses::new();
+        loop {
+            // 1. What lies behind us.
+            if let Some(batch) = self.take()? {
+                return Ok(Some(batch));
+            }
+            // 2. What became of the log around us.
+            let now = Instant::now();
+            if pauses.may_look(now, self.watch.tells()) && self.look_around()? {
+                continue;
+            }
+            // 3. Whether waiting can help.
+            if self.tail.resembles_frame() {
+                self.suspicion.note(now);
+            }
+            if self.suspicion.due(now) {
+                self.judge()?;
+                self.suspicion.judged(now);
+                // What was written meanwhile is there now.
+                continue;
+            }
+            // 4. Wait.
+            let left = deadline.map_or(Duration::MAX, |deadline| deadline.saturating_duration_since(now));
+            if left.is_zero() {
+                return Ok(None);
+            }
+            if self.watch.wait(pauses.next().min(left)) {
+                pauses.look_now();
+            }
+        }
+    }
+
+    /// The next batch that was not handed over yet, if it is there. Seals and copies are passed over.
+    fn take(&mut self) -> Result<Option<FollowedBatch>> {
+        while let Some(taken) = self.tail.peek()? {
+            let header = taken.header;
+            let end = taken.end;
+            let mut handed = None;
+            if header.kind == FrameKind::Batch && header.lsn > self.position.lsn {
+                handed = Some(self.open_batch(taken)?);
+            }
+            // Only now: a batch that could not be opened is tried again.
+            self.tail.go_to(end);
+            self.mark = self.mark.max(header.durable);
+            self.suspicion.progress();
+            // A copy of the last batch is known by its new name from now on.
+            if header.kind == FrameKind::Batch && header.lsn >= self.position.lsn {
+                self.position = locate::at(end);
+            }
+            if handed.is_some() {
+                return Ok(handed);
+            }
+        }
+        Ok(None)
+    }
+
+    /// What a frame holds, checked: all that the batch names is read here or known to be there.
+    fn open_batch(&self, taken: Taken) -> Result<FollowedBatch> {
+        let Taken { header, payload, end } = taken;
+        let at = |defect: Defect| defect.at_lsn(FileName::Segment(header.segment), header.offset, header.lsn);
+        let ops = decode_payload(&payload).map_err(at)?;
+        let restored = match ops.as_slice() {
+            [OpAt { op: Op::Restore { table, table_crc, restored }, .. }] => {
+                Some(self.open_restore(header.lsn, *table, *table_crc, *restored)?)
+            }
+            _ => None,
+        };
+        Ok(FollowedBatch {
+            position: locate::at(end),
+            durable: header.durable,
+            segment: header.segment,
+            offset: header.offset,
+            payload,
+            restored,
+        })
+    }
+
+    fn open_restore(&self, lsn: Lsn, table: u64, table_crc: u32, of: Lsn) -> Result<Restored> {
+        let file = FileName::Table(table);
+        let gone = |damage: Damage| match damage.defect {
+            Defect::Missing => missing_file(&self.disk, lsn, damage),
+            _ => damage.into(),
+        };
+        let source = DiskSource::new(self.disk.clone());
+        let (table, health) = read_manifest(&source, file, &self.store).map_err(gone)?;
+        if health.header_crc != table_crc {
+            let (found, expected) = (health.header_crc.into(), table_crc.into());
+            let defect = Defect::Mismatch { what: "checksum of the restored table", found, expected };
+            return Err(defect.at_lsn(file, 0, lsn).into());
+        }
+        let pages = table.entries.iter().map(page_info).collect();
+        Ok(Restored { disk: self.disk.clone(), lsn, of, table: Arc::new(table), pages })
+    }
+
+    /// Looks at the names in the log's folder; returns whether the follower went on to a new incarnation.
+    fn look_around(&mut self) -> Result<bool> {
+        let segments = self.segments()?;
+        let here = self.tail.point();
+        if let Some((segment, opening)) = self.first_opening(&segments)? {
+            return self.cross(segment, &opening);
+        }
+        if !segments.contains(&here.segment) && self.tail.peek()?.is_none() {
+            return Err(missing(&self.disk, here));
+        }
+        Ok(false)
+    }
+
+    /// Goes on to the incarnation that begins behind this point, if this one ended here.
+    fn cross(&mut self, segment: u64, opening: &Opening) -> Result<bool> {
+        let here = self.tail.point();
+        let before = opening.predecessor.incarnation;
+        if before != here.incarnation {
+            // Either incarnations in between were recycled, or this one never became part of the line.
+            let on_line = before.number > here.incarnation.number;
+            let error = if on_line { missing(&self.disk, here) } else { diverged(self.position, None) };
+            return Err(error);
+        }
+        let Some(start) = behind(self.position, segment, opening)? else { return Ok(false) };
+        self.tail.go_to(start);
+        self.position = at_start(self.position, start);
+        self.mark = self.mark.max(opening.accepted);
+        tracing::debug!(position = %self.position, "following the next incarnation");
+        Ok(true)
+    }
+
+    /// Numbers of the segments that there are, ascending.
+    fn segments(&self) -> Result<Vec<u64>> {
+        let names = self.disk.list(Folder::Log)?;
+        let mut numbers: Vec<u64> = names
+            .iter()
+            .filter_map(|name| match FileName::parse(Folder::Log, name) {
+                Some(FileName::Segment(number)) => Some(number),
+                _ => None,
+            })
+            .collect();
+        numbers.sort_unstable();
+        Ok(numbers)
+    }
+
+    /// The first opening above this point: that of the next incarnation, unless it was recycled.
+    fn first_opening(&self, segments: &[u64]) -> Result<Option<(u64, Opening)>> {
+        let here = self.tail.point().segment;
+        for &number in segments.iter().filter(|number| **number > here) {
+            let open = LiveSegment::open(&*self.disk, self.store.store, number)?;
+            if let Some(opening) = open.and_then(|open| open.opening) {
+                return Ok(Some((number, opening)));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Whether the next frame must be there and is not (I4). Twice: the first reading may have seen a frame's
+    /// successors and not yet the frame.
+    fn judge(&mut self) -> Result<()> {
+        let names = self.disk.list(Folder::Log)?;
+        let Some(first) = self.damage()? else { return Ok(()) };
+        if self.tail.peek()?.is_some() {
+            return Ok(());
+        }
+        let second = self.damage()?;
+        // A writer makes, replaces and recycles segments, each with a rename.
+        if second == Some(first.clone()) && self.disk.list(Folder::Log)? == names {
+            return Err(first.into());
+        }
+        Ok(())
+    }
+
+    /// The damage behind the point, as one reading sees it.
+    fn damage(&self) -> Result<Option<Damage>> {
+        let survey = survey(&self.disk)?;
+        let source = DiskSource::new(self.disk.clone());
+        let mark = self.mark.max(survey.mark());
+        let walk = LogWalk::new(&source, &survey.log, self.tail.point(), mark);
+        Ok(walk.and_then(|mut walk| walk.next().map(drop)).err())
+    }
+}

@@ -1,0 +1,135 @@
+//! Floor 6. One segment, read while somebody may be appending to it, or recycling it.
+//!
+//! Whoever reads it holds nothing, so every answer is "as of now". What is read must prove itself: a frame by
+//! its checksums, its own position and its chain, and the file by its header, which is looked at again after
+//! each frame, because a recycled file goes on being readable through an old handle.
+
+use std::io::ErrorKind;
+use std::sync::Arc;
+
+use remanent_format::frame::{FRAME_HEADER_LEN, FrameHeader};
+use remanent_format::segment::{Opening, SegmentHeader, SegmentHeaderRaw};
+use remanent_format::{Defect, FileName, StoreId};
+
+use crate::disk::{Disk, DiskFile};
+use crate::error::{Error, Result};
+
+/// The least that is read at a time: enough for both places in a segment at which the next frame may lie.
+const READ_MIN: usize = 8 << 10;
+/// The most that is read at a time while frame follows frame.
+const READ_MAX: usize = 256 << 10;
+
+/// An open segment.
+pub(super) struct LiveSegment {
+    pub number: u64,
+    pub opening: Option<Opening>,
+    store: StoreId,
+    len: u64,
+    file: Arc<dyn DiskFile>,
+    buffer: Vec<u8>,
+    buffer_at: u64,
+    read_len: usize,
+}
+
+impl LiveSegment {
+    /// Opens segment `number` under its present name; `None` if there is none with a sound header.
+    pub fn open(disk: &dyn Disk, store: StoreId, number: u64) -> Result<Option<Self>> {
+        let Some(file) = unless_gone(disk.open(FileName::Segment(number), false))? else { return Ok(None) };
+        let Some(header) = header(&*file, store, number)? else { return Ok(None) };
+        Ok(Some(Self {
+            number,
+            opening: header.opening,
+            store,
+            len: header.segment_len,
+            file,
+            buffer: Vec::new(),
+            buffer_at: 0,
+            read_len: READ_MIN,
+        }))
+    }
+
+    /// `len` bytes at `offset`, perhaps as they were at an earlier call; `None` if the segment ends before.
+    pub fn bytes(&mut self, offset: u64, len: usize) -> Result<Option<&[u8]>> {
+        if self.len.saturating_sub(offset) < len as u64 {
+            return Ok(None);
+        }
+        if !self.has(offset, len) {
+            let room = usize::try_from(self.len - offset).unwrap_or(usize::MAX);
+            self.buffer.resize(self.read_len.max(len).min(room), 0);
+            self.buffer_at = offset;
+            if unless_gone(self.file.read_at(offset, &mut self.buffer))?.is_none() {
+                self.buffer.clear();
+                return Ok(None);
+            }
+            self.read_len = (2 * self.read_len).min(READ_MAX);
+        }
+        let at = (offset - self.buffer_at) as usize;
+        Ok(Some(&self.buffer[at..at + len]))
+    }
+
+    /// A frame's payload, unchecked; `None` if the segment ends before.
+    pub fn payload(&mut self, header: &FrameHeader) -> Result<Option<Vec<u8>>> {
+        let (offset, len) = (header.offset + FRAME_HEADER_LEN, header.payload_len as usize);
+        if self.len.saturating_sub(offset) < len as u64 {
+            return Ok(None);
+        }
+        let mut payload = Vec::new();
+        payload.try_reserve_exact(len).map_err(|_| {
+            let defect = Defect::Memory { needed: len as u64 };
+            defect.at_lsn(FileName::Segment(self.number), header.offset, header.lsn)
+        })?;
+        if self.has(offset, len) {
+            let at = (offset - self.buffer_at) as usize;
+            payload.extend_from_slice(&self.buffer[at..at + len]);
+            return Ok(Some(payload));
+        }
+        payload.resize(len, 0);
+        Ok(unless_gone(self.file.read_at(offset, &mut payload))?.map(|()| payload))
+    }
+
+    /// The bytes from `offset` on that were read last, if they were.
+    pub fn seen(&self, offset: u64) -> Option<&[u8]> {
+        self.has(offset, 1).then(|| &self.buffer[(offset - self.buffer_at) as usize..])
+    }
+
+    /// Whether bytes of an earlier moment are remembered.
+    pub fn has_read(&self) -> bool {
+        !self.buffer.is_empty()
+    }
+
+    /// Forgets what was read, so that the next bytes are those of now.
+    pub fn forget(&mut self) {
+        self.buffer.clear();
+        self.read_len = READ_MIN;
+    }
+
+    /// Whether the file still is this segment.
+    pub fn is_still(&self) -> Result<bool> {
+        Ok(header(&*self.file, self.store, self.number)?.is_some())
+    }
+
+    fn has(&self, offset: u64, len: usize) -> bool {
+        offset >= self.buffer_at && offset + len as u64 <= self.buffer_at + self.buffer.len() as u64
+    }
+}
+
+/// The header of a file that should be segment `number`; `None` if it is not, or not any more.
+fn header(file: &dyn DiskFile, store: StoreId, number: u64) -> Result<Option<SegmentHeader>> {
+    let len = file.len()?;
+    let mut bytes = [0; SegmentHeaderRaw::LEN];
+    let read = unless_gone(file.read_at(0, &mut bytes))?;
+    Ok(read.and_then(|()| SegmentHeader::decode_at(&bytes, store, number, len).ok()))
+}
+
+/// `None` if the file is not there, or ends too early: whoever reads beside a writer meets both.
+pub(super) fn unless_gone<T>(result: Result<T>) -> Result<Option<T>> {
+    match result {
+        Ok(value) => Ok(Some(value)),
+        Err(Error::Io { source, .. })
+            if matches!(source.kind(), ErrorKind::NotFound | ErrorKind::UnexpectedEof) =>
+        {
+            Ok(None)
+        }
+        Err(error) => Err(error),
+    }
+}
