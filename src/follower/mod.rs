@@ -179,16 +179,20 @@ impl Follower {
             if let Some(batch) = self.take()? {
                 return Ok(Some(batch));
             }
-            // 2. What became of the log around us.
+            // 2. What became of the log around us. Always before a judgement: the end of an incarnation that
+            //    has a successor is no end of the log.
             let now = Instant::now();
-            if pauses.may_look(now, self.watch.tells()) && self.look_around()? {
-                continue;
-            }
-            // 3. Whether waiting can help.
             if self.tail.resembles_frame() {
                 self.suspicion.note(now);
             }
-            if self.suspicion.due(now) {
+            let due = self.suspicion.due(now);
+            let look = pauses.may_look(now, self.watch.tells());
+            if (due || look) && self.look_around()? {
+                pauses.look_now();
+                continue;
+            }
+            // 3. Whether waiting can help.
+            if due {
                 self.judge()?;
                 self.suspicion.judged(now);
                 // What was written meanwhile is there now.
@@ -312,12 +316,13 @@ impl Follower {
         Ok(numbers)
     }
 
-    /// The first opening above this point: that of the next incarnation, unless it was recycled.
+    /// The first opening from this point on: that of the next incarnation, unless it was recycled.
     fn first_opening(&self, segments: &[u64]) -> Result<Option<(u64, Opening)>> {
-        let here = self.tail.point().segment;
-        for &number in segments.iter().filter(|number| **number > here) {
+        let here = self.tail.point();
+        for &number in segments.iter().filter(|number| **number >= here.segment) {
             let open = LiveSegment::open(&*self.disk, self.store.store, number)?;
-            if let Some(opening) = open.and_then(|open| open.opening) {
+            let opening = open.and_then(|open| open.opening);
+            if let Some(opening) = opening.filter(|opening| opening.incarnation != here.incarnation) {
                 return Ok(Some((number, opening)));
             }
         }

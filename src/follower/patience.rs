@@ -59,6 +59,8 @@ impl Pauses {
 pub(super) struct Suspicion {
     at: Instant,
     again_after: Duration,
+    /// Whether any end was judged yet.
+    judged: bool,
     /// Whether something that resembles a frame was noted, and put the judgement forward.
     noted: bool,
 }
@@ -66,12 +68,13 @@ pub(super) struct Suspicion {
 impl Suspicion {
     /// The end that is found first is judged at once: nobody knows how old it is.
     pub fn new() -> Self {
-        Self { at: Instant::now(), again_after: JUDGE_AFTER, noted: false }
+        Self { at: Instant::now(), again_after: JUDGE_AFTER, judged: false, noted: false }
     }
 
     /// A frame was found.
     pub fn progress(&mut self) {
-        *self = Self { at: Instant::now() + JUDGE_AFTER, again_after: JUDGE_AFTER, noted: false };
+        let pause = if self.judged { JUDGE_AFTER } else { Duration::ZERO };
+        *self = Self { at: Instant::now() + pause, again_after: JUDGE_AFTER, noted: false, ..*self };
     }
 
     /// Whether it is time to judge.
@@ -89,6 +92,7 @@ impl Suspicion {
 
     /// The end was judged, and nothing was wrong with it.
     pub fn judged(&mut self, now: Instant) {
+        self.judged = true;
         self.at = now + self.again_after;
         self.again_after = (2 * self.again_after).min(JUDGE_AFTER_MAX);
     }

@@ -11,6 +11,7 @@ mod disk_laws;
 mod faults;
 mod files;
 mod floors;
+mod follow;
 mod fork;
 mod gpu;
 #[cfg(feature = "cuda")]

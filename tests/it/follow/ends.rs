@@ -1,0 +1,184 @@
+//! The two ways in which a following ends: the log went on without the follower, or its batch was lost.
+
+use remanent::{FileName, Folder, Incarnation, Remedy};
+
+use super::*;
+
+/// Commits until the log that `lsn` lies in is recycled.
+fn recycle_up_to(writer: &mut Writer, disk: &SimDisk) {
+    let first = |disk: &SimDisk| disk.list(Folder::Log).unwrap()[0].clone();
+    let before = first(disk);
+    while first(disk) == before {
+        writer.commit(10);
+        writer.store.snapshot().unwrap();
+    }
+}
+
+#[test]
+fn who_falls_behind_is_told_where_to_start() {
+    let (sim, disk) = sim();
+    let mut writer = Writer::open(&disk, options());
+    let mut reader = Reader::open(&disk);
+    writer.commit(5);
+    assert!(reader.step().unwrap().is_some());
+    let early = reader.follower.position();
+    recycle_up_to(&mut writer, &sim);
+    let newest = writer.store.snapshots().last().unwrap().id;
+
+    // The one that reads, the one that comes back, and the one that wants it all.
+    let errors = [
+        loop {
+            match reader.step() {
+                Ok(batch) => assert!(batch.is_some(), "what was missed is not there yet"),
+                Err(error) => break error,
+            }
+        },
+        Follower::open_on(disk.clone(), early.into()).map(drop).unwrap_err(),
+        Follower::open_on(disk.clone(), FollowFrom::Beginning).map(drop).unwrap_err(),
+    ];
+    for error in errors {
+        assert!(matches!(error, Error::Overtaken { snapshot: Some(id), .. } if id == newest), "{error}");
+        assert_eq!(error.remedy(), Remedy::StartOver);
+    }
+    // It starts over, and then keeps up.
+    let mut reader = Reader::from_snapshot(&disk);
+    assert_eq!(reader.catch_up().unwrap(), writer.store.lsn());
+    for _ in 0..30 {
+        writer.commit(2);
+        writer.store.snapshot().unwrap();
+        assert_eq!(reader.catch_up().unwrap(), writer.store.lsn());
+    }
+    assert!(writer.store.stats().segment > 10);
+}
+
+#[test]
+fn whoever_is_at_the_end_is_not_overtaken_by_recycling() {
+    let (sim, disk) = sim();
+    for _ in 0..4 {
+        let mut writer = Writer::open(&disk, options());
+        let mut reader = Reader::from_snapshot(&disk);
+        reader.catch_up().unwrap();
+        for _ in 0..6 {
+            writer.commit(3);
+            assert_eq!(reader.catch_up().unwrap(), writer.store.lsn());
+            // The position outlives the segments before it.
+            writer.store.snapshot().unwrap();
+            reader.reopen(&disk).unwrap();
+            assert!(reader.step().unwrap().is_none());
+        }
+    }
+    assert!(!sim.history().is_empty());
+}
+
+#[test]
+fn a_snapshot_is_followed_from_its_end() {
+    let (_, disk) = sim();
+    let mut writer = Writer::open(&disk, options());
+    let from_nothing = Follower::open_on(disk.clone(), FollowFrom::Snapshot).unwrap();
+    assert_eq!(from_nothing.position().lsn, Lsn(0));
+    writer.commit(7);
+    let end = writer.store.snapshot().unwrap().end;
+    writer.commit(2);
+    let mut follower = Follower::open_on(disk.clone(), FollowFrom::Snapshot).unwrap();
+    assert_eq!(follower.position().lsn, end);
+    assert_eq!(Replica::from_snapshot_on(&disk).unwrap().position(), follower.position());
+    assert_eq!(follower.next(Duration::ZERO).unwrap().unwrap().lsn(), end.next());
+}
+
+#[test]
+fn what_a_power_cut_takes_has_diverged() {
+    let (sim, disk) = sim();
+    let mut writer = Writer::open(&disk, options());
+    let mut reader = Reader::open(&disk);
+    writer.commit(3);
+    writer.store.wait_durable(Lsn(3)).unwrap();
+    reader.catch_up().unwrap();
+    let durable = reader.follower.position();
+    sim.skip_syncs(|_| true);
+    writer.commit(4);
+    assert_eq!(reader.catch_up().unwrap(), Lsn(7));
+    let lost = reader.follower.position();
+    let cut: Arc<dyn Disk> = Arc::new(sim.after_power_cut());
+    drop(writer);
+
+    let diverged = |position: FollowerPosition, survived| {
+        let error = Follower::open_on(cut.clone(), position.into()).map(drop).unwrap_err();
+        assert!(
+            matches!(&error, Error::Diverged { position: of, survived: to }
+                if *of == position.batch() && *to == survived),
+            "{error}"
+        );
+        assert_eq!(error.remedy(), Remedy::StartOver);
+    };
+    // Before the next open, and after it, and when new batches have the numbers of the lost ones.
+    diverged(lost, Some(Lsn(3)));
+    let mut writer = Writer::open(&cut, options());
+    diverged(lost, Some(Lsn(3)));
+    writer.commit(6);
+    diverged(lost, Some(Lsn(3)));
+    // Whoever had not read what was lost goes on.
+    let mut follower = Follower::open_on(cut.clone(), durable.into()).unwrap();
+    assert_eq!(follower.next(Duration::ZERO).unwrap().unwrap().lsn(), Lsn(4));
+
+    // Positions that never were the store's.
+    for forged in [
+        FollowerPosition { chain: durable.chain ^ 1, ..durable },
+        FollowerPosition { lsn: Lsn(0), ..durable },
+    ] {
+        let error = Follower::open_on(cut.clone(), forged.into()).map(drop).unwrap_err();
+        assert!(matches!(error, Error::Diverged { .. }), "{forged}: {error}");
+    }
+    for number in [1, 2, 3] {
+        let incarnation = Incarnation { number, random: durable.incarnation.random ^ 1 };
+        diverged(FollowerPosition { incarnation, ..durable }, None);
+    }
+    diverged(Follower::open_on(other_store(), FollowFrom::Snapshot).unwrap().position(), None);
+}
+
+/// A store of its own, in its first incarnation.
+fn other_store() -> Arc<dyn Disk> {
+    let (_, disk) = sim();
+    let mut writer = Writer::open(&disk, options());
+    writer.commit(2);
+    writer.store.snapshot().unwrap();
+    disk
+}
+
+#[test]
+fn a_running_follower_notices_that_it_diverged() {
+    // The follower lives on and the writer's machine does not, as with a directory on a network.
+    let (sim, disk) = sim();
+    let long = options().segment_len(128 << 10);
+    let mut writer = Writer::open(&disk, long.clone());
+    writer.commit(3);
+    writer.store.wait_durable(Lsn(3)).unwrap();
+    sim.skip_syncs(|_| true);
+    writer.commit(4);
+    let seen = SimDisk::new();
+    for folder in [Folder::Root].into_iter().chain(Folder::INNER) {
+        seen.make_folder(folder).unwrap();
+    }
+    show(&sim, &seen);
+    let seen_disk: Arc<dyn Disk> = Arc::new(seen.clone());
+    let mut reader = Reader::open(&seen_disk);
+    assert_eq!(reader.catch_up().unwrap(), Lsn(7));
+
+    let cut = sim.after_power_cut();
+    drop(writer);
+    let cut_disk: Arc<dyn Disk> = Arc::new(cut.clone());
+    Writer::open(&cut_disk, long).commit(6);
+    show(&cut, &seen);
+    let error = reader.step().unwrap_err();
+    assert!(matches!(error, Error::Diverged { survived: Some(Lsn(3)), .. }), "{error}");
+}
+
+/// Makes all files of one disk those of another.
+fn show(source: &SimDisk, target: &SimDisk) {
+    for folder in [Folder::Root].into_iter().chain(Folder::INNER) {
+        for file in source.list(folder).unwrap().iter().filter_map(|name| FileName::parse(folder, name)) {
+            if !matches!(file, FileName::Lock) {
+                target.create(file).unwrap().write_at(0, &source.bytes(file).unwrap()).unwrap();
+            }
+        }
+    }
+}
