@@ -1,7 +1,9 @@
 //! Floor 6. What a follower hands over: a whole batch, or the state that a restore put in place of everything.
 
+use std::fmt;
 use std::sync::Arc;
 
+use remanent_format::image::ImageRef;
 use remanent_format::manifest::Manifest;
 use remanent_format::op::{Op, decode_payload};
 use remanent_format::rebuild::read_image;
@@ -17,8 +19,9 @@ use crate::source::DiskSource;
 ///
 /// Its operations are after-images: applied in their order to the pages as the batches before left them, they
 /// give the pages as this one left them. [`crate::Replica`] does that.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct FollowedBatch {
+    pub(super) disk: Arc<dyn Disk>,
     pub(super) position: FollowerPosition,
     pub(super) durable: Lsn,
     /// Where its frame lies.
@@ -53,6 +56,21 @@ impl FollowedBatch {
     pub fn operations(&self) -> Vec<Op<'_>> {
         let ops = decode_payload(&self.payload).expect("decoded before it was handed over");
         ops.into_iter().map(|at| at.op).collect()
+    }
+
+    /// Reads the bytes that an [`Op::Image`] of the batch makes its page's whole content, and checks them. Such
+    /// bytes lie in a file of their own, so that they need not be in memory for a batch to be handed over.
+    ///
+    /// # Errors
+    /// [`Error::UnknownPage`] if no such operation names the page; [`Error::Overtaken`] if the file is not kept
+    /// any more; [`Error::Damaged`].
+    pub fn image(&self, page: PageId) -> Result<Vec<u8>> {
+        let named = self.operations().into_iter().find_map(|op| match op {
+            Op::Image { page: of, len, image } if of == page => Some((len, image)),
+            _ => None,
+        });
+        let (len, image) = named.ok_or(Error::UnknownPage { page })?;
+        read(&self.disk, self.lsn(), &image, len)
     }
 
     /// The remark that the batch carries, if it carries one.
@@ -110,16 +128,31 @@ impl Restored {
         let at = entries
             .binary_search_by_key(&page, |entry| entry.page)
             .map_err(|_| Error::UnknownPage { page })?;
-        let Some(image) = &entries[at].image else { return Ok(Vec::new()) };
-        read_image(&DiskSource::new(self.disk.clone()), image).map_err(|damage| match damage.defect {
-            Defect::Missing => missing_file(&self.disk, self.lsn, damage),
-            _ => damage.into(),
-        })
+        let entry = &entries[at];
+        entry.image.as_ref().map_or(Ok(Vec::new()), |image| read(&self.disk, self.lsn, image, entry.len))
     }
 }
 
-impl std::fmt::Debug for Restored {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+/// Reads an image that batch `lsn` names.
+fn read(disk: &Arc<dyn Disk>, lsn: Lsn, image: &ImageRef, len: u64) -> Result<Vec<u8>> {
+    read_image(&DiskSource::new(disk.clone()), image, len).map_err(|damage| match damage.defect {
+        Defect::Missing => missing_file(disk, lsn, damage),
+        _ => damage.into(),
+    })
+}
+
+impl fmt::Debug for FollowedBatch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FollowedBatch")
+            .field("position", &self.position)
+            .field("operations", &self.operations())
+            .field("restored", &self.restored)
+            .finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for Restored {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Restored").field("of", &self.of).field("pages", &self.pages).finish_non_exhaustive()
     }
 }

@@ -39,7 +39,7 @@ pub(super) fn survey(disk: &Arc<dyn Disk>) -> Result<Survey> {
 
 /// The newest snapshot that can be used: its number, its redo, its end.
 pub(super) fn newest_snapshot(survey: &Survey) -> Option<(SnapshotId, LogPoint, Lsn)> {
-    let mut usable = survey.candidates().into_iter().filter_map(|candidate| candidate.ok().flatten());
+    let mut usable = survey.candidates().filter_map(|candidate| candidate.ok().flatten());
     usable.next().map(|manifest| (manifest.snapshot, manifest.redo, manifest.end))
 }
 

@@ -245,6 +245,7 @@ impl Follower {
             _ => None,
         };
         Ok(FollowedBatch {
+            disk: self.disk.clone(),
             position: locate::at(end),
             durable: header.durable,
             segment: header.segment,

@@ -55,7 +55,7 @@ impl Replica {
 
     fn load(disk: &Arc<dyn Disk>, survey: &Survey) -> Result<Self> {
         let source = DiskSource::new(disk.clone());
-        let base = survey.candidates().into_iter().find_map(|candidate| candidate.ok().flatten());
+        let base = survey.candidates().find_map(|candidate| candidate.ok().flatten());
         let base = base.expect("the caller found one");
         let resolution = survey.resolve(&source, Some(&base), Some(base.end))?;
         let contents = survey.load(&source, &resolution, u64::MAX)?;
@@ -109,9 +109,13 @@ impl Replica {
             .table
             .plan(lsn, &ops, PlanMode::Commit)
             .map_err(|(_, refusal)| damaged(Defect::Batch(refusal.to_string())))?;
-        // All memory first: from then on nothing fails.
+        // All memory first, and all that is read: from then on nothing fails.
         let mut created = BTreeMap::new();
+        let mut images = BTreeMap::new();
         for at in &ops {
+            if let Op::Image { page, .. } = at.op {
+                images.insert(page, batch.image(page)?);
+            }
             if let Op::Create { page, len, .. } | Op::Resize { page, len } = at.op {
                 let old = self.contents.get_mut(&page);
                 let content = old.unwrap_or_else(|| created.entry(page).or_default());
@@ -124,6 +128,8 @@ impl Replica {
                 apply(&at.op, content);
             }
         }
+        // The only change of bytes on its page in this batch; the page may be gone again.
+        self.contents.extend(images);
         self.table.install(&changes);
         for (page, state) in &changes.pages {
             if state.is_none() {
