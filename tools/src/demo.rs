@@ -14,11 +14,11 @@ use remanent_format::rebuild::Rebuilt;
 
 use crate::check::{self, Epochs, hash_id, last_request};
 use crate::child::{Errand, Replayer, Watched};
+use crate::engine::engine_failure;
 use crate::exit::{Ending, Failure, Outcome};
 use crate::interrupt::Interrupt;
 use crate::output::Output;
 use crate::progress;
-use crate::replay::engine_failure;
 use crate::rule;
 use crate::simulate::{Simulation, SplitMix64};
 use crate::trace::Trace;

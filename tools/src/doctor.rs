@@ -11,12 +11,12 @@ use rustix::fs::OFlags;
 use rustix::process::{Resource, getrlimit};
 use serde_json::{Value, json};
 
+use crate::engine::engine_failure;
 use crate::exit::{Ending, Failure, Outcome};
 use crate::interrupt::Interrupt;
 use crate::json::SCHEMA;
 use crate::memory::available;
 use crate::output::Output;
-use crate::replay::engine_failure;
 
 const EXAMPLES: &str = "\
 A small store is made in the directory and removed again; so what is said of the log and the device is what a \
@@ -67,7 +67,7 @@ impl Doctor {
             out.line(Value::Object(object))?;
         } else {
             for Finding { name, text, .. } in findings {
-                out.line(format_args!("{:<13} {text}", name.replace('_', " ")))?;
+                out.line(format_args!("{:<17} {text}", name.replace('_', " ")))?;
             }
         }
         Ok(Ending::Fine)

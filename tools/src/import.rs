@@ -8,16 +8,16 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 use indicatif::ProgressBar;
-use remanent::{Key, Metadata, Options, PageId, PageInfo, PageRef, Place, Store, Value, Width, WriteBatch};
+use remanent::{Create, Key, Metadata, PageId, PageInfo, PageRef, Place, Store, Value, Width, WriteBatch};
 
 use crate::changes::Changes;
 use crate::dtype;
+use crate::engine::{self, engine_failure};
 use crate::exit::{Ending, Failure, Outcome};
 use crate::interrupt::Interrupt;
 use crate::json::object;
 use crate::output::Output;
 use crate::progress;
-use crate::replay::engine_failure;
 use crate::weights::{HEADER_KEY, Header, Tensor, WeightsFile, is_header, key_of, name_of};
 
 const EXAMPLES: &str = "\
@@ -82,7 +82,7 @@ impl Import {
         let interrupt = Interrupt::listen()?;
         // A file that cannot be imported leaves no store behind.
         let file = WeightsFile::open(&self.file)?;
-        let store = Store::open(&self.dir, Options::default()).map_err(engine_failure)?;
+        let store = engine::open(&self.dir, Create::IfEmpty)?;
         let bar = progress::bytes(file.header.file_len(), "comparing");
         let version = Version::prepare(&store, &file, &interrupt, &bar)?;
         bar.finish_and_clear();

@@ -12,6 +12,7 @@ mod progress;
 mod verbosity;
 mod json;
 mod memory;
+mod engine;
 
 mod trace;
 mod simulate;
@@ -29,6 +30,8 @@ mod import;
 mod store_dir;
 mod view;
 mod past;
+mod snapshot;
+mod restore;
 mod export;
 mod diff;
 mod element;
@@ -81,6 +84,8 @@ enum Command {
     Bisect(bisect::Bisect),
     Info(info::Info),
     Snapshots(snapshots::Snapshots),
+    Snapshot(snapshot::Snapshot),
+    Restore(restore::Restore),
     Pages(pages::Pages),
     Log(log::Log),
     Dump(dump::Dump),
@@ -99,6 +104,8 @@ impl Command {
                 | Command::Import(_)
                 | Command::Export(_)
                 | Command::Bisect(_)
+                | Command::Snapshot(_)
+                | Command::Restore(_)
                 | Command::Doctor(_)
         )
     }
@@ -124,6 +131,8 @@ fn run(cli: &Cli) -> Outcome {
         Command::Bisect(command) => command.run(&mut out),
         Command::Info(command) => command.run(&mut out),
         Command::Snapshots(command) => command.run(&mut out),
+        Command::Snapshot(command) => command.run(&mut out),
+        Command::Restore(command) => command.run(&mut out),
         Command::Pages(command) => command.run(&mut out),
         Command::Log(command) => command.run(&mut out),
         Command::Dump(command) => command.run(&mut out),

@@ -14,10 +14,11 @@ use std::time::{Duration, Instant};
 
 use clap::ValueEnum;
 use remanent::{
-    Ack, DeviceChoice, Error, Metadata, Options, PageId, PageRef, Place, Position, Recovered, Store, Value,
+    Ack, DeviceChoice, Metadata, Options, PageId, PageRef, Place, Position, Recovered, Store, Value,
 };
 
 use crate::check::{self, Epochs, REQUEST, hash_id, key_of, last_request};
+use crate::engine::engine_failure;
 use crate::exit::{Ending, Failure, Outcome};
 use crate::interrupt::{self, Interrupt};
 use crate::output::Output;
@@ -323,14 +324,4 @@ impl AckFile {
 /// The pages are not those that the trace makes.
 fn differs() -> Failure {
     Failure::Damage("the store's pages are not those that the trace makes; --check lists them".to_owned())
-}
-
-/// What an engine's error means for the command.
-pub fn engine_failure(error: Error) -> Failure {
-    match &error {
-        Error::Locked { .. } => Failure::Locked(error.to_string()),
-        Error::Damaged(_) => Failure::Damage(error.to_string()),
-        Error::Poisoned(cause) if matches!(**cause, Error::Damaged(_)) => Failure::Damage(error.to_string()),
-        _ => Failure::Environment(error.to_string()),
-    }
 }

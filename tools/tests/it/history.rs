@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Stdio;
 
-use remanent::{Options, SnapshotId, Store};
+use remanent::{Options, Store};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::command::{command, finished, run};
@@ -82,32 +82,52 @@ fn blame_goes_back_to_the_oldest_snapshot_where_the_log_is_gone() {
     for version in &versions()[4..] {
         weights.import(version, &[]);
     }
-    let known = blame(&weights, "w[1,2]", &[]);
-    assert_eq!(known.last().unwrap(), r#"5 "batch" 6.5 "NaN" 40 null"#);
-    // Whatever was recycled by now, the value before the NaN is known, and where from.
-    let first = &known[0];
-    assert!(
-        first.starts_with("1 \"batch\" null 6.0") || first.starts_with("4 \"snapshot\" null 6.5"),
-        "{first}"
+    assert_eq!(
+        blame(&weights, "w[1,2]", &[]),
+        [r#"4 "snapshot" null 6.5 40 null"#, r#"5 "batch" 6.5 "NaN" 40 null"#]
     );
+    let text = run(&["blame", &weights.scratch.store(), "w[6]"]).expect(0).out;
+    assert!(text.contains("the log before is not kept"), "{text}");
 }
 
 #[test]
-fn blame_shows_a_restore() {
+fn a_restore_is_one_more_version_and_takes_none_away() {
     let weights = imported(3);
-    let store = Store::open(weights.scratch.store(), Options::default()).unwrap();
-    store.snapshot().unwrap();
-    store.close().unwrap();
+    let store = weights.scratch.store();
+    let taken = run(&["snapshot", &store, "--json"]).expect(0).json().remove(0);
+    assert_eq!(
+        (&taken["snapshot"], &taken["end"], &taken["pages"]),
+        (&1.into(), &3.into(), &2.into()),
+        "{taken}"
+    );
     weights.import(&versions()[PLANTED - 1], &[]);
-    let store = Store::open(weights.scratch.store(), Options::default()).unwrap();
-    store.restore_from_snapshot(SnapshotId(1)).unwrap();
-    store.close().unwrap();
+    run(&["restore", &store, "--at", "lsn:9"]).expect(2);
+    run(&["restore", &store, "--at", "snapshot:9"]).expect(2);
+    let restored = run(&["restore", &store, "--at", "snapshot:1", "--json"]).expect(0).json().remove(0);
+    assert_eq!((&restored["lsn"], &restored["restored"]), (&5.into(), &3.into()), "{restored}");
+    let again = run(&["restore", &store, "--at", "lsn:1"]).expect(0).out;
+    assert_eq!(again, "lsn 6: the state after lsn 1 again\n");
+
+    let expected = [1, 2, 3, PLANTED, 3, 1].map(|version| versions()[version - 1].clone());
+    for (version, lsn) in expected.iter().zip(1..) {
+        assert!(weights.export(&["--at", &format!("lsn:{lsn}")]) == *version, "another version at lsn {lsn}");
+    }
     let lines = blame(&weights, "w[6]", &[]);
     assert_eq!(
-        lines[lines.len() - 2..],
-        [r#"4 "batch" 6.5 "NaN" 30 null"#, r#"5 "restore" "NaN" 6.5 30 null"#,]
+        lines[1..],
+        [
+            r#"3 "batch" 6.0 6.5 30 "version 3""#,
+            r#"4 "batch" 6.5 "NaN" 30 null"#,
+            r#"5 "restore" "NaN" 6.5 30 null"#,
+            r#"6 "restore" 6.5 6.0 10 null"#,
+        ]
     );
-    assert!(weights.export(&[]) == versions()[2]);
+    // Each restore took a snapshot of its own.
+    let listed = run(&["snapshots", &store, "--json"]).expect(0).json();
+    assert!(listed.iter().any(|line| line["end"] == 6 && line["verified"] == true), "{listed:?}");
+    assert!(listed.iter().all(|line| line["defect"].is_null() && line["pages"] == 2), "{listed:?}");
+    let table = run(&["snapshots", &store]).expect(0).out;
+    assert_eq!(table.lines().count(), listed.len() + 1, "{table}");
 }
 
 /// A shell command that fails where the file holds the NaN.

@@ -2,7 +2,7 @@
 
 use crate::command::run;
 
-const COMMANDS: [&str; 15] = [
+const COMMANDS: [&str; 17] = [
     "demo",
     "replay",
     "import",
@@ -11,6 +11,8 @@ const COMMANDS: [&str; 15] = [
     "blame",
     "bisect",
     "snapshots",
+    "snapshot",
+    "restore",
     "doctor",
     "completions",
     "info",
@@ -96,7 +98,7 @@ fn doctor_says_what_a_store_would_do_and_leaves_nothing() {
         ["mapped", "buffered"].iter().any(|io| found["log"].as_str().unwrap().starts_with(io)),
         "{found}"
     );
-    assert_eq!(found["device"], "host");
+    assert!(found["device"].as_str().is_some_and(|device| !device.is_empty()), "{found}");
     for number in ["free_bytes", "cpus", "memory_bytes", "page_size", "open_files_max"] {
         assert!(found[number].as_u64().unwrap() > 0, "{number} in {found}");
     }

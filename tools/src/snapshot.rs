@@ -1,0 +1,56 @@
+//! `remanent snapshot`: takes a snapshot of a store that nobody has open.
+
+use std::path::PathBuf;
+
+use remanent::Create;
+
+use crate::engine::{self, engine_failure};
+use crate::exit::{Ending, Outcome};
+use crate::interrupt::Interrupt;
+use crate::json::object;
+use crate::output::Output;
+
+const EXAMPLES: &str = "\
+A program that has the store open takes its own snapshots. Ctrl-C waits until the snapshot is whole.
+
+Examples:
+  remanent snapshot store
+  remanent snapshot store --json";
+
+/// Take a snapshot
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Snapshot {
+    /// The store's directory
+    dir: PathBuf,
+    /// One JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+impl Snapshot {
+    /// Takes it.
+    pub fn run(&self, out: &mut Output) -> Outcome {
+        let interrupt = Interrupt::listen()?;
+        let store = engine::open(&self.dir, Create::Never)?;
+        if interrupt.noted() {
+            return Ok(Ending::Interrupted);
+        }
+        let info = store.snapshot().map_err(engine_failure)?;
+        store.close().map_err(engine_failure)?;
+        if self.json {
+            out.line(object! {
+                "snapshot": info.id.0,
+                "redo": info.redo.0,
+                "end": info.end.0,
+                "pages": info.pages,
+                "bytes": info.bytes,
+                "verified": info.verified,
+            })?;
+        } else {
+            let (id, end, pages, bytes) = (info.id, info.end, info.pages, info.bytes);
+            out.line(format_args!("snapshot {id}: lsn {end}, {pages} pages, {bytes} bytes"))?;
+        }
+        Ok(Ending::Fine)
+    }
+}
