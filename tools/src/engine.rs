@@ -6,10 +6,10 @@ use remanent::{Create, Error, Options, Store};
 
 use crate::exit::Failure;
 
-/// Opens a store to bring history into it, or to change it. All of the log is kept, so that every batch can be
-/// returned to; only what `remanent prune` is asked to remove goes.
+/// Opens a store to bring history into it, or to change it. All snapshots and all of the log are kept, so that
+/// every batch can be returned to.
 pub fn open(dir: &Path, create: Create) -> Result<Store, Failure> {
-    let options = Options::default().create(create).log_kept(u64::MAX);
+    let options = Options::default().create(create).snapshots_kept(usize::MAX).log_kept(u64::MAX);
     Store::open(dir, options).map_err(engine_failure)
 }
 

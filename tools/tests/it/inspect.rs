@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::SystemTime;
 
-use remanent::{Ack, Key, Metadata, Options, Place, Store, Value};
+use remanent::{Ack, Compression, Key, Metadata, Options, Place, Store, Value};
 
 use crate::command::{Scratch, command, run};
 
@@ -51,9 +51,11 @@ fn newest(store: &str, folder: &str, extension: &str) -> PathBuf {
     files.filter(|path| path.extension().is_some_and(|found| found == extension)).max().unwrap()
 }
 
-/// A store of three batches and a snapshot after the second; segments are short.
+/// A store of three batches and a snapshot after the second; segments are short, and images are stored as they
+/// are, so that tests know where a page's bytes lie.
 fn small_store(scratch: &Scratch) -> Store {
-    let store = Store::open(scratch.store(), Options::default().segment_len(64 << 10)).unwrap();
+    let options = Options::default().segment_len(64 << 10).compression(Compression::Off);
+    let store = Store::open(scratch.store(), options).unwrap();
     let mut batch = store.batch();
     let metadata = Metadata::from([
         ("dtype".to_owned(), Value::from("bf16")),
