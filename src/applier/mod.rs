@@ -8,6 +8,7 @@
 //! bytes: what is in memory then is not what the table says. The store is poisoned, no later list goes out
 //! and nothing is read any more. The log has it all.
 
+mod cut;
 mod pieces;
 
 use std::collections::{HashMap, VecDeque};
@@ -19,6 +20,7 @@ use remanent_format::op::{Op, decode_payload};
 use remanent_format::table::Changes;
 use remanent_format::{LogPoint, Lsn, PageId, PageInfo, PageTable, Place};
 
+pub(crate) use cut::Cut;
 pub(crate) use pieces::{ListBuilder, needs_aside, stage_aside};
 
 use crate::arena::{Arena, PageMemory};
@@ -57,6 +59,8 @@ pub(crate) struct Applied {
     pub point: LogPoint,
     /// Pages deleted since a snapshot began to watch, and by which batch.
     pub deleted: Option<HashMap<PageId, Lsn>>,
+    /// Pages that an exact snapshot has yet to gather.
+    pub cut: Option<Cut>,
 }
 
 /// What a turn may use: the state between two batches, and the lane.
@@ -350,8 +354,10 @@ impl Worker {
         assert!(point.lsn == self.applied.point.lsn.next()); // I3: in the order of the log, without a hole.
         let index = self.list.payload_index();
         let ops = decode_payload(&payload).expect("decoded before it was logged");
-        let pages = &mut self.applied.memory;
+        let Applied { memory: pages, table, deleted, cut, .. } = &mut self.applied;
         for at in &ops {
+            // What the cut keeps is what the page was before this batch: the table still says so.
+            let watched = at.op.page().and_then(|page| Some((cut.as_mut()?, table.get(page)?)));
             match at.op {
                 Op::Create { page, .. } => {
                     let new = memory.pop_front().expect("one for each create");
@@ -364,18 +370,28 @@ impl Worker {
                     let kept = len.min(old.byte_len());
                     self.list.copy(old.part(0, kept), new.part(0, kept));
                     self.list.zero(new.part(kept, len - kept));
-                    self.retiring.push(old);
+                    self.retiring.extend(match watched {
+                        Some((cut, info)) => cut.before_removal(info, old),
+                        None => Some(old),
+                    });
                     pages.insert(page, new);
                 }
                 Op::Delete { page } => {
-                    self.retiring.extend(pages.remove(&page));
-                    if let Some(deleted) = &mut self.applied.deleted {
+                    let old = pages.remove(&page);
+                    self.retiring.extend(match watched {
+                        Some((cut, info)) => old.and_then(|old| cut.before_removal(info, old)),
+                        None => old,
+                    });
+                    if let Some(deleted) = deleted {
                         deleted.insert(page, point.lsn);
                     }
                 }
                 _ => {
                     let aside = if needs_aside(&at.op) { asides.pop_front() } else { None };
                     if let Some(memory) = at.op.page().and_then(|page| pages.get(&page)) {
+                        if let Some((cut, info)) = watched {
+                            cut.before_change(info, memory, &self.arena, &mut self.list);
+                        }
                         self.list.data(at, index, memory, aside);
                     }
                 }

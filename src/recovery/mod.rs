@@ -192,6 +192,7 @@ impl Recovery<'_> {
                 memory: HashMap::new(),
                 point: log.point,
                 deleted: None,
+                cut: None,
             },
             log,
             pool,
@@ -296,7 +297,7 @@ impl Recovery<'_> {
             replayed = recovered.replayed_batches, copied = copied_batches, torn = ?recovered.torn, "recovered"
         );
         let (table, memory) = (resolution.resolved.table, memory.keep());
-        let applied = Applied { table, memory, point: log.point, deleted: None };
+        let applied = Applied { table, memory, point: log.point, deleted: None, cut: None };
         Ok(Opened { store: survey.store, applied, log, pool, keeping, recovered })
     }
 
