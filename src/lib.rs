@@ -50,6 +50,7 @@
 //! | Mark | the newest durable Lsn, as a frame, an opening or a manifest states it |
 //! | Image | one page's bytes in an image file, with page, epoch, Lsn, length, checksum |
 //! | Snapshot | a manifest and the images it names: with the log behind it, enough to rebuild everything |
+//! | Cut | pages as they were after one batch, kept until an exact snapshot has gathered them |
 //! | Recovery / Restore | opening what a crash left / taking the store to an earlier state, going forward |
 //! | Lane | an ordered queue of device work |
 //! | Staging | host memory that a lane copies to or from |
@@ -158,6 +159,7 @@ pub use remanent_format::{
     Damage, Defect, Epoch, FileName, Folder, Incarnation, Key, LogPoint, Lsn, Metadata, PageId, PageInfo,
     Place, Position, SnapshotId, StoreId, Value, Width,
 };
+pub use snapshot::{SnapshotPhase, SnapshotStats};
 pub use store::{Committed, Stats, Store, Ticket};
 
 use device::Device;

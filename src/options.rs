@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::str::FromStr;
+use std::time::Duration;
 
 use remanent_format::Place;
 use remanent_format::limits::{IDENTITY_LEN_MAX, SEGMENT_LEN_MAX, SEGMENT_LEN_MIN};
@@ -169,6 +170,9 @@ pub struct Options {
     pub(crate) snapshots_kept: usize,
     pub(crate) log_kept: u64,
     pub(crate) compression: Compression,
+    pub(crate) snapshot_log_bytes: Option<u64>,
+    pub(crate) snapshot_interval: Option<Duration>,
+    pub(crate) snapshot_bytes_per_second: Option<u64>,
 }
 
 impl Default for Options {
@@ -186,6 +190,9 @@ impl Default for Options {
             snapshots_kept: 2,
             log_kept: 0,
             compression: Compression::default(),
+            snapshot_log_bytes: Some(256 << 20),
+            snapshot_interval: Some(Duration::from_secs(60)),
+            snapshot_bytes_per_second: None,
         }
     }
 }
@@ -285,6 +292,30 @@ impl Options {
         self
     }
 
+    /// A snapshot is taken in the background when the log has grown by so many bytes since the last one
+    /// began: replaying the log takes no longer than that. `None`: not for this reason. Default: 256 MiB.
+    #[must_use]
+    pub fn snapshot_log_bytes(mut self, bytes: impl Into<Option<u64>>) -> Self {
+        self.snapshot_log_bytes = bytes.into();
+        self
+    }
+
+    /// A snapshot is taken in the background when so much time has passed since the last one began, if there
+    /// was a commit meanwhile. `None`: not for this reason. Default: 60 seconds.
+    #[must_use]
+    pub fn snapshot_interval(mut self, interval: impl Into<Option<Duration>>) -> Self {
+        self.snapshot_interval = interval.into();
+        self
+    }
+
+    /// How many bytes a second a snapshot taken in the background writes; one that the caller waits for goes
+    /// as fast as it can. Default: no limit.
+    #[must_use]
+    pub fn snapshot_bytes_per_second(mut self, bytes: impl Into<Option<u64>>) -> Self {
+        self.snapshot_bytes_per_second = bytes.into();
+        self
+    }
+
     /// Refuses values that cannot be used.
     pub(crate) fn check(&self) -> Result<()> {
         let invalid = |option, reason: String| Err(Error::InvalidOption { option, reason });
@@ -298,6 +329,9 @@ impl Options {
         }
         if self.identity.as_ref().is_some_and(|identity| identity.len() > IDENTITY_LEN_MAX) {
             return invalid("identity", format!("longer than {IDENTITY_LEN_MAX} bytes"));
+        }
+        if self.snapshot_bytes_per_second == Some(0) {
+            return invalid("snapshot_bytes_per_second", "no snapshot would ever end".to_owned());
         }
         if self.snapshots_kept == 0 {
             return invalid("snapshots_kept", "at least one snapshot must be kept".to_owned());

@@ -21,7 +21,7 @@ use crate::options::{Ack, LogIo, Options};
 use crate::poison::Poison;
 use crate::recovery::{Opened, Recovered, Recovery, check_directory};
 use crate::restore::Restore;
-use crate::snapshot::Snapshots;
+use crate::snapshot::{Background, Mark, Pace, Progress, Rules, SnapshotStats, Snapshots, Wanted};
 use crate::staging::StagingPool;
 
 /// Staging kept for reuse.
@@ -60,7 +60,8 @@ pub struct Store {
 
 struct Parts {
     committer: Committer,
-    snapshots: Snapshots,
+    snapshots: Arc<Snapshots>,
+    background: Background,
     options: Options,
     disk: Arc<dyn Disk>,
     device: Arc<dyn Device>,
@@ -106,6 +107,8 @@ pub struct Stats {
     pub places: Vec<(remanent_format::Place, PlaceUsage)>,
     /// Bytes of staging that lie idle.
     pub staging_idle_bytes: usize,
+    /// Snapshots taken, and how far the one being taken has come.
+    pub snapshots: SnapshotStats,
 }
 
 impl Ticket {
@@ -182,7 +185,7 @@ impl Store {
             staging.clone(),
             poison.clone(),
         );
-        let snapshots = Snapshots {
+        let snapshots = Arc::new(Snapshots {
             disk: disk.clone(),
             store: store.store,
             device: device.clone(),
@@ -195,7 +198,19 @@ impl Store {
             log_kept: options.log_kept,
             compression: options.compression,
             keeping: parking_lot::Mutex::new(keeping),
-        };
+            progress: Progress::default(),
+            pace: Pace::new(options.snapshot_bytes_per_second),
+            last: parking_lot::Mutex::new(Mark {
+                lsn: Lsn(recovered.position.lsn.0.saturating_sub(recovered.replayed_batches)),
+                bytes: -i64::try_from(recovered.replayed_bytes).unwrap_or(i64::MAX),
+                at: std::time::Instant::now(),
+            }),
+        });
+        let rules = Rules { log_bytes: options.snapshot_log_bytes, interval: options.snapshot_interval };
+        let background = Background::start(snapshots.clone(), rules).inspect_err(|_| {
+            applier.stop();
+            log.stop();
+        })?;
         Ok(Self {
             id: store.store,
             ack: options.ack,
@@ -204,6 +219,7 @@ impl Store {
             parts: Parts {
                 committer,
                 snapshots,
+                background,
                 options,
                 disk,
                 device,
@@ -333,7 +349,37 @@ impl Store {
     /// [`Error::DiskFull`] changes nothing; any other failure poisons the store.
     pub fn snapshot(&self) -> Result<SnapshotInfo> {
         self.check_process()?;
-        self.parts.snapshots.take()
+        self.parts.snapshots.take(Wanted::default())
+    }
+
+    /// Takes a snapshot of the state at one moment: that of the newest batch submitted before the call, or of
+    /// a later one. It needs no log behind it to stand for that state. Commits go on; a page that they change
+    /// before it is gathered is copied aside first, within the budget of its place.
+    ///
+    /// ```
+    /// use remanent::{Options, Place, Store};
+    /// let store = Store::temporary(Options::default())?;
+    /// let mut batch = store.batch();
+    /// batch.create(4096, Place::Host);
+    /// let committed = store.commit(batch)?;
+    /// let snapshot = store.snapshot_exact()?;
+    /// assert_eq!((snapshot.redo, snapshot.end), (committed.position.lsn, committed.position.lsn));
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::DiskFull`] and, where there is no room to copy pages aside, [`Error::OverBudget`] and
+    /// [`Error::OutOfMemory`] change nothing; any other failure poisons the store.
+    pub fn snapshot_exact(&self) -> Result<SnapshotInfo> {
+        self.check_process()?;
+        self.parts.snapshots.take(Wanted { exact: true, ..Wanted::default() })
+    }
+
+    /// Waits until so many snapshots have ended since the store was opened, well or not: for tests, which
+    /// must not guess when one in the background is through.
+    #[doc(hidden)]
+    pub fn wait_for_snapshots(&self, count: u64) {
+        self.parts.snapshots.progress.wait_ended(count);
     }
 
     /// The snapshots kept, oldest first.
@@ -423,7 +469,7 @@ impl Store {
     /// Counts and sizes.
     #[must_use]
     pub fn stats(&self) -> Stats {
-        let Parts { committer, log, applier, arena, staging, .. } = &self.parts;
+        let Parts { committer, log, applier, arena, staging, snapshots, .. } = &self.parts;
         Stats {
             logged: committer.lock().lsn(),
             applied: applier.applied(),
@@ -432,6 +478,7 @@ impl Store {
             segment: log.current_segment(),
             places: arena.usages().into_iter().collect(),
             staging_idle_bytes: staging.idle_bytes(),
+            snapshots: snapshots.progress.stats(),
         }
     }
 
@@ -465,6 +512,7 @@ impl Drop for Store {
     fn drop(&mut self) {
         // In a forked child the parent's threads are not there, and the files are the parent's business.
         if self.check_process().is_ok() {
+            self.parts.background.stop();
             self.parts.applier.stop();
             self.parts.log.stop();
         }

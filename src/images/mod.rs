@@ -111,6 +111,11 @@ impl ImageWriter {
         Ok(references)
     }
 
+    /// Bytes written so far.
+    pub fn byte_len(&self) -> u64 {
+        self.offset
+    }
+
     /// Makes the file and its name durable.
     pub fn sync(&self) -> Result<()> {
         self.file.sync().map_err(|error| no_space(self.number, self.offset, error))?;

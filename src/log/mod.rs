@@ -7,6 +7,7 @@ pub(crate) mod segments;
 mod state;
 pub(crate) mod writer;
 mod keeper;
+mod watch;
 
 pub(crate) use segments::{SegmentFile, SegmentPool, SpacePurpose};
 pub use state::LogStats;

@@ -12,6 +12,7 @@ use remanent_format::segment::SEGMENT_HEADER_BLOCK;
 use remanent_format::{FileName, LogPoint, Lsn};
 
 use super::segments::SegmentFile;
+use super::watch::Watch;
 use crate::disk::Window;
 use crate::error::Result;
 use crate::options::LogIo;
@@ -68,6 +69,7 @@ pub(super) struct State {
     pub grow_after: Option<Instant>,
     pub reserve_full: bool,
     pub stop: bool,
+    pub watch: Watch,
     pub stats: LogStats,
 }
 

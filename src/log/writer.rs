@@ -26,6 +26,7 @@ use remanent_format::{FileName, LogPoint, Lsn, StoreId};
 
 use super::segments::{SegmentFile, SegmentPool, SpacePurpose};
 use super::state::{AHEAD, Dirty, LogStats, Room, State, live};
+use super::watch::Watch;
 use crate::error::{Error, Result};
 use crate::options::LogIo;
 use crate::phases::{self, Phase};
@@ -68,6 +69,8 @@ pub(crate) struct Log {
     pub(super) progress: Condvar,
     /// Something for the maker to do.
     pub(super) room: Condvar,
+    /// The log is as long as the watcher waits for.
+    pub(super) grown: Condvar,
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
@@ -111,12 +114,14 @@ impl Log {
                 grow_after: None,
                 reserve_full: false,
                 stop: false,
+                watch: Watch::default(),
                 stats: LogStats::default(),
             }),
             growth: Mutex::new(()),
             work: Condvar::new(),
             progress: Condvar::new(),
             room: Condvar::new(),
+            grown: Condvar::new(),
             threads: Mutex::default(),
         });
         let started = log
@@ -173,6 +178,9 @@ impl Log {
         }
         if state.ahead.len() < AHEAD {
             self.room.notify_one();
+        }
+        if state.watch.is_reached(state.point.lsn, state.stats.bytes) {
+            self.grown.notify_one();
         }
         Ok(point)
     }

@@ -3,6 +3,8 @@
 //!
 //! A crash here leaves an image file that is nobody's.
 
+use std::time::Instant;
+
 use remanent_format::limits::{FRAME_ALIGN, align_up};
 use remanent_format::manifest::ManifestEntry;
 use remanent_format::{PageId, PageInfo};
@@ -29,7 +31,9 @@ impl Snapshots {
         &self,
         writer: &mut ImageWriter,
         pages: &[(PageId, u64)],
+        paced: bool,
     ) -> Result<Vec<ManifestEntry>> {
+        let began = Instant::now();
         let mut entries = Vec::with_capacity(pages.len());
         let mut rest = pages;
         while !rest.is_empty() {
@@ -51,6 +55,10 @@ impl Snapshots {
                 entries.push(entry(info, image));
             }
             self.staging.give(drained.into_staging());
+            self.progress.gathered(chunk.len() as u64, chunk.iter().map(|(_, len)| len).sum());
+            if paced {
+                self.pace.keep(began, writer.byte_len())?;
+            }
         }
         entries.sort_unstable_by_key(|entry| entry.page);
         Ok(entries)
@@ -65,9 +73,19 @@ impl Snapshots {
             let mut sources = Vec::new();
             let mut at = 0;
             for page in pages {
-                let Some(info) = turn.applied.table.get(page).cloned() else { continue };
+                let kept = match &mut turn.applied.cut {
+                    Some(cut) => cut.take(page)?,
+                    None => None,
+                };
+                let (info, source) = match kept {
+                    Some((info, memory)) => (info, memory.span()),
+                    None => match turn.applied.table.get(page) {
+                        Some(info) => (info.clone(), turn.applied.memory[&page].span()),
+                        None => continue,
+                    },
+                };
                 if info.len > 0 {
-                    sources.push((turn.applied.memory[&page].span(), at));
+                    sources.push((source, at));
                 }
                 let here = at as usize;
                 at = align_up(at + info.len, FRAME_ALIGN);
@@ -80,7 +98,13 @@ impl Snapshots {
             let list =
                 CommandList { commands: vec![Command::Gather { sources, target }], staging: Vec::new() };
             match turn.submit(list) {
-                Ok(pending) => Ok(Caught { pages: caught, area, len: at as usize, fence: pending.fence() }),
+                Ok(pending) => {
+                    let fence = pending.fence();
+                    if let Some(cut) = &mut turn.applied.cut {
+                        cut.retire_used(turn.arena, fence);
+                    }
+                    Ok(Caught { pages: caught, area, len: at as usize, fence })
+                }
                 Err(error) => {
                     give_back(device.release(area));
                     Err(error)

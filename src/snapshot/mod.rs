@@ -13,24 +13,35 @@
 //! 6. **Verify**: read images and manifest back past the cache; record that in a seal.
 //! 7. **Recycle** what neither a kept snapshot nor the log behind the oldest of them needs (I8).
 //!
+//! An exact snapshot ends where it begins: pages that a batch is about to change are kept aside until they are
+//! gathered (`applier/cut.rs`), and phase 3 is part of phase 1.
+//!
 //! A crash in 1 to 4 leaves an image file that is nobody's; in 5 to 7, a snapshot that the next open
 //! publishes and verifies again. No space in 2 to 5 is a clean failure; everything else poisons.
 
 mod compact;
+mod background;
 mod gather;
+mod pace;
+mod progress;
 mod retain;
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
+use std::time::Instant;
 
 use parking_lot::Mutex;
 use remanent_format::image::ImagePurpose;
 use remanent_format::manifest::{Manifest, ManifestEntry, ManifestKind, Tombstone};
 use remanent_format::{Epoch, FileName, LogPoint, Lsn, Metadata, PageId, SnapshotId, StoreId};
 
+pub(crate) use self::background::{Background, Mark, Rules};
 use self::compact::CARRY_BYTES_MAX;
-use crate::applier::Applier;
-use crate::device::Device;
+pub(crate) use self::pace::Pace;
+pub(crate) use self::progress::Progress;
+pub use self::progress::{SnapshotPhase, SnapshotStats};
+use crate::applier::{Applier, Cut, Turn};
+use crate::device::{CommandList, Device};
 use crate::disk::Disk;
 use crate::error::{Error, Result};
 use crate::images::ImageWriter;
@@ -57,37 +68,65 @@ pub(crate) struct Snapshots {
     pub compression: Compression,
     /// Held while a snapshot is taken: one at a time.
     pub keeping: Mutex<Keeping>,
+    pub progress: Progress,
+    pub pace: Pace,
+    /// How far the last one goes.
+    pub last: Mutex<Mark>,
+}
+
+/// What kind of snapshot is wanted.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Wanted {
+    /// Its name.
+    pub name: Option<String>,
+    /// Whether it is the state of one moment, so that `redo` is `end`.
+    pub exact: bool,
+    /// Whether it is written at the pace of background snapshots, and given up when the store closes.
+    pub paced: bool,
 }
 
 impl Snapshots {
     /// Takes a snapshot.
-    pub fn take(&self) -> Result<SnapshotInfo> {
+    pub fn take(&self, wanted: Wanted) -> Result<SnapshotInfo> {
         let mut keeping = self.keeping.lock();
-        self.take_and(&mut keeping, None, |keeping| self.retain(keeping))
+        self.take_and(&mut keeping, wanted, |keeping| self.retain(keeping))
     }
 
     /// Takes a snapshot for a caller who holds the lock on what is kept, and removes nothing for it.
     pub fn take_keeping_all(&self, keeping: &mut Keeping) -> Result<SnapshotInfo> {
-        self.take_and(keeping, None, |keeping| self.record(keeping, |_| true))
+        self.take_and(keeping, Wanted::default(), |keeping| self.record(keeping, |_| true))
     }
 
-    /// Takes a snapshot, with a name or without, and does with what is kept as told.
+    /// Takes a snapshot, and does with what is kept as told.
     fn take_and(
         &self,
         keeping: &mut Keeping,
-        name: Option<String>,
+        wanted: Wanted,
         then: impl FnOnce(&mut Keeping) -> Result<()>,
     ) -> Result<SnapshotInfo> {
         self.poison.check()?;
-        let taken = self.write(keeping, name).and_then(|info| match then(keeping) {
-            // No space to record it: the snapshot stands, only nothing is recycled for it.
-            Ok(()) | Err(Error::DiskFull { .. }) => Ok(info),
-            Err(error) => Err(error),
+        let (began, (_, log_bytes)) = (Instant::now(), self.log.length());
+        let taken = self.write(keeping, wanted).and_then(|info| {
+            self.progress.enter(SnapshotPhase::Recycle);
+            match then(keeping) {
+                // No space to record it: the snapshot stands, only nothing is recycled for it.
+                Ok(()) | Err(Error::DiskFull { .. }) => Ok(info),
+                Err(error) => Err(error),
+            }
         });
-        taken.map_err(|error| match error {
-            Error::DiskFull { .. } | Error::Closed | Error::OutOfMemory { .. } => error,
+        let taken = taken.map_err(|error| match error {
+            // Nothing changed. Over budget is the scratch memory of an exact snapshot.
+            Error::DiskFull { .. } | Error::Closed | Error::OutOfMemory { .. } | Error::OverBudget { .. } => {
+                error
+            }
             error => self.poison.set(error),
-        })
+        });
+        if let Ok(info) = &taken {
+            let bytes = i64::try_from(log_bytes).unwrap_or(i64::MAX);
+            *self.last.lock() = Mark { lsn: info.end, bytes, at: began };
+        }
+        self.progress.end(taken.as_ref().map(|info| info.id).map_err(Error::clone));
+        taken
     }
 
     /// The snapshots kept, oldest first.
@@ -96,17 +135,25 @@ impl Snapshots {
     }
 
     /// Phases 1 to 6.
-    fn write(&self, keeping: &mut Keeping, name: Option<String>) -> Result<SnapshotInfo> {
+    fn write(&self, keeping: &mut Keeping, wanted: Wanted) -> Result<SnapshotInfo> {
         let wasteful = self.wasteful_files(keeping)?;
-        let (redo, sorted) = self.begin(keeping, wasteful)?;
+        let Begun { redo, sorted, end } = self.begin(keeping, wasteful, wanted.exact)?;
+        let bytes = sorted.gather.iter().map(|(_, len)| len).sum();
+        self.progress.begin(sorted.gather.len() as u64, bytes);
         let number = keeping.next_file;
-        let (writer, caught, end) = match self.gather_into(number, &sorted.gather) {
-            Ok(gathered) => gathered,
-            Err(error) => {
-                self.stop_watching()?;
-                return Err(error);
+        let gathered = self.gather_into(number, &sorted.gather, wanted.paced).and_then(|(writer, caught)| {
+            match end.map_or_else(|| self.end(), Ok) {
+                Ok(end) => Ok((writer, caught, end)),
+                Err(error) => {
+                    writer.into_iter().for_each(ImageWriter::abandon);
+                    Err(error)
+                }
             }
-        };
+        });
+        // Gathered or given up: the applier need not watch any more.
+        self.stop_watching()?;
+        let (writer, caught, end) = gathered?;
+        self.progress.enter(SnapshotPhase::Publish);
         let manifest = Manifest {
             kind: sorted.follows.as_ref().map_or(ManifestKind::Base, |link| ManifestKind::Change {
                 previous: link.snapshot,
@@ -114,7 +161,7 @@ impl Snapshots {
             }),
             store: self.store,
             snapshot: SnapshotId(keeping.next_snapshot),
-            name,
+            name: wanted.name,
             created_unix_ms: unix_ms(),
             redo,
             end: end.point.lsn,
@@ -137,6 +184,7 @@ impl Snapshots {
             }
             Err(error) => return Err(error),
         };
+        self.progress.enter(SnapshotPhase::Verify);
         // Older images were read back by the snapshots that wrote them.
         writer.iter().try_for_each(ImageWriter::verify)?;
 
@@ -154,28 +202,34 @@ impl Snapshots {
     }
 
     /// Phase 1.
-    fn begin(&self, keeping: &Keeping, wasteful: Vec<(u64, u64)>) -> Result<(LogPoint, Sorted)> {
+    fn begin(&self, keeping: &Keeping, wasteful: Vec<(u64, u64)>, exact: bool) -> Result<Begun> {
         let known = keeping.known.clone();
         self.applier.turn(move |turn| {
-            turn.applied.deleted = Some(HashMap::new());
-            Ok((turn.applied.point, known.sort_out(&turn.applied.table, &wasteful, CARRY_BYTES_MAX)))
+            let sorted = known.sort_out(&turn.applied.table, &wasteful, CARRY_BYTES_MAX);
+            let end = exact.then(|| End::here(turn));
+            if exact {
+                turn.applied.cut = Some(Cut::new(sorted.gather.iter().map(|(page, _)| *page)));
+            } else {
+                turn.applied.deleted = Some(HashMap::new());
+            }
+            Ok(Begun { redo: turn.applied.point, sorted, end })
         })
     }
 
-    /// Phases 2 and 3. Where nothing is to be gathered, no file is made.
+    /// Phase 2. Where nothing is to be gathered, no file is made.
     fn gather_into(
         &self,
         number: u64,
         pages: &[(PageId, u64)],
-    ) -> Result<(Option<ImageWriter>, Vec<ManifestEntry>, End)> {
+        paced: bool,
+    ) -> Result<(Option<ImageWriter>, Vec<ManifestEntry>)> {
         if pages.is_empty() {
-            return Ok((None, Vec::new(), self.end()?));
+            return Ok((None, Vec::new()));
         }
         let (disk, purpose) = (self.disk.clone(), ImagePurpose::Snapshot);
         let mut writer = ImageWriter::create(disk, self.store, number, purpose, self.compression)?;
-        let gathered = self.gather_all(&mut writer, pages).and_then(|caught| Ok((caught, self.end()?)));
-        match gathered {
-            Ok((caught, end)) => Ok((Some(writer), caught, end)),
+        match self.gather_all(&mut writer, pages, paced) {
+            Ok(caught) => Ok((Some(writer), caught)),
             Err(error) => {
                 writer.abandon();
                 Err(error)
@@ -190,10 +244,14 @@ impl Snapshots {
         self.publish_manifest(manifest)
     }
 
-    /// Ends the watch for deletes that a failed snapshot began.
+    /// Ends what the applier does for a snapshot between its begin and its end.
     fn stop_watching(&self) -> Result<()> {
         self.applier.turn(|turn| {
             turn.applied.deleted = None;
+            if let Some(cut) = turn.applied.cut.take() {
+                let last_use = turn.submit(CommandList::default())?.fence();
+                cut.retire(turn.arena, last_use);
+            }
             Ok(())
         })
     }
@@ -216,17 +274,16 @@ impl Snapshots {
 
     /// Phase 3.
     fn end(&self) -> Result<End> {
-        self.applier.turn(|turn| {
-            let table = &turn.applied.table;
-            Ok(End {
-                point: turn.applied.point,
-                root: table.root().clone(),
-                next_page: table.next_page(),
-                epoch_high: table.epoch_high(),
-                deleted: turn.applied.deleted.take().unwrap_or_default(),
-            })
-        })
+        self.applier.turn(|turn| Ok(End::here(turn)))
     }
+}
+
+/// What phase 1 gives.
+struct Begun {
+    redo: LogPoint,
+    sorted: Sorted,
+    /// Of an exact snapshot, which ends where it begins.
+    end: Option<End>,
 }
 
 struct End {
@@ -235,6 +292,19 @@ struct End {
     next_page: u64,
     epoch_high: Epoch,
     deleted: HashMap<PageId, Lsn>,
+}
+
+impl End {
+    fn here(turn: &mut Turn<'_>) -> Self {
+        let table = &turn.applied.table;
+        Self {
+            point: turn.applied.point,
+            root: table.root().clone(),
+            next_page: table.next_page(),
+            epoch_high: table.epoch_high(),
+            deleted: turn.applied.deleted.take().unwrap_or_default(),
+        }
+    }
 }
 
 /// The pages that were to be gathered and were deleted before they could be; and, in a change, those that were

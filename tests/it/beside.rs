@@ -5,8 +5,9 @@ use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use remanent::device::host::HostDevice;
 use remanent::device::{Command, CommandList, Device, Fence, Lane, MemoryId, Pending, Staging};
-use remanent::disk::dir::DirDisk;
-use remanent::{Options, PageId, Place, Result, Store};
+use remanent::disk::dir::{DirDisk, DirReader};
+use remanent::{Budget, Error, Lsn, Metadata, Options, PageId, Place, Result, SnapshotPhase, Store};
+use remanent_format::rebuild::{Survey, read_image};
 
 /// Called by the thread that takes the snapshot, with the store and the number of pages gathered so far.
 type Between = Box<dyn FnMut(&Store, usize) + Send>;
@@ -126,4 +127,124 @@ fn a_restore_of_many_tiny_pages_fills_several_chunks() {
     check(&store);
     drop(store);
     check(&Store::open(directory.path(), Options::default()).unwrap());
+}
+
+/// Whatever happens beside it, an exact snapshot alone, without the log, is the state of one batch.
+#[test]
+fn an_exact_snapshot_is_the_state_of_one_moment() {
+    const COUNT: u64 = 600;
+    const LEN: usize = 20_000;
+    let directory = tempfile::tempdir().unwrap();
+    let (mut interrupted, mut created) = (0, Vec::new());
+    let store = open(directory.path(), Options::default(), move |store, gathered| {
+        interrupted += 1;
+        // Pages that are gathered and pages that are not: written, resized, deleted, with new metadata; and one
+        // that is new.
+        let mut batch = store.batch();
+        for page in (interrupted..=COUNT).step_by(7) {
+            let page = PageId(page);
+            if created.contains(&page) || store.page(page).is_err() {
+                continue;
+            }
+            match page.0 % 5 {
+                0 => batch.delete(page),
+                1 => batch.resize(page, 2 * LEN as u64).fill(page, 0, 8, &[0xbb]),
+                2 => batch.set_metadata(page, "gathered", gathered as u64),
+                _ => batch.fill(page, 0, 100, &[0xcc]).scatter(page, remanent::Width::W1, &[500], &[1]),
+            };
+        }
+        batch.create(100, Place::Host);
+        batch.set_root("interrupted", interrupted);
+        created.extend(store.commit(batch).unwrap().pages);
+    });
+    let mut batch = store.batch();
+    for page in 1..=COUNT {
+        let page = batch.create(if page % 50 == 0 { 0 } else { LEN as u64 }, Place::Host);
+        batch.set_metadata(page, "as", "it was");
+    }
+    store.commit(batch).unwrap();
+    let mut batch = store.batch();
+    for page in 1..=COUNT {
+        let len = if page % 50 == 0 { 0 } else { LEN as u64 };
+        batch.fill(PageId(page), 0, len, &[page as u8, 1]);
+    }
+    batch.set_root("interrupted", 0u64);
+    store.commit(batch).unwrap();
+    let before = state(&store);
+    let used = store.stats().places;
+
+    let snapshot = store.snapshot_exact().unwrap();
+    assert_eq!((snapshot.redo, snapshot.end), (Lsn(2), Lsn(2)), "{snapshot:?}");
+    assert!(store.lsn() > Lsn(5), "it was interrupted often enough");
+    assert_eq!(store.stats().snapshots.pages_done, COUNT);
+
+    // The manifest says Lsn 2, and its images are the pages' bytes: nothing is replayed.
+    let reader = DirReader::new(directory.path());
+    let survey = Survey::read(&reader).unwrap();
+    let manifest = survey.snapshot(snapshot.id).unwrap();
+    assert_eq!((manifest.redo.lsn, manifest.end, &manifest.tombstones[..]), (Lsn(2), Lsn(2), &[][..]));
+    assert!(manifest.entries.iter().all(|entry| entry.lsn <= Lsn(2)));
+    let images: Vec<_> = manifest
+        .entries
+        .iter()
+        .map(|entry| {
+            let bytes = entry.image.map(|image| read_image(&reader, &image, entry.len).unwrap());
+            (entry.page, entry.epoch, (*entry.metadata).clone(), bytes.unwrap_or_default())
+        })
+        .collect();
+    assert!(images == before.0, "the images are the pages at batch 2");
+    assert_eq!(manifest.root, before.1);
+
+    // What was kept aside is given back; the store goes on, and the log behind the snapshot holds the rest.
+    store.snapshot().unwrap();
+    let now = state(&store);
+    let (used, after) = (used[0].1, store.stats().places[0].1);
+    let pages: u64 = store.pages().unwrap().iter().map(|info| info.len).sum();
+    assert!(used.peak_bytes < after.peak_bytes && after.allocated_bytes == pages, "{after:?}");
+    drop(store);
+    let store = Store::open(directory.path(), Options::default()).unwrap();
+    assert!(state(&store) == now);
+    store.restore_from_snapshot(snapshot.id).unwrap();
+    let restored = state(&store);
+    let old: Vec<_> = images.iter().map(|(page, _, metadata, bytes)| (page, metadata, bytes)).collect();
+    assert!(restored.0.iter().map(|(page, _, metadata, bytes)| (page, metadata, bytes)).eq(old));
+}
+
+/// Where there is no room for a copy, the snapshot fails and the batch does not.
+#[test]
+fn an_exact_snapshot_without_room_for_copies_changes_nothing() {
+    let directory = tempfile::tempdir().unwrap();
+    let budget = Budget::default().with(Place::Host, 80 * 50_000);
+    let store = open(directory.path(), Options::default().budget(budget), |store, gathered| {
+        if gathered < 80 {
+            let mut batch = store.batch();
+            batch.fill(PageId(80), 0, 50_000, &[9]);
+            store.commit(batch).unwrap();
+        }
+    });
+    let mut batch = store.batch();
+    for _ in 0..80 {
+        batch.create(50_000, Place::Host);
+    }
+    store.commit(batch).unwrap();
+    let refused = store.snapshot_exact().unwrap_err();
+    assert!(matches!(refused, Error::OverBudget { place: Place::Host, asked: 50_000, .. }), "{refused}");
+    let stats = store.stats().snapshots;
+    assert_eq!((stats.taken, stats.failed, stats.phase), (0, 1, SnapshotPhase::Idle));
+    assert!(matches!(stats.last, Some(Err(Error::OverBudget { .. }))), "{stats:?}");
+    assert_eq!(bytes(&store, PageId(80)), vec![9; 50_000]);
+    assert_eq!(store.snapshots(), []);
+    let names = std::fs::read_dir(directory.path().join("pages")).unwrap().count();
+    assert_eq!(names, 0, "the unfinished file is gone");
+    // A snapshot that is not exact needs no room.
+    store.snapshot().unwrap();
+}
+
+type Pages = Vec<(PageId, remanent::Epoch, Metadata, Vec<u8>)>;
+
+/// Everything but places and keys.
+fn state(store: &Store) -> (Pages, Arc<Metadata>) {
+    let pages = store.pages().unwrap().into_iter();
+    let pages = pages.map(|info| (info.page, info.epoch, (*info.metadata).clone(), bytes(store, info.page)));
+    (pages.collect(), store.root().unwrap())
 }

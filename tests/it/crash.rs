@@ -25,9 +25,11 @@ use explore::{Explorer, Level};
 use model::{Act, Line, Target};
 use work::{Driver, Floors, Random, Writer};
 
-/// Segments as short as they can be, so that a few batches cross every boundary.
+/// Segments as short as they can be, so that a few batches cross every boundary; no snapshots but those that a
+/// work takes.
 fn options() -> Options {
-    Options::default().segment_len(16 << 10).reserve_bytes(0)
+    let options = Options::default().segment_len(16 << 10).reserve_bytes(0);
+    options.snapshot_log_bytes(None).snapshot_interval(None)
 }
 
 /// The usual effort: a work's own crashes thoroughly, those of recoveries from a sample of them.
@@ -201,6 +203,85 @@ fn snapshots_beside_commits() {
             }
             thread.join().expect("no panic")
         })?;
+        driver.check(&store);
+        drop(store);
+        Ok(driver.into())
+    });
+}
+
+/// As many snapshots as the log has them taken, while two threads commit.
+#[test]
+fn background_snapshots_beside_commits() {
+    suite("background_snapshots_beside_commits", options(), LEVELS, 2300, |driver, random| {
+        let store = driver.open_with(options().snapshot_log_bytes(5000))?;
+        let writers = [Writer::new("a", random.next()), Writer::new("b", random.next())];
+        std::thread::scope(|scope| {
+            let threads = writers.map(|mut writer| {
+                let (driver, store) = (&driver, &store);
+                scope.spawn(move || {
+                    (0..6).try_for_each(|_| driver.commit(store, &mut writer, Ack::Logged).map(drop))
+                })
+            });
+            threads.into_iter().try_for_each(|thread| thread.join().expect("no panic"))
+        })?;
+        let mut writer = Writer::new("c", random.next());
+        while store.stats().snapshots.taken < 2 {
+            driver.commit(&store, &mut writer, Ack::Durable)?;
+        }
+        assert_eq!(store.stats().snapshots.failed, 0);
+        driver.check(&store);
+        drop(store);
+        Ok(driver.into())
+    });
+}
+
+/// Exact snapshots while another thread commits: each alone, without the log, is the state of its Lsn.
+#[test]
+fn exact_snapshots_beside_commits() {
+    suite("exact_snapshots_beside_commits", options(), LEVELS, 2300, |driver, random| {
+        let store = driver.open()?;
+        let (mut writer, mut other) = (Writer::new("a", random.next()), Writer::new("b", random.next()));
+        for _ in 0..3 {
+            driver.commit(&store, &mut writer, Ack::Logged)?;
+        }
+        std::thread::scope(|scope| {
+            let thread = scope
+                .spawn(|| (0..8).try_for_each(|_| driver.commit(&store, &mut other, Ack::Logged).map(drop)));
+            for _ in 0..2 {
+                driver.snapshot_exact(&store)?;
+                driver.commit(&store, &mut writer, Ack::Logged)?;
+            }
+            thread.join().expect("no panic")
+        })?;
+        driver.check(&store);
+        drop(store);
+        Ok(driver.into())
+    });
+}
+
+/// Pages that are worth compressing, in snapshots and in a restore.
+#[test]
+fn compressed_images_survive() {
+    suite("compressed_images_survive", options(), LEVELS, 2000, |driver, random| {
+        let store = driver.open()?;
+        let len = 6000;
+        let create = |_| Act::Create { len, key: None, metadata: Metadata::new() };
+        let (_, pages) = driver.commit_acts(&store, (0..3).map(create).collect(), Ack::Logged)?;
+        let fill = |random: &mut Random| {
+            let (page, offset) = (Target::Page(pages[random.below(3)]), 8 * random.below(100));
+            let pattern = random.next().to_le_bytes().to_vec();
+            vec![Act::Fill { page, offset, len: 4000, pattern }]
+        };
+        driver.commit_acts(&store, fill(random), Ack::Logged)?;
+        let snapshot = driver.snapshot(&store)?;
+        assert!(snapshot.bytes < len as u64, "{snapshot:?}");
+        for _ in 0..2 {
+            driver.commit_acts(&store, fill(random), Ack::Durable)?;
+        }
+        driver.snapshot(&store)?;
+        driver.commit_acts(&store, fill(random), Ack::Logged)?;
+        driver.restore(&store, snapshot)?;
+        driver.commit_acts(&store, fill(random), Ack::Durable)?;
         driver.check(&store);
         drop(store);
         Ok(driver.into())

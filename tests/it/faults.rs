@@ -41,7 +41,7 @@ fn watched(name: &str, case: impl FnOnce() + Send + 'static) {
 }
 
 fn small() -> Options {
-    Options::default().segment_len(16 << 10)
+    Options::default().segment_len(16 << 10).snapshot_log_bytes(None).snapshot_interval(None)
 }
 
 fn open(disk: &SimDisk, device: Arc<dyn Device>) -> Result<Store> {

@@ -125,5 +125,5 @@ pub fn open_with(disk: &SimDisk, options: Options) -> Result<Store, Error> {
 
 /// The smallest segments, so that a few batches cross every boundary.
 pub fn small() -> Options {
-    Options::default().segment_len(16 << 10)
+    Options::default().segment_len(16 << 10).snapshot_log_bytes(None).snapshot_interval(None)
 }

@@ -1,5 +1,6 @@
 //! The integration tests: one binary, one file an area.
 
+mod background;
 mod beside;
 mod compression;
 mod crash;

@@ -82,7 +82,8 @@ struct Tally {
 
 /// Runs a history on a device made anew for each opening.
 fn run(actions: &[Action], log_io: LogIo, tally: &mut Tally, device: impl Fn() -> Arc<dyn Device>) {
-    let options = || Options::default().segment_len(16 << 10).log_io(log_io);
+    let options = Options::default().segment_len(16 << 10).log_io(log_io);
+    let options = || options.clone().snapshot_log_bytes(None).snapshot_interval(None);
     let open = |path: &Path| {
         Store::open_on(Arc::new(DirDisk::new(path)), device(), options()).unwrap_or_else(|e| panic!("{e}"))
     };
@@ -112,8 +113,9 @@ fn run(actions: &[Action], log_io: LogIo, tally: &mut Tally, device: impl Fn() -
                     (Err(error), None) => panic!("a good batch was refused: {error}"),
                 }
             }
-            Action::Snapshot => {
-                let snapshot = store.snapshot().unwrap();
+            Action::Snapshot { exact } => {
+                let snapshot =
+                    if *exact { store.snapshot_exact().unwrap() } else { store.snapshot().unwrap() };
                 assert_eq!((snapshot.redo, snapshot.end), (Lsn(model.lsn), Lsn(model.lsn)));
                 assert_eq!(snapshot.pages, model.pages.len() as u64);
                 model.keep(snapshot.id, SNAPSHOTS_KEPT);

@@ -6,7 +6,7 @@ use remanent::disk::dir::DirDisk;
 use remanent::{Ack, Error, Key, Lsn, Metadata, Options, PageId, Place, SnapshotId, Store, Value, Width};
 
 fn small() -> Options {
-    Options::default().segment_len(16 << 10)
+    Options::default().segment_len(16 << 10).snapshot_log_bytes(None).snapshot_interval(None)
 }
 
 fn bytes(store: &Store, page: PageId) -> Vec<u8> {

@@ -2,15 +2,16 @@
 //! noted on the disk.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Condvar, Mutex};
 
 use remanent::device::host::HostDevice;
 use remanent::disk::sim::{Crash, Moment, SimDisk};
 use remanent::{
     Ack, Error, Key, Lsn, Metadata, Options, PageId, SnapshotId, SnapshotInfo, Store, Value, Width,
 };
+use remanent_format::rebuild::{RebuildOptions, rebuild};
 
-use super::model::{Act, Line, Step, Target, batch, read};
+use super::model::{Act, Line, Step, Target, batch, read, rebuilt};
 
 /// Steele, Lea and Flood's SplitMix64.
 pub struct Random(pub u64);
@@ -193,6 +194,8 @@ pub struct Driver {
     pub floors: Floors,
     options: Options,
     book: Mutex<Book>,
+    /// A step was written into the book.
+    written: Condvar,
 }
 
 struct Book {
@@ -206,7 +209,7 @@ struct Book {
 impl Driver {
     pub fn new(disk: SimDisk, options: Options, line: Line, floors: Floors) -> Self {
         let book = Book { line, steps: BTreeMap::new(), acks: Vec::new() };
-        Self { disk, floors, options, book: Mutex::new(book) }
+        Self { disk, floors, options, book: Mutex::new(book), written: Condvar::new() }
     }
 
     /// The disk as a death of the process leaves it now, with what a power cut could still take.
@@ -234,6 +237,13 @@ impl Driver {
         let disk = self.disk.after_kill(Moment { event: at + 1, tear: None });
         let floors = self.floors.with(&self.book.lock().unwrap().acks[..acked]);
         Self::new(disk, self.options.clone(), self.line(), floors)
+    }
+
+    /// Opens the store with options that only this life has.
+    pub fn open_with(&self, options: Options) -> Result<Store, Error> {
+        let store = open(&self.disk, &options)?;
+        self.adopt(&store);
+        Ok(store)
     }
 
     /// Opens the store.
@@ -269,6 +279,7 @@ impl Driver {
         let ticket = store.submit(batch(store, &acts))?;
         let (lsn, new) = (ticket.position().lsn, ticket.pages().to_vec());
         self.book.lock().unwrap().steps.insert(lsn.0, Step::Batch { acts, new: new.clone() });
+        self.written.notify_all();
         self.acked(Ack::Logged, lsn);
         ticket.wait(ack)?;
         if ack == Ack::Durable {
@@ -287,6 +298,20 @@ impl Driver {
     pub fn snapshot(&self, store: &Store) -> Result<SnapshotInfo, Error> {
         let info = store.snapshot()?;
         self.acked(Ack::Durable, info.end);
+        Ok(info)
+    }
+
+    /// Takes an exact snapshot: alone, it is the state of its batch.
+    pub fn snapshot_exact(&self, store: &Store) -> Result<SnapshotInfo, Error> {
+        let info = store.snapshot_exact()?;
+        assert_eq!(info.redo, info.end);
+        self.acked(Ack::Durable, info.end);
+        let options =
+            RebuildOptions { base: Some(info.id), until: Some(info.end), ..RebuildOptions::default() };
+        let alone = rebuild(&self.disk, &options).expect("nothing is damaged");
+        assert_eq!((alone.table.lsn(), alone.batches), (info.end, 0));
+        let difference = self.line_up_to(info.end.0).at(info.end.0).difference(&rebuilt(&alone));
+        assert_eq!(difference, None, "the exact snapshot at batch {}", info.end);
         Ok(info)
     }
 
@@ -315,9 +340,21 @@ impl Driver {
 
     /// The state after every Lsn so far.
     pub fn line(&self) -> Line {
-        let book = self.book.lock().unwrap();
+        self.line_up_to(u64::MAX)
+    }
+
+    /// The state after every Lsn up to this one. A batch may be in the log, and in a snapshot, before the
+    /// thread that commits it has written it down: that is waited for.
+    fn line_up_to(&self, last: u64) -> Line {
+        let mut book = self.book.lock().unwrap();
+        let is_there = |book: &Book| {
+            last == u64::MAX || (book.line.last() + 1..=last).all(|lsn| book.steps.contains_key(&lsn))
+        };
+        while !is_there(&book) {
+            book = self.written.wait(book).unwrap();
+        }
         let mut line = book.line.clone();
-        for (lsn, step) in &book.steps {
+        for (lsn, step) in book.steps.range(..=last) {
             assert_eq!(*lsn, line.last() + 1, "Lsns are dense");
             line.push(step);
         }

@@ -12,7 +12,7 @@ use super::workload::{Shape, changes, fill, reshape};
 
 /// Small segments, so that rolls, snapshots and recycling never stop. `None` is what the file system allows.
 pub fn options(log_io: Option<LogIo>) -> Options {
-    let options = Options::default().segment_len(64 << 10);
+    let options = Options::default().segment_len(64 << 10).snapshot_log_bytes(None).snapshot_interval(None);
     match log_io {
         Some(log_io) => options.log_io(log_io),
         None => options,

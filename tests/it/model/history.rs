@@ -15,7 +15,9 @@ pub const NAMES: [&str; 3] = ["step", "dtype", ""];
 #[derive(Clone, Debug)]
 pub enum Action {
     Commit(Vec<Step>),
-    Snapshot,
+    Snapshot {
+        exact: bool,
+    },
     /// Back to one of the kept snapshots.
     Restore(usize),
     /// Back to the state behind any batch of the window.
@@ -164,7 +166,7 @@ pub enum Bad {
 pub fn history() -> impl Strategy<Value = Vec<Action>> {
     let action = prop_oneof![
         16 => vec(step(), 0..10).prop_map(Action::Commit),
-        3 => Just(Action::Snapshot),
+        3 => any::<bool>().prop_map(|exact| Action::Snapshot { exact }),
         1 => any::<usize>().prop_map(Action::Restore),
         1 => any::<usize>().prop_map(Action::RestoreTo),
         2 => any::<usize>().prop_map(Action::Look),

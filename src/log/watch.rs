@@ -1,0 +1,59 @@
+//! Floor 5. Waiting for the log to grow, without looking again and again: for who takes snapshots of its own
+//! accord.
+
+use std::time::Instant;
+
+use remanent_format::Lsn;
+
+use super::state::State;
+use super::writer::Log;
+
+/// What the watcher waits for.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Watch {
+    /// A batch, or bytes as [`super::LogStats`] counts them: either is enough.
+    wanted: Option<(Lsn, u64)>,
+    /// Whether the watcher was called before it could wait.
+    called: bool,
+}
+
+impl Watch {
+    /// Whether the watcher waits for what has just come about.
+    pub fn is_reached(&self, lsn: Lsn, bytes: u64) -> bool {
+        self.wanted.is_some_and(|wanted| lsn >= wanted.0 || bytes >= wanted.1)
+    }
+}
+
+impl Log {
+    /// Waits until the log has this batch, or so many bytes since it was opened; until the time has come, if
+    /// there is one; or until somebody calls. There is one watcher.
+    pub fn watch(&self, lsn: Lsn, bytes: u64, until: Option<Instant>) {
+        let mut state = self.state.lock();
+        state.watch.wanted = Some((lsn, bytes));
+        let is_over =
+            |state: &State| state.watch.called || state.watch.is_reached(state.point.lsn, state.stats.bytes);
+        while !is_over(&state) {
+            match until {
+                Some(until) => {
+                    if self.grown.wait_until(&mut state, until).timed_out() {
+                        break;
+                    }
+                }
+                None => self.grown.wait(&mut state),
+            }
+        }
+        state.watch = Watch::default();
+    }
+
+    /// The newest batch, and the bytes since the log was opened.
+    pub fn length(&self) -> (Lsn, u64) {
+        let state = self.state.lock();
+        (state.point.lsn, state.stats.bytes)
+    }
+
+    /// Ends the watcher's wait, also one that has yet to begin.
+    pub fn call_watcher(&self) {
+        self.state.lock().watch.called = true;
+        self.grown.notify_one();
+    }
+}

@@ -1,0 +1,202 @@
+//! Floor 6. Snapshots that are taken of the store's own accord: when the log has grown, or after a time.
+//!
+//! A thread waits for the log. It takes a snapshot when there was a commit since the last one and the log
+//! has grown by [`Options::snapshot_log_bytes`](crate::Options::snapshot_log_bytes), or
+//! [`Options::snapshot_interval`](crate::Options::snapshot_interval) has passed; a snapshot that the caller
+//! takes counts as well. Where nothing is committed nothing is written.
+//!
+//! A full disk, or no memory, is a clean failure: it is told in the store's stats, and tried again later.
+//! Every other failure has poisoned the store, and ends the thread. When the store closes, the snapshot being
+//! gathered is given up.
+
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use remanent_format::Lsn;
+
+use super::{Snapshots, Wanted};
+use crate::error::{Error, Result};
+use crate::keeping::SnapshotInfo;
+
+/// After a failure that changes nothing the next try waits for so long, or until the log has grown by a part
+/// of what is due anyway.
+const AGAIN_AFTER: Duration = Duration::from_secs(10);
+const AGAIN_PART: u64 = 8;
+
+/// When a snapshot is due.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Rules {
+    pub log_bytes: Option<u64>,
+    pub interval: Option<Duration>,
+}
+
+/// How far the last snapshot goes, and where the log stood when it began.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Mark {
+    pub lsn: Lsn,
+    /// Bytes of the log since it was opened; below zero is what was replayed then, and is in no snapshot.
+    pub bytes: i64,
+    pub at: Instant,
+}
+
+/// What to do next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Next {
+    Take,
+    /// Until the log has this batch or so many bytes, or the time has come.
+    Wait {
+        lsn: Lsn,
+        bytes: u64,
+        until: Option<Instant>,
+    },
+}
+
+/// No batch that there will ever be.
+const NO_BATCH: Lsn = Lsn(u64::MAX);
+
+impl Rules {
+    /// The one place where it is decided, for a log that ends with batch `lsn` and has so many bytes. `again`
+    /// is set by a try that failed: not before so many bytes, or that time.
+    fn next(
+        &self,
+        (lsn, bytes): (Lsn, u64),
+        last: Mark,
+        again: Option<(u64, Instant)>,
+        now: Instant,
+    ) -> Next {
+        if lsn <= last.lsn {
+            return Next::Wait { lsn: last.lsn.next(), bytes: u64::MAX, until: None };
+        }
+        let due_bytes = self.log_bytes.map_or(u64::MAX, |more| more.saturating_add_signed(last.bytes));
+        let due_at = self.interval.and_then(|interval| last.at.checked_add(interval));
+        if bytes < due_bytes && due_at.is_none_or(|due_at| now < due_at) {
+            return Next::Wait { lsn: NO_BATCH, bytes: due_bytes, until: due_at };
+        }
+        match again {
+            Some((again_bytes, again_at)) if bytes < again_bytes && now < again_at => {
+                Next::Wait { lsn: NO_BATCH, bytes: again_bytes, until: Some(again_at) }
+            }
+            _ => Next::Take,
+        }
+    }
+}
+
+/// The thread.
+pub(crate) struct Background {
+    snapshots: Arc<Snapshots>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Background {
+    /// Starts it, if there is a rule for it to follow.
+    pub fn start(snapshots: Arc<Snapshots>, rules: Rules) -> Result<Self> {
+        let thread = if rules.log_bytes.is_some() || rules.interval.is_some() {
+            let life = Life(snapshots.clone());
+            let thread = std::thread::Builder::new().name("remanent-snapshot".to_owned());
+            let thread = thread.spawn(move || life.live(rules)).map_err(|error| Error::Folder {
+                action: "start the thread for snapshots of",
+                path: "the store".to_owned(),
+                source: Arc::new(error),
+            })?;
+            Some(thread)
+        } else {
+            None
+        };
+        Ok(Self { snapshots, thread: Mutex::new(thread) })
+    }
+
+    /// Ends the thread; a snapshot that it is gathering is given up.
+    pub fn stop(&self) {
+        self.snapshots.pace.call_off();
+        self.snapshots.log.call_watcher();
+        let thread = self.thread.lock().take();
+        if let Some(thread) = thread
+            && thread.join().is_err()
+        {
+            tracing::error!("the thread for snapshots panicked");
+        }
+    }
+}
+
+/// Lives as long as the thread. Where that ends in a panic, the store is poisoned: nothing says what was left
+/// half done.
+struct Life(Arc<Snapshots>);
+
+impl Life {
+    fn live(&self, rules: Rules) {
+        let snapshots = &*self.0;
+        let mut again = None;
+        while !snapshots.pace.is_called_off() {
+            let last = *snapshots.last.lock();
+            let log = snapshots.log.length();
+            match rules.next(log, last, again, Instant::now()) {
+                Next::Wait { lsn, bytes, until } => snapshots.log.watch(lsn, bytes, until),
+                Next::Take => match self.take(log.0) {
+                    Ok(_) => again = None,
+                    Err(error @ (Error::DiskFull { .. } | Error::OutOfMemory { .. })) => {
+                        tracing::warn!(%error, "no snapshot could be taken; it is tried again later");
+                        let more = rules.log_bytes.map_or(u64::MAX, |bytes| (bytes / AGAIN_PART).max(1));
+                        let bytes = log.1.saturating_add(more);
+                        again = Some((bytes, Instant::now() + AGAIN_AFTER));
+                    }
+                    // The store closes, or it is poisoned and says why itself.
+                    Err(_) => return,
+                },
+            }
+        }
+    }
+}
+
+impl Life {
+    /// Takes one that has batch `lsn`: it is logged, but perhaps on its way to the applier.
+    fn take(&self, lsn: Lsn) -> Result<SnapshotInfo> {
+        self.0.applier.wait_applied(lsn)?;
+        self.0.take(Wanted { paced: true, ..Wanted::default() })
+    }
+}
+
+impl Drop for Life {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let reason = "the thread for snapshots panicked".to_owned();
+            self.0.poison.set(Error::Device { reason, context_lost: false });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_snapshot_is_due_by_bytes_or_by_time_and_never_without_a_commit() {
+        let begun = Instant::now();
+        let later = |seconds| begun + Duration::from_secs(seconds);
+        let last = Mark { lsn: Lsn(5), bytes: 1000, at: begun };
+        let opened = Mark { lsn: Lsn(5), bytes: -600, at: begun };
+        let wait =
+            |lsn, bytes, until: Option<u64>| Next::Wait { lsn: Lsn(lsn), bytes, until: until.map(later) };
+        let both = Rules { log_bytes: Some(500), interval: Some(Duration::from_secs(60)) };
+        let by_bytes = Rules { interval: None, ..both };
+        let by_time = Rules { log_bytes: None, ..both };
+        let (none, max) = (None, u64::MAX);
+        let again = Some((1562, later(10)));
+        for (why, rules, log, last, again, now, expected) in [
+            ("no commit, whatever seals take", both, (5, 9000), last, none, 900, wait(6, max, None)),
+            ("one commit", both, (6, 1100), last, none, 1, wait(max, 1500, Some(60))),
+            ("grown", both, (6, 1500), last, none, 1, Next::Take),
+            ("time has passed", both, (6, 1001), last, none, 60, Next::Take),
+            ("by bytes alone", by_bytes, (6, 1001), last, none, 900, wait(max, 1500, None)),
+            ("by time alone", by_time, (6, 9000), last, none, 1, wait(max, max, Some(60))),
+            ("replayed more than enough", both, (8, 0), opened, none, 0, Next::Take),
+            ("replayed, by time alone", by_time, (8, 0), opened, none, 0, wait(max, max, Some(60))),
+            ("failed", both, (6, 1500), last, again, 9, wait(max, 1562, Some(10))),
+            ("failed, grown since", both, (7, 1562), last, again, 9, Next::Take),
+            ("failed long ago", both, (6, 1500), last, again, 10, Next::Take),
+        ] {
+            assert_eq!(rules.next((Lsn(log.0), log.1), last, again, later(now)), expected, "{why}");
+        }
+    }
+}

@@ -1,0 +1,96 @@
+//! Floor 6. How far a snapshot has come, for who asks meanwhile.
+
+use parking_lot::{Condvar, Mutex};
+use remanent_format::SnapshotId;
+
+use crate::error::Result;
+
+/// What a snapshot is being taken does just now.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum SnapshotPhase {
+    /// No snapshot is being taken.
+    #[default]
+    Idle,
+    /// Pages are copied aside and written.
+    Gather,
+    /// What was written is synced, and named by a manifest.
+    Publish,
+    /// It is read back past the cache.
+    Verify,
+    /// What it makes superfluous is removed or reused.
+    Recycle,
+}
+
+/// Counts of snapshots since the store was opened, and how far the one being taken has come.
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub struct SnapshotStats {
+    /// What is being done.
+    pub phase: SnapshotPhase,
+    /// Pages gathered, of those that this snapshot, or the last one, writes.
+    pub pages_done: u64,
+    /// Pages that this snapshot, or the last one, writes.
+    pub pages_total: u64,
+    /// Bytes of the pages gathered, before compression.
+    pub bytes_done: u64,
+    /// Bytes of the pages to gather, as long as they were when it began.
+    pub bytes_total: u64,
+    /// Snapshots taken.
+    pub taken: u64,
+    /// Snapshots that failed.
+    pub failed: u64,
+    /// What became of the last one; `None` if there was none.
+    pub last: Option<Result<SnapshotId>>,
+}
+
+/// The figures, and who waits for them.
+#[derive(Default)]
+pub(crate) struct Progress {
+    stats: Mutex<SnapshotStats>,
+    ended: Condvar,
+}
+
+impl Progress {
+    pub fn stats(&self) -> SnapshotStats {
+        self.stats.lock().clone()
+    }
+
+    /// A snapshot goes on to this.
+    pub fn enter(&self, phase: SnapshotPhase) {
+        self.stats.lock().phase = phase;
+    }
+
+    /// A snapshot of so many pages and bytes begins to gather.
+    pub fn begin(&self, pages: u64, bytes: u64) {
+        let mut stats = self.stats.lock();
+        stats.phase = SnapshotPhase::Gather;
+        (stats.pages_done, stats.pages_total) = (0, pages);
+        (stats.bytes_done, stats.bytes_total) = (0, bytes);
+    }
+
+    /// So many more were gathered, or were gone.
+    pub fn gathered(&self, pages: u64, bytes: u64) {
+        let mut stats = self.stats.lock();
+        stats.pages_done += pages;
+        stats.bytes_done += bytes;
+    }
+
+    /// The snapshot is over.
+    pub fn end(&self, result: Result<SnapshotId>) {
+        let mut stats = self.stats.lock();
+        stats.phase = SnapshotPhase::Idle;
+        *if result.is_ok() { &mut stats.taken } else { &mut stats.failed } += 1;
+        stats.last = Some(result);
+        drop(stats);
+        self.ended.notify_all();
+    }
+
+    /// Waits until so many have ended, well or not.
+    pub fn wait_ended(&self, count: u64) {
+        let mut stats = self.stats.lock();
+        while stats.taken + stats.failed < count {
+            self.ended.wait(&mut stats);
+        }
+    }
+}

@@ -1,0 +1,156 @@
+//! Snapshots that the store takes of its own accord. Nothing here waits for a time to pass: the log grows by
+//! what a test commits, and the test is told when a snapshot has ended.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use remanent::device::host::HostDevice;
+use remanent::disk::sim::SimDisk;
+use remanent::{Ack, Error, Lsn, Options, PageId, Place, SnapshotPhase, Store};
+
+/// A year: no test is so slow.
+const NEVER: Duration = Duration::from_secs(365 * 24 * 3600);
+
+fn options() -> Options {
+    Options::default().segment_len(16 << 10).snapshot_log_bytes(None).snapshot_interval(None)
+}
+
+fn open(disk: &SimDisk, options: Options) -> Store {
+    Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options).unwrap()
+}
+
+fn commit(store: &Store, value: u8) -> Lsn {
+    let mut batch = store.batch();
+    if store.lsn() == Lsn(0) {
+        let page = batch.create(4000, Place::Host);
+        batch.write(page, 0, &[value; 4000]);
+    } else {
+        batch.write(PageId(1), 0, &[value; 4000]);
+    }
+    store.commit(batch).unwrap().position.lsn
+}
+
+fn commits(store: &Store, count: u8) {
+    (0..count).for_each(|value| assert!(commit(store, value) > Lsn(0)));
+}
+
+#[test]
+fn a_log_that_has_grown_is_followed_by_a_snapshot() {
+    let disk = SimDisk::new();
+    let store = open(&disk, options().snapshot_log_bytes(20_000));
+    let mut ended = 0;
+    for round in 1..=4 {
+        // Fewer than five frames of 4 KiB are not enough; after so many, one is taken.
+        for value in 0..5 {
+            assert_eq!(store.stats().snapshots.taken, ended);
+            commit(&store, value);
+        }
+        ended += 1;
+        store.wait_for_snapshots(ended);
+        let stats = store.stats().snapshots;
+        assert_eq!((stats.taken, stats.failed, stats.phase), (ended, 0, SnapshotPhase::Idle), "{stats:?}");
+        assert_eq!((stats.pages_done, stats.pages_total, stats.bytes_done), (1, 1, 4000));
+        let newest = store.snapshots().pop().unwrap();
+        assert_eq!((newest.end, newest.verified), (Lsn(5 * round), true));
+        assert!(matches!(stats.last, Some(Ok(id)) if id == newest.id), "{stats:?}");
+    }
+    // Two are kept, and the log behind the older one.
+    assert_eq!(store.snapshots().len(), 2);
+    store.close().unwrap();
+    let store = open(&disk, options());
+    assert!(store.recovered().replayed_batches <= 1, "{:?}", store.recovered());
+}
+
+#[test]
+fn time_makes_a_snapshot_due_only_after_a_commit() {
+    let store = open(&SimDisk::new(), options().snapshot_interval(Duration::ZERO));
+    commit(&store, 1);
+    store.wait_for_snapshots(1);
+    // What the snapshot itself and idle seals add to the log makes none: the second is that of the commit.
+    for lsn in 2..6 {
+        assert_eq!(commit(&store, 2), Lsn(lsn));
+        store.wait_for_snapshots(lsn);
+        assert_eq!(store.snapshots().pop().unwrap().end, Lsn(lsn));
+        assert_eq!(store.stats().snapshots.taken, lsn);
+    }
+}
+
+#[test]
+fn what_was_replayed_counts() {
+    let disk = SimDisk::new();
+    let store = open(&disk, options());
+    for value in 0..6 {
+        commit(&store, value);
+    }
+    assert_eq!(store.stats().snapshots.taken, 0);
+    drop(store);
+    let store = open(&disk, options().snapshot_log_bytes(20_000).snapshot_interval(NEVER));
+    store.wait_for_snapshots(1);
+    assert_eq!(store.snapshots().pop().unwrap().end, Lsn(6));
+}
+
+/// A snapshot that the caller takes starts the count again.
+#[test]
+fn a_snapshot_by_hand_counts_too() {
+    let store = open(&SimDisk::new(), options().snapshot_log_bytes(20_000));
+    commits(&store, 4);
+    store.snapshot().unwrap();
+    commits(&store, 4);
+    assert_eq!(store.stats().snapshots.taken, 1);
+    commit(&store, 4);
+    store.wait_for_snapshots(2);
+    assert_eq!(store.snapshots().pop().unwrap().end, Lsn(9));
+}
+
+#[test]
+fn a_full_disk_is_told_and_tried_again() {
+    let disk = SimDisk::new();
+    let store = open(&disk, options().snapshot_log_bytes(1).snapshot_interval(NEVER).segment_len(1 << 20));
+    commit(&store, 0);
+    store.wait_for_snapshots(1);
+    disk.set_capacity(Some(disk.used_bytes()));
+    commit(&store, 1);
+    store.wait_for_snapshots(2);
+    let stats = store.stats().snapshots;
+    assert_eq!((stats.taken, stats.failed), (1, 1));
+    assert!(matches!(stats.last, Some(Err(Error::DiskFull { .. }))), "{stats:?}");
+    // It is no end of commits, and the next one has it tried again.
+    disk.set_capacity(None);
+    commit(&store, 2);
+    store.wait_for_snapshots(3);
+    let stats = store.stats().snapshots;
+    assert_eq!((stats.taken, stats.failed), (2, 1), "{stats:?}");
+    assert_eq!(store.snapshots().pop().unwrap().end, Lsn(3));
+    store.close().unwrap();
+}
+
+/// At one byte a second a snapshot would take an hour: a store that closes gives it up, and loses nothing.
+#[test]
+fn closing_gives_a_slow_snapshot_up() {
+    let disk = SimDisk::new();
+    let slow = options().snapshot_log_bytes(20_000).snapshot_bytes_per_second(1);
+    let store = open(&disk, slow.clone().ack(Ack::Durable));
+    commits(&store, 5);
+    let stats = loop {
+        let stats = store.stats().snapshots;
+        if stats.pages_done > 0 {
+            break stats;
+        }
+        std::thread::yield_now();
+    };
+    assert_eq!((stats.phase, stats.taken), (SnapshotPhase::Gather, 0));
+    commit(&store, 9);
+    store.close().unwrap();
+    let store = open(&disk, options());
+    assert_eq!((store.recovered().position.lsn, store.snapshots().len()), (Lsn(6), 0));
+    // By hand it goes as fast as it can.
+    drop(store);
+    let store = open(&disk, slow.snapshot_log_bytes(None));
+    assert_eq!(store.snapshot().unwrap().end, Lsn(6));
+}
+
+#[test]
+fn a_pace_of_nothing_is_refused() {
+    let refused = Store::temporary(Options::default().snapshot_bytes_per_second(0)).unwrap_err();
+    assert!(matches!(refused, Error::InvalidOption { option: "snapshot_bytes_per_second", .. }), "{refused}");
+}
