@@ -87,12 +87,14 @@ impl Restore<'_> {
         let epoch = Epoch(submitted.epoch_high().0 + 1);
         let pages: Vec<PageInfo> =
             old.table().pages().map(|info| at_restore(info, submitted, lsn, epoch)).collect();
+        // Where no page changed, none has the new epoch.
+        let epoch_high = pages.iter().map(|info| info.epoch).fold(submitted.epoch_high(), Epoch::max);
         // The number is taken, whatever happens: a name is never used for two contents.
         let number = keeping.next_file;
         keeping.next_file += 1;
         let logged = self.write_images(&pages, &old, number).and_then(|images| {
             let target = Target { pages, root: old.table().root().clone(), images };
-            let table_crc = self.write_table(&target, submitted.next_page(), lsn, epoch, number)?;
+            let table_crc = self.write_table(&target, submitted.next_page(), lsn, epoch_high, number)?;
             // 3.
             let mut payload = PayloadWriter::default();
             let record = Op::Restore { table: number, table_crc, restored };
@@ -159,7 +161,7 @@ impl Restore<'_> {
         target: &Target,
         next_page: u64,
         lsn: Lsn,
-        epoch: Epoch,
+        epoch_high: Epoch,
         number: u64,
     ) -> Result<u32> {
         let entries: Vec<ManifestEntry> =
@@ -173,7 +175,7 @@ impl Restore<'_> {
             redo: LogPoint::default(),
             end: lsn,
             next_page,
-            epoch_high: epoch,
+            epoch_high,
             next_file: number + 1,
             entries,
             tombstones: Vec::new(),
