@@ -1,5 +1,6 @@
 //! `remanent diff`: what makes one kept state out of another, page by page.
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -177,7 +178,7 @@ fn value_change(dtype: Dtype, before: &[u8], after: &[u8]) -> Option<f64> {
 }
 
 fn root_lines(old: &Metadata, new: &Metadata) -> Vec<RootLine> {
-    let names: std::collections::BTreeSet<&String> = old.keys().chain(new.keys()).collect();
+    let names: BTreeSet<&String> = old.keys().chain(new.keys()).collect();
     let line = |name: &String| (name.clone(), old.get(name).cloned(), new.get(name).cloned());
     names.into_iter().map(line).filter(|(_, from, to)| from != to).collect()
 }

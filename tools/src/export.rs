@@ -1,5 +1,6 @@
 //! `remanent export`: a version of the weights as the file that it was imported from.
 
+use std::collections::BTreeMap;
 use std::fs::{File, Permissions};
 use std::io::{BufWriter, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -87,7 +88,7 @@ impl Version {
         };
         let header = Header::parse(state.contents[&header_page.page].clone()).map_err(changed)?;
         let mut pages = vec![header_page.clone()];
-        let named: std::collections::BTreeMap<&str, &PageInfo> =
+        let named: BTreeMap<&str, &PageInfo> =
             state.table.pages().filter_map(|info| Some((name_of(info)?, info))).collect();
         for tensor in &header.tensors {
             let name = &tensor.name;

@@ -1,8 +1,9 @@
 //! The `remanent` command: drives, inspects and verifies stores.
 //!
 //! Read in this order: `exit.rs` (how commands end), `simulate.rs` (what a replayed trace makes of a
-//! store), `replay.rs` and `demo.rs` (the commands that drive one), then the inspecting commands, which
-//! know the format only and so open what the engine refuses.
+//! store), `replay.rs` and `demo.rs` (the commands that drive one), `weights.rs` and `import.rs` (what a file of
+//! weights is in a store), then the inspecting commands, which know the format only and so open what the
+//! engine refuses; among them `past.rs` says how an earlier state is put together.
 
 // Modules are listed in reading order.
 mod exit;

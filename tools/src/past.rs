@@ -173,7 +173,17 @@ impl<'d> Past<'d> {
                 Err(damage) => first_damage.get_or_insert(damage),
             };
         }
+        let is_recycled = |damage: &Damage| match (damage.file, self.survey.log.segments().keys().next()) {
+            (FileName::Segment(segment), Some(oldest)) => {
+                damage.defect == Defect::Missing && segment < *oldest
+            }
+            _ => false,
+        };
         Err(match (first_damage, oldest) {
+            // A named snapshot may be kept without the log behind it.
+            (Some(damage), _) if is_recycled(&damage) => {
+                Failure::Environment("that state is not kept any more: its log is gone".to_owned())
+            }
             (Some(damage), _) => damaged(damage),
             (None, Some(oldest)) => Failure::Environment(format!(
                 "that state is not kept any more: the oldest is that after lsn {oldest}"

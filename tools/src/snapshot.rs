@@ -11,10 +11,12 @@ use crate::json::object;
 use crate::output::Output;
 
 const EXAMPLES: &str = "\
-A program that has the store open takes its own snapshots. Ctrl-C waits until the snapshot is whole.
+A program that has the store open takes its own snapshots. Ctrl-C waits until the snapshot is whole. An exact one \
+needs no log to be returned to.
 
 Examples:
   remanent snapshot store
+  remanent snapshot store --exact
   remanent snapshot store --json";
 
 /// Take a snapshot
@@ -23,6 +25,9 @@ Examples:
 pub struct Snapshot {
     /// The store's directory
     dir: PathBuf,
+    /// Catch all pages at one moment, so that the snapshot needs no log
+    #[arg(long)]
+    exact: bool,
     /// One JSON object
     #[arg(long)]
     json: bool,
@@ -36,7 +41,8 @@ impl Snapshot {
         if interrupt.noted() {
             return Ok(Ending::Interrupted);
         }
-        let info = store.snapshot().map_err(engine_failure)?;
+        let taken = if self.exact { store.snapshot_exact() } else { store.snapshot() };
+        let info = taken.map_err(engine_failure)?;
         store.close().map_err(engine_failure)?;
         if self.json {
             out.line(object! {
