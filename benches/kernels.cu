@@ -365,6 +365,22 @@ int main(int argc, char **argv) {
         check("gather", right);
     }
 
+    // The same in pieces of 4 KiB, and of 32 KiB, to see where a block begins to pay.
+    for (u64 len : {4 << 10, 8 << 10, 32 << 10}) {
+        std::vector<PieceRow> rows;
+        std::vector<PartRow> parts;
+        for (u64 begin = 0; begin < GIB; begin += len) {
+            parts.push_back({u32(rows.size()), 1, 0, ~0ull});
+            rows.push_back({t + begin, s + (begin * 77773 & (GIB - 1)), 0, len, PIECE_DENSE, 1, 0});
+        }
+        const Table<PieceRow> pieces(rows, true);
+        const Table<PartRow> table(parts, true);
+        const std::string name = "gather of pieces of " + std::to_string(len >> 10) + " KiB, mapped table";
+        time = seconds([&] { launch(by_block, 256, 1, table, pieces.rows); });
+        report((name + ", a block each").c_str(), 2.0 * GIB, time, copy_ceiling);
+        time = seconds([&] { launch(by_warp, 128, 4, table, pieces.rows); });
+        report((name + ", a warp each").c_str(), 2.0 * GIB, time, copy_ceiling);
+    }
     for (u64 len : {1 << 10, 4 << 10, 16 << 10, 32 << 10}) {
         const Table<PieceRow> piece({PieceRow{t, s, 0, len, PIECE_DENSE, 1, 0}});
         const Table<PartRow> part({PartRow{0, 1, 0, ~0ull}});
@@ -381,9 +397,13 @@ int main(int argc, char **argv) {
         for (u64 page = 0; page < GIB / len; page++) {
             rows.push_back({s + page * len, u64(sums + page), u32(len), CRC_FIRST | CRC_LAST});
         }
-        const Table<CrcRow> table(rows);
-        time = seconds([&] { launch(crc_chunks, 128, 8, table); });
-        report(("CRC-32 of 1 GiB, " + std::to_string(len >> 10) + " KiB a page").c_str(), GIB, time, read_ceiling);
+        for (bool mapped : {false, true}) {
+            const Table<CrcRow> table(rows, mapped);
+            time = seconds([&] { launch(crc_chunks, 128, 8, table); });
+            const std::string name =
+                "CRC-32 of 1 GiB, " + std::to_string(len >> 10) + " KiB a page" + (mapped ? ", mapped table" : "");
+            report(name.c_str(), GIB, time, read_ceiling);
+        }
         const std::vector<u8> found = download(sums, 4 * (GIB / len));
         for (u64 page = 0; page < GIB / len; page += GIB / len / 64 + 1) {
             check("crc", ((const u32 *)found.data())[page] == crc_on_cpu(&source_bytes[page * len], len));
@@ -434,12 +454,28 @@ int main(int argc, char **argv) {
             for (u64 begin = 0; begin < GIB; begin += len) {
                 rows.push_back({s + begin, t + begin, u64(bitmap) + begin / 16, u32(len), 2});
             }
-            const Table<DiffRow> table(rows);
-            time = seconds([&] { launch(diff, 256, 1, table); });
-            report(("diff, 1 GiB with 1 GiB, 1 %, rows of " + std::to_string(len >> 10) + " KiB").c_str(), 2.0 * GIB,
-                   time, read_ceiling);
+            for (bool mapped : {false, true}) {
+                const Table<DiffRow> table(rows, mapped);
+                time = seconds([&] { launch(diff, 256, 1, table); });
+                const std::string name = "diff, 1 GiB with 1 GiB, 1 %, rows of " + std::to_string(len >> 10) + " KiB" +
+                                         (mapped ? ", mapped table" : "");
+                report(name.c_str(), 2.0 * GIB, time, read_ceiling);
+            }
         }
         const std::vector<u8> found = download(bitmap, elements / 8);
+        // The bitmap straight into host memory.
+        {
+            u8 *host;
+            MUST(cudaHostAlloc(&host, elements / 8, cudaHostAllocMapped));
+            std::vector<DiffRow> rows;
+            for (u64 begin = 0; begin < GIB; begin += 64 << 10) {
+                rows.push_back({s + begin, t + begin, u64(host) + begin / 16, 64 << 10, 2});
+            }
+            const Table<DiffRow> table(rows);
+            time = seconds([&] { launch(diff, 256, 1, table); });
+            report("diff, the bitmap into mapped memory", 2.0 * GIB, time, read_ceiling);
+            check("diff into mapped memory", std::memcmp(host, found.data(), elements / 8) == 0);
+        }
         bool right = true;
         for (u64 element = 0; element < elements; element++) {
             right &= (found[element / 8] >> (element % 8) & 1) == (changed[2 * element] != source_bytes[2 * element]);
