@@ -51,6 +51,7 @@
 //! | Image | one page's bytes in an image file, with page, epoch, Lsn, length, checksum |
 //! | Snapshot | a manifest and the images it names: with the log behind it, enough to rebuild everything |
 //! | Cut | pages as they were after one batch, kept until an exact snapshot has gathered them |
+//! | Fork | a new store that begins at a state of another one |
 //! | Recovery / Restore | opening what a crash left / taking the store to an earlier state, going forward |
 //! | Lane | an ordered queue of device work |
 //! | Staging | host memory that a lane copies to or from |
@@ -261,6 +262,60 @@ impl Replica {
     pub fn from_snapshot(directory: impl AsRef<Path>) -> Result<Self> {
         let disk: Arc<dyn disk::Disk> = Arc::new(DirDisk::new(directory));
         Self::from_snapshot_on(&disk)
+    }
+}
+
+impl Store {
+    /// Makes a new store, with an id of its own, that begins at a state of this one. The directory must be
+    /// missing or empty. Image files are shared by hard links where that can be; the pages that have no image
+    /// of exactly that state are copied. Lsns, epochs and page ids go on from the state's.
+    ///
+    /// ```
+    /// use remanent::{Options, Place, RestorePoint, Store};
+    /// # let directory = tempfile::tempdir().unwrap();
+    /// # let (path, path_new) = (directory.path().join("mystore"), directory.path().join("trial"));
+    /// let store = Store::open(&path, Options::default())?;
+    /// let mut batch = store.batch();
+    /// let page = batch.create(4, Place::Host);
+    /// batch.write(page, 0, b"base");
+    /// let base = store.commit(batch)?;
+    /// store.fork(&path_new, &RestorePoint::Lsn(base.position.lsn))?;
+    ///
+    /// let trial = Store::open(&path_new, Options::default())?;
+    /// let mut bytes = [0; 4];
+    /// trial.read(base.pages[0], 0, &mut bytes)?;
+    /// assert_eq!((&bytes, trial.lsn()), (b"base", base.position.lsn));
+    /// assert_ne!(trial.id(), store.id());
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As for [`Store::open_at`] and [`Snapshot::fork`].
+    pub fn fork(&self, directory_new: impl AsRef<Path>, point: &RestorePoint) -> Result<StoreId> {
+        self.wait_durable(self.lsn())?;
+        Snapshot::open_on(self.disk(), Some(point))?.fork(directory_new)
+    }
+}
+
+impl Snapshot {
+    /// Makes a new store, with an id of its own, that begins at this state: [`Store::fork`] for a store that
+    /// is not open here. A crash at any point leaves no store in the directory, or the whole one.
+    ///
+    /// # Errors
+    /// [`Error::ForeignDirectory`] if the directory holds anything, [`Error::Locked`]; [`Error::Damaged`],
+    /// [`Error::Overtaken`] and [`Error::OutOfMemory`] in reading the state; [`Error::DiskFull`]; what the
+    /// file system says.
+    pub fn fork(&self, directory_new: impl AsRef<Path>) -> Result<StoreId> {
+        self.fork_on(&(Arc::new(DirDisk::new(directory_new)) as Arc<dyn Disk>))
+    }
+
+    /// Makes a fork on any disk: the way in for tests, which bring simulated ones.
+    ///
+    /// # Errors
+    /// As for [`Snapshot::fork`].
+    #[doc(hidden)]
+    pub fn fork_on(&self, disk: &Arc<dyn Disk>) -> Result<StoreId> {
+        recovery::fork(self.past(), disk)
     }
 }
 

@@ -41,6 +41,7 @@ pub(crate) struct Past {
     base: Option<SnapshotId>,
     /// Where the replay of the log starts: if this segment is gone, so is the state.
     redo: LogPoint,
+    point: LogPoint,
     resolved: Resolved,
     trails: Trails,
     /// Files stay open between reads.
@@ -187,11 +188,13 @@ impl Past {
         }
         let redo = base.map(|manifest| manifest.redo).or_else(|| survey.log.beginning());
         let redo = redo.expect("the log was followed from there");
+        let point = if trails.point() == LogPoint::default() { redo } else { trails.point() };
         let past = Self {
             disk: disk.clone(),
             store: survey.store.clone(),
             base: id,
             redo,
+            point,
             resolved: resolution.resolved,
             trails: std::mem::take(trails),
             source: Mutex::new(Arc::new(DiskSource::new(disk.clone()))),
@@ -222,9 +225,19 @@ impl Past {
         self.resolved.table.lsn()
     }
 
+    /// The end of that batch in the log.
+    pub fn point(&self) -> LogPoint {
+        self.point
+    }
+
     /// The snapshot that it was followed from; `None` is the log's beginning.
     pub fn base(&self) -> Option<SnapshotId> {
         self.base
+    }
+
+    /// Where it lies.
+    pub fn disk(&self) -> &Arc<dyn Disk> {
+        &self.disk
     }
 
     /// The store.

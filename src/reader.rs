@@ -44,6 +44,11 @@ impl Snapshot {
         Ok(Self { past: Past::open(disk, point)?, cache: Mutex::default() })
     }
 
+    /// What it reads from.
+    pub(crate) fn past(&self) -> &Past {
+        &self.past
+    }
+
     /// The store's identity.
     #[must_use]
     pub fn id(&self) -> StoreId {

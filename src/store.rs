@@ -240,6 +240,11 @@ impl Store {
         self.id
     }
 
+    /// Where it lies.
+    pub(crate) fn disk(&self) -> &Arc<dyn Disk> {
+        &self.parts.disk
+    }
+
     /// An empty batch.
     pub fn batch(&self) -> WriteBatch {
         WriteBatch::default()

@@ -57,7 +57,7 @@ impl Lsn {
 }
 
 /// A store's identity, drawn at random when it is created. Every structure on disk carries it.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 pub struct StoreId(pub [u8; 16]);
 
 impl fmt::Display for StoreId {

@@ -34,8 +34,10 @@ pub const NAME_LEN_MAX: usize = 255;
 pub const NOTE_LEN_MAX: usize = 64 << 10;
 /// The longest identity blob.
 pub const IDENTITY_LEN_MAX: usize = 64 << 10;
-/// The longest record in STORE: the identity blob, and 49 bytes around it.
-pub const STORE_RECORD_LEN_MAX: usize = IDENTITY_LEN_MAX + 49;
+/// The most stores whose image files a store shares.
+pub const ANCESTORS_MAX: usize = 64;
+/// The longest record in STORE: the identity blob, the ancestors, and 57 bytes around them.
+pub const STORE_RECORD_LEN_MAX: usize = IDENTITY_LEN_MAX + 16 * ANCESTORS_MAX + 57;
 /// The most images in one chunk.
 pub const CHUNK_IMAGES_MAX: u32 = 1 << 16;
 /// The longest chunk: one page of the largest length always fits.

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use crate::defect::{Defect, array, check_crc, check_equal, check_limit, check_zeros, slice};
 use crate::ids::StoreId;
 use crate::layout::layout;
-use crate::limits::{IDENTITY_LEN_MAX, STORE_RECORD_LEN_MAX};
+use crate::limits::{ANCESTORS_MAX, IDENTITY_LEN_MAX, STORE_RECORD_LEN_MAX};
 use crate::segment::FORMAT_VERSION;
 use crate::value::{bincode_config, decode_all};
 
@@ -78,6 +78,15 @@ pub struct StoreRecord {
     pub identity: Vec<u8>,
     /// When the store was created, in milliseconds since 1970.
     pub created_unix_ms: u64,
+    /// The stores that wrote image files which a fork shares.
+    pub ancestors: Vec<StoreId>,
+}
+
+impl StoreRecord {
+    fn check(&self) -> Result<(), Defect> {
+        check_limit("identity length", self.identity.len() as u64, IDENTITY_LEN_MAX as u64)?;
+        check_limit("number of ancestors", self.ancestors.len() as u64, ANCESTORS_MAX as u64)
+    }
 }
 
 /// The STORE file.
@@ -106,7 +115,7 @@ impl StoreFile {
     /// # Errors
     /// [`Defect::Limit`] if the identity blob is too long.
     pub fn encode(&self) -> Result<Vec<u8>, Defect> {
-        check_limit("identity length", self.record.identity.len() as u64, IDENTITY_LEN_MAX as u64)?;
+        self.record.check()?;
         let record = bincode::serde::encode_to_vec(&self.record, bincode_config())
             .map_err(|error| Defect::Metadata(error.to_string()))?;
         let mut raw = StoreHeaderRaw {
@@ -151,13 +160,19 @@ impl StoreFile {
         check_equal("STORE length", bytes.len() as u64, (StoreHeaderRaw::LEN + record.len()) as u64)?;
         check_crc("STORE record", raw.record_crc, record)?;
         let record: StoreRecord = decode_all(std::marker::PhantomData, record)?;
-        check_limit("identity length", record.identity.len() as u64, IDENTITY_LEN_MAX as u64)?;
+        record.check()?;
         let features = Features {
             compatible: raw.compatible,
             read_compatible: raw.read_compatible,
             incompatible: raw.incompatible,
         };
         Ok(Self { store: raw.store, features, record })
+    }
+
+    /// Whether image files of this store may lie in the directory: it is this one, or one of its ancestors.
+    #[must_use]
+    pub fn shares_images_of(&self, store: StoreId) -> bool {
+        store == self.store || self.record.ancestors.contains(&store)
     }
 
     /// Whether this build knows every feature that a writer must know.
@@ -179,6 +194,7 @@ mod tests {
                 layout_fingerprint: Some([9; 32]),
                 identity: b"who".to_vec(),
                 created_unix_ms: 1_700_000_000_123,
+                ancestors: vec![StoreId([1; 16]), StoreId([2; 16])],
             },
         }
     }
@@ -206,7 +222,8 @@ mod tests {
 
     #[test]
     fn store_round_trips_to_the_same_bytes() {
-        let longest = StoreRecord { identity: vec![1; IDENTITY_LEN_MAX], ..sample().record };
+        let ancestors = vec![StoreId([3; 16]); ANCESTORS_MAX];
+        let longest = StoreRecord { identity: vec![1; IDENTITY_LEN_MAX], ancestors, ..sample().record };
         for record in [sample().record, StoreRecord::default(), longest] {
             let file = StoreFile { record, ..sample() };
             let bytes = file.encode().unwrap();
@@ -278,5 +295,9 @@ mod tests {
         let too_long = StoreRecord { identity: vec![0; IDENTITY_LEN_MAX + 1], ..sample().record };
         let found = StoreFile { record: too_long, ..sample() }.encode();
         assert!(matches!(found, Err(Defect::Limit { what: "identity length", .. })), "{found:?}");
+        let too_many =
+            StoreRecord { ancestors: vec![StoreId([0; 16]); ANCESTORS_MAX + 1], ..sample().record };
+        let found = StoreFile { record: too_many, ..sample() }.encode();
+        assert!(matches!(found, Err(Defect::Limit { what: "number of ancestors", .. })), "{found:?}");
     }
 }

@@ -99,10 +99,12 @@ fn metadata() -> Metadata {
 
 fn store(layout_fingerprint: Option<[u8; 32]>) -> StoreFile {
     let identity = b"llama-8b, rank 0".to_vec();
+    // The one with a fingerprint is a fork.
+    let ancestors = layout_fingerprint.map(|_| StoreId([0xa1; 16])).into_iter().collect();
     StoreFile {
         store: STORE,
         features: Features { compatible: 1, ..Features::default() },
-        record: StoreRecord { layout_fingerprint, identity, created_unix_ms: 1_700_000_000_123 },
+        record: StoreRecord { layout_fingerprint, identity, created_unix_ms: 1_700_000_000_123, ancestors },
     }
 }
 
@@ -348,7 +350,13 @@ fn explain(structure: Structure, title: &str, bytes: &[u8]) -> String {
             let identity_len = text.peek(8) as usize;
             text.part(8, &format!("identity of {identity_len} bytes")).part(identity_len, "identity");
             let created = format!("created_unix_ms = {}", text.peek(8));
-            text.part(8, &created)
+            text.part(8, &created);
+            let ancestors = text.peek(8);
+            text.part(8, &format!("{ancestors} ancestors"));
+            for _ in 0..ancestors {
+                text.part(16, "ancestor");
+            }
+            &mut text
         }
         Structure::Segment => text.layout(&SegmentHeaderRaw::TABLE),
         Structure::Frame => explain_frame(&mut text, bytes),
@@ -674,15 +682,15 @@ const FAULTS: &[Fault] = &[
         c.splice(..12, [&256_u64.to_le_bytes()[..], &[b'n'; 256]].concat());
     }), "metadata does not decode: invalid length 256, expected text of at most 255 bytes"),
     // STORE.
-    ("store-cut", "store", |b| b.truncate(100), "cut short: 129 bytes needed, 100 there"),
-    ("store-longer", "store", |b| b.push(0), "STORE length is 130, expected 129"),
+    ("store-cut", "store", |b| b.truncate(100), "cut short: 153 bytes needed, 100 there"),
+    ("store-longer", "store", |b| b.push(0), "STORE length is 154, expected 153"),
     ("store-magic", "store", |b| b[0] = b'X', "not a STORE file"),
     ("store-checksum", "store", |b| b[24] ^= 1, "STORE header checksum is 0x"),
     ("store-record-checksum", "store", |b| b[64] ^= 1, "STORE record checksum is 0x"),
     ("store-version", "store", |b| { b[8] = 2; resum(b, 0, 60) }, "format version 2 with incompatible features 0x0 is newer"),
     ("store-feature", "store", |b| { b[20] = 4; resum(b, 0, 60) }, "format version 1 with incompatible features 0x4 is newer"),
     ("store-reserved", "store", |b| { b[48] = 1; resum(b, 0, 60) }, "reserved STORE bytes is 1"),
-    ("store-limit", "store", |b| { b[43] = 1; resum(b, 0, 60) }, "STORE record length is 16777281, over the limit of 65585"),
+    ("store-limit", "store", |b| { b[43] = 1; resum(b, 0, 60) }, "STORE record length is 16777305, over the limit of 66617"),
     // Segment headers.
     ("segment-cut", "segment", |b| b.truncate(127), "cut short: 128 bytes needed, 127 there"),
     ("segment-magic", "segment", |b| b[0] = 0, "not a log segment"),

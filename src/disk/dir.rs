@@ -155,6 +155,31 @@ impl Disk for DirDisk {
             .map_err(|source| Error::io("open", file, None, source))
     }
 
+    fn directory(&self) -> Option<&Path> {
+        Some(&self.root)
+    }
+
+    fn link(&self, source: &dyn Disk, file: FileName) -> Result<bool> {
+        let Some(source) = source.directory() else { return Ok(false) };
+        let source = Self::new(source);
+        match std::fs::hard_link(source.file_path(file), self.file_path(file)) {
+            Ok(()) => Ok(true),
+            // Another file system, one without links, too many links, or a file of somebody else's.
+            Err(error)
+                if matches!(
+                    error.kind(),
+                    io::ErrorKind::CrossesDevices
+                        | io::ErrorKind::Unsupported
+                        | io::ErrorKind::TooManyLinks
+                        | io::ErrorKind::PermissionDenied
+                ) =>
+            {
+                Ok(false)
+            }
+            Err(error) => Err(Error::io("link", file, None, error)),
+        }
+    }
+
     fn rename(&self, source: FileName, target: FileName) -> Result<()> {
         assert_eq!(source.folder(), target.folder(), "a rename stays within its folder");
         std::fs::rename(self.file_path(source), self.file_path(target))

@@ -16,6 +16,7 @@ mod watch;
 pub mod sim;
 
 use std::fmt;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -81,6 +82,21 @@ pub trait Disk: Send + Sync + 'static {
     /// # Errors
     /// What the system says; `NotFound` inside `Io` if there is no such file.
     fn open(&self, file: FileName, write: bool) -> Result<Arc<dyn DiskFile>>;
+
+    /// Where the directory lies in the file system, if it does.
+    fn directory(&self) -> Option<&Path> {
+        None
+    }
+
+    /// Gives a file of another store directory a second name here, the same one, so that both share its
+    /// bytes; `false` if that cannot be.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn link(&self, source: &dyn Disk, file: FileName) -> Result<bool> {
+        let _ = (source, file);
+        Ok(false)
+    }
 
     /// Renames within a folder, replacing `target`.
     ///

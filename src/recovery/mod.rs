@@ -9,6 +9,7 @@
 //! | nothing | a new directory | create | `empty_directory_is_created` |
 //! | foreign files, no STORE | a wrong path | refuse, touch nothing | `foreign_directory_is_refused` |
 //! | no STORE, segments without batches | a crash in creation: STORE comes last | start creation over | `creation_cut_short_starts_over` |
+//! | no STORE, but its temporary file, and images or a manifest | a crash in a fork: STORE comes last | start over | `a_fork_is_whole_or_not_there` |
 //! | no STORE, but batches, images or manifests | STORE was lost | refuse | `missing_store_file_is_refused` |
 //! | STORE damaged, of a newer version, or with an unknown feature | bit rot; a newer build | refuse | `damaged_store_file_is_refused` |
 //! | another identity or layout fingerprint | the caller's mistake | refuse | `other_identity_is_refused` |
@@ -42,6 +43,7 @@
 //!    and the next open does all of this again.
 //! 5. Recycle what was cut, remove what nothing names, report.
 
+mod fork;
 mod load;
 mod opening;
 
@@ -60,6 +62,7 @@ use remanent_format::{
     Damage, Defect, FileName, Folder, Lsn, PageTable, Position, ReadAt, SnapshotId, StoreId,
 };
 
+pub(crate) use self::fork::fork;
 use self::load::{Loaded, load};
 use self::opening::{Predecessor, begin, random};
 use crate::applier::Applied;
@@ -161,17 +164,7 @@ impl Recovery<'_> {
 
     /// A new store. STORE comes last: without it the directory is an unfinished creation.
     fn create(&self) -> Result<Opened> {
-        let left = self.unfinished_creation()?;
-        for folder in Folder::INNER {
-            self.disk.make_folder(folder)?;
-        }
-        self.disk.sync_folder(Folder::Root)?;
-        for file in left {
-            self.disk.remove(file)?;
-        }
-        for folder in Folder::INNER {
-            self.disk.sync_folder(folder)?;
-        }
+        start_over(&self.disk)?;
         let store = StoreFile {
             store: StoreId(random()?),
             features: Default::default(),
@@ -179,6 +172,7 @@ impl Recovery<'_> {
                 layout_fingerprint: self.options.layout_fingerprint,
                 identity: self.options.identity.clone().unwrap_or_default(),
                 created_unix_ms: unix_ms(),
+                ancestors: Vec::new(),
             },
         };
         let pool = self.pool(store.store)?;
@@ -206,27 +200,6 @@ impl Recovery<'_> {
             },
             recovered: self.report(position, true),
         })
-    }
-
-    /// What a creation cut short left behind. All of it is judged before any of it is removed: it may be a
-    /// store that lost its STORE.
-    fn unfinished_creation(&self) -> Result<Vec<FileName>> {
-        let source = DiskSource::new(self.disk.clone());
-        let mut left = Vec::new();
-        for folder in Folder::INNER {
-            for file in self.disk.list(folder)?.iter().filter_map(|name| FileName::parse(folder, name)) {
-                let is_more = match file {
-                    FileName::Pages(_) | FileName::Table(_) | FileName::Manifest(_) => true,
-                    FileName::Segment(_) => holds_batch(&source, file)?,
-                    _ => false,
-                };
-                if is_more {
-                    return Err(Defect::Missing.at(FileName::Store, 0).into());
-                }
-                left.push(file);
-            }
-        }
-        Ok(left)
     }
 
     fn recover(&self) -> Result<Opened> {
@@ -495,6 +468,35 @@ impl Recovery<'_> {
             elapsed: Duration::ZERO,
         }
     }
+}
+
+/// Removes what a creation, or a fork, cut short left behind, and makes the folders. All of it is judged
+/// before any of it is removed: it may be a store that lost its STORE.
+fn start_over(disk: &Arc<dyn Disk>) -> Result<()> {
+    let source = DiskSource::new(disk.clone());
+    let claimed = fork::is_claimed(disk)?;
+    let mut left = Vec::new();
+    for folder in Folder::INNER {
+        for file in disk.list(folder)?.iter().filter_map(|name| FileName::parse(folder, name)) {
+            let is_more = match file {
+                FileName::Pages(_) | FileName::Table(_) | FileName::Manifest(_) => !claimed,
+                FileName::Segment(_) => holds_batch(&source, file)?,
+                _ => false,
+            };
+            if is_more {
+                return Err(Defect::Missing.at(FileName::Store, 0).into());
+            }
+            left.push(file);
+        }
+    }
+    for folder in Folder::INNER {
+        disk.make_folder(folder)?;
+    }
+    disk.sync_folder(Folder::Root)?;
+    for file in left {
+        disk.remove(file)?;
+    }
+    Folder::INNER.into_iter().try_for_each(|folder| disk.sync_folder(folder))
 }
 
 /// Whether a segment of an unfinished creation holds a batch: then it is more than that. Every place at

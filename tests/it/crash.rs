@@ -337,6 +337,31 @@ fn a_restore_survives() {
     });
 }
 
+/// Between two snapshots, and over a restore that went another way.
+#[test]
+fn a_restore_to_a_batch_survives() {
+    suite("a_restore_to_a_batch_survives", options(), LEVELS, 2300, |driver, random| {
+        let store = driver.open()?;
+        let mut writer = Writer::new("a", random.next());
+        for step in 0..6 {
+            driver.commit(&store, &mut writer, Ack::Logged)?;
+            if step == 1 {
+                driver.snapshot(&store)?;
+            }
+        }
+        driver.restore_to(&store, 3 + random.below(3) as u64)?;
+        driver.check(&store);
+        driver.commit(&store, &mut Writer::new("b", random.next()), Ack::Logged)?;
+        driver.restore_to(&store, 2 + random.below(7) as u64)?;
+        driver.check(&store);
+        driver.commit(&store, &mut Writer::new("c", random.next()), Ack::Durable)?;
+        driver.check(&store);
+        drop(store);
+        driver.check(&driver.open()?);
+        Ok(driver.into())
+    });
+}
+
 #[test]
 fn a_store_opened_after_a_kill_survives() {
     suite("a_store_opened_after_a_kill_survives", options(), LEVELS, 2300, |driver, random| {

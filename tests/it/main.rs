@@ -14,6 +14,7 @@ mod files;
 mod floors;
 mod follow;
 mod fork;
+mod forks;
 mod gpu;
 #[cfg(feature = "cuda")]
 mod kernels;

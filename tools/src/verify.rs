@@ -297,7 +297,7 @@ fn image_file_damage(dir: &StoreDir, view: &View, number: u64) -> Option<Damage>
     dir.read_at(file, 0, &mut bytes).ok()?;
     let defect = match ImageFileHeader::decode(&bytes) {
         Err(defect) => defect,
-        Ok(header) if header.store != view.survey.store.store => Defect::Foreign,
+        Ok(header) if !view.survey.store.shares_images_of(header.store) => Defect::Foreign,
         Ok(header) if header.file != number => {
             Defect::Mismatch { what: "image file's number", found: header.file, expected: number }
         }

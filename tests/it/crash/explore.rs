@@ -2,12 +2,14 @@
 
 use std::cell::RefCell;
 use std::fmt;
+use std::sync::Arc;
 
+use remanent::disk::Disk;
 use remanent::disk::sim::{Image, Plan, SimDisk, Tears};
-use remanent::{Ack, Metadata, Options, Store};
+use remanent::{Ack, Lsn, Metadata, Options, RestorePoint, Snapshot, Store};
 use remanent_format::rebuild::{RebuildOptions, rebuild};
 
-use super::model::{Act, Line, State, Target, read, rebuilt};
+use super::model::{Act, Line, State, Target, looked_at, read, rebuilt};
 use super::work::{Driver, Floors, open};
 
 /// How thoroughly the crashes of one depth are explored: first those of the work itself, then those of the
@@ -196,7 +198,23 @@ impl<'a> Explorer<'a> {
             return Err(Violation::new(Kind::Lost, format!("the commit after {lsn}")));
         }
         same(&driver.line(), lsn + 1, &store)?;
-        Ok(())
+        let line = driver.line();
+        let oldest = store.snapshots().first().map_or(0, |snapshot| snapshot.end.0);
+        [oldest, (oldest + lsn) / 2, lsn].into_iter().try_for_each(|lsn| look(&cut, &line, lsn))
+    }
+}
+
+/// Looks at an earlier state, beside the open store.
+fn look(disk: &SimDisk, line: &Line, lsn: u64) -> Result<(), Violation> {
+    let refused =
+        |error: remanent::Error| Violation::new(Kind::Refused, format!("a look at batch {lsn}: {error}"));
+    let disk: Arc<dyn Disk> = Arc::new(disk.clone());
+    let old = Snapshot::open_on(&disk, Some(&RestorePoint::Lsn(Lsn(lsn)))).map_err(refused)?;
+    match line.at(lsn).difference(&looked_at(&old).map_err(refused)?) {
+        None => Ok(()),
+        Some(difference) => {
+            Err(Violation::new(Kind::Disagreement, format!("a look at batch {lsn}, {difference}")))
+        }
     }
 }
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use remanent::{Key, Metadata, NewPage, PageId, PageRef, Place, Store, Value, Width, WriteBatch};
+use remanent::{Key, Metadata, NewPage, PageId, PageRef, Place, Snapshot, Store, Value, Width, WriteBatch};
 
 /// A page that an operation names: one that exists, or the n-th that its own batch creates.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -205,6 +205,19 @@ pub fn read(store: &Store) -> remanent::Result<State> {
         state
             .pages
             .insert(info.page, Arc::new(Page { key, epoch: info.epoch.0, lsn: info.lsn.0, metadata, bytes }));
+    }
+    Ok(state)
+}
+
+/// What a state on disk holds.
+pub fn looked_at(old: &Snapshot) -> remanent::Result<State> {
+    let mut state = State { root: (**old.root()).clone(), ..State::default() };
+    for info in old.pages() {
+        let mut bytes = vec![0; info.len as usize];
+        old.read(info.page, 0, &mut bytes)?;
+        let (key, metadata) = (info.key.clone(), (*info.metadata).clone());
+        let page = Page { key, epoch: info.epoch.0, lsn: info.lsn.0, metadata, bytes };
+        state.pages.insert(info.page, Arc::new(page));
     }
     Ok(state)
 }

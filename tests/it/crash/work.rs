@@ -323,6 +323,14 @@ impl Driver {
         Ok(())
     }
 
+    /// Goes back to the state behind a batch.
+    pub fn restore_to(&self, store: &Store, to: u64) -> Result<(), Error> {
+        let lsn = store.restore_to(Lsn(to))?.lsn;
+        self.book.lock().unwrap().steps.insert(lsn.0, Step::Restore { to });
+        self.acked(Ack::Durable, lsn);
+        Ok(())
+    }
+
     /// Closes the store: everything is durable then.
     pub fn close(&self, store: Store) -> Result<(), Error> {
         let lsn = store.lsn();

@@ -1,0 +1,170 @@
+//! Forks: whole or not there, the state that was asked for, and two stores that do not disturb each other.
+
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::sync::Arc;
+
+use remanent::disk::Disk;
+use remanent::disk::sim::{Plan, SimDisk};
+use remanent::{Create, Error, Lsn, PageId, Place, RestorePoint, Snapshot, Store};
+
+use crate::files::{State, open, open_with, small};
+
+const LEN: u64 = 3000;
+
+/// A batch that writes all pages anew.
+fn rewrite(store: &Store, pages: &[PageId]) -> Lsn {
+    let mut batch = store.batch();
+    for page in pages {
+        let byte = (page.0 * 16 + store.lsn().0) as u8;
+        batch.fill(*page, 0, LEN, &[byte]);
+    }
+    batch.set_root("step", store.lsn().0);
+    store.commit(batch).unwrap().position.lsn
+}
+
+/// Three pages, of which a snapshot caught all; since then one of them, the root and a fourth page changed.
+/// Returns the last batch of that.
+fn work(store: &Store) -> (Vec<PageId>, Lsn) {
+    let mut batch = store.batch();
+    for _ in 0..3 {
+        batch.create(LEN, Place::Host);
+    }
+    let mut pages = store.commit(batch).unwrap().pages;
+    rewrite(store, &pages);
+    store.snapshot().unwrap();
+    let mut batch = store.batch();
+    batch.create(LEN, Place::Host);
+    batch.create(0, Place::Host);
+    pages.push(store.commit(batch).unwrap().pages[0]);
+    (pages.clone(), rewrite(store, &pages[2..]))
+}
+
+fn at(disk: &SimDisk, lsn: Lsn) -> Snapshot {
+    let disk: Arc<dyn Disk> = Arc::new(disk.clone());
+    Snapshot::open_on(&disk, Some(&RestorePoint::Lsn(lsn))).unwrap()
+}
+
+fn fork(old: &Snapshot, target: &SimDisk) -> Result<remanent::StoreId, Error> {
+    old.fork_on(&(Arc::new(target.clone()) as Arc<dyn Disk>))
+}
+
+/// Whatever a power cut in a fork leaves is no store, and may be forked to again; or it is the whole fork.
+#[test]
+fn a_fork_is_whole_or_not_there() {
+    let source = SimDisk::new();
+    let store = open(&source).unwrap();
+    let (pages, lsn) = work(&store);
+    let expected = State::of(&store);
+    rewrite(&store, &pages);
+    let (old, target) = (at(&source, lsn), SimDisk::new());
+    let id = fork(&old, &target).unwrap();
+    let (mut whole, mut absent) = (0, 0);
+    target.power_images(&Plan::default(), |image| {
+        match open_with(&image.disk, small().create(Create::Never)) {
+            Ok(fork) => {
+                whole += 1;
+                assert_eq!((fork.id(), fork.lsn()), (id, lsn));
+                assert_eq!(State::of(&fork), expected);
+            }
+            Err(Error::NoStore { .. }) => {
+                absent += 1;
+                // Every few of them: they differ in what was not synced yet.
+                if absent % 7 == 1 {
+                    fork(&old, &image.disk).unwrap();
+                    assert_eq!(State::of(&open(&image.disk).unwrap()), expected);
+                } else if absent % 7 == 2 {
+                    assert_eq!(open(&image.disk).unwrap().lsn(), Lsn(0), "creation starts over");
+                }
+            }
+            Err(error) => panic!("{error}\n{:#?}", image.disk.history()),
+        }
+    });
+    assert!(whole > 0 && absent > 20, "{whole} whole, {absent} absent");
+}
+
+#[test]
+fn a_fork_goes_on_as_a_store_of_its_own() {
+    let source = SimDisk::new();
+    let store = open(&source).unwrap();
+    let (pages, lsn) = work(&store);
+    let expected = State::of(&store);
+    let target = SimDisk::new();
+    let id = fork(&at(&source, lsn), &target).unwrap();
+    assert_ne!(id, store.id());
+
+    let forked = open(&target).unwrap();
+    assert_eq!((forked.id(), forked.lsn(), forked.recovered().created), (id, lsn, false));
+    assert_eq!(State::of(&forked), expected);
+    let of_source = rewrite(&store, &pages);
+    let mut batch = forked.batch();
+    batch.fill(pages[0], 0, LEN, &[0xff]).create(5, Place::Host);
+    assert_eq!(forked.commit(batch).unwrap().position.lsn, of_source);
+    forked.snapshot().unwrap();
+    let now = State::of(&forked);
+    assert_ne!(now, State::of(&store));
+    drop(forked);
+    let forked = open(&target).unwrap();
+    assert_eq!(State::of(&forked), now);
+    // Nothing leads to a state before the fork.
+    assert!(matches!(forked.restore_to(Lsn(lsn.0 - 1)), Err(Error::OutsideWindow { .. })));
+    forked.restore_to(lsn).unwrap();
+    assert_eq!(State::of(&forked).contents, expected.contents);
+}
+
+#[test]
+fn a_fork_takes_no_directory_that_holds_something() {
+    let source = SimDisk::new();
+    let store = open(&source).unwrap();
+    let (_, lsn) = work(&store);
+    let old = at(&source, lsn);
+    let target = SimDisk::new();
+    let other = open(&target).unwrap();
+    rewrite(&other, &[]);
+    let events = target.events();
+    assert!(matches!(fork(&old, &target), Err(Error::ForeignDirectory { .. })));
+    assert_eq!(target.events(), events);
+    assert!(matches!(fork(&old, &source), Err(Error::ForeignDirectory { .. })));
+}
+
+/// Image files are shared, until one of the stores lets go of them.
+#[test]
+fn a_fork_shares_image_files() {
+    let directory = tempfile::tempdir().unwrap();
+    let (path, first, second) =
+        (directory.path().join("store"), directory.path().join("first"), directory.path().join("second"));
+    let options = || small().snapshots_kept(1);
+    let store = Store::open(&path, options()).unwrap();
+    let (pages, lsn) = work(&store);
+    let expected = State::of(&store);
+    store.fork(&first, &RestorePoint::Lsn(lsn)).unwrap();
+    assert_eq!(links(&path).iter().max(), Some(&2));
+    assert_eq!(links(&first), [2, 1], "shared images, and those of the pages that changed since");
+
+    // The fork of a fork shares with both.
+    let forked = Store::open(&first, options()).unwrap();
+    forked.fork(&second, &RestorePoint::Lsn(lsn)).unwrap();
+    drop(forked);
+    assert_eq!(links(&second), [3, 2]);
+
+    // One store changes everything and lets go; the others keep what they have.
+    for _ in 0..3 {
+        rewrite(&store, &pages);
+        store.snapshot().unwrap();
+    }
+    drop(store);
+    assert_eq!(links(&second), [2, 2]);
+    std::fs::remove_dir_all(&path).unwrap();
+    std::fs::remove_dir_all(&first).unwrap();
+    assert_eq!(links(&second), [1, 1]);
+    assert_eq!(State::of(&Store::open(&second, options()).unwrap()), expected);
+}
+
+/// How many names each image file of a store has.
+fn links(store: &Path) -> Vec<u64> {
+    let mut files: Vec<_> =
+        std::fs::read_dir(store.join("pages")).unwrap().map(|entry| entry.unwrap().path()).collect();
+    files.retain(|path| path.extension().is_some_and(|extension| extension == "pages"));
+    files.sort_unstable();
+    files.iter().map(|path| std::fs::metadata(path).unwrap().nlink()).collect()
+}
