@@ -193,6 +193,14 @@ pub enum Error {
         /// What is missing.
         reason: String,
     },
+    /// Another snapshot that is kept has this name.
+    #[error("snapshot {snapshot} is named {name:?}")]
+    NameTaken {
+        /// The name.
+        name: String,
+        /// Its holder.
+        snapshot: SnapshotId,
+    },
     /// There is no such snapshot, or it is not kept any more.
     #[error("there is no snapshot {snapshot}")]
     NoSnapshot {
@@ -313,6 +321,7 @@ impl Error {
             | Error::Limit { .. }
             | Error::PlaceUnavailable { .. }
             | Error::DeviceUnavailable { .. }
+            | Error::NameTaken { .. }
             | Error::NoSnapshot { .. }
             | Error::NoSnapshotNamed { .. }
             | Error::OutsideWindow { .. }

@@ -52,6 +52,7 @@
 //! | Snapshot | a manifest and the images it names: with the log behind it, enough to rebuild everything |
 //! | Cut | pages as they were after one batch, kept until an exact snapshot has gathered them |
 //! | Fork | a new store that begins at a state of another one |
+//! | Link | one manifest of a snapshot: a base names all pages, a change those that changed since the link before |
 //! | Recovery / Restore | opening what a crash left / taking the store to an earlier state, going forward |
 //! | Lane | an ordered queue of device work |
 //! | Staging | host memory that a lane copies to or from |
@@ -68,7 +69,7 @@
 //! |---|---|
 //! | 0 | the crate `remanent-format`: every byte on disk, and the pure `rebuild` |
 //! | 1 | [`error`], [`options`], `point`, `phases` |
-//! | 2 | the seams [`device`] and [`disk`]; `poison` |
+//! | 2 | the seams [`device`] and [`disk`]; `poison`, `retention` |
 //! | 3 | their implementations |
 //! | 4 | `batch`, [`arena`], [`staging`], `source` |
 //! | 5 | `log/`, `images`, `publish`, `keeping`, `runs`, `past`, `applier/` |
@@ -110,6 +111,7 @@
 //! - A seal that names verified snapshots counts even where no mark covers it yet: who wrote it had published
 //!   and read them back before, and recycling waits for that seal's own sync. A snapshot that no seal names is
 //!   published anew before the next opening seal names it.
+//! - A named snapshot is caught at one moment: so it stays without keeping the log from its day.
 //! - A restore proves every byte of the old state on disk before the first one in memory is overwritten, and
 //!   reads each page a second time then: so host memory holds one page of it at a time, not all.
 //! - A retried read never asks past the cache: beside a living writer the newest frames are in the cache only.
@@ -118,6 +120,7 @@ pub mod error;
 pub mod options;
 mod point;
 pub mod phases;
+mod retention;
 pub mod device;
 pub mod disk;
 mod poison;
@@ -160,7 +163,8 @@ pub use remanent_format::{
     Damage, Defect, Epoch, FileName, Folder, Incarnation, Key, LogPoint, Lsn, Metadata, PageId, PageInfo,
     Place, Position, SnapshotId, StoreId, Value, Width,
 };
-pub use snapshot::{SnapshotPhase, SnapshotStats};
+pub use retention::Retention;
+pub use snapshot::{Pruned, SnapshotPhase, SnapshotStats};
 pub use store::{Committed, Stats, Store, Ticket};
 
 use device::Device;

@@ -168,6 +168,7 @@ pub struct Options {
     pub(crate) identity: Option<Vec<u8>>,
     pub(crate) layout_fingerprint: Option<[u8; 32]>,
     pub(crate) snapshots_kept: usize,
+    pub(crate) snapshots_kept_for: Duration,
     pub(crate) log_kept: u64,
     pub(crate) compression: Compression,
     pub(crate) snapshot_log_bytes: Option<u64>,
@@ -188,6 +189,7 @@ impl Default for Options {
             identity: None,
             layout_fingerprint: None,
             snapshots_kept: 2,
+            snapshots_kept_for: Duration::ZERO,
             log_kept: 0,
             compression: Compression::default(),
             snapshot_log_bytes: Some(256 << 20),
@@ -275,7 +277,16 @@ impl Options {
         self
     }
 
-    /// Bytes of log kept beyond what the snapshots need. Default: 0.
+    /// Snapshots that are younger than this are kept beyond [`Options::snapshots_kept`], with the log since the
+    /// oldest of them. Default: zero.
+    #[must_use]
+    pub fn snapshots_kept_for(mut self, age: Duration) -> Self {
+        self.snapshots_kept_for = age;
+        self
+    }
+
+    /// Bytes of log kept at least, with the newest snapshot from which they can be replayed: any state in them
+    /// can be gone back to. Default: 0, no more than the snapshots kept need.
     #[must_use]
     pub fn log_kept(mut self, bytes: u64) -> Self {
         self.log_kept = bytes;

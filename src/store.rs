@@ -6,6 +6,7 @@
 use std::any::Any;
 use std::sync::Arc;
 
+use remanent_format::limits::SNAPSHOT_NAME_LEN_MAX;
 use remanent_format::{Key, Lsn, Metadata, PageId, PageInfo, Position, SnapshotId, StoreId};
 
 use crate::applier::Applier;
@@ -21,7 +22,8 @@ use crate::options::{Ack, LogIo, Options};
 use crate::poison::Poison;
 use crate::recovery::{Opened, Recovered, Recovery, check_directory};
 use crate::restore::Restore;
-use crate::snapshot::{Background, Mark, Pace, Progress, Rules, SnapshotStats, Snapshots, Wanted};
+use crate::retention::Retention;
+use crate::snapshot::{Background, Mark, Pace, Progress, Pruned, Rules, SnapshotStats, Snapshots, Wanted};
 use crate::staging::StagingPool;
 
 /// Staging kept for reuse.
@@ -194,8 +196,7 @@ impl Store {
             log: log.clone(),
             pool,
             poison: poison.clone(),
-            count_kept: options.snapshots_kept,
-            log_kept: options.log_kept,
+            retention: Retention::of(&options),
             compression: options.compression,
             keeping: parking_lot::Mutex::new(keeping),
             progress: Progress::default(),
@@ -347,8 +348,12 @@ impl Store {
         self.look(|table| Ok(table.root().clone()))
     }
 
-    /// Takes a full snapshot while commits go on, verifies it, and recycles the log that is not needed any
-    /// more. One at a time; a second caller waits.
+    /// Takes a snapshot while commits go on, verifies it, and removes what is not kept any more. It writes the
+    /// pages that changed since the snapshot before, and shares the images of all others with it. One at a
+    /// time; a second caller waits.
+    ///
+    /// Image files of which less than half is still named give their last images to the next snapshot, as many
+    /// as it writes anyway, or 4 MiB, so that they can go.
     ///
     /// # Errors
     /// [`Error::DiskFull`] changes nothing; any other failure poisons the store.
@@ -385,6 +390,57 @@ impl Store {
     #[doc(hidden)]
     pub fn wait_for_snapshots(&self, count: u64) {
         self.parts.snapshots.progress.wait_ended(count);
+    }
+
+    /// Takes a snapshot with a name, of 1 to 64 bytes, which is kept until [`Store::prune`] gives its name up.
+    /// It is the state of one moment, as by [`Store::snapshot_exact`], so that it needs no log.
+    ///
+    /// # Errors
+    /// [`Error::NameTaken`], [`Error::Limit`]; as for [`Store::snapshot_exact`].
+    pub fn snapshot_named(&self, name: &str) -> Result<SnapshotInfo> {
+        self.check_process()?;
+        let (found, limit) = (name.len() as u64, SNAPSHOT_NAME_LEN_MAX as u64);
+        if !(1..=limit).contains(&found) {
+            return Err(Error::Limit { what: "snapshot name length", found, limit });
+        }
+        let mut keeping = self.parts.snapshots.keeping.lock();
+        let holder = keeping.snapshots.values().find(|kept| kept.info.name.as_deref() == Some(name));
+        if let Some(holder) = holder {
+            return Err(Error::NameTaken { name: name.to_owned(), snapshot: holder.info.id });
+        }
+        self.parts.snapshots.take_named(&mut keeping, name.to_owned())
+    }
+
+    /// What the store keeps of the past: the rules of the options with which it was opened.
+    #[must_use]
+    pub fn retention(&self) -> Retention {
+        Retention::of(&self.parts.options)
+    }
+
+    /// Says what [`Store::prune`] would remove now, and removes nothing.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn would_prune(&self, retention: &Retention) -> Result<Pruned> {
+        self.check_process()?;
+        let snapshots = &self.parts.snapshots;
+        snapshots.would_prune(&snapshots.keeping.lock(), retention)
+    }
+
+    /// Removes what these rules do not keep, and nothing that a kept snapshot, the log behind it or a reader
+    /// needs. A snapshot whose name is given up stays as long as another rule keeps it, and has its name
+    /// again then. The store goes on by its own rules.
+    ///
+    /// # Errors
+    /// [`Error::DiskFull`] changes nothing; any other failure poisons the store.
+    pub fn prune(&self, retention: &Retention) -> Result<Pruned> {
+        self.check_process()?;
+        let Parts { snapshots, poison, .. } = &self.parts;
+        poison.check()?;
+        snapshots.prune(&mut snapshots.keeping.lock(), retention).map_err(|error| match error {
+            Error::DiskFull { .. } => error,
+            error => poison.set(error),
+        })
     }
 
     /// The snapshots kept, oldest first.

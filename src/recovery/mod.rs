@@ -20,6 +20,9 @@
 //! | newest manifest: both copies bad, or missing | bit rot | older snapshot and more log | `bad_manifest_falls_back` |
 //! | an image of the newest snapshot bad or missing | bit rot | older snapshot and more log | `bad_image_falls_back` |
 //! | images that every kept snapshot needs bad | bit rot | refuse, name the image | `bad_shared_image_is_refused` |
+//! | a link that the newest snapshot follows: one copy bad | a rotten sector | use the other copy, write both anew | `one_bad_copy_of_a_link_is_mended` |
+//! | the same: both copies bad, or missing | bit rot | as if all snapshots that follow it were lost | `lost_link_is_a_lost_snapshot` |
+//! | links that no record names | snapshots that others follow | they stay for those, and are not kept themselves | `links_of_others_are_no_snapshots` |
 //! | manifest not recorded as verified | a crash between rename and seal | publish and verify it anew | `unrecorded_manifest_is_published_anew` |
 //! | frames after the last valid one, no mark covers them | a torn tail | cut, report | `torn_tail_is_cut` |
 //! | the same, but a mark covers them | bit rot, a lost write | refuse with file, offset, lsn | `damage_under_a_mark_is_refused` |

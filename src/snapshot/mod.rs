@@ -23,6 +23,7 @@ mod compact;
 mod background;
 mod gather;
 mod pace;
+mod plan;
 mod progress;
 mod retain;
 
@@ -40,6 +41,7 @@ use self::compact::CARRY_BYTES_MAX;
 pub(crate) use self::pace::Pace;
 pub(crate) use self::progress::Progress;
 pub use self::progress::{SnapshotPhase, SnapshotStats};
+pub use self::retain::Pruned;
 use crate::applier::{Applier, Cut, Turn};
 use crate::device::{CommandList, Device};
 use crate::disk::Disk;
@@ -51,6 +53,7 @@ use crate::options::Compression;
 use crate::phases::{self, Phase};
 use crate::poison::Poison;
 use crate::publish::{check_published, publish};
+use crate::retention::Retention;
 use crate::staging::StagingPool;
 
 /// Takes snapshots and recycles what they make superfluous.
@@ -63,8 +66,7 @@ pub(crate) struct Snapshots {
     pub log: Arc<Log>,
     pub pool: Arc<SegmentPool>,
     pub poison: Arc<Poison>,
-    pub count_kept: usize,
-    pub log_kept: u64,
+    pub retention: Retention,
     pub compression: Compression,
     /// Held while a snapshot is taken: one at a time.
     pub keeping: Mutex<Keeping>,
@@ -90,6 +92,12 @@ impl Snapshots {
     pub fn take(&self, wanted: Wanted) -> Result<SnapshotInfo> {
         let mut keeping = self.keeping.lock();
         self.take_and(&mut keeping, wanted, |keeping| self.retain(keeping))
+    }
+
+    /// Takes an exact snapshot with a name for a caller who holds the lock on what is kept.
+    pub fn take_named(&self, keeping: &mut Keeping, name: String) -> Result<SnapshotInfo> {
+        let wanted = Wanted { name: Some(name), exact: true, ..Wanted::default() };
+        self.take_and(keeping, wanted, |keeping| self.retain(keeping))
     }
 
     /// Takes a snapshot for a caller who holds the lock on what is kept, and removes nothing for it.

@@ -1,16 +1,46 @@
-//! Floor 6. Retention: which snapshots are kept, and what goes with those that are not (I8).
+//! Floor 6. Retention: what goes with the snapshots that are not kept (I8). `plan.rs` says which are.
 //!
 //! A crash here leaves files that nothing kept needs; the next retention or open removes them.
 
 use std::collections::BTreeSet;
 
 use remanent_format::frame::VerifiedSnapshot;
-use remanent_format::{FileName, Folder, LogPoint, SnapshotId};
+use remanent_format::{FileName, Folder, Lsn, SnapshotId};
 
 use super::Snapshots;
+use super::plan::{LogOnDisk, Plan, plan};
+use crate::disk::DiskLock;
 use crate::error::Result;
-use crate::keeping::Keeping;
+use crate::keeping::{Keeping, SnapshotInfo, unix_ms};
 use crate::phases::{self, Phase};
+use crate::retention::Retention;
+
+/// What a retention removed, or would remove.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Pruned {
+    /// The snapshots that go.
+    pub snapshots: Vec<SnapshotInfo>,
+    /// The snapshots that no rule keeps, but a reader.
+    pub held: Vec<SnapshotId>,
+    /// The files that go, with their lengths in bytes. Segments of the log may be used again.
+    pub files: Vec<(FileName, u64)>,
+}
+
+impl Pruned {
+    /// Bytes of all files that go.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.files.iter().map(|(_, len)| len).sum()
+    }
+}
+
+/// A plan, and what it removes. The locks keep readers from beginning to read what is going.
+struct Removal {
+    plan: Plan,
+    pruned: Pruned,
+    _going: Vec<Box<dyn DiskLock>>,
+}
 
 impl Snapshots {
     /// Phase 6, the record of it: every verified snapshot that stays.
@@ -23,92 +53,120 @@ impl Snapshots {
 
     /// Phases 6 (the record of it) and 7.
     pub fn retain(&self, keeping: &mut Keeping) -> Result<()> {
-        let verified: Vec<SnapshotId> =
-            keeping.snapshots.values().filter(|kept| kept.info.verified).map(|kept| kept.info.id).collect();
-        let oldest = verified.iter().rev().nth(self.count_kept - 1).copied();
-        let Some(oldest) = oldest else { return self.record(keeping, |_| true) };
-        // I8: what a reader holds stays. Of the others the locks are kept until all is removed, so that nobody
-        // begins to read what is going.
-        let mut going = Vec::new();
-        let mut held = BTreeSet::new();
-        for id in keeping.snapshots.keys().filter(|id| **id < oldest) {
+        self.prune(keeping, &self.retention).map(drop)
+    }
+
+    /// What `prune` would remove.
+    pub fn would_prune(&self, keeping: &Keeping, retention: &Retention) -> Result<Pruned> {
+        Ok(self.plan_removal(keeping, retention)?.pruned)
+    }
+
+    /// Removes what nothing needs: first the record of it, then manifests, images, log. Each step is durable
+    /// before the next, so that whatever can still be found is whole.
+    pub fn prune(&self, keeping: &mut Keeping, retention: &Retention) -> Result<Pruned> {
+        let Removal { plan, pruned, _going } = self.plan_removal(keeping, retention)?;
+        // Only a record that is durable licenses recycling: a manifest that a lost rename takes away must
+        // not have cost us the one before.
+        self.record(keeping, |id| plan.snapshots.contains(id))?;
+        let _phase = phases::enter(Phase::Recycle);
+        keeping.snapshots.retain(|id, _| plan.snapshots.contains(id));
+        keeping.tables.retain(|_, table| is_needed(table.restored_at, &plan));
+        for folder in [Folder::Snapshots, Folder::Pages] {
+            let files = || pruned.files.iter().map(|(file, _)| *file).filter(|file| file.folder() == folder);
+            files().try_for_each(|file| self.disk.remove(file))?;
+            if files().next().is_some() {
+                self.disk.sync_folder(folder)?;
+            }
+        }
+        let segments: Vec<u64> = pruned
+            .files
+            .iter()
+            .filter_map(|(file, _)| if let FileName::Segment(number) = file { Some(*number) } else { None })
+            .collect();
+        self.pool.recycle(&segments)?;
+        Ok(pruned)
+    }
+
+    fn plan_removal(&self, keeping: &Keeping, retention: &Retention) -> Result<Removal> {
+        let log = self.log_on_disk()?;
+        let (now, nobody) = (unix_ms(), BTreeSet::new());
+        let wanted = plan(&keeping.snapshots, retention, &log, now, &nobody, false);
+        // I8: what a reader holds stays, and nobody begins to read what is going.
+        let (mut going, mut held) = (Vec::new(), BTreeSet::new());
+        for id in keeping.snapshots.keys().filter(|id| !wanted.snapshots.contains(id)) {
             match self.disk.try_retire(*id)? {
                 Some(lock) => going.push(lock),
                 None => _ = held.insert(*id),
             }
         }
         let beginning = self.disk.try_retire(SnapshotId(0))?;
-        let stays = |id: &SnapshotId| *id >= oldest || held.contains(id);
-        // Only a record that is durable licenses recycling: a manifest that a lost rename takes away must
-        // not have cost us the one before.
-        self.record(keeping, stays)?;
-        let _phase = phases::enter(Phase::Recycle);
-        keeping.snapshots.retain(|id, _| stays(id));
-        // Whoever reads from the log's beginning needs all of the log.
-        let redo = match beginning {
-            Some(_) => keeping.snapshots.values().next().expect("the oldest stays").redo,
-            None => LogPoint::default(),
-        };
-        keeping.tables.retain(|_, table| table.restored_at > redo.lsn);
-
-        // Manifests first, and durably, then what only they named; those that a kept snapshot follows stay.
-        // Manifests that could not be read go with the ones of their age.
-        let links: BTreeSet<u64> =
-            keeping.snapshots.values().flat_map(|kept| &kept.links).map(|link| link.0).collect();
-        let needed = |id: u64| links.contains(&id) || keeping.snapshots.contains_key(&SnapshotId(id));
-        let manifests =
-            |file: &FileName| matches!(file, FileName::Manifest(id) if *id < oldest.0 && !needed(*id));
-        self.remove_all(Folder::Snapshots, manifests)?;
-        self.remove_unnamed_images(keeping)?;
-        let bound = self.log_bound(redo.segment)?;
-        let segments = self.numbers(Folder::Log, |file| match file {
-            FileName::Segment(number) if number < bound => Some(number),
-            _ => None,
-        })?;
-        self.pool.recycle(&segments)
+        let plan = plan(&keeping.snapshots, retention, &log, now, &held, beginning.is_none());
+        going.extend(beginning);
+        let gone = keeping.snapshots.values().filter(|kept| !plan.snapshots.contains(&kept.info.id));
+        let snapshots = gone.map(|kept| kept.info.clone()).collect();
+        let files = self.unneeded_files(keeping, &plan, &log)?;
+        let pruned = Pruned { snapshots, held: held.into_iter().collect(), files };
+        Ok(Removal { plan, pruned, _going: going })
     }
 
-    /// Removes image files and tables that nothing kept names.
-    pub fn remove_unnamed_images(&self, keeping: &Keeping) -> Result<()> {
-        let named = keeping.named_files();
-        self.remove_all(Folder::Pages, |file| match file {
-            FileName::Pages(number) => !named.contains(number),
-            FileName::Table(number) => !keeping.tables.contains_key(number),
-            _ => false,
-        })
-    }
-
-    /// The lowest segment to keep when replay may start in `needed`: lower, if the caller wants more log.
-    fn log_bound(&self, needed: u64) -> Result<u64> {
-        let mut older = self.numbers(Folder::Log, |file| match file {
-            FileName::Segment(number) if number < needed => Some(number),
-            _ => None,
-        })?;
-        let (mut bound, mut kept_bytes) = (needed, 0);
-        while kept_bytes < self.log_kept
-            && let Some(number) = older.pop()
-        {
-            kept_bytes += self.disk.open(FileName::Segment(number), false)?.len()?;
-            bound = number;
-        }
-        Ok(bound)
-    }
-
-    fn numbers(&self, folder: Folder, wanted: impl Fn(FileName) -> Option<u64>) -> Result<Vec<u64>> {
-        let names = self.disk.list(folder)?;
-        Ok(names.iter().filter_map(|name| FileName::parse(folder, name)).filter_map(wanted).collect())
-    }
-
-    fn remove_all(&self, folder: Folder, unwanted: impl Fn(&FileName) -> bool) -> Result<()> {
-        let names = self.disk.list(folder)?;
-        let files: Vec<FileName> = names
-            .iter()
-            .filter_map(|name| FileName::parse(folder, name))
-            .filter(|file| unwanted(file))
+    /// The files that nothing needs which stays: in the order of their removal.
+    fn unneeded_files(
+        &self,
+        keeping: &Keeping,
+        plan: &Plan,
+        log: &LogOnDisk,
+    ) -> Result<Vec<(FileName, u64)>> {
+        let kept = || keeping.snapshots.values().filter(|kept| plan.snapshots.contains(&kept.info.id));
+        let links: BTreeSet<SnapshotId> =
+            kept().flat_map(|kept| kept.links.iter().copied().chain([kept.info.id])).collect();
+        let tables = || keeping.tables.iter().filter(|(_, table)| is_needed(table.restored_at, plan));
+        let named: BTreeSet<u64> = kept()
+            .flat_map(|kept| kept.files.keys())
+            .chain(tables().flat_map(|(_, table)| &table.files))
+            .copied()
             .collect();
-        for file in &files {
-            self.disk.remove(*file)?;
+        // What could not be read goes with the ones of its age: until then it is evidence.
+        let settled = kept().filter(|kept| plan.log_from.is_some_and(|from| kept.redo.lsn >= from.1));
+        let settled = settled.map(|kept| kept.info.id).min();
+        let mut files = self.lens(Folder::Snapshots, |file| match file {
+            FileName::Manifest(number) => {
+                let id = SnapshotId(number);
+                let is_old = settled.is_some_and(|settled| id < settled);
+                !links.contains(&id) && (is_old || keeping.snapshots.contains_key(&id))
+            }
+            _ => false,
+        })?;
+        if plan.log_from.is_some() {
+            files.extend(self.lens(Folder::Pages, |file| match file {
+                FileName::Pages(number) => !named.contains(&number),
+                FileName::Table(number) => !tables().any(|(kept, _)| *kept == number),
+                _ => false,
+            })?);
         }
-        if files.is_empty() { Ok(()) } else { self.disk.sync_folder(folder) }
+        let bound = plan.log_from.map_or(0, |(segment, _)| segment);
+        files.extend(log.segments.range(..bound).map(|(number, len)| (FileName::Segment(*number), *len)));
+        Ok(files)
     }
+
+    fn log_on_disk(&self) -> Result<LogOnDisk> {
+        let segments = self.lens(Folder::Log, |file| matches!(file, FileName::Segment(_)))?;
+        let segments = segments.into_iter().filter_map(|(file, len)| match file {
+            FileName::Segment(number) => Some((number, len)),
+            _ => None,
+        });
+        Ok(LogOnDisk { segments: segments.collect(), current: self.log.current_segment() })
+    }
+
+    /// The files of a folder that are wanted, with their lengths in bytes.
+    fn lens(&self, folder: Folder, wanted: impl Fn(FileName) -> bool) -> Result<Vec<(FileName, u64)>> {
+        let names = self.disk.list(folder)?;
+        let files =
+            names.iter().filter_map(|name| FileName::parse(folder, name)).filter(|file| wanted(*file));
+        files.map(|file| Ok((file, self.disk.open(file, false)?.len()?))).collect()
+    }
+}
+
+/// Whether replay from what stays may pass a restore.
+fn is_needed(restored_at: Lsn, plan: &Plan) -> bool {
+    plan.log_from.is_none_or(|(_, redo)| restored_at > redo)
 }

@@ -289,6 +289,67 @@ fn compressed_images_survive() {
 }
 
 #[test]
+fn snapshots_that_follow_each_other_survive() {
+    suite(
+        "snapshots_that_follow_each_other_survive",
+        options().snapshots_kept(2),
+        LEVELS,
+        2300,
+        |driver, random| {
+            let mut store = driver.open()?;
+            let pages = driver.create_pages(&store, random, 24, 40)?;
+            // More than a chain has links: it is folded on the way.
+            for round in 0..11 {
+                driver.change(&store, random, &pages[round..=round])?;
+                if round == 4 {
+                    let acts = vec![Act::Delete { page: Target::Page(pages[20]) }];
+                    driver.commit_acts(&store, acts, Ack::Durable)?;
+                }
+                driver.snapshot(&store)?;
+                if round == 6 {
+                    driver.close(store)?;
+                    store = driver.open()?;
+                }
+            }
+            driver.change(&store, random, &pages[..2])?;
+            driver.check(&store);
+            drop(store);
+            Ok(driver.into())
+        },
+    );
+}
+
+#[test]
+fn names_pruning_and_compaction_survive() {
+    suite(
+        "names_pruning_and_compaction_survive",
+        options().snapshots_kept(1),
+        LEVELS,
+        2300,
+        |driver, random| {
+            let store = driver.open()?;
+            let pages = driver.create_pages(&store, random, 30, 1000)?;
+            let named = driver.snapshot_named(&store, "first")?;
+            for part in pages.chunks(10).take(2) {
+                driver.change(&store, random, part)?;
+                driver.snapshot(&store)?;
+            }
+            assert_eq!(store.snapshots()[0].id, named.id);
+            let pruned = store.prune(&store.retention().give_up("first"))?;
+            assert_eq!(pruned.snapshots, [named]);
+            // Two thirds of the first image file are named no more: the next snapshot writes what is left of it.
+            let emptying = driver.snapshot(&store)?;
+            assert_eq!(emptying.bytes_written, 10 * 1000);
+            driver.change(&store, random, &pages[..1])?;
+            driver.snapshot(&store)?;
+            driver.check(&store);
+            driver.close(store)?;
+            Ok(driver.into())
+        },
+    );
+}
+
+#[test]
 fn what_snapshots_replace_is_recycled() {
     suite(
         "what_snapshots_replace_is_recycled",

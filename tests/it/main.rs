@@ -25,5 +25,6 @@ mod past;
 mod readme;
 mod recovery;
 mod rule_model;
+mod snapshots;
 mod sparse;
 mod store;

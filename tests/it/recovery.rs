@@ -382,6 +382,73 @@ fn bad_manifest_falls_back() {
     assert!(matches!(defect, Defect::Truncated { .. }), "{defect}");
 }
 
+/// A closed store of four snapshots, each of which follows the one before, and the state at the end.
+fn with_a_chain() -> (Files, State) {
+    let disk = SimDisk::new();
+    let store = open(&disk).unwrap();
+    let pages: Vec<PageId> = (0..24).map(|_| create_page(&store)).collect();
+    for number in 0..4 {
+        step(&store, pages[0], number);
+        store.snapshot().unwrap();
+    }
+    let state = State::of(&store);
+    store.close().unwrap();
+    let files = Files::of(&disk);
+    assert_eq!(Survey::read(&files).unwrap().chain(SnapshotId(4)).unwrap().len(), 4);
+    (files, state)
+}
+
+#[test]
+fn one_bad_copy_of_a_link_is_mended() {
+    let (whole, state) = with_a_chain();
+    for link in 1..=4 {
+        let manifest = FileName::Manifest(link);
+        for copy in 0..2 {
+            let disk = whole.disk();
+            flip(&disk, manifest, (copy * whole.0[&manifest].len() / 2 + 280) as u64);
+            let store = open(&disk).unwrap();
+            assert_eq!((store.recovered().snapshot, State::of(&store)), (Some(SnapshotId(4)), state.clone()));
+            assert_eq!(disk.bytes(manifest).as_ref(), whole.0.get(&manifest), "link {link}, copy {copy}");
+        }
+    }
+}
+
+#[test]
+fn lost_link_is_a_lost_snapshot() {
+    let (whole, state) = with_a_chain();
+    for link in 1..=4 {
+        let disk = whole.disk();
+        remove(&disk, FileName::Manifest(link));
+        // What does not follow the link is there to start from, if the log behind it still is.
+        match open(&disk) {
+            Ok(store) => {
+                assert_eq!(
+                    (store.recovered().snapshot, State::of(&store)),
+                    (link.checked_sub(1).filter(|id| *id > 0).map(SnapshotId), state.clone())
+                );
+                // What goes on from here follows no link that is not there.
+                let next = store.snapshot().unwrap();
+                store.close().unwrap();
+                assert_eq!(open(&disk).unwrap().recovered().snapshot, Some(next.id));
+            }
+            Err(Error::Damaged(damage)) => {
+                assert_eq!((link < 4, damage.file), (true, FileName::Manifest(link)))
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
+}
+
+#[test]
+fn links_of_others_are_no_snapshots() {
+    let (whole, state) = with_a_chain();
+    assert_eq!(whole.names(|file| matches!(file, FileName::Manifest(_))).len(), 4);
+    let store = open(&whole.disk()).unwrap();
+    let kept: Vec<SnapshotId> = store.snapshots().iter().map(|info| info.id).collect();
+    assert_eq!(kept, [SnapshotId(3), SnapshotId(4)]);
+    assert_eq!(State::of(&store), state);
+}
+
 #[test]
 fn bad_image_falls_back() {
     let (disk, state) = with_snapshots();

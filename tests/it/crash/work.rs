@@ -315,6 +315,40 @@ impl Driver {
         Ok(info)
     }
 
+    /// Takes a snapshot that stays until its name is given up.
+    pub fn snapshot_named(&self, store: &Store, name: &str) -> Result<SnapshotInfo, Error> {
+        let info = store.snapshot_named(name)?;
+        self.acked(Ack::Durable, info.end);
+        Ok(info)
+    }
+
+    /// Creates pages of so many bytes, a batch each.
+    pub fn create_pages(
+        &self,
+        store: &Store,
+        random: &mut Random,
+        count: usize,
+        len: usize,
+    ) -> Result<Vec<PageId>, Error> {
+        let mut pages = Vec::new();
+        for _ in 0..count {
+            let acts = vec![
+                Act::Create { len, key: None, metadata: Metadata::new() },
+                Act::Write { page: Target::New(0), offset: 0, bytes: random.bytes(len) },
+            ];
+            pages.extend(self.commit_acts(store, acts, Ack::Logged)?.1);
+        }
+        Ok(pages)
+    }
+
+    /// Changes every one of these pages, in one batch.
+    pub fn change(&self, store: &Store, random: &mut Random, pages: &[PageId]) -> Result<(), Error> {
+        let write =
+            |page: &PageId| Act::Write { page: Target::Page(*page), offset: 3, bytes: random.bytes(20) };
+        let acts = pages.iter().map(write).collect();
+        self.commit_acts(store, acts, Ack::Logged).map(drop)
+    }
+
     pub fn restore(&self, store: &Store, snapshot: SnapshotInfo) -> Result<(), Error> {
         let SnapshotInfo { id, end, .. } = snapshot;
         let lsn = store.restore_from_snapshot(SnapshotId(id.0))?.lsn;

@@ -1,0 +1,313 @@
+//! What snapshots cost, what they share, how long they and their files stay.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use remanent::disk::sim::SimDisk;
+use remanent::disk::{Disk, Hold};
+use remanent::{Compression, Error, FileName, Options, PageId, Place, SnapshotId, SnapshotInfo, Store};
+use remanent_format::rebuild::{RebuildOptions, Survey, rebuild};
+
+use crate::files::{self, Files, State, open_with};
+
+const PAGE_LEN: u64 = 1000;
+
+/// The smallest segments, and images as long as their pages.
+fn small() -> Options {
+    files::small().compression(Compression::Off)
+}
+
+/// A store of so many pages, each of them written.
+fn store_of(disk: &SimDisk, options: Options, pages: usize) -> (Store, Vec<PageId>) {
+    let store = open_with(disk, options).unwrap();
+    let mut created = Vec::new();
+    for number in 0..pages {
+        let mut batch = store.batch();
+        let page = batch.create(PAGE_LEN, Place::Host);
+        batch.fill(page, 0, PAGE_LEN, &(number as u32).to_le_bytes());
+        created.extend(store.commit(batch).unwrap().pages);
+    }
+    (store, created)
+}
+
+fn change(store: &Store, pages: &[PageId], value: u32) {
+    for page in pages {
+        let mut batch = store.batch();
+        batch.fill(*page, 4, 8, &value.to_le_bytes()).set_root("value", u64::from(value));
+        store.commit(batch).unwrap();
+    }
+}
+
+/// Every kept snapshot can be rebuilt from the files, to the state that it was taken of.
+fn check_kept(disk: &SimDisk, expected: &[(SnapshotId, State)]) {
+    let files = Files::of(disk);
+    for (id, state) in expected {
+        let survey = Survey::read(&files).unwrap();
+        let end = survey.snapshot(*id).unwrap().end;
+        let options = RebuildOptions { base: Some(*id), until: Some(end), ..RebuildOptions::default() };
+        assert_eq!(&State::rebuilt(&rebuild(&files, &options).unwrap()), state, "snapshot {id}");
+    }
+}
+
+/// The links of a snapshot, its own first.
+fn chain(disk: &SimDisk, id: SnapshotId) -> Vec<SnapshotId> {
+    let survey = Survey::read(&Files::of(disk)).unwrap();
+    survey.chain(id).unwrap().iter().map(|link| link.snapshot).collect()
+}
+
+fn ids(store: &Store) -> Vec<u64> {
+    store.snapshots().iter().map(|info| info.id.0).collect()
+}
+
+#[test]
+fn a_snapshot_writes_what_changed_and_names_the_rest() {
+    let disk = SimDisk::new();
+    let (store, pages) = store_of(&disk, small(), 40);
+    let costs = |info: &SnapshotInfo| (info.pages, info.bytes / PAGE_LEN, info.bytes_written / PAGE_LEN);
+    assert_eq!(costs(&store.snapshot().unwrap()), (40, 40, 40));
+    assert_eq!(costs(&store.snapshot().unwrap()), (40, 40, 0));
+    change(&store, &pages[3..5], 1);
+    assert_eq!(costs(&store.snapshot().unwrap()), (40, 40, 2));
+    let mut batch = store.batch();
+    batch.delete(pages[0]).resize(pages[1], 0);
+    let empty = batch.create(0, Place::Host);
+    batch.set_metadata(empty, "name", "empty");
+    store.commit(batch).unwrap();
+    change(&store, &pages[39..], 2);
+    assert_eq!(costs(&store.snapshot().unwrap()), (40, 38, 1));
+    let state = State::of(&store);
+    let last = store.snapshots().last().unwrap().clone();
+    store.close().unwrap();
+    assert_eq!(chain(&disk, SnapshotId(4)), [4, 3, 2, 1].map(SnapshotId));
+
+    // The next open knows what its snapshot has.
+    let store = open_with(&disk, small()).unwrap();
+    assert_eq!(State::of(&store), state);
+    assert_eq!(store.recovered().snapshot, Some(last.id));
+    assert_eq!(store.snapshots().last(), Some(&last));
+    assert_eq!(costs(&store.snapshot().unwrap()), (40, 38, 0));
+    assert_eq!(chain(&disk, SnapshotId(5)).len(), 5);
+}
+
+#[test]
+fn a_chain_is_folded_when_it_is_long_or_much_changed() {
+    let disk = SimDisk::new();
+    let (store, pages) = store_of(&disk, small(), 30);
+    let mut lens = Vec::new();
+    for round in 0..12 {
+        change(&store, &pages[round..=round], 77);
+        store.snapshot().unwrap();
+        lens.push(chain(&disk, SnapshotId(round as u64 + 1)).len());
+    }
+    assert_eq!(lens, [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4]);
+    change(&store, &pages[..14], 78);
+    let much = store.snapshot().unwrap();
+    assert_eq!(chain(&disk, much.id).len(), 1, "more than half of the pages since the base");
+    assert_eq!(much.bytes_written, 14 * PAGE_LEN, "a base names older images all the same");
+    let state = State::of(&store);
+    store.close().unwrap();
+    assert_eq!(State::of(&open_with(&disk, small()).unwrap()), state);
+}
+
+#[test]
+fn links_and_images_stay_as_long_as_a_kept_snapshot_needs_them() {
+    let disk = SimDisk::new();
+    let options = || small().snapshots_kept(2);
+    let (mut store, pages) = store_of(&disk, options(), 24);
+    let mut states = Vec::new();
+    for round in 0..20_u32 {
+        change(&store, &pages[round as usize % 20..][..2], round);
+        let id = store.snapshot().unwrap().id;
+        states.push((id, State::of(&store)));
+        let kept = ids(&store);
+        states.retain(|(id, _)| kept.contains(&id.0));
+        assert_eq!(states.len(), kept.len().min(2), "round {round}");
+        check_kept(&disk, &states);
+        // Nothing else stays.
+        let survey = Survey::read(&Files::of(&disk)).unwrap();
+        let needed: BTreeSet<SnapshotId> = kept.iter().flat_map(|id| chain(&disk, SnapshotId(*id))).collect();
+        assert_eq!(survey.links.keys().copied().collect::<BTreeSet<_>>(), needed, "round {round}");
+        let files = kept.iter().flat_map(|id| survey.snapshot(SnapshotId(*id)).unwrap().entries.clone());
+        let files: BTreeSet<FileName> =
+            files.filter_map(|entry| entry.image).map(|image| FileName::Pages(image.file)).collect();
+        let there = Files::of(&disk).names(|file| matches!(file, FileName::Pages(_)));
+        assert_eq!(there.into_iter().collect::<BTreeSet<_>>(), files, "round {round}");
+        if round % 3 == 2 {
+            store.close().unwrap();
+            store = open_with(&disk, options()).unwrap();
+            assert_eq!(ids(&store), kept, "links that are there for others are no snapshots");
+            assert_eq!(State::of(&store), states.last().unwrap().1);
+        }
+    }
+}
+
+#[test]
+fn the_snapshot_after_a_restore_names_the_images_of_its_table() {
+    let disk = SimDisk::new();
+    let (store, pages) = store_of(&disk, small(), 20);
+    change(&store, &pages[..3], 1);
+    let first = store.snapshot().unwrap();
+    let state = State::of(&store);
+    change(&store, &pages[2..6], 2);
+    let mut batch = store.batch();
+    batch.delete(pages[10]);
+    store.commit(batch).unwrap();
+    store.snapshot().unwrap();
+    store.restore_from_snapshot(first.id).unwrap();
+    let after = store.snapshots().last().unwrap().clone();
+    assert_eq!((after.pages, after.bytes_written), (20, 0), "all images were there");
+    change(&store, &pages[10..11], 3);
+    assert_eq!(store.snapshot().unwrap().bytes_written, PAGE_LEN);
+    store.close().unwrap();
+    let store = open_with(&disk, small()).unwrap();
+    let restored = State::of(&store);
+    assert_eq!(restored.pages.len(), state.pages.len());
+    check_kept(&disk, &[(store.snapshots().last().unwrap().id, restored)]);
+}
+
+#[test]
+fn a_file_of_which_little_is_named_is_emptied_and_goes() {
+    let disk = SimDisk::new();
+    let (store, pages) = store_of(&disk, small().snapshots_kept(1), 60);
+    store.snapshot().unwrap();
+    let file = FileName::Pages(1);
+    assert!(disk.bytes(file).is_some());
+    // A third of it is named still: the next snapshot writes that, too, and then nothing names the file.
+    change(&store, &pages[..40], 1);
+    assert_eq!(store.snapshot().unwrap().bytes_written, 40 * PAGE_LEN);
+    assert!(disk.bytes(file).is_some());
+    let emptied = store.snapshot().unwrap();
+    assert_eq!(emptied.bytes_written, 20 * PAGE_LEN);
+    assert_eq!(disk.bytes(file), None);
+    assert_eq!(store.snapshot().unwrap().bytes_written, 0, "once is enough");
+    let state = State::of(&store);
+    check_kept(&disk, &[(store.snapshots()[0].id, state.clone())]);
+    store.close().unwrap();
+    assert_eq!(State::of(&open_with(&disk, small()).unwrap()), state);
+}
+
+#[test]
+fn a_file_that_a_named_snapshot_needs_is_not_emptied() {
+    let disk = SimDisk::new();
+    let (store, pages) = store_of(&disk, small().snapshots_kept(1), 60);
+    store.snapshot_named("all of it").unwrap();
+    change(&store, &pages[..40], 1);
+    store.snapshot().unwrap();
+    assert_eq!(store.snapshot().unwrap().bytes_written, 0);
+}
+
+#[test]
+fn a_named_snapshot_stays_until_its_name_is_given_up() {
+    let disk = SimDisk::new();
+    let options = || small().snapshots_kept(1);
+    let (store, pages) = store_of(&disk, options(), 24);
+    change(&store, &pages[..2], 1);
+    let named = store.snapshot_named("before").unwrap();
+    let before = State::of(&store);
+    assert_eq!((named.name.as_deref(), named.redo), (Some("before"), named.end));
+    assert!(
+        matches!(store.snapshot_named("before"), Err(Error::NameTaken { snapshot, .. }) if snapshot == named.id)
+    );
+    for name in [String::new(), "x".repeat(65)] {
+        assert!(matches!(store.snapshot_named(&name), Err(Error::Limit { .. })), "{name:?}");
+    }
+    for round in 0..12 {
+        change(&store, &pages, round);
+        store.snapshot().unwrap();
+    }
+    store.close().unwrap();
+    let files = Files::of(&disk);
+    let redo = Survey::read(&files).unwrap().snapshot(named.id).unwrap().redo;
+    assert!(!files.0.contains_key(&FileName::Segment(redo.segment)), "its log is gone");
+    check_kept(&disk, &[(named.id, before.clone())]);
+
+    let store = open_with(&disk, options()).unwrap();
+    assert_eq!(store.snapshots()[0], named);
+    store.restore_from_snapshot(named.id).unwrap();
+    let restored = State::of(&store);
+    assert_eq!(restored.pages.len(), before.pages.len());
+    change(&store, &pages, 99);
+    store.snapshot().unwrap();
+    store.snapshot().unwrap();
+
+    let given_up = store.retention().give_up("before").give_up("nobody's");
+    let listed = || Files::of(&disk).0.into_keys().collect::<BTreeSet<_>>();
+    let there = listed();
+    let would_go = store.would_prune(&given_up).unwrap();
+    assert_eq!(would_go.snapshots, [named.clone()]);
+    assert!(would_go.bytes() > 24 * PAGE_LEN, "its images: {would_go:?}");
+    assert_eq!(listed(), there, "nothing was done yet");
+    assert_eq!(store.prune(&given_up).unwrap(), would_go);
+    let gone: BTreeSet<FileName> = would_go.files.iter().map(|(file, _)| *file).collect();
+    assert!(listed().is_disjoint(&gone));
+    assert!(matches!(store.restore_from_snapshot(named.id), Err(Error::NoSnapshot { .. })));
+    let state = State::of(&store);
+    store.close().unwrap();
+    let store = open_with(&disk, options()).unwrap();
+    assert_eq!(ids(&store).len(), 1, "and it stays gone");
+    assert_eq!(State::of(&store), state);
+}
+
+#[test]
+fn a_name_given_up_costs_no_snapshot_that_is_needed() {
+    let disk = SimDisk::new();
+    let (store, _) = store_of(&disk, small().snapshots_kept(1), 4);
+    let named = store.snapshot_named("newest").unwrap();
+    let pruned = store.prune(&store.retention().give_up("newest")).unwrap();
+    assert_eq!(pruned.snapshots, []);
+    assert_eq!(store.snapshots(), [named]);
+}
+
+#[test]
+fn what_a_reader_holds_stays() {
+    let disk = SimDisk::new();
+    let (store, pages) = store_of(&disk, small().snapshots_kept(1), 24);
+    let held = store.snapshot().unwrap();
+    let state = State::of(&store);
+    let Hold::Held(hold) = disk.hold(held.id).unwrap() else { panic!("nobody takes it away") };
+    for round in 0..3 {
+        change(&store, &pages, round);
+        store.snapshot().unwrap();
+    }
+    assert_eq!(ids(&store), [held.id.0, 4]);
+    check_kept(&disk, &[(held.id, state)]);
+    assert_eq!(store.would_prune(&store.retention()).unwrap().held, [held.id]);
+    drop(hold);
+    let pruned = store.prune(&store.retention()).unwrap();
+    assert_eq!(pruned.snapshots, [held]);
+    assert_eq!(ids(&store), [4]);
+}
+
+#[test]
+fn snapshots_are_kept_for_their_age_and_for_the_log_behind_them() {
+    for (options, expected) in [
+        (small().snapshots_kept(1), vec![6]),
+        (small().snapshots_kept(1).snapshots_kept_for(Duration::from_secs(3600)), vec![1, 2, 3, 4, 5, 6]),
+        // A segment is shorter than one round of changes.
+        (small().snapshots_kept(1).log_kept(16 << 10), vec![5, 6]),
+        (small().snapshots_kept(1).log_kept(1 << 40), vec![1, 2, 3, 4, 5, 6]),
+    ] {
+        let disk = SimDisk::new();
+        let (store, pages) = store_of(&disk, options.clone(), 24);
+        for round in 0..6 {
+            change(&store, &pages, round);
+            store.snapshot().unwrap();
+        }
+        let kept = ids(&store);
+        if expected.len() == 2 {
+            assert!(kept.len() >= 2 && kept.len() < 6 && kept.ends_with(&[6]), "{options:?}: {kept:?}");
+            // Every state since the older one can be gone back to.
+            let (files, from) = (Files::of(&disk), store.snapshots()[0].end);
+            let last = store.lsn();
+            for lsn in [from, from.next(), last] {
+                let options = RebuildOptions { until: Some(lsn), ..RebuildOptions::default() };
+                assert_eq!(rebuild(&files, &options).unwrap().table.lsn(), lsn);
+            }
+        } else if expected.len() == 1 {
+            assert_eq!(kept, expected, "{options:?}");
+        } else {
+            // The base of all log that there is; what lies between may go, unless it is young.
+            assert_eq!((kept.first(), kept.last()), (expected.first(), expected.last()), "{options:?}");
+        }
+    }
+}
