@@ -44,6 +44,7 @@ mod info;
 mod snapshots;
 mod pages;
 mod log;
+mod follow;
 mod dump;
 mod verify;
 
@@ -89,6 +90,7 @@ enum Command {
     Restore(restore::Restore),
     Pages(pages::Pages),
     Log(log::Log),
+    Follow(follow::Follow),
     Dump(dump::Dump),
     Verify(verify::Verify),
     Doctor(doctor::Doctor),
@@ -108,6 +110,7 @@ impl Command {
                 | Command::Snapshot(_)
                 | Command::Restore(_)
                 | Command::Doctor(_)
+                | Command::Follow(_)
         )
     }
 }
@@ -136,6 +139,7 @@ fn run(cli: &Cli) -> Outcome {
         Command::Restore(command) => command.run(&mut out),
         Command::Pages(command) => command.run(&mut out),
         Command::Log(command) => command.run(&mut out),
+        Command::Follow(command) => command.run(&mut out),
         Command::Dump(command) => command.run(&mut out),
         Command::Verify(command) => command.run(&mut out),
         Command::Doctor(command) => command.run(&mut out),

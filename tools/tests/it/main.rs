@@ -1,6 +1,7 @@
 //! The command as a user runs it: one binary of tests over the built program.
 
 mod command;
+mod follow;
 mod history;
 mod inspect;
 mod replay;

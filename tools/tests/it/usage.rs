@@ -2,7 +2,7 @@
 
 use crate::command::run;
 
-const COMMANDS: [&str; 17] = [
+const COMMANDS: [&str; 18] = [
     "demo",
     "replay",
     "import",
@@ -18,6 +18,7 @@ const COMMANDS: [&str; 17] = [
     "info",
     "pages",
     "log",
+    "follow",
     "dump",
     "verify",
 ];

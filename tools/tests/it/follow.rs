@@ -1,0 +1,80 @@
+//! `remanent follow`, in a process of its own each time: positions that another process goes on from, a writer
+//! that lives in yet another one, and the ways in which it ends.
+
+use std::io::{BufRead, BufReader};
+use std::process::Stdio;
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::command::{Scratch, command, run};
+
+#[test]
+fn another_process_goes_on_from_a_position() {
+    let scratch = Scratch::new();
+    scratch.replay(40, &[]).expect(0);
+    let store = scratch.store();
+    let all = run(&["follow", &store, "--timeout", "0", "--json"]).expect(0).json();
+    assert!(all.len() >= 40, "{} batches", all.len());
+    let mut from = "beginning".to_owned();
+    let mut again = Vec::new();
+    while again.len() < all.len() {
+        let args = ["follow", &store, "--from", &from, "--count", "17", "--timeout", "0", "--json"];
+        let batches = run(&args).expect(0).json();
+        from = batches.last().expect("there are more")["position"].as_str().expect("text").to_owned();
+        again.extend(batches);
+    }
+    assert_eq!(again, all);
+    for (index, batch) in all.iter().enumerate() {
+        assert_eq!((&batch["schema"], &batch["lsn"]), (&1.into(), &(index as u64 + 1).into()));
+    }
+    assert_eq!(run(&["follow", &store, "--from", &from, "--timeout", "0"]).expect(0).out, "");
+    let lines = run(&["follow", &store, "--timeout", "0"]).expect(0).out;
+    assert_eq!(lines.lines().count(), all.len());
+    assert!(lines.lines().next().is_some_and(|line| line.contains("create")), "{lines}");
+}
+
+#[test]
+fn batches_of_a_writer_in_another_process_are_shown_as_they_come() {
+    let scratch = Scratch::new();
+    scratch.replay(5, &[]).expect(0);
+    let mut follow =
+        command(&["follow", &scratch.store(), "--json"]).stdout(Stdio::piped()).spawn().expect("built");
+    let mut lines = BufReader::new(follow.stdout.take().expect("a pipe")).lines();
+    let mut next = || {
+        let line = lines.next().expect("it goes on").expect("a pipe can be read");
+        serde_json::from_str::<serde_json::Value>(&line).expect("one object a line")["lsn"].as_u64()
+    };
+    while next() < Some(5) {}
+    // It waits now; the other process writes.
+    scratch.replay(30, &["--resume"]).expect(0);
+    while next() < Some(30) {}
+    kill_process(Pid::from_child(&follow), Signal::INT).expect("it is running");
+    assert_eq!(follow.wait().expect("ours").code(), Some(130));
+}
+
+#[test]
+fn a_reader_that_goes_away_ends_it_quietly() {
+    let scratch = Scratch::new();
+    scratch.replay(20, &[]).expect(0);
+    let mut child = command(&["follow", &scratch.store(), "--timeout", "60"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("built");
+    drop(child.stdout.take());
+    let output = child.wait_with_output().expect("ours");
+    assert_eq!((output.status.code(), output.stderr), (Some(0), Vec::new()));
+}
+
+#[test]
+fn it_says_why_it_cannot_follow() {
+    let scratch = Scratch::new();
+    let nowhere = run(&["follow", &scratch.store()]).expect(2);
+    assert!(nowhere.err.contains("there is no store"), "{}", nowhere.err);
+    scratch.replay(5, &[]).expect(0);
+    let store = scratch.store();
+    let diverged = run(&["follow", &store, "--from", "9-00000001:3:00000002"]).expect(1);
+    assert!(diverged.err.contains("not in the store's history"), "{}", diverged.err);
+    let wrong = run(&["follow", &store, "--from", "yesterday"]).expect(2);
+    assert!(wrong.err.contains("neither beginning nor snapshot"), "{}", wrong.err);
+}
