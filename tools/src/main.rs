@@ -33,6 +33,7 @@ mod view;
 mod past;
 mod snapshot;
 mod restore;
+mod fork;
 mod export;
 mod diff;
 mod element;
@@ -88,6 +89,7 @@ enum Command {
     Snapshots(snapshots::Snapshots),
     Snapshot(snapshot::Snapshot),
     Restore(restore::Restore),
+    Fork(fork::Fork),
     Pages(pages::Pages),
     Log(log::Log),
     Follow(follow::Follow),
@@ -109,6 +111,7 @@ impl Command {
                 | Command::Bisect(_)
                 | Command::Snapshot(_)
                 | Command::Restore(_)
+                | Command::Fork(_)
                 | Command::Doctor(_)
                 | Command::Follow(_)
         )
@@ -137,6 +140,7 @@ fn run(cli: &Cli) -> Outcome {
         Command::Snapshots(command) => command.run(&mut out),
         Command::Snapshot(command) => command.run(&mut out),
         Command::Restore(command) => command.run(&mut out),
+        Command::Fork(command) => command.run(&mut out),
         Command::Pages(command) => command.run(&mut out),
         Command::Log(command) => command.run(&mut out),
         Command::Follow(command) => command.run(&mut out),

@@ -130,6 +130,27 @@ fn a_restore_is_one_more_version_and_takes_none_away() {
     assert_eq!(table.lines().count(), listed.len() + 1, "{table}");
 }
 
+#[test]
+fn a_fork_begins_at_the_state_asked_for_and_goes_its_own_way() {
+    let weights = imported(4);
+    let store = weights.scratch.store();
+    let (new, out) = (weights.scratch.path("new"), weights.scratch.path("exported"));
+    let forked = run(&["fork", &store, &new, "--at", "lsn:2", "--json"]).expect(0).json().remove(0);
+    assert_eq!(forked["lsn"], 2);
+    run(&["export", &new, &out]).expect(0);
+    assert!(fs::read(&out).unwrap() == versions()[1]);
+    let path = weights.write(&versions()[7]);
+    run(&["import", &new, &path]).expect(0);
+    assert!(weights.export(&[]) == versions()[3], "the store that it came from changed");
+    let newest = weights.scratch.path("newest");
+    run(&["fork", &store, &newest]).expect(0);
+    run(&["export", &newest, &out]).expect(0);
+    assert!(fs::read(&out).unwrap() == versions()[3]);
+    run(&["fork", &store, &new]).expect(2);
+    run(&["fork", &store, &weights.scratch.path("none"), "--at", "lsn:9"]).expect(2);
+    assert!(!Path::new(&weights.scratch.path("none")).exists(), "a refused fork made a directory");
+}
+
 /// A shell command that fails where the file holds the NaN.
 const NO_NAN: &str = r"! LC_ALL=C grep -aqP '\x00\x00\xc0\x7f'";
 

@@ -13,6 +13,7 @@ const COMMANDS: [&str; 18] = [
     "snapshots",
     "snapshot",
     "restore",
+    "fork",
     "doctor",
     "completions",
     "info",
