@@ -2,7 +2,7 @@
 
 use crate::command::run;
 
-const COMMANDS: [&str; 18] = [
+const COMMANDS: [&str; 19] = [
     "demo",
     "replay",
     "import",
