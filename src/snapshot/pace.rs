@@ -25,7 +25,7 @@ impl Pace {
     /// # Errors
     /// [`Error::Closed`] if the store closes: what is being written is given up.
     pub fn keep(&self, since: Instant, bytes: u64) -> Result<()> {
-        let until = self.bytes_per_second.and_then(|limit| since.checked_add(time_for(bytes, limit)));
+        let until = self.bytes_per_second.map(|limit| since + time_for(bytes, limit));
         let mut closing = self.closing.lock();
         while !*closing {
             let Some(until) = until.filter(|until| *until > Instant::now()) else { return Ok(()) };
@@ -45,9 +45,12 @@ impl Pace {
     }
 }
 
+/// Longer than any snapshot takes, and short enough to be added to any time.
+const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
+
 /// The time that so many bytes take at least.
 fn time_for(bytes: u64, bytes_per_second: u64) -> Duration {
-    Duration::try_from_secs_f64(bytes as f64 / bytes_per_second as f64).unwrap_or(Duration::MAX)
+    Duration::try_from_secs_f64(bytes as f64 / bytes_per_second as f64).unwrap_or(LONGEST).min(LONGEST)
 }
 
 #[cfg(test)]
@@ -58,8 +61,8 @@ mod tests {
     fn bytes_take_their_time() {
         assert_eq!(time_for(0, 1), Duration::ZERO);
         assert_eq!(time_for(3 << 20, 1 << 20), Duration::from_secs(3));
-        assert_eq!(time_for(1, 1 << 20).as_nanos(), 953);
-        assert_eq!(time_for(u64::MAX, 1).as_secs(), u64::MAX);
+        assert_eq!(time_for(1, 1 << 20).as_nanos(), 954);
+        assert_eq!(time_for(u64::MAX, 1), LONGEST);
     }
 
     #[test]
