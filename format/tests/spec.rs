@@ -215,6 +215,7 @@ fn limits_are_those_of_the_code() {
         NAME_LEN_MAX,
         NOTE_LEN_MAX,
         IDENTITY_LEN_MAX,
+        ANCESTORS_MAX,
         STORE_RECORD_LEN_MAX,
         CHUNK_IMAGES_MAX,
         CHUNK_LEN_MAX,
