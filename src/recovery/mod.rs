@@ -9,7 +9,7 @@
 //! | nothing | a new directory | create | `empty_directory_is_created` |
 //! | foreign files, no STORE | a wrong path | refuse, touch nothing | `foreign_directory_is_refused` |
 //! | no STORE, segments without batches | a crash in creation: STORE comes last | start creation over | `creation_cut_short_starts_over` |
-//! | no STORE, but its temporary file, and images or a manifest | a crash in a fork: STORE comes last | start over | `a_fork_is_whole_or_not_there` |
+//! | no STORE, but its temporary file, and images or a manifest | a crash in a fork: STORE comes last | start over | `fork_cut_short_starts_over` |
 //! | no STORE, but batches, images or manifests | STORE was lost | refuse | `missing_store_file_is_refused` |
 //! | STORE damaged, of a newer version, or with an unknown feature | bit rot; a newer build | refuse | `damaged_store_file_is_refused` |
 //! | another identity or layout fingerprint | the caller's mistake | refuse | `other_identity_is_refused` |

@@ -6,11 +6,12 @@
 
 use std::collections::BTreeSet;
 use std::path::Path;
+use std::sync::Arc;
 
 use remanent::disk::Disk;
 use remanent::disk::sim::{EIO, Fault, Moment, Operation, Plan, SimDisk, Tears};
 use remanent::{
-    Create, Defect, Error, FileName, Folder, Lsn, Options, PageId, Place, Remedy, SnapshotId, Store,
+    Create, Defect, Error, FileName, Folder, Lsn, Options, PageId, Place, Remedy, Snapshot, SnapshotId, Store,
 };
 use remanent_format::frame::{FrameHeader, FrameHeaderRaw, FrameKind, UncheckedFrame};
 use remanent_format::limits::{FRAME_ALIGN, GROUP_ALIGN, align_up};
@@ -190,6 +191,27 @@ fn creation_cut_short_starts_over() {
     disk.kill_images(&plan, &mut check);
     disk.power_images(&plan, &mut check);
     assert!(unfinished > 100 && finished > 0, "{unfinished} unfinished, {finished} finished");
+}
+
+/// The files of a fork without STORE are what a crash just before its last rename leaves, if STORE is there
+/// under its temporary name; without that they are a store that lost its STORE.
+#[test]
+fn fork_cut_short_starts_over() {
+    let (source, ..) = stepped(3);
+    let source: Arc<dyn Disk> = Arc::new(source);
+    let target = SimDisk::new();
+    let forked: Arc<dyn Disk> = Arc::new(target.clone());
+    Snapshot::open_on(&source, None).unwrap().fork_on(&forked).unwrap();
+    target.rename(FileName::Store, FileName::Temporary(Folder::Root, 0)).unwrap();
+    let claimed = Files::of(&target);
+    assert!(claimed.0.contains_key(&FileName::Manifest(1)));
+    let store = open(&claimed.disk()).unwrap();
+    assert!(store.recovered().created);
+
+    let mut lost = claimed;
+    lost.0.remove(&FileName::Temporary(Folder::Root, 0));
+    let error = open(&lost.disk()).unwrap_err();
+    assert_eq!(error.file(), Some(FileName::Store), "{error}");
 }
 
 #[test]
