@@ -34,6 +34,7 @@ mod past;
 mod snapshot;
 mod restore;
 mod fork;
+mod prune;
 mod export;
 mod diff;
 mod element;
@@ -90,6 +91,7 @@ enum Command {
     Snapshot(snapshot::Snapshot),
     Restore(restore::Restore),
     Fork(fork::Fork),
+    Prune(prune::Prune),
     Pages(pages::Pages),
     Log(log::Log),
     Follow(follow::Follow),
@@ -112,6 +114,7 @@ impl Command {
                 | Command::Snapshot(_)
                 | Command::Restore(_)
                 | Command::Fork(_)
+                | Command::Prune(_)
                 | Command::Doctor(_)
                 | Command::Follow(_)
         )
@@ -141,6 +144,7 @@ fn run(cli: &Cli) -> Outcome {
         Command::Snapshot(command) => command.run(&mut out),
         Command::Restore(command) => command.run(&mut out),
         Command::Fork(command) => command.run(&mut out),
+        Command::Prune(command) => command.run(&mut out),
         Command::Pages(command) => command.run(&mut out),
         Command::Log(command) => command.run(&mut out),
         Command::Follow(command) => command.run(&mut out),

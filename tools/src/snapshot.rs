@@ -12,11 +12,12 @@ use crate::output::Output;
 
 const EXAMPLES: &str = "\
 A program that has the store open takes its own snapshots. Ctrl-C waits until the snapshot is whole. An exact one \
-needs no log to be returned to.
+needs no log to be returned to; one with a name is exact, and stays until `remanent prune` gives the name up.
 
 Examples:
   remanent snapshot store
   remanent snapshot store --exact
+  remanent snapshot store --name before-tuning
   remanent snapshot store --json";
 
 /// Take a snapshot
@@ -28,6 +29,9 @@ pub struct Snapshot {
     /// Catch all pages at one moment, so that the snapshot needs no log
     #[arg(long)]
     exact: bool,
+    /// A name, by which it can be returned to
+    #[arg(long)]
+    name: Option<String>,
     /// One JSON object
     #[arg(long)]
     json: bool,
@@ -41,7 +45,11 @@ impl Snapshot {
         if interrupt.noted() {
             return Ok(Ending::Interrupted);
         }
-        let taken = if self.exact { store.snapshot_exact() } else { store.snapshot() };
+        let taken = match &self.name {
+            Some(name) => store.snapshot_named(name),
+            None if self.exact => store.snapshot_exact(),
+            None => store.snapshot(),
+        };
         let info = taken.map_err(engine_failure)?;
         store.close().map_err(engine_failure)?;
         if self.json {
@@ -51,6 +59,8 @@ impl Snapshot {
                 "end": info.end.0,
                 "pages": info.pages,
                 "bytes": info.bytes,
+                "bytes_written": info.bytes_written,
+                "name": info.name,
                 "verified": info.verified,
             })?;
         } else {

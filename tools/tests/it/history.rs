@@ -151,6 +151,47 @@ fn a_fork_begins_at_the_state_asked_for_and_goes_its_own_way() {
     assert!(!Path::new(&weights.scratch.path("none")).exists(), "a refused fork made a directory");
 }
 
+#[test]
+fn prune_says_what_would_go_and_removes_it_only_when_told() {
+    let weights = imported(1);
+    let store = weights.scratch.store();
+    run(&["snapshot", &store, "--name", "first"]).expect(0);
+    assert!(run(&["snapshot", &store, "--name", "first"]).expect(2).err.contains("first"));
+    for version in &versions()[1..4] {
+        weights.import(version, &[]);
+        run(&["snapshot", &store]).expect(0);
+    }
+    let named = |store: &str| {
+        let listed = run(&["snapshots", store, "--json"]).expect(0).json();
+        listed.iter().map(|line| line["end"].as_u64().unwrap()).collect::<Vec<_>>()
+    };
+    assert_eq!(named(&store), [1, 2, 3, 4]);
+    let prune = |more: &[&str]| {
+        run(&[&["prune", &store, "--json", "--snapshots", "1"], more].concat()).expect(0).json().remove(0)
+    };
+    let would = prune(&[]);
+    assert_eq!(
+        (&would["removed"], &would["snapshots"]),
+        (&false.into(), &serde_json::json!([2, 3])),
+        "{would}"
+    );
+    assert!(weights.export(&["--at", "lsn:2"]) == versions()[1], "nothing is gone yet");
+    let did = prune(&["--yes"]);
+    assert_eq!((&did["removed"], &did["snapshots"]), (&true.into(), &would["snapshots"]), "{did}");
+    run(&["verify", &store]).expect(0);
+    assert!(weights.export(&["--at", "name:first"]) == versions()[0], "its name keeps it");
+    assert!(weights.export(&[]) == versions()[3]);
+    assert_ne!(run(&["export", &store, &weights.scratch.path("gone"), "--at", "snapshot:2"]).code, 0);
+
+    let name = prune(&["--name", "first", "--yes"]);
+    assert_eq!(name["snapshots"], serde_json::json!([1]), "{name}");
+    run(&["export", &store, &weights.scratch.path("gone"), "--at", "name:first"]).expect(2);
+    let text = run(&["prune", &store]).expect(0).out;
+    assert!(text.contains("--yes does it"), "{text}");
+    run(&["prune", &store, "--snapshots", "0"]).expect(2);
+    run(&["prune", &store, "--age", "1w"]).expect(2);
+}
+
 /// A shell command that fails where the file holds the NaN.
 const NO_NAN: &str = r"! LC_ALL=C grep -aqP '\x00\x00\xc0\x7f'";
 

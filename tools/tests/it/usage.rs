@@ -2,7 +2,7 @@
 
 use crate::command::run;
 
-const COMMANDS: [&str; 19] = [
+const COMMANDS: &[&str] = &[
     "demo",
     "replay",
     "import",
@@ -14,6 +14,7 @@ const COMMANDS: [&str; 19] = [
     "snapshot",
     "restore",
     "fork",
+    "prune",
     "doctor",
     "completions",
     "info",

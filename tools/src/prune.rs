@@ -1,0 +1,128 @@
+//! `remanent prune`: removes what is not to be kept any longer, or says what that would be.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use remanent::{Create, FileName, Pruned};
+use serde_json::json;
+
+use crate::engine::{self, engine_failure};
+use crate::exit::{Ending, Failure, Outcome};
+use crate::interrupt::Interrupt;
+use crate::json::object;
+use crate::output::Output;
+
+const EXAMPLES: &str = "\
+A snapshot stays if one of the rules keeps it, and with it the log that leads from it to now. Named snapshots stay \
+until their names are given up. Without --yes nothing is removed.
+
+Examples:
+  remanent prune store                                       what would go if two snapshots stay
+  remanent prune store --snapshots 5 --age 7d --yes          five, and all of the last week
+  remanent prune store --log-bytes 1000000000                and so much log to go back in
+  remanent prune store --name before-tuning --yes            a name that keeps its snapshot no longer";
+
+/// Remove old snapshots and log, or say what would go
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Prune {
+    /// The store's directory
+    dir: PathBuf,
+    /// Keep so many of the newest snapshots
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..))]
+    snapshots: u32,
+    /// Keep snapshots that are younger: a number and s, m, h or d
+    #[arg(long, value_name = "AGE", value_parser = parse_age, default_value = "0s")]
+    age: Duration,
+    /// Keep so many bytes of log
+    #[arg(long, value_name = "BYTES", default_value_t = 0)]
+    log_bytes: u64,
+    /// Give this name up
+    #[arg(long, value_name = "NAME")]
+    name: Vec<String>,
+    /// Remove
+    #[arg(long)]
+    yes: bool,
+    /// One JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+fn parse_age(text: &str) -> Result<Duration, String> {
+    let wrong = || "not a number and s, m, h or d".to_owned();
+    let unit = text.chars().next_back().ok_or_else(wrong)?;
+    let seconds = match unit {
+        's' => 1_u64,
+        'm' => 60,
+        'h' => 3600,
+        'd' => 86400,
+        _ => return Err(wrong()),
+    };
+    let number: u64 = text[..text.len() - 1].parse().map_err(|_| wrong())?;
+    number.checked_mul(seconds).map(Duration::from_secs).ok_or_else(wrong)
+}
+
+impl Prune {
+    /// Removes, or says.
+    pub fn run(&self, out: &mut Output) -> Outcome {
+        let interrupt = Interrupt::listen()?;
+        let store = engine::open(&self.dir, Create::Never)?;
+        let rules = store
+            .retention()
+            .snapshots_kept(self.snapshots as usize)
+            .snapshots_kept_for(self.age)
+            .log_kept(self.log_bytes);
+        let rules = self.name.iter().fold(rules, |rules, name| rules.give_up(name));
+        if interrupt.noted() {
+            return Ok(Ending::Interrupted);
+        }
+        let pruned = if self.yes { store.prune(&rules) } else { store.would_prune(&rules) };
+        let pruned = pruned.map_err(engine_failure)?;
+        store.close().map_err(engine_failure)?;
+        self.report(&pruned, out)?;
+        Ok(Ending::Fine)
+    }
+
+    fn report(&self, pruned: &Pruned, out: &mut Output) -> Result<(), Failure> {
+        if self.json {
+            let file = |(file, bytes): &(FileName, u64)| json!({ "file": file.to_string(), "bytes": bytes });
+            return out.line(object! {
+                "removed": self.yes,
+                "snapshots": pruned.snapshots.iter().map(|info| info.id.0).collect::<Vec<_>>(),
+                "held": pruned.held.iter().map(|id| id.0).collect::<Vec<_>>(),
+                "files": pruned.files.iter().map(file).collect::<Vec<_>>(),
+                "bytes": pruned.bytes(),
+            });
+        }
+        for info in &pruned.snapshots {
+            let name = info.name.as_ref().map_or(String::new(), |name| format!(", {name:?}"));
+            out.line(format_args!("snapshot {}: lsn {}{name}", info.id, info.end))?;
+        }
+        for id in &pruned.held {
+            out.line(format_args!("snapshot {id} stays: somebody reads it"))?;
+        }
+        for (file, bytes) in &pruned.files {
+            out.line(format_args!("{file}  {bytes}"))?;
+        }
+        let (files, bytes) = (pruned.files.len(), pruned.bytes());
+        match self.yes {
+            true => out.line(format_args!("removed {files} files of {bytes} bytes")),
+            false => out.line(format_args!("would remove {files} files of {bytes} bytes; --yes does it")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_age_is_a_number_and_a_unit() {
+        for (text, seconds) in [("0s", 0), ("90s", 90), ("2m", 120), ("3h", 10800), ("7d", 604_800)] {
+            assert_eq!(parse_age(text), Ok(Duration::from_secs(seconds)));
+        }
+        for text in ["", "7", "d", "-1d", "1.5h", "1w", "5é", "18446744073709551615d"] {
+            assert!(parse_age(text).is_err(), "{text}");
+        }
+    }
+}
