@@ -32,7 +32,7 @@ use crate::point::RestorePoint;
 use crate::source::DiskSource;
 
 /// How often the files are surveyed anew, when a writer beside us changes them faster than we read.
-const ATTEMPTS: usize = 4;
+const ATTEMPTS: usize = 64;
 
 /// A state of a store, on disk.
 pub(crate) struct Past {
@@ -80,9 +80,8 @@ impl Past {
         if !disk.list(Folder::Root)?.iter().any(is_ours) {
             return Err(Error::NoStore { path: disk.label() });
         }
-        let mut furthest: Option<Lsn> = None;
-        let mut attempt = 1;
-        loop {
+        let mut before: Option<(Vec<SnapshotId>, Vec<u64>, Lsn)> = None;
+        for attempt in 1.. {
             let source = DiskSource::new(disk.clone());
             let survey = Survey::read(&source)?;
             let until = until(&survey, point)?;
@@ -90,22 +89,29 @@ impl Past {
                 Ok(past) => return Ok(past),
                 Err(failed) => failed,
             };
-            // Bytes that looked bad are read twice before they are called damaged. Where the log goes on
-            // further each time, a writer is at work: what was reached is a state that was the newest one.
-            let moved = furthest.is_some_and(|before| reached > before);
-            furthest = furthest.max(Some(reached));
-            if attempt == ATTEMPTS {
-                let settled = match (point, moved) {
-                    (None, true) => Self::search(disk, &source, &survey, Until::At(reached)).ok(),
-                    _ => None,
-                };
-                return settled.ok_or(error);
-            }
-            if attempt > 1 && !moved {
+            // What looked bad is read twice before it is called damaged. Where other files lie there each
+            // time, or the log goes on further, a writer is at work, and the survey saw no one moment.
+            let links = survey.links.keys().copied().collect();
+            let now = (links, survey.log.segments().keys().copied().collect(), reached);
+            let moved = before.replace(now.clone()).is_some_and(|before| before != now);
+            let is_outside = matches!(error, Error::OutsideWindow { .. });
+            if attempt > 1 && (!moved || is_outside) {
                 return Err(error);
             }
-            attempt += 1;
+            if moved && point.is_none() && reached > Lsn(0) {
+                // Behind the batch reached the writer went on while we read: that one was the newest then.
+                if let Ok(past) = Self::search(disk, &source, &survey, Until::At(reached)) {
+                    return Ok(past);
+                }
+            }
+            if attempt == ATTEMPTS {
+                return Err(Error::Overtaken {
+                    lsn: reached,
+                    snapshot: survey.links.keys().next_back().copied(),
+                });
+            }
         }
+        unreachable!("the last attempt returns")
     }
 
     /// Tries the snapshots from the newest to the oldest, then the log's beginning. With the error comes how
