@@ -234,7 +234,7 @@ fn a_named_snapshot_stays_until_its_name_is_given_up() {
     let listed = || Files::of(&disk).0.into_keys().collect::<BTreeSet<_>>();
     let there = listed();
     let would_go = store.would_prune(&given_up).unwrap();
-    assert_eq!(would_go.snapshots, [named.clone()]);
+    assert_eq!(would_go.snapshots, std::slice::from_ref(&named));
     assert!(would_go.bytes() > 24 * PAGE_LEN, "its images: {would_go:?}");
     assert_eq!(listed(), there, "nothing was done yet");
     assert_eq!(store.prune(&given_up).unwrap(), would_go);

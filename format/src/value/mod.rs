@@ -4,7 +4,7 @@
 //! enough to be specified byte by byte. The encoding is canonical: map entries ascend, nothing may
 //! follow, so decoding and encoding again gives the same bytes. Pages carry at most
 //! [`METADATA_LEN_MAX`](crate::limits::METADATA_LEN_MAX) bytes of it, the root
-//! [`ROOT_LEN_MAX`].
+//! [`ROOT_LEN_MAX`](crate::limits::ROOT_LEN_MAX).
 //!
 //! Decoding is safe on any input: nesting is bounded, text and bytes are borrowed from the input before
 //! they are copied, and no container reserves room for a count that the input merely claims.
