@@ -199,8 +199,13 @@ impl<'a> Explorer<'a> {
         }
         same(&driver.line(), lsn + 1, &store)?;
         let line = driver.line();
-        let oldest = store.snapshots().first().map_or(0, |snapshot| snapshot.end.0);
-        [oldest, (oldest + lsn) / 2, lsn].into_iter().try_for_each(|lsn| look(&cut, &line, lsn))
+        // A named snapshot is exact, and stays without the log behind it: only its own batch can be seen.
+        let snapshots = store.snapshots();
+        let (named, others): (Vec<_>, Vec<_>) = snapshots.iter().partition(|kept| kept.name.is_some());
+        let oldest = others.first().or(named.last()).map_or(0, |snapshot| snapshot.end.0);
+        let moments = [oldest, (oldest + lsn) / 2, lsn];
+        let mut moments = named.iter().map(|snapshot| snapshot.end.0).chain(moments);
+        moments.try_for_each(|lsn| look(&cut, &line, lsn))
     }
 }
 
