@@ -153,17 +153,28 @@ impl Verify {
 
 /// Every place to start from, the best first, with all that stands in its way.
 fn starts(dir: &StoreDir, view: &View, images: &mut Images<'_>) -> Vec<Start> {
-    let snapshots = view.survey.links.keys().rev().map(|snapshot| Some(*snapshot));
-    let names = snapshots.chain([None]).map(start_name);
-    let check = |(candidate, name): (Result<Option<Arc<Manifest>>, Damage>, String)| {
-        let mut start = Start { name, blocked_by: Vec::new(), beside: Vec::new() };
+    let snapshots = view.survey.links.keys().rev().map(|snapshot| Some(*snapshot)).chain([None]);
+    let check = |(candidate, snapshot): (Result<Option<Arc<Manifest>>, Damage>, Option<SnapshotId>)| {
+        let mut start = Start { name: start_name(snapshot), blocked_by: Vec::new(), beside: Vec::new() };
         match candidate {
             Ok(base) => check_start(dir, view, base.as_ref(), images, &mut start),
             Err(damage) => start.blocked_by.push(damage),
         }
         start
     };
-    view.survey.candidates().zip(names).map(check).collect()
+    let candidates = view.survey.candidates().zip(snapshots);
+    candidates
+        .filter(|(_, snapshot)| snapshot.is_none_or(|snapshot| is_kept(view, snapshot)))
+        .map(check)
+        .collect()
+}
+
+/// Whether a snapshot stands for itself. What the last seal does not list was given up: its manifest is there
+/// for the snapshots that follow it, and the log behind it is gone. One that is newer than all listed waits for
+/// its seal.
+fn is_kept(view: &View, snapshot: SnapshotId) -> bool {
+    let listed = || view.end().into_iter().flat_map(|end| &end.verified).map(|verified| verified.snapshot);
+    listed().any(|listed| listed == snapshot) || listed().all(|listed| listed < snapshot)
 }
 
 fn start_name(snapshot: Option<SnapshotId>) -> String {
@@ -185,6 +196,8 @@ fn check_start(
                 start.blocked_by.extend(images.check(of_page.lsn, of_page.image, of_page.len));
             }
         }
+        // A named snapshot stays without the log behind it: it is the way back to its own batch.
+        Err(_) if base.is_some_and(|base| base.name.is_some() && base.redo.lsn == base.end) => {}
         Err(damage) => start.blocked_by.push(damage),
     }
     for entry in base.iter().flat_map(|manifest| &manifest.entries) {
