@@ -1,7 +1,7 @@
 //! Floor 6. Committing a batch: check everything, log it, then let it be seen.
 //!
-//! 1. Outside the lock: stage what clones copy, encode, checksum, allocate page memory. Nothing so far is
-//!    visible, and all of it can be taken back.
+//! 1. Outside the lock: stage what clones copy, write whole pages ahead, encode, checksum, allocate page
+//!    memory. Nothing so far is visible, and all of it can be taken back.
 //! 2. Under the submission lock: preconditions, the plan, the append (I1: only now, with payload and
 //!    checksum in hand, is an Lsn assigned), the table, the hand-over to the applier. The order of the lock
 //!    is the order of the log and of the lane.
@@ -16,14 +16,18 @@ use parking_lot::{Mutex, MutexGuard};
 use remanent_format::limits::PAGE_LEN_MAX;
 use remanent_format::op::{Op, OpAt, decode_payload};
 use remanent_format::table::{Changes, PlanMode, Refusal};
-use remanent_format::{Defect, Epoch, LogPoint, PageId, PageTable, Place};
+use remanent_format::{Defect, Epoch, LogPoint, PageId, PageTable, Place, StoreId};
 
 use crate::applier::{Applier, Work, stage_aside};
 use crate::arena::{Arena, PageMemory};
-use crate::batch::{CloneSource, WriteBatch};
+use crate::batch::{CloneSource, WholePage, WriteBatch};
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::image_files::ImageFiles;
+use crate::images::WrittenAhead;
+use crate::keeping::KnownImages;
 use crate::log::{Log, SpacePurpose};
+use crate::options::Compression;
 use crate::poison::Poison;
 use crate::staging::StagingPool;
 
@@ -33,15 +37,32 @@ const CLONE_TRIES: usize = 3;
 /// Turns batches into commits.
 pub(crate) struct Committer {
     /// The state after the last logged batch.
-    submitted: Mutex<PageTable>,
+    pub submitted: Mutex<PageTable>,
     /// The next page id. Ids are taken before a batch is known to be good; a failed one leaves a gap.
-    next_page: AtomicU64,
-    log: Arc<Log>,
-    applier: Arc<Applier>,
-    device: Arc<dyn Device>,
-    arena: Arc<Arena>,
-    staging: Arc<StagingPool>,
-    poison: Arc<Poison>,
+    pub next_page: AtomicU64,
+    pub store: StoreId,
+    pub log: Arc<Log>,
+    pub applier: Arc<Applier>,
+    pub device: Arc<dyn Device>,
+    pub arena: Arc<Arena>,
+    pub staging: Arc<StagingPool>,
+    pub poison: Arc<Poison>,
+    pub files: Arc<ImageFiles>,
+    pub known: Arc<KnownImages>,
+    pub compression: Compression,
+    /// A batch that writes so many bytes of whole pages writes them ahead.
+    pub ahead_bytes_min: u64,
+}
+
+/// A batch on its way into the log.
+struct Draft<'a> {
+    batch: &'a WriteBatch,
+    payload: Vec<u8>,
+    /// Pages copied for clones, and the epochs at which they were.
+    staged: Epochs,
+    /// Pages whose bytes are in images.
+    whole: Vec<WholePage<'a>>,
+    ahead: Option<WrittenAhead<'a>>,
 }
 
 /// Pages copied for clones.
@@ -50,19 +71,6 @@ type Contents = HashMap<PageId, CloneSource>;
 type Epochs = Vec<(PageId, Epoch)>;
 
 impl Committer {
-    pub fn new(
-        table: PageTable,
-        log: Arc<Log>,
-        applier: Arc<Applier>,
-        device: Arc<dyn Device>,
-        arena: Arc<Arena>,
-        staging: Arc<StagingPool>,
-        poison: Arc<Poison>,
-    ) -> Self {
-        let next_page = AtomicU64::new(table.next_page());
-        Self { submitted: Mutex::new(table), next_page, log, applier, device, arena, staging, poison }
-    }
-
     /// The submission lock and the state behind it: nothing is committed while it is held.
     pub fn lock(&self) -> MutexGuard<'_, PageTable> {
         self.submitted.lock()
@@ -85,11 +93,39 @@ impl Committer {
             // holds up nobody. Who loses that race too often stages under the lock.
             tries += 1;
             let held = (tries > CLONE_TRIES).then(|| self.submitted.lock());
-            let (staged, epochs) = self.stage(&sources)?;
-            let payload = batch.encode(&pages, staged)?;
-            if let Some(point) = self.log_payload(batch, &payload, &epochs, held)? {
+            let (contents, staged) = self.stage(&sources)?;
+            let (whole, ahead) = self.write_ahead(batch, &pages, held.as_deref())?;
+            let images = ahead.iter().flat_map(WrittenAhead::images).copied();
+            let images = whole.iter().map(|whole| whole.step).zip(images).collect();
+            let payload = batch.encode(&pages, contents, &images)?;
+            let draft = Draft { batch, payload, staged, whole, ahead };
+            if let Some(point) = self.log_draft(draft, held)? {
                 return Ok((point, pages));
             }
+        }
+    }
+
+    /// Writes the batch's whole pages to an image file, if they are worth one. The length of an old page is
+    /// only looked at: it is checked again under the lock.
+    fn write_ahead<'a>(
+        &'a self,
+        batch: &'a WriteBatch,
+        pages: &[PageId],
+        held: Option<&PageTable>,
+    ) -> Result<(Vec<WholePage<'a>>, Option<WrittenAhead<'a>>)> {
+        let len_in = |table: &PageTable, page| table.get(page).map(|info| info.len);
+        let whole = batch.whole_pages(pages, self.ahead_bytes_min, |page| match held {
+            Some(table) => len_in(table, page),
+            None => len_in(&self.submitted.lock(), page),
+        });
+        if whole.is_empty() {
+            return Ok((whole, None));
+        }
+        let contents: Vec<(PageId, &[u8])> = whole.iter().map(|whole| (whole.page, whole.bytes)).collect();
+        match WrittenAhead::write(&self.files, self.store, self.compression, &contents) {
+            Ok(ahead) => Ok((whole, Some(ahead))),
+            Err(error @ Error::DiskFull { .. }) => Err(error),
+            Err(error) => Err(self.poison.set(error)),
         }
     }
 
@@ -108,31 +144,35 @@ impl Committer {
         Ok((contents, epochs))
     }
 
-    /// The rest of a submission; `None` if a page changed after it was staged for a clone.
-    fn log_payload(
+    /// The rest of a submission; `None` if a page changed after it was staged for a clone, or has another
+    /// length than when its bytes were taken for all of it.
+    fn log_draft(
         &self,
-        batch: &WriteBatch,
-        payload: &[u8],
-        staged: &[(PageId, Epoch)],
+        mut draft: Draft<'_>,
         held: Option<MutexGuard<'_, PageTable>>,
     ) -> Result<Option<LogPoint>> {
         let encoded = |defect: Defect| Error::InvalidOperation { index: 0, reason: defect.to_string() };
-        let ops = decode_payload(payload).map_err(encoded)?;
-        let payload_crc = crc32fast::hash(payload);
-        let mut payload_staged = self.staging.take(payload.len())?;
-        payload_staged.copy_from_slice(payload);
-        let asides = ops.iter().map(|at| stage_aside(&at.op, &self.staging)).filter_map(Result::transpose);
+        let ops = decode_payload(&draft.payload).map_err(encoded)?;
+        let payload_crc = crc32fast::hash(&draft.payload);
+        let mut payload = self.staging.take(draft.payload.len())?;
+        payload.copy_from_slice(&draft.payload);
+        let whole: HashMap<PageId, &[u8]> =
+            draft.whole.iter().map(|whole| (whole.page, whole.bytes)).collect();
+        let asides = ops.iter().filter_map(|at| stage_aside(&at.op, &whole, &self.staging).transpose());
         let asides = asides.collect::<Result<VecDeque<_>>>()?;
         let memory = self.allocate(&ops, held.as_deref())?;
 
         let mut table = held.unwrap_or_else(|| self.submitted.lock());
-        let logged = || -> Result<Option<(LogPoint, Changes)>> {
+        let mut logged = || -> Result<Option<(LogPoint, Changes)>> {
             self.poison.check()?;
             let epoch_of = |page| table.get(page).map_or(Epoch(0), |info| info.epoch);
-            if staged.iter().any(|(page, epoch)| epoch_of(*page) != *epoch) {
+            let len_of = |page| table.get(page).map(|info| info.len);
+            if draft.staged.iter().any(|(page, epoch)| epoch_of(*page) != *epoch)
+                || draft.whole.iter().any(|whole| len_of(whole.page) != whole.len_before)
+            {
                 return Ok(None);
             }
-            for &(page, expected) in batch.expectations() {
+            for &(page, expected) in draft.batch.expectations() {
                 let found = epoch_of(page);
                 if found != expected {
                     return Err(Error::Conflict { page, expected, found });
@@ -142,20 +182,33 @@ impl Committer {
             let changes = table
                 .plan(lsn, &ops, PlanMode::Commit)
                 .map_err(|(index, refusal)| refused(index, refusal))?;
-            let purpose = if batch.only_deletes() { SpacePurpose::Reserve } else { SpacePurpose::User };
-            let point = self.log.append(payload, payload_crc, purpose)?;
+            let purpose = if draft.batch.only_deletes() { SpacePurpose::Reserve } else { SpacePurpose::User };
+            let appended = self.log.append(&draft.payload, payload_crc, purpose);
+            let point = appended.inspect_err(|error| {
+                // Only a full disk leaves it certain that no frame names the images.
+                if let (Some(ahead), false) = (&mut draft.ahead, matches!(error, Error::DiskFull { .. })) {
+                    ahead.leave();
+                }
+            })?;
             assert!(point.lsn == lsn);
             Ok(Some((point, changes)))
         };
         match logged() {
             Ok(Some((point, changes))) => {
                 table.install(&changes);
-                self.applier.push(Work { point, payload: payload_staged, changes, memory, asides });
+                if let Some(ahead) = draft.ahead.take() {
+                    // The next snapshot names them: they need not be written again.
+                    for (whole, image) in draft.whole.iter().zip(ahead.images()) {
+                        self.known.note_ahead(whole.page, point.lsn, *image, whole.bytes.len() as u64);
+                    }
+                    ahead.logged(point.segment);
+                }
+                self.applier.push(Work { point, payload, changes, memory, asides });
                 Ok(Some(point))
             }
             other => {
                 drop(table);
-                for staged in asides.into_iter().chain([payload_staged]) {
+                for staged in asides.into_iter().chain([payload]) {
                     self.staging.give(staged.into_staging());
                 }
                 self.discard(memory);

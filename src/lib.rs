@@ -71,7 +71,7 @@
 //! | 1 | [`error`], [`options`], `point`, `phases` |
 //! | 2 | the seams [`device`] and [`disk`]; `poison`, `retention` |
 //! | 3 | their implementations |
-//! | 4 | `batch`, [`arena`], [`staging`], `source` |
+//! | 4 | `batch`, [`arena`], [`staging`], `source`, `image_files` |
 //! | 5 | `log/`, `images`, `publish`, `keeping`, `runs`, `past`, `applier/` |
 //! | 6 | `commit`, `snapshot`, `recovery`, `restore`, `reader`, `follower/` |
 //! | 7 | `store` |
@@ -128,6 +128,7 @@ pub mod arena;
 pub mod staging;
 mod batch;
 mod source;
+mod image_files;
 mod log;
 mod images;
 mod publish;

@@ -19,6 +19,8 @@ pub enum Phase {
     Recycle,
     /// Opening what a crash left.
     Recovery,
+    /// Writing a batch's pages to an image file, before the batch is logged.
+    WriteAhead,
 }
 
 /// Which end of a phase a thread is at. Phases nest, and several threads may be in one.

@@ -89,9 +89,7 @@ impl Restore<'_> {
             old.table().pages().map(|info| at_restore(info, submitted, lsn, epoch)).collect();
         // Where no page changed, none has the new epoch.
         let epoch_high = pages.iter().map(|info| info.epoch).fold(submitted.epoch_high(), Epoch::max);
-        // The number is taken, whatever happens: a name is never used for two contents.
-        let number = keeping.next_file;
-        keeping.next_file += 1;
+        let number = keeping.files.take_number();
         let logged = self.write_images(&pages, &old, number).and_then(|images| {
             let target = Target { pages, root: old.table().root().clone(), images };
             let table_crc = self.write_table(&target, submitted.next_page(), lsn, epoch_high, number)?;

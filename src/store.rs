@@ -5,6 +5,7 @@
 
 use std::any::Any;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 use remanent_format::limits::SNAPSHOT_NAME_LEN_MAX;
 use remanent_format::{Key, Lsn, Metadata, PageId, PageInfo, Position, SnapshotId, StoreId};
@@ -26,6 +27,9 @@ use crate::retention::Retention;
 use crate::snapshot::{Background, Mark, Pace, Progress, Pruned, Rules, SnapshotStats, Snapshots, Wanted};
 use crate::staging::StagingPool;
 
+/// A batch whose whole pages take more than this share of a segment, one in so many, writes them to an image
+/// file: the log would hold them until a snapshot writes them once more.
+const BULK_SHARE: u64 = 4;
 /// Staging kept for reuse.
 const STAGING_IDLE_BYTES: usize = 64 << 20;
 
@@ -178,15 +182,21 @@ impl Store {
         let log = Log::start(store.store, log_io, pool.clone(), poison.clone(), log)?;
         let applier = Applier::start(device.clone(), arena.clone(), staging.clone(), poison.clone(), applied);
         let applier = applier.inspect_err(|_| log.stop())?;
-        let committer = Committer::new(
-            table,
-            log.clone(),
-            applier.clone(),
-            device.clone(),
-            arena.clone(),
-            staging.clone(),
-            poison.clone(),
-        );
+        let committer = Committer {
+            next_page: AtomicU64::new(table.next_page()),
+            submitted: parking_lot::Mutex::new(table),
+            store: store.store,
+            log: log.clone(),
+            applier: applier.clone(),
+            device: device.clone(),
+            arena: arena.clone(),
+            staging: staging.clone(),
+            poison: poison.clone(),
+            files: keeping.files.clone(),
+            known: keeping.known.clone(),
+            compression: options.compression,
+            ahead_bytes_min: options.segment_len / BULK_SHARE,
+        };
         let snapshots = Arc::new(Snapshots {
             disk: disk.clone(),
             store: store.store,

@@ -2,8 +2,10 @@
 //!
 //! Only operations on bytes become commands; what an operation does to the table is the format crate's.
 
-use remanent_format::Width;
+use std::collections::HashMap;
+
 use remanent_format::op::{Op, OpAt, masked_bytes_at, scatter_values_at};
+use remanent_format::{PageId, Width};
 
 use crate::arena::PageMemory;
 use crate::device::{Command, CommandList, Payload, Piece, PieceKind, Span};
@@ -22,16 +24,31 @@ pub(crate) struct ListBuilder {
 
 /// Whether a device cannot read the operation's bytes where they lie in the payload.
 pub(crate) fn needs_aside(op: &Op<'_>) -> bool {
-    matches!(op, Op::Scatter { indices, .. } if indices.is_gap_coded() && !indices.is_empty())
+    match op {
+        Op::Scatter { indices, .. } => indices.is_gap_coded() && !indices.is_empty(),
+        Op::Image { .. } => true,
+        _ => false,
+    }
 }
 
 /// Stages the operation's bytes as a device reads them, if the payload does not hold them like that. The
-/// log's gaps between indices become indices of four bytes; the elements follow.
+/// log's gaps between indices become indices of four bytes; the elements follow. The bytes of an image are
+/// those of its page in `whole`.
 ///
 /// # Errors
 /// `OutOfMemory`, a device error.
-pub(crate) fn stage_aside(op: &Op<'_>, pool: &StagingPool) -> Result<Option<StagingBuf>> {
+pub(crate) fn stage_aside(
+    op: &Op<'_>,
+    whole: &HashMap<PageId, &[u8]>,
+    pool: &StagingPool,
+) -> Result<Option<StagingBuf>> {
     match op {
+        Op::Image { page, .. } => {
+            let bytes = whole.get(page).expect("an image in a batch's log holds a page that it writes");
+            let mut staged = pool.take(bytes.len())?;
+            staged.copy_from_slice(bytes);
+            Ok(Some(staged))
+        }
         Op::Scatter { indices, values, .. } if needs_aside(op) => {
             let values_at = scatter_values_at(4 * indices.len());
             let mut staged = pool.take(values_at + values.len())?;
@@ -89,7 +106,7 @@ impl ListBuilder {
         let Some((offset, len)) = at.op.range().filter(|(_, len)| *len > 0) else { return };
         let target = memory.part(offset, len);
         let kind = match &at.op {
-            Op::Write { .. } => PieceKind::Dense,
+            Op::Write { .. } | Op::Image { .. } => PieceKind::Dense,
             Op::Masked { width, mask, .. } => {
                 PieceKind::Masked { width: *width, bytes_at: masked_bytes_at(mask.len()) }
             }

@@ -3,18 +3,24 @@
 use std::collections::{HashMap, HashSet};
 
 use remanent_format::apply::apply;
+use remanent_format::image::ImageRef;
 use remanent_format::limits::{DEVICE_ORDINAL_MAX, FRAME_PAYLOAD_LEN_MAX, NUMBER_MAX};
 use remanent_format::op::{Op, PayloadWriter};
 use remanent_format::{Defect, PageId, Place, Width};
 
 use super::sparse::{CodedIndices, ascending};
-use super::{CloneSource, Step, WriteBatch};
+use super::{CloneSource, Images, Step, WriteBatch};
 use crate::error::{Error, Result};
 
 impl WriteBatch {
     /// The batch's payload. `pages` are the ids of the new pages; `staged` holds the pages of
-    /// [`WriteBatch::clone_sources`] as they are before the batch.
-    pub(crate) fn encode(&self, pages: &[PageId], staged: HashMap<PageId, CloneSource>) -> Result<Vec<u8>> {
+    /// [`WriteBatch::clone_sources`] as they are before the batch; `images` hold what these operations write.
+    pub(crate) fn encode(
+        &self,
+        pages: &[PageId],
+        staged: HashMap<PageId, CloneSource>,
+        images: &Images,
+    ) -> Result<Vec<u8>> {
         let cloned = self.steps.iter().filter_map(Step::cloned).map(|page| page.resolve(pages)).collect();
         let mut encoder = Encoder { index: 0, writer: PayloadWriter::default(), cloned, staged };
         let mut new_pages = pages.iter().copied();
@@ -44,7 +50,11 @@ impl WriteBatch {
                     }
                 }
                 Step::Write { page, offset, bytes } => {
-                    encoder.push(&Op::Write { page: page.resolve(pages), offset: *offset, bytes })?;
+                    let write = Op::Write { page: page.resolve(pages), offset: *offset, bytes };
+                    match images.get(&index) {
+                        Some(image) => encoder.push_image(&write, *image)?,
+                        None => encoder.push(&write)?,
+                    }
                 }
                 Step::Masked { page, offset, width, mask, bytes } => {
                     let (mask, bytes) = canonical_mask(*width, mask, bytes).map_err(invalid)?;
@@ -114,6 +124,18 @@ struct Encoder {
 
 impl Encoder {
     fn push(&mut self, op: &Op<'_>) -> Result<()> {
+        self.check(op)?;
+        self.log(op)
+    }
+
+    /// Writes the image that holds what `write` does, in its place.
+    fn push_image(&mut self, write: &Op<'_>, image: ImageRef) -> Result<()> {
+        self.check(write)?;
+        let (Some(page), Some((_, len))) = (write.page(), write.range()) else { return self.log(write) };
+        self.log(&Op::Image { page, len, image })
+    }
+
+    fn check(&mut self, op: &Op<'_>) -> Result<()> {
         if let Some(page) = op.page() {
             // No store gives such an id, and a frame with one would not be read again.
             if page == PageId(0) || page.0 > NUMBER_MAX {
@@ -128,6 +150,10 @@ impl Encoder {
         {
             return Err(Error::PlaceUnavailable { place, reason: "device slots go from 0 to 63" });
         }
+        Ok(())
+    }
+
+    fn log(&mut self, op: &Op<'_>) -> Result<()> {
         self.writer.push(op).map_err(|defect| match defect {
             Defect::Limit { what, found, limit } => Error::Limit { what, found, limit },
             other => Error::InvalidOperation { index: self.index, reason: other.to_string() },

@@ -5,8 +5,11 @@
 
 mod encode;
 mod sparse;
+mod whole;
 
 use std::sync::atomic::{AtomicU64, Ordering};
+
+pub(crate) use whole::{Images, WholePage};
 
 use remanent_format::{Epoch, Key, Metadata, PageId, Place, Value, Width};
 
@@ -140,6 +143,38 @@ impl WriteBatch {
     pub fn create_with(&mut self, len: u64, place: Place, key: Option<Key>, metadata: Metadata) -> NewPage {
         self.step(Step::Create { len, place, key, metadata });
         self.new_page()
+    }
+
+    /// Creates a page of these bytes, as long as they are. The key must be no other page's.
+    ///
+    /// Bytes that are handed over as a `Vec` are not copied. Whole pages that take more than a quarter of a
+    /// segment together are written once: to an image file, which the log and the next snapshot only name.
+    /// The same holds for [`WriteBatch::write`] of all bytes of a page.
+    ///
+    /// ```
+    /// use remanent::{Key, Metadata, Options, Place, Store};
+    /// let store = Store::temporary(Options::default())?;
+    /// let mut batch = store.batch();
+    /// let key = Key::new("embedding").ok();
+    /// let page = batch.create_from(vec![1; 8 << 20], Place::Host, key, Metadata::new());
+    /// let committed = store.commit(batch)?;
+    /// assert_eq!(store.page(committed.pages[page.index()])?.len, 8 << 20);
+    /// assert!(store.stats().log.bytes < 4096, "the log only names it");
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    pub fn create_from(
+        &mut self,
+        bytes: impl Into<Vec<u8>>,
+        place: Place,
+        key: Option<Key>,
+        metadata: Metadata,
+    ) -> NewPage {
+        let bytes = bytes.into();
+        let page = self.create_with(bytes.len() as u64, place, key, metadata);
+        if !bytes.is_empty() {
+            self.step(Step::Write { page: page.into(), offset: 0, bytes });
+        }
+        page
     }
 
     /// Creates a copy of a page, as it is at this point of the batch: bytes, length, place and metadata,

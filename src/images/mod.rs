@@ -1,7 +1,8 @@
 //! Floor 5. Writing image files: pages' bytes in chunks, appended and synced before anything names them.
 //!
-//! A crash here loses nothing: an image file that no manifest and no table names is nobody's.
+//! A crash here loses nothing: an image file that no manifest, no table and no batch names is nobody's.
 
+mod ahead;
 mod compress;
 
 use std::sync::Arc;
@@ -13,6 +14,7 @@ use remanent_format::image::{
 use remanent_format::limits::CHUNK_IMAGES_MAX;
 use remanent_format::{Defect, FileName, Folder, PageInfo, StoreId};
 
+pub(crate) use self::ahead::WrittenAhead;
 use self::compress::compress;
 use crate::disk::{Disk, DiskFile};
 use crate::error::{Error, Result};

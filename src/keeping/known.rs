@@ -12,9 +12,9 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use remanent_format::image::ImageRef;
 use remanent_format::manifest::{Manifest, ManifestEntry, ManifestKind};
-use remanent_format::rebuild::Survey;
+use remanent_format::rebuild::{Survey, check_image};
 use remanent_format::replay::Resolved;
-use remanent_format::{Lsn, PageId, PageTable, SnapshotId};
+use remanent_format::{Lsn, PageId, PageTable, ReadAt, SnapshotId};
 
 use super::entry;
 use crate::error::Result;
@@ -56,6 +56,8 @@ pub(crate) struct KnownImages {
     /// Images that the newest snapshot does not name: those of a restore's table, and those that were written
     /// ahead of their batch.
     beside: Mutex<BTreeMap<PageId, Known>>,
+    /// Images that were written ahead of their batch, and that nobody read back yet; with the pages' lengths.
+    ahead: Mutex<BTreeMap<PageId, (Known, u64)>>,
 }
 
 /// What a snapshot has to do, as of the batch at which it begins.
@@ -92,7 +94,7 @@ impl KnownImages {
             (holds && !is_newest).then_some((*page, Known { lsn: info.lsn, image: base.image }))
         });
         let beside = Mutex::new(beside.collect());
-        Ok(Self { newest: Mutex::new(Arc::new(newest)), beside })
+        Ok(Self { newest: Mutex::new(Arc::new(newest)), beside, ahead: Mutex::default() })
     }
 
     /// The newest snapshot.
@@ -104,6 +106,24 @@ impl KnownImages {
     /// else keeps its file until one does.
     pub fn note(&self, page: PageId, lsn: Lsn, image: Option<ImageRef>) {
         self.beside.lock().insert(page, Known { lsn, image });
+    }
+
+    /// Notes an image that was written ahead of batch `lsn`, for a page of length `len`.
+    pub fn note_ahead(&self, page: PageId, lsn: Lsn, image: ImageRef, len: u64) {
+        self.ahead.lock().insert(page, (Known { lsn, image: Some(image) }, len));
+    }
+
+    /// Reads the images back that were written ahead of their batches: a snapshot may name those that hold. The
+    /// pages of the others are gathered, for their bytes are in memory.
+    pub fn prove(&self, source: &dyn ReadAt) {
+        let ahead = std::mem::take(&mut *self.ahead.lock());
+        for (page, (known, len)) in ahead {
+            let Some(image) = known.image else { continue };
+            match check_image(source, &image, len) {
+                Ok(()) => _ = self.beside.lock().insert(page, known),
+                Err(damage) => tracing::warn!(%damage, %page, "an image that a batch names does not hold"),
+            }
+        }
     }
 
     /// Sorts the pages of a table into those to gather and those that are known. `carry` names image files

@@ -12,6 +12,7 @@ use remanent_format::manifest::{Manifest, ManifestEntry};
 use remanent_format::{LogPoint, Lsn, PageInfo, SnapshotId};
 
 pub(crate) use self::known::{KnownImages, Link, Sorted};
+use crate::image_files::ImageFiles;
 
 /// A snapshot that is kept.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -103,7 +104,7 @@ pub(crate) struct Keeping {
     pub snapshots: BTreeMap<SnapshotId, Kept>,
     pub tables: BTreeMap<u64, KeptTable>,
     pub next_snapshot: u64,
-    pub next_file: u64,
+    pub files: Arc<ImageFiles>,
     /// The images that need not be written again.
     pub known: Arc<KnownImages>,
     /// Lengths of image files in bytes, without their headers, as far as somebody asked.

@@ -235,7 +235,8 @@ impl Loader<'_> {
                 if let Some(bytes) = self.on_host.get_mut(&page) {
                     apply(&op.op, bytes);
                 } else {
-                    let aside = stage_aside(&op.op, self.recovery.staging)?;
+                    // An image is its page's base, so that no frame that names one applies here.
+                    let aside = stage_aside(&op.op, &HashMap::new(), self.recovery.staging)?;
                     self.list.data(op, index, &self.memory[&page], aside);
                     staged = true;
                 }

@@ -15,7 +15,9 @@
 //! | another identity or layout fingerprint | the caller's mistake | refuse | `other_identity_is_refused` |
 //! | STORE but no log | the log was lost | refuse | `missing_log_is_refused` |
 //! | temporary files | a crash before a rename | remove: they are nobody's | `temporary_files_are_removed` |
-//! | image files that nothing names | a crash in a snapshot | remove | `unnamed_images_are_removed` |
+//! | image files of snapshots that nothing names | a crash in a snapshot | remove | `unnamed_images_are_removed` |
+//! | image files of batches that nothing known names | a crash before the batch was logged; older log names them | keep until the log so far is recycled | `images_of_batches_stay` |
+//! | an image that a batch names bad or missing | bit rot | refuse, name the image | `bad_image_of_a_batch_is_refused` |
 //! | newest manifest: one copy bad | a rotten sector | use the other copy, write both anew | `one_bad_manifest_copy_costs_nothing` |
 //! | newest manifest: both copies bad, or missing | bit rot | older snapshot and more log | `bad_manifest_falls_back` |
 //! | an image of the newest snapshot bad or missing | bit rot | older snapshot and more log | `bad_image_falls_back` |
@@ -55,6 +57,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use remanent_format::frame::{FrameHeaderRaw, FrameKind, UncheckedFrame, VerifiedSnapshot};
+use remanent_format::image::{ImageFileHeader, ImageFileHeaderRaw, ImagePurpose};
 use remanent_format::limits::FRAME_ALIGN;
 use remanent_format::log::{LogEnd, LogWalk, TornTail};
 use remanent_format::manifest::Manifest;
@@ -73,6 +76,7 @@ use crate::arena::Arena;
 use crate::device::Device;
 use crate::disk::Disk;
 use crate::error::{Error, Result};
+use crate::image_files::ImageFiles;
 use crate::keeping::{Keeping, Kept, KeptTable, KnownImages, unix_ms};
 use crate::log::{LogStart, SegmentPool};
 use crate::options::{Create, Options};
@@ -197,7 +201,7 @@ impl Recovery<'_> {
                 snapshots: BTreeMap::new(),
                 tables: BTreeMap::new(),
                 next_snapshot: 1,
-                next_file: 1,
+                files: Arc::new(ImageFiles::new(self.disk.clone(), 1, [])),
                 known: Arc::default(),
                 file_lens: BTreeMap::new(),
             },
@@ -258,7 +262,7 @@ impl Recovery<'_> {
             .filter(|n| (end.proven.segment + 1..highest).contains(n))
             .collect();
         pool.recycle(&junk)?;
-        let keeping = self.keeping(&source, &survey, &resolution, &verified)?;
+        let keeping = self.keeping(&source, &survey, &resolution, &verified, log.current.number)?;
 
         let mut recovered = self.report(position, false);
         recovered.previous = Some(Position { incarnation: end.accepted.incarnation, lsn: end.accepted.lsn });
@@ -397,6 +401,7 @@ impl Recovery<'_> {
         survey: &Survey,
         resolution: &Resolution,
         verified: &[VerifiedSnapshot],
+        opening: u64,
     ) -> Result<Keeping> {
         // Other links that can be read are there for these, or will go with the next snapshot.
         let mut snapshots = BTreeMap::new();
@@ -406,11 +411,18 @@ impl Recovery<'_> {
             let images = manifest.entries.iter().map(|entry| entry.image);
             snapshots.insert(*snapshot, Kept::new(&manifest, images, links, *manifest_crc, true));
         }
+        // Which frames name them is not known for the log before the snapshot used: as if the newest one did.
+        let mut for_batches = BTreeMap::new();
         let mut tables = BTreeMap::new();
         let mut next_file = survey.readable().map(|manifest| manifest.next_file).max().unwrap_or(1);
         for name in self.disk.list(Folder::Pages)? {
             match FileName::parse(Folder::Pages, &name) {
-                Some(FileName::Pages(number)) => next_file = next_file.max(number + 1),
+                Some(FileName::Pages(number)) => {
+                    next_file = next_file.max(number + 1);
+                    if may_be_for_a_batch(source, number) {
+                        for_batches.insert(number, opening);
+                    }
+                }
                 Some(file @ FileName::Table(number)) => {
                     next_file = next_file.max(number + 1);
                     // A table that cannot be read is needed only by log that is older than what was
@@ -426,10 +438,11 @@ impl Recovery<'_> {
             }
         }
         let next_snapshot = survey.links.keys().next_back().map_or(1, |last| last.0 + 1);
+        let files = Arc::new(ImageFiles::new(self.disk.clone(), next_file, for_batches));
         let known = Arc::new(KnownImages::recovered(survey, resolution.base, &resolution.resolved)?);
         let file_lens = BTreeMap::new();
-        let keeping = Keeping { snapshots, tables, next_snapshot, next_file, known, file_lens };
-        // Image files that nothing names stem from a snapshot that a crash cut short. Where a snapshot was
+        let keeping = Keeping { snapshots, tables, next_snapshot, files, known, file_lens };
+        // Image files of snapshots that nothing names stem from a snapshot that a crash cut short. Where a snapshot was
         // passed over, its images stay until newer ones take its place: they are evidence.
         let newest = survey.links.keys().next_back().copied();
         if newest == resolution.base && survey.links.keys().all(|snapshot| survey.chain(*snapshot).is_ok()) {
@@ -443,6 +456,7 @@ impl Recovery<'_> {
         for name in self.disk.list(Folder::Pages)? {
             if let Some(file @ FileName::Pages(number)) = FileName::parse(Folder::Pages, &name)
                 && !named.contains(&number)
+                && !keeping.files.is_for_batch(number, 0)
             {
                 self.disk.remove(file)?;
             }
@@ -500,6 +514,14 @@ fn start_over(disk: &Arc<dyn Disk>) -> Result<()> {
         disk.remove(file)?;
     }
     Folder::INNER.into_iter().try_for_each(|folder| disk.sync_folder(folder))
+}
+
+/// Whether an image file may have been written for a batch. One that does not say what it was written for may.
+fn may_be_for_a_batch(source: &DiskSource, number: u64) -> bool {
+    let mut bytes = [0; ImageFileHeaderRaw::LEN];
+    let read = source.read_at(FileName::Pages(number), 0, &mut bytes);
+    let header = read.ok().and_then(|()| ImageFileHeader::decode(&bytes).ok());
+    header.is_none_or(|header| header.purpose == ImagePurpose::Batch)
 }
 
 /// Whether a segment of an unfinished creation holds a batch: then it is more than that. Every place at

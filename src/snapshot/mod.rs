@@ -54,6 +54,7 @@ use crate::phases::{self, Phase};
 use crate::poison::Poison;
 use crate::publish::{check_published, publish};
 use crate::retention::Retention;
+use crate::source::DiskSource;
 use crate::staging::StagingPool;
 
 /// Takes snapshots and recycles what they make superfluous.
@@ -144,11 +145,12 @@ impl Snapshots {
 
     /// Phases 1 to 6.
     fn write(&self, keeping: &mut Keeping, wanted: Wanted) -> Result<SnapshotInfo> {
+        keeping.known.prove(&DiskSource::past_cache(self.disk.clone()));
         let wasteful = self.wasteful_files(keeping)?;
         let Begun { redo, sorted, end } = self.begin(keeping, wasteful, wanted.exact)?;
         let bytes = sorted.gather.iter().map(|(_, len)| len).sum();
         self.progress.begin(sorted.gather.len() as u64, bytes);
-        let number = keeping.next_file;
+        let number = keeping.files.take_number();
         let gathered = self.gather_into(number, &sorted.gather, wanted.paced).and_then(|(writer, caught)| {
             match end.map_or_else(|| self.end(), Ok) {
                 Ok(end) => Ok((writer, caught, end)),
@@ -180,8 +182,7 @@ impl Snapshots {
             entries: in_order(sorted.entries, caught),
             root: end.root,
         };
-        // From here on the numbers are taken, whatever happens: a name is never used for two contents.
-        keeping.next_file += 1;
+        // From here on the number is taken, whatever happens: a name is never used for two contents.
         keeping.next_snapshot += 1;
         let manifest_crc = match self.publish_all(writer.as_ref(), &manifest) {
             Ok(manifest_crc) => manifest_crc,

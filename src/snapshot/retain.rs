@@ -58,12 +58,15 @@ impl Snapshots {
 
     /// What `prune` would remove.
     pub fn would_prune(&self, keeping: &Keeping, retention: &Retention) -> Result<Pruned> {
+        let _none_goes = keeping.files.hold_removals();
         Ok(self.plan_removal(keeping, retention)?.pruned)
     }
 
-    /// Removes what nothing needs: first the record of it, then manifests, images, log. Each step is durable
-    /// before the next, so that whatever can still be found is whole.
+    /// Removes what nothing needs: first the record of it, then manifests, log, images. Each step is durable
+    /// before the next, so that whatever can still be found is whole: a manifest, or a batch that names images.
     pub fn prune(&self, keeping: &mut Keeping, retention: &Retention) -> Result<Pruned> {
+        let files = keeping.files.clone();
+        let _none_goes = files.hold_removals();
         let Removal { plan, pruned, _going } = self.plan_removal(keeping, retention)?;
         // Only a record that is durable licenses recycling: a manifest that a lost rename takes away must
         // not have cost us the one before.
@@ -71,20 +74,22 @@ impl Snapshots {
         let _phase = phases::enter(Phase::Recycle);
         keeping.snapshots.retain(|id, _| plan.snapshots.contains(id));
         keeping.tables.retain(|_, table| is_needed(table.restored_at, &plan));
-        for folder in [Folder::Snapshots, Folder::Pages] {
-            let files = || pruned.files.iter().map(|(file, _)| *file).filter(|file| file.folder() == folder);
-            files().try_for_each(|file| self.disk.remove(file))?;
-            if files().next().is_some() {
-                self.disk.sync_folder(folder)?;
-            }
-        }
+        self.remove_all(Folder::Snapshots, &pruned)?;
         let segments: Vec<u64> = pruned
             .files
             .iter()
             .filter_map(|(file, _)| if let FileName::Segment(number) = file { Some(*number) } else { None })
             .collect();
         self.pool.recycle(&segments)?;
+        files.recycled(plan.log_from.map_or(0, |(segment, _)| segment));
+        self.remove_all(Folder::Pages, &pruned)?;
         Ok(pruned)
+    }
+
+    fn remove_all(&self, folder: Folder, pruned: &Pruned) -> Result<()> {
+        let files = || pruned.files.iter().map(|(file, _)| *file).filter(|file| file.folder() == folder);
+        files().try_for_each(|file| self.disk.remove(file))?;
+        if files().next().is_some() { self.disk.sync_folder(folder) } else { Ok(()) }
     }
 
     fn plan_removal(&self, keeping: &Keeping, retention: &Retention) -> Result<Removal> {
@@ -136,14 +141,16 @@ impl Snapshots {
             }
             _ => false,
         })?;
+        let bound = plan.log_from.map_or(0, |(segment, _)| segment);
         if plan.log_from.is_some() {
             files.extend(self.lens(Folder::Pages, |file| match file {
-                FileName::Pages(number) => !named.contains(&number),
+                FileName::Pages(number) => {
+                    !named.contains(&number) && !keeping.files.is_for_batch(number, bound)
+                }
                 FileName::Table(number) => !tables().any(|(kept, _)| *kept == number),
                 _ => false,
             })?);
         }
-        let bound = plan.log_from.map_or(0, |(segment, _)| segment);
         files.extend(log.segments.range(..bound).map(|(number, len)| (FileName::Segment(*number), *len)));
         Ok(files)
     }

@@ -167,22 +167,57 @@ fn a_frame_longer_than_a_segment_survives() {
         let mut writer = Writer::new("a", random.next());
         let store = driver.open()?;
         driver.commit(&store, &mut writer, Ack::Logged)?;
+        // All bytes but one: those of a whole page would go to an image file.
         let len = 20 << 10;
         let page = Target::New(0);
         let long = vec![
             Act::Create { len, key: None, metadata: Metadata::new() },
-            Act::Write { page, offset: 0, bytes: (0..len).map(|_| random.next() as u8).collect() },
+            Act::Write { page, offset: 1, bytes: random.bytes(len - 1) },
         ];
         let (_, pages) = driver.commit_acts(&store, long, Ack::Logged)?;
         driver.commit(&store, &mut writer, Ack::Durable)?;
         let page = Target::Page(pages[0]);
-        let again =
-            vec![Act::Write { page, offset: 0, bytes: (0..len).map(|_| random.next() as u8).collect() }];
+        let again = vec![Act::Write { page, offset: 1, bytes: random.bytes(len - 1) }];
         driver.commit_acts(&store, again, Ack::Durable)?;
         driver.commit(&store, &mut writer, Ack::Durable)?;
         driver.check(&store);
         driver.close(store)?;
         Ok(driver.into())
+    });
+}
+
+#[test]
+fn whole_pages_survive() {
+    suite("whole_pages_survive", options().snapshots_kept(1), LEVELS, 2300, |driver, random| {
+        let mut writer = Writer::new("a", random.next());
+        let len = 6 << 10;
+        let create = || Act::Create { len, key: None, metadata: Metadata::new() };
+        let mut whole = |page| Act::Write { page, offset: 0, bytes: random.bytes(len) };
+        let store = driver.open()?;
+        driver.commit(&store, &mut writer, Ack::Logged)?;
+        let (one, two) = (Target::New(0), Target::New(1));
+        let pages = vec![create(), whole(one), create(), whole(two)];
+        let (_, pages) = driver.commit_acts(&store, pages, Ack::Logged)?;
+        let (one, two) = (Target::Page(pages[0]), Target::Page(pages[1]));
+        driver.commit_acts(&store, vec![whole(one)], Ack::Logged)?;
+        driver.commit_acts(
+            &store,
+            vec![Act::Write { page: one, offset: 9, bytes: vec![1; 9] }],
+            Ack::Durable,
+        )?;
+        driver.snapshot(&store)?;
+        driver.check(&store);
+        let second = driver.killed();
+        drop(store);
+        // The snapshot names one image of a batch; the others go with the log that names them.
+        let store = second.open()?;
+        second.commit_acts(&store, vec![whole(two)], Ack::Durable)?;
+        second.commit_acts(&store, vec![Act::Delete { page: one }], Ack::Logged)?;
+        second.snapshot(&store)?;
+        second.commit_acts(&store, vec![create(), whole(Target::New(0))], Ack::Logged)?;
+        second.check(&store);
+        second.close(store)?;
+        Ok(Lives(vec![driver, second]))
     });
 }
 

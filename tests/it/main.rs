@@ -2,6 +2,7 @@
 
 mod background;
 mod beside;
+mod bulk;
 mod compression;
 mod crash;
 mod cuda;

@@ -11,9 +11,11 @@ use std::sync::Arc;
 use remanent::disk::Disk;
 use remanent::disk::sim::{EIO, Fault, Moment, Operation, Plan, SimDisk, Tears};
 use remanent::{
-    Create, Defect, Error, FileName, Folder, Lsn, Options, PageId, Place, Remedy, Snapshot, SnapshotId, Store,
+    Create, Defect, Error, FileName, Folder, Lsn, Metadata, Options, PageId, Place, Remedy, Snapshot,
+    SnapshotId, Store,
 };
 use remanent_format::frame::{FrameHeader, FrameHeaderRaw, FrameKind, UncheckedFrame};
+use remanent_format::image::{ImageFileHeader, ImagePurpose, ImageRef};
 use remanent_format::limits::{FRAME_ALIGN, GROUP_ALIGN, align_up};
 use remanent_format::rebuild::{Rebuilt, Survey, rebuild};
 use remanent_format::segment::{SEGMENT_HEADER_BLOCK, SegmentHeader};
@@ -348,7 +350,9 @@ fn unnamed_images_are_removed() {
     let named: BTreeSet<FileName> =
         Files::of(&disk).names(|file| file.folder() == Folder::Pages).into_iter().collect();
     let unnamed = FileName::Pages(77);
-    disk.create(unnamed).unwrap().write_at(0, b"images of a snapshot that was never published").unwrap();
+    let store = Survey::read(&Files::of(&disk)).unwrap().store.store;
+    let header = ImageFileHeader { store, file: 77, purpose: ImagePurpose::Snapshot };
+    disk.create(unnamed).unwrap().write_at(0, &header.encode()).unwrap();
     let store = open(&disk).unwrap();
     assert_eq!(State::of(&store), state);
     let left = Files::of(&disk).names(|file| file.folder() == Folder::Pages);
@@ -356,6 +360,49 @@ fn unnamed_images_are_removed() {
     // Its number is not given to another file.
     store.snapshot().unwrap();
     assert!(disk.bytes(FileName::Pages(78)).is_some());
+}
+
+/// A closed store on whose only page a batch wrote whole, and the image.
+fn with_image_of_a_batch() -> (SimDisk, State, ImageRef) {
+    let disk = SimDisk::new();
+    let store = open(&disk).unwrap();
+    let mut batch = store.batch();
+    batch.create_from(vec![7; 20 << 10], Place::Host, None, Metadata::new());
+    let page = store.commit(batch).unwrap().pages[0];
+    step(&store, page, 1);
+    let state = State::of(&store);
+    store.close().unwrap();
+    let files = Files::of(&disk);
+    let resolution = Survey::read(&files).unwrap().resolve(&files, None, None).unwrap();
+    let image = resolution.resolved.bases[&page].image.expect("the batch names it");
+    (disk, state, image)
+}
+
+#[test]
+fn images_of_batches_stay() {
+    let (disk, state, image) = with_image_of_a_batch();
+    // The other one is as a crash leaves it that strikes before the batch is logged.
+    let (named, unnamed) = (FileName::Pages(image.file), FileName::Pages(77));
+    let store = Survey::read(&Files::of(&disk)).unwrap().store.store;
+    let header = ImageFileHeader { store, file: 77, purpose: ImagePurpose::Batch };
+    disk.create(unnamed).unwrap().write_at(0, &header.encode()).unwrap();
+    let store = open(&disk).unwrap();
+    assert_eq!(State::of(&store), state);
+    for file in [named, unnamed] {
+        assert!(disk.bytes(file).is_some(), "{file} may be named by log from before the snapshot used");
+    }
+}
+
+#[test]
+fn bad_image_of_a_batch_is_refused() {
+    let (disk, _, image) = with_image_of_a_batch();
+    let file = FileName::Pages(image.file);
+    flip(&disk, file, image.offset);
+    let defect = refused_at(&disk, file, image.offset, None);
+    assert!(matches!(defect, Defect::Checksum { what: "image", .. }), "{defect}");
+    remove(&disk, file);
+    let defect = refused_at(&disk, file, image.offset, None);
+    assert!(matches!(defect, Defect::Missing | Defect::Truncated { .. }), "{defect}");
 }
 
 #[test]

@@ -40,10 +40,8 @@ struct References {
 /// The reason of every file, in the order of folders and names.
 pub fn reasons(dir: &StoreDir, view: &View) -> std::io::Result<Vec<Reason>> {
     let files = dir.files()?;
-    let has_tables = files
-        .iter()
-        .any(|(folder, name, _)| matches!(FileName::parse(*folder, name), Some(FileName::Table(_))));
-    let references = References::collect(dir, view, has_tables);
+    let names = files.iter().filter_map(|(folder, name, _)| FileName::parse(*folder, name));
+    let references = References::collect(dir, view, names);
     let reason = |(folder, name, bytes): (Folder, String, u64)| {
         let (file, (why, may_go)) = match FileName::parse(folder, &name) {
             Some(file) => (file.to_string(), references.why(view, file)),
@@ -56,7 +54,7 @@ pub fn reasons(dir: &StoreDir, view: &View) -> std::io::Result<Vec<Reason>> {
 }
 
 impl References {
-    fn collect(dir: &StoreDir, view: &View, has_tables: bool) -> Self {
+    fn collect(dir: &StoreDir, view: &View, mut files: impl Iterator<Item = FileName>) -> Self {
         let last_frames = view.survey.log.segments().iter().rfind(|(_, segment)| segment.frames.is_some());
         let mut references = Self {
             log_from: view
@@ -74,11 +72,16 @@ impl References {
             references.name_images(files, &format!("snapshot {}", manifest.snapshot));
         }
         let of_state = view.state.iter().flat_map(|state| state.resolved.bases.values());
-        let files: Vec<u64> = of_state.filter_map(|base| base.image).map(|image| image.file).collect();
-        references.name_images(files.into_iter(), "the current state");
-        // Finding restores means reading the whole log; tables are rare.
-        if has_tables {
-            references.find_restores(dir, view);
+        let images: Vec<u64> = of_state.filter_map(|base| base.image).map(|image| image.file).collect();
+        references.name_images(images.into_iter(), "the current state");
+        // What the log names is found by reading all of it. Mostly nothing is left to be found.
+        let is_open = |file: FileName| match file {
+            FileName::Pages(number) => !references.images.contains_key(&number),
+            FileName::Table(_) => true,
+            _ => false,
+        };
+        if files.any(is_open) {
+            references.read_log(dir, view);
         }
         references
     }
@@ -89,10 +92,14 @@ impl References {
         }
     }
 
-    fn find_restores(&mut self, dir: &StoreDir, view: &View) {
+    /// Finds what batches name: tables, and images that were written ahead of them.
+    fn read_log(&mut self, dir: &StoreDir, view: &View) {
         for frame in Scan::new(dir, view.survey.store.store, &view.survey.log) {
             let payload = frame.payload.unwrap_or_default();
             for at in decode_payload(&payload).unwrap_or_default() {
+                if let Op::Image { image, .. } = at.op {
+                    self.name_images([image.file].into_iter(), "older batches in the log");
+                }
                 if let Op::Restore { table, table_crc, .. } = at.op {
                     self.restores.insert(table, frame.header.lsn);
                     if let Ok(manifest) = view.survey.read_table(dir, table, table_crc) {
@@ -123,7 +130,7 @@ impl References {
                     let by: Vec<&str> = by.iter().map(String::as_str).collect();
                     keep(format!("images of {}", by.join(", ")))
                 }
-                None => go("named by no snapshot that can be read"),
+                None => go("named by no snapshot that can be read, and by no batch in the log"),
             },
             FileName::Table(number) => match self.restores.get(&number) {
                 Some(lsn) => keep(format!("the state to which lsn {lsn} restored; replay needs it")),

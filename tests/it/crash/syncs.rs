@@ -102,6 +102,10 @@ fn window(point: SyncPoint) -> bool {
     matches!(point, SyncPoint::Window(_))
 }
 
+fn images(point: SyncPoint) -> bool {
+    matches!(point, SyncPoint::File(FileName::Pages(_)))
+}
+
 fn folder(folder: Folder) -> impl Fn(SyncPoint) -> bool + Copy {
     move |point| point == SyncPoint::Folder(folder)
 }
@@ -120,13 +124,33 @@ fn commit_durably(driver: &Driver, store: &remanent::Store, count: usize) -> Res
     (0..count).try_for_each(|_| driver.commit(store, &mut writer, Ack::Durable).map(drop))
 }
 
-/// A batch that no usual segment has room for.
+/// A batch that no usual segment has room for. It writes all bytes of its page but one: those of a whole page
+/// would go to an image file.
 fn commit_a_long_frame(driver: &Driver, store: &remanent::Store) -> Result<(), Error> {
+    commit_a_page(driver, store, 1)
+}
+
+/// A batch that creates a page and writes its bytes from an offset on.
+fn commit_a_page(driver: &Driver, store: &remanent::Store, offset: usize) -> Result<(), Error> {
     let page = Target::New(0);
     let len = 20 << 10;
     let create = Act::Create { len, key: None, metadata: Metadata::new() };
-    let write = Act::Write { page, offset: 0, bytes: (0..len).map(|at| at as u8 | 1).collect() };
+    let write = Act::Write { page, offset, bytes: (offset..len).map(|at| at as u8 | 1).collect() };
     driver.commit_acts(store, vec![create, write], Ack::Durable).map(drop)
+}
+
+/// Commits a batch that writes a whole page; leaves out what the rule chooses.
+fn whole_page(
+    bench: &mut Bench,
+    rule: impl FnMut(SyncPoint) -> bool + Send + 'static,
+) -> Result<Driver, Error> {
+    let driver = bench.new_store();
+    let store = driver.open()?;
+    bench.leave_out(&driver, rule);
+    commit_a_page(&driver, &store, 0)?;
+    commit_durably(&driver, &store, 1)?;
+    drop(store);
+    Ok(driver)
 }
 
 /// One snapshot, then commits, then leaves out what the rule chooses during a second snapshot, which
@@ -463,13 +487,10 @@ fn rows() -> Vec<Row> {
             |b| filling_the_reserve(b, after(1, temporary_segment(0), folder(Folder::Log))),
             Harmless("a spare that is lost costs nothing, and its next name includes the first"),
         ),
+        row("images of a batch", usual(), |b| whole_page(b, nth(1, images)), Seen),
+        row("name of a batch's image file", usual(), |b| whole_page(b, nth(1, folder(Folder::Pages))), Seen),
         // Snapshots.
-        row(
-            "images",
-            one(),
-            |b| first_snapshot(b, nth(1, |point| matches!(point, SyncPoint::File(FileName::Pages(_))))),
-            NoticedAtOnce,
-        ),
+        row("images", one(), |b| first_snapshot(b, nth(1, images)), NoticedAtOnce),
         row("name of the image file", one(), |b| first_snapshot(b, nth(1, folder(Folder::Pages))), Seen),
         row("manifest", one(), |b| first_snapshot(b, nth(1, temporary(Folder::Snapshots))), NoticedAtOnce),
         row("name of the manifest", one(), |b| first_snapshot(b, nth(1, folder(Folder::Snapshots))), Seen),
@@ -495,7 +516,7 @@ fn rows() -> Vec<Row> {
         row(
             "recycling",
             one(),
-            |b| second_snapshot(b, after(2, folder(Folder::Pages), folder(Folder::Log))),
+            |b| second_snapshot(b, after(2, folder(Folder::Snapshots), folder(Folder::Log))),
             Harmless(
                 "a segment that comes back lies before all that is read, and a spare's names follow each other",
             ),

@@ -29,7 +29,7 @@ impl Random {
         (self.next() % bound as u64) as usize
     }
 
-    fn bytes(&mut self, len: usize) -> Vec<u8> {
+    pub fn bytes(&mut self, len: usize) -> Vec<u8> {
         (0..len).map(|_| self.next() as u8).collect()
     }
 }
@@ -139,10 +139,9 @@ impl Writer {
                 Act::Masked { page, offset: (len / 2 - count) * 2, width: Width::W2, mask, bytes }
             }
             4 => {
-                let count = (len / 4) as u32;
-                let mut indices: Vec<u32> =
-                    if count == 0 { Vec::new() } else { vec![count - 1, count / 2, 0] };
-                indices.dedup();
+                // Few are stored as they are, more as gaps; in any order.
+                let mut indices: Vec<u32> = (0..len as u32 / 4).step_by(7).collect();
+                indices.reverse();
                 let values = random.bytes(indices.len() * 4);
                 Act::Scatter { page, width: Width::W4, indices, values }
             }

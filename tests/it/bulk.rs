@@ -1,0 +1,328 @@
+//! Whole pages in bulk: their bytes are written once, to an image file that the log names, and the file stays
+//! for as long as anything names it.
+
+use std::sync::Arc;
+
+use remanent::device::host::HostDevice;
+use remanent::disk::Disk;
+use remanent::disk::sim::{EIO, Fault, Operation, SimDisk};
+use remanent::{
+    Ack, Epoch, Error, FileName, Folder, Key, Metadata, Options, PageId, Place, Remedy, Store, StoreId,
+    WriteBatch,
+};
+use remanent_format::frame::FrameKind;
+use remanent_format::image::{ImageFileHeader, ImagePurpose};
+use remanent_format::log::LogWalk;
+use remanent_format::op::decode_payload;
+use remanent_format::rebuild::{RebuildOptions, Survey, rebuild};
+
+use crate::files::{Files, State, open, open_with, small};
+use crate::kill::workload::Random;
+
+/// Longer than a segment of these tests, so that no frame could hold it without one of its own.
+const PAGE_LEN: usize = 20 << 10;
+
+/// Bytes that no compression makes shorter.
+fn content(seed: u8) -> Vec<u8> {
+    Random(seed.into()).bytes(PAGE_LEN as u64)
+}
+
+/// Fills a batch with pages of their own bytes.
+fn create_pages(batch: &mut WriteBatch, seeds: std::ops::Range<u8>) {
+    for seed in seeds {
+        batch.create_from(content(seed), Place::Host, Key::new([seed + 1]).ok(), Metadata::new());
+    }
+}
+
+fn import(store: &Store, seeds: std::ops::Range<u8>) -> Vec<PageId> {
+    let mut batch = store.batch();
+    create_pages(&mut batch, seeds);
+    store.commit(batch).unwrap().pages
+}
+
+fn image_files(disk: &SimDisk) -> Vec<FileName> {
+    Files::of(disk).names(|file| matches!(file, FileName::Pages(_)))
+}
+
+/// Waits for the store's own threads: one segment takes frames, two are ahead.
+fn until_segments_are_made(disk: &SimDisk) {
+    let is_segment = |name: &String| matches!(FileName::parse(Folder::Log, name), Some(FileName::Segment(_)));
+    while Disk::list(disk, Folder::Log).unwrap().iter().filter(|name| is_segment(name)).count() < 3 {
+        std::thread::yield_now();
+    }
+}
+
+/// How many operations of each kind the log holds.
+fn logged_kinds(disk: &SimDisk) -> std::collections::BTreeMap<&'static str, usize> {
+    let files = Files::of(disk);
+    let survey = Survey::read(&files).unwrap();
+    let mut walk = LogWalk::new(&files, &survey.log, survey.log.beginning().unwrap(), survey.mark()).unwrap();
+    let mut kinds = std::collections::BTreeMap::new();
+    while let Some(frame) = walk.next().unwrap() {
+        if frame.header.kind == FrameKind::Batch {
+            for at in decode_payload(frame.payload).unwrap() {
+                *kinds.entry(at.op.kind()).or_default() += 1;
+            }
+        }
+    }
+    kinds
+}
+
+#[test]
+fn importing_pages_writes_their_bytes_once() {
+    let disk = SimDisk::new();
+    let store = open(&disk).unwrap();
+    let before = store.stats().log.bytes;
+    let pages = import(&store, 0..10);
+    let grown = store.stats().log.bytes - before;
+    assert!(grown < 4096, "the log grew by {grown} bytes");
+    let file_bytes: usize = image_files(&disk).iter().map(|file| disk.bytes(*file).unwrap().len()).sum();
+    assert!(file_bytes <= 10 * PAGE_LEN + 2 * 4096, "images take {file_bytes} bytes");
+
+    // Whole pages that are written anew, one as long as before, one not.
+    let mut batch = store.batch();
+    batch.write(pages[0], 0, &content(100));
+    batch.resize(pages[1], 2 * PAGE_LEN as u64).write(pages[1], 0, &[content(101), content(102)].concat());
+    // Neither of these replaces all bytes, and nothing but.
+    batch.write(pages[2], 0, &content(103)[..PAGE_LEN - 1]);
+    batch.write(pages[3], 0, &content(104)).write(pages[3], 5, b"more");
+    let copy = batch.clone_page(pages[0]);
+    let copy = store.commit(batch).unwrap().pages[copy.index()];
+    let kinds = logged_kinds(&disk);
+    assert_eq!((kinds["create"], kinds["image"], kinds["write"], kinds["resize"]), (11, 12, 4, 1));
+
+    let state = State::of(&store);
+    assert_eq!(state.contents[&pages[9]], content(9));
+    assert_eq!(state.contents[&pages[0]], content(100));
+    assert_eq!(state.contents[&copy], content(100), "a clone sees what its batch wrote before");
+    assert_eq!(state.contents[&pages[3]][..10], [&content(104)[..5], b"more", &content(104)[9..10]].concat());
+    let info = store.page(pages[0]).unwrap();
+    assert_eq!((info.epoch, info.lsn.0), (Epoch(2), 2));
+    store.close().unwrap();
+
+    assert_eq!(State::rebuilt(&rebuild(&Files::of(&disk), &RebuildOptions::default()).unwrap()), state);
+    let store = open(&disk).unwrap();
+    assert_eq!(State::of(&store), state, "replayed from the images and the log");
+    store.snapshot().unwrap();
+    drop(store);
+    let store = open(&disk).unwrap();
+    assert_eq!(State::of(&store), state, "from the snapshot");
+}
+
+#[test]
+fn the_next_snapshot_names_the_images_and_writes_nothing_again() {
+    let disk = SimDisk::new();
+    let store = open(&disk).unwrap();
+    let pages = import(&store, 0..10);
+    let info = store.snapshot().unwrap();
+    assert_eq!((info.bytes, info.bytes_written), ((10 * PAGE_LEN) as u64, 0));
+    assert_eq!(image_files(&disk).len(), 1);
+
+    // Those that an open finds in the log are known, too; a page that changed since is gathered.
+    import(&store, 10..12);
+    let mut batch = store.batch();
+    batch.write(pages[0], 0, &[1]);
+    store.commit(batch).unwrap();
+    let state = State::of(&store);
+    drop(store);
+    let store = open(&disk).unwrap();
+    assert_eq!(store.snapshot().unwrap().bytes_written, PAGE_LEN as u64);
+    drop(store);
+    let store = open(&disk).unwrap();
+    assert_eq!((State::of(&store), store.recovered().replayed_batches), (state, 0));
+}
+
+#[test]
+fn an_image_that_rots_before_a_snapshot_reads_it_is_written_anew() {
+    let disk = SimDisk::new();
+    let store = open(&disk).unwrap();
+    import(&store, 0..10);
+    let file = image_files(&disk)[0];
+    let at = disk.bytes(file).unwrap().len() as u64 - 4096;
+    disk.damage(file, at, &[0x55; 3]);
+    assert_eq!(store.snapshot().unwrap().bytes_written, PAGE_LEN as u64);
+    let state = State::of(&store);
+    drop(store);
+    assert_eq!(State::of(&open(&disk).unwrap()), state);
+}
+
+#[test]
+fn a_batch_that_is_refused_takes_its_images_with_it() {
+    type Spoil = fn(&mut WriteBatch, PageId);
+    let rows: &[(&str, Spoil)] = &[
+        ("a conflict", |batch, page| _ = batch.expect_epoch(page, Epoch(9))),
+        ("a page that is not there", |batch, _| _ = batch.delete(PageId(77))),
+        ("a key that is taken", |batch, _| create_pages(batch, 0..1)),
+        ("a range outside its page", |batch, page| _ = batch.write(page, 1, &content(1))),
+        ("an operation that is none", |batch, page| _ = batch.fill(page, 0, 3, &[1, 2])),
+    ];
+    for (why, spoil) in rows {
+        let disk = SimDisk::new();
+        let store = open(&disk).unwrap();
+        let page = import(&store, 0..1)[0];
+        let (state, files) = (State::of(&store), image_files(&disk));
+        let mut batch = store.batch();
+        create_pages(&mut batch, 1..4);
+        spoil(&mut batch, page);
+        let error = store.commit(batch).unwrap_err();
+        assert!(!matches!(error, Error::Poisoned(_)), "{why}: {error}");
+        assert_eq!((State::of(&store), image_files(&disk)), (state, files), "{why}: {error}");
+        import(&store, 1..2);
+    }
+}
+
+#[test]
+fn a_page_that_is_resized_meanwhile_is_written_as_its_caller_means() {
+    let disk = SimDisk::new();
+    let store = Arc::new(open(&disk).unwrap());
+    let page = import(&store, 0..1)[0];
+    // Two threads: one writes what was the whole page, the other changes how long it is.
+    let resizer = std::thread::spawn({
+        let store = store.clone();
+        move || {
+            for turn in 0..50 {
+                let mut batch = store.batch();
+                batch.resize(page, (PAGE_LEN + turn % 2 * 4096) as u64);
+                store.commit(batch).unwrap();
+            }
+        }
+    });
+    while !resizer.is_finished() {
+        let mut batch = store.batch();
+        batch.write(page, 0, &content(5));
+        store.commit(batch).unwrap();
+    }
+    resizer.join().unwrap();
+    let state = State::of(&store);
+    assert_eq!(state.contents[&page][..PAGE_LEN], content(5));
+    drop(store);
+    assert_eq!(State::of(&open(&disk).unwrap()), state);
+}
+
+#[test]
+fn no_space_for_images_refuses_the_batch_and_leaves_nothing() {
+    for free in (0..8 * PAGE_LEN as u64).step_by(4096) {
+        let disk = SimDisk::new();
+        let store = open_with(&disk, small().reserve_bytes(0)).unwrap();
+        import(&store, 0..1);
+        until_segments_are_made(&disk);
+        let (state, files) = (State::of(&store), image_files(&disk));
+        disk.set_capacity(Some(disk.used_bytes() + free));
+        let mut batch = store.batch();
+        create_pages(&mut batch, 1..11);
+        let error = store.commit(batch).unwrap_err();
+        assert!(matches!(error, Error::DiskFull { file: FileName::Pages(_), .. }), "{free} free: {error}");
+        assert_eq!((State::of(&store), image_files(&disk)), (state, files), "{free} free");
+        disk.set_capacity(None);
+        import(&store, 1..11);
+        let state = State::of(&store);
+        store.close().unwrap();
+        assert_eq!(State::of(&open(&disk).unwrap()), state, "{free} free");
+    }
+}
+
+#[test]
+fn images_that_cannot_be_written_poison_and_nothing_is_logged() {
+    for operation in [Operation::Create, Operation::Write, Operation::Sync, Operation::SyncFolder] {
+        let disk = SimDisk::new();
+        let store = open(&disk).unwrap();
+        import(&store, 0..1);
+        let state = State::of(&store);
+        // What is created, written and synced now are images.
+        until_segments_are_made(&disk);
+        disk.fail(Fault { operation, skip: 0, times: 1, errno: EIO });
+        let mut batch = store.batch();
+        create_pages(&mut batch, 1..4);
+        let error = store.commit(batch).unwrap_err();
+        assert_eq!(error.remedy(), Remedy::Reopen, "{operation:?}: {error}");
+        assert!(matches!(store.commit(store.batch()), Err(Error::Poisoned(_))), "{operation:?}");
+        drop(store);
+        disk.clear_faults();
+        assert_eq!(State::of(&open(&disk).unwrap()), state, "{operation:?}");
+    }
+}
+
+#[test]
+fn files_stay_as_long_as_a_kept_frame_or_snapshot_names_them() {
+    let disk = SimDisk::new();
+    let store = open(&disk).unwrap();
+    let pages = import(&store, 0..3);
+    let named = image_files(&disk)[0];
+    let mut is_gone = false;
+    for turn in 0..5 {
+        // Every page changes, so that no snapshot from now on can name the images.
+        for number in 0..40 {
+            let mut batch = store.batch();
+            pages.iter().for_each(|page| _ = batch.write(*page, number, &[turn; 300]));
+            store.commit(batch).unwrap();
+        }
+        store.snapshot().unwrap();
+        let files = Files::of(&disk);
+        let survey = Survey::read(&files).unwrap();
+        // The import was the first batch: it is there as long as the log's beginning is.
+        is_gone = survey.log.beginning().is_none();
+        assert_eq!(files.0.contains_key(&named), !is_gone, "after snapshot {turn}");
+        assert_eq!(State::rebuilt(&rebuild(&files, &RebuildOptions::default()).unwrap()), State::of(&store));
+    }
+    assert!(is_gone, "the log that named the images was never recycled");
+}
+
+#[test]
+fn files_that_an_open_finds_stay_until_the_log_of_that_time_is_recycled() {
+    let disk = SimDisk::new();
+    let store = open(&disk).unwrap();
+    let page = import(&store, 0..1)[0];
+    store.close().unwrap();
+    let named = image_files(&disk)[0];
+    // As a crash leaves them that strikes between the images and their batch.
+    let nobodys = FileName::Pages(70);
+    disk.create(nobodys).unwrap().write_at(0, &disk.bytes(named).unwrap()).unwrap();
+    let header = ImageFileHeader { store: StoreId([1; 16]), file: 70, purpose: ImagePurpose::Batch };
+    disk.damage(nobodys, 0, &header.encode());
+
+    let store = open(&disk).unwrap();
+    assert!(image_files(&disk).contains(&nobodys), "who knows whether the log names it");
+    let state = State::of(&store);
+    store.snapshot().unwrap();
+    for turn in 0..2 {
+        fill_segments(&store, page, turn);
+        store.snapshot().unwrap();
+    }
+    assert!(!image_files(&disk).contains(&nobodys));
+    assert_ne!(State::of(&store), state);
+}
+
+/// Commits until several segments are full.
+fn fill_segments(store: &Store, page: PageId, turn: u8) {
+    for number in 0..100 {
+        let mut batch = store.batch();
+        batch.write(page, number, &[turn; 900]);
+        store.commit(batch).unwrap();
+    }
+}
+
+#[test]
+fn long_pages_keep_their_order_among_other_commits() {
+    let disk = SimDisk::new();
+    let device = Arc::new(HostDevice::new());
+    let options = Options::default().segment_len(16 << 10).ack(Ack::Durable);
+    let store = Store::open_on(Arc::new(disk.clone()), device, options).unwrap();
+    let page = import(&store, 0..1)[0];
+    for turn in 1..20u8 {
+        let mut small = store.batch();
+        small.write(page, 0, &[turn; 9]);
+        store.submit(small).unwrap();
+        let mut whole = store.batch();
+        whole.write(page, 0, &content(turn));
+        store.submit(whole).unwrap();
+        let mut after = store.batch();
+        after.write(page, 100, &[turn; 9]);
+        store.commit(after).unwrap();
+        let mut expected = content(turn);
+        expected[100..109].fill(turn);
+        assert_eq!(State::of(&store).contents[&page], expected);
+    }
+    let state = State::of(&store);
+    drop(store);
+    assert_eq!(State::of(&open(&disk).unwrap()), state);
+}
