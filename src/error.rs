@@ -193,6 +193,14 @@ pub enum Error {
         /// What is missing.
         reason: String,
     },
+    /// A stream of the caller's cannot be waited for, nor told to wait. Nothing changed.
+    #[error("stream {stream:#x} cannot be used: {reason}")]
+    StreamRefused {
+        /// Its handle.
+        stream: u64,
+        /// Why not.
+        reason: &'static str,
+    },
     /// Another snapshot that is kept has this name.
     #[error("snapshot {snapshot} is named {name:?}")]
     NameTaken {
@@ -321,6 +329,7 @@ impl Error {
             | Error::Limit { .. }
             | Error::PlaceUnavailable { .. }
             | Error::DeviceUnavailable { .. }
+            | Error::StreamRefused { .. }
             | Error::NameTaken { .. }
             | Error::NoSnapshot { .. }
             | Error::NoSnapshotNamed { .. }

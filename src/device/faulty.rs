@@ -8,7 +8,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use remanent_format::Place;
 
-use super::{CommandList, Device, Fence, Lane, MemoryId, Pending, Staging};
+use super::{CommandList, Device, Fence, Lane, MemoryId, Pending, RawStream, Staging};
 use crate::error::{Error, Result};
 
 /// A device that passes everything on to another one until its fault strikes.
@@ -32,6 +32,10 @@ pub enum DeviceCall {
     Wait,
     /// [`Device::after`]
     After,
+    /// [`Device::wait_external`]
+    WaitExternal,
+    /// [`Device::signal_external`]
+    SignalExternal,
 }
 
 /// Which call fails, and how.
@@ -134,5 +138,19 @@ impl Device for FaultyDevice {
     fn after(&self, lane: Lane, fence: Fence) -> Result<()> {
         self.enter(DeviceCall::After)?;
         self.inner.after(lane, fence)
+    }
+
+    fn wait_external(&self, lane: Lane, stream: RawStream) -> Result<()> {
+        self.enter(DeviceCall::WaitExternal)?;
+        self.inner.wait_external(lane, stream)
+    }
+
+    fn signal_external(&self, stream: RawStream, fence: Fence) -> Result<()> {
+        self.enter(DeviceCall::SignalExternal)?;
+        self.inner.signal_external(stream, fence)
+    }
+
+    fn address(&self, memory: MemoryId) -> Option<u64> {
+        self.inner.address(memory)
     }
 }

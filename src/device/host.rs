@@ -5,7 +5,7 @@
 //! first. Nothing here outlives the process, so a crash loses all of it; the log brings it back.
 //!
 //! Locks: the table of memories is locked only to look one up, so a long copy never holds up `allocate`;
-//! each memory has its own lock, so the two lanes run side by side; and no command waits for a memory's
+//! each memory has its own lock, so lanes run side by side; and no command waits for a memory's
 //! lock while it holds another memory's for writing, so they cannot block each other for good.
 
 use std::collections::HashMap;
@@ -18,8 +18,8 @@ use parking_lot::{Mutex, RwLock};
 use remanent_format::{Place, Width};
 
 use super::{
-    Command, CommandList, Device, Fence, Lane, MemoryId, Payload, Pending, Piece, PieceKind, Span, Staging,
-    StagingSpan,
+    Command, CommandList, Device, Fence, Lane, MemoryId, Payload, Pending, Piece, PieceKind, RawStream, Span,
+    Staging, StagingSpan,
 };
 use crate::error::{Error, Result};
 
@@ -28,7 +28,7 @@ use crate::error::{Error, Result};
 pub struct HostDevice {
     memories: RwLock<HashMap<MemoryId, Arc<Memory>>>,
     memory_next: AtomicU64,
-    lanes: [HostLane; 2],
+    lanes: [HostLane; Lane::ALL.len()],
     label: String,
 }
 
@@ -55,7 +55,7 @@ impl HostDevice {
         Self {
             memories: RwLock::default(),
             memory_next: AtomicU64::new(1),
-            lanes: [HostLane::default(), HostLane::default()],
+            lanes: Default::default(),
             label: "host".to_owned(),
         }
     }
@@ -263,6 +263,22 @@ impl Device for HostDevice {
         self.assert_passed(fence);
         Ok(())
     }
+
+    fn wait_external(&self, _lane: Lane, stream: RawStream) -> Result<()> {
+        Err(no_streams(stream))
+    }
+
+    fn signal_external(&self, stream: RawStream, _fence: Fence) -> Result<()> {
+        Err(no_streams(stream))
+    }
+
+    fn address(&self, _memory: MemoryId) -> Option<u64> {
+        None
+    }
+}
+
+fn no_streams(stream: RawStream) -> Error {
+    Error::StreamRefused { stream: stream.handle(), reason: "pages live in host memory, not on a GPU" }
 }
 
 /// Reserves first, so that an absurd length is an error and no abort. Then zeroes: safe Rust has no

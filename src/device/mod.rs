@@ -66,6 +66,39 @@ pub trait Device: Send + Sync + 'static {
     /// # Errors
     /// A device error.
     fn after(&self, lane: Lane, fence: Fence) -> Result<()>;
+
+    /// Makes all later lists of `lane` run after what is in the caller's stream now. Nobody waits on the host.
+    /// A slow stream holds up the whole lane, so this is for [`Lane::Callers`].
+    ///
+    /// # Errors
+    /// `StreamRefused`, with nothing changed; a device error.
+    fn wait_external(&self, lane: Lane, stream: RawStream) -> Result<()>;
+
+    /// Makes all later work of the caller's stream run after `fence` has passed. Nobody waits on the host.
+    ///
+    /// # Errors
+    /// `StreamRefused`, with nothing changed; a device error.
+    fn signal_external(&self, stream: RawStream, fence: Fence) -> Result<()>;
+
+    /// Where kernels find page memory. It stays the same until the memory is released. `None` where no kernel
+    /// reaches it: memory of the host alone, and memory of length 0.
+    fn address(&self, memory: MemoryId) -> Option<u64>;
+}
+
+/// A stream of the caller's, as the device names it: for a GPU the handle of a CUDA stream (`CUstream`,
+/// `cudaStream_t`, `torch.cuda.Stream.cuda_stream`) as a number.
+///
+/// Whoever makes one, by `RawStream::from_cuda`, vouches for the handle, for a driver follows any number that
+/// it is given. A device that knows no streams refuses all of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct RawStream(u64);
+
+impl RawStream {
+    /// The handle as a number.
+    #[must_use]
+    pub fn handle(self) -> u64 {
+        self.0
+    }
 }
 
 /// A device's own name for an allocation.
@@ -90,6 +123,13 @@ pub enum Lane {
     Apply,
     /// Bulk copies from gathered areas to the host.
     Drain,
+    /// What waits for callers' streams, which may stand still: nothing else ever waits for it.
+    Callers,
+}
+
+impl Lane {
+    /// All of them, in the order of their numbers.
+    pub const ALL: [Self; 3] = [Self::Apply, Self::Drain, Self::Callers];
 }
 
 /// A point in a lane: passed when every list up to it is done.

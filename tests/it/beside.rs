@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use remanent::device::host::HostDevice;
-use remanent::device::{Command, CommandList, Device, Fence, Lane, MemoryId, Pending, Staging};
+use remanent::device::{Command, CommandList, Device, Fence, Lane, MemoryId, Pending, RawStream, Staging};
 use remanent::disk::dir::{DirDisk, DirReader};
 use remanent::{Budget, Error, Lsn, Metadata, Options, PageId, Place, Result, SnapshotPhase, Store};
 use remanent_format::rebuild::{Survey, read_image};
@@ -65,6 +65,18 @@ impl Device for Gathering {
 
     fn after(&self, lane: Lane, fence: Fence) -> Result<()> {
         self.inner.after(lane, fence)
+    }
+
+    fn wait_external(&self, lane: Lane, stream: RawStream) -> Result<()> {
+        self.inner.wait_external(lane, stream)
+    }
+
+    fn signal_external(&self, stream: RawStream, fence: Fence) -> Result<()> {
+        self.inner.signal_external(stream, fence)
+    }
+
+    fn address(&self, memory: MemoryId) -> Option<u64> {
+        self.inner.address(memory)
     }
 }
 

@@ -10,8 +10,8 @@ use remanent::device::faulty::{DeviceCall, Fault, FaultyDevice};
 use remanent::device::host::HostDevice;
 use remanent::device::late::{LateDevice, POISON};
 use remanent::device::{
-    Command, CommandList, Device, Fence, Lane, MemoryId, Payload, Pending, Piece, PieceKind, Span, Staging,
-    StagingMemory, StagingSpan,
+    Command, CommandList, Device, Fence, Lane, MemoryId, Payload, Pending, Piece, PieceKind, RawStream, Span,
+    Staging, StagingMemory, StagingSpan,
 };
 use remanent::{Error, Place, Remedy, Width};
 
@@ -294,6 +294,15 @@ impl Device for DoesNothing {
     fn after(&self, _lane: Lane, _fence: Fence) -> remanent::Result<()> {
         Ok(())
     }
+    fn wait_external(&self, _lane: Lane, _stream: RawStream) -> remanent::Result<()> {
+        Ok(())
+    }
+    fn signal_external(&self, _stream: RawStream, _fence: Fence) -> remanent::Result<()> {
+        Ok(())
+    }
+    fn address(&self, _memory: MemoryId) -> Option<u64> {
+        None
+    }
 }
 
 #[test]
@@ -321,18 +330,22 @@ fn who_polls_a_seeded_late_device_gets_on() {
 #[test]
 fn an_arranged_fault_strikes_its_call_and_is_passed_through() {
     type Make = fn(&dyn Device, MemoryId) -> remanent::Result<()>;
-    let rows: [(DeviceCall, Make); 6] = [
+    let rows: [(DeviceCall, Make); 8] = [
         (DeviceCall::Allocate, |device, _| device.allocate(PLACE, 1).map(drop)),
         (DeviceCall::Release, |device, memory| device.release(memory)),
         (DeviceCall::Staging, |device, _| device.staging(1).map(drop)),
         (DeviceCall::Submit, |device, _| device.submit(Lane::Apply, CommandList::default()).map(drop)),
         (DeviceCall::Wait, |device, _| device.wait(Fence { lane: Lane::Apply, value: 0 })),
         (DeviceCall::After, |device, _| device.after(Lane::Apply, Fence { lane: Lane::Drain, value: 0 })),
+        (DeviceCall::WaitExternal, |device, _| device.wait_external(Lane::Callers, stream_of_nobody())),
+        (DeviceCall::SignalExternal, |device, _| {
+            device.signal_external(stream_of_nobody(), Fence { lane: Lane::Apply, value: 0 })
+        }),
     ];
     for context_lost in [false, true] {
         for counted in [true, false] {
             for (call, make) in rows {
-                let device = FaultyDevice::new(host());
+                let device = FaultyDevice::new(Arc::new(DoesNothing));
                 let memories = [(); 3].map(|()| device.allocate(PLACE, 1).unwrap());
                 device.arm(Fault { call: counted.then_some(call), nth: 2, context_lost });
                 make(&device, memories[0]).unwrap();
@@ -347,6 +360,90 @@ fn an_arranged_fault_strikes_its_call_and_is_passed_through() {
             }
         }
     }
+}
+
+/// A stream that no device here knows.
+fn stream_of_nobody() -> RawStream {
+    LateDevice::new(host()).stream()
+}
+
+#[test]
+fn the_host_refuses_streams_and_has_no_addresses() {
+    let device = host();
+    let memory = device.allocate(PLACE, 8).unwrap();
+    let stream = stream_of_nobody();
+    let fence = submit(&*device, Lane::Apply, fill(span(memory, 0, 8), 1), vec![]).fence();
+    for refused in [device.wait_external(Lane::Callers, stream), device.signal_external(stream, fence)] {
+        let error = refused.unwrap_err();
+        assert!(matches!(error, Error::StreamRefused { .. }), "{error}");
+        assert_eq!(error.remedy(), Remedy::ChangeCall);
+    }
+    assert_eq!(device.address(memory), None);
+}
+
+#[test]
+fn a_lane_and_a_stream_of_the_caller_wait_for_each_other() {
+    let inner = host();
+    let device = LateDevice::new(inner.clone());
+    let memory = device.allocate(PLACE, 4).unwrap();
+    let address = device.address(memory).unwrap();
+    assert_eq!(device.span_at(address + 1, 3), span(memory, 1, 3));
+    let stream = device.stream();
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let look = |device: &LateDevice| {
+        let (seen, all) = (seen.clone(), device.span_at(address, 4));
+        device.queue(stream, move |inner| {
+            let download = Command::Download { source: all, target: staged(4) };
+            let staging = vec![inner.staging(4).unwrap()];
+            let bytes = submit(inner, Lane::Drain, download, staging).finish(inner).unwrap();
+            seen.lock().unwrap().push(bytes[0][0]);
+        });
+    };
+    let one = submit(&device, Lane::Apply, fill(span(memory, 0, 4), 1), vec![]).fence();
+    device.signal_external(stream, one).unwrap();
+    look(&device);
+    device.wait_external(Lane::Apply, stream).unwrap();
+    let two = submit(&device, Lane::Apply, fill(span(memory, 0, 4), 2), vec![]).fence();
+    // What the stream does after the lane was told to wait for it is none of the lane's business.
+    look(&device);
+    assert_eq!((device.reached(Lane::Apply), &*seen.lock().unwrap()), (0, &vec![]));
+    device.wait(two).unwrap();
+    assert_eq!(*seen.lock().unwrap(), [1]);
+    device.synchronize(stream).unwrap();
+    assert_eq!(*seen.lock().unwrap(), [1, 2]);
+}
+
+#[test]
+fn a_stream_that_is_held_runs_at_no_draw_and_is_no_reason_to_hang() {
+    let device = LateDevice::seeded(host(), 3);
+    let memory = device.allocate(PLACE, 4).unwrap();
+    let stream = device.stream();
+    device.queue(stream, |_| {});
+    device.hold(stream, true);
+    device.wait_external(Lane::Callers, stream).unwrap();
+    let held = device.submit(Lane::Callers, CommandList::default()).unwrap().fence();
+    device.after(Lane::Drain, held).unwrap();
+    let behind = submit(&device, Lane::Drain, fill(span(memory, 0, 4), 1), vec![]).fence();
+    let free = submit(&device, Lane::Apply, fill(span(memory, 0, 4), 2), vec![]).fence();
+    let polls = (0..10_000).take_while(|_| device.reached(Lane::Apply) < free.value).count();
+    assert!(polls < 10_000);
+    assert_eq!((device.reached(Lane::Callers), device.reached(Lane::Drain)), (0, 0));
+    assert!(panics(|| drop(device.wait(behind))), "this would never end");
+}
+
+#[test]
+fn a_stream_from_which_a_graph_is_captured_is_refused() {
+    let device = LateDevice::new(host());
+    let stream = device.stream();
+    let fence = device.submit(Lane::Apply, CommandList::default()).unwrap().fence();
+    let calls = || [device.wait_external(Lane::Callers, stream), device.signal_external(stream, fence)];
+    device.capture(stream, true);
+    for refused in calls() {
+        let error = refused.unwrap_err();
+        assert!(matches!(error, Error::StreamRefused { .. }), "{error}");
+    }
+    device.capture(stream, false);
+    calls().into_iter().for_each(|allowed| allowed.unwrap());
 }
 
 #[test]

@@ -18,7 +18,7 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
 use remanent::device::host::HostDevice;
-use remanent::device::{CommandList, Device, Fence, Lane, MemoryId, Pending, Staging};
+use remanent::device::{CommandList, Device, Fence, Lane, MemoryId, Pending, RawStream, Staging};
 use remanent::disk::sim::SimDisk;
 use remanent::{Ack, Error, Options, PageId, Place, Result, SnapshotId, Store, Value};
 
@@ -237,5 +237,17 @@ impl Device for Gauge {
 
     fn after(&self, lane: Lane, fence: Fence) -> Result<()> {
         self.inner.after(lane, fence)
+    }
+
+    fn wait_external(&self, lane: Lane, stream: RawStream) -> Result<()> {
+        self.inner.wait_external(lane, stream)
+    }
+
+    fn signal_external(&self, stream: RawStream, fence: Fence) -> Result<()> {
+        self.inner.signal_external(stream, fence)
+    }
+
+    fn address(&self, memory: MemoryId) -> Option<u64> {
+        self.inner.address(memory)
     }
 }

@@ -59,6 +59,7 @@ entry_points! {
     create_stream = "cuStreamCreateWithPriority" (stream: *mut CUstream, flags: c_uint, priority: c_int);
     destroy_stream = "cuStreamDestroy_v2" (stream: CUstream);
     query_stream = "cuStreamQuery" (stream: CUstream);
+    capture_status = "cuStreamIsCapturing" (stream: CUstream, status: *mut c_uint);
     wait_event = "cuStreamWaitEvent" (stream: CUstream, event: CUevent, flags: c_uint);
     write_value = "cuStreamWriteValue64_v2" (stream: CUstream, address: CUdeviceptr, value: u64, flags: c_uint);
     create_event = "cuEventCreate" (event: *mut CUevent, flags: c_uint);

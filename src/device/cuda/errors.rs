@@ -20,6 +20,7 @@ pub(super) struct Code {
 }
 
 const OUT_OF_MEMORY: u32 = 2;
+const INVALID_HANDLE: u32 = 400;
 const NOT_READY: u32 = 600;
 
 /// Codes of calls that did nothing, and their names.
@@ -39,7 +40,7 @@ const REFUSED: &[(u32, &str)] = &[
     (221, "the PTX compiler was not found"),
     (222, "unsupported PTX version"),
     (304, "the operating system refused"),
-    (400, "invalid handle"),
+    (INVALID_HANDLE, "invalid handle"),
     (500, "not found"),
     (NOT_READY, "not ready"),
     (701, "launch out of resources"),
@@ -87,6 +88,16 @@ impl Code {
     /// Whether memory was asked for and there is none.
     pub fn is_out_of_memory(self) -> bool {
         self.number == OUT_OF_MEMORY
+    }
+
+    /// Whether a stream cannot take part because a graph is being captured.
+    pub fn is_of_capture(self) -> bool {
+        (900..=908).contains(&self.number)
+    }
+
+    /// Whether a handle is not of the current context.
+    pub fn is_foreign_handle(self) -> bool {
+        self.number == INVALID_HANDLE
     }
 
     /// Whether the process's context is gone.

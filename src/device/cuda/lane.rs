@@ -10,9 +10,11 @@ use parking_lot::{Mutex, MutexGuard};
 
 use super::context::{Context, Entered};
 use super::driver::{CUevent, CUstream};
+use super::errors::Code;
 use super::memory::{Block, Slabs};
+use super::stream;
 use super::word::{Stream, Word};
-use crate::device::ReturnedStaging;
+use crate::device::{RawStream, ReturnedStaging};
 use crate::error::Result;
 
 /// `CU_EVENT_DISABLE_TIMING`.
@@ -24,7 +26,8 @@ pub(super) struct Timeline {
     stream: Arc<Stream>,
     fences: Word,
     pieces: Arc<Word>,
-    /// Stands for one point of this lane while another lane is told to wait for it.
+    /// Stands for one point of a stream while another one is told to wait for it: recorded and taken under the
+    /// queue's lock.
     event: Event,
     memory: Arc<Slabs>,
     queue: Mutex<VecDeque<InFlight>>,
@@ -107,14 +110,40 @@ impl Timeline {
     /// A device error.
     pub fn follow(&self, other: &Self) -> Result<()> {
         let entered = self.context.enter()?;
-        // Nobody queues there meanwhile, nor records the event anew before the wait has taken it.
-        let _turn = other.queue.lock();
-        // SAFETY: the context is current; the lane's handles live as long as it does.
-        unsafe { entered.record_event(other.event.0, other.stream()) }
-            .map_err(|code| self.context.fault(code))?;
+        other.record(&entered, other.stream(), self.stream()).map_err(|code| self.context.fault(code))
+    }
+
+    /// Makes what is queued on this lane from now on run after everything that is in a caller's stream by now.
+    ///
+    /// # Errors
+    /// `StreamRefused`, a device error.
+    pub fn follow_stream(&self, stream: RawStream) -> Result<()> {
+        let entered = self.context.enter()?;
+        stream::check(self.context, &entered, stream)?;
+        self.record(&entered, stream::raw(stream), self.stream())
+            .map_err(|code| stream::refused(self.context, stream, code))
+    }
+
+    /// Makes what is put into a caller's stream from now on run after everything that is queued here by now.
+    ///
+    /// # Errors
+    /// `StreamRefused`, a device error.
+    pub fn lead_stream(&self, stream: RawStream) -> Result<()> {
+        let entered = self.context.enter()?;
+        stream::check(self.context, &entered, stream)?;
+        self.record(&entered, self.stream(), stream::raw(stream))
+            .map_err(|code| stream::refused(self.context, stream, code))
+    }
+
+    /// Makes `later` wait for the point at which `earlier` is now.
+    fn record(&self, entered: &Entered<'_>, earlier: CUstream, later: CUstream) -> Result<(), Code> {
+        // Nobody queues here meanwhile, nor records the event anew before the wait has taken it.
+        let _turn = self.queue.lock();
+        // SAFETY: the context is current; a lane's handles live as long as it does, and a caller's stream is
+        // vouched for by who made its `RawStream`.
+        unsafe { entered.record_event(self.event.0, earlier) }?;
         // SAFETY: the same; the wait takes the event as it was recorded, so it may be recorded again.
-        unsafe { entered.wait_event(self.stream(), other.event.0, 0) }
-            .map_err(|code| self.context.fault(code))
+        unsafe { entered.wait_event(later, self.event.0, 0) }
     }
 }
 

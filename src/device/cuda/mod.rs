@@ -1,7 +1,8 @@
 //! Floor 3. Pages in the memory of a GPU.
 //!
 //! Read in this order: `driver` (what is called, found at run time), `errors`, `context` (how calls are made),
-//! `memory` and `staging`, `word` and `lane` (what fences are), `list` and `plan` (from commands to launches),
+//! `memory` and `staging`, `word`, `lane` and `stream` (what fences are, and the caller's
+//! streams beside them), `list` and `plan` (from commands to launches),
 //! `functions`, `launch` and `bulk` (how they are done); `abi` is what host and kernels agree on, `modules`
 //! the kernels themselves. [`HostDevice`] defines what every list must lead to (I11).
 //!
@@ -24,6 +25,7 @@ mod list;
 mod memory;
 mod plan;
 mod staging;
+mod stream;
 mod word;
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -40,7 +42,7 @@ use self::lane::Timeline;
 use self::launch::{Launcher, Layout};
 use self::list::{Memories, Memory, Staged};
 use self::memory::{Block, Kind, Slabs};
-use super::{CommandList, Device, Fence, Lane, MemoryId, Pending, Staging};
+use super::{CommandList, Device, Fence, Lane, MemoryId, Pending, RawStream, Staging};
 use crate::error::{Error, Result};
 
 /// Pages in a GPU's memory, in pinned host memory, and in managed memory.
@@ -49,7 +51,7 @@ use crate::error::{Error, Result};
 /// kernels that change pages must reach them.
 pub struct CudaDevice {
     // Dropped in this order: lanes wait for their streams, then memory goes.
-    lanes: [Timeline; 2],
+    lanes: [Timeline; Lane::ALL.len()],
     bulk: BulkQueue,
     functions: &'static Functions,
     memories: RwLock<Memories>,
@@ -73,7 +75,11 @@ impl CudaDevice {
         let context = Context::of(ordinal).map_err(unavailable)?;
         let pinned = Arc::new(Slabs::new(context, Kind::Pinned, Place::Pinned));
         Ok(Self {
-            lanes: [Timeline::new(context, &pinned, true)?, Timeline::new(context, &pinned, false)?],
+            lanes: [
+                Timeline::new(context, &pinned, true)?,
+                Timeline::new(context, &pinned, false)?,
+                Timeline::new(context, &pinned, false)?,
+            ],
             bulk: BulkQueue::new(context),
             functions: Functions::of(context).map_err(|error| unavailable(error.to_string()))?,
             memories: RwLock::default(),
@@ -272,5 +278,25 @@ impl Device for CudaDevice {
             return Ok(());
         }
         self.lane(lane).follow(self.lane(fence.lane))
+    }
+
+    fn wait_external(&self, lane: Lane, stream: RawStream) -> Result<()> {
+        self.lane(lane).follow_stream(stream)
+    }
+
+    fn signal_external(&self, stream: RawStream, fence: Fence) -> Result<()> {
+        self.assert_given(fence);
+        if self.reached(fence.lane) >= fence.value {
+            // Refused alike, whether the fence has passed or not.
+            return stream::check(self.context, &self.context.enter()?, stream);
+        }
+        self.lane(fence.lane).lead_stream(stream)
+    }
+
+    fn address(&self, memory: MemoryId) -> Option<u64> {
+        let memories = self.memories.read();
+        let memory =
+            memories.get(&memory).unwrap_or_else(|| panic!("{memory:?} is no memory of this device"));
+        memory.block.as_ref().map(|block| block.address)
     }
 }

@@ -5,21 +5,30 @@
 //! `after`, or, in a seeded device, when the schedule draws it. On the way it spoils what nobody may rely
 //! on: fresh page memory, staging that is to be downloaded to, staging that was uploaded from. Whoever
 //! reads early, or again, reads [`POISON`].
+//!
+//! Streams of callers are emulated too: see `streams`.
 
-use std::collections::VecDeque;
+mod streams;
+
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 use remanent_format::{Place, Width};
 
+pub use self::streams::StreamWork;
+use self::streams::{StreamEntry, Streams};
 use super::{
-    Command, CommandList, Device, Fence, Lane, MemoryId, Payload, Pending, Piece, PieceKind, ReturnedStaging,
-    Span, Staging, StagingSpan,
+    Command, CommandList, Device, Fence, Lane, MemoryId, Payload, Pending, Piece, PieceKind, RawStream,
+    ReturnedStaging, Span, Staging, StagingSpan,
 };
 use crate::error::{Error, Result};
 
 /// The byte that stands for "nobody may rely on this".
 pub const POISON: u8 = 0xA5;
+
+/// Bits of a made-up address that are the offset in its memory; those above are the memory's name.
+const ADDRESS_BITS: u32 = 40;
 
 /// A device that runs another one's lists late.
 pub struct LateDevice {
@@ -27,8 +36,12 @@ pub struct LateDevice {
     state: Mutex<State>,
 }
 
+#[derive(Default)]
 struct State {
-    lanes: [LateLane; 2],
+    lanes: [LateLane; Lane::ALL.len()],
+    streams: Streams,
+    /// Lengths of page memory.
+    lens: HashMap<MemoryId, u64>,
     /// State of the random numbers that draw the schedule; `None` runs nothing before it must.
     schedule: Option<u64>,
 }
@@ -44,21 +57,65 @@ struct LateLane {
 }
 
 enum Entry {
-    List { list: CommandList, returned: Arc<ReturnedStaging> },
+    List {
+        list: CommandList,
+        returned: Arc<ReturnedStaging>,
+    },
     After(Fence),
+    /// A point in a stream: so many of its entries are done.
+    AfterStream(RawStream, u64),
 }
 
 impl LateDevice {
     /// Runs a list only when somebody waits for it.
     #[must_use]
     pub fn new(inner: Arc<dyn Device>) -> Self {
-        Self { inner, state: Mutex::new(State { lanes: Default::default(), schedule: None }) }
+        Self { inner, state: Mutex::default() }
     }
 
     /// Also runs lists at calls drawn from `seed`, so that who polls gets on.
     #[must_use]
     pub fn seeded(inner: Arc<dyn Device>, seed: u64) -> Self {
-        Self { inner, state: Mutex::new(State { lanes: Default::default(), schedule: Some(seed) }) }
+        Self { inner, state: Mutex::new(State { schedule: Some(seed), ..State::default() }) }
+    }
+
+    /// A new stream of a caller's.
+    pub fn stream(&self) -> RawStream {
+        self.state.lock().streams.make()
+    }
+
+    /// Queues work on a stream, as a caller would launch a kernel.
+    pub fn queue(&self, stream: RawStream, work: impl FnOnce(&dyn Device) + Send + 'static) {
+        self.state.lock().streams.of(stream).push(StreamEntry::Work(Box::new(work)));
+    }
+
+    /// Holds a stream, or lets it go: nothing runs on a stream that is held.
+    pub fn hold(&self, stream: RawStream, is_held: bool) {
+        self.state.lock().streams.of(stream).is_held = is_held;
+    }
+
+    /// Begins or ends the capture of a graph from a stream.
+    pub fn capture(&self, stream: RawStream, is_captured: bool) {
+        self.state.lock().streams.of(stream).is_captured = is_captured;
+    }
+
+    /// Runs all that is queued on a stream by now.
+    ///
+    /// # Errors
+    /// A device error: a lane that the stream waits for stopped.
+    ///
+    /// # Panics
+    /// If it, or a stream that it waits for, is held.
+    pub fn synchronize(&self, stream: RawStream) -> Result<()> {
+        let mut state = self.state.lock();
+        let given = state.streams.of(stream).given;
+        self.run_stream_to(&mut state, stream, given)
+    }
+
+    /// `len` bytes of page memory at an address: what a kernel that was given it would use.
+    #[must_use]
+    pub fn span_at(&self, address: u64, len: u64) -> Span {
+        Span { memory: MemoryId(address >> ADDRESS_BITS), offset: address & ((1 << ADDRESS_BITS) - 1), len }
     }
 
     /// Runs lists until the fence has passed.
@@ -84,6 +141,7 @@ impl LateDevice {
             // This ends: the fence was handed out before this entry was queued, and so was every fence
             // that the lists before it wait for in turn.
             Some(Entry::After(fence)) => self.run_to(state, fence),
+            Some(Entry::AfterStream(stream, position)) => self.run_stream_to(state, stream, position),
             Some(Entry::List { list, returned }) => self.run_list(lane, list).map(|staging| {
                 *returned.lock() = staging;
                 state.lane(lane).reached += 1;
@@ -93,6 +151,22 @@ impl LateDevice {
             let lane = state.lane(lane);
             lane.queue.clear();
             lane.stopped = Some(error);
+        }
+    }
+
+    /// Runs a stream until so many of its entries are done.
+    fn run_stream_to(&self, state: &mut State, stream: RawStream, position: u64) -> Result<()> {
+        loop {
+            let late = state.streams.of(stream);
+            if late.reached >= position {
+                return Ok(());
+            }
+            assert!(!late.is_held, "{stream:?} is held, and somebody waits for it");
+            match late.queue.pop_front().expect("as many entries as were given") {
+                StreamEntry::Work(work) => work(&*self.inner),
+                StreamEntry::After(fence) => self.run_to(state, fence)?,
+            }
+            state.streams.of(stream).reached += 1;
         }
     }
 
@@ -118,8 +192,10 @@ impl LateDevice {
             return;
         }
         for round in 0..1 + (drawn >> 1) % 3 {
-            let lane = if drawn >> (8 + round) & 1 == 0 { Lane::Apply } else { Lane::Drain };
-            self.run_next(state, lane);
+            let lane = Lane::ALL[(drawn >> (8 + 8 * round)) as u8 as usize % Lane::ALL.len()];
+            if !state.is_held_up(lane, 1) {
+                self.run_next(state, lane);
+            }
         }
     }
 }
@@ -127,6 +203,31 @@ impl LateDevice {
 impl State {
     fn lane(&mut self, lane: Lane) -> &mut LateLane {
         &mut self.lanes[lane as usize]
+    }
+
+    /// Whether running a lane's first entries would need a stream that is held.
+    fn is_held_up(&self, lane: Lane, entries: usize) -> bool {
+        let queue = &self.lanes[lane as usize].queue;
+        queue.iter().take(entries).any(|entry| match entry {
+            Entry::List { .. } => false,
+            Entry::After(fence) => self.is_behind_held(*fence),
+            Entry::AfterStream(stream, position) => {
+                self.streams.is_held(*stream, *position, |fence| self.is_behind_held(fence))
+            }
+        })
+    }
+
+    /// Whether a fence would need a stream that is held.
+    fn is_behind_held(&self, fence: Fence) -> bool {
+        let lane = &self.lanes[fence.lane as usize];
+        let lists_left = fence.value.saturating_sub(lane.reached);
+        let mut lists = 0;
+        let entries = lane.queue.iter().take_while(|entry| {
+            let is_before = lists < lists_left;
+            lists += u64::from(matches!(entry, Entry::List { .. }));
+            is_before
+        });
+        self.is_held_up(fence.lane, entries.count())
     }
 
     /// The next random number (SplitMix64).
@@ -151,17 +252,19 @@ impl Device for LateDevice {
         let fill = Command::Fill { target, pattern: [POISON; 16], width: Width::W1 };
         let list = CommandList { commands: vec![fill], staging: Vec::new() };
         self.inner.submit(Lane::Drain, list)?.finish(&*self.inner)?;
+        self.state.lock().lens.insert(memory, len);
         Ok(memory)
     }
 
     fn release(&self, memory: MemoryId) -> Result<()> {
-        let state = self.state.lock();
+        let mut state = self.state.lock();
         for entry in state.lanes.iter().flat_map(|lane| &lane.queue) {
             if let Entry::List { list, .. } = entry {
                 let named = page_spans(&list.commands).iter().any(|span| span.memory == memory);
                 assert!(!named, "{memory:?} is released while a queued list names it");
             }
         }
+        state.lens.remove(&memory);
         self.inner.release(memory)
     }
 
@@ -200,6 +303,28 @@ impl Device for LateDevice {
         assert!(fence.value <= given, "{fence:?} was not handed out: the lane gave {given}");
         state.lane(lane).queue.push_back(Entry::After(fence));
         Ok(())
+    }
+
+    fn wait_external(&self, lane: Lane, stream: RawStream) -> Result<()> {
+        let mut state = self.state.lock();
+        let position = state.streams.usable(stream)?.given;
+        state.lane(lane).queue.push_back(Entry::AfterStream(stream, position));
+        Ok(())
+    }
+
+    fn signal_external(&self, stream: RawStream, fence: Fence) -> Result<()> {
+        let mut state = self.state.lock();
+        let given = state.lane(fence.lane).given;
+        assert!(fence.value <= given, "{fence:?} was not handed out: the lane gave {given}");
+        state.streams.usable(stream)?.push(StreamEntry::After(fence));
+        Ok(())
+    }
+
+    /// Made up: no bytes lie there, but [`LateDevice::span_at`] finds them.
+    fn address(&self, memory: MemoryId) -> Option<u64> {
+        let state = self.state.lock();
+        let len = state.lens.get(&memory).unwrap_or_else(|| panic!("{memory:?} is no memory of this device"));
+        (*len > 0).then_some(memory.0 << ADDRESS_BITS)
     }
 }
 

@@ -1,0 +1,63 @@
+//! Floor 3. Streams of the caller's: who vouches for a handle, and which ones are refused.
+//!
+//! The store never queues work on them. It records where one is, or tells it to wait for a lane, and both are
+//! refused while a graph is being captured from the stream: a captured wait would be a part of the caller's
+//! graph, and be waited for at every launch of it.
+
+use std::ffi::c_uint;
+
+use super::context::{Context, Entered};
+use super::driver::CUstream;
+use super::errors::Code;
+use crate::device::RawStream;
+use crate::error::{Error, Result};
+
+impl RawStream {
+    /// The CUDA stream with this handle. 0 and 1 are the default stream; 2, the default stream of each thread,
+    /// is that of the thread on which the store is called with it.
+    ///
+    /// # Safety
+    /// The handle is that of a stream of this process, made in the primary context of the GPU on which the
+    /// pages are, and the stream lives as long as anything is called with it. A lease calls with it once more
+    /// when it ends.
+    #[must_use]
+    pub unsafe fn from_cuda(handle: u64) -> Self {
+        Self(handle)
+    }
+}
+
+/// The handle, as the driver takes it.
+pub(super) fn raw(stream: RawStream) -> CUstream {
+    stream.handle() as CUstream
+}
+
+/// Refuses a stream from which a graph is being captured.
+///
+/// # Errors
+/// `StreamRefused`, a device error.
+pub(super) fn check(context: &Context, entered: &Entered<'_>, stream: RawStream) -> Result<()> {
+    let mut status: c_uint = 0;
+    // SAFETY: the context is current, the pointer is to a live integer, and the stream is vouched for by who
+    // made its `RawStream`.
+    let asked = unsafe { entered.capture_status(raw(stream), &mut status) };
+    asked.map_err(|code| refused(context, stream, code))?;
+    // Active, or invalidated and not ended yet.
+    if status == 0 { Ok(()) } else { Err(captured(stream)) }
+}
+
+/// The error for a call with a caller's stream.
+pub(super) fn refused(context: &Context, stream: RawStream, code: Code) -> Error {
+    if code.is_of_capture() {
+        captured(stream)
+    } else if code.is_foreign_handle() {
+        let reason = "it is no stream of the GPU on which the page is";
+        Error::StreamRefused { stream: stream.handle(), reason }
+    } else {
+        context.fault(code)
+    }
+}
+
+fn captured(stream: RawStream) -> Error {
+    let reason = "a graph is being captured from it: use it before the capture, or after";
+    Error::StreamRefused { stream: stream.handle(), reason }
+}

@@ -1,0 +1,84 @@
+//! Floor 3. Streams of callers, emulated: queues that stand still until somebody must have them run.
+//!
+//! They stand for a GPU's streams in tests of what waits for whom. A stream that is held never runs, as one
+//! with an endless kernel in it: whoever makes the host wait for it is found out by a panic.
+
+use std::collections::VecDeque;
+
+use crate::device::{Device, Fence, RawStream};
+use crate::error::{Error, Result};
+
+/// What a stream does at its turn, with the device beneath.
+pub type StreamWork = Box<dyn FnOnce(&dyn Device) + Send>;
+
+/// The streams, by their handles.
+#[derive(Default)]
+pub(super) struct Streams(Vec<LateStream>);
+
+/// One stream.
+#[derive(Default)]
+pub(super) struct LateStream {
+    pub queue: VecDeque<StreamEntry>,
+    /// Entries ever queued.
+    pub given: u64,
+    /// Entries that are done.
+    pub reached: u64,
+    pub is_held: bool,
+    pub is_captured: bool,
+}
+
+pub(super) enum StreamEntry {
+    Work(StreamWork),
+    After(Fence),
+}
+
+/// The first handle: no stream is the default one.
+const HANDLE_MIN: u64 = 0x1000;
+
+impl Streams {
+    pub fn make(&mut self) -> RawStream {
+        self.0.push(LateStream::default());
+        RawStream(HANDLE_MIN + self.0.len() as u64 - 1)
+    }
+
+    /// The stream with this handle.
+    ///
+    /// # Panics
+    /// If it was not made here.
+    pub fn of(&mut self, stream: RawStream) -> &mut LateStream {
+        &mut self.0[number(stream)]
+    }
+
+    /// The stream, if lanes may wait for it and it for them.
+    ///
+    /// # Errors
+    /// `StreamRefused`.
+    pub fn usable(&mut self, stream: RawStream) -> Result<&mut LateStream> {
+        let refused = |reason| Err(Error::StreamRefused { stream: stream.handle(), reason });
+        match self.0.get_mut(number(stream)) {
+            None => refused("it is no stream of this device"),
+            Some(late) if late.is_captured => refused("a graph is being captured from it"),
+            Some(late) => Ok(late),
+        }
+    }
+
+    /// Whether a stream must be let go before so many of its entries are done; `is_behind` says so of a fence.
+    pub fn is_held(&self, stream: RawStream, position: u64, is_behind: impl Fn(Fence) -> bool) -> bool {
+        let late = &self.0[number(stream)];
+        let left = position.saturating_sub(late.reached) as usize;
+        let mut entries = late.queue.iter().take(left);
+        left > 0 && late.is_held
+            || entries.any(|entry| matches!(entry, StreamEntry::After(fence) if is_behind(*fence)))
+    }
+}
+
+fn number(stream: RawStream) -> usize {
+    stream.0.wrapping_sub(HANDLE_MIN) as usize
+}
+
+impl LateStream {
+    pub fn push(&mut self, entry: StreamEntry) {
+        self.queue.push_back(entry);
+        self.given += 1;
+    }
+}
