@@ -186,6 +186,29 @@ pub fn open(disk: &SimDisk, options: &Options) -> Result<Store, Error> {
     Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options.clone())
 }
 
+/// Lets each of the writers commit from a thread of its own, once for each ack, while this thread does something
+/// else.
+pub fn beside(
+    driver: &Driver,
+    store: &Store,
+    writers: impl IntoIterator<Item = Writer>,
+    acks: impl IntoIterator<Item = Ack>,
+    meanwhile: impl FnOnce() -> Result<(), Error>,
+) -> Result<(), Error> {
+    let acks: Vec<Ack> = acks.into_iter().collect();
+    std::thread::scope(|scope| {
+        let commit_all = |mut writer: Writer| {
+            let acks = &acks;
+            scope.spawn(move || {
+                acks.iter().try_for_each(|ack| driver.commit(store, &mut writer, *ack).map(drop))
+            })
+        };
+        let threads: Vec<_> = writers.into_iter().map(commit_all).collect();
+        let done = meanwhile();
+        threads.into_iter().try_for_each(|thread| thread.join().expect("no panic")).and(done)
+    })
+}
+
 /// Drives a store on one disk.
 pub struct Driver {
     pub disk: SimDisk,

@@ -1,0 +1,201 @@
+//! Commits: groups, rolls, frames and pages of any length, and stores that were killed before.
+
+use remanent::{Ack, Metadata};
+
+use super::model::{Act, Target};
+use super::work::{Writer, beside};
+use super::{Lives, options, suite};
+
+#[test]
+fn durable_commits_survive() {
+    suite(options(), 2300, |driver, random| {
+        let mut writer = Writer::new("a", random.next());
+        for _ in 0..2 {
+            let store = driver.open()?;
+            for _ in 0..5 {
+                driver.commit(&store, &mut writer, Ack::Durable)?;
+            }
+            driver.check(&store);
+            driver.close(store)?;
+        }
+        Ok(driver.into())
+    });
+}
+
+#[test]
+fn logged_commits_survive_a_kill() {
+    suite(options(), 2300, |driver, random| {
+        let mut writer = Writer::new("a", random.next());
+        let store = driver.open()?;
+        for step in 1..=16 {
+            let lsn = driver.commit(&store, &mut writer, Ack::Logged)?;
+            if step % 5 == 0 {
+                driver.wait_durable(&store, lsn)?;
+            }
+        }
+        driver.check(&store);
+        drop(store);
+        Ok(driver.into())
+    });
+}
+
+#[test]
+fn commits_of_two_threads_share_groups() {
+    suite(options(), 2300, |driver, random| {
+        let store = driver.open()?;
+        let writers = [Writer::new("a", random.next()), Writer::new("b", random.next())];
+        let ack = |step| if step % 3 == 2 { Ack::Durable } else { Ack::Logged };
+        beside(&driver, &store, writers, (0..8).map(ack), || Ok(()))?;
+        driver.check(&store);
+        driver.close(store)?;
+        Ok(driver.into())
+    });
+}
+
+#[test]
+fn segments_roll() {
+    suite(options(), 2300, |driver, random| {
+        let mut writer = Writer::new("a", random.next());
+        let store = driver.open()?;
+        for step in 0..12 {
+            let ack = if step % 4 == 1 { Ack::Logged } else { Ack::Durable };
+            driver.commit(&store, &mut writer, ack)?;
+        }
+        assert!(store.stats().log.rolls >= 2, "{:?}", store.stats().log);
+        driver.check(&store);
+        drop(store);
+        Ok(driver.into())
+    });
+}
+
+#[test]
+fn a_frame_longer_than_a_segment_survives() {
+    suite(options(), 2300, |driver, random| {
+        let mut writer = Writer::new("a", random.next());
+        let store = driver.open()?;
+        driver.commit(&store, &mut writer, Ack::Logged)?;
+        // All bytes but one: those of a whole page would go to an image file.
+        let len = 20 << 10;
+        let page = Target::New(0);
+        let long = vec![
+            Act::Create { len, key: None, metadata: Metadata::new() },
+            Act::Write { page, offset: 1, bytes: random.bytes(len - 1) },
+        ];
+        let (_, pages) = driver.commit_acts(&store, long, Ack::Logged)?;
+        driver.commit(&store, &mut writer, Ack::Durable)?;
+        let page = Target::Page(pages[0]);
+        let again = vec![Act::Write { page, offset: 1, bytes: random.bytes(len - 1) }];
+        driver.commit_acts(&store, again, Ack::Durable)?;
+        driver.commit(&store, &mut writer, Ack::Durable)?;
+        driver.check(&store);
+        driver.close(store)?;
+        Ok(driver.into())
+    });
+}
+
+#[test]
+fn whole_pages_survive() {
+    suite(options().snapshots_kept(1), 2300, |driver, random| {
+        let mut writer = Writer::new("a", random.next());
+        let len = 6 << 10;
+        let create = || Act::Create { len, key: None, metadata: Metadata::new() };
+        let mut whole = |page| Act::Write { page, offset: 0, bytes: random.bytes(len) };
+        let store = driver.open()?;
+        driver.commit(&store, &mut writer, Ack::Logged)?;
+        let (one, two) = (Target::New(0), Target::New(1));
+        let pages = vec![create(), whole(one), create(), whole(two)];
+        let (_, pages) = driver.commit_acts(&store, pages, Ack::Logged)?;
+        let (one, two) = (Target::Page(pages[0]), Target::Page(pages[1]));
+        driver.commit_acts(&store, vec![whole(one)], Ack::Logged)?;
+        driver.commit_acts(
+            &store,
+            vec![Act::Write { page: one, offset: 9, bytes: vec![1; 9] }],
+            Ack::Durable,
+        )?;
+        driver.snapshot(&store)?;
+        driver.check(&store);
+        let second = driver.killed();
+        drop(store);
+        // The snapshot names one image of a batch; the others go with the log that names them.
+        let store = second.open()?;
+        second.commit_acts(&store, vec![whole(two)], Ack::Durable)?;
+        second.commit_acts(&store, vec![Act::Delete { page: one }], Ack::Logged)?;
+        second.snapshot(&store)?;
+        second.commit_acts(&store, vec![create(), whole(Target::New(0))], Ack::Logged)?;
+        second.check(&store);
+        second.close(store)?;
+        Ok(Lives(vec![driver, second]))
+    });
+}
+
+#[test]
+fn a_store_opened_after_a_kill_survives() {
+    suite(options(), 2300, |driver, random| {
+        let mut writer = Writer::new("a", random.next());
+        let store = driver.open()?;
+        for _ in 0..5 {
+            driver.commit(&store, &mut writer, Ack::Logged)?;
+        }
+        let second = driver.killed();
+        drop(store);
+        let store = second.open()?;
+        second.commit(&store, &mut writer, Ack::Logged)?;
+        second.snapshot(&store)?;
+        second.commit(&store, &mut writer, Ack::Logged)?;
+        let third = second.killed();
+        drop(store);
+        let store = third.open()?;
+        for ack in [Ack::Logged, Ack::Durable, Ack::Logged] {
+            third.commit(&store, &mut writer, ack)?;
+        }
+        third.snapshot(&store)?;
+        third.commit(&store, &mut writer, Ack::Logged)?;
+        third.check(&store);
+        third.close(store)?;
+        Ok(Lives(vec![driver, second, third]))
+    });
+}
+
+/// Everything, in an order that the seed chooses, over several deaths and power cuts.
+#[test]
+fn anything_in_any_order_survives() {
+    suite(options(), 2300, |mut driver, random| {
+        let mut lives = Vec::new();
+        let mut kept = Vec::new();
+        for _life in 0..3 {
+            let store = driver.open()?;
+            driver.check(&store);
+            let mut writer = Writer::new("a", random.next()).over(&driver.line());
+            for _ in 0..6 {
+                match random.below(8) {
+                    0 => kept.push(driver.snapshot(&store)?),
+                    1 if !kept.is_empty() => {
+                        let at = kept[random.below(kept.len())].clone();
+                        if store.snapshots().iter().any(|kept| kept.id == at.id) {
+                            driver.restore(&store, at)?;
+                            writer = writer.over(&driver.line());
+                        }
+                    }
+                    2 | 3 => {
+                        driver.commit(&store, &mut writer, Ack::Durable)?;
+                    }
+                    _ => {
+                        driver.commit(&store, &mut writer, Ack::Logged)?;
+                    }
+                }
+            }
+            driver.check(&store);
+            let next = match random.below(3) {
+                0 => {
+                    driver.close(store)?;
+                    continue;
+                }
+                1 => driver.killed(),
+                _ => driver.cut_off(),
+            };
+            lives.push(std::mem::replace(&mut driver, next));
+        }
+        lives.push(driver);
+        Ok(Lives(lives))
+    });
+}

@@ -1,0 +1,212 @@
+//! Snapshots, what they share and what they replace; and restores.
+
+use remanent::{Ack, Metadata};
+
+use super::model::{Act, Target};
+use super::work::{Random, Writer, beside};
+use super::{options, suite};
+
+#[test]
+fn snapshots_beside_commits() {
+    suite(options(), 2300, |driver, random| {
+        let store = driver.open()?;
+        let (mut writer, other) = (Writer::new("a", random.next()), Writer::new("b", random.next()));
+        for _ in 0..4 {
+            driver.commit(&store, &mut writer, Ack::Logged)?;
+        }
+        beside(&driver, &store, [other], [Ack::Logged; 10], || {
+            (0..2).try_for_each(|_| {
+                driver.snapshot(&store)?;
+                driver.commit(&store, &mut writer, Ack::Logged).map(drop)
+            })
+        })?;
+        driver.check(&store);
+        drop(store);
+        Ok(driver.into())
+    });
+}
+
+/// As many snapshots as the log has them taken, while two threads commit.
+#[test]
+fn background_snapshots_beside_commits() {
+    suite(options(), 2300, |driver, random| {
+        let store = driver.open_with(options().snapshot_log_bytes(5000))?;
+        let writers = [Writer::new("a", random.next()), Writer::new("b", random.next())];
+        beside(&driver, &store, writers, [Ack::Logged; 6], || Ok(()))?;
+        let mut writer = Writer::new("c", random.next());
+        while store.stats().snapshots.taken < 2 {
+            driver.commit(&store, &mut writer, Ack::Durable)?;
+        }
+        assert_eq!(store.stats().snapshots.failed, 0);
+        driver.check(&store);
+        drop(store);
+        Ok(driver.into())
+    });
+}
+
+/// Exact snapshots while another thread commits: each alone, without the log, is the state of its Lsn.
+#[test]
+fn exact_snapshots_beside_commits() {
+    suite(options(), 2300, |driver, random| {
+        let store = driver.open()?;
+        let (mut writer, other) = (Writer::new("a", random.next()), Writer::new("b", random.next()));
+        for _ in 0..3 {
+            driver.commit(&store, &mut writer, Ack::Logged)?;
+        }
+        beside(&driver, &store, [other], [Ack::Logged; 8], || {
+            (0..2).try_for_each(|_| {
+                driver.snapshot_exact(&store)?;
+                driver.commit(&store, &mut writer, Ack::Logged).map(drop)
+            })
+        })?;
+        driver.check(&store);
+        drop(store);
+        Ok(driver.into())
+    });
+}
+
+/// Pages that are worth compressing, in snapshots and in a restore.
+#[test]
+fn compressed_images_survive() {
+    suite(options(), 2000, |driver, random| {
+        let store = driver.open()?;
+        let len = 6000;
+        let create = |_| Act::Create { len, key: None, metadata: Metadata::new() };
+        let (_, pages) = driver.commit_acts(&store, (0..3).map(create).collect(), Ack::Logged)?;
+        let fill = |random: &mut Random| {
+            let (page, offset) = (Target::Page(pages[random.below(3)]), 8 * random.below(100));
+            let pattern = random.next().to_le_bytes().to_vec();
+            vec![Act::Fill { page, offset, len: 4000, pattern }]
+        };
+        driver.commit_acts(&store, fill(random), Ack::Logged)?;
+        let snapshot = driver.snapshot(&store)?;
+        assert!(snapshot.bytes < len as u64, "{snapshot:?}");
+        for _ in 0..2 {
+            driver.commit_acts(&store, fill(random), Ack::Durable)?;
+        }
+        driver.snapshot(&store)?;
+        driver.commit_acts(&store, fill(random), Ack::Logged)?;
+        driver.restore(&store, snapshot)?;
+        driver.commit_acts(&store, fill(random), Ack::Durable)?;
+        driver.check(&store);
+        drop(store);
+        Ok(driver.into())
+    });
+}
+
+#[test]
+fn snapshots_that_follow_each_other_survive() {
+    suite(options().snapshots_kept(2), 2300, |driver, random| {
+        let mut store = driver.open()?;
+        let pages = driver.create_pages(&store, random, 24, 40)?;
+        // More than a chain has links: it is folded on the way.
+        for round in 0..11 {
+            driver.change(&store, random, &pages[round..=round])?;
+            if round == 4 {
+                let acts = vec![Act::Delete { page: Target::Page(pages[20]) }];
+                driver.commit_acts(&store, acts, Ack::Durable)?;
+            }
+            driver.snapshot(&store)?;
+            if round == 6 {
+                driver.close(store)?;
+                store = driver.open()?;
+            }
+        }
+        driver.change(&store, random, &pages[..2])?;
+        driver.check(&store);
+        drop(store);
+        Ok(driver.into())
+    });
+}
+
+#[test]
+fn names_pruning_and_compaction_survive() {
+    suite(options().snapshots_kept(1), 2300, |driver, random| {
+        let store = driver.open()?;
+        let pages = driver.create_pages(&store, random, 30, 1000)?;
+        let named = driver.snapshot_named(&store, "first")?;
+        for part in pages.chunks(10).take(2) {
+            driver.change(&store, random, part)?;
+            driver.snapshot(&store)?;
+        }
+        assert_eq!(store.snapshots()[0].id, named.id);
+        let pruned = store.prune(&store.retention().give_up("first"))?;
+        assert_eq!(pruned.snapshots, [named]);
+        // Two thirds of the first image file are named no more: the next snapshot writes what is left of it.
+        let emptying = driver.snapshot(&store)?;
+        assert_eq!(emptying.bytes_written, 10 * 1000);
+        driver.change(&store, random, &pages[..1])?;
+        driver.snapshot(&store)?;
+        driver.check(&store);
+        driver.close(store)?;
+        Ok(driver.into())
+    });
+}
+
+#[test]
+fn what_snapshots_replace_is_recycled() {
+    suite(options().snapshots_kept(2), 2500, |driver, random| {
+        let store = driver.open()?;
+        let mut writer = Writer::new("a", random.next());
+        for _ in 0..4 {
+            for step in 0..4 {
+                let ack = if step == 1 { Ack::Logged } else { Ack::Durable };
+                driver.commit(&store, &mut writer, ack)?;
+            }
+            driver.snapshot(&store)?;
+        }
+        assert_eq!(store.snapshots().len(), 2);
+        driver.check(&store);
+        driver.close(store)?;
+        Ok(driver.into())
+    });
+}
+
+#[test]
+fn a_restore_survives() {
+    suite(options(), 2300, |driver, random| {
+        let store = driver.open()?;
+        let mut writer = Writer::new("a", random.next());
+        for _ in 0..3 {
+            driver.commit(&store, &mut writer, Ack::Logged)?;
+        }
+        let snapshot = driver.snapshot(&store)?;
+        for _ in 0..3 {
+            driver.commit(&store, &mut writer, Ack::Logged)?;
+        }
+        driver.restore(&store, snapshot)?;
+        driver.check(&store);
+        driver.commit(&store, &mut Writer::new("b", random.next()), Ack::Durable)?;
+        driver.check(&store);
+        drop(store);
+        let store = driver.open()?;
+        driver.commit(&store, &mut Writer::new("c", random.next()), Ack::Durable)?;
+        driver.check(&store);
+        Ok(driver.into())
+    });
+}
+
+/// Between two snapshots, and over a restore that went another way.
+#[test]
+fn a_restore_to_a_batch_survives() {
+    suite(options(), 2300, |driver, random| {
+        let store = driver.open()?;
+        let mut writer = Writer::new("a", random.next());
+        for step in 0..6 {
+            driver.commit(&store, &mut writer, Ack::Logged)?;
+            if step == 1 {
+                driver.snapshot(&store)?;
+            }
+        }
+        driver.restore_to(&store, 3 + random.below(3) as u64)?;
+        driver.check(&store);
+        driver.commit(&store, &mut Writer::new("b", random.next()), Ack::Logged)?;
+        driver.restore_to(&store, 2 + random.below(7) as u64)?;
+        driver.check(&store);
+        driver.commit(&store, &mut Writer::new("c", random.next()), Ack::Durable)?;
+        driver.check(&store);
+        drop(store);
+        driver.check(&driver.open()?);
+        Ok(driver.into())
+    });
+}

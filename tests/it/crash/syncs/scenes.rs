@@ -1,0 +1,265 @@
+//! The works in which a sync is left out. Each says where that begins to count.
+
+use remanent::disk::sim::{ENOSPC, Fault, Operation, SimDisk};
+use remanent::{Ack, Error, Metadata, Options, Store};
+
+use super::super::model::{Act, Line, Target};
+use super::super::work::{Driver, Floors, Writer};
+use super::rule::Rule;
+
+/// Where a scene is played.
+pub struct Bench {
+    options: Options,
+    /// The sync that is left out; where there is none, the same work must be beyond reproach.
+    rule: Option<Rule>,
+    /// The first event that may suffer from it.
+    pub from: usize,
+}
+
+impl Bench {
+    pub fn new(options: Options, rule: Option<Rule>) -> Self {
+        Self { options, rule, from: 0 }
+    }
+
+    /// The store that another scene leaves, with all of its syncs.
+    fn after_scene(&self, scene: fn(&mut Bench) -> Result<Driver, Error>) -> Result<Driver, Error> {
+        scene(&mut Bench::new(self.options.clone(), None))
+    }
+
+    fn new_store(&self) -> Driver {
+        Driver::new(SimDisk::new(), self.options.clone(), Line::default(), Floors::default())
+    }
+
+    /// A store as a death of the process left it, with a commit that is logged at least. Its log has the
+    /// current segment and one more, so that an open finds nothing to tidy up.
+    fn killed_store(&self) -> Result<Driver, Error> {
+        let driver = self.new_store();
+        // The opening segment, the one after it, STORE; the keeper gets no further segment.
+        no_files_after(&driver.disk, 3);
+        let store = driver.open()?;
+        // One, so that there is room for it however often the keeper syncs and seals meanwhile.
+        driver.commit(&store, &mut Writer::new("before", 1), Ack::Logged)?;
+        let killed = driver.killed();
+        drop(store);
+        Ok(killed)
+    }
+
+    /// From now on the sync is left out.
+    fn leave_out(&mut self, driver: &Driver) {
+        self.from = driver.disk.events();
+        if let Some(rule) = self.rule {
+            driver.disk.skip_syncs(rule.chooses());
+        }
+    }
+
+    /// From now on the sync is left out: of an open and so many durable commits.
+    fn open_and_commit(&mut self, driver: Driver, commits: usize) -> Result<Driver, Error> {
+        self.leave_out(&driver);
+        let store = driver.open()?;
+        commit_durably(&driver, &store, commits)?;
+        drop(store);
+        Ok(driver)
+    }
+}
+
+/// Lets the disk make so many more files, and none after them.
+fn no_files_after(disk: &SimDisk, count: usize) {
+    disk.fail(Fault { operation: Operation::Create, skip: count, times: usize::MAX, errno: ENOSPC });
+}
+
+/// So many durable commits: three fill a segment.
+fn commit_durably(driver: &Driver, store: &Store, count: usize) -> Result<(), Error> {
+    let mut writer = Writer::new("durable", 2);
+    (0..count).try_for_each(|_| driver.commit(store, &mut writer, Ack::Durable).map(drop))
+}
+
+/// A batch that no usual segment has room for. It writes all bytes of its page but one: those of a whole page
+/// would go to an image file.
+fn commit_a_long_frame(driver: &Driver, store: &Store) -> Result<(), Error> {
+    commit_a_page(driver, store, 1)
+}
+
+/// A batch that creates a page and writes its bytes from an offset on.
+fn commit_a_page(driver: &Driver, store: &Store, offset: usize) -> Result<(), Error> {
+    let page = Target::New(0);
+    let len = 20 << 10;
+    let create = Act::Create { len, key: None, metadata: Metadata::new() };
+    let write = Act::Write { page, offset, bytes: (offset..len).map(|at| at as u8 | 1).collect() };
+    driver.commit_acts(store, vec![create, write], Ack::Durable).map(drop)
+}
+
+/// Creates a store and commits.
+pub fn creation(bench: &mut Bench) -> Result<Driver, Error> {
+    let driver = bench.new_store();
+    bench.open_and_commit(driver, 1)
+}
+
+/// Creates a store and fills segments, until the one after the opening is not the newest any more: before
+/// that, a bad header of it is harmless.
+pub fn rolling_at_once(bench: &mut Bench) -> Result<Driver, Error> {
+    let driver = bench.new_store();
+    bench.open_and_commit(driver, 8)
+}
+
+/// Creates a store over what a creation left that was cut short just before STORE got its name.
+pub fn second_creation(bench: &mut Bench) -> Result<Driver, Error> {
+    let first = bench.new_store();
+    drop(first.open()?);
+    let driver = first.killed_after("sync 0000000000000000.tmp");
+    bench.open_and_commit(driver, 1)
+}
+
+/// Opens a killed store and commits. The keeper makes no segment: its sync of the folder would make up for one
+/// that was left out.
+pub fn opening(bench: &mut Bench) -> Result<Driver, Error> {
+    let driver = bench.killed_store()?;
+    no_files_after(&driver.disk, 2);
+    bench.open_and_commit(driver, 1)
+}
+
+/// Opens a store that was killed between the renaming of an opening segment and the sync of its folder.
+pub fn opening_after_an_opening(bench: &mut Bench) -> Result<Driver, Error> {
+    let driver = bench.after_scene(opening)?.killed_after("rename log/");
+    bench.open_and_commit(driver, 1)
+}
+
+/// Opens a store that was killed between the renaming of STORE and the sync of its folder.
+pub fn opening_after_the_creation(bench: &mut Bench) -> Result<Driver, Error> {
+    let driver = bench.after_scene(creation)?.killed_after("rename 0000000000000000.tmp");
+    bench.open_and_commit(driver, 1)
+}
+
+/// Opens a store that was killed between the renaming of a manifest and the sync of its folder, commits,
+/// and takes another snapshot.
+pub fn opening_after_a_publish(bench: &mut Bench) -> Result<Driver, Error> {
+    let driver = bench.after_scene(first_snapshot)?.killed_after("rename snapshots/");
+    bench.leave_out(&driver);
+    let store = driver.open()?;
+    commit_durably(&driver, &store, 4)?;
+    driver.snapshot(&store)?;
+    commit_durably(&driver, &store, 1)?;
+    drop(store);
+    Ok(driver)
+}
+
+/// Opens a killed store and fills segments.
+pub fn rolling(bench: &mut Bench) -> Result<Driver, Error> {
+    let driver = bench.killed_store()?;
+    bench.open_and_commit(driver, 9)
+}
+
+/// Commits to an open store.
+pub fn committing(bench: &mut Bench) -> Result<Driver, Error> {
+    let driver = bench.new_store();
+    let store = driver.open()?;
+    bench.leave_out(&driver);
+    commit_durably(&driver, &store, 2)?;
+    drop(store);
+    Ok(driver)
+}
+
+/// Commits a frame that is longer than a segment, to a new store. The keeper makes no segment after it: that
+/// one's sync of the folder would make up for one that was left out.
+pub fn long_frame(bench: &mut Bench) -> Result<Driver, Error> {
+    let driver = bench.new_store();
+    bench.leave_out(&driver);
+    no_files_after(&driver.disk, 5);
+    let store = driver.open()?;
+    commit_a_long_frame(&driver, &store)?;
+    drop(store);
+    Ok(driver)
+}
+
+/// Commits a batch that writes a whole page.
+pub fn whole_page(bench: &mut Bench) -> Result<Driver, Error> {
+    let driver = bench.new_store();
+    let store = driver.open()?;
+    bench.leave_out(&driver);
+    commit_a_page(&driver, &store, 0)?;
+    commit_durably(&driver, &store, 1)?;
+    drop(store);
+    Ok(driver)
+}
+
+/// Snapshots, between which segments are filled, so that what is recycled is used again.
+pub fn recycling_rounds(bench: &mut Bench) -> Result<Driver, Error> {
+    let driver = bench.new_store();
+    bench.leave_out(&driver);
+    let store = driver.open()?;
+    for _ in 0..3 {
+        let mut writer = Writer::new("round", store.lsn().0);
+        for _ in 0..8 {
+            driver.commit(&store, &mut writer, Ack::Durable)?;
+        }
+        driver.snapshot(&store)?;
+    }
+    drop(store);
+    Ok(driver)
+}
+
+/// Opens a killed store and commits until the keeper has found the time to fill the reserve, and on.
+pub fn filling_the_reserve(bench: &mut Bench) -> Result<Driver, Error> {
+    let driver = bench.killed_store()?;
+    bench.leave_out(&driver);
+    let store = driver.open()?;
+    let mut writer = Writer::new("durable", 2);
+    while !driver.disk.history().iter().any(|event| event.ends_with(".spare")) {
+        driver.commit(&store, &mut writer, Ack::Durable)?;
+    }
+    for _ in 0..6 {
+        driver.commit(&store, &mut writer, Ack::Durable)?;
+    }
+    drop(store);
+    Ok(driver)
+}
+
+/// The first snapshot of a store whose log has several segments.
+pub fn first_snapshot(bench: &mut Bench) -> Result<Driver, Error> {
+    let driver = bench.new_store();
+    let store = driver.open()?;
+    commit_durably(&driver, &store, 8)?;
+    bench.leave_out(&driver);
+    driver.snapshot(&store)?;
+    driver.commit(&store, &mut Writer::new("more", 3), Ack::Durable)?;
+    drop(store);
+    Ok(driver)
+}
+
+/// One snapshot, then commits, then a second snapshot, which replaces the first.
+pub fn second_snapshot(bench: &mut Bench) -> Result<Driver, Error> {
+    let driver = bench.new_store();
+    let store = driver.open()?;
+    // A page with bytes, so that both snapshots have an image.
+    commit_a_long_frame(&driver, &store)?;
+    driver.snapshot(&store)?;
+    let mut writer = Writer::new("more", 3);
+    for _ in 0..5 {
+        driver.commit(&store, &mut writer, Ack::Durable)?;
+    }
+    // Most pages changed, so that the second snapshot does not follow the first.
+    let page = Target::Page(store.pages()?[0].page);
+    let fill = Act::Fill { page, offset: 0, len: 4, pattern: vec![7; 4] };
+    driver.commit_acts(&store, vec![fill], Ack::Durable)?;
+    bench.leave_out(&driver);
+    driver.snapshot(&store)?;
+    driver.commit(&store, &mut writer, Ack::Durable)?;
+    drop(store);
+    Ok(driver)
+}
+
+/// Goes back to a snapshot.
+pub fn restoring(bench: &mut Bench) -> Result<Driver, Error> {
+    let driver = bench.new_store();
+    let store = driver.open()?;
+    commit_durably(&driver, &store, 3)?;
+    let snapshot = driver.snapshot(&store)?;
+    let mut writer = Writer::new("left", 3);
+    for _ in 0..2 {
+        driver.commit(&store, &mut writer, Ack::Durable)?;
+    }
+    bench.leave_out(&driver);
+    driver.restore(&store, snapshot)?;
+    driver.commit(&store, &mut Writer::new("on", 4), Ack::Durable)?;
+    drop(store);
+    Ok(driver)
+}
