@@ -33,7 +33,7 @@ use crate::applier::{Applier, Turn};
 use crate::device::{Command, CommandList, Device, Pending, StagingSpan};
 use crate::disk::Disk;
 use crate::error::{Error, Result};
-use crate::images::{ImageWriter, next_chunk};
+use crate::images::ImageWriter;
 use crate::keeping::{Keeping, KeptTable, entry, unix_ms};
 use crate::log::{Log, SpacePurpose};
 use crate::options::{Budget, Compression};
@@ -41,7 +41,7 @@ use crate::past::Past;
 use crate::point::RestorePoint;
 use crate::poison::Poison;
 use crate::publish::{check_published, publish};
-use crate::runs::{Wanted, prove, read_runs};
+use crate::runs::{prove, read_runs, wanted};
 use crate::source::DiskSource;
 use crate::staging::StagingPool;
 
@@ -128,28 +128,20 @@ impl Restore<'_> {
         for info in pages.iter().filter(|info| info.len > 0) {
             match old.exact_image(info.page) {
                 Some(image) => _ = images.insert(info.page, image),
-                None => stale.push(info),
+                None => stale.push(info.clone()),
             }
         }
         let source = DiskSource::past_cache(self.disk.clone());
-        prove(&source, wanted_images(pages, &images))?;
+        prove(&source, wanted(pages, &images))?;
         if stale.is_empty() {
             return Ok(images);
         }
         let (disk, purpose) = (self.disk.clone(), ImagePurpose::Snapshot);
         let mut writer = ImageWriter::create(disk, self.store, number, purpose, self.compression)?;
-        let mut rest = &stale[..];
-        while !rest.is_empty() {
-            let (chunk, after) = rest.split_at(next_chunk(rest.iter().map(|info| info.len)));
-            rest = after;
-            let contents = chunk.iter().map(|info| old.load(info.page)).collect::<Result<Vec<Vec<u8>>>>()?;
-            let pages: Vec<(&PageInfo, &[u8])> =
-                chunk.iter().copied().zip(contents.iter().map(Vec::as_slice)).collect();
-            let references = writer.write_chunk(&pages)?;
-            images.extend(chunk.iter().map(|info| info.page).zip(references));
-        }
+        let written = writer.write_pages(&stale, |index| Ok(old.load(stale[index].page)?.into()))?;
         writer.sync()?;
         writer.verify()?;
+        images.extend(stale.iter().map(|info| info.page).zip(written));
         Ok(images)
     }
 
@@ -248,10 +240,10 @@ fn overwrite(
     turn.applied.table.replace(point.lsn, pages.iter().cloned(), root.clone());
     turn.applied.table.index_keys().expect("the old state had unique keys");
     turn.applied.point = point;
-    let wanted: HashMap<PageId, &PageInfo> = pages.iter().map(|info| (info.page, info)).collect();
+    let staying: HashMap<PageId, u64> = pages.iter().map(|info| (info.page, info.len)).collect();
     // What goes, goes first: the budget holds for what stays.
     let last_use = turn.submit(CommandList::default())?.fence();
-    let fits = |page: &PageId, len: u64| wanted.get(page).is_some_and(|info| info.len == len);
+    let fits = |page: &PageId, len: u64| staying.get(page) == Some(&len);
     let leaving: Vec<PageId> = turn
         .applied
         .memory
@@ -277,7 +269,6 @@ fn overwrite(
         turn.applied.memory.insert(info.page, memory);
     }
     // Proven before the restore was logged; read again, for it is not kept in memory.
-    let wanted = wanted_images(changed(), images).collect();
     let (mut bytes, mut places) = (Vec::new(), Vec::new());
     let mut upload = |bytes: &mut Vec<u8>, places: &mut Vec<(PageId, usize)>| -> Result<()> {
         let mut staged = staging.take(bytes.len())?;
@@ -291,7 +282,7 @@ fn overwrite(
         in_flight.push_back(turn.submit(CommandList { commands, staging: vec![staged.into_staging()] })?);
         drain(&mut in_flight, IN_FLIGHT_MAX)
     };
-    read_runs(source, wanted, |page, content| {
+    read_runs(source, wanted(changed(), images).collect(), |page, content| {
         places.push((page, bytes.len()));
         bytes.extend_from_slice(content);
         if bytes.len() < UPLOAD_BYTES { Ok(()) } else { upload(&mut bytes, &mut places) }
@@ -300,14 +291,4 @@ fn overwrite(
         upload(&mut bytes, &mut places)?;
     }
     drain(&mut in_flight, 0)
-}
-
-/// The images of these pages, to read.
-fn wanted_images<'a>(
-    pages: impl IntoIterator<Item = &'a PageInfo>,
-    images: &HashMap<PageId, ImageRef>,
-) -> impl Iterator<Item = Wanted> {
-    let image =
-        |info: &PageInfo| Some(Wanted { page: info.page, len: info.len, image: *images.get(&info.page)? });
-    pages.into_iter().filter_map(image)
 }

@@ -1,15 +1,18 @@
 //! Floor 5. Reading many images: in the order of their files, neighbours in one read. A store of tiny pages
 //! would else ask the medium once a page.
 
+use std::borrow::Cow;
+use std::collections::HashMap;
+
 use remanent_format::image::ImageRef;
 use remanent_format::rebuild::check_image;
-use remanent_format::{Damage, Defect, FileName, PageId, ReadAt};
+use remanent_format::{Damage, Defect, FileName, PageId, PageInfo, ReadAt};
 
 use crate::error::Result;
 use crate::source::DiskSource;
 
-/// Images are read in runs of at most this many bytes, unless one is longer.
-const RUN_BYTES: u64 = 4 << 20;
+/// A run is at most this many bytes long, unless its only image is longer.
+pub(crate) const RUN_BYTES: u64 = 4 << 20;
 
 /// An image to read.
 #[derive(Clone, Copy)]
@@ -18,6 +21,72 @@ pub(crate) struct Wanted {
     /// The page's length in bytes.
     pub len: u64,
     pub image: ImageRef,
+}
+
+/// The images of those of these pages that have one, to read.
+pub(crate) fn wanted<'a>(
+    pages: impl IntoIterator<Item = &'a PageInfo>,
+    images: &HashMap<PageId, ImageRef>,
+) -> impl Iterator<Item = Wanted> {
+    let image =
+        |info: &PageInfo| Some(Wanted { page: info.page, len: info.len, image: *images.get(&info.page)? });
+    pages.into_iter().filter_map(image)
+}
+
+/// Images that lie beside each other in one file.
+pub(crate) struct Run<'a> {
+    /// At least one, in the order of the file.
+    images: &'a [Wanted],
+}
+
+/// Sorts images into runs.
+pub(crate) fn runs(wanted: &mut [Wanted]) -> impl Iterator<Item = Run<'_>> {
+    wanted.sort_unstable_by_key(|wanted| (wanted.image.file, wanted.image.offset));
+    let same_run = |first: &ImageRef, image: &ImageRef| {
+        let end = first.offset + RUN_BYTES.max(first.stored_len);
+        image.file == first.file && image.offset + image.stored_len <= end
+    };
+    let mut rest = &*wanted;
+    std::iter::from_fn(move || {
+        let first = rest.first()?.image;
+        let (images, after) =
+            rest.split_at(rest.iter().take_while(|wanted| same_run(&first, &wanted.image)).count());
+        rest = after;
+        Some(Run { images })
+    })
+}
+
+impl Run<'_> {
+    /// Reads the run. What is not there is not allocated.
+    pub fn read(&self, source: &DiskSource) -> Result<Vec<u8>, Damage> {
+        let (first, last) = (&self.images[0].image, &self.images[self.images.len() - 1].image);
+        let file = FileName::Pages(first.file);
+        let at = |defect: Defect| defect.at(file, first.offset);
+        let unreadable = |error: std::io::Error| at(Defect::Unreadable(error.to_string()));
+        let have = source.len(file).map_err(unreadable)?.ok_or_else(|| at(Defect::Missing))?;
+        let needed = last.offset + last.stored_len;
+        if have < needed {
+            return Err(at(Defect::Truncated { needed, have }));
+        }
+        let mut bytes = vec![0; (needed - first.offset) as usize];
+        source.read_at(file, first.offset, &mut bytes).map_err(unreadable)?;
+        Ok(bytes)
+    }
+
+    /// The pages in what [`Run::read`] returned, proven, each with the offset at which it is stored.
+    pub fn pages<'b>(
+        &self,
+        bytes: &'b [u8],
+    ) -> impl Iterator<Item = Result<(PageId, usize, Cow<'b, [u8]>), Damage>> {
+        let start = self.images[0].image.offset;
+        self.images.iter().map(move |Wanted { page, len, image }| {
+            let at = (image.offset - start) as usize;
+            let stored = &bytes[at..at + image.stored_len as usize];
+            let content = image.decode(stored.into(), *len);
+            let content = content.map_err(|defect| defect.at(FileName::Pages(image.file), image.offset))?;
+            Ok((*page, at, content))
+        })
+    }
 }
 
 /// Reads images; `each` gets every page's bytes, proven, in no order that means anything.
@@ -29,24 +98,12 @@ pub(crate) fn read_runs(
     mut wanted: Vec<Wanted>,
     mut each: impl FnMut(PageId, &[u8]) -> Result<()>,
 ) -> Result<()> {
-    wanted.sort_unstable_by_key(|wanted| (wanted.image.file, wanted.image.offset));
-    let mut rest = &wanted[..];
-    while let Some(Wanted { image: first, .. }) = rest.first() {
-        let run_end = first.offset + RUN_BYTES.max(first.stored_len);
-        let in_run =
-            |image: &ImageRef| image.file == first.file && image.offset + image.stored_len <= run_end;
-        let (run, after) = rest.split_at(rest.iter().take_while(|wanted| in_run(&wanted.image)).count());
-        rest = after;
-        let last = &run.last().expect("at least the first").image;
+    for run in runs(&mut wanted) {
         // Once more before it is an error: who overwrites memory cannot go back.
-        let bytes = read_run(source, first, last).or_else(|_| read_run(source, first, last))?;
-        for Wanted { page, len, image } in run {
-            let at = (image.offset - first.offset) as usize;
-            let stored = &bytes[at..at + image.stored_len as usize];
-            let content = image
-                .decode(stored.into(), *len)
-                .map_err(|defect| defect.at(FileName::Pages(image.file), image.offset))?;
-            each(*page, &content)?;
+        let bytes = run.read(source).or_else(|_| run.read(source))?;
+        for page in run.pages(&bytes) {
+            let (page, _, content) = page?;
+            each(page, &content)?;
         }
     }
     Ok(())
@@ -61,19 +118,4 @@ pub(crate) fn prove(source: &DiskSource, wanted: impl IntoIterator<Item = Wanted
         wanted.into_iter().partition(|wanted| wanted.image.stored_len > RUN_BYTES);
     long.iter().try_for_each(|Wanted { image, len, .. }| check_image(source, image, *len))?;
     read_runs(source, short, |_, _| Ok(()))
-}
-
-/// The bytes from one image to another one behind it in the same file. What is not there is not allocated.
-fn read_run(source: &DiskSource, first: &ImageRef, last: &ImageRef) -> Result<Vec<u8>, Damage> {
-    let file = FileName::Pages(first.file);
-    let at = |defect: Defect| defect.at(file, first.offset);
-    let unreadable = |error: std::io::Error| at(Defect::Unreadable(error.to_string()));
-    let have = source.len(file).map_err(unreadable)?.ok_or_else(|| at(Defect::Missing))?;
-    let needed = last.offset + last.stored_len;
-    if have < needed {
-        return Err(at(Defect::Truncated { needed, have }));
-    }
-    let mut bytes = vec![0; (needed - first.offset) as usize];
-    source.read_at(file, first.offset, &mut bytes).map_err(unreadable)?;
-    Ok(bytes)
 }

@@ -12,7 +12,7 @@
 use remanent_format::image::{ImagePurpose, ImageRef};
 use remanent_format::{PageId, PageInfo, Place, StoreId};
 
-use super::{ImageWriter, next_chunk};
+use super::ImageWriter;
 use crate::error::Result;
 use crate::image_files::ImageFiles;
 use crate::options::Compression;
@@ -43,19 +43,10 @@ impl<'a> WrittenAhead<'a> {
         let mut writer = writer.inspect_err(|_| files.forget(file))?;
         // 2.
         let mut ahead = Self { files, file, images: Vec::new(), is_refused: true };
-        let mut rest = pages;
-        while !rest.is_empty() {
-            let (chunk, after) = rest.split_at(next_chunk(rest.iter().map(|(_, bytes)| bytes.len() as u64)));
-            rest = after;
-            // Neither epoch nor Lsn is known before the batch is logged, and an image does not tell the place.
-            let infos: Vec<PageInfo> = chunk
-                .iter()
-                .map(|(page, bytes)| PageInfo::new(*page, bytes.len() as u64, Place::Host))
-                .collect();
-            let images: Vec<(&PageInfo, &[u8])> =
-                infos.iter().zip(chunk).map(|(info, (_, bytes))| (info, *bytes)).collect();
-            ahead.images.extend(writer.write_chunk(&images)?);
-        }
+        // Neither epoch nor Lsn is known before the batch is logged, and an image does not tell the place.
+        let info = |(page, bytes): &(PageId, &[u8])| PageInfo::new(*page, bytes.len() as u64, Place::Host);
+        let infos: Vec<PageInfo> = pages.iter().map(info).collect();
+        ahead.images = writer.write_pages(&infos, |index| Ok(pages[index].1.into()))?;
         writer.sync()?;
         Ok(ahead)
     }

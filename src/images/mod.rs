@@ -5,6 +5,7 @@
 mod ahead;
 mod compress;
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use remanent_format::image::{
@@ -71,6 +72,25 @@ impl ImageWriter {
                 Err(no_space(number, IMAGE_HEADER_BLOCK, error))
             }
         }
+    }
+
+    /// Writes pages, none of them empty, chunk by chunk: `load` gives the bytes of each, by its index. No more
+    /// than a chunk of them is held at a time. The references come back in the same order.
+    pub fn write_pages<'b>(
+        &mut self,
+        pages: &[PageInfo],
+        mut load: impl FnMut(usize) -> Result<Cow<'b, [u8]>>,
+    ) -> Result<Vec<ImageRef>> {
+        let mut references = Vec::with_capacity(pages.len());
+        while references.len() < pages.len() {
+            let first = references.len();
+            let count = next_chunk(pages[first..].iter().map(|info| info.len));
+            let contents = (first..first + count).map(&mut load).collect::<Result<Vec<_>>>()?;
+            let chunk: Vec<(&PageInfo, &[u8])> =
+                pages[first..].iter().zip(contents.iter().map(Cow::as_ref)).collect();
+            references.extend(self.write_chunk(&chunk)?);
+        }
+        Ok(references)
     }
 
     /// Writes one chunk of images; the references come back in the same order.

@@ -31,13 +31,13 @@ use super::opening::{Predecessor, begin, random};
 use super::{check_directory, start_over};
 use crate::disk::Disk;
 use crate::error::{Error, Result};
-use crate::images::{ImageWriter, next_chunk};
+use crate::images::ImageWriter;
 use crate::keeping::{entry, unix_ms};
 use crate::log::SegmentPool;
 use crate::options::{Compression, Create};
 use crate::past::Past;
 use crate::publish::{check_published, publish};
-use crate::runs::{Wanted, prove};
+use crate::runs::{prove, wanted};
 use crate::source::DiskSource;
 
 /// The temporary name of STORE; [`publish`] gives it the same one.
@@ -169,28 +169,18 @@ fn write_images(
     mut images: HashMap<PageId, ImageRef>,
     number: u64,
 ) -> Result<HashMap<PageId, ImageRef>> {
-    let image =
-        |info: &PageInfo| Some(Wanted { page: info.page, len: info.len, image: *images.get(&info.page)? });
-    prove(&DiskSource::past_cache(target.clone()), past.table().pages().filter_map(image))?;
-    let rest: Vec<&PageInfo> =
-        past.table().pages().filter(|info| info.len > 0 && !images.contains_key(&info.page)).collect();
-    let mut rest = &rest[..];
+    prove(&DiskSource::past_cache(target.clone()), wanted(past.table().pages(), &images))?;
+    let is_missing = |info: &&PageInfo| info.len > 0 && !images.contains_key(&info.page);
+    let rest: Vec<PageInfo> = past.table().pages().filter(is_missing).cloned().collect();
     if rest.is_empty() {
         target.sync_folder(Folder::Pages)?;
         return Ok(images);
     }
     let (purpose, compression) = (ImagePurpose::Snapshot, Compression::default());
     let mut writer = ImageWriter::create(target.clone(), store, number, purpose, compression)?;
-    while !rest.is_empty() {
-        let (chunk, after) = rest.split_at(next_chunk(rest.iter().map(|info| info.len)));
-        rest = after;
-        let contents = chunk.iter().map(|info| past.load(info.page)).collect::<Result<Vec<Vec<u8>>>>()?;
-        let pages: Vec<(&PageInfo, &[u8])> =
-            chunk.iter().copied().zip(contents.iter().map(Vec::as_slice)).collect();
-        let references = writer.write_chunk(&pages)?;
-        images.extend(chunk.iter().map(|info| info.page).zip(references));
-    }
+    let written = writer.write_pages(&rest, |index| Ok(past.load(rest[index].page)?.into()))?;
     writer.sync()?;
     writer.verify()?;
+    images.extend(rest.iter().map(|info| info.page).zip(written));
     Ok(images)
 }

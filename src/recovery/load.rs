@@ -4,7 +4,6 @@
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap, VecDeque};
-use std::io;
 
 use remanent_format::apply::apply;
 use remanent_format::frame::FrameKind;
@@ -13,17 +12,16 @@ use remanent_format::manifest::Manifest;
 use remanent_format::op::decode_payload;
 use remanent_format::rebuild::{Resolution, Survey, load_base};
 use remanent_format::replay::Base;
-use remanent_format::{Defect, FileName, LogPoint, Lsn, PageId, ReadAt};
+use remanent_format::{Defect, FileName, LogPoint, Lsn, PageId};
 
 use super::Recovery;
 use crate::applier::{ListBuilder, stage_aside};
 use crate::arena::{Arena, PageMemory};
 use crate::device::{Command, CommandList, Lane, Pending, StagingSpan};
 use crate::error::Result;
+use crate::runs::{RUN_BYTES, Wanted, runs};
 use crate::source::DiskSource;
 
-/// Images are read in runs of at most this many bytes, unless one is longer.
-const RUN_BYTES: u64 = 4 << 20;
 /// Lists in flight while loading.
 const IN_FLIGHT_MAX: usize = 8;
 /// Replayed deltas are submitted when their payloads reach this many bytes.
@@ -130,44 +128,20 @@ impl Loader<'_> {
                 _ if base.resized => {
                     self.on_host.insert(page, load_base(source, base)?);
                 }
-                Some(image) => images.push((image, page, base.len)),
+                Some(image) => images.push(Wanted { page, len: base.len, image }),
                 None => self.list.zero(self.memory[&page].span()),
             }
         }
-        images.sort_unstable_by_key(|(image, ..)| (image.file, image.offset));
-        let mut rest = &images[..];
-        while let Some((first, ..)) = rest.first() {
-            let run_end = first.offset + RUN_BYTES.max(first.stored_len);
-            let count = rest
-                .iter()
-                .take_while(|(image, ..)| {
-                    image.file == first.file && image.offset + image.stored_len <= run_end
-                })
-                .count();
-            let (run, after) = rest.split_at(count);
-            rest = after;
-            let (last, ..) = run.last().expect("at least the first");
-            let file = FileName::Pages(first.file);
-            let mut bytes = vec![0; (last.offset + last.stored_len - first.offset) as usize];
-            let unreadable = |error: io::Error| Defect::Unreadable(error.to_string()).at(file, first.offset);
-            let len = source.len(file).map_err(unreadable)?.unwrap_or(0);
-            if len < first.offset + bytes.len() as u64 {
-                let needed = first.offset + bytes.len() as u64;
-                return Err(Defect::Truncated { needed, have: len }.at(file, first.offset).into());
-            }
-            source
-                .read_at(file, first.offset, &mut bytes)
-                .map_err(|error| Defect::Unreadable(error.to_string()).at(file, first.offset))?;
+        for run in runs(&mut images) {
+            let bytes = run.read(source)?;
             // Pages that are stored as they are go up from where they were read; what is compressed is
             // gathered elsewhere.
             let (mut stored, mut decoded, mut decoded_bytes) = (Vec::new(), Vec::new(), Vec::new());
-            for (image, page, len) in run {
-                let at = (image.offset - first.offset) as usize;
-                let payload = &bytes[at..at + image.stored_len as usize];
-                match image.decode(payload.into(), *len).map_err(|defect| defect.at(file, image.offset))? {
-                    Cow::Borrowed(_) => stored.push((*page, at)),
-                    Cow::Owned(content) => {
-                        decoded.push((*page, decoded_bytes.len()));
+            for page in run.pages(&bytes) {
+                match page? {
+                    (page, at, Cow::Borrowed(_)) => stored.push((page, at)),
+                    (page, _, Cow::Owned(content)) => {
+                        decoded.push((page, decoded_bytes.len()));
                         decoded_bytes.extend_from_slice(&content);
                         if decoded_bytes.len() as u64 >= RUN_BYTES {
                             self.upload(&decoded_bytes, &decoded)?;
