@@ -31,7 +31,6 @@ fn main() {
     latency(&plan, &root);
     logged_cost(&plan, &root);
     opening(&plan, &root);
-    snapshots(&plan, &root);
 }
 
 /// How much is measured.
@@ -264,45 +263,6 @@ fn large_store(plan: &Plan, root: &Path) -> (tempfile::TempDir, Store, Vec<PageI
         pages.extend(store.commit(batch).unwrap().pages);
     }
     (directory, store, pages)
-}
-
-/// A snapshot of a store of which one page in a hundred changed, beside one that writes every page.
-fn snapshots(plan: &Plan, root: &Path) {
-    let (directory, store, pages) = large_store(plan, root);
-    // Image files grow by what a snapshot writes, and every manifest is a file of its own.
-    let written = |before: &[PathBuf]| -> u64 {
-        let new = files(directory.path()).into_iter().filter(|path| !before.contains(path));
-        new.filter(|path| !path.parent().unwrap().ends_with("log"))
-            .map(|path| path.metadata().unwrap().len())
-            .sum()
-    };
-    let take = || {
-        let (before, started) = (files(directory.path()), Instant::now());
-        store.snapshot().unwrap();
-        (started.elapsed().as_secs_f64(), written(&before))
-    };
-    let (full_time, full_bytes) = take();
-    let (mut times, mut bytes) = (Vec::new(), Vec::new());
-    for round in 0..plan.rounds {
-        for page in pages.iter().skip(round).step_by(100) {
-            let mut batch = store.batch();
-            batch.write(*page, 0, &[round as u8; 64]);
-            store.commit(batch).unwrap();
-        }
-        store.wait_durable(store.lsn()).unwrap();
-        let (time, written) = take();
-        times.push(time);
-        bytes.push(written as f64);
-    }
-    let (time, written) = (median(times), median(bytes) as u64);
-    println!("\nsnapshot of {} pages of {PAGE_LEN} bytes, verified", plan.pages);
-    println!("  every page{:>44} KiB{:>9.3} s", full_bytes >> 10, full_time);
-    println!(
-        "  1 % changed{:>43} KiB{time:>9.3} s{:>9.4} x the bytes{:>8.4} x the time",
-        written >> 10,
-        written as f64 / full_bytes as f64,
-        time / full_time
-    );
 }
 
 /// Opens a large store, as a share of reading its files from the first to the last byte.
