@@ -13,7 +13,8 @@
 //
 // Bytes moved: dense, twice the length. Fill, the length. Masked, the bitmap, and for every sixteen bytes
 // with a bit set their values, their old content unless all bits are set, and their new content. Sparse,
-// four bytes an index, the values, and one sector of 32 bytes read and written an element at worst.
+// four bytes an index, the values, and one sector of 32 bytes read and written an element at worst. Picked,
+// the same, with the sector only read.
 
 #include "common.cuh"
 
@@ -360,6 +361,33 @@ __device__ __forceinline__ void apply_sparse(const PieceRow &piece, u64 begin, u
     }
 }
 
+// Elements `begin` to `end` of the target, each from where its index says.
+template <u32 THREADS, u32 WIDTH>
+__device__ __forceinline__ void pick_elements(u8 *target, const u8 *indices, const u8 *source, u64 begin, u64 end,
+                                              u32 thread) {
+    const bool whole = aligned(u64(indices), 0, 4);
+#pragma unroll 1
+    for (u64 i = begin + thread; i < end; i += THREADS) {
+        const u8 *bytes = indices + 4 * i;
+        const u64 index = whole ? *reinterpret_cast<const u32 *>(bytes)
+                                : bytes[0] | u32(bytes[1]) << 8 | u32(bytes[2]) << 16 | u32(bytes[3]) << 24;
+        copy_element<WIDTH>(target + i * WIDTH, source + index * WIDTH);
+    }
+}
+
+template <u32 THREADS>
+__device__ __forceinline__ void pick(const PieceRow &piece, u64 begin, u64 end, u32 thread) {
+    u8 *target = at<u8>(piece.target);
+    const u8 *indices = at<u8>(piece.payload), *source = at<u8>(piece.values);
+    switch (piece.width) {
+    case 1: return pick_elements<THREADS, 1>(target, indices, source, begin, end, thread);
+    case 2: return pick_elements<THREADS, 2>(target, indices, source, begin, end, thread);
+    case 4: return pick_elements<THREADS, 4>(target, indices, source, begin, end, thread);
+    case 8: return pick_elements<THREADS, 8>(target, indices, source, begin, end, thread);
+    default: return pick_elements<THREADS, 16>(target, indices, source, begin, end, thread);
+    }
+}
+
 template <u32 THREADS>
 __device__ __forceinline__ void apply(const PartRow &part, const PieceRow *pieces, u32 thread) {
     for (u32 i = 0; i < part.piece_count; i++) {
@@ -377,6 +405,7 @@ __device__ __forceinline__ void apply(const PartRow &part, const PieceRow *piece
             break;
         case PIECE_MASKED: apply_masked<THREADS>(piece, begin, end, thread); break;
         case PIECE_SPARSE: apply_sparse<THREADS>(piece, begin, end, thread); break;
+        case PIECE_PICK: pick<THREADS>(piece, begin, end, thread); break;
         default: fill<THREADS>(at<u8>(piece.target), piece.payload, piece.values, begin, end, thread); break;
         }
     }

@@ -25,6 +25,7 @@ constexpr u32 PIECE_DENSE = 0;
 constexpr u32 PIECE_MASKED = 1;
 constexpr u32 PIECE_SPARSE = 2;
 constexpr u32 PIECE_FILL = 3;
+constexpr u32 PIECE_PICK = 4;
 
 struct PartRow {
     u32 piece_first;
@@ -64,7 +65,6 @@ struct DiffRow {
     u32 width;
 };
 static_assert(sizeof(DiffRow) == 32, "DiffRow");
-
 
 struct CompareRow {
     u64 left;

@@ -8,7 +8,7 @@
 //! each memory has its own lock, so lanes run side by side; and no command waits for a memory's
 //! lock while it holds another memory's for writing, so they cannot block each other for good.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt::Display;
 use std::ops::Range;
 use std::sync::Arc;
@@ -18,8 +18,8 @@ use parking_lot::{Mutex, RwLock};
 use remanent_format::{Place, Width};
 
 use super::{
-    Command, CommandList, Device, Fence, Lane, MemoryId, Payload, Pending, Piece, PieceKind, RawStream, Span,
-    Staging, StagingSpan,
+    Command, CommandList, Device, Fence, INDEX_OUT_OF_BOUNDS, INDEX_TWICE, IndexList, Lane, MemoryId,
+    Payload, Pending, Piece, PieceKind, RawStream, Span, Staging, StagingSpan,
 };
 use crate::error::{Error, Result};
 
@@ -103,6 +103,10 @@ impl HostDevice {
                 self.diff(left, right, width, staged_mut(staging, target));
             }
             Command::Crc { sources, target } => self.crc(&sources, staged_mut(staging, target)),
+            Command::Pick { source, width, indices, target } => {
+                self.pick(source, width, staged(staging, indices), target);
+            }
+            Command::Validate { lists, target } => self.validate(&lists, staged_mut(staging, target)),
         }
     }
 
@@ -201,6 +205,42 @@ impl HostDevice {
         for (source, sum) in sources.iter().zip(target.chunks_exact_mut(4)) {
             let memory = self.memory(source.memory);
             sum.copy_from_slice(&crc32fast::hash(bytes_of(&memory.read(), *source)).to_le_bytes());
+        }
+    }
+
+    /// Picks into memory of its own, so that only one memory is locked at a time.
+    fn pick(&self, source: Span, width: Width, indices: &[u8], target: Span) {
+        let bound = elements(source.len as usize, width);
+        assert_eq!(indices.len(), 4 * elements(target.len as usize, width), "one index for each element");
+        assert!(!overlap(source, target), "picked from and to overlapping ranges: {source:?}, {target:?}");
+        let mut picked = Vec::with_capacity(target.len as usize);
+        let memory = self.memory(source.memory);
+        let bytes = memory.read();
+        let source = bytes_of(&bytes, source);
+        for index in indices.chunks_exact(4).map(index_of) {
+            assert!(index < bound, "an index that is not within its range");
+            picked.extend_from_slice(&source[index * width.bytes()..][..width.bytes()]);
+        }
+        drop(bytes);
+        self.upload(&picked, target);
+    }
+
+    fn validate(&self, lists: &[IndexList], target: &mut [u8]) {
+        assert_eq!(target.len(), 4 * lists.len(), "the length of a validation's target");
+        for (IndexList { indices, bound }, found) in lists.iter().zip(target.chunks_exact_mut(4)) {
+            assert!(indices.offset.is_multiple_of(4) && indices.len.is_multiple_of(4), "whole indices");
+            let memory = self.memory(indices.memory);
+            let bytes = memory.read();
+            let mut seen = HashSet::new();
+            let mut wrong = 0;
+            for index in bytes_of(&bytes, *indices).chunks_exact(4).map(index_of) {
+                if index as u64 >= *bound {
+                    wrong |= INDEX_OUT_OF_BOUNDS;
+                } else if !seen.insert(index) {
+                    wrong |= INDEX_TWICE;
+                }
+            }
+            found.copy_from_slice(&wrong.to_le_bytes());
         }
     }
 }
@@ -310,9 +350,14 @@ fn merge_masked(target: &mut [u8], mask: &[u8], bytes: &[u8], width: Width) {
 fn merge_sparse(target: &mut [u8], indices: &[u8], values: &[u8], width: Width) {
     let width = width.bytes();
     for (position, index) in indices.chunks_exact(4).enumerate() {
-        let index = u32::from_le_bytes([index[0], index[1], index[2], index[3]]) as usize;
+        let index = index_of(index);
         target[index * width..][..width].copy_from_slice(&values[position * width..][..width]);
     }
+}
+
+/// A little-endian u32.
+fn index_of(bytes: &[u8]) -> usize {
+    u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]) as usize
 }
 
 /// How many elements a range has; panics if the last one is not whole.

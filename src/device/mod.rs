@@ -125,11 +125,14 @@ pub enum Lane {
     Drain,
     /// What waits for callers' streams, which may stand still: nothing else ever waits for it.
     Callers,
+    /// What a committer gathers, proves and sums before it is logged: in nobody's way, behind nobody's bulk
+    /// copies.
+    Stage,
 }
 
 impl Lane {
     /// All of them, in the order of their numbers.
-    pub const ALL: [Self; 3] = [Self::Apply, Self::Drain, Self::Callers];
+    pub const ALL: [Self; 4] = [Self::Apply, Self::Drain, Self::Callers, Self::Stage];
 }
 
 /// A point in a lane: passed when every list up to it is done.
@@ -231,7 +234,41 @@ pub enum Command {
         /// Where the sums go.
         target: StagingSpan,
     },
+    /// Single elements, one after the other: element `i` of the target is the one of `source` that index `i`
+    /// names.
+    Pick {
+        /// From.
+        source: Span,
+        /// The elements' width; both lengths are multiples of it.
+        width: Width,
+        /// Little-endian u32 indices into `source`, one for each element of `target`.
+        indices: StagingSpan,
+        /// To; not overlapping the source.
+        target: Span,
+    },
+    /// Looks at indices that only the device has seen: for each list four little-endian bytes, the sum of
+    /// [`INDEX_OUT_OF_BOUNDS`] and [`INDEX_TWICE`] as they are found, 0 if all indices are good.
+    Validate {
+        /// What to look at.
+        lists: Vec<IndexList>,
+        /// Where the findings go.
+        target: StagingSpan,
+    },
 }
+
+/// Indices in page memory, all of which should be different and below a bound.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IndexList {
+    /// Little-endian u32 indices; offset and length are multiples of 4.
+    pub indices: Span,
+    /// How many elements there are.
+    pub bound: u64,
+}
+
+/// An index is not below its bound.
+pub const INDEX_OUT_OF_BOUNDS: u32 = 1;
+/// An index is in its list twice.
+pub const INDEX_TWICE: u32 = 2;
 
 /// One delta: bytes from a staging (or from page memory) merged into a range of page memory.
 #[derive(Clone, Debug)]

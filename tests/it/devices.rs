@@ -10,8 +10,8 @@ use remanent::device::faulty::{DeviceCall, Fault, FaultyDevice};
 use remanent::device::host::HostDevice;
 use remanent::device::late::{LateDevice, POISON};
 use remanent::device::{
-    Command, CommandList, Device, Fence, Lane, MemoryId, Payload, Pending, Piece, PieceKind, RawStream, Span,
-    Staging, StagingMemory, StagingSpan,
+    Command, CommandList, Device, Fence, IndexList, Lane, MemoryId, Payload, Pending, Piece, PieceKind,
+    RawStream, Span, Staging, StagingMemory, StagingSpan,
 };
 use remanent::{Error, Place, Remedy, Width};
 
@@ -87,6 +87,11 @@ fn ranges_that_break_the_contract_panic_on(device: Arc<dyn Device>) {
         payload: Payload::Staging { index: 0, offset: 0 },
         kind: PieceKind::Sparse { width: Width::W4, count: usize::from(index > 0), values_at: 4 },
     };
+    let pick = |indices, target| Command::Pick { source: ok, width: Width::W4, indices, target };
+    let validate = |offset, found_len| Command::Validate {
+        lists: vec![IndexList { indices: span(memory, offset, 8), bound: 9 }],
+        target: staged(found_len),
+    };
     let rows: Vec<(&str, Command)> = vec![
         ("past the end", fill(span(memory, 60, 5), 0)),
         ("empty, past the end", fill(span(memory, 65, 0), 0)),
@@ -107,6 +112,10 @@ fn ranges_that_break_the_contract_panic_on(device: Arc<dyn Device>) {
         ),
         ("sums for fewer ranges than there are", Command::Crc { sources: vec![ok, ok], target: staged(4) }),
         ("an index past the range", Command::Apply { pieces: vec![sparse(4)] }),
+        ("a picked index past the range", pick(staged(4), span(other, 0, 4))),
+        ("indices for fewer elements than there are", pick(staged(4), span(other, 0, 8))),
+        ("findings for more lists than there are", validate(0, 8)),
+        ("indices off their boundary", validate(2, 4)),
     ];
     for (name, command) in rows {
         let mut staging = device.staging(32).unwrap();

@@ -112,6 +112,7 @@ fn host_and_kernels_agree_on_constants() {
         ("PIECE_MASKED", abi::PIECE_MASKED.to_string()),
         ("PIECE_SPARSE", abi::PIECE_SPARSE.to_string()),
         ("PIECE_FILL", abi::PIECE_FILL.to_string()),
+        ("PIECE_PICK", abi::PIECE_PICK.to_string()),
         ("MASK_STEPS", abi::MASK_STEPS.to_string()),
         ("CRC_FIRST", abi::CRC_FIRST.to_string()),
         ("CRC_LAST", abi::CRC_LAST.to_string()),

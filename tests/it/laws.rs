@@ -11,8 +11,8 @@ use std::sync::Arc;
 use remanent::device::host::HostDevice;
 use remanent::device::late::LateDevice;
 use remanent::device::{
-    Command, CommandList, Device, Lane, MemoryId, Payload, Pending, Piece, PieceKind, Span, Staging,
-    StagingSpan,
+    Command, CommandList, Device, IndexList, Lane, MemoryId, Payload, Pending, Piece, PieceKind, Span,
+    Staging, StagingSpan,
 };
 use remanent::{Place, Width};
 
@@ -77,6 +77,13 @@ fn the_model_agrees_with_hand_made_results() {
     let (left, right) = halves(3, 3);
     let diff = Command::Diff { left, right, width: Width::W1, target: to(1) };
     check("diff", &[1, 2, 3, 1, 0, 9], &[0xFF], diff, &[1, 2, 3, 1, 0, 9], &[0b110]);
+    let two = Span { len: 2, ..right };
+    let pick = Command::Pick { source: left, width: Width::W1, indices: to(8), target: two };
+    check("pick", &[1, 2, 3, 4, 5, 6], &[2, 0, 0, 0, 0, 0, 0, 0], pick, &[1, 2, 3, 3, 1, 6], &[]);
+    let list = |bound| IndexList { indices: whole(12), bound };
+    let validate = Command::Validate { lists: vec![list(8), list(7)], target: to(8) };
+    let indices = [7, 0, 0, 0, 3, 0, 0, 0, 3, 0, 0, 0];
+    check("validation", &indices, &[9; 8], validate, &indices, &[2, 0, 0, 0, 3, 0, 0, 0]);
     // The check value that CRC-32 is known by.
     let crc = Command::Crc { sources: vec![whole(9)], target: to(4) };
     check("checksum", b"123456789", &[0; 4], crc, b"123456789", &0xCBF4_3926_u32.to_le_bytes());
@@ -201,6 +208,13 @@ fn named(command: &Command, ids: &[MemoryId]) -> Command {
         }
         Command::Crc { sources, target } => {
             Command::Crc { sources: sources.iter().map(on).collect(), target: *target }
+        }
+        Command::Pick { source, width, indices, target } => {
+            Command::Pick { source: on(source), width: *width, indices: *indices, target: on(target) }
+        }
+        Command::Validate { lists, target } => {
+            let list = |list: &IndexList| IndexList { indices: on(&list.indices), ..*list };
+            Command::Validate { lists: lists.iter().map(list).collect(), target: *target }
         }
     }
 }

@@ -14,6 +14,8 @@
 
 use remanent_format::Width;
 
+use crate::device::{INDEX_OUT_OF_BOUNDS, INDEX_TWICE};
+
 /// One delta, fill or copy. [`APPLY_BY_WARP`] and [`APPLY_BY_BLOCK`] read it through a [`PartRow`].
 ///
 /// Copying is a dense piece whatever the direction: uploads and downloads of mapped pinned memory, copies
@@ -23,16 +25,17 @@ use remanent_format::Width;
 pub struct PieceRow {
     /// Address of the range concerned. Any alignment.
     pub target: u64,
-    /// Dense: address of the bytes. Masked: of the bitmap. Sparse: of the indices, u32 little-endian.
+    /// Dense: address of the bytes. Masked: of the bitmap. Sparse and pick: of the indices, u32 little-endian.
     /// Fill: bytes 0 to 8 of the pattern, repeated to sixteen bytes.
     pub payload: u64,
-    /// Masked and sparse: address of the elements' bytes. Fill: bytes 8 to 16 of the pattern.
+    /// Masked and sparse: address of the elements' bytes. Pick: of the range that they come from. Fill: bytes 8 to 16 of the pattern.
     pub values: u64,
-    /// Steps of work: bytes for dense and fill, elements of the range for masked, indices for sparse.
+    /// Steps of work: bytes for dense and fill, elements of the range for masked, indices for sparse
+    /// and pick.
     pub steps: u64,
     /// One of the `PIECE_` constants.
     pub kind: u32,
-    /// The element's width in bytes: 1, 2, 4, 8 or 16. Masked and sparse only.
+    /// The element's width in bytes: 1, 2, 4, 8 or 16. 1 for dense and fill.
     pub width: u32,
     /// 0.
     pub reserved: u64,
@@ -46,6 +49,8 @@ pub const PIECE_MASKED: u32 = 1;
 pub const PIECE_SPARSE: u32 = 2;
 /// A pattern is repeated over the target.
 pub const PIECE_FILL: u32 = 3;
+/// Elements at the indices are copied to the target, one after the other.
+pub const PIECE_PICK: u32 = 4;
 
 impl PieceRow {
     /// `len` bytes at `payload` replace those at `target`.
@@ -66,6 +71,12 @@ impl PieceRow {
     pub const fn sparse(target: u64, indices: u64, values: u64, count: u64, width: Width) -> Self {
         let width = width.bytes() as u32;
         Self { target, payload: indices, values, steps: count, kind: PIECE_SPARSE, width, reserved: 0 }
+    }
+
+    /// The elements of `source` at `count` `indices`, one after the other, become the target.
+    #[must_use]
+    pub const fn pick(target: u64, indices: u64, source: u64, count: u64, width: Width) -> Self {
+        Self { kind: PIECE_PICK, ..Self::sparse(target, indices, source, count, width) }
     }
 
     /// The first `width` bytes of `pattern`, again and again over `len` bytes.
@@ -167,6 +178,9 @@ pub struct DiffRow {
 /// What a row of [`DIFF`] or [`COMPARE`] should not exceed, so that enough blocks share a long range.
 pub const DIFF_LEN_MAX: u32 = 64 << 10;
 
+/// What a row of [`VALIDATE`] should not exceed, so that enough blocks share a long list.
+pub const INDEX_COUNT_MAX: u64 = 16 << 10;
+
 /// Two ranges, or two cuts of longer ones, that [`COMPARE`] compares.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -206,9 +220,9 @@ pub struct IndexRow {
 }
 
 /// An index is not below the bound.
-pub const OUT_OF_BOUNDS: u32 = 1;
+pub const OUT_OF_BOUNDS: u32 = INDEX_OUT_OF_BOUNDS;
 /// An index occurs twice.
-pub const TWICE: u32 = 2;
+pub const TWICE: u32 = INDEX_TWICE;
 
 /// The sizes that `kernels/common.cuh` asserts too.
 const _: () = {

@@ -29,7 +29,8 @@ pub(super) struct Timeline {
     /// Stands for one point of a stream while another one is told to wait for it: recorded and taken under the
     /// queue's lock.
     event: Event,
-    memory: Arc<Slabs>,
+    pinned: Arc<Slabs>,
+    on_gpu: Arc<Slabs>,
     queue: Mutex<VecDeque<InFlight>>,
 }
 
@@ -39,8 +40,16 @@ struct InFlight {
     fence: u64,
     /// Held so that a `Pending` that is dropped early frees nothing that the list uses.
     _staging: Arc<ReturnedStaging>,
-    /// Tables and scratch.
-    blocks: Vec<Block>,
+    memory: Used,
+}
+
+/// Memory of a list's own.
+#[derive(Debug, Default)]
+pub(super) struct Used {
+    /// Tables and scratch in pinned memory.
+    pub pinned: Vec<Block>,
+    /// Scratch in the GPU's.
+    pub on_gpu: Option<Block>,
 }
 
 struct Event(CUevent);
@@ -57,11 +66,16 @@ pub(super) struct Turn<'t> {
 }
 
 impl Timeline {
-    /// A new lane; an urgent one goes before others where the GPU can choose. `memory` is pinned.
+    /// A new lane; an urgent one goes before others where the GPU can choose.
     ///
     /// # Errors
     /// `OutOfMemory`, a device error.
-    pub fn new(context: &'static Context, memory: &Arc<Slabs>, urgent: bool) -> Result<Self> {
+    pub fn new(
+        context: &'static Context,
+        pinned: &Arc<Slabs>,
+        on_gpu: &Arc<Slabs>,
+        urgent: bool,
+    ) -> Result<Self> {
         let stream = Arc::new(Stream::new(context, urgent)?);
         let entered = context.enter()?;
         let mut event = std::ptr::null_mut();
@@ -69,11 +83,12 @@ impl Timeline {
         unsafe { entered.create_event(&mut event, NO_TIMING) }.map_err(|code| context.fault(code))?;
         Ok(Self {
             context,
-            fences: Word::new(&stream, memory)?,
-            pieces: Arc::new(Word::new(&stream, memory)?),
+            fences: Word::new(&stream, pinned)?,
+            pieces: Arc::new(Word::new(&stream, pinned)?),
             stream,
             event: Event(event),
-            memory: memory.clone(),
+            pinned: pinned.clone(),
+            on_gpu: on_gpu.clone(),
             queue: Mutex::default(),
         })
     }
@@ -99,7 +114,9 @@ impl Timeline {
         let reached = self.fences.reached();
         while queue.front().is_some_and(|list| list.fence <= reached) {
             let list = queue.pop_front().expect("looked at just now");
-            list.blocks.into_iter().for_each(|block| self.memory.free(block));
+            let Used { pinned, on_gpu } = list.memory;
+            pinned.into_iter().for_each(|block| self.pinned.free(block));
+            on_gpu.into_iter().for_each(|block| self.on_gpu.free(block));
         }
         Turn { lane: self, queue }
     }
@@ -152,27 +169,22 @@ impl Turn<'_> {
     ///
     /// # Errors
     /// A device error. What the list uses is then never freed.
-    pub fn end(
-        mut self,
-        entered: &Entered<'_>,
-        staging: &Arc<ReturnedStaging>,
-        blocks: Vec<Block>,
-    ) -> Result<u64> {
+    pub fn end(mut self, entered: &Entered<'_>, staging: &Arc<ReturnedStaging>, memory: Used) -> Result<u64> {
         match self.lane.fences.count(entered) {
             Ok(fence) => {
-                self.queue.push_back(InFlight { fence, _staging: staging.clone(), blocks });
+                self.queue.push_back(InFlight { fence, _staging: staging.clone(), memory });
                 Ok(fence)
             }
             Err(error) => {
-                self.abandon(staging, blocks);
+                self.abandon(staging, memory);
                 Err(error)
             }
         }
     }
 
     /// Gives up a list of which a part may be queued: what it uses is never freed.
-    pub fn abandon(mut self, staging: &Arc<ReturnedStaging>, blocks: Vec<Block>) {
-        self.queue.push_back(InFlight { fence: u64::MAX, _staging: staging.clone(), blocks });
+    pub fn abandon(mut self, staging: &Arc<ReturnedStaging>, memory: Used) {
+        self.queue.push_back(InFlight { fence: u64::MAX, _staging: staging.clone(), memory });
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::ffi::c_void;
 
-use super::abi::{CRC_CHUNKS, CRC_COMBINE, DIFF, Kernel};
+use super::abi::{CRC_CHUNKS, CRC_COMBINE, DIFF, Kernel, VALIDATE};
 use super::bulk::BulkQueue;
 use super::context::{Context, Entered};
 use super::driver::CUdeviceptr;
@@ -22,6 +22,7 @@ pub(super) struct Layout {
     crcs: usize,
     combines: usize,
     diffs: usize,
+    indices: usize,
     /// Bytes of all tables.
     pub len: usize,
 }
@@ -50,6 +51,7 @@ impl Layout {
             crcs: place(size_of_val(&plan.crcs[..])),
             combines: place(size_of_val(&plan.combines[..])),
             diffs: place(size_of_val(&plan.diffs[..])),
+            indices: place(size_of_val(&plan.indices[..])),
             len,
         }
     }
@@ -61,6 +63,7 @@ impl Layout {
         write_rows(&plan.crcs, tables.address + self.crcs as u64);
         write_rows(&plan.combines, tables.address + self.combines as u64);
         write_rows(&plan.diffs, tables.address + self.diffs as u64);
+        write_rows(&plan.indices, tables.address + self.indices as u64);
     }
 }
 
@@ -97,6 +100,10 @@ impl Launcher<'_> {
                 Step::Diff(range) => {
                     let rows = row(layout.diffs, range.start, size_of_val(&plan.diffs[0]));
                     self.launch(DIFF, rows, range.len() as u32, None)?;
+                }
+                Step::Validate(range) => {
+                    let rows = row(layout.indices, range.start, size_of_val(&plan.indices[0]));
+                    self.launch(VALIDATE, rows, range.len() as u32, None)?;
                 }
                 Step::Up { source, target, len } => self.up(*source, *target, *len)?,
                 Step::Down { source, target, len } => {

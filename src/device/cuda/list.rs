@@ -11,13 +11,15 @@ use std::hash::BuildHasherDefault;
 
 use remanent_format::Width;
 
-use super::abi::PieceRow;
+use super::abi::{IndexRow, PieceRow};
 use super::memory::{Block, Kind};
 use super::plan::{Area, IdHasher, Plan, PlannedPiece, Step, crc_words};
-use crate::device::{Command, MemoryId, Payload, Piece, PieceKind, Span, Staging, StagingSpan};
+use crate::device::{Command, IndexList, MemoryId, Payload, Piece, PieceKind, Span, Staging, StagingSpan};
 
 /// The longest copy between host and GPU that a kernel makes.
 const SHORT_LEN_MAX: u64 = 64 << 10;
+/// Boundary on which each use of scratch on the GPU begins.
+const SCRATCH_ALIGN: u64 = 16;
 
 /// Page memory, by its id.
 pub(super) type Memories = HashMap<MemoryId, Memory, BuildHasherDefault<IdHasher>>;
@@ -39,20 +41,56 @@ pub(super) struct Staged<'s> {
     pub address: u64,
 }
 
-/// Bytes of scratch that a list needs.
-pub(super) fn scratch_len(commands: &[Command]) -> u64 {
-    let words = |command: &Command| match command {
-        Command::Crc { sources, .. } => crc_words(sources.iter().map(|source| source.len)),
-        _ => 0,
-    };
-    4 * commands.iter().map(words).sum::<u64>()
+/// Scratch: bytes of it that a list needs, or addresses from which on it is free.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Scratch {
+    /// In pinned memory.
+    pub pinned: u64,
+    /// In the GPU's own, for what many threads write: bits stored one by one over the bus would take longer
+    /// than what they are about.
+    pub on_gpu: u64,
+}
+
+impl Scratch {
+    /// What a list needs.
+    pub fn needed(commands: &[Command]) -> Self {
+        let mut needed = Self::default();
+        for command in commands {
+            match command {
+                Command::Crc { sources, .. } => {
+                    needed.pinned += 4 * crc_words(sources.iter().map(|source| source.len));
+                }
+                Command::Diff { target, .. } => {
+                    needed.on_gpu += (target.len as u64).next_multiple_of(SCRATCH_ALIGN)
+                }
+                Command::Validate { lists, .. } => needed.on_gpu += validation_len(lists),
+                _ => {}
+            }
+        }
+        needed
+    }
+}
+
+/// Bytes of scratch for looking at lists of indices: one bit an element of each, and the findings.
+fn validation_len(lists: &[IndexList]) -> u64 {
+    let seen: u64 = lists.iter().map(seen_len).sum();
+    seen + (4 * lists.len() as u64).next_multiple_of(SCRATCH_ALIGN)
+}
+
+fn seen_len(list: &IndexList) -> u64 {
+    list.bound.div_ceil(8).next_multiple_of(SCRATCH_ALIGN)
 }
 
 /// Plans a list.
 ///
 /// # Panics
 /// If a range is not within its memory, or ranges that belong together are of different lengths.
-pub(super) fn plan(commands: &[Command], memories: &Memories, staging: &[Staged<'_>], scratch: u64) -> Plan {
+pub(super) fn plan(
+    commands: &[Command],
+    memories: &Memories,
+    staging: &[Staged<'_>],
+    scratch: Scratch,
+) -> Plan {
     let mut planner = Planner { memories, staging, scratch, plan: Plan::default() };
     commands.iter().for_each(|command| planner.command(command));
     planner.plan.flush();
@@ -62,8 +100,8 @@ pub(super) fn plan(commands: &[Command], memories: &Memories, staging: &[Staged<
 struct Planner<'l> {
     memories: &'l Memories,
     staging: &'l [Staged<'l>],
-    /// The next free byte of scratch.
-    scratch: u64,
+    /// The next free bytes of scratch.
+    scratch: Scratch,
     plan: Plan,
 }
 
@@ -77,7 +115,7 @@ impl Planner<'_> {
             Command::Fill { target, pattern, width } => {
                 let _whole = elements(target.len, *width);
                 let row = PieceRow::fill(self.address(*target), *pattern, *width, target.len);
-                self.piece(row, *target, None);
+                self.piece(row, *target, [None; 2]);
             }
             Command::Gather { sources, target } => {
                 for (source, offset) in sources {
@@ -91,6 +129,10 @@ impl Planner<'_> {
             }
             Command::Diff { left, right, width, target } => self.diff(*left, *right, *width, *target),
             Command::Crc { sources, target } => self.crc(sources, *target),
+            Command::Pick { source, width, indices, target } => {
+                self.pick(*source, *width, *indices, *target);
+            }
+            Command::Validate { lists, target } => self.validate(lists, *target),
         }
     }
 
@@ -100,22 +142,28 @@ impl Planner<'_> {
         if len > SHORT_LEN_MAX && self.memories[&target.memory].kind == Kind::Device {
             self.plan.step(Step::Up { source: from, target: to, len });
         } else {
-            self.piece(PieceRow::dense(to, from, len), target, Some(Area::Staging(source.index)));
+            self.piece(PieceRow::dense(to, from, len), target, [Some(Area::Staging(source.index)), None]);
         }
     }
 
     fn download(&mut self, source: Span, target: StagingSpan) {
         assert_eq!(source.len, target.len as u64, "a download between ranges of different lengths");
-        let (from, to, len) = (self.address(source), self.staged(target), source.len);
-        if len > SHORT_LEN_MAX && self.memories[&source.memory].kind == Kind::Device {
-            self.plan.step(Step::Down { source: from, target: to, len });
+        let on_gpu = self.memories.get(&source.memory).is_some_and(|memory| memory.kind == Kind::Device);
+        self.down(self.address(source), Area::Memory(source.memory.0), on_gpu, target);
+    }
+
+    /// Brings bytes to staging.
+    fn down(&mut self, source: u64, area: Area, on_gpu: bool, target: StagingSpan) {
+        let (to, len) = (self.staged(target), target.len as u64);
+        if len > SHORT_LEN_MAX && on_gpu {
+            self.plan.step(Step::Down { source, target: to, len });
             return;
         }
         self.plan.piece(PlannedPiece {
-            row: PieceRow::dense(to, from, len),
+            row: PieceRow::dense(to, source, len),
             target_len: len,
             target: Area::Staging(target.index),
-            source: Some(Area::Memory(source.memory.0)),
+            sources: [Some(area), None],
         });
     }
 
@@ -123,7 +171,7 @@ impl Planner<'_> {
         assert_eq!(source.len, target.len, "a copy between ranges of different lengths");
         assert!(!overlap(source, target), "a copy between overlapping ranges: {source:?}, {target:?}");
         let row = PieceRow::dense(self.address(target), self.address(source), target.len);
-        self.piece(row, target, Some(Area::Memory(source.memory.0)));
+        self.piece(row, target, [Some(Area::Memory(source.memory.0)), None]);
     }
 
     fn apply(&mut self, piece: &Piece) {
@@ -162,7 +210,7 @@ impl Planner<'_> {
             }
         };
         if row.steps > 0 {
-            self.piece(row, piece.target, Some(area));
+            self.piece(row, piece.target, [Some(area), None]);
         }
     }
 
@@ -171,7 +219,48 @@ impl Planner<'_> {
         let bits = elements(left.len, width).div_ceil(8);
         assert_eq!(target.len as u64, bits, "the length of a diff's target");
         let (left, len) = (self.address(left), left.len);
-        self.plan.diff(left, self.address(right), self.staged(target), len, width.bytes() as u64);
+        let bits_at = self.scratch.on_gpu;
+        self.scratch.on_gpu += bits.next_multiple_of(SCRATCH_ALIGN);
+        self.plan.diff(left, self.address(right), bits_at, len, width.bytes() as u64);
+        self.down(bits_at, Area::ScratchOnGpu, true, target);
+    }
+
+    fn pick(&mut self, source: Span, width: Width, indices: StagingSpan, target: Span) {
+        let (bound, count) = (elements(source.len, width), elements(target.len, width));
+        assert_eq!(indices.len as u64, 4 * count, "one index for each element");
+        assert!(!overlap(source, target), "picked from and to overlapping ranges: {source:?}, {target:?}");
+        let indices_at = self.staged(indices);
+        let index_bytes = &self.staging[indices.index].bytes[indices.offset..][..indices.len];
+        assert!(all_below(index_bytes, bound), "an index that is not within its range");
+        let row = PieceRow::pick(self.address(target), indices_at, self.address(source), count, width);
+        let sources = [Area::Staging(indices.index), Area::Memory(source.memory.0)].map(Some);
+        self.piece(row, target, sources);
+    }
+
+    fn validate(&mut self, lists: &[IndexList], target: StagingSpan) {
+        assert_eq!(target.len, 4 * lists.len(), "the length of a validation's target");
+        // The bits of all lists, then the findings: zeroed at one go.
+        let (first, len) = (self.scratch.on_gpu, validation_len(lists));
+        let findings = first + lists.iter().map(seen_len).sum::<u64>();
+        self.scratch.on_gpu += len;
+        self.plan.piece(PlannedPiece {
+            row: PieceRow::fill(first, [0; 16], Width::W1, len),
+            target_len: len,
+            target: Area::ScratchOnGpu,
+            sources: [None; 2],
+        });
+        let rows = self.plan.indices.len();
+        let mut seen = first;
+        for (list, finding) in lists.iter().zip((findings..).step_by(4)) {
+            let IndexList { indices, bound } = *list;
+            assert!(indices.offset.is_multiple_of(4) && indices.len.is_multiple_of(4), "whole indices");
+            let count = indices.len / 4;
+            let indices = self.address(indices);
+            self.plan.index_list(IndexRow { indices, seen, target: finding, bound, count });
+            seen += seen_len(list);
+        }
+        self.plan.validate(rows);
+        self.down(findings, Area::ScratchOnGpu, true, target);
     }
 
     fn crc(&mut self, sources: &[Span], target: StagingSpan) {
@@ -181,21 +270,21 @@ impl Planner<'_> {
             return;
         }
         let extents: Vec<(u64, u64)> = sources.iter().map(|span| (self.address(*span), span.len)).collect();
-        self.plan.crcs(&extents, self.scratch);
+        self.plan.crcs(&extents, self.scratch.pinned);
         // Sums are written on boundaries of four bytes, and go from there to wherever they are wanted.
         let len = target.len as u64;
         self.plan.piece(PlannedPiece {
-            row: PieceRow::dense(staged, self.scratch, len),
+            row: PieceRow::dense(staged, self.scratch.pinned, len),
             target_len: len,
             target: Area::Staging(target.index),
-            source: Some(Area::Scratch),
+            sources: [Some(Area::Scratch), None],
         });
-        self.scratch += 4 * crc_words(sources.iter().map(|source| source.len));
+        self.scratch.pinned += 4 * crc_words(sources.iter().map(|source| source.len));
     }
 
-    fn piece(&mut self, row: PieceRow, target: Span, source: Option<Area>) {
+    fn piece(&mut self, row: PieceRow, target: Span, sources: [Option<Area>; 2]) {
         let area = Area::Memory(target.memory.0);
-        self.plan.piece(PlannedPiece { row, target_len: target.len, target: area, source });
+        self.plan.piece(PlannedPiece { row, target_len: target.len, target: area, sources });
     }
 
     /// Where a span begins. An empty one begins anywhere.

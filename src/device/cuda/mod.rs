@@ -38,9 +38,9 @@ use self::bulk::BulkQueue;
 use self::context::Context;
 use self::driver::Driver;
 use self::functions::Functions;
-use self::lane::Timeline;
+use self::lane::{Timeline, Used};
 use self::launch::{Launcher, Layout};
-use self::list::{Memories, Memory, Staged};
+use self::list::{Memories, Memory, Scratch, Staged};
 use self::memory::{Block, Kind, Slabs};
 use super::{CommandList, Device, Fence, Lane, MemoryId, Pending, RawStream, Staging};
 use crate::error::{Error, Result};
@@ -56,7 +56,7 @@ pub struct CudaDevice {
     functions: &'static Functions,
     memories: RwLock<Memories>,
     memory_next: AtomicU64,
-    on_gpu: Slabs,
+    on_gpu: Arc<Slabs>,
     managed: Slabs,
     /// Pages in host memory, staging and tables.
     pinned: Arc<Slabs>,
@@ -74,17 +74,15 @@ impl CudaDevice {
         let unavailable = |reason| Error::DeviceUnavailable { device: format!("cuda:{ordinal}"), reason };
         let context = Context::of(ordinal).map_err(unavailable)?;
         let pinned = Arc::new(Slabs::new(context, Kind::Pinned, Place::Pinned));
+        let on_gpu = Arc::new(Slabs::new(context, Kind::Device, Place::Device(0)));
+        let lane = |urgent| Timeline::new(context, &pinned, &on_gpu, urgent);
         Ok(Self {
-            lanes: [
-                Timeline::new(context, &pinned, true)?,
-                Timeline::new(context, &pinned, false)?,
-                Timeline::new(context, &pinned, false)?,
-            ],
+            lanes: [lane(true)?, lane(false)?, lane(false)?, lane(true)?],
             bulk: BulkQueue::new(context),
             functions: Functions::of(context).map_err(|error| unavailable(error.to_string()))?,
             memories: RwLock::default(),
             memory_next: AtomicU64::new(1),
-            on_gpu: Slabs::new(context, Kind::Device, Place::Device(0)),
+            on_gpu,
             managed: Slabs::new(context, Kind::Managed, Place::Unified),
             pinned,
             stopped: OnceLock::new(),
@@ -222,21 +220,29 @@ impl Device for CudaDevice {
         }
         let CommandList { commands, staging } = list;
         // 1. Plan, before anything is queued: what breaks the contract panics here.
-        let mut blocks = Vec::new();
-        let scratch_len = list::scratch_len(&commands);
-        let scratch = if scratch_len > 0 { Some(self.block(Kind::Pinned, scratch_len)?) } else { None };
-        let scratch_at = scratch.as_ref().map_or(0, |block| block.address);
-        blocks.extend(scratch);
+        let mut used = Used::default();
+        let needed = Scratch::needed(&commands);
+        let mut scratch = Scratch::default();
+        if needed.pinned > 0 {
+            let block = self.block(Kind::Pinned, needed.pinned)?;
+            scratch.pinned = block.address;
+            used.pinned.push(block);
+        }
+        if needed.on_gpu > 0 {
+            let block = self.block(Kind::Device, needed.on_gpu)?;
+            scratch.on_gpu = block.address;
+            used.on_gpu = Some(block);
+        }
         let staged: Vec<Staged<'_>> =
             staging.iter().map(|bytes| Staged { bytes, address: staging::address_of(bytes) }).collect();
-        let plan = list::plan(&commands, &self.memories.read(), &staged, scratch_at);
+        let plan = list::plan(&commands, &self.memories.read(), &staged, scratch);
         let layout = Layout::of(&plan);
         if layout.len > 0 {
             let tables = self.block(Kind::Pinned, layout.len as u64)?;
             layout.write(&plan, &tables);
-            blocks.push(tables);
+            used.pinned.push(tables);
         }
-        let tables = if layout.len > 0 { blocks.last() } else { None };
+        let tables = if layout.len > 0 { used.pinned.last() } else { None };
 
         // 2. Queue, one list of the lane at a time.
         let returned = Arc::new(Mutex::new(staging));
@@ -253,9 +259,9 @@ impl Device for CudaDevice {
         // 3. The fence behind it. From a failure on, what the list did is not known.
         let queued = launcher.run(&plan, &layout, tables);
         let ended = match queued {
-            Ok(()) => turn.end(&entered, &returned, blocks),
+            Ok(()) => turn.end(&entered, &returned, used),
             Err(error) => {
-                turn.abandon(&returned, blocks);
+                turn.abandon(&returned, used);
                 Err(error)
             }
         };

@@ -18,7 +18,8 @@ use std::ops::Range;
 
 use super::abi::{
     APPLY_BY_BLOCK, APPLY_BY_WARP, CRC_CHUNK_LEN, CRC_FIRST, CRC_LAST, CombineRow, CrcRow, DIFF_LEN_MAX,
-    DiffRow, Kernel, MASK_STEPS, PIECE_MASKED, PIECE_SPARSE, PartRow, PieceRow,
+    DiffRow, INDEX_COUNT_MAX, IndexRow, Kernel, MASK_STEPS, PIECE_MASKED, PIECE_PICK, PIECE_SPARSE, PartRow,
+    PieceRow,
 };
 
 /// Bytes of a part of a long piece: enough for a block to hide the latency of its reads.
@@ -43,8 +44,10 @@ pub(super) enum Area {
     Memory(u64),
     /// The list's staging, by its index.
     Staging(usize),
-    /// Results on their way to staging.
+    /// Results on their way to staging: checksums.
     Scratch,
+    /// Results on their way to staging that many threads write to: in the GPU's own memory.
+    ScratchOnGpu,
 }
 
 /// A piece, with what it touches.
@@ -57,7 +60,7 @@ pub(super) struct PlannedPiece {
     /// Where it writes.
     pub target: Area,
     /// Where it reads, if anywhere.
-    pub source: Option<Area>,
+    pub sources: [Option<Area>; 2],
 }
 
 /// What to do, in the order of one stream. Ranges are of rows in the plan's tables.
@@ -71,6 +74,8 @@ pub(super) enum Step {
     Combine(Range<usize>),
     /// Cuts of comparisons.
     Diff(Range<usize>),
+    /// Cuts of lists of indices.
+    Validate(Range<usize>),
     /// A long copy from host memory to the GPU's.
     Up { source: u64, target: u64, len: u64 },
     /// A long copy from the GPU's memory to the host's.
@@ -86,6 +91,7 @@ pub(super) struct Plan {
     pub crcs: Vec<CrcRow>,
     pub combines: Vec<CombineRow>,
     pub diffs: Vec<DiffRow>,
+    pub indices: Vec<IndexRow>,
     batch: Batch,
 }
 
@@ -141,12 +147,12 @@ impl Plan {
         }
         let batch = &self.batch;
         if batch.read.contains(&piece.target)
-            || piece.source.is_some_and(|area| batch.written.contains(&area))
+            || piece.sources.iter().flatten().any(|area| batch.written.contains(area))
         {
             self.flush();
         }
         self.batch.written.insert(piece.target);
-        self.batch.read.extend(piece.source);
+        self.batch.read.extend(piece.sources.iter().flatten());
         self.batch.pieces.push(piece);
     }
 
@@ -170,6 +176,21 @@ impl Plan {
         }
         if self.diffs.len() > first {
             self.step(Step::Diff(first..self.diffs.len()));
+        }
+    }
+
+    /// Adds the rows that look at one list of indices; [`Plan::validate`] follows the last list's.
+    pub fn index_list(&mut self, list: IndexRow) {
+        for begin in (0..list.count).step_by(INDEX_COUNT_MAX as usize) {
+            let count = (list.count - begin).min(INDEX_COUNT_MAX);
+            self.indices.push(IndexRow { indices: list.indices + 4 * begin, count, ..list });
+        }
+    }
+
+    /// Adds the step that looks at all lists since `first`.
+    pub fn validate(&mut self, first: usize) {
+        if self.indices.len() > first {
+            self.step(Step::Validate(first..self.indices.len()));
         }
     }
 
@@ -295,7 +316,7 @@ fn at(stages: &mut Vec<Stage>, stage: usize) -> &mut Stage {
 /// Bytes that a piece moves, roughly.
 fn moved(piece: &PlannedPiece) -> u64 {
     match piece.row.kind {
-        PIECE_SPARSE => piece.row.steps * SECTOR_BYTES,
+        PIECE_SPARSE | PIECE_PICK => piece.row.steps * SECTOR_BYTES,
         PIECE_MASKED => piece.row.steps * u64::from(piece.row.width),
         _ => piece.row.steps,
     }
@@ -386,7 +407,7 @@ mod tests {
             let mut place = |area: u64| area * AREA + below(AREA - len);
             let row = PieceRow::dense(place(target), place(source), len);
             let area = |number| if number < 2 { Area::Memory(number) } else { Area::Staging(0) };
-            PlannedPiece { row, target_len: len, target: area(target), source: Some(area(source)) }
+            PlannedPiece { row, target_len: len, target: area(target), sources: [Some(area(source)), None] }
         };
         (0..count).map(piece).collect()
     }
@@ -424,7 +445,8 @@ mod tests {
 
     fn dense(target: u64, len: u64) -> PlannedPiece {
         let row = PieceRow::dense(target, 1 << 40, len);
-        PlannedPiece { row, target_len: len, target: Area::Memory(0), source: Some(Area::Staging(0)) }
+        let sources = [Some(Area::Staging(0)), None];
+        PlannedPiece { row, target_len: len, target: Area::Memory(0), sources }
     }
 
     fn planned(pieces: &[PlannedPiece]) -> Plan {
@@ -447,8 +469,11 @@ mod tests {
         let zeroed_and_written = planned(&[dense(0, 10 << 20), dense(0, 10 << 20)]);
         assert_eq!((zeroed_and_written.steps.len(), zeroed_and_written.parts.len()), (2, 640));
         // What is read after it was written waits.
-        let download =
-            PlannedPiece { target: Area::Staging(1), source: Some(Area::Memory(0)), ..dense(1 << 41, 8) };
+        let download = PlannedPiece {
+            target: Area::Staging(1),
+            sources: [Some(Area::Memory(0)), None],
+            ..dense(1 << 41, 8)
+        };
         assert_eq!(launches(&[dense(0, 8), download]), 2);
         assert_eq!(launches(&[]), 0);
     }

@@ -345,6 +345,8 @@ fn page_spans(commands: &[Command]) -> Vec<Span> {
             }
             Command::Diff { left, right, .. } => spans.extend([*left, *right]),
             Command::Crc { sources, .. } => spans.extend(sources),
+            Command::Pick { source, target, .. } => spans.extend([*source, *target]),
+            Command::Validate { lists, .. } => spans.extend(lists.iter().map(|list| list.indices)),
         }
     }
     spans
@@ -364,9 +366,11 @@ fn staged_spans(commands: &[Command]) -> (Vec<StagingSpan>, Vec<StagingSpan>) {
     for command in commands {
         match command {
             Command::Upload { source, .. } => read.push(*source),
-            Command::Download { target, .. } | Command::Diff { target, .. } | Command::Crc { target, .. } => {
-                written.push(*target);
-            }
+            Command::Pick { indices, .. } => read.push(*indices),
+            Command::Download { target, .. }
+            | Command::Diff { target, .. }
+            | Command::Crc { target, .. }
+            | Command::Validate { target, .. } => written.push(*target),
             Command::Apply { pieces } => read.extend(pieces.iter().flat_map(payload_spans)),
             Command::Copy { .. }
             | Command::Fill { .. }

@@ -1,7 +1,7 @@
 //! The table of cases, and cases drawn at random.
 
 use remanent::Width;
-use remanent::device::{Command, Lane, MemoryId, Payload, Piece, PieceKind, Span, StagingSpan};
+use remanent::device::{Command, IndexList, Lane, MemoryId, Payload, Piece, PieceKind, Span, StagingSpan};
 
 use super::model::{Case, CaseList};
 
@@ -31,6 +31,8 @@ pub fn table() -> Vec<Case> {
         overlapping_pieces(),
         gather_and_scatter_back(),
         many_checksums(),
+        validations(),
+        long_diff(),
         both_ways_in_one_staging(),
     ]);
     cases.extend([order_in_a_lane(), order_across_lanes(), no_commands(), long_copy()]);
@@ -93,8 +95,7 @@ fn elements(count: usize, offset: usize, width: Width, cases: &mut Vec<Case>) {
     let ends: Vec<u32> = if count > 1 { vec![count as u32 - 1, 0] } else { vec![] };
     for (indices_name, indices) in [("all, backwards", all), ("every third", every_third), ("the ends", ends)]
     {
-        let indices_bytes: Vec<u8> = indices.iter().flat_map(|index| index.to_le_bytes()).collect();
-        let (payload, values_at) = joined(&indices_bytes, &bytes(8, indices.len() * width.bytes()));
+        let (payload, values_at) = joined(&index_bytes(&indices), &bytes(8, indices.len() * width.bytes()));
         let kind = PieceKind::Sparse { width, count: indices.len(), values_at };
         either_payload(&name(&format!("scatter, {indices_name},")), page(1), target, &payload, kind, cases);
     }
@@ -114,6 +115,55 @@ fn elements(count: usize, offset: usize, width: Width, cases: &mut Vec<Case>) {
     let commands = diff(target, span(1, 0, len));
     cases.push(Case::new(name("diff"), vec![left, right], bits.clone(), commands));
     cases.push(Case::new(name("diff with itself"), vec![page(1)], bits, diff(target, target)));
+
+    // Every element, backwards, and the first one again.
+    let picked: Vec<u32> = (0..count as u32).rev().chain((count > 0).then_some(0)).collect();
+    let indices = StagingSpan { index: 0, offset: 3, len: 4 * picked.len() };
+    let staging = [&bytes(17, 3)[..], &index_bytes(&picked), &bytes(18, 2)].concat();
+    let to = span(1, MARGIN - offset, picked.len() * width.bytes());
+    let memories = vec![page(1), bytes(19, 2 * MARGIN + to.len as usize)];
+    let pick = Command::Pick { source: target, width, indices, target: to };
+    cases.push(Case::new(name("pick"), memories, vec![staging], vec![pick]));
+}
+
+fn index_bytes(indices: &[u32]) -> Vec<u8> {
+    indices.iter().flat_map(|index| index.to_le_bytes()).collect()
+}
+
+/// Lists of indices, good and bad, in one command; longer than one block looks at, too.
+fn validations() -> Case {
+    let good: Vec<u32> = (0..40_000).rev().collect();
+    let rows = [
+        (good.clone(), 40_000),
+        (good.clone(), 39_999),
+        ([&good[..], &[17]].concat(), 40_000),
+        ([&[u32::MAX, 0][..], &good].concat(), 40_000),
+        (vec![], 0),
+        (vec![0], 0),
+        (vec![0], 1),
+        (vec![1 << 20, u32::MAX >> 8], 1 << 24),
+        (vec![31, 32, 31], 33),
+    ];
+    let mut memory = bytes(20, 4);
+    let mut lists = Vec::new();
+    for (indices, bound) in rows {
+        lists.push(IndexList { indices: span(0, memory.len(), 4 * indices.len()), bound });
+        memory.extend(index_bytes(&indices));
+    }
+    let target = StagingSpan { index: 0, offset: 1, len: 4 * lists.len() };
+    let staging = bytes(21, target.len + 2);
+    let validate = Command::Validate { lists, target };
+    Case::new("validations".to_owned(), vec![memory], vec![staging], vec![validate])
+}
+
+/// More differences than a device brings to the host by its short way.
+fn long_diff() -> Case {
+    let len = 600_003;
+    let (left, mut right) = (bytes(22, len), bytes(22, len));
+    (0..len).step_by(1000).for_each(|at| right[at] ^= 1);
+    let target = StagingSpan { index: 0, offset: 1, len: len.div_ceil(8) };
+    let diff = Command::Diff { left: span(0, 0, len), right: span(1, 0, len), width: Width::W1, target };
+    Case::new("a long diff".to_owned(), vec![left, right], vec![bytes(23, target.len + 3)], vec![diff])
 }
 
 /// The same piece with its payload in staging, and in page memory.
@@ -232,10 +282,10 @@ fn order_in_a_lane() -> Case {
     }
 }
 
-/// Lists that read what the other lane just wrote.
+/// Lists that read what another lane just wrote.
 fn order_across_lanes() -> Case {
     let list = |number: usize| CaseList {
-        lane: if number.is_multiple_of(2) { Lane::Apply } else { Lane::Drain },
+        lane: Lane::ALL[number % Lane::ALL.len()],
         commands: vec![
             Command::Download {
                 source: span(0, 0, 24),
@@ -256,13 +306,13 @@ fn no_commands() -> Case {
     Case::new("no commands".to_owned(), vec![vec![], bytes(1, 3)], vec![vec![], bytes(2, 4)], vec![])
 }
 
-/// Up to eight lists of up to six commands over three pages, on both lanes.
+/// Up to eight lists of up to six commands over three pages, on all lanes.
 pub fn drawn(seed: u64) -> Case {
     let mut random = Random(seed);
     let memories: Vec<Vec<u8>> = (0..3).map(|n| bytes(seed ^ n, 300 + random.below(600))).collect();
     let lists = (0..1 + random.below(8))
         .map(|_| {
-            let lane = if random.below(2) == 0 { Lane::Apply } else { Lane::Drain };
+            let lane = Lane::ALL[random.below(Lane::ALL.len())];
             // The first staging is read, the second written.
             let mut source = Vec::new();
             let commands = (0..1 + random.below(6)).map(|_| random.command(&memories, &mut source)).collect();
@@ -312,7 +362,7 @@ impl Random {
         // As long as the target, in another memory.
         let like = |offset: usize| Span { memory: MemoryId(other as u64), offset: offset as u64, ..target };
         let room = memories[other].len() - target.len as usize + 1;
-        match self.below(9) {
+        match self.below(11) {
             0 => {
                 let (payload, len) = (bytes(self.next(), target.len as usize), target.len as usize);
                 let source = StagingSpan { index: 0, offset: self.staged(staging, &payload), len };
@@ -337,6 +387,24 @@ impl Random {
             7 => {
                 let sources = vec![target, like(self.below(room))];
                 Command::Crc { sources, target: self.target(8) }
+            }
+            8 => {
+                let bound = target.len / width.bytes() as u64;
+                let count = if bound == 0 { 0 } else { self.below(10) };
+                let picked: Vec<u32> = (0..count).map(|_| self.below(bound as usize) as u32).collect();
+                let indices = index_bytes(&picked);
+                let indices =
+                    StagingSpan { index: 0, offset: self.staged(staging, &indices), len: indices.len() };
+                let len = count * width.bytes();
+                let target_at = self.below(memories[other].len() - len + 1);
+                Command::Pick { source: target, width, indices, target: span(other, target_at, len) }
+            }
+            9 => {
+                let at = 4 * self.below(memories[memory].len() / 4);
+                let len = 4 * self.below((memories[memory].len() - at) / 4 + 1);
+                let bound = [1 << 16, 5][self.below(2)];
+                let list = IndexList { indices: span(memory, at, len), bound };
+                Command::Validate { lists: vec![list], target: self.target(4) }
             }
             _ => Command::Apply {
                 pieces: (0..1 + self.below(5)).map(|_| self.piece(memories, staging)).collect(),
@@ -372,9 +440,8 @@ impl Random {
                 let mut indices: Vec<u32> = (0..count as u32).collect();
                 indices.sort_by_cached_key(|_| self.next());
                 indices.truncate(self.below(count + 1));
-                let index_bytes: Vec<u8> = indices.iter().flat_map(|index| index.to_le_bytes()).collect();
                 let values = bytes(self.next(), indices.len() * width.bytes());
-                let (payload, values_at) = joined(&index_bytes, &values);
+                let (payload, values_at) = joined(&index_bytes(&indices), &values);
                 (payload, PieceKind::Sparse { width, count: indices.len(), values_at })
             }
         };

@@ -124,6 +124,33 @@ impl Run<'_> {
                     });
                 }
             }
+            Command::Pick { source, width, indices, target } => {
+                for number in 0..indices.len / 4 {
+                    let index =
+                        [0, 1, 2, 3].map(|at| self.staged(indices.index, indices.offset + 4 * number + at));
+                    let element = u64::from(u32::from_le_bytes(index));
+                    for at in 0..width.bytes() as u64 {
+                        let byte = self.get(*source, element * width.bytes() as u64 + at);
+                        self.set(*target, (number * width.bytes()) as u64 + at, byte);
+                    }
+                }
+            }
+            Command::Validate { lists, target } => {
+                for (number, list) in lists.iter().enumerate() {
+                    let indices: Vec<u32> = (0..list.indices.len / 4)
+                        .map(|index| {
+                            u32::from_le_bytes([0, 1, 2, 3].map(|at| self.get(list.indices, 4 * index + at)))
+                        })
+                        .collect();
+                    let (good, bad): (Vec<u32>, Vec<u32>) =
+                        indices.into_iter().partition(|index| u64::from(*index) < list.bound);
+                    let twice = good.iter().enumerate().any(|(at, index)| good[..at].contains(index));
+                    let found = u32::from(!bad.is_empty()) + 2 * u32::from(twice);
+                    found.to_le_bytes().into_iter().enumerate().for_each(|(at, byte)| {
+                        self.stage(*target, 4 * number + at, byte);
+                    });
+                }
+            }
         }
     }
 

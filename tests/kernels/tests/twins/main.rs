@@ -205,6 +205,47 @@ fn parts_of_a_piece_make_the_whole() {
     }
 }
 
+/// Elements, each from where its index says.
+#[test]
+fn picked_elements_are_the_host_devices() {
+    for seed in 0..300 {
+        let random = &mut Random(seed);
+        let width = WIDTHS[random.below(5)];
+        let bytes = width.bytes();
+        let bound = 1 + random.below(3000);
+        let source = random.bytes(bound * bytes);
+        let count = random.below(3000);
+        let indices: Vec<u32> = (0..count).map(|_| random.below(bound) as u32).collect();
+        let index_bytes: Vec<u8> = indices.iter().flat_map(|index| index.to_le_bytes()).collect();
+        let page = random.bytes((bound + count) * bytes);
+        let picked = bound * bytes;
+        let expected = on_host(&page, &[source.clone(), index_bytes.clone()].concat(), |span| {
+            let from = Span { len: source.len() as u64, ..span };
+            let to = Span { offset: picked as u64, len: (count * bytes) as u64, ..span };
+            let staged = |offset, len| StagingSpan { index: 1, offset, len };
+            vec![
+                Command::Upload { source: staged(0, source.len()), target: from },
+                Command::Pick { source: from, width, indices: staged(source.len(), 4 * count), target: to },
+            ]
+        });
+        let (source, gap) = (Fenced::of(&source), random.below(2));
+        let index_bytes = Fenced::of(&[vec![0; gap], index_bytes].concat());
+        for kernel in [APPLY_BY_WARP, APPLY_BY_BLOCK] {
+            let found = Fenced::of(&page[picked..]);
+            let indices_at = index_bytes.address() + gap as u64;
+            let row = PieceRow::pick(found.address(), indices_at, source.address(), count as u64, width);
+            let cut = 1 + random.below(count + 1) as u64;
+            let parts: Vec<PartRow> = (0..row.steps)
+                .step_by(cut as usize)
+                .map(|begin| PartRow { piece_first: 0, piece_count: 1, begin, end: begin + cut })
+                .collect();
+            // SAFETY: target, indices and source live until the end, and the indices lie in the source.
+            unsafe { launch_apply(kernel, &parts, &[row], seed) };
+            assert!(*found == expected[picked..], "{}, {width:?}, seed {seed}", kernel.name);
+        }
+    }
+}
+
 /// Four bytes each, at a multiple of four.
 fn words(count: usize) -> Fenced {
     Fenced::zeroed(count * size_of::<u32>())
