@@ -9,8 +9,8 @@ use remanent_format::op::{Op, decode_payload};
 use remanent_format::rebuild::read_image;
 use remanent_format::{Defect, Lsn, Metadata, PageId, PageInfo};
 
-use super::locate::missing_file;
 use super::position::FollowerPosition;
+use super::survey::missing_file;
 use crate::disk::Disk;
 use crate::error::{Error, Result};
 use crate::source::DiskSource;

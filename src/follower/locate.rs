@@ -19,57 +19,15 @@ use remanent_format::frame::{FrameHeaderRaw, FrameKind, UncheckedFrame};
 use remanent_format::log::LogWalk;
 use remanent_format::rebuild::Survey;
 use remanent_format::segment::{Opening, SEGMENT_HEADER_BLOCK};
-use remanent_format::{Damage, Defect, FileName, Folder, Incarnation, LogPoint, Lsn, SnapshotId, StoreId};
+use remanent_format::{Incarnation, LogPoint, Lsn, StoreId};
 
 use super::position::FollowerPosition;
 use super::segment::LiveSegment;
+use super::survey::missing;
 use super::tail::Tail;
 use crate::disk::Disk;
 use crate::error::{Error, Result};
 use crate::source::DiskSource;
-
-/// Looks at all files of a store directory, as they are now.
-pub(super) fn survey(disk: &Arc<dyn Disk>) -> Result<Survey> {
-    let names = disk.list(Folder::Root)?;
-    if !names.iter().any(|name| FileName::parse(Folder::Root, name) == Some(FileName::Store)) {
-        return Err(Error::NoStore { path: disk.label() });
-    }
-    Ok(Survey::read(&DiskSource::new(disk.clone()))?)
-}
-
-/// The newest snapshot that can be used: its number, its redo, its end.
-pub(super) fn newest_snapshot(survey: &Survey) -> Option<(SnapshotId, LogPoint, Lsn)> {
-    let mut usable = survey.candidates().filter_map(|candidate| candidate.ok().flatten());
-    usable.next().map(|manifest| (manifest.snapshot, manifest.redo, manifest.end))
-}
-
-/// What it means that the log behind `point` is gone.
-pub(super) fn missing(disk: &Arc<dyn Disk>, point: LogPoint) -> Error {
-    let newest = match survey(disk) {
-        Ok(survey) => newest_snapshot(&survey),
-        Err(error) => return error,
-    };
-    let lsn = point.lsn.next();
-    match newest {
-        Some((snapshot, redo, _)) if redo.segment > point.segment => {
-            Error::Overtaken { lsn, snapshot: Some(snapshot) }
-        }
-        // A writer recycles nothing that the newest snapshot needs.
-        _ => Defect::Missing.at_lsn(FileName::Segment(point.segment), point.offset, lsn).into(),
-    }
-}
-
-/// What it means that a file which batch `lsn` names is gone.
-pub(super) fn missing_file(disk: &Arc<dyn Disk>, lsn: Lsn, damage: Damage) -> Error {
-    match survey(disk).map(|survey| newest_snapshot(&survey)) {
-        // What a batch names is kept for as long as the batch may be replayed.
-        Ok(Some((snapshot, redo, _))) if redo.lsn >= lsn => {
-            Error::Overtaken { lsn, snapshot: Some(snapshot) }
-        }
-        Ok(_) => damage.into(),
-        Err(error) => error,
-    }
-}
 
 /// The point from which to read on behind a position; and the position as it is known there.
 pub(super) fn locate(

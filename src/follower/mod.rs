@@ -13,7 +13,8 @@
 //!    incarnation is said by the opening of the next one: whoever had read it has diverged.
 //!
 //! [`tail`] takes one step along the log, [`locate`] finds where to begin and what became of an incarnation,
-//! [`patience`] says how to wait, [`replica`] applies what is handed over.
+//! [`survey`] says what is gone and what is lost, [`patience`] how to wait, [`replica`] applies what is handed
+//! over.
 
 mod batch;
 mod locate;
@@ -21,6 +22,7 @@ mod patience;
 mod position;
 mod replica;
 mod segment;
+mod survey;
 mod tail;
 
 use std::sync::Arc;
@@ -42,9 +44,10 @@ pub use replica::Replica;
 use crate::disk::{Disk, Watch};
 use crate::error::{Error, Result};
 use crate::source::DiskSource;
-use locate::{at_start, behind, diverged, locate, missing, missing_file, newest_snapshot, survey};
+use locate::{at_start, behind, diverged, locate};
 use patience::{Pauses, Suspicion};
 use segment::LiveSegment;
+use survey::{ask, is_grave, missing, missing_file, newest_snapshot, segments, survey};
 use tail::{Tail, Taken};
 
 /// Where a follower begins.
@@ -112,23 +115,26 @@ impl Follower {
     /// As for [`Follower::open`].
     #[doc(hidden)]
     pub fn open_on(disk: Arc<dyn Disk>, from: FollowFrom) -> Result<Self> {
-        loop {
-            let survey = survey(&disk)?;
-            let position = match (from, newest_snapshot(&survey)) {
+        let complaint = |error: &Error| match error {
+            // The newest snapshot, superfluous already: a newer one took its place.
+            Error::Overtaken { .. } => from == FollowFrom::Snapshot,
+            error => is_grave(error),
+        };
+        let lsn = match from {
+            FollowFrom::Position(position) => position.lsn.next(),
+            FollowFrom::Beginning | FollowFrom::Snapshot => Lsn(1),
+        };
+        ask(&disk, lsn, complaint, |survey| {
+            let position = match (from, newest_snapshot(survey)) {
                 (FollowFrom::Position(position), _) => position,
                 (FollowFrom::Snapshot, Some((_, redo, end))) => {
-                    match Self::behind_end(disk.clone(), &survey.store, redo, end) {
-                        // A newer snapshot took its place meanwhile.
-                        Err(Error::Overtaken { .. }) => continue,
-                        done => return done,
-                    }
+                    return Self::behind_end(disk.clone(), &survey.store, redo, end);
                 }
                 (FollowFrom::Beginning | FollowFrom::Snapshot, _) => FollowerPosition::BEGINNING,
             };
-            let (point, position) = locate(&disk, &survey, position)?;
-            let mark = survey.mark();
-            return Ok(Self::at(disk, survey.store, mark, point, position));
-        }
+            let (point, position) = locate(&disk, survey, position)?;
+            Ok(Self::at(disk.clone(), survey.store.clone(), survey.mark(), point, position))
+        })
     }
 
     /// Follows behind the state of a snapshot. Its images are not of one moment, so that state is reached at
@@ -274,10 +280,12 @@ impl Follower {
 
     /// Looks at the names in the log's folder; returns whether the follower went on to a new incarnation.
     fn look_around(&mut self) -> Result<bool> {
-        let segments = self.segments()?;
+        let segments = segments(&*self.disk)?;
         let here = self.tail.point();
-        if let Some((segment, opening)) = self.first_opening(&segments)? {
-            return self.cross(segment, &opening);
+        if let Some((segment, opening)) = self.first_opening(&segments)?
+            && self.cross(segment, &opening)?
+        {
+            return Ok(true);
         }
         if !segments.contains(&here.segment) && self.tail.peek()?.is_none() {
             return Err(missing(&self.disk, here));
@@ -303,20 +311,6 @@ impl Follower {
         Ok(true)
     }
 
-    /// Numbers of the segments that there are, ascending.
-    fn segments(&self) -> Result<Vec<u64>> {
-        let names = self.disk.list(Folder::Log)?;
-        let mut numbers: Vec<u64> = names
-            .iter()
-            .filter_map(|name| match FileName::parse(Folder::Log, name) {
-                Some(FileName::Segment(number)) => Some(number),
-                _ => None,
-            })
-            .collect();
-        numbers.sort_unstable();
-        Ok(numbers)
-    }
-
     /// The first opening from this point on: that of the next incarnation, unless it was recycled.
     fn first_opening(&self, segments: &[u64]) -> Result<Option<(u64, Opening)>> {
         let here = self.tail.point();
@@ -340,10 +334,9 @@ impl Follower {
         }
         let second = self.damage()?;
         // A writer makes, replaces and recycles segments, each with a rename.
-        if second == Some(first.clone()) && self.disk.list(Folder::Log)? == names {
-            return Err(first.into());
-        }
-        Ok(())
+        let is_certain = second == Some(first.clone()) && self.disk.list(Folder::Log)? == names;
+        // What was recycled since the last look around is gone from both readings.
+        if is_certain && !self.look_around()? { Err(first.into()) } else { Ok(()) }
     }
 
     /// The damage behind the point, as one reading sees it.

@@ -7,12 +7,12 @@ use remanent_format::apply::apply;
 use remanent_format::op::{Op, decode_payload};
 use remanent_format::rebuild::Survey;
 use remanent_format::table::PlanMode;
-use remanent_format::{Defect, FileName, Key, Lsn, Metadata, PageId, PageInfo, PageTable};
+use remanent_format::{Defect, FileName, Key, LogPoint, Lsn, Metadata, PageId, PageInfo, PageTable};
 
 use super::Follower;
 use super::batch::{FollowedBatch, Restored};
-use super::locate::{newest_snapshot, survey};
 use super::position::FollowerPosition;
+use super::survey::{ask, missing, newest_snapshot};
 use crate::disk::Disk;
 use crate::error::{Error, Result};
 use crate::source::DiskSource;
@@ -41,16 +41,17 @@ impl Replica {
     /// As for [`Replica::from_snapshot`].
     #[doc(hidden)]
     pub fn from_snapshot_on(disk: &Arc<dyn Disk>) -> Result<Self> {
-        loop {
-            let survey = survey(disk)?;
-            let Some((snapshot, ..)) = newest_snapshot(&survey) else { return Ok(Self::default()) };
-            match Self::load(disk, &survey) {
-                // Recycled while it was read: a newer one is there.
-                Err(_) if newest_snapshot(&self::survey(disk)?).is_none_or(|newest| newest.0 != snapshot) => {
-                }
-                done => return done,
-            }
-        }
+        // Whatever goes wrong while the snapshot is recycled: a newer one is there.
+        ask(
+            disk,
+            Lsn(1),
+            |_| true,
+            |survey| match newest_snapshot(survey) {
+                Some(_) => Self::load(disk, survey),
+                None if survey.log.beginning().is_some() => Ok(Self::default()),
+                None => Err(missing(disk, LogPoint { segment: 1, ..LogPoint::default() })),
+            },
+        )
     }
 
     fn load(disk: &Arc<dyn Disk>, survey: &Survey) -> Result<Self> {

@@ -7,6 +7,7 @@
 
 mod ends;
 mod marks;
+mod races;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -71,12 +72,16 @@ impl Reader {
 
     /// The state of the newest snapshot, and the follower behind it.
     fn from_snapshot(disk: &Arc<dyn Disk>) -> Self {
-        let replica = Replica::from_snapshot_on(disk).unwrap();
-        let follower = Follower::open_on(disk.clone(), replica.position().into()).unwrap();
+        Self::try_from_snapshot(disk).unwrap()
+    }
+
+    fn try_from_snapshot(disk: &Arc<dyn Disk>) -> Result<Self, Error> {
+        let replica = Replica::from_snapshot_on(disk)?;
+        let follower = Follower::open_on(disk.clone(), replica.position().into())?;
         let mut model = Model::new();
         model.advance(replica.lsn());
         same(&replica, &model);
-        Self { follower, replica, model }
+        Ok(Self { follower, replica, model })
     }
 
     /// Another follower goes on from this one's position, as another process would.

@@ -17,6 +17,7 @@ mod follow;
 mod fork;
 mod forks;
 mod gpu;
+mod interrupted;
 #[cfg(feature = "cuda")]
 mod kernels;
 mod kill;

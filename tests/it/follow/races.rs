@@ -1,0 +1,109 @@
+//! A writer that strikes between any two reads of a follower: it recycles what the follower has just seen, or
+//! dies and recovers. The follower goes on or is overtaken; what it meets is never taken for damage.
+
+use std::sync::Mutex;
+
+use super::*;
+use crate::interrupted::Interrupted;
+
+/// What the writer does in one go.
+type Strike = fn(&mut Option<Writer>, &SimDisk);
+
+const STRIKES: [(&str, Strike); 4] = [
+    ("recycles", |writer, _| recycle(writer, 1)),
+    // No snapshot that there was before is there behind this.
+    ("recycles all", |writer, _| recycle(writer, 3)),
+    ("restarts", |writer, disk| restart(writer, disk)),
+    ("restarts and recycles", |writer, disk| {
+        restart(writer, disk);
+        recycle(writer, 2);
+    }),
+];
+
+fn recycle(writer: &mut Option<Writer>, times: usize) {
+    let writer = writer.as_mut().expect("it is open");
+    for _ in 0..times {
+        writer.commit(12);
+        writer.store.snapshot().unwrap();
+    }
+}
+
+fn restart(writer: &mut Option<Writer>, disk: &SimDisk) {
+    writer.as_mut().expect("it is open").commit(2);
+    drop(writer.take());
+    *writer = Some(Writer::open(&(Arc::new(disk.clone()) as Arc<dyn Disk>), options()));
+    writer.as_mut().expect("just opened").commit(2);
+}
+
+/// What a follower is doing meanwhile; its state at the end, if it came that far.
+type Doing = fn(Reader, &Arc<dyn Disk>) -> Result<Reader, Error>;
+
+const DOINGS: [(&str, Doing); 2] = [
+    ("goes on", |mut reader, disk| {
+        reader.reopen(disk)?;
+        reader.catch_up()?;
+        Ok(reader)
+    }),
+    ("starts", |_, disk| {
+        let mut reader = Reader::try_from_snapshot(disk)?;
+        reader.catch_up()?;
+        Ok(reader)
+    }),
+];
+
+/// A store of several segments and two snapshots, with batches behind them, as a kill leaves it.
+fn left_by_a_kill() -> SimDisk {
+    let (sim, disk) = sim();
+    let mut writer = Writer::open(&disk, options());
+    for _ in 0..3 {
+        writer.commit(12);
+        writer.store.snapshot().unwrap();
+    }
+    writer.commit(7);
+    sim.after_kill(Moment { event: sim.events(), tear: None })
+}
+
+#[test]
+fn a_writer_that_strikes_between_two_reads_is_taken_for_no_damage() {
+    let left = left_by_a_kill();
+    let (mut all_overtaken, mut all_went_on) = (0, 0);
+    for (what, strike) in STRIKES {
+        for (doing, follow) in DOINGS {
+            let (mut overtaken, mut went_on) = (0, 0);
+            for at in 0.. {
+                let sim = left.after_kill(Moment { event: left.events(), tear: None });
+                let disk: Arc<dyn Disk> = Arc::new(sim.clone());
+                let writer = Arc::new(Mutex::new(Some(Writer::open(&disk, options()))));
+                let reader = Reader::from_snapshot(&disk);
+                let striking = (writer.clone(), sim.clone());
+                let interrupted = Arc::new(Interrupted::new(&sim, at, move || {
+                    strike(&mut striking.0.lock().unwrap(), &striking.1);
+                }));
+                // What comes behind the last read is seen by the next one.
+                let outcome = follow(reader, &(interrupted.clone() as Arc<dyn Disk>))
+                    .and_then(|mut reader| reader.catch_up().map(|_| reader));
+                if interrupted.reads() <= at {
+                    assert!(outcome.is_ok(), "{doing}, beside a writer at rest");
+                    break;
+                }
+                let outcome = outcome.and_then(|mut reader| reader.catch_up().map(|_| reader));
+                let lsn = writer.lock().unwrap().as_ref().expect("it is open").store.lsn();
+                match outcome {
+                    Ok(reader) => {
+                        assert_eq!(reader.replica.lsn(), lsn, "{doing}, {what} before read {at}");
+                        went_on += 1;
+                    }
+                    Err(Error::Overtaken { .. }) => {
+                        assert_eq!(Reader::from_snapshot(&disk).catch_up().unwrap(), lsn);
+                        overtaken += 1;
+                    }
+                    Err(error) => panic!("it {doing}, the writer {what} before read {at}: {error}"),
+                }
+            }
+            println!("{doing}, {what}: {went_on} went on, {overtaken} were overtaken");
+            (all_overtaken, all_went_on) = (all_overtaken + overtaken, all_went_on + went_on);
+        }
+    }
+    // Strikes that change nothing would prove nothing, and so would those that leave nobody to go on.
+    assert!(all_overtaken > 200 && all_went_on > 200, "{all_overtaken} {all_went_on}");
+}

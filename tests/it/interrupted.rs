@@ -1,0 +1,132 @@
+//! A disk on which something happens between two reads of whoever looks at it: at a moment that a test chooses,
+//! and so at every moment, one after the other.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+use remanent::disk::sim::SimDisk;
+use remanent::disk::{Disk, DiskFile, DiskLock, Hold, Window};
+use remanent::{FileName, Folder, LogIo, Result, SnapshotId};
+
+type Strike = Box<dyn FnOnce() + Send>;
+
+/// Reads the files of `inner`. Before the read of number `at`, counted from 0, the strike runs.
+pub struct Interrupted {
+    inner: SimDisk,
+    moment: Arc<Moment>,
+}
+
+struct Moment {
+    reads: AtomicUsize,
+    at: usize,
+    strike: Mutex<Option<Strike>>,
+}
+
+impl Interrupted {
+    pub fn new(inner: &SimDisk, at: usize, strike: impl FnOnce() + Send + 'static) -> Self {
+        let moment = Moment { reads: AtomicUsize::new(0), at, strike: Mutex::new(Some(Box::new(strike))) };
+        Self { inner: inner.clone(), moment: Arc::new(moment) }
+    }
+
+    /// How many reads there were. Where there are no more than `at`, nothing struck.
+    pub fn reads(&self) -> usize {
+        self.moment.reads.load(Ordering::SeqCst)
+    }
+}
+
+impl Moment {
+    fn pass(&self) {
+        if self.reads.fetch_add(1, Ordering::SeqCst) == self.at {
+            let strike = self.strike.lock().unwrap().take().expect("there is one read of this number");
+            strike();
+        }
+    }
+}
+
+impl Disk for Interrupted {
+    fn label(&self) -> String {
+        self.inner.label()
+    }
+
+    fn lock(&self) -> Result<Box<dyn DiskLock>> {
+        self.inner.lock()
+    }
+
+    fn hold(&self, id: SnapshotId) -> Result<Hold> {
+        self.moment.pass();
+        self.inner.hold(id)
+    }
+
+    fn try_retire(&self, id: SnapshotId) -> Result<Option<Box<dyn DiskLock>>> {
+        self.inner.try_retire(id)
+    }
+
+    fn list(&self, folder: Folder) -> Result<Vec<String>> {
+        self.moment.pass();
+        Disk::list(&self.inner, folder)
+    }
+
+    fn make_folder(&self, folder: Folder) -> Result<()> {
+        self.inner.make_folder(folder)
+    }
+
+    fn sync_folder(&self, folder: Folder) -> Result<()> {
+        self.inner.sync_folder(folder)
+    }
+
+    fn create(&self, file: FileName) -> Result<Arc<dyn DiskFile>> {
+        self.inner.create(file)
+    }
+
+    fn open(&self, file: FileName, write: bool) -> Result<Arc<dyn DiskFile>> {
+        self.moment.pass();
+        let inner = self.inner.open(file, write)?;
+        Ok(Arc::new(InterruptedFile { inner, moment: self.moment.clone() }))
+    }
+
+    fn rename(&self, source: FileName, target: FileName) -> Result<()> {
+        self.inner.rename(source, target)
+    }
+
+    fn remove(&self, file: FileName) -> Result<()> {
+        self.inner.remove(file)
+    }
+
+    fn mapping_refused(&self) -> Result<Option<String>> {
+        self.inner.mapping_refused()
+    }
+}
+
+struct InterruptedFile {
+    inner: Arc<dyn DiskFile>,
+    moment: Arc<Moment>,
+}
+
+impl DiskFile for InterruptedFile {
+    fn len(&self) -> Result<u64> {
+        self.moment.pass();
+        self.inner.len()
+    }
+
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        self.inner.write_at(offset, bytes)
+    }
+
+    fn read_at(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+        self.moment.pass();
+        self.inner.read_at(offset, out)
+    }
+
+    fn read_past_cache(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+        self.moment.pass();
+        self.inner.read_past_cache(offset, out)
+    }
+
+    fn sync(&self) -> Result<()> {
+        self.inner.sync()
+    }
+
+    fn window(&self, io: LogIo) -> Result<Box<dyn Window>> {
+        self.inner.window(io)
+    }
+}
