@@ -5,6 +5,7 @@
 //! The next worker goes on from the directory as the kill left it.
 
 mod board;
+mod followers;
 mod worker;
 pub mod workload;
 
