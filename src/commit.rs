@@ -18,7 +18,7 @@ use remanent_format::op::{Op, OpAt, decode_payload};
 use remanent_format::table::{Changes, PlanMode, Refusal};
 use remanent_format::{Defect, Epoch, LogPoint, PageId, PageTable, Place, StoreId};
 
-use crate::applier::{Applier, Work, stage_aside};
+use crate::applier::{Applier, Leases, Work, stage_aside};
 use crate::arena::{Arena, PageMemory};
 use crate::batch::{CloneSource, WholePage, WriteBatch};
 use crate::device::Device;
@@ -43,6 +43,7 @@ pub(crate) struct Committer {
     pub store: StoreId,
     pub log: Arc<Log>,
     pub applier: Arc<Applier>,
+    pub leases: Arc<Leases>,
     pub device: Arc<dyn Device>,
     pub arena: Arc<Arena>,
     pub staging: Arc<StagingPool>,
@@ -153,6 +154,8 @@ impl Committer {
     ) -> Result<Option<LogPoint>> {
         let encoded = |defect: Defect| Error::InvalidOperation { index: 0, reason: defect.to_string() };
         let ops = decode_payload(&draft.payload).map_err(encoded)?;
+        self.leases
+            .check_thread(ops.iter().filter(|at| reaches_bytes(&at.op)).filter_map(|at| at.op.page()))?;
         let payload_crc = crc32fast::hash(&draft.payload);
         let mut payload = self.staging.take(draft.payload.len())?;
         payload.copy_from_slice(&draft.payload);
@@ -161,12 +164,28 @@ impl Committer {
         let asides = ops.iter().filter_map(|at| stage_aside(&at.op, &whole, &self.staging).transpose());
         let asides = asides.collect::<Result<VecDeque<_>>>()?;
         let memory = self.allocate(&ops, held.as_deref())?;
+        let spares = match self.spares(&ops, held.as_deref()) {
+            Ok(spares) => spares,
+            Err(error) => {
+                self.discard(memory);
+                return Err(error);
+            }
+        };
 
         let mut table = held.unwrap_or_else(|| self.submitted.lock());
         let mut logged = || -> Result<Option<(LogPoint, Changes)>> {
             self.poison.check()?;
             let epoch_of = |page| table.get(page).map_or(Epoch(0), |info| info.epoch);
             let len_of = |page| table.get(page).map(|info| info.len);
+            // Who leases a page from now on gets it behind this batch.
+            let has_spare = |page: &PageId| {
+                spares
+                    .iter()
+                    .any(|(spared, memory)| spared == page && Some(memory.byte_len()) == len_of(*page))
+            };
+            if !self.leases.leased(changed_in_place(&ops)).iter().all(has_spare) {
+                return Ok(None);
+            }
             if draft.staged.iter().any(|(page, epoch)| epoch_of(*page) != *epoch)
                 || draft.whole.iter().any(|whole| len_of(whole.page) != whole.len_before)
             {
@@ -203,7 +222,7 @@ impl Committer {
                     }
                     ahead.logged(point.segment);
                 }
-                self.applier.push(Work { point, payload, changes, memory, asides });
+                self.applier.push(Work { point, payload, changes, memory, spares, asides });
                 Ok(Some(point))
             }
             other => {
@@ -211,7 +230,7 @@ impl Committer {
                 for staged in asides.into_iter().chain([payload]) {
                     self.staging.give(staged.into_staging());
                 }
-                self.discard(memory);
+                self.discard(memory.into_iter().chain(spares.into_iter().map(|(_, spare)| spare)));
                 other.map(|_| None)
             }
         }
@@ -264,13 +283,45 @@ impl Committer {
         }
     }
 
-    fn discard(&self, memory: VecDeque<PageMemory>) {
+    /// Memory to which pages move that a batch changes while they are leased: for all of them or none.
+    fn spares(&self, ops: &[OpAt<'_>], held: Option<&PageTable>) -> Result<Vec<(PageId, PageMemory)>> {
+        let mut spares = Vec::new();
+        for page in self.leases.leased(changed_in_place(ops)) {
+            let place_and_len = |table: &PageTable| table.get(page).map(|info| (info.place, info.len));
+            let wanted = held.map_or_else(|| place_and_len(&self.submitted.lock()), place_and_len);
+            // A page that is not there is refused with its operation.
+            let Some((place, len)) = wanted else { continue };
+            match self.allocate_one(place, len) {
+                Ok(spare) => spares.push((page, spare)),
+                // Meanwhile the applier came to a batch that moved it.
+                Err(_) if self.leases.leased([page]).is_empty() => {}
+                Err(error) => {
+                    self.discard(spares.into_iter().map(|(_, spare)| spare));
+                    return Err(error);
+                }
+            }
+        }
+        Ok(spares)
+    }
+
+    fn discard(&self, memory: impl IntoIterator<Item = PageMemory>) {
         for page in memory {
             if let Err(error) = self.arena.discard(page) {
                 tracing::warn!(%error, "cannot give page memory back");
             }
         }
     }
+}
+
+/// Whether an operation changes a page's bytes, or takes its memory away.
+fn reaches_bytes(op: &Op<'_>) -> bool {
+    op.changes_bytes() || matches!(op, Op::Image { .. } | Op::Delete { .. })
+}
+
+/// The pages that operations change where they lie: for the others there is new memory, or none.
+fn changed_in_place<'a>(ops: &'a [OpAt<'_>]) -> impl Iterator<Item = PageId> + 'a {
+    let in_place = |op: &Op<'_>| reaches_bytes(op) && !matches!(op, Op::Delete { .. } | Op::Resize { .. });
+    ops.iter().filter(move |at| in_place(&at.op)).filter_map(|at| at.op.page())
 }
 
 fn refused(index: usize, refusal: Refusal) -> Error {

@@ -201,6 +201,13 @@ pub enum Error {
         /// Why not.
         reason: &'static str,
     },
+    /// The page is leased: by the thread that would change it, or by anybody where everything is replaced.
+    /// Nothing changed.
+    #[error("page {page} is leased: end the lease first")]
+    Leased {
+        /// The page.
+        page: PageId,
+    },
     /// Another snapshot that is kept has this name.
     #[error("snapshot {snapshot} is named {name:?}")]
     NameTaken {
@@ -341,7 +348,7 @@ impl Error {
             | Error::Forked { .. }
             | Error::OutOfOrder { .. }
             | Error::Closed => Remedy::ChangeCall,
-            Error::Conflict { .. } | Error::Locked { .. } => Remedy::Retry,
+            Error::Conflict { .. } | Error::Locked { .. } | Error::Leased { .. } => Remedy::Retry,
             Error::DiskFull { .. } | Error::OverBudget { .. } | Error::OutOfMemory { .. } => {
                 Remedy::FreeSpace
             }

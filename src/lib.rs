@@ -58,6 +58,8 @@
 //! | Staging | host memory that a lane copies to or from |
 //! | Fence, Pending | a point in a lane; a list in flight that owns its staging |
 //! | [`Ticket`] | a submitted batch: what one waits on |
+//! | [`Lease`] | the right to read a page where it lies, for a while |
+//! | Spare | memory to which a leased page moves when a batch changes it |
 //! | Turn | work that runs on the applier between two batches |
 //! | [`Budget`] | byte limits a place, checked before anything is allocated |
 //!
@@ -73,7 +75,7 @@
 //! | 3 | their implementations |
 //! | 4 | `batch`, [`arena`], [`staging`], `source`, `image_files` |
 //! | 5 | `log/`, `images`, `publish`, `keeping`, `runs`, `past`, `applier/` |
-//! | 6 | `commit`, `snapshot`, `recovery`, `restore`, `reader`, `follower/` |
+//! | 6 | `commit`, `lease`, `snapshot`, `recovery`, `restore`, `reader`, `follower/` |
 //! | 7 | `store` |
 //! | 8 | this file |
 //!
@@ -138,6 +140,7 @@ mod past;
 mod applier;
 mod commit;
 mod snapshot;
+mod lease;
 mod restore;
 mod reader;
 mod recovery;
@@ -153,6 +156,7 @@ pub use follower::{
     FollowFrom, FollowedBatch, Follower, FollowerPosition, ParsePositionError, Replica, Restored,
 };
 pub use keeping::SnapshotInfo;
+pub use lease::Lease;
 pub use log::LogStats;
 pub use options::{Ack, Budget, Compression, Create, DeviceChoice, LogIo, Options};
 pub use point::RestorePoint;

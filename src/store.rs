@@ -10,14 +10,15 @@ use std::sync::atomic::AtomicU64;
 use remanent_format::limits::SNAPSHOT_NAME_LEN_MAX;
 use remanent_format::{Key, Lsn, Metadata, PageId, PageInfo, Position, SnapshotId, StoreId};
 
-use crate::applier::Applier;
+use crate::applier::{Applier, Leases};
 use crate::arena::{Arena, PlaceUsage};
 use crate::batch::WriteBatch;
 use crate::commit::Committer;
-use crate::device::Device;
+use crate::device::{Device, RawStream};
 use crate::disk::{Disk, DiskLock};
 use crate::error::{Error, Result};
 use crate::keeping::{Keeping, SnapshotInfo};
+use crate::lease::Lease;
 use crate::log::{Log, LogStats};
 use crate::options::{Ack, LogIo, Options};
 use crate::poison::Poison;
@@ -74,6 +75,7 @@ struct Parts {
     arena: Arc<Arena>,
     staging: Arc<StagingPool>,
     applier: Arc<Applier>,
+    leases: Arc<Leases>,
     log: Arc<Log>,
     poison: Arc<Poison>,
 }
@@ -93,6 +95,7 @@ pub struct Ticket {
     committed: Committed,
     log: Arc<Log>,
     applier: Arc<Applier>,
+    leases: Arc<Leases>,
 }
 
 /// Counts and sizes of an open store.
@@ -138,9 +141,20 @@ impl Ticket {
         match ack {
             // A ticket exists only for a batch that is logged.
             Ack::Logged => Ok(()),
-            Ack::Applied => self.applier.wait_applied(self.committed.position.lsn),
+            Ack::Applied => self.applier.wait_applied(self.committed.position.lsn).map(drop),
             Ack::Durable => self.log.wait_durable(self.committed.position.lsn),
         }
+    }
+
+    /// Lets work that is put on the caller's stream from now on see the batch. The stream waits on the device
+    /// until the batch is applied; the host waits only until it is in the device's queue.
+    ///
+    /// # Errors
+    /// [`Error::StreamRefused`] if a graph is being captured from the stream, if it is another device's, or if
+    /// pages live in host memory; [`Error::Poisoned`] if the store failed before; a device error.
+    pub fn wait_on(&self, stream: RawStream) -> Result<()> {
+        let fence = self.applier.wait_applied(self.committed.position.lsn)?;
+        self.leases.signal(stream, fence)
     }
 }
 
@@ -180,7 +194,15 @@ impl Store {
         let poison = Arc::new(Poison::default());
         let table = applied.table.clone();
         let log = Log::start(store.store, log_io, pool.clone(), poison.clone(), log)?;
-        let applier = Applier::start(device.clone(), arena.clone(), staging.clone(), poison.clone(), applied);
+        let leases = Arc::new(Leases::new(device.clone(), arena.clone(), poison.clone()));
+        let applier = Applier::start(
+            device.clone(),
+            arena.clone(),
+            staging.clone(),
+            poison.clone(),
+            leases.clone(),
+            applied,
+        );
         let applier = applier.inspect_err(|_| log.stop())?;
         let committer = Committer {
             next_page: AtomicU64::new(table.next_page()),
@@ -188,6 +210,7 @@ impl Store {
             store: store.store,
             log: log.clone(),
             applier: applier.clone(),
+            leases: leases.clone(),
             device: device.clone(),
             arena: arena.clone(),
             staging: staging.clone(),
@@ -237,6 +260,7 @@ impl Store {
                 arena,
                 staging,
                 applier,
+                leases,
                 log,
                 poison,
             },
@@ -276,6 +300,7 @@ impl Store {
             committed: Committed { position, pages },
             log: self.parts.log.clone(),
             applier: self.parts.applier.clone(),
+            leases: self.parts.leases.clone(),
         })
     }
 
@@ -323,6 +348,22 @@ impl Store {
         out.copy_from_slice(&bytes);
         staging.give(bytes.into_staging());
         Ok(lsn)
+    }
+
+    /// Leases a page: its bytes are read where they lie, as they are behind the newest batch submitted before
+    /// the call, or a later one. Batches that change the page go on; each needs room for a copy of it, in the
+    /// budget of its place.
+    ///
+    /// # Errors
+    /// [`Error::UnknownPage`]; [`Error::Poisoned`] if the device failed, now or with a batch before.
+    pub fn lease(&self, page: PageId) -> Result<Lease<'_>> {
+        self.check_process()?;
+        let Parts { committer, applier, leases, device, poison, .. } = &self.parts;
+        let id = {
+            let _every_later_batch_knows = committer.lock();
+            leases.begin(page)
+        };
+        Lease::take(applier, leases, device, page, id).map_err(|error| poison.set_by_device(error))
     }
 
     /// A page's length, version, key and metadata.
@@ -498,8 +539,8 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// [`Error::OutsideWindow`], [`Error::Damaged`], [`Error::OverBudget`] and [`Error::DiskFull`] change
-    /// nothing; a failure later poisons the store, whose directory then holds the restored state.
+    /// [`Error::OutsideWindow`], [`Error::Damaged`], [`Error::OverBudget`], [`Error::DiskFull`] and, while any
+    /// page is leased, [`Error::Leased`] change nothing; a failure later poisons the store, whose directory then holds the restored state.
     pub fn restore_to(&self, lsn: Lsn) -> Result<Position> {
         self.check_process()?;
         let mut keeping = self.parts.snapshots.keeping.lock();
@@ -507,9 +548,11 @@ impl Store {
     }
 
     fn restore(&self, lsn: Lsn, keeping: &mut Keeping) -> Result<Position> {
-        let Parts { committer, snapshots, options, disk, device, staging, applier, log, poison, .. } =
-            &self.parts;
+        let Parts {
+            committer, snapshots, options, disk, device, staging, applier, leases, log, poison, ..
+        } = &self.parts;
         let mut submitted = committer.lock();
+        leases.check_none().map_err(|error| poison.set_by_device(error))?;
         let restore = Restore {
             disk,
             store: self.id,

@@ -9,6 +9,7 @@
 //! and nothing is read any more. The log has it all.
 
 mod cut;
+mod leases;
 mod pieces;
 
 use std::collections::{HashMap, VecDeque};
@@ -21,10 +22,11 @@ use remanent_format::table::Changes;
 use remanent_format::{LogPoint, Lsn, PageId, PageInfo, PageTable, Place};
 
 pub(crate) use cut::Cut;
+pub(crate) use leases::{LeaseId, Leases};
 pub(crate) use pieces::{ListBuilder, needs_aside, stage_aside};
 
 use crate::arena::{Arena, PageMemory};
-use crate::device::{Command, CommandList, Device, Lane, Pending, StagingSpan};
+use crate::device::{Command, CommandList, Device, Fence, Lane, Pending, StagingSpan};
 use crate::error::{Error, Result};
 
 use crate::poison::Poison;
@@ -45,6 +47,8 @@ pub(crate) struct Work {
     pub changes: Changes,
     /// Memory for its creates and resizes, in their order.
     pub memory: VecDeque<PageMemory>,
+    /// Memory for the pages that it changes while they are leased; each moves there first.
+    pub spares: Vec<(PageId, PageMemory)>,
     /// What [`stage_aside`] made of its operations, in their order.
     pub asides: VecDeque<StagingBuf>,
 }
@@ -126,6 +130,8 @@ struct Queue {
 struct Progress {
     /// The newest batch whose list is in the lane.
     applied: Lsn,
+    /// The value of a fence behind it.
+    fence: u64,
     /// Whether no later batch will be applied; the store is poisoned then.
     lost: bool,
 }
@@ -137,12 +143,13 @@ impl Applier {
         arena: Arc<Arena>,
         staging: Arc<StagingPool>,
         poison: Arc<Poison>,
+        leases: Arc<Leases>,
         applied: Applied,
     ) -> Result<Arc<Self>> {
         let applier = Arc::new(Self {
             queue: Mutex::default(),
             wake: Condvar::new(),
-            progress: Mutex::new(Progress { applied: applied.point.lsn, lost: false }),
+            progress: Mutex::new(Progress { applied: applied.point.lsn, fence: 0, lost: false }),
             moved: Condvar::new(),
             poison,
             thread: Mutex::new(None),
@@ -156,10 +163,13 @@ impl Applier {
                     device,
                     arena,
                     staging,
+                    leases,
                     applied,
                     list: ListBuilder::default(),
                     retiring: Vec::new(),
+                    given_up: Vec::new(),
                     in_flight: VecDeque::new(),
+                    fence: 0,
                     lost: None,
                 };
                 worker.run();
@@ -219,8 +229,8 @@ impl Applier {
         Ok((info, lsn, StagingBuf::new(bytes, len)))
     }
 
-    /// Waits until batch `lsn` is in the lane.
-    pub fn wait_applied(&self, lsn: Lsn) -> Result<()> {
+    /// Waits until batch `lsn` is in the lane, and returns a fence behind it.
+    pub fn wait_applied(&self, lsn: Lsn) -> Result<Fence> {
         let mut progress = self.progress.lock();
         while progress.applied < lsn {
             if progress.lost {
@@ -228,7 +238,7 @@ impl Applier {
             }
             self.moved.wait(&mut progress);
         }
-        Ok(())
+        Ok(Fence { lane: Lane::Apply, value: progress.fence })
     }
 
     /// The newest batch in the lane.
@@ -303,11 +313,16 @@ struct Worker {
     device: Arc<dyn Device>,
     arena: Arc<Arena>,
     staging: Arc<StagingPool>,
+    leases: Arc<Leases>,
     applied: Applied,
     list: ListBuilder,
     /// Memory that the list under construction uses last.
     retiring: Vec<PageMemory>,
+    /// The same, and callers use it too.
+    given_up: Vec<PageMemory>,
     in_flight: VecDeque<Pending>,
+    /// The value of the newest list's fence.
+    fence: u64,
     /// Why memory is not what the table says, if it is not.
     lost: Option<Error>,
 }
@@ -342,56 +357,48 @@ impl Worker {
         // Others' lists, reads and gathers, may be under way too; one behind all of them tells when they
         // are done. Where it does not, they may still run, and memory that they name is left to them.
         let last = self.device.submit(Lane::Apply, CommandList::default());
-        match last.and_then(|pending| pending.finish(&*self.device)) {
-            Ok(_) => self.release_pages(),
+        let last = last.and_then(|pending| pending.finish(&*self.device));
+        match last.and_then(|_| self.leases.wait_ended()) {
+            Ok(()) => self.release_pages(),
             Err(error) => tracing::warn!(%error, "page memory stays allocated"),
         }
     }
 
     /// Adds a batch to the list and installs what it does to the table.
     fn batch(&mut self, work: Work) {
-        let Work { point, payload, changes, mut memory, mut asides } = work;
+        let Work { point, payload, changes, mut memory, mut spares, mut asides } = work;
         assert!(point.lsn == self.applied.point.lsn.next()); // I3: in the order of the log, without a hole.
         let index = self.list.payload_index();
         let ops = decode_payload(&payload).expect("decoded before it was logged");
-        let Applied { memory: pages, table, deleted, cut, .. } = &mut self.applied;
         for at in &ops {
-            // What the cut keeps is what the page was before this batch: the table still says so.
-            let watched = at.op.page().and_then(|page| Some((cut.as_mut()?, table.get(page)?)));
             match at.op {
                 Op::Create { page, .. } => {
                     let new = memory.pop_front().expect("one for each create");
                     self.list.zero(new.span());
-                    pages.insert(page, new);
+                    self.applied.memory.insert(page, new);
                 }
                 Op::Resize { page, len } => {
                     let new = memory.pop_front().expect("one for each resize");
-                    let old = pages.remove(&page).expect("planned on a page that exists");
+                    let old = self.applied.memory.remove(&page).expect("planned on a page that exists");
                     let kept = len.min(old.byte_len());
                     self.list.copy(old.part(0, kept), new.part(0, kept));
                     self.list.zero(new.part(kept, len - kept));
-                    self.retiring.extend(match watched {
-                        Some((cut, info)) => cut.before_removal(info, old),
-                        None => Some(old),
-                    });
-                    pages.insert(page, new);
+                    self.give_up(page, old);
+                    self.applied.memory.insert(page, new);
                 }
                 Op::Delete { page } => {
-                    let old = pages.remove(&page);
-                    self.retiring.extend(match watched {
-                        Some((cut, info)) => old.and_then(|old| cut.before_removal(info, old)),
-                        None => old,
-                    });
-                    if let Some(deleted) = deleted {
+                    if let Some(old) = self.applied.memory.remove(&page) {
+                        self.give_up(page, old);
+                    }
+                    if let Some(deleted) = &mut self.applied.deleted {
                         deleted.insert(page, point.lsn);
                     }
                 }
                 _ => {
                     let aside = if needs_aside(&at.op) { asides.pop_front() } else { None };
-                    if let Some(memory) = at.op.page().and_then(|page| pages.get(&page)) {
-                        if let Some((cut, info)) = watched {
-                            cut.before_change(info, memory, &self.arena, &mut self.list);
-                        }
+                    if let Some(page) = at.op.page() {
+                        self.before_change(page, &mut spares);
+                        let memory = self.applied.memory.get(&page).expect("planned on a page that exists");
                         self.list.data(at, index, memory, aside);
                     }
                 }
@@ -400,6 +407,43 @@ impl Worker {
         self.list.payload(payload);
         self.applied.table.install(&changes);
         self.applied.point = point;
+    }
+
+    /// A page is about to be changed where it lies: what a cut keeps is copied aside, and a page that callers
+    /// use moves to its spare memory.
+    fn before_change(&mut self, page: PageId, spares: &mut Vec<(PageId, PageMemory)>) {
+        let Applied { table, memory, cut, .. } = &mut self.applied;
+        let Some(current) = memory.get(&page) else { return };
+        // What the cut keeps is what the page was before this batch: the table still says so.
+        if let Some((cut, info)) = cut.as_mut().zip(table.get(page)) {
+            cut.before_change(info, current, &self.arena, &mut self.list);
+        }
+        let Some(at) = spares.iter().position(|(spared, _)| *spared == page) else { return };
+        let (_, spare) = spares.swap_remove(at);
+        if self.leases.leave(page, current.span().memory) {
+            self.list.copy(current.span(), spare.span());
+            self.given_up.extend(memory.insert(page, spare));
+        } else {
+            // Another batch has moved it already, or the caller's work is done.
+            discard(&self.arena, spare);
+        }
+    }
+
+    /// Memory is its page's no more. It is a cut's, or callers', or nobody's.
+    fn give_up(&mut self, page: PageId, old: PageMemory) {
+        let Applied { table, cut, .. } = &mut self.applied;
+        let watched = cut.as_mut().zip(table.get(page));
+        if self.leases.leave(page, old.span().memory) {
+            if let Some((cut, info)) = watched {
+                cut.before_change(info, &old, &self.arena, &mut self.list);
+            }
+            self.given_up.push(old);
+        } else {
+            self.retiring.extend(match watched {
+                Some((cut, info)) => cut.before_removal(info, old),
+                None => Some(old),
+            });
+        }
     }
 
     /// Submits the list; from here on every later list sees its batches.
@@ -412,6 +456,10 @@ impl Worker {
                         for memory in self.retiring.drain(..) {
                             self.arena.retire(memory, pending.fence());
                         }
+                        for memory in self.given_up.drain(..) {
+                            self.leases.give_up(memory, pending.fence());
+                        }
+                        self.fence = pending.fence().value;
                         self.in_flight.push_back(pending);
                     }
                     Err(error) => self.lose(error),
@@ -419,8 +467,8 @@ impl Worker {
             }
         }
         if self.lost.is_none() {
-            let applied = self.applied.point.lsn;
-            self.shared.progress(|progress| progress.applied = applied);
+            let (applied, fence) = (self.applied.point.lsn, self.fence);
+            self.shared.progress(|progress| (progress.applied, progress.fence) = (applied, fence));
         }
         let reached = self.device.reached(Lane::Apply);
         while self.in_flight.front().is_some_and(|pending| pending.fence().value <= reached)
@@ -446,14 +494,21 @@ impl Worker {
     }
 
     fn release_pages(&mut self) {
-        let memory = self.applied.memory.drain().map(|(_, memory)| memory).chain(self.retiring.drain(..));
-        for memory in memory {
-            if let Err(error) = self.arena.discard(memory) {
-                tracing::warn!(%error, "cannot give page memory back");
-            }
+        let is_free = |(page, memory): &(PageId, PageMemory)| !self.leases.leave(*page, memory.span().memory);
+        // What a lease uses that was never ended is left to it.
+        let pages = self.applied.memory.drain().filter(is_free).map(|(_, memory)| memory);
+        for memory in pages.chain(self.retiring.drain(..)) {
+            discard(&self.arena, memory);
         }
         if let Err(error) = self.arena.reap_all() {
             tracing::warn!(%error, "cannot give page memory back");
         }
+    }
+}
+
+/// Gives back memory that no list names.
+fn discard(arena: &Arena, memory: PageMemory) {
+    if let Err(error) = arena.discard(memory) {
+        tracing::warn!(%error, "cannot give page memory back");
     }
 }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use remanent_format::Place;
 
-use super::{CommandList, Device, Fence, Lane, MemoryId, Pending, RawStream, Staging};
+use super::{CommandList, Device, Fence, Lane, MemoryId, PageBytes, Pending, RawStream, Staging};
 use crate::error::{Error, Result};
 
 /// A device that passes everything on to another one until its fault strikes.
@@ -152,5 +152,9 @@ impl Device for FaultyDevice {
 
     fn address(&self, memory: MemoryId) -> Option<u64> {
         self.inner.address(memory)
+    }
+
+    fn bytes(&self, memory: MemoryId) -> Option<PageBytes> {
+        self.inner.bytes(memory)
     }
 }

@@ -19,7 +19,7 @@ use remanent_format::{Place, Width};
 
 use super::{
     Command, CommandList, Device, Fence, INDEX_OUT_OF_BOUNDS, INDEX_TWICE, IndexList, Lane, MemoryId,
-    Payload, Pending, Piece, PieceKind, RawStream, Span, Staging, StagingSpan,
+    PageBytes, Payload, Pending, Piece, PieceKind, RawStream, Span, Staging, StagingSpan,
 };
 use crate::error::{Error, Result};
 
@@ -32,8 +32,8 @@ pub struct HostDevice {
     label: String,
 }
 
-/// One allocation.
-type Memory = RwLock<Vec<u8>>;
+/// One allocation. Who was given its bytes keeps them: the next command that changes it copies them first.
+type Memory = RwLock<Arc<Vec<u8>>>;
 
 /// A lane: one list at a time, in the order in which `submit` was called.
 #[derive(Debug, Default)]
@@ -258,7 +258,7 @@ impl Device for HostDevice {
                 return Err(Error::PlaceUnavailable { place, reason });
             }
         }
-        let memory = Arc::new(RwLock::new(zeroed(place, len)?));
+        let memory = Arc::new(RwLock::new(Arc::new(zeroed(place, len)?)));
         let id = MemoryId(self.memory_next.fetch_add(1, Ordering::Relaxed));
         self.memories.write().insert(id, memory);
         Ok(id)
@@ -314,6 +314,11 @@ impl Device for HostDevice {
 
     fn address(&self, _memory: MemoryId) -> Option<u64> {
         None
+    }
+
+    fn bytes(&self, memory: MemoryId) -> Option<PageBytes> {
+        let bytes: Arc<Vec<u8>> = self.memory(memory).read().clone();
+        Some(bytes)
     }
 }
 
@@ -378,9 +383,9 @@ fn bytes_of(memory: &[u8], span: Span) -> &[u8] {
     &memory[range(span, memory.len())]
 }
 
-fn bytes_of_mut(memory: &mut [u8], span: Span) -> &mut [u8] {
+fn bytes_of_mut(memory: &mut Arc<Vec<u8>>, span: Span) -> &mut [u8] {
     let range = range(span, memory.len());
-    &mut memory[range]
+    &mut Arc::make_mut(memory)[range]
 }
 
 /// The span as a range; panics if it does not lie in the memory.

@@ -83,7 +83,14 @@ pub trait Device: Send + Sync + 'static {
     /// Where kernels find page memory. It stays the same until the memory is released. `None` where no kernel
     /// reaches it: memory of the host alone, and memory of length 0.
     fn address(&self, memory: MemoryId) -> Option<u64>;
+
+    /// The bytes of page memory as they are now. They are never seen to change: whoever wants them up to date
+    /// waits for the lanes first, and asks again later. `None` where they do not lie in memory of the host.
+    fn bytes(&self, memory: MemoryId) -> Option<PageBytes>;
 }
+
+/// Bytes of page memory, shared. They outlive it.
+pub type PageBytes = Arc<dyn AsRef<[u8]> + Send + Sync>;
 
 /// A stream of the caller's, as the device names it: for a GPU the handle of a CUDA stream (`CUstream`,
 /// `cudaStream_t`, `torch.cuda.Stream.cuda_stream`) as a number.

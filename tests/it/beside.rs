@@ -4,7 +4,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use remanent::device::host::HostDevice;
-use remanent::device::{Command, CommandList, Device, Fence, Lane, MemoryId, Pending, RawStream, Staging};
+use remanent::device::{
+    Command, CommandList, Device, Fence, Lane, MemoryId, PageBytes, Pending, RawStream, Staging,
+};
 use remanent::disk::dir::{DirDisk, DirReader};
 use remanent::{Budget, Error, Lsn, Metadata, Options, PageId, Place, Result, SnapshotPhase, Store};
 use remanent_format::rebuild::{Survey, read_image};
@@ -77,6 +79,10 @@ impl Device for Gathering {
 
     fn address(&self, memory: MemoryId) -> Option<u64> {
         self.inner.address(memory)
+    }
+
+    fn bytes(&self, memory: MemoryId) -> Option<PageBytes> {
+        self.inner.bytes(memory)
     }
 }
 

@@ -10,8 +10,8 @@ use remanent::device::faulty::{DeviceCall, Fault, FaultyDevice};
 use remanent::device::host::HostDevice;
 use remanent::device::late::{LateDevice, POISON};
 use remanent::device::{
-    Command, CommandList, Device, Fence, IndexList, Lane, MemoryId, Payload, Pending, Piece, PieceKind,
-    RawStream, Span, Staging, StagingMemory, StagingSpan,
+    Command, CommandList, Device, Fence, IndexList, Lane, MemoryId, PageBytes, Payload, Pending, Piece,
+    PieceKind, RawStream, Span, Staging, StagingMemory, StagingSpan,
 };
 use remanent::{Error, Place, Remedy, Width};
 
@@ -310,6 +310,9 @@ impl Device for DoesNothing {
         Ok(())
     }
     fn address(&self, _memory: MemoryId) -> Option<u64> {
+        None
+    }
+    fn bytes(&self, _memory: MemoryId) -> Option<PageBytes> {
         None
     }
 }

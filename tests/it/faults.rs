@@ -18,7 +18,7 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
 use remanent::device::host::HostDevice;
-use remanent::device::{CommandList, Device, Fence, Lane, MemoryId, Pending, RawStream, Staging};
+use remanent::device::{CommandList, Device, Fence, Lane, MemoryId, PageBytes, Pending, RawStream, Staging};
 use remanent::disk::sim::SimDisk;
 use remanent::{Ack, Error, Options, PageId, Place, Result, SnapshotId, Store, Value};
 
@@ -249,5 +249,9 @@ impl Device for Gauge {
 
     fn address(&self, memory: MemoryId) -> Option<u64> {
         self.inner.address(memory)
+    }
+
+    fn bytes(&self, memory: MemoryId) -> Option<PageBytes> {
+        self.inner.bytes(memory)
     }
 }

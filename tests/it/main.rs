@@ -22,6 +22,7 @@ mod interrupted;
 mod kernels;
 mod kill;
 mod laws;
+mod leases;
 mod model;
 mod past;
 mod readme;

@@ -42,7 +42,7 @@ use self::lane::{Timeline, Used};
 use self::launch::{Launcher, Layout};
 use self::list::{Memories, Memory, Scratch, Staged};
 use self::memory::{Block, Kind, Slabs};
-use super::{CommandList, Device, Fence, Lane, MemoryId, Pending, RawStream, Staging};
+use super::{CommandList, Device, Fence, Lane, MemoryId, PageBytes, Pending, RawStream, Staging};
 use crate::error::{Error, Result};
 
 /// Pages in a GPU's memory, in pinned host memory, and in managed memory.
@@ -304,5 +304,9 @@ impl Device for CudaDevice {
         let memory =
             memories.get(&memory).unwrap_or_else(|| panic!("{memory:?} is no memory of this device"));
         memory.block.as_ref().map(|block| block.address)
+    }
+
+    fn bytes(&self, _memory: MemoryId) -> Option<PageBytes> {
+        None
     }
 }

@@ -19,8 +19,8 @@ use remanent_format::{Place, Width};
 pub use self::streams::StreamWork;
 use self::streams::{StreamEntry, Streams};
 use super::{
-    Command, CommandList, Device, Fence, Lane, MemoryId, Payload, Pending, Piece, PieceKind, RawStream,
-    ReturnedStaging, Span, Staging, StagingSpan,
+    Command, CommandList, Device, Fence, Lane, MemoryId, PageBytes, Payload, Pending, Piece, PieceKind,
+    RawStream, ReturnedStaging, Span, Staging, StagingSpan,
 };
 use crate::error::{Error, Result};
 
@@ -325,6 +325,10 @@ impl Device for LateDevice {
         let state = self.state.lock();
         let len = state.lens.get(&memory).unwrap_or_else(|| panic!("{memory:?} is no memory of this device"));
         (*len > 0).then_some(memory.0 << ADDRESS_BITS)
+    }
+
+    fn bytes(&self, memory: MemoryId) -> Option<PageBytes> {
+        self.inner.bytes(memory)
     }
 }
 

@@ -1,0 +1,428 @@
+//! Leases: pages are read where they lie, and nobody waits for the one who reads.
+//!
+//! The device runs everything as late as it may and has streams that can be held, as by a kernel that does not
+//! end; a lane that waited for a held stream would panic.
+
+use std::sync::{Arc, Mutex};
+use std::thread;
+
+use remanent::device::host::HostDevice;
+use remanent::device::late::LateDevice;
+use remanent::device::{Command, CommandList, Device, Lane, RawStream, Span, StagingSpan};
+use remanent::disk::sim::SimDisk;
+use remanent::{
+    Ack, Budget, Error, Key, Lease, Options, PageId, Place, Remedy, RestorePoint, Snapshot, Store,
+};
+
+const LEN: u64 = 64;
+const PLACE: Place = Place::Device(0);
+
+/// A store whose one page holds its epoch in every byte.
+struct Bench {
+    device: Arc<LateDevice>,
+    disk: SimDisk,
+    store: Store,
+    page: PageId,
+}
+
+fn options() -> Options {
+    Options::default().segment_len(16 << 10).snapshot_log_bytes(None).snapshot_interval(None)
+}
+
+fn bench(device: LateDevice, options: Options) -> Bench {
+    let (device, disk) = (Arc::new(device), SimDisk::new());
+    let store = Store::open_on(Arc::new(disk.clone()), device.clone(), options).unwrap();
+    let mut batch = store.batch();
+    let page = batch.create_with(LEN, PLACE, Some(Key::new("page").unwrap()), Default::default());
+    batch.fill(page, 0, LEN, &[1]);
+    let page = store.commit(batch).unwrap().pages[0];
+    Bench { device, disk, store, page }
+}
+
+fn late_bench() -> Bench {
+    bench(LateDevice::new(Arc::new(HostDevice::new())), options())
+}
+
+/// What kernels of a stream have seen.
+type Seen = Arc<Mutex<Vec<Vec<u8>>>>;
+
+impl Bench {
+    /// Fills the page with the number, which is its next epoch, from another thread than the one that leases.
+    fn fill(&self, number: u8) -> remanent::Result<()> {
+        self.elsewhere(|store, page| {
+            let mut batch = store.batch();
+            // Two operations: only the first one finds the page leased.
+            batch.fill(page, 0, LEN / 2, &[number]).fill(page, LEN / 2, LEN / 2, &[number]);
+            store.commit(batch).map(drop)
+        })
+    }
+
+    fn elsewhere<T: Send>(&self, work: impl FnOnce(&Store, PageId) -> T + Send) -> T {
+        thread::scope(|scope| scope.spawn(|| work(&self.store, self.page)).join().unwrap())
+    }
+
+    /// Puts a kernel on the stream that reads the leased page.
+    fn look(&self, stream: RawStream, lease: &Lease<'_>, seen: &Seen) {
+        let source = self.device.span_at(lease.address().unwrap(), lease.byte_len());
+        let seen = seen.clone();
+        self.device.queue(stream, move |inner| seen.lock().unwrap().push(content(inner, source)));
+    }
+
+    fn read(&self) -> Vec<u8> {
+        let mut bytes = vec![0; self.store.page(self.page).unwrap().len as usize];
+        self.store.read(self.page, 0, &mut bytes).unwrap();
+        bytes
+    }
+
+    /// Bytes of pages, and those that are given up and not free yet.
+    fn memory(&self) -> (u64, u64) {
+        let places = self.store.stats().places;
+        places
+            .iter()
+            .fold((0, 0), |sum, (_, usage)| (sum.0 + usage.allocated_bytes, sum.1 + usage.retired_bytes))
+    }
+}
+
+fn content(device: &dyn Device, source: Span) -> Vec<u8> {
+    let len = source.len as usize;
+    let target = StagingSpan { index: 0, offset: 0, len };
+    let commands = vec![Command::Download { source, target }];
+    let list = CommandList { commands, staging: vec![device.staging(len).unwrap()] };
+    device.submit(Lane::Drain, list).unwrap().finish(device).unwrap()[0].to_vec()
+}
+
+fn page_of(number: u8) -> Vec<u8> {
+    vec![number; LEN as usize]
+}
+
+#[test]
+fn a_lease_shows_the_page_as_it_was_and_batches_go_on() {
+    let bench = late_bench();
+    let (stream, seen) = (bench.device.stream(), Seen::default());
+    let lease = bench.store.lease(bench.page).unwrap();
+    lease.on(stream).unwrap();
+    bench.look(stream, &lease, &seen);
+    bench.device.hold(stream, true);
+    let address = lease.address();
+    for number in 2..=5 {
+        bench.fill(number).unwrap();
+        assert_eq!(bench.read(), page_of(number));
+    }
+    bench.look(stream, &lease, &seen);
+    assert_eq!((lease.address(), lease.epoch().0, lease.lsn().0), (address, 1, 1));
+    assert_eq!(lease.bytes().unwrap(), page_of(1));
+    // One copy, however many batches.
+    assert_eq!(bench.memory(), (2 * LEN, 0));
+    assert_ne!(bench.store.lease(bench.page).unwrap().address(), address);
+    drop(lease);
+    // The work that reads it is on the stream yet.
+    bench.fill(6).unwrap();
+    assert_eq!((bench.read(), bench.memory()), (page_of(6), (LEN, LEN)));
+    assert!(seen.lock().unwrap().is_empty());
+    bench.device.hold(stream, false);
+    bench.device.synchronize(stream).unwrap();
+    assert_eq!(*seen.lock().unwrap(), [page_of(1), page_of(1)]);
+    bench.store.close().unwrap();
+}
+
+#[test]
+fn a_stream_sees_the_batches_before_the_lease_without_a_wait_on_the_host() {
+    let bench = late_bench();
+    let (stream, seen) = (bench.device.stream(), Seen::default());
+    bench.fill(2).unwrap();
+    let lease = bench.store.lease(bench.page).unwrap();
+    lease.on(stream).unwrap().on(stream).unwrap();
+    bench.look(stream, &lease, &seen);
+    assert_eq!(bench.device.reached(Lane::Apply), 0);
+    bench.device.synchronize(stream).unwrap();
+    assert_eq!(*seen.lock().unwrap(), [page_of(2)]);
+}
+
+#[test]
+fn a_ticket_lets_a_stream_wait_for_its_batch() {
+    let bench = late_bench();
+    let (stream, seen) = (bench.device.stream(), Seen::default());
+    let lease = bench.store.lease(bench.page).unwrap();
+    let source = bench.device.span_at(lease.address().unwrap(), LEN);
+    drop(lease);
+    let mut batch = bench.store.batch();
+    batch.fill(bench.page, 0, LEN, &[2]);
+    let ticket = bench.store.submit(batch).unwrap();
+    ticket.wait_on(stream).unwrap();
+    assert_eq!(bench.device.reached(Lane::Apply), 0, "the host waited");
+    let kernel = seen.clone();
+    bench.device.queue(stream, move |inner| kernel.lock().unwrap().push(content(inner, source)));
+    bench.device.synchronize(stream).unwrap();
+    assert_eq!(*seen.lock().unwrap(), [page_of(2)]);
+    bench.device.capture(stream, true);
+    assert!(matches!(ticket.wait_on(stream), Err(Error::StreamRefused { .. })));
+}
+
+#[test]
+fn work_that_is_on_a_stream_when_its_lease_ends_may_still_read() {
+    let bench = late_bench();
+    let (stream, seen) = (bench.device.stream(), Seen::default());
+    bench.device.hold(stream, true);
+    let lease = bench.store.lease(bench.page).unwrap();
+    lease.on(stream).unwrap();
+    bench.look(stream, &lease, &seen);
+    lease.end().unwrap();
+    // The page was not changed while it was leased: this is the first batch that finds it in use.
+    bench.fill(2).unwrap();
+    bench.fill(3).unwrap();
+    assert_eq!((bench.read(), bench.memory()), (page_of(3), (LEN, LEN)));
+    bench.device.hold(stream, false);
+    bench.device.synchronize(stream).unwrap();
+    assert_eq!(*seen.lock().unwrap(), [page_of(1)]);
+    let lease = bench.store.lease(bench.page).unwrap();
+    lease.on(stream).unwrap();
+    lease.end().unwrap();
+    bench.device.wait(bench.device.submit(Lane::Callers, CommandList::default()).unwrap().fence()).unwrap();
+    // Nobody uses the page any more, so it stays where it is.
+    let address = bench.store.lease(bench.page).unwrap().address();
+    bench.fill(4).unwrap();
+    assert_eq!(bench.store.lease(bench.page).unwrap().address(), address);
+}
+
+#[test]
+fn a_page_that_goes_or_moves_leaves_its_memory_to_the_lease() {
+    type Change = fn(&mut remanent::WriteBatch, PageId);
+    let changes: [Change; 3] = [
+        |batch, page| _ = batch.delete(page),
+        |batch, page| _ = batch.resize(page, 2 * LEN),
+        |batch, page| _ = batch.write(page, 0, &[9; LEN as usize]).resize(page, 2).fill(page, 0, 2, &[8]),
+    ];
+    for change in changes {
+        let bench = late_bench();
+        let (stream, seen) = (bench.device.stream(), Seen::default());
+        let lease = bench.store.lease(bench.page).unwrap();
+        lease.on(stream).unwrap();
+        bench.look(stream, &lease, &seen);
+        bench.device.hold(stream, true);
+        bench.elsewhere(|store, page| {
+            let mut batch = store.batch();
+            change(&mut batch, page);
+            store.commit(batch).unwrap();
+            // New memory for whoever wants some.
+            let mut batch = store.batch();
+            let other = batch.create(LEN, PLACE);
+            batch.fill(other, 0, LEN, &[7]);
+            store.commit(batch).unwrap();
+        });
+        drop(lease);
+        bench.store.pages().unwrap();
+        bench.device.hold(stream, false);
+        bench.device.synchronize(stream).unwrap();
+        assert_eq!(*seen.lock().unwrap(), [page_of(1)]);
+        bench.store.close().unwrap();
+    }
+}
+
+#[test]
+fn the_thread_that_leases_a_page_may_not_change_it() {
+    let bench = late_bench();
+    let lease = bench.store.lease(bench.page).unwrap();
+    let (page, mut batches) = (bench.page, Vec::new());
+    for _ in 0..3 {
+        batches.push(bench.store.batch());
+    }
+    batches[0].write(page, 0, &[2]);
+    batches[1].delete(page);
+    batches[2].resize(page, 1);
+    for batch in batches {
+        let error = bench.store.commit(batch).unwrap_err();
+        assert!(matches!(error, Error::Leased { page: leased } if leased == page), "{error}");
+        assert_eq!(error.remedy(), Remedy::Retry);
+    }
+    assert_eq!(bench.store.lsn().0, 1);
+    // Metadata are not what is leased, nor is another page.
+    let mut batch = bench.store.batch();
+    batch.set_metadata(page, "name", "value").create(8, PLACE);
+    bench.store.commit(batch).unwrap();
+    let of_another = bench.elsewhere(|store, page| store.lease(page).map(drop));
+    of_another.unwrap();
+    drop(lease);
+    bench.fill(2).unwrap();
+    let mut batch = bench.store.batch();
+    batch.fill(page, 0, LEN, &[3]);
+    bench.store.commit(batch).unwrap();
+    assert_eq!(bench.read(), page_of(3));
+}
+
+#[test]
+fn a_batch_that_finds_no_room_for_the_copy_fails_before_it_is_logged() {
+    let budget = Budget::default().with(PLACE, 2 * LEN - 1);
+    let bench = bench(LateDevice::new(Arc::new(HostDevice::new())), options().budget(budget));
+    let lease = bench.store.lease(bench.page).unwrap();
+    let error = bench.fill(2).unwrap_err();
+    assert!(matches!(error, Error::OverBudget { asked: LEN, .. }), "{error}");
+    assert_eq!((bench.store.lsn().0, bench.read(), bench.memory()), (1, page_of(1), (LEN, 0)));
+    drop(lease);
+    bench.fill(2).unwrap();
+    assert_eq!(bench.read(), page_of(2));
+}
+
+#[test]
+fn a_restore_waits_for_no_lease() {
+    let bench = late_bench();
+    let stream = bench.device.stream();
+    bench.fill(2).unwrap();
+    let lease = bench.store.lease(bench.page).unwrap();
+    lease.on(stream).unwrap();
+    let restore = || bench.store.restore_to(remanent::Lsn(1));
+    assert!(matches!(restore(), Err(Error::Leased { page }) if page == bench.page));
+    assert!(matches!(
+        bench.elsewhere(|store, _| store.restore_to(remanent::Lsn(1))),
+        Err(Error::Leased { .. })
+    ));
+    assert_eq!((bench.store.lsn().0, bench.read()), (2, page_of(2)));
+    drop(lease);
+    // Work that was on the stream is waited for.
+    let seen = Seen::default();
+    let lease = bench.store.lease(bench.page).unwrap();
+    lease.on(stream).unwrap();
+    bench.look(stream, &lease, &seen);
+    drop(lease);
+    restore().unwrap();
+    assert_eq!((bench.read(), &*seen.lock().unwrap()), (page_of(1), &vec![page_of(2)]));
+}
+
+#[test]
+fn an_exact_snapshot_and_a_lease_keep_a_page_apart() {
+    for delete in [false, true] {
+        let bench = late_bench();
+        let snapshot = bench.store.snapshot_exact().unwrap();
+        bench.fill(2).unwrap();
+        let (stream, seen) = (bench.device.stream(), Seen::default());
+        let lease = bench.store.lease(bench.page).unwrap();
+        lease.on(stream).unwrap();
+        bench.look(stream, &lease, &seen);
+        bench.device.hold(stream, true);
+        let exact = bench.elsewhere(|store, page| {
+            thread::scope(|scope| {
+                let exact = scope.spawn(|| store.snapshot_exact().unwrap());
+                let mut batch = store.batch();
+                if delete {
+                    batch.delete(page)
+                } else {
+                    batch.fill(page, 0, LEN, &[3])
+                };
+                store.commit(batch).unwrap();
+                exact.join().unwrap()
+            })
+        });
+        assert!(exact.end > snapshot.end);
+        drop(lease);
+        bench.device.hold(stream, false);
+        bench.device.synchronize(stream).unwrap();
+        assert_eq!(*seen.lock().unwrap(), [page_of(2)]);
+        let at = RestorePoint::Snapshot(exact.id);
+        let disk: Arc<dyn remanent::disk::Disk> = Arc::new(bench.disk.clone());
+        let old = Snapshot::open_on(&disk, Some(&at)).unwrap();
+        let mut bytes = page_of(0);
+        match old.read(bench.page, 0, &mut bytes) {
+            Ok(_) => assert_eq!(bytes, page_of(exact.end.0 as u8)),
+            Err(error) => assert!(delete && exact.end.0 == 3, "{error}"),
+        }
+    }
+}
+
+#[test]
+fn streams_that_cannot_wait_are_refused_and_the_lease_goes_on() {
+    let bench = late_bench();
+    let (stream, foreign) = (bench.device.stream(), {
+        let other = LateDevice::new(Arc::new(HostDevice::new()));
+        (0..3).map(|_| other.stream()).last().unwrap()
+    });
+    let lease = bench.store.lease(bench.page).unwrap();
+    bench.device.capture(stream, true);
+    for refused in [lease.on(stream), lease.on(foreign)] {
+        let error = refused.unwrap_err();
+        assert!(matches!(error, Error::StreamRefused { .. }), "{error}");
+    }
+    assert_eq!(lease.bytes().unwrap(), page_of(1));
+    bench.device.capture(stream, false);
+    lease.on(stream).unwrap();
+    bench.device.capture(stream, true);
+    // When the stream is done is not to be known, so its memory is never touched again.
+    assert!(matches!(lease.end(), Err(Error::StreamRefused { .. })));
+    bench.fill(2).unwrap();
+    assert_eq!((bench.read(), bench.memory()), (page_of(2), (2 * LEN, 0)));
+    bench.store.close().unwrap();
+}
+
+#[test]
+fn a_lease_that_is_forgotten_holds_up_nothing() {
+    let bench = late_bench();
+    std::mem::forget(bench.store.lease(bench.page).unwrap());
+    bench.fill(2).unwrap();
+    assert_eq!(bench.read(), page_of(2));
+    bench.store.close().unwrap();
+    let store = Store::open_on(Arc::new(bench.disk), bench.device, options()).unwrap();
+    assert_eq!(store.page(bench.page).unwrap().epoch.0, 2);
+}
+
+#[test]
+fn there_is_no_lease_on_a_page_that_is_not_there() {
+    let bench = late_bench();
+    for _ in 0..2 {
+        let error = bench.store.lease(PageId(77)).unwrap_err();
+        assert!(matches!(error, Error::UnknownPage { page: PageId(77) }), "{error}");
+    }
+    bench.store.restore_to(remanent::Lsn(1)).unwrap();
+    let empty = bench.elsewhere(|store, _| {
+        let mut batch = store.batch();
+        batch.create(0, PLACE);
+        store.commit(batch).unwrap().pages[0]
+    });
+    let lease = bench.store.lease(empty).unwrap();
+    assert_eq!((lease.address(), lease.bytes().unwrap()), (None, &[][..]));
+}
+
+/// Writers and readers at the same time: whatever a lease shows is one version, and stays it.
+#[test]
+fn leases_among_many_batches_always_show_one_version() {
+    const ROUNDS: u8 = 120;
+    for seed in 0..3 {
+        println!("schedule of seed {seed}");
+        let bench = bench(LateDevice::seeded(Arc::new(HostDevice::new()), seed), options());
+        let stream = bench.device.stream();
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                for number in 2..=ROUNDS {
+                    let mut batch = bench.store.batch();
+                    batch.fill(bench.page, 0, LEN / 2, &[number]).fill(
+                        bench.page,
+                        LEN / 2,
+                        LEN / 2,
+                        &[number],
+                    );
+                    bench.store.submit(batch).unwrap().wait(Ack::Applied).unwrap();
+                }
+            });
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    let mut last = 0;
+                    while last < ROUNDS {
+                        let lease = bench.store.lease(bench.page).unwrap();
+                        lease.on(stream).unwrap();
+                        let number = lease.epoch().0 as u8;
+                        let (source, seen) = (lease.address().unwrap(), Seen::default());
+                        let (source, kernel) = (bench.device.span_at(source, LEN), seen.clone());
+                        bench.device.queue(stream, move |inner| {
+                            kernel.lock().unwrap().push(content(inner, source));
+                        });
+                        assert_eq!(lease.bytes().unwrap(), page_of(number));
+                        drop(lease);
+                        bench.device.synchronize(stream).unwrap();
+                        assert_eq!(*seen.lock().unwrap(), [page_of(number)]);
+                        assert!(number >= last);
+                        last = number;
+                    }
+                });
+            }
+        });
+        assert_eq!(bench.read(), page_of(ROUNDS));
+        bench.store.close().unwrap();
+    }
+}
