@@ -15,7 +15,7 @@ use std::sync::{Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use memmap2::MmapMut;
-use remanent::{Ack, LogIo, Options, PageId, Place, Store};
+use remanent::{Ack, Compression, LogIo, Options, PageId, Place, Store};
 use rustix::fs::{Advice, OFlags};
 
 const RECORD_LEN: usize = 4096;
@@ -31,6 +31,11 @@ fn main() {
     latency(&plan, &root);
     logged_cost(&plan, &root);
     opening(&plan, &root);
+}
+
+/// Of a store that does nothing on its own, and whose images are as long as its pages.
+fn options() -> Options {
+    Options::default().snapshot_log_bytes(None).snapshot_interval(None).compression(Compression::Off)
 }
 
 /// How much is measured.
@@ -138,7 +143,7 @@ const VARIANTS: [(&str, Option<(LogIo, Ack)>); 5] = [
 impl Subject {
     fn new(directory: &Path, variant: Option<(LogIo, Ack)>) -> Self {
         let Some((log_io, ack)) = variant else { return Self::Raw(RawLog::new(&directory.join("raw"))) };
-        let store = Store::open(directory.join("store"), Options::default().log_io(log_io).ack(ack)).unwrap();
+        let store = Store::open(directory.join("store"), options().log_io(log_io).ack(ack)).unwrap();
         let mut batch = store.batch();
         for _ in 0..THREADS {
             batch.create(PAGE_LEN, Place::Host);
@@ -252,7 +257,7 @@ fn logged_cost(plan: &Plan, root: &Path) {
 /// A store in a new directory, with pages that are all different.
 fn large_store(plan: &Plan, root: &Path) -> (tempfile::TempDir, Store, Vec<PageId>) {
     let directory = tempfile::tempdir_in(root).unwrap();
-    let store = Store::open(directory.path(), Options::default()).unwrap();
+    let store = Store::open(directory.path(), options()).unwrap();
     let mut pages = Vec::new();
     while (pages.len() as u64) < plan.pages {
         let mut batch = store.batch();
@@ -274,7 +279,7 @@ fn opening(plan: &Plan, root: &Path) {
     println!("opening {} pages of {PAGE_LEN} bytes              open      read", plan.pages);
     open_and_read(plan, directory.path(), "after a snapshot");
 
-    let store = Store::open(directory.path(), Options::default()).unwrap();
+    let store = Store::open(directory.path(), options()).unwrap();
     for index in 0..plan.replayed_bytes / RECORD_LEN as u64 {
         // Steps that share no factor with a power of two reach every page and every place in it.
         let page = pages[(index * 40_503 % plan.pages) as usize];
@@ -304,7 +309,7 @@ fn open_and_read(plan: &Plan, directory: &Path, what: &str) {
                 forget(&files);
             }
             let started = Instant::now();
-            let store = Store::open(directory, Options::default()).unwrap();
+            let store = Store::open(directory, options()).unwrap();
             opens.push(started.elapsed().as_secs_f64());
             assert_eq!(store.pages().unwrap().len() as u64, plan.pages);
             store.close().unwrap();

@@ -6,13 +6,16 @@
 
 #![expect(clippy::print_stdout, reason = "a benchmark prints its table")]
 
+use std::collections::HashMap;
 use std::error::Error;
 use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use remanent::{Compression, FollowFrom, Follower, Lsn, Metadata, Options, PageId, Place, Store, WriteBatch};
+use remanent::{
+    Ack, Compression, FollowFrom, Follower, LogIo, Lsn, Metadata, Options, PageId, Place, Store, WriteBatch,
+};
 
 type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
 
@@ -61,23 +64,22 @@ fn main() -> Result<()> {
     following(&plan, &root)
 }
 
-/// A store whose snapshots are taken by nobody but the caller.
-fn store_in(directory: &Path) -> Result<Store> {
-    let options = Options::default().snapshot_log_bytes(None).snapshot_interval(None);
-    Ok(Store::open(directory, options.compression(Compression::Off))?)
+/// Of a store whose snapshots are taken by nobody but the caller.
+fn options() -> Options {
+    Options::default().snapshot_log_bytes(None).snapshot_interval(None).compression(Compression::Off)
 }
 
 /// A snapshot after every page changed, and one after one page in a hundred did. Bytes are those of the files
 /// that a snapshot makes; the time ends when it is verified.
 fn snapshots(plan: &Plan, root: &Path) -> Result<()> {
     let directory = tempfile::tempdir_in(root)?;
-    let store = store_in(directory.path())?;
+    let store = Store::open(directory.path(), options())?;
     let mut batch = store.batch();
     for _ in 0..plan.pages {
         batch.create(PAGE_LEN, Place::Host);
     }
     let pages = store.commit(batch)?.pages;
-    let (mut full, mut incremental) = (Taken::default(), Taken::default());
+    let (mut full, mut first, mut incremental) = (Taken::default(), Taken::default(), Taken::default());
     for round in 0..plan.rounds as u64 {
         for pages in pages.chunks(1024) {
             let mut batch = store.batch();
@@ -87,16 +89,20 @@ fn snapshots(plan: &Plan, root: &Path) -> Result<()> {
             store.commit(batch)?;
         }
         full.take(&store, directory.path())?;
-        let mut batch = store.batch();
-        for page in pages.iter().skip(round as usize).step_by(100) {
-            batch.write(*page, 0, &[round as u8; 64]);
+        // The first one behind a full one also removes the images of the full one before.
+        for taken in [&mut first, &mut incremental] {
+            let mut batch = store.batch();
+            for page in pages.iter().skip(round as usize).step_by(100) {
+                batch.write(*page, 0, &[round as u8; 64]);
+            }
+            store.commit(batch)?;
+            taken.take(&store, directory.path())?;
         }
-        store.commit(batch)?;
-        incremental.take(&store, directory.path())?;
     }
     println!("snapshot of {} pages of {PAGE_LEN} bytes, verified", plan.pages);
-    let (full_time, full_bytes) = full.print("every page changed", None);
-    incremental.print("1 % changed", Some((full_time, full_bytes)));
+    let all = full.print("every page changed", None);
+    first.print("1 % changed, old files go", Some(all));
+    incremental.print("1 % changed", Some(all));
     println!();
     Ok(())
 }
@@ -196,49 +202,62 @@ fn bulk(plan: &Plan, root: &Path) -> Result<()> {
     Ok(())
 }
 
-/// From the return of a commit that is durable until a follower in another thread has the batch, and what a
-/// follower costs that waits for nothing.
+/// From the return of a commit until a follower in another thread has the batch, and what a follower costs that
+/// waits for nothing.
 fn following(plan: &Plan, root: &Path) -> Result<()> {
-    let directory = tempfile::tempdir_in(root)?;
-    let store = store_in(directory.path())?;
-    let mut batch = store.batch();
-    let page = batch.create(PAGE_LEN, Place::Host);
-    let first = store.commit(batch)?;
-    let page = first.pages[page.index()];
-    let mut follower = Follower::open(directory.path(), FollowFrom::Beginning)?;
-    println!("follower, {} batches of 256 bytes        p50       p99     worst", plan.batches);
-    for (what, gap) in
-        [("one behind the other", Duration::ZERO), ("one every 5 ms", Duration::from_millis(5))]
-    {
-        let until = Lsn(store.lsn().0 + plan.batches);
-        let (committed, received) = std::thread::scope(|scope| -> Result<_> {
-            let reader = scope.spawn(|| arrivals(&mut follower, until));
-            let mut committed = Vec::new();
-            for index in 0..plan.batches {
-                let mut batch = store.batch();
-                batch.write(page, index * 256 % PAGE_LEN, &[index as u8; 256]);
-                let commit = store.commit(batch)?;
-                committed.push((commit.position.lsn, Instant::now()));
-                pause(gap);
-            }
-            Ok((committed, reader.join().expect("the follower's thread")?))
-        })?;
-        let mut late: Vec<f64> = committed
-            .iter()
-            .map(|(lsn, at)| {
-                let (_, got) = received.iter().find(|(got, _)| got == lsn).expect("each batch once");
-                got.saturating_duration_since(*at).as_secs_f64() * 1e6
-            })
-            .collect();
-        late.sort_by(f64::total_cmp);
-        let (p50, p99, worst) = (late[late.len() / 2], late[late.len() * 99 / 100], late[late.len() - 1]);
-        println!("  {what:<34}{p50:>7.0} µs{p99:>7.0} µs{worst:>7.0} µs");
+    println!("follower, {} batches of 256 bytes          p50       p99     worst", plan.batches);
+    for (ways, log_io, ack) in [
+        ("logged, by stores", LogIo::Mapped, Ack::Logged),
+        ("durable, by system calls", LogIo::Buffered, Ack::Durable),
+    ] {
+        let directory = tempfile::tempdir_in(root)?;
+        let store = Store::open(directory.path(), options().log_io(log_io).ack(ack))?;
+        let mut batch = store.batch();
+        let page = batch.create(PAGE_LEN, Place::Host);
+        let page = store.commit(batch)?.pages[page.index()];
+        let mut follower = Follower::open(directory.path(), FollowFrom::Beginning)?;
+        for gap in [Duration::ZERO, Duration::from_millis(5)] {
+            let late = follow(plan, &store, page, &mut follower, gap)?;
+            let (p50, p99, worst) = (late[late.len() / 2], late[late.len() * 99 / 100], late[late.len() - 1]);
+            let what = format!("{ways}, {} ms between", gap.as_millis());
+            println!("  {what:<36}{p50:>7.0} µs{p99:>7.0} µs{worst:>7.0} µs");
+        }
+        let before = processor_seconds();
+        assert!(follower.next(plan.idle)?.is_none());
+        let used = processor_seconds() - before;
+        println!("  waiting for nothing{:>24.2} % of a processor", 100.0 * used / plan.idle.as_secs_f64());
     }
-    let before = processor_seconds();
-    assert!(follower.next(plan.idle)?.is_none());
-    let used = processor_seconds() - before;
-    println!("  waiting for nothing{:>24.2} % of a processor", 100.0 * used / plan.idle.as_secs_f64());
     Ok(())
+}
+
+/// How late batches come to a follower, in microseconds, ascending.
+fn follow(
+    plan: &Plan,
+    store: &Store,
+    page: PageId,
+    follower: &mut Follower,
+    gap: Duration,
+) -> Result<Vec<f64>> {
+    let until = Lsn(store.lsn().0 + plan.batches);
+    let (committed, received) = std::thread::scope(|scope| -> Result<_> {
+        let reader = scope.spawn(|| arrivals(follower, until));
+        let mut committed = Vec::new();
+        for index in 0..plan.batches {
+            let mut batch = store.batch();
+            batch.write(page, index * 256 % PAGE_LEN, &[index as u8; 256]);
+            let commit = store.commit(batch)?;
+            committed.push((commit.position.lsn, Instant::now()));
+            pause(gap);
+        }
+        Ok((committed, reader.join().expect("the follower's thread")?))
+    })?;
+    let received: HashMap<Lsn, Instant> = received.into_iter().collect();
+    let mut late: Vec<f64> = committed
+        .iter()
+        .map(|(lsn, at)| received[lsn].saturating_duration_since(*at).as_secs_f64() * 1e6)
+        .collect();
+    late.sort_by(f64::total_cmp);
+    Ok(late)
 }
 
 #[expect(clippy::disallowed_methods, reason = "a writer that is idle between batches")]
