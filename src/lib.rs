@@ -50,8 +50,13 @@
 //! | Mark | the newest durable Lsn, as a frame, an opening or a manifest states it |
 //! | Image | one page's bytes in an image file, with page, epoch, Lsn, length, checksum |
 //! | Snapshot | a manifest and the images it names: with the log behind it, enough to rebuild everything |
+//! | Retention | what is kept beyond the newest snapshot: by number, age, bytes of log, name |
+//! | Hold | a reader's lock on a snapshot or on the log's beginning: retention passes over what it holds |
 //! | Cut | pages as they were after one batch, kept until an exact snapshot has gathered them |
 //! | Fork | a new store that begins at a state of another one |
+//! | Whole page | a page that a batch writes from its first byte to its last; much of it goes to an image ahead of the batch |
+//! | [`Follower`] | a reader of batches as they are logged, in order, each once |
+//! | [`Replica`] | pages in host memory that a follower's batches are applied to |
 //! | Link | one manifest of a snapshot: a base names all pages, a change those that changed since the link before |
 //! | Recovery / Restore | opening what a crash left / taking the store to an earlier state, going forward |
 //! | Lane | an ordered queue of device work |
