@@ -171,7 +171,7 @@ pub use remanent_format::log::TornTail;
 pub use remanent_format::op::{Indices, Op};
 pub use remanent_format::{
     Damage, Defect, Epoch, FileName, Folder, Incarnation, Key, LogPoint, Lsn, Metadata, PageId, PageInfo,
-    Place, Position, SnapshotId, StoreId, Value, Width,
+    Place, Position, SnapshotId, StoreId, UnknownPlace, Value, Width,
 };
 pub use retention::Retention;
 pub use snapshot::{Pruned, SnapshotPhase, SnapshotStats};

@@ -1,6 +1,7 @@
 //! Floor 0. The names by which things are known on disk and in the API: pages, versions, positions.
 
 use std::fmt;
+use std::str::FromStr;
 use std::sync::Arc;
 
 use crate::layout::Field;
@@ -275,6 +276,37 @@ impl fmt::Display for Place {
         }
     }
 }
+
+impl FromStr for Place {
+    type Err = UnknownPlace;
+
+    /// The name that [`Place`] is displayed as.
+    ///
+    /// ```
+    /// use remanent_format::Place;
+    /// assert_eq!("device:1".parse::<Place>()?, Place::Device(1));
+    /// assert!("gpu".parse::<Place>().is_err());
+    /// # Ok::<(), remanent_format::UnknownPlace>(())
+    /// ```
+    fn from_str(text: &str) -> Result<Self, UnknownPlace> {
+        let unknown = || UnknownPlace(text.to_owned());
+        match text {
+            "pinned" => Ok(Place::Pinned),
+            "host" => Ok(Place::Host),
+            "unified" => Ok(Place::Unified),
+            "disk" => Ok(Place::Disk),
+            _ => {
+                let ordinal = text.strip_prefix("device:").ok_or_else(unknown)?;
+                ordinal.parse().map(Place::Device).map_err(|_| unknown())
+            }
+        }
+    }
+}
+
+/// A text that names no place.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} is none of host, pinned, unified, disk and device:N")]
+pub struct UnknownPlace(pub String);
 
 /// Width of a page's elements, for masked and sparse deltas and for fills.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

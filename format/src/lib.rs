@@ -25,7 +25,8 @@ pub mod trail;
 
 pub use defect::{Damage, Defect};
 pub use ids::{
-    Epoch, Incarnation, Key, KeyLenError, LogPoint, Lsn, PageId, Place, Position, SnapshotId, StoreId, Width,
+    Epoch, Incarnation, Key, KeyLenError, LogPoint, Lsn, PageId, Place, Position, SnapshotId, StoreId,
+    UnknownPlace, Width,
 };
 pub use names::{FileName, Folder, ReadAt};
 pub use table::{PageInfo, PageTable};

@@ -29,7 +29,8 @@ whole or not at all, whenever the import is killed. A file that holds what the s
 
 Examples:
   remanent import store model.safetensors --note 'before training'
-  remanent import store model.safetensors --root step=120 --root lr=3e-4";
+  remanent import store model.safetensors --root step=120 --root lr=3e-4
+  remanent import store model.safetensors --place device:0";
 
 /// Bring a safetensors file into a store as its newest version
 #[derive(clap::Args)]
@@ -45,6 +46,9 @@ pub struct Import {
     /// An entry of the store's root, set in the same batch; a number or a bool where it reads as one, else text
     #[arg(long, value_name = "NAME=VALUE", value_parser = parse_root)]
     root: Vec<(String, Value)>,
+    /// Where new tensors live: host, pinned, or device:N; others stay where they are
+    #[arg(long, value_name = "PLACE", default_value_t = Place::Host)]
+    place: Place,
     /// One JSON object
     #[arg(long)]
     json: bool,
@@ -84,7 +88,7 @@ impl Import {
         let file = WeightsFile::open(&self.file)?;
         let store = engine::open(&self.dir, Create::IfEmpty)?;
         let bar = progress::bytes(file.header.file_len(), "comparing");
-        let version = Version::prepare(&store, &file, &interrupt, &bar)?;
+        let version = Version::prepare(&store, &file, self.place, &interrupt, &bar)?;
         bar.finish_and_clear();
         let Some(mut version) = version else {
             store.close().map_err(engine_failure)?;
@@ -146,6 +150,8 @@ impl Import {
 struct Version<'a> {
     store: &'a Store,
     file: &'a WeightsFile,
+    /// Of new tensors.
+    place: Place,
     batch: WriteBatch,
     is_new: bool,
     totals: Totals,
@@ -169,12 +175,13 @@ impl<'a> Version<'a> {
     fn prepare(
         store: &'a Store,
         file: &'a WeightsFile,
+        place: Place,
         interrupt: &Interrupt,
         bar: &ProgressBar,
     ) -> Result<Option<Self>, Failure> {
         let (batch, totals) = (store.batch(), Totals::default());
         let (before, after) = (vec![0; PIECE_LEN], vec![0; PIECE_LEN]);
-        let mut version = Self { store, file, batch, is_new: false, totals, before, after };
+        let mut version = Self { store, file, place, batch, is_new: false, totals, before, after };
         let pages = store.pages().map_err(engine_failure)?;
         let header = pages.iter().find(|info| is_header(info));
         let mut old = version.tensors_before(&pages, header)?;
@@ -228,7 +235,7 @@ impl<'a> Version<'a> {
     }
 
     fn create(&mut self, key: Key, tensor: &Tensor) -> Result<(), Failure> {
-        let page = self.batch.create_with(tensor.len, Place::Host, Some(key), tensor.metadata());
+        let page = self.batch.create_with(tensor.len, self.place, Some(key), tensor.metadata());
         self.is_new = true;
         self.totals.created += 1;
         self.content(Before { page: page.into(), old: None, len: 0 }, tensor).map(drop)

@@ -221,6 +221,27 @@ fn a_version_logs_only_what_changed_and_every_version_stays() {
 }
 
 #[test]
+fn tensors_live_where_they_are_put() {
+    let weights = Weights::new();
+    let of = |names: &[&str]| {
+        file(&names.iter().map(|name| tensor(name, "U8", "[2]", [9, 4])).collect::<Vec<_>>())
+    };
+    weights.import(&of(&["b"]), &["--place", "pinned"]);
+    weights.import(&of(&["a", "b"]), &[]);
+    let store = weights.scratch.store();
+    let pages = run(&["pages", &store, "--json"]).expect(0).json();
+    let place = |key: &str| pages.iter().find(|page| page["key"] == key).unwrap()["place"].clone();
+    assert_eq!((place("b"), place("a")), ("pinned".into(), "host".into()));
+
+    let another = weights.write(&of(&["a", "b", "c"]));
+    for (place, reason) in [("vram", "\"vram\" is none of"), ("disk", "disk")] {
+        let refused = run(&["import", &store, &another, "--place", place]).expect(2);
+        assert!(refused.err.contains(reason), "{}", refused.err);
+    }
+    assert_eq!(weights.export(&[]), of(&["a", "b"]));
+}
+
+#[test]
 fn pages_of_others_stay_as_they_are() {
     let weights = Weights::new();
     let store = Store::open(weights.scratch.store(), Options::default()).unwrap();
