@@ -8,7 +8,9 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use remanent_format::Place;
 
-use super::{CommandList, Device, Fence, Lane, MemoryId, PageBytes, Pending, RawStream, Staging};
+use super::{
+    CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending, RawStream, Staging,
+};
 use crate::error::{Error, Result};
 
 /// A device that passes everything on to another one until its fault strikes.
@@ -156,5 +158,13 @@ impl Device for FaultyDevice {
 
     fn bytes(&self, memory: MemoryId) -> Option<PageBytes> {
         self.inner.bytes(memory)
+    }
+
+    fn trim(&self) -> Result<u64> {
+        self.inner.trim()
+    }
+
+    fn memory_stats(&self) -> Vec<(Place, MemoryStats)> {
+        self.inner.memory_stats()
     }
 }

@@ -87,6 +87,35 @@ pub trait Device: Send + Sync + 'static {
     /// The bytes of page memory as they are now. They are never seen to change: whoever wants them up to date
     /// waits for the lanes first, and asks again later. `None` where they do not lie in memory of the host.
     fn bytes(&self, memory: MemoryId) -> Option<PageBytes>;
+
+    /// Gives memory that no page and no staging uses back to whom it came from, and returns how many bytes that
+    /// was. A GPU's driver waits for everything that the GPU has to do, the caller's own work included. A
+    /// device that keeps nothing back has nothing to give.
+    ///
+    /// # Errors
+    /// A device error.
+    fn trim(&self) -> Result<u64> {
+        Ok(0)
+    }
+
+    /// What was asked for and what is held, by the places that share it; empty for a device that keeps nothing
+    /// back. Places that share another one's memory are counted there.
+    fn memory_stats(&self) -> Vec<(Place, MemoryStats)> {
+        Vec::new()
+    }
+}
+
+/// What a source of memory was asked for, and what it holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MemoryStats {
+    /// Bytes held from the driver, in use or idle.
+    pub reserved_bytes: u64,
+    /// Bytes in use, rounded up as they are handed out.
+    pub used_bytes: u64,
+    /// Allocations that what was held served.
+    pub hits: u64,
+    /// Allocations for which the driver was asked.
+    pub misses: u64,
 }
 
 /// Bytes of page memory, shared. They outlive it.

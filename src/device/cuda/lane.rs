@@ -11,7 +11,7 @@ use parking_lot::{Mutex, MutexGuard};
 use super::context::{Context, Entered};
 use super::driver::{CUevent, CUstream};
 use super::errors::Code;
-use super::memory::{Block, Slabs};
+use super::memory::{Block, Memory};
 use super::stream;
 use super::word::{Stream, Word};
 use crate::device::{RawStream, ReturnedStaging};
@@ -29,8 +29,6 @@ pub(super) struct Timeline {
     /// Stands for one point of a stream while another one is told to wait for it: recorded and taken under the
     /// queue's lock.
     event: Event,
-    pinned: Arc<Slabs>,
-    on_gpu: Arc<Slabs>,
     queue: Mutex<VecDeque<InFlight>>,
 }
 
@@ -40,19 +38,14 @@ struct InFlight {
     fence: u64,
     /// Held so that a `Pending` that is dropped early frees nothing that the list uses.
     _staging: Arc<ReturnedStaging>,
-    memory: Used,
+    /// Tables and scratch.
+    _blocks: Vec<Block>,
 }
 
-/// Memory of a list's own.
-#[derive(Debug, Default)]
-pub(super) struct Used {
-    /// Tables and scratch in pinned memory.
-    pub pinned: Vec<Block>,
-    /// Scratch in the GPU's.
-    pub on_gpu: Option<Block>,
+struct Event {
+    context: &'static Context,
+    raw: CUevent,
 }
-
-struct Event(CUevent);
 
 // SAFETY: the handle is a name, and the driver takes it on any thread.
 unsafe impl Send for Event {}
@@ -70,25 +63,14 @@ impl Timeline {
     ///
     /// # Errors
     /// `OutOfMemory`, a device error.
-    pub fn new(
-        context: &'static Context,
-        pinned: &Arc<Slabs>,
-        on_gpu: &Arc<Slabs>,
-        urgent: bool,
-    ) -> Result<Self> {
+    pub fn new(context: &'static Context, pinned: &Memory, urgent: bool) -> Result<Self> {
         let stream = Arc::new(Stream::new(context, urgent)?);
-        let entered = context.enter()?;
-        let mut event = std::ptr::null_mut();
-        // SAFETY: the context is current, the pointer is to a live handle.
-        unsafe { entered.create_event(&mut event, NO_TIMING) }.map_err(|code| context.fault(code))?;
         Ok(Self {
             context,
             fences: Word::new(&stream, pinned)?,
             pieces: Arc::new(Word::new(&stream, pinned)?),
             stream,
-            event: Event(event),
-            pinned: pinned.clone(),
-            on_gpu: on_gpu.clone(),
+            event: Event::new(context)?,
             queue: Mutex::default(),
         })
     }
@@ -113,12 +95,17 @@ impl Timeline {
         let mut queue = self.queue.lock();
         let reached = self.fences.reached();
         while queue.front().is_some_and(|list| list.fence <= reached) {
-            let list = queue.pop_front().expect("looked at just now");
-            let Used { pinned, on_gpu } = list.memory;
-            pinned.into_iter().for_each(|block| self.pinned.free(block));
-            on_gpu.into_iter().for_each(|block| self.on_gpu.free(block));
+            queue.pop_front();
         }
         Turn { lane: self, queue }
+    }
+
+    /// Waits until the stream has done everything that was queued, lists without a fence included.
+    ///
+    /// # Errors
+    /// A device error: the stream stopped.
+    pub fn drain(&self) -> Result<()> {
+        self.stream.drain()
     }
 
     /// Makes what is queued on `self` from now on run after everything that is queued on `other` by now.
@@ -158,9 +145,9 @@ impl Timeline {
         let _turn = self.queue.lock();
         // SAFETY: the context is current; a lane's handles live as long as it does, and a caller's stream is
         // vouched for by who made its `RawStream`.
-        unsafe { entered.record_event(self.event.0, earlier) }?;
+        unsafe { entered.record_event(self.event.raw, earlier) }?;
         // SAFETY: the same; the wait takes the event as it was recorded, so it may be recorded again.
-        unsafe { entered.wait_event(later, self.event.0, 0) }
+        unsafe { entered.wait_event(later, self.event.raw, 0) }
     }
 }
 
@@ -168,23 +155,28 @@ impl Turn<'_> {
     /// Ends a list that is queued, and returns its fence.
     ///
     /// # Errors
-    /// A device error. What the list uses is then never freed.
-    pub fn end(mut self, entered: &Entered<'_>, staging: &Arc<ReturnedStaging>, memory: Used) -> Result<u64> {
+    /// A device error. What the list uses then stays until the lane is dropped.
+    pub fn end(
+        mut self,
+        entered: &Entered<'_>,
+        staging: &Arc<ReturnedStaging>,
+        blocks: Vec<Block>,
+    ) -> Result<u64> {
         match self.lane.fences.count(entered) {
             Ok(fence) => {
-                self.queue.push_back(InFlight { fence, _staging: staging.clone(), memory });
+                self.queue.push_back(InFlight { fence, _staging: staging.clone(), _blocks: blocks });
                 Ok(fence)
             }
             Err(error) => {
-                self.abandon(staging, memory);
+                self.abandon(staging, blocks);
                 Err(error)
             }
         }
     }
 
-    /// Gives up a list of which a part may be queued: what it uses is never freed.
-    pub fn abandon(mut self, staging: &Arc<ReturnedStaging>, memory: Used) {
-        self.queue.push_back(InFlight { fence: u64::MAX, _staging: staging.clone(), memory });
+    /// Gives up a list of which a part may be queued: what it uses stays until the lane is dropped.
+    pub fn abandon(mut self, staging: &Arc<ReturnedStaging>, blocks: Vec<Block>) {
+        self.queue.push_back(InFlight { fence: u64::MAX, _staging: staging.clone(), _blocks: blocks });
     }
 }
 
@@ -192,15 +184,34 @@ impl Drop for Timeline {
     /// Waits for the stream, so that it writes to nothing that is freed. What a stream that stopped was
     /// using is left to it.
     fn drop(&mut self) {
-        if let Err(error) = self.fences.wait(self.fences.given()) {
+        let left = std::mem::take(self.queue.get_mut());
+        if let Err(error) = self.drain() {
             tracing::warn!(%error, "a lane stopped: what its lists use stays allocated");
+            left.into_iter().for_each(std::mem::forget);
         }
-        let left: Vec<InFlight> = self.turn().queue.drain(..).collect();
-        left.into_iter().for_each(std::mem::forget);
+    }
+}
+
+impl Event {
+    /// An event that was not recorded yet.
+    ///
+    /// # Errors
+    /// A device error.
+    fn new(context: &'static Context) -> Result<Self> {
+        let entered = context.enter()?;
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: the context is current, the pointer is to a live handle.
+        unsafe { entered.create_event(&mut raw, NO_TIMING) }.map_err(|code| context.fault(code))?;
+        Ok(Self { context, raw })
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
         let Ok(entered) = self.context.enter() else { return };
         // SAFETY: the context is current, the handle leaves our hands here, and whoever waits for the event
         // has taken it.
-        if let Err(code) = unsafe { entered.destroy_event(self.event.0) } {
+        if let Err(code) = unsafe { entered.destroy_event(self.raw) } {
             tracing::warn!(%code, "an event could not be given back");
         }
     }

@@ -6,34 +6,18 @@
 //! Short copies between host and GPU are pieces, which kernels move by loads and stores on mapped memory:
 //! the copy engine lets a short copy wait for long ones, for seconds. Long ones are the copy engine's.
 
-use std::collections::HashMap;
-use std::hash::BuildHasherDefault;
-
 use remanent_format::Width;
 
 use super::abi::{IndexRow, PieceRow};
-use super::memory::{Block, Kind};
-use super::plan::{Area, IdHasher, Plan, PlannedPiece, Step, crc_words};
+use super::handles::{Allocation, Handles};
+use super::plan::{Area, Plan, PlannedPiece, Step, crc_words};
+use super::resource::Kind;
 use crate::device::{Command, IndexList, MemoryId, Payload, Piece, PieceKind, Span, Staging, StagingSpan};
 
 /// The longest copy between host and GPU that a kernel makes.
 const SHORT_LEN_MAX: u64 = 64 << 10;
 /// Boundary on which each use of scratch on the GPU begins.
 const SCRATCH_ALIGN: u64 = 16;
-
-/// Page memory, by its id.
-pub(super) type Memories = HashMap<MemoryId, Memory, BuildHasherDefault<IdHasher>>;
-
-/// An allocation of page memory.
-#[derive(Debug)]
-pub(super) struct Memory {
-    /// Where it lies; `None` if it is empty.
-    pub block: Option<Block>,
-    /// In what.
-    pub kind: Kind,
-    /// Its length in bytes.
-    pub len: u64,
-}
 
 /// A staging of a list: its bytes, and where they are.
 pub(super) struct Staged<'s> {
@@ -87,7 +71,7 @@ fn seen_len(list: &IndexList) -> u64 {
 /// If a range is not within its memory, or ranges that belong together are of different lengths.
 pub(super) fn plan(
     commands: &[Command],
-    memories: &Memories,
+    memories: &Handles,
     staging: &[Staged<'_>],
     scratch: Scratch,
 ) -> Plan {
@@ -98,7 +82,7 @@ pub(super) fn plan(
 }
 
 struct Planner<'l> {
-    memories: &'l Memories,
+    memories: &'l Handles,
     staging: &'l [Staged<'l>],
     /// The next free bytes of scratch.
     scratch: Scratch,
@@ -139,7 +123,7 @@ impl Planner<'_> {
     fn upload(&mut self, source: StagingSpan, target: Span) {
         assert_eq!(source.len as u64, target.len, "an upload between ranges of different lengths");
         let (from, to, len) = (self.staged(source), self.address(target), target.len);
-        if len > SHORT_LEN_MAX && self.memories[&target.memory].kind == Kind::Device {
+        if len > SHORT_LEN_MAX && self.memory(target.memory).kind == Kind::Device {
             self.plan.step(Step::Up { source: from, target: to, len });
         } else {
             self.piece(PieceRow::dense(to, from, len), target, [Some(Area::Staging(source.index)), None]);
@@ -148,7 +132,7 @@ impl Planner<'_> {
 
     fn download(&mut self, source: Span, target: StagingSpan) {
         assert_eq!(source.len, target.len as u64, "a download between ranges of different lengths");
-        let on_gpu = self.memories.get(&source.memory).is_some_and(|memory| memory.kind == Kind::Device);
+        let on_gpu = self.memory(source.memory).kind == Kind::Device;
         self.down(self.address(source), Area::Memory(source.memory.0), on_gpu, target);
     }
 
@@ -289,12 +273,15 @@ impl Planner<'_> {
 
     /// Where a span begins. An empty one begins anywhere.
     fn address(&self, span: Span) -> u64 {
-        let memory = self.memories.get(&span.memory);
-        let memory = memory.unwrap_or_else(|| panic!("{:?} is no memory of this device", span.memory));
+        let memory = self.memory(span.memory);
         let end = span.offset.checked_add(span.len);
         let within = end.is_some_and(|end| end <= memory.len);
         assert!(within, "{span:?} is not within its memory of {} bytes", memory.len);
-        memory.block.as_ref().map_or(0, |block| block.address + span.offset)
+        memory.address + span.offset
+    }
+
+    fn memory(&self, id: MemoryId) -> Allocation {
+        self.memories.get(id).unwrap_or_else(|| panic!("{id:?} is no memory of this device"))
     }
 
     fn staged(&self, span: StagingSpan) -> u64 {

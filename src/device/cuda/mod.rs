@@ -1,24 +1,26 @@
 //! Floor 3. Pages in the memory of a GPU.
 //!
 //! Read in this order: `driver` (what is called, found at run time), `errors`, `context` (how calls are made),
-//! `memory` and `staging`, `word`, `lane` and `stream` (what fences are, and the caller's
+//! `resource`, `memory` and `staging`, `handles` (names of page memory), `word`, `lane` and `stream` (what fences are, and the caller's
 //! streams beside them), `list` and `plan` (from commands to launches),
 //! `functions`, `launch` and `bulk` (how they are done); `abi` is what host and kernels agree on, `modules`
 //! the kernels themselves. [`HostDevice`] defines what every list must lead to (I11).
 //!
 //! A list becomes a few launches over tables in pinned memory and one write of the lane's fence. Nothing here
 //! uses the default stream or waits for the whole GPU, but for giving memory back, which only a shortage and
-//! [`CudaDevice::trim`] do. A crash loses all of it; the log brings it back.
+//! [`Device::trim`] do. A crash loses all of it; the log brings it back.
 //!
 //! [`HostDevice`]: super::host::HostDevice
 
 pub mod abi;
 pub mod modules;
+pub mod resource;
 mod bulk;
 mod context;
 mod driver;
 mod errors;
 mod functions;
+mod handles;
 mod lane;
 mod launch;
 mod list;
@@ -28,21 +30,24 @@ mod staging;
 mod stream;
 mod word;
 
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use parking_lot::{Mutex, RwLock};
+use parking_lot::Mutex;
 use remanent_format::Place;
 
 use self::bulk::BulkQueue;
 use self::context::Context;
 use self::driver::Driver;
 use self::functions::Functions;
-use self::lane::{Timeline, Used};
+use self::handles::{Allocation, Handles};
+use self::lane::Timeline;
 use self::launch::{Launcher, Layout};
-use self::list::{Memories, Memory, Scratch, Staged};
-use self::memory::{Block, Kind, Slabs};
-use super::{CommandList, Device, Fence, Lane, MemoryId, PageBytes, Pending, RawStream, Staging};
+use self::list::{Scratch, Staged};
+use self::memory::{Block, Memory};
+use self::resource::{DriverMemory, Kind, MemoryResource, Pool};
+use super::{
+    CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending, RawStream, Staging,
+};
 use crate::error::{Error, Result};
 
 /// Pages in a GPU's memory, in pinned host memory, and in managed memory.
@@ -54,12 +59,11 @@ pub struct CudaDevice {
     lanes: [Timeline; Lane::ALL.len()],
     bulk: BulkQueue,
     functions: &'static Functions,
-    memories: RwLock<Memories>,
-    memory_next: AtomicU64,
-    on_gpu: Arc<Slabs>,
-    managed: Slabs,
+    pages: Handles,
+    on_gpu: Memory,
+    managed: Memory,
     /// Pages in host memory, staging and tables.
-    pinned: Arc<Slabs>,
+    pinned: Memory,
     /// Why nothing is queued any more: a list was left half queued.
     stopped: OnceLock<Error>,
     context: &'static Context,
@@ -71,19 +75,41 @@ impl CudaDevice {
     /// # Errors
     /// `DeviceUnavailable` names what is missing: the driver, the GPU, something it must be able to do.
     pub fn open(ordinal: u32) -> Result<Self> {
+        Self::open_with(ordinal, Arc::new(Pool::new(DriverMemory::of(ordinal)?)))
+    }
+
+    /// As [`open`](Self::open), with pages on the GPU in memory of the caller's own: an allocator that a
+    /// framework uses too, or one of [`resource`]'s wrappers around the driver. Pages in host memory, staging
+    /// and tables come from the driver all the same.
+    ///
+    /// ```no_run
+    /// use std::sync::Arc;
+    /// use remanent::device::cuda::CudaDevice;
+    /// use remanent::device::cuda::resource::{DriverMemory, Limited, Pool};
+    /// use remanent::{Options, Store, disk::dir::DirDisk};
+    /// // Never more than 8 GiB from the driver, slack included.
+    /// let memory = Pool::new(Limited::new(DriverMemory::of(0)?, 8 << 30));
+    /// let device = CudaDevice::open_with(0, Arc::new(memory))?;
+    /// let store = Store::open_on(Arc::new(DirDisk::new("mystore")), Arc::new(device), Options::default())?;
+    /// # drop(store);
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As for `open`.
+    pub fn open_with(ordinal: u32, on_gpu: Arc<dyn MemoryResource>) -> Result<Self> {
         let unavailable = |reason| Error::DeviceUnavailable { device: format!("cuda:{ordinal}"), reason };
         let context = Context::of(ordinal).map_err(unavailable)?;
-        let pinned = Arc::new(Slabs::new(context, Kind::Pinned, Place::Pinned));
-        let on_gpu = Arc::new(Slabs::new(context, Kind::Device, Place::Device(0)));
-        let lane = |urgent| Timeline::new(context, &pinned, &on_gpu, urgent);
+        let pool = |kind| Arc::new(Pool::new(DriverMemory::new(context, kind)));
+        let pinned = Memory::new(Place::Pinned, pool(Kind::Pinned));
+        let lane = |urgent| Timeline::new(context, &pinned, urgent);
         Ok(Self {
             lanes: [lane(true)?, lane(false)?, lane(false)?, lane(true)?],
             bulk: BulkQueue::new(context),
             functions: Functions::of(context).map_err(|error| unavailable(error.to_string()))?,
-            memories: RwLock::default(),
-            memory_next: AtomicU64::new(1),
-            on_gpu,
-            managed: Slabs::new(context, Kind::Managed, Place::Unified),
+            pages: Handles::new(),
+            on_gpu: Memory::new(Place::Device(0), on_gpu),
+            managed: Memory::new(Place::Unified, pool(Kind::Managed)),
             pinned,
             stopped: OnceLock::new(),
             context,
@@ -100,26 +126,11 @@ impl CudaDevice {
         driver.count().map_err(|code| unavailable(code.to_string()))
     }
 
-    /// Gives memory that no page and no staging uses back to the driver, and returns how many bytes that was.
-    /// The driver waits for everything that the GPU has to do, the caller's own work included.
-    ///
-    /// # Errors
-    /// A device error.
-    pub fn trim(&self) -> Result<u64> {
-        Ok(self.on_gpu.trim()? + self.managed.trim()? + self.pinned.trim()?)
-    }
-
-    /// Bytes held from the driver, in use or not: in the GPU's memory, and pinned in the host's.
-    #[must_use]
-    pub fn reserved_bytes(&self) -> (u64, u64) {
-        (self.on_gpu.reserved_bytes() + self.managed.reserved_bytes(), self.pinned.reserved_bytes())
-    }
-
     fn lane(&self, lane: Lane) -> &Timeline {
         &self.lanes[lane as usize]
     }
 
-    fn slabs(&self, kind: Kind) -> &Slabs {
+    fn memory(&self, kind: Kind) -> &Memory {
         match kind {
             Kind::Device => &self.on_gpu,
             Kind::Managed => &self.managed,
@@ -129,26 +140,24 @@ impl CudaDevice {
 
     /// Allocates; where memory is short, what lies idle goes first.
     fn block(&self, kind: Kind, len: u64) -> Result<Block> {
-        match self.slabs(kind).allocate(len) {
-            Err(Error::OutOfMemory { .. }) if self.trim()? > 0 => self.slabs(kind).allocate(len),
+        match self.memory(kind).allocate(len) {
+            Err(Error::OutOfMemory { .. }) if self.trim()? > 0 => self.memory(kind).allocate(len),
             other => other,
         }
     }
 
     /// Frees all pages once nothing uses them any more.
     fn free_pages(&self) -> Result<()> {
-        for lane in &self.lanes {
-            lane.fences().wait(lane.fences().given())?;
-        }
-        if self.stopped.get().is_some() {
+        self.lanes.iter().try_for_each(Timeline::drain)?;
+        self.pages.drain().into_iter().try_for_each(|page| self.free(page))
+    }
+
+    fn free(&self, page: Allocation) -> Result<()> {
+        if page.len == 0 {
             return Ok(());
         }
-        for (_, Memory { block, kind, .. }) in self.memories.write().drain() {
-            if let Some(block) = block {
-                self.slabs(kind).free(block);
-            }
-        }
-        Ok(())
+        // SAFETY: taken apart by `allocate` for this name, which was taken out of use just now.
+        unsafe { self.memory(page.kind).block(page.address, page.len) }.free()
     }
 
     fn assert_given(&self, fence: Fence) {
@@ -183,28 +192,17 @@ impl Device for CudaDevice {
                 return Err(Error::PlaceUnavailable { place, reason });
             }
         };
-        let block = if len == 0 {
-            None
-        } else {
-            let named = |error| match error {
-                Error::OutOfMemory { len, .. } => Error::OutOfMemory { place, len },
-                other => other,
-            };
-            Some(self.block(kind, len).map_err(named)?)
+        let named = |error| match error {
+            Error::OutOfMemory { len, .. } => Error::OutOfMemory { place, len },
+            other => other,
         };
-        let id = MemoryId(self.memory_next.fetch_add(1, Ordering::Relaxed));
-        self.memories.write().insert(id, Memory { block, kind, len });
-        Ok(id)
+        let address = if len == 0 { 0 } else { self.block(kind, len).map_err(named)?.into_raw() };
+        Ok(self.pages.insert(Allocation { address, len, kind }))
     }
 
     fn release(&self, memory: MemoryId) -> Result<()> {
-        let released = self.memories.write().remove(&memory);
-        let Memory { block, kind, .. } =
-            released.unwrap_or_else(|| panic!("{memory:?} is no memory of this device"));
-        if let Some(block) = block {
-            self.slabs(kind).free(block);
-        }
-        Ok(())
+        let page = self.pages.remove(memory);
+        self.free(page.unwrap_or_else(|| panic!("{memory:?} is no memory of this device")))
     }
 
     fn staging(&self, len: usize) -> Result<Staging> {
@@ -220,29 +218,29 @@ impl Device for CudaDevice {
         }
         let CommandList { commands, staging } = list;
         // 1. Plan, before anything is queued: what breaks the contract panics here.
-        let mut used = Used::default();
+        let mut blocks = Vec::new();
         let needed = Scratch::needed(&commands);
         let mut scratch = Scratch::default();
         if needed.pinned > 0 {
             let block = self.block(Kind::Pinned, needed.pinned)?;
             scratch.pinned = block.address;
-            used.pinned.push(block);
+            blocks.push(block);
         }
         if needed.on_gpu > 0 {
             let block = self.block(Kind::Device, needed.on_gpu)?;
             scratch.on_gpu = block.address;
-            used.on_gpu = Some(block);
+            blocks.push(block);
         }
         let staged: Vec<Staged<'_>> =
             staging.iter().map(|bytes| Staged { bytes, address: staging::address_of(bytes) }).collect();
-        let plan = list::plan(&commands, &self.memories.read(), &staged, scratch);
+        let plan = list::plan(&commands, &self.pages, &staged, scratch);
         let layout = Layout::of(&plan);
         if layout.len > 0 {
             let tables = self.block(Kind::Pinned, layout.len as u64)?;
             layout.write(&plan, &tables);
-            used.pinned.push(tables);
+            blocks.push(tables);
         }
-        let tables = if layout.len > 0 { used.pinned.last() } else { None };
+        let tables = if layout.len > 0 { blocks.last() } else { None };
 
         // 2. Queue, one list of the lane at a time.
         let returned = Arc::new(Mutex::new(staging));
@@ -259,9 +257,9 @@ impl Device for CudaDevice {
         // 3. The fence behind it. From a failure on, what the list did is not known.
         let queued = launcher.run(&plan, &layout, tables);
         let ended = match queued {
-            Ok(()) => turn.end(&entered, &returned, used),
+            Ok(()) => turn.end(&entered, &returned, blocks),
             Err(error) => {
-                turn.abandon(&returned, used);
+                turn.abandon(&returned, blocks);
                 Err(error)
             }
         };
@@ -300,10 +298,17 @@ impl Device for CudaDevice {
     }
 
     fn address(&self, memory: MemoryId) -> Option<u64> {
-        let memories = self.memories.read();
-        let memory =
-            memories.get(&memory).unwrap_or_else(|| panic!("{memory:?} is no memory of this device"));
-        memory.block.as_ref().map(|block| block.address)
+        let page = self.pages.get(memory);
+        let page = page.unwrap_or_else(|| panic!("{memory:?} is no memory of this device"));
+        (page.len > 0).then_some(page.address)
+    }
+
+    fn trim(&self) -> Result<u64> {
+        Ok(self.on_gpu.trim()? + self.managed.trim()? + self.pinned.trim()?)
+    }
+
+    fn memory_stats(&self) -> Vec<(Place, MemoryStats)> {
+        [&self.on_gpu, &self.managed, &self.pinned].map(|memory| (memory.place, memory.stats())).to_vec()
     }
 
     fn bytes(&self, _memory: MemoryId) -> Option<PageBytes> {

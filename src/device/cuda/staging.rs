@@ -4,18 +4,14 @@
 //! the list's fence has passed.
 
 use std::any::Any;
-use std::sync::Arc;
 
-use super::memory::{Block, Slabs};
+use super::memory::{Block, Memory};
 use crate::device::{Staging, StagingMemory};
 use crate::error::{Error, Result};
 
 /// A block of pinned memory.
 struct PinnedStaging {
-    slabs: Arc<Slabs>,
-    /// `None` only while it is dropped.
-    block: Option<Block>,
-    address: u64,
+    block: Block,
     len: usize,
 }
 
@@ -23,16 +19,15 @@ struct PinnedStaging {
 ///
 /// # Errors
 /// `OutOfMemory`, a device error.
-pub(super) fn staging(slabs: &Arc<Slabs>, len: usize) -> Result<Staging> {
+pub(super) fn staging(memory: &Memory, len: usize) -> Result<Staging> {
     // Beyond what a slice can span there is nothing to ask the driver for.
     if isize::try_from(len).is_err() {
         return Err(Error::OutOfMemory { place: remanent_format::Place::Pinned, len: len as u64 });
     }
-    let block = slabs.allocate(len as u64)?;
-    let address = block.address;
+    let block = memory.allocate(len as u64)?;
     // SAFETY: the block is at least this long, pinned memory is the host's to write, and nobody else has it.
-    unsafe { std::ptr::write_bytes(address as *mut u8, 0, len) };
-    Ok(Staging::new(PinnedStaging { slabs: slabs.clone(), block: Some(block), address, len }))
+    unsafe { std::ptr::write_bytes(block.address as *mut u8, 0, len) };
+    Ok(Staging::new(PinnedStaging { block, len }))
 }
 
 /// Where a staging lies, to GPU and host alike.
@@ -42,26 +37,18 @@ pub(super) fn staging(slabs: &Arc<Slabs>, len: usize) -> Result<Staging> {
 pub(super) fn address_of(staging: &Staging) -> u64 {
     let memory: &dyn Any = staging.memory();
     let pinned = memory.downcast_ref::<PinnedStaging>();
-    pinned.expect("a list's staging comes from the device that runs the list").address
+    pinned.expect("a list's staging comes from the device that runs the list").block.address
 }
 
 impl StagingMemory for PinnedStaging {
     fn bytes(&self) -> &[u8] {
         // SAFETY: the block is at least this long, was zeroed when it was made, and is this value's alone.
         // The GPU writes to it only while a list owns this value, and then nobody borrows it.
-        unsafe { std::slice::from_raw_parts(self.address as *const u8, self.len) }
+        unsafe { std::slice::from_raw_parts(self.block.address as *const u8, self.len) }
     }
 
     fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: as for `bytes`; the borrow is exclusive.
-        unsafe { std::slice::from_raw_parts_mut(self.address as *mut u8, self.len) }
-    }
-}
-
-impl Drop for PinnedStaging {
-    fn drop(&mut self) {
-        if let Some(block) = self.block.take() {
-            self.slabs.free(block);
-        }
+        unsafe { std::slice::from_raw_parts_mut(self.block.address as *mut u8, self.len) }
     }
 }

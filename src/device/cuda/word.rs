@@ -6,13 +6,14 @@
 //!
 //! A stream that stopped at a fault never writes again, so who waits for long asks the stream itself.
 
+use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use super::context::{Context, Entered};
 use super::driver::CUstream;
-use super::memory::{Block, Slabs};
+use super::memory::{Block, Memory};
 use crate::error::Result;
 
 /// `CU_STREAM_NON_BLOCKING`: it does not wait for the default stream, nor that for it.
@@ -58,14 +59,30 @@ impl Stream {
         self.raw
     }
 
-    /// Fails if the stream has stopped at a fault.
-    fn check(&self) -> Result<()> {
+    /// Whether everything that was queued is done.
+    ///
+    /// # Errors
+    /// A device error: the stream has stopped at a fault.
+    fn is_done(&self) -> Result<bool> {
         let entered = self.context.enter()?;
         // SAFETY: the context is current; the handle is live until it is dropped.
         match unsafe { entered.query_stream(self.raw) } {
-            Err(code) if !code.is_not_ready() => Err(self.context.fault(code)),
-            _ => Ok(()),
+            Ok(()) => Ok(true),
+            Err(code) if code.is_not_ready() => Ok(false),
+            Err(code) => Err(self.context.fault(code)),
         }
+    }
+
+    /// Waits until everything that was queued is done, whether or not it left word.
+    ///
+    /// # Errors
+    /// A device error: the stream has stopped at a fault.
+    pub fn drain(&self) -> Result<()> {
+        let mut naps = Naps::default();
+        while !self.is_done()? {
+            naps.take();
+        }
+        Ok(())
     }
 }
 
@@ -83,9 +100,7 @@ impl Drop for Stream {
 /// A word that a stream counts up.
 pub(super) struct Word {
     stream: Arc<Stream>,
-    memory: Arc<Slabs>,
-    /// `None` only while it is dropped.
-    block: Option<Block>,
+    block: ManuallyDrop<Block>,
     /// The newest value that the stream was told to write.
     given: AtomicU64,
 }
@@ -95,16 +110,11 @@ impl Word {
     ///
     /// # Errors
     /// `OutOfMemory`, a device error.
-    pub fn new(stream: &Arc<Stream>, memory: &Arc<Slabs>) -> Result<Self> {
+    pub fn new(stream: &Arc<Stream>, memory: &Memory) -> Result<Self> {
         let block = memory.allocate(size_of::<u64>() as u64)?;
         // SAFETY: the block is pinned, long enough, aligned by its class, and nobody else's.
         unsafe { std::ptr::write(block.address as *mut u64, 0) };
-        Ok(Self {
-            stream: stream.clone(),
-            memory: memory.clone(),
-            block: Some(block),
-            given: AtomicU64::new(0),
-        })
+        Ok(Self { stream: stream.clone(), block: ManuallyDrop::new(block), given: AtomicU64::new(0) })
     }
 
     /// The newest value that has passed.
@@ -139,7 +149,6 @@ impl Word {
     ///
     /// # Errors
     /// A device error: the stream stopped before it.
-    #[expect(clippy::disallowed_methods, reason = "nothing on the host is told of a word that a GPU writes")]
     pub fn wait(&self, value: u64) -> Result<()> {
         let started = Instant::now();
         while started.elapsed() < SPIN {
@@ -148,27 +157,42 @@ impl Word {
             }
             std::hint::spin_loop();
         }
-        let mut nap = NAP_MIN;
+        let mut naps = Naps::default();
         while self.reached() < value {
-            self.stream.check()?;
-            std::thread::sleep(nap);
-            nap = NAP_MAX.min(2 * nap);
+            self.stream.is_done()?;
+            naps.take();
         }
         Ok(())
     }
 
     fn address(&self) -> u64 {
-        self.block.as_ref().expect("there until the word is dropped").address
+        self.block.address
     }
 }
 
 impl Drop for Word {
     /// A stream that stopped, or that cannot be asked, keeps the word: it may still write to it.
     fn drop(&mut self) {
-        if self.reached() >= self.given()
-            && let Some(block) = self.block.take()
-        {
-            self.memory.free(block);
+        if self.reached() >= self.given() {
+            // SAFETY: it is not used again.
+            unsafe { ManuallyDrop::drop(&mut self.block) };
         }
+    }
+}
+
+/// Naps between looks at something of which nobody tells, each longer than the one before.
+struct Naps(Duration);
+
+impl Default for Naps {
+    fn default() -> Self {
+        Self(NAP_MIN)
+    }
+}
+
+impl Naps {
+    #[expect(clippy::disallowed_methods, reason = "nothing on the host is told of what a GPU has done")]
+    fn take(&mut self) {
+        std::thread::sleep(self.0);
+        self.0 = NAP_MAX.min(2 * self.0);
     }
 }

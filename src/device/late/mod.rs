@@ -19,8 +19,8 @@ use remanent_format::{Place, Width};
 pub use self::streams::StreamWork;
 use self::streams::{StreamEntry, Streams};
 use super::{
-    Command, CommandList, Device, Fence, Lane, MemoryId, PageBytes, Payload, Pending, Piece, PieceKind,
-    RawStream, ReturnedStaging, Span, Staging, StagingSpan,
+    Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Payload, Pending, Piece,
+    PieceKind, RawStream, ReturnedStaging, Span, Staging, StagingSpan,
 };
 use crate::error::{Error, Result};
 
@@ -329,6 +329,14 @@ impl Device for LateDevice {
 
     fn bytes(&self, memory: MemoryId) -> Option<PageBytes> {
         self.inner.bytes(memory)
+    }
+
+    fn trim(&self) -> Result<u64> {
+        self.inner.trim()
+    }
+
+    fn memory_stats(&self) -> Vec<(Place, MemoryStats)> {
+        self.inner.memory_stats()
     }
 }
 

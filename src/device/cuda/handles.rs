@@ -1,0 +1,226 @@
+//! Floor 3. Names of page memory: a slot of a table, and the slot's generation.
+//!
+//! A generation is odd while its slot is in use and rises by one when the slot is taken and when it is given
+//! back, so a name that was released never fits again: who uses it, or releases it twice, is found out. A slot
+//! whose generations are used up is not taken any more.
+//!
+//! Lists name page memory thousands of times, so reading takes no lock; taking a slot and giving one back take
+//! one lock of several.
+
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
+
+use parking_lot::Mutex;
+
+use super::resource::{Kind, own_shard};
+use crate::device::MemoryId;
+
+/// Slots of the first chunk of the table; each further chunk is twice as long.
+const CHUNK_SLOTS_MIN: u32 = 1 << 10;
+/// Chunks: as many slots as a u32 can number.
+const CHUNKS: usize = (u32::BITS - CHUNK_SLOTS_MIN.ilog2()) as usize;
+/// Lists of free slots.
+const SHARDS: usize = super::resource::SHARDS;
+
+/// An allocation of page memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Allocation {
+    /// The first byte; 0 if it is empty.
+    pub address: u64,
+    /// Its length in bytes.
+    pub len: u64,
+    /// In what it lies.
+    pub kind: Kind,
+}
+
+/// Page memory by its names. Shared by threads.
+pub(super) struct Handles {
+    chunks: [OnceLock<Box<[Slot]>>; CHUNKS],
+    free: [Mutex<Vec<u32>>; SHARDS],
+    /// The first slot that was never taken.
+    next: AtomicU32,
+}
+
+#[derive(Default)]
+struct Slot {
+    generation: AtomicU32,
+    kind: AtomicU8,
+    address: AtomicU64,
+    len: AtomicU64,
+}
+
+impl Handles {
+    /// No names yet.
+    pub fn new() -> Self {
+        Self { chunks: Default::default(), free: Default::default(), next: AtomicU32::new(0) }
+    }
+
+    /// A name for an allocation, never given before.
+    pub fn insert(&self, allocation: Allocation) -> MemoryId {
+        let Allocation { address, len, kind } = allocation;
+        let number = self.free_slot();
+        let slot = self.slot(number).expect("a slot that was taken is there");
+        // Nobody knows the name yet, so these may come in any order before the generation.
+        slot.address.store(address, Ordering::Relaxed);
+        slot.len.store(len, Ordering::Relaxed);
+        slot.kind.store(kind as u8, Ordering::Relaxed);
+        let generation = slot.generation.load(Ordering::Relaxed) + 1;
+        slot.generation.store(generation, Ordering::Release);
+        MemoryId(u64::from(generation) << u32::BITS | u64::from(number))
+    }
+
+    /// The allocation of that name; `None` if it was released, or never was.
+    pub fn get(&self, id: MemoryId) -> Option<Allocation> {
+        let (generation, number) = parts(id);
+        let slot = self.slot(number)?;
+        if generation % 2 == 0 || slot.generation.load(Ordering::Acquire) != generation {
+            return None;
+        }
+        let allocation = Allocation {
+            address: slot.address.load(Ordering::Relaxed),
+            len: slot.len.load(Ordering::Relaxed),
+            kind: Kind::ALL[usize::from(slot.kind.load(Ordering::Relaxed))],
+        };
+        // Released and taken anew meanwhile, it may be a mixture.
+        fence(Ordering::Acquire);
+        (slot.generation.load(Ordering::Relaxed) == generation).then_some(allocation)
+    }
+
+    /// Takes a name out of use; `None` if it is not in use: of two who release it, one gets the allocation.
+    pub fn remove(&self, id: MemoryId) -> Option<Allocation> {
+        let allocation = self.get(id)?;
+        let (generation, number) = parts(id);
+        let slot = self.slot(number)?;
+        let released = slot.generation.compare_exchange(
+            generation,
+            generation.wrapping_add(1),
+            Ordering::AcqRel,
+            Ordering::Relaxed,
+        );
+        released.ok()?;
+        if generation < u32::MAX {
+            self.free[own_shard()].lock().push(number);
+        }
+        Some(allocation)
+    }
+
+    /// Takes all names out of use.
+    pub fn drain(&self) -> Vec<Allocation> {
+        let numbers = 0..self.next.load(Ordering::Acquire);
+        let live = numbers.filter_map(|number| {
+            let generation = self.slot(number)?.generation.load(Ordering::Acquire);
+            self.remove(MemoryId(u64::from(generation) << u32::BITS | u64::from(number)))
+        });
+        live.collect()
+    }
+
+    fn free_slot(&self) -> u32 {
+        let own = own_shard();
+        for shard in (0..SHARDS).map(|distance| (own + distance) % SHARDS) {
+            if let Some(number) = self.free[shard].lock().pop() {
+                return number;
+            }
+        }
+        let number = self.next.fetch_add(1, Ordering::AcqRel);
+        assert!(number < u32::MAX - CHUNK_SLOTS_MIN, "more pages than there are names");
+        let (chunk, slots, _) = position(number);
+        self.chunks[chunk].get_or_init(|| (0..slots).map(|_| Slot::default()).collect());
+        number
+    }
+
+    fn slot(&self, number: u32) -> Option<&Slot> {
+        let (chunk, _, index) = position(number);
+        self.chunks.get(chunk)?.get()?.get(index)
+    }
+}
+
+/// A name's generation and slot.
+fn parts(id: MemoryId) -> (u32, u32) {
+    ((id.0 >> u32::BITS) as u32, id.0 as u32)
+}
+
+/// The chunk in which a slot lies, the chunk's number of slots, and the slot's index there.
+fn position(number: u32) -> (usize, u32, usize) {
+    let shifted = u64::from(number) + u64::from(CHUNK_SLOTS_MIN);
+    let chunk = shifted.ilog2() - CHUNK_SLOTS_MIN.ilog2();
+    let slots = u64::from(CHUNK_SLOTS_MIN) << chunk;
+    (chunk as usize, slots as u32, (shifted - slots) as usize)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn allocation(address: u64) -> Allocation {
+        Allocation { address, len: 2 * address, kind: Kind::Pinned }
+    }
+
+    #[test]
+    fn a_released_name_fits_nothing_any_more() {
+        let handles = Handles::new();
+        let first = handles.insert(allocation(1));
+        assert_eq!(handles.get(first), Some(allocation(1)));
+        assert_eq!(handles.remove(first), Some(allocation(1)));
+        assert_eq!((handles.get(first), handles.remove(first)), (None, None));
+        // The slot is used again, under another name.
+        let second = handles.insert(allocation(2));
+        assert_eq!(parts(second).1, parts(first).1);
+        assert_eq!((handles.get(first), handles.remove(first)), (None, None));
+        assert_eq!(handles.get(second), Some(allocation(2)));
+    }
+
+    #[test]
+    fn names_that_were_never_given_fit_nothing() {
+        let handles = Handles::new();
+        handles.insert(allocation(1));
+        for id in [0, 1, 99, 1 << 32 | 1, 2 << 32, 3 << 32, u64::MAX] {
+            assert_eq!((handles.get(MemoryId(id)), handles.remove(MemoryId(id))), (None, None), "{id:#x}");
+        }
+    }
+
+    #[test]
+    fn a_slot_without_generations_is_not_taken_any_more() {
+        let handles = Handles::new();
+        let slot = parts(handles.insert(allocation(1))).1;
+        handles.slot(slot).unwrap().generation.store(u32::MAX, Ordering::Relaxed);
+        let last = MemoryId(u64::from(u32::MAX) << 32 | u64::from(slot));
+        assert_eq!(handles.remove(last), Some(allocation(1)));
+        assert_ne!(parts(handles.insert(allocation(2))).1, slot);
+    }
+
+    #[test]
+    fn slots_lie_one_behind_the_other() {
+        let mut expected = (0, 0);
+        for number in 0..10 * CHUNK_SLOTS_MIN {
+            let (chunk, slots, index) = position(number);
+            assert_eq!((chunk, index), expected);
+            expected = if index as u32 + 1 == slots { (chunk + 1, 0) } else { (chunk, index + 1) };
+        }
+        assert!(position(u32::MAX - CHUNK_SLOTS_MIN).0 < CHUNKS);
+    }
+
+    #[test]
+    fn threads_never_share_a_name() {
+        let handles = Handles::new();
+        std::thread::scope(|scope| {
+            for thread in 1..=4_u64 {
+                let handles = &handles;
+                scope.spawn(move || {
+                    let mut live = Vec::new();
+                    for round in 0..5000 {
+                        let mine = allocation(thread << 32 | round);
+                        live.push((handles.insert(mine), mine));
+                        if round % 3 == 0 {
+                            let (id, mine) = live.swap_remove(live.len() / 2);
+                            assert_eq!(handles.remove(id), Some(mine));
+                        }
+                    }
+                    for (id, mine) in live {
+                        assert_eq!((handles.get(id), handles.remove(id)), (Some(mine), Some(mine)));
+                    }
+                });
+            }
+        });
+        assert_eq!(handles.drain(), []);
+    }
+}

@@ -1,0 +1,108 @@
+//! Floor 3. Lengths of blocks and of the slabs that they are cut from.
+//!
+//! Lengths are rounded up to a class, four classes to each doubling, so at most a fifth of a block lies idle.
+//! The first slab of a class is small, each further one twice as long. Blocks longer than the longest class
+//! are slabs of their own.
+
+/// The smallest class: what a warp moves in one access, and then some.
+const CLASS_LEN_MIN: u64 = 256;
+/// The longest class that shares slabs.
+const CLASS_LEN_MAX: u64 = 16 << 20;
+/// Slabs are multiples of this, as the driver's own are.
+const SLAB_LEN_MIN: u64 = 2 << 20;
+/// The longest slab of several blocks.
+const SLAB_LEN_MAX: u64 = 64 << 20;
+/// Classes to each doubling.
+const STEPS: u64 = 4;
+
+/// Number of classes that share slabs.
+pub(super) const CLASSES: usize = (STEPS * (CLASS_LEN_MAX / CLASS_LEN_MIN).ilog2() as u64 + 1) as usize;
+
+/// What serves a length.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Class {
+    /// Blocks of this number, cut from slabs.
+    Shared(usize),
+    /// A slab of its own, so long.
+    Alone(u64),
+}
+
+impl Class {
+    /// The class for `len` bytes; `None` beyond any machine's memory.
+    pub fn of(len: u64) -> Option<Self> {
+        if len > CLASS_LEN_MAX {
+            return len.checked_next_multiple_of(SLAB_LEN_MIN).map(Self::Alone);
+        }
+        // Between one power of two and the next lie the steps; a class ends where its step does.
+        let last = len.max(CLASS_LEN_MIN) - 1;
+        let doubling = u64::from(last.ilog2());
+        let step = (last >> (doubling - u64::from(STEPS.ilog2()))) % STEPS;
+        let index = doubling * STEPS + step + 1 - u64::from(CLASS_LEN_MIN.ilog2()) * STEPS;
+        Some(Self::Shared(index as usize))
+    }
+
+    /// Length of its blocks in bytes.
+    pub fn block_len(self) -> u64 {
+        match self {
+            Self::Shared(index) => {
+                let (doubling, step) = (index as u64 / STEPS, index as u64 % STEPS);
+                (CLASS_LEN_MIN + step * CLASS_LEN_MIN / STEPS) << doubling
+            }
+            Self::Alone(len) => len,
+        }
+    }
+
+    /// Length of its next slab in bytes when it has `count`.
+    pub fn slab_len(self, count: usize) -> u64 {
+        let block_len = self.block_len();
+        if let Self::Alone(len) = self {
+            return len;
+        }
+        let doubled = SLAB_LEN_MIN.max(block_len) << count.min(5);
+        // Whole blocks, and nothing beyond the last one that the driver would round up to in any case.
+        doubled.min(SLAB_LEN_MAX).next_multiple_of(block_len)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn served(len: u64) -> u64 {
+        Class::of(len).unwrap().block_len()
+    }
+
+    #[test]
+    fn classes_waste_at_most_a_fifth() {
+        for len in (1..5000).chain((1 << 20)..(1 << 20) + 300).chain([CLASS_LEN_MAX - 1, CLASS_LEN_MAX]) {
+            let class = served(len);
+            assert!(class >= len && class.is_multiple_of(64), "{len} in {class}");
+            assert!(len < CLASS_LEN_MIN || (class - len) * 5 <= class, "{len} in {class}");
+        }
+        assert_eq!([0, 1, 256, 257].map(served), [256, 256, 256, 320]);
+        assert_eq!(Class::of(CLASS_LEN_MAX), Some(Class::Shared(CLASSES - 1)));
+        assert_eq!(Class::of(CLASS_LEN_MAX + 1), Some(Class::Alone(CLASS_LEN_MAX + SLAB_LEN_MIN)));
+        assert_eq!(Class::of(u64::MAX), None);
+    }
+
+    #[test]
+    fn a_class_is_the_smallest_that_holds_its_lengths() {
+        let lens: Vec<u64> = (0..CLASSES).map(|index| Class::Shared(index).block_len()).collect();
+        assert!(lens.is_sorted() && lens[0] == CLASS_LEN_MIN, "{lens:?}");
+        for (index, len) in lens.iter().enumerate() {
+            assert_eq!(Class::of(*len), Some(Class::Shared(index)), "{len}");
+            assert_eq!(Class::of(len - 63).unwrap(), Class::Shared(index), "{len} less 63");
+        }
+    }
+
+    #[test]
+    fn slabs_hold_whole_blocks_and_grow() {
+        for class in (0..CLASSES).map(Class::Shared) {
+            let lens: Vec<u64> = (0..8).map(|count| class.slab_len(count)).collect();
+            let block_len = class.block_len();
+            assert!(lens.iter().all(|len| len.is_multiple_of(block_len) && *len >= block_len), "{lens:?}");
+            assert!(lens.is_sorted() && lens[7] < SLAB_LEN_MAX + block_len, "{block_len}: {lens:?}");
+        }
+        assert_eq!(Class::of(1 << 30).unwrap().slab_len(3), 1 << 30);
+    }
+}

@@ -1,0 +1,180 @@
+//! Floor 3. A source that finds misuse: each allocation lies between canaries, is filled with a poison when it
+//! is given and when it is freed, and is remembered until then.
+//!
+//! It costs two copies and a wait a call. Put it in front of a [`Pool`](super::Pool): behind one it would guard
+//! slabs, and a page that writes into its neighbour stays within its slab.
+
+use std::collections::BTreeMap;
+
+use parking_lot::Mutex;
+
+use super::{ALIGN, MemoryResource};
+use crate::device::MemoryStats;
+use crate::error::{Error, Result};
+
+/// Bytes of canary on either side.
+const CANARY_LEN: u64 = ALIGN;
+/// What canaries are made of.
+const CANARY: u8 = 0xC5;
+/// What memory holds before it is first written, and after it is freed. As a float of any width it is a number
+/// that no computation expects.
+const POISON: u8 = 0xDB;
+/// Poison is written in steps of so many bytes.
+const STEP: usize = 1 << 20;
+
+/// Reads and writes of the host's to a source's memory, wherever it lies.
+///
+/// # Safety
+/// A write has been made, and a read is done, when the call returns.
+pub unsafe trait MemoryAccess {
+    /// Writes `bytes` from the address on.
+    ///
+    /// # Errors
+    /// A device error.
+    ///
+    /// # Safety
+    /// The range lies within memory of this source that is allocated, and nothing else uses it.
+    unsafe fn write(&self, address: u64, bytes: &[u8]) -> Result<()>;
+
+    /// Reads from the address on.
+    ///
+    /// # Errors
+    /// A device error.
+    ///
+    /// # Safety
+    /// The range lies within memory of this source that is allocated, and nobody writes to it.
+    unsafe fn read(&self, address: u64, bytes: &mut [u8]) -> Result<()>;
+}
+
+/// Finds writes beyond an allocation's ends, memory that is freed twice or by another length, and memory that
+/// is never freed; and poisons what is not initialized or already freed, so that who reads it sees that.
+///
+/// ```
+/// use remanent::device::cuda::resource::{Guarded, HostMemory, MemoryAccess, MemoryResource, Pool};
+/// let memory = Guarded::new(Pool::new(HostMemory), HostMemory);
+/// let address = memory.allocate(100)?;
+/// assert_eq!(memory.live(), [(address, 100)]);
+/// // SAFETY: the byte behind the allocation is the guard's own.
+/// unsafe { HostMemory.write(address + 100, &[1])? };
+/// // SAFETY: allocated above, and nothing uses it.
+/// let freed = unsafe { memory.free(address, 100) };
+/// assert!(freed.unwrap_err().to_string().contains("byte 0 behind the end"));
+/// # Ok::<(), remanent::Error>(())
+/// ```
+pub struct Guarded<R: MemoryResource, A: MemoryAccess> {
+    upstream: R,
+    access: A,
+    /// Lengths of what is allocated, by address.
+    live: Mutex<BTreeMap<u64, u64>>,
+}
+
+impl<R: MemoryResource, A: MemoryAccess> Guarded<R, A> {
+    /// A guarded source, whose memory is looked at through `access`.
+    #[must_use]
+    pub fn new(upstream: R, access: A) -> Self {
+        Self { upstream, access, live: Mutex::default() }
+    }
+
+    /// What is allocated, as address and length: at the end, what was never freed.
+    #[must_use]
+    pub fn live(&self) -> Vec<(u64, u64)> {
+        self.live.lock().iter().map(|(address, len)| (*address, *len)).collect()
+    }
+
+    /// # Safety
+    /// As for [`MemoryAccess::write`].
+    unsafe fn fill(&self, address: u64, len: u64, byte: u8) -> Result<()> {
+        let bytes = vec![byte; STEP.min(len as usize)];
+        for begin in (0..len).step_by(STEP) {
+            let step_len = STEP.min((len - begin) as usize);
+            // SAFETY: a part of the range that the caller promises.
+            unsafe { self.access.write(address + begin, &bytes[..step_len]) }?;
+        }
+        Ok(())
+    }
+
+    /// Where a canary is not what it was: which byte of it, if so.
+    ///
+    /// # Safety
+    /// As for [`MemoryAccess::read`], for a canary's length.
+    unsafe fn broken(&self, address: u64) -> Result<Option<usize>> {
+        let mut canary = [0; CANARY_LEN as usize];
+        // SAFETY: the caller's promise.
+        unsafe { self.access.read(address, &mut canary) }?;
+        Ok(canary.iter().position(|byte| *byte != CANARY))
+    }
+}
+
+/// What lies between two canaries: the end of an allocation need not be aligned.
+fn outer_len(len: u64) -> Option<u64> {
+    len.checked_add(2 * CANARY_LEN)
+}
+
+fn misuse(reason: String) -> Error {
+    Error::Device { reason: format!("misuse of memory: {reason}"), context_lost: false }
+}
+
+// SAFETY: the part between the canaries of memory of the source within, which begins at a multiple of `ALIGN`,
+// as a canary ends at one.
+unsafe impl<R: MemoryResource, A: MemoryAccess + Send + Sync + 'static> MemoryResource for Guarded<R, A> {
+    fn allocate(&self, len: u64) -> Result<u64> {
+        let too_long = Error::OutOfMemory { place: remanent_format::Place::Device(0), len };
+        let outer = self.upstream.allocate(outer_len(len).ok_or(too_long)?)?;
+        let address = outer + CANARY_LEN;
+        for (begin, len, byte) in
+            [(outer, CANARY_LEN, CANARY), (address, len, POISON), (address + len, CANARY_LEN, CANARY)]
+        {
+            // SAFETY: within what was allocated just now.
+            unsafe { self.fill(begin, len, byte) }?;
+        }
+        self.live.lock().insert(address, len);
+        Ok(address)
+    }
+
+    /// # Errors
+    /// A device error that says what was misused. Memory around which bytes were overwritten is not given
+    /// back, so that it can be looked at.
+    unsafe fn free(&self, address: u64, len: u64) -> Result<()> {
+        match self.live.lock().remove(&address) {
+            Some(allocated) if allocated == len => {}
+            Some(allocated) => {
+                return Err(misuse(format!("{allocated} bytes at {address:#x} are freed as {len}")));
+            }
+            None => return Err(misuse(format!("{len} bytes at {address:#x} are freed and not allocated"))),
+        }
+        // SAFETY: the canary before the allocation, which nobody else may use.
+        if let Some(byte) = unsafe { self.broken(address - CANARY_LEN) }? {
+            let distance = CANARY_LEN as usize - byte;
+            let found = format!("{len} bytes at {address:#x}: the byte {distance} before them was written");
+            return Err(misuse(found));
+        }
+        // SAFETY: the same for the one behind it.
+        if let Some(byte) = unsafe { self.broken(address + len) }? {
+            let found = format!("{len} bytes at {address:#x}: byte {byte} behind the end was written");
+            return Err(misuse(found));
+        }
+        // SAFETY: the caller has given it back, and the source within still counts it as ours.
+        unsafe { self.fill(address, len, POISON) }?;
+        let outer = outer_len(len).expect("a length that was allocated");
+        // SAFETY: what `allocate` got, for the same length; the caller's promise for the rest.
+        unsafe { self.upstream.free(address - CANARY_LEN, outer) }
+    }
+
+    fn trim(&self) -> Result<u64> {
+        self.upstream.trim()
+    }
+
+    fn stats(&self) -> MemoryStats {
+        self.upstream.stats()
+    }
+}
+
+impl<R: MemoryResource, A: MemoryAccess> Drop for Guarded<R, A> {
+    fn drop(&mut self) {
+        let live = self.live.get_mut();
+        if !live.is_empty() {
+            let bytes: u64 = live.values().sum();
+            tracing::warn!(count = live.len(), bytes, first = live.keys().next(), "memory was never freed");
+        }
+    }
+}

@@ -1,0 +1,70 @@
+//! Floor 3. A source with a limit: what it holds from the source within never exceeds so many bytes.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use remanent_format::Place;
+
+use super::MemoryResource;
+use crate::device::MemoryStats;
+use crate::error::{Error, Result};
+
+/// Holds a limit on what is taken from another source. Behind a [`Pool`](super::Pool) it bounds what the
+/// driver gives, slack included; a [`Budget`](crate::options::Budget) bounds the pages' own lengths.
+///
+/// ```
+/// use remanent::device::cuda::resource::{HostMemory, Limited, MemoryResource};
+/// let memory = Limited::new(HostMemory, 100);
+/// let address = memory.allocate(60)?;
+/// assert!(memory.allocate(41).is_err());
+/// // SAFETY: allocated just now, and nothing uses it.
+/// unsafe { memory.free(address, 60)? };
+/// # Ok::<(), remanent::Error>(())
+/// ```
+pub struct Limited<R: MemoryResource> {
+    upstream: R,
+    bytes_max: u64,
+    bytes: AtomicU64,
+}
+
+impl<R: MemoryResource> Limited<R> {
+    /// A source that holds at most `bytes_max` bytes.
+    #[must_use]
+    pub fn new(upstream: R, bytes_max: u64) -> Self {
+        Self { upstream, bytes_max, bytes: AtomicU64::new(0) }
+    }
+
+    /// Bytes held now.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.bytes.load(Ordering::Relaxed)
+    }
+}
+
+// SAFETY: memory of the source within, passed on as it is.
+unsafe impl<R: MemoryResource> MemoryResource for Limited<R> {
+    fn allocate(&self, len: u64) -> Result<u64> {
+        // Claimed before the source is asked, so that threads together do not exceed the limit.
+        let claim = |bytes: u64| bytes.checked_add(len).filter(|sum| *sum <= self.bytes_max);
+        if self.bytes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, claim).is_err() {
+            return Err(Error::OutOfMemory { place: Place::Device(0), len });
+        }
+        self.upstream.allocate(len).inspect_err(|_| {
+            self.bytes.fetch_sub(len, Ordering::Relaxed);
+        })
+    }
+
+    unsafe fn free(&self, address: u64, len: u64) -> Result<()> {
+        // SAFETY: passed on.
+        unsafe { self.upstream.free(address, len) }?;
+        self.bytes.fetch_sub(len, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn trim(&self) -> Result<u64> {
+        self.upstream.trim()
+    }
+
+    fn stats(&self) -> MemoryStats {
+        self.upstream.stats()
+    }
+}

@@ -1,0 +1,91 @@
+//! Floor 3. Where a GPU's memory comes from: one small trait, and what can be put around it.
+//!
+//! The driver is such a source ([`DriverMemory`]); an allocator of the caller's own can be another, so that a
+//! store and a framework share one pool instead of each holding back what the other lacks. The rest wrap a
+//! source, in any order: [`Pool`] cuts blocks from few long ones, [`Limited`] holds a limit, [`Logged`] tells
+//! what happens, [`Guarded`] finds who writes where he must not.
+//!
+//! Nothing here knows of fences: memory is freed by who has waited for its last use.
+
+mod classes;
+mod driver;
+mod guarded;
+mod limited;
+mod logged;
+mod pool;
+#[cfg(test)]
+mod tests;
+
+use std::sync::Arc;
+
+pub(super) use self::driver::Kind;
+pub use self::driver::{DriverMemory, HostMemory};
+pub use self::guarded::{Guarded, MemoryAccess};
+pub use self::limited::Limited;
+pub use self::logged::Logged;
+pub use self::pool::Pool;
+pub(super) use self::pool::{SHARDS, own_shard};
+use crate::device::MemoryStats;
+use crate::error::Result;
+
+/// Every address is a multiple of this: four of the kernels' widest accesses, two of a GPU's sectors.
+pub const ALIGN: u64 = 64;
+
+/// A source of memory that a GPU can reach. Shared by threads.
+///
+/// # Safety
+/// From `allocate` until `free` the `len` bytes at the address belong to the caller alone, and the kernels of
+/// the device that the source is given to can read and write them; the host can too if the source is one of
+/// pinned or managed memory. Addresses are multiples of [`ALIGN`] and never 0.
+pub unsafe trait MemoryResource: Send + Sync + 'static {
+    /// The address of `len` bytes, at least one, of unspecified content.
+    ///
+    /// # Errors
+    /// `OutOfMemory` if there are none left: who asks may give back what lies idle and ask again. A device
+    /// error.
+    fn allocate(&self, len: u64) -> Result<u64>;
+
+    /// Takes memory back.
+    ///
+    /// # Errors
+    /// A device error; the memory is then lost to everybody.
+    ///
+    /// # Safety
+    /// This source gave the address, for this length, and has not got it back; nothing uses the memory any
+    /// more, on any stream.
+    unsafe fn free(&self, address: u64, len: u64) -> Result<()>;
+
+    /// Gives back to whom it came from what nobody uses, and returns how many bytes that was. The driver waits
+    /// for all the GPU's work then, the caller's own included, so this is for shortages and for who asks.
+    ///
+    /// # Errors
+    /// A device error.
+    fn trim(&self) -> Result<u64> {
+        Ok(0)
+    }
+
+    /// What was asked for and what is held.
+    fn stats(&self) -> MemoryStats {
+        MemoryStats::default()
+    }
+}
+
+// SAFETY: whatever the source within promises.
+unsafe impl<R: MemoryResource + ?Sized> MemoryResource for Arc<R> {
+    fn allocate(&self, len: u64) -> Result<u64> {
+        (**self).allocate(len)
+    }
+
+    unsafe fn free(&self, address: u64, len: u64) -> Result<()> {
+        // SAFETY: passed on.
+        unsafe { (**self).free(address, len) }
+    }
+
+    fn trim(&self) -> Result<u64> {
+        (**self).trim()
+    }
+
+    fn stats(&self) -> MemoryStats {
+        (**self).stats()
+    }
+}

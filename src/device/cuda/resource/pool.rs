@@ -1,0 +1,230 @@
+//! Floor 3. Blocks cut from slabs: a driver's allocation costs up to milliseconds and giving one back stops the
+//! whole GPU, so both are rare.
+//!
+//! What is free lies in shards, and a thread has a shard of its own: threads that allocate at the same time
+//! take different locks. Where its own shard has nothing, a thread takes half of another's before it asks for
+//! a new slab, so that shards cost no memory. What is free stays with its class until somebody asks for it.
+
+use std::cell::Cell;
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+use parking_lot::Mutex;
+
+use super::MemoryResource;
+use super::classes::{CLASSES, Class};
+use crate::device::MemoryStats;
+use crate::error::{Error, Result};
+
+/// Threads that allocate side by side: more would only spread free blocks thinner.
+pub(in crate::device::cuda) const SHARDS: usize = 8;
+
+/// Size classes over another source.
+///
+/// ```
+/// use remanent::device::cuda::resource::{HostMemory, MemoryResource, Pool};
+/// let pool = Pool::new(HostMemory);
+/// let address = pool.allocate(1000)?;
+/// // SAFETY: allocated just now, and nothing uses it.
+/// unsafe { pool.free(address, 1000)? };
+/// let stats = pool.stats();
+/// assert_eq!((stats.used_bytes, stats.misses), (0, 1));
+/// assert_eq!(pool.trim()?, stats.reserved_bytes);
+/// # Ok::<(), remanent::Error>(())
+/// ```
+pub struct Pool<R: MemoryResource> {
+    upstream: R,
+    shared: Vec<SharedClass>,
+    /// Free blocks that are slabs of their own, by length.
+    alone: Mutex<BTreeMap<u64, Vec<u64>>>,
+    counts: Counts,
+}
+
+#[derive(Default)]
+struct SharedClass {
+    slabs: Mutex<Vec<Slab>>,
+    /// Addresses of free blocks. A thread holds one shard's lock at a time, but for trimming.
+    shards: [Mutex<Vec<u64>>; SHARDS],
+}
+
+#[derive(Clone, Copy)]
+struct Slab {
+    address: u64,
+    len: u64,
+}
+
+#[derive(Default)]
+struct Counts {
+    reserved_bytes: AtomicU64,
+    used_bytes: AtomicU64,
+    hits: AtomicU64,
+    misses: AtomicU64,
+}
+
+impl<R: MemoryResource> Pool<R> {
+    /// A pool that holds nothing yet.
+    #[must_use]
+    pub fn new(upstream: R) -> Self {
+        let shared = (0..CLASSES).map(|_| SharedClass::default()).collect();
+        Self { upstream, shared, alone: Mutex::default(), counts: Counts::default() }
+    }
+
+    fn take(&self, class: Class) -> Option<u64> {
+        match class {
+            Class::Shared(index) => self.shared[index].take(),
+            Class::Alone(len) => self.alone.lock().get_mut(&len)?.pop(),
+        }
+    }
+
+    /// Asks for a slab and takes its first block. No lock is held meanwhile: who comes may ask for a slab too,
+    /// which will be used.
+    fn grow(&self, class: Class) -> Result<u64> {
+        let Class::Shared(index) = class else {
+            return self.slab(class.block_len());
+        };
+        let shared = &self.shared[index];
+        let count = shared.slabs.lock().len();
+        let mut len = class.slab_len(count);
+        let address = match self.slab(len) {
+            Err(Error::OutOfMemory { .. }) if class.slab_len(0) < len => {
+                len = class.slab_len(0);
+                self.slab(len)?
+            }
+            other => other?,
+        };
+        shared.slabs.lock().push(Slab { address, len });
+        // Backwards, for the last one is taken first; and without the first, which is the caller's.
+        let blocks = (1..len / class.block_len()).rev().map(|block| address + block * class.block_len());
+        shared.shards[own_shard()].lock().extend(blocks);
+        Ok(address)
+    }
+
+    fn slab(&self, len: u64) -> Result<u64> {
+        let address = self.upstream.allocate(len)?;
+        self.counts.reserved_bytes.fetch_add(len, Ordering::Relaxed);
+        Ok(address)
+    }
+}
+
+// SAFETY: a block lies within a slab that the source within gave, or is one; blocks of a slab do not overlap,
+// and one that was handed out is in no shard until it is freed. Slabs begin at multiples of `ALIGN`, and so do
+// their blocks, for the lengths of all classes are multiples of it.
+unsafe impl<R: MemoryResource> MemoryResource for Pool<R> {
+    fn allocate(&self, len: u64) -> Result<u64> {
+        let out_of_memory = Error::OutOfMemory { place: remanent_format::Place::Device(0), len };
+        let class = Class::of(len).ok_or(out_of_memory)?;
+        let (address, counted) = match self.take(class) {
+            Some(address) => (address, &self.counts.hits),
+            None => (self.grow(class)?, &self.counts.misses),
+        };
+        counted.fetch_add(1, Ordering::Relaxed);
+        self.counts.used_bytes.fetch_add(class.block_len(), Ordering::Relaxed);
+        Ok(address)
+    }
+
+    unsafe fn free(&self, address: u64, len: u64) -> Result<()> {
+        let class = Class::of(len).expect("a length that was allocated");
+        self.counts.used_bytes.fetch_sub(class.block_len(), Ordering::Relaxed);
+        match class {
+            Class::Shared(index) => self.shared[index].shards[own_shard()].lock().push(address),
+            Class::Alone(len) => self.alone.lock().entry(len).or_default().push(address),
+        }
+        Ok(())
+    }
+
+    fn trim(&self) -> Result<u64> {
+        let mut empty: Vec<Slab> = self.shared.iter().enumerate().flat_map(SharedClass::take_empty).collect();
+        for (len, addresses) in std::mem::take(&mut *self.alone.lock()) {
+            empty.extend(addresses.into_iter().map(|address| Slab { address, len }));
+        }
+        let mut bytes = 0;
+        for Slab { address, len } in empty {
+            // SAFETY: the source gave it, all its blocks are free, and it is in no list any more.
+            unsafe { self.upstream.free(address, len) }?;
+            self.counts.reserved_bytes.fetch_sub(len, Ordering::Relaxed);
+            bytes += len;
+        }
+        Ok(bytes + self.upstream.trim()?)
+    }
+
+    fn stats(&self) -> MemoryStats {
+        let count = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        MemoryStats {
+            reserved_bytes: count(&self.counts.reserved_bytes),
+            used_bytes: count(&self.counts.used_bytes),
+            hits: count(&self.counts.hits),
+            misses: count(&self.counts.misses),
+        }
+    }
+}
+
+impl<R: MemoryResource> Drop for Pool<R> {
+    /// Slabs with blocks that were never freed stay allocated: something may still use them.
+    fn drop(&mut self) {
+        if let Err(error) = self.trim() {
+            tracing::warn!(%error, "memory could not be given back to the driver");
+        }
+        let left = *self.counts.reserved_bytes.get_mut();
+        if left > 0 {
+            tracing::warn!(bytes = left, "memory that is still in use stays allocated");
+        }
+    }
+}
+
+impl SharedClass {
+    /// A free block: of the own shard, else of another, whose other half moves over.
+    fn take(&self) -> Option<u64> {
+        let own = own_shard();
+        if let Some(address) = self.shards[own].lock().pop() {
+            return Some(address);
+        }
+        for other in (1..SHARDS).map(|distance| (own + distance) % SHARDS) {
+            let mut moved = {
+                let mut free = self.shards[other].lock();
+                let kept = free.len() / 2;
+                free.split_off(kept)
+            };
+            if let Some(address) = moved.pop() {
+                self.shards[own].lock().append(&mut moved);
+                return Some(address);
+            }
+        }
+        None
+    }
+
+    /// Takes out the slabs of which all blocks are free.
+    fn take_empty((index, class): (usize, &Self)) -> Vec<Slab> {
+        let block_len = Class::Shared(index).block_len();
+        let mut slabs = class.slabs.lock();
+        let mut shards: Vec<_> = class.shards.iter().map(Mutex::lock).collect();
+        let mut free: Vec<u64> = shards.iter().flat_map(|shard| shard.iter().copied()).collect();
+        free.sort_unstable();
+        let free_in = |slab: &Slab| {
+            let until = |end: u64| free.partition_point(|address| *address < end);
+            (until(slab.address + slab.len) - until(slab.address)) as u64
+        };
+        let (empty, used): (Vec<Slab>, Vec<Slab>) =
+            slabs.iter().partition(|slab| free_in(slab) * block_len == slab.len);
+        if !empty.is_empty() {
+            let within =
+                |address: u64, slab: &Slab| (slab.address..slab.address + slab.len).contains(&address);
+            for shard in &mut shards {
+                shard.retain(|address| !empty.iter().any(|slab| within(*address, slab)));
+            }
+        }
+        *slabs = used;
+        empty
+    }
+}
+
+/// The calling thread's shard: threads take turns when they first come.
+pub(in crate::device::cuda) fn own_shard() -> usize {
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    thread_local!(static OWN: Cell<usize> = const { Cell::new(usize::MAX) });
+    OWN.with(|own| {
+        if own.get() == usize::MAX {
+            own.set(NEXT.fetch_add(1, Ordering::Relaxed) % SHARDS);
+        }
+        own.get()
+    })
+}
