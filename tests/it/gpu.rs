@@ -1,10 +1,15 @@
 //! The GPU that tests run on, where there is one. Where there is none they say so, past the capture of their
 //! output, and do nothing: a run without a GPU is never taken for one with it.
+//!
+//! [`Caller`] stands for the program that uses a store: it has memory and streams of its own.
 
+use std::ffi::c_void;
 use std::io::Write;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use cudarc::driver::sys;
 use remanent::Error;
+use remanent::device::RawStream;
 use remanent::device::cuda::CudaDevice;
 
 /// A new device on the first GPU; `None`, said aloud, where there is none.
@@ -19,5 +24,192 @@ pub fn device() -> Option<Arc<CudaDevice>> {
             None
         }
         Err(error) => panic!("the GPU is there and cannot be used: {error}"),
+    }
+}
+
+/// Makes a call of the driver's, which must succeed.
+macro_rules! call {
+    ($($call:tt)*) => {{
+        // SAFETY: a context is current, which the `Caller` made so; pointers are to live values of the right
+        // types, and handles live as long as the values that hold them.
+        let result = unsafe { sys::$($call)* };
+        assert_eq!(result, sys::CUresult::CUDA_SUCCESS, stringify!($($call)*));
+    }};
+}
+
+/// A program that uses the first GPU beside the store. Its context is current on this thread.
+pub struct Caller {
+    context: sys::CUcontext,
+    /// One at a time: while one captures a graph, the driver refuses what others ask of it.
+    _alone: MutexGuard<'static, ()>,
+}
+
+// SAFETY: a context is a name, which the driver takes on any thread.
+unsafe impl Sync for Caller {}
+
+impl Caller {
+    /// `None`, said aloud, where there is no GPU.
+    pub fn new() -> Option<Self> {
+        static ALONE: Mutex<()> = Mutex::new(());
+        device()?;
+        let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut context = std::ptr::null_mut();
+        call!(cuDevicePrimaryCtxRetain(&mut context, 0));
+        let caller = Self { context, _alone: alone };
+        caller.enter();
+        Some(caller)
+    }
+
+    /// Makes the context current on this thread, too.
+    pub fn enter(&self) {
+        call!(cuCtxSetCurrent(self.context));
+    }
+
+    /// A stream that does not wait for the default one.
+    pub fn stream(&self) -> Stream {
+        let mut raw = std::ptr::null_mut();
+        call!(cuStreamCreate(&mut raw, 1));
+        Stream { raw }
+    }
+
+    /// The default stream.
+    pub fn default_stream(&self) -> Stream {
+        Stream { raw: std::ptr::null_mut() }
+    }
+
+    /// Memory of the GPU, all zero.
+    pub fn memory(&self, len: u64) -> Memory {
+        let mut address = 0;
+        call!(cuMemAlloc_v2(&mut address, len as usize));
+        call!(cuMemsetD8_v2(address, 0, len as usize));
+        Memory { address, len }
+    }
+}
+
+/// Memory of the caller's.
+pub struct Memory {
+    pub address: u64,
+    len: u64,
+}
+
+impl Memory {
+    /// Its bytes now.
+    pub fn content(&self) -> Vec<u8> {
+        let mut bytes = vec![0_u8; self.len as usize];
+        call!(cuMemcpyDtoH_v2(bytes.as_mut_ptr().cast(), self.address, bytes.len()));
+        bytes
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        call!(cuMemFree_v2(self.address));
+    }
+}
+
+/// A stream of the caller's.
+pub struct Stream {
+    raw: sys::CUstream,
+}
+
+impl Stream {
+    /// As the store takes it.
+    pub fn raw(&self) -> RawStream {
+        // SAFETY: the stream is of the first GPU's primary context, and tests drop it behind their stores'
+        // leases.
+        unsafe { RawStream::from_cuda(self.raw as u64) }
+    }
+
+    /// Puts a copy of so many bytes on the stream.
+    pub fn copy(&self, target: u64, source: u64, len: u64) {
+        call!(cuMemcpyAsync(target, source, len as usize, self.raw));
+    }
+
+    /// Lets the stream stand still until it is let go.
+    pub fn hold(&self) -> Hold {
+        let mut word = std::ptr::null_mut::<c_void>();
+        call!(cuMemHostAlloc(&mut word, 4, 3));
+        let hold = Hold { word: word.cast() };
+        hold.set(0);
+        // Until the word is at least 1.
+        call!(cuStreamWaitValue32_v2(self.raw, word as u64, 1, 0));
+        hold
+    }
+
+    /// Whether all that was put on it is done.
+    pub fn is_done(&self) -> bool {
+        // SAFETY: the stream is live, and its context is current.
+        let result = unsafe { sys::cuStreamQuery(self.raw) };
+        assert!(matches!(result, sys::CUresult::CUDA_SUCCESS | sys::CUresult::CUDA_ERROR_NOT_READY));
+        result == sys::CUresult::CUDA_SUCCESS
+    }
+
+    pub fn synchronize(&self) {
+        call!(cuStreamSynchronize(self.raw));
+    }
+
+    /// Begins the capture of a graph, in the mode that forgives least.
+    pub fn capture(&self) -> Capture<'_> {
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
+        call!(cuStreamBeginCapture_v2(self.raw, mode));
+        Capture { stream: self }
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        if !self.raw.is_null() {
+            call!(cuStreamDestroy_v2(self.raw));
+        }
+    }
+}
+
+/// A word that a stream waits for.
+pub struct Hold {
+    word: *mut u32,
+}
+
+impl Hold {
+    /// Lets the stream go on.
+    pub fn let_go(self) {
+        self.set(1);
+    }
+
+    fn set(&self, value: u32) {
+        // SAFETY: the word is pinned host memory, which is never given back.
+        unsafe { self.word.write_volatile(value) };
+    }
+}
+
+/// A capture under way.
+pub struct Capture<'s> {
+    stream: &'s Stream,
+}
+
+impl Capture<'_> {
+    /// Ends it.
+    pub fn end(self) -> Graph {
+        let (mut graph, mut executable) = (std::ptr::null_mut(), std::ptr::null_mut());
+        call!(cuStreamEndCapture(self.stream.raw, &mut graph));
+        call!(cuGraphInstantiateWithFlags(&mut executable, graph, 0));
+        call!(cuGraphDestroy(graph));
+        Graph { executable }
+    }
+}
+
+/// A graph that can be launched.
+pub struct Graph {
+    executable: sys::CUgraphExec,
+}
+
+impl Graph {
+    pub fn launch(&self, stream: &Stream) {
+        call!(cuGraphLaunch(self.executable, stream.raw));
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        call!(cuGraphExecDestroy(self.executable));
     }
 }

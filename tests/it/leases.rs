@@ -203,7 +203,9 @@ fn a_page_that_goes_or_moves_leaves_its_memory_to_the_lease() {
             let mut batch = store.batch();
             change(&mut batch, page);
             store.commit(batch).unwrap();
-            // New memory for whoever wants some.
+            let applied = bench.device.submit(Lane::Apply, CommandList::default()).unwrap().fence();
+            bench.device.wait(applied).unwrap();
+            // New memory for whoever wants some: what is free is released first.
             let mut batch = store.batch();
             let other = batch.create(LEN, PLACE);
             batch.fill(other, 0, LEN, &[7]);

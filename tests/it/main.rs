@@ -31,3 +31,4 @@ mod rule_model;
 mod snapshots;
 mod sparse;
 mod store;
+mod streams;

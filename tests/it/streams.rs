@@ -1,0 +1,209 @@
+//! Callers' streams on a GPU: what a lease, a ticket and a capture promise to kernels that are not the store's.
+//!
+//! The caller's kernels are copies by the driver; one that does not end is a stream that waits for a word in host
+//! memory.
+
+use std::thread;
+
+use remanent::device::Lane;
+use remanent::device::cuda::CudaDevice;
+use remanent::{DeviceChoice, Error, Lease, Options, PageId, Place, Store};
+
+use crate::gpu::{self, Caller, Memory, Stream};
+
+const LEN: u64 = 100_000;
+const PLACE: Place = Place::Device(0);
+
+fn options() -> Options {
+    Options::default().device(DeviceChoice::Cuda(0)).segment_len(4 << 20)
+}
+
+/// A store whose one page is full of ones.
+fn store(place: Place) -> (Store, PageId) {
+    let store = Store::temporary(options()).unwrap();
+    let mut batch = store.batch();
+    let page = batch.create(LEN, place);
+    batch.fill(page, 0, LEN, &[1]);
+    let page = store.commit(batch).unwrap().pages[0];
+    (store, page)
+}
+
+fn fill(store: &Store, page: PageId, byte: u8) {
+    let mut batch = store.batch();
+    batch.fill(page, 0, LEN, &[byte]);
+    store.commit(batch).unwrap();
+}
+
+/// The one value of all bytes.
+fn value(bytes: &[u8]) -> u8 {
+    assert!(bytes.iter().all(|byte| *byte == bytes[0]), "bytes of several versions");
+    bytes[0]
+}
+
+fn read(store: &Store, page: PageId) -> u8 {
+    let mut bytes = vec![0; LEN as usize];
+    store.read(page, 0, &mut bytes).unwrap();
+    value(&bytes)
+}
+
+/// Puts a copy of the leased page on the stream.
+fn look(stream: &Stream, lease: &Lease<'_>, seen: &Memory) {
+    stream.copy(seen.address, lease.address().unwrap(), LEN);
+}
+
+#[test]
+fn a_stream_that_stands_still_holds_up_nobody_and_sees_what_it_leased() {
+    let Some(caller) = Caller::new() else { return };
+    for place in [PLACE, Place::Host, Place::Unified] {
+        let (store, page) = store(place);
+        let (stream, seen) = (caller.stream(), caller.memory(LEN));
+        let lease = store.lease(page).unwrap();
+        let hold = stream.hold();
+        lease.on(stream.raw()).unwrap();
+        look(&stream, &lease, &seen);
+        let address = lease.address();
+        thread::scope(|scope| _ = scope.spawn(|| (2..=9).for_each(|byte| fill(&store, page, byte))));
+        assert_eq!((read(&store, page), lease.address()), (9, address));
+        look(&stream, &lease, &seen);
+        drop(lease);
+        fill(&store, page, 10);
+        fill(&store, page, 11);
+        // New memory for whoever wants some: not that which the stream has yet to read.
+        let mut batch = store.batch();
+        let other = batch.create(LEN, place);
+        batch.fill(other, 0, LEN, &[77]);
+        store.commit(batch).unwrap();
+        store.snapshot().unwrap();
+        assert_eq!((read(&store, page), stream.is_done()), (11, false));
+        hold.let_go();
+        stream.synchronize();
+        assert_eq!(value(&seen.content()), 1, "in {place}");
+        store.close().unwrap();
+    }
+}
+
+#[test]
+fn a_stream_sees_the_batches_that_it_waits_for() {
+    let Some(caller) = Caller::new() else { return };
+    let (store, page) = store(PLACE);
+    let (stream, seen) = (caller.stream(), caller.memory(LEN));
+    let address = store.lease(page).unwrap().address().unwrap();
+    for byte in 2..200 {
+        let mut batch = store.batch();
+        batch.write(page, 0, &vec![byte; LEN as usize]);
+        let ticket = store.submit(batch).unwrap();
+        ticket.wait_on(stream.raw()).unwrap();
+        stream.copy(seen.address, address, LEN);
+        stream.synchronize();
+        assert_eq!(value(&seen.content()), byte);
+    }
+    // A lease does the same for the batches before it, on several streams, the default one among them.
+    let (second, seen_too) = (caller.default_stream(), caller.memory(LEN));
+    for byte in 2..100 {
+        let mut batch = store.batch();
+        batch.write(page, 0, &vec![byte; LEN as usize]);
+        store.submit(batch).unwrap();
+        let lease = store.lease(page).unwrap();
+        lease.on(stream.raw()).unwrap().on(second.raw()).unwrap();
+        look(&stream, &lease, &seen);
+        look(&second, &lease, &seen_too);
+        lease.end().unwrap();
+        stream.synchronize();
+        second.synchronize();
+        assert_eq!((value(&seen.content()), value(&seen_too.content())), (byte, byte));
+    }
+    assert_eq!(
+        store.lease(page).unwrap().address(),
+        Some(address),
+        "a page that nobody holds stays where it is"
+    );
+}
+
+#[test]
+fn a_graph_that_is_being_captured_survives_the_store_beside_it() {
+    let Some(caller) = Caller::new() else { return };
+    let (store, page) = store(PLACE);
+    let (stream, source, seen) = (caller.stream(), caller.memory(LEN), caller.memory(LEN));
+    let lease = store.lease(page).unwrap();
+    lease.on(stream.raw()).unwrap();
+    let ticket = {
+        let mut batch = store.batch();
+        batch.create(1, PLACE);
+        store.submit(batch).unwrap()
+    };
+    let capture = stream.capture();
+    look(&stream, &lease, &source);
+    let refused = [lease.on(stream.raw()).map(drop), ticket.wait_on(stream.raw())];
+    for refused in refused {
+        let error = refused.unwrap_err();
+        assert!(matches!(error, Error::StreamRefused { .. }), "{error}");
+    }
+    // Everything that the store does, on this thread and on another: memory, copies, fences, streams.
+    let work = |store: &Store| {
+        let mut batch = store.batch();
+        let other = batch.create(LEN, PLACE);
+        batch.fill(other, 0, LEN, &[9]);
+        let other = store.commit(batch).unwrap().pages[0];
+        assert_eq!(read(store, other), 9);
+        store.snapshot().unwrap();
+        let second = caller.stream();
+        store.lease(other).unwrap().on(second.raw()).unwrap();
+        let gpu = CudaDevice::open(0).unwrap();
+        assert_eq!(remanent::device::Device::reached(&gpu, Lane::Apply), 0);
+        drop(gpu);
+        let mut batch = store.batch();
+        batch.delete(other);
+        store.commit(batch).unwrap();
+    };
+    work(&store);
+    thread::scope(|scope| {
+        _ = scope.spawn(|| {
+            caller.enter();
+            fill(&store, page, 2);
+            work(&store);
+        });
+    });
+    stream.copy(seen.address, source.address, LEN);
+    let graph = capture.end();
+    for _ in 0..3 {
+        graph.launch(&stream);
+        fill_elsewhere(&store, page);
+    }
+    stream.synchronize();
+    assert_eq!(value(&seen.content()), 1, "what was leased when the graph was captured");
+    drop(lease);
+    assert_eq!(read(&store, page), 3);
+}
+
+fn fill_elsewhere(store: &Store, page: PageId) {
+    thread::scope(|scope| _ = scope.spawn(|| fill(store, page, 3)));
+}
+
+#[test]
+fn a_store_moves_between_the_gpu_and_the_host() {
+    if gpu::device().is_none() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let open = |device| Store::open(directory.path(), options().device(device)).unwrap();
+    let (host, gpu) = (DeviceChoice::Host, DeviceChoice::Cuda(0));
+    let mut pages = Vec::new();
+    for (round, choice) in [host, gpu, gpu, host, gpu].into_iter().enumerate() {
+        let store = open(choice);
+        for (number, page) in pages.iter().enumerate() {
+            assert_eq!(read(&store, *page), number as u8 + 1, "round {round}");
+        }
+        let mut batch = store.batch();
+        for place in [PLACE, Place::Host] {
+            let page = batch.create(LEN, place);
+            pages.push(PageId(0));
+            batch.fill(page, 0, LEN, &[pages.len() as u8]);
+        }
+        let created = store.commit(batch).unwrap().pages;
+        let known = pages.len() - 2;
+        pages[known..].copy_from_slice(&created);
+        if round == 2 {
+            store.snapshot().unwrap();
+        }
+    }
+}
