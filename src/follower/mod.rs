@@ -336,7 +336,18 @@ impl Follower {
         // A writer makes, replaces and recycles segments, each with a rename.
         let is_certain = second == Some(first.clone()) && self.disk.list(Folder::Log)? == names;
         // What was recycled since the last look around is gone from both readings.
-        if is_certain && !self.look_around()? { Err(first.into()) } else { Ok(()) }
+        if !is_certain || self.look_around()? {
+            return Ok(());
+        }
+        match (&first.defect, first.file) {
+            // Not needed any more, perhaps: a power cut may take the removal of the segment that we are in, and
+            // spare that of the next one.
+            (Defect::Missing, FileName::Segment(segment)) => {
+                let point = LogPoint { segment, offset: first.offset, ..self.tail.point() };
+                Err(missing(&self.disk, point))
+            }
+            _ => Err(first.into()),
+        }
     }
 
     /// The damage behind the point, as one reading sees it.

@@ -51,6 +51,39 @@ fn who_falls_behind_is_told_where_to_start() {
     assert!(writer.store.stats().segment > 10);
 }
 
+/// A power cut may take the removal of one segment and spare that of the next: neither is needed any more.
+#[test]
+fn a_segment_that_comes_back_alone_does_not_look_like_damage() {
+    let (sim, disk) = sim();
+    let store = crate::files::open_with(&sim, options().snapshots_kept(1)).unwrap();
+    let segment = |number| sim.bytes(FileName::Segment(number));
+    let fill = |segments: u64| {
+        let until = store.stats().segment + segments;
+        while store.stats().segment < until {
+            let mut batch = store.batch();
+            batch.note("n".repeat(900));
+            store.commit(batch).unwrap();
+        }
+    };
+    fill(3);
+    let bytes = segment(1).unwrap();
+    let mut follower = Follower::open_on(disk.clone(), FollowFrom::Beginning).unwrap();
+    let first = follower.next(Duration::ZERO).unwrap().expect("a batch is there").position();
+    let snapshot = store.snapshot().unwrap();
+    drop(store);
+    assert!(segment(1).is_none() && segment(2).is_none());
+    sim.create(FileName::Segment(1)).unwrap().write_at(0, &bytes).unwrap();
+    let mut follower = Follower::open_on(disk.clone(), first.into()).unwrap();
+    let error = loop {
+        match follower.next(Duration::ZERO) {
+            Ok(batch) => assert!(batch.is_some(), "what was missed is not there yet"),
+            Err(error) => break error,
+        }
+    };
+    assert!(matches!(error, Error::Overtaken { snapshot: Some(id), .. } if id == snapshot.id), "{error}");
+    assert!(follower.position().lsn > first.lsn, "what came back can be read");
+}
+
 #[test]
 fn whoever_is_at_the_end_is_not_overtaken_by_recycling() {
     let (sim, disk) = sim();
