@@ -15,6 +15,7 @@ mod watch;
 #[doc(hidden)]
 pub mod sim;
 
+use std::any::Any;
 use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
@@ -25,8 +26,8 @@ use remanent_format::{FileName, Folder, SnapshotId};
 use crate::error::Result;
 use crate::options::LogIo;
 
-/// A store directory.
-pub trait Disk: Send + Sync + 'static {
+/// A store directory. `Any`, so that [`link`](Disk::link) can tell its own kind.
+pub trait Disk: Any + Send + Sync {
     /// How errors and reports call the directory.
     fn label(&self) -> String;
 

@@ -9,6 +9,7 @@ use remanent::disk::sim::{Plan, SimDisk};
 use remanent::{Create, Error, Lsn, PageId, Place, RestorePoint, Snapshot, Store};
 
 use crate::files::{State, open, open_with, small};
+use crate::past::Unlockable;
 
 const LEN: u64 = 3000;
 
@@ -49,7 +50,8 @@ fn fork(old: &Snapshot, target: &SimDisk) -> Result<remanent::StoreId, Error> {
     old.fork_on(&(Arc::new(target.clone()) as Arc<dyn Disk>))
 }
 
-/// Whatever a power cut in a fork leaves is no store, and may be forked to again; or it is the whole fork.
+/// Whatever a power cut in a fork leaves is no store, and may be forked to again; or it is the whole fork. Where
+/// image files are linked, and where all pages are copied.
 #[test]
 fn a_fork_is_whole_or_not_there() {
     let source = SimDisk::new();
@@ -57,30 +59,35 @@ fn a_fork_is_whole_or_not_there() {
     let (pages, lsn) = work(&store);
     let expected = State::of(&store);
     rewrite(&store, &pages);
-    let (old, target) = (at(&source, lsn), SimDisk::new());
-    let id = fork(&old, &target).unwrap();
-    let (mut whole, mut absent) = (0, 0);
-    target.power_images(&Plan::default(), |image| {
-        match open_with(&image.disk, small().create(Create::Never)) {
-            Ok(fork) => {
-                whole += 1;
-                assert_eq!((fork.id(), fork.lsn()), (id, lsn));
-                assert_eq!(State::of(&fork), expected);
-            }
-            Err(Error::NoStore { .. }) => {
-                absent += 1;
-                // Every few of them: they differ in what was not synced yet.
-                if absent % 7 == 1 {
-                    fork(&old, &image.disk).unwrap();
-                    assert_eq!(State::of(&open(&image.disk).unwrap()), expected);
-                } else if absent % 7 == 2 {
-                    assert_eq!(open(&image.disk).unwrap().lsn(), Lsn(0), "creation starts over");
+    let unlinkable: Arc<dyn Disk> = Arc::new(Unlockable(source.clone()));
+    let copied = Snapshot::open_on(&unlinkable, Some(&RestorePoint::Lsn(lsn))).unwrap();
+    for (old, links) in [(at(&source, lsn), 1), (copied, 0)] {
+        let target = SimDisk::new();
+        let id = fork(&old, &target).unwrap();
+        assert_eq!(target.history().iter().filter(|event| event.starts_with("link")).count(), links);
+        let (mut whole, mut absent) = (0, 0);
+        target.power_images(&Plan::default(), |image| {
+            match open_with(&image.disk, small().create(Create::Never)) {
+                Ok(fork) => {
+                    whole += 1;
+                    assert_eq!((fork.id(), fork.lsn()), (id, lsn));
+                    assert_eq!(State::of(&fork), expected);
                 }
+                Err(Error::NoStore { .. }) => {
+                    absent += 1;
+                    // Every few of them: they differ in what was not synced yet.
+                    if absent % 7 == 1 {
+                        fork(&old, &image.disk).unwrap();
+                        assert_eq!(State::of(&open(&image.disk).unwrap()), expected);
+                    } else if absent % 7 == 2 {
+                        assert_eq!(open(&image.disk).unwrap().lsn(), Lsn(0), "creation starts over");
+                    }
+                }
+                Err(error) => panic!("{error}\n{:#?}", image.disk.history()),
             }
-            Err(error) => panic!("{error}\n{:#?}", image.disk.history()),
-        }
-    });
-    assert!(whole > 0 && absent > 20, "{whole} whole, {absent} absent");
+        });
+        assert!(whole > 0 && absent > 20, "{whole} whole, {absent} absent");
+    }
 }
 
 #[test]

@@ -243,8 +243,8 @@ impl Drop for Ends<'_> {
     }
 }
 
-/// A disk on which nothing can be held, as on media that nobody can write to.
-struct Unlockable(SimDisk);
+/// A disk on which nothing can be held, as on media that nobody can write to; nor can its files be linked.
+pub struct Unlockable(pub SimDisk);
 
 impl Disk for Unlockable {
     fn label(&self) -> String {

@@ -6,13 +6,15 @@ use std::sync::Arc;
 use remanent_format::limits::SECTOR_LEN;
 use remanent_format::{FileName, Folder};
 
-use super::state::FileId;
+use super::state::{FileId, Node};
 
 /// One completed operation.
 #[derive(Clone, Debug)]
 pub(super) enum Event {
     /// A file was made, or one of that name emptied.
     Create { file: FileName, id: FileId },
+    /// A file of another disk got a name here, too.
+    Link { file: FileName, id: FileId, node: Arc<Node> },
     /// Bytes were written by a file's `write_at`.
     Write { file: FileName, id: FileId, offset: u64, bytes: Arc<[u8]> },
     /// Bytes were put into a window.
@@ -99,6 +101,7 @@ impl fmt::Display for Event {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Event::Create { file, .. } => write!(f, "create {file}"),
+            Event::Link { file, .. } => write!(f, "link {file}"),
             Event::Write { file, offset, bytes, .. } => write!(f, "write {file} {offset}+{}", bytes.len()),
             Event::Put { file, offset, bytes, .. } => write!(f, "put {file} {offset}+{}", bytes.len()),
             Event::SyncFile { file, .. } => write!(f, "sync {file}"),

@@ -6,10 +6,12 @@
 
 mod crash;
 mod event;
+mod file;
 mod state;
 #[cfg(test)]
 mod tests;
 
+use std::any::Any;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::io;
@@ -18,13 +20,13 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use remanent_format::{FileName, Folder, ReadAt, SnapshotId};
 
-use super::{Disk, DiskFile, DiskLock, Hold, Window};
+use super::{Disk, DiskFile, DiskLock, Hold};
 use crate::error::{Error, Result};
-use crate::options::LogIo;
 
 pub use crash::{Crash, Image, Plan};
 use event::Event;
 pub use event::{Moment, SyncPoint, Tear, Tears};
+use file::SimFile;
 use state::{FileId, State};
 
 /// The system's number for "no space left".
@@ -41,6 +43,8 @@ pub enum Operation {
     Create,
     /// `Disk::open`.
     Open,
+    /// `Disk::link`.
+    Link,
     /// `Disk::rename`.
     Rename,
     /// `Disk::remove`.
@@ -357,6 +361,26 @@ impl Disk for SimDisk {
         Ok(Arc::new(self.handle(file, id, write)))
     }
 
+    /// The file's bytes are copied with all that is pending of them, which is the same as long as nobody writes
+    /// to the file any more.
+    fn link(&self, source: &dyn Disk, file: FileName) -> Result<bool> {
+        let source: &dyn Any = source;
+        let Some(source) = source.downcast_ref::<Self>() else { return Ok(false) };
+        // One lock at a time: both may be the same disk.
+        let node = {
+            let source = source.shared.lock();
+            source.now.find(file).map(|id| source.now.nodes[&id].clone())
+        };
+        let mut shared = self.shared.lock();
+        let linked = shared.check(Operation::Link).and_then(|()| {
+            let node = node.filter(|_| shared.now.has_folder(file.folder())).ok_or_else(not_found)?;
+            if shared.now.find(file).is_some() { Err(io::ErrorKind::AlreadyExists.into()) } else { Ok(node) }
+        });
+        let (node, id) = (linked.map_err(file_failed("link", file, None))?, shared.now.new_id());
+        shared.record(Event::Link { file, id, node });
+        Ok(true)
+    }
+
     fn rename(&self, source: FileName, target: FileName) -> Result<()> {
         assert_eq!(source.folder(), target.folder(), "a rename stays within its folder");
         let mut shared = self.shared.lock();
@@ -431,121 +455,5 @@ impl Drop for SimLock {
             }
             Locked::Retiring(id) => _ = shared.retiring.remove(&id),
         }
-    }
-}
-
-/// One open file; the name is the one it was opened by.
-#[derive(Clone)]
-struct SimFile {
-    disk: SimDisk,
-    file: FileName,
-    id: FileId,
-    write: bool,
-}
-
-impl SimFile {
-    /// Records a write of as much as the fault, if any, and the capacity let through.
-    fn store(&self, operation: Operation, offset: u64, bytes: &[u8]) -> io::Result<()> {
-        let mut shared = self.disk.shared.lock();
-        if !self.write {
-            return Err(io::Error::from_raw_os_error(EBADF));
-        }
-        let fault = shared.fault(operation);
-        let wanted = if fault.is_some() { bytes.len() / 2 } else { bytes.len() };
-        let fitting = shared.fitting(self.id, offset, wanted);
-        let (file, id, stored) = (self.file, self.id, Arc::from(&bytes[..fitting]));
-        if fitting > 0 {
-            shared.record(match operation {
-                Operation::Put => Event::Put { file, id, offset, bytes: stored },
-                _ => Event::Write { file, id, offset, bytes: stored },
-            });
-        }
-        match fault {
-            Some(error) => Err(error),
-            None if fitting < bytes.len() => Err(io::Error::from_raw_os_error(ENOSPC)),
-            None => Ok(()),
-        }
-    }
-
-    fn sync_range(&self, operation: Operation, point: SyncPoint, offset: u64, len: u64) -> io::Result<()> {
-        let mut shared = self.disk.shared.lock();
-        let (file, id) = (self.file, self.id);
-        if let Some(error) = shared.fault(operation) {
-            shared.record(Event::FailedSync { file, id, offset, len });
-            return Err(error);
-        }
-        if !shared.skips(point) {
-            shared.record(match operation {
-                Operation::SyncWindow => Event::SyncWindow { file, id, offset, len },
-                _ => Event::SyncFile { file, id },
-            });
-        }
-        Ok(())
-    }
-
-    fn read(&self, offset: u64, out: &mut [u8], past_cache: bool) -> Result<()> {
-        let mut shared = self.disk.shared.lock();
-        let read = shared.check(Operation::Read).and_then(|()| {
-            let node = shared.now.node(self.id);
-            let content = if past_cache { &node.durable } else { &node.visible };
-            if content.read(offset, out) { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
-        });
-        read.map_err(file_failed("read", self.file, Some(offset)))
-    }
-}
-
-impl DiskFile for SimFile {
-    fn len(&self) -> Result<u64> {
-        Ok(self.disk.shared.lock().now.node(self.id).visible.len())
-    }
-
-    fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
-        self.store(Operation::Write, offset, bytes).map_err(file_failed("write", self.file, Some(offset)))
-    }
-
-    fn read_at(&self, offset: u64, out: &mut [u8]) -> Result<()> {
-        self.read(offset, out, false)
-    }
-
-    /// Reads what is durable, whatever is visible.
-    fn read_past_cache(&self, offset: u64, out: &mut [u8]) -> Result<()> {
-        self.read(offset, out, true)
-    }
-
-    fn sync(&self) -> Result<()> {
-        let point = SyncPoint::File(self.file);
-        let len = self.len()?;
-        self.sync_range(Operation::Sync, point, 0, len).map_err(file_failed("sync", self.file, None))
-    }
-
-    fn window(&self, _io: LogIo) -> Result<Box<dyn Window>> {
-        if !self.write {
-            return Err(file_failed("map", self.file, None)(io::Error::from_raw_os_error(EBADF)));
-        }
-        Ok(Box::new(SimWindow { len: self.len()?, file: self.clone() }))
-    }
-}
-
-/// A window onto a file. It keeps exactly the promises of the trait, whatever the kind: a sync makes its
-/// range durable and nothing beside it.
-struct SimWindow {
-    file: SimFile,
-    len: u64,
-}
-
-impl Window for SimWindow {
-    fn put(&self, offset: u64, bytes: &[u8]) -> Result<()> {
-        let end = offset.checked_add(bytes.len() as u64);
-        assert!(end.is_some_and(|end| end <= self.len), "a put lies within its window");
-        let name = self.file.file;
-        self.file.store(Operation::Put, offset, bytes).map_err(file_failed("write", name, Some(offset)))
-    }
-
-    fn sync(&self, offset: u64, len: u64) -> Result<()> {
-        let end = offset.checked_add(len);
-        assert!(end.is_some_and(|end| end <= self.len), "a sync lies within its window");
-        let point = SyncPoint::Window(self.file.file);
-        let synced = self.file.sync_range(Operation::SyncWindow, point, offset, len);
-        synced.map_err(file_failed("sync", self.file.file, Some(offset)))
     }
 }

@@ -11,6 +11,7 @@
 //!   of the changes in which each name's own changes are a prefix. Renames are atomic, as they are on
 //!   every journaled file system.
 //! - A sync of a file makes content and length durable, never the file's name.
+//! - A link gives a file of another disk a name here; a power cut may take the name.
 //! - A failed sync makes nothing durable, and a later one does not make up for it: those bytes stay
 //!   pending until they are written again. That is what ext4 does.
 
@@ -338,6 +339,11 @@ impl State {
                     self.nodes.insert(*id, Arc::default());
                     self.names_mut(file.folder()).change(stamp, NameChange::Link(*file, *id));
                 }
+            }
+            Event::Link { file, id, node } => {
+                self.next_file = id.0 + 1;
+                self.nodes.insert(*id, node.clone());
+                self.names_mut(file.folder()).change(stamp, NameChange::Link(*file, *id));
             }
             Event::Write { id, offset, bytes, .. } | Event::Put { id, offset, bytes, .. } => {
                 self.node_mut(*id).write(stamp, *offset, bytes);

@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use remanent_format::limits::SECTOR_LEN;
 
 use super::*;
+use crate::options::LogIo;
 
 const SECTOR: u64 = SECTOR_LEN as u64;
 const SEGMENT: FileName = FileName::Segment(0);
@@ -303,9 +304,14 @@ fn a_full_disk_fails_where_space_is_made() {
 fn faults_strike_the_operation_they_name_when_it_is_due() {
     let (disk, file) = with_segment(1);
     let window = file.window(LogIo::Mapped).unwrap();
-    let operations: [(Operation, &dyn Fn() -> Result<()>); 11] = [
+    let other = SimDisk::new();
+    other.make_folder(Folder::Log).unwrap();
+    let linked = FileName::Segment(9);
+    other.create(linked).unwrap();
+    let operations: [(Operation, &dyn Fn() -> Result<()>); 12] = [
         (Operation::Create, &|| disk.create(TEMPORARY).map(drop)),
         (Operation::Open, &|| disk.open(SEGMENT, false).map(drop)),
+        (Operation::Link, &|| disk.link(&other, linked).and_then(|_| disk.remove(linked))),
         (Operation::Rename, &|| disk.rename(SEGMENT, SEGMENT)),
         (Operation::Remove, &|| disk.create(TEMPORARY).and_then(|_| disk.remove(TEMPORARY))),
         (Operation::MakeFolder, &|| disk.make_folder(Folder::Pages)),
@@ -330,6 +336,28 @@ fn faults_strike_the_operation_they_name_when_it_is_due() {
     disk.fail(Fault { operation: Operation::Write, skip: 0, times: 1, errno: EIO });
     file.write_at(0, &[7, 7]).unwrap_err();
     assert_eq!(disk.bytes(SEGMENT).unwrap()[..2], [7, 0]);
+}
+
+#[test]
+fn a_linked_file_is_whole_where_its_name_lasts_and_outlives_the_first_name() {
+    let (source, file) = with_segment(2);
+    file.write_at(0, &[1]).unwrap();
+    file.sync().unwrap();
+    file.write_at(SECTOR, &[2]).unwrap();
+    let target = SimDisk::new();
+    assert!(target.link(&source, SEGMENT).is_err(), "there is no such folder yet");
+    target.make_folder(Folder::Log).unwrap();
+    target.sync_folder(Folder::Root).unwrap();
+    assert!(target.link(&source, SEGMENT).unwrap());
+    assert!(target.link(&source, SEGMENT).is_err(), "the name is taken");
+    assert!(target.link(&source, TEMPORARY).is_err(), "there is no such file");
+    source.remove(SEGMENT).unwrap();
+    assert_eq!(heads(&target), Some(vec![1, 2]));
+    // What was not synced under its first name is not durable under its second.
+    let whole = [Some(vec![1, 0]), Some(vec![1, 2])];
+    assert_eq!(after_power_cuts(&target, heads), BTreeSet::from([None, whole[0].clone(), whole[1].clone()]));
+    target.sync_folder(Folder::Log).unwrap();
+    assert_eq!(after_power_cuts(&target, heads), BTreeSet::from(whole));
 }
 
 #[test]

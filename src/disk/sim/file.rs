@@ -1,0 +1,129 @@
+//! Floor 3. Files and windows of a simulated disk.
+
+use std::io;
+use std::sync::Arc;
+
+use remanent_format::FileName;
+
+use super::event::{Event, SyncPoint};
+use super::state::FileId;
+use super::{EBADF, ENOSPC, Operation, SimDisk, file_failed};
+use crate::disk::{DiskFile, Window};
+use crate::error::Result;
+use crate::options::LogIo;
+
+/// One open file; the name is the one it was opened by.
+#[derive(Clone)]
+pub(super) struct SimFile {
+    pub(super) disk: SimDisk,
+    pub(super) file: FileName,
+    pub(super) id: FileId,
+    pub(super) write: bool,
+}
+
+impl SimFile {
+    /// Records a write of as much as the fault, if any, and the capacity let through.
+    fn store(&self, operation: Operation, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        let mut shared = self.disk.shared.lock();
+        if !self.write {
+            return Err(io::Error::from_raw_os_error(EBADF));
+        }
+        let fault = shared.fault(operation);
+        let wanted = if fault.is_some() { bytes.len() / 2 } else { bytes.len() };
+        let fitting = shared.fitting(self.id, offset, wanted);
+        let (file, id, stored) = (self.file, self.id, Arc::from(&bytes[..fitting]));
+        if fitting > 0 {
+            shared.record(match operation {
+                Operation::Put => Event::Put { file, id, offset, bytes: stored },
+                _ => Event::Write { file, id, offset, bytes: stored },
+            });
+        }
+        match fault {
+            Some(error) => Err(error),
+            None if fitting < bytes.len() => Err(io::Error::from_raw_os_error(ENOSPC)),
+            None => Ok(()),
+        }
+    }
+
+    fn sync_range(&self, operation: Operation, point: SyncPoint, offset: u64, len: u64) -> io::Result<()> {
+        let mut shared = self.disk.shared.lock();
+        let (file, id) = (self.file, self.id);
+        if let Some(error) = shared.fault(operation) {
+            shared.record(Event::FailedSync { file, id, offset, len });
+            return Err(error);
+        }
+        if !shared.skips(point) {
+            shared.record(match operation {
+                Operation::SyncWindow => Event::SyncWindow { file, id, offset, len },
+                _ => Event::SyncFile { file, id },
+            });
+        }
+        Ok(())
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8], past_cache: bool) -> Result<()> {
+        let mut shared = self.disk.shared.lock();
+        let read = shared.check(Operation::Read).and_then(|()| {
+            let node = shared.now.node(self.id);
+            let content = if past_cache { &node.durable } else { &node.visible };
+            if content.read(offset, out) { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
+        });
+        read.map_err(file_failed("read", self.file, Some(offset)))
+    }
+}
+
+impl DiskFile for SimFile {
+    fn len(&self) -> Result<u64> {
+        Ok(self.disk.shared.lock().now.node(self.id).visible.len())
+    }
+
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        self.store(Operation::Write, offset, bytes).map_err(file_failed("write", self.file, Some(offset)))
+    }
+
+    fn read_at(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+        self.read(offset, out, false)
+    }
+
+    /// Reads what is durable, whatever is visible.
+    fn read_past_cache(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+        self.read(offset, out, true)
+    }
+
+    fn sync(&self) -> Result<()> {
+        let point = SyncPoint::File(self.file);
+        let len = self.len()?;
+        self.sync_range(Operation::Sync, point, 0, len).map_err(file_failed("sync", self.file, None))
+    }
+
+    fn window(&self, _io: LogIo) -> Result<Box<dyn Window>> {
+        if !self.write {
+            return Err(file_failed("map", self.file, None)(io::Error::from_raw_os_error(EBADF)));
+        }
+        Ok(Box::new(SimWindow { len: self.len()?, file: self.clone() }))
+    }
+}
+
+/// A window onto a file. It keeps exactly the promises of the trait, whatever the kind: a sync makes its
+/// range durable and nothing beside it.
+struct SimWindow {
+    file: SimFile,
+    len: u64,
+}
+
+impl Window for SimWindow {
+    fn put(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        let end = offset.checked_add(bytes.len() as u64);
+        assert!(end.is_some_and(|end| end <= self.len), "a put lies within its window");
+        let name = self.file.file;
+        self.file.store(Operation::Put, offset, bytes).map_err(file_failed("write", name, Some(offset)))
+    }
+
+    fn sync(&self, offset: u64, len: u64) -> Result<()> {
+        let end = offset.checked_add(len);
+        assert!(end.is_some_and(|end| end <= self.len), "a sync lies within its window");
+        let point = SyncPoint::Window(self.file.file);
+        let synced = self.file.sync_range(Operation::SyncWindow, point, offset, len);
+        synced.map_err(file_failed("sync", self.file.file, Some(offset)))
+    }
+}
