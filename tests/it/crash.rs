@@ -6,17 +6,20 @@
 //! that Lsn must not be below anything acknowledged at the level which the crash spares; nothing may be
 //! refused; the pure `rebuild` must find the same; and what the open returned must survive a power cut at
 //! once, and carry a new commit. In a part of the images the recovery, and the commits after it, are
-//! themselves crashed, two deep. All suites together open at least 20,000 images: each asserts its part.
+//! themselves crashed, two deep. All suites together open at least 100,000 images: each asserts its part.
 //!
 //! [`model`] says what must be there, [`work`] drives the store and notes what was acknowledged,
-//! [`explore`] opens and judges; [`commits`] and [`snapshots`] are the works; [`syncs`] leaves out one sync after
-//! the other and shows that this is seen.
+//! [`explore`] opens and judges. The works are in [`commits`], [`snapshots`], [`forks`] and [`followers`], whose
+//! followers are asked after each crash, too. [`syncs`] leaves out one sync after the other and shows that this
+//! is seen.
 
 mod model;
 mod work;
 mod explore;
+mod followers;
 mod commits;
 mod snapshots;
+mod forks;
 mod syncs;
 
 use std::time::Instant;
@@ -69,7 +72,7 @@ where
     let mut events = 0;
     for driver in &lives {
         events += driver.disk.events();
-        if let Err(violation) = explorer.explore(&driver.disk, &driver.line(), driver.floors) {
+        if let Err(violation) = explorer.explore(driver) {
             panic!(
                 "{violation}\nseed {seed}; again: CRASH_SEED={seed} CRASH_EFFORT={effort} cargo test -p remanent \
                  --test it -- --exact {test}"

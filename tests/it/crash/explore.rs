@@ -9,6 +9,7 @@ use remanent::disk::sim::{Image, Plan, SimDisk, Tears};
 use remanent::{Ack, Lsn, Metadata, Options, RestorePoint, Snapshot, Store};
 use remanent_format::rebuild::{RebuildOptions, rebuild};
 
+use super::followers::Followers;
 use super::model::{Act, Line, State, Target, looked_at, read, rebuilt};
 use super::work::{Driver, Floors, open};
 
@@ -63,8 +64,13 @@ pub struct Violation {
 }
 
 impl Violation {
-    fn new(kind: Kind, what: impl Into<String>) -> Self {
+    pub fn new(kind: Kind, what: impl Into<String>) -> Self {
         Self { kind, what: what.into(), crashes: Vec::new() }
+    }
+
+    /// Says who found it.
+    pub fn of(self, finder: impl fmt::Display) -> Self {
+        Self { what: format!("{finder}: {}", self.what), ..self }
     }
 }
 
@@ -91,12 +97,20 @@ impl<'a> Explorer<'a> {
         Self { options, levels, seed, from: 0, images: RefCell::new(vec![0; levels.len()]) }
     }
 
-    /// Judges every image of a disk's history.
-    pub fn explore(&self, disk: &SimDisk, line: &Line, floors: Floors) -> Result<(), Violation> {
-        self.explore_at(0, disk, line, floors)
+    /// Judges every image of what a driver did to its disk.
+    pub fn explore(&self, driver: &Driver) -> Result<(), Violation> {
+        let followers = Followers::of(driver, self.options);
+        self.explore_at(0, &driver.disk, &driver.line(), driver.floors, &followers)
     }
 
-    fn explore_at(&self, depth: usize, disk: &SimDisk, line: &Line, floors: Floors) -> Result<(), Violation> {
+    fn explore_at(
+        &self,
+        depth: usize,
+        disk: &SimDisk,
+        line: &Line,
+        floors: Floors,
+        followers: &Followers,
+    ) -> Result<(), Violation> {
         let level = self.levels[depth];
         let plan = Plan {
             tears: level.tears,
@@ -107,7 +121,7 @@ impl<'a> Explorer<'a> {
         let mut verdict = Ok(());
         let mut each = |image: Image| {
             if verdict.is_ok() {
-                let judged = self.judge(depth, &image, line, floors);
+                let judged = self.judge(depth, &image, line, floors, followers);
                 verdict = judged.map_err(|mut violation| {
                     violation.crashes.push(tell(disk, &image));
                     violation
@@ -119,7 +133,14 @@ impl<'a> Explorer<'a> {
         verdict
     }
 
-    fn judge(&self, depth: usize, image: &Image, line: &Line, floors: Floors) -> Result<(), Violation> {
+    fn judge(
+        &self,
+        depth: usize,
+        image: &Image,
+        line: &Line,
+        floors: Floors,
+        followers: &Followers,
+    ) -> Result<(), Violation> {
         let count = {
             let mut images = self.images.borrow_mut();
             images[depth] += 1;
@@ -127,9 +148,12 @@ impl<'a> Explorer<'a> {
         };
         let level = self.levels[depth];
         let floors = floors.with(&image.acks).after(image.crash);
+        followers.judge(image, line, count)?;
         let nest = depth + 1 < self.levels.len() && count % level.nest_of == 0;
         let line = self.examine(&image.disk, line, floors, count % level.closely_of == 0, nest)?;
-        if nest { self.explore_at(depth + 1, &image.disk, &line, floors) } else { Ok(()) }
+        // Those who followed the work know nothing of what a recovery did.
+        let nobody = Followers::default();
+        if nest { self.explore_at(depth + 1, &image.disk, &line, floors, &nobody) } else { Ok(()) }
     }
 
     /// Opens what a crash left, and judges it. Returns what the disk then stands for.
@@ -146,7 +170,8 @@ impl<'a> Explorer<'a> {
             Violation::new(Kind::Refused, format!("{error} (rebuild: {:?})", pure.as_ref().err()))
         })?;
         let (lsn, created) = (store.recovered().position.lsn.0, store.recovered().created);
-        if lsn < floors.logged || created && floors.exists {
+        let is_short = lsn < floors.logged || !created && lsn < line.first();
+        if is_short || created && floors.exists {
             let what = format!("{floors:?}, recovered {lsn}, created {created}");
             return Err(Violation::new(Kind::Lost, what));
         }
@@ -224,7 +249,7 @@ fn look(disk: &SimDisk, line: &Line, lsn: u64) -> Result<(), Violation> {
 }
 
 /// Commits a batch that no workload makes, and looks at the ids that it is given.
-fn commit_another(driver: &Driver, store: &Store, ack: Ack) -> Result<(), Violation> {
+pub fn commit_another(driver: &Driver, store: &Store, ack: Ack) -> Result<(), Violation> {
     let lsn = driver.line().last();
     let page = Target::New(0);
     let acts = vec![

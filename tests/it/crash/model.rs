@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use remanent::{Key, Metadata, NewPage, PageId, PageRef, Place, Snapshot, Store, Value, Width, WriteBatch};
+use remanent::{
+    Key, Metadata, NewPage, PageId, PageRef, Place, Replica, Snapshot, Store, Value, Width, WriteBatch,
+};
 
 /// A page that an operation names: one that exists, or the n-th that its own batch creates.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -222,6 +224,16 @@ pub fn looked_at(old: &Snapshot) -> remanent::Result<State> {
     Ok(state)
 }
 
+/// What a follower's replica holds.
+pub fn replicated(replica: &Replica) -> State {
+    let pages = replica.pages().map(|info| {
+        let (key, metadata) = (info.key.clone(), (*info.metadata).clone());
+        let bytes = replica.bytes(info.page).expect("a replica has the bytes of its pages").to_vec();
+        (info.page, Arc::new(Page { key, epoch: info.epoch.0, lsn: info.lsn.0, metadata, bytes }))
+    });
+    State { pages: pages.collect(), root: (**replica.root()).clone() }
+}
+
 /// What the pure `rebuild` found.
 pub fn rebuilt(rebuilt: &remanent_format::rebuild::Rebuilt) -> State {
     let pages = rebuilt.table.pages().map(|info| {
@@ -249,11 +261,13 @@ pub enum Step {
 #[derive(Clone, Debug)]
 pub struct Line {
     states: Vec<Arc<State>>,
+    /// Where the store begins: a fork never was what its source was before.
+    first: u64,
 }
 
 impl Default for Line {
     fn default() -> Self {
-        Self { states: vec![Arc::default()] }
+        Self { states: vec![Arc::default()], first: 0 }
     }
 }
 
@@ -263,6 +277,17 @@ impl Line {
         self.states.len() as u64 - 1
     }
 
+    /// The first Lsn at which the store is there.
+    pub fn first(&self) -> u64 {
+        self.first
+    }
+
+    /// The line of a fork that begins with the state at an Lsn.
+    pub fn forked(mut self, lsn: u64) -> Self {
+        self.cut(lsn);
+        Self { first: lsn, ..self }
+    }
+
     pub fn at(&self, lsn: u64) -> &State {
         &self.states[usize::try_from(lsn).expect("as many states as batches")]
     }
@@ -270,6 +295,7 @@ impl Line {
     /// Forgets what came after an Lsn: a crash took it.
     pub fn cut(&mut self, lsn: u64) {
         self.states.truncate(usize::try_from(lsn).expect("as many states as batches") + 1);
+        self.first = self.first.min(lsn);
     }
 
     pub fn push(&mut self, step: &Step) {

@@ -8,7 +8,7 @@ use super::{options, suite};
 
 #[test]
 fn snapshots_beside_commits() {
-    suite(options(), 2300, |driver, random| {
+    suite(options(), 6000, |driver, random| {
         let store = driver.open()?;
         let (mut writer, other) = (Writer::new("a", random.next()), Writer::new("b", random.next()));
         for _ in 0..4 {
@@ -29,7 +29,7 @@ fn snapshots_beside_commits() {
 /// As many snapshots as the log has them taken, while two threads commit.
 #[test]
 fn background_snapshots_beside_commits() {
-    suite(options(), 2300, |driver, random| {
+    suite(options(), 10_000, |driver, random| {
         let store = driver.open_with(options().snapshot_log_bytes(5000))?;
         let writers = [Writer::new("a", random.next()), Writer::new("b", random.next())];
         beside(&driver, &store, writers, [Ack::Logged; 6], || Ok(()))?;
@@ -47,7 +47,7 @@ fn background_snapshots_beside_commits() {
 /// Exact snapshots while another thread commits: each alone, without the log, is the state of its Lsn.
 #[test]
 fn exact_snapshots_beside_commits() {
-    suite(options(), 2300, |driver, random| {
+    suite(options(), 6000, |driver, random| {
         let store = driver.open()?;
         let (mut writer, other) = (Writer::new("a", random.next()), Writer::new("b", random.next()));
         for _ in 0..3 {
@@ -68,7 +68,7 @@ fn exact_snapshots_beside_commits() {
 /// Pages that are worth compressing, in snapshots and in a restore.
 #[test]
 fn compressed_images_survive() {
-    suite(options(), 2000, |driver, random| {
+    suite(options(), 4600, |driver, random| {
         let store = driver.open()?;
         let len = 6000;
         let create = |_| Act::Create { len, key: None, metadata: Metadata::new() };
@@ -96,7 +96,7 @@ fn compressed_images_survive() {
 
 #[test]
 fn snapshots_that_follow_each_other_survive() {
-    suite(options().snapshots_kept(2), 2300, |driver, random| {
+    suite(options().snapshots_kept(2), 18_000, |driver, random| {
         let mut store = driver.open()?;
         let pages = driver.create_pages(&store, random, 24, 40)?;
         // More than a chain has links: it is folded on the way.
@@ -121,7 +121,7 @@ fn snapshots_that_follow_each_other_survive() {
 
 #[test]
 fn names_pruning_and_compaction_survive() {
-    suite(options().snapshots_kept(1), 2300, |driver, random| {
+    suite(options().snapshots_kept(1), 20_000, |driver, random| {
         let store = driver.open()?;
         let pages = driver.create_pages(&store, random, 30, 1000)?;
         let named = driver.snapshot_named(&store, "first")?;
@@ -145,7 +145,7 @@ fn names_pruning_and_compaction_survive() {
 
 #[test]
 fn what_snapshots_replace_is_recycled() {
-    suite(options().snapshots_kept(2), 2500, |driver, random| {
+    suite(options().snapshots_kept(2), 6500, |driver, random| {
         let store = driver.open()?;
         let mut writer = Writer::new("a", random.next());
         for _ in 0..4 {
@@ -164,7 +164,7 @@ fn what_snapshots_replace_is_recycled() {
 
 #[test]
 fn a_restore_survives() {
-    suite(options(), 2300, |driver, random| {
+    suite(options(), 5000, |driver, random| {
         let store = driver.open()?;
         let mut writer = Writer::new("a", random.next());
         for _ in 0..3 {
@@ -189,7 +189,7 @@ fn a_restore_survives() {
 /// Between two snapshots, and over a restore that went another way.
 #[test]
 fn a_restore_to_a_batch_survives() {
-    suite(options(), 2300, |driver, random| {
+    suite(options(), 6000, |driver, random| {
         let store = driver.open()?;
         let mut writer = Writer::new("a", random.next());
         for step in 0..6 {

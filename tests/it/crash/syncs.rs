@@ -249,7 +249,7 @@ fn run(row: &Row, left_out: Option<Rule>) -> Verdict {
     let skipped = driver.disk.history().iter().filter(|event| event.starts_with("skipped sync")).count();
     assert_eq!(skipped, usize::from(left_out.is_some()), "{}: one sync is left out", row.sync);
     let explorer = Explorer { from: bench.from, ..Explorer::new(&row.options, LEVELS, 1) };
-    match explorer.explore(&driver.disk, &driver.line(), driver.floors) {
+    match explorer.explore(&driver) {
         Ok(()) => Verdict::Clean,
         Err(violation) => Verdict::Found(violation),
     }

@@ -5,9 +5,11 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex};
 
 use remanent::device::host::HostDevice;
+use remanent::disk::Disk;
 use remanent::disk::sim::{Crash, Moment, SimDisk};
 use remanent::{
-    Ack, Error, Key, Lsn, Metadata, Options, PageId, SnapshotId, SnapshotInfo, Store, Value, Width,
+    Ack, Error, Key, Lsn, Metadata, Options, PageId, Replica, RestorePoint, Snapshot, SnapshotId,
+    SnapshotInfo, Store, Value, Width,
 };
 use remanent_format::rebuild::{RebuildOptions, rebuild};
 
@@ -218,6 +220,8 @@ pub struct Driver {
     book: Mutex<Book>,
     /// A step was written into the book.
     written: Condvar,
+    /// Replicas of followers, each with the number of events before it was there.
+    followed: Mutex<Vec<(usize, Replica)>>,
 }
 
 struct Book {
@@ -231,7 +235,8 @@ struct Book {
 impl Driver {
     pub fn new(disk: SimDisk, options: Options, line: Line, floors: Floors) -> Self {
         let book = Book { line, steps: BTreeMap::new(), acks: Vec::new() };
-        Self { disk, floors, options, book: Mutex::new(book), written: Condvar::new() }
+        let (written, followed) = (Condvar::new(), Mutex::default());
+        Self { disk, floors, options, book: Mutex::new(book), written, followed }
     }
 
     /// The disk as a death of the process leaves it now, with what a power cut could still take.
@@ -385,6 +390,27 @@ impl Driver {
         self.book.lock().unwrap().steps.insert(lsn.0, Step::Restore { to });
         self.acked(Ack::Durable, lsn);
         Ok(())
+    }
+
+    /// Forks the state behind a batch to a new disk. That one's floors are what the fork's return promises.
+    pub fn fork(&self, lsn: u64) -> Result<Self, Error> {
+        let line = self.line_up_to(lsn).forked(lsn);
+        let target = Self::new(SimDisk::new(), self.options.clone(), line, Floors::default());
+        let disks = [&self.disk, &target.disk].map(|disk| Arc::new(disk.clone()) as Arc<dyn Disk>);
+        Snapshot::open_on(&disks[0], Some(&RestorePoint::Lsn(Lsn(lsn))))?.fork_on(&disks[1])?;
+        target.acked(Ack::Durable, Lsn(lsn));
+        Ok(target)
+    }
+
+    /// Notes what a follower has read until now. After every crash from now on it must be able to go on, or be
+    /// told why not.
+    pub fn note_follower(&self, replica: &Replica) {
+        self.followed.lock().unwrap().push((self.disk.events(), replica.clone()));
+    }
+
+    /// What followers had read, each with the number of events before.
+    pub fn followed(&self) -> Vec<(usize, Replica)> {
+        self.followed.lock().unwrap().clone()
     }
 
     /// Closes the store: everything is durable then.

@@ -1,0 +1,191 @@
+//! Followers beside a writer that recycles, and what they find after a crash.
+//!
+//! A follower remembers where it was: it may look at the store before anybody recovers it, and again beside
+//! the next writer. Each time it goes on without a gap, or is told why it cannot: *overtaken* only if no kept
+//! snapshot needs the log behind its position, *diverged* if and only if the crash took its batch.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use remanent::disk::Disk;
+use remanent::disk::sim::{Crash, Image, Moment, SimDisk};
+use remanent::{Ack, Error, Follower, Options, Replica, Store};
+
+use super::explore::{Kind, Violation, commit_another};
+use super::model::{Line, replicated};
+use super::work::{Driver, Floors, Writer, open};
+use super::{options, suite};
+
+/// How a following ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum End {
+    UpToDate,
+    Overtaken,
+    Diverged,
+}
+
+/// Those who followed a work.
+#[derive(Default)]
+pub struct Followers {
+    options: Options,
+    followed: Vec<(usize, Replica)>,
+}
+
+impl Followers {
+    pub fn of(driver: &Driver, options: &Options) -> Self {
+        Self { options: options.clone(), followed: driver.followed() }
+    }
+
+    /// One of those who had been there before the crash goes on after it. `number` chooses.
+    pub fn judge(&self, image: &Image, line: &Line, number: usize) -> Result<(), Violation> {
+        let there: Vec<&Replica> = self
+            .followed
+            .iter()
+            .filter(|(events, _)| *events <= image.moment.event)
+            .map(|(_, replica)| replica)
+            .collect();
+        let Some(replica) = there.get(number % there.len().max(1)) else { return Ok(()) };
+        let copy = image.disk.after_kill(Moment { event: image.disk.events(), tear: None });
+        let judged = self.go_on(&copy, image.crash, line, replica);
+        judged.map_err(|violation| violation.of(format_args!("a follower from {}", replica.position())))
+    }
+
+    fn go_on(&self, disk: &SimDisk, crash: Crash, line: &Line, replica: &Replica) -> Result<(), Violation> {
+        let shared: Arc<dyn Disk> = Arc::new(disk.clone());
+        // Before anybody has opened what the crash left.
+        let mut early = replica.clone();
+        let end = catch_up(&shared, &mut early, line)?;
+        if crash == Crash::Kill && end == End::Diverged {
+            return Err(Violation::new(Kind::Wrong, "diverged, and a kill takes no batch"));
+        }
+
+        // Beside the next writer: both the one who looked and the one who did not.
+        let store =
+            open(disk, &self.options).map_err(|error| Violation::new(Kind::Refused, format!("{error}")))?;
+        let survived = store.recovered().position.lsn;
+        let driver = Driver::new(disk.clone(), self.options.clone(), line.clone(), Floors::default());
+        driver.adopt(&store);
+        for ack in [Ack::Logged, Ack::Durable] {
+            commit_another(&driver, &store, ack)?;
+        }
+        for mut replica in [replica.clone(), early] {
+            let from = replica.lsn();
+            let end = catch_up(&shared, &mut replica, &driver.line())?;
+            let expected = match end {
+                End::Diverged => from > survived,
+                End::UpToDate => from <= survived && replica.lsn() == store.lsn(),
+                End::Overtaken => {
+                    from <= survived && self.may_be_overtaken(&shared, &store, &driver, from.0)?
+                }
+            };
+            if !expected {
+                let what = format!("{end:?} at {} from {from}, and {survived} survived", replica.lsn());
+                return Err(Violation::new(Kind::Wrong, what));
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether nothing that is kept needs the log behind a batch; then whoever starts over must get there.
+    fn may_be_overtaken(
+        &self,
+        disk: &Arc<dyn Disk>,
+        store: &Store,
+        driver: &Driver,
+        from: u64,
+    ) -> Result<bool, Violation> {
+        let mut replica = Replica::from_snapshot_on(disk)
+            .map_err(|error| Violation::new(Kind::Refused, format!("to start over: {error}")))?;
+        let end = catch_up(disk, &mut replica, &driver.line())?;
+        let oldest = store.snapshots().iter().map(|snapshot| snapshot.redo).min();
+        Ok(end == End::UpToDate
+            && replica.lsn() == store.lsn()
+            && oldest.is_some_and(|oldest| from < oldest.0))
+    }
+}
+
+/// Follows from the replica's position for as long as there is something, and holds every state against the
+/// model.
+fn catch_up(disk: &Arc<dyn Disk>, replica: &mut Replica, line: &Line) -> Result<End, Violation> {
+    let ended = |error: Error| match error {
+        Error::Overtaken { .. } => Ok(End::Overtaken),
+        Error::Diverged { .. } => Ok(End::Diverged),
+        error => Err(Violation::new(Kind::Refused, error.to_string())),
+    };
+    let mut follower = match Follower::open_on(disk.clone(), replica.position().into()) {
+        Ok(follower) => follower,
+        Err(error) => return ended(error),
+    };
+    loop {
+        let batch = match follower.next(Duration::ZERO) {
+            Ok(Some(batch)) => batch,
+            Ok(None) => return Ok(End::UpToDate),
+            Err(error) => return ended(error),
+        };
+        match replica.apply(&batch) {
+            Ok(()) => {}
+            Err(error @ Error::OutOfOrder { .. }) => {
+                return Err(Violation::new(Kind::Lost, error.to_string()));
+            }
+            Err(error) => return ended(error),
+        }
+        let lsn = replica.lsn().0;
+        if lsn > line.last() {
+            return Err(Violation::new(Kind::Wrong, format!("batch {lsn} was never committed")));
+        }
+        if let Some(difference) = line.at(lsn).difference(&replicated(replica)) {
+            return Err(Violation::new(Kind::Wrong, format!("a replica at batch {lsn}, {difference}")));
+        }
+    }
+}
+
+/// A quick follower, a slow one, one that comes once and one that starts over; a writer that recycles what they
+/// have not read, and goes back to an earlier state.
+#[test]
+fn followers_beside_recycling_go_on_or_are_told_why_not() {
+    suite(options().snapshots_kept(1), 6500, |driver, random| {
+        let disk: Arc<dyn Disk> = Arc::new(driver.disk.clone());
+        let follow = |replica: &mut Replica| {
+            let end =
+                catch_up(&disk, replica, &driver.line()).unwrap_or_else(|violation| panic!("{violation}"));
+            driver.note_follower(replica);
+            end
+        };
+        let store = driver.open()?;
+        let mut writer = Writer::new("a", random.next());
+        let (mut quick, mut slow) = (Replica::default(), Replica::default());
+        driver.note_follower(&slow);
+        for round in 0..3 {
+            for step in 0..5 {
+                let ack = if step % 2 == 1 { Ack::Logged } else { Ack::Durable };
+                driver.commit(&store, &mut writer, ack)?;
+                if step % 2 == 0 {
+                    assert_eq!((follow(&mut quick), quick.lsn()), (End::UpToDate, store.lsn()));
+                } else if round == 0 {
+                    assert_eq!(follow(&mut slow), End::UpToDate);
+                }
+            }
+            let snapshot = driver.snapshot(&store)?;
+            assert_eq!(follow(&mut quick), End::UpToDate);
+            match round {
+                1 => {
+                    driver.restore(&store, snapshot)?;
+                    writer = writer.over(&driver.line());
+                }
+                2 => {
+                    assert_eq!(follow(&mut slow), End::Overtaken);
+                    slow = Replica::from_snapshot_on(&disk)?;
+                    assert_eq!(follow(&mut slow), End::UpToDate);
+                }
+                _ => {}
+            }
+        }
+        for ack in [Ack::Durable, Ack::Logged] {
+            driver.commit(&store, &mut writer, ack)?;
+        }
+        assert_eq!((follow(&mut slow), slow.lsn()), (End::UpToDate, store.lsn()));
+        driver.check(&store);
+        drop(store);
+        Ok(driver.into())
+    });
+}

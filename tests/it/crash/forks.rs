@@ -1,0 +1,74 @@
+//! Forks: two directories, and a crash in either.
+//!
+//! A fork writes nothing into its source, so a crash leaves the source as it leaves any store. What the two
+//! have in common is image files under two names, which nobody writes to any more. So the crashes of one disk
+//! say all about it, whatever those of the other one leave, and each disk is explored by itself.
+
+use remanent::disk::sim::SimDisk;
+use remanent::{Ack, Error, FileName, Metadata, PageId, Store};
+
+use super::model::{Act, Target};
+use super::work::{Driver, Random};
+use super::{Lives, options, suite};
+
+/// A batch that writes two whole pages, whose images are written ahead of it.
+fn whole_pages(driver: &Driver, store: &Store, random: &mut Random) -> Result<Vec<PageId>, Error> {
+    let len = 6 << 10;
+    let acts = (0..2).flat_map(|index| {
+        let create = Act::Create { len, key: None, metadata: Metadata::new() };
+        [create, Act::Write { page: Target::New(index), offset: 0, bytes: random.bytes(len) }]
+    });
+    Ok(driver.commit_acts(store, acts.collect(), Ack::Logged)?.1)
+}
+
+/// The image files that a fork got by linking.
+fn linked(disk: &SimDisk) -> usize {
+    disk.history().iter().filter(|event| event.starts_with("link pages/")).count()
+}
+
+/// A fork of a closed store, its own life and a fork of it; meanwhile the source lets go of what they share.
+#[test]
+fn a_fork_is_whole_or_not_there_and_its_source_is_as_it_was() {
+    suite(options().snapshots_kept(1), 16_000, |driver, random| {
+        // Images of a snapshot, images of a batch, and pages that changed since.
+        let store = driver.open()?;
+        let mut pages = driver.create_pages(&store, random, 12, 300)?;
+        driver.snapshot(&store)?;
+        pages.extend(whole_pages(&driver, &store, random)?);
+        driver.change(&store, random, &pages[..3])?;
+        let at = store.lsn().0;
+        driver.change(&store, random, &pages[2..5])?;
+        driver.close(store)?;
+        let events = driver.disk.events();
+        let fork = driver.fork(at)?;
+        assert_eq!(driver.disk.events(), events, "a fork writes nothing into its source");
+        assert_eq!(linked(&fork.disk), 2);
+
+        // The source changes everything, and its image files go.
+        let store = driver.open()?;
+        for _ in 0..2 {
+            driver.change(&store, random, &pages)?;
+            driver.snapshot(&store)?;
+        }
+        assert_eq!(driver.disk.bytes(FileName::Pages(1)), None);
+        driver.check(&store);
+        driver.close(store)?;
+
+        // The fork is a store like any other.
+        let store = fork.open()?;
+        fork.check(&store);
+        fork.change(&store, random, &pages[4..7])?;
+        fork.snapshot(&store)?;
+        fork.change(&store, random, &pages[..2])?;
+        let second = fork.fork(store.lsn().0)?;
+        assert!(linked(&second.disk) >= 2);
+        fork.restore_to(&store, at + 1)?;
+        fork.check(&store);
+        drop(store);
+        let store = second.open()?;
+        second.check(&store);
+        second.change(&store, random, &pages)?;
+        second.close(store)?;
+        Ok(Lives(vec![driver, fork, second]))
+    });
+}
