@@ -19,7 +19,7 @@ use remanent_format::table::{Changes, PlanMode, Refusal};
 use remanent_format::{Defect, Epoch, LogPoint, PageId, PageTable, Place, StoreId};
 
 use crate::applier::{Applier, Leases, Work, stage_aside};
-use crate::arena::{Arena, PageMemory};
+use crate::arena::{Arena, PageMemory, Purpose};
 use crate::batch::{CloneSource, WholePage, WriteBatch};
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -238,7 +238,7 @@ impl Committer {
 
     /// Page memory for the creates and resizes of a batch, in their order: all of it or none.
     fn allocate(&self, ops: &[OpAt<'_>], held: Option<&PageTable>) -> Result<VecDeque<PageMemory>> {
-        let mut memory = VecDeque::new();
+        let mut pages = Vec::new();
         let mut created: HashMap<PageId, Place> = HashMap::new();
         for at in ops {
             let wanted = match at.op {
@@ -257,27 +257,21 @@ impl Committer {
                 _ => None,
             };
             let Some((place, len)) = wanted else { continue };
-            match self.allocate_one(place, len) {
-                Ok(page) => memory.push_back(page),
-                Err(error) => {
-                    self.discard(memory);
-                    return Err(error);
-                }
+            if len > PAGE_LEN_MAX {
+                return Err(Error::Limit { what: "page length", found: len, limit: PAGE_LEN_MAX });
             }
+            pages.push((place, len));
         }
-        Ok(memory)
+        self.allocate_all(Purpose::Page, &pages).map(VecDeque::from)
     }
 
-    fn allocate_one(&self, place: Place, len: u64) -> Result<PageMemory> {
-        if len > PAGE_LEN_MAX {
-            return Err(Error::Limit { what: "page length", found: len, limit: PAGE_LEN_MAX });
-        }
-        match self.arena.allocate(place, len) {
+    fn allocate_all(&self, purpose: Purpose, pages: &[(Place, u64)]) -> Result<Vec<PageMemory>> {
+        match self.arena.allocate_all(purpose, pages) {
             // Deletes that are logged may not have reached the applier yet: whether a batch fits must not
             // depend on how far it has come.
             Err(Error::OverBudget { .. } | Error::OutOfMemory { .. }) => {
                 self.applier.turn(|_| Ok(()))?;
-                self.arena.allocate(place, len)
+                self.arena.allocate_all(purpose, pages)
             }
             other => other,
         }
@@ -291,8 +285,8 @@ impl Committer {
             let wanted = held.map_or_else(|| place_and_len(&self.submitted.lock()), place_and_len);
             // A page that is not there is refused with its operation.
             let Some((place, len)) = wanted else { continue };
-            match self.allocate_one(place, len) {
-                Ok(spare) => spares.push((page, spare)),
+            match self.allocate_all(Purpose::Spare, &[(place, len)]) {
+                Ok(spare) => spares.extend(spare.into_iter().map(|spare| (page, spare))),
                 // Meanwhile the applier came to a batch that moved it.
                 Err(_) if self.leases.leased([page]).is_empty() => {}
                 Err(error) => {

@@ -30,6 +30,7 @@ use remanent_format::{
 };
 
 use crate::applier::{Applier, Turn};
+use crate::arena::Purpose;
 use crate::device::{Command, CommandList, Device, Pending, StagingSpan};
 use crate::disk::Disk;
 use crate::error::{Error, Result};
@@ -264,10 +265,11 @@ fn overwrite(
         Ok(())
     };
     let changed = || pages.iter().filter(|info| info.lsn == point.lsn);
-    for info in changed().filter(|info| !turn.applied.memory.contains_key(&info.page)).collect::<Vec<_>>() {
-        let memory = turn.arena.allocate(info.place, info.len)?;
-        turn.applied.memory.insert(info.page, memory);
-    }
+    let missing: Vec<&PageInfo> =
+        changed().filter(|info| !turn.applied.memory.contains_key(&info.page)).collect();
+    let wanted_memory: Vec<_> = missing.iter().map(|info| (info.place, info.len)).collect();
+    let memory = turn.arena.allocate_all(Purpose::Page, &wanted_memory)?;
+    turn.applied.memory.extend(missing.iter().map(|info| info.page).zip(memory));
     // Proven before the restore was logged; read again, for it is not kept in memory.
     let (mut bytes, mut places) = (Vec::new(), Vec::new());
     let mut upload = |bytes: &mut Vec<u8>, places: &mut Vec<(PageId, usize)>| -> Result<()> {

@@ -80,6 +80,13 @@ impl StagingPool {
         drop(idle);
     }
 
+    /// Frees what lies idle, and returns how many bytes that was.
+    pub fn trim(&self) -> usize {
+        // Freed after the lock is let go: unpinning takes a while.
+        let idle = std::mem::take(&mut *self.idle.lock());
+        idle.bytes
+    }
+
     /// Bytes that lie idle.
     #[must_use]
     pub fn idle_bytes(&self) -> usize {
@@ -185,6 +192,7 @@ mod tests {
         assert_eq!(pool.idle_bytes(), 16 << 10);
         pool.give(pool.device.staging(32 << 10).unwrap());
         assert_eq!(pool.idle_bytes(), 16 << 10, "larger than the limit: not kept");
+        assert_eq!((pool.trim(), pool.idle_bytes(), pool.trim()), (16 << 10, 0, 0));
     }
 
     #[test]

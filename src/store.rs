@@ -14,7 +14,7 @@ use crate::applier::{Applier, Leases};
 use crate::arena::{Arena, PlaceUsage};
 use crate::batch::WriteBatch;
 use crate::commit::Committer;
-use crate::device::{Device, RawStream};
+use crate::device::{Device, MemoryStats, RawStream};
 use crate::disk::{Disk, DiskLock};
 use crate::error::{Error, Result};
 use crate::keeping::{Keeping, SnapshotInfo};
@@ -114,6 +114,9 @@ pub struct Stats {
     pub segment: u64,
     /// Page memory by place.
     pub places: Vec<(remanent_format::Place, PlaceUsage)>,
+    /// What the device holds from its driver for places that share it, in use or idle; empty where the device
+    /// keeps nothing back.
+    pub device_memory: Vec<(remanent_format::Place, MemoryStats)>,
     /// Bytes of staging that lie idle.
     pub staging_idle_bytes: usize,
     /// Snapshots taken, and how far the one being taken has come.
@@ -583,7 +586,7 @@ impl Store {
     /// Counts and sizes.
     #[must_use]
     pub fn stats(&self) -> Stats {
-        let Parts { committer, log, applier, arena, staging, snapshots, .. } = &self.parts;
+        let Parts { committer, log, applier, device, arena, staging, snapshots, .. } = &self.parts;
         Stats {
             logged: committer.lock().lsn(),
             applied: applier.applied(),
@@ -591,9 +594,49 @@ impl Store {
             log: log.stats(),
             segment: log.current_segment(),
             places: arena.usages().into_iter().collect(),
+            device_memory: device.memory_stats(),
             staging_idle_bytes: staging.idle_bytes(),
             snapshots: snapshots.progress.stats(),
         }
+    }
+
+    /// Gives back memory that no page uses any more: what deletes left, idle staging, and what the device keeps
+    /// from its driver. Returns how many bytes went back to the driver. On a GPU this waits for everything that
+    /// the GPU has to do, the caller's own work included, so it is for a caller who needs the memory elsewhere.
+    ///
+    /// ```
+    /// use remanent::{Options, Place, Store};
+    /// let store = Store::temporary(Options::default())?;
+    /// let mut batch = store.batch();
+    /// batch.create(1 << 20, Place::Host);
+    /// let created = store.commit(batch)?;
+    /// let mut batch = store.batch();
+    /// batch.delete(created.pages[0]);
+    /// store.commit(batch)?;
+    /// store.trim()?;
+    /// let usage = store.stats().places[0].1;
+    /// assert_eq!((usage.used(), usage.peak_bytes), (0, 1 << 20));
+    /// store.reset_peaks();
+    /// assert_eq!(store.stats().places[0].1.peak_bytes, 0);
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// A device error.
+    pub fn trim(&self) -> Result<u64> {
+        self.check_process()?;
+        let Parts { applier, device, arena, staging, .. } = &self.parts;
+        // Behind the deletes submitted so far.
+        applier.turn(|_| Ok(()))?;
+        arena.reap_all()?;
+        staging.trim();
+        device.trim()
+    }
+
+    /// Lets the peak of every place begin anew, at what is in use now: [`Stats::places`] then tells the most
+    /// that was in use since.
+    pub fn reset_peaks(&self) {
+        self.parts.arena.reset_peaks();
     }
 
     /// Makes everything durable, seals the log and releases the directory.

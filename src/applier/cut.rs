@@ -10,7 +10,7 @@ use std::collections::{HashMap, HashSet};
 use remanent_format::{PageId, PageInfo};
 
 use super::ListBuilder;
-use crate::arena::{Arena, PageMemory};
+use crate::arena::{Arena, PageMemory, Purpose};
 use crate::device::Fence;
 use crate::error::{Error, Result};
 
@@ -43,7 +43,7 @@ impl Cut {
         if !self.untouched.remove(&info.page) {
             return;
         }
-        match arena.allocate(memory.place(), memory.byte_len()) {
+        match arena.allocate(Purpose::Aside, memory.place(), memory.byte_len()) {
             Ok(copy) => {
                 list.copy(memory.span(), copy.span());
                 self.aside.insert(info.page, (info.clone(), copy));

@@ -16,7 +16,7 @@ use remanent_format::{Defect, FileName, LogPoint, Lsn, PageId};
 
 use super::Recovery;
 use crate::applier::{ListBuilder, stage_aside};
-use crate::arena::{Arena, PageMemory};
+use crate::arena::{Arena, PageMemory, Purpose};
 use crate::device::{Command, CommandList, Lane, Pending, StagingSpan};
 use crate::error::Result;
 use crate::runs::{RUN_BYTES, Wanted, runs};
@@ -100,9 +100,9 @@ impl Loader<'_> {
         resolution: &Resolution,
     ) -> Result<()> {
         let resolved = &resolution.resolved;
-        for info in resolved.table.pages() {
-            self.memory.insert(info.page, self.recovery.arena.allocate(info.place, info.len)?);
-        }
+        let wanted: Vec<_> = resolved.table.pages().map(|info| (info.place, info.len)).collect();
+        let memory = self.recovery.arena.allocate_all(Purpose::Page, &wanted)?;
+        self.memory.extend(resolved.table.pages().map(|info| info.page).zip(memory));
         // Sealed bytes are proven past the cache: images all of them, frames up to the last mark.
         let sealed = DiskSource::past_cache(self.recovery.disk.clone());
         self.load_images(&sealed, &resolved.bases)?;

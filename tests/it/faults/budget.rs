@@ -40,7 +40,7 @@ fn a_batch_over_the_budget_is_refused_to_the_byte_and_leaves_no_memory_behind() 
     let store = Store::open_on(Arc::new(disk.clone()), device.clone(), within(1000)).unwrap();
     let page = create(&store, &[600]).unwrap()[0];
     over_budget(create(&store, &[401]), (401, 400, 1000));
-    over_budget(create(&store, &[300, 300]), (300, 100, 1000));
+    over_budget(create(&store, &[300, 300]), (600, 400, 1000));
     let mut batch = store.batch();
     batch.resize(page, 500);
     // The old bytes are there until the new ones are.

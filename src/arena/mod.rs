@@ -1,0 +1,352 @@
+//! Floor 4. Page memory: what is allocated, within the budget, and given back only when no lane uses it.
+//!
+//! The page table owns a [`PageMemory`] a page. When a page goes or moves, its memory is retired with the
+//! fence of its last use and released once that fence has passed; until then it counts against the
+//! budget (I10), for it is still there. Nothing here is on disk: recovery allocates anew.
+//!
+//! What the device keeps of released memory is the device's business: [`Device::trim`] gives it back.
+
+mod account;
+#[cfg(test)]
+mod tests;
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use parking_lot::{Mutex, RwLock};
+use remanent_format::Place;
+
+use self::account::Account;
+pub use self::account::{PlaceUsage, Purpose};
+use crate::device::{Device, Fence, Lane, MemoryId, Span};
+use crate::error::{Error, Result};
+use crate::options::Budget;
+
+/// The page memory of one device, under one budget. Shared by threads.
+pub struct Arena {
+    device: Arc<dyn Device>,
+    budget: Budget,
+    accounts: RwLock<BTreeMap<Place, Arc<Account>>>,
+    /// By lane, in the order of retirement. An entry behind one with a later fence waits for it, which
+    /// costs time and nothing else.
+    retired: [Mutex<VecDeque<Retired>>; Lane::ALL.len()],
+    retired_count: AtomicUsize,
+    /// Held by who reaps, so that who must know how much can be had waits for what is being released.
+    reaping: Mutex<()>,
+}
+
+/// The memory of one page. It is given back by [`Arena::retire`] or [`Arena::discard`], never by being
+/// dropped: a drop cannot know which lane still uses it.
+#[derive(Debug)]
+pub struct PageMemory {
+    memory: MemoryId,
+    place: Place,
+    purpose: Purpose,
+    len: u64,
+    given_back: bool,
+}
+
+/// Bytes of the budget that are put by for allocations to come, so that these cannot fail half way for lack of
+/// budget. What is left of it when it is dropped is free again.
+pub struct Reservation<'a> {
+    arena: &'a Arena,
+    purpose: Purpose,
+    left: Vec<(Arc<Account>, Place, u64)>,
+}
+
+struct Retired {
+    page: PageMemory,
+    fence: Fence,
+}
+
+impl Arena {
+    /// An arena without pages.
+    #[must_use]
+    pub fn new(device: Arc<dyn Device>, budget: Budget) -> Self {
+        Self {
+            device,
+            budget,
+            accounts: RwLock::default(),
+            retired: Default::default(),
+            retired_count: AtomicUsize::new(0),
+            reaping: Mutex::default(),
+        }
+    }
+
+    /// Memory for a page, of unspecified content. A length of 0 costs nothing of the budget.
+    ///
+    /// Where only retired memory stands in the way, this waits for its fences rather than fail: whether
+    /// a batch fits must not depend on how far the lanes have come.
+    ///
+    /// # Errors
+    /// `OverBudget`, `OutOfMemory`, `PlaceUnavailable`, a device error. Nothing is allocated then.
+    pub fn allocate(&self, purpose: Purpose, place: Place, len: u64) -> Result<PageMemory> {
+        self.reserve(purpose, &[(place, len)])?.allocate(place, len)
+    }
+
+    /// Memory for several pages, in their order: for all of them or none. The budget is checked on all of them
+    /// together before the first is allocated.
+    ///
+    /// # Errors
+    /// As for [`allocate`](Self::allocate); `OverBudget` tells what all of them ask of a place.
+    pub fn allocate_all(&self, purpose: Purpose, pages: &[(Place, u64)]) -> Result<Vec<PageMemory>> {
+        let mut reserved = self.reserve(purpose, pages)?;
+        let mut memory = Vec::with_capacity(pages.len());
+        for (place, len) in pages {
+            match reserved.allocate(*place, *len) {
+                Ok(page) => memory.push(page),
+                Err(error) => {
+                    memory.into_iter().try_for_each(|page| self.discard(page))?;
+                    return Err(error);
+                }
+            }
+        }
+        Ok(memory)
+    }
+
+    /// Puts by what these allocations take of the budget, each by its place and its length in bytes. Where only
+    /// retired memory stands in the way, this waits for its fences and asks once more.
+    ///
+    /// ```
+    /// use std::sync::Arc;
+    /// use remanent::arena::{Arena, Purpose};
+    /// use remanent::device::host::HostDevice;
+    /// use remanent::{Budget, Error, Place};
+    ///
+    /// let budget = Budget::default().with(Place::Host, 100);
+    /// let arena = Arena::new(Arc::new(HostDevice::new()), budget);
+    /// let mut reserved = arena.reserve(Purpose::Page, &[(Place::Host, 60), (Place::Host, 30)])?;
+    /// let page = reserved.allocate(Place::Host, 60)?;
+    /// // The rest is spoken for, and free again when the reservation goes.
+    /// assert_eq!(arena.available(Place::Host), 10);
+    /// drop(reserved);
+    /// assert_eq!(arena.available(Place::Host), 40);
+    /// arena.discard(page)?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// `OverBudget` tells what all of them ask of a place, and what of it is left; a device error. Nothing is
+    /// put by then.
+    pub fn reserve(&self, purpose: Purpose, pages: &[(Place, u64)]) -> Result<Reservation<'_>> {
+        self.reap()?;
+        let mut sums: BTreeMap<Place, u64> = BTreeMap::new();
+        for (place, len) in pages {
+            let sum = sums.entry(*place).or_default();
+            *sum = sum.saturating_add(*len);
+        }
+        match self.claim(purpose, &sums) {
+            Err(Error::OverBudget { place, asked, .. })
+                if self.retired_count.load(Ordering::Acquire) > 0
+                    && self.account(place).fits_without_retired(asked) =>
+            {
+                self.reap_all()?;
+                self.claim(purpose, &sums)
+            }
+            claimed => claimed,
+        }
+    }
+
+    /// Gives memory back once `fence`, that of the last list that names it, has passed.
+    pub fn retire(&self, page: PageMemory, fence: Fence) {
+        self.account(page.place).retired(page.purpose, page.len);
+        self.retired_count.fetch_add(1, Ordering::AcqRel);
+        self.retired[fence.lane as usize].lock().push_back(Retired { page, fence });
+    }
+
+    /// Gives back memory that no list names which has yet to run: none ever did, or all their fences
+    /// were waited for.
+    ///
+    /// # Errors
+    /// A device error; the memory then stays counted, for it is not known to be free.
+    pub fn discard(&self, mut page: PageMemory) -> Result<()> {
+        page.given_back = true;
+        self.device.release(page.memory)?;
+        let account = self.account(page.place);
+        account.retired(page.purpose, page.len);
+        account.released(page.len);
+        Ok(())
+    }
+
+    /// Releases retired memory whose fence has passed. Does not wait, neither for a fence nor for another
+    /// thread that reaps already.
+    ///
+    /// # Errors
+    /// A device error.
+    pub fn reap(&self) -> Result<()> {
+        if self.retired_count.load(Ordering::Acquire) == 0 {
+            return Ok(());
+        }
+        let Some(_reaping) = self.reaping.try_lock() else { return Ok(()) };
+        for lane in Lane::ALL {
+            let reached = self.device.reached(lane);
+            while let Some(retired) = self.next_retired(lane, |fence| fence.value <= reached) {
+                self.release(retired)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits for the fences of all retired memory and releases it.
+    ///
+    /// # Errors
+    /// A device error.
+    pub fn reap_all(&self) -> Result<()> {
+        let _reaping = self.reaping.lock();
+        for lane in Lane::ALL {
+            while let Some(retired) = self.next_retired(lane, |_| true) {
+                self.device.wait(retired.fence)?;
+                self.release(retired)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Bytes of the budget that are left in a place, retired memory counted as used.
+    #[must_use]
+    pub fn available(&self, place: Place) -> u64 {
+        self.account(place).available()
+    }
+
+    /// How much of a place is in use.
+    #[must_use]
+    pub fn usage(&self, place: Place) -> PlaceUsage {
+        self.account(place).usage()
+    }
+
+    /// How much of each place that was ever used is in use.
+    #[must_use]
+    pub fn usages(&self) -> BTreeMap<Place, PlaceUsage> {
+        self.accounts.read().iter().map(|(place, account)| (*place, account.usage())).collect()
+    }
+
+    /// Lets every place's peak begin anew, at what is in use now.
+    pub fn reset_peaks(&self) {
+        self.accounts.read().values().for_each(|account| account.reset_peak());
+    }
+
+    fn account(&self, place: Place) -> Arc<Account> {
+        if let Some(account) = self.accounts.read().get(&place) {
+            return account.clone();
+        }
+        let new = || Arc::new(Account::new(place, self.budget.limit(place)));
+        self.accounts.write().entry(place).or_insert_with(new).clone()
+    }
+
+    /// Claims all or nothing.
+    fn claim(&self, purpose: Purpose, sums: &BTreeMap<Place, u64>) -> Result<Reservation<'_>> {
+        // Dropped on the way, it puts back what it has.
+        let mut reservation = Reservation { arena: self, purpose, left: Vec::with_capacity(sums.len()) };
+        for (place, sum) in sums {
+            let account = self.account(*place);
+            account.claim(*sum)?;
+            reservation.left.push((account, *place, *sum));
+        }
+        Ok(reservation)
+    }
+
+    fn next_retired(&self, lane: Lane, ready: impl Fn(Fence) -> bool) -> Option<Retired> {
+        let mut retired = self.retired[lane as usize].lock();
+        if !ready(retired.front()?.fence) {
+            return None;
+        }
+        self.retired_count.fetch_sub(1, Ordering::AcqRel);
+        retired.pop_front()
+    }
+
+    fn release(&self, retired: Retired) -> Result<()> {
+        let mut page = retired.page;
+        page.given_back = true;
+        self.device.release(page.memory)?;
+        self.account(page.place).released(page.len);
+        Ok(())
+    }
+}
+
+impl Drop for Arena {
+    /// The device may outlive the arena, so what is retired is released. A device that fails now keeps
+    /// the memory; its error was, or will be, reported by whoever uses it next.
+    fn drop(&mut self) {
+        if let Err(error) = self.reap_all() {
+            tracing::warn!(%error, "retired page memory could not be released");
+        }
+    }
+}
+
+impl Reservation<'_> {
+    /// Memory for a page, of unspecified content, out of what was put by. A full device is given back what is
+    /// retired and asked once more.
+    ///
+    /// # Errors
+    /// `OutOfMemory`, `PlaceUnavailable`, a device error. The bytes stay put by.
+    ///
+    /// # Panics
+    /// If less is left for the place.
+    pub fn allocate(&mut self, place: Place, len: u64) -> Result<PageMemory> {
+        let left = self.left.iter_mut().find(|(_, reserved, _)| *reserved == place);
+        let (account, _, left) = left.unwrap_or_else(|| panic!("nothing is reserved in place {place}"));
+        assert!(len <= *left, "{len} bytes of {left} that are left of a reservation in place {place}");
+        let Arena { device, .. } = self.arena;
+        let memory = match device.allocate(place, len) {
+            Err(Error::OutOfMemory { .. }) => {
+                self.arena.reap_all()?;
+                device.allocate(place, len)?
+            }
+            other => other?,
+        };
+        *left -= len;
+        account.allocated(self.purpose, len);
+        Ok(PageMemory { memory, place, purpose: self.purpose, len, given_back: false })
+    }
+}
+
+impl Drop for Reservation<'_> {
+    fn drop(&mut self) {
+        self.left.iter().for_each(|(account, _, left)| account.unclaim(*left));
+    }
+}
+
+impl PageMemory {
+    /// All of it.
+    #[must_use]
+    pub fn span(&self) -> Span {
+        Span { memory: self.memory, offset: 0, len: self.len }
+    }
+
+    /// `len` bytes from `offset` on.
+    ///
+    /// # Panics
+    /// If they do not lie within the page: the caller checked that.
+    #[must_use]
+    pub fn part(&self, offset: u64, len: u64) -> Span {
+        let within = offset.checked_add(len).is_some_and(|end| end <= self.len);
+        assert!(within, "bytes {offset}..+{len} are not within a page of {} bytes", self.len);
+        Span { memory: self.memory, offset, len }
+    }
+
+    /// Where it lies.
+    #[must_use]
+    pub fn place(&self) -> Place {
+        self.place
+    }
+
+    /// Its length in bytes.
+    #[must_use]
+    pub fn byte_len(&self) -> u64 {
+        self.len
+    }
+}
+
+impl Drop for PageMemory {
+    fn drop(&mut self) {
+        if !self.given_back {
+            tracing::warn!(
+                memory = self.memory.0,
+                place = %self.place,
+                len = self.len,
+                "page memory dropped without being given back: it stays allocated and in the budget"
+            );
+        }
+    }
+}
