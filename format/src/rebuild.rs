@@ -10,8 +10,8 @@ use std::sync::Arc;
 
 use crate::apply::apply;
 use crate::defect::{Damage, Defect, check_limit, reserve};
-use crate::frame::FrameKind;
-use crate::ids::{Lsn, PageId, SnapshotId};
+use crate::frame::{FrameKind, VerifiedSnapshot};
+use crate::ids::{LogPoint, Lsn, PageId, SnapshotId};
 use crate::image::{Codec, ImageRef};
 use crate::limits::CHAIN_LINKS_MAX;
 use crate::log::{Frame, LogEnd, LogMap, LogWalk};
@@ -62,7 +62,8 @@ pub struct Resolution {
     pub base: Option<SnapshotId>,
     /// The state.
     pub resolved: Resolved,
-    /// The end of the log; `None` if the walk stopped before, at the batch asked for.
+    /// The end of the log; `None` if the walk stopped before, at the batch asked for. Its record of verified
+    /// snapshots is the last one there is, also where that lies before the base.
     pub end: Option<LogEnd>,
     /// Batches replayed.
     pub batches: u64,
@@ -257,11 +258,32 @@ impl Survey {
             batches += 1;
             bytes += frame.header.frame_len();
         }
-        let (end, point) = (walk.end().cloned(), walk.point());
+        let (mut end, point) = (walk.end().cloned(), walk.point());
+        if let (Some(end), Some(base)) = (&mut end, base)
+            && end.verified.is_empty()
+        {
+            end.verified = self.recorded_before(source, base);
+        }
         let here = FileName::Segment(point.segment);
         let resolved =
             resolver.finish().map_err(|defect| defect.at_lsn(here, point.offset, point.lsn.next()))?;
         Ok(Resolution { base: base.map(|manifest| manifest.snapshot), resolved, end, batches, bytes })
+    }
+
+    /// The last record of verified snapshots before a snapshot's redo: a snapshot is recorded before the next one
+    /// begins, so that it lies behind the redo of one of those before. A crash between a snapshot and its own
+    /// record, where no other seal lies behind its redo, must not make the others forgotten.
+    fn recorded_before(&self, source: &dyn ReadAt, base: &Manifest) -> Vec<VerifiedSnapshot> {
+        let place = |point: LogPoint| (point.segment, point.offset);
+        let older = self.links.range(..base.snapshot).rev().filter_map(|(_, read)| read.as_ref().ok());
+        let mut records = older.filter_map(|(link, _)| {
+            let mut walk = LogWalk::new(source, &self.log, link.redo, self.mark()).ok()?;
+            while place(walk.point()) < place(base.redo) {
+                walk.next().ok()??;
+            }
+            Some(walk.verified().to_vec()).filter(|record| !record.is_empty())
+        });
+        records.next().unwrap_or_default()
     }
 
     /// Loads the bytes of a state, each page on its own: what damage to an image takes from one page it does

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use remanent::disk::sim::SimDisk;
+use remanent::disk::sim::{Moment, SimDisk};
 use remanent::disk::{Disk, Hold};
 use remanent::{Compression, Error, FileName, Options, PageId, Place, SnapshotId, SnapshotInfo, Store};
 use remanent_format::rebuild::{RebuildOptions, Survey, rebuild};
@@ -310,4 +310,28 @@ fn snapshots_are_kept_for_their_age_and_for_the_log_behind_them() {
             assert_eq!((kept.first(), kept.last()), (expected.first(), expected.last()), "{options:?}");
         }
     }
+}
+
+/// The newest snapshot's record may be missing, and no seal lie behind its redo: then the record of the ones
+/// before lies before it.
+#[test]
+fn a_kill_between_a_snapshot_and_its_record_forgets_no_other() {
+    let disk = SimDisk::new();
+    let (store, pages) = store_of(&disk, small().snapshots_kept(1), 4);
+    store.snapshot_named("before").unwrap();
+    change(&store, &pages, 1);
+    let before = disk.events();
+    let newest = store.snapshot().unwrap().id;
+    let moments = before..=disk.events();
+    let mut unrecorded = 0;
+    for event in moments {
+        let left = disk.after_kill(Moment { event, tear: None });
+        let files = Files::of(&left);
+        let names_newest = files.0.contains_key(&FileName::Manifest(newest.0));
+        let store = open_with(&left, small().snapshots_kept(1)).unwrap();
+        let named = store.snapshots().into_iter().filter(|info| info.name.as_deref() == Some("before"));
+        assert_eq!(named.count(), 1, "killed at event {event}, where the newest is there: {names_newest}");
+        unrecorded += usize::from(names_newest && store.recovered().snapshot == Some(newest));
+    }
+    assert!(unrecorded > 1, "no kill struck between the snapshot and its record");
 }

@@ -36,7 +36,7 @@ pub struct LogEnd {
     pub proven: LogPoint,
     /// Frames after `accepted` that were cut.
     pub torn: Option<TornTail>,
-    /// The snapshots that the last seal records as verified.
+    /// The snapshots that the last seal of the walk records as verified; none if it met no seal.
     pub verified: Vec<VerifiedSnapshot>,
     /// Damage that costs nothing, such as that of an empty segment's header.
     pub harmless: Vec<Damage>,
@@ -175,6 +175,12 @@ impl<'s> LogWalk<'s> {
     #[must_use]
     pub fn point(&self) -> LogPoint {
         self.point
+    }
+
+    /// The snapshots that the last seal so far records as verified.
+    #[must_use]
+    pub fn verified(&self) -> &[VerifiedSnapshot] {
+        &self.verified
     }
 
     /// Jumps to the opening of the next incarnation where this one's surviving frames end.
