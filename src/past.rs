@@ -6,7 +6,7 @@
 //! 2. **Hold** it, so that a writer beside us removes nothing of it from now on (I8). What the writer removed
 //!    just before shows in the next steps.
 //! 3. **Follow** the log up to the state, noting where each page's operations lie.
-//! 4. **Look** that the images which the pages are made from are still there.
+//! 4. **Look** that the images which the pages are made from are still there; else try the snapshot before.
 //!
 //! A page's bytes are read when they are asked for, and proven by the checksums that 1 and 3 read. So what a
 //! writer does meanwhile can end in an error, never in other bytes. Nothing is written, so nothing can be
@@ -123,6 +123,7 @@ impl Past {
         until: Until,
     ) -> Result<Self, (Error, Lsn)> {
         let (mut first, mut reached) = (None, Lsn(0));
+        let mut in_parts = None;
         let mut oldest: Option<Lsn> = None;
         for id in survey.links.keys().rev().map(|id| Some(*id)).chain([None]) {
             // A link says its end, and where its log begins, before its chain is followed.
@@ -149,12 +150,20 @@ impl Past {
             let opened = base
                 .and_then(|base| Self::open_from(disk, source, survey, base.as_ref(), until, &mut trails));
             match opened {
-                Ok(Some(past)) => return Ok(past),
+                Ok(Some(past)) => match past.has_images() {
+                    Ok(true) => return Ok(past),
+                    Ok(false) => _ = in_parts.get_or_insert(past),
+                    Err(error) => _ = first.get_or_insert(error),
+                },
                 Ok(None) => {}
                 Err(error @ Error::OutsideWindow { .. }) => return Err((error, reached)),
                 Err(error) => _ = first.get_or_insert(error),
             }
             reached = reached.max(trails.point().lsn);
+        }
+        // What is lost takes its pages with it, not the others.
+        if let Some(past) = in_parts {
+            return Ok(past);
         }
         let nothing = || match (until, oldest) {
             (Until::At(asked), Some(oldest)) if asked < oldest => {
@@ -206,23 +215,27 @@ impl Past {
             source: Mutex::new(Arc::new(DiskSource::new(disk.clone()))),
             hold,
         };
-        past.check_images_present()?;
         Ok(Some(past))
     }
 
-    /// The writer may have removed images before the snapshot was held.
-    fn check_images_present(&self) -> Result<()> {
+    /// Whether the images are there that the pages are made from. They may be lost. Or the snapshot's link is there
+    /// for those that follow it and not for itself: then an older snapshot, with the log behind it, does. Or the
+    /// writer removed them before the snapshot was held.
+    fn has_images(&self) -> Result<bool> {
         let present: BTreeSet<String> = self.disk.list(Folder::Pages)?.into_iter().collect();
         let files: BTreeSet<u64> =
             self.resolved.bases.values().filter_map(|base| base.image).map(|image| image.file).collect();
         let gone = files.into_iter().map(FileName::Pages).find(|file| !present.contains(&file.name()));
         match gone {
-            Some(file) if !self.is_there()? => {
+            None => Ok(true),
+            Some(file) if self.is_there()? => {
+                tracing::debug!(%file, "images are gone that this state is made from");
+                Ok(false)
+            }
+            Some(file) => {
                 tracing::debug!(%file, "removed before it could be held");
                 Err(self.overtaken())
             }
-            // What is lost takes its pages with it, not the others.
-            _ => Ok(()),
         }
     }
 

@@ -1,11 +1,15 @@
 //! What snapshots cost, what they share, how long they and their files stay.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 use std::time::Duration;
 
 use remanent::disk::sim::{Moment, SimDisk};
 use remanent::disk::{Disk, Hold};
-use remanent::{Compression, Error, FileName, Options, PageId, Place, SnapshotId, SnapshotInfo, Store};
+use remanent::{
+    Compression, Error, FileName, Options, PageId, Place, RestorePoint, Snapshot, SnapshotId, SnapshotInfo,
+    Store,
+};
 use remanent_format::rebuild::{RebuildOptions, Survey, rebuild};
 
 use crate::files::{self, Files, State, open_with};
@@ -334,4 +338,32 @@ fn a_kill_between_a_snapshot_and_its_record_forgets_no_other() {
         unrecorded += usize::from(names_newest && store.recovered().snapshot == Some(newest));
     }
     assert!(unrecorded > 1, "no kill struck between the snapshot and its record");
+}
+
+/// A link that is there for those that follow it has lost images that none of them names: what lies behind it is
+/// reached from the kept snapshot before.
+#[test]
+fn a_state_behind_a_link_that_is_not_kept_is_reached_from_before() {
+    let disk = SimDisk::new();
+    let (store, pages) = store_of(&disk, small().snapshots_kept(1).log_kept(1 << 20), 10);
+    let first = store.snapshot().unwrap();
+    let mut taken = Vec::new();
+    for value in 1..=2 {
+        change(&store, &pages[..2], value);
+        taken.push((store.snapshot().unwrap(), State::of(&store)));
+    }
+    let (link, state) = &taken[0];
+    assert_eq!(ids(&store), [first.id.0, taken[1].0.id.0]);
+    assert_eq!(chain(&disk, taken[1].0.id), [taken[1].0.id, link.id, first.id]);
+    let shared: Arc<dyn Disk> = Arc::new(disk.clone());
+    let old = Snapshot::open_on(&shared, Some(&RestorePoint::Lsn(link.end))).unwrap();
+    assert_eq!(old.base(), Some(first.id));
+    for (page, bytes) in &state.contents {
+        let mut found = vec![0; bytes.len()];
+        old.read(*page, 0, &mut found).unwrap();
+        assert_eq!(&found, bytes, "page {page}");
+    }
+    drop(old);
+    store.restore_to(link.end).unwrap();
+    assert_eq!(State::of(&store).contents, state.contents);
 }
