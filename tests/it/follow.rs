@@ -6,6 +6,7 @@
 //! leaves.
 
 mod ends;
+mod images;
 mod marks;
 mod races;
 
@@ -21,7 +22,8 @@ use remanent::{
     Replica, Store,
 };
 
-use crate::kill::workload::{Model, Shape, changes, fill, reshape};
+use crate::kill::model::Model;
+use crate::kill::workload::{Shape, changes, fill, is_restore, reshape, restore_target};
 
 /// Small segments: a few batches cross every boundary.
 fn options() -> Options {
@@ -38,14 +40,20 @@ struct Writer {
 impl Writer {
     fn open(disk: &Arc<dyn Disk>, options: Options) -> Self {
         let store = Store::open_on(disk.clone(), Arc::new(HostDevice::new()), options).unwrap();
-        let shape = store.pages().unwrap().into_iter().map(|info| (info.page, info.len)).collect();
-        let next = store.lsn().next();
+        let (shape, next) = (shape(&store), store.lsn().next());
         Self { store, shape, next }
     }
 
     /// Commits so many batches of the workload.
     fn commit(&mut self, count: usize) {
         for _ in 0..count {
+            if is_restore(self.next) {
+                let position = self.store.restore_to(restore_target(self.next)).unwrap();
+                assert_eq!(position.lsn, self.next);
+                self.shape = shape(&self.store);
+                self.next = self.next.next();
+                continue;
+            }
             let changes = changes(self.next, &self.shape);
             let mut batch = self.store.batch();
             fill(&mut batch, self.next, &changes);
@@ -55,6 +63,10 @@ impl Writer {
             self.next = self.next.next();
         }
     }
+}
+
+fn shape(store: &Store) -> Shape {
+    store.pages().unwrap().into_iter().map(|info| (info.page, info.len)).collect()
 }
 
 /// A follower with a replica that is held against the model after each batch.
@@ -112,9 +124,10 @@ impl Reader {
 
 fn same(replica: &Replica, model: &Model) {
     assert_eq!(replica.lsn(), model.lsn);
-    assert!(replica.pages().eq(model.pages.values().map(|(info, _)| info)), "another table at {}", model.lsn);
-    assert_eq!(**replica.root(), model.root());
-    for (info, bytes) in model.pages.values() {
+    let infos = model.state.pages.values().map(|(info, _)| info);
+    assert!(replica.pages().eq(infos), "another table at {}", model.lsn);
+    assert_eq!(**replica.root(), model.state.root);
+    for (info, bytes) in model.state.pages.values() {
         assert!(replica.bytes(info.page) == Some(bytes), "page {} differs at {}", info.page, model.lsn);
     }
 }

@@ -5,7 +5,10 @@
 //! The next worker goes on from the directory as the kill left it.
 
 mod board;
+mod diary;
 mod followers;
+mod left;
+pub mod model;
 mod worker;
 pub mod workload;
 
@@ -14,19 +17,22 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use remanent::disk::dir::DirReader;
 use remanent::phases::Phase;
-use remanent::{LogIo, Lsn, Metadata, PageInfo, Store};
+use remanent::{LogIo, Lsn, Store};
 
 use board::{Board, PHASES};
-use workload::{Model, Random};
+use diary::Diary;
+use model::Model;
+use worker::Manner;
+use workload::Random;
 
 /// How the log is written, and kills wanted in each phase. The default log is a mapped one wherever the
 /// file system allows it.
-const PLANS: [(Option<LogIo>, usize); 2] = [(None, 19), (Some(LogIo::Buffered), 10)];
+const PLANS: [(Option<LogIo>, usize); 2] = [(None, 16), (Some(LogIo::Buffered), 10)];
 const TEST: &str = "kill::nothing_acknowledged_is_lost_by_a_kill_in_any_phase";
 const ERRAND_DIRECTORY: &str = "REMANENT_KILL_DIRECTORY";
 const ERRAND_BUFFERED: &str = "REMANENT_KILL_BUFFERED";
+const ERRAND_BACKGROUND: &str = "REMANENT_KILL_BACKGROUND";
 /// A worker that does not reach a phase for so long hangs. Long, for a machine may be busy with other work.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -35,8 +41,9 @@ fn nothing_acknowledged_is_lost_by_a_kill_in_any_phase() {
     // The worker is this very test in another process, told so by its environment: one binary, and no test
     // that does nothing when it is run by itself.
     if let Some(directory) = std::env::var_os(ERRAND_DIRECTORY) {
-        let buffered = std::env::var_os(ERRAND_BUFFERED).is_some();
-        worker::work(Path::new(&directory), buffered.then_some(LogIo::Buffered));
+        let is_told = |errand: &str| std::env::var_os(errand).is_some();
+        let log_io = is_told(ERRAND_BUFFERED).then_some(LogIo::Buffered);
+        worker::work(Path::new(&directory), Manner { log_io, background: is_told(ERRAND_BACKGROUND) });
     }
     let tallies = PLANS.map(|(log_io, wanted)| Ground::new(log_io).kill_in_every_phase(wanted));
 
@@ -46,7 +53,10 @@ fn nothing_acknowledged_is_lost_by_a_kill_in_any_phase() {
         println!("{name:<16}{:>10}{:>26}", tallies[0].kills[index], tallies[1].kills[index]);
     }
     println!("{:<16}{:>10}{:>26}", "after its phase", tallies[0].late, tallies[1].late);
+    println!("{:<16}{:>10}{:>26}", "forks", tallies[0].forks, tallies[1].forks);
+    println!("{:<16}{:>10}{:>26}", "named snapshots", tallies[0].names, tallies[1].names);
     println!("{:<16}{:>10}{:>26}", "batches", tallies[0].batches.0, tallies[1].batches.0);
+    assert!(tallies.iter().all(|tally| tally.forks > 0 && tally.names > 10), "forks and names were checked");
     for (index, phase) in PHASES.iter().enumerate() {
         let kills: usize = tallies.iter().map(|tally| tally.kills[index]).sum();
         assert!(kills >= 10, "{kills} kills in {phase:?}");
@@ -81,6 +91,9 @@ struct Tally {
     kills: [usize; PHASES.len()],
     /// Kills that came when the phase was over. They are checked like the others and not counted.
     late: usize,
+    /// Forks and named snapshots that were held against the model.
+    forks: usize,
+    names: usize,
     batches: Lsn,
 }
 
@@ -89,16 +102,24 @@ struct Ground {
     directory: PathBuf,
     log_io: Option<LogIo>,
     board: Board,
+    diary: Diary,
+    /// Entries of the diary that were held against what a kill left.
+    diary_checked: usize,
     model: Model,
     random: Random,
+    /// Forks and named snapshots that were found right.
+    forks: usize,
+    names: usize,
 }
 
 impl Ground {
     fn new(log_io: Option<LogIo>) -> Self {
         // Kept until all went well: a failure leaves it for whoever looks into it.
         let directory = tempfile::tempdir().unwrap().keep();
-        let board = Board::open(&directory.join("board"));
-        Self { directory, log_io, board, model: Model::new(), random: Random(u64::from(log_io.is_some())) }
+        let (board, diary) = (Board::open(&directory.join("board")), directory.join("diary"));
+        let (model, diary) = (Model::with_diary(&diary), Diary::open(&diary));
+        let random = Random(u64::from(log_io.is_some()));
+        Self { directory, log_io, board, diary, diary_checked: 0, model, random, forks: 0, names: 0 }
     }
 
     fn kill_in_every_phase(mut self, wanted: usize) -> Tally {
@@ -125,16 +146,22 @@ impl Ground {
         // Before the directory goes: the store's threads still make segments there.
         drop(store);
         std::fs::remove_dir_all(&self.directory).unwrap();
-        Tally { label, kills, late, batches: self.model.lsn }
+        let Self { forks, names, model, .. } = self;
+        Tally { label, kills, late, forks, names, batches: model.lsn }
+    }
+
+    /// Starts a worker, one or the other kind of it.
+    fn start_worker(&mut self) -> Worker {
+        self.board.start_over();
+        Worker::start(&self.directory, Manner { log_io: self.log_io, background: self.random.below(2) == 0 })
     }
 
     /// Runs a worker and kills it in this phase. Returns whether it died while the phase lasted.
     fn kill_in(&mut self, phase: Phase) -> bool {
-        self.board.start_over();
-        let mut worker = Worker::start(&self.directory, self.log_io);
+        let mut worker = self.start_worker();
         if phase != Phase::Recovery {
             // Not always in the first commit, or at the first roll, after opening.
-            let batches = self.random.below(300);
+            let batches = self.random.below(120);
             worker.wait_until(|| self.board.opened().is_some());
             assert_eq!(self.board.opened(), Some(self.model.lsn), "the worker recovered something else");
             let from = Lsn(self.model.lsn.0 + batches);
@@ -157,71 +184,21 @@ impl Ground {
         worker.kill();
         self.board.is_in(phase)
     }
-
-    /// Demands what was promised of what the kill left: from the pure rebuild, which reads the directory
-    /// itself, and from the engine, which opens a copy, so that the next worker has the same crash to
-    /// recover from.
-    fn check_what_is_left(&mut self, phase: Phase) {
-        let at = format!("killed in {phase:?}, in {}", self.directory.display());
-        let left = self.directory.join("store");
-        let copy = tempfile::tempdir().unwrap();
-        copy_folder(&left, copy.path());
-        let store = Store::open(copy.path(), worker::options(self.log_io))
-            .unwrap_or_else(|error| panic!("{error}, {at}"));
-        let lsn = store.lsn();
-        let (acknowledged, begun) = (self.board.acknowledged(), self.board.begun());
-        assert!(acknowledged <= lsn, "{acknowledged} was acknowledged, {lsn} recovered; {at}");
-        assert!(lsn <= begun, "{begun} was begun, {lsn} recovered; {at}");
-        assert!(self.model.lsn <= lsn, "{} was there before, {lsn} now; {at}", self.model.lsn);
-        self.model.advance(lsn);
-        // Without STORE there is no store yet, and nothing to rebuild.
-        if left.join("STORE").exists() {
-            self.check_rebuild(&left, &at);
-        }
-        self.check_store(&store, &at);
-    }
-
-    fn check_rebuild(&self, path: &Path, at: &str) {
-        let rebuilt = remanent_format::rebuild::rebuild(&DirReader::new(path), &Default::default()).unwrap();
-        let (table, contents) = (rebuilt.table, rebuilt.contents);
-        assert_eq!(table.lsn(), self.model.lsn, "{at}");
-        self.check_state(table.pages(), table.root(), |info| contents[&info.page].clone(), at);
-    }
-
-    fn check_store(&self, store: &Store, at: &str) {
-        assert_eq!(store.lsn(), self.model.lsn, "{at}");
-        let read = |info: &PageInfo| {
-            let mut bytes = vec![0; info.len as usize];
-            store.read(info.page, 0, &mut bytes).unwrap();
-            bytes
-        };
-        self.check_state(store.pages().unwrap().iter(), &store.root().unwrap(), read, at);
-    }
-
-    fn check_state<'a>(
-        &self,
-        pages: impl Iterator<Item = &'a PageInfo>,
-        root: &Metadata,
-        read: impl Fn(&PageInfo) -> Vec<u8>,
-        at: &str,
-    ) {
-        assert!(pages.eq(self.model.pages.values().map(|(info, _)| info)), "another page table, {at}");
-        assert_eq!(root, &self.model.root(), "{at}");
-        for (info, bytes) in self.model.pages.values() {
-            assert!(&read(info) == bytes, "page {} differs, {at}", info.page);
-        }
-    }
 }
 
 /// A running worker, which does not outlive the test.
 struct Worker(Child);
 
 impl Worker {
-    fn start(directory: &Path, log_io: Option<LogIo>) -> Self {
+    fn start(directory: &Path, manner: Manner) -> Self {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--exact", "--nocapture", TEST]).env(ERRAND_DIRECTORY, directory);
-        if log_io.is_some() {
-            command.env(ERRAND_BUFFERED, "1");
+        for (errand, told) in
+            [(ERRAND_BUFFERED, manner.log_io.is_some()), (ERRAND_BACKGROUND, manner.background)]
+        {
+            if told {
+                command.env(errand, "1");
+            }
         }
         // The pipe to its standard input closes when this process ends, however it ends.
         Self(command.stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap())
@@ -236,11 +213,16 @@ impl Worker {
             }
             std::thread::yield_now();
             if turn.is_multiple_of(1024) {
-                let ended = self.0.try_wait().unwrap();
-                assert!(ended.is_none(), "the worker ended by itself: {ended:?}");
+                self.check();
                 assert!(started.elapsed() < PATIENCE, "the worker hangs");
             }
         }
+    }
+
+    /// It lives.
+    fn check(&mut self) {
+        let ended = self.0.try_wait().unwrap();
+        assert!(ended.is_none(), "the worker ended by itself: {ended:?}");
     }
 
     /// SIGKILL, and nothing else, ends it.
@@ -256,18 +238,5 @@ impl Drop for Worker {
         // After `kill` there is nobody left, and that is no failure.
         let _ = self.0.kill();
         let _ = self.0.wait();
-    }
-}
-
-fn copy_folder(source: &Path, target: &Path) {
-    for entry in std::fs::read_dir(source).unwrap() {
-        let entry = entry.unwrap();
-        let target = target.join(entry.file_name());
-        if entry.file_type().unwrap().is_dir() {
-            std::fs::create_dir(&target).unwrap();
-            copy_folder(&entry.path(), &target);
-        } else {
-            std::fs::copy(entry.path(), target).unwrap();
-        }
     }
 }

@@ -11,7 +11,7 @@ use remanent::phases::{Edge, Phase};
 use remanent::{Ack, Lsn};
 
 /// Every phase in which the worker is killed.
-pub const PHASES: [Phase; 7] = [
+pub const PHASES: [Phase; 8] = [
     Phase::Commit,
     Phase::GroupSync,
     Phase::SegmentRoll,
@@ -19,14 +19,15 @@ pub const PHASES: [Phase; 7] = [
     Phase::Publish,
     Phase::Recycle,
     Phase::Recovery,
+    Phase::WriteAhead,
 ];
 
-/// Words 1 to 7 say how many threads are in each phase; these follow.
-const BEGUN: usize = 8;
-const LOGGED: usize = 9;
-const DURABLE: usize = 10;
-const OPENED: usize = 11;
-const WORDS: usize = 12;
+/// Words 1 to 8 say how many threads are in each phase; these follow.
+const BEGUN: usize = 9;
+const LOGGED: usize = 10;
+const DURABLE: usize = 11;
+const OPENED: usize = 12;
+const WORDS: usize = 13;
 
 pub struct Board {
     map: MmapRaw,

@@ -1,14 +1,16 @@
 //! Followers of a writer that is killed and started again, over and over: whatever they are handed is, byte for
-//! byte, the workload's state at that Lsn, each batch once and in order.
+//! byte, the workload's state at that Lsn, each batch once and in order; restores and batches that name images
+//! are among them.
 //!
 //! The workers snapshot and recycle without a pause, so any follower may be overtaken; then it starts over from
-//! the newest snapshot, as it is told. A kill takes nothing that a follower may have read, so none ever diverges.
+//! the newest snapshot, as it is told. A kill takes nothing that a follower may have read, so none ever diverges;
+//! whoever went on with a fork has.
 
-use remanent::{Error, FollowFrom, Follower, Replica};
+use remanent::{Error, FollowFrom, FollowedBatch, Follower, Op, Replica};
 
 use super::*;
 
-const ROUNDS: usize = 12;
+const ROUNDS: usize = 8;
 
 /// A follower with its pages, and how it came along.
 struct Seen {
@@ -17,17 +19,22 @@ struct Seen {
     replica: Replica,
     model: Model,
     batches: usize,
+    restores: usize,
+    images: usize,
     overtaken: usize,
 }
 
 impl Seen {
-    fn new(store: &Path) -> Self {
+    fn new(ground: &Ground) -> Self {
+        let store = ground.directory.join("store");
         let mut seen = Self {
-            store: store.to_owned(),
-            follower: Follower::open(store, FollowFrom::Snapshot).unwrap(),
+            follower: Follower::open(&store, FollowFrom::Snapshot).unwrap(),
+            store,
             replica: Replica::default(),
-            model: Model::new(),
+            model: Model::with_diary(&ground.directory.join("diary")),
             batches: 0,
+            restores: 0,
+            images: 0,
             overtaken: 0,
         };
         seen.go_on();
@@ -64,7 +71,7 @@ impl Seen {
     /// Takes a batch, if there is one; returns whether there was.
     fn step(&mut self) -> bool {
         let applied = self.follower.next(Duration::ZERO).and_then(|batch| match batch {
-            Some(batch) => self.replica.apply(&batch).map(|()| Some(batch.lsn())),
+            Some(batch) => self.replica.apply(&batch).map(|()| Some(self.count(&batch))),
             None => Ok(None),
         });
         match applied {
@@ -72,7 +79,6 @@ impl Seen {
                 assert_eq!(lsn, self.model.lsn.next(), "each batch once, in order");
                 self.model.advance(lsn);
                 self.check();
-                self.batches += 1;
                 true
             }
             Ok(None) => false,
@@ -83,13 +89,24 @@ impl Seen {
         }
     }
 
+    fn count(&mut self, batch: &FollowedBatch) -> Lsn {
+        self.batches += 1;
+        self.restores += usize::from(batch.restored().is_some());
+        let is_image = |op: &Op<'_>| matches!(op, Op::Image { .. });
+        self.images += batch.operations().iter().filter(|op| is_image(op)).count();
+        batch.lsn()
+    }
+
     fn check(&self) {
         let at = format!("at {}", self.model.lsn);
         assert_eq!(self.replica.lsn(), self.model.lsn);
-        let infos = self.model.pages.values().map(|(info, _)| info);
-        assert!(self.replica.pages().eq(infos), "another page table, {at}");
-        assert_eq!(**self.replica.root(), self.model.root(), "{at}");
-        for (info, bytes) in self.model.pages.values() {
+        let state = &self.model.state;
+        assert!(
+            self.replica.pages().eq(state.pages.values().map(|(info, _)| info)),
+            "another page table, {at}"
+        );
+        assert_eq!(**self.replica.root(), state.root, "{at}");
+        for (info, bytes) in state.pages.values() {
             assert!(self.replica.bytes(info.page) == Some(bytes), "page {} differs, {at}", info.page);
         }
     }
@@ -99,15 +116,13 @@ impl Seen {
 fn followers_see_every_batch_of_a_writer_that_is_killed() {
     for log_io in [None, Some(LogIo::Buffered)] {
         let mut ground = Ground::new(log_io);
-        let store = ground.directory.join("store");
         let mut followers: Vec<Seen> = Vec::new();
         for round in 0..ROUNDS {
-            ground.board.start_over();
-            let mut worker = Worker::start(&ground.directory, log_io);
+            let mut worker = ground.start_worker();
             worker.wait_until(|| ground.board.opened().is_some());
             if followers.is_empty() {
                 // One that reads on, one that goes on from its position each round, and a slow one.
-                followers.extend((0..3).map(|_| Seen::new(&store)));
+                followers.extend((0..3).map(|_| Seen::new(&ground)));
             }
             let until = Lsn(ground.model.lsn.0 + 100 + ground.random.below(400));
             followers[1].go_on();
@@ -116,7 +131,7 @@ fn followers_see_every_batch_of_a_writer_that_is_killed() {
                 for seen in quick.iter_mut() {
                     seen.step();
                 }
-                worker.wait_until(|| true);
+                worker.check();
             }
             slow[0].step();
             worker.kill();
@@ -128,10 +143,37 @@ fn followers_see_every_batch_of_a_writer_that_is_killed() {
                 assert_eq!(seen.replica.lsn(), ground.model.lsn);
             }
         }
-        let slow = &followers[2];
-        assert!(slow.overtaken > 0, "the slow one was never overtaken");
-        assert!(followers.iter().all(|seen| seen.batches > 0), "a follower that was handed nothing");
+        for seen in &followers {
+            assert!(seen.batches > 0, "a follower that was handed nothing");
+            assert!(seen.replica.lsn() == followers[0].replica.lsn());
+        }
+        assert!(followers[2].overtaken > 0, "the slow one was never overtaken");
+        let [restores, images] = [|seen: &Seen| seen.restores, |seen: &Seen| seen.images]
+            .map(|count| followers.iter().map(count).sum::<usize>());
+        assert!(restores > 10 && images > 50, "{restores} restores, {images} images");
+        check_fork(&ground.directory, &followers[0]);
         drop(followers);
         std::fs::remove_dir_all(&ground.directory).unwrap();
+    }
+}
+
+/// Whoever is where the fork began may go on with either store; whoever went on has diverged from the other.
+fn check_fork(directory: &Path, seen: &Seen) {
+    let fork = directory.join("fork");
+    Store::open_read_only(&seen.store).unwrap().fork(&fork).unwrap();
+    let position = seen.replica.position();
+    let went_on = [&seen.store, &fork].map(|path| {
+        let store = Store::open(path, worker::options(None)).unwrap();
+        let mut batch = store.batch();
+        batch.note("another batch of the same number");
+        let lsn = store.commit(batch).unwrap().position.lsn;
+        let mut follower = Follower::open(path, position.into()).unwrap();
+        assert_eq!(follower.next(Duration::ZERO).unwrap().expect("it is logged").lsn(), lsn);
+        follower.position()
+    });
+    assert_eq!(went_on[0].lsn, went_on[1].lsn);
+    for (path, position) in [(&seen.store, went_on[1]), (&fork, went_on[0])] {
+        let error = Follower::open(path, position.into()).map(drop).unwrap_err();
+        assert!(matches!(error, Error::Diverged { .. }), "{error}");
     }
 }

@@ -1,18 +1,37 @@
-//! The process that is killed: it opens the store, commits the workload from several threads and takes one
-//! snapshot after another, for as long as it is left alive.
+//! The process that is killed: it opens the store, commits the workload from several threads, and does beside it
+//! what a store is asked for in a long life: snapshots one after another or of its own accord, named ones,
+//! pruning, forks, restores. For as long as it is left alive.
 
 use std::io::Read;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use remanent::{Ack, LogIo, Lsn, Options, Store};
+use remanent::{Ack, Error, LogIo, Lsn, Options, RestorePoint, Store};
 
 use super::board::Board;
-use super::workload::{Shape, changes, fill, reshape};
+use super::diary::{Diary, Entry};
+use super::model::PAST_MAX;
+use super::workload::{Shape, changes, fill, is_restore, reshape, restore_target};
+
+/// So many batches apart a snapshot gets a name, and a fork is made.
+const NAME_EVERY: u64 = 83;
+const FORK_EVERY: u64 = 131;
+/// So many names are kept.
+const NAMES_MAX: usize = 2;
+
+/// How a worker goes about it.
+#[derive(Clone, Copy, Default)]
+pub struct Manner {
+    pub log_io: Option<LogIo>,
+    /// Snapshots are the store's own business, not the worker's.
+    pub background: bool,
+}
 
 /// Small segments, so that rolls, snapshots and recycling never stop. `None` is what the file system allows.
+/// So much log is kept that the last few batches can always be gone back to.
 pub fn options(log_io: Option<LogIo>) -> Options {
-    let options = Options::default().segment_len(64 << 10).snapshot_log_bytes(None).snapshot_interval(None);
+    let options = Options::default().segment_len(64 << 10).log_kept(256 << 10);
+    let options = options.snapshot_log_bytes(None).snapshot_interval(None);
     match log_io {
         Some(log_io) => options.log_io(log_io),
         None => options,
@@ -26,45 +45,124 @@ struct Line {
     shape: Shape,
 }
 
-pub fn work(directory: &Path, log_io: Option<LogIo>) -> ! {
+/// What the threads of a worker share.
+struct Work<'a> {
+    directory: &'a Path,
+    store: Store,
+    board: Arc<Board>,
+    diary: Diary,
+    line: Mutex<Line>,
+}
+
+pub fn work(directory: &Path, manner: Manner) -> ! {
     end_with_the_parent();
     let board = Arc::new(Board::open(&directory.join("board")));
     let hook = board.clone();
     remanent::phases::on_phase(move |phase, edge| hook.pass(phase, edge));
 
-    let store = Store::open(directory.join("store"), options(log_io)).unwrap();
+    let options = options(manner.log_io).snapshot_log_bytes(manner.background.then_some(64 << 10));
+    let store = Store::open(directory.join("store"), options).unwrap();
     let lsn = store.lsn();
     board.set_opened(lsn);
-    let shape = store.pages().unwrap().into_iter().map(|info| (info.page, info.len)).collect();
-    let line = Mutex::new(Line { next: lsn.next(), shape });
+    let line = Mutex::new(Line { next: lsn.next(), shape: shape(&store) });
+    let diary = Diary::open(&directory.join("diary"));
+    let work = Work { directory, store, board, diary, line };
     std::thread::scope(|scope| {
         for ack in [Ack::Logged, Ack::Durable, Ack::Durable] {
-            let (store, board, line) = (&store, &board, &line);
-            scope.spawn(move || commit(store, board, line, ack));
+            let work = &work;
+            scope.spawn(move || work.commit(ack));
         }
-        loop {
-            store.snapshot().unwrap();
+        if !manner.background {
+            loop {
+                work.store.snapshot().unwrap();
+            }
         }
-    })
+    });
+    unreachable!("nobody ends before the kill");
 }
 
-fn commit(store: &Store, board: &Board, line: &Mutex<Line>, ack: Ack) -> ! {
-    loop {
-        let ticket = {
-            let mut line = line.lock().unwrap();
-            let n = line.next;
-            let changes = changes(n, &line.shape);
-            let mut batch = store.batch();
-            fill(&mut batch, n, &changes);
-            board.begin(n);
-            let ticket = store.submit(batch).unwrap();
-            assert_eq!(ticket.position().lsn, n);
-            reshape(&mut line.shape, &changes, ticket.pages());
-            line.next = n.next();
-            ticket
+fn shape(store: &Store) -> Shape {
+    store.pages().unwrap().into_iter().map(|info| (info.page, info.len)).collect()
+}
+
+impl Work<'_> {
+    fn commit(&self, ack: Ack) -> ! {
+        loop {
+            let ticket = {
+                let mut line = self.line.lock().unwrap();
+                let n = line.next;
+                if is_restore(n) {
+                    self.restore(&mut line);
+                    continue;
+                }
+                let changes = changes(n, &line.shape);
+                let mut batch = self.store.batch();
+                fill(&mut batch, n, &changes);
+                self.board.begin(n);
+                let ticket = self.store.submit(batch).unwrap();
+                assert_eq!(ticket.position().lsn, n);
+                reshape(&mut line.shape, &changes, ticket.pages());
+                line.next = n.next();
+                ticket
+            };
+            ticket.wait(ack).unwrap();
+            let lsn = ticket.position().lsn;
+            self.board.acknowledge(ack, lsn);
+            if lsn.0.is_multiple_of(NAME_EVERY) {
+                self.name(lsn);
+            }
+            if lsn.0.is_multiple_of(FORK_EVERY) {
+                self.fork(lsn);
+            }
+        }
+    }
+
+    /// Goes back to a snapshot, any one that is remembered, or by a few batches.
+    fn restore(&self, line: &mut Line) {
+        let n = line.next;
+        let snapshots = self.store.snapshots();
+        let remembered = snapshots.iter().filter(|snapshot| snapshot.end.0 + PAST_MAX as u64 >= n.0);
+        let picked = remembered.collect::<Vec<_>>();
+        let picked = picked.get(n.0 as usize % 7);
+        let tell = |target| self.diary.write(&Entry::Restore { lsn: n, target });
+        self.board.begin(n);
+        let restored = picked.map(|snapshot| {
+            tell(snapshot.end);
+            self.store.restore_from_snapshot(snapshot.id)
+        });
+        let position = match restored {
+            Some(Ok(position)) => position,
+            // None was picked, or another thread's snapshot has retired it.
+            None | Some(Err(Error::NoSnapshot { .. })) => {
+                tell(restore_target(n));
+                self.store.restore_to(restore_target(n)).unwrap()
+            }
+            Some(Err(error)) => panic!("{error}"),
         };
-        ticket.wait(ack).unwrap();
-        board.acknowledge(ack, ticket.position().lsn);
+        assert_eq!(position.lsn, n);
+        self.board.acknowledge(Ack::Durable, n);
+        line.shape = shape(&self.store);
+        line.next = n.next();
+    }
+
+    /// Takes a snapshot with a name, and gives the oldest names up.
+    fn name(&self, lsn: Lsn) {
+        let name = lsn.to_string();
+        let end = self.store.snapshot_named(&name).unwrap().end;
+        self.diary.write(&Entry::Named { name, end });
+        let names: Vec<String> = self.store.snapshots().into_iter().filter_map(|info| info.name).collect();
+        for name in &names[..names.len().saturating_sub(NAMES_MAX)] {
+            self.diary.write(&Entry::GiveUp { name: name.clone() });
+            self.store.prune(&self.store.retention().give_up(name)).unwrap();
+        }
+    }
+
+    fn fork(&self, lsn: Lsn) {
+        let forks = self.directory.join("forks");
+        std::fs::create_dir_all(&forks).unwrap();
+        let directory = forks.join(lsn.to_string());
+        self.store.fork(&directory, &RestorePoint::Lsn(lsn)).unwrap();
+        self.diary.write(&Entry::Forked { lsn });
     }
 }
 

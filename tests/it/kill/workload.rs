@@ -1,10 +1,10 @@
 //! A workload that is a function of the Lsn: batch `n` follows from `n` and from the pages that there are,
-//! so that the state after any Lsn can be computed by whoever knows the Lsn.
+//! so that the state after any Lsn can be computed by whoever knows the Lsn. Some batches are restores; to
+//! which batch they went back, only their writer knows.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
-use remanent::{Epoch, Key, Lsn, Metadata, PageId, PageInfo, Place, Value, Width, WriteBatch};
+use remanent::{Key, Lsn, Metadata, PageId, Place, Value, Width, WriteBatch};
 
 /// The pages there are, with their lengths: all of the state that the next batch depends on.
 pub type Shape = BTreeMap<PageId, u64>;
@@ -14,6 +14,12 @@ const PAGES_MIN: usize = 16;
 const PAGES_MAX: usize = 24;
 /// A page that no segment of 64 KiB can take in one frame.
 const LONG_LEN: u64 = 80 << 10;
+/// A page long enough for a batch to write it ahead, to an image file, where segments have 64 KiB.
+const BULK_LEN: u64 = 16 << 10;
+/// So many batches apart there is a restore, a page of [`LONG_LEN`], one of [`BULK_LEN`] or longer.
+const RESTORE_EVERY: u64 = 61;
+const LONG_EVERY: u64 = 211;
+const BULK_EVERY: u64 = 29;
 
 /// Steele, Lea and Flood's SplitMix64.
 pub struct Random(pub u64);
@@ -44,6 +50,11 @@ pub enum Change {
     },
     Clone {
         source: PageId,
+    },
+    /// All bytes of a page, and as many as there are here.
+    Replace {
+        page: PageId,
+        content: Vec<u8>,
     },
     Write {
         page: PageId,
@@ -82,16 +93,27 @@ pub enum Change {
     },
 }
 
-/// The changes of batch `n`.
+/// Whether batch `n` is a restore, and changes nothing else.
+pub fn is_restore(n: Lsn) -> bool {
+    n.0.is_multiple_of(RESTORE_EVERY)
+}
+
+/// To which batch the restore `n` goes back, where its writer has not chosen another.
+pub fn restore_target(n: Lsn) -> Lsn {
+    Lsn(n.0 - 2)
+}
+
+/// The changes of batch `n`, which is no restore.
 pub fn changes(n: Lsn, shape: &Shape) -> Vec<Change> {
     let mut random = Random(n.0);
     let mut changes = Vec::new();
     // Each page is picked once a batch, so that the order of the changes is the only one they have.
     let mut left: Vec<PageId> = shape.keys().copied().collect();
     for index in 0..1 + random.below(3) {
-        let grow = shape.len() < PAGES_MIN || n.0.is_multiple_of(211);
+        let is_long = n.0.is_multiple_of(LONG_EVERY);
+        let grow = shape.len() < PAGES_MIN || is_long;
         if left.is_empty() || (grow && index == 0) {
-            let len = if n.0.is_multiple_of(211) { LONG_LEN } else { 64 + 8 * random.below(1000) };
+            let len = if is_long { LONG_LEN } else { 64 + 8 * random.below(1000) };
             let key = Key::new(format!("{n}.{index}")).unwrap();
             changes.push(Change::Create { key, content: random.bytes(len) });
             continue;
@@ -99,6 +121,12 @@ pub fn changes(n: Lsn, shape: &Shape) -> Vec<Change> {
         let page = left.swap_remove(random.below(left.len() as u64) as usize);
         if shape.len() > PAGES_MAX && index == 0 {
             changes.push(Change::Delete { page });
+            continue;
+        }
+        if n.0.is_multiple_of(BULK_EVERY) && index == 0 {
+            let len = BULK_LEN + 8 * random.below(1000);
+            let content = random.bytes(len);
+            changes.push(Change::Replace { page, content });
             continue;
         }
         let page_len = shape[&page];
@@ -135,7 +163,15 @@ pub fn fill(batch: &mut WriteBatch, n: Lsn, changes: &[Change]) {
             Change::Create { key, content } => {
                 let len = content.len() as u64;
                 let page = batch.create_with(len, Place::Host, Some(key.clone()), born(n));
-                batch.write(page, 0, content);
+                // A long page in two pieces, which no batch writes ahead.
+                let (front, back) = content.split_at(content.len().min(LONG_LEN as usize / 2));
+                batch.write(page, 0, front);
+                if !back.is_empty() {
+                    batch.write(page, front.len() as u64, back);
+                }
+            }
+            Change::Replace { page, content } => {
+                batch.resize(*page, content.len() as u64).write(*page, 0, content);
             }
             Change::Clone { source } => {
                 batch.clone_page(*source);
@@ -180,6 +216,9 @@ pub fn reshape(shape: &mut Shape, changes: &[Change], new: &[PageId]) {
             Change::Clone { source } => {
                 shape.insert(new.next().unwrap(), shape[source]);
             }
+            Change::Replace { page, content } => {
+                shape.insert(*page, content.len() as u64);
+            }
             Change::Resize { page, len } => {
                 shape.insert(*page, *len);
             }
@@ -192,103 +231,7 @@ pub fn reshape(shape: &mut Shape, changes: &[Change], new: &[PageId]) {
     assert_eq!(new.next(), None);
 }
 
-fn born(n: Lsn) -> Metadata {
+/// The metadata of a page that batch `n` creates.
+pub fn born(n: Lsn) -> Metadata {
     Metadata::from([("born".to_owned(), Value::U64(n.0))])
-}
-
-/// The state after a batch, worked out by plain means.
-pub struct Model {
-    pub lsn: Lsn,
-    pub pages: BTreeMap<PageId, (PageInfo, Vec<u8>)>,
-    next_page: PageId,
-}
-
-impl Model {
-    pub fn new() -> Self {
-        Self { lsn: Lsn(0), pages: BTreeMap::new(), next_page: PageId(1) }
-    }
-
-    pub fn root(&self) -> Metadata {
-        let entry = || ("batch".to_owned(), Value::U64(self.lsn.0));
-        if self.lsn == Lsn(0) { Metadata::new() } else { Metadata::from([entry()]) }
-    }
-
-    /// Goes on to a later batch, or stays.
-    pub fn advance(&mut self, lsn: Lsn) {
-        while self.lsn < lsn {
-            self.lsn = self.lsn.next();
-            let shape = self.pages.iter().map(|(page, (info, _))| (*page, info.len)).collect();
-            for change in changes(self.lsn, &shape) {
-                self.apply(&change);
-            }
-        }
-    }
-
-    fn apply(&mut self, change: &Change) {
-        let n = self.lsn;
-        match change {
-            Change::Create { key, content } => {
-                let mut info = PageInfo::new(self.next_page, content.len() as u64, Place::Host);
-                info.key = Some(key.clone());
-                info.metadata = Arc::new(born(n));
-                self.add(info, content.clone());
-            }
-            Change::Clone { source } => {
-                let (copied, bytes) = self.pages[source].clone();
-                let mut info = PageInfo::new(self.next_page, copied.len, copied.place);
-                info.metadata = copied.metadata;
-                self.add(info, bytes);
-            }
-            Change::Write { page, offset, bytes } => {
-                self.touch(*page).1[*offset as usize..][..bytes.len()].copy_from_slice(bytes);
-            }
-            Change::WriteMasked { page, offset, mask, bytes } => {
-                let target = &mut self.touch(*page).1[*offset as usize..][..bytes.len()];
-                for (index, (target, source)) in target.chunks_mut(4).zip(bytes.chunks(4)).enumerate() {
-                    if mask[index / 8] >> (index % 8) & 1 == 1 {
-                        target.copy_from_slice(source);
-                    }
-                }
-            }
-            Change::Scatter { page, indices, values } => {
-                let target = &mut self.touch(*page).1;
-                for (index, value) in indices.iter().zip(values.chunks(8)) {
-                    target[8 * *index as usize..][..8].copy_from_slice(value);
-                }
-            }
-            Change::Fill { page, offset, len, pattern } => {
-                let target = &mut self.touch(*page).1[*offset as usize..][..*len as usize];
-                target.chunks_mut(8).for_each(|target| target.copy_from_slice(pattern));
-            }
-            Change::Resize { page, len } => {
-                let (info, bytes) = self.touch(*page);
-                info.len = *len;
-                bytes.resize(*len as usize, 0);
-            }
-            Change::SetMetadata { page, value } => {
-                let (info, _) = self.touch(*page);
-                Arc::make_mut(&mut info.metadata).insert("touched".to_owned(), Value::U64(*value));
-            }
-            Change::Delete { page } => {
-                self.pages.remove(page);
-            }
-        }
-    }
-
-    fn add(&mut self, mut info: PageInfo, bytes: Vec<u8>) {
-        info.epoch = Epoch(1);
-        info.lsn = self.lsn;
-        self.next_page = PageId(info.page.0 + 1);
-        self.pages.insert(info.page, (info, bytes));
-    }
-
-    /// A page that this batch changes: its epoch rises once a batch.
-    fn touch(&mut self, page: PageId) -> &mut (PageInfo, Vec<u8>) {
-        let found = self.pages.get_mut(&page).unwrap();
-        if found.0.lsn < self.lsn {
-            found.0.lsn = self.lsn;
-            found.0.epoch = Epoch(found.0.epoch.0 + 1);
-        }
-        found
-    }
 }

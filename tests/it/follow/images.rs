@@ -1,0 +1,151 @@
+//! Batches whose long pages lie in image files, written ahead: their bytes are read when they are asked for.
+
+use remanent::{Compression, FileName, Folder, Metadata};
+
+use super::*;
+use crate::kill::workload::Random;
+
+/// Longer than a segment of these tests.
+const LEN: u64 = 20 << 10;
+
+fn content(seed: u64) -> Vec<u8> {
+    Random(seed).bytes(LEN)
+}
+
+/// A store of three long pages and a short one, from one batch.
+fn imported(disk: &Arc<dyn Disk>) -> (Store, Vec<PageId>) {
+    let options = options().compression(Compression::Off);
+    let store = Store::open_on(disk.clone(), Arc::new(HostDevice::new()), options).unwrap();
+    let mut batch = store.batch();
+    for seed in 0..3 {
+        batch.create_from(content(seed), Place::Host, None, Metadata::new());
+    }
+    let short = batch.create(8, Place::Host);
+    batch.write(short, 0, b"in place");
+    let pages = store.commit(batch).unwrap().pages;
+    (store, pages)
+}
+
+fn next(follower: &mut Follower) -> FollowedBatch {
+    follower.next(Duration::ZERO).unwrap().expect("it is logged")
+}
+
+fn kinds(batch: &FollowedBatch) -> Vec<&'static str> {
+    batch.operations().iter().map(Op::kind).collect()
+}
+
+#[test]
+fn a_batch_that_names_images_is_followed_like_any_other() {
+    let (_, disk) = sim();
+    let (store, pages) = imported(&disk);
+    let mut batch = store.batch();
+    batch.write(pages[0], 0, &content(10)).set_metadata(pages[0], "step", 1u64);
+    batch.resize(pages[1], 2 * LEN).write(pages[1], 0, &[content(11), content(12)].concat());
+    batch.write(pages[2], 5, b"within").write(pages[3], 0, b"anew");
+    let copy = batch.clone_page(pages[0]);
+    let copy = store.commit(batch).unwrap().pages[copy.index()];
+    let mut batch = store.batch();
+    batch.write(pages[0], LEN - 4, b"tail").delete(pages[1]);
+    store.commit(batch).unwrap();
+
+    let mut follower = Follower::open_on(disk.clone(), FollowFrom::Beginning).unwrap();
+    let mut replica = Replica::default();
+    let batch = next(&mut follower);
+    assert_eq!(kinds(&batch).iter().filter(|kind| **kind == "image").count(), 3, "{:?}", kinds(&batch));
+    for (page, seed) in pages.iter().zip(0..3) {
+        assert_eq!(batch.image(*page).unwrap(), content(seed));
+    }
+    assert!(matches!(batch.image(pages[3]), Err(Error::UnknownPage { .. })));
+    replica.apply(&batch).unwrap();
+    assert_eq!(replica.bytes(pages[2]), Some(&content(2)[..]));
+
+    let batch = next(&mut follower);
+    assert_eq!(kinds(&batch).iter().filter(|kind| **kind == "image").count(), 2, "{:?}", kinds(&batch));
+    replica.apply(&batch).unwrap();
+    assert_eq!(replica.bytes(pages[1]), Some(&[content(11), content(12)].concat()[..]));
+    assert_eq!(replica.bytes(copy), Some(&content(10)[..]));
+    replica.apply(&next(&mut follower)).unwrap();
+
+    let check = |replica: &Replica| {
+        assert!(replica.pages().eq(&store.pages().unwrap()));
+        for info in store.pages().unwrap() {
+            let mut bytes = vec![0; info.len as usize];
+            store.read(info.page, 0, &mut bytes).unwrap();
+            assert!(replica.bytes(info.page) == Some(&bytes), "page {}", info.page);
+        }
+    };
+    check(&replica);
+    store.snapshot().unwrap();
+    check(&Replica::from_snapshot_on(&disk).unwrap());
+}
+
+#[test]
+fn an_image_that_rots_is_named_and_the_replica_stays_as_it_was() {
+    let (sim, disk) = sim();
+    let (store, pages) = imported(&disk);
+    let mut follower = Follower::open_on(disk.clone(), FollowFrom::Beginning).unwrap();
+    let batch = next(&mut follower);
+    drop(store);
+    let file = image_file(&sim);
+    let place = sim.bytes(file).unwrap().windows(64).position(|window| *window == content(1)[..64]);
+    let place = place.expect("the image holds the page") as u64;
+    sim.damage(file, place + 9, &[!content(1)[9]]);
+    let mut replica = Replica::default();
+    for _ in 0..2 {
+        let Err(Error::Damaged(damage)) = replica.apply(&batch) else { panic!("an image is damaged") };
+        assert_eq!((damage.file, damage.offset), (file, place));
+        assert_eq!((replica.lsn(), replica.pages().len()), (Lsn(0), 0));
+        assert_eq!(replica.bytes(pages[0]), None);
+    }
+    assert_eq!(batch.image(pages[2]).unwrap(), content(2), "the others are sound");
+    sim.damage(file, place + 9, &[content(1)[9]]);
+    replica.apply(&batch).unwrap();
+    assert_eq!(replica.bytes(pages[1]), Some(&content(1)[..]));
+}
+
+#[test]
+fn an_image_that_is_gone_was_overtaken_or_is_lost() {
+    let (sim, disk) = sim();
+    let (store, pages) = imported(&disk);
+    let mut follower = Follower::open_on(disk.clone(), FollowFrom::Beginning).unwrap();
+    let batch = next(&mut follower);
+    let file = image_file(&sim);
+    let bytes = sim.bytes(file).unwrap();
+    // Nothing says that nobody needs it.
+    sim.remove(file).unwrap();
+    let mut replica = Replica::default();
+    let Err(Error::Damaged(damage)) = replica.apply(&batch) else { panic!("an image is lost") };
+    assert_eq!(damage.file, file);
+    sim.create(file).unwrap().write_at(0, &bytes).unwrap();
+
+    // Every page changes, and the log is recycled with what it names.
+    let mut turn = 0;
+    while sim.bytes(file).is_some() {
+        turn += 1;
+        for _ in 0..20 {
+            let mut batch = store.batch();
+            pages.iter().for_each(|page| _ = batch.fill(*page, 0, 8, &[turn]));
+            batch.note("n".repeat(900));
+            store.commit(batch).unwrap();
+        }
+        store.snapshot().unwrap();
+    }
+    let newest = store.snapshots().last().unwrap().id;
+    for error in [batch.image(pages[0]).map(drop), replica.apply(&batch)].map(Result::unwrap_err) {
+        assert!(
+            matches!(error, Error::Overtaken { lsn: Lsn(1), snapshot: Some(id) } if id == newest),
+            "{error}"
+        );
+    }
+    assert_eq!(replica.lsn(), Lsn(0));
+    let replica = Replica::from_snapshot_on(&disk).unwrap();
+    assert_eq!(replica.lsn(), store.lsn());
+    assert_eq!(replica.bytes(pages[0]).unwrap()[..9], [&[turn; 8][..], &content(0)[8..9]].concat());
+}
+
+/// The only image file.
+fn image_file(disk: &SimDisk) -> FileName {
+    let names = disk.list(Folder::Pages).unwrap();
+    let [name] = &names[..] else { panic!("one image file: {names:?}") };
+    FileName::parse(Folder::Pages, name).unwrap()
+}

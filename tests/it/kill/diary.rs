@@ -1,0 +1,74 @@
+//! What a worker did that the Lsn does not tell: one line each, whole or not there, for a kill spares what was
+//! written.
+
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use remanent::Lsn;
+
+/// One thing that a worker did, or is about to do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Entry {
+    /// It is about to submit the restore `lsn`, back to `target`. Of several that say so of one `lsn` the last
+    /// one holds: the others were killed before they submitted anything.
+    Restore { lsn: Lsn, target: Lsn },
+    /// It was told that this snapshot is taken.
+    Named { name: String, end: Lsn },
+    /// It is about to give a name up.
+    GiveUp { name: String },
+    /// It was told that a fork of the state at `lsn` is made.
+    Forked { lsn: Lsn },
+}
+
+pub struct Diary {
+    path: PathBuf,
+}
+
+impl Diary {
+    pub fn open(path: &Path) -> Self {
+        Self { path: path.to_owned() }
+    }
+
+    /// Adds an entry, in one call of the system.
+    pub fn write(&self, entry: &Entry) {
+        let line = match entry {
+            Entry::Restore { lsn, target } => format!("restore {lsn} {target}\n"),
+            Entry::Named { name, end } => format!("named {name} {end}\n"),
+            Entry::GiveUp { name } => format!("giveup {name} 0\n"),
+            Entry::Forked { lsn } => format!("forked {lsn} 0\n"),
+        };
+        let mut file = OpenOptions::new().append(true).create(true).open(&self.path).unwrap();
+        assert_eq!(file.write(line.as_bytes()).unwrap(), line.len());
+    }
+
+    /// All entries, the oldest first.
+    pub fn read(&self) -> Vec<Entry> {
+        let text = match File::open(&self.path) {
+            Ok(file) => std::io::read_to_string(file).unwrap(),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Vec::new(),
+            Err(error) => panic!("{error}"),
+        };
+        text.lines().map(entry).collect()
+    }
+
+    /// To which batch the restore `lsn` went back, if a worker said so.
+    pub fn restored(&self, lsn: Lsn) -> Option<Lsn> {
+        self.read().into_iter().rev().find_map(|entry| match entry {
+            Entry::Restore { lsn: of, target } if of == lsn => Some(target),
+            _ => None,
+        })
+    }
+}
+
+fn entry(line: &str) -> Entry {
+    let [kind, first, second] = line.split(' ').collect::<Vec<_>>()[..] else { panic!("{line:?}") };
+    let lsn = |text: &str| Lsn(text.parse().unwrap());
+    match kind {
+        "restore" => Entry::Restore { lsn: lsn(first), target: lsn(second) },
+        "named" => Entry::Named { name: first.to_owned(), end: lsn(second) },
+        "giveup" => Entry::GiveUp { name: first.to_owned() },
+        "forked" => Entry::Forked { lsn: lsn(first) },
+        _ => panic!("{line:?}"),
+    }
+}

@@ -1,0 +1,141 @@
+//! What must hold of what a kill left: the store, the snapshots that have names, the forks.
+
+use std::path::Path;
+
+use remanent::disk::dir::DirReader;
+use remanent::phases::Phase;
+use remanent::{Lsn, Metadata, PageInfo, RestorePoint, SnapshotInfo, Store};
+
+use super::diary::Entry;
+use super::model::State;
+use super::{Ground, worker};
+
+impl Ground {
+    /// Demands what was promised of what the kill left: from the pure rebuild, which reads the directory
+    /// itself, and from the engine, which opens a copy, so that the next worker has the same crash to
+    /// recover from.
+    pub fn check_what_is_left(&mut self, phase: Phase) {
+        let at = format!("killed in {phase:?}, in {}", self.directory.display());
+        let left = self.directory.join("store");
+        let copy = tempfile::tempdir().unwrap();
+        copy_folder(&left, copy.path());
+        let store = Store::open(copy.path(), worker::options(self.log_io))
+            .unwrap_or_else(|error| panic!("{error}, {at}"));
+        let lsn = store.lsn();
+        let (acknowledged, begun) = (self.board.acknowledged(), self.board.begun());
+        assert!(acknowledged <= lsn, "{acknowledged} was acknowledged, {lsn} recovered; {at}");
+        assert!(lsn <= begun, "{begun} was begun, {lsn} recovered; {at}");
+        assert!(self.model.lsn <= lsn, "{} was there before, {lsn} now; {at}", self.model.lsn);
+        self.model.advance(lsn);
+        // Without STORE there is no store yet, and nothing to rebuild.
+        if left.join("STORE").exists() {
+            let rebuilt = remanent_format::rebuild::rebuild(&DirReader::new(&left), &Default::default());
+            let rebuilt = rebuilt.unwrap();
+            let (table, contents) = (rebuilt.table, rebuilt.contents);
+            assert_eq!(table.lsn(), lsn, "{at}");
+            let read = |info: &PageInfo| contents[&info.page].clone();
+            check_state(&self.model.state, table.pages(), table.root(), read, &at);
+        }
+        self.check_store(&store, &at);
+        self.check_names(&store.snapshots(), copy.path(), &at);
+        self.check_forks(&at);
+    }
+
+    /// An open store is what the model says.
+    pub fn check_store(&self, store: &Store, at: &str) {
+        assert_eq!(store.lsn(), self.model.lsn, "{at}");
+        check_open(&self.model.state, store, at);
+    }
+
+    /// Every name that was told, and is not about to be given up, has its snapshot, and that is the state of
+    /// its batch.
+    fn check_names(&mut self, snapshots: &[SnapshotInfo], path: &Path, at: &str) {
+        let diary = self.diary.read();
+        let stays = |name: &str| {
+            let given_up = Entry::GiveUp { name: name.to_owned() };
+            !diary.contains(&given_up)
+        };
+        for entry in &diary {
+            let Entry::Named { name, end } = entry else { continue };
+            if !stays(name) {
+                continue;
+            }
+            let found = snapshots.iter().find(|info| info.name.as_ref() == Some(name));
+            let found = found.unwrap_or_else(|| panic!("the snapshot {name:?} is gone, {at}"));
+            assert_eq!((found.end, found.redo), (*end, *end), "{at}");
+            let Some(state) = self.model.at(*end) else { continue };
+            let old = Store::open_at(path, &RestorePoint::Name(name.clone()))
+                .unwrap_or_else(|error| panic!("{error}, {at}"));
+            let read = |info: &PageInfo| {
+                let mut bytes = vec![0; info.len as usize];
+                old.read(info.page, 0, &mut bytes).unwrap();
+                bytes
+            };
+            check_state(state, old.pages(), old.root(), read, at);
+            self.names += 1;
+        }
+    }
+
+    /// Every fork that was told is there, and each that is there is whole; then they are removed.
+    fn check_forks(&mut self, at: &str) {
+        let forks = self.directory.join("forks");
+        let diary = self.diary.read();
+        let told = diary[self.diary_checked..].iter().filter_map(|entry| match entry {
+            Entry::Forked { lsn } => Some(*lsn),
+            _ => None,
+        });
+        for lsn in told {
+            assert!(forks.join(lsn.to_string()).join("STORE").exists(), "the fork at {lsn} is gone, {at}");
+        }
+        self.diary_checked = diary.len();
+        let Ok(made) = std::fs::read_dir(&forks) else { return };
+        for fork in made.map(|entry| entry.unwrap().path()).filter(|path| path.join("STORE").exists()) {
+            let lsn = Lsn(fork.file_name().unwrap().to_str().unwrap().parse().unwrap());
+            let store = Store::open(&fork, worker::options(self.log_io))
+                .unwrap_or_else(|error| panic!("the fork at {lsn}: {error}, {at}"));
+            assert_eq!(store.lsn(), lsn, "{at}");
+            // A worker that was left alone for long has gone on too far for this one to be remembered.
+            if let Some(state) = self.model.at(lsn) {
+                check_open(state, &store, at);
+                self.forks += 1;
+            }
+        }
+        std::fs::remove_dir_all(&forks).unwrap();
+    }
+}
+
+fn check_open(state: &State, store: &Store, at: &str) {
+    let read = |info: &PageInfo| {
+        let mut bytes = vec![0; info.len as usize];
+        store.read(info.page, 0, &mut bytes).unwrap();
+        bytes
+    };
+    check_state(state, store.pages().unwrap().iter(), &store.root().unwrap(), read, at);
+}
+
+fn check_state<'a>(
+    state: &State,
+    pages: impl Iterator<Item = &'a PageInfo>,
+    root: &Metadata,
+    read: impl Fn(&PageInfo) -> Vec<u8>,
+    at: &str,
+) {
+    assert!(pages.eq(state.pages.values().map(|(info, _)| info)), "another page table, {at}");
+    assert_eq!(root, &state.root, "{at}");
+    for (info, bytes) in state.pages.values() {
+        assert!(read(info) == **bytes, "page {} differs, {at}", info.page);
+    }
+}
+
+fn copy_folder(source: &Path, target: &Path) {
+    for entry in std::fs::read_dir(source).unwrap() {
+        let entry = entry.unwrap();
+        let target = target.join(entry.file_name());
+        if entry.file_type().unwrap().is_dir() {
+            std::fs::create_dir(&target).unwrap();
+            copy_folder(&entry.path(), &target);
+        } else {
+            std::fs::copy(entry.path(), target).unwrap();
+        }
+    }
+}

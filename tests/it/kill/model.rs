@@ -1,0 +1,158 @@
+//! What a store holds after any batch of the workload, worked out by plain means.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use remanent::{Epoch, Lsn, Metadata, PageId, PageInfo, Place, Value};
+
+use super::diary::Diary;
+use super::workload::{Change, born, changes, is_restore, restore_target};
+
+/// So many earlier states are remembered.
+pub const PAST_MAX: usize = 1000;
+
+/// Pages and root. A copy shares all bytes.
+#[derive(Clone, Default)]
+pub struct State {
+    pub pages: BTreeMap<PageId, (PageInfo, Arc<Vec<u8>>)>,
+    pub root: Metadata,
+}
+
+/// The state after a batch, and those before it.
+pub struct Model {
+    pub lsn: Lsn,
+    pub state: State,
+    past: BTreeMap<Lsn, State>,
+    next_page: PageId,
+    epoch_high: Epoch,
+    /// Where the writer says to which batches its restores go back.
+    diary: Option<Diary>,
+}
+
+impl Model {
+    /// The empty store, whose writer restores nothing but what the workload says.
+    pub fn new() -> Self {
+        let (lsn, state, past) = (Lsn(0), State::default(), BTreeMap::new());
+        Self { lsn, state, past, next_page: PageId(1), epoch_high: Epoch(0), diary: None }
+    }
+
+    /// The empty store, whose writer keeps a diary.
+    pub fn with_diary(path: &Path) -> Self {
+        Self { diary: Some(Diary::open(path)), ..Self::new() }
+    }
+
+    /// The state after an earlier batch, or this one, if it is remembered.
+    pub fn at(&self, lsn: Lsn) -> Option<&State> {
+        if lsn == self.lsn { Some(&self.state) } else { self.past.get(&lsn) }
+    }
+
+    /// Goes on to a later batch, or stays.
+    pub fn advance(&mut self, lsn: Lsn) {
+        while self.lsn < lsn {
+            self.past.insert(self.lsn, self.state.clone());
+            if self.past.len() > PAST_MAX {
+                self.past.pop_first();
+            }
+            self.lsn = self.lsn.next();
+            if is_restore(self.lsn) {
+                let told = self.diary.as_ref().and_then(|diary| diary.restored(self.lsn));
+                self.restore(told.unwrap_or_else(|| restore_target(self.lsn)));
+                continue;
+            }
+            let shape = self.state.pages.iter().map(|(page, (info, _))| (*page, info.len)).collect();
+            for change in changes(self.lsn, &shape) {
+                self.apply(&change);
+            }
+            self.state.root.insert("batch".to_owned(), Value::U64(self.lsn.0));
+        }
+    }
+
+    /// Goes back, forward: what changed since gets a new version, above all that ever were.
+    fn restore(&mut self, target: Lsn) {
+        let now = std::mem::replace(&mut self.state, self.past[&target].clone());
+        let epoch = Epoch(self.epoch_high.0 + 1);
+        for (page, (info, _)) in &mut self.state.pages {
+            let version = |info: &PageInfo| (info.epoch, info.lsn);
+            if now.pages.get(page).map(|(now, _)| version(now)) != Some(version(info)) {
+                (info.epoch, info.lsn) = (epoch, self.lsn);
+                self.epoch_high = epoch;
+            }
+        }
+    }
+
+    fn apply(&mut self, change: &Change) {
+        let n = self.lsn;
+        match change {
+            Change::Create { key, content } => {
+                let mut info = PageInfo::new(self.next_page, content.len() as u64, Place::Host);
+                info.key = Some(key.clone());
+                info.metadata = Arc::new(born(n));
+                self.add(info, Arc::new(content.clone()));
+            }
+            Change::Clone { source } => {
+                let (copied, bytes) = self.state.pages[source].clone();
+                let mut info = PageInfo::new(self.next_page, copied.len, copied.place);
+                info.metadata = copied.metadata;
+                self.add(info, bytes);
+            }
+            Change::Replace { page, content } => {
+                let (info, bytes) = self.touch(*page);
+                info.len = content.len() as u64;
+                *bytes = content.clone();
+            }
+            Change::Write { page, offset, bytes } => {
+                self.touch(*page).1[*offset as usize..][..bytes.len()].copy_from_slice(bytes);
+            }
+            Change::WriteMasked { page, offset, mask, bytes } => {
+                let target = &mut self.touch(*page).1[*offset as usize..][..bytes.len()];
+                for (index, (target, source)) in target.chunks_mut(4).zip(bytes.chunks(4)).enumerate() {
+                    if mask[index / 8] >> (index % 8) & 1 == 1 {
+                        target.copy_from_slice(source);
+                    }
+                }
+            }
+            Change::Scatter { page, indices, values } => {
+                let target = &mut self.touch(*page).1;
+                for (index, value) in indices.iter().zip(values.chunks(8)) {
+                    target[8 * *index as usize..][..8].copy_from_slice(value);
+                }
+            }
+            Change::Fill { page, offset, len, pattern } => {
+                let target = &mut self.touch(*page).1[*offset as usize..][..*len as usize];
+                target.chunks_mut(8).for_each(|target| target.copy_from_slice(pattern));
+            }
+            Change::Resize { page, len } => {
+                let (info, bytes) = self.touch(*page);
+                info.len = *len;
+                bytes.resize(*len as usize, 0);
+            }
+            Change::SetMetadata { page, value } => {
+                let (info, _) = self.touch(*page);
+                Arc::make_mut(&mut info.metadata).insert("touched".to_owned(), Value::U64(*value));
+            }
+            Change::Delete { page } => {
+                self.state.pages.remove(page);
+            }
+        }
+    }
+
+    fn add(&mut self, mut info: PageInfo, bytes: Arc<Vec<u8>>) {
+        info.epoch = Epoch(1);
+        info.lsn = self.lsn;
+        self.next_page = PageId(info.page.0 + 1);
+        self.epoch_high = self.epoch_high.max(info.epoch);
+        self.state.pages.insert(info.page, (info, bytes));
+    }
+
+    /// A page that this batch changes: its epoch rises once a batch.
+    fn touch(&mut self, page: PageId) -> (&mut PageInfo, &mut Vec<u8>) {
+        let (info, bytes) = self.state.pages.get_mut(&page).unwrap();
+        if info.lsn < self.lsn {
+            info.lsn = self.lsn;
+            info.epoch = Epoch(info.epoch.0 + 1);
+            self.epoch_high = self.epoch_high.max(info.epoch);
+        }
+        (info, Arc::make_mut(bytes))
+    }
+}
