@@ -4,6 +4,7 @@
 // that a result which depends on scheduling shows. A barrier that not all threads reach, and lanes of a warp
 // that wait at different kinds of barrier, end the process: on a GPU that hangs or is undefined.
 
+#include <signal.h>
 #include <ucontext.h>
 
 #include <cstdio>
@@ -42,6 +43,36 @@ ucontext_t scheduler;
 Launch launched;
 u32 running;
 u32 passed_on[THREADS_MAX];
+
+// Whether this thread is inside a kernel, and whether the kernel touched memory that is not there.
+thread_local volatile bool in_kernel;
+volatile bool faulted;
+struct sigaction handler_before;
+
+// A kernel's fault ends the launch: back to the scheduler, whose context also holds the signals that are let
+// through. Any other fault is somebody else's.
+void on_fault(int signal, siginfo_t *info, void *context) {
+    if (in_kernel) {
+        faulted = true;
+        setcontext(&scheduler);
+    }
+    if (handler_before.sa_flags & SA_SIGINFO) {
+        handler_before.sa_sigaction(signal, info, context);
+    } else {
+        sigaction(signal, &handler_before, nullptr);
+    }
+}
+
+void catch_faults() {
+    static bool installed = false;
+    if (!installed) {
+        struct sigaction handler = {};
+        handler.sa_sigaction = on_fault;
+        handler.sa_flags = SA_SIGINFO | SA_ONSTACK;
+        sigaction(SIGSEGV, &handler, &handler_before);
+        installed = true;
+    }
+}
 
 void thread_main() {
     launched.call(launched.arguments);
@@ -107,7 +138,12 @@ void run_block(u32 threads, u64 &seed) {
             std::swap(ready[left - 1], ready[next_random(seed) % left]);
             running = ready[left - 1];
             threadIdx.x = running;
+            in_kernel = true;
             swapcontext(&scheduler, &fibers[running].context);
+            in_kernel = false;
+            if (faulted) {
+                return;
+            }
         }
         bool released = release(0, threads, State::AtBlockBarrier);
         for (u32 warp = 0; warp < threads; warp += WARP) {
@@ -178,19 +214,22 @@ const struct {
 
 } // namespace
 
-// Launches a kernel by its name and waits for it: 0, or -1 if there is none of this name. Arguments are
+// Launches a kernel by its name and waits for it: 0; -1 if there is none of this name; -2 if it touched memory
+// that is not there. Arguments are
 // pointers to the values, as the driver takes them. One launch at a time.
 extern "C" int launch_on_cpu(const char *name, u32 blocks, u32 threads, void **arguments, u64 seed) {
     for (const auto &kernel : KERNELS) {
         if (std::strcmp(kernel.name, name) != 0) {
             continue;
         }
+        catch_faults();
         launched = {kernel.name, arguments, kernel.call};
-        for (u32 block = 0; block < blocks; block++) {
+        faulted = false;
+        for (u32 block = 0; block < blocks && !faulted; block++) {
             blockIdx.x = block;
             run_block(threads, seed);
         }
-        return 0;
+        return faulted ? -2 : 0;
     }
     return -1;
 }

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use super::context::{Context, Entered};
 use super::driver::CUstream;
 use super::memory::{Block, Memory};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// `CU_STREAM_NON_BLOCKING`: it does not wait for the default stream, nor that for it.
 const NON_BLOCKING: u32 = 1;
@@ -79,10 +79,16 @@ impl Stream {
     /// A device error: the stream has stopped at a fault.
     pub fn drain(&self) -> Result<()> {
         let mut naps = Naps::default();
-        while !self.is_done()? {
-            naps.take();
+        // A look that is refused does nothing, so it is repeated, once: what it was for would be lost.
+        let mut may_be_refused = true;
+        loop {
+            match self.is_done() {
+                Ok(true) => return Ok(()),
+                Ok(false) => naps.take(),
+                Err(Error::Device { context_lost: false, .. }) if may_be_refused => may_be_refused = false,
+                Err(error) => return Err(error),
+            }
         }
-        Ok(())
     }
 }
 

@@ -3,7 +3,7 @@
 //! The same files that become PTX are compiled as C++ (`build.rs`, `machine.h`) and run by fibers
 //! (`machine.cpp`), in an order that a seed decides. Addresses in tables are ordinary addresses.
 
-use std::ffi::{CString, c_char, c_int, c_void};
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::sync::Mutex;
 
 use remanent::device::cuda::abi::{Kernel, PartRow, PieceRow};
@@ -41,17 +41,46 @@ pub unsafe fn launch_apply(kernel: Kernel, parts: &[PartRow], pieces: &[PieceRow
     unsafe { launch_with(kernel, parts.as_ptr().cast(), parts.len(), pieces.as_ptr().cast(), seed) }
 }
 
+/// A kernel touched memory that is not there. What it did before stays done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IllegalAddress;
+
+/// Launches a kernel as a driver does: by its name, with pointers to the values of its arguments.
+///
+/// # Errors
+/// [`IllegalAddress`].
+///
+/// # Panics
+/// If there is no kernel of this name.
+///
+/// # Safety
+/// The arguments are those of the kernel's signature, and every address behind them is valid for what the
+/// kernel does with it, or not mapped at all.
+pub unsafe fn launch_by_name(
+    name: &CStr,
+    blocks: u32,
+    threads: u32,
+    arguments: &mut [*mut c_void],
+    seed: u64,
+) -> Result<(), IllegalAddress> {
+    let _machine = MACHINE.lock();
+    // SAFETY: the arguments live until the call returns, which is when the kernel is done; what they point to
+    // is the caller's promise.
+    match unsafe { launch_on_cpu(name.as_ptr(), blocks, threads, arguments.as_mut_ptr(), seed) } {
+        0 => Ok(()),
+        -2 => Err(IllegalAddress),
+        _ => panic!("there is no kernel {name:?}"),
+    }
+}
+
 /// # Safety
 /// As those two say.
 unsafe fn launch_with(kernel: Kernel, rows: *const c_void, count: usize, pieces: *const c_void, seed: u64) {
     let name = CString::new(kernel.name).expect("a name without a zero byte");
     let (mut rows, mut count, mut pieces) = (rows, count as u32, pieces);
     let mut arguments = [(&raw mut rows).cast(), (&raw mut count).cast(), (&raw mut pieces).cast()];
-    let _machine = MACHINE.lock();
-    // SAFETY: the arguments live until the call returns, which is when the kernel is done; what they point to
-    // is the caller's promise.
-    let result = unsafe {
-        launch_on_cpu(name.as_ptr(), kernel.grid(count), kernel.threads, arguments.as_mut_ptr(), seed)
-    };
-    assert_eq!(result, 0, "there is no kernel {}", kernel.name);
+    let (blocks, threads) = (kernel.grid(count), kernel.threads);
+    // SAFETY: passed on.
+    let launched = unsafe { launch_by_name(&name, blocks, threads, &mut arguments, seed) };
+    launched.expect("all addresses are valid");
 }

@@ -137,14 +137,15 @@ unsafe impl<R: MemoryResource> MemoryResource for Pool<R> {
         for (len, addresses) in std::mem::take(&mut *self.alone.lock()) {
             empty.extend(addresses.into_iter().map(|address| Slab { address, len }));
         }
-        let mut bytes = 0;
+        let mut trimmed = Ok(0);
         for Slab { address, len } in empty {
             // SAFETY: the source gave it, all its blocks are free, and it is in no list any more.
-            unsafe { self.upstream.free(address, len) }?;
+            let freed = unsafe { self.upstream.free(address, len) };
             self.counts.reserved_bytes.fetch_sub(len, Ordering::Relaxed);
-            bytes += len;
+            // One that is not taken back keeps no other.
+            trimmed = trimmed.and_then(|bytes| freed.map(|()| bytes + len));
         }
-        Ok(bytes + self.upstream.trim()?)
+        Ok(trimmed? + self.upstream.trim()?)
     }
 
     fn stats(&self) -> MemoryStats {

@@ -1,0 +1,177 @@
+//! Devices and their primary contexts.
+
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use crate::{call, call_in_context, code};
+
+/// The version that is told: the oldest that is accepted.
+const VERSION: c_int = 12_040;
+
+static DEVICES: AtomicU32 = AtomicU32::new(2);
+
+/// A device's primary context, made when it is first retained and never given back.
+pub struct Context {
+    pub device: u32,
+    /// The fault that took it; 0 while it is well.
+    lost: AtomicU32,
+}
+
+thread_local! {
+    static CURRENT: RefCell<Vec<&'static Context>> = const { RefCell::new(Vec::new()) };
+    static CAPTURE_MODE: Cell<c_uint> = const { Cell::new(0) };
+}
+
+impl Context {
+    fn of(device: u32) -> &'static Self {
+        static CONTEXTS: Mutex<BTreeMap<u32, &'static Context>> = Mutex::new(BTreeMap::new());
+        let new = || &*Box::leak(Box::new(Self { device, lost: AtomicU32::new(0) }));
+        CONTEXTS.lock().unwrap().entry(device).or_insert_with(new)
+    }
+
+    /// From now on every call in it fails with this code, and its streams stand still.
+    pub fn lose(&self, code: u32) {
+        self.lost.store(code, Ordering::Release);
+    }
+
+    /// The fault that took it, if one did.
+    pub fn check(&self) -> Result<(), u32> {
+        match self.lost.load(Ordering::Acquire) {
+            0 => Ok(()),
+            code => Err(code),
+        }
+    }
+}
+
+/// The context that is current on this thread, if it is well.
+pub fn current() -> Result<&'static Context, u32> {
+    let current = CURRENT.with_borrow(|stack| stack.last().copied());
+    let context = current.ok_or(code::INVALID_CONTEXT)?;
+    context.check().map(|()| context)
+}
+
+/// Has a device lose its context.
+pub fn lose(device: u32, code: u32) {
+    Context::of(device).lose(code);
+}
+
+pub fn set_devices(count: u32) {
+    DEVICES.store(count, Ordering::Release);
+}
+
+fn known(device: c_int) -> Result<u32, u32> {
+    let device = u32::try_from(device).map_err(|_| code::INVALID_DEVICE)?;
+    if device < DEVICES.load(Ordering::Acquire) { Ok(device) } else { Err(code::INVALID_DEVICE) }
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuInit(_flags: c_uint) -> u32 {
+    call(|| Ok(()))
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuDriverGetVersion(version: *mut c_int) -> u32 {
+    call(|| {
+        // SAFETY: the API's terms.
+        unsafe { *version = VERSION };
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuDeviceGetCount(count: *mut c_int) -> u32 {
+    call(|| {
+        // SAFETY: the API's terms.
+        unsafe { *count = DEVICES.load(Ordering::Acquire) as c_int };
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuDeviceGet(device: *mut c_int, ordinal: c_int) -> u32 {
+    // SAFETY: the API's terms.
+    call(|| known(ordinal).map(|_| unsafe { *device = ordinal }))
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuDeviceGetName(name: *mut c_char, len: c_int, device: c_int) -> u32 {
+    call(|| {
+        known(device)?;
+        let text = b"no GPU at all\0";
+        assert!(len as usize >= text.len(), "room for a name");
+        // SAFETY: the API's terms; there is room.
+        unsafe { std::ptr::copy_nonoverlapping(text.as_ptr().cast(), name, text.len()) };
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, device: c_int) -> u32 {
+    call(|| {
+        let device = known(device)?;
+        let known = match attribute {
+            // Unified addressing, managed memory, 64-bit writes of streams.
+            41 | 83 | 122 => 1,
+            // Compute capability: both forms in which the kernels are there get loaded.
+            75 => 9 - device as c_int % 2,
+            76 => 0,
+            _ => 0,
+        };
+        // SAFETY: the API's terms.
+        unsafe { *value = known };
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuDevicePrimaryCtxRetain(context: *mut *mut c_void, device: c_int) -> u32 {
+    call(|| {
+        let retained = Context::of(known(device)?);
+        retained.check()?;
+        // SAFETY: the API's terms.
+        unsafe { *context = std::ptr::from_ref(retained).cast_mut().cast() };
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuCtxPushCurrent_v2(context: *mut c_void) -> u32 {
+    call(|| {
+        // SAFETY: handles of contexts are made above and stay for good.
+        let context = unsafe { context.cast::<Context>().as_ref() }.ok_or(code::INVALID_CONTEXT)?;
+        CURRENT.with_borrow_mut(|stack| stack.push(context));
+        Ok(())
+    })
+}
+
+/// Never made to fail: a thread could not go on behind it.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuCtxPopCurrent_v2(context: *mut *mut c_void) -> u32 {
+    let Some(popped) = CURRENT.with_borrow_mut(Vec::pop) else { return code::INVALID_CONTEXT };
+    // SAFETY: the API's terms.
+    unsafe { *context = std::ptr::from_ref(popped).cast_mut().cast() };
+    0
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuThreadExchangeStreamCaptureMode(mode: *mut c_uint) -> u32 {
+    call(|| {
+        // SAFETY: the API's terms.
+        unsafe { *mode = CAPTURE_MODE.replace(*mode) };
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuCtxGetStreamPriorityRange(least: *mut c_int, greatest: *mut c_int) -> u32 {
+    call_in_context(|_| {
+        // SAFETY: the API's terms.
+        unsafe { *least = 0 };
+        // SAFETY: the API's terms.
+        unsafe { *greatest = -5 };
+        Ok(())
+    })
+}

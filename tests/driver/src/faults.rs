@@ -1,0 +1,77 @@
+//! Arranged faults, and the count of what is alive. Tests find these entry points beside CUDA's.
+
+use std::sync::Mutex;
+
+use crate::{context, memory, stream};
+
+/// Set in the environment, it has faults tell where they strike.
+const TELL: &str = "FAKE_DRIVER_TELL";
+
+/// The call that fails, counted down; and with what.
+struct Armed {
+    left: u64,
+    code: u32,
+}
+
+static ARMED: Mutex<Option<Armed>> = Mutex::new(None);
+
+/// Codes from here on take the context with them.
+const LOST_MIN: u32 = 700;
+
+/// Counts a call, and fails it if its turn has come.
+#[track_caller]
+pub fn strike() -> Result<(), u32> {
+    let mut armed = ARMED.lock().unwrap();
+    let Some(fault) = armed.as_mut() else { return Ok(()) };
+    fault.left -= 1;
+    if fault.left > 0 {
+        return Ok(());
+    }
+    let code = fault.code;
+    if std::env::var_os(TELL).is_some() {
+        eprintln!("the fault {code} strikes at {}", std::panic::Location::caller());
+    }
+    *armed = None;
+    drop(armed);
+    if code >= LOST_MIN
+        && let Ok(context) = context::current()
+    {
+        context.lose(code);
+    }
+    Err(code)
+}
+
+/// Makes the `nth` call from now on return `code`, once, and do nothing. A code of a fault takes the calling
+/// thread's context with it.
+#[unsafe(no_mangle)]
+pub extern "C" fn fake_driver_arm(nth: u64, code: u32) {
+    assert!(nth > 0, "calls are counted from 1");
+    *ARMED.lock().unwrap() = Some(Armed { left: nth, code });
+}
+
+/// Takes the fault back; 1 if it had not struck.
+#[unsafe(no_mangle)]
+pub extern "C" fn fake_driver_disarm() -> u32 {
+    u32::from(ARMED.lock().unwrap().take().is_some())
+}
+
+/// Takes back what is left of a device whose context is lost. Nobody may use any of it any more.
+#[unsafe(no_mangle)]
+pub extern "C" fn fake_driver_forget(device: u32) {
+    // A fault that struck while no context was current took none.
+    context::lose(device, LOST_MIN);
+    stream::forget(device);
+    memory::forget(device);
+}
+
+/// How many streams, events and allocations of a device are alive.
+#[unsafe(no_mangle)]
+pub extern "C" fn fake_driver_alive(device: u32) -> u64 {
+    stream::alive(device) + memory::alive(device)
+}
+
+/// Lets the process see so many devices from now on.
+#[unsafe(no_mangle)]
+pub extern "C" fn fake_driver_set_devices(count: u32) {
+    context::set_devices(count);
+}

@@ -1,0 +1,45 @@
+//! A CUDA driver without a GPU: the entry points that `src/device/cuda` calls, with CUDA's signatures.
+//!
+//! Streams are threads that run late, at random; device memory is host memory full of junk; kernels are the
+//! same `.cu` files, run on the CPU. A call can be made to fail (`faults`), and what was not given back can be
+//! counted, so that every error path of the real device is walked without a GPU.
+//!
+//! What a caller may not do is refused as the real driver refuses it, or ends the process with a word on why.
+
+#![allow(non_snake_case, reason = "the names are CUDA's")]
+#![allow(clippy::missing_safety_doc, reason = "the driver API's own terms hold for all entry points")]
+
+mod context;
+mod faults;
+mod memory;
+mod module;
+mod stream;
+
+/// What calls return.
+mod code {
+    pub const INVALID_VALUE: u32 = 1;
+    pub const OUT_OF_MEMORY: u32 = 2;
+    pub const INVALID_DEVICE: u32 = 101;
+    pub const INVALID_IMAGE: u32 = 200;
+    pub const INVALID_CONTEXT: u32 = 201;
+    pub const INVALID_HANDLE: u32 = 400;
+    pub const NOT_FOUND: u32 = 500;
+    pub const NOT_READY: u32 = 600;
+    pub const ILLEGAL_ADDRESS: u32 = 700;
+}
+
+/// What a call does once it was let in: nothing, or an error's code.
+type Done = Result<(), u32>;
+
+/// Runs a call: counted, failed if it is its turn, and refused if the context is lost.
+#[track_caller]
+fn call(work: impl FnOnce() -> Done) -> u32 {
+    let result = faults::strike().and_then(|()| work());
+    result.err().unwrap_or(0)
+}
+
+/// A call that needs a current context that is not lost.
+#[track_caller]
+fn call_in_context(work: impl FnOnce(&'static context::Context) -> Done) -> u32 {
+    call(|| work(context::current()?))
+}

@@ -1,0 +1,156 @@
+//! Memory: of the host, all of it, at addresses that host and "GPU" share.
+
+use std::alloc::Layout;
+use std::collections::BTreeMap;
+use std::ffi::{c_uint, c_void};
+use std::sync::Mutex;
+
+use crate::{call_in_context, code, stream};
+
+/// Bytes that each device has.
+const DEVICE_BYTES: usize = 1 << 30;
+/// Bytes of pinned memory that there are for each device.
+const PINNED_BYTES: usize = 1 << 30;
+/// As the real driver's.
+const ALIGN: usize = 512;
+/// What fresh memory holds, and what freed memory held last.
+const JUNK: u8 = 0xCD;
+const FREED: u8 = 0xDD;
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    Device,
+    Managed,
+    Pinned,
+}
+
+struct Allocation {
+    len: usize,
+    kind: Kind,
+    device: u32,
+}
+
+static ALLOCATIONS: Mutex<BTreeMap<u64, Allocation>> = Mutex::new(BTreeMap::new());
+
+/// Allocations of a device.
+pub fn alive(device: u32) -> u64 {
+    ALLOCATIONS.lock().unwrap().values().filter(|allocation| allocation.device == device).count() as u64
+}
+
+/// The kind of memory in which a range lies; `None` where it is none of the driver's.
+pub fn kind_of(address: u64, len: usize) -> Option<Kind> {
+    let allocations = ALLOCATIONS.lock().unwrap();
+    let (begin, allocation) = allocations.range(..=address).next_back()?;
+    let within = address + len as u64 <= begin + allocation.len as u64;
+    within.then_some(allocation.kind)
+}
+
+fn used(allocations: &BTreeMap<u64, Allocation>, device: u32, pinned: bool) -> usize {
+    let counted =
+        |allocation: &&Allocation| allocation.device == device && (allocation.kind == Kind::Pinned) == pinned;
+    allocations.values().filter(counted).map(|allocation| allocation.len).sum()
+}
+
+fn allocate(device: u32, kind: Kind, len: usize) -> Result<u64, u32> {
+    if len == 0 {
+        return Err(code::INVALID_VALUE);
+    }
+    let pinned = kind == Kind::Pinned;
+    let limit = if pinned { PINNED_BYTES } else { DEVICE_BYTES };
+    let mut allocations = ALLOCATIONS.lock().unwrap();
+    if len > limit - used(&allocations, device, pinned) {
+        return Err(code::OUT_OF_MEMORY);
+    }
+    let layout = Layout::from_size_align(len, ALIGN).map_err(|_| code::OUT_OF_MEMORY)?;
+    // SAFETY: the layout is not empty.
+    let bytes = unsafe { std::alloc::alloc(layout) };
+    assert!(!bytes.is_null(), "memory for {len} bytes");
+    // SAFETY: allocated just now.
+    unsafe { bytes.write_bytes(JUNK, len) };
+    allocations.insert(bytes as u64, Allocation { len, kind, device });
+    Ok(bytes as u64)
+}
+
+/// Waits for all the device's work first, as the real driver does.
+fn free(device: u32, address: u64, is_kind: impl Fn(Kind) -> bool) -> Result<(), u32> {
+    stream::drain(device)?;
+    let mut allocations = ALLOCATIONS.lock().unwrap();
+    let found = allocations.get(&address).filter(|found| found.device == device && is_kind(found.kind));
+    let len = found.ok_or(code::INVALID_VALUE)?.len;
+    allocations.remove(&address);
+    deallocate(address, len);
+    Ok(())
+}
+
+/// Frees all memory of a device whose context is lost, once its streams stand still.
+pub fn forget(device: u32) {
+    let mut allocations = ALLOCATIONS.lock().unwrap();
+    allocations.retain(|address, allocation| {
+        let stays = allocation.device != device;
+        if !stays {
+            deallocate(*address, allocation.len);
+        }
+        stays
+    });
+}
+
+fn deallocate(address: u64, len: usize) {
+    let layout = Layout::from_size_align(len, ALIGN).expect("allocated by it");
+    let bytes = address as *mut u8;
+    // SAFETY: allocated by `allocate`, not freed yet, and nothing queued uses it any more.
+    unsafe { bytes.write_bytes(FREED, len) };
+    // SAFETY: allocated by `allocate` by this layout.
+    unsafe { std::alloc::dealloc(bytes, layout) };
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> u32 {
+    call_in_context(|context| {
+        let used = used(&ALLOCATIONS.lock().unwrap(), context.device, false);
+        // SAFETY: the API's terms.
+        unsafe { *free = DEVICE_BYTES - used };
+        // SAFETY: the API's terms.
+        unsafe { *total = DEVICE_BYTES };
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemAlloc_v2(address: *mut u64, len: usize) -> u32 {
+    call_in_context(|context| {
+        let allocated = allocate(context.device, Kind::Device, len)?;
+        // SAFETY: the API's terms.
+        unsafe { *address = allocated };
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemAllocManaged(address: *mut u64, len: usize, _flags: c_uint) -> u32 {
+    call_in_context(|context| {
+        let allocated = allocate(context.device, Kind::Managed, len)?;
+        // SAFETY: the API's terms.
+        unsafe { *address = allocated };
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemHostAlloc(address: *mut *mut c_void, len: usize, _flags: c_uint) -> u32 {
+    call_in_context(|context| {
+        let allocated = allocate(context.device, Kind::Pinned, len)?;
+        // SAFETY: the API's terms.
+        unsafe { *address = allocated as *mut c_void };
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemFree_v2(address: u64) -> u32 {
+    call_in_context(|context| free(context.device, address, |kind| kind != Kind::Pinned))
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemFreeHost(address: *mut c_void) -> u32 {
+    call_in_context(|context| free(context.device, address as u64, |kind| kind == Kind::Pinned))
+}

@@ -1,0 +1,391 @@
+//! Streams and events: a thread a stream, which lets its work wait for a random while.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::ffi::{CString, c_int, c_uint, c_void};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::thread;
+use std::time::Duration;
+
+use crate::context::Context;
+use crate::memory::{self, Kind};
+use crate::{Done, call_in_context, code};
+
+/// The first handle: smaller ones name default streams.
+const HANDLE_MIN: u64 = 0x1000;
+/// How late work may be.
+const LATE_MAX: Duration = Duration::from_micros(300);
+/// One piece of work in so many is late.
+const LATE_ONE_IN: u64 = 4;
+
+/// What a stream does at its turn.
+pub enum Work {
+    Launch {
+        name: CString,
+        blocks: u32,
+        threads: u32,
+        rows: u64,
+        row_count: u32,
+        pieces: u64,
+    },
+    Copy {
+        target: u64,
+        source: u64,
+        len: usize,
+    },
+    /// From bytes that were copied when the call was made: the memory was not pinned.
+    CopyFrom {
+        target: u64,
+        bytes: Vec<u8>,
+    },
+    Write {
+        address: u64,
+        value: u64,
+    },
+    Record {
+        event: Arc<Event>,
+        number: u64,
+    },
+    Wait {
+        event: Arc<Event>,
+        number: u64,
+    },
+}
+
+struct Stream {
+    context: &'static Context,
+    queue: Mutex<Queue>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Queue {
+    work: VecDeque<Work>,
+    is_running: bool,
+    is_ending: bool,
+    is_over: bool,
+}
+
+/// An event: how often it was recorded, and up to which record streams have come.
+pub struct Event {
+    device: u32,
+    numbers: Mutex<(u64, u64)>,
+    changed: Condvar,
+}
+
+static STREAMS: Mutex<BTreeMap<u64, Arc<Stream>>> = Mutex::new(BTreeMap::new());
+static EVENTS: Mutex<BTreeMap<u64, Arc<Event>>> = Mutex::new(BTreeMap::new());
+static NEXT_HANDLE: AtomicU64 = AtomicU64::new(HANDLE_MIN);
+
+/// Streams and events of a device.
+pub fn alive(device: u32) -> u64 {
+    let streams = STREAMS.lock().unwrap().values().filter(|stream| stream.context.device == device).count();
+    let events = EVENTS.lock().unwrap().values().filter(|event| event.device == device).count();
+    (streams + events) as u64
+}
+
+/// Waits until all streams of a device have nothing left to do.
+pub fn drain(device: u32) -> Done {
+    let streams: Vec<_> = STREAMS.lock().unwrap().values().cloned().collect();
+    for stream in streams.iter().filter(|stream| stream.context.device == device) {
+        let mut queue = stream.queue.lock().unwrap();
+        while queue.is_running || !queue.work.is_empty() {
+            stream.context.check()?;
+            queue = stream.wait(queue);
+        }
+    }
+    Ok(())
+}
+
+/// Waits until the streams of a device whose context is lost stand still, and forgets them and its events.
+pub fn forget(device: u32) {
+    let streams: Vec<_> = {
+        let mut streams = STREAMS.lock().unwrap();
+        streams.extract_if(.., |_, stream| stream.context.device == device).collect()
+    };
+    for (_, stream) in streams {
+        let mut queue = stream.queue.lock().unwrap();
+        while !queue.is_over {
+            queue = stream.wait(queue);
+        }
+    }
+    EVENTS.lock().unwrap().retain(|_, event| event.device != device);
+}
+
+/// Queues work. On a default stream it is done at once, as soon as everything else is.
+pub fn queue(context: &'static Context, handle: *mut c_void, work: Work) -> Done {
+    let handle = handle as u64;
+    if handle < HANDLE_MIN {
+        drain(context.device)?;
+        return work.run();
+    }
+    let stream = of(handle)?;
+    if stream.context.device != context.device {
+        return Err(code::INVALID_HANDLE);
+    }
+    stream.queue.lock().unwrap().work.push_back(work);
+    stream.changed.notify_all();
+    Ok(())
+}
+
+fn of(handle: u64) -> Result<Arc<Stream>, u32> {
+    STREAMS.lock().unwrap().get(&handle).cloned().ok_or(code::INVALID_HANDLE)
+}
+
+fn event_of(handle: *mut c_void) -> Result<Arc<Event>, u32> {
+    EVENTS.lock().unwrap().get(&(handle as u64)).cloned().ok_or(code::INVALID_HANDLE)
+}
+
+impl Stream {
+    /// Waits for a change, and now and then for none: a lost context tells nobody.
+    fn wait<'q>(&self, queue: MutexGuard<'q, Queue>) -> MutexGuard<'q, Queue> {
+        self.changed.wait_timeout(queue, Duration::from_millis(1)).unwrap().0
+    }
+
+    fn run(&self, mut random: u64) {
+        let mut queue = self.queue.lock().unwrap();
+        loop {
+            // What a lost context has left to do is never done.
+            if self.context.check().is_err() || (queue.is_ending && queue.work.is_empty()) {
+                queue.is_over = true;
+                self.changed.notify_all();
+                return;
+            }
+            if queue.work.is_empty() {
+                queue = self.wait(queue);
+                continue;
+            }
+            let work = queue.work.pop_front().expect("looked at just now");
+            queue.is_running = true;
+            drop(queue);
+            let drawn = next(&mut random);
+            if drawn.is_multiple_of(LATE_ONE_IN) {
+                be_late(LATE_MAX.mul_f64((drawn >> 32) as f64 / f64::from(u32::MAX)));
+            }
+            if let Err(code) = self.do_work(work) {
+                self.context.lose(code);
+            }
+            queue = self.queue.lock().unwrap();
+            queue.is_running = false;
+            self.changed.notify_all();
+        }
+    }
+
+    fn do_work(&self, work: Work) -> Done {
+        if let Work::Wait { event, number } = &work {
+            let mut numbers = event.numbers.lock().unwrap();
+            while numbers.1 < *number {
+                self.context.check()?;
+                numbers = event.changed.wait_timeout(numbers, Duration::from_millis(1)).unwrap().0;
+            }
+            return Ok(());
+        }
+        self.context.check()?;
+        work.run()
+    }
+}
+
+impl Work {
+    fn run(self) -> Done {
+        match self {
+            Work::Launch { name, blocks, threads, rows, row_count, pieces } => {
+                let (mut rows, mut row_count, mut pieces) = (rows, row_count, pieces);
+                let mut arguments =
+                    [(&raw mut rows).cast(), (&raw mut row_count).cast(), (&raw mut pieces).cast()];
+                // SAFETY: the arguments are those of the kernel's signature, and what they point to is the
+                // caller's business: a fault is told.
+                let launched = unsafe {
+                    kernels_on_cpu::launch_by_name(
+                        &name,
+                        blocks,
+                        threads,
+                        &mut arguments,
+                        rows ^ u64::from(blocks),
+                    )
+                };
+                launched.map_err(|_fault| code::ILLEGAL_ADDRESS)
+            }
+            Work::Copy { target, source, len } => {
+                // SAFETY: both were checked when the copy was queued, and stay until it is done.
+                unsafe { std::ptr::copy_nonoverlapping(source as *const u8, target as *mut u8, len) };
+                Ok(())
+            }
+            Work::CopyFrom { target, bytes } => {
+                // SAFETY: checked when the copy was queued.
+                unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), target as *mut u8, bytes.len()) };
+                Ok(())
+            }
+            Work::Write { address, value } => {
+                // SAFETY: checked when the write was queued. What was done before it is seen with it.
+                unsafe { AtomicU64::from_ptr(address as *mut u64) }.store(value, Ordering::SeqCst);
+                Ok(())
+            }
+            Work::Record { event, number } => {
+                let mut numbers = event.numbers.lock().unwrap();
+                numbers.1 = numbers.1.max(number);
+                event.changed.notify_all();
+                Ok(())
+            }
+            // A default stream has waited for everything already.
+            Work::Wait { .. } => Ok(()),
+        }
+    }
+}
+
+#[expect(clippy::disallowed_methods, reason = "being late is what this is for")]
+fn be_late(time: Duration) {
+    thread::sleep(time);
+}
+
+/// SplitMix64.
+fn next(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
+    let z = (*state ^ (*state >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    z ^ (z >> 31)
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuStreamCreateWithPriority(
+    stream: *mut *mut c_void,
+    _flags: c_uint,
+    _priority: c_int,
+) -> u32 {
+    call_in_context(|context| {
+        let handle = NEXT_HANDLE.fetch_add(1, Ordering::Relaxed);
+        let made = Arc::new(Stream { context, queue: Mutex::default(), changed: Condvar::new() });
+        STREAMS.lock().unwrap().insert(handle, made.clone());
+        thread::Builder::new()
+            .name("stream of a fake driver".to_owned())
+            .spawn(move || made.run(handle))
+            .expect("a thread for a stream");
+        // SAFETY: the API's terms.
+        unsafe { *stream = handle as *mut c_void };
+        Ok(())
+    })
+}
+
+/// Queued work is done first; nobody waits for it.
+#[unsafe(no_mangle)]
+pub extern "C" fn cuStreamDestroy_v2(stream: *mut c_void) -> u32 {
+    call_in_context(|_| {
+        let stream = STREAMS.lock().unwrap().remove(&(stream as u64)).ok_or(code::INVALID_HANDLE)?;
+        stream.queue.lock().unwrap().is_ending = true;
+        stream.changed.notify_all();
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuStreamQuery(stream: *mut c_void) -> u32 {
+    call_in_context(|_| {
+        let stream = of(stream as u64)?;
+        let queue = stream.queue.lock().unwrap();
+        if queue.is_running || !queue.work.is_empty() { Err(code::NOT_READY) } else { Ok(()) }
+    })
+}
+
+/// No graph is ever captured.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuStreamIsCapturing(stream: *mut c_void, status: *mut c_uint) -> u32 {
+    call_in_context(|_| {
+        if stream as u64 >= HANDLE_MIN {
+            of(stream as u64)?;
+        }
+        // SAFETY: the API's terms.
+        unsafe { *status = 0 };
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuStreamWaitEvent(stream: *mut c_void, event: *mut c_void, _flags: c_uint) -> u32 {
+    call_in_context(|context| {
+        let event = event_of(event)?;
+        let number = event.numbers.lock().unwrap().0;
+        queue(context, stream, Work::Wait { event, number })
+    })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuStreamWriteValue64_v2(
+    stream: *mut c_void,
+    address: u64,
+    value: u64,
+    _flags: c_uint,
+) -> u32 {
+    call_in_context(|context| {
+        if memory::kind_of(address, 8).is_none() || !address.is_multiple_of(8) {
+            return Err(code::INVALID_VALUE);
+        }
+        queue(context, stream, Work::Write { address, value })
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuEventCreate(event: *mut *mut c_void, _flags: c_uint) -> u32 {
+    call_in_context(|context| {
+        let handle = NEXT_HANDLE.fetch_add(1, Ordering::Relaxed);
+        let made = Event { device: context.device, numbers: Mutex::default(), changed: Condvar::new() };
+        EVENTS.lock().unwrap().insert(handle, Arc::new(made));
+        // SAFETY: the API's terms.
+        unsafe { *event = handle as *mut c_void };
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuEventRecord(event: *mut c_void, stream: *mut c_void) -> u32 {
+    call_in_context(|context| {
+        let event = event_of(event)?;
+        let number = {
+            let mut numbers = event.numbers.lock().unwrap();
+            numbers.0 += 1;
+            numbers.0
+        };
+        queue(context, stream, Work::Record { event, number })
+    })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuEventDestroy_v2(event: *mut c_void) -> u32 {
+    call_in_context(|_| EVENTS.lock().unwrap().remove(&(event as u64)).map(drop).ok_or(code::INVALID_HANDLE))
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemcpyHtoDAsync_v2(
+    target: u64,
+    source: *const c_void,
+    len: usize,
+    stream: *mut c_void,
+) -> u32 {
+    call_in_context(|context| {
+        if !matches!(memory::kind_of(target, len), Some(Kind::Device | Kind::Managed)) {
+            return Err(code::INVALID_VALUE);
+        }
+        if memory::kind_of(source as u64, len) == Some(Kind::Pinned) {
+            return queue(context, stream, Work::Copy { target, source: source as u64, len });
+        }
+        // SAFETY: the API's terms.
+        let bytes = unsafe { std::slice::from_raw_parts(source.cast::<u8>(), len) }.to_vec();
+        queue(context, stream, Work::CopyFrom { target, bytes })
+    })
+}
+
+/// To memory that is not pinned the copy is done when the call returns.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemcpyDtoHAsync_v2(
+    target: *mut c_void,
+    source: u64,
+    len: usize,
+    stream: *mut c_void,
+) -> u32 {
+    call_in_context(|context| {
+        if !matches!(memory::kind_of(source, len), Some(Kind::Device | Kind::Managed)) {
+            return Err(code::INVALID_VALUE);
+        }
+        let is_pinned = memory::kind_of(target as u64, len) == Some(Kind::Pinned);
+        queue(context, stream, Work::Copy { target: target as u64, source, len })?;
+        if is_pinned { Ok(()) } else { drain(context.device) }
+    })
+}

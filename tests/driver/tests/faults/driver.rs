@@ -1,0 +1,81 @@
+//! The driver, and the entry points of its own.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, OnceLock};
+
+use libloading::{Library, Symbol};
+use remanent::device::cuda::CudaDevice;
+
+pub struct Driver {
+    library: Library,
+}
+
+impl Driver {
+    /// The driver, loaded; one test at a time has it, for the count of calls is the process's.
+    pub fn get() -> (&'static Self, MutexGuard<'static, ()>) {
+        static DRIVER: OnceLock<Driver> = OnceLock::new();
+        static TURN: Mutex<()> = Mutex::new(());
+        // What a test that failed left behind is no reason for another one to fail.
+        let turn = TURN.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let driver = DRIVER.get_or_init(|| {
+            // SAFETY: the library runs nothing when it is loaded.
+            let library =
+                unsafe { Library::new(built()) }.expect("the driver that is built beside this test");
+            // Whether there is a driver is asked once a process, so that answer is not to fail here; drivers that
+            // do not start have a test beside the store's own.
+            CudaDevice::count().expect("a driver that starts");
+            Driver { library }
+        });
+        (driver, turn)
+    }
+
+    /// Makes the `nth` call from now on fail with this code.
+    pub fn arm(&self, nth: u64, code: u32) {
+        // SAFETY: the signature that the driver's `faults.rs` gives it.
+        let arm: Symbol<extern "C" fn(u64, u32)> = unsafe { self.own(b"fake_driver_arm") };
+        arm(nth, code);
+    }
+
+    /// Takes the fault back; whether it has struck.
+    pub fn disarm(&self) -> bool {
+        // SAFETY: the same.
+        let disarm: Symbol<extern "C" fn() -> u32> = unsafe { self.own(b"fake_driver_disarm") };
+        disarm() == 0
+    }
+
+    /// How many streams, events and allocations of a device are alive.
+    pub fn alive(&self, device: u32) -> u64 {
+        // SAFETY: the same.
+        let alive: Symbol<extern "C" fn(u32) -> u64> = unsafe { self.own(b"fake_driver_alive") };
+        alive(device)
+    }
+
+    /// Takes back what is left of a device whose context is lost.
+    pub fn forget(&self, device: u32) {
+        // SAFETY: the same.
+        let forget: Symbol<extern "C" fn(u32)> = unsafe { self.own(b"fake_driver_forget") };
+        forget(device);
+    }
+
+    /// Lets the process see so many devices.
+    pub fn set_devices(&self, count: u32) {
+        // SAFETY: the same.
+        let set_devices: Symbol<extern "C" fn(u32)> = unsafe { self.own(b"fake_driver_set_devices") };
+        set_devices(count);
+    }
+
+    /// # Safety
+    /// The entry point has this signature.
+    unsafe fn own<F>(&self, name: &[u8]) -> Symbol<'_, F> {
+        // SAFETY: passed on.
+        unsafe { self.library.get(name) }.expect("an entry point of the driver")
+    }
+}
+
+/// Where cargo puts the library: beside the tests, or one folder up.
+fn built() -> PathBuf {
+    let test = std::env::current_exe().expect("a test knows where it is");
+    let folders: Vec<&Path> = test.ancestors().skip(1).take(2).collect();
+    let found = folders.iter().map(|folder| folder.join("libcuda.so")).find(|path| path.exists());
+    found.unwrap_or_else(|| panic!("libcuda.so is in none of {folders:?}"))
+}

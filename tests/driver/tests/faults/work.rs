@@ -1,0 +1,89 @@
+//! A store's life on a GPU, each step once, and what must be there afterwards.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use remanent::device::Device;
+use remanent::device::cuda::CudaDevice;
+use remanent::disk::dir::DirDisk;
+use remanent::{Options, PageId, Place, Result, Store, Value, Width};
+
+const PLACES: [Place; 3] = [Place::Device(0), Place::Pinned, Place::Unified];
+/// Length of each page: more than one warp writes, and no multiple of anything.
+const LEN: u64 = 3001;
+
+pub struct Work {
+    directory: tempfile::TempDir,
+    pages: Vec<PageId>,
+    /// The newest step that was acknowledged, and the newest that was tried.
+    acknowledged: i64,
+    tried: i64,
+}
+
+impl Work {
+    pub fn new() -> Self {
+        // In memory where that can be: what a disk does is not the question.
+        let memory = Path::new("/dev/shm");
+        let root = if memory.is_dir() { memory.to_path_buf() } else { std::env::temp_dir() };
+        let directory = tempfile::tempdir_in(root).expect("a folder for a store");
+        Self { directory, pages: Vec::new(), acknowledged: 0, tried: 0 }
+    }
+
+    pub fn open(&self, device: Arc<dyn Device>) -> Result<Store> {
+        let quiet = Options::default().snapshot_interval(None).snapshot_log_bytes(None);
+        let options = quiet.segment_len(64 << 10);
+        Store::open_on(Arc::new(DirDisk::new(self.directory.path())), device, options)
+    }
+
+    pub fn live(&mut self, gpu: u32) -> Result<()> {
+        let store = self.open(Arc::new(CudaDevice::open(gpu)?))?;
+        let mut batch = store.batch();
+        for place in PLACES {
+            batch.create(LEN, place);
+        }
+        batch.set_root("step", 0_i64);
+        self.pages = store.commit(batch)?.pages;
+        self.step(&store)?;
+        store.snapshot()?;
+        self.step(&store)?;
+        self.check(&store)?;
+        store.trim()?;
+        store.close()?;
+        // Recovery: images, and the log behind them.
+        let store = self.open(Arc::new(CudaDevice::open(gpu)?))?;
+        self.check(&store)?;
+        store.close()
+    }
+
+    /// A batch that changes every byte of every page, by fill, write and scatter.
+    fn step(&mut self, store: &Store) -> Result<()> {
+        self.tried += 1;
+        let byte = self.tried as u8;
+        let mut batch = store.batch();
+        for page in &self.pages {
+            batch.fill(*page, 0, LEN, &[byte ^ 0xFF]);
+            batch.write(*page, 0, &vec![byte; LEN as usize - 2]);
+            batch.scatter(*page, Width::W1, &[LEN as u32 - 1, LEN as u32 - 2], &[byte; 2]);
+        }
+        batch.set_root("step", self.tried);
+        store.commit(batch)?;
+        self.acknowledged = self.tried;
+        Ok(())
+    }
+
+    /// The store is at one step in all its pages, no older than the newest that was acknowledged.
+    pub fn check(&self, store: &Store) -> Result<()> {
+        let root = store.root()?;
+        let Some(Value::I64(step)) = root.get("step") else {
+            assert!(self.pages.is_empty(), "the batch that was acknowledged first is gone");
+            return Ok(());
+        };
+        assert!((self.acknowledged..=self.tried).contains(step), "step {step} and not {}", self.acknowledged);
+        for page in &self.pages {
+            let mut bytes = [0; LEN as usize];
+            store.read(*page, 0, &mut bytes)?;
+            assert!(bytes.iter().all(|byte| *byte == *step as u8), "{page} is not at step {step}");
+        }
+        Ok(())
+    }
+}
