@@ -11,14 +11,19 @@ use super::model::{Act, Target};
 use super::work::{Driver, Random};
 use super::{Lives, options, suite};
 
-/// A batch that writes two whole pages, whose images are written ahead of it.
-fn whole_pages(driver: &Driver, store: &Store, random: &mut Random) -> Result<Vec<PageId>, Error> {
+/// Pages with images of a snapshot, two with images that were written ahead of their batch, and three that
+/// changed since.
+pub fn pages_to_share(driver: &Driver, store: &Store, random: &mut Random) -> Result<Vec<PageId>, Error> {
+    let mut pages = driver.create_pages(store, random, 12, 300)?;
+    driver.snapshot(store)?;
     let len = 6 << 10;
     let acts = (0..2).flat_map(|index| {
         let create = Act::Create { len, key: None, metadata: Metadata::new() };
         [create, Act::Write { page: Target::New(index), offset: 0, bytes: random.bytes(len) }]
     });
-    Ok(driver.commit_acts(store, acts.collect(), Ack::Logged)?.1)
+    pages.extend(driver.commit_acts(store, acts.collect(), Ack::Logged)?.1);
+    driver.change(store, random, &pages[..3])?;
+    Ok(pages)
 }
 
 /// The image files that a fork got by linking.
@@ -30,17 +35,13 @@ fn linked(disk: &SimDisk) -> usize {
 #[test]
 fn a_fork_is_whole_or_not_there_and_its_source_is_as_it_was() {
     suite(options().snapshots_kept(1), 16_000, |driver, random| {
-        // Images of a snapshot, images of a batch, and pages that changed since.
         let store = driver.open()?;
-        let mut pages = driver.create_pages(&store, random, 12, 300)?;
-        driver.snapshot(&store)?;
-        pages.extend(whole_pages(&driver, &store, random)?);
-        driver.change(&store, random, &pages[..3])?;
+        let pages = pages_to_share(&driver, &store, random)?;
         let at = store.lsn().0;
         driver.change(&store, random, &pages[2..5])?;
         driver.close(store)?;
         let events = driver.disk.events();
-        let fork = driver.fork(at)?;
+        let fork = driver.fork(at, SimDisk::new())?;
         assert_eq!(driver.disk.events(), events, "a fork writes nothing into its source");
         assert_eq!(linked(&fork.disk), 2);
 
@@ -60,7 +61,7 @@ fn a_fork_is_whole_or_not_there_and_its_source_is_as_it_was() {
         fork.change(&store, random, &pages[4..7])?;
         fork.snapshot(&store)?;
         fork.change(&store, random, &pages[..2])?;
-        let second = fork.fork(store.lsn().0)?;
+        let second = fork.fork(store.lsn().0, SimDisk::new())?;
         assert!(linked(&second.disk) >= 2);
         fork.restore_to(&store, at + 1)?;
         fork.check(&store);

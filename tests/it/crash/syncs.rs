@@ -172,7 +172,7 @@ fn commits() -> Vec<Row> {
 
 /// Rows of snapshots, of which one is kept: what it replaces is gone as soon as possible. And of restores.
 fn snapshots() -> Vec<Row> {
-    use scenes::{first_snapshot, restoring, second_snapshot};
+    use scenes::{change_link, first_snapshot, folding, restoring, second_snapshot};
     let names = Sync::Folder(Folder::Snapshots);
     let manifest = Sync::Temporary(Folder::Snapshots);
     let image_names = Sync::Folder(Folder::Pages);
@@ -208,6 +208,17 @@ fn snapshots() -> Vec<Row> {
                 "a segment that comes back lies before all that is read, and a spare's names follow each other",
             ),
         ),
+        row("images of a change", change_link, nth(1, Sync::Images), NoticedAtOnce),
+        row("name of a change's image file", change_link, nth(1, image_names), Seen),
+        row("manifest of a change", change_link, nth(1, manifest), NoticedAtOnce),
+        row("name of a change's manifest", change_link, nth(1, names), Seen),
+        row("name of the manifest that folds a chain", folding, nth(1, names), Seen),
+        row(
+            "removal of the links that a base replaces",
+            folding,
+            nth(2, names),
+            Harmless("a link that comes back is older than the base, which needs none"),
+        ),
     ];
     let restores = vec![
         row("table of the old state", restoring, nth(1, Sync::Temporary(Folder::Pages)), NoticedAtOnce),
@@ -215,6 +226,49 @@ fn snapshots() -> Vec<Row> {
     ];
     let of_one_kept = of_one_kept.into_iter().map(|row| row.with(options().snapshots_kept(1)));
     of_one_kept.chain(restores).collect()
+}
+
+/// Rows of forks, to a directory that holds nothing.
+fn forks() -> Vec<Row> {
+    use scenes::forking;
+    let (root, log, pages) =
+        (Sync::Folder(Folder::Root), Sync::Folder(Folder::Log), Sync::Folder(Folder::Pages));
+    let (segment, manifests) = (Sync::Temporary(Folder::Log), Sync::Folder(Folder::Snapshots));
+    let nothing = || Harmless("nothing was there that could come back");
+    vec![
+        row(
+            "folders of a fork",
+            forking,
+            nth(1, root),
+            Harmless("the sync of the claim's name includes them, and nothing lies in them before"),
+        ),
+        row("removal of an unfinished fork's segments", forking, nth(1, log), nothing()),
+        row("removal of an unfinished fork's images", forking, nth(1, pages), nothing()),
+        row("removal of an unfinished fork's manifests", forking, nth(1, manifests), nothing()),
+        row("claim of a fork's directory", forking, nth(1, Sync::Temporary(Folder::Root)), Seen),
+        row("name of the claim", forking, nth(2, root), Seen),
+        row("images that a fork copies", forking, nth(1, Sync::Images), NoticedAtOnce),
+        row("names of a fork's images", forking, nth(2, pages), Seen),
+        row("first segment of a fork", forking, nth(1, segment), NoticedAtOnce),
+        row(
+            "second segment of a fork",
+            forking,
+            nth(2, segment),
+            Harmless(
+                "no frame comes behind the first segment before an open, which puts another in its place",
+            ),
+        ),
+        row(
+            "name of a fork's second segment",
+            forking,
+            nth(2, log),
+            Harmless("the sync of the first one's name includes it, and before that there is no store"),
+        ),
+        row("name of a fork's first segment", forking, nth(3, log), Seen),
+        row("manifest of a fork", forking, nth(1, Sync::Temporary(Folder::Snapshots)), NoticedAtOnce),
+        row("name of a fork's manifest", forking, nth(2, manifests), Seen),
+        row("name of a fork's STORE", forking, nth(3, root), Seen),
+    ]
 }
 
 /// Crashes of the work alone: recovery is not what is tried here.
@@ -288,4 +342,9 @@ fn each_sync_of_commits_matters() {
 #[test]
 fn each_sync_of_snapshots_and_restores_matters() {
     check(snapshots());
+}
+
+#[test]
+fn each_sync_of_forks_matters() {
+    check(forks());
 }

@@ -392,10 +392,10 @@ impl Driver {
         Ok(())
     }
 
-    /// Forks the state behind a batch to a new disk. That one's floors are what the fork's return promises.
-    pub fn fork(&self, lsn: u64) -> Result<Self, Error> {
+    /// Forks the state behind a batch to an empty disk, which has to answer for it once that has returned.
+    pub fn fork(&self, lsn: u64, target: SimDisk) -> Result<Self, Error> {
         let line = self.line_up_to(lsn).forked(lsn);
-        let target = Self::new(SimDisk::new(), self.options.clone(), line, Floors::default());
+        let target = Self::new(target, self.options.clone(), line, Floors::default());
         let disks = [&self.disk, &target.disk].map(|disk| Arc::new(disk.clone()) as Arc<dyn Disk>);
         Snapshot::open_on(&disks[0], Some(&RestorePoint::Lsn(Lsn(lsn))))?.fork_on(&disks[1])?;
         target.acked(Ack::Durable, Lsn(lsn));

@@ -3,9 +3,13 @@
 use remanent::disk::sim::{ENOSPC, Fault, Operation, SimDisk};
 use remanent::{Ack, Error, Metadata, Options, Store};
 
+use super::super::forks::pages_to_share;
 use super::super::model::{Act, Line, Target};
-use super::super::work::{Driver, Floors, Writer};
+use super::super::work::{Driver, Floors, Random, Writer};
 use super::rule::Rule;
+
+/// A chain of so many links is folded by the next snapshot.
+const LINKS_MAX: usize = 8;
 
 /// Where a scene is played.
 pub struct Bench {
@@ -45,16 +49,16 @@ impl Bench {
     }
 
     /// From now on the sync is left out.
-    fn leave_out(&mut self, driver: &Driver) {
-        self.from = driver.disk.events();
+    fn leave_out(&mut self, disk: &SimDisk) {
+        self.from = disk.events();
         if let Some(rule) = self.rule {
-            driver.disk.skip_syncs(rule.chooses());
+            disk.skip_syncs(rule.chooses());
         }
     }
 
     /// From now on the sync is left out: of an open and so many durable commits.
     fn open_and_commit(&mut self, driver: Driver, commits: usize) -> Result<Driver, Error> {
-        self.leave_out(&driver);
+        self.leave_out(&driver.disk);
         let store = driver.open()?;
         commit_durably(&driver, &store, commits)?;
         drop(store);
@@ -133,7 +137,7 @@ pub fn opening_after_the_creation(bench: &mut Bench) -> Result<Driver, Error> {
 /// and takes another snapshot.
 pub fn opening_after_a_publish(bench: &mut Bench) -> Result<Driver, Error> {
     let driver = bench.after_scene(first_snapshot)?.killed_after("rename snapshots/");
-    bench.leave_out(&driver);
+    bench.leave_out(&driver.disk);
     let store = driver.open()?;
     commit_durably(&driver, &store, 4)?;
     driver.snapshot(&store)?;
@@ -152,7 +156,7 @@ pub fn rolling(bench: &mut Bench) -> Result<Driver, Error> {
 pub fn committing(bench: &mut Bench) -> Result<Driver, Error> {
     let driver = bench.new_store();
     let store = driver.open()?;
-    bench.leave_out(&driver);
+    bench.leave_out(&driver.disk);
     commit_durably(&driver, &store, 2)?;
     drop(store);
     Ok(driver)
@@ -162,7 +166,7 @@ pub fn committing(bench: &mut Bench) -> Result<Driver, Error> {
 /// one's sync of the folder would make up for one that was left out.
 pub fn long_frame(bench: &mut Bench) -> Result<Driver, Error> {
     let driver = bench.new_store();
-    bench.leave_out(&driver);
+    bench.leave_out(&driver.disk);
     no_files_after(&driver.disk, 5);
     let store = driver.open()?;
     commit_a_long_frame(&driver, &store)?;
@@ -174,7 +178,7 @@ pub fn long_frame(bench: &mut Bench) -> Result<Driver, Error> {
 pub fn whole_page(bench: &mut Bench) -> Result<Driver, Error> {
     let driver = bench.new_store();
     let store = driver.open()?;
-    bench.leave_out(&driver);
+    bench.leave_out(&driver.disk);
     commit_a_page(&driver, &store, 0)?;
     commit_durably(&driver, &store, 1)?;
     drop(store);
@@ -184,7 +188,7 @@ pub fn whole_page(bench: &mut Bench) -> Result<Driver, Error> {
 /// Snapshots, between which segments are filled, so that what is recycled is used again.
 pub fn recycling_rounds(bench: &mut Bench) -> Result<Driver, Error> {
     let driver = bench.new_store();
-    bench.leave_out(&driver);
+    bench.leave_out(&driver.disk);
     let store = driver.open()?;
     for _ in 0..3 {
         let mut writer = Writer::new("round", store.lsn().0);
@@ -200,7 +204,7 @@ pub fn recycling_rounds(bench: &mut Bench) -> Result<Driver, Error> {
 /// Opens a killed store and commits until the keeper has found the time to fill the reserve, and on.
 pub fn filling_the_reserve(bench: &mut Bench) -> Result<Driver, Error> {
     let driver = bench.killed_store()?;
-    bench.leave_out(&driver);
+    bench.leave_out(&driver.disk);
     let store = driver.open()?;
     let mut writer = Writer::new("durable", 2);
     while !driver.disk.history().iter().any(|event| event.ends_with(".spare")) {
@@ -218,7 +222,7 @@ pub fn first_snapshot(bench: &mut Bench) -> Result<Driver, Error> {
     let driver = bench.new_store();
     let store = driver.open()?;
     commit_durably(&driver, &store, 8)?;
-    bench.leave_out(&driver);
+    bench.leave_out(&driver.disk);
     driver.snapshot(&store)?;
     driver.commit(&store, &mut Writer::new("more", 3), Ack::Durable)?;
     drop(store);
@@ -240,7 +244,7 @@ pub fn second_snapshot(bench: &mut Bench) -> Result<Driver, Error> {
     let page = Target::Page(store.pages()?[0].page);
     let fill = Act::Fill { page, offset: 0, len: 4, pattern: vec![7; 4] };
     driver.commit_acts(&store, vec![fill], Ack::Durable)?;
-    bench.leave_out(&driver);
+    bench.leave_out(&driver.disk);
     driver.snapshot(&store)?;
     driver.commit(&store, &mut writer, Ack::Durable)?;
     drop(store);
@@ -257,9 +261,50 @@ pub fn restoring(bench: &mut Bench) -> Result<Driver, Error> {
     for _ in 0..2 {
         driver.commit(&store, &mut writer, Ack::Durable)?;
     }
-    bench.leave_out(&driver);
+    bench.leave_out(&driver.disk);
     driver.restore(&store, snapshot)?;
     driver.commit(&store, &mut Writer::new("on", 4), Ack::Durable)?;
     drop(store);
     Ok(driver)
+}
+
+/// A snapshot, which is the base of a chain, and one that follows it: its manifest names what changed.
+pub fn change_link(bench: &mut Bench) -> Result<Driver, Error> {
+    following_snapshots(bench, 1)
+}
+
+/// As many snapshots that follow the first one as a chain has room for, and the one that folds it.
+pub fn folding(bench: &mut Bench) -> Result<Driver, Error> {
+    following_snapshots(bench, LINKS_MAX)
+}
+
+/// The sync is left out of the last one, or behind it.
+fn following_snapshots(bench: &mut Bench, count: usize) -> Result<Driver, Error> {
+    let driver = bench.new_store();
+    let store = driver.open()?;
+    let random = &mut Random(5);
+    let pages = driver.create_pages(&store, random, 24, 40)?;
+    driver.snapshot(&store)?;
+    for round in 1..=count {
+        driver.change(&store, random, &pages[round..=round])?;
+        if round == count {
+            bench.leave_out(&driver.disk);
+        }
+        driver.snapshot(&store)?;
+    }
+    commit_durably(&driver, &store, 1)?;
+    drop(store);
+    Ok(driver)
+}
+
+/// Forks a store, to an empty disk.
+pub fn forking(bench: &mut Bench) -> Result<Driver, Error> {
+    let source = bench.new_store();
+    let store = source.open()?;
+    pages_to_share(&source, &store, &mut Random(6))?;
+    let at = store.lsn().0;
+    source.close(store)?;
+    let target = SimDisk::new();
+    bench.leave_out(&target);
+    source.fork(at, target)
 }
