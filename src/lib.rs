@@ -61,6 +61,7 @@
 //! | Recovery / Restore | opening what a crash left / taking the store to an earlier state, going forward |
 //! | Lane | an ordered queue of device work |
 //! | Staging | host memory that a lane copies to or from |
+//! | Slot | the *n* of `Place::Device(n)`; bound to a device at open |
 //! | Fence, Pending | a point in a lane; a list in flight that owns its staging |
 //! | [`Ticket`] | a submitted batch: what one waits on |
 //! | [`Lease`] | the right to read a page where it lies, for a while |
@@ -179,6 +180,7 @@ pub use store::{Committed, Stats, Store, Ticket};
 
 use device::Device;
 use device::host::HostDevice;
+use device::several::SeveralDevices;
 use disk::Disk;
 use disk::dir::DirDisk;
 
@@ -193,7 +195,7 @@ impl Store {
     /// [`Error::InvalidOption`], [`Error::DeviceUnavailable`]; [`Error::Damaged`] if bytes under a durable mark are not what they were;
     /// what the file system says.
     pub fn open(directory: impl AsRef<Path>, options: Options) -> Result<Self> {
-        let device = device_for(options.device)?;
+        let device = device_of(&options)?;
         Self::open_on(Arc::new(DirDisk::new(directory)), device, options)
     }
 
@@ -249,7 +251,7 @@ impl Store {
             path: "a temporary directory".to_owned(),
             source: Arc::new(source),
         })?;
-        let device = device_for(options.device)?;
+        let device = device_of(&options)?;
         let disk = Arc::new(DirDisk::new(directory.path()));
         Self::open_keeping(disk, device, options, Some(Box::new(directory)))
     }
@@ -330,6 +332,17 @@ impl Snapshot {
     #[doc(hidden)]
     pub fn fork_on(&self, disk: &Arc<dyn Disk>) -> Result<StoreId> {
         recovery::fork(self.past(), disk)
+    }
+}
+
+/// The device for these options: one, or several as one.
+fn device_of(options: &Options) -> Result<Arc<dyn Device>> {
+    match &options.slots[..] {
+        [] => device_for(options.device),
+        slots => {
+            let parts = slots.iter().map(|choice| device_for(*choice)).collect::<Result<_>>()?;
+            Ok(Arc::new(SeveralDevices::new(parts)))
+        }
     }
 }
 

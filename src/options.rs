@@ -162,6 +162,7 @@ pub struct Options {
     pub(crate) ack: Ack,
     pub(crate) log_io: Option<LogIo>,
     pub(crate) device: DeviceChoice,
+    pub(crate) slots: Vec<DeviceChoice>,
     pub(crate) segment_len: u64,
     pub(crate) reserve_bytes: Option<u64>,
     pub(crate) budget: Budget,
@@ -183,6 +184,7 @@ impl Default for Options {
             ack: Ack::Logged,
             log_io: None,
             device: DeviceChoice::Auto,
+            slots: Vec::new(),
             segment_len: 16 << 20,
             reserve_bytes: None,
             budget: Budget::default(),
@@ -226,6 +228,27 @@ impl Options {
     #[must_use]
     pub fn device(mut self, device: DeviceChoice) -> Self {
         self.device = device;
+        self
+    }
+
+    /// Binds slots: pages in [`Place::Device`] number *n* live on the *n*-th of these, pages in every other place
+    /// on the first. Slots are bound anew at each open, so a store may go on with fewer devices, more, or others;
+    /// a page whose slot has none is refused with [`Error::PlaceUnavailable`]. Default: none, so that all slots
+    /// are the one device of [`Options::device`].
+    ///
+    /// ```
+    /// use remanent::{DeviceChoice, Options, Place, Store};
+    /// let options = Options::default().slots([DeviceChoice::Host, DeviceChoice::Host]);
+    /// let store = Store::temporary(options)?;
+    /// let mut batch = store.batch();
+    /// let (one, other) = (batch.create(4, Place::Device(0)), batch.create(4, Place::Device(1)));
+    /// batch.write(one, 0, b"here").write(other, 0, b"more");
+    /// store.commit(batch)?;
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    #[must_use]
+    pub fn slots(mut self, devices: impl Into<Vec<DeviceChoice>>) -> Self {
+        self.slots = devices.into();
         self
     }
 

@@ -12,6 +12,8 @@ pub mod cuda;
 pub mod faulty;
 pub mod host;
 pub mod late;
+pub mod several;
+mod spans;
 
 use std::any::Any;
 use std::ops::{Deref, DerefMut};

@@ -9,22 +9,39 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::sys;
 use remanent::Error;
-use remanent::device::RawStream;
 use remanent::device::cuda::CudaDevice;
+use remanent::device::{Device, RawStream};
 
 /// A new device on the first GPU; `None`, said aloud, where there is none.
 pub fn device() -> Option<Arc<CudaDevice>> {
     match CudaDevice::open(0) {
         Ok(device) => Some(Arc::new(device)),
         Err(Error::DeviceUnavailable { reason, .. }) => {
-            let thread = std::thread::current();
-            let test = thread.name().unwrap_or("a test");
-            let mut uncaptured = std::io::stderr();
-            writeln!(uncaptured, "SKIPPED on a GPU: {test}: {reason}").unwrap();
+            skipped(&reason);
             None
         }
         Err(error) => panic!("the GPU is there and cannot be used: {error}"),
     }
+}
+
+/// New devices on the first two GPUs; `None`, said aloud, where there are fewer.
+pub fn two() -> Option<[Arc<dyn Device>; 2]> {
+    let first = device()?;
+    match CudaDevice::open(1) {
+        Ok(second) => Some([first, Arc::new(second)]),
+        Err(Error::DeviceUnavailable { reason, .. }) => {
+            skipped(&reason);
+            None
+        }
+        Err(error) => panic!("the second GPU is there and cannot be used: {error}"),
+    }
+}
+
+fn skipped(reason: &str) {
+    let thread = std::thread::current();
+    let test = thread.name().unwrap_or("a test");
+    let mut uncaptured = std::io::stderr();
+    writeln!(uncaptured, "SKIPPED on a GPU: {test}: {reason}").unwrap();
 }
 
 /// Makes a call of the driver's, which must succeed.

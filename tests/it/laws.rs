@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use remanent::device::host::HostDevice;
 use remanent::device::late::LateDevice;
+use remanent::device::several::SeveralDevices;
 use remanent::device::{
     Command, CommandList, Device, IndexList, Lane, MemoryId, Payload, Pending, Piece, PieceKind, Span,
     Staging, StagingSpan,
@@ -19,7 +20,7 @@ use remanent::{Place, Width};
 use self::model::{Case, Outcome};
 use crate::gpu;
 
-const PLACES: [Place; 4] = [Place::Device(0), Place::Pinned, Place::Host, Place::Unified];
+const PLACES: [Place; 5] = [Place::Device(0), Place::Device(1), Place::Pinned, Place::Host, Place::Unified];
 const DRAWN_CASES: u64 = 500;
 
 #[test]
@@ -38,6 +39,22 @@ fn devices_that_run_lists_at_random_keep_the_laws() {
         println!("schedule of seed {seed}");
         keeps_the_laws(&LateDevice::seeded(Arc::new(HostDevice::new()), seed));
     }
+}
+
+#[test]
+fn several_devices_keep_the_laws_as_one() {
+    let host = || Arc::new(HostDevice::new());
+    keeps_the_laws(&SeveralDevices::new(vec![host(), host()]));
+    keeps_the_laws(&SeveralDevices::new(vec![
+        Arc::new(LateDevice::seeded(host(), 5)),
+        Arc::new(LateDevice::new(host())),
+    ]));
+}
+
+#[test]
+fn two_gpus_keep_the_laws_as_one() {
+    let Some(gpus) = gpu::two() else { return };
+    keeps_the_laws(&SeveralDevices::new(gpus.into()));
 }
 
 #[test]

@@ -332,10 +332,7 @@ fn an_exact_snapshot_and_a_lease_keep_a_page_apart() {
 #[test]
 fn streams_that_cannot_wait_are_refused_and_the_lease_goes_on() {
     let bench = late_bench();
-    let (stream, foreign) = (bench.device.stream(), {
-        let other = LateDevice::new(Arc::new(HostDevice::new()));
-        (0..3).map(|_| other.stream()).last().unwrap()
-    });
+    let (stream, foreign) = (bench.device.stream(), LateDevice::new(Arc::new(HostDevice::new())).stream());
     let lease = bench.store.lease(bench.page).unwrap();
     bench.device.capture(stream, true);
     for refused in [lease.on(stream), lease.on(foreign)] {

@@ -28,6 +28,7 @@ mod past;
 mod readme;
 mod recovery;
 mod rule_model;
+mod several;
 mod snapshots;
 mod sparse;
 mod store;

@@ -3,7 +3,8 @@
 //! They stand for a GPU's streams in tests of what waits for whom. A stream that is held never runs, as one
 //! with an endless kernel in it: whoever makes the host wait for it is found out by a panic.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::device::{Device, Fence, RawStream};
 use crate::error::{Error, Result};
@@ -13,7 +14,7 @@ pub type StreamWork = Box<dyn FnOnce(&dyn Device) + Send>;
 
 /// The streams, by their handles.
 #[derive(Default)]
-pub(super) struct Streams(Vec<LateStream>);
+pub(super) struct Streams(BTreeMap<RawStream, LateStream>);
 
 /// One stream.
 #[derive(Default)]
@@ -32,13 +33,14 @@ pub(super) enum StreamEntry {
     After(Fence),
 }
 
-/// The first handle: no stream is the default one.
-const HANDLE_MIN: u64 = 0x1000;
+/// The next handle. No stream is the default one, and none is another device's.
+static HANDLE_NEXT: AtomicU64 = AtomicU64::new(0x1000);
 
 impl Streams {
     pub fn make(&mut self) -> RawStream {
-        self.0.push(LateStream::default());
-        RawStream(HANDLE_MIN + self.0.len() as u64 - 1)
+        let stream = RawStream(HANDLE_NEXT.fetch_add(1, Ordering::Relaxed));
+        self.0.insert(stream, LateStream::default());
+        stream
     }
 
     /// The stream with this handle.
@@ -46,7 +48,7 @@ impl Streams {
     /// # Panics
     /// If it was not made here.
     pub fn of(&mut self, stream: RawStream) -> &mut LateStream {
-        &mut self.0[number(stream)]
+        self.0.get_mut(&stream).expect("a stream of this device")
     }
 
     /// The stream, if lanes may wait for it and it for them.
@@ -55,7 +57,7 @@ impl Streams {
     /// `StreamRefused`.
     pub fn usable(&mut self, stream: RawStream) -> Result<&mut LateStream> {
         let refused = |reason| Err(Error::StreamRefused { stream: stream.handle(), reason });
-        match self.0.get_mut(number(stream)) {
+        match self.0.get_mut(&stream) {
             None => refused("it is no stream of this device"),
             Some(late) if late.is_captured => refused("a graph is being captured from it"),
             Some(late) => Ok(late),
@@ -64,16 +66,12 @@ impl Streams {
 
     /// Whether a stream must be let go before so many of its entries are done; `is_behind` says so of a fence.
     pub fn is_held(&self, stream: RawStream, position: u64, is_behind: impl Fn(Fence) -> bool) -> bool {
-        let late = &self.0[number(stream)];
+        let late = &self.0[&stream];
         let left = position.saturating_sub(late.reached) as usize;
         let mut entries = late.queue.iter().take(left);
         left > 0 && late.is_held
             || entries.any(|entry| matches!(entry, StreamEntry::After(fence) if is_behind(*fence)))
     }
-}
-
-fn number(stream: RawStream) -> usize {
-    stream.0.wrapping_sub(HANDLE_MIN) as usize
 }
 
 impl LateStream {

@@ -1,0 +1,268 @@
+//! Several devices as one: pages on each of them, and what goes from one to another.
+
+use std::sync::{Arc, Mutex};
+use std::thread;
+
+use remanent::device::faulty::{DeviceCall, Fault, FaultyDevice};
+use remanent::device::host::HostDevice;
+use remanent::device::late::LateDevice;
+use remanent::device::several::SeveralDevices;
+use remanent::device::{Command, CommandList, Device, Lane, MemoryId, Span, StagingSpan};
+use remanent::disk::sim::SimDisk;
+use remanent::{DeviceChoice, Error, Options, PageId, Place, Remedy, Store, Width};
+
+use crate::gpu;
+
+const LEN: u64 = 10_000;
+
+fn host() -> Arc<dyn Device> {
+    Arc::new(HostDevice::new())
+}
+
+fn late(seed: u64) -> Arc<dyn Device> {
+    Arc::new(LateDevice::seeded(host(), seed))
+}
+
+fn two_of(one: Arc<dyn Device>, other: Arc<dyn Device>) -> Arc<dyn Device> {
+    Arc::new(SeveralDevices::new(vec![one, other]))
+}
+
+/// Two host devices, two late ones, and two GPUs where there are so many.
+fn pairs() -> Vec<Arc<dyn Device>> {
+    let mut pairs = vec![two_of(host(), host()), two_of(late(1), late(2))];
+    if let Some([one, other]) = gpu::two() {
+        pairs.push(two_of(one, other));
+    }
+    pairs
+}
+
+fn options() -> Options {
+    Options::default().segment_len(64 << 10).snapshot_log_bytes(None).snapshot_interval(None)
+}
+
+fn open(disk: &SimDisk, device: &Arc<dyn Device>) -> remanent::Result<Store> {
+    Store::open_on(Arc::new(disk.clone()), device.clone(), options())
+}
+
+fn bytes(store: &Store, page: PageId) -> Vec<u8> {
+    let mut bytes = vec![0; store.page(page).unwrap().len as usize];
+    store.read(page, 0, &mut bytes).unwrap();
+    bytes
+}
+
+/// Batches that change pages of both devices, together and by turns, in every way; what the pages hold then.
+fn work(store: &Store) -> Vec<(PageId, Vec<u8>)> {
+    let mut batch = store.batch();
+    let new: Vec<_> = [0, 1, 0, 1].map(|slot| batch.create(LEN, Place::Device(slot))).into();
+    for (number, page) in (1..).zip(&new) {
+        batch.fill(*page, 0, LEN, &[number]);
+    }
+    let mut pages = store.commit(batch).unwrap().pages;
+    for round in 0..20_u8 {
+        let mut batch = store.batch();
+        for (page, number) in pages.iter().zip(0..) {
+            let at = u64::from(round) * 100 + number;
+            batch.write(*page, at, &[round; 64]);
+            batch.scatter(*page, Width::W2, &[1, 4000 + u32::from(round)], &[number as u8, 7, round, 9]);
+        }
+        store.submit(batch).unwrap();
+        if round % 5 == 0 {
+            store.snapshot().unwrap();
+        }
+        if round % 7 == 0 {
+            store.snapshot_exact().unwrap();
+        }
+    }
+    let mut batch = store.batch();
+    batch.resize(pages[1], LEN / 2).delete(pages[2]);
+    batch.clone_page(pages[3]);
+    pages.extend(store.commit(batch).unwrap().pages);
+    pages.remove(2);
+    pages.into_iter().map(|page| (page, bytes(store, page))).collect()
+}
+
+#[test]
+fn pages_of_several_devices_change_together_and_come_back_on_any() {
+    let on_one = work(&open(&SimDisk::new(), &host()).unwrap());
+    for pair in pairs() {
+        let disk = SimDisk::new();
+        let store = open(&disk, &pair).unwrap();
+        let pages = work(&store);
+        assert_eq!(pages, on_one, "on {}", pair.label());
+        store.restore_to(remanent::Lsn(9)).unwrap();
+        let restored = bytes(&store, pages[0].0);
+        drop(store);
+        for device in [host(), pair.clone(), two_of(host(), late(3))] {
+            let store = open(&disk, &device).unwrap();
+            assert_eq!(bytes(&store, pages[0].0), restored, "on {}", device.label());
+            assert_eq!(store.page(pages[1].0).unwrap().place, Place::Device(1));
+        }
+    }
+}
+
+#[test]
+fn a_slot_without_a_device_is_refused_and_nothing_has_changed() {
+    let disk = SimDisk::new();
+    let pair = two_of(host(), host());
+    let store = open(&disk, &pair).unwrap();
+    let mut batch = store.batch();
+    batch.create(1, Place::Device(1));
+    batch.create(1, Place::Device(2));
+    let error = store.commit(batch).unwrap_err();
+    assert!(matches!(error, Error::PlaceUnavailable { place: Place::Device(2), .. }), "{error}");
+    assert_eq!((store.lsn().0, error.remedy()), (0, Remedy::ChangeCall));
+    let mut batch = store.batch();
+    batch.create(1, Place::Device(1));
+    store.commit(batch).unwrap();
+    drop(store);
+    let one: Arc<dyn Device> = Arc::new(SeveralDevices::new(vec![host()]));
+    let error = open(&disk, &one).unwrap_err();
+    assert!(matches!(error, Error::PlaceUnavailable { place: Place::Device(1), .. }), "{error}");
+    assert_eq!(open(&disk, &pair).unwrap().lsn().0, 1);
+}
+
+#[test]
+fn slots_are_bound_at_open() {
+    let directory = tempfile::tempdir().unwrap();
+    let two = options().slots([DeviceChoice::Host, DeviceChoice::Host]);
+    let store = Store::open(directory.path(), two).unwrap();
+    assert_eq!(store.recovered().device, "host and host");
+    let mut batch = store.batch();
+    let page = batch.create(4, Place::Device(1));
+    batch.write(page, 0, b"kept");
+    let page = store.commit(batch).unwrap().pages[0];
+    drop(store);
+    let refused = Store::open(directory.path(), options().slots([DeviceChoice::Host])).unwrap_err();
+    assert!(matches!(refused, Error::PlaceUnavailable { place: Place::Device(1), .. }), "{refused}");
+    let store = Store::open(directory.path(), options().device(DeviceChoice::Host)).unwrap();
+    assert_eq!(bytes(&store, page), b"kept");
+}
+
+#[test]
+fn long_copies_go_from_one_device_to_another_in_pieces() {
+    const LONG: u64 = (9 << 20) + 5;
+    for pair in pairs() {
+        let memories = [0, 1].map(|slot| pair.allocate(Place::Device(slot), LONG).unwrap());
+        let whole = |memory: MemoryId| Span { memory, offset: 0, len: LONG };
+        let staged = StagingSpan { index: 0, offset: 0, len: LONG as usize };
+        let mut staging = pair.staging(LONG as usize).unwrap();
+        for (at, byte) in staging.iter_mut().enumerate() {
+            *byte = (at % 251) as u8;
+        }
+        let expected = staging.to_vec();
+        let commands = vec![
+            Command::Upload { source: staged, target: whole(memories[0]) },
+            Command::Copy { source: whole(memories[0]), target: whole(memories[1]) },
+            // Behind the copy: it does not show in it.
+            Command::Fill { target: whole(memories[0]), pattern: [0xEE; 16], width: Width::W1 },
+        ];
+        let list = CommandList { commands, staging: vec![staging] };
+        let copied = pair.submit(Lane::Apply, list).unwrap().fence();
+        pair.after(Lane::Drain, copied).unwrap();
+        let found = memories.map(|memory| {
+            let commands = vec![Command::Download { source: whole(memory), target: staged }];
+            let list = CommandList { commands, staging: vec![pair.staging(LONG as usize).unwrap()] };
+            pair.submit(Lane::Drain, list).unwrap().finish(&*pair).unwrap().remove(0)
+        });
+        assert!(
+            found[0].iter().all(|byte| *byte == 0xEE) && found[1][..] == expected[..],
+            "{}",
+            pair.label()
+        );
+        memories.into_iter().for_each(|memory| pair.release(memory).unwrap());
+    }
+}
+
+#[test]
+fn what_one_device_writes_to_staging_another_one_reads() {
+    let pair = two_of(late(4), late(5));
+    let memories = [0, 1].map(|slot| pair.allocate(Place::Device(slot), 4).unwrap());
+    let span = |number: usize| Span { memory: memories[number], offset: 0, len: 4 };
+    let staged = |offset| StagingSpan { index: 0, offset, len: 4 };
+    let commands = vec![
+        Command::Fill { target: span(0), pattern: [5; 16], width: Width::W1 },
+        Command::Download { source: span(0), target: staged(4) },
+        Command::Upload { source: staged(4), target: span(1) },
+        Command::Download { source: span(1), target: staged(0) },
+    ];
+    let list = CommandList { commands, staging: vec![pair.staging(8).unwrap()] };
+    let returned = pair.submit(Lane::Apply, list).unwrap().finish(&*pair).unwrap();
+    assert_eq!(returned[0][..4], [5; 4]);
+    assert_eq!(pair.reached(Lane::Apply), 1);
+}
+
+#[test]
+fn a_lease_on_the_second_device_waits_for_nobody() {
+    let second = Arc::new(LateDevice::new(host()));
+    let pair = two_of(Arc::new(LateDevice::new(host())), second.clone());
+    let store = open(&SimDisk::new(), &pair).unwrap();
+    let mut batch = store.batch();
+    let page = batch.create(8, Place::Device(1));
+    batch.fill(page, 0, 8, &[1]);
+    let page = store.commit(batch).unwrap().pages[0];
+    let lease = store.lease(page).unwrap();
+    let stream = second.stream();
+    second.hold(stream, true);
+    lease.on(stream).unwrap();
+    let (source, seen) = (second.span_at(lease.address().unwrap(), 8), Arc::new(Mutex::new(Vec::new())));
+    let kernel = seen.clone();
+    second.queue(stream, move |device| {
+        let target = StagingSpan { index: 0, offset: 0, len: 8 };
+        let commands = vec![Command::Download { source, target }];
+        let list = CommandList { commands, staging: vec![device.staging(8).unwrap()] };
+        *kernel.lock().unwrap() =
+            device.submit(Lane::Drain, list).unwrap().finish(device).unwrap()[0].to_vec();
+    });
+    let fill = |byte: u8| {
+        let mut batch = store.batch();
+        batch.fill(page, 0, 8, &[byte]);
+        store.commit(batch).unwrap();
+    };
+    thread::scope(|scope| _ = scope.spawn(|| fill(2)));
+    assert_eq!(bytes(&store, page), [2; 8]);
+    drop(lease);
+    fill(3);
+    assert_eq!(bytes(&store, page), [3; 8]);
+    second.hold(stream, false);
+    second.synchronize(stream).unwrap();
+    assert_eq!(*seen.lock().unwrap(), [1; 8]);
+    let foreign = LateDevice::new(host()).stream();
+    assert!(matches!(store.lease(page).unwrap().on(foreign), Err(Error::StreamRefused { .. })));
+    store.close().unwrap();
+}
+
+#[test]
+fn a_fault_of_one_device_stops_the_store_and_another_one_takes_its_place() {
+    for nth in 1..12 {
+        let faulty = Arc::new(FaultyDevice::new(late(nth)));
+        let pair = two_of(late(6), faulty.clone());
+        let disk = SimDisk::new();
+        let store = open(&disk, &pair).unwrap();
+        let mut batch = store.batch();
+        let new = [0, 1].map(|slot| batch.create(LEN, Place::Device(slot)));
+        batch.fill(new[0], 0, LEN, &[1]).fill(new[1], 0, LEN, &[1]);
+        let pages = store.commit(batch).unwrap().pages;
+        assert_eq!(bytes(&store, pages[1]), [1; LEN as usize]);
+        faulty.arm(Fault { call: Some(DeviceCall::Submit), nth, context_lost: true });
+        let mut logged = 1;
+        let error = loop {
+            let mut batch = store.batch();
+            let byte = logged + 1;
+            batch.fill(pages[0], 0, LEN, &[byte]).fill(pages[1], 0, LEN, &[byte]);
+            if let Err(error) = store.commit(batch) {
+                break error;
+            }
+            logged = byte;
+            if let Err(error) = store.read(pages[1], 0, &mut [0; 8]) {
+                break error;
+            }
+        };
+        assert_eq!(error.remedy(), Remedy::NewProcess, "{error}");
+        assert!(faulty.struck());
+        drop(store);
+        let store = open(&disk, &two_of(host(), host())).unwrap();
+        for page in pages {
+            assert_eq!(bytes(&store, page), [logged; LEN as usize], "fault {nth}");
+        }
+    }
+}
