@@ -1,7 +1,7 @@
 //! Random histories of a store against a plain model in memory.
 //!
-//! A history is batches of every operation, valid and not, snapshots, restores, clean reopenings and
-//! crashes. A crash forgets the store and opens a copy of its directory, as it lies there in the middle of
+//! A history is batches of every operation, valid and not, snapshots with and without names, pruning, restores,
+//! forks, clean reopenings and crashes; in one of the runs the store takes snapshots of its own accord, too. A crash forgets the store and opens a copy of its directory, as it lies there in the middle of
 //! things: that is what the death of a process leaves. `plain.rs` is the model, written from the promises
 //! and not from the engine; `history.rs` draws histories. After every opening, and at the end, the store,
 //! the pure `rebuild` of its directory, and the model must agree on everything.
@@ -25,7 +25,7 @@ use remanent::{Error, Key, LogIo, Lsn, Options, PageInfo, Position, RestorePoint
 use remanent_format::rebuild::{RebuildOptions, rebuild};
 
 use crate::gpu;
-use history::{Action, KEYS, history};
+use history::{Action, KEYS, SNAPSHOT_NAMES, Step, history};
 use plain::{Draft, Model, Page, Refusal};
 
 /// Seeds that every run draws histories from.
@@ -47,13 +47,13 @@ fn the_store_is_what_the_model_says() {
         let outcome = runner.run(&history(), |actions| {
             // The same history on a device that does all at once, on one that does all late, and on a GPU
             // (I11).
-            run(&actions, LogIo::Mapped, &mut tally.borrow_mut(), || Arc::new(HostDevice::new()));
-            run(&actions, LogIo::Buffered, &mut tally.borrow_mut(), || {
+            run(&actions, LogIo::Mapped, false, &mut tally.borrow_mut(), || Arc::new(HostDevice::new()));
+            run(&actions, LogIo::Buffered, true, &mut tally.borrow_mut(), || {
                 Arc::new(LateDevice::seeded(Arc::new(HostDevice::new()), seed))
             });
             if has_gpu {
                 let gpu = || gpu::device().expect("it was there at the start") as Arc<dyn Device>;
-                run(&actions, LogIo::Mapped, &mut tally.borrow_mut(), gpu);
+                run(&actions, LogIo::Mapped, false, &mut tally.borrow_mut(), gpu);
             }
             Ok(())
         });
@@ -64,33 +64,53 @@ fn the_store_is_what_the_model_says() {
         }
     }
     // The seeds lead everywhere: a change to how histories are drawn must not make this test idle.
-    let Tally { commits, refusals, crashes, restores, looks } = tally.into_inner();
-    let enough =
-        commits >= 400 && crashes >= 100 && restores >= 40 && looks >= 40 && refusals.len() == Refusal::COUNT;
-    assert!(asked.is_some() || enough, "{commits} {crashes} {restores} {looks} {refusals:?}");
+    let tally = tally.into_inner();
+    let Tally { commits, crashes, restores, looks, forks, names, given_up, images, background, .. } = tally;
+    let enough = commits >= 400 && crashes >= 100 && restores >= 40 && looks >= 40 && forks >= 30;
+    let enough = enough && names >= 30 && given_up >= 1 && images >= 80 && background >= 1;
+    assert!(asked.is_some() || enough && tally.refusals.len() == Refusal::COUNT, "{tally:?}");
 }
 
 /// What the histories came to.
-#[derive(Default)]
+#[derive(Debug, Default)]
 struct Tally {
     commits: usize,
     refusals: HashSet<Refusal>,
     crashes: usize,
     restores: usize,
     looks: usize,
+    forks: usize,
+    names: usize,
+    /// Snapshots that went with their names.
+    given_up: usize,
+    /// Pages that were written whole.
+    images: usize,
+    /// Snapshots that the store took of its own accord.
+    background: u64,
 }
 
 /// Runs a history on a device made anew for each opening.
-fn run(actions: &[Action], log_io: LogIo, tally: &mut Tally, device: impl Fn() -> Arc<dyn Device>) {
-    let options = Options::default().segment_len(16 << 10).log_io(log_io);
-    let options = || options.clone().snapshot_log_bytes(None).snapshot_interval(None);
+fn run(
+    actions: &[Action],
+    log_io: LogIo,
+    in_background: bool,
+    tally: &mut Tally,
+    device: impl Fn() -> Arc<dyn Device>,
+) {
+    let options = Options::default().segment_len(16 << 10).log_io(log_io).snapshot_interval(None);
+    let options = || options.clone().snapshot_log_bytes(in_background.then_some(12 << 10));
     let open = |path: &Path| {
         Store::open_on(Arc::new(DirDisk::new(path)), device(), options()).unwrap_or_else(|e| panic!("{e}"))
     };
     let mut model = Model::default();
+    model.in_background = in_background;
+    let mut by_hand = 0;
     let mut directory = tempfile::tempdir().unwrap();
     let mut store = open(directory.path());
     for action in actions {
+        if in_background {
+            model.adopt(&store.snapshots());
+        }
         match action {
             Action::Commit(steps) => {
                 let mut draft = Draft::new(&model);
@@ -100,6 +120,8 @@ fn run(actions: &[Action], log_io: LogIo, tally: &mut Tally, device: impl Fn() -
                 match (result, refusal) {
                     (Ok(committed), None) => {
                         tally.commits += 1;
+                        tally.images +=
+                            steps.iter().filter(|step| matches!(step, Step::Replace { .. })).count();
                         model.install(changed, &committed.pages);
                         assert_eq!(committed.position.lsn, Lsn(model.lsn), "the batch's number");
                         assert_eq!(committed.position.incarnation, store.recovered().position.incarnation);
@@ -118,12 +140,45 @@ fn run(actions: &[Action], log_io: LogIo, tally: &mut Tally, device: impl Fn() -
                     if *exact { store.snapshot_exact().unwrap() } else { store.snapshot().unwrap() };
                 assert_eq!((snapshot.redo, snapshot.end), (Lsn(model.lsn), Lsn(model.lsn)));
                 assert_eq!(snapshot.pages, model.pages.len() as u64);
-                model.keep(snapshot.id, SNAPSHOTS_KEPT);
+                by_hand += 1;
+                model.keep(snapshot.id, None, SNAPSHOTS_KEPT);
+            }
+            Action::Name(pick) => {
+                let name = SNAPSHOT_NAMES[*pick];
+                let holder = model.names.iter().find(|(_, held)| *held == name).map(|(id, _)| *id);
+                match (store.snapshot_named(name), holder) {
+                    (Ok(snapshot), None) => {
+                        tally.names += 1;
+                        by_hand += 1;
+                        assert_eq!((snapshot.redo, snapshot.end), (Lsn(model.lsn), Lsn(model.lsn)));
+                        assert_eq!(snapshot.name.as_deref(), Some(name));
+                        model.keep(snapshot.id, Some(name), SNAPSHOTS_KEPT);
+                    }
+                    (Err(Error::NameTaken { snapshot, .. }), Some(holder)) => assert_eq!(snapshot, holder),
+                    (result, holder) => panic!("{name:?}, which {holder:?} has: {result:?}"),
+                }
+            }
+            Action::GiveUp(pick) => {
+                let name = SNAPSHOT_NAMES[*pick];
+                let went = store.prune(&store.retention().give_up(name)).unwrap().snapshots;
+                let named = went.iter().filter_map(|info| info.name.as_deref()).collect::<Vec<_>>();
+                assert!(named.iter().all(|gone| *gone == name), "{named:?} went with {name:?}");
+                tally.given_up += named.len();
+                if in_background {
+                    model.names.retain(|id, _| went.iter().all(|info| info.id != *id));
+                } else {
+                    model.retain(SNAPSHOTS_KEPT, Some(name));
+                }
             }
             Action::Restore(pick) => {
                 let Some(snapshot) = model.snapshot(*pick) else { continue };
+                let position = match store.restore_from_snapshot(snapshot) {
+                    Ok(position) => position,
+                    Err(Error::NoSnapshot { .. }) if in_background => continue,
+                    Err(error) => panic!("{error}"),
+                };
                 tally.restores += 1;
-                let position = store.restore_from_snapshot(snapshot).unwrap();
+                by_hand += 1;
                 let end = model.snapshots[&snapshot];
                 restored(&store, &mut model, position, end);
             }
@@ -132,11 +187,31 @@ fn run(actions: &[Action], log_io: LogIo, tally: &mut Tally, device: impl Fn() -
                 let refused = store.restore_to(beyond).unwrap_err();
                 let Error::OutsideWindow { asked, newest, .. } = refused else { panic!("{refused}") };
                 assert_eq!((asked, newest), (beyond, Lsn(model.lsn)));
-                let window = model.oldest()..=model.lsn;
-                let lsn = window.start() + *pick as u64 % (window.end() - window.start() + 1);
+                let lsn = in_window(&model, *pick);
+                let position = match store.restore_to(Lsn(lsn)) {
+                    Ok(position) => position,
+                    Err(Error::OutsideWindow { oldest, .. }) if in_background && oldest > Lsn(lsn) => {
+                        continue;
+                    }
+                    Err(error) => panic!("{error}"),
+                };
                 tally.restores += 1;
-                let position = store.restore_to(Lsn(lsn)).unwrap();
+                by_hand += 1;
                 restored(&store, &mut model, position, lsn);
+            }
+            Action::Fork(pick) => {
+                let (lsn, parent) = (in_window(&model, *pick), tempfile::tempdir().unwrap());
+                let path = parent.path().join("fork");
+                match store.fork(&path, &RestorePoint::Lsn(Lsn(lsn))) {
+                    Ok(_) => {}
+                    Err(Error::OutsideWindow { oldest, .. }) if in_background && oldest > Lsn(lsn) => {
+                        continue;
+                    }
+                    Err(error) => panic!("{error}"),
+                }
+                tally.forks += 1;
+                compare(&open(&path), &model.at(lsn));
+                compare_rebuilt(&path, &model.at(lsn));
             }
             Action::Look(pick) => {
                 tally.looks += 1;
@@ -144,6 +219,8 @@ fn run(actions: &[Action], log_io: LogIo, tally: &mut Tally, device: impl Fn() -
             }
             Action::Read(pick, from, to) => read_part(&store, &model, *pick, *from, *to),
             Action::Reopen => {
+                tally.background += store.stats().snapshots.taken.saturating_sub(by_hand);
+                by_hand = 0;
                 store.close().unwrap();
                 compare_rebuilt(directory.path(), &model);
                 store = open(directory.path());
@@ -151,6 +228,8 @@ fn run(actions: &[Action], log_io: LogIo, tally: &mut Tally, device: impl Fn() -
             }
             Action::Crash => {
                 tally.crashes += 1;
+                tally.background += store.stats().snapshots.taken.saturating_sub(by_hand);
+                by_hand = 0;
                 let left = copy_as_it_lies(&store, directory.path());
                 compare_rebuilt(left.path(), &model);
                 let crashed = std::mem::replace(&mut store, open(left.path()));
@@ -173,8 +252,14 @@ fn restored(store: &Store, model: &mut Model, position: Position, lsn: u64) {
     assert_eq!(position.lsn, Lsn(model.lsn), "a restore is one batch more");
     // Its snapshot removes none.
     let newest = store.snapshots().last().unwrap().id;
-    model.keep(newest, usize::MAX);
+    model.keep(newest, None, usize::MAX);
     compare(store, model);
+}
+
+/// One of the batches that can be gone back to.
+fn in_window(model: &Model, pick: usize) -> u64 {
+    let oldest = model.oldest();
+    oldest + pick as u64 % (model.lsn - oldest + 1)
 }
 
 /// Looks at an earlier state, beside the open store.
@@ -183,9 +268,13 @@ fn look(directory: &Path, model: &Model, lsn: u64) {
         Ok(old) => compare_snapshot(&old, &model.at(lsn)),
         // What is older than the window may be there still.
         Err(Error::OutsideWindow { asked, oldest, newest }) => {
-            assert!(lsn < model.oldest(), "batch {lsn} is in the window from {}", model.oldest());
             assert_eq!((asked, newest), (Lsn(lsn), Lsn(model.lsn)));
-            assert!(Lsn(lsn) < oldest && oldest <= Lsn(model.oldest()), "{oldest}");
+            assert!(Lsn(lsn) < oldest);
+            // Of its own accord the store may have moved the window on.
+            if !model.in_background {
+                assert!(lsn < model.oldest(), "batch {lsn} is in the window from {}", model.oldest());
+                assert!(oldest <= Lsn(model.oldest()), "{oldest}");
+            }
         }
         Err(error) => panic!("the state at {lsn}: {error}"),
     }
@@ -276,6 +365,9 @@ fn compare_table(store: &Store, model: &Model) {
     assert_eq!(store.lsn(), Lsn(model.lsn));
     assert_eq!(*store.root().unwrap(), model.root);
     compare_infos(&store.pages().unwrap(), model);
+    if model.in_background {
+        return;
+    }
     let snapshots: Vec<_> = store.snapshots().iter().map(|snapshot| snapshot.id).collect();
     assert_eq!(snapshots, model.snapshots.keys().copied().collect::<Vec<_>>(), "snapshots kept");
 }

@@ -11,6 +11,9 @@ pub const KEYS: [&str; 4] =
 /// Names of metadata and root entries.
 pub const NAMES: [&str; 3] = ["step", "dtype", ""];
 
+/// Names that snapshots may have.
+pub const SNAPSHOT_NAMES: [&str; 3] = ["first", "before tuning", "\u{1F4CC}"];
+
 /// What happens to a store.
 #[derive(Clone, Debug)]
 pub enum Action {
@@ -18,12 +21,18 @@ pub enum Action {
     Snapshot {
         exact: bool,
     },
+    /// A snapshot with one of the names.
+    Name(usize),
+    /// One of the names is given up, and what nothing keeps is removed.
+    GiveUp(usize),
     /// Back to one of the kept snapshots.
     Restore(usize),
     /// Back to the state behind any batch of the window.
     RestoreTo(usize),
     /// A look at the state behind any batch.
     Look(usize),
+    /// A new store of the state behind any batch of the window.
+    Fork(usize),
     /// A page, and two ends of a range.
     Read(usize, u16, u16),
     Reopen,
@@ -71,6 +80,12 @@ pub enum Step {
     Resize {
         page: usize,
         len: u16,
+    },
+    /// All bytes of a page, and so many: enough of them to be written ahead of the batch.
+    Replace {
+        page: usize,
+        len: u16,
+        seed: u8,
     },
     Delete {
         page: usize,
@@ -167,12 +182,15 @@ pub fn history() -> impl Strategy<Value = Vec<Action>> {
     let action = prop_oneof![
         16 => vec(step(), 0..10).prop_map(Action::Commit),
         3 => any::<bool>().prop_map(|exact| Action::Snapshot { exact }),
+        1 => (0..SNAPSHOT_NAMES.len()).prop_map(Action::Name),
+        1 => (0..SNAPSHOT_NAMES.len()).prop_map(Action::GiveUp),
+        1 => any::<usize>().prop_map(Action::Fork),
         1 => any::<usize>().prop_map(Action::Restore),
         1 => any::<usize>().prop_map(Action::RestoreTo),
         2 => any::<usize>().prop_map(Action::Look),
         3 => (any::<usize>(), any::<u16>(), any::<u16>()).prop_map(|(page, from, to)| Action::Read(page, from, to)),
         1 => Just(Action::Reopen),
-        2 => Just(Action::Crash),
+        3 => Just(Action::Crash),
     ];
     vec(action, 1..50)
 }
@@ -229,6 +247,8 @@ fn step() -> impl Strategy<Value = Step> {
         3 => (page(), width(), any::<u16>(), any::<u16>(), any::<u8>())
             .prop_map(|(page, width, at, count, seed)| Step::Fill { page, width, at, count, seed }),
         3 => (page(), len()).prop_map(|(page, len)| Step::Resize { page, len }),
+        2 => (page(), 4096..20_000u16, any::<u8>())
+            .prop_map(|(page, len, seed)| Step::Replace { page, len, seed }),
         3 => page().prop_map(|page| Step::Delete { page }),
         2 => (page(), name(), value())
             .prop_map(|(page, name, value)| Step::SetMetadata { page, name, value }),

@@ -4,7 +4,8 @@
 use std::collections::BTreeMap;
 
 use remanent::{
-    Epoch, Error, Key, Metadata, NewPage, PageId, PageRef, Place, SnapshotId, Value, Width, WriteBatch,
+    Epoch, Error, Key, Metadata, NewPage, PageId, PageRef, Place, SnapshotId, SnapshotInfo, Value, Width,
+    WriteBatch,
 };
 
 use super::history::{Bad, KEYS, NAMES, Step};
@@ -30,6 +31,10 @@ pub struct Model {
     pub gone: Vec<PageId>,
     /// The batches behind which the kept snapshots stand.
     pub snapshots: BTreeMap<SnapshotId, u64>,
+    /// The names that some of them have.
+    pub names: BTreeMap<SnapshotId, String>,
+    /// Whether the store takes snapshots of its own accord: then it is the one who says which there are.
+    pub in_background: bool,
     /// The states behind earlier batches.
     pub past: BTreeMap<u64, (BTreeMap<PageId, Page>, Metadata)>,
     /// The highest epoch that any page ever had.
@@ -100,13 +105,37 @@ impl Model {
         self.root = changed.root;
     }
 
-    /// Keeps the present state as a snapshot, and only so many of them.
-    pub fn keep(&mut self, snapshot: SnapshotId, count: usize) {
+    /// Keeps the present state as a snapshot, and only so many of them, besides those with names.
+    pub fn keep(&mut self, snapshot: SnapshotId, name: Option<&str>, count: usize) {
+        if self.in_background {
+            return;
+        }
         assert!(self.snapshots.keys().all(|kept| *kept < snapshot), "{snapshot} was given before");
         self.snapshots.insert(snapshot, self.lsn);
-        while self.snapshots.len() > count {
-            self.snapshots.pop_first();
+        self.names.extend(name.map(|name| (snapshot, name.to_owned())));
+        self.retain(count, None);
+    }
+
+    /// Removes what neither the count nor a name keeps. A name that is given up is there still if the count keeps
+    /// its snapshot.
+    pub fn retain(&mut self, count: usize, given_up: Option<&str>) {
+        let counted = self.snapshots.len().saturating_sub(count);
+        let oldest_counted = self.snapshots.keys().nth(counted).copied();
+        let names = &self.names;
+        let is_named = |id: &SnapshotId| names.get(id).is_some_and(|name| Some(name.as_str()) != given_up);
+        self.snapshots.retain(|id, _| Some(*id) >= oldest_counted || is_named(id));
+        self.names.retain(|id, _| self.snapshots.contains_key(id));
+    }
+
+    /// Takes over which snapshots there are. Those with names are among them.
+    pub fn adopt(&mut self, listed: &[SnapshotInfo]) {
+        for (id, name) in &self.names {
+            let info =
+                listed.iter().find(|info| info.id == *id).unwrap_or_else(|| panic!("{name:?} is gone"));
+            assert_eq!((info.name.as_ref(), info.end.0), (Some(name), self.snapshots[id]));
         }
+        self.snapshots = listed.iter().map(|info| (info.id, info.end.0)).collect();
+        self.names = listed.iter().filter_map(|info| Some((info.id, info.name.clone()?))).collect();
     }
 
     /// One of the kept snapshots, if there are any.
@@ -126,12 +155,14 @@ impl Model {
             Some(state) => state.clone(),
             None => (self.pages.clone(), self.root.clone()),
         };
-        Self { pages, root, lsn, ..Self::default() }
+        Self { pages, root, lsn, in_background: true, ..Self::default() }
     }
 
-    /// The oldest batch that one can go back to for certain.
+    /// The oldest batch from which on one can go back to any for certain: of the older snapshots with names the log
+    /// may be gone.
     pub fn oldest(&self) -> u64 {
-        self.snapshots.values().next().copied().unwrap_or(0)
+        let last = self.snapshots.values();
+        last.clone().rev().nth(1).or(last.clone().next()).copied().unwrap_or(0)
     }
 
     /// Goes back to an earlier state, in one batch. What changed since gets an epoch above all others.
@@ -285,6 +316,12 @@ impl<'a> Draft<'a> {
                 let (name, target) = self.touch(*page)?;
                 target.bytes.resize(usize::from(*len), 0);
                 self.batch.resize(name, u64::from(*len));
+            }
+            Step::Replace { page, len, seed } => {
+                let (name, target) = self.touch(*page)?;
+                let bytes = drawn(*seed, usize::from(*len));
+                target.bytes.clone_from(&bytes);
+                self.batch.resize(name, u64::from(*len)).write(name, 0, &bytes);
             }
             Step::Delete { page } => {
                 let slot = self.pick(*page)?;
