@@ -32,6 +32,19 @@ pub enum LogIo {
     Mapped,
     /// `pwrite` and `fdatasync`, for every other file system.
     Buffered,
+    /// One write past the page cache for each group of frames (`O_DIRECT`, `O_DSYNC`). A batch is `Logged` only
+    /// when it is `Durable`, and not applied before.
+    Direct,
+}
+
+impl fmt::Display for LogIo {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            LogIo::Mapped => "mapped",
+            LogIo::Buffered => "buffered",
+            LogIo::Direct => "direct",
+        })
+    }
 }
 
 /// Which device holds the pages.
@@ -216,8 +229,8 @@ impl Options {
         self
     }
 
-    /// How the log reaches the disk. Default: mapped where the file system allows it and commits do not wait
-    /// for a sync ([`Ack::Durable`]), else buffered.
+    /// How the log reaches the disk. Default: mapped; direct where commits wait for a sync ([`Ack::Durable`]);
+    /// buffered where the file system allows neither.
     #[must_use]
     pub fn log_io(mut self, io: LogIo) -> Self {
         self.log_io = Some(io);

@@ -142,8 +142,7 @@ impl Ticket {
     /// [`Error::Poisoned`] if the store failed before.
     pub fn wait(&self, ack: Ack) -> Result<()> {
         match ack {
-            // A ticket exists only for a batch that is logged.
-            Ack::Logged => Ok(()),
+            Ack::Logged => self.log.wait_logged(self.committed.position.lsn),
             Ack::Applied => self.applier.wait_applied(self.committed.position.lsn).map(drop),
             Ack::Durable => self.log.wait_durable(self.committed.position.lsn),
         }
@@ -204,6 +203,10 @@ impl Store {
             staging.clone(),
             poison.clone(),
             leases.clone(),
+            {
+                let log = log.clone();
+                move |lsn| log.wait_logged(lsn)
+            },
             applied,
         );
         let applier = applier.inspect_err(|_| log.stop())?;
@@ -288,8 +291,8 @@ impl Store {
         WriteBatch::default()
     }
 
-    /// Logs a batch, and returns at once with what one waits on. The batch is `Logged` then: it survives
-    /// the death of the process.
+    /// Logs a batch, and returns at once with what one waits on. The batch is `Logged` then, so that it survives
+    /// the death of the process; where the log is written directly ([`LogIo::Direct`]), that too is waited for.
     ///
     /// # Errors
     /// If the batch cannot be committed, with nothing changed: [`Error::UnknownPage`],
@@ -330,10 +333,11 @@ impl Store {
         self.parts.log.wait_durable(lsn)
     }
 
-    /// The newest batch.
+    /// The newest batch that is logged.
     #[must_use]
     pub fn lsn(&self) -> Lsn {
-        self.parts.committer.lock().lsn()
+        let Parts { committer, log, .. } = &self.parts;
+        committer.lock().lsn().min(log.logged())
     }
 
     /// Fills `out` with the page's bytes from `offset` on, as of the batch returned: the newest one
@@ -586,9 +590,9 @@ impl Store {
     /// Counts and sizes.
     #[must_use]
     pub fn stats(&self) -> Stats {
-        let Parts { committer, log, applier, device, arena, staging, snapshots, .. } = &self.parts;
+        let Parts { log, applier, device, arena, staging, snapshots, .. } = &self.parts;
         Stats {
-            logged: committer.lock().lsn(),
+            logged: self.lsn(),
             applied: applier.applied(),
             durable: log.durable(),
             log: log.stats(),
@@ -687,22 +691,23 @@ impl std::fmt::Debug for Store {
 
 /// How the log is written, and a sentence on why.
 fn choose_log_io(disk: &dyn Disk, options: &Options) -> Result<(LogIo, String)> {
-    let refused = disk.mapping_refused()?;
-    match (options.log_io, refused) {
-        (Some(LogIo::Mapped), Some(reason)) => Err(Error::InvalidOption {
-            option: "log_io",
-            reason: format!("the log cannot be mapped: {reason}"),
-        }),
-        (Some(LogIo::Buffered), _) => Ok((LogIo::Buffered, "buffered, as asked for".to_owned())),
-        // Measured with 8 threads and 4 KiB a commit: 0.88 of a raw group-commit loop against 0.53 mapped,
-        // because `msync` waits longer than `fdatasync` (`cargo bench -p remanent --bench core`).
-        (None, None) if options.ack == Ack::Durable => {
-            Ok((LogIo::Buffered, "buffered: every commit waits for a sync".to_owned()))
-        }
-        (_, None) => Ok((LogIo::Mapped, "mapped".to_owned())),
-        (None, Some(reason)) => {
-            tracing::info!(reason, "the log is written by system calls");
-            Ok((LogIo::Buffered, format!("buffered: {reason}")))
-        }
+    if let Some(io) = options.log_io {
+        let refused = disk.refuses(io)?;
+        return match refused {
+            Some(reason) => Err(Error::InvalidOption { option: "log_io", reason: format!("{io}: {reason}") }),
+            None => Ok((io, format!("{io}, as asked for"))),
+        };
     }
+    // `msync` waits longer than any other way to sync (`cargo bench -p remanent --bench core`).
+    let (wanted, why) = match options.ack {
+        Ack::Durable => (LogIo::Direct, ": every commit waits for a sync"),
+        Ack::Applied | Ack::Logged => (LogIo::Mapped, ""),
+    };
+    Ok(match disk.refuses(wanted)? {
+        None => (wanted, format!("{wanted}{why}")),
+        Some(reason) => {
+            tracing::info!(reason, "the log is written through the page cache");
+            (LogIo::Buffered, format!("{}: {reason}", LogIo::Buffered))
+        }
+    })
 }

@@ -137,13 +137,15 @@ struct Progress {
 }
 
 impl Applier {
-    /// Starts the thread with the pages that recovery loaded.
+    /// Starts the thread with the pages that recovery loaded. No batch is applied before `wait_logged` has
+    /// returned for it (I1).
     pub fn start(
         device: Arc<dyn Device>,
         arena: Arc<Arena>,
         staging: Arc<StagingPool>,
         poison: Arc<Poison>,
         leases: Arc<Leases>,
+        wait_logged: impl Fn(Lsn) -> Result<()> + Send + 'static,
         applied: Applied,
     ) -> Result<Arc<Self>> {
         let applier = Arc::new(Self {
@@ -164,6 +166,7 @@ impl Applier {
                     arena,
                     staging,
                     leases,
+                    wait_logged: Box::new(wait_logged),
                     applied,
                     list: ListBuilder::default(),
                     retiring: Vec::new(),
@@ -314,6 +317,7 @@ struct Worker {
     arena: Arc<Arena>,
     staging: Arc<StagingPool>,
     leases: Arc<Leases>,
+    wait_logged: Box<dyn Fn(Lsn) -> Result<()> + Send>,
     applied: Applied,
     list: ListBuilder,
     /// Memory that the list under construction uses last.
@@ -330,8 +334,18 @@ struct Worker {
 impl Worker {
     fn run(&mut self) {
         while let Some(requests) = self.shared.take() {
+            let newest = requests.iter().rev().find_map(|request| match request {
+                Request::Batch(work) => Some(work.point.lsn),
+                Request::Turn(_) => None,
+            });
+            let all_are_logged = newest.is_none_or(|newest| (self.wait_logged)(newest).is_ok());
             for request in requests {
                 match request {
+                    Request::Batch(work)
+                        if !all_are_logged && (self.wait_logged)(work.point.lsn).is_err() =>
+                    {
+                        self.refuse(work);
+                    }
                     Request::Batch(work) => {
                         self.batch(work);
                         if self.list.payload_bytes() >= LIST_BYTES {
@@ -361,6 +375,17 @@ impl Worker {
         match last.and_then(|_| self.leases.wait_ended()) {
             Ok(()) => self.release_pages(),
             Err(error) => tracing::warn!(%error, "page memory stays allocated"),
+        }
+    }
+
+    /// Gives up a batch that the log lost: nobody sees it, and what was logged goes on being read.
+    fn refuse(&mut self, work: Work) {
+        self.shared.progress(|progress| progress.lost = true);
+        for staging in work.asides.into_iter().chain([work.payload]) {
+            self.staging.give(staging.into_staging());
+        }
+        for memory in work.memory.into_iter().chain(work.spares.into_iter().map(|(_, spare)| spare)) {
+            discard(&self.arena, memory);
         }
     }
 

@@ -7,6 +7,7 @@
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::num::NonZeroU64;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -19,6 +20,7 @@ use rustix::fs::{Advice, CWD, Mode, OFlags};
 use rustix::io::Errno;
 
 use super::buffered::BufferedWindow;
+use super::direct::{self, DirectWindow};
 use super::mapped::MappedWindow;
 use super::{Disk, DiskFile, DiskLock, Hold, Watch, Window, lock, readers, watch};
 use crate::error::{Error, Result};
@@ -194,12 +196,16 @@ impl Disk for DirDisk {
         watch::watch(&self.folder_path(folder))
     }
 
-    fn mapping_refused(&self) -> Result<Option<String>> {
+    fn refuses(&self, io: LogIo) -> Result<Option<String>> {
         // The log's folder may be a mount of its own.
         let log = self.folder_path(Folder::Log);
         let path = if log.is_dir() { log } else { self.root.clone() };
-        mapping_refused(&path)
-            .map_err(|errno| self.folder_error("ask the file system of", Folder::Root, errno.into()))
+        let refusal = match io {
+            LogIo::Mapped => mapping_refused(&path),
+            LogIo::Direct => Ok(direct_refused(&path)),
+            LogIo::Buffered => Ok(None),
+        };
+        refusal.map_err(|errno| self.folder_error("ask the file system of", Folder::Root, errno.into()))
     }
 }
 
@@ -290,17 +296,24 @@ impl DiskFile for DirFile {
                 let file = self.file.try_clone().map_err(failed)?;
                 Box::new(BufferedWindow::new(file, self.name, self.len()?))
             }
+            LogIo::Direct => {
+                let file = reopen(&self.file, direct::FLAGS).map_err(|errno| failed(errno.into()))?;
+                Box::new(DirectWindow::new(file, self.name, self.len()?).map_err(failed)?)
+            }
         })
     }
 }
 
-/// Opens the same file anew, for reads that go past the page cache. The path under `/proc` leads to the
-/// file even after a rename; where there is no `/proc`, or no direct reading, the answer is `None`.
+/// Opens the same file anew, for reads that go past the page cache; `None` where there is no direct reading.
 fn reopen_direct(file: &File) -> Option<File> {
-    use std::os::fd::AsRawFd;
+    reopen(file, OFlags::RDONLY | OFlags::DIRECT | OFlags::CLOEXEC).ok()
+}
+
+/// Opens the same file anew. The path under `/proc` leads to the file even after a rename; where there is no
+/// `/proc`, this fails.
+fn reopen(file: &File, flags: OFlags) -> rustix::io::Result<File> {
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
-    let flags = OFlags::RDONLY | OFlags::DIRECT | OFlags::CLOEXEC;
-    rustix::fs::openat(CWD, path, flags, Mode::empty()).ok().map(File::from)
+    rustix::fs::openat(CWD, path, flags, Mode::empty()).map(File::from)
 }
 
 /// Reads through a page-aligned bounce area, since the caller's memory, offset and length are not aligned
@@ -378,6 +391,19 @@ fn shares_extents(path: &Path) -> rustix::io::Result<bool> {
     }
 }
 
+/// Why files below `path` cannot be written past the page cache, if so: asked by writing a block of a nameless
+/// file, for some file systems accept the flags at open and refuse the write.
+fn direct_refused(path: &Path) -> Option<String> {
+    let flags = direct::FLAGS | OFlags::TMPFILE;
+    let nameless = rustix::fs::openat(CWD, path, flags, Mode::RUSR | Mode::WUSR);
+    let written = nameless.map_err(io::Error::from).and_then(|nameless| {
+        // Its own reopening is part of what a window needs.
+        let file = reopen(&File::from(nameless), direct::FLAGS)?;
+        file.write_all_at(&MmapMut::map_anon(GROUP_ALIGN as usize)?, 0)
+    });
+    written.err().map(|error| format!("direct writes are not possible here: {error}"))
+}
+
 /// Reads a store directory for the pure decoders, without a lock.
 ///
 /// Keeps the file read last open: decoders read a file in many small pieces.
@@ -452,9 +478,9 @@ mod tests {
 
     #[test]
     fn a_real_file_system_is_asked() {
-        let reason = DirDisk::new("/proc").mapping_refused().unwrap().unwrap();
+        let reason = DirDisk::new("/proc").refuses(LogIo::Mapped).unwrap().unwrap();
         assert!(reason.contains("0x9fa0"), "{reason}");
-        let missing = DirDisk::new("/proc/no such folder").mapping_refused();
+        let missing = DirDisk::new("/proc/no such folder").refuses(LogIo::Mapped);
         assert!(matches!(missing, Err(Error::Folder { .. })));
     }
 

@@ -7,6 +7,7 @@
 
 mod buffered;
 pub mod dir;
+mod direct;
 mod lock;
 mod mapped;
 mod readers;
@@ -117,11 +118,11 @@ pub trait Disk: Any + Send + Sync {
         Box::new(Nap)
     }
 
-    /// Whether a shared mapping of a file here is safe to write through; if not, why.
+    /// Why a log here must not be written this way, if so. Buffered is always possible.
     ///
     /// # Errors
     /// What the system says.
-    fn mapping_refused(&self) -> Result<Option<String>>;
+    fn refuses(&self, io: LogIo) -> Result<Option<String>>;
 }
 
 /// One open file.
@@ -160,7 +161,7 @@ pub trait DiskFile: Send + Sync {
     fn sync(&self) -> Result<()>;
 
     /// Opens a window onto the file, whose length must not change while the window lives. `io` must not
-    /// be `Mapped` where `mapping_refused` gives a reason, nor on a file that is not wholly written.
+    /// be one that the disk refuses, nor `Mapped` on a file that is not wholly written.
     ///
     /// # Errors
     /// What the system says.
@@ -170,7 +171,8 @@ pub trait DiskFile: Send + Sync {
 /// A window onto a file that is written in place: the log's way to the disk. One thread puts at a time;
 /// another may sync meanwhile.
 pub trait Window: Send + Sync {
-    /// Stores `bytes` at `offset`. When it returns, they survive the death of the process.
+    /// Stores `bytes` at `offset`. When it returns, they survive the death of the process; where the window is
+    /// `Direct`, only when they are synced.
     ///
     /// # Errors
     /// What the system says.
@@ -179,7 +181,8 @@ pub trait Window: Send + Sync {
     /// If the bytes do not lie within the window: the caller checked that.
     fn put(&self, offset: u64, bytes: &[u8]) -> Result<()>;
 
-    /// Makes the bytes in `offset..offset + len` durable.
+    /// Makes the bytes in `offset..offset + len` durable. Where the window is `Direct`, `offset` is a multiple of
+    /// 4096, nothing below the end is put any more, and the rest of its last 4096 bytes becomes zeros.
     ///
     /// # Errors
     /// What the system says; then nothing may be acknowledged any more.

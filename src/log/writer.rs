@@ -2,7 +2,8 @@
 //!
 //! A batch is `Logged` when [`Log::append`] returns: its frame and all before it are whole in the mapping
 //! or in the kernel's page cache, which outlive the process. It is `Durable` when the keeper has synced
-//! its group. Frames of one group follow each other; a sync closes the group, and the next frame starts on
+//! its group. A direct log's frames lie in the process's own memory until then: it says `Logged` only when it
+//! can say `Durable` ([`Log::wait_logged`]). Frames of one group follow each other; a sync closes the group, and the next frame starts on
 //! a new 4096-byte boundary, so that nothing synced is written again (I5).
 //!
 //! The store may be poisoned while the log is sound, by a device or by a snapshot: then no batch is taken
@@ -148,7 +149,7 @@ impl Log {
         Ok(())
     }
 
-    /// Appends a batch; it is `Logged` when this returns. Callers come one at a time, in the order of
+    /// Appends a batch; it is `Logged` when this returns, unless the log is direct. Callers come one at a time, in the order of
     /// their batches. If there is no space nothing happened; any other failure poisons.
     pub fn append(&self, payload: &[u8], payload_crc: u32, purpose: SpacePurpose) -> Result<LogPoint> {
         let _phase = phases::enter(Phase::Commit);
@@ -185,6 +186,14 @@ impl Log {
         Ok(point)
     }
 
+    /// Waits until batch `lsn`, which was appended, survives the death of the process.
+    pub fn wait_logged(&self, lsn: Lsn) -> Result<()> {
+        match self.io {
+            LogIo::Mapped | LogIo::Buffered => Ok(()),
+            LogIo::Direct => self.wait_durable(lsn),
+        }
+    }
+
     /// Waits until batch `lsn` survives a power cut.
     pub fn wait_durable(&self, lsn: Lsn) -> Result<()> {
         let mut state = self.state.lock();
@@ -216,6 +225,15 @@ impl Log {
             self.progress.wait(&mut state);
         }
         Ok(())
+    }
+
+    /// The newest logged batch.
+    pub fn logged(&self) -> Lsn {
+        let state = self.state.lock();
+        match self.io {
+            LogIo::Mapped | LogIo::Buffered => state.point.lsn,
+            LogIo::Direct => state.durable,
+        }
     }
 
     /// The newest durable batch.

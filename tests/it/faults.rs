@@ -45,7 +45,11 @@ fn small() -> Options {
 }
 
 fn open(disk: &SimDisk, device: Arc<dyn Device>) -> Result<Store> {
-    Store::open_on(Arc::new(disk.clone()), device, small())
+    open_with(disk, device, small())
+}
+
+fn open_with(disk: &SimDisk, device: Arc<dyn Device>, options: Options) -> Result<Store> {
+    Store::open_on(Arc::new(disk.clone()), device, options)
 }
 
 fn open_on_host(disk: &SimDisk) -> Result<Store> {
@@ -79,16 +83,21 @@ impl Line {
     }
 
     fn commit(&mut self, store: &Store, ack: Ack) -> Result<()> {
+        self.commit_with_note(store, ack, 2500)
+    }
+
+    fn commit_with_note(&mut self, store: &Store, ack: Ack, note_len: usize) -> Result<()> {
         let lsn = self.logged + 1;
         let mut batch = store.batch();
         batch.fill(self.page, 0, PAGE_LEN, &lsn.to_le_bytes()).set_root("step", lsn);
         batch.delete(self.second).create(100, Place::Device(0));
-        batch.note("n".repeat(2500));
+        batch.note("n".repeat(note_len));
         self.steps.truncate(lsn as usize);
         self.steps.push(lsn);
         let ticket = store.submit(batch)?;
         assert_eq!(ticket.position().lsn.0, lsn);
         self.second = ticket.pages()[0];
+        ticket.wait(Ack::Logged)?;
         self.logged = lsn;
         ticket.wait(ack)?;
         if ack == Ack::Durable {
@@ -118,6 +127,8 @@ impl Line {
 
     /// Commits that roll, snapshots that recycle, a restore: the first error ends it.
     fn work(&mut self, store: &Store) -> Result<()> {
+        // Longer than what came before: no staging that lies idle will do.
+        self.commit_with_note(store, Ack::Logged, 5000)?;
         for _ in 0..3 {
             self.commits(store, 7)?;
             store.snapshot()?;

@@ -92,8 +92,8 @@ impl Disk for Interrupted {
         self.inner.remove(file)
     }
 
-    fn mapping_refused(&self) -> Result<Option<String>> {
-        self.inner.mapping_refused()
+    fn refuses(&self, io: LogIo) -> Result<Option<String>> {
+        self.inner.refuses(io)
     }
 }
 

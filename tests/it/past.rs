@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex};
 use remanent::disk::sim::SimDisk;
 use remanent::disk::{Disk, DiskFile, DiskLock, Hold};
 use remanent::{
-    Compression, Error, FileName, Folder, Key, Lsn, Options, PageId, Place, RestorePoint, Result, Snapshot,
-    SnapshotId, Store,
+    Compression, Error, FileName, Folder, Key, LogIo, Lsn, Options, PageId, Place, RestorePoint, Result,
+    Snapshot, SnapshotId, Store,
 };
 
 use crate::files::{open, open_with, small};
@@ -291,8 +291,8 @@ impl Disk for Unlockable {
         self.0.remove(file)
     }
 
-    fn mapping_refused(&self) -> Result<Option<String>> {
-        self.0.mapping_refused()
+    fn refuses(&self, io: LogIo) -> Result<Option<String>> {
+        self.0.refuses(io)
     }
 }
 

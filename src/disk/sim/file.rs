@@ -3,7 +3,9 @@
 use std::io;
 use std::sync::Arc;
 
+use parking_lot::Mutex;
 use remanent_format::FileName;
+use remanent_format::limits::{GROUP_ALIGN, align_up};
 
 use super::event::{Event, SyncPoint};
 use super::state::FileId;
@@ -96,11 +98,15 @@ impl DiskFile for SimFile {
         self.sync_range(Operation::Sync, point, 0, len).map_err(file_failed("sync", self.file, None))
     }
 
-    fn window(&self, _io: LogIo) -> Result<Box<dyn Window>> {
+    fn window(&self, io: LogIo) -> Result<Box<dyn Window>> {
         if !self.write {
             return Err(file_failed("map", self.file, None)(io::Error::from_raw_os_error(EBADF)));
         }
-        Ok(Box::new(SimWindow { len: self.len()?, file: self.clone() }))
+        let window = SimWindow { len: self.len()?, file: self.clone() };
+        Ok(match io {
+            LogIo::Mapped | LogIo::Buffered => Box::new(window),
+            LogIo::Direct => Box::new(SimDirectWindow { window, put: Mutex::default() }),
+        })
     }
 }
 
@@ -125,5 +131,29 @@ impl Window for SimWindow {
         let point = SyncPoint::Window(self.file.file);
         let synced = self.file.sync_range(Operation::SyncWindow, point, offset, len);
         synced.map_err(file_failed("sync", self.file.file, Some(offset)))
+    }
+}
+
+/// A window whose puts reach the file when they are synced, and in whole blocks.
+struct SimDirectWindow {
+    window: SimWindow,
+    put: Mutex<Vec<(u64, Vec<u8>)>>,
+}
+
+impl Window for SimDirectWindow {
+    fn put(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        self.put.lock().push((offset, bytes.to_vec()));
+        Ok(())
+    }
+
+    fn sync(&self, offset: u64, len: u64) -> Result<()> {
+        assert!(offset.is_multiple_of(GROUP_ALIGN), "a group begins on a block");
+        let mut blocks = vec![0; align_up(len, GROUP_ALIGN) as usize];
+        for (at, bytes) in self.put.lock().extract_if(.., |(at, _)| *at < offset + len) {
+            let at = at.checked_sub(offset).expect("what was put is synced in its order") as usize;
+            blocks[at..at + bytes.len()].copy_from_slice(&bytes);
+        }
+        self.window.put(offset, &blocks)?;
+        self.window.sync(offset, blocks.len() as u64)
     }
 }

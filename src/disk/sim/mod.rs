@@ -22,6 +22,7 @@ use remanent_format::{FileName, Folder, ReadAt, SnapshotId};
 
 use super::{Disk, DiskFile, DiskLock, Hold};
 use crate::error::{Error, Result};
+use crate::options::LogIo;
 
 pub use crash::{Crash, Image, Plan};
 use event::Event;
@@ -402,7 +403,7 @@ impl Disk for SimDisk {
         Ok(())
     }
 
-    fn mapping_refused(&self) -> Result<Option<String>> {
+    fn refuses(&self, _io: LogIo) -> Result<Option<String>> {
         Ok(None)
     }
 }

@@ -1,6 +1,6 @@
 //! Commits: groups, rolls, frames and pages of any length, and stores that were killed before.
 
-use remanent::{Ack, Metadata};
+use remanent::{Ack, LogIo, Metadata};
 
 use super::model::{Act, Target};
 use super::work::{Writer, beside};
@@ -65,6 +65,30 @@ fn segments_roll() {
         driver.check(&store);
         drop(store);
         Ok(driver.into())
+    });
+}
+
+/// Nothing of a group is in a file before it is synced, so that logged is durable here, after a kill as well.
+#[test]
+fn direct_logs_survive() {
+    suite(options().log_io(LogIo::Direct), 4000, |driver, random| {
+        let store = driver.open()?;
+        let writers = [Writer::new("a", random.next()), Writer::new("b", random.next())];
+        let ack = |step| if step % 3 == 2 { Ack::Durable } else { Ack::Logged };
+        beside(&driver, &store, writers, (0..8).map(ack), || Ok(()))?;
+        assert!(store.stats().log.rolls >= 1, "{:?}", store.stats().log);
+        driver.snapshot(&store)?;
+        driver.check(&store);
+        let second = driver.killed();
+        drop(store);
+        let mut writer = Writer::new("c", random.next());
+        let store = second.open()?;
+        for _ in 0..4 {
+            second.commit(&store, &mut writer, Ack::Logged)?;
+        }
+        second.check(&store);
+        drop(store);
+        Ok(Lives(vec![driver, second]))
     });
 }
 

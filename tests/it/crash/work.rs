@@ -307,6 +307,7 @@ impl Driver {
         let (lsn, new) = (ticket.position().lsn, ticket.pages().to_vec());
         self.book.lock().unwrap().steps.insert(lsn.0, Step::Batch { acts, new: new.clone() });
         self.written.notify_all();
+        ticket.wait(Ack::Logged)?;
         self.acked(Ack::Logged, lsn);
         ticket.wait(ack)?;
         if ack == Ack::Durable {

@@ -2,7 +2,7 @@
 
 use remanent::disk::Disk;
 use remanent::disk::sim::{EIO, Fault, Moment, Operation};
-use remanent::{FileName, Folder, Remedy, WriteBatch};
+use remanent::{FileName, Folder, LogIo, Remedy, WriteBatch};
 
 use super::*;
 
@@ -45,56 +45,64 @@ fn is_the_fault(error: &Error) -> bool {
 
 #[test]
 fn an_error_of_the_disk_stops_the_store_and_loses_nothing() {
-    at_every_operation(&OPERATIONS, |fault| {
-        let disk = SimDisk::new();
-        let device = Gauge::host();
-        let store = open(&disk, device.clone()).unwrap();
-        let mut line = Line::begin(&store);
-        disk.fail(fault);
-        let outcome = line.work(&store);
-        let struck = disk.faults_left() < fault.times;
+    at_every_operation(&OPERATIONS, |fault| stops_and_loses_nothing(fault, small()));
+}
 
-        if let Err(error) = &outcome {
-            assert!(is_the_fault(error), "{error}");
-            let mut batch = WriteBatch::default();
-            batch.note("after the error");
-            match store.commit(batch) {
-                // A restore that cannot read its snapshot has changed nothing.
-                Ok(committed) => {
-                    assert!(matches!(fault.operation, Operation::Read | Operation::Open), "{error}");
-                    line.logged = committed.position.lsn.0;
-                    line.steps.truncate(line.logged as usize);
-                    line.steps.push(line.steps[line.steps.len() - 1]);
-                }
-                Err(refused) => {
-                    let cause = poisoned(&store);
-                    assert!(is_the_fault(&cause), "{cause}");
-                    let expected =
-                        if matches!(*cause, Error::Damaged(_)) { Remedy::Inspect } else { Remedy::Reopen };
-                    assert_eq!((refused.remedy(), cause.remedy()), (expected, expected), "{cause}");
-                }
+/// What was put is in nobody's page cache.
+#[test]
+fn an_error_of_a_direct_write_stops_the_store_and_loses_nothing() {
+    let operations = [Operation::Put, Operation::SyncWindow];
+    at_every_operation(&operations, |fault| stops_and_loses_nothing(fault, small().log_io(LogIo::Direct)));
+}
+
+/// Works until the fault strikes, if it does; returns whether it did.
+fn stops_and_loses_nothing(fault: Fault, options: Options) -> bool {
+    let disk = SimDisk::new();
+    let device = Gauge::host();
+    let store = open_with(&disk, device.clone(), options).unwrap();
+    let mut line = Line::begin(&store);
+    disk.fail(fault);
+    let outcome = line.work(&store);
+    let struck = disk.faults_left() < fault.times;
+
+    if let Err(error) = &outcome {
+        assert!(is_the_fault(error), "{error}");
+        let mut batch = WriteBatch::default();
+        batch.note("after the error");
+        match store.commit(batch) {
+            // A restore that cannot read its snapshot has changed nothing.
+            Ok(committed) => {
+                assert!(matches!(fault.operation, Operation::Read | Operation::Open), "{error}");
+                line.logged = committed.position.lsn.0;
+                line.steps.truncate(line.logged as usize);
+                line.steps.push(line.steps[line.steps.len() - 1]);
+            }
+            Err(refused) => {
+                let cause = poisoned(&store);
+                assert!(is_the_fault(&cause), "{cause}");
+                let expected =
+                    if matches!(*cause, Error::Damaged(_)) { Remedy::Inspect } else { Remedy::Reopen };
+                assert_eq!((refused.remedy(), cause.remedy()), (expected, expected), "{cause}");
             }
         }
-        // What was read before is still read, and is still right. But a restore that cannot read again what it
-        // proved before has overwritten a part of memory: then nobody reads it.
-        if let Err(error) = line.check_read(&store) {
-            assert!(matches!(fault.operation, Operation::Read | Operation::Open), "{error}");
-            assert!(is_the_fault(&error), "{error}");
-        }
-        let closed = store.close();
-        assert!(
-            outcome.is_ok()
-                || closed.is_err()
-                || matches!(fault.operation, Operation::Read | Operation::Open)
-        );
-        assert_eq!(device.live(), 0, "page memory was not given back");
+    }
+    // What was read before is still read, and is still right. But a restore that cannot read again what it
+    // proved before has overwritten a part of memory: then nobody reads it.
+    if let Err(error) = line.check_read(&store) {
+        assert!(matches!(fault.operation, Operation::Read | Operation::Open), "{error}");
+        assert!(is_the_fault(&error), "{error}");
+    }
+    let closed = store.close();
+    assert!(
+        outcome.is_ok() || closed.is_err() || matches!(fault.operation, Operation::Read | Operation::Open)
+    );
+    assert_eq!(device.live(), 0, "page memory was not given back");
 
-        // A power cut spares what was acknowledged as durable, reopening finds all that was acknowledged.
-        disk.clear_faults();
-        line.check(&open_on_host(&disk.after_power_cut()).unwrap(), line.durable);
-        line.check(&open_on_host(&disk).unwrap(), line.logged);
-        struck
-    });
+    // A power cut spares what was acknowledged as durable, reopening finds all that was acknowledged.
+    disk.clear_faults();
+    line.check(&open_on_host(&disk.after_power_cut()).unwrap(), line.durable);
+    line.check(&open_on_host(&disk).unwrap(), line.logged);
+    struck
 }
 
 #[test]
