@@ -3,6 +3,8 @@
 //! parent kills it while a wanted phase lasts, and then demands two things: every acknowledged batch is
 //! there, and the state is, byte for byte, that of the workload after the batch that recovery reached.
 //! The next worker goes on from the directory as the kill left it.
+//!
+//! With `REMANENT_KILL_DEVICE=cuda:0` pages live on that GPU, the workers' and those of who checks.
 
 mod board;
 mod diary;
@@ -26,12 +28,17 @@ use model::Model;
 use worker::Manner;
 use workload::Random;
 
+use crate::direct;
+
 /// How the log is written, and kills wanted in each phase. The default log is a mapped one wherever the
 /// file system allows it.
-const PLANS: [(Option<LogIo>, usize); 2] = [(None, 16), (Some(LogIo::Buffered), 10)];
+fn plans() -> [(Option<LogIo>, usize); 3] {
+    [(None, 12), (Some(LogIo::Buffered), 7), (Some(direct::log_io()), 7)]
+}
+
 const TEST: &str = "kill::nothing_acknowledged_is_lost_by_a_kill_in_any_phase";
 const ERRAND_DIRECTORY: &str = "REMANENT_KILL_DIRECTORY";
-const ERRAND_BUFFERED: &str = "REMANENT_KILL_BUFFERED";
+const ERRAND_LOG_IO: &str = "REMANENT_KILL_LOG_IO";
 const ERRAND_BACKGROUND: &str = "REMANENT_KILL_BACKGROUND";
 /// A worker that does not reach a phase for so long hangs. Long, for a machine may be busy with other work.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -41,21 +48,28 @@ fn nothing_acknowledged_is_lost_by_a_kill_in_any_phase() {
     // The worker is this very test in another process, told so by its environment: one binary, and no test
     // that does nothing when it is run by itself.
     if let Some(directory) = std::env::var_os(ERRAND_DIRECTORY) {
-        let is_told = |errand: &str| std::env::var_os(errand).is_some();
-        let log_io = is_told(ERRAND_BUFFERED).then_some(LogIo::Buffered);
-        worker::work(Path::new(&directory), Manner { log_io, background: is_told(ERRAND_BACKGROUND) });
+        let ways = [LogIo::Mapped, LogIo::Buffered, LogIo::Direct];
+        let told = std::env::var(ERRAND_LOG_IO).ok();
+        let log_io = told.map(|told| ways.into_iter().find(|way| way.to_string() == told).unwrap());
+        let background = std::env::var_os(ERRAND_BACKGROUND).is_some();
+        worker::work(Path::new(&directory), Manner { log_io, background });
     }
-    let tallies = PLANS.map(|(log_io, wanted)| Ground::new(log_io).kill_in_every_phase(wanted));
+    let tallies = plans().map(|(log_io, wanted)| Ground::new(log_io).kill_in_every_phase(wanted));
 
-    println!("{:<16}{:>10}{:>26}", "killed in", &tallies[0].label, &tallies[1].label);
+    let row = |name: &str, column: &dyn Fn(&Tally) -> String| {
+        println!(
+            "{name:<16}{}",
+            tallies.iter().map(|tally| format!("{:>26}", column(tally))).collect::<String>()
+        );
+    };
+    row("killed in", &|tally| tally.label.clone());
     for (index, phase) in PHASES.iter().enumerate() {
-        let name = format!("{phase:?}");
-        println!("{name:<16}{:>10}{:>26}", tallies[0].kills[index], tallies[1].kills[index]);
+        row(&format!("{phase:?}"), &|tally| tally.kills[index].to_string());
     }
-    println!("{:<16}{:>10}{:>26}", "after its phase", tallies[0].late, tallies[1].late);
-    println!("{:<16}{:>10}{:>26}", "forks", tallies[0].forks, tallies[1].forks);
-    println!("{:<16}{:>10}{:>26}", "named snapshots", tallies[0].names, tallies[1].names);
-    println!("{:<16}{:>10}{:>26}", "batches", tallies[0].batches.0, tallies[1].batches.0);
+    row("after its phase", &|tally| tally.late.to_string());
+    row("forks", &|tally| tally.forks.to_string());
+    row("named snapshots", &|tally| tally.names.to_string());
+    row("batches", &|tally| tally.batches.to_string());
     assert!(tallies.iter().all(|tally| tally.forks > 0 && tally.names > 10), "forks and names were checked");
     for (index, phase) in PHASES.iter().enumerate() {
         let kills: usize = tallies.iter().map(|tally| tally.kills[index]).sum();
@@ -193,12 +207,11 @@ impl Worker {
     fn start(directory: &Path, manner: Manner) -> Self {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--exact", "--nocapture", TEST]).env(ERRAND_DIRECTORY, directory);
-        for (errand, told) in
-            [(ERRAND_BUFFERED, manner.log_io.is_some()), (ERRAND_BACKGROUND, manner.background)]
-        {
-            if told {
-                command.env(errand, "1");
-            }
+        if let Some(log_io) = manner.log_io {
+            command.env(ERRAND_LOG_IO, log_io.to_string());
+        }
+        if manner.background {
+            command.env(ERRAND_BACKGROUND, "1");
         }
         // The pipe to its standard input closes when this process ends, however it ends.
         Self(command.stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap())

@@ -8,6 +8,7 @@ mod crash;
 mod cuda;
 mod damage;
 mod devices;
+mod direct;
 mod disk_faults;
 mod disk_laws;
 mod faults;

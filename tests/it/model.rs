@@ -24,7 +24,7 @@ use remanent::disk::dir::{DirDisk, DirReader};
 use remanent::{Error, Key, LogIo, Lsn, Options, PageInfo, Position, RestorePoint, Snapshot, Store};
 use remanent_format::rebuild::{RebuildOptions, rebuild};
 
-use crate::gpu;
+use crate::{direct, gpu};
 use history::{Action, KEYS, SNAPSHOT_NAMES, Step, history};
 use plain::{Draft, Model, Page, Refusal};
 
@@ -38,6 +38,7 @@ fn the_store_is_what_the_model_says() {
     let tally = std::cell::RefCell::new(Tally::default());
     let asked: Option<u64> = std::env::var("REMANENT_SEED").ok().map(|seed| seed.parse().unwrap());
     let has_gpu = gpu::device().is_some();
+    let direct = direct::log_io();
     for seed in asked.map_or(SEEDS, |seed| seed..seed + 1) {
         let config =
             Config { cases: 2, failure_persistence: None, max_shrink_iters: 200, ..Config::default() };
@@ -47,14 +48,14 @@ fn the_store_is_what_the_model_says() {
         let outcome = runner.run(&history(), |actions| {
             // The same history on a device that does all at once, on one that does all late, and on a GPU
             // (I11), and by each way to write the log.
-            let other = if seed % 2 == 0 { LogIo::Buffered } else { LogIo::Direct };
+            let other = if seed % 2 == 0 { LogIo::Buffered } else { direct };
             run(&actions, LogIo::Mapped, false, &mut tally.borrow_mut(), || Arc::new(HostDevice::new()));
             run(&actions, other, true, &mut tally.borrow_mut(), || {
                 Arc::new(LateDevice::seeded(Arc::new(HostDevice::new()), seed))
             });
             if has_gpu {
                 let gpu = || gpu::device().expect("it was there at the start") as Arc<dyn Device>;
-                run(&actions, LogIo::Direct, false, &mut tally.borrow_mut(), gpu);
+                run(&actions, direct, false, &mut tally.borrow_mut(), gpu);
             }
             Ok(())
         });

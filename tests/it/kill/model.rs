@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
-use remanent::{Epoch, Lsn, Metadata, PageId, PageInfo, Place, Value};
+use remanent::{Epoch, Lsn, Metadata, PageId, PageInfo, Value};
 
 use super::diary::Diary;
-use super::workload::{Change, born, changes, is_restore, restore_target};
+use super::workload::{Change, born, changes, is_restore, place, restore_target};
 
 /// So many earlier states are remembered.
 pub const PAST_MAX: usize = 1000;
@@ -85,7 +85,7 @@ impl Model {
         let n = self.lsn;
         match change {
             Change::Create { key, content } => {
-                let mut info = PageInfo::new(self.next_page, content.len() as u64, Place::Host);
+                let mut info = PageInfo::new(self.next_page, content.len() as u64, place());
                 info.key = Some(key.clone());
                 info.metadata = Arc::new(born(n));
                 self.add(info, Arc::new(content.clone()));

@@ -6,12 +6,12 @@ use std::io::Read;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use remanent::{Ack, Error, LogIo, Lsn, Options, RestorePoint, Store};
+use remanent::{Ack, Error, LogIo, Lsn, Options, Position, RestorePoint, Store};
 
 use super::board::Board;
 use super::diary::{Diary, Entry};
 use super::model::PAST_MAX;
-use super::workload::{Shape, changes, fill, is_restore, reshape, restore_target};
+use super::workload::{Shape, changes, device, fill, is_restore, reshape, restore_target};
 
 /// So many batches apart a snapshot gets a name, and a fork is made.
 const NAME_EVERY: u64 = 83;
@@ -30,7 +30,7 @@ pub struct Manner {
 /// Small segments, so that rolls, snapshots and recycling never stop. `None` is what the file system allows.
 /// So much log is kept that the last few batches can always be gone back to.
 pub fn options(log_io: Option<LogIo>) -> Options {
-    let options = Options::default().segment_len(64 << 10).log_kept(256 << 10);
+    let options = Options::default().device(device()).segment_len(64 << 10).log_kept(256 << 10);
     let options = options.snapshot_log_bytes(None).snapshot_interval(None);
     match log_io {
         Some(log_io) => options.log_io(log_io),
@@ -133,16 +133,26 @@ impl Work<'_> {
         let position = match restored {
             Some(Ok(position)) => position,
             // None was picked, or another thread's snapshot has retired it.
-            None | Some(Err(Error::NoSnapshot { .. })) => {
-                tell(restore_target(n));
-                self.store.restore_to(restore_target(n)).unwrap()
-            }
+            None | Some(Err(Error::NoSnapshot { .. })) => self.restore_to(n, restore_target(n)),
             Some(Err(error)) => panic!("{error}"),
         };
         assert_eq!(position.lsn, n);
         self.board.acknowledge(Ack::Durable, n);
         line.shape = shape(&self.store);
         line.next = n.next();
+    }
+
+    /// Goes back to a batch, or to the oldest one that there is: the seals of a hundred snapshots between two
+    /// batches fill the log that is kept.
+    fn restore_to(&self, n: Lsn, mut target: Lsn) -> Position {
+        loop {
+            self.diary.write(&Entry::Restore { lsn: n, target });
+            match self.store.restore_to(target) {
+                Ok(position) => return position,
+                Err(Error::OutsideWindow { oldest, .. }) if oldest > target => target = oldest,
+                Err(error) => panic!("{error}"),
+            }
+        }
     }
 
     /// Takes a snapshot with a name, and gives the oldest names up.
@@ -161,8 +171,12 @@ impl Work<'_> {
         let forks = self.directory.join("forks");
         std::fs::create_dir_all(&forks).unwrap();
         let directory = forks.join(lsn.to_string());
-        self.store.fork(&directory, &RestorePoint::Lsn(lsn)).unwrap();
-        self.diary.write(&Entry::Forked { lsn });
+        match self.store.fork(&directory, &RestorePoint::Lsn(lsn)) {
+            Ok(_) => self.diary.write(&Entry::Forked { lsn }),
+            // The other threads have gone on that far.
+            Err(Error::OutsideWindow { oldest, .. }) if oldest > lsn => {}
+            Err(error) => panic!("{error}"),
+        }
     }
 }
 

@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 
-use remanent::{Key, Lsn, Metadata, PageId, Place, Value, Width, WriteBatch};
+use remanent::{DeviceChoice, Key, Lsn, Metadata, PageId, Place, Value, Width, WriteBatch};
 
 /// The pages there are, with their lengths: all of the state that the next batch depends on.
 pub type Shape = BTreeMap<PageId, u64>;
@@ -103,6 +103,19 @@ pub fn restore_target(n: Lsn) -> Lsn {
     Lsn(n.0 - 2)
 }
 
+/// What holds the pages: the host, unless `REMANENT_KILL_DEVICE` names a GPU.
+pub fn device() -> DeviceChoice {
+    match std::env::var("REMANENT_KILL_DEVICE") {
+        Ok(device) => device.parse().unwrap(),
+        Err(_) => DeviceChoice::Auto,
+    }
+}
+
+/// Where on it they live.
+pub fn place() -> Place {
+    if matches!(device(), DeviceChoice::Cuda(_)) { Place::Device(0) } else { Place::Host }
+}
+
 /// The changes of batch `n`, which is no restore.
 pub fn changes(n: Lsn, shape: &Shape) -> Vec<Change> {
     let mut random = Random(n.0);
@@ -162,7 +175,7 @@ pub fn fill(batch: &mut WriteBatch, n: Lsn, changes: &[Change]) {
         match change {
             Change::Create { key, content } => {
                 let len = content.len() as u64;
-                let page = batch.create_with(len, Place::Host, Some(key.clone()), born(n));
+                let page = batch.create_with(len, place(), Some(key.clone()), born(n));
                 // A long page in two pieces, which no batch writes ahead.
                 let (front, back) = content.split_at(content.len().min(LONG_LEN as usize / 2));
                 batch.write(page, 0, front);
