@@ -10,8 +10,8 @@
 //!
 //! [`model`] says what must be there, [`work`] drives the store and notes what was acknowledged,
 //! [`explore`] opens and judges. The works are in [`commits`], [`snapshots`], [`forks`] and [`followers`], whose
-//! followers are asked after each crash, too. [`syncs`] leaves out one sync after the other and shows that this
-//! is seen.
+//! followers are asked after each crash, too. [`lies`] has a medium that does not write what it says. [`syncs`]
+//! leaves out one sync after the other and shows that this is seen.
 
 mod model;
 mod work;
@@ -20,6 +20,7 @@ mod followers;
 mod commits;
 mod snapshots;
 mod forks;
+mod lies;
 mod syncs;
 
 use std::time::Instant;

@@ -151,21 +151,21 @@ impl SimDisk {
 }
 
 /// Goes through a disk's history once.
-struct Walk {
-    events: Vec<Event>,
+pub(super) struct Walk {
+    pub(super) events: Vec<Event>,
     /// The disk before event `next`.
-    state: State,
+    pub(super) state: State,
     next: usize,
     acks: Vec<u64>,
 }
 
 impl Walk {
-    fn new(disk: &SimDisk) -> Self {
+    pub(super) fn new(disk: &SimDisk) -> Self {
         let shared = disk.shared.lock();
         Self { events: shared.events.clone(), state: shared.start.clone(), next: 0, acks: Vec::new() }
     }
 
-    fn go_to(&mut self, event: usize) {
+    pub(super) fn go_to(&mut self, event: usize) {
         for event in &self.events[self.next..event] {
             self.state.apply(event);
             if let Event::Ack(value) = event {
@@ -403,7 +403,7 @@ fn power_images(state: &State, images_max: usize, seed: u64) -> Vec<(State, Stri
 }
 
 /// Steele, Lea and Flood's SplitMix64: small, seeded, the same everywhere.
-struct SplitMix(u64);
+pub(super) struct SplitMix(pub(super) u64);
 
 impl SplitMix {
     fn next(&mut self) -> u64 {
@@ -415,7 +415,7 @@ impl SplitMix {
     }
 
     /// A number below `bound`, which is above 0; the slight bias does not matter here.
-    fn below(&mut self, bound: usize) -> usize {
+    pub(super) fn below(&mut self, bound: usize) -> usize {
         (self.next() % bound as u64) as usize
     }
 }

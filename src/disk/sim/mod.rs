@@ -2,11 +2,12 @@
 //! crash at any moment could have left.
 //!
 //! Read `state.rs` for the model of what is durable, `event.rs` for what is recorded, `crash.rs` for how
-//! the states after a crash are enumerated.
+//! the states after a crash are enumerated, `lies.rs` for a medium that does not do what it says.
 
 mod crash;
 mod event;
 mod file;
+mod lies;
 mod state;
 #[cfg(test)]
 mod tests;
@@ -28,6 +29,7 @@ pub use crash::{Crash, Image, Plan};
 use event::Event;
 pub use event::{Moment, SyncPoint, Tear, Tears};
 use file::SimFile;
+pub use lies::{Lie, LieKind};
 use state::{FileId, State};
 
 /// The system's number for "no space left".

@@ -12,6 +12,7 @@
 //!   every journaled file system.
 //! - A sync of a file makes content and length durable, never the file's name.
 //! - A link gives a file of another disk a name here; a power cut may take the name.
+//! - A medium that lies (`lies.rs`) says that it wrote a sector, and did not, or wrote it elsewhere.
 //! - A failed sync makes nothing durable, and a later one does not make up for it: those bytes stay
 //!   pending until they are written again. That is what ext4 does.
 
@@ -59,6 +60,15 @@ pub(super) struct Content {
 impl Content {
     pub(super) fn len(&self) -> u64 {
         self.len
+    }
+
+    pub(super) fn sector_count(&self) -> usize {
+        self.sectors.len()
+    }
+
+    /// A sector; behind the end it is zeros.
+    fn sector(&self, index: usize) -> Arc<Sector> {
+        self.sectors.get(index).cloned().unwrap_or_else(Sector::zero)
     }
 
     /// Fills `out` from `offset`; false if the content ends before. Nothing can be read anywhere.
@@ -131,6 +141,8 @@ pub(super) struct Node {
     lost: BTreeSet<usize>,
     /// Whether a failed sync has marked the length clean.
     length_lost: bool,
+    /// Whether the medium holds something else than it said.
+    lied_about: bool,
 }
 
 impl Node {
@@ -194,8 +206,24 @@ impl Node {
         self.sync(sectors_of(offset, bytes.len() as u64));
     }
 
+    /// Whether what is visible is durable.
     pub(super) fn is_clean(&self) -> bool {
-        self.sectors.is_empty() && self.lengths.is_empty()
+        self.sectors.is_empty() && self.lengths.is_empty() && !self.lied_about
+    }
+
+    /// The sectors that are durable with other bytes than they were before.
+    pub(super) fn newly_durable(&self, before: &Self) -> Vec<usize> {
+        let sectors = self.durable.sectors.iter().enumerate();
+        sectors
+            .filter(|(index, sector)| sector.hash != before.durable.sector(*index).hash)
+            .map(|found| found.0)
+            .collect()
+    }
+
+    /// A sector that was said to be durable is what it was before.
+    pub(super) fn lose_write(&mut self, sector: usize, before: &Self) {
+        self.durable.sectors[sector] = before.durable.sector(sector);
+        self.lied_about = true;
     }
 
     /// The file after a power cut that left of each sector, and of the length, the chosen version: 0 is
@@ -375,7 +403,24 @@ impl State {
         }
     }
 
-    fn node_mut(&mut self, id: FileId) -> &mut Node {
+    /// All sectors on the medium but one.
+    pub(super) fn durable_sectors(&self, except: (FileId, usize)) -> Vec<(FileId, usize)> {
+        let of_node = |(id, node): (&FileId, &Arc<Node>)| {
+            let id = *id;
+            (0..node.durable.sector_count()).map(move |sector| (id, sector))
+        };
+        self.nodes.iter().flat_map(of_node).filter(|sector| *sector != except).collect()
+    }
+
+    /// What one sector holds is on the medium in another one's place.
+    pub(super) fn misdirect(&mut self, source: (FileId, usize), target: (FileId, usize)) {
+        let bytes = self.node(source.0).durable.sector(source.1);
+        let node = self.node_mut(target.0);
+        node.durable.sectors[target.1] = bytes;
+        node.lied_about = true;
+    }
+
+    pub(super) fn node_mut(&mut self, id: FileId) -> &mut Node {
         Arc::make_mut(self.nodes.get_mut(&id).expect("an open file exists"))
     }
 

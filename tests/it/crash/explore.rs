@@ -269,7 +269,7 @@ pub fn commit_another(driver: &Driver, store: &Store, ack: Ack) -> Result<(), Vi
 }
 
 /// Compares an open store with the model; returns what it holds.
-fn same(line: &Line, lsn: u64, store: &Store) -> Result<State, Violation> {
+pub fn same(line: &Line, lsn: u64, store: &Store) -> Result<State, Violation> {
     let wrong = |what| Violation::new(Kind::Wrong, what);
     if lsn > line.last() {
         return Err(wrong(format!("recovered batch {lsn}, and {} is the last one", line.last())));

@@ -1,0 +1,89 @@
+//! A medium that lies: a sector that it said it wrote keeps its older self, or what was meant for it lands in
+//! another one. One lie at a time, in every sector that any sync of a work made durable.
+//!
+//! The store was closed, so that a mark covers every batch. Whoever opens it then finds everything, or is told
+//! what is damaged. Only a loss that looks like a torn tail may be cut, and is reported.
+
+use remanent::disk::sim::{Lie, LieKind, SimDisk};
+use remanent::{Ack, Error, Options};
+
+use super::explore::same;
+use super::forks::pages_to_share;
+use super::model::Line;
+use super::work::{Driver, Floors, Random, Writer, open};
+use super::{from_env, options};
+
+/// What an open made of a lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Outcome {
+    /// All is there.
+    Harmless,
+    /// The store is refused as damaged.
+    Refused,
+    /// A tail was cut, and this was reported.
+    Cut,
+}
+
+fn judge(lie: &Lie, options: &Options, line: &Line) -> Result<Outcome, String> {
+    let store = match open(&lie.disk, options) {
+        Ok(store) => store,
+        Err(Error::Damaged(_)) => return Ok(Outcome::Refused),
+        Err(error) => return Err(format!("another error than damage: {error}")),
+    };
+    let lsn = store.recovered().position.lsn.0;
+    same(line, lsn, &store).map_err(|violation| violation.to_string())?;
+    match &store.recovered().torn {
+        _ if lsn == line.last() => Ok(Outcome::Harmless),
+        Some(_) => Ok(Outcome::Cut),
+        None => Err(format!("batch {lsn} of {}, and not a word of it", line.last())),
+    }
+}
+
+/// Commits, rolls, images of batches and of snapshots, a restore, a second incarnation.
+fn work(driver: &Driver, random: &mut Random) -> Result<(), Error> {
+    let store = driver.open()?;
+    let mut writer = Writer::new("a", random.next());
+    for ack in [Ack::Logged, Ack::Durable, Ack::Durable] {
+        driver.commit(&store, &mut writer, ack)?;
+    }
+    let pages = pages_to_share(driver, &store, random)?;
+    let snapshot = driver.snapshot(&store)?;
+    driver.change(&store, random, &pages[4..9])?;
+    driver.restore(&store, snapshot)?;
+    driver.close(store)?;
+    let store = driver.open()?;
+    driver.change(&store, random, &pages[..3])?;
+    driver.snapshot(&store)?;
+    // Most of the log is behind the last snapshot, and frames are longer than a sector.
+    driver.create_pages(&store, random, 8, 1500)?;
+    driver.change(&store, random, &pages)?;
+    driver.close(store)
+}
+
+#[test]
+fn a_medium_that_lies_does_no_harm_or_is_found_out() {
+    let seed = from_env("CRASH_SEED");
+    let driver = Driver::new(SimDisk::new(), options(), Line::default(), Floors::default());
+    work(&driver, &mut Random(seed)).expect("the work itself meets no fault");
+    let line = driver.line();
+    let mut outcomes = Vec::new();
+    driver.disk.lies(seed, |lie| match judge(&lie, &options(), &line) {
+        Ok(outcome) => outcomes.push((lie.kind, outcome)),
+        Err(what) => panic!(
+            "{what}\n{:?} write of {} at offset {} in event {}:\n{:#?}\nseed {seed}; again: CRASH_SEED={seed} \
+             cargo test -p remanent --test it crash::lies",
+            lie.kind,
+            lie.file,
+            lie.offset,
+            lie.event,
+            driver.disk.history(),
+        ),
+    });
+    let count = |kind, outcome| outcomes.iter().filter(|lie| **lie == (kind, outcome)).count();
+    for kind in [LieKind::Lost, LieKind::Misdirected] {
+        let [harmless, refused, cut] =
+            [Outcome::Harmless, Outcome::Refused, Outcome::Cut].map(|outcome| count(kind, outcome));
+        println!("{kind:?}: {harmless} harmless, {refused} refused, {cut} cut and reported");
+        assert!(harmless >= 20 && refused >= 20, "{kind:?}: {harmless} harmless, {refused} refused");
+    }
+}
