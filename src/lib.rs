@@ -168,6 +168,8 @@ pub use options::{Ack, Budget, Compression, Create, DeviceChoice, LogIo, Options
 pub use point::RestorePoint;
 pub use reader::Snapshot;
 pub use recovery::Recovered;
+#[doc(hidden)]
+pub use recovery::Origin;
 pub use remanent_format::log::TornTail;
 pub use remanent_format::op::{Indices, Op};
 pub use remanent_format::{
@@ -310,6 +312,33 @@ impl Store {
     pub fn fork(&self, directory_new: impl AsRef<Path>, point: &RestorePoint) -> Result<StoreId> {
         self.wait_durable(self.lsn())?;
         Snapshot::open_on(self.disk(), Some(point))?.fork(directory_new)
+    }
+}
+
+impl Store {
+    /// Makes a new store, with an id of its own, of a state that was put together outside of the engine, page by
+    /// page; `load` gives each page's bytes. This is the way in for salvage: the state of a store that does not
+    /// open any more. A crash, or a failure of `load`, leaves no store in the directory.
+    ///
+    /// # Errors
+    /// As for [`Snapshot::fork`]; what `load` fails with.
+    #[doc(hidden)]
+    pub fn found<E: From<Error>>(
+        directory: impl AsRef<Path>,
+        origin: &Origin,
+        mut load: impl FnMut(&PageInfo) -> Result<Vec<u8>, E>,
+    ) -> Result<StoreId, E> {
+        let disk: Arc<dyn Disk> = Arc::new(DirDisk::new(directory));
+        recovery::found_alone(origin, &disk, &mut load)
+    }
+
+    /// Refuses a directory in which [`Store::found`] would find something, before the work is done.
+    ///
+    /// # Errors
+    /// [`Error::ForeignDirectory`]; what the file system says.
+    #[doc(hidden)]
+    pub fn check_found(directory: impl AsRef<Path>) -> Result<()> {
+        recovery::check_target(&DirDisk::new(directory))
     }
 }
 

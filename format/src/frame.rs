@@ -225,14 +225,14 @@ impl UncheckedFrame {
             }
         }
         check_limit("durable mark", header.durable.0, lsn.0)?;
-        let end = LogPoint {
-            incarnation: header.incarnation,
-            lsn,
-            segment,
-            offset: header.end(),
-            chain: self.chain,
-        };
-        Ok((header, end))
+        Ok((header, self.end()))
+    }
+
+    /// The point at the frame's end, if the frame is where it says and its payload is whole.
+    #[must_use]
+    pub fn end(&self) -> LogPoint {
+        let FrameHeader { incarnation, lsn, segment, .. } = self.header;
+        LogPoint { incarnation, lsn, segment, offset: self.header.end(), chain: self.chain }
     }
 }
 

@@ -22,6 +22,7 @@ pub mod manifest;
 pub mod replay;
 pub mod rebuild;
 pub mod trail;
+pub mod salvage;
 
 pub use defect::{Damage, Defect};
 pub use ids::{

@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use crate::apply::apply;
 use crate::defect::{Damage, Defect, check_crc};
-use crate::frame::FRAME_HEADER_LEN;
+use crate::frame::{FRAME_HEADER_LEN, FrameHeader};
 use crate::ids::{LogPoint, Lsn, PageId};
 use crate::image::ImageRef;
 use crate::log::Frame;
@@ -25,13 +25,45 @@ use crate::replay::{Resolved, Resolver};
 
 /// Where an operation lies in the log.
 #[derive(Clone, Copy, Debug)]
-struct OpPlace {
+pub(crate) struct OpPlace {
     segment: u64,
     /// From the segment's start.
     offset: u64,
     len: u32,
     crc: u32,
-    lsn: Lsn,
+    pub lsn: Lsn,
+}
+
+impl OpPlace {
+    /// The place of the operation `index` of a batch whose payload was checked.
+    pub fn new(header: &FrameHeader, payload: &[u8], ops: &[OpAt<'_>], index: usize) -> Self {
+        let start = ops[index].body_at - OP_HEADER_LEN;
+        let end = ops.get(index + 1).map_or(payload.len(), |next| next.body_at - OP_HEADER_LEN);
+        let bytes = &payload[start..end];
+        Self {
+            segment: header.segment,
+            offset: header.offset + FRAME_HEADER_LEN + start as u64,
+            len: u32::try_from(bytes.len()).expect("a part of a payload, whose length is a u32"),
+            crc: crc32fast::hash(bytes),
+            lsn: header.lsn,
+        }
+    }
+
+    /// Reads the operation's bytes, for [`decode_single`].
+    ///
+    /// # Errors
+    /// [`Damage`] if they are not those that were checked.
+    pub fn read(&self, source: &dyn ReadAt) -> Result<Vec<u8>, Damage> {
+        let file = FileName::Segment(self.segment);
+        let bytes = read_range(source, file, self.offset, self.len.into()).map_err(|defect| self.at(defect))?;
+        check_crc("operation", self.crc, &bytes).map_err(|defect| self.at(defect))?;
+        Ok(bytes)
+    }
+
+    /// A defect of this operation.
+    pub fn at(&self, defect: Defect) -> Damage {
+        defect.at_lsn(FileName::Segment(self.segment), self.offset, self.lsn)
+    }
 }
 
 /// The operations that a page's bytes need on top of its base, for all pages of a state.
@@ -76,16 +108,12 @@ impl Trails {
             if !at.op.changes_bytes() {
                 continue;
             }
-            let start = at.body_at - OP_HEADER_LEN;
-            let end = ops.get(index + 1).map_or(frame.payload.len(), |next| next.body_at - OP_HEADER_LEN);
-            let bytes = &frame.payload[start..end];
-            self.pages.entry(page).or_default().push(OpPlace {
-                segment: frame.header.segment,
-                offset: frame.header.offset + FRAME_HEADER_LEN + start as u64,
-                len: u32::try_from(bytes.len()).expect("a part of a payload, whose length is a u32"),
-                crc: crc32fast::hash(bytes),
-                lsn,
-            });
+            self.pages.entry(page).or_default().push(OpPlace::new(
+                &frame.header,
+                frame.payload,
+                ops,
+                index,
+            ));
         }
     }
 
@@ -112,11 +140,8 @@ impl Trails {
     pub fn load(&self, source: &dyn ReadAt, resolved: &Resolved, page: PageId) -> Result<Vec<u8>, Damage> {
         let mut content = load_base(source, &resolved.bases[&page])?;
         for place in self.pages.get(&page).into_iter().flatten() {
-            let file = FileName::Segment(place.segment);
-            let at = |defect: Defect| defect.at_lsn(file, place.offset, place.lsn);
-            let bytes = read_range(source, file, place.offset, place.len.into()).map_err(at)?;
-            check_crc("operation", place.crc, &bytes).map_err(at)?;
-            apply(&decode_single(&bytes).map_err(at)?, &mut content);
+            let bytes = place.read(source)?;
+            apply(&decode_single(&bytes).map_err(|defect| place.at(defect))?, &mut content);
         }
         Ok(content)
     }

@@ -76,16 +76,16 @@ impl ImageWriter {
 
     /// Writes pages, none of them empty, chunk by chunk: `load` gives the bytes of each, by its index. No more
     /// than a chunk of them is held at a time. The references come back in the same order.
-    pub fn write_pages<'b>(
+    pub fn write_pages<'b, E: From<Error>>(
         &mut self,
         pages: &[PageInfo],
-        mut load: impl FnMut(usize) -> Result<Cow<'b, [u8]>>,
-    ) -> Result<Vec<ImageRef>> {
+        mut load: impl FnMut(usize) -> Result<Cow<'b, [u8]>, E>,
+    ) -> Result<Vec<ImageRef>, E> {
         let mut references = Vec::with_capacity(pages.len());
         while references.len() < pages.len() {
             let first = references.len();
             let count = next_chunk(pages[first..].iter().map(|info| info.len));
-            let contents = (first..first + count).map(&mut load).collect::<Result<Vec<_>>>()?;
+            let contents = (first..first + count).map(&mut load).collect::<Result<Vec<_>, E>>()?;
             let chunk: Vec<(&PageInfo, &[u8])> =
                 pages[first..].iter().zip(contents.iter().map(Cow::as_ref)).collect();
             references.extend(self.write_chunk(&chunk)?);

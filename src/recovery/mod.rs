@@ -48,6 +48,7 @@
 //!    and the next open does all of this again.
 //! 5. Recycle what was cut, remove what nothing names, report.
 
+mod found;
 mod fork;
 mod load;
 mod opening;
@@ -68,6 +69,8 @@ use remanent_format::{
     Damage, Defect, FileName, Folder, Lsn, PageTable, Position, ReadAt, SnapshotId, StoreId,
 };
 
+pub use self::found::Origin;
+pub(crate) use self::found::{check_target, found_alone};
 pub(crate) use self::fork::fork;
 use self::load::{Loaded, load};
 use self::opening::{Predecessor, begin, random};
@@ -491,7 +494,7 @@ impl Recovery<'_> {
 /// before any of it is removed: it may be a store that lost its STORE.
 fn start_over(disk: &Arc<dyn Disk>) -> Result<()> {
     let source = DiskSource::new(disk.clone());
-    let claimed = fork::is_claimed(disk)?;
+    let claimed = found::is_claimed(disk)?;
     let mut left = Vec::new();
     for folder in Folder::INNER {
         for file in disk.list(folder)?.iter().filter_map(|name| FileName::parse(folder, name)) {

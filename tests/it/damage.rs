@@ -20,14 +20,14 @@ use remanent_format::rebuild::{Survey, rebuild};
 use crate::files::{Files, State, open, open_with, small};
 
 /// A store's files, and what is known of them.
-struct Victim {
-    files: Files,
+pub struct Victim {
+    pub files: Files,
     /// The state after each batch.
-    states: BTreeMap<Lsn, State>,
+    pub states: BTreeMap<Lsn, State>,
     /// The last batch.
-    last: Lsn,
+    pub last: Lsn,
     /// The last batch that a mark covers.
-    marked: Lsn,
+    pub marked: Lsn,
 }
 
 /// What came of a damaged store.
@@ -45,13 +45,13 @@ enum Verdict {
 
 impl Victim {
     /// A store with two snapshots and log behind each, closed cleanly and opened again on the way.
-    fn closed() -> Self {
+    pub fn closed() -> Self {
         let (disk, states) = Self::build();
         Self::of(Files::of(&disk), states)
     }
 
     /// The same, but its process was killed with batches in the log that no mark covers.
-    fn killed() -> Self {
+    pub fn killed() -> Self {
         let (disk, states) = Self::build();
         let last = *states.keys().next_back().unwrap();
         let mut found = None;
@@ -66,7 +66,7 @@ impl Victim {
     }
 
     /// The killed store right after it was opened again: its tail lies copied in the opening segment.
-    fn reopened() -> Self {
+    pub fn reopened() -> Self {
         let killed = Self::killed();
         let disk = killed.files.disk();
         let store = open_victim(&disk);
@@ -224,7 +224,7 @@ impl Count {
 }
 
 /// Steele, Lea and Flood's SplitMix64 of a number.
-fn mix(number: u64) -> u64 {
+pub fn mix(number: u64) -> u64 {
     let mut z = number.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -232,7 +232,7 @@ fn mix(number: u64) -> u64 {
 }
 
 /// Runs `each` for the numbers up to `count`, on two threads, each with its own copy of the files.
-fn sweep(files: &Files, count: usize, each: impl Fn(&mut Files, usize) + Sync) {
+pub fn sweep(files: &Files, count: usize, each: impl Fn(&mut Files, usize) + Sync) {
     let next = AtomicUsize::new(0);
     std::thread::scope(|scope| {
         for _ in 0..2 {
@@ -251,7 +251,7 @@ fn sweep(files: &Files, count: usize, each: impl Fn(&mut Files, usize) + Sync) {
 }
 
 /// The file and the offset of byte `number` of all files together.
-fn place(files: &Files, mut number: usize) -> (FileName, usize) {
+pub fn place(files: &Files, mut number: usize) -> (FileName, usize) {
     for (file, bytes) in &files.0 {
         if number < bytes.len() {
             return (*file, number);
@@ -321,8 +321,7 @@ fn opening_and_rebuilding_give_the_same_verdict_on_a_flipped_bit() {
 }
 
 /// Damages one file in every way but a flipped bit, and calls `each` with what is left.
-fn mutilate(victim: &Victim, foreign: &Files, each: impl Fn(&str, &Files)) {
-    let whole = &victim.files;
+pub fn mutilate(whole: &Files, foreign: &Files, each: impl Fn(&str, &Files)) {
     for (file, bytes) in &whole.0 {
         let with = |what: &str, bytes: Option<Vec<u8>>| {
             let mut files = whole.clone();
@@ -368,7 +367,7 @@ fn mutilated_files_of_a_closed_or_reopened_store_are_noticed_or_not_needed() {
     let foreign = Victim::closed().files;
     for victim in [Victim::closed(), Victim::reopened()] {
         let count = Count::default();
-        mutilate(&victim, &foreign, |what, files| {
+        mutilate(&victim.files, &foreign, |what, files| {
             let verdict = victim.open(what, files);
             assert_eq!(verdict, victim.rebuild(what, files), "{what}");
             count.add(verdict);
@@ -383,7 +382,7 @@ fn mutilated_files_of_a_closed_or_reopened_store_are_noticed_or_not_needed() {
 fn mutilated_files_of_a_killed_store_cost_only_what_no_mark_covers() {
     let (victim, foreign) = (Victim::killed(), Victim::closed().files);
     let count = Count::default();
-    mutilate(&victim, &foreign, |what, files| {
+    mutilate(&victim.files, &foreign, |what, files| {
         let verdict = victim.open(what, files);
         assert_eq!(verdict, victim.rebuild(what, files), "{what}");
         // The last batch's header may lie in the sector that is gone. Then the log looks like one to which

@@ -29,6 +29,7 @@ mod past;
 mod readme;
 mod recovery;
 mod rule_model;
+mod salvage;
 mod several;
 mod snapshots;
 mod sparse;

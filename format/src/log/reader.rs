@@ -5,8 +5,9 @@ use std::io::ErrorKind;
 use crate::defect::Defect;
 use crate::frame::{FRAME_MAGIC, FrameHeaderRaw, UncheckedFrame};
 use crate::ids::StoreId;
-use crate::limits::{GROUP_ALIGN, align_up};
+use crate::limits::{FRAME_ALIGN, GROUP_ALIGN, align_up};
 use crate::names::{FileName, ReadAt};
+use crate::segment::SEGMENT_HEADER_BLOCK;
 
 /// How much of a segment is read at a time.
 const READ_AHEAD: usize = 1 << 20;
@@ -106,4 +107,20 @@ pub(super) fn own_frames<'r>(
         }
         None
     })
+}
+
+/// All frames of a segment that were written at their place, whatever became of those around them and of the
+/// segment's header. Each is proven by its own header's checksum and no more.
+pub fn frames_of_segment(source: &dyn ReadAt, store: StoreId, number: u64) -> Vec<UncheckedFrame> {
+    let mut reader = SegmentReader::new(source, number);
+    let mut end = 0;
+    own_frames(&mut reader, store, number, SEGMENT_HEADER_BLOCK, FRAME_ALIGN)
+        .filter(|frame| {
+            // What lies inside of a frame is payload, whatever it looks like.
+            let header = frame.unproven();
+            let is_outside = header.offset >= end;
+            end = end.max(header.end());
+            is_outside
+        })
+        .collect()
 }

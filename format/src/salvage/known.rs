@@ -1,0 +1,245 @@
+//! Floor 0. The known log: batches whose frames prove themselves and lie on the store's line, whatever became
+//! of the frames around them.
+//!
+//! The walk of [`crate::log`] must judge what a crash left, so it stops at the first frame that does not follow
+//! the one before. Here most frames follow nothing any more. One counts if its header, its place and its payload
+//! hold, and besides
+//!
+//! - something of its own incarnation says that it was durable: no recovery ever cuts such a batch (I5); or
+//! - it follows, by its chain hash, a frame that counts, and does not lie behind the end of its incarnation.
+//!
+//! So a batch that a recovery cut never counts, and a lost seal breaks nothing.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+
+use crate::defect::{Damage, Defect};
+use crate::frame::{FRAME_HEADER_LEN, FrameHeader, FrameKind, UncheckedFrame, check_payload};
+use crate::ids::{Incarnation, LogPoint, Lsn, PageId};
+use crate::log::frames_of_segment;
+use crate::names::{FileName, ReadAt};
+use crate::op::{Op, OpAt, decode_payload};
+use crate::rebuild::{Survey, read_range};
+use crate::segment::Opening;
+use crate::trail::OpPlace;
+
+/// A batch that counts.
+struct KnownBatch {
+    header: FrameHeader,
+    end: LogPoint,
+    touches: Vec<(PageId, OpPlace)>,
+    /// The table that it restores, with its checksum.
+    restores: Option<(u64, u32)>,
+}
+
+/// All batches that count.
+pub(super) struct KnownLog {
+    batches: BTreeMap<Lsn, KnownBatch>,
+    /// The last batch of each run without a hole, by its first.
+    runs: BTreeMap<Lsn, Lsn>,
+    /// The restores among them.
+    restores: BTreeSet<Lsn>,
+    /// The operations that touch each page, in their order.
+    touches: HashMap<PageId, Vec<OpPlace>>,
+    /// See [`super::Beyond`].
+    pub durable: Lsn,
+    pub seen: Lsn,
+    pub hidden: Option<Damage>,
+}
+
+impl KnownLog {
+    /// Looks through all segments.
+    pub fn read(source: &dyn ReadAt, survey: &Survey) -> Self {
+        let segments = survey.log.segments();
+        let mut frames: Vec<UncheckedFrame> = segments
+            .keys()
+            .flat_map(|number| frames_of_segment(source, survey.store.store, *number))
+            .collect();
+        // In the order in which they were written.
+        frames.sort_by_key(|frame| {
+            let header = frame.unproven();
+            (header.incarnation, header.segment, header.offset)
+        });
+        let openings: Vec<(u64, Opening)> = segments
+            .iter()
+            .filter_map(|(number, segment)| Some((*number, segment.header.as_ref().ok()?.opening?)))
+            .collect();
+        let marks = marks(&frames, &openings, survey);
+        let mut points = starts(&openings, survey);
+        let mut batches = BTreeMap::new();
+        for frame in &frames {
+            let (header, end) = (*frame.unproven(), frame.end());
+            let lsn_before = match header.kind {
+                FrameKind::Batch => Lsn(header.lsn.0.saturating_sub(1)),
+                FrameKind::Seal => header.lsn,
+            };
+            let is_durable = marks.get(&header.incarnation).is_some_and(|mark| header.lsn <= *mark);
+            let follows = points.contains(&(lsn_before, header.chain_prev)) && !is_left_behind(&header, &openings);
+            if !is_durable && !follows {
+                continue;
+            }
+            let Ok(payload) = read_payload(source, &header) else { continue };
+            points.insert((end.lsn, end.chain));
+            // A batch that a recovery copied is there twice: the copy, which comes later, takes the place.
+            if header.kind == FrameKind::Batch
+                && header.lsn > Lsn(0)
+                && let Ok(ops) = decode_payload(&payload)
+            {
+                batches.insert(header.lsn, KnownBatch::new(header, end, &payload, &ops));
+            }
+        }
+        let durable = marks.values().copied().max().unwrap_or_default();
+        let seen = frames.iter().map(|frame| frame.unproven().lsn).max().unwrap_or_default();
+        Self::of(batches, durable, seen, hidden(survey, &frames))
+    }
+
+    fn of(
+        mut batches: BTreeMap<Lsn, KnownBatch>,
+        durable: Lsn,
+        seen: Lsn,
+        hidden: Option<Damage>,
+    ) -> Self {
+        let mut runs: BTreeMap<Lsn, Lsn> = BTreeMap::new();
+        let mut touches: HashMap<PageId, Vec<OpPlace>> = HashMap::new();
+        for (lsn, batch) in &mut batches {
+            match runs.last_entry() {
+                Some(mut run) if run.get().next() == *lsn => _ = run.insert(*lsn),
+                _ => _ = runs.insert(*lsn, *lsn),
+            }
+            for (page, place) in std::mem::take(&mut batch.touches) {
+                touches.entry(page).or_default().push(place);
+            }
+        }
+        let restores =
+            batches.iter().filter(|(_, batch)| batch.restores.is_some()).map(|(lsn, _)| *lsn).collect();
+        Self { batches, runs, restores, touches, durable, seen, hidden }
+    }
+
+    /// The last batch that is reached from `lsn` without a hole; `lsn` if the next one is not known.
+    pub fn reach(&self, lsn: Lsn) -> Lsn {
+        match self.runs.range(..=lsn.next()).next_back() {
+            Some((_, last)) if *last > lsn => *last,
+            _ => lsn,
+        }
+    }
+
+    /// As [`KnownLog::reach`], but stops before a restore, behind which a page may be another one.
+    pub fn reach_before_restore(&self, lsn: Lsn) -> Lsn {
+        let reach = self.reach(lsn);
+        self.restores.range(lsn.next()..).next().map_or(reach, |restore| reach.min(Lsn(restore.0 - 1)))
+    }
+
+    /// A known batch's payload, and the point at its end.
+    ///
+    /// # Errors
+    /// [`Damage`] if there is no such batch, or it cannot be read any more.
+    pub fn payload(&self, source: &dyn ReadAt, lsn: Lsn) -> Result<(Vec<u8>, LogPoint), Damage> {
+        let batch = self.batches.get(&lsn).ok_or_else(|| self.hole(lsn))?;
+        let at = |defect: Defect| defect.at_lsn(FileName::Segment(batch.end.segment), batch.header.offset, lsn);
+        Ok((read_payload(source, &batch.header).map_err(at)?, batch.end))
+    }
+
+    /// The known operations that touch a page, behind batch `after` and up to batch `until`.
+    pub fn touches(&self, page: PageId, after: Lsn, until: Lsn) -> &[OpPlace] {
+        let places = self.touches.get(&page).map_or(&[][..], Vec::as_slice);
+        let start = places.partition_point(|place| place.lsn <= after);
+        let end = places.partition_point(|place| place.lsn <= until);
+        &places[start..end.max(start)]
+    }
+
+    /// The pages that known operations touch.
+    pub fn pages(&self) -> impl Iterator<Item = PageId> {
+        self.touches.keys().copied()
+    }
+
+    /// The tables that known restores name, with their checksums.
+    pub fn tables(&self) -> impl Iterator<Item = (u64, u32)> {
+        self.restores.iter().filter_map(|lsn| self.batches[lsn].restores)
+    }
+
+    /// That batch `lsn` is not known, at the place where it should be.
+    pub fn hole(&self, lsn: Lsn) -> Damage {
+        let (segment, offset) = self
+            .batches
+            .range(..lsn)
+            .next_back()
+            .map_or((0, 0), |(_, before)| (before.end.segment, before.end.offset));
+        Defect::Missing.at_lsn(FileName::Segment(segment), offset, lsn)
+    }
+}
+
+impl KnownBatch {
+    fn new(header: FrameHeader, end: LogPoint, payload: &[u8], ops: &[OpAt<'_>]) -> Self {
+        let touch = |(index, at): (usize, &OpAt<'_>)| {
+            Some((at.op.page()?, OpPlace::new(&header, payload, ops, index)))
+        };
+        let touches = ops.iter().enumerate().filter_map(touch).collect();
+        let restores = ops.iter().find_map(|at| match at.op {
+            Op::Restore { table, table_crc, .. } => Some((table, table_crc)),
+            _ => None,
+        });
+        Self { header, end, touches, restores }
+    }
+}
+
+/// The newest batch of each incarnation that something says was durable in it.
+fn marks(
+    frames: &[UncheckedFrame],
+    openings: &[(u64, Opening)],
+    survey: &Survey,
+) -> HashMap<Incarnation, Lsn> {
+    let headers = frames.iter().map(UncheckedFrame::unproven);
+    // A mark above its own frame is none (I4).
+    let sound = headers.filter(|header| header.durable <= header.lsn);
+    let of_frames = sound.map(|header| (header.incarnation, header.durable));
+    let of_openings = openings.iter().flat_map(|(_, opening)| {
+        let predecessor = opening.predecessor;
+        [(opening.incarnation, opening.accepted), (predecessor.incarnation, predecessor.lsn)]
+    });
+    // I7: the log was durable up to a manifest's end before it was published.
+    let of_manifests = survey.readable().map(|manifest| (manifest.redo.incarnation, manifest.end));
+    let mut marks: HashMap<Incarnation, Lsn> = HashMap::new();
+    for (incarnation, lsn) in of_frames.chain(of_openings).chain(of_manifests) {
+        let mark = marks.entry(incarnation).or_default();
+        *mark = lsn.max(*mark);
+    }
+    marks
+}
+
+/// The points, as Lsn and chain hash, from which frames may go on before any frame is known.
+fn starts(openings: &[(u64, Opening)], survey: &Survey) -> HashSet<(Lsn, u32)> {
+    let of_openings = openings.iter().map(|(number, opening)| opening.start(*number));
+    let of_manifests = survey.readable().map(|manifest| manifest.redo);
+    of_openings.chain(of_manifests).chain([LogPoint::default()]).map(|point| (point.lsn, point.chain)).collect()
+}
+
+/// Whether a frame lies behind the end of its incarnation, as the one after that gives it.
+fn is_left_behind(header: &FrameHeader, openings: &[(u64, Opening)]) -> bool {
+    openings.iter().map(|(_, opening)| opening.predecessor).any(|end| {
+        end.incarnation == header.incarnation && (header.segment, header.offset) >= (end.segment, end.offset)
+    })
+}
+
+/// The first segment behind the last frame found that must be there and cannot vouch for being empty (I8).
+fn hidden(survey: &Survey, frames: &[UncheckedFrame]) -> Option<Damage> {
+    let segments = survey.log.segments();
+    let last = frames.iter().map(|frame| frame.unproven().segment).max();
+    let highest = *segments.keys().next_back()?;
+    let from = last.unwrap_or(highest);
+    (from.saturating_add(1)..=highest.max(from.saturating_add(1))).find_map(|number| {
+        match segments.get(&number) {
+            None => Some(Defect::Missing.at(FileName::Segment(number), 0)),
+            // The newest segment is empty: no frame enters one before the next one is there.
+            Some(segment) if number < highest => {
+                segment.header.as_ref().err().map(|defect| defect.clone().at(FileName::Segment(number), 0))
+            }
+            Some(_) => None,
+        }
+    })
+}
+
+fn read_payload(source: &dyn ReadAt, header: &FrameHeader) -> Result<Vec<u8>, Defect> {
+    let file = FileName::Segment(header.segment);
+    let payload = read_range(source, file, header.offset + FRAME_HEADER_LEN, header.payload_len.into())?;
+    check_payload(header, &payload)?;
+    Ok(payload)
+}
