@@ -167,9 +167,9 @@ pub use log::LogStats;
 pub use options::{Ack, Budget, Compression, Create, DeviceChoice, LogIo, Options};
 pub use point::RestorePoint;
 pub use reader::Snapshot;
-pub use recovery::Recovered;
 #[doc(hidden)]
 pub use recovery::Origin;
+pub use recovery::Recovered;
 pub use remanent_format::log::TornTail;
 pub use remanent_format::op::{Indices, Op};
 pub use remanent_format::{

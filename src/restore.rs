@@ -139,7 +139,8 @@ impl Restore<'_> {
         }
         let (disk, purpose) = (self.disk.clone(), ImagePurpose::Snapshot);
         let mut writer = ImageWriter::create(disk, self.store, number, purpose, self.compression)?;
-        let written = writer.write_pages(&stale, |index| Ok(old.load(stale[index].page)?.into()))?;
+        let written =
+            writer.write_pages(&stale, |index| Ok::<_, Error>(old.load(stale[index].page)?.into()))?;
         writer.sync()?;
         writer.verify()?;
         images.extend(stale.iter().map(|info| info.page).zip(written));

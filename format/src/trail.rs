@@ -55,7 +55,8 @@ impl OpPlace {
     /// [`Damage`] if they are not those that were checked.
     pub fn read(&self, source: &dyn ReadAt) -> Result<Vec<u8>, Damage> {
         let file = FileName::Segment(self.segment);
-        let bytes = read_range(source, file, self.offset, self.len.into()).map_err(|defect| self.at(defect))?;
+        let bytes =
+            read_range(source, file, self.offset, self.len.into()).map_err(|defect| self.at(defect))?;
         check_crc("operation", self.crc, &bytes).map_err(|defect| self.at(defect))?;
         Ok(bytes)
     }
@@ -108,12 +109,7 @@ impl Trails {
             if !at.op.changes_bytes() {
                 continue;
             }
-            self.pages.entry(page).or_default().push(OpPlace::new(
-                &frame.header,
-                frame.payload,
-                ops,
-                index,
-            ));
+            self.pages.entry(page).or_default().push(OpPlace::new(&frame.header, frame.payload, ops, index));
         }
     }
 

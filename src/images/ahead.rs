@@ -13,7 +13,7 @@ use remanent_format::image::{ImagePurpose, ImageRef};
 use remanent_format::{PageId, PageInfo, Place, StoreId};
 
 use super::ImageWriter;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::image_files::ImageFiles;
 use crate::options::Compression;
 use crate::phases::{self, Phase};
@@ -46,7 +46,7 @@ impl<'a> WrittenAhead<'a> {
         // Neither epoch nor Lsn is known before the batch is logged, and an image does not tell the place.
         let info = |(page, bytes): &(PageId, &[u8])| PageInfo::new(*page, bytes.len() as u64, Place::Host);
         let infos: Vec<PageInfo> = pages.iter().map(info).collect();
-        ahead.images = writer.write_pages(&infos, |index| Ok(pages[index].1.into()))?;
+        ahead.images = writer.write_pages(&infos, |index| Ok::<_, Error>(pages[index].1.into()))?;
         writer.sync()?;
         Ok(ahead)
     }

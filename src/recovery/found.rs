@@ -20,7 +20,7 @@ use remanent_format::limits::SEGMENT_LEN_MIN;
 use remanent_format::log::LogEnd;
 use remanent_format::manifest::{Manifest, ManifestEntry, ManifestKind};
 use remanent_format::store::{Features, StoreFile, StoreRecord};
-use remanent_format::{FileName, Folder, LogPoint, PageId, PageInfo, PageTable, ReadAt, SnapshotId, StoreId};
+use remanent_format::{FileName, Folder, LogPoint, PageId, PageInfo, PageTable, SnapshotId, StoreId};
 
 use super::opening::{Predecessor, begin, random};
 use super::{check_directory, start_over};

@@ -69,9 +69,9 @@ use remanent_format::{
     Damage, Defect, FileName, Folder, Lsn, PageTable, Position, ReadAt, SnapshotId, StoreId,
 };
 
+pub(crate) use self::fork::fork;
 pub use self::found::Origin;
 pub(crate) use self::found::{check_target, found_alone};
-pub(crate) use self::fork::fork;
 use self::load::{Loaded, load};
 use self::opening::{Predecessor, begin, random};
 use crate::applier::Applied;

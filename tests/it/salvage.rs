@@ -132,6 +132,8 @@ fn one_mutilated_file_never_gives_wrong_bytes_and_costs_little() {
             let kind = if outcome.is_all(last) { "all".to_owned() } else { format!("{outcome:?} {what}") };
             *damage.borrow_mut().entry(kind).or_default() += 1;
         });
-        for (k, n) in damage.into_inner() { println!("{n} {k}"); }
+        for (k, n) in damage.into_inner() {
+            println!("{n} {k}");
+        }
     }
 }

@@ -49,6 +49,7 @@ mod log;
 mod follow;
 mod dump;
 mod verify;
+mod salvage;
 
 mod doctor;
 mod completions;
@@ -97,6 +98,7 @@ enum Command {
     Follow(follow::Follow),
     Dump(dump::Dump),
     Verify(verify::Verify),
+    Salvage(salvage::Salvage),
     Doctor(doctor::Doctor),
     Completions(completions::Completions),
 }
@@ -115,6 +117,7 @@ impl Command {
                 | Command::Restore(_)
                 | Command::Fork(_)
                 | Command::Prune(_)
+                | Command::Salvage(_)
                 | Command::Doctor(_)
                 | Command::Follow(_)
         )
@@ -150,6 +153,7 @@ fn run(cli: &Cli) -> Outcome {
         Command::Follow(command) => command.run(&mut out),
         Command::Dump(command) => command.run(&mut out),
         Command::Verify(command) => command.run(&mut out),
+        Command::Salvage(command) => command.run(&mut out),
         Command::Doctor(command) => command.run(&mut out),
         Command::Completions(command) => command.run(Cli::command(), &mut out),
     };

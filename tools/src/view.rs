@@ -135,11 +135,23 @@ impl View {
     }
 }
 
-/// Reads all fixed structures. A damaged STORE is worked around: every other file names the store too.
+/// Reads all fixed structures.
 fn look(dir: &StoreDir) -> Result<(Survey, Option<Damage>), Failure> {
-    let refused = match Survey::read(dir) {
-        Ok(survey) => return Ok((survey, None)),
-        Err(damage) => damage,
+    let (store, refused) = identity(dir)?;
+    match Survey::read_as(dir, store) {
+        Ok(survey) => Ok((survey, refused)),
+        Err(damage) => Err(Failure::Damage(damage.to_string())),
+    }
+}
+
+/// Which store it is. A damaged STORE is worked around: every other file names the store too; what else it said
+/// is lost.
+pub fn identity(dir: &StoreDir) -> Result<(StoreFile, Option<Damage>), Failure> {
+    let read = dir.read_whole(FileName::Store).map_err(|error| Defect::Unreadable(error.to_string()));
+    let read = read.and_then(|bytes| StoreFile::decode(&bytes.ok_or(Defect::Missing)?));
+    let refused = match read {
+        Ok(store) => return Ok((store, None)),
+        Err(defect) => defect.at(FileName::Store, 0),
     };
     let Some(store) = store_of_segments(dir) else {
         return Err(match refused.defect {
@@ -148,10 +160,7 @@ fn look(dir: &StoreDir) -> Result<(Survey, Option<Damage>), Failure> {
         });
     };
     let store = StoreFile { store, features: Features::default(), record: StoreRecord::default() };
-    match Survey::read_as(dir, store) {
-        Ok(survey) => Ok((survey, Some(refused))),
-        Err(damage) => Err(Failure::Damage(damage.to_string())),
-    }
+    Ok((store, Some(refused)))
 }
 
 /// The store that most segments name.

@@ -73,7 +73,8 @@ impl KnownLog {
                 FrameKind::Seal => header.lsn,
             };
             let is_durable = marks.get(&header.incarnation).is_some_and(|mark| header.lsn <= *mark);
-            let follows = points.contains(&(lsn_before, header.chain_prev)) && !is_left_behind(&header, &openings);
+            let follows =
+                points.contains(&(lsn_before, header.chain_prev)) && !is_left_behind(&header, &openings);
             if !is_durable && !follows {
                 continue;
             }
@@ -92,12 +93,7 @@ impl KnownLog {
         Self::of(batches, durable, seen, hidden(survey, &frames))
     }
 
-    fn of(
-        mut batches: BTreeMap<Lsn, KnownBatch>,
-        durable: Lsn,
-        seen: Lsn,
-        hidden: Option<Damage>,
-    ) -> Self {
+    fn of(mut batches: BTreeMap<Lsn, KnownBatch>, durable: Lsn, seen: Lsn, hidden: Option<Damage>) -> Self {
         let mut runs: BTreeMap<Lsn, Lsn> = BTreeMap::new();
         let mut touches: HashMap<PageId, Vec<OpPlace>> = HashMap::new();
         for (lsn, batch) in &mut batches {
@@ -134,7 +130,8 @@ impl KnownLog {
     /// [`Damage`] if there is no such batch, or it cannot be read any more.
     pub fn payload(&self, source: &dyn ReadAt, lsn: Lsn) -> Result<(Vec<u8>, LogPoint), Damage> {
         let batch = self.batches.get(&lsn).ok_or_else(|| self.hole(lsn))?;
-        let at = |defect: Defect| defect.at_lsn(FileName::Segment(batch.end.segment), batch.header.offset, lsn);
+        let at =
+            |defect: Defect| defect.at_lsn(FileName::Segment(batch.end.segment), batch.header.offset, lsn);
         Ok((read_payload(source, &batch.header).map_err(at)?, batch.end))
     }
 
@@ -209,7 +206,11 @@ fn marks(
 fn starts(openings: &[(u64, Opening)], survey: &Survey) -> HashSet<(Lsn, u32)> {
     let of_openings = openings.iter().map(|(number, opening)| opening.start(*number));
     let of_manifests = survey.readable().map(|manifest| manifest.redo);
-    of_openings.chain(of_manifests).chain([LogPoint::default()]).map(|point| (point.lsn, point.chain)).collect()
+    of_openings
+        .chain(of_manifests)
+        .chain([LogPoint::default()])
+        .map(|point| (point.lsn, point.chain))
+        .collect()
 }
 
 /// Whether a frame lies behind the end of its incarnation, as the one after that gives it.

@@ -125,7 +125,8 @@ impl<'s> Salvage<'s> {
         let survey = Survey::read_as(source, store)?;
         let log = KnownLog::read(source, &survey);
         let facts = pages::facts(source, &survey, &log);
-        let state = State { base: None, table: PageTable::new(), point: LogPoint::default(), is_whole: false };
+        let state =
+            State { base: None, table: PageTable::new(), point: LogPoint::default(), is_whole: false };
         let mut salvage = Self { source, survey, log, facts, page_bytes_max, state };
         salvage.state = salvage.newest_state().unwrap_or_else(|| salvage.pieces());
         Ok(salvage)
@@ -154,9 +155,8 @@ impl<'s> Salvage<'s> {
             let is_way = base.is_some() || reach > from || self.log.seen == Lsn(0);
             if is_way && reach >= end && best.as_ref().is_none_or(|best| best.table.lsn() < reach) {
                 let followed = self.follow(base.as_ref(), reach);
-                let is_further = |state: &State| {
-                    best.as_ref().is_none_or(|best| best.table.lsn() < state.table.lsn())
-                };
+                let is_further =
+                    |state: &State| best.as_ref().is_none_or(|best| best.table.lsn() < state.table.lsn());
                 if let Some(state) = followed.filter(is_further) {
                     best = Some(state);
                 }

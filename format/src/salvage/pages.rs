@@ -61,7 +61,9 @@ impl Salvage<'_> {
         let why = match self.prove(info) {
             Ok(bytes) if self.state.is_whole => return Found::Exact(bytes),
             // Exact would be the state's version, and that is not known.
-            Ok(bytes) => return Found::Older { version: info.clone(), bytes, why: self.log.hole(info.lsn.next()) },
+            Ok(bytes) => {
+                return Found::Older { version: info.clone(), bytes, why: self.log.hole(info.lsn.next()) };
+            }
             Err(why) => why,
         };
         match self.newest_before(info) {
@@ -75,7 +77,8 @@ impl Salvage<'_> {
         let mut first = None;
         let older = self.facts_of(wanted.page).iter().filter(|fact| fact.info.lsn <= wanted.lsn);
         for start in older.map(Some).chain([None]) {
-            let proven = self.replay(wanted.page, start, wanted.lsn).and_then(|found| self.accept(found, wanted));
+            let proven =
+                self.replay(wanted.page, start, wanted.lsn).and_then(|found| self.accept(found, wanted));
             match proven {
                 Ok(bytes) => return Ok(bytes),
                 Err(damage) => _ = first.get_or_insert(damage),
@@ -90,7 +93,8 @@ impl Salvage<'_> {
         // One batch less, and the epoch would be lower: so all batches between are there. Epoch and batch
         // together name a version, with its length, key and metadata.
         if (info.epoch, info.lsn) != (wanted.epoch, wanted.lsn) {
-            let (what, found, expected) = ("epoch that the batches found lead to", info.epoch.0, wanted.epoch.0);
+            let (what, found, expected) =
+                ("epoch that the batches found lead to", info.epoch.0, wanted.epoch.0);
             let hole = self.log.hole(self.log.reach(info.lsn).next());
             return Err(Damage { defect: Defect::Mismatch { what, found, expected }, ..hole });
         }

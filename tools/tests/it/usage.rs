@@ -23,6 +23,7 @@ const COMMANDS: &[&str] = &[
     "follow",
     "dump",
     "verify",
+    "salvage",
 ];
 
 #[test]
@@ -51,6 +52,7 @@ fn wrong_calls_end_with_two_and_touch_nothing() {
         &["pages", empty],
         &["log", missing],
         &["verify", empty],
+        &["salvage", empty],
         &["dump", empty, "1"],
         &["dump", empty, "one", "-o", "-"],
         &["dump", empty, "1", "-o", "-"],
