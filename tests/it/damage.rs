@@ -232,7 +232,7 @@ pub fn mix(number: u64) -> u64 {
 }
 
 /// Runs `each` for the numbers up to `count`, on two threads, each with its own copy of the files.
-pub fn sweep(files: &Files, count: usize, each: impl Fn(&mut Files, usize) + Sync) {
+fn sweep(files: &Files, count: usize, each: impl Fn(&mut Files, usize) + Sync) {
     let next = AtomicUsize::new(0);
     std::thread::scope(|scope| {
         for _ in 0..2 {
@@ -251,7 +251,7 @@ pub fn sweep(files: &Files, count: usize, each: impl Fn(&mut Files, usize) + Syn
 }
 
 /// The file and the offset of byte `number` of all files together.
-pub fn place(files: &Files, mut number: usize) -> (FileName, usize) {
+fn place(files: &Files, mut number: usize) -> (FileName, usize) {
     for (file, bytes) in &files.0 {
         if number < bytes.len() {
             return (*file, number);

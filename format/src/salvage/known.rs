@@ -220,21 +220,23 @@ fn is_left_behind(header: &FrameHeader, openings: &[(u64, Opening)]) -> bool {
     })
 }
 
-/// The first segment behind the last frame found that must be there and cannot vouch for being empty (I8).
+/// The first segment behind the last frame found that should be there, or hold frames, and does not (I8).
 fn hidden(survey: &Survey, frames: &[UncheckedFrame]) -> Option<Damage> {
     let segments = survey.log.segments();
-    let last = frames.iter().map(|frame| frame.unproven().segment).max();
-    let highest = *segments.keys().next_back()?;
-    let from = last.unwrap_or(highest);
-    (from.saturating_add(1)..=highest.max(from.saturating_add(1))).find_map(|number| {
-        match segments.get(&number) {
-            None => Some(Defect::Missing.at(FileName::Segment(number), 0)),
+    let highest = segments.keys().next_back().copied().unwrap_or(0);
+    let last = frames.iter().map(|frame| frame.unproven().segment).max().unwrap_or(0);
+    // Where replay from a snapshot begins there was a frame before it.
+    let redo = survey.readable().map(|manifest| manifest.redo.segment).max().unwrap_or(0);
+    let first = last.saturating_add(1);
+    (first..=highest.max(redo).max(first)).find_map(|number| {
+        let defect = match segments.get(&number).map(|segment| &segment.header) {
+            None => Defect::Missing,
+            Some(Ok(_)) if number <= redo => Defect::Magic { expected: "frame" },
             // The newest segment is empty: no frame enters one before the next one is there.
-            Some(segment) if number < highest => {
-                segment.header.as_ref().err().map(|defect| defect.clone().at(FileName::Segment(number), 0))
-            }
-            Some(_) => None,
-        }
+            Some(Err(defect)) if number < highest => defect.clone(),
+            Some(_) => return None,
+        };
+        Some(defect.at(FileName::Segment(number), 0))
     })
 }
 

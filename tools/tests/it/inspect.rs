@@ -12,7 +12,7 @@ use remanent::{Ack, Compression, Key, Metadata, Options, Place, Store, Value};
 use crate::command::{Scratch, command, run};
 
 /// Every file below a directory, with its bytes and the time of its last change.
-fn files(dir: &str) -> BTreeMap<PathBuf, (Vec<u8>, SystemTime)> {
+pub fn files(dir: &str) -> BTreeMap<PathBuf, (Vec<u8>, SystemTime)> {
     let mut found = BTreeMap::new();
     let mut folders = vec![Path::new(dir).to_owned()];
     while let Some(folder) = folders.pop() {
@@ -30,7 +30,7 @@ fn files(dir: &str) -> BTreeMap<PathBuf, (Vec<u8>, SystemTime)> {
 }
 
 /// Copies a store as it lies on disk: what a kill would leave.
-fn copy(from: &str, to: &str) {
+pub fn copy(from: &str, to: &str) {
     for (path, (bytes, _)) in files(from) {
         let target = Path::new(to).join(path.strip_prefix(from).unwrap());
         fs::create_dir_all(target.parent().unwrap()).unwrap();
@@ -46,14 +46,14 @@ fn flip(file: impl AsRef<Path>, offset: u64) {
 }
 
 /// The newest file of a folder of the store.
-fn newest(store: &str, folder: &str, extension: &str) -> PathBuf {
+pub fn newest(store: &str, folder: &str, extension: &str) -> PathBuf {
     let files = fs::read_dir(Path::new(store).join(folder)).unwrap().map(|entry| entry.unwrap().path());
     files.filter(|path| path.extension().is_some_and(|found| found == extension)).max().unwrap()
 }
 
 /// A store of three batches and a snapshot after the second; segments are short, and images are stored as they
 /// are, so that tests know where a page's bytes lie.
-fn small_store(scratch: &Scratch) -> Store {
+pub fn small_store(scratch: &Scratch) -> Store {
     let options = Options::default().segment_len(64 << 10).compression(Compression::Off);
     let store = Store::open(scratch.store(), options).unwrap();
     let mut batch = store.batch();

@@ -5,5 +5,6 @@ mod follow;
 mod history;
 mod inspect;
 mod replay;
+mod salvage;
 mod usage;
 mod weights;
