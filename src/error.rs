@@ -208,6 +208,14 @@ pub enum Error {
         /// The page.
         page: PageId,
     },
+    /// Memory of a caller's, or a range of it, is not what the call needs. Nothing changed.
+    #[error("{len} bytes of a caller's memory cannot be used: {reason}")]
+    MemoryRefused {
+        /// How many bytes.
+        len: u64,
+        /// Why not.
+        reason: String,
+    },
     /// Another snapshot that is kept has this name.
     #[error("snapshot {snapshot} is named {name:?}")]
     NameTaken {
@@ -337,6 +345,7 @@ impl Error {
             | Error::PlaceUnavailable { .. }
             | Error::DeviceUnavailable { .. }
             | Error::StreamRefused { .. }
+            | Error::MemoryRefused { .. }
             | Error::NameTaken { .. }
             | Error::NoSnapshot { .. }
             | Error::NoSnapshotNamed { .. }

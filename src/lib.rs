@@ -152,11 +152,14 @@ mod reader;
 mod recovery;
 mod follower;
 mod store;
+mod on_device;
 
 use std::path::Path;
 use std::sync::Arc;
 
-pub use batch::{NewPage, PageRef, WriteBatch};
+pub use batch::{NewPage, PageRef, WorkingCopy, WriteBatch};
+pub use commit::{Direction, Shadow};
+pub use device::{CallerMemory, DeviceBytes, RawStream};
 pub use error::{Error, Remedy, Result};
 pub use follower::{
     FollowFrom, FollowedBatch, Follower, FollowerPosition, ParsePositionError, Replica, Restored,

@@ -286,6 +286,11 @@ impl Store {
         &self.parts.disk
     }
 
+    /// What turns batches into commits.
+    pub(crate) fn committer(&self) -> &Committer {
+        &self.parts.committer
+    }
+
     /// An empty batch.
     pub fn batch(&self) -> WriteBatch {
         WriteBatch::default()
@@ -664,7 +669,7 @@ impl Store {
     }
 
     /// Threads do not survive a fork: in the child nobody would answer.
-    fn check_process(&self) -> Result<()> {
+    pub(crate) fn check_process(&self) -> Result<()> {
         if std::process::id() == self.opener { Ok(()) } else { Err(Error::Forked { opener: self.opener }) }
     }
 }

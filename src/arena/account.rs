@@ -18,11 +18,15 @@ pub enum Purpose {
     Spare,
     /// A page as it was, for an exact snapshot.
     Aside,
+    /// Memory for a caller's kernels: bytes that a batch takes, working copies, shadows.
+    Caller,
+    /// What a commit puts together on the device before it is logged.
+    Stage,
 }
 
 impl Purpose {
     /// All of them, in the order of their numbers.
-    pub const ALL: [Self; 3] = [Self::Page, Self::Spare, Self::Aside];
+    pub const ALL: [Self; 5] = [Self::Page, Self::Spare, Self::Aside, Self::Caller, Self::Stage];
 }
 
 /// How much of a place is in use.

@@ -9,20 +9,36 @@ use remanent_format::op::{Op, PayloadWriter};
 use remanent_format::{Defect, PageId, Place, Width};
 
 use super::sparse::{CodedIndices, ascending};
-use super::{CloneSource, Images, Step, WriteBatch};
+use super::{Blank, CapturedPart, CloneSource, Images, Step, WriteBatch};
 use crate::error::{Error, Result};
 
+/// What was found out about a batch before it is encoded.
+pub(crate) struct Found<'a> {
+    /// The pages of [`WriteBatch::clone_sources`] as they are before the batch.
+    pub staged: HashMap<PageId, CloneSource>,
+    /// Images that hold what some operations write.
+    pub images: Images,
+    /// What captures found, by their operation's index.
+    pub captured: &'a HashMap<usize, Vec<CapturedPart>>,
+    /// Lengths, before the batch, of the pages whose indices only the device has seen.
+    pub lens: HashMap<PageId, u64>,
+}
+
+/// A payload, but for what only the device has seen.
+pub(crate) struct Encoded {
+    /// The bytes; blanks are zeros.
+    pub payload: Vec<u8>,
+    /// The blanks, in their order.
+    pub blanks: Vec<Blank>,
+}
+
 impl WriteBatch {
-    /// The batch's payload. `pages` are the ids of the new pages; `staged` holds the pages of
-    /// [`WriteBatch::clone_sources`] as they are before the batch; `images` hold what these operations write.
-    pub(crate) fn encode(
-        &self,
-        pages: &[PageId],
-        staged: HashMap<PageId, CloneSource>,
-        images: &Images,
-    ) -> Result<Vec<u8>> {
+    /// The batch's payload. `pages` are the ids of the new pages.
+    pub(crate) fn encode(&self, pages: &[PageId], found: Found<'_>) -> Result<Encoded> {
+        let Found { staged, images, captured, lens } = found;
         let cloned = self.steps.iter().filter_map(Step::cloned).map(|page| page.resolve(pages)).collect();
-        let mut encoder = Encoder { index: 0, writer: PayloadWriter::default(), cloned, staged };
+        let mut encoder =
+            Encoder { index: 0, writer: PayloadWriter::default(), cloned, staged, blanks: Vec::new(), lens };
         let mut new_pages = pages.iter().copied();
         let mut next_new = || new_pages.next().expect("as many ids as new pages");
         for (index, step) in self.steps.iter().enumerate() {
@@ -30,20 +46,16 @@ impl WriteBatch {
             let invalid = |reason: String| Error::InvalidOperation { index, reason };
             match step {
                 Step::Create { len, place, key, metadata } => {
-                    let (key, metadata) = (key.clone(), metadata.clone());
-                    encoder.push(&Op::Create {
-                        page: next_new(),
-                        len: *len,
-                        place: *place,
-                        key,
-                        metadata,
-                    })?;
+                    let (page, key, metadata) = (next_new(), key.clone(), metadata.clone());
+                    encoder.lens.insert(page, *len);
+                    encoder.push(&Op::Create { page, len: *len, place: *place, key, metadata })?;
                 }
                 Step::Clone { source } => {
                     let source = source.resolve(pages);
                     let CloneSource { place, metadata, bytes } =
                         encoder.staged.get(&source).cloned().ok_or(Error::UnknownPage { page: source })?;
                     let (page, len) = (next_new(), bytes.len() as u64);
+                    encoder.lens.insert(page, len);
                     encoder.push(&Op::Create { page, len, place, key: None, metadata })?;
                     if len > 0 {
                         encoder.push(&Op::Write { page, offset: 0, bytes: &bytes })?;
@@ -88,8 +100,21 @@ impl WriteBatch {
                         pattern,
                     })?;
                 }
+                Step::WriteDevice { page, offset, bytes } => {
+                    encoder.push_bytes(page.resolve(pages), *offset, bytes.span())?;
+                }
+                Step::ScatterDevice { page, width, indices, values } => {
+                    encoder.push_scatter(page.resolve(pages), *width, indices.span(), values.span())?;
+                }
+                Step::Capture { copy, .. } => {
+                    for part in &captured[&index] {
+                        encoder.push_captured(copy.page(), copy.width(), part)?;
+                    }
+                }
                 Step::Resize { page, len } => {
-                    encoder.push(&Op::Resize { page: page.resolve(pages), len: *len })?;
+                    let page = page.resolve(pages);
+                    encoder.lens.insert(page, *len);
+                    encoder.push(&Op::Resize { page, len: *len })?;
                 }
                 Step::Delete { page } => encoder.push(&Op::Delete { page: page.resolve(pages) })?,
                 Step::SetMetadata { page, name, value } => {
@@ -110,20 +135,28 @@ impl WriteBatch {
         if len > FRAME_PAYLOAD_LEN_MAX {
             return Err(Error::Limit { what: "batch", found: len, limit: FRAME_PAYLOAD_LEN_MAX });
         }
-        Ok(encoder.writer.finish())
+        Ok(Encoded { payload: encoder.writer.finish(), blanks: encoder.blanks })
     }
 }
 
 /// Writes operations, and keeps the pages that are cloned up to date with them.
-struct Encoder {
-    index: usize,
-    writer: PayloadWriter,
+pub(super) struct Encoder {
+    pub index: usize,
+    pub writer: PayloadWriter,
     cloned: HashSet<PageId>,
     staged: HashMap<PageId, CloneSource>,
+    /// What only the device has seen.
+    pub blanks: Vec<Blank>,
+    /// Lengths of pages, as far as they are known.
+    pub lens: HashMap<PageId, u64>,
 }
 
 impl Encoder {
-    fn push(&mut self, op: &Op<'_>) -> Result<()> {
+    pub fn is_cloned(&self, page: PageId) -> bool {
+        self.cloned.contains(&page)
+    }
+
+    pub fn push(&mut self, op: &Op<'_>) -> Result<()> {
         self.check(op)?;
         self.log(op)
     }
@@ -141,7 +174,7 @@ impl Encoder {
             if page == PageId(0) || page.0 > NUMBER_MAX {
                 return Err(Error::UnknownPage { page });
             }
-            if self.cloned.contains(&page) {
+            if self.is_cloned(page) {
                 self.stage(page, op)?;
             }
         }

@@ -3,15 +3,25 @@
 //! Building never fails; `encode` checks everything that can be checked without looking at a page, before
 //! the first byte is logged.
 
+mod born;
+mod changed;
 mod encode;
 mod sparse;
 mod whole;
+mod working;
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+pub(crate) use born::{Blank, CapturedPart, Content};
+pub(crate) use changed::Changed;
+pub(crate) use encode::{Encoded, Found};
 pub(crate) use whole::{Images, WholePage};
+pub use working::WorkingCopy;
 
 use remanent_format::{Epoch, Key, Metadata, PageId, Place, Value, Width};
+
+use crate::device::DeviceBytes;
 
 #[cfg(doc)]
 use crate::error::Error;
@@ -89,6 +99,9 @@ enum Step {
     Write { page: PageRef, offset: u64, bytes: Vec<u8> },
     Masked { page: PageRef, offset: u64, width: Width, mask: Vec<u8>, bytes: Vec<u8> },
     Scatter { page: PageRef, width: Width, indices: Vec<u32>, values: Vec<u8> },
+    WriteDevice { page: PageRef, offset: u64, bytes: DeviceBytes },
+    ScatterDevice { page: PageRef, width: Width, indices: DeviceBytes, values: DeviceBytes },
+    Capture { copy: WorkingCopy, ranges: Option<Vec<Range<u64>>> },
     Fill { page: PageRef, offset: u64, len: u64, pattern: Vec<u8> },
     Resize { page: PageRef, len: u64 },
     Delete { page: PageRef },

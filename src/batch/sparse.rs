@@ -54,6 +54,13 @@ impl CodedIndices {
         }
     }
 
+    /// Length of the encoded indices.
+    pub fn byte_len(&self) -> usize {
+        match self {
+            Self::Plain(bytes) | Self::Gaps { bytes, .. } => bytes.len(),
+        }
+    }
+
     pub fn indices(&self) -> Indices<'_> {
         match self {
             Self::Plain(bytes) => Indices::plain(bytes),

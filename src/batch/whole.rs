@@ -101,16 +101,23 @@ impl WriteBatch {
 
 impl Step {
     /// The page whose bytes or length the step changes, if there is one. A new page is the next one.
-    fn changes(&self, pages: &[PageId], new_pages: &mut impl Iterator<Item = PageId>) -> Option<PageId> {
+    pub(super) fn changes(
+        &self,
+        pages: &[PageId],
+        new_pages: &mut impl Iterator<Item = PageId>,
+    ) -> Option<PageId> {
         match self {
             // A clone is written, too, with what its source holds by then.
             Step::Create { .. } | Step::Clone { .. } => new_pages.next(),
             Step::Write { page, .. }
             | Step::Masked { page, .. }
             | Step::Scatter { page, .. }
+            | Step::WriteDevice { page, .. }
+            | Step::ScatterDevice { page, .. }
             | Step::Fill { page, .. }
             | Step::Resize { page, .. }
             | Step::Delete { page } => Some(page.resolve(pages)),
+            Step::Capture { copy, .. } => Some(copy.page()),
             Step::SetMetadata { .. }
             | Step::RemoveMetadata { .. }
             | Step::SetRoot { .. }

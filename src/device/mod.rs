@@ -14,6 +14,7 @@ pub mod host;
 pub mod late;
 pub mod several;
 mod spans;
+mod bytes;
 
 use std::any::Any;
 use std::ops::{Deref, DerefMut};
@@ -21,7 +22,8 @@ use std::sync::Arc;
 
 use remanent_format::{Place, Width};
 
-use crate::error::Result;
+pub use self::bytes::{CallerMemory, DeviceBytes};
+use crate::error::{Error, Result};
 
 /// A memory that holds pages, and the queues through which it is changed.
 pub trait Device: Send + Sync + 'static {
@@ -104,6 +106,25 @@ pub trait Device: Send + Sync + 'static {
     /// back. Places that share another one's memory are counted there.
     fn memory_stats(&self) -> Vec<(Place, MemoryStats)> {
         Vec::new()
+    }
+
+    /// Waits, on this thread, until what is in the caller's stream now is done.
+    ///
+    /// # Errors
+    /// `StreamRefused`, a device error.
+    fn wait_stream(&self, stream: RawStream) -> Result<()> {
+        self.wait_external(Lane::Callers, stream)?;
+        self.wait(self.submit(Lane::Callers, CommandList::default())?.fence())
+    }
+
+    /// Takes memory of the caller's for page memory, and says in which place it is. It is released like any
+    /// other, which leaves it to its owner.
+    ///
+    /// # Errors
+    /// `MemoryRefused` where the device can tell that it is not what the caller says; a device error.
+    fn adopt(&self, memory: &CallerMemory) -> Result<(MemoryId, Place)> {
+        let reason = format!("{} knows no memory but its own", self.label());
+        Err(Error::MemoryRefused { len: memory.byte_len(), reason })
     }
 }
 

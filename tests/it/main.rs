@@ -2,7 +2,9 @@
 
 mod background;
 mod beside;
+mod born;
 mod bulk;
+mod captures;
 mod compression;
 mod crash;
 mod cuda;

@@ -1,12 +1,15 @@
 //! Floor 6. Committing a batch: check everything, log it, then let it be seen.
 //!
-//! 1. Outside the lock: stage what clones copy, write whole pages ahead, encode, checksum, allocate page
-//!    memory. Nothing so far is visible, and all of it can be taken back.
+//! 1. Outside the lock: find what captures changed, stage what clones copy, write whole pages ahead, encode,
+//!    fill in what only the device has seen, checksum, allocate page memory. Nothing so far is visible, and all of it can be taken back.
 //! 2. Under the submission lock: preconditions, the plan, the append (I1: only now, with payload and
 //!    checksum in hand, is an Lsn assigned), the table, the hand-over to the applier. The order of the lock
 //!    is the order of the log and of the lane.
 //!
 //! A crash before the append loses a batch that nobody was told of; after it, recovery replays the batch.
+
+mod born;
+mod capture;
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -20,7 +23,7 @@ use remanent_format::{Defect, Epoch, LogPoint, PageId, PageTable, Place, StoreId
 
 use crate::applier::{Applier, Leases, Work, stage_aside};
 use crate::arena::{Arena, PageMemory, Purpose};
-use crate::batch::{CloneSource, WholePage, WriteBatch};
+use crate::batch::{CloneSource, Found, WholePage, WriteBatch};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::image_files::ImageFiles;
@@ -29,7 +32,10 @@ use crate::keeping::KnownImages;
 use crate::log::{Log, SpacePurpose};
 use crate::options::Compression;
 use crate::poison::Poison;
-use crate::staging::StagingPool;
+use crate::staging::{StagingBuf, StagingPool};
+
+use capture::Captures;
+pub use capture::{Direction, Shadow};
 
 /// How often clones are staged without the lock before the lock is held for it.
 const CLONE_TRIES: usize = 3;
@@ -58,7 +64,9 @@ pub(crate) struct Committer {
 /// A batch on its way into the log.
 struct Draft<'a> {
     batch: &'a WriteBatch,
-    payload: Vec<u8>,
+    payload: StagingBuf,
+    payload_crc: u32,
+    captures: &'a Captures<'a>,
     /// Pages copied for clones, and the epochs at which they were.
     staged: Epochs,
     /// Pages whose bytes are in images.
@@ -88,6 +96,9 @@ impl Committer {
         let first = self.next_page.fetch_add(count, Ordering::Relaxed);
         let pages: Vec<PageId> = (first..first + count).map(PageId).collect();
         let sources = batch.clone_sources();
+        batch.check_captures(&pages)?;
+        let captures = self.capture(batch)?;
+        let born_in = self.arrivals(batch)?;
         let mut tries = 0;
         loop {
             // Clones are staged first and their epochs are checked under the lock, so that a slow copy
@@ -98,9 +109,13 @@ impl Committer {
             let (whole, ahead) = self.write_ahead(batch, &pages, held.as_deref())?;
             let images = ahead.iter().flat_map(WrittenAhead::images).copied();
             let images = whole.iter().map(|whole| whole.step).zip(images).collect();
-            let payload = batch.encode(&pages, contents, &images)?;
-            let draft = Draft { batch, payload, staged, whole, ahead };
+            let lens = self.lens(batch, held.as_deref());
+            let found = Found { staged: contents, images, captured: &captures.found, lens };
+            let encoded = batch.encode(&pages, found)?;
+            let (payload, payload_crc) = self.fill(encoded, born_in)?;
+            let draft = Draft { batch, payload, payload_crc, captures: &captures, staged, whole, ahead };
             if let Some(point) = self.log_draft(draft, held)? {
+                self.refresh_shadows(captures);
                 return Ok((point, pages));
             }
         }
@@ -156,9 +171,6 @@ impl Committer {
         let ops = decode_payload(&draft.payload).map_err(encoded)?;
         self.leases
             .check_thread(ops.iter().filter(|at| reaches_bytes(&at.op)).filter_map(|at| at.op.page()))?;
-        let payload_crc = crc32fast::hash(&draft.payload);
-        let mut payload = self.staging.take(draft.payload.len())?;
-        payload.copy_from_slice(&draft.payload);
         let whole: HashMap<PageId, &[u8]> =
             draft.whole.iter().map(|whole| (whole.page, whole.bytes)).collect();
         let asides = ops.iter().filter_map(|at| stage_aside(&at.op, &whole, &self.staging).transpose());
@@ -191,7 +203,8 @@ impl Committer {
             {
                 return Ok(None);
             }
-            for &(page, expected) in draft.batch.expectations() {
+            for (page, expected) in draft.batch.expectations().iter().copied().chain(draft.captures.epochs())
+            {
                 let found = epoch_of(page);
                 if found != expected {
                     return Err(Error::Conflict { page, expected, found });
@@ -202,7 +215,7 @@ impl Committer {
                 .plan(lsn, &ops, PlanMode::Commit)
                 .map_err(|(index, refusal)| refused(index, refusal))?;
             let purpose = if draft.batch.only_deletes() { SpacePurpose::Reserve } else { SpacePurpose::User };
-            let appended = self.log.append(&draft.payload, payload_crc, purpose);
+            let appended = self.log.append(&draft.payload, draft.payload_crc, purpose);
             let point = appended.inspect_err(|error| {
                 // Only a full disk leaves it certain that no frame names the images.
                 if let (Some(ahead), false) = (&mut draft.ahead, matches!(error, Error::DiskFull { .. })) {
@@ -215,6 +228,7 @@ impl Committer {
         match logged() {
             Ok(Some((point, changes))) => {
                 table.install(&changes);
+                draft.captures.belong_to(&changes);
                 if let Some(ahead) = draft.ahead.take() {
                     // The next snapshot names them: they need not be written again.
                     for (whole, image) in draft.whole.iter().zip(ahead.images()) {
@@ -222,12 +236,13 @@ impl Committer {
                     }
                     ahead.logged(point.segment);
                 }
+                let payload = draft.payload;
                 self.applier.push(Work { point, payload, changes, memory, spares, asides });
                 Ok(Some(point))
             }
             other => {
                 drop(table);
-                for staged in asides.into_iter().chain([payload]) {
+                for staged in asides.into_iter().chain([draft.payload]) {
                     self.staging.give(staged.into_staging());
                 }
                 self.discard(memory.into_iter().chain(spares.into_iter().map(|(_, spare)| spare)));

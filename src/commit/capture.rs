@@ -1,0 +1,320 @@
+//! Floor 6. Captures: what changed in a working copy since it was its page.
+//!
+//! 1. **Arrive**: the committing thread waits for the stream on which the copy is written. Nobody else does.
+//! 2. **Stage**: the copy's ranges are copied aside on the device. From here on the caller may write to it again.
+//! 3. **Compare** what is staged with the page, in the lane of deltas and at the copy's epoch, or with the
+//!    copy's shadow.
+//! 4. The batch is encoded from what is staged, and logged if the page is still at that epoch. Were the epoch
+//!    not looked at again, under the lock, changes of others would be taken back by what is between ours.
+//!
+//! A crash on the way loses a batch that nobody was told of; working copies are gone with the process.
+
+use std::collections::HashMap;
+use std::ops::Range;
+
+use remanent_format::table::Changes;
+use remanent_format::{Epoch, PageId, Width};
+
+use super::Committer;
+use super::born::StageMemory;
+use crate::arena::Purpose;
+use crate::batch::{CapturedPart, Changed, WorkingCopy, WriteBatch};
+use crate::device::{Command, CommandList, Lane, Span, StagingSpan};
+use crate::error::{Error, Result};
+use crate::staging::StagingBuf;
+
+/// The boundary to which ranges are widened: vectors of sixteen bytes are compared at a time.
+const RANGE_ALIGN: u64 = 16;
+/// The longest part that is compared as one, so that a part's elements are counted in 32 bits.
+const PART_LEN_MAX: u64 = 256 << 20;
+
+/// The captures of a batch.
+#[derive(Default)]
+pub(super) struct Captures<'a> {
+    /// What they found, by their operation's index.
+    pub found: HashMap<usize, Vec<CapturedPart>>,
+    taken: Vec<Capture<'a>>,
+}
+
+/// One capture.
+struct Capture<'a> {
+    copy: &'a WorkingCopy,
+    /// The epoch of the state to which its changes were found.
+    epoch: Epoch,
+    /// The ranges of the page that are staged, each with where it begins there.
+    parts: Vec<(Range<u64>, u64)>,
+    staged: StageMemory,
+}
+
+/// Which way bytes go when a caller's memory becomes a working copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Direction {
+    /// The page's bytes are copied to the memory at once.
+    Load,
+    /// The memory stays as it is, and the next capture takes its bytes to the page.
+    Store,
+}
+
+/// What a working copy is compared with to find what changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Shadow {
+    /// The page itself. This takes no memory; it is done in the queue of deltas, between two of them.
+    Page,
+    /// A copy of its own in this place, as long as the page and counted in the budget, which every capture
+    /// takes along. Deltas of other pages do not wait for the comparison.
+    Kept(remanent_format::Place),
+}
+
+impl Captures<'_> {
+    /// The pages, and the epochs at which they must be when the batch is logged.
+    pub fn epochs(&self) -> impl Iterator<Item = (PageId, Epoch)> {
+        self.taken.iter().map(|capture| (capture.copy.page(), capture.epoch))
+    }
+
+    /// The batch is logged: the copies are what it makes of their pages.
+    pub fn belong_to(&self, changes: &Changes) {
+        for capture in &self.taken {
+            let mut pages = changes.pages.iter().filter(|(page, _)| *page == capture.copy.page());
+            if let Some((_, Some(info))) = pages.next() {
+                capture.copy.belongs_to(info.epoch);
+            }
+        }
+    }
+}
+
+impl Committer {
+    /// Finds what changed in the working copies that the batch captures.
+    pub(super) fn capture<'a>(&self, batch: &'a WriteBatch) -> Result<Captures<'a>> {
+        let mut captures = Captures::default();
+        for (index, copy, ranges) in batch.captures() {
+            let (capture, found) = self.capture_one(copy, ranges)?;
+            captures.found.insert(index, found);
+            captures.taken.push(capture);
+        }
+        Ok(captures)
+    }
+
+    fn capture_one<'a>(
+        &self,
+        copy: &'a WorkingCopy,
+        ranges: Option<&[Range<u64>]>,
+    ) -> Result<(Capture<'a>, Vec<CapturedPart>)> {
+        copy.bytes().check_device(&self.device)?;
+        let (page, epoch, width) = (copy.page(), copy.epoch(), copy.width());
+        let info = self.submitted.lock().get(page).cloned().ok_or(Error::UnknownPage { page })?;
+        check_epoch(page, epoch, info.epoch)?;
+        // A page of that epoch has the length that it had when the copy became it.
+        let parts = parts(page, ranges, info.len)?;
+        let len = parts.last().map_or(0, |(range, at)| at + range.end - range.start);
+        let source = copy.bytes().arrived()?;
+        let staged = self.stage_memory(Purpose::Stage, copy.bytes().place(), len)?;
+        let from = |range: &Range<u64>| part(source, range);
+        let sources = parts.iter().map(|(range, at)| (from(range), *at)).collect();
+        self.run(vec![Command::Gather { sources, target: staged.part(0, len) }], Vec::new())?;
+        let bitmaps = self.compare(copy, epoch, &parts, staged.part(0, len))?;
+        let mut bits = &bitmaps[..];
+        let mut found = Vec::new();
+        for (range, at) in &parts {
+            let bitmap = bits.split_off(..bitmap_len(range, width)).expect("a bitmap for each part");
+            let Changed { runs, elements } = Changed::of(bitmap, width);
+            let byte = |element: u32| u64::from(element) * width.bytes() as u64;
+            let runs = runs.into_iter().map(|run| byte(run.start)..byte(run.end)).collect();
+            let staged = staged.part(*at, range.end - range.start);
+            found.push(CapturedPart { offset: range.start, staged, runs, elements });
+        }
+        self.staging.give(bitmaps.into_staging());
+        Ok((Capture { copy, epoch, parts, staged }, found))
+    }
+
+    /// A bitmap of changed elements for each part, one after the other.
+    fn compare(
+        &self,
+        copy: &WorkingCopy,
+        epoch: Epoch,
+        parts: &[(Range<u64>, u64)],
+        staged: Span,
+    ) -> Result<StagingBuf> {
+        let (page, width) = (copy.page(), copy.width());
+        let len = parts.iter().map(|(range, _)| bitmap_len(range, width)).sum();
+        let staging = self.staging.take(len)?.into_staging();
+        let parts = parts.to_vec();
+        let diffs = move |other: Span| {
+            let mut bits_at = 0;
+            let diff = |(range, at): &(Range<u64>, u64)| {
+                let left = part(staged, &(*at..at + range.end - range.start));
+                let target = StagingSpan { index: 0, offset: bits_at, len: bitmap_len(range, width) };
+                bits_at += target.len;
+                Command::Diff { left, right: part(other, range), width, target }
+            };
+            parts.iter().map(diff).collect::<Vec<_>>()
+        };
+        let mut returned = match copy.shadow() {
+            Some(shadow) => self.run(diffs(shadow.span()), vec![staging])?,
+            None => {
+                let pending = self.applier.turn(move |turn| {
+                    turn.intact()?;
+                    let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;
+                    check_epoch(page, epoch, info.epoch)?;
+                    let commands = diffs(turn.applied.memory[&page].span());
+                    turn.submit(CommandList { commands, staging: vec![staging] })
+                })?;
+                pending.finish(&*self.device)?
+            }
+        };
+        Ok(StagingBuf::new(returned.pop().expect("one staging went in"), len))
+    }
+
+    /// The shadows become what was captured. A copy whose shadow cannot is of no known state any more.
+    pub(super) fn refresh_shadows(&self, captures: Captures<'_>) {
+        for Capture { copy, parts, staged, .. } in captures.taken {
+            let Some(shadow) = copy.shadow() else { continue };
+            let copies = parts.iter().map(|(range, at)| Command::Copy {
+                source: staged.part(*at, range.end - range.start),
+                target: part(shadow.span(), range),
+            });
+            let list = CommandList { commands: copies.collect(), staging: Vec::new() };
+            // Whoever uses the shadow next does so on the same lane.
+            if let Err(error) = self.device.submit(Lane::Stage, list) {
+                copy.belongs_to(Epoch(0));
+                let error = self.poison.set_by_device(error);
+                tracing::error!(%error, page = %copy.page(), "a working copy's shadow is lost");
+            }
+        }
+    }
+
+    /// Makes memory a working copy of a page.
+    ///
+    /// # Errors
+    /// `UnknownPage`, `MemoryRefused`; what allocates a shadow; a device error.
+    pub fn working_copy(
+        &self,
+        page: PageId,
+        memory: crate::device::DeviceBytes,
+        width: Width,
+        shadow: Shadow,
+        direction: Direction,
+    ) -> Result<WorkingCopy> {
+        memory.check_device(&self.device)?;
+        let len = memory.byte_len();
+        if !len.is_multiple_of(width.bytes() as u64) {
+            let reason = format!("that is no whole number of elements of {} bytes", width.bytes());
+            return Err(Error::MemoryRefused { len, reason });
+        }
+        if memory.address().is_some_and(|address| !address.is_multiple_of(width.bytes() as u64)) {
+            let reason = format!("it does not begin on a boundary of {} bytes", width.bytes());
+            return Err(Error::MemoryRefused { len, reason });
+        }
+        let shadow = match shadow {
+            Shadow::Page => None,
+            Shadow::Kept(place) => Some(self.device_bytes(place, len)?),
+        };
+        let copy = WorkingCopy::new(page, width, memory, shadow);
+        self.load(&copy, direction)?;
+        Ok(copy)
+    }
+
+    /// Takes the page's bytes to a working copy and its shadow, or to the shadow alone.
+    ///
+    /// # Errors
+    /// `UnknownPage`, `MemoryRefused` if the page's length is not the copy's; a device error.
+    pub fn load(&self, copy: &WorkingCopy, direction: Direction) -> Result<()> {
+        copy.bytes().check_device(&self.device)?;
+        // What is still being written to it comes before.
+        let memory = copy.bytes().arrived()?;
+        let len = memory.len;
+        let shadow = copy.shadow().map(|shadow| shadow.span());
+        let targets: Vec<Span> =
+            (direction == Direction::Load).then_some(memory).into_iter().chain(shadow).collect();
+        // Half loaded it is of no state.
+        copy.belongs_to(Epoch(0));
+        let page = copy.page();
+        let (epoch, pending) = self.applier.turn(move |turn| {
+            turn.intact()?;
+            let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;
+            if info.len != len {
+                let reason = format!("page {page} is {} bytes long", info.len);
+                return Err(Error::MemoryRefused { len, reason });
+            }
+            let source = turn.applied.memory[&page].span();
+            let commands = targets.into_iter().map(|target| Command::Copy { source, target }).collect();
+            Ok((info.epoch, turn.submit(CommandList { commands, staging: Vec::new() })?))
+        })?;
+        pending.finish(&*self.device)?;
+        copy.belongs_to(epoch);
+        Ok(())
+    }
+}
+
+/// The ranges to be looked at, widened to boundaries, merged and cut, each with where it begins when they lie
+/// one after the other, on boundaries again.
+fn parts(page: PageId, ranges: Option<&[Range<u64>]>, page_len: u64) -> Result<Vec<(Range<u64>, u64)>> {
+    let mut wanted = Vec::new();
+    let all = 0..page_len;
+    for range in ranges.unwrap_or(std::slice::from_ref(&all)) {
+        if range.start > range.end || range.end > page_len {
+            let len = range.end.saturating_sub(range.start);
+            return Err(Error::OutOfBounds { page, offset: range.start, len, page_len });
+        }
+        if range.is_empty() {
+            continue;
+        }
+        let start = range.start / RANGE_ALIGN * RANGE_ALIGN;
+        wanted.push(start..range.end.next_multiple_of(RANGE_ALIGN).min(page_len));
+    }
+    wanted.sort_unstable_by_key(|range| range.start);
+    let mut merged: Vec<Range<u64>> = Vec::new();
+    for range in wanted {
+        match merged.last_mut().filter(|last| range.start <= last.end) {
+            Some(last) => last.end = last.end.max(range.end),
+            None => merged.push(range),
+        }
+    }
+    let cut = merged.into_iter().flat_map(|range| {
+        let end = range.end;
+        range.step_by(PART_LEN_MAX as usize).map(move |start| start..end.min(start + PART_LEN_MAX))
+    });
+    let mut next = 0;
+    Ok(cut
+        .map(|range| {
+            let at = next;
+            next = (at + range.end - range.start).next_multiple_of(RANGE_ALIGN);
+            (range, at)
+        })
+        .collect())
+}
+
+fn part(span: Span, range: &Range<u64>) -> Span {
+    Span { offset: span.offset + range.start, len: range.end - range.start, ..span }
+}
+
+fn bitmap_len(range: &Range<u64>, width: Width) -> usize {
+    ((range.end - range.start) as usize / width.bytes()).div_ceil(8)
+}
+
+fn check_epoch(page: PageId, expected: Epoch, found: Epoch) -> Result<()> {
+    if expected == found { Ok(()) } else { Err(Error::Conflict { page, expected, found }) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_are_widened_merged_and_cut() {
+        let of = |ranges: &[Range<u64>], len| parts(PageId(1), Some(ranges), len).unwrap();
+        assert_eq!(of(&[], 100), []);
+        assert_eq!(of(&[5..5, 100..100], 100), []);
+        assert_eq!(of(&[70..71, 3..4, 17..20], 100), [(0..32, 0), (64..80, 32)]);
+        assert_eq!(of(&[0..20, 50..99], 99), [(0..32, 0), (48..99, 32)]);
+        let long = PART_LEN_MAX + 20;
+        assert_eq!(of(&[0..9, 9..long], long), [(0..PART_LEN_MAX, 0), (PART_LEN_MAX..long, PART_LEN_MAX)]);
+        assert_eq!(parts(PageId(1), None, 7).unwrap(), [(0..7, 0)]);
+        assert!(matches!(
+            parts(PageId(1), Some(&[0..1, 90..101]), 100),
+            Err(Error::OutOfBounds { len: 11, .. })
+        ));
+        #[allow(clippy::reversed_empty_ranges, reason = "a caller may")]
+        let reversed = parts(PageId(1), Some(&[9..3, 0..1]), 100);
+        assert!(reversed.is_err());
+    }
+}

@@ -1,0 +1,204 @@
+//! Floor 2. Bytes in a device's memory, as callers hold them: what their kernels write, and what a batch takes.
+//!
+//! A value keeps its memory, so whoever has a range can use it. Memory is the store's own, or it is the
+//! caller's and was adopted; either way its owner is dropped with the last range of it.
+
+use std::any::Any;
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+use remanent_format::Place;
+
+use super::{Command, CommandList, Device, Lane, MemoryId, RawStream, Span, StagingSpan};
+use crate::error::{Error, Result};
+
+/// A range of a device's memory. Clones are the same bytes; the memory lives as long as one of them.
+///
+/// Kernels of the caller find it at [`DeviceBytes::address`]. Where pages live in host memory there are no
+/// kernels: there, and in tests, [`DeviceBytes::write`] and [`DeviceBytes::read`] take their place.
+///
+/// ```
+/// use remanent::{Options, Place, Store};
+/// # use remanent::DeviceChoice;
+/// # let options = Options::default().device(DeviceChoice::Host);
+/// let store = Store::temporary(options)?;
+/// let memory = store.device_bytes(1024, Place::Device(0))?;
+/// memory.part(16..20)?.write(0, b"born")?;
+/// let mut bytes = [0; 6];
+/// memory.read(15, &mut bytes)?;
+/// assert_eq!(&bytes, b"\0born\0");
+/// # Ok::<(), remanent::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct DeviceBytes {
+    held: Arc<Held>,
+    offset: u64,
+    len: u64,
+    stream: Option<RawStream>,
+}
+
+/// Memory, and who gives it back.
+struct Held {
+    device: Arc<dyn Device>,
+    memory: MemoryId,
+    place: Place,
+    /// Dropped, it gives the memory back.
+    _owner: Box<dyn Any + Send + Sync>,
+}
+
+/// Memory of the caller's own, such as a tensor's, for a device to adopt. Whoever makes one, by
+/// `CallerMemory::from_cuda`, vouches for it.
+#[derive(Clone)]
+pub struct CallerMemory {
+    pub(super) address: u64,
+    pub(super) len: u64,
+    pub(super) owner: Arc<dyn Any + Send + Sync>,
+}
+
+impl CallerMemory {
+    /// The first byte's address.
+    #[must_use]
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// Length in bytes.
+    #[must_use]
+    pub fn byte_len(&self) -> u64 {
+        self.len
+    }
+
+    /// What keeps it.
+    pub(crate) fn owner(&self) -> Arc<dyn Any + Send + Sync> {
+        self.owner.clone()
+    }
+}
+
+impl DeviceBytes {
+    /// All of a memory. `owner` gives it back when it is dropped.
+    pub(crate) fn new(
+        device: Arc<dyn Device>,
+        memory: MemoryId,
+        place: Place,
+        len: u64,
+        owner: impl Any + Send + Sync,
+    ) -> Self {
+        let held = Arc::new(Held { device, memory, place, _owner: Box::new(owner) });
+        Self { held, offset: 0, len, stream: None }
+    }
+
+    /// Length in bytes.
+    #[must_use]
+    pub fn byte_len(&self) -> u64 {
+        self.len
+    }
+
+    /// Where the memory is.
+    #[must_use]
+    pub fn place(&self) -> Place {
+        self.held.place
+    }
+
+    /// Where kernels find the first byte; `None` where no kernel reaches it.
+    #[must_use]
+    pub fn address(&self) -> Option<u64> {
+        self.held.device.address(self.held.memory).map(|address| address + self.offset)
+    }
+
+    /// A range of these bytes.
+    ///
+    /// # Errors
+    /// [`Error::MemoryRefused`] if it does not lie within them.
+    pub fn part(&self, range: Range<u64>) -> Result<Self> {
+        let within = range.start <= range.end && range.end <= self.len;
+        if !within {
+            let reason = format!("bytes {}..{} are not within them", range.start, range.end);
+            return Err(Error::MemoryRefused { len: self.len, reason });
+        }
+        Ok(Self { offset: self.offset + range.start, len: range.end - range.start, ..self.clone() })
+    }
+
+    /// The same bytes, made on a stream of the caller's: whoever takes them waits, on its own thread, for what
+    /// is in the stream by then. Everybody else goes on.
+    #[must_use]
+    pub fn on(&self, stream: RawStream) -> Self {
+        Self { stream: Some(stream), ..self.clone() }
+    }
+
+    /// The stream on which they are made.
+    #[must_use]
+    pub fn stream(&self) -> Option<RawStream> {
+        self.stream
+    }
+
+    /// Replaces bytes from `offset` on, when the stream on which they are made has come here.
+    ///
+    /// # Errors
+    /// [`Error::MemoryRefused`] if they are outside; [`Error::StreamRefused`]; a device error.
+    pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        let target = self.part(offset..offset.saturating_add(bytes.len() as u64))?.arrived()?;
+        let mut staging = self.held.device.staging(bytes.len())?;
+        staging.copy_from_slice(bytes);
+        let source = StagingSpan { index: 0, offset: 0, len: bytes.len() };
+        self.run(Command::Upload { source, target }, staging).map(drop)
+    }
+
+    /// Fills `out` with the bytes from `offset` on, when the stream on which they are made has come here.
+    ///
+    /// # Errors
+    /// As for [`DeviceBytes::write`].
+    pub fn read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+        let source = self.part(offset..offset.saturating_add(out.len() as u64))?.arrived()?;
+        let target = StagingSpan { index: 0, offset: 0, len: out.len() };
+        let staging = self.held.device.staging(out.len())?;
+        out.copy_from_slice(&self.run(Command::Download { source, target }, staging)?[..out.len()]);
+        Ok(())
+    }
+
+    /// The range, for commands of the device on which it lies.
+    pub(crate) fn span(&self) -> Span {
+        Span { memory: self.held.memory, offset: self.offset, len: self.len }
+    }
+
+    /// The range, when the stream on which it is made has come here.
+    pub(crate) fn arrived(&self) -> Result<Span> {
+        if let Some(stream) = self.stream {
+            self.held.device.wait_stream(stream)?;
+        }
+        Ok(self.span())
+    }
+
+    /// Refuses the memory of another device.
+    ///
+    /// # Errors
+    /// [`Error::MemoryRefused`].
+    pub(crate) fn check_device(&self, device: &Arc<dyn Device>) -> Result<()> {
+        if Arc::ptr_eq(&self.held.device, device) {
+            return Ok(());
+        }
+        let reason = "it is another store's: make it with this one's `device_bytes`".to_owned();
+        Err(Error::MemoryRefused { len: self.len, reason })
+    }
+
+    fn run(&self, command: Command, staging: super::Staging) -> Result<super::Staging> {
+        let list = CommandList { commands: vec![command], staging: vec![staging] };
+        let device = &*self.held.device;
+        let mut returned = device.submit(Lane::Stage, list)?.finish(device)?;
+        Ok(returned.pop().expect("one staging went in"))
+    }
+}
+
+impl fmt::Debug for DeviceBytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "DeviceBytes({} bytes in {}", self.len, self.held.place)?;
+        self.stream.map_or(Ok(()), |stream| write!(f, " on stream {:#x}", stream.handle()))?;
+        f.write_str(")")
+    }
+}
+
+impl fmt::Debug for CallerMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "CallerMemory({} bytes at {:#x})", self.len, self.address)
+    }
+}

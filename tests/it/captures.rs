@@ -1,0 +1,289 @@
+//! Captures: a page becomes what its working copy is, the log gets what changed, and nobody's changes are lost.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use remanent::device::Device;
+use remanent::device::host::HostDevice;
+use remanent::device::late::LateDevice;
+use remanent::disk::sim::SimDisk;
+use remanent::{Direction, Epoch, Error, Place, Shadow, Store, Width, WorkingCopy};
+
+use crate::born::{PLACE, content, devices, open, page};
+use crate::kill::workload::Random;
+
+const SHADOWS: [Shadow; 3] = [Shadow::Page, Shadow::Kept(Place::Device(0)), Shadow::Kept(Place::Pinned)];
+
+fn host() -> Store {
+    open(&SimDisk::new(), Arc::new(HostDevice::new()))
+}
+
+fn capture(store: &Store, copy: &WorkingCopy) -> remanent::Result<()> {
+    let mut batch = store.batch();
+    batch.capture(copy);
+    store.commit(batch).map(drop)
+}
+
+fn capture_ranges(store: &Store, copy: &WorkingCopy, ranges: &[Range<u64>]) -> remanent::Result<()> {
+    let mut batch = store.batch();
+    batch.capture_ranges(copy, ranges);
+    store.commit(batch).map(drop)
+}
+
+fn copied(copy: &WorkingCopy) -> Vec<u8> {
+    let mut bytes = vec![0; copy.bytes().byte_len() as usize];
+    copy.bytes().read(0, &mut bytes).unwrap();
+    bytes
+}
+
+#[test]
+fn a_page_becomes_its_working_copy_and_so_does_the_log() {
+    for device in devices() {
+        let label = device.label();
+        let disk = SimDisk::new();
+        let store = open(&disk, device);
+        let mut random = Random(5);
+        let mut pages = Vec::new();
+        for (len, width) in [(64, Width::W1), (4096, Width::W4), (100_000, Width::W16), (300_002, Width::W2)]
+        {
+            for shadow in SHADOWS {
+                let page = page(&store, &random.bytes(len));
+                let copy = store.working_copy(page, width, shadow).unwrap();
+                assert!(copied(&copy) == content(&store, page), "{len} bytes loaded on {label}");
+                for round in 0..4 {
+                    // Few elements, or many close together.
+                    for _ in 0..random.below(8) {
+                        let changed = 1 + random.below([4, len / 3][round % 2]);
+                        let (offset, bytes) = (random.below(len - changed + 1), random.bytes(changed));
+                        copy.bytes().write(offset, &bytes).unwrap();
+                    }
+                    let expected = copied(&copy);
+                    capture(&store, &copy).unwrap();
+                    assert!(
+                        content(&store, page) == expected,
+                        "{len} bytes, {shadow:?}, round {round} on {label}"
+                    );
+                    assert_eq!(copy.epoch(), store.page(page).unwrap().epoch);
+                }
+                pages.push((page, copied(&copy)));
+            }
+        }
+        drop(store);
+        let store = open(&disk, Arc::new(HostDevice::new()));
+        for (page, expected) in pages {
+            assert!(content(&store, page) == expected, "{page} recovered from {label}");
+        }
+    }
+}
+
+#[test]
+fn the_log_gets_what_changed_and_nothing_else() {
+    let store = host();
+    let page = page(&store, &[0; 1 << 20]);
+    let copy = store.working_copy(page, Width::W2, Shadow::Page).unwrap();
+    let mut logged = store.stats().log.bytes;
+    let mut grown = || {
+        let before = std::mem::replace(&mut logged, store.stats().log.bytes);
+        logged - before
+    };
+    // One element in a hundred: its two bytes and one of an index.
+    for element in (0..1 << 19).step_by(100) {
+        copy.bytes().write(2 * element, &[1, 1]).unwrap();
+    }
+    capture(&store, &copy).unwrap();
+    let (changed, found) = ((1 << 19) / 100, grown());
+    assert!((3 * changed..3 * changed + 8192).contains(&found), "{found} bytes for {changed} elements");
+    // A range, and one element far away.
+    copy.bytes().write(1000, &[2; 50_000]).unwrap();
+    copy.bytes().write(900_000, &[2; 2]).unwrap();
+    capture(&store, &copy).unwrap();
+    let found = grown();
+    assert!((50_000..50_000 + 8192).contains(&found), "{found} bytes for a range of 50,000");
+    // Nothing, and bytes that are what they were.
+    copy.bytes().write(1000, &[2; 100]).unwrap();
+    let epoch = copy.epoch();
+    capture(&store, &copy).unwrap();
+    assert!(grown() <= 4096);
+    assert_eq!((copy.epoch(), store.page(page).unwrap().epoch), (epoch, epoch));
+}
+
+#[test]
+fn declared_ranges_are_looked_at_and_no_others() {
+    for shadow in SHADOWS {
+        let store = host();
+        let page = page(&store, &[0; 1000]);
+        let copy = store.working_copy(page, Width::W1, shadow).unwrap();
+        copy.bytes().write(0, &[1; 1000]).unwrap();
+        capture_ranges(&store, &copy, &[600..640, 16..32, 620..656]).unwrap();
+        let mut expected = vec![0; 1000];
+        expected[16..32].fill(1);
+        expected[600 / 16 * 16..656].fill(1);
+        assert_eq!(content(&store, page), expected, "{shadow:?}");
+        capture_ranges(&store, &copy, &[]).unwrap();
+        assert_eq!(content(&store, page), expected, "{shadow:?}");
+        // What was not named is still a change.
+        capture(&store, &copy).unwrap();
+        assert_eq!(content(&store, page), [1; 1000], "{shadow:?}");
+        let outside = capture_ranges(&store, &copy, &[0..1, 990..1001]);
+        assert!(matches!(outside, Err(Error::OutOfBounds { page_len: 1000, .. })), "{outside:?}");
+    }
+}
+
+#[test]
+fn changes_of_others_are_never_taken_back() {
+    for shadow in SHADOWS {
+        let store = host();
+        let page = page(&store, &[0; 100]);
+        let copy = store.working_copy(page, Width::W1, shadow).unwrap();
+        copy.bytes().write(0, &[1]).unwrap();
+        let mut batch = store.batch();
+        batch.write(page, 50, &[9]);
+        store.commit(batch).unwrap();
+        let conflict = capture(&store, &copy).unwrap_err();
+        let expected = matches!(conflict, Error::Conflict { expected: Epoch(1), found: Epoch(2), .. });
+        assert!(expected, "{conflict}");
+        assert_eq!(content(&store, page)[0], 0);
+
+        store.reload(&copy).unwrap();
+        assert_eq!(copied(&copy), content(&store, page));
+        copy.bytes().write(0, &[2]).unwrap();
+        capture(&store, &copy).unwrap();
+        let found = content(&store, page);
+        assert_eq!((found[0], found[50]), (2, 9), "{shadow:?}");
+    }
+}
+
+/// Two threads capture copies of one page, again and again: each change is there at the end, once.
+#[test]
+fn of_two_captures_at_once_one_wins_and_the_other_hears_of_it() {
+    for seed in 0..4 {
+        let device: Arc<dyn Device> = if seed == 0 {
+            Arc::new(HostDevice::new())
+        } else {
+            Arc::new(LateDevice::seeded(Arc::new(HostDevice::new()), seed))
+        };
+        let store = open(&SimDisk::new(), device);
+        let page = page(&store, &[0; 16]);
+        std::thread::scope(|scope| {
+            for thread in 0..2_u64 {
+                let store = &store;
+                scope.spawn(move || {
+                    let copy = store.working_copy(page, Width::W1, Shadow::Page).unwrap();
+                    for _ in 0..20 {
+                        // Both count in the same byte, and each in one of its own.
+                        loop {
+                            for at in [0, 1 + thread] {
+                                let mut byte = [0];
+                                copy.bytes().read(at, &mut byte).unwrap();
+                                copy.bytes().write(at, &[byte[0] + 1]).unwrap();
+                            }
+                            match capture(store, &copy) {
+                                Ok(()) => break,
+                                Err(Error::Conflict { .. }) => store.reload(&copy).unwrap(),
+                                Err(error) => panic!("{error}"),
+                            }
+                        }
+                    }
+                });
+            }
+        });
+        assert_eq!(content(&store, page)[..4], [40, 20, 20, 0], "seed {seed}");
+    }
+}
+
+#[test]
+fn several_captures_are_one_batch_or_none() {
+    let store = host();
+    let pages = [page(&store, &[0; 40]), page(&store, &[0; 40])];
+    let copies = pages.map(|page| store.working_copy(page, Width::W4, Shadow::Page).unwrap());
+    copies.iter().for_each(|copy| copy.bytes().write(4, &[1; 4]).unwrap());
+    let both = || {
+        let mut batch = store.batch();
+        copies.iter().for_each(|copy| _ = batch.capture(copy));
+        batch.set_root("step", 1_u64).set_metadata(pages[0], "seen", true);
+        store.commit(batch)
+    };
+    both().unwrap();
+    assert_eq!(pages.map(|page| content(&store, page)[4]), [1, 1]);
+    copies.iter().for_each(|copy| copy.bytes().write(4, &[2; 4]).unwrap());
+    let mut batch = store.batch();
+    batch.write(pages[1], 0, &[5]);
+    store.commit(batch).unwrap();
+    assert!(matches!(both(), Err(Error::Conflict { .. })));
+    assert_eq!(pages.map(|page| content(&store, page)[4]), [1, 1]);
+    // The first is still of its page's state.
+    capture(&store, &copies[0]).unwrap();
+    assert_eq!(content(&store, pages[0])[4], 2);
+}
+
+#[test]
+fn a_captured_page_is_not_changed_otherwise_in_the_same_batch() {
+    let store = host();
+    let page = page(&store, &[0; 40]);
+    let copy = store.working_copy(page, Width::W4, Shadow::Page).unwrap();
+    copy.bytes().write(0, &[1]).unwrap();
+    let mut writes = store.batch();
+    writes.write(page, 8, &[2]).capture(&copy);
+    let mut twice = store.batch();
+    twice.capture(&copy).capture(&copy);
+    let mut resized = store.batch();
+    resized.capture(&copy).resize(page, 80);
+    let mut cloned = store.batch();
+    cloned.capture(&copy);
+    cloned.clone_page(page);
+    for batch in [writes, twice, resized, cloned] {
+        let error = store.commit(batch).unwrap_err();
+        assert!(matches!(error, Error::InvalidOperation { .. }), "{error}");
+    }
+    assert_eq!(content(&store, page), [0; 40]);
+    capture(&store, &copy).unwrap();
+    assert_eq!(content(&store, page)[0], 1);
+}
+
+#[test]
+fn which_way_bytes_go_is_said_when_memory_becomes_a_copy() {
+    for shadow in SHADOWS {
+        let store = host();
+        let page = page(&store, b"recovered");
+        let tensor = store.device_bytes(9, PLACE).unwrap();
+        tensor.write(0, b"brand new").unwrap();
+        let copy = store.working_copy_in(page, &tensor, Width::W1, shadow, Direction::Load).unwrap();
+        capture(&store, &copy).unwrap();
+        assert_eq!((copied(&copy), content(&store, page)), (b"recovered".to_vec(), b"recovered".to_vec()));
+
+        tensor.write(0, b"brand new").unwrap();
+        let copy = store.working_copy_in(page, &tensor, Width::W1, shadow, Direction::Store).unwrap();
+        assert_eq!(content(&store, page), b"recovered", "until it is captured");
+        capture(&store, &copy).unwrap();
+        assert_eq!(content(&store, page), b"brand new", "{shadow:?}");
+    }
+}
+
+#[test]
+fn memory_that_is_no_copy_of_the_page_is_refused() {
+    let (store, other) = (host(), host());
+    let page = page(&store, &[0; 12]);
+    let copy_in = |memory: &remanent::DeviceBytes, width| {
+        store.working_copy_in(page, memory, width, Shadow::Page, Direction::Load).map(drop)
+    };
+    let bytes = |len| store.device_bytes(len, PLACE).unwrap();
+    let rows = [
+        ("longer", copy_in(&bytes(16), Width::W4)),
+        ("shorter", copy_in(&bytes(8), Width::W4)),
+        ("half an element", copy_in(&bytes(12), Width::W8)),
+        ("another store's", copy_in(&other.device_bytes(12, PLACE).unwrap(), Width::W4)),
+        ("half an element", store.working_copy(page, Width::W8, Shadow::Page).map(drop)),
+    ];
+    for (what, refused) in rows {
+        assert!(matches!(refused, Err(Error::MemoryRefused { .. })), "{what}: {refused:?}");
+    }
+    // A page that has another length by now.
+    let copy = store.working_copy(page, Width::W4, Shadow::Page).unwrap();
+    let mut batch = store.batch();
+    batch.resize(page, 16);
+    store.commit(batch).unwrap();
+    assert!(matches!(capture(&store, &copy), Err(Error::Conflict { .. })));
+    assert!(matches!(store.reload(&copy), Err(Error::MemoryRefused { len: 12, .. })));
+    // Half loaded, it is of no state.
+    assert!(matches!(capture(&store, &copy), Err(Error::Conflict { expected: Epoch(0), .. })));
+}
