@@ -61,6 +61,8 @@
 //! | Recovery / Restore | opening what a crash left / taking the store to an earlier state, going forward |
 //! | Lane | an ordered queue of device work |
 //! | Staging | host memory that a lane copies to or from |
+//! | Working copy | device memory that the caller's kernels write; a capture commits what changed there |
+//! | Shadow | what a working copy was when it was captured last |
 //! | Slot | the *n* of `Place::Device(n)`; bound to a device at open |
 //! | Fence, Pending | a point in a lane; a list in flight that owns its staging |
 //! | [`Ticket`] | a submitted batch: what one waits on |

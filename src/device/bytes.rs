@@ -120,7 +120,7 @@ impl DeviceBytes {
     }
 
     /// The same bytes, made on a stream of the caller's: whoever takes them waits, on its own thread, for what
-    /// is in the stream by then. Everybody else goes on.
+    /// is in the stream by then. Commits that take nothing from streams go on meanwhile.
     #[must_use]
     pub fn on(&self, stream: RawStream) -> Self {
         Self { stream: Some(stream), ..self.clone() }

@@ -13,7 +13,8 @@ use remanent::device::host::HostDevice;
 use remanent::device::{
     Command, CommandList, Device, Lane, MemoryId, Payload, Piece, PieceKind, Span, Staging, StagingSpan,
 };
-use remanent::{DeviceChoice, Error, Options, Place, Remedy, Store, Width};
+use remanent::disk::sim::SimDisk;
+use remanent::{CallerMemory, DeviceChoice, Error, Options, Place, Remedy, Store, Width};
 
 use crate::gpu;
 
@@ -349,5 +350,45 @@ impl Random {
 
     fn below(&mut self, limit: u64) -> u64 {
         self.next() % limit
+    }
+}
+
+#[test]
+fn memory_of_the_callers_is_taken_where_the_driver_knows_it() {
+    let Some(gpu) = gpu::device() else { return };
+    let Some(callers) = gpu::device() else { return };
+    let disk = SimDisk::new();
+    let store = Store::open_on(Arc::new(disk), gpu, Options::default()).unwrap();
+    let mut batch = store.batch();
+    batch.create_from(vec![0; 4096], PLACE, None, Default::default());
+    let page = store.commit(batch).unwrap().pages[0];
+    for (place, content) in [(PLACE, 5), (Place::Pinned, 6)] {
+        let memory = callers.allocate(place, 8192).unwrap();
+        let address = callers.address(memory).unwrap();
+        // SAFETY: the device keeps it until it is released, below.
+        let adopt = |address, len| store.caller_bytes(&unsafe { CallerMemory::from_cuda(address, len, ()) });
+        let bytes = adopt(address + 16, 4096).unwrap();
+        assert_eq!((bytes.place(), bytes.address()), (place, Some(address + 16)));
+        bytes.write(0, &[content; 4096]).unwrap();
+        let mut batch = store.batch();
+        batch.write_device(page, 0, &bytes);
+        store.commit(batch).unwrap();
+        let mut found = vec![0; 4096];
+        store.read(page, 0, &mut found).unwrap();
+        assert!(found == [content; 4096]);
+        drop(bytes);
+
+        let local = Box::new([0_u8; 64]);
+        for (what, address, len) in [
+            ("longer than all memory", address, u64::MAX),
+            ("nowhere", 64, 64),
+            ("of nobody", local.as_ptr() as u64, 64),
+            ("empty", address, 0),
+        ] {
+            let refused = adopt(address, len).unwrap_err();
+            assert!(matches!(refused, Error::MemoryRefused { .. }), "{what}: {refused}");
+        }
+        // It was left to its owner.
+        callers.release(memory).unwrap();
     }
 }

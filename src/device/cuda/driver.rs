@@ -66,6 +66,7 @@ entry_points! {
     record_event = "cuEventRecord" (event: CUevent, stream: CUstream);
     destroy_event = "cuEventDestroy_v2" (event: CUevent);
     memory_info = "cuMemGetInfo_v2" (free: *mut usize, total: *mut usize);
+    pointer_attribute = "cuPointerGetAttribute" (value: *mut c_void, attribute: c_uint, address: CUdeviceptr);
     allocate = "cuMemAlloc_v2" (address: *mut CUdeviceptr, len: usize);
     allocate_managed = "cuMemAllocManaged" (address: *mut CUdeviceptr, len: usize, flags: c_uint);
     free = "cuMemFree_v2" (address: CUdeviceptr);

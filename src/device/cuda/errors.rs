@@ -19,13 +19,14 @@ pub(super) struct Code {
     number: u32,
 }
 
+const INVALID_VALUE: u32 = 1;
 const OUT_OF_MEMORY: u32 = 2;
 const INVALID_HANDLE: u32 = 400;
 const NOT_READY: u32 = 600;
 
 /// Codes of calls that did nothing, and their names.
 const REFUSED: &[(u32, &str)] = &[
-    (1, "invalid value"),
+    (INVALID_VALUE, "invalid value"),
     (OUT_OF_MEMORY, "out of memory"),
     (3, "not initialized"),
     (34, "the library is a stub, not a driver"),
@@ -83,6 +84,11 @@ impl Code {
     /// Whether work is still under way: no error.
     pub fn is_not_ready(self) -> bool {
         self.number == NOT_READY
+    }
+
+    /// Whether an argument was refused.
+    pub fn is_invalid_value(self) -> bool {
+        self.number == INVALID_VALUE
     }
 
     /// Whether memory was asked for and there is none.

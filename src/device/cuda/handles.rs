@@ -8,7 +8,7 @@
 //! one lock of several.
 
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
 
 use parking_lot::Mutex;
 
@@ -31,6 +31,8 @@ pub(super) struct Allocation {
     pub len: u64,
     /// In what it lies.
     pub kind: Kind,
+    /// Whether it is the caller's, who frees it.
+    pub is_adopted: bool,
 }
 
 /// Page memory by its names. Shared by threads.
@@ -45,6 +47,7 @@ pub(super) struct Handles {
 struct Slot {
     generation: AtomicU32,
     kind: AtomicU8,
+    is_adopted: AtomicBool,
     address: AtomicU64,
     len: AtomicU64,
 }
@@ -57,13 +60,14 @@ impl Handles {
 
     /// A name for an allocation, never given before.
     pub fn insert(&self, allocation: Allocation) -> MemoryId {
-        let Allocation { address, len, kind } = allocation;
+        let Allocation { address, len, kind, is_adopted } = allocation;
         let number = self.free_slot();
         let slot = self.slot(number).expect("a slot that was taken is there");
         // Nobody knows the name yet, so these may come in any order before the generation.
         slot.address.store(address, Ordering::Relaxed);
         slot.len.store(len, Ordering::Relaxed);
         slot.kind.store(kind as u8, Ordering::Relaxed);
+        slot.is_adopted.store(is_adopted, Ordering::Relaxed);
         let generation = slot.generation.load(Ordering::Relaxed) + 1;
         slot.generation.store(generation, Ordering::Release);
         MemoryId(u64::from(generation) << u32::BITS | u64::from(number))
@@ -80,6 +84,7 @@ impl Handles {
             address: slot.address.load(Ordering::Relaxed),
             len: slot.len.load(Ordering::Relaxed),
             kind: Kind::ALL[usize::from(slot.kind.load(Ordering::Relaxed))],
+            is_adopted: slot.is_adopted.load(Ordering::Relaxed),
         };
         // Released and taken anew meanwhile, it may be a mixture.
         fence(Ordering::Acquire);
@@ -152,7 +157,7 @@ mod tests {
     use super::*;
 
     fn allocation(address: u64) -> Allocation {
-        Allocation { address, len: 2 * address, kind: Kind::Pinned }
+        Allocation { address, len: 2 * address, kind: Kind::Pinned, is_adopted: address.is_multiple_of(2) }
     }
 
     #[test]

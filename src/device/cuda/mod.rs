@@ -1,10 +1,10 @@
 //! Floor 3. Pages in the memory of a GPU.
 //!
 //! Read in this order: `driver` (what is called, found at run time), `errors`, `context` (how calls are made),
-//! `resource`, `memory` and `staging`, `handles` (names of page memory), `word`, `lane` and `stream` (what fences are, and the caller's
-//! streams beside them), `list` and `plan` (from commands to launches),
-//! `functions`, `launch` and `bulk` (how they are done); `abi` is what host and kernels agree on, `modules`
-//! the kernels themselves. [`HostDevice`] defines what every list must lead to (I11).
+//! `resource`, `memory` and `staging`, `handles` (names of page memory), `adopted` (the caller's memory), `word`,
+//! `lane` and `stream` (what fences are, and the caller's streams beside them), `list` and `plan` (from commands
+//! to launches), `functions`, `launch` and `bulk` (how they are done); `abi` is what host and kernels agree on,
+//! `modules` the kernels themselves. [`HostDevice`] defines what every list must lead to (I11).
 //!
 //! A list becomes a few launches over tables in pinned memory and one write of the lane's fence. Nothing here
 //! uses the default stream or waits for the whole GPU, but for giving memory back, which only a shortage and
@@ -15,6 +15,7 @@
 pub mod abi;
 pub mod modules;
 pub mod resource;
+mod adopted;
 mod bulk;
 mod context;
 mod driver;
@@ -46,7 +47,8 @@ use self::list::{Scratch, Staged};
 use self::memory::{Block, Memory};
 use self::resource::{DriverMemory, Kind, MemoryResource, Pool};
 use super::{
-    CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending, RawStream, Staging,
+    CallerMemory, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending, RawStream,
+    Staging,
 };
 use crate::error::{Error, Result};
 
@@ -153,7 +155,7 @@ impl CudaDevice {
     }
 
     fn free(&self, page: Allocation) -> Result<()> {
-        if page.len == 0 {
+        if page.len == 0 || page.is_adopted {
             return Ok(());
         }
         // SAFETY: taken apart by `allocate` for this name, which was taken out of use just now.
@@ -197,7 +199,7 @@ impl Device for CudaDevice {
             other => other,
         };
         let address = if len == 0 { 0 } else { self.block(kind, len).map_err(named)?.into_raw() };
-        Ok(self.pages.insert(Allocation { address, len, kind }))
+        Ok(self.pages.insert(Allocation { address, len, kind, is_adopted: false }))
     }
 
     fn release(&self, memory: MemoryId) -> Result<()> {
@@ -301,6 +303,13 @@ impl Device for CudaDevice {
         let page = self.pages.get(memory);
         let page = page.unwrap_or_else(|| panic!("{memory:?} is no memory of this device"));
         (page.len > 0).then_some(page.address)
+    }
+
+    fn adopt(&self, memory: &CallerMemory) -> Result<(MemoryId, Place)> {
+        let kind = adopted::kind_of(self.context, &self.context.enter()?, memory)?;
+        let (address, len) = (memory.address(), memory.byte_len());
+        let id = self.pages.insert(Allocation { address, len, kind, is_adopted: true });
+        Ok((id, adopted::place_of(kind)))
     }
 
     fn trim(&self) -> Result<u64> {

@@ -154,3 +154,28 @@ pub extern "C" fn cuMemFree_v2(address: u64) -> u32 {
 pub extern "C" fn cuMemFreeHost(address: *mut c_void) -> u32 {
     call_in_context(|context| free(context.device, address as u64, |kind| kind == Kind::Pinned))
 }
+
+/// The allocation in which an address lies.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuPointerGetAttribute(value: *mut c_void, attribute: c_uint, address: u64) -> u32 {
+    call_in_context(|_| {
+        let allocations = ALLOCATIONS.lock().unwrap();
+        let found = allocations.range(..=address).next_back();
+        let (begin, found) =
+            found.filter(|(begin, found)| address < **begin + found.len as u64).ok_or(code::INVALID_VALUE)?;
+        let (answer, len) = match attribute {
+            // The kind: of the host, or of a device.
+            2 => (if found.kind == Kind::Pinned { 1 } else { 2 }, 4),
+            // Whether it is managed, and whose it is.
+            8 => (u64::from(found.kind == Kind::Managed), 4),
+            9 => (u64::from(found.device), 4),
+            // Where it begins, and how long it is.
+            11 => (*begin, 8),
+            12 => (found.len as u64, 8),
+            _ => return Err(code::INVALID_VALUE),
+        };
+        // SAFETY: the API's terms: so many bytes are there for this attribute.
+        unsafe { value.cast::<u8>().copy_from(answer.to_le_bytes().as_ptr(), len) };
+        Ok(())
+    })
+}

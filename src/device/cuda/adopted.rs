@@ -1,0 +1,103 @@
+//! Floor 3. Memory of the caller's: who vouches for it, and what CUDA can tell of it.
+//!
+//! The driver knows every address that it gave out, for what and how far. So an address that is nobody's, a
+//! length that is too long, and the memory of another GPU are refused before anything follows them. That the
+//! memory is still what the caller takes it for, nobody can see: its owner is held for that.
+
+use std::any::Any;
+use std::ffi::{c_int, c_uint};
+use std::sync::Arc;
+
+use remanent_format::Place;
+
+use super::context::{Context, Entered};
+use super::resource::Kind;
+use crate::device::CallerMemory;
+use crate::error::{Error, Result};
+
+/// What the driver is asked of an address, by its numbers.
+mod attribute {
+    use std::ffi::c_uint;
+
+    pub const MEMORY_TYPE: c_uint = 2;
+    pub const IS_MANAGED: c_uint = 8;
+    pub const DEVICE_ORDINAL: c_uint = 9;
+    pub const RANGE_START: c_uint = 11;
+    pub const RANGE_LEN: c_uint = 12;
+}
+
+/// The driver's number for memory of the host, which it pinned.
+const TYPE_HOST: c_uint = 1;
+/// That for memory of a GPU.
+const TYPE_DEVICE: c_uint = 2;
+
+impl CallerMemory {
+    /// `len` bytes at the address that kernels use, such as a tensor's `data_ptr()`: in the memory of the GPU on
+    /// which the pages are, in pinned memory of the host, or in managed memory. `owner` keeps them, and is
+    /// dropped with the last handle to them.
+    ///
+    /// # Safety
+    /// As long as `owner` lives the bytes are there, and nobody gives them to anything else.
+    #[must_use]
+    pub unsafe fn from_cuda(address: u64, len: u64, owner: impl Any + Send + Sync) -> Self {
+        Self { address, len, owner: Arc::new(owner) }
+    }
+}
+
+/// In what kind of memory the range lies.
+///
+/// # Errors
+/// `MemoryRefused`, a device error.
+pub(super) fn kind_of(context: &Context, entered: &Entered<'_>, memory: &CallerMemory) -> Result<Kind> {
+    let refused = |reason: String| Err(Error::MemoryRefused { len: memory.len, reason });
+    if memory.len == 0 {
+        return refused("it is empty".to_owned());
+    }
+    let Some(memory_type) = ask::<c_uint>(context, entered, attribute::MEMORY_TYPE, memory)? else {
+        return refused(format!("CUDA knows of no memory at {:#x}", memory.address));
+    };
+    let start = ask::<u64>(context, entered, attribute::RANGE_START, memory)?.unwrap_or(memory.address);
+    let range_len = ask::<usize>(context, entered, attribute::RANGE_LEN, memory)?.unwrap_or(0) as u64;
+    let there = start.saturating_add(range_len).saturating_sub(memory.address);
+    if there < memory.len {
+        return refused(format!("the allocation at {:#x} has {there} bytes from there on", memory.address));
+    }
+    if ask::<c_uint>(context, entered, attribute::IS_MANAGED, memory)?.is_some_and(|managed| managed != 0) {
+        return Ok(Kind::Managed);
+    }
+    match memory_type {
+        TYPE_HOST => Ok(Kind::Pinned),
+        TYPE_DEVICE => match ask::<c_int>(context, entered, attribute::DEVICE_ORDINAL, memory)? {
+            Some(ordinal) if ordinal as u32 == context.ordinal => Ok(Kind::Device),
+            other => refused(format!("it is memory of GPU {}", other.unwrap_or(-1))),
+        },
+        other => refused(format!("CUDA calls it memory of type {other}, which has no plain bytes")),
+    }
+}
+
+/// The place that such memory is.
+pub(super) fn place_of(kind: Kind) -> Place {
+    match kind {
+        Kind::Device => Place::Device(0),
+        Kind::Pinned => Place::Pinned,
+        Kind::Managed => Place::Unified,
+    }
+}
+
+/// What the driver says of the memory's first byte; `None` where it knows nothing of it.
+fn ask<T: Default>(
+    context: &Context,
+    entered: &Entered<'_>,
+    attribute: c_uint,
+    memory: &CallerMemory,
+) -> Result<Option<T>> {
+    let mut value = T::default();
+    // SAFETY: the context is current; the value is of the type that this attribute has, by the constants above
+    // and their uses. Any address may be asked for.
+    let asked = unsafe { entered.pointer_attribute((&raw mut value).cast(), attribute, memory.address) };
+    match asked {
+        Ok(()) => Ok(Some(value)),
+        Err(code) if code.is_invalid_value() => Ok(None),
+        Err(code) => Err(context.fault(code)),
+    }
+}
