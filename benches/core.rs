@@ -132,10 +132,11 @@ enum Subject {
     Store(Box<Store>, Vec<PageId>),
 }
 
-const VARIANTS: [(&str, Option<(LogIo, Ack)>); 5] = [
+const VARIANTS: [(&str, Option<(LogIo, Ack)>); 6] = [
     ("raw pwrite + fdatasync", None),
     ("durable, mapped", Some((LogIo::Mapped, Ack::Durable))),
     ("durable, buffered", Some((LogIo::Buffered, Ack::Durable))),
+    ("durable, direct", Some((LogIo::Direct, Ack::Durable))),
     ("logged, mapped", Some((LogIo::Mapped, Ack::Logged))),
     ("logged, buffered", Some((LogIo::Buffered, Ack::Logged))),
 ];
@@ -206,7 +207,7 @@ fn rate(subject: &Subject, round: Duration) -> f64 {
 }
 
 fn latency(plan: &Plan, root: &Path) {
-    let variants = &VARIANTS[..3];
+    let variants = &VARIANTS[..4];
     let mut times = vec![Vec::new(); variants.len()];
     for _ in 0..plan.rounds {
         for (times, (_, variant)) in times.iter_mut().zip(variants) {
@@ -231,7 +232,7 @@ fn latency(plan: &Plan, root: &Path) {
 }
 
 fn logged_cost(plan: &Plan, root: &Path) {
-    let variants = &VARIANTS[3..];
+    let variants = &VARIANTS[4..];
     let count = 50 * plan.commits as u32;
     let mut costs = vec![Vec::new(); variants.len()];
     for _ in 0..plan.rounds {
