@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use comfy_table::{CellAlignment, Table, presets};
+use comfy_table::Table;
 use remanent_format::apply::apply;
 use remanent_format::frame::FrameKind;
 use remanent_format::log::LogWalk;
@@ -19,6 +19,7 @@ use crate::memory::Memory;
 use crate::output::Output;
 use crate::past::{At, Past, damaged};
 use crate::store_dir::StoreDir;
+use crate::table::with_header;
 
 const EXAMPLES: &str = "\
 KEY is a tensor's full name, a page's key, or page:N; INDEX has a number for each dimension, or is one number \
@@ -292,9 +293,7 @@ fn event_json(element: &Element, event: &Event) -> serde_json::Value {
 }
 
 fn event_table(element: &Element, events: &[Event]) -> Table {
-    let mut table = Table::new();
-    table.load_preset(presets::NOTHING);
-    table.set_header(["LSN", "BEFORE", "AFTER", "ROOT", "NOTE"]);
+    let mut table = with_header(["LSN", "BEFORE", "AFTER", "ROOT", "NOTE"], 0..3);
     for event in events {
         let value =
             |bytes: &Option<Vec<u8>>| bytes.as_ref().map_or("none".to_owned(), |bytes| element.text(bytes));
@@ -312,12 +311,6 @@ fn event_table(element: &Element, events: &[Event]) -> Table {
             root.join(" "),
             note.escape_debug().to_string(),
         ]);
-    }
-    for number in 0..3 {
-        table
-            .column_mut(number)
-            .expect("a table has all its columns")
-            .set_cell_alignment(CellAlignment::Right);
     }
     table
 }

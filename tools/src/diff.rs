@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use comfy_table::{CellAlignment, Table, presets};
+use comfy_table::Table;
 use remanent_format::{Metadata, PageId, PageInfo, PageTable, Value};
 use safetensors::Dtype;
 
@@ -16,6 +16,7 @@ use crate::output::Output;
 use crate::past::{At, Past};
 use crate::progress;
 use crate::store_dir::StoreDir;
+use crate::table::with_header;
 use crate::weights::{dtype_of, label};
 
 const EXAMPLES: &str = "\
@@ -227,9 +228,10 @@ fn page_json(line: &Line) -> serde_json::Value {
 }
 
 fn table(lines: &[Line]) -> Table {
-    let mut table = Table::new();
-    table.load_preset(presets::NOTHING);
-    table.set_header(["PAGE", "NAME", "DTYPE", "CHANGE", "ELEMENTS", "CHANGED", "SHARE", "LARGEST"]);
+    let mut table = with_header(
+        ["PAGE", "NAME", "DTYPE", "CHANGE", "ELEMENTS", "CHANGED", "SHARE", "LARGEST"],
+        [0, 4, 5, 6, 7],
+    );
     for Line { info, change } in lines {
         let of = |show: fn(&Content) -> String| change.content().map(show).unwrap_or_default();
         table.add_row([
@@ -242,12 +244,6 @@ fn table(lines: &[Line]) -> Table {
             of(|content| format!("{:.3} %", 100.0 * share(content))),
             of(|content| content.largest.map(|largest| format!("{largest:.4e}")).unwrap_or_default()),
         ]);
-    }
-    for number in [0, 4, 5, 6, 7] {
-        table
-            .column_mut(number)
-            .expect("a table has all its columns")
-            .set_cell_alignment(CellAlignment::Right);
     }
     table
 }

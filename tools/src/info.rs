@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use comfy_table::{CellAlignment, Table, presets};
+use comfy_table::Table;
 use remanent_format::SnapshotId;
 use remanent_format::manifest::Manifest;
 use serde_json::json;
@@ -15,6 +15,7 @@ use crate::output::Output;
 use crate::reasons::{Reason, reasons};
 use crate::snapshots::image_bytes;
 use crate::store_dir::StoreDir;
+use crate::table::with_header;
 use crate::view::View;
 
 const EXAMPLES: &str = "\
@@ -165,13 +166,10 @@ fn file_json(reason: &Reason) -> serde_json::Value {
 }
 
 fn file_table(files: &[Reason]) -> Table {
-    let mut table = Table::new();
-    table.load_preset(presets::NOTHING);
-    table.set_header(["FILE", "BYTES", "MAY GO", "WHY IT IS THERE"]);
+    let mut table = with_header(["FILE", "BYTES", "MAY GO", "WHY IT IS THERE"], [1]);
     for reason in files {
         let may_go = if reason.may_go { "yes" } else { "no" };
         table.add_row([&reason.file, &reason.bytes.to_string(), may_go, &reason.why]);
     }
-    table.column_mut(1).expect("a table has all its columns").set_cell_alignment(CellAlignment::Right);
     table
 }

@@ -8,6 +8,7 @@
 // Modules are listed in reading order.
 mod exit;
 mod output;
+mod table;
 mod interrupt;
 mod progress;
 mod verbosity;

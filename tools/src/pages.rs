@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use comfy_table::{CellAlignment, Table, presets};
+use comfy_table::Table;
 use remanent_format::PageInfo;
 
 use crate::exit::{Ending, Outcome};
@@ -10,6 +10,7 @@ use crate::json::{self, object};
 use crate::memory::Memory;
 use crate::output::Output;
 use crate::store_dir::StoreDir;
+use crate::table::with_header;
 use crate::view::{Contents, View};
 
 const EXAMPLES: &str = "\
@@ -72,9 +73,8 @@ fn page_json(info: &PageInfo, crc32: Option<u32>) -> serde_json::Value {
 }
 
 fn table(pages: &[&PageInfo], contents: &Contents) -> Table {
-    let mut table = Table::new();
-    table.load_preset(presets::NOTHING);
-    table.set_header(["PAGE", "KEY", "LEN", "EPOCH", "LSN", "PLACE", "CRC32", "METADATA"]);
+    let mut table =
+        with_header(["PAGE", "KEY", "LEN", "EPOCH", "LSN", "PLACE", "CRC32", "METADATA"], [0, 2, 3, 4]);
     for info in pages {
         let metadata = match info.metadata.is_empty() {
             true => String::new(),
@@ -90,12 +90,6 @@ fn table(pages: &[&PageInfo], contents: &Contents) -> Table {
             crc32(contents, info).map_or("lost".to_owned(), |crc| format!("{crc:08x}")),
             metadata,
         ]);
-    }
-    for number in [0, 2, 3, 4] {
-        table
-            .column_mut(number)
-            .expect("a table has all its columns")
-            .set_cell_alignment(CellAlignment::Right);
     }
     table
 }

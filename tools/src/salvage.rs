@@ -13,7 +13,7 @@
 
 use std::path::{Path, PathBuf};
 
-use comfy_table::{CellAlignment, Table, presets};
+use comfy_table::Table;
 use indicatif::ProgressBar;
 use remanent::{Error, Origin, Store, StoreId};
 use remanent_format::salvage::{Beyond, Found, Salvage as Search};
@@ -30,6 +30,7 @@ use crate::output::Output;
 use crate::past::damaged;
 use crate::progress;
 use crate::store_dir::StoreDir;
+use crate::table::with_header;
 use crate::view::identity;
 
 const EXAMPLES: &str = "\
@@ -349,9 +350,7 @@ impl Report<'_> {
 }
 
 fn table(hurt: &[Hurt<'_>]) -> Table {
-    let mut table = Table::new();
-    table.load_preset(presets::NOTHING);
-    table.set_header(["PAGE", "KEY", "LEN", "EPOCH", "LSN", "LEFT", "WHY"]);
+    let mut table = with_header(["PAGE", "KEY", "LEN", "EPOCH", "LSN", "LEFT", "WHY"], [0, 2, 3, 4]);
     for Hurt { info, left, why } in hurt {
         let left = left.as_ref().map(|left| format!("epoch {}, lsn {}", left.epoch, left.lsn));
         table.add_row([
@@ -363,12 +362,6 @@ fn table(hurt: &[Hurt<'_>]) -> Table {
             left.unwrap_or_else(|| "nothing".to_owned()),
             why.to_string(),
         ]);
-    }
-    for number in [0, 2, 3, 4] {
-        table
-            .column_mut(number)
-            .expect("a table has all its columns")
-            .set_cell_alignment(CellAlignment::Right);
     }
     table
 }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use comfy_table::{CellAlignment, Table, presets};
+use comfy_table::Table;
 use indicatif::HumanDuration;
 use remanent_format::manifest::Manifest;
 use remanent_format::{Damage, SnapshotId};
@@ -13,6 +13,7 @@ use crate::exit::{Ending, Outcome};
 use crate::json::object;
 use crate::output::Output;
 use crate::store_dir::StoreDir;
+use crate::table::with_header;
 use crate::view::View;
 
 const EXAMPLES: &str = "\
@@ -106,9 +107,10 @@ fn age(unix_ms: u64) -> String {
 }
 
 fn table(lines: &[Line]) -> Table {
-    let mut table = Table::new();
-    table.load_preset(presets::NOTHING);
-    table.set_header(["SNAPSHOT", "REDO", "END", "PAGES", "BYTES", "LINKS", "VERIFIED", "WRITTEN", "NAME"]);
+    let mut table = with_header(
+        ["SNAPSHOT", "REDO", "END", "PAGES", "BYTES", "LINKS", "VERIFIED", "WRITTEN", "NAME"],
+        0..6,
+    );
     for line in lines {
         let verified = if line.is_verified { "yes" } else { "no" };
         let cells = match &line.content {
@@ -129,12 +131,6 @@ fn table(lines: &[Line]) -> Table {
             }
         };
         table.add_row(std::iter::once(line.snapshot.to_string()).chain(cells));
-    }
-    for number in 0..6 {
-        table
-            .column_mut(number)
-            .expect("a table has all its columns")
-            .set_cell_alignment(CellAlignment::Right);
     }
     table
 }
