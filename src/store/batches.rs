@@ -1,0 +1,127 @@
+//! Floor 7. Changing pages: batches on their way in, and what one waits on.
+
+use std::sync::Arc;
+
+use remanent_format::{Lsn, PageId, Position};
+
+use super::{Parts, Store};
+use crate::applier::{Applier, Leases};
+use crate::batch::WriteBatch;
+use crate::device::RawStream;
+use crate::error::{Error, Result};
+use crate::log::Log;
+use crate::options::Ack;
+
+#[cfg(doc)]
+use crate::options::{LogIo, Options};
+
+/// A committed batch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Committed {
+    /// Its place in the log.
+    pub position: Position,
+    /// The pages that it created, in the order of its creates and clones.
+    pub pages: Vec<PageId>,
+}
+
+/// A submitted batch, to wait for.
+#[derive(Clone)]
+pub struct Ticket {
+    committed: Committed,
+    log: Arc<Log>,
+    applier: Arc<Applier>,
+    leases: Arc<Leases>,
+}
+
+impl Ticket {
+    /// Where the batch lies in the log.
+    #[must_use]
+    pub fn position(&self) -> Position {
+        self.committed.position
+    }
+
+    /// The pages that the batch created, in the order of its creates and clones.
+    #[must_use]
+    pub fn pages(&self) -> &[PageId] {
+        &self.committed.pages
+    }
+
+    /// Waits until the batch is acknowledged at this level.
+    ///
+    /// # Errors
+    /// [`Error::Poisoned`] if the store failed before.
+    pub fn wait(&self, ack: Ack) -> Result<()> {
+        match ack {
+            Ack::Logged => self.log.wait_logged(self.committed.position.lsn),
+            Ack::Applied => self.applier.wait_applied(self.committed.position.lsn).map(drop),
+            Ack::Durable => self.log.wait_durable(self.committed.position.lsn),
+        }
+    }
+
+    /// Lets work that is put on the caller's stream from now on see the batch. The stream waits on the device
+    /// until the batch is applied; the host waits only until it is in the device's queue.
+    ///
+    /// # Errors
+    /// [`Error::StreamRefused`] if a graph is being captured from the stream, if it is another device's, or if
+    /// pages live in host memory; [`Error::Poisoned`] if the store failed before; a device error.
+    pub fn wait_on(&self, stream: RawStream) -> Result<()> {
+        let fence = self.applier.wait_applied(self.committed.position.lsn)?;
+        self.leases.signal(stream, fence)
+    }
+}
+
+impl Store {
+    /// An empty batch.
+    pub fn batch(&self) -> WriteBatch {
+        WriteBatch::default()
+    }
+
+    /// Logs a batch, and returns at once with what one waits on. The batch is `Logged` then, so that it survives
+    /// the death of the process; where the log is written directly ([`LogIo::Direct`]), that too is waited for.
+    ///
+    /// # Errors
+    /// If the batch cannot be committed, with nothing changed: [`Error::UnknownPage`],
+    /// [`Error::OutOfBounds`], [`Error::Conflict`], [`Error::KeyTaken`], [`Error::InvalidOperation`],
+    /// [`Error::Limit`], [`Error::OverBudget`], [`Error::DiskFull`]. [`Error::Poisoned`] after a failure.
+    pub fn submit(&self, batch: WriteBatch) -> Result<Ticket> {
+        self.check_process()?;
+        let (point, pages) = self.parts.committer.submit(&batch)?;
+        let position = Position { incarnation: point.incarnation, lsn: point.lsn };
+        Ok(Ticket {
+            committed: Committed { position, pages },
+            log: self.parts.log.clone(),
+            applier: self.parts.applier.clone(),
+            leases: self.parts.leases.clone(),
+        })
+    }
+
+    /// Submits a batch and waits for the acknowledgement that [`Options::ack`] names.
+    ///
+    /// # Errors
+    /// As for [`Store::submit`], and [`Error::Poisoned`] if the store fails while waiting.
+    pub fn commit(&self, batch: WriteBatch) -> Result<Committed> {
+        let ticket = self.submit(batch)?;
+        ticket.wait(self.ack)?;
+        Ok(ticket.committed)
+    }
+
+    /// Waits until batch `lsn`, and every one before it, survives a power cut.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] if there is no such batch yet; [`Error::Poisoned`].
+    pub fn wait_durable(&self, lsn: Lsn) -> Result<()> {
+        self.check_process()?;
+        let newest = self.parts.committer.lock().lsn();
+        if lsn > newest {
+            return Err(Error::Limit { what: "lsn to wait for", found: lsn.0, limit: newest.0 });
+        }
+        self.parts.log.wait_durable(lsn)
+    }
+
+    /// The newest batch that is logged.
+    #[must_use]
+    pub fn lsn(&self) -> Lsn {
+        let Parts { committer, log, .. } = &self.parts;
+        committer.lock().lsn().min(log.logged())
+    }
+}

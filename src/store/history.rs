@@ -1,0 +1,188 @@
+//! Floor 7. Snapshots, what is kept of them, and going back.
+
+use remanent_format::limits::SNAPSHOT_NAME_LEN_MAX;
+use remanent_format::{Lsn, Position, SnapshotId};
+
+use super::{Parts, Store};
+use crate::error::{Error, Result};
+use crate::keeping::{Keeping, SnapshotInfo};
+use crate::restore::Restore;
+use crate::retention::Retention;
+use crate::snapshot::{Pruned, Wanted};
+
+impl Store {
+    /// Takes a snapshot while commits go on, verifies it, and removes what is not kept any more. It writes the
+    /// pages that changed since the snapshot before, and shares the images of all others with it. One at a
+    /// time; a second caller waits.
+    ///
+    /// Image files of which less than half is still named give their last images to the next snapshot, as many
+    /// as it writes anyway, or 4 MiB, so that they can go.
+    ///
+    /// # Errors
+    /// [`Error::DiskFull`] changes nothing; any other failure poisons the store.
+    pub fn snapshot(&self) -> Result<SnapshotInfo> {
+        self.check_process()?;
+        self.parts.snapshots.take(Wanted::default())
+    }
+
+    /// Takes a snapshot of the state at one moment: that of the newest batch submitted before the call, or of
+    /// a later one. It needs no log behind it to stand for that state. Commits go on; a page that they change
+    /// before it is gathered is copied aside first, within the budget of its place.
+    ///
+    /// ```
+    /// use remanent::{Options, Place, Store};
+    /// let store = Store::temporary(Options::default())?;
+    /// let mut batch = store.batch();
+    /// batch.create(4096, Place::Host);
+    /// let committed = store.commit(batch)?;
+    /// let snapshot = store.snapshot_exact()?;
+    /// assert_eq!((snapshot.redo, snapshot.end), (committed.position.lsn, committed.position.lsn));
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::DiskFull`] and, where there is no room to copy pages aside, [`Error::OverBudget`] and
+    /// [`Error::OutOfMemory`] change nothing; any other failure poisons the store.
+    pub fn snapshot_exact(&self) -> Result<SnapshotInfo> {
+        self.check_process()?;
+        self.parts.snapshots.take(Wanted { exact: true, ..Wanted::default() })
+    }
+
+    /// Waits until so many snapshots have ended since the store was opened, well or not: for tests, which
+    /// must not guess when one in the background is through.
+    #[doc(hidden)]
+    pub fn wait_for_snapshots(&self, count: u64) {
+        self.parts.snapshots.progress.wait_ended(count);
+    }
+
+    /// Takes a snapshot with a name, of 1 to 64 bytes, which is kept until [`Store::prune`] gives its name up.
+    /// It is the state of one moment, as by [`Store::snapshot_exact`], so that it needs no log.
+    ///
+    /// # Errors
+    /// [`Error::NameTaken`], [`Error::Limit`]; as for [`Store::snapshot_exact`].
+    pub fn snapshot_named(&self, name: &str) -> Result<SnapshotInfo> {
+        self.check_process()?;
+        let (found, limit) = (name.len() as u64, SNAPSHOT_NAME_LEN_MAX as u64);
+        if !(1..=limit).contains(&found) {
+            return Err(Error::Limit { what: "snapshot name length", found, limit });
+        }
+        let mut keeping = self.parts.snapshots.keeping.lock();
+        let holder = keeping.snapshots.values().find(|kept| kept.info.name.as_deref() == Some(name));
+        if let Some(holder) = holder {
+            return Err(Error::NameTaken { name: name.to_owned(), snapshot: holder.info.id });
+        }
+        self.parts.snapshots.take_named(&mut keeping, name.to_owned())
+    }
+
+    /// What the store keeps of the past: the rules of the options with which it was opened.
+    #[must_use]
+    pub fn retention(&self) -> Retention {
+        Retention::of(&self.parts.options)
+    }
+
+    /// Says what [`Store::prune`] would remove now, and removes nothing.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn would_prune(&self, retention: &Retention) -> Result<Pruned> {
+        self.check_process()?;
+        let snapshots = &self.parts.snapshots;
+        snapshots.would_prune(&snapshots.keeping.lock(), retention)
+    }
+
+    /// Removes what these rules do not keep, and nothing that a kept snapshot, the log behind it or a reader
+    /// needs. A snapshot whose name is given up stays as long as another rule keeps it, and has its name
+    /// again then. The store goes on by its own rules.
+    ///
+    /// # Errors
+    /// [`Error::DiskFull`] changes nothing; any other failure poisons the store.
+    pub fn prune(&self, retention: &Retention) -> Result<Pruned> {
+        self.check_process()?;
+        let Parts { snapshots, poison, .. } = &self.parts;
+        poison.check()?;
+        snapshots.prune(&mut snapshots.keeping.lock(), retention).map_err(|error| match error {
+            Error::DiskFull { .. } => error,
+            error => poison.set(error),
+        })
+    }
+
+    /// The snapshots kept, oldest first.
+    #[must_use]
+    pub fn snapshots(&self) -> Vec<SnapshotInfo> {
+        self.parts.snapshots.list()
+    }
+
+    /// Takes all pages and the root back to the state of a kept snapshot: [`Store::restore_to`] its end.
+    ///
+    /// # Errors
+    /// [`Error::NoSnapshot`]; else as for [`Store::restore_to`].
+    pub fn restore_from_snapshot(&self, snapshot: SnapshotId) -> Result<Position> {
+        self.check_process()?;
+        self.parts.poison.check()?;
+        let mut keeping = self.parts.snapshots.keeping.lock();
+        let end = keeping.snapshots.get(&snapshot).ok_or(Error::NoSnapshot { snapshot })?.info.end;
+        self.restore(end, &mut keeping)
+    }
+
+    /// Takes all pages and the root back to the state right behind batch `lsn`. This goes forward: it is one
+    /// more batch, and what it leaves can be gone back to in turn. Page ids given meanwhile are not given
+    /// again; pages that change get an epoch above all that were ever given. Commits wait.
+    ///
+    /// The window opens at the end of the oldest snapshot that is kept, and closes at the newest batch. The
+    /// snapshot of the restored state that is taken at the end removes nothing; later ones do as ever.
+    ///
+    /// ```
+    /// use remanent::{Options, Place, Store};
+    /// let store = Store::temporary(Options::default())?;
+    /// let mut batch = store.batch();
+    /// let page = batch.create(4, Place::Host);
+    /// batch.write(page, 0, b"good");
+    /// let good = store.commit(batch)?;
+    /// let mut batch = store.batch();
+    /// batch.write(good.pages[0], 0, b"bad!");
+    /// store.commit(batch)?;
+    ///
+    /// let restored = store.restore_to(good.position.lsn)?;
+    /// assert_eq!(restored.lsn.0, 3);
+    /// let mut bytes = [0; 4];
+    /// store.read(good.pages[0], 0, &mut bytes)?;
+    /// assert_eq!(&bytes, b"good");
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::OutsideWindow`], [`Error::Damaged`], [`Error::OverBudget`], [`Error::DiskFull`] and, while any
+    /// page is leased, [`Error::Leased`] change nothing; a failure later poisons the store, whose directory then holds the restored state.
+    pub fn restore_to(&self, lsn: Lsn) -> Result<Position> {
+        self.check_process()?;
+        let mut keeping = self.parts.snapshots.keeping.lock();
+        self.restore(lsn, &mut keeping)
+    }
+
+    fn restore(&self, lsn: Lsn, keeping: &mut Keeping) -> Result<Position> {
+        let Parts {
+            committer, snapshots, options, disk, device, staging, applier, leases, log, poison, ..
+        } = &self.parts;
+        let mut submitted = committer.lock();
+        leases.check_none().map_err(|error| poison.set_by_device(error))?;
+        let restore = Restore {
+            disk,
+            store: self.id,
+            device,
+            staging,
+            applier,
+            log,
+            budget: &options.budget,
+            compression: options.compression,
+            poison,
+        };
+        let point = restore.run(lsn, &mut submitted, keeping)?;
+        // Still under both locks: this snapshot is exact, and later opens start from it.
+        match snapshots.take_keeping_all(keeping) {
+            // The restore stands without it: recovery replays the record.
+            Ok(_) | Err(Error::DiskFull { .. } | Error::OutOfMemory { .. }) => {}
+            Err(error) => return Err(error),
+        }
+        Ok(Position { incarnation: point.incarnation, lsn: point.lsn })
+    }
+}

@@ -1,0 +1,147 @@
+//! Floor 7. The store: what a caller holds.
+//!
+//! These files only put the parts together: [`crate::commit`], [`crate::snapshot`], [`crate::restore`] and
+//! [`crate::recovery`] say how things work. `open` makes a store of them, `batches` changes pages, `pages` reads
+//! them, `history` goes back, `stats` counts.
+
+mod batches;
+mod history;
+mod open;
+mod pages;
+mod stats;
+
+use std::any::Any;
+use std::sync::Arc;
+
+use remanent_format::{PageTable, StoreId};
+
+use crate::applier::{Applier, Leases};
+use crate::arena::Arena;
+use crate::commit::Committer;
+use crate::device::Device;
+use crate::disk::{Disk, DiskLock};
+use crate::error::{Error, Result};
+use crate::log::Log;
+use crate::options::{Ack, Options};
+use crate::poison::Poison;
+use crate::recovery::Recovered;
+use crate::snapshot::{Background, Snapshots};
+use crate::staging::StagingPool;
+
+pub use batches::{Committed, Ticket};
+pub use stats::Stats;
+
+/// A store directory, open for reading and writing: pages, root, log, snapshots.
+///
+/// One writer at a time; the handle is shared by threads by reference or in an `Arc`. Dropping it makes
+/// everything durable and seals the log; [`Store::close`] does the same and reports errors.
+///
+/// ```
+/// use remanent::{Key, Options, Place, Store};
+/// let store = Store::temporary(Options::default())?;
+/// let mut batch = store.batch();
+/// let page = batch.create_with(4, Place::Host, Some(Key::new("answer").unwrap()), Default::default());
+/// batch.write(page, 0, &[42, 0, 0, 0]);
+/// store.commit(batch)?;
+///
+/// let info = store.page_by_key(&Key::new("answer").unwrap())?;
+/// let mut bytes = [0; 4];
+/// store.read(info.page, 0, &mut bytes)?;
+/// assert_eq!(u32::from_le_bytes(bytes), 42);
+/// # Ok::<(), remanent::Error>(())
+/// ```
+pub struct Store {
+    parts: Parts,
+    id: StoreId,
+    ack: Ack,
+    opener: u32,
+    recovered: Recovered,
+    /// Released last: until then nobody else may open the directory.
+    _lock: Box<dyn DiskLock>,
+    /// A temporary directory lives as long as its store.
+    _directory: Option<Box<dyn Any + Send + Sync>>,
+}
+
+struct Parts {
+    committer: Committer,
+    snapshots: Arc<Snapshots>,
+    background: Background,
+    options: Options,
+    disk: Arc<dyn Disk>,
+    device: Arc<dyn Device>,
+    arena: Arc<Arena>,
+    staging: Arc<StagingPool>,
+    applier: Arc<Applier>,
+    leases: Arc<Leases>,
+    log: Arc<Log>,
+    poison: Arc<Poison>,
+}
+
+impl Store {
+    /// The store's identity, drawn at random when it was created.
+    #[must_use]
+    pub fn id(&self) -> StoreId {
+        self.id
+    }
+
+    /// Where it lies.
+    pub(crate) fn disk(&self) -> &Arc<dyn Disk> {
+        &self.parts.disk
+    }
+
+    /// What turns batches into commits.
+    pub(crate) fn committer(&self) -> &Committer {
+        &self.parts.committer
+    }
+
+    /// What this open found and did.
+    #[must_use]
+    pub fn recovered(&self) -> &Recovered {
+        &self.recovered
+    }
+
+    /// Makes everything durable, seals the log and releases the directory.
+    ///
+    /// # Errors
+    /// [`Error::Poisoned`] if the store failed, now or before. The directory is released all the same.
+    pub fn close(self) -> Result<()> {
+        self.check_process()?;
+        let poison = self.parts.poison.clone();
+        drop(self);
+        poison.check()
+    }
+
+    /// Looks at the applier's table, behind every batch submitted so far.
+    fn look<T: Send + 'static>(
+        &self,
+        look: impl FnOnce(&PageTable) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        self.check_process()?;
+        self.parts.applier.turn(move |turn| look(&turn.applied.table))
+    }
+
+    /// Threads do not survive a fork: in the child nobody would answer.
+    pub(crate) fn check_process(&self) -> Result<()> {
+        if std::process::id() == self.opener { Ok(()) } else { Err(Error::Forked { opener: self.opener }) }
+    }
+}
+
+impl Drop for Store {
+    fn drop(&mut self) {
+        // In a forked child the parent's threads are not there, and the files are the parent's business.
+        if self.check_process().is_ok() {
+            self.parts.background.stop();
+            self.parts.applier.stop();
+            self.parts.log.stop();
+        }
+    }
+}
+
+impl std::fmt::Debug for Store {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Store")
+            .field("id", &self.id)
+            .field("disk", &self.parts.disk.label())
+            .finish_non_exhaustive()
+    }
+}

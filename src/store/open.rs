@@ -1,0 +1,167 @@
+//! Floor 7. Opening: how the parts of a store are put together.
+
+use std::any::Any;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+
+use remanent_format::Lsn;
+
+use super::{Parts, Store};
+use crate::applier::{Applier, Leases};
+use crate::arena::Arena;
+use crate::commit::Committer;
+use crate::device::Device;
+use crate::disk::Disk;
+use crate::error::{Error, Result};
+use crate::log::Log;
+use crate::options::{Ack, LogIo, Options};
+use crate::poison::Poison;
+use crate::recovery::{Opened, Recovery, check_directory};
+use crate::retention::Retention;
+use crate::snapshot::{Background, Mark, Pace, Progress, Rules, Snapshots};
+use crate::staging::StagingPool;
+
+/// A batch whose whole pages take more than this share of a segment, one in so many, writes them to an image
+/// file: the log would hold them until a snapshot writes them once more.
+const BULK_SHARE: u64 = 4;
+/// Staging kept for reuse.
+const STAGING_IDLE_BYTES: usize = 64 << 20;
+
+impl Store {
+    /// Opens a store on any disk and device: the way in for tests, which bring simulated ones. Callers use
+    /// [`Store::open`].
+    ///
+    /// # Errors
+    /// As for [`Store::open`].
+    #[doc(hidden)]
+    pub fn open_on(disk: Arc<dyn Disk>, device: Arc<dyn Device>, options: Options) -> Result<Self> {
+        Self::open_keeping(disk, device, options, None)
+    }
+
+    pub(crate) fn open_keeping(
+        disk: Arc<dyn Disk>,
+        device: Arc<dyn Device>,
+        options: Options,
+        directory: Option<Box<dyn Any + Send + Sync>>,
+    ) -> Result<Self> {
+        options.check()?;
+        check_directory(&*disk, options.create)?;
+        disk.make_folder(remanent_format::Folder::Root)?;
+        let lock = disk.lock()?;
+        let (log_io, log_io_reason) = choose_log_io(&*disk, &options)?;
+        let arena = Arc::new(Arena::new(device.clone(), options.budget.clone()));
+        let staging = Arc::new(StagingPool::new(device.clone(), STAGING_IDLE_BYTES));
+        let recovery = Recovery {
+            disk: disk.clone(),
+            device: device.clone(),
+            arena: &arena,
+            staging: &staging,
+            options: &options,
+        };
+        let Opened { store, applied, log, pool, keeping, mut recovered } = recovery.open()?;
+        recovered.log_io = log_io_reason;
+        let poison = Arc::new(Poison::default());
+        let table = applied.table.clone();
+        let log = Log::start(store.store, log_io, pool.clone(), poison.clone(), log)?;
+        let leases = Arc::new(Leases::new(device.clone(), arena.clone(), poison.clone()));
+        let applier = Applier::start(
+            device.clone(),
+            arena.clone(),
+            staging.clone(),
+            poison.clone(),
+            leases.clone(),
+            {
+                let log = log.clone();
+                move |lsn| log.wait_logged(lsn)
+            },
+            applied,
+        );
+        let applier = applier.inspect_err(|_| log.stop())?;
+        let committer = Committer {
+            next_page: AtomicU64::new(table.next_page()),
+            submitted: parking_lot::Mutex::new(table),
+            store: store.store,
+            log: log.clone(),
+            applier: applier.clone(),
+            leases: leases.clone(),
+            device: device.clone(),
+            arena: arena.clone(),
+            staging: staging.clone(),
+            poison: poison.clone(),
+            files: keeping.files.clone(),
+            known: keeping.known.clone(),
+            compression: options.compression,
+            ahead_bytes_min: options.segment_len / BULK_SHARE,
+        };
+        let snapshots = Arc::new(Snapshots {
+            disk: disk.clone(),
+            store: store.store,
+            device: device.clone(),
+            staging: staging.clone(),
+            applier: applier.clone(),
+            log: log.clone(),
+            pool,
+            poison: poison.clone(),
+            retention: Retention::of(&options),
+            compression: options.compression,
+            keeping: parking_lot::Mutex::new(keeping),
+            progress: Progress::default(),
+            pace: Pace::new(options.snapshot_bytes_per_second),
+            last: parking_lot::Mutex::new(Mark {
+                lsn: Lsn(recovered.position.lsn.0.saturating_sub(recovered.replayed_batches)),
+                bytes: -i64::try_from(recovered.replayed_bytes).unwrap_or(i64::MAX),
+                at: std::time::Instant::now(),
+            }),
+        });
+        let rules = Rules { log_bytes: options.snapshot_log_bytes, interval: options.snapshot_interval };
+        let background = Background::start(snapshots.clone(), rules).inspect_err(|_| {
+            applier.stop();
+            log.stop();
+        })?;
+        Ok(Self {
+            id: store.store,
+            ack: options.ack,
+            opener: std::process::id(),
+            recovered,
+            parts: Parts {
+                committer,
+                snapshots,
+                background,
+                options,
+                disk,
+                device,
+                arena,
+                staging,
+                applier,
+                leases,
+                log,
+                poison,
+            },
+            _lock: lock,
+            _directory: directory,
+        })
+    }
+}
+
+/// How the log is written, and a sentence on why.
+fn choose_log_io(disk: &dyn Disk, options: &Options) -> Result<(LogIo, String)> {
+    if let Some(io) = options.log_io {
+        let refused = disk.refuses(io)?;
+        return match refused {
+            Some(reason) => Err(Error::InvalidOption { option: "log_io", reason: format!("{io}: {reason}") }),
+            None => Ok((io, format!("{io}, as asked for"))),
+        };
+    }
+    // `msync` waits longer than any other way to sync (`cargo bench -p remanent --bench core`).
+    let (wanted, why) = match options.ack {
+        Ack::Durable => (LogIo::Direct, ": every commit waits for a sync"),
+        Ack::Applied | Ack::Logged => (LogIo::Mapped, ""),
+    };
+    Ok(match disk.refuses(wanted)? {
+        None => (wanted, format!("{wanted}{why}")),
+        Some(reason) => {
+            tracing::info!(reason, "the log is written through the page cache");
+            (LogIo::Buffered, format!("{}: {reason}", LogIo::Buffered))
+        }
+    })
+}

@@ -1,0 +1,77 @@
+//! Floor 7. Reading pages: what is in them, and what is known of them.
+
+use std::sync::Arc;
+
+use remanent_format::{Key, Lsn, Metadata, PageId, PageInfo};
+
+use super::{Parts, Store};
+use crate::error::{Error, Result};
+use crate::lease::Lease;
+
+impl Store {
+    /// Fills `out` with the page's bytes from `offset` on, as of the batch returned: the newest one
+    /// submitted before the call, or a later one. It is logged, but perhaps not yet durable.
+    ///
+    /// # Errors
+    /// [`Error::UnknownPage`], [`Error::OutOfBounds`]; [`Error::Poisoned`] if the device failed, now or
+    /// with a batch before. A store that is poisoned by its disk goes on being read.
+    pub fn read(&self, page: PageId, offset: u64, out: &mut [u8]) -> Result<Lsn> {
+        self.check_process()?;
+        let len = out.len() as u64;
+        let Parts { applier, device, staging, poison, .. } = &self.parts;
+        let read = applier.read(&**device, staging, page, move |_| (offset, len));
+        let (_, lsn, bytes) = read.map_err(|error| poison.set_by_device(error))?;
+        out.copy_from_slice(&bytes);
+        staging.give(bytes.into_staging());
+        Ok(lsn)
+    }
+
+    /// Leases a page: its bytes are read where they lie, as they are behind the newest batch submitted before
+    /// the call, or a later one. Batches that change the page go on; each needs room for a copy of it, in the
+    /// budget of its place.
+    ///
+    /// # Errors
+    /// [`Error::UnknownPage`]; [`Error::Poisoned`] if the device failed, now or with a batch before.
+    pub fn lease(&self, page: PageId) -> Result<Lease<'_>> {
+        self.check_process()?;
+        let Parts { committer, applier, leases, device, poison, .. } = &self.parts;
+        let id = {
+            let _every_later_batch_knows = committer.lock();
+            leases.begin(page)
+        };
+        Lease::take(applier, leases, device, page, id).map_err(|error| poison.set_by_device(error))
+    }
+
+    /// A page's length, version, key and metadata.
+    ///
+    /// # Errors
+    /// [`Error::UnknownPage`].
+    pub fn page(&self, page: PageId) -> Result<PageInfo> {
+        self.look(move |table| table.get(page).cloned().ok_or(Error::UnknownPage { page }))
+    }
+
+    /// The page that has this key.
+    ///
+    /// # Errors
+    /// [`Error::UnknownKey`].
+    pub fn page_by_key(&self, key: &Key) -> Result<PageInfo> {
+        let key = key.clone();
+        self.look(move |table| table.get_key(&key).cloned().ok_or(Error::UnknownKey { key }))
+    }
+
+    /// All pages, in the order of their ids.
+    ///
+    /// # Errors
+    /// [`Error::Closed`], [`Error::Forked`].
+    pub fn pages(&self) -> Result<Vec<PageInfo>> {
+        self.look(|table| Ok(table.pages().cloned().collect()))
+    }
+
+    /// The root: the store's own metadata.
+    ///
+    /// # Errors
+    /// [`Error::Closed`], [`Error::Forked`].
+    pub fn root(&self) -> Result<Arc<Metadata>> {
+        self.look(|table| Ok(table.root().clone()))
+    }
+}

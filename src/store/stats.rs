@@ -1,0 +1,93 @@
+//! Floor 7. Counts and sizes of a store, and giving memory back.
+
+use remanent_format::{Lsn, Place};
+
+use super::{Parts, Store};
+use crate::arena::PlaceUsage;
+use crate::device::MemoryStats;
+use crate::error::Result;
+use crate::log::LogStats;
+use crate::snapshot::SnapshotStats;
+
+/// Counts and sizes of an open store.
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub struct Stats {
+    /// The newest batch logged.
+    pub logged: Lsn,
+    /// The newest batch in the device's queue.
+    pub applied: Lsn,
+    /// The newest batch that survives a power cut.
+    pub durable: Lsn,
+    /// What the log did since it was opened.
+    pub log: LogStats,
+    /// The segment that takes frames.
+    pub segment: u64,
+    /// Page memory by place.
+    pub places: Vec<(Place, PlaceUsage)>,
+    /// What the device holds from its driver for places that share it, in use or idle; empty where the device
+    /// keeps nothing back.
+    pub device_memory: Vec<(Place, MemoryStats)>,
+    /// Bytes of staging that lie idle.
+    pub staging_idle_bytes: usize,
+    /// Snapshots taken, and how far the one being taken has come.
+    pub snapshots: SnapshotStats,
+}
+
+impl Store {
+    /// Counts and sizes.
+    #[must_use]
+    pub fn stats(&self) -> Stats {
+        let Parts { log, applier, device, arena, staging, snapshots, .. } = &self.parts;
+        Stats {
+            logged: self.lsn(),
+            applied: applier.applied(),
+            durable: log.durable(),
+            log: log.stats(),
+            segment: log.current_segment(),
+            places: arena.usages().into_iter().collect(),
+            device_memory: device.memory_stats(),
+            staging_idle_bytes: staging.idle_bytes(),
+            snapshots: snapshots.progress.stats(),
+        }
+    }
+
+    /// Gives back memory that no page uses any more: what deletes left, idle staging, and what the device keeps
+    /// from its driver. Returns how many bytes went back to the driver. On a GPU this waits for everything that
+    /// the GPU has to do, the caller's own work included, so it is for a caller who needs the memory elsewhere.
+    ///
+    /// ```
+    /// use remanent::{Options, Place, Store};
+    /// let store = Store::temporary(Options::default())?;
+    /// let mut batch = store.batch();
+    /// batch.create(1 << 20, Place::Host);
+    /// let created = store.commit(batch)?;
+    /// let mut batch = store.batch();
+    /// batch.delete(created.pages[0]);
+    /// store.commit(batch)?;
+    /// store.trim()?;
+    /// let usage = store.stats().places[0].1;
+    /// assert_eq!((usage.used(), usage.peak_bytes), (0, 1 << 20));
+    /// store.reset_peaks();
+    /// assert_eq!(store.stats().places[0].1.peak_bytes, 0);
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// A device error.
+    pub fn trim(&self) -> Result<u64> {
+        self.check_process()?;
+        let Parts { applier, device, arena, staging, .. } = &self.parts;
+        // Behind the deletes submitted so far.
+        applier.turn(|_| Ok(()))?;
+        arena.reap_all()?;
+        staging.trim();
+        device.trim()
+    }
+
+    /// Lets the peak of every place begin anew, at what is in use now: [`Stats::places`] then tells the most
+    /// that was in use since.
+    pub fn reset_peaks(&self) {
+        self.parts.arena.reset_peaks();
+    }
+}
