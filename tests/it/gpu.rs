@@ -54,6 +54,16 @@ macro_rules! call {
     }};
 }
 
+/// The version of CUDA that the driver is of, major and minor; `None` where there is no driver.
+pub fn driver_version() -> Option<(i32, i32)> {
+    CudaDevice::count().ok()?;
+    let mut version = 0;
+    // SAFETY: there is a driver, and the pointer is to a live value of the right type.
+    let result = unsafe { sys::cuDriverGetVersion(&mut version) };
+    assert_eq!(result, sys::CUresult::CUDA_SUCCESS);
+    Some((version / 1000, version % 1000 / 10))
+}
+
 /// A program that uses the first GPU beside the store. Its context is current on this thread.
 pub struct Caller {
     context: sys::CUcontext,

@@ -15,8 +15,8 @@ const WIDTHS: [Width; 5] = [Width::W1, Width::W2, Width::W4, Width::W8, Width::W
 /// Bytes around every range, which must stay as they are.
 const MARGIN: usize = 17;
 
-/// All cases that are not drawn.
-pub fn table() -> Vec<Case> {
+/// The cases that are not drawn: one in `every` of those that differ by numbers alone, and all others.
+pub fn table(every: usize) -> Vec<Case> {
     let mut cases = Vec::new();
     for offset in OFFSETS {
         LENGTHS.iter().for_each(|len| moves(*len, offset, &mut cases));
@@ -27,6 +27,7 @@ pub fn table() -> Vec<Case> {
     for width in WIDTHS {
         (0..=255).for_each(|mask| cases.push(mask_of_eight(mask, width)));
     }
+    cases = cases.into_iter().step_by(every).collect();
     cases.extend([
         overlapping_pieces(),
         gather_and_scatter_back(),
