@@ -49,6 +49,14 @@ pub extern "C" fn fake_driver_arm(nth: u64, code: u32) {
     *ARMED.lock().unwrap() = Some(Armed { left: nth, code });
 }
 
+/// Takes a device's context with a fault now, whatever its streams are at: as a kernel does that somebody else in
+/// the process launched.
+#[unsafe(no_mangle)]
+pub extern "C" fn fake_driver_lose(device: u32, code: u32) {
+    assert!(code >= LOST_MIN, "{code} leaves the context as it is");
+    context::lose(device, code);
+}
+
 /// Takes the fault back; 1 if it had not struck.
 #[unsafe(no_mangle)]
 pub extern "C" fn fake_driver_disarm() -> u32 {

@@ -36,6 +36,13 @@ impl Driver {
         arm(nth, code);
     }
 
+    /// Takes a device's context with a fault, now.
+    pub fn lose(&self, device: u32, code: u32) {
+        // SAFETY: the same.
+        let lose: Symbol<extern "C" fn(u32, u32)> = unsafe { self.own(b"fake_driver_lose") };
+        lose(device, code);
+    }
+
     /// Takes the fault back; whether it has struck.
     pub fn disarm(&self) -> bool {
         // SAFETY: the same.

@@ -11,8 +11,10 @@ use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
+use remanent::device::Device;
+use remanent::device::cuda::CudaDevice;
 use remanent::device::host::HostDevice;
-use remanent::{Error, Remedy};
+use remanent::{Error, Remedy, Result, SnapshotId};
 
 use self::driver::Driver;
 use self::work::Work;
@@ -20,7 +22,10 @@ use self::work::Work;
 /// Codes of calls that were refused, and of a fault that takes the context.
 const INVALID_VALUE: u32 = 1;
 const OUT_OF_MEMORY: u32 = 2;
+const ILLEGAL_ADDRESS: u32 = 700;
 const LAUNCH_FAILED: u32 = 719;
+/// The first GPU that no other test uses.
+const SPARE_GPU: u32 = 1 << 16;
 
 /// The limit only turns a hang into a failure.
 const HANG: Duration = Duration::from_secs(120);
@@ -88,4 +93,58 @@ fn a_fault_asks_for_a_new_process_and_loses_nothing() {
     driver.set_devices(2);
     println!("{nth} calls failed with {LAUNCH_FAILED}");
     assert!(nth > 100, "{nth} calls");
+}
+
+#[test]
+fn what_a_fault_leaves_opens_on_another_gpu_and_on_the_host() {
+    let (driver, _turn) = Driver::get();
+    driver.set_devices(1 << 20);
+    for round in 0..8 {
+        let (lost, other) = (SPARE_GPU + 2 * round, SPARE_GPU + 2 * round + 1);
+        let mut work = Work::new();
+        let store = work.open(Arc::new(CudaDevice::open(lost).unwrap())).unwrap();
+        work.begin(&store).unwrap();
+        for _ in 0..round {
+            work.step(&store).unwrap();
+        }
+        // A kernel that is not the store's reads where there is nothing, while the store's own are under way.
+        driver.lose(lost, ILLEGAL_ADDRESS);
+        let noticed = (0..1000).find_map(|_| work.step(&store).err()).expect("a fault is noticed");
+        assert_eq!(noticed.remedy(), Remedy::NewProcess, "{noticed}");
+        let mut batch = store.batch();
+        batch.set_root("after", true);
+        let refusals: [Result<()>; 3] = [
+            store.commit(batch).map(drop),
+            store.snapshot().map(drop),
+            store.restore_from_snapshot(SnapshotId(1)).map(drop),
+        ];
+        for refused in refusals {
+            let Err(Error::Poisoned(cause)) = refused else { panic!("not poisoned: {refused:?}") };
+            assert_eq!(cause.remedy(), Remedy::NewProcess, "{cause}");
+            assert!(cause.to_string().contains("illegal address (700)"), "{cause}");
+        }
+        let again = CudaDevice::open(lost).map(drop);
+        assert_eq!(again.expect_err("its context is gone").remedy(), Remedy::NewProcess);
+        drop(store);
+        driver.forget(lost);
+
+        // In this very process, which has lost that GPU.
+        let devices: [(&str, Arc<dyn Device>); 3] = [
+            ("the host", Arc::new(HostDevice::new())),
+            ("another GPU", Arc::new(CudaDevice::open(other).unwrap())),
+            ("the host again", Arc::new(HostDevice::new())),
+        ];
+        let mut before = None;
+        for (name, device) in devices {
+            let store = work.open(device).unwrap();
+            assert_eq!(store.recovered().copied_batches, 0, "{name}: the log was not sealed");
+            work.check(&store).unwrap();
+            let state = work.state(&store).unwrap();
+            assert_eq!(before.get_or_insert_with(|| state.clone()), &state, "round {round} on {name}");
+        }
+        let store = work.open(Arc::new(CudaDevice::open(other).unwrap())).unwrap();
+        work.step(&store).unwrap();
+        work.check(&store).unwrap();
+    }
+    driver.set_devices(2);
 }

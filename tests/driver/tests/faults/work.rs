@@ -6,7 +6,7 @@ use std::sync::Arc;
 use remanent::device::Device;
 use remanent::device::cuda::CudaDevice;
 use remanent::disk::dir::DirDisk;
-use remanent::{Options, PageId, Place, Result, Store, Value, Width};
+use remanent::{Lsn, Options, PageId, PageInfo, Place, Result, Store, Value, Width};
 
 const PLACES: [Place; 3] = [Place::Device(0), Place::Pinned, Place::Unified];
 /// Length of each page: more than one warp writes, and no multiple of anything.
@@ -37,12 +37,7 @@ impl Work {
 
     pub fn live(&mut self, gpu: u32) -> Result<()> {
         let store = self.open(Arc::new(CudaDevice::open(gpu)?))?;
-        let mut batch = store.batch();
-        for place in PLACES {
-            batch.create(LEN, place);
-        }
-        batch.set_root("step", 0_i64);
-        self.pages = store.commit(batch)?.pages;
+        self.begin(&store)?;
         self.step(&store)?;
         store.snapshot()?;
         self.step(&store)?;
@@ -55,8 +50,19 @@ impl Work {
         store.close()
     }
 
+    /// The pages, each a place.
+    pub fn begin(&mut self, store: &Store) -> Result<()> {
+        let mut batch = store.batch();
+        for place in PLACES {
+            batch.create(LEN, place);
+        }
+        batch.set_root("step", 0_i64);
+        self.pages = store.commit(batch)?.pages;
+        Ok(())
+    }
+
     /// A batch that changes every byte of every page, by fill, write and scatter.
-    fn step(&mut self, store: &Store) -> Result<()> {
+    pub fn step(&mut self, store: &Store) -> Result<()> {
         self.tried += 1;
         let byte = self.tried as u8;
         let mut batch = store.batch();
@@ -69,6 +75,17 @@ impl Work {
         store.commit(batch)?;
         self.acknowledged = self.tried;
         Ok(())
+    }
+
+    /// All that there is to know of the store's state.
+    pub fn state(&self, store: &Store) -> Result<(Lsn, Value, Vec<(PageInfo, Vec<u8>)>)> {
+        let with_bytes = |info: PageInfo| {
+            let mut bytes = vec![0; info.len as usize];
+            store.read(info.page, 0, &mut bytes)?;
+            Ok((info, bytes))
+        };
+        let pages = store.pages()?.into_iter().map(with_bytes).collect::<Result<_>>()?;
+        Ok((store.lsn(), store.root()?["step"].clone(), pages))
     }
 
     /// The store is at one step in all its pages, no older than the newest that was acknowledged.
