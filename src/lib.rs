@@ -67,6 +67,7 @@
 //! | Fence, Pending | a point in a lane; a list in flight that owns its staging |
 //! | [`Ticket`] | a submitted batch: what one waits on |
 //! | [`Lease`] | the right to read a page where it lies, for a while |
+//! | [`Audit`] | a look whether memory is what the batches say |
 //! | Spare | memory to which a leased page moves when a batch changes it |
 //! | Turn | work that runs on the applier between two batches |
 //! | [`Budget`] | byte limits a place, checked before anything is allocated |
@@ -83,7 +84,7 @@
 //! | 3 | their implementations |
 //! | 4 | `batch`, [`arena`], [`staging`], `source`, `image_files` |
 //! | 5 | `log/`, `images`, `publish`, `keeping`, `runs`, `past`, `applier/` |
-//! | 6 | `commit`, `lease`, `snapshot`, `recovery`, `restore`, `reader`, `follower/` |
+//! | 6 | `commit`, `lease`, `audit`, `snapshot`, `recovery`, `restore`, `reader`, `follower/` |
 //! | 7 | `store` |
 //! | 8 | this file |
 //!
@@ -149,6 +150,7 @@ mod applier;
 mod commit;
 mod snapshot;
 mod lease;
+mod audit;
 mod restore;
 mod reader;
 mod recovery;
@@ -159,6 +161,7 @@ mod on_device;
 use std::path::Path;
 use std::sync::Arc;
 
+pub use audit::{Audit, ChangedPage};
 pub use batch::{NewPage, PageRef, WorkingCopy, WriteBatch};
 pub use commit::{Direction, Shadow};
 pub use device::{CallerMemory, DeviceBytes, RawStream};

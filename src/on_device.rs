@@ -1,7 +1,8 @@
-//! Floor 8. What a store has for kernels: memory, working copies of pages.
+//! Floor 8. What a store has for kernels: memory, working copies of pages, and a look at what they did.
 
 use remanent_format::{PageId, Place, Width};
 
+use crate::audit::Audit;
 use crate::batch::WorkingCopy;
 use crate::commit::{Direction, Shadow};
 use crate::device::{CallerMemory, DeviceBytes};
@@ -89,6 +90,45 @@ impl Store {
     /// [`Error::UnknownPage`]; [`Error::MemoryRefused`] if the page's length changed; a device error.
     pub fn reload(&self, copy: &WorkingCopy) -> Result<()> {
         self.of_device(|| self.committer().load(copy, Direction::Load))
+    }
+
+    /// Looks whether the pages in memory are what the batches made them, and names those that were changed
+    /// without one: by a kernel of the caller's that wrote to a lease's address, or past the end of memory of its
+    /// own.
+    ///
+    /// The device sums the pages, between batches, which go on; the sums are compared with those that follow from
+    /// the newest snapshot and the log. A page of which a snapshot has exactly the present version costs nothing
+    /// but its sum; one that changed since is put together on the host, one at a time. A CRC-32 misses one change
+    /// in four billion.
+    ///
+    /// A snapshot writes pages that batches changed since the one before, and takes what it finds in memory for
+    /// theirs: what a kernel did to such a page is told by an audit before that snapshot, and never by one after
+    /// it. Opening the store anew, or a batch that writes the whole page, mends what an audit found.
+    ///
+    /// An audit waits for a snapshot that is being taken. It is about the memory of an open store, so it is
+    /// nothing that a tool could do from outside.
+    ///
+    /// ```
+    /// use remanent::{Options, Place, Store};
+    /// # use remanent::DeviceChoice;
+    /// # let options = Options::default().device(DeviceChoice::Host);
+    /// let store = Store::temporary(options)?;
+    /// let mut batch = store.batch();
+    /// let page = batch.create(4096, Place::Device(0));
+    /// batch.write(page, 100, b"logged");
+    /// store.commit(batch)?;
+    ///
+    /// let audit = store.audit()?;
+    /// assert_eq!((audit.pages, audit.bytes), (1, 4096));
+    /// assert!(audit.changed.is_empty(), "{:?}", audit.changed);
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Damaged`] if what a page is made from is damaged on disk; [`Error::OutOfMemory`] if there is no
+    /// room on the host for one page; a device error.
+    pub fn audit(&self) -> Result<Audit> {
+        self.of_device(|| self.auditor().run())
     }
 
     /// A device's failure concerns the whole store.

@@ -17,6 +17,7 @@ use remanent_format::{PageTable, StoreId};
 
 use crate::applier::{Applier, Leases};
 use crate::arena::Arena;
+use crate::audit::Auditor;
 use crate::commit::Committer;
 use crate::device::Device;
 use crate::disk::{Disk, DiskLock};
@@ -87,6 +88,12 @@ impl Store {
     /// Where it lies.
     pub(crate) fn disk(&self) -> &Arc<dyn Disk> {
         &self.parts.disk
+    }
+
+    /// What looks whether memory is what the batches say.
+    pub(crate) fn auditor(&self) -> Auditor<'_> {
+        let Parts { disk, device, staging, applier, snapshots, .. } = &self.parts;
+        Auditor { disk, device, staging, applier, keeping: &snapshots.keeping }
     }
 
     /// What turns batches into commits.

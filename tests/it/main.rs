@@ -2,6 +2,7 @@
 
 mod background;
 mod beside;
+mod audit;
 mod born;
 mod bulk;
 mod captures;

@@ -207,3 +207,30 @@ fn a_store_moves_between_the_gpu_and_the_host() {
         }
     }
 }
+
+#[test]
+fn a_kernel_that_writes_to_a_page_is_found_by_an_audit() {
+    let Some(caller) = Caller::new() else { return };
+    for place in [PLACE, Place::Host, Place::Unified] {
+        let (store, page) = store(place);
+        store.snapshot().unwrap();
+        let mut batch = store.batch();
+        let second = batch.create(3 * LEN, place);
+        batch.fill(second, 0, LEN, &[2]);
+        let second = store.commit(batch).unwrap().pages[0];
+        assert_eq!(store.audit().unwrap().changed, []);
+        let (stream, zeros) = (caller.stream(), caller.memory(10));
+        for (page, offset) in [(page, 70), (second, 99_990)] {
+            let lease = store.lease(page).unwrap();
+            lease.on(stream.raw()).unwrap();
+            stream.copy(lease.address().unwrap() + offset, zeros.address, 10);
+            lease.end().unwrap();
+            stream.synchronize();
+        }
+        let audit = store.audit().unwrap();
+        assert_eq!((audit.pages, audit.bytes, audit.by_image, audit.by_replay), (2, 4 * LEN, 1, 1));
+        let changed: Vec<_> =
+            audit.changed.iter().map(|changed| (changed.page, changed.first_difference)).collect();
+        assert_eq!(changed, [(page, Some(70)), (second, Some(99_990))], "in {place}");
+    }
+}

@@ -1,0 +1,293 @@
+//! Audits: a page that was changed behind the store's back is named, and no other is, whatever batches do
+//! meanwhile.
+//!
+//! A rogue kernel is a write to the address of a lease, by the device beneath the one that the store has.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, OnceLock, Weak};
+
+use remanent::device::faulty::{DeviceCall, Fault, FaultyDevice};
+use remanent::device::host::HostDevice;
+use remanent::device::late::LateDevice;
+use remanent::device::{
+    Command, CommandList, Device, Fence, Lane, MemoryId, PageBytes, Pending, RawStream, Staging, StagingSpan,
+};
+use remanent::disk::sim::SimDisk;
+use remanent::{Error, Key, Options, PageId, Place, Result, Store};
+
+use crate::born::{PLACE, content, page};
+use crate::kill::workload::Random;
+
+/// Called by the thread that audits, when sums are on their way.
+type Between = Box<dyn FnMut(&Store) + Send>;
+
+/// A device that is late, whose memory can be written to behind the store's back, and that calls back.
+struct Rogue {
+    beneath: Arc<HostDevice>,
+    late: LateDevice,
+    state: Mutex<State>,
+    store: OnceLock<Weak<Store>>,
+}
+
+#[derive(Default)]
+struct State {
+    sums_are_on_their_way: bool,
+    between: Option<Between>,
+}
+
+impl Rogue {
+    fn new() -> Arc<Self> {
+        let beneath = Arc::new(HostDevice::new());
+        let late = LateDevice::seeded(beneath.clone(), 5);
+        Arc::new(Self { beneath, late, state: Mutex::default(), store: OnceLock::new() })
+    }
+
+    /// Changes the byte at `offset` of a page.
+    fn change(&self, store: &Store, page: PageId, offset: u64) {
+        let before = content(store, page)[offset as usize];
+        let address = store.lease(page).unwrap().address().expect("a page that has bytes");
+        let mut staging = self.beneath.staging(1).unwrap();
+        staging[0] = !before;
+        let source = StagingSpan { index: 0, offset: 0, len: 1 };
+        let commands = vec![Command::Upload { source, target: self.late.span_at(address + offset, 1) }];
+        let list = CommandList { commands, staging: vec![staging] };
+        self.beneath.submit(Lane::Drain, list).unwrap().finish(&*self.beneath).unwrap();
+    }
+}
+
+impl Device for Rogue {
+    fn label(&self) -> String {
+        self.late.label()
+    }
+
+    fn allocate(&self, place: Place, len: u64) -> Result<MemoryId> {
+        self.late.allocate(place, len)
+    }
+
+    fn release(&self, memory: MemoryId) -> Result<()> {
+        self.late.release(memory)
+    }
+
+    fn staging(&self, len: usize) -> Result<Staging> {
+        self.late.staging(len)
+    }
+
+    fn submit(&self, lane: Lane, list: CommandList) -> Result<Pending> {
+        if lane == Lane::Apply && matches!(list.commands[..], [Command::Crc { .. }]) {
+            self.state.lock().unwrap().sums_are_on_their_way = true;
+        }
+        self.late.submit(lane, list)
+    }
+
+    fn reached(&self, lane: Lane) -> u64 {
+        self.late.reached(lane)
+    }
+
+    fn wait(&self, fence: Fence) -> Result<()> {
+        let mut state = self.state.lock().unwrap();
+        if std::mem::take(&mut state.sums_are_on_their_way) {
+            // Taken out while it runs: what it commits must not call it again.
+            if let Some(mut between) = state.between.take() {
+                drop(state);
+                between(&self.store.get().and_then(Weak::upgrade).expect("the store is open"));
+                self.state.lock().unwrap().between = Some(between);
+            }
+        }
+        self.late.wait(fence)
+    }
+
+    fn after(&self, lane: Lane, fence: Fence) -> Result<()> {
+        self.late.after(lane, fence)
+    }
+
+    fn wait_external(&self, lane: Lane, stream: RawStream) -> Result<()> {
+        self.late.wait_external(lane, stream)
+    }
+
+    fn signal_external(&self, stream: RawStream, fence: Fence) -> Result<()> {
+        self.late.signal_external(stream, fence)
+    }
+
+    fn address(&self, memory: MemoryId) -> Option<u64> {
+        self.late.address(memory)
+    }
+
+    fn bytes(&self, memory: MemoryId) -> Option<PageBytes> {
+        self.late.bytes(memory)
+    }
+}
+
+/// Segments of a mebibyte: a batch that writes a quarter of it as whole pages writes them to an image first.
+fn open(device: Arc<dyn Device>) -> Arc<Store> {
+    let options = Options::default().segment_len(1 << 20).snapshot_log_bytes(None).snapshot_interval(None);
+    Arc::new(Store::open_on(Arc::new(SimDisk::new()), device, options).unwrap())
+}
+
+/// The pages that an audit names, each with its first difference.
+fn changed(store: &Store) -> BTreeMap<PageId, Option<u64>> {
+    let changed = store.audit().unwrap().changed;
+    changed.into_iter().map(|changed| (changed.page, changed.first_difference)).collect()
+}
+
+fn write(store: &Store, page: PageId, offset: u64, bytes: &[u8]) {
+    let mut batch = store.batch();
+    batch.write(page, offset, bytes);
+    store.commit(batch).unwrap();
+}
+
+/// Pages of all kinds of origin: with an image of just this version, with an image and a delta behind it, with
+/// the log alone, never written, made longer, moved by a lease, and one without any bytes.
+fn pages_of_all_origins(store: &Store) -> Vec<PageId> {
+    let mut random = Random(3);
+    let mut pages = vec![page(store, &random.bytes(5000)), page(store, &random.bytes(5000))];
+    store.snapshot().unwrap();
+    write(store, pages[1], 4000, &[7; 100]);
+    let mut batch = store.batch();
+    batch.create_from(random.bytes(300_000), PLACE, Some(Key::new("ahead").unwrap()), Default::default());
+    batch.create(4096, PLACE);
+    batch.create(0, PLACE);
+    pages.extend(store.commit(batch).unwrap().pages);
+    pages.push(page(store, &random.bytes(100)));
+    pages.push(page(store, &random.bytes(60)));
+    let mut batch = store.batch();
+    batch.resize(pages[5], 5000).write(pages[5], 4000, &[1; 100]);
+    store.commit(batch).unwrap();
+    let lease = store.lease(pages[6]).unwrap();
+    std::thread::scope(|scope| _ = scope.spawn(|| write(store, pages[6], 10, &[2; 10])));
+    drop(lease);
+    pages
+}
+
+#[test]
+fn every_page_that_was_changed_without_a_batch_is_named_and_no_other() {
+    let device = Rogue::new();
+    let store = open(device.clone());
+    assert_eq!(store.audit().unwrap(), Default::default(), "a store without pages");
+    let pages = pages_of_all_origins(&store);
+    let lens: Vec<u64> = pages.iter().map(|page| store.page(*page).unwrap().len).collect();
+    let audit = store.audit().unwrap();
+    assert_eq!((audit.pages, audit.bytes), (6, lens.iter().sum()));
+    assert_eq!((audit.by_image, audit.by_replay, audit.changed), (2, 4, vec![]));
+    let mut random = Random(8);
+    // Each page by itself, then more and more of them.
+    let mut expected = BTreeMap::new();
+    for (page, len) in pages.iter().zip(&lens).filter(|(_, len)| **len > 0) {
+        let offset = random.below(*len);
+        device.change(&store, *page, offset);
+        assert_eq!(changed(&store), [(*page, Some(offset))].into());
+        device.change(&store, *page, offset);
+        assert_eq!(changed(&store), [].into(), "changed back");
+        let offset = random.below(*len);
+        expected.insert(*page, Some(offset));
+    }
+    for (page, offset) in &expected {
+        device.change(&store, *page, offset.unwrap());
+    }
+    let audit = store.audit().unwrap();
+    let named = audit.changed.iter().map(|changed| (changed.page, changed.first_difference)).collect();
+    assert_eq!(expected, named);
+    let keyed = audit.changed.iter().find(|changed| changed.key.is_some()).unwrap();
+    assert_eq!((keyed.page, keyed.epoch), (pages[2], store.page(pages[2]).unwrap().epoch));
+}
+
+#[test]
+fn a_batch_does_not_hide_what_was_changed_beside_it_and_mends_what_it_writes() {
+    let device = Rogue::new();
+    let store = open(device.clone());
+    let page = page(&store, &[1; 1000]);
+    device.change(&store, page, 600);
+    write(&store, page, 0, &[2; 100]);
+    assert_eq!(changed(&store), [(page, Some(600))].into());
+    // The snapshot before shares its image with the next one: what happened to memory is still told.
+    write(&store, page, 600, &[2]);
+    assert_eq!(changed(&store), [].into());
+    store.snapshot().unwrap();
+    device.change(&store, page, 30);
+    store.snapshot().unwrap();
+    assert_eq!(changed(&store), [(page, Some(30))].into());
+}
+
+#[test]
+fn pages_that_batches_change_during_an_audit_are_compared_all_the_same() {
+    const LEN: usize = 3 << 20;
+    let device = Rogue::new();
+    let store = open(device.clone());
+    device.store.set(Arc::downgrade(&store)).expect("set once");
+    // Each is a chunk of its own.
+    let pages: Vec<PageId> = (0..6).map(|number| page(&store, &vec![number; LEN])).collect();
+    store.snapshot().unwrap();
+    device.change(&store, pages[1], 500);
+    device.change(&store, pages[2], 700);
+    let (second, calls) = (pages.clone(), Arc::new(Mutex::new(0)));
+    let counted = calls.clone();
+    // Sums of the first page are under way when it begins to happen, and it happens at all others, too. The second
+    // page stays as it is.
+    device.state.lock().unwrap().between = Some(Box::new(move |store| {
+        let mut calls = counted.lock().unwrap();
+        *calls += 1;
+        let mut batch = store.batch();
+        for page in [second[0], second[2], second[3]] {
+            batch.write(page, *calls, &[9]);
+        }
+        if *calls == 1 {
+            batch.delete(second[4]).resize(second[5], 0);
+            batch.create(10, PLACE);
+        }
+        store.commit(batch).unwrap();
+    }));
+    let audit = store.audit().unwrap();
+    let named: Vec<_> =
+        audit.changed.iter().map(|changed| (changed.page, changed.first_difference)).collect();
+    // The second of them was changed once more before its bytes could be looked at.
+    assert_eq!(named, [(pages[1], Some(500)), (pages[2], None)]);
+    device.state.lock().unwrap().between = None;
+    assert_eq!(changed(&store), [(pages[1], Some(500)), (pages[2], Some(700))].into());
+    // The first two as they were at the beginning, two as they were later.
+    assert_eq!((audit.pages, audit.bytes), (4, 4 * LEN as u64));
+    assert_eq!((audit.by_image, audit.by_replay), (2, 2));
+    assert!(*calls.lock().unwrap() > 4, "batches came between");
+}
+
+#[test]
+fn an_audit_beside_commits_and_snapshots_finds_nothing_where_nothing_is() {
+    let device = Rogue::new();
+    let store = open(device.clone());
+    let pages: Vec<PageId> = (0..40).map(|number| page(&store, &[number; 50_000])).collect();
+    store.snapshot().unwrap();
+    device.change(&store, pages[39], 1);
+    std::thread::scope(|scope| {
+        let (ended, told) = std::sync::mpsc::channel::<()>();
+        let work = scope.spawn(|| {
+            let told = told;
+            let mut random = Random(4);
+            while let Err(std::sync::mpsc::TryRecvError::Empty) = told.try_recv() {
+                for _ in 0..20 {
+                    write(&store, pages[random.below(39) as usize], random.below(40_000), &random.bytes(900));
+                }
+                store.snapshot().unwrap();
+            }
+        });
+        let ended = ended;
+        for _ in 0..15 {
+            assert_eq!(changed(&store), [(pages[39], Some(1))].into());
+        }
+        drop(ended);
+        work.join().unwrap();
+    });
+}
+
+#[test]
+fn an_error_of_the_device_in_an_audit_poisons_the_store() {
+    for call in [DeviceCall::Staging, DeviceCall::Submit, DeviceCall::Wait] {
+        let device = Arc::new(FaultyDevice::new(Arc::new(HostDevice::new())));
+        let store = open(device.clone());
+        page(&store, &[1; 40_000]);
+        device.arm(Fault { call: Some(call), nth: 1, context_lost: false });
+        // Staging that lies idle would do for a few sums: there is none.
+        store.trim().unwrap();
+        let error = store.audit().unwrap_err();
+        assert!(matches!(&error, Error::Poisoned(_)) && error.to_string().contains("as arranged"), "{error}");
+        let later = store.commit(store.batch()).unwrap_err();
+        assert!(matches!(later, Error::Poisoned(_)), "{later}");
+    }
+}
