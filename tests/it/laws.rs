@@ -138,6 +138,7 @@ fn a_receipt_tells_what_ran_and_what_came_of_it() {
     assert!(text.contains("cases    1: fill 1\n") && text.ends_with(&sum), "{text}");
 }
 
+#[expect(clippy::print_stdout, reason = "the receipt is for who ran the laws, on whatever device")]
 fn keeps_the_laws(device: &dyn Device) {
     let every = match std::env::var("REMANENT_LAWS").as_deref() {
         Ok("short") => SHORT_EVERY,
