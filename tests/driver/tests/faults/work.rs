@@ -20,6 +20,14 @@ pub struct Work {
     tried: i64,
 }
 
+/// All that there is to know of a store's state.
+#[derive(Clone, Debug, PartialEq)]
+pub struct State {
+    lsn: Lsn,
+    step: Value,
+    pages: Vec<(PageInfo, Vec<u8>)>,
+}
+
 impl Work {
     pub fn new() -> Self {
         // In memory where that can be: what a disk does is not the question.
@@ -77,15 +85,18 @@ impl Work {
         Ok(())
     }
 
-    /// All that there is to know of the store's state.
-    pub fn state(&self, store: &Store) -> Result<(Lsn, Value, Vec<(PageInfo, Vec<u8>)>)> {
+    /// What lies in the store now, read back page by page.
+    pub fn state(&self, store: &Store) -> Result<State> {
         let with_bytes = |info: PageInfo| {
             let mut bytes = vec![0; info.len as usize];
             store.read(info.page, 0, &mut bytes)?;
             Ok((info, bytes))
         };
-        let pages = store.pages()?.into_iter().map(with_bytes).collect::<Result<_>>()?;
-        Ok((store.lsn(), store.root()?["step"].clone(), pages))
+        Ok(State {
+            lsn: store.lsn(),
+            step: store.root()?["step"].clone(),
+            pages: store.pages()?.into_iter().map(with_bytes).collect::<Result<_>>()?,
+        })
     }
 
     /// The store is at one step in all its pages, no older than the newest that was acknowledged.
