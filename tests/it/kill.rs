@@ -7,10 +7,12 @@
 //! With `REMANENT_KILL_DEVICE=cuda:0` pages live on that GPU, the workers' and those of who checks.
 
 mod board;
+mod calls;
 mod diary;
 mod followers;
 mod left;
 pub mod model;
+mod scripts;
 mod worker;
 pub mod workload;
 
@@ -40,6 +42,7 @@ const TEST: &str = "kill::nothing_acknowledged_is_lost_by_a_kill_in_any_phase";
 const ERRAND_DIRECTORY: &str = "REMANENT_KILL_DIRECTORY";
 const ERRAND_LOG_IO: &str = "REMANENT_KILL_LOG_IO";
 const ERRAND_BACKGROUND: &str = "REMANENT_KILL_BACKGROUND";
+const ERRAND_PART: &str = "REMANENT_KILL_PART";
 /// A worker that does not reach a phase for so long hangs. Long, for a machine may be busy with other work.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -48,6 +51,9 @@ fn nothing_acknowledged_is_lost_by_a_kill_in_any_phase() {
     // The worker is this very test in another process, told so by its environment: one binary, and no test
     // that does nothing when it is run by itself.
     if let Some(directory) = std::env::var_os(ERRAND_DIRECTORY) {
+        if let Some((script, part)) = scripts::told() {
+            script.perform(Path::new(&directory), part);
+        }
         let ways = [LogIo::Mapped, LogIo::Buffered, LogIo::Direct];
         let told = std::env::var(ERRAND_LOG_IO).ok();
         let log_io = told.map(|told| ways.into_iter().find(|way| way.to_string() == told).unwrap());
@@ -90,7 +96,7 @@ fn a_creation_cut_short_is_started_over() {
         if ground.kill_in(Phase::Recovery) {
             cut_short += 1;
         }
-        ground.check_what_is_left(Phase::Recovery);
+        ground.check_what_is_left("in Recovery");
         std::fs::remove_dir_all(&ground.directory).unwrap();
         if cut_short == 10 {
             return;
@@ -150,7 +156,7 @@ impl Ground {
                     late += 1;
                     assert!(late < 20 * wanted, "most kills come too late: {kills:?} in {PHASES:?}");
                 }
-                self.check_what_is_left(phase);
+                self.check_what_is_left(&format!("in {phase:?}"));
             }
         }
         // The directory itself, after all that was done to it.
@@ -205,16 +211,23 @@ struct Worker(Child);
 
 impl Worker {
     fn start(directory: &Path, manner: Manner) -> Self {
-        let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["--exact", "--nocapture", TEST]).env(ERRAND_DIRECTORY, directory);
+        let mut command = Self::command(directory);
         if let Some(log_io) = manner.log_io {
             command.env(ERRAND_LOG_IO, log_io.to_string());
         }
         if manner.background {
             command.env(ERRAND_BACKGROUND, "1");
         }
+        Self(command.spawn().unwrap())
+    }
+
+    /// This very test in another process.
+    fn command(directory: &Path) -> Command {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", "--nocapture", TEST]).env(ERRAND_DIRECTORY, directory);
         // The pipe to its standard input closes when this process ends, however it ends.
-        Self(command.stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap())
+        command.stdin(Stdio::piped()).stdout(Stdio::null());
+        command
     }
 
     /// Watches the board. It gives the processor away and never sleeps: a phase may last a microsecond.

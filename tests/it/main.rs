@@ -27,6 +27,7 @@ mod kernels;
 mod kill;
 mod laws;
 mod leases;
+mod machine;
 mod model;
 mod past;
 mod readme;

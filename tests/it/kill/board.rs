@@ -27,7 +27,8 @@ const BEGUN: usize = 9;
 const LOGGED: usize = 10;
 const DURABLE: usize = 11;
 const OPENED: usize = 12;
-const WORDS: usize = 13;
+const READY: usize = 13;
+const WORDS: usize = 14;
 
 pub struct Board {
     map: MmapRaw,
@@ -74,6 +75,15 @@ impl Board {
         self.word(OPENED).load(Ordering::SeqCst).checked_sub(1).map(Lsn)
     }
 
+    /// The worker will do nothing before it is told to.
+    pub fn set_ready(&self) {
+        self.word(READY).store(1, Ordering::SeqCst);
+    }
+
+    pub fn is_ready(&self) -> bool {
+        self.word(READY).load(Ordering::SeqCst) == 1
+    }
+
     /// The worker is about to submit this batch.
     pub fn begin(&self, lsn: Lsn) {
         self.word(BEGUN).fetch_max(lsn.0, Ordering::SeqCst);
@@ -90,6 +100,11 @@ impl Board {
         self.word(word).fetch_max(lsn.0, Ordering::SeqCst);
     }
 
+    /// The newest batch acknowledged as durable: a power cut spares it.
+    pub fn durable(&self) -> Lsn {
+        Lsn(self.word(DURABLE).load(Ordering::SeqCst))
+    }
+
     /// The newest batch acknowledged at either level: a kill spares both.
     pub fn acknowledged(&self) -> Lsn {
         Lsn([LOGGED, DURABLE].map(|word| self.word(word).load(Ordering::SeqCst)).into_iter().max().unwrap())
@@ -102,5 +117,6 @@ impl Board {
             self.word(phase as usize).store(0, Ordering::SeqCst);
         }
         self.word(OPENED).store(0, Ordering::SeqCst);
+        self.word(READY).store(0, Ordering::SeqCst);
     }
 }

@@ -21,6 +21,7 @@ pub enum Entry {
     Forked { lsn: Lsn },
 }
 
+#[derive(Clone)]
 pub struct Diary {
     path: PathBuf,
 }

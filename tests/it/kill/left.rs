@@ -3,7 +3,6 @@
 use std::path::Path;
 
 use remanent::disk::dir::DirReader;
-use remanent::phases::Phase;
 use remanent::{Lsn, Metadata, PageInfo, RestorePoint, SnapshotInfo, Store};
 
 use super::diary::Entry;
@@ -14,11 +13,14 @@ impl Ground {
     /// Demands what was promised of what the kill left: from the pure rebuild, which reads the directory
     /// itself, and from the engine, which opens a copy, so that the next worker has the same crash to
     /// recover from.
-    pub fn check_what_is_left(&mut self, phase: Phase) {
-        let at = format!("killed in {phase:?}, in {}", self.directory.display());
+    pub fn check_what_is_left(&mut self, killed: &str) {
+        let at = format!("killed {killed}, in {}", self.directory.display());
         let left = self.directory.join("store");
         let copy = tempfile::tempdir().unwrap();
-        copy_folder(&left, copy.path());
+        // Who died early enough has not made it.
+        if left.exists() {
+            copy_folder(&left, copy.path());
+        }
         let store = Store::open(copy.path(), worker::options(self.log_io))
             .unwrap_or_else(|error| panic!("{error}, {at}"));
         let lsn = store.lsn();
@@ -127,7 +129,7 @@ fn check_state<'a>(
     }
 }
 
-fn copy_folder(source: &Path, target: &Path) {
+pub fn copy_folder(source: &Path, target: &Path) {
     for entry in std::fs::read_dir(source).unwrap() {
         let entry = entry.unwrap();
         let target = target.join(entry.file_name());

@@ -20,6 +20,7 @@ pub struct State {
 }
 
 /// The state after a batch, and those before it.
+#[derive(Clone)]
 pub struct Model {
     pub lsn: Lsn,
     pub state: State,
@@ -40,6 +41,11 @@ impl Model {
     /// The empty store, whose writer keeps a diary.
     pub fn with_diary(path: &Path) -> Self {
         Self { diary: Some(Diary::open(path)), ..Self::new() }
+    }
+
+    /// The same model of a copy of the store, whose writers keep another diary.
+    pub fn of_copy(&self, diary: &Path) -> Self {
+        Self { diary: Some(Diary::open(diary)), ..self.clone() }
     }
 
     /// The state after an earlier batch, or this one, if it is remembered.

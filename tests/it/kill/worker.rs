@@ -6,7 +6,7 @@ use std::io::Read;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use remanent::{Ack, Error, LogIo, Lsn, Options, Position, RestorePoint, Store};
+use remanent::{Ack, Error, LogIo, Lsn, Options, Position, RestorePoint, Store, Ticket};
 
 use super::board::Board;
 use super::diary::{Diary, Entry};
@@ -46,9 +46,9 @@ struct Line {
 }
 
 /// What the threads of a worker share.
-struct Work<'a> {
+pub struct Work<'a> {
     directory: &'a Path,
-    store: Store,
+    pub store: Store,
     board: Arc<Board>,
     diary: Diary,
     line: Mutex<Line>,
@@ -57,20 +57,15 @@ struct Work<'a> {
 pub fn work(directory: &Path, manner: Manner) -> ! {
     end_with_the_parent();
     let board = Arc::new(Board::open(&directory.join("board")));
-    let hook = board.clone();
-    remanent::phases::on_phase(move |phase, edge| hook.pass(phase, edge));
-
-    let options = options(manner.log_io).snapshot_log_bytes(manner.background.then_some(64 << 10));
-    let store = Store::open(directory.join("store"), options).unwrap();
-    let lsn = store.lsn();
-    board.set_opened(lsn);
-    let line = Mutex::new(Line { next: lsn.next(), shape: shape(&store) });
-    let diary = Diary::open(&directory.join("diary"));
-    let work = Work { directory, store, board, diary, line };
+    let work = Work::open(directory, board, manner);
     std::thread::scope(|scope| {
         for ack in [Ack::Logged, Ack::Durable, Ack::Durable] {
             let work = &work;
-            scope.spawn(move || work.commit(ack));
+            scope.spawn(move || {
+                loop {
+                    work.commit(ack);
+                }
+            });
         }
         if !manner.background {
             loop {
@@ -85,35 +80,63 @@ fn shape(store: &Store) -> Shape {
     store.pages().unwrap().into_iter().map(|info| (info.page, info.len)).collect()
 }
 
-impl Work<'_> {
-    fn commit(&self, ack: Ack) -> ! {
-        loop {
-            let ticket = {
-                let mut line = self.line.lock().unwrap();
-                let n = line.next;
-                if is_restore(n) {
-                    self.restore(&mut line);
-                    continue;
-                }
-                let changes = changes(n, &line.shape);
-                let mut batch = self.store.batch();
-                fill(&mut batch, n, &changes);
-                self.board.begin(n);
-                let ticket = self.store.submit(batch).unwrap();
-                assert_eq!(ticket.position().lsn, n);
-                reshape(&mut line.shape, &changes, ticket.pages());
-                line.next = n.next();
-                ticket
-            };
-            ticket.wait(ack).unwrap();
-            let lsn = ticket.position().lsn;
-            self.board.acknowledge(ack, lsn);
-            if lsn.0.is_multiple_of(NAME_EVERY) {
-                self.name(lsn);
-            }
-            if lsn.0.is_multiple_of(FORK_EVERY) {
-                self.fork(lsn);
-            }
+impl<'a> Work<'a> {
+    /// Opens the store, and says so on the board.
+    pub fn open(directory: &'a Path, board: Arc<Board>, manner: Manner) -> Self {
+        let hook = board.clone();
+        remanent::phases::on_phase(move |phase, edge| hook.pass(phase, edge));
+        let options = options(manner.log_io).snapshot_log_bytes(manner.background.then_some(64 << 10));
+        let store = Store::open(directory.join("store"), options).unwrap();
+        let lsn = store.lsn();
+        board.set_opened(lsn);
+        let line = Mutex::new(Line { next: lsn.next(), shape: shape(&store) });
+        let diary = Diary::open(&directory.join("diary"));
+        Self { directory, store, board, diary, line }
+    }
+
+    /// Closes the store, and opens it again.
+    pub fn reopen(self, manner: Manner) -> Self {
+        let Self { directory, store, board, .. } = self;
+        store.close().unwrap();
+        Self::open(directory, board, manner)
+    }
+
+    /// Submits the next batch, which may be a restore: then there is nothing left to wait for.
+    pub fn submit(&self) -> Option<Ticket> {
+        let mut line = self.line.lock().unwrap();
+        let n = line.next;
+        if is_restore(n) {
+            self.restore(&mut line);
+            return None;
+        }
+        let changes = changes(n, &line.shape);
+        let mut batch = self.store.batch();
+        fill(&mut batch, n, &changes);
+        self.board.begin(n);
+        let ticket = self.store.submit(batch).unwrap();
+        assert_eq!(ticket.position().lsn, n);
+        reshape(&mut line.shape, &changes, ticket.pages());
+        line.next = n.next();
+        Some(ticket)
+    }
+
+    /// Waits for a batch, and does what is due after it.
+    pub fn wait(&self, ticket: &Ticket, ack: Ack) {
+        ticket.wait(ack).unwrap();
+        let lsn = ticket.position().lsn;
+        self.board.acknowledge(ack, lsn);
+        if lsn.0.is_multiple_of(NAME_EVERY) {
+            self.name(lsn);
+        }
+        if lsn.0.is_multiple_of(FORK_EVERY) {
+            self.fork(lsn);
+        }
+    }
+
+    /// Commits the next batch.
+    pub fn commit(&self, ack: Ack) {
+        if let Some(ticket) = self.submit() {
+            self.wait(&ticket, ack);
         }
     }
 
@@ -156,7 +179,7 @@ impl Work<'_> {
     }
 
     /// Takes a snapshot with a name, and gives the oldest names up.
-    fn name(&self, lsn: Lsn) {
+    pub fn name(&self, lsn: Lsn) {
         let name = lsn.to_string();
         let end = self.store.snapshot_named(&name).unwrap().end;
         self.diary.write(&Entry::Named { name, end });
@@ -167,7 +190,7 @@ impl Work<'_> {
         }
     }
 
-    fn fork(&self, lsn: Lsn) {
+    pub fn fork(&self, lsn: Lsn) {
         let forks = self.directory.join("forks");
         std::fs::create_dir_all(&forks).unwrap();
         let directory = forks.join(lsn.to_string());
@@ -182,7 +205,7 @@ impl Work<'_> {
 
 /// A failure anywhere ends the process, so that the parent sees it; and the parent's end closes standard
 /// input, so that no worker is left behind.
-fn end_with_the_parent() {
+pub fn end_with_the_parent() {
     let report = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| {
         report(info);

@@ -1,0 +1,169 @@
+//! Short lives of a worker, one step after the other, so that the same call of the system comes at the same
+//! point each time: each makes much of one part of the engine.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::thread;
+
+use remanent::{Ack, LogIo, Lsn};
+
+use super::board::Board;
+use super::worker::{Manner, Work, end_with_the_parent};
+use super::{ERRAND_PART, PATIENCE};
+
+use crate::direct;
+
+/// What a worker does next.
+#[derive(Clone, Copy)]
+pub enum Step {
+    /// Commits, each waited for.
+    Commits(Ack, u64),
+    /// Batches submitted one after the other, and then waited for: they share syncs.
+    Group(u64),
+    /// Batches from three threads.
+    Threads(u64),
+    Snapshot,
+    Exact,
+    /// A snapshot with a name; the oldest names are given up.
+    Name,
+    /// A fork of the newest state.
+    Fork,
+    /// Closes the store, and opens it again.
+    Reopen,
+}
+use Step::*;
+
+pub struct Script {
+    pub name: &'static str,
+    /// `None`: what the file system allows best.
+    pub log_io: Option<LogIo>,
+    /// Snapshots are the store's own business, too.
+    pub background: bool,
+    /// So many batches are there before, in a store whose process was killed. 0: no store.
+    pub before: Lsn,
+    pub steps: &'static [Step],
+}
+
+const fn script(name: &'static str, log_io: Option<LogIo>, before: u64, steps: &'static [Step]) -> Script {
+    Script { name, log_io, background: false, before: Lsn(before), steps }
+}
+
+const MAPPED: Option<LogIo> = None;
+const BUFFERED: Option<LogIo> = Some(LogIo::Buffered);
+const DIRECT: Option<LogIo> = Some(LogIo::Direct);
+const DURABLE: Step = Commits(Ack::Durable, 4);
+
+/// Batch 29 replaces a long page, 61 is a restore, 211 creates a page that is longer than a segment.
+pub const SCRIPTS: [Script; 20] = [
+    script("creation, mapped", MAPPED, 0, &[DURABLE]),
+    script("creation, direct", DIRECT, 0, &[DURABLE]),
+    script("an open after a kill, mapped", MAPPED, 40, &[]),
+    script("an open after a kill, buffered", BUFFERED, 40, &[]),
+    script("an open after a kill, direct", DIRECT, 40, &[]),
+    script("durable commits, mapped", MAPPED, 20, &[DURABLE, DURABLE]),
+    script("durable commits, buffered", BUFFERED, 20, &[DURABLE, DURABLE]),
+    script("durable commits, direct", DIRECT, 20, &[DURABLE, DURABLE]),
+    script("groups, buffered", BUFFERED, 62, &[Group(12), Group(12)]),
+    script("threads, direct", DIRECT, 62, &[Threads(20)]),
+    script("rolls, mapped", MAPPED, 62, &[Group(55)]),
+    script("rolls, buffered", BUFFERED, 122, &[Group(55)]),
+    script("whole pages ahead of their batch", MAPPED, 27, &[DURABLE]),
+    script("a frame longer than a segment", DIRECT, 209, &[DURABLE]),
+    script("snapshots, one after the other", MAPPED, 40, &[Snapshot, DURABLE, Snapshot, DURABLE, Snapshot]),
+    script("exact snapshots", BUFFERED, 30, &[Exact, DURABLE, Exact]),
+    script("names", MAPPED, 30, &[Name, DURABLE, Name, DURABLE, Name, DURABLE, Name]),
+    Script { background: true, ..script("snapshots in the background", MAPPED, 62, &[Threads(40)]) },
+    script("a restore", BUFFERED, 58, &[DURABLE, Snapshot]),
+    script("a fork, a close, an open", MAPPED, 40, &[Fork, Reopen, DURABLE]),
+];
+
+/// Which part of a script a worker does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// What is there before.
+    Before,
+    /// The steps, once it is told to begin.
+    Steps,
+}
+
+impl Script {
+    pub fn log_io(&self) -> Option<LogIo> {
+        if self.log_io == DIRECT { Some(direct::log_io()) } else { self.log_io }
+    }
+
+    /// The worker's whole life. Its store is not closed.
+    pub fn perform(&self, directory: &Path, part: Part) -> ! {
+        let board = Arc::new(Board::open(&directory.join("board")));
+        let manner = Manner { log_io: self.log_io(), background: self.background };
+        if part == Part::Before {
+            end_with_the_parent();
+            Work::open(directory, board, manner).prepare(self.before);
+            std::process::exit(0);
+        }
+        board.set_ready();
+        // One byte says: begin.
+        std::io::Read::read_exact(&mut std::io::stdin(), &mut [0]).unwrap();
+        end_with_the_parent();
+        // Whoever hangs is not killed by the call that never comes.
+        thread::spawn(|| {
+            thread::park_timeout(PATIENCE);
+            panic!("the worker hangs");
+        });
+        let mut work = Work::open(directory, board, manner);
+        for step in self.steps {
+            work = work.step(*step, manner);
+        }
+        std::process::exit(0);
+    }
+}
+
+/// The part that this process is told to do, if it is a worker with a script.
+pub fn told() -> Option<(&'static Script, Part)> {
+    let told = std::env::var(ERRAND_PART).ok()?;
+    let (index, part) = told.split_once(' ').unwrap();
+    let part = if part == "Before" { Part::Before } else { Part::Steps };
+    Some((&SCRIPTS[index.parse::<usize>().unwrap()], part))
+}
+
+impl Work<'_> {
+    /// A snapshot half way.
+    fn prepare(&self, until: Lsn) {
+        while self.store.lsn() < until {
+            self.commit(Ack::Logged);
+            if self.store.lsn().0 == until.0 / 2 {
+                self.store.snapshot().unwrap();
+            }
+        }
+    }
+
+    fn step(self, step: Step, manner: Manner) -> Self {
+        match step {
+            Commits(ack, count) => (0..count).for_each(|_| self.commit(ack)),
+            Group(count) => {
+                let tickets: Vec<_> = (0..count).map(|_| self.submit()).collect();
+                for ticket in tickets.iter().flatten() {
+                    self.wait(ticket, Ack::Durable);
+                }
+            }
+            Threads(count) => {
+                let until = self.store.lsn().0 + count;
+                thread::scope(|scope| {
+                    for ack in [Ack::Durable, Ack::Durable, Ack::Logged] {
+                        let work = &self;
+                        scope.spawn(move || {
+                            while work.store.lsn().0 < until {
+                                work.commit(ack);
+                            }
+                        });
+                    }
+                });
+            }
+            Snapshot => drop(self.store.snapshot().unwrap()),
+            Exact => drop(self.store.snapshot_exact().unwrap()),
+            Name => self.name(self.store.lsn()),
+            Fork => self.fork(self.store.lsn()),
+            Reopen => return self.reopen(manner),
+        }
+        self
+    }
+}

@@ -1,0 +1,72 @@
+//! `strace` at a process that runs: it changes what the n-th system call of a kind does.
+//!
+//! It is attached to a process that waits, so that only what comes afterwards is counted. Each thread counts for
+//! itself; the first one that comes to its n-th call of the kind meets the fault.
+
+use std::io::{BufRead, BufReader};
+use std::process::{Child, ChildStderr, Command, Stdio};
+use std::sync::OnceLock;
+
+/// What happens to a call.
+#[derive(Clone, Debug)]
+pub struct Injection {
+    /// System calls, as `strace` names them: `pwrite64`, `/^rename`, `all`.
+    pub calls: &'static str,
+    /// `signal=KILL`, `error=EIO`, `retval=0`.
+    pub fault: &'static str,
+    /// Which call, from 1.
+    pub nth: u64,
+    /// Every one from there on, too.
+    pub for_good: bool,
+}
+
+impl Injection {
+    fn argument(&self) -> String {
+        let Self { calls, fault, nth, for_good } = self;
+        format!("inject={calls}:{fault}:when={nth}{}", if *for_good { "+" } else { "" })
+    }
+}
+
+/// A `strace` at work. It ends by itself when its process does.
+pub struct Strace {
+    process: Child,
+    /// Kept open: what it says of every new thread must go somewhere.
+    _said: BufReader<ChildStderr>,
+}
+
+impl Strace {
+    /// Attaches to all threads of a process, and to those that they start.
+    pub fn attach(process: u32, injection: &Injection) -> Result<Self, String> {
+        let mut command = Command::new("strace");
+        command.args(["-f", "-o", "/dev/null", "-p", &process.to_string(), "-e", &injection.argument()]);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+        let mut process = command.spawn().map_err(|error| format!("strace: {error}"))?;
+        let mut said = BufReader::new(process.stderr.take().unwrap());
+        let mut line = String::new();
+        said.read_line(&mut line).unwrap();
+        let strace = Self { process, _said: said };
+        if line.contains(" attached") { Ok(strace) } else { Err(line.trim_end().to_owned()) }
+    }
+}
+
+impl Drop for Strace {
+    fn drop(&mut self) {
+        // Gone with its process, mostly, and that is no failure.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+/// Why there is no `strace` here, if so: it is asked to attach to a process.
+pub fn missing() -> Option<&'static str> {
+    static REASON: OnceLock<Option<String>> = OnceLock::new();
+    let ask = || {
+        let mut cat = Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+        let injection = Injection { calls: "rename", fault: "error=EIO", nth: 1, for_good: false };
+        let attached = Strace::attach(cat.id(), &injection);
+        cat.kill().unwrap();
+        cat.wait().unwrap();
+        attached.err()
+    };
+    REASON.get_or_init(ask).as_deref()
+}
