@@ -12,6 +12,7 @@ mod diary;
 mod followers;
 mod left;
 pub mod model;
+mod power;
 mod scripts;
 mod worker;
 pub mod workload;
@@ -25,7 +26,7 @@ use remanent::phases::Phase;
 use remanent::{LogIo, Lsn, Store};
 
 use board::{Board, PHASES};
-use diary::Diary;
+use diary::{Diary, Entry};
 use model::Model;
 use worker::Manner;
 use workload::Random;
@@ -197,12 +198,17 @@ impl Ground {
             _ => 20,
         };
         let into = Duration::from_nanos(1 << self.random.below(exponent_max));
-        let seen = Instant::now();
-        while seen.elapsed() < into {
-            std::hint::spin_loop();
-        }
+        spin(into);
         worker.kill();
         self.board.is_in(phase)
+    }
+}
+
+/// Lets this much time go by, to the nanosecond as nearly as can be.
+fn spin(time: Duration) {
+    let started = Instant::now();
+    while started.elapsed() < time {
+        std::hint::spin_loop();
     }
 }
 

@@ -133,7 +133,7 @@ impl Ground {
         let mut ground = self.copy();
         ground.board.start_over();
         let worker = Worker::start_script(&ground.directory, script, Part::Steps);
-        let injection = Injection { calls, fault: "signal=KILL", nth, for_good: false };
+        let injection = Injection { calls, fault: "signal=KILL", nth };
         let ended = worker.begin_under(&ground.board, &injection);
         let at = format!("at call {nth} of {calls} in {:?} ({ended})", SCRIPTS[script].name);
         let end = match (ended.signal(), ended.code()) {

@@ -1,5 +1,6 @@
 //! What must hold of what a kill left: the store, the snapshots that have names, the forks.
 
+use std::ops::RangeInclusive;
 use std::path::Path;
 
 use remanent::disk::dir::DirReader;
@@ -21,26 +22,37 @@ impl Ground {
         if left.exists() {
             copy_folder(&left, copy.path());
         }
-        let store = Store::open(copy.path(), worker::options(self.log_io))
-            .unwrap_or_else(|error| panic!("{error}, {at}"));
+        let certain = self.board.acknowledged()..=self.board.begun();
+        let store = self.check_opening(copy.path(), certain, &at);
+        let diary = self.diary.read();
+        self.check_names(&diary, &store.snapshots(), copy.path(), &at);
+        self.check_forks(&at);
+    }
+
+    /// Rebuilds the store in a directory, and opens it: both are what the model says, and the first of these
+    /// batches is there, and none after the last one.
+    pub fn check_opening(&mut self, path: &Path, certain: RangeInclusive<Lsn>, at: &str) -> Store {
+        // Without STORE there is no store yet, and nothing to rebuild.
+        let rebuilt = path.join("STORE").exists().then(|| {
+            let rebuilt = remanent_format::rebuild::rebuild(&DirReader::new(path), &Default::default());
+            rebuilt.unwrap_or_else(|error| panic!("{error}, {at}"))
+        });
+        let store =
+            Store::open(path, worker::options(self.log_io)).unwrap_or_else(|error| panic!("{error}, {at}"));
         let lsn = store.lsn();
-        let (acknowledged, begun) = (self.board.acknowledged(), self.board.begun());
-        assert!(acknowledged <= lsn, "{acknowledged} was acknowledged, {lsn} recovered; {at}");
-        assert!(lsn <= begun, "{begun} was begun, {lsn} recovered; {at}");
+        let (acknowledged, begun) = (certain.start(), certain.end());
+        assert!(*acknowledged <= lsn, "{acknowledged} was acknowledged, {lsn} recovered; {at}");
+        assert!(lsn <= *begun, "{begun} was begun, {lsn} recovered; {at}");
         assert!(self.model.lsn <= lsn, "{} was there before, {lsn} now; {at}", self.model.lsn);
         self.model.advance(lsn);
-        // Without STORE there is no store yet, and nothing to rebuild.
-        if left.join("STORE").exists() {
-            let rebuilt = remanent_format::rebuild::rebuild(&DirReader::new(&left), &Default::default());
-            let rebuilt = rebuilt.unwrap();
+        if let Some(rebuilt) = rebuilt {
             let (table, contents) = (rebuilt.table, rebuilt.contents);
             assert_eq!(table.lsn(), lsn, "{at}");
             let read = |info: &PageInfo| contents[&info.page].clone();
-            check_state(&self.model.state, table.pages(), table.root(), read, &at);
+            check_state(&self.model.state, table.pages(), table.root(), read, at);
         }
-        self.check_store(&store, &at);
-        self.check_names(&store.snapshots(), copy.path(), &at);
-        self.check_forks(&at);
+        self.check_store(&store, at);
+        store
     }
 
     /// An open store is what the model says.
@@ -49,15 +61,14 @@ impl Ground {
         check_open(&self.model.state, store, at);
     }
 
-    /// Every name that was told, and is not about to be given up, has its snapshot, and that is the state of
-    /// its batch.
-    fn check_names(&mut self, snapshots: &[SnapshotInfo], path: &Path, at: &str) {
-        let diary = self.diary.read();
+    /// Every name that the diary tells of, and is not about to be given up, has its snapshot, and that is the
+    /// state of its batch.
+    pub fn check_names(&mut self, diary: &[Entry], snapshots: &[SnapshotInfo], path: &Path, at: &str) {
         let stays = |name: &str| {
             let given_up = Entry::GiveUp { name: name.to_owned() };
             !diary.contains(&given_up)
         };
-        for entry in &diary {
+        for entry in diary {
             let Entry::Named { name, end } = entry else { continue };
             if !stays(name) {
                 continue;
@@ -106,7 +117,8 @@ impl Ground {
     }
 }
 
-fn check_open(state: &State, store: &Store, at: &str) {
+/// An open store is in this state.
+pub fn check_open(state: &State, store: &Store, at: &str) {
     let read = |info: &PageInfo| {
         let mut bytes = vec![0; info.len as usize];
         store.read(info.page, 0, &mut bytes).unwrap();

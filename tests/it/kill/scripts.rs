@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::thread;
 
-use remanent::{Ack, LogIo, Lsn};
+use remanent::{Ack, LogIo, Lsn, Result};
 
 use super::board::Board;
 use super::worker::{Manner, Work, end_with_the_parent};
@@ -28,8 +28,6 @@ pub enum Step {
     Name,
     /// A fork of the newest state.
     Fork,
-    /// Closes the store, and opens it again.
-    Reopen,
 }
 use Step::*;
 
@@ -42,10 +40,12 @@ pub struct Script {
     /// So many batches are there before, in a store whose process was killed. 0: no store.
     pub before: Lsn,
     pub steps: &'static [Step],
+    /// The store is closed then, opened again, and gets one more batch.
+    pub reopens: bool,
 }
 
 const fn script(name: &'static str, log_io: Option<LogIo>, before: u64, steps: &'static [Step]) -> Script {
-    Script { name, log_io, background: false, before: Lsn(before), steps }
+    Script { name, log_io, background: false, before: Lsn(before), steps, reopens: false }
 }
 
 const MAPPED: Option<LogIo> = None;
@@ -74,7 +74,7 @@ pub const SCRIPTS: [Script; 20] = [
     script("names", MAPPED, 30, &[Name, DURABLE, Name, DURABLE, Name, DURABLE, Name]),
     Script { background: true, ..script("snapshots in the background", MAPPED, 62, &[Threads(40)]) },
     script("a restore", BUFFERED, 58, &[DURABLE, Snapshot]),
-    script("a fork, a close, an open", MAPPED, 40, &[Fork, Reopen, DURABLE]),
+    Script { reopens: true, ..script("a fork, a close, an open", MAPPED, 40, &[Fork]) },
 ];
 
 /// Which part of a script a worker does.
@@ -97,7 +97,8 @@ impl Script {
         let manner = Manner { log_io: self.log_io(), background: self.background };
         if part == Part::Before {
             end_with_the_parent();
-            Work::open(directory, board, manner).prepare(self.before);
+            let work = Work::open(directory, board, manner).unwrap();
+            work.prepare(self.before).unwrap();
             std::process::exit(0);
         }
         board.set_ready();
@@ -109,11 +110,18 @@ impl Script {
             thread::park_timeout(PATIENCE);
             panic!("the worker hangs");
         });
-        let mut work = Work::open(directory, board, manner);
-        for step in self.steps {
-            work = work.step(*step, manner);
-        }
+        let work = Work::open(directory, board, manner).unwrap();
+        self.steps.iter().try_for_each(|step| work.step(*step)).unwrap();
+        self.end(work, manner).unwrap();
         std::process::exit(0);
+    }
+
+    /// What comes after the steps.
+    fn end(&self, work: Work<'_>, manner: Manner) -> Result<()> {
+        if self.reopens {
+            work.reopen(manner)?.commit(Ack::Durable)?;
+        }
+        Ok(())
     }
 }
 
@@ -121,49 +129,50 @@ impl Script {
 pub fn told() -> Option<(&'static Script, Part)> {
     let told = std::env::var(ERRAND_PART).ok()?;
     let (index, part) = told.split_once(' ').unwrap();
-    let part = if part == "Before" { Part::Before } else { Part::Steps };
+    let parts = [Part::Before, Part::Steps];
+    let part = parts.into_iter().find(|known| format!("{known:?}") == part).unwrap();
     Some((&SCRIPTS[index.parse::<usize>().unwrap()], part))
 }
 
 impl Work<'_> {
     /// A snapshot half way.
-    fn prepare(&self, until: Lsn) {
+    fn prepare(&self, until: Lsn) -> Result<()> {
         while self.store.lsn() < until {
-            self.commit(Ack::Logged);
+            self.commit(Ack::Logged)?;
             if self.store.lsn().0 == until.0 / 2 {
-                self.store.snapshot().unwrap();
+                self.store.snapshot()?;
             }
+        }
+        Ok(())
+    }
+
+    /// Takes a step; the first error ends it.
+    fn step(&self, step: Step) -> Result<()> {
+        match step {
+            Commits(ack, count) => (0..count).try_for_each(|_| self.commit(ack)),
+            Group(count) => {
+                let tickets = (0..count).map(|_| self.submit()).collect::<Result<Vec<_>>>()?;
+                tickets.iter().flatten().try_for_each(|ticket| self.wait(ticket, Ack::Durable))
+            }
+            Threads(count) => self.commit_from_threads(Lsn(self.store.lsn().0 + count)),
+            Snapshot => self.store.snapshot().map(drop),
+            Exact => self.store.snapshot_exact().map(drop),
+            Name => self.name(self.store.lsn()),
+            Fork => self.fork(self.store.lsn()),
         }
     }
 
-    fn step(self, step: Step, manner: Manner) -> Self {
-        match step {
-            Commits(ack, count) => (0..count).for_each(|_| self.commit(ack)),
-            Group(count) => {
-                let tickets: Vec<_> = (0..count).map(|_| self.submit()).collect();
-                for ticket in tickets.iter().flatten() {
-                    self.wait(ticket, Ack::Durable);
-                }
+    fn commit_from_threads(&self, until: Lsn) -> Result<()> {
+        let commit = |ack| {
+            while self.store.lsn() < until {
+                self.commit(ack)?;
             }
-            Threads(count) => {
-                let until = self.store.lsn().0 + count;
-                thread::scope(|scope| {
-                    for ack in [Ack::Durable, Ack::Durable, Ack::Logged] {
-                        let work = &self;
-                        scope.spawn(move || {
-                            while work.store.lsn().0 < until {
-                                work.commit(ack);
-                            }
-                        });
-                    }
-                });
-            }
-            Snapshot => drop(self.store.snapshot().unwrap()),
-            Exact => drop(self.store.snapshot_exact().unwrap()),
-            Name => self.name(self.store.lsn()),
-            Fork => self.fork(self.store.lsn()),
-            Reopen => return self.reopen(manner),
-        }
-        self
+            Ok(())
+        };
+        thread::scope(|scope| {
+            let threads =
+                [Ack::Durable, Ack::Durable, Ack::Logged].map(|ack| scope.spawn(move || commit(ack)));
+            threads.into_iter().try_for_each(|thread| thread.join().unwrap())
+        })
     }
 }

@@ -6,7 +6,7 @@ use std::io::Read;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use remanent::{Ack, Error, LogIo, Lsn, Options, Position, RestorePoint, Store, Ticket};
+use remanent::{Ack, Error, LogIo, Lsn, Options, Position, RestorePoint, Result, Store, Ticket};
 
 use super::board::Board;
 use super::diary::{Diary, Entry};
@@ -57,13 +57,13 @@ pub struct Work<'a> {
 pub fn work(directory: &Path, manner: Manner) -> ! {
     end_with_the_parent();
     let board = Arc::new(Board::open(&directory.join("board")));
-    let work = Work::open(directory, board, manner);
+    let work = Work::open(directory, board, manner).unwrap();
     std::thread::scope(|scope| {
         for ack in [Ack::Logged, Ack::Durable, Ack::Durable] {
             let work = &work;
             scope.spawn(move || {
                 loop {
-                    work.commit(ack);
+                    work.commit(ack).unwrap();
                 }
             });
         }
@@ -76,72 +76,75 @@ pub fn work(directory: &Path, manner: Manner) -> ! {
     unreachable!("nobody ends before the kill");
 }
 
-fn shape(store: &Store) -> Shape {
-    store.pages().unwrap().into_iter().map(|info| (info.page, info.len)).collect()
+/// The pages of a store.
+pub fn shape(store: &Store) -> Result<Shape> {
+    Ok(store.pages()?.into_iter().map(|info| (info.page, info.len)).collect())
 }
 
 impl<'a> Work<'a> {
     /// Opens the store, and says so on the board.
-    pub fn open(directory: &'a Path, board: Arc<Board>, manner: Manner) -> Self {
+    pub fn open(directory: &'a Path, board: Arc<Board>, manner: Manner) -> Result<Self> {
         let hook = board.clone();
         remanent::phases::on_phase(move |phase, edge| hook.pass(phase, edge));
         let options = options(manner.log_io).snapshot_log_bytes(manner.background.then_some(64 << 10));
-        let store = Store::open(directory.join("store"), options).unwrap();
+        let store = Store::open(directory.join("store"), options)?;
         let lsn = store.lsn();
         board.set_opened(lsn);
-        let line = Mutex::new(Line { next: lsn.next(), shape: shape(&store) });
+        let line = Mutex::new(Line { next: lsn.next(), shape: shape(&store)? });
         let diary = Diary::open(&directory.join("diary"));
-        Self { directory, store, board, diary, line }
+        Ok(Self { directory, store, board, diary, line })
     }
 
     /// Closes the store, and opens it again.
-    pub fn reopen(self, manner: Manner) -> Self {
+    pub fn reopen(self, manner: Manner) -> Result<Self> {
         let Self { directory, store, board, .. } = self;
-        store.close().unwrap();
+        store.close()?;
         Self::open(directory, board, manner)
     }
 
     /// Submits the next batch, which may be a restore: then there is nothing left to wait for.
-    pub fn submit(&self) -> Option<Ticket> {
+    pub fn submit(&self) -> Result<Option<Ticket>> {
         let mut line = self.line.lock().unwrap();
         let n = line.next;
         if is_restore(n) {
-            self.restore(&mut line);
-            return None;
+            self.restore(&mut line)?;
+            return Ok(None);
         }
         let changes = changes(n, &line.shape);
         let mut batch = self.store.batch();
         fill(&mut batch, n, &changes);
         self.board.begin(n);
-        let ticket = self.store.submit(batch).unwrap();
+        let ticket = self.store.submit(batch)?;
         assert_eq!(ticket.position().lsn, n);
         reshape(&mut line.shape, &changes, ticket.pages());
         line.next = n.next();
-        Some(ticket)
+        Ok(Some(ticket))
     }
 
     /// Waits for a batch, and does what is due after it.
-    pub fn wait(&self, ticket: &Ticket, ack: Ack) {
-        ticket.wait(ack).unwrap();
+    pub fn wait(&self, ticket: &Ticket, ack: Ack) -> Result<()> {
+        ticket.wait(ack)?;
         let lsn = ticket.position().lsn;
         self.board.acknowledge(ack, lsn);
         if lsn.0.is_multiple_of(NAME_EVERY) {
-            self.name(lsn);
+            self.name(lsn)?;
         }
         if lsn.0.is_multiple_of(FORK_EVERY) {
-            self.fork(lsn);
+            self.fork(lsn)?;
         }
+        Ok(())
     }
 
     /// Commits the next batch.
-    pub fn commit(&self, ack: Ack) {
-        if let Some(ticket) = self.submit() {
-            self.wait(&ticket, ack);
+    pub fn commit(&self, ack: Ack) -> Result<()> {
+        match self.submit()? {
+            Some(ticket) => self.wait(&ticket, ack),
+            None => Ok(()),
         }
     }
 
     /// Goes back to a snapshot, any one that is remembered, or by a few batches.
-    fn restore(&self, line: &mut Line) {
+    fn restore(&self, line: &mut Line) -> Result<()> {
         let n = line.next;
         let snapshots = self.store.snapshots();
         let remembered = snapshots.iter().filter(|snapshot| snapshot.end.0 + PAST_MAX as u64 >= n.0);
@@ -156,41 +159,43 @@ impl<'a> Work<'a> {
         let position = match restored {
             Some(Ok(position)) => position,
             // None was picked, or another thread's snapshot has retired it.
-            None | Some(Err(Error::NoSnapshot { .. })) => self.restore_to(n, restore_target(n)),
-            Some(Err(error)) => panic!("{error}"),
+            None | Some(Err(Error::NoSnapshot { .. })) => self.restore_to(n, restore_target(n))?,
+            Some(Err(error)) => return Err(error),
         };
         assert_eq!(position.lsn, n);
         self.board.acknowledge(Ack::Durable, n);
-        line.shape = shape(&self.store);
+        line.shape = shape(&self.store)?;
         line.next = n.next();
+        Ok(())
     }
 
     /// Goes back to a batch, or to the oldest one that there is: the seals of a hundred snapshots between two
     /// batches fill the log that is kept.
-    fn restore_to(&self, n: Lsn, mut target: Lsn) -> Position {
+    fn restore_to(&self, n: Lsn, mut target: Lsn) -> Result<Position> {
         loop {
             self.diary.write(&Entry::Restore { lsn: n, target });
             match self.store.restore_to(target) {
-                Ok(position) => return position,
                 Err(Error::OutsideWindow { oldest, .. }) if oldest > target => target = oldest,
-                Err(error) => panic!("{error}"),
+                ended => return ended,
             }
         }
     }
 
     /// Takes a snapshot with a name, and gives the oldest names up.
-    pub fn name(&self, lsn: Lsn) {
+    pub fn name(&self, lsn: Lsn) -> Result<()> {
         let name = lsn.to_string();
-        let end = self.store.snapshot_named(&name).unwrap().end;
+        let end = self.store.snapshot_named(&name)?.end;
         self.diary.write(&Entry::Named { name, end });
         let names: Vec<String> = self.store.snapshots().into_iter().filter_map(|info| info.name).collect();
         for name in &names[..names.len().saturating_sub(NAMES_MAX)] {
             self.diary.write(&Entry::GiveUp { name: name.clone() });
-            self.store.prune(&self.store.retention().give_up(name)).unwrap();
+            self.store.prune(&self.store.retention().give_up(name))?;
         }
+        Ok(())
     }
 
-    pub fn fork(&self, lsn: Lsn) {
+    /// Makes a fork of the state at this batch.
+    pub fn fork(&self, lsn: Lsn) -> Result<()> {
         let forks = self.directory.join("forks");
         std::fs::create_dir_all(&forks).unwrap();
         let directory = forks.join(lsn.to_string());
@@ -198,8 +203,9 @@ impl<'a> Work<'a> {
             Ok(_) => self.diary.write(&Entry::Forked { lsn }),
             // The other threads have gone on that far.
             Err(Error::OutsideWindow { oldest, .. }) if oldest > lsn => {}
-            Err(error) => panic!("{error}"),
+            Err(error) => return Err(error),
         }
+        Ok(())
     }
 }
 

@@ -12,18 +12,16 @@ use std::sync::OnceLock;
 pub struct Injection {
     /// System calls, as `strace` names them: `pwrite64`, `/^rename`, `all`.
     pub calls: &'static str,
-    /// `signal=KILL`, `error=EIO`, `retval=0`.
+    /// `signal=KILL`, `error=EIO`.
     pub fault: &'static str,
     /// Which call, from 1.
     pub nth: u64,
-    /// Every one from there on, too.
-    pub for_good: bool,
 }
 
 impl Injection {
     fn argument(&self) -> String {
-        let Self { calls, fault, nth, for_good } = self;
-        format!("inject={calls}:{fault}:when={nth}{}", if *for_good { "+" } else { "" })
+        let Self { calls, fault, nth } = self;
+        format!("inject={calls}:{fault}:when={nth}")
     }
 }
 
@@ -38,7 +36,8 @@ impl Strace {
     /// Attaches to all threads of a process, and to those that they start.
     pub fn attach(process: u32, injection: &Injection) -> Result<Self, String> {
         let mut command = Command::new("strace");
-        command.args(["-f", "-o", "/dev/null", "-p", &process.to_string(), "-e", &injection.argument()]);
+        command.args(["-f", "-o", "/dev/null", "-p", &process.to_string()]);
+        command.args(["-e", &format!("trace={}", injection.calls), "-e", &injection.argument()]);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
         let mut process = command.spawn().map_err(|error| format!("strace: {error}"))?;
         let mut said = BufReader::new(process.stderr.take().unwrap());
@@ -62,7 +61,7 @@ pub fn missing() -> Option<&'static str> {
     static REASON: OnceLock<Option<String>> = OnceLock::new();
     let ask = || {
         let mut cat = Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
-        let injection = Injection { calls: "rename", fault: "error=EIO", nth: 1, for_good: false };
+        let injection = Injection { calls: "rename", fault: "error=EIO", nth: 1 };
         let attached = Strace::attach(cat.id(), &injection);
         cat.kill().unwrap();
         cat.wait().unwrap();
