@@ -4,6 +4,7 @@
 //! there, and the state is, byte for byte, that of the workload after the batch that recovery reached.
 //! The next worker goes on from the directory as the kill left it.
 //!
+//! With `REMANENT_KILLS=N` there are about N kills, half of them here and half at system calls ([`calls`]).
 //! With `REMANENT_KILL_DEVICE=cuda:0` pages live on that GPU, the workers' and those of who checks.
 
 mod board;
@@ -32,12 +33,16 @@ use worker::Manner;
 use workload::Random;
 
 use crate::direct;
+use crate::machine::{effort, in_parallel};
 
 /// How the log is written, and kills wanted in each phase. The default log is a mapped one wherever the
 /// file system allows it.
 fn plans() -> [(Option<LogIo>, usize); 3] {
     [(None, 12), (Some(LogIo::Buffered), 7), (Some(direct::log_io()), 7)]
 }
+
+/// The sum over all plans and phases.
+const KILLS_A_ROUND: usize = 208;
 
 const TEST: &str = "kill::nothing_acknowledged_is_lost_by_a_kill_in_any_phase";
 const ERRAND_DIRECTORY: &str = "REMANENT_KILL_DIRECTORY";
@@ -61,7 +66,18 @@ fn nothing_acknowledged_is_lost_by_a_kill_in_any_phase() {
         let background = std::env::var_os(ERRAND_BACKGROUND).is_some();
         worker::work(Path::new(&directory), Manner { log_io, background });
     }
-    let tallies = plans().map(|(log_io, wanted)| Ground::new(log_io).kill_in_every_phase(wanted));
+    // Half of the kills of a long form are those at system calls. Each round has stores of its own.
+    let rounds = effort("REMANENT_KILLS").map_or(1, |kills| (kills / 2).div_ceil(KILLS_A_ROUND).max(1));
+    let jobs: Vec<(usize, u64)> =
+        (0..rounds as u64).flat_map(|round| (0..plans().len()).map(move |plan| (plan, round))).collect();
+    let done = in_parallel(&jobs, |(plan, round)| {
+        let (log_io, wanted) = plans()[*plan];
+        Ground::new(log_io).kill_in_every_phase(wanted, *round)
+    });
+    let mut tallies = plans().map(|_| Tally::default());
+    for ((plan, _), done) in jobs.iter().zip(done) {
+        tallies[*plan].add(done);
+    }
 
     let row = |name: &str, column: &dyn Fn(&Tally) -> String| {
         println!(
@@ -77,13 +93,10 @@ fn nothing_acknowledged_is_lost_by_a_kill_in_any_phase() {
     row("forks", &|tally| tally.forks.to_string());
     row("named snapshots", &|tally| tally.names.to_string());
     row("batches", &|tally| tally.batches.to_string());
-    assert!(tallies.iter().all(|tally| tally.forks > 0 && tally.names > 10), "forks and names were checked");
-    for (index, phase) in PHASES.iter().enumerate() {
-        let kills: usize = tallies.iter().map(|tally| tally.kills[index]).sum();
-        assert!(kills >= 10, "{kills} kills in {phase:?}");
-    }
     let kills: usize = tallies.iter().flat_map(|tally| tally.kills).sum();
-    assert!(kills >= 200, "{kills} kills");
+    println!("{kills} kills in a phase");
+    assert!(tallies.iter().all(|tally| tally.forks > 0 && tally.names > 10), "forks and names were checked");
+    assert_eq!(kills, rounds * KILLS_A_ROUND);
 }
 
 #[test]
@@ -105,7 +118,8 @@ fn a_creation_cut_short_is_started_over() {
     }
 }
 
-/// What happened on one ground.
+/// What happened on the grounds of a plan.
+#[derive(Default)]
 struct Tally {
     label: String,
     /// Kills by which the worker died inside the wanted phase.
@@ -115,7 +129,20 @@ struct Tally {
     /// Forks and named snapshots that were held against the model.
     forks: usize,
     names: usize,
-    batches: Lsn,
+    batches: u64,
+}
+
+impl Tally {
+    fn add(&mut self, other: Self) {
+        self.label = other.label;
+        for (sum, kills) in self.kills.iter_mut().zip(other.kills) {
+            *sum += kills;
+        }
+        self.late += other.late;
+        self.forks += other.forks;
+        self.names += other.names;
+        self.batches += other.batches;
+    }
 }
 
 /// A store that one worker after another works on, and what it must hold.
@@ -143,7 +170,8 @@ impl Ground {
         Self { directory, log_io, board, diary, diary_checked: 0, model, random, forks: 0, names: 0 }
     }
 
-    fn kill_in_every_phase(mut self, wanted: usize) -> Tally {
+    fn kill_in_every_phase(mut self, wanted: usize, seed: u64) -> Tally {
+        self.random = Random(seed);
         let mut kills = [0; PHASES.len()];
         let mut late = 0;
         while kills.iter().any(|count| *count < wanted) {
@@ -168,7 +196,7 @@ impl Ground {
         drop(store);
         std::fs::remove_dir_all(&self.directory).unwrap();
         let Self { forks, names, model, .. } = self;
-        Tally { label, kills, late, forks, names, batches: model.lsn }
+        Tally { label, kills, late, forks, names, batches: model.lsn.0 }
     }
 
     /// Starts a worker, one or the other kind of it.

@@ -6,8 +6,8 @@ use std::process::ExitStatus;
 
 use super::scripts::{Part, SCRIPTS};
 use super::*;
+use crate::machine::skipped;
 use crate::machine::strace::{self, Injection, Strace};
-use crate::machine::{effort, in_parallel, skipped};
 
 /// Kinds of calls, by the names that `strace` has for them; each thread of a worker counts its own. The last one
 /// is every call whatever.

@@ -6,7 +6,7 @@
 
 use super::*;
 use crate::machine::mounts::{self, Kind, Medium};
-use crate::machine::{effort, in_parallel, skipped};
+use crate::machine::skipped;
 
 /// Where a worker works, and how.
 struct Plan {
