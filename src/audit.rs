@@ -22,7 +22,7 @@ use crate::applier::Applier;
 use crate::device::{Command, CommandList, Device, StagingSpan};
 use crate::disk::Disk;
 use crate::error::{Error, Result};
-use crate::images::next_chunk;
+use crate::images::chunks;
 use crate::keeping::Keeping;
 use crate::past::Past;
 use crate::point::RestorePoint;
@@ -93,7 +93,7 @@ impl Auditor<'_> {
         };
         // 2. and 3.
         let mut moved = Vec::new();
-        for chunk in chunks(&pages) {
+        for chunk in chunks(&pages, |(_, len)| *len) {
             for (info, sum) in self.sum(chunk)?.pages {
                 if begin.table().get(info.page).is_some_and(|then| then.epoch == info.epoch) {
                     self.compare(&mut audit, &begin, &info, sum)?;
@@ -104,7 +104,7 @@ impl Auditor<'_> {
         }
         drop(begin);
         // 4.
-        for chunk in chunks(&moved) {
+        for chunk in chunks(&moved, |(_, len)| *len) {
             let (sums, past) = {
                 let _keeping = self.keeping.lock();
                 let sums = self.sum(chunk)?;
@@ -191,14 +191,4 @@ impl Auditor<'_> {
         self.staging.give(found.into_staging());
         Ok(first.map(|at| at as u64))
     }
-}
-
-/// Pages, as many as are looked at in one turn.
-fn chunks(pages: &[(PageId, u64)]) -> impl Iterator<Item = &[(PageId, u64)]> {
-    let mut rest = pages;
-    std::iter::from_fn(move || {
-        let (chunk, after) = rest.split_at(next_chunk(rest.iter().map(|(_, len)| *len)));
-        rest = after;
-        (!chunk.is_empty()).then_some(chunk)
-    })
 }

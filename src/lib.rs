@@ -79,7 +79,7 @@
 //! | floor | files |
 //! |---|---|
 //! | 0 | the crate `remanent-format`: every byte on disk, and the pure `rebuild` |
-//! | 1 | [`error`], [`options`], `point`, `phases` |
+//! | 1 | [`error`], [`options`], `point`, `phases`, `crew` |
 //! | 2 | the seams [`device`] and [`disk`]; `poison`, `retention` |
 //! | 3 | their implementations |
 //! | 4 | `batch`, [`arena`], [`staging`], `source`, `image_files` |
@@ -131,6 +131,7 @@ pub mod error;
 pub mod options;
 mod point;
 pub mod phases;
+mod crew;
 mod retention;
 pub mod device;
 pub mod disk;

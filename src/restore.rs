@@ -138,7 +138,7 @@ impl Restore<'_> {
             return Ok(images);
         }
         let (disk, purpose) = (self.disk.clone(), ImagePurpose::Snapshot);
-        let mut writer = ImageWriter::create(disk, self.store, number, purpose, self.compression)?;
+        let writer = ImageWriter::create(disk, self.store, number, purpose, self.compression)?;
         let written =
             writer.write_pages(&stale, |index| Ok::<_, Error>(old.load(stale[index].page)?.into()))?;
         writer.sync()?;

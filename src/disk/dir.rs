@@ -12,13 +12,13 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use memmap2::MmapMut;
 use parking_lot::Mutex;
 use remanent_format::limits::GROUP_ALIGN;
 use remanent_format::{FileName, Folder, ReadAt, SnapshotId};
 use rustix::fs::{Advice, CWD, Mode, OFlags};
 use rustix::io::Errno;
 
+use super::aligned::{AlignedBuf, is_aligned};
 use super::buffered::BufferedWindow;
 use super::direct::{self, DirectWindow};
 use super::mapped::MappedWindow;
@@ -284,6 +284,11 @@ impl DiskFile for DirFile {
         self.file.read_exact_at(out, offset).map_err(self.failed("read", offset))
     }
 
+    /// Advice to forget pages makes the kernel write dirty ones first, and it does not wait for that.
+    fn write_back(&self, offset: u64, len: u64) {
+        let _advice = rustix::fs::fadvise(&self.file, offset, NonZeroU64::new(len), Advice::DontNeed);
+    }
+
     fn sync(&self) -> Result<()> {
         self.file.sync_data().map_err(|source| Error::io("sync", self.name, None, source))
     }
@@ -316,12 +321,15 @@ fn reopen(file: &File, flags: OFlags) -> rustix::io::Result<File> {
     rustix::fs::openat(CWD, path, flags, Mode::empty()).map(File::from)
 }
 
-/// Reads through a page-aligned bounce area, since the caller's memory, offset and length are not aligned
-/// as direct reads demand.
+/// Reads past the cache: in one go where memory, offset and length are aligned as direct reads demand, else
+/// through an area that is.
 fn read_direct(file: &File, offset: u64, out: &mut [u8]) -> io::Result<()> {
+    if is_aligned(offset, out) {
+        return file.read_exact_at(out, offset);
+    }
     let align = GROUP_ALIGN as usize;
     let bounce_len = out.len().saturating_add(2 * align).next_multiple_of(align).min(BOUNCE_LEN_MAX);
-    let mut bounce = MmapMut::map_anon(bounce_len)?;
+    let mut bounce = AlignedBuf::new(bounce_len);
     let mut done = 0;
     while done < out.len() {
         let at = offset.checked_add(done as u64).ok_or(io::ErrorKind::UnexpectedEof)?;
@@ -399,7 +407,7 @@ fn direct_refused(path: &Path) -> Option<String> {
     let written = nameless.map_err(io::Error::from).and_then(|nameless| {
         // Its own reopening is part of what a window needs.
         let file = reopen(&File::from(nameless), direct::FLAGS)?;
-        file.write_all_at(&MmapMut::map_anon(GROUP_ALIGN as usize)?, 0)
+        file.write_all_at(&AlignedBuf::new(GROUP_ALIGN as usize), 0)
     });
     written.err().map(|error| format!("direct writes are not possible here: {error}"))
 }

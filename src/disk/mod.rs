@@ -5,6 +5,7 @@
 //! indirect call costs a nanosecond or two beside a store into a mapping or a sync, and the engine is
 //! compiled once, not once a disk.
 
+mod aligned;
 mod buffered;
 pub mod dir;
 mod direct;
@@ -24,6 +25,7 @@ use std::time::Duration;
 
 use remanent_format::{FileName, Folder, SnapshotId};
 
+pub(crate) use self::aligned::AlignedBuf;
 use crate::error::Result;
 use crate::options::LogIo;
 
@@ -152,6 +154,12 @@ pub trait DiskFile: Send + Sync {
     /// # Errors
     /// As for `read_at`.
     fn read_past_cache(&self, offset: u64, out: &mut [u8]) -> Result<()>;
+
+    /// Lets the system begin to bring these bytes to the medium, so that `sync` finds less to do. Nothing is
+    /// promised: what fails now is told by `sync`.
+    fn write_back(&self, offset: u64, len: u64) {
+        let _ = (offset, len);
+    }
 
     /// Makes all bytes written so far, and the length, durable. A failed sync is never retried: the
     /// system may have dropped what it could not write.

@@ -13,7 +13,7 @@ use remanent_format::image::{ImagePurpose, ImageRef};
 use remanent_format::{PageId, PageInfo, Place, StoreId};
 
 use super::ImageWriter;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::image_files::ImageFiles;
 use crate::options::Compression;
 use crate::phases::{self, Phase};
@@ -33,20 +33,21 @@ impl<'a> WrittenAhead<'a> {
         files: &'a ImageFiles,
         store: StoreId,
         compression: Compression,
-        pages: &[(PageId, &[u8])],
+        pages: &[(PageId, &'a [u8])],
     ) -> Result<Self> {
         let _phase = phases::enter(Phase::WriteAhead);
         // 1.
         let file = files.begin_for_batch();
         let (disk, purpose) = (files.disk().clone(), ImagePurpose::Batch);
         let writer = ImageWriter::create(disk, store, file, purpose, compression);
-        let mut writer = writer.inspect_err(|_| files.forget(file))?;
+        let writer = writer.inspect_err(|_| files.forget(file))?;
         // 2.
         let mut ahead = Self { files, file, images: Vec::new(), is_refused: true };
         // Neither epoch nor Lsn is known before the batch is logged, and an image does not tell the place.
-        let info = |(page, bytes): &(PageId, &[u8])| PageInfo::new(*page, bytes.len() as u64, Place::Host);
-        let infos: Vec<PageInfo> = pages.iter().map(info).collect();
-        ahead.images = writer.write_pages(&infos, |index| Ok::<_, Error>(pages[index].1.into()))?;
+        let info = |(page, bytes): &(PageId, &'a [u8])| {
+            (PageInfo::new(*page, bytes.len() as u64, Place::Host), *bytes)
+        };
+        ahead.images = writer.write_all(&pages.iter().map(info).collect::<Vec<_>>())?;
         writer.sync()?;
         Ok(ahead)
     }

@@ -1,13 +1,13 @@
 //! Floor 5. Which images are compressed: those that a quick test says it pays for, by as many threads as
 //! there are.
 
-use std::num::NonZero;
+use std::convert::Infallible;
 use std::ops::Range;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use remanent_format::Defect;
 use remanent_format::image::{COMPRESSED_PIECE_LEN, Compressor};
 
+use crate::crew;
 use crate::options::Compression;
 
 /// Zstd's fastest ordinary level: beside a disk of 1 to 3 GB/s anything slower is what a snapshot waits for.
@@ -63,54 +63,30 @@ fn pays_by_samples(page: &[u8]) -> bool {
     let apart = (page.len() - SAMPLE_LEN) / (SAMPLES - 1);
     let samples: Vec<(usize, Range<usize>)> =
         (0..SAMPLES).map(|sample| (0, sample * apart..sample * apart + SAMPLE_LEN)).collect();
-    let frames: Option<Vec<Vec<u8>>> =
-        compress_some(&[page], &samples, &AtomicUsize::new(0)).into_iter().map(|(_, frame)| frame).collect();
+    let frames: Option<Vec<Vec<u8>>> = compress_pieces(&[page], &samples).into_iter().collect();
     frames.is_some_and(|frames| pays(SAMPLES * SAMPLE_LEN, frames.iter().map(Vec::len).sum()))
 }
 
 /// A frame for each piece, in their order; `None` where zstd has no memory.
 fn compress_pieces(pages: &[&[u8]], pieces: &[(usize, Range<usize>)]) -> Vec<Option<Vec<u8>>> {
     let bytes: usize = pieces.iter().map(|(_, range)| range.len()).sum();
-    let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
-    let helpers = if bytes < PARALLEL_LEN_MIN { 0 } else { cores.min(THREADS_MAX).min(pieces.len()) - 1 };
-    let next = AtomicUsize::new(0);
-    let mut frames = vec![None; pieces.len()];
-    std::thread::scope(|scope| {
-        let helpers: Vec<_> = (0..helpers)
-            // A thread that cannot be started is not missed: the others do its work.
-            .map_while(|_| {
-                std::thread::Builder::new().spawn_scoped(scope, || compress_some(pages, pieces, &next)).ok()
-            })
-            .collect();
-        let mut done = compress_some(pages, pieces, &next);
-        for helper in helpers {
-            done.extend(helper.join().expect("compressing does not panic"));
-        }
-        for (index, frame) in done {
-            frames[index] = frame;
-        }
-    });
+    let threads = if bytes < PARALLEL_LEN_MIN { 1 } else { crew::threads(THREADS_MAX) };
+    let frames = crew::map(
+        threads,
+        pieces.len(),
+        || Compressor::new(LEVEL),
+        |compressor, index| {
+            let (page, range) = &pieces[index];
+            let frame = match compressor {
+                Ok(compressor) => compressor.frame(&pages[*page][range.clone()]),
+                Err(defect) => Err(defect.clone()),
+            };
+            let warn = |defect: &Defect| tracing::warn!(%defect, "an image is stored uncompressed");
+            Ok::<_, Infallible>(frame.inspect_err(warn).ok())
+        },
+    );
+    let Ok(frames) = frames;
     frames
-}
-
-/// Takes pieces as long as there are some.
-fn compress_some(
-    pages: &[&[u8]],
-    pieces: &[(usize, Range<usize>)],
-    next: &AtomicUsize,
-) -> Vec<(usize, Option<Vec<u8>>)> {
-    let mut compressor = Compressor::new(LEVEL);
-    let mut done = Vec::new();
-    loop {
-        let index = next.fetch_add(1, Ordering::Relaxed);
-        let Some((page, range)) = pieces.get(index) else { return done };
-        let frame = match &mut compressor {
-            Ok(compressor) => compressor.frame(&pages[*page][range.clone()]),
-            Err(defect) => Err(defect.clone()),
-        };
-        let warn = |defect: &Defect| tracing::warn!(%defect, "an image is stored uncompressed");
-        done.push((index, frame.inspect_err(warn).ok()));
-    }
 }
 
 #[cfg(test)]

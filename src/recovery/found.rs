@@ -193,7 +193,7 @@ fn write_images<E: From<Error>>(
         return Ok(images);
     }
     let (purpose, compression) = (ImagePurpose::Snapshot, Compression::default());
-    let mut writer = ImageWriter::create(target.clone(), store, number, purpose, compression)?;
+    let writer = ImageWriter::create(target.clone(), store, number, purpose, compression)?;
     let written = writer.write_pages(&rest, |index| Ok::<_, E>(load(&rest[index])?.into()))?;
     writer.sync()?;
     writer.verify()?;

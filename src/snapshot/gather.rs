@@ -10,9 +10,10 @@ use remanent_format::manifest::ManifestEntry;
 use remanent_format::{PageId, PageInfo};
 
 use super::Snapshots;
+use crate::crew;
 use crate::device::{Command, CommandList, Fence, Lane, MemoryId, Span, StagingSpan};
-use crate::error::Result;
-use crate::images::{ImageWriter, next_chunk};
+use crate::error::{Error, Result};
+use crate::images::{ImageWriter, chunk_threads, chunks};
 use crate::keeping::entry;
 use crate::phases::{self, Phase};
 use crate::staging::StagingBuf;
@@ -26,42 +27,48 @@ struct Caught {
 }
 
 impl Snapshots {
-    /// Phase 2.
+    /// Phase 2. While one chunk is checksummed and written, others are gathered.
     pub(super) fn gather_all(
         &self,
-        writer: &mut ImageWriter,
+        writer: &ImageWriter,
         pages: &[(PageId, u64)],
         paced: bool,
     ) -> Result<Vec<ManifestEntry>> {
         let began = Instant::now();
-        let mut entries = Vec::with_capacity(pages.len());
-        let mut rest = pages;
-        while !rest.is_empty() {
-            let _phase = phases::enter(Phase::SnapshotGather);
-            let (chunk, after) = rest.split_at(next_chunk(rest.iter().map(|(_, len)| *len)));
-            rest = after;
-            let caught = self.gather(chunk.iter().map(|(page, _)| *page).collect())?;
-            let drained = self.drain(&caught)?;
-            let images: Vec<(&PageInfo, &[u8])> = caught
-                .pages
-                .iter()
-                .filter(|(info, _)| info.len > 0)
-                .map(|(info, at)| (info, &drained[*at..*at + info.len as usize]))
-                .collect();
-            let mut references =
-                if images.is_empty() { Vec::new() } else { writer.write_chunk(&images)? }.into_iter();
-            for (info, _) in &caught.pages {
-                let image = if info.len > 0 { references.next() } else { None };
-                entries.push(entry(info, image));
-            }
-            self.staging.give(drained.into_staging());
-            self.progress.gathered(chunk.len() as u64, chunk.iter().map(|(_, len)| len).sum());
+        let chunks = chunks(pages, |(_, len)| *len);
+        let longest = pages.iter().map(|(_, len)| *len).max().unwrap_or(0);
+        // Who is to be slow needs no help.
+        let threads = if paced { 1 } else { chunk_threads(longest) };
+        let write = |(): &mut (), index: usize| {
+            let entries = self.gather_chunk(writer, chunks[index])?;
             if paced {
                 self.pace.keep(began, writer.byte_len())?;
             }
-        }
+            Ok::<_, Error>(entries)
+        };
+        let mut entries = crew::map(threads, chunks.len(), || (), write)?.concat();
         entries.sort_unstable_by_key(|entry| entry.page);
         Ok(entries)
+    }
+
+    /// Gathers pages, brings them to the host, and writes them as one chunk.
+    fn gather_chunk(&self, writer: &ImageWriter, chunk: &[(PageId, u64)]) -> Result<Vec<ManifestEntry>> {
+        let _phase = phases::enter(Phase::SnapshotGather);
+        let caught = self.gather(chunk.iter().map(|(page, _)| *page).collect())?;
+        let drained = self.drain(&caught)?;
+        let images: Vec<(&PageInfo, &[u8])> = caught
+            .pages
+            .iter()
+            .filter(|(info, _)| info.len > 0)
+            .map(|(info, at)| (info, &drained[*at..*at + info.len as usize]))
+            .collect();
+        let references = if images.is_empty() { Vec::new() } else { writer.write_chunk(&images)? };
+        self.staging.give(drained.into_staging());
+        self.progress.gathered(chunk.len() as u64, chunk.iter().map(|(_, len)| len).sum());
+        let mut references = references.into_iter();
+        let entry =
+            |(info, _): &(PageInfo, usize)| entry(info, if info.len > 0 { references.next() } else { None });
+        Ok(caught.pages.iter().map(entry).collect())
     }
 
     /// Copies pages aside on the device, in lane order with the deltas. Pages that are gone are left out.

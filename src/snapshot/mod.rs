@@ -236,8 +236,8 @@ impl Snapshots {
             return Ok((None, Vec::new()));
         }
         let (disk, purpose) = (self.disk.clone(), ImagePurpose::Snapshot);
-        let mut writer = ImageWriter::create(disk, self.store, number, purpose, self.compression)?;
-        match self.gather_all(&mut writer, pages, paced) {
+        let writer = ImageWriter::create(disk, self.store, number, purpose, self.compression)?;
+        match self.gather_all(&writer, pages, paced) {
             Ok(caught) => Ok((Some(writer), caught)),
             Err(error) => {
                 writer.abandon();

@@ -2,6 +2,7 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::thread::ThreadId;
 
 use remanent::device::host::HostDevice;
 use remanent::device::{
@@ -19,6 +20,8 @@ struct Gathering {
     inner: HostDevice,
     gathered: AtomicUsize,
     between: Mutex<Option<Between>>,
+    /// The thread that is called back just now.
+    inside: Mutex<Option<ThreadId>>,
     store: OnceLock<Weak<Store>>,
 }
 
@@ -46,12 +49,15 @@ impl Device for Gathering {
             }
         }
         if lane == Lane::Drain {
-            // Taken out while it runs: what it commits must not call it again.
-            let between = self.between.lock().unwrap().take();
-            if let Some(mut between) = between {
+            // One gathering thread after the other, and not for what is committed meanwhile.
+            let here = Some(std::thread::current().id());
+            if *self.inside.lock().unwrap() != here
+                && let Some(between) = &mut *self.between.lock().unwrap()
+            {
+                *self.inside.lock().unwrap() = here;
                 let store = self.store.get().and_then(Weak::upgrade).expect("the store is open");
                 between(&store, self.gathered.load(Ordering::SeqCst));
-                *self.between.lock().unwrap() = Some(between);
+                *self.inside.lock().unwrap() = None;
             }
         }
         self.inner.submit(lane, list)
@@ -95,6 +101,7 @@ fn open(
     let device = Arc::new(Gathering {
         inner: HostDevice::new(),
         gathered: AtomicUsize::new(0),
+        inside: Mutex::new(None),
         between: Mutex::new(Some(Box::new(between))),
         store: OnceLock::new(),
     });
