@@ -159,6 +159,22 @@ mod tests {
         assert!(found(&named) == expected);
     }
 
+    /// A frame without a payload puts nothing right behind its header, where the window may end.
+    #[test]
+    fn a_put_of_nothing_may_lie_behind_what_is_synced_and_at_the_windows_end() {
+        let Some((named, window)) = with_window() else { return };
+        for offset in [0, 4096, 12288] {
+            window.put(offset + 80, &[]).unwrap();
+            window.put(offset, &[9; 80]).unwrap();
+            window.sync(offset, 80).unwrap();
+            let block = &found(&named)[offset as usize..][..4096];
+            assert!(block[..80] == [9; 80] && block[80..] == [0; 4016], "the block at {offset}");
+        }
+        window.put(LEN as u64, &[]).unwrap();
+        window.sync(LEN as u64, 0).unwrap();
+        assert!(found(&named)[4096 + 80..12288] == [[0; 4016].as_slice(), &[7; 4096]].concat());
+    }
+
     #[test]
     fn what_is_synced_cannot_be_put_anew() {
         let Some((named, window)) = with_window() else { return };

@@ -227,6 +227,21 @@ fn a_windows_sync_makes_its_range_durable_and_nothing_beside_it() {
     }
 }
 
+/// A frame without a payload, such as the seal of a store without snapshots, puts one.
+#[test]
+fn a_direct_window_takes_a_put_of_nothing() {
+    let (_, file) = with_segment(16);
+    let window = file.window(LogIo::Direct).unwrap();
+    window.put(80, &[]).unwrap();
+    window.put(0, &[1; 80]).unwrap();
+    window.sync(0, 80).unwrap();
+    window.put(4096, &[2; 80]).unwrap();
+    window.sync(4096, 80).unwrap();
+    let mut bytes = [0; 4176];
+    file.read_past_cache(0, &mut bytes).unwrap();
+    assert_eq!([bytes[79], bytes[80], bytes[4175]], [1, 0, 2]);
+}
+
 #[test]
 fn a_failed_sync_is_not_made_up_for_by_a_later_one() {
     let (disk, file) = with_segment(2);
