@@ -57,6 +57,7 @@
 //! | Whole page | a page that a batch writes from its first byte to its last; much of it goes to an image ahead of the batch |
 //! | [`Follower`] | a reader of batches as they are logged, in order, each once |
 //! | [`Replica`] | pages in host memory that a follower's batches are applied to |
+//! | Scrub | a reading of what lies on disk and is needed, which mends from memory what is damaged |
 //! | Link | one manifest of a snapshot: a base names all pages, a change those that changed since the link before |
 //! | Recovery / Restore | opening what a crash left / taking the store to an earlier state, going forward |
 //! | Lane | an ordered queue of device work |
@@ -186,7 +187,7 @@ pub use remanent_format::{
     Place, Position, SnapshotId, StoreId, UnknownPlace, Value, Width,
 };
 pub use retention::Retention;
-pub use snapshot::{Pruned, SnapshotPhase, SnapshotStats};
+pub use snapshot::{Pruned, ScrubStats, Scrubbed, SnapshotPhase, SnapshotStats};
 pub use store::{Committed, Stats, Store, Ticket};
 
 use device::Device;

@@ -188,6 +188,8 @@ pub struct Options {
     pub(crate) snapshot_log_bytes: Option<u64>,
     pub(crate) snapshot_interval: Option<Duration>,
     pub(crate) snapshot_bytes_per_second: Option<u64>,
+    pub(crate) scrub_interval: Option<Duration>,
+    pub(crate) scrub_bytes_per_second: Option<u64>,
 }
 
 impl Default for Options {
@@ -210,6 +212,8 @@ impl Default for Options {
             snapshot_log_bytes: Some(256 << 20),
             snapshot_interval: Some(Duration::from_secs(60)),
             snapshot_bytes_per_second: None,
+            scrub_interval: Some(Duration::from_secs(24 * 3600)),
+            scrub_bytes_per_second: Some(64 << 20),
         }
     }
 }
@@ -363,6 +367,25 @@ impl Options {
         self
     }
 
+    /// In the background the store reads what lies on disk, as [`Store::scrub`] does, when so much time has passed
+    /// since it was opened or since the last time began: damage is found, and mended from memory, while there is
+    /// still a memory to mend it from. `None`: only when it is told to. Default: 24 hours.
+    ///
+    /// [`Store::scrub`]: crate::Store::scrub
+    #[must_use]
+    pub fn scrub_interval(mut self, interval: impl Into<Option<Duration>>) -> Self {
+        self.scrub_interval = interval.into();
+        self
+    }
+
+    /// How many bytes a second are read at most for that in the background. Default: 64 MiB, at which 1 TiB takes
+    /// four hours and a half.
+    #[must_use]
+    pub fn scrub_bytes_per_second(mut self, bytes: impl Into<Option<u64>>) -> Self {
+        self.scrub_bytes_per_second = bytes.into();
+        self
+    }
+
     /// Refuses values that cannot be used.
     pub(crate) fn check(&self) -> Result<()> {
         let invalid = |option, reason: String| Err(Error::InvalidOption { option, reason });
@@ -379,6 +402,9 @@ impl Options {
         }
         if self.snapshot_bytes_per_second == Some(0) {
             return invalid("snapshot_bytes_per_second", "no snapshot would ever end".to_owned());
+        }
+        if self.scrub_bytes_per_second == Some(0) {
+            return invalid("scrub_bytes_per_second", "nothing would ever be read".to_owned());
         }
         if self.snapshots_kept == 0 {
             return invalid("snapshots_kept", "at least one snapshot must be kept".to_owned());

@@ -34,3 +34,19 @@ impl Poison {
         if matches!(error, Error::Device { .. }) { self.set(error) } else { error }
     }
 }
+
+/// Lives as long as a thread of this name. Where that ends in a panic, the store is poisoned: nothing says what
+/// was left half done.
+pub(crate) struct PanicPoisons {
+    pub poison: Arc<Poison>,
+    pub thread: &'static str,
+}
+
+impl Drop for PanicPoisons {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let reason = format!("the {} panicked", self.thread);
+            self.poison.set(Error::Device { reason, context_lost: false });
+        }
+    }
+}

@@ -57,6 +57,30 @@ pub(crate) fn runs(wanted: &mut [Wanted]) -> impl Iterator<Item = Run<'_>> {
 }
 
 impl Run<'_> {
+    /// How many images it has.
+    pub fn count(&self) -> u64 {
+        self.images.len() as u64
+    }
+
+    /// Bytes of its images, as they are stored.
+    pub fn bytes(&self) -> u64 {
+        self.images.iter().map(|wanted| wanted.image.stored_len).sum()
+    }
+
+    /// The images of the run that do not hold. What cannot be read at once is read image by image, and an image
+    /// that is longer than a run piece by piece.
+    pub fn damaged(&self, source: &DiskSource) -> Vec<(ImageRef, Damage)> {
+        let read = (self.bytes() <= RUN_BYTES).then(|| self.read(source).ok()).flatten();
+        let damaged: Vec<_> = match &read {
+            Some(bytes) => self.images.iter().zip(self.pages(bytes).map(Result::err)).collect(),
+            None => {
+                let check = |wanted: &Wanted| check_image(source, &wanted.image, wanted.len).err();
+                self.images.iter().map(|wanted| (wanted, check(wanted))).collect()
+            }
+        };
+        damaged.into_iter().filter_map(|(wanted, damage)| Some((wanted.image, damage?))).collect()
+    }
+
     /// Reads the run. What is not there is not allocated.
     pub fn read(&self, source: &DiskSource) -> Result<Vec<u8>, Damage> {
         let (first, last) = (&self.images[0].image, &self.images[self.images.len() - 1].image);

@@ -6,7 +6,7 @@
 //!
 //! Nothing here is on disk: it is rebuilt by each open from the snapshot used and the log behind it.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
@@ -58,6 +58,8 @@ pub(crate) struct KnownImages {
     beside: Mutex<BTreeMap<PageId, Known>>,
     /// Images that were written ahead of their batch, and that nobody read back yet; with the pages' lengths.
     ahead: Mutex<BTreeMap<PageId, (Known, u64)>>,
+    /// Images that do not hold any more, by file and offset: no snapshot names them again.
+    spoilt: Mutex<HashSet<(u64, u64)>>,
 }
 
 /// What a snapshot has to do, as of the batch at which it begins.
@@ -94,7 +96,7 @@ impl KnownImages {
             (holds && !is_newest).then_some((*page, Known { lsn: info.lsn, image: base.image }))
         });
         let beside = Mutex::new(beside.collect());
-        Ok(Self { newest: Mutex::new(Arc::new(newest)), beside, ahead: Mutex::default() })
+        Ok(Self { newest: Mutex::new(Arc::new(newest)), beside, ..Self::default() })
     }
 
     /// The newest snapshot.
@@ -126,12 +128,28 @@ impl KnownImages {
         }
     }
 
+    /// Notes that an image does not hold any more: the next snapshot gathers its page.
+    pub fn spoil(&self, image: &ImageRef) {
+        let is_it = |known: &Known| known.image.is_some_and(|known| place(&known) == place(image));
+        self.beside.lock().retain(|_, known| !is_it(known));
+        // It stays among the newest snapshot's: were its page deleted, the next one must say that it is gone.
+        self.spoilt.lock().insert(place(image));
+    }
+
+    /// Lets the next snapshot follow none: a link before it does not hold.
+    pub fn unlink(&self) {
+        Arc::make_mut(&mut *self.newest.lock()).link = None;
+    }
+
     /// Sorts the pages of a table into those to gather and those that are known. `carry` names image files
     /// whose images are to be written again, with the bytes that this takes, the most wasteful first: as many
     /// of them as fit into `carry_bytes_max`, or into what the snapshot writes anyway.
     pub fn sort_out(&self, table: &PageTable, carry: &[(u64, u64)], carry_bytes_max: u64) -> Sorted {
         let (newest, beside) = (self.newest(), self.beside.lock());
-        let is_unchanged = |page, lsn| newest.pages.get(&page).filter(|known| known.lsn == lsn);
+        let spoilt = self.spoilt.lock();
+        let holds = |known: &Known| known.image.is_none_or(|image| !spoilt.contains(&place(&image)));
+        let is_unchanged =
+            |page, lsn| newest.pages.get(&page).filter(|known| known.lsn == lsn && holds(known));
         let (mut gather, mut entries) = (Vec::new(), Vec::new());
         for info in table.pages() {
             if is_unchanged(info.page, info.lsn).is_some() {
@@ -198,6 +216,11 @@ impl Newest {
     pub fn images(&self) -> impl Iterator<Item = Option<ImageRef>> + '_ {
         self.pages.values().map(|known| known.image)
     }
+}
+
+/// Where an image lies: numbers of files are never used again, so this is its name.
+fn place(image: &ImageRef) -> (u64, u64) {
+    (image.file, image.offset)
 }
 
 fn known(entry: &ManifestEntry) -> (PageId, Known) {

@@ -48,6 +48,9 @@ pub(crate) struct Kept {
     /// The links that its own follows, the newest first.
     pub links: Vec<SnapshotId>,
     pub manifest_crc: u32,
+    /// Whether nothing that it needs was found damaged since the store was opened. One that does not hold stands
+    /// in for no other; nothing on disk says so.
+    pub holds: bool,
 }
 
 impl Kept {
@@ -88,6 +91,7 @@ impl Kept {
             files,
             links,
             manifest_crc,
+            holds: true,
         }
     }
 }

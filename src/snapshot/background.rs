@@ -19,6 +19,7 @@ use remanent_format::Lsn;
 use super::{Snapshots, Wanted};
 use crate::error::{Error, Result};
 use crate::keeping::SnapshotInfo;
+use crate::poison::PanicPoisons;
 
 /// After a failure that changes nothing the next try waits for so long, or until the log has grown by a part
 /// of what is due anyway.
@@ -94,8 +95,13 @@ impl Background {
     pub fn start(snapshots: Arc<Snapshots>, rules: Rules) -> Result<Self> {
         let thread = if rules.log_bytes.is_some() || rules.interval.is_some() {
             let life = Life(snapshots.clone());
+            let poisons = PanicPoisons { poison: snapshots.poison.clone(), thread: "thread for snapshots" };
             let thread = std::thread::Builder::new().name("remanent-snapshot".to_owned());
-            let thread = thread.spawn(move || life.live(rules)).map_err(|error| Error::Folder {
+            let thread = thread.spawn(move || {
+                let _poisons = poisons;
+                life.live(rules);
+            });
+            let thread = thread.map_err(|error| Error::Folder {
                 action: "start the thread for snapshots of",
                 path: "the store".to_owned(),
                 source: Arc::new(error),
@@ -120,8 +126,7 @@ impl Background {
     }
 }
 
-/// Lives as long as the thread. Where that ends in a panic, the store is poisoned: nothing says what was left
-/// half done.
+/// What the thread does as long as it lives.
 struct Life(Arc<Snapshots>);
 
 impl Life {
@@ -154,15 +159,6 @@ impl Life {
     fn take(&self, lsn: Lsn) -> Result<SnapshotInfo> {
         self.0.applier.wait_applied(lsn)?;
         self.0.take(Wanted { paced: true, ..Wanted::default() })
-    }
-}
-
-impl Drop for Life {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            let reason = "the thread for snapshots panicked".to_owned();
-            self.0.poison.set(Error::Device { reason, context_lost: false });
-        }
     }
 }
 

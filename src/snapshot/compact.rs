@@ -6,13 +6,14 @@
 //!
 //! Nothing is read from disk for this, and nothing is removed here: a crash loses nothing.
 
-use remanent_format::FileName;
 use remanent_format::image::IMAGE_HEADER_BLOCK;
 use remanent_format::limits::GROUP_ALIGN;
+use remanent_format::{FileName, ReadAt};
 
 use super::Snapshots;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::keeping::Keeping;
+use crate::source::DiskSource;
 
 /// A file is emptied when less than one byte in so many of it is named...
 const LIVE_SHARE: u64 = 2;
@@ -51,9 +52,7 @@ impl Snapshots {
             }
             let len = match keeping.file_lens.get(&number) {
                 Some(len) => *len,
-                None => {
-                    self.disk.open(FileName::Pages(number), false)?.len()?.saturating_sub(IMAGE_HEADER_BLOCK)
-                }
+                None => self.measure(FileName::Pages(number))?.saturating_sub(IMAGE_HEADER_BLOCK),
             };
             keeping.file_lens.insert(number, len);
             let live = keeping.snapshots.values().filter_map(|kept| kept.files.get(&number)).max();
@@ -61,6 +60,12 @@ impl Snapshots {
         }
         keeping.file_lens.retain(|number, _| newest.files.contains_key(number));
         Ok(choose(files))
+    }
+
+    /// A file's length in bytes. One that is gone has nothing left to give, and is for a scrub to notice.
+    fn measure(&self, file: FileName) -> Result<u64> {
+        let len = DiskSource::new(self.disk.clone()).len(file);
+        Ok(len.map_err(|source| Error::io("measure", file, None, source))?.unwrap_or(0))
     }
 }
 

@@ -26,6 +26,7 @@ mod pace;
 mod plan;
 mod progress;
 mod retain;
+mod scrub;
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -42,6 +43,8 @@ pub(crate) use self::pace::Pace;
 pub(crate) use self::progress::Progress;
 pub use self::progress::{SnapshotPhase, SnapshotStats};
 pub use self::retain::Pruned;
+pub(crate) use self::scrub::{Scrub, Scrubber};
+pub use self::scrub::{ScrubStats, Scrubbed};
 use crate::applier::{Applier, Cut, Turn};
 use crate::device::{CommandList, Device};
 use crate::disk::Disk;

@@ -25,7 +25,18 @@ impl Pace {
     /// # Errors
     /// [`Error::Closed`] if the store closes: what is being written is given up.
     pub fn keep(&self, since: Instant, bytes: u64) -> Result<()> {
-        let until = self.bytes_per_second.map(|limit| since + time_for(bytes, limit));
+        self.wait(self.bytes_per_second.map(|limit| since + time_for(bytes, limit)))
+    }
+
+    /// Waits until then; for good if there is no such time.
+    ///
+    /// # Errors
+    /// [`Error::Closed`] if the store closes.
+    pub fn rest(&self, until: Option<Instant>) -> Result<()> {
+        self.wait(Some(until.unwrap_or_else(|| Instant::now() + LONGEST)))
+    }
+
+    fn wait(&self, until: Option<Instant>) -> Result<()> {
         let mut closing = self.closing.lock();
         while !*closing {
             let Some(until) = until.filter(|until| *until > Instant::now()) else { return Ok(()) };

@@ -47,8 +47,10 @@ pub(super) fn plan(
 ) -> Plan {
     let with_log: Vec<&Kept> =
         snapshots.values().filter(|kept| kept.info.verified && log.reaches(kept)).collect();
+    // What was found damaged stands in for nothing.
+    let starts: Vec<&Kept> = with_log.iter().copied().filter(|kept| kept.holds).collect();
     // Until there are as many as are wanted, the log from before the first of them stands in for the others.
-    let Some(counted) = with_log.len().checked_sub(retention.snapshots_kept.max(1)) else {
+    let Some(counted) = starts.len().checked_sub(retention.snapshots_kept.max(1)) else {
         let stays =
             |kept: &&Kept| !is_given_up(kept, retention) || log.reaches(kept) || held.contains(&kept.info.id);
         let snapshots = snapshots.values().filter(stays).map(|kept| kept.info.id).collect();
@@ -58,11 +60,11 @@ pub(super) fn plan(
     let is_young = |kept: &&&Kept| now_unix_ms.saturating_sub(kept.info.created_unix_ms) < age_ms;
     // Where the log is shorter than is wanted, all there is of it.
     let reaches_back = |kept: &&&Kept| log.bytes_from(kept.redo.segment) >= retention.log_kept;
-    let log_base = with_log.iter().rev().find(reaches_back).or(with_log.first());
+    let log_base = starts.iter().rev().find(reaches_back).or(starts.first());
     let log_base = log_base.filter(|_| retention.log_kept > 0);
     let held_with_log = with_log.iter().filter(|kept| held.contains(&kept.info.id));
     // These are there to replay from.
-    let replayed: Vec<&Kept> = with_log[counted..]
+    let replayed: Vec<&Kept> = starts[counted..]
         .iter()
         .chain(with_log.iter().filter(is_young))
         .chain(log_base)
@@ -112,7 +114,7 @@ mod tests {
             verified: true,
         };
         let (files, links) = (BTreeMap::new(), Vec::new());
-        (info.id, Kept { info, redo, files, links, manifest_crc: 0 })
+        (info.id, Kept { info, redo, files, links, manifest_crc: 0, holds: true })
     }
 
     #[test]
@@ -167,6 +169,16 @@ mod tests {
         }
         let read_from_the_beginning = plan(&snapshots, &rules(1, 0, 0), &log, 0, &BTreeSet::new(), true);
         assert_eq!(read_from_the_beginning.log_from, None);
+
+        // What was found damaged does not count, and stays only for its name, or for a reader.
+        let spoil = |(id, kept): (SnapshotId, Kept)| (id, Kept { holds: ![4, 7].contains(&id.0), ..kept });
+        let damaged: BTreeMap<SnapshotId, Kept> = snapshots.into_iter().map(spoil).collect();
+        for (held, kept, log_from) in [(vec![], vec![2, 4, 5, 6], 5), (vec![7], vec![2, 4, 5, 6, 7], 5)] {
+            let held = held.into_iter().map(SnapshotId).collect();
+            let found = plan(&damaged, &rules(2, 0, 0), &log, 0, &held, false);
+            let snapshots: Vec<u64> = found.snapshots.iter().map(|id| id.0).collect();
+            assert_eq!((snapshots, found.log_from.map(|from| from.0)), (kept, Some(log_from)));
+        }
 
         // A name does not make a snapshot whole that was not caught at one moment.
         let fuzzy: BTreeMap<SnapshotId, Kept> = [kept(4, Some("four"), false), kept(7, None, false)].into();

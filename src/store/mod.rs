@@ -2,12 +2,13 @@
 //!
 //! These files only put the parts together: [`crate::commit`], [`crate::snapshot`], [`crate::restore`] and
 //! [`crate::recovery`] say how things work. `open` makes a store of them, `batches` changes pages, `pages` reads
-//! them, `history` goes back, `stats` counts.
+//! them, `history` goes back, `scrub` looks after the disk, `stats` counts.
 
 mod batches;
 mod history;
 mod open;
 mod pages;
+mod scrub;
 mod stats;
 
 use std::any::Any;
@@ -26,7 +27,7 @@ use crate::log::Log;
 use crate::options::{Ack, Options};
 use crate::poison::Poison;
 use crate::recovery::Recovered;
-use crate::snapshot::{Background, Snapshots};
+use crate::snapshot::{Background, Scrub, Scrubber, Snapshots};
 use crate::staging::StagingPool;
 
 pub use batches::{Committed, Ticket};
@@ -67,6 +68,8 @@ struct Parts {
     committer: Committer,
     snapshots: Arc<Snapshots>,
     background: Background,
+    scrub: Arc<Scrub>,
+    scrubber: Scrubber,
     options: Options,
     disk: Arc<dyn Disk>,
     device: Arc<dyn Device>,
@@ -138,6 +141,7 @@ impl Drop for Store {
         // In a forked child the parent's threads are not there, and the files are the parent's business.
         if self.check_process().is_ok() {
             self.parts.background.stop();
+            self.parts.scrubber.stop();
             self.parts.applier.stop();
             self.parts.log.stop();
         }

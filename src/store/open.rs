@@ -18,7 +18,7 @@ use crate::options::{Ack, LogIo, Options};
 use crate::poison::Poison;
 use crate::recovery::{Opened, Recovery, check_directory};
 use crate::retention::Retention;
-use crate::snapshot::{Background, Mark, Pace, Progress, Rules, Snapshots};
+use crate::snapshot::{Background, Mark, Pace, Progress, Rules, Scrub, Scrubber, Snapshots};
 use crate::staging::StagingPool;
 
 /// A batch whose whole pages take more than this share of a segment, one in so many, writes them to an image
@@ -118,6 +118,13 @@ impl Store {
             applier.stop();
             log.stop();
         })?;
+        let scrub = Arc::new(Scrub::new(snapshots.clone(), store.clone()));
+        let (interval, rate) = (options.scrub_interval, options.scrub_bytes_per_second);
+        let scrubber = Scrubber::start(scrub.clone(), interval, rate).inspect_err(|_| {
+            background.stop();
+            applier.stop();
+            log.stop();
+        })?;
         Ok(Self {
             id: store.store,
             ack: options.ack,
@@ -127,6 +134,8 @@ impl Store {
                 committer,
                 snapshots,
                 background,
+                scrub,
+                scrubber,
                 options,
                 disk,
                 device,

@@ -7,7 +7,7 @@ use crate::arena::PlaceUsage;
 use crate::device::MemoryStats;
 use crate::error::Result;
 use crate::log::LogStats;
-use crate::snapshot::SnapshotStats;
+use crate::snapshot::{ScrubStats, SnapshotStats};
 
 /// Counts and sizes of an open store.
 #[derive(Clone, Debug, Default)]
@@ -32,13 +32,15 @@ pub struct Stats {
     pub staging_idle_bytes: usize,
     /// Snapshots taken, and how far the one being taken has come.
     pub snapshots: SnapshotStats,
+    /// Scrubs, and what the last one found.
+    pub scrubs: ScrubStats,
 }
 
 impl Store {
     /// Counts and sizes.
     #[must_use]
     pub fn stats(&self) -> Stats {
-        let Parts { log, applier, device, arena, staging, snapshots, .. } = &self.parts;
+        let Parts { log, applier, device, arena, staging, snapshots, scrub, .. } = &self.parts;
         Stats {
             logged: self.lsn(),
             applied: applier.applied(),
@@ -49,6 +51,7 @@ impl Store {
             device_memory: device.memory_stats(),
             staging_idle_bytes: staging.idle_bytes(),
             snapshots: snapshots.progress.stats(),
+            scrubs: scrub.stats(),
         }
     }
 

@@ -9,7 +9,7 @@
 //! themselves crashed, two deep. All suites together open at least 100,000 images: each asserts its part.
 //!
 //! [`model`] says what must be there, [`work`] drives the store and notes what was acknowledged,
-//! [`explore`] opens and judges. The works are in [`commits`], [`snapshots`], [`forks`] and [`followers`], whose
+//! [`explore`] opens and judges. The works are in [`commits`], [`snapshots`], [`scrubs`], [`forks`] and [`followers`], whose
 //! followers are asked after each crash, too. [`lies`] has a medium that does not write what it says. [`syncs`]
 //! leaves out one sync after the other and shows that this is seen.
 
@@ -18,6 +18,7 @@ mod work;
 mod explore;
 mod followers;
 mod commits;
+mod scrubs;
 mod snapshots;
 mod forks;
 mod lies;
@@ -32,11 +33,11 @@ use explore::{Explorer, Level};
 use model::Line;
 use work::{Driver, Floors, Random};
 
-/// Segments as short as they can be, so that a few batches cross every boundary; no snapshots but those that a
-/// work takes.
+/// Segments as short as they can be, so that a few batches cross every boundary; no snapshots and no scrubs but
+/// those that a work asks for.
 fn options() -> Options {
     let options = Options::default().segment_len(16 << 10).reserve_bytes(0);
-    options.snapshot_log_bytes(None).snapshot_interval(None)
+    options.snapshot_log_bytes(None).snapshot_interval(None).scrub_interval(None)
 }
 
 /// The usual effort: a work's own crashes thoroughly, those of recoveries from a sample of them.
@@ -53,17 +54,25 @@ fn from_env(name: &str) -> u64 {
 }
 
 /// A run of the work, all of its crashes, and at least so many images.
+fn suite<Work>(options: Options, at_least: usize, work: Work)
+where
+    Work: FnOnce(Driver, &mut Random) -> Result<Lives, Error>,
+{
+    suite_at(LEVELS, options, at_least, work);
+}
+
+/// The same, as thoroughly as told.
 #[expect(
     clippy::print_stdout,
     reason = "the figures of a failing test; else cargo shows them only when asked"
 )]
-fn suite<Work>(options: Options, at_least: usize, work: Work)
+fn suite_at<Work>(levels: &[Level], options: Options, at_least: usize, work: Work)
 where
     Work: FnOnce(Driver, &mut Random) -> Result<Lives, Error>,
 {
     let seed = from_env("CRASH_SEED");
     let effort = from_env("CRASH_EFFORT");
-    let levels: Vec<Level> = LEVELS.iter().map(|level| level.times(effort)).collect();
+    let levels: Vec<Level> = levels.iter().map(|level| level.times(effort)).collect();
     let started = Instant::now();
     let driver = Driver::new(SimDisk::new(), options.clone(), Line::default(), Floors::default());
     let Lives(lives) = work(driver, &mut Random(seed)).expect("the work itself meets no fault");

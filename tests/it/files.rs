@@ -125,5 +125,6 @@ pub fn open_with(disk: &SimDisk, options: Options) -> Result<Store, Error> {
 
 /// The smallest segments, so that a few batches cross every boundary.
 pub fn small() -> Options {
-    Options::default().segment_len(16 << 10).snapshot_log_bytes(None).snapshot_interval(None)
+    let options = Options::default().segment_len(16 << 10);
+    options.snapshot_log_bytes(None).snapshot_interval(None).scrub_interval(None)
 }

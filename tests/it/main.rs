@@ -34,6 +34,7 @@ mod readme;
 mod recovery;
 mod rule_model;
 mod salvage;
+mod scrub;
 mod several;
 mod snapshots;
 mod sparse;

@@ -1,0 +1,76 @@
+//! Floor 6. Scrubs of the store's own accord: a thread that waits, reads at a pace, and waits again.
+//!
+//! A full disk, or no memory, is told in the store's stats, and the next scrub finds the same damage. Every
+//! other failure has poisoned the store, and ends the thread. When the store closes, the pass is given up.
+
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+use super::super::{Pace, Wanted};
+use super::Scrub;
+use crate::error::{Error, Result};
+use crate::poison::PanicPoisons;
+
+/// The thread.
+pub(crate) struct Scrubber {
+    pace: Arc<Pace>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Scrubber {
+    /// Starts it, if there is an interval.
+    pub fn start(
+        scrub: Arc<Scrub>,
+        interval: Option<Duration>,
+        bytes_per_second: Option<u64>,
+    ) -> Result<Self> {
+        let pace = Arc::new(Pace::new(bytes_per_second));
+        let thread = match interval {
+            Some(interval) => {
+                let pace = pace.clone();
+                let poison = scrub.snapshots.poison.clone();
+                let poisons = PanicPoisons { poison, thread: "thread for scrubs" };
+                let thread = std::thread::Builder::new().name("remanent-scrub".to_owned());
+                let thread = thread.spawn(move || {
+                    let _poisons = poisons;
+                    live(&scrub, &pace, interval);
+                });
+                Some(thread.map_err(|error| Error::Folder {
+                    action: "start the thread for scrubs of",
+                    path: "the store".to_owned(),
+                    source: Arc::new(error),
+                })?)
+            }
+            None => None,
+        };
+        Ok(Self { pace, thread: Mutex::new(thread) })
+    }
+
+    /// Ends the thread; what it is reading is given up. A snapshot that it is taking must be called off before.
+    pub fn stop(&self) {
+        self.pace.call_off();
+        if let Some(thread) = self.thread.lock().take()
+            && thread.join().is_err()
+        {
+            tracing::error!("the thread for scrubs panicked");
+        }
+    }
+}
+
+fn live(scrub: &Scrub, pace: &Pace, interval: Duration) {
+    let mut began = Instant::now();
+    while pace.rest(began.checked_add(interval)).is_ok() {
+        began = Instant::now();
+        match scrub.run(pace, Wanted { paced: true, ..Wanted::default() }) {
+            Ok(_) => {}
+            Err(error @ (Error::DiskFull { .. } | Error::OutOfMemory { .. } | Error::Damaged(_))) => {
+                tracing::warn!(%error, "a scrub failed; it is tried again later");
+            }
+            // The store closes, or it is poisoned and says why itself.
+            Err(_) => return,
+        }
+    }
+}

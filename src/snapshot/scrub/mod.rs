@@ -1,0 +1,184 @@
+//! Floor 6. Scrubbing: what lies on disk is read, past the cache, while there is still a memory to mend it from.
+//!
+//! A page that never changes is written once and read at the next open, perhaps years later; all snapshots
+//! share its image. If that has rotten meanwhile, the open is refused, and the bytes are gone with the process
+//! that had them. So a scrub reads STORE, both copies of every link, the log from the oldest start to its last
+//! durable batch, and every image that one of these names ([`pass`]). Commits and snapshots go on.
+//!
+//! | damaged | what is done |
+//! |---|---|
+//! | STORE | written anew |
+//! | one copy of a link | both are written anew |
+//! | both copies of a link | the next snapshot follows none, and names all pages |
+//! | an image | no snapshot names it again: the next one gathers its page |
+//! | the log, a restore's table, an image that a batch names | recovery begins behind it |
+//!
+//! For the last three a snapshot is taken. A snapshot that needs what is damaged counts as none from then on
+//! ([`Kept::holds`](crate::keeping::Kept::holds)), so that it displaces no sound one and goes as soon as there
+//! are enough of these, unless its name keeps it: then it stays as it is, damage and all.
+//!
+//! Nothing is overwritten and nothing removed for damage: a crash at any point finds what it would have found
+//! without the scrub, or the snapshot that mends it.
+
+mod background;
+mod pass;
+
+use std::sync::Arc;
+
+use parking_lot::{Condvar, Mutex};
+use remanent_format::manifest::Manifest;
+use remanent_format::rebuild::Survey;
+use remanent_format::store::StoreFile;
+use remanent_format::{Damage, FileName, SnapshotId};
+
+pub(crate) use self::background::Scrubber;
+use self::pass::{Found, Pass};
+use super::{Pace, Snapshots, Wanted};
+use crate::error::{Error, Result};
+use crate::keeping::{Keeping, Kept};
+use crate::publish::publish;
+use crate::source::DiskSource;
+
+/// What a scrub read, and what it found.
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub struct Scrubbed {
+    /// Images read.
+    pub images: u64,
+    /// Bytes of these, as they are stored.
+    pub image_bytes: u64,
+    /// Batches of the log read.
+    pub batches: u64,
+    /// Bytes of their frames.
+    pub log_bytes: u64,
+    /// What is damaged, in the order in which it was found.
+    pub damage: Vec<Damage>,
+    /// The snapshot that was taken for it, so that the newest state needs none of what is damaged; or why it
+    /// could not be taken. `None` if no snapshot was needed.
+    pub mended: Option<Result<SnapshotId>>,
+}
+
+/// Counts of scrubs since the store was opened.
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub struct ScrubStats {
+    /// Scrubs that read everything.
+    pub done: u64,
+    /// Scrubs that failed.
+    pub failed: u64,
+    /// Places found damaged by all of them.
+    pub damaged: u64,
+    /// What became of the last one; `None` if there was none.
+    pub last: Option<Result<Scrubbed>>,
+}
+
+/// Scrubs a store, one pass at a time.
+pub(crate) struct Scrub {
+    snapshots: Arc<Snapshots>,
+    /// What STORE says.
+    store: StoreFile,
+    /// Held by who scrubs.
+    running: Mutex<()>,
+    stats: Mutex<ScrubStats>,
+    ended: Condvar,
+}
+
+impl Scrub {
+    pub fn new(snapshots: Arc<Snapshots>, store: StoreFile) -> Self {
+        let (running, stats, ended) = (Mutex::default(), Mutex::default(), Condvar::new());
+        Self { snapshots, store, running, stats, ended }
+    }
+
+    pub fn stats(&self) -> ScrubStats {
+        self.stats.lock().clone()
+    }
+
+    /// Waits until so many scrubs have ended, well or not.
+    pub fn wait_ended(&self, count: u64) {
+        let mut stats = self.stats.lock();
+        while stats.done + stats.failed < count {
+            self.ended.wait(&mut stats);
+        }
+    }
+
+    /// Reads everything at this pace, and mends what is damaged.
+    pub fn run(&self, pace: &Pace, wanted: Wanted) -> Result<Scrubbed> {
+        let _one_at_a_time = self.running.lock();
+        let result = self.read_and_mend(pace, wanted);
+        let mut stats = self.stats.lock();
+        match &result {
+            Ok(scrubbed) => {
+                stats.done += 1;
+                stats.damaged += scrubbed.damage.len() as u64;
+            }
+            Err(_) => stats.failed += 1,
+        }
+        stats.last = Some(result.clone());
+        drop(stats);
+        self.ended.notify_all();
+        result
+    }
+
+    fn read_and_mend(&self, pace: &Pace, wanted: Wanted) -> Result<Scrubbed> {
+        self.snapshots.poison.check()?;
+        let Found { mut scrubbed, store, copies, images, batches } =
+            Pass::begin(&self.snapshots, &self.store, pace)?.run()?;
+        if scrubbed.damage.is_empty() {
+            return Ok(scrubbed);
+        }
+        for damage in &scrubbed.damage {
+            tracing::warn!(%damage, "found by a scrub");
+        }
+        let mut keeping = self.snapshots.keeping.lock();
+        self.mend_files(store, &copies).map_err(|error| match error {
+            Error::DiskFull { .. } => error,
+            error => self.snapshots.poison.set(error),
+        })?;
+        // Once more: snapshots may have been taken meanwhile, or may have gone.
+        let source = DiskSource::past_cache(self.snapshots.disk.clone());
+        let survey = Survey::read_as(&source, self.store.clone())?;
+        let is_spoilt = |snapshot: &Manifest| {
+            let mut named = snapshot.entries.iter().filter_map(|entry| entry.image);
+            named.any(|image| images.contains(&(image.file, image.offset)))
+        };
+        let needs_damaged = |kept: &Kept| {
+            // Replay from its redo passes what is damaged.
+            batches.iter().any(|lsn| kept.redo.lsn < *lsn)
+                || survey.snapshot(kept.info.id).map_or(true, |snapshot| is_spoilt(&snapshot))
+        };
+        if spoil(&mut keeping, needs_damaged) || !batches.is_empty() {
+            let newest = keeping.snapshots.keys().next_back();
+            if newest.is_some_and(|newest| survey.chain(*newest).is_err()) {
+                keeping.known.unlink();
+            }
+            let taken =
+                self.snapshots.take_and(&mut keeping, wanted, |keeping| self.snapshots.retain(keeping));
+            scrubbed.mended = Some(taken.map(|info| info.id));
+        }
+        Ok(scrubbed)
+    }
+
+    /// Writes files anew of which memory, or their own other copy, has all that they should say.
+    fn mend_files(&self, store: bool, copies: &[Manifest]) -> Result<()> {
+        if store {
+            let bytes = self.store.encode().map_err(|defect| Error::from(defect.at(FileName::Store, 0)))?;
+            publish(&self.snapshots.disk, FileName::Store, 0, &bytes)?;
+        }
+        copies.iter().try_for_each(|link| self.snapshots.publish_manifest(link).map(drop))
+    }
+}
+
+/// Marks the snapshots that need something damaged. Returns whether another one must take the place of one of
+/// them: of the newest, from which recovery starts, or of one that is kept to start from. A name keeps its
+/// snapshot for its own sake.
+fn spoil(keeping: &mut Keeping, needs_damaged: impl Fn(&Kept) -> bool) -> bool {
+    let newest = keeping.snapshots.keys().next_back().copied();
+    let mut is_due = false;
+    for (id, kept) in &mut keeping.snapshots {
+        if kept.holds && needs_damaged(kept) {
+            kept.holds = false;
+            is_due |= kept.info.name.is_none() || Some(*id) == newest;
+        }
+    }
+    is_due
+}

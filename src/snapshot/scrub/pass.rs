@@ -1,0 +1,245 @@
+//! Floor 6. One pass over what lies on disk: what it should find is fixed when it begins, and read at a pace.
+//!
+//! Nothing keeps snapshots from being taken meanwhile, nor what they replace from being recycled. Numbers of
+//! image files are never used again, so a file that is gone was not needed. A segment may hold other bytes by
+//! now: what looks damaged is damaged only if replay could still begin before it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Instant;
+
+use remanent_format::frame::FrameKind;
+use remanent_format::image::ImageRef;
+use remanent_format::log::{LogMap, LogWalk};
+use remanent_format::manifest::{CopyHealth, Manifest};
+use remanent_format::op::{Op, decode_payload};
+use remanent_format::rebuild::{Survey, read_manifest};
+use remanent_format::store::StoreFile;
+use remanent_format::{Damage, Defect, FileName, LogPoint, Lsn, PageId, ReadAt};
+
+use super::super::{Pace, Snapshots};
+use super::Scrubbed;
+use crate::error::Result;
+use crate::keeping::Keeping;
+use crate::runs::{Wanted, runs};
+use crate::source::DiskSource;
+
+/// What a pass has found.
+#[derive(Default)]
+pub(super) struct Found {
+    pub scrubbed: Scrubbed,
+    /// Whether STORE is damaged.
+    pub store: bool,
+    /// Links of which one copy is damaged.
+    pub copies: Vec<Manifest>,
+    /// The damaged images, by file and offset.
+    pub images: BTreeSet<(u64, u64)>,
+    /// Batches that cannot be replayed.
+    pub batches: Vec<Lsn>,
+}
+
+/// An image to read.
+struct Image {
+    image: ImageRef,
+    page: PageId,
+    len: u64,
+    /// The batch that cannot be replayed without it.
+    batch: Option<Lsn>,
+}
+
+pub(super) struct Pass<'a> {
+    snapshots: &'a Snapshots,
+    source: DiskSource,
+    pace: &'a Pace,
+    began: Instant,
+    log: LogMap,
+    /// The last batch that was durable when the pass began.
+    until: Lsn,
+    /// By file and offset.
+    images: BTreeMap<(u64, u64), Image>,
+    found: Found,
+}
+
+impl<'a> Pass<'a> {
+    /// Reads what says what there is: STORE, links, tables, the headers of segments.
+    pub fn begin(snapshots: &'a Snapshots, store: &StoreFile, pace: &'a Pace) -> Result<Self> {
+        let began = Instant::now();
+        let keeping = snapshots.keeping.lock();
+        let source = DiskSource::past_cache(snapshots.disk.clone());
+        let mut found = Found::default();
+        let survey = match Survey::read(&source) {
+            Ok(survey) if survey.store == *store => survey,
+            Err(damage) if damage.file != FileName::Store => return Err(damage.into()),
+            other => {
+                found.store = true;
+                found.scrubbed.damage.push(other.err().unwrap_or(Defect::Foreign.at(FileName::Store, 0)));
+                Survey::read_as(&source, store.clone())?
+            }
+        };
+        let (log, until, images) = (survey.log.clone(), snapshots.log.durable(), BTreeMap::new());
+        let mut pass = Self { snapshots, source, pace, began, log, until, images, found };
+        pass.read_links(&keeping, &survey);
+        pass.read_tables(&keeping, store);
+        Ok(pass)
+    }
+
+    /// Reads the rest.
+    pub fn run(mut self) -> Result<Found> {
+        self.read_log()?;
+        self.read_images()?;
+        Ok(self.found)
+    }
+
+    fn read_links(&mut self, keeping: &Keeping, survey: &Survey) {
+        let mut seen = BTreeSet::new();
+        for kept in keeping.snapshots.values().filter(|kept| kept.holds) {
+            match survey.snapshot(kept.info.id) {
+                Ok(snapshot) => self.want_all(&snapshot, None),
+                Err(damage) => self.damaged(damage),
+            }
+            for link in kept.links.iter().chain([&kept.info.id]) {
+                let Some(Ok((manifest, health))) = survey.links.get(link) else { continue };
+                if seen.insert(*link) && !health.is_whole() {
+                    self.copy_damaged(manifest, health);
+                }
+            }
+        }
+    }
+
+    fn copy_damaged(&mut self, manifest: &Manifest, health: &CopyHealth) {
+        let file = FileName::Manifest(manifest.snapshot.0);
+        // Both copies are of the same length.
+        let second = self.source.len(file).ok().flatten().unwrap_or(0) / 2;
+        for (defect, offset) in health.defects.iter().zip([0, second]) {
+            if let Some(defect) = defect {
+                self.damaged(defect.clone().at(file, offset));
+            }
+        }
+        self.found.copies.push(manifest.clone());
+    }
+
+    fn read_tables(&mut self, keeping: &Keeping, store: &StoreFile) {
+        let oldest = self.starts(keeping).first().map(|oldest| oldest.lsn);
+        let is_met = |restored_at| oldest.is_some_and(|oldest| oldest < restored_at);
+        for (number, table) in keeping.tables.iter().filter(|(_, table)| is_met(table.restored_at)) {
+            match read_manifest(&self.source, FileName::Table(*number), store) {
+                Ok((manifest, _)) => self.want_all(&manifest, Some(table.restored_at)),
+                Err(damage) => {
+                    self.found.batches.push(table.restored_at);
+                    self.damaged(damage);
+                }
+            }
+        }
+    }
+
+    fn want_all(&mut self, manifest: &Manifest, batch: Option<Lsn>) {
+        for entry in &manifest.entries {
+            let Some(image) = entry.image else { continue };
+            let wanted = Image { image, page: entry.page, len: entry.len, batch };
+            let known = self.images.entry((image.file, image.offset)).or_insert(wanted);
+            known.batch = known.batch.max(batch);
+        }
+    }
+
+    /// Where replay may begin, in the order of the log.
+    fn starts(&self, keeping: &Keeping) -> Vec<LogPoint> {
+        let is_there = |point: &LogPoint| {
+            let file = FileName::Segment(point.segment);
+            DiskSource::new(self.snapshots.disk.clone()).len(file).is_ok_and(|len| len.is_some())
+        };
+        let beginning = self.log.beginning().filter(is_there);
+        let kept = keeping.snapshots.values().filter(|kept| kept.holds && kept.redo.lsn <= self.until);
+        // The log behind a snapshot with a name may have been recycled.
+        let kept = kept.filter(|kept| kept.info.name.is_none() || is_there(&kept.redo));
+        let mut starts: Vec<LogPoint> = beginning.into_iter().chain(kept.map(|kept| kept.redo)).collect();
+        starts.sort_unstable_by_key(|point| point.lsn);
+        starts
+    }
+
+    /// Follows the log from its oldest start; behind damage, from the next one.
+    fn read_log(&mut self) -> Result<()> {
+        let starts = self.starts(&self.snapshots.keeping.lock());
+        let mut next = starts.first().copied();
+        while let Some(from) = next {
+            let Some((at, damage)) = self.walk(from)? else { break };
+            let starts = self.starts(&self.snapshots.keeping.lock());
+            // Whatever begins behind it does not need it: it was recycled while it was read.
+            let is_needed = starts.first().is_some_and(|oldest| oldest.lsn <= at.lsn);
+            let lost = if is_needed { at.lsn.next() } else { at.lsn };
+            if is_needed {
+                self.found.batches.push(lost);
+                self.damaged(damage);
+            }
+            next = starts.into_iter().find(|start| start.lsn >= lost && start.lsn > from.lsn);
+        }
+        Ok(())
+    }
+
+    /// Follows the log from a point. Returns the damage that it meets, and the last point before it.
+    fn walk(&mut self, from: LogPoint) -> Result<Option<(LogPoint, Damage)>> {
+        // All of it is durable: what does not hold is damage, never a torn tail.
+        let mut walk = match LogWalk::new(&self.source, &self.log, from, self.until) {
+            Ok(walk) => walk,
+            Err(damage) => return Ok(Some((from, damage))),
+        };
+        let scrubbed = &mut self.found.scrubbed;
+        while walk.point().lsn < self.until {
+            let at = walk.point();
+            let file = FileName::Segment(at.segment);
+            let missing = || Defect::Missing.at_lsn(file, at.offset, at.lsn.next());
+            let frame = match walk.next().and_then(|frame| frame.ok_or_else(missing)) {
+                Ok(frame) => frame,
+                Err(damage) => return Ok(Some((at, damage))),
+            };
+            let lsn = frame.header.lsn;
+            scrubbed.log_bytes += frame.header.frame_len();
+            if frame.header.kind == FrameKind::Batch {
+                scrubbed.batches += 1;
+                let here = (FileName::Segment(frame.header.segment), frame.header.offset);
+                let ops = match decode_payload(frame.payload) {
+                    Ok(ops) => ops,
+                    Err(defect) => return Ok(Some((at, defect.at_lsn(here.0, here.1, lsn)))),
+                };
+                for op in ops {
+                    if let Op::Image { page, len, image } = op.op {
+                        let wanted = Image { image, page, len, batch: Some(lsn) };
+                        self.images.insert((image.file, image.offset), wanted);
+                    }
+                }
+            }
+            self.pace.keep(self.began, scrubbed.log_bytes + scrubbed.image_bytes)?;
+        }
+        Ok(None)
+    }
+
+    fn read_images(&mut self) -> Result<()> {
+        let wanted = |image: &Image| Wanted { page: image.page, len: image.len, image: image.image };
+        let mut wanted: Vec<Wanted> = self.images.values().map(wanted).collect();
+        for run in runs(&mut wanted) {
+            for (image, damage) in run.damaged(&self.source) {
+                self.image_damaged(&image, damage);
+            }
+            let scrubbed = &mut self.found.scrubbed;
+            scrubbed.images += run.count();
+            scrubbed.image_bytes += run.bytes();
+            self.pace.keep(self.began, scrubbed.log_bytes + scrubbed.image_bytes)?;
+        }
+        Ok(())
+    }
+
+    fn image_damaged(&mut self, image: &ImageRef, damage: Damage) {
+        let place = (image.file, image.offset);
+        let keeping = self.snapshots.keeping.lock();
+        if !keeping.named_files().contains(&image.file) && !keeping.files.is_for_batch(image.file, 0) {
+            return;
+        }
+        // At once, so that a snapshot which is taken before the pass ends does not name it.
+        keeping.known.spoil(image);
+        self.found.batches.extend(self.images[&place].batch);
+        self.found.images.insert(place);
+        self.damaged(damage);
+    }
+
+    fn damaged(&mut self, damage: Damage) {
+        self.found.scrubbed.damage.push(damage);
+    }
+}

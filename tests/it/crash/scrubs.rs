@@ -1,0 +1,47 @@
+//! Scrubs that find damage: whatever moment a crash strikes, what was acknowledged is there, and once the scrub
+//! has returned nothing needs the damaged bytes.
+
+use remanent::disk::sim::SimDisk;
+use remanent::{Error, FileName, PageId, SnapshotId, SnapshotInfo};
+use remanent_format::image::ImageRef;
+use remanent_format::rebuild::Survey;
+
+use super::explore::Level;
+use super::work::Random;
+use super::{LEVELS, options, suite_at};
+
+fn image_of(disk: &SimDisk, snapshot: &SnapshotInfo, page: PageId) -> ImageRef {
+    let snapshot = Survey::read(disk).and_then(|survey| survey.snapshot(snapshot.id)).expect("it is sound");
+    let entry = snapshot.entries.iter().find(|entry| entry.page == page).expect("it has the page");
+    entry.image.expect("the page is not empty")
+}
+
+/// One snapshot and the log from its beginning: an image of the one or a batch of the other can be done without,
+/// so that no crash on the way is refused. First the image is damaged, then the log. States of the past are not
+/// looked at: one that needs the damaged bytes is refused when it comes to them.
+#[test]
+fn a_scrub_that_mends_survives() {
+    let levels: Vec<Level> = LEVELS.iter().map(|level| Level { closely_of: usize::MAX, ..*level }).collect();
+    suite_at(&levels, options(), 3000, |driver, random: &mut Random| {
+        let store = driver.open()?;
+        let pages = driver.create_pages(&store, random, 8, 300)?;
+        let snapshot = driver.snapshot(&store)?;
+        driver.change(&store, random, &pages[4..])?;
+        let image = image_of(&driver.disk, &snapshot, pages[0]);
+        driver.disk.damage(FileName::Pages(image.file), image.offset, &[0x5a; 8]);
+        let scrubbed = store.scrub()?;
+        assert_eq!(scrubbed.damage.len(), 1, "{scrubbed:?}");
+        let Some(Ok(mended)) = scrubbed.mended else { panic!("{scrubbed:?}") };
+        assert_eq!(mended, SnapshotId(2));
+        driver.change(&store, random, &pages[..2])?;
+        // The first batch of all.
+        driver.disk.damage(FileName::Segment(1), 8192 + 100, &[0x5a; 8]);
+        let scrubbed = store.scrub()?;
+        assert_eq!(scrubbed.damage.len(), 1, "{scrubbed:?}");
+        assert!(matches!(scrubbed.mended, Some(Ok(SnapshotId(3)))), "{scrubbed:?}");
+        driver.change(&store, random, &pages[2..5])?;
+        driver.check(&store);
+        driver.close(store)?;
+        Ok::<_, Error>(driver.into())
+    });
+}

@@ -1,0 +1,398 @@
+//! Scrubs: damage on the medium is found while the store is open, and mended from memory. Each row damages one
+//! thing in a store that stays open; the scrub must name it, and what it leaves on disk must open by itself.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use remanent::device::host::HostDevice;
+use remanent::disk::Disk;
+use remanent::disk::sim::{Moment, SimDisk};
+use remanent::{Error, FileName, Lsn, Metadata, Options, PageId, Place, SnapshotId, Store};
+use remanent_format::frame::FrameKind;
+use remanent_format::image::ImageRef;
+use remanent_format::log::LogWalk;
+use remanent_format::rebuild::{Survey, read_manifest};
+
+use crate::damage::mix;
+use crate::files::{Files, State, open, small};
+
+/// How many pages there are, one of which changes.
+const PAGES: u64 = 20;
+
+/// Bytes that nothing compresses.
+fn noise(seed: u64, len: usize) -> Vec<u8> {
+    (0..len as u64).map(|at| mix(seed << 32 | at) as u8).collect()
+}
+
+/// An open store whose first page was never changed: all snapshots share its image.
+struct Subject {
+    disk: SimDisk,
+    store: Store,
+    pages: Vec<PageId>,
+}
+
+impl Subject {
+    /// Two snapshots, the second of which follows a link that is not kept for itself, and log behind each.
+    fn new() -> Self {
+        let disk = SimDisk::new();
+        let store = open(&disk).unwrap();
+        let mut batch = store.batch();
+        // As many as it takes for snapshots to follow each other.
+        for seed in 0..PAGES {
+            let page = batch.create(1500, Place::Host);
+            batch.write(page, 0, &noise(seed, 1500));
+        }
+        let pages = store.commit(batch).unwrap().pages;
+        let subject = Self { disk, store, pages };
+        for round in 0..3 {
+            subject.commit(20, round);
+            subject.store.snapshot().unwrap();
+        }
+        subject.commit(20, 9);
+        let kept: Vec<_> = subject.store.snapshots().iter().map(|kept| kept.id).collect();
+        assert_eq!(kept, [SnapshotId(2), SnapshotId(3)]);
+        let survey = subject.survey();
+        assert!(survey.log.beginning().is_none(), "the log was recycled");
+        assert_eq!(survey.chain(SnapshotId(3)).unwrap().len(), 3, "the snapshots follow each other");
+        subject
+    }
+
+    /// The same, and a restore whose table is needed by both snapshots before it, and a page that a batch wrote
+    /// to an image file.
+    fn with_restore() -> Self {
+        let subject = Self::new();
+        subject.store.restore_to(subject.store.lsn()).unwrap();
+        subject.commit(3, 10);
+        let mut batch = subject.store.batch();
+        batch.create_from(noise(11, 6000), Place::Host, None, Metadata::new());
+        subject.store.commit(batch).unwrap();
+        subject.commit(3, 12);
+        subject.store.wait_durable(subject.store.lsn()).unwrap();
+        subject
+    }
+
+    fn commit(&self, count: u64, round: u64) {
+        for number in 0..count {
+            let mut batch = self.store.batch();
+            batch.write(self.pages[1], number, &noise(round << 8 | number, 800)).set_root("step", number);
+            self.store.commit(batch).unwrap();
+        }
+        self.store.wait_durable(self.store.lsn()).unwrap();
+    }
+
+    fn survey(&self) -> Survey {
+        Survey::read(&self.disk).unwrap()
+    }
+
+    fn image_of(&self, page: PageId) -> ImageRef {
+        let survey = self.survey();
+        let newest = survey.snapshot(*survey.links.keys().next_back().unwrap()).unwrap();
+        newest.entries.iter().find(|entry| entry.page == page).unwrap().image.unwrap()
+    }
+
+    /// Where the first batch behind a snapshot lies.
+    fn batch_behind(&self, snapshot: u64) -> (FileName, u64) {
+        let survey = self.survey();
+        let redo = survey.snapshot(SnapshotId(snapshot)).unwrap().redo;
+        let mut walk = LogWalk::new(&self.disk, &survey.log, redo, Lsn(0)).unwrap();
+        loop {
+            let header = walk.next().unwrap().unwrap().header;
+            if header.kind == FrameKind::Batch {
+                return (FileName::Segment(header.segment), header.offset);
+            }
+        }
+    }
+
+    fn flip(&self, file: FileName, offset: u64) {
+        let byte = self.disk.bytes(file).unwrap()[offset as usize];
+        self.disk.damage(file, offset, &[byte ^ 0x10]);
+    }
+
+    fn flip_both_copies(&self, file: FileName) {
+        let second = self.disk.bytes(file).unwrap().len() as u64 / 2;
+        self.flip(file, 300);
+        self.flip(file, second + 300);
+    }
+
+    /// The disk as the process would leave it if it died now.
+    fn killed(&self) -> SimDisk {
+        self.disk.after_kill(Moment { event: self.disk.events(), tear: None })
+    }
+
+    /// Asserts that what lies on disk opens, to the state in memory, with nothing passed over.
+    fn check_left(&self, what: &str) {
+        let store = open(&self.killed()).unwrap_or_else(|error| panic!("{what}: {error}"));
+        assert!(State::of(&store) == State::of(&self.store), "{what}: another state");
+        assert_eq!(store.recovered().harmless, [], "{what}");
+    }
+}
+
+#[test]
+fn a_sound_store_is_read_whole_and_not_written() {
+    let subject = Subject::with_restore();
+    let events = subject.disk.events();
+    let scrubbed = subject.store.scrub().unwrap();
+    assert_eq!((scrubbed.damage.as_slice(), scrubbed.mended.is_none()), (&[][..], true));
+    assert_eq!(subject.disk.events(), events, "a scrub only reads");
+    // The images of kept snapshots and of the restored table, each once, and the one that the batch names.
+    let survey = subject.survey();
+    let kept = subject.store.snapshots();
+    let kept = kept.iter().map(|kept| survey.snapshot(kept.id).unwrap().entries.clone());
+    let tables = Files::of(&subject.disk).names(|file| matches!(file, FileName::Table(_)));
+    let tables =
+        tables.iter().map(|file| read_manifest(&subject.disk, *file, &survey.store).unwrap().0.entries);
+    let images = kept.chain(tables).flatten().filter_map(|entry| entry.image);
+    let places: BTreeSet<_> = images.map(|image| (image.file, image.offset)).collect();
+    assert_eq!(scrubbed.images, places.len() as u64 + 1);
+    let oldest = subject.store.snapshots()[0].redo;
+    assert_eq!(scrubbed.batches, subject.store.lsn().0 - oldest.0);
+    assert!(scrubbed.log_bytes > scrubbed.batches * 800 && scrubbed.image_bytes > 6000 + PAGES * 1500);
+    let stats = subject.store.stats().scrubs;
+    assert_eq!((stats.done, stats.failed, stats.damaged), (1, 0, 0));
+}
+
+#[test]
+fn an_image_that_all_snapshots_share_is_mended_from_memory() {
+    let subject = Subject::new();
+    let image = subject.image_of(subject.pages[0]);
+    let file = FileName::Pages(image.file);
+    subject.flip(file, image.offset + 700);
+    let Err(Error::Damaged(refused)) = open(&subject.killed()) else { panic!("all snapshots need it") };
+    assert_eq!((refused.file, refused.offset), (file, image.offset));
+
+    let scrubbed = subject.store.scrub().unwrap();
+    assert_eq!(scrubbed.damage.len(), 1, "{scrubbed:?}");
+    assert_eq!((scrubbed.damage[0].file, scrubbed.damage[0].offset), (file, image.offset));
+    assert!(matches!(scrubbed.mended, Some(Ok(SnapshotId(4)))), "{scrubbed:?}");
+    subject.check_left("mended");
+    assert_ne!(subject.image_of(subject.pages[0]), image);
+    // What is damaged counts as none: it stays until there are two sound ones, and is not read again.
+    let kept = || subject.store.snapshots().iter().map(|kept| kept.id.0).collect::<Vec<_>>();
+    assert_eq!(kept(), [2, 3, 4]);
+    let again = subject.store.scrub().unwrap();
+    assert!(again.damage.is_empty() && again.mended.is_none(), "{again:?}");
+    subject.commit(2, 20);
+    subject.store.snapshot().unwrap();
+    assert_eq!(kept(), [4, 5]);
+    let survey = subject.survey();
+    let named = [4, 5].map(|id| survey.snapshot(SnapshotId(id)).unwrap().entries.clone()).concat();
+    assert!(named.iter().all(|entry| entry.image != Some(image)), "nothing names it any more");
+}
+
+#[test]
+fn damage_is_named_and_mended_row_by_row() {
+    type Rot = fn(&Subject) -> FileName;
+    // What is damaged, and whether a snapshot is needed to mend it.
+    let rows: &[(&str, bool, Rot)] = &[
+        ("STORE", false, |s| {
+            s.flip(FileName::Store, 40);
+            FileName::Store
+        }),
+        ("STORE is another store's", false, |s| {
+            let foreign = SimDisk::new();
+            drop(open(&foreign).unwrap());
+            s.disk.damage(FileName::Store, 0, &foreign.bytes(FileName::Store).unwrap());
+            FileName::Store
+        }),
+        ("STORE is missing", false, |s| {
+            s.disk.remove(FileName::Store).unwrap();
+            FileName::Store
+        }),
+        ("one copy of the newest link", false, |s| {
+            s.flip(FileName::Manifest(4), 300);
+            FileName::Manifest(4)
+        }),
+        ("the other copy of a link that others follow", false, |s| {
+            let second = s.disk.bytes(FileName::Manifest(1)).unwrap().len() as u64 / 2;
+            s.flip(FileName::Manifest(1), second + 300);
+            FileName::Manifest(1)
+        }),
+        ("the newest link", true, |s| {
+            s.flip_both_copies(FileName::Manifest(4));
+            FileName::Manifest(4)
+        }),
+        ("the base that all follow", true, |s| {
+            s.flip_both_copies(FileName::Manifest(1));
+            FileName::Manifest(1)
+        }),
+        ("the base that all follow is missing", true, |s| {
+            s.disk.remove(FileName::Manifest(1)).unwrap();
+            FileName::Manifest(1)
+        }),
+        ("a shared image", true, |s| {
+            let image = s.image_of(s.pages[2]);
+            s.flip(FileName::Pages(image.file), image.offset);
+            FileName::Pages(image.file)
+        }),
+        ("an image file is missing", true, |s| {
+            let file = FileName::Pages(s.image_of(s.pages[2]).file);
+            s.disk.remove(file).unwrap();
+            file
+        }),
+        ("an image file is cut short", true, |s| {
+            let file = FileName::Pages(s.image_of(s.pages[2]).file);
+            s.disk.damage_len(file, 5000);
+            file
+        }),
+        ("the log behind the older snapshot", true, |s| {
+            let (file, offset) = s.batch_behind(2);
+            s.flip(file, offset + 200);
+            file
+        }),
+        ("the log behind the newest snapshot", true, |s| {
+            let (file, offset) = s.batch_behind(4);
+            s.flip(file, offset + 30);
+            file
+        }),
+        ("a segment's header", true, |s| {
+            let (file, _) = s.batch_behind(3);
+            s.flip(file, 40);
+            file
+        }),
+        ("a segment is missing", true, |s| {
+            let (file, _) = s.batch_behind(2);
+            s.disk.remove(file).unwrap();
+            file
+        }),
+        ("a restore's table", true, |s| {
+            let tables = Files::of(&s.disk).names(|file| matches!(file, FileName::Table(_)));
+            s.flip_both_copies(tables[0]);
+            tables[0]
+        }),
+        ("an image that a batch names", true, |s| {
+            let files = Files::of(&s.disk).names(|file| matches!(file, FileName::Pages(_)));
+            let newest = *files.last().unwrap();
+            s.flip(newest, 6000);
+            newest
+        }),
+    ];
+    for (what, by_snapshot, rot) in rows {
+        let subject = Subject::with_restore();
+        let file = rot(&subject);
+        subject.disk.sync_folder(file.folder()).unwrap();
+        let scrubbed = subject.store.scrub().unwrap_or_else(|error| panic!("{what}: {error}"));
+        assert!(!scrubbed.damage.is_empty(), "{what}");
+        assert!(scrubbed.damage.iter().all(|damage| damage.file == file), "{what}: {:?}", scrubbed.damage);
+        assert_eq!(matches!(scrubbed.mended, Some(Ok(_))), *by_snapshot, "{what}: {:?}", scrubbed.mended);
+        subject.check_left(what);
+        let again = subject.store.scrub().unwrap();
+        assert!(again.damage.is_empty() && again.mended.is_none(), "{what}: {again:?}");
+        // The store goes on, and what comes next is as sound.
+        subject.commit(2, 30);
+        subject.store.snapshot().unwrap();
+        subject.check_left(what);
+        subject.store.close().unwrap();
+    }
+}
+
+#[test]
+fn without_a_snapshot_the_damaged_log_is_mended_by_one() {
+    let disk = SimDisk::new();
+    let store = open(&disk).unwrap();
+    let mut batch = store.batch();
+    batch.create(100, Place::Host);
+    let pages = store.commit(batch).unwrap().pages;
+    let subject = Subject { disk, store, pages };
+    // The second batch says that the first one is durable.
+    subject.store.wait_durable(Lsn(1)).unwrap();
+    let mut batch = subject.store.batch();
+    batch.set_root("step", 1u64);
+    let lsn = subject.store.commit(batch).unwrap().position.lsn;
+    subject.store.wait_durable(lsn).unwrap();
+    subject.flip(FileName::Segment(1), 8192 + 90);
+    assert!(matches!(open(&subject.killed()), Err(Error::Damaged(_))));
+    let scrubbed = subject.store.scrub().unwrap();
+    assert_eq!(scrubbed.damage[0].lsn, Some(Lsn(1)));
+    assert!(matches!(scrubbed.mended, Some(Ok(SnapshotId(1)))), "{scrubbed:?}");
+    let store = open(&subject.killed()).unwrap();
+    assert!(State::of(&store) == State::of(&subject.store));
+}
+
+#[test]
+fn a_page_that_is_deleted_before_its_image_was_mended_stays_deleted() {
+    let subject = Subject::new();
+    let image = subject.image_of(subject.pages[0]);
+    subject.flip(FileName::Pages(image.file), image.offset);
+    subject.disk.set_capacity(Some(subject.disk.used_bytes()));
+    let scrubbed = subject.store.scrub().unwrap();
+    assert!(matches!(scrubbed.mended, Some(Err(Error::DiskFull { .. }))), "{scrubbed:?}");
+    let mut batch = subject.store.batch();
+    batch.delete(subject.pages[0]);
+    subject.store.commit(batch).unwrap();
+    subject.disk.set_capacity(None);
+    subject.store.snapshot().unwrap();
+    subject.check_left("deleted");
+    let store = open(&subject.killed()).unwrap();
+    assert!(matches!(store.page(subject.pages[0]), Err(Error::UnknownPage { .. })));
+}
+
+#[test]
+fn a_named_snapshot_stays_as_it_is() {
+    let subject = Subject::new();
+    let named = subject.store.snapshot_named("then").unwrap();
+    let image = subject.image_of(subject.pages[0]);
+    subject.flip(FileName::Pages(image.file), image.offset);
+    let scrubbed = subject.store.scrub().unwrap();
+    assert!(matches!(scrubbed.mended, Some(Ok(_))), "{scrubbed:?}");
+    for round in 40..43 {
+        subject.commit(1, round);
+        subject.store.snapshot().unwrap();
+    }
+    assert!(subject.store.snapshots().iter().any(|kept| kept.id == named.id));
+    // Not read again while the store is open; a later open does not know of it, and finds it once more.
+    assert_eq!(subject.store.scrub().unwrap().damage, []);
+    let store = open(&subject.killed()).unwrap();
+    assert!(State::of(&store) == State::of(&subject.store));
+    assert!(store.snapshots().iter().any(|kept| kept.name.as_deref() == Some("then")));
+    let again = store.scrub().unwrap();
+    assert_eq!(again.damage[0].file, FileName::Pages(image.file));
+    assert!(again.mended.is_none(), "the newest state does not need it: {again:?}");
+}
+
+fn open_scrubbing(disk: &SimDisk, options: Options) -> Store {
+    Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options).unwrap()
+}
+
+#[test]
+fn the_store_scrubs_of_its_own_accord() {
+    let subject = Subject::new();
+    let (disk, page) = (subject.disk.clone(), subject.pages[0]);
+    let image = subject.image_of(page);
+    subject.store.close().unwrap();
+    let store = open_scrubbing(&disk, small().scrub_interval(Duration::from_millis(1)));
+    store.wait_for_scrubs(1);
+    assert_eq!((store.stats().scrubs.failed, store.stats().scrubs.damaged), (0, 0));
+    disk.damage(FileName::Pages(image.file), image.offset, &[0; 16]);
+    // The one that is just under way may have read it before.
+    store.wait_for_scrubs(store.stats().scrubs.done + 2);
+    assert_eq!(store.stats().scrubs.damaged, 1);
+    let state = State::of(&store);
+    store.close().unwrap();
+    let store = open(&disk).unwrap();
+    assert!(State::of(&store) == state && store.recovered().harmless.is_empty());
+}
+
+#[test]
+fn a_slow_scrub_is_given_up_when_the_store_closes() {
+    let subject = Subject::new();
+    let disk = subject.disk.clone();
+    subject.store.close().unwrap();
+    // At one byte a second this would take hours.
+    let options = small().scrub_interval(Duration::ZERO).scrub_bytes_per_second(1);
+    open_scrubbing(&disk, options).close().unwrap();
+}
+
+#[test]
+fn a_poisoned_store_is_not_scrubbed() {
+    use remanent::disk::sim::{EIO, Fault, Operation};
+    let subject = Subject::new();
+    subject.disk.fail(Fault { operation: Operation::SyncWindow, skip: 0, times: 1, errno: EIO });
+    let mut batch = subject.store.batch();
+    batch.set_root("step", 1u64);
+    let lsn = subject.store.commit(batch).unwrap().position.lsn;
+    assert!(matches!(subject.store.wait_durable(lsn), Err(Error::Poisoned(_))));
+    assert!(matches!(subject.store.scrub(), Err(Error::Poisoned(_))));
+    let stats = subject.store.stats().scrubs;
+    assert_eq!((stats.done, stats.failed), (0, 1));
+}
