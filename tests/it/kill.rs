@@ -10,6 +10,7 @@
 mod board;
 mod calls;
 mod diary;
+mod errors;
 mod followers;
 mod left;
 pub mod model;

@@ -7,7 +7,7 @@ use std::process::ExitStatus;
 use super::scripts::{Part, SCRIPTS};
 use super::*;
 use crate::machine::skipped;
-use crate::machine::strace::{self, Injection, Strace};
+use crate::machine::strace::{self, Fault, Injection, Strace};
 
 /// Kinds of calls, by the names that `strace` has for them; each thread of a worker counts its own. The last one
 /// is every call whatever.
@@ -26,83 +26,111 @@ const CALLS: [&str; 12] = [
     "all",
 ];
 
-/// What became of a worker.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum End {
-    Killed,
-    /// It made fewer calls of the kind.
-    Survived,
-}
-
 #[test]
 fn nothing_acknowledged_is_lost_by_a_kill_at_a_system_call() {
-    if let Some(reason) = strace::missing() {
-        skipped("kills at system calls", reason);
-        return;
-    }
-    let before = in_parallel(&std::array::from_fn::<usize, { SCRIPTS.len() }, _>(|index| index), |index| {
-        Ground::before(*index)
+    let kills = CALLS.map(|calls| Fault { calls, fault: "signal=KILL" });
+    let Some(sweep) = Sweep::new("kills at system calls", &kills, Part::Steps) else { return };
+    let total = sweep.run(effort("REMANENT_KILLS").map(|kills| kills / 2), |_, ended, at| {
+        assert!(ended.signal() == Some(9) || ended.code() == Some(0), "the worker ended by itself: {at}");
     });
-    let kills = match effort("REMANENT_KILLS") {
-        Some(kills) => at_call_after_call(&before, kills / 2),
-        None => at_one_call_each(&before),
-    };
-    println!("{:<34}{}", "killed in", CALLS.map(|call| format!("{call:>10}")).concat());
-    for (script, row) in SCRIPTS.iter().zip(&kills) {
-        println!("{:<34}{}", script.name, row.map(|count| format!("{count:>10}")).concat());
-    }
-    let total: usize = kills.iter().flatten().sum();
     println!("{total} kills at system calls");
-    assert!(kills.iter().all(|row| row.iter().sum::<usize>() > 0), "a script without a kill: {kills:?}");
-    for ground in before {
-        std::fs::remove_dir_all(ground.directory).unwrap();
-    }
 }
 
-/// Kills of each script, by the kind of call.
-type Kills = Vec<[usize; CALLS.len()]>;
+/// The scripts, and what each of them finds, to be met by faults.
+pub struct Sweep<'a> {
+    before: Vec<Ground>,
+    faults: &'a [Fault],
+    part: Part,
+}
 
-/// One kill a script, at a call of some kind.
-fn at_one_call_each(before: &[Ground]) -> Kills {
-    let scripts: Vec<usize> = (0..SCRIPTS.len()).collect();
-    in_parallel(&scripts, |script| {
-        let mut random = Random(*script as u64);
-        let mut kills = [0; CALLS.len()];
-        loop {
-            let call = random.below(CALLS.len() as u64) as usize;
-            // Down to the first call of the kind, which there may not be.
-            let mut nth = 1 + random.below(16);
+/// Workers that met a fault, by script, and by kind of the fault.
+type Struck = Vec<Vec<usize>>;
+
+impl<'a> Sweep<'a> {
+    /// `None`, and said so, where there is no `strace`.
+    pub fn new(name: &str, faults: &'a [Fault], part: Part) -> Option<Self> {
+        if let Some(reason) = strace::missing() {
+            skipped(name, reason);
+            return None;
+        }
+        let scripts: Vec<usize> = (0..SCRIPTS.len()).collect();
+        Some(Self { before: in_parallel(&scripts, |script| Ground::before(*script)), faults, part })
+    }
+
+    /// Runs worker after worker, one for each script, or so many in all, prints how many met a fault, and
+    /// returns it. `check` is told which kind of fault was before each, how it ended, and where that was.
+    #[expect(clippy::print_stdout, reason = "the figures of the long run")]
+    pub fn run(&self, enough: Option<usize>, check: impl Fn(usize, ExitStatus, &str) + Sync) -> usize {
+        let strike = |script: usize, fault: usize, nth| {
+            let injection = Injection { fault: self.faults[fault], nth };
+            let check = |ended, at: &str| check(fault, ended, at);
+            self.before[script].strike(script, self.part, &injection, &check)
+        };
+        let struck = match enough {
+            Some(enough) => self.at_call_after_call(enough, strike),
+            None => self.at_one_call_each(strike),
+        };
+        println!("{:<34}{}", "", self.row(|fault| fault.calls.to_owned()));
+        println!("{:<34}{}", "", self.row(|fault| fault.fault.to_owned()));
+        for (script, row) in SCRIPTS.iter().zip(&struck) {
+            let counts = row.iter().map(|count| format!("{count:>13}"));
+            println!("{:<34}{}", script.name, counts.collect::<String>());
+        }
+        assert!(
+            struck.iter().all(|row| row.iter().sum::<usize>() > 0),
+            "a script without a fault: {struck:?}"
+        );
+        for ground in &self.before {
+            std::fs::remove_dir_all(&ground.directory).unwrap();
+        }
+        struck.iter().flatten().sum()
+    }
+
+    fn row(&self, column: impl Fn(&Fault) -> String) -> String {
+        self.faults.iter().map(|fault| format!("{:>13}", column(fault))).collect()
+    }
+
+    /// One fault a script, at a call of some kind.
+    fn at_one_call_each(&self, strike: impl Fn(usize, usize, u64) -> bool + Sync) -> Struck {
+        let scripts: Vec<usize> = (0..SCRIPTS.len()).collect();
+        in_parallel(&scripts, |script| {
+            let mut random = Random(*script as u64);
+            let mut struck = vec![0; self.faults.len()];
             loop {
-                if before[*script].kill_at(*script, CALLS[call], nth) == End::Killed {
-                    kills[call] += 1;
-                    return kills;
+                let fault = random.below(self.faults.len() as u64) as usize;
+                // Down to the first call of the kind, which there may not be.
+                let mut nth = 1 + random.below(16);
+                loop {
+                    if strike(*script, fault, nth) {
+                        struck[fault] += 1;
+                        return struck;
+                    }
+                    if nth == 1 {
+                        break;
+                    }
+                    nth = 1 + random.below(nth - 1);
                 }
-                if nth == 1 {
-                    break;
-                }
-                nth = 1 + random.below(nth - 1);
+            }
+        })
+    }
+
+    /// At the first call of each kind in each script, at the second, … until there are no more, or enough.
+    fn at_call_after_call(&self, enough: usize, strike: impl Fn(usize, usize, u64) -> bool + Sync) -> Struck {
+        let mut struck = vec![vec![0; self.faults.len()]; SCRIPTS.len()];
+        let kinds = |script| (0..self.faults.len()).map(move |fault| (script, fault));
+        let mut alive: Vec<(usize, usize)> = (0..SCRIPTS.len()).flat_map(kinds).collect();
+        for nth in 1.. {
+            let met = in_parallel(&alive, |(script, fault)| strike(*script, *fault, nth));
+            alive = alive.iter().zip(met).filter(|(_, met)| *met).map(|(job, _)| *job).collect();
+            for (script, fault) in &alive {
+                struck[*script][*fault] += 1;
+            }
+            if alive.is_empty() || struck.iter().flatten().sum::<usize>() >= enough {
+                return struck;
             }
         }
-    })
-}
-
-/// At the first call of each kind in each script, at the second, … until there are no more, or enough.
-fn at_call_after_call(before: &[Ground], enough: usize) -> Kills {
-    let mut kills: Kills = vec![[0; CALLS.len()]; SCRIPTS.len()];
-    let mut alive: Vec<(usize, usize)> =
-        (0..SCRIPTS.len()).flat_map(|script| (0..CALLS.len()).map(move |call| (script, call))).collect();
-    for nth in 1.. {
-        let ends = in_parallel(&alive, |(script, call)| before[*script].kill_at(*script, CALLS[*call], nth));
-        let killed = alive.iter().zip(ends).filter(|(_, end)| *end == End::Killed);
-        alive = killed.map(|(job, _)| *job).collect();
-        for (script, call) in &alive {
-            kills[*script][*call] += 1;
-        }
-        if alive.is_empty() || kills.iter().flatten().sum::<usize>() >= enough {
-            return kills;
-        }
+        unreachable!("no worker makes so many calls");
     }
-    unreachable!("no worker makes so many calls");
 }
 
 impl Ground {
@@ -128,22 +156,28 @@ impl Ground {
         Self { directory, log_io, board, diary, diary_checked, model, random: Random(0), forks: 0, names: 0 }
     }
 
-    /// Runs the script on a copy, kills it at this call, and checks what is left, killed or not.
-    fn kill_at(&self, script: usize, calls: &'static str, nth: u64) -> End {
+    /// Runs the script on a copy with this fault before it, and checks what is left, struck or not. Returns
+    /// whether a call met the fault.
+    fn strike(
+        &self,
+        script: usize,
+        part: Part,
+        injection: &Injection,
+        check: &impl Fn(ExitStatus, &str),
+    ) -> bool {
         let mut ground = self.copy();
         ground.board.start_over();
-        let worker = Worker::start_script(&ground.directory, script, Part::Steps);
-        let injection = Injection { calls, fault: "signal=KILL", nth };
-        let ended = worker.begin_under(&ground.board, &injection);
-        let at = format!("at call {nth} of {calls} in {:?} ({ended})", SCRIPTS[script].name);
-        let end = match (ended.signal(), ended.code()) {
-            (Some(9), _) => End::Killed,
-            (_, Some(0)) => End::Survived,
-            _ => panic!("the worker ended by itself: {at}, in {}", ground.directory.display()),
-        };
+        // Here, so that it is not the worker's own call that fails.
+        std::fs::create_dir_all(ground.directory.join("forks")).unwrap();
+        let worker = Worker::start_script(&ground.directory, script, part);
+        let (ended, struck) = worker.begin_under(&ground, injection);
+        let Injection { fault: Fault { calls, fault }, nth } = injection;
+        let name = SCRIPTS[script].name;
+        let at = format!("{fault} at call {nth} of {calls} in {name:?} ({ended})");
+        check(ended, &format!("{at}, in {}", ground.directory.display()));
         ground.check_what_is_left(&at);
         std::fs::remove_dir_all(&ground.directory).unwrap();
-        end
+        struck
     }
 }
 
@@ -153,17 +187,19 @@ impl Worker {
         Self(command.env(ERRAND_PART, format!("{script} {part:?}")).spawn().unwrap())
     }
 
-    /// Lets it begin with a fault before it, and waits for its end.
-    fn begin_under(mut self, board: &Board, injection: &Injection) -> ExitStatus {
-        self.wait_until(|| board.is_ready());
-        let _strace = Strace::attach(self.0.id(), injection).unwrap();
+    /// Lets it begin with a fault before it, and waits for its end. Returns whether a call met the fault, too.
+    fn begin_under(mut self, ground: &Ground, injection: &Injection) -> (ExitStatus, bool) {
+        self.wait_until(|| ground.board.is_ready());
+        let strace = Strace::attach(self.0.id(), injection, &ground.directory.join("strace")).unwrap();
         // The pipe stays open: its end would end the worker. A worker that is killed in the call by which it
         // waits does not hear this.
         match self.0.stdin.as_mut().unwrap().write_all(b"!") {
             Err(error) if error.kind() == ErrorKind::BrokenPipe => {}
             written => written.unwrap(),
         }
-        self.ended()
+        let ended = self.ended();
+        let struck = ended.signal() == Some(9) || strace.struck();
+        (ended, struck)
     }
 
     /// Waits for its end.

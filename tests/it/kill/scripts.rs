@@ -5,7 +5,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::thread;
 
-use remanent::{Ack, LogIo, Lsn, Result};
+use remanent::{Ack, Error, LogIo, Lsn, Remedy, Result};
+use remanent_format::Defect;
 
 use super::board::Board;
 use super::worker::{Manner, Work, end_with_the_parent};
@@ -77,6 +78,9 @@ pub const SCRIPTS: [Script; 20] = [
     Script { reopens: true, ..script("a fork, a close, an open", MAPPED, 40, &[Fork]) },
 ];
 
+/// Each thread of a store may meet a fault once.
+const FAILURES_MAX: usize = 16;
+
 /// Which part of a script a worker does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
@@ -84,6 +88,25 @@ pub enum Part {
     Before,
     /// The steps, once it is told to begin.
     Steps,
+    /// The same, with a call of the system that will fail: what that means is checked, and told by [`End`].
+    Failing,
+}
+
+/// What a failing call came to, as the worker's exit status.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    /// Nobody noticed.
+    Unnoticed = 0,
+    /// The store was not opened.
+    NotOpened = 3,
+    /// A call failed, and the store refuses to go on.
+    Poisoned = 4,
+    /// A call failed, and the store went on.
+    WentOn = 5,
+}
+
+impl End {
+    pub const ALL: [Self; 4] = [Self::Unnoticed, Self::NotOpened, Self::Poisoned, Self::WentOn];
 }
 
 impl Script {
@@ -110,10 +133,37 @@ impl Script {
             thread::park_timeout(PATIENCE);
             panic!("the worker hangs");
         });
-        let work = Work::open(directory, board, manner).unwrap();
-        self.steps.iter().try_for_each(|step| work.step(*step)).unwrap();
-        self.end(work, manner).unwrap();
-        std::process::exit(0);
+        let end = match (Work::open(directory, board, manner), part) {
+            (Ok(work), Part::Failing) => self.live_with_failure(work, manner),
+            (Err(error), Part::Failing) => {
+                check_remedy(&error);
+                End::NotOpened
+            }
+            (work, _) => {
+                self.live(work.unwrap(), manner).unwrap();
+                End::Unnoticed
+            }
+        };
+        std::process::exit(end as i32);
+    }
+
+    fn live(&self, work: Work<'_>, manner: Manner) -> Result<()> {
+        self.steps.iter().try_for_each(|step| work.step(*step))?;
+        self.end(work, manner)
+    }
+
+    fn live_with_failure(&self, work: Work<'_>, manner: Manner) -> End {
+        if let Err(error) = self.steps.iter().try_for_each(|step| work.step(*step)) {
+            check_remedy(&error);
+            return work.go_on();
+        }
+        match self.end(work, manner) {
+            Ok(()) => End::Unnoticed,
+            Err(error) => {
+                check_remedy(&error);
+                End::NotOpened
+            }
+        }
     }
 
     /// What comes after the steps.
@@ -125,11 +175,22 @@ impl Script {
     }
 }
 
+/// A call that the system refused is not the caller's fault, and damage only where something cannot be read.
+fn check_remedy(error: &Error) {
+    match error {
+        Error::Poisoned(cause) => check_remedy(cause),
+        Error::Damaged(damage) => assert!(matches!(damage.defect, Defect::Unreadable(_)), "{error}"),
+        // The trial that an open makes of direct writes met the fault: another way to write may do.
+        Error::InvalidOption { option: "log_io", .. } => {}
+        error => assert!(matches!(error.remedy(), Remedy::Reopen | Remedy::FreeSpace), "{error}"),
+    }
+}
+
 /// The part that this process is told to do, if it is a worker with a script.
 pub fn told() -> Option<(&'static Script, Part)> {
     let told = std::env::var(ERRAND_PART).ok()?;
     let (index, part) = told.split_once(' ').unwrap();
-    let parts = [Part::Before, Part::Steps];
+    let parts = [Part::Before, Part::Steps, Part::Failing];
     let part = parts.into_iter().find(|known| format!("{known:?}") == part).unwrap();
     Some((&SCRIPTS[index.parse::<usize>().unwrap()], part))
 }
@@ -160,6 +221,25 @@ impl Work<'_> {
             Name => self.name(self.store.lsn()),
             Fork => self.fork(self.store.lsn()),
         }
+    }
+
+    /// Uses the store after a failure: it goes on, or it is poisoned, and then it acknowledges nothing more.
+    fn go_on(&self) -> End {
+        for _ in 0..FAILURES_MAX {
+            match self.commit(Ack::Durable).and_then(|()| self.store.snapshot()) {
+                Ok(_) => return End::WentOn,
+                Err(error @ Error::Poisoned(_)) => {
+                    check_remedy(&error);
+                    let commit = self.commit(Ack::Logged);
+                    assert!(matches!(commit, Err(Error::Poisoned(_))), "a commit after {error}: {commit:?}");
+                    let snapshot = self.store.snapshot();
+                    assert!(matches!(snapshot, Err(Error::Poisoned(_))), "a snapshot after {error}");
+                    return End::Poisoned;
+                }
+                Err(error) => check_remedy(&error),
+            }
+        }
+        panic!("a fault that strikes each thread once keeps the store from going on");
     }
 
     fn commit_from_threads(&self, until: Lsn) -> Result<()> {

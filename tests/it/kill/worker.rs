@@ -6,7 +6,7 @@ use std::io::Read;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use remanent::{Ack, Error, LogIo, Lsn, Options, Position, RestorePoint, Result, Store, Ticket};
+use remanent::{Ack, Error, LogIo, Lsn, Options, Position, RestorePoint, Result, Store, Ticket, WriteBatch};
 
 use super::board::Board;
 use super::diary::{Diary, Entry};
@@ -43,6 +43,7 @@ pub fn options(log_io: Option<LogIo>) -> Options {
 struct Line {
     next: Lsn,
     shape: Shape,
+    refused: Option<WriteBatch>,
 }
 
 /// What the threads of a worker share.
@@ -90,7 +91,7 @@ impl<'a> Work<'a> {
         let store = Store::open(directory.join("store"), options)?;
         let lsn = store.lsn();
         board.set_opened(lsn);
-        let line = Mutex::new(Line { next: lsn.next(), shape: shape(&store)? });
+        let line = Mutex::new(Line { next: lsn.next(), shape: shape(&store)?, refused: None });
         let diary = Diary::open(&directory.join("diary"));
         Ok(Self { directory, store, board, diary, line })
     }
@@ -111,10 +112,15 @@ impl<'a> Work<'a> {
             return Ok(None);
         }
         let changes = changes(n, &line.shape);
-        let mut batch = self.store.batch();
-        fill(&mut batch, n, &changes);
+        // The same batch as before, if there was no space for it then: its new pages have their ids.
+        let batch = line.refused.take().unwrap_or_else(|| {
+            let mut batch = self.store.batch();
+            fill(&mut batch, n, &changes);
+            batch
+        });
         self.board.begin(n);
-        let ticket = self.store.submit(batch)?;
+        let submitted = self.store.submit(batch.clone());
+        let ticket = submitted.inspect_err(|_| line.refused = Some(batch))?;
         assert_eq!(ticket.position().lsn, n);
         reshape(&mut line.shape, &changes, ticket.pages());
         line.next = n.next();

@@ -4,23 +4,30 @@
 //! itself; the first one that comes to its n-th call of the kind meets the fault.
 
 use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStderr, Command, Stdio};
 use std::sync::OnceLock;
 
-/// What happens to a call.
-#[derive(Clone, Debug)]
-pub struct Injection {
+/// What happens to calls of a kind.
+#[derive(Clone, Copy, Debug)]
+pub struct Fault {
     /// System calls, as `strace` names them: `pwrite64`, `/^rename`, `all`.
     pub calls: &'static str,
     /// `signal=KILL`, `error=EIO`.
     pub fault: &'static str,
+}
+
+/// What happens to one call.
+#[derive(Clone, Copy, Debug)]
+pub struct Injection {
+    pub fault: Fault,
     /// Which call, from 1.
     pub nth: u64,
 }
 
 impl Injection {
     fn argument(&self) -> String {
-        let Self { calls, fault, nth } = self;
+        let Self { fault: Fault { calls, fault }, nth } = self;
         format!("inject={calls}:{fault}:when={nth}")
     }
 }
@@ -28,23 +35,31 @@ impl Injection {
 /// A `strace` at work. It ends by itself when its process does.
 pub struct Strace {
     process: Child,
+    /// Where it writes down the calls of the kind.
+    log: PathBuf,
     /// Kept open: what it says of every new thread must go somewhere.
     _said: BufReader<ChildStderr>,
 }
 
 impl Strace {
     /// Attaches to all threads of a process, and to those that they start.
-    pub fn attach(process: u32, injection: &Injection) -> Result<Self, String> {
+    pub fn attach(process: u32, injection: &Injection, log: &Path) -> Result<Self, String> {
         let mut command = Command::new("strace");
-        command.args(["-f", "-o", "/dev/null", "-p", &process.to_string()]);
-        command.args(["-e", &format!("trace={}", injection.calls), "-e", &injection.argument()]);
+        command.args(["-f", "-p", &process.to_string(), "-o"]).arg(log);
+        command.args(["-e", &format!("trace={}", injection.fault.calls), "-e", &injection.argument()]);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
         let mut process = command.spawn().map_err(|error| format!("strace: {error}"))?;
         let mut said = BufReader::new(process.stderr.take().unwrap());
         let mut line = String::new();
         said.read_line(&mut line).unwrap();
-        let strace = Self { process, _said: said };
+        let strace = Self { process, log: log.to_owned(), _said: said };
         if line.contains(" attached") { Ok(strace) } else { Err(line.trim_end().to_owned()) }
+    }
+
+    /// Whether a call met the fault, once the process is gone.
+    pub fn struck(mut self) -> bool {
+        self.process.wait().unwrap();
+        std::fs::read_to_string(&self.log).unwrap().contains("(INJECTED)")
     }
 }
 
@@ -61,8 +76,8 @@ pub fn missing() -> Option<&'static str> {
     static REASON: OnceLock<Option<String>> = OnceLock::new();
     let ask = || {
         let mut cat = Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
-        let injection = Injection { calls: "rename", fault: "error=EIO", nth: 1 };
-        let attached = Strace::attach(cat.id(), &injection);
+        let injection = Injection { fault: Fault { calls: "rename", fault: "error=EIO" }, nth: 1 };
+        let attached = Strace::attach(cat.id(), &injection, Path::new("/dev/null"));
         cat.kill().unwrap();
         cat.wait().unwrap();
         attached.err()

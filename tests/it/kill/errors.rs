@@ -1,0 +1,61 @@
+//! A call of the system that fails, or is interrupted: the first of its kind, the second, … What fails, fails with
+//! a typed error; a store that is poisoned by it acknowledges nothing more, one that is not goes on; and what was
+//! acknowledged is there when the store is opened anew.
+
+use std::sync::Mutex;
+
+use super::calls::Sweep;
+use super::scripts::{End, Part};
+use super::*;
+use crate::machine::strace::Fault;
+
+const fn fault(calls: &'static str, fault: &'static str) -> Fault {
+    Fault { calls, fault }
+}
+
+const EIO: &str = "error=EIO";
+const ENOSPC: &str = "error=ENOSPC";
+const EINTR: &str = "error=EINTR";
+
+/// Calls, and what they are made to return. A mapping that is refused is left out: the system's own allocator and
+/// its threads live by them.
+const FAULTS: [Fault; 17] = [
+    fault("pwrite64", EIO),
+    fault("pread64", EIO),
+    fault("fdatasync", EIO),
+    fault("fsync", EIO),
+    fault("msync", EIO),
+    fault("/^rename", EIO),
+    fault("/^unlink", EIO),
+    fault("ftruncate", EIO),
+    fault("openat", EIO),
+    fault("mkdir", EIO),
+    fault("pwrite64", ENOSPC),
+    fault("/^rename", ENOSPC),
+    fault("ftruncate", ENOSPC),
+    fault("openat", ENOSPC),
+    fault("mkdir", ENOSPC),
+    fault("pwrite64", EINTR),
+    fault("pread64", EINTR),
+];
+
+const SYNCS: [&str; 3] = ["fdatasync", "fsync", "msync"];
+
+#[test]
+fn a_system_call_that_fails_costs_nothing_acknowledged() {
+    let Some(sweep) = Sweep::new("failing system calls", &FAULTS, Part::Failing) else { return };
+    let ends = Mutex::new([[0; End::ALL.len()]; FAULTS.len()]);
+    let total = sweep.run(effort("REMANENT_FAILED_CALLS"), |fault, ended, at| {
+        let known = End::ALL.iter().position(|end| ended.code() == Some(*end as i32));
+        let end = known.unwrap_or_else(|| panic!("the worker ended otherwise: {at}"));
+        ends.lock().unwrap()[fault][end] += 1;
+        let (end, Fault { calls, fault }) = (End::ALL[end], FAULTS[fault]);
+        assert!(end == End::Unnoticed || fault != EINTR, "an interrupted call was given up: {at}");
+        assert!(end != End::WentOn || !SYNCS.contains(&calls), "a store went on after a failed sync: {at}");
+    });
+    println!("{:<34}{}", "workers", End::ALL.map(|end| format!("{:>13}", format!("{end:?}"))).concat());
+    for (Fault { calls, fault }, ends) in FAULTS.iter().zip(ends.into_inner().unwrap()) {
+        println!("{:<34}{}", format!("{calls} {fault}"), ends.map(|count| format!("{count:>13}")).concat());
+    }
+    println!("{total} failing calls");
+}
