@@ -40,6 +40,7 @@ pub fn apply(op: &Op<'_>, content: &mut Vec<u8>) {
         Op::Delete { .. } => content.clear(),
         // Its bytes lie elsewhere: they are what the page is made from, and this batch is in them.
         Op::Image { .. }
+        | Op::Move { .. }
         | Op::SetMetadata { .. }
         | Op::RemoveMetadata { .. }
         | Op::SetRoot { .. }

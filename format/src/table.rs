@@ -24,7 +24,7 @@ pub struct PageInfo {
     pub len: u64,
     /// Its version.
     pub epoch: Epoch,
-    /// The batch that changed it last.
+    /// The batch that changed it last, or moved it.
     pub lsn: Lsn,
     /// Where it lives.
     pub place: Place,
@@ -145,6 +145,8 @@ struct Touched {
     /// What it is by now; `None` if it is gone.
     state: Option<PageInfo>,
     content: Content,
+    /// Whether its epoch is that of this batch already.
+    is_raised: bool,
 }
 
 /// What a batch did to a page's bytes by now.
@@ -166,21 +168,35 @@ impl Overlay<'_> {
     }
 
     fn set(&mut self, page: PageId, state: Option<PageInfo>) {
-        if self.pages.insert(page, Touched { state, content: Content::Kept }).is_none() {
+        self.insert(page, Touched { state, content: Content::Kept, is_raised: true });
+    }
+
+    fn insert(&mut self, page: PageId, touched: Touched) {
+        if self.pages.insert(page, touched).is_none() {
             self.order.push(page);
         }
     }
 
-    /// The page for changing: its epoch rises once a batch.
-    fn touch(&mut self, page: PageId) -> Result<&mut PageInfo, Refusal> {
+    /// The page for moving: this batch is its last change, and its epoch stays.
+    fn touch_place(&mut self, page: PageId) -> Result<&mut PageInfo, Refusal> {
         if !self.pages.contains_key(&page) {
             let mut info = self.table.pages.get(&page).cloned().ok_or(Refusal::UnknownPage(page))?;
-            info.epoch.0 += 1;
             info.lsn = self.lsn;
-            self.set(page, Some(info));
+            self.insert(page, Touched { state: Some(info), content: Content::Kept, is_raised: false });
         }
         let touched = self.pages.get_mut(&page).and_then(|touched| touched.state.as_mut());
         touched.ok_or(Refusal::UnknownPage(page))
+    }
+
+    /// The page for changing: its epoch rises once a batch.
+    fn touch(&mut self, page: PageId) -> Result<&mut PageInfo, Refusal> {
+        self.touch_place(page)?;
+        let touched = self.pages.get_mut(&page).expect("touched just now");
+        let info = touched.state.as_mut().ok_or(Refusal::UnknownPage(page))?;
+        if !std::mem::replace(&mut touched.is_raised, true) {
+            info.epoch.0 += 1;
+        }
+        Ok(info)
     }
 
     /// The page for changing its bytes from `Kept` or `Changed` to `content`.
@@ -338,6 +354,10 @@ impl PageTable {
                         overlay.touch_content(*page, Content::Kept)?.len = *len;
                     }
                     Op::Image { page, len, .. } => overlay.touch_image(*page, *len)?,
+                    Op::Move { page, place } => {
+                        check_place(*place)?;
+                        overlay.touch_place(*page)?.place = *place;
+                    }
                     Op::Delete { page } => {
                         let key = overlay.touch(*page)?.key.clone();
                         if let Some(key) = key {

@@ -470,6 +470,10 @@ fn sound_files() -> Vec<Sound> {
             codec: Codec::Raw,
         },
     }];
+    let moves = [
+        Op::Move { page: PageId(5), place: Place::Device(1) },
+        Op::Move { page: PageId(6), place: Place::Pinned },
+    ];
     let restore = [Op::Restore { table: 4, table_crc: 0x4444_4444, restored: Lsn(30) }];
     [
         (
@@ -487,7 +491,7 @@ fn sound_files() -> Vec<Sound> {
         (
             "frame-batch",
             Frame,
-            "A batch of all operations but those that name files",
+            "A batch of operations that name no file",
             frame(FrameKind::Batch, &payload(&ops())),
         ),
         (
@@ -502,6 +506,7 @@ fn sound_files() -> Vec<Sound> {
             "A page whose bytes were written ahead",
             frame(FrameKind::Batch, &payload(&image)),
         ),
+        ("frame-move", Frame, "Pages that move", frame(FrameKind::Batch, &payload(&moves))),
         ("frame-restore", Frame, "A restore", frame(FrameKind::Batch, &payload(&restore))),
         ("frame-seal", Frame, "A seal that names two verified snapshots", frame(FrameKind::Seal, &seal())),
         ("groups", Groups, "Two groups: two batches, then a seal", groups()),
@@ -729,7 +734,7 @@ const FAULTS: &[Fault] = &[
     ("payload-count-endless", "frame-batch", |b| in_payload(b, |p| p[3] = 1), "operation count is "),
     ("payload-left-over", "frame-batch", |b| in_payload(b, |p| p.extend_from_slice(&[0; 16])), "bytes after the last operation is 16"),
     ("payload-reserved", "frame-batch", |b| in_payload(b, |p| p[4] = 1), "reserved payload bytes is 1"),
-    ("op-kind", "frame-restore", |b| in_payload(b, |p| p[16] = 15), "operation kind is 15"),
+    ("op-kind", "frame-restore", |b| in_payload(b, |p| p[16] = 16), "operation kind is 16"),
     ("op-encoding", "frame-restore", |b| in_payload(b, |p| p[19] = 1), "operation encoding is 1"),
     ("op-indices-encoding", "frame-gaps", |b| in_payload(b, |p| p[19] = 2), "operation encoding is 2"),
     ("op-gap-overlong", "frame-gaps", |b| in_payload(b, |p| p[51] = 0), "last byte of an index gap is 0"),
@@ -743,6 +748,12 @@ const FAULTS: &[Fault] = &[
     ("op-image-codec", "frame-image", |b| in_payload(b, |p| p[80] = 9), "image codec is 9"),
     ("op-image-reserved", "frame-image", |b| in_payload(b, |p| p[81] = 1), "reserved image bytes is 1"),
     ("op-image-page", "frame-image", |b| in_payload(b, |p| p[24] = 0), "operation's page is 0"),
+    ("op-move-place", "frame-move", |b| in_payload(b, |p| p[32] = 6), "place is 6"),
+    ("op-move-kind", "frame-move", |b| in_payload(b, |p| p[33] = 1), "place is 257"),
+    ("op-move-device", "frame-move", |b| in_payload(b, |p| p[40] = 64), "device ordinal is 64, over the limit of 63"),
+    ("op-move-ordinal", "frame-move", |b| in_payload(b, |p| p[72] = 1), "place is 2"),
+    ("op-move-page", "frame-move", |b| in_payload(b, |p| p[24] = 0), "operation's page is 0"),
+    ("op-move-body", "frame-move", |b| in_payload(b, |p| { p[52] = 16; p.extend_from_slice(&[0; 16]) }), "operation body length is 16"),
     ("op-width", "frame-restore", |b| in_payload(b, |p| p[18] = 1), "element width is 1"),
     ("op-argument", "frame-restore", |b| in_payload(b, |p| p[40] = 1), "unused operation argument is 1"),
     ("op-page", "frame-restore", |b| in_payload(b, |p| p[24] = 1), "operation's page is 1"),

@@ -276,6 +276,7 @@ fn operation_kinds_are_those_of_the_code() {
         Op::Note { text: "a" },
         Op::Restore { table: 1, table_crc: 1, restored: Lsn(1) },
         Op::Image { page, len: 1, image },
+        Op::Move { page, place: Place::Device(1) },
     ];
     let rows = table_after("| kind | name | `width` |");
     assert_eq!(rows.len(), samples.len());
@@ -313,7 +314,7 @@ fn frame_kinds_and_places_are_those_of_the_code() {
     let byte = |kind| header(kind).encode().0[4];
     assert_eq!(kinds, format!("{}: batch, {}: seal", byte(FrameKind::Batch), byte(FrameKind::Seal)));
 
-    let rows = table_after("Places, here and in manifests");
+    let rows = table_after("Places, here, in moves and in manifests");
     let rows: Vec<_> = rows.iter().map(|row| (row[0].clone(), row[1].clone())).collect();
     let places = [Place::Device(0), Place::Pinned, Place::Host, Place::Unified, Place::Disk];
     let kinds = places.map(|place| {

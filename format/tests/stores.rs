@@ -97,6 +97,73 @@ fn a_batch_may_name_an_image_that_was_written_ahead() {
     check("a rotten one is named", &maker, &Refused("000000000000000c.pages at offset 4224: image checksum"));
 }
 
+/// Batch 3 only moves the page; batch 4 moves it and writes to it.
+fn moved() -> Maker {
+    let mut maker = Maker::new();
+    maker.batch().batch();
+    let root = |number: u64| Op::SetRoot { name: "n".into(), value: Value::from(number) };
+    let to = |place| Op::Move { page: PAGE, place };
+    let bytes = &content(4)[..8];
+    let write = Op::Write { page: PAGE, offset: 0, bytes };
+    maker.batch_of(&[to(Place::Device(1)), root(3)], true);
+    maker.batch_of(&[to(Place::Host), write, to(Place::Pinned), root(4)], true);
+    maker.batch();
+    maker
+}
+
+/// Place, epoch and bytes of that page behind a batch; the bytes are those that this batch wrote.
+fn moved_at(lsn: u64) -> (Place, Epoch, u64) {
+    match lsn {
+        1 | 2 => (Place::Host, Epoch(lsn), lsn),
+        3 => (Place::Device(1), Epoch(2), 2),
+        4 | 5 => (Place::Pinned, Epoch(lsn - 1), lsn),
+        _ => unreachable!("five batches"),
+    }
+}
+
+/// A snapshot of that store which caught the page behind batch `caught`.
+fn snapshot_of_moved(maker: &mut Maker, redo: u64, caught: u64, end: u64) {
+    let (place, epoch, written) = moved_at(caught);
+    let mut manifest = maker.manifest(1, redo, caught, end);
+    let image = maker.image(1, ImagePurpose::Snapshot, written);
+    let entry = &mut manifest.entries[0];
+    (entry.place, entry.epoch, entry.image) = (place, epoch, Some(image));
+    maker.publish(FileName::Manifest(1), &manifest);
+}
+
+#[test]
+fn a_moved_page_ends_where_the_newest_move_took_it_from_whatever_moment_it_was_caught() {
+    let mut looked_at = 0;
+    for (redo, caught, end) in (1..=5_u64)
+        .flat_map(|redo| (redo..=5).flat_map(move |caught| (caught..=5).map(move |end| (redo, caught, end))))
+    {
+        let mut maker = moved();
+        snapshot_of_moved(&mut maker, redo, caught, end);
+        for until in (end..=5).map(Lsn) {
+            let base = Some(SnapshotId(1));
+            let options = RebuildOptions { base, until: Some(until), ..RebuildOptions::default() };
+            let rebuilt = rebuild(&maker.files, &options).unwrap();
+            let why = format!("from {redo}, caught behind {caught}, up to {end}, seen behind {until}");
+            let (place, epoch, written) = moved_at(until.0);
+            let info = rebuilt.table.get(PAGE).unwrap();
+            assert_eq!((info.place, info.epoch, info.lsn), (place, epoch, until), "{why}");
+            assert_eq!(rebuilt.contents[&PAGE], content(written), "{why}");
+            looked_at += 1;
+        }
+    }
+    assert!(looked_at > 50, "only {looked_at} states");
+    let from_beginning = rebuilt(&moved()).unwrap();
+    let info = from_beginning.table.get(PAGE).unwrap();
+    assert_eq!((info.place, info.epoch, info.lsn), (Place::Pinned, Epoch(4), Lsn(5)));
+}
+
+#[test]
+fn an_unknown_page_does_not_move() {
+    let mut maker = Maker::new();
+    maker.batch().batch_of(&[Op::Move { page: PageId(2), place: Place::Host }], true);
+    assert!(rebuilt(&maker).unwrap_err().contains("there is no page 2"));
+}
+
 #[test]
 fn an_image_is_all_that_a_batch_does_to_its_page() {
     let mut maker = Maker::new();
@@ -105,6 +172,7 @@ fn an_image_is_all_that_a_batch_does_to_its_page() {
     let named = Op::Image { page, len, image };
     let write = Op::Write { page, offset: 0, bytes: &[1] };
     let set = Op::SetMetadata { page, name: "a".into(), value: Value::Null };
+    let to_pinned = Op::Move { page, place: Place::Pinned };
     let resize = |len| Op::Resize { page, len };
     let new = PageId(2);
     let create = Op::Create { page: new, len, place: Place::Host, key: None, metadata: Metadata::new() };
@@ -117,6 +185,7 @@ fn an_image_is_all_that_a_batch_does_to_its_page() {
         ("resized to its length before", vec![&resize(9), &resize(len), &named], None),
         ("deleted after", vec![&named, &Op::Delete { page }], None),
         ("metadata beside it", vec![&named, &set], None),
+        ("moved before and after", vec![&to_pinned, &named, &to_pinned], None),
         ("written before", vec![&write, &named], alone),
         ("written after", vec![&named, &write], alone),
         ("written after something else", vec![&named, &create, &write], alone),
@@ -585,10 +654,12 @@ fn seeds() -> Vec<(&'static str, Vec<u8>)> {
     let mut compressed = four();
     compressed.compress = true;
     compressed.snapshot(1, 2, 3, 4);
-    let names = ["four", "snapshots", "reopened", "restored", "compressed"];
+    let mut moved = moved();
+    snapshot_of_moved(&mut moved, 2, 3, 4);
+    let names = ["four", "snapshots", "reopened", "restored", "compressed", "moved"];
     names
         .into_iter()
-        .zip([four(), snapshots, reopened, restored, compressed])
+        .zip([four(), snapshots, reopened, restored, compressed, moved])
         .map(|(name, maker)| (name, maker.files.to_archive()))
         .collect()
 }

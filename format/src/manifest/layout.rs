@@ -72,7 +72,7 @@ layout! {
         0 => page: PageId,
         /// Its epoch in the image.
         8 => epoch: Epoch,
-        /// The newest batch that changed it, in the image.
+        /// The newest batch that changed or moved it, in the image.
         16 => lsn: Lsn,
         /// Its length.
         24 => len: u64,

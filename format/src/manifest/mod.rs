@@ -72,7 +72,7 @@ pub struct ManifestEntry {
     pub len: u64,
     /// Its epoch.
     pub epoch: Epoch,
-    /// The newest batch that changed it.
+    /// The newest batch that changed or moved it.
     pub lsn: Lsn,
     /// Where it lives.
     pub place: Place,

@@ -38,6 +38,7 @@ const REMOVE_ROOT: u16 = 11;
 const NOTE: u16 = 12;
 const RESTORE: u16 = 13;
 const IMAGE: u16 = 14;
+const MOVE: u16 = 15;
 
 layout! {
     /// The head of a batch's payload.
@@ -64,9 +65,9 @@ layout! {
         4 => body_len: u32,
         /// The page; zero where the operation is about none.
         8 => page: PageId,
-        /// First argument: an offset or a length.
+        /// First argument: an offset, a length, a place's kind.
         16 => first: u64,
-        /// Second argument: a length or a count.
+        /// Second argument: a length, a count, a place's ordinal.
         24 => second: u64,
     }
 }
@@ -240,6 +241,13 @@ pub enum Op<'a> {
         /// The image.
         image: ImageRef,
     },
+    /// The page lives elsewhere from now on; its bytes and its epoch stay as they are.
+    Move {
+        /// The page.
+        page: PageId,
+        /// Where it lives.
+        place: Place,
+    },
     /// Everything is replaced by an earlier state, which a table file names. The only operation of its
     /// batch.
     Restore {
@@ -275,7 +283,8 @@ impl Op<'_> {
             | Op::Delete { page }
             | Op::SetMetadata { page, .. }
             | Op::RemoveMetadata { page, .. }
-            | Op::Image { page, .. } => Some(*page),
+            | Op::Image { page, .. }
+            | Op::Move { page, .. } => Some(*page),
             Op::SetRoot { .. } | Op::RemoveRoot { .. } | Op::Note { .. } | Op::Restore { .. } => None,
         }
     }
@@ -309,6 +318,7 @@ impl Op<'_> {
             | Op::Resize { .. } => true,
             Op::Create { .. }
             | Op::Image { .. }
+            | Op::Move { .. }
             | Op::Delete { .. }
             | Op::SetMetadata { .. }
             | Op::RemoveMetadata { .. }
@@ -337,6 +347,7 @@ impl Op<'_> {
             Op::Note { .. } => "note",
             Op::Restore { .. } => "restore",
             Op::Image { .. } => "image",
+            Op::Move { .. } => "move",
         }
     }
 }

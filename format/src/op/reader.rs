@@ -2,8 +2,8 @@
 
 use super::indices::{GAPS, PLAIN};
 use super::{
-    CREATE, CreateBodyRaw, DELETE, FILL, IMAGE, ImageBodyRaw, Indices, MASKED, NOTE, OP_HEADER_LEN, Op, OpAt,
-    OpHeaderRaw, PAYLOAD_HEAD_LEN, PayloadHeadRaw, REMOVE_METADATA, REMOVE_ROOT, RESIZE, RESTORE,
+    CREATE, CreateBodyRaw, DELETE, FILL, IMAGE, ImageBodyRaw, Indices, MASKED, MOVE, NOTE, OP_HEADER_LEN, Op,
+    OpAt, OpHeaderRaw, PAYLOAD_HEAD_LEN, PayloadHeadRaw, REMOVE_METADATA, REMOVE_ROOT, RESIZE, RESTORE,
     RestoreBodyRaw, SCATTER, SET_METADATA, SET_ROOT, WRITE, check_place, masked_bytes_at, scatter_values_at,
 };
 use crate::defect::{Defect, array, check_limit, check_zero, check_zeros, slice};
@@ -70,7 +70,7 @@ fn decode_op<'a>(header: &OpHeaderRaw, body: &'a [u8]) -> Result<Op<'a>, Defect>
     let page = header.page;
     check_limit("operation's page", page.0, NUMBER_MAX)?;
     let OpHeaderRaw { first, second, .. } = *header;
-    let about_page = matches!(header.kind, CREATE..=REMOVE_METADATA | IMAGE);
+    let about_page = matches!(header.kind, CREATE..=REMOVE_METADATA | IMAGE | MOVE);
     if about_page == (page == PageId(0)) {
         return Err(Defect::Field { what: "operation's page", found: page.0 });
     }
@@ -112,9 +112,7 @@ fn decode_op<'a>(header: &OpHeaderRaw, body: &'a [u8]) -> Result<Op<'a>, Defect>
             has_len("metadata length", envelope.len(), raw.metadata_len.into())?;
             let (metadata, consumed) = decode_metadata(envelope, METADATA_LEN_MAX)?;
             has_len("metadata length", consumed, envelope.len() as u64)?;
-            let place = Place::from_raw(raw.place_kind, raw.place_ordinal)
-                .ok_or(Defect::Field { what: "place", found: raw.place_kind.into() })?;
-            check_place(place)?;
+            let place = read_place(raw.place_kind.into(), raw.place_ordinal.into())?;
             Ok(Op::Create { page, len: first, place, key, metadata })
         }
         WRITE => {
@@ -221,6 +219,19 @@ fn decode_op<'a>(header: &OpHeaderRaw, body: &'a [u8]) -> Result<Op<'a>, Defect>
             image.check(first)?;
             Ok(Op::Image { page, len: first, image })
         }
+        MOVE => {
+            empty()?;
+            Ok(Op::Move { page, place: read_place(first, second)? })
+        }
         other => Err(Defect::Field { what: "operation kind", found: other.into() }),
     }
+}
+
+/// The place that a kind and an ordinal name.
+fn read_place(kind: u64, ordinal: u64) -> Result<Place, Defect> {
+    let raw = u8::try_from(kind).ok().zip(u32::try_from(ordinal).ok());
+    let place = raw.and_then(|(kind, ordinal)| Place::from_raw(kind, ordinal));
+    let place = place.ok_or(Defect::Field { what: "place", found: kind })?;
+    check_place(place)?;
+    Ok(place)
 }

@@ -1,9 +1,9 @@
 //! Floor 0. Operations to bytes: a payload under construction.
 
 use super::{
-    CREATE, CreateBodyRaw, DELETE, FILL, IMAGE, ImageBodyRaw, MASKED, NOTE, OP_HEADER_LEN, Op, OpHeaderRaw,
-    PAYLOAD_HEAD_LEN, PayloadHeadRaw, REMOVE_METADATA, REMOVE_ROOT, RESIZE, RESTORE, RestoreBodyRaw, SCATTER,
-    SET_METADATA, SET_ROOT, WRITE, check_place, masked_bytes_at, scatter_values_at,
+    CREATE, CreateBodyRaw, DELETE, FILL, IMAGE, ImageBodyRaw, MASKED, MOVE, NOTE, OP_HEADER_LEN, Op,
+    OpHeaderRaw, PAYLOAD_HEAD_LEN, PayloadHeadRaw, REMOVE_METADATA, REMOVE_ROOT, RESIZE, RESTORE,
+    RestoreBodyRaw, SCATTER, SET_METADATA, SET_ROOT, WRITE, check_place, masked_bytes_at, scatter_values_at,
 };
 use crate::defect::{Defect, check_limit};
 use crate::ids::Key;
@@ -124,6 +124,12 @@ impl PayloadWriter {
                     reserved: [0; 7],
                 };
                 self.bytes.extend_from_slice(&body.to_bytes());
+            }
+            Op::Move { place, .. } => {
+                check_place(*place)?;
+                let (place_kind, place_ordinal) = place.to_raw();
+                (header.kind, header.first) = (MOVE, place_kind.into());
+                header.second = place_ordinal.into();
             }
             Op::Restore { table, table_crc, restored } => {
                 (header.kind, header.first) = (RESTORE, *table);

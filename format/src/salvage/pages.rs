@@ -90,9 +90,9 @@ impl Salvage<'_> {
     /// The bytes of a version, if it is the one that is wanted.
     fn accept(&self, found: Version, wanted: &PageInfo) -> Result<Vec<u8>, Damage> {
         let Version { info, bytes } = found;
-        // One batch less, and the epoch would be lower: so all batches between are there. Epoch and batch
-        // together name a version, with its length, key and metadata.
-        if (info.epoch, info.lsn) != (wanted.epoch, wanted.lsn) {
+        // One batch less, and the epoch would be lower: so all batches between are there, but for moves, which
+        // change no bytes. The epoch names what the page holds, its length and its metadata.
+        if info.epoch != wanted.epoch {
             let (what, found, expected) =
                 ("epoch that the batches found lead to", info.epoch.0, wanted.epoch.0);
             let hole = self.log.hole(self.log.reach(info.lsn).next());
@@ -100,7 +100,7 @@ impl Salvage<'_> {
         }
         let bytes = bytes?;
         // Where somebody knows the checksum of the bytes, they are held against it once more.
-        for fact in self.facts_of(info.page).iter().filter(|fact| fact.info.lsn == wanted.lsn) {
+        for fact in self.facts_of(info.page).iter().filter(|fact| fact.info.epoch == wanted.epoch) {
             if let Some(image) = fact.image {
                 check_crc("page", image.raw_crc, &bytes)
                     .map_err(|defect| defect.at_lsn(FileName::Pages(image.file), image.offset, wanted.lsn))?;
