@@ -26,11 +26,11 @@ use remanent_format::image::{ImagePurpose, ImageRef};
 use remanent_format::manifest::{Manifest, ManifestEntry, ManifestKind};
 use remanent_format::op::{Op, PayloadWriter};
 use remanent_format::{
-    Epoch, FileName, Folder, LogPoint, Lsn, Metadata, PageId, PageInfo, PageTable, SnapshotId, StoreId,
+    Epoch, FileName, Folder, LogPoint, Lsn, Metadata, PageId, PageInfo, PageTable, Place, SnapshotId, StoreId,
 };
 
 use crate::applier::{Applier, Turn};
-use crate::arena::Purpose;
+use crate::arena::{PageMemory, Purpose};
 use crate::device::{Command, CommandList, Device, Pending, StagingSpan};
 use crate::disk::Disk;
 use crate::error::{Error, Result};
@@ -218,13 +218,16 @@ impl Restore<'_> {
     }
 }
 
-/// A page of the old state, as it is after the restore: one that did not change since keeps its version.
+/// A page of the old state, as it is after the restore: one that did not change since keeps its version, and
+/// one that only moved its epoch.
 fn at_restore(info: &PageInfo, now: &PageTable, lsn: Lsn, epoch: Epoch) -> PageInfo {
-    let unchanged =
-        now.get(info.page).is_some_and(|current| (current.epoch, current.lsn) == (info.epoch, info.lsn));
+    let current = now.get(info.page).map(|current| (current.epoch, current.lsn));
     let mut info = info.clone();
-    if !unchanged {
-        (info.lsn, info.epoch) = (lsn, epoch);
+    if current != Some((info.epoch, info.lsn)) {
+        info.lsn = lsn;
+    }
+    if current.map(|(epoch, _)| epoch) != Some(info.epoch) {
+        info.epoch = epoch;
     }
     info
 }
@@ -242,15 +245,17 @@ fn overwrite(
     turn.applied.table.replace(point.lsn, pages.iter().cloned(), root.clone());
     turn.applied.table.index_keys().expect("the old state had unique keys");
     turn.applied.point = point;
-    let staying: HashMap<PageId, u64> = pages.iter().map(|info| (info.page, info.len)).collect();
+    let staying: HashMap<PageId, (Place, u64)> =
+        pages.iter().map(|info| (info.page, (info.place, info.len))).collect();
     // What goes, goes first: the budget holds for what stays.
     let last_use = turn.submit(CommandList::default())?.fence();
-    let fits = |page: &PageId, len: u64| staying.get(page) == Some(&len);
+    let fits =
+        |page: &PageId, memory: &PageMemory| staying.get(page) == Some(&(memory.place(), memory.byte_len()));
     let leaving: Vec<PageId> = turn
         .applied
         .memory
         .iter()
-        .filter(|(page, memory)| !fits(page, memory.byte_len()))
+        .filter(|(page, memory)| !fits(page, memory))
         .map(|(page, _)| *page)
         .collect();
     for page in leaving {

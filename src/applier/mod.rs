@@ -45,7 +45,7 @@ pub(crate) struct Work {
     pub payload: StagingBuf,
     /// What it does to the table.
     pub changes: Changes,
-    /// Memory for its creates and resizes, in their order.
+    /// Memory for its creates and resizes, and for its moves to another place, in their order.
     pub memory: VecDeque<PageMemory>,
     /// Memory for the pages that it changes while they are leased; each moves there first.
     pub spares: Vec<(PageId, PageMemory)>,
@@ -402,14 +402,17 @@ impl Worker {
                     self.list.zero(new.span());
                     self.applied.memory.insert(page, new);
                 }
-                Op::Resize { page, len } => {
-                    let new = memory.pop_front().expect("one for each resize");
-                    let old = self.applied.memory.remove(&page).expect("planned on a page that exists");
-                    let kept = len.min(old.byte_len());
-                    self.list.copy(old.part(0, kept), new.part(0, kept));
-                    self.list.zero(new.part(kept, len - kept));
-                    self.give_up(page, old);
-                    self.applied.memory.insert(page, new);
+                Op::Resize { page, .. } => {
+                    self.replace(page, memory.pop_front().expect("one for each resize"));
+                }
+                Op::Move { page, place } => {
+                    let here = self.applied.memory.get(&page).expect("planned on a page that exists").place();
+                    if here == place {
+                        // Its Lsn changes all the same: a cut keeps the page with the old one.
+                        self.before_change(page, &mut spares);
+                    } else {
+                        self.replace(page, memory.pop_front().expect("one for each move to another place"));
+                    }
                 }
                 Op::Delete { page } => {
                     if let Some(old) = self.applied.memory.remove(&page) {
@@ -432,6 +435,16 @@ impl Worker {
         self.list.payload(payload);
         self.applied.table.install(&changes);
         self.applied.point = point;
+    }
+
+    /// A page goes to new memory, cut or extended by zeros to its length.
+    fn replace(&mut self, page: PageId, new: PageMemory) {
+        let old = self.applied.memory.remove(&page).expect("planned on a page that exists");
+        let kept = new.byte_len().min(old.byte_len());
+        self.list.copy(old.part(0, kept), new.part(0, kept));
+        self.list.zero(new.part(kept, new.byte_len() - kept));
+        self.give_up(page, old);
+        self.applied.memory.insert(page, new);
     }
 
     /// A page is about to be changed where it lies: what a cut keeps is copied aside, and a page that callers

@@ -117,6 +117,9 @@ impl WriteBatch {
                     encoder.push(&Op::Resize { page, len: *len })?;
                 }
                 Step::Delete { page } => encoder.push(&Op::Delete { page: page.resolve(pages) })?,
+                Step::Move { page, place } => {
+                    encoder.push(&Op::Move { page: page.resolve(pages), place: *place })?;
+                }
                 Step::SetMetadata { page, name, value } => {
                     let (page, name, value) = (page.resolve(pages), name.clone(), value.clone());
                     encoder.push(&Op::SetMetadata { page, name, value })?;
@@ -178,7 +181,8 @@ impl Encoder {
                 self.stage(page, op)?;
             }
         }
-        if let Op::Create { place: place @ Place::Device(ordinal), .. } = *op
+        if let Op::Create { place, .. } | Op::Move { place, .. } = *op
+            && let Place::Device(ordinal) = place
             && ordinal > DEVICE_ORDINAL_MAX
         {
             return Err(Error::PlaceUnavailable { place, reason: "device slots go from 0 to 63" });
@@ -216,6 +220,7 @@ impl Encoder {
             Op::Resize { len, .. } if zeroed(*len).is_none() => {
                 return Err(Error::OutOfMemory { place: source.place, len: *len });
             }
+            Op::Move { place, .. } => source.place = *place,
             Op::Delete { .. } => {
                 self.staged.remove(&page);
             }

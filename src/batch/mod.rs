@@ -105,6 +105,7 @@ enum Step {
     Fill { page: PageRef, offset: u64, len: u64, pattern: Vec<u8> },
     Resize { page: PageRef, len: u64 },
     Delete { page: PageRef },
+    Move { page: PageRef, place: Place },
     SetMetadata { page: PageRef, name: String, value: Value },
     RemoveMetadata { page: PageRef, name: String },
     SetRoot { name: String, value: Value },
@@ -255,6 +256,40 @@ impl WriteBatch {
     /// Deletes the page; its key is free again, its id is never used again.
     pub fn delete(&mut self, page: impl Into<PageRef>) -> &mut Self {
         self.step(Step::Delete { page: self.own(page) })
+    }
+
+    /// Moves the page to another place: from one GPU to another, from a GPU to pinned host memory and back. Its
+    /// bytes, its metadata and its epoch stay as they are; its Lsn is the batch's.
+    ///
+    /// There must be room for the page in the budget of the place that it goes to, beside the memory that it
+    /// leaves, which is free again once nothing uses it: not the device's queue, not a lease. A lease stays what
+    /// it was, at its address. A move to the place where the page lives costs nothing but its record in the log.
+    ///
+    /// ```
+    /// use remanent::{Options, Place, Store};
+    /// let store = Store::temporary(Options::default())?;
+    /// let mut batch = store.batch();
+    /// let page = batch.create(8, Place::Host);
+    /// batch.write(page, 0, &[7; 8]);
+    /// let page = store.commit(batch)?.pages[0];
+    ///
+    /// let epoch = store.page(page)?.epoch;
+    /// let mut batch = store.batch();
+    /// batch.move_to(page, Place::Pinned);
+    /// store.commit(batch)?;
+    ///
+    /// let moved = store.page(page)?;
+    /// assert_eq!((moved.place, moved.epoch), (Place::Pinned, epoch));
+    /// let mut bytes = [0; 8];
+    /// store.read(page, 0, &mut bytes)?;
+    /// assert_eq!(bytes, [7; 8]);
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    ///
+    /// The commit fails with [`Error::OverBudget`], [`Error::OutOfMemory`] or [`Error::PlaceUnavailable`], and
+    /// nothing changed, if the page cannot be in that place.
+    pub fn move_to(&mut self, page: impl Into<PageRef>, place: Place) -> &mut Self {
+        self.step(Step::Move { page: self.own(page), place })
     }
 
     /// Sets one entry of the page's metadata.

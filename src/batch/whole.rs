@@ -118,7 +118,8 @@ impl Step {
             | Step::Resize { page, .. }
             | Step::Delete { page } => Some(page.resolve(pages)),
             Step::Capture { copy, .. } => Some(copy.page()),
-            Step::SetMetadata { .. }
+            Step::Move { .. }
+            | Step::SetMetadata { .. }
             | Step::RemoveMetadata { .. }
             | Step::SetRoot { .. }
             | Step::RemoveRoot { .. }
@@ -157,6 +158,9 @@ mod tests {
             }),
             ("metadata beside it", &[1], |b| {
                 b.set_metadata(OLD, "a", 1u64).write(OLD, 0, &[1; LEN]).set_metadata(OLD, "b", 2u64);
+            }),
+            ("moved before and after", &[1], |b| {
+                b.move_to(OLD, Place::Pinned).write(OLD, 0, &[1; LEN]).move_to(OLD, Place::Host);
             }),
             ("resized before", &[1], |b| _ = b.resize(OLD, 2 * LEN as u64).write(OLD, 0, &[1; 2 * LEN])),
             ("resized after", &[], |b| _ = b.write(OLD, 0, &[1; LEN]).resize(OLD, LEN as u64)),

@@ -19,7 +19,7 @@ use parking_lot::{Mutex, MutexGuard};
 use remanent_format::limits::PAGE_LEN_MAX;
 use remanent_format::op::{Op, OpAt, decode_payload};
 use remanent_format::table::{Changes, PlanMode, Refusal};
-use remanent_format::{Defect, Epoch, LogPoint, PageId, PageTable, Place, StoreId};
+use remanent_format::{Defect, Epoch, LogPoint, Lsn, PageId, PageTable, Place, StoreId};
 
 use crate::applier::{Applier, Leases, Work, stage_aside};
 use crate::arena::{Arena, PageMemory, Purpose};
@@ -67,8 +67,8 @@ struct Draft<'a> {
     payload: StagingBuf,
     payload_crc: u32,
     captures: &'a Captures<'a>,
-    /// Pages copied for clones, and the epochs at which they were.
-    staged: Epochs,
+    /// Pages copied for clones, and what they were.
+    staged: Versions,
     /// Pages whose bytes are in images.
     whole: Vec<WholePage<'a>>,
     ahead: Option<WrittenAhead<'a>>,
@@ -76,8 +76,8 @@ struct Draft<'a> {
 
 /// Pages copied for clones.
 type Contents = HashMap<PageId, CloneSource>;
-/// The epochs at which they were copied.
-type Epochs = Vec<(PageId, Epoch)>;
+/// The last change of each when it was copied: of its bytes, its metadata or its place.
+type Versions = Vec<(PageId, Lsn)>;
 
 impl Committer {
     /// The submission lock and the state behind it: nothing is committed while it is held.
@@ -101,7 +101,7 @@ impl Committer {
         let born_in = self.arrivals(batch)?;
         let mut tries = 0;
         loop {
-            // Clones are staged first and their epochs are checked under the lock, so that a slow copy
+            // Clones are staged first and their versions are checked under the lock, so that a slow copy
             // holds up nobody. Who loses that race too often stages under the lock.
             tries += 1;
             let held = (tries > CLONE_TRIES).then(|| self.submitted.lock());
@@ -145,23 +145,23 @@ impl Committer {
         }
     }
 
-    /// Copies the pages that the batch clones, and notes their epochs.
-    fn stage(&self, sources: &[PageId]) -> Result<(Contents, Epochs)> {
+    /// Copies the pages that the batch clones, and notes their versions.
+    fn stage(&self, sources: &[PageId]) -> Result<(Contents, Versions)> {
         let mut contents = HashMap::new();
-        let mut epochs = Vec::new();
+        let mut versions = Vec::new();
         for &page in sources {
             let (info, _, bytes) =
                 self.applier.read(&*self.device, &self.staging, page, |info| (0, info.len))?;
             let metadata = (*info.metadata).clone();
             contents.insert(page, CloneSource { place: info.place, metadata, bytes: bytes.to_vec() });
-            epochs.push((page, info.epoch));
+            versions.push((page, info.lsn));
             self.staging.give(bytes.into_staging());
         }
-        Ok((contents, epochs))
+        Ok((contents, versions))
     }
 
     /// The rest of a submission; `None` if a page changed after it was staged for a clone, or has another
-    /// length than when its bytes were taken for all of it.
+    /// length or place than when its bytes were taken for all of it or memory was allocated for it.
     fn log_draft(
         &self,
         mut draft: Draft<'_>,
@@ -188,18 +188,23 @@ impl Committer {
         let mut logged = || -> Result<Option<(LogPoint, Changes)>> {
             self.poison.check()?;
             let epoch_of = |page| table.get(page).map_or(Epoch(0), |info| info.epoch);
-            let len_of = |page| table.get(page).map(|info| info.len);
+            let lsn_of = |page| table.get(page).map(|info| info.lsn);
+            let home_of = |page| home_in(&table, page);
             // Who leases a page from now on gets it behind this batch.
             let has_spare = |page: &PageId| {
-                spares
-                    .iter()
-                    .any(|(spared, memory)| spared == page && Some(memory.byte_len()) == len_of(*page))
+                spares.iter().any(|(spared, memory)| spared == page && Some(home(memory)) == home_of(*page))
             };
             if !self.leases.leased(changed_in_place(&ops)).iter().all(has_spare) {
                 return Ok(None);
             }
-            if draft.staged.iter().any(|(page, epoch)| epoch_of(*page) != *epoch)
+            let len_of = |page| home_of(page).map(|(_, len)| len);
+            if draft.staged.iter().any(|(page, lsn)| lsn_of(*page) != Some(*lsn))
                 || draft.whole.iter().any(|whole| len_of(whole.page) != whole.len_before)
+            {
+                return Ok(None);
+            }
+            if ops.iter().any(|at| goes_elsewhere(&at.op))
+                && !memory.iter().map(home).eq(homes_made(&ops, home_of)?)
             {
                 return Ok(None);
             }
@@ -251,33 +256,14 @@ impl Committer {
         }
     }
 
-    /// Page memory for the creates and resizes of a batch, in their order: all of it or none.
+    /// Page memory for the creates, resizes and moves of a batch, in their order: all of it or none. Where pages
+    /// are is only looked at: it is checked again under the lock.
     fn allocate(&self, ops: &[OpAt<'_>], held: Option<&PageTable>) -> Result<VecDeque<PageMemory>> {
-        let mut pages = Vec::new();
-        let mut created: HashMap<PageId, Place> = HashMap::new();
-        for at in ops {
-            let wanted = match at.op {
-                Op::Create { page, len, place, .. } => {
-                    created.insert(page, place);
-                    Some((place, len))
-                }
-                Op::Resize { page, len } => {
-                    let place_in = |table: &PageTable| table.get(page).map(|info| info.place);
-                    let place = created.get(&page).copied().or_else(|| match held {
-                        Some(table) => place_in(table),
-                        None => place_in(&self.submitted.lock()),
-                    });
-                    Some((place.ok_or(Error::UnknownPage { page })?, len))
-                }
-                _ => None,
-            };
-            let Some((place, len)) = wanted else { continue };
-            if len > PAGE_LEN_MAX {
-                return Err(Error::Limit { what: "page length", found: len, limit: PAGE_LEN_MAX });
-            }
-            pages.push((place, len));
-        }
-        self.allocate_all(Purpose::Page, &pages).map(VecDeque::from)
+        let homes = homes_made(ops, |page| match held {
+            Some(table) => home_in(table, page),
+            None => home_in(&self.submitted.lock(), page),
+        })?;
+        self.allocate_all(Purpose::Page, &homes).map(VecDeque::from)
     }
 
     fn allocate_all(&self, purpose: Purpose, pages: &[(Place, u64)]) -> Result<Vec<PageMemory>> {
@@ -296,11 +282,11 @@ impl Committer {
     fn spares(&self, ops: &[OpAt<'_>], held: Option<&PageTable>) -> Result<Vec<(PageId, PageMemory)>> {
         let mut spares = Vec::new();
         for page in self.leases.leased(changed_in_place(ops)) {
-            let place_and_len = |table: &PageTable| table.get(page).map(|info| (info.place, info.len));
-            let wanted = held.map_or_else(|| place_and_len(&self.submitted.lock()), place_and_len);
+            let wanted =
+                held.map_or_else(|| home_in(&self.submitted.lock(), page), |table| home_in(table, page));
             // A page that is not there is refused with its operation.
-            let Some((place, len)) = wanted else { continue };
-            match self.allocate_all(Purpose::Spare, &[(place, len)]) {
+            let Some(wanted) = wanted else { continue };
+            match self.allocate_all(Purpose::Spare, &[wanted]) {
                 Ok(spare) => spares.extend(spare.into_iter().map(|spare| (page, spare))),
                 // Meanwhile the applier came to a batch that moved it.
                 Err(_) if self.leases.leased([page]).is_empty() => {}
@@ -322,14 +308,55 @@ impl Committer {
     }
 }
 
+/// Where a page is, or its memory: its place, and its length in bytes.
+type Home = (Place, u64);
+
+fn home_in(table: &PageTable, page: PageId) -> Option<Home> {
+    table.get(page).map(|info| (info.place, info.len))
+}
+
+fn home(memory: &PageMemory) -> Home {
+    (memory.place(), memory.byte_len())
+}
+
+/// What memory a batch's creates, resizes and moves need, in their order, where `home_of` tells of the pages
+/// before the batch.
+fn homes_made(ops: &[OpAt<'_>], home_of: impl Fn(PageId) -> Option<Home>) -> Result<Vec<Home>> {
+    let mut made = Vec::new();
+    let mut now: HashMap<PageId, Home> = HashMap::new();
+    for at in ops {
+        let old = |page| now.get(&page).copied().or_else(|| home_of(page)).ok_or(Error::UnknownPage { page });
+        let (page, place, len) = match at.op {
+            Op::Create { page, len, place, .. } => (page, place, len),
+            Op::Resize { page, len } => (page, old(page)?.0, len),
+            Op::Move { page, place } => match old(page)? {
+                (here, _) if here == place => continue,
+                (_, len) => (page, place, len),
+            },
+            _ => continue,
+        };
+        if len > PAGE_LEN_MAX {
+            return Err(Error::Limit { what: "page length", found: len, limit: PAGE_LEN_MAX });
+        }
+        now.insert(page, (place, len));
+        made.push((place, len));
+    }
+    Ok(made)
+}
+
+/// Whether an operation takes its page to other memory.
+fn goes_elsewhere(op: &Op<'_>) -> bool {
+    matches!(op, Op::Resize { .. } | Op::Move { .. })
+}
+
 /// Whether an operation changes a page's bytes, or takes its memory away.
 fn reaches_bytes(op: &Op<'_>) -> bool {
-    op.changes_bytes() || matches!(op, Op::Image { .. } | Op::Delete { .. })
+    op.changes_bytes() || matches!(op, Op::Image { .. } | Op::Delete { .. } | Op::Move { .. })
 }
 
 /// The pages that operations change where they lie: for the others there is new memory, or none.
 fn changed_in_place<'a>(ops: &'a [OpAt<'_>]) -> impl Iterator<Item = PageId> + 'a {
-    let in_place = |op: &Op<'_>| reaches_bytes(op) && !matches!(op, Op::Delete { .. } | Op::Resize { .. });
+    let in_place = |op: &Op<'_>| reaches_bytes(op) && !goes_elsewhere(op) && !matches!(op, Op::Delete { .. });
     ops.iter().filter(move |at| in_place(&at.op)).filter_map(|at| at.op.page())
 }
 

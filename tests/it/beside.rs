@@ -163,8 +163,8 @@ fn an_exact_snapshot_is_the_state_of_one_moment() {
     let (mut interrupted, mut created) = (0, Vec::new());
     let store = open(directory.path(), Options::default(), move |store, gathered| {
         interrupted += 1;
-        // Pages that are gathered and pages that are not: written, resized, deleted, with new metadata; and one
-        // that is new.
+        // Pages that are gathered and pages that are not: written, resized, deleted, moved, with new metadata; and
+        // one that is new.
         let mut batch = store.batch();
         for page in (interrupted..=COUNT).step_by(7) {
             let page = PageId(page);
@@ -175,6 +175,8 @@ fn an_exact_snapshot_is_the_state_of_one_moment() {
                 0 => batch.delete(page),
                 1 => batch.resize(page, 2 * LEN as u64).fill(page, 0, 8, &[0xbb]),
                 2 => batch.set_metadata(page, "gathered", gathered as u64),
+                // Every page was created in the host's place.
+                3 => batch.move_to(page, if page.0.is_multiple_of(2) { Place::Host } else { Place::Unified }),
                 _ => batch.fill(page, 0, 100, &[0xcc]).scatter(page, remanent::Width::W1, &[500], &[1]),
             };
         }
@@ -214,7 +216,7 @@ fn an_exact_snapshot_is_the_state_of_one_moment() {
         .iter()
         .map(|entry| {
             let bytes = entry.image.map(|image| read_image(&reader, &image, entry.len).unwrap());
-            (entry.page, entry.epoch, (*entry.metadata).clone(), bytes.unwrap_or_default())
+            (entry.page, entry.epoch, entry.place, (*entry.metadata).clone(), bytes.unwrap_or_default())
         })
         .collect();
     assert!(images == before.0, "the images are the pages at batch 2");
@@ -223,16 +225,18 @@ fn an_exact_snapshot_is_the_state_of_one_moment() {
     // What was kept aside is given back; the store goes on, and the log behind the snapshot holds the rest.
     store.snapshot().unwrap();
     let now = state(&store);
-    let (used, after) = (used[0].1, store.stats().places[0].1);
+    let after = store.stats().places;
     let pages: u64 = store.pages().unwrap().iter().map(|info| info.len).sum();
-    assert!(used.peak_bytes < after.peak_bytes && after.allocated_bytes == pages, "{after:?}");
+    let allocated: u64 = after.iter().map(|(_, usage)| usage.allocated_bytes).sum();
+    assert!(used[0].1.peak_bytes < after[0].1.peak_bytes && allocated == pages, "{after:?}");
     drop(store);
     let store = Store::open(directory.path(), Options::default()).unwrap();
     assert!(state(&store) == now);
     store.restore_from_snapshot(snapshot.id).unwrap();
     let restored = state(&store);
-    let old: Vec<_> = images.iter().map(|(page, _, metadata, bytes)| (page, metadata, bytes)).collect();
-    assert!(restored.0.iter().map(|(page, _, metadata, bytes)| (page, metadata, bytes)).eq(old));
+    let old = images.iter().map(|(page, _, place, metadata, bytes)| (page, place, metadata, bytes));
+    let restored = restored.0.iter();
+    assert!(restored.map(|(page, _, place, metadata, bytes)| (page, place, metadata, bytes)).eq(old));
 }
 
 /// Where there is no room for a copy, the snapshot fails and the batch does not.
@@ -265,11 +269,12 @@ fn an_exact_snapshot_without_room_for_copies_changes_nothing() {
     store.snapshot().unwrap();
 }
 
-type Pages = Vec<(PageId, remanent::Epoch, Metadata, Vec<u8>)>;
+type Pages = Vec<(PageId, remanent::Epoch, Place, Metadata, Vec<u8>)>;
 
-/// Everything but places and keys.
+/// Everything but keys.
 fn state(store: &Store) -> (Pages, Arc<Metadata>) {
     let pages = store.pages().unwrap().into_iter();
-    let pages = pages.map(|info| (info.page, info.epoch, (*info.metadata).clone(), bytes(store, info.page)));
+    let pages = pages
+        .map(|info| (info.page, info.epoch, info.place, (*info.metadata).clone(), bytes(store, info.page)));
     (pages.collect(), store.root().unwrap())
 }

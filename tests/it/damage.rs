@@ -178,12 +178,13 @@ fn open_victim(disk: &SimDisk) -> Store {
 /// One batch with a bit of everything.
 fn commit(store: &Store, pages: &[PageId], number: u64) {
     let byte = number as u8;
+    let place = if number.is_multiple_of(2) { Place::Pinned } else { Place::Device(0) };
     let mut batch = store.batch();
     batch.write(pages[0], number * 7, &[byte; 150]).set_root("step", number);
     batch.scatter(pages[1], Width::W4, &[byte.into(), 0], &[byte; 8]);
     match number % 5 {
         0 => batch.resize(pages[2], number).set_metadata(pages[2], "step", number),
-        1 => batch.fill(pages[3], 10, 200, &[byte, 1]).note("filled"),
+        1 => batch.fill(pages[3], 10, 200, &[byte, 1]).move_to(pages[1], place).note("filled"),
         2 => {
             let copy = batch.clone_page(pages[3]);
             batch.write(copy, 0, &[byte])

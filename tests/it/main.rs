@@ -29,6 +29,7 @@ mod laws;
 mod leases;
 mod machine;
 mod model;
+mod moves;
 mod past;
 mod readme;
 mod recovery;

@@ -84,7 +84,11 @@ fn restored() -> Victim {
     for number in 0..36u8 {
         let mut batch = store.batch();
         // Each batch touches one page, so that a lost one leaves the other five alone.
-        batch.fill(pages[usize::from(number) % 6], u64::from(number), 200, &[number + 1]);
+        let page = pages[usize::from(number) % 6];
+        match number % 5 {
+            3 => batch.move_to(page, if number % 2 == 0 { Place::Host } else { Place::Pinned }),
+            _ => batch.fill(page, u64::from(number), 200, &[number + 1]),
+        };
         if number % 4 == 0 {
             batch.set_root("step", u64::from(number));
         }

@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use remanent::{
-    Key, Metadata, NewPage, PageId, PageRef, Place, Replica, Snapshot, Store, Value, Width, WriteBatch,
+    Key, Metadata, NewPage, PageId, PageInfo, PageRef, Place, Replica, Snapshot, Store, Value, Width,
+    WriteBatch,
 };
 
 /// A page that an operation names: one that exists, or the n-th that its own batch creates.
@@ -12,6 +13,16 @@ use remanent::{
 pub enum Target {
     Page(PageId),
     New(usize),
+}
+
+impl Target {
+    /// Its id; `new` are those of the pages that its batch creates.
+    fn id(self, new: &[PageId]) -> PageId {
+        match self {
+            Target::Page(page) => page,
+            Target::New(index) => new[index],
+        }
+    }
 }
 
 /// One operation of a batch.
@@ -25,6 +36,7 @@ pub enum Act {
     Fill { page: Target, offset: usize, len: usize, pattern: Vec<u8> },
     Resize { page: Target, len: usize },
     Delete { page: Target },
+    Move { page: Target, place: Place },
     SetMetadata { page: Target, name: String, value: u64 },
     RemoveMetadata { page: Target, name: String },
     SetRoot { name: String, value: u64 },
@@ -66,6 +78,9 @@ pub fn batch(store: &Store, acts: &[Act]) -> WriteBatch {
             Act::Delete { page } => {
                 batch.delete(at(page));
             }
+            Act::Move { page, place } => {
+                batch.move_to(at(page), *place);
+            }
             Act::SetMetadata { page, name, value } => {
                 batch.set_metadata(at(page), name.as_str(), *value);
             }
@@ -89,6 +104,7 @@ pub struct Page {
     pub key: Option<Key>,
     pub epoch: u64,
     pub lsn: u64,
+    pub place: Place,
     pub metadata: Metadata,
     pub bytes: Vec<u8>,
 }
@@ -108,22 +124,29 @@ impl State {
         for act in acts {
             state.apply(lsn, act, new, &mut ids);
         }
+        // A move gives a page an Lsn and no epoch, whatever else the batch does to it before or after.
+        let moved = acts.iter().filter_map(|act| match act {
+            Act::Move { page, .. } => Some(page.id(new)),
+            _ => None,
+        });
+        for page in moved {
+            if let Some(page) = state.pages.get_mut(&page) {
+                Arc::make_mut(page).lsn = lsn;
+            }
+        }
         assert_eq!(ids.next(), None, "one id for every page created");
         state
     }
 
     fn apply(&mut self, lsn: u64, act: &Act, new: &[PageId], ids: &mut impl Iterator<Item = PageId>) {
-        let id = |page: &Target| match page {
-            Target::Page(page) => *page,
-            Target::New(index) => new[*index],
-        };
+        let id = |page: &Target| page.id(new);
         let mut create = |page: Page| {
             self.pages.insert(ids.next().expect("an id for every page created"), Arc::new(page));
         };
         match act {
             Act::Create { len, key, metadata } => {
                 let (key, metadata) = (key.clone(), metadata.clone());
-                create(Page { key, epoch: 1, lsn, metadata, bytes: vec![0; *len] });
+                create(Page { key, epoch: 1, lsn, place: Place::Host, metadata, bytes: vec![0; *len] });
             }
             Act::Clone { source } => {
                 let source = (*self.pages[&id(source)]).clone();
@@ -158,6 +181,9 @@ impl State {
             Act::Resize { page, len } => self.touch(id(page), lsn).bytes.resize(*len, 0),
             Act::Delete { page } => {
                 self.pages.remove(&id(page));
+            }
+            Act::Move { page, place } => {
+                Arc::make_mut(self.pages.get_mut(&id(page)).expect("the page exists")).place = *place;
             }
             Act::SetMetadata { page, name, value } => {
                 self.touch(id(page), lsn).metadata.insert(name.clone(), Value::from(*value));
@@ -195,6 +221,12 @@ impl State {
     }
 }
 
+/// A page as it was found.
+fn page_of(info: &PageInfo, bytes: Vec<u8>) -> Page {
+    let PageInfo { key, epoch, lsn, place, metadata, .. } = info.clone();
+    Page { key, epoch: epoch.0, lsn: lsn.0, place, metadata: (*metadata).clone(), bytes }
+}
+
 /// What a store holds, read through its public face.
 pub fn read(store: &Store) -> remanent::Result<State> {
     let mut state = State { root: (*store.root()?).clone(), ..State::default() };
@@ -203,10 +235,7 @@ pub fn read(store: &Store) -> remanent::Result<State> {
         if info.len > 0 {
             store.read(info.page, 0, &mut bytes)?;
         }
-        let (key, metadata) = (info.key, (*info.metadata).clone());
-        state
-            .pages
-            .insert(info.page, Arc::new(Page { key, epoch: info.epoch.0, lsn: info.lsn.0, metadata, bytes }));
+        state.pages.insert(info.page, Arc::new(page_of(&info, bytes)));
     }
     Ok(state)
 }
@@ -217,8 +246,7 @@ pub fn looked_at(old: &Snapshot) -> remanent::Result<State> {
     for info in old.pages() {
         let mut bytes = vec![0; info.len as usize];
         old.read(info.page, 0, &mut bytes)?;
-        let (key, metadata) = (info.key.clone(), (*info.metadata).clone());
-        let page = Page { key, epoch: info.epoch.0, lsn: info.lsn.0, metadata, bytes };
+        let page = page_of(info, bytes);
         state.pages.insert(info.page, Arc::new(page));
     }
     Ok(state)
@@ -227,9 +255,8 @@ pub fn looked_at(old: &Snapshot) -> remanent::Result<State> {
 /// What a follower's replica holds.
 pub fn replicated(replica: &Replica) -> State {
     let pages = replica.pages().map(|info| {
-        let (key, metadata) = (info.key.clone(), (*info.metadata).clone());
         let bytes = replica.bytes(info.page).expect("a replica has the bytes of its pages").to_vec();
-        (info.page, Arc::new(Page { key, epoch: info.epoch.0, lsn: info.lsn.0, metadata, bytes }))
+        (info.page, Arc::new(page_of(info, bytes)))
     });
     State { pages: pages.collect(), root: (**replica.root()).clone() }
 }
@@ -237,9 +264,8 @@ pub fn replicated(replica: &Replica) -> State {
 /// What the pure `rebuild` found.
 pub fn rebuilt(rebuilt: &remanent_format::rebuild::Rebuilt) -> State {
     let pages = rebuilt.table.pages().map(|info| {
-        let (key, metadata) = (info.key.clone(), (*info.metadata).clone());
         let bytes = rebuilt.contents[&info.page].clone();
-        (info.page, Arc::new(Page { key, epoch: info.epoch.0, lsn: info.lsn.0, metadata, bytes }))
+        (info.page, Arc::new(page_of(info, bytes)))
     });
     State { pages: pages.collect(), root: (**rebuilt.table.root()).clone() }
 }
@@ -308,18 +334,21 @@ impl Line {
         self.states.push(Arc::new(next));
     }
 
-    /// Pages that changed since get this Lsn and an epoch above all that were ever given.
+    /// Pages that changed since get this Lsn and an epoch above all that were ever given; those that only moved
+    /// get the Lsn alone.
     fn restored(&self, lsn: u64, to: u64) -> State {
         let pages = self.states.iter().flat_map(|state| state.pages.values());
         let epoch = pages.map(|page| page.epoch).max().unwrap_or(0) + 1;
         let mut state = self.at(to).clone();
         let now = self.at(lsn - 1);
         for (id, page) in &mut state.pages {
-            let unchanged =
-                now.pages.get(id).is_some_and(|now| (now.epoch, now.lsn) == (page.epoch, page.lsn));
-            if !unchanged {
+            let now = now.pages.get(id).map(|now| (now.epoch, now.lsn));
+            if now != Some((page.epoch, page.lsn)) {
                 let page = Arc::make_mut(page);
-                (page.lsn, page.epoch) = (lsn, epoch);
+                page.lsn = lsn;
+                if now.map(|(epoch, _)| epoch) != Some(page.epoch) {
+                    page.epoch = epoch;
+                }
             }
         }
         state

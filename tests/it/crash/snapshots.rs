@@ -1,6 +1,6 @@
 //! Snapshots, what they share and what they replace; and restores.
 
-use remanent::{Ack, Metadata};
+use remanent::{Ack, Metadata, Place};
 
 use super::model::{Act, Target};
 use super::work::{Random, Writer, beside};
@@ -61,6 +61,42 @@ fn exact_snapshots_beside_commits() {
         })?;
         driver.check(&store);
         drop(store);
+        Ok(driver.into())
+    });
+}
+
+/// Pages that move between snapshots, beside them and alone or with changes in one batch; and a restore to before.
+#[test]
+fn moves_survive() {
+    const PLACES: [Place; 3] = [Place::Pinned, Place::Device(0), Place::Host];
+    suite(options(), 4000, |driver, random| {
+        let store = driver.open()?;
+        let pages = driver.create_pages(&store, random, 3, 200)?;
+        let round = |number: usize, random: &mut Random| {
+            let (page, place) = (Target::Page(pages[number % 3]), PLACES[number / 2 % 3]);
+            let write = Act::Write { page, offset: number, bytes: random.bytes(20) };
+            let to = Act::Move { page, place };
+            let acts = match number % 4 {
+                0 => vec![to],
+                1 => vec![to, write],
+                2 => vec![write, to],
+                _ => vec![Act::Move { page, place: Place::Unified }, write, to],
+            };
+            driver.commit_acts(&store, acts, Ack::Logged).map(drop)
+        };
+        round(0, random)?;
+        beside(&driver, &store, [Writer::new("a", random.next())], [Ack::Logged; 4], || {
+            driver.snapshot(&store)?;
+            (1..5).try_for_each(|number| round(number, random))?;
+            driver.snapshot_exact(&store)?;
+            (5..8).try_for_each(|number| round(number, random))
+        })?;
+        driver.check(&store);
+        driver.restore_to(&store, 5)?;
+        driver.check(&store);
+        round(9, random)?;
+        driver.snapshot(&store)?;
+        driver.close(store)?;
         Ok(driver.into())
     });
 }

@@ -90,6 +90,10 @@ pub enum Step {
     Delete {
         page: usize,
     },
+    Move {
+        page: usize,
+        place: Place,
+    },
     SetMetadata {
         page: usize,
         name: usize,
@@ -166,6 +170,10 @@ pub enum Bad {
     PlaceNowhere {
         on_disk: bool,
     },
+    MoveNowhere {
+        page: usize,
+        on_disk: bool,
+    },
     TooLong,
     LongName {
         page: usize,
@@ -226,17 +234,20 @@ fn value() -> impl Strategy<Value = Value> {
     })
 }
 
+fn place() -> impl Strategy<Value = Place> {
+    select(vec![Place::Device(0), Place::Device(7), Place::Pinned, Place::Host, Place::Unified])
+}
+
 fn width() -> impl Strategy<Value = Width> {
     select(vec![Width::W1, Width::W2, Width::W4, Width::W8, Width::W16])
 }
 
 fn step() -> impl Strategy<Value = Step> {
-    let places = select(vec![Place::Device(0), Place::Device(7), Place::Pinned, Place::Host, Place::Unified]);
     let key = proptest::option::weighted(0.4, 0..KEYS.len());
     let metadata = proptest::option::of((name(), value()));
     let bytes = prop_oneof![9 => vec(any::<u8>(), 0..200), 1 => vec(any::<u8>(), 4000..9000)];
     prop_oneof![
-        6 => (len(), places, key, metadata)
+        6 => (len(), place(), key, metadata)
             .prop_map(|(len, place, key, metadata)| Step::Create { len, place, key, metadata }),
         2 => page().prop_map(|page| Step::Clone { page }),
         6 => (page(), any::<u16>(), bytes).prop_map(|(page, at, bytes)| Step::Write { page, at, bytes }),
@@ -250,6 +261,7 @@ fn step() -> impl Strategy<Value = Step> {
         2 => (page(), 4096..20_000u16, any::<u8>())
             .prop_map(|(page, len, seed)| Step::Replace { page, len, seed }),
         3 => page().prop_map(|page| Step::Delete { page }),
+        4 => (page(), place()).prop_map(|(page, place)| Step::Move { page, place }),
         2 => (page(), name(), value())
             .prop_map(|(page, name, value)| Step::SetMetadata { page, name, value }),
         1 => (page(), name()).prop_map(|(page, name)| Step::RemoveMetadata { page, name }),
@@ -274,9 +286,10 @@ fn bad() -> impl Strategy<Value = Bad> {
         1 => page().prop_map(|page| Bad::FillNotWhole { page }),
         1 => page().prop_map(|page| Bad::MaskTooShort { page }),
         1 => page().prop_map(|page| Bad::ValuesTooFew { page }),
-        3 => (any::<usize>(), 0..6u8).prop_map(|(pick, what)| Bad::GonePage { pick, what }),
+        3 => (any::<usize>(), 0..7u8).prop_map(|(pick, what)| Bad::GonePage { pick, what }),
         2 => any::<usize>().prop_map(|pick| Bad::KeyTaken { pick }),
         1 => any::<bool>().prop_map(|on_disk| Bad::PlaceNowhere { on_disk }),
+        1 => (page(), any::<bool>()).prop_map(|(page, on_disk)| Bad::MoveNowhere { page, on_disk }),
         1 => Just(Bad::TooLong),
         1 => page().prop_map(|page| Bad::LongName { page }),
         1 => page().prop_map(|page| Bad::LongMetadata { page }),

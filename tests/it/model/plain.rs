@@ -89,10 +89,11 @@ impl Model {
             };
             match slot.page {
                 Some(mut state) => {
-                    if slot.touched {
+                    if slot.touched || slot.moved {
                         state.lsn = self.lsn;
-                        state.epoch += 1;
                     }
+                    // A move is no version.
+                    state.epoch += u64::from(slot.touched);
                     self.epoch_high = self.epoch_high.max(state.epoch);
                     self.pages.insert(page, state);
                 }
@@ -165,7 +166,8 @@ impl Model {
         last.clone().rev().nth(1).or(last.clone().next()).copied().unwrap_or(0)
     }
 
-    /// Goes back to an earlier state, in one batch. What changed since gets an epoch above all others.
+    /// Goes back to an earlier state, in one batch. What changed since gets an epoch above all others, and what
+    /// only moved keeps its own.
     pub fn restore(&mut self, lsn: u64) {
         self.leave();
         let epoch = self.epoch_high + 1;
@@ -174,10 +176,12 @@ impl Model {
         self.gone.extend(now.keys().filter(|page| !old.contains_key(page)));
         self.gone.retain(|page| !old.contains_key(page));
         for (page, mut state) in old {
-            let unchanged =
-                now.get(&page).is_some_and(|now| (now.epoch, now.lsn) == (state.epoch, state.lsn));
-            if !unchanged {
-                (state.epoch, state.lsn) = (epoch, self.lsn);
+            let now = now.get(&page);
+            if now.is_none_or(|now| now.lsn != state.lsn) {
+                state.lsn = self.lsn;
+            }
+            if now.is_none_or(|now| now.epoch != state.epoch) {
+                state.epoch = epoch;
                 self.epoch_high = epoch;
             }
             self.pages.insert(page, state);
@@ -200,6 +204,7 @@ struct Slot {
     /// `None` once deleted.
     page: Option<Page>,
     touched: bool,
+    moved: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -231,6 +236,7 @@ impl<'a> Draft<'a> {
             name: Name::Old(*id),
             page: Some(page.clone()),
             touched: false,
+            moved: false,
         };
         let slots = model.pages.iter().map(slot).collect();
         let changed = Changed { slots, created: 0, root: model.root.clone() };
@@ -327,6 +333,13 @@ impl<'a> Draft<'a> {
                 let slot = self.pick(*page)?;
                 self.changed.slots[slot].page = None;
                 self.batch.delete(self.changed.slots[slot].name);
+            }
+            Step::Move { page, place } => {
+                let slot = self.pick(*page)?;
+                let slot = &mut self.changed.slots[slot];
+                slot.moved = true;
+                slot.page.as_mut()?.place = *place;
+                self.batch.move_to(slot.name, *place);
             }
             Step::SetMetadata { page, name: entry, value } => {
                 let (name, target) = self.touch(*page)?;
@@ -437,6 +450,7 @@ impl<'a> Draft<'a> {
                     2 => drop(self.batch.delete(page)),
                     3 => drop(self.batch.set_metadata(page, "a", 1u64)),
                     4 => drop(self.batch.clone_page(page)),
+                    5 => drop(self.batch.move_to(page, Place::Pinned)),
                     _ => drop(self.batch.scatter(page, Width::W1, &[], &[])),
                 }
                 Refusal::UnknownPage
@@ -449,6 +463,11 @@ impl<'a> Draft<'a> {
             }
             Bad::PlaceNowhere { on_disk } => {
                 self.batch.create(1, if *on_disk { Place::Disk } else { Place::Device(64) });
+                Refusal::Place
+            }
+            Bad::MoveNowhere { page, on_disk } => {
+                let (name, _) = self.named(*page)?;
+                self.batch.move_to(name, if *on_disk { Place::Disk } else { Place::Device(64) });
                 Refusal::Place
             }
             Bad::TooLong => {
@@ -514,7 +533,7 @@ impl<'a> Draft<'a> {
     fn add(&mut self, new: NewPage, page: Page) {
         let name = Name::New(new, self.changed.created);
         self.changed.created += 1;
-        self.changed.slots.push(Slot { name, page: Some(page), touched: true });
+        self.changed.slots.push(Slot { name, page: Some(page), touched: true, moved: false });
     }
 }
 

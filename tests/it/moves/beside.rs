@@ -1,0 +1,219 @@
+//! Moves beside everything else: other committers, leases, snapshots that are being taken.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
+
+use remanent::device::{CommandList, Fence, Lane, MemoryId, PageBytes, Pending, RawStream, Staging};
+use remanent::{Lsn, Result, SnapshotInfo, WriteBatch};
+
+use super::*;
+
+/// Committers that move, resize, write and clone the same page, each of its own accord: whatever order the log
+/// gives them, memory is what the log says.
+#[test]
+fn committers_that_move_resize_and_write_one_page_never_meet_in_a_wrong_place() {
+    const ROUNDS: u64 = 60;
+    const LEN_MIN: u64 = 256;
+    for device in [host(), late(10), two_of(late(11), late(12))] {
+        let disk = SimDisk::new();
+        let store = open(&disk, &device, small());
+        let mut batch = store.batch();
+        batch.create(LEN_MIN, Place::Device(0));
+        let page = store.commit(batch).unwrap().pages[0];
+        let commit = |build: &dyn Fn(&mut WriteBatch)| {
+            let mut batch = store.batch();
+            build(&mut batch);
+            store.commit(batch).unwrap()
+        };
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                (0..ROUNDS).for_each(|round| {
+                    commit(&|batch| _ = batch.move_to(page, WAY[round as usize % WAY.len()]));
+                });
+            });
+            scope.spawn(|| {
+                (0..ROUNDS).for_each(|round| {
+                    commit(&|batch| _ = batch.resize(page, LEN_MIN + round % 7 * 100));
+                });
+            });
+            scope.spawn(|| {
+                (0..ROUNDS).for_each(|round| {
+                    let bytes = [round as u8; 100];
+                    commit(&|batch| _ = batch.write(page, round, &bytes).move_to(page, Place::Pinned));
+                });
+            });
+            scope.spawn(|| {
+                (0..ROUNDS).for_each(|_| {
+                    // A clone has the place that its source has where it stands in the log.
+                    let copy = commit(&|batch| _ = batch.clone_page(page)).pages[0];
+                    let lease = store.lease(page).unwrap();
+                    assert_eq!(lease.info().len, lease.byte_len());
+                    drop(lease);
+                    commit(&|batch| _ = batch.delete(copy));
+                });
+            });
+        });
+        assert_survives(store, &disk, &device);
+    }
+}
+
+/// A host device that, once, calls back before it allocates: a committer has looked where pages are then, and
+/// holds no lock yet.
+struct Meddling {
+    inner: HostDevice,
+    before: Mutex<Option<Meddle>>,
+    store: OnceLock<Weak<Store>>,
+}
+
+type Meddle = Box<dyn FnOnce(&Store) + Send>;
+
+impl Device for Meddling {
+    fn label(&self) -> String {
+        self.inner.label()
+    }
+
+    fn allocate(&self, place: Place, len: u64) -> Result<MemoryId> {
+        let before = self.before.lock().unwrap().take();
+        if let Some(before) = before {
+            before(&self.store.get().and_then(Weak::upgrade).expect("the store is open"));
+        }
+        self.inner.allocate(place, len)
+    }
+
+    fn release(&self, memory: MemoryId) -> Result<()> {
+        self.inner.release(memory)
+    }
+
+    fn staging(&self, len: usize) -> Result<Staging> {
+        self.inner.staging(len)
+    }
+
+    fn submit(&self, lane: Lane, list: CommandList) -> Result<Pending> {
+        self.inner.submit(lane, list)
+    }
+
+    fn reached(&self, lane: Lane) -> u64 {
+        self.inner.reached(lane)
+    }
+
+    fn wait(&self, fence: Fence) -> Result<()> {
+        self.inner.wait(fence)
+    }
+
+    fn after(&self, lane: Lane, fence: Fence) -> Result<()> {
+        self.inner.after(lane, fence)
+    }
+
+    fn wait_external(&self, lane: Lane, stream: RawStream) -> Result<()> {
+        self.inner.wait_external(lane, stream)
+    }
+
+    fn signal_external(&self, stream: RawStream, fence: Fence) -> Result<()> {
+        self.inner.signal_external(stream, fence)
+    }
+
+    fn address(&self, memory: MemoryId) -> Option<u64> {
+        self.inner.address(memory)
+    }
+
+    fn bytes(&self, memory: MemoryId) -> Option<PageBytes> {
+        self.inner.bytes(memory)
+    }
+}
+
+/// Between the moment at which a committer looks where a page is and the one at which it logs, another batch moves
+/// the page, or changes its length: memory of the wrong kind is never used.
+#[test]
+fn a_page_that_moves_under_a_committers_hands_goes_where_the_log_says() {
+    type Change = fn(&mut WriteBatch, PageId);
+    let to_pinned: Change = |batch, page| _ = batch.move_to(page, Place::Pinned);
+    let to_device: Change = |batch, page| _ = batch.move_to(page, Place::Device(0));
+    let to_device_shorter: Change = |batch, page| _ = batch.move_to(page, Place::Device(0)).resize(page, 9);
+    let longer: Change = |batch, page| _ = batch.resize(page, 2 * LEN);
+    let write: Change = |batch, page| _ = batch.write(page, 3, &[7; 9]);
+    let to_host: Change = |batch, page| _ = batch.move_to(page, Place::Host);
+    let rows = [
+        ("a resize", longer, to_pinned, false, (Place::Pinned, 2 * LEN)),
+        ("a move", to_pinned, longer, false, (Place::Pinned, 2 * LEN)),
+        ("a move elsewhere", to_pinned, to_device, false, (Place::Pinned, LEN)),
+        ("a move to the same place", to_pinned, to_pinned, false, (Place::Pinned, LEN)),
+        ("a move to where it is by then", to_device, to_device_shorter, false, (Place::Device(0), 9)),
+        ("a write to a page that is leased", write, to_pinned, true, (Place::Pinned, LEN)),
+    ];
+    for (what, change, meddle, is_leased, (place, len)) in rows {
+        let device =
+            Arc::new(Meddling { inner: HostDevice::new(), before: Mutex::new(None), store: OnceLock::new() });
+        let disk = SimDisk::new();
+        let store = Store::open_on(Arc::new(disk.clone()), device.clone(), small()).unwrap();
+        let store = Arc::new(store);
+        device.store.set(Arc::downgrade(&store)).expect("set once");
+        let (page, _) = create(&store, Place::Host, 1);
+        let lease = is_leased.then(|| store.lease(page).unwrap());
+        let commit = move |store: &Store, change: Change| {
+            let mut batch = store.batch();
+            change(&mut batch, page);
+            store.commit(batch).unwrap();
+        };
+        *device.before.lock().unwrap() = Some(Box::new(move |store| commit(store, meddle)));
+        std::thread::scope(|scope| scope.spawn(|| commit(&store, change)).join().unwrap());
+        assert!(device.before.lock().unwrap().is_none(), "{what}: nobody meddled");
+        drop(lease);
+        let info = store.page(page).unwrap();
+        assert_eq!((info.place, info.len, store.lsn()), (place, len, Lsn(3)), "{what}");
+        bytes(&store, page);
+        assert_eq!(allocated(&store), [(place, len)], "{what}");
+        commit(&store, to_host);
+        assert_survives(Arc::into_inner(store).expect("nobody else has it"), &disk, &host());
+    }
+}
+
+/// What a page is behind each batch, while snapshots of both kinds are taken: each of them shows the state of its
+/// Lsn, wherever the page was when it was caught.
+#[test]
+fn snapshots_beside_moves_show_every_page_where_it_was() {
+    const PAGES: u8 = 12;
+    const SNAPSHOTS_MIN: usize = 6;
+    const BATCHES_MIN: usize = 20;
+    for device in devices() {
+        let disk = SimDisk::new();
+        let store = open(&disk, &device, small().snapshots_kept(1000));
+        let pages: Vec<PageId> =
+            (0..PAGES).map(|number| create(&store, Place::Device(0), number).0).collect();
+        let mut states = BTreeMap::from([(store.lsn(), store.pages().unwrap())]);
+        let (done, count) = (AtomicBool::new(false), AtomicUsize::new(0));
+        let snapshots = std::thread::scope(|scope| {
+            let snapshots = scope.spawn(|| {
+                let mut taken: Vec<SnapshotInfo> = Vec::new();
+                while !done.load(Ordering::Acquire) {
+                    taken.push(store.snapshot().unwrap());
+                    taken.push(store.snapshot_exact().unwrap());
+                    count.store(taken.len(), Ordering::Release);
+                }
+                taken
+            });
+            let is_enough = |round: usize| {
+                let is_enough = round >= BATCHES_MIN && count.load(Ordering::Acquire) >= SNAPSHOTS_MIN;
+                is_enough || snapshots.is_finished()
+            };
+            for round in (0..).take_while(|round| !is_enough(*round)) {
+                let page = pages[round * 5 % pages.len()];
+                let mut batch = store.batch();
+                batch.move_to(page, WAY[round % WAY.len()]);
+                if round % 3 == 0 {
+                    batch.fill(page, round as u64 % LEN / 2, 9, &[round as u8]);
+                }
+                let lsn = store.commit(batch).unwrap().position.lsn;
+                states.insert(lsn, store.pages().unwrap());
+            }
+            done.store(true, Ordering::Release);
+            snapshots.join().unwrap()
+        });
+        let reader: Arc<dyn Disk> = Arc::new(disk.clone());
+        for snapshot in &snapshots {
+            let old = Snapshot::open_on(&reader, Some(&RestorePoint::Snapshot(snapshot.id))).unwrap();
+            assert!(old.pages().eq(&states[&old.lsn()]), "{snapshot:?} on {}", device.label());
+        }
+        assert_survives(store, &disk, &device);
+    }
+}
