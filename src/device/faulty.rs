@@ -9,7 +9,8 @@ use parking_lot::Mutex;
 use remanent_format::Place;
 
 use super::{
-    CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending, RawStream, Staging,
+    CallerMemory, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending, RawStream,
+    Staging,
 };
 use crate::error::{Error, Result};
 
@@ -38,6 +39,8 @@ pub enum DeviceCall {
     WaitExternal,
     /// [`Device::signal_external`]
     SignalExternal,
+    /// [`Device::adopt`]
+    Adopt,
 }
 
 /// Which call fails, and how.
@@ -166,5 +169,10 @@ impl Device for FaultyDevice {
 
     fn memory_stats(&self) -> Vec<(Place, MemoryStats)> {
         self.inner.memory_stats()
+    }
+
+    fn adopt(&self, memory: &CallerMemory) -> Result<(MemoryId, Place)> {
+        self.enter(DeviceCall::Adopt)?;
+        self.inner.adopt(memory)
     }
 }

@@ -20,8 +20,8 @@ pub use self::streams::StreamWork;
 use self::streams::{StreamEntry, Streams};
 use super::spans::{overlap, page_spans, staged_spans};
 use super::{
-    Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending, RawStream,
-    ReturnedStaging, Span, Staging, StagingSpan,
+    CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending,
+    RawStream, ReturnedStaging, Span, Staging, StagingSpan,
 };
 use crate::error::{Error, Result};
 
@@ -338,6 +338,12 @@ impl Device for LateDevice {
 
     fn memory_stats(&self) -> Vec<(Place, MemoryStats)> {
         self.inner.memory_stats()
+    }
+
+    fn adopt(&self, memory: &CallerMemory) -> Result<(MemoryId, Place)> {
+        let (id, place) = self.inner.adopt(memory)?;
+        self.state.lock().lens.insert(id, memory.byte_len());
+        Ok((id, place))
     }
 }
 

@@ -18,8 +18,8 @@ use remanent_format::Place;
 use self::share::Shares;
 use self::split::{PartSpan, Planner, Step};
 use super::{
-    Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending, RawStream,
-    ReturnedStaging, Span, Staging, StagingSpan,
+    CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending,
+    RawStream, ReturnedStaging, Span, Staging, StagingSpan,
 };
 use crate::error::{Error, Result};
 
@@ -83,6 +83,13 @@ impl SeveralDevices {
     fn home(&self, memory: MemoryId) -> Home {
         let home = self.memories.read().get(&memory).copied();
         home.unwrap_or_else(|| panic!("{memory:?} is no memory of this device"))
+    }
+
+    /// A name for memory of a part.
+    fn name(&self, home: Home) -> MemoryId {
+        let id = MemoryId(self.memory_next.fetch_add(1, Ordering::Relaxed));
+        self.memories.write().insert(id, home);
+        id
     }
 
     fn lane(&self, lane: Lane) -> &SeveralLane {
@@ -215,6 +222,11 @@ fn place_of(part: usize) -> Place {
     Place::Device(part as u32)
 }
 
+/// What a part calls a place, as this device does.
+fn placed(part: usize, place: Place) -> Place {
+    if matches!(place, Place::Device(_)) { place_of(part) } else { place }
+}
+
 impl Device for SeveralDevices {
     fn label(&self) -> String {
         self.parts.iter().map(|part| part.label()).collect::<Vec<_>>().join(" and ")
@@ -228,9 +240,7 @@ impl Device for SeveralDevices {
         let reason = "no device is bound to this slot";
         let device = self.parts.get(part).ok_or(Error::PlaceUnavailable { place, reason })?;
         let memory = device.allocate(place, len)?;
-        let id = MemoryId(self.memory_next.fetch_add(1, Ordering::Relaxed));
-        self.memories.write().insert(id, Home { part, memory });
-        Ok(id)
+        Ok(self.name(Home { part, memory }))
     }
 
     fn release(&self, memory: MemoryId) -> Result<()> {
@@ -336,9 +346,23 @@ impl Device for SeveralDevices {
 
     fn memory_stats(&self) -> Vec<(Place, MemoryStats)> {
         let of_part = |(part, device): (usize, &Arc<dyn Device>)| {
-            let slot = move |place| if matches!(place, Place::Device(_)) { place_of(part) } else { place };
-            device.memory_stats().into_iter().map(move |(place, stats)| (slot(place), stats))
+            device.memory_stats().into_iter().map(move |(place, stats)| (placed(part, place), stats))
         };
         self.parts.iter().enumerate().flat_map(of_part).collect()
+    }
+
+    fn adopt(&self, memory: &CallerMemory) -> Result<(MemoryId, Place)> {
+        let mut refused = None;
+        for (part, device) in self.parts.iter().enumerate() {
+            match device.adopt(memory) {
+                // Another part's, perhaps.
+                Err(error @ Error::MemoryRefused { .. }) => _ = refused.get_or_insert(error),
+                Err(error) => return Err(error),
+                Ok((own, place)) => {
+                    return Ok((self.name(Home { part, memory: own }), placed(part, place)));
+                }
+            }
+        }
+        Err(refused.expect("at least one device was asked"))
     }
 }
