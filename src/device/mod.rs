@@ -26,7 +26,7 @@ pub use self::bytes::{CallerMemory, DeviceBytes};
 use crate::error::{Error, Result};
 
 /// A memory that holds pages, and the queues through which it is changed.
-pub trait Device: Send + Sync + 'static {
+pub trait Device: Any + Send + Sync {
     /// How reports call it: `host`, `cuda:0 (NVIDIA H200)`.
     fn label(&self) -> String;
 
@@ -125,6 +125,22 @@ pub trait Device: Send + Sync + 'static {
     fn adopt(&self, memory: &CallerMemory) -> Result<(MemoryId, Place)> {
         let reason = format!("{} knows no memory but its own", self.label());
         Err(Error::MemoryRefused { len: memory.byte_len(), reason })
+    }
+
+    /// Queues a copy of another device's page memory to memory of this one, behind everything that is queued on
+    /// that lane of both; `None`, with nothing queued, where no way leads past the host. The caller lets nothing
+    /// change the source, nor releases it, before the copy's fence has passed.
+    ///
+    /// # Errors
+    /// A device error.
+    fn copy_from(
+        &self,
+        _lane: Lane,
+        _other: &dyn Device,
+        _source: Span,
+        _target: Span,
+    ) -> Result<Option<Pending>> {
+        Ok(None)
     }
 }
 

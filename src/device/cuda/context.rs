@@ -35,6 +35,8 @@ mod attribute {
 pub(super) struct Context {
     driver: &'static Driver,
     raw: Raw,
+    /// The GPU, as the driver names it.
+    pub device: CUdevice,
     /// Its number among the process's GPUs.
     pub ordinal: u32,
     /// What its maker calls it.
@@ -103,12 +105,18 @@ impl Context {
         Ok(Self {
             driver,
             raw: Raw(raw),
+            device,
             ordinal,
             name: name(driver, device).map_err(|code| code.to_string())?,
             capability,
             has_managed_memory: ask(attribute::MANAGED_MEMORY)? != 0,
             lost: OnceLock::new(),
         })
+    }
+
+    /// The context, for calls that name two of them.
+    pub fn handle(&self) -> CUcontext {
+        self.raw.0
     }
 
     /// Makes the context current on this thread, for calls.

@@ -22,6 +22,7 @@ pub(super) struct Code {
 const INVALID_VALUE: u32 = 1;
 const OUT_OF_MEMORY: u32 = 2;
 const INVALID_HANDLE: u32 = 400;
+const PEER_ALREADY: u32 = 704;
 const NOT_READY: u32 = 600;
 
 /// Codes of calls that did nothing, and their names.
@@ -37,6 +38,7 @@ const REFUSED: &[(u32, &str)] = &[
     (201, "invalid context"),
     (209, "no kernel image for this GPU"),
     (216, "context already in use"),
+    (217, "no access between these GPUs"),
     (218, "invalid PTX"),
     (221, "the PTX compiler was not found"),
     (222, "unsupported PTX version"),
@@ -45,6 +47,9 @@ const REFUSED: &[(u32, &str)] = &[
     (500, "not found"),
     (NOT_READY, "not ready"),
     (701, "launch out of resources"),
+    (PEER_ALREADY, "access between these GPUs is there already"),
+    (705, "access between these GPUs is not there"),
+    (711, "access between more GPUs than can be"),
     (800, "not permitted"),
     (801, "not supported"),
     (802, "system not ready"),
@@ -94,6 +99,11 @@ impl Code {
     /// Whether memory was asked for and there is none.
     pub fn is_out_of_memory(self) -> bool {
         self.number == OUT_OF_MEMORY
+    }
+
+    /// Whether a GPU reaches another one's memory already.
+    pub fn is_peer_already(self) -> bool {
+        self.number == PEER_ALREADY
     }
 
     /// Whether a stream cannot take part because a graph is being captured.

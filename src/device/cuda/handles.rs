@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering, fe
 use parking_lot::Mutex;
 
 use super::resource::{Kind, own_shard};
-use crate::device::MemoryId;
+use crate::device::{MemoryId, Span};
 
 /// Slots of the first chunk of the table; each further chunk is twice as long.
 const CHUNK_SLOTS_MIN: u32 = 1 << 10;
@@ -33,6 +33,19 @@ pub(super) struct Allocation {
     pub kind: Kind,
     /// Whether it is the caller's, who frees it.
     pub is_adopted: bool,
+}
+
+impl Allocation {
+    /// Where a span of it begins. An empty one begins anywhere.
+    ///
+    /// # Panics
+    /// If it does not lie in it.
+    pub fn at(&self, span: Span) -> u64 {
+        let end = span.offset.checked_add(span.len);
+        let within = end.is_some_and(|end| end <= self.len);
+        assert!(within, "{span:?} is not within its memory of {} bytes", self.len);
+        self.address + span.offset
+    }
 }
 
 /// Page memory by its names. Shared by threads.
@@ -89,6 +102,14 @@ impl Handles {
         // Released and taken anew meanwhile, it may be a mixture.
         fence(Ordering::Acquire);
         (slot.generation.load(Ordering::Relaxed) == generation).then_some(allocation)
+    }
+
+    /// The allocation of that name.
+    ///
+    /// # Panics
+    /// If it was released, or never was.
+    pub fn named(&self, id: MemoryId) -> Allocation {
+        self.get(id).unwrap_or_else(|| panic!("{id:?} is no memory of this device"))
     }
 
     /// Takes a name out of use; `None` if it is not in use: of two who release it, one gets the allocation.

@@ -273,15 +273,11 @@ impl Planner<'_> {
 
     /// Where a span begins. An empty one begins anywhere.
     fn address(&self, span: Span) -> u64 {
-        let memory = self.memory(span.memory);
-        let end = span.offset.checked_add(span.len);
-        let within = end.is_some_and(|end| end <= memory.len);
-        assert!(within, "{span:?} is not within its memory of {} bytes", memory.len);
-        memory.address + span.offset
+        self.memory(span.memory).at(span)
     }
 
     fn memory(&self, id: MemoryId) -> Allocation {
-        self.memories.get(id).unwrap_or_else(|| panic!("{id:?} is no memory of this device"))
+        self.memories.named(id)
     }
 
     fn staged(&self, span: StagingSpan) -> u64 {

@@ -3,8 +3,9 @@
 //! Read in this order: `driver` (what is called, found at run time), `errors`, `context` (how calls are made),
 //! `resource`, `memory` and `staging`, `handles` (names of page memory), `adopted` (the caller's memory), `word`,
 //! `lane` and `stream` (what fences are, and the caller's streams beside them), `list` and `plan` (from commands
-//! to launches), `functions`, `launch` and `bulk` (how they are done); `abi` is what host and kernels agree on,
-//! `modules` the kernels themselves. [`HostDevice`] defines what every list must lead to (I11).
+//! to launches), `functions`, `launch` and `bulk` (how they are done), `peer` (another GPU's memory); `abi` is
+//! what host and kernels agree on, `modules` the kernels themselves. [`HostDevice`] defines what every list must
+//! lead to (I11).
 //!
 //! A list becomes a few launches over tables in pinned memory and one write of the lane's fence. Nothing here
 //! uses the default stream or waits for the whole GPU, but for giving memory back, which only a shortage and
@@ -26,29 +27,31 @@ mod lane;
 mod launch;
 mod list;
 mod memory;
+mod peer;
 mod plan;
 mod staging;
 mod stream;
 mod word;
 
+use std::any::Any;
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
 use remanent_format::Place;
 
 use self::bulk::BulkQueue;
-use self::context::Context;
+use self::context::{Context, Entered};
 use self::driver::Driver;
 use self::functions::Functions;
 use self::handles::{Allocation, Handles};
-use self::lane::Timeline;
+use self::lane::{Timeline, Turn};
 use self::launch::{Launcher, Layout};
 use self::list::{Scratch, Staged};
 use self::memory::{Block, Memory};
 use self::resource::{DriverMemory, Kind, MemoryResource, Pool};
 use super::{
     CallerMemory, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending, RawStream,
-    Staging,
+    ReturnedStaging, Span, Staging,
 };
 use crate::error::{Error, Result};
 
@@ -162,6 +165,25 @@ impl CudaDevice {
         unsafe { self.memory(page.kind).block(page.address, page.len) }.free()
     }
 
+    /// Ends a list, of which nothing more is queued once a part could not be. Returns its fence.
+    fn end(
+        &self,
+        turn: Turn<'_>,
+        entered: &Entered<'_>,
+        returned: &Arc<ReturnedStaging>,
+        blocks: Vec<Block>,
+        queued: Result<()>,
+    ) -> Result<u64> {
+        let ended = match queued {
+            Ok(()) => turn.end(entered, returned, blocks),
+            Err(error) => {
+                turn.abandon(returned, blocks);
+                Err(error)
+            }
+        };
+        ended.map_err(|error| self.stopped.get_or_init(|| error).clone())
+    }
+
     fn assert_given(&self, fence: Fence) {
         let given = self.lane(fence.lane).fences().given();
         assert!(fence.value <= given, "{fence:?} was not handed out: the lane gave {given}");
@@ -258,14 +280,7 @@ impl Device for CudaDevice {
         };
         // 3. The fence behind it. From a failure on, what the list did is not known.
         let queued = launcher.run(&plan, &layout, tables);
-        let ended = match queued {
-            Ok(()) => turn.end(&entered, &returned, blocks),
-            Err(error) => {
-                turn.abandon(&returned, blocks);
-                Err(error)
-            }
-        };
-        let value = ended.map_err(|error| self.stopped.get_or_init(|| error).clone())?;
+        let value = self.end(turn, &entered, &returned, blocks, queued)?;
         Ok(Pending::new(Fence { lane, value }, returned))
     }
 
@@ -300,8 +315,7 @@ impl Device for CudaDevice {
     }
 
     fn address(&self, memory: MemoryId) -> Option<u64> {
-        let page = self.pages.get(memory);
-        let page = page.unwrap_or_else(|| panic!("{memory:?} is no memory of this device"));
+        let page = self.pages.named(memory);
         (page.len > 0).then_some(page.address)
     }
 
@@ -310,6 +324,38 @@ impl Device for CudaDevice {
         let (address, len) = (memory.address(), memory.byte_len());
         let id = self.pages.insert(Allocation { address, len, kind, is_adopted: true });
         Ok((id, adopted::place_of(kind)))
+    }
+
+    fn copy_from(
+        &self,
+        lane: Lane,
+        other: &dyn Device,
+        source: Span,
+        target: Span,
+    ) -> Result<Option<Pending>> {
+        if let Some(error) = self.stopped.get() {
+            return Err(error.clone());
+        }
+        let Some(other) = (other as &dyn Any).downcast_ref::<Self>() else { return Ok(None) };
+        let (from, to) = (other.pages.named(source.memory), self.pages.named(target.memory));
+        let addresses = (from.at(source), to.at(target));
+        assert_eq!(source.len, target.len, "a copy between ranges of different lengths");
+        let of_gpus = from.kind == Kind::Device && to.kind == Kind::Device && source.len > 0;
+        if !of_gpus || !peer::reaches(self.context, other.context)? {
+            return Ok(None);
+        }
+        // A list of its own, for the lane may have been told to wait for others since the last one.
+        other.submit(lane, CommandList::default())?.finish(other)?;
+        let returned = Arc::<ReturnedStaging>::default();
+        let timeline = self.lane(lane);
+        let turn = timeline.turn();
+        let entered = self.context.enter()?;
+        let (to, from) = ((self.context, addresses.1), (other.context, addresses.0));
+        // SAFETY: the memory is of these GPUs, and was checked to hold the ranges; who asks lets it be until the
+        // fence has passed.
+        let queued = unsafe { peer::copy(&entered, timeline.stream(), to, from, source.len) };
+        let value = self.end(turn, &entered, &returned, Vec::new(), queued)?;
+        Ok(Some(Pending::new(Fence { lane, value }, returned)))
     }
 
     fn trim(&self) -> Result<u64> {

@@ -2,8 +2,8 @@
 //!
 //! Nothing above the seam knows. A list is cut by the memory that its commands name, and its fence has passed
 //! when every part of it has; parts run side by side. Only bytes that go from one device to another make a
-//! list wait on the host: they go by way of staging, a piece at a time. Staging is the first device's, which
-//! pins it for all.
+//! list wait on the host: by the way that there is between the two, else by way of staging, a piece at a time.
+//! Staging is the first device's, which pins it for all.
 
 mod share;
 mod split;
@@ -23,7 +23,7 @@ use super::{
 };
 use crate::error::{Error, Result};
 
-/// The longest piece of what goes from one device to another.
+/// The longest piece of what goes from one device to another by way of staging.
 const ACROSS_LEN_MAX: u64 = 4 << 20;
 
 /// Several devices as one.
@@ -151,6 +151,15 @@ impl SeveralDevices {
     }
 
     fn across(&self, lane: Lane, source: PartSpan, target: PartSpan) -> Result<()> {
+        let [from, to] = [source.part, target.part].map(|part| &*self.parts[part]);
+        if let Some(copy) = to.copy_from(lane, from, source.span, target.span)? {
+            // What the source's device is told next may change it.
+            return copy.finish(to).map(drop);
+        }
+        self.by_staging(lane, source, target)
+    }
+
+    fn by_staging(&self, lane: Lane, source: PartSpan, target: PartSpan) -> Result<()> {
         let mut staging = self.parts[0].staging(source.span.len.min(ACROSS_LEN_MAX) as usize)?;
         let mut done = 0;
         // At least one round, so that bounds are checked for empty ranges too.
@@ -287,7 +296,7 @@ impl Device for SeveralDevices {
     }
 
     fn after(&self, lane: Lane, fence: Fence) -> Result<()> {
-        // No part ever uses another one's memory in its lanes, so each waits for itself.
+        // What one part copies from another one's memory is waited for on the host, so each waits for itself.
         for (part, point) in self.points(fence)? {
             self.parts[part].after(lane, point)?;
             self.lane(lane).state.lock().behind.insert(part);

@@ -1,7 +1,7 @@
 //! Devices and their primary contexts.
 
 use std::cell::{Cell, RefCell};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -12,6 +12,8 @@ use crate::{call, call_in_context, code};
 const VERSION: c_int = 12_040;
 
 static DEVICES: AtomicU32 = AtomicU32::new(2);
+/// Which GPUs were given access to whose memory.
+static PEERS: Mutex<BTreeSet<(u32, u32)>> = Mutex::new(BTreeSet::new());
 
 /// A device's primary context, made when it is first retained and never given back.
 pub struct Context {
@@ -162,6 +164,40 @@ pub unsafe extern "C" fn cuThreadExchangeStreamCaptureMode(mode: *mut c_uint) ->
         // SAFETY: the API's terms.
         unsafe { *mode = CAPTURE_MODE.replace(*mode) };
         Ok(())
+    })
+}
+
+/// Whether there is a way between two GPUs: between neighbours of which the first has an even number.
+fn are_neighbours(one: u32, other: u32) -> bool {
+    one / 2 == other / 2 && one != other
+}
+
+/// Whether one GPU was given access to the memory of the other one.
+pub fn has_access(reader: u32, owner: u32) -> bool {
+    reader == owner || PEERS.lock().unwrap().contains(&(reader, owner))
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuDeviceCanAccessPeer(can: *mut c_int, reader: c_int, owner: c_int) -> u32 {
+    call(|| {
+        let answer = are_neighbours(known(reader)?, known(owner)?);
+        // SAFETY: the API's terms.
+        unsafe { *can = c_int::from(answer) };
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuCtxEnablePeerAccess(owner: *mut c_void, _flags: c_uint) -> u32 {
+    call_in_context(|reader| {
+        // SAFETY: handles of contexts are made above and stay for good.
+        let owner = unsafe { owner.cast::<Context>().as_ref() }.ok_or(code::INVALID_CONTEXT)?;
+        owner.check()?;
+        if !are_neighbours(reader.device, owner.device) {
+            return Err(code::PEER_UNSUPPORTED);
+        }
+        let is_new = PEERS.lock().unwrap().insert((reader.device, owner.device));
+        if is_new { Ok(()) } else { Err(code::PEER_ALREADY) }
     })
 }
 

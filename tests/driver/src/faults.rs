@@ -78,6 +78,12 @@ pub extern "C" fn fake_driver_alive(device: u32) -> u64 {
     stream::alive(device) + memory::alive(device)
 }
 
+/// How many copies went straight from one device to another.
+#[unsafe(no_mangle)]
+pub extern "C" fn fake_driver_peer_copies() -> u64 {
+    stream::peer_copies()
+}
+
 /// Lets the process see so many devices from now on.
 #[unsafe(no_mangle)]
 pub extern "C" fn fake_driver_set_devices(count: u32) {

@@ -22,10 +22,12 @@ mod code {
     pub const INVALID_DEVICE: u32 = 101;
     pub const INVALID_IMAGE: u32 = 200;
     pub const INVALID_CONTEXT: u32 = 201;
+    pub const PEER_UNSUPPORTED: u32 = 217;
     pub const INVALID_HANDLE: u32 = 400;
     pub const NOT_FOUND: u32 = 500;
     pub const NOT_READY: u32 = 600;
     pub const ILLEGAL_ADDRESS: u32 = 700;
+    pub const PEER_ALREADY: u32 = 704;
 }
 
 /// What a call does once it was let in: nothing, or an error's code.

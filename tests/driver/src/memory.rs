@@ -45,6 +45,16 @@ pub fn kind_of(address: u64, len: usize) -> Option<Kind> {
     within.then_some(allocation.kind)
 }
 
+/// Whether a range is of this device's own memory.
+pub fn is_of_device(address: u64, len: usize, device: u32) -> bool {
+    let allocations = ALLOCATIONS.lock().unwrap();
+    let found = allocations.range(..=address).next_back();
+    found.is_some_and(|(begin, found)| {
+        let within = address + len as u64 <= begin + found.len as u64;
+        within && found.kind == Kind::Device && found.device == device
+    })
+}
+
 fn used(allocations: &BTreeMap<u64, Allocation>, device: u32, pinned: bool) -> usize {
     let counted =
         |allocation: &&Allocation| allocation.device == device && (allocation.kind == Kind::Pinned) == pinned;

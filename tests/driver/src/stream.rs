@@ -7,7 +7,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread;
 use std::time::Duration;
 
-use crate::context::Context;
+use crate::context::{self, Context};
 use crate::memory::{self, Kind};
 use crate::{Done, call_in_context, code};
 
@@ -76,12 +76,19 @@ pub struct Event {
 static STREAMS: Mutex<BTreeMap<u64, Arc<Stream>>> = Mutex::new(BTreeMap::new());
 static EVENTS: Mutex<BTreeMap<u64, Arc<Event>>> = Mutex::new(BTreeMap::new());
 static NEXT_HANDLE: AtomicU64 = AtomicU64::new(HANDLE_MIN);
+/// Copies that went from one GPU to another.
+static PEER_COPIES: AtomicU64 = AtomicU64::new(0);
 
 /// Streams and events of a device.
 pub fn alive(device: u32) -> u64 {
     let streams = STREAMS.lock().unwrap().values().filter(|stream| stream.context.device == device).count();
     let events = EVENTS.lock().unwrap().values().filter(|event| event.device == device).count();
     (streams + events) as u64
+}
+
+/// How many copies went from one GPU to another.
+pub fn peer_copies() -> u64 {
+    PEER_COPIES.load(Ordering::Relaxed)
 }
 
 /// Waits until all streams of a device have nothing left to do.
@@ -387,5 +394,31 @@ pub unsafe extern "C" fn cuMemcpyDtoHAsync_v2(
         let is_pinned = memory::kind_of(target as u64, len) == Some(Kind::Pinned);
         queue(context, stream, Work::Copy { target: target as u64, source, len })?;
         if is_pinned { Ok(()) } else { drain(context.device) }
+    })
+}
+
+/// Told to go to a GPU that was not given access, it would go by way of the host, which nobody here wants.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemcpyPeerAsync(
+    target: u64,
+    to: *mut c_void,
+    source: u64,
+    from: *mut c_void,
+    len: usize,
+    stream: *mut c_void,
+) -> u32 {
+    call_in_context(|context| {
+        // SAFETY: handles of contexts are made by this driver and stay for good.
+        let to = unsafe { to.cast::<Context>().as_ref() }.ok_or(code::INVALID_CONTEXT)?;
+        // SAFETY: the same.
+        let from = unsafe { from.cast::<Context>().as_ref() }.ok_or(code::INVALID_CONTEXT)?;
+        let is_right = to.device == context.device
+            && memory::is_of_device(target, len, to.device)
+            && memory::is_of_device(source, len, from.device);
+        if !is_right || !context::has_access(to.device, from.device) {
+            return Err(code::INVALID_VALUE);
+        }
+        PEER_COPIES.fetch_add(1, Ordering::Relaxed);
+        queue(context, stream, Work::Copy { target, source, len })
     })
 }

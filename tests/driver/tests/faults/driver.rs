@@ -71,6 +71,13 @@ impl Driver {
         set_devices(count);
     }
 
+    /// How many copies went straight from one device to another.
+    pub fn peer_copies(&self) -> u64 {
+        // SAFETY: the same.
+        let copies: Symbol<extern "C" fn() -> u64> = unsafe { self.own(b"fake_driver_peer_copies") };
+        copies()
+    }
+
     /// # Safety
     /// The entry point has this signature.
     unsafe fn own<F>(&self, name: &[u8]) -> Symbol<'_, F> {

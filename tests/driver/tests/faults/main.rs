@@ -31,13 +31,14 @@ const SPARE_GPU: u32 = 1 << 16;
 const HANG: Duration = Duration::from_secs(120);
 
 /// Lives through a fault; whether it struck.
-fn live_through(driver: &'static Driver, gpu: u32, nth: u64, code: u32) -> bool {
+fn live_through(driver: &'static Driver, gpus: &[u32], nth: u64, code: u32) -> bool {
     let (done, finished) = channel();
     let label = format!("call {nth} fails with {code}");
+    let gpus = gpus.to_vec();
     let living = std::thread::spawn(move || {
         let mut work = Work::new();
         driver.arm(nth, code);
-        let lived = catch_unwind(AssertUnwindSafe(|| work.live(gpu)));
+        let lived = catch_unwind(AssertUnwindSafe(|| work.live(&gpus)));
         let struck = driver.disarm();
         done.send((struck, lived, work)).expect("somebody waits, or the test has failed");
     });
@@ -66,10 +67,11 @@ fn a_refused_call_is_an_error_or_nothing_and_leaks_nothing() {
     let (driver, _turn) = Driver::get();
     // One GPU loads machine code, the other text.
     for (code, gpu) in [(INVALID_VALUE, 0), (OUT_OF_MEMORY, 1)] {
-        assert!(!live_through(driver, gpu, u64::MAX, code));
+        let gpus = [gpu];
+        assert!(!live_through(driver, &gpus, u64::MAX, code));
         assert_eq!(driver.alive(gpu), 0, "a store that was closed leaves nothing");
         let (mut nth, mut left) = (1, 0);
-        while live_through(driver, gpu, nth, code) {
+        while live_through(driver, &gpus, nth, code) {
             // What the driver refuses to take back stays, and nothing else: one thing a fault.
             let now = driver.alive(gpu);
             assert!(now <= left + 1, "call {nth} fails with {code}: {now} things are alive, {left} before");
@@ -86,7 +88,7 @@ fn a_fault_asks_for_a_new_process_and_loses_nothing() {
     // A GPU for each: a context that is lost stays lost.
     driver.set_devices(1 << 20);
     let mut nth = 1;
-    while live_through(driver, 1 + nth as u32, nth, LAUNCH_FAILED) {
+    while live_through(driver, &[1 + nth as u32], nth, LAUNCH_FAILED) {
         driver.forget(1 + nth as u32);
         nth += 1;
     }
@@ -145,6 +147,30 @@ fn what_a_fault_leaves_opens_on_another_gpu_and_on_the_host() {
         let store = work.open(Arc::new(CudaDevice::open(other).unwrap())).unwrap();
         work.step(&store).unwrap();
         work.check(&store).unwrap();
+    }
+    driver.set_devices(2);
+}
+
+#[test]
+fn bytes_go_from_one_gpu_to_another_by_the_way_that_there_is() {
+    let (driver, _turn) = Driver::get();
+    driver.set_devices(1 << 20);
+    let first = SPARE_GPU + 1000;
+    // Neighbours reach each other's memory; the others' bytes go by way of the host.
+    for (gpus, is_way) in [([first, first + 1], true), ([first + 1, first + 2], false)] {
+        let before = driver.peer_copies();
+        assert!(!live_through(driver, &gpus, u64::MAX, INVALID_VALUE));
+        assert_eq!(driver.peer_copies() > before, is_way, "between {gpus:?}");
+        assert_eq!(gpus.map(|gpu| driver.alive(gpu)), [0; 2]);
+    }
+    // First the way is known before the first fault, then the driver is asked for it under faults, too.
+    for (gpus, from) in [([first, first + 1], 1), ([first + 4, first + 5], 40)] {
+        let mut nth = from;
+        while live_through(driver, &gpus, nth, INVALID_VALUE) {
+            nth += 3;
+        }
+        println!("{nth} calls on {gpus:?} failed with {INVALID_VALUE}");
+        assert!(nth > 200, "{nth} calls");
     }
     driver.set_devices(2);
 }
