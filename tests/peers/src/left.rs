@@ -1,0 +1,98 @@
+//! What a killed process left in its directory.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+/// A file, of which the zeros at the end are only counted: logs are made long before they are written.
+struct Content {
+    path: PathBuf,
+    /// Up to the last byte that is not zero.
+    written: Vec<u8>,
+    len: u64,
+}
+
+/// Bytes may be damaged in lines of so many bytes that are not all zero: the others are padding, or were never
+/// written, and would only add to what is harmless.
+const LINE: usize = 64;
+
+impl Content {
+    /// Offsets of the bytes that may be damaged.
+    fn places(&self) -> Vec<usize> {
+        let is_used = |at: &usize| {
+            let line = at / LINE * LINE;
+            self.written[line..self.written.len().min(line + LINE)].iter().any(|byte| *byte != 0)
+        };
+        (0..self.written.len()).filter(is_used).collect()
+    }
+}
+
+/// All files of a directory.
+pub struct Left {
+    folders: Vec<PathBuf>,
+    files: Vec<Content>,
+    /// The one of which most is written.
+    target: usize,
+    /// Offsets of its bytes that may be damaged.
+    places: Vec<usize>,
+}
+
+impl Left {
+    /// Reads a directory.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn read(directory: &Path) -> io::Result<Self> {
+        let (mut folders, mut files) = (Vec::new(), Vec::new());
+        let mut to_read = vec![directory.to_path_buf()];
+        while let Some(folder) = to_read.pop() {
+            for entry in fs::read_dir(&folder)? {
+                let path = entry?.path();
+                let relative = path.strip_prefix(directory).expect("it lies below").to_path_buf();
+                if path.is_dir() {
+                    folders.push(relative);
+                    to_read.push(path);
+                } else {
+                    let mut written = fs::read(&path)?;
+                    let len = written.len() as u64;
+                    written.truncate(written.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1));
+                    files.push(Content { path: relative, written, len });
+                }
+            }
+        }
+        files.sort_by(|one, other| one.path.cmp(&other.path));
+        let target = (0..files.len()).max_by_key(|index| files[*index].places().len()).expect("a file");
+        let places = files[target].places();
+        Ok(Self { folders, files, target, places })
+    }
+
+    /// The file to damage.
+    pub fn target(&self) -> &Path {
+        &self.files[self.target].path
+    }
+
+    /// How many of its bytes may be damaged.
+    pub fn places(&self) -> u64 {
+        self.places.len() as u64
+    }
+
+    /// Writes everything to an empty directory, with one bit flipped of the target's bytes that may be
+    /// damaged, if there is one to flip.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn copy_to(&self, directory: &Path, flipped_bit: Option<u64>) -> io::Result<()> {
+        self.folders.iter().try_for_each(|folder| fs::create_dir_all(directory.join(folder)))?;
+        for (index, content) in self.files.iter().enumerate() {
+            let mut bytes = content.written.clone();
+            if let Some(bit) = flipped_bit.filter(|_| index == self.target) {
+                bytes[self.places[(bit / 8) as usize]] ^= 1 << (bit % 8);
+            }
+            let file = File::create(directory.join(&content.path))?;
+            file.write_all_at(&bytes, 0)?;
+            file.set_len(content.len)?;
+        }
+        Ok(())
+    }
+}

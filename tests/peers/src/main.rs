@@ -1,0 +1,112 @@
+//! One flipped bit after an unclean exit: what do stores make of it?
+//!
+//! For each store a child process writes 50 records, each of them acknowledged as durable before the next, and is
+//! killed. Then, as often as asked, one bit of what was written is flipped in a copy of what it left, and a second
+//! child opens the copy and reads all records. Processes of their own, because some answers are a crash.
+//!
+//! ```text
+//! cargo run --release --manifest-path tests/peers/Cargo.toml --target-dir target/peers -- [TRIALS] [SEED]
+//! ```
+//!
+//! The bit lies in the file of which most is written: in the log where there is one. Stretches of zeros, which are
+//! padding or were never written, are left alone. What it does to a store is one of four:
+//!
+//! - *harmless*: all records are there, and right;
+//! - *detected*: an error, a report that something was cut, or a crash;
+//! - *silently lost*: records are missing, and nothing says so;
+//! - *silently wrong*: a record is there that nobody wrote.
+
+mod left;
+mod peers;
+mod record;
+mod trial;
+
+use std::env;
+use std::io::{self, Read};
+use std::path::Path;
+use std::process::ExitCode;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread;
+
+use peers::{Found, PEERS, Peer};
+use trial::{Child, Counts};
+
+/// The exit code of a child that says what it found on its standard output.
+const FOUND: u8 = 0;
+/// That of one that says that it was told of damage.
+const TOLD: u8 = 10;
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = env::args().skip(1).collect();
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    match arguments[..] {
+        ["write", peer, directory] => write(peers::named(peer), Path::new(directory)),
+        ["read", peer, directory] => read(peers::named(peer), Path::new(directory)),
+        [] => compare(300, 1),
+        [trials] => compare(number(trials), 1),
+        [trials, seed] => compare(number(trials), number(seed)),
+        _ => panic!("usage: peers [TRIALS] [SEED]"),
+    }
+}
+
+fn number(text: &str) -> u64 {
+    text.parse().expect("TRIALS and SEED are numbers")
+}
+
+/// Writes all records, says so, and waits for its death with the store open.
+fn write(peer: &Peer, directory: &Path) -> ExitCode {
+    let written = (peer.write)(directory, &|| {
+        println!("written");
+        // The parent kills this process; if it died itself, this ends.
+        let _ended = io::stdin().read(&mut [0]);
+    });
+    written.unwrap_or_else(|error| panic!("{} cannot write: {error}", peer.name));
+    ExitCode::FAILURE
+}
+
+/// Reads all records, and says what they are.
+fn read(peer: &Peer, directory: &Path) -> ExitCode {
+    // Who never answers has noticed something; the parent need not wait for it.
+    let (answered, answer) = mpsc::channel::<()>();
+    thread::spawn(move || {
+        if answer.recv_timeout(trial::PATIENCE) == Err(RecvTimeoutError::Timeout) {
+            std::process::exit(TOLD.into());
+        }
+    });
+    let found = (peer.read)(directory);
+    drop(answered);
+    match found {
+        Ok(Found { records, told: None }) => {
+            println!("{}", record::compare(&records));
+            ExitCode::from(FOUND)
+        }
+        Ok(Found { told: Some(what), .. }) => {
+            println!("{what}");
+            ExitCode::from(TOLD)
+        }
+        Err(error) => {
+            println!("{error}");
+            ExitCode::from(TOLD)
+        }
+    }
+}
+
+fn compare(trials: u64, seed: u64) -> ExitCode {
+    println!("{} records, {trials} trials, seed {seed}\n", record::COUNT);
+    println!("| | bytes damaged | harmless | detected | silently lost | silently wrong |");
+    println!("|---|---|---|---|---|---|");
+    let mut is_ours_sound = true;
+    for peer in PEERS {
+        let left = Child::write(peer);
+        let counts = trial::run(peer, &left, trials, seed);
+        let Counts { harmless, detected, lost, wrong } = counts;
+        println!(
+            "| {} | {} of {} | {harmless} | {detected} | {lost} | {wrong} |",
+            peer.name,
+            left.places(),
+            left.target().display()
+        );
+        is_ours_sound &= peer.name != "remanent" || lost + wrong == 0;
+    }
+    if is_ours_sound { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}

@@ -1,0 +1,30 @@
+//! fjall: a key a record, persisted with `fsync` after each.
+
+use std::path::Path;
+
+use fjall::{Database, KeyspaceCreateOptions, PersistMode};
+
+use super::{Found, Result};
+use crate::record;
+
+pub fn write(directory: &Path, done: &dyn Fn()) -> Result<()> {
+    let database = Database::builder(directory).open()?;
+    let records = database.keyspace("records", KeyspaceCreateOptions::default)?;
+    for number in 0..record::COUNT {
+        records.insert(number.to_be_bytes(), record::bytes(number))?;
+        database.persist(PersistMode::SyncAll)?;
+    }
+    done();
+    Ok(())
+}
+
+pub fn read(directory: &Path) -> Result<Found> {
+    let database = Database::builder(directory).open()?;
+    let records = database.keyspace("records", KeyspaceCreateOptions::default)?;
+    let mut found = Vec::new();
+    for guard in records.iter() {
+        let (key, value) = guard.into_inner()?;
+        found.push((key.to_vec(), value.to_vec()));
+    }
+    Ok(found.into())
+}

@@ -1,0 +1,60 @@
+//! okaywal: an entry a record, its key and its value as two chunks, each held against its checksum.
+
+use std::io;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+
+use okaywal::{Entry, EntryId, LogManager, LogVoid, ReadChunkResult, SegmentReader, WriteAheadLog};
+
+use super::{Found, Result};
+use crate::record::{self, Record};
+
+pub fn write(directory: &Path, done: &dyn Fn()) -> Result<()> {
+    let log = WriteAheadLog::recover(directory, LogVoid)?;
+    for number in 0..record::COUNT {
+        let mut entry = log.begin_entry()?;
+        entry.write_chunk(&number.to_be_bytes())?;
+        entry.write_chunk(&record::bytes(number))?;
+        entry.commit()?;
+    }
+    done();
+    Ok(())
+}
+
+/// Collects what is recovered.
+#[derive(Clone, Debug, Default)]
+struct Collector(Arc<Mutex<Vec<Record>>>);
+
+impl LogManager for Collector {
+    fn recover(&mut self, entry: &mut Entry<'_>) -> io::Result<()> {
+        let mut chunks = Vec::new();
+        loop {
+            match entry.read_chunk()? {
+                ReadChunkResult::Chunk(mut chunk) => {
+                    chunks.push(chunk.read_all()?);
+                    if !chunk.check_crc()? {
+                        return Err(io::Error::other("a chunk's checksum does not match"));
+                    }
+                }
+                ReadChunkResult::EndOfEntry => break,
+                // An entry that was not finished was not acknowledged.
+                ReadChunkResult::AbortedEntry => return Ok(()),
+            }
+        }
+        let value = chunks.pop().unwrap_or_default();
+        self.0.lock().expect("no panic").push((chunks.pop().unwrap_or_default(), value));
+        Ok(())
+    }
+
+    fn checkpoint_to(&mut self, _: EntryId, _: &mut SegmentReader, _: &WriteAheadLog) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+pub fn read(directory: &Path) -> Result<Found> {
+    let collector = Collector::default();
+    let log = WriteAheadLog::recover(directory, collector.clone())?;
+    let records = std::mem::take(&mut *collector.0.lock().expect("no panic"));
+    drop(log);
+    Ok(records.into())
+}

@@ -1,0 +1,38 @@
+//! Remanent: a page a record, committed durably.
+
+use std::path::Path;
+
+use remanent::{Ack, DeviceChoice, Key, Options, Place, Store};
+
+use super::{Found, Result};
+use crate::record;
+
+fn options() -> Options {
+    Options::default().ack(Ack::Durable).device(DeviceChoice::Host)
+}
+
+pub fn write(directory: &Path, done: &dyn Fn()) -> Result<()> {
+    let store = Store::open(directory, options())?;
+    for number in 0..record::COUNT {
+        let bytes = record::bytes(number);
+        let mut batch = store.batch();
+        let key = Key::new(number.to_be_bytes())?;
+        let page = batch.create_with(bytes.len() as u64, Place::Host, Some(key), Default::default());
+        batch.write(page, 0, &bytes);
+        store.commit(batch)?;
+    }
+    done();
+    Ok(())
+}
+
+pub fn read(directory: &Path) -> Result<Found> {
+    let store = Store::open(directory, options())?;
+    let mut records = Vec::new();
+    for info in store.pages()? {
+        let mut bytes = vec![0; usize::try_from(info.len)?];
+        store.read(info.page, 0, &mut bytes)?;
+        records.push((info.key.map_or_else(Vec::new, |key| key.as_bytes().to_vec()), bytes));
+    }
+    let told = store.recovered().torn.as_ref().map(|torn| format!("{torn:?}"));
+    Ok(Found { records, told })
+}
