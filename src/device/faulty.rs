@@ -41,6 +41,8 @@ pub enum DeviceCall {
     SignalExternal,
     /// [`Device::adopt`]
     Adopt,
+    /// [`Device::wait_stream`]
+    WaitStream,
 }
 
 /// Which call fails, and how.
@@ -153,6 +155,11 @@ impl Device for FaultyDevice {
     fn signal_external(&self, stream: RawStream, fence: Fence) -> Result<()> {
         self.enter(DeviceCall::SignalExternal)?;
         self.inner.signal_external(stream, fence)
+    }
+
+    fn wait_stream(&self, stream: RawStream) -> Result<()> {
+        self.enter(DeviceCall::WaitStream)?;
+        self.inner.wait_stream(stream)
     }
 
     fn address(&self, memory: MemoryId) -> Option<u64> {

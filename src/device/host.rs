@@ -312,6 +312,10 @@ impl Device for HostDevice {
         Err(no_streams(stream))
     }
 
+    fn wait_stream(&self, stream: RawStream) -> Result<()> {
+        Err(no_streams(stream))
+    }
+
     fn address(&self, _memory: MemoryId) -> Option<u64> {
         None
     }

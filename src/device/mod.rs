@@ -84,6 +84,13 @@ pub trait Device: Any + Send + Sync {
     /// `StreamRefused`, with nothing changed; a device error.
     fn signal_external(&self, stream: RawStream, fence: Fence) -> Result<()>;
 
+    /// Waits, on this thread, until what is in the caller's stream now is done. No lane takes part: a stream that
+    /// stands still holds up this thread and nobody else, whoever waits for other streams included.
+    ///
+    /// # Errors
+    /// `StreamRefused`, a device error.
+    fn wait_stream(&self, stream: RawStream) -> Result<()>;
+
     /// Where kernels find page memory. It stays the same until the memory is released. `None` where no kernel
     /// reaches it: memory of the host alone, and memory of length 0.
     fn address(&self, memory: MemoryId) -> Option<u64>;
@@ -106,15 +113,6 @@ pub trait Device: Any + Send + Sync {
     /// back. Places that share another one's memory are counted there.
     fn memory_stats(&self) -> Vec<(Place, MemoryStats)> {
         Vec::new()
-    }
-
-    /// Waits, on this thread, until what is in the caller's stream now is done.
-    ///
-    /// # Errors
-    /// `StreamRefused`, a device error.
-    fn wait_stream(&self, stream: RawStream) -> Result<()> {
-        self.wait_external(Lane::Callers, stream)?;
-        self.wait(self.submit(Lane::Callers, CommandList::default())?.fence())
     }
 
     /// Takes memory of the caller's for page memory, and says in which place it is. It is released like any

@@ -108,6 +108,10 @@ impl Device for Rogue {
         self.late.signal_external(stream, fence)
     }
 
+    fn wait_stream(&self, stream: RawStream) -> Result<()> {
+        self.late.wait_stream(stream)
+    }
+
     fn address(&self, memory: MemoryId) -> Option<u64> {
         self.late.address(memory)
     }

@@ -83,6 +83,10 @@ impl Device for Gathering {
         self.inner.signal_external(stream, fence)
     }
 
+    fn wait_stream(&self, stream: RawStream) -> Result<()> {
+        self.inner.wait_stream(stream)
+    }
+
     fn address(&self, memory: MemoryId) -> Option<u64> {
         self.inner.address(memory)
     }

@@ -309,6 +309,9 @@ impl Device for DoesNothing {
     fn signal_external(&self, _stream: RawStream, _fence: Fence) -> remanent::Result<()> {
         Ok(())
     }
+    fn wait_stream(&self, _stream: RawStream) -> remanent::Result<()> {
+        Ok(())
+    }
     fn address(&self, _memory: MemoryId) -> Option<u64> {
         None
     }
@@ -342,7 +345,7 @@ fn who_polls_a_seeded_late_device_gets_on() {
 #[test]
 fn an_arranged_fault_strikes_its_call_and_is_passed_through() {
     type Make = fn(&dyn Device, MemoryId) -> remanent::Result<()>;
-    let rows: [(DeviceCall, Make); 8] = [
+    let rows: [(DeviceCall, Make); 9] = [
         (DeviceCall::Allocate, |device, _| device.allocate(PLACE, 1).map(drop)),
         (DeviceCall::Release, |device, memory| device.release(memory)),
         (DeviceCall::Staging, |device, _| device.staging(1).map(drop)),
@@ -353,6 +356,7 @@ fn an_arranged_fault_strikes_its_call_and_is_passed_through() {
         (DeviceCall::SignalExternal, |device, _| {
             device.signal_external(stream_of_nobody(), Fence { lane: Lane::Apply, value: 0 })
         }),
+        (DeviceCall::WaitStream, |device, _| device.wait_stream(stream_of_nobody())),
     ];
     for context_lost in [false, true] {
         for counted in [true, false] {
@@ -385,7 +389,12 @@ fn the_host_refuses_streams_and_has_no_addresses() {
     let memory = device.allocate(PLACE, 8).unwrap();
     let stream = stream_of_nobody();
     let fence = submit(&*device, Lane::Apply, fill(span(memory, 0, 8), 1), vec![]).fence();
-    for refused in [device.wait_external(Lane::Callers, stream), device.signal_external(stream, fence)] {
+    let asked = [
+        device.wait_external(Lane::Callers, stream),
+        device.signal_external(stream, fence),
+        device.wait_stream(stream),
+    ];
+    for refused in asked {
         let error = refused.unwrap_err();
         assert!(matches!(error, Error::StreamRefused { .. }), "{error}");
         assert_eq!(error.remedy(), Remedy::ChangeCall);

@@ -258,6 +258,10 @@ impl Device for Gauge {
         self.inner.signal_external(stream, fence)
     }
 
+    fn wait_stream(&self, stream: RawStream) -> Result<()> {
+        self.inner.wait_stream(stream)
+    }
+
     fn address(&self, memory: MemoryId) -> Option<u64> {
         self.inner.address(memory)
     }

@@ -64,6 +64,7 @@ entry_points! {
     write_value = "cuStreamWriteValue64_v2" (stream: CUstream, address: CUdeviceptr, value: u64, flags: c_uint);
     create_event = "cuEventCreate" (event: *mut CUevent, flags: c_uint);
     record_event = "cuEventRecord" (event: CUevent, stream: CUstream);
+    query_event = "cuEventQuery" (event: CUevent);
     destroy_event = "cuEventDestroy_v2" (event: CUevent);
     memory_info = "cuMemGetInfo_v2" (free: *mut usize, total: *mut usize);
     pointer_attribute = "cuPointerGetAttribute" (value: *mut c_void, attribute: c_uint, address: CUdeviceptr);

@@ -9,16 +9,14 @@ use std::sync::Arc;
 use parking_lot::{Mutex, MutexGuard};
 
 use super::context::{Context, Entered};
-use super::driver::{CUevent, CUstream};
+use super::driver::CUstream;
 use super::errors::Code;
+use super::event::Event;
 use super::memory::{Block, Memory};
 use super::stream;
 use super::word::{Stream, Word};
 use crate::device::{RawStream, ReturnedStaging};
 use crate::error::Result;
-
-/// `CU_EVENT_DISABLE_TIMING`.
-const NO_TIMING: u32 = 2;
 
 /// A lane.
 pub(super) struct Timeline {
@@ -41,16 +39,6 @@ struct InFlight {
     /// Tables and scratch.
     _blocks: Vec<Block>,
 }
-
-struct Event {
-    context: &'static Context,
-    raw: CUevent,
-}
-
-// SAFETY: the handle is a name, and the driver takes it on any thread.
-unsafe impl Send for Event {}
-// SAFETY: the same; it is used under its lane's lock.
-unsafe impl Sync for Event {}
 
 /// The right to queue a lane's next list.
 pub(super) struct Turn<'t> {
@@ -145,9 +133,9 @@ impl Timeline {
         let _turn = self.queue.lock();
         // SAFETY: the context is current; a lane's handles live as long as it does, and a caller's stream is
         // vouched for by who made its `RawStream`.
-        unsafe { entered.record_event(self.event.raw, earlier) }?;
-        // SAFETY: the same; the wait takes the event as it was recorded, so it may be recorded again.
-        unsafe { entered.wait_event(later, self.event.raw, 0) }
+        unsafe { self.event.record(entered, earlier) }?;
+        // SAFETY: the same.
+        unsafe { self.event.hold_back(entered, later) }
     }
 }
 
@@ -188,31 +176,6 @@ impl Drop for Timeline {
         if let Err(error) = self.drain() {
             tracing::warn!(%error, "a lane stopped: what its lists use stays allocated");
             left.into_iter().for_each(std::mem::forget);
-        }
-    }
-}
-
-impl Event {
-    /// An event that was not recorded yet.
-    ///
-    /// # Errors
-    /// A device error.
-    fn new(context: &'static Context) -> Result<Self> {
-        let entered = context.enter()?;
-        let mut raw = std::ptr::null_mut();
-        // SAFETY: the context is current, the pointer is to a live handle.
-        unsafe { entered.create_event(&mut raw, NO_TIMING) }.map_err(|code| context.fault(code))?;
-        Ok(Self { context, raw })
-    }
-}
-
-impl Drop for Event {
-    fn drop(&mut self) {
-        let Ok(entered) = self.context.enter() else { return };
-        // SAFETY: the context is current, the handle leaves our hands here, and whoever waits for the event
-        // has taken it.
-        if let Err(code) = unsafe { entered.destroy_event(self.raw) } {
-            tracing::warn!(%code, "an event could not be given back");
         }
     }
 }

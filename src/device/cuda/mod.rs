@@ -2,10 +2,10 @@
 //!
 //! Read in this order: `driver` (what is called, found at run time), `errors`, `context` (how calls are made),
 //! `resource`, `memory` and `staging`, `handles` (names of page memory), `adopted` (the caller's memory), `word`,
-//! `lane` and `stream` (what fences are, and the caller's streams beside them), `list` and `plan` (from commands
-//! to launches), `functions`, `launch` and `bulk` (how they are done), `peer` (another GPU's memory); `abi` is
-//! what host and kernels agree on, `modules` the kernels themselves. [`HostDevice`] defines what every list must
-//! lead to (I11).
+//! `event`, `lane` and `stream` (what fences are, and the caller's streams beside them), `list` and `plan` (from
+//! commands to launches), `functions`, `launch` and `bulk` (how they are done), `peer` (another GPU's memory);
+//! `abi` is what host and kernels agree on, `modules` the kernels themselves. [`HostDevice`] defines what every
+//! list must lead to (I11).
 //!
 //! A list becomes a few launches over tables in pinned memory and one write of the lane's fence. Nothing here
 //! uses the default stream or waits for the whole GPU, but for giving memory back, which only a shortage and
@@ -21,6 +21,7 @@ mod bulk;
 mod context;
 mod driver;
 mod errors;
+mod event;
 mod functions;
 mod handles;
 mod lane;
@@ -312,6 +313,10 @@ impl Device for CudaDevice {
             return stream::check(self.context, &self.context.enter()?, stream);
         }
         self.lane(fence.lane).lead_stream(stream)
+    }
+
+    fn wait_stream(&self, stream: RawStream) -> Result<()> {
+        stream::point(self.context, stream)?.wait()
     }
 
     fn address(&self, memory: MemoryId) -> Option<u64> {

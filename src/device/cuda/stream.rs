@@ -9,6 +9,7 @@ use std::ffi::c_uint;
 use super::context::{Context, Entered};
 use super::driver::CUstream;
 use super::errors::Code;
+use super::event::Event;
 use crate::device::RawStream;
 use crate::error::{Error, Result};
 
@@ -43,6 +44,20 @@ pub(super) fn check(context: &Context, entered: &Entered<'_>, stream: RawStream)
     asked.map_err(|code| refused(context, stream, code))?;
     // Active, or invalidated and not ended yet.
     if status == 0 { Ok(()) } else { Err(captured(stream)) }
+}
+
+/// The point at which a caller's stream is now.
+///
+/// # Errors
+/// `StreamRefused`, a device error.
+pub(super) fn point(context: &'static Context, stream: RawStream) -> Result<Event> {
+    let event = Event::new(context)?;
+    let entered = context.enter()?;
+    check(context, &entered, stream)?;
+    // SAFETY: the stream is vouched for by who made its `RawStream`.
+    let recorded = unsafe { event.record(&entered, raw(stream)) };
+    recorded.map_err(|code| refused(context, stream, code))?;
+    Ok(event)
 }
 
 /// The error for a call with a caller's stream.

@@ -187,7 +187,7 @@ impl Drop for Word {
 }
 
 /// Naps between looks at something of which nobody tells, each longer than the one before.
-struct Naps(Duration);
+pub(super) struct Naps(Duration);
 
 impl Default for Naps {
     fn default() -> Self {
@@ -197,7 +197,7 @@ impl Default for Naps {
 
 impl Naps {
     #[expect(clippy::disallowed_methods, reason = "nothing on the host is told of what a GPU has done")]
-    fn take(&mut self) {
+    pub fn take(&mut self) {
         std::thread::sleep(self.0);
         self.0 = NAP_MAX.min(2 * self.0);
     }

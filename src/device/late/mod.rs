@@ -13,7 +13,7 @@ mod streams;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 use remanent_format::{Place, Width};
 
 pub use self::streams::StreamWork;
@@ -35,6 +35,8 @@ const ADDRESS_BITS: u32 = 40;
 pub struct LateDevice {
     inner: Arc<dyn Device>,
     state: Mutex<State>,
+    /// A stream was let go, or is waited for.
+    changed: Condvar,
 }
 
 #[derive(Default)]
@@ -71,13 +73,17 @@ impl LateDevice {
     /// Runs a list only when somebody waits for it.
     #[must_use]
     pub fn new(inner: Arc<dyn Device>) -> Self {
-        Self { inner, state: Mutex::default() }
+        Self::drawing(inner, None)
     }
 
     /// Also runs lists at calls drawn from `seed`, so that who polls gets on.
     #[must_use]
     pub fn seeded(inner: Arc<dyn Device>, seed: u64) -> Self {
-        Self { inner, state: Mutex::new(State { schedule: Some(seed), ..State::default() }) }
+        Self::drawing(inner, Some(seed))
+    }
+
+    fn drawing(inner: Arc<dyn Device>, schedule: Option<u64>) -> Self {
+        Self { inner, state: Mutex::new(State { schedule, ..State::default() }), changed: Condvar::new() }
     }
 
     /// A new stream of a caller's.
@@ -93,6 +99,15 @@ impl LateDevice {
     /// Holds a stream, or lets it go: nothing runs on a stream that is held.
     pub fn hold(&self, stream: RawStream, is_held: bool) {
         self.state.lock().streams.of(stream).is_held = is_held;
+        self.changed.notify_all();
+    }
+
+    /// Returns once some thread waits for a stream that is held.
+    pub fn until_waited_for(&self, stream: RawStream) {
+        let mut state = self.state.lock();
+        while state.streams.of(stream).waiting == 0 {
+            self.changed.wait(&mut state);
+        }
     }
 
     /// Begins or ends the capture of a graph from a stream.
@@ -319,6 +334,18 @@ impl Device for LateDevice {
         assert!(fence.value <= given, "{fence:?} was not handed out: the lane gave {given}");
         state.streams.usable(stream)?.push(StreamEntry::After(fence));
         Ok(())
+    }
+
+    fn wait_stream(&self, stream: RawStream) -> Result<()> {
+        let mut state = self.state.lock();
+        let position = state.streams.usable(stream)?.given;
+        state.streams.of(stream).waiting += 1;
+        self.changed.notify_all();
+        while state.streams.is_held(stream, position, |fence| state.is_behind_held(fence)) {
+            self.changed.wait(&mut state);
+        }
+        state.streams.of(stream).waiting -= 1;
+        self.run_stream_to(&mut state, stream, position)
     }
 
     /// Made up: no bytes lie there, but [`LateDevice::span_at`] finds them.

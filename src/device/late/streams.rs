@@ -1,7 +1,8 @@
 //! Floor 3. Streams of callers, emulated: queues that stand still until somebody must have them run.
 //!
-//! They stand for a GPU's streams in tests of what waits for whom. A stream that is held never runs, as one
-//! with an endless kernel in it: whoever makes the host wait for it is found out by a panic.
+//! They stand for a GPU's streams in tests of what waits for whom. A stream that is held does not run, as one
+//! with an endless kernel in it. Who waits for the stream itself waits until it is let go; whoever makes the host
+//! wait for a lane that is behind it is found out by a panic.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -26,6 +27,8 @@ pub(super) struct LateStream {
     pub reached: u64,
     pub is_held: bool,
     pub is_captured: bool,
+    /// Threads that wait for it.
+    pub waiting: usize,
 }
 
 pub(super) enum StreamEntry {

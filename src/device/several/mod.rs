@@ -217,6 +217,23 @@ impl SeveralDevices {
         Ok(lists.flat_map(|list| list.shares.fences()).collect())
     }
 
+    /// Makes a call with a caller's stream to the device that it is of, and says which one that is.
+    ///
+    /// # Errors
+    /// `StreamRefused` if all of them refuse it; a device error.
+    fn with_stream(&self, call: impl Fn(&dyn Device) -> Result<()>) -> Result<usize> {
+        let mut refused = None;
+        for (part, device) in self.parts.iter().enumerate() {
+            match call(&**device) {
+                Ok(()) => return Ok(part),
+                // Of another part, perhaps.
+                Err(error @ Error::StreamRefused { .. }) => _ = refused.get_or_insert(error),
+                Err(error) => return Err(error),
+            }
+        }
+        Err(refused.expect("there is at least one device, and it refused"))
+    }
+
     fn release_all(&self, memory: Vec<Home>) {
         for Home { part, memory } in memory {
             if let Err(error) = self.parts[part].release(memory) {
@@ -305,19 +322,9 @@ impl Device for SeveralDevices {
     }
 
     fn wait_external(&self, lane: Lane, stream: RawStream) -> Result<()> {
-        let mut refused = None;
-        for (part, device) in self.parts.iter().enumerate() {
-            match device.wait_external(lane, stream) {
-                // Of another part, perhaps.
-                Err(error @ Error::StreamRefused { .. }) => _ = refused.get_or_insert(error),
-                Err(error) => return Err(error),
-                Ok(()) => {
-                    self.lane(lane).state.lock().behind.insert(part);
-                    return Ok(());
-                }
-            }
-        }
-        refused.map_or(Ok(()), Err)
+        let part = self.with_stream(|device| device.wait_external(lane, stream))?;
+        self.lane(lane).state.lock().behind.insert(part);
+        Ok(())
     }
 
     fn signal_external(&self, stream: RawStream, fence: Fence) -> Result<()> {
@@ -337,6 +344,10 @@ impl Device for SeveralDevices {
         }
         // A part that cannot tell another one's stream to wait is waited for here.
         refused.into_iter().try_for_each(|(device, point, _)| device.wait(point))
+    }
+
+    fn wait_stream(&self, stream: RawStream) -> Result<()> {
+        self.with_stream(|device| device.wait_stream(stream)).map(drop)
     }
 
     fn address(&self, memory: MemoryId) -> Option<u64> {

@@ -355,6 +355,15 @@ pub extern "C" fn cuEventRecord(event: *mut c_void, stream: *mut c_void) -> u32 
 }
 
 #[unsafe(no_mangle)]
+pub extern "C" fn cuEventQuery(event: *mut c_void) -> u32 {
+    call_in_context(|_| {
+        let event = event_of(event)?;
+        let (recorded, passed) = *event.numbers.lock().unwrap();
+        if passed < recorded { Err(code::NOT_READY) } else { Ok(()) }
+    })
+}
+
+#[unsafe(no_mangle)]
 pub extern "C" fn cuEventDestroy_v2(event: *mut c_void) -> u32 {
     call_in_context(|_| EVENTS.lock().unwrap().remove(&(event as u64)).map(drop).ok_or(code::INVALID_HANDLE))
 }

@@ -1,0 +1,96 @@
+//! Floor 3. Events: points of streams, kept by the driver.
+//!
+//! A lane's own points are words that its stream writes (see `word`). An event stands for a point of a stream that
+//! is the caller's, to which the store queues nothing, and for one that another stream is told to wait for.
+
+use super::context::{Context, Entered};
+use super::driver::{CUevent, CUstream};
+use super::errors::Code;
+use super::word::Naps;
+use crate::error::Result;
+
+/// `CU_EVENT_DISABLE_TIMING`.
+const NO_TIMING: u32 = 2;
+
+/// An event.
+pub(super) struct Event {
+    context: &'static Context,
+    raw: CUevent,
+}
+
+// SAFETY: the handle is a name, and the driver takes it on any thread.
+unsafe impl Send for Event {}
+// SAFETY: the same; the driver locks what calls with one event share.
+unsafe impl Sync for Event {}
+
+impl Event {
+    /// An event that was not recorded yet.
+    ///
+    /// # Errors
+    /// A device error.
+    pub fn new(context: &'static Context) -> Result<Self> {
+        let entered = context.enter()?;
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: the context is current, the pointer is to a live handle.
+        unsafe { entered.create_event(&mut raw, NO_TIMING) }.map_err(|code| context.fault(code))?;
+        Ok(Self { context, raw })
+    }
+
+    /// Makes it stand for the point at which the stream is now.
+    ///
+    /// # Safety
+    /// The stream is live.
+    ///
+    /// # Errors
+    /// The driver's refusal.
+    pub unsafe fn record(&self, entered: &Entered<'_>, stream: CUstream) -> Result<(), Code> {
+        // SAFETY: the context is current; the event lives until it is dropped, and the stream is the caller's
+        // promise.
+        unsafe { entered.record_event(self.raw, stream) }
+    }
+
+    /// Makes what is put into the stream from now on wait for the point for which it stands.
+    ///
+    /// # Safety
+    /// The stream is live.
+    ///
+    /// # Errors
+    /// The driver's refusal.
+    pub unsafe fn hold_back(&self, entered: &Entered<'_>, stream: CUstream) -> Result<(), Code> {
+        // SAFETY: the same. The wait takes the event as it was recorded, so that it may be recorded again.
+        unsafe { entered.wait_event(stream, self.raw, 0) }
+    }
+
+    /// Waits, on this thread, until the point for which it stands has passed.
+    ///
+    /// # Errors
+    /// A device error.
+    pub fn wait(&self) -> Result<()> {
+        let mut naps = Naps::default();
+        while !self.has_passed()? {
+            naps.take();
+        }
+        Ok(())
+    }
+
+    fn has_passed(&self) -> Result<bool> {
+        let entered = self.context.enter()?;
+        // SAFETY: the context is current; the event lives until it is dropped.
+        match unsafe { entered.query_event(self.raw) } {
+            Ok(()) => Ok(true),
+            Err(code) if code.is_not_ready() => Ok(false),
+            Err(code) => Err(self.context.fault(code)),
+        }
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        let Ok(entered) = self.context.enter() else { return };
+        // SAFETY: the context is current, the handle leaves our hands here, and whoever waits for the event on a
+        // stream has taken it.
+        if let Err(code) = unsafe { entered.destroy_event(self.raw) } {
+            tracing::warn!(%code, "an event could not be given back");
+        }
+    }
+}
