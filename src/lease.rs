@@ -7,7 +7,7 @@ use std::marker::PhantomData;
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
-use remanent_format::{Epoch, Lsn, PageId, PageInfo};
+use remanent_format::{Epoch, Lsn, PageId, PageInfo, Place};
 
 use crate::applier::{Applier, LeaseId, Leases};
 use crate::device::{Device, Fence, MemoryId, PageBytes, RawStream};
@@ -148,14 +148,25 @@ impl<'s> Lease<'s> {
 
     /// The page's bytes, where they lie. Waits until batches that are under way are applied.
     ///
+    /// There is no slice where pages are on a GPU, in whatever place: what a GPU's kernels may write to is no
+    /// slice that Rust could vouch for. The bytes of a page in host memory, pinned or managed, are at the lease's
+    /// address for the host as for the GPU, and stay what they are: whoever vouches for the kernels of his own
+    /// reads them there once this method has waited.
+    ///
     /// # Errors
-    /// [`Error::PlaceUnavailable`] if the page lies in a GPU's memory; a device error.
+    /// [`Error::PlaceUnavailable`] if there is no such slice; a device error.
     pub fn bytes(&self) -> Result<&[u8]> {
         self.device.wait(self.ready)?;
         match self.bytes.get_or_init(|| self.device.bytes(self.memory)) {
             Some(bytes) => Ok((**bytes).as_ref()),
             None => {
-                let reason = "its bytes are a GPU's: use the lease's address, or `Store::read`";
+                let reason = match self.info.place {
+                    Place::Device(_) => "its bytes are a GPU's: use the lease's address, or `Store::read`",
+                    _ => {
+                        "a GPU's kernels reach its bytes too, so that there is no slice of them: read at the \
+                         lease's address, which is the host's as well, or use `Store::read`"
+                    }
+                };
                 Err(Error::PlaceUnavailable { place: self.info.place, reason })
             }
         }

@@ -43,7 +43,7 @@ impl Cut {
         if !self.untouched.remove(&info.page) {
             return;
         }
-        match arena.allocate(Purpose::Aside, memory.place(), memory.byte_len()) {
+        match arena.allocate_for_lane(Purpose::Aside, memory.place(), memory.byte_len()) {
             Ok(copy) => {
                 list.copy(memory.span(), copy.span());
                 self.aside.insert(info.page, (info.clone(), copy));

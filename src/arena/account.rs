@@ -22,11 +22,14 @@ pub enum Purpose {
     Caller,
     /// What a commit puts together on the device before it is logged.
     Stage,
+    /// Where a snapshot gathers pages, on their way to the host.
+    Gather,
 }
 
 impl Purpose {
     /// All of them, in the order of their numbers.
-    pub const ALL: [Self; 5] = [Self::Page, Self::Spare, Self::Aside, Self::Caller, Self::Stage];
+    pub const ALL: [Self; 6] =
+        [Self::Page, Self::Spare, Self::Aside, Self::Caller, Self::Stage, Self::Gather];
 }
 
 /// How much of a place is in use.

@@ -23,6 +23,9 @@ use crate::device::{Device, Fence, Lane, MemoryId, Span};
 use crate::error::{Error, Result};
 use crate::options::Budget;
 
+/// The lanes that never wait for a caller.
+const OWN_LANES: [Lane; 3] = [Lane::Apply, Lane::Drain, Lane::Stage];
+
 /// The page memory of one device, under one budget. Shared by threads.
 pub struct Arena {
     device: Arc<dyn Device>,
@@ -53,6 +56,8 @@ pub struct Reservation<'a> {
     arena: &'a Arena,
     purpose: Purpose,
     left: Vec<(Arc<Account>, Place, u64)>,
+    /// Whose retired memory is waited for where memory is short.
+    awaited: &'static [Lane],
 }
 
 struct Retired {
@@ -83,6 +88,15 @@ impl Arena {
     /// `OverBudget`, `OutOfMemory`, `PlaceUnavailable`, a device error. Nothing is allocated then.
     pub fn allocate(&self, purpose: Purpose, place: Place, len: u64) -> Result<PageMemory> {
         self.reserve(purpose, &[(place, len)])?.allocate(place, len)
+    }
+
+    /// As [`allocate`](Self::allocate), for who submits to the lanes: it waits for those alone that never wait for
+    /// a caller. A caller's stream may stand still, and all batches would stand still with it.
+    ///
+    /// # Errors
+    /// As for [`allocate`](Self::allocate).
+    pub fn allocate_for_lane(&self, purpose: Purpose, place: Place, len: u64) -> Result<PageMemory> {
+        self.reserve_awaiting(&OWN_LANES, purpose, &[(place, len)])?.allocate(place, len)
     }
 
     /// Memory for several pages, in their order: for all of them or none. The budget is checked on all of them
@@ -130,19 +144,28 @@ impl Arena {
     /// `OverBudget` tells what all of them ask of a place, and what of it is left; a device error. Nothing is
     /// put by then.
     pub fn reserve(&self, purpose: Purpose, pages: &[(Place, u64)]) -> Result<Reservation<'_>> {
+        self.reserve_awaiting(&Lane::ALL, purpose, pages)
+    }
+
+    fn reserve_awaiting(
+        &self,
+        awaited: &'static [Lane],
+        purpose: Purpose,
+        pages: &[(Place, u64)],
+    ) -> Result<Reservation<'_>> {
         self.reap()?;
         let mut sums: BTreeMap<Place, u64> = BTreeMap::new();
         for (place, len) in pages {
             let sum = sums.entry(*place).or_default();
             *sum = sum.saturating_add(*len);
         }
-        match self.claim(purpose, &sums) {
+        match self.claim(awaited, purpose, &sums) {
             Err(Error::OverBudget { place, asked, .. })
                 if self.retired_count.load(Ordering::Acquire) > 0
                     && self.account(place).fits_without_retired(asked) =>
             {
-                self.reap_all()?;
-                self.claim(purpose, &sums)
+                self.reap_awaiting(awaited)?;
+                self.claim(awaited, purpose, &sums)
             }
             claimed => claimed,
         }
@@ -193,9 +216,13 @@ impl Arena {
     /// # Errors
     /// A device error.
     pub fn reap_all(&self) -> Result<()> {
+        self.reap_awaiting(&Lane::ALL)
+    }
+
+    fn reap_awaiting(&self, lanes: &[Lane]) -> Result<()> {
         let _reaping = self.reaping.lock();
-        for lane in Lane::ALL {
-            while let Some(retired) = self.next_retired(lane, |_| true) {
+        for lane in lanes {
+            while let Some(retired) = self.next_retired(*lane, |_| true) {
                 self.device.wait(retired.fence)?;
                 self.release(retired)?;
             }
@@ -235,9 +262,15 @@ impl Arena {
     }
 
     /// Claims all or nothing.
-    fn claim(&self, purpose: Purpose, sums: &BTreeMap<Place, u64>) -> Result<Reservation<'_>> {
+    fn claim(
+        &self,
+        awaited: &'static [Lane],
+        purpose: Purpose,
+        sums: &BTreeMap<Place, u64>,
+    ) -> Result<Reservation<'_>> {
         // Dropped on the way, it puts back what it has.
-        let mut reservation = Reservation { arena: self, purpose, left: Vec::with_capacity(sums.len()) };
+        let mut reservation =
+            Reservation { arena: self, purpose, left: Vec::with_capacity(sums.len()), awaited };
         for (place, sum) in sums {
             let account = self.account(*place);
             account.claim(*sum)?;
@@ -290,7 +323,7 @@ impl Reservation<'_> {
         let Arena { device, .. } = self.arena;
         let memory = match device.allocate(place, len) {
             Err(Error::OutOfMemory { .. }) => {
-                self.arena.reap_all()?;
+                self.arena.reap_awaiting(self.awaited)?;
                 device.allocate(place, len)?
             }
             other => other?,

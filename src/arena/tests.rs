@@ -97,6 +97,26 @@ fn an_allocation_that_can_never_fit_does_not_wait() {
 }
 
 #[test]
+fn who_feeds_the_lanes_waits_for_them_and_never_for_callers() {
+    let (device, arena) = late_arena();
+    for (lane, is_awaited) in [(Lane::Apply, true), (Lane::Drain, true), (Lane::Callers, false)] {
+        let page = arena.allocate(Purpose::Page, PLACE, 60).unwrap();
+        let fence = device.submit(lane, CommandList::default()).unwrap().fence();
+        arena.retire(page, fence);
+        let allocated = arena.allocate_for_lane(Purpose::Aside, PLACE, 50);
+        assert_eq!(device.reached(lane) >= fence.value, is_awaited, "{lane:?}");
+        match allocated {
+            Ok(memory) if is_awaited => arena.discard(memory).unwrap(),
+            other => {
+                assert!(matches!(other, Err(Error::OverBudget { asked: 50, available: 40, .. })), "{other:?}")
+            }
+        }
+    }
+    // A committer waits for all of them.
+    arena.discard(arena.allocate(Purpose::Page, PLACE, 50).unwrap()).unwrap();
+}
+
+#[test]
 fn a_full_device_is_reaped_and_asked_again() {
     let device: Arc<dyn Device> = Arc::new(LateDevice::new(Arc::new(HostDevice::new())));
     let arena = Arena::new(device.clone(), Budget::default());
@@ -176,10 +196,10 @@ fn use_is_told_by_purpose_and_peaks_begin_anew() {
     let page = arena.allocate(Purpose::Page, PLACE, 50).unwrap();
     let aside = arena.allocate(Purpose::Aside, PLACE, 20).unwrap();
     let by_purpose = || Purpose::ALL.map(|purpose| arena.usage(PLACE).bytes_for(purpose));
-    assert_eq!(by_purpose(), [50, 0, 20, 0, 0]);
+    assert_eq!(by_purpose(), [50, 0, 20, 0, 0, 0]);
     let fence = use_page(&*device, &aside);
     arena.retire(aside, fence);
-    assert_eq!((by_purpose(), usage(&arena)), ([50, 0, 0, 0, 0], (50, 20, 70, 1)));
+    assert_eq!((by_purpose(), usage(&arena)), ([50, 0, 0, 0, 0, 0], (50, 20, 70, 1)));
     arena.reset_peaks();
     assert_eq!(usage(&arena).2, 70, "retired memory is still there");
     arena.reap_all().unwrap();

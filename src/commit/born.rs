@@ -73,7 +73,7 @@ impl Committer {
     pub fn device_bytes(&self, place: Place, len: u64) -> Result<DeviceBytes> {
         let owner = self.stage_memory(Purpose::Caller, place, len)?;
         let span = owner.part(0, len);
-        let bytes = DeviceBytes::new(self.device.clone(), span.memory, place, len, owner);
+        let bytes = self.caller_memory(span.memory, place, len, owner);
         let zero = Command::Fill { target: span, pattern: [0; 16], width: remanent_format::Width::W1 };
         self.run(vec![zero], Vec::new())?;
         Ok(bytes)
@@ -86,7 +86,19 @@ impl Committer {
     pub fn adopt(&self, memory: &CallerMemory) -> Result<DeviceBytes> {
         let (id, place) = self.device.adopt(memory)?;
         let owner = Adopted { device: self.device.clone(), memory: id, _owner: memory.owner() };
-        Ok(DeviceBytes::new(self.device.clone(), id, place, memory.byte_len(), owner))
+        Ok(self.caller_memory(id, place, memory.byte_len(), owner))
+    }
+
+    fn caller_memory(
+        &self,
+        memory: MemoryId,
+        place: Place,
+        len: u64,
+        owner: impl Any + Send + Sync,
+    ) -> DeviceBytes {
+        let poison = self.poison.clone();
+        let heard = move |error| poison.set_by_device(error);
+        DeviceBytes::new(self.device.clone(), memory, place, len, owner, heard)
     }
 
     pub(super) fn stage_memory(&self, purpose: Purpose, place: Place, len: u64) -> Result<StageMemory> {

@@ -43,6 +43,8 @@ struct Held {
     device: Arc<dyn Device>,
     memory: MemoryId,
     place: Place,
+    /// Hears of every error, and says what the caller is told.
+    heard: Box<dyn Fn(Error) -> Error + Send + Sync>,
     /// Dropped, it gives the memory back.
     _owner: Box<dyn Any + Send + Sync>,
 }
@@ -76,15 +78,17 @@ impl CallerMemory {
 }
 
 impl DeviceBytes {
-    /// All of a memory. `owner` gives it back when it is dropped.
+    /// All of a memory. `owner` gives it back when it is dropped; `heard` is told of every error in using it, for
+    /// a device's failure concerns the whole store.
     pub(crate) fn new(
         device: Arc<dyn Device>,
         memory: MemoryId,
         place: Place,
         len: u64,
         owner: impl Any + Send + Sync,
+        heard: impl Fn(Error) -> Error + Send + Sync + 'static,
     ) -> Self {
-        let held = Arc::new(Held { device, memory, place, _owner: Box::new(owner) });
+        let held = Arc::new(Held { device, memory, place, heard: Box::new(heard), _owner: Box::new(owner) });
         Self { held, offset: 0, len, stream: None }
     }
 
@@ -135,8 +139,13 @@ impl DeviceBytes {
     /// Replaces bytes from `offset` on, when the stream on which they are made has come here.
     ///
     /// # Errors
-    /// [`Error::MemoryRefused`] if they are outside; [`Error::StreamRefused`]; a device error.
+    /// [`Error::MemoryRefused`] if they are outside; [`Error::StreamRefused`]; [`Error::Poisoned`] if the device
+    /// failed, as the store is then.
     pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        self.try_write(offset, bytes).map_err(&self.held.heard)
+    }
+
+    fn try_write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         let target = self.part(offset..offset.saturating_add(bytes.len() as u64))?.arrived()?;
         let mut staging = self.held.device.staging(bytes.len())?;
         staging.copy_from_slice(bytes);
@@ -149,6 +158,10 @@ impl DeviceBytes {
     /// # Errors
     /// As for [`DeviceBytes::write`].
     pub fn read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+        self.try_read(offset, out).map_err(&self.held.heard)
+    }
+
+    fn try_read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         let source = self.part(offset..offset.saturating_add(out.len() as u64))?.arrived()?;
         let target = StagingSpan { index: 0, offset: 0, len: out.len() };
         let staging = self.held.device.staging(out.len())?;

@@ -1,5 +1,6 @@
 //! Floor 6. Gathering: pages are copied aside on the device, in lane order with the deltas, and drained from
-//! there into an image file.
+//! there into an image file. Where the budget leaves no room for the copies, pages go to the host in lane order:
+//! that keeps deltas waiting for longer, and a store that fills its budget has its snapshots.
 //!
 //! A crash here leaves an image file that is nobody's.
 
@@ -7,11 +8,12 @@ use std::time::Instant;
 
 use remanent_format::limits::{FRAME_ALIGN, align_up};
 use remanent_format::manifest::ManifestEntry;
-use remanent_format::{PageId, PageInfo};
+use remanent_format::{PageId, PageInfo, Place};
 
 use super::Snapshots;
+use crate::arena::{PageMemory, Purpose};
 use crate::crew;
-use crate::device::{Command, CommandList, Fence, Lane, MemoryId, Span, StagingSpan};
+use crate::device::{Command, CommandList, Fence, Lane, Pending, Span, StagingSpan};
 use crate::error::{Error, Result};
 use crate::images::{ImageWriter, chunk_threads, chunks};
 use crate::keeping::entry;
@@ -21,9 +23,16 @@ use crate::staging::StagingBuf;
 /// Pages caught by one gather.
 struct Caught {
     pages: Vec<(PageInfo, usize)>,
-    area: MemoryId,
     len: usize,
-    fence: Fence,
+    copies: Copies,
+}
+
+/// Where the copies are that a gather makes.
+enum Copies {
+    /// On the device, behind this fence.
+    Aside(PageMemory, Fence),
+    /// On their way to the host.
+    UnderWay(Pending),
 }
 
 impl Snapshots {
@@ -55,7 +64,7 @@ impl Snapshots {
     fn gather_chunk(&self, writer: &ImageWriter, chunk: &[(PageId, u64)]) -> Result<Vec<ManifestEntry>> {
         let _phase = phases::enter(Phase::SnapshotGather);
         let caught = self.gather(chunk.iter().map(|(page, _)| *page).collect())?;
-        let drained = self.drain(&caught)?;
+        let drained = self.drain(caught.copies, caught.len)?;
         let images: Vec<(&PageInfo, &[u8])> = caught
             .pages
             .iter()
@@ -73,7 +82,7 @@ impl Snapshots {
 
     /// Copies pages aside on the device, in lane order with the deltas. Pages that are gone are left out.
     fn gather(&self, pages: Vec<PageId>) -> Result<Caught> {
-        let device = self.device.clone();
+        let staging = self.staging.clone();
         self.applier.turn(move |turn| {
             turn.intact()?;
             let mut caught = Vec::with_capacity(pages.len());
@@ -98,54 +107,71 @@ impl Snapshots {
                 at = align_up(at + info.len, FRAME_ALIGN);
                 caught.push((info, here));
             }
-            // The area is scratch: it lives for one chunk and belongs to no page, so no budget covers it.
-            let place = caught.first().map_or(remanent_format::Place::Host, |(info, _)| info.place);
-            let area = device.allocate(place, at)?;
-            let target = Span { memory: area, offset: 0, len: at };
-            let list =
-                CommandList { commands: vec![Command::Gather { sources, target }], staging: Vec::new() };
-            match turn.submit(list) {
-                Ok(pending) => {
-                    let fence = pending.fence();
-                    if let Some(cut) = &mut turn.applied.cut {
-                        cut.retire_used(turn.arena, fence);
-                    }
-                    Ok(Caught { pages: caught, area, len: at as usize, fence })
+            let len = at as usize;
+            let place = caught.first().map_or(Place::Host, |(info, _)| info.place);
+            let area = match turn.arena.allocate_for_lane(Purpose::Gather, place, at) {
+                Ok(area) => Some(area),
+                Err(Error::OverBudget { .. } | Error::OutOfMemory { .. }) => None,
+                Err(error) => return Err(error),
+            };
+            let list = match &area {
+                Some(area) => {
+                    let commands = vec![Command::Gather { sources, target: area.span() }];
+                    CommandList { commands, staging: Vec::new() }
                 }
+                None => {
+                    let staged = |at: u64, len| StagingSpan { index: 0, offset: at as usize, len };
+                    let download = |(source, at): (Span, u64)| Command::Download {
+                        source,
+                        target: staged(at, source.len as usize),
+                    };
+                    let commands = sources.into_iter().map(download).collect();
+                    CommandList { commands, staging: vec![staging.take(len)?.into_staging()] }
+                }
+            };
+            let pending = match turn.submit(list) {
+                Ok(pending) => pending,
                 Err(error) => {
-                    give_back(device.release(area));
-                    Err(error)
+                    area.into_iter().try_for_each(|area| turn.arena.discard(area))?;
+                    return Err(error);
                 }
+            };
+            if let Some(cut) = &mut turn.applied.cut {
+                cut.retire_used(turn.arena, pending.fence());
             }
+            let copies = match area {
+                Some(area) => Copies::Aside(area, pending.fence()),
+                None => Copies::UnderWay(pending),
+            };
+            Ok(Caught { pages: caught, len, copies })
         })
     }
 
-    /// Brings a gathered area to the host, on a lane of its own, and gives the area back.
-    fn drain(&self, caught: &Caught) -> Result<StagingBuf> {
-        let Caught { area, len, fence, .. } = *caught;
-        let queued = self.staging.take(len).and_then(|staging| {
-            self.device.after(Lane::Drain, fence)?;
-            let source = Span { memory: area, offset: 0, len: len as u64 };
-            let target = StagingSpan { index: 0, offset: 0, len };
-            let commands = vec![Command::Download { source, target }];
-            self.device.submit(Lane::Drain, CommandList { commands, staging: vec![staging.into_staging()] })
-        });
-        let drained = match queued {
-            // An area whose last use cannot be waited for is not given back: it may still be in use.
-            Ok(pending) => pending.finish(&*self.device)?,
-            Err(error) => {
-                give_back(self.device.wait(fence).and_then(|()| self.device.release(area)));
-                return Err(error);
+    /// Brings copies to the host, on a lane of its own if they are on the device, and gives their memory back.
+    fn drain(&self, copies: Copies, len: usize) -> Result<StagingBuf> {
+        let drained = match copies {
+            Copies::UnderWay(pending) => pending.finish(&*self.device)?,
+            Copies::Aside(area, fence) => {
+                let (last_use, drained) = match self.queue_drain(&area, fence, len) {
+                    Ok(pending) => (pending.fence(), pending.finish(&*self.device)),
+                    Err(error) => (fence, Err(error)),
+                };
+                match &drained {
+                    Ok(_) => self.arena.discard(area)?,
+                    // It may still be in use.
+                    Err(_) => self.arena.retire(area, last_use),
+                }
+                drained?
             }
         };
-        self.device.release(area)?;
         Ok(StagingBuf::new(drained.into_iter().next().expect("one staging went in"), len))
     }
-}
 
-/// After a failure: a second one, in giving scratch memory back, is only noted.
-fn give_back(released: Result<()>) {
-    if let Err(error) = released {
-        tracing::warn!(%error, "cannot give a gathered area back");
+    fn queue_drain(&self, area: &PageMemory, fence: Fence, len: usize) -> Result<Pending> {
+        let staging = vec![self.staging.take(len)?.into_staging()];
+        self.device.after(Lane::Drain, fence)?;
+        let target = StagingSpan { index: 0, offset: 0, len };
+        let commands = vec![Command::Download { source: area.span(), target }];
+        self.device.submit(Lane::Drain, CommandList { commands, staging })
     }
 }

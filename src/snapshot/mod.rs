@@ -46,6 +46,7 @@ pub use self::retain::Pruned;
 pub(crate) use self::scrub::{Scrub, Scrubber};
 pub use self::scrub::{ScrubStats, Scrubbed};
 use crate::applier::{Applier, Cut, Turn};
+use crate::arena::Arena;
 use crate::device::{CommandList, Device};
 use crate::disk::Disk;
 use crate::error::{Error, Result};
@@ -65,6 +66,7 @@ pub(crate) struct Snapshots {
     pub disk: Arc<dyn Disk>,
     pub store: StoreId,
     pub device: Arc<dyn Device>,
+    pub arena: Arc<Arena>,
     pub staging: Arc<StagingPool>,
     pub applier: Arc<Applier>,
     pub log: Arc<Log>,
@@ -127,7 +129,7 @@ impl Snapshots {
             }
         });
         let taken = taken.map_err(|error| match error {
-            // Nothing changed. Over budget is the scratch memory of an exact snapshot.
+            // Nothing changed. Over budget are the pages that an exact snapshot keeps aside.
             Error::DiskFull { .. } | Error::Closed | Error::OutOfMemory { .. } | Error::OverBudget { .. } => {
                 error
             }

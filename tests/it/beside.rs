@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::thread::ThreadId;
 
+use remanent::arena::Purpose;
 use remanent::device::host::HostDevice;
 use remanent::device::{
     Command, CommandList, Device, Fence, Lane, MemoryId, PageBytes, Pending, RawStream, Staging,
@@ -247,7 +248,9 @@ fn an_exact_snapshot_is_the_state_of_one_moment() {
 #[test]
 fn an_exact_snapshot_without_room_for_copies_changes_nothing() {
     let directory = tempfile::tempdir().unwrap();
-    let budget = Budget::default().with(Place::Host, 80 * 50_000);
+    // Room for what is gathered at a time, 2 MiB of pages, each on a boundary of 4 KiB; and not for a page beside.
+    let room = 80 * 50_000 + 41 * 53_248 + 49_999;
+    let budget = Budget::default().with(Place::Host, room);
     let store = open(directory.path(), Options::default().budget(budget), |store, gathered| {
         if gathered < 80 {
             let mut batch = store.batch();
@@ -271,6 +274,49 @@ fn an_exact_snapshot_without_room_for_copies_changes_nothing() {
     assert_eq!(names, 0, "the unfinished file is gone");
     // A snapshot that is not exact needs no room.
     store.snapshot().unwrap();
+}
+
+/// What is gathered is memory like any other: in the budget, under a purpose of its own, and given back.
+#[test]
+fn gathered_pages_count_in_the_budget() {
+    let directory = tempfile::tempdir().unwrap();
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let told = seen.clone();
+    let store = open(directory.path(), Options::default(), move |store, _| {
+        let usage = store.stats().places[0].1;
+        told.lock().unwrap().push((usage.bytes_for(Purpose::Page), usage.bytes_for(Purpose::Gather)));
+    });
+    let pages = |store: &Store, count| {
+        let mut batch = store.batch();
+        (0..count).for_each(|_| _ = batch.create(50_000, Place::Host));
+        store.commit(batch).unwrap();
+    };
+    pages(&store, 60);
+    store.snapshot().unwrap();
+    // Two chunks: of 2 MiB at most, and each page on a boundary of 4 KiB.
+    assert_eq!(*seen.lock().unwrap(), [(3_000_000, 41 * 53_248), (3_000_000, 19 * 53_248)]);
+    let usage = store.stats().places[0].1;
+    assert_eq!((usage.used(), usage.bytes_for(Purpose::Gather)), (3_000_000, 0));
+    drop(store);
+
+    // A budget that is full: pages are brought to the host without any memory beside them.
+    seen.lock().unwrap().clear();
+    let budget = Budget::default().with(Place::Host, 3_500_000);
+    let store =
+        open(directory.path(), Options::default().budget(budget), |_, _| panic!("something was gathered"));
+    pages(&store, 10);
+    let mut batch = store.batch();
+    (1..=60_u8).for_each(|number| _ = batch.fill(PageId(number.into()), 0, 50_000, &[number]));
+    store.commit(batch).unwrap();
+    let exact = store.snapshot_exact().unwrap();
+    assert_eq!((exact.pages, exact.redo), (70, exact.end));
+    let usage = store.stats().places[0].1;
+    assert_eq!((usage.peak_bytes, usage.used()), (3_500_000, 3_500_000));
+    let now = state(&store);
+    drop(store);
+    let store = Store::open(directory.path(), Options::default()).unwrap();
+    assert_eq!(store.recovered().replayed_batches, 0);
+    assert!(state(&store) == now);
 }
 
 type Pages = Vec<(PageId, remanent::Epoch, Place, Metadata, Vec<u8>)>;

@@ -305,6 +305,30 @@ fn a_fault_on_the_gpu_asks_for_a_new_process() {
 }
 
 #[test]
+fn a_leased_page_in_host_memory_is_read_by_the_host_at_its_address() {
+    const LEN: u64 = 5000;
+    let Some(gpu) = gpu::device() else { return };
+    let store = Store::open_on(Arc::new(SimDisk::new()), gpu, Options::default()).unwrap();
+    for place in [Place::Pinned, Place::Host, Place::Unified, PLACE] {
+        let mut batch = store.batch();
+        let page = batch.create(LEN, place);
+        batch.fill(page, 0, LEN, &[7, 9]);
+        let page = store.commit(batch).unwrap().pages[0];
+        let lease = store.lease(page).unwrap();
+        let refused = lease.bytes().unwrap_err();
+        let Error::PlaceUnavailable { place: named, reason } = refused else { panic!("{refused}") };
+        assert_eq!((named, reason.contains("the host's as well")), (place, place != PLACE), "{reason}");
+        if place != PLACE {
+            assert_eq!(
+                gpu::host_sees(lease.address().unwrap(), LEN),
+                [7, 9].repeat(LEN as usize / 2),
+                "{place}"
+            );
+        }
+    }
+}
+
+#[test]
 fn devices_come_and_go_in_one_process() {
     let Some(first) = gpu::device() else { return };
     let memory = first.allocate(PLACE, 4096).unwrap();

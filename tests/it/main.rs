@@ -2,6 +2,7 @@
 
 mod background;
 mod beside;
+mod arrivals;
 mod audit;
 mod born;
 mod bulk;

@@ -7,7 +7,9 @@ use std::thread;
 
 use remanent::device::Lane;
 use remanent::device::cuda::CudaDevice;
-use remanent::{DeviceChoice, Error, Lease, Options, PageId, Place, Store};
+use remanent::{
+    DeviceChoice, Direction, Error, Lease, Options, PageId, Place, Shadow, Store, Width, WorkingCopy,
+};
 
 use crate::gpu::{self, Caller, Memory, Stream};
 
@@ -233,4 +235,40 @@ fn a_kernel_that_writes_to_a_page_is_found_by_an_audit() {
             audit.changed.iter().map(|changed| (changed.page, changed.first_difference)).collect();
         assert_eq!(changed, [(page, Some(70)), (second, Some(99_990))], "in {place}");
     }
+}
+
+#[test]
+fn a_stream_that_stands_still_holds_up_the_capture_that_takes_from_it_and_no_other() {
+    let Some(caller) = Caller::new() else { return };
+    let (store, first) = store(PLACE);
+    let mut batch = store.batch();
+    let second = batch.create(LEN, PLACE);
+    let second = store.commit(batch).unwrap().pages[0];
+    let (slow, quick) = (caller.stream(), caller.stream());
+    let zeros = caller.memory(LEN);
+    let copy_on = |page, stream: &Stream| {
+        let memory = store.device_bytes(LEN, PLACE).unwrap().on(stream.raw());
+        store.working_copy_in(page, &memory, Width::W4, Shadow::Page, Direction::Load).unwrap()
+    };
+    let (slow_copy, quick_copy) = (copy_on(first, &slow), copy_on(second, &quick));
+    let capture = |copy: &WorkingCopy| {
+        let mut batch = store.batch();
+        batch.capture(copy);
+        store.commit(batch)
+    };
+    let hold = slow.hold();
+    slow.copy(slow_copy.bytes().address().unwrap(), zeros.address, LEN);
+    // The page of ones by way of the caller: what the quick stream has to take.
+    quick.copy(quick_copy.bytes().address().unwrap(), store.lease(first).unwrap().address().unwrap(), LEN);
+    thread::scope(|scope| {
+        let slow_capture = scope.spawn(|| capture(&slow_copy));
+        // Many of them, so that some come when the other one waits for sure.
+        for _ in 0..50 {
+            capture(&quick_copy).unwrap();
+        }
+        assert_eq!((read(&store, first), read(&store, second), slow.is_done()), (1, 1, false));
+        hold.let_go();
+        slow_capture.join().unwrap().unwrap();
+    });
+    assert_eq!(read(&store, first), 0);
 }

@@ -1,7 +1,6 @@
 //! Budgets, and memory that runs out: exact figures, and nothing changed.
 
-use remanent::disk::Disk;
-use remanent::{Budget, Folder, SnapshotId};
+use remanent::{Budget, SnapshotId};
 
 use super::*;
 
@@ -97,7 +96,7 @@ fn memory_that_runs_out_leaves_everything_as_it_was() {
     let store = open(&disk, device.clone()).unwrap();
     let mut line = Line::begin(&store);
     line.commits(&store, 5).unwrap();
-    // Nothing left for the first page of a batch, for its second, for a snapshot's scratch.
+    // Nothing left for the first page of a batch, for its second.
     for left in [0, 1] {
         device.allocations_left.store(left, Ordering::SeqCst);
         let error = create(&store, &[10, 20, 30]).unwrap_err();
@@ -106,9 +105,8 @@ fn memory_that_runs_out_leaves_everything_as_it_was() {
         assert_eq!((device.live(), store.lsn().0), (2, line.logged));
     }
     device.allocations_left.store(0, Ordering::SeqCst);
-    let error = store.snapshot().unwrap_err();
-    assert!(matches!(error, Error::OutOfMemory { .. }), "{error}");
-    assert_eq!((store.snapshots(), Disk::list(&disk, Folder::Pages).unwrap()), (vec![], vec![]));
+    // A snapshot that finds no memory beside the pages does without.
+    store.snapshot().unwrap();
     line.check(&store, line.logged);
     device.allocations_left.store(u64::MAX, Ordering::SeqCst);
     line.commits(&store, 5).unwrap();

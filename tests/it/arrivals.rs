@@ -1,0 +1,174 @@
+//! Bytes that are made on streams of the caller's: who takes them waits for their stream, and nobody else does.
+//!
+//! The device runs everything as late as it may. A stream that is held stands still, as by a kernel that does not
+//! end; a lane that waited for it would panic.
+
+use std::sync::Arc;
+use std::thread;
+
+use remanent::device::faulty::{DeviceCall, Fault, FaultyDevice};
+use remanent::device::host::HostDevice;
+use remanent::device::late::LateDevice;
+use remanent::device::{Command, CommandList, Device, Lane, RawStream};
+use remanent::disk::sim::SimDisk;
+use remanent::{DeviceBytes, Direction, Error, PageId, Result, Shadow, Store, Width, WriteBatch};
+
+use crate::born::{PLACE, content, open, page};
+
+const LEN: u64 = 64;
+
+/// A store of one page of zeros, on a device that is late.
+struct Bench {
+    device: Arc<LateDevice>,
+    store: Store,
+    page: PageId,
+}
+
+impl Bench {
+    fn new() -> Self {
+        let device = Arc::new(LateDevice::new(Arc::new(HostDevice::new())));
+        let store = open(&SimDisk::new(), device.clone());
+        let page = page(&store, &[0; LEN as usize]);
+        Self { device, store, page }
+    }
+
+    /// Memory that a stream makes, and the stream.
+    fn memory(&self) -> (DeviceBytes, RawStream) {
+        let stream = self.device.stream();
+        (self.store.device_bytes(LEN, PLACE).unwrap().on(stream), stream)
+    }
+
+    /// Puts a kernel on the memory's stream that fills it.
+    fn fill(&self, memory: &DeviceBytes, byte: u8) {
+        let target = self.device.span_at(memory.address().unwrap(), memory.byte_len());
+        self.device.queue(memory.stream().unwrap(), move |inner| {
+            let fill = Command::Fill { target, pattern: [byte; 16], width: Width::W1 };
+            let list = CommandList { commands: vec![fill], staging: Vec::new() };
+            inner.submit(Lane::Drain, list).unwrap().finish(inner).unwrap();
+        });
+    }
+}
+
+fn copied(memory: &DeviceBytes) -> Vec<u8> {
+    let mut bytes = vec![0; memory.byte_len() as usize];
+    memory.read(0, &mut bytes).unwrap();
+    bytes
+}
+
+/// A way in which a batch takes a stream's bytes, the first one to the page's first byte.
+type Take<'b> = (&'static str, Box<dyn Fn() -> Result<()> + Send + Sync + 'b>);
+
+/// All ways, for a page that is as long as the memory. What they need beside it is made now.
+fn takes<'b>(store: &'b Store, page: PageId, memory: &'b DeviceBytes) -> [Take<'b>; 3] {
+    let commit = move |add: &dyn Fn(&mut WriteBatch)| {
+        let mut batch = store.batch();
+        add(&mut batch);
+        store.commit(batch).map(drop)
+    };
+    let first_index = store.device_bytes(4, PLACE).unwrap();
+    let first_byte = memory.part(0..1).unwrap();
+    let copy = store.working_copy_in(page, memory, Width::W1, Shadow::Page, Direction::Load).unwrap();
+    [
+        ("a write", Box::new(move || commit(&|batch| _ = batch.write_device(page, 0, memory)))),
+        (
+            "a scatter",
+            Box::new(move || {
+                commit(&|batch| _ = batch.scatter_device(page, Width::W1, &first_index, &first_byte))
+            }),
+        ),
+        ("a capture", Box::new(move || commit(&|batch| _ = batch.capture(&copy)))),
+    ]
+}
+
+#[test]
+fn a_batch_takes_what_the_stream_makes_and_not_what_was_there_before() {
+    for way in 0..3 {
+        let bench = Bench::new();
+        let (memory, _) = bench.memory();
+        let (what, take) = &takes(&bench.store, bench.page, &memory)[way];
+        bench.fill(&memory, 7);
+        take().unwrap();
+        assert_eq!(content(&bench.store, bench.page)[0], 7, "{what}");
+    }
+}
+
+#[test]
+fn bytes_are_read_and_written_behind_their_stream() {
+    let bench = Bench::new();
+    let plain = bench.store.device_bytes(LEN, PLACE).unwrap();
+    let stream = bench.device.stream();
+    let memory = plain.on(stream);
+    assert_eq!((plain.stream(), memory.stream(), memory.address()), (None, Some(stream), plain.address()));
+    bench.fill(&memory, 1);
+    assert_eq!(copied(&plain), [0; LEN as usize], "nobody said that a stream makes them");
+    assert_eq!(copied(&memory), [1; LEN as usize]);
+    bench.fill(&memory, 2);
+    // A range is made on the same stream.
+    memory.part(10..20).unwrap().write(3, &[9; 4]).unwrap();
+    let mut expected = [2; LEN as usize];
+    expected[13..17].fill(9);
+    assert_eq!(copied(&plain), expected);
+}
+
+#[test]
+fn a_stream_that_stands_still_holds_up_the_batch_that_takes_from_it_and_no_other() {
+    for (stuck, other) in (0..9).map(|pair| (pair / 3, pair % 3)) {
+        let bench = Bench::new();
+        let Bench { device, store, page: first } = &bench;
+        let second = page(store, &[0; LEN as usize]);
+        let ((slow, slow_stream), (memory, _)) = (bench.memory(), bench.memory());
+        let (what, slow_take) = &takes(store, *first, &slow)[stuck];
+        let (other_what, take) = &takes(store, second, &memory)[other];
+        device.hold(slow_stream, true);
+        bench.fill(&slow, 1);
+        bench.fill(&memory, 2);
+        thread::scope(|scope| {
+            let slow = scope.spawn(slow_take);
+            device.until_waited_for(slow_stream);
+            take().unwrap();
+            let found = (content(store, *first)[0], content(store, second)[0]);
+            assert_eq!(found, (0, 2), "{other_what} beside {what} that waits");
+            device.hold(slow_stream, false);
+            slow.join().unwrap().unwrap();
+        });
+        assert_eq!(content(store, *first)[0], 1, "{what}");
+    }
+}
+
+#[test]
+fn a_stream_from_which_a_graph_is_captured_is_refused_and_nothing_changes() {
+    let bench = Bench::new();
+    let (memory, stream) = bench.memory();
+    let takes = takes(&bench.store, bench.page, &memory);
+    bench.fill(&memory, 3);
+    bench.device.capture(stream, true);
+    let before = bench.store.lsn();
+    let asked = takes.iter().map(|(_, take)| take()).chain([memory.read(0, &mut [0]), memory.write(0, &[4])]);
+    for refused in asked {
+        assert!(matches!(refused, Err(Error::StreamRefused { .. })), "{refused:?}");
+    }
+    assert_eq!((bench.store.lsn(), content(&bench.store, bench.page)[0]), (before, 0));
+    bench.device.capture(stream, false);
+    takes[2].1().unwrap();
+    assert_eq!(content(&bench.store, bench.page)[0], 3);
+}
+
+#[test]
+fn an_error_of_the_device_in_reading_or_writing_bytes_poisons_the_store() {
+    for call in [DeviceCall::WaitStream, DeviceCall::Staging, DeviceCall::Submit, DeviceCall::Wait] {
+        for reads in [false, true] {
+            let late = Arc::new(LateDevice::new(Arc::new(HostDevice::new())));
+            let device = Arc::new(FaultyDevice::new(late.clone()));
+            let store = open(&SimDisk::new(), device.clone());
+            let memory = store.device_bytes(LEN, PLACE).unwrap().on(late.stream());
+            device.arm(Fault { call: Some(call), nth: 1, context_lost: false });
+            let error = if reads { memory.read(0, &mut [0]) } else { memory.write(0, &[1]) }.unwrap_err();
+            assert!(
+                matches!(error, Error::Poisoned(_)) && error.to_string().contains("as arranged"),
+                "{error}"
+            );
+            let later = store.commit(store.batch()).unwrap_err();
+            assert!(matches!(later, Error::Poisoned(_)), "{call:?}: {later}");
+        }
+    }
+}
