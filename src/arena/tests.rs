@@ -137,8 +137,19 @@ fn a_dropped_arena_leaves_no_retired_memory_on_the_device() {
     let (memory, fence) = (page.span().memory, use_page(&*device, &page));
     arena.retire(page, fence);
     drop(arena);
+    // What the late device refuses is not a release that comes too early.
+    device.wait(fence).unwrap();
     let again = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| device.release(memory)));
     assert!(again.is_err(), "the arena had not released it");
+}
+
+#[test]
+#[should_panic(expected = "bytes 10..+51 are not within a page of 60 bytes")]
+fn a_part_of_a_page_lies_within_it() {
+    let (_, arena) = late_arena();
+    let page = arena.allocate(Purpose::Page, PLACE, 60).unwrap();
+    assert_eq!((page.part(10, 50).offset, page.part(10, 50).len), (10, 50));
+    let _ = page.part(10, 51);
 }
 
 #[test]

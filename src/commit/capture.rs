@@ -306,6 +306,7 @@ mod tests {
         assert_eq!(of(&[5..5, 100..100], 100), []);
         assert_eq!(of(&[70..71, 3..4, 17..20], 100), [(0..32, 0), (64..80, 32)]);
         assert_eq!(of(&[0..20, 50..99], 99), [(0..32, 0), (48..99, 32)]);
+        assert_eq!(of(&[0..60, 3..4], 100), [(0..64, 0)], "one range within another");
         let long = PART_LEN_MAX + 20;
         assert_eq!(of(&[0..9, 9..long], long), [(0..PART_LEN_MAX, 0), (PART_LEN_MAX..long, PART_LEN_MAX)]);
         assert_eq!(parts(PageId(1), None, 7).unwrap(), [(0..7, 0)]);

@@ -9,7 +9,7 @@ use std::thread;
 use remanent::device::faulty::{DeviceCall, Fault, FaultyDevice};
 use remanent::device::host::HostDevice;
 use remanent::device::late::LateDevice;
-use remanent::device::{Command, CommandList, Device, Lane, RawStream};
+use remanent::device::{Command, CommandList, Lane, RawStream};
 use remanent::disk::sim::SimDisk;
 use remanent::{DeviceBytes, Direction, Error, PageId, Result, Shadow, Store, Width, WriteBatch};
 

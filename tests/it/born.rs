@@ -3,10 +3,10 @@
 
 use std::sync::Arc;
 
-use remanent::device::Device;
 use remanent::device::faulty::{Fault, FaultyDevice};
 use remanent::device::host::HostDevice;
 use remanent::device::late::LateDevice;
+use remanent::device::{Command, CommandList, Device, Lane};
 use remanent::disk::sim::SimDisk;
 use remanent::{Budget, DeviceBytes, Error, Options, PageId, Place, Store, Width, WriteBatch};
 
@@ -140,6 +140,57 @@ fn what_is_logged_is_what_is_merged_however_long_the_caller_writes_on() {
         let live = content(&store, page);
         drop(store);
         assert_eq!(content(&open(&disk, Arc::new(HostDevice::new())), page), live, "seed {seed}");
+    }
+}
+
+#[test]
+fn bytes_are_taken_when_the_stream_that_makes_them_has_come_there() {
+    let device = Arc::new(LateDevice::new(Arc::new(HostDevice::new())));
+    let store = open(&SimDisk::new(), device.clone());
+    let page = page(&store, &[0; 8]);
+    let stream = device.stream();
+    // A kernel that fills memory with one number.
+    let make = |memory: &DeviceBytes, pattern: [u8; 16]| {
+        let target = device.span_at(memory.address().unwrap(), memory.byte_len());
+        device.queue(stream, move |inner| {
+            let commands = vec![Command::Fill { target, pattern, width: Width::W4 }];
+            let list = CommandList { commands, staging: Vec::new() };
+            inner.submit(Lane::Drain, list).unwrap().finish(inner).unwrap();
+        });
+    };
+    let bytes = born(&store, &[1; 8]);
+    make(&bytes, [2; 16]);
+    let mut batch = store.batch();
+    batch.write_device(page, 0, &bytes.on(stream));
+    store.commit(batch).unwrap();
+    assert_eq!(content(&store, page), [2; 8]);
+
+    let (indices, values) = (born(&store, &index_bytes(&[0])), born(&store, &[3; 4]));
+    make(&values, [4; 16]);
+    let mut batch = store.batch();
+    batch.scatter_device(page, Width::W4, &indices, &values.on(stream));
+    store.commit(batch).unwrap();
+    assert_eq!(content(&store, page), [4, 4, 4, 4, 2, 2, 2, 2], "the values come from the stream");
+
+    make(&indices, [1, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0]);
+    let mut batch = store.batch();
+    batch.scatter_device(page, Width::W4, &indices.on(stream), &values);
+    store.commit(batch).unwrap();
+    assert_eq!(content(&store, page), [4; 8], "the indices do");
+}
+
+#[test]
+fn memory_for_callers_is_zero_at_first() {
+    for device in devices() {
+        let store = open(&SimDisk::new(), device);
+        for _ in 0..2 {
+            // What was there before shows nowhere.
+            let memory = store.device_bytes(1000, PLACE).unwrap();
+            let mut bytes = [1; 1000];
+            memory.read(0, &mut bytes).unwrap();
+            assert_eq!(bytes, [0; 1000]);
+            memory.write(0, &[0xEE; 1000]).unwrap();
+        }
     }
 }
 

@@ -3,11 +3,11 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use remanent::device::Device;
 use remanent::device::host::HostDevice;
 use remanent::device::late::LateDevice;
+use remanent::device::{Command, CommandList, Device, Lane, RawStream};
 use remanent::disk::sim::SimDisk;
-use remanent::{Direction, Epoch, Error, Place, Shadow, Store, Width, WorkingCopy};
+use remanent::{DeviceBytes, Direction, Epoch, Error, Place, Shadow, Store, Width, WorkingCopy};
 
 use crate::born::{PLACE, content, devices, open, page};
 use crate::kill::workload::Random;
@@ -105,6 +105,70 @@ fn the_log_gets_what_changed_and_nothing_else() {
     capture(&store, &copy).unwrap();
     assert!(grown() <= 4096);
     assert_eq!((copy.epoch(), store.page(page).unwrap().epoch), (epoch, epoch));
+}
+
+/// Puts a kernel on the stream that fills memory.
+fn fill_on(device: &LateDevice, stream: RawStream, memory: &DeviceBytes, byte: u8) {
+    let target = device.span_at(memory.address().unwrap(), memory.byte_len());
+    device.queue(stream, move |inner| {
+        let commands = vec![Command::Fill { target, pattern: [byte; 16], width: Width::W1 }];
+        let list = CommandList { commands, staging: Vec::new() };
+        inner.submit(Lane::Drain, list).unwrap().finish(inner).unwrap();
+    });
+}
+
+fn late() -> (Arc<LateDevice>, Store) {
+    let device = Arc::new(LateDevice::new(Arc::new(HostDevice::new())));
+    (device.clone(), open(&SimDisk::new(), device))
+}
+
+#[test]
+fn a_copy_is_loaded_and_read_when_its_stream_has_come_there() {
+    for shadow in SHADOWS {
+        let (device, store) = late();
+        let page = page(&store, &[1; 64]);
+        let (stream, memory) = (device.stream(), store.device_bytes(64, PLACE).unwrap());
+        fill_on(&device, stream, &memory, 9);
+        let copy =
+            store.working_copy_in(page, &memory.on(stream), Width::W1, shadow, Direction::Load).unwrap();
+        device.synchronize(stream).unwrap();
+        assert_eq!(copied(&copy), [1; 64], "what was on the stream came before");
+        fill_on(&device, stream, &memory, 7);
+        capture(&store, &copy).unwrap();
+        assert_eq!(content(&store, page), [7; 64], "{shadow:?}");
+    }
+}
+
+#[test]
+fn a_copy_that_is_written_to_after_it_was_staged_is_captured_as_it_was() {
+    let (device, store) = late();
+    let page = page(&store, &[0; 64]);
+    let copy = store.working_copy(page, Width::W1, Shadow::Page).unwrap();
+    copy.bytes().write(10, &[5; 3]).unwrap();
+    // Between staging and the comparison with the page, a kernel takes the change back.
+    let stream = device.stream();
+    fill_on(&device, stream, copy.bytes(), 0);
+    device.wait_external(Lane::Apply, stream).unwrap();
+    capture(&store, &copy).unwrap();
+    let mut expected = [0; 64];
+    expected[10..13].fill(5);
+    assert_eq!((content(&store, page), copied(&copy)), (expected.to_vec(), vec![0; 64]));
+    capture(&store, &copy).unwrap();
+    assert_eq!(content(&store, page), [0; 64], "the next capture has that, too");
+}
+
+#[test]
+fn what_was_staged_stays_until_the_shadow_has_it() {
+    let (_, store) = late();
+    let captured = page(&store, &[0; 64]);
+    let copy = store.working_copy(captured, Width::W1, Shadow::Kept(PLACE)).unwrap();
+    for round in 1..4 {
+        copy.bytes().write(u64::from(round), &[round]).unwrap();
+        capture(&store, &copy).unwrap();
+        // New memory for whoever wants some: what is free is released first, and the device looks who names it.
+        page(&store, &[round; 64]);
+    }
+    assert_eq!(content(&store, captured)[..5], [0, 1, 2, 3, 0]);
 }
 
 #[test]
@@ -277,6 +341,11 @@ fn memory_that_is_no_copy_of_the_page_is_refused() {
     for (what, refused) in rows {
         assert!(matches!(refused, Err(Error::MemoryRefused { .. })), "{what}: {refused:?}");
     }
+    let (_, late) = late();
+    let of_late = self::page(&late, &[0; 12]);
+    let shifted = late.device_bytes(13, PLACE).unwrap().part(1..13).unwrap();
+    let odd = late.working_copy_in(of_late, &shifted, Width::W4, Shadow::Page, Direction::Load);
+    assert!(matches!(odd, Err(Error::MemoryRefused { len: 12, .. })), "elements off their boundary: {odd:?}");
     // A page that has another length by now.
     let copy = store.working_copy(page, Width::W4, Shadow::Page).unwrap();
     let mut batch = store.batch();

@@ -412,7 +412,21 @@ fn memory_of_the_callers_is_taken_where_the_driver_knows_it() {
             let refused = adopt(address, len).unwrap_err();
             assert!(matches!(refused, Error::MemoryRefused { .. }), "{what}: {refused}");
         }
-        // It was left to its owner.
+        // It was left to its owner: the store takes none of its own from there.
+        let own = store.device_bytes(4096, place).unwrap();
+        assert_ne!(own.address(), Some(address + 16));
         callers.release(memory).unwrap();
     }
+}
+
+#[test]
+fn memory_of_another_gpu_is_refused() {
+    let Some([one, other]) = gpu::two() else { return };
+    let store = Store::open_on(Arc::new(SimDisk::new()), one, Options::default()).unwrap();
+    let memory = other.allocate(PLACE, 4096).unwrap();
+    let address = other.address(memory).unwrap();
+    // SAFETY: the device keeps it until it is released, below.
+    let refused = store.caller_bytes(&unsafe { CallerMemory::from_cuda(address, 4096, ()) }).unwrap_err();
+    assert!(matches!(refused, Error::MemoryRefused { .. }), "{refused}");
+    other.release(memory).unwrap();
 }

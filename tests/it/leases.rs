@@ -265,6 +265,37 @@ fn a_batch_that_finds_no_room_for_the_copy_fails_before_it_is_logged() {
 }
 
 #[test]
+fn batches_after_the_first_need_no_room_for_a_copy() {
+    let budget = Budget::default().with(PLACE, 2 * LEN);
+    let bench = bench(LateDevice::new(Arc::new(HostDevice::new())), options().budget(budget));
+    let lease = bench.store.lease(bench.page).unwrap();
+    // The page has left the leased memory by the time that the next one is submitted.
+    (2..6).for_each(|number| {
+        bench.fill(number).unwrap();
+        assert_eq!(bench.read(), page_of(number));
+    });
+    assert_eq!((lease.bytes().unwrap(), bench.memory()), (&page_of(1)[..], (2 * LEN, 0)));
+}
+
+#[test]
+fn memory_that_was_leased_is_free_behind_what_the_store_does_with_it() {
+    let bench = late_bench();
+    let lease = bench.store.lease(bench.page).unwrap();
+    bench.fill(2).unwrap();
+    // Behind this one the applier has come to the batch, and the copy from the leased memory is yet to run.
+    drop(bench.store.lease(bench.page).unwrap());
+    drop(lease);
+    assert_eq!(bench.device.reached(Lane::Apply), 0);
+    let callers = bench.device.submit(Lane::Callers, CommandList::default()).unwrap().fence();
+    bench.device.wait(callers).unwrap();
+    // New memory for whoever wants some: what is free is released first, and the device looks who names it.
+    let mut batch = bench.store.batch();
+    batch.create(LEN, PLACE);
+    bench.store.commit(batch).unwrap();
+    assert_eq!((bench.read(), bench.memory()), (page_of(2), (2 * LEN, 0)));
+}
+
+#[test]
 fn a_restore_waits_for_no_lease() {
     let bench = late_bench();
     let stream = bench.device.stream();

@@ -1,5 +1,6 @@
 //! Several devices as one: pages on each of them, and what goes from one to another.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex};
 use std::thread;
 
@@ -7,10 +8,14 @@ use remanent::device::faulty::{DeviceCall, Fault, FaultyDevice};
 use remanent::device::host::HostDevice;
 use remanent::device::late::LateDevice;
 use remanent::device::several::SeveralDevices;
-use remanent::device::{Command, CommandList, Device, Lane, MemoryId, Span, StagingSpan};
+use remanent::device::{
+    Command, CommandList, Device, Fence, Lane, MemoryId, Payload, Pending, Piece, PieceKind, Span,
+    StagingSpan,
+};
 use remanent::disk::sim::SimDisk;
 use remanent::{DeviceChoice, Error, Options, PageId, Place, Remedy, Store, Width};
 
+use crate::faults::Gauge;
 use crate::gpu;
 
 const LEN: u64 = 10_000;
@@ -25,6 +30,26 @@ fn late(seed: u64) -> Arc<dyn Device> {
 
 fn two_of(one: Arc<dyn Device>, other: Arc<dyn Device>) -> Arc<dyn Device> {
     Arc::new(SeveralDevices::new(vec![one, other]))
+}
+
+/// Two devices that run nothing before they must, and both as one.
+fn late_pair() -> ([Arc<LateDevice>; 2], Arc<dyn Device>) {
+    let [one, other] = [(); 2].map(|()| Arc::new(LateDevice::new(host())));
+    ([one.clone(), other.clone()], two_of(one, other))
+}
+
+/// Memory of so many bytes on each of two devices.
+fn memories(pair: &Arc<dyn Device>, len: u64) -> [Span; 2] {
+    let memory = |slot| pair.allocate(Place::Device(slot), len).unwrap();
+    [0, 1].map(|slot| Span { memory: memory(slot), offset: 0, len })
+}
+
+fn fill(target: Span, byte: u8) -> Command {
+    Command::Fill { target, pattern: [byte; 16], width: Width::W1 }
+}
+
+fn submit(device: &Arc<dyn Device>, lane: Lane, commands: Vec<Command>) -> remanent::Result<Pending> {
+    device.submit(lane, CommandList { commands, staging: vec![device.staging(64)?] })
 }
 
 /// Two host devices, two late ones, and two GPUs where there are so many.
@@ -265,4 +290,141 @@ fn a_fault_of_one_device_stops_the_store_and_another_one_takes_its_place() {
             assert_eq!(bytes(&store, page), [logged; LEN as usize], "fault {nth}");
         }
     }
+}
+
+#[test]
+fn a_list_is_done_when_every_device_is_done_with_it() {
+    let ([one, other], pair) = late_pair();
+    let spans = memories(&pair, 8);
+    let list = submit(&pair, Lane::Apply, spans.map(|span| fill(span, 1)).into()).unwrap();
+    let first = Fence { lane: Lane::Apply, value: 1 };
+    one.wait(first).unwrap();
+    assert_eq!(
+        (pair.reached(Lane::Apply), other.reached(Lane::Apply)),
+        (0, 0),
+        "nobody asked for the second"
+    );
+    other.wait(first).unwrap();
+    assert_eq!(pair.reached(Lane::Apply), 1);
+    list.finish(&*pair).unwrap();
+}
+
+#[test]
+fn who_waits_behind_another_lane_waits_for_all_of_its_devices() {
+    let ([one, other], pair) = late_pair();
+    let spans = memories(&pair, 8);
+    let applied = submit(&pair, Lane::Apply, vec![fill(spans[1], 1)]).unwrap().fence();
+    pair.after(Lane::Drain, applied).unwrap();
+    // This list is of the first device alone.
+    let drained = submit(&pair, Lane::Drain, vec![fill(spans[0], 2)]).unwrap().fence();
+    pair.wait(drained).unwrap();
+    assert_eq!([&one, &other].map(|part| part.reached(Lane::Drain)), [1, 1]);
+    assert_eq!(other.reached(Lane::Apply), 1, "it was waited for");
+}
+
+#[test]
+fn a_stream_of_one_device_waits_for_the_others() {
+    let ([one, other], pair) = late_pair();
+    let spans = memories(&pair, 8);
+    let list = submit(&pair, Lane::Apply, spans.map(|span| fill(span, 1)).into()).unwrap();
+    let stream = one.stream();
+    pair.signal_external(stream, list.fence()).unwrap();
+    // The second device cannot tell that stream to wait, so the host has waited for it; the first one's part is
+    // the stream's to wait for.
+    assert_eq!([&one, &other].map(|part| part.reached(Lane::Apply)), [0, 1]);
+    one.synchronize(stream).unwrap();
+    assert_eq!(one.reached(Lane::Apply), 1);
+    let foreign = LateDevice::new(host()).stream();
+    let refused = pair.signal_external(foreign, list.fence()).unwrap_err();
+    assert!(matches!(refused, Error::StreamRefused { .. }), "{refused}");
+}
+
+#[test]
+fn a_list_that_is_half_queued_stops_its_lane() {
+    let faulty = Arc::new(FaultyDevice::new(host()));
+    let pair = two_of(host(), faulty.clone());
+    let spans = memories(&pair, 8);
+    faulty.arm(Fault { call: Some(DeviceCall::Submit), nth: 1, context_lost: false });
+    // The first device has its part already.
+    let half = submit(&pair, Lane::Apply, spans.map(|span| fill(span, 1)).into());
+    assert!(faulty.struck());
+    for refused in [half, submit(&pair, Lane::Apply, vec![fill(spans[0], 2)])] {
+        let error = refused.map(|pending| pending.fence()).unwrap_err();
+        assert!(error.to_string().contains("as arranged"), "{error}");
+    }
+    submit(&pair, Lane::Drain, vec![fill(spans[0], 3)]).unwrap().finish(&*pair).unwrap();
+}
+
+#[test]
+fn memory_for_bytes_from_another_device_is_given_back() {
+    let gauges = [Gauge::host(), Gauge::host()];
+    let pair = two_of(gauges[0].clone(), gauges[1].clone());
+    let spans = memories(&pair, 8);
+    let live = || gauges.each_ref().map(|gauge| gauge.live());
+    let diff = |at| {
+        let target = StagingSpan { index: 0, offset: at, len: 1 };
+        Command::Diff { left: spans[0], right: spans[1], width: Width::W1, target }
+    };
+    submit(&pair, Lane::Apply, vec![diff(0), diff(1)]).unwrap().finish(&*pair).unwrap();
+    assert_eq!(live(), [1, 1], "the two pages");
+    gauges[0].allow(1);
+    let refused = submit(&pair, Lane::Apply, vec![diff(0), diff(1)]).map(|pending| pending.fence());
+    assert!(matches!(refused, Err(Error::OutOfMemory { .. })), "{refused:?}");
+    assert_eq!(live(), [1, 1], "the first of the two was there already");
+}
+
+#[test]
+fn pieces_read_what_another_device_wrote_to_staging_before_them() {
+    let pair = two_of(late(7), late(8));
+    let [here, there] = memories(&pair, 8);
+    let staged = StagingSpan { index: 0, offset: 0, len: 4 };
+    let half = |offset| Span { offset, len: 4, ..there };
+    let piece = |target, offset| Command::Apply {
+        pieces: vec![Piece {
+            target,
+            payload: Payload::Staging { index: 0, offset },
+            kind: PieceKind::Dense,
+        }],
+    };
+    let commands = vec![
+        fill(here, 5),
+        Command::Download { source: Span { len: 4, ..here }, target: staged },
+        // The one reads nothing that was written, the other what the first device wrote.
+        piece(half(0), 16),
+        piece(half(4), 0),
+    ];
+    submit(&pair, Lane::Apply, commands).unwrap().finish(&*pair).unwrap();
+    let read = Command::Download { source: there, target: StagingSpan { len: 8, ..staged } };
+    let found = submit(&pair, Lane::Apply, vec![read]).unwrap().finish(&*pair).unwrap();
+    assert_eq!(found[0][..8], [0, 0, 0, 0, 5, 5, 5, 5]);
+}
+
+#[test]
+fn areas_are_kept_to_across_devices() {
+    let pair = two_of(host(), host());
+    let [here, there] = memories(&pair, 64);
+    let (area, part) = (Span { len: 16, ..here }, Span { len: 8, ..there });
+    let rows = [
+        ("gather past its area", Command::Gather { sources: vec![(part, 9)], target: area }),
+        ("scatter past its area", Command::Scatter { source: area, targets: vec![(9, part)] }),
+        ("lengths that differ", Command::Copy { source: area, target: part }),
+    ];
+    for (name, command) in rows {
+        let submitted = catch_unwind(AssertUnwindSafe(|| submit(&pair, Lane::Apply, vec![command]).is_ok()));
+        assert!(submitted.is_err(), "{name}");
+    }
+}
+
+#[test]
+fn statistics_are_told_by_slot() {
+    let Some([one, other]) = gpu::two() else { return };
+    let pair = two_of(one, other);
+    let spans = memories(&pair, 1000);
+    let stats = pair.memory_stats();
+    for slot in [0, 1] {
+        let of_slot =
+            stats.iter().filter(|(place, stats)| *place == Place::Device(slot) && stats.used_bytes > 0);
+        assert_eq!(of_slot.count(), 1, "slot {slot} in {stats:?}");
+    }
+    spans.into_iter().for_each(|span| pair.release(span.memory).unwrap());
 }

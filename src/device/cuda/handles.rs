@@ -226,6 +226,51 @@ mod tests {
     }
 
     #[test]
+    fn of_two_who_release_a_name_one_gets_the_allocation() {
+        let handles = Handles::new();
+        let barrier = std::sync::Barrier::new(2);
+        for round in 1..2000 {
+            let id = handles.insert(allocation(round));
+            let release = || {
+                barrier.wait();
+                handles.remove(id)
+            };
+            let [one, other] = std::thread::scope(|scope| {
+                let elsewhere = scope.spawn(release);
+                [release(), elsewhere.join().unwrap()]
+            });
+            assert_eq!(one.xor(other), Some(allocation(round)));
+        }
+    }
+
+    #[test]
+    fn a_name_is_of_one_allocation_while_its_slot_changes_hands() {
+        const READS: u64 = 20_000;
+        let handles = Handles::new();
+        let newest = AtomicU64::new(handles.insert(allocation(1)).0);
+        let reads = AtomicU64::new(0);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while reads.load(Ordering::Relaxed) < READS {
+                    let id = MemoryId(newest.load(Ordering::Acquire));
+                    if let Some(found) = handles.get(id) {
+                        // One slot, so the n-th name is the n-th allocation's.
+                        assert_eq!(found, allocation(u64::from(parts(id).0).div_ceil(2)));
+                        reads.fetch_add(1, Ordering::Relaxed);
+                    }
+                }
+            });
+            for round in 2.. {
+                handles.remove(MemoryId(newest.load(Ordering::Relaxed))).expect("in use");
+                newest.store(handles.insert(allocation(round)).0, Ordering::Release);
+                if reads.load(Ordering::Relaxed) >= READS {
+                    return;
+                }
+            }
+        });
+    }
+
+    #[test]
     fn threads_never_share_a_name() {
         let handles = Handles::new();
         std::thread::scope(|scope| {

@@ -98,24 +98,24 @@ fn memory_that_runs_out_leaves_everything_as_it_was() {
     line.commits(&store, 5).unwrap();
     // Nothing left for the first page of a batch, for its second.
     for left in [0, 1] {
-        device.allocations_left.store(left, Ordering::SeqCst);
+        device.allow(left);
         let error = create(&store, &[10, 20, 30]).unwrap_err();
         assert!(matches!(error, Error::OutOfMemory { place: Place::Host, .. }), "{error}");
         // The pages of before; what they replaced was reaped on the way.
         assert_eq!((device.live(), store.lsn().0), (2, line.logged));
     }
-    device.allocations_left.store(0, Ordering::SeqCst);
+    device.allow(0);
     // A snapshot that finds no memory beside the pages does without.
     store.snapshot().unwrap();
     line.check(&store, line.logged);
-    device.allocations_left.store(u64::MAX, Ordering::SeqCst);
+    device.allow(u64::MAX);
     line.commits(&store, 5).unwrap();
     store.snapshot().unwrap();
     drop(store);
     assert_eq!(device.live(), 0);
 
     // While pages are loaded, too.
-    device.allocations_left.store(1, Ordering::SeqCst);
+    device.allow(1);
     assert!(matches!(open(&disk, device.clone()), Err(Error::OutOfMemory { .. })));
     assert_eq!(device.live(), 0);
     line.check(&open_on_host(&disk).unwrap(), line.logged);
