@@ -242,7 +242,7 @@ fn a_stream_that_stands_still_holds_up_the_capture_that_takes_from_it_and_no_oth
     let Some(caller) = Caller::new() else { return };
     let (store, first) = store(PLACE);
     let mut batch = store.batch();
-    let second = batch.create(LEN, PLACE);
+    batch.create(LEN, PLACE);
     let second = store.commit(batch).unwrap().pages[0];
     let (slow, quick) = (caller.stream(), caller.stream());
     let zeros = caller.memory(LEN);
