@@ -113,6 +113,10 @@ impl Device for Meddling {
         self.inner.signal_external(stream, fence)
     }
 
+    fn wait_stream(&self, stream: RawStream) -> Result<()> {
+        self.inner.wait_stream(stream)
+    }
+
     fn address(&self, memory: MemoryId) -> Option<u64> {
         self.inner.address(memory)
     }
