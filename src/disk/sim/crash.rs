@@ -76,21 +76,7 @@ impl SimDisk {
     /// one after it has the same disk and more to answer for.
     #[must_use]
     pub fn moments(&self, events: Range<usize>, tears: Tears) -> Vec<Moment> {
-        let shared = self.shared.lock();
-        let last = shared.events.len().min(events.end);
-        let mut moments = Vec::new();
-        for event in events.start..=last {
-            match shared.events.get(event) {
-                Some(Event::Ack(_)) if event < last => continue,
-                Some(next) if event < last => {
-                    moments.push(Moment { event, tear: None });
-                    let torn = next.tears(tears).into_iter();
-                    moments.extend(torn.map(|tear| Moment { event, tear: Some(tear) }));
-                }
-                _ => moments.push(Moment { event, tear: None }),
-            }
-        }
-        moments
+        moments_of(&self.shared.lock().events, events, tears)
     }
 
     /// The disk after the process died at a moment.
@@ -122,9 +108,10 @@ impl SimDisk {
 
     /// Equal images of equal acknowledgements are handed out once.
     fn images(&self, crash: Crash, plan: &Plan, mut each: impl FnMut(Image)) {
+        // A store's threads go on meanwhile: what they do from here on is not in the walk.
         let mut walk = Walk::new(self);
         let mut seen = HashSet::new();
-        for moment in self.moments(plan.events.clone(), plan.tears) {
+        for moment in moments_of(&walk.events, plan.events.clone(), plan.tears) {
             walk.go_to(moment.event);
             let state = walk.state_at(moment);
             let images = match crash {
@@ -148,6 +135,23 @@ impl SimDisk {
             }
         }
     }
+}
+
+fn moments_of(history: &[Event], events: Range<usize>, tears: Tears) -> Vec<Moment> {
+    let last = history.len().min(events.end);
+    let mut moments = Vec::new();
+    for event in events.start..=last {
+        match history.get(event) {
+            Some(Event::Ack(_)) if event < last => continue,
+            Some(next) if event < last => {
+                moments.push(Moment { event, tear: None });
+                let torn = next.tears(tears).into_iter();
+                moments.extend(torn.map(|tear| Moment { event, tear: Some(tear) }));
+            }
+            _ => moments.push(Moment { event, tear: None }),
+        }
+    }
+    moments
 }
 
 /// Goes through a disk's history once.
