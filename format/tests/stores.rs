@@ -5,11 +5,16 @@
 mod maker;
 #[path = "support/frames.rs"]
 mod frames;
-#[path = "../../fuzz/src/shim.rs"]
-mod shim;
+#[path = "../../fuzz/src/archive.rs"]
+mod archive;
+#[path = "../../fuzz/src/fit.rs"]
+mod fit;
+#[path = "../../fuzz/src/decoders.rs"]
+mod decoders;
 
 use std::path::Path;
 
+use archive::Files;
 use maker::{Maker, PAGE, STORE, content, root};
 use remanent_format::frame::VerifiedSnapshot;
 use remanent_format::image::ImagePurpose;
@@ -637,7 +642,7 @@ fn archives_hold_whole_stores() {
     maker.snapshot(1, 2, 4, 4);
     maker.reopen(4);
     assert_eq!(maker.files.0[&FileName::Store][24..40], STORE.0);
-    assert_eq!(shim::Files::from_archive(&maker.files.to_archive()), maker.files);
+    assert_eq!(Files::from_archive(&maker.files.to_archive()), maker.files);
 }
 
 /// The inputs of the fuzzer's target for whole stores start from these.
@@ -675,7 +680,7 @@ fn seeds_of_the_fuzzer_are_these_stores() {
             std::fs::write(&path, &bytes).unwrap();
         }
         assert!(std::fs::read(&path).unwrap() == bytes, "{name}: run this test with REMANENT_GOLDEN=write");
-        let files = shim::Files::from_archive(&bytes);
+        let files = Files::from_archive(&bytes);
         let rebuilt = rebuild(&files, &RebuildOptions::default());
         assert!(rebuilt.is_ok(), "{name}: {rebuilt:?}");
     }
@@ -690,7 +695,7 @@ fn every_input_that_the_repository_keeps_passes_every_target() {
         for entry in std::fs::read_dir(root.join(folder)).unwrap() {
             let path = entry.unwrap().path();
             let bytes = std::fs::read(&path).unwrap();
-            for (_, target) in shim::TARGETS {
+            for (_, target) in decoders::TARGETS {
                 target(&bytes);
             }
             inputs += 1;

@@ -1,3 +1,3 @@
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| remanent_fuzz::shim::image(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| remanent_fuzz::decoders::image(data));

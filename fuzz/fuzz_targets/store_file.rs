@@ -1,3 +1,3 @@
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| remanent_fuzz::shim::store_file(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| remanent_fuzz::decoders::store_file(data));

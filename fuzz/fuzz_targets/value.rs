@@ -1,3 +1,3 @@
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| remanent_fuzz::shim::value(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| remanent_fuzz::decoders::value(data));

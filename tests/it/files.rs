@@ -2,22 +2,18 @@
 //! as its caller sees it.
 
 use std::collections::BTreeMap;
-use std::io;
 use std::sync::Arc;
 
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
 use remanent::disk::sim::SimDisk;
 use remanent::{Error, FileName, Folder, Metadata, Options, PageId, PageInfo, Store};
-use remanent_format::ReadAt;
 use remanent_format::rebuild::Rebuilt;
 
-/// All files of a store but those that are only locked.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Files(pub BTreeMap<FileName, Vec<u8>>);
+pub use crate::archive::Files;
 
 impl Files {
-    /// What a process sees on a disk.
+    /// What a process sees on a disk, but for the files that are only locked.
     pub fn of(disk: &SimDisk) -> Self {
         let names = [Folder::Root, Folder::Log, Folder::Pages, Folder::Snapshots].map(|folder| {
             let names = Disk::list(disk, folder).unwrap();
@@ -58,24 +54,6 @@ impl Files {
     /// The log's segments.
     pub fn segments(&self) -> Vec<FileName> {
         self.names(|file| matches!(file, FileName::Segment(_)))
-    }
-}
-
-impl ReadAt for Files {
-    fn list(&self, folder: Folder) -> io::Result<Vec<String>> {
-        Ok(self.0.keys().filter(|file| file.folder() == folder).map(|file| file.name()).collect())
-    }
-
-    fn len(&self, file: FileName) -> io::Result<Option<u64>> {
-        Ok(self.0.get(&file).map(|bytes| bytes.len() as u64))
-    }
-
-    fn read_at(&self, file: FileName, offset: u64, out: &mut [u8]) -> io::Result<()> {
-        let bytes = self.0.get(&file).ok_or(io::ErrorKind::NotFound)?;
-        let from = usize::try_from(offset).map_err(io::Error::other)?;
-        let found = bytes.get(from..from + out.len()).ok_or(io::ErrorKind::UnexpectedEof)?;
-        out.copy_from_slice(found);
-        Ok(())
     }
 }
 

@@ -1,5 +1,7 @@
 //! The integration tests: one binary, one file an area.
 
+#[path = "../../fuzz/src/archive.rs"]
+mod archive;
 mod background;
 mod beside;
 mod arrivals;
@@ -17,10 +19,13 @@ mod disk_faults;
 mod disk_laws;
 mod faults;
 mod files;
+#[path = "../../fuzz/src/fit.rs"]
+mod fit;
 mod floors;
 mod follow;
 mod fork;
 mod forks;
+mod fuzzed;
 mod gpu;
 mod interrupted;
 #[cfg(feature = "cuda")]

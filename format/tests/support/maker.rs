@@ -16,8 +16,8 @@ use remanent_format::{
     Epoch, FileName, Incarnation, Key, LogPoint, Lsn, Metadata, PageId, Place, SnapshotId, StoreId, Value,
 };
 
+use crate::archive::Files;
 use crate::frames;
-use crate::shim::Files;
 
 pub const STORE: StoreId = StoreId([0x57; 16]);
 pub const PAGE: PageId = PageId(1);

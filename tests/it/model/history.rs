@@ -1,8 +1,7 @@
-//! Draws histories: what happens, with raw numbers that the model makes fit its state.
+//! Histories: what happens, with raw numbers that the model makes fit its state. `draw.rs` draws them at random;
+//! a fuzzer's bytes make them here.
 
-use proptest::collection::vec;
-use proptest::prelude::*;
-use proptest::sample::select;
+use arbitrary::{Arbitrary, Result, Unstructured};
 use remanent::{Place, Value, Width};
 
 /// Keys that pages may have: few, so that they are taken, freed and given again.
@@ -15,285 +14,286 @@ pub const NAMES: [&str; 3] = ["step", "dtype", ""];
 pub const SNAPSHOT_NAMES: [&str; 3] = ["first", "before tuning", "\u{1F4CC}"];
 
 /// What happens to a store.
-#[derive(Clone, Debug)]
+#[derive(Arbitrary, Clone, Debug)]
 pub enum Action {
     Commit(Vec<Step>),
     Snapshot {
         exact: bool,
     },
     /// A snapshot with one of the names.
-    Name(usize),
+    Name(#[arbitrary(with = snapshot_name)] usize),
     /// One of the names is given up, and what nothing keeps is removed.
-    GiveUp(usize),
+    GiveUp(#[arbitrary(with = snapshot_name)] usize),
     /// Back to one of the kept snapshots.
-    Restore(usize),
+    Restore(#[arbitrary(with = pick)] usize),
     /// Back to the state behind any batch of the window.
-    RestoreTo(usize),
+    RestoreTo(#[arbitrary(with = pick)] usize),
     /// A look at the state behind any batch.
-    Look(usize),
+    Look(#[arbitrary(with = pick)] usize),
     /// A new store of the state behind any batch of the window.
-    Fork(usize),
+    Fork(#[arbitrary(with = pick)] usize),
     /// A page, and two ends of a range.
-    Read(usize, u16, u16),
+    Read(#[arbitrary(with = pick)] usize, u16, u16),
     Reopen,
-    Crash,
+    /// The number chooses among what a crash in the middle of the action before could leave.
+    Crash(u64),
 }
 
 /// An operation of a batch. Pages are picked among those that live at that point of the batch, those that
 /// it creates included; offsets and lengths are cut to the page.
-#[derive(Clone, Debug)]
+#[derive(Arbitrary, Clone, Debug)]
 pub enum Step {
     Create {
+        #[arbitrary(with = len)]
         len: u16,
+        #[arbitrary(with = place)]
         place: Place,
+        #[arbitrary(with = key)]
         key: Option<usize>,
+        #[arbitrary(with = entry)]
         metadata: Option<(usize, Value)>,
     },
     Clone {
+        #[arbitrary(with = pick)]
         page: usize,
     },
     Write {
+        #[arbitrary(with = pick)]
         page: usize,
         at: u16,
         bytes: Vec<u8>,
     },
     Masked {
+        #[arbitrary(with = pick)]
         page: usize,
+        #[arbitrary(with = width)]
         width: Width,
         at: u16,
         mask: Vec<bool>,
         seed: u8,
     },
     Scatter {
+        #[arbitrary(with = pick)]
         page: usize,
+        #[arbitrary(with = width)]
         width: Width,
         indices: Vec<u16>,
         seed: u8,
     },
     Fill {
+        #[arbitrary(with = pick)]
         page: usize,
+        #[arbitrary(with = width)]
         width: Width,
         at: u16,
         count: u16,
         seed: u8,
     },
     Resize {
+        #[arbitrary(with = pick)]
         page: usize,
+        #[arbitrary(with = len)]
         len: u16,
     },
     /// All bytes of a page, and so many: enough of them to be written ahead of the batch.
     Replace {
+        #[arbitrary(with = pick)]
         page: usize,
+        #[arbitrary(with = len)]
         len: u16,
         seed: u8,
     },
     Delete {
+        #[arbitrary(with = pick)]
         page: usize,
     },
     Move {
+        #[arbitrary(with = pick)]
         page: usize,
+        #[arbitrary(with = place)]
         place: Place,
     },
     SetMetadata {
+        #[arbitrary(with = pick)]
         page: usize,
+        #[arbitrary(with = name)]
         name: usize,
+        #[arbitrary(with = value)]
         value: Value,
     },
     RemoveMetadata {
+        #[arbitrary(with = pick)]
         page: usize,
+        #[arbitrary(with = name)]
         name: usize,
     },
     SetRoot {
+        #[arbitrary(with = name)]
         name: usize,
+        #[arbitrary(with = value)]
         value: Value,
     },
     RemoveRoot {
+        #[arbitrary(with = name)]
         name: usize,
     },
     Note(String),
     /// A precondition that holds.
     Expect {
+        #[arbitrary(with = pick)]
         page: usize,
     },
     /// A precondition that holds: a page that is gone, or never was, is at epoch 0.
     ExpectGone {
+        #[arbitrary(with = pick)]
         page: usize,
     },
     Bad(Bad),
 }
 
 /// What makes a batch be refused.
-#[derive(Clone, Debug)]
+#[derive(Arbitrary, Clone, Debug)]
 pub enum Bad {
     /// A precondition that does not hold.
     Conflict {
+        #[arbitrary(with = pick)]
         page: usize,
+        #[arbitrary(with = off_by)]
         off_by: i8,
     },
     WriteOutside {
+        #[arbitrary(with = pick)]
         page: usize,
         past: u8,
     },
     FillOutside {
+        #[arbitrary(with = pick)]
         page: usize,
     },
     ScatterOutside {
+        #[arbitrary(with = pick)]
         page: usize,
+        #[arbitrary(with = width)]
         width: Width,
     },
     MaskedOutside {
+        #[arbitrary(with = pick)]
         page: usize,
+        #[arbitrary(with = width)]
         width: Width,
     },
     SameElementTwice {
+        #[arbitrary(with = pick)]
         page: usize,
     },
     PatternOfThree {
+        #[arbitrary(with = pick)]
         page: usize,
     },
     FillNotWhole {
+        #[arbitrary(with = pick)]
         page: usize,
     },
     MaskTooShort {
+        #[arbitrary(with = pick)]
         page: usize,
     },
     ValuesTooFew {
+        #[arbitrary(with = pick)]
         page: usize,
     },
     GonePage {
+        #[arbitrary(with = pick)]
         pick: usize,
         what: u8,
     },
     KeyTaken {
+        #[arbitrary(with = pick)]
         pick: usize,
     },
     PlaceNowhere {
         on_disk: bool,
     },
     MoveNowhere {
+        #[arbitrary(with = pick)]
         page: usize,
         on_disk: bool,
     },
     TooLong,
     LongName {
+        #[arbitrary(with = pick)]
         page: usize,
     },
     LongMetadata {
+        #[arbitrary(with = pick)]
         page: usize,
     },
     DeepValue,
     LongNote,
 }
 
-/// A whole history.
-pub fn history() -> impl Strategy<Value = Vec<Action>> {
-    let action = prop_oneof![
-        16 => vec(step(), 0..10).prop_map(Action::Commit),
-        3 => any::<bool>().prop_map(|exact| Action::Snapshot { exact }),
-        1 => (0..SNAPSHOT_NAMES.len()).prop_map(Action::Name),
-        1 => (0..SNAPSHOT_NAMES.len()).prop_map(Action::GiveUp),
-        1 => any::<usize>().prop_map(Action::Fork),
-        1 => any::<usize>().prop_map(Action::Restore),
-        1 => any::<usize>().prop_map(Action::RestoreTo),
-        2 => any::<usize>().prop_map(Action::Look),
-        3 => (any::<usize>(), any::<u16>(), any::<u16>()).prop_map(|(page, from, to)| Action::Read(page, from, to)),
-        1 => Just(Action::Reopen),
-        3 => Just(Action::Crash),
-    ];
-    vec(action, 1..50)
+/// Which of however many there are: a byte is enough.
+fn pick(raw: &mut Unstructured) -> Result<usize> {
+    u8::arbitrary(raw).map(usize::from)
 }
 
-fn page() -> impl Strategy<Value = usize> {
-    any::<usize>()
+/// Mostly short, as [`super::draw`] would have it.
+fn len(raw: &mut Unstructured) -> Result<u16> {
+    let len = u16::arbitrary(raw)?;
+    Ok(if len.is_multiple_of(8) { len % 20_000 } else { len % 600 })
 }
 
-fn name() -> impl Strategy<Value = usize> {
-    0..NAMES.len()
+fn place(raw: &mut Unstructured) -> Result<Place> {
+    raw.choose(&[Place::Device(0), Place::Device(7), Place::Pinned, Place::Host, Place::Unified]).copied()
 }
 
-/// Mostly short; some pages and writes need several groups, or a segment of their own.
-fn len() -> impl Strategy<Value = u16> {
-    prop_oneof![2 => Just(0u16), 20 => 1..600u16, 2 => 600..20_000u16]
+fn width(raw: &mut Unstructured) -> Result<Width> {
+    raw.choose(&[Width::W1, Width::W2, Width::W4, Width::W8, Width::W16]).copied()
 }
 
-fn value() -> impl Strategy<Value = Value> {
-    let leaf = prop_oneof![
-        Just(Value::Null),
-        any::<bool>().prop_map(Value::Bool),
-        any::<i64>().prop_map(Value::I64),
-        any::<u64>().prop_map(Value::U64),
-        any::<u64>().prop_map(|bits| Value::F64(f64::from_bits(bits))),
-        "\\PC{0,12}".prop_map(Value::String),
-        vec(any::<u8>(), 0..40).prop_map(Value::Bytes),
-    ];
-    leaf.prop_recursive(2, 8, 3, |inner| {
-        prop_oneof![
-            vec(inner.clone(), 0..3).prop_map(Value::List),
-            proptest::collection::btree_map("[a-z]{0,3}", inner, 0..3).prop_map(Value::Map),
-        ]
+fn key(raw: &mut Unstructured) -> Result<Option<usize>> {
+    Ok(if raw.arbitrary()? { Some(raw.choose_index(KEYS.len())?) } else { None })
+}
+
+fn name(raw: &mut Unstructured) -> Result<usize> {
+    raw.choose_index(NAMES.len())
+}
+
+fn snapshot_name(raw: &mut Unstructured) -> Result<usize> {
+    raw.choose_index(SNAPSHOT_NAMES.len())
+}
+
+fn entry(raw: &mut Unstructured) -> Result<Option<(usize, Value)>> {
+    Ok(if raw.arbitrary()? { Some((name(raw)?, value(raw)?)) } else { None })
+}
+
+fn off_by(raw: &mut Unstructured) -> Result<i8> {
+    Ok(if raw.arbitrary()? { 1 } else { -1 })
+}
+
+fn value(raw: &mut Unstructured) -> Result<Value> {
+    value_within(raw, 3)
+}
+
+/// A value with at most so many levels.
+fn value_within(raw: &mut Unstructured, levels: u32) -> Result<Value> {
+    let kinds = if levels == 0 { 7 } else { 9 };
+    Ok(match raw.int_in_range(0..=kinds - 1)? {
+        0 => Value::Null,
+        1 => Value::Bool(raw.arbitrary()?),
+        2 => Value::I64(raw.arbitrary()?),
+        3 => Value::U64(raw.arbitrary()?),
+        4 => Value::F64(f64::from_bits(raw.arbitrary()?)),
+        5 => Value::String(raw.arbitrary()?),
+        6 => Value::Bytes(raw.arbitrary()?),
+        7 => {
+            let count = raw.int_in_range(0..=2)?;
+            Value::List((0..count).map(|_| value_within(raw, levels - 1)).collect::<Result<_>>()?)
+        }
+        _ => {
+            let count = raw.int_in_range(0..=2)?;
+            let entry = |_| Ok((raw.arbitrary()?, value_within(raw, levels - 1)?));
+            Value::Map((0..count).map(entry).collect::<Result<_>>()?)
+        }
     })
-}
-
-fn place() -> impl Strategy<Value = Place> {
-    select(vec![Place::Device(0), Place::Device(7), Place::Pinned, Place::Host, Place::Unified])
-}
-
-fn width() -> impl Strategy<Value = Width> {
-    select(vec![Width::W1, Width::W2, Width::W4, Width::W8, Width::W16])
-}
-
-fn step() -> impl Strategy<Value = Step> {
-    let key = proptest::option::weighted(0.4, 0..KEYS.len());
-    let metadata = proptest::option::of((name(), value()));
-    let bytes = prop_oneof![9 => vec(any::<u8>(), 0..200), 1 => vec(any::<u8>(), 4000..9000)];
-    prop_oneof![
-        6 => (len(), place(), key, metadata)
-            .prop_map(|(len, place, key, metadata)| Step::Create { len, place, key, metadata }),
-        2 => page().prop_map(|page| Step::Clone { page }),
-        6 => (page(), any::<u16>(), bytes).prop_map(|(page, at, bytes)| Step::Write { page, at, bytes }),
-        4 => (page(), width(), any::<u16>(), vec(any::<bool>(), 0..70), any::<u8>())
-            .prop_map(|(page, width, at, mask, seed)| Step::Masked { page, width, at, mask, seed }),
-        4 => (page(), width(), vec(any::<u16>(), 0..30), any::<u8>())
-            .prop_map(|(page, width, indices, seed)| Step::Scatter { page, width, indices, seed }),
-        3 => (page(), width(), any::<u16>(), any::<u16>(), any::<u8>())
-            .prop_map(|(page, width, at, count, seed)| Step::Fill { page, width, at, count, seed }),
-        3 => (page(), len()).prop_map(|(page, len)| Step::Resize { page, len }),
-        2 => (page(), 4096..20_000u16, any::<u8>())
-            .prop_map(|(page, len, seed)| Step::Replace { page, len, seed }),
-        3 => page().prop_map(|page| Step::Delete { page }),
-        4 => (page(), place()).prop_map(|(page, place)| Step::Move { page, place }),
-        2 => (page(), name(), value())
-            .prop_map(|(page, name, value)| Step::SetMetadata { page, name, value }),
-        1 => (page(), name()).prop_map(|(page, name)| Step::RemoveMetadata { page, name }),
-        2 => (name(), value()).prop_map(|(name, value)| Step::SetRoot { name, value }),
-        1 => name().prop_map(|name| Step::RemoveRoot { name }),
-        1 => "\\PC{0,20}".prop_map(Step::Note),
-        2 => page().prop_map(|page| Step::Expect { page }),
-        1 => page().prop_map(|page| Step::ExpectGone { page }),
-        2 => bad().prop_map(Step::Bad),
-    ]
-}
-
-fn bad() -> impl Strategy<Value = Bad> {
-    prop_oneof![
-        3 => (page(), prop_oneof![Just(1i8), Just(-1)]).prop_map(|(page, off_by)| Bad::Conflict { page, off_by }),
-        1 => (page(), any::<u8>()).prop_map(|(page, past)| Bad::WriteOutside { page, past }),
-        1 => page().prop_map(|page| Bad::FillOutside { page }),
-        1 => (page(), width()).prop_map(|(page, width)| Bad::ScatterOutside { page, width }),
-        1 => (page(), width()).prop_map(|(page, width)| Bad::MaskedOutside { page, width }),
-        1 => page().prop_map(|page| Bad::SameElementTwice { page }),
-        1 => page().prop_map(|page| Bad::PatternOfThree { page }),
-        1 => page().prop_map(|page| Bad::FillNotWhole { page }),
-        1 => page().prop_map(|page| Bad::MaskTooShort { page }),
-        1 => page().prop_map(|page| Bad::ValuesTooFew { page }),
-        3 => (any::<usize>(), 0..7u8).prop_map(|(pick, what)| Bad::GonePage { pick, what }),
-        2 => any::<usize>().prop_map(|pick| Bad::KeyTaken { pick }),
-        1 => any::<bool>().prop_map(|on_disk| Bad::PlaceNowhere { on_disk }),
-        1 => (page(), any::<bool>()).prop_map(|(page, on_disk)| Bad::MoveNowhere { page, on_disk }),
-        1 => Just(Bad::TooLong),
-        1 => page().prop_map(|page| Bad::LongName { page }),
-        1 => page().prop_map(|page| Bad::LongMetadata { page }),
-        1 => Just(Bad::DeepValue),
-        1 => Just(Bad::LongNote),
-    ]
 }

@@ -36,10 +36,20 @@ pub struct Model {
     /// Whether the store takes snapshots of its own accord: then it is the one who says which there are.
     pub in_background: bool,
     /// The states behind earlier batches.
-    pub past: BTreeMap<u64, (BTreeMap<PageId, Page>, Metadata)>,
+    past: BTreeMap<u64, Past>,
     /// The highest epoch that any page ever had.
     epoch_high: u64,
     /// The highest id ever given.
+    page_high: PageId,
+}
+
+/// The state behind an earlier batch, with what had been given away until then.
+#[derive(Clone, Debug)]
+struct Past {
+    pages: BTreeMap<PageId, Page>,
+    root: Metadata,
+    gone: Vec<PageId>,
+    epoch_high: u64,
     page_high: PageId,
 }
 
@@ -146,14 +156,34 @@ impl Model {
 
     /// The present state becomes a past one.
     fn leave(&mut self) {
-        self.past.insert(self.lsn, (self.pages.clone(), self.root.clone()));
+        let past = Past {
+            pages: self.pages.clone(),
+            root: self.root.clone(),
+            gone: self.gone.clone(),
+            epoch_high: self.epoch_high,
+            page_high: self.page_high,
+        };
+        self.past.insert(self.lsn, past);
         self.lsn += 1;
+    }
+
+    /// What a crash took never was: the batches behind `lsn`. Which snapshots are left only the store can say;
+    /// from now on it is believed.
+    pub fn lose(&mut self, lsn: u64, listed: &[SnapshotInfo]) {
+        if lsn < self.lsn {
+            let Past { pages, root, gone, epoch_high, page_high } = self.past[&lsn].clone();
+            self.past.retain(|earlier, _| *earlier < lsn);
+            self.snapshots.retain(|_, end| *end <= lsn);
+            *self = Self { pages, root, gone, epoch_high, page_high, lsn, ..std::mem::take(self) };
+        }
+        self.in_background = true;
+        self.adopt(listed);
     }
 
     /// The state behind a batch, as a model of its own.
     pub fn at(&self, lsn: u64) -> Self {
         let (pages, root) = match self.past.get(&lsn) {
-            Some(state) => state.clone(),
+            Some(past) => (past.pages.clone(), past.root.clone()),
             None => (self.pages.clone(), self.root.clone()),
         };
         Self { pages, root, lsn, in_background: true, ..Self::default() }
@@ -171,7 +201,7 @@ impl Model {
     pub fn restore(&mut self, lsn: u64) {
         self.leave();
         let epoch = self.epoch_high + 1;
-        let (old, root) = self.past[&lsn].clone();
+        let Past { pages: old, root, .. } = self.past[&lsn].clone();
         let now = std::mem::take(&mut self.pages);
         self.gone.extend(now.keys().filter(|page| !old.contains_key(page)));
         self.gone.retain(|page| !old.contains_key(page));

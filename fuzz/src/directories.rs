@@ -1,0 +1,148 @@
+//! Whole store directories, made up, through everything that opens one.
+//!
+//! The promises: nothing panics, hangs, or takes more memory than the budget and the files justify. The ways to
+//! read a store agree: the pure rebuild, a read-only look, a salvage that calls pages exact, and the engine show
+//! the same state wherever two of them show one. A store that opens takes a batch, closes, and opens again with
+//! it; a store that is refused for its bytes is left as it was.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use remanent::device::host::HostDevice;
+use remanent::disk::Disk;
+use remanent::disk::sim::SimDisk;
+use remanent::{Budget, Create, Error, FileName, FollowFrom, Follower, Options, Place, Snapshot, Store};
+use remanent_format::limits::DEVICE_ORDINAL_MAX;
+use remanent_format::rebuild::{RebuildOptions, rebuild};
+use remanent_format::salvage::{Found, Salvage};
+use remanent_format::store::StoreFile;
+
+use crate::files::{Files, State};
+
+/// Pages longer than this together are not loaded.
+const PAGE_BYTES_MAX: u64 = 1 << 16;
+
+/// A store directory, from an archive of its files: as it is, and with its checksums made to fit.
+pub fn directory(data: &[u8]) {
+    let files = Files::from_archive(data);
+    let mut fitted = files.clone();
+    fitted.fit();
+    if fitted != files {
+        examine(&fitted);
+    }
+    examine(&files);
+}
+
+/// Opens the files in every way. Returns whether they are a store that opens.
+pub fn examine(files: &Files) -> bool {
+    let options = RebuildOptions { page_bytes_max: PAGE_BYTES_MAX, ..RebuildOptions::default() };
+    let rebuilt = rebuild(files, &options).ok();
+    let pure = rebuilt.as_ref().map(State::rebuilt);
+    // A look and a salvage take the newest snapshot whatever became of its images, and miss what is damaged. Where
+    // a rebuild passed it over, files that are made up may say another thing behind an older one.
+    let newest = pure.as_ref().filter(|_| rebuilt.is_some_and(|rebuilt| rebuilt.passed_over.is_empty()));
+    let disk = files.disk();
+    look(&disk, newest);
+    salvage(files, newest);
+    follow(&disk);
+    let store = match open(&disk) {
+        Ok(store) => store,
+        Err(Error::Damaged(damage)) => {
+            assert!(Files::of(&disk) == *files, "refused, but modified: {damage}");
+            return false;
+        }
+        Err(_) => return false,
+    };
+    if store.recovered().created {
+        return false;
+    }
+    let state = State::of(&store);
+    if let Some(pure) = pure {
+        assert_eq!(state, pure, "the engine and the rebuild disagree");
+    }
+    go_on(&disk, store, state);
+    true
+}
+
+fn open(disk: &SimDisk) -> Result<Store, Error> {
+    let places =
+        (0..=DEVICE_ORDINAL_MAX).map(Place::Device).chain([Place::Pinned, Place::Host, Place::Unified]);
+    let budget = places.fold(Budget::default(), |budget, place| budget.with(place, PAGE_BYTES_MAX));
+    let options =
+        Options::default().create(Create::Never).segment_len(16 << 10).reserve_bytes(0).budget(budget);
+    let options = options.snapshot_log_bytes(None).snapshot_interval(None);
+    Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options)
+}
+
+/// What opened takes another batch and a snapshot, and has them when it is opened again.
+fn go_on(disk: &SimDisk, store: Store, state: State) {
+    let mut batch = store.batch();
+    batch.set_root("opened", true);
+    let len = state.pages.first().map_or(0, |info| info.len);
+    if len > 0 {
+        batch.write(state.pages[0].page, len - 1, &[0x5a]);
+    }
+    match store.commit(batch) {
+        Ok(_) => {}
+        // A number or a length in the files is at its end.
+        Err(Error::Limit { .. }) => return,
+        Err(error) => panic!("what opened takes no batch: {error}"),
+    }
+    let after = State::of(&store);
+    assert_eq!(after.root.get("opened"), Some(&true.into()));
+    if len > 0 {
+        assert_eq!(after.contents[&state.pages[0].page].last(), Some(&0x5a));
+    }
+    if let Err(error) = store.snapshot() {
+        assert!(matches!(error, Error::Limit { .. }), "no snapshot of what opened: {error}");
+    }
+    store.close().unwrap_or_else(|error| panic!("what opened does not close: {error}"));
+    let store = open(disk).unwrap_or_else(|error| panic!("what opened once is refused: {error}"));
+    assert_eq!(State::of(&store), after, "another state when opened again");
+    let rebuilt = rebuild(disk, &RebuildOptions::default());
+    let rebuilt = rebuilt.unwrap_or_else(|damage| panic!("what the engine wrote is refused: {damage}"));
+    assert_eq!(State::rebuilt(&rebuilt), after, "the rebuild of what the engine wrote");
+}
+
+/// A read-only look. A page that it shows is what the rebuild says.
+fn look(disk: &SimDisk, newest: Option<&State>) {
+    let disk: Arc<dyn Disk> = Arc::new(disk.clone());
+    let Ok(seen) = Snapshot::open_on(&disk, None) else { return };
+    if let Some(newest) = newest {
+        assert!(seen.pages().eq(&newest.pages), "a look shows other pages");
+        assert_eq!(**seen.root(), newest.root, "a look shows another root");
+    }
+    for info in seen.pages().filter(|info| info.len <= PAGE_BYTES_MAX) {
+        let mut bytes = vec![0; info.len as usize];
+        let read = seen.read(info.page, 0, &mut bytes);
+        if let Some(newest) = newest {
+            assert!(read.is_ok(), "a look misses {}: {read:?}", info.page);
+            assert!(bytes == newest.contents[&info.page], "a look shows other bytes of {}", info.page);
+        }
+    }
+}
+
+/// What salvage calls exact is what the rebuild says.
+fn salvage(files: &Files, newest: Option<&State>) {
+    let Some(Ok(store)) = files.0.get(&FileName::Store).map(|bytes| StoreFile::decode(bytes)) else { return };
+    let Ok(salvage) = Salvage::read(files, store, PAGE_BYTES_MAX) else { return };
+    let table = &salvage.state().table;
+    let newest = newest.filter(|newest| salvage.state().is_whole && table.pages().eq(&newest.pages));
+    for info in table.pages() {
+        if let (Found::Exact(bytes), Some(newest)) = (salvage.find(info), newest) {
+            assert!(bytes == newest.contents[&info.page], "salvage shows other bytes of {}", info.page);
+        }
+    }
+}
+
+/// Followers see batches until they are refused or there are no more. They need no writer to come to an end.
+fn follow(disk: &SimDisk) {
+    for from in [FollowFrom::Beginning, FollowFrom::Snapshot] {
+        let Ok(mut follower) = Follower::open_on(Arc::new(disk.clone()), from) else { continue };
+        let mut last = None;
+        while let Ok(Some(batch)) = follower.next(Duration::ZERO) {
+            assert!(last < Some(batch.position().lsn), "batches come in order");
+            last = Some(batch.position().lsn);
+        }
+    }
+}

@@ -1,0 +1,121 @@
+//! Histories of a store, with crashes in the middle of any action, against the model of the ordinary tests.
+//!
+//! What the fuzzer adds to those tests: its inputs are steered by which code they reach, and the disk is a
+//! simulated one, so that a crash comes before any of the disk's events or tears it, and a power cut leaves any
+//! choice of what was not synced. Whatever comes out must be the state behind some batch, and none that was
+//! acknowledged may be missing.
+
+use std::sync::Arc;
+
+use arbitrary::{Arbitrary, Unstructured};
+use remanent::device::Device;
+use remanent::device::host::HostDevice;
+use remanent::device::late::LateDevice;
+use remanent::disk::Disk;
+use remanent::disk::sim::{Image, Moment, Plan, SimDisk, Tears};
+use remanent::{Ack, Error, LogIo, Options, RestorePoint, Snapshot, Store};
+use remanent_format::ReadAt;
+
+use crate::model::history::Action;
+use crate::model::run::{Floors, Ground, Left, Setting, Tally, run};
+
+/// Actions of one history: an input that is longer finds nothing more for its time.
+const ACTIONS_MAX: usize = 40;
+/// Disks that a power cut at one moment is taken to leave, of which one is chosen.
+const IMAGES_MAX: usize = 8;
+
+/// How a store is opened.
+#[derive(Arbitrary, Clone, Copy, Debug)]
+struct Choices {
+    log_io: u8,
+    is_durable: bool,
+    is_late: bool,
+    in_background: bool,
+}
+
+/// A history.
+pub fn history(data: &[u8]) {
+    let mut raw = Unstructured::new(data);
+    let Ok(choices) = Choices::arbitrary(&mut raw) else { return };
+    let actions: Vec<Action> = match raw.arbitrary_iter() {
+        Ok(drawn) => drawn.map_while(Result::ok).take(ACTIONS_MAX).collect(),
+        Err(_) => return,
+    };
+    live_through(&actions, choices);
+}
+
+/// Runs a history on simulated disks.
+fn live_through(actions: &[Action], choices: Choices) -> Tally {
+    let host = || Arc::new(HostDevice::new()) as Arc<dyn Device>;
+    let late = || Arc::new(LateDevice::seeded(host(), u64::from(choices.log_io))) as Arc<dyn Device>;
+    let log_io = [LogIo::Mapped, LogIo::Buffered, LogIo::Direct][usize::from(choices.log_io % 3)];
+    let ack = if choices.is_durable { Ack::Durable } else { Ack::Logged };
+    let setting = Setting {
+        options: Options::default().log_io(log_io).ack(ack),
+        in_background: choices.in_background,
+        device: if choices.is_late { &late } else { &host },
+    };
+    let mut tally = Tally::default();
+    run(actions, Simulation::default(), &setting, &mut tally);
+    tally
+}
+
+/// A simulated disk, and what was promised on it when the action in hand began.
+#[derive(Default)]
+struct Simulation {
+    disk: SimDisk,
+    floors: Floors,
+    /// The disk's events before that.
+    events: usize,
+}
+
+impl Ground for Simulation {
+    fn disk(&self) -> Arc<dyn Disk> {
+        Arc::new(self.disk.clone())
+    }
+
+    fn files(&self) -> Box<dyn ReadAt + '_> {
+        Box::new(self.disk.clone())
+    }
+
+    fn fork(&self, store: &Store, point: &RestorePoint) -> Result<Self, Error> {
+        let fork = Self::default();
+        store.wait_durable(store.lsn())?;
+        Snapshot::open_on(&self.disk(), Some(point))?.fork_on(&fork.disk())?;
+        Ok(fork)
+    }
+
+    fn begin(&mut self, floors: Floors) {
+        (self.floors, self.events) = (floors, self.disk.events());
+    }
+
+    /// The crash comes at any of the disk's events since the action began, or behind the last one.
+    fn crash(self, store: Store, pick: u64) -> Left<Self> {
+        let floors_now = Floors::of(&store);
+        let last = self.disk.events();
+        let [kind, choice, at @ ..] = pick.to_le_bytes();
+        let at = self.events + usize::from(u16::from_le_bytes([at[0], at[1]])) % (last - self.events + 1);
+        let plan = Plan { events: at..at + 1, tears: Tears::Few(2), images_max: IMAGES_MAX, seed: pick };
+        let is_kill = kind % 2 == 0;
+        let mut images: Vec<Image> = Vec::new();
+        if is_kill {
+            self.disk.kill_images(&plan, |image| images.push(image));
+        } else {
+            self.disk.power_images(&plan, |image| images.push(image));
+        }
+        let image = images.swap_remove(usize::from(choice) % images.len());
+        let is_last = image.moment == Moment { event: last, tear: None };
+        let floors = if is_last { floors_now } else { self.floors };
+        let floors = if is_kill { floors } else { Floors { logged: floors.durable, ..floors } };
+        let ground = Self { disk: image.disk, floors, events: 0 };
+        Left { ground, floors, is_between: false }
+    }
+}
+
+/// Histories drawn at random, for the test that this target can fail: how many crashes there were, and how many
+/// of them took batches.
+pub fn crashes(actions: &[Action]) -> (usize, usize) {
+    let choices = Choices { log_io: 0, is_durable: false, is_late: false, in_background: false };
+    let Tally { crashes, lost, .. } = live_through(actions, choices);
+    (crashes, lost)
+}

@@ -1,0 +1,70 @@
+//! The fuzzer's targets that take a whole store, without the fuzzer: on every input that the repository keeps, and
+//! on stores and histories that must make them fail if the store were wrong.
+
+#[path = "../../fuzz/src/directories.rs"]
+mod directories;
+#[path = "../../fuzz/src/histories.rs"]
+mod histories;
+
+use std::path::{Path, PathBuf};
+
+use proptest::strategy::{Strategy, ValueTree};
+use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
+
+use crate::archive::Files;
+use crate::damage::Victim;
+use crate::model::draw::history;
+
+fn fuzz() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz")
+}
+
+/// Every input that the repository keeps below these folders of `fuzz/`.
+fn inputs(folders: &[&str]) -> Vec<Vec<u8>> {
+    let files = folders.iter().flat_map(|folder| std::fs::read_dir(fuzz().join(folder)).unwrap());
+    files.map(|entry| std::fs::read(entry.unwrap().path()).unwrap()).collect()
+}
+
+#[test]
+fn inputs_of_the_repository_pass_the_target_for_directories() {
+    let inputs = inputs(&["seeds/rebuild", "seeds/directory", "found"]);
+    assert!(inputs.len() > 8, "only {} inputs were found", inputs.len());
+    inputs.iter().for_each(|input| directories::directory(input));
+}
+
+#[test]
+fn inputs_of_the_repository_pass_the_target_for_histories() {
+    let inputs = inputs(&["seeds/history", "found"]);
+    assert!(inputs.len() > 8, "only {} inputs were found", inputs.len());
+    inputs.iter().for_each(|input| histories::history(input));
+}
+
+/// They are the fuzzer's seeds, too, written with `REMANENT_GOLDEN=write`. Their ids differ from run to run, so
+/// those in the repository are others.
+#[test]
+fn whole_stores_open_in_the_target_for_directories() {
+    let write = std::env::var_os("REMANENT_GOLDEN").is_some_and(|value| value == "write");
+    let victims =
+        [("closed", Victim::closed()), ("killed", Victim::killed()), ("reopened", Victim::reopened())];
+    for (name, victim) in victims {
+        let archive = victim.files.to_archive();
+        assert!(directories::examine(&Files::from_archive(&archive)), "{name}: a sound store opens");
+        if write {
+            std::fs::write(fuzz().join(format!("seeds/directory/{name}.bin")), archive).unwrap();
+        }
+    }
+}
+
+#[test]
+fn crashes_in_the_middle_of_any_action_lose_only_what_was_not_acknowledged() {
+    let rng = TestRng::from_seed(RngAlgorithm::ChaCha, &[7; 32]);
+    let mut runner = TestRunner::new_with_rng(Config::default(), rng);
+    let (mut crashes, mut lost) = (0, 0);
+    for _ in 0..40 {
+        let actions = history().new_tree(&mut runner).unwrap().current();
+        let (more_crashes, more_lost) = histories::crashes(&actions);
+        (crashes, lost) = (crashes + more_crashes, lost + more_lost);
+    }
+    // A crash that never takes anything comes between actions only, where nothing is in flight.
+    assert!(crashes >= 50 && lost >= 10, "{crashes} crashes, of which {lost} took batches");
+}

@@ -1,0 +1,401 @@
+//! Runs a history on a store and on the model, wherever it takes place.
+
+use std::collections::{BTreeMap, HashSet};
+use std::sync::Arc;
+
+use remanent::device::Device;
+use remanent::disk::Disk;
+use remanent::{Error, Key, Lsn, Options, PageInfo, Position, RestorePoint, Snapshot, Store};
+use remanent_format::ReadAt;
+use remanent_format::rebuild::{RebuildOptions, Rebuilt, rebuild};
+
+use super::history::{Action, KEYS, SNAPSHOT_NAMES, Step};
+use super::plain::{Draft, Model, Page, Refusal};
+
+/// Snapshots that a store keeps by default.
+const SNAPSHOTS_KEPT: usize = 2;
+
+/// What the histories came to.
+#[derive(Debug, Default)]
+pub struct Tally {
+    pub commits: usize,
+    pub refusals: HashSet<Refusal>,
+    pub crashes: usize,
+    /// Crashes that took batches.
+    pub lost: usize,
+    pub restores: usize,
+    pub looks: usize,
+    pub forks: usize,
+    pub names: usize,
+    /// Snapshots that went with their names.
+    pub given_up: usize,
+    /// Pages that were written whole.
+    pub images: usize,
+    /// Snapshots that the store took of its own accord.
+    pub background: u64,
+}
+
+/// Where a history takes place.
+pub trait Ground: Sized {
+    /// The disk for a store, or for a look beside it.
+    fn disk(&self) -> Arc<dyn Disk>;
+
+    /// The files, as a process sees them.
+    fn files(&self) -> Box<dyn ReadAt + '_>;
+
+    /// A new store of an earlier state, in a place of its own.
+    fn fork(&self, store: &Store, point: &RestorePoint) -> Result<Self, Error>;
+
+    /// An action begins, or an opening: a crash may come in the middle of it. `floors` is what must have
+    /// survived by then.
+    fn begin(&mut self, floors: Floors);
+
+    /// What a crash leaves; the store is not to be seen again. `pick` chooses among what it could leave.
+    fn crash(self, store: Store, pick: u64) -> Left<Self>;
+}
+
+/// The newest batches of which no crash of a kind may take anything.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Floors {
+    /// What survives the death of the process.
+    pub logged: Lsn,
+    /// What survives a power cut.
+    pub durable: Lsn,
+}
+
+impl Floors {
+    /// What an open store has promised so far.
+    pub fn of(store: &Store) -> Self {
+        Self { durable: store.stats().durable, logged: store.lsn() }
+    }
+}
+
+/// What a crash left.
+pub struct Left<G> {
+    pub ground: G,
+    /// What must have survived: after a power cut, no more than what was durable was logged.
+    pub floors: Floors,
+    /// Whether it came between two actions: then everything is there, and nothing is torn.
+    pub is_between: bool,
+}
+
+/// How the store of a history is opened.
+pub struct Setting<'a> {
+    pub options: Options,
+    /// Whether it takes snapshots of its own accord.
+    pub in_background: bool,
+    /// Gives a new device for each opening.
+    pub device: &'a dyn Fn() -> Arc<dyn Device>,
+}
+
+impl Setting<'_> {
+    fn open(&self, ground: &impl Ground) -> Store {
+        let background = self.in_background.then_some(12 << 10);
+        let options = self.options.clone().snapshot_log_bytes(background).snapshot_interval(None);
+        let options = options.segment_len(16 << 10);
+        Store::open_on(ground.disk(), (self.device)(), options).unwrap_or_else(|error| panic!("{error}"))
+    }
+}
+
+/// Runs a history, and holds the store against the model all the way.
+pub fn run<G: Ground>(actions: &[Action], mut ground: G, setting: &Setting, tally: &mut Tally) {
+    let in_background = setting.in_background;
+    let mut model = Model::default();
+    model.in_background = in_background;
+    let mut by_hand = 0;
+    ground.begin(Floors::default());
+    let mut store = setting.open(&ground);
+    let mut names_before = BTreeMap::new();
+    for action in actions {
+        if model.in_background {
+            model.adopt(&store.snapshots());
+        }
+        if !matches!(action, Action::Crash(_)) {
+            names_before = model.names.clone();
+            ground.begin(Floors::of(&store));
+        }
+        match action {
+            Action::Commit(steps) => {
+                let mut draft = Draft::new(&model);
+                let refusal = steps.iter().find_map(|step| draft.step(step));
+                let (batch, changed) = draft.finish(refusal);
+                let result = store.commit(batch);
+                match (result, refusal) {
+                    (Ok(committed), None) => {
+                        tally.commits += 1;
+                        tally.images +=
+                            steps.iter().filter(|step| matches!(step, Step::Replace { .. })).count();
+                        model.install(changed, &committed.pages);
+                        assert_eq!(committed.position.lsn, Lsn(model.lsn), "the batch's number");
+                        assert_eq!(committed.position.incarnation, store.recovered().position.incarnation);
+                    }
+                    (Err(error), Some(refusal)) => {
+                        tally.refusals.insert(refusal);
+                        assert!(refusal.is(&error), "expected {refusal:?}: {error}");
+                        compare_table(&store, &model);
+                    }
+                    (Ok(_), Some(refusal)) => panic!("expected {refusal:?}, and it was committed"),
+                    (Err(error), None) => panic!("a good batch was refused: {error}"),
+                }
+            }
+            Action::Snapshot { exact } => {
+                let snapshot =
+                    if *exact { store.snapshot_exact().unwrap() } else { store.snapshot().unwrap() };
+                assert_eq!((snapshot.redo, snapshot.end), (Lsn(model.lsn), Lsn(model.lsn)));
+                assert_eq!(snapshot.pages, model.pages.len() as u64);
+                by_hand += 1;
+                model.keep(snapshot.id, None, SNAPSHOTS_KEPT);
+            }
+            Action::Name(pick) => {
+                let name = SNAPSHOT_NAMES[*pick];
+                let holder = model.names.iter().find(|(_, held)| *held == name).map(|(id, _)| *id);
+                match (store.snapshot_named(name), holder) {
+                    (Ok(snapshot), None) => {
+                        tally.names += 1;
+                        by_hand += 1;
+                        assert_eq!((snapshot.redo, snapshot.end), (Lsn(model.lsn), Lsn(model.lsn)));
+                        assert_eq!(snapshot.name.as_deref(), Some(name));
+                        model.keep(snapshot.id, Some(name), SNAPSHOTS_KEPT);
+                    }
+                    (Err(Error::NameTaken { snapshot, .. }), Some(holder)) => assert_eq!(snapshot, holder),
+                    (result, holder) => panic!("{name:?}, which {holder:?} has: {result:?}"),
+                }
+            }
+            Action::GiveUp(pick) => {
+                let name = SNAPSHOT_NAMES[*pick];
+                let went = store.prune(&store.retention().give_up(name)).unwrap().snapshots;
+                let named = went.iter().filter_map(|info| info.name.as_deref()).collect::<Vec<_>>();
+                assert!(named.iter().all(|gone| *gone == name), "{named:?} went with {name:?}");
+                tally.given_up += named.len();
+                if model.in_background {
+                    model.names.retain(|id, _| went.iter().all(|info| info.id != *id));
+                } else {
+                    model.retain(SNAPSHOTS_KEPT, Some(name));
+                }
+            }
+            Action::Restore(pick) => {
+                let Some(snapshot) = model.snapshot(*pick) else { continue };
+                let position = match store.restore_from_snapshot(snapshot) {
+                    Ok(position) => position,
+                    Err(Error::NoSnapshot { .. }) if model.in_background => continue,
+                    Err(error) => panic!("{error}"),
+                };
+                tally.restores += 1;
+                by_hand += 1;
+                let end = model.snapshots[&snapshot];
+                restored(&store, &mut model, position, end);
+            }
+            Action::RestoreTo(pick) => {
+                let beyond = Lsn(model.lsn + 1);
+                let refused = store.restore_to(beyond).unwrap_err();
+                let Error::OutsideWindow { asked, newest, .. } = refused else { panic!("{refused}") };
+                assert_eq!((asked, newest), (beyond, Lsn(model.lsn)));
+                let lsn = in_window(&model, *pick);
+                let position = match store.restore_to(Lsn(lsn)) {
+                    Ok(position) => position,
+                    Err(Error::OutsideWindow { oldest, .. }) if model.in_background && oldest > Lsn(lsn) => {
+                        continue;
+                    }
+                    Err(error) => panic!("{error}"),
+                };
+                tally.restores += 1;
+                by_hand += 1;
+                restored(&store, &mut model, position, lsn);
+            }
+            Action::Fork(pick) => {
+                let lsn = in_window(&model, *pick);
+                let fork = match ground.fork(&store, &RestorePoint::Lsn(Lsn(lsn))) {
+                    Ok(fork) => fork,
+                    Err(Error::OutsideWindow { oldest, .. }) if model.in_background && oldest > Lsn(lsn) => {
+                        continue;
+                    }
+                    Err(error) => panic!("{error}"),
+                };
+                tally.forks += 1;
+                compare(&setting.open(&fork), &model.at(lsn));
+                compare_rebuilt(&fork, &model.at(lsn));
+            }
+            Action::Look(pick) => {
+                tally.looks += 1;
+                look(&ground.disk(), &model, *pick as u64 % (model.lsn + 1));
+            }
+            Action::Read(pick, from, to) => read_part(&store, &model, *pick, *from, *to),
+            Action::Reopen => {
+                tally.background += store.stats().snapshots.taken.saturating_sub(by_hand);
+                by_hand = 0;
+                store.close().unwrap();
+                compare_rebuilt(&ground, &model);
+                store = setting.open(&ground);
+                compare_opened(&store, &model);
+            }
+            Action::Crash(pick) => {
+                tally.crashes += 1;
+                tally.background += store.stats().snapshots.taken.saturating_sub(by_hand);
+                by_hand = 0;
+                let left = ground.crash(store, *pick);
+                ground = left.ground;
+                if left.is_between {
+                    compare_rebuilt(&ground, &model);
+                    store = setting.open(&ground);
+                    compare_opened(&store, &model);
+                    continue;
+                }
+                let rebuilt = rebuild(&*ground.files(), &RebuildOptions::default());
+                ground.begin(left.floors);
+                store = setting.open(&ground);
+                let recovered = store.recovered();
+                let lsn = recovered.position.lsn;
+                let expected = left.floors.logged..=Lsn(model.lsn);
+                assert!(expected.contains(&lsn), "batch {lsn} is the last one, of {expected:?}");
+                tally.lost += usize::from(lsn < Lsn(model.lsn));
+                // What was about to get a name, or to lose it, may or may not have it.
+                model.names.retain(|id, _| names_before.contains_key(id));
+                model.lose(lsn.0, &store.snapshots());
+                match rebuilt {
+                    Ok(rebuilt) => compare_state(&rebuilt, &model),
+                    Err(damage) => {
+                        assert!(recovered.created, "what was opened could not be rebuilt: {damage}")
+                    }
+                }
+                compare(&store, &model);
+            }
+        }
+    }
+    compare(&store, &model);
+    store.close().unwrap();
+    compare_rebuilt(&ground, &model);
+    compare_opened(&setting.open(&ground), &model);
+}
+
+/// Follows a restore to the state behind batch `lsn`.
+fn restored(store: &Store, model: &mut Model, position: Position, lsn: u64) {
+    model.restore(lsn);
+    assert_eq!(position.lsn, Lsn(model.lsn), "a restore is one batch more");
+    // Its snapshot removes none.
+    let newest = store.snapshots().last().unwrap().id;
+    model.keep(newest, None, usize::MAX);
+    compare(store, model);
+}
+
+/// One of the batches that can be gone back to.
+fn in_window(model: &Model, pick: usize) -> u64 {
+    let oldest = model.oldest();
+    oldest + pick as u64 % (model.lsn - oldest + 1)
+}
+
+/// Looks at an earlier state, beside the open store.
+fn look(disk: &Arc<dyn Disk>, model: &Model, lsn: u64) {
+    match Snapshot::open_on(disk, Some(&RestorePoint::Lsn(Lsn(lsn)))) {
+        Ok(old) => compare_snapshot(&old, &model.at(lsn)),
+        // What is older than the window may be there still.
+        Err(Error::OutsideWindow { asked, oldest, newest }) => {
+            assert_eq!((asked, newest), (Lsn(lsn), Lsn(model.lsn)));
+            assert!(Lsn(lsn) < oldest);
+            // Of its own accord the store may have moved the window on.
+            if !model.in_background {
+                assert!(lsn < model.oldest(), "batch {lsn} is in the window from {}", model.oldest());
+                assert!(oldest <= Lsn(model.oldest()), "{oldest}");
+            }
+        }
+        Err(error) => panic!("the state at {lsn}: {error}"),
+    }
+    compare_snapshot(&Snapshot::open_on(disk, None).unwrap(), model);
+}
+
+/// Compares everything that a state on disk can be asked.
+fn compare_snapshot(old: &Snapshot, model: &Model) {
+    assert_eq!(old.lsn(), Lsn(model.lsn));
+    assert_eq!(**old.root(), model.root);
+    compare_infos(&old.pages().cloned().collect::<Vec<_>>(), model);
+    for (page, expected) in &model.pages {
+        let mut bytes = vec![0xEE; expected.bytes.len()];
+        old.read(*page, 0, &mut bytes).unwrap();
+        assert_eq!(bytes, expected.bytes, "bytes of page {page} at {}", model.lsn);
+        if let Some(key) = &expected.key {
+            assert_eq!(old.page_by_key(key).unwrap().page, *page);
+        }
+    }
+}
+
+/// Compares after an opening: nothing was lost, nothing was cut, nothing is damaged.
+fn compare_opened(store: &Store, model: &Model) {
+    let recovered = store.recovered();
+    assert_eq!(recovered.position.lsn, Lsn(model.lsn), "the batch reached");
+    assert_eq!((&recovered.torn, &recovered.harmless[..]), (&None, &[][..]));
+    compare(store, model);
+}
+
+/// Compares everything that a store can be asked.
+fn compare(store: &Store, model: &Model) {
+    compare_table(store, model);
+    for (page, expected) in &model.pages {
+        let mut bytes = vec![0xEE; expected.bytes.len()];
+        assert_eq!(store.read(*page, 0, &mut bytes).unwrap(), Lsn(model.lsn));
+        assert_eq!(bytes, expected.bytes, "bytes of page {page}");
+    }
+    for key in KEYS.map(|key| Key::new(key).unwrap()) {
+        let holder = model.pages.iter().find(|(_, page)| page.key.as_ref() == Some(&key));
+        match (store.page_by_key(&key), holder) {
+            (Ok(info), Some((page, _))) => assert_eq!(info.page, *page, "holder of {key}"),
+            (Err(Error::UnknownKey { .. }), None) => {}
+            (found, expected) => panic!("key {key}: {found:?} instead of {expected:?}"),
+        }
+    }
+    for page in &model.gone {
+        assert!(matches!(store.page(*page), Err(Error::UnknownPage { .. })), "page {page} is gone");
+    }
+}
+
+/// Compares what takes no page's bytes.
+fn compare_table(store: &Store, model: &Model) {
+    assert_eq!(store.lsn(), Lsn(model.lsn));
+    assert_eq!(*store.root().unwrap(), model.root);
+    compare_infos(&store.pages().unwrap(), model);
+    if model.in_background {
+        return;
+    }
+    let snapshots: Vec<_> = store.snapshots().iter().map(|snapshot| snapshot.id).collect();
+    assert_eq!(snapshots, model.snapshots.keys().copied().collect::<Vec<_>>(), "snapshots kept");
+}
+
+fn compare_infos(found: &[PageInfo], model: &Model) {
+    let ids: Vec<_> = found.iter().map(|info| info.page).collect();
+    assert_eq!(ids, model.pages.keys().copied().collect::<Vec<_>>(), "pages");
+    for (info, (page, expected)) in found.iter().zip(&model.pages) {
+        let Page { key, epoch, lsn, place, metadata, bytes } = expected;
+        assert_eq!((info.epoch.0, info.lsn.0), (*epoch, *lsn), "version of page {page}");
+        assert_eq!((&info.key, info.place), (key, *place), "page {page}");
+        assert_eq!(info.len, bytes.len() as u64, "length of page {page}");
+        assert_eq!(*info.metadata, *metadata, "metadata of page {page}");
+    }
+}
+
+/// Compares the pure rebuild of the files, of which nothing is damaged.
+fn compare_rebuilt(ground: &impl Ground, model: &Model) {
+    let rebuilt = rebuild(&*ground.files(), &RebuildOptions::default()).unwrap();
+    compare_state(&rebuilt, model);
+    assert_eq!(rebuilt.passed_over, []);
+}
+
+/// Compares a rebuilt state.
+fn compare_state(rebuilt: &Rebuilt, model: &Model) {
+    assert_eq!(rebuilt.table.lsn(), Lsn(model.lsn));
+    assert_eq!(**rebuilt.table.root(), model.root);
+    compare_infos(&rebuilt.table.pages().cloned().collect::<Vec<_>>(), model);
+    for (page, expected) in &model.pages {
+        assert_eq!(rebuilt.contents[page], expected.bytes, "rebuilt bytes of page {page}");
+    }
+}
+
+/// Reads a range of one page, and one past its end.
+fn read_part(store: &Store, model: &Model, pick: usize, from: u16, to: u16) {
+    let Some((page, expected)) = model.pages.iter().nth(pick % model.pages.len().max(1)) else { return };
+    let len = expected.bytes.len();
+    let (from, to) = (usize::from(from) % (len + 1), usize::from(to) % (len + 1));
+    let range = from.min(to)..from.max(to);
+    let mut out = vec![0; range.len()];
+    store.read(*page, range.start as u64, &mut out).unwrap();
+    assert_eq!(out, expected.bytes[range.clone()], "bytes {range:?} of page {page}");
+    let past_end = store.read(*page, range.start as u64, &mut vec![0; len - range.start + 1]);
+    assert!(matches!(past_end, Err(Error::OutOfBounds { .. })), "{past_end:?}");
+}
