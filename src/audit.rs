@@ -92,19 +92,19 @@ impl Auditor<'_> {
             (pages, self.past(lsn)?)
         };
         // 2. and 3.
-        let mut moved = Vec::new();
+        let mut changed_since = Vec::new();
         for chunk in chunks(&pages, |(_, len)| *len) {
             for (info, sum) in self.sum(chunk)?.pages {
                 if begin.table().get(info.page).is_some_and(|then| then.epoch == info.epoch) {
                     self.compare(&mut audit, &begin, &info, sum)?;
                 } else {
-                    moved.push((info.page, info.len));
+                    changed_since.push((info.page, info.len));
                 }
             }
         }
         drop(begin);
         // 4.
-        for chunk in chunks(&moved, |(_, len)| *len) {
+        for chunk in chunks(&changed_since, |(_, len)| *len) {
             let (sums, past) = {
                 let _keeping = self.keeping.lock();
                 let sums = self.sum(chunk)?;

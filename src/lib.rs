@@ -36,7 +36,7 @@
 //! | Page, [`PageId`] | bytes in one place; ids rise and are never used again |
 //! | [`Key`] | the user's own name for a page, at most 64 bytes, unique, free again after a delete |
 //! | [`Place`] | where a page lives |
-//! | [`Epoch`] | a page's version: +1 for every batch that changes its content, length or metadata |
+//! | [`Epoch`] | a page's version: +1 for every batch that changes its content, length or metadata, not its place |
 //! | Root | the store's own metadata, committed in the same batches as pages |
 //! | Delta | after-image bytes for one page: dense range, masked range, or sparse elements |
 //! | [`WriteBatch`] | operations that become visible and durable together or not at all |
