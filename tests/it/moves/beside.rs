@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use remanent::device::{CommandList, Fence, Lane, MemoryId, PageBytes, Pending, RawStream, Staging};
@@ -153,21 +154,39 @@ fn a_page_that_moves_under_a_committers_hands_goes_where_the_log_says() {
         let store = Arc::new(store);
         device.store.set(Arc::downgrade(&store)).expect("set once");
         let (page, _) = create(&store, Place::Host, 1);
-        let lease = is_leased.then(|| store.lease(page).unwrap());
+        let lease = || is_leased.then(|| store.lease(page).unwrap());
+        let before = lease();
         let commit = move |store: &Store, change: Change| {
             let mut batch = store.batch();
             change(&mut batch, page);
-            store.commit(batch).unwrap();
+            store.commit(batch).map(drop)
         };
-        *device.before.lock().unwrap() = Some(Box::new(move |store| commit(store, meddle)));
-        std::thread::scope(|scope| scope.spawn(|| commit(&store, change)).join().unwrap());
-        assert!(device.before.lock().unwrap().is_none(), "{what}: nobody meddled");
-        drop(lease);
+        let ((meddled, has_meddled), (go_on, goes_on)) = (channel(), channel());
+        *device.before.lock().unwrap() = Some(Box::new(move |store| {
+            commit(store, meddle).unwrap();
+            meddled.send(()).unwrap();
+            goes_on.recv().unwrap();
+        }));
+        let behind = std::thread::scope(|scope| {
+            let committer = scope.spawn(|| {
+                let committed = commit(&store, change);
+                // With it goes the sender.
+                drop(device.before.lock().unwrap().take());
+                committed
+            });
+            has_meddled.recv().unwrap_or_else(|_| panic!("{what}: nobody meddled"));
+            // Leased where it is by now, too: the committer has spare memory for where it was.
+            let behind = lease();
+            go_on.send(()).unwrap();
+            committer.join().unwrap().unwrap();
+            behind
+        });
+        drop((before, behind));
         let info = store.page(page).unwrap();
         assert_eq!((info.place, info.len, store.lsn()), (place, len, Lsn(3)), "{what}");
         bytes(&store, page);
         assert_eq!(allocated(&store), [(place, len)], "{what}");
-        commit(&store, to_host);
+        commit(&store, to_host).unwrap();
         assert_survives(Arc::into_inner(store).expect("nobody else has it"), &disk, &host());
     }
 }
