@@ -9,7 +9,10 @@ use std::process::{Command as Process, Output};
 use std::sync::Arc;
 
 use remanent::device::cuda::CudaDevice;
+use remanent::device::faulty::FaultyDevice;
 use remanent::device::host::HostDevice;
+use remanent::device::late::LateDevice;
+use remanent::device::several::SeveralDevices;
 use remanent::device::{
     Command, CommandList, Device, Lane, MemoryId, Payload, Piece, PieceKind, Span, Staging, StagingSpan,
 };
@@ -429,4 +432,34 @@ fn memory_of_another_gpu_is_refused() {
     let refused = store.caller_bytes(&unsafe { CallerMemory::from_cuda(address, 4096, ()) }).unwrap_err();
     assert!(matches!(refused, Error::MemoryRefused { .. }), "{refused}");
     other.release(memory).unwrap();
+}
+
+#[test]
+fn a_gpu_within_another_device_takes_memory_of_the_callers_too() {
+    let (Some(gpu), Some(callers)) = (gpu::device(), gpu::device()) else { return };
+    let gpu: Arc<dyn Device> = gpu;
+    let host: Arc<dyn Device> = Arc::new(HostDevice::new());
+    let wrapped: [(Arc<dyn Device>, Place); 3] = [
+        (Arc::new(LateDevice::seeded(gpu.clone(), 1)), Place::Device(0)),
+        (Arc::new(FaultyDevice::new(gpu.clone())), Place::Device(0)),
+        (Arc::new(SeveralDevices::new(vec![host, gpu])), Place::Device(1)),
+    ];
+    for (device, place) in wrapped {
+        let memory = callers.allocate(PLACE, 64).unwrap();
+        let address = callers.address(memory).unwrap();
+        // SAFETY: the device keeps it until it is released, below.
+        let (adopted, found) = device.adopt(&unsafe { CallerMemory::from_cuda(address, 64, ()) }).unwrap();
+        assert_eq!(found, place, "{}", device.label());
+        let target = Span { memory: adopted, offset: 0, len: 64 };
+        let fill = Command::Fill { target, pattern: [7; 16], width: Width::W1 };
+        let list = CommandList { commands: vec![fill], staging: vec![] };
+        device.submit(Lane::Apply, list).unwrap().finish(&*device).unwrap();
+        assert_eq!(content(&*callers, memory, 64), [7; 64], "{}", device.label());
+        // SAFETY: nobody reads it.
+        let nowhere = unsafe { CallerMemory::from_cuda(64, 64, ()) };
+        let refused = device.adopt(&nowhere).unwrap_err();
+        assert!(matches!(refused, Error::MemoryRefused { .. }), "{refused}");
+        device.release(adopted).unwrap();
+        callers.release(memory).unwrap();
+    }
 }
