@@ -126,6 +126,30 @@ fn a_sound_store_is_salvaged_whole() {
     }
 }
 
+#[test]
+fn batches_that_were_cut_off_with_all_that_tells_of_them_are_said_to_be_lost() {
+    let disk = SimDisk::new();
+    let store = open_with(&disk, small().segment_len(64 << 10)).unwrap();
+    let mut ends = Vec::new();
+    for number in 0..3u64 {
+        let mut batch = store.batch();
+        batch.set_root("step", number);
+        store.commit(batch).unwrap();
+        // The next one is a group of its own, and says that this one is durable.
+        store.wait_durable(store.lsn()).unwrap();
+        let written = disk.bytes(FileName::Segment(1)).unwrap();
+        ends.push(written.iter().rposition(|byte| *byte != 0).unwrap().next_multiple_of(4096));
+    }
+    store.close().unwrap();
+    let mut files = Files::of(&disk);
+    files.0.get_mut(&FileName::Segment(1)).unwrap().truncate(ends[1]);
+    let identity = StoreFile::decode(&files.0[&FileName::Store]).unwrap();
+    let salvage = Salvage::read(&files, identity, 1 << 20).unwrap();
+    assert_eq!(salvage.state().table.lsn(), Lsn(2));
+    let hidden = salvage.beyond().hidden.expect("the third batch's frame may have been there");
+    assert_eq!(hidden.file, FileName::Segment(1));
+}
+
 /// How often all was salvaged, and how often something was older, lost, or a batch.
 #[derive(Debug, Default)]
 struct Count {

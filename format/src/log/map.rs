@@ -21,6 +21,13 @@ pub struct Segment {
 }
 
 impl Segment {
+    /// What is wrong with it, if its file is shorter than its header says.
+    pub(crate) fn cut_short(&self) -> Option<&Defect> {
+        let defect = self.header.as_ref().err()?;
+        let &Defect::Mismatch { found, expected, .. } = defect else { return None };
+        (expected == self.file_len && found > expected).then_some(defect)
+    }
+
     pub(super) fn opening(&self) -> Option<Opening> {
         self.header.as_ref().ok().and_then(|header| header.opening)
     }

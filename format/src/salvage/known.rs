@@ -15,7 +15,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use crate::defect::{Damage, Defect};
 use crate::frame::{FRAME_HEADER_LEN, FrameHeader, FrameKind, UncheckedFrame, check_payload};
 use crate::ids::{Incarnation, LogPoint, Lsn, PageId};
-use crate::log::frames_of_segment;
+use crate::log::{Segment, frames_of_segment};
 use crate::names::{FileName, ReadAt};
 use crate::op::{Op, OpAt, decode_payload};
 use crate::rebuild::{Survey, read_range};
@@ -220,13 +220,17 @@ fn is_left_behind(header: &FrameHeader, openings: &[(u64, Opening)]) -> bool {
     })
 }
 
-/// The first segment behind the last frame found that should be there, or hold frames, and does not (I8).
+/// The first segment that should be there, or hold frames, and does not (I8), from that of the last frame found on:
+/// where its file is cut short, frames may have been cut off that nothing else tells of.
 fn hidden(survey: &Survey, frames: &[UncheckedFrame]) -> Option<Damage> {
     let segments = survey.log.segments();
     let highest = segments.keys().next_back().copied().unwrap_or(0);
     let last = frames.iter().map(|frame| frame.unproven().segment).max().unwrap_or(0);
     // Where replay from a snapshot begins there was a frame before it.
     let redo = survey.readable().map(|manifest| manifest.redo.segment).max().unwrap_or(0);
+    if let Some(defect) = segments.get(&last).and_then(Segment::cut_short) {
+        return Some(defect.clone().at(FileName::Segment(last), 0));
+    }
     let first = last.saturating_add(1);
     (first..=highest.max(redo).max(first)).find_map(|number| {
         let defect = match segments.get(&number).map(|segment| &segment.header) {

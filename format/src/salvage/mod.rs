@@ -92,8 +92,8 @@ pub struct Beyond {
     pub durable: Lsn,
     /// The newest batch of which a frame was found. Above `durable`, that is a torn tail.
     pub seen: Lsn,
-    /// A segment that must be there, and is not or does not say what it is: there may be batches in it of
-    /// which nothing else tells.
+    /// A segment that must be there, and is not, is cut short, or does not say what it is: there may be, or may
+    /// have been, batches in it of which nothing else tells.
     pub hidden: Option<Damage>,
 }
 
