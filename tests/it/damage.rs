@@ -5,17 +5,22 @@
 //! reported and no mark over it, or a refusal. A store that was closed cleanly has a mark over everything, so
 //! there it is the final state or a refusal, nothing else. The states are those that callers saw in the open
 //! store, batch by batch: they come from memory, not from the files under test.
+//!
+//! With `REMANENT_DAMAGE=every` each bit of every byte is flipped, by rebuild and by open, each file is cut to every
+//! length, and each sector is replaced by every older self; each sweep prints a row of what came of it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
+use std::num::NonZeroUsize;
+use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use remanent::disk::sim::{Moment, Plan, SimDisk, Tears};
 use remanent::{Error, FileName, Folder, Key, Lsn, Metadata, PageId, Place, SnapshotId, Store, Width};
-use remanent_format::ReadAt;
 use remanent_format::limits::SECTOR_LEN;
 use remanent_format::log::TornTail;
 use remanent_format::rebuild::{Survey, rebuild};
+use remanent_format::{Damage, ReadAt};
 
 use crate::files::{Files, State, open, open_with, small};
 
@@ -28,6 +33,8 @@ pub struct Victim {
     pub last: Lsn,
     /// The last batch that a mark covers.
     pub marked: Lsn,
+    /// The files as they were after every eighth batch, in the long form after each.
+    pub older: Vec<Files>,
 }
 
 /// What came of a damaged store.
@@ -46,13 +53,13 @@ enum Verdict {
 impl Victim {
     /// A store with two snapshots and log behind each, closed cleanly and opened again on the way.
     pub fn closed() -> Self {
-        let (disk, states) = Self::build();
-        Self::of(Files::of(&disk), states)
+        let (disk, states, older) = Self::build();
+        Self::of(Files::of(&disk), states, older)
     }
 
     /// The same, but its process was killed with batches in the log that no mark covers.
     pub fn killed() -> Self {
-        let (disk, states) = Self::build();
+        let (disk, states, older) = Self::build();
         let last = *states.keys().next_back().unwrap();
         let mut found = None;
         let plan = Plan { tears: Tears::None, ..Plan::default() };
@@ -62,7 +69,7 @@ impl Victim {
                 found = Some(Files::of(&image.disk));
             }
         });
-        Self::of(found.expect("no mark covers the last batch before its sync"), states)
+        Self::of(found.expect("no mark covers the last batch before its sync"), states, older)
     }
 
     /// The killed store right after it was opened again: its tail lies copied in the opening segment.
@@ -72,20 +79,20 @@ impl Victim {
         let store = open_victim(&disk);
         assert!(store.recovered().copied_batches > 0);
         let dead = disk.after_kill(Moment { event: disk.events(), tear: None });
-        Self::of(Files::of(&dead), killed.states)
+        Self::of(Files::of(&dead), killed.states, killed.older)
     }
 
-    fn of(files: Files, states: BTreeMap<Lsn, State>) -> Self {
+    fn of(files: Files, states: BTreeMap<Lsn, State>, older: Vec<Files>) -> Self {
         let rebuilt = rebuild(&files, &Default::default()).unwrap();
         let end = rebuilt.end.unwrap();
         let (last, marked) = (end.accepted.lsn, end.proven.lsn);
         assert_eq!((end.torn, rebuilt.base), (None, Some(SnapshotId(2))));
-        Self { files, states, last, marked }
+        Self { files, states, last, marked, older }
     }
 
-    fn build() -> (SimDisk, BTreeMap<Lsn, State>) {
+    fn build() -> (SimDisk, BTreeMap<Lsn, State>, Vec<Files>) {
         let disk = SimDisk::new();
-        let mut states = BTreeMap::new();
+        let (mut states, mut older) = (BTreeMap::new(), Vec::new());
         let mut store = open_victim(&disk);
         let mut batch = store.batch();
         let key = Key::new("weights").unwrap();
@@ -105,6 +112,11 @@ impl Victim {
                 number += 1;
                 commit(&store, &pages, number);
                 states.insert(store.lsn(), State::of(&store));
+                if number % 8 == 0 || is_long() {
+                    // The disk itself changes under one's hands while the store is open.
+                    let then = disk.after_kill(Moment { event: disk.events(), tear: None });
+                    older.push(Files::of(&then));
+                }
                 // However slow or fast the machine, at most three batches are left to the keeper's clock.
                 if left == 3 {
                     store.wait_durable(store.lsn()).unwrap();
@@ -119,7 +131,7 @@ impl Victim {
             }
         }
         store.close().unwrap();
-        (disk, states)
+        (disk, states, older)
     }
 
     /// Holds the result of a rebuild or an open against the rule.
@@ -138,13 +150,14 @@ impl Victim {
     }
 
     fn rebuild(&self, what: &str, source: &dyn ReadAt) -> Verdict {
-        match rebuild(source, &Default::default()) {
-            Ok(rebuilt) => {
-                let end = rebuilt.end.as_ref().unwrap();
-                self.judge(what, &State::rebuilt(&rebuilt), end.accepted.lsn, end.torn.as_ref())
-            }
-            Err(_) => Verdict::Refused,
-        }
+        self.try_rebuild(what, source).unwrap_or(Verdict::Refused)
+    }
+
+    /// The same, with the reason of a refusal.
+    fn try_rebuild(&self, what: &str, source: &dyn ReadAt) -> Result<Verdict, Damage> {
+        let rebuilt = rebuild(source, &Default::default())?;
+        let end = rebuilt.end.as_ref().unwrap();
+        Ok(self.judge(what, &State::rebuilt(&rebuilt), end.accepted.lsn, end.torn.as_ref()))
     }
 
     /// Opens the files, and again what the first open made of them.
@@ -198,6 +211,21 @@ fn commit(store: &Store, pages: &[PageId], number: u64) {
     store.commit(batch).unwrap();
 }
 
+/// Whether everything is damaged in every way, rather than some of it.
+fn is_long() -> bool {
+    match std::env::var("REMANENT_DAMAGE").as_deref() {
+        Ok("every") => true,
+        Ok(other) => panic!("REMANENT_DAMAGE is {other:?}, and may be \"every\""),
+        Err(_) => false,
+    }
+}
+
+/// The bits of a byte to flip: all, or a random one.
+fn bits(number: usize) -> Range<u64> {
+    let random = mix(number as u64) % 8;
+    if is_long() { 0..8 } else { random..random + 1 }
+}
+
 /// How often each verdict was given.
 #[derive(Debug, Default)]
 struct Count {
@@ -218,9 +246,15 @@ impl Count {
         count.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Whole, cut, traceless, refused.
-    fn get(&self) -> [usize; 4] {
-        [&self.whole, &self.cut, &self.traceless, &self.refused].map(|count| count.load(Ordering::Relaxed))
+    /// Whole, cut, traceless, refused; printed too, for who runs the long form.
+    #[expect(clippy::print_stdout, reason = "a row of the table that the long form comes to")]
+    fn get(&self, sweep: &str) -> [usize; 4] {
+        let counts = [&self.whole, &self.cut, &self.traceless, &self.refused];
+        let counts = counts.map(|count| count.load(Ordering::Relaxed));
+        let [whole, cut, traceless, refused] = counts;
+        let cases: usize = counts.iter().sum();
+        println!("| {sweep} | {cases} | {whole} | {cut} | {traceless} | {refused} |");
+        counts
     }
 }
 
@@ -232,11 +266,11 @@ pub fn mix(number: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Runs `each` for the numbers up to `count`, on two threads, each with its own copy of the files.
+/// Runs `each` for the numbers up to `count`, on all processors, each with its own copy of the files.
 fn sweep(files: &Files, count: usize, each: impl Fn(&mut Files, usize) + Sync) {
     let next = AtomicUsize::new(0);
     std::thread::scope(|scope| {
-        for _ in 0..2 {
+        for _ in 0..std::thread::available_parallelism().map_or(1, NonZeroUsize::get) {
             scope.spawn(|| {
                 let mut files = files.clone();
                 loop {
@@ -266,16 +300,24 @@ fn flip(files: &mut Files, (file, offset): (FileName, usize), bit: u64) {
     files.0.get_mut(&file).unwrap()[offset] ^= 1 << bit;
 }
 
-/// Flips one random bit of every byte of every file, one at a time.
+/// Flips a bit of every byte of every file, one at a time. What is refused is refused with the file that is damaged,
+/// and with a structure that begins where the bit lies or before.
 fn flip_every_byte(victim: &Victim) -> [usize; 4] {
     let count = Count::default();
     sweep(&victim.files, victim.files.bytes_len(), |files, number| {
-        let (place, bit) = (place(&victim.files, number), mix(number as u64) % 8);
-        flip(files, place, bit);
-        count.add(victim.rebuild(&format!("bit {bit} of {place:?}"), files));
-        flip(files, place, bit);
+        for bit in bits(number) {
+            let place = place(&victim.files, number);
+            flip(files, place, bit);
+            let what = format!("bit {bit} of {place:?}");
+            count.add(victim.try_rebuild(&what, files).unwrap_or_else(|damage| {
+                assert_eq!(damage.file, place.0, "{what}: {damage}");
+                assert!(damage.offset <= place.1 as u64, "{what}: {damage}");
+                Verdict::Refused
+            }));
+            flip(files, place, bit);
+        }
     });
-    count.get()
+    count.get("a bit flipped, rebuilt")
 }
 
 #[test]
@@ -296,27 +338,38 @@ fn a_flipped_bit_in_a_killed_store_is_healed_reported_or_refused() {
     assert!(whole > 10_000 && cut > 100 && refused > 500, "{whole} whole, {cut} cut, {refused} refused");
 }
 
+/// Opens with a bit flipped, and asserts that a rebuild says the same.
+fn open_flipped(victim: &Victim, files: &mut Files, place: (FileName, usize), bit: u64) -> Verdict {
+    let what = format!("bit {bit} of {place:?}");
+    flip(files, place, bit);
+    let verdict = victim.open(&what, files);
+    assert_eq!(verdict, victim.rebuild(&what, files), "{what}");
+    flip(files, place, bit);
+    verdict
+}
+
 #[test]
 fn opening_and_rebuilding_give_the_same_verdict_on_a_flipped_bit() {
-    for victim in [Victim::closed(), Victim::killed()] {
+    for victim in [Victim::closed(), Victim::killed(), Victim::reopened()] {
         let count = Count::default();
         // Half of them strike where something is written, or was.
         let written = |place: &(FileName, usize)| victim.files.0[&place.0][place.1] != 0;
         let places: Vec<_> =
             (0..victim.files.bytes_len()).map(|number| place(&victim.files, number)).collect();
         let live: Vec<_> = places.iter().copied().filter(written).collect();
-        sweep(&victim.files, 1000, |files, number| {
-            let random = mix(number as u64 ^ victim.marked.0 << 32);
-            let among = if number % 2 == 0 { &places } else { &live };
-            let (place, bit) = (among[(random >> 8) as usize % among.len()], random % 8);
-            let what = format!("bit {bit} of {place:?}");
-            flip(files, place, bit);
-            let verdict = victim.open(&what, files);
-            assert_eq!(verdict, victim.rebuild(&what, files), "{what}");
-            count.add(verdict);
-            flip(files, place, bit);
-        });
-        let [whole, cut, traceless, refused] = count.get();
+        if is_long() {
+            sweep(&victim.files, places.len(), |files, number| {
+                (0..8).for_each(|bit| count.add(open_flipped(&victim, files, places[number], bit)));
+            });
+        } else {
+            sweep(&victim.files, 700, |files, number| {
+                let random = mix(number as u64 ^ victim.marked.0 << 32);
+                let among = if number % 2 == 0 { &places } else { &live };
+                let place = among[(random >> 8) as usize % among.len()];
+                count.add(open_flipped(&victim, files, place, random % 8));
+            });
+        }
+        let [whole, cut, traceless, refused] = count.get("a bit flipped, opened");
         assert!(whole > 100 && refused > 10 && traceless == 0, "{whole}, {cut}, {traceless}, {refused}");
     }
 }
@@ -341,7 +394,8 @@ pub fn mutilate(whole: &Files, foreign: &Files, each: impl Fn(&str, &Files)) {
             with(&format!("sector {sector} zeroed"), Some(bytes));
         }
         let borders = (0..bytes.len()).step_by(4096).flat_map(|border| [border, border + 1, border + 2000]);
-        let lens = borders.chain([bytes.len() - 1, bytes.len() / 2 + 1]).filter(|len| *len < bytes.len());
+        let some = borders.chain([bytes.len() - 1, bytes.len() / 2 + 1]).filter(|len| *len < bytes.len());
+        let lens: Vec<usize> = if is_long() { (0..bytes.len()).collect() } else { some.collect() };
         for len in lens {
             with(&format!("cut to {len}"), Some(bytes[..len].to_vec()));
         }
@@ -373,7 +427,7 @@ fn mutilated_files_of_a_closed_or_reopened_store_are_noticed_or_not_needed() {
             assert_eq!(verdict, victim.rebuild(what, files), "{what}");
             count.add(verdict);
         });
-        let [whole, cut, traceless, refused] = count.get();
+        let [whole, cut, traceless, refused] = count.get("a file mutilated, opened");
         assert_eq!((cut, traceless), (0, 0));
         assert!(whole > 100 && refused > 50, "{whole} whole, {refused} refused");
     }
@@ -393,11 +447,62 @@ fn mutilated_files_of_a_killed_store_cost_only_what_no_mark_covers() {
         }
         count.add(verdict);
     });
-    let [whole, cut, traceless, refused] = count.get();
+    let [whole, cut, traceless, refused] = count.get("a file mutilated, opened");
     assert!(
         whole > 100 && cut > 0 && traceless <= 1 && refused > 50,
         "{whole}, {cut}, {traceless}, {refused}"
     );
+}
+
+/// Puts wrong sectors into the places of others, one at a time or two swapped, and calls `each` with what is left:
+/// writes that were lost, or went elsewhere.
+fn misplace(victim: &Victim, each: impl Fn(&str, &Files)) {
+    let with = |what: &str, sectors: &[((FileName, usize), &[u8])]| {
+        let mut files = victim.files.clone();
+        for ((file, sector), bytes) in sectors {
+            files.0.get_mut(file).unwrap()[sector * SECTOR_LEN..][..bytes.len()].copy_from_slice(bytes);
+        }
+        if files != victim.files {
+            each(what, &files);
+        }
+    };
+    for (file, bytes) in &victim.files.0 {
+        let selves: Vec<&Vec<u8>> = victim.older.iter().filter_map(|files| files.0.get(file)).collect();
+        let others: Vec<_> = victim.files.0.iter().filter(|(other, _)| *other > file).collect();
+        for (sector, here) in bytes.chunks_exact(SECTOR_LEN).enumerate() {
+            let place = (*file, sector);
+            let nth = |bytes: &'_ Vec<u8>| bytes.chunks_exact(SECTOR_LEN).nth(sector).map(<[u8]>::to_vec);
+            for older in selves.iter().filter_map(|bytes| nth(bytes)).collect::<BTreeSet<_>>() {
+                with(&format!("{place:?} of long ago"), &[(place, &older)]);
+            }
+            if let Some(next) = bytes.chunks_exact(SECTOR_LEN).nth(sector + 1) {
+                let next_place = (*file, sector + 1);
+                with(&format!("{place:?} swapped with the next"), &[(place, next), (next_place, here)]);
+            }
+            for (other, theirs) in &others {
+                let Some(there) = nth(theirs) else { continue };
+                let other_place = (**other, sector);
+                let what = format!("{place:?} swapped with {other_place:?}");
+                with(&what, &[(place, &there), (other_place, here)]);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_sector_of_long_ago_or_in_another_ones_place_is_noticed_or_not_needed() {
+    for victim in [Victim::closed(), Victim::reopened(), Victim::killed()] {
+        let count = Count::default();
+        misplace(&victim, |what, files| {
+            let verdict = victim.open(what, files);
+            assert_eq!(verdict, victim.rebuild(what, files), "{what}");
+            count.add(verdict);
+        });
+        let [whole, cut, traceless, refused] = count.get("a sector stale or misplaced, opened");
+        // As where a sector is zeroed, what no mark covers may go without a trace.
+        assert!(whole > 100 && refused > 50, "{whole} whole, {refused} refused");
+        assert!(victim.marked < victim.last || cut + traceless == 0, "{cut} cut, {traceless} traceless");
+    }
 }
 
 /// Files of which one sector cannot be read.
@@ -435,7 +540,7 @@ fn a_sector_that_cannot_be_read_is_never_taken_for_the_end_of_the_log() {
                 count.add(victim.rebuild(&format!("sector {sector} of {file} unreadable"), &source));
             }
         }
-        let [whole, cut, traceless, refused] = count.get();
+        let [whole, cut, traceless, refused] = count.get("a sector unreadable, rebuilt");
         assert_eq!((cut, traceless), (0, 0));
         assert!(whole > 100 && refused > 10, "{whole} whole, {refused} refused");
     }

@@ -109,7 +109,7 @@ fn restored() -> Victim {
     }
     let last = store.lsn();
     store.close().unwrap();
-    Victim { files: Files::of(&disk), states, last, marked: last }
+    Victim { files: Files::of(&disk), states, last, marked: last, older: Vec::new() }
 }
 
 /// The stores to damage.
