@@ -3,16 +3,20 @@
 
 use std::borrow::Cow;
 use std::collections::HashMap;
+use std::ops::{DerefMut, Range};
 
 use remanent_format::image::ImageRef;
+use remanent_format::limits::GROUP_ALIGN;
 use remanent_format::rebuild::check_image;
 use remanent_format::{Damage, Defect, FileName, PageId, PageInfo, ReadAt};
 
+use crate::disk::AlignedBuf;
 use crate::error::Result;
 use crate::source::DiskSource;
 
-/// A run is at most this many bytes long, unless its only image is longer.
-pub(crate) const RUN_BYTES: u64 = 4 << 20;
+/// A run is at most this many bytes long, unless its only image is longer. With the rest of its first and its last
+/// block that is 4 MiB: staging comes in powers of two.
+pub(crate) const RUN_BYTES: u64 = (4 << 20) - 2 * GROUP_ALIGN;
 
 /// An image to read.
 #[derive(Clone, Copy)]
@@ -56,7 +60,7 @@ pub(crate) fn runs(wanted: &mut [Wanted]) -> impl Iterator<Item = Run<'_>> {
     })
 }
 
-impl Run<'_> {
+impl<'a> Run<'a> {
     /// How many images it has.
     pub fn count(&self) -> u64 {
         self.images.len() as u64
@@ -67,12 +71,17 @@ impl Run<'_> {
         self.images.iter().map(|wanted| wanted.image.stored_len).sum()
     }
 
+    /// Its image, if it has but one.
+    pub fn only(&self) -> Option<&'a Wanted> {
+        if let [only] = self.images { Some(only) } else { None }
+    }
+
     /// The images of the run that do not hold. What cannot be read at once is read image by image, and an image
     /// that is longer than a run piece by piece.
     pub fn damaged(&self, source: &DiskSource) -> Vec<(ImageRef, Damage)> {
-        let read = (self.bytes() <= RUN_BYTES).then(|| self.read(source).ok()).flatten();
+        let read = (self.bytes() <= RUN_BYTES).then(|| self.read(source, aligned).ok()).flatten();
         let damaged: Vec<_> = match &read {
-            Some(bytes) => self.images.iter().zip(self.pages(bytes).map(Result::err)).collect(),
+            Some(read) => self.images.iter().zip(self.pages(read).map(Result::err)).collect(),
             None => {
                 let check = |wanted: &Wanted| check_image(source, &wanted.image, wanted.len).err();
                 self.images.iter().map(|wanted| (wanted, check(wanted))).collect()
@@ -81,36 +90,66 @@ impl Run<'_> {
         damaged.into_iter().filter_map(|(wanted, damage)| Some((wanted.image, damage?))).collect()
     }
 
-    /// Reads the run. What is not there is not allocated.
-    pub fn read(&self, source: &DiskSource) -> Result<Vec<u8>, Damage> {
+    /// Reads the run into memory that `take` gives. What is not there is not asked for.
+    pub fn read<B: DerefMut<Target = [u8]>>(
+        &self,
+        source: &DiskSource,
+        take: impl FnOnce(usize) -> Result<B>,
+    ) -> Result<Piece<B>> {
         let (first, last) = (&self.images[0].image, &self.images[self.images.len() - 1].image);
-        let file = FileName::Pages(first.file);
-        let at = |defect: Defect| defect.at(file, first.offset);
-        let unreadable = |error: std::io::Error| at(Defect::Unreadable(error.to_string()));
-        let have = source.len(file).map_err(unreadable)?.ok_or_else(|| at(Defect::Missing))?;
-        let needed = last.offset + last.stored_len;
-        if have < needed {
-            return Err(at(Defect::Truncated { needed, have }));
-        }
-        let mut bytes = vec![0; (needed - first.offset) as usize];
-        source.read_at(file, first.offset, &mut bytes).map_err(unreadable)?;
-        Ok(bytes)
+        Piece::read(source, first.file, first.offset..last.offset + last.stored_len, take)
     }
 
-    /// The pages in what [`Run::read`] returned, proven, each with the offset at which it is stored.
-    pub fn pages<'b>(
+    /// The pages in what [`Run::read`] returned, proven, each with the place in memory where it is stored.
+    pub fn pages<'b, B: DerefMut<Target = [u8]>>(
         &self,
-        bytes: &'b [u8],
+        read: &'b Piece<B>,
     ) -> impl Iterator<Item = Result<(PageId, usize, Cow<'b, [u8]>), Damage>> {
-        let start = self.images[0].image.offset;
         self.images.iter().map(move |Wanted { page, len, image }| {
-            let at = (image.offset - start) as usize;
-            let stored = &bytes[at..at + image.stored_len as usize];
+            let at = (image.offset - read.start) as usize;
+            let stored = &read.bytes[at..at + image.stored_len as usize];
             let content = image.decode(stored.into(), *len);
             let content = content.map_err(|defect| defect.at(FileName::Pages(image.file), image.offset))?;
             Ok((*page, at, content))
         })
     }
+}
+
+/// A piece of an image file in memory: whole blocks, where the file has them, so that a direct read fills it
+/// without a copy.
+pub(crate) struct Piece<B> {
+    /// Where in the file it begins.
+    pub start: u64,
+    /// What lies there.
+    pub bytes: B,
+}
+
+impl<B: DerefMut<Target = [u8]>> Piece<B> {
+    /// Reads the blocks that hold `range` into memory that `take` gives.
+    pub fn read(
+        source: &DiskSource,
+        file: u64,
+        range: Range<u64>,
+        take: impl FnOnce(usize) -> Result<B>,
+    ) -> Result<Self> {
+        let name = FileName::Pages(file);
+        let at = |defect: Defect| defect.at(name, range.start);
+        let unreadable = |error: std::io::Error| at(Defect::Unreadable(error.to_string()));
+        let have = source.len(name).map_err(unreadable)?.ok_or_else(|| at(Defect::Missing))?;
+        if have < range.end {
+            return Err(at(Defect::Truncated { needed: range.end, have }).into());
+        }
+        let start = range.start - range.start % GROUP_ALIGN;
+        let end = range.end.next_multiple_of(GROUP_ALIGN).min(have);
+        let mut bytes = take((end - start) as usize)?;
+        source.read_at(name, start, &mut bytes).map_err(unreadable)?;
+        Ok(Self { start, bytes })
+    }
+}
+
+/// Memory of the host's.
+fn aligned(len: usize) -> Result<AlignedBuf> {
+    Ok(AlignedBuf::new(len))
 }
 
 /// Reads images; `each` gets every page's bytes, proven, in no order that means anything.
@@ -124,8 +163,8 @@ pub(crate) fn read_runs(
 ) -> Result<()> {
     for run in runs(&mut wanted) {
         // Once more before it is an error: who overwrites memory cannot go back.
-        let bytes = run.read(source).or_else(|_| run.read(source))?;
-        for page in run.pages(&bytes) {
+        let read = run.read(source, aligned).or_else(|_| run.read(source, aligned))?;
+        for page in run.pages(&read) {
             let (page, _, content) = page?;
             each(page, &content)?;
         }

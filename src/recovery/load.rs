@@ -1,8 +1,7 @@
-//! Floor 6. Bringing pages into device memory: images past the cache, then the log on top.
+//! Floor 6. Bringing pages into device memory: images, then the log on top.
 //!
 //! Nothing on disk changes here, so a crash loses nothing.
 
-use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
 use remanent_format::apply::apply;
@@ -15,11 +14,12 @@ use remanent_format::replay::Base;
 use remanent_format::{Defect, FileName, LogPoint, Lsn, PageId};
 
 use super::Recovery;
+use super::images::ImageLoader;
 use crate::applier::{ListBuilder, stage_aside};
 use crate::arena::{Arena, PageMemory, Purpose};
 use crate::device::{Command, CommandList, Lane, Pending, StagingSpan};
 use crate::error::Result;
-use crate::runs::{RUN_BYTES, Wanted, runs};
+use crate::runs::Wanted;
 use crate::source::DiskSource;
 
 /// Lists in flight while loading.
@@ -115,12 +115,12 @@ impl Loader<'_> {
         self.replay(source, survey, end.proven, end.accepted.lsn, resolution)?;
         self.flush()?;
         for (page, bytes) in std::mem::take(&mut self.on_host) {
-            self.upload(&bytes, &[(page, 0)])?;
+            self.upload(page, &bytes)?;
         }
         Ok(())
     }
 
-    /// Reads images in the order of their files, neighbours in one read.
+    /// What is no image of its page's final length is made here, the rest by several threads.
     fn load_images(&mut self, source: &DiskSource, bases: &BTreeMap<PageId, Base>) -> Result<()> {
         let mut images = Vec::new();
         for (&page, base) in bases {
@@ -132,48 +132,21 @@ impl Loader<'_> {
                 None => self.list.zero(self.memory[&page].span()),
             }
         }
-        for run in runs(&mut images) {
-            let bytes = run.read(source)?;
-            // Pages that are stored as they are go up from where they were read; what is compressed is
-            // gathered elsewhere.
-            let (mut stored, mut decoded, mut decoded_bytes) = (Vec::new(), Vec::new(), Vec::new());
-            for page in run.pages(&bytes) {
-                match page? {
-                    (page, at, Cow::Borrowed(_)) => stored.push((page, at)),
-                    (page, _, Cow::Owned(content)) => {
-                        decoded.push((page, decoded_bytes.len()));
-                        decoded_bytes.extend_from_slice(&content);
-                        if decoded_bytes.len() as u64 >= RUN_BYTES {
-                            self.upload(&decoded_bytes, &decoded)?;
-                            decoded.clear();
-                            decoded_bytes.clear();
-                        }
-                    }
-                }
-            }
-            self.upload(&bytes, &stored)?;
-            self.upload(&decoded_bytes, &decoded)?;
-        }
-        self.flush()
+        self.flush()?;
+        ImageLoader { recovery: self.recovery, memory: &self.memory, source }.load(&mut images)
     }
 
-    /// Queues the upload of pages that lie in `bytes` at these offsets.
-    fn upload(&mut self, bytes: &[u8], pages: &[(PageId, usize)]) -> Result<()> {
-        if pages.is_empty() {
+    /// Queues the upload of a page.
+    fn upload(&mut self, page: PageId, bytes: &[u8]) -> Result<()> {
+        if bytes.is_empty() {
             return Ok(());
         }
         let mut staged = self.recovery.staging.take(bytes.len())?;
         staged.copy_from_slice(bytes);
-        let mut list = CommandList { commands: Vec::new(), staging: vec![staged.into_staging()] };
-        for (page, at) in pages {
-            let target = self.memory[page].span();
-            let source = StagingSpan { index: 0, offset: *at, len: target.len as usize };
-            if target.len > 0 {
-                list.commands.push(Command::Upload { source, target });
-            }
-        }
-        let pending = self.recovery.device.submit(Lane::Apply, list)?;
-        self.in_flight.push_back(pending);
+        let source = StagingSpan { index: 0, offset: 0, len: bytes.len() };
+        let commands = vec![Command::Upload { source, target: self.memory[&page].span() }];
+        let list = CommandList { commands, staging: vec![staged.into_staging()] };
+        self.in_flight.push_back(self.recovery.device.submit(Lane::Apply, list)?);
         self.drain(IN_FLIGHT_MAX)
     }
 

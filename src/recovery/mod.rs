@@ -48,8 +48,9 @@
 //!    and the next open does all of this again.
 //! 5. Recycle what was cut, remove what nothing names, report.
 
-mod found;
 mod fork;
+mod found;
+mod images;
 mod load;
 mod opening;
 

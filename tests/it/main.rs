@@ -33,6 +33,7 @@ mod kernels;
 mod kill;
 mod laws;
 mod leases;
+mod loading;
 mod machine;
 mod model;
 mod moves;

@@ -1,0 +1,146 @@
+//! Floor 6. Bringing images into device memory, each thread with one piece at a time on its way from the medium
+//! through staging to its pages: while one waits for the medium, another checksums, and a third one's is copied.
+//!
+//! Nothing on disk changes here, so a crash loses nothing.
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+use std::ops::Range;
+
+use remanent_format::image::{Codec, ImageRef};
+use remanent_format::{Defect, FileName, PageId};
+
+use super::Recovery;
+use crate::arena::PageMemory;
+use crate::crew;
+use crate::device::{Command, CommandList, Lane, Span, StagingSpan};
+use crate::error::{Error, Result};
+use crate::runs::{Piece, RUN_BYTES, Run, Wanted, runs};
+use crate::source::DiskSource;
+use crate::staging::StagingBuf;
+
+/// Threads that read. A disk is busy with four; from the page cache each gives a few gigabytes a second, checksums
+/// included, and a GPU takes fifty.
+const THREADS_MAX: usize = 16;
+
+/// Loads images into the memory of their pages.
+pub(super) struct ImageLoader<'a> {
+    pub recovery: &'a Recovery<'a>,
+    pub memory: &'a HashMap<PageId, PageMemory>,
+    pub source: &'a DiskSource,
+}
+
+/// What one thread does at a time.
+enum Work<'a> {
+    Run(Run<'a>),
+    /// This range of a long image, in bytes from the image's start.
+    Part(&'a Wanted, Range<u64>),
+}
+
+impl ImageLoader<'_> {
+    /// Loads and proves images, in no order. A long one is read in parts, so that no more than a few megabytes a
+    /// thread are held at a time; one that is long and compressed is held whole.
+    ///
+    /// # Errors
+    /// [`Error::Damaged`]; a device error. Lists that name the memory may still be under way then.
+    pub fn load(&self, images: &mut [Wanted]) -> Result<()> {
+        let work: Vec<Work<'_>> = runs(images).flat_map(split).collect();
+        let checksums = crew::map(
+            crew::threads(THREADS_MAX),
+            work.len(),
+            || (),
+            |(), index| match &work[index] {
+                Work::Run(run) => self.load_run(run).map(|()| None),
+                Work::Part(wanted, range) => self.load_part(wanted, range).map(Some),
+            },
+        )?;
+        check_parts(work.iter().zip(checksums))
+    }
+
+    fn load_run(&self, run: &Run<'_>) -> Result<()> {
+        let read = run.read(self.source, |len| self.recovery.staging.take(len))?;
+        // Pages that are stored as they are go up from where they were read; what is compressed is gathered
+        // elsewhere.
+        let (mut stored, mut decoded, mut decoded_bytes) = (Vec::new(), Vec::new(), Vec::new());
+        for page in run.pages(&read) {
+            let (page, at, content) = page?;
+            let target = self.memory[&page].span();
+            match content {
+                Cow::Borrowed(_) => stored.push((at, target)),
+                Cow::Owned(content) => {
+                    decoded.push((decoded_bytes.len(), target));
+                    decoded_bytes.extend_from_slice(&content);
+                    if decoded_bytes.len() as u64 >= RUN_BYTES {
+                        self.upload_copy(&decoded_bytes, &decoded)?;
+                        decoded.clear();
+                        decoded_bytes.clear();
+                    }
+                }
+            }
+        }
+        self.upload_copy(&decoded_bytes, &decoded)?;
+        self.upload(read.bytes, &stored)
+    }
+
+    /// Returns the part's checksum.
+    fn load_part(&self, wanted: &Wanted, range: &Range<u64>) -> Result<u32> {
+        let ImageRef { file, offset, .. } = wanted.image;
+        wanted.image.check(wanted.len).map_err(|defect| defect.at(FileName::Pages(file), offset))?;
+        let in_file = offset + range.start..offset + range.end;
+        let read = Piece::read(self.source, file, in_file, |len| self.recovery.staging.take(len))?;
+        let (at, len) = ((offset + range.start - read.start) as usize, range.end - range.start);
+        let checksum = crc32fast::hash(&read.bytes[at..at + len as usize]);
+        let target = Span { offset: range.start, len, ..self.memory[&wanted.page].span() };
+        self.upload(read.bytes, &[(at, target)])?;
+        Ok(checksum)
+    }
+
+    fn upload_copy(&self, bytes: &[u8], pages: &[(usize, Span)]) -> Result<()> {
+        if pages.is_empty() {
+            return Ok(());
+        }
+        let mut staged = self.recovery.staging.take(bytes.len())?;
+        staged.copy_from_slice(bytes);
+        self.upload(staged, pages)
+    }
+
+    /// Brings what lies at these places of `staged` up, and waits until it is there.
+    fn upload(&self, staged: StagingBuf, pages: &[(usize, Span)]) -> Result<()> {
+        let upload = |(at, target): &(usize, Span)| {
+            let source = StagingSpan { index: 0, offset: *at, len: target.len as usize };
+            Command::Upload { source, target: *target }
+        };
+        let commands = pages.iter().filter(|(_, target)| target.len > 0).map(upload).collect();
+        let list = CommandList { commands, staging: vec![staged.into_staging()] };
+        let pending = self.recovery.device.submit(Lane::Apply, list)?;
+        for staging in pending.finish(&*self.recovery.device)? {
+            self.recovery.staging.give(staging);
+        }
+        Ok(())
+    }
+}
+
+/// A run is one piece of work, but for one that is a single long image.
+fn split(run: Run<'_>) -> Vec<Work<'_>> {
+    let long = |wanted: &&Wanted| wanted.image.codec == Codec::Raw && wanted.image.stored_len > RUN_BYTES;
+    let Some(wanted) = run.only().filter(long) else { return vec![Work::Run(run)] };
+    let parts = (0..wanted.image.stored_len).step_by(RUN_BYTES as usize);
+    parts.map(|at| Work::Part(wanted, at..wanted.image.stored_len.min(at + RUN_BYTES))).collect()
+}
+
+/// Proves the images that were read in parts: these come in their order.
+fn check_parts<'a>(parts: impl Iterator<Item = (&'a Work<'a>, Option<u32>)>) -> Result<()> {
+    let mut so_far = crc32fast::Hasher::new();
+    for (work, checksum) in parts {
+        let (Work::Part(Wanted { image, .. }, range), Some(checksum)) = (work, checksum) else { continue };
+        let damaged = |defect: Defect| Error::from(defect.at(FileName::Pages(image.file), image.offset));
+        so_far.combine(&crc32fast::Hasher::new_with_initial_len(checksum, range.end - range.start));
+        if range.end == image.stored_len {
+            let (found, computed) = (image.stored_crc, std::mem::take(&mut so_far).finalize());
+            if found != computed {
+                return Err(damaged(Defect::Checksum { what: "image", found, computed }));
+            }
+        }
+    }
+    Ok(())
+}
