@@ -14,6 +14,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::ThreadId;
 
 use parking_lot::Mutex;
@@ -29,6 +30,8 @@ pub(crate) struct Leases {
     device: Arc<dyn Device>,
     arena: Arc<Arena>,
     poison: Arc<Poison>,
+    /// How many pages are leased: batches ask, and where there are no leases they need no lock for it.
+    leased_pages: AtomicUsize,
     state: Mutex<State>,
 }
 
@@ -59,7 +62,7 @@ struct Record {
 impl Leases {
     /// Without any lease.
     pub fn new(device: Arc<dyn Device>, arena: Arc<Arena>, poison: Arc<Poison>) -> Self {
-        Self { device, arena, poison, state: Mutex::default() }
+        Self { device, arena, poison, leased_pages: AtomicUsize::new(0), state: Mutex::default() }
     }
 
     /// Lets later work of a caller's stream run after `fence` has passed.
@@ -79,6 +82,7 @@ impl Leases {
         let record =
             Record { id, thread: std::thread::current().id(), memory: None, is_old: false, ended: None };
         state.pages.entry(page).or_default().push(record);
+        self.count(&state);
         id
     }
 
@@ -89,7 +93,19 @@ impl Leases {
 
     /// Takes a lease back that came to nothing.
     pub fn cancel(&self, page: PageId, id: LeaseId) {
-        self.state.lock().remove(page, |record| record.id == id);
+        let mut state = self.state.lock();
+        state.remove(page, |record| record.id == id);
+        self.count(&state);
+    }
+
+    fn count(&self, state: &State) {
+        self.leased_pages.store(state.pages.len(), Ordering::Release);
+    }
+
+    /// Whether nothing is leased. Who holds the submission lock is told of every lease that has begun, and each
+    /// thread of its own.
+    fn is_unused(&self) -> bool {
+        self.leased_pages.load(Ordering::Acquire) == 0
     }
 
     /// Ends a lease that was used on these streams.
@@ -114,10 +130,10 @@ impl Leases {
 
     /// Those of the pages whose memory callers use: whoever changes one brings spare memory for it.
     pub fn leased(&self, pages: impl IntoIterator<Item = PageId>) -> Vec<PageId> {
-        let mut state = self.state.lock();
-        if state.pages.is_empty() {
+        if self.is_unused() {
             return Vec::new();
         }
+        let mut state = self.state.lock();
         let reached = self.device.reached(Lane::Callers);
         let mut leased = Vec::new();
         for page in pages {
@@ -128,6 +144,7 @@ impl Leases {
                 leased.push(page);
             }
         }
+        self.count(&state);
         leased
     }
 
@@ -151,10 +168,10 @@ impl Leases {
     /// # Errors
     /// `Leased`.
     pub fn check_thread(&self, pages: impl IntoIterator<Item = PageId>) -> Result<()> {
-        let state = self.state.lock();
-        if state.pages.is_empty() {
+        if self.is_unused() {
             return Ok(());
         }
+        let state = self.state.lock();
         let thread = std::thread::current().id();
         let own = |record: &Record| record.ended.is_none() && record.thread == thread;
         let leased = |page: &PageId| state.pages.get(page).is_some_and(|records| records.iter().any(own));
