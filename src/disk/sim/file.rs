@@ -68,7 +68,9 @@ impl SimFile {
         let read = shared.check(Operation::Read).and_then(|()| {
             let node = shared.now.node(self.id);
             let content = if past_cache { &node.durable } else { &node.visible };
-            if content.read(offset, out) { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
+            let whole = content.read(offset, out);
+            shared.age(self.id, offset, out);
+            if whole { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
         });
         read.map_err(file_failed("read", self.file, Some(offset)))
     }

@@ -2,10 +2,12 @@
 //! crash at any moment could have left.
 //!
 //! Read `state.rs` for the model of what is durable, `event.rs` for what is recorded, `crash.rs` for how
-//! the states after a crash are enumerated, `lies.rs` for a medium that does not do what it says.
+//! the states after a crash are enumerated, `fault.rs` for operations that fail, `lies.rs` for a medium that
+//! does not do what it says.
 
 mod crash;
 mod event;
+mod fault;
 mod file;
 mod lies;
 mod state;
@@ -28,58 +30,15 @@ use crate::options::LogIo;
 pub use crash::{Crash, Image, Plan};
 use event::Event;
 pub use event::{Moment, SyncPoint, Tear, Tears};
+use fault::Faults;
+pub use fault::{EIO, ENOSPC, Fault, Operation};
 use file::SimFile;
+use lies::Stale;
 pub use lies::{Lie, LieKind};
 use state::{FileId, State};
 
-/// The system's number for "no space left".
-pub const ENOSPC: i32 = 28;
-/// The system's number for an input or output error.
-pub const EIO: i32 = 5;
 /// The system's number for a handle that does not allow the operation.
 const EBADF: i32 = 9;
-
-/// A kind of operation, for faults.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Operation {
-    /// `Disk::create`.
-    Create,
-    /// `Disk::open`.
-    Open,
-    /// `Disk::link`.
-    Link,
-    /// `Disk::rename`.
-    Rename,
-    /// `Disk::remove`.
-    Remove,
-    /// `Disk::make_folder`.
-    MakeFolder,
-    /// `Disk::sync_folder`.
-    SyncFolder,
-    /// `DiskFile::read_at` and `read_past_cache`.
-    Read,
-    /// `DiskFile::write_at`; half of the bytes are written.
-    Write,
-    /// `DiskFile::sync`.
-    Sync,
-    /// `Window::put`; half of the bytes are stored.
-    Put,
-    /// `Window::sync`.
-    SyncWindow,
-}
-
-/// Makes operations fail: the first `skip` of the kind succeed, the next `times` fail.
-#[derive(Clone, Copy, Debug)]
-pub struct Fault {
-    /// The kind of operation.
-    pub operation: Operation,
-    /// How many succeed first.
-    pub skip: usize,
-    /// How many fail then.
-    pub times: usize,
-    /// The system's error number.
-    pub errno: i32,
-}
 
 /// A disk in memory. Clones are handles of the same disk; events are in the order in which its mutex was
 /// taken.
@@ -117,8 +76,10 @@ struct Shared {
     held: BTreeMap<SnapshotId, usize>,
     retiring: BTreeSet<SnapshotId>,
     capacity: Option<u64>,
-    faults: Vec<Fault>,
+    faults: Faults,
     skip: Option<SkipRule>,
+    /// A sector whose next read gives its older self.
+    stale: Option<Stale>,
 }
 
 impl Shared {
@@ -129,16 +90,7 @@ impl Shared {
 
     /// The error of the first fault that strikes this operation; counts down.
     fn fault(&mut self, operation: Operation) -> Option<io::Error> {
-        let mut struck = None;
-        for fault in self.faults.iter_mut().filter(|fault| fault.operation == operation) {
-            if fault.skip > 0 {
-                fault.skip -= 1;
-            } else if fault.times > 0 && struck.is_none() {
-                fault.times -= 1;
-                struck = Some(io::Error::from_raw_os_error(fault.errno));
-            }
-        }
-        struck
+        self.faults.strike(operation, self.events.len())
     }
 
     fn check(&mut self, operation: Operation) -> io::Result<()> {
@@ -202,22 +154,6 @@ impl SimDisk {
     /// Records that something was acknowledged; images after this hold the value in `acks`.
     pub fn note_ack(&self, value: u64) {
         self.shared.lock().record(Event::Ack(value));
-    }
-
-    /// Adds a fault. Counting starts now.
-    pub fn fail(&self, fault: Fault) {
-        self.shared.lock().faults.push(fault);
-    }
-
-    /// How many operations are yet to fail, together.
-    #[must_use]
-    pub fn faults_left(&self) -> usize {
-        self.shared.lock().faults.iter().fold(0, |left, fault| left.saturating_add(fault.times))
-    }
-
-    /// Removes all faults.
-    pub fn clear_faults(&self) {
-        self.shared.lock().faults.clear();
     }
 
     /// Limits the sum of the files' lengths: an operation that would exceed it fails with ENOSPC. Writes
@@ -425,6 +361,7 @@ impl ReadAt for SimDisk {
         shared.check(Operation::Read)?;
         let id = shared.now.find(file).ok_or_else(not_found)?;
         let whole = shared.now.node(id).visible.read(offset, out);
+        shared.age(id, offset, out);
         if whole { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
     }
 }

@@ -12,7 +12,8 @@
 //!   every journaled file system.
 //! - A sync of a file makes content and length durable, never the file's name.
 //! - A link gives a file of another disk a name here; a power cut may take the name.
-//! - A medium that lies (`lies.rs`) says that it wrote a sector, and did not, or wrote it elsewhere.
+//! - A medium that lies (`lies.rs`) says that it wrote a sector, and did not, or wrote it elsewhere, or gives a
+//!   sector's older self to who reads it next.
 //! - A failed sync makes nothing durable, and a later one does not make up for it: those bytes stay
 //!   pending until they are written again. That is what ext4 does.
 
@@ -42,6 +43,15 @@ impl Sector {
         let mut hasher = DefaultHasher::new();
         bytes.hash(&mut hasher);
         Arc::new(Self { bytes, hash: hasher.finish() })
+    }
+
+    /// Tells contents apart.
+    pub(super) fn hash(&self) -> u64 {
+        self.hash
+    }
+
+    pub(super) fn bytes(&self) -> &[u8; SECTOR_LEN] {
+        &self.bytes
     }
 
     fn zero() -> Arc<Self> {
@@ -218,6 +228,11 @@ impl Node {
             .filter(|(index, sector)| sector.hash != before.durable.sector(*index).hash)
             .map(|found| found.0)
             .collect()
+    }
+
+    /// A sector as it is on the medium; behind the file's end it is zeros.
+    pub(super) fn durable_sector(&self, index: usize) -> Arc<Sector> {
+        self.durable.sector(index)
     }
 
     /// A sector that was said to be durable is what it was before.

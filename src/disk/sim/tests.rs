@@ -537,3 +537,19 @@ fn decoders_read_what_the_engine_reads() {
     let error = reader.read_at(SEGMENT, SECTOR - 2, &mut out).unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);
 }
+
+#[test]
+fn a_put_of_nothing_at_the_end_of_a_group_concerns_no_other_group() {
+    let disk = SimDisk::new();
+    let name = FileName::Temporary(Folder::Root, 0);
+    let file = disk.create(name).unwrap();
+    file.write_at(0, &[0; 8192]).unwrap();
+    let window = file.window(LogIo::Direct).unwrap();
+    window.put(80, &[]).unwrap();
+    window.put(0, &[1; 80]).unwrap();
+    window.sync(0, 80).unwrap();
+    window.put(4096, &[2; 80]).unwrap();
+    window.sync(4096, 80).unwrap();
+    let bytes = disk.bytes(name).unwrap();
+    assert_eq!([bytes[79], bytes[80], bytes[4096]], [1, 0, 2]);
+}
