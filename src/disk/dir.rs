@@ -327,6 +327,15 @@ fn read_direct(file: &File, offset: u64, out: &mut [u8]) -> io::Result<()> {
     if is_aligned(offset, out) {
         return file.read_exact_at(out, offset);
     }
+    read_through_area(offset, out, |area, at| file.read_at(area, at))
+}
+
+/// Reads through an aligned area, by a `read` that may stop short, or be interrupted.
+fn read_through_area(
+    offset: u64,
+    out: &mut [u8],
+    mut read: impl FnMut(&mut [u8], u64) -> io::Result<usize>,
+) -> io::Result<()> {
     let align = GROUP_ALIGN as usize;
     let bounce_len = out.len().saturating_add(2 * align).next_multiple_of(align).min(BOUNCE_LEN_MAX);
     let mut bounce = AlignedBuf::new(bounce_len);
@@ -335,12 +344,12 @@ fn read_direct(file: &File, offset: u64, out: &mut [u8]) -> io::Result<()> {
         let at = offset.checked_add(done as u64).ok_or(io::ErrorKind::UnexpectedEof)?;
         let skip = (at % GROUP_ALIGN) as usize;
         let wanted = (skip + out.len() - done).next_multiple_of(align).min(bounce_len);
-        let read = match file.read_at(&mut bounce[..wanted], at - skip as u64) {
+        let len = match read(&mut bounce[..wanted], at - skip as u64) {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-            read => read?,
+            len => len?,
         };
-        // A direct read stops short only at the end of the file.
-        let usable = read.saturating_sub(skip).min(out.len() - done);
+        // Where it stops short inside a block, that is the end of the file.
+        let usable = len.saturating_sub(skip).min(out.len() - done);
         if usable == 0 {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
@@ -522,6 +531,32 @@ mod tests {
             let error = file.read_past_cache(offset as u64, &mut vec![0; len]).unwrap_err();
             let Error::Io { source, .. } = &error else { panic!("{error}") };
             assert_eq!(source.kind(), io::ErrorKind::UnexpectedEof, "{offset}+{len}");
+        }
+    }
+
+    #[test]
+    fn short_and_interrupted_reads_past_the_cache_are_gone_on_with() {
+        let file: Vec<u8> = (0..20_000).map(|index| (index % 251) as u8).collect();
+        let mut interrupted = false;
+        // One block at a time, and every second call is interrupted.
+        let mut read = |bounce: &mut [u8], at: u64| {
+            interrupted = !interrupted;
+            if interrupted {
+                return Err(io::ErrorKind::Interrupted.into());
+            }
+            let rest = &file[(at as usize).min(file.len())..];
+            let len = rest.len().min(GROUP_ALIGN as usize);
+            bounce[..len].copy_from_slice(&rest[..len]);
+            Ok(len)
+        };
+        for (offset, len) in [(0, 20_000), (5000, 12_000), (4095, 2), (19_999, 1)] {
+            let mut out = vec![0; len];
+            read_through_area(offset as u64, &mut out, &mut read).unwrap();
+            assert!(out == file[offset..offset + len], "{offset}+{len}");
+        }
+        for (offset, len) in [(20_000, 1), (19_999, 2)] {
+            let error = read_through_area(offset, &mut vec![0; len], &mut read).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof, "{offset}+{len}");
         }
     }
 

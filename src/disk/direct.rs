@@ -90,16 +90,21 @@ impl Window for DirectWindow {
         // SAFETY: so many bytes are there, and they are below `closed` from here on, so that nobody stores into
         // them while this reference lives.
         let blocks = unsafe { slice::from_raw_parts(start, (end - offset) as usize) };
-        write_all(&self.file, blocks, offset)
+        write_all(blocks, offset, |rest, at| rustix::io::pwrite(&self.file, rest, at))
             .map_err(|source| Error::io("write", self.name, Some(offset), source))
     }
 }
 
-/// Writes whole blocks. A write that stops short goes on where it stopped; inside a block it cannot.
-fn write_all(file: &File, blocks: &[u8], offset: u64) -> io::Result<()> {
+/// Writes whole blocks by a `write` that may stop short, or be interrupted: it goes on where it stopped; inside a
+/// block it cannot.
+fn write_all(
+    blocks: &[u8],
+    offset: u64,
+    write: impl Fn(&[u8], u64) -> rustix::io::Result<usize>,
+) -> io::Result<()> {
     let mut done = 0;
     while done < blocks.len() {
-        match rustix::io::pwrite(file, &blocks[done..], offset + done as u64) {
+        match write(&blocks[done..], offset + done as u64) {
             Err(rustix::io::Errno::INTR) => {}
             Err(error) => return Err(error.into()),
             Ok(written) if written == 0 || !(written as u64).is_multiple_of(GROUP_ALIGN) => {
@@ -207,6 +212,31 @@ mod tests {
         window.sync(4096, LEN as u64 - 4096).unwrap();
         let expected = (0..LEN).map(|offset| if offset < 4096 { 1 } else { (offset % 251) as u8 });
         assert!(found(&named).into_iter().eq(expected));
+    }
+
+    #[test]
+    fn short_and_interrupted_writes_are_gone_on_with() {
+        use std::cell::RefCell;
+
+        use rustix::io::Errno;
+
+        let blocks: Vec<u8> = (0..LEN).map(|index| (index % 251) as u8).collect();
+        let medium = RefCell::new(vec![0; 4096 + LEN]);
+        let calls = RefCell::new(vec![Err(Errno::INTR), Ok(4096), Err(Errno::INTR), Ok(8192), Ok(4096)]);
+        let write = |bytes: &[u8], at: u64| {
+            let len = calls.borrow_mut().remove(0)?;
+            medium.borrow_mut()[at as usize..][..len].copy_from_slice(&bytes[..len]);
+            Ok(len)
+        };
+        write_all(&blocks, 4096, write).unwrap();
+        assert!(medium.borrow()[4096..] == blocks && calls.borrow().is_empty());
+        // Nothing, and a part of a block, are no progress that could be gone on with.
+        for len in [0, 100, 4096 + 512] {
+            let error = write_all(&blocks, 0, |_, _| Ok(len)).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::WriteZero, "{len}");
+        }
+        let error = write_all(&blocks, 0, |_, _| Err(Errno::IO)).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(Errno::IO.raw_os_error()));
     }
 
     #[test]
