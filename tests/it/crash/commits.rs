@@ -8,7 +8,7 @@ use super::{Lives, options, suite};
 
 #[test]
 fn durable_commits_survive() {
-    suite(options(), 3300, |driver, random| {
+    suite(options(), 1400, |driver, random| {
         let mut writer = Writer::new("a", random.next());
         for _ in 0..2 {
             let store = driver.open()?;
@@ -24,7 +24,7 @@ fn durable_commits_survive() {
 
 #[test]
 fn logged_commits_survive_a_kill() {
-    suite(options(), 4400, |driver, random| {
+    suite(options(), 2100, |driver, random| {
         let mut writer = Writer::new("a", random.next());
         let store = driver.open()?;
         for step in 1..=16 {
@@ -41,7 +41,7 @@ fn logged_commits_survive_a_kill() {
 
 #[test]
 fn commits_of_two_threads_share_groups() {
-    suite(options(), 4000, |driver, random| {
+    suite(options(), 2000, |driver, random| {
         let store = driver.open()?;
         let writers = [Writer::new("a", random.next()), Writer::new("b", random.next())];
         let ack = |step| if step % 3 == 2 { Ack::Durable } else { Ack::Logged };
@@ -54,7 +54,7 @@ fn commits_of_two_threads_share_groups() {
 
 #[test]
 fn segments_roll() {
-    suite(options(), 2900, |driver, random| {
+    suite(options(), 1300, |driver, random| {
         let mut writer = Writer::new("a", random.next());
         let store = driver.open()?;
         for step in 0..12 {
@@ -71,7 +71,7 @@ fn segments_roll() {
 /// Nothing of a group is in a file before it is synced, so that logged is durable here, after a kill as well.
 #[test]
 fn direct_logs_survive() {
-    suite(options().log_io(LogIo::Direct), 4000, |driver, random| {
+    suite(options().log_io(LogIo::Direct), 1900, |driver, random| {
         let store = driver.open()?;
         let writers = [Writer::new("a", random.next()), Writer::new("b", random.next())];
         let ack = |step| if step % 3 == 2 { Ack::Durable } else { Ack::Logged };
@@ -94,7 +94,7 @@ fn direct_logs_survive() {
 
 #[test]
 fn a_frame_longer_than_a_segment_survives() {
-    suite(options(), 4800, |driver, random| {
+    suite(options(), 2200, |driver, random| {
         let mut writer = Writer::new("a", random.next());
         let store = driver.open()?;
         driver.commit(&store, &mut writer, Ack::Logged)?;
@@ -119,7 +119,7 @@ fn a_frame_longer_than_a_segment_survives() {
 
 #[test]
 fn whole_pages_survive() {
-    suite(options().snapshots_kept(1), 5000, |driver, random| {
+    suite(options().snapshots_kept(1), 2300, |driver, random| {
         let mut writer = Writer::new("a", random.next());
         let len = 6 << 10;
         let create = || Act::Create { len, key: None, metadata: Metadata::new() };
@@ -154,7 +154,7 @@ fn whole_pages_survive() {
 
 #[test]
 fn a_store_opened_after_a_kill_survives() {
-    suite(options(), 11_000, |driver, random| {
+    suite(options(), 5500, |driver, random| {
         let mut writer = Writer::new("a", random.next());
         let store = driver.open()?;
         for _ in 0..5 {
@@ -183,7 +183,7 @@ fn a_store_opened_after_a_kill_survives() {
 /// Everything, in an order that the seed chooses, over several deaths and power cuts.
 #[test]
 fn anything_in_any_order_survives() {
-    suite(options(), 6000, |mut driver, random| {
+    suite(options(), 3700, |mut driver, random| {
         let mut lives = Vec::new();
         let mut kept = Vec::new();
         for _life in 0..3 {

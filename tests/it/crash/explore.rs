@@ -88,13 +88,19 @@ pub struct Explorer<'a> {
     pub seed: u64,
     /// Crashes of the work before this event are left out.
     pub from: usize,
+    /// Which part of the work's own crashes this explorer looks at, and of how many parts: each goes on with what
+    /// is nested in its own.
+    pub part: (usize, usize),
     /// Images opened, by level.
     pub images: RefCell<Vec<usize>>,
+    /// Images met, by level: those of the other parts are only counted.
+    pub numbers: RefCell<Vec<usize>>,
 }
 
 impl<'a> Explorer<'a> {
     pub fn new(options: &'a Options, levels: &'a [Level], seed: u64) -> Self {
-        Self { options, levels, seed, from: 0, images: RefCell::new(vec![0; levels.len()]) }
+        let none = || RefCell::new(vec![0; levels.len()]);
+        Self { options, levels, seed, from: 0, part: (0, 1), images: none(), numbers: none() }
     }
 
     /// Judges every image of what a driver did to its disk.
@@ -120,8 +126,10 @@ impl<'a> Explorer<'a> {
         };
         let mut verdict = Ok(());
         let mut each = |image: Image| {
-            if verdict.is_ok() {
-                let judged = self.judge(depth, &image, line, floors, followers);
+            let number = self.numbers.borrow()[depth] + 1;
+            self.numbers.borrow_mut()[depth] = number;
+            if verdict.is_ok() && (depth > 0 || self.is_mine(number)) {
+                let judged = self.judge(depth, number, &image, line, floors, followers);
                 verdict = judged.map_err(|mut violation| {
                     violation.crashes.push(tell(disk, &image));
                     violation
@@ -133,24 +141,29 @@ impl<'a> Explorer<'a> {
         verdict
     }
 
+    /// Whether an image is in this explorer's part. Mixed, so that those which are looked at more closely, every
+    /// so many of them, are not all in one part.
+    fn is_mine(&self, number: usize) -> bool {
+        let (part, parts) = self.part;
+        (number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) % parts == part
+    }
+
+    /// `number` is the image's own on its level.
     fn judge(
         &self,
         depth: usize,
+        number: usize,
         image: &Image,
         line: &Line,
         floors: Floors,
         followers: &Followers,
     ) -> Result<(), Violation> {
-        let count = {
-            let mut images = self.images.borrow_mut();
-            images[depth] += 1;
-            images[depth]
-        };
+        self.images.borrow_mut()[depth] += 1;
         let level = self.levels[depth];
         let floors = floors.with(&image.acks).after(image.crash);
-        followers.judge(image, line, count)?;
-        let nest = depth + 1 < self.levels.len() && count % level.nest_of == 0;
-        let line = self.examine(&image.disk, line, floors, count % level.closely_of == 0, nest)?;
+        followers.judge(image, line, number)?;
+        let nest = depth + 1 < self.levels.len() && number.is_multiple_of(level.nest_of);
+        let line = self.examine(&image.disk, line, floors, number.is_multiple_of(level.closely_of), nest)?;
         // Those who followed the work know nothing of what a recovery did.
         let nobody = Followers::default();
         if nest { self.explore_at(depth + 1, &image.disk, &line, floors, &nobody) } else { Ok(()) }

@@ -34,7 +34,7 @@ fn linked(disk: &SimDisk) -> usize {
 /// A fork of a closed store, its own life and a fork of it; meanwhile the source lets go of what they share.
 #[test]
 fn a_fork_is_whole_or_not_there_and_its_source_is_as_it_was() {
-    suite(options().snapshots_kept(1), 16_000, |driver, random| {
+    suite(options().snapshots_kept(1), 7800, |driver, random| {
         let store = driver.open()?;
         let pages = pages_to_share(&driver, &store, random)?;
         let at = store.lsn().0;

@@ -8,7 +8,7 @@ use super::{options, suite};
 
 #[test]
 fn snapshots_beside_commits() {
-    suite(options(), 6000, |driver, random| {
+    suite(options(), 3300, |driver, random| {
         let store = driver.open()?;
         let (mut writer, other) = (Writer::new("a", random.next()), Writer::new("b", random.next()));
         for _ in 0..4 {
@@ -29,7 +29,7 @@ fn snapshots_beside_commits() {
 /// As many snapshots as the log has them taken, while two threads commit.
 #[test]
 fn background_snapshots_beside_commits() {
-    suite(options(), 10_000, |driver, random| {
+    suite(options(), 5500, |driver, random| {
         let store = driver.open_with(options().snapshot_log_bytes(5000))?;
         let writers = [Writer::new("a", random.next()), Writer::new("b", random.next())];
         beside(&driver, &store, writers, [Ack::Logged; 6], || Ok(()))?;
@@ -37,7 +37,7 @@ fn background_snapshots_beside_commits() {
         while store.stats().snapshots.taken < 2 {
             driver.commit(&store, &mut writer, Ack::Durable)?;
         }
-        assert_eq!(store.stats().snapshots.failed, 0);
+        assert!(store.stats().snapshots.failed == 0 || driver.disk.struck_at().is_some());
         driver.check(&store);
         drop(store);
         Ok(driver.into())
@@ -47,7 +47,7 @@ fn background_snapshots_beside_commits() {
 /// Exact snapshots while another thread commits: each alone, without the log, is the state of its Lsn.
 #[test]
 fn exact_snapshots_beside_commits() {
-    suite(options(), 6000, |driver, random| {
+    suite(options(), 2900, |driver, random| {
         let store = driver.open()?;
         let (mut writer, other) = (Writer::new("a", random.next()), Writer::new("b", random.next()));
         for _ in 0..3 {
@@ -69,7 +69,7 @@ fn exact_snapshots_beside_commits() {
 #[test]
 fn moves_survive() {
     const PLACES: [Place; 3] = [Place::Pinned, Place::Device(0), Place::Host];
-    suite(options(), 4000, |driver, random| {
+    suite(options(), 3900, |driver, random| {
         let store = driver.open()?;
         let pages = driver.create_pages(&store, random, 3, 200)?;
         let round = |number: usize, random: &mut Random| {
@@ -104,7 +104,7 @@ fn moves_survive() {
 /// Pages that are worth compressing, in snapshots and in a restore.
 #[test]
 fn compressed_images_survive() {
-    suite(options(), 4600, |driver, random| {
+    suite(options(), 2300, |driver, random| {
         let store = driver.open()?;
         let len = 6000;
         let create = |_| Act::Create { len, key: None, metadata: Metadata::new() };
@@ -132,7 +132,7 @@ fn compressed_images_survive() {
 
 #[test]
 fn snapshots_that_follow_each_other_survive() {
-    suite(options().snapshots_kept(2), 18_000, |driver, random| {
+    suite(options().snapshots_kept(2), 9100, |driver, random| {
         let mut store = driver.open()?;
         let pages = driver.create_pages(&store, random, 24, 40)?;
         // More than a chain has links: it is folded on the way.
@@ -157,7 +157,7 @@ fn snapshots_that_follow_each_other_survive() {
 
 #[test]
 fn names_pruning_and_compaction_survive() {
-    suite(options().snapshots_kept(1), 20_000, |driver, random| {
+    suite(options().snapshots_kept(1), 10_100, |driver, random| {
         let store = driver.open()?;
         let pages = driver.create_pages(&store, random, 30, 1000)?;
         let named = driver.snapshot_named(&store, "first")?;
@@ -181,7 +181,7 @@ fn names_pruning_and_compaction_survive() {
 
 #[test]
 fn what_snapshots_replace_is_recycled() {
-    suite(options().snapshots_kept(2), 6500, |driver, random| {
+    suite(options().snapshots_kept(2), 3000, |driver, random| {
         let store = driver.open()?;
         let mut writer = Writer::new("a", random.next());
         for _ in 0..4 {
@@ -200,7 +200,7 @@ fn what_snapshots_replace_is_recycled() {
 
 #[test]
 fn a_restore_survives() {
-    suite(options(), 5000, |driver, random| {
+    suite(options(), 2300, |driver, random| {
         let store = driver.open()?;
         let mut writer = Writer::new("a", random.next());
         for _ in 0..3 {
@@ -225,7 +225,7 @@ fn a_restore_survives() {
 /// Between two snapshots, and over a restore that went another way.
 #[test]
 fn a_restore_to_a_batch_survives() {
-    suite(options(), 6000, |driver, random| {
+    suite(options(), 2900, |driver, random| {
         let store = driver.open()?;
         let mut writer = Writer::new("a", random.next());
         for step in 0..6 {

@@ -8,12 +8,13 @@ use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
 use remanent::disk::sim::{Crash, Moment, SimDisk};
 use remanent::{
-    Ack, Error, Key, Lsn, Metadata, Options, PageId, Replica, RestorePoint, Snapshot, SnapshotId,
+    Ack, Error, Key, Lsn, Metadata, Options, PageId, Position, Replica, RestorePoint, Snapshot, SnapshotId,
     SnapshotInfo, Store, Value, Width,
 };
 use remanent_format::rebuild::{RebuildOptions, rebuild};
 
 use super::model::{Act, Line, Step, Target, batch, read, rebuilt};
+use super::trouble::Trouble;
 
 /// Steele, Lea and Flood's SplitMix64.
 pub struct Random(pub u64);
@@ -211,12 +212,20 @@ pub fn beside(
     })
 }
 
-/// Drives a store on one disk.
+/// Drives a store on one disk. Clones drive the same one.
+#[derive(Clone)]
 pub struct Driver {
     pub disk: SimDisk,
     /// What had to survive when this disk began.
     pub floors: Floors,
     options: Options,
+    notes: Arc<Notes>,
+    /// What this life, or one that comes after it, is to suffer.
+    trouble: Option<Arc<Trouble>>,
+}
+
+/// What a driver writes down.
+struct Notes {
     book: Mutex<Book>,
     /// A step was written into the book.
     written: Condvar,
@@ -234,22 +243,43 @@ struct Book {
 
 impl Driver {
     pub fn new(disk: SimDisk, options: Options, line: Line, floors: Floors) -> Self {
-        let book = Book { line, steps: BTreeMap::new(), acks: Vec::new() };
-        let (written, followed) = (Condvar::new(), Mutex::default());
-        Self { disk, floors, options, book: Mutex::new(book), written, followed }
+        let book = Mutex::new(Book { line, steps: BTreeMap::new(), acks: Vec::new() });
+        let notes = Arc::new(Notes { book, written: Condvar::new(), followed: Mutex::default() });
+        Self { disk, floors, options, notes, trouble: None }
+    }
+
+    /// One of its lives is to suffer a fault: this one, or one that comes after it.
+    pub fn in_trouble(self, trouble: &Arc<Trouble>) -> Self {
+        let driver = Self { trouble: Some(trouble.clone()), ..self };
+        trouble.join(&driver);
+        driver
+    }
+
+    /// The same driver, whose next lives suffer nothing.
+    pub fn out_of_trouble(self) -> Self {
+        Self { trouble: None, ..self }
+    }
+
+    /// The next life, on a disk of its own.
+    fn next_life(&self, disk: SimDisk, line: Line, floors: Floors) -> Self {
+        let next = Self::new(disk, self.options.clone(), line, floors);
+        match &self.trouble {
+            Some(trouble) => next.in_trouble(trouble),
+            None => next,
+        }
     }
 
     /// The disk as a death of the process leaves it now, with what a power cut could still take.
     pub fn killed(&self) -> Self {
         let disk = self.disk.after_kill(Moment { event: self.disk.events(), tear: None });
-        let floors = self.floors.with(&self.book.lock().unwrap().acks).after(Crash::Kill);
-        Self::new(disk, self.options.clone(), self.line(), floors)
+        let floors = self.floors.with(&self.notes.book.lock().unwrap().acks).after(Crash::Kill);
+        self.next_life(disk, self.line(), floors)
     }
 
     /// The disk as a power cut leaves it now that spares nothing pending.
     pub fn cut_off(&self) -> Self {
-        let floors = self.floors.with(&self.book.lock().unwrap().acks).after(Crash::Power);
-        Self::new(self.disk.after_power_cut(), self.options.clone(), self.line(), floors)
+        let floors = self.floors.with(&self.notes.book.lock().unwrap().acks).after(Crash::Power);
+        self.next_life(self.disk.after_power_cut(), self.line(), floors)
     }
 
     /// The disk as a death of the process leaves it right after the last event whose description begins
@@ -262,8 +292,8 @@ impl Driver {
         let at = history.iter().rposition(|entry| entry.starts_with(event)).expect("an event of that kind");
         let acked = history[..at].iter().filter(|entry| entry.starts_with("ack ")).count();
         let disk = self.disk.after_kill(Moment { event: at + 1, tear: None });
-        let floors = self.floors.with(&self.book.lock().unwrap().acks[..acked]);
-        Self::new(disk, self.options.clone(), self.line(), floors)
+        let floors = self.floors.with(&self.notes.book.lock().unwrap().acks[..acked]);
+        self.next_life(disk, self.line(), floors)
     }
 
     /// Opens the store with options that only this life has.
@@ -287,7 +317,7 @@ impl Driver {
         assert!(lsn.0 <= line.last(), "batch {lsn} was recovered, and {} is the last one", line.last());
         line.cut(lsn.0);
         {
-            let mut book = self.book.lock().unwrap();
+            let mut book = self.notes.book.lock().unwrap();
             (book.line, book.steps) = (line, BTreeMap::new());
         }
         self.acked(Ack::Durable, lsn);
@@ -305,8 +335,8 @@ impl Driver {
     pub fn commit_acts(&self, store: &Store, acts: Vec<Act>, ack: Ack) -> Result<(Lsn, Vec<PageId>), Error> {
         let ticket = store.submit(batch(store, &acts))?;
         let (lsn, new) = (ticket.position().lsn, ticket.pages().to_vec());
-        self.book.lock().unwrap().steps.insert(lsn.0, Step::Batch { acts, new: new.clone() });
-        self.written.notify_all();
+        self.notes.book.lock().unwrap().steps.insert(lsn.0, Step::Batch { acts, new: new.clone() });
+        self.notes.written.notify_all();
         ticket.wait(Ack::Logged)?;
         self.acked(Ack::Logged, lsn);
         ticket.wait(ack)?;
@@ -379,16 +409,24 @@ impl Driver {
 
     pub fn restore(&self, store: &Store, snapshot: SnapshotInfo) -> Result<(), Error> {
         let SnapshotInfo { id, end, .. } = snapshot;
-        let lsn = store.restore_from_snapshot(SnapshotId(id.0))?.lsn;
-        self.book.lock().unwrap().steps.insert(lsn.0, Step::Restore { to: end.0 });
-        self.acked(Ack::Durable, lsn);
-        Ok(())
+        self.restored(store, end.0, || store.restore_from_snapshot(SnapshotId(id.0)))
     }
 
     /// Goes back to the state behind a batch.
     pub fn restore_to(&self, store: &Store, to: u64) -> Result<(), Error> {
-        let lsn = store.restore_to(Lsn(to))?.lsn;
-        self.book.lock().unwrap().steps.insert(lsn.0, Step::Restore { to });
+        self.restored(store, to, || store.restore_to(Lsn(to)))
+    }
+
+    /// Written down before it is done: one that fails may all the same be in the log.
+    fn restored(
+        &self,
+        store: &Store,
+        to: u64,
+        restore: impl FnOnce() -> Result<Position, Error>,
+    ) -> Result<(), Error> {
+        let lsn = Lsn(store.lsn().0 + 1);
+        self.notes.book.lock().unwrap().steps.insert(lsn.0, Step::Restore { to });
+        assert_eq!(restore()?.lsn, lsn, "nobody else commits meanwhile");
         self.acked(Ack::Durable, lsn);
         Ok(())
     }
@@ -396,7 +434,7 @@ impl Driver {
     /// Forks the state behind a batch to an empty disk, which has to answer for it once that has returned.
     pub fn fork(&self, lsn: u64, target: SimDisk) -> Result<Self, Error> {
         let line = self.line_up_to(lsn).forked(lsn);
-        let target = Self::new(target, self.options.clone(), line, Floors::default());
+        let target = self.next_life(target, line, Floors::default());
         let disks = [&self.disk, &target.disk].map(|disk| Arc::new(disk.clone()) as Arc<dyn Disk>);
         Snapshot::open_on(&disks[0], Some(&RestorePoint::Lsn(Lsn(lsn))))?.fork_on(&disks[1])?;
         target.acked(Ack::Durable, Lsn(lsn));
@@ -406,12 +444,12 @@ impl Driver {
     /// Notes what a follower has read until now. After every crash from now on it must be able to go on, or be
     /// told why not.
     pub fn note_follower(&self, replica: &Replica) {
-        self.followed.lock().unwrap().push((self.disk.events(), replica.clone()));
+        self.notes.followed.lock().unwrap().push((self.disk.events(), replica.clone()));
     }
 
     /// What followers had read, each with the number of events before.
     pub fn followed(&self) -> Vec<(usize, Replica)> {
-        self.followed.lock().unwrap().clone()
+        self.notes.followed.lock().unwrap().clone()
     }
 
     /// Closes the store: everything is durable then.
@@ -437,12 +475,12 @@ impl Driver {
     /// The state after every Lsn up to this one. A batch may be in the log, and in a snapshot, before the
     /// thread that commits it has written it down: that is waited for.
     fn line_up_to(&self, last: u64) -> Line {
-        let mut book = self.book.lock().unwrap();
+        let mut book = self.notes.book.lock().unwrap();
         let is_there = |book: &Book| {
             last == u64::MAX || (book.line.last() + 1..=last).all(|lsn| book.steps.contains_key(&lsn))
         };
         while !is_there(&book) {
-            book = self.written.wait(book).unwrap();
+            book = self.notes.written.wait(book).unwrap();
         }
         let mut line = book.line.clone();
         for (lsn, step) in book.steps.range(..=last) {
@@ -454,7 +492,7 @@ impl Driver {
 
     fn acked(&self, ack: Ack, lsn: Lsn) {
         let ack = lsn.0 << 1 | u64::from(ack == Ack::Durable);
-        self.book.lock().unwrap().acks.push(ack);
+        self.notes.book.lock().unwrap().acks.push(ack);
         self.disk.note_ack(ack);
     }
 }

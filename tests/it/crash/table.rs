@@ -1,0 +1,48 @@
+//! The counts of the works, as a table that grows with each of them: the last one printed has them all.
+
+use std::fmt;
+use std::sync::Mutex;
+use std::time::Duration;
+
+/// What became of one work.
+pub struct Row {
+    pub test: String,
+    /// Events of the work itself.
+    pub events: usize,
+    /// Images opened: of the work, of recoveries from those, and so on.
+    pub images: Vec<usize>,
+    /// Faults that struck, and images of their crashes.
+    pub faults: Vec<usize>,
+    pub elapsed: Duration,
+}
+
+struct Table<'a>(&'a [Row]);
+
+impl fmt::Display for Table<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let columns = ["events", "crashes", "in recovery", "and again", "faults", "their crashes", "seconds"];
+        let heads = columns.map(|column| format!("{column:>14}")).concat();
+        writeln!(f, "{:<72}{heads}", "work")?;
+        let mut sums = [0; 6];
+        for row in self.0 {
+            let counts = [&[row.events][..], &row.images, &row.faults].concat();
+            let cells: String = counts.iter().map(|count| format!("{count:>14}")).collect();
+            writeln!(f, "{:<72}{cells}{:>14.1}", row.test, row.elapsed.as_secs_f64())?;
+            sums.iter_mut().zip(&counts).for_each(|(sum, count)| *sum += count);
+        }
+        let cells = sums.map(|sum| format!("{sum:>14}")).concat();
+        writeln!(f, "{:<72}{cells}", format!("{} works", self.0.len()))?;
+        let [_, crashes, nested @ .., of_faults] = sums;
+        let nested: usize = nested[..2].iter().sum();
+        write!(f, "{} images, {nested} of them crashes inside of recoveries", crashes + nested + of_faults)
+    }
+}
+
+/// Adds a row and prints the table; cargo shows it only when it is asked, or when the test fails.
+#[expect(clippy::print_stdout, reason = "the figures of the long run")]
+pub fn add(row: Row) {
+    static ROWS: Mutex<Vec<Row>> = Mutex::new(Vec::new());
+    let mut rows = ROWS.lock().unwrap();
+    rows.push(row);
+    println!("{}", Table(&rows));
+}

@@ -1,0 +1,116 @@
+//! Faults in the middle of the works: every call that writes, syncs or changes names fails once, one after the
+//! other, in whichever life of a work it is made.
+//!
+//! The work ends with the error, or gets by without what failed. Either way what was acknowledged before must be
+//! there: after a death of the process, and after a power cut that takes what a failed sync has left unwritten,
+//! though each later sync says that it succeeds. So an acknowledgement after a failed sync is found as a loss.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+use remanent::disk::sim::{EIO, ENOSPC, Fault, Operation, SimDisk, Tears};
+use remanent::{Error, Options};
+
+use super::Lives;
+use super::explore::{Explorer, Level, Violation};
+use super::model::Line;
+use super::work::{Driver, Floors, Random};
+
+/// What fails, with the errors that it may fail with. Reads are struck in `faults/disk_errors.rs`.
+const TROUBLES: [(Operation, &[i32]); 9] = [
+    (Operation::Create, &[EIO, ENOSPC]),
+    (Operation::Link, &[EIO, ENOSPC]),
+    (Operation::Rename, &[EIO]),
+    (Operation::Remove, &[EIO]),
+    (Operation::SyncFolder, &[EIO]),
+    (Operation::Write, &[EIO, ENOSPC]),
+    (Operation::Sync, &[EIO, ENOSPC]),
+    (Operation::Put, &[EIO]),
+    (Operation::SyncWindow, &[EIO, ENOSPC]),
+];
+
+/// From the fault on: the crashes of what the process still did. `closely_of` is the work's own.
+const LEVEL: Level = Level { tears: Tears::None, images_max: 4, closely_of: usize::MAX, nest_of: usize::MAX };
+
+/// A fault in one of the lives of a work, and whom it strikes.
+pub struct Trouble {
+    /// The life, from 0, and the fault; none if the calls are to be counted only.
+    fault: Option<(usize, Fault)>,
+    lives: AtomicUsize,
+    drivers: Mutex<Vec<Driver>>,
+}
+
+impl Trouble {
+    fn new(fault: Option<(usize, Fault)>) -> Arc<Self> {
+        Arc::new(Self { fault, lives: AtomicUsize::new(0), drivers: Mutex::default() })
+    }
+
+    /// A life begins.
+    pub fn join(&self, driver: &Driver) {
+        let life = self.lives.fetch_add(1, Ordering::SeqCst);
+        if let Some((_, fault)) = self.fault.filter(|(struck, _)| *struck == life) {
+            driver.disk.fail(fault);
+        }
+        // Without the trouble, so that the two do not hold each other for ever.
+        self.drivers.lock().unwrap().push(driver.clone().out_of_trouble());
+    }
+}
+
+/// Strikes the work at one call in `one_of` of those that it makes, as far as they are this part's. Returns how many
+/// faults struck, and how many of their crashes were looked at.
+pub fn strike<Work>(
+    options: &Options,
+    seed: u64,
+    one_of: usize,
+    (part, parts): (usize, usize),
+    closely_of: usize,
+    work: &Work,
+) -> Result<Vec<usize>, Violation>
+where
+    Work: Fn(Driver, &mut Random) -> Result<Lives, Error>,
+{
+    let run = |trouble: &Arc<Trouble>| {
+        let driver = Driver::new(SimDisk::new(), options.clone(), Line::default(), Floors::default());
+        let outcome = work(driver.in_trouble(trouble), &mut Random(seed)).map(drop);
+        (outcome, std::mem::take(&mut *trouble.drivers.lock().unwrap()))
+    };
+    let (counted, lives) = run(&Trouble::new(None));
+    counted.expect("the work itself meets no fault");
+    let faults = lives.iter().enumerate().flat_map(|(life, driver)| {
+        TROUBLES.into_iter().flat_map(move |(operation, errors)| {
+            (0..driver.disk.calls(operation)).flat_map(move |skip| {
+                errors.iter().map(move |&errno| (life, Fault { operation, skip, times: 1, errno }))
+            })
+        })
+    });
+    let (mut struck, mut images) = (0, 0);
+    for (life, fault) in faults.skip(seed as usize % one_of).step_by(one_of).skip(part).step_by(parts) {
+        let (outcome, lives) = run(&Trouble::new(Some((life, fault))));
+        let found = judge(options, seed, closely_of, &lives, &outcome)
+            .map_err(|violation| violation.of(format_args!("{fault:?} in life {life}")))?;
+        struck += usize::from(found > 0);
+        images += found;
+    }
+    Ok(vec![struck, images])
+}
+
+/// Looks at the crashes of whoever was struck, from the fault on. Threads of the engine may make fewer calls than
+/// they did when they were counted: then nobody was.
+fn judge(
+    options: &Options,
+    seed: u64,
+    closely_of: usize,
+    lives: &[Driver],
+    outcome: &Result<(), Error>,
+) -> Result<usize, Violation> {
+    let struck = lives.iter().find_map(|driver| Some((driver, driver.disk.struck_at()?)));
+    let Some((driver, from)) = struck else {
+        assert!(outcome.is_ok(), "nothing was struck, and yet {outcome:?}");
+        return Ok(0);
+    };
+    let levels = [Level { closely_of, ..LEVEL }];
+    let explorer = Explorer { from, ..Explorer::new(options, &levels, seed) };
+    explorer.explore(driver).map_err(|violation| violation.of(format_args!("the work: {outcome:?}")))?;
+    let images = explorer.images.borrow().iter().sum();
+    Ok(images)
+}
