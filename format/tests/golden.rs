@@ -716,6 +716,7 @@ const FAULTS: &[Fault] = &[
     ("frame-checksum", "frame-batch", |b| b[56] ^= 1, "frame header checksum is 0x"),
     ("frame-kind", "frame-batch", |b| { b[4] = 3; resum(b, 0, 76) }, "frame kind is 3"),
     ("frame-flags", "frame-batch", |b| { b[5] = 2; resum(b, 0, 76) }, "frame flags is 2, over the limit of 1"),
+    ("frame-reserved", "frame-batch", |b| { b[6] = 1; resum(b, 0, 76) }, "reserved frame bytes is 1"),
     ("frame-limit", "frame-batch", |b| { b[67] = 0x80; resum(b, 0, 76) }, "payload length is "),
     // Frames: readable, but not valid in the order of the log.
     ("frame-foreign", "frame-batch", |b| { b[16] ^= 1; resum(b, 0, 76) }, "belongs to another store"),

@@ -22,7 +22,9 @@ use remanent_format::limits::CHAIN_LINKS_MAX;
 use remanent_format::manifest::{Manifest, ManifestKind, Tombstone};
 use remanent_format::op::Op;
 use remanent_format::rebuild::{RebuildOptions, Rebuilt, rebuild};
+use remanent_format::salvage::{Found, Salvage};
 use remanent_format::segment::SegmentHeader;
+use remanent_format::store::{Features, StoreFile, StoreRecord};
 use remanent_format::{Epoch, FileName, Lsn, Metadata, PageId, Place, SnapshotId, Value};
 
 /// What reading a store must give.
@@ -267,6 +269,14 @@ fn the_end_of_the_log_is_judged_row_by_row() {
             m.frame_at(4)[48] = 5;
             resum(m.frame_at(4));
         }),
+        (
+            "the segment behind the newest frames is missing, and they lie beyond a break",
+            Refused("0000000000000003.log at offset 0 (lsn 3): missing"),
+            |m| {
+                m.frame_at(3)[..4096].fill(0);
+                m.files.0.remove(&FileName::Segment(3));
+            },
+        ),
         ("a group that lies off its boundary", Torn(2, 4), |m| {
             m.frame_at(3)[5] = 0;
             resum(m.frame_at(3));
@@ -336,6 +346,10 @@ fn frames_of_one_group_stand_or_fall_alone() {
     let mut torn = maker.clone();
     torn.frame_at(3)[90] ^= 1;
     check("the third is torn", &torn, &Torn(2, 3));
+    let mut stray = maker.clone();
+    stray.frame_at(2)[5] = 1;
+    resum(stray.frame_at(2));
+    check("the second says that it starts a group", &stray, &Torn(1, 3));
     // The frame behind the break is found off a boundary too: the report says that it was cut.
     let mut torn = maker;
     torn.frame_at(2)[90] ^= 1;
@@ -365,6 +379,97 @@ fn an_incarnation_goes_on_where_its_predecessor_was_proven() {
     let mut copied = maker;
     copied.frame_at(3)[90] ^= 1;
     check("the copied tail is durable", &copied, &Refused("(lsn 3): payload checksum"));
+}
+
+/// Nothing but the opening says where the incarnation before it ends, and that what it accepted is durable.
+#[test]
+fn an_opening_is_believed_by_itself() {
+    let mut maker = four();
+    maker.reopen(2);
+    let with_header = |change: fn(&mut [u8])| {
+        let mut maker = maker.clone();
+        let header = &mut segment(&mut maker, 3)[..128];
+        change(header);
+        let crc = crc32fast::hash(&header[..124]);
+        header[124..].copy_from_slice(&crc.to_le_bytes());
+        maker
+    };
+    let chain = with_header(|header| header[88] ^= 1);
+    check("another chain", &chain, &Refused("chain hash at the incarnation's end"));
+    let passed = with_header(|header| header[80] += 16);
+    check("an end between two frames", &passed, &Refused("end of the incarnation"));
+
+    let mut lost = maker.clone();
+    segment(&mut lost, 3)[4096..].fill(0);
+    check("the copied tail is gone", &lost, &Refused("(lsn 3)"));
+    segment(&mut lost, 2)[4096..].fill(0);
+    segment(&mut lost, 1)[12288 + 90] ^= 1;
+    check("and a batch before it is damaged", &lost, &Refused("at offset 12288 (lsn 2): payload"));
+}
+
+#[test]
+fn only_the_newest_incarnation_testifies() {
+    let mut maker = four();
+    let mut stale = maker.frame_at(2)[..80].to_vec();
+    maker.reopen(2);
+    maker.batch();
+    // A frame of the incarnation before, at its own place behind the end, whose mark covers everything.
+    let at = 12288_u64;
+    stale[32..40].copy_from_slice(&3_u64.to_le_bytes());
+    stale[40..48].copy_from_slice(&at.to_le_bytes());
+    stale[48..64].fill(0);
+    stale[48] = 9;
+    stale[56] = 9;
+    resum(&mut stale);
+    assert_eq!(maker.at(5).0, 3);
+    segment(&mut maker, 3)[at as usize..][..80].copy_from_slice(&stale);
+    check("it is cut, and nothing else", &maker, &Torn(5, 6));
+    maker.frame_at(5)[90] ^= 1;
+    check("the last batch is torn", &maker, &Torn(4, 5));
+}
+
+/// The guards of a salvage, one by one: what looks like a batch, or like a version, and never was one.
+#[test]
+fn a_salvage_takes_nothing_that_never_was() {
+    let salvaged = |maker: &Maker| {
+        let store = StoreFile { store: STORE, features: Features::default(), record: StoreRecord::default() };
+        let salvage = Salvage::read(&maker.files, store, 1 << 20).unwrap();
+        let info = salvage.state().table.get(PAGE).expect("the page").clone();
+        let Found::Exact(bytes) = salvage.find(&info) else { panic!("{:?}", salvage.find(&info)) };
+        assert_eq!(info.lsn, salvage.state().table.lsn());
+        assert_eq!(bytes, content(info.lsn.0), "the page at {}", info.lsn);
+        info.lsn.0
+    };
+    assert_eq!(salvaged(&four()), 4);
+
+    // A batch behind the end that the next incarnation gives is cut, and follows its predecessor all the same.
+    let mut cut = four();
+    let mut longer = cut.clone();
+    longer.batch();
+    let (number, at) = longer.at(5);
+    assert_eq!(number, 2);
+    let frame = longer.frame_at(5).to_vec();
+    cut.reopen(2);
+    segment(&mut cut, number)[at..][..frame.len()].copy_from_slice(&frame);
+    assert_eq!(salvaged(&cut), 4);
+
+    // A frame that follows nothing, and is under no mark.
+    let mut stray = four();
+    stray.frame_at(4)[72] ^= 1;
+    resum(stray.frame_at(4));
+    assert_eq!(salvaged(&stray), 3);
+    // Its own mark does not prove it.
+    stray.frame_at(4)[56] = 9;
+    resum(stray.frame_at(4));
+    assert_eq!(salvaged(&stray), 3);
+
+    // The table of a restore that never came gives the next batch's number to an older content.
+    let mut maker = four();
+    maker.batch();
+    let mut table = Manifest { kind: ManifestKind::Table, ..maker.manifest(9, 2, 2, 5) };
+    (table.entries[0].lsn, table.entries[0].epoch, table.epoch_high) = (Lsn(5), Epoch(5), Epoch(5));
+    maker.publish(FileName::Table(9), &table);
+    assert_eq!(salvaged(&maker), 5);
 }
 
 #[test]
@@ -450,6 +555,11 @@ fn damage_to_a_snapshot_costs_time_and_not_data() {
         }),
         ("a table among the snapshots", Some(1), 1, |m| {
             let manifest = Manifest { kind: ManifestKind::Table, ..m.manifest(2, 3, 3, 4) };
+            m.publish(FileName::Manifest(2), &manifest);
+        }),
+        ("another store's manifest", Some(1), 1, |m| {
+            let store = remanent_format::StoreId([1; 16]);
+            let manifest = Manifest { store, ..m.manifest(2, 3, 3, 4) };
             m.publish(FileName::Manifest(2), &manifest);
         }),
         ("an image is damaged", Some(1), 1, |m| {

@@ -204,7 +204,7 @@ fn directory(file: &str) -> Option<&str> {
 }
 
 /// The sources below a folder of the repository.
-fn read(folder: &str) -> Sources {
+pub fn read(folder: &str) -> Sources {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut sources = Sources::new();
     let mut folders = vec![root.join(folder)];

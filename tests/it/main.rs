@@ -13,10 +13,12 @@ mod compression;
 mod crash;
 mod cuda;
 mod damage;
+mod defences;
 mod devices;
 mod direct;
 mod disk_faults;
 mod disk_laws;
+mod durable;
 mod faults;
 mod files;
 #[path = "../../fuzz/src/fit.rs"]

@@ -1,0 +1,163 @@
+//! What makes batches and snapshots durable: each sync, the marks, what is kept until something else is durable.
+//! Which sync of which work matters is enumerated in `tests/it/crash/syncs.rs`; here each is missing wherever its
+//! line of code is run.
+
+use super::{Defence, Test, check, defence, it, refusal};
+
+const WRITER: &str = "src/log/writer.rs";
+const KEEPER: &str = "src/log/keeper.rs";
+const STATE: &str = "src/log/state.rs";
+const SEGMENTS: &str = "src/log/segments.rs";
+const PUBLISH: &str = "src/publish.rs";
+const IMAGES: &str = "src/images/mod.rs";
+const SNAPSHOT: &str = "src/snapshot/mod.rs";
+const RETAIN: &str = "src/snapshot/retain.rs";
+const COMMITS: Test = it("crash::commits::durable_commits_survive");
+const ROLLS: Test = it("crash::commits::segments_roll");
+const OF_COMMITS: Test = it("crash::syncs::each_sync_of_commits_matters");
+const OF_OPENINGS: Test = it("crash::syncs::each_sync_of_creations_and_openings_matters");
+const OF_SNAPSHOTS: Test = it("crash::syncs::each_sync_of_snapshots_and_restores_matters");
+const RECYCLED: Test = it("crash::snapshots::what_snapshots_replace_is_recycled");
+
+pub const LIST: &[Defence] = &[
+    // The log.
+    check("groups are synced", KEEPER, "range.window.sync(range.from, range.to - range.from)?;", COMMITS),
+    check(
+        "a failed sync is the end",
+        KEEPER,
+        "self.fail(error);",
+        it("faults::disk_errors::an_error_of_the_disk_stops_the_store_and_loses_nothing"),
+    ),
+    // A mark that lags costs nothing until something is damaged, which then looks like a torn tail.
+    defence(
+        "frames carry the mark (I4)",
+        WRITER,
+        "header.encode()",
+        "FrameHeader { durable: Lsn(0), ..header }.encode()",
+        it("durable::every_frame_carries_the_newest_durable_batch"),
+    ),
+    defence(
+        "the mark of batches advances (I4)",
+        WRITER,
+        "header.encode()",
+        "FrameHeader { durable: if kind == FrameKind::Seal { header.durable } else { Lsn(0) }, ..header }.encode()",
+        it("durable::every_frame_carries_the_newest_durable_batch"),
+    ),
+    refusal(
+        "a busy period ends with a seal (I4)",
+        KEEPER,
+        "!state.sealed || (state.stop && state.seal_missed)",
+        it("durable::a_closed_log_ends_with_a_seal_that_covers_it"),
+    ),
+    defence(
+        "two segments are ahead of a roll (I8)",
+        STATE,
+        "!long_enough || self.ahead.len() < AHEAD",
+        "!long_enough",
+        ROLLS,
+    ),
+    // Segments.
+    defence(
+        "segments are synced before they have a name",
+        SEGMENTS,
+        "file.sync()?;\n            Ok(file)",
+        "Ok(file)",
+        OF_OPENINGS,
+    ),
+    defence(
+        "headers of spares are synced before they have a name",
+        SEGMENTS,
+        "file.write_at(0, &header_block(&header))?;\n        file.sync()?;",
+        "file.write_at(0, &header_block(&header))?;",
+        OF_COMMITS,
+    ),
+    defence(
+        "names of segments are synced",
+        SEGMENTS,
+        "self.disk.rename(source, FileName::Segment(number))?;\n        self.disk.sync_folder(Folder::Log)",
+        "self.disk.rename(source, FileName::Segment(number))",
+        OF_COMMITS,
+    ),
+    // Small files and images.
+    defence("small files are synced before they have a name", PUBLISH, "open.sync()", "Ok(())", OF_SNAPSHOTS),
+    defence(
+        "names of small files are synced",
+        PUBLISH,
+        "disk.rename(temporary, file)?;\n    disk.sync_folder(file.folder())",
+        "disk.rename(temporary, file)",
+        OF_SNAPSHOTS,
+    ),
+    check(
+        "images are synced (I7)",
+        IMAGES,
+        "self.file.sync().map_err(|error| no_space(self.number, self.byte_len(), error))?;",
+        OF_SNAPSHOTS,
+    ),
+    defence(
+        "names of image files are synced (I7)",
+        IMAGES,
+        "self.disk.sync_folder(Folder::Pages)",
+        "Ok(())",
+        OF_SNAPSHOTS,
+    ),
+    // Snapshots, and what they let go.
+    check(
+        "the log is durable up to a snapshot's end (I7)",
+        SNAPSHOT,
+        "self.log.wait_durable(manifest.end)?;",
+        it("crash::snapshots::snapshots_beside_commits"),
+    ),
+    check(
+        "images are read back past the cache (I7)",
+        SNAPSHOT,
+        "writer.iter().try_for_each(ImageWriter::verify)?;",
+        OF_SNAPSHOTS,
+    ),
+    defence(
+        "manifests are read back past the cache (I7)",
+        SNAPSHOT,
+        "check_published(&self.disk, file, &bytes)",
+        "Manifest::decode(&bytes).map(|(_, health)| health.header_crc).map_err(|defect| Error::from(defect.at(file, 0)))",
+        OF_SNAPSHOTS,
+    ),
+    refusal(
+        "a record is durable before anything goes (I7)",
+        WRITER,
+        "state.seals_durable <= seals",
+        it("snapshots::a_kill_between_a_snapshot_and_its_record_forgets_no_other"),
+    ),
+    check(
+        "what a reader holds stays (I8)",
+        RETAIN,
+        "_ = held.insert(*id)",
+        it("past::what_is_held_is_kept_until_it_is_let_go"),
+    ),
+    defence(
+        "links that others follow stay (I8)",
+        RETAIN,
+        "!links.contains(&id)",
+        "true",
+        it("crash::snapshots::snapshots_that_follow_each_other_survive"),
+    ),
+    defence(
+        "images that a kept snapshot names stay (I8)",
+        RETAIN,
+        "!named.contains(&number)",
+        "true",
+        RECYCLED,
+    ),
+    defence(
+        "images that kept batches name stay (I8)",
+        RETAIN,
+        "!keeping.files.is_for_batch(number, bound)",
+        "true",
+        it("bulk::files_stay_as_long_as_a_kept_frame_or_snapshot_names_them"),
+    ),
+    defence(
+        "log that a kept snapshot needs stays (I8)",
+        RETAIN,
+        "log.segments.range(..bound)",
+        "log.segments.range(..bound + 1)",
+        RECYCLED,
+    ),
+];

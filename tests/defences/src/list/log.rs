@@ -1,0 +1,182 @@
+//! The log and the snapshots as they are read: the order, the marks, the line of incarnations, the chain of links.
+
+use super::{Defence, check, defence, it, refusal, stores};
+
+const ORDER: &str = "format/src/log/order.rs";
+const WALK: &str = "format/src/log/walk.rs";
+const MAP: &str = "format/src/log/map.rs";
+const READER: &str = "format/src/log/reader.rs";
+const REBUILD: &str = "format/src/rebuild.rs";
+const REPLAY: &str = "format/src/replay.rs";
+const CHAIN: &str = "format/src/manifest/chain.rs";
+
+pub const LIST: &[Defence] = &[
+    // Which frame is the next one.
+    refusal(
+        "a group starts on its boundary",
+        ORDER,
+        "header.group_start && !offset.is_multiple_of(GROUP_ALIGN)",
+        stores("frames_of_one_group_stand_or_fall_alone"),
+    ),
+    refusal(
+        "a frame inside a group follows it",
+        ORDER,
+        "!header.group_start && (segment, offset) != places(before)[0]",
+        stores("the_end_of_the_log_is_judged_row_by_row"),
+    ),
+    check(
+        "payload checked before it is followed (I3)",
+        WALK,
+        "check_payload(&header, payload)?;",
+        stores("the_end_of_the_log_is_judged_row_by_row"),
+    ),
+    refusal(
+        "walk ends behind the predecessor (I5)",
+        WALK,
+        "passed || self.point.lsn > last.lsn",
+        stores("an_opening_is_believed_by_itself"),
+    ),
+    refusal(
+        "chain at the end of an incarnation (I5)",
+        WALK,
+        "(self.point.lsn, self.point.chain) != (last.lsn, last.chain)",
+        stores("an_opening_is_believed_by_itself"),
+    ),
+    defence(
+        "the newest incarnation needs frames or an opening (I5)",
+        MAP,
+        "segment.opening().map(|opening| opening.incarnation).or(segment.frames)",
+        "segment.opening().map(|opening| opening.incarnation)",
+        it("crash::lies::a_medium_that_lies_does_no_harm_or_is_found_out"),
+    ),
+    defence(
+        "frames show an incarnation only at their own place",
+        READER,
+        "frame.lies_at(store, number, here)",
+        "true",
+        stores("the_end_of_the_log_is_judged_row_by_row"),
+    ),
+    // Marks (I4): what they cover is damage, not a torn tail.
+    check(
+        "mark of a valid frame (I4)",
+        WALK,
+        "self.mark = self.mark.max(header.durable);",
+        it("damage::mutilated_files_of_a_killed_store_cost_only_what_no_mark_covers"),
+    ),
+    check(
+        "mark of an opening (I4)",
+        WALK,
+        "self.mark = self.mark.max(opening.accepted);",
+        stores("an_opening_is_believed_by_itself"),
+    ),
+    check(
+        "mark of a frame beyond the damage (I4)",
+        WALK,
+        "*mark = (*mark).max(frame.durable);",
+        stores("the_end_of_the_log_is_judged_row_by_row"),
+    ),
+    defence(
+        "mark of a manifest (I4)",
+        REBUILD,
+        "self.readable().map(|manifest| manifest.end).max().unwrap_or_default()",
+        "Lsn(0)",
+        stores("the_end_of_a_manifest_is_a_mark"),
+    ),
+    defence(
+        "only the newest incarnation testifies (I4)",
+        WALK,
+        "Some(frame.incarnation) == self.map.newest && frame.lsn > self.point.lsn",
+        "frame.lsn > self.point.lsn",
+        stores("only_the_newest_incarnation_testifies"),
+    ),
+    refusal(
+        "damage under a mark is refused (I4)",
+        WALK,
+        "mark >= lost",
+        stores("the_end_of_the_log_is_judged_row_by_row"),
+    ),
+    refusal(
+        "an unreadable place is no end (I4)",
+        WALK,
+        "matches!(at_break.defect, Defect::Unreadable(_))",
+        it("recovery::unreadable_log_is_refused"),
+    ),
+    // Segments that must be there (I8).
+    defence(
+        "an older incarnation ends where its successor says (I5)",
+        WALK,
+        "Some(self.point.incarnation) != self.map.newest",
+        "false",
+        stores("an_opening_is_believed_by_itself"),
+    ),
+    defence(
+        "a segment in between is missing (I8)",
+        WALK,
+        "return Err(Defect::Missing.at_lsn(file, 0, lost))",
+        "continue",
+        stores("the_end_of_the_log_is_judged_row_by_row"),
+    ),
+    refusal(
+        "a bad header of a segment with frames (I8)",
+        WALK,
+        "number < highest || frames.is_some()",
+        stores("the_end_of_the_log_is_judged_row_by_row"),
+    ),
+    defence(
+        "the newest segment is missing (I8)",
+        WALK,
+        "return Err(Defect::Missing.at_lsn(FileName::Segment(number + 1), 0, lost));",
+        "",
+        stores("the_end_of_the_log_is_judged_row_by_row"),
+    ),
+    // Snapshots.
+    refusal(
+        "manifest of another store",
+        REBUILD,
+        "manifest.store != store.store",
+        stores("damage_to_a_snapshot_costs_time_and_not_data"),
+    ),
+    refusal(
+        "manifest under another number",
+        REBUILD,
+        "manifest.snapshot.0 != number",
+        stores("damage_to_a_snapshot_costs_time_and_not_data"),
+    ),
+    check(
+        "links of a chain follow each other",
+        REBUILD,
+        "check_link(change, link, health.header_crc).map_err(at)?;",
+        stores("damage_to_a_snapshot_costs_time_and_not_data"),
+    ),
+    check(
+        "checksum of the link before",
+        CHAIN,
+        r#"check_equal("checksum of the link before", previous_crc.into(), named_crc.into())?;"#,
+        stores("damage_to_a_snapshot_costs_time_and_not_data"),
+    ),
+    check(
+        "a change begins behind the link before",
+        CHAIN,
+        r#"check_limit("end of the link before", previous.end.0, change.redo.lsn.0)?;"#,
+        stores("damage_to_a_snapshot_costs_time_and_not_data"),
+    ),
+    defence(
+        "tombstones of a snapshot",
+        REPLAY,
+        "!caught && self.tombstones.get(&page).is_none_or(|deleted| *deleted < lsn)",
+        "!caught",
+        stores("pages_deleted_while_a_snapshot_was_taken_stay_deleted"),
+    ),
+    refusal(
+        "checksum of a restored table",
+        REBUILD,
+        "health.header_crc != table_crc",
+        stores("a_restore_replaces_pages_and_root_by_those_of_its_table"),
+    ),
+    check(
+        "page bytes within the budget (I10)",
+        REBUILD,
+        "resolution.check_page_bytes(page_bytes_max)?;",
+        stores("pages_over_the_budget_are_not_built"),
+    ),
+];

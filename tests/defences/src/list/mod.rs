@@ -1,0 +1,74 @@
+//! The list: every defence, what is left of the code without it, and the test that then goes red.
+//!
+//! A row names a piece of the sources by its text, which occurs once in its file, and what stands in its place
+//! while the defence is off: for a statement mostly nothing, for a condition its weakest answer. Whoever adds a
+//! defence to the store adds a row here. Not on the list are those that another one makes up for when they are off
+//! alone: nothing shows then.
+
+mod durable;
+mod log;
+mod recovery;
+mod salvage;
+mod structures;
+
+/// A defence, and how it is switched off.
+pub struct Defence {
+    /// Its name, unique.
+    pub name: &'static str,
+    /// The source file, from the root of the repository.
+    pub file: &'static str,
+    /// The defence as it is written there: a statement or an expression.
+    pub code: &'static str,
+    /// What stands there without it.
+    pub instead: &'static str,
+    /// The test that goes red without it.
+    pub killed_by: Test,
+}
+
+/// A test, by its binary and its name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Test {
+    /// The name of the binary without its hash: `it`, `golden`, `stores`, `remanent`, `remanent_format`.
+    pub binary: &'static str,
+    /// The name by which the binary knows it.
+    pub name: &'static str,
+}
+
+/// A row.
+const fn defence(
+    name: &'static str,
+    file: &'static str,
+    code: &'static str,
+    instead: &'static str,
+    killed_by: Test,
+) -> Defence {
+    Defence { name, file, code, instead, killed_by }
+}
+
+/// A check that is a statement of its own, of which nothing is left.
+const fn check(name: &'static str, file: &'static str, code: &'static str, killed_by: Test) -> Defence {
+    defence(name, file, code, "", killed_by)
+}
+
+/// A condition under which something is refused, which never holds.
+const fn refusal(name: &'static str, file: &'static str, code: &'static str, killed_by: Test) -> Defence {
+    defence(name, file, code, "false", killed_by)
+}
+
+/// A test of the engine, in `tests/it`.
+const fn it(name: &'static str) -> Test {
+    Test { binary: "it", name }
+}
+
+/// A test of the format crate over whole stores, in `format/tests/stores.rs`.
+const fn stores(name: &'static str) -> Test {
+    Test { binary: "stores", name }
+}
+
+/// The golden files of damaged structures: each names the defect that must be found.
+const GOLDEN: Test = Test { binary: "golden", name: "every_defect_is_named" };
+
+/// All defences.
+pub fn all() -> impl Iterator<Item = &'static Defence> {
+    [structures::LIST, log::LIST, salvage::LIST, recovery::LIST, durable::LIST].into_iter().flatten()
+}

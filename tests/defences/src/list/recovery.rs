@@ -1,0 +1,151 @@
+//! Recovery: what an open refuses, what it proves past the cache, what it copies, what it leaves alone.
+
+use super::{Defence, Test, check, defence, it, refusal};
+
+const RECOVERY: &str = "src/recovery/mod.rs";
+const LOAD: &str = "src/recovery/load.rs";
+const OPENING: &str = "src/recovery/opening.rs";
+const WALK: &str = "format/src/log/walk.rs";
+const SYNCS: Test = it("crash::syncs::each_sync_of_creations_and_openings_matters");
+const KILLED: Test = it("crash::commits::logged_commits_survive_a_kill");
+
+pub const LIST: &[Defence] = &[
+    // What is no store, or not the caller's.
+    defence(
+        "a foreign directory is no store",
+        RECOVERY,
+        "names.iter().find(|name| !ours(name))",
+        "None::<&String>",
+        it("recovery::foreign_directory_is_refused"),
+    ),
+    refusal(
+        "identity",
+        RECOVERY,
+        "self.options.identity.as_ref().is_some_and(|identity| *identity != record.identity)",
+        it("recovery::other_identity_is_refused"),
+    ),
+    refusal(
+        "layout fingerprint",
+        RECOVERY,
+        "self.options.layout_fingerprint.is_some()\n            && self.options.layout_fingerprint != record.layout_fingerprint",
+        it("recovery::other_identity_is_refused"),
+    ),
+    refusal(
+        "a newer writer's store is not written",
+        RECOVERY,
+        "!store.is_writable()",
+        it("recovery::damaged_store_file_is_refused"),
+    ),
+    refusal(
+        "a log that is gone is no new store",
+        RECOVERY,
+        "survey.log.newest().is_none()",
+        it("recovery::missing_log_is_refused"),
+    ),
+    refusal(
+        "images and manifests are no unfinished creation",
+        RECOVERY,
+        "!claimed",
+        it("recovery::missing_store_file_is_refused"),
+    ),
+    refusal(
+        "a batch is no unfinished creation",
+        RECOVERY,
+        "holds_batch(&source, file)?",
+        it("recovery::missing_store_file_is_refused"),
+    ),
+    // The medium, not the cache (I6).
+    check(
+        "names are synced before they are believed (I6)",
+        RECOVERY,
+        "self.disk.sync_folder(*folder)?;",
+        SYNCS,
+    ),
+    check(
+        "the name of STORE is synced before it is believed (I6)",
+        RECOVERY,
+        "self.disk.sync_folder(Folder::Root)?;",
+        SYNCS,
+    ),
+    defence(
+        "sealed bytes are read past the cache (I6)",
+        LOAD,
+        "DiskSource::past_cache(self.recovery.disk.clone())",
+        "DiskSource::new(self.recovery.disk.clone())",
+        it("durable::what_a_sync_did_not_write_is_noticed_at_the_next_open"),
+    ),
+    // The page cache is trusted with the tail: the predecessor ends where the reading did, and nothing is copied.
+    defence(
+        "the unproven tail is copied (I6)",
+        WALK,
+        "Ok(LogEnd {
+            accepted: self.accepted,
+            proven: self.proven,
+            torn,
+            verified: self.verified.clone(),
+            harmless,
+        })",
+        "Ok(LogEnd {
+            accepted: self.accepted,
+            proven: self.accepted,
+            torn,
+            verified: self.verified.clone(),
+            harmless,
+        })",
+        KILLED,
+    ),
+    // A new incarnation (I5).
+    check(
+        "temporary files are removed (I5)",
+        RECOVERY,
+        "self.remove_temporaries()?;",
+        it("recovery::temporary_files_are_removed"),
+    ),
+    defence(
+        "the predecessor ends where it was proven (I5)",
+        OPENING,
+        "(end.proven, end.accepted)",
+        "(end.accepted, end.accepted)",
+        KILLED,
+    ),
+    defence(
+        "the opening segment holds the tail (I5)",
+        OPENING,
+        "opening_frames(store, number, &opening, &before.tail, &verified)",
+        "opening_frames(store, number, &opening, &[], &verified)",
+        KILLED,
+    ),
+    // Snapshots (I7).
+    refusal(
+        "an unrecorded manifest is published anew (I7)",
+        RECOVERY,
+        "used.is_some_and(|used| used.snapshot == link.snapshot)",
+        it("recovery::unrecorded_manifest_is_published_anew"),
+    ),
+    refusal(
+        "a manifest with one bad copy is published anew",
+        RECOVERY,
+        "health(link.snapshot).is_some_and(|health| !health.is_whole())",
+        it("recovery::one_bad_manifest_copy_costs_nothing"),
+    ),
+    check(
+        "a manifest published anew is read back past the cache (I7)",
+        RECOVERY,
+        "check_published(&self.disk, file, &bytes)?;",
+        SYNCS,
+    ),
+    // Files that must stay, and the budget.
+    refusal(
+        "images that batches may name stay (I8)",
+        RECOVERY,
+        "may_be_for_a_batch(source, number)",
+        it("recovery::images_of_batches_stay"),
+    ),
+    defence(
+        "images that something names stay (I8)",
+        RECOVERY,
+        "!named.contains(&number)",
+        "true",
+        it("recovery::unnamed_images_are_removed"),
+    ),
+];

@@ -1,0 +1,37 @@
+//! Salvage: nothing counts that does not prove itself, wherever it lies.
+
+use super::{Defence, Test, check, defence, it, refusal, stores};
+
+const KNOWN: &str = "format/src/salvage/known.rs";
+const PAGES: &str = "format/src/salvage/pages.rs";
+const GUARDS: Test = stores("a_salvage_takes_nothing_that_never_was");
+const MANY: Test = it("salvage::many_lost_sectors_and_files_give_no_wrong_bytes");
+
+pub const LIST: &[Defence] = &[
+    // The three guards: no batch that a recovery cut, no version of which a change is missing, no table of a
+    // restore that never came.
+    defence("left behind by a recovery", KNOWN, "!is_left_behind(&header, &openings)", "true", GUARDS),
+    refusal("the epoch names a version", PAGES, "info.epoch != wanted.epoch", MANY),
+    defence(
+        "a table counts by its restore",
+        PAGES,
+        "for of_page in facts.values_mut() {\n        of_page.sort_by_key(|fact| std::cmp::Reverse(fact.info.lsn));\n    }",
+        "for name in source.list(crate::names::Folder::Pages).unwrap_or_default() {
+            if let Some(file @ FileName::Table(_)) = FileName::parse(crate::names::Folder::Pages, &name)
+                && let Ok((table, _)) = crate::rebuild::read_manifest(source, file, &survey.store)
+            {
+                table.entries.iter().for_each(&mut note);
+            }
+        }
+        for of_page in facts.values_mut() {
+            of_page.sort_by_key(|fact| std::cmp::Reverse(fact.info.lsn));
+        }",
+        GUARDS,
+    ),
+    // The rest.
+    check("checksum of a salvaged payload", KNOWN, "check_payload(header, &payload)?;", MANY),
+    refusal("a frame is durable or follows one", KNOWN, "!is_durable && !follows", GUARDS),
+    defence("a mark above its own frame is none", KNOWN, "header.durable <= header.lsn", "true", GUARDS),
+    defence("known batches stop before a restore", KNOWN, "reach.min(Lsn(restore.0 - 1))", "reach", MANY),
+    defence("exact only where a state is whole", PAGES, "self.state.is_whole", "true", MANY),
+];

@@ -1,0 +1,342 @@
+//! Every structure proves itself: checksums, limits and fields that contradict each other (I9).
+
+use super::{Defence, GOLDEN, check, defence, refusal, stores};
+
+const FRAME: &str = "format/src/frame.rs";
+const SEGMENT: &str = "format/src/segment.rs";
+const STORE: &str = "format/src/store.rs";
+const IMAGE_FILE: &str = "format/src/image/file.rs";
+const CHUNK: &str = "format/src/image/chunk.rs";
+const IMAGE_REF: &str = "format/src/image/image_ref.rs";
+const CODEC: &str = "format/src/image/codec.rs";
+const DECODE: &str = "format/src/manifest/decode.rs";
+const CHECK: &str = "format/src/manifest/check.rs";
+const ENVELOPE: &str = "format/src/value/envelope.rs";
+const OPS: &str = "format/src/op/reader.rs";
+
+pub const LIST: &[Defence] = &[
+    // Frames: their headers.
+    refusal("frame magic", FRAME, "raw.magic != FRAME_MAGIC", GOLDEN),
+    check(
+        "frame header checksum (I3)",
+        FRAME,
+        r#"check_crc("frame header", raw.header_crc, &bytes[..76])?;"#,
+        GOLDEN,
+    ),
+    check(
+        "frame reserved bytes",
+        FRAME,
+        r#"check_zero("reserved frame bytes", raw.reserved.into())?;"#,
+        GOLDEN,
+    ),
+    check(
+        "frame flags",
+        FRAME,
+        r#"check_limit("frame flags", raw.flags.into(), FLAG_GROUP_START.into())?;"#,
+        GOLDEN,
+    ),
+    check(
+        "frame payload length (I9)",
+        FRAME,
+        r#"check_limit("payload length", raw.payload_len.into(), FRAME_PAYLOAD_LEN_MAX)?;"#,
+        GOLDEN,
+    ),
+    check("frame lsn limit", FRAME, r#"check_limit("frame's lsn", raw.lsn.0, NUMBER_MAX)?;"#, GOLDEN),
+    // Frames: the order of the log (I3).
+    refusal("frame store (I3)", FRAME, "header.store != store", GOLDEN),
+    defence(
+        "frame segment (I3)",
+        FRAME,
+        r#"("frame's segment", header.segment, segment)"#,
+        r#"("off", 0, 0)"#,
+        GOLDEN,
+    ),
+    defence(
+        "frame offset (I3)",
+        FRAME,
+        r#"("frame's offset", header.offset, offset)"#,
+        r#"("off", 0, 0)"#,
+        GOLDEN,
+    ),
+    defence(
+        "frame incarnation (I3)",
+        FRAME,
+        r#"("frame's incarnation", header.incarnation.number.into(), before.incarnation.number.into())"#,
+        r#"("off", 0, 0)"#,
+        GOLDEN,
+    ),
+    defence(
+        "frame incarnation tag (I3)",
+        FRAME,
+        r#"("frame's incarnation tag", header.incarnation.random.into(), before.incarnation.random.into())"#,
+        r#"("off", 0, 0)"#,
+        GOLDEN,
+    ),
+    defence("frame lsn (I3)", FRAME, r#"("frame's lsn", header.lsn.0, lsn.0)"#, r#"("off", 0, 0)"#, GOLDEN),
+    defence(
+        "chain hash (I3)",
+        FRAME,
+        r#"("chain hash", header.chain_prev.into(), before.chain.into())"#,
+        r#"("off", 0, 0)"#,
+        GOLDEN,
+    ),
+    check(
+        "mark above its frame (I4)",
+        FRAME,
+        r#"check_limit("durable mark", header.durable.0, lsn.0)?;"#,
+        GOLDEN,
+    ),
+    defence(
+        "payload checksum (I3)",
+        FRAME,
+        r#"check_crc("payload", header.payload_crc, payload)"#,
+        "Ok(())",
+        GOLDEN,
+    ),
+    refusal("seal length", FRAME, "!payload.len().is_multiple_of(VerifiedSnapshotRaw::LEN)", GOLDEN),
+    check(
+        "seal reserved bytes",
+        FRAME,
+        r#"check_zero("reserved seal bytes", raw.reserved.into())?;"#,
+        GOLDEN,
+    ),
+    // Segments.
+    refusal("segment magic", SEGMENT, "raw.magic != SEGMENT_MAGIC", GOLDEN),
+    check(
+        "segment header checksum",
+        SEGMENT,
+        r#"check_crc("segment header", raw.header_crc, &bytes[..124])?;"#,
+        GOLDEN,
+    ),
+    refusal("segment version", SEGMENT, "raw.version != FORMAT_VERSION", GOLDEN),
+    check(
+        "segment flags",
+        SEGMENT,
+        r#"check_limit("segment flags", u64::from(raw.flags), u64::from(FLAG_OPENING))?;"#,
+        GOLDEN,
+    ),
+    refusal(
+        "segment length",
+        SEGMENT,
+        "raw.segment_len < SEGMENT_LEN_MIN || !raw.segment_len.is_multiple_of(GROUP_ALIGN)",
+        GOLDEN,
+    ),
+    refusal(
+        "opening without incarnation (I5)",
+        SEGMENT,
+        "is_opening == (raw.incarnation.number == 0)",
+        GOLDEN,
+    ),
+    refusal(
+        "opening that accepts less than was proven (I5)",
+        SEGMENT,
+        "is_opening && raw.accepted < raw.predecessor.lsn",
+        GOLDEN,
+    ),
+    refusal(
+        "predecessor that is no predecessor (I5)",
+        SEGMENT,
+        "is_opening && raw.predecessor.incarnation.number >= raw.incarnation.number",
+        GOLDEN,
+    ),
+    refusal("segment unused bytes", SEGMENT, "header.encode() != *bytes", GOLDEN),
+    check(
+        "segment number",
+        SEGMENT,
+        r#"check_equal("segment's number", header.segment, number)?;"#,
+        stores("the_end_of_the_log_is_judged_row_by_row"),
+    ),
+    check(
+        "segment file length",
+        SEGMENT,
+        r#"check_equal("segment's length", header.segment_len, file_len)?;"#,
+        stores("the_end_of_the_log_is_judged_row_by_row"),
+    ),
+    defence(
+        "segment store",
+        SEGMENT,
+        "header.store == store",
+        "true",
+        stores("the_end_of_the_log_is_judged_row_by_row"),
+    ),
+    // STORE.
+    refusal("STORE magic", STORE, "raw.magic != STORE_MAGIC", GOLDEN),
+    check(
+        "STORE header checksum",
+        STORE,
+        r#"check_crc("STORE header", raw.header_crc, &header[..60])?;"#,
+        GOLDEN,
+    ),
+    refusal("STORE version and features", STORE, "raw.version > FORMAT_VERSION || unknown != 0", GOLDEN),
+    check("STORE reserved bytes", STORE, r#"check_zeros("reserved STORE bytes", &raw.reserved)?;"#, GOLDEN),
+    check(
+        "STORE record length (I9)",
+        STORE,
+        r#"check_limit("STORE record length", raw.record_len.into(), STORE_RECORD_LEN_MAX as u64)?;"#,
+        GOLDEN,
+    ),
+    check(
+        "STORE length",
+        STORE,
+        r#"check_equal("STORE length", bytes.len() as u64, (StoreHeaderRaw::LEN + record.len()) as u64)?;"#,
+        GOLDEN,
+    ),
+    check("STORE record checksum", STORE, r#"check_crc("STORE record", raw.record_crc, record)?;"#, GOLDEN),
+    // Image files and chunks.
+    refusal("image file magic", IMAGE_FILE, "raw.magic != IMAGE_FILE_MAGIC", GOLDEN),
+    check(
+        "image file header checksum",
+        IMAGE_FILE,
+        r#"check_crc("image file header", raw.header_crc, &bytes[..60])?;"#,
+        GOLDEN,
+    ),
+    refusal("image file version", IMAGE_FILE, "raw.version != FORMAT_VERSION", GOLDEN),
+    refusal("chunk magic", CHUNK, "raw.magic != CHUNK_MAGIC", GOLDEN),
+    check(
+        "chunk header checksum",
+        CHUNK,
+        r#"check_crc("chunk header", raw.header_crc, &bytes[..60])?;"#,
+        GOLDEN,
+    ),
+    check(
+        "chunk table length",
+        CHUNK,
+        r#"check_equal("table length", raw.table_len.into(), table_len)?;"#,
+        GOLDEN,
+    ),
+    refusal("chunk store", CHUNK, "self.store != store", GOLDEN),
+    check("chunk file", CHUNK, r#"check_equal("chunk's file", self.file, file)?;"#, GOLDEN),
+    defence("chunk offset", CHUNK, r#"check_equal("chunk's offset", self.offset, offset)"#, "Ok(())", GOLDEN),
+    check("image count", CHUNK, r#"check_limit("image count", count, CHUNK_IMAGES_MAX.into())?;"#, GOLDEN),
+    check(
+        "image offset in its chunk",
+        CHUNK,
+        r#"check_equal("image offset", header.image.offset, at)?;"#,
+        GOLDEN,
+    ),
+    check(
+        "chunk length",
+        CHUNK,
+        r#"check_equal("chunk length", self.chunk_len, align_up(at - self.offset, GROUP_ALIGN))?;"#,
+        GOLDEN,
+    ),
+    refusal(
+        "image of a known batch without page or epoch",
+        CHUNK,
+        "raw.lsn.0 != 0 && (raw.page.0 == 0 || raw.epoch.0 == 0)",
+        GOLDEN,
+    ),
+    check(
+        "stored length of a raw image",
+        IMAGE_REF,
+        r#"check_equal("stored length of a raw image", self.stored_len, len)?;"#,
+        GOLDEN,
+    ),
+    check(
+        "stored length of a compressed image",
+        IMAGE_REF,
+        r#"check_limit("stored length of a compressed image", self.stored_len, len - 1)?;"#,
+        GOLDEN,
+    ),
+    defence(
+        "image payload checksum",
+        IMAGE_REF,
+        r#"check_crc("image", self.stored_crc, stored)"#,
+        "Ok(())",
+        GOLDEN,
+    ),
+    check(
+        "decompressed page checksum",
+        IMAGE_REF,
+        r#"check_crc("page", self.raw_crc, &bytes)?;"#,
+        stores("every_input_that_the_repository_keeps_passes_every_target"),
+    ),
+    defence("decompressed length", CODEC, "total > len", "false", GOLDEN),
+    // Manifests.
+    check(
+        "manifest header checksum",
+        DECODE,
+        r#"check_crc("manifest header", raw.header_crc, &header[..252])?;"#,
+        GOLDEN,
+    ),
+    check("manifest body checksum", DECODE, r#"check_crc("manifest body", raw.body_crc, body)?;"#, GOLDEN),
+    check(
+        "manifest body length (I9)",
+        DECODE,
+        r#"check_limit("manifest body length", raw.body_len, MANIFEST_BODY_LEN_MAX)?;"#,
+        GOLDEN,
+    ),
+    check(
+        "manifest entry count (I9)",
+        DECODE,
+        r#"check_limit("entry count", raw.entry_count, fits(ManifestEntryRaw::LEN))?;"#,
+        GOLDEN,
+    ),
+    check(
+        "manifest name length",
+        DECODE,
+        r#"check_limit("snapshot name length", raw.name_len.into(), SNAPSHOT_NAME_LEN_MAX as u64)?;"#,
+        GOLDEN,
+    ),
+    check(
+        "manifest previous link of a base",
+        DECODE,
+        r#"check_zero("previous link of a manifest that follows none", raw.previous.0)?;"#,
+        GOLDEN,
+    ),
+    check(
+        "manifest link goes back",
+        CHECK,
+        r#"check_limit("previous link", previous.0, self.snapshot.0.saturating_sub(1))?;"#,
+        GOLDEN,
+    ),
+    check(
+        "manifest redo behind its end",
+        CHECK,
+        r#"check_limit("redo lsn", self.redo.lsn.0, self.end.0)?;"#,
+        GOLDEN,
+    ),
+    check("manifest pages ascend", CHECK, "self.check_order()?;", GOLDEN),
+    check(
+        "manifest highest epoch",
+        CHECK,
+        r#"check_limit("page's epoch", entry.epoch.0, self.epoch_high.0)?;"#,
+        GOLDEN,
+    ),
+    check("manifest next page", CHECK, r#"check_limit("page id", page.0, self.next_page - 1)?;"#, GOLDEN),
+    defence(
+        "manifest next file",
+        CHECK,
+        r#"check_limit("image file", image.file, self.next_file - 1)"#,
+        "Ok(())",
+        GOLDEN,
+    ),
+    // Metadata, and the operations of a batch.
+    check(
+        "metadata length (I9)",
+        ENVELOPE,
+        r#"check_limit("metadata length", u64::from(len), limit.min(ROOT_LEN_MAX) as u64)?;"#,
+        GOLDEN,
+    ),
+    check("metadata checksum", ENVELOPE, r#"check_crc("metadata", crc, content)?;"#, GOLDEN),
+    refusal("metadata left over", ENVELOPE, "used != content.len()", GOLDEN),
+    check(
+        "operation count (I9)",
+        OPS,
+        r#"check_limit("operation count", head.op_count.into(), (payload.len() / OP_HEADER_LEN) as u64)?;"#,
+        GOLDEN,
+    ),
+    check(
+        "payload reserved bytes",
+        OPS,
+        r#"check_zero("reserved payload bytes", u64::from(head.reserved) | head.reserved_2)?;"#,
+        GOLDEN,
+    ),
+    check(
+        "image reserved bytes of an operation",
+        OPS,
+        r#"check_zeros("reserved image bytes", &raw.reserved)?;"#,
+        GOLDEN,
+    ),
+    check("index padding", OPS, r#"check_zeros("index padding", &body[indices_len..values_at])?;"#, GOLDEN),
+];

@@ -1,0 +1,105 @@
+//! Whatever is durable says so, and what says so is durable: the marks that later opens judge damage by (I4), and
+//! the reads past the cache that find out a disk whose syncs do nothing (I6).
+
+use std::sync::Arc;
+
+use remanent::device::host::HostDevice;
+use remanent::disk::sim::{Moment, SimDisk, SyncPoint};
+use remanent::{Ack, Error, Lsn, Options, Place, Result, Store};
+use remanent_format::frame::{FrameHeader, FrameKind};
+use remanent_format::log::frames_of_segment;
+use remanent_format::rebuild::{RebuildOptions, Survey, rebuild};
+
+fn open(disk: &SimDisk) -> Result<Store> {
+    let options = Options::default().segment_len(16 << 10).snapshot_log_bytes(None).snapshot_interval(None);
+    Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options)
+}
+
+fn commit(store: &Store, ack: Ack) -> Lsn {
+    let mut batch = store.batch();
+    batch.create(40, Place::Host);
+    let ticket = store.submit(batch).unwrap();
+    ticket.wait(ack).unwrap();
+    ticket.position().lsn
+}
+
+/// The headers of all frames that lie in the log.
+fn frames(disk: &SimDisk) -> Vec<FrameHeader> {
+    let survey = Survey::read(disk).unwrap();
+    let of_segment = |number: &u64| frames_of_segment(disk, survey.store.store, *number);
+    let frames = survey.log.segments().keys().flat_map(of_segment);
+    frames.map(|frame| *frame.unproven()).collect()
+}
+
+/// As a death of the process leaves it now.
+fn killed(disk: &SimDisk) -> SimDisk {
+    disk.after_kill(Moment { event: disk.events(), tear: None })
+}
+
+/// A mark that lags costs nothing as long as nothing is damaged, and no crash shows it. So each is looked at.
+#[test]
+fn every_frame_carries_the_newest_durable_batch() {
+    let disk = SimDisk::new();
+    let store = open(&disk).unwrap();
+    // By batch: what was known to be durable before it was submitted.
+    let (mut known, mut durable) = (vec![Lsn(0)], Lsn(0));
+    for step in 0..40 {
+        known.push(durable);
+        let ack = if step % 3 == 0 { Ack::Durable } else { Ack::Logged };
+        let lsn = commit(&store, ack);
+        assert_eq!(lsn.0 as usize + 1, known.len());
+        if ack == Ack::Durable {
+            durable = lsn;
+        }
+    }
+    store.close().unwrap();
+    let frames = frames(&disk);
+    let batches: Vec<&FrameHeader> = frames.iter().filter(|frame| frame.kind == FrameKind::Batch).collect();
+    assert_eq!(batches.len(), 40);
+    for frame in batches {
+        assert!(frame.durable >= known[frame.lsn.0 as usize] && frame.durable < frame.lsn, "{frame:?}");
+    }
+    assert_eq!(known[40], Lsn(40 - 3));
+}
+
+#[test]
+fn a_busy_period_ends_with_a_seal_that_covers_it() {
+    let disk = SimDisk::new();
+    let store = open(&disk).unwrap();
+    for _ in 0..3 {
+        let lsn = commit(&store, Ack::Logged);
+        // Nobody asks for anything: the log does this by itself.
+        let covers = |frame: &FrameHeader| frame.kind == FrameKind::Seal && frame.durable == lsn;
+        while !frames(&disk).iter().any(covers) {
+            std::thread::yield_now();
+        }
+    }
+}
+
+#[test]
+fn a_closed_log_ends_with_a_seal_that_covers_it() {
+    let disk = SimDisk::new();
+    let store = open(&disk).unwrap();
+    let lsn = commit(&store, Ack::Durable);
+    store.close().unwrap();
+    let end = rebuild(&disk.after_power_cut(), &RebuildOptions::default()).unwrap().end.unwrap();
+    assert_eq!((end.accepted.lsn, end.proven.lsn), (lsn, lsn));
+}
+
+#[test]
+fn what_a_sync_did_not_write_is_noticed_at_the_next_open() {
+    let disk = SimDisk::new();
+    let store = open(&disk).unwrap();
+    commit(&store, Ack::Durable);
+    disk.skip_syncs(|point| matches!(point, SyncPoint::Window(_)));
+    let lied_about = commit(&store, Ack::Durable);
+    // Its frame says that the batch before it is durable.
+    commit(&store, Ack::Durable);
+    let left = killed(&disk);
+    drop(store);
+    rebuild(&left, &RebuildOptions::default()).expect("through the cache all is there");
+    match open(&left) {
+        Err(Error::Damaged(damage)) => assert_eq!(damage.lsn, Some(lied_about), "{damage}"),
+        other => panic!("not refused: {:?}", other.map(|store| store.lsn())),
+    }
+}
