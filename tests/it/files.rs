@@ -13,15 +13,26 @@ use remanent_format::rebuild::Rebuilt;
 pub use crate::archive::Files;
 
 impl Files {
-    /// What a process sees on a disk, but for the files that are only locked.
+    /// What a process sees on a disk, but for the files that are only locked. A store may be at work there: what it
+    /// makes, renames or removes meanwhile is looked at anew.
     pub fn of(disk: &SimDisk) -> Self {
-        let names = [Folder::Root, Folder::Log, Folder::Pages, Folder::Snapshots].map(|folder| {
-            let names = Disk::list(disk, folder).unwrap();
-            names.iter().filter_map(|name| FileName::parse(folder, name)).collect::<Vec<_>>()
-        });
-        let files =
-            names.into_iter().flatten().filter(|file| !matches!(file, FileName::Lock | FileName::Readers));
-        Self(files.map(|file| (file, disk.bytes(file).unwrap())).collect())
+        let names = || -> Vec<FileName> {
+            let folders = [Folder::Root, Folder::Log, Folder::Pages, Folder::Snapshots];
+            let names = folders.into_iter().flat_map(|folder| {
+                let names = Disk::list(disk, folder).unwrap();
+                names.into_iter().filter_map(move |name| FileName::parse(folder, &name))
+            });
+            names.filter(|file| !matches!(file, FileName::Lock | FileName::Readers)).collect()
+        };
+        loop {
+            let before = names();
+            let files = before.iter().map(|file| Some((*file, disk.bytes(*file)?))).collect::<Option<_>>();
+            if let Some(files) = files
+                && names() == before
+            {
+                return Self(files);
+            }
+        }
     }
 
     /// A disk that holds these files durably.

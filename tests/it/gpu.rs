@@ -78,8 +78,10 @@ impl Caller {
     /// `None`, said aloud, where there is no GPU.
     pub fn new() -> Option<Self> {
         static ALONE: Mutex<()> = Mutex::new(());
-        device()?;
+        // Before the GPU is asked for: what is given back meanwhile would wait for a stream that another holds up,
+        // and in the driver, where that other would then wait for it.
         let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        device()?;
         let mut context = std::ptr::null_mut();
         call!(cuDevicePrimaryCtxRetain(&mut context, 0));
         let caller = Self { context, _alone: alone };
