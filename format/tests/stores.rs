@@ -428,12 +428,16 @@ fn only_the_newest_incarnation_testifies() {
     check("the last batch is torn", &maker, &Torn(4, 5));
 }
 
+fn salvage(maker: &Maker) -> Salvage<'_> {
+    let store = StoreFile { store: STORE, features: Features::default(), record: StoreRecord::default() };
+    Salvage::read(&maker.files, store, 1 << 20).unwrap()
+}
+
 /// The guards of a salvage, one by one: what looks like a batch, or like a version, and never was one.
 #[test]
 fn a_salvage_takes_nothing_that_never_was() {
     let salvaged = |maker: &Maker| {
-        let store = StoreFile { store: STORE, features: Features::default(), record: StoreRecord::default() };
-        let salvage = Salvage::read(&maker.files, store, 1 << 20).unwrap();
+        let salvage = salvage(maker);
         let info = salvage.state().table.get(PAGE).expect("the page").clone();
         let Found::Exact(bytes) = salvage.find(&info) else { panic!("{:?}", salvage.find(&info)) };
         assert_eq!(info.lsn, salvage.state().table.lsn());
@@ -470,6 +474,20 @@ fn a_salvage_takes_nothing_that_never_was() {
     (table.entries[0].lsn, table.entries[0].epoch, table.epoch_high) = (Lsn(5), Epoch(5), Epoch(5));
     maker.publish(FileName::Table(9), &table);
     assert_eq!(salvaged(&maker), 5);
+}
+
+/// A snapshot needs a batch that is lost, and so does the log's beginning. What the snapshot has of the page is
+/// proven, but nobody knows of which state it was.
+#[test]
+fn nothing_is_exact_where_no_state_is_known() {
+    let mut maker = four();
+    maker.snapshot(1, 2, 3, 4);
+    [1, 4].into_iter().for_each(|lsn| maker.frame_at(lsn)[8] ^= 1);
+    let salvage = salvage(&maker);
+    assert!(!salvage.state().is_whole);
+    let info = salvage.state().table.get(PAGE).expect("the page");
+    let Found::Older { version, bytes, .. } = salvage.find(info) else { panic!("{:?}", salvage.find(info)) };
+    assert_eq!((version.lsn, bytes), (Lsn(3), content(3)));
 }
 
 #[test]

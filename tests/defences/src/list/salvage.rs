@@ -33,5 +33,11 @@ pub const LIST: &[Defence] = &[
     refusal("a frame is durable or follows one", KNOWN, "!is_durable && !follows", GUARDS),
     defence("a mark above its own frame is none", KNOWN, "header.durable <= header.lsn", "true", GUARDS),
     defence("known batches stop before a restore", KNOWN, "reach.min(Lsn(restore.0 - 1))", "reach", MANY),
-    defence("exact only where a state is whole", PAGES, "self.state.is_whole", "true", MANY),
+    defence(
+        "exact only where a state is whole",
+        PAGES,
+        "self.state.is_whole",
+        "true",
+        stores("nothing_is_exact_where_no_state_is_known"),
+    ),
 ];
