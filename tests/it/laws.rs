@@ -13,6 +13,7 @@ mod receipt;
 
 use std::sync::Arc;
 
+use remanent::device::faulty::FaultyDevice;
 use remanent::device::host::HostDevice;
 use remanent::device::late::LateDevice;
 use remanent::device::several::SeveralDevices;
@@ -47,6 +48,11 @@ fn devices_that_run_lists_at_random_keep_the_laws() {
         println!("schedule of seed {seed}");
         keeps_the_laws(&LateDevice::seeded(Arc::new(HostDevice::new()), seed));
     }
+}
+
+#[test]
+fn a_device_that_could_fail_and_does_not_keeps_the_laws() {
+    keeps_the_laws(&FaultyDevice::new(Arc::new(HostDevice::new())));
 }
 
 #[test]
