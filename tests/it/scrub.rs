@@ -328,6 +328,23 @@ fn a_page_that_is_deleted_before_its_image_was_mended_stays_deleted() {
 }
 
 #[test]
+fn what_found_no_room_to_be_mended_is_mended_by_the_next_scrub() {
+    let subject = Subject::new();
+    let image = subject.image_of(subject.pages[0]);
+    subject.flip(FileName::Pages(image.file), image.offset);
+    subject.disk.set_capacity(Some(subject.disk.used_bytes()));
+    for _ in 0..2 {
+        let scrubbed = subject.store.scrub().unwrap();
+        assert!(matches!(scrubbed.mended, Some(Err(Error::DiskFull { .. }))), "{scrubbed:?}");
+    }
+    subject.disk.set_capacity(None);
+    let scrubbed = subject.store.scrub().unwrap();
+    assert!(!scrubbed.damage.is_empty() && matches!(scrubbed.mended, Some(Ok(_))), "{scrubbed:?}");
+    subject.check_left("mended late");
+    assert_eq!(subject.store.scrub().unwrap().damage, []);
+}
+
+#[test]
 fn a_named_snapshot_stays_as_it_is() {
     let subject = Subject::new();
     let named = subject.store.snapshot_named("then").unwrap();

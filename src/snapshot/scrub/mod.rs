@@ -130,6 +130,12 @@ impl Scrub {
             tracing::warn!(%damage, "found by a scrub");
         }
         let mut keeping = self.snapshots.keeping.lock();
+        // What nobody keeps any more must not come back.
+        let is_kept = |link: &Manifest| {
+            let mut kept = keeping.snapshots.iter();
+            kept.any(|(id, kept)| *id == link.snapshot || kept.links.contains(&link.snapshot))
+        };
+        let copies: Vec<Manifest> = copies.into_iter().filter(is_kept).collect();
         self.mend_files(store, &copies).map_err(|error| match error {
             Error::DiskFull { .. } => error,
             error => self.snapshots.poison.set(error),
@@ -146,13 +152,21 @@ impl Scrub {
             batches.iter().any(|lsn| kept.redo.lsn < *lsn)
                 || survey.snapshot(kept.info.id).map_or(true, |snapshot| is_spoilt(&snapshot))
         };
-        if spoil(&mut keeping, needs_damaged) || !batches.is_empty() {
+        let spoilt = spoil(&mut keeping, needs_damaged);
+        if spoilt.is_due || !batches.is_empty() {
             let newest = keeping.snapshots.keys().next_back();
             if newest.is_some_and(|newest| survey.chain(*newest).is_err()) {
                 keeping.known.unlink();
             }
             let taken =
                 self.snapshots.take_and(&mut keeping, wanted, |keeping| self.snapshots.retain(keeping));
+            if taken.is_err() {
+                // The next scrub is to find it all again, when there is room for what mends it.
+                for (_, kept) in keeping.snapshots.iter_mut().filter(|(id, _)| spoilt.snapshots.contains(id))
+                {
+                    kept.holds = true;
+                }
+            }
             scrubbed.mended = Some(taken.map(|info| info.id));
         }
         Ok(scrubbed)
@@ -168,17 +182,24 @@ impl Scrub {
     }
 }
 
-/// Marks the snapshots that need something damaged. Returns whether another one must take the place of one of
-/// them: of the newest, from which recovery starts, or of one that is kept to start from. A name keeps its
-/// snapshot for its own sake.
-fn spoil(keeping: &mut Keeping, needs_damaged: impl Fn(&Kept) -> bool) -> bool {
+/// What a scrub has marked.
+struct Spoilt {
+    snapshots: Vec<SnapshotId>,
+    /// Whether another snapshot must take the place of one of them.
+    is_due: bool,
+}
+
+/// Marks the snapshots that need something damaged. Another one is due in place of the newest, from which recovery
+/// starts, and of one that is kept to start from. A name keeps its snapshot for its own sake.
+fn spoil(keeping: &mut Keeping, needs_damaged: impl Fn(&Kept) -> bool) -> Spoilt {
     let newest = keeping.snapshots.keys().next_back().copied();
-    let mut is_due = false;
+    let mut spoilt = Spoilt { snapshots: Vec::new(), is_due: false };
     for (id, kept) in &mut keeping.snapshots {
         if kept.holds && needs_damaged(kept) {
             kept.holds = false;
-            is_due |= kept.info.name.is_none() || Some(*id) == newest;
+            spoilt.snapshots.push(*id);
+            spoilt.is_due |= kept.info.name.is_none() || Some(*id) == newest;
         }
     }
-    is_due
+    spoilt
 }

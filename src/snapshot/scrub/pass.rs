@@ -66,6 +66,8 @@ impl<'a> Pass<'a> {
         let keeping = snapshots.keeping.lock();
         let source = DiskSource::past_cache(snapshots.disk.clone());
         let mut found = Found::default();
+        // Before the files are listed: what becomes durable meanwhile may lie in a segment that is not among them.
+        let until = snapshots.log.durable();
         let survey = match Survey::read(&source) {
             Ok(survey) if survey.store == *store => survey,
             Err(damage) if damage.file != FileName::Store => return Err(damage.into()),
@@ -75,7 +77,7 @@ impl<'a> Pass<'a> {
                 Survey::read_as(&source, store.clone())?
             }
         };
-        let (log, until, images) = (survey.log.clone(), snapshots.log.durable(), BTreeMap::new());
+        let (log, images) = (survey.log.clone(), BTreeMap::new());
         let mut pass = Self { snapshots, source, pace, began, log, until, images, found };
         pass.read_links(&keeping, &survey);
         pass.read_tables(&keeping, store);
