@@ -36,7 +36,8 @@ pub struct Arena {
     retired: [Mutex<VecDeque<Retired>>; Lane::ALL.len()],
     retired_count: AtomicUsize,
     /// Held by who reaps, so that who must know how much can be had waits for what is being released.
-    reaping: Mutex<()>,
+    /// One reaps a lane at a time. Who waits for callers is in nobody's way who reaps the other lanes.
+    reaping: [Mutex<()>; Lane::ALL.len()],
 }
 
 /// The memory of one page. It is given back by [`Arena::retire`] or [`Arena::discard`], never by being
@@ -75,7 +76,7 @@ impl Arena {
             accounts: RwLock::default(),
             retired: Default::default(),
             retired_count: AtomicUsize::new(0),
-            reaping: Mutex::default(),
+            reaping: Default::default(),
         }
     }
 
@@ -201,8 +202,8 @@ impl Arena {
         if self.retired_count.load(Ordering::Acquire) == 0 {
             return Ok(());
         }
-        let Some(_reaping) = self.reaping.try_lock() else { return Ok(()) };
         for lane in Lane::ALL {
+            let Some(_reaping) = self.reaping[lane as usize].try_lock() else { continue };
             let reached = self.device.reached(lane);
             while let Some(retired) = self.next_retired(lane, |fence| fence.value <= reached) {
                 self.release(retired)?;
@@ -220,8 +221,8 @@ impl Arena {
     }
 
     fn reap_awaiting(&self, lanes: &[Lane]) -> Result<()> {
-        let _reaping = self.reaping.lock();
         for lane in lanes {
+            let _reaping = self.reaping[*lane as usize].lock();
             while let Some(retired) = self.next_retired(*lane, |_| true) {
                 self.device.wait(retired.fence)?;
                 self.release(retired)?;

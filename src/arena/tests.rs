@@ -117,6 +117,16 @@ fn who_feeds_the_lanes_waits_for_them_and_never_for_callers() {
 }
 
 #[test]
+fn who_feeds_the_lanes_is_not_behind_one_who_waits_for_callers() {
+    let (device, arena) = late_arena();
+    let _waits_for_a_caller = arena.reaping[Lane::Callers as usize].lock();
+    let page = arena.allocate(Purpose::Page, PLACE, 60).unwrap();
+    let fence = use_page(&*device, &page);
+    arena.retire(page, fence);
+    arena.discard(arena.allocate_for_lane(Purpose::Aside, PLACE, 50).unwrap()).unwrap();
+}
+
+#[test]
 fn a_full_device_is_reaped_and_asked_again() {
     let device: Arc<dyn Device> = Arc::new(LateDevice::new(Arc::new(HostDevice::new())));
     let arena = Arena::new(device.clone(), Budget::default());
