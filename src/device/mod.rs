@@ -167,6 +167,12 @@ pub type PageBytes = Arc<dyn AsRef<[u8]> + Send + Sync>;
 pub struct RawStream(u64);
 
 impl RawStream {
+    /// Whether it is a default stream: every GPU has one by the same handle.
+    pub(crate) fn is_default(self) -> bool {
+        // The one of old, and the two that CUDA names: legacy, and one a thread.
+        self.0 <= 2
+    }
+
     /// The handle as a number.
     #[must_use]
     pub fn handle(self) -> u64 {

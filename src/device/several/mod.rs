@@ -217,21 +217,28 @@ impl SeveralDevices {
         Ok(lists.flat_map(|list| list.shares.fences()).collect())
     }
 
-    /// Makes a call with a caller's stream to the device that it is of, and says which one that is.
+    /// Makes a call with a caller's stream to the device that it is of, and says which one that is: all of them, if
+    /// it is a default stream, for each has one by that handle.
     ///
     /// # Errors
     /// `StreamRefused` if all of them refuse it; a device error.
-    fn with_stream(&self, call: impl Fn(&dyn Device) -> Result<()>) -> Result<usize> {
-        let mut refused = None;
+    fn with_stream(&self, stream: RawStream, call: impl Fn(&dyn Device) -> Result<()>) -> Result<Vec<usize>> {
+        let (mut accepted, mut refused) = (Vec::new(), None);
         for (part, device) in self.parts.iter().enumerate() {
             match call(&**device) {
-                Ok(()) => return Ok(part),
+                Ok(()) => accepted.push(part),
                 // Of another part, perhaps.
                 Err(error @ Error::StreamRefused { .. }) => _ = refused.get_or_insert(error),
                 Err(error) => return Err(error),
             }
+            if !accepted.is_empty() && !stream.is_default() {
+                break;
+            }
         }
-        Err(refused.expect("there is at least one device, and it refused"))
+        if accepted.is_empty() {
+            return Err(refused.expect("there is at least one device, and it refused"));
+        }
+        Ok(accepted)
     }
 
     fn release_all(&self, memory: Vec<Home>) {
@@ -322,8 +329,8 @@ impl Device for SeveralDevices {
     }
 
     fn wait_external(&self, lane: Lane, stream: RawStream) -> Result<()> {
-        let part = self.with_stream(|device| device.wait_external(lane, stream))?;
-        self.lane(lane).state.lock().behind.insert(part);
+        let parts = self.with_stream(stream, |device| device.wait_external(lane, stream))?;
+        self.lane(lane).state.lock().behind.extend(parts);
         Ok(())
     }
 
@@ -347,7 +354,7 @@ impl Device for SeveralDevices {
     }
 
     fn wait_stream(&self, stream: RawStream) -> Result<()> {
-        self.with_stream(|device| device.wait_stream(stream)).map(drop)
+        self.with_stream(stream, |device| device.wait_stream(stream)).map(drop)
     }
 
     fn address(&self, memory: MemoryId) -> Option<u64> {
