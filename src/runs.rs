@@ -96,8 +96,10 @@ impl<'a> Run<'a> {
         source: &DiskSource,
         take: impl FnOnce(usize) -> Result<B>,
     ) -> Result<Piece<B>> {
-        let (first, last) = (&self.images[0].image, &self.images[self.images.len() - 1].image);
-        Piece::read(source, first.file, first.offset..last.offset + last.stored_len, take)
+        let first = &self.images[0].image;
+        // Where images overlap, which only a forged manifest says, the last one need not end last.
+        let ends = self.images.iter().map(|wanted| wanted.image.offset + wanted.image.stored_len);
+        Piece::read(source, first.file, first.offset..ends.max().expect("at least one"), take)
     }
 
     /// The pages in what [`Run::read`] returned, proven, each with the place in memory where it is stored.

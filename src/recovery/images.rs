@@ -22,6 +22,8 @@ use crate::staging::StagingBuf;
 /// Threads that read. A disk is busy with four; from the page cache each gives a few gigabytes a second, checksums
 /// included, and a GPU takes fifty.
 const THREADS_MAX: usize = 16;
+/// Bytes of pages that are decompressed at once, unless a single one is longer. Each is held three times.
+const DECODED_BYTES: u64 = 64 << 20;
 
 /// Loads images into the memory of their pages.
 pub(super) struct ImageLoader<'a> {
@@ -44,9 +46,12 @@ impl ImageLoader<'_> {
     /// # Errors
     /// [`Error::Damaged`]; a device error. Lists that name the memory may still be under way then.
     pub fn load(&self, images: &mut [Wanted]) -> Result<()> {
+        let compressed = images.iter().filter(|wanted| wanted.image.codec != Codec::Raw);
+        let longest = compressed.map(|wanted| wanted.len).max().unwrap_or(0);
+        let fit = (DECODED_BYTES / longest.max(RUN_BYTES)).max(1) as usize;
         let work: Vec<Work<'_>> = runs(images).flat_map(split).collect();
         let checksums = crew::map(
-            crew::threads(THREADS_MAX),
+            crew::threads(if longest == 0 { THREADS_MAX } else { fit.min(THREADS_MAX) }),
             work.len(),
             || (),
             |(), index| match &work[index] {
