@@ -76,7 +76,10 @@ impl Leases {
 
     /// Begins a lease, for this thread. The caller holds the submission lock.
     pub fn begin(&self, page: PageId) -> LeaseId {
+        let reached = self.device.reached(Lane::Callers);
         let mut state = self.state.lock();
+        // A page that is only ever read meets no batch that would look.
+        state.remove(page, |record| record.ended.is_some_and(|value| value <= reached));
         state.begun += 1;
         let id = LeaseId(state.begun);
         let record =
