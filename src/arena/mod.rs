@@ -13,8 +13,9 @@ mod tests;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
-use parking_lot::{Mutex, RwLock};
+use parking_lot::{Condvar, Mutex, RwLock};
 use remanent_format::Place;
 
 use self::account::Account;
@@ -26,6 +27,10 @@ use crate::options::Budget;
 /// The lanes that never wait for a caller.
 const OWN_LANES: [Lane; 3] = [Lane::Apply, Lane::Drain, Lane::Stage];
 
+/// Scratch is on its way to the host, which takes milliseconds. Where that never ends, the device has stopped, and
+/// who waits is told so by what he does next.
+const SCRATCH_WAIT_MAX: Duration = Duration::from_secs(10);
+
 /// The page memory of one device, under one budget. Shared by threads.
 pub struct Arena {
     device: Arc<dyn Device>,
@@ -36,6 +41,8 @@ pub struct Arena {
     retired: [Mutex<VecDeque<Retired>>; Lane::ALL.len()],
     retired_count: AtomicUsize,
     /// Held by who reaps, so that who must know how much can be had waits for what is being released.
+    scratch: Mutex<Scratch>,
+    scratch_given_back: Condvar,
     /// One reaps a lane at a time. Who waits for callers is in nobody's way who reaps the other lanes.
     reaping: [Mutex<()>; Lane::ALL.len()],
 }
@@ -61,6 +68,15 @@ pub struct Reservation<'a> {
     awaited: &'static [Lane],
 }
 
+/// What snapshots gather into. It takes what room there is, so it must stand in nobody's way: who would have room
+/// without it waits until it is given back, which never waits for a commit, and none is given out meanwhile.
+#[derive(Default)]
+struct Scratch {
+    /// Claimed and allocated bytes.
+    bytes: BTreeMap<Place, u64>,
+    waiting: usize,
+}
+
 struct Retired {
     page: PageMemory,
     fence: Fence,
@@ -76,6 +92,8 @@ impl Arena {
             accounts: RwLock::default(),
             retired: Default::default(),
             retired_count: AtomicUsize::new(0),
+            scratch: Mutex::default(),
+            scratch_given_back: Condvar::new(),
             reaping: Default::default(),
         }
     }
@@ -160,7 +178,7 @@ impl Arena {
             let sum = sums.entry(*place).or_default();
             *sum = sum.saturating_add(*len);
         }
-        match self.claim(awaited, purpose, &sums) {
+        let claimed = match self.claim(awaited, purpose, &sums) {
             Err(Error::OverBudget { place, asked, .. })
                 if self.retired_count.load(Ordering::Acquire) > 0
                     && self.account(place).fits_without_retired(asked) =>
@@ -169,14 +187,67 @@ impl Arena {
                 self.claim(awaited, purpose, &sums)
             }
             claimed => claimed,
+        };
+        match claimed {
+            Err(Error::OverBudget { place, asked, .. })
+                if purpose != Purpose::Gather && self.fits_without_scratch(place, asked) =>
+            {
+                let mut scratch = self.scratch.lock();
+                scratch.waiting += 1;
+                let is_used = |scratch: &mut Scratch| !scratch.bytes.is_empty();
+                self.scratch_given_back.wait_while_for(&mut scratch, is_used, SCRATCH_WAIT_MAX);
+                drop(scratch);
+                let claimed = self.reap_awaiting(awaited).and_then(|()| self.claim(awaited, purpose, &sums));
+                self.scratch.lock().waiting -= 1;
+                claimed
+            }
+            claimed => claimed,
         }
+    }
+
+    /// Whether so many bytes would fit if nothing were retired, and no snapshot gathered.
+    fn fits_without_scratch(&self, place: Place, len: u64) -> bool {
+        let scratch = self.scratch.lock().bytes.get(&place).copied();
+        scratch.is_some_and(|scratch| self.account(place).fits_without_retired(len.saturating_sub(scratch)))
+    }
+
+    /// Scratch for a snapshot, for who submits to the lanes; none while somebody waits for what there is.
+    ///
+    /// # Errors
+    /// As for [`allocate`](Self::allocate).
+    pub(crate) fn allocate_scratch(&self, place: Place, len: u64) -> Result<PageMemory> {
+        let mut scratch = self.scratch.lock();
+        if scratch.waiting > 0 {
+            let available = self.available(place);
+            return Err(Error::OverBudget { place, asked: len, available, budget: self.budget.limit(place) });
+        }
+        *scratch.bytes.entry(place).or_default() += len;
+        drop(scratch);
+        let allocated = self.allocate_for_lane(Purpose::Gather, place, len);
+        allocated.inspect_err(|_| self.scratch_is_back(place, len))
+    }
+
+    fn scratch_is_back(&self, place: Place, len: u64) {
+        let mut scratch = self.scratch.lock();
+        // That of empty pages has no bytes, and is in nobody's way.
+        if let Some(left) = scratch.bytes.get_mut(&place) {
+            *left -= len;
+            if *left == 0 {
+                scratch.bytes.remove(&place);
+            }
+        }
+        self.scratch_given_back.notify_all();
     }
 
     /// Gives memory back once `fence`, that of the last list that names it, has passed.
     pub fn retire(&self, page: PageMemory, fence: Fence) {
         self.account(page.place).retired(page.purpose, page.len);
+        let scratch = (page.purpose == Purpose::Gather).then_some((page.place, page.len));
         self.retired_count.fetch_add(1, Ordering::AcqRel);
         self.retired[fence.lane as usize].lock().push_back(Retired { page, fence });
+        if let Some((place, len)) = scratch {
+            self.scratch_is_back(place, len);
+        }
     }
 
     /// Gives back memory that no list names which has yet to run: none ever did, or all their fences
@@ -186,11 +257,16 @@ impl Arena {
     /// A device error; the memory then stays counted, for it is not known to be free.
     pub fn discard(&self, mut page: PageMemory) -> Result<()> {
         page.given_back = true;
-        self.device.release(page.memory)?;
-        let account = self.account(page.place);
-        account.retired(page.purpose, page.len);
-        account.released(page.len);
-        Ok(())
+        let released = self.device.release(page.memory);
+        if released.is_ok() {
+            let account = self.account(page.place);
+            account.retired(page.purpose, page.len);
+            account.released(page.len);
+        }
+        if page.purpose == Purpose::Gather {
+            self.scratch_is_back(page.place, page.len);
+        }
+        released
     }
 
     /// Releases retired memory whose fence has passed. Does not wait, neither for a fence nor for another

@@ -126,6 +126,28 @@ fn who_feeds_the_lanes_is_not_behind_one_who_waits_for_callers() {
     arena.discard(arena.allocate_for_lane(Purpose::Aside, PLACE, 50).unwrap()).unwrap();
 }
 
+/// Whether a batch fits must not depend on whether a snapshot is being taken.
+#[test]
+fn scratch_is_waited_for_and_none_is_given_out_meanwhile() {
+    let (_, arena) = late_arena();
+    let areas = [arena.allocate_scratch(PLACE, 30).unwrap(), arena.allocate_scratch(PLACE, 20).unwrap()];
+    assert!(matches!(arena.allocate(Purpose::Page, PLACE, 101), Err(Error::OverBudget { asked: 101, .. })));
+    std::thread::scope(|scope| {
+        let page = scope.spawn(|| arena.allocate(Purpose::Page, PLACE, 90).unwrap());
+        while arena.scratch.lock().waiting == 0 {
+            std::thread::yield_now();
+        }
+        let refused = arena.allocate_scratch(PLACE, 1);
+        for area in areas {
+            assert!(!page.is_finished());
+            arena.discard(area).unwrap();
+        }
+        arena.discard(page.join().unwrap()).unwrap();
+        assert!(matches!(refused, Err(Error::OverBudget { asked: 1, available: 50, .. })), "{refused:?}");
+    });
+    arena.discard(arena.allocate_scratch(PLACE, 100).unwrap()).unwrap();
+}
+
 #[test]
 fn a_full_device_is_reaped_and_asked_again() {
     let device: Arc<dyn Device> = Arc::new(LateDevice::new(Arc::new(HostDevice::new())));

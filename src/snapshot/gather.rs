@@ -11,7 +11,7 @@ use remanent_format::manifest::ManifestEntry;
 use remanent_format::{PageId, PageInfo, Place};
 
 use super::Snapshots;
-use crate::arena::{PageMemory, Purpose};
+use crate::arena::PageMemory;
 use crate::crew;
 use crate::device::{Command, CommandList, Fence, Lane, Pending, Span, StagingSpan};
 use crate::error::{Error, Result};
@@ -109,7 +109,7 @@ impl Snapshots {
             }
             let len = at as usize;
             let place = caught.first().map_or(Place::Host, |(info, _)| info.place);
-            let area = match turn.arena.allocate_for_lane(Purpose::Gather, place, at) {
+            let area = match turn.arena.allocate_scratch(place, at) {
                 Ok(area) => Some(area),
                 Err(Error::OverBudget { .. } | Error::OutOfMemory { .. }) => None,
                 Err(error) => return Err(error),

@@ -1,6 +1,6 @@
 //! What is committed beside a snapshot, at moments that the test chooses: between two of its gathers.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::thread::ThreadId;
 
@@ -324,6 +324,43 @@ fn gathered_pages_count_in_the_budget() {
     let store = Store::open(directory.path(), Options::default()).unwrap();
     assert_eq!(store.recovered().replayed_batches, 0);
     assert!(state(&store) == now);
+}
+
+/// A budget with room for one page more: a snapshot that gathers there gives it up when a batch asks for it.
+#[test]
+fn a_batch_that_fits_is_not_refused_beside_snapshots() {
+    const LEN: u64 = 100_000;
+    const LONG: u64 = 2_000_000;
+    let directory = tempfile::tempdir().unwrap();
+    let options = Options::default()
+        .device(remanent::DeviceChoice::Host)
+        .budget(Budget::default().with(Place::Host, 7 * LEN + LONG));
+    let store = Store::open(directory.path(), options).unwrap();
+    let mut batch = store.batch();
+    (0..7).for_each(|_| _ = batch.create(LEN, Place::Host));
+    store.commit(batch).unwrap();
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !done.load(Ordering::Acquire) {
+                store.snapshot().unwrap();
+            }
+        });
+        for round in 0..300_u32 {
+            let mut batch = store.batch();
+            batch.create(LONG, Place::Host);
+            (1..=7).for_each(|page| _ = batch.write(PageId(page), 0, &round.to_le_bytes()));
+            let page = store.commit(batch).map(|committed| committed.pages[0]);
+            if page.is_err() {
+                done.store(true, Ordering::Release);
+            }
+            let mut batch = store.batch();
+            batch.delete(page.unwrap_or_else(|error| panic!("round {round}: {error}")));
+            store.commit(batch).unwrap();
+        }
+        done.store(true, Ordering::Release);
+    });
+    assert!(store.stats().snapshots.taken > 0);
 }
 
 type Pages = Vec<(PageId, remanent::Epoch, Place, Metadata, Vec<u8>)>;
