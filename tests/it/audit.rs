@@ -9,11 +9,9 @@ use std::sync::{Arc, Mutex, OnceLock, Weak};
 use remanent::device::faulty::{DeviceCall, Fault, FaultyDevice};
 use remanent::device::host::HostDevice;
 use remanent::device::late::LateDevice;
-use remanent::device::{
-    Command, CommandList, Device, Fence, Lane, MemoryId, PageBytes, Pending, RawStream, Staging, StagingSpan,
-};
+use remanent::device::{Command, CommandList, Device, Fence, Lane, Pending, StagingSpan};
 use remanent::disk::sim::SimDisk;
-use remanent::{Error, Key, Options, PageId, Place, Result, Store};
+use remanent::{Error, Key, Options, PageId, Result, Store};
 
 use crate::born::{PLACE, content, page};
 use crate::kill::workload::Random;
@@ -56,31 +54,13 @@ impl Rogue {
 }
 
 impl Device for Rogue {
-    fn label(&self) -> String {
-        self.late.label()
-    }
-
-    fn allocate(&self, place: Place, len: u64) -> Result<MemoryId> {
-        self.late.allocate(place, len)
-    }
-
-    fn release(&self, memory: MemoryId) -> Result<()> {
-        self.late.release(memory)
-    }
-
-    fn staging(&self, len: usize) -> Result<Staging> {
-        self.late.staging(len)
-    }
+    forward!(late: label allocate release staging reached after streams_and_memory);
 
     fn submit(&self, lane: Lane, list: CommandList) -> Result<Pending> {
         if lane == Lane::Apply && matches!(list.commands[..], [Command::Crc { .. }]) {
             self.state.lock().unwrap().sums_are_on_their_way = true;
         }
         self.late.submit(lane, list)
-    }
-
-    fn reached(&self, lane: Lane) -> u64 {
-        self.late.reached(lane)
     }
 
     fn wait(&self, fence: Fence) -> Result<()> {
@@ -94,30 +74,6 @@ impl Device for Rogue {
             }
         }
         self.late.wait(fence)
-    }
-
-    fn after(&self, lane: Lane, fence: Fence) -> Result<()> {
-        self.late.after(lane, fence)
-    }
-
-    fn wait_external(&self, lane: Lane, stream: RawStream) -> Result<()> {
-        self.late.wait_external(lane, stream)
-    }
-
-    fn signal_external(&self, stream: RawStream, fence: Fence) -> Result<()> {
-        self.late.signal_external(stream, fence)
-    }
-
-    fn wait_stream(&self, stream: RawStream) -> Result<()> {
-        self.late.wait_stream(stream)
-    }
-
-    fn address(&self, memory: MemoryId) -> Option<u64> {
-        self.late.address(memory)
-    }
-
-    fn bytes(&self, memory: MemoryId) -> Option<PageBytes> {
-        self.late.bytes(memory)
     }
 }
 

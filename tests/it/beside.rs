@@ -6,9 +6,7 @@ use std::thread::ThreadId;
 
 use remanent::arena::Purpose;
 use remanent::device::host::HostDevice;
-use remanent::device::{
-    Command, CommandList, Device, Fence, Lane, MemoryId, PageBytes, Pending, RawStream, Staging,
-};
+use remanent::device::{Command, CommandList, Device, Lane, Pending};
 use remanent::disk::dir::{DirDisk, DirReader};
 use remanent::{Budget, Error, Lsn, Metadata, Options, PageId, Place, Result, SnapshotPhase, Store};
 use remanent_format::rebuild::{Survey, read_image};
@@ -27,21 +25,7 @@ struct Gathering {
 }
 
 impl Device for Gathering {
-    fn label(&self) -> String {
-        self.inner.label()
-    }
-
-    fn allocate(&self, place: Place, len: u64) -> Result<MemoryId> {
-        self.inner.allocate(place, len)
-    }
-
-    fn release(&self, memory: MemoryId) -> Result<()> {
-        self.inner.release(memory)
-    }
-
-    fn staging(&self, len: usize) -> Result<Staging> {
-        self.inner.staging(len)
-    }
+    forward!(inner: label allocate release staging reached wait after streams_and_memory);
 
     fn submit(&self, lane: Lane, list: CommandList) -> Result<Pending> {
         for command in &list.commands {
@@ -62,38 +46,6 @@ impl Device for Gathering {
             }
         }
         self.inner.submit(lane, list)
-    }
-
-    fn reached(&self, lane: Lane) -> u64 {
-        self.inner.reached(lane)
-    }
-
-    fn wait(&self, fence: Fence) -> Result<()> {
-        self.inner.wait(fence)
-    }
-
-    fn after(&self, lane: Lane, fence: Fence) -> Result<()> {
-        self.inner.after(lane, fence)
-    }
-
-    fn wait_external(&self, lane: Lane, stream: RawStream) -> Result<()> {
-        self.inner.wait_external(lane, stream)
-    }
-
-    fn signal_external(&self, stream: RawStream, fence: Fence) -> Result<()> {
-        self.inner.signal_external(stream, fence)
-    }
-
-    fn wait_stream(&self, stream: RawStream) -> Result<()> {
-        self.inner.wait_stream(stream)
-    }
-
-    fn address(&self, memory: MemoryId) -> Option<u64> {
-        self.inner.address(memory)
-    }
-
-    fn bytes(&self, memory: MemoryId) -> Option<PageBytes> {
-        self.inner.bytes(memory)
     }
 }
 

@@ -18,7 +18,7 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
 use remanent::device::host::HostDevice;
-use remanent::device::{CommandList, Device, Fence, Lane, MemoryId, PageBytes, Pending, RawStream, Staging};
+use remanent::device::{CommandList, Device, Lane, MemoryId, Pending};
 use remanent::disk::sim::SimDisk;
 use remanent::{Ack, Error, Options, PageId, Place, Result, SnapshotId, Store, Value};
 
@@ -213,9 +213,7 @@ impl Gauge {
 }
 
 impl Device for Gauge {
-    fn label(&self) -> String {
-        self.inner.label()
-    }
+    forward!(inner: label staging reached wait after streams_and_memory);
 
     fn allocate(&self, place: Place, len: u64) -> Result<MemoryId> {
         let left = self
@@ -234,44 +232,8 @@ impl Device for Gauge {
         Ok(())
     }
 
-    fn staging(&self, len: usize) -> Result<Staging> {
-        self.inner.staging(len)
-    }
-
     fn submit(&self, lane: Lane, list: CommandList) -> Result<Pending> {
         assert!(!self.panics.load(Ordering::SeqCst), "as arranged");
         self.inner.submit(lane, list)
-    }
-
-    fn reached(&self, lane: Lane) -> u64 {
-        self.inner.reached(lane)
-    }
-
-    fn wait(&self, fence: Fence) -> Result<()> {
-        self.inner.wait(fence)
-    }
-
-    fn after(&self, lane: Lane, fence: Fence) -> Result<()> {
-        self.inner.after(lane, fence)
-    }
-
-    fn wait_external(&self, lane: Lane, stream: RawStream) -> Result<()> {
-        self.inner.wait_external(lane, stream)
-    }
-
-    fn signal_external(&self, stream: RawStream, fence: Fence) -> Result<()> {
-        self.inner.signal_external(stream, fence)
-    }
-
-    fn wait_stream(&self, stream: RawStream) -> Result<()> {
-        self.inner.wait_stream(stream)
-    }
-
-    fn address(&self, memory: MemoryId) -> Option<u64> {
-        self.inner.address(memory)
-    }
-
-    fn bytes(&self, memory: MemoryId) -> Option<PageBytes> {
-        self.inner.bytes(memory)
     }
 }

@@ -2,6 +2,9 @@
 
 #[path = "../../fuzz/src/archive.rs"]
 mod archive;
+#[macro_use]
+mod forward;
+
 mod background;
 mod beside;
 mod arrivals;

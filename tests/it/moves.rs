@@ -9,8 +9,6 @@ use std::sync::Arc;
 
 use remanent::device::Device;
 use remanent::device::host::HostDevice;
-use remanent::device::late::LateDevice;
-use remanent::device::several::SeveralDevices;
 use remanent::disk::Disk;
 use remanent::disk::sim::SimDisk;
 use remanent::{
@@ -21,6 +19,7 @@ use remanent_format::rebuild::{RebuildOptions, rebuild};
 
 use crate::files::{Files, State, small};
 use crate::gpu;
+use crate::several::{host, late, two_of};
 
 /// No multiple of anything, and longer than what is copied at one go.
 const LEN: u64 = 70_001;
@@ -36,18 +35,6 @@ const WAY: [Place; 9] = [
     Place::Pinned,
     Place::Host,
 ];
-
-fn host() -> Arc<dyn Device> {
-    Arc::new(HostDevice::new())
-}
-
-fn late(seed: u64) -> Arc<dyn Device> {
-    Arc::new(LateDevice::seeded(host(), seed))
-}
-
-fn two_of(one: Arc<dyn Device>, other: Arc<dyn Device>) -> Arc<dyn Device> {
-    Arc::new(SeveralDevices::new(vec![one, other]))
-}
 
 /// Devices with two slots: one that binds both, two of a kind, and GPUs where there are so many.
 fn devices() -> Vec<Arc<dyn Device>> {

@@ -20,15 +20,15 @@ use crate::gpu;
 
 const LEN: u64 = 10_000;
 
-fn host() -> Arc<dyn Device> {
+pub fn host() -> Arc<dyn Device> {
     Arc::new(HostDevice::new())
 }
 
-fn late(seed: u64) -> Arc<dyn Device> {
+pub fn late(seed: u64) -> Arc<dyn Device> {
     Arc::new(LateDevice::seeded(host(), seed))
 }
 
-fn two_of(one: Arc<dyn Device>, other: Arc<dyn Device>) -> Arc<dyn Device> {
+pub fn two_of(one: Arc<dyn Device>, other: Arc<dyn Device>) -> Arc<dyn Device> {
     Arc::new(SeveralDevices::new(vec![one, other]))
 }
 

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
-use remanent::device::{CommandList, Fence, Lane, MemoryId, PageBytes, Pending, RawStream, Staging};
+use remanent::device::MemoryId;
 use remanent::{Lsn, Result, SnapshotInfo, WriteBatch};
 
 use super::*;
@@ -70,9 +70,7 @@ struct Meddling {
 type Meddle = Box<dyn FnOnce(&Store) + Send>;
 
 impl Device for Meddling {
-    fn label(&self) -> String {
-        self.inner.label()
-    }
+    forward!(inner: label release staging submit reached wait after streams_and_memory);
 
     fn allocate(&self, place: Place, len: u64) -> Result<MemoryId> {
         let before = self.before.lock().unwrap().take();
@@ -80,50 +78,6 @@ impl Device for Meddling {
             before(&self.store.get().and_then(Weak::upgrade).expect("the store is open"));
         }
         self.inner.allocate(place, len)
-    }
-
-    fn release(&self, memory: MemoryId) -> Result<()> {
-        self.inner.release(memory)
-    }
-
-    fn staging(&self, len: usize) -> Result<Staging> {
-        self.inner.staging(len)
-    }
-
-    fn submit(&self, lane: Lane, list: CommandList) -> Result<Pending> {
-        self.inner.submit(lane, list)
-    }
-
-    fn reached(&self, lane: Lane) -> u64 {
-        self.inner.reached(lane)
-    }
-
-    fn wait(&self, fence: Fence) -> Result<()> {
-        self.inner.wait(fence)
-    }
-
-    fn after(&self, lane: Lane, fence: Fence) -> Result<()> {
-        self.inner.after(lane, fence)
-    }
-
-    fn wait_external(&self, lane: Lane, stream: RawStream) -> Result<()> {
-        self.inner.wait_external(lane, stream)
-    }
-
-    fn signal_external(&self, stream: RawStream, fence: Fence) -> Result<()> {
-        self.inner.signal_external(stream, fence)
-    }
-
-    fn wait_stream(&self, stream: RawStream) -> Result<()> {
-        self.inner.wait_stream(stream)
-    }
-
-    fn address(&self, memory: MemoryId) -> Option<u64> {
-        self.inner.address(memory)
-    }
-
-    fn bytes(&self, memory: MemoryId) -> Option<PageBytes> {
-        self.inner.bytes(memory)
     }
 }
 
