@@ -212,14 +212,14 @@ impl Ground {
         if phase != Phase::Recovery {
             // Not always in the first commit, or at the first roll, after opening.
             let batches = self.random.below(120);
-            worker.wait_until(|| self.board.opened().is_some());
+            worker.wait_until("opening", || self.board.opened().is_some());
             assert_eq!(self.board.opened(), Some(self.model.lsn), "the worker recovered something else");
             let from = Lsn(self.model.lsn.0 + batches);
-            worker.wait_until(|| self.board.begun() >= from);
+            worker.wait_until("its batches", || self.board.begun() >= from);
         }
         // A worker recovers once: on a busy machine this process may be given no time to see it.
         let missed = || phase == Phase::Recovery && self.board.opened().is_some();
-        worker.wait_until(|| self.board.is_in(phase) || missed());
+        worker.wait_until(&format!("{phase:?}"), || self.board.is_in(phase) || missed());
         // Some way into the phase: a power of two of nanoseconds, up to about as long as the phase lasts.
         let exponent_max = match phase {
             Phase::Commit => 14,
@@ -266,7 +266,7 @@ impl Worker {
     }
 
     /// Watches the board. It gives the processor away and never sleeps: a phase may last a microsecond.
-    fn wait_until(&mut self, seen: impl Fn() -> bool) {
+    fn wait_until(&mut self, what: &str, seen: impl Fn() -> bool) {
         let started = Instant::now();
         for turn in 1_u64.. {
             if seen() {
@@ -275,7 +275,7 @@ impl Worker {
             std::thread::yield_now();
             if turn.is_multiple_of(1024) {
                 self.check();
-                assert!(started.elapsed() < PATIENCE, "the worker hangs");
+                assert!(started.elapsed() < PATIENCE, "no {what} in {PATIENCE:?}: {}", self.threads());
             }
         }
     }
@@ -284,6 +284,17 @@ impl Worker {
     fn check(&mut self) {
         let ended = self.0.try_wait().unwrap();
         assert!(ended.is_none(), "the worker ended by itself: {ended:?}");
+    }
+
+    /// What each thread waits for, as far as the kernel tells. A hang that is seen once in a thousand kills, on
+    /// another machine, has to be understood from what it printed.
+    fn threads(&self) -> String {
+        let tasks = std::fs::read_dir(format!("/proc/{}/task", self.0.id())).into_iter().flatten().flatten();
+        let told = tasks.map(|task| {
+            let of = |file: &str| std::fs::read_to_string(task.path().join(file)).unwrap_or_default();
+            format!("\n{:<16} in {}, call {}", of("comm").trim(), of("wchan"), of("syscall").trim())
+        });
+        told.collect()
     }
 
     /// SIGKILL, and nothing else, ends it.

@@ -189,7 +189,7 @@ impl Worker {
 
     /// Lets it begin with a fault before it, and waits for its end. Returns whether a call met the fault, too.
     fn begin_under(mut self, ground: &Ground, injection: &Injection) -> (ExitStatus, bool) {
-        self.wait_until(|| ground.board.is_ready());
+        self.wait_until("readiness", || ground.board.is_ready());
         let strace = Strace::attach(self.0.id(), injection, &ground.directory.join("strace")).unwrap();
         // The pipe stays open: its end would end the worker. A worker that is killed in the call by which it
         // waits does not hear this.

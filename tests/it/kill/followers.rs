@@ -119,7 +119,7 @@ fn followers_see_every_batch_of_a_writer_that_is_killed() {
         let mut followers: Vec<Seen> = Vec::new();
         for round in 0..ROUNDS {
             let mut worker = ground.start_worker();
-            worker.wait_until(|| ground.board.opened().is_some());
+            worker.wait_until("opening", || ground.board.opened().is_some());
             if followers.is_empty() {
                 // One that reads on, one that goes on from its position each round, and a slow one.
                 followers.extend((0..3).map(|_| Seen::new(&ground)));

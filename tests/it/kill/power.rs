@@ -99,7 +99,7 @@ impl Plan {
         for cut in 0..cuts {
             // The first one may come before there is a store.
             let from = Lsn(ground.board.begun().0 + ground.random.below(60));
-            worker.wait_until(|| ground.board.begun() >= from);
+            worker.wait_until("its batches", || ground.board.begun() >= from);
             spin(Duration::from_nanos(1 << ground.random.below(22)));
             self.cut(&mut ground, &mut medium, &mut done, &format!("{:?}, cut {cut} of {seed}", self.kind));
         }
