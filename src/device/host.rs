@@ -16,11 +16,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::{Mutex, RwLock};
 use remanent_format::{Place, Width};
+use zerocopy::FromZeros;
 
 use super::{
     Command, CommandList, Device, Fence, INDEX_OUT_OF_BOUNDS, INDEX_TWICE, IndexList, Lane, MemoryId,
-    PageBytes, Payload, Pending, Piece, PieceKind, RawStream, Span, Staging, StagingSpan,
+    PageBytes, Payload, Pending, Piece, PieceKind, RawStream, Span, Staging, StagingMemory, StagingSpan,
 };
+use crate::disk::AlignedBuf;
 use crate::error::{Error, Result};
 
 /// Pages in ordinary memory, whatever place they name; only [`Place::Disk`] is unavailable.
@@ -272,7 +274,8 @@ impl Device for HostDevice {
     }
 
     fn staging(&self, len: usize) -> Result<Staging> {
-        Ok(Staging::new(zeroed(Place::Pinned, len as u64)?))
+        let out_of_memory = || Error::OutOfMemory { place: Place::Pinned, len: len as u64 };
+        Ok(Staging::new(HostStaging(AlignedBuf::try_new(len).ok_or_else(out_of_memory)?)))
     }
 
     fn submit(&self, lane: Lane, list: CommandList) -> Result<Pending> {
@@ -330,18 +333,23 @@ fn no_streams(stream: RawStream) -> Error {
     Error::StreamRefused { stream: stream.handle(), reason: "pages live in host memory, not on a GPU" }
 }
 
-/// Reserves first, so that an absurd length is an error and no abort. Then zeroes: safe Rust has no
-/// memory of unknown content. The cost is one pass over memory that the page's first bytes are about to
-/// be written to, and the larger part of it, the first touch, is due then in any case.
+/// Zeroed, for safe Rust has no memory of unknown content; an absurd length is an error and no abort. The system
+/// zeroes what it hands out when it is first touched: a store that is opened need not wait for that.
 fn zeroed(place: Place, len: u64) -> Result<Vec<u8>> {
-    let out_of_memory = Error::OutOfMemory { place, len };
-    let Ok(len) = usize::try_from(len) else { return Err(out_of_memory) };
-    let mut bytes = Vec::new();
-    if bytes.try_reserve_exact(len).is_err() {
-        return Err(out_of_memory);
+    let bytes = usize::try_from(len).ok().and_then(|len| u8::new_vec_zeroed(len).ok());
+    bytes.ok_or(Error::OutOfMemory { place, len })
+}
+
+/// Staging that direct reads fill as it lies.
+struct HostStaging(AlignedBuf);
+
+impl StagingMemory for HostStaging {
+    fn bytes(&self) -> &[u8] {
+        &self.0
     }
-    bytes.resize(len, 0);
-    Ok(bytes)
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        &mut self.0
+    }
 }
 
 /// Elements whose bit is 1 are replaced.
@@ -410,4 +418,20 @@ fn part(span: Span, offset: u64, len: u64) -> Span {
 fn overlap(one: Span, other: Span) -> bool {
     let before = |a: Span, b: Span| a.offset.saturating_add(a.len) <= b.offset;
     one.memory == other.memory && !before(one, other) && !before(other, one)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn direct_reads_fill_staging_as_it_lies() {
+        let device = HostDevice::new();
+        for len in [1, 4096, 100_000, 4 << 20] {
+            let staging = device.staging(len).unwrap();
+            assert_eq!((staging.len(), staging.as_ptr().addr() % 4096), (len, 0));
+        }
+        let Err(error) = device.staging(usize::MAX) else { panic!("that much cannot be had") };
+        assert!(matches!(error, Error::OutOfMemory { place: Place::Pinned, .. }), "{error}");
+    }
 }

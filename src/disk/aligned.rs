@@ -3,6 +3,7 @@
 use std::ops::{Deref, DerefMut};
 
 use remanent_format::limits::GROUP_ALIGN;
+use zerocopy::FromZeros;
 
 const ALIGN: usize = GROUP_ALIGN as usize;
 
@@ -18,7 +19,16 @@ impl AlignedBuf {
     /// Memory of `len` bytes.
     #[must_use]
     pub fn new(len: usize) -> Self {
-        let bytes = vec![0; len + ALIGN - 1];
+        Self::of(vec![0; len + ALIGN - 1], len)
+    }
+
+    /// Memory of `len` bytes, if there is so much.
+    #[must_use]
+    pub fn try_new(len: usize) -> Option<Self> {
+        Some(Self::of(u8::new_vec_zeroed(len.checked_add(ALIGN - 1)?).ok()?, len))
+    }
+
+    fn of(bytes: Vec<u8>, len: usize) -> Self {
         let start = bytes.as_ptr().addr().wrapping_neg() % ALIGN;
         Self { bytes, start, len }
     }
@@ -51,9 +61,13 @@ mod tests {
     #[test]
     fn memory_of_any_length_is_aligned() {
         for len in [0, 1, 4096, 100_000] {
-            let area = AlignedBuf::new(len);
-            assert_eq!(area.len(), len);
-            assert!(is_aligned(0, &area[..len / ALIGN * ALIGN]));
+            for area in [AlignedBuf::new(len), AlignedBuf::try_new(len).unwrap()] {
+                assert_eq!(area.len(), len);
+                assert!(is_aligned(0, &area[..len / ALIGN * ALIGN]));
+            }
+        }
+        for absurd in [usize::MAX, usize::MAX / 2] {
+            assert!(AlignedBuf::try_new(absurd).is_none());
         }
         let area = AlignedBuf::new(2 * ALIGN);
         for (offset, bytes) in [(1, &area[..]), (0, &area[1..=ALIGN]), (0, &area[..5])] {
