@@ -16,19 +16,40 @@ const FILES_OPEN_MAX: usize = 64;
 /// Reads a store directory; files stay open while it lives, some of them.
 pub(crate) struct DiskSource {
     disk: Arc<dyn Disk>,
-    past_cache: bool,
+    way: Way,
     files: Mutex<HashMap<FileName, Arc<dyn DiskFile>>>,
+}
+
+/// Where bytes come from.
+#[derive(Clone, Copy)]
+enum Way {
+    /// Whatever a process would see.
+    Visible,
+    /// The medium, where the system lets us ask past its cache.
+    PastCache,
+    /// The cache where it has them at once, else the medium.
+    Proven,
 }
 
 impl DiskSource {
     /// Reads what a process would see.
     pub fn new(disk: Arc<dyn Disk>) -> Self {
-        Self { disk, past_cache: false, files: Mutex::default() }
+        Self::by(disk, Way::Visible)
     }
 
     /// Reads from the medium where the system lets us. Only for bytes that are synced.
     pub fn past_cache(disk: Arc<dyn Disk>) -> Self {
-        Self { past_cache: true, ..Self::new(disk) }
+        Self::by(disk, Way::PastCache)
+    }
+
+    /// Reads from the cache what it has, else from the medium. Only for bytes that were read past the cache once
+    /// since they were synced.
+    pub fn proven(disk: Arc<dyn Disk>) -> Self {
+        Self::by(disk, Way::Proven)
+    }
+
+    fn by(disk: Arc<dyn Disk>, way: Way) -> Self {
+        Self { disk, way, files: Mutex::default() }
     }
 
     fn file(&self, file: FileName) -> Result<Arc<dyn DiskFile>, Error> {
@@ -60,8 +81,11 @@ impl ReadAt for DiskSource {
 
     fn read_at(&self, file: FileName, offset: u64, out: &mut [u8]) -> io::Result<()> {
         let open = self.file(file).map_err(to_io)?;
-        let read =
-            if self.past_cache { open.read_past_cache(offset, out) } else { open.read_at(offset, out) };
+        let read = match self.way {
+            Way::Visible => open.read_at(offset, out),
+            Way::PastCache => open.read_past_cache(offset, out),
+            Way::Proven => open.read_proven(offset, out),
+        };
         read.map_err(to_io)
     }
 }

@@ -20,6 +20,7 @@ use rustix::io::Errno;
 
 use super::aligned::{AlignedBuf, is_aligned};
 use super::buffered::BufferedWindow;
+use super::cached::read_cached;
 use super::direct::{self, DirectWindow};
 use super::mapped::MappedWindow;
 use super::{Disk, DiskFile, DiskLock, Hold, Watch, Window, lock, readers, watch};
@@ -247,6 +248,23 @@ impl DirFile {
         self.direct.lock().get_or_insert_with(|| reopen_direct(&self.file).map(Arc::new)).clone()
     }
 
+    fn past_cache(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        if let Some(direct) = self.direct() {
+            match read_direct(&direct, offset, out) {
+                // Some file systems accept the flag at open and refuse the read.
+                Err(error) if error.kind() == io::ErrorKind::InvalidInput => {}
+                done => return done,
+            }
+        }
+        // Synced pages are clean, so that the kernel can drop them and must ask the medium again. It is
+        // free not to: then this is an ordinary read.
+        let len = NonZeroU64::new(out.len() as u64);
+        if len.is_some() {
+            let _ = rustix::fs::fadvise(&self.file, offset, len, Advice::DontNeed);
+        }
+        self.file.read_exact_at(out, offset)
+    }
+
     fn failed(&self, action: &'static str, offset: u64) -> impl FnOnce(io::Error) -> Error {
         let name = self.name;
         move |source| Error::io(action, name, Some(offset), source)
@@ -268,20 +286,15 @@ impl DiskFile for DirFile {
     }
 
     fn read_past_cache(&self, offset: u64, out: &mut [u8]) -> Result<()> {
-        if let Some(direct) = self.direct() {
-            match read_direct(&direct, offset, out) {
-                // Some file systems accept the flag at open and refuse the read.
-                Err(error) if error.kind() == io::ErrorKind::InvalidInput => {}
-                done => return done.map_err(self.failed("read", offset)),
-            }
+        self.past_cache(offset, out).map_err(self.failed("read", offset))
+    }
+
+    fn read_proven(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+        let cached = read_cached(&self.file, offset, out);
+        match &mut out[cached..] {
+            [] => Ok(()),
+            rest => self.past_cache(offset + cached as u64, rest).map_err(self.failed("read", offset)),
         }
-        // Synced pages are clean, so that the kernel can drop them and must ask the medium again. It is
-        // free not to: then this is an ordinary read.
-        let len = NonZeroU64::new(out.len() as u64);
-        if len.is_some() {
-            let _ = rustix::fs::fadvise(&self.file, offset, len, Advice::DontNeed);
-        }
-        self.file.read_exact_at(out, offset).map_err(self.failed("read", offset))
     }
 
     /// Advice to forget pages makes the kernel write dirty ones first, and it does not wait for that.

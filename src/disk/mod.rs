@@ -7,6 +7,7 @@
 
 mod aligned;
 mod buffered;
+mod cached;
 pub mod dir;
 mod direct;
 mod lock;
@@ -154,6 +155,16 @@ pub trait DiskFile: Send + Sync {
     /// # Errors
     /// As for `read_at`.
     fn read_past_cache(&self, offset: u64, out: &mut [u8]) -> Result<()>;
+
+    /// Fills `out` from `offset`: what the system's cache has at once comes from there, the rest from the medium.
+    /// Only for bytes that were read past the cache since they were synced, and that nobody writes to: what the
+    /// cache says of others proves nothing about the medium.
+    ///
+    /// # Errors
+    /// As for `read_at`.
+    fn read_proven(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+        self.read_past_cache(offset, out)
+    }
 
     /// Lets the system begin to bring these bytes to the medium, so that `sync` finds less to do. Nothing is
     /// promised: what fails now is told by `sync`.

@@ -6,6 +6,7 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 
 use remanent_format::apply::apply;
 use remanent_format::frame::FrameKind;
+use remanent_format::image::ImageRef;
 use remanent_format::log::LogWalk;
 use remanent_format::manifest::Manifest;
 use remanent_format::op::decode_payload;
@@ -13,8 +14,8 @@ use remanent_format::rebuild::{Resolution, Survey, load_base};
 use remanent_format::replay::Base;
 use remanent_format::{Defect, FileName, LogPoint, Lsn, PageId};
 
-use super::Recovery;
 use super::images::ImageLoader;
+use super::{Recovery, on_disk};
 use crate::applier::{ListBuilder, stage_aside};
 use crate::arena::{Arena, PageMemory, Purpose};
 use crate::device::{Command, CommandList, Lane, Pending, StagingSpan};
@@ -103,9 +104,9 @@ impl Loader<'_> {
         let wanted: Vec<_> = resolved.table.pages().map(|info| (info.place, info.len)).collect();
         let memory = self.recovery.arena.allocate_all(Purpose::Page, &wanted)?;
         self.memory.extend(resolved.table.pages().map(|info| info.page).zip(memory));
-        // Sealed bytes are proven past the cache: images all of them, frames up to the last mark.
+        // Sealed bytes are proven past the cache (I6): images, and frames up to the last mark.
         let sealed = DiskSource::past_cache(self.recovery.disk.clone());
-        self.load_images(&sealed, &resolved.bases)?;
+        self.load_images(&sealed, &resolved.bases, verified(survey, manifest, resolution))?;
         let end = resolution.end.as_ref().expect("followed to its end");
         let from = match manifest {
             Some(manifest) => manifest.redo,
@@ -120,20 +121,35 @@ impl Loader<'_> {
         Ok(())
     }
 
-    /// What is no image of its page's final length is made here, the rest by several threads.
-    fn load_images(&mut self, source: &DiskSource, bases: &BTreeMap<PageId, Base>) -> Result<()> {
-        let mut images = Vec::new();
+    /// What is no image of its page's final length is made here, the rest by several threads. The images that
+    /// `verified` names were proven past the cache when it was (I7), nobody writes to them, and each has its
+    /// checksum: so what the page cache has of them is taken from there.
+    fn load_images(
+        &mut self,
+        sealed: &DiskSource,
+        bases: &BTreeMap<PageId, Base>,
+        verified: Option<&Manifest>,
+    ) -> Result<()> {
+        let (mut proven, mut unproven) = (Vec::new(), Vec::new());
         for (&page, base) in bases {
             match base.image {
                 _ if base.resized => {
-                    self.on_host.insert(page, load_base(source, base)?);
+                    self.on_host.insert(page, load_base(sealed, base)?);
                 }
-                Some(image) => images.push(Wanted { page, len: base.len, image }),
+                Some(image) => {
+                    let is_proven = verified.is_some_and(|verified| names(verified, page, &image));
+                    let images = if is_proven { &mut proven } else { &mut unproven };
+                    images.push(Wanted { page, len: base.len, image });
+                }
                 None => self.list.zero(self.memory[&page].span()),
             }
         }
         self.flush()?;
-        ImageLoader { recovery: self.recovery, memory: &self.memory, source }.load(&mut images)
+        let cached = DiskSource::proven(self.recovery.disk.clone());
+        for (source, mut images) in [(sealed, unproven), (&cached, proven)] {
+            ImageLoader { recovery: self.recovery, memory: &self.memory, source }.load(&mut images)?;
+        }
+        Ok(())
     }
 
     /// Queues the upload of a page.
@@ -219,4 +235,23 @@ impl Loader<'_> {
         }
         Ok(())
     }
+}
+
+/// The snapshot from which recovery starts, if a frame records it as verified.
+fn verified<'m>(
+    survey: &Survey,
+    manifest: Option<&'m Manifest>,
+    resolution: &Resolution,
+) -> Option<&'m Manifest> {
+    let end = resolution.end.as_ref().expect("followed to its end");
+    let is_recorded = |manifest: &&Manifest| {
+        on_disk(survey, manifest.snapshot).is_some_and(|found| end.verified.contains(&found))
+    };
+    manifest.filter(is_recorded)
+}
+
+/// Whether a snapshot names this image of a page's.
+fn names(snapshot: &Manifest, page: PageId, image: &ImageRef) -> bool {
+    let found = snapshot.entries.binary_search_by_key(&page, |entry| entry.page);
+    found.is_ok_and(|at| snapshot.entries[at].image.as_ref() == Some(image))
 }

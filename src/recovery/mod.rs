@@ -369,10 +369,7 @@ impl Recovery<'_> {
         base: Option<SnapshotId>,
     ) -> (Vec<VerifiedSnapshot>, Vec<&'s Manifest>) {
         let health = |snapshot: SnapshotId| survey.links[&snapshot].as_ref().map(|(_, health)| health).ok();
-        let on_disk = |snapshot: SnapshotId| {
-            survey.chain(snapshot).ok()?;
-            Some(VerifiedSnapshot { snapshot, manifest_crc: health(snapshot)?.header_crc })
-        };
+        let on_disk = |snapshot: SnapshotId| on_disk(survey, snapshot);
         let usable = |snapshot: SnapshotId| base.is_some_and(|base| snapshot <= base);
         let recorded = end.verified.iter().copied();
         let mut verified: Vec<VerifiedSnapshot> = recorded
@@ -489,6 +486,13 @@ impl Recovery<'_> {
             elapsed: Duration::ZERO,
         }
     }
+}
+
+/// A snapshot as a record of verified ones would name it; `None` if a link of it cannot be read.
+fn on_disk(survey: &Survey, snapshot: SnapshotId) -> Option<VerifiedSnapshot> {
+    survey.chain(snapshot).ok()?;
+    let (_, health) = survey.links[&snapshot].as_ref().ok()?;
+    Some(VerifiedSnapshot { snapshot, manifest_crc: health.header_crc })
 }
 
 /// Removes what a creation, or a fork, cut short left behind, and makes the folders. All of it is judged

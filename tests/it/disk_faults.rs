@@ -154,8 +154,11 @@ fn a_short_file_is_an_error_with_its_offset_and_never_zeros() {
     file.write_at(0, &[7; 5000]).unwrap();
     file.sync().unwrap();
     type Read = fn(&dyn DiskFile, u64, &mut [u8]) -> Result<()>;
-    let ways: [Read; 2] =
-        [|f, offset, out| f.read_at(offset, out), |f, offset, out| f.read_past_cache(offset, out)];
+    let ways: [Read; 3] = [
+        |f, offset, out| f.read_at(offset, out),
+        |f, offset, out| f.read_past_cache(offset, out),
+        |f, offset, out| f.read_proven(offset, out),
+    ];
     for read in ways {
         let mut out = [0; 1000];
         read(&*file, 4000, &mut out).unwrap();

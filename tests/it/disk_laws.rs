@@ -23,6 +23,7 @@ enum Call {
     Write(usize, u64, Vec<u8>),
     Read(usize, u64, usize),
     SyncAndReadPast(usize, u64, usize),
+    SyncAndReadProven(usize, u64, usize),
     Put(usize, u64, Vec<u8>),
 }
 
@@ -43,6 +44,7 @@ fn call() -> impl Strategy<Value = Call> {
         6 => (name(), offset(), bytes()).prop_map(|(file, offset, bytes)| Call::Write(file, offset, bytes)),
         3 => (name(), offset(), len()).prop_map(|(file, offset, len)| Call::Read(file, offset, len)),
         1 => (name(), offset(), len()).prop_map(|(file, offset, len)| Call::SyncAndReadPast(file, offset, len)),
+        1 => (name(), offset(), len()).prop_map(|(file, offset, len)| Call::SyncAndReadProven(file, offset, len)),
         4 => (name(), offset(), bytes()).prop_map(|(file, offset, bytes)| Call::Put(file, offset, bytes)),
     ]
 }
@@ -107,6 +109,17 @@ impl Subject {
                 Some(file) => {
                     file.sync().unwrap();
                     read(*len, &|out| file.read_past_cache(*offset, out))
+                }
+                None => Ok(Vec::new()),
+            },
+            Call::SyncAndReadProven(slot, offset, len) => match &self.open[*slot] {
+                Some(file) => {
+                    file.sync().unwrap();
+                    read(*len, &|out| file.read_past_cache(*offset, out)).and_then(|past_cache| {
+                        let proven = read(*len, &|out| file.read_proven(*offset, out));
+                        assert_eq!(proven.as_ref(), Ok(&past_cache));
+                        proven
+                    })
                 }
                 None => Ok(Vec::new()),
             },

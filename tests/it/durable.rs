@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use remanent::device::host::HostDevice;
 use remanent::disk::sim::{Moment, SimDisk, SyncPoint};
-use remanent::{Ack, Error, Lsn, Options, Place, Result, Store};
+use remanent::{Ack, Error, FileName, Lsn, Options, Place, Result, SnapshotId, Store};
 use remanent_format::frame::{FrameHeader, FrameKind};
 use remanent_format::log::frames_of_segment;
 use remanent_format::rebuild::{RebuildOptions, Survey, rebuild};
@@ -100,6 +100,27 @@ fn what_a_sync_did_not_write_is_noticed_at_the_next_open() {
     rebuild(&left, &RebuildOptions::default()).expect("through the cache all is there");
     match open(&left) {
         Err(Error::Damaged(damage)) => assert_eq!(damage.lsn, Some(lied_about), "{damage}"),
+        other => panic!("not refused: {:?}", other.map(|store| store.lsn())),
+    }
+}
+
+/// The images that a snapshot names, and the record of it, vouch for no others.
+#[test]
+fn an_image_of_a_batch_that_a_sync_did_not_write_is_noticed_at_the_next_open() {
+    let disk = SimDisk::new();
+    let store = open(&disk).unwrap();
+    commit(&store, Ack::Durable);
+    store.snapshot().unwrap();
+    disk.skip_syncs(|point| matches!(point, SyncPoint::File(FileName::Pages(_))));
+    let mut batch = store.batch();
+    batch.create_from(vec![7; 64 << 10], Place::Host, None, Default::default());
+    store.commit(batch).unwrap();
+    let left = killed(&disk);
+    drop(store);
+    let rebuilt = rebuild(&left, &RebuildOptions::default()).expect("through the cache all is there");
+    assert_eq!(rebuilt.base, Some(SnapshotId(1)));
+    match open(&left) {
+        Err(Error::Damaged(damage)) => assert!(matches!(damage.file, FileName::Pages(_)), "{damage}"),
         other => panic!("not refused: {:?}", other.map(|store| store.lsn())),
     }
 }

@@ -122,6 +122,11 @@ impl DiskFile for InterruptedFile {
         self.inner.read_past_cache(offset, out)
     }
 
+    fn read_proven(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+        self.moment.pass();
+        self.inner.read_proven(offset, out)
+    }
+
     fn sync(&self) -> Result<()> {
         self.inner.sync()
     }

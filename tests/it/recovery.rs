@@ -586,6 +586,7 @@ fn unrecorded_manifest_is_published_anew() {
     assert!(store.snapshots()[0].verified);
     let published = dead.history().iter().filter(|event| event.ends_with(&format!("to {manifest}"))).count();
     assert_eq!(published, 1, "it is published anew, once");
+    assert_eq!(dead.calls(Operation::ReadProven), 0, "nobody had read its images back");
     let cut = dead.after_power_cut();
     assert_eq!(cut.bytes(manifest), Some(whole));
     let store = open(&cut).unwrap();
@@ -594,6 +595,7 @@ fn unrecorded_manifest_is_published_anew() {
     // Now a seal records it, and it is left alone.
     let published = cut.history().iter().filter(|event| event.ends_with(&format!("to {manifest}"))).count();
     assert_eq!(published, 0);
+    assert!(cut.calls(Operation::ReadProven) > 0, "its images were read back by the open before");
 }
 
 /// A store that died behind its third batch, of which only two are covered by a mark, with the state

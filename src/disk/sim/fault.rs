@@ -33,6 +33,8 @@ pub enum Operation {
     SyncFolder,
     /// `DiskFile::read_at` and `read_past_cache`.
     Read,
+    /// `DiskFile::read_proven`.
+    ReadProven,
     /// `DiskFile::write_at`; half of the bytes are written.
     Write,
     /// `DiskFile::sync`.

@@ -63,9 +63,9 @@ impl SimFile {
         Ok(())
     }
 
-    fn read(&self, offset: u64, out: &mut [u8], past_cache: bool) -> Result<()> {
+    fn read(&self, operation: Operation, offset: u64, out: &mut [u8], past_cache: bool) -> Result<()> {
         let mut shared = self.disk.shared.lock();
-        let read = shared.check(Operation::Read).and_then(|()| {
+        let read = shared.check(operation).and_then(|()| {
             let node = shared.now.node(self.id);
             let content = if past_cache { &node.durable } else { &node.visible };
             let whole = content.read(offset, out);
@@ -86,12 +86,17 @@ impl DiskFile for SimFile {
     }
 
     fn read_at(&self, offset: u64, out: &mut [u8]) -> Result<()> {
-        self.read(offset, out, false)
+        self.read(Operation::Read, offset, out, false)
     }
 
     /// Reads what is durable, whatever is visible.
     fn read_past_cache(&self, offset: u64, out: &mut [u8]) -> Result<()> {
-        self.read(offset, out, true)
+        self.read(Operation::Read, offset, out, true)
+    }
+
+    /// All of it is cached.
+    fn read_proven(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+        self.read(Operation::ReadProven, offset, out, false)
     }
 
     fn sync(&self) -> Result<()> {

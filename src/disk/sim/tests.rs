@@ -324,7 +324,7 @@ fn faults_strike_the_operation_they_name_when_it_is_due() {
     other.make_folder(Folder::Log).unwrap();
     let linked = FileName::Segment(9);
     other.create(linked).unwrap();
-    let operations: [(Operation, &dyn Fn() -> Result<()>); 12] = [
+    let operations: [(Operation, &dyn Fn() -> Result<()>); 13] = [
         (Operation::Create, &|| disk.create(TEMPORARY).map(drop)),
         (Operation::Open, &|| disk.open(SEGMENT, false).map(drop)),
         (Operation::Link, &|| disk.link(&other, linked).and_then(|_| disk.remove(linked))),
@@ -333,6 +333,7 @@ fn faults_strike_the_operation_they_name_when_it_is_due() {
         (Operation::MakeFolder, &|| disk.make_folder(Folder::Pages)),
         (Operation::SyncFolder, &|| disk.sync_folder(Folder::Log)),
         (Operation::Read, &|| file.read_at(0, &mut [0])),
+        (Operation::ReadProven, &|| file.read_proven(0, &mut [0])),
         (Operation::Write, &|| file.write_at(0, &[1, 2])),
         (Operation::Sync, &|| file.sync()),
         (Operation::Put, &|| window.put(0, &[3, 4])),

@@ -1,0 +1,68 @@
+//! Floor 3. What the page cache has of a file, without asking the medium for the rest.
+//!
+//! A read that must not wait (`RWF_NOWAIT`) stops where the cache does. Since Linux 5.20 it has the rest read ahead
+//! all the same, which whoever goes on past the cache reads once more: of 256 MiB that were not cached, read 4 MiB
+//! at a time, 512 MiB came from the disk. One page is asked for first, and of what is not cached 0.1 % is read twice.
+
+use std::fs::File;
+use std::io::IoSliceMut;
+
+use remanent_format::limits::GROUP_ALIGN;
+use rustix::io::{Errno, ReadWriteFlags, preadv2};
+
+/// Fills `out` from `offset` on as far as the cache goes, and returns how many bytes that is: all of them, or so
+/// many that the rest begins on a block.
+pub(super) fn read_cached(file: &File, offset: u64, out: &mut [u8]) -> usize {
+    let probed = out.len().min((GROUP_ALIGN - offset % GROUP_ALIGN) as usize);
+    let mut done = 0;
+    let mut wanted = probed;
+    while done < wanted {
+        let mut area = [IoSliceMut::new(&mut out[done..wanted])];
+        match preadv2(file, &mut area, offset + done as u64, ReadWriteFlags::NOWAIT) {
+            Err(Errno::INTR) => continue,
+            // Nothing more is cached, or the file ends, or this cannot be asked here: the rest is another's to read.
+            Ok(0) | Err(_) => break,
+            Ok(len) => done += len,
+        }
+        if done == probed {
+            wanted = out.len();
+        }
+    }
+    if done == out.len() {
+        return done;
+    }
+    let end = offset + done as u64;
+    done.saturating_sub((end % GROUP_ALIGN) as usize)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_cached_is_read_and_the_rest_begins_on_a_block() {
+        let path = tempfile::NamedTempFile::new().unwrap();
+        let bytes: Vec<u8> = (0..20_000).map(|index| (index % 251) as u8).collect();
+        std::fs::write(path.path(), &bytes).unwrap();
+        let file = File::open(path.path()).unwrap();
+        // Written a moment ago, so that it is cached, if the file system can be asked.
+        let can_be_asked = read_cached(&file, 0, &mut [0]) == 1;
+        for (offset, len, cached) in [
+            (0, 20_000, 20_000),
+            (4095, 2, 2),
+            (5000, 0, 0),
+            (123, 19_877, 19_877),
+            // Behind the end of the file nothing is cached.
+            (0, 20_001, 16_384),
+            (16_384, 5000, 0),
+            (19_999, 2, 0),
+            (123, 20_000, 16_384 - 123),
+            (30_000, 10, 0),
+        ] {
+            let mut out = vec![0xee; len];
+            let found = read_cached(&file, offset as u64, &mut out);
+            assert_eq!(found, if can_be_asked { cached } else { 0 }, "{offset}+{len}");
+            assert!(out[..found] == bytes[offset.min(20_000)..][..found], "{offset}+{len}");
+        }
+    }
+}
