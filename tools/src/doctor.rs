@@ -11,6 +11,7 @@ use rustix::fs::OFlags;
 use rustix::process::{Resource, getrlimit};
 use serde_json::{Value, json};
 
+use crate::aligned::{ALIGN, Aligned};
 use crate::engine::engine_failure;
 use crate::exit::{Ending, Failure, Outcome};
 use crate::interrupt::Interrupt;
@@ -134,18 +135,14 @@ fn choices(dir: &Path) -> Result<Choices, Failure> {
     Ok(choices)
 }
 
-/// Alignment that every medium accepts.
-const ALIGN: usize = 4096;
-
 /// Writes past the cache and reads back.
 fn direct_works(dir: &Path) -> io::Result<()> {
     let mut options = OpenOptions::new();
     options.read(true).write(true).create(true).truncate(true);
     let file = options.custom_flags(OFlags::DIRECT.bits() as i32).open(dir.join("direct"))?;
-    let mut room = vec![0x5a; 2 * ALIGN];
-    let start = room.as_ptr().align_offset(ALIGN);
-    file.write_all_at(&room[start..start + ALIGN], 0)?;
-    file.read_exact_at(&mut room[start..start + ALIGN], 0)
+    let mut bytes = Aligned::new(ALIGN);
+    file.write_all_at(&bytes, 0)?;
+    file.read_exact_at(&mut bytes, 0)
 }
 
 /// Syncs that are timed.

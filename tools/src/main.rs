@@ -14,6 +14,8 @@ mod progress;
 mod verbosity;
 mod json;
 mod memory;
+mod size;
+mod aligned;
 mod engine;
 
 mod trace;
@@ -53,6 +55,7 @@ mod verify;
 mod salvage;
 
 mod doctor;
+mod bench;
 mod completions;
 
 use std::process::ExitCode;
@@ -101,6 +104,7 @@ enum Command {
     Verify(verify::Verify),
     Salvage(salvage::Salvage),
     Doctor(doctor::Doctor),
+    Bench(bench::Bench),
     Completions(completions::Completions),
 }
 
@@ -120,6 +124,7 @@ impl Command {
                 | Command::Prune(_)
                 | Command::Salvage(_)
                 | Command::Doctor(_)
+                | Command::Bench(_)
                 | Command::Follow(_)
         )
     }
@@ -156,6 +161,7 @@ fn run(cli: &Cli) -> Outcome {
         Command::Verify(command) => command.run(&mut out),
         Command::Salvage(command) => command.run(&mut out),
         Command::Doctor(command) => command.run(&mut out),
+        Command::Bench(command) => command.run(&mut out),
         Command::Completions(command) => command.run(Cli::command(), &mut out),
     };
     // What was found is shown even where the command then failed.

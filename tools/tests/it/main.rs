@@ -1,5 +1,6 @@
 //! The command as a user runs it: one binary of tests over the built program.
 
+mod bench;
 mod command;
 mod follow;
 mod history;

@@ -16,6 +16,7 @@ const COMMANDS: &[&str] = &[
     "fork",
     "prune",
     "doctor",
+    "bench",
     "completions",
     "info",
     "pages",

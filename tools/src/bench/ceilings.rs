@@ -1,0 +1,273 @@
+//! `remanent bench ceilings`: what the machine does without a store.
+
+use std::time::{Duration, Instant};
+
+use remanent::device::{
+    Command, CommandList, Device, Lane, Payload, Piece, PieceKind, Span, Staging, StagingSpan,
+};
+
+use super::figures::{Figure, Findings, Group, Unit};
+use super::latency::Latency;
+use super::room::{Room, Stop, size};
+use super::transfer::{self, Cache};
+use super::{Common, Measure};
+use crate::exit::Failure;
+use crate::size::Size;
+
+const EXAMPLES: &str = "\
+Disk: 4 threads write random bytes to files of their own, past the page cache, and sync them; 4 threads read them \
+back past the cache, and through it. Host: a copy, and a CRC-32, by one thread. Device: copies of 64 MiB between \
+pinned host memory and the device, and on the device; a list of one delta, from its submission to its fence, which \
+is the least that Applied can take; a list of 10,000 deltas; a copy of 4 KiB to the host beside long ones.
+
+The raw group-commit loop, the ceiling of durable commits, is measured where they are: `remanent bench commit`.
+
+Examples:
+  remanent bench ceilings /mnt/fast
+  remanent bench ceilings /mnt/fast --bytes 4GiB --device cuda:0";
+
+/// What disk, host and device do without a store
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Ceilings {
+    #[command(flatten)]
+    common: Common,
+    /// Bytes written and read
+    #[arg(long, default_value = "256MiB")]
+    bytes: Size,
+}
+
+/// Bytes of a long copy.
+const COPY_LEN: usize = 64 << 20;
+/// Bytes of a short one.
+const SHORT_LEN: usize = 4096;
+/// Bytes of a delta.
+const DELTA_LEN: usize = 256;
+/// Deltas of a list of many, each for a page of its own.
+const DELTAS: usize = 10_000;
+/// Lists of one delta a round.
+const LISTS: u64 = 1000;
+/// Long copies a round.
+const COPIES: usize = 8;
+
+impl Measure for Ceilings {
+    fn common(&self) -> &Common {
+        &self.common
+    }
+
+    fn check(&self) -> Result<(), Failure> {
+        if self.bytes.0 < 1 << 20 {
+            return Err(Failure::Environment("--bytes is at least 1MiB".to_owned()));
+        }
+        Ok(())
+    }
+
+    fn bytes_needed(&self) -> u64 {
+        self.bytes.0
+    }
+
+    fn steps(&self) -> u64 {
+        3 * u64::from(self.common.rounds)
+    }
+
+    fn measure(&self, room: &Room) -> Result<Findings, Stop> {
+        let mut left_out = Vec::new();
+        let mut groups = vec![disk(room, self.bytes.0, self.common.rounds)?];
+        groups.push(host(room, self.common.rounds)?);
+        if room.is_gpu() {
+            groups.push(device(room, self.common.rounds)?);
+        } else {
+            left_out.push("the device's copies and launches: there is no GPU".to_owned());
+        }
+        let mut settings = room.settings(&self.common);
+        settings.push(("rounds", self.common.rounds.to_string()));
+        if !transfer::knows_direct(&room.path("disk"))? {
+            left_out.push("the ways past the page cache: this file system knows no O_DIRECT".to_owned());
+        }
+        Ok(Findings { bench: "ceilings", settings, groups, left_out })
+    }
+}
+
+fn disk(room: &Room, bytes: u64, rounds: u32) -> Result<Group, Stop> {
+    let mut group = Group::new(format!("disk: {}, {} threads", size(bytes), transfer::THREADS));
+    let names = ["write past the cache, synced", "read past the cache", "read through the cache"];
+    let [mut write, mut cold, mut warm] = names.map(|name| Figure::new(name, Unit::BytesPerSecond));
+    for _ in 0..rounds {
+        room.step("disk")?;
+        let rate = |took: Duration| bytes as f64 / took.as_secs_f64();
+        let (files, took) = transfer::write(&room.path("disk"), bytes)?;
+        write.push(rate(took));
+        transfer::forget(&files)?;
+        cold.push(rate(transfer::read(&files, Cache::Past)?));
+        // The first one brings them there.
+        transfer::read(&files, Cache::Through)?;
+        warm.push(rate(transfer::read(&files, Cache::Through)?));
+        transfer::remove(&files)?;
+    }
+    group.figures = vec![write, cold, warm];
+    Ok(group)
+}
+
+fn host(room: &Room, rounds: u32) -> Result<Group, Stop> {
+    let mut group = Group::new(format!("host: {}, one thread", size(COPY_LEN as u64)));
+    let names = ["copy, bytes moved once", "copy to memory never touched", "CRC-32"];
+    let [mut copy, mut touch, mut sum] = names.map(|name| Figure::new(name, Unit::BytesPerSecond));
+    let source = vec![7_u8; COPY_LEN];
+    let mut target = vec![1_u8; COPY_LEN];
+    for _ in 0..rounds {
+        room.step("host")?;
+        let rate = |started: Instant| COPY_LEN as f64 / started.elapsed().as_secs_f64();
+        let started = Instant::now();
+        target.copy_from_slice(&source);
+        copy.push(rate(started));
+        let started = Instant::now();
+        let fresh = source.clone();
+        touch.push(rate(started));
+        let started = Instant::now();
+        // Looked at, so that none of it is left out.
+        let sums = (crc32fast::hash(&target), fresh[COPY_LEN - 1]);
+        std::hint::black_box(sums);
+        sum.push(rate(started));
+    }
+    group.figures = vec![copy, touch, sum];
+    Ok(group)
+}
+
+fn device(room: &Room, rounds: u32) -> Result<Group, Stop> {
+    let device = &*room.device;
+    let mut group = Group::new("device");
+    let names = ["pinned host to device", "device to pinned host", "copy on the device, read and written"];
+    let [mut up, mut down, mut copy] = names.map(|name| Figure::new(name, Unit::BytesPerSecond));
+    let names = ["one delta of 256 B", "10,000 deltas of 256 B", "4 KiB to the host beside long copies"];
+    let [mut one, mut many, mut beside] = names.map(|name| {
+        let mut figure = Figure::new(name, Unit::PerSecond("lists"));
+        figure.latency = Some(Latency::new());
+        figure
+    });
+    let pages = Pages::new(room)?;
+    for _ in 0..rounds {
+        room.step("device")?;
+        let (source, target) = (pages.whole(0), pages.whole(1));
+        let staged = StagingSpan { index: 0, offset: 0, len: COPY_LEN };
+        for (figure, command, moved) in [
+            (&mut up, Command::Upload { source: staged, target }, COPY_LEN),
+            (&mut down, Command::Download { source, target: staged }, COPY_LEN),
+            (&mut copy, Command::Copy { source, target }, 2 * COPY_LEN),
+        ] {
+            let mut staging = vec![device.staging(COPY_LEN)?];
+            let mut took = Vec::new();
+            for _ in 0..COPIES {
+                let time;
+                (time, staging) = list(device, Lane::Drain, vec![command.clone()], staging)?;
+                took.push(time.as_secs_f64());
+            }
+            figure.push(moved as f64 / super::figures::median(took));
+        }
+        many_lists(&mut one, LISTS, || pages.deltas(device, 1))?;
+        many_lists(&mut many, 20, || pages.deltas(device, DELTAS))?;
+        short_beside_long(device, &pages, &mut beside)?;
+    }
+    pages.release(device)?;
+    let mut context = Figure::new("context and kernels", Unit::Seconds);
+    context.push(room.device_took.as_secs_f64());
+    group.figures = vec![up, down, copy, one, many, beside, context];
+    Ok(group)
+}
+
+/// Page memory for the figures of a device.
+struct Pages {
+    long: [remanent::device::MemoryId; 2],
+    short: Vec<remanent::device::MemoryId>,
+}
+
+impl Pages {
+    fn new(room: &Room) -> Result<Self, Stop> {
+        let allocate = |len: usize| room.device.allocate(room.place, len as u64);
+        let short = (0..DELTAS).map(|_| allocate(4 * SHORT_LEN)).collect::<Result<_, _>>()?;
+        Ok(Self { long: [allocate(COPY_LEN)?, allocate(COPY_LEN)?], short })
+    }
+
+    fn whole(&self, index: usize) -> Span {
+        Span { memory: self.long[index], offset: 0, len: COPY_LEN as u64 }
+    }
+
+    /// How long a list takes of so many deltas, each to a page of its own.
+    fn deltas(&self, device: &dyn Device, count: usize) -> Result<Duration, Stop> {
+        let piece = |(number, memory): (usize, &remanent::device::MemoryId)| Piece {
+            target: Span { memory: *memory, offset: 64, len: DELTA_LEN as u64 },
+            payload: Payload::Staging { index: 0, offset: number * DELTA_LEN },
+            kind: PieceKind::Dense,
+        };
+        let pieces = self.short.iter().take(count).enumerate().map(piece).collect();
+        let staging = vec![device.staging(count * DELTA_LEN)?];
+        Ok(list(device, Lane::Apply, vec![Command::Apply { pieces }], staging)?.0)
+    }
+
+    fn release(self, device: &dyn Device) -> Result<(), Stop> {
+        let all = self.long.into_iter().chain(self.short);
+        Ok(all.into_iter().try_for_each(|memory| device.release(memory))?)
+    }
+}
+
+/// How long a list takes from its submission to its fence; with the staging that it used.
+fn list(
+    device: &dyn Device,
+    lane: Lane,
+    commands: Vec<Command>,
+    staging: Vec<Staging>,
+) -> Result<(Duration, Vec<Staging>), Stop> {
+    let started = Instant::now();
+    let staging = device.submit(lane, CommandList { commands, staging })?.finish(device)?;
+    Ok((started.elapsed(), staging))
+}
+
+/// A round of lists, one after the other.
+fn many_lists(
+    figure: &mut Figure,
+    count: u64,
+    mut run: impl FnMut() -> Result<Duration, Stop>,
+) -> Result<(), Stop> {
+    let mut all = Latency::new();
+    let mut sum = Duration::ZERO;
+    for _ in 0..count {
+        let time = run()?;
+        all.record(time);
+        sum += time;
+    }
+    figure.push(count as f64 / sum.as_secs_f64());
+    if let Some(latency) = &mut figure.latency {
+        latency.add(&all);
+    }
+    Ok(())
+}
+
+/// Short copies to the host on one lane while long ones run on another.
+fn short_beside_long(device: &dyn Device, pages: &Pages, figure: &mut Figure) -> Result<(), Stop> {
+    let (long, short) = (pages.whole(0), Span { len: SHORT_LEN as u64, ..pages.whole(1) });
+    std::thread::scope(|scope| {
+        let downloads = scope.spawn(move || -> Result<(), Stop> {
+            let mut staging = vec![device.staging(COPY_LEN)?];
+            for _ in 0..10 * COPIES {
+                let target = StagingSpan { index: 0, offset: 0, len: COPY_LEN };
+                let commands = vec![Command::Download { source: long, target }];
+                (_, staging) = list(device, Lane::Drain, commands, staging)?;
+            }
+            Ok(())
+        });
+        let mut staging = vec![device.staging(SHORT_LEN)?];
+        let mut all = Latency::new();
+        let started = Instant::now();
+        while !downloads.is_finished() {
+            let target = StagingSpan { index: 0, offset: 0, len: SHORT_LEN };
+            let time;
+            let commands = vec![Command::Download { source: short, target }];
+            (time, staging) = list(device, Lane::Apply, commands, staging)?;
+            all.record(time);
+        }
+        figure.push(all.count() as f64 / started.elapsed().as_secs_f64());
+        if let Some(latency) = &mut figure.latency {
+            latency.add(&all);
+        }
+        downloads.join().expect("no panic")
+    })
+}

@@ -1,0 +1,375 @@
+//! `remanent bench commit`: batches of one delta, beside the raw group-commit loop.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use clap::ValueEnum;
+use remanent::{Ack, LogIo, PageId, Store};
+
+use super::figures::{Course, Figure, Findings, Group, Unit};
+use super::latency::Latency;
+use super::raw::{self, RawLog, RawMemory, Way};
+use super::room::{self, Room, Stop};
+use super::{Common, Measure, transfer};
+use crate::exit::Failure;
+use crate::size::Size;
+
+const EXAMPLES: &str = "\
+Each thread writes deltas to a page of its own, one a batch, and waits for each. The ceiling of what is durable is \
+the faster of two raw loops, which put records into a queue and write and sync what is queued in one piece; one \
+by pwrite and fdatasync, one by O_DIRECT and O_DSYNC. What is logged or applied has a copy with a checksum under a lock \
+as its ceiling. The first thread count of a figure with one thread is what one commit alone costs.
+
+Examples:
+  remanent bench commit /mnt/fast
+  remanent bench commit /mnt/fast --threads 8 --len 4KiB,64KiB --ack durable --log-io direct,buffered,mapped
+  remanent bench commit /dev/shm --threads 1 --len 256 --ack logged --seconds 2";
+
+/// Commits a second, and how long each takes
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Commit {
+    #[command(flatten)]
+    common: Common,
+    /// How many threads commit at once; a list
+    #[arg(long, value_name = "N", value_delimiter = ',', default_value = "1,8")]
+    threads: Vec<usize>,
+    /// Bytes of a delta; a list
+    #[arg(long, value_name = "BYTES", value_delimiter = ',', default_value = "256,4KiB,64KiB")]
+    len: Vec<Size>,
+    /// What each commit waits for; a list
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "durable,logged")]
+    ack: Vec<Level>,
+    /// How the log is written; a list [default: as a store chooses]
+    #[arg(long, value_enum, value_delimiter = ',')]
+    log_io: Vec<Io>,
+    /// How long each figure of a round is measured
+    #[arg(long, value_name = "S", default_value_t = 0.2)]
+    seconds: f64,
+}
+
+/// An acknowledgement that can be waited for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Level {
+    /// Later reads see the batch
+    Applied,
+    /// It survives the death of the process
+    Logged,
+    /// It survives a power cut
+    Durable,
+}
+
+impl Level {
+    fn ack(self) -> Ack {
+        match self {
+            Level::Applied => Ack::Applied,
+            Level::Logged => Ack::Logged,
+            Level::Durable => Ack::Durable,
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Level::Applied => "applied",
+            Level::Logged => "logged",
+            Level::Durable => "durable",
+        }
+    }
+}
+
+/// A way to write the log.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Io {
+    /// Into a shared mapping
+    Mapped,
+    /// By write and fdatasync
+    Buffered,
+    /// By one write a group past the page cache
+    Direct,
+}
+
+impl From<Io> for LogIo {
+    fn from(io: Io) -> Self {
+        match io {
+            Io::Mapped => LogIo::Mapped,
+            Io::Buffered => LogIo::Buffered,
+            Io::Direct => LogIo::Direct,
+        }
+    }
+}
+
+/// The least that pages take which are written to, in bytes.
+const PAGE_LEN_MIN: u64 = 1 << 20;
+/// Log of a store that grows beyond this is given up between two rounds, in bytes.
+const LOG_BYTES_MAX: u64 = 64 << 20;
+/// Values of the course of one round.
+const COURSE_STEPS: u32 = 20;
+/// More than any machine logs a second; what a round may write is reckoned by it.
+const LOG_BYTES_PER_SECOND: f64 = 1e9;
+
+impl Measure for Commit {
+    fn common(&self) -> &Common {
+        &self.common
+    }
+
+    fn check(&self) -> Result<(), Failure> {
+        let refuse = |what: &str| Err(Failure::Environment(what.to_owned()));
+        if !(0.001..=3600.0).contains(&self.seconds) {
+            return refuse("--seconds lies between 0.001 and 3600");
+        }
+        if self.threads.iter().any(|threads| !(1..=1024).contains(threads)) {
+            return refuse("--threads lie between 1 and 1024");
+        }
+        if self.len.iter().any(|len| !(1..=1 << 20).contains(&len.0)) {
+            return refuse("--len lies between 1 and 1MiB: a delta is a part of a page");
+        }
+        if self.longest() * self.most_threads() as u64 > raw::FILE_LEN_MAX {
+            return refuse("so many threads with such deltas fill the raw loop's file at once");
+        }
+        Ok(())
+    }
+
+    fn bytes_needed(&self) -> u64 {
+        let stores = (self.ack.len() * self.log_io.len().max(1)) as u64;
+        2 * raw::FILE_LEN_MAX + stores * ((self.seconds * LOG_BYTES_PER_SECOND) as u64 + 2 * LOG_BYTES_MAX)
+    }
+
+    fn steps(&self) -> u64 {
+        // Stores and raw loops take their turns together.
+        u64::from(self.common.rounds) * (self.threads.len() * self.len.len() * self.ack.len()) as u64
+    }
+
+    fn measure(&self, room: &Room) -> Result<Findings, Stop> {
+        let mut left_out = Vec::new();
+        let durable = self.raw_loops(room, &mut left_out)?;
+        let memory = [Subject::Memory(RawMemory::new())];
+        let stores = self.stores(room)?;
+        let mut groups = Vec::new();
+        for &threads in &self.threads {
+            for &len in &self.len {
+                for &level in &self.ack {
+                    let ceilings = if level == Level::Durable { &durable[..] } else { &memory[..] };
+                    let own = stores.iter().filter(|(of, _)| *of == level).map(|(_, store)| store);
+                    let subjects: Vec<&Subject> = ceilings.iter().chain(own).collect();
+                    groups.push(self.group(room, level, threads, len.0, &subjects)?);
+                }
+            }
+        }
+        let mut settings = room.settings(&self.common);
+        settings.push(("rounds", format!("{} of {} s", self.common.rounds, self.seconds)));
+        Ok(Findings { bench: "commit", settings, groups, left_out })
+    }
+}
+
+impl Commit {
+    fn longest(&self) -> u64 {
+        self.len.iter().map(|len| len.0).max().unwrap_or_default()
+    }
+
+    fn most_threads(&self) -> usize {
+        self.threads.iter().copied().max().unwrap_or_default()
+    }
+
+    fn raw_loops(&self, room: &Room, left_out: &mut Vec<String>) -> Result<Vec<Subject>, Stop> {
+        let mut loops = Vec::new();
+        if !self.ack.contains(&Level::Durable) {
+            return Ok(loops);
+        }
+        let group_len_max = self.longest() as usize * self.most_threads();
+        std::fs::create_dir(room.path("raw"))?;
+        loops.push(Subject::Raw(RawLog::new(&room.path("raw/synced"), Way::Synced, group_len_max)?));
+        if transfer::knows_direct(&room.path("raw"))? {
+            loops.push(Subject::Raw(RawLog::new(&room.path("raw/direct"), Way::Direct, group_len_max)?));
+        } else {
+            left_out.push("the raw loop past the page cache: this file system knows no O_DIRECT".to_owned());
+        }
+        Ok(loops)
+    }
+
+    /// One store for each acknowledgement and way to write the log, with a page for each thread.
+    fn stores(&self, room: &Room) -> Result<Vec<(Level, Subject)>, Stop> {
+        let ways: Vec<Option<Io>> = match &self.log_io[..] {
+            [] => vec![None],
+            ways => ways.iter().copied().map(Some).collect(),
+        };
+        let mut stores = Vec::new();
+        for &level in &self.ack {
+            for (index, way) in ways.iter().enumerate() {
+                let mut options = room::options().ack(level.ack());
+                if let Some(way) = way {
+                    options = options.log_io((*way).into());
+                }
+                let store = room.open(&format!("{}-{index}", level.name()), options)?;
+                let page_len = self.longest().max(PAGE_LEN_MIN);
+                let mut batch = store.batch();
+                for _ in 0..self.most_threads() {
+                    batch.create(page_len, room.place);
+                }
+                let pages = store.commit(batch)?.pages;
+                let log_io = store.recovered().log_io.clone();
+                let log_io = log_io.split([',', ' ', ':']).next().unwrap_or_default();
+                let name = format!("{}, {log_io}", level.name());
+                stores.push((level, Subject::Store(Box::new(Committing { name, store, pages, page_len }))));
+            }
+        }
+        Ok(stores)
+    }
+
+    /// All subjects in turn, as often as there are rounds.
+    fn group(
+        &self,
+        room: &Room,
+        level: Level,
+        threads: usize,
+        len: u64,
+        subjects: &[&Subject],
+    ) -> Result<Group, Stop> {
+        let plural = if threads == 1 { "" } else { "s" };
+        let title = format!("{}: {threads} thread{plural}, {}", level.name(), Size(len));
+        let mut group = Group::new(title);
+        let time = Duration::from_secs_f64(self.seconds);
+        for subject in subjects {
+            let mut figure = Figure::new(subject.name(), Unit::PerSecond("commits"));
+            figure.latency = Some(Latency::new());
+            let step = time / COURSE_STEPS;
+            figure.course = Some(Course { unit: figure.unit, step, values: Vec::new(), marks: Vec::new() });
+            group.figures.push(figure);
+        }
+        for _ in 0..self.common.rounds {
+            room.step(&group.title)?;
+            for (figure, subject) in group.figures.iter_mut().zip(subjects) {
+                round(room, subject, figure, threads, len as usize, time)?;
+                subject.settle()?;
+            }
+        }
+        let fastest = group.figures.iter().zip(subjects).filter(|(_, subject)| subject.is_ceiling());
+        let fastest = fastest.max_by(|(one, _), (other, _)| one.median().total_cmp(&other.median()));
+        let ceiling = fastest.map(|(figure, _)| figure.name.clone());
+        for (figure, subject) in group.figures.iter_mut().zip(subjects) {
+            if !subject.is_ceiling() {
+                figure.ceiling.clone_from(&ceiling);
+            }
+        }
+        Ok(group)
+    }
+}
+
+/// Something that takes records.
+enum Subject {
+    Raw(RawLog),
+    Memory(RawMemory),
+    Store(Box<Committing>),
+}
+
+/// A store that takes records.
+struct Committing {
+    name: String,
+    store: Store,
+    /// One a thread.
+    pages: Vec<PageId>,
+    page_len: u64,
+}
+
+impl Subject {
+    fn name(&self) -> String {
+        match self {
+            Subject::Raw(raw) if raw.way() == Way::Synced => "raw, pwrite + fdatasync".to_owned(),
+            Subject::Raw(_) => "raw, O_DIRECT + O_DSYNC".to_owned(),
+            Subject::Memory(_) => "raw, copy + checksum".to_owned(),
+            Subject::Store(committing) => committing.name.clone(),
+        }
+    }
+
+    fn is_ceiling(&self) -> bool {
+        !matches!(self, Subject::Store(_))
+    }
+
+    /// Commit number `count` of a thread.
+    fn commit(&self, thread: usize, count: u64, record: &[u8]) -> Result<(), Stop> {
+        match self {
+            Subject::Raw(raw) => Ok(raw.commit(record)?),
+            Subject::Memory(memory) => {
+                memory.commit(record);
+                Ok(())
+            }
+            Subject::Store(committing) => {
+                let Committing { store, pages, page_len, .. } = &**committing;
+                let mut batch = store.batch();
+                let len = record.len() as u64;
+                batch.write(pages[thread], count % (page_len / len) * len, record);
+                store.commit(batch)?;
+                Ok(())
+            }
+        }
+    }
+
+    /// Leaves nothing behind that the next one's time would have to pay for.
+    fn settle(&self) -> Result<(), Stop> {
+        if let Subject::Store(committing) = self {
+            let store = &committing.store;
+            store.wait_durable(store.lsn())?;
+            let stats = store.stats();
+            if stats.log.bytes > (stats.snapshots.taken + 1) * LOG_BYTES_MAX {
+                store.snapshot()?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// One subject's turn.
+fn round(
+    room: &Room,
+    subject: &Subject,
+    figure: &mut Figure,
+    threads: usize,
+    len: usize,
+    time: Duration,
+) -> Result<(), Stop> {
+    let over = AtomicBool::new(false);
+    let course: Vec<AtomicU64> = (0..COURSE_STEPS).map(|_| AtomicU64::new(0)).collect();
+    let step = time / COURSE_STEPS;
+    let started = Instant::now();
+    let work = |thread: usize| -> Result<Latency, Stop> {
+        let mut latency = Latency::new();
+        let mut record = vec![thread as u8; len];
+        let mut before = Instant::now();
+        for count in 0.. {
+            record[0] = count as u8;
+            let done = subject.commit(thread, count, &record);
+            let now = Instant::now();
+            if done.is_err() || now - started >= time || room.interrupted() {
+                over.store(true, Ordering::Relaxed);
+            }
+            done?;
+            latency.record(now - before);
+            before = now;
+            let at = ((now - started).as_nanos() / step.as_nanos()) as usize;
+            if let Some(commits) = course.get(at) {
+                commits.fetch_add(1, Ordering::Relaxed);
+            }
+            if over.load(Ordering::Relaxed) {
+                break;
+            }
+        }
+        Ok(latency)
+    };
+    let mut all = Latency::new();
+    std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..threads).map(|thread| scope.spawn(move || work(thread))).collect();
+        workers.into_iter().try_for_each(|worker| -> Result<(), Stop> {
+            all.add(&worker.join().expect("no panic")?);
+            Ok(())
+        })
+    })?;
+    figure.push(all.count() as f64 / started.elapsed().as_secs_f64());
+    if let Some(latency) = &mut figure.latency {
+        latency.add(&all);
+    }
+    if let Some(shown) = &mut figure.course {
+        shown
+            .values
+            .extend(course.iter().map(|commits| commits.load(Ordering::Relaxed) as f64 / step.as_secs_f64()));
+    }
+    Ok(())
+}

@@ -1,0 +1,296 @@
+//! What a run found: figures in groups, each beside the ceiling that was taken in turn with it.
+//!
+//! The table for people, `--json` and the report are three views of this.
+
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use super::latency::Latency;
+use crate::exit::Failure;
+use crate::json::object;
+use crate::output::Output;
+use crate::table;
+
+/// What one run found.
+pub struct Findings {
+    /// The benchmark.
+    pub bench: &'static str,
+    /// Where, on what and with which settings, by name.
+    pub settings: Vec<(&'static str, String)>,
+    pub groups: Vec<Group>,
+    /// What could not be measured here, and why.
+    pub left_out: Vec<String>,
+}
+
+/// Figures that took turns.
+pub struct Group {
+    /// What they have in common.
+    pub title: String,
+    pub figures: Vec<Figure>,
+}
+
+/// What is measured in one way, once a round.
+pub struct Figure {
+    /// Unlike all others of its group.
+    pub name: String,
+    pub unit: Unit,
+    /// One value a round, in the base of the unit.
+    pub rounds: Vec<f64>,
+    /// Of single operations, those of all rounds.
+    pub latency: Option<Latency>,
+    pub course: Option<Course>,
+    /// The figure of the same group, and of the same unit, that no store can beat.
+    pub ceiling: Option<String>,
+}
+
+/// How something went over time.
+pub struct Course {
+    pub unit: Unit,
+    /// Time from one value to the next.
+    pub step: Duration,
+    pub values: Vec<f64>,
+    /// Moments, and what began then.
+    pub marks: Vec<(Duration, &'static str)>,
+}
+
+/// What a figure counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unit {
+    /// Operations of this name a second.
+    PerSecond(&'static str),
+    BytesPerSecond,
+    Bytes,
+    Seconds,
+    /// A share of something, 1 for all of it.
+    Share,
+}
+
+impl Unit {
+    /// How `--json` calls it.
+    pub fn name(self) -> String {
+        match self {
+            Unit::PerSecond(what) => format!("{what}/s"),
+            Unit::BytesPerSecond => "bytes/s".to_owned(),
+            Unit::Bytes => "bytes".to_owned(),
+            Unit::Seconds => "s".to_owned(),
+            Unit::Share => "share".to_owned(),
+        }
+    }
+
+    /// Whether more is better, and a ceiling the most there can be.
+    pub fn is_rate(self) -> bool {
+        matches!(self, Unit::PerSecond(_) | Unit::BytesPerSecond)
+    }
+
+    /// A value for a person.
+    pub fn show(self, value: f64) -> String {
+        match self {
+            Unit::PerSecond(what) => format!("{} {what}/s", grouped(value)),
+            Unit::BytesPerSecond if value < 1e8 => format!("{:.2} MB/s", value / 1e6),
+            Unit::BytesPerSecond => format!("{:.2} GB/s", value / 1e9),
+            Unit::Bytes if value < 1e6 => format!("{} B", grouped(value)),
+            Unit::Bytes => format!("{:.1} MiB", value / f64::from(1 << 20)),
+            Unit::Seconds if value < 1e-3 => format!("{:.1} us", value * 1e6),
+            Unit::Seconds if value < 1.0 => format!("{:.1} ms", value * 1e3),
+            Unit::Seconds => format!("{value:.2} s"),
+            Unit::Share => format!("{value:.4}"),
+        }
+    }
+}
+
+/// A whole number with its thousands apart; small ones with a digit behind the point.
+fn grouped(value: f64) -> String {
+    if value.abs() < 100.0 && value.fract() != 0.0 {
+        return format!("{value:.1}");
+    }
+    let digits = format!("{value:.0}");
+    let mut shown = String::new();
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) && digit.is_ascii_digit() {
+            shown.push(',');
+        }
+        shown.push(digit);
+    }
+    shown
+}
+
+impl Figure {
+    /// A figure without a value yet.
+    pub fn new(name: impl Into<String>, unit: Unit) -> Self {
+        Self { name: name.into(), unit, rounds: Vec::new(), latency: None, course: None, ceiling: None }
+    }
+
+    /// The figure, under this ceiling.
+    #[must_use]
+    pub fn under(mut self, ceiling: impl Into<String>) -> Self {
+        self.ceiling = Some(ceiling.into());
+        self
+    }
+
+    /// One more round.
+    pub fn push(&mut self, value: f64) {
+        self.rounds.push(value);
+    }
+
+    /// The value of the middle round.
+    pub fn median(&self) -> f64 {
+        median(self.rounds.clone())
+    }
+}
+
+/// The middle of some values; of an even number of them the upper one of the two.
+pub fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+impl Group {
+    /// A group without figures yet.
+    pub fn new(title: impl Into<String>) -> Self {
+        Self { title: title.into(), figures: Vec::new() }
+    }
+
+    /// The ceiling of a figure of this group.
+    pub fn ceiling(&self, figure: &Figure) -> Option<&Figure> {
+        let name = figure.ceiling.as_ref()?;
+        self.figures.iter().find(|other| other.name == *name)
+    }
+
+    /// A figure as a multiple of its ceiling: the middle of what the rounds give, each with its own ceiling, for
+    /// a machine that slows down slows both down.
+    pub fn ratio(&self, figure: &Figure) -> Option<f64> {
+        let ceiling = self.ceiling(figure)?;
+        if figure.rounds.is_empty() || ceiling.rounds.len() != figure.rounds.len() {
+            return None;
+        }
+        let rounds = figure.rounds.iter().zip(&ceiling.rounds);
+        Some(median(rounds.map(|(value, ceiling)| value / ceiling).collect()))
+    }
+
+    /// The middle latency of a figure as a multiple of that of its ceiling.
+    pub fn latency_ratio(&self, figure: &Figure) -> Option<f64> {
+        let ceiling = self.ceiling(figure)?.latency.as_ref()?;
+        Some(figure.latency.as_ref()?.quantile(0.5) / ceiling.quantile(0.5))
+    }
+}
+
+impl Findings {
+    /// For people.
+    pub fn print(&self, out: &mut Output) -> Result<(), Failure> {
+        for (name, value) in &self.settings {
+            out.line(format_args!("{name:<11} {value}"))?;
+        }
+        for group in &self.groups {
+            out.line(format_args!("\n{}", group.title))?;
+            let mut table = table::with_header(
+                ["FIGURE", "MEDIAN", "X CEILING", "P50", "P99", "WORST", "P50 X CEILING"],
+                1..7,
+            );
+            for figure in &group.figures {
+                let time = |of: fn(&Latency) -> f64| {
+                    figure.latency.as_ref().map_or_else(String::new, |all| Unit::Seconds.show(of(all)))
+                };
+                let ratio =
+                    |ratio: Option<f64>| ratio.map_or_else(String::new, |ratio| format!("{ratio:.3}"));
+                table.add_row([
+                    figure.name.clone(),
+                    figure.unit.show(figure.median()),
+                    ratio(group.ratio(figure)),
+                    time(|all| all.quantile(0.5)),
+                    time(|all| all.quantile(0.99)),
+                    time(Latency::worst),
+                    ratio(group.latency_ratio(figure)),
+                ]);
+            }
+            out.line(table.trim_fmt())?;
+        }
+        for what in &self.left_out {
+            out.line(format_args!("\nleft out: {what}"))?;
+        }
+        Ok(())
+    }
+
+    /// One object a figure, and one of the run at the end.
+    pub fn print_json(&self, out: &mut Output) -> Result<(), Failure> {
+        for group in &self.groups {
+            for figure in &group.figures {
+                out.line(self.figure_json(group, figure))?;
+            }
+        }
+        let settings: serde_json::Map<String, Value> =
+            self.settings.iter().map(|(name, value)| ((*name).to_owned(), value.as_str().into())).collect();
+        out.line(object! { "bench": self.bench, "settings": settings, "left_out": self.left_out })
+    }
+
+    fn figure_json(&self, group: &Group, figure: &Figure) -> Value {
+        let mut object = object! {
+            "bench": self.bench,
+            "group": group.title,
+            "figure": figure.name,
+            "unit": figure.unit.name(),
+            "median": figure.median(),
+            "rounds": figure.rounds,
+            "ceiling": figure.ceiling,
+            "ratio": group.ratio(figure),
+        };
+        if let Some(latency) = &figure.latency {
+            let micros = |seconds: f64| seconds * 1e6;
+            object["latency_us"] = json!({
+                "count": latency.count(),
+                "p50": micros(latency.quantile(0.5)),
+                "p90": micros(latency.quantile(0.9)),
+                "p99": micros(latency.quantile(0.99)),
+                "p999": micros(latency.quantile(0.999)),
+                "worst": micros(latency.worst()),
+                "p50_ratio": group.latency_ratio(figure),
+            });
+        }
+        object
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn figure(name: &str, rounds: &[f64]) -> Figure {
+        let mut figure = Figure::new(name, Unit::BytesPerSecond);
+        figure.rounds = rounds.to_vec();
+        figure
+    }
+
+    #[test]
+    fn a_ratio_is_that_of_rounds_that_took_turns() {
+        // The machine was slow in the first round: of the medians it would be 1.
+        let raw = figure("raw", &[1.0, 10.0, 8.0]);
+        let store = figure("store", &[0.9, 8.0, 20.0]).under("raw");
+        let group = Group { title: String::new(), figures: vec![raw, store] };
+        assert_eq!(group.ratio(&group.figures[1]), Some(0.9));
+        assert_eq!(group.ratio(&group.figures[0]), None);
+    }
+
+    #[test]
+    fn a_figure_whose_ceiling_was_not_taken_as_often_has_no_ratio() {
+        let figures = vec![figure("raw", &[1.0]), figure("store", &[1.0, 2.0]).under("raw")];
+        let group = Group { title: String::new(), figures };
+        assert_eq!(group.ratio(&group.figures[1]), None);
+    }
+
+    #[test]
+    fn values_are_shown_with_their_units() {
+        for (unit, value, shown) in [
+            (Unit::PerSecond("commits"), 1_234_567.0, "1,234,567 commits/s"),
+            (Unit::PerSecond("commits"), 12.34, "12.3 commits/s"),
+            (Unit::BytesPerSecond, 2.41e9, "2.41 GB/s"),
+            (Unit::BytesPerSecond, 1.5e6, "1.50 MB/s"),
+            (Unit::Bytes, 4096.0, "4,096 B"),
+            (Unit::Bytes, 41.0 * 1048576.0, "41.0 MiB"),
+            (Unit::Seconds, 93e-6, "93.0 us"),
+            (Unit::Seconds, 0.0123, "12.3 ms"),
+            (Unit::Seconds, 8.7, "8.70 s"),
+        ] {
+            assert_eq!(unit.show(value), shown);
+        }
+    }
+}

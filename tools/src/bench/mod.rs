@@ -1,0 +1,127 @@
+//! `remanent bench`: what a store costs on this machine, each figure beside what the machine does without it.
+//!
+//! Read first `figures.rs` (what a run finds), `room.rs` (where it runs), `raw.rs` and `transfer.rs` (the ceilings),
+//! then one file a benchmark. What is compared takes turns, round by round.
+
+mod latency;
+mod figures;
+mod room;
+mod raw;
+mod transfer;
+mod chart;
+mod report;
+mod peak;
+mod ceilings;
+mod commit;
+mod snapshot;
+mod restore;
+mod replay;
+
+use std::path::PathBuf;
+
+use clap::Subcommand;
+use remanent::DeviceChoice;
+
+use self::figures::Findings;
+use self::report::Report;
+use self::room::{Room, Stop};
+use crate::exit::{Ending, Failure, Outcome};
+use crate::interrupt::Interrupt;
+use crate::output::Output;
+
+const EXAMPLES: &str = "\
+Everything is made in a temporary directory inside DIR, whose file system and disk are what is measured, and \
+removed at the end, also on Ctrl-C. Each figure stands beside a ceiling: what a loop does on the same disk that \
+makes bytes survive and nothing else. Both take turns, and the ratio is the median of those of the rounds, so that \
+a machine that slows down slows both down. Absolute figures of two runs compare two moments of the machine.
+
+Examples:
+  remanent bench commit /mnt/fast
+  remanent bench snapshot /mnt/fast --report snapshot.html
+  remanent bench ceilings /mnt/fast --device cuda:0";
+
+/// Measure what a store costs here, beside what the machine could do
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Bench {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Subcommand)]
+enum What {
+    Commit(commit::Commit),
+    Snapshot(snapshot::Snapshot),
+    Restore(restore::Restore),
+    Replay(replay::Replay),
+    Ceilings(ceilings::Ceilings),
+}
+
+/// What all benchmarks are told.
+#[derive(clap::Args)]
+pub struct Common {
+    /// The directory whose disk is measured; it must exist
+    dir: PathBuf,
+    /// Where pages live: `auto` (a GPU if there is one), `host`, `cuda:0`, `cuda:1`, …
+    #[arg(long, value_name = "DEVICE", default_value_t)]
+    device: DeviceChoice,
+    /// How often everything takes its turn
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    rounds: u32,
+    /// One JSON object a figure, one more for the run
+    #[arg(long)]
+    json: bool,
+    /// Write a page with charts, too; it needs no network
+    #[arg(long, value_name = "FILE.html")]
+    report: Option<PathBuf>,
+}
+
+/// One benchmark.
+trait Measure {
+    /// What it was told.
+    fn common(&self) -> &Common;
+    /// Bytes of disk that it takes at most.
+    fn bytes_needed(&self) -> u64;
+    /// How often it calls [`Room::step`].
+    fn steps(&self) -> u64;
+    /// Refuses what makes no sense, before anything is made.
+    fn check(&self) -> Result<(), Failure>;
+    /// Measures.
+    fn measure(&self, room: &Room) -> Result<Findings, Stop>;
+}
+
+impl Bench {
+    /// Measures.
+    pub fn run(&self, out: &mut Output) -> Outcome {
+        match &self.what {
+            What::Commit(what) => run(what, out),
+            What::Snapshot(what) => run(what, out),
+            What::Restore(what) => run(what, out),
+            What::Replay(what) => run(what, out),
+            What::Ceilings(what) => run(what, out),
+        }
+    }
+}
+
+fn run(what: &impl Measure, out: &mut Output) -> Outcome {
+    let interrupt = Interrupt::listen()?;
+    what.check()?;
+    let common = what.common();
+    let report = common.report.as_deref().map(Report::begin).transpose()?;
+    let room = Room::new(common, interrupt, what.bytes_needed(), what.steps())?;
+    let findings = match what.measure(&room) {
+        Ok(findings) => findings,
+        Err(Stop::Interrupted) => return Ok(Ending::Interrupted),
+        Err(Stop::Failed(failure)) => return Err(failure),
+    };
+    drop(room);
+    if let Some(report) = report {
+        report.write(&findings)?;
+    }
+    if common.json {
+        findings.print_json(out)?;
+    } else {
+        findings.print(out)?;
+    }
+    Ok(Ending::Fine)
+}

@@ -1,0 +1,208 @@
+//! What no store can beat: the least that makes records survive.
+//!
+//! # The raw group-commit loop
+//!
+//! One file, wholly written and synced beforehand, as a log segment is, and used in a circle. A thread puts its
+//! record into a queue. The first thread that finds no leader leads: it takes all that is queued, writes it in one
+//! piece to the next multiple of 4096 bytes, filled up to such a multiple, and syncs once; then it wakes all others,
+//! and the next thread leads. No checksum, no header, no order beyond that of the queue. Two ways to write: `pwrite`
+//! and `fdatasync`, or one `pwrite` to a file opened with `O_DIRECT` and `O_DSYNC`.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::Path;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+use rustix::fs::OFlags;
+
+use crate::aligned::{ALIGN, Aligned};
+
+/// Length of the file at most, in bytes.
+pub const FILE_LEN_MAX: u64 = 128 << 20;
+/// And at least.
+const FILE_LEN_MIN: u64 = 16 << 20;
+/// Groups of the greatest length that fit, if that is between the two.
+const GROUPS: u64 = 64;
+
+/// How a group gets to the disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// Into the page cache, then `fdatasync`.
+    Synced,
+    /// Past the page cache, durable when the write returns.
+    Direct,
+}
+
+/// The loop.
+pub struct RawLog {
+    file: File,
+    file_len: u64,
+    way: Way,
+    state: Mutex<State>,
+    progress: Condvar,
+}
+
+struct State {
+    queue: Aligned,
+    /// Bytes in the queue.
+    filled: usize,
+    /// What the last leader wrote from, for the next one to swap in.
+    spare: Option<Aligned>,
+    /// Records queued and records durable since the beginning.
+    queued: u64,
+    durable: u64,
+    offset: u64,
+    led: bool,
+    failed: bool,
+}
+
+impl RawLog {
+    /// A loop over a new file. At most `group_len_max` bytes are ever queued at once, [`FILE_LEN_MAX`] or less.
+    pub fn new(path: &Path, way: Way, group_len_max: usize) -> io::Result<Self> {
+        let mut file = OpenOptions::new().write(true).create_new(true).open(path)?;
+        let file_len = (GROUPS * group_len_max as u64).clamp(FILE_LEN_MIN, FILE_LEN_MAX);
+        for at in (0..file_len).step_by(1 << 20) {
+            file.write_all_at(&[0; 1 << 20], at)?;
+        }
+        file.sync_all()?;
+        if way == Way::Direct {
+            let flags = OFlags::DIRECT | OFlags::DSYNC;
+            file = OpenOptions::new().write(true).custom_flags(flags.bits() as i32).open(path)?;
+        }
+        let queue = || Aligned::new(group_len_max.next_multiple_of(ALIGN));
+        let state = State {
+            queue: queue(),
+            filled: 0,
+            spare: Some(queue()),
+            queued: 0,
+            durable: 0,
+            offset: 0,
+            led: false,
+            failed: false,
+        };
+        Ok(Self { file, file_len, way, state: Mutex::new(state), progress: Condvar::new() })
+    }
+
+    /// How groups get to the disk.
+    pub fn way(&self) -> Way {
+        self.way
+    }
+
+    /// Returns when the record is durable.
+    pub fn commit(&self, record: &[u8]) -> io::Result<()> {
+        let mut state = self.lock();
+        let (at, end) = (state.filled, state.filled + record.len());
+        state.queue[at..end].copy_from_slice(record);
+        state.filled = end;
+        state.queued += 1;
+        let own = state.queued;
+        while state.durable < own {
+            if state.failed {
+                return Err(io::Error::other("another thread's write failed"));
+            }
+            state = if state.led {
+                self.progress.wait(state).unwrap_or_else(PoisonError::into_inner)
+            } else {
+                self.lead(state)?
+            };
+        }
+        Ok(())
+    }
+
+    /// Makes all that is queued durable.
+    fn lead<'a>(&'a self, mut state: MutexGuard<'a, State>) -> io::Result<MutexGuard<'a, State>> {
+        state.led = true;
+        let spare = state.spare.take().expect("only the leader takes it");
+        let group = std::mem::replace(&mut state.queue, spare);
+        let len = std::mem::take(&mut state.filled).next_multiple_of(ALIGN);
+        let last = state.queued;
+        if state.offset + len as u64 > self.file_len {
+            state.offset = 0;
+        }
+        let offset = state.offset;
+        state.offset += len as u64;
+        drop(state);
+        let written = self.file.write_all_at(&group[..len], offset).and_then(|()| match self.way {
+            Way::Synced => self.file.sync_data(),
+            Way::Direct => Ok(()),
+        });
+        let mut state = self.lock();
+        state.spare = Some(group);
+        state.led = false;
+        match &written {
+            Ok(()) => state.durable = last,
+            Err(_) => state.failed = true,
+        }
+        self.progress.notify_all();
+        written.map(|()| state)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // A thread that panicked ends the benchmark anyway.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The least that makes records survive the process in order, had it shared memory to put them into: each is summed
+/// by its own thread, and copied behind the last one under a lock.
+pub struct RawMemory(Mutex<(Vec<u8>, usize)>);
+
+impl RawMemory {
+    /// A ring that is in the processor's reach no more than a log is.
+    pub fn new() -> Self {
+        Self(Mutex::new((vec![1; 64 << 20], 0)))
+    }
+
+    /// Returns when the record is copied.
+    pub fn commit(&self, record: &[u8]) {
+        let sum = crc32fast::hash(record).to_le_bytes();
+        let mut ring = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let (bytes, at) = &mut *ring;
+        let body = sum.len() + record.len();
+        if *at + body > bytes.len() {
+            *at = 0;
+        }
+        bytes[*at..][..sum.len()].copy_from_slice(&sum);
+        bytes[*at + sum.len()..][..record.len()].copy_from_slice(record);
+        *at += body;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_record_of_every_thread_is_in_the_file_when_its_commit_returns() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("raw");
+        let raw = RawLog::new(&path, Way::Synced, 4 * ALIGN).unwrap();
+        std::thread::scope(|scope| {
+            for thread in 0..4_u8 {
+                let (raw, path) = (&raw, &path);
+                scope.spawn(move || {
+                    for count in 1..=3_u8 {
+                        let record = [16 * thread + count; ALIGN];
+                        raw.commit(&record).unwrap();
+                        let written = std::fs::read(path).unwrap();
+                        assert!(written.chunks_exact(ALIGN).any(|found| found == record));
+                    }
+                });
+            }
+        });
+        let state = raw.lock();
+        assert_eq!((state.durable, state.offset), (12, 12 * ALIGN as u64));
+    }
+
+    #[test]
+    fn the_file_is_used_in_a_circle() {
+        let dir = tempfile::tempdir().unwrap();
+        let raw = RawLog::new(&dir.path().join("raw"), Way::Synced, 1 << 20).unwrap();
+        raw.lock().offset = raw.file_len - ALIGN as u64;
+        raw.commit(&[7; ALIGN]).unwrap();
+        assert_eq!(raw.lock().offset, raw.file_len);
+        raw.commit(&[8; ALIGN]).unwrap();
+        assert_eq!(raw.lock().offset, ALIGN as u64);
+    }
+}

@@ -1,0 +1,274 @@
+//! `--report`: the findings as one page that needs no network.
+
+use std::fmt::Write as _;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+
+use tempfile::NamedTempFile;
+
+use super::chart::{self, Axis, Bar, Line, Scale, escape};
+use super::figures::{Figure, Findings, Group, Unit};
+use super::latency::Latency;
+use crate::exit::Failure;
+
+/// Where the page will be. It is there whole or not at all.
+pub struct Report {
+    path: PathBuf,
+    file: NamedTempFile,
+}
+
+impl Report {
+    /// Refuses a place where no file can be made, before anything is measured.
+    pub fn begin(path: &Path) -> Result<Self, Failure> {
+        let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let file = NamedTempFile::new_in(dir).map_err(|error| cannot(path, &error))?;
+        Ok(Self { path: path.to_owned(), file })
+    }
+
+    /// Writes the page.
+    pub fn write(mut self, findings: &Findings) -> Result<(), Failure> {
+        let written = self.file.write_all(page(findings).as_bytes());
+        written.map_err(|error| cannot(&self.path, &error))?;
+        self.file.persist(&self.path).map(drop).map_err(|error| cannot(&self.path, &error.error))
+    }
+}
+
+fn cannot(path: &Path, error: &std::io::Error) -> Failure {
+    Failure::Environment(format!("cannot write the report {}: {error}", path.display()))
+}
+
+/// The whole page.
+fn page(findings: &Findings) -> String {
+    let title = format!("remanent bench {}", findings.bench);
+    let mut html = format!(
+        "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
+         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n<title>{title}</title>\n\
+         <style>\n{}</style>\n</head>\n<body>\n<h1>{title}</h1>\n<dl>\n",
+        include_str!("report.css")
+    );
+    for (name, value) in &findings.settings {
+        let (name, value) = (escape(name), escape(value));
+        html += &format!("<dt>{name}</dt><dd>{value}</dd>\n");
+    }
+    html += "</dl>\n";
+    html += &shares(findings);
+    for group in &findings.groups {
+        html += &section(group);
+    }
+    for what in &findings.left_out {
+        html += &format!("<p class=\"quiet\">Left out: {}.</p>\n", escape(what));
+    }
+    html + "</body>\n</html>\n"
+}
+
+/// What stands under a ceiling, in one chart.
+fn shares(findings: &Findings) -> String {
+    let mut bars = Vec::new();
+    for group in &findings.groups {
+        for figure in group.figures.iter().filter(|figure| figure.unit.is_rate()) {
+            if let Some(share) = group.ratio(figure) {
+                let name = format!("{}: {}", group.title, figure.name);
+                bars.push(Bar { name, share, value: figure.unit.show(figure.median()) });
+            }
+        }
+    }
+    if bars.is_empty() {
+        return String::new();
+    }
+    format!(
+        "<h2>Share of the ceiling</h2>\n<p class=\"quiet\">A ceiling is what a loop reaches on the same machine that \
+         does the least there is to do. It took turns with what stands under it, round by round; shares are medians \
+         of those of the rounds.</p>\n{}",
+        chart::bars(&bars)
+    )
+}
+
+fn section(group: &Group) -> String {
+    let mut html = format!("<h2>{}</h2>\n{}", escape(&group.title), table(group));
+    let timed = |figure: &&Figure| figure.latency.as_ref().is_some_and(|latency| latency.count() > 0);
+    if group.figures.iter().any(|figure| timed(&figure)) {
+        html += &latencies(group);
+    }
+    let mut units: Vec<Unit> = Vec::new();
+    for course in group.figures.iter().filter_map(|figure| figure.course.as_ref()) {
+        if !units.contains(&course.unit) {
+            units.push(course.unit);
+        }
+    }
+    for unit in units {
+        html += &courses(group, unit);
+    }
+    html
+}
+
+fn table(group: &Group) -> String {
+    let mut html =
+        "<div class=\"scroll\"><table>\n<tr><th></th><th>median</th><th>of its ceiling</th><th>p50</th>\
+                    <th>p99</th><th>p99.9</th><th>worst</th></tr>\n"
+            .to_owned();
+    for figure in &group.figures {
+        let time = |of: fn(&Latency) -> f64| {
+            figure.latency.as_ref().map_or_else(String::new, |latency| Unit::Seconds.show(of(latency)))
+        };
+        let cells = [
+            figure.name.clone(),
+            figure.unit.show(figure.median()),
+            group.ratio(figure).map_or_else(String::new, |ratio| format!("{ratio:.3}")),
+            time(|latency| latency.quantile(0.5)),
+            time(|latency| latency.quantile(0.99)),
+            time(|latency| latency.quantile(0.999)),
+            time(Latency::worst),
+        ];
+        let cells: Vec<String> = cells.iter().map(|cell| format!("<td>{}</td>", escape(cell))).collect();
+        html += &format!("<tr>{}</tr>\n", cells.concat());
+    }
+    html + "</table></div>\n"
+}
+
+/// The class of a group's figure: a colour of its own, unless it is a ceiling.
+fn class(group: &Group, index: usize) -> String {
+    let is_ceiling =
+        group.figures.iter().any(|other| other.ceiling.as_ref() == Some(&group.figures[index].name));
+    if is_ceiling { "ceiling".to_owned() } else { format!("s{}", index % 6) }
+}
+
+/// A chart with a heading, and a key to its lines.
+fn charted(heading: &str, lines: &[Line], svg: &str) -> String {
+    let mut html = format!("<h3>{heading}</h3>\n{svg}<ul class=\"key\">");
+    for Line { class, name, .. } in lines {
+        write!(html, "<li class=\"{class}\"><span>{}</span></li>", escape(name)).expect("a string takes all");
+    }
+    html + "</ul>\n"
+}
+
+/// How many operations took longer than a time.
+fn latencies(group: &Group) -> String {
+    let mut lines = Vec::new();
+    for (index, figure) in group.figures.iter().enumerate() {
+        let Some(latency) = figure.latency.as_ref().filter(|latency| latency.count() > 0) else { continue };
+        // The last point is at no share at all, which a logarithm has no place for.
+        let points: Vec<(f64, f64)> = latency.curve().into_iter().filter(|(_, above)| *above > 0.0).collect();
+        lines.push(Line { class: class(group, index), name: figure.name.clone(), points });
+    }
+    let all = || lines.iter().flat_map(|line| &line.points);
+    let x = Axis {
+        label: "time of one operation",
+        scale: Scale::log(all().map(|(time, _)| *time)),
+        show: Box::new(show_time),
+    };
+    let y = Axis {
+        label: "took longer",
+        scale: Scale::log(all().map(|(_, above)| *above).chain([1.0])),
+        show: Box::new(|share| format!("{} %", rounded(share * 100.0))),
+    };
+    let svg = chart::lines(&x, &y, &lines, &[]);
+    charted("Latency: how many took longer", &lines, &svg)
+}
+
+/// How what is counted in one unit went over time.
+fn courses(group: &Group, unit: Unit) -> String {
+    let mut lines = Vec::new();
+    let mut marks = Vec::new();
+    for (index, figure) in group.figures.iter().enumerate() {
+        let Some(course) = figure.course.as_ref().filter(|course| course.unit == unit) else { continue };
+        let step = course.step.as_secs_f64();
+        let points = course.values.iter().enumerate();
+        let points = points.map(|(index, value)| ((index as f64 + 0.5) * step, *value)).collect();
+        lines.push(Line { class: class(group, index), name: figure.name.clone(), points });
+        marks.extend(course.marks.iter().map(|(at, what)| (at.as_secs_f64(), *what)));
+    }
+    let all = || lines.iter().flat_map(|line| &line.points);
+    let x =
+        Axis { label: "time", scale: Scale::linear(all().map(|(time, _)| *time)), show: Box::new(show_time) };
+    let values = all().map(|(_, value)| *value);
+    let (heading, label, scale) = if unit.is_rate() {
+        ("Throughput over time, all rounds in a row", "throughput", Scale::linear(values))
+    } else {
+        ("Latency over time: the longest of each step", "latency", Scale::log(values))
+    };
+    let y = Axis { label, scale, show: Box::new(move |value| show_tick(unit, value)) };
+    let svg = chart::lines(&x, &y, &lines, &marks);
+    charted(heading, &lines, &svg)
+}
+
+/// A time as a tick names it.
+fn show_time(seconds: f64) -> String {
+    let (value, unit) = match seconds {
+        0.0 => return "0".to_owned(),
+        _ if seconds < 0.9e-6 => (seconds * 1e9, "ns"),
+        _ if seconds < 0.9e-3 => (seconds * 1e6, "us"),
+        _ if seconds < 0.9 => (seconds * 1e3, "ms"),
+        _ => (seconds, "s"),
+    };
+    format!("{} {unit}", rounded(value))
+}
+
+fn show_tick(unit: Unit, value: f64) -> String {
+    match unit {
+        Unit::Seconds => show_time(value),
+        _ if value == 0.0 => "0".to_owned(),
+        Unit::BytesPerSecond => format!("{} GB/s", rounded(value / 1e9)),
+        Unit::PerSecond(_) if value >= 1e6 => format!("{} M/s", rounded(value / 1e6)),
+        Unit::PerSecond(_) if value >= 1e3 => format!("{} k/s", rounded(value / 1e3)),
+        Unit::PerSecond(_) => format!("{}/s", rounded(value)),
+        Unit::Bytes | Unit::Share => unit.show(value),
+    }
+}
+
+/// A tick's number without the noise of binary fractions.
+fn rounded(value: f64) -> String {
+    let text = format!("{value:.4}");
+    text.trim_end_matches('0').trim_end_matches('.').to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::bench::figures::Course;
+
+    #[test]
+    fn a_page_stands_alone_and_shows_every_figure() {
+        let mut group = Group::new("1 thread, 4 KiB");
+        let mut raw = Figure::new("raw", Unit::PerSecond("commits"));
+        let mut latency = Latency::new();
+        latency.record(Duration::from_micros(90));
+        latency.record(Duration::from_micros(200));
+        raw.latency = Some(latency);
+        raw.rounds = vec![10_000.0];
+        let mut store = Figure::new("store <1>", Unit::PerSecond("commits")).under("raw");
+        store.rounds = vec![9_000.0];
+        let step = Duration::from_millis(10);
+        store.course = Some(Course { unit: store.unit, step, values: vec![1.0, 2.0], marks: Vec::new() });
+        group.figures = vec![raw, store];
+        let left_out = vec!["a GPU: there is none".to_owned()];
+        let settings = vec![("device", "host & all".to_owned())];
+        let html = page(&Findings { bench: "commit", settings, groups: vec![group], left_out });
+        for expected in [
+            "host &amp; all",
+            "store &lt;1&gt;",
+            "9,000 commits/s",
+            "0.900",
+            "Latency: how many took longer",
+            "Throughput over time",
+            "a GPU: there is none",
+        ] {
+            assert!(html.contains(expected), "{expected} is not in:\n{html}");
+        }
+        assert!(!html.contains("http") && !html.contains("<script"), "{html}");
+        assert_eq!(html.matches("<svg").count(), 3);
+        assert_eq!(html.matches("<svg").count(), html.matches("</svg>").count());
+    }
+
+    #[test]
+    fn ticks_are_short() {
+        for (seconds, shown) in
+            [(0.0, "0"), (1e-6, "1 us"), (0.0005, "500 us"), (0.1, "100 ms"), (1.5, "1.5 s")]
+        {
+            assert_eq!(show_time(seconds), shown);
+        }
+        assert_eq!(show_tick(Unit::PerSecond("commits"), 25_000.0), "25 k/s");
+        assert_eq!(show_tick(Unit::BytesPerSecond, 0.5e9), "0.5 GB/s");
+    }
+}

@@ -1,0 +1,173 @@
+//! `remanent bench restore`: opening a store, beside reading its files.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use remanent::PageId;
+
+use super::figures::{Figure, Findings, Group, Unit};
+use super::room::{self, Room, Stop, size};
+use super::snapshot::{check_pages, store_of_random_pages};
+use super::transfer::{self, Cache};
+use super::{Common, Measure, peak};
+use crate::exit::Failure;
+use crate::size::Size;
+
+const EXAMPLES: &str = "\
+A store of random pages is closed behind a snapshot, and opened: cold, with them dropped from the page cache, \
+and warm, with all of them in it. Opening proves every byte. The ceiling of the cold one is reading the same files past \
+the page cache by 4 threads, that of the warm one reading them through it. The first page is there when it was read, \
+counted from the beginning of the open; the device is there already, and what it took stands in `bench ceilings`.
+
+Examples:
+  remanent bench restore /mnt/fast
+  remanent bench restore /mnt/fast --bytes 16GiB --page-len 2MiB,16KiB --device cuda:0 --rounds 3";
+
+/// Opening a store, cold and warm, and the time to the first page
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Restore {
+    #[command(flatten)]
+    common: Common,
+    /// Bytes of all pages together
+    #[arg(long, default_value = "256MiB")]
+    bytes: Size,
+    /// Bytes of a page; a list
+    #[arg(long, value_name = "BYTES", value_delimiter = ',', default_value = "2MiB,16KiB")]
+    page_len: Vec<Size>,
+}
+
+impl Measure for Restore {
+    fn common(&self) -> &Common {
+        &self.common
+    }
+
+    fn check(&self) -> Result<(), Failure> {
+        check_pages(self.bytes, &self.page_len)
+    }
+
+    fn bytes_needed(&self) -> u64 {
+        self.bytes.0.saturating_mul(2)
+    }
+
+    fn steps(&self) -> u64 {
+        (1 + 2 * u64::from(self.common.rounds)) * self.page_len.len() as u64
+    }
+
+    fn measure(&self, room: &Room) -> Result<Findings, Stop> {
+        let mut groups = Vec::new();
+        for page_len in &self.page_len {
+            groups.push(self.pages_of(room, page_len.0)?);
+        }
+        let mut settings = room.settings(&self.common);
+        settings.push(("rounds", self.common.rounds.to_string()));
+        Ok(Findings { bench: "restore", settings, groups, left_out: Vec::new() })
+    }
+}
+
+/// One state of the page cache.
+struct Temperature {
+    cache: Cache,
+    raw: Figure,
+    open: Figure,
+    first: Figure,
+    memory: Figure,
+}
+
+impl Temperature {
+    fn new(cache: Cache) -> Self {
+        let (name, way) = match cache {
+            Cache::Past => ("cold", "past"),
+            Cache::Through => ("warm", "through"),
+        };
+        let raw = format!("raw, 4 threads {way} the cache");
+        Self {
+            cache,
+            open: Figure::new(format!("open, {name}"), Unit::BytesPerSecond).under(&raw),
+            raw: Figure::new(raw, Unit::BytesPerSecond),
+            first: Figure::new(format!("first page, {name}"), Unit::Seconds),
+            memory: Figure::new(format!("host memory above the pages, {name}, at most"), Unit::Bytes),
+        }
+    }
+}
+
+impl Restore {
+    fn pages_of(&self, room: &Room, page_len: u64) -> Result<Group, Stop> {
+        let title = format!("{} in pages of {}", size(self.bytes.0), size(page_len));
+        room.step(&title)?;
+        let name = format!("pages-{page_len}");
+        let (store, pages) = store_of_random_pages(room, &name, self.bytes.0, page_len)?;
+        // One only: opening reads the images of one.
+        store.snapshot()?;
+        store.close()?;
+        let of_pages = Pages {
+            name: &name,
+            dir: room.path(&name),
+            count: pages.len(),
+            last: pages[pages.len() - 1],
+            page_len,
+        };
+        let mut temperatures = [Cache::Past, Cache::Through].map(Temperature::new);
+        for _ in 0..self.common.rounds {
+            for temperature in &mut temperatures {
+                room.step(&title)?;
+                of_pages.open(room, temperature)?;
+            }
+        }
+        std::fs::remove_dir_all(room.path(&name))?;
+        let figures = temperatures
+            .into_iter()
+            .flat_map(|Temperature { raw, open, first, memory, .. }| [raw, open, first, memory]);
+        Ok(Group { title, figures: figures.collect() })
+    }
+}
+
+/// A store that is closed.
+struct Pages<'a> {
+    name: &'a str,
+    dir: PathBuf,
+    count: usize,
+    last: PageId,
+    page_len: u64,
+}
+
+impl Pages<'_> {
+    /// Reads the files, and opens the store.
+    fn open(&self, room: &Room, temperature: &mut Temperature) -> Result<(), Stop> {
+        let bytes = self.count as u64 * self.page_len;
+        // Its log is empty behind the snapshot.
+        let files = room::files(&self.dir, &["pages", "snapshots"])?;
+        let all: u64 = files.iter().map(|(_, len)| len).sum();
+        match temperature.cache {
+            Cache::Past => transfer::forget(&files)?,
+            // The first one brings them there.
+            Cache::Through => transfer::read(&files, Cache::Through).map(drop)?,
+        }
+        let took = transfer::read(&files, temperature.cache)?;
+        temperature.raw.push(all as f64 / took.as_secs_f64());
+        if temperature.cache == Cache::Past {
+            transfer::forget(&files)?;
+        }
+
+        peak::forget()?;
+        let before = peak::resident_bytes()?;
+        let started = Instant::now();
+        let store = room.open(self.name, room::options())?;
+        let opened = started.elapsed();
+        let mut found = vec![0; self.page_len as usize];
+        store.read(self.last, 0, &mut found)?;
+        let first: Duration = started.elapsed();
+        if store.pages()?.len() != self.count {
+            return Err(
+                Failure::Damage("the store that was opened has not all of its pages".to_owned()).into()
+            );
+        }
+        let pages_bytes = if room.is_gpu() { 0 } else { bytes };
+        let above = peak::peak_bytes()?.saturating_sub(before).saturating_sub(pages_bytes);
+        temperature.memory.push(above as f64);
+        temperature.open.push(bytes as f64 / opened.as_secs_f64());
+        temperature.first.push(first.as_secs_f64());
+        store.close()?;
+        Ok(())
+    }
+}

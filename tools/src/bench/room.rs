@@ -1,0 +1,191 @@
+//! Where a benchmark runs: a temporary directory in the one that the user named, a device, and Ctrl-C.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use indicatif::ProgressBar;
+use remanent::device::Device;
+use remanent::device::cuda::CudaDevice;
+use remanent::device::host::HostDevice;
+use remanent::disk::dir::DirDisk;
+use remanent::{Compression, DeviceChoice, Error, Options, Place, Store};
+use rustix::fs::statvfs;
+use tempfile::TempDir;
+
+use super::Common;
+use crate::engine::engine_failure;
+use crate::exit::Failure;
+use crate::interrupt::Interrupt;
+use crate::progress;
+use crate::size::Size;
+
+/// Left over beyond what a benchmark asks for, in bytes: a disk that is full to the brim is measured as such.
+const SPARE_BYTES: u64 = 256 << 20;
+
+/// A benchmark is over before its end.
+pub enum Stop {
+    /// Ctrl-C.
+    Interrupted,
+    Failed(Failure),
+}
+
+impl From<Failure> for Stop {
+    fn from(failure: Failure) -> Self {
+        Stop::Failed(failure)
+    }
+}
+
+impl From<Error> for Stop {
+    fn from(error: Error) -> Self {
+        Stop::Failed(engine_failure(error))
+    }
+}
+
+impl From<std::io::Error> for Stop {
+    fn from(error: std::io::Error) -> Self {
+        Stop::Failed(Failure::Environment(format!("the directory does not allow to measure in it: {error}")))
+    }
+}
+
+/// Where a benchmark runs. All that it made is removed with it.
+pub struct Room {
+    dir: TempDir,
+    pub device: Arc<dyn Device>,
+    /// Where pages live.
+    pub place: Place,
+    /// How long the device took to be there: on a GPU its context and the kernels.
+    pub device_took: Duration,
+    interrupt: Interrupt,
+    bar: ProgressBar,
+}
+
+impl Room {
+    /// A place to measure in, if there is so much space. `steps` is how often [`Room::step`] will be called.
+    pub fn new(common: &Common, interrupt: Interrupt, bytes: u64, steps: u64) -> Result<Self, Failure> {
+        let Common { dir, device, .. } = common;
+        let shown = dir.display();
+        let space = statvfs(dir)
+            .map_err(|error| Failure::Environment(format!("cannot measure in {shown}: {error}")))?;
+        let free = space.f_bavail.saturating_mul(space.f_frsize);
+        let needed = bytes.saturating_add(SPARE_BYTES);
+        if free < needed {
+            return Err(Failure::Environment(format!(
+                "{shown} has {} MiB free, and the benchmark may take {} MiB: give it less to do, or another \
+                 directory",
+                free >> 20,
+                needed >> 20
+            )));
+        }
+        let started = Instant::now();
+        let (device, place) = open_device(*device)?;
+        let device_took = started.elapsed();
+        let dir = tempfile::Builder::new()
+            .prefix("remanent-bench-")
+            .tempdir_in(dir)
+            .map_err(|error| Failure::Environment(format!("cannot make a directory in {shown}: {error}")))?;
+        let bar = progress::bar(steps, "measuring");
+        bar.enable_steady_tick(Duration::from_millis(200));
+        Ok(Self { dir, device, place, device_took, interrupt, bar })
+    }
+
+    /// A path in it.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    /// Opens the store of this name, on the device that is there already.
+    pub fn open(&self, name: &str, options: Options) -> Result<Store, Stop> {
+        Ok(Store::open_on(Arc::new(DirDisk::new(self.path(name))), self.device.clone(), options)?)
+    }
+
+    /// Whether pages live on a GPU.
+    pub fn is_gpu(&self) -> bool {
+        matches!(self.place, Place::Device(_))
+    }
+
+    /// Whether Ctrl-C was pressed.
+    pub fn interrupted(&self) -> bool {
+        self.interrupt.noted()
+    }
+
+    /// Ends here if Ctrl-C was pressed.
+    pub fn check(&self) -> Result<(), Stop> {
+        if self.interrupted() { Err(Stop::Interrupted) } else { Ok(()) }
+    }
+
+    /// The next thing begins, unless Ctrl-C was pressed.
+    pub fn step(&self, what: &str) -> Result<(), Stop> {
+        self.check()?;
+        self.bar.set_message(what.to_owned());
+        self.bar.inc(1);
+        Ok(())
+    }
+
+    /// What anybody who reads the figures asks first.
+    pub fn settings(&self, common: &Common) -> Vec<(&'static str, String)> {
+        let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+        vec![
+            ("directory", common.dir.display().to_string()),
+            ("device", self.device.label()),
+            ("cpus", format!("{cpus}, {}", cpu_model())),
+            ("version", env!("CARGO_PKG_VERSION").to_owned()),
+        ]
+    }
+}
+
+impl Drop for Room {
+    fn drop(&mut self) {
+        self.bar.finish_and_clear();
+    }
+}
+
+/// Options of a store that does nothing on its own, and whose images are as long as its pages.
+pub fn options() -> Options {
+    Options::default()
+        .snapshot_log_bytes(None)
+        .snapshot_interval(None)
+        .scrub_interval(None)
+        .compression(Compression::Off)
+}
+
+/// The device, and the place of its pages.
+fn open_device(choice: DeviceChoice) -> Result<(Arc<dyn Device>, Place), Failure> {
+    let gpu =
+        |ordinal| CudaDevice::open(ordinal).map(|gpu| (Arc::new(gpu) as Arc<dyn Device>, Place::Device(0)));
+    let host = || (Arc::new(HostDevice::new()) as Arc<dyn Device>, Place::Host);
+    match choice {
+        DeviceChoice::Cuda(ordinal) => gpu(ordinal).map_err(engine_failure),
+        DeviceChoice::Auto => match gpu(0) {
+            Err(Error::DeviceUnavailable { .. }) => Ok(host()),
+            opened => opened.map_err(engine_failure),
+        },
+        _ => Ok(host()),
+    }
+}
+
+/// What the processor calls itself.
+fn cpu_model() -> String {
+    let text = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let line = text.lines().find_map(|line| line.strip_prefix("model name"));
+    line.and_then(|line| line.split_once(':')).map_or("of no name", |(_, name)| name.trim()).to_owned()
+}
+
+/// Every file in these folders of a store, with its length.
+pub fn files(store: &Path, folders: &[&str]) -> std::io::Result<Vec<(PathBuf, u64)>> {
+    let mut files = Vec::new();
+    for folder in folders {
+        for entry in fs::read_dir(store.join(folder))? {
+            let entry = entry?;
+            files.push((entry.path(), entry.metadata()?.len()));
+        }
+    }
+    files.sort();
+    Ok(files)
+}
+
+/// So many bytes, for a title.
+pub fn size(bytes: u64) -> String {
+    Size(bytes).to_string()
+}

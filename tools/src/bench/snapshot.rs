@@ -1,0 +1,359 @@
+//! `remanent bench snapshot`: full and incremental snapshots beside plain writing, and what a hot page's commits
+//! notice of one.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+use remanent::{Ack, PageId, SnapshotInfo, SnapshotPhase, Store, WriteBatch};
+
+use super::figures::{Course, Figure, Findings, Group, Unit};
+use super::latency::Latency;
+use super::room::{self, Room, Stop, size};
+use super::{Common, Measure, peak, transfer};
+use crate::exit::Failure;
+use crate::simulate::SplitMix64;
+use crate::size::Size;
+
+const EXAMPLES: &str = "\
+All pages hold random bytes, so that nothing can be compressed, and each was changed since the snapshot before, so \
+that all are written. The ceiling is the same number of bytes, written to new files by 4 threads past the page cache, \
+and synced. A snapshot is durable when it is published; reading it back and removing older ones come behind.
+
+A snapshot after one page in a hundred changed is shown as a share of the full one of its round. Commits to a hot page \
+wait for Applied, one after the other, first beside nothing, then beside a full snapshot.
+
+Examples:
+  remanent bench snapshot /mnt/fast
+  remanent bench snapshot /mnt/fast --bytes 16GiB --page-len 2MiB,64KiB,16KiB --device cuda:0 --rounds 3";
+
+/// Snapshots: their rate, what an incremental one costs, and what commits notice of one
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Snapshot {
+    #[command(flatten)]
+    common: Common,
+    /// Bytes of all pages together
+    #[arg(long, default_value = "256MiB")]
+    bytes: Size,
+    /// Bytes of a page; a list
+    #[arg(long, value_name = "BYTES", value_delimiter = ',', default_value = "2MiB,16KiB")]
+    page_len: Vec<Size>,
+}
+
+/// Bytes of what is written to a page to make it differ.
+const TOUCH_LEN: usize = 64;
+/// Bytes of a hot page's delta.
+const HOT_LEN: usize = 256;
+/// How often a snapshot is asked how far it has come.
+const LOOK_EVERY: Duration = Duration::from_millis(1);
+/// Values of a course at most.
+const COURSE_STEPS: u32 = 200;
+/// Bytes of pages that are created in one batch.
+const BATCH_BYTES: u64 = 64 << 20;
+
+impl Measure for Snapshot {
+    fn common(&self) -> &Common {
+        &self.common
+    }
+
+    fn check(&self) -> Result<(), Failure> {
+        check_pages(self.bytes, &self.page_len)
+    }
+
+    fn bytes_needed(&self) -> u64 {
+        // Two snapshots that are kept, one being written, and the ceiling's files beside them.
+        self.bytes.0.saturating_mul(4)
+    }
+
+    fn steps(&self) -> u64 {
+        (1 + 2 * u64::from(self.common.rounds)) * self.page_len.len() as u64
+    }
+
+    fn measure(&self, room: &Room) -> Result<Findings, Stop> {
+        let mut groups = Vec::new();
+        for page_len in &self.page_len {
+            groups.push(self.pages_of(room, page_len.0)?);
+        }
+        let mut settings = room.settings(&self.common);
+        settings.push(("rounds", self.common.rounds.to_string()));
+        Ok(Findings { bench: "snapshot", settings, groups, left_out: Vec::new() })
+    }
+}
+
+/// Refuses pages that cannot be.
+pub fn check_pages(bytes: Size, page_lens: &[Size]) -> Result<(), Failure> {
+    let good = |len: &Size| len.0 >= HOT_LEN as u64 && len.0.is_multiple_of(8) && len.0 <= bytes.0;
+    match page_lens.iter().find(|len| !good(len)) {
+        Some(len) => Err(Failure::Environment(format!(
+            "--page-len {len} is no multiple of 8 between {HOT_LEN} and --bytes"
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// A store whose pages hold random bytes, and its pages.
+pub fn store_of_random_pages(
+    room: &Room,
+    name: &str,
+    bytes: u64,
+    page_len: u64,
+) -> Result<(Store, Vec<PageId>), Stop> {
+    let store = room.open(name, room::options())?;
+    let mut random = SplitMix64::new(page_len);
+    let mut content = vec![0; page_len as usize];
+    let mut pages = Vec::new();
+    let count = bytes / page_len;
+    while (pages.len() as u64) < count {
+        let mut batch = store.batch();
+        for _ in 0..(BATCH_BYTES / page_len).clamp(1, count - pages.len() as u64) {
+            for word in content.chunks_exact_mut(8) {
+                word.copy_from_slice(&random.next_word().to_le_bytes());
+            }
+            batch.create_from(content.clone(), room.place, None, remanent::Metadata::new());
+        }
+        pages.extend(store.commit(batch)?.pages);
+        room.check()?;
+    }
+    Ok((store, pages))
+}
+
+/// A snapshot as it was seen from outside.
+struct Watched {
+    info: SnapshotInfo,
+    /// Until it was published.
+    durable: Duration,
+    /// Until it was read back.
+    verified: Duration,
+    /// Bytes gathered, at these times.
+    gathered: Vec<(Duration, u64)>,
+    started: Instant,
+}
+
+impl Snapshot {
+    fn pages_of(&self, room: &Room, page_len: u64) -> Result<Group, Stop> {
+        let title = format!("{} in pages of {}", size(self.bytes.0), size(page_len));
+        room.step(&title)?;
+        let name = format!("pages-{page_len}");
+        let (store, pages) = store_of_random_pages(room, &name, self.bytes.0, page_len)?;
+        let bytes = pages.len() as u64 * page_len;
+        store.snapshot()?;
+        let raw = "raw, 4 threads past the cache, synced";
+        let mut figures = Figures {
+            raw: Figure::new(raw, Unit::BytesPerSecond),
+            full: Figure::new("full, durable", Unit::BytesPerSecond).under(raw),
+            verified: Figure::new("full, read back too", Unit::BytesPerSecond),
+            part_time: Figure::new("1 % changed: time, of a full one's", Unit::Share),
+            part_bytes: Figure::new("1 % changed: bytes, of a full one's", Unit::Share),
+            part: Figure::new("1 % changed: durable after", Unit::Seconds),
+            memory: Figure::new("host memory above the start, at most", Unit::Bytes),
+            alone: hot("hot page, Applied, no snapshot"),
+            beside: hot("hot page, Applied, beside a snapshot").under("hot page, Applied, no snapshot"),
+        };
+        for round in 0..self.common.rounds as usize {
+            room.step(&title)?;
+            let (files, took) = transfer::write(&room.path("raw"), bytes)?;
+            figures.raw.push(bytes as f64 / took.as_secs_f64());
+            transfer::remove(&files)?;
+            full(&store, &pages, round, &mut figures)?;
+            part(&store, &pages, round, &mut figures)?;
+            room.step(&title)?;
+            beside(&store, &pages, round, &mut figures)?;
+        }
+        store.close()?;
+        std::fs::remove_dir_all(room.path(&name))?;
+        let Figures { raw, full, verified, part_time, part_bytes, part, memory, alone, beside } = figures;
+        let figures = vec![raw, full, verified, part, part_time, part_bytes, memory, alone, beside];
+        Ok(Group { title, figures })
+    }
+}
+
+/// What is measured of one kind of pages.
+struct Figures {
+    raw: Figure,
+    full: Figure,
+    verified: Figure,
+    part: Figure,
+    part_time: Figure,
+    part_bytes: Figure,
+    memory: Figure,
+    alone: Figure,
+    beside: Figure,
+}
+
+fn hot(name: &str) -> Figure {
+    let mut figure = Figure::new(name, Unit::PerSecond("commits"));
+    figure.latency = Some(Latency::new());
+    figure
+}
+
+/// Makes pages differ from their images.
+fn touch(store: &Store, pages: impl Iterator<Item = PageId>, round: usize) -> Result<(), Stop> {
+    let mut pages = pages.peekable();
+    while pages.peek().is_some() {
+        let mut batch = store.batch();
+        for page in pages.by_ref().take(1024) {
+            batch.write(page, 0, &[round as u8; TOUCH_LEN]);
+        }
+        store.commit(batch)?;
+    }
+    Ok(store.wait_durable(store.lsn())?)
+}
+
+/// A snapshot of all pages.
+fn full(store: &Store, pages: &[PageId], round: usize, figures: &mut Figures) -> Result<(), Stop> {
+    touch(store, pages.iter().copied(), round)?;
+    peak::forget()?;
+    let before = peak::resident_bytes()?;
+    let taken = watch(store)?;
+    figures.memory.push(peak::peak_bytes()?.saturating_sub(before) as f64);
+    let bytes = taken.info.bytes_written as f64;
+    figures.full.push(bytes / taken.durable.as_secs_f64());
+    figures.verified.push(bytes / taken.verified.as_secs_f64());
+    let course = course(&taken);
+    match &mut figures.full.course {
+        Some(shown) => append(shown, course),
+        none => *none = Some(course),
+    }
+    Ok(())
+}
+
+/// A snapshot of one page in a hundred, behind the full one of this round.
+fn part(store: &Store, pages: &[PageId], round: usize, figures: &mut Figures) -> Result<(), Stop> {
+    let full = |figure: &Figure| figure.rounds.last().copied().unwrap_or(f64::NAN);
+    let all_bytes = store.snapshots().last().map_or(f64::NAN, |info| info.bytes as f64);
+    let all_time = all_bytes / full(&figures.full);
+    // The first one behind a full one also removes the images of the full one before.
+    for is_measured in [false, true] {
+        touch(store, pages.iter().copied().skip(round % 100).step_by(100), round)?;
+        let taken = watch(store)?;
+        if is_measured {
+            let time = taken.durable.as_secs_f64();
+            figures.part.push(time);
+            figures.part_time.push(time / all_time);
+            figures.part_bytes.push(taken.info.bytes_written as f64 / all_bytes);
+        }
+    }
+    Ok(())
+}
+
+/// Commits to one page, for as long as a snapshot of all of them takes: first without it, then beside it.
+fn beside(store: &Store, pages: &[PageId], round: usize, figures: &mut Figures) -> Result<(), Stop> {
+    let full_seconds = figures
+        .verified
+        .rounds
+        .last()
+        .map_or(0.1, |rate| store.snapshots().last().map_or(0.1, |info| info.bytes as f64 / rate));
+    let time = Duration::from_secs_f64(full_seconds.clamp(0.05, 10.0));
+    let page = pages[pages.len() / 2];
+    let until = Instant::now() + time;
+    hammer(store, page, &mut figures.alone, || Instant::now() >= until)?;
+
+    touch(store, pages.iter().copied(), round + 128)?;
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let snapshot = scope.spawn(|| {
+            let taken = watch(store);
+            over.store(true, Ordering::Relaxed);
+            taken
+        });
+        let started = Instant::now();
+        let hammered = hammer(store, page, &mut figures.beside, || over.load(Ordering::Relaxed));
+        let taken = snapshot.join().expect("no panic")?;
+        if let Some(course) = figures.beside.course.as_mut().filter(|course| course.marks.is_empty()) {
+            let begun = taken.started.saturating_duration_since(started);
+            course.marks = vec![(begun + taken.durable, "durable"), (begun + taken.verified, "read back")];
+        }
+        hammered
+    })
+}
+
+/// Commits until told that it is enough. The course is that of the first round: the longest time of each step.
+fn hammer(store: &Store, page: PageId, figure: &mut Figure, enough: impl Fn() -> bool) -> Result<(), Stop> {
+    let started = Instant::now();
+    let mut times = Vec::new();
+    let mut latency = Latency::new();
+    for count in 0_u64.. {
+        let mut batch: WriteBatch = store.batch();
+        batch.write(page, 0, &[count as u8; HOT_LEN]);
+        let begun = Instant::now();
+        store.submit(batch)?.wait(Ack::Applied)?;
+        let took = begun.elapsed();
+        latency.record(took);
+        times.push((begun - started, took));
+        if enough() {
+            break;
+        }
+    }
+    let lasted = started.elapsed();
+    figure.push(latency.count() as f64 / lasted.as_secs_f64());
+    if let Some(all) = &mut figure.latency {
+        all.add(&latency);
+    }
+    if figure.course.is_none() {
+        let step = lasted / COURSE_STEPS + Duration::from_nanos(1);
+        let mut values = vec![0.0; COURSE_STEPS as usize];
+        for (at, took) in times {
+            let value: &mut f64 = &mut values[(at.as_nanos() / step.as_nanos()) as usize];
+            *value = value.max(took.as_secs_f64());
+        }
+        figure.course = Some(Course { unit: Unit::Seconds, step, values, marks: Vec::new() });
+    }
+    Ok(())
+}
+
+/// Takes a snapshot, and looks at how far it is meanwhile.
+fn watch(store: &Store) -> Result<Watched, Stop> {
+    let started = Instant::now();
+    let (mut durable, mut verified) = (None, None);
+    let mut gathered = Vec::new();
+    let info = std::thread::scope(|scope| {
+        let (ended, end) = mpsc::channel::<()>();
+        let snapshot = scope.spawn(move || {
+            let taken = store.snapshot();
+            drop(ended);
+            taken
+        });
+        let mut begun = false;
+        while end.recv_timeout(LOOK_EVERY) == Err(RecvTimeoutError::Timeout) {
+            let (stats, now) = (store.stats().snapshots, started.elapsed());
+            match stats.phase {
+                SnapshotPhase::Idle if !begun => {}
+                SnapshotPhase::Gather | SnapshotPhase::Publish => {
+                    begun = true;
+                    gathered.push((now, stats.bytes_done));
+                }
+                SnapshotPhase::Verify => durable = durable.or(Some(now)),
+                _ => {
+                    durable = durable.or(Some(now));
+                    verified = verified.or(Some(now));
+                }
+            }
+        }
+        snapshot.join().expect("no panic")
+    })?;
+    let all = started.elapsed();
+    let verified = verified.unwrap_or(all);
+    Ok(Watched { info, durable: durable.unwrap_or(verified), verified, gathered, started })
+}
+
+/// Bytes gathered a second.
+fn course(taken: &Watched) -> Course {
+    let step = taken.durable / 40 + Duration::from_nanos(1);
+    let mut values = vec![0.0; 40];
+    let mut before = 0;
+    for (at, bytes) in &taken.gathered {
+        if let Some(value) = values.get_mut((at.as_nanos() / step.as_nanos()) as usize) {
+            *value += bytes.saturating_sub(before) as f64 / step.as_secs_f64();
+        }
+        before = *bytes;
+    }
+    Course { unit: Unit::BytesPerSecond, step, values, marks: Vec::new() }
+}
+
+/// Shows another round behind those before.
+fn append(shown: &mut Course, course: Course) {
+    let end = shown.step * shown.values.len() as u32;
+    shown.marks.push((end, "next round"));
+    shown.values.extend(course.values);
+}

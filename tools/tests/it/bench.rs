@@ -1,0 +1,132 @@
+//! `remanent bench`: what it says, and that it leaves nothing behind.
+
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, Read};
+use std::process::Stdio;
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::command::{command, run};
+
+/// Each benchmark, so small that it takes no time.
+const SMALL: &[(&str, &[&str])] = &[
+    (
+        "commit",
+        &["--threads", "1,2", "--len", "256,4KiB", "--seconds", "0.01", "--log-io", "mapped,buffered"],
+    ),
+    ("snapshot", &["--bytes", "2MiB", "--page-len", "64KiB,4KiB"]),
+    ("restore", &["--bytes", "2MiB", "--page-len", "64KiB,4KiB"]),
+    ("replay", &["--bytes", "256KiB", "--pages", "256KiB"]),
+    ("ceilings", &["--bytes", "1MiB"]),
+];
+
+fn small<'a>(what: &'a str, dir: &'a str, own: &[&'a str]) -> Vec<&'a str> {
+    [&["bench", what, dir, "--device", "host", "--rounds", "2"], own].concat()
+}
+
+#[test]
+fn every_figure_is_there_once_a_round_beside_its_ceiling_and_nothing_is_left() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().to_str().unwrap();
+    for (what, own) in SMALL {
+        let lines = run(&[&small(what, path, own)[..], &["--json"]].concat()).expect(0).json();
+        let (last, figures) = lines.split_last().unwrap();
+        assert_eq!((&last["schema"], &last["bench"]), (&1.into(), &(*what).into()));
+        assert_eq!(last["settings"]["device"], "host", "{last}");
+        let mut groups: BTreeMap<&str, Vec<&serde_json::Value>> = BTreeMap::new();
+        for figure in figures {
+            assert_eq!((&figure["schema"], &figure["bench"]), (&1.into(), &(*what).into()));
+            groups.entry(figure["group"].as_str().unwrap()).or_default().push(figure);
+        }
+        let mut under = 0;
+        for figures in groups.values() {
+            for figure in figures {
+                let rounds = figure["rounds"].as_array().unwrap();
+                assert_eq!(rounds.len(), 2, "{figure}");
+                let least = if figure["unit"] == "bytes" { -1.0 } else { 0.0 };
+                assert!(rounds.iter().all(|value| value.as_f64().unwrap() > least), "{figure}");
+                if let Some(latency) = figure.get("latency_us") {
+                    let of = |name: &str| latency[name].as_f64().unwrap();
+                    assert!(
+                        of("count") > 0.0 && of("p50") <= of("p99") && of("p99") <= of("worst"),
+                        "{figure}"
+                    );
+                }
+                if let Some(ceiling) = figure["ceiling"].as_str() {
+                    assert!(figure["ratio"].as_f64().unwrap() > 0.0, "{figure}");
+                    assert!(figures.iter().any(|other| other["figure"] == ceiling), "{figure}");
+                    under += 1;
+                }
+            }
+        }
+        assert!(under > 0 || *what == "ceilings", "{what} has no figure under a ceiling");
+        assert_eq!(std::fs::read_dir(path).unwrap().count(), 0, "{what} left something");
+    }
+}
+
+#[test]
+fn people_get_a_table_and_a_page() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+    std::fs::create_dir(path("disk")).unwrap();
+    for (what, own) in SMALL {
+        let (disk, page) = (path("disk"), path(&format!("{what}.html")));
+        let text = run(&[&small(what, &disk, own)[..], &["--report", &page]].concat()).expect(0).out;
+        assert!(text.contains("MEDIAN") && text.contains("left out: ") == (*what == "ceilings"), "{text}");
+        let html = std::fs::read_to_string(page).unwrap();
+        assert!(html.starts_with("<!doctype html>") && html.ends_with("</html>\n"), "{html}");
+        assert_eq!(html.contains("Share of the ceiling"), *what != "ceilings");
+    }
+}
+
+#[test]
+fn what_cannot_be_measured_is_refused_before_anything_is_made() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().to_str().unwrap();
+    let missing = format!("{path}/missing");
+    let no_folder = format!("{path}/missing/page.html");
+    for (args, said) in [
+        (&["snapshot", &missing][..], "cannot measure in"),
+        (&["snapshot", path, "--bytes", "1024TiB", "--page-len", "1GiB"], "free"),
+        (&["restore", path, "--page-len", "1GiB"], "--page-len 1 GiB"),
+        (&["commit", path, "--seconds", "nan"], "--seconds"),
+        (&["commit", path, "--threads", "0"], "--threads"),
+        (&["commit", path, "--len", "0"], "--len"),
+        (&["commit", path, "--len", "1MiB", "--threads", "1000"], "fill the raw loop's file"),
+        (&["commit", path, "--rounds", "0"], "--rounds"),
+        (&["replay", path, "--deltas", "256"], "256x64"),
+        (&["replay", path, "--deltas", "64KiBx1000"], "a batch"),
+        (&["ceilings", path, "--bytes", "ten"], "no size"),
+        (&["ceilings", path, "--device", "cuda:99"], "cuda:99"),
+        (&["ceilings", path, "--report", &no_folder], "cannot write the report"),
+    ] {
+        let run = run(&[&["bench"], args].concat()).expect(2);
+        assert!(run.err.contains(said) && run.out.is_empty(), "{args:?}: {}", run.err);
+        assert_eq!(std::fs::read_dir(path).unwrap().count(), 0, "{args:?} made something");
+    }
+}
+
+#[test]
+fn an_interrupted_benchmark_leaves_neither_its_stores_nor_a_page() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().to_str().unwrap();
+    let page = format!("{path}/page.html");
+    let args = ["-vv", "bench", "commit", path, "--device", "host", "--rounds", "1000", "--report", &page];
+    let mut child = command(&args).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut said = BufReader::new(child.stderr.take().unwrap());
+    // The engine has something to say as soon as there is a store.
+    said.read_line(&mut String::new()).unwrap();
+    assert!(std::fs::read_dir(path).unwrap().count() > 0);
+    kill_process(Pid::from_child(&child), Signal::INT).unwrap();
+    said.read_to_end(&mut Vec::new()).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    assert_eq!(std::fs::read_dir(path).unwrap().count(), 0);
+}
+
+#[test]
+fn each_benchmark_teaches() {
+    for (what, _) in SMALL {
+        let help = run(&["bench", what, "--help"]).expect(0).out;
+        assert!(help.contains("Examples:\n") && help.contains("--report"), "{help}");
+    }
+}
