@@ -9,6 +9,7 @@
 //! and nothing is read any more. The log has it all.
 
 mod cut;
+mod drain;
 mod leases;
 mod pieces;
 
@@ -22,11 +23,12 @@ use remanent_format::table::Changes;
 use remanent_format::{LogPoint, Lsn, PageId, PageInfo, PageTable, Place};
 
 pub(crate) use cut::Cut;
+pub(crate) use drain::Drain;
 pub(crate) use leases::{LeaseId, Leases};
 pub(crate) use pieces::{ListBuilder, needs_aside, stage_aside};
 
 use crate::arena::{Arena, PageMemory};
-use crate::device::{Command, CommandList, Device, Fence, Lane, Pending, StagingSpan};
+use crate::device::{CommandList, Device, Fence, Lane, Pending, SHORT_COPY_LEN_MAX};
 use crate::error::{Error, Result};
 
 use crate::poison::Poison;
@@ -72,7 +74,7 @@ pub(crate) struct Turn<'a> {
     /// The state.
     pub applied: &'a mut Applied,
     /// For memory that comes and goes.
-    pub arena: &'a Arena,
+    pub arena: &'a Arc<Arena>,
     device: &'a dyn Device,
     lost: &'a mut Option<Error>,
 }
@@ -205,7 +207,8 @@ impl Applier {
         receiver.recv().unwrap_or_else(|_| self.poison.check().and(Err(Error::Closed)))
     }
 
-    /// A page's information and a range of its bytes, as of the batch returned with them.
+    /// A page's information and a range of its bytes, as of the batch returned with them. A long range leaves a
+    /// GPU past the lane of deltas, which go on meanwhile.
     pub fn read(
         &self,
         device: &dyn Device,
@@ -214,22 +217,25 @@ impl Applier {
         range: impl FnOnce(&PageInfo) -> (u64, u64) + Send + 'static,
     ) -> Result<(PageInfo, Lsn, StagingBuf)> {
         let pool = staging.clone();
-        let (info, lsn, len, pending) = self.turn(move |turn| {
+        let (info, lsn, drain) = self.turn(move |turn| {
             let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?.clone();
             let (offset, len) = range(&info);
             if offset.checked_add(len).is_none_or(|end| end > info.len) {
                 return Err(Error::OutOfBounds { page, offset, len, page_len: info.len });
             }
-            let len = usize::try_from(len).map_err(|_| Error::OutOfMemory { place: Place::Host, len })?;
             turn.intact()?;
-            let target = StagingSpan { index: 0, offset: 0, len };
-            let source = turn.applied.memory[&page].part(offset, len as u64);
-            let commands = vec![Command::Download { source, target }];
-            let list = CommandList { commands, staging: vec![pool.take(len)?.into_staging()] };
-            Ok((info, turn.applied.point.lsn, len, turn.submit(list)?))
+            let source = turn.applied.memory[&page].part(offset, len);
+            // From memory of the host bytes come as soon as they would be copied aside.
+            let is_far =
+                matches!(info.place, Place::Device(_)) && turn.device.address(source.memory).is_some();
+            let drain = if is_far && len > SHORT_COPY_LEN_MAX {
+                turn.drain(info.place, vec![(source, 0)], len, &pool)?
+            } else {
+                turn.drain_in_order(vec![(source, 0)], len, &pool)?
+            };
+            Ok((info, turn.applied.point.lsn, drain))
         })?;
-        let bytes = pending.finish(device)?.pop().expect("one staging went in");
-        Ok((info, lsn, StagingBuf::new(bytes, len)))
+        Ok((info, lsn, drain.finish(device, staging)?))
     }
 
     /// Waits until batch `lsn` is in the lane, and returns a fence behind it.

@@ -22,7 +22,7 @@ pub enum Purpose {
     Caller,
     /// What a commit puts together on the device before it is logged.
     Stage,
-    /// Where a snapshot gathers pages, on their way to the host.
+    /// Where a snapshot gathers pages, or a long read its bytes, on their way to the host.
     Gather,
 }
 

@@ -68,8 +68,9 @@ pub struct Reservation<'a> {
     awaited: &'static [Lane],
 }
 
-/// What snapshots gather into. It takes what room there is, so it must stand in nobody's way: who would have room
-/// without it waits until it is given back, which never waits for a commit, and none is given out meanwhile.
+/// What snapshots gather into, and long reads. It takes what room there is, so it must stand in nobody's way: who
+/// would have room without it waits until it is given back, which never waits for a commit, and none is given out
+/// meanwhile.
 #[derive(Default)]
 struct Scratch {
     /// Claimed and allocated bytes.
@@ -205,13 +206,13 @@ impl Arena {
         }
     }
 
-    /// Whether so many bytes would fit if nothing were retired, and no snapshot gathered.
+    /// Whether so many bytes would fit if nothing were retired, and nothing on its way to the host.
     fn fits_without_scratch(&self, place: Place, len: u64) -> bool {
         let scratch = self.scratch.lock().bytes.get(&place).copied();
         scratch.is_some_and(|scratch| self.account(place).fits_without_retired(len.saturating_sub(scratch)))
     }
 
-    /// Scratch for a snapshot, for who submits to the lanes; none while somebody waits for what there is.
+    /// Scratch for a snapshot or a read, for who submits to the lanes; none while somebody waits for what there is.
     ///
     /// # Errors
     /// As for [`allocate`](Self::allocate).

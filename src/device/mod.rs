@@ -195,12 +195,17 @@ pub struct Span {
     pub len: u64,
 }
 
+/// The longest copy between page memory and the host, in bytes, that is done in microseconds and waits for no
+/// other one. A longer one holds up its lane for as long as it takes, so it belongs in [`Lane::Drain`] where
+/// others wait for the lane.
+pub const SHORT_COPY_LEN_MAX: u64 = 64 << 10;
+
 /// An ordered queue of device work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Lane {
     /// Deltas, reads, gathers: what must see commits in order. Only the applier submits here.
     Apply,
-    /// Bulk copies from gathered areas to the host.
+    /// Bulk copies to the host of what was copied aside in another lane: snapshots' pages, long reads.
     Drain,
     /// What waits for callers' streams, which may stand still: nothing else ever waits for it.
     Callers,

@@ -1,6 +1,5 @@
-//! Floor 6. Gathering: pages are copied aside on the device, in lane order with the deltas, and drained from
-//! there into an image file. Where the budget leaves no room for the copies, pages go to the host in lane order:
-//! that keeps deltas waiting for longer, and a store that fills its budget has its snapshots.
+//! Floor 6. Gathering: pages are caught in lane order with the deltas, a chunk at a time, and drained into an
+//! image file.
 //!
 //! A crash here leaves an image file that is nobody's.
 
@@ -11,28 +10,17 @@ use remanent_format::manifest::ManifestEntry;
 use remanent_format::{PageId, PageInfo, Place};
 
 use super::Snapshots;
-use crate::arena::PageMemory;
+use crate::applier::Drain;
 use crate::crew;
-use crate::device::{Command, CommandList, Fence, Lane, Pending, Span, StagingSpan};
 use crate::error::{Error, Result};
 use crate::images::{ImageWriter, chunk_threads, chunks};
 use crate::keeping::entry;
 use crate::phases::{self, Phase};
-use crate::staging::StagingBuf;
 
-/// Pages caught by one gather.
+/// Pages caught by one gather, each with where its bytes begin.
 struct Caught {
     pages: Vec<(PageInfo, usize)>,
-    len: usize,
-    copies: Copies,
-}
-
-/// Where the copies are that a gather makes.
-enum Copies {
-    /// On the device, behind this fence.
-    Aside(PageMemory, Fence),
-    /// On their way to the host.
-    UnderWay(Pending),
+    copies: Drain,
 }
 
 impl Snapshots {
@@ -64,7 +52,7 @@ impl Snapshots {
     fn gather_chunk(&self, writer: &ImageWriter, chunk: &[(PageId, u64)]) -> Result<Vec<ManifestEntry>> {
         let _phase = phases::enter(Phase::SnapshotGather);
         let caught = self.gather(chunk.iter().map(|(page, _)| *page).collect())?;
-        let drained = self.drain(caught.copies, caught.len)?;
+        let drained = caught.copies.finish(&*self.device, &self.staging)?;
         let images: Vec<(&PageInfo, &[u8])> = caught
             .pages
             .iter()
@@ -80,7 +68,7 @@ impl Snapshots {
         Ok(caught.pages.iter().map(entry).collect())
     }
 
-    /// Copies pages aside on the device, in lane order with the deltas. Pages that are gone are left out.
+    /// Catches pages in lane order with the deltas. Pages that are gone are left out.
     fn gather(&self, pages: Vec<PageId>) -> Result<Caught> {
         let staging = self.staging.clone();
         self.applier.turn(move |turn| {
@@ -107,71 +95,12 @@ impl Snapshots {
                 at = align_up(at + info.len, FRAME_ALIGN);
                 caught.push((info, here));
             }
-            let len = at as usize;
             let place = caught.first().map_or(Place::Host, |(info, _)| info.place);
-            let area = match turn.arena.allocate_scratch(place, at) {
-                Ok(area) => Some(area),
-                Err(Error::OverBudget { .. } | Error::OutOfMemory { .. }) => None,
-                Err(error) => return Err(error),
-            };
-            let list = match &area {
-                Some(area) => {
-                    let commands = vec![Command::Gather { sources, target: area.span() }];
-                    CommandList { commands, staging: Vec::new() }
-                }
-                None => {
-                    let staged = |at: u64, len| StagingSpan { index: 0, offset: at as usize, len };
-                    let download = |(source, at): (Span, u64)| Command::Download {
-                        source,
-                        target: staged(at, source.len as usize),
-                    };
-                    let commands = sources.into_iter().map(download).collect();
-                    CommandList { commands, staging: vec![staging.take(len)?.into_staging()] }
-                }
-            };
-            let pending = match turn.submit(list) {
-                Ok(pending) => pending,
-                Err(error) => {
-                    area.into_iter().try_for_each(|area| turn.arena.discard(area))?;
-                    return Err(error);
-                }
-            };
+            let copies = turn.drain(place, sources, at, &staging)?;
             if let Some(cut) = &mut turn.applied.cut {
-                cut.retire_used(turn.arena, pending.fence());
+                cut.retire_used(turn.arena, copies.fence());
             }
-            let copies = match area {
-                Some(area) => Copies::Aside(area, pending.fence()),
-                None => Copies::UnderWay(pending),
-            };
-            Ok(Caught { pages: caught, len, copies })
+            Ok(Caught { pages: caught, copies })
         })
-    }
-
-    /// Brings copies to the host, on a lane of its own if they are on the device, and gives their memory back.
-    fn drain(&self, copies: Copies, len: usize) -> Result<StagingBuf> {
-        let drained = match copies {
-            Copies::UnderWay(pending) => pending.finish(&*self.device)?,
-            Copies::Aside(area, fence) => {
-                let (last_use, drained) = match self.queue_drain(&area, fence, len) {
-                    Ok(pending) => (pending.fence(), pending.finish(&*self.device)),
-                    Err(error) => (fence, Err(error)),
-                };
-                match &drained {
-                    Ok(_) => self.arena.discard(area)?,
-                    // It may still be in use.
-                    Err(_) => self.arena.retire(area, last_use),
-                }
-                drained?
-            }
-        };
-        Ok(StagingBuf::new(drained.into_iter().next().expect("one staging went in"), len))
-    }
-
-    fn queue_drain(&self, area: &PageMemory, fence: Fence, len: usize) -> Result<Pending> {
-        let staging = vec![self.staging.take(len)?.into_staging()];
-        self.device.after(Lane::Drain, fence)?;
-        let target = StagingSpan { index: 0, offset: 0, len };
-        let commands = vec![Command::Download { source: area.span(), target }];
-        self.device.submit(Lane::Drain, CommandList { commands, staging })
     }
 }

@@ -46,7 +46,6 @@ pub use self::retain::Pruned;
 pub(crate) use self::scrub::{Scrub, Scrubber};
 pub use self::scrub::{ScrubStats, Scrubbed};
 use crate::applier::{Applier, Cut, Turn};
-use crate::arena::Arena;
 use crate::device::{CommandList, Device};
 use crate::disk::Disk;
 use crate::error::{Error, Result};
@@ -66,7 +65,6 @@ pub(crate) struct Snapshots {
     pub disk: Arc<dyn Disk>,
     pub store: StoreId,
     pub device: Arc<dyn Device>,
-    pub arena: Arc<Arena>,
     pub staging: Arc<StagingPool>,
     pub applier: Arc<Applier>,
     pub log: Arc<Log>,

@@ -97,7 +97,6 @@ impl Store {
             disk: disk.clone(),
             store: store.store,
             device: device.clone(),
-            arena: arena.clone(),
             staging: staging.clone(),
             applier: applier.clone(),
             log: log.clone(),

@@ -12,6 +12,9 @@ impl Store {
     /// Fills `out` with the page's bytes from `offset` on, as of the batch returned: the newest one
     /// submitted before the call, or a later one. It is logged, but perhaps not yet durable.
     ///
+    /// More than 64 KiB of a GPU's memory are copied aside there first, so that commits go on while the bytes come
+    /// to the host. Where the budget has no room for that, deltas are applied when the read is done.
+    ///
     /// # Errors
     /// [`Error::UnknownPage`], [`Error::OutOfBounds`]; [`Error::Poisoned`] if the device failed, now or
     /// with a batch before. A store that is poisoned by its disk goes on being read.

@@ -1,4 +1,5 @@
-//! What is committed beside a snapshot, at moments that the test chooses: between two of its gathers.
+//! What is committed beside a snapshot or a long read, at moments that the test chooses: when bytes that were
+//! copied aside go to the host.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
@@ -6,17 +7,18 @@ use std::thread::ThreadId;
 
 use remanent::arena::Purpose;
 use remanent::device::host::HostDevice;
+use remanent::device::late::LateDevice;
 use remanent::device::{Command, CommandList, Device, Lane, Pending};
 use remanent::disk::dir::{DirDisk, DirReader};
-use remanent::{Budget, Error, Lsn, Metadata, Options, PageId, Place, Result, SnapshotPhase, Store};
+use remanent::{Ack, Budget, Error, Lsn, Metadata, Options, PageId, Place, Result, SnapshotPhase, Store};
 use remanent_format::rebuild::{Survey, read_image};
 
-/// Called by the thread that takes the snapshot, with the store and the number of pages gathered so far.
+/// Called by the thread that takes the snapshot, or reads, with the store and the number of ranges gathered so far.
 type Between = Box<dyn FnMut(&Store, usize) + Send>;
 
-/// A host device that calls back whenever a gathered area goes to the host.
+/// A device that calls back whenever a gathered area goes to the host.
 struct Gathering {
-    inner: HostDevice,
+    inner: Box<dyn Device>,
     gathered: AtomicUsize,
     between: Mutex<Option<Between>>,
     /// The thread that is called back just now.
@@ -55,8 +57,18 @@ fn open(
     options: Options,
     between: impl FnMut(&Store, usize) + Send + 'static,
 ) -> Arc<Store> {
+    open_over(Box::new(HostDevice::new()), directory, options, between)
+}
+
+/// The same over this device. Long reads are interrupted too, where the device is none of the host's.
+fn open_over(
+    inner: Box<dyn Device>,
+    directory: &std::path::Path,
+    options: Options,
+    between: impl FnMut(&Store, usize) + Send + 'static,
+) -> Arc<Store> {
     let device = Arc::new(Gathering {
-        inner: HostDevice::new(),
+        inner,
         gathered: AtomicUsize::new(0),
         inside: Mutex::new(None),
         between: Mutex::new(Some(Box::new(between))),
@@ -313,6 +325,46 @@ fn a_batch_that_fits_is_not_refused_beside_snapshots() {
         done.store(true, Ordering::Release);
     });
     assert!(store.stats().snapshots.taken > 0);
+}
+
+/// The bytes leave the page at once, whatever is committed while they come to the host.
+#[test]
+fn a_long_read_holds_up_no_batch() {
+    const LEN: u64 = (64 << 10) + 16;
+    let late = || Box::new(LateDevice::new(Arc::new(HostDevice::new())));
+    let directory = tempfile::tempdir().unwrap();
+    let calls = Arc::new(AtomicUsize::new(0));
+    let called = calls.clone();
+    let (long, short) = (PageId(1), PageId(2));
+    let store = open_over(late(), directory.path(), Options::default(), move |store, _| {
+        let number = called.fetch_add(1, Ordering::SeqCst) as u8;
+        let mut batch = store.batch();
+        batch.fill(long, 0, LEN, &[number + 1]).fill(short, 0, 16, &[number + 1]);
+        store.submit(batch).unwrap().wait(Ack::Applied).unwrap();
+        assert_eq!(bytes(store, short), [number + 1; 16]);
+        assert_eq!(store.stats().places[0].1.bytes_for(Purpose::Gather), LEN);
+    });
+    let mut batch = store.batch();
+    batch.create(LEN, Place::Device(0));
+    batch.create(16, Place::Device(0));
+    store.commit(batch).unwrap();
+    for round in 0..3 {
+        assert_eq!(calls.load(Ordering::SeqCst), usize::from(round));
+        assert!(bytes(&store, long) == [round; LEN as usize], "round {round}");
+    }
+    // So short that it needs no copy.
+    let mut out = vec![0; 64 << 10];
+    store.read(long, 16, &mut out).unwrap();
+    assert!(out == [3; 64 << 10] && calls.load(Ordering::SeqCst) == 3);
+    assert_eq!(store.stats().places[0].1.used(), LEN + 16);
+    drop(store);
+
+    // Without room for a copy it is read all the same.
+    let budget = Budget::default().with(Place::Device(0), 2 * LEN + 15);
+    let store = open_over(late(), directory.path(), Options::default().budget(budget), |_, _| {
+        panic!("something was gathered")
+    });
+    assert!(bytes(&store, long) == [3; LEN as usize]);
 }
 
 type Pages = Vec<(PageId, remanent::Epoch, Place, Metadata, Vec<u8>)>;

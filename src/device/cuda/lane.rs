@@ -27,6 +27,7 @@ pub(super) struct Timeline {
     /// Stands for one point of a stream while another one is told to wait for it: recorded and taken under the
     /// queue's lock.
     event: Event,
+    is_urgent: bool,
     queue: Mutex<VecDeque<InFlight>>,
 }
 
@@ -47,18 +48,19 @@ pub(super) struct Turn<'t> {
 }
 
 impl Timeline {
-    /// A new lane; an urgent one goes before others where the GPU can choose.
+    /// A new lane; an urgent one goes before others, where the GPU can choose and in long copies.
     ///
     /// # Errors
     /// `OutOfMemory`, a device error.
-    pub fn new(context: &'static Context, pinned: &Memory, urgent: bool) -> Result<Self> {
-        let stream = Arc::new(Stream::new(context, urgent)?);
+    pub fn new(context: &'static Context, pinned: &Memory, is_urgent: bool) -> Result<Self> {
+        let stream = Arc::new(Stream::new(context, is_urgent)?);
         Ok(Self {
             context,
             fences: Word::new(&stream, pinned)?,
             pieces: Arc::new(Word::new(&stream, pinned)?),
             stream,
             event: Event::new(context)?,
+            is_urgent,
             queue: Mutex::default(),
         })
     }
@@ -66,6 +68,11 @@ impl Timeline {
     /// The stream, for launches and copies of who has the lane's turn.
     pub fn stream(&self) -> CUstream {
         self.stream.raw()
+    }
+
+    /// Whether it goes before others.
+    pub fn is_urgent(&self) -> bool {
+        self.is_urgent
     }
 
     /// Its fences.

@@ -4,7 +4,8 @@
 //! that breaks the contract must not reach the GPU. Such a list panics, as the host device does.
 //!
 //! Short copies between host and GPU are pieces, which kernels move by loads and stores on mapped memory:
-//! the copy engine lets a short copy wait for long ones, for seconds. Long ones are the copy engine's.
+//! the copy engine lets a short copy wait for long ones, for seconds. Those of more than
+//! [`SHORT_COPY_LEN_MAX`] are the copy engine's.
 
 use remanent_format::Width;
 
@@ -12,10 +13,10 @@ use super::abi::{IndexRow, PieceRow};
 use super::handles::{Allocation, Handles};
 use super::plan::{Area, Plan, PlannedPiece, Step, crc_words};
 use super::resource::Kind;
-use crate::device::{Command, IndexList, MemoryId, Payload, Piece, PieceKind, Span, Staging, StagingSpan};
+use crate::device::{
+    Command, IndexList, MemoryId, Payload, Piece, PieceKind, SHORT_COPY_LEN_MAX, Span, Staging, StagingSpan,
+};
 
-/// The longest copy between host and GPU that a kernel makes.
-const SHORT_LEN_MAX: u64 = 64 << 10;
 /// Boundary on which each use of scratch on the GPU begins.
 const SCRATCH_ALIGN: u64 = 16;
 
@@ -123,7 +124,7 @@ impl Planner<'_> {
     fn upload(&mut self, source: StagingSpan, target: Span) {
         assert_eq!(source.len as u64, target.len, "an upload between ranges of different lengths");
         let (from, to, len) = (self.staged(source), self.address(target), target.len);
-        if len > SHORT_LEN_MAX && self.memory(target.memory).kind == Kind::Device {
+        if len > SHORT_COPY_LEN_MAX && self.memory(target.memory).kind == Kind::Device {
             self.plan.step(Step::Up { source: from, target: to, len });
         } else {
             self.piece(PieceRow::dense(to, from, len), target, [Some(Area::Staging(source.index)), None]);
@@ -139,7 +140,7 @@ impl Planner<'_> {
     /// Brings bytes to staging.
     fn down(&mut self, source: u64, area: Area, on_gpu: bool, target: StagingSpan) {
         let (to, len) = (self.staged(target), target.len as u64);
-        if len > SHORT_LEN_MAX && on_gpu {
+        if len > SHORT_COPY_LEN_MAX && on_gpu {
             self.plan.step(Step::Down { source, target: to, len });
             return;
         }

@@ -108,7 +108,8 @@ impl CudaDevice {
         let context = Context::of(ordinal).map_err(unavailable)?;
         let pool = |kind| Arc::new(Pool::new(DriverMemory::new(context, kind)));
         let pinned = Memory::new(Place::Pinned, pool(Kind::Pinned));
-        let lane = |urgent| Timeline::new(context, &pinned, urgent);
+        let lane = |is_urgent| Timeline::new(context, &pinned, is_urgent);
+        // Commits wait for the lanes of deltas and of what is staged.
         Ok(Self {
             lanes: [lane(true)?, lane(false)?, lane(false)?, lane(true)?],
             bulk: BulkQueue::new(context),
