@@ -191,7 +191,9 @@ int main(int argc, char **argv) {
     const CUfunction crc_chunks = load(folder, "crc", "crc_chunks");
     const CUfunction crc_combine = load(folder, "crc", "crc_combine");
     const CUfunction diff = load(folder, "diff", "diff");
-    const CUfunction compare = load(folder, "diff", "compare");
+    const CUfunction select_count = load(folder, "select", "select_count");
+    const CUfunction select_scan = load(folder, "select", "select_scan");
+    const CUfunction select_emit = load(folder, "select", "select_emit");
     const CUfunction validate = load(folder, "validate", "validate");
 
     Random random;
@@ -481,25 +483,34 @@ int main(int argc, char **argv) {
             right &= (found[element / 8] >> (element % 8) & 1) == (changed[2 * element] != source_bytes[2 * element]);
         }
         check("diff", right);
-        u64 *first;
-        MUST(cudaMalloc(&first, 8));
-        MUST(cudaMemset(first, 0xff, 8));
-        std::vector<CompareRow> rows;
-        for (u64 begin = 0; begin < GIB; begin += 64 << 10) {
-            rows.push_back({s + begin, s + begin, u64(first), begin, 64 << 10});
+        // The indices of what changed, from the bitmap.
+        std::vector<u32> expected;
+        for (u64 element = 0; element < elements; element++) {
+            if (found[element / 8] >> (element % 8) & 1) {
+                expected.push_back(u32(element));
+            }
         }
-        const Table<CompareRow> equal(rows);
-        time = seconds([&] { launch(compare, 256, 1, equal); });
-        report("compare, 1 GiB with itself", GIB, time, read_ceiling);
-        check("equal", *(u64 *)download(first, 8).data() == EQUAL);
-        for (auto &row : rows) {
-            row.right = t + row.offset;
+        constexpr u32 LEN = 8 << 10;
+        const u32 count = u32(elements / 8 / LEN);
+        u32 *indices, *numbers;
+        MUST(cudaMalloc(&indices, 4 * expected.size()));
+        MUST(cudaMalloc(&numbers, 4 * (count + 1)));
+        std::vector<SelectRow> rows;
+        for (u32 row = 0; row < count; row++) {
+            rows.push_back({u64(bitmap) + u64(row) * LEN, u64(indices), u64(numbers + row), LEN, 8 * LEN * row,
+                            u32(expected.size()), 0});
         }
-        const Table<CompareRow> other(rows);
-        time = seconds([&] { launch(compare, 256, 1, other); });
-        report("compare, 1 GiB with 1 GiB, 1 % changed", 2.0 * GIB, time, read_ceiling);
-        const u64 expected = std::mismatch(changed.begin(), changed.end(), source_bytes.begin()).first - changed.begin();
-        check("first difference", *(u64 *)download(first, 8).data() == expected);
+        const Table<SelectRow> table(rows, true);
+        const Table<ScanRow> scan({{u64(numbers), u64(numbers + count), count, 0}}, true);
+        time = seconds([&] {
+            launch(select_count, 256, 1, table);
+            launch(select_scan, 256, 1, scan);
+            launch(select_emit, 256, 1, table);
+        });
+        report("indices of 1 % of 512 Mi elements", elements / 4.0 + 4.0 * expected.size(), time, read_ceiling);
+        check("number of indices", *(u32 *)download(numbers + count, 4).data() == expected.size());
+        check("indices", std::memcmp(download(indices, 4 * expected.size()).data(), expected.data(),
+                                     4 * expected.size()) == 0);
     }
 
     // Many small deltas, all of it in mapped memory: 10,000 of 256 bytes over as many pages.

@@ -66,14 +66,24 @@ struct DiffRow {
 };
 static_assert(sizeof(DiffRow) == 32, "DiffRow");
 
-struct CompareRow {
-    u64 left;
-    u64 right;
+struct SelectRow {
+    u64 bits;
     u64 target;
-    u64 offset;
-    u64 len;
+    u64 before;
+    u32 len;
+    u32 first;
+    u32 room;
+    u32 reserved;
 };
-static_assert(sizeof(CompareRow) == 40, "CompareRow");
+static_assert(sizeof(SelectRow) == 40, "SelectRow");
+
+struct ScanRow {
+    u64 numbers;
+    u64 target;
+    u32 count;
+    u32 reserved;
+};
+static_assert(sizeof(ScanRow) == 24, "ScanRow");
 
 struct IndexRow {
     u64 indices;
@@ -83,8 +93,6 @@ struct IndexRow {
     u64 count;
 };
 static_assert(sizeof(IndexRow) == 40, "IndexRow");
-
-constexpr u64 EQUAL = ~0ull;
 
 constexpr u32 OUT_OF_BOUNDS = 1;
 constexpr u32 TWICE = 2;

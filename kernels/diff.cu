@@ -1,8 +1,7 @@
-// What differs between two ranges: one bit an element (`diff`), or the first byte (`compare`).
+// What differs between two ranges: one bit an element.
 //
 // Grid: a block a row. Long ranges are cut into rows by the launcher.
-// Owner: in `diff` each thread writes whole bytes of the bitmap, and rows share none. In `compare` the least
-// offset wins, whoever finds it first.
+// Owner: each thread writes whole bytes of the bitmap, and rows share none.
 // Checked before: all ranges lie within their memory; lengths are whole elements; rows but the last of a range
 // end after a multiple of eight elements.
 // Bytes moved: both ranges are read once, four vectors of sixteen bytes of each a thread on their way at a
@@ -138,55 +137,5 @@ extern "C" __global__ void __launch_bounds__(256) diff(const DiffRow *rows, u32 
     case 4: return diff_range<4>(row);
     case 8: return diff_range<8>(row);
     default: return diff_range<16>(row);
-    }
-}
-
-// The offset of the first byte from `begin` to `end` that differs, or `EQUAL`.
-__device__ u64 first_difference(const u8 *left, const u8 *right, u64 begin, u64 end) {
-    for (u64 i = begin; i < end; i++) {
-        if (left[i] != right[i]) {
-            return i;
-        }
-    }
-    return EQUAL;
-}
-
-extern "C" __global__ void __launch_bounds__(256) compare(const CompareRow *rows, u32 row_count) {
-    const CompareRow row = rows[blockIdx.x];
-    if (*at<volatile u64>(row.target) < row.offset) {
-        return;
-    }
-    const u8 *left = at<u8>(row.left), *right = at<u8>(row.right);
-    // A thread's own pieces come in rising order, so its first find is its least.
-    u64 found = EQUAL;
-    u64 plain = 0;
-    if (aligned(row.left, row.right, 16)) {
-        const Bytes16 *lefts = at<Bytes16>(row.left), *rights = at<Bytes16>(row.right);
-        const u64 vectors = row.len / 16;
-        constexpr u32 AT_ONCE = 4;
-        for (u64 i = threadIdx.x; i < vectors && found == EQUAL; i += AT_ONCE * THREADS) {
-            Bytes16 one[AT_ONCE], other[AT_ONCE];
-#pragma unroll
-            for (u32 k = 0; k < AT_ONCE; k++) {
-                const u64 vector = least(i + k * THREADS, vectors - 1);
-                one[k] = lefts[vector];
-                other[k] = rights[vector];
-            }
-#pragma unroll
-            for (u32 k = 0; k < AT_ONCE; k++) {
-                const u64 vector = least(i + k * THREADS, vectors - 1);
-                if (found == EQUAL && differing<16>(one[k], other[k]) != 0) {
-                    found = first_difference(left, right, 16 * vector, 16 * vector + 16);
-                }
-            }
-        }
-        plain = 16 * vectors;
-    }
-    for (u64 i = plain + threadIdx.x; i < row.len && found == EQUAL; i += THREADS) {
-        found = first_difference(left, right, i, i + 1);
-    }
-    // Where nearly everything differs, few threads still find something lesser.
-    if (found != EQUAL && row.offset + found < *at<volatile u64>(row.target)) {
-        atomicMin(at<u64>(row.target), row.offset + found);
     }
 }

@@ -26,12 +26,17 @@ pub(crate) struct Changed {
 
 impl Changed {
     /// Reads a bitmap of changed elements, lowest bit first.
-    pub fn of(bitmap: &[u8], width: Width) -> Self {
+    pub fn of_bitmap(bitmap: &[u8], width: Width) -> Self {
+        Self::of(set_bits(bitmap), width)
+    }
+
+    /// Reads changed elements, which rise.
+    pub fn of(changed_elements: impl Iterator<Item = u32>, width: Width) -> Self {
         let width = width.bytes() as u64;
         let mut changed = Self::default();
         // The range under construction, and where its elements begin in the list of single ones.
         let (mut run, mut first) = (0..0, 0);
-        for element in set_bits(bitmap) {
+        for element in changed_elements {
             let gap = u64::from(element - run.end) * width;
             if changed.elements.len() == first || gap >= RANGE_COST {
                 changed.close(&run, first, width);
@@ -106,7 +111,8 @@ mod tests {
             ),
         ];
         for (what, width, changed, runs, elements) in rows {
-            let found = Changed::of(&bitmap(changed, 1000), width);
+            let found = Changed::of_bitmap(&bitmap(changed.iter().copied(), 1000), width);
+            assert_eq!(found, Changed::of(changed.into_iter(), width), "{what}");
             let found_runs: Vec<(u32, u32)> = found.runs.iter().map(|run| (run.start, run.end)).collect();
             assert_eq!((&*found_runs, &*found.elements), (runs, elements), "{what}");
         }
@@ -124,7 +130,7 @@ mod tests {
             let changed: Vec<u32> = (0..3000)
                 .filter(|n| if n / 500 % 2 == 0 { next() % density == 0 } else { next() % 50 == 0 })
                 .collect();
-            let found = Changed::of(&bitmap(changed.iter().copied(), 3000), Width::W2);
+            let found = Changed::of_bitmap(&bitmap(changed.iter().copied(), 3000), Width::W2);
             let covered = |element: u32| {
                 found.runs.iter().any(|run| run.contains(&element)) || found.elements.contains(&element)
             };

@@ -3,7 +3,7 @@
 //! 1. **Arrive**: the committing thread waits for the stream on which the copy is written. Nobody else does.
 //! 2. **Stage**: the copy's ranges are copied aside on the device. From here on the caller may write to it again.
 //! 3. **Compare** what is staged with the page, in the lane of deltas and at the copy's epoch, or with the
-//!    copy's shadow.
+//!    copy's shadow: `changes` says how.
 //! 4. The batch is encoded from what is staged, and logged if the page is still at that epoch. Were the epoch
 //!    not looked at again, under the lock, changes of others would be taken back by what is between ours.
 //!
@@ -19,9 +19,8 @@ use super::Committer;
 use super::born::StageMemory;
 use crate::arena::Purpose;
 use crate::batch::{CapturedPart, Changed, WorkingCopy, WriteBatch};
-use crate::device::{Command, CommandList, Lane, Span, StagingSpan};
+use crate::device::{Command, CommandList, Lane, Span};
 use crate::error::{Error, Result};
-use crate::staging::StagingBuf;
 
 /// The boundary to which ranges are widened: vectors of sixteen bytes are compared at a time.
 const RANGE_ALIGN: u64 = 16;
@@ -111,57 +110,15 @@ impl Committer {
         let from = |range: &Range<u64>| part(source, range);
         let sources = parts.iter().map(|(range, at)| (from(range), *at)).collect();
         self.run(vec![Command::Gather { sources, target: staged.part(0, len) }], Vec::new())?;
-        let bitmaps = self.compare(copy, epoch, &parts, staged.part(0, len))?;
-        let mut bits = &bitmaps[..];
-        let mut found = Vec::new();
-        for (range, at) in &parts {
-            let bitmap = bits.split_off(..bitmap_len(range, width)).expect("a bitmap for each part");
-            let Changed { runs, elements } = Changed::of(bitmap, width);
+        let changed = self.changed(copy, epoch, &parts, staged.part(0, len))?;
+        let found = parts.iter().zip(changed).map(|((range, at), Changed { runs, elements })| {
             let byte = |element: u32| u64::from(element) * width.bytes() as u64;
             let runs = runs.into_iter().map(|run| byte(run.start)..byte(run.end)).collect();
             let staged = staged.part(*at, range.end - range.start);
-            found.push(CapturedPart { offset: range.start, staged, runs, elements });
-        }
-        self.staging.give(bitmaps.into_staging());
+            CapturedPart { offset: range.start, staged, runs, elements }
+        });
+        let found = found.collect();
         Ok((Capture { copy, epoch, parts, staged }, found))
-    }
-
-    /// A bitmap of changed elements for each part, one after the other.
-    fn compare(
-        &self,
-        copy: &WorkingCopy,
-        epoch: Epoch,
-        parts: &[(Range<u64>, u64)],
-        staged: Span,
-    ) -> Result<StagingBuf> {
-        let (page, width) = (copy.page(), copy.width());
-        let len = parts.iter().map(|(range, _)| bitmap_len(range, width)).sum();
-        let staging = self.staging.take(len)?.into_staging();
-        let parts = parts.to_vec();
-        let diffs = move |other: Span| {
-            let mut bits_at = 0;
-            let diff = |(range, at): &(Range<u64>, u64)| {
-                let left = part(staged, &(*at..at + range.end - range.start));
-                let target = StagingSpan { index: 0, offset: bits_at, len: bitmap_len(range, width) };
-                bits_at += target.len;
-                Command::Diff { left, right: part(other, range), width, target }
-            };
-            parts.iter().map(diff).collect::<Vec<_>>()
-        };
-        let mut returned = match copy.shadow() {
-            Some(shadow) => self.run(diffs(shadow.span()), vec![staging])?,
-            None => {
-                let pending = self.applier.turn(move |turn| {
-                    turn.intact()?;
-                    let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;
-                    check_epoch(page, epoch, info.epoch)?;
-                    let commands = diffs(turn.applied.memory[&page].span());
-                    turn.submit(CommandList { commands, staging: vec![staging] })
-                })?;
-                pending.finish(&*self.device)?
-            }
-        };
-        Ok(StagingBuf::new(returned.pop().expect("one staging went in"), len))
     }
 
     /// The shadows become what was captured. A copy whose shadow cannot is of no known state any more.
@@ -283,15 +240,11 @@ fn parts(page: PageId, ranges: Option<&[Range<u64>]>, page_len: u64) -> Result<V
         .collect())
 }
 
-fn part(span: Span, range: &Range<u64>) -> Span {
+pub(super) fn part(span: Span, range: &Range<u64>) -> Span {
     Span { offset: span.offset + range.start, len: range.end - range.start, ..span }
 }
 
-fn bitmap_len(range: &Range<u64>, width: Width) -> usize {
-    ((range.end - range.start) as usize / width.bytes()).div_ceil(8)
-}
-
-fn check_epoch(page: PageId, expected: Epoch, found: Epoch) -> Result<()> {
+pub(super) fn check_epoch(page: PageId, expected: Epoch, found: Epoch) -> Result<()> {
     if expected == found { Ok(()) } else { Err(Error::Conflict { page, expected, found }) }
 }
 

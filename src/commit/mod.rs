@@ -10,6 +10,7 @@
 
 mod born;
 mod capture;
+mod changes;
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;

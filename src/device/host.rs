@@ -20,7 +20,8 @@ use zerocopy::FromZeros;
 
 use super::{
     Command, CommandList, Device, Fence, INDEX_OUT_OF_BOUNDS, INDEX_TWICE, IndexList, Lane, MemoryId,
-    PageBytes, Payload, Pending, Piece, PieceKind, RawStream, Span, Staging, StagingMemory, StagingSpan,
+    PageBytes, Payload, Pending, Piece, PieceKind, RawStream, Selection, Span, Staging, StagingMemory,
+    StagingSpan,
 };
 use crate::disk::AlignedBuf;
 use crate::error::{Error, Result};
@@ -101,9 +102,8 @@ impl HostDevice {
                     self.copy(part(source, offset, target.len), target);
                 }
             }
-            Command::Diff { left, right, width, target } => {
-                self.diff(left, right, width, staged_mut(staging, target));
-            }
+            Command::Diff { left, right, width, target } => self.diff(left, right, width, target),
+            Command::Select { bitmaps, target } => self.select(&bitmaps, staged_mut(staging, target)),
             Command::Crc { sources, target } => self.crc(&sources, staged_mut(staging, target)),
             Command::Pick { source, width, indices, target } => {
                 self.pick(source, width, staged(staging, indices), target);
@@ -189,16 +189,39 @@ impl HostDevice {
 
     /// Holds two locks, both for reading and both without regard to waiting writers: nobody who holds
     /// one for writing waits for another, so both are had in the end, even where they are the same.
-    fn diff(&self, left: Span, right: Span, width: Width, target: &mut [u8]) {
+    fn diff(&self, left: Span, right: Span, width: Width, target: Span) {
         let (left_memory, right_memory) = (self.memory(left.memory), self.memory(right.memory));
         let (left_bytes, right_bytes) = (left_memory.read_recursive(), right_memory.read_recursive());
+        let clashes = overlap(left, target) || overlap(right, target);
+        assert!(!clashes, "a diff to a range that it compares: {left:?}, {right:?}, {target:?}");
         let (left, right) = (bytes_of(&left_bytes, left), bytes_of(&right_bytes, right));
         assert_eq!(left.len(), right.len(), "a diff of ranges of different lengths");
-        assert_eq!(target.len(), elements(left.len(), width).div_ceil(8), "the length of a diff's target");
-        target.fill(0);
+        let mut bits = vec![0; elements(left.len(), width).div_ceil(8)];
+        assert_eq!(target.len, bits.len() as u64, "the length of a diff's target");
         let pairs = left.chunks_exact(width.bytes()).zip(right.chunks_exact(width.bytes()));
         for (index, (left, right)) in pairs.enumerate() {
-            target[index / 8] |= u8::from(left != right) << (index % 8);
+            bits[index / 8] |= u8::from(left != right) << (index % 8);
+        }
+        drop((left_bytes, right_bytes));
+        self.upload(&bits, target);
+    }
+
+    /// Numbers bits into memory of its own, so that only one memory is locked at a time.
+    fn select(&self, bitmaps: &[Selection], target: &mut [u8]) {
+        assert_eq!(target.len(), 4 * bitmaps.len(), "the length of a selection's target");
+        for (selection, found) in bitmaps.iter().zip(target.chunks_exact_mut(4)) {
+            let Selection { bits, indices } = *selection;
+            selection.check();
+            let memory = self.memory(bits.memory);
+            let bytes = memory.read();
+            let set = set_bits(bytes_of(&bytes, bits));
+            drop(bytes);
+            found.copy_from_slice(&(set.len() as u32).to_le_bytes());
+            let room = set.len().min(indices.len as usize / 4);
+            let numbers: Vec<u8> = set[..room].iter().flat_map(|index| index.to_le_bytes()).collect();
+            // Bounds are checked for all of the room.
+            let memory = self.memory(indices.memory);
+            bytes_of_mut(&mut memory.write(), indices)[..numbers.len()].copy_from_slice(&numbers);
         }
     }
 
@@ -350,6 +373,12 @@ impl StagingMemory for HostStaging {
     fn bytes_mut(&mut self) -> &mut [u8] {
         &mut self.0
     }
+}
+
+/// The numbers of the bits that are set, lowest first.
+fn set_bits(bits: &[u8]) -> Vec<u32> {
+    let is_set = |bit: &u32| bits[*bit as usize / 8] >> (bit % 8) & 1 == 1;
+    (0..8 * bits.len() as u32).filter(is_set).collect()
 }
 
 /// Elements whose bit is 1 are replaced.

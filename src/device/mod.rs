@@ -308,7 +308,14 @@ pub enum Command {
         right: Span,
         /// The element's width.
         width: Width,
-        /// Where the bits go: one byte for eight elements, rounded up.
+        /// Where the bits go: one byte for eight elements, rounded up, overlapping neither.
+        target: Span,
+    },
+    /// The indices of the bits that are set, rising: for each bitmap four little-endian bytes, how many there are.
+    Select {
+        /// What to look at. None writes where another one reads or writes.
+        bitmaps: Vec<Selection>,
+        /// Where the numbers of set bits go.
         target: StagingSpan,
     },
     /// CRC-32 of each source, four little-endian bytes each.
@@ -339,6 +346,35 @@ pub enum Command {
         target: StagingSpan,
     },
 }
+
+/// A bitmap in page memory, lowest bit first, and where the indices of its set bits go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Selection {
+    /// The bits; fewer bytes than [`BITMAP_LEN_END`].
+    pub bits: Span,
+    /// Room for little-endian u32, not overlapping the bits; offset and length are multiples of 4. Indices for
+    /// which there is no more room are left out; room for which there are no more indices stays as it is.
+    pub indices: Span,
+}
+
+impl Selection {
+    /// For devices: refuses one that is not what it should be.
+    ///
+    /// # Panics
+    /// If so.
+    pub fn check(&self) {
+        let Self { bits, indices } = *self;
+        assert!(bits.len < BITMAP_LEN_END, "a bitmap of {} bytes", bits.len);
+        assert!(indices.offset.is_multiple_of(4) && indices.len.is_multiple_of(4), "room for whole indices");
+        let are_apart = bits.memory != indices.memory
+            || bits.offset.saturating_add(bits.len) <= indices.offset
+            || indices.offset.saturating_add(indices.len) <= bits.offset;
+        assert!(are_apart, "indices where their bitmap is: {self:?}");
+    }
+}
+
+/// A bitmap of so many bytes has bits whose number takes more than 32 bits.
+pub const BITMAP_LEN_END: u64 = 1 << 29;
 
 /// Indices in page memory, all of which should be different and below a bound.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -17,7 +17,10 @@ pub fn page_spans(commands: &[Command]) -> Vec<Span> {
             Command::Scatter { source, targets } => {
                 spans.extend(targets.iter().map(|(_, target)| *target).chain([*source]));
             }
-            Command::Diff { left, right, .. } => spans.extend([*left, *right]),
+            Command::Diff { left, right, target, .. } => spans.extend([*left, *right, *target]),
+            Command::Select { bitmaps, .. } => {
+                spans.extend(bitmaps.iter().flat_map(|of| [of.bits, of.indices]));
+            }
             Command::Crc { sources, .. } => spans.extend(sources),
             Command::Pick { source, target, .. } => spans.extend([*source, *target]),
             Command::Validate { lists, .. } => spans.extend(lists.iter().map(|list| list.indices)),
@@ -42,12 +45,13 @@ pub fn staged_spans(commands: &[Command]) -> (Vec<StagingSpan>, Vec<StagingSpan>
             Command::Upload { source, .. } => read.push(*source),
             Command::Pick { indices, .. } => read.push(*indices),
             Command::Download { target, .. }
-            | Command::Diff { target, .. }
+            | Command::Select { target, .. }
             | Command::Crc { target, .. }
             | Command::Validate { target, .. } => written.push(*target),
             Command::Apply { pieces } => read.extend(pieces.iter().flat_map(payload_spans)),
             Command::Copy { .. }
             | Command::Fill { .. }
+            | Command::Diff { .. }
             | Command::Gather { .. }
             | Command::Scatter { .. } => {}
         }

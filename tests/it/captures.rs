@@ -2,10 +2,11 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use remanent::device::host::HostDevice;
 use remanent::device::late::LateDevice;
-use remanent::device::{Command, CommandList, Device, Lane, RawStream};
+use remanent::device::{Command, CommandList, Device, Lane, Pending, RawStream};
 use remanent::disk::sim::SimDisk;
 use remanent::{DeviceBytes, Direction, Epoch, Error, Place, Shadow, Store, Width, WorkingCopy};
 
@@ -44,8 +45,15 @@ fn a_page_becomes_its_working_copy_and_so_does_the_log() {
         let store = open(&disk, device);
         let mut random = Random(5);
         let mut pages = Vec::new();
-        for (len, width) in [(64, Width::W1), (4096, Width::W4), (100_000, Width::W16), (300_002, Width::W2)]
-        {
+        // What changed in the last one is numbered on the device.
+        let lens = [
+            (64, Width::W1),
+            (4096, Width::W4),
+            (100_000, Width::W16),
+            (300_002, Width::W2),
+            (700_001, Width::W1),
+        ];
+        for (len, width) in lens {
             for shadow in SHADOWS {
                 let page = page(&store, &random.bytes(len));
                 let copy = store.working_copy(page, width, shadow).unwrap();
@@ -108,6 +116,56 @@ fn the_log_gets_what_changed_and_nothing_else() {
 }
 
 /// Puts a kernel on the stream that fills memory.
+/// A host device that counts what it brings to the host on the lane for staging.
+struct Counting {
+    inner: HostDevice,
+    brought: AtomicU64,
+}
+
+impl Device for Counting {
+    forward!(inner: label allocate release staging reached wait after streams_and_memory);
+
+    fn submit(&self, lane: Lane, list: CommandList) -> remanent::Result<Pending> {
+        let brought = list.commands.iter().map(|command| match command {
+            Command::Download { source, .. } => source.len,
+            Command::Select { target, .. } | Command::Crc { target, .. } => target.len as u64,
+            _ => 0,
+        });
+        self.brought.fetch_add(if lane == Lane::Stage { brought.sum() } else { 0 }, Ordering::Relaxed);
+        self.inner.submit(lane, list)
+    }
+}
+
+/// What did not change costs nothing on the way to the host, and neither does its number of elements.
+#[test]
+fn a_capture_brings_indices_and_values_to_the_host() {
+    const LEN: usize = 4 << 20;
+    let device = Arc::new(Counting { inner: HostDevice::new(), brought: AtomicU64::new(0) });
+    let store = open(&SimDisk::new(), device.clone());
+    let page = page(&store, &[7; LEN]);
+    for shadow in SHADOWS {
+        let copy = store.working_copy(page, Width::W1, shadow).unwrap();
+        // One element in thirty-two is where a bitmap begins to be the shorter.
+        for (every, per_element) in [(LEN, 0), (1000, 7), (40, 6), (20, 0)] {
+            let mut bytes = content(&store, page);
+            bytes.iter_mut().step_by(every).for_each(|byte| *byte = byte.wrapping_add(1));
+            copy.bytes().write(0, &bytes).unwrap();
+            device.brought.store(0, Ordering::Relaxed);
+            capture(&store, &copy).unwrap();
+            let brought = device.brought.load(Ordering::Relaxed) as usize;
+            let changed = LEN.div_ceil(every);
+            // An index is four bytes; the log has a value, an index of one byte or two, and their headers.
+            let expected = match per_element {
+                0 if every == 20 => LEN / 8 + 2 * changed,
+                _ => per_element * changed,
+            };
+            let spare = brought.checked_sub(expected).unwrap_or_else(|| panic!("{brought} < {expected}"));
+            assert!(spare < 400 + changed / 100, "{brought} bytes for {changed} changes, {shadow:?}");
+            assert!(content(&store, page) == bytes);
+        }
+    }
+}
+
 fn fill_on(device: &LateDevice, stream: RawStream, memory: &DeviceBytes, byte: u8) {
     let target = device.span_at(memory.address().unwrap(), memory.byte_len());
     device.queue(stream, move |inner| {

@@ -11,7 +11,7 @@ use remanent::device::host::HostDevice;
 use remanent::device::late::{LateDevice, POISON};
 use remanent::device::{
     Command, CommandList, Device, Fence, IndexList, Lane, MemoryId, PageBytes, Payload, Pending, Piece,
-    PieceKind, RawStream, Span, Staging, StagingMemory, StagingSpan,
+    PieceKind, RawStream, Selection, Span, Staging, StagingMemory, StagingSpan,
 };
 use remanent::{Error, Place, Remedy, Width};
 
@@ -92,6 +92,10 @@ fn ranges_that_break_the_contract_panic_on(device: Arc<dyn Device>) {
         lists: vec![IndexList { indices: span(memory, offset, 8), bound: 9 }],
         target: staged(found_len),
     };
+    let select = |bits, indices, found_len| Command::Select {
+        bitmaps: vec![Selection { bits, indices }],
+        target: staged(found_len),
+    };
     let rows: Vec<(&str, Command)> = vec![
         ("past the end", fill(span(memory, 60, 5), 0)),
         ("empty, past the end", fill(span(memory, 65, 0), 0)),
@@ -108,8 +112,27 @@ fn ranges_that_break_the_contract_panic_on(device: Arc<dyn Device>) {
         ("scatter past its area", Command::Scatter { source: ok, targets: vec![(9, span(other, 0, 8))] }),
         (
             "bits for more elements than there are",
-            Command::Diff { left: ok, right: span(other, 0, 16), width: Width::W1, target: staged(3) },
+            Command::Diff {
+                left: ok,
+                right: span(other, 0, 16),
+                width: Width::W1,
+                target: span(other, 16, 3),
+            },
         ),
+        (
+            "bits into what is compared",
+            Command::Diff {
+                left: ok,
+                right: span(other, 0, 16),
+                width: Width::W1,
+                target: span(other, 15, 2),
+            },
+        ),
+        ("counts for more bitmaps than there are", select(ok, span(other, 0, 8), 8)),
+        ("indices off their boundary, selected", select(ok, span(other, 2, 8), 4)),
+        ("indices into their bitmap", select(ok, span(memory, 12, 8), 4)),
+        ("indices past the end", select(ok, span(other, 60, 8), 4)),
+        ("a bitmap past the end", select(span(memory, 60, 8), span(other, 0, 8), 4)),
         ("sums for fewer ranges than there are", Command::Crc { sources: vec![ok, ok], target: staged(4) }),
         ("an index past the range", Command::Apply { pieces: vec![sparse(4)] }),
         ("a picked index past the range", pick(staged(4), span(other, 0, 4))),
@@ -196,12 +219,13 @@ fn commands_of_two_lanes_neither_tear_nor_block_each_other() {
 
 fn commands_of_two_lanes_run_side_by_side_on(device: Arc<dyn Device>) {
     let pages: Vec<MemoryId> = (0..4).map(|_| device.allocate(PLACE, 1 << 16).unwrap()).collect();
+    let bits = [(); 2].map(|()| device.allocate(PLACE, 512).unwrap());
     for (number, page) in pages.iter().enumerate() {
         submit(&*device, Lane::Apply, fill(span(*page, 0, 1 << 16), number as u8), vec![]);
     }
     let torn = Mutex::new(Vec::new());
     thread::scope(|scope| {
-        for (lane, step) in [(Lane::Apply, 1), (Lane::Drain, 3)] {
+        for (lane, step, bits) in [(Lane::Apply, 1, &bits[0]), (Lane::Drain, 3, &bits[1])] {
             let (device, pages, torn) = (&device, &pages, &torn);
             scope.spawn(move || {
                 for round in 0..200_usize {
@@ -211,10 +235,11 @@ fn commands_of_two_lanes_run_side_by_side_on(device: Arc<dyn Device>) {
                         left: span(source, 0, 1 << 16),
                         right: span(source, 0, 1 << 16),
                         width: Width::W16,
-                        target: staged(512),
+                        target: span(*bits, 0, 512),
                     };
+                    let bring = Command::Download { source: span(*bits, 0, 512), target: staged(512) };
                     let list = CommandList {
-                        commands: vec![copy, diff],
+                        commands: vec![copy, diff, bring],
                         staging: vec![device.staging(512).unwrap()],
                     };
                     let staging = device.submit(lane, list).unwrap().finish(&**device).unwrap();

@@ -18,8 +18,8 @@ use remanent::device::host::HostDevice;
 use remanent::device::late::LateDevice;
 use remanent::device::several::SeveralDevices;
 use remanent::device::{
-    Command, CommandList, Device, IndexList, Lane, MemoryId, Payload, Pending, Piece, PieceKind, Span,
-    Staging, StagingSpan,
+    Command, CommandList, Device, IndexList, Lane, MemoryId, Payload, Pending, Piece, PieceKind, Selection,
+    Span, Staging, StagingSpan,
 };
 use remanent::{Place, Width};
 
@@ -106,8 +106,15 @@ fn the_model_agrees_with_hand_made_results() {
     check("fill", &[0; 6], &[], fill, b"ababab", &[]);
     let halves = |left, right| (Span { len: 3, ..whole(6) }, Span { offset: left, len: right, ..whole(6) });
     let (left, right) = halves(3, 3);
-    let diff = Command::Diff { left, right, width: Width::W1, target: to(1) };
-    check("diff", &[1, 2, 3, 1, 0, 9], &[0xFF], diff, &[1, 2, 3, 1, 0, 9], &[0b110]);
+    let bits = Span { offset: 6, len: 1, ..whole(7) };
+    let diff = Command::Diff { left, right, width: Width::W1, target: bits };
+    check("diff", &[1, 2, 3, 1, 0, 9, 0xFF], &[], diff, &[1, 2, 3, 1, 0, 9, 0b110], &[]);
+    let indices = Span { offset: 4, len: 8, ..whole(16) };
+    let bitmaps = vec![Selection { bits: Span { len: 2, ..whole(16) }, indices }];
+    let select = Command::Select { bitmaps, target: to(4) };
+    let (before, after) =
+        ([2, 5, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9], [2, 5, 9, 9, 1, 0, 0, 0, 8, 0, 0, 0, 9, 9, 9, 9]);
+    check("select, with room for two of three", &before, &[9; 4], select, &after, &[3, 0, 0, 0]);
     let two = Span { len: 2, ..right };
     let pick = Command::Pick { source: left, width: Width::W1, indices: to(8), target: two };
     check("pick", &[1, 2, 3, 4, 5, 6], &[2, 0, 0, 0, 0, 0, 0, 0], pick, &[1, 2, 3, 3, 1, 6], &[]);
@@ -125,8 +132,8 @@ fn a_receipt_tells_what_ran_and_what_came_of_it() {
     let short = run_laws(&HostDevice::new(), SHORT_EVERY);
     let ran: Vec<&str> = short.ran().collect();
     let all = [
-        "copy", "crc", "dense", "diff", "download", "fill", "gather", "masked", "pick", "scatter", "sparse",
-        "upload", "validate",
+        "copy", "crc", "dense", "diff", "download", "fill", "gather", "masked", "pick", "scatter", "select",
+        "sparse", "upload", "validate",
     ];
     assert_eq!(ran, all, "a short run leaves no command out");
 
@@ -272,7 +279,11 @@ fn named(command: &Command, ids: &[MemoryId]) -> Command {
             targets: targets.iter().map(|(offset, target)| (*offset, on(target))).collect(),
         },
         Command::Diff { left, right, width, target } => {
-            Command::Diff { left: on(left), right: on(right), width: *width, target: *target }
+            Command::Diff { left: on(left), right: on(right), width: *width, target: on(target) }
+        }
+        Command::Select { bitmaps, target } => {
+            let on = |of: &Selection| Selection { bits: on(&of.bits), indices: on(&of.indices) };
+            Command::Select { bitmaps: bitmaps.iter().map(on).collect(), target: *target }
         }
         Command::Crc { sources, target } => {
             Command::Crc { sources: sources.iter().map(on).collect(), target: *target }

@@ -361,16 +361,17 @@ fn memory_for_bytes_from_another_device_is_given_back() {
     let pair = two_of(gauges[0].clone(), gauges[1].clone());
     let spans = memories(&pair, 8);
     let live = || gauges.each_ref().map(|gauge| gauge.live());
-    let diff = |at| {
-        let target = StagingSpan { index: 0, offset: at, len: 1 };
+    let bits = pair.allocate(Place::Device(0), 2).unwrap();
+    let diff = |offset| {
+        let target = Span { memory: bits, offset, len: 1 };
         Command::Diff { left: spans[0], right: spans[1], width: Width::W1, target }
     };
     submit(&pair, Lane::Apply, vec![diff(0), diff(1)]).unwrap().finish(&*pair).unwrap();
-    assert_eq!(live(), [1, 1], "the two pages");
+    assert_eq!(live(), [2, 1], "the two pages and the bits");
     gauges[0].allow(1);
     let refused = submit(&pair, Lane::Apply, vec![diff(0), diff(1)]).map(|pending| pending.fence());
     assert!(matches!(refused, Err(Error::OutOfMemory { .. })), "{refused:?}");
-    assert_eq!(live(), [1, 1], "the first of the two was there already");
+    assert_eq!(live(), [2, 1], "the first of the two was there already");
 }
 
 #[test]

@@ -31,6 +31,11 @@ inline unsigned __shfl_xor_sync(unsigned, unsigned value, unsigned distance) {
     return exchange(value, (threadIdx.x % 32) ^ distance);
 }
 
+inline unsigned __shfl_up_sync(unsigned, unsigned value, unsigned distance) {
+    const unsigned lane = threadIdx.x % 32;
+    return exchange(value, lane >= distance ? lane - distance : lane);
+}
+
 inline unsigned __shfl_down_sync(unsigned, unsigned value, unsigned distance) {
     return exchange(value, threadIdx.x % 32 + distance);
 }
@@ -57,8 +62,10 @@ inline unsigned atomicOr(unsigned *target, unsigned bits) {
     return old;
 }
 
-inline unsigned long long atomicMin(unsigned long long *target, unsigned long long value) {
-    const unsigned long long old = *target;
-    *target = value < old ? value : old;
-    return old;
+inline int __popc(unsigned word) {
+    return __builtin_popcount(word);
+}
+
+inline int __ffs(unsigned word) {
+    return __builtin_ffs(int(word));
 }

@@ -175,31 +175,50 @@ pub struct DiffRow {
     pub width: u32,
 }
 
-/// What a row of [`DIFF`] or [`COMPARE`] should not exceed, so that enough blocks share a long range.
+/// What a row of [`DIFF`] should not exceed, so that enough blocks share a long range.
 pub const DIFF_LEN_MAX: u32 = 64 << 10;
 
 /// What a row of [`VALIDATE`] should not exceed, so that enough blocks share a long list.
 pub const INDEX_COUNT_MAX: u64 = 16 << 10;
 
-/// Two ranges, or two cuts of longer ones, that [`COMPARE`] compares.
+/// What a row of [`SELECT_COUNT`] and [`SELECT_EMIT`] should not exceed, so that enough blocks share a long
+/// bitmap. A multiple of 4.
+pub const SELECT_LEN_MAX: u32 = 8 << 10;
+
+/// A bitmap, or a cut of a longer one, whose set bits are counted and then numbered.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CompareRow {
-    /// Address of one range. Any alignment.
-    pub left: u64,
-    /// Address of the other. Any alignment.
-    pub right: u64,
-    /// Address of a u64 that was [`EQUAL`] before the launch, and becomes the offset of the first byte that
-    /// differs. Rows of one range share it.
+pub struct SelectRow {
+    /// Address of the bits, lowest first. Any alignment.
+    pub bits: u64,
+    /// Where the bitmap's numbers go, u32, from the first on; a multiple of 4. Cuts of one bitmap share it.
     pub target: u64,
-    /// What to add to offsets in this row.
-    pub offset: u64,
-    /// Number of bytes.
-    pub len: u64,
+    /// Address of a u32: becomes how many bits of the row are set, and by the scan how many of the rows of its
+    /// bitmap before it.
+    pub before: u64,
+    /// Bytes of bits.
+    pub len: u32,
+    /// The number of the row's first bit in its bitmap.
+    pub first: u32,
+    /// For how many numbers there is room at the target.
+    pub room: u32,
+    /// 0.
+    pub reserved: u32,
 }
 
-/// The two ranges are equal.
-pub const EQUAL: u64 = u64::MAX;
+/// The numbers of a bitmap's rows, which [`SELECT_SCAN`] sums up.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ScanRow {
+    /// Address of u32, one a row: each becomes the sum of those before it.
+    pub numbers: u64,
+    /// Address of a u32, which becomes the sum of all.
+    pub target: u64,
+    /// How many.
+    pub count: u32,
+    /// 0.
+    pub reserved: u32,
+}
 
 /// Indices that lie on the device, or a cut of a longer list, that [`VALIDATE`] proves.
 #[repr(C)]
@@ -231,7 +250,8 @@ const _: () = {
     assert!(size_of::<CrcRow>() == 24);
     assert!(size_of::<CombineRow>() == 24);
     assert!(size_of::<DiffRow>() == 32);
-    assert!(size_of::<CompareRow>() == 40);
+    assert!(size_of::<SelectRow>() == 40);
+    assert!(size_of::<ScanRow>() == 24);
     assert!(size_of::<IndexRow>() == 40);
 };
 
@@ -240,7 +260,7 @@ const _: () = {
 pub struct Kernel {
     /// The function's name in its module.
     pub name: &'static str,
-    /// The module that holds it, an index: apply, crc, diff, validate.
+    /// The module that holds it, an index: apply, crc, diff, select, validate.
     pub module: usize,
     /// Threads a block.
     pub threads: u32,
@@ -268,11 +288,24 @@ pub const CRC_CHUNKS: Kernel = Kernel { name: "crc_chunks", module: 1, threads: 
 pub const CRC_COMBINE: Kernel = Kernel { name: "crc_combine", module: 1, threads: 256, rows_per_block: 1 };
 /// [`DiffRow`]s, a block each.
 pub const DIFF: Kernel = Kernel { name: "diff", module: 2, threads: 256, rows_per_block: 1 };
-/// [`CompareRow`]s, a block each.
-pub const COMPARE: Kernel = Kernel { name: "compare", module: 2, threads: 256, rows_per_block: 1 };
+/// [`SelectRow`]s, a block each.
+pub const SELECT_COUNT: Kernel = Kernel { name: "select_count", module: 3, threads: 256, rows_per_block: 1 };
+/// [`ScanRow`]s, a block each. After [`SELECT_COUNT`], in the same stream.
+pub const SELECT_SCAN: Kernel = Kernel { name: "select_scan", module: 3, threads: 256, rows_per_block: 1 };
+/// [`SelectRow`]s again, a block each. After [`SELECT_SCAN`], in the same stream.
+pub const SELECT_EMIT: Kernel = Kernel { name: "select_emit", module: 3, threads: 256, rows_per_block: 1 };
 /// [`IndexRow`]s, a block each.
-pub const VALIDATE: Kernel = Kernel { name: "validate", module: 3, threads: 256, rows_per_block: 1 };
+pub const VALIDATE: Kernel = Kernel { name: "validate", module: 4, threads: 256, rows_per_block: 1 };
 
 /// All entry points, by rising module.
-pub const KERNELS: [Kernel; 7] =
-    [APPLY_BY_WARP, APPLY_BY_BLOCK, CRC_CHUNKS, CRC_COMBINE, DIFF, COMPARE, VALIDATE];
+pub const KERNELS: [Kernel; 9] = [
+    APPLY_BY_WARP,
+    APPLY_BY_BLOCK,
+    CRC_CHUNKS,
+    CRC_COMBINE,
+    DIFF,
+    SELECT_COUNT,
+    SELECT_SCAN,
+    SELECT_EMIT,
+    VALIDATE,
+];

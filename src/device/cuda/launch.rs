@@ -2,7 +2,10 @@
 
 use std::ffi::c_void;
 
-use super::abi::{CRC_CHUNKS, CRC_COMBINE, DIFF, Kernel, VALIDATE};
+use super::abi::{
+    CRC_CHUNKS, CRC_COMBINE, DIFF, Kernel, SELECT_COUNT, SELECT_EMIT, SELECT_SCAN, ScanRow, SelectRow,
+    VALIDATE,
+};
 use super::bulk::BulkQueue;
 use super::context::{Context, Entered};
 use super::driver::CUdeviceptr;
@@ -22,6 +25,8 @@ pub(super) struct Layout {
     crcs: usize,
     combines: usize,
     diffs: usize,
+    selects: usize,
+    scans: usize,
     indices: usize,
     /// Bytes of all tables.
     pub len: usize,
@@ -51,6 +56,8 @@ impl Layout {
             crcs: place(size_of_val(&plan.crcs[..])),
             combines: place(size_of_val(&plan.combines[..])),
             diffs: place(size_of_val(&plan.diffs[..])),
+            selects: place(size_of_val(&plan.selects[..])),
+            scans: place(size_of_val(&plan.scans[..])),
             indices: place(size_of_val(&plan.indices[..])),
             len,
         }
@@ -63,6 +70,8 @@ impl Layout {
         write_rows(&plan.crcs, tables.address + self.crcs as u64);
         write_rows(&plan.combines, tables.address + self.combines as u64);
         write_rows(&plan.diffs, tables.address + self.diffs as u64);
+        write_rows(&plan.selects, tables.address + self.selects as u64);
+        write_rows(&plan.scans, tables.address + self.scans as u64);
         write_rows(&plan.indices, tables.address + self.indices as u64);
     }
 }
@@ -100,6 +109,18 @@ impl Launcher<'_> {
                 Step::Diff(range) => {
                     let rows = row(layout.diffs, range.start, size_of_val(&plan.diffs[0]));
                     self.launch(DIFF, rows, range.len() as u32, None)?;
+                }
+                Step::Select(range, scans) => {
+                    let rows = row(layout.selects, range.start, size_of::<SelectRow>());
+                    let (row_count, scan_count) = (range.len() as u32, scans.len() as u32);
+                    if row_count > 0 {
+                        self.launch(SELECT_COUNT, rows, row_count, None)?;
+                    }
+                    let scans = row(layout.scans, scans.start, size_of::<ScanRow>());
+                    self.launch(SELECT_SCAN, scans, scan_count, None)?;
+                    if row_count > 0 {
+                        self.launch(SELECT_EMIT, rows, row_count, None)?;
+                    }
                 }
                 Step::Validate(range) => {
                     let rows = row(layout.indices, range.start, size_of_val(&plan.indices[0]));

@@ -11,10 +11,11 @@ use remanent_format::Width;
 
 use super::abi::{IndexRow, PieceRow};
 use super::handles::{Allocation, Handles};
-use super::plan::{Area, Plan, PlannedPiece, Step, crc_words};
+use super::plan::{Area, Plan, PlannedPiece, Step, crc_words, select_rows};
 use super::resource::Kind;
 use crate::device::{
-    Command, IndexList, MemoryId, Payload, Piece, PieceKind, SHORT_COPY_LEN_MAX, Span, Staging, StagingSpan,
+    Command, IndexList, MemoryId, Payload, Piece, PieceKind, SHORT_COPY_LEN_MAX, Selection, Span, Staging,
+    StagingSpan,
 };
 
 /// Boundary on which each use of scratch on the GPU begins.
@@ -45,15 +46,19 @@ impl Scratch {
                 Command::Crc { sources, .. } => {
                     needed.pinned += 4 * crc_words(sources.iter().map(|source| source.len));
                 }
-                Command::Diff { target, .. } => {
-                    needed.on_gpu += (target.len as u64).next_multiple_of(SCRATCH_ALIGN)
-                }
+                Command::Select { bitmaps, .. } => needed.on_gpu += selection_len(bitmaps),
                 Command::Validate { lists, .. } => needed.on_gpu += validation_len(lists),
                 _ => {}
             }
         }
         needed
     }
+}
+
+/// Bytes of scratch for numbering the bits of bitmaps: a number a row, and a sum a bitmap.
+fn selection_len(bitmaps: &[Selection]) -> u64 {
+    let rows: u64 = bitmaps.iter().map(|of| select_rows(of.bits.len)).sum();
+    (4 * (rows + bitmaps.len() as u64)).next_multiple_of(SCRATCH_ALIGN)
 }
 
 /// Bytes of scratch for looking at lists of indices: one bit an element of each, and the findings.
@@ -113,6 +118,7 @@ impl Planner<'_> {
                 }
             }
             Command::Diff { left, right, width, target } => self.diff(*left, *right, *width, *target),
+            Command::Select { bitmaps, target } => self.select(bitmaps, *target),
             Command::Crc { sources, target } => self.crc(sources, *target),
             Command::Pick { source, width, indices, target } => {
                 self.pick(*source, *width, *indices, *target);
@@ -199,15 +205,33 @@ impl Planner<'_> {
         }
     }
 
-    fn diff(&mut self, left: Span, right: Span, width: Width, target: StagingSpan) {
+    fn diff(&mut self, left: Span, right: Span, width: Width, target: Span) {
         assert_eq!(left.len, right.len, "a diff of ranges of different lengths");
         let bits = elements(left.len, width).div_ceil(8);
-        assert_eq!(target.len as u64, bits, "the length of a diff's target");
-        let (left, len) = (self.address(left), left.len);
-        let bits_at = self.scratch.on_gpu;
-        self.scratch.on_gpu += bits.next_multiple_of(SCRATCH_ALIGN);
-        self.plan.diff(left, self.address(right), bits_at, len, width.bytes() as u64);
-        self.down(bits_at, Area::ScratchOnGpu, true, target);
+        assert_eq!(target.len, bits, "the length of a diff's target");
+        let clashes = overlap(left, target) || overlap(right, target);
+        assert!(!clashes, "a diff to a range that it compares: {left:?}, {right:?}, {target:?}");
+        let (from, to) = ((self.address(left), self.address(right)), self.address(target));
+        self.plan.diff(from.0, from.1, to, left.len, width.bytes() as u64);
+    }
+
+    fn select(&mut self, bitmaps: &[Selection], target: StagingSpan) {
+        assert_eq!(target.len, 4 * bitmaps.len(), "the length of a selection's target");
+        // The numbers of all rows, then the sums.
+        let (mut numbers, len) = (self.scratch.on_gpu, selection_len(bitmaps));
+        let sums = numbers + 4 * bitmaps.iter().map(|of| select_rows(of.bits.len)).sum::<u64>();
+        self.scratch.on_gpu += len;
+        let (rows, scans) = (self.plan.selects.len(), self.plan.scans.len());
+        for (selection, sum) in bitmaps.iter().zip((sums..).step_by(4)) {
+            let Selection { bits, indices } = *selection;
+            selection.check();
+            let room = u32::try_from(indices.len / 4).unwrap_or(u32::MAX);
+            let (from, to) = (self.address(bits), self.address(indices));
+            self.plan.bitmap(from, bits.len, (to, room), numbers, sum);
+            numbers += 4 * select_rows(bits.len);
+        }
+        self.plan.select(rows, scans);
+        self.down(sums, Area::ScratchOnGpu, true, target);
     }
 
     fn pick(&mut self, source: Span, width: Width, indices: StagingSpan, target: Span) {

@@ -26,4 +26,5 @@ macro_rules! module {
 }
 
 /// All of them. A [`Kernel`](super::abi::Kernel) names its module by the index here.
-pub const MODULES: [Module; 4] = [module!("apply"), module!("crc"), module!("diff"), module!("validate")];
+pub const MODULES: [Module; 5] =
+    [module!("apply"), module!("crc"), module!("diff"), module!("select"), module!("validate")];

@@ -19,7 +19,7 @@ use std::ops::Range;
 use super::abi::{
     APPLY_BY_BLOCK, APPLY_BY_WARP, CRC_CHUNK_LEN, CRC_FIRST, CRC_LAST, CombineRow, CrcRow, DIFF_LEN_MAX,
     DiffRow, INDEX_COUNT_MAX, IndexRow, Kernel, MASK_STEPS, PIECE_MASKED, PIECE_PICK, PIECE_SPARSE, PartRow,
-    PieceRow,
+    PieceRow, SELECT_LEN_MAX, ScanRow, SelectRow,
 };
 
 /// Bytes of a part of a long piece: enough for a block to hide the latency of its reads.
@@ -74,6 +74,8 @@ pub(super) enum Step {
     Combine(Range<usize>),
     /// Cuts of comparisons.
     Diff(Range<usize>),
+    /// Cuts of bitmaps, and the bitmaps.
+    Select(Range<usize>, Range<usize>),
     /// Cuts of lists of indices.
     Validate(Range<usize>),
     /// A long copy from host memory to the GPU's.
@@ -91,6 +93,8 @@ pub(super) struct Plan {
     pub crcs: Vec<CrcRow>,
     pub combines: Vec<CombineRow>,
     pub diffs: Vec<DiffRow>,
+    pub selects: Vec<SelectRow>,
+    pub scans: Vec<ScanRow>,
     pub indices: Vec<IndexRow>,
     batch: Batch,
 }
@@ -176,6 +180,33 @@ impl Plan {
         }
         if self.diffs.len() > first {
             self.step(Step::Diff(first..self.diffs.len()));
+        }
+    }
+
+    /// Adds the rows that number one bitmap's bits, to a target with room for so many. `numbers` has four bytes a
+    /// row, `sum` is where the sum goes. [`Plan::select`] follows the last bitmap's.
+    pub fn bitmap(&mut self, bits: u64, len: u64, (target, room): (u64, u32), numbers: u64, sum: u64) {
+        let rows = select_rows(len);
+        for (row, before) in (0..rows).zip((numbers..).step_by(4)) {
+            let begin = row * u64::from(SELECT_LEN_MAX);
+            let (len, first) = ((len - begin).min(u64::from(SELECT_LEN_MAX)) as u32, (8 * begin) as u32);
+            self.selects.push(SelectRow {
+                bits: bits + begin,
+                target,
+                before,
+                len,
+                first,
+                room,
+                reserved: 0,
+            });
+        }
+        self.scans.push(ScanRow { numbers, target: sum, count: rows as u32, reserved: 0 });
+    }
+
+    /// Adds the step that numbers the bits of all bitmaps since these rows.
+    pub fn select(&mut self, first: usize, first_scan: usize) {
+        if self.scans.len() > first_scan {
+            self.step(Step::Select(first..self.selects.len(), first_scan..self.scans.len()));
         }
     }
 
@@ -300,6 +331,11 @@ impl Plan {
 /// Words of scratch that the checksums of sources of these lengths need.
 pub(super) fn crc_words(lens: impl Iterator<Item = u64>) -> u64 {
     lens.map(|len| 1 + if crc_chunks(len) > 1 { crc_chunks(len) } else { 0 }).sum()
+}
+
+/// Rows in which a bitmap of so many bytes is looked at.
+pub(super) fn select_rows(len: u64) -> u64 {
+    len.div_ceil(u64::from(SELECT_LEN_MAX))
 }
 
 fn crc_chunks(len: u64) -> u64 {

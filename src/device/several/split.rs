@@ -2,7 +2,7 @@
 
 use super::Home;
 use crate::device::spans::{overlap, staged_spans};
-use crate::device::{Command, IndexList, Payload, Piece, Span, StagingSpan};
+use crate::device::{Command, IndexList, Payload, Piece, Selection, Span, StagingSpan};
 use crate::error::Result;
 
 /// A range of one part's page memory.
@@ -82,9 +82,22 @@ impl<F: Fn(Span) -> Home, A: FnMut(usize, u64) -> Result<Span>> Planner<F, A> {
                 self.run(source.part, Command::Scatter { source: source.span, targets: near });
             }
             Command::Diff { left, right, width, target } => {
-                let left = self.local(left);
-                let right = self.brought(left.part, right)?;
-                self.run(left.part, Command::Diff { left: left.span, right, width, target });
+                let target = self.local(target);
+                let (left, right) = (self.brought(target.part, left)?, self.brought(target.part, right)?);
+                self.run(target.part, Command::Diff { left, right, width, target: target.span });
+            }
+            Command::Select { bitmaps, target } => {
+                let mut local = Vec::with_capacity(bitmaps.len());
+                for Selection { bits, indices } in bitmaps {
+                    let PartSpan { part, span } = self.local(indices);
+                    local.push((part, Selection { bits: self.brought(part, bits)?, indices: span }));
+                }
+                let mut words = Words(target);
+                for of_part in local.chunk_by(|one, next| one.0 == next.0) {
+                    let bitmaps = of_part.iter().map(|(_, bitmap)| *bitmap).collect();
+                    let target = words.next(of_part.len());
+                    self.run(of_part[0].0, Command::Select { bitmaps, target });
+                }
             }
             Command::Crc { sources, target } => {
                 let local: Vec<PartSpan> = sources.into_iter().map(|source| self.local(source)).collect();
@@ -216,7 +229,7 @@ pub(super) fn staging_indices(command: &mut Command) -> Vec<&mut usize> {
     match command {
         Command::Upload { source: span, .. }
         | Command::Download { target: span, .. }
-        | Command::Diff { target: span, .. }
+        | Command::Select { target: span, .. }
         | Command::Crc { target: span, .. }
         | Command::Pick { indices: span, .. }
         | Command::Validate { target: span, .. } => vec![&mut span.index],
@@ -227,8 +240,10 @@ pub(super) fn staging_indices(command: &mut Command) -> Vec<&mut usize> {
                 Payload::Device(_) => None,
             })
             .collect(),
-        Command::Copy { .. } | Command::Fill { .. } | Command::Gather { .. } | Command::Scatter { .. } => {
-            Vec::new()
-        }
+        Command::Copy { .. }
+        | Command::Fill { .. }
+        | Command::Diff { .. }
+        | Command::Gather { .. }
+        | Command::Scatter { .. } => Vec::new(),
     }
 }

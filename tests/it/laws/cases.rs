@@ -1,7 +1,9 @@
 //! The table of cases, and cases drawn at random.
 
 use remanent::Width;
-use remanent::device::{Command, IndexList, Lane, MemoryId, Payload, Piece, PieceKind, Span, StagingSpan};
+use remanent::device::{
+    Command, IndexList, Lane, MemoryId, Payload, Piece, PieceKind, Selection, Span, StagingSpan,
+};
 
 use super::model::{Case, CaseList};
 
@@ -33,6 +35,7 @@ pub fn table(every: usize) -> Vec<Case> {
         gather_and_scatter_back(),
         many_checksums(),
         validations(),
+        selections(),
         long_diff(),
         both_ways_in_one_staging(),
     ]);
@@ -109,13 +112,14 @@ fn elements(count: usize, offset: usize, width: Width, cases: &mut Vec<Case>) {
         right[start + if element % 2 == 0 { 0 } else { width.bytes() - 1 }] ^= 0x80;
     }
     let diff = |left, right| {
-        let target = StagingSpan { index: 0, offset: 2, len: count.div_ceil(8) };
+        let target = span(2, 2, count.div_ceil(8));
         vec![Command::Diff { left, right, width, target }]
     };
-    let bits = vec![bytes(9, 2 + count.div_ceil(8) + MARGIN)];
+    let bits = bytes(9, 2 + count.div_ceil(8) + MARGIN);
     let commands = diff(target, span(1, 0, len));
-    cases.push(Case::new(name("diff"), vec![left, right], bits.clone(), commands));
-    cases.push(Case::new(name("diff with itself"), vec![page(1)], bits, diff(target, target)));
+    cases.push(Case::new(name("diff"), vec![left, right, bits.clone()], vec![], commands));
+    let itself = vec![page(1), vec![], bits];
+    cases.push(Case::new(name("diff with itself"), itself, vec![], diff(target, target)));
 
     // Every element, backwards, and the first one again.
     let picked: Vec<u32> = (0..count as u32).rev().chain((count > 0).then_some(0)).collect();
@@ -157,14 +161,48 @@ fn validations() -> Case {
     Case::new("validations".to_owned(), vec![memory], vec![staging], vec![validate])
 }
 
-/// More differences than a device brings to the host by its short way.
+/// Bitmaps of many lengths in one command, with room for all indices, for some and for none.
+fn selections() -> Case {
+    let (mut bits, mut room) = (bytes(24, 3), 4);
+    let mut bitmaps = Vec::new();
+    for (len, every) in [
+        (0_usize, 1),
+        (1, 1),
+        (3, 1),
+        (4, 9),
+        (1023, 2),
+        (1024, 30),
+        (1025, 1),
+        (8192, 7),
+        (8193, 100),
+        (50_001, 33),
+    ] {
+        let bitmap = (0..len).map(|byte| u8::from(byte % every == 0) << (byte % 8));
+        let (at, set) = (bits.len(), len.div_ceil(every));
+        bits.extend(bitmap);
+        for indices in [set, set + 2, set / 2, 0] {
+            bitmaps.push(Selection { bits: span(0, at, len), indices: span(1, room, 4 * indices) });
+            room += 4 * indices;
+        }
+    }
+    let target = StagingSpan { index: 0, offset: 3, len: 4 * bitmaps.len() };
+    let staging = vec![bytes(25, target.len + 5)];
+    let select = Command::Select { bitmaps, target };
+    Case::new("selections".to_owned(), vec![bits, bytes(26, room + MARGIN)], staging, vec![select])
+}
+
+/// Ranges of many cuts, and the indices of what differs.
 fn long_diff() -> Case {
     let len = 600_003;
     let (left, mut right) = (bytes(22, len), bytes(22, len));
     (0..len).step_by(1000).for_each(|at| right[at] ^= 1);
-    let target = StagingSpan { index: 0, offset: 1, len: len.div_ceil(8) };
-    let diff = Command::Diff { left: span(0, 0, len), right: span(1, 0, len), width: Width::W1, target };
-    Case::new("a long diff".to_owned(), vec![left, right], vec![bytes(23, target.len + 3)], vec![diff])
+    let (bits, indices) = (span(2, 1, len.div_ceil(8)), span(3, 4, 4 * 700));
+    let diff =
+        Command::Diff { left: span(0, 0, len), right: span(1, 0, len), width: Width::W1, target: bits };
+    let target = StagingSpan { index: 0, offset: 0, len: 4 };
+    let select = Command::Select { bitmaps: vec![Selection { bits, indices }], target };
+    let memories = vec![left, right, bytes(23, len.div_ceil(8) + 3), bytes(27, 4 * 702)];
+    Case::new("a long diff".to_owned(), memories, vec![vec![0; 4]], vec![diff, select])
 }
 
 /// The same piece with its payload in staging, and in page memory.
@@ -363,7 +401,7 @@ impl Random {
         // As long as the target, in another memory.
         let like = |offset: usize| Span { memory: MemoryId(other as u64), offset: offset as u64, ..target };
         let room = memories[other].len() - target.len as usize + 1;
-        match self.below(11) {
+        match self.below(12) {
             0 => {
                 let (payload, len) = (bytes(self.next(), target.len as usize), target.len as usize);
                 let source = StagingSpan { index: 0, offset: self.staged(staging, &payload), len };
@@ -383,7 +421,10 @@ impl Random {
             6 => {
                 let count = target.len as usize / width.bytes();
                 let right = like(self.below(room));
-                Command::Diff { left: target, right, width, target: self.target(count.div_ceil(8)) }
+                // In the memory that is neither.
+                let third = 3 - memory - other;
+                let bits_at = self.below(memories[third].len() - count.div_ceil(8) + 1);
+                Command::Diff { left: target, right, width, target: span(third, bits_at, count.div_ceil(8)) }
             }
             7 => {
                 let sources = vec![target, like(self.below(room))];
@@ -406,6 +447,12 @@ impl Random {
                 let bound = [1 << 16, 5][self.below(2)];
                 let list = IndexList { indices: span(memory, at, len), bound };
                 Command::Validate { lists: vec![list], target: self.target(4) }
+            }
+            10 => {
+                let at = 4 * self.below(memories[other].len() / 4);
+                let indices = span(other, at, 4 * self.below((memories[other].len() - at) / 4 + 1));
+                let bitmaps = vec![Selection { bits: target, indices }];
+                Command::Select { bitmaps, target: self.target(4) }
             }
             _ => Command::Apply {
                 pieces: (0..1 + self.below(5)).map(|_| self.piece(memories, staging)).collect(),

@@ -1,6 +1,6 @@
 //! What a list of commands means, one byte at a time. Slow and short, so that it can be checked by eye.
 
-use remanent::device::{Command, Lane, Payload, Piece, PieceKind, Span, StagingSpan};
+use remanent::device::{Command, Lane, Payload, Piece, PieceKind, Selection, Span, StagingSpan};
 
 /// Lists, and the memory on which they run. Page memory `n` of the case is `MemoryId(n)`.
 #[derive(Clone, Debug)]
@@ -106,14 +106,28 @@ impl Run<'_> {
                 }
             }
             Command::Diff { left, right, width, target } => {
-                let mut bits = vec![0; target.len];
+                let mut bits = vec![0; target.len as usize];
                 for at in 0..left.len {
                     let element = at as usize / width.bytes();
                     if self.get(*left, at) != self.get(*right, at) {
                         bits[element / 8] |= 1 << (element % 8);
                     }
                 }
-                bits.into_iter().enumerate().for_each(|(at, byte)| self.stage(*target, at, byte));
+                bits.into_iter().zip(0..).for_each(|(byte, at)| self.set(*target, at, byte));
+            }
+            Command::Select { bitmaps, target } => {
+                for (number, Selection { bits, indices }) in bitmaps.iter().enumerate() {
+                    let is_set = |bit: &u64| self.get(*bits, bit / 8) >> (bit % 8) & 1 == 1;
+                    let set: Vec<u64> = (0..8 * bits.len).filter(is_set).collect();
+                    for (index, at) in set.iter().zip((0..indices.len).step_by(4)) {
+                        let bytes = (*index as u32).to_le_bytes();
+                        bytes.into_iter().zip(at..).for_each(|(byte, at)| self.set(*indices, at, byte));
+                    }
+                    let count = (set.len() as u32).to_le_bytes();
+                    count.into_iter().enumerate().for_each(|(at, byte)| {
+                        self.stage(*target, 4 * number + at, byte);
+                    });
+                }
             }
             Command::Crc { sources, target } => {
                 for (number, source) in sources.iter().enumerate() {

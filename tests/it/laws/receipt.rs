@@ -88,6 +88,7 @@ fn names(command: &Command) -> Vec<&'static str> {
         Command::Gather { .. } => "gather",
         Command::Scatter { .. } => "scatter",
         Command::Diff { .. } => "diff",
+        Command::Select { .. } => "select",
         Command::Crc { .. } => "crc",
         Command::Pick { .. } => "pick",
         Command::Validate { .. } => "validate",

@@ -9,9 +9,9 @@ use std::mem::size_of;
 use kernels_on_cpu::{launch, launch_apply};
 use memory::{Fenced, Random};
 use remanent::device::cuda::abi::{
-    APPLY_BY_BLOCK, APPLY_BY_WARP, COMPARE, CRC_CHUNK_LEN, CRC_CHUNKS, CRC_COMBINE, CRC_FIRST, CRC_LAST,
-    CombineRow, CompareRow, CrcRow, DIFF, DiffRow, EQUAL, IndexRow, MASK_STEPS, OUT_OF_BOUNDS, PartRow,
-    PieceRow, TWICE, VALIDATE,
+    APPLY_BY_BLOCK, APPLY_BY_WARP, CRC_CHUNK_LEN, CRC_CHUNKS, CRC_COMBINE, CRC_FIRST, CRC_LAST, CombineRow,
+    CrcRow, DIFF, DiffRow, IndexRow, MASK_STEPS, OUT_OF_BOUNDS, PartRow, PieceRow, SELECT_COUNT, SELECT_EMIT,
+    SELECT_SCAN, ScanRow, SelectRow, TWICE, VALIDATE,
 };
 use remanent::device::host::HostDevice;
 use remanent::device::{
@@ -372,30 +372,59 @@ fn differing_elements_are_marked() {
     }
 }
 
+/// Bits of every density, in rows of any length of whole words, with more room than they need and with less.
 #[test]
-fn the_first_difference_is_found() {
+fn set_bits_are_numbered() {
     for seed in 0..400 {
         let random = &mut Random(seed);
-        let len = random.len(60 << 10);
-        let (left, right) = pair(random, len);
-        let expected = left.iter().zip(right.iter()).position(|(left, right)| left != right);
-        let mut found = Fenced::of(&EQUAL.to_le_bytes());
-        let target = found.address();
-        let cut = 1 + random.below(len.max(1));
-        let rows: Vec<CompareRow> = (0..len)
-            .step_by(cut)
-            .map(|begin| CompareRow {
-                left: left.address() + begin as u64,
-                right: right.address() + begin as u64,
-                target,
-                offset: begin as u64,
-                len: cut.min(len - begin) as u64,
+        let bitmaps: Vec<Vec<u8>> = (0..1 + random.below(3))
+            .map(|_| {
+                let (len, density) = (random.len(6 << 10), [1, 2, 40, 5000][random.below(4)]);
+                (0..len).map(|_| if random.below(density) == 0 { random.next() as u8 } else { 0 }).collect()
             })
             .collect();
-        // SAFETY: both ranges and the offset live until the end.
-        unsafe { launch(COMPARE, &rows, seed) };
-        let found = u64::from_le_bytes(found[..8].as_mut().try_into().unwrap());
-        assert_eq!(found, expected.map_or(EQUAL, |offset| offset as u64), "seed {seed}");
+        let (mut selects, mut scans, mut kept) = (Vec::new(), Vec::new(), Vec::new());
+        for bitmap in &bitmaps {
+            let set: Vec<u32> = (0..8 * bitmap.len() as u32)
+                .filter(|bit| bitmap[*bit as usize / 8] >> (bit % 8) & 1 == 1)
+                .collect();
+            let room = [set.len(), set.len() + 3, random.below(set.len() + 1)][random.below(3)];
+            // Where there is more room than numbers, it stays as it is.
+            let expected: Vec<u32> = set.iter().copied().chain([0; 3]).take(room).collect();
+            let cut = 4 * (1 + random.below(700));
+            let count = bitmap.len().div_ceil(cut);
+            // Off its boundary as often as not.
+            let gap = random.below(4);
+            let bits = Fenced::of(&[vec![0xff; gap], bitmap.clone()].concat());
+            let (target, numbers, sum) = (words(room), words(count), words(1));
+            let row = |row: usize| SelectRow {
+                bits: bits.address() + (gap + row * cut) as u64,
+                target: target.address(),
+                before: numbers.address() + 4 * row as u64,
+                len: cut.min(bitmap.len() - row * cut) as u32,
+                first: (8 * row * cut) as u32,
+                room: room as u32,
+                reserved: 0,
+            };
+            selects.extend((0..count).map(row));
+            let (numbers_at, count) = (numbers.address(), count as u32);
+            scans.push(ScanRow { numbers: numbers_at, target: sum.address(), count, reserved: 0 });
+            kept.push((bits, target, numbers, sum, set.len() as u32, expected));
+        }
+        for (kernel, is_scan) in [(SELECT_COUNT, false), (SELECT_SCAN, true), (SELECT_EMIT, false)] {
+            if is_scan {
+                // SAFETY: the numbers and the sums live until the end.
+                unsafe { launch(kernel, &scans, seed) };
+            } else if !selects.is_empty() {
+                // SAFETY: bits, numbers and targets live until the end.
+                unsafe { launch(kernel, &selects, seed) };
+            }
+        }
+        for (bits, target, _, sum, count, expected) in &kept {
+            assert_eq!(word(sum, 0), *count, "seed {seed}, {} bytes", bits.len());
+            let found: Vec<u32> = (0..expected.len()).map(|index| word(target, index)).collect();
+            assert_eq!(found, *expected, "seed {seed}, {} bytes", bits.len());
+        }
     }
 }
 
