@@ -15,7 +15,6 @@
 
 use std::sync::Arc;
 
-use parking_lot::Mutex;
 use remanent_format::{Epoch, Key, Lsn, PageId, PageInfo};
 
 use crate::applier::Applier;
@@ -27,6 +26,7 @@ use crate::keeping::Keeping;
 use crate::past::Past;
 use crate::point::RestorePoint;
 use crate::staging::{StagingBuf, StagingPool};
+use crate::sync::Mutex;
 
 /// What an audit found.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -5,9 +5,11 @@ use std::sync::Mutex;
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use crate::sync::thread;
+
 /// How many threads can run at once, but at most so many.
 pub(crate) fn threads(at_most: usize) -> usize {
-    std::thread::available_parallelism().map_or(1, NonZero::get).min(at_most)
+    thread::available_parallelism().map_or(1, NonZero::get).min(at_most)
 }
 
 /// Does `work` for each index below `count` on up to `threads` threads, the caller's among them, and returns what

@@ -10,10 +10,10 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use parking_lot::{Mutex, MutexGuard};
 use remanent_format::FileName;
 
 use crate::disk::Disk;
+use crate::sync::{Mutex, MutexGuard};
 
 /// The numbers of image files and tables, and the files that batches name.
 pub(crate) struct ImageFiles {

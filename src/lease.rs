@@ -6,12 +6,12 @@
 use std::marker::PhantomData;
 use std::sync::{Arc, OnceLock};
 
-use parking_lot::Mutex;
 use remanent_format::{Epoch, Lsn, PageId, PageInfo, Place};
 
 use crate::applier::{Applier, LeaseId, Leases};
 use crate::device::{Device, Fence, MemoryId, PageBytes, RawStream};
 use crate::error::{Error, Result};
+use crate::sync::Mutex;
 
 /// The right to read a page where it lies: at an address on the device, or as a slice of host memory.
 ///

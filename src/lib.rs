@@ -79,7 +79,7 @@
 //!
 //! | floor | files |
 //! |---|---|
-//! | 0 | the crate `remanent-format`: every byte on disk, and the pure `rebuild` |
+//! | 0 | the crate `remanent-format`: every byte on disk, and the pure `rebuild`; `sync` |
 //! | 1 | [`error`], [`options`], `point`, `phases`, `crew` |
 //! | 2 | the seams [`device`] and [`disk`]; `poison`, `retention` |
 //! | 3 | their implementations |
@@ -128,6 +128,11 @@
 //!   reads each page a second time then: so host memory holds one page of it at a time, not all.
 //! - A retried read never asks past the cache: beside a living writer the newest frames are in the cache only.
 
+#[cfg(not(shuttle))]
+mod sync;
+#[cfg(shuttle)]
+#[doc(hidden)]
+pub mod sync;
 pub mod error;
 pub mod options;
 mod point;

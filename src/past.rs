@@ -15,7 +15,6 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
 use remanent_format::image::ImageRef;
 use remanent_format::manifest::Manifest;
 use remanent_format::rebuild::Survey;
@@ -30,6 +29,7 @@ use crate::disk::{Disk, DiskLock, Hold};
 use crate::error::{Error, Result};
 use crate::point::RestorePoint;
 use crate::source::DiskSource;
+use crate::sync::Mutex;
 
 /// How often the files are surveyed anew, when a writer beside us changes them faster than we read.
 const ATTEMPTS: usize = 64;

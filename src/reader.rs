@@ -7,13 +7,13 @@ use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
 use remanent_format::{Key, Lsn, Metadata, PageId, PageInfo, SnapshotId, StoreId};
 
 use crate::disk::Disk;
 use crate::error::{Error, Result};
 use crate::past::Past;
 use crate::point::RestorePoint;
+use crate::sync::Mutex;
 
 /// Bytes of pages that a handle keeps. A page that is longer is kept alone, so that reading it piece by
 /// piece puts it together once.

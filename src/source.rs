@@ -4,11 +4,11 @@ use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
 use remanent_format::{FileName, Folder, ReadAt};
 
 use crate::disk::{Disk, DiskFile};
 use crate::error::Error;
+use crate::sync::Mutex;
 
 /// Files that one source keeps open: those of a long history would exceed what a process may have.
 const FILES_OPEN_MAX: usize = 64;

@@ -9,10 +9,9 @@ use std::collections::BTreeMap;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
-use parking_lot::Mutex;
-
 use crate::device::{Device, Staging};
 use crate::error::Result;
+use crate::sync::Mutex;
 
 /// The smallest class: one group of the log.
 const CLASS_LEN_MIN: usize = 4 << 10;

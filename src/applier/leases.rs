@@ -14,16 +14,16 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::thread::ThreadId;
 
-use parking_lot::Mutex;
 use remanent_format::PageId;
 
 use crate::arena::{Arena, PageMemory};
 use crate::device::{CommandList, Device, Fence, Lane, MemoryId, RawStream};
 use crate::error::{Error, Result};
 use crate::poison::Poison;
+use crate::sync::Mutex;
+use crate::sync::atomic::{AtomicUsize, Ordering};
+use crate::sync::thread::{self, ThreadId};
 
 /// The leases of one store. Shared by threads.
 pub(crate) struct Leases {
@@ -82,8 +82,7 @@ impl Leases {
         state.remove(page, |record| record.ended.is_some_and(|value| value <= reached));
         state.begun += 1;
         let id = LeaseId(state.begun);
-        let record =
-            Record { id, thread: std::thread::current().id(), memory: None, is_old: false, ended: None };
+        let record = Record { id, thread: thread::current().id(), memory: None, is_old: false, ended: None };
         state.pages.entry(page).or_default().push(record);
         self.count(&state);
         id
@@ -175,7 +174,7 @@ impl Leases {
             return Ok(());
         }
         let state = self.state.lock();
-        let thread = std::thread::current().id();
+        let thread = thread::current().id();
         let own = |record: &Record| record.ended.is_none() && record.thread == thread;
         let leased = |page: &PageId| state.pages.get(page).is_some_and(|records| records.iter().any(own));
         pages.into_iter().find(leased).map_or(Ok(()), |page| Err(Error::Leased { page }))

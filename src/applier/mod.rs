@@ -15,9 +15,7 @@ mod pieces;
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
-use std::thread::JoinHandle;
 
-use parking_lot::{Condvar, Mutex};
 use remanent_format::op::{Op, decode_payload};
 use remanent_format::table::Changes;
 use remanent_format::{LogPoint, Lsn, PageId, PageInfo, PageTable, Place};
@@ -30,6 +28,8 @@ pub(crate) use pieces::{ListBuilder, needs_aside, stage_aside};
 use crate::arena::{Arena, PageMemory};
 use crate::device::{CommandList, Device, Fence, Lane, Pending, SHORT_COPY_LEN_MAX};
 use crate::error::{Error, Result};
+use crate::sync::thread::{self, JoinHandle};
+use crate::sync::{Condvar, Mutex, mpsc};
 
 use crate::poison::Poison;
 use crate::staging::{StagingBuf, StagingPool};
@@ -158,7 +158,7 @@ impl Applier {
             poison,
             thread: Mutex::new(None),
         });
-        let thread = std::thread::Builder::new().name("remanent-apply".to_owned()).spawn({
+        let thread = thread::Builder::new().name("remanent-apply".to_owned()).spawn({
             let shared = applier.clone();
             move || {
                 let _heard_of = Life(shared.clone());
@@ -199,7 +199,7 @@ impl Applier {
         &self,
         turn: impl FnOnce(&mut Turn<'_>) -> Result<T> + Send + 'static,
     ) -> Result<T> {
-        let (sender, receiver) = std::sync::mpsc::sync_channel(1);
+        let (sender, receiver) = mpsc::sync_channel(1);
         self.request(Request::Turn(Box::new(move |state| {
             // The receiver waits below, or its thread is gone and nobody wants the result.
             let _receiver_gone = sender.send(turn(state));

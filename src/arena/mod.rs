@@ -12,10 +12,8 @@ mod tests;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use parking_lot::{Condvar, Mutex, RwLock};
 use remanent_format::Place;
 
 use self::account::Account;
@@ -23,6 +21,8 @@ pub use self::account::{PlaceUsage, Purpose};
 use crate::device::{Device, Fence, Lane, MemoryId, Span};
 use crate::error::{Error, Result};
 use crate::options::Budget;
+use crate::sync::atomic::{AtomicUsize, Ordering};
+use crate::sync::{Condvar, Mutex, RwLock};
 
 /// The lanes that never wait for a caller.
 const OWN_LANES: [Lane; 3] = [Lane::Apply, Lane::Drain, Lane::Stage];

@@ -6,10 +6,10 @@
 
 use std::sync::Arc;
 
-use parking_lot::Mutex;
 use remanent_format::{Epoch, PageId, Width};
 
 use crate::device::DeviceBytes;
+use crate::sync::Mutex;
 
 /// A copy of a page for the caller's kernels to write. [`WriteBatch::capture`] logs what changed in it.
 ///

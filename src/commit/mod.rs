@@ -14,9 +14,7 @@ mod changes;
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
-use parking_lot::{Mutex, MutexGuard};
 use remanent_format::limits::PAGE_LEN_MAX;
 use remanent_format::op::{Op, OpAt, decode_payload};
 use remanent_format::table::{Changes, PlanMode, Refusal};
@@ -34,6 +32,8 @@ use crate::log::{Log, SpacePurpose};
 use crate::options::Compression;
 use crate::poison::Poison;
 use crate::staging::{StagingBuf, StagingPool};
+use crate::sync::atomic::{AtomicU64, Ordering};
+use crate::sync::{Mutex, MutexGuard};
 
 use capture::Captures;
 pub use capture::{Direction, Shadow};

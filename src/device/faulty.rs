@@ -5,7 +5,6 @@
 
 use std::sync::Arc;
 
-use parking_lot::Mutex;
 use remanent_format::Place;
 
 use super::{
@@ -13,6 +12,7 @@ use super::{
     Staging,
 };
 use crate::error::{Error, Result};
+use crate::sync::Mutex;
 
 /// A device that passes everything on to another one until its fault strikes.
 pub struct FaultyDevice {

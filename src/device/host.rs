@@ -14,7 +14,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use parking_lot::{Mutex, RwLock};
+use parking_lot::RwLock;
 use remanent_format::{Place, Width};
 use zerocopy::FromZeros;
 
@@ -25,6 +25,7 @@ use super::{
 };
 use crate::disk::AlignedBuf;
 use crate::error::{Error, Result};
+use crate::sync::Mutex;
 
 /// Pages in ordinary memory, whatever place they name; only [`Place::Disk`] is unavailable.
 #[derive(Debug)]
@@ -35,7 +36,8 @@ pub struct HostDevice {
     label: String,
 }
 
-/// One allocation. Who was given its bytes keeps them: the next command that changes it copies them first.
+/// One allocation. Who was given its bytes keeps them: the next command that changes it copies them first. The lock
+/// is held for one command on bytes, and takes no other, so a test's scheduler need not know of it.
 type Memory = RwLock<Arc<Vec<u8>>>;
 
 /// A lane: one list at a time, in the order in which `submit` was called.

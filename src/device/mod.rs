@@ -500,7 +500,7 @@ pub struct Pending {
 }
 
 /// Where a device leaves a list's staging when the list is done.
-pub type ReturnedStaging = parking_lot::Mutex<Vec<Staging>>;
+pub type ReturnedStaging = crate::sync::Mutex<Vec<Staging>>;
 
 impl Pending {
     /// For devices: a list that passes `fence` and whose staging will lie in `returned` by then.

@@ -12,7 +12,6 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use parking_lot::Mutex;
 use remanent_format::limits::GROUP_ALIGN;
 use remanent_format::{FileName, Folder, ReadAt, SnapshotId};
 use rustix::fs::{Advice, CWD, Mode, OFlags};
@@ -26,6 +25,7 @@ use super::mapped::MappedWindow;
 use super::{Disk, DiskFile, DiskLock, Hold, Watch, Window, lock, readers, watch};
 use crate::error::{Error, Result};
 use crate::options::LogIo;
+use crate::sync::Mutex;
 
 /// The largest piece that is read past the cache at once, in bytes.
 const BOUNCE_LEN_MAX: usize = 1 << 20;

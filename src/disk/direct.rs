@@ -14,13 +14,13 @@ use std::ptr;
 use std::slice;
 
 use memmap2::{Advice, MmapMut, MmapRaw};
-use parking_lot::Mutex;
 use remanent_format::FileName;
 use remanent_format::limits::{GROUP_ALIGN, align_up};
 use rustix::fs::OFlags;
 
 use super::Window;
 use crate::error::{Error, Result};
+use crate::sync::Mutex;
 
 /// How a file is opened for a window: what is written is on the medium when the write returns.
 pub(super) const FLAGS: OFlags =

@@ -17,7 +17,6 @@ use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
 use remanent_format::FileName;
 use rustix::fs::FlockOperation;
 use rustix::io::Errno;
@@ -25,6 +24,7 @@ use rustix::process::{Flock, FlockType};
 
 use super::DiskLock;
 use crate::error::{Error, Result};
+use crate::sync::Mutex;
 
 /// A directory, whatever its path.
 type DirectoryId = (u64, u64);

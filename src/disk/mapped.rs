@@ -11,11 +11,11 @@ use std::io;
 use std::ptr;
 
 use memmap2::{Advice, MmapRaw};
-use parking_lot::Mutex;
 use remanent_format::FileName;
 
 use super::Window;
 use crate::error::{Error, Result};
+use crate::sync::Mutex;
 
 /// A window onto the whole of a file.
 ///

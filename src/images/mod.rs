@@ -8,7 +8,6 @@ mod compress;
 use std::borrow::Cow;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
 use remanent_format::image::{
     Chunk, ChunkHeader, Compressed, IMAGE_HEADER_BLOCK, ImageFileHeader, ImageHeader, ImagePurpose, ImageRef,
     NewImage,
@@ -22,6 +21,7 @@ use crate::crew;
 use crate::disk::{AlignedBuf, Disk, DiskFile};
 use crate::error::{Error, Result};
 use crate::options::Compression;
+use crate::sync::Mutex;
 
 /// A chunk is written when its images reach this many bytes; a longer page has a chunk of its own.
 const CHUNK_BYTES: u64 = 2 << 20;

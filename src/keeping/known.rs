@@ -9,7 +9,6 @@
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::sync::Arc;
 
-use parking_lot::Mutex;
 use remanent_format::image::ImageRef;
 use remanent_format::manifest::{Manifest, ManifestEntry, ManifestKind};
 use remanent_format::rebuild::{Survey, check_image};
@@ -18,6 +17,7 @@ use remanent_format::{Lsn, PageId, PageTable, ReadAt, SnapshotId};
 
 use super::entry;
 use crate::error::Result;
+use crate::sync::Mutex;
 
 /// A snapshot follows the one before as long as it has at most this many links, its base and itself among them.
 const LINKS_MAX: usize = 8;

@@ -2,7 +2,7 @@
 //! ahead. Two, because making one takes syncs of its own, and a frame must not wait for them longer than it
 //! was promised.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use remanent_format::frame::{FrameKind, encode_seal, frame_len};
 
@@ -11,6 +11,7 @@ use super::state::{AHEAD, Room};
 use super::writer::{Log, SYNC_AFTER_BYTES};
 use crate::error::{Error, Result};
 use crate::phases::{self, Phase};
+use crate::sync::Instant;
 
 /// A frame is synced at the latest this long after it was logged.
 const SYNC_AFTER: Duration = Duration::from_millis(10);

@@ -5,7 +5,6 @@
 
 use std::sync::Arc;
 
-use parking_lot::Mutex;
 use remanent_format::limits::GROUP_ALIGN;
 use remanent_format::segment::{SEGMENT_HEADER_BLOCK, SegmentHeader};
 use remanent_format::{FileName, Folder, StoreId};
@@ -13,6 +12,7 @@ use remanent_format::{FileName, Folder, StoreId};
 use crate::disk::{Disk, DiskFile};
 use crate::error::{Error, Result};
 use crate::phases::{self, Phase};
+use crate::sync::Mutex;
 
 /// How much is zeroed in one write.
 const ZERO_CHUNK: usize = 1 << 20;

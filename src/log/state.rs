@@ -4,7 +4,6 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::Instant;
 
 use remanent_format::frame::VerifiedSnapshot;
 use remanent_format::limits::{FRAME_ALIGN, GROUP_ALIGN, align_up};
@@ -17,6 +16,7 @@ use crate::disk::Window;
 use crate::error::Result;
 use crate::options::LogIo;
 use crate::phases::{self, Phase};
+use crate::sync::Instant;
 
 /// Empty segments kept ahead of the current one. One is demanded by I8; the second is there so that a
 /// roll finds the one that it must have.

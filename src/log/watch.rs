@@ -1,12 +1,11 @@
 //! Floor 5. Waiting for the log to grow, without looking again and again: for who takes snapshots of its own
 //! accord.
 
-use std::time::Instant;
-
 use remanent_format::Lsn;
 
 use super::state::State;
 use super::writer::Log;
+use crate::sync::Instant;
 
 /// What the watcher waits for.
 #[derive(Clone, Copy, Debug, Default)]

@@ -16,11 +16,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::JoinHandle;
-use std::time::Instant;
 
-use parking_lot::{Condvar, Mutex};
 use remanent_format::frame::{FrameHeader, FrameKind, VerifiedSnapshot, frame_len};
 use remanent_format::segment::SEGMENT_HEADER_BLOCK;
 use remanent_format::{FileName, LogPoint, Lsn, StoreId};
@@ -32,6 +28,9 @@ use crate::error::{Error, Result};
 use crate::options::LogIo;
 use crate::phases::{self, Phase};
 use crate::poison::Poison;
+use crate::sync::atomic::{AtomicBool, Ordering};
+use crate::sync::thread::{self, JoinHandle};
+use crate::sync::{Condvar, Instant, Mutex};
 
 /// The keeper syncs at once when so many bytes are not synced yet.
 pub(super) const SYNC_AFTER_BYTES: u64 = 8 << 20;
@@ -136,7 +135,7 @@ impl Log {
 
     fn spawn(self: &Arc<Self>, name: &str, life: impl FnOnce(&Self) + Send + 'static) -> Result<()> {
         let log = self.clone();
-        let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || {
+        let thread = thread::Builder::new().name(name.to_owned()).spawn(move || {
             let _heard_of = Life(&log);
             life(&log);
         });
@@ -201,7 +200,6 @@ impl Log {
             self.check()?;
             if state.wanted < lsn {
                 state.wanted = lsn;
-                self.work.notify_one();
             }
             self.progress.wait(&mut state);
         }

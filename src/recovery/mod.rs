@@ -56,7 +56,7 @@ mod opening;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use remanent_format::frame::{FrameHeaderRaw, FrameKind, UncheckedFrame, VerifiedSnapshot};
 use remanent_format::image::{ImageFileHeader, ImageFileHeaderRaw, ImagePurpose};
@@ -88,6 +88,7 @@ use crate::phases::{self, Phase};
 use crate::publish::{check_published, publish};
 use crate::source::DiskSource;
 use crate::staging::StagingPool;
+use crate::sync::Instant;
 
 /// What an open found, and what it did.
 #[derive(Clone, Debug)]

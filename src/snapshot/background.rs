@@ -10,16 +10,16 @@
 //! gathered is given up.
 
 use std::sync::Arc;
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use parking_lot::Mutex;
 use remanent_format::Lsn;
 
 use super::{Snapshots, Wanted};
 use crate::error::{Error, Result};
 use crate::keeping::SnapshotInfo;
 use crate::poison::PanicPoisons;
+use crate::sync::thread::{self, JoinHandle};
+use crate::sync::{Instant, Mutex};
 
 /// After a failure that changes nothing the next try waits for so long, or until the log has grown by a part
 /// of what is due anyway.
@@ -96,7 +96,7 @@ impl Background {
         let thread = if rules.log_bytes.is_some() || rules.interval.is_some() {
             let life = Life(snapshots.clone());
             let poisons = PanicPoisons { poison: snapshots.poison.clone(), thread: "thread for snapshots" };
-            let thread = std::thread::Builder::new().name("remanent-snapshot".to_owned());
+            let thread = thread::Builder::new().name("remanent-snapshot".to_owned());
             let thread = thread.spawn(move || {
                 let _poisons = poisons;
                 life.live(rules);

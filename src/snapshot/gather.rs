@@ -3,8 +3,6 @@
 //!
 //! A crash here leaves an image file that is nobody's.
 
-use std::time::Instant;
-
 use remanent_format::limits::{FRAME_ALIGN, align_up};
 use remanent_format::manifest::ManifestEntry;
 use remanent_format::{PageId, PageInfo, Place};
@@ -16,6 +14,7 @@ use crate::error::{Error, Result};
 use crate::images::{ImageWriter, chunk_threads, chunks};
 use crate::keeping::entry;
 use crate::phases::{self, Phase};
+use crate::sync::Instant;
 
 /// Pages caught by one gather, each with where its bytes begin.
 struct Caught {

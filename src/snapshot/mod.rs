@@ -30,9 +30,7 @@ mod scrub;
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
-use std::time::Instant;
 
-use parking_lot::Mutex;
 use remanent_format::image::ImagePurpose;
 use remanent_format::manifest::{Manifest, ManifestEntry, ManifestKind, Tombstone};
 use remanent_format::{Epoch, FileName, LogPoint, Lsn, Metadata, PageId, SnapshotId, StoreId};
@@ -59,6 +57,7 @@ use crate::publish::{check_published, publish};
 use crate::retention::Retention;
 use crate::source::DiskSource;
 use crate::staging::StagingPool;
+use crate::sync::{Instant, Mutex};
 
 /// Takes snapshots and recycles what they make superfluous.
 pub(crate) struct Snapshots {

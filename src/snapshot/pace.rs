@@ -1,10 +1,9 @@
 //! Floor 6. How fast background snapshots write, and how they are called off when the store closes.
 
-use std::time::{Duration, Instant};
-
-use parking_lot::{Condvar, Mutex};
+use std::time::Duration;
 
 use crate::error::{Error, Result};
+use crate::sync::{Condvar, Instant, Mutex};
 
 /// A limit on bytes a second; commits have the rest of the disk.
 #[derive(Default)]

@@ -2,7 +2,6 @@
 
 use std::any::Any;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 
 use remanent_format::Lsn;
 
@@ -20,6 +19,8 @@ use crate::recovery::{Opened, Recovery, check_directory};
 use crate::retention::Retention;
 use crate::snapshot::{Background, Mark, Pace, Progress, Rules, Scrub, Scrubber, Snapshots};
 use crate::staging::StagingPool;
+use crate::sync::atomic::AtomicU64;
+use crate::sync::{Instant, Mutex};
 
 /// A batch whose whole pages take more than this share of a segment, one in so many, writes them to an image
 /// file: the log would hold them until a snapshot writes them once more.
@@ -79,7 +80,7 @@ impl Store {
         let applier = applier.inspect_err(|_| log.stop())?;
         let committer = Committer {
             next_page: AtomicU64::new(table.next_page()),
-            submitted: parking_lot::Mutex::new(table),
+            submitted: Mutex::new(table),
             store: store.store,
             log: log.clone(),
             applier: applier.clone(),
@@ -104,13 +105,13 @@ impl Store {
             poison: poison.clone(),
             retention: Retention::of(&options),
             compression: options.compression,
-            keeping: parking_lot::Mutex::new(keeping),
+            keeping: Mutex::new(keeping),
             progress: Progress::default(),
             pace: Pace::new(options.snapshot_bytes_per_second),
-            last: parking_lot::Mutex::new(Mark {
+            last: Mutex::new(Mark {
                 lsn: Lsn(recovered.position.lsn.0.saturating_sub(recovered.replayed_batches)),
                 bytes: -i64::try_from(recovered.replayed_bytes).unwrap_or(i64::MAX),
-                at: std::time::Instant::now(),
+                at: Instant::now(),
             }),
         });
         let rules = Rules { log_bytes: options.snapshot_log_bytes, interval: options.snapshot_interval };

@@ -6,6 +6,7 @@
 //! - `error` is the lowest file of its floor: its neighbours may name it.
 //! - Floor 3 holds what stands behind the seams. Only `lib.rs` and tests choose among it.
 //! - Unsafe code has few rooms, and the library never prints.
+//! - Threads meet by `sync`, so that a test's scheduler sees it.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -17,6 +18,20 @@ const UNSAFE_ROOMS: &[&str] =
 
 /// What prints, or hands out something to print to.
 const PRINTERS: &[&str] = &["println!", "eprintln!", "print!", "eprint!", "dbg!", "stdout()", "stderr()"];
+
+/// What threads meet by, past `src/sync`.
+const PAST_SYNC: &[&str] = &[
+    "parking_lot",
+    "std::sync::Mutex",
+    "std::sync::Condvar",
+    "std::sync::mpsc",
+    "std::thread::spawn",
+    "std::thread::Builder",
+    "std::thread::current",
+];
+
+/// The files that may: a crew has one member under a scheduler, and the host device holds a lock while it copies.
+const SYNC_ROOMS: &[&str] = &["src/sync/", "src/crew.rs", "src/device/host.rs"];
 
 /// The floor whose files only `lib.rs` may import.
 const BEHIND_THE_SEAMS: u32 = 3;
@@ -75,6 +90,14 @@ fn unsafe_faults(sources: &Sources) -> Vec<String> {
 fn print_faults(sources: &Sources) -> Vec<String> {
     let prints = |text: &str| PRINTERS.iter().any(|printer| has_word(&code(text), printer));
     sources.iter().filter(|(_, text)| prints(text)).map(|(file, _)| file.clone()).collect()
+}
+
+/// The files whose threads meet where a scheduler does not see it.
+fn sync_faults(sources: &Sources) -> Vec<String> {
+    let in_room = |file: &str| SYNC_ROOMS.iter().any(|room| file.starts_with(room));
+    let engine = sources.iter().filter(|(file, _)| !in_room(file) && !file.ends_with(UNIT_TESTS));
+    let past = |text: &str| PAST_SYNC.iter().any(|word| has_word(&code(text), word));
+    engine.filter(|(_, text)| past(text)).map(|(file, _)| file.clone()).collect()
 }
 
 fn floor(text: &str) -> Option<u32> {
@@ -237,6 +260,11 @@ fn unsafe_code_stays_in_its_rooms() {
 }
 
 #[test]
+fn threads_meet_by_sync() {
+    assert_eq!(sync_faults(&read("src")), [""; 0]);
+}
+
+#[test]
 fn the_library_never_prints() {
     for folder in ["src", "format/src"] {
         assert_eq!(print_faults(&read(folder)), [""; 0]);
@@ -316,7 +344,7 @@ fn a_file_without_its_floor_is_found() {
 }
 
 #[test]
-fn unsafe_code_and_printing_are_found() {
+fn unsafe_code_printing_and_locks_past_sync_are_found() {
     let all = sources(&[
         ("src/disk/mapped.rs", "//! Floor 3. Rooms.\nunsafe fn map() {}\n"),
         ("src/device/cuda/api.rs", "//! Floor 3. Rooms.\nunsafe { call() }\n"),
@@ -326,4 +354,12 @@ fn unsafe_code_and_printing_are_found() {
     ]);
     assert_eq!(unsafe_faults(&all), ["src/arena.rs"]);
     assert_eq!(print_faults(&all), ["src/arena.rs"]);
+
+    let all = sources(&[
+        ("src/crew.rs", "//! Floor 1. May.\nstd::thread::Builder::new()\n"),
+        ("src/log.rs", "//! Floor 5. Not parking_lot, nor std::thread::spawn.\nstd::thread::panicking()\n"),
+        ("src/commit.rs", "//! Floor 6. Past it.\nuse parking_lot::Mutex;\n"),
+        ("src/reader.rs", "//! Floor 6. Past it.\nlet lock = std::sync::Mutex::default();\n"),
+    ]);
+    assert_eq!(sync_faults(&all), ["src/commit.rs", "src/reader.rs"]);
 }

@@ -14,12 +14,11 @@ use std::ffi::c_void;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use parking_lot::{Condvar, Mutex, MutexGuard};
-
 use super::context::{Context, Entered};
 use super::lane::Timeline;
 use super::word::Word;
 use crate::error::Result;
+use crate::sync::{Condvar, Mutex, MutexGuard};
 
 /// The longest piece.
 const PIECE_LEN_MAX: u64 = 1 << 20;

@@ -13,11 +13,10 @@ use std::ffi::c_int;
 use std::ops::Deref;
 use std::sync::OnceLock;
 
-use parking_lot::Mutex;
-
 use super::driver::{CUcontext, CUdevice, Driver};
 use super::errors::Code;
 use crate::error::{Error, Result};
+use crate::sync::Mutex;
 
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`.
 const CAPTURE_RELAXED: u32 = 2;

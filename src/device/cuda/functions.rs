@@ -3,13 +3,12 @@
 use std::collections::BTreeMap;
 use std::ffi::{CString, c_void};
 
-use parking_lot::Mutex;
-
 use super::abi::{KERNELS, Kernel};
 use super::context::Context;
 use super::driver::CUfunction;
 use super::modules::{MODULES, Module};
 use crate::error::Result;
+use crate::sync::Mutex;
 
 /// Every kernel's entry point in one context.
 pub(super) struct Functions {

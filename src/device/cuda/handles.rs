@@ -10,10 +10,9 @@
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
 
-use parking_lot::Mutex;
-
 use super::resource::{Kind, own_shard};
 use crate::device::{MemoryId, Span};
+use crate::sync::Mutex;
 
 /// Slots of the first chunk of the table; each further chunk is twice as long.
 const CHUNK_SLOTS_MIN: u32 = 1 << 10;

@@ -6,8 +6,6 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use parking_lot::{Mutex, MutexGuard};
-
 use super::context::{Context, Entered};
 use super::driver::CUstream;
 use super::errors::Code;
@@ -17,6 +15,7 @@ use super::stream;
 use super::word::{Stream, Word};
 use crate::device::{RawStream, ReturnedStaging};
 use crate::error::Result;
+use crate::sync::{Mutex, MutexGuard};
 
 /// A lane.
 pub(super) struct Timeline {

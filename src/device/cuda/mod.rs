@@ -37,7 +37,6 @@ mod word;
 use std::any::Any;
 use std::sync::{Arc, OnceLock};
 
-use parking_lot::Mutex;
 use remanent_format::Place;
 
 use self::bulk::BulkQueue;
@@ -55,6 +54,7 @@ use super::{
     ReturnedStaging, Span, Staging,
 };
 use crate::error::{Error, Result};
+use crate::sync::Mutex;
 
 /// Pages in a GPU's memory, in pinned host memory, and in managed memory.
 ///

@@ -5,11 +5,10 @@
 
 use std::collections::BTreeMap;
 
-use parking_lot::Mutex;
-
 use super::context::{Context, Entered};
 use super::driver::CUstream;
 use crate::error::Result;
+use crate::sync::Mutex;
 
 /// Whether one GPU reaches the memory of another one. The first time this is what makes it so.
 ///

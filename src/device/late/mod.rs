@@ -13,7 +13,6 @@ mod streams;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
-use parking_lot::{Condvar, Mutex};
 use remanent_format::{Place, Width};
 
 pub use self::streams::StreamWork;
@@ -24,6 +23,7 @@ use super::{
     RawStream, ReturnedStaging, Span, Staging, StagingSpan,
 };
 use crate::error::{Error, Result};
+use crate::sync::{Condvar, Mutex};
 
 /// The byte that stands for "nobody may rely on this".
 pub const POISON: u8 = 0xA5;

@@ -12,7 +12,6 @@ use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use parking_lot::{Mutex, RwLock};
 use remanent_format::Place;
 
 use self::share::Shares;
@@ -22,6 +21,7 @@ use super::{
     RawStream, ReturnedStaging, Span, Staging, StagingSpan,
 };
 use crate::error::{Error, Result};
+use crate::sync::{Mutex, RwLock};
 
 /// The longest piece of what goes from one device to another by way of staging.
 const ACROSS_LEN_MAX: u64 = 4 << 20;

@@ -3,7 +3,6 @@
 use std::io;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
 use remanent_format::FileName;
 use remanent_format::limits::{GROUP_ALIGN, align_up};
 
@@ -13,6 +12,7 @@ use super::{EBADF, ENOSPC, Operation, SimDisk, file_failed};
 use crate::disk::{DiskFile, Window};
 use crate::error::Result;
 use crate::options::LogIo;
+use crate::sync::Mutex;
 
 /// One open file; the name is the one it was opened by.
 #[derive(Clone)]

@@ -20,12 +20,12 @@ use std::fmt;
 use std::io;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
 use remanent_format::{FileName, Folder, ReadAt, SnapshotId};
 
 use super::{Disk, DiskFile, DiskLock, Hold};
 use crate::error::{Error, Result};
 use crate::options::LogIo;
+use crate::sync::Mutex;
 
 pub use crash::{Crash, Image, Plan};
 use event::Event;

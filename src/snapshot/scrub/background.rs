@@ -4,15 +4,14 @@
 //! other failure has poisoned the store, and ends the thread. When the store closes, the pass is given up.
 
 use std::sync::Arc;
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
-
-use parking_lot::Mutex;
+use std::time::Duration;
 
 use super::super::{Pace, Wanted};
 use super::Scrub;
 use crate::error::{Error, Result};
 use crate::poison::PanicPoisons;
+use crate::sync::thread::{self, JoinHandle};
+use crate::sync::{Instant, Mutex};
 
 /// The thread.
 pub(crate) struct Scrubber {
@@ -33,7 +32,7 @@ impl Scrubber {
                 let pace = pace.clone();
                 let poison = scrub.snapshots.poison.clone();
                 let poisons = PanicPoisons { poison, thread: "thread for scrubs" };
-                let thread = std::thread::Builder::new().name("remanent-scrub".to_owned());
+                let thread = thread::Builder::new().name("remanent-scrub".to_owned());
                 let thread = thread.spawn(move || {
                     let _poisons = poisons;
                     live(&scrub, &pace, interval);

@@ -25,7 +25,6 @@ mod pass;
 
 use std::sync::Arc;
 
-use parking_lot::{Condvar, Mutex};
 use remanent_format::manifest::Manifest;
 use remanent_format::rebuild::Survey;
 use remanent_format::store::StoreFile;
@@ -38,6 +37,7 @@ use crate::error::{Error, Result};
 use crate::keeping::{Keeping, Kept};
 use crate::publish::publish;
 use crate::source::DiskSource;
+use crate::sync::{Condvar, Mutex};
 
 /// What a scrub read, and what it found.
 #[derive(Clone, Debug, Default)]

@@ -5,7 +5,6 @@
 //! now: what looks damaged is damaged only if replay could still begin before it.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::time::Instant;
 
 use remanent_format::frame::FrameKind;
 use remanent_format::image::ImageRef;
@@ -22,6 +21,7 @@ use crate::error::Result;
 use crate::keeping::Keeping;
 use crate::runs::{Wanted, runs};
 use crate::source::DiskSource;
+use crate::sync::Instant;
 
 /// What a pass has found.
 #[derive(Default)]

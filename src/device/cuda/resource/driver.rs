@@ -3,7 +3,6 @@
 use std::alloc::Layout;
 use std::ffi::c_void;
 
-use parking_lot::Mutex;
 use remanent_format::Place;
 
 use super::{ALIGN, MemoryAccess, MemoryResource};
@@ -11,6 +10,7 @@ use crate::device::cuda::context::Context;
 use crate::device::cuda::errors::Code;
 use crate::device::cuda::word::Stream;
 use crate::error::{Error, Result};
+use crate::sync::Mutex;
 
 /// `CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP`: for every GPU, at the same address. The host's
 /// caches stay on, for it reads what is downloaded.

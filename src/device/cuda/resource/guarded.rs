@@ -6,11 +6,10 @@
 
 use std::collections::BTreeMap;
 
-use parking_lot::Mutex;
-
 use super::{ALIGN, MemoryResource};
 use crate::device::MemoryStats;
 use crate::error::{Error, Result};
+use crate::sync::Mutex;
 
 /// Bytes of canary on either side.
 const CANARY_LEN: u64 = ALIGN;

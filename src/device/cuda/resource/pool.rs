@@ -9,12 +9,11 @@ use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-use parking_lot::Mutex;
-
 use super::MemoryResource;
 use super::classes::{CLASSES, Class};
 use crate::device::MemoryStats;
 use crate::error::{Error, Result};
+use crate::sync::Mutex;
 
 /// Threads that allocate side by side: more would only spread free blocks thinner.
 pub(in crate::device::cuda) const SHARDS: usize = 8;

@@ -1,0 +1,25 @@
+//! Floor 0. Locks, threads and time: as the system has them, or, built with `--cfg shuttle`, as a test's scheduler
+//! has them.
+//!
+//! Where threads of the engine meet, they meet by what this module gives out. `tests/schedules` builds the engine
+//! with `--cfg shuttle`: there all threads take turns on one thread of the system, each lock, wait and atomic is a
+//! point at which the scheduler may go on with another one, and time passes only when somebody has waited for it.
+//! So it is the engine itself that runs under thousands of schedules, and a failure names the one to run again.
+//!
+//! Not from here are statics, which outlive a schedule; counters that nobody waits for; crews over one list of work
+//! ([`crate::crew`]), which have one member under a scheduler; and followers, which wait for files.
+
+#[cfg(shuttle)]
+mod scheduled;
+
+#[cfg(not(shuttle))]
+pub use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
+#[cfg(not(shuttle))]
+pub use std::sync::{atomic, mpsc};
+#[cfg(not(shuttle))]
+pub use std::thread;
+#[cfg(not(shuttle))]
+pub use std::time::Instant;
+
+#[cfg(shuttle)]
+pub use scheduled::{Condvar, Instant, Mutex, MutexGuard, RwLock, atomic, mpsc, sleeps_until, thread};
