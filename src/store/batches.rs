@@ -77,7 +77,8 @@ impl Store {
     }
 
     /// Logs a batch, and returns at once with what one waits on. The batch is `Logged` then, so that it survives
-    /// the death of the process; where the log is written directly ([`LogIo::Direct`]), that too is waited for.
+    /// the death of the process; where the log is written directly ([`LogIo::Direct`]), only once [`Ticket::wait`]
+    /// has returned for it.
     ///
     /// # Errors
     /// If the batch cannot be committed, with nothing changed: [`Error::UnknownPage`],
