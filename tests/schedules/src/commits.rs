@@ -1,0 +1,121 @@
+//! Commits: groups, the hand-over to the applier, rolls, and failures that everybody must hear of.
+
+use std::time::Duration;
+
+use remanent::disk::sim::{EIO, Fault, Operation};
+use remanent::{Ack, Error, LogIo, Lsn};
+
+use crate::ground::{Ground, options};
+use crate::runner::{at_once, explore};
+
+/// How the log is written, and what a batch is read at.
+const WAYS: [LogIo; 3] = [LogIo::Mapped, LogIo::Buffered, LogIo::Direct];
+
+#[test]
+fn durable_commits_of_two_threads_wait_for_no_clock() {
+    explore(|time| {
+        for io in WAYS {
+            let ground = Ground::new(time, options().log_io(io), 2);
+            let two_of = |writer| {
+                for count in 1..=2 {
+                    ground.count(writer, count, Ack::Durable).unwrap();
+                }
+            };
+            at_once(&[&|| two_of(0), &|| two_of(1)]);
+            ground.close(Lsn(5), Duration::ZERO);
+        }
+    });
+}
+
+#[test]
+fn what_is_read_is_logged() {
+    explore(|time| {
+        for io in WAYS {
+            let ground = Ground::new(time, options().log_io(io), 1);
+            let write = || {
+                let ticket = ground.store.submit(ground.batch(0, 1)).unwrap();
+                ticket.wait(Ack::Applied).unwrap();
+                assert_eq!(ground.read(0), 1);
+                ground.count(0, 2, Ack::Applied).unwrap();
+            };
+            let read = || {
+                let first = ground.read(0);
+                assert!(first <= ground.read(0), "reads go forward");
+            };
+            at_once(&[&write, &read]);
+            ground.close(Lsn(3), Duration::ZERO);
+        }
+    });
+}
+
+#[test]
+fn logged_batches_become_durable_by_themselves() {
+    explore(|time| {
+        let ground = Ground::new(time, options(), 1);
+        for count in 1..=2 {
+            ground.count(0, count, Ack::Logged).unwrap();
+        }
+        // Nobody waits for a sync but the clock.
+        let durable = || ground.after_power_cut().1[&0];
+        while durable() < 2 {
+            pass(Duration::from_millis(5));
+        }
+        ground.close(Lsn(3), Duration::from_millis(15));
+    });
+}
+
+/// Lets so much time go by.
+fn pass(time: Duration) {
+    let (lock, nobody) = (remanent::sync::Mutex::new(()), remanent::sync::Condvar::new());
+    let until = remanent::sync::Instant::now() + time;
+    nobody.wait_until(&mut lock.lock(), until);
+}
+
+#[test]
+fn segments_roll_under_two_writers() {
+    explore(|time| {
+        let ground = Ground::new(time, options(), 2);
+        let three_of = |writer| {
+            for count in 1..=3 {
+                let mut batch = ground.batch(writer, count);
+                batch.note("x".repeat(5000));
+                ground.store.submit(batch).unwrap();
+                ground.acked(Ack::Logged, writer, count);
+            }
+        };
+        at_once(&[&|| three_of(0), &|| three_of(1)]);
+        assert!(ground.store.stats().log.rolls >= 2);
+        ground.close(Lsn(7), Duration::ZERO);
+    });
+}
+
+#[test]
+fn everybody_hears_of_a_failed_sync() {
+    explore(|time| {
+        let ground = Ground::new(time, options(), 2);
+        ground.disk.fail(Fault { operation: Operation::SyncWindow, skip: 1, times: 1, errno: EIO });
+        let until_it_fails = |writer| {
+            let failed = (1..=3).find_map(|count| ground.count(writer, count, Ack::Durable).err());
+            if let Some(error) = failed {
+                assert!(matches!(error, Error::Poisoned(_)), "{error}");
+            }
+        };
+        at_once(&[&|| until_it_fails(0), &|| until_it_fails(1)]);
+        assert_eq!(ground.disk.faults_left(), 0);
+        let refused = ground.count(0, 4, Ack::Durable).unwrap_err();
+        assert!(matches!(refused, Error::Poisoned(_)), "{refused}");
+        ground.took_at_most(Duration::ZERO);
+        ground.check();
+    });
+}
+
+#[test]
+fn a_store_is_closed_amid_what_it_does() {
+    explore(|time| {
+        for io in WAYS {
+            let ground = Ground::new(time, options().log_io(io), 1);
+            let submitted = ground.store.submit(ground.batch(0, 1)).unwrap().position();
+            ground.close(submitted.lsn, Duration::ZERO);
+        }
+    });
+}

@@ -1,0 +1,203 @@
+//! A store on a simulated disk, whose writers count, and what a crash would leave of it.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use remanent::device::Device;
+use remanent::device::host::HostDevice;
+use remanent::disk::Disk;
+use remanent::disk::sim::{SimDisk, Tears};
+use remanent::sync::{Instant, Mutex};
+use remanent::{Ack, FileName, Folder, Lsn, Options, PageId, Place, Store, Value, WriteBatch};
+use remanent_format::rebuild::{RebuildOptions, Rebuilt, rebuild};
+
+use crate::archive::Files;
+use crate::runner::Time;
+
+/// What each page is long.
+pub const PAGE_LEN: u64 = 64;
+
+/// A store and its disk.
+pub struct Ground {
+    pub disk: SimDisk,
+    pub store: Store,
+    time: Time,
+    began: Instant,
+    /// By writer the count of the newest batch acknowledged at this level.
+    acked: Mutex<BTreeMap<(&'static str, usize), u64>>,
+    writers: Vec<[PageId; 2]>,
+}
+
+/// Small segments, and nothing of the store's own accord.
+pub fn options() -> Options {
+    let options = Options::default().segment_len(16 << 10).reserve_bytes(0);
+    options.snapshot_log_bytes(None).snapshot_interval(None).scrub_interval(None)
+}
+
+/// What a store holds: by writer, its count.
+type Counts = BTreeMap<usize, u64>;
+
+impl Ground {
+    /// A new store with two pages for each writer, at count 0.
+    pub fn new(time: Time, options: Options, writers: usize) -> Self {
+        Self::on(time, options, writers, Arc::new(HostDevice::new()))
+    }
+
+    /// The same on a device.
+    pub fn on(time: Time, options: Options, writers: usize, device: Arc<dyn Device>) -> Self {
+        let disk = SimDisk::new();
+        let store = Store::open_on(Arc::new(disk.clone()), device, options).unwrap();
+        let mut batch = store.batch();
+        for _ in 0..2 * writers {
+            batch.create(PAGE_LEN, Place::Host);
+        }
+        let pages = store.commit(batch).unwrap().pages;
+        store.wait_durable(store.lsn()).unwrap();
+        let writers = pages.chunks(2).map(|pair| [pair[0], pair[1]]).collect();
+        Self { disk, store, time, began: Instant::now(), acked: Mutex::default(), writers }
+    }
+
+    /// A writer's pages.
+    pub fn pages(&self, writer: usize) -> [PageId; 2] {
+        self.writers[writer]
+    }
+
+    /// The batch with which a writer goes on to `count`: both of its pages and the root say so.
+    pub fn batch(&self, writer: usize, count: u64) -> WriteBatch {
+        let mut batch = self.store.batch();
+        for page in self.pages(writer) {
+            batch.fill(page, 0, PAGE_LEN, &count.to_le_bytes());
+        }
+        batch.set_root(format!("{writer}"), count);
+        batch
+    }
+
+    /// Commits a count, waits for the acknowledgement, and looks at what a crash would leave just now.
+    pub fn count(&self, writer: usize, count: u64, ack: Ack) -> remanent::Result<Lsn> {
+        let ticket = self.store.submit(self.batch(writer, count))?;
+        ticket.wait(Ack::Logged)?;
+        self.acked(Ack::Logged, writer, count);
+        ticket.wait(ack)?;
+        self.acked(ack, writer, count);
+        Ok(ticket.position().lsn)
+    }
+
+    /// Holds the store to an acknowledgement from now on.
+    pub fn acked(&self, ack: Ack, writer: usize, count: u64) {
+        let survives = match ack {
+            Ack::Logged => Some("kill"),
+            Ack::Durable => Some("power cut"),
+            _ => None,
+        };
+        if let Some(crash) = survives {
+            self.acked.lock().insert((crash, writer), count);
+        }
+        self.check();
+    }
+
+    /// What a death of the process would leave now.
+    pub fn after_kill(&self) -> (Lsn, Counts) {
+        let now = self.disk.events();
+        let moment = self.disk.moments(now..now, Tears::None).pop().expect("now");
+        counts(&self.disk.after_kill(moment), &self.writers)
+    }
+
+    /// The least that a power cut would leave now.
+    pub fn after_power_cut(&self) -> (Lsn, Counts) {
+        counts(&self.disk.after_power_cut(), &self.writers)
+    }
+
+    /// What a crash would leave now holds what was acknowledged before.
+    pub fn check(&self) {
+        let acked = self.acked.lock().clone();
+        let (_, killed) = self.after_kill();
+        let (_, cut) = self.after_power_cut();
+        for ((crash, writer), count) in acked {
+            let left = if crash == "kill" { killed[&writer] } else { cut[&writer] };
+            assert!(
+                left >= count,
+                "a {crash} leaves writer {writer} at {left}, and {count} was acknowledged"
+            );
+        }
+    }
+
+    /// A writer's count in a state that was rebuilt.
+    pub fn count_of(&self, writer: usize, rebuilt: &Rebuilt) -> u64 {
+        count_in(rebuilt, writer, &self.writers[writer])
+    }
+
+    /// Bytes of page memory that nobody has given up.
+    pub fn used_bytes(&self) -> u64 {
+        let stats = self.store.stats();
+        stats.places.iter().map(|(_, usage)| usage.allocated_bytes).sum()
+    }
+
+    /// Reads a writer's first page, and finds what was read on what a death of the process would leave. Returns the
+    /// count.
+    pub fn read(&self, writer: usize) -> u64 {
+        let mut read = vec![0; PAGE_LEN as usize];
+        let lsn = self.store.read(self.pages(writer)[0], 0, &mut read).unwrap();
+        let count = u64::from_le_bytes(read[..8].try_into().expect("8 bytes"));
+        assert_eq!(read, bytes(count));
+        let (left, counts) = self.after_kill();
+        assert!(left >= lsn, "batch {lsn} was read, and a kill leaves {left}"); // I1
+        assert!(counts[&writer] >= count);
+        count
+    }
+
+    /// Nothing took longer than that, unless any work may take any time.
+    pub fn took_at_most(&self, time: Duration) {
+        took_at_most(self.time, self.began, time);
+    }
+
+    /// Closes the store: then a power cut leaves all of it, up to the batch that was submitted last. Until then no
+    /// more than so much time has passed.
+    pub fn close(self, newest: Lsn, time: Duration) {
+        self.store.close().unwrap();
+        took_at_most(self.time, self.began, time);
+        let (lsn, counts) = counts(&self.disk.after_power_cut(), &self.writers);
+        assert_eq!(lsn, newest, "the store was closed");
+        for ((_, writer), count) in self.acked.into_inner() {
+            assert!(counts[&writer] >= count);
+        }
+    }
+}
+
+fn took_at_most(time: Time, since: Instant, at_most: Duration) {
+    let took = since.elapsed();
+    assert!(time == Time::Hasty || took <= at_most, "{took:?} went by before somebody was woken");
+}
+
+/// What a disk holds.
+fn counts(disk: &SimDisk, writers: &[[PageId; 2]]) -> (Lsn, Counts) {
+    let rebuilt = rebuild(&files(disk), &RebuildOptions::default()).expect("nothing is damaged");
+    let counts =
+        writers.iter().enumerate().map(|(writer, pages)| (writer, count_in(&rebuilt, writer, pages)));
+    (rebuilt.table.lsn(), counts.collect())
+}
+
+/// A writer's count; each of its batches is there as a whole.
+fn count_in(rebuilt: &Rebuilt, writer: usize, pages: &[PageId; 2]) -> u64 {
+    let root = rebuilt.table.root().get(&writer.to_string()).cloned().unwrap_or(Value::U64(0));
+    let Value::U64(count) = root else { panic!("writer {writer} is at {root:?}") };
+    for page in pages {
+        assert_eq!(rebuilt.contents[page], bytes(count), "page {page} of writer {writer}");
+    }
+    count
+}
+
+/// The files of a disk that nobody else uses: read from here on, they give the scheduler nothing to do.
+pub fn files(disk: &SimDisk) -> Files {
+    let folders = [Folder::Root, Folder::Log, Folder::Pages, Folder::Snapshots];
+    let names = folders.into_iter().flat_map(|folder| {
+        let names = Disk::list(disk, folder).expect("no fault is left on a copy");
+        names.into_iter().filter_map(move |name| FileName::parse(folder, &name))
+    });
+    Files(names.filter_map(|file| Some((file, disk.bytes(file)?))).collect())
+}
+
+/// The bytes of a page at a count.
+pub fn bytes(count: u64) -> Vec<u8> {
+    count.to_le_bytes().repeat(PAGE_LEN as usize / 8)
+}

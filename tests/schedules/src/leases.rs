@@ -1,0 +1,80 @@
+//! Leases beside commits: what a lease shows stays, and memory that a page left comes back.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use remanent::device::host::HostDevice;
+use remanent::device::late::LateDevice;
+use remanent::{Ack, Budget, Lsn, Place};
+use shuttle::thread;
+
+use crate::ground::{Ground, PAGE_LEN, bytes, options};
+use crate::runner::{at_once, explore};
+
+#[test]
+fn what_a_lease_shows_stays_while_others_commit() {
+    explore(|time| {
+        let ground = Ground::new(time, options(), 1);
+        let write = || {
+            for count in 1..=3 {
+                ground.count(0, count, Ack::Applied).unwrap();
+            }
+        };
+        let lease = || {
+            for _ in 0..2 {
+                let lease = ground.store.lease(ground.pages(0)[0]).unwrap();
+                // Batch 1 made the page, batch n + 1 filled it with n.
+                let shown = bytes(lease.lsn().0 - 1);
+                for _ in 0..3 {
+                    assert_eq!(lease.bytes().unwrap(), shown);
+                    thread::yield_now();
+                }
+                lease.end().unwrap();
+            }
+        };
+        at_once(&[&write, &lease]);
+        assert_eq!(ground.read(0), 3);
+        assert_eq!(ground.used_bytes(), 2 * PAGE_LEN, "what the page left is free again");
+        ground.close(Lsn(4), Duration::ZERO);
+    });
+}
+
+#[test]
+fn a_lease_on_a_late_device_costs_one_spare() {
+    explore(|time| {
+        // Both pages, and one to which the leased one can go.
+        let options = options().budget(Budget::default().with(Place::Host, 3 * PAGE_LEN));
+        let device = Arc::new(LateDevice::new(Arc::new(HostDevice::new())));
+        let ground = Ground::on(time, options, 1, device.clone());
+        let stream = device.stream();
+        let write = || {
+            for count in 1..=2 {
+                ground.count(0, count, Ack::Applied).unwrap();
+            }
+        };
+        let lease = || {
+            let lease = ground.store.lease(ground.pages(0)[0]).unwrap();
+            lease.on(stream).unwrap();
+            lease.end().unwrap();
+        };
+        at_once(&[&write, &lease]);
+        device.synchronize(stream).unwrap();
+        assert_eq!(ground.read(0), 2);
+        ground.close(Lsn(3), Duration::ZERO);
+    });
+}
+
+#[test]
+fn leases_of_several_threads_end_in_any_order() {
+    explore(|time| {
+        let ground = Ground::new(time, options(), 1);
+        let lease = || {
+            let lease = ground.store.lease(ground.pages(0)[0]).unwrap();
+            assert_eq!(lease.bytes().unwrap(), bytes(lease.lsn().0 - 1));
+        };
+        at_once(&[&lease, &lease, &|| _ = ground.count(0, 1, Ack::Durable).unwrap()]);
+        assert_eq!(ground.read(0), 1);
+        assert_eq!(ground.used_bytes(), 2 * PAGE_LEN);
+        ground.close(Lsn(2), Duration::ZERO);
+    });
+}

@@ -1,0 +1,103 @@
+//! Runs a test's work under many schedules.
+
+use std::env::{self, VarError};
+use std::num::NonZero;
+
+use remanent::sync::sleeps_until;
+use shuttle::scheduler::{PctScheduler, RandomScheduler, ReplayScheduler, Schedule, Scheduler, Task, TaskId};
+use shuttle::{Config, Runner, thread};
+
+/// The schedules a test tries unless told otherwise.
+const SCHEDULES: usize = 300;
+const SEED: u64 = 1;
+/// The engine's calls are deeper than the scheduler expects of a thread.
+const STACK_BYTES: usize = 1 << 20;
+/// How many changes of mind a schedule of the second kind holds.
+const DEPTH: usize = 3;
+
+/// How a wait ends that may end by time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Time {
+    /// When nobody else can go on: as if all work took no time.
+    Patient,
+    /// Whenever the scheduler draws it: as if any work could take any time.
+    Hasty,
+}
+
+/// Runs `work` under so many schedules of each kind: threads drawn at each step, with patience and without; and
+/// threads with priorities that change now and then, which finds what takes long to come about.
+pub fn explore(work: fn(Time)) {
+    if let Some(schedule) = variable::<String>("REMANENT_SCHEDULE") {
+        // A schedule that was drawn with patience tells so first.
+        let (time, schedule) = schedule.split_once(':').expect("patient:… or hasty:…");
+        let time = if time == "patient" { Time::Patient } else { Time::Hasty };
+        run(ReplayScheduler::new_from_encoded(schedule), time, work);
+        return;
+    }
+    let count = variable::<NonZero<usize>>("REMANENT_SCHEDULES").map_or(SCHEDULES, NonZero::get);
+    let seed = variable("REMANENT_SEED").unwrap_or(SEED);
+    let share = count.div_ceil(4);
+    run(Patient(RandomScheduler::new_from_seed(seed, share)), Time::Patient, work);
+    run(Patient(PctScheduler::new_from_seed(seed, DEPTH, share)), Time::Patient, work);
+    run(RandomScheduler::new_from_seed(seed, share), Time::Hasty, work);
+    run(PctScheduler::new_from_seed(seed, DEPTH, share), Time::Hasty, work);
+}
+
+/// Does all of it at once. Who begins it does nothing meanwhile: the end of a scope wakes him wherever he waits.
+pub fn at_once(works: &[&(dyn Fn() + Sync)]) {
+    thread::scope(|scope| {
+        for work in works {
+            scope.spawn(work);
+        }
+    });
+}
+
+fn run(scheduler: impl Scheduler + 'static, time: Time, work: fn(Time)) {
+    let mut config = Config::new();
+    config.stack_size = STACK_BYTES;
+    // Said in the library's head.
+    config.silence_warnings = true;
+    eprintln!(
+        "schedules of {time:?} time; REMANENT_SCHEDULE begins with `{}:`",
+        format!("{time:?}").to_lowercase()
+    );
+    Runner::new(scheduler, config).run(move || work(time));
+}
+
+/// A variable of the environment, if it is set.
+fn variable<T: std::str::FromStr>(name: &str) -> Option<T> {
+    match env::var(name) {
+        Ok(value) => Some(value.parse().unwrap_or_else(|_| panic!("{name} is {value:?}"))),
+        Err(VarError::NotPresent) => None,
+        Err(error) => panic!("{name}: {error}"),
+    }
+}
+
+/// Leaves who waits for a time asleep as long as anybody else can go on; then wakes the one whose time comes first.
+#[derive(Debug)]
+struct Patient<S>(S);
+
+impl<S: Scheduler> Scheduler for Patient<S> {
+    fn new_execution(&mut self) -> Option<Schedule> {
+        self.0.new_execution()
+    }
+
+    fn next_task(
+        &mut self,
+        runnable: &[&Task],
+        current: Option<TaskId>,
+        is_yielding: bool,
+    ) -> Option<TaskId> {
+        let awake: Vec<&Task> =
+            runnable.iter().copied().filter(|task| sleeps_until(task.id()).is_none()).collect();
+        if !awake.is_empty() {
+            return self.0.next_task(&awake, current, is_yielding);
+        }
+        let first = *runnable.iter().min_by_key(|task| sleeps_until(task.id())).expect("somebody can go on");
+        self.0.next_task(&[first], current, is_yielding)
+    }
+
+    fn next_u64(&mut self) -> u64 {
+        self.0.next_u64()
+    }
+}

@@ -1,0 +1,119 @@
+//! Snapshots beside commits, of the store's own accord, and where memory is short.
+
+use std::time::Duration;
+
+use remanent::{Ack, Budget, Lsn, Place, Scrubbed};
+use remanent_format::rebuild::{RebuildOptions, rebuild};
+
+use crate::ground::{Ground, PAGE_LEN, files, options};
+use crate::runner::{at_once, explore};
+
+#[test]
+fn a_snapshot_beside_commits_holds_whole_batches() {
+    explore(|time| {
+        let ground = Ground::new(time, options(), 1);
+        let write = || {
+            for count in 1..=3 {
+                ground.count(0, count, Ack::Logged).unwrap();
+            }
+        };
+        let snapshot = || {
+            let snapshot = ground.store.snapshot().unwrap();
+            // I7: all that it needs is durable, and it says up to where.
+            let (durable, _) = ground.after_power_cut();
+            assert!(snapshot.redo <= snapshot.end && snapshot.end <= durable, "{snapshot:?} {durable}");
+        };
+        at_once(&[&write, &snapshot]);
+        ground.close(Lsn(4), Duration::ZERO);
+    });
+}
+
+#[test]
+fn an_exact_snapshot_is_the_state_of_its_batch() {
+    explore(|time| {
+        let ground = Ground::new(time, options(), 1);
+        let write = || {
+            for count in 1..=3 {
+                ground.count(0, count, Ack::Applied).unwrap();
+            }
+        };
+        let snapshot = || {
+            let snapshot = ground.store.snapshot_exact().unwrap();
+            assert_eq!(snapshot.redo, snapshot.end);
+            let options = RebuildOptions {
+                base: Some(snapshot.id),
+                until: Some(snapshot.end),
+                ..RebuildOptions::default()
+            };
+            let alone = rebuild(&files(&ground.disk.after_power_cut()), &options).unwrap();
+            assert_eq!((alone.table.lsn(), alone.batches), (snapshot.end, 0));
+            // Batch 1 made the pages, batch n + 1 filled both with n.
+            let count = snapshot.end.0 - 1;
+            assert_eq!(ground.count_of(0, &alone), count);
+        };
+        at_once(&[&write, &snapshot]);
+        ground.close(Lsn(4), Duration::ZERO);
+    });
+}
+
+#[test]
+fn two_snapshots_and_a_scrub_take_turns() {
+    explore(|time| {
+        let ground = Ground::new(time, options(), 1);
+        let snapshots = || {
+            let first = ground.store.snapshot().unwrap();
+            ground.count(0, 1, Ack::Durable).unwrap();
+            assert!(first.id < ground.store.snapshot().unwrap().id);
+        };
+        let scrub = || {
+            let Scrubbed { damage, .. } = ground.store.scrub().unwrap();
+            assert_eq!(damage.len(), 0, "{damage:?}");
+        };
+        at_once(&[&snapshots, &scrub]);
+        ground.close(Lsn(2), Duration::ZERO);
+    });
+}
+
+#[test]
+fn a_store_takes_snapshots_by_itself_and_is_closed_amid_one() {
+    explore(|time| {
+        let ground = Ground::new(time, options().snapshot_log_bytes(1), 1);
+        for count in 1..=2 {
+            ground.count(0, count, Ack::Logged).unwrap();
+        }
+        ground.close(Lsn(3), Duration::ZERO);
+    });
+}
+
+#[test]
+fn a_snapshot_taken_by_itself_is_heard_of() {
+    explore(|time| {
+        let ground = Ground::new(time, options().snapshot_log_bytes(1), 1);
+        ground.count(0, 1, Ack::Logged).unwrap();
+        ground.store.wait_for_snapshots(1);
+        let stats = ground.store.stats().snapshots;
+        assert!(stats.taken >= 1 && stats.failed == 0, "{stats:?}");
+        ground.close(Lsn(2), Duration::ZERO);
+    });
+}
+
+#[test]
+fn a_snapshot_in_short_memory_is_in_nobodys_way() {
+    explore(|time| {
+        // Both pages and one more.
+        let options = options().budget(Budget::default().with(Place::Host, 3 * PAGE_LEN));
+        let ground = Ground::new(time, options, 1);
+        let come_and_go = || {
+            for _ in 0..2 {
+                let mut batch = ground.store.batch();
+                batch.create(PAGE_LEN, Place::Host);
+                let page = ground.store.commit(batch).unwrap().pages[0];
+                let mut batch = ground.store.batch();
+                batch.delete(page);
+                ground.store.commit(batch).unwrap();
+            }
+        };
+        at_once(&[&come_and_go, &|| _ = ground.store.snapshot().unwrap()]);
+        ground.close(Lsn(5), Duration::ZERO);
+    });
+}
