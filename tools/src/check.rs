@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::path::Path;
 
+use remanent::{Error, PageInfo, Store};
 use remanent_format::rebuild::{RebuildOptions, Rebuilt, rebuild};
 use remanent_format::{Defect, Epoch, FileName, Key, Metadata, PageId, Value};
 
@@ -160,6 +161,23 @@ pub fn compare(simulation: &Simulation, epochs: Epochs, rebuilt: &Rebuilt) -> Ve
         bytes: &rebuilt.contents[&info.page],
     });
     differences(simulation, epochs, rebuilt.table.root(), found)
+}
+
+/// All differences between an open store and the simulation.
+pub fn compare_open(simulation: &Simulation, store: &Store) -> Result<Vec<Difference>, Error> {
+    let pages = store.pages()?;
+    let read = |info: &PageInfo| {
+        let mut bytes = vec![0; info.len as usize];
+        store.read(info.page, 0, &mut bytes).map(|_| bytes)
+    };
+    let contents = pages.iter().map(read).collect::<Result<Vec<_>, _>>()?;
+    let found = pages.iter().zip(&contents).map(|(info, bytes)| Found {
+        page: info.page,
+        key: info.key.as_ref(),
+        epoch: info.epoch,
+        bytes,
+    });
+    Ok(differences(simulation, Epochs::Exact, &*store.root()?, found))
 }
 
 /// All differences between a store and the simulation, in the order of the hash ids.

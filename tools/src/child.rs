@@ -1,4 +1,4 @@
-//! A `remanent replay` in a process of its own, for the demo: started, watched through its
+//! A `remanent replay` in a process of its own: started, watched through its
 //! acknowledgements, and killed.
 
 use std::io::{BufRead, BufReader, Read};
@@ -7,25 +7,34 @@ use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
-use remanent::DeviceChoice;
+use remanent::{DeviceChoice, LogIo};
 
 use crate::exit::Failure;
+use crate::simulate::Rule;
 
 /// How long Ctrl-C may go unnoticed while a replay acknowledges nothing.
 const NOTICE: Duration = Duration::from_millis(10);
 
-/// What every replay of the demo has in common.
+/// What the replays of a course have in common.
+#[derive(Clone)]
 pub struct Errand {
     /// The store's directory.
     pub store: PathBuf,
     /// The trace.
     pub trace: PathBuf,
+    /// How long pages are, and how many stay.
+    pub rule: Rule,
     /// Number of requests.
     pub limit: u64,
     /// Requests between snapshots.
     pub snapshot_every: u64,
     /// Where pages live.
     pub device: DeviceChoice,
+    /// Whether what is acknowledged survives a power cut.
+    pub durable: bool,
+    /// How the log is written; as the store would have it, if nothing is said. With [`LogIo::Direct`] every
+    /// acknowledgement is a durable one.
+    pub log_io: Option<LogIo>,
 }
 
 /// A replay that is running.
@@ -52,15 +61,20 @@ impl Errand {
     /// Starts a replay that goes on from wherever the store is.
     pub fn start(&self) -> Result<Replayer, Failure> {
         let program = std::env::current_exe().map_err(|error| cannot("find this program", &error))?;
+        let log_io = self.log_io.map(|log_io| ["--log-io".to_owned(), log_io.to_string()]);
         let mut process = Command::new(program)
             .arg("replay")
+            .args(log_io.into_iter().flatten())
             .args([&self.store, &self.trace])
             .args(["--resume", "--acks", "-", "--limit", &self.limit.to_string()])
+            .args(["--ack", if self.durable { "durable" } else { "logged" }])
+            .args(["--page-len", &self.rule.page_len.to_string()])
+            .args(["--pages-max", &self.rule.pages_max.to_string()])
             .args(["--snapshot-every", &self.snapshot_every.to_string()])
             .args(["--device", &self.device.to_string()])
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
-            // Not the terminal: the demo shows the progress of the whole.
+            // Not the terminal: whoever started it shows the progress of the whole.
             .stderr(Stdio::piped())
             .spawn()
             .map_err(|error| cannot("start a replay", &error))?;
@@ -170,7 +184,7 @@ impl Replayer {
 }
 
 impl Drop for Replayer {
-    /// No replay outlives the demo. Errors mean that it is gone already.
+    /// No replay outlives who started it. Errors mean that it is gone already.
     fn drop(&mut self) {
         let _ = self.process.kill();
         let _ = self.process.wait();

@@ -24,7 +24,9 @@ mod check;
 mod rule;
 mod replay;
 mod child;
+mod course;
 mod demo;
+mod torture;
 
 mod dtype;
 mod weights;
@@ -85,6 +87,7 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     Demo(demo::Demo),
+    Torture(torture::Torture),
     Replay(replay::Replay),
     Import(import::Import),
     Export(export::Export),
@@ -114,6 +117,7 @@ impl Command {
         matches!(
             self,
             Command::Demo(_)
+                | Command::Torture(_)
                 | Command::Replay(_)
                 | Command::Import(_)
                 | Command::Export(_)
@@ -135,13 +139,14 @@ fn main() -> ExitCode {
 }
 
 fn run(cli: &Cli) -> Outcome {
-    cli.verbosity.begin();
+    cli.verbosity.begin(matches!(cli.command, Command::Torture(_)));
     let mut out = Output::stdout();
     if !cli.command.listens() {
         interrupt::end_at_once()?;
     }
     let outcome = match &cli.command {
         Command::Demo(command) => command.run(&mut out),
+        Command::Torture(command) => command.run(&mut out),
         Command::Replay(command) => command.run(&mut out),
         Command::Import(command) => command.run(&mut out),
         Command::Export(command) => command.run(&mut out),

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use clap::ValueEnum;
 use remanent::{
-    Ack, DeviceChoice, Metadata, Options, PageId, PageRef, Place, Position, Recovered, Store, Value,
+    Ack, DeviceChoice, LogIo, Metadata, Options, PageId, PageRef, Place, Position, Recovered, Store, Value,
 };
 
 use crate::check::{self, Epochs, REQUEST, hash_id, key_of, last_request};
@@ -59,6 +59,9 @@ pub struct Replay {
     /// Where the store's pages live: `auto` (a GPU if there is one), `host`, `cuda:0`, `cuda:1`, …
     #[arg(long, value_name = "DEVICE", default_value_t)]
     device: DeviceChoice,
+    /// How the log is written [default: `mapped` where the file system allows it]
+    #[arg(long, value_enum, value_name = "HOW")]
+    log_io: Option<LogWriter>,
     /// Take a snapshot after every N-th request of the trace
     #[arg(long, value_name = "N")]
     snapshot_every: Option<NonZeroU64>,
@@ -94,6 +97,27 @@ impl From<AckLevel> for Ack {
     }
 }
 
+/// A way to write the log.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum LogWriter {
+    /// Stores into mapped segments
+    Mapped,
+    /// Writes, and syncs
+    Buffered,
+    /// Writes past the page cache; every acknowledgement is a durable one
+    Direct,
+}
+
+impl From<LogWriter> for LogIo {
+    fn from(writer: LogWriter) -> Self {
+        match writer {
+            LogWriter::Mapped => LogIo::Mapped,
+            LogWriter::Buffered => LogIo::Buffered,
+            LogWriter::Direct => LogIo::Direct,
+        }
+    }
+}
+
 impl Replay {
     /// Replays, or checks.
     pub fn run(&self, out: &mut Output) -> Outcome {
@@ -110,6 +134,10 @@ impl Replay {
         let mut acks = self.acks.as_deref().map(AckFile::open).transpose()?;
         let options =
             Options::default().ack(self.ack.into()).device(self.device).identity(rule::identity(rule));
+        let options = match self.log_io {
+            Some(writer) => options.log_io(writer.into()),
+            None => options,
+        };
         let store = Store::open(&self.dir, options).map_err(engine_failure)?;
         let mut trace = Trace::open(&self.trace, self.limit)?;
         // A GPU that was asked for by name is to hold the pages; one that happens to be there need not.

@@ -17,6 +17,18 @@ const LINE_LEN_MAX: u64 = 1 << 20;
 /// The first bytes of a zstd frame.
 const ZSTD_MAGIC: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
 
+/// One hour of a production chat service; `data/README.md` says where it comes from.
+const BUNDLED: &[u8] = include_bytes!("../data/mooncake_conversation_trace.jsonl.zst");
+
+/// Writes the trace that comes with the tool into a folder, and returns where it lies.
+pub fn bundled(folder: &Path) -> Result<PathBuf, Failure> {
+    let path = folder.join("trace.jsonl.zst");
+    match std::fs::write(&path, BUNDLED) {
+        Ok(()) => Ok(path),
+        Err(error) => Err(Failure::Environment(format!("cannot write {}: {error}", path.display()))),
+    }
+}
+
 /// One line of a trace. Other fields are not looked at.
 #[derive(Deserialize)]
 struct Line {

@@ -19,13 +19,14 @@ pub struct Verbosity {
 }
 
 impl Verbosity {
-    /// From now on says so much.
-    pub fn begin(self) {
+    /// From now on says so much. Where warnings are what the command is after, they are no news.
+    pub fn begin(self, expects_warnings: bool) {
         if self.quiet {
             progress::be_quiet();
         }
         let level = match (self.quiet, self.verbose) {
             (true, _) => LevelFilter::OFF,
+            (false, 0) if expects_warnings => LevelFilter::ERROR,
             (false, 0) => LevelFilter::WARN,
             (false, 1) => LevelFilter::INFO,
             (false, _) => LevelFilter::TRACE,

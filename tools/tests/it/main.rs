@@ -7,5 +7,6 @@ mod history;
 mod inspect;
 mod replay;
 mod salvage;
+mod torture;
 mod usage;
 mod weights;

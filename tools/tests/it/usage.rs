@@ -4,6 +4,7 @@ use crate::command::run;
 
 const COMMANDS: &[&str] = &[
     "demo",
+    "torture",
     "replay",
     "import",
     "export",

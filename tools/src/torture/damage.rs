@@ -1,0 +1,343 @@
+//! Damage: something of a store's copy is destroyed, and the store is right nevertheless, or refused.
+//!
+//! Two victims: a store that was closed, where a mark covers everything, and one whose process was killed, whose
+//! last requests may be cut. Each damaged copy is read without the engine, and one in [`ENGINE_EVERY`] is opened
+//! with it, so that its pages reach the device.
+
+use std::fs;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use remanent::{Create, Error, Options, Store};
+use remanent_format::rebuild::{RebuildOptions, rebuild};
+use remanent_format::{FileName, Folder, Lsn};
+
+use super::{Chamber, Report, cannot};
+use crate::check::{self, Epochs, last_request};
+use crate::course::{Course, Stop};
+use crate::exit::Failure;
+use crate::memory::available;
+use crate::simulate::SplitMix64;
+use crate::store_dir::StoreDir;
+
+const ENGINE_EVERY: u64 = 10;
+const SECTOR_LEN: u64 = 512;
+const DRAWS: usize = 64;
+/// So many kills make the life of a victim.
+const KILLS: u64 = 3;
+
+/// A way to destroy something.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Bit,
+    ZeroedSector,
+    MisdirectedSector,
+    StaleSector,
+    CutEnd,
+    MissingFile,
+    ForeignFile,
+}
+
+impl Kind {
+    const ALL: [(Kind, &'static str); 7] = [
+        (Kind::Bit, "one bit flipped"),
+        (Kind::ZeroedSector, "a sector zeroed"),
+        (Kind::MisdirectedSector, "a sector written elsewhere"),
+        (Kind::StaleSector, "a sector's write lost"),
+        (Kind::CutEnd, "a file's end cut off"),
+        (Kind::MissingFile, "a file missing"),
+        (Kind::ForeignFile, "a file in another's place"),
+    ];
+}
+
+/// What came of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Verdict {
+    /// All is there.
+    Right,
+    /// Nothing is served, and a file is named.
+    Refused,
+    /// The end is cut, which no mark covers yet.
+    Cut,
+    /// Requests are gone that a mark covers.
+    Lost,
+    /// Bytes are served that were never there, or not together.
+    Wrong,
+}
+
+/// A store at rest.
+struct Victim<'c> {
+    course: &'c Course,
+    original: PathBuf,
+    /// As it was earlier in its life.
+    earlier: PathBuf,
+    /// The copy that is damaged.
+    copy: PathBuf,
+    files: Vec<(PathBuf, u64)>,
+    /// The last request, and the last batch that a mark covers.
+    last: Option<u64>,
+    marked: Lsn,
+}
+
+impl Chamber<'_> {
+    pub(super) fn damages(&mut self, report: &mut Report) -> Result<(), Stop> {
+        report.columns = &["done", "right", "refused", "cut"];
+        let mut counts = [[0; 5]; Kind::ALL.len()];
+        let mut done = 0;
+        for number in 0_u64.. {
+            if done >= self.asked.damages {
+                break;
+            }
+            // A new life for every thousand, half of them of a closed store.
+            let wanted = (self.asked.damages - done).min(1000);
+            let mut course = self.course(&format!("life-{number}"), None, false)?;
+            let earlier = self.folder.join("earlier");
+            for kill in 1..=KILLS {
+                course.run_and_kill(kill, KILLS + 1)?;
+                if kill == KILLS - 1 && course.errand.store.exists() {
+                    super::copy(&course.errand.store, &earlier)?;
+                }
+            }
+            let (killed, closed) = (self.folder.join("killed"), self.folder.join("closed"));
+            if course.errand.store.join(FileName::Store.name()).exists() {
+                super::copy(&course.errand.store, &killed)?;
+                let victim = Victim::new(&course, killed.clone(), &earlier)?;
+                self.damage(&victim, wanted / 2, &mut counts, &mut report.wrong)?;
+            }
+            course.run_to_the_end()?;
+            super::copy(&course.errand.store, &closed)?;
+            let victim = Victim::new(&course, closed.clone(), &earlier)?;
+            self.damage(&victim, wanted - wanted / 2, &mut counts, &mut report.wrong)?;
+            done += wanted;
+            for folder in [&killed, &closed, &earlier, &course.errand.store] {
+                super::remove(folder)?;
+            }
+        }
+        for ((_, name), counts) in Kind::ALL.iter().zip(counts) {
+            let [right, refused, cut, ..] = counts;
+            report.rows.push(((*name).to_owned(), vec![counts.iter().sum(), right, refused, cut]));
+        }
+        Ok(())
+    }
+
+    /// Damages a victim so often.
+    fn damage(
+        &mut self,
+        victim: &Victim<'_>,
+        times: u64,
+        counts: &mut [[u64; 5]; Kind::ALL.len()],
+        wrong: &mut Vec<String>,
+    ) -> Result<(), Stop> {
+        super::copy(&victim.original, &victim.copy)?;
+        for time in 0..times {
+            self.check_interrupt()?;
+            let at = self.random.below(Kind::ALL.len() as u64) as usize;
+            let (kind, name) = Kind::ALL[at];
+            let (file, _) = &victim.files[self.random.below(victim.files.len() as u64) as usize];
+            let place = victim.strike(kind, file, &mut self.random)?;
+            let mut verdict = victim.judge_decoder()?;
+            if time % ENGINE_EVERY == 0 && matches!(verdict, Verdict::Right | Verdict::Refused | Verdict::Cut)
+            {
+                verdict = victim.judge_engine(self.asked.device, verdict)?;
+            }
+            counts[at][verdict as usize] += 1;
+            if matches!(verdict, Verdict::Lost | Verdict::Wrong) {
+                let kept = self.folder.join(format!("evidence-{}", wrong.len()));
+                super::copy(&victim.copy, &kept)?;
+                wrong.push(format!("{name}, {place}: {verdict:?}; the store is in {}", kept.display()));
+            }
+            victim.heal(file)?;
+            self.bar.inc(1);
+        }
+        super::remove(&victim.copy)?;
+        Ok(())
+    }
+}
+
+impl<'c> Victim<'c> {
+    fn new(course: &'c Course, original: PathBuf, earlier: &Path) -> Result<Self, Stop> {
+        let rebuilt = check::recovered(&original)?;
+        let end = rebuilt.end.as_ref().expect("a rebuild of all of the log has its end");
+        let files = StoreDir::open(&original)?.files().map_err(|error| cannot("list", &original, &error))?;
+        let files = files.into_iter().filter(|(folder, name, _)| {
+            // The lock has no bytes.
+            (*folder, name.as_str()) != (Folder::Root, FileName::Lock.name().as_str())
+        });
+        Ok(Self {
+            course,
+            earlier: earlier.to_owned(),
+            copy: original.with_extension("damaged"),
+            files: files.map(|(folder, name, len)| (Path::new(folder.name()).join(name), len)).collect(),
+            last: last_request(rebuilt.table.root()).map_err(Failure::Damage)?,
+            marked: end.proven.lsn,
+            original,
+        })
+    }
+
+    /// Destroys something of a file, and says where.
+    fn strike(&self, kind: Kind, file: &Path, random: &mut SplitMix64) -> Result<String, Failure> {
+        let path = self.copy.join(file);
+        let told = |error: std::io::Error| cannot("damage", &path, &error);
+        let open = || fs::OpenOptions::new().read(true).write(true).open(&path).map_err(told);
+        let len = fs::metadata(&path).map_err(told)?.len();
+        let byte = self.written(file, len, random)?;
+        let sector = byte / SECTOR_LEN * SECTOR_LEN;
+        let sector_len = SECTOR_LEN.min(len - sector) as usize;
+        let mut bytes = vec![0; sector_len];
+        let name = file.display();
+        match kind {
+            Kind::Bit => {
+                let (file, mut one) = (open()?, [0]);
+                if len > 0 {
+                    file.read_exact_at(&mut one, byte).map_err(told)?;
+                    file.write_all_at(&[one[0] ^ 1 << random.below(8)], byte).map_err(told)?;
+                }
+                return Ok(format!("{name} at offset {byte}"));
+            }
+            Kind::ZeroedSector => {}
+            Kind::MisdirectedSector => {
+                let from = random.below(len / SECTOR_LEN + 1) * SECTOR_LEN;
+                let from = from.min(len - sector_len as u64);
+                open()?.read_exact_at(&mut bytes, from).map_err(told)?;
+            }
+            Kind::StaleSector => {
+                let earlier = self.earlier.join(file);
+                let stale = fs::File::open(earlier).and_then(|file| file.read_exact_at(&mut bytes, sector));
+                if stale.is_err() {
+                    // What did not exist then was zeros.
+                    bytes.fill(0);
+                }
+            }
+            Kind::CutEnd => {
+                open()?.set_len(byte).map_err(told)?;
+                return Ok(format!("{name} at {byte} of {len} bytes"));
+            }
+            Kind::MissingFile => {
+                fs::remove_file(&path).map_err(told)?;
+                return Ok(name.to_string());
+            }
+            Kind::ForeignFile => {
+                let (other, _) = &self.files[random.below(self.files.len() as u64) as usize];
+                fs::copy(self.original.join(other), &path).map_err(told)?;
+                return Ok(format!("{name} is {}", other.display()));
+            }
+        }
+        open()?.write_all_at(&bytes, sector).map_err(told)?;
+        Ok(format!("{name} at offset {sector}"))
+    }
+
+    /// An offset where something was written, as far as a few draws find one: most of a log's segment is zeros.
+    fn written(&self, file: &Path, len: u64, random: &mut SplitMix64) -> Result<u64, Failure> {
+        let path = self.original.join(file);
+        let told = |error: std::io::Error| cannot("read", &path, &error);
+        let open = fs::File::open(&path).map_err(told)?;
+        let mut bytes = [0; SECTOR_LEN as usize];
+        let mut at = 0;
+        for _ in 0..DRAWS {
+            at = random.below(len.max(1));
+            let sector = at / SECTOR_LEN * SECTOR_LEN;
+            let read = &mut bytes[..SECTOR_LEN.min(len - sector) as usize];
+            open.read_exact_at(read, sector).map_err(told)?;
+            if read.iter().any(|byte| *byte != 0) {
+                break;
+            }
+        }
+        Ok(at)
+    }
+
+    /// Takes the damage back.
+    fn heal(&self, file: &Path) -> Result<(), Failure> {
+        let copied = fs::copy(self.original.join(file), self.copy.join(file));
+        copied.map(drop).map_err(|error| cannot("copy", file, &error))
+    }
+
+    /// What a reader without the engine makes of it.
+    fn judge_decoder(&self) -> Result<Verdict, Failure> {
+        let options = RebuildOptions { page_bytes_max: available(), ..RebuildOptions::default() };
+        let Ok(rebuilt) = rebuild(&StoreDir::open(&self.copy)?, &options) else {
+            return Ok(Verdict::Refused);
+        };
+        let Ok(found) = last_request(rebuilt.table.root()) else { return Ok(Verdict::Wrong) };
+        let is_exact = check::compare(&self.course.simulation_at(found), Epochs::Exact, &rebuilt).is_empty();
+        let accepted = rebuilt.end.as_ref().map_or(Lsn(0), |end| end.accepted.lsn);
+        Ok(self.judge(found, accepted, is_exact))
+    }
+
+    /// What the engine makes of it, which may refuse what the reader takes, never the other way round.
+    fn judge_engine(&self, device: remanent::DeviceChoice, decoded: Verdict) -> Result<Verdict, Failure> {
+        let folder = self.copy.with_extension("opened");
+        super::copy(&self.copy, &folder)?;
+        let options = Options::default().create(Create::Never).device(device);
+        let verdict = match Store::open(&folder, options) {
+            Ok(store) => {
+                let root = store.root().map_err(crate::engine::engine_failure)?;
+                match last_request(&root) {
+                    Ok(found) => {
+                        let differences = check::compare_open(&self.course.simulation_at(found), &store)
+                            .map_err(crate::engine::engine_failure)?;
+                        let verdict = self.judge(found, store.lsn(), differences.is_empty());
+                        // Both read the same files by the same rules.
+                        if verdict == decoded { verdict } else { Verdict::Wrong }
+                    }
+                    Err(_) => Verdict::Wrong,
+                }
+            }
+            Err(error) if is_refusal(&error) => Verdict::Refused,
+            Err(error) => return Err(crate::engine::engine_failure(error)),
+        };
+        super::remove(&folder)?;
+        Ok(verdict)
+    }
+
+    fn judge(&self, found: Option<u64>, accepted: Lsn, is_exact: bool) -> Verdict {
+        judge((found, self.last), (accepted, self.marked), is_exact)
+    }
+}
+
+/// What to say of a store that was opened: of the request with which it ends and that with which it should, of the
+/// batch with which it ends and the last one that a mark covers, and of its pages.
+fn judge(
+    (found, last): (Option<u64>, Option<u64>),
+    (accepted, marked): (Lsn, Lsn),
+    is_exact: bool,
+) -> Verdict {
+    if !is_exact || found > last {
+        Verdict::Wrong
+    } else if found == last {
+        Verdict::Right
+    } else if accepted >= marked {
+        Verdict::Cut
+    } else {
+        Verdict::Lost
+    }
+}
+
+/// The engine says that the store's files are not what they should be, and not that it could not look.
+fn is_refusal(error: &Error) -> bool {
+    matches!(
+        error,
+        Error::Damaged(_)
+            | Error::NoStore { .. }
+            | Error::ForeignDirectory { .. }
+            | Error::IdentityMismatch { .. }
+            | Error::LayoutMismatch { .. }
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_no_mark_covers_may_be_cut() {
+        let judge = |found, accepted, is_exact| judge((found, Some(9)), (Lsn(accepted), Lsn(8)), is_exact);
+        assert_eq!(judge(Some(9), 10, true), Verdict::Right);
+        assert_eq!(judge(Some(8), 9, true), Verdict::Cut);
+        assert_eq!(judge(Some(7), 8, true), Verdict::Cut);
+        assert_eq!(judge(Some(6), 7, true), Verdict::Lost);
+        assert_eq!(judge(None, 0, true), Verdict::Lost);
+        // Of a state that never was, or not yet, nothing is right.
+        assert_eq!(judge(Some(9), 10, false), Verdict::Wrong);
+        assert_eq!(judge(Some(10), 11, true), Verdict::Wrong);
+    }
+}

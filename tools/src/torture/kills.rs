@@ -1,0 +1,70 @@
+//! Kills: a replay dies at random moments, with each way to write the log.
+
+use remanent::{Error, LogIo, Options, Store};
+
+use super::{Chamber, Report};
+use crate::course::Stop;
+use crate::engine::engine_failure;
+use crate::exit::Failure;
+
+/// So many kills in the life of one store.
+const KILLS_A_COURSE: u64 = 20;
+/// So many ways are there to write a log.
+const WAYS: [LogIo; 3] = [LogIo::Mapped, LogIo::Buffered, LogIo::Direct];
+
+impl Chamber<'_> {
+    pub(super) fn kills(&mut self, report: &mut Report) -> Result<(), Stop> {
+        report.columns = &["killed", "requests", "right"];
+        let mut ways = Vec::new();
+        for way in WAYS {
+            match self.refusal(way)? {
+                None => ways.push(way),
+                Some(reason) => report.skipped.push(format!("kills with a {way} log: {reason}")),
+            }
+        }
+        let count = ways.len() as u64;
+        for (index, way) in ways.into_iter().enumerate() {
+            let kills = (self.asked.kills + count - 1 - index as u64) / count;
+            let row = self.kill(way, kills)?;
+            report.rows.push((format!("log written {way}"), row));
+        }
+        Ok(())
+    }
+
+    /// Why a log cannot be written in this way here, if it cannot.
+    fn refusal(&self, way: LogIo) -> Result<Option<String>, Failure> {
+        let folder = self.folder.join(format!("asks-{way}"));
+        let refusal = match Store::open(&folder, Options::default().log_io(way)) {
+            Ok(store) => store.close().map(|()| None).map_err(engine_failure)?,
+            Err(Error::InvalidOption { reason, .. }) => Some(reason.to_string()),
+            Err(error) => return Err(engine_failure(error)),
+        };
+        super::remove(&folder)?;
+        Ok(refusal)
+    }
+
+    /// Kills so often, in one store after another; each then runs to its end.
+    fn kill(&mut self, way: LogIo, kills: u64) -> Result<Vec<u64>, Stop> {
+        let (mut killed, mut requests) = (0, 0);
+        for number in 0_u64.. {
+            if killed >= kills {
+                break;
+            }
+            let mut course = self.course(&format!("killed-{way}-{number}"), Some(way), false)?;
+            let wanted = (kills - killed).min(KILLS_A_COURSE);
+            for kill in 1..=wanted {
+                // The last requests may be over before the moment comes.
+                if course.run_and_kill(kill, wanted)?.is_none() {
+                    break;
+                }
+                killed += 1;
+                self.bar.inc(1);
+            }
+            course.run_to_the_end()?;
+            requests += course.totals().replayed;
+            super::remove(&course.errand.store)?;
+        }
+        // Each of them was held against the simulation, or there would be no row.
+        Ok(vec![killed, requests, killed])
+    }
+}

@@ -1,0 +1,289 @@
+//! `remanent torture`: stores on this disk, with pages on this device, are killed, damaged and cut off from power,
+//! and every byte of what is left is checked.
+//!
+//! `kills.rs`, `damage.rs` and `power.rs` are the three tortures; `mounts.rs` is what the last of them needs. What
+//! a store must hold is computed by a simulation, never read from the store.
+
+mod kills;
+mod damage;
+mod mounts;
+mod power;
+
+use std::path::{Path, PathBuf};
+
+use indicatif::ProgressBar;
+use remanent::{DeviceChoice, LogIo, Options, Store};
+use serde_json::json;
+
+use crate::child::Errand;
+use crate::course::{Course, Stop};
+use crate::demo::seed_from_clock;
+use crate::engine::engine_failure;
+use crate::exit::{Ending, Failure, Outcome};
+use crate::interrupt::Interrupt;
+use crate::json::object;
+use crate::output::Output;
+use crate::progress;
+use crate::simulate::{Rule, SplitMix64};
+use crate::trace::{self, Trace};
+
+const EXAMPLES: &str = "\
+Kills: a process that replays a cache trace is killed with SIGKILL, again and again, with each way to write \
+the log that the file system allows. After each kill every acknowledged request must be there, at most the one \
+in flight beside it, and every byte must be right.
+Damage: a bit, a sector, an end or a whole file of a store's copy is destroyed. The store must be right \
+nevertheless, or be refused with file and offset; where the log had not reached the disk yet, the end may be cut.
+Power cuts: the store lies on an ext4 of its own, on a loop device over a file here; what the device holds at \
+one moment is mounted and must hold every durable request. Needs root, mkfs.ext4 and mkfs.xfs, and is skipped \
+where they are missing. It cuts off the file system, not the disk: whether a disk lies about a sync shows only \
+when its plug is pulled.
+
+Everything happens in a folder of its own in DIR, which is removed at the end; if something is found, it stays.
+
+Examples:
+  remanent torture /mnt/nvme                               a minute or two
+  remanent torture /mnt/nvme --kills 10000 --damages 20000 --power-cuts 500
+  remanent torture /mnt/nvme --device cuda:0 --json        with pages in GPU memory, for a machine to read";
+
+/// Kill, damage and cut off stores on your disk, and check every byte of what is left
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Torture {
+    /// A directory on the disk in question; made if it does not exist
+    dir: PathBuf,
+    /// How often to kill, all ways to write the log together
+    #[arg(long, value_name = "N", default_value_t = 60)]
+    kills: u64,
+    /// How often to damage something
+    #[arg(long, value_name = "N", default_value_t = 600)]
+    damages: u64,
+    /// How often to cut the power
+    #[arg(long, value_name = "N", default_value_t = 12)]
+    power_cuts: u64,
+    /// How many requests of the trace make a store's life
+    #[arg(long, value_name = "N", default_value_t = 1000)]
+    requests: u64,
+    /// Where the stores' pages live: `auto` (a GPU if there is one), `host`, `cuda:0`, `cuda:1`, …
+    #[arg(long, value_name = "DEVICE", default_value_t)]
+    device: DeviceChoice,
+    /// The seed of everything random [default: drawn from the clock]
+    #[arg(long)]
+    seed: Option<u64>,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// What all tortures share.
+struct Chamber<'t> {
+    /// Theirs, and nobody else's.
+    folder: PathBuf,
+    trace: PathBuf,
+    /// Distinct pages that the longest request names.
+    longest: usize,
+    asked: &'t Torture,
+    interrupt: Interrupt,
+    bar: ProgressBar,
+    random: SplitMix64,
+}
+
+/// A table of a torture's report: what was done, and what came of it.
+struct Report {
+    name: &'static str,
+    /// What a row counts, in its columns' order.
+    columns: &'static [&'static str],
+    rows: Vec<(String, Vec<u64>)>,
+    /// What was not done, and why.
+    skipped: Vec<String>,
+    /// What must not be, each in a sentence. Empty is what everyone hopes for.
+    wrong: Vec<String>,
+}
+
+impl Torture {
+    /// Tortures.
+    pub fn run(&self, out: &mut Output) -> Outcome {
+        let interrupt = Interrupt::listen()?;
+        let cannot = |what: &str, error: std::io::Error| {
+            Failure::Environment(format!("cannot {what} {}: {error}", self.dir.display()))
+        };
+        std::fs::create_dir_all(&self.dir).map_err(|error| cannot("make", error))?;
+        let scratch = tempfile::Builder::new()
+            .prefix("remanent-torture-")
+            .tempdir_in(&self.dir)
+            .map_err(|error| cannot("make a folder in", error))?;
+        let trace = trace::bundled(scratch.path())?;
+        let seed = self.seed.unwrap_or_else(seed_from_clock);
+        let mut chamber = Chamber {
+            folder: scratch.path().to_owned(),
+            longest: Trace::survey(&trace, Some(self.requests))?.longest,
+            trace,
+            asked: self,
+            interrupt,
+            bar: progress::bar(self.kills + self.damages + self.power_cuts, "torturing"),
+            random: SplitMix64::new(seed),
+        };
+        let device = chamber.device()?;
+        if !self.json {
+            out.line(format_args!("Stores in {}, --seed {seed}.", scratch.path().display()))?;
+            out.line(format_args!("Pages in the memory of {device}."))?;
+            out.flush()?;
+        }
+        let mut reports = Vec::new();
+        type Torturer<'t> = fn(&mut Chamber<'t>, &mut Report) -> Result<(), Stop>;
+        let tortures: [(_, Torturer<'_>); 3] =
+            [("kills", Chamber::kills), ("damage", Chamber::damages), ("power cuts", Chamber::power_cuts)];
+        for (name, torture) in tortures {
+            let mut report = Report::new(name);
+            match torture(&mut chamber, &mut report) {
+                Ok(()) => {}
+                Err(Stop::Interrupted) => return Ok(Ending::Interrupted),
+                Err(Stop::Failed(Failure::Damage(told))) => report.wrong.push(told),
+                Err(Stop::Failed(failure)) => return Err(failure),
+                Err(Stop::Differs(differences)) => report.wrong.extend(differences),
+            }
+            if !self.json {
+                let bar = chamber.bar.clone();
+                bar.suspend(|| report.print(out).and_then(|()| out.flush()))?;
+            }
+            reports.push(report);
+        }
+        chamber.bar.finish_and_clear();
+        let is_right = reports.iter().all(|report| report.wrong.is_empty());
+        let kept = (!is_right).then(|| scratch.keep());
+        if self.json {
+            out.line(Self::json(seed, &device, &reports, kept.as_deref()))?;
+        } else if let Some(kept) = kept {
+            out.line(format_args!("\nThe evidence is left in {}; the seed was {seed}.", kept.display()))?;
+        } else {
+            out.line("\nNothing acknowledged was lost, and nothing wrong was served.")?;
+        }
+        Ok(if is_right { Ending::Fine } else { Ending::Difference })
+    }
+
+    fn json(seed: u64, device: &str, reports: &[Report], kept: Option<&Path>) -> serde_json::Value {
+        let tortures: serde_json::Map<_, _> =
+            reports.iter().map(|report| (report.name.to_owned(), report.json())).collect();
+        object! {
+            "seed": seed,
+            "device": device,
+            "right": kept.is_none(),
+            "tortures": tortures,
+            "evidence": kept.map(|kept| kept.display().to_string()),
+        }
+    }
+}
+
+impl Chamber<'_> {
+    /// A course of replays in a store of its own, with small or large pages.
+    fn course(&mut self, name: &str, log_io: Option<LogIo>, durable: bool) -> Result<Course, Failure> {
+        self.course_in(self.folder.join(name), log_io, durable)
+    }
+
+    fn course_in(&mut self, store: PathBuf, log_io: Option<LogIo>, durable: bool) -> Result<Course, Failure> {
+        let page_len = [256, 4096, 20_480][self.random.below(3) as usize];
+        let errand = Errand {
+            store,
+            trace: self.trace.clone(),
+            rule: Rule { page_len, pages_max: self.longest.max(400) },
+            limit: self.asked.requests,
+            snapshot_every: 40 + self.random.below(100),
+            device: self.asked.device,
+            durable,
+            log_io,
+        };
+        let random = SplitMix64::new(self.random.next_word());
+        Course::new(errand, random, self.interrupt.clone(), ProgressBar::hidden())
+    }
+
+    /// What the stores' pages lie in.
+    fn device(&self) -> Result<String, Failure> {
+        let folder = self.folder.join("asks");
+        let store =
+            Store::open(&folder, Options::default().device(self.asked.device)).map_err(engine_failure)?;
+        let device = store.recovered().device.clone();
+        store.close().map_err(engine_failure)?;
+        remove(&folder)?;
+        Ok(device)
+    }
+
+    /// Nothing more is wanted.
+    fn check_interrupt(&self) -> Result<(), Stop> {
+        if self.interrupt.noted() { Err(Stop::Interrupted) } else { Ok(()) }
+    }
+}
+
+impl Report {
+    fn new(name: &'static str) -> Self {
+        Self { name, columns: &[], rows: Vec::new(), skipped: Vec::new(), wrong: Vec::new() }
+    }
+
+    fn print(&self, out: &mut Output) -> Result<(), Failure> {
+        out.line("")?;
+        if !self.rows.is_empty() {
+            let columns: String = self.columns.iter().map(|column| format!("{column:>10}")).collect();
+            out.line(format_args!("{:<34}{columns}", self.name.to_uppercase()))?;
+        }
+        for (name, counts) in &self.rows {
+            let counts: String = counts.iter().map(|count| format!("{count:>10}")).collect();
+            out.line(format_args!("{name:<34}{counts}"))?;
+        }
+        for skipped in &self.skipped {
+            out.line(format_args!("SKIPPED: {skipped}"))?;
+        }
+        for wrong in &self.wrong {
+            out.line(format_args!("WRONG, {}: {wrong}", self.name))?;
+        }
+        Ok(())
+    }
+
+    fn json(&self) -> serde_json::Value {
+        let row = |(name, counts): &(String, Vec<u64>)| {
+            let counts = self.columns.iter().zip(counts);
+            let counts: serde_json::Map<_, _> = counts
+                .map(|(column, count)| (column.to_lowercase().replace(' ', "_"), json!(count)))
+                .collect();
+            (name.clone(), json!(counts))
+        };
+        let rows: serde_json::Map<_, _> = self.rows.iter().map(row).collect();
+        json!({ "rows": rows, "skipped": self.skipped, "wrong": self.wrong })
+    }
+}
+
+/// What could not be done to a file or folder.
+fn cannot(what: &str, path: &Path, error: &std::io::Error) -> Failure {
+    Failure::Environment(format!("cannot {what} {}: {error}", path.display()))
+}
+
+/// Makes a folder.
+fn make(folder: &Path) -> Result<(), Failure> {
+    std::fs::create_dir_all(folder).map_err(|error| cannot("make", folder, &error))
+}
+
+/// Removes a folder, if there is one.
+fn remove(folder: &Path) -> Result<(), Failure> {
+    match std::fs::remove_dir_all(folder) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(cannot("remove", folder, &error)),
+        _ => Ok(()),
+    }
+}
+
+/// Removes a file.
+fn remove_file(file: &Path) -> Result<(), Failure> {
+    std::fs::remove_file(file).map_err(|error| cannot("remove", file, &error))
+}
+
+/// Copies a folder and all in it, in place of what is there.
+fn copy(from: &Path, to: &Path) -> Result<(), Failure> {
+    remove(to)?;
+    make(to)?;
+    for entry in std::fs::read_dir(from).map_err(|error| cannot("list", from, &error))? {
+        let entry = entry.map_err(|error| cannot("list", from, &error))?;
+        let (path, target) = (entry.path(), to.join(entry.file_name()));
+        if path.is_dir() {
+            copy(&path, &target)?;
+        } else {
+            std::fs::copy(&path, &target).map_err(|error| cannot("copy", &path, &error))?;
+        }
+    }
+    Ok(())
+}

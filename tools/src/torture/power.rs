@@ -1,0 +1,71 @@
+//! Power cuts: what a device holds at one moment of a store's life, file system and all.
+
+use std::path::Path;
+
+use super::mounts::Medium;
+use super::{Chamber, Report};
+use crate::course::{Course, Stop};
+
+/// So many cuts in the life of one store.
+const CUTS_A_COURSE: u64 = 12;
+
+impl Chamber<'_> {
+    pub(super) fn power_cuts(&mut self, report: &mut Report) -> Result<(), Stop> {
+        report.columns = &["cuts", "gone", "right"];
+        if self.asked.power_cuts == 0 {
+            return Ok(());
+        }
+        let folder = self.folder.join("power");
+        super::make(&folder)?;
+        let mut medium = match Medium::new(&folder) {
+            Ok(medium) => medium,
+            Err(reason) => {
+                report.skipped.push(format!("power cuts: {reason}"));
+                return Ok(());
+            }
+        };
+        let (mut cuts, mut gone) = (0, 0);
+        for number in 0_u64.. {
+            if cuts >= self.asked.power_cuts {
+                break;
+            }
+            let store = medium.path().join(format!("store-{number}"));
+            let mut course = self.course_in(store, None, true)?;
+            let wanted = (self.asked.power_cuts - cuts).min(CUTS_A_COURSE);
+            // A request that is merely in the page cache when its process dies may go with the next cut.
+            let mut durable = None;
+            for cut in 1..=wanted {
+                self.check_interrupt()?;
+                let Some(lost) = cut_power(&mut course, &mut medium, &mut durable, (cut, wanted))? else {
+                    break;
+                };
+                gone += lost;
+                cuts += 1;
+                self.bar.inc(1);
+            }
+            super::remove(&course.errand.store)?;
+        }
+        report.rows.push(("ext4 on a loop device".to_owned(), vec![cuts, gone, cuts]));
+        Ok(())
+    }
+}
+
+/// Cuts the power of a running replay, and kills it then. Returns how many requests the cut took that had reached
+/// the page cache, or nothing if the replay was at its end before.
+fn cut_power(
+    course: &mut Course,
+    medium: &mut Medium,
+    durable: &mut Option<u64>,
+    (cut, of): (u64, u64),
+) -> Result<Option<u64>, Stop> {
+    let name = course.errand.store.file_name().map(Path::new).map(Path::to_owned).unwrap_or_default();
+    let done = course.run_until_then_kill(cut, of, |acknowledged| Ok((acknowledged, medium.cut()?)))?;
+    let Some(((acknowledged, moment), checked)) = done else { return Ok(None) };
+    *durable = acknowledged.max(*durable);
+    // Nothing had begun at the moment that was not found after the kill, which came later.
+    let seen = moment.look(|mounted| course.check_at(&mounted.join(name), *durable, checked.found))?;
+    let (found, _) = seen?;
+    *durable = checked.acknowledged.max(*durable);
+    let count = |request: Option<u64>| request.map_or(0, |request| request + 1);
+    Ok(Some(count(checked.found) - count(found)))
+}
