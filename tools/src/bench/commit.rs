@@ -8,7 +8,8 @@ use remanent::{Ack, LogIo, PageId, Store};
 
 use super::figures::{Course, Figure, Findings, Group, Unit};
 use super::latency::Latency;
-use super::raw::{self, RawLog, RawMemory, Way};
+use super::memory::RawMemory;
+use super::raw::{self, RawLog, Way};
 use super::room::{self, Room, Stop};
 use super::{Common, Measure, transfer};
 use crate::exit::Failure;
@@ -273,7 +274,7 @@ struct Committing {
 impl Subject {
     fn name(&self) -> String {
         match self {
-            Subject::Raw(raw) if raw.way() == Way::Synced => "raw, pwrite + fdatasync".to_owned(),
+            Subject::Raw(raw) if raw.way == Way::Synced => "raw, pwrite + fdatasync".to_owned(),
             Subject::Raw(_) => "raw, O_DIRECT + O_DSYNC".to_owned(),
             Subject::Memory(_) => "raw, copy + checksum".to_owned(),
             Subject::Store(committing) => committing.name.clone(),

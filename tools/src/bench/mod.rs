@@ -1,12 +1,14 @@
 //! `remanent bench`: what a store costs on this machine, each figure beside what the machine does without it.
 //!
-//! Read first `figures.rs` (what a run finds), `room.rs` (where it runs), `raw.rs` and `transfer.rs` (the ceilings),
+//! Read first `figures.rs` (what a run finds), `room.rs` (where it runs), `raw.rs`, `memory.rs` and `transfer.rs` (the
+//! ceilings),
 //! then one file a benchmark. What is compared takes turns, round by round.
 
 mod latency;
 mod figures;
 mod room;
 mod raw;
+mod memory;
 mod transfer;
 mod chart;
 mod report;
@@ -16,6 +18,8 @@ mod commit;
 mod snapshot;
 mod restore;
 mod replay;
+mod create;
+mod follow;
 
 use std::path::PathBuf;
 
@@ -54,6 +58,8 @@ enum What {
     Snapshot(snapshot::Snapshot),
     Restore(restore::Restore),
     Replay(replay::Replay),
+    Create(create::Create),
+    Follow(follow::Follow),
     Ceilings(ceilings::Ceilings),
 }
 
@@ -98,6 +104,8 @@ impl Bench {
             What::Snapshot(what) => run(what, out),
             What::Restore(what) => run(what, out),
             What::Replay(what) => run(what, out),
+            What::Create(what) => run(what, out),
+            What::Follow(what) => run(what, out),
             What::Ceilings(what) => run(what, out),
         }
     }

@@ -38,7 +38,7 @@ pub enum Way {
 pub struct RawLog {
     file: File,
     file_len: u64,
-    way: Way,
+    pub way: Way,
     state: Mutex<State>,
     progress: Condvar,
 }
@@ -82,11 +82,6 @@ impl RawLog {
             failed: false,
         };
         Ok(Self { file, file_len, way, state: Mutex::new(state), progress: Condvar::new() })
-    }
-
-    /// How groups get to the disk.
-    pub fn way(&self) -> Way {
-        self.way
     }
 
     /// Returns when the record is durable.
@@ -141,31 +136,6 @@ impl RawLog {
     fn lock(&self) -> MutexGuard<'_, State> {
         // A thread that panicked ends the benchmark anyway.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// The least that makes records survive the process in order, had it shared memory to put them into: each is summed
-/// by its own thread, and copied behind the last one under a lock.
-pub struct RawMemory(Mutex<(Vec<u8>, usize)>);
-
-impl RawMemory {
-    /// A ring that is in the processor's reach no more than a log is.
-    pub fn new() -> Self {
-        Self(Mutex::new((vec![1; 64 << 20], 0)))
-    }
-
-    /// Returns when the record is copied.
-    pub fn commit(&self, record: &[u8]) {
-        let sum = crc32fast::hash(record).to_le_bytes();
-        let mut ring = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let (bytes, at) = &mut *ring;
-        let body = sum.len() + record.len();
-        if *at + body > bytes.len() {
-            *at = 0;
-        }
-        bytes[*at..][..sum.len()].copy_from_slice(&sum);
-        bytes[*at + sum.len()..][..record.len()].copy_from_slice(record);
-        *at += body;
     }
 }
 

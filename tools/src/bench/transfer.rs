@@ -43,11 +43,11 @@ pub fn knows_direct(dir: &Path) -> io::Result<bool> {
 }
 
 /// Bytes that no disk makes fewer.
-fn random(len: usize) -> Aligned {
+pub fn random(len: usize) -> Aligned {
     let mut bytes = Aligned::new(len);
     let mut random = SplitMix64::new(len as u64);
-    for word in bytes.chunks_exact_mut(8) {
-        word.copy_from_slice(&random.next_word().to_le_bytes());
+    for word in bytes.chunks_mut(8) {
+        word.copy_from_slice(&random.next_word().to_le_bytes()[..word.len()]);
     }
     bytes
 }

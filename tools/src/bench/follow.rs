@@ -1,0 +1,167 @@
+//! `remanent bench follow`: how late batches come to a follower.
+
+use std::collections::HashMap;
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use remanent::{Ack, FollowFrom, Follower, LogIo, Lsn, PageId, Store};
+use rustix::time::{ClockId, clock_gettime};
+
+use super::figures::{Figure, Findings, Group, Unit};
+use super::latency::Latency;
+use super::room::{self, Room, Stop};
+use super::{Common, Measure};
+use crate::exit::Failure;
+
+const EXAMPLES: &str = "\
+One thread commits deltas of 256 bytes, one a batch; a follower in another thread takes them in. A batch is late by the \
+time from the return of its commit until the follower has it, and not at all if it has it before. A log in a mapping is \
+looked at in turns, one that is written by system calls wakes who waits. Last, what waiting for nothing costs.
+
+Examples:
+  remanent bench follow /mnt/fast
+  remanent bench follow /mnt/fast --batches 5000 --idle 10";
+
+/// How late batches come to a follower, and what it costs while nothing comes
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Follow {
+    #[command(flatten)]
+    common: Common,
+    /// Batches a round
+    #[arg(long, value_name = "N", default_value_t = 500, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
+    batches: u64,
+    /// How long the follower waits for nothing
+    #[arg(long, value_name = "S", default_value_t = 1.0)]
+    idle: f64,
+}
+
+/// Between two batches where they do not come one after the other.
+const GAP: Duration = Duration::from_millis(2);
+/// Longer than any batch takes.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// Bytes of the page, and of a delta.
+const PAGE_LEN: u64 = 64 << 10;
+const DELTA_LEN: u64 = 256;
+/// How the log is written, and what a commit waits for.
+const WAYS: [(&str, LogIo, Ack); 2] =
+    [("logged, mapped", LogIo::Mapped, Ack::Logged), ("durable, buffered", LogIo::Buffered, Ack::Durable)];
+
+impl Measure for Follow {
+    fn common(&self) -> &Common {
+        &self.common
+    }
+
+    fn check(&self) -> Result<(), Failure> {
+        if !(0.001..=3600.0).contains(&self.idle) {
+            return Err(Failure::Environment("--idle lies between 0.001 and 3600".to_owned()));
+        }
+        Ok(())
+    }
+
+    fn bytes_needed(&self) -> u64 {
+        // Each durable batch alone takes a padded group and perhaps a seal.
+        u64::from(self.common.rounds) * self.batches * 4 * 8192 + (256 << 20)
+    }
+
+    fn steps(&self) -> u64 {
+        WAYS.len() as u64 * u64::from(self.common.rounds)
+    }
+
+    fn measure(&self, room: &Room) -> Result<Findings, Stop> {
+        let groups = WAYS.into_iter().map(|way| self.way(room, way)).collect::<Result<_, _>>()?;
+        let mut settings = room.settings(&self.common);
+        settings.push(("rounds", format!("{} of {} batches", self.common.rounds, self.batches)));
+        Ok(Findings { bench: "follow", settings, groups, left_out: Vec::new() })
+    }
+}
+
+impl Follow {
+    fn way(&self, room: &Room, (name, log_io, ack): (&str, LogIo, Ack)) -> Result<Group, Stop> {
+        let folder = name.replace(", ", "-");
+        let store = room.open(&folder, room::options().log_io(log_io).ack(ack))?;
+        let mut batch = store.batch();
+        batch.create(PAGE_LEN, room.place);
+        let page = store.commit(batch)?.pages[0];
+        let mut follower = Follower::open(room.path(&folder), FollowFrom::Beginning)?;
+        let gaps = [Duration::ZERO, GAP];
+        let mut figures = gaps.map(|gap| {
+            let mut figure = Figure::new(format!("late, {} ms between", gap.as_millis()), Unit::Seconds);
+            figure.latency = Some(Latency::new());
+            figure
+        });
+        let mut idle = Figure::new("waiting for nothing, of a processor", Unit::Share);
+        for _ in 0..self.common.rounds {
+            room.step(name)?;
+            for (gap, figure) in gaps.into_iter().zip(&mut figures) {
+                let late = self.round(&store, page, &mut follower, gap)?;
+                figure.push(late.quantile(0.5));
+                if let Some(all) = &mut figure.latency {
+                    all.add(&late);
+                }
+            }
+            let before = processor_time();
+            let started = Instant::now();
+            // Seals of the batches before may still come; they are no batches.
+            follower.next(Duration::from_secs_f64(self.idle))?;
+            let waited = started.elapsed();
+            idle.push((processor_time() - before).as_secs_f64() / waited.as_secs_f64());
+        }
+        store.close()?;
+        let [close, apart] = figures;
+        Ok(Group { title: name.to_owned(), figures: vec![close, apart, idle] })
+    }
+
+    /// How late the batches of a round come.
+    fn round(
+        &self,
+        store: &Store,
+        page: PageId,
+        follower: &mut Follower,
+        gap: Duration,
+    ) -> Result<Latency, Stop> {
+        let until = Lsn(store.lsn().0 + self.batches);
+        let (committed, received) = std::thread::scope(|scope| -> Result<_, Stop> {
+            let reader = scope.spawn(|| arrivals(follower, until));
+            // Nothing is ever sent: waiting for it is how a writer is idle.
+            let (_silent, silence) = mpsc::channel::<()>();
+            let mut committed = Vec::new();
+            for index in 0..self.batches {
+                let mut batch = store.batch();
+                batch.write(page, index * DELTA_LEN % PAGE_LEN, &[index as u8; DELTA_LEN as usize]);
+                let commit = store.commit(batch)?;
+                committed.push((commit.position.lsn, Instant::now()));
+                if !gap.is_zero() {
+                    let _timeout = silence.recv_timeout(gap);
+                }
+            }
+            Ok((committed, reader.join().expect("no panic")?))
+        })?;
+        let mut late = Latency::new();
+        for (lsn, at) in committed {
+            late.record(received[&lsn].saturating_duration_since(at));
+        }
+        Ok(late)
+    }
+}
+
+/// When each batch up to `until` came.
+fn arrivals(follower: &mut Follower, until: Lsn) -> Result<HashMap<Lsn, Instant>, Stop> {
+    let mut received = HashMap::new();
+    while follower.position().lsn < until {
+        match follower.next(PATIENCE)? {
+            Some(batch) => drop(received.insert(batch.lsn(), Instant::now())),
+            None => {
+                let text = "a follower waited for a batch in vain".to_owned();
+                return Err(Failure::Environment(text).into());
+            }
+        }
+    }
+    Ok(received)
+}
+
+/// Processor time of this process.
+fn processor_time() -> Duration {
+    let time = clock_gettime(ClockId::ProcessCPUTime);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
