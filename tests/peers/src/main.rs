@@ -15,10 +15,19 @@
 //! - *detected*: an error, a report that something was cut, or a crash;
 //! - *silently lost*: records are missing, and nothing says so;
 //! - *silently wrong*: a record is there that nobody wrote.
+//!
+//! `commits` as the first argument compares their durable commits instead: see `commits.rs`.
 
+// The raw loop is the one of `remanent bench commit`.
+#[path = "../../../tools/src/aligned.rs"]
+mod aligned;
+mod commits;
 mod left;
 mod peers;
+#[path = "../../../tools/src/bench/raw.rs"]
+mod raw;
 mod record;
+mod syncs;
 mod trial;
 
 use std::env;
@@ -27,6 +36,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
+use std::time::Duration;
 
 use peers::{Found, PEERS, Peer};
 use trial::{Child, Counts};
@@ -42,15 +52,23 @@ fn main() -> ExitCode {
     match arguments[..] {
         ["write", peer, directory] => write(peers::named(peer), Path::new(directory)),
         ["read", peer, directory] => read(peers::named(peer), Path::new(directory)),
+        ["commit", name, directory, len, count] => {
+            commits::commit_some(name, Path::new(directory), number(len) as usize, number(count))
+        }
+        ["commits", directory] => commits::compare(Path::new(directory), 5, Duration::from_secs(1)),
+        ["commits", directory, rounds, seconds] => {
+            let seconds = Duration::from_secs(number(seconds));
+            commits::compare(Path::new(directory), number(rounds).max(1) as usize, seconds)
+        }
         [] => compare(300, 1),
         [trials] => compare(number(trials), 1),
         [trials, seed] => compare(number(trials), number(seed)),
-        _ => panic!("usage: peers [TRIALS] [SEED]"),
+        _ => panic!("usage: peers [TRIALS] [SEED] | commits DIR [ROUNDS SECONDS]"),
     }
 }
 
 fn number(text: &str) -> u64 {
-    text.parse().expect("TRIALS and SEED are numbers")
+    text.parse().expect("TRIALS, SEED, ROUNDS and SECONDS are whole numbers")
 }
 
 /// Writes all records, says so, and waits for its death with the store open.

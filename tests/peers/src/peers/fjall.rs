@@ -2,9 +2,9 @@
 
 use std::path::Path;
 
-use fjall::{Database, KeyspaceCreateOptions, PersistMode};
+use fjall::{Database, Keyspace, KeyspaceCreateOptions, PersistMode};
 
-use super::{Found, Result};
+use super::{Commit, Found, Result};
 use crate::record;
 
 pub fn write(directory: &Path, done: &dyn Fn()) -> Result<()> {
@@ -27,4 +27,17 @@ pub fn read(directory: &Path) -> Result<Found> {
         found.push((key.to_vec(), value.to_vec()));
     }
     Ok(found.into())
+}
+
+pub fn open(directory: &Path, _: usize) -> Result<Box<dyn Commit>> {
+    let database = Database::builder(directory).open()?;
+    let records = database.keyspace("records", KeyspaceCreateOptions::default)?;
+    Ok(Box::new((database, records)))
+}
+
+impl Commit for (Database, Keyspace) {
+    fn commit(&self, thread: usize, count: u64, record: &[u8]) -> Result<()> {
+        self.1.insert(super::key(thread, count), record)?;
+        Ok(self.0.persist(PersistMode::SyncAll)?)
+    }
 }

@@ -3,20 +3,21 @@
 use std::path::Path;
 
 use heed::types::Bytes;
-use heed::{Env, EnvOpenOptions};
+use heed::{Database, Env, EnvOpenOptions};
 
-use super::{Found, Result};
+use super::{Commit, Found, Result};
 use crate::record;
 
-fn open(directory: &Path) -> Result<Env> {
+/// A map of this length is also as long as the file can become.
+fn map(directory: &Path) -> Result<Env> {
     let mut options = EnvOpenOptions::new();
-    options.map_size(16 << 20);
+    options.map_size(64 << 20);
     // SAFETY: nobody else has the directory's files open, and nobody changes them while this process maps them.
     Ok(unsafe { options.open(directory)? })
 }
 
 pub fn write(directory: &Path, done: &dyn Fn()) -> Result<()> {
-    let env = open(directory)?;
+    let env = map(directory)?;
     let mut transaction = env.write_txn()?;
     let records = env.create_database::<Bytes, Bytes>(&mut transaction, None)?;
     transaction.commit()?;
@@ -30,7 +31,7 @@ pub fn write(directory: &Path, done: &dyn Fn()) -> Result<()> {
 }
 
 pub fn read(directory: &Path) -> Result<Found> {
-    let env = open(directory)?;
+    let env = map(directory)?;
     let transaction = env.read_txn()?;
     let records = env.open_database::<Bytes, Bytes>(&transaction, None)?.ok_or("there is no database")?;
     let mut found = Vec::new();
@@ -39,4 +40,20 @@ pub fn read(directory: &Path) -> Result<Found> {
         found.push((key.to_vec(), value.to_vec()));
     }
     Ok(found.into())
+}
+
+pub fn open(directory: &Path, _: usize) -> Result<Box<dyn Commit>> {
+    let env = map(directory)?;
+    let mut transaction = env.write_txn()?;
+    let records = env.create_database::<Bytes, Bytes>(&mut transaction, None)?;
+    transaction.commit()?;
+    Ok(Box::new((env, records)))
+}
+
+impl Commit for (Env, Database<Bytes, Bytes>) {
+    fn commit(&self, thread: usize, count: u64, record: &[u8]) -> Result<()> {
+        let mut transaction = self.0.write_txn()?;
+        self.1.put(&mut transaction, &super::key(thread, count), record)?;
+        Ok(transaction.commit()?)
+    }
 }

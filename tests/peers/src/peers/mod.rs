@@ -12,7 +12,7 @@ use std::path::Path;
 
 use crate::record::Record;
 
-type Result<T> = std::result::Result<T, Box<dyn Error>>;
+pub type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
 /// What a store gives back.
 pub struct Found {
@@ -27,6 +27,20 @@ impl From<Vec<Record>> for Found {
     }
 }
 
+/// A store to which several threads commit.
+pub trait Commit: Sync {
+    /// Returns when the record is durable. Threads have records of their own.
+    fn commit(&self, thread: usize, count: u64, record: &[u8]) -> Result<()>;
+}
+
+/// Records of a thread, which are overwritten in turn.
+const RECORDS: u64 = 16;
+
+/// The key of a thread's record.
+fn key(thread: usize, count: u64) -> [u8; 8] {
+    (thread as u64 * RECORDS + count % RECORDS).to_be_bytes()
+}
+
 /// A store.
 pub struct Peer {
     pub name: &'static str,
@@ -34,15 +48,17 @@ pub struct Peer {
     pub write: fn(&Path, &dyn Fn()) -> Result<()>,
     /// Opens and reads everything.
     pub read: fn(&Path) -> Result<Found>,
+    /// Opens an empty one for so many threads that commit at once.
+    pub open: fn(&Path, usize) -> Result<Box<dyn Commit>>,
 }
 
 pub const PEERS: &[Peer] = &[
-    Peer { name: "remanent", write: remanent::write, read: remanent::read },
-    Peer { name: "okaywal", write: okaywal::write, read: okaywal::read },
-    Peer { name: "fjall", write: fjall::write, read: fjall::read },
-    Peer { name: "redb", write: redb::write, read: redb::read },
-    Peer { name: "sqlite", write: sqlite::write, read: sqlite::read },
-    Peer { name: "lmdb", write: lmdb::write, read: lmdb::read },
+    Peer { name: "remanent", write: remanent::write, read: remanent::read, open: remanent::open },
+    Peer { name: "okaywal", write: okaywal::write, read: okaywal::read, open: okaywal::open },
+    Peer { name: "fjall", write: fjall::write, read: fjall::read, open: fjall::open },
+    Peer { name: "redb", write: redb::write, read: redb::read, open: redb::open },
+    Peer { name: "sqlite", write: sqlite::write, read: sqlite::read, open: sqlite::open },
+    Peer { name: "lmdb", write: lmdb::write, read: lmdb::read, open: lmdb::open },
 ];
 
 /// The peer of this name.

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 
 use okaywal::{Entry, EntryId, LogManager, LogVoid, ReadChunkResult, SegmentReader, WriteAheadLog};
 
-use super::{Found, Result};
+use super::{Commit, Found, Result};
 use crate::record::{self, Record};
 
 pub fn write(directory: &Path, done: &dyn Fn()) -> Result<()> {
@@ -57,4 +57,18 @@ pub fn read(directory: &Path) -> Result<Found> {
     let records = std::mem::take(&mut *collector.0.lock().expect("no panic"));
     drop(log);
     Ok(records.into())
+}
+
+pub fn open(directory: &Path, _: usize) -> Result<Box<dyn Commit>> {
+    Ok(Box::new(WriteAheadLog::recover(directory, LogVoid)?))
+}
+
+impl Commit for WriteAheadLog {
+    fn commit(&self, thread: usize, count: u64, record: &[u8]) -> Result<()> {
+        let mut entry = self.begin_entry()?;
+        entry.write_chunk(&super::key(thread, count))?;
+        entry.write_chunk(record)?;
+        entry.commit()?;
+        Ok(())
+    }
 }

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use redb::{Database, ReadableDatabase, ReadableTable, TableDefinition};
 
-use super::{Found, Result};
+use super::{Commit, Found, Result};
 use crate::record;
 
 const RECORDS: TableDefinition<&[u8], &[u8]> = TableDefinition::new("records");
@@ -33,4 +33,16 @@ pub fn read(directory: &Path) -> Result<Found> {
     }
     let told = (!is_sound).then(|| "the integrity check failed, and repaired what it could".to_owned());
     Ok(Found { records, told })
+}
+
+pub fn open(directory: &Path, _: usize) -> Result<Box<dyn Commit>> {
+    Ok(Box::new(Database::create(directory.join("redb"))?))
+}
+
+impl Commit for Database {
+    fn commit(&self, thread: usize, count: u64, record: &[u8]) -> Result<()> {
+        let transaction = self.begin_write()?;
+        transaction.open_table(RECORDS)?.insert(super::key(thread, count).as_slice(), record)?;
+        Ok(transaction.commit()?)
+    }
 }

@@ -2,9 +2,9 @@
 
 use std::path::Path;
 
-use remanent::{Ack, DeviceChoice, Key, Options, Place, Store};
+use remanent::{Ack, DeviceChoice, Key, Options, PageId, Place, Store};
 
-use super::{Found, Result};
+use super::{Commit, Found, RECORDS, Result};
 use crate::record;
 
 fn options() -> Options {
@@ -35,4 +35,26 @@ pub fn read(directory: &Path) -> Result<Found> {
     }
     let told = store.recovered().torn.as_ref().map(|torn| format!("{torn:?}"));
     Ok(Found { records, told })
+}
+
+/// Bytes that one thread's records may take together.
+const PAGE_LEN: u64 = 4 << 20;
+
+pub fn open(directory: &Path, threads: usize) -> Result<Box<dyn Commit>> {
+    let store = Store::open(directory, options())?;
+    let mut batch = store.batch();
+    for _ in 0..threads {
+        batch.create(PAGE_LEN, Place::Host);
+    }
+    let pages = store.commit(batch)?.pages;
+    Ok(Box::new((store, pages)))
+}
+
+impl Commit for (Store, Vec<PageId>) {
+    fn commit(&self, thread: usize, count: u64, record: &[u8]) -> Result<()> {
+        let mut batch = self.0.batch();
+        batch.write(self.1[thread], count % RECORDS * record.len() as u64, record);
+        self.0.commit(batch)?;
+        Ok(())
+    }
 }
