@@ -162,7 +162,7 @@ fn choose_log_io(disk: &dyn Disk, options: &Options) -> Result<(LogIo, String)> 
             None => Ok((io, format!("{io}, as asked for"))),
         };
     }
-    // `msync` waits longer than any other way to sync (`cargo bench -p remanent --bench core`).
+    // `msync` waits longer than any other way to sync (`remanent bench commit --log-io direct,buffered,mapped`).
     let (wanted, why) = match options.ack {
         Ack::Durable => (LogIo::Direct, ": every commit waits for a sync"),
         Ack::Applied | Ack::Logged => (LogIo::Mapped, ""),
