@@ -200,6 +200,7 @@ impl Log {
             self.check()?;
             if state.wanted < lsn {
                 state.wanted = lsn;
+                self.work.notify_one();
             }
             self.progress.wait(&mut state);
         }
