@@ -134,6 +134,7 @@ impl Auditor<'_> {
     /// Sums those of the pages that are still there, all behind the same batch.
     fn sum(&self, pages: &[(PageId, u64)]) -> Result<Sums> {
         let wanted: Vec<PageId> = pages.iter().map(|(page, _)| *page).collect();
+        self.applier.cold().wait(wanted.iter().copied())?;
         let staging = self.staging.take(4 * wanted.len())?.into_staging();
         let (infos, lsn, pending) = self.applier.turn(move |turn| {
             turn.intact()?;

@@ -60,6 +60,7 @@
 //! | Scrub | a reading of what lies on disk and is needed, which mends from memory what is damaged |
 //! | Link | one manifest of a snapshot: a base names all pages, a change those that changed since the link before |
 //! | Recovery / Restore | opening what a crash left / taking the store to an earlier state, going forward |
+//! | Cold | of a page: its bytes are on disk only, and are loaded before anybody gets to see or change them |
 //! | Lane | an ordered queue of device work |
 //! | Staging | host memory that a lane copies to or from |
 //! | Working copy | device memory that the caller's kernels write; a capture commits what changed there |
@@ -179,7 +180,7 @@ pub use follower::{
 pub use keeping::SnapshotInfo;
 pub use lease::Lease;
 pub use log::LogStats;
-pub use options::{Ack, Budget, Compression, Create, DeviceChoice, LogIo, Options};
+pub use options::{Ack, Budget, Compression, Create, DeviceChoice, LogIo, Options, Restore};
 pub use point::RestorePoint;
 pub use reader::Snapshot;
 #[doc(hidden)]
@@ -193,7 +194,7 @@ pub use remanent_format::{
 };
 pub use retention::Retention;
 pub use snapshot::{Pruned, ScrubStats, Scrubbed, SnapshotPhase, SnapshotStats};
-pub use store::{Committed, Stats, Store, Ticket};
+pub use store::{Cold, Committed, Stats, Store, Ticket};
 
 use device::Device;
 use device::host::HostDevice;

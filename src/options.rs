@@ -111,6 +111,18 @@ pub enum Create {
     Never,
 }
 
+/// When an open brings pages into memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Restore {
+    /// All of them, before it returns.
+    #[default]
+    Eager,
+    /// Those that the log changed before it returns, the others in the background, and first those that are asked
+    /// for.
+    OnDemand,
+}
+
 /// Whether snapshots compress the images of pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -185,6 +197,7 @@ pub struct Options {
     pub(crate) snapshots_kept_for: Duration,
     pub(crate) log_kept: u64,
     pub(crate) compression: Compression,
+    pub(crate) restore: Restore,
     pub(crate) snapshot_log_bytes: Option<u64>,
     pub(crate) snapshot_interval: Option<Duration>,
     pub(crate) snapshot_bytes_per_second: Option<u64>,
@@ -209,6 +222,7 @@ impl Default for Options {
             snapshots_kept_for: Duration::ZERO,
             log_kept: 0,
             compression: Compression::default(),
+            restore: Restore::default(),
             snapshot_log_bytes: Some(256 << 20),
             snapshot_interval: Some(Duration::from_secs(60)),
             snapshot_bytes_per_second: None,
@@ -340,6 +354,50 @@ impl Options {
     #[must_use]
     pub fn compression(mut self, compression: Compression) -> Self {
         self.compression = compression;
+        self
+    }
+
+    /// When an open brings pages into memory. Default: [`Restore::Eager`], all of them before it returns.
+    ///
+    /// With [`Restore::OnDemand`] it returns when the page table is there, the memory of all pages is allocated and
+    /// those are loaded that the log changed since the newest snapshot. The others are cold. They are loaded in the
+    /// background, and whatever needs a cold page (a read, a lease, a batch that names it) has it loaded first and
+    /// waits for it. [`Store::cold`] tells how many are left, [`Store::wait_warm`] waits for all of them.
+    ///
+    /// Pages are cold only if the snapshot is recorded as verified; if a crash came before that, the open loads
+    /// all of them. While any page is cold, nothing is removed for a snapshot that is taken, and [`Store::prune`]
+    /// and a restore wait. An image that is found damaged is reported late: by everything that needs its page, with
+    /// [`Error::Damaged`], and by the store, which is poisoned, but goes on being read. An eager open then finds
+    /// all that it would have found, and passes over the snapshot if it can.
+    ///
+    /// ```
+    /// use remanent::{Options, Place, Restore, Store};
+    /// # let directory = tempfile::tempdir().unwrap();
+    /// # let path = directory.path().join("mystore");
+    /// let store = Store::open(&path, Options::default())?;
+    /// let mut batch = store.batch();
+    /// let page = batch.create(4, Place::Host);
+    /// batch.write(page, 0, b"cold");
+    /// let page = store.commit(batch)?.pages[0];
+    /// store.snapshot()?;
+    /// store.close()?;
+    ///
+    /// let store = Store::open(&path, Options::default().restore(Restore::OnDemand))?;
+    /// assert_eq!(store.recovered().cold_pages, 1);
+    /// let mut bytes = [0; 4];
+    /// store.read(page, 0, &mut bytes)?; // loads the page, if nothing has yet
+    /// assert_eq!(&bytes, b"cold");
+    /// store.wait_warm()?;
+    /// assert_eq!(store.cold().pages, 0);
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    ///
+    /// [`Store::cold`]: crate::Store::cold
+    /// [`Store::wait_warm`]: crate::Store::wait_warm
+    /// [`Store::prune`]: crate::Store::prune
+    #[must_use]
+    pub fn restore(mut self, restore: Restore) -> Self {
+        self.restore = restore;
         self
     }
 

@@ -8,6 +8,7 @@
 //! bytes: what is in memory then is not what the table says. The store is poisoned, no later list goes out
 //! and nothing is read any more. The log has it all.
 
+mod cold;
 mod cut;
 mod drain;
 mod leases;
@@ -20,6 +21,7 @@ use remanent_format::op::{Op, decode_payload};
 use remanent_format::table::Changes;
 use remanent_format::{LogPoint, Lsn, PageId, PageInfo, PageTable, Place};
 
+pub(crate) use cold::{ColdPage, ColdPages};
 pub(crate) use cut::Cut;
 pub(crate) use drain::Drain;
 pub(crate) use leases::{LeaseId, Leases};
@@ -59,8 +61,10 @@ pub(crate) struct Work {
 pub(crate) struct Applied {
     /// The table.
     pub table: PageTable,
-    /// The bytes.
+    /// The bytes, of all pages that are warm.
     pub memory: HashMap<PageId, PageMemory>,
+    /// The other pages.
+    pub cold: Arc<ColdPages>,
     /// The end of the last batch.
     pub point: LogPoint,
     /// Pages deleted since a snapshot began to watch, and by which batch.
@@ -118,6 +122,7 @@ pub(crate) struct Applier {
     /// `progress` changed.
     moved: Condvar,
     poison: Arc<Poison>,
+    cold: Arc<ColdPages>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -156,6 +161,7 @@ impl Applier {
             progress: Mutex::new(Progress { applied: applied.point.lsn, fence: 0, lost: false }),
             moved: Condvar::new(),
             poison,
+            cold: applied.cold.clone(),
             thread: Mutex::new(None),
         });
         let thread = thread::Builder::new().name("remanent-apply".to_owned()).spawn({
@@ -189,7 +195,12 @@ impl Applier {
         Ok(applier)
     }
 
-    /// Hands over a batch. Called in the order of the log.
+    /// The pages that are not loaded yet: to be waited for before a turn looks for their memory.
+    pub fn cold(&self) -> &Arc<ColdPages> {
+        &self.cold
+    }
+
+    /// Hands over a batch, of whose pages none is cold. Called in the order of the log.
     pub fn push(&self, work: Work) {
         self.request(Request::Batch(work));
     }
@@ -216,6 +227,7 @@ impl Applier {
         page: PageId,
         range: impl FnOnce(&PageInfo) -> (u64, u64) + Send + 'static,
     ) -> Result<(PageInfo, Lsn, StagingBuf)> {
+        self.cold.wait([page])?;
         let pool = staging.clone();
         let (info, lsn, drain) = self.turn(move |turn| {
             let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?.clone();

@@ -185,6 +185,7 @@ impl Committer {
         // Half loaded it is of no state.
         copy.belongs_to(Epoch(0));
         let page = copy.page();
+        self.applier.cold().wait([page])?;
         let (epoch, pending) = self.applier.turn(move |turn| {
             turn.intact()?;
             let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;

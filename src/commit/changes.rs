@@ -70,6 +70,7 @@ impl Committer {
         match copy.shadow() {
             Some(shadow) => commands = diffs(shadow.span()),
             None => {
+                self.applier.cold().wait([page])?;
                 let marked: Fence = self.applier.turn(move |turn| {
                     turn.intact()?;
                     let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;

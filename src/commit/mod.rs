@@ -170,6 +170,8 @@ impl Committer {
     ) -> Result<Option<LogPoint>> {
         let encoded = |defect: Defect| Error::InvalidOperation { index: 0, reason: defect.to_string() };
         let ops = decode_payload(&draft.payload).map_err(encoded)?;
+        // Before an Lsn is taken: the applier waits for no page.
+        self.applier.cold().wait(ops.iter().filter_map(|at| at.op.page()))?;
         self.leases
             .check_thread(ops.iter().filter(|at| reaches_bytes(&at.op)).filter_map(|at| at.op.page()))?;
         let whole: HashMap<PageId, &[u8]> =

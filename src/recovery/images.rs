@@ -4,20 +4,17 @@
 //! Nothing on disk changes here, so a crash loses nothing.
 
 use std::borrow::Cow;
-use std::collections::HashMap;
 use std::ops::Range;
 
 use remanent_format::image::{Codec, ImageRef};
 use remanent_format::{Defect, FileName, PageId};
 
-use super::Recovery;
-use crate::arena::PageMemory;
 use crate::crew;
-use crate::device::{Command, CommandList, Lane, Span, StagingSpan};
+use crate::device::{Command, CommandList, Device, Lane, Span, StagingSpan};
 use crate::error::{Error, Result};
 use crate::runs::{Piece, RUN_BYTES, Run, Wanted, runs};
 use crate::source::DiskSource;
-use crate::staging::StagingBuf;
+use crate::staging::{StagingBuf, StagingPool};
 
 /// Threads that read. A disk is busy with four; from the page cache each gives a few gigabytes a second, checksums
 /// included, and a GPU takes fifty.
@@ -27,9 +24,13 @@ const DECODED_BYTES: u64 = 64 << 20;
 
 /// Loads images into the memory of their pages.
 pub(super) struct ImageLoader<'a> {
-    pub recovery: &'a Recovery<'a>,
-    pub memory: &'a HashMap<PageId, PageMemory>,
+    pub device: &'a dyn Device,
+    pub staging: &'a StagingPool,
     pub source: &'a DiskSource,
+    /// The lane on which the bytes go up.
+    pub lane: Lane,
+    /// The memory of a page.
+    pub target: &'a (dyn Fn(PageId) -> Span + Sync),
 }
 
 /// What one thread does at a time.
@@ -39,19 +40,22 @@ enum Work<'a> {
     Part(&'a Wanted, Range<u64>),
 }
 
+/// How many threads load images of which the longest that is compressed holds so many bytes; 0 if none is.
+pub(super) fn threads(longest_compressed: u64) -> usize {
+    let fit = (DECODED_BYTES / longest_compressed.max(RUN_BYTES)).max(1) as usize;
+    crew::threads(if longest_compressed == 0 { THREADS_MAX } else { fit.min(THREADS_MAX) })
+}
+
 impl ImageLoader<'_> {
-    /// Loads and proves images, in no order. A long one is read in parts, so that no more than a few megabytes a
-    /// thread are held at a time; one that is long and compressed is held whole.
+    /// Loads and proves images, in no order, by several threads. A long one is read in parts, so that no more than a
+    /// few megabytes a thread are held at a time; one that is long and compressed is held whole.
     ///
     /// # Errors
-    /// [`Error::Damaged`]; a device error. Lists that name the memory may still be under way then.
-    pub fn load(&self, images: &mut [Wanted]) -> Result<()> {
-        let compressed = images.iter().filter(|wanted| wanted.image.codec != Codec::Raw);
-        let longest = compressed.map(|wanted| wanted.len).max().unwrap_or(0);
-        let fit = (DECODED_BYTES / longest.max(RUN_BYTES)).max(1) as usize;
+    /// [`Error::Damaged`]; a device error, after which lists that name the memory may still be under way.
+    pub fn load(&self, images: &mut [Wanted], threads: usize) -> Result<()> {
         let work: Vec<Work<'_>> = runs(images).flat_map(split).collect();
         let checksums = crew::map(
-            crew::threads(if longest == 0 { THREADS_MAX } else { fit.min(THREADS_MAX) }),
+            threads,
             work.len(),
             || (),
             |(), index| match &work[index] {
@@ -63,13 +67,13 @@ impl ImageLoader<'_> {
     }
 
     fn load_run(&self, run: &Run<'_>) -> Result<()> {
-        let read = run.read(self.source, |len| self.recovery.staging.take(len))?;
+        let read = run.read(self.source, |len| self.staging.take(len))?;
         // Pages that are stored as they are go up from where they were read; what is compressed is gathered
         // elsewhere.
         let (mut stored, mut decoded, mut decoded_bytes) = (Vec::new(), Vec::new(), Vec::new());
         for page in run.pages(&read) {
             let (page, at, content) = page?;
-            let target = self.memory[&page].span();
+            let target = (self.target)(page);
             match content {
                 Cow::Borrowed(_) => stored.push((at, target)),
                 Cow::Owned(content) => {
@@ -92,10 +96,10 @@ impl ImageLoader<'_> {
         let ImageRef { file, offset, .. } = wanted.image;
         wanted.image.check(wanted.len).map_err(|defect| defect.at(FileName::Pages(file), offset))?;
         let in_file = offset + range.start..offset + range.end;
-        let read = Piece::read(self.source, file, in_file, |len| self.recovery.staging.take(len))?;
+        let read = Piece::read(self.source, file, in_file, |len| self.staging.take(len))?;
         let (at, len) = ((offset + range.start - read.start) as usize, range.end - range.start);
         let checksum = crc32fast::hash(&read.bytes[at..at + len as usize]);
-        let target = Span { offset: range.start, len, ..self.memory[&wanted.page].span() };
+        let target = Span { offset: range.start, len, ..(self.target)(wanted.page) };
         self.upload(read.bytes, &[(at, target)])?;
         Ok(checksum)
     }
@@ -104,7 +108,7 @@ impl ImageLoader<'_> {
         if pages.is_empty() {
             return Ok(());
         }
-        let mut staged = self.recovery.staging.take(bytes.len())?;
+        let mut staged = self.staging.take(bytes.len())?;
         staged.copy_from_slice(bytes);
         self.upload(staged, pages)
     }
@@ -117,9 +121,9 @@ impl ImageLoader<'_> {
         };
         let commands = pages.iter().filter(|(_, target)| target.len > 0).map(upload).collect();
         let list = CommandList { commands, staging: vec![staged.into_staging()] };
-        let pending = self.recovery.device.submit(Lane::Apply, list)?;
-        for staging in pending.finish(&*self.recovery.device)? {
-            self.recovery.staging.give(staging);
+        let pending = self.device.submit(self.lane, list)?;
+        for staging in pending.finish(self.device)? {
+            self.staging.give(staging);
         }
         Ok(())
     }

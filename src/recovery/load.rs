@@ -2,24 +2,25 @@
 //!
 //! Nothing on disk changes here, so a crash loses nothing.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{HashMap, VecDeque};
 
 use remanent_format::apply::apply;
 use remanent_format::frame::FrameKind;
-use remanent_format::image::ImageRef;
+use remanent_format::image::{Codec, ImageRef};
 use remanent_format::log::LogWalk;
 use remanent_format::manifest::Manifest;
 use remanent_format::op::decode_payload;
 use remanent_format::rebuild::{Resolution, Survey, load_base};
-use remanent_format::replay::Base;
+use remanent_format::replay::Resolved;
 use remanent_format::{Defect, FileName, LogPoint, Lsn, PageId};
 
-use super::images::ImageLoader;
+use super::images::{ImageLoader, threads};
 use super::{Recovery, on_disk};
-use crate::applier::{ListBuilder, stage_aside};
+use crate::applier::{ColdPage, ListBuilder, stage_aside};
 use crate::arena::{Arena, PageMemory, Purpose};
 use crate::device::{Command, CommandList, Lane, Pending, StagingSpan};
 use crate::error::Result;
+use crate::options::Restore;
 use crate::runs::Wanted;
 use crate::source::DiskSource;
 
@@ -31,19 +32,34 @@ const LIST_BYTES: usize = 1 << 20;
 /// Pages that are loaded, and that no list uses any more: given back if the open fails after all.
 pub(super) struct Loaded<'a> {
     arena: &'a Arena,
-    memory: HashMap<PageId, PageMemory>,
+    pages: Pages,
+}
+
+/// The memory of all pages.
+#[derive(Default)]
+pub(super) struct Pages {
+    /// Of those that are loaded.
+    pub memory: HashMap<PageId, PageMemory>,
+    /// Those that are not, for they are exactly what their images say.
+    pub cold: Vec<ColdPage>,
+}
+
+impl Pages {
+    fn into_memory(self) -> impl Iterator<Item = PageMemory> {
+        self.memory.into_values().chain(self.cold.into_iter().map(|cold| cold.memory))
+    }
 }
 
 impl Loaded<'_> {
-    /// The pages' memory, for good.
-    pub fn keep(mut self) -> HashMap<PageId, PageMemory> {
-        std::mem::take(&mut self.memory)
+    /// The pages, for good.
+    pub fn keep(mut self) -> Pages {
+        std::mem::take(&mut self.pages)
     }
 }
 
 impl Drop for Loaded<'_> {
     fn drop(&mut self) {
-        for (_, memory) in self.memory.drain() {
+        for memory in std::mem::take(&mut self.pages).into_memory() {
             if let Err(error) = self.arena.discard(memory) {
                 tracing::warn!(%error, "cannot give page memory back");
             }
@@ -61,7 +77,7 @@ pub(super) fn load<'a>(
 ) -> Result<Loaded<'a>> {
     let mut loader = Loader {
         recovery,
-        memory: HashMap::new(),
+        pages: Pages::default(),
         on_host: HashMap::new(),
         list: ListBuilder::default(),
         in_flight: VecDeque::new(),
@@ -72,19 +88,19 @@ pub(super) fn load<'a>(
         // not, the memory stays counted, and is warned of.
         let device = &*recovery.device;
         let drained = device.submit(Lane::Apply, CommandList::default()).and_then(|last| last.finish(device));
-        for (_, memory) in loader.memory.drain() {
+        for memory in std::mem::take(&mut loader.pages).into_memory() {
             if drained.is_ok() {
                 recovery.arena.discard(memory)?;
             }
         }
     }
-    loaded.map(|()| Loaded { arena: recovery.arena, memory: loader.memory })
+    loaded.map(|()| Loaded { arena: recovery.arena, pages: loader.pages })
 }
 
 /// Brings pages into device memory.
 struct Loader<'a> {
     recovery: &'a Recovery<'a>,
-    memory: HashMap<PageId, PageMemory>,
+    pages: Pages,
     /// Pages whose length changes during replay are put together in host memory: on the device they are
     /// allocated once, at their final length.
     on_host: HashMap<PageId, Vec<u8>>,
@@ -103,10 +119,10 @@ impl Loader<'_> {
         let resolved = &resolution.resolved;
         let wanted: Vec<_> = resolved.table.pages().map(|info| (info.place, info.len)).collect();
         let memory = self.recovery.arena.allocate_all(Purpose::Page, &wanted)?;
-        self.memory.extend(resolved.table.pages().map(|info| info.page).zip(memory));
+        self.pages.memory.extend(resolved.table.pages().map(|info| info.page).zip(memory));
         // Sealed bytes are proven past the cache (I6): images, and frames up to the last mark.
         let sealed = DiskSource::past_cache(self.recovery.disk.clone());
-        self.load_images(&sealed, &resolved.bases, verified(survey, manifest, resolution))?;
+        self.load_images(&sealed, resolved, verified(survey, manifest, resolution))?;
         let end = resolution.end.as_ref().expect("followed to its end");
         let from = match manifest {
             Some(manifest) => manifest.redo,
@@ -123,31 +139,44 @@ impl Loader<'_> {
 
     /// What is no image of its page's final length is made here, the rest by several threads. The images that
     /// `verified` names were proven past the cache when it was (I7), nobody writes to them, and each has its
-    /// checksum: so what the page cache has of them is taken from there.
+    /// checksum: so what the page cache has of them is taken from there; and where pages are loaded on demand,
+    /// those that nothing happened to since are left cold.
     fn load_images(
         &mut self,
         sealed: &DiskSource,
-        bases: &BTreeMap<PageId, Base>,
+        resolved: &Resolved,
         verified: Option<&Manifest>,
     ) -> Result<()> {
+        let may_be_cold = self.recovery.options.restore == Restore::OnDemand;
         let (mut proven, mut unproven) = (Vec::new(), Vec::new());
-        for (&page, base) in bases {
+        for (&page, base) in &resolved.bases {
             match base.image {
                 _ if base.resized => {
                     self.on_host.insert(page, load_base(sealed, base)?);
                 }
                 Some(image) => {
                     let is_proven = verified.is_some_and(|verified| names(verified, page, &image));
+                    let is_unchanged = resolved.table.get(page).is_some_and(|info| info.lsn == base.lsn);
+                    if is_proven && is_unchanged && may_be_cold {
+                        let memory = self.pages.memory.remove(&page).expect("allocated for each page");
+                        self.pages.cold.push(ColdPage { page, image, memory });
+                        continue;
+                    }
                     let images = if is_proven { &mut proven } else { &mut unproven };
                     images.push(Wanted { page, len: base.len, image });
                 }
-                None => self.list.zero(self.memory[&page].span()),
+                None => self.list.zero(self.pages.memory[&page].span()),
             }
         }
         self.flush()?;
-        let cached = DiskSource::proven(self.recovery.disk.clone());
+        let Recovery { disk, device, staging, .. } = self.recovery;
+        let target = |page: PageId| self.pages.memory[&page].span();
+        let cached = DiskSource::proven(disk.clone());
         for (source, mut images) in [(sealed, unproven), (&cached, proven)] {
-            ImageLoader { recovery: self.recovery, memory: &self.memory, source }.load(&mut images)?;
+            let compressed = images.iter().filter(|wanted| wanted.image.codec != Codec::Raw);
+            let threads = threads(compressed.map(|wanted| wanted.len).max().unwrap_or(0));
+            ImageLoader { device: &**device, staging, source, lane: Lane::Apply, target: &target }
+                .load(&mut images, threads)?;
         }
         Ok(())
     }
@@ -160,7 +189,7 @@ impl Loader<'_> {
         let mut staged = self.recovery.staging.take(bytes.len())?;
         staged.copy_from_slice(bytes);
         let source = StagingSpan { index: 0, offset: 0, len: bytes.len() };
-        let commands = vec![Command::Upload { source, target: self.memory[&page].span() }];
+        let commands = vec![Command::Upload { source, target: self.pages.memory[&page].span() }];
         let list = CommandList { commands, staging: vec![staged.into_staging()] };
         self.in_flight.push_back(self.recovery.device.submit(Lane::Apply, list)?);
         self.drain(IN_FLIGHT_MAX)
@@ -200,7 +229,7 @@ impl Loader<'_> {
                 } else {
                     // An image is its page's base, so that no frame that names one applies here.
                     let aside = stage_aside(&op.op, &HashMap::new(), self.recovery.staging)?;
-                    self.list.data(op, index, &self.memory[&page], aside);
+                    self.list.data(op, index, &self.pages.memory[&page], aside);
                     staged = true;
                 }
             }

@@ -36,11 +36,14 @@
 //! | the header of the empty newest segment bad | bit rot | nothing is lost: replaced | `bad_header_of_empty_segment_is_harmless` |
 //! | an empty segment more than needed | a crash before the opening's rename | replaced or recycled | `crash_before_the_rename_changes_nothing` |
 //!
+//! What is loaded on demand is judged when it is: `warm.rs`.
+//!
 //! # The order
 //!
 //! 1. Lock; sync the folders, so that every name found is durable; STORE.
 //! 2. Survey the files; resolve the final page table from the newest usable snapshot and the log (I10).
-//! 3. Check the budget; load images past the cache, replay the log onto them.
+//! 3. Check the budget; load images past the cache, replay the log onto them. What is wanted only on demand, and
+//!    is exactly what its image says, is left for `warm.rs`.
 //!    Until here nothing is written: a store that is refused is left as it is.
 //! 4. Publish anew a snapshot that is not recorded as verified (I7). Begin the new incarnation (I5): build
 //!    the opening segment whole under a temporary name, sync it, read it back; make the empty segment after
@@ -53,6 +56,7 @@ mod found;
 mod images;
 mod load;
 mod opening;
+mod warm;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
@@ -73,9 +77,10 @@ use remanent_format::{
 pub(crate) use self::fork::fork;
 pub use self::found::Origin;
 pub(crate) use self::found::{check_target, found_alone};
-use self::load::{Loaded, load};
+use self::load::{Loaded, Pages, load};
 use self::opening::{Predecessor, begin, random};
-use crate::applier::Applied;
+pub(crate) use self::warm::{Warmer, Warming};
+use crate::applier::{Applied, ColdPages};
 use crate::arena::Arena;
 use crate::device::Device;
 use crate::disk::Disk;
@@ -108,6 +113,8 @@ pub struct Recovered {
     pub replayed_bytes: u64,
     /// Batches above the last durable mark, copied into the new incarnation.
     pub copied_batches: u64,
+    /// Pages that were yet to be loaded when the open returned ([`Options::restore`]).
+    pub cold_pages: u64,
     /// What was cut from the end of the log, if anything.
     pub torn: Option<TornTail>,
     /// Damage that cost time, not data: snapshots passed over, an empty segment's header.
@@ -196,6 +203,7 @@ impl Recovery<'_> {
             applied: Applied {
                 table: PageTable::new(),
                 memory: HashMap::new(),
+                cold: Arc::default(),
                 point: log.point,
                 deleted: None,
                 cut: None,
@@ -235,7 +243,7 @@ impl Recovery<'_> {
             return Err(defect.at_lsn(FileName::Segment(number), 0, survey.mark()).into());
         }
 
-        let (resolution, memory, mut harmless) = self.load_best(&source, &survey)?;
+        let (resolution, loaded, mut harmless) = self.load_best(&source, &survey)?;
         let end = resolution.end.clone().expect("followed to its end");
         harmless.extend(end.harmless.iter().cloned());
 
@@ -281,8 +289,10 @@ impl Recovery<'_> {
             incarnation = %position.incarnation, lsn = %position.lsn, snapshot = ?recovered.snapshot,
             replayed = recovered.replayed_batches, copied = copied_batches, torn = ?recovered.torn, "recovered"
         );
-        let (table, memory) = (resolution.resolved.table, memory.keep());
-        let applied = Applied { table, memory, point: log.point, deleted: None, cut: None };
+        let Pages { memory, cold } = loaded.keep();
+        recovered.cold_pages = cold.len() as u64;
+        let (table, cold) = (resolution.resolved.table, Arc::new(ColdPages::new(cold)));
+        let applied = Applied { table, memory, cold, point: log.point, deleted: None, cut: None };
         Ok(Opened { store: survey.store, applied, log, pool, keeping, recovered })
     }
 
@@ -480,6 +490,7 @@ impl Recovery<'_> {
             replayed_batches: 0,
             replayed_bytes: 0,
             copied_batches: 0,
+            cold_pages: 0,
             torn: None,
             harmless: Vec::new(),
             device: self.device.label(),

@@ -50,6 +50,8 @@ impl Snapshots {
     /// Gathers pages, brings them to the host, and writes them as one chunk.
     fn gather_chunk(&self, writer: &ImageWriter, chunk: &[(PageId, u64)]) -> Result<Vec<ManifestEntry>> {
         let _phase = phases::enter(Phase::SnapshotGather);
+        // To be written again though nothing changed them: their file is wasteful, or damaged.
+        self.applier.cold().wait(chunk.iter().map(|(page, _)| *page))?;
         let caught = self.gather(chunk.iter().map(|(page, _)| *page).collect())?;
         let drained = caught.copies.finish(&*self.device, &self.staging)?;
         let images: Vec<(&PageInfo, &[u8])> = caught

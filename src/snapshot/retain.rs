@@ -51,8 +51,12 @@ impl Snapshots {
         self.log.record_verified(record.collect())
     }
 
-    /// Phases 6 (the record of it) and 7.
+    /// Phases 6 (the record of it) and 7. While pages are cold only the record: where an image turns out damaged, an
+    /// older snapshot and more log can stand in for it.
     pub fn retain(&self, keeping: &mut Keeping) -> Result<()> {
+        if self.applier.cold().is_any() {
+            return self.record(keeping, |_| true);
+        }
         self.prune(keeping, &self.retention).map(drop)
     }
 

@@ -83,7 +83,8 @@ impl Store {
     /// # Errors
     /// If the batch cannot be committed, with nothing changed: [`Error::UnknownPage`],
     /// [`Error::OutOfBounds`], [`Error::Conflict`], [`Error::KeyTaken`], [`Error::InvalidOperation`],
-    /// [`Error::Limit`], [`Error::OverBudget`], [`Error::DiskFull`]. [`Error::Poisoned`] after a failure.
+    /// [`Error::Limit`], [`Error::OverBudget`], [`Error::DiskFull`]; [`Error::Damaged`] as for [`Store::read`].
+    /// [`Error::Poisoned`] after a failure.
     pub fn submit(&self, batch: WriteBatch) -> Result<Ticket> {
         self.check_process()?;
         let (point, pages) = self.parts.committer.submit(&batch)?;

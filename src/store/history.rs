@@ -98,7 +98,8 @@ impl Store {
     /// [`Error::DiskFull`] changes nothing; any other failure poisons the store.
     pub fn prune(&self, retention: &Retention) -> Result<Pruned> {
         self.check_process()?;
-        let Parts { snapshots, poison, .. } = &self.parts;
+        let Parts { snapshots, poison, applier, .. } = &self.parts;
+        applier.cold().wait_all()?;
         poison.check()?;
         snapshots.prune(&mut snapshots.keeping.lock(), retention).map_err(|error| match error {
             Error::DiskFull { .. } => error,
@@ -163,6 +164,8 @@ impl Store {
         let Parts {
             committer, snapshots, options, disk, device, staging, applier, leases, log, poison, ..
         } = &self.parts;
+        // Memory is overwritten as a whole.
+        applier.cold().wait_all()?;
         let mut submitted = committer.lock();
         leases.check_none().map_err(|error| poison.set_by_device(error))?;
         let restore = Restore {

@@ -26,11 +26,12 @@ use crate::error::{Error, Result};
 use crate::log::Log;
 use crate::options::{Ack, Options};
 use crate::poison::Poison;
-use crate::recovery::Recovered;
+use crate::recovery::{Recovered, Warmer};
 use crate::snapshot::{Background, Scrub, Scrubber, Snapshots};
 use crate::staging::StagingPool;
 
 pub use batches::{Committed, Ticket};
+pub use pages::Cold;
 pub use stats::Stats;
 
 /// A store directory, open for reading and writing: pages, root, log, snapshots.
@@ -70,6 +71,7 @@ struct Parts {
     background: Background,
     scrub: Arc<Scrub>,
     scrubber: Scrubber,
+    warmer: Warmer,
     options: Options,
     disk: Arc<dyn Disk>,
     device: Arc<dyn Device>,
@@ -142,6 +144,7 @@ impl Drop for Store {
         if self.check_process().is_ok() {
             self.parts.background.stop();
             self.parts.scrubber.stop();
+            self.parts.warmer.stop();
             self.parts.applier.stop();
             self.parts.log.stop();
         }

@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::log::Log;
 use crate::options::{Ack, LogIo, Options};
 use crate::poison::Poison;
-use crate::recovery::{Opened, Recovery, check_directory};
+use crate::recovery::{Opened, Recovery, Warmer, Warming, check_directory};
 use crate::retention::Retention;
 use crate::snapshot::{Background, Mark, Pace, Progress, Rules, Scrub, Scrubber, Snapshots};
 use crate::staging::StagingPool;
@@ -78,6 +78,18 @@ impl Store {
             applied,
         );
         let applier = applier.inspect_err(|_| log.stop())?;
+        let warmer = Warmer::start(Warming {
+            disk: disk.clone(),
+            device: device.clone(),
+            arena: arena.clone(),
+            staging: staging.clone(),
+            applier: applier.clone(),
+            poison: poison.clone(),
+        });
+        let warmer = warmer.inspect_err(|_| {
+            applier.stop();
+            log.stop();
+        })?;
         let committer = Committer {
             next_page: AtomicU64::new(table.next_page()),
             submitted: Mutex::new(table),
@@ -116,6 +128,7 @@ impl Store {
         });
         let rules = Rules { log_bytes: options.snapshot_log_bytes, interval: options.snapshot_interval };
         let background = Background::start(snapshots.clone(), rules).inspect_err(|_| {
+            warmer.stop();
             applier.stop();
             log.stop();
         })?;
@@ -123,6 +136,7 @@ impl Store {
         let (interval, rate) = (options.scrub_interval, options.scrub_bytes_per_second);
         let scrubber = Scrubber::start(scrub.clone(), interval, rate).inspect_err(|_| {
             background.stop();
+            warmer.stop();
             applier.stop();
             log.stop();
         })?;
@@ -137,6 +151,7 @@ impl Store {
                 background,
                 scrub,
                 scrubber,
+                warmer,
                 options,
                 disk,
                 device,

@@ -7,6 +7,18 @@ use remanent_format::{Key, Lsn, Metadata, PageId, PageInfo};
 use super::{Parts, Store};
 use crate::error::{Error, Result};
 use crate::lease::Lease;
+#[cfg(doc)]
+use crate::options::Restore;
+
+/// Pages that are yet to be loaded.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Cold {
+    /// How many there are.
+    pub pages: u64,
+    /// Their bytes.
+    pub bytes: u64,
+}
 
 impl Store {
     /// Fills `out` with the page's bytes from `offset` on, as of the batch returned: the newest one
@@ -16,7 +28,8 @@ impl Store {
     /// to the host. Where the budget has no room for that, deltas are applied when the read is done.
     ///
     /// # Errors
-    /// [`Error::UnknownPage`], [`Error::OutOfBounds`]; [`Error::Poisoned`] if the device failed, now or
+    /// [`Error::UnknownPage`], [`Error::OutOfBounds`]; [`Error::Damaged`] if the page was cold
+    /// ([`Restore::OnDemand`]) and its image does not hold; [`Error::Poisoned`] if the device failed, now or
     /// with a batch before. A store that is poisoned by its disk goes on being read.
     pub fn read(&self, page: PageId, offset: u64, out: &mut [u8]) -> Result<Lsn> {
         self.check_process()?;
@@ -34,15 +47,34 @@ impl Store {
     /// budget of its place.
     ///
     /// # Errors
-    /// [`Error::UnknownPage`]; [`Error::Poisoned`] if the device failed, now or with a batch before.
+    /// [`Error::UnknownPage`]; [`Error::Damaged`] as for [`Store::read`]; [`Error::Poisoned`] if the device failed,
+    /// now or with a batch before.
     pub fn lease(&self, page: PageId) -> Result<Lease<'_>> {
         self.check_process()?;
         let Parts { committer, applier, leases, device, poison, .. } = &self.parts;
+        applier.cold().wait([page])?;
         let id = {
             let _every_later_batch_knows = committer.lock();
             leases.begin(page)
         };
         Lease::take(applier, leases, device, page, id).map_err(|error| poison.set_by_device(error))
+    }
+
+    /// How many pages are yet to be loaded: none, unless the store was opened with [`Restore::OnDemand`]. One that
+    /// cannot be loaded is not counted.
+    #[must_use]
+    pub fn cold(&self) -> Cold {
+        let (pages, bytes) = self.parts.applier.cold().left();
+        Cold { pages, bytes }
+    }
+
+    /// Waits until all pages are loaded.
+    ///
+    /// # Errors
+    /// [`Error::Damaged`] if one of them cannot be, once all others are; [`Error::Poisoned`] if loading stopped.
+    pub fn wait_warm(&self) -> Result<()> {
+        self.check_process()?;
+        self.parts.applier.cold().wait_all()
     }
 
     /// A page's length, version, key and metadata.

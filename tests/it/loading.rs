@@ -7,7 +7,7 @@ use remanent::device::Device;
 use remanent::device::host::HostDevice;
 use remanent::device::late::LateDevice;
 use remanent::disk::dir::{DirDisk, DirReader};
-use remanent::{Compression, Options, PageId, Place, SnapshotInfo, Store};
+use remanent::{Compression, Options, PageId, Place, Restore, SnapshotInfo, Store};
 use remanent_format::rebuild::Survey;
 use remanent_format::{Defect, FileName, Folder};
 
@@ -74,9 +74,15 @@ fn images_of_every_length_come_back() {
         let devices: [Arc<dyn Device>; 2] = [Arc::new(HostDevice::new()), Arc::new(late())];
         for device in devices {
             let label = device.label();
-            let store = open(directory.path(), device, compression);
-            assert_eq!(store.recovered().replayed_batches, 0, "{label}");
-            check(&store, &label);
+            for restore in [Restore::Eager, Restore::OnDemand] {
+                let options = Options::default().compression(compression).restore(restore);
+                let disk = Arc::new(DirDisk::new(directory.path()));
+                let store = Store::open_on(disk, device.clone(), options).unwrap();
+                assert_eq!(store.recovered().replayed_batches, 0, "{label}");
+                let cold = if restore == Restore::Eager { 0 } else { LENS.len() as u64 - 1 };
+                assert_eq!(store.recovered().cold_pages, cold, "all but the one that is empty, on {label}");
+                check(&store, &label);
+            }
         }
     }
 }

@@ -42,6 +42,7 @@ mod loading;
 mod machine;
 mod model;
 mod moves;
+mod on_demand;
 mod past;
 mod readme;
 mod recovery;

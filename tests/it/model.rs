@@ -26,7 +26,7 @@ use remanent::device::host::HostDevice;
 use remanent::device::late::LateDevice;
 use remanent::disk::Disk;
 use remanent::disk::dir::{DirDisk, DirReader};
-use remanent::{Error, LogIo, Options, RestorePoint, Store};
+use remanent::{Error, LogIo, Options, Restore, RestorePoint, Store};
 use remanent_format::ReadAt;
 use tempfile::TempDir;
 
@@ -58,10 +58,12 @@ fn the_store_is_what_the_model_says() {
             let host = || Arc::new(HostDevice::new()) as Arc<dyn Device>;
             let late = || Arc::new(LateDevice::seeded(host(), seed)) as Arc<dyn Device>;
             let gpu = || gpu::device().expect("it was there at the start") as Arc<dyn Device>;
-            run(&actions, LogIo::Mapped, false, &mut tally.borrow_mut(), &host);
-            run(&actions, other, true, &mut tally.borrow_mut(), &late);
+            let options = |log_io| Options::default().log_io(log_io);
+            let on_demand = options(other).restore(Restore::OnDemand);
+            run(&actions, options(LogIo::Mapped), false, &mut tally.borrow_mut(), &host);
+            run(&actions, on_demand, true, &mut tally.borrow_mut(), &late);
             if has_gpu {
-                run(&actions, direct, false, &mut tally.borrow_mut(), &gpu);
+                run(&actions, options(direct), false, &mut tally.borrow_mut(), &gpu);
             }
             Ok(())
         });
@@ -73,21 +75,22 @@ fn the_store_is_what_the_model_says() {
     }
     // The seeds lead everywhere: a change to how histories are drawn must not make this test idle.
     let tally = tally.into_inner();
-    let Tally { commits, crashes, restores, looks, forks, names, given_up, images, background, .. } = tally;
+    let Tally { commits, crashes, restores, looks, forks, names, given_up, images, background, cold, .. } =
+        tally;
     let enough = commits >= 400 && crashes >= 100 && restores >= 40 && looks >= 40 && forks >= 30;
-    let enough = enough && names >= 30 && given_up >= 1 && images >= 80 && background >= 1;
+    let enough = enough && names >= 30 && given_up >= 1 && images >= 80 && background >= 1 && cold >= 50;
     assert!(asked.is_some() || enough && tally.refusals.len() == Refusal::COUNT, "{tally:?}");
 }
 
 /// Runs a history in a directory.
 fn run(
     actions: &[Action],
-    log_io: LogIo,
+    options: Options,
     in_background: bool,
     tally: &mut Tally,
     device: &dyn Fn() -> Arc<dyn Device>,
 ) {
-    let setting = Setting { options: Options::default().log_io(log_io), in_background, device };
+    let setting = Setting { options, in_background, device };
     run::run(actions, Directory::new(), &setting, tally);
 }
 

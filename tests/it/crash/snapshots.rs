@@ -1,10 +1,10 @@
 //! Snapshots, what they share and what they replace; and restores.
 
-use remanent::{Ack, Metadata, Place};
+use remanent::{Ack, Metadata, Place, Restore};
 
 use super::model::{Act, Target};
 use super::work::{Random, Writer, beside};
-use super::{options, suite};
+use super::{Lives, options, suite};
 
 #[test]
 fn snapshots_beside_commits() {
@@ -62,6 +62,38 @@ fn exact_snapshots_beside_commits() {
         driver.check(&store);
         drop(store);
         Ok(driver.into())
+    });
+}
+
+/// Stores that are in use before their pages are loaded: every crash of one, and every one that is opened like that
+/// behind a crash.
+#[test]
+fn stores_loaded_on_demand_survive() {
+    suite(options().snapshots_kept(1).restore(Restore::OnDemand), 3000, |driver, random| {
+        let store = driver.open()?;
+        let pages = driver.create_pages(&store, random, 6, 3000)?;
+        driver.snapshot(&store)?;
+        let write = |page: usize, random: &mut Random| {
+            vec![Act::Write { page: Target::Page(pages[page]), offset: 50, bytes: random.bytes(40) }]
+        };
+        driver.commit_acts(&store, write(0, random), Ack::Logged)?;
+        driver.check(&store);
+        let second = driver.killed();
+        drop(store);
+        let store = second.open()?;
+        // A cold page is changed, and snapshots are taken beside those that nobody asks for.
+        second.commit_acts(&store, write(5, random), Ack::Logged)?;
+        second.snapshot(&store)?;
+        second.commit_acts(&store, write(4, random), Ack::Durable)?;
+        second.commit_acts(&store, vec![Act::Delete { page: Target::Page(pages[3]) }], Ack::Logged)?;
+        second.snapshot(&store)?;
+        let third = second.killed();
+        drop(store);
+        let store = third.open()?;
+        third.commit_acts(&store, write(1, random), Ack::Logged)?;
+        third.check(&store);
+        third.close(store)?;
+        Ok(Lives(vec![driver, second, third]))
     });
 }
 

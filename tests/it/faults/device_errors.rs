@@ -1,8 +1,8 @@
 //! Errors of the device at every call, one after the other.
 
-use remanent::Remedy;
 use remanent::device::faulty::{DeviceCall, Fault, FaultyDevice};
 use remanent::device::late::LateDevice;
+use remanent::{Remedy, Restore};
 
 use super::*;
 
@@ -79,6 +79,45 @@ fn an_error_of_the_device_stops_the_store_and_the_log_has_it_all() {
             line.check(&store, line.logged);
         }
         struck
+    });
+}
+
+/// Pages that are loaded while the store is in use: each is right, or the error is told, and nobody waits for ever.
+#[test]
+fn an_error_of_the_device_while_pages_are_loaded_stops_the_store() {
+    let calls = [DeviceCall::Staging, DeviceCall::Submit, DeviceCall::Wait];
+    at_every_call(&calls, |inner, fault| {
+        let disk = SimDisk::new();
+        let store = open_on_host(&disk).unwrap();
+        let mut line = Line::begin(&store);
+        line.commits(&store, 4).unwrap();
+        store.snapshot().unwrap();
+        drop(store);
+
+        let gauge = Gauge::new(inner);
+        let device = Arc::new(FaultyDevice::new(gauge.clone()));
+        device.arm(fault);
+        let opened = open_with(&disk, device.clone(), small().restore(Restore::OnDemand));
+        let mut may_keep = fault.context_lost;
+        match opened {
+            Ok(store) => {
+                assert!(store.recovered().cold_pages > 0);
+                let warm = store.wait_warm();
+                assert!(warm.as_ref().err().is_none_or(is_the_fault), "{warm:?}");
+                let read = line.check_read(&store);
+                assert!(read.as_ref().err().is_none_or(is_the_fault), "{read:?}");
+                if let Err(error) = warm {
+                    assert!(is_the_fault(&poisoned(&store)), "{error}");
+                    assert!(read.is_err(), "a page that is not loaded was read");
+                }
+                // What strikes the last list of all leaves nobody to say when memory is free.
+                may_keep |= !device.struck();
+            }
+            Err(error) => assert!(is_the_fault(&error), "{error}"),
+        }
+        assert!(gauge.live() == 0 || (device.struck() && may_keep), "{} allocations are left", gauge.live());
+        line.check(&open_on_host(&disk).unwrap(), line.logged);
+        device.struck()
     });
 }
 

@@ -6,7 +6,9 @@ use std::io::Read;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use remanent::{Ack, Error, LogIo, Lsn, Options, Position, RestorePoint, Result, Store, Ticket, WriteBatch};
+use remanent::{
+    Ack, Error, LogIo, Lsn, Options, Position, Restore, RestorePoint, Result, Store, Ticket, WriteBatch,
+};
 
 use super::board::Board;
 use super::diary::{Diary, Entry};
@@ -88,6 +90,7 @@ impl<'a> Work<'a> {
         let hook = board.clone();
         remanent::phases::on_phase(move |phase, edge| hook.pass(phase, edge));
         let options = options(manner.log_io).snapshot_log_bytes(manner.background.then_some(64 << 10));
+        let options = options.restore(if manner.background { Restore::OnDemand } else { Restore::Eager });
         let store = Store::open(directory.join("store"), options)?;
         let lsn = store.lsn();
         board.set_opened(lsn);

@@ -1,0 +1,202 @@
+//! Floor 6. Warming: pages that an open left cold are brought into memory while the store is in use.
+//!
+//! A few threads take pages in the order of their files, and before them what somebody waits for. Each page is read
+//! from its image and proven, then the applier gets its memory, then who waits goes on.
+//!
+//! Nothing on disk depends on how far this has come, so a crash loses nothing: what is cold is exactly what the
+//! images of the newest snapshot say, no batch changes a cold page, and nothing is removed from disk while there is
+//! one. An image that does not hold poisons the store before anything is removed, so that an open which loads
+//! everything still finds whatever could stand in for it.
+
+use std::collections::HashMap;
+use std::convert::Infallible;
+use std::sync::Arc;
+
+use remanent_format::PageId;
+
+use super::images::{ImageLoader, threads};
+use crate::applier::{Applier, ColdPage, ColdPages};
+use crate::arena::Arena;
+use crate::crew;
+use crate::device::{CommandList, Device, Lane, Span};
+use crate::disk::Disk;
+use crate::error::{Error, Result};
+use crate::poison::{PanicPoisons, Poison};
+use crate::runs::{RUN_BYTES, Wanted};
+use crate::source::DiskSource;
+use crate::staging::StagingPool;
+use crate::sync::Mutex;
+use crate::sync::thread::{self, JoinHandle};
+
+/// Who waits for a page has what lies behind it loaded, too, up to so many bytes: little enough not to wait for it.
+const ASKED_BYTES: u64 = 256 << 10;
+/// Threads for a long page: each of its loaders may be at one.
+const LONG_THREADS_MAX: usize = 4;
+/// Nobody knows a page's memory before it is warm, so its bytes need not go up in the order of batches; and behind
+/// a snapshot's long copies they hold up no batch.
+const LANE: Lane = Lane::Drain;
+
+/// What warming needs.
+pub(crate) struct Warming {
+    pub disk: Arc<dyn Disk>,
+    pub device: Arc<dyn Device>,
+    pub arena: Arc<Arena>,
+    pub staging: Arc<StagingPool>,
+    pub applier: Arc<Applier>,
+    pub poison: Arc<Poison>,
+}
+
+/// The threads.
+pub(crate) struct Warmer {
+    warming: Arc<Warming>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Warmer {
+    /// Starts them, if any page is cold.
+    pub fn start(warming: Warming) -> Result<Self> {
+        let warming = Arc::new(warming);
+        let thread = if warming.cold().is_any() {
+            let poisons = PanicPoisons { poison: warming.poison.clone(), thread: "thread that loads pages" };
+            let life = Life(warming.clone());
+            let thread = thread::Builder::new().name("remanent-warm".to_owned());
+            let thread = thread.spawn(move || {
+                let _poisons = poisons;
+                life.live();
+            });
+            let thread = thread.map_err(|error| Error::Folder {
+                action: "start the thread that loads pages of",
+                path: "the store".to_owned(),
+                source: Arc::new(error),
+            });
+            Some(thread.inspect_err(|_| warming.give_back())?)
+        } else {
+            None
+        };
+        Ok(Self { warming, thread: Mutex::new(thread) })
+    }
+
+    /// Ends them, when what they have in hand is loaded. Pages that are cold then stay on disk.
+    pub fn stop(&self) {
+        let Some(thread) = self.thread.lock().take() else { return };
+        self.warming.cold().end(Error::Closed);
+        if thread.join().is_err() {
+            tracing::error!("the thread that loads pages panicked");
+        }
+        self.warming.give_back();
+    }
+}
+
+/// What the threads do as long as they live. Where that ends, nobody must wait for them.
+struct Life(Arc<Warming>);
+
+impl Life {
+    fn live(&self) {
+        let Self(warming) = self;
+        let threads = threads(warming.cold().longest_compressed());
+        let load_all = |(): &mut (), _| {
+            warming.load_all();
+            Ok::<(), Infallible>(())
+        };
+        let Ok(_) = crew::map(threads, threads, || (), load_all);
+    }
+}
+
+impl Drop for Life {
+    fn drop(&mut self) {
+        let Self(warming) = self;
+        warming.cold().end(warming.poison.check().err().unwrap_or(Error::Closed));
+    }
+}
+
+impl Warming {
+    fn cold(&self) -> &ColdPages {
+        self.applier.cold()
+    }
+
+    /// Loads pages until there are none left.
+    fn load_all(&self) {
+        // Only what was proven on the medium once is ever cold.
+        let source = DiskSource::proven(self.disk.clone());
+        while let Some(pages) = self.cold().take(ASKED_BYTES, RUN_BYTES) {
+            self.load(&source, pages);
+        }
+    }
+
+    /// Loads pages. Where an image does not hold, each for itself: so it is known which one, and it is read once more
+    /// before it is an error.
+    fn load(&self, source: &DiskSource, pages: Vec<ColdPage>) {
+        match self.read(source, &pages) {
+            Ok(()) => self.install(pages),
+            Err(Error::Damaged(_)) => {
+                for cold in pages {
+                    match self.read(source, std::slice::from_ref(&cold)) {
+                        Ok(()) => self.install(vec![cold]),
+                        Err(error) => self.fail(cold, error),
+                    }
+                }
+            }
+            Err(error) => pages.into_iter().for_each(|cold| self.fail(cold, error.clone())),
+        }
+    }
+
+    /// A page cannot be loaded, nor any other if this is not about its image.
+    fn fail(&self, cold: ColdPage, error: Error) {
+        tracing::error!(%error, page = %cold.page, "a page cannot be loaded");
+        let poisoned = self.poison.set(error.clone());
+        if !matches!(error, Error::Damaged(_)) {
+            self.cold().end(poisoned);
+        }
+        self.cold().fail(cold, error);
+    }
+
+    fn read(&self, source: &DiskSource, pages: &[ColdPage]) -> Result<()> {
+        let wanted =
+            |cold: &ColdPage| Wanted { page: cold.page, len: cold.memory.byte_len(), image: cold.image };
+        let mut images: Vec<Wanted> = pages.iter().map(wanted).collect();
+        let targets: HashMap<PageId, Span> =
+            pages.iter().map(|cold| (cold.page, cold.memory.span())).collect();
+        let target = |page: PageId| targets[&page];
+        let loader = ImageLoader {
+            device: &*self.device,
+            staging: &self.staging,
+            source,
+            lane: LANE,
+            target: &target,
+        };
+        loader.load(&mut images, crew::threads(LONG_THREADS_MAX))
+    }
+
+    /// Hands pages that are loaded to the applier, and lets those go on who wait for them.
+    fn install(&self, pages: Vec<ColdPage>) {
+        let warm: Vec<(PageId, u64)> = pages.iter().map(|cold| (cold.page, cold.memory.byte_len())).collect();
+        let installed = self.applier.turn(move |turn| {
+            turn.applied.memory.extend(pages.into_iter().map(|cold| (cold.page, cold.memory)));
+            Ok(())
+        });
+        match installed {
+            Ok(()) => self.cold().warmed(warm),
+            Err(error) => self.cold().end(error),
+        }
+    }
+
+    /// Gives back the memory of pages that stayed cold.
+    fn give_back(&self) {
+        let memory = self.cold().take_memory();
+        if memory.is_empty() {
+            return;
+        }
+        // One list behind all others tells when those are done that name it. Where it does not, the memory stays
+        // counted, and is warned of.
+        let last = self.device.submit(LANE, CommandList::default());
+        if let Err(error) = last.and_then(|last| last.finish(&*self.device)) {
+            tracing::warn!(%error, "memory of pages that were not loaded stays allocated");
+            return;
+        }
+        for memory in memory {
+            if let Err(error) = self.arena.discard(memory) {
+                tracing::warn!(%error, "cannot give page memory back");
+            }
+        }
+    }
+}

@@ -1,0 +1,368 @@
+//! Stores that are in use before all their pages are loaded: whoever needs a page gets it, whole, and what is wrong
+//! with one is told by that one.
+//!
+//! The device holds up what loads pages until a test lets it go on.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use parking_lot::{Condvar, Mutex};
+use remanent::device::host::HostDevice;
+use remanent::device::late::LateDevice;
+use remanent::device::{Command, CommandList, Device, Lane, MemoryId, Pending};
+use remanent::disk::sim::{Moment, SimDisk};
+use remanent::{
+    Cold, Direction, Error, FileName, Lsn, Options, PageId, Place, Remedy, Restore, Result, Shadow,
+    SnapshotId, Store, Width,
+};
+use remanent_format::rebuild::Survey;
+
+use crate::files::{Files, State};
+
+/// Pages, each with an image in a file of its own: so none is loaded with another.
+const PAGES: u64 = 12;
+const LEN: u64 = 5000;
+/// The only page that a batch behind the newest snapshot changes.
+const CHANGED: PageId = PageId(4);
+/// What is loaded last, unless somebody asks for it.
+const LAST: PageId = PageId(PAGES);
+
+/// A device that loads no page that is cold before it is let go on.
+struct Gate {
+    inner: Arc<dyn Device>,
+    is_open: Mutex<bool>,
+    opened: Condvar,
+    live: Mutex<i64>,
+}
+
+impl Gate {
+    fn new(inner: Arc<dyn Device>) -> Arc<Self> {
+        Arc::new(Self { inner, is_open: Mutex::new(false), opened: Condvar::new(), live: Mutex::new(0) })
+    }
+
+    fn closed() -> Arc<Self> {
+        Self::new(Arc::new(HostDevice::new()))
+    }
+
+    fn open(&self) {
+        *self.is_open.lock() = true;
+        self.opened.notify_all();
+    }
+}
+
+impl Device for Gate {
+    forward!(inner: label staging reached wait after streams_and_memory);
+
+    fn allocate(&self, place: Place, len: u64) -> Result<MemoryId> {
+        *self.live.lock() += 1;
+        self.inner.allocate(place, len)
+    }
+
+    fn release(&self, memory: MemoryId) -> Result<()> {
+        *self.live.lock() -= 1;
+        self.inner.release(memory)
+    }
+
+    fn submit(&self, lane: Lane, list: CommandList) -> Result<Pending> {
+        let is_load = lane == Lane::Drain
+            && list.commands.iter().any(|command| matches!(command, Command::Upload { .. }));
+        if is_load {
+            self.opened.wait_while(&mut self.is_open.lock(), |is_open| !*is_open);
+        }
+        self.inner.submit(lane, list)
+    }
+}
+
+fn options(restore: Restore) -> Options {
+    let options = Options::default().segment_len(64 << 10).restore(restore);
+    options.snapshot_log_bytes(None).snapshot_interval(None).scrub_interval(None)
+}
+
+fn open_on(disk: &SimDisk, device: Arc<dyn Device>, restore: Restore) -> Result<Store> {
+    Store::open_on(Arc::new(disk.clone()), device, options(restore))
+}
+
+fn open(disk: &SimDisk, restore: Restore) -> Result<Store> {
+    open_on(disk, Arc::new(HostDevice::new()), restore)
+}
+
+fn content(page: PageId) -> Vec<u8> {
+    let byte = |at: u64| (page.0 * 31 + at * at % 251) as u8;
+    (0..LEN).map(byte).collect()
+}
+
+fn write(store: &Store, page: PageId, offset: u64, bytes: &[u8]) -> Lsn {
+    let mut batch = store.batch();
+    batch.write(page, offset, bytes);
+    store.commit(batch).unwrap().position.lsn
+}
+
+fn read(store: &Store, page: PageId) -> Result<Vec<u8>> {
+    let mut bytes = vec![0xee; LEN as usize];
+    store.read(page, 0, &mut bytes).map(|_| bytes)
+}
+
+/// A closed store of which each page has a snapshot's image in a file of its own, and one page changed since.
+fn closed() -> SimDisk {
+    let disk = SimDisk::new();
+    let store = open(&disk, Restore::Eager).unwrap();
+    for page in (1..=PAGES).map(PageId) {
+        let mut batch = store.batch();
+        let new = batch.create(LEN, Place::Host);
+        batch.write(new, 0, &content(page));
+        assert_eq!(store.commit(batch).unwrap().pages, [page]);
+        store.snapshot().unwrap();
+    }
+    write(&store, CHANGED, 7, b"changed");
+    store.close().unwrap();
+    disk
+}
+
+/// What the pages of [`closed`] hold.
+fn contents() -> BTreeMap<PageId, Vec<u8>> {
+    let mut contents: BTreeMap<_, _> = (1..=PAGES).map(PageId).map(|page| (page, content(page))).collect();
+    contents.get_mut(&CHANGED).unwrap()[7..14].copy_from_slice(b"changed");
+    contents
+}
+
+fn check(store: &Store) {
+    for (page, expected) in contents() {
+        assert!(read(store, page).unwrap() == expected, "page {page}");
+    }
+}
+
+/// Where the newest snapshot's image of a page lies.
+fn image_of(disk: &SimDisk, page: PageId) -> (FileName, u64) {
+    let survey = Survey::read(disk).unwrap();
+    let newest = survey.snapshot(*survey.links.keys().next_back().unwrap()).unwrap();
+    let image = newest.entries.iter().find(|entry| entry.page == page).unwrap().image.unwrap();
+    (FileName::Pages(image.file), image.offset)
+}
+
+#[test]
+fn a_store_is_in_use_before_its_pages_are_loaded() {
+    let disk = closed();
+    let device = Gate::closed();
+    let store = open_on(&disk, device.clone(), Restore::OnDemand).unwrap();
+    let cold = store.cold();
+    assert_eq!((cold.pages, cold.bytes), (PAGES - 1, (PAGES - 1) * LEN));
+    assert_eq!(store.recovered().cold_pages, PAGES - 1);
+    // What the log changed is there, and so is what is new.
+    assert_eq!(read(&store, CHANGED).unwrap(), contents()[&CHANGED]);
+    let mut batch = store.batch();
+    let page = batch.create(LEN, Place::Host);
+    batch.write(page, 0, &content(PageId(99)));
+    let new = store.commit(batch).unwrap().pages[0];
+    assert_eq!(read(&store, new).unwrap(), content(PageId(99)));
+    assert_eq!(store.pages().unwrap().len() as u64, PAGES + 1);
+
+    // A snapshot names the images of cold pages as they are, and removes nothing.
+    let files = Files::of(&disk).0.into_keys().filter(|file| !matches!(file, FileName::Segment(_)));
+    let files: Vec<FileName> = files.collect();
+    let before = store.snapshots().len();
+    let snapshot = store.snapshot().unwrap();
+    assert_eq!((snapshot.pages, store.snapshots().len()), (PAGES + 1, before + 1));
+    let now = Files::of(&disk).0;
+    assert_eq!(files.iter().find(|file| !now.contains_key(file)), None);
+    assert_eq!(store.cold(), cold);
+
+    std::thread::scope(|scope| {
+        let reader = scope.spawn(|| read(&store, LAST));
+        device.open();
+        assert!(reader.join().unwrap().unwrap() == content(LAST));
+    });
+    store.wait_warm().unwrap();
+    assert_eq!(store.cold(), Cold::default());
+    check(&store);
+    // Now it is as if all had been loaded at once.
+    store.snapshot().unwrap();
+    assert_eq!(store.snapshots().len(), 2);
+    store.close().unwrap();
+    check(&open(&disk, Restore::Eager).unwrap());
+    assert_eq!(*device.live.lock(), 0);
+}
+
+/// What somebody does with a page that is cold.
+type Use = fn(&Store) -> Result<()>;
+
+fn commit(store: &Store, work: impl FnOnce(&mut remanent::WriteBatch)) -> Result<()> {
+    let mut batch = store.batch();
+    work(&mut batch);
+    store.commit(batch).map(drop)
+}
+
+/// Each use of a cold page waits for it, and for no other. What a batch makes of one is the same as if it had been
+/// loaded at once; on a device that does everything late, too.
+#[test]
+fn whoever_needs_a_page_waits_for_it() {
+    let uses: [(&str, Use); 15] = [
+        ("read", |store| read(store, LAST).map(|bytes| assert!(bytes == content(LAST)))),
+        ("lease", |store| {
+            let lease = store.lease(LAST)?;
+            assert!(lease.bytes()? == content(LAST));
+            lease.end()
+        }),
+        ("write", |store| commit(store, |batch| _ = batch.write(LAST, 100, b"after"))),
+        ("whole page", |store| commit(store, |batch| _ = batch.write(LAST, 0, &content(PageId(77))))),
+        ("fill", |store| commit(store, |batch| _ = batch.fill(LAST, 8, 16, &[1, 2]))),
+        ("resize", |store| commit(store, |batch| _ = batch.resize(LAST, LEN + 100))),
+        ("delete", |store| commit(store, |batch| _ = batch.delete(LAST))),
+        ("move", |store| commit(store, |batch| _ = batch.move_to(LAST, Place::Pinned))),
+        ("metadata", |store| commit(store, |batch| _ = batch.set_metadata(LAST, "name", 5_i64))),
+        ("clone", |store| commit(store, |batch| _ = batch.clone_page(LAST))),
+        ("working copy", |store| {
+            let copy = store.working_copy(LAST, Width::W1, Shadow::Page)?;
+            let mut bytes = vec![0; LEN as usize];
+            copy.bytes().read(0, &mut bytes)?;
+            assert!(bytes == content(LAST));
+            copy.bytes().write(9, b"captured")?;
+            commit(store, |batch| _ = batch.capture(&copy))
+        }),
+        ("capture", |store| {
+            let memory = store.device_bytes(LEN, Place::Host)?;
+            memory.write(0, &content(PageId(55)))?;
+            let copy = store.working_copy_in(LAST, &memory, Width::W1, Shadow::Page, Direction::Store)?;
+            commit(store, |batch| _ = batch.capture(&copy))
+        }),
+        ("audit", |store| {
+            let audit = store.audit()?;
+            assert_eq!((audit.pages, audit.changed.len()), (PAGES, 0));
+            Ok(())
+        }),
+        ("restore", |store| store.restore_from_snapshot(store.snapshots()[0].id).map(drop)),
+        ("prune", |store| store.prune(&store.retention()).map(drop)),
+    ];
+    let disk = closed();
+    for (name, work) in uses {
+        let expected = {
+            let store = open(&disk.after_power_cut(), Restore::Eager).unwrap();
+            work(&store).unwrap();
+            State::of(&store)
+        };
+        let inner: [Arc<dyn Device>; 2] =
+            [Arc::new(HostDevice::new()), Arc::new(LateDevice::seeded(Arc::new(HostDevice::new()), 3))];
+        for inner in inner {
+            let (disk, device) = (disk.after_power_cut(), Gate::new(inner));
+            let store = open_on(&disk, device.clone(), Restore::OnDemand).unwrap();
+            std::thread::scope(|scope| {
+                let user = scope.spawn(|| work(&store));
+                // The applier serves others meanwhile.
+                for _ in 0..50 {
+                    assert_eq!(store.pages().unwrap().len() as u64, PAGES, "{name}");
+                    assert!(!user.is_finished(), "{name} did not wait for its page");
+                }
+                device.open();
+                user.join().unwrap().unwrap();
+            });
+            assert_eq!(State::of(&store), expected, "{name}");
+            store.close().unwrap();
+            assert_eq!(*device.live.lock(), 0, "{name}: page memory was not given back");
+            assert_eq!(State::of(&open(&disk, Restore::Eager).unwrap()), expected, "{name}, later");
+        }
+    }
+}
+
+/// A damaged image costs its page, and no other is wrong. The store commits nothing more, and removes nothing, so
+/// that an open which loads all pages at once passes over the snapshot.
+#[test]
+fn damage_is_told_by_its_page_and_found_again_by_an_eager_open() {
+    let disk = closed();
+    let (file, offset) = image_of(&disk, LAST);
+    disk.damage(file, offset + 100, &[content(LAST)[100] ^ 1]);
+    let store = open(&disk, Restore::OnDemand).unwrap();
+    let is_it = |error: &Error| {
+        assert_eq!((error.file(), error.offset()), (Some(file), Some(offset)), "{error}");
+        assert_eq!(error.remedy(), Remedy::Inspect, "{error}");
+    };
+    for _ in 0..2 {
+        let error = read(&store, LAST).unwrap_err();
+        assert!(matches!(error, Error::Damaged(_)), "{error}");
+        is_it(&error);
+    }
+    let error = store.wait_warm().unwrap_err();
+    is_it(&error);
+    for (page, expected) in contents().into_iter().filter(|(page, _)| *page != LAST) {
+        assert!(read(&store, page).unwrap() == expected, "page {page}");
+    }
+    assert_eq!(store.cold(), Cold::default());
+    let refused = commit(&store, |batch| _ = batch.set_root("step", 1_u64)).unwrap_err();
+    assert!(matches!(refused, Error::Poisoned(_)), "{refused}");
+    is_it(&refused);
+    for refused in [store.snapshot().map(drop), store.prune(&store.retention()).map(drop)] {
+        is_it(&refused.unwrap_err());
+    }
+    is_it(&store.close().unwrap_err());
+
+    let store = open(&disk, Restore::Eager).unwrap();
+    assert_eq!(store.recovered().snapshot, Some(SnapshotId(PAGES - 1)));
+    let [damage] = &store.recovered().harmless[..] else { panic!("{:?}", store.recovered()) };
+    assert_eq!((damage.file, damage.offset), (file, offset));
+    check(&store);
+}
+
+/// One bad image among neighbours that are read together takes none of them along.
+#[test]
+fn damage_takes_no_neighbour_along() {
+    let disk = SimDisk::new();
+    let store = open(&disk, Restore::Eager).unwrap();
+    let mut batch = store.batch();
+    for page in (1..=PAGES).map(PageId) {
+        let new = batch.create(LEN, Place::Host);
+        batch.write(new, 0, &content(page));
+    }
+    store.commit(batch).unwrap();
+    store.snapshot().unwrap();
+    store.close().unwrap();
+    let (file, offset) = image_of(&disk, PageId(5));
+    disk.damage(file, offset, &[!content(PageId(5))[0]]);
+    let store = open(&disk, Restore::OnDemand).unwrap();
+    for page in (1..=PAGES).map(PageId) {
+        match read(&store, page) {
+            Ok(bytes) => assert!(page != PageId(5) && bytes == content(page), "page {page}"),
+            Err(error) => assert_eq!((page, error.offset()), (PageId(5), Some(offset)), "{error}"),
+        }
+    }
+}
+
+/// Only images that were proven on the medium may wait.
+#[test]
+fn a_snapshot_that_nothing_records_is_loaded_at_once() {
+    let disk = SimDisk::new();
+    let store = open(&disk, Restore::Eager).unwrap();
+    commit(&store, |batch| {
+        let new = batch.create(LEN, Place::Host);
+        batch.write(new, 0, &content(PageId(1)));
+    })
+    .unwrap();
+    store.snapshot().unwrap();
+    store.close().unwrap();
+    let renamed =
+        disk.history().iter().position(|event| event.ends_with(&format!("to {}", FileName::Manifest(1))));
+    let dead = disk.after_kill(Moment { event: renamed.unwrap() + 1, tear: None });
+    let store = open(&dead, Restore::OnDemand).unwrap();
+    assert_eq!((store.recovered().snapshot, store.recovered().cold_pages), (Some(SnapshotId(1)), 0));
+    assert!(read(&store, PageId(1)).unwrap() == content(PageId(1)));
+    store.close().unwrap();
+    let store = open(&dead, Restore::OnDemand).unwrap();
+    assert_eq!(store.recovered().cold_pages, 1, "now it is recorded");
+    assert!(read(&store, PageId(1)).unwrap() == content(PageId(1)));
+}
+
+/// A store may be closed, and die, while pages are cold: nothing on disk is about that.
+#[test]
+fn pages_that_stay_cold_cost_nothing() {
+    let disk = closed();
+    let state = State::of(&open(&disk.after_power_cut(), Restore::Eager).unwrap());
+    let device = Gate::new(Arc::new(HostDevice::new()));
+    for round in 0..20 {
+        let store = open_on(&disk, device.clone(), Restore::OnDemand).unwrap();
+        if round == 10 {
+            let dead = disk.after_kill(Moment { event: disk.events(), tear: None });
+            assert_eq!(State::of(&open(&dead, Restore::Eager).unwrap()), state);
+        }
+        device.open();
+        store.close().unwrap();
+        assert_eq!(*device.live.lock(), 0, "page memory was not given back");
+    }
+    assert_eq!(State::of(&open(&disk, Restore::Eager).unwrap()), state);
+}
