@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use remanent::PageId;
+use remanent::{PageId, Restore as Loading};
 
 use super::figures::{Figure, Findings, Group, Unit};
 use super::room::{self, Room, Stop, size};
@@ -17,7 +17,8 @@ const EXAMPLES: &str = "\
 A store of random pages is closed behind a snapshot, and opened: cold, with them dropped from the page cache, \
 and warm, with all of them in it. Opening proves every byte. The ceiling of the cold one is reading the same files past \
 the page cache by 4 threads, that of the warm one reading them through it. The first page is there when it was read, \
-counted from the beginning of the open; the device is there already, and what it took stands in `bench ceilings`.
+counted from the beginning of the open; the device is there already, and what it took stands in `bench ceilings`. \
+On demand, the store is in use before its pages are loaded, and the page that is read is the last one that would be.
 
 Examples:
   remanent bench restore /mnt/fast
@@ -71,6 +72,8 @@ struct Temperature {
     raw: Figure,
     open: Figure,
     first: Figure,
+    on_demand: Figure,
+    first_on_demand: Figure,
     memory: Figure,
 }
 
@@ -84,6 +87,8 @@ impl Temperature {
         Self {
             cache,
             open: Figure::new(format!("open, {name}"), Unit::BytesPerSecond).under(&raw),
+            on_demand: Figure::new(format!("all pages on demand, {name}"), Unit::BytesPerSecond).under(&raw),
+            first_on_demand: Figure::new(format!("first page on demand, {name}"), Unit::Seconds),
             raw: Figure::new(raw, Unit::BytesPerSecond),
             first: Figure::new(format!("first page, {name}"), Unit::Seconds),
             memory: Figure::new(format!("host memory above the pages, {name}, at most"), Unit::Bytes),
@@ -115,9 +120,11 @@ impl Restore {
             }
         }
         std::fs::remove_dir_all(room.path(&name))?;
-        let figures = temperatures
-            .into_iter()
-            .flat_map(|Temperature { raw, open, first, memory, .. }| [raw, open, first, memory]);
+        let figures = temperatures.into_iter().flat_map(
+            |Temperature { raw, open, first, on_demand, first_on_demand, memory, .. }| {
+                [raw, open, first, on_demand, first_on_demand, memory]
+            },
+        );
         Ok(Group { title, figures: figures.collect() })
     }
 }
@@ -167,6 +174,17 @@ impl Pages<'_> {
         temperature.memory.push(above as f64);
         temperature.open.push(bytes as f64 / opened.as_secs_f64());
         temperature.first.push(first.as_secs_f64());
+        store.close()?;
+
+        if temperature.cache == Cache::Past {
+            transfer::forget(&files)?;
+        }
+        let started = Instant::now();
+        let store = room.open(self.name, room::options().restore(Loading::OnDemand))?;
+        store.read(self.last, 0, &mut found)?;
+        temperature.first_on_demand.push(started.elapsed().as_secs_f64());
+        store.wait_warm()?;
+        temperature.on_demand.push(bytes as f64 / started.elapsed().as_secs_f64());
         store.close()?;
         Ok(())
     }
