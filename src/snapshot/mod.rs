@@ -10,7 +10,7 @@
 //!    deleted before they were gathered.
 //! 4. **Sync** the image file and its name; wait until the log is durable up to `end` (I7).
 //! 5. **Publish** the manifest. From this rename on a crash starts from here.
-//! 6. **Verify**: read images and manifest back past the cache; record that in a seal.
+//! 6. **Verify**: read the images back past the cache, as the manifest was; record that in a seal.
 //! 7. **Recycle** what neither a kept snapshot nor the log behind the oldest of them needs (I8).
 //!
 //! An exact snapshot ends where it begins: pages that a batch is about to change are kept aside until they are
@@ -27,6 +27,7 @@ mod plan;
 mod progress;
 mod retain;
 mod scrub;
+mod verify;
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -43,6 +44,7 @@ pub use self::progress::{SnapshotPhase, SnapshotStats};
 pub use self::retain::Pruned;
 pub(crate) use self::scrub::{Scrub, Scrubber};
 pub use self::scrub::{ScrubStats, Scrubbed};
+use self::verify::Unverified;
 use crate::applier::{Applier, Cut, Turn};
 use crate::device::{CommandList, Device};
 use crate::disk::Disk;
@@ -73,6 +75,7 @@ pub(crate) struct Snapshots {
     pub compression: Compression,
     /// Held while a snapshot is taken: one at a time.
     pub keeping: Mutex<Keeping>,
+    pub unverified: Unverified,
     pub progress: Progress,
     pub pace: Pace,
     /// How far the last one goes.
@@ -115,13 +118,27 @@ impl Snapshots {
         wanted: Wanted,
         then: impl FnOnce(&mut Keeping) -> Result<()>,
     ) -> Result<SnapshotInfo> {
+        self.take_then(keeping, wanted, |keeping| {
+            self.progress.enter(SnapshotPhase::Verify);
+            self.verify(keeping)?;
+            self.progress.enter(SnapshotPhase::Recycle);
+            then(keeping)
+        })
+    }
+
+    /// Phases 1 to 5, and then what is told.
+    fn take_then(
+        &self,
+        keeping: &mut Keeping,
+        wanted: Wanted,
+        then: impl FnOnce(&mut Keeping) -> Result<()>,
+    ) -> Result<SnapshotInfo> {
         self.poison.check()?;
         let (began, (_, log_bytes)) = (Instant::now(), self.log.length());
-        let taken = self.write(keeping, wanted).and_then(|info| {
-            self.progress.enter(SnapshotPhase::Recycle);
+        let taken = self.write(keeping, wanted).and_then(|id| {
             match then(keeping) {
                 // No space to record it: the snapshot stands, only nothing is recycled for it.
-                Ok(()) | Err(Error::DiskFull { .. }) => Ok(info),
+                Ok(()) | Err(Error::DiskFull { .. }) => Ok(keeping.snapshots[&id].info.clone()),
                 Err(error) => Err(error),
             }
         });
@@ -145,8 +162,8 @@ impl Snapshots {
         self.keeping.lock().snapshots.values().map(|kept| kept.info.clone()).collect()
     }
 
-    /// Phases 1 to 6.
-    fn write(&self, keeping: &mut Keeping, wanted: Wanted) -> Result<SnapshotInfo> {
+    /// Phases 1 to 5.
+    fn write(&self, keeping: &mut Keeping, wanted: Wanted) -> Result<SnapshotId> {
         keeping.known.prove(&DiskSource::past_cache(self.disk.clone()));
         let wasteful = self.wasteful_files(keeping)?;
         let Begun { redo, sorted, end } = self.begin(keeping, wasteful, wanted.exact)?;
@@ -195,21 +212,19 @@ impl Snapshots {
             }
             Err(error) => return Err(error),
         };
-        self.progress.enter(SnapshotPhase::Verify);
-        // Older images were read back by the snapshots that wrote them.
-        writer.iter().try_for_each(ImageWriter::verify)?;
-
         let link = follow(sorted.follows, &manifest, manifest_crc);
         let before = link.before.clone();
         let newest = keeping.known.advance(&manifest, link);
-        let kept = Kept::new(&manifest, newest.images(), before, manifest_crc, true);
-        let info = kept.info.clone();
-        keeping.snapshots.insert(info.id, kept);
+        let kept = Kept::new(&manifest, newest.images(), before, manifest_crc, false);
+        let info = &kept.info;
         tracing::info!(
             snapshot = %info.id, redo = %info.redo, end = %info.end, bytes = info.bytes,
             bytes_written = info.bytes_written, "snapshot published"
         );
-        Ok(info)
+        let id = info.id;
+        self.unverified.push(id, writer);
+        keeping.snapshots.insert(id, kept);
+        Ok(id)
     }
 
     /// Phase 1.

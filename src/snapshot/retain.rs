@@ -69,6 +69,8 @@ impl Snapshots {
     /// Removes what nothing needs: first the record of it, then manifests, log, images. Each step is durable
     /// before the next, so that whatever can still be found is whole: a manifest, or a batch that names images.
     pub fn prune(&self, keeping: &mut Keeping, retention: &Retention) -> Result<Pruned> {
+        // What is not verified stands in for nothing (I7).
+        self.verify(keeping)?;
         let files = keeping.files.clone();
         let _none_goes = files.hold_removals();
         let Removal { plan, pruned, _going } = self.plan_removal(keeping, retention)?;

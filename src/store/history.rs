@@ -25,6 +25,45 @@ impl Store {
         self.parts.snapshots.take(Wanted::default())
     }
 
+    /// Takes a snapshot as [`Store::snapshot`] does, and returns when it is published: it is durable then, and what
+    /// an open starts from. It is read back in the background, and what it takes the place of stays until that is
+    /// done. [`Store::wait_verified`] waits for it, and so does closing the store.
+    ///
+    /// ```
+    /// use remanent::{Options, Place, Store};
+    /// let store = Store::temporary(Options::default())?;
+    /// let mut batch = store.batch();
+    /// batch.create(4096, Place::Host);
+    /// store.commit(batch)?;
+    /// let published = store.publish_snapshot()?;
+    /// assert!(!published.verified);
+    /// store.wait_verified()?;
+    /// assert!(store.snapshots()[0].verified);
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As for [`Store::snapshot`].
+    pub fn publish_snapshot(&self) -> Result<SnapshotInfo> {
+        self.check_process()?;
+        self.parts.snapshots.take_unverified(Wanted::default())
+    }
+
+    /// Waits until all snapshots that are published are verified, and what they take the place of is removed.
+    ///
+    /// # Errors
+    /// [`Error::Poisoned`] if one of them is not on the medium what was written, or the store failed otherwise.
+    pub fn wait_verified(&self) -> Result<()> {
+        self.check_process()?;
+        let Parts { snapshots, poison, .. } = &self.parts;
+        poison.check()?;
+        let mut keeping = snapshots.keeping.lock();
+        if keeping.snapshots.values().all(|kept| kept.info.verified) {
+            return Ok(());
+        }
+        snapshots.finish(&mut keeping)
+    }
+
     /// Takes a snapshot of the state at one moment: that of the newest batch submitted before the call, or of
     /// a later one. It needs no log behind it to stand for that state. Commits go on; a page that they change
     /// before it is gathered is copied aside first, within the budget of its place.

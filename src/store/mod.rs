@@ -144,6 +144,7 @@ impl Drop for Store {
         if self.check_process().is_ok() {
             self.parts.background.stop();
             self.parts.scrubber.stop();
+            self.parts.snapshots.unverified.join();
             self.parts.warmer.stop();
             self.parts.applier.stop();
             self.parts.log.stop();

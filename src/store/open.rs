@@ -118,6 +118,7 @@ impl Store {
             retention: Retention::of(&options),
             compression: options.compression,
             keeping: Mutex::new(keeping),
+            unverified: Default::default(),
             progress: Progress::default(),
             pace: Pace::new(options.snapshot_bytes_per_second),
             last: Mutex::new(Mark {

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use remanent::disk::sim::{Moment, SimDisk};
+use remanent::disk::sim::{Moment, SimDisk, SyncPoint};
 use remanent::disk::{Disk, Hold};
 use remanent::{
     Compression, Error, FileName, Options, PageId, Place, RestorePoint, Snapshot, SnapshotId, SnapshotInfo,
@@ -369,4 +369,58 @@ fn a_state_behind_a_link_that_is_not_kept_is_reached_from_before() {
     drop(old);
     store.restore_to(link.end).unwrap();
     assert_eq!(State::of(&store).contents, state.contents);
+}
+
+#[test]
+fn a_published_snapshot_is_durable_and_takes_the_place_of_others_once_it_is_verified() {
+    let disk = SimDisk::new();
+    let (store, pages) = store_of(&disk, small().snapshots_kept(1), 4);
+    store.snapshot().unwrap();
+    change(&store, &pages, 1);
+    let published = store.publish_snapshot().unwrap();
+    assert_eq!((published.id, published.verified), (SnapshotId(2), false));
+    let state = State::of(&store);
+    let cut = open_with(&disk.after_power_cut(), small()).unwrap();
+    assert_eq!((cut.recovered().snapshot, State::of(&cut)), (Some(published.id), state));
+    store.wait_verified().unwrap();
+    let [kept] = &store.snapshots()[..] else { panic!("{:?}", ids(&store)) };
+    assert_eq!((kept.id, kept.verified), (published.id, true));
+    // A snapshot names images of those that were published before it.
+    for value in 2..6 {
+        change(&store, &pages[..1], value);
+        store.publish_snapshot().unwrap();
+    }
+    change(&store, &pages[1..2], 6);
+    let last = store.snapshot().unwrap();
+    assert!(last.verified);
+    assert_eq!(ids(&store), [last.id.0]);
+    change(&store, &pages[..1], 7);
+    let published = store.publish_snapshot().unwrap();
+    let state = State::of(&store);
+    store.close().unwrap();
+    // Closing waited for it, so it is recorded, and not published anew.
+    let store = open_with(&disk, small()).unwrap();
+    assert_eq!((store.recovered().snapshot, State::of(&store)), (Some(published.id), state));
+    let name = FileName::Manifest(published.id.0).to_string();
+    assert_eq!(disk.history().iter().filter(|event| event.ends_with(&format!("to {name}"))).count(), 1);
+}
+
+#[test]
+fn a_published_snapshot_that_is_not_on_the_medium_costs_nothing() {
+    let disk = SimDisk::new();
+    let (store, pages) = store_of(&disk, small().snapshots_kept(1), 4);
+    store.snapshot().unwrap();
+    change(&store, &pages, 1);
+    let state = State::of(&store);
+    disk.skip_syncs(|point| matches!(point, SyncPoint::File(FileName::Pages(_))));
+    let published = store.publish_snapshot().unwrap();
+    let error = store.wait_verified().unwrap_err();
+    assert!(matches!(error, Error::Poisoned(_)), "{error}");
+    assert!(matches!(error.file(), Some(FileName::Pages(_))), "{error}");
+    let refused = store.snapshot().unwrap_err();
+    assert_eq!(refused.file(), error.file(), "{refused}");
+    assert_eq!(ids(&store), [1, published.id.0], "nothing was removed for it");
+    drop(store);
+    let store = open_with(&disk.after_power_cut(), small()).unwrap();
+    assert_eq!((store.recovered().snapshot, State::of(&store)), (Some(SnapshotId(1)), state));
 }

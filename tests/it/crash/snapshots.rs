@@ -65,6 +65,24 @@ fn exact_snapshots_beside_commits() {
     });
 }
 
+/// Snapshots that are durable before they are verified: what they take the place of stays until they are.
+#[test]
+fn snapshots_verified_in_the_background() {
+    suite(options().snapshots_kept(1), 2000, |driver, random| {
+        let store = driver.open()?;
+        let pages = driver.create_pages(&store, random, 3, 3000)?;
+        for round in 0..4 {
+            driver.publish(&store)?;
+            driver.change(&store, random, &pages[..1 + round % 3])?;
+        }
+        store.wait_verified()?;
+        driver.publish(&store)?;
+        driver.check(&store);
+        driver.close(store)?;
+        Ok(driver.into())
+    });
+}
+
 /// Stores that are in use before their pages are loaded: every crash of one, and every one that is opened like that
 /// behind a crash.
 #[test]

@@ -359,6 +359,13 @@ impl Driver {
         Ok(info)
     }
 
+    /// Takes a snapshot, and does not wait until it is verified.
+    pub fn publish(&self, store: &Store) -> Result<SnapshotInfo, Error> {
+        let info = store.publish_snapshot()?;
+        self.acked(Ack::Durable, info.end);
+        Ok(info)
+    }
+
     /// Takes an exact snapshot: alone, it is the state of its batch.
     pub fn snapshot_exact(&self, store: &Store) -> Result<SnapshotInfo, Error> {
         let info = store.snapshot_exact()?;

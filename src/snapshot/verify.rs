@@ -1,0 +1,136 @@
+//! Floor 6. Phase 6: what published snapshots wrote is read back.
+//!
+//! A snapshot is durable when it is published: a crash starts from it. What it takes the place of stays until all
+//! that it wrote was read back past the cache (I7), which takes about as long as writing it, and need not be waited
+//! for. Snapshots are read back in the order in which they were published, for each shares images with those before.
+//!
+//! Who holds the lock on what is kept may wait for what is being read back, and not the other way round: so the
+//! thread proves first, and says so later.
+//!
+//! A crash here leaves a snapshot that no frame records as verified: the next open loads all of it, and publishes it
+//! anew.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use remanent_format::SnapshotId;
+
+use super::{Snapshots, Wanted};
+use crate::error::{Error, Result};
+use crate::images::ImageWriter;
+use crate::keeping::{Keeping, SnapshotInfo};
+use crate::poison::PanicPoisons;
+use crate::sync::Mutex;
+use crate::sync::thread::{self, JoinHandle};
+
+/// Published snapshots that are not verified yet.
+#[derive(Default)]
+pub(crate) struct Unverified {
+    queue: Mutex<Queue>,
+    /// Those that hold, and whose record does not say so yet. Held while any is read back.
+    proven: Mutex<Vec<SnapshotId>>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+#[derive(Default)]
+struct Queue {
+    /// What they wrote, if anything, in the order in which they were published.
+    written: VecDeque<(SnapshotId, Option<ImageWriter>)>,
+    /// Whether a thread looks here again before it ends.
+    is_attended: bool,
+}
+
+impl Unverified {
+    pub fn push(&self, snapshot: SnapshotId, writer: Option<ImageWriter>) {
+        self.queue.lock().written.push_back((snapshot, writer));
+    }
+
+    /// Waits for the thread that reads back, if there is one.
+    pub fn join(&self) {
+        join(self.thread.lock().take());
+    }
+
+    /// Reads back what there is. More may be published meanwhile.
+    fn read_back(&self, proven: &mut Vec<SnapshotId>) -> Result<()> {
+        loop {
+            let Some((snapshot, writer)) = self.queue.lock().written.pop_front() else { return Ok(()) };
+            // Older images were read back for the snapshots that wrote them.
+            if let Err(error) = writer.iter().try_for_each(ImageWriter::verify) {
+                self.queue.lock().written.push_front((snapshot, writer));
+                return Err(error);
+            }
+            proven.push(snapshot);
+        }
+    }
+}
+
+fn join(thread: Option<JoinHandle<()>>) {
+    if thread.is_some_and(|thread| thread.join().is_err()) {
+        tracing::error!("a thread that verified snapshots panicked");
+    }
+}
+
+impl Snapshots {
+    /// Takes a snapshot as far as it is durable, and has the rest done behind the caller's back.
+    pub fn take_unverified(self: &Arc<Self>, wanted: Wanted) -> Result<SnapshotInfo> {
+        let info = self.take_then(&mut self.keeping.lock(), wanted, |_| Ok(()))?;
+        if std::mem::replace(&mut self.unverified.queue.lock().is_attended, true) {
+            return Ok(info);
+        }
+        let snapshots = self.clone();
+        let thread = thread::Builder::new().name("remanent-verify".to_owned()).spawn(move || {
+            let thread = "thread that verifies snapshots";
+            let _poisons = PanicPoisons { poison: snapshots.poison.clone(), thread };
+            snapshots.attend();
+        });
+        match thread {
+            // The one before has ended, or is about to.
+            Ok(thread) => join(self.unverified.thread.lock().replace(thread)),
+            Err(error) => {
+                tracing::warn!(%error, "the next snapshot verifies this one, too");
+                self.unverified.queue.lock().is_attended = false;
+            }
+        }
+        Ok(info)
+    }
+
+    /// Does phases 6 and 7 as long as there is anything to do, and lets others take snapshots while it reads.
+    fn attend(&self) {
+        loop {
+            let proven = self.unverified.read_back(&mut self.unverified.proven.lock());
+            let finished = match proven {
+                Ok(()) => self.finish(&mut self.keeping.lock()),
+                Err(error) => Err(self.poison.set(error)),
+            };
+            if let Err(error) = &finished {
+                tracing::error!(%error, "a snapshot that is published cannot be verified");
+            }
+            let mut queue = self.unverified.queue.lock();
+            if queue.written.is_empty() || finished.is_err() {
+                queue.is_attended = false;
+                return;
+            }
+        }
+    }
+
+    /// Phases 6 and 7 for all snapshots that are published.
+    pub fn finish(&self, keeping: &mut Keeping) -> Result<()> {
+        match self.verify(keeping).and_then(|()| self.retain(keeping)) {
+            // No space to record it: nothing is recycled, as yet.
+            Ok(()) | Err(Error::DiskFull { .. }) => Ok(()),
+            Err(error) => Err(self.poison.set(error)),
+        }
+    }
+
+    /// Phase 6. When it returns, every snapshot that is kept is verified.
+    pub fn verify(&self, keeping: &mut Keeping) -> Result<()> {
+        let mut proven = self.unverified.proven.lock();
+        self.unverified.read_back(&mut proven)?;
+        for snapshot in proven.drain(..) {
+            if let Some(kept) = keeping.snapshots.get_mut(&snapshot) {
+                kept.info.verified = true;
+            }
+        }
+        Ok(())
+    }
+}
