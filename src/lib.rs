@@ -127,6 +127,13 @@
 //! - A named snapshot is caught at one moment: so it stays without keeping the log from its day.
 //! - A restore proves every byte of the old state on disk before the first one in memory is overwritten, and
 //!   reads each page a second time then: so host memory holds one page of it at a time, not all.
+//! - A store has one applier, not one for each GPU. The log has one order, and a batch may change pages of several
+//!   GPUs and move them from one to another: appliers of their own would have to meet at each such batch, at each
+//!   snapshot's turn and at each read that names a batch. A list that names several GPUs is cut, its parts run side
+//!   by side, and the one thread that queues them waits only where bytes go from one GPU to another.
+//! - The applier parks as soon as its queue is empty, and does not spin before. Waking it is in what was measured
+//!   on an H200: a delta was applied 15.5 µs after it was logged (p50; p99 31 µs), and 10,000 deltas of one batch
+//!   82 µs after their launch. A core that spins costs its caller more than what is left to save.
 //! - A retried read never asks past the cache: beside a living writer the newest frames are in the cache only.
 
 #[cfg(not(shuttle))]
