@@ -13,6 +13,8 @@ mod receipt;
 
 use std::sync::Arc;
 
+use remanent::device::cuda::CudaDevice;
+use remanent::device::cuda::resource::{DriverMemory, Guarded, Limited, Logged, MemoryAccess, Pool};
 use remanent::device::faulty::FaultyDevice;
 use remanent::device::host::HostDevice;
 use remanent::device::late::LateDevice;
@@ -21,7 +23,7 @@ use remanent::device::{
     Command, CommandList, Device, IndexList, Lane, MemoryId, Payload, Pending, Piece, PieceKind, Selection,
     Span, Staging, StagingSpan,
 };
-use remanent::{Place, Width};
+use remanent::{Error, Place, Width};
 
 use self::model::{Case, Outcome};
 use self::receipt::Receipt;
@@ -76,6 +78,38 @@ fn a_gpu_keeps_the_laws() {
     let Some(gpu) = gpu::device() else { return };
     keeps_the_laws(&*gpu);
     keeps_the_laws(&LateDevice::seeded(gpu, 4));
+}
+
+/// Memory that is not the device's own: each page lies between canaries, full of junk, and what becomes of it is
+/// told.
+#[test]
+fn a_gpu_keeps_the_laws_in_guarded_memory() {
+    if gpu::device().is_none() {
+        return;
+    }
+    let driver = || DriverMemory::of(0).unwrap();
+    let limited = Limited::new(Logged::new(driver(), "driver"), 64 << 20);
+    let guarded = Arc::new(Guarded::new(Logged::new(Pool::new(limited), "pages"), driver()));
+    let gpu = CudaDevice::open_with(0, guarded.clone()).unwrap();
+    let of_pages = |gpu: &CudaDevice| gpu.memory_stats()[0].1;
+    let receipt = run_laws(&gpu, SHORT_EVERY);
+    assert_eq!(receipt.results(), run_laws(&HostDevice::new(), SHORT_EVERY).results());
+    // What a list used is given back with the next one.
+    for lane in Lane::ALL {
+        gpu.submit(lane, CommandList::default()).unwrap().finish(&gpu).unwrap();
+    }
+    // Canaries that were whole when their pages were released, and a limit that was not passed.
+    assert_eq!(guarded.live(), []);
+    assert!(matches!(gpu.allocate(Place::Device(0), 65 << 20), Err(Error::OutOfMemory { .. })));
+    let kept = gpu.allocate(Place::Device(0), 1000).unwrap();
+    let address = gpu.address(kept).unwrap();
+    assert_eq!((guarded.live(), of_pages(&gpu).used_bytes > 0), (vec![(address, 1000)], true));
+
+    // A kernel that writes one byte behind the end of a page.
+    // SAFETY: the canary lies there, and nobody else uses it.
+    unsafe { driver().write(address + 1000, &[0]) }.unwrap();
+    let broken = gpu.release(kept).unwrap_err();
+    assert!(broken.to_string().contains("byte 0 behind the end"), "{broken}");
 }
 
 /// The model is the judge of every case, so it is itself held to results worked out by hand.

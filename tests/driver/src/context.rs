@@ -11,6 +11,9 @@ use crate::{call, call_in_context, code};
 /// The version that is told: the oldest that is accepted.
 const VERSION: c_int = 12_040;
 
+/// `CU_STREAM_CAPTURE_MODE_RELAXED`.
+const CAPTURE_RELAXED: c_uint = 2;
+
 static DEVICES: AtomicU32 = AtomicU32::new(2);
 /// Which GPUs were given access to whose memory.
 static PEERS: Mutex<BTreeSet<(u32, u32)>> = Mutex::new(BTreeSet::new());
@@ -53,6 +56,19 @@ pub fn current() -> Result<&'static Context, u32> {
     let current = CURRENT.with_borrow(|stack| stack.last().copied());
     let context = current.ok_or(code::INVALID_CONTEXT)?;
     context.check().map(|()| context)
+}
+
+/// Makes a context, or none, the current one in place of what was.
+pub fn set_current(context: Option<&'static Context>) {
+    CURRENT.with_borrow_mut(|stack| {
+        _ = stack.pop();
+        stack.extend(context);
+    });
+}
+
+/// Whether this thread asks for nothing that could disturb a capture, or says that it may.
+pub fn is_relaxed() -> bool {
+    CAPTURE_MODE.get() == CAPTURE_RELAXED
 }
 
 /// Has a device lose its context.

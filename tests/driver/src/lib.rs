@@ -9,6 +9,7 @@
 #![allow(non_snake_case, reason = "the names are CUDA's")]
 #![allow(clippy::missing_safety_doc, reason = "the driver API's own terms hold for all entry points")]
 
+mod caller;
 mod context;
 mod faults;
 mod memory;
@@ -28,6 +29,8 @@ mod code {
     pub const NOT_READY: u32 = 600;
     pub const ILLEGAL_ADDRESS: u32 = 700;
     pub const PEER_ALREADY: u32 = 704;
+    pub const CAPTURE_UNSUPPORTED: u32 = 900;
+    pub const CAPTURE_INVALIDATED: u32 = 901;
 }
 
 /// What a call does once it was let in: nothing, or an error's code.

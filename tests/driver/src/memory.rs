@@ -83,6 +83,7 @@ fn allocate(device: u32, kind: Kind, len: usize) -> Result<u64, u32> {
 
 /// Waits for all the device's work first, as the real driver does.
 fn free(device: u32, address: u64, is_kind: impl Fn(Kind) -> bool) -> Result<(), u32> {
+    stream::refuse_in_capture()?;
     stream::drain(device)?;
     let mut allocations = ALLOCATIONS.lock().unwrap();
     let found = allocations.get(&address).filter(|found| found.device == device && is_kind(found.kind));
@@ -128,6 +129,7 @@ pub unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) ->
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemAlloc_v2(address: *mut u64, len: usize) -> u32 {
     call_in_context(|context| {
+        stream::refuse_in_capture()?;
         let allocated = allocate(context.device, Kind::Device, len)?;
         // SAFETY: the API's terms.
         unsafe { *address = allocated };
@@ -138,6 +140,7 @@ pub unsafe extern "C" fn cuMemAlloc_v2(address: *mut u64, len: usize) -> u32 {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemAllocManaged(address: *mut u64, len: usize, _flags: c_uint) -> u32 {
     call_in_context(|context| {
+        stream::refuse_in_capture()?;
         let allocated = allocate(context.device, Kind::Managed, len)?;
         // SAFETY: the API's terms.
         unsafe { *address = allocated };
@@ -148,6 +151,7 @@ pub unsafe extern "C" fn cuMemAllocManaged(address: *mut u64, len: usize, _flags
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemHostAlloc(address: *mut *mut c_void, len: usize, _flags: c_uint) -> u32 {
     call_in_context(|context| {
+        stream::refuse_in_capture()?;
         let allocated = allocate(context.device, Kind::Pinned, len)?;
         // SAFETY: the API's terms.
         unsafe { *address = allocated as *mut c_void };

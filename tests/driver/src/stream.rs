@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::{CString, c_int, c_uint, c_void};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread;
 use std::time::Duration;
@@ -19,6 +19,7 @@ const LATE_MAX: Duration = Duration::from_micros(300);
 const LATE_ONE_IN: u64 = 4;
 
 /// What a stream does at its turn.
+#[derive(Clone)]
 pub enum Work {
     Launch {
         name: CString,
@@ -50,6 +51,19 @@ pub enum Work {
         event: Arc<Event>,
         number: u64,
     },
+    /// Until a word of four bytes is at least so much.
+    WaitValue {
+        address: u64,
+        value: u32,
+    },
+}
+
+/// A graph that is being captured from a stream.
+struct Capture {
+    work: Vec<Work>,
+    /// Whether calls of all threads may spoil it.
+    is_global: bool,
+    is_spoiled: bool,
 }
 
 struct Stream {
@@ -64,6 +78,7 @@ struct Queue {
     is_running: bool,
     is_ending: bool,
     is_over: bool,
+    capture: Option<Capture>,
 }
 
 /// An event: how often it was recorded, and up to which record streams have come.
@@ -130,9 +145,64 @@ pub fn queue(context: &'static Context, handle: *mut c_void, work: Work) -> Done
     if stream.context.device != context.device {
         return Err(code::INVALID_HANDLE);
     }
-    stream.queue.lock().unwrap().work.push_back(work);
+    let mut queue = stream.queue.lock().unwrap();
+    match &mut queue.capture {
+        Some(capture) => capture.work.push(work),
+        None => queue.work.push_back(work),
+    }
     stream.changed.notify_all();
     Ok(())
+}
+
+/// Waits until a stream has nothing left to do.
+pub fn synchronize(context: &'static Context, handle: *mut c_void) -> Done {
+    let handle = handle as u64;
+    if handle < HANDLE_MIN {
+        return drain(context.device);
+    }
+    let stream = of(handle)?;
+    let mut queue = stream.queue.lock().unwrap();
+    while queue.is_running || !queue.work.is_empty() {
+        stream.context.check()?;
+        queue = stream.wait(queue);
+    }
+    Ok(())
+}
+
+/// From now on the stream's work becomes a graph. In mode 0 whatever another thread asks for may spoil it.
+pub fn begin_capture(handle: *mut c_void, mode: c_uint) -> Done {
+    let stream = of(handle as u64)?;
+    let mut queue = stream.queue.lock().unwrap();
+    if queue.capture.is_some() {
+        return Err(code::CAPTURE_UNSUPPORTED);
+    }
+    queue.capture = Some(Capture { work: Vec::new(), is_global: mode == 0, is_spoiled: false });
+    Ok(())
+}
+
+/// The work that was captured.
+pub fn end_capture(handle: *mut c_void) -> Result<Vec<Work>, u32> {
+    let capture = of(handle as u64)?.queue.lock().unwrap().capture.take();
+    let capture = capture.ok_or(code::INVALID_VALUE)?;
+    if capture.is_spoiled { Err(code::CAPTURE_INVALIDATED) } else { Ok(capture.work) }
+}
+
+/// Refuses a call that may wait while a graph is being captured, and spoils the graph, unless the thread said
+/// that it knows what it does.
+pub fn refuse_in_capture() -> Done {
+    if context::is_relaxed() {
+        return Ok(());
+    }
+    let streams: Vec<_> = STREAMS.lock().unwrap().values().cloned().collect();
+    let mut refused = Ok(());
+    for stream in streams {
+        let mut queue = stream.queue.lock().unwrap();
+        if let Some(capture) = queue.capture.as_mut().filter(|capture| capture.is_global) {
+            capture.is_spoiled = true;
+            refused = Err(code::CAPTURE_UNSUPPORTED);
+        }
+    }
+    refused
 }
 
 fn of(handle: u64) -> Result<Arc<Stream>, u32> {
@@ -187,6 +257,15 @@ impl Stream {
             }
             return Ok(());
         }
+        if let Work::WaitValue { address, value } = work {
+            // SAFETY: checked when the wait was queued; whoever gives the memory back waits for the stream.
+            let word = unsafe { AtomicU32::from_ptr(address as *mut u32) };
+            while word.load(Ordering::SeqCst) < value {
+                self.context.check()?;
+                be_late(LATE_MAX);
+            }
+            return Ok(());
+        }
         self.context.check()?;
         work.run()
     }
@@ -233,8 +312,9 @@ impl Work {
                 event.changed.notify_all();
                 Ok(())
             }
-            // A default stream has waited for everything already.
+            // A default stream has waited for everything already, and stands still for nobody.
             Work::Wait { .. } => Ok(()),
+            Work::WaitValue { .. } => Err(code::INVALID_HANDLE),
         }
     }
 }
@@ -292,15 +372,18 @@ pub extern "C" fn cuStreamQuery(stream: *mut c_void) -> u32 {
     })
 }
 
-/// No graph is ever captured.
+/// From a default stream no graph is ever captured.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuStreamIsCapturing(stream: *mut c_void, status: *mut c_uint) -> u32 {
     call_in_context(|_| {
-        if stream as u64 >= HANDLE_MIN {
-            of(stream as u64)?;
+        let mut found = 0;
+        if stream as u64 >= HANDLE_MIN
+            && let Some(capture) = &of(stream as u64)?.queue.lock().unwrap().capture
+        {
+            found = if capture.is_spoiled { 2 } else { 1 };
         }
         // SAFETY: the API's terms.
-        unsafe { *status = 0 };
+        unsafe { *status = found };
         Ok(())
     })
 }
@@ -357,6 +440,7 @@ pub extern "C" fn cuEventRecord(event: *mut c_void, stream: *mut c_void) -> u32 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuEventQuery(event: *mut c_void) -> u32 {
     call_in_context(|_| {
+        refuse_in_capture()?;
         let event = event_of(event)?;
         let (recorded, passed) = *event.numbers.lock().unwrap();
         if passed < recorded { Err(code::NOT_READY) } else { Ok(()) }

@@ -1,9 +1,11 @@
 //! The driver, and the entry points of its own.
 
+use std::ffi::c_void;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, OnceLock};
 
 use libloading::{Library, Symbol};
+use remanent::device::RawStream;
 use remanent::device::cuda::CudaDevice;
 
 pub struct Driver {
@@ -78,11 +80,67 @@ impl Driver {
         copies()
     }
 
+    /// A stream of the program's own on a device.
+    pub fn stream(&'static self, device: u32) -> CallerStream {
+        let mut raw = std::ptr::null_mut();
+        self.within(device, || {
+            // SAFETY: CUDA's signature.
+            let create: Symbol<extern "C" fn(*mut *mut c_void, u32) -> u32> =
+                unsafe { self.own(b"cuStreamCreate") };
+            assert_eq!(create(&mut raw, 1), 0);
+        });
+        CallerStream { driver: self, device, raw }
+    }
+
+    /// Does something in a device's context.
+    fn within(&self, device: u32, work: impl FnOnce()) {
+        let mut context = std::ptr::null_mut();
+        // SAFETY: CUDA's signature.
+        let retain: Symbol<extern "C" fn(*mut *mut c_void, i32) -> u32> =
+            unsafe { self.own(b"cuDevicePrimaryCtxRetain") };
+        // SAFETY: the same.
+        let push: Symbol<extern "C" fn(*mut c_void) -> u32> = unsafe { self.own(b"cuCtxPushCurrent_v2") };
+        // SAFETY: the same.
+        let pop: Symbol<extern "C" fn(*mut *mut c_void) -> u32> = unsafe { self.own(b"cuCtxPopCurrent_v2") };
+        assert_eq!(retain(&mut context, device as i32), 0);
+        assert_eq!(push(context), 0);
+        work();
+        assert_eq!(pop(&mut context), 0);
+    }
+
     /// # Safety
     /// The entry point has this signature.
     unsafe fn own<F>(&self, name: &[u8]) -> Symbol<'_, F> {
         // SAFETY: passed on.
         unsafe { self.library.get(name) }.expect("an entry point of the driver")
+    }
+}
+
+/// A stream of a program that uses a store. Whoever forgets a device whose context is lost forgets its streams.
+pub struct CallerStream {
+    driver: &'static Driver,
+    device: u32,
+    raw: *mut c_void,
+}
+
+// SAFETY: the handle is a name, which the driver takes on any thread.
+unsafe impl Send for CallerStream {}
+
+impl CallerStream {
+    /// As the store takes it.
+    pub fn raw(&self) -> RawStream {
+        // SAFETY: the stream is of the device on which the store is, and is dropped behind it.
+        unsafe { RawStream::from_cuda(self.raw as u64) }
+    }
+
+    /// Gives it back.
+    pub fn destroy(self) {
+        self.driver.within(self.device, || {
+            // SAFETY: CUDA's signature.
+            let destroy: Symbol<extern "C" fn(*mut c_void) -> u32> =
+                unsafe { self.driver.own(b"cuStreamDestroy_v2") };
+            assert_eq!(destroy(self.raw), 0);
+        });
     }
 }
 

@@ -16,7 +16,7 @@ use remanent::device::cuda::CudaDevice;
 use remanent::device::host::HostDevice;
 use remanent::{Error, Remedy, Result, SnapshotId};
 
-use self::driver::Driver;
+use self::driver::{CallerStream, Driver};
 use self::work::Work;
 
 /// Codes of calls that were refused, and of a fault that takes the context.
@@ -30,15 +30,24 @@ const SPARE_GPU: u32 = 1 << 16;
 /// The limit only turns a hang into a failure.
 const HANG: Duration = Duration::from_secs(120);
 
+/// What a store lives through on a GPU, or on several: plainly, or with kernels beside it.
+#[derive(Clone, Copy, PartialEq)]
+enum Life<'g> {
+    Plain(&'g [u32]),
+    WithKernels(u32),
+}
+
 /// Lives through a fault; whether it struck.
-fn live_through(driver: &'static Driver, gpus: &[u32], nth: u64, code: u32) -> bool {
+fn live_through(driver: &'static Driver, life: Life<'_>, nth: u64, code: u32) -> bool {
     let (done, finished) = channel();
     let label = format!("call {nth} fails with {code}");
-    let gpus = gpus.to_vec();
+    let (gpus, mut work) = match life {
+        Life::Plain(gpus) => (gpus.to_vec(), Work::new()),
+        Life::WithKernels(gpu) => (vec![gpu], Work::with_kernels(driver.stream(gpu))),
+    };
     let living = std::thread::spawn(move || {
-        let mut work = Work::new();
-        driver.arm(nth, code);
-        let lived = catch_unwind(AssertUnwindSafe(|| work.live(&gpus)));
+        let arm = || driver.arm(nth, code);
+        let lived = catch_unwind(AssertUnwindSafe(|| work.live(&gpus, arm)));
         let struck = driver.disarm();
         done.send((struck, lived, work)).expect("somebody waits, or the test has failed");
     });
@@ -59,6 +68,9 @@ fn live_through(driver: &'static Driver, gpus: &[u32], nth: u64, code: u32) -> b
     // What was acknowledged is on the disk whatever became of the GPU.
     let host = work.open(Arc::new(HostDevice::new()));
     host.and_then(|store| work.check(&store)).unwrap_or_else(|error| panic!("{label}: {error}"));
+    if !(struck && code == LAUNCH_FAILED) {
+        work.into_stream().into_iter().for_each(CallerStream::destroy);
+    }
     struck
 }
 
@@ -67,19 +79,35 @@ fn a_refused_call_is_an_error_or_nothing_and_leaks_nothing() {
     let (driver, _turn) = Driver::get();
     // One GPU loads machine code, the other text.
     for (code, gpu) in [(INVALID_VALUE, 0), (OUT_OF_MEMORY, 1)] {
-        let gpus = [gpu];
-        assert!(!live_through(driver, &gpus, u64::MAX, code));
-        assert_eq!(driver.alive(gpu), 0, "a store that was closed leaves nothing");
-        let (mut nth, mut left) = (1, 0);
-        while live_through(driver, &gpus, nth, code) {
-            // What the driver refuses to take back stays, and nothing else: one thing a fault.
-            let now = driver.alive(gpu);
-            assert!(now <= left + 1, "call {nth} fails with {code}: {now} things are alive, {left} before");
-            (nth, left) = (nth + 1, now);
-        }
-        println!("{nth} calls failed with {code}, {left} of them took something back");
-        assert!(nth > 100 && left < nth / 4, "{nth} calls, {left} things left");
+        refuse_calls(driver, Life::Plain(&[gpu]), (gpu, code), 1);
     }
+}
+
+#[test]
+fn a_refused_call_beside_kernels_is_an_error_or_nothing_and_leaks_nothing() {
+    let (driver, _turn) = Driver::get();
+    driver.set_devices(1 << 20);
+    let gpu = SPARE_GPU + 2000;
+    // Of so many calls one: most of them only look whether the GPU is done, and a life takes a tenth of a second.
+    for (code, gpu, stride) in [(INVALID_VALUE, gpu, 7), (OUT_OF_MEMORY, gpu + 1, 11)] {
+        refuse_calls(driver, Life::WithKernels(gpu), (gpu, code), stride);
+    }
+    driver.set_devices(2);
+}
+
+/// Refuses calls of a life, one of `stride` after the other.
+fn refuse_calls(driver: &'static Driver, life: Life<'_>, (gpu, code): (u32, u32), stride: u64) {
+    assert!(!live_through(driver, life, u64::MAX, code));
+    assert_eq!(driver.alive(gpu), 0, "a store that was closed leaves nothing");
+    let (mut nth, mut left) = (1, 0);
+    while live_through(driver, life, nth, code) {
+        // What the driver refuses to take back stays, and nothing else: one thing a fault.
+        let now = driver.alive(gpu);
+        assert!(now <= left + 1, "call {nth} fails with {code}: {now} things are alive, {left} before");
+        (nth, left) = (nth + stride, now);
+    }
+    println!("{nth} calls on {gpu} failed with {code}, {left} of them took something back");
+    assert!(nth > 100 && left < nth / stride / 4, "{nth} calls, {left} things left");
 }
 
 #[test]
@@ -88,13 +116,21 @@ fn a_fault_asks_for_a_new_process_and_loses_nothing() {
     // A GPU for each: a context that is lost stays lost.
     driver.set_devices(1 << 20);
     let mut nth = 1;
-    while live_through(driver, &[1 + nth as u32], nth, LAUNCH_FAILED) {
+    while live_through(driver, Life::Plain(&[1 + nth as u32]), nth, LAUNCH_FAILED) {
         driver.forget(1 + nth as u32);
         nth += 1;
     }
-    driver.set_devices(2);
     println!("{nth} calls failed with {LAUNCH_FAILED}");
     assert!(nth > 100, "{nth} calls");
+    // The same beside kernels, one call in so many.
+    let (first, mut nth) = (SPARE_GPU / 2, 1);
+    while live_through(driver, Life::WithKernels(first + nth as u32), nth, LAUNCH_FAILED) {
+        driver.forget(first + nth as u32);
+        nth += 13;
+    }
+    println!("{nth} calls beside kernels failed with {LAUNCH_FAILED}");
+    assert!(nth > 100, "{nth} calls");
+    driver.set_devices(2);
 }
 
 #[test]
@@ -159,14 +195,14 @@ fn bytes_go_from_one_gpu_to_another_by_the_way_that_there_is() {
     // Neighbours reach each other's memory; the others' bytes go by way of the host.
     for (gpus, is_way) in [([first, first + 1], true), ([first + 1, first + 2], false)] {
         let before = driver.peer_copies();
-        assert!(!live_through(driver, &gpus, u64::MAX, INVALID_VALUE));
+        assert!(!live_through(driver, Life::Plain(&gpus), u64::MAX, INVALID_VALUE));
         assert_eq!(driver.peer_copies() > before, is_way, "between {gpus:?}");
         assert_eq!(gpus.map(|gpu| driver.alive(gpu)), [0; 2]);
     }
     // First the way is known before the first fault, then the driver is asked for it under faults, too.
     for (gpus, from) in [([first, first + 1], 1), ([first + 4, first + 5], 40)] {
         let mut nth = from;
-        while live_through(driver, &gpus, nth, INVALID_VALUE) {
+        while live_through(driver, Life::Plain(&gpus), nth, INVALID_VALUE) {
             nth += 3;
         }
         println!("{nth} calls on {gpus:?} failed with {INVALID_VALUE}");

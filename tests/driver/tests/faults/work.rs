@@ -3,15 +3,23 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use remanent::device::Device;
 use remanent::device::cuda::CudaDevice;
 use remanent::device::several::SeveralDevices;
+use remanent::device::{CallerMemory, Device, RawStream};
 use remanent::disk::dir::DirDisk;
-use remanent::{Lsn, Options, PageId, PageInfo, Place, Result, Store, Value, Width};
+use remanent::{Ack, Lease, Lsn, Options, PageId, PageInfo, Place, Result, Shadow, Store, Value, Width};
+
+use crate::driver::CallerStream;
 
 const PLACES: [Place; 3] = [Place::Device(0), Place::Pinned, Place::Unified];
 /// Length of each page: more than one warp writes, and no multiple of anything.
 const LEN: u64 = 3001;
+/// Length of one page more, which goes to the host in three pieces.
+const LONG_LEN: u64 = (2 << 20) + 5000;
+/// So many of its bytes change: more than what has a bitmap that is short.
+const CHANGED_LEN: usize = 540_000;
+/// One of so many of those is the step's, all others are 0.
+const CHANGED_EVERY: usize = 1000;
 
 fn device(gpus: &[u32]) -> Result<Arc<dyn Device>> {
     let open = |gpu: &u32| CudaDevice::open(*gpu).map(|gpu| Arc::new(gpu) as Arc<dyn Device>);
@@ -21,9 +29,12 @@ fn device(gpus: &[u32]) -> Result<Arc<dyn Device>> {
 
 pub struct Work {
     directory: tempfile::TempDir,
+    /// On the first GPU, for what the store does on a caller's stream.
+    stream: Option<CallerStream>,
     /// How many GPUs there are for pages.
     slots: u32,
     pages: Vec<PageId>,
+    long: Option<PageId>,
     /// The newest step that was acknowledged, and the newest that was tried.
     acknowledged: i64,
     tried: i64,
@@ -43,7 +54,17 @@ impl Work {
         let memory = Path::new("/dev/shm");
         let root = if memory.is_dir() { memory.to_path_buf() } else { std::env::temp_dir() };
         let directory = tempfile::tempdir_in(root).expect("a folder for a store");
-        Self { directory, slots: 1, pages: Vec::new(), acknowledged: 0, tried: 0 }
+        Self { directory, stream: None, slots: 1, pages: Vec::new(), long: None, acknowledged: 0, tried: 0 }
+    }
+
+    /// With a page that is long, and with what a program does that has kernels and a stream of its own.
+    pub fn with_kernels(stream: CallerStream) -> Self {
+        Self { stream: Some(stream), ..Self::new() }
+    }
+
+    /// The stream, when the store is closed.
+    pub fn into_stream(self) -> Option<CallerStream> {
+        self.stream
     }
 
     pub fn open(&self, device: Arc<dyn Device>) -> Result<Store> {
@@ -52,9 +73,17 @@ impl Work {
         Store::open_on(Arc::new(DirDisk::new(self.directory.path())), device, options)
     }
 
-    /// Each GPU has a slot, in this order.
-    pub fn live(&mut self, gpus: &[u32]) -> Result<()> {
+    /// Each GPU has a slot, in this order. `arm` is called before the first call that is to be failed.
+    pub fn live(&mut self, gpus: &[u32], arm: impl FnOnce()) -> Result<()> {
         self.slots = gpus.len() as u32;
+        match self.stream.as_ref().map(CallerStream::raw) {
+            None => self.live_plainly(gpus, arm),
+            Some(stream) => self.live_with_kernels(gpus, stream, arm),
+        }
+    }
+
+    fn live_plainly(&mut self, gpus: &[u32], arm: impl FnOnce()) -> Result<()> {
+        arm();
         let store = self.open(device(gpus)?)?;
         self.begin(&store)?;
         self.step(&store)?;
@@ -69,6 +98,18 @@ impl Work {
         store.close()
     }
 
+    /// What the plain life has not.
+    fn live_with_kernels(&mut self, gpus: &[u32], stream: RawStream, arm: impl FnOnce()) -> Result<()> {
+        let store = self.open(device(gpus)?)?;
+        self.begin(&store)?;
+        arm();
+        self.step_by_kernels(&store, stream)?;
+        self.check(&store)?;
+        assert_eq!(store.audit()?.changed, []);
+        store.snapshot()?;
+        store.close()
+    }
+
     /// Everywhere that a page can be.
     fn places(&self) -> Vec<Place> {
         PLACES.into_iter().chain((1..self.slots).map(Place::Device)).collect()
@@ -80,8 +121,13 @@ impl Work {
         for place in self.places() {
             batch.create(LEN, place);
         }
+        if self.stream.is_some() {
+            batch.create(LONG_LEN, PLACES[0]);
+        }
         batch.set_root("step", 0_i64);
-        self.pages = store.commit(batch)?.pages;
+        let mut pages = store.commit(batch)?.pages;
+        self.long = self.stream.as_ref().and_then(|_| pages.pop());
+        self.pages = pages;
         Ok(())
     }
 
@@ -102,6 +148,53 @@ impl Work {
         store.commit(batch)?;
         self.acknowledged = self.tried;
         Ok(())
+    }
+
+    /// The next step, of bytes that the device alone has seen: written, scattered, captured. What it changes is
+    /// leased meanwhile, on the stream.
+    fn step_by_kernels(&mut self, store: &Store, stream: RawStream) -> Result<()> {
+        self.tried += 1;
+        let byte = self.tried as u8;
+        let long = self.long.expect("there is one where there is a stream");
+        let memory = store.device_bytes(5 * LEN, PLACES[0])?;
+        let indices: Vec<u8> = (0..LEN as u32).rev().flat_map(u32::to_le_bytes).collect();
+        memory.write(0, &indices)?;
+        memory.write(4 * LEN, &vec![byte; LEN as usize])?;
+        let (indices, values) = (memory.part(0..4 * LEN)?, memory.part(4 * LEN..5 * LEN)?);
+        // SAFETY: the memory is the store's, which `memory` keeps.
+        let adopted = unsafe {
+            let address = values.address().expect("a GPU's memory has one");
+            store.caller_bytes(&CallerMemory::from_cuda(address, LEN, memory.clone()))?
+        };
+        let leases = [store.lease(self.pages[0])?, store.lease(long)?];
+        for lease in &leases {
+            lease.on(stream)?;
+        }
+        let long_copy = store.working_copy(long, Width::W1, Shadow::Page)?;
+        let copy = store.working_copy(self.pages[0], Width::W1, Shadow::Kept(PLACES[0]))?;
+        let mut changed = vec![0; CHANGED_LEN];
+        changed.iter_mut().step_by(CHANGED_EVERY).for_each(|changed| *changed = byte);
+        long_copy.bytes().write(0, &changed)?;
+        copy.bytes().write(0, &vec![byte; LEN as usize])?;
+        // Of all threads this one may not change what it has leased.
+        let mut batch = store.batch();
+        let range = 0..CHANGED_LEN as u64;
+        batch.capture_ranges(&long_copy, &[range]).capture(&copy);
+        batch.write_device(self.pages[1], 0, &adopted);
+        batch.scatter_device(self.pages[2], Width::W1, &indices, &values.on(stream));
+        for page in &self.pages[3..] {
+            batch.write_device(*page, 0, &values);
+        }
+        batch.set_root("step", self.tried);
+        let submitted = std::thread::scope(|scope| scope.spawn(|| store.submit(batch)).join());
+        let ticket = submitted.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        ticket.wait_on(stream)?;
+        ticket.wait(Ack::Logged)?;
+        self.acknowledged = self.tried;
+        let mut copied = vec![0; CHANGED_LEN];
+        long_copy.bytes().read(0, &mut copied)?;
+        assert!(copied == changed, "a working copy that nobody wrote to is another one");
+        leases.into_iter().try_for_each(Lease::end)
     }
 
     /// What lies in the store now, read back page by page.
@@ -130,6 +223,14 @@ impl Work {
             let mut bytes = [0; LEN as usize];
             store.read(*page, 0, &mut bytes)?;
             assert!(bytes.iter().all(|byte| *byte == *step as u8), "{page} is not at step {step}");
+        }
+        if let Some(long) = self.long {
+            let mut bytes = vec![0; LONG_LEN as usize];
+            store.read(long, 0, &mut bytes)?;
+            let is_changed = |at: usize| at < CHANGED_LEN && at.is_multiple_of(CHANGED_EVERY);
+            let expected = |at| if is_changed(at) { *step as u8 } else { 0 };
+            let differs = (0..bytes.len()).find(|at| bytes[*at] != expected(*at));
+            assert_eq!(differs, None, "the long page is not at step {step}");
         }
         Ok(())
     }
