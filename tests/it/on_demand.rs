@@ -50,6 +50,15 @@ impl Gate {
     }
 }
 
+/// Opens a gate when a test ends, however it does: a store that is dropped waits for who loads its pages.
+struct OpenAtLast(Arc<Gate>);
+
+impl Drop for OpenAtLast {
+    fn drop(&mut self) {
+        self.0.open();
+    }
+}
+
 impl Device for Gate {
     forward!(inner: label staging reached wait after streams_and_memory);
 
@@ -144,6 +153,7 @@ fn a_store_is_in_use_before_its_pages_are_loaded() {
     let disk = closed();
     let device = Gate::closed();
     let store = open_on(&disk, device.clone(), Restore::OnDemand).unwrap();
+    let _at_last = OpenAtLast(device.clone());
     let cold = store.cold();
     assert_eq!((cold.pages, cold.bytes), (PAGES - 1, (PAGES - 1) * LEN));
     assert_eq!(store.recovered().cold_pages, PAGES - 1);
@@ -245,6 +255,7 @@ fn whoever_needs_a_page_waits_for_it() {
             let (disk, device) = (disk.after_power_cut(), Gate::new(inner));
             let store = open_on(&disk, device.clone(), Restore::OnDemand).unwrap();
             std::thread::scope(|scope| {
+                let _at_last = OpenAtLast(device.clone());
                 let user = scope.spawn(|| work(&store));
                 // The applier serves others meanwhile.
                 for _ in 0..50 {
@@ -356,6 +367,7 @@ fn pages_that_stay_cold_cost_nothing() {
     let device = Gate::new(Arc::new(HostDevice::new()));
     for round in 0..20 {
         let store = open_on(&disk, device.clone(), Restore::OnDemand).unwrap();
+        let _at_last = OpenAtLast(device.clone());
         if round == 10 {
             let dead = disk.after_kill(Moment { event: disk.events(), tear: None });
             assert_eq!(State::of(&open(&dead, Restore::Eager).unwrap()), state);
