@@ -80,6 +80,16 @@ impl DirDisk {
         let path = self.folder_path(folder).display().to_string();
         Error::Folder { action, path, source: Arc::new(source) }
     }
+
+    /// What became of the block that is written to try direct writes.
+    fn trial_failed(&self, source: io::Error) -> Error {
+        let error = self.folder_error("write past the page cache below", Folder::Log, source);
+        if error.is_no_space() {
+            Error::DiskFull { file: FileName::Temporary(Folder::Log, 0), needed: GROUP_ALIGN }
+        } else {
+            error
+        }
+    }
 }
 
 impl Disk for DirDisk {
@@ -203,7 +213,7 @@ impl Disk for DirDisk {
         let path = if log.is_dir() { log } else { self.root.clone() };
         let refusal = match io {
             LogIo::Mapped => mapping_refused(&path),
-            LogIo::Direct => Ok(direct_refused(&path)),
+            LogIo::Direct => return direct_refused(&path).map_err(|error| self.trial_failed(error)),
             LogIo::Buffered => Ok(None),
         };
         refusal.map_err(|errno| self.folder_error("ask the file system of", Folder::Root, errno.into()))
@@ -423,15 +433,27 @@ fn shares_extents(path: &Path) -> rustix::io::Result<bool> {
 
 /// Why files below `path` cannot be written past the page cache, if so: asked by writing a block of a nameless
 /// file, for some file systems accept the flags at open and refuse the write.
-fn direct_refused(path: &Path) -> Option<String> {
+///
+/// # Errors
+/// What the disk says that has no room for a block, or fails: another way to write would not help.
+fn direct_refused(path: &Path) -> io::Result<Option<String>> {
     let flags = direct::FLAGS | OFlags::TMPFILE;
     let nameless = rustix::fs::openat(CWD, path, flags, Mode::RUSR | Mode::WUSR);
-    let written = nameless.map_err(io::Error::from).and_then(|nameless| {
+    direct_verdict(nameless.map_err(io::Error::from).and_then(|nameless| {
         // Its own reopening is part of what a window needs.
         let file = reopen(&File::from(nameless), direct::FLAGS)?;
         file.write_all_at(&AlignedBuf::new(GROUP_ALIGN as usize), 0)
-    });
-    written.err().map(|error| format!("direct writes are not possible here: {error}"))
+    }))
+}
+
+/// The verdict on what became of the trial.
+fn direct_verdict(written: io::Result<()>) -> io::Result<Option<String>> {
+    let says_the_disk = [Errno::IO, Errno::NOSPC, Errno::DQUOT].map(|errno| Some(errno.raw_os_error()));
+    match written {
+        Ok(()) => Ok(None),
+        Err(error) if says_the_disk.contains(&error.raw_os_error()) => Err(error),
+        Err(error) => Ok(Some(format!("direct writes are not possible here: {error}"))),
+    }
 }
 
 /// Reads a store directory for the pure decoders, without a lock.
@@ -488,6 +510,7 @@ impl ReadAt for DirReader {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::Remedy;
 
     #[test]
     fn mapping_is_allowed_only_where_writes_are_in_place() {
@@ -504,6 +527,23 @@ mod tests {
         assert_eq!(refusal(0x5846_5342, || Ok(false)), Ok(None));
         assert!(refusal(0x5846_5342, || Ok(true)).unwrap().unwrap().contains("reflinks"));
         assert_eq!(refusal(0x5846_5342, || Err(Errno::IO)), Err(Errno::IO));
+    }
+
+    #[test]
+    fn a_disk_that_is_full_or_fails_is_no_reason_against_direct_writes() {
+        assert_eq!(direct_verdict(Ok(())).unwrap(), None);
+        for errno in [Errno::INVAL, Errno::OPNOTSUPP, Errno::ISDIR, Errno::NOENT] {
+            let reason = direct_verdict(Err(errno.into())).unwrap().unwrap();
+            assert!(reason.contains(&io::Error::from(errno).to_string()), "{reason}");
+        }
+        let disk = DirDisk::new("/nowhere");
+        for errno in [Errno::NOSPC, Errno::DQUOT] {
+            let error = disk.trial_failed(direct_verdict(Err(errno.into())).unwrap_err());
+            assert_eq!((error.remedy(), error.file().is_some()), (Remedy::FreeSpace, true), "{error}");
+        }
+        let error = disk.trial_failed(direct_verdict(Err(Errno::IO.into())).unwrap_err());
+        assert_eq!(error.remedy(), Remedy::Reopen);
+        assert!(error.to_string().contains("/nowhere/log"), "{error}");
     }
 
     #[test]

@@ -180,8 +180,6 @@ fn check_remedy(error: &Error) {
     match error {
         Error::Poisoned(cause) => check_remedy(cause),
         Error::Damaged(damage) => assert!(matches!(damage.defect, Defect::Unreadable(_)), "{error}"),
-        // The trial that an open makes of direct writes met the fault: another way to write may do.
-        Error::InvalidOption { option: "log_io", .. } => {}
         error => assert!(matches!(error.remedy(), Remedy::Reopen | Remedy::FreeSpace), "{error}"),
     }
 }
