@@ -14,6 +14,7 @@ mod bulk;
 mod captures;
 mod compression;
 mod crash;
+mod cramped;
 mod cuda;
 mod damage;
 mod defences;
