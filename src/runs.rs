@@ -184,3 +184,45 @@ pub(crate) fn prove(source: &DiskSource, wanted: impl IntoIterator<Item = Wanted
     long.iter().try_for_each(|Wanted { image, len, .. }| check_image(source, image, *len))?;
     read_runs(source, short, |_, _| Ok(()))
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use remanent_format::Folder;
+    use remanent_format::image::Codec;
+
+    use super::*;
+    use crate::disk::Disk;
+    use crate::disk::sim::SimDisk;
+    use crate::error::Error;
+
+    /// Only a forged manifest names images that overlap: each is taken for what it says, and nothing is read past.
+    #[test]
+    fn images_may_lie_in_each_other() {
+        let disk = SimDisk::new();
+        disk.make_folder(Folder::Pages).unwrap();
+        let bytes: Vec<u8> = (0..9000).map(|at| (at % 251) as u8).collect();
+        disk.create(FileName::Pages(1)).and_then(|file| file.write_at(0, &bytes)).unwrap();
+        let source = DiskSource::new(Arc::new(disk));
+        let image = |page, range: Range<usize>, is_sound: bool| {
+            let crc = crc32fast::hash(&bytes[range.clone()]) ^ u32::from(!is_sound);
+            let (offset, stored_len) = (range.start as u64, range.len() as u64);
+            let image =
+                ImageRef { file: 1, offset, stored_len, stored_crc: crc, raw_crc: crc, codec: Codec::Raw };
+            Wanted { page: PageId(page), len: stored_len, image }
+        };
+        let outer_and_inner = |is_sound| vec![image(1, 4096..8000, true), image(2, 4112..4200, is_sound)];
+        let mut read = Vec::new();
+        read_runs(&source, outer_and_inner(true), |page, content| {
+            read.push((page, content.to_vec()));
+            Ok(())
+        })
+        .unwrap();
+        assert_eq!(read, [(PageId(1), bytes[4096..8000].to_vec()), (PageId(2), bytes[4112..4200].to_vec())]);
+
+        let refused = read_runs(&source, outer_and_inner(false), |_, _| Ok(())).unwrap_err();
+        let Error::Damaged(damage) = &refused else { panic!("{refused}") };
+        assert_eq!((damage.file, damage.offset), (FileName::Pages(1), 4112));
+    }
+}

@@ -252,3 +252,29 @@ impl State {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::host::HostDevice;
+    use crate::device::late::LateDevice;
+    use crate::options::Budget;
+
+    #[test]
+    fn a_page_that_is_only_read_keeps_no_record_of_each_lease() {
+        let device = Arc::new(LateDevice::new(Arc::new(HostDevice::new())));
+        let arena = Arc::new(Arena::new(device.clone(), Budget::default()));
+        let leases = Leases::new(device.clone(), arena, Arc::new(Poison::default()));
+        let (stream, page) = (device.stream(), PageId(1));
+        for _ in 0..10 {
+            let id = leases.begin(page);
+            leases.name(page, id, MemoryId(1));
+            leases.end(page, id, &[stream]).unwrap();
+            // The stream's work is done: nobody uses the memory any more.
+            leases.wait_ended().unwrap();
+            assert_eq!(leases.state.lock().pages[&page].len(), 1);
+        }
+        leases.begin(page);
+        assert_eq!(leases.state.lock().pages[&page].len(), 1, "the one that is open");
+    }
+}

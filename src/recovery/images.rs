@@ -42,8 +42,12 @@ enum Work<'a> {
 
 /// How many threads load images of which the longest that is compressed holds so many bytes; 0 if none is.
 pub(super) fn threads(longest_compressed: u64) -> usize {
+    crew::threads(threads_for(longest_compressed))
+}
+
+fn threads_for(longest_compressed: u64) -> usize {
     let fit = (DECODED_BYTES / longest_compressed.max(RUN_BYTES)).max(1) as usize;
-    crew::threads(if longest_compressed == 0 { THREADS_MAX } else { fit.min(THREADS_MAX) })
+    if longest_compressed == 0 { THREADS_MAX } else { fit.min(THREADS_MAX) }
 }
 
 impl ImageLoader<'_> {
@@ -152,4 +156,22 @@ fn check_parts<'a>(parts: impl Iterator<Item = (&'a Work<'a>, Option<u32>)>) -> 
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_decompressed_at_once_is_bounded() {
+        assert_eq!(threads_for(0), THREADS_MAX, "nothing is decompressed");
+        for longest in [1, RUN_BYTES, RUN_BYTES + 1, DECODED_BYTES / 4, DECODED_BYTES / 2 + 1, DECODED_BYTES]
+        {
+            let threads = threads_for(longest);
+            assert!((1..=THREADS_MAX).contains(&threads));
+            assert!(threads as u64 * longest <= DECODED_BYTES, "{threads} pages of {longest} bytes");
+        }
+        assert_eq!(threads_for(DECODED_BYTES / 4), 4);
+        assert_eq!(threads_for(u64::MAX), 1, "one is always loaded");
+    }
 }
