@@ -35,4 +35,6 @@ mod leases;
 #[cfg(all(test, shuttle))]
 mod runner;
 #[cfg(all(test, shuttle))]
+mod scrubs;
+#[cfg(all(test, shuttle))]
 mod snapshots;
