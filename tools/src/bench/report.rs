@@ -217,7 +217,7 @@ fn show_tick(unit: Unit, value: f64) -> String {
 
 /// A tick's number without the noise of binary fractions.
 fn rounded(value: f64) -> String {
-    let text = format!("{value:.4}");
+    let text = format!("{value:.9}");
     text.trim_end_matches('0').trim_end_matches('.').to_owned()
 }
 
@@ -269,6 +269,7 @@ mod tests {
             assert_eq!(show_time(seconds), shown);
         }
         assert_eq!(show_tick(Unit::PerSecond("commits"), 25_000.0), "25 k/s");
+        assert_eq!((rounded(1e-5).as_str(), rounded(0.1 + 0.2).as_str()), ("0.00001", "0.3"));
         assert_eq!(show_tick(Unit::BytesPerSecond, 0.5e9), "0.5 GB/s");
     }
 }

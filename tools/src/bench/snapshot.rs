@@ -47,8 +47,9 @@ const TOUCH_LEN: usize = 64;
 const HOT_LEN: usize = 256;
 /// How often a snapshot is asked how far it has come.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
-/// Values of a course at most.
+/// Values of the course of a hot page's commits, and of the first snapshot.
 const COURSE_STEPS: u32 = 200;
+const ROUND_STEPS: u32 = 40;
 /// Bytes of pages that are created in one batch.
 const BATCH_BYTES: u64 = 64 << 20;
 
@@ -210,10 +211,9 @@ fn full(store: &Store, pages: &[PageId], round: usize, figures: &mut Figures) ->
     let bytes = taken.info.bytes_written as f64;
     figures.full.push(bytes / taken.durable.as_secs_f64());
     figures.verified.push(bytes / taken.verified.as_secs_f64());
-    let course = course(&taken);
     match &mut figures.full.course {
-        Some(shown) => append(shown, course),
-        none => *none = Some(course),
+        Some(shown) => append(shown, &taken),
+        none => *none = Some(course(&taken, taken.durable / ROUND_STEPS + Duration::from_nanos(1))),
     }
     Ok(())
 }
@@ -338,9 +338,9 @@ fn watch(store: &Store) -> Result<Watched, Stop> {
 }
 
 /// Bytes gathered a second.
-fn course(taken: &Watched) -> Course {
-    let step = taken.durable / 40 + Duration::from_nanos(1);
-    let mut values = vec![0.0; 40];
+fn course(taken: &Watched, step: Duration) -> Course {
+    let steps = taken.durable.as_nanos() / step.as_nanos() + 1;
+    let mut values = vec![0.0; steps as usize];
     let mut before = 0;
     for (at, bytes) in &taken.gathered {
         if let Some(value) = values.get_mut((at.as_nanos() / step.as_nanos()) as usize) {
@@ -352,8 +352,8 @@ fn course(taken: &Watched) -> Course {
 }
 
 /// Shows another round behind those before.
-fn append(shown: &mut Course, course: Course) {
+fn append(shown: &mut Course, taken: &Watched) {
     let end = shown.step * shown.values.len() as u32;
     shown.marks.push((end, "next round"));
-    shown.values.extend(course.values);
+    shown.values.extend(course(taken, shown.step).values);
 }
