@@ -23,6 +23,7 @@ use rustix::io::Errno;
 use rustix::process::{Flock, FlockType};
 
 use super::DiskLock;
+use super::mapped::ForkMark;
 use crate::error::{Error, Result};
 use crate::sync::Mutex;
 
@@ -66,7 +67,10 @@ fn lock_directory(root: &Path) -> Result<DirLock> {
     }
     // 3. The description, for whoever is refused from now on. It need not survive anything.
     describe(&file).map_err(failed("write"))?;
-    Ok(DirLock { file: Some(file), entry })
+    // 4. Something to tell a forked child by. A system without it is asked for the process's number instead.
+    let mark =
+        ForkMark::new().inspect_err(|error| tracing::debug!(%error, "no memory that a fork wipes")).ok();
+    Ok(DirLock { file: Some(file), entry, mark })
 }
 
 /// Both locks, held.
@@ -74,9 +78,17 @@ struct DirLock {
     /// `Some` until dropped.
     file: Option<File>,
     entry: RegistryEntry,
+    mark: Option<ForkMark>,
 }
 
-impl DiskLock for DirLock {}
+impl DiskLock for DirLock {
+    fn is_held_here(&self) -> bool {
+        match &self.mark {
+            Some(mark) => mark.is_own(),
+            None => self.entry.owner == std::process::id(),
+        }
+    }
+}
 
 impl Drop for DirLock {
     fn drop(&mut self) {
@@ -318,7 +330,8 @@ mod tests {
         // What a forked child finds: an entry and a guard of another process's.
         let parent = std::process::id() + 1;
         LOCKED_HERE.lock().insert(id, parent);
-        let inherited = DirLock { file: None, entry: RegistryEntry { directory: id, owner: parent } };
+        let inherited =
+            DirLock { file: None, entry: RegistryEntry { directory: id, owner: parent }, mark: None };
         // The parent is dead, or the record lock would refuse.
         let own = acquire(directory.path()).unwrap();
         drop(inherited);

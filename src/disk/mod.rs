@@ -233,7 +233,10 @@ impl Watch for Nap {
 }
 
 /// A lock, held until dropped.
-pub trait DiskLock: Send + Sync {}
+pub trait DiskLock: Send + Sync {
+    /// Whether this process holds it: a forked child does not hold its parent's. A store asks with every call.
+    fn is_held_here(&self) -> bool;
+}
 
 /// What became of a reader's wish to hold a snapshot.
 pub enum Hold {

@@ -63,7 +63,11 @@ fn knows_no_locks(error: &io::Error) -> bool {
 /// What stands for a lock where there are none.
 struct NoLock;
 
-impl DiskLock for NoLock {}
+impl DiskLock for NoLock {
+    fn is_held_here(&self) -> bool {
+        true
+    }
+}
 
 fn open_to_write(root: &Path) -> Result<File> {
     OpenOptions::new()
@@ -105,12 +109,16 @@ struct ByteLock {
     owner: u32,
 }
 
-impl DiskLock for ByteLock {}
+impl DiskLock for ByteLock {
+    fn is_held_here(&self) -> bool {
+        self.owner == std::process::id()
+    }
+}
 
 impl Drop for ByteLock {
     fn drop(&mut self) {
         // In a forked child this is the parent's lock.
-        if self.owner == std::process::id()
+        if self.is_held_here()
             && let Err(error) = set(&self.file, libc::F_UNLCK, self.id)
         {
             tracing::warn!(%error, snapshot = %self.id, "a reader's lock goes only with its last descriptor");

@@ -60,7 +60,7 @@ pub struct Store {
     opener: u32,
     recovered: Recovered,
     /// Released last: until then nobody else may open the directory.
-    _lock: Box<dyn DiskLock>,
+    lock: Box<dyn DiskLock>,
     /// A temporary directory lives as long as its store.
     _directory: Option<Box<dyn Any + Send + Sync>>,
 }
@@ -134,7 +134,7 @@ impl Store {
 
     /// Threads do not survive a fork: in the child nobody would answer.
     pub(crate) fn check_process(&self) -> Result<()> {
-        if std::process::id() == self.opener { Ok(()) } else { Err(Error::Forked { opener: self.opener }) }
+        if self.lock.is_held_here() { Ok(()) } else { Err(Error::Forked { opener: self.opener }) }
     }
 }
 

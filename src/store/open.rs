@@ -163,7 +163,7 @@ impl Store {
                 log,
                 poison,
             },
-            _lock: lock,
+            lock,
             _directory: directory,
         })
     }

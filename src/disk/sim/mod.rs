@@ -232,7 +232,7 @@ impl Disk for SimDisk {
             return Err(Error::Locked { holder: "this process".to_owned() });
         }
         shared.locked = true;
-        Ok(Box::new(SimLock { disk: self.clone(), locked: Locked::Store }))
+        Ok(Box::new(SimLock::new(self, Locked::Store)))
     }
 
     fn hold(&self, id: SnapshotId) -> Result<Hold> {
@@ -241,7 +241,7 @@ impl Disk for SimDisk {
             return Ok(Hold::Going);
         }
         *shared.held.entry(id).or_default() += 1;
-        Ok(Hold::Held(Box::new(SimLock { disk: self.clone(), locked: Locked::Held(id) })))
+        Ok(Hold::Held(Box::new(SimLock::new(self, Locked::Held(id)))))
     }
 
     fn try_retire(&self, id: SnapshotId) -> Result<Option<Box<dyn DiskLock>>> {
@@ -249,7 +249,7 @@ impl Disk for SimDisk {
         if shared.held.contains_key(&id) || !shared.retiring.insert(id) {
             return Ok(None);
         }
-        Ok(Some(Box::new(SimLock { disk: self.clone(), locked: Locked::Retiring(id) })))
+        Ok(Some(Box::new(SimLock::new(self, Locked::Retiring(id)))))
     }
 
     fn list(&self, folder: Folder) -> Result<Vec<String>> {
@@ -370,6 +370,13 @@ impl ReadAt for SimDisk {
 struct SimLock {
     disk: SimDisk,
     locked: Locked,
+    owner: u32,
+}
+
+impl SimLock {
+    fn new(disk: &SimDisk, locked: Locked) -> Self {
+        Self { disk: disk.clone(), locked, owner: std::process::id() }
+    }
 }
 
 /// What a guard holds.
@@ -379,7 +386,11 @@ enum Locked {
     Retiring(SnapshotId),
 }
 
-impl DiskLock for SimLock {}
+impl DiskLock for SimLock {
+    fn is_held_here(&self) -> bool {
+        self.owner == std::process::id()
+    }
+}
 
 impl Drop for SimLock {
     fn drop(&mut self) {
