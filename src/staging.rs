@@ -63,16 +63,27 @@ impl StagingPool {
         Ok(StagingBuf { staging, len })
     }
 
-    /// Takes back staging, such as a finished list returns it. What exceeds the limit is freed, of the
-    /// class that holds most idle bytes first, so that a class out of use does not fill the pool for good.
+    /// Takes back staging. What exceeds the limit is freed, of the class that holds most idle bytes first, so
+    /// that a class out of use does not fill the pool for good.
     pub fn give(&self, staging: Staging) {
-        if class_of(staging.len()) != Some(staging.len()) {
-            return;
-        }
-        // Freed after the lock is let go: unpinning takes a while.
+        self.give_all([staging]);
+    }
+
+    /// Takes back all of it at one go, such as a finished list returns it.
+    pub fn give_all(&self, staging: impl IntoIterator<Item = Staging>) {
+        // Sorted before the lock is taken, and freed after it is let go: takers wait for neither. Unpinning takes
+        // a while.
         let mut freed = Vec::new();
+        let mut given = Idle::default();
+        for staging in staging {
+            if class_of(staging.len()) == Some(staging.len()) {
+                given.push(staging);
+            } else {
+                freed.push(staging);
+            }
+        }
         let mut idle = self.idle.lock();
-        idle.push(staging);
+        idle.append(given);
         while idle.bytes > self.idle_bytes_max {
             freed.extend(idle.pop_fullest());
         }
@@ -97,6 +108,13 @@ impl Idle {
     fn push(&mut self, staging: Staging) {
         self.bytes += staging.len();
         self.classes.entry(staging.len()).or_default().push(staging);
+    }
+
+    fn append(&mut self, other: Self) {
+        self.bytes += other.bytes;
+        for (class, mut kept) in other.classes {
+            self.classes.entry(class).or_default().append(&mut kept);
+        }
     }
 
     fn pop(&mut self, class: usize) -> Option<Staging> {

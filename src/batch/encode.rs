@@ -4,8 +4,8 @@ use std::collections::{HashMap, HashSet};
 
 use remanent_format::apply::apply;
 use remanent_format::image::ImageRef;
-use remanent_format::limits::{DEVICE_ORDINAL_MAX, FRAME_PAYLOAD_LEN_MAX, NUMBER_MAX};
-use remanent_format::op::{Op, PayloadWriter};
+use remanent_format::limits::{DEVICE_ORDINAL_MAX, FRAME_ALIGN, FRAME_PAYLOAD_LEN_MAX, NUMBER_MAX};
+use remanent_format::op::{OP_HEADER_LEN, Op, PayloadWriter};
 use remanent_format::{Defect, PageId, Place, Width};
 
 use super::sparse::{CodedIndices, ascending};
@@ -37,8 +37,8 @@ impl WriteBatch {
     pub(crate) fn encode(&self, pages: &[PageId], found: Found<'_>) -> Result<Encoded> {
         let Found { staged, images, captured, lens } = found;
         let cloned = self.steps.iter().filter_map(Step::cloned).map(|page| page.resolve(pages)).collect();
-        let mut encoder =
-            Encoder { index: 0, writer: PayloadWriter::default(), cloned, staged, blanks: Vec::new(), lens };
+        let writer = PayloadWriter::with_capacity(self.steps.iter().map(Step::bytes_len).sum());
+        let mut encoder = Encoder { index: 0, writer, cloned, staged, blanks: Vec::new(), lens };
         let mut new_pages = pages.iter().copied();
         let mut next_new = || new_pages.next().expect("as many ids as new pages");
         for (index, step) in self.steps.iter().enumerate() {
@@ -139,6 +139,20 @@ impl WriteBatch {
             return Err(Error::Limit { what: "batch", found: len, limit: FRAME_PAYLOAD_LEN_MAX });
         }
         Ok(Encoded { payload: encoder.writer.finish(), blanks: encoder.blanks })
+    }
+}
+
+impl Step {
+    /// About how many bytes it takes in a payload: of those that take many, no fewer than it does.
+    fn bytes_len(&self) -> usize {
+        const FIXED: usize = OP_HEADER_LEN + 2 * FRAME_ALIGN as usize;
+        FIXED
+            + match self {
+                Step::Write { bytes, .. } => bytes.len(),
+                Step::Masked { mask, bytes, .. } => mask.len() + bytes.len(),
+                Step::Scatter { indices, values, .. } => 4 * indices.len() + values.len(),
+                _ => 0,
+            }
     }
 }
 

@@ -19,11 +19,19 @@ pub struct PayloadWriter {
 
 impl Default for PayloadWriter {
     fn default() -> Self {
-        Self { bytes: vec![0; PAYLOAD_HEAD_LEN], op_count: 0 }
+        Self::with_capacity(0)
     }
 }
 
 impl PayloadWriter {
+    /// An empty payload, with room for operations of so many bytes before it moves to more memory.
+    #[must_use]
+    pub fn with_capacity(capacity: usize) -> Self {
+        let mut bytes = Vec::with_capacity(PAYLOAD_HEAD_LEN.saturating_add(capacity));
+        bytes.resize(PAYLOAD_HEAD_LEN, 0);
+        Self { bytes, op_count: 0 }
+    }
+
     /// Appends an operation.
     ///
     /// # Errors
