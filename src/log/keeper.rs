@@ -8,9 +8,8 @@ use remanent_format::frame::{FrameKind, encode_seal, frame_len};
 
 use super::segments::SpacePurpose;
 use super::state::{AHEAD, Room};
-use super::writer::{Log, SYNC_AFTER_BYTES};
+use super::writer::{Log, SYNC_AFTER_BYTES, Syncing};
 use crate::error::{Error, Result};
-use crate::phases::{self, Phase};
 use crate::sync::Instant;
 
 /// A frame is synced at the latest this long after it was logged.
@@ -52,19 +51,19 @@ impl Log {
                 self.work.wait(&mut state);
                 continue;
             }
+            state.keeper_asleep = false;
             let now = Instant::now();
             let sync_at = state.dirty_since.map(|since| since + SYNC_AFTER);
             if state.seal_now {
                 return Duty::Seal;
             }
-            let waited_for = state.wanted > state.durable || state.stop;
             let due =
-                waited_for || state.dirty_bytes >= SYNC_AFTER_BYTES || sync_at.is_some_and(|at| at <= now);
+                state.stop || state.dirty_bytes >= SYNC_AFTER_BYTES || sync_at.is_some_and(|at| at <= now);
             if !state.dirty.is_empty() && due {
                 return Duty::Sync;
             }
             let unsealed = !state.sealed || (state.stop && state.seal_missed);
-            let idle = state.dirty.is_empty() && unsealed;
+            let idle = state.dirty.is_empty() && !state.syncing && unsealed;
             let seal_at = idle.then(|| state.last_append + SEAL_AFTER);
             if seal_at.is_some_and(|at| at <= now || state.stop) {
                 return Duty::Seal;
@@ -76,34 +75,27 @@ impl Log {
                 Some(at) => {
                     self.work.wait_until(&mut state, at);
                 }
-                None => self.work.wait(&mut state),
+                None => {
+                    state.keeper_asleep = true;
+                    self.work.wait(&mut state);
+                }
             }
         }
     }
 
-    /// Makes durable what was logged so far. Frames logged meanwhile form the next group.
+    /// Makes durable what was logged so far.
     fn sync(&self) -> Result<()> {
-        let _phase = phases::enter(Phase::GroupSync);
-        let (dirty, target, seals) = {
-            let mut state = self.state.lock();
-            state.group_open = false;
-            state.dirty_bytes = 0;
-            state.dirty_since = None;
-            (std::mem::take(&mut state.dirty), state.point.lsn, state.stats.seals)
-        };
-        for range in &dirty {
-            range.window.sync(range.from, range.to - range.from)?;
-        }
         let mut state = self.state.lock();
-        assert!(target >= state.durable);
-        state.durable = target;
-        state.seals_durable = seals;
-        while state.left_behind.front().is_some_and(|(_, last)| *last <= target) {
-            state.left_behind.pop_front();
+        while !state.dirty.is_empty() || state.syncing {
+            self.check()?;
+            match Syncing::begin(self, &mut state) {
+                Some(syncing) => {
+                    drop(state);
+                    return syncing.sync();
+                }
+                None => self.progress.wait(&mut state),
+            }
         }
-        state.stats.syncs += 1;
-        drop(state);
-        self.progress.notify_all();
         Ok(())
     }
 
@@ -114,7 +106,7 @@ impl Log {
     fn seal(&self) -> Result<()> {
         loop {
             let mut state = self.state.lock();
-            let clean = state.dirty.is_empty();
+            let clean = state.dirty.is_empty() && !state.syncing;
             if !clean && !state.seal_now {
                 break;
             }

@@ -57,8 +57,10 @@ pub(super) struct State {
     /// Seals given up because the disk is full.
     pub seals_refused: u64,
     pub durable: Lsn,
-    /// The highest Lsn that somebody waits for.
-    pub wanted: Lsn,
+    /// Whether a thread is syncing; another one waits for it.
+    pub syncing: bool,
+    /// Whether the keeper sleeps until it is woken. Else it looks again by itself before the next frame is due.
+    pub keeper_asleep: bool,
     /// Whether the last frame is a seal that says all there is to say.
     pub sealed: bool,
     pub seal_now: bool,

@@ -1,10 +1,11 @@
-//! Floor 5. Appending to the log, and waiting for what its two threads (`keeper`) make of it.
+//! Floor 5. Appending to the log, and waiting until it is durable.
 //!
 //! A batch is `Logged` when [`Log::append`] returns: its frame and all before it are whole in the mapping
-//! or in the kernel's page cache, which outlive the process. It is `Durable` when the keeper has synced
-//! its group. A direct log's frames lie in the process's own memory until then: it says `Logged` only when it
-//! can say `Durable` ([`Log::wait_logged`]). Frames of one group follow each other; a sync closes the group, and the next frame starts on
-//! a new 4096-byte boundary, so that nothing synced is written again (I5).
+//! or in the kernel's page cache, which outlive the process. It is `Durable` when its group is synced: by the
+//! keeper ([`super::keeper`]) when it is due, or by the first who waits for it, while nobody else syncs. A
+//! direct log's frames lie in the process's own memory until then: it says `Logged` only when it can say
+//! `Durable` ([`Log::wait_logged`]). Frames of one group follow each other; a sync closes the group, and the
+//! next frame starts on a new 4096-byte boundary, so that nothing synced is written again (I5).
 //!
 //! The store may be poisoned while the log is sound, by a device or by a snapshot: then no batch is taken
 //! any more, but what was logged is still synced and sealed. Only a failure of the log's own writes and
@@ -105,7 +106,8 @@ impl Log {
                 seals_durable: 0,
                 seals_refused: 0,
                 durable: start.point.lsn,
-                wanted: Lsn(0),
+                syncing: false,
+                keeper_asleep: false,
                 sealed: true,
                 seal_now: false,
                 seal_missed: false,
@@ -169,11 +171,13 @@ impl Log {
             }
         };
         let point = self.put(&mut state, FrameKind::Batch, payload, payload_crc)?;
-        // One call a group: a keeper that sleeps until the oldest frame is due needs none for the others.
+        // A wake-up is a system call. A keeper that has yet to seal looks again in time for this frame.
         if state.dirty_since.is_none() {
             state.dirty_since = Some(state.last_append);
-            self.work.notify_one();
-        } else if state.dirty_bytes >= SYNC_AFTER_BYTES {
+        }
+        let is_much =
+            state.dirty_bytes >= SYNC_AFTER_BYTES && state.dirty_bytes - frame_len < SYNC_AFTER_BYTES;
+        if std::mem::take(&mut state.keeper_asleep) || is_much {
             self.work.notify_one();
         }
         if state.ahead.len() < AHEAD {
@@ -193,16 +197,23 @@ impl Log {
         }
     }
 
-    /// Waits until batch `lsn` survives a power cut.
+    /// Waits until batch `lsn`, which was appended, survives a power cut. Who finds nobody syncing syncs, for all
+    /// who have appended: handed to another thread, a sync would cost two changes of threads more.
     pub fn wait_durable(&self, lsn: Lsn) -> Result<()> {
         let mut state = self.state.lock();
         while state.durable < lsn {
             self.check()?;
-            if state.wanted < lsn {
-                state.wanted = lsn;
-                self.work.notify_one();
-            }
-            self.progress.wait(&mut state);
+            state = match Syncing::begin(self, &mut state) {
+                Some(syncing) => {
+                    drop(state);
+                    syncing.sync()?;
+                    self.state.lock()
+                }
+                None => {
+                    self.progress.wait(&mut state);
+                    state
+                }
+            };
         }
         Ok(())
     }
@@ -332,14 +343,14 @@ impl Log {
         let (bytes, chain) = header.encode();
         // The payload first: a kill in between leaves no header, and nothing to wonder about.
         let header_len = bytes.len() as u64;
-        let window = state.current.window.clone();
+        let window = &state.current.window;
         let written = window.put(offset + header_len, payload).and_then(|()| window.put(offset, &bytes));
         written.map_err(|error| self.fail(error))?;
 
         let end = header.end();
         match state.dirty.last_mut() {
-            Some(dirty) if Arc::ptr_eq(&dirty.window, &window) => dirty.to = end,
-            _ => state.dirty.push(Dirty { window, from: offset, to: end }),
+            Some(dirty) if Arc::ptr_eq(&dirty.window, window) => dirty.to = end,
+            _ => state.dirty.push(Dirty { window: window.clone(), from: offset, to: end }),
         }
         state.dirty_bytes += end - offset;
         state.stats.bytes += end - offset;
@@ -375,6 +386,72 @@ impl Log {
         self.work.notify_one();
         self.progress.notify_all();
         error
+    }
+}
+
+/// The right to sync: one thread has it.
+pub(super) struct Syncing<'a> {
+    log: &'a Log,
+    dirty: Vec<Dirty>,
+    /// The newest batch among what is synced, and how many seals there are by then.
+    target: Lsn,
+    seals: u64,
+}
+
+impl<'a> Syncing<'a> {
+    /// Takes what was logged so far; frames logged from here on form the next group. `None` while another thread
+    /// syncs.
+    pub fn begin(log: &'a Log, state: &mut State) -> Option<Self> {
+        if std::mem::replace(&mut state.syncing, true) {
+            return None;
+        }
+        state.group_open = false;
+        state.dirty_bytes = 0;
+        state.dirty_since = None;
+        let dirty = std::mem::take(&mut state.dirty);
+        Some(Self { log, dirty, target: state.point.lsn, seals: state.stats.seals })
+    }
+
+    /// Makes it durable.
+    ///
+    /// # Errors
+    /// What the system says; the log has failed then.
+    pub fn sync(self) -> Result<()> {
+        self.make_durable().map_err(|error| self.log.fail(error))
+    }
+
+    fn make_durable(&self) -> Result<()> {
+        let _phase = phases::enter(Phase::GroupSync);
+        for range in &self.dirty {
+            range.window.sync(range.from, range.to - range.from)?;
+        }
+        let mut state = self.log.state.lock();
+        assert!(self.target >= state.durable);
+        state.durable = self.target;
+        state.seals_durable = self.seals;
+        while state.left_behind.front().is_some_and(|(_, last)| *last <= self.target) {
+            state.left_behind.pop_front();
+        }
+        state.stats.syncs += 1;
+        Ok(())
+    }
+}
+
+impl Drop for Syncing<'_> {
+    /// Whoever waits for it goes on: it is durable, or the log has failed, or one of them syncs.
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let file = FileName::Segment(self.log.current_segment());
+            self.log.fail(Error::io("sync", file, None, io::Error::other("a thread panicked")));
+        }
+        let mut state = self.log.state.lock();
+        state.syncing = false;
+        if std::mem::take(&mut state.keeper_asleep) {
+            // Meanwhile there was nothing to sync and nothing to seal.
+            self.log.work.notify_one();
+        }
+        drop(state);
+        self.log.progress.notify_all();
     }
 }
 

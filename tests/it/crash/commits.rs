@@ -154,7 +154,7 @@ fn whole_pages_survive() {
 
 #[test]
 fn a_store_opened_after_a_kill_survives() {
-    suite(options(), 5500, |driver, random| {
+    suite(options(), 4200, |driver, random| {
         let mut writer = Writer::new("a", random.next());
         let store = driver.open()?;
         for _ in 0..5 {

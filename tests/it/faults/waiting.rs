@@ -9,8 +9,8 @@ use remanent::{Lsn, Ticket};
 
 use super::*;
 
-/// Two threads submit a batch each and wait for it; returns what they were told.
-fn two_wait(store: &Store, ack: Ack) -> Vec<Result<()>> {
+/// Two threads submit a batch each and wait for it; returns what they were told, or that they panicked.
+fn two_try(store: &Store, ack: Ack) -> Vec<std::thread::Result<Result<()>>> {
     let start = Barrier::new(2);
     std::thread::scope(|scope| {
         let waiting: Vec<_> = (0..2)
@@ -23,8 +23,13 @@ fn two_wait(store: &Store, ack: Ack) -> Vec<Result<()>> {
                 })
             })
             .collect();
-        waiting.into_iter().map(|thread| thread.join().unwrap()).collect()
+        waiting.into_iter().map(|thread| thread.join()).collect()
     })
+}
+
+/// The same, where nobody panics.
+fn two_wait(store: &Store, ack: Ack) -> Vec<Result<()>> {
+    two_try(store, ack).into_iter().map(|told| told.unwrap()).collect()
 }
 
 /// Nobody was told that all is well, and everybody was told why not.
@@ -92,8 +97,35 @@ fn a_panic_of_the_keeper_is_heard_of() {
         let store = open_on_host(&disk).unwrap();
         Line::begin(&store);
         store.wait_durable(Lsn(1)).unwrap();
-        disk.skip_syncs(|point| matches!(point, SyncPoint::Window(_)) && panic!("as arranged"));
+        let (strikes, struck) = sync_channel(8);
+        disk.skip_syncs(move |point| {
+            matches!(point, SyncPoint::Window(_)) && {
+                strikes.send(()).unwrap();
+                panic!("as arranged")
+            }
+        });
+        // Nobody waits for it, so that it is the keeper who syncs it when it is due.
+        let mut batch = store.batch();
+        batch.create(10, Place::Host);
+        store.submit(batch).unwrap();
+        struck.recv().unwrap();
         all_told(&two_wait(&store, Ack::Durable), "a thread panicked");
+        poisoned(&store);
+        store.close().unwrap_err();
+    });
+}
+
+#[test]
+fn a_panic_of_one_who_syncs_for_all_is_heard_of() {
+    watched("a disk that panics", || {
+        let disk = SimDisk::new();
+        let store = open_on_host(&disk).unwrap();
+        Line::begin(&store);
+        store.wait_durable(Lsn(1)).unwrap();
+        disk.skip_syncs(|point| matches!(point, SyncPoint::Window(_)) && panic!("as arranged"));
+        let told: Vec<_> = two_try(&store, Ack::Durable).into_iter().filter_map(|told| told.ok()).collect();
+        assert_eq!(told.len(), 1, "one of them panicked");
+        all_told(&told, "a thread panicked");
         poisoned(&store);
         store.close().unwrap_err();
     });

@@ -21,11 +21,12 @@ const RECYCLED: Test = it("crash::snapshots::what_snapshots_replace_is_recycled"
 
 pub const LIST: &[Defence] = &[
     // The log.
-    check("groups are synced", KEEPER, "range.window.sync(range.from, range.to - range.from)?;", COMMITS),
-    check(
+    check("groups are synced", WRITER, "range.window.sync(range.from, range.to - range.from)?;", COMMITS),
+    defence(
         "a failed sync is the end",
-        KEEPER,
-        "self.fail(error);",
+        WRITER,
+        "self.make_durable().map_err(|error| self.log.fail(error))",
+        "self.make_durable()",
         it("faults::disk_errors::an_error_of_the_disk_stops_the_store_and_loses_nothing"),
     ),
     // A mark that lags costs nothing until something is damaged, which then looks like a torn tail.
