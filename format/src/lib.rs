@@ -14,6 +14,7 @@ pub mod store;
 pub mod segment;
 pub mod frame;
 pub mod op;
+mod pages;
 pub mod table;
 pub mod apply;
 pub mod log;

@@ -4,12 +4,14 @@
 //! with it, the applier installs what it returned, recovery and `rebuild` replay through it: there is no
 //! second opinion on what a batch means.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::cmp::Ordering;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use crate::ids::{Epoch, Key, Lsn, PageId, Place};
 use crate::limits::{DEVICE_ORDINAL_MAX, METADATA_LEN_MAX, PAGE_LEN_MAX, ROOT_LEN_MAX};
 use crate::op::{Op, OpAt};
+use crate::pages::Pages;
 use crate::value::{Metadata, encode_metadata};
 
 /// What is known of a page besides its bytes.
@@ -38,12 +40,22 @@ impl PageInfo {
     pub fn new(page: PageId, len: u64, place: Place) -> Self {
         Self { page, key: None, len, epoch: Epoch(0), lsn: Lsn(0), place, metadata: Arc::default() }
     }
+
+    /// Becomes a newer state of the same page, with the same key. What both share is left alone: others share it
+    /// too, and counting them in and out is dear where threads do it at once.
+    fn become_newer(&mut self, newer: &Self) {
+        let Self { page: _, key: _, len, epoch, lsn, place, metadata } = newer;
+        (self.len, self.epoch, self.lsn, self.place) = (*len, *epoch, *lsn, *place);
+        if !Arc::ptr_eq(&self.metadata, metadata) {
+            self.metadata = metadata.clone();
+        }
+    }
 }
 
 /// All pages, the root, and the numbers that never go back.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PageTable {
-    pages: BTreeMap<PageId, PageInfo>,
+    pages: Pages,
     keys: HashMap<Key, PageId>,
     root: Arc<Metadata>,
     next_page: u64,
@@ -136,12 +148,18 @@ pub enum PlanMode {
 struct Overlay<'a> {
     table: &'a PageTable,
     lsn: Lsn,
-    order: Vec<PageId>,
-    pages: HashMap<PageId, Touched>,
+    /// In the order of their first mention.
+    touched: Vec<Touched>,
+    /// Where each page is among them. Kept where they are many: most batches touch one page or two.
+    index: HashMap<PageId, usize>,
 }
+
+/// So many touched pages are looked through one by one.
+const UNINDEXED_MAX: usize = 8;
 
 /// A page that a batch touches.
 struct Touched {
+    page: PageId,
     /// What it is by now; `None` if it is gone.
     state: Option<PageInfo>,
     content: Content,
@@ -160,49 +178,74 @@ enum Content {
 }
 
 impl Overlay<'_> {
+    fn position(&self, page: PageId) -> Option<usize> {
+        if self.touched.len() <= UNINDEXED_MAX {
+            self.touched.iter().position(|touched| touched.page == page)
+        } else {
+            self.index.get(&page).copied()
+        }
+    }
+
     fn get(&self, page: PageId) -> Option<&PageInfo> {
-        match self.pages.get(&page) {
-            Some(touched) => touched.state.as_ref(),
-            None => self.table.pages.get(&page),
+        match self.position(page) {
+            Some(at) => self.touched[at].state.as_ref(),
+            None => self.table.pages.get(page),
         }
     }
 
     fn set(&mut self, page: PageId, state: Option<PageInfo>) {
-        self.insert(page, Touched { state, content: Content::Kept, is_raised: true });
+        let touched = Touched { page, state, content: Content::Kept, is_raised: true };
+        match self.position(page) {
+            Some(at) => self.touched[at] = touched,
+            None => _ = self.push(touched),
+        }
     }
 
-    fn insert(&mut self, page: PageId, touched: Touched) {
-        if self.pages.insert(page, touched).is_none() {
-            self.order.push(page);
+    fn push(&mut self, touched: Touched) -> usize {
+        let at = self.touched.len();
+        self.touched.push(touched);
+        match (at + 1).cmp(&(UNINDEXED_MAX + 1)) {
+            Ordering::Less => {}
+            Ordering::Equal => {
+                self.index.reserve(8 * UNINDEXED_MAX);
+                self.index.extend(self.touched.iter().enumerate().map(|(at, touched)| (touched.page, at)));
+            }
+            Ordering::Greater => _ = self.index.insert(self.touched[at].page, at),
         }
+        at
     }
 
     /// The page for moving: this batch is its last change, and its epoch stays.
-    fn touch_place(&mut self, page: PageId) -> Result<&mut PageInfo, Refusal> {
-        if !self.pages.contains_key(&page) {
-            let mut info = self.table.pages.get(&page).cloned().ok_or(Refusal::UnknownPage(page))?;
-            info.lsn = self.lsn;
-            self.insert(page, Touched { state: Some(info), content: Content::Kept, is_raised: false });
-        }
-        let touched = self.pages.get_mut(&page).and_then(|touched| touched.state.as_mut());
-        touched.ok_or(Refusal::UnknownPage(page))
+    fn touch_place(&mut self, page: PageId) -> Result<&mut Touched, Refusal> {
+        let at = match self.position(page) {
+            Some(at) => at,
+            None => {
+                let mut info = self.table.pages.get(page).cloned().ok_or(Refusal::UnknownPage(page))?;
+                info.lsn = self.lsn;
+                self.push(Touched { page, state: Some(info), content: Content::Kept, is_raised: false })
+            }
+        };
+        Ok(&mut self.touched[at])
     }
 
     /// The page for changing: its epoch rises once a batch.
-    fn touch(&mut self, page: PageId) -> Result<&mut PageInfo, Refusal> {
-        self.touch_place(page)?;
-        let touched = self.pages.get_mut(&page).expect("touched just now");
+    fn touch(&mut self, page: PageId) -> Result<&mut Touched, Refusal> {
+        let touched = self.touch_place(page)?;
         let info = touched.state.as_mut().ok_or(Refusal::UnknownPage(page))?;
         if !std::mem::replace(&mut touched.is_raised, true) {
             info.epoch.0 += 1;
         }
-        Ok(info)
+        Ok(touched)
+    }
+
+    /// The page's state for changing it.
+    fn touch_info(&mut self, page: PageId) -> Result<&mut PageInfo, Refusal> {
+        self.touch(page)?.state.as_mut().ok_or(Refusal::UnknownPage(page))
     }
 
     /// The page for changing its bytes from `Kept` or `Changed` to `content`.
     fn touch_content(&mut self, page: PageId, content: Content) -> Result<&mut PageInfo, Refusal> {
-        self.touch(page)?;
-        let touched = self.pages.get_mut(&page).expect("touched just now");
+        let touched = self.touch(page)?;
         if touched.content == Content::Image
             || (content == Content::Image && touched.content != Content::Kept)
         {
@@ -245,27 +288,27 @@ impl PageTable {
         epoch_high: Epoch,
         lsn: Lsn,
     ) -> Self {
-        let pages: BTreeMap<_, _> = pages.into_iter().map(|info| (info.page, info)).collect();
-        let past_last = pages.last_key_value().map_or(1, |(page, _)| page.0.saturating_add(1));
-        let epoch_high = pages.values().map(|info| info.epoch).fold(epoch_high, Epoch::max);
+        let pages: Pages = pages.into_iter().collect();
+        let past_last = pages.last().map_or(1, |info| info.page.0.saturating_add(1));
+        let epoch_high = pages.iter().map(|info| info.epoch).fold(epoch_high, Epoch::max);
         Self { pages, keys: HashMap::new(), root, next_page: next_page.max(past_last), epoch_high, lsn }
     }
 
     /// A page.
     #[must_use]
     pub fn get(&self, page: PageId) -> Option<&PageInfo> {
-        self.pages.get(&page)
+        self.pages.get(page)
     }
 
     /// The page that has a key.
     #[must_use]
     pub fn get_key(&self, key: &Key) -> Option<&PageInfo> {
-        self.keys.get(key).and_then(|page| self.pages.get(page))
+        self.keys.get(key).and_then(|page| self.pages.get(*page))
     }
 
     /// All pages, in the order of their ids.
     pub fn pages(&self) -> impl ExactSizeIterator<Item = &PageInfo> {
-        self.pages.values()
+        self.pages.iter()
     }
 
     /// The root.
@@ -302,7 +345,7 @@ impl PageTable {
         ops: impl IntoIterator<Item = &'a OpAt<'a>>,
         mode: PlanMode,
     ) -> Result<Changes, (usize, Refusal)> {
-        let mut overlay = Overlay { table: self, lsn, order: Vec::new(), pages: HashMap::new() };
+        let mut overlay = Overlay { table: self, lsn, touched: Vec::new(), index: HashMap::new() };
         let mut root: Option<Arc<Metadata>> = None;
         let mut next_page = self.next_page;
         // Keys given and freed by this batch, in its order.
@@ -356,10 +399,11 @@ impl PageTable {
                     Op::Image { page, len, .. } => overlay.touch_image(*page, *len)?,
                     Op::Move { page, place } => {
                         check_place(*place)?;
-                        overlay.touch_place(*page)?.place = *place;
+                        let info = overlay.touch_place(*page)?.state.as_mut();
+                        info.ok_or(Refusal::UnknownPage(*page))?.place = *place;
                     }
                     Op::Delete { page } => {
-                        let key = overlay.touch(*page)?.key.clone();
+                        let key = overlay.touch_info(*page)?.key.clone();
                         if let Some(key) = key {
                             keys_new.remove(&key);
                             keys_freed.insert(key);
@@ -367,12 +411,12 @@ impl PageTable {
                         overlay.set(*page, None);
                     }
                     Op::SetMetadata { page, name, value } => {
-                        let info = overlay.touch(*page)?;
+                        let info = overlay.touch_info(*page)?;
                         Arc::make_mut(&mut info.metadata).insert(name.clone(), value.clone());
                         metadata_grown.push((index, *page));
                     }
                     Op::RemoveMetadata { page, name } => {
-                        Arc::make_mut(&mut overlay.touch(*page)?.metadata).remove(*name);
+                        Arc::make_mut(&mut overlay.touch_info(*page)?.metadata).remove(*name);
                     }
                     Op::SetRoot { name, value } => {
                         let root = root.get_or_insert_with(|| self.root.clone());
@@ -399,33 +443,32 @@ impl PageTable {
         if let (Some(index), Some(root)) = (root_grown, &root) {
             check_metadata_len("root", root, ROOT_LEN_MAX).map_err(|refusal| (index, refusal))?;
         }
-        let Overlay { order, mut pages, .. } = overlay;
-        let pages = order
-            .into_iter()
-            .map(|page| (page, pages.remove(&page).expect("set with its order").state))
-            .collect();
+        let pages = overlay.touched.into_iter().map(|touched| (touched.page, touched.state)).collect();
         Ok(Changes { lsn, pages, root, next_page })
     }
 
     /// Makes a plan real. Keys follow, so that a table that serves lookups stays indexed.
     pub fn install(&mut self, changes: &Changes) {
         for (page, state) in &changes.pages {
-            let before = match state {
-                Some(info) => {
-                    self.epoch_high = self.epoch_high.max(info.epoch);
-                    self.pages.insert(*page, info.clone())
+            let Some(info) = state else {
+                // A key may already be another page's: freed and given again in one batch.
+                if let Some(key) = self.pages.remove(*page).and_then(|info| info.key)
+                    && self.keys.get(&key) == Some(page)
+                {
+                    self.keys.remove(&key);
                 }
-                None => self.pages.remove(page),
+                continue;
             };
-            // A key may already be another page's: freed and given again in one batch.
-            if let Some(key) = before.and_then(|info| info.key)
-                && state.is_none()
-                && self.keys.get(&key) == Some(page)
-            {
-                self.keys.remove(&key);
-            }
-            if let Some(PageInfo { key: Some(key), .. }) = state {
-                self.keys.insert(key.clone(), *page);
+            self.epoch_high = self.epoch_high.max(info.epoch);
+            match self.pages.get_mut(*page) {
+                Some(old) if old.key == info.key => old.become_newer(info),
+                // A new page; and a log that nobody here wrote may create one anew.
+                _ => {
+                    self.pages.insert(info.clone());
+                    if let Some(key) = &info.key {
+                        self.keys.insert(key.clone(), *page);
+                    }
+                }
             }
         }
         if let Some(root) = &changes.root {
@@ -446,7 +489,7 @@ impl PageTable {
     /// [`Refusal::KeyTaken`] if two pages have the same key.
     pub fn index_keys(&mut self) -> Result<(), Refusal> {
         self.keys.clear();
-        for info in self.pages.values() {
+        for info in self.pages.iter() {
             if let Some(key) = &info.key
                 && let Some(holder) = self.keys.insert(key.clone(), info.page)
             {
