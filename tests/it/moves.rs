@@ -12,8 +12,8 @@ use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
 use remanent::disk::sim::SimDisk;
 use remanent::{
-    Budget, Error, FollowFrom, Follower, Options, PageId, Place, Remedy, Replica, RestorePoint, Snapshot,
-    Store, Width,
+    Budget, Compression, Error, FollowFrom, Follower, Options, PageId, Place, Remedy, Replica, RestorePoint,
+    Snapshot, Store, Width,
 };
 use remanent_format::rebuild::{RebuildOptions, rebuild};
 
@@ -320,6 +320,28 @@ fn an_earlier_state_has_its_places_and_only_what_changed_gets_an_epoch() {
         let source: Arc<dyn Disk> = Arc::new(disk.clone());
         Snapshot::open_on(&source, None).unwrap().fork_on(&forked).unwrap();
         assert_eq!(State::of(&open(&fork, &device, small())), state, "a fork");
+    }
+}
+
+#[test]
+fn a_snapshot_writes_no_page_anew_that_only_moved() {
+    for device in devices() {
+        let disk = SimDisk::new();
+        let store = open(&disk, &device, small().compression(Compression::Off));
+        let (moved, content) = create(&store, Place::Device(0), 1);
+        let (changed, _) = create(&store, Place::Device(0), 2);
+        create(&store, Place::Host, 3);
+        store.snapshot().unwrap();
+        move_to(&store, moved, Place::Pinned).unwrap();
+        assert_eq!(store.snapshot().unwrap().bytes_written, 0);
+        let mut batch = store.batch();
+        batch.move_to(changed, Place::Device(1)).fill(changed, 0, 9, &[1]);
+        store.commit(batch).unwrap();
+        move_to(&store, moved, Place::Host).unwrap();
+        assert_eq!(store.snapshot().unwrap().bytes_written, LEN, "the one that changed, too");
+        assert_eq!((store.page(moved).unwrap().place, bytes(&store, moved)), (Place::Host, content));
+        let store = assert_survives(store, &disk, &device);
+        store.scrub().unwrap();
     }
 }
 
