@@ -187,6 +187,8 @@ impl Committer {
             }
         };
 
+        // Looking a hundred times whether it is free before sleeping won nothing on two processors: as many system
+        // calls (4 in 1000 commits of 8 threads), and a tenth more of the processors' time.
         let mut table = held.unwrap_or_else(|| self.submitted.lock());
         let mut logged = || -> Result<Option<(LogPoint, Changes)>> {
             self.poison.check()?;
