@@ -201,9 +201,9 @@ pub enum Error {
         /// Why not.
         reason: &'static str,
     },
-    /// The page is leased: by the thread that would change it, or by anybody where everything is replaced.
-    /// Nothing changed.
-    #[error("page {page} is leased: end the lease first")]
+    /// The page is leased, by the thread that would change it, or by anybody where everything is replaced; or it is
+    /// pinned, and would not stay where it is. Nothing changed.
+    #[error("page {page} is leased or pinned: end that first")]
     Leased {
         /// The page.
         page: PageId,

@@ -69,6 +69,7 @@
 //! | Fence, Pending | a point in a lane; a list in flight that owns its staging |
 //! | [`Ticket`] | a submitted batch: what one waits on |
 //! | [`Lease`] | the right to read a page where it lies, for a while |
+//! | [`Pin`] | the promise that a page keeps its address while batches change it |
 //! | [`Audit`] | a look whether memory is what the batches say |
 //! | Spare | memory to which a leased page moves when a batch changes it |
 //! | Turn | work that runs on the applier between two batches |
@@ -86,7 +87,7 @@
 //! | 3 | their implementations |
 //! | 4 | `batch`, [`arena`], [`staging`], `source`, `image_files` |
 //! | 5 | `log/`, `images`, `publish`, `keeping`, `runs`, `past`, `applier/` |
-//! | 6 | `commit`, `lease`, `audit`, `snapshot`, `recovery`, `restore`, `reader`, `follower/` |
+//! | 6 | `commit`, `lease`, `pin`, `audit`, `snapshot`, `recovery`, `restore`, `reader`, `follower/` |
 //! | 7 | `store` |
 //! | 8 | this file |
 //!
@@ -165,6 +166,7 @@ mod applier;
 mod commit;
 mod snapshot;
 mod lease;
+mod pin;
 mod audit;
 mod restore;
 mod reader;
@@ -188,6 +190,7 @@ pub use keeping::SnapshotInfo;
 pub use lease::Lease;
 pub use log::LogStats;
 pub use options::{Ack, Budget, Compression, Create, DeviceChoice, LogIo, Options, Restore};
+pub use pin::Pin;
 pub use point::RestorePoint;
 pub use reader::Snapshot;
 #[doc(hidden)]

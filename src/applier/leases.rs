@@ -9,6 +9,8 @@
 //! - It ends on the streams it was used on: they are followed by the lane [`Lane::Callers`], and its next fence
 //!   says when they are done. A stream may be as slow as it likes: until that fence has passed the memory counts
 //!   as leased, and no other lane waits.
+//! - A pinned page is never leased, nor a leased one pinned: it keeps its memory, and what would give it other memory
+//!   is refused before it is logged.
 //! - Memory that its page gave up meanwhile is released behind the last lease, and behind what the store itself
 //!   still does with it.
 
@@ -43,6 +45,8 @@ pub(crate) struct LeaseId(u64);
 struct State {
     begun: u64,
     pages: HashMap<PageId, Vec<Record>>,
+    /// Pages that stay where they are, and how many wish so.
+    pins: HashMap<PageId, usize>,
     /// Memory that its page gave up while it was leased, and the fence of its last use by the store.
     given_up: Vec<(PageMemory, Fence)>,
 }
@@ -75,9 +79,15 @@ impl Leases {
     }
 
     /// Begins a lease, for this thread. The caller holds the submission lock.
-    pub fn begin(&self, page: PageId) -> LeaseId {
+    ///
+    /// # Errors
+    /// `Leased`: the page is pinned, and could not move when it is changed.
+    pub fn begin(&self, page: PageId) -> Result<LeaseId> {
         let reached = self.device.reached(Lane::Callers);
         let mut state = self.state.lock();
+        if state.pins.contains_key(&page) {
+            return Err(Error::Leased { page });
+        }
         // A page that is only ever read meets no batch that would look.
         state.remove(page, |record| record.ended.is_some_and(|value| value <= reached));
         state.begun += 1;
@@ -85,7 +95,44 @@ impl Leases {
         let record = Record { id, thread: thread::current().id(), memory: None, is_old: false, ended: None };
         state.pages.entry(page).or_default().push(record);
         self.count(&state);
-        id
+        Ok(id)
+    }
+
+    /// Pins a page to the memory in which every batch handed over so far leaves it. The caller holds the submission
+    /// lock.
+    ///
+    /// # Errors
+    /// `Leased`: the page would move when it is changed.
+    pub fn pin(&self, page: PageId) -> Result<()> {
+        if !self.leased([page]).is_empty() {
+            return Err(Error::Leased { page });
+        }
+        *self.state.lock().pins.entry(page).or_default() += 1;
+        Ok(())
+    }
+
+    /// Takes a pin back.
+    pub fn unpin(&self, page: PageId) {
+        let mut state = self.state.lock();
+        let pins = state.pins.get_mut(&page).expect("a page that was pinned and not unpinned");
+        *pins -= 1;
+        if *pins == 0 {
+            state.pins.remove(&page);
+        }
+    }
+
+    /// Refuses pages that are pinned: they would not stay where they are. The caller holds the submission lock.
+    ///
+    /// # Errors
+    /// `Leased`.
+    pub fn check_unpinned(&self, pages: impl IntoIterator<Item = PageId>) -> Result<()> {
+        let mut pages = pages.into_iter().peekable();
+        if pages.peek().is_none() {
+            return Ok(());
+        }
+        let state = self.state.lock();
+        let pinned = pages.find(|page| state.pins.contains_key(page));
+        pinned.map_or(Ok(()), |page| Err(Error::Leased { page }))
     }
 
     /// Says what memory it is about: the page's own, between two batches.
@@ -180,7 +227,7 @@ impl Leases {
         pages.into_iter().find(leased).map_or(Ok(()), |page| Err(Error::Leased { page }))
     }
 
-    /// Refuses while any lease is open, and waits for the streams of those that have ended. The caller holds
+    /// Refuses while any lease is open or page pinned, and waits for the streams of leases that have ended. The caller holds
     /// the submission lock, so that none begins.
     ///
     /// # Errors
@@ -189,8 +236,11 @@ impl Leases {
         let open = |(page, records): (&PageId, &Vec<Record>)| {
             records.iter().any(|record| record.ended.is_none()).then_some(*page)
         };
-        let open = self.state.lock().pages.iter().find_map(open);
-        open.map_or(Ok(()), |page| Err(Error::Leased { page }))?;
+        let held = {
+            let state = self.state.lock();
+            state.pages.iter().find_map(open).or_else(|| state.pins.keys().next().copied())
+        };
+        held.map_or(Ok(()), |page| Err(Error::Leased { page }))?;
         self.wait_ended()
     }
 
@@ -267,14 +317,14 @@ mod tests {
         let leases = Leases::new(device.clone(), arena, Arc::new(Poison::default()));
         let (stream, page) = (device.stream(), PageId(1));
         for _ in 0..10 {
-            let id = leases.begin(page);
+            let id = leases.begin(page).unwrap();
             leases.name(page, id, MemoryId(1));
             leases.end(page, id, &[stream]).unwrap();
             // The stream's work is done: nobody uses the memory any more.
             leases.wait_ended().unwrap();
             assert_eq!(leases.state.lock().pages[&page].len(), 1);
         }
-        leases.begin(page);
+        leases.begin(page).unwrap();
         assert_eq!(leases.state.lock().pages[&page].len(), 1, "the one that is open");
     }
 }

@@ -202,6 +202,7 @@ impl Committer {
             if !self.leases.leased(changed_in_place(&ops)).iter().all(has_spare) {
                 return Ok(None);
             }
+            self.leases.check_unpinned(ops.iter().filter_map(|at| taken_elsewhere(&at.op, home_of)))?;
             let len_of = |page| home_of(page).map(|(_, len)| len);
             if draft.staged.iter().any(|(page, lsn)| lsn_of(*page) != Some(*lsn))
                 || draft.whole.iter().any(|whole| len_of(whole.page) != whole.len_before)
@@ -352,6 +353,15 @@ fn homes_made(ops: &[OpAt<'_>], home_of: impl Fn(PageId) -> Option<Home>) -> Res
 /// Whether an operation takes its page to other memory.
 fn goes_elsewhere(op: &Op<'_>) -> bool {
     matches!(op, Op::Resize { .. } | Op::Move { .. })
+}
+
+/// The page that an operation takes out of the memory that it has before the batch.
+fn taken_elsewhere(op: &Op<'_>, home_of: impl Fn(PageId) -> Option<Home>) -> Option<PageId> {
+    match *op {
+        Op::Resize { page, .. } | Op::Delete { page } => Some(page),
+        Op::Move { page, place } => home_of(page).is_some_and(|(here, _)| here != place).then_some(page),
+        _ => None,
+    }
 }
 
 /// Whether an operation changes a page's bytes, or takes its memory away.

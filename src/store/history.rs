@@ -192,7 +192,8 @@ impl Store {
     ///
     /// # Errors
     /// [`Error::OutsideWindow`], [`Error::Damaged`], [`Error::OverBudget`], [`Error::DiskFull`] and, while any
-    /// page is leased, [`Error::Leased`] change nothing; a failure later poisons the store, whose directory then holds the restored state.
+    /// page is leased or pinned, [`Error::Leased`] change nothing; a failure later poisons the store, whose directory
+    /// then holds the restored state.
     pub fn restore_to(&self, lsn: Lsn) -> Result<Position> {
         self.check_process()?;
         let mut keeping = self.parts.snapshots.keeping.lock();

@@ -7,6 +7,8 @@ use remanent_format::{Key, Lsn, Metadata, PageId, PageInfo};
 use super::{Parts, Store};
 use crate::error::{Error, Result};
 use crate::lease::Lease;
+use crate::pin::{Pin, Pinning};
+
 #[cfg(doc)]
 use crate::options::Restore;
 
@@ -47,17 +49,34 @@ impl Store {
     /// budget of its place.
     ///
     /// # Errors
-    /// [`Error::UnknownPage`]; [`Error::Damaged`] as for [`Store::read`]; [`Error::Poisoned`] if the device failed,
-    /// now or with a batch before.
+    /// [`Error::UnknownPage`]; [`Error::Leased`] if the page is pinned; [`Error::Damaged`] as for [`Store::read`];
+    /// [`Error::Poisoned`] if the device failed, now or with a batch before.
     pub fn lease(&self, page: PageId) -> Result<Lease<'_>> {
         self.check_process()?;
         let Parts { committer, applier, leases, device, poison, .. } = &self.parts;
         applier.cold().wait([page])?;
         let id = {
             let _every_later_batch_knows = committer.lock();
-            leases.begin(page)
+            leases.begin(page)?
         };
         Lease::take(applier, leases, device, page, id).map_err(|error| poison.set_by_device(error))
+    }
+
+    /// Pins a page: as long as the pin, it keeps its address, and batches change it there.
+    ///
+    /// # Errors
+    /// [`Error::UnknownPage`]; [`Error::Leased`] while the page is leased, or work on a lease's streams may still
+    /// read it; [`Error::Damaged`] as for [`Store::read`]; [`Error::Poisoned`] if the device failed, now or with a
+    /// batch before.
+    pub fn pin(&self, page: PageId) -> Result<Pin<'_>> {
+        self.check_process()?;
+        let Parts { committer, applier, leases, device, poison, .. } = &self.parts;
+        applier.cold().wait([page])?;
+        {
+            let _every_later_batch_knows = committer.lock();
+            leases.pin(page)?;
+        }
+        Pin::take(Pinning { applier, leases, device }, page).map_err(|error| poison.set_by_device(error))
     }
 
     /// How many pages are yet to be loaded: none, unless the store was opened with [`Restore::OnDemand`]. One that

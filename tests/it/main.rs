@@ -45,6 +45,7 @@ mod model;
 mod moves;
 mod on_demand;
 mod past;
+mod pins;
 mod readme;
 mod recovery;
 mod rule_model;

@@ -1,0 +1,132 @@
+//! Pins: a page keeps its address while batches change it, and what would take it elsewhere is refused.
+//!
+//! The device runs everything as late as it may, and makes up addresses for a host device's memory.
+
+use std::sync::{Arc, Mutex};
+
+use remanent::device::host::HostDevice;
+use remanent::device::late::LateDevice;
+use remanent::device::{Command, CommandList, Lane, StagingSpan};
+use remanent::disk::sim::SimDisk;
+use remanent::{Error, Lsn, Options, PageId, Place, Remedy, Store, WriteBatch};
+
+const LEN: u64 = 64;
+const PLACE: Place = Place::Device(0);
+
+fn late() -> (Arc<LateDevice>, Store, PageId) {
+    let device = Arc::new(LateDevice::new(Arc::new(HostDevice::new())));
+    let options = Options::default().segment_len(16 << 10).snapshot_log_bytes(None).snapshot_interval(None);
+    let store = Store::open_on(Arc::new(SimDisk::new()), device.clone(), options).unwrap();
+    let mut batch = store.batch();
+    let page = batch.create(LEN, PLACE);
+    batch.fill(page, 0, LEN, &[1]);
+    let page = store.commit(batch).unwrap().pages[0];
+    (device, store, page)
+}
+
+fn commit(store: &Store, build: impl FnOnce(&mut WriteBatch)) -> remanent::Result<()> {
+    let mut batch = store.batch();
+    build(&mut batch);
+    store.commit(batch).map(drop)
+}
+
+fn read(store: &Store, page: PageId) -> Vec<u8> {
+    let mut bytes = vec![0; LEN as usize];
+    store.read(page, 0, &mut bytes).unwrap();
+    bytes
+}
+
+#[test]
+fn a_pinned_page_is_changed_where_it_is() {
+    let (device, store, page) = late();
+    let stream = device.stream();
+    let pin = store.pin(page).unwrap();
+    let address = pin.address().expect("a late device makes one up");
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    for number in 2..=5 {
+        // All that changes bytes; the thread that holds the pin may.
+        commit(&store, |batch| _ = batch.fill(page, 0, LEN, &[0]).write(page, 0, &[number; LEN as usize]))
+            .unwrap();
+        commit(&store, |batch| _ = batch.clone_page(page)).unwrap();
+        pin.on(stream).unwrap();
+        let (source, told) = (device.span_at(address, LEN), seen.clone());
+        device.queue(stream, move |inner| {
+            let target = StagingSpan { index: 0, offset: 0, len: LEN as usize };
+            let staging = vec![inner.staging(LEN as usize).unwrap()];
+            let list = CommandList { commands: vec![Command::Download { source, target }], staging };
+            let bytes = inner.submit(Lane::Drain, list).unwrap().finish(inner).unwrap();
+            told.lock().unwrap().push(bytes[0].to_vec());
+        });
+        store.snapshot().unwrap();
+        device.synchronize(stream).unwrap();
+        assert_eq!(seen.lock().unwrap().pop(), Some(vec![number; LEN as usize]));
+        assert_eq!((pin.address(), read(&store, page)), (Some(address), vec![number; LEN as usize]));
+        // Nothing beside the page itself and its clones.
+        let (_, usage) = store.stats().places[0];
+        assert_eq!(usage.allocated_bytes, LEN * u64::from(number));
+    }
+    assert_eq!((pin.page(), pin.byte_len()), (page, LEN));
+}
+
+#[test]
+fn what_would_take_a_pinned_page_elsewhere_is_refused() {
+    let (_, store, page) = late();
+    let (first, second) = (store.pin(page).unwrap(), store.pin(page).unwrap());
+    let refused = |result: remanent::Result<()>, what: &str| {
+        let error = result.expect_err(what);
+        assert!(matches!(error, Error::Leased { page: found } if found == page), "{what}: {error}");
+        assert_eq!(error.remedy(), Remedy::Retry);
+    };
+    let all = || {
+        refused(commit(&store, |batch| _ = batch.resize(page, 2 * LEN)), "resized");
+        refused(commit(&store, |batch| _ = batch.resize(page, LEN)), "resized to what it is");
+        refused(commit(&store, |batch| _ = batch.delete(page)), "deleted");
+        refused(commit(&store, |batch| _ = batch.move_to(page, Place::Pinned)), "moved");
+        refused(
+            commit(&store, |batch| {
+                _ = batch.move_to(page, PLACE).move_to(page, Place::Pinned).move_to(page, PLACE)
+            }),
+            "moved and back",
+        );
+        refused(store.lease(page).map(drop), "leased");
+        refused(store.restore_to(Lsn(1)).map(drop), "restored");
+    };
+    all();
+    // A batch that is refused changes nothing; one that moves the page to where it is moves nothing.
+    commit(&store, |batch| _ = batch.move_to(page, PLACE)).unwrap();
+    assert_eq!((read(&store, page), store.lsn()), (vec![1; LEN as usize], Lsn(2)));
+    drop(first);
+    all();
+    drop(second);
+    drop(store.lease(page).unwrap());
+    commit(&store, |batch| _ = batch.move_to(page, Place::Pinned).resize(page, 2 * LEN)).unwrap();
+    store.restore_to(Lsn(1)).unwrap();
+    commit(&store, |batch| _ = batch.delete(page)).unwrap();
+    let gone = store.pin(page).unwrap_err();
+    assert!(matches!(gone, Error::UnknownPage { page: found } if found == page), "{gone}");
+    // That came to nothing, and so left no pin.
+    assert!(store.restore_to(Lsn(2)).is_ok());
+}
+
+#[test]
+fn a_page_that_is_leased_is_not_pinned() {
+    let (device, store, page) = late();
+    let stream = device.stream();
+    let lease = store.lease(page).unwrap();
+    lease.on(stream).unwrap();
+    device.queue(stream, |_| ());
+    assert!(matches!(store.pin(page), Err(Error::Leased { page: found }) if found == page));
+    device.hold(stream, true);
+    drop(lease);
+    // The work that reads it is on the stream yet: a batch would take the page elsewhere.
+    assert!(matches!(store.pin(page), Err(Error::Leased { .. })));
+    // And has, now: what the stream reads is not the page's memory any more.
+    commit(&store, |batch| _ = batch.fill(page, 0, LEN, &[2])).unwrap();
+    assert_eq!(read(&store, page), [2; LEN as usize]);
+    let pin = store.pin(page).unwrap();
+    let address = pin.address();
+    commit(&store, |batch| _ = batch.fill(page, 0, LEN, &[3])).unwrap();
+    assert_eq!((pin.address(), read(&store, page)), (address, vec![3; LEN as usize]));
+    device.hold(stream, false);
+    device.synchronize(stream).unwrap();
+}
