@@ -247,11 +247,13 @@ struct DirFile {
     /// A second descriptor that reads past the page cache, opened when first needed; inside, `None` where
     /// the file system has no such way.
     direct: Mutex<Option<Option<Arc<File>>>>,
+    /// Whether what the page cache has is on the medium, as far as it was asked.
+    is_synced: Mutex<bool>,
 }
 
 impl DirFile {
     fn shared(file: File, name: FileName) -> Arc<dyn DiskFile> {
-        Arc::new(Self { file, name, direct: Mutex::new(None) })
+        Arc::new(Self { file, name, direct: Mutex::new(None), is_synced: Mutex::new(false) })
     }
 
     fn direct(&self) -> Option<Arc<File>> {
@@ -299,7 +301,15 @@ impl DiskFile for DirFile {
         self.past_cache(offset, out).map_err(self.failed("read", offset))
     }
 
+    /// A store that was copied here a moment ago, by a program that syncs nothing, lies in the cache alone: so that is
+    /// synced first, once. For a file that is clean this is nothing.
     fn read_proven(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+        let mut is_synced = self.is_synced.lock();
+        if !*is_synced {
+            self.sync()?;
+            *is_synced = true;
+        }
+        drop(is_synced);
         let cached = read_cached(&self.file, offset, out);
         match &mut out[cached..] {
             [] => Ok(()),
@@ -619,7 +629,12 @@ mod tests {
         std::fs::write(directory.path().join("STORE"), b"some bytes").unwrap();
         let file = File::open(directory.path().join("STORE")).unwrap();
         // As on a file system that has no direct reads.
-        let file = DirFile { file, name: FileName::Store, direct: Mutex::new(Some(None)) };
+        let file = DirFile {
+            file,
+            name: FileName::Store,
+            direct: Mutex::new(Some(None)),
+            is_synced: Mutex::new(false),
+        };
         let mut out = [0; 5];
         file.read_past_cache(5, &mut out).unwrap();
         assert_eq!(&out, b"bytes");

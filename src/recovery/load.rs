@@ -19,7 +19,7 @@ use super::{Recovery, on_disk};
 use crate::applier::{ColdPage, ListBuilder, stage_aside};
 use crate::arena::{Arena, PageMemory, Purpose};
 use crate::device::{Command, CommandList, Lane, Pending, StagingSpan};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::options::Restore;
 use crate::runs::Wanted;
 use crate::source::DiskSource;
@@ -171,14 +171,18 @@ impl Loader<'_> {
         self.flush()?;
         let Recovery { disk, device, staging, .. } = self.recovery;
         let target = |page: PageId| self.pages.memory[&page].span();
-        let cached = DiskSource::proven(disk.clone());
-        for (source, mut images) in [(sealed, unproven), (&cached, proven)] {
+        let load = |source: &DiskSource, images: &mut Vec<Wanted>| {
             let compressed = images.iter().filter(|wanted| wanted.image.codec != Codec::Raw);
             let threads = threads(compressed.map(|wanted| wanted.len).max().unwrap_or(0));
             ImageLoader { device: &**device, staging, source, lane: Lane::Apply, target: &target }
-                .load(&mut images, threads)?;
+                .load(images, threads)
+        };
+        load(sealed, &mut unproven)?;
+        match load(&DiskSource::proven(disk.clone()), &mut proven) {
+            // It may be the cache alone that is damaged.
+            Err(Error::Damaged(_)) => load(sealed, &mut proven),
+            loaded => loaded,
         }
-        Ok(())
     }
 
     /// Queues the upload of a page.

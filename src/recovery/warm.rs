@@ -117,20 +117,21 @@ impl Warming {
     /// Loads pages until there are none left.
     fn load_all(&self) {
         // Only what was proven on the medium once is ever cold.
-        let source = DiskSource::proven(self.disk.clone());
+        let proven = DiskSource::proven(self.disk.clone());
         while let Some(pages) = self.cold().take(ASKED_BYTES, RUN_BYTES) {
-            self.load(&source, pages);
+            self.load(&proven, pages);
         }
     }
 
-    /// Loads pages. Where an image does not hold, each for itself: so it is known which one, and it is read once more
-    /// before it is an error.
-    fn load(&self, source: &DiskSource, pages: Vec<ColdPage>) {
-        match self.read(source, &pages) {
+    /// Loads pages. Where an image does not hold, each for itself and from the medium: so it is known which one, and
+    /// that it is not the cache alone that is damaged.
+    fn load(&self, proven: &DiskSource, pages: Vec<ColdPage>) {
+        match self.read(proven, &pages) {
             Ok(()) => self.install(pages),
             Err(Error::Damaged(_)) => {
+                let medium = DiskSource::past_cache(self.disk.clone());
                 for cold in pages {
-                    match self.read(source, std::slice::from_ref(&cold)) {
+                    match self.read(&medium, std::slice::from_ref(&cold)) {
                         Ok(()) => self.install(vec![cold]),
                         Err(error) => self.fail(cold, error),
                     }

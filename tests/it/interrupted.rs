@@ -1,5 +1,5 @@
 //! A disk on which something happens between two reads of whoever looks at it: at a moment that a test chooses,
-//! and so at every moment, one after the other.
+//! and so at every moment, one after the other. Or one whose cache is damaged, and not its medium.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -16,15 +16,23 @@ pub struct Interrupted {
     moment: Arc<Moment>,
 }
 
+#[derive(Default)]
 struct Moment {
     reads: AtomicUsize,
     at: usize,
     strike: Mutex<Option<Strike>>,
+    cache_is_damaged: bool,
 }
 
 impl Interrupted {
     pub fn new(inner: &SimDisk, at: usize, strike: impl FnOnce() + Send + 'static) -> Self {
-        let moment = Moment { reads: AtomicUsize::new(0), at, strike: Mutex::new(Some(Box::new(strike))) };
+        let moment = Moment { at, strike: Mutex::new(Some(Box::new(strike))), ..Moment::default() };
+        Self { inner: inner.clone(), moment: Arc::new(moment) }
+    }
+
+    /// Nothing strikes, but whatever comes from the cache has a wrong bit.
+    pub fn with_damaged_cache(inner: &SimDisk) -> Self {
+        let moment = Moment { at: usize::MAX, cache_is_damaged: true, ..Moment::default() };
         Self { inner: inner.clone(), moment: Arc::new(moment) }
     }
 
@@ -124,7 +132,11 @@ impl DiskFile for InterruptedFile {
 
     fn read_proven(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         self.moment.pass();
-        self.inner.read_proven(offset, out)
+        self.inner.read_proven(offset, out)?;
+        if let (true, [first, ..]) = (self.moment.cache_is_damaged, out) {
+            *first ^= 1;
+        }
+        Ok(())
     }
 
     fn sync(&self) -> Result<()> {

@@ -10,7 +10,7 @@ use parking_lot::{Condvar, Mutex};
 use remanent::device::host::HostDevice;
 use remanent::device::late::LateDevice;
 use remanent::device::{Command, CommandList, Device, Lane, MemoryId, Pending};
-use remanent::disk::sim::{Moment, SimDisk};
+use remanent::disk::sim::{Moment, Operation, SimDisk};
 use remanent::{
     Cold, Direction, Error, FileName, Lsn, Options, PageId, Place, Remedy, Restore, Result, Shadow,
     SnapshotId, Store, Width,
@@ -18,6 +18,7 @@ use remanent::{
 use remanent_format::rebuild::Survey;
 
 use crate::files::{Files, State};
+use crate::interrupted::Interrupted;
 
 /// Pages, each with an image in a file of its own: so none is loaded with another.
 const PAGES: u64 = 12;
@@ -377,4 +378,16 @@ fn pages_that_stay_cold_cost_nothing() {
         assert_eq!(*device.live.lock(), 0, "page memory was not given back");
     }
     assert_eq!(State::of(&open(&disk, Restore::Eager).unwrap()), state);
+}
+
+#[test]
+fn what_is_wrong_in_the_cache_alone_is_read_from_the_medium() {
+    for restore in [Restore::Eager, Restore::OnDemand] {
+        let disk = closed();
+        let damaged = Arc::new(Interrupted::with_damaged_cache(&disk));
+        let store = Store::open_on(damaged, Arc::new(HostDevice::new()), options(restore)).unwrap();
+        store.wait_warm().unwrap();
+        check(&store);
+        assert!(disk.calls(Operation::ReadProven) > 0, "nothing was read from the cache");
+    }
 }
