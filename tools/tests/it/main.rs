@@ -2,6 +2,7 @@
 
 mod bench;
 mod command;
+mod damaged;
 mod follow;
 mod history;
 mod inspect;

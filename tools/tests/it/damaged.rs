@@ -1,0 +1,121 @@
+//! What the inspecting commands say of a damaged store, wherever the damage is.
+//!
+//! They come to an end with 0 or 1, whatever they find: no panic, no signal, and not the caller's fault. `verify`
+//! says 0 only where nothing that is shown has changed; the damaged store stays as it is.
+
+use std::fs;
+use std::num::NonZero;
+use std::path::Path;
+use std::process::Output;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use crate::command::{Scratch, command};
+use crate::inspect::{copy, files, small_store};
+
+/// Damages, spread evenly over what is written.
+const DAMAGES: usize = 2000;
+/// One damage in so many takes a whole file away; the others flip a bit, zero a sector or cut a file, in turn.
+const MISSING_OF: usize = 50;
+const SECTOR_LEN: usize = 512;
+
+/// Each damage is shown to `verify`, and to one of these in turn.
+const COMMANDS: [&[&str]; 6] = [
+    &["info", "--json"],
+    &["pages", "--json"],
+    &["log", "--json"],
+    &["snapshots", "--json"],
+    &["dump", "1", "-o", "-"],
+    &["diff", "--from", "snapshot:1", "--json"],
+];
+
+fn inspect(args: &[&str], store: &str) -> Output {
+    command(&[&args[..1], &[store], &args[1..]].concat()).output().unwrap()
+}
+
+/// Offsets of bytes in lines of 64 that are not all zero; the others were never written.
+fn written(bytes: &[u8]) -> impl Iterator<Item = usize> {
+    let lines = bytes.chunks(64).enumerate().filter(|(_, line)| line.iter().any(|byte| *byte != 0));
+    lines.flat_map(|(number, line)| (0..line.len()).map(move |at| number * 64 + at))
+}
+
+/// Damages a file; says how.
+fn damage(number: usize, path: &Path, sound: &[u8], offset: usize) -> String {
+    if number.is_multiple_of(MISSING_OF) {
+        fs::remove_file(path).unwrap();
+        return "gone".to_owned();
+    }
+    let mut bytes = sound.to_vec();
+    let how = match number % 3 {
+        0 => {
+            bytes[offset] ^= 1 << (number % 8);
+            "a bit flipped"
+        }
+        1 => {
+            let sector = offset - offset % SECTOR_LEN;
+            let end = bytes.len().min(sector + SECTOR_LEN);
+            bytes[sector..end].fill(0);
+            "a sector zeroed"
+        }
+        _ => {
+            bytes.truncate(offset);
+            "cut"
+        }
+    };
+    fs::write(path, bytes).unwrap();
+    format!("{how} at {offset}")
+}
+
+#[test]
+fn commands_come_to_an_end_whatever_is_damaged() {
+    let scratch = Scratch::new();
+    small_store(&scratch).close().unwrap();
+    let sound_files = files(&scratch.store());
+    let places: Vec<_> = sound_files
+        .iter()
+        .flat_map(|(path, (bytes, _))| {
+            let name = path.strip_prefix(scratch.store()).unwrap();
+            written(bytes).map(move |offset| (name, bytes, offset))
+        })
+        .filter(|(name, ..)| *name != Path::new("LOCK"))
+        .collect();
+    let (next, found) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    let check = |store: &str, sound: &[Output], number: usize| {
+        let (name, bytes, offset) = places[number * places.len() / DAMAGES];
+        let path = Path::new(store).join(name);
+        let how = damage(number, &path, bytes, offset);
+        let before = files(store);
+        let verified = inspect(&["verify", "--json"], store);
+        let (args, sound) = (COMMANDS[number % COMMANDS.len()], &sound[number % COMMANDS.len()]);
+        let shown = inspect(args, store);
+        for (command, output) in [("verify", &verified), (args[0], &shown)] {
+            let said = String::from_utf8_lossy(&output.stderr);
+            let code = output.status.code();
+            assert!(matches!(code, Some(0 | 1)), "{command}: {}, {how}: {code:?}: {said}", name.display());
+        }
+        // A log is shown with what nobody needs any more, and what is said of the store counts its files.
+        if verified.status.code() == Some(0) && !matches!(args[0], "log" | "info") {
+            assert!(shown.stdout == sound.stdout, "{}: {}, {how}, and all is well", args[0], name.display());
+        }
+        found.fetch_add(usize::from(verified.status.code() == Some(1)), Ordering::Relaxed);
+        assert!(files(store) == before, "{}: the damaged store was changed", name.display());
+        fs::write(&path, bytes).unwrap();
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..std::thread::available_parallelism().map_or(1, NonZero::get) {
+            scope.spawn(|| {
+                let own = Scratch::new();
+                copy(&scratch.store(), &own.store());
+                let sound = COMMANDS.map(|args| inspect(args, &own.store()));
+                loop {
+                    let number = next.fetch_add(1, Ordering::Relaxed);
+                    if number >= DAMAGES {
+                        return;
+                    }
+                    check(&own.store(), &sound, number);
+                }
+            });
+        }
+    });
+    let found = found.into_inner();
+    assert!(found > DAMAGES / 2, "`verify` found {found} of {DAMAGES}");
+}
