@@ -30,7 +30,7 @@ impl Interrupted {
         Self { inner: inner.clone(), moment: Arc::new(moment) }
     }
 
-    /// Nothing strikes, but whatever comes from the cache has a wrong bit.
+    /// Nothing strikes, but whatever comes from the cache is wrong.
     pub fn with_damaged_cache(inner: &SimDisk) -> Self {
         let moment = Moment { at: usize::MAX, cache_is_damaged: true, ..Moment::default() };
         Self { inner: inner.clone(), moment: Arc::new(moment) }
@@ -133,8 +133,9 @@ impl DiskFile for InterruptedFile {
     fn read_proven(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         self.moment.pass();
         self.inner.read_proven(offset, out)?;
-        if let (true, [first, ..]) = (self.moment.cache_is_damaged, out) {
-            *first ^= 1;
+        if self.moment.cache_is_damaged {
+            // All of it: a read begins on a block, before the bytes that are wanted.
+            out.iter_mut().for_each(|byte| *byte ^= 1);
         }
         Ok(())
     }
