@@ -16,11 +16,7 @@ fn durable_commits_of_two_threads_wait_for_no_clock() {
     explore(|time| {
         for io in WAYS {
             let ground = Ground::new(time, options().log_io(io), 2);
-            let two_of = |writer| {
-                for count in 1..=2 {
-                    ground.count(writer, count, Ack::Durable).unwrap();
-                }
-            };
+            let two_of = |writer| ground.count_to(2, writer, Ack::Durable);
             at_once(&[&|| two_of(0), &|| two_of(1)]);
             ground.close(Lsn(5), Duration::ZERO);
         }
@@ -52,9 +48,7 @@ fn what_is_read_is_logged() {
 fn logged_batches_become_durable_by_themselves() {
     explore(|time| {
         let ground = Ground::new(time, options(), 1);
-        for count in 1..=2 {
-            ground.count(0, count, Ack::Logged).unwrap();
-        }
+        ground.count_to(2, 0, Ack::Logged);
         // Nobody waits for a sync but the clock.
         let durable = || ground.after_power_cut().1[&0];
         while durable() < 2 {

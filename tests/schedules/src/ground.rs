@@ -83,6 +83,13 @@ impl Ground {
         Ok(ticket.position().lsn)
     }
 
+    /// Commits the counts from 1 on.
+    pub fn count_to(&self, last: u64, writer: usize, ack: Ack) {
+        for count in 1..=last {
+            self.count(writer, count, ack).unwrap();
+        }
+    }
+
     /// Holds the store to an acknowledgement from now on.
     pub fn acked(&self, ack: Ack, writer: usize, count: u64) {
         let survives = match ack {

@@ -15,11 +15,7 @@ use crate::runner::{at_once, explore};
 fn what_a_lease_shows_stays_while_others_commit() {
     explore(|time| {
         let ground = Ground::new(time, options(), 1);
-        let write = || {
-            for count in 1..=3 {
-                ground.count(0, count, Ack::Applied).unwrap();
-            }
-        };
+        let write = || ground.count_to(3, 0, Ack::Applied);
         let lease = || {
             for _ in 0..2 {
                 let lease = ground.store.lease(ground.pages(0)[0]).unwrap();
@@ -47,11 +43,7 @@ fn a_lease_on_a_late_device_costs_one_spare() {
         let device = Arc::new(LateDevice::new(Arc::new(HostDevice::new())));
         let ground = Ground::on(time, options, 1, device.clone());
         let stream = device.stream();
-        let write = || {
-            for count in 1..=2 {
-                ground.count(0, count, Ack::Applied).unwrap();
-            }
-        };
+        let write = || ground.count_to(2, 0, Ack::Applied);
         let lease = || {
             let lease = ground.store.lease(ground.pages(0)[0]).unwrap();
             lease.on(stream).unwrap();

@@ -12,11 +12,7 @@ use crate::runner::{at_once, explore};
 fn a_snapshot_beside_commits_holds_whole_batches() {
     explore(|time| {
         let ground = Ground::new(time, options(), 1);
-        let write = || {
-            for count in 1..=3 {
-                ground.count(0, count, Ack::Logged).unwrap();
-            }
-        };
+        let write = || ground.count_to(3, 0, Ack::Logged);
         let snapshot = || {
             let snapshot = ground.store.snapshot().unwrap();
             // I7: all that it needs is durable, and it says up to where.
@@ -32,11 +28,7 @@ fn a_snapshot_beside_commits_holds_whole_batches() {
 fn an_exact_snapshot_is_the_state_of_its_batch() {
     explore(|time| {
         let ground = Ground::new(time, options(), 1);
-        let write = || {
-            for count in 1..=3 {
-                ground.count(0, count, Ack::Applied).unwrap();
-            }
-        };
+        let write = || ground.count_to(3, 0, Ack::Applied);
         let snapshot = || {
             let snapshot = ground.store.snapshot_exact().unwrap();
             assert_eq!(snapshot.redo, snapshot.end);
@@ -78,9 +70,7 @@ fn two_snapshots_and_a_scrub_take_turns() {
 fn a_store_takes_snapshots_by_itself_and_is_closed_amid_one() {
     explore(|time| {
         let ground = Ground::new(time, options().snapshot_log_bytes(1), 1);
-        for count in 1..=2 {
-            ground.count(0, count, Ack::Logged).unwrap();
-        }
+        ground.count_to(2, 0, Ack::Logged);
         ground.close(Lsn(3), Duration::ZERO);
     });
 }
