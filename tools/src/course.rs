@@ -182,21 +182,21 @@ impl Course {
         // What an earlier check found must still be there, acknowledged or not.
         let certain = acknowledged.max(self.simulation.last_request());
         let in_flight = certain.map_or(0, |request| request + 1);
-        let (found, rebuilt) = self.check_at(&self.errand.store, certain, Some(in_flight))?;
-        self.simulation = self.simulation_at(found);
+        let (simulation, rebuilt) = self.check_at(&self.errand.store, certain, Some(in_flight))?;
+        self.simulation = simulation;
         self.totals.replaying += lived;
         self.totals.replayed += self.simulation.next_request() - before;
-        Ok(Checked { lived, acknowledged, found, rebuilt })
+        Ok(Checked { lived, acknowledged, found: self.simulation.last_request(), rebuilt })
     }
 
     /// Holds what recovery finds in a directory against the simulation: it ends between two requests, both
-    /// inclusive, and is right, byte for byte. Returns the request with which it ends.
+    /// inclusive, and is right, byte for byte. Returns the simulation there.
     pub fn check_at(
         &self,
         store: &Path,
         certain: Option<u64>,
         begun: Option<u64>,
-    ) -> Result<(Option<u64>, Option<Rebuilt>), Stop> {
+    ) -> Result<(Simulation, Option<Rebuilt>), Stop> {
         // Before there is a store, nothing can have been acknowledged.
         let is_there = store.join(FileName::Store.name()).exists();
         let rebuilt = is_there.then(|| check::recovered(store)).transpose()?;
@@ -213,10 +213,11 @@ impl Course {
                 number(begun)
             )]));
         }
+        let simulation = self.simulation_at(found);
         if let Some(rebuilt) = &rebuilt {
-            hold(&self.simulation_at(found), Epochs::Exact, rebuilt)?;
+            hold(&simulation, Epochs::Exact, rebuilt)?;
         }
-        Ok((found, rebuilt))
+        Ok((simulation, rebuilt))
     }
 
     /// The simulation after the request that a store's root names: of any state that the store was in since it was

@@ -15,6 +15,7 @@ mod report;
 mod peak;
 mod ceilings;
 mod commit;
+mod sizes;
 mod snapshot;
 mod restore;
 mod replay;

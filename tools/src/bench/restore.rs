@@ -6,12 +6,11 @@ use std::time::{Duration, Instant};
 use remanent::{PageId, Restore as Loading};
 
 use super::figures::{Figure, Findings, Group, Unit};
-use super::room::{self, Room, Stop, size};
-use super::snapshot::{check_pages, store_of_random_pages};
+use super::room::{self, Room, Stop};
+use super::sizes::Sizes;
 use super::transfer::{self, Cache};
 use super::{Common, Measure, peak};
 use crate::exit::Failure;
-use crate::size::Size;
 
 const EXAMPLES: &str = "\
 A store of random pages is closed behind a snapshot, and opened: cold, with them dropped from the page cache, \
@@ -30,12 +29,8 @@ Examples:
 pub struct Restore {
     #[command(flatten)]
     common: Common,
-    /// Bytes of all pages together
-    #[arg(long, default_value = "256MiB")]
-    bytes: Size,
-    /// Bytes of a page; a list
-    #[arg(long, value_name = "BYTES", value_delimiter = ',', default_value = "2MiB,16KiB")]
-    page_len: Vec<Size>,
+    #[command(flatten)]
+    sizes: Sizes,
 }
 
 impl Measure for Restore {
@@ -44,22 +39,19 @@ impl Measure for Restore {
     }
 
     fn check(&self) -> Result<(), Failure> {
-        check_pages(self.bytes, &self.page_len)
+        self.sizes.check()
     }
 
     fn bytes_needed(&self) -> u64 {
-        self.bytes.0.saturating_mul(2)
+        self.sizes.bytes().saturating_mul(2)
     }
 
     fn steps(&self) -> u64 {
-        (1 + 2 * u64::from(self.common.rounds)) * self.page_len.len() as u64
+        self.sizes.steps(1 + 2 * u64::from(self.common.rounds))
     }
 
     fn measure(&self, room: &Room) -> Result<Findings, Stop> {
-        let mut groups = Vec::new();
-        for page_len in &self.page_len {
-            groups.push(self.pages_of(room, page_len.0)?);
-        }
+        let groups = self.sizes.each(|page_len| self.pages_of(room, page_len))?;
         let mut settings = room.settings(&self.common);
         settings.push(("rounds", self.common.rounds.to_string()));
         Ok(Findings { bench: "restore", settings, groups, left_out: Vec::new() })
@@ -98,10 +90,10 @@ impl Temperature {
 
 impl Restore {
     fn pages_of(&self, room: &Room, page_len: u64) -> Result<Group, Stop> {
-        let title = format!("{} in pages of {}", size(self.bytes.0), size(page_len));
+        let title = self.sizes.title(page_len);
         room.step(&title)?;
         let name = format!("pages-{page_len}");
-        let (store, pages) = store_of_random_pages(room, &name, self.bytes.0, page_len)?;
+        let (store, pages) = self.sizes.store(room, &name, page_len)?;
         // One only: opening reads the images of one.
         store.snapshot()?;
         store.close()?;

@@ -9,11 +9,10 @@ use remanent::{Ack, PageId, SnapshotInfo, SnapshotPhase, Store, WriteBatch};
 
 use super::figures::{Course, Figure, Findings, Group, Unit};
 use super::latency::Latency;
-use super::room::{self, Room, Stop, size};
+use super::room::{Room, Stop};
+use super::sizes::{DELTA_LEN, Sizes};
 use super::{Common, Measure, peak, transfer};
 use crate::exit::Failure;
-use crate::simulate::SplitMix64;
-use crate::size::Size;
 
 const EXAMPLES: &str = "\
 All pages hold random bytes, so that nothing can be compressed, and each was changed since the snapshot before, so \
@@ -33,25 +32,17 @@ Examples:
 pub struct Snapshot {
     #[command(flatten)]
     common: Common,
-    /// Bytes of all pages together
-    #[arg(long, default_value = "256MiB")]
-    bytes: Size,
-    /// Bytes of a page; a list
-    #[arg(long, value_name = "BYTES", value_delimiter = ',', default_value = "2MiB,16KiB")]
-    page_len: Vec<Size>,
+    #[command(flatten)]
+    sizes: Sizes,
 }
 
 /// Bytes of what is written to a page to make it differ.
 const TOUCH_LEN: usize = 64;
-/// Bytes of a hot page's delta.
-const HOT_LEN: usize = 256;
 /// How often a snapshot is asked how far it has come.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
 /// Values of the course of a hot page's commits, and of the first snapshot.
 const COURSE_STEPS: u32 = 200;
 const ROUND_STEPS: u32 = 40;
-/// Bytes of pages that are created in one batch.
-const BATCH_BYTES: u64 = 64 << 20;
 
 impl Measure for Snapshot {
     fn common(&self) -> &Common {
@@ -59,64 +50,24 @@ impl Measure for Snapshot {
     }
 
     fn check(&self) -> Result<(), Failure> {
-        check_pages(self.bytes, &self.page_len)
+        self.sizes.check()
     }
 
     fn bytes_needed(&self) -> u64 {
         // Two snapshots that are kept, one being written, and the ceiling's files beside them.
-        self.bytes.0.saturating_mul(4)
+        self.sizes.bytes().saturating_mul(4)
     }
 
     fn steps(&self) -> u64 {
-        (1 + 2 * u64::from(self.common.rounds)) * self.page_len.len() as u64
+        self.sizes.steps(1 + 2 * u64::from(self.common.rounds))
     }
 
     fn measure(&self, room: &Room) -> Result<Findings, Stop> {
-        let mut groups = Vec::new();
-        for page_len in &self.page_len {
-            groups.push(self.pages_of(room, page_len.0)?);
-        }
+        let groups = self.sizes.each(|page_len| self.pages_of(room, page_len))?;
         let mut settings = room.settings(&self.common);
         settings.push(("rounds", self.common.rounds.to_string()));
         Ok(Findings { bench: "snapshot", settings, groups, left_out: Vec::new() })
     }
-}
-
-/// Refuses pages that cannot be.
-pub fn check_pages(bytes: Size, page_lens: &[Size]) -> Result<(), Failure> {
-    let good = |len: &Size| len.0 >= HOT_LEN as u64 && len.0.is_multiple_of(8) && len.0 <= bytes.0;
-    match page_lens.iter().find(|len| !good(len)) {
-        Some(len) => Err(Failure::Environment(format!(
-            "--page-len {len} is no multiple of 8 between {HOT_LEN} and --bytes"
-        ))),
-        None => Ok(()),
-    }
-}
-
-/// A store whose pages hold random bytes, and its pages.
-pub fn store_of_random_pages(
-    room: &Room,
-    name: &str,
-    bytes: u64,
-    page_len: u64,
-) -> Result<(Store, Vec<PageId>), Stop> {
-    let store = room.open(name, room::options())?;
-    let mut random = SplitMix64::new(page_len);
-    let mut content = vec![0; page_len as usize];
-    let mut pages = Vec::new();
-    let count = bytes / page_len;
-    while (pages.len() as u64) < count {
-        let mut batch = store.batch();
-        for _ in 0..(BATCH_BYTES / page_len).clamp(1, count - pages.len() as u64) {
-            for word in content.chunks_exact_mut(8) {
-                word.copy_from_slice(&random.next_word().to_le_bytes());
-            }
-            batch.create_from(content.clone(), room.place, None, remanent::Metadata::new());
-        }
-        pages.extend(store.commit(batch)?.pages);
-        room.check()?;
-    }
-    Ok((store, pages))
 }
 
 /// A snapshot as it was seen from outside.
@@ -133,10 +84,10 @@ struct Watched {
 
 impl Snapshot {
     fn pages_of(&self, room: &Room, page_len: u64) -> Result<Group, Stop> {
-        let title = format!("{} in pages of {}", size(self.bytes.0), size(page_len));
+        let title = self.sizes.title(page_len);
         room.step(&title)?;
         let name = format!("pages-{page_len}");
-        let (store, pages) = store_of_random_pages(room, &name, self.bytes.0, page_len)?;
+        let (store, pages) = self.sizes.store(room, &name, page_len)?;
         let bytes = pages.len() as u64 * page_len;
         store.snapshot()?;
         let raw = "raw, 4 threads past the cache, synced";
@@ -275,7 +226,7 @@ fn hammer(store: &Store, page: PageId, figure: &mut Figure, enough: impl Fn() ->
     let mut latency = Latency::new();
     for count in 0_u64.. {
         let mut batch: WriteBatch = store.batch();
-        batch.write(page, 0, &[count as u8; HOT_LEN]);
+        batch.write(page, 0, &[count as u8; DELTA_LEN]);
         let begun = Instant::now();
         store.submit(batch)?.wait(Ack::Applied)?;
         let took = begun.elapsed();

@@ -1,7 +1,5 @@
 //! Power cuts: what a device holds at one moment of a store's life, file system and all.
 
-use std::path::Path;
-
 use super::mounts::Medium;
 use super::{Chamber, Report};
 use crate::course::{Course, Stop};
@@ -58,7 +56,8 @@ fn cut_power(
     durable: &mut Option<u64>,
     (cut, of): (u64, u64),
 ) -> Result<Option<u64>, Stop> {
-    let name = course.errand.store.file_name().map(Path::new).map(Path::to_owned).unwrap_or_default();
+    let name =
+        course.errand.store.strip_prefix(medium.path()).expect("the store lies on the medium").to_owned();
     let done = course.run_until_then_kill(cut, of, |acknowledged| Ok((acknowledged, medium.cut()?)))?;
     let Some(((acknowledged, moment), checked)) = done else { return Ok(None) };
     *durable = acknowledged.max(*durable);
@@ -66,6 +65,5 @@ fn cut_power(
     let seen = moment.look(|mounted| course.check_at(&mounted.join(name), *durable, checked.found))?;
     let (found, _) = seen?;
     *durable = checked.acknowledged.max(*durable);
-    let count = |request: Option<u64>| request.map_or(0, |request| request + 1);
-    Ok(Some(count(checked.found) - count(found)))
+    Ok(Some(course.simulation().next_request() - found.next_request()))
 }

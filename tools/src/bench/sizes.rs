@@ -1,0 +1,79 @@
+//! Stores of random pages: how many bytes, in pages of which lengths, for the benchmarks that measure whole stores.
+
+use remanent::{PageId, Store};
+
+use super::room::{self, Room, Stop, size};
+use crate::exit::Failure;
+use crate::simulate::SplitMix64;
+use crate::size::Size;
+
+/// Bytes of a hot page's delta: no page is shorter.
+pub const DELTA_LEN: usize = 256;
+/// Bytes of pages that are created in one batch.
+const BATCH_BYTES: u64 = 64 << 20;
+
+/// What is asked for.
+#[derive(clap::Args)]
+pub struct Sizes {
+    /// Bytes of all pages together
+    #[arg(long, default_value = "256MiB")]
+    bytes: Size,
+    /// Bytes of a page; a list
+    #[arg(long, value_name = "BYTES", value_delimiter = ',', default_value = "2MiB,16KiB")]
+    page_len: Vec<Size>,
+}
+
+impl Sizes {
+    /// Bytes of all pages of one store.
+    pub fn bytes(&self) -> u64 {
+        self.bytes.0
+    }
+
+    /// Steps of all stores, if each takes so many.
+    pub fn steps(&self, of_each: u64) -> u64 {
+        of_each * self.page_len.len() as u64
+    }
+
+    /// Refuses pages that cannot be.
+    pub fn check(&self) -> Result<(), Failure> {
+        let good =
+            |len: &&Size| len.0 >= DELTA_LEN as u64 && len.0.is_multiple_of(8) && len.0 <= self.bytes.0;
+        match self.page_len.iter().find(|len| !good(len)) {
+            Some(len) => Err(Failure::Environment(format!(
+                "--page-len {len} is no multiple of 8 between {DELTA_LEN} and --bytes"
+            ))),
+            None => Ok(()),
+        }
+    }
+
+    /// What `measure` finds with pages of each length, in their order.
+    pub fn each<T>(&self, measure: impl FnMut(u64) -> Result<T, Stop>) -> Result<Vec<T>, Stop> {
+        self.page_len.iter().map(|len| len.0).map(measure).collect()
+    }
+
+    /// What a store with pages of this length is called.
+    pub fn title(&self, page_len: u64) -> String {
+        format!("{} in pages of {}", size(self.bytes.0), size(page_len))
+    }
+
+    /// A store whose pages of this length hold random bytes, and its pages.
+    pub fn store(&self, room: &Room, name: &str, page_len: u64) -> Result<(Store, Vec<PageId>), Stop> {
+        let store = room.open(name, room::options())?;
+        let mut random = SplitMix64::new(page_len);
+        let mut content = vec![0; page_len as usize];
+        let mut pages = Vec::new();
+        let count = self.bytes.0 / page_len;
+        while (pages.len() as u64) < count {
+            let mut batch = store.batch();
+            for _ in 0..(BATCH_BYTES / page_len).clamp(1, count - pages.len() as u64) {
+                for word in content.chunks_exact_mut(8) {
+                    word.copy_from_slice(&random.next_word().to_le_bytes());
+                }
+                batch.create_from(content.clone(), room.place, None, remanent::Metadata::new());
+            }
+            pages.extend(store.commit(batch)?.pages);
+            room.check()?;
+        }
+        Ok((store, pages))
+    }
+}
