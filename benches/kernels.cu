@@ -490,15 +490,15 @@ int main(int argc, char **argv) {
                 expected.push_back(u32(element));
             }
         }
-        constexpr u32 LEN = 8 << 10;
-        const u32 count = u32(elements / 8 / LEN);
+        constexpr u32 ROW_LEN = 8 << 10;
+        const u32 count = u32(elements / 8 / ROW_LEN);
         u32 *indices, *numbers;
         MUST(cudaMalloc(&indices, 4 * expected.size()));
         MUST(cudaMalloc(&numbers, 4 * (count + 1)));
         std::vector<SelectRow> rows;
         for (u32 row = 0; row < count; row++) {
-            rows.push_back({u64(bitmap) + u64(row) * LEN, u64(indices), u64(numbers + row), LEN, 8 * LEN * row,
-                            u32(expected.size()), 0});
+            rows.push_back({u64(bitmap) + u64(row) * ROW_LEN, u64(indices), u64(numbers + row), ROW_LEN,
+                            8 * ROW_LEN * row, u32(expected.size()), 0});
         }
         const Table<SelectRow> table(rows, true);
         const Table<ScanRow> scan({{u64(numbers), u64(numbers + count), count, 0}}, true);
