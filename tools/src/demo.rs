@@ -54,10 +54,10 @@ pub struct Demo {
 }
 
 /// A demo under way.
-struct Show<'o> {
+struct Show<'o, 'w> {
     course: Course,
     bar: ProgressBar,
-    out: &'o mut Output,
+    out: &'o mut Output<'w>,
 }
 
 impl Demo {
@@ -88,13 +88,13 @@ impl Demo {
         }
     }
 
-    fn prepare<'o>(
+    fn prepare<'o, 'w>(
         &self,
         scratch: &Path,
         seed: u64,
         interrupt: Interrupt,
-        out: &'o mut Output,
-    ) -> Result<Show<'o>, Failure> {
+        out: &'o mut Output<'w>,
+    ) -> Result<Show<'o, 'w>, Failure> {
         let store = self.dir.clone().unwrap_or_else(|| scratch.join("store"));
         if std::fs::read_dir(&store).is_ok_and(|mut entries| entries.next().is_some()) {
             return Err(Failure::Environment(format!("{} is not empty", store.display())));
@@ -125,7 +125,7 @@ impl Demo {
     }
 
     /// The acts, in order.
-    fn show(&self, show: &mut Show<'_>) -> Result<(), Stop> {
+    fn show(&self, show: &mut Show<'_, '_>) -> Result<(), Stop> {
         show.heading()?;
         for kill in 1..=self.kills {
             if !show.run_and_kill(kill, self.kills)? {
@@ -141,7 +141,7 @@ impl Demo {
     }
 }
 
-impl Show<'_> {
+impl Show<'_, '_> {
     fn heading(&mut self) -> Result<(), Stop> {
         let line = format!(
             "{:<18} {:>8} {:>13} {:>7}  {:<29} CHECKED",

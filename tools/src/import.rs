@@ -5,7 +5,7 @@
 //! leaves one of the two. Importing again then finds what is missing, be it everything or nothing.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use indicatif::ProgressBar;
 use remanent::{Create, Key, Metadata, PageId, PageInfo, PageRef, Place, Store, Value, Width, WriteBatch};
@@ -40,6 +40,16 @@ pub struct Import {
     dir: PathBuf,
     /// The file of weights
     file: PathBuf,
+    #[command(flatten)]
+    along: Along,
+    /// One JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// What a version brings along.
+#[derive(clap::Args)]
+struct Along {
     /// A remark that stays with the version in the log
     #[arg(long, value_name = "TEXT")]
     note: Option<String>,
@@ -49,9 +59,6 @@ pub struct Import {
     /// Where new tensors live: host, pinned, or device:N; others stay where they are
     #[arg(long, value_name = "PLACE", default_value_t = Place::Host)]
     place: Place,
-    /// One JSON object
-    #[arg(long)]
-    json: bool,
 }
 
 fn parse_root(text: &str) -> Result<(String, Value), String> {
@@ -71,6 +78,12 @@ const PIECE_LEN: usize = 1 << 20;
 const WHOLE_FROM_EIGHTHS: u64 = 7;
 
 /// What an import did.
+struct Imported {
+    /// Whether the store did not hold the version yet.
+    is_new: bool,
+    totals: Totals,
+}
+
 #[derive(Default)]
 struct Totals {
     created: u64,
@@ -87,46 +100,27 @@ impl Import {
         // A file that cannot be imported leaves no store behind.
         let file = WeightsFile::open(&self.file)?;
         let store = engine::open(&self.dir, Create::IfEmpty)?;
-        let bar = progress::bytes(file.header.file_len(), "comparing");
-        let version = Version::prepare(&store, &file, self.place, &interrupt, &bar)?;
-        bar.finish_and_clear();
-        let Some(mut version) = version else {
-            store.close().map_err(engine_failure)?;
-            return Ok(Ending::Interrupted);
-        };
-        let root = store.root().map_err(engine_failure)?;
-        for (name, value) in &self.root {
-            if root.get(name) != Some(value) {
-                version.batch.set_root(name, value.clone());
-                version.is_new = true;
-            }
+        let imported = bring(&store, &file, &self.along, &interrupt)?;
+        if let Some(imported) = &imported {
+            self.report(&store, imported, &file.header, out)?;
         }
-        if version.is_new {
-            self.note.iter().for_each(|note| {
-                version.batch.note(note);
-            });
-            let committed = store.commit(version.batch).map_err(engine_failure)?;
-            store.wait_durable(committed.position.lsn).map_err(engine_failure)?;
-        }
-        self.report(&store, version.is_new, &version.totals, &file.header, out)?;
         store.close().map_err(engine_failure)?;
-        Ok(Ending::Fine)
+        Ok(if imported.is_some() { Ending::Fine } else { Ending::Interrupted })
     }
 
     fn report(
         &self,
         store: &Store,
-        is_new: bool,
-        totals: &Totals,
+        imported: &Imported,
         header: &Header,
         out: &mut Output,
     ) -> Result<(), Failure> {
-        let Totals { created, deleted, resized, changed, changed_elements } = *totals;
+        let Totals { created, deleted, resized, changed, changed_elements } = imported.totals;
         let (tensors, bytes, lsn) = (header.tensors.len(), header.file_len(), store.lsn());
         if self.json {
             return out.line(object! {
                 "lsn": lsn.0,
-                "is_new": is_new,
+                "is_new": imported.is_new,
                 "tensors": tensors,
                 "bytes": bytes,
                 "created": created,
@@ -136,7 +130,7 @@ impl Import {
                 "changed_elements": changed_elements,
             });
         }
-        if !is_new {
+        if !imported.is_new {
             return out.line(format_args!("nothing to import: the store holds this at lsn {lsn}"));
         }
         out.line(format_args!(
@@ -144,6 +138,48 @@ impl Import {
              {changed_elements} elements changed in {changed} others"
         ))
     }
+}
+
+/// Brings a file of weights into an open store, as the command does. Returns whether that made a new version: not if
+/// the store held this one, and not if Ctrl-C was pressed meanwhile.
+///
+/// # Errors
+///
+/// [`Failure::Environment`] for a file that is none of weights or cannot be read, and for a store that refuses;
+/// [`Failure::Damage`] for a store in which an earlier file is not whole.
+pub fn import(store: &Store, file: &Path) -> Result<bool, Failure> {
+    let interrupt = Interrupt::listen()?;
+    let along = Along { note: None, root: Vec::new(), place: Place::Host };
+    let imported = bring(store, &WeightsFile::open(file)?, &along, &interrupt)?;
+    Ok(imported.is_some_and(|imported| imported.is_new))
+}
+
+/// Makes a file the store's newest version, durably; `None` if Ctrl-C was pressed meanwhile.
+fn bring(
+    store: &Store,
+    file: &WeightsFile,
+    along: &Along,
+    interrupt: &Interrupt,
+) -> Result<Option<Imported>, Failure> {
+    let bar = progress::bytes(file.header.file_len(), "comparing");
+    let version = Version::prepare(store, file, along.place, interrupt, &bar)?;
+    bar.finish_and_clear();
+    let Some(mut version) = version else { return Ok(None) };
+    let root = store.root().map_err(engine_failure)?;
+    for (name, value) in &along.root {
+        if root.get(name) != Some(value) {
+            version.batch.set_root(name, value.clone());
+            version.is_new = true;
+        }
+    }
+    if version.is_new {
+        along.note.iter().for_each(|note| {
+            version.batch.note(note);
+        });
+        let committed = store.commit(version.batch).map_err(engine_failure)?;
+        store.wait_durable(committed.position.lsn).map_err(engine_failure)?;
+    }
+    Ok(Some(Imported { is_new: version.is_new, totals: version.totals }))
 }
 
 /// A version under construction.

@@ -1,17 +1,22 @@
-//! Standard output: buffered lines; a reader that goes away ends the command quietly.
+//! Standard output, or what stands in for it: buffered lines; a reader that goes away ends the command quietly.
 
 use std::fmt;
-use std::io::{self, BufWriter, ErrorKind, Stdout, Write};
+use std::io::{self, BufWriter, ErrorKind, Write};
 
 use crate::exit::Failure;
 
 /// Where a command's results go. Messages and progress go to standard error instead.
-pub struct Output(BufWriter<Stdout>);
+pub struct Output<'a>(BufWriter<Box<dyn Write + 'a>>);
 
-impl Output {
+impl<'a> Output<'a> {
     /// The process's standard output.
     pub fn stdout() -> Self {
-        Self(BufWriter::new(io::stdout()))
+        Self::new(io::stdout())
+    }
+
+    /// Whatever takes bytes.
+    pub fn new(writer: impl Write + 'a) -> Self {
+        Self(BufWriter::new(Box::new(writer)))
     }
 
     /// Writes one line.
