@@ -1,11 +1,20 @@
 //! The command as a user runs it: one binary of tests over the built program.
 
+#[path = "../../../fuzz/src/archive.rs"]
+mod archive;
 mod bench;
 mod command;
 mod damaged;
+#[path = "../../../fuzz/src/fit.rs"]
+mod fit;
 mod follow;
+mod fuzzed;
 mod history;
+#[path = "../../../fuzz/src/imports.rs"]
+mod imports;
 mod inspect;
+#[path = "../../../fuzz/src/inspections.rs"]
+mod inspections;
 mod replay;
 mod salvage;
 mod torture;

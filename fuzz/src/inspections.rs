@@ -1,0 +1,134 @@
+//! Whole store directories, made up, through the inspecting commands.
+//!
+//! The promises: every command comes to an end with one of its exit codes, whatever it finds, in the memory that it
+//! is given, and leaves the directory as it was. Where `verify` says that all is well, the pure rebuild makes a state,
+//! and the other commands show that state.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use remanent_format::rebuild::{RebuildOptions, Rebuilt, rebuild};
+use remanent_format::{FileName, Folder, PageInfo, ReadAt};
+use remanent_tools::{Ending, Failure, run};
+
+use crate::archive::Files;
+
+/// The memory that pages may take, as `--memory-max` says it.
+const MEMORY_MAX: &str = "65536";
+/// Pages of one store that are dumped and blamed.
+const PAGES_MAX: usize = 3;
+
+/// Each is run as it is here; the directory comes in behind the command's name.
+const COMMANDS: [&[&str]; 13] = [
+    &["info"],
+    &["info", "--json"],
+    &["snapshots"],
+    &["snapshots", "--json"],
+    &["log"],
+    &["log", "--json", "--from", "2", "--page", "1"],
+    &["pages", "--memory-max", MEMORY_MAX],
+    &["diff", "--from", "lsn:1", "--memory-max", MEMORY_MAX],
+    &["diff", "--from", "snapshot:1", "--to", "snapshot:2", "--json", "--memory-max", MEMORY_MAX],
+    &["blame", "page:1[0]", "--memory-max", MEMORY_MAX],
+    &["verify", "--json", "--memory-max", MEMORY_MAX],
+    &["salvage", "--memory-max", MEMORY_MAX],
+    &["salvage", "--json", "--memory-max", MEMORY_MAX],
+];
+
+/// A store directory, from an archive of its files: as it is, and with its checksums made to fit.
+pub fn inspection(data: &[u8]) {
+    let files = Files::from_archive(data);
+    let mut fitted = files.clone();
+    fitted.fit();
+    if fitted != files {
+        inspect(&fitted);
+    }
+    inspect(&files);
+}
+
+/// Shows the files to every command. Returns whether `verify` found nothing.
+pub fn inspect(files: &Files) -> bool {
+    let dir = tempfile::tempdir().expect("a temporary directory can be made");
+    lay(files, dir.path());
+    let before = files_of(dir.path());
+    for arguments in COMMANDS {
+        ended(arguments, dir.path());
+    }
+    let options =
+        RebuildOptions { page_bytes_max: MEMORY_MAX.parse().expect("a number"), ..RebuildOptions::default() };
+    let rebuilt = rebuild(files, &options).ok();
+    let (is_sound, _) = ended(&["verify", "--memory-max", MEMORY_MAX], dir.path());
+    assert!(!is_sound || rebuilt.is_some(), "`verify` finds nothing in what cannot be rebuilt");
+    // Where the newest snapshot was passed over, `pages` still shows what it says, and complains.
+    if let Some(rebuilt) = rebuilt.filter(|rebuilt| rebuilt.passed_over.is_empty()) {
+        shows(&rebuilt, dir.path(), is_sound);
+    }
+    assert!(files_of(dir.path()) == before, "an inspecting command changed what it inspects");
+    is_sound
+}
+
+/// What is shown of each page is what was rebuilt.
+fn shows(rebuilt: &Rebuilt, dir: &Path, is_sound: bool) {
+    let (listed, lines) = ended(&["pages", "--json", "--memory-max", MEMORY_MAX], dir);
+    assert!(listed || !is_sound, "`verify` finds nothing, but `pages` does");
+    let lines = String::from_utf8(lines).expect("JSON is UTF-8");
+    let shown = |line: &str| -> serde_json::Value { serde_json::from_str(line).expect("a line is JSON") };
+    let shown = lines.lines().map(shown).map(|line| (line["page"].as_u64(), line["crc32"].as_u64()));
+    let crc32 = |info: &PageInfo| u64::from(crc32fast::hash(&rebuilt.contents[&info.page]));
+    let pages = || rebuilt.table.pages();
+    assert!(shown.eq(pages().map(|info| (Some(info.page.0), Some(crc32(info))))), "`pages` shows others");
+    for info in pages().take(PAGES_MAX) {
+        let (dumped, bytes) =
+            ended(&["dump", &info.page.to_string(), "-o", "-", "--memory-max", MEMORY_MAX], dir);
+        assert!(dumped || !is_sound, "`verify` finds nothing, but `dump` does");
+        assert!(bytes == rebuilt.contents[&info.page], "`dump` shows other bytes of {}", info.page);
+        let last = info.len.saturating_sub(1);
+        ended(&["blame", &format!("page:{}[{last}]", info.page), "--json", "--memory-max", MEMORY_MAX], dir);
+    }
+}
+
+/// Runs a command, which may find what it likes but neither a lock nor a Ctrl-C. Returns whether all is well, and what
+/// it says.
+fn ended(arguments: &[&str], dir: &Path) -> (bool, Vec<u8>) {
+    let dir = dir.to_str().expect("a temporary directory's name is UTF-8");
+    let mut out = Vec::new();
+    let outcome = run(&[&arguments[..1], &[dir], &arguments[1..]].concat(), &mut out);
+    let may_be = match &outcome {
+        Ok(Ending::Fine | Ending::Difference) | Err(Failure::Damage(_)) => true,
+        // There is no store, no such page, no such state; a call that is wrong would test nothing.
+        Err(Failure::Environment(why)) => !why.contains("Usage:"),
+        Ok(Ending::Interrupted) | Err(Failure::ClosedPipe | Failure::Locked(_)) => false,
+    };
+    assert!(may_be, "{arguments:?}: {outcome:?}");
+    (outcome == Ok(Ending::Fine), out)
+}
+
+/// Lays a store's files into a directory.
+pub fn lay(store: &impl ReadAt, dir: &Path) {
+    for folder in [Folder::Root].into_iter().chain(Folder::INNER) {
+        let path = dir.join(folder.name());
+        fs::create_dir_all(&path).expect("a folder can be made");
+        for name in store.list(folder).expect("a store in memory is listed") {
+            let Some(file) = FileName::parse(folder, &name) else { continue };
+            let len = store.len(file).expect("its files have a length").unwrap_or_default();
+            let mut bytes = vec![0; usize::try_from(len).expect("they lie in memory")];
+            store.read_at(file, 0, &mut bytes).expect("they are read");
+            fs::write(path.join(name), bytes).expect("a file can be written");
+        }
+    }
+}
+
+/// Every file below a directory.
+fn files_of(dir: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
+    let mut found = BTreeMap::new();
+    for entry in fs::read_dir(dir).expect("a directory is listed") {
+        let path = entry.expect("an entry has a name").path();
+        if path.is_dir() {
+            found.append(&mut files_of(&path));
+        } else {
+            found.insert(path.clone(), fs::read(&path).expect("a file is read"));
+        }
+    }
+    found
+}
