@@ -95,6 +95,12 @@ impl WriteBatch {
     /// No other operation of the batch may change the page's bytes. The log gets ranges where changes lie close
     /// and single elements where they do not, whichever is shorter.
     ///
+    /// Submitting takes memory beside pages, in the budget of the copy's place, until it returns: as much as the
+    /// ranges that are looked at, two bits for each of their elements, and then as much as the batch's payload: of a
+    /// page of 1 GiB of 2-byte elements, 1 GiB and 128 MiB and what changed. Where the ranges and the bits have no
+    /// room together, it fails with [`Error::OverBudget`](crate::Error::OverBudget) before anything is copied, and
+    /// the copy can be captured later, or range by range.
+    ///
     /// ```
     /// use remanent::{Options, Place, Shadow, Store, Width};
     /// # use remanent::DeviceChoice;

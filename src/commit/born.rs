@@ -102,8 +102,19 @@ impl Committer {
     }
 
     pub(super) fn stage_memory(&self, purpose: Purpose, place: Place, len: u64) -> Result<StageMemory> {
-        let memory = Some(self.arena.allocate(purpose, place, len)?);
-        Ok(StageMemory { device: self.device.clone(), arena: self.arena.clone(), memory })
+        self.stage_memories(purpose, place, [len]).map(|[memory]| memory)
+    }
+
+    /// All of these or none, so that who needs several is told at once what they take together.
+    pub(super) fn stage_memories<const N: usize>(
+        &self,
+        purpose: Purpose,
+        place: Place,
+        lens: [u64; N],
+    ) -> Result<[StageMemory; N]> {
+        let mut memory = self.arena.allocate_all(purpose, &lens.map(|len| (place, len)))?.into_iter();
+        let (device, arena) = (&self.device, &self.arena);
+        Ok(lens.map(|_| StageMemory { device: device.clone(), arena: arena.clone(), memory: memory.next() }))
     }
 
     /// Runs commands on the lane for staging, and waits for them.

@@ -17,6 +17,7 @@ use remanent_format::{Epoch, PageId, Width};
 
 use super::Committer;
 use super::born::StageMemory;
+use super::changes::marks_len;
 use crate::arena::Purpose;
 use crate::batch::{CapturedPart, Changed, WorkingCopy, WriteBatch};
 use crate::device::{Command, CommandList, Lane, Span};
@@ -106,11 +107,12 @@ impl Committer {
         let parts = parts(page, ranges, info.len)?;
         let len = parts.last().map_or(0, |(range, at)| at + range.end - range.start);
         let source = copy.bytes().arrived()?;
-        let staged = self.stage_memory(Purpose::Stage, copy.bytes().place(), len)?;
+        let lens = [len, marks_len(&parts, width)];
+        let [staged, marks] = self.stage_memories(Purpose::Stage, copy.bytes().place(), lens)?;
         let from = |range: &Range<u64>| part(source, range);
         let sources = parts.iter().map(|(range, at)| (from(range), *at)).collect();
         self.run(vec![Command::Gather { sources, target: staged.part(0, len) }], Vec::new())?;
-        let changed = self.changed(copy, epoch, &parts, staged.part(0, len))?;
+        let changed = self.changed(copy, epoch, &parts, staged.part(0, len), &marks)?;
         let found = parts.iter().zip(changed).map(|((range, at), Changed { runs, elements })| {
             let byte = |element: u32| u64::from(element) * width.bytes() as u64;
             let runs = runs.into_iter().map(|run| byte(run.start)..byte(run.end)).collect();

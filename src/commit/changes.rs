@@ -16,7 +16,6 @@ use remanent_format::Width;
 use super::Committer;
 use super::born::StageMemory;
 use super::capture::{check_epoch, part};
-use crate::arena::Purpose;
 use crate::batch::{Changed, WorkingCopy};
 use crate::device::{Command, CommandList, Fence, Lane, SHORT_COPY_LEN_MAX, Selection, Span, StagingSpan};
 use crate::error::{Error, Result};
@@ -35,20 +34,42 @@ struct Marks {
     bitmaps: Vec<Selection>,
     /// Bytes of all bitmaps.
     len: u64,
-    _memory: StageMemory,
+}
+
+/// Bytes that the marks of parts take: of each part two bits an element.
+pub(super) fn marks_len(parts: &Parts, width: Width) -> u64 {
+    parts.iter().map(|(range, _)| 2 * bitmap_len(range, width).next_multiple_of(MARKS_ALIGN)).sum()
+}
+
+impl Marks {
+    fn of(parts: &Parts, width: Width, memory: &StageMemory) -> Self {
+        let lens = parts.iter().map(|(range, _)| bitmap_len(range, width));
+        let mut at = 0;
+        let bitmap = |len: u64| {
+            let indices_at = at + len.next_multiple_of(MARKS_ALIGN);
+            let bits = memory.part(at, len);
+            at = indices_at + len.next_multiple_of(MARKS_ALIGN);
+            Selection { bits, indices: memory.part(indices_at, len / INDEX_LEN * INDEX_LEN) }
+        };
+        let bitmaps: Vec<Selection> = lens.map(bitmap).collect();
+        let len = bitmaps.iter().map(|marks| marks.bits.len).sum();
+        Self { bitmaps, len }
+    }
 }
 
 impl Committer {
-    /// What changed in each part of a working copy that is at `epoch` and staged.
+    /// What changed in each part of a working copy that is at `epoch` and staged; `memory` holds [`marks_len`]
+    /// bytes.
     pub(super) fn changed(
         &self,
         copy: &WorkingCopy,
         epoch: remanent_format::Epoch,
         parts: &Parts,
         staged: Span,
+        memory: &StageMemory,
     ) -> Result<Vec<Changed>> {
-        let marks = self.marks(copy, parts)?;
         let (page, width) = (copy.page(), copy.width());
+        let marks = Marks::of(parts, width, memory);
         let pairs: Vec<(Range<u64>, Span, Span)> = parts
             .iter()
             .zip(&marks.bitmaps)
@@ -88,22 +109,6 @@ impl Committer {
         };
         // 3.
         self.bring(&marks, counts.as_deref(), commands, width)
-    }
-
-    fn marks(&self, copy: &WorkingCopy, parts: &Parts) -> Result<Marks> {
-        let lens = parts.iter().map(|(range, _)| bitmap_len(range, copy.width()));
-        let room: u64 = lens.clone().map(|len| 2 * len.next_multiple_of(MARKS_ALIGN)).sum();
-        let memory = self.stage_memory(Purpose::Stage, copy.bytes().place(), room)?;
-        let mut at = 0;
-        let bitmap = |len: u64| {
-            let indices_at = at + len.next_multiple_of(MARKS_ALIGN);
-            let bits = memory.part(at, len);
-            at = indices_at + len.next_multiple_of(MARKS_ALIGN);
-            Selection { bits, indices: memory.part(indices_at, len / INDEX_LEN * INDEX_LEN) }
-        };
-        let bitmaps: Vec<Selection> = lens.map(bitmap).collect();
-        let len = bitmaps.iter().map(|marks| marks.bits.len).sum();
-        Ok(Marks { bitmaps, len, _memory: memory })
     }
 
     /// Runs the commands, and numbers the bits that they set: how many there are in each bitmap.

@@ -8,7 +8,9 @@ use remanent::device::host::HostDevice;
 use remanent::device::late::LateDevice;
 use remanent::device::{Command, CommandList, Device, Lane, Pending, RawStream};
 use remanent::disk::sim::SimDisk;
-use remanent::{DeviceBytes, Direction, Epoch, Error, Place, Shadow, Store, Width, WorkingCopy};
+use remanent::{
+    Budget, DeviceBytes, Direction, Epoch, Error, Options, Place, Shadow, Store, Width, WorkingCopy,
+};
 
 use crate::born::{PLACE, content, devices, open, page};
 use crate::kill::workload::Random;
@@ -82,6 +84,35 @@ fn a_page_becomes_its_working_copy_and_so_does_the_log() {
             assert!(content(&store, page) == expected, "{page} recovered from {label}");
         }
     }
+}
+
+/// Ranges that are looked at, and two bits for each of their elements.
+#[test]
+fn what_a_capture_takes_beside_pages_is_claimed_at_once() {
+    const LEN: u64 = 1 << 20;
+    const ASKED: u64 = LEN + 2 * (LEN / 2 / 8);
+    let open = |beside: u64| {
+        let options = Options::default().budget(Budget::default().with(PLACE, 2 * LEN + beside));
+        let device = Arc::new(HostDevice::new());
+        let store = Store::open_on(Arc::new(SimDisk::new()), device, options).unwrap();
+        let page = page(&store, &[0; LEN as usize]);
+        let copy = store.working_copy(page, Width::W2, Shadow::Page).unwrap();
+        copy.bytes().write(4000, &[1, 2]).unwrap();
+        store.reset_peaks();
+        (store, copy)
+    };
+    let (store, copy) = open(ASKED - 1);
+    let refused = capture(&store, &copy).unwrap_err();
+    let expected =
+        Error::OverBudget { place: PLACE, asked: ASKED, available: ASKED - 1, budget: 2 * LEN + ASKED - 1 };
+    assert_eq!(refused.to_string(), expected.to_string());
+    let (peak, lsn) = (store.stats().places[0].1.peak_bytes, store.lsn().0);
+    assert_eq!((peak, lsn), (2 * LEN, 1), "nothing was copied, nothing logged");
+    capture_ranges(&store, &copy, &[4000..4002, 8000..8016]).unwrap();
+    // With room for the payload.
+    let (store, copy) = open(ASKED + 4096);
+    capture(&store, &copy).unwrap();
+    assert_eq!(store.lsn().0, 2);
 }
 
 #[test]
