@@ -6,8 +6,9 @@
 //! waits, which holds up its own lane and no other.
 //!
 //! Commits go first. Their short copies, and the fences of all lanes, never come here: kernels and the stream
-//! itself write those. What a commit gathered on the GPU may be long; it comes on an urgent lane, and as long as
-//! one is here no other queues a piece. So a commit waits for two pieces, and never for a snapshot.
+//! itself write those. What a commit gathered on the GPU may be long; it comes on an urgent lane, and goes before all
+//! others. So a commit waits for two pieces, and not for a snapshot: but where urgent ones come without a pause, one
+//! piece in so many is another's, for what that one holds others may be waiting for.
 
 use std::collections::VecDeque;
 use std::ffi::c_void;
@@ -24,6 +25,9 @@ use crate::sync::{Condvar, Mutex, MutexGuard};
 const PIECE_LEN_MAX: u64 = 1 << 20;
 /// The most pieces under way.
 const PIECES_MAX: usize = 2;
+
+/// Urgent pieces that go before one that is not: 64 of them take a GPU some milliseconds.
+const URGENT_TURNS_MAX: u32 = 64;
 
 /// Copies under way, oldest first: each lane's word for them, and the value that it then has.
 pub(super) struct BulkQueue {
@@ -52,7 +56,8 @@ impl BulkQueue {
         let mut turns = self.under_way.come(lane.is_urgent());
         for begin in (0..len).step_by(PIECE_LEN_MAX as usize) {
             let piece_len = PIECE_LEN_MAX.min(len - begin);
-            let mut under_way = turns.take();
+            let mut turn = turns.take();
+            let under_way = &mut turn.value;
             while under_way.len() >= PIECES_MAX {
                 let (word, value) = &under_way[0];
                 word.wait(*value)?;
@@ -79,11 +84,30 @@ impl BulkQueue {
 /// A value that one has at a time, the urgent first.
 #[derive(Default)]
 struct Turns<T> {
-    value: Mutex<T>,
+    state: Mutex<TurnsState<T>>,
     /// How many urgent ones are here. Counted up before the lock is asked for, so that whoever has the lock
     /// sees who waits for it; counted down under it.
     urgent: AtomicUsize,
-    urgent_left: Condvar,
+    /// The urgent have left, or have had so many turns that another one's is due.
+    patient_may: Condvar,
+    /// A patient one has had the turn that was due.
+    urgent_may: Condvar,
+}
+
+#[derive(Default)]
+struct TurnsState<T> {
+    value: T,
+    /// How many wait for the urgent.
+    patient: u32,
+    /// Turns that the urgent have had while somebody waited for them, since one of those had one.
+    urgent_turns: u32,
+}
+
+impl<T> TurnsState<T> {
+    /// Whether the next turn is that of a patient one.
+    fn is_patient_due(&self) -> bool {
+        self.patient > 0 && self.urgent_turns >= URGENT_TURNS_MAX
+    }
 }
 
 /// One who is here, and takes turns until it is dropped.
@@ -103,12 +127,27 @@ impl<T> Turns<T> {
 
 impl<T> Visit<'_, T> {
     /// The value, for one turn.
-    fn take(&mut self) -> MutexGuard<'_, T> {
-        let mut value = self.turns.value.lock();
-        while !self.is_urgent && self.turns.urgent.load(Ordering::SeqCst) > 0 {
-            self.turns.urgent_left.wait(&mut value);
+    fn take(&mut self) -> MutexGuard<'_, TurnsState<T>> {
+        let Turns { state, urgent, patient_may, urgent_may } = self.turns;
+        let mut state = state.lock();
+        if self.is_urgent {
+            while state.is_patient_due() {
+                urgent_may.wait(&mut state);
+            }
+            state.urgent_turns += u32::from(state.patient > 0);
+            if state.is_patient_due() {
+                patient_may.notify_one();
+            }
+        } else {
+            state.patient += 1;
+            while urgent.load(Ordering::SeqCst) > 0 && !state.is_patient_due() {
+                patient_may.wait(&mut state);
+            }
+            state.patient -= 1;
+            state.urgent_turns = 0;
+            urgent_may.notify_all();
         }
-        value
+        state
     }
 }
 
@@ -116,9 +155,9 @@ impl<T> Drop for Visit<'_, T> {
     fn drop(&mut self) {
         if self.is_urgent {
             // Under the lock: who has just looked and is about to wait must not miss it.
-            let _value = self.turns.value.lock();
+            let _state = self.turns.state.lock();
             self.turns.urgent.fetch_sub(1, Ordering::SeqCst);
-            self.turns.urgent_left.notify_all();
+            self.turns.patient_may.notify_all();
         }
     }
 }
@@ -127,23 +166,33 @@ impl<T> Drop for Visit<'_, T> {
 mod tests {
     use super::*;
 
-    #[test]
-    fn the_urgent_have_all_their_turns_first() {
+    /// Two patient ones wait while an urgent one has so many turns; in the order of the turns, who had them.
+    fn turns_of_one_urgent_and_two_patient(urgent_turns: u32) -> Vec<&'static str> {
         let turns = Turns::<Vec<&str>>::default();
         std::thread::scope(|scope| {
             let mut urgent = turns.come(true);
-            let first = urgent.take();
-            let others = [(); 2].map(|()| scope.spawn(|| turns.come(false).take().push("patient")));
-            drop(first);
-            for _ in 0..200 {
-                urgent.take().push("urgent");
+            for _ in 0..2 {
+                scope.spawn(|| turns.come(false).take().value.push("patient"));
+            }
+            while turns.state.lock().patient < 2 {
                 std::thread::yield_now();
             }
-            drop(urgent);
-            for other in others {
-                other.join().expect("it took its turn");
-            }
+            (0..urgent_turns).for_each(|_| urgent.take().value.push("urgent"));
         });
-        assert_eq!(turns.value.into_inner(), [&["urgent"; 200][..], &["patient"; 2]].concat());
+        turns.state.into_inner().value
+    }
+
+    #[test]
+    fn the_urgent_go_first() {
+        let order = turns_of_one_urgent_and_two_patient(URGENT_TURNS_MAX - 1);
+        assert_eq!(order, [&["urgent"; URGENT_TURNS_MAX as usize - 1][..], &["patient"; 2]].concat());
+    }
+
+    #[test]
+    fn one_turn_in_so_many_is_a_patient_ones() {
+        let order = turns_of_one_urgent_and_two_patient(3 * URGENT_TURNS_MAX);
+        let turns = [&["urgent"; URGENT_TURNS_MAX as usize][..], &["patient"]].concat();
+        // The rest are the urgent one's, for nobody waits any more.
+        assert_eq!(order, [&turns[..], &turns, &turns[..URGENT_TURNS_MAX as usize]].concat());
     }
 }
