@@ -136,6 +136,18 @@ impl Context {
         Ok(entered)
     }
 
+    /// Whether what is asked about has happened: to the driver that it has not yet is no error.
+    ///
+    /// # Errors
+    /// A device error.
+    pub fn query(&self, ask: impl FnOnce(&Entered<'_>) -> Result<(), Code>) -> Result<bool> {
+        match ask(&self.enter()?) {
+            Ok(()) => Ok(true),
+            Err(code) if code.is_not_ready() => Ok(false),
+            Err(code) => Err(self.fault(code)),
+        }
+    }
+
     /// The error for a code. A context that is gone is remembered, so that nobody touches it any more.
     pub fn fault(&self, code: Code) -> Error {
         let error = Error::from(code);

@@ -74,13 +74,8 @@ impl Event {
     }
 
     fn has_passed(&self) -> Result<bool> {
-        let entered = self.context.enter()?;
         // SAFETY: the context is current; the event lives until it is dropped.
-        match unsafe { entered.query_event(self.raw) } {
-            Ok(()) => Ok(true),
-            Err(code) if code.is_not_ready() => Ok(false),
-            Err(code) => Err(self.context.fault(code)),
-        }
+        self.context.query(|entered| unsafe { entered.query_event(self.raw) })
     }
 }
 

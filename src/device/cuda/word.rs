@@ -64,13 +64,8 @@ impl Stream {
     /// # Errors
     /// A device error: the stream has stopped at a fault.
     fn is_done(&self) -> Result<bool> {
-        let entered = self.context.enter()?;
         // SAFETY: the context is current; the handle is live until it is dropped.
-        match unsafe { entered.query_stream(self.raw) } {
-            Ok(()) => Ok(true),
-            Err(code) if code.is_not_ready() => Ok(false),
-            Err(code) => Err(self.context.fault(code)),
-        }
+        self.context.query(|entered| unsafe { entered.query_stream(self.raw) })
     }
 
     /// Waits until everything that was queued is done, whether or not it left word.
