@@ -181,7 +181,7 @@ impl Auditor<'_> {
     /// Where a page begins to be another one than in a state on disk, if it is of that version yet.
     fn first_difference(&self, past: &Past, info: &PageInfo) -> Result<Option<u64>> {
         let expected = past.load(info.page)?;
-        let read = self.applier.read(&**self.device, self.staging, info.page, |info| (0, info.len));
+        let read = self.applier.read(&**self.device, self.staging, info.page, info.len, |info| (0, info.len));
         let (now, _, found) = match read {
             Ok(read) => read,
             Err(Error::UnknownPage { .. }) => return Ok(None),

@@ -63,6 +63,19 @@ impl StagingPool {
         Ok(StagingBuf { staging, len })
     }
 
+    /// The first `len` bytes of a staging; another one if it is shorter.
+    ///
+    /// # Errors
+    /// As for [`take`](Self::take).
+    pub fn cut(&self, staged: StagingBuf, len: usize) -> Result<StagingBuf> {
+        let staging = staged.into_staging();
+        if len <= staging.len() {
+            return Ok(StagingBuf::new(staging, len));
+        }
+        self.give(staging);
+        self.take(len)
+    }
+
     /// Takes back staging. What exceeds the limit is freed, of the class that holds most idle bytes first, so
     /// that a class out of use does not fill the pool for good.
     pub fn give(&self, staging: Staging) {

@@ -4,6 +4,9 @@
 //! are only copied aside on the device, which takes 30 µs for 64 MiB on an H200, and go to the host from there,
 //! on a lane of their own. Where the budget leaves no room for the copies, bytes go to the host in lane order:
 //! that keeps deltas waiting for longer, and a store that fills its budget has its reads and its snapshots.
+//!
+//! Who wants the bytes brings the staging for them, made ahead of the turn: a GPU pins 1.5 GB/s, so a long one takes
+//! seconds, and neither deltas nor who would have the room of the copies may wait for that.
 
 use std::sync::Arc;
 
@@ -11,7 +14,7 @@ use remanent_format::Place;
 
 use super::Turn;
 use crate::arena::{Arena, PageMemory};
-use crate::device::{Command, CommandList, Device, Fence, Lane, Pending, Span, StagingSpan};
+use crate::device::{Command, CommandList, Device, Fence, Lane, Pending, Span, Staging, StagingSpan};
 use crate::error::{Error, Result};
 use crate::staging::{StagingBuf, StagingPool};
 
@@ -23,43 +26,43 @@ pub(crate) struct Drain {
 
 /// Where the copies are.
 enum Copies {
-    /// On the device, behind this fence.
-    Aside(PageMemory, Fence, Arc<Arena>),
+    /// On the device.
+    Aside(Aside),
     /// On their way to the host.
     UnderWay(Pending),
 }
 
+/// Copies on the device.
+struct Aside {
+    /// One behind the other.
+    pieces: Vec<PageMemory>,
+    /// They are there behind this fence.
+    caught: Fence,
+    arena: Arc<Arena>,
+    /// Where they go.
+    staging: StagingBuf,
+}
+
 impl Turn<'_> {
     /// Catches ranges of pages as they are now, each for its offset among `len` bytes; what no range covers is
-    /// unspecified. They are copied aside in `place`.
+    /// unspecified. They are copied aside in `place`, and go from there to `staged`. Where a page has grown, so that
+    /// this is too short by now, it is replaced.
     ///
     /// # Errors
-    /// A device error; the one with which the pages' bytes were lost.
+    /// A device error; the one with which the pages' bytes were lost; `OutOfMemory`.
     pub fn drain(
         &self,
         place: Place,
         sources: Vec<(Span, u64)>,
         len: u64,
+        staged: StagingBuf,
         staging: &StagingPool,
     ) -> Result<Drain> {
         self.intact()?;
+        let staged = staging.cut(staged, host_len(len)?)?;
         match self.arena.allocate_scratch(place, len) {
-            Ok(area) => {
-                let commands = vec![Command::Gather { sources, target: area.span() }];
-                match self.submit(CommandList { commands, staging: Vec::new() }) {
-                    Ok(pending) => {
-                        let copies = Copies::Aside(area, pending.fence(), self.arena.clone());
-                        Ok(Drain { len: len as usize, copies })
-                    }
-                    Err(error) => {
-                        self.arena.discard(area)?;
-                        Err(error)
-                    }
-                }
-            }
-            Err(Error::OverBudget { .. } | Error::OutOfMemory { .. }) => {
-                self.drain_in_order(sources, len, staging)
-            }
+            Ok(pieces) => self.copy_aside(pieces, sources, staged),
+            Err(Error::OverBudget { .. } | Error::OutOfMemory { .. }) => self.download(sources, staged),
             Err(error) => Err(error),
         }
     }
@@ -67,22 +70,59 @@ impl Turn<'_> {
     /// As [`drain`](Self::drain), without copies on the device: deltas wait until all is at the host.
     ///
     /// # Errors
-    /// As for `drain`; `OutOfMemory`.
+    /// As for `drain`.
     pub fn drain_in_order(
         &self,
         sources: Vec<(Span, u64)>,
         len: u64,
+        staged: StagingBuf,
         staging: &StagingPool,
     ) -> Result<Drain> {
         self.intact()?;
-        let len = usize::try_from(len).map_err(|_| Error::OutOfMemory { place: Place::Host, len })?;
+        self.download(sources, staging.cut(staged, host_len(len)?)?)
+    }
+
+    fn copy_aside(
+        &self,
+        pieces: Vec<PageMemory>,
+        sources: Vec<(Span, u64)>,
+        staging: StagingBuf,
+    ) -> Result<Drain> {
+        let mut cut: Vec<Vec<(Span, u64)>> = pieces.iter().map(|_| Vec::new()).collect();
+        let piece_len = pieces.first().map_or(1, PageMemory::byte_len);
+        for (mut source, mut at) in sources {
+            while source.len > 0 {
+                let (number, offset) = (at / piece_len, at % piece_len);
+                let len = source.len.min(piece_len - offset);
+                cut[number as usize].push((Span { len, ..source }, offset));
+                source = Span { offset: source.offset + len, len: source.len - len, ..source };
+                at += len;
+            }
+        }
+        let gather = |(piece, sources): (&PageMemory, _)| Command::Gather { sources, target: piece.span() };
+        let commands = pieces.iter().zip(cut).map(gather).collect();
+        match self.submit(CommandList { commands, staging: Vec::new() }) {
+            Ok(pending) => {
+                let (caught, arena) = (pending.fence(), self.arena.clone());
+                let len = staging.len();
+                Ok(Drain { len, copies: Copies::Aside(Aside { pieces, caught, arena, staging }) })
+            }
+            Err(error) => {
+                pieces.into_iter().try_for_each(|piece| self.arena.discard(piece))?;
+                Err(error)
+            }
+        }
+    }
+
+    fn download(&self, sources: Vec<(Span, u64)>, staging: StagingBuf) -> Result<Drain> {
+        let len = staging.len();
         let download = |(source, at): (Span, u64)| {
             let target = StagingSpan { index: 0, offset: at as usize, len: source.len as usize };
             Command::Download { source, target }
         };
         let commands = sources.into_iter().map(download).collect();
-        let staging = vec![staging.take(len)?.into_staging()];
-        Ok(Drain { len, copies: Copies::UnderWay(self.submit(CommandList { commands, staging })?) })
+        let list = CommandList { commands, staging: vec![staging.into_staging()] };
+        Ok(Drain { len, copies: Copies::UnderWay(self.submit(list)?) })
     }
 }
 
@@ -90,7 +130,7 @@ impl Drain {
     /// The fence behind the last use of the pages.
     pub fn fence(&self) -> Fence {
         match &self.copies {
-            Copies::Aside(_, fence, _) => *fence,
+            Copies::Aside(aside) => aside.caught,
             Copies::UnderWay(pending) => pending.fence(),
         }
     }
@@ -98,37 +138,46 @@ impl Drain {
     /// Waits until the bytes are at the host. Not for the applier's thread.
     ///
     /// # Errors
-    /// `OutOfMemory`, a device error.
-    pub fn finish(self, device: &dyn Device, staging: &StagingPool) -> Result<StagingBuf> {
+    /// A device error.
+    pub fn finish(self, device: &dyn Device) -> Result<StagingBuf> {
         let drained = match self.copies {
             Copies::UnderWay(pending) => pending.finish(device)?,
-            Copies::Aside(area, fence, arena) => {
-                let (last_use, drained) = match queue(device, staging, &area, fence, self.len) {
-                    Ok(pending) => (pending.fence(), pending.finish(device)),
-                    Err(error) => (fence, Err(error)),
-                };
-                match &drained {
-                    Ok(_) => arena.discard(area)?,
-                    // It may still be in use.
-                    Err(_) => arena.retire(area, last_use),
-                }
-                drained?
-            }
+            Copies::Aside(aside) => aside.finish(device)?,
         };
         Ok(StagingBuf::new(drained.into_iter().next().expect("one staging went in"), self.len))
     }
 }
 
-fn queue(
-    device: &dyn Device,
-    staging: &StagingPool,
-    area: &PageMemory,
-    fence: Fence,
-    len: usize,
-) -> Result<Pending> {
-    let staging = vec![staging.take(len)?.into_staging()];
-    device.after(Lane::Drain, fence)?;
-    let target = StagingSpan { index: 0, offset: 0, len };
-    let commands = vec![Command::Download { source: area.span(), target }];
-    device.submit(Lane::Drain, CommandList { commands, staging })
+impl Aside {
+    fn finish(self, device: &dyn Device) -> Result<Vec<Staging>> {
+        let Self { pieces, caught, arena, staging } = self;
+        let (last_use, drained) = match queue(device, &pieces, caught, staging) {
+            Ok(pending) => (pending.fence(), pending.finish(device)),
+            Err(error) => (caught, Err(error)),
+        };
+        match &drained {
+            Ok(_) => pieces.into_iter().try_for_each(|piece| arena.discard(piece))?,
+            // They may still be in use.
+            Err(_) => pieces.into_iter().for_each(|piece| arena.retire(piece, last_use)),
+        }
+        drained
+    }
+}
+
+fn queue(device: &dyn Device, pieces: &[PageMemory], caught: Fence, staging: StagingBuf) -> Result<Pending> {
+    device.after(Lane::Drain, caught)?;
+    let mut offset = 0;
+    let download = |piece: &PageMemory| {
+        // The last piece may be longer than what is in it.
+        let len = (staging.len() - offset).min(piece.byte_len() as usize);
+        let target = StagingSpan { index: 0, offset, len };
+        offset += len;
+        Command::Download { source: piece.part(0, len as u64), target }
+    };
+    let commands = pieces.iter().map(download).collect();
+    device.submit(Lane::Drain, CommandList { commands, staging: vec![staging.into_staging()] })
+}
+
+fn host_len(len: u64) -> Result<usize> {
+    usize::try_from(len).map_err(|_| Error::OutOfMemory { place: Place::Host, len })
 }

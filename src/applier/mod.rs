@@ -255,16 +255,19 @@ impl Applier {
         receiver.recv().unwrap_or_else(|_| self.poison.check().and(Err(Error::Closed)))
     }
 
-    /// A page's information and a range of its bytes, as of the batch returned with them. A long range leaves a
-    /// GPU past the lane of deltas, which go on meanwhile.
+    /// A page's information and a range of its bytes, as of the batch returned with them; `len_known` is how many
+    /// they are as far as the caller knows. A long range leaves a GPU past the lane of deltas, which go on meanwhile.
     pub fn read(
         &self,
         device: &dyn Device,
         staging: &Arc<StagingPool>,
         page: PageId,
+        len_known: u64,
         range: impl FnOnce(&PageInfo) -> (u64, u64) + Send + 'static,
     ) -> Result<(PageInfo, Lsn, StagingBuf)> {
         self.cold.wait([page])?;
+        let too_long = |_| Error::OutOfMemory { place: Place::Host, len: len_known };
+        let staged = staging.take(usize::try_from(len_known).map_err(too_long)?)?;
         let pool = staging.clone();
         let (info, lsn, drain) = self.turn(move |turn| {
             let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?.clone();
@@ -278,13 +281,13 @@ impl Applier {
             let is_far =
                 matches!(info.place, Place::Device(_)) && turn.device.address(source.memory).is_some();
             let drain = if is_far && len > SHORT_COPY_LEN_MAX {
-                turn.drain(info.place, vec![(source, 0)], len, &pool)?
+                turn.drain(info.place, vec![(source, 0)], len, staged, &pool)?
             } else {
-                turn.drain_in_order(vec![(source, 0)], len, &pool)?
+                turn.drain_in_order(vec![(source, 0)], len, staged, &pool)?
             };
             Ok((info, turn.applied.point.lsn, drain))
         })?;
-        Ok((info, lsn, drain.finish(device, staging)?))
+        Ok((info, lsn, drain.finish(device)?))
     }
 
     /// Waits until batch `lsn` is in the lane, and returns a fence behind it.

@@ -26,7 +26,15 @@ use crate::sync::{Condvar, Mutex, RwLock};
 
 /// The lanes that never wait for a caller.
 const OWN_LANES: [Lane; 3] = [Lane::Apply, Lane::Drain, Lane::Stage];
+/// For who waits for nobody and nothing, not even for what the device keeps back.
+const NO_LANES: [Lane; 0] = [];
 
+/// Scratch longer than this comes in pieces of this length: a GPU cuts them from blocks that everybody shares. A
+/// longer block would be one of its own, which serves no other length, and to give it back to the driver waits for
+/// all that the GPU has to do. So what scratch leaves behind is never more than there may be of it.
+const SCRATCH_PIECE_LEN: u64 = 16 << 20;
+/// The most scratch of a place. What is longer goes to the host in lane order, 20 ms for as much as this on an H200.
+pub(crate) const SCRATCH_BYTES_MAX: u64 = 1 << 30;
 /// Scratch is on its way to the host, which takes milliseconds. Where that never ends, the device has stopped, and
 /// who waits is told so by what he does next.
 const SCRATCH_WAIT_MAX: Duration = Duration::from_secs(10);
@@ -64,7 +72,7 @@ pub struct Reservation<'a> {
     arena: &'a Arena,
     purpose: Purpose,
     left: Vec<(Arc<Account>, Place, u64)>,
-    /// Whose retired memory is waited for where memory is short.
+    /// Whose retired memory is waited for where memory is short. Who waits for none takes what is there.
     awaited: &'static [Lane],
 }
 
@@ -212,25 +220,49 @@ impl Arena {
         scratch.is_some_and(|scratch| self.account(place).fits_without_retired(len.saturating_sub(scratch)))
     }
 
-    /// Scratch for a snapshot or a read, for who submits to the lanes; none while somebody waits for what there is.
+    /// Scratch for a snapshot or a read, at least `len` bytes in pieces of [`SCRATCH_PIECE_LEN`], or in one that is
+    /// shorter. For who submits to the lanes, so nothing is waited for: it is what the budget and the device have at
+    /// once. None is given out while somebody waits for what there is.
     ///
     /// # Errors
-    /// As for [`allocate`](Self::allocate).
-    pub(crate) fn allocate_scratch(&self, place: Place, len: u64) -> Result<PageMemory> {
-        let mut scratch = self.scratch.lock();
-        if scratch.waiting > 0 {
-            let available = self.available(place);
-            return Err(Error::OverBudget { place, asked: len, available, budget: self.budget.limit(place) });
+    /// `OverBudget`, also for more than [`SCRATCH_BYTES_MAX`] together; `OutOfMemory`, `PlaceUnavailable`, a device
+    /// error. Nothing is allocated then.
+    pub(crate) fn allocate_scratch(&self, place: Place, len: u64) -> Result<Vec<PageMemory>> {
+        if len == 0 {
+            return Ok(Vec::new());
         }
-        *scratch.bytes.entry(place).or_default() += len;
-        drop(scratch);
-        let allocated = self.allocate_for_lane(Purpose::Gather, place, len);
-        allocated.inspect_err(|_| self.scratch_is_back(place, len))
+        let piece_len = len.min(SCRATCH_PIECE_LEN);
+        let whole_len = len.checked_next_multiple_of(piece_len).unwrap_or(u64::MAX);
+        {
+            let mut scratch = self.scratch.lock();
+            let left = SCRATCH_BYTES_MAX - scratch.bytes.get(&place).copied().unwrap_or(0);
+            if scratch.waiting > 0 || whole_len > left {
+                let available = self.available(place).min(left);
+                let budget = self.budget.limit(place);
+                return Err(Error::OverBudget { place, asked: len, available, budget });
+            }
+            *scratch.bytes.entry(place).or_default() += whole_len;
+        }
+        let mut pieces = Vec::new();
+        let allocated = self.reserve_awaiting(&NO_LANES, Purpose::Gather, &[(place, whole_len)]);
+        let allocated = allocated.and_then(|mut reserved| {
+            for _ in 0..whole_len / piece_len {
+                pieces.push(reserved.allocate(place, piece_len)?);
+            }
+            Ok(())
+        });
+        match allocated {
+            Ok(()) => Ok(pieces),
+            Err(error) => {
+                self.scratch_is_back(place, whole_len - piece_len * pieces.len() as u64);
+                pieces.into_iter().try_for_each(|piece| self.discard(piece))?;
+                Err(error)
+            }
+        }
     }
 
     fn scratch_is_back(&self, place: Place, len: u64) {
         let mut scratch = self.scratch.lock();
-        // That of empty pages has no bytes, and is in nobody's way.
         if let Some(left) = scratch.bytes.get_mut(&place) {
             *left -= len;
             if *left == 0 {
@@ -387,7 +419,7 @@ impl Drop for Arena {
 
 impl Reservation<'_> {
     /// Memory for a page, of unspecified content, out of what was put by. A full device is given back what is
-    /// retired and asked once more.
+    /// retired and asked once more, but for who waits for nobody.
     ///
     /// # Errors
     /// `OutOfMemory`, `PlaceUnavailable`, a device error. The bytes stay put by.
@@ -399,12 +431,16 @@ impl Reservation<'_> {
         let (account, _, left) = left.unwrap_or_else(|| panic!("nothing is reserved in place {place}"));
         assert!(len <= *left, "{len} bytes of {left} that are left of a reservation in place {place}");
         let Arena { device, .. } = self.arena;
-        let memory = match device.allocate(place, len) {
-            Err(Error::OutOfMemory { .. }) => {
-                self.arena.reap_awaiting(self.awaited)?;
-                device.allocate(place, len)?
+        let memory = if self.awaited.is_empty() {
+            device.allocate_at_once(place, len)?
+        } else {
+            match device.allocate(place, len) {
+                Err(Error::OutOfMemory { .. }) => {
+                    self.arena.reap_awaiting(self.awaited)?;
+                    device.allocate(place, len)?
+                }
+                other => other?,
             }
-            other => other?,
         };
         *left -= len;
         account.allocated(self.purpose, len);

@@ -1,6 +1,7 @@
 //! Floor 4. Page memory on a device that runs nothing before it must.
 
 use super::*;
+use crate::device::faulty::{DeviceCall, Fault, FaultyDevice};
 use crate::device::host::HostDevice;
 use crate::device::late::LateDevice;
 use crate::device::{Command, CommandList};
@@ -19,6 +20,10 @@ fn use_page(device: &dyn Device, page: &PageMemory) -> Fence {
     let fill = Command::Fill { target: page.span(), pattern: [1; 16], width: Width::W1 };
     let list = CommandList { commands: vec![fill], staging: Vec::new() };
     device.submit(Lane::Apply, list).unwrap().fence()
+}
+
+fn discard_all(arena: &Arena, pieces: Vec<PageMemory>) {
+    pieces.into_iter().for_each(|piece| arena.discard(piece).unwrap());
 }
 
 /// Bytes allocated and retired, their peak, and the number of pages.
@@ -130,7 +135,7 @@ fn who_feeds_the_lanes_is_not_behind_one_who_waits_for_callers() {
 #[test]
 fn scratch_is_waited_for_and_none_is_given_out_meanwhile() {
     let (_, arena) = late_arena();
-    let areas = [arena.allocate_scratch(PLACE, 30).unwrap(), arena.allocate_scratch(PLACE, 20).unwrap()];
+    let areas = [30, 20].map(|len| arena.allocate_scratch(PLACE, len).unwrap());
     assert!(matches!(arena.allocate(Purpose::Page, PLACE, 101), Err(Error::OverBudget { asked: 101, .. })));
     std::thread::scope(|scope| {
         let page = scope.spawn(|| arena.allocate(Purpose::Page, PLACE, 90).unwrap());
@@ -140,12 +145,64 @@ fn scratch_is_waited_for_and_none_is_given_out_meanwhile() {
         let refused = arena.allocate_scratch(PLACE, 1);
         for area in areas {
             assert!(!page.is_finished());
-            arena.discard(area).unwrap();
+            discard_all(&arena, area);
         }
         arena.discard(page.join().unwrap()).unwrap();
         assert!(matches!(refused, Err(Error::OverBudget { asked: 1, available: 50, .. })), "{refused:?}");
     });
-    arena.discard(arena.allocate_scratch(PLACE, 100).unwrap()).unwrap();
+    discard_all(&arena, arena.allocate_scratch(PLACE, 100).unwrap());
+}
+
+/// Who asks submits to the lanes: nothing would be done while he waits.
+#[test]
+fn scratch_is_what_there_is_at_once() {
+    let (device, arena) = late_arena();
+    let page = arena.allocate(Purpose::Page, PLACE, 60).unwrap();
+    let fence = use_page(&*device, &page);
+    arena.retire(page, fence);
+    let refused = arena.allocate_scratch(PLACE, 50).unwrap_err();
+    assert!(matches!(refused, Error::OverBudget { asked: 50, available: 40, .. }), "{refused}");
+    assert_eq!(device.reached(Lane::Apply), 0, "nobody waited for the list");
+    device.wait(fence).unwrap();
+    discard_all(&arena, arena.allocate_scratch(PLACE, 50).unwrap());
+    assert_eq!(usage(&arena), (0, 0, 60, 0));
+}
+
+#[test]
+fn long_scratch_comes_in_pieces_of_one_length_and_there_is_a_limit() {
+    let arena = Arena::new(Arc::new(HostDevice::new()), Budget::default());
+    let lens = |len| {
+        let pieces = arena.allocate_scratch(PLACE, len).unwrap();
+        let lens: Vec<u64> = pieces.iter().map(PageMemory::byte_len).collect();
+        discard_all(&arena, pieces);
+        lens
+    };
+    assert_eq!(lens(0), []);
+    assert_eq!(lens(SCRATCH_PIECE_LEN), [SCRATCH_PIECE_LEN]);
+    assert_eq!(lens(SCRATCH_PIECE_LEN + 1), [SCRATCH_PIECE_LEN; 2]);
+    assert_eq!(lens(SCRATCH_BYTES_MAX).len() as u64, SCRATCH_BYTES_MAX / SCRATCH_PIECE_LEN);
+    let some = arena.allocate_scratch(PLACE, 1).unwrap();
+    for len in [SCRATCH_BYTES_MAX, SCRATCH_BYTES_MAX + 1, u64::MAX] {
+        let refused = arena.allocate_scratch(PLACE, len).unwrap_err();
+        let available = SCRATCH_BYTES_MAX - 1;
+        let expected = Error::OverBudget { place: PLACE, asked: len, available, budget: u64::MAX };
+        assert_eq!(refused.to_string(), expected.to_string());
+    }
+    // The limit is a place's own.
+    discard_all(&arena, arena.allocate_scratch(Place::Host, SCRATCH_BYTES_MAX).unwrap());
+    discard_all(&arena, some);
+    assert_eq!(lens(SCRATCH_BYTES_MAX)[0], SCRATCH_PIECE_LEN);
+}
+
+#[test]
+fn scratch_of_which_a_piece_is_missing_is_given_back() {
+    let faulty = Arc::new(FaultyDevice::new(Arc::new(HostDevice::new())));
+    let arena = Arena::new(faulty.clone(), Budget::default());
+    faulty.arm(Fault { call: Some(DeviceCall::Allocate), nth: 3, context_lost: false });
+    let refused = arena.allocate_scratch(PLACE, 3 * SCRATCH_PIECE_LEN).unwrap_err();
+    assert!(matches!(refused, Error::Device { .. }), "{refused}");
+    assert_eq!(usage(&arena), (0, 0, 2 * SCRATCH_PIECE_LEN, 0));
+    assert!(arena.scratch.lock().bytes.is_empty(), "nobody waits for it");
 }
 
 #[test]

@@ -18,7 +18,7 @@ use std::sync::Arc;
 use remanent_format::limits::PAGE_LEN_MAX;
 use remanent_format::op::{Op, OpAt, decode_payload};
 use remanent_format::table::{Changes, PlanMode, Refusal};
-use remanent_format::{Defect, Epoch, LogPoint, Lsn, PageId, PageTable, Place, StoreId};
+use remanent_format::{Defect, Epoch, LogPoint, Lsn, PageId, PageInfo, PageTable, Place, StoreId};
 
 use crate::applier::{Applier, Leases, Work, stage_aside};
 use crate::arena::{Arena, PageMemory, Purpose};
@@ -106,7 +106,7 @@ impl Committer {
             // holds up nobody. Who loses that race too often stages under the lock.
             tries += 1;
             let held = (tries > CLONE_TRIES).then(|| self.submitted.lock());
-            let (contents, staged) = self.stage(&sources)?;
+            let (contents, staged) = self.stage(&sources, held.as_deref())?;
             let (whole, ahead) = self.write_ahead(batch, &pages, held.as_deref())?;
             let images = ahead.iter().flat_map(WrittenAhead::images).copied();
             let images = whole.iter().map(|whole| whole.step).zip(images).collect();
@@ -147,12 +147,14 @@ impl Committer {
     }
 
     /// Copies the pages that the batch clones, and notes their versions.
-    fn stage(&self, sources: &[PageId]) -> Result<(Contents, Versions)> {
+    fn stage(&self, sources: &[PageId], held: Option<&PageTable>) -> Result<(Contents, Versions)> {
         let mut contents = HashMap::new();
         let mut versions = Vec::new();
         for &page in sources {
-            let (info, _, bytes) =
-                self.applier.read(&*self.device, &self.staging, page, |info| (0, info.len))?;
+            let len_in = |table: &PageTable| table.get(page).map_or(0, |info| info.len);
+            let len = held.map_or_else(|| len_in(&self.submitted.lock()), len_in);
+            let whole = |info: &PageInfo| (0, info.len);
+            let (info, _, bytes) = self.applier.read(&*self.device, &self.staging, page, len, whole)?;
             let metadata = (*info.metadata).clone();
             contents.insert(page, CloneSource { place: info.place, metadata, bytes: bytes.to_vec() });
             versions.push((page, info.lsn));

@@ -118,6 +118,11 @@ impl Device for FaultyDevice {
         self.inner.allocate(place, len)
     }
 
+    fn allocate_at_once(&self, place: Place, len: u64) -> Result<MemoryId> {
+        self.enter(DeviceCall::Allocate)?;
+        self.inner.allocate_at_once(place, len)
+    }
+
     fn release(&self, memory: MemoryId) -> Result<()> {
         self.enter(DeviceCall::Release)?;
         self.inner.release(memory)

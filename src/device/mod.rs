@@ -36,6 +36,15 @@ pub trait Device: Any + Send + Sync {
     /// `OutOfMemory`, `PlaceUnavailable`.
     fn allocate(&self, place: Place, len: u64) -> Result<MemoryId>;
 
+    /// As [`allocate`](Self::allocate), for who must not wait for what the device has to do: it is out of memory as
+    /// soon as it would have to give something back first, or to wait.
+    ///
+    /// # Errors
+    /// As for `allocate`.
+    fn allocate_at_once(&self, place: Place, len: u64) -> Result<MemoryId> {
+        self.allocate(place, len)
+    }
+
     /// Gives page memory back. The caller has waited for the fence of its last use.
     ///
     /// # Errors

@@ -14,6 +14,7 @@ use crate::error::{Error, Result};
 use crate::images::{ImageWriter, chunk_threads, chunks};
 use crate::keeping::entry;
 use crate::phases::{self, Phase};
+use crate::staging::StagingBuf;
 use crate::sync::Instant;
 
 /// Pages caught by one gather, each with where its bytes begin.
@@ -52,8 +53,10 @@ impl Snapshots {
         let _phase = phases::enter(Phase::SnapshotGather);
         // To be written again though nothing changed them: their file is wasteful, or damaged.
         self.applier.cold().wait(chunk.iter().map(|(page, _)| *page))?;
-        let caught = self.gather(chunk.iter().map(|(page, _)| *page).collect())?;
-        let drained = caught.copies.finish(&*self.device, &self.staging)?;
+        let len: u64 = chunk.iter().map(|(_, len)| align_up(*len, FRAME_ALIGN)).sum();
+        let staged = self.staging.take(len as usize)?;
+        let caught = self.gather(chunk.iter().map(|(page, _)| *page).collect(), staged)?;
+        let drained = caught.copies.finish(&*self.device)?;
         let images: Vec<(&PageInfo, &[u8])> = caught
             .pages
             .iter()
@@ -69,8 +72,8 @@ impl Snapshots {
         Ok(caught.pages.iter().map(entry).collect())
     }
 
-    /// Catches pages in lane order with the deltas. Pages that are gone are left out.
-    fn gather(&self, pages: Vec<PageId>) -> Result<Caught> {
+    /// Catches pages in lane order with the deltas, on their way to `staged`. Pages that are gone are left out.
+    fn gather(&self, pages: Vec<PageId>, staged: StagingBuf) -> Result<Caught> {
         let staging = self.staging.clone();
         self.applier.turn(move |turn| {
             turn.intact()?;
@@ -97,7 +100,7 @@ impl Snapshots {
                 caught.push((info, here));
             }
             let place = caught.first().map_or(Place::Host, |(info, _)| info.place);
-            let copies = turn.drain(place, sources, at, &staging)?;
+            let copies = turn.drain(place, sources, at, staged, &staging)?;
             if let Some(cut) = &mut turn.applied.cut {
                 cut.retire_used(turn.arena, copies.fence());
             }

@@ -27,7 +27,8 @@ impl Store {
     /// submitted before the call, or a later one. It is logged, but perhaps not yet durable.
     ///
     /// More than 64 KiB of a GPU's memory are copied aside there first, so that commits go on while the bytes come
-    /// to the host. Where the budget has no room for that, deltas are applied when the read is done.
+    /// to the host. Where the budget has no room for that, where so many reads are under way that they have copied
+    /// 1 GiB, or where this one alone is longer, deltas are applied when the read is done.
     ///
     /// # Errors
     /// [`Error::UnknownPage`], [`Error::OutOfBounds`]; [`Error::Damaged`] if the page was cold
@@ -37,7 +38,7 @@ impl Store {
         self.check_process()?;
         let len = out.len() as u64;
         let Parts { applier, device, staging, poison, .. } = &self.parts;
-        let read = applier.read(&**device, staging, page, move |_| (offset, len));
+        let read = applier.read(&**device, staging, page, len, move |_| (offset, len));
         let (_, lsn, bytes) = read.map_err(|error| poison.set_by_device(error))?;
         out.copy_from_slice(&bytes);
         staging.give(bytes.into_staging());

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::thread::ThreadId;
 
 use remanent::arena::Purpose;
+use remanent::device::faulty::{DeviceCall, Fault, FaultyDevice};
 use remanent::device::host::HostDevice;
 use remanent::device::late::LateDevice;
 use remanent::device::{Command, CommandList, Device, Lane, Pending};
@@ -365,6 +366,31 @@ fn a_long_read_holds_up_no_batch() {
         panic!("something was gathered")
     });
     assert!(bytes(&store, long) == [3; LEN as usize]);
+}
+
+/// It takes long to make, and what is copied aside by then would be in the way of who needs the room.
+#[test]
+fn staging_is_made_before_anything_is_copied_aside() {
+    const LEN: u64 = 5 << 20;
+    let takes: [fn(&Store, PageId) -> Result<()>; 2] = [
+        |store, page| store.read(page, 0, &mut vec![0; LEN as usize]).map(drop),
+        |store, _| store.snapshot().map(drop),
+    ];
+    for take in takes {
+        let late = LateDevice::new(Arc::new(HostDevice::new()));
+        let faulty = Arc::new(FaultyDevice::new(Arc::new(late)));
+        let directory = tempfile::tempdir().unwrap();
+        let disk = Arc::new(DirDisk::new(directory.path()));
+        let store = Store::open_on(disk, faulty.clone(), Options::default()).unwrap();
+        let mut batch = store.batch();
+        batch.create(LEN, Place::Device(0));
+        let page = store.commit(batch).unwrap().pages[0];
+        faulty.arm(Fault { call: Some(DeviceCall::Staging), nth: 1, context_lost: false });
+        let refused = take(&store, page).unwrap_err();
+        assert!(faulty.struck(), "{refused}");
+        let usage = store.stats().places[0].1;
+        assert_eq!((usage.peak_bytes, usage.used()), (LEN, LEN));
+    }
 }
 
 type Pages = Vec<(PageId, remanent::Epoch, Place, Metadata, Vec<u8>)>;

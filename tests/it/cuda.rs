@@ -9,6 +9,7 @@ use std::process::{Command as Process, Output};
 use std::sync::Arc;
 
 use remanent::device::cuda::CudaDevice;
+use remanent::device::cuda::resource::{DriverMemory, Limited, Pool};
 use remanent::device::faulty::FaultyDevice;
 use remanent::device::host::HostDevice;
 use remanent::device::late::LateDevice;
@@ -19,7 +20,8 @@ use remanent::device::{
 use remanent::disk::sim::SimDisk;
 use remanent::{CallerMemory, DeviceChoice, Error, Options, Place, Remedy, Store, Width};
 
-use crate::gpu;
+use crate::faults::watched;
+use crate::gpu::{self, Caller};
 
 const PLACE: Place = Place::Device(0);
 /// Tells a test that it is the child, and what its driver lacks.
@@ -162,6 +164,72 @@ fn a_million_allocations_leave_no_growth() {
     let idle = held_on(&gpu);
     assert!(idle > 0 && gpu.trim().unwrap() >= idle, "idle memory is given back");
     assert_eq!(held_on(&gpu), 0);
+}
+
+/// To give memory back waits for all that the GPU has to do.
+#[test]
+fn what_is_asked_for_at_once_gives_nothing_back_to_the_driver() {
+    const IDLE: u64 = 18 << 20;
+    let Some(_) = gpu::device() else { return };
+    let memory = Pool::new(Limited::new(DriverMemory::of(0).unwrap(), 20 << 20));
+    let gpu = CudaDevice::open_with(0, Arc::new(memory)).unwrap();
+    gpu.release(gpu.allocate(PLACE, IDLE).unwrap()).unwrap();
+    let refused = gpu.allocate_at_once(PLACE, 4 << 20).unwrap_err();
+    assert!(matches!(refused, Error::OutOfMemory { place: PLACE, len } if len == 4 << 20), "{refused}");
+    assert_eq!(held_on(&gpu), IDLE);
+    // What lies idle is there at once, and so is what the driver has left.
+    for len in [IDLE, 2 << 20] {
+        gpu.release(gpu.allocate_at_once(PLACE, len).unwrap()).unwrap();
+    }
+    gpu.release(gpu.allocate(PLACE, 4 << 20).unwrap()).unwrap();
+    assert_eq!(held_on(&gpu), 4 << 20);
+}
+
+/// A read that finds the GPU's memory used up, beside a stream of the caller's that stands still until the bytes
+/// are there.
+#[test]
+fn a_long_read_without_room_waits_for_no_caller() {
+    const LEN: u64 = 20 << 20;
+    watched("a long read without room", || {
+        let Some(caller) = Caller::new() else { return };
+        let memory = Pool::new(Limited::new(DriverMemory::of(0).unwrap(), 3 * LEN));
+        let gpu = CudaDevice::open_with(0, Arc::new(memory)).unwrap();
+        let store = Store::open_on(Arc::new(SimDisk::new()), Arc::new(gpu), Options::default()).unwrap();
+        let mut batch = store.batch();
+        let page = batch.create(LEN, PLACE);
+        // What it leaves behind is in the way of everything that is long.
+        let other = batch.create(LEN + (12 << 20), PLACE);
+        batch.fill(page, 0, LEN, &[5]).fill(other, 0, 1, &[6]);
+        let pages = store.commit(batch).unwrap().pages;
+        let mut batch = store.batch();
+        batch.delete(pages[1]);
+        store.commit(batch).unwrap();
+        let stream = caller.stream();
+        let hold = stream.hold();
+        let mut bytes = vec![0; LEN as usize];
+        store.read(pages[0], 0, &mut bytes).unwrap();
+        assert!(bytes.iter().all(|byte| *byte == 5) && !stream.is_done());
+        hold.let_go();
+        stream.synchronize();
+    });
+}
+
+/// A block of its own for every length would stay until somebody asks for it back.
+#[test]
+fn long_reads_of_all_lengths_leave_the_same_memory_behind() {
+    let Some(gpu) = gpu::device() else { return };
+    let store = Store::open_on(Arc::new(SimDisk::new()), gpu.clone(), Options::default()).unwrap();
+    let mut batch = store.batch();
+    batch.create(32 << 20, PLACE);
+    let page = store.commit(batch).unwrap().pages[0];
+    let read = |len: u64| {
+        store.read(page, 0, &mut vec![0; len as usize]).unwrap();
+        held_on(&gpu)
+    };
+    let held = read(32 << 20);
+    for len in (17 << 20..32 << 20).step_by(2 << 20) {
+        assert_eq!(read(len), held, "{len} bytes");
+    }
 }
 
 /// Bytes of the GPU's memory that a device holds, in use or idle.

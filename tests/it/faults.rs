@@ -26,7 +26,7 @@ use remanent::{Ack, Error, Options, PageId, Place, Result, SnapshotId, Store, Va
 const PAGE_LEN: u64 = 3000;
 
 /// Runs a case in a thread of its own, whose name a panic tells. A minute is a thousand times what it takes.
-fn watched(name: &str, case: impl FnOnce() + Send + 'static) {
+pub fn watched(name: &str, case: impl FnOnce() + Send + 'static) {
     let (sender, done) = channel::<()>();
     let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || {
         // Dropped when the case ends, however it ends.

@@ -153,6 +153,28 @@ impl CudaDevice {
         }
     }
 
+    /// Page memory of a block that is allocated for it.
+    fn page(&self, place: Place, len: u64, allocate: impl FnOnce(Kind) -> Result<Block>) -> Result<MemoryId> {
+        let kind = match place {
+            Place::Device(_) => Kind::Device,
+            Place::Pinned | Place::Host => Kind::Pinned,
+            Place::Unified if self.context.has_managed_memory => Kind::Managed,
+            Place::Unified => {
+                return Err(Error::PlaceUnavailable { place, reason: "this GPU has no managed memory" });
+            }
+            _ => {
+                let reason = "a GPU keeps pages in its own memory and in the host's only";
+                return Err(Error::PlaceUnavailable { place, reason });
+            }
+        };
+        let named = |error| match error {
+            Error::OutOfMemory { len, .. } => Error::OutOfMemory { place, len },
+            other => other,
+        };
+        let address = if len == 0 { 0 } else { allocate(kind).map_err(named)?.into_raw() };
+        Ok(self.pages.insert(Allocation { address, len, kind, is_adopted: false }))
+    }
+
     /// Frees all pages once nothing uses them any more.
     fn free_pages(&self) -> Result<()> {
         self.lanes.iter().try_for_each(Timeline::drain)?;
@@ -206,24 +228,11 @@ impl Device for CudaDevice {
     }
 
     fn allocate(&self, place: Place, len: u64) -> Result<MemoryId> {
-        let kind = match place {
-            Place::Device(_) => Kind::Device,
-            Place::Pinned | Place::Host => Kind::Pinned,
-            Place::Unified if self.context.has_managed_memory => Kind::Managed,
-            Place::Unified => {
-                return Err(Error::PlaceUnavailable { place, reason: "this GPU has no managed memory" });
-            }
-            _ => {
-                let reason = "a GPU keeps pages in its own memory and in the host's only";
-                return Err(Error::PlaceUnavailable { place, reason });
-            }
-        };
-        let named = |error| match error {
-            Error::OutOfMemory { len, .. } => Error::OutOfMemory { place, len },
-            other => other,
-        };
-        let address = if len == 0 { 0 } else { self.block(kind, len).map_err(named)?.into_raw() };
-        Ok(self.pages.insert(Allocation { address, len, kind, is_adopted: false }))
+        self.page(place, len, |kind| self.block(kind, len))
+    }
+
+    fn allocate_at_once(&self, place: Place, len: u64) -> Result<MemoryId> {
+        self.page(place, len, |kind| self.memory(kind).allocate(len))
     }
 
     fn release(&self, memory: MemoryId) -> Result<()> {

@@ -92,6 +92,21 @@ impl SeveralDevices {
         id
     }
 
+    /// Memory that the part has allocated which serves the place.
+    fn allocated(
+        &self,
+        place: Place,
+        allocate: impl FnOnce(&dyn Device) -> Result<MemoryId>,
+    ) -> Result<MemoryId> {
+        let part = match place {
+            Place::Device(slot) => slot as usize,
+            _ => 0,
+        };
+        let reason = "no device is bound to this slot";
+        let device = self.parts.get(part).ok_or(Error::PlaceUnavailable { place, reason })?;
+        Ok(self.name(Home { part, memory: allocate(&**device)? }))
+    }
+
     fn lane(&self, lane: Lane) -> &SeveralLane {
         &self.lanes[lane as usize]
     }
@@ -266,14 +281,11 @@ impl Device for SeveralDevices {
     }
 
     fn allocate(&self, place: Place, len: u64) -> Result<MemoryId> {
-        let part = match place {
-            Place::Device(slot) => slot as usize,
-            _ => 0,
-        };
-        let reason = "no device is bound to this slot";
-        let device = self.parts.get(part).ok_or(Error::PlaceUnavailable { place, reason })?;
-        let memory = device.allocate(place, len)?;
-        Ok(self.name(Home { part, memory }))
+        self.allocated(place, |device| device.allocate(place, len))
+    }
+
+    fn allocate_at_once(&self, place: Place, len: u64) -> Result<MemoryId> {
+        self.allocated(place, |device| device.allocate_at_once(place, len))
     }
 
     fn release(&self, memory: MemoryId) -> Result<()> {
