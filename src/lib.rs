@@ -131,7 +131,8 @@
 //! - A store has one applier, not one for each GPU. The log has one order, and a batch may change pages of several
 //!   GPUs and move them from one to another: appliers of their own would have to meet at each such batch, at each
 //!   snapshot's turn and at each read that names a batch. A list that names several GPUs is cut, its parts run side
-//!   by side, and the one thread that queues them waits only where bytes go from one GPU to another.
+//!   by side, and where bytes go from one GPU to another, the GPUs wait for each other and the one thread that queues
+//!   them waits for nobody.
 //! - The applier does not spin. Batches that nobody waits for gather for up to 200 µs by its clock, for to wake it
 //!   for each would cost a committer as much as all the rest of a small commit; who waits for one, reads or leases
 //!   wakes it at once. Waking it is in what was measured on an H200, before batches gathered: a delta was applied

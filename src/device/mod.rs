@@ -135,11 +135,12 @@ pub trait Device: Any + Send + Sync {
     }
 
     /// Queues a copy of another device's page memory to memory of this one, behind everything that is queued on
-    /// that lane of both; `None`, with nothing queued, where no way leads past the host. The caller lets nothing
-    /// change the source, nor releases it, before the copy's fence has passed.
+    /// that lane of both; what is queued on it later, on either, runs behind the copy. Nobody waits on the host.
+    /// `None`, with nothing queued, where the two know no such way. The caller lets no other lane change the source,
+    /// and nobody release it, before the copy's fence has passed.
     ///
     /// # Errors
-    /// A device error.
+    /// A device error; a part may have been queued.
     fn copy_from(
         &self,
         _lane: Lane,

@@ -26,14 +26,24 @@ pub fn device() -> Option<Arc<CudaDevice>> {
 
 /// New devices on the first two GPUs; `None`, said aloud, where there are fewer.
 pub fn two() -> Option<[Arc<dyn Device>; 2]> {
+    with_first(1)
+}
+
+/// New devices on the first and the third GPU, between which the fake driver knows no way; `None`, said aloud, where
+/// there are fewer.
+pub fn two_apart() -> Option<[Arc<dyn Device>; 2]> {
+    with_first(2)
+}
+
+fn with_first(other: u32) -> Option<[Arc<dyn Device>; 2]> {
     let first = device()?;
-    match CudaDevice::open(1) {
-        Ok(second) => Some([first, Arc::new(second)]),
+    match CudaDevice::open(other) {
+        Ok(other) => Some([first, Arc::new(other)]),
         Err(Error::DeviceUnavailable { reason, .. }) => {
             skipped(&reason);
             None
         }
-        Err(error) => panic!("the second GPU is there and cannot be used: {error}"),
+        Err(error) => panic!("GPU {other} is there and cannot be used: {error}"),
     }
 }
 

@@ -69,8 +69,9 @@ fn several_devices_keep_the_laws_as_one() {
 
 #[test]
 fn two_gpus_keep_the_laws_as_one() {
-    let Some(gpus) = gpu::two() else { return };
-    keeps_the_laws(&SeveralDevices::new(gpus.into()));
+    for gpus in [gpu::two(), gpu::two_apart()].into_iter().flatten() {
+        keeps_the_laws(&SeveralDevices::new(gpus.into()));
+    }
 }
 
 #[test]

@@ -39,11 +39,11 @@ const WAY: [Place; 9] = [
 /// Devices with two slots: one that binds both, two of a kind, and GPUs where there are so many.
 fn devices() -> Vec<Arc<dyn Device>> {
     let mut devices = vec![host(), late(1), two_of(host(), host()), two_of(late(2), late(3))];
-    if let Some([one, other]) = gpu::two() {
-        devices.push(two_of(one, other));
-    } else if let Some(gpu) = gpu::device() {
-        devices.push(gpu);
+    let pairs: Vec<_> = [gpu::two(), gpu::two_apart()].into_iter().flatten().collect();
+    if pairs.is_empty() {
+        devices.extend(gpu::device().map(|gpu| gpu as Arc<dyn Device>));
     }
+    devices.extend(pairs.into_iter().map(|[one, other]| two_of(one, other)));
     devices
 }
 

@@ -15,8 +15,8 @@ use remanent::device::{
 use remanent::disk::sim::SimDisk;
 use remanent::{DeviceChoice, Error, Options, PageId, Place, Remedy, Store, Width};
 
-use crate::faults::Gauge;
-use crate::gpu;
+use crate::faults::{Gauge, watched};
+use crate::gpu::{self, Caller};
 
 const LEN: u64 = 10_000;
 
@@ -52,12 +52,16 @@ fn submit(device: &Arc<dyn Device>, lane: Lane, commands: Vec<Command>) -> reman
     device.submit(lane, CommandList { commands, staging: vec![device.staging(64)?] })
 }
 
+/// Two GPUs, with a way between them and, on the fake driver, without one; as many as there are.
+fn pairs_of_gpus() -> Vec<Arc<dyn Device>> {
+    let pairs = [gpu::two(), gpu::two_apart()].into_iter().flatten();
+    pairs.map(|[one, other]| two_of(one, other)).collect()
+}
+
 /// Two host devices, two late ones, and two GPUs where there are so many.
 fn pairs() -> Vec<Arc<dyn Device>> {
     let mut pairs = vec![two_of(host(), host()), two_of(late(1), late(2))];
-    if let Some([one, other]) = gpu::two() {
-        pairs.push(two_of(one, other));
-    }
+    pairs.extend(pairs_of_gpus());
     pairs
 }
 
@@ -195,6 +199,79 @@ fn long_copies_go_from_one_device_to_another_in_pieces() {
             pair.label()
         );
         memories.into_iter().for_each(|memory| pair.release(memory).unwrap());
+    }
+}
+
+/// The first GPU stands still until all is queued, whichever way bytes go.
+#[test]
+fn who_has_bytes_go_from_one_gpu_to_another_waits_for_neither() {
+    const LONG: u64 = (9 << 20) + 5;
+    watched("copies between GPUs", || {
+        let Some(caller) = Caller::new() else { return };
+        for pair in pairs_of_gpus() {
+            let places = [0, 1, 0, 1].map(Place::Device).into_iter().chain([Place::Pinned]);
+            let spans: Vec<Span> = places
+                .map(|place| Span { memory: pair.allocate(place, LONG).unwrap(), offset: 0, len: LONG })
+                .collect();
+            let [first, second, first_too, second_too, pinned] = spans[..] else { panic!("five") };
+            let zero = spans.iter().map(|span| fill(*span, 0)).collect();
+            submit(&pair, Lane::Callers, zero).unwrap().finish(&*pair).unwrap();
+            let stream = caller.stream();
+            let hold = stream.hold();
+            pair.wait_external(Lane::Callers, stream.raw()).unwrap();
+            let copy = |source, target| Command::Copy { source, target };
+            let commands = vec![
+                fill(first, 1),
+                copy(first, second),
+                // Behind the copy: it does not show in it.
+                fill(first, 2),
+                copy(second, first_too),
+                copy(second, pinned),
+                fill(second, 3),
+                copy(pinned, second_too),
+            ];
+            let list = submit(&pair, Lane::Callers, commands).unwrap();
+            assert!(!stream.is_done() && pair.reached(Lane::Callers) < list.fence().value);
+            // Who waits behind the list in another lane of the first GPU waits for copies from it, too.
+            pair.after(Lane::Stage, list.fence()).unwrap();
+            submit(&pair, Lane::Stage, vec![fill(first, 4)]).unwrap();
+            hold.let_go();
+            list.finish(&*pair).unwrap();
+            pair.wait(submit(&pair, Lane::Stage, Vec::new()).unwrap().fence()).unwrap();
+            for (span, byte) in [(first, 4), (second, 3), (first_too, 1), (second_too, 1), (pinned, 1)] {
+                let target = StagingSpan { index: 0, offset: 0, len: LONG as usize };
+                let staging = vec![pair.staging(LONG as usize).unwrap()];
+                let list =
+                    CommandList { commands: vec![Command::Download { source: span, target }], staging };
+                let found = pair.submit(Lane::Stage, list).unwrap().finish(&*pair).unwrap().remove(0);
+                assert!(found.iter().all(|found| *found == byte), "{byte} in {span:?} of {}", pair.label());
+                pair.release(span.memory).unwrap();
+            }
+            stream.synchronize();
+        }
+    });
+}
+
+/// Both from an earlier part of the list, which ended where bytes went from one device to the other.
+#[test]
+fn what_was_written_to_staging_before_bytes_went_across_is_read_behind_it() {
+    for pair in pairs() {
+        let [here, there] = memories(&pair, 8);
+        let staged = |offset| StagingSpan { index: 0, offset, len: 8 };
+        let commands = vec![
+            fill(here, 5),
+            Command::Download { source: here, target: staged(8) },
+            Command::Copy { source: here, target: there },
+            fill(here, 6),
+            Command::Upload { source: staged(8), target: here },
+            Command::Download { source: there, target: staged(0) },
+        ];
+        let returned = submit(&pair, Lane::Apply, commands).unwrap().finish(&*pair).unwrap();
+        assert_eq!(returned[0][..8], [5; 8], "{}", pair.label());
+        let read = vec![Command::Download { source: here, target: staged(0) }];
+        let returned = submit(&pair, Lane::Apply, read).unwrap().finish(&*pair).unwrap();
+        assert_eq!(returned[0][..8], [5; 8], "{}", pair.label());
+        [here, there].into_iter().for_each(|span| pair.release(span.memory).unwrap());
     }
 }
 

@@ -102,13 +102,23 @@ impl Timeline {
         self.stream.drain()
     }
 
-    /// Makes what is queued on `self` from now on run after everything that is queued on `other` by now.
+    /// Makes what is queued on `self` from now on run after everything that is queued on `other` by now, which may
+    /// be another GPU's.
     ///
     /// # Errors
     /// A device error.
     pub fn follow(&self, other: &Self) -> Result<()> {
+        // Nobody queues there meanwhile, nor records the event anew before the wait has taken it.
+        let _turn = other.queue.lock();
+        let point = &other.event;
+        {
+            let entered = other.context.enter()?;
+            // SAFETY: its context is current, and a lane's handles live as long as it does.
+            unsafe { point.record(&entered, other.stream()) }.map_err(|code| other.context.fault(code))?;
+        }
         let entered = self.context.enter()?;
-        other.record(&entered, other.stream(), self.stream()).map_err(|code| self.context.fault(code))
+        // SAFETY: the same. An event of one GPU holds back streams of all of them.
+        unsafe { point.hold_back(&entered, self.stream()) }.map_err(|code| self.context.fault(code))
     }
 
     /// Makes what is queued on this lane from now on run after everything that is in a caller's stream by now.

@@ -3,7 +3,8 @@
 //! Read in this order: `driver` (what is called, found at run time), `errors`, `context` (how calls are made),
 //! `resource`, `memory` and `staging`, `handles` (names of page memory), `adopted` (the caller's memory), `word`,
 //! `event`, `lane` and `stream` (what fences are, and the caller's streams beside them), `list` and `plan` (from
-//! commands to launches), `functions`, `launch` and `bulk` (how they are done), `peer` (another GPU's memory);
+//! commands to launches), `functions`, `launch` and `bulk` (how they are done), `peer` and `across` (another GPU's
+//! memory);
 //! `abi` is what host and kernels agree on, `modules` the kernels themselves. [`HostDevice`] defines what every
 //! list must lead to (I11).
 //!
@@ -16,6 +17,7 @@
 pub mod abi;
 pub mod modules;
 pub mod resource;
+mod across;
 mod adopted;
 mod bulk;
 mod context;
@@ -48,6 +50,7 @@ use self::lane::{Timeline, Turn};
 use self::launch::{Launcher, Layout};
 use self::list::{Scratch, Staged};
 use self::memory::{Block, Memory};
+use self::plan::Plan;
 use self::resource::{DriverMemory, Kind, MemoryResource, Pool};
 use super::{
     CallerMemory, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending, RawStream,
@@ -189,6 +192,39 @@ impl CudaDevice {
         unsafe { self.memory(page.kind).block(page.address, page.len) }.free()
     }
 
+    /// Queues what is planned. What it touches beside `staging` and `blocks` must stay until the fence has passed.
+    fn queue(
+        &self,
+        lane: Lane,
+        plan: &Plan,
+        staging: Vec<Staging>,
+        mut blocks: Vec<Block>,
+    ) -> Result<Pending> {
+        let layout = Layout::of(plan);
+        if layout.len > 0 {
+            let tables = self.block(Kind::Pinned, layout.len as u64)?;
+            layout.write(plan, &tables);
+            blocks.push(tables);
+        }
+        let tables = if layout.len > 0 { blocks.last() } else { None };
+        // One list of the lane at a time.
+        let returned = Arc::new(Mutex::new(staging));
+        let timeline = self.lane(lane);
+        let turn = timeline.turn();
+        let entered = self.context.enter()?;
+        let launcher = Launcher {
+            context: self.context,
+            entered: &entered,
+            functions: self.functions,
+            bulk: &self.bulk,
+            lane: timeline,
+        };
+        // The fence behind it. From a failure on, what the list did is not known.
+        let queued = launcher.run(plan, &layout, tables);
+        let value = self.end(turn, &entered, &returned, blocks, queued)?;
+        Ok(Pending::new(Fence { lane, value }, returned))
+    }
+
     /// Ends a list, of which nothing more is queued once a part could not be. Returns its fence.
     fn end(
         &self,
@@ -206,6 +242,11 @@ impl CudaDevice {
             }
         };
         ended.map_err(|error| self.stopped.get_or_init(|| error).clone())
+    }
+
+    /// Fails if a list was left half queued.
+    fn check_running(&self) -> Result<()> {
+        self.stopped.get().map_or(Ok(()), |error| Err(error.clone()))
     }
 
     fn assert_given(&self, fence: Fence) {
@@ -248,11 +289,9 @@ impl Device for CudaDevice {
     }
 
     fn submit(&self, lane: Lane, list: CommandList) -> Result<Pending> {
-        if let Some(error) = self.stopped.get() {
-            return Err(error.clone());
-        }
+        self.check_running()?;
         let CommandList { commands, staging } = list;
-        // 1. Plan, before anything is queued: what breaks the contract panics here.
+        // Planned before anything is queued: what breaks the contract panics here.
         let mut blocks = Vec::new();
         let needed = Scratch::needed(&commands);
         let mut scratch = Scratch::default();
@@ -269,30 +308,7 @@ impl Device for CudaDevice {
         let staged: Vec<Staged<'_>> =
             staging.iter().map(|bytes| Staged { bytes, address: staging::address_of(bytes) }).collect();
         let plan = list::plan(&commands, &self.pages, &staged, scratch);
-        let layout = Layout::of(&plan);
-        if layout.len > 0 {
-            let tables = self.block(Kind::Pinned, layout.len as u64)?;
-            layout.write(&plan, &tables);
-            blocks.push(tables);
-        }
-        let tables = if layout.len > 0 { blocks.last() } else { None };
-
-        // 2. Queue, one list of the lane at a time.
-        let returned = Arc::new(Mutex::new(staging));
-        let timeline = self.lane(lane);
-        let turn = timeline.turn();
-        let entered = self.context.enter()?;
-        let launcher = Launcher {
-            context: self.context,
-            entered: &entered,
-            functions: self.functions,
-            bulk: &self.bulk,
-            lane: timeline,
-        };
-        // 3. The fence behind it. From a failure on, what the list did is not known.
-        let queued = launcher.run(&plan, &layout, tables);
-        let value = self.end(turn, &entered, &returned, blocks, queued)?;
-        Ok(Pending::new(Fence { lane, value }, returned))
+        self.queue(lane, &plan, staging, blocks)
     }
 
     fn reached(&self, lane: Lane) -> u64 {
@@ -348,29 +364,9 @@ impl Device for CudaDevice {
         source: Span,
         target: Span,
     ) -> Result<Option<Pending>> {
-        if let Some(error) = self.stopped.get() {
-            return Err(error.clone());
-        }
+        self.check_running()?;
         let Some(other) = (other as &dyn Any).downcast_ref::<Self>() else { return Ok(None) };
-        let (from, to) = (other.pages.named(source.memory), self.pages.named(target.memory));
-        let addresses = (from.at(source), to.at(target));
-        assert_eq!(source.len, target.len, "a copy between ranges of different lengths");
-        let of_gpus = from.kind == Kind::Device && to.kind == Kind::Device && source.len > 0;
-        if !of_gpus || !peer::reaches(self.context, other.context)? {
-            return Ok(None);
-        }
-        // A list of its own, for the lane may have been told to wait for others since the last one.
-        other.submit(lane, CommandList::default())?.finish(other)?;
-        let returned = Arc::<ReturnedStaging>::default();
-        let timeline = self.lane(lane);
-        let turn = timeline.turn();
-        let entered = self.context.enter()?;
-        let (to, from) = ((self.context, addresses.1), (other.context, addresses.0));
-        // SAFETY: the memory is of these GPUs, and was checked to hold the ranges; who asks lets it be until the
-        // fence has passed.
-        let queued = unsafe { peer::copy(&entered, timeline.stream(), to, from, source.len) };
-        let value = self.end(turn, &entered, &returned, Vec::new(), queued)?;
-        Ok(Some(Pending::new(Fence { lane, value }, returned)))
+        across::copy(self, other, lane, source, target)
     }
 
     fn trim(&self) -> Result<u64> {

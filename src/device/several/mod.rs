@@ -1,14 +1,16 @@
 //! Floor 3. Several devices as one: `Device(n)` is the n-th of them, every other place the first one's.
 //!
 //! Nothing above the seam knows. A list is cut by the memory that its commands name, and its fence has passed
-//! when every part of it has; parts run side by side. Only bytes that go from one device to another make a
-//! list wait on the host: by the way that there is between the two, else by way of staging, a piece at a time.
-//! Staging is the first device's, which pins it for all.
+//! when every part of it has; parts run side by side. Where bytes go from one device to another, the list goes on as
+//! further lists of its parts behind the copy, and devices that know a way between them wait for each other: two
+//! GPUs do. Only where they do not, and where one reads from staging what another one wrote there, does whoever
+//! submits the list wait on the host: bytes then go by way of staging, a piece at a time. Staging is the first
+//! device's, which pins it for all.
 
 mod share;
 mod split;
 
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -135,43 +137,56 @@ impl SeveralDevices {
         }
     }
 
-    /// Runs steps in their order; the last ones are left under way.
+    /// Queues steps in their order. Parts that are to have a list in any case are in `behind`.
     fn run(
         &self,
         lane: Lane,
         steps: Vec<Step>,
         mut staging: Vec<Staging>,
-        behind: &BTreeSet<usize>,
+        mut behind: BTreeSet<usize>,
     ) -> Result<Shares> {
         let mut commands = Vec::new();
-        let finish = |commands: &mut Vec<(usize, Command)>, staging: &mut Vec<Staging>| {
-            if commands.is_empty() {
-                return Ok(());
-            }
-            // Copies, for later steps may read the same bytes again.
-            Shares::copies(&self.parts, lane, std::mem::take(commands), staging)?
-                .finish_into(&self.parts, staging)
-        };
+        let mut early = Vec::new();
         for step in steps {
             match step {
                 Step::Run(part, command) => commands.push((part, command)),
-                Step::Settle => finish(&mut commands, &mut staging)?,
+                Step::Settle => {
+                    early.extend(self.begin(lane, &mut commands, &staging)?);
+                    for shares in early.drain(..) {
+                        shares.finish_into(&self.parts, &mut staging)?;
+                    }
+                }
                 Step::Across { source, target } => {
-                    finish(&mut commands, &mut staging)?;
-                    self.across(lane, source, target)?;
+                    early.extend(self.begin(lane, &mut commands, &staging)?);
+                    early.extend(self.across(lane, source, target)?);
+                    // Its next list waits for the copy, and so does whoever waits for that list.
+                    behind.insert(source.part);
                 }
             }
         }
-        Shares::of(&self.parts, lane, commands, staging, behind)
+        Shares::of(&self.parts, lane, commands, staging, &behind, early)
     }
 
-    fn across(&self, lane: Lane, source: PartSpan, target: PartSpan) -> Result<()> {
+    /// Queues the commands so far, on copies of the staging, for later steps may read the same bytes again.
+    fn begin(
+        &self,
+        lane: Lane,
+        commands: &mut Vec<(usize, Command)>,
+        staging: &[Staging],
+    ) -> Result<Option<Shares>> {
+        if commands.is_empty() {
+            return Ok(None);
+        }
+        Shares::copies(&self.parts, lane, std::mem::take(commands), staging).map(Some)
+    }
+
+    /// Takes bytes from one part to another; what is under way of that, if anything is.
+    fn across(&self, lane: Lane, source: PartSpan, target: PartSpan) -> Result<Option<Shares>> {
         let [from, to] = [source.part, target.part].map(|part| &*self.parts[part]);
         if let Some(copy) = to.copy_from(lane, from, source.span, target.span)? {
-            // What the source's device is told next may change it.
-            return copy.finish(to).map(drop);
+            return Ok(Some(Shares::copy(target.part, copy)));
         }
-        self.by_staging(lane, source, target)
+        self.by_staging(lane, source, target).map(|()| None)
     }
 
     fn by_staging(&self, lane: Lane, source: PartSpan, target: PartSpan) -> Result<()> {
@@ -218,8 +233,8 @@ impl SeveralDevices {
         }
     }
 
-    /// The fences of parts that must pass before this one has.
-    fn points(&self, fence: Fence) -> Result<Vec<(usize, Fence)>> {
+    /// The fences of parts that must pass before this one has, one a part.
+    fn points(&self, fence: Fence) -> Result<BTreeMap<usize, Fence>> {
         let mut state = self.lane(fence.lane).state.lock();
         assert!(fence.value <= state.given, "{fence:?} was not handed out: the lane gave {}", state.given);
         self.settle(fence.lane, &mut state);
@@ -228,6 +243,7 @@ impl SeveralDevices {
             let stopped = state.stopped.clone();
             return Err(stopped.expect("a list that was given a fence is under way, done, or lost"));
         }
+        // A part's fences rise from list to list: the last one stands for all.
         let lists = state.in_flight.iter().take(left);
         Ok(lists.flat_map(|list| list.shares.fences()).collect())
     }
@@ -307,7 +323,7 @@ impl Device for SeveralDevices {
         }
         let (steps, asides) = self.plan(list.commands)?;
         let behind = std::mem::take(&mut several.state.lock().behind);
-        let shares = self.run(lane, steps, list.staging, &behind);
+        let shares = self.run(lane, steps, list.staging, behind);
         let mut state = several.state.lock();
         let shares = shares.map_err(|error| state.stopped.insert(error).clone())?;
         state.given += 1;
@@ -332,7 +348,7 @@ impl Device for SeveralDevices {
     }
 
     fn after(&self, lane: Lane, fence: Fence) -> Result<()> {
-        // What one part copies from another one's memory is waited for on the host, so each waits for itself.
+        // A part from which another one copies has a list behind the copy, so each waits for itself.
         for (part, point) in self.points(fence)? {
             self.parts[part].after(lane, point)?;
             self.lane(lane).state.lock().behind.insert(part);
@@ -350,8 +366,7 @@ impl Device for SeveralDevices {
         let points = self.points(fence)?;
         let (mut accepted, mut refused) = (false, Vec::new());
         for (part, device) in self.parts.iter().enumerate() {
-            let newest = points.iter().rev().find(|(other, _)| *other == part);
-            let point = newest.map_or(Fence { value: 0, ..fence }, |(_, point)| *point);
+            let point = points.get(&part).copied().unwrap_or(Fence { value: 0, ..fence });
             match device.signal_external(stream, point) {
                 Ok(()) => accepted = true,
                 Err(error @ Error::StreamRefused { .. }) => refused.push((device, point, error)),

@@ -13,6 +13,8 @@ use crate::error::Result;
 
 /// A list under way on several devices.
 pub(super) struct Shares {
+    /// What was queued before, in its order; of staging it has copies.
+    early: Vec<Shares>,
     parts: Vec<Share>,
     /// The list's staging that no device has.
     kept: Vec<Option<Staging>>,
@@ -37,13 +39,14 @@ struct Lent {
 type Parts = [Arc<dyn Device>];
 
 impl Shares {
-    /// Submits commands, each to its part; those in `behind` get a list in any case.
+    /// Submits commands, each to its part; those in `behind` get a list in any case. `early` is the list's beginning.
     pub fn of(
         parts: &Parts,
         lane: Lane,
         commands: Vec<(usize, Command)>,
         staging: Vec<Staging>,
         behind: &BTreeSet<usize>,
+        early: Vec<Self>,
     ) -> Result<Self> {
         let mut kept: Vec<Option<Staging>> = staging.into_iter().map(Some).collect();
         // What others read is copied before the first one has it.
@@ -68,7 +71,7 @@ impl Shares {
                 (copies.next().expect("one for each who is no owner"), true)
             }
         })
-        .map(|shares| Self { parts: shares, kept })
+        .map(|shares| Self { early, parts: shares, kept })
     }
 
     /// The same, with copies alone: the staging stays with the caller.
@@ -83,7 +86,13 @@ impl Shares {
         let copies = lists.iter().flat_map(|list| list.used.iter().map(move |index| copy(list, index)));
         let mut copies = copies.collect::<Result<Vec<_>>>()?.into_iter();
         let lent = |_, _| (copies.next().expect("one for each use"), true);
-        Ok(Self { parts: Self::submit(parts, lane, lists, lent)?, kept: Vec::new() })
+        Ok(Self { early: Vec::new(), parts: Self::submit(parts, lane, lists, lent)?, kept: Vec::new() })
+    }
+
+    /// A copy that one device has under way.
+    pub fn copy(part: usize, pending: Pending) -> Self {
+        let share = Share { part, pending, staging: Vec::new() };
+        Self { early: Vec::new(), parts: vec![share], kept: Vec::new() }
     }
 
     fn submit(
@@ -110,14 +119,16 @@ impl Shares {
         Ok(shares)
     }
 
-    /// The fence of each device that has a share.
+    /// The fences of the devices that have a share, those of each rising.
     pub fn fences(&self) -> impl Iterator<Item = (usize, Fence)> {
-        self.parts.iter().map(|share| (share.part, share.pending.fence()))
+        let early = self.early.iter().flat_map(|shares| &shares.parts);
+        early.chain(&self.parts).map(|share| (share.part, share.pending.fence()))
     }
 
     /// Waits for all of them, and gives the list's staging back.
     pub fn finish(mut self, parts: &Parts) -> Result<Vec<Staging>> {
         let mut kept = std::mem::take(&mut self.kept);
+        let early = std::mem::take(&mut self.early);
         let mut copies = Vec::new();
         self.take_back(parts, |lent, staging| match lent.written {
             Some(written) => copies.push((lent.index, written, staging)),
@@ -128,6 +139,8 @@ impl Shares {
         for (index, written, copy) in copies {
             copy_spans(&copy, &mut staging[index], &written);
         }
+        // Nothing behind them wrote to the same bytes: what does is queued when they are settled.
+        early.into_iter().try_for_each(|shares| shares.finish_into(parts, &mut staging))?;
         Ok(staging)
     }
 

@@ -30,8 +30,8 @@ pub(super) struct Planner<F, A> {
     /// New memory of a part, for as long as the list runs.
     pub aside: A,
     pub steps: Vec<Step>,
-    /// Staging that was written to since all was settled, and by which part.
-    pub written: Vec<(usize, StagingSpan)>,
+    /// Staging that was written to since all was settled, and by which part; `None` if its list has ended.
+    pub written: Vec<(Option<usize>, StagingSpan)>,
 }
 
 impl<F: Fn(Span) -> Home, A: FnMut(usize, u64) -> Result<Span>> Planner<F, A> {
@@ -162,8 +162,8 @@ impl<F: Fn(Span) -> Home, A: FnMut(usize, u64) -> Result<Span>> Planner<F, A> {
 
     fn across(&mut self, source: PartSpan, target: PartSpan) {
         self.steps.push(Step::Across { source, target });
-        // It is done when everything before it is.
-        self.written.clear();
+        // Each part's next commands are another list, with staging of its own.
+        self.written.iter_mut().for_each(|(writer, _)| *writer = None);
     }
 
     /// The same bytes in memory of this part.
@@ -180,13 +180,13 @@ impl<F: Fn(Span) -> Home, A: FnMut(usize, u64) -> Result<Span>> Planner<F, A> {
     fn run(&mut self, part: usize, command: Command) {
         let (read, written) = staged_spans(std::slice::from_ref(&command));
         let clashes = |span: &StagingSpan| {
-            self.written.iter().any(|(other, theirs)| *other != part && overlap(*span, *theirs))
+            self.written.iter().any(|(writer, theirs)| *writer != Some(part) && overlap(*span, *theirs))
         };
         if read.iter().chain(&written).any(clashes) {
             self.steps.push(Step::Settle);
             self.written.clear();
         }
-        self.written.extend(written.into_iter().map(|span| (part, span)));
+        self.written.extend(written.into_iter().map(|span| (Some(part), span)));
         self.steps.push(Step::Run(part, command));
     }
 

@@ -14,7 +14,7 @@ const VERSION: c_int = 12_040;
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`.
 const CAPTURE_RELAXED: c_uint = 2;
 
-static DEVICES: AtomicU32 = AtomicU32::new(2);
+static DEVICES: AtomicU32 = AtomicU32::new(3);
 /// Which GPUs were given access to whose memory.
 static PEERS: Mutex<BTreeSet<(u32, u32)>> = Mutex::new(BTreeSet::new());
 
