@@ -11,78 +11,24 @@ mod archive;
 mod fit;
 #[path = "../../fuzz/src/decoders.rs"]
 mod decoders;
+#[path = "stores/verdict.rs"]
+mod verdict;
+#[path = "stores/snapshots.rs"]
+mod snapshots;
+#[path = "stores/salvage.rs"]
+mod salvage;
 
 use std::path::Path;
 
 use archive::Files;
-use maker::{Maker, PAGE, STORE, content, root};
-use remanent_format::frame::VerifiedSnapshot;
+use maker::{Maker, PAGE, STORE, content};
 use remanent_format::image::ImagePurpose;
-use remanent_format::limits::CHAIN_LINKS_MAX;
-use remanent_format::manifest::{Manifest, ManifestKind, Tombstone};
+use remanent_format::manifest::{Manifest, ManifestKind};
 use remanent_format::op::Op;
-use remanent_format::rebuild::{RebuildOptions, Rebuilt, rebuild};
-use remanent_format::salvage::{Found, Salvage};
+use remanent_format::rebuild::{RebuildOptions, rebuild};
 use remanent_format::segment::SegmentHeader;
-use remanent_format::store::{Features, StoreFile, StoreRecord};
 use remanent_format::{Epoch, FileName, Lsn, Metadata, PageId, Place, SnapshotId, Value};
-
-/// What reading a store must give.
-#[derive(Debug)]
-enum Verdict {
-    /// The state at this Lsn; nothing was cut.
-    Clean(u64),
-    /// The state at this Lsn; what is cut begins with the batch behind it and was seen up to the second.
-    Torn(u64, u64),
-    /// Refused; the damage reads so.
-    Refused(&'static str),
-}
-use Verdict::{Clean, Refused, Torn};
-
-fn rebuilt(maker: &Maker) -> Result<Rebuilt, String> {
-    rebuild(&maker.files, &RebuildOptions::default()).map_err(|damage| damage.to_string())
-}
-
-fn check_state(why: &str, rebuilt: &Rebuilt, lsn: u64) {
-    assert_eq!(rebuilt.table.lsn(), Lsn(lsn), "{why}");
-    let info = rebuilt.table.get(PAGE).unwrap_or_else(|| panic!("{why}: the page is gone"));
-    assert_eq!((info.lsn, info.epoch), (Lsn(lsn), Epoch(lsn)), "{why}");
-    assert_eq!(rebuilt.contents[&PAGE], content(lsn), "{why}");
-    assert_eq!(rebuilt.table.root(), &root(lsn), "{why}");
-}
-
-fn check(why: &str, maker: &Maker, verdict: &Verdict) {
-    let found = rebuilt(maker);
-    match (verdict, &found) {
-        (Refused(text), Err(damage)) => assert!(damage.contains(text), "{why}: {damage}, expected {text}"),
-        (Clean(lsn) | Torn(lsn, _), Ok(rebuilt)) => {
-            check_state(why, rebuilt, *lsn);
-            let torn = rebuilt.end.as_ref().and_then(|end| end.torn.as_ref());
-            let torn = torn.map(|torn| (torn.first.0, torn.last.0));
-            let expected = if let Torn(lsn, last) = verdict { Some((lsn + 1, *last)) } else { None };
-            assert_eq!(torn, expected, "{why}");
-        }
-        _ => panic!("{why}: {found:?}, expected {verdict:?}"),
-    }
-}
-
-/// Four batches in four groups of two segments; the first two are under a mark, the last two are not.
-fn four() -> Maker {
-    let mut maker = Maker::new();
-    maker.batch().batch().sync();
-    maker.batch().batch();
-    maker
-}
-
-/// Makes a frame's own checksum fit.
-fn resum(frame: &mut [u8]) {
-    let crc = crc32fast::hash(&frame[..76]);
-    frame[76..80].copy_from_slice(&crc.to_le_bytes());
-}
-
-fn segment(maker: &mut Maker, number: u64) -> &mut Vec<u8> {
-    maker.files.0.get_mut(&FileName::Segment(number)).expect("a segment")
-}
+use verdict::{Clean, Refused, Torn, Verdict, check, check_state, four, rebuilt, resum, segment};
 
 #[test]
 fn a_batch_may_name_an_image_that_was_written_ahead() {
@@ -428,68 +374,6 @@ fn only_the_newest_incarnation_testifies() {
     check("the last batch is torn", &maker, &Torn(4, 5));
 }
 
-fn salvage(maker: &Maker) -> Salvage<'_> {
-    let store = StoreFile { store: STORE, features: Features::default(), record: StoreRecord::default() };
-    Salvage::read(&maker.files, store, 1 << 20).unwrap()
-}
-
-/// The guards of a salvage, one by one: what looks like a batch, or like a version, and never was one.
-#[test]
-fn a_salvage_takes_nothing_that_never_was() {
-    let salvaged = |maker: &Maker| {
-        let salvage = salvage(maker);
-        let info = salvage.state().table.get(PAGE).expect("the page").clone();
-        let Found::Exact(bytes) = salvage.find(&info) else { panic!("{:?}", salvage.find(&info)) };
-        assert_eq!(info.lsn, salvage.state().table.lsn());
-        assert_eq!(bytes, content(info.lsn.0), "the page at {}", info.lsn);
-        info.lsn.0
-    };
-    assert_eq!(salvaged(&four()), 4);
-
-    // A batch behind the end that the next incarnation gives is cut, and follows its predecessor all the same.
-    let mut cut = four();
-    let mut longer = cut.clone();
-    longer.batch();
-    let (number, at) = longer.at(5);
-    assert_eq!(number, 2);
-    let frame = longer.frame_at(5).to_vec();
-    cut.reopen(2);
-    segment(&mut cut, number)[at..][..frame.len()].copy_from_slice(&frame);
-    assert_eq!(salvaged(&cut), 4);
-
-    // A frame that follows nothing, and is under no mark.
-    let mut stray = four();
-    stray.frame_at(4)[72] ^= 1;
-    resum(stray.frame_at(4));
-    assert_eq!(salvaged(&stray), 3);
-    // Its own mark does not prove it.
-    stray.frame_at(4)[56] = 9;
-    resum(stray.frame_at(4));
-    assert_eq!(salvaged(&stray), 3);
-
-    // The table of a restore that never came gives the next batch's number to an older content.
-    let mut maker = four();
-    maker.batch();
-    let mut table = Manifest { kind: ManifestKind::Table, ..maker.manifest(9, 2, 2, 5) };
-    (table.entries[0].lsn, table.entries[0].epoch, table.epoch_high) = (Lsn(5), Epoch(5), Epoch(5));
-    maker.publish(FileName::Table(9), &table);
-    assert_eq!(salvaged(&maker), 5);
-}
-
-/// A snapshot needs a batch that is lost, and so does the log's beginning. What the snapshot has of the page is
-/// proven, but nobody knows of which state it was.
-#[test]
-fn nothing_is_exact_where_no_state_is_known() {
-    let mut maker = four();
-    maker.snapshot(1, 2, 3, 4);
-    [1, 4].into_iter().for_each(|lsn| maker.frame_at(lsn)[8] ^= 1);
-    let salvage = salvage(&maker);
-    assert!(!salvage.state().is_whole);
-    let info = salvage.state().table.get(PAGE).expect("the page");
-    let Found::Older { version, bytes, .. } = salvage.find(info) else { panic!("{:?}", salvage.find(info)) };
-    assert_eq!((version.lsn, bytes), (Lsn(3), content(3)));
-}
-
 #[test]
 fn an_attempt_that_never_became_real_changes_nothing() {
     let sound = four();
@@ -501,216 +385,6 @@ fn an_attempt_that_never_became_real_changes_nothing() {
     maker.files.0.insert(FileName::Temporary(remanent_format::Folder::Log, 3), opening);
     maker.files.0.insert(FileName::Segment(4), attempt.files.0[&FileName::Segment(4)].clone());
     check("before the rename", &maker, &Clean(4));
-}
-
-#[test]
-fn snapshots_lead_to_the_same_state_from_wherever_they_start() {
-    let mut maker = four();
-    maker.sync().batch();
-    for (why, redo, caught, end) in [
-        ("exact", 3, 3, 3),
-        ("the page was caught late", 1, 3, 4),
-        ("the page was caught early", 2, 2, 4),
-        ("all was caught late", 1, 4, 4),
-    ] {
-        let mut with = maker.clone();
-        with.snapshot(1, redo, caught, end);
-        check(why, &with, &Clean(5));
-        let found = rebuilt(&with).unwrap();
-        assert_eq!(found.base, Some(SnapshotId(1)), "{why}");
-        // The snapshot is all that is needed: the log before `redo` may be gone.
-        segment(&mut with, 1)[4096..8192].fill(0);
-        check(why, &with, &Clean(5));
-    }
-}
-
-#[test]
-fn damage_to_a_snapshot_costs_time_and_not_data() {
-    let mut maker = four();
-    maker.snapshot(1, 2, 2, 2).snapshot(2, 3, 3, 4);
-    type Change = fn(&mut Maker);
-    let rows: &[(&str, Option<u64>, usize, Change)] = &[
-        ("nothing wrong", Some(2), 0, |_| {}),
-        ("one copy damaged", Some(2), 0, |m| manifest_bytes(m, 2)[300] ^= 1),
-        ("both copies damaged", Some(1), 1, |m| {
-            manifest_bytes(m, 2)[300] ^= 1;
-            manifest_bytes(m, 2)[4096 + 300] ^= 1;
-        }),
-        ("the manifest is cut", Some(1), 1, |m| manifest_bytes(m, 2).truncate(100)),
-        ("the manifest has another number", Some(1), 1, |m| {
-            *manifest_bytes(m, 2) = manifest_bytes(m, 1).clone();
-        }),
-        ("a change", Some(2), 0, |m| change(m, 2, 1, 0)),
-        ("a change that names the page as the base has it", Some(2), 0, |m| {
-            let (image, crc) = (m.manifest(1, 2, 2, 2).entries, manifest_crc(m, 1));
-            let kind = ManifestKind::Change { previous: SnapshotId(1), previous_crc: crc };
-            let manifest = Manifest { kind, entries: image, ..m.manifest(2, 2, 3, 4) };
-            m.publish(FileName::Manifest(2), &manifest);
-        }),
-        ("a change, and one copy of its base damaged", Some(2), 0, |m| {
-            change(m, 2, 1, 0);
-            manifest_bytes(m, 1)[300] ^= 1;
-        }),
-        ("a change that follows another one than the one there", Some(1), 1, |m| change(m, 2, 1, 1)),
-        ("a change whose base is lost", None, 2, |m| {
-            change(m, 2, 1, 0);
-            manifest_bytes(m, 1).clear();
-        }),
-        ("a change whose base is gone", None, 1, |m| {
-            change(m, 2, 1, 0);
-            m.files.0.remove(&FileName::Manifest(1));
-        }),
-        ("a change that begins before its base ends", Some(1), 1, |m| {
-            let kind = ManifestKind::Change { previous: SnapshotId(1), previous_crc: manifest_crc(m, 1) };
-            let manifest = Manifest { kind, ..m.manifest(2, 1, 3, 4) };
-            m.publish(FileName::Manifest(2), &manifest);
-        }),
-        ("as many links as may be", Some(CHAIN_LINKS_MAX as u64), 0, |m| {
-            (2..=CHAIN_LINKS_MAX as u64).for_each(|number| change(m, number, number - 1, 0));
-        }),
-        ("one link too many", Some(CHAIN_LINKS_MAX as u64), 1, |m| {
-            (2..=CHAIN_LINKS_MAX as u64 + 1).for_each(|number| change(m, number, number - 1, 0));
-        }),
-        ("a table among the snapshots", Some(1), 1, |m| {
-            let manifest = Manifest { kind: ManifestKind::Table, ..m.manifest(2, 3, 3, 4) };
-            m.publish(FileName::Manifest(2), &manifest);
-        }),
-        ("another store's manifest", Some(1), 1, |m| {
-            let store = remanent_format::StoreId([1; 16]);
-            let manifest = Manifest { store, ..m.manifest(2, 3, 3, 4) };
-            m.publish(FileName::Manifest(2), &manifest);
-        }),
-        ("an image is damaged", Some(1), 1, |m| {
-            m.files.0.get_mut(&FileName::Pages(2)).unwrap()[4096 + 128] ^= 1;
-        }),
-        ("an image file is missing", Some(1), 1, |m| _ = m.files.0.remove(&FileName::Pages(2))),
-        ("both snapshots are lost", None, 2, |m| {
-            m.files.0.remove(&FileName::Pages(1));
-            m.files.0.remove(&FileName::Pages(2));
-        }),
-    ];
-    for (why, base, passed_over, change) in rows {
-        let mut maker = maker.clone();
-        change(&mut maker);
-        check(why, &maker, &Clean(4));
-        let found = rebuilt(&maker).unwrap();
-        assert_eq!(found.base, base.map(SnapshotId), "{why}");
-        assert_eq!(found.passed_over.len(), *passed_over, "{why}");
-    }
-}
-
-/// Makes snapshot `number` a change that follows `previous`, whose checksum is off by `error`.
-fn change(maker: &mut Maker, number: u64, previous: u64, error: u32) {
-    let previous_crc = manifest_crc(maker, previous) + error;
-    let kind = ManifestKind::Change { previous: SnapshotId(previous), previous_crc };
-    let manifest = Manifest { kind, ..maker.manifest(number, if number == 2 { 3 } else { 4 }, 4, 4) };
-    maker.publish(FileName::Manifest(number), &manifest);
-}
-
-fn manifest_crc(maker: &mut Maker, number: u64) -> u32 {
-    u32::from_le_bytes(manifest_bytes(maker, number)[252..256].try_into().unwrap())
-}
-
-fn manifest_bytes(maker: &mut Maker, number: u64) -> &mut Vec<u8> {
-    maker.files.0.get_mut(&FileName::Manifest(number)).expect("a manifest")
-}
-
-#[test]
-fn the_end_of_a_manifest_is_a_mark() {
-    let mut maker = four();
-    maker.snapshot(1, 2, 4, 4);
-    maker.frame_at(4)[90] ^= 1;
-    check("a batch below the end is damaged", &maker, &Refused("at offset 8192 (lsn 4): payload checksum"));
-    segment(&mut maker, 2)[8192..].fill(0);
-    check("a batch below the end is gone", &maker, &Refused("at offset 4304 (lsn 4)"));
-}
-
-#[test]
-fn the_last_seal_names_the_verified_snapshots() {
-    let seal = |snapshot| [VerifiedSnapshot { snapshot: SnapshotId(snapshot), manifest_crc: 7 }];
-    let seen = |maker: &Maker| rebuilt(maker).unwrap().end.unwrap().verified;
-    let mut maker = four();
-    assert_eq!(seen(&maker), []);
-    maker.sync().seal(&seal(1));
-    assert_eq!(seen(&maker), seal(1));
-    maker.batch().sync().batch();
-    assert_eq!(seen(&maker), seal(1), "batches behind it take nothing back");
-    maker.seal(&seal(2));
-    assert_eq!(seen(&maker), seal(2));
-}
-
-#[test]
-fn pages_deleted_while_a_snapshot_was_taken_stay_deleted() {
-    // Page 2 is created by batch 5, changed by 6 and gone with 7; it was never caught.
-    let page = PageId(2);
-    let mut maker = four();
-    let create = Op::Create { page, len: 8, place: Place::Host, key: None, metadata: Metadata::new() };
-    maker.batch_of(&[create], true);
-    maker.batch_of(&[Op::Write { page, offset: 0, bytes: b"gone" }], true);
-    maker.batch_of(&[Op::Delete { page }], true);
-    let manifest = Manifest { next_page: 3, ..maker.manifest(1, 5, 4, 7) };
-
-    let mut without = maker.clone();
-    without.publish(FileName::Manifest(1), &manifest);
-    // From the log's beginning the state can be had all the same; the snapshot alone cannot lead to it.
-    let found = rebuilt(&without).unwrap();
-    assert_eq!(found.base, None);
-    assert!(found.passed_over[0].to_string().contains("there is no page 2"), "{:?}", found.passed_over);
-
-    let tombstones = vec![Tombstone { page, lsn: Lsn(7) }];
-    maker.publish(FileName::Manifest(1), &Manifest { tombstones, ..manifest });
-    let found = rebuilt(&maker).unwrap();
-    assert_eq!((found.base, found.passed_over.len()), (Some(SnapshotId(1)), 0));
-    assert_eq!(found.table.get(page), None);
-    assert_eq!(found.table.next_page(), 3);
-    assert_eq!(found.contents[&PAGE], content(4));
-}
-
-#[test]
-fn a_restore_replaces_pages_and_root_by_those_of_its_table() {
-    let mut maker = four();
-    let table = Manifest { kind: ManifestKind::Table, ..maker.manifest(9, 2, 2, 2) };
-    let table_crc = maker.publish(FileName::Table(9), &table);
-    let other = PageId(2);
-    let create = Op::Create { page: other, len: 8, place: Place::Host, key: None, metadata: Metadata::new() };
-    maker.batch_of(&[create], true);
-    let mut wrong = maker.clone();
-    maker.batch_of(&[Op::Restore { table: 9, table_crc, restored: Lsn(2) }], true);
-    maker.batch_of(&[Op::SetRoot { name: "after".into(), value: Value::from(true) }], true);
-    let found = rebuilt(&maker).unwrap();
-    assert_eq!(found.table.lsn(), Lsn(7));
-    assert_eq!(found.contents[&PAGE], content(2));
-    assert_eq!(found.table.get(other), None, "a page created after the old state is gone");
-    assert_eq!(found.table.next_page(), 3, "and its id is not used again");
-    assert_eq!(found.table.root().len(), 2);
-
-    let mut crowded = wrong.clone();
-    let restore = Op::Restore { table: 9, table_crc, restored: Lsn(2) };
-    crowded.batch_of(&[restore, Op::Note { text: "and more" }], true);
-    check("a restore among others", &crowded, &Refused("a restore stands alone in its batch"));
-
-    let table_crc = table_crc ^ 1;
-    wrong.batch_of(&[Op::Restore { table: 9, table_crc, restored: Lsn(2) }], true);
-    check(
-        "another table",
-        &wrong,
-        &Refused("0000000000000009.table at offset 0: checksum of the restored table"),
-    );
-    maker.files.0.remove(&FileName::Table(9));
-    check("no table", &maker, &Refused("0000000000000009.table at offset 0: missing"));
-}
-
-#[test]
-fn an_earlier_state_is_the_log_up_to_there() {
-    let mut maker = four();
-    maker.snapshot(1, 2, 2, 2).snapshot(2, 3, 3, 4);
-    for lsn in 1..=4 {
-        let options = RebuildOptions { until: Some(Lsn(lsn)), ..RebuildOptions::default() };
-        let found = rebuild(&maker.files, &options).unwrap();
-        check_state("until", &found, lsn);
-        let base = [None, None, Some(1), Some(1), Some(2)][lsn as usize];
-        assert_eq!(found.base, base.map(SnapshotId), "the newest snapshot that ends at or before {lsn}");
-    }
 }
 
 #[test]
@@ -748,20 +422,6 @@ fn an_absurd_length_is_a_limit_or_an_error_and_never_an_abort() {
         let damage = remanent_format::rebuild::load_base(&maker.files, &base).unwrap_err();
         assert_eq!(damage.defect, remanent_format::Defect::Memory { needed: u64::MAX }, "{why}");
     }
-}
-
-#[test]
-fn a_state_is_rebuilt_from_compressed_images() {
-    let mut maker = four();
-    maker.compress = true;
-    maker.snapshot(1, 3, 3, 4);
-    let rebuilt = rebuild(&maker.files, &RebuildOptions { base: Some(SnapshotId(1)), ..Default::default() });
-    assert_eq!(rebuilt.unwrap().contents[&PAGE], content(4));
-    // One bit of the payload, whatever is in it.
-    maker.files.0.get_mut(&FileName::Pages(1)).unwrap()[4096 + 128 + 9] ^= 1;
-    let rebuilt = rebuild(&maker.files, &RebuildOptions { base: Some(SnapshotId(1)), ..Default::default() });
-    let damage = rebuilt.unwrap_err().to_string();
-    assert!(damage.contains("image checksum is"), "{damage}");
 }
 
 #[test]

@@ -1,0 +1,71 @@
+//! What a salvage takes of a damaged store, and what it does not.
+
+use remanent_format::manifest::{Manifest, ManifestKind};
+use remanent_format::salvage::{Found, Salvage};
+use remanent_format::store::{Features, StoreFile, StoreRecord};
+use remanent_format::{Epoch, FileName, Lsn};
+
+use crate::maker::{Maker, PAGE, STORE, content};
+use crate::verdict::{four, resum, segment};
+
+fn salvage(maker: &Maker) -> Salvage<'_> {
+    let store = StoreFile { store: STORE, features: Features::default(), record: StoreRecord::default() };
+    Salvage::read(&maker.files, store, 1 << 20).unwrap()
+}
+
+/// The guards of a salvage, one by one: what looks like a batch, or like a version, and never was one.
+#[test]
+fn a_salvage_takes_nothing_that_never_was() {
+    let salvaged = |maker: &Maker| {
+        let salvage = salvage(maker);
+        let info = salvage.state().table.get(PAGE).expect("the page").clone();
+        let Found::Exact(bytes) = salvage.find(&info) else { panic!("{:?}", salvage.find(&info)) };
+        assert_eq!(info.lsn, salvage.state().table.lsn());
+        assert_eq!(bytes, content(info.lsn.0), "the page at {}", info.lsn);
+        info.lsn.0
+    };
+    assert_eq!(salvaged(&four()), 4);
+
+    // A batch behind the end that the next incarnation gives is cut, and follows its predecessor all the same.
+    let mut cut = four();
+    let mut longer = cut.clone();
+    longer.batch();
+    let (number, at) = longer.at(5);
+    assert_eq!(number, 2);
+    let frame = longer.frame_at(5).to_vec();
+    cut.reopen(2);
+    segment(&mut cut, number)[at..][..frame.len()].copy_from_slice(&frame);
+    assert_eq!(salvaged(&cut), 4);
+
+    // A frame that follows nothing, and is under no mark.
+    let mut stray = four();
+    stray.frame_at(4)[72] ^= 1;
+    resum(stray.frame_at(4));
+    assert_eq!(salvaged(&stray), 3);
+    // Its own mark does not prove it.
+    stray.frame_at(4)[56] = 9;
+    resum(stray.frame_at(4));
+    assert_eq!(salvaged(&stray), 3);
+
+    // The table of a restore that never came gives the next batch's number to an older content.
+    let mut maker = four();
+    maker.batch();
+    let mut table = Manifest { kind: ManifestKind::Table, ..maker.manifest(9, 2, 2, 5) };
+    (table.entries[0].lsn, table.entries[0].epoch, table.epoch_high) = (Lsn(5), Epoch(5), Epoch(5));
+    maker.publish(FileName::Table(9), &table);
+    assert_eq!(salvaged(&maker), 5);
+}
+
+/// A snapshot needs a batch that is lost, and so does the log's beginning. What the snapshot has of the page is
+/// proven, but nobody knows of which state it was.
+#[test]
+fn nothing_is_exact_where_no_state_is_known() {
+    let mut maker = four();
+    maker.snapshot(1, 2, 3, 4);
+    [1, 4].into_iter().for_each(|lsn| maker.frame_at(lsn)[8] ^= 1);
+    let salvage = salvage(&maker);
+    assert!(!salvage.state().is_whole);
+    let info = salvage.state().table.get(PAGE).expect("the page");
+    let Found::Older { version, bytes, .. } = salvage.find(info) else { panic!("{:?}", salvage.find(info)) };
+    assert_eq!((version.lsn, bytes), (Lsn(3), content(3)));
+}

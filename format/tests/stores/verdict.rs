@@ -1,0 +1,63 @@
+//! What reading a store must give, and the store of four batches that most rows begin with.
+
+use remanent_format::rebuild::{RebuildOptions, Rebuilt, rebuild};
+use remanent_format::{Epoch, FileName, Lsn};
+
+use crate::maker::{Maker, PAGE, content, root};
+
+/// What reading a store must give.
+#[derive(Debug)]
+pub enum Verdict {
+    /// The state at this Lsn; nothing was cut.
+    Clean(u64),
+    /// The state at this Lsn; what is cut begins with the batch behind it and was seen up to the second.
+    Torn(u64, u64),
+    /// Refused; the damage reads so.
+    Refused(&'static str),
+}
+pub use Verdict::{Clean, Refused, Torn};
+
+pub fn rebuilt(maker: &Maker) -> Result<Rebuilt, String> {
+    rebuild(&maker.files, &RebuildOptions::default()).map_err(|damage| damage.to_string())
+}
+
+pub fn check_state(why: &str, rebuilt: &Rebuilt, lsn: u64) {
+    assert_eq!(rebuilt.table.lsn(), Lsn(lsn), "{why}");
+    let info = rebuilt.table.get(PAGE).unwrap_or_else(|| panic!("{why}: the page is gone"));
+    assert_eq!((info.lsn, info.epoch), (Lsn(lsn), Epoch(lsn)), "{why}");
+    assert_eq!(rebuilt.contents[&PAGE], content(lsn), "{why}");
+    assert_eq!(rebuilt.table.root(), &root(lsn), "{why}");
+}
+
+pub fn check(why: &str, maker: &Maker, verdict: &Verdict) {
+    let found = rebuilt(maker);
+    match (verdict, &found) {
+        (Refused(text), Err(damage)) => assert!(damage.contains(text), "{why}: {damage}, expected {text}"),
+        (Clean(lsn) | Torn(lsn, _), Ok(rebuilt)) => {
+            check_state(why, rebuilt, *lsn);
+            let torn = rebuilt.end.as_ref().and_then(|end| end.torn.as_ref());
+            let torn = torn.map(|torn| (torn.first.0, torn.last.0));
+            let expected = if let Torn(lsn, last) = verdict { Some((lsn + 1, *last)) } else { None };
+            assert_eq!(torn, expected, "{why}");
+        }
+        _ => panic!("{why}: {found:?}, expected {verdict:?}"),
+    }
+}
+
+/// Four batches in four groups of two segments; the first two are under a mark, the last two are not.
+pub fn four() -> Maker {
+    let mut maker = Maker::new();
+    maker.batch().batch().sync();
+    maker.batch().batch();
+    maker
+}
+
+/// Makes a frame's own checksum fit.
+pub fn resum(frame: &mut [u8]) {
+    let crc = crc32fast::hash(&frame[..76]);
+    frame[76..80].copy_from_slice(&crc.to_le_bytes());
+}
+
+pub fn segment(maker: &mut Maker, number: u64) -> &mut Vec<u8> {
+    maker.files.0.get_mut(&FileName::Segment(number)).expect("a segment")
+}
