@@ -21,6 +21,7 @@ pub mod log;
 pub mod image;
 pub mod manifest;
 pub mod replay;
+pub mod follow;
 pub mod rebuild;
 pub mod trail;
 pub mod salvage;

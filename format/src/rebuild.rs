@@ -10,14 +10,15 @@ use std::sync::Arc;
 
 use crate::apply::apply;
 use crate::defect::{Damage, Defect, check_limit, reserve};
-use crate::frame::{FrameKind, VerifiedSnapshot};
-use crate::ids::{LogPoint, Lsn, PageId, SnapshotId};
+use crate::follow::Following;
+use crate::frame::FrameKind;
+use crate::ids::{Lsn, PageId, SnapshotId};
 use crate::image::{Codec, ImageRef};
 use crate::limits::CHAIN_LINKS_MAX;
 use crate::log::{Frame, LogEnd, LogMap, LogWalk};
 use crate::manifest::{CopyHealth, Manifest, ManifestKind, check_link, merge};
 use crate::names::{FileName, Folder, ReadAt};
-use crate::op::{Op, OpAt, decode_payload};
+use crate::op::{OpAt, decode_payload};
 use crate::replay::{Base, Resolved, Resolver};
 use crate::segment::SEGMENT_HEADER_BLOCK;
 use crate::store::StoreFile;
@@ -221,69 +222,19 @@ impl Survey {
         until: Option<Lsn>,
         note: &mut dyn FnMut(&Resolver, &Frame<'_>, &[OpAt<'_>]),
     ) -> Result<Resolution, Damage> {
-        let mut resolver = base.map_or_else(Resolver::new, |manifest| Resolver::from_manifest(manifest));
-        let from = match base {
-            Some(manifest) if manifest.kind != ManifestKind::Base => {
-                let file = FileName::Manifest(manifest.snapshot.0);
-                let found = manifest.kind.to_raw().into();
-                return Err(Defect::Field { what: "manifest kind", found }.at(file, 0));
-            }
-            Some(manifest) if Some(manifest.redo.lsn) == until => {
-                let file = FileName::Manifest(manifest.snapshot.0);
-                let resolved = resolver.finish().map_err(|defect| defect.at(file, 0))?;
-                let base = Some(manifest.snapshot);
-                return Ok(Resolution { base, resolved, end: None, batches: 0, bytes: 0 });
-            }
-            Some(manifest) => manifest.redo,
-            None => self.log.beginning().ok_or(Defect::Missing.at_lsn(FileName::Segment(1), 0, Lsn(1)))?,
-        };
-        let (mut batches, mut bytes) = (0, 0);
-        let mut walk = LogWalk::new(source, &self.log, from, self.mark())?;
+        let mut following = Following::new(self, source, base)?;
+        if base.is_some_and(|manifest| Some(manifest.redo.lsn) == until) {
+            return following.finish_at_base();
+        }
+        let mut walk = LogWalk::new(source, &self.log, following.start(), self.mark())?;
         while until.is_none_or(|until| walk.point().lsn < until) {
             let Some(frame) = walk.next()? else { break };
-            if frame.header.kind != FrameKind::Batch {
-                continue;
+            if frame.header.kind == FrameKind::Batch {
+                let ops = following.batch(&frame.header, frame.payload)?;
+                note(following.resolver(), &frame, &ops);
             }
-            let (lsn, file, offset) =
-                (frame.header.lsn, FileName::Segment(frame.header.segment), frame.header.offset);
-            let at = |defect: Defect| defect.at_lsn(file, offset, lsn);
-            let ops = decode_payload(frame.payload).map_err(at)?;
-            // A restore among other operations is refused by the plan: it must stand alone.
-            if let [OpAt { op: Op::Restore { table, table_crc, .. }, .. }] = ops.as_slice() {
-                resolver.restore(lsn, &self.read_table(source, *table, *table_crc)?).map_err(at)?;
-            } else {
-                resolver.batch(lsn, &ops).map_err(at)?;
-            }
-            note(&resolver, &frame, &ops);
-            batches += 1;
-            bytes += frame.header.frame_len();
         }
-        let (mut end, point) = (walk.end().cloned(), walk.point());
-        if let (Some(end), Some(base)) = (&mut end, base)
-            && end.verified.is_empty()
-        {
-            end.verified = self.recorded_before(source, base);
-        }
-        let here = FileName::Segment(point.segment);
-        let resolved =
-            resolver.finish().map_err(|defect| defect.at_lsn(here, point.offset, point.lsn.next()))?;
-        Ok(Resolution { base: base.map(|manifest| manifest.snapshot), resolved, end, batches, bytes })
-    }
-
-    /// The last record of verified snapshots before a snapshot's redo: a snapshot is recorded before the next one
-    /// begins, so that it lies behind the redo of one of those before. A crash between a snapshot and its own
-    /// record, where no other seal lies behind its redo, must not make the others forgotten.
-    fn recorded_before(&self, source: &dyn ReadAt, base: &Manifest) -> Vec<VerifiedSnapshot> {
-        let place = |point: LogPoint| (point.segment, point.offset);
-        let older = self.links.range(..base.snapshot).rev().filter_map(|(_, read)| read.as_ref().ok());
-        let mut records = older.filter_map(|(link, _)| {
-            let mut walk = LogWalk::new(source, &self.log, link.redo, self.mark()).ok()?;
-            while place(walk.point()) < place(base.redo) {
-                walk.next().ok()??;
-            }
-            Some(walk.verified().to_vec()).filter(|record| !record.is_empty())
-        });
-        records.next().unwrap_or_default()
+        following.finish(walk.end().cloned(), walk.point())
     }
 
     /// Loads the bytes of a state, each page on its own: what damage to an image takes from one page it does

@@ -104,16 +104,21 @@ impl Resolver {
     /// # Errors
     /// [`Defect::Batch`] if it cannot follow the state before it.
     pub fn batch(&mut self, lsn: Lsn, ops: &[OpAt<'_>]) -> Result<(), Defect> {
-        let news = ops.iter().filter(|at| match at.op.page() {
+        let is_news = |at: &&OpAt<'_>| match at.op.page() {
             Some(page) => {
                 let caught = self.table.get(page).is_some_and(|info| info.lsn >= lsn);
                 !caught && self.tombstones.get(&page).is_none_or(|deleted| *deleted < lsn)
             }
             None => lsn > self.root_lsn,
-        });
+        };
+        let news = ops.iter().filter(is_news);
         let changes =
-            self.table.plan(lsn, news.clone(), PlanMode::Replay).map_err(|(_, refusal)| broken(&refusal))?;
-        for OpAt { op, .. } in news {
+            self.table.plan(lsn, news, PlanMode::Replay).map_err(|(_, refusal)| broken(&refusal))?;
+        // Most operations change bytes alone; whether those are news need not be asked twice.
+        let makes_base = |at: &&OpAt<'_>| {
+            matches!(at.op, Op::Create { .. } | Op::Resize { .. } | Op::Image { .. } | Op::Delete { .. })
+        };
+        for OpAt { op, .. } in ops.iter().filter(makes_base).filter(is_news) {
             match op {
                 // The create is part of the base: the batch that contains it applies in full.
                 Op::Create { page, len, .. } => {

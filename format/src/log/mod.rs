@@ -26,5 +26,5 @@ mod walk;
 
 pub use map::{LogMap, Segment};
 pub use order::{header_in_order, places};
-pub use reader::frames_of_segment;
+pub use reader::{Supply, frames_of_segment};
 pub use walk::{Frame, LogEnd, LogWalk, TornTail};

@@ -1,6 +1,8 @@
 //! Floor 0. Reading one segment through a buffer, and looking in it for the frames that were written there.
 
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
+use std::ops::Range;
+use std::sync::Arc;
 
 use crate::defect::Defect;
 use crate::frame::{FRAME_MAGIC, FrameHeaderRaw, UncheckedFrame};
@@ -9,27 +11,43 @@ use crate::limits::{FRAME_ALIGN, GROUP_ALIGN, align_up};
 use crate::names::{FileName, ReadAt};
 use crate::segment::SEGMENT_HEADER_BLOCK;
 
-/// How much of a segment is read at a time.
-const READ_AHEAD: usize = 1 << 20;
+/// How much of a segment is read at a time, at least.
+const READ_AHEAD: u64 = 1 << 20;
+/// Where frames are longer, as much as the longest one so far is read at a time, but no more than this.
+const READ_AHEAD_MAX: u64 = 8 << 20;
 
-/// Reads one segment through a buffer.
-pub(super) struct SegmentReader<'s> {
+/// Gives memory of at least so many bytes to read into; what it holds does not matter.
+pub type Supply<'s, B> = &'s dyn Fn(usize) -> io::Result<B>;
+
+/// The memory of whoever has no wishes.
+pub(super) const ORDINARY: Supply<'static, Vec<u8>> = &|len| Ok(vec![0; len]);
+
+/// Reads one segment through a buffer, which it reads into again unless somebody shares it.
+pub(super) struct SegmentReader<'s, B = Vec<u8>> {
     source: &'s dyn ReadAt,
     number: u64,
     file_len: Option<u64>,
-    buffer: Vec<u8>,
-    buffer_at: u64,
-    read_ahead: usize,
+    supply: Supply<'s, B>,
+    buffer: Option<Arc<B>>,
+    /// What the buffer holds of the file.
+    held: Range<u64>,
+    read_ahead: u64,
 }
 
 impl<'s> SegmentReader<'s> {
     pub fn new(source: &'s dyn ReadAt, number: u64) -> Self {
-        Self { source, number, file_len: None, buffer: Vec::new(), buffer_at: 0, read_ahead: READ_AHEAD }
+        Self::reading_into(source, number, ORDINARY)
+    }
+}
+
+impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
+    pub fn reading_into(source: &'s dyn ReadAt, number: u64, supply: Supply<'s, B>) -> Self {
+        Self { source, number, file_len: None, supply, buffer: None, held: 0..0, read_ahead: READ_AHEAD }
     }
 
     /// Forgets what was read ahead.
     pub fn forget(&mut self) {
-        self.buffer.clear();
+        self.held = 0..0;
     }
 
     pub fn file_len(&mut self) -> Result<u64, Defect> {
@@ -44,33 +62,77 @@ impl<'s> SegmentReader<'s> {
 
     /// `len` bytes at `offset`, which must lie within the file: so no buffer is longer than the file.
     pub fn bytes(&mut self, offset: u64, len: usize) -> Result<&[u8], Defect> {
+        let (buffer, at) = self.shared(offset, len)?;
+        Ok(&(**buffer).as_ref()[at..at + len])
+    }
+
+    /// As [`bytes`](Self::bytes): the buffer in which they lie, and where. While somebody else holds on to it, it
+    /// stays as it is, and what comes next is read into another one.
+    pub fn shared(&mut self, offset: u64, len: usize) -> Result<(&Arc<B>, usize), Defect> {
         let file_len = self.file_len()?;
         let end = offset.saturating_add(len as u64);
         if end > file_len {
             return Err(Defect::Truncated { needed: end, have: file_len });
         }
-        let buffered = offset >= self.buffer_at && end <= self.buffer_at + self.buffer.len() as u64;
-        if !buffered && self.fill(offset, len.max(self.read_ahead.min((file_len - offset) as usize))).is_err()
-        {
-            // A sector that cannot be read must not cost what lies before it.
-            self.read_ahead = 0;
-            self.fill(offset, len)?;
+        if offset < self.held.start || end > self.held.end {
+            self.fill(offset, end, file_len)?;
         }
-        let start = (offset - self.buffer_at) as usize;
-        Ok(&self.buffer[start..start + len])
+        let buffer = self.buffer.as_ref().expect("it holds what was asked for, be it nothing");
+        Ok((buffer, (offset - self.held.start) as usize))
     }
 
-    fn fill(&mut self, offset: u64, len: usize) -> Result<(), Defect> {
-        self.buffer.resize(len, 0);
-        self.buffer_at = offset;
-        self.source.read_at(FileName::Segment(self.number), offset, &mut self.buffer).map_err(|error| {
-            self.buffer.clear();
-            unreadable(error)
+    /// What it has read from `offset` on; nothing if it has not read that yet.
+    fn held_from(&self, offset: u64) -> &[u8] {
+        let held = self.buffer.as_ref().filter(|_| self.held.contains(&offset));
+        held.map_or(&[], |buffer| {
+            let buffer = &(**buffer).as_ref()[..(self.held.end - self.held.start) as usize];
+            &buffer[(offset - self.held.start) as usize..]
         })
+    }
+
+    /// Reads these bytes, and some more. They begin and end on blocks, which direct reads take without a copy.
+    fn fill(&mut self, offset: u64, end: u64, file_len: u64) -> Result<(), Defect> {
+        if self.read_ahead > 0 {
+            // The next header, and what lies before it up to a block, fit behind the longest frame.
+            self.read_ahead = self.read_ahead.max((end - offset + 2 * GROUP_ALIGN).min(READ_AHEAD_MAX));
+            let start = offset - offset % GROUP_ALIGN;
+            let ahead = align_up(end.max(start.saturating_add(self.read_ahead)), GROUP_ALIGN);
+            if self.read(start..ahead.min(file_len)).is_ok() {
+                return Ok(());
+            }
+            // A sector that cannot be read must not cost what lies before it.
+            self.read_ahead = 0;
+        }
+        self.read(offset..end)
+    }
+
+    /// Fills the buffer with this range. What it has of it by now is moved and not read again.
+    fn read(&mut self, range: Range<u64>) -> Result<(), Defect> {
+        let len = (range.end - range.start) as usize;
+        let held = std::mem::replace(&mut self.held, 0..0);
+        let is_held = held.contains(&range.start);
+        let kept = if is_held { held.end.min(range.end) - range.start } else { 0 } as usize;
+        let kept_at = if is_held { range.start - held.start } else { 0 } as usize;
+        match self.buffer.as_mut().and_then(Arc::get_mut).filter(|own| (**own).as_ref().len() >= len) {
+            Some(own) => own.as_mut().copy_within(kept_at..kept_at + kept, 0),
+            None => {
+                let mut new = (self.supply)(len).map_err(unreadable)?;
+                if let Some(old) = &self.buffer {
+                    new.as_mut()[..kept].copy_from_slice(&(**old).as_ref()[kept_at..kept_at + kept]);
+                }
+                self.buffer = Some(Arc::new(new));
+            }
+        }
+        let own = self.buffer.as_mut().and_then(Arc::get_mut).expect("its own, or new");
+        let target = &mut own.as_mut()[kept..len];
+        let at = range.start + kept as u64;
+        self.source.read_at(FileName::Segment(self.number), at, target).map_err(unreadable)?;
+        self.held = range;
+        Ok(())
     }
 }
 
-fn unreadable(error: std::io::Error) -> Defect {
+fn unreadable(error: io::Error) -> Defect {
     match error.kind() {
         ErrorKind::NotFound => Defect::Missing,
         _ => Defect::Unreadable(error.to_string()),
@@ -90,6 +152,14 @@ pub(super) fn own_frames<'r>(
     let mut at = align_up(offset, step);
     std::iter::from_fn(move || {
         while at < file_len {
+            // Most places are nobody's, and there are many: what was read is looked through at one go.
+            let magics = reader.held_from(at).chunks(step as usize);
+            let passed = magics
+                .take_while(|bytes| bytes.len() >= FRAME_MAGIC.len() && !bytes.starts_with(&FRAME_MAGIC));
+            at += step * passed.count() as u64;
+            if at >= file_len {
+                break;
+            }
             let here = at;
             at += step;
             match reader.bytes(here, FrameHeaderRaw::LEN) {
@@ -123,4 +193,60 @@ pub fn frames_of_segment(source: &dyn ReadAt, store: StoreId, number: u64) -> Ve
             is_outside
         })
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::names::Folder;
+
+    /// A single segment.
+    struct OneFile(Vec<u8>);
+
+    impl ReadAt for OneFile {
+        fn list(&self, _: Folder) -> io::Result<Vec<String>> {
+            Ok(Vec::new())
+        }
+        fn len(&self, _: FileName) -> io::Result<Option<u64>> {
+            Ok(Some(self.0.len() as u64))
+        }
+        fn read_at(&self, _: FileName, offset: u64, out: &mut [u8]) -> io::Result<()> {
+            let found = self.0.get(offset as usize..offset as usize + out.len());
+            out.copy_from_slice(found.ok_or(ErrorKind::UnexpectedEof)?);
+            Ok(())
+        }
+    }
+
+    /// Ranges forward and back, short and longer than what is read ahead; every third one is held on to.
+    #[test]
+    fn what_somebody_holds_on_to_stays_and_all_else_is_what_the_file_says() {
+        let file =
+            OneFile((0..5_000_003_u32).map(|at| (at.wrapping_mul(2_654_435_761) >> 13) as u8).collect());
+        let mut reader = SegmentReader::new(&file, 1);
+        let mut held = Vec::new();
+        let mut drawn = 1_u64;
+        for round in 0..600 {
+            drawn = drawn.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            let len = [16, 80, 4096, 100_000, 1_500_000][(drawn >> 60) as usize % 5];
+            // Mostly a little further on, as a walk goes.
+            let offset = match round % 7 {
+                0 => (drawn >> 20) % (file.0.len() - len) as u64,
+                _ => (reader.held.start + (drawn >> 40) % 600_000).min((file.0.len() - len) as u64),
+            };
+            let expected = &file.0[offset as usize..][..len];
+            let (memory, at) = reader.shared(offset, len).unwrap();
+            assert!(memory[at..at + len] == *expected, "{offset}+{len} in round {round}");
+            if round % 3 == 0 {
+                held.push((memory.clone(), at, offset, len));
+                held.drain(..held.len().saturating_sub(4));
+            }
+            for (memory, at, offset, len) in &held {
+                let expected = &file.0[*offset as usize..][..*len];
+                assert!(memory[*at..*at + *len] == *expected, "{offset}+{len} held in round {round}");
+            }
+        }
+        let end = file.0.len() as u64;
+        assert_eq!(reader.bytes(end - 3, 3).unwrap(), &file.0[file.0.len() - 3..]);
+        assert_eq!(reader.bytes(end - 3, 4), Err(Defect::Truncated { needed: end + 1, have: end }));
+    }
 }

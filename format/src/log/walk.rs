@@ -1,9 +1,11 @@
 //! Floor 0. The walk along the log: the frames that are valid in order (I3), and the judgement where the
 //! order ends (I4).
 
+use std::sync::Arc;
+
 use super::map::{LogMap, Segment};
 use super::order::{header_in_order, places};
-use super::reader::{SegmentReader, own_frames};
+use super::reader::{ORDINARY, SegmentReader, Supply, own_frames};
 use crate::defect::{Damage, Defect};
 use crate::frame::{
     FRAME_HEADER_LEN, FrameHeader, FrameHeaderRaw, FrameKind, VerifiedSnapshot, check_payload, decode_seal,
@@ -16,11 +18,15 @@ use crate::segment::SEGMENT_HEADER_BLOCK;
 
 /// A frame that is valid in the order of the log.
 #[derive(Debug)]
-pub struct Frame<'w> {
+pub struct Frame<'w, B = Vec<u8>> {
     /// Its header.
     pub header: FrameHeader,
     /// Its payload.
     pub payload: &'w [u8],
+    /// The memory in which the payload lies. Whoever clones this keeps it as it is; the walk reads on elsewhere.
+    pub memory: &'w Arc<B>,
+    /// Where the payload begins in it.
+    pub payload_at: usize,
     /// The point at its end.
     pub end: LogPoint,
     /// Whether it lies in the newest incarnation.
@@ -79,10 +85,11 @@ impl Break {
 }
 
 /// Walks the log from a point, frame by frame.
-pub struct LogWalk<'s> {
+pub struct LogWalk<'s, B = Vec<u8>> {
     source: &'s dyn ReadAt,
     map: &'s LogMap,
-    reader: SegmentReader<'s>,
+    supply: Supply<'s, B>,
+    reader: SegmentReader<'s, B>,
     point: LogPoint,
     /// The last batch's end; seals do not move it.
     accepted: LogPoint,
@@ -101,6 +108,22 @@ impl<'s> LogWalk<'s> {
     /// # Errors
     /// [`Damage`] if `from` is not on the line.
     pub fn new(source: &'s dyn ReadAt, map: &'s LogMap, from: LogPoint, mark: Lsn) -> Result<Self, Damage> {
+        Self::reading_into(source, map, from, mark, ORDINARY)
+    }
+}
+
+impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
+    /// As [`LogWalk::new`], with memory of the caller's to read into.
+    ///
+    /// # Errors
+    /// [`Damage`] if `from` is not on the line.
+    pub fn reading_into(
+        source: &'s dyn ReadAt,
+        map: &'s LogMap,
+        from: LogPoint,
+        mark: Lsn,
+        supply: Supply<'s, B>,
+    ) -> Result<Self, Damage> {
         let file = FileName::Segment(from.segment);
         let on_line = Some(from.incarnation) == map.newest || map.successor(from.incarnation).is_some();
         if !on_line && let Some(damage) = &map.cut {
@@ -117,7 +140,8 @@ impl<'s> LogWalk<'s> {
         let mut walk = Self {
             source,
             map,
-            reader: SegmentReader::new(source, from.segment),
+            supply,
+            reader: SegmentReader::reading_into(source, from.segment, supply),
             point: from,
             accepted: from,
             mark,
@@ -137,7 +161,7 @@ impl<'s> LogWalk<'s> {
     /// # Errors
     /// [`Damage`] where the log must go on and does not.
     #[expect(clippy::should_implement_trait, reason = "a frame borrows the walk's buffer")]
-    pub fn next(&mut self) -> Result<Option<Frame<'_>>, Damage> {
+    pub fn next(&mut self) -> Result<Option<Frame<'_, B>>, Damage> {
         if self.end.is_some() {
             return Ok(None);
         }
@@ -151,13 +175,13 @@ impl<'s> LogWalk<'s> {
             Ok((header, end)) => {
                 self.accept(&header, end)?;
                 let newest = Some(header.incarnation) == self.map.newest;
-                let payload = self
-                    .reader
-                    .bytes(header.offset + FRAME_HEADER_LEN, header.payload_len as usize)
-                    .map_err(|defect| {
+                let payload_len = header.payload_len as usize;
+                let (memory, payload_at) =
+                    self.reader.shared(header.offset + FRAME_HEADER_LEN, payload_len).map_err(|defect| {
                         defect.at_lsn(FileName::Segment(header.segment), header.offset, header.lsn)
                     })?;
-                return Ok(Some(Frame { header, payload, end, newest }));
+                let payload = &(**memory).as_ref()[payload_at..payload_at + payload_len];
+                return Ok(Some(Frame { header, payload, memory, payload_at, end, newest }));
             }
             Err(at_break) => at_break,
         };
@@ -216,7 +240,7 @@ impl<'s> LogWalk<'s> {
             self.accepted = self.point;
             self.proven = self.point;
             self.unproven.clear();
-            self.reader = SegmentReader::new(self.source, segment);
+            self.reader = SegmentReader::reading_into(self.source, segment, self.supply);
             self.note_opening(segment);
         }
         Ok(())
@@ -244,7 +268,10 @@ impl<'s> LogWalk<'s> {
         // Only a sound next segment can continue the order; whether a missing or damaged one matters is
         // for the judgement.
         if self.check_segment(next).is_ok() {
-            let reader = std::mem::replace(&mut self.reader, SegmentReader::new(self.source, next));
+            let reader = std::mem::replace(
+                &mut self.reader,
+                SegmentReader::reading_into(self.source, next, self.supply),
+            );
             match self.try_or_break(next, start) {
                 Ok(found) => return Ok(found),
                 Err(other) => at_break = at_break.or(other),
