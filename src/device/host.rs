@@ -6,7 +6,8 @@
 //!
 //! Locks: the table of memories is locked only to look one up, so a long copy never holds up `allocate`;
 //! each memory has its own lock, so lanes run side by side; and no command waits for a memory's
-//! lock while it holds another memory's for writing, so they cannot block each other for good.
+//! lock while it holds another memory's for writing, so they cannot block each other for good. One that wants several
+//! takes them only if all are free.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt::Display;
@@ -26,6 +27,11 @@ use super::{
 use crate::disk::AlignedBuf;
 use crate::error::{Error, Result};
 use crate::sync::Mutex;
+
+/// Deltas that are merged together at most.
+const TOGETHER_MAX: usize = 64;
+/// The longest of them, in bytes: a reader of one of their pages waits for microseconds.
+const SHORT_LEN_MAX: u64 = 1024;
 
 /// Pages in ordinary memory, whatever place they name; only [`Place::Disk`] is unavailable.
 #[derive(Debug)]
@@ -76,6 +82,15 @@ impl HostDevice {
         memory.unwrap_or_else(|| panic!("{id:?} is no memory of this device"))
     }
 
+    /// As [`memory`](Self::memory), for several at one go.
+    fn memories_of(&self, ids: &[MemoryId]) -> Vec<Arc<Memory>> {
+        let memories = self.memories.read();
+        let memory = |id: &MemoryId| memories.get(id).cloned();
+        ids.iter()
+            .map(|id| memory(id).unwrap_or_else(|| panic!("{id:?} is no memory of this device")))
+            .collect()
+    }
+
     fn lane(&self, lane: Lane) -> &HostLane {
         &self.lanes[lane as usize]
     }
@@ -91,7 +106,7 @@ impl HostDevice {
         match command {
             Command::Upload { source, target } => self.upload(staged(staging, source), target),
             Command::Download { source, target } => self.download(source, staged_mut(staging, target)),
-            Command::Apply { pieces } => pieces.iter().for_each(|piece| self.apply(piece, staging)),
+            Command::Apply { pieces } => self.apply_all(&pieces, staging),
             Command::Copy { source, target } => self.copy(source, target),
             Command::Fill { target, pattern, width } => self.fill(target, pattern, width),
             Command::Gather { sources, target } => {
@@ -125,6 +140,41 @@ impl HostDevice {
         target.copy_from_slice(bytes_of(&memory.read(), source));
     }
 
+    /// Short deltas go many at a time, the others one by one.
+    fn apply_all(&self, pieces: &[Piece], staging: &[Staging]) {
+        for alike in pieces.chunk_by(|one, next| is_short(one) && is_short(next)) {
+            for some in alike.chunks(TOGETHER_MAX) {
+                if some.len() == 1 || !self.merge_together(some, staging) {
+                    some.iter().for_each(|piece| self.apply(piece, staging));
+                }
+            }
+        }
+    }
+
+    /// Merges short deltas, all of whose memories are locked first. A lock that is let go waits until the stores
+    /// before it are done, and a short delta's mostly miss the cache: in a profile of the replay of 256-byte deltas seven tenths of
+    /// the time spent here were this wait. Together the misses overlap.
+    ///
+    /// Returns `false`, with nothing done, if one of the memories is in use: who holds locks waits for none.
+    fn merge_together(&self, pieces: &[Piece], staging: &[Staging]) -> bool {
+        let mut ids: Vec<MemoryId> = pieces.iter().map(|piece| piece.target.memory).collect();
+        ids.sort_unstable();
+        ids.dedup();
+        let memories = self.memories_of(&ids);
+        let guards: Option<Vec<_>> = memories.iter().map(|memory| memory.try_write()).collect();
+        let Some(mut guards) = guards else { return false };
+        let mut contents: Vec<&mut Vec<u8>> = guards.iter_mut().map(|bytes| Arc::make_mut(bytes)).collect();
+        for piece in pieces {
+            let Payload::Staging { index, offset } = piece.payload else {
+                unreachable!("short ones are staged")
+            };
+            let at = ids.binary_search(&piece.target.memory).expect("each piece's is among them");
+            let range = range(piece.target, contents[at].len());
+            merge(&mut contents[at][range], piece.kind, &staging[index][offset..]);
+        }
+        true
+    }
+
     fn apply(&self, piece: &Piece, staging: &[Staging]) {
         match (piece.payload, piece.kind) {
             (Payload::Staging { index, offset }, _) => self.merge(piece, &staging[index][offset..]),
@@ -142,17 +192,7 @@ impl HostDevice {
     fn merge(&self, piece: &Piece, payload: &[u8]) {
         let memory = self.memory(piece.target.memory);
         let mut bytes = memory.write();
-        let target = bytes_of_mut(&mut bytes, piece.target);
-        match piece.kind {
-            PieceKind::Dense => target.copy_from_slice(&payload[..target.len()]),
-            PieceKind::Masked { width, bytes_at } => {
-                let count = elements(target.len(), width);
-                merge_masked(target, &payload[..count.div_ceil(8)], &payload[bytes_at..], width);
-            }
-            PieceKind::Sparse { width, count, values_at } => {
-                merge_sparse(target, &payload[..4 * count], &payload[values_at..], width);
-            }
-        }
+        merge(bytes_of_mut(&mut bytes, piece.target), piece.kind, payload);
     }
 
     /// Copies through a small area of its own, so that only one memory is locked at a time.
@@ -381,6 +421,25 @@ impl StagingMemory for HostStaging {
 fn set_bits(bits: &[u8]) -> Vec<u32> {
     let is_set = |bit: &u32| bits[*bit as usize / 8] >> (bit % 8) & 1 == 1;
     (0..8 * bits.len() as u32).filter(is_set).collect()
+}
+
+/// Whether a delta takes hardly longer than finding and locking its memory.
+fn is_short(piece: &Piece) -> bool {
+    matches!(piece.payload, Payload::Staging { .. }) && piece.target.len <= SHORT_LEN_MAX
+}
+
+/// Merges a delta's bytes into its range.
+fn merge(target: &mut [u8], kind: PieceKind, payload: &[u8]) {
+    match kind {
+        PieceKind::Dense => target.copy_from_slice(&payload[..target.len()]),
+        PieceKind::Masked { width, bytes_at } => {
+            let count = elements(target.len(), width);
+            merge_masked(target, &payload[..count.div_ceil(8)], &payload[bytes_at..], width);
+        }
+        PieceKind::Sparse { width, count, values_at } => {
+            merge_sparse(target, &payload[..4 * count], &payload[values_at..], width);
+        }
+    }
 }
 
 /// Elements whose bit is 1 are replaced.
