@@ -1,9 +1,11 @@
-//! Floor 1. Several threads over one list of work: images are checksummed, compressed, written and read so.
+//! Floor 1. Several threads over one list of work: images are checksummed, compressed, written and read so. And two
+//! threads one behind the other: of the log one reads what the other uses.
 
 use std::num::NonZero;
 use std::sync::Mutex;
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc;
 
 use crate::sync::thread;
 
@@ -63,6 +65,47 @@ pub(crate) fn map<W, T: Send, E: Send>(
     Ok(done.into_iter().map(|(_, result)| result).collect())
 }
 
+/// Who was to make the pieces of [`ahead`] panicked.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Panicked;
+
+/// Has `make` hand out pieces, and does `take` with each, in their order. Returns what `make` returns in the end.
+/// `make` is given what it hands them out by; that says `false` once no more is wanted.
+///
+/// `make` has a thread of its own, and is up to `count_max` pieces ahead. Where that is 0, or two threads cannot run
+/// at once, or the thread cannot be started, each piece is taken as it is made.
+///
+/// # Errors
+/// The first of `take`; [`Panicked`].
+pub(crate) fn ahead<T: Send, R: Send, E: From<Panicked>>(
+    count_max: usize,
+    make: impl Fn(&mut dyn FnMut(T) -> bool) -> R + Sync,
+    mut take: impl FnMut(T) -> Result<(), E>,
+) -> Result<R, E> {
+    let threads = if count_max == 0 { 1 } else { threads(2) };
+    std::thread::scope(|scope| {
+        let (sender, pieces) = mpsc::sync_channel(count_max);
+        let make = &make;
+        let maker = (threads > 1).then(|| {
+            let maker = std::thread::Builder::new().name("remanent-ahead".to_owned());
+            maker.spawn_scoped(scope, move || make(&mut |piece| sender.send(piece).is_ok()))
+        });
+        let Some(Ok(maker)) = maker else {
+            let mut taken = Ok(());
+            let made = make(&mut |piece| {
+                taken = take(piece);
+                taken.is_ok()
+            });
+            return taken.map(|()| made);
+        };
+        // Consumed, so that a maker that waits to hand out a piece which nobody wants any more goes on.
+        let taken = pieces.into_iter().try_for_each(take);
+        let made = maker.join();
+        taken?;
+        made.map_err(|_panic| Panicked.into())
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use std::convert::Infallible;
@@ -108,5 +151,66 @@ mod tests {
         let together = std::sync::Barrier::new(3);
         let met = map(3, 3, || (), |(), _| Ok::<_, Infallible>(together.wait().is_leader())).unwrap();
         assert_eq!(met.iter().filter(|leads| **leads).count(), 1);
+    }
+
+    /// What was taken of the numbers below 100, and what came of it.
+    fn numbers(count_max: usize, refused: u32) -> (Vec<u32>, Result<&'static str, Failure>) {
+        let mut taken = Vec::new();
+        let made = ahead(
+            count_max,
+            |give| {
+                let all = (0..100).all(give);
+                if all { "all" } else { "some" }
+            },
+            |number| {
+                taken.push(number);
+                if number == refused { Err(Failure::Refused) } else { Ok(()) }
+            },
+        );
+        (taken, made)
+    }
+
+    #[derive(Debug, PartialEq, Eq)]
+    enum Failure {
+        Refused,
+        Panicked,
+    }
+
+    impl From<Panicked> for Failure {
+        fn from(_: Panicked) -> Self {
+            Self::Panicked
+        }
+    }
+
+    #[test]
+    fn pieces_are_taken_in_their_order_until_one_is_refused() {
+        for count_max in [0, 1, 2, 1000] {
+            assert_eq!(numbers(count_max, 100), ((0..100).collect(), Ok("all")), "{count_max}");
+            for refused in [0, 50, 99] {
+                let expected = ((0..=refused).collect(), Err(Failure::Refused));
+                assert_eq!(numbers(count_max, refused), expected, "{count_max}");
+            }
+        }
+    }
+
+    /// With the channel full and with it empty: nobody waits for a piece that never comes.
+    #[test]
+    fn a_panic_ahead_is_an_error() {
+        if threads(2) < 2 {
+            eprintln!("SKIPPED: one thread at a time can run here, so nothing is made ahead");
+            return;
+        }
+        for panics_at in [0, 1, 5] {
+            let mut taken = 0;
+            let make = |give: &mut dyn FnMut(u32) -> bool| {
+                (0..panics_at).for_each(|number| assert!(give(number)));
+                panic!("as this test wants it");
+            };
+            let made: Result<(), Failure> = ahead(2, make, |_| {
+                taken += 1;
+                Ok(())
+            });
+            assert_eq!((made, taken), (Err(Failure::Panicked), panics_at));
+        }
     }
 }

@@ -173,6 +173,18 @@ impl DerefMut for StagingBuf {
     }
 }
 
+impl AsRef<[u8]> for StagingBuf {
+    fn as_ref(&self) -> &[u8] {
+        self
+    }
+}
+
+impl AsMut<[u8]> for StagingBuf {
+    fn as_mut(&mut self) -> &mut [u8] {
+        self
+    }
+}
+
 /// The length of the class from which staging of `len` bytes comes; `None` if it is made to measure.
 fn class_of(len: usize) -> Option<usize> {
     (len <= CLASS_LEN_MAX).then(|| len.next_power_of_two().max(CLASS_LEN_MIN))

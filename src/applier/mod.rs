@@ -26,7 +26,7 @@ pub(crate) use cold::{ColdPage, ColdPages};
 pub(crate) use cut::Cut;
 pub(crate) use drain::Drain;
 pub(crate) use leases::{LeaseId, Leases};
-pub(crate) use pieces::{ListBuilder, needs_aside, stage_aside};
+pub(crate) use pieces::{ListBuilder, PayloadAt, needs_aside, stage_aside};
 
 use crate::arena::{Arena, PageMemory};
 use crate::device::{CommandList, Device, Fence, Lane, Pending, SHORT_COPY_LEN_MAX};
@@ -495,7 +495,7 @@ impl Worker {
     fn batch(&mut self, work: Work) {
         let Work { point, payload, changes, mut memory, mut spares, mut asides } = work;
         assert!(point.lsn == self.applied.point.lsn.next()); // I3: in the order of the log, without a hole.
-        let index = self.list.payload_index();
+        let in_list = PayloadAt { index: self.list.payload_index(), offset: 0 };
         let ops = decode_payload(&payload).expect("decoded before it was logged");
         for at in &ops {
             match at.op {
@@ -529,7 +529,7 @@ impl Worker {
                     if let Some(page) = at.op.page() {
                         self.before_change(page, &mut spares);
                         let memory = self.applied.memory.get(&page).expect("planned on a page that exists");
-                        self.list.data(at, index, memory, aside);
+                        self.list.data(at, in_list, memory, aside);
                     }
                 }
             }

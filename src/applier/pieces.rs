@@ -22,6 +22,15 @@ pub(crate) struct ListBuilder {
     payload_bytes: usize,
 }
 
+/// Where the payload of a batch lies.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PayloadAt {
+    /// Index into the list's staging.
+    pub index: usize,
+    /// Its first byte.
+    pub offset: usize,
+}
+
 /// Whether a device cannot read the operation's bytes where they lie in the payload.
 pub(crate) fn needs_aside(op: &Op<'_>) -> bool {
     match op {
@@ -64,12 +73,12 @@ pub(crate) fn stage_aside(
 }
 
 impl ListBuilder {
-    /// The index of the payload that is handed over next, by which its operations name it.
+    /// The index of the staging that is handed over next, by which operations name it.
     pub fn payload_index(&self) -> usize {
         self.list.staging.len()
     }
 
-    /// Hands over a payload, once its operations are added.
+    /// Hands over the staging of a payload, or of several, once their operations are added.
     pub fn payload(&mut self, payload: StagingBuf) {
         for staged in std::iter::once(payload).chain(self.asides.drain(..)) {
             self.payload_bytes += staged.len();
@@ -93,15 +102,21 @@ impl ListBuilder {
     }
 
     /// Adds what the operation does to the bytes of its page; nothing if it is not about bytes. The
-    /// operation lies in the payload with this index; `aside` is what [`stage_aside`] made of it.
-    pub fn data(&mut self, at: &OpAt<'_>, payload: usize, memory: &PageMemory, aside: Option<StagingBuf>) {
+    /// operation lies in `payload`; `aside` is what [`stage_aside`] made of it.
+    pub fn data(
+        &mut self,
+        at: &OpAt<'_>,
+        payload: PayloadAt,
+        memory: &PageMemory,
+        aside: Option<StagingBuf>,
+    ) {
         assert!(aside.is_some() == needs_aside(&at.op));
         let staged = match aside {
             Some(aside) => {
                 self.asides.push(aside);
-                Payload::Staging { index: payload + self.asides.len(), offset: 0 }
+                Payload::Staging { index: payload.index + self.asides.len(), offset: 0 }
             }
-            None => Payload::Staging { index: payload, offset: at.body_at },
+            None => Payload::Staging { index: payload.index, offset: payload.offset + at.body_at },
         };
         let Some((offset, len)) = at.op.range().filter(|(_, len)| *len > 0) else { return };
         let target = memory.part(offset, len);

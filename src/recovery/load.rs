@@ -5,18 +5,17 @@
 use std::collections::{HashMap, VecDeque};
 
 use remanent_format::apply::apply;
-use remanent_format::frame::FrameKind;
 use remanent_format::image::{Codec, ImageRef};
-use remanent_format::log::LogWalk;
 use remanent_format::manifest::Manifest;
 use remanent_format::op::decode_payload;
 use remanent_format::rebuild::{Resolution, Survey, load_base};
 use remanent_format::replay::Resolved;
 use remanent_format::{Defect, FileName, LogPoint, Lsn, PageId};
 
+use super::frames::Run;
 use super::images::{ImageLoader, threads};
 use super::{Recovery, on_disk};
-use crate::applier::{ColdPage, ListBuilder, stage_aside};
+use crate::applier::{ColdPage, ListBuilder, PayloadAt, stage_aside};
 use crate::arena::{Arena, PageMemory, Purpose};
 use crate::device::{Command, CommandList, Lane, Pending, StagingSpan};
 use crate::error::{Error, Result};
@@ -33,6 +32,8 @@ const LIST_BYTES: usize = 1 << 20;
 pub(super) struct Loaded<'a> {
     arena: &'a Arena,
     pages: Pages,
+    /// The payloads of the batches that no mark proves, in order.
+    pub tail: Vec<Vec<u8>>,
 }
 
 /// The memory of all pages.
@@ -79,8 +80,10 @@ pub(super) fn load<'a>(
         recovery,
         pages: Pages::default(),
         on_host: HashMap::new(),
+        base_newest: resolution.resolved.bases.values().map(|base| base.lsn).max().unwrap_or_default(),
         list: ListBuilder::default(),
         in_flight: VecDeque::new(),
+        tail: Vec::new(),
     };
     let loaded = loader.load(source, survey, base, resolution).and_then(|()| loader.drain(0));
     if loaded.is_err() {
@@ -94,7 +97,7 @@ pub(super) fn load<'a>(
             }
         }
     }
-    loaded.map(|()| Loaded { arena: recovery.arena, pages: loader.pages })
+    loaded.map(|()| Loaded { arena: recovery.arena, pages: loader.pages, tail: loader.tail })
 }
 
 /// Brings pages into device memory.
@@ -104,8 +107,11 @@ struct Loader<'a> {
     /// Pages whose length changes during replay are put together in host memory: on the device they are
     /// allocated once, at their final length.
     on_host: HashMap<PageId, Vec<u8>>,
+    /// Later batches apply to every page that they name: its base need not be looked up for each operation.
+    base_newest: Lsn,
     list: ListBuilder,
     in_flight: VecDeque<Pending>,
+    tail: Vec<Vec<u8>>,
 }
 
 impl Loader<'_> {
@@ -128,8 +134,14 @@ impl Loader<'_> {
             Some(manifest) => manifest.redo,
             None => survey.log.beginning().expect("resolved from it"),
         };
-        self.replay(&sealed, survey, from, end.proven.lsn, resolution)?;
-        self.replay(source, survey, end.proven, end.accepted.lsn, resolution)?;
+        let recovery = self.recovery;
+        recovery
+            .replay(&sealed, survey, from, end.proven.lsn, |run| self.replay(run, &resolution.resolved))?;
+        // What no mark proves is read through the cache: that is where it is.
+        recovery.replay(source, survey, end.proven, end.accepted.lsn, |run| {
+            self.tail.extend(run.batches.iter().map(|batch| run.payload(batch).to_vec()));
+            self.replay(run, &resolution.resolved)
+        })?;
         self.flush()?;
         for (page, bytes) in std::mem::take(&mut self.on_host) {
             self.upload(page, &bytes)?;
@@ -199,54 +211,37 @@ impl Loader<'_> {
         self.drain(IN_FLIGHT_MAX)
     }
 
-    /// Replays the batches after `from` up to `until`.
-    fn replay(
-        &mut self,
-        source: &DiskSource,
-        survey: &Survey,
-        from: LogPoint,
-        until: Lsn,
-        resolution: &Resolution,
-    ) -> Result<()> {
-        let mut walk = LogWalk::new(source, &survey.log, from, survey.mark())?;
-        while walk.point().lsn < until {
-            let frame = walk.next()?.ok_or_else(|| {
-                // It was there a moment ago, in the cache: the medium has something else.
-                Defect::Missing.at_lsn(FileName::Segment(from.segment), from.offset, until)
-            })?;
-            if frame.header.kind != FrameKind::Batch {
-                continue;
-            }
-            let lsn = frame.header.lsn;
-            let at = |defect: Defect| {
-                defect.at_lsn(FileName::Segment(frame.header.segment), frame.header.offset, lsn)
-            };
-            let ops = decode_payload(frame.payload).map_err(at)?;
-            let index = self.list.payload_index();
-            let mut staged = false;
+    /// Replays batches.
+    fn replay(&mut self, run: Run, resolved: &Resolved) -> Result<()> {
+        let index = self.list.payload_index();
+        let mut staged = false;
+        for batch in &run.batches {
+            let lsn = batch.header.lsn;
+            let payload = PayloadAt { index, offset: batch.payload.start };
+            let ops = decode_payload(run.payload(batch)).map_err(|defect| batch.damage(defect))?;
             for op in &ops {
-                let Some(page) = op.op.page().filter(|page| resolution.resolved.applies(*page, lsn)) else {
+                // Pages without memory are gone in the end, or cold: then no batch here applies to them.
+                let memory = op.op.page().and_then(|page| Some((page, self.pages.memory.get(&page)?)));
+                let Some((page, memory)) = memory else { continue };
+                if lsn <= self.base_newest && !resolved.applies(page, lsn) {
                     continue;
-                };
+                }
                 if let Some(bytes) = self.on_host.get_mut(&page) {
                     apply(&op.op, bytes);
                 } else {
                     // An image is its page's base, so that no frame that names one applies here.
                     let aside = stage_aside(&op.op, &HashMap::new(), self.recovery.staging)?;
-                    self.list.data(op, index, &self.pages.memory[&page], aside);
+                    self.list.data(op, payload, memory, aside);
                     staged = true;
                 }
             }
-            if staged {
-                let mut payload = self.recovery.staging.take(frame.payload.len())?;
-                payload.copy_from_slice(frame.payload);
-                self.list.payload(payload);
-                if self.list.payload_bytes() >= LIST_BYTES {
-                    self.flush()?;
-                }
-            }
         }
-        Ok(())
+        if !staged {
+            self.recovery.staging.give(run.memory.into_staging());
+            return Ok(());
+        }
+        self.list.payload(run.memory);
+        if self.list.payload_bytes() >= LIST_BYTES { self.flush() } else { Ok(()) }
     }
 
     fn flush(&mut self) -> Result<()> {
@@ -265,6 +260,25 @@ impl Loader<'_> {
             for staging in pending.finish(&*self.recovery.device)? {
                 self.recovery.staging.give(staging);
             }
+        }
+        Ok(())
+    }
+}
+
+impl Recovery<'_> {
+    /// Reads again the batches after `from` up to `until`: when the state was resolved they were there.
+    fn replay(
+        &self,
+        source: &DiskSource,
+        survey: &Survey,
+        from: LogPoint,
+        until: Lsn,
+        each: impl FnMut(Run) -> Result<()>,
+    ) -> Result<()> {
+        let stopped = self.frames(source, survey).read(from, Some(until), each)?;
+        if stopped.point.lsn < until {
+            // In the cache, that is: the medium has something else.
+            return Err(Defect::Missing.at_lsn(FileName::Segment(from.segment), from.offset, until).into());
         }
         Ok(())
     }

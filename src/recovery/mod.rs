@@ -53,6 +53,7 @@
 
 mod fork;
 mod found;
+mod frames;
 mod images;
 mod load;
 mod opening;
@@ -62,10 +63,11 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
+use remanent_format::follow::Following;
 use remanent_format::frame::{FrameHeaderRaw, FrameKind, UncheckedFrame, VerifiedSnapshot};
 use remanent_format::image::{ImageFileHeader, ImageFileHeaderRaw, ImagePurpose};
 use remanent_format::limits::FRAME_ALIGN;
-use remanent_format::log::{LogEnd, LogWalk, TornTail};
+use remanent_format::log::{LogEnd, TornTail};
 use remanent_format::manifest::Manifest;
 use remanent_format::rebuild::{Resolution, Survey, read_manifest};
 use remanent_format::segment::{FORMAT_VERSION, SEGMENT_HEADER_BLOCK};
@@ -77,6 +79,7 @@ use remanent_format::{
 pub(crate) use self::fork::fork;
 pub use self::found::Origin;
 pub(crate) use self::found::{check_target, found_alone};
+use self::frames::Frames;
 use self::load::{Loaded, Pages, load};
 use self::opening::{Predecessor, begin, random};
 pub(crate) use self::warm::{Warmer, Warming};
@@ -243,14 +246,14 @@ impl Recovery<'_> {
             return Err(defect.at_lsn(FileName::Segment(number), 0, survey.mark()).into());
         }
 
-        let (resolution, loaded, mut harmless) = self.load_best(&source, &survey)?;
+        let (resolution, mut loaded, mut harmless) = self.load_best(&source, &survey)?;
         let end = resolution.end.clone().expect("followed to its end");
         harmless.extend(end.harmless.iter().cloned());
 
         // 4. The new incarnation.
         let store = survey.store.store;
         let highest = survey.log.segments().keys().next_back().copied().unwrap_or(0);
-        let tail = self.read_tail(&source, &survey, &end)?;
+        let tail = std::mem::take(&mut loaded.tail);
         // All is read and proven: a store that is refused was not touched.
         for folder in inner {
             self.disk.make_folder(folder)?;
@@ -334,7 +337,7 @@ impl Recovery<'_> {
         let mut passed_over: Vec<Damage> = Vec::new();
         for candidate in survey.candidates() {
             let loaded = candidate.map_err(Error::from).and_then(|base| {
-                let resolution = survey.resolve(source, base.as_ref(), None)?;
+                let resolution = self.resolve(source, survey, base.as_ref())?;
                 // I10: on the final table, before anything is allocated.
                 self.options
                     .budget
@@ -355,19 +358,26 @@ impl Recovery<'_> {
         Err(passed_over.into_iter().next().unwrap_or(nothing).into())
     }
 
-    /// The payloads of the batches that no mark proves, in order. They are read through the cache: that is
-    /// where they are.
-    fn read_tail(&self, source: &DiskSource, survey: &Survey, end: &LogEnd) -> Result<Vec<Vec<u8>>> {
-        let mut tail = Vec::new();
-        let mut walk = LogWalk::new(source, &survey.log, end.proven, survey.mark())?;
-        while walk.point().lsn < end.accepted.lsn {
-            match walk.next()? {
-                Some(frame) if frame.header.kind == FrameKind::Batch => tail.push(frame.payload.to_vec()),
-                Some(_) => {}
-                None => break,
+    /// Follows the log from a snapshot to its end, as [`Survey::resolve`] does on one thread.
+    fn resolve(
+        &self,
+        source: &DiskSource,
+        survey: &Survey,
+        base: Option<&Arc<Manifest>>,
+    ) -> Result<Resolution> {
+        let mut following = Following::new(survey, source, base)?;
+        let stopped = self.frames(source, survey).read(following.start(), None, |run| {
+            for batch in &run.batches {
+                following.batch(&batch.header, run.payload(batch))?;
             }
-        }
-        Ok(tail)
+            self.staging.give(run.memory.into_staging());
+            Ok(())
+        })?;
+        Ok(following.finish(stopped.end, stopped.point)?)
+    }
+
+    fn frames<'s>(&'s self, source: &'s DiskSource, survey: &'s Survey) -> Frames<'s> {
+        Frames { source, map: &survey.log, mark: survey.mark(), staging: self.staging }
     }
 
     /// The snapshots that the new incarnation records as verified, and the links of the one used that must
