@@ -284,7 +284,8 @@ impl Options {
     }
 
     /// Length of a new log segment in bytes, a multiple of 4096 of at least 16 KiB. Default: 16 MiB. Every
-    /// open begins a segment, which stays until snapshots make it superfluous.
+    /// open begins a segment, which stays until snapshots make it superfluous. Then it waits to be used again: up
+    /// to 512 MiB of them do, and give way to whatever finds the disk full, and to [`Store::prune`](crate::Store::prune).
     #[must_use]
     pub fn segment_len(mut self, bytes: u64) -> Self {
         self.segment_len = bytes;

@@ -139,7 +139,8 @@ impl Committer {
             return Ok((whole, None));
         }
         let contents: Vec<(PageId, &[u8])> = whole.iter().map(|whole| (whole.page, whole.bytes)).collect();
-        match WrittenAhead::write(&self.files, self.store, self.compression, &contents) {
+        let write = || WrittenAhead::write(&self.files, self.store, self.compression, &contents);
+        match self.log.pool.with_surplus(write) {
             Ok(ahead) => Ok((whole, Some(ahead))),
             Err(error @ Error::DiskFull { .. }) => Err(error),
             Err(error) => Err(self.poison.set(error)),

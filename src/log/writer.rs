@@ -56,7 +56,7 @@ pub(crate) struct LogStart {
 pub(crate) struct Log {
     store: StoreId,
     io: LogIo,
-    pub(super) pool: Arc<SegmentPool>,
+    pub pool: Arc<SegmentPool>,
     pub(super) poison: Arc<Poison>,
     /// Whether a frame could not be written or synced, or a segment not be made: nothing more becomes
     /// durable. The store is poisoned before this is set.
@@ -297,7 +297,8 @@ impl Log {
             if too_short { state.ahead.pop_front() } else { None }
         };
         if let Some(short) = short {
-            let made = self.pool.make_long(short.number, frame_len).and_then(|long| live(long, self.io));
+            let made = self.pool.with_surplus(|| self.pool.make_long(short.number, frame_len));
+            let made = made.and_then(|long| live(long, self.io));
             let (next, result) = match made {
                 Ok(long) => (long, Ok(())),
                 Err(error) => (short, Err(self.unless_full(error))),

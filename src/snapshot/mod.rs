@@ -135,7 +135,8 @@ impl Snapshots {
     ) -> Result<SnapshotInfo> {
         self.poison.check()?;
         let (began, (_, log_bytes)) = (Instant::now(), self.log.length());
-        let taken = self.write(keeping, wanted).and_then(|id| {
+        let written = self.pool.with_surplus(|| self.write(keeping, wanted.clone()));
+        let taken = written.and_then(|id| {
             match then(keeping) {
                 // No space to record it: the snapshot stands, only nothing is recycled for it.
                 Ok(()) | Err(Error::DiskFull { .. }) => Ok(keeping.snapshots[&id].info.clone()),

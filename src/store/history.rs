@@ -131,7 +131,8 @@ impl Store {
 
     /// Removes what these rules do not keep, and nothing that a kept snapshot, the log behind it or a reader
     /// needs. A snapshot whose name is given up stays as long as another rule keeps it, and has its name
-    /// again then. The store goes on by its own rules.
+    /// again then. Log segments that waited to be used again go too, except for the reserve. The store goes on by
+    /// its own rules.
     ///
     /// # Errors
     /// [`Error::DiskFull`] changes nothing; any other failure poisons the store.
@@ -140,7 +141,11 @@ impl Store {
         let Parts { snapshots, poison, applier, .. } = &self.parts;
         applier.cold().wait_all()?;
         poison.check()?;
-        snapshots.prune(&mut snapshots.keeping.lock(), retention).map_err(|error| match error {
+        let pruned = snapshots.prune(&mut snapshots.keeping.lock(), retention).and_then(|pruned| {
+            // Who prunes wants the space, and not segments that are ready.
+            snapshots.pool.release_surplus().map(|_| pruned)
+        });
+        pruned.map_err(|error| match error {
             Error::DiskFull { .. } => error,
             error => poison.set(error),
         })
@@ -219,7 +224,7 @@ impl Store {
             compression: options.compression,
             poison,
         };
-        let point = restore.run(lsn, &mut submitted, keeping)?;
+        let point = snapshots.pool.with_surplus(|| restore.run(lsn, &mut submitted, keeping))?;
         // Still under both locks: this snapshot is exact, and later opens start from it.
         match snapshots.take_keeping_all(keeping) {
             // The restore stands without it: recovery replays the record.

@@ -9,6 +9,7 @@ mod device_errors;
 mod disk_errors;
 mod disk_full;
 mod refusals;
+mod spares;
 mod waiting;
 
 use std::panic::resume_unwind;

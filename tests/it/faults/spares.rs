@@ -1,0 +1,104 @@
+//! Segments that nothing needs any more wait to be used again, and give way to whatever finds the disk full.
+
+use remanent::disk::Disk;
+use remanent::{FileName, Folder};
+
+use super::*;
+
+const SEGMENT: u64 = 16 << 10;
+const RESERVE: usize = 2;
+/// Commits between two snapshots: they fill more than two segments.
+const COMMITS: usize = 16;
+
+/// A store that has recycled segments.
+fn recycled() -> (SimDisk, Store, Line) {
+    let disk = SimDisk::new();
+    let options = small().reserve_bytes(RESERVE as u64 * SEGMENT);
+    let store = open_with(&disk, Arc::new(HostDevice::new()), options).unwrap();
+    let mut line = Line::begin(&store);
+    for _ in 0..4 {
+        line.commits(&store, COMMITS).unwrap();
+        store.snapshot().unwrap();
+    }
+    (disk, store, line)
+}
+
+fn spares(disk: &SimDisk) -> usize {
+    let names = Disk::list(disk, Folder::Log).unwrap();
+    let is_spare = |name: &String| matches!(FileName::parse(Folder::Log, name), Some(FileName::Spare(_)));
+    names.into_iter().filter(is_spare).count()
+}
+
+/// What the disk was told since.
+fn told(disk: &SimDisk, from: usize, verb: &str, file: &str) -> usize {
+    let is_told = |event: &&String| event.starts_with(verb) && event.ends_with(file);
+    disk.history()[from..].iter().filter(is_told).count()
+}
+
+#[test]
+fn a_log_that_goes_on_as_before_makes_no_segment_anew() {
+    watched("rounds", || {
+        let (disk, store, mut line) = recycled();
+        let from = disk.events();
+        let mut rolls = store.stats().log.rolls;
+        for _ in 0..3 {
+            // Fewer than before: how many segments they take depends on how often the keeper syncs and seals.
+            line.commits(&store, COMMITS / 2).unwrap();
+            store.snapshot().unwrap();
+        }
+        rolls = store.stats().log.rolls - rolls;
+        assert!(rolls >= 3, "{rolls} segments were entered");
+        assert_eq!(told(&disk, from, "create log/", ""), 0, "segments were made anew");
+        line.check(&store, line.logged);
+    });
+}
+
+#[test]
+fn whatever_needs_space_gets_that_of_segments_beyond_the_reserve() {
+    type Act = fn(&Store, &mut Line) -> Result<()>;
+    let acts: [(&str, Act); 3] = [
+        ("a snapshot", |store, _| store.snapshot().map(drop)),
+        ("a whole page, written ahead of its batch", |store, line| {
+            let mut batch = store.batch();
+            let page = batch.create(8000, Place::Host);
+            batch.write(page, 0, &[7; 8000]);
+            let page = store.commit(batch)?.pages[0];
+            let mut batch = store.batch();
+            batch.delete(page);
+            store.commit(batch)?;
+            // The line knows of neither.
+            let step = line.steps[line.logged as usize];
+            line.steps.extend([step; 2]);
+            line.logged += 2;
+            Ok(())
+        }),
+        ("a restore", |store, line| {
+            let oldest = store.snapshots()[0].id;
+            line.restore(store, oldest)
+        }),
+    ];
+    for (what, act) in acts {
+        watched(what, move || {
+            let (disk, store, mut line) = recycled();
+            line.commits(&store, 1).unwrap();
+            assert!(spares(&disk) > RESERVE, "{what}");
+            let from = disk.events();
+            disk.set_capacity(Some(disk.used_bytes()));
+            act(&store, &mut line).unwrap_or_else(|error| panic!("{what}: {error}"));
+            assert!(told(&disk, from, "remove", ".spare") > 0, "{what} needed no space");
+            assert!(spares(&disk) >= RESERVE, "{what} took the reserve");
+            line.check(&store, line.logged);
+        });
+    }
+}
+
+#[test]
+fn who_prunes_gets_the_space_of_segments_beyond_the_reserve() {
+    watched("pruning", || {
+        let (disk, store, line) = recycled();
+        assert!(spares(&disk) > RESERVE);
+        store.prune(&store.retention()).unwrap();
+        assert_eq!(spares(&disk), RESERVE);
+        line.check(&store, line.logged);
+    });
+}
