@@ -29,7 +29,7 @@ impl Log {
                 Duty::Stop => break,
             }
         }
-        self.progress.notify_all();
+        self.notify_all();
     }
 
     fn or_fail(&self, duty: impl Fn(&Self) -> Result<()>) {
@@ -47,7 +47,7 @@ impl Log {
                 if state.stop {
                     return Duty::Stop;
                 }
-                self.progress.notify_all();
+                self.notify_all();
                 self.work.wait(&mut state);
                 continue;
             }

@@ -59,6 +59,10 @@ pub(super) struct State {
     pub durable: Lsn,
     /// Whether a thread is syncing; another one waits for it.
     pub syncing: bool,
+    /// The newest batch that the last sync began with; what comes after it waits for the next one.
+    pub sync_target: Lsn,
+    /// Syncs begun.
+    pub syncs_begun: usize,
     /// Whether the keeper sleeps until it is woken. Else it looks again by itself before the next frame is due.
     pub keeper_asleep: bool,
     /// Whether the last frame is a seal that says all there is to say.
