@@ -295,22 +295,73 @@ pub fn decode_seal(payload: &[u8]) -> Result<Vec<VerifiedSnapshot>, Defect> {
         .collect()
 }
 
-/// Whether a frame was written at this place: it is whole, or enough of its header is left to say so. A whole
-/// frame of another place is what a recycled segment held before. For reports only; nothing is decided on it.
+/// Whether a frame of incarnation `running` was written at this place: it is whole, or enough of its header is left to
+/// say so. A frame of another place, whole or torn, is what a recycled segment held before. For reports only; nothing
+/// is decided on it.
 #[must_use]
-pub fn resembles_frame(bytes: &[u8], store: StoreId, segment: u64, offset: u64) -> bool {
+pub fn resembles_frame(
+    bytes: &[u8],
+    store: StoreId,
+    running: Incarnation,
+    segment: u64,
+    offset: u64,
+) -> bool {
     let Ok(header) = slice(bytes, 0, FrameHeaderRaw::LEN) else {
         return false;
     };
     if let Ok(frame) = UncheckedFrame::decode(header) {
         return frame.lies_at(store, segment, offset);
     }
+    let (its_incarnation, its_segment) = (Incarnation::get(&header[8..]), u64::get(&header[32..]));
+    // A segment is recycled torn only by a later run than the one that was cut short in it.
+    let is_earlier =
+        (1..segment).contains(&its_segment) && (1..running.number).contains(&its_incarnation.number);
     // One of the fields may be the damaged one, and a torn write leaves the front of a header or its back.
     let matches = [
         header[..4] == FRAME_MAGIC,
         StoreId::get(&header[16..]) == store,
-        u64::get(&header[32..]) == segment,
+        its_segment == segment,
         u64::get(&header[40..]) == offset,
     ];
-    matches.into_iter().filter(|matches| *matches).count() >= 2
+    !is_earlier && matches.into_iter().filter(|matches| *matches).count() >= 2
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_torn_frame_is_told_from_what_a_recycled_segment_held() {
+        let (store, running) = (StoreId([7; 16]), Incarnation { number: 3, random: 5 });
+        let frame = |incarnation, segment| FrameHeader {
+            kind: FrameKind::Seal,
+            group_start: true,
+            incarnation,
+            store,
+            segment,
+            offset: 4096,
+            lsn: Lsn(1),
+            durable: Lsn(1),
+            payload_len: 0,
+            payload_crc: 0,
+            chain_prev: 9,
+        };
+        let torn = |incarnation, segment| {
+            let (mut bytes, _) = frame(incarnation, segment).encode();
+            bytes[76..].fill(0);
+            bytes
+        };
+        let resembles = |bytes: &[u8]| resembles_frame(bytes, store, running, 6, 4096);
+        let earlier = Incarnation { number: 2, random: 8 };
+        assert!(resembles(&frame(running, 6).encode().0), "whole");
+        assert!(resembles(&torn(running, 6)), "torn");
+        assert!(resembles(&torn(running, 4)), "the segment's number is damaged, too");
+        assert!(resembles(&torn(earlier, 6)), "the incarnation is damaged, too");
+        let mut front = torn(running, 6);
+        front[32..].fill(0);
+        assert!(resembles(&front), "nothing but its front is there");
+        assert!(!resembles(&frame(earlier, 4).encode().0), "whole, from before");
+        assert!(!resembles(&torn(earlier, 4)), "torn, from before");
+        assert!(!resembles(&[0; 80]) && !resembles(&front[..79]));
+    }
 }

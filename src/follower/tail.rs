@@ -82,7 +82,9 @@ impl Tail {
         places(&self.point).into_iter().any(|(number, offset)| {
             let mut open = [&self.segment, &self.next].into_iter().flatten();
             let bytes = open.find(|open| open.number == number).and_then(|open| open.seen(offset));
-            bytes.is_some_and(|bytes| resembles_frame(bytes, self.store, number, offset))
+            bytes.is_some_and(|bytes| {
+                resembles_frame(bytes, self.store, self.point.incarnation, number, offset)
+            })
         })
     }
 }

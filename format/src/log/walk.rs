@@ -284,7 +284,8 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
     /// The frame at a place, if it is the next one; else why not, and whether it was meant to be one.
     fn try_or_break(&mut self, segment: u64, offset: u64) -> Result<(FrameHeader, LogPoint), Break> {
         self.try_at(segment, offset).map_err(|defect| {
-            let is_frame = |bytes| resembles_frame(bytes, self.map.store, segment, offset);
+            let running = self.point.incarnation;
+            let is_frame = |bytes| resembles_frame(bytes, self.map.store, running, segment, offset);
             let resembles = match defect {
                 Defect::Unreadable(_) => true,
                 _ => self.reader.bytes(offset, FrameHeaderRaw::LEN).is_ok_and(is_frame),
