@@ -20,6 +20,7 @@ mod snapshot;
 mod restore;
 mod replay;
 mod create;
+mod growth;
 mod follow;
 
 use std::path::PathBuf;
@@ -60,6 +61,7 @@ enum What {
     Restore(restore::Restore),
     Replay(replay::Replay),
     Create(create::Create),
+    Growth(growth::Growth),
     Follow(follow::Follow),
     Ceilings(ceilings::Ceilings),
 }
@@ -106,6 +108,8 @@ impl Bench {
             What::Restore(what) => run(what, out),
             What::Replay(what) => run(what, out),
             What::Create(what) => run(what, out),
+            What::Growth(what) if what.opens() => what.open_only(out),
+            What::Growth(what) => run(what, out),
             What::Follow(what) => run(what, out),
             What::Ceilings(what) => run(what, out),
         }

@@ -1,0 +1,221 @@
+//! `remanent bench growth`: what a store costs as its pages become many.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use remanent::device::host::HostDevice;
+use remanent::disk::dir::DirDisk;
+use remanent::{Metadata, PageId, Store};
+
+use super::figures::{Figure, Findings, Group, Unit};
+use super::room::{self, Room, Stop, size};
+use super::{Common, Measure, peak};
+use crate::engine::engine_failure;
+use crate::exit::{Ending, Failure, Outcome};
+use crate::output::Output;
+use crate::simulate::SplitMix64;
+use crate::size::Size;
+
+const EXAMPLES: &str = "\
+Stores of more and more short pages take turns: commits of 8 bytes to pages drawn at random, a snapshot after one page \
+changed, a snapshot after one in a hundred did, and an open in a process of its own, whose host memory beyond the \
+pages' bytes, which lie there too, is shown a page. What did not change should cost nothing: the first two should not \
+depend on how many pages there are.
+
+Examples:
+  remanent bench growth /mnt/fast
+  remanent bench growth /mnt/fast --pages 1000,10000,100000,1000000,10000000 --json";
+
+/// Pages that are created in one batch.
+const BATCH_PAGES: u64 = 10_000;
+/// Bytes that a commit writes.
+const WRITTEN: usize = 8;
+/// A page takes more than its bytes on disk: headers of images, entries of manifests, the log until it is recycled.
+const DISK_BYTES_BESIDE: u64 = 1024;
+
+/// What a store costs as its pages become many
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Growth {
+    #[command(flatten)]
+    common: Common,
+    /// How many pages; a list
+    #[arg(long, value_name = "N", value_delimiter = ',', default_value = "1000,30000,1000000")]
+    pages: Vec<u64>,
+    /// Bytes of a page
+    #[arg(long, value_name = "BYTES", default_value = "64")]
+    page_len: Size,
+    /// Commits of a round
+    #[arg(long, value_name = "N", default_value_t = 100_000, value_parser = clap::value_parser!(u64).range(1..))]
+    commits: u64,
+    /// Open the store that DIR is, and say how long that took and how much host memory
+    #[arg(long, hide = true)]
+    open: bool,
+}
+
+/// A store, and what was measured on it.
+struct Grown {
+    name: String,
+    pages: Vec<PageId>,
+    random: SplitMix64,
+    commit: Figure,
+    one: Figure,
+    hundredth: Figure,
+    open: Figure,
+    memory: Figure,
+}
+
+impl Growth {
+    /// Where this process is there to open one store, it does that; the other ones measure.
+    pub fn opens(&self) -> bool {
+        self.open
+    }
+
+    /// Opens the store, and prints seconds and bytes.
+    pub fn open_only(&self, out: &mut Output) -> Outcome {
+        let unknown =
+            |error| Failure::Environment(format!("how much memory is in use is not known: {error}"));
+        let before = peak::resident_bytes().map_err(unknown)?;
+        let started = Instant::now();
+        let (disk, device) = (DirDisk::new(&self.common.dir), HostDevice::new());
+        let store =
+            Store::open_on(Arc::new(disk), Arc::new(device), room::options()).map_err(engine_failure)?;
+        let took = started.elapsed().as_secs_f64();
+        let used = peak::resident_bytes().map_err(unknown)?.saturating_sub(before);
+        out.line(format_args!("{took} {used}"))?;
+        store.close().map_err(engine_failure)?;
+        Ok(Ending::Fine)
+    }
+
+    fn grow(&self, room: &Room, count: u64) -> Result<Grown, Stop> {
+        let name = format!("pages-{count}");
+        let store = room.open(&name, room::options())?;
+        let mut pages = Vec::new();
+        while (pages.len() as u64) < count {
+            let mut batch = store.batch();
+            for _ in 0..BATCH_PAGES.min(count - pages.len() as u64) {
+                batch.create_from(vec![7; self.page_len.0 as usize], room.place, None, Metadata::new());
+            }
+            pages.extend(store.commit(batch)?.pages);
+            room.check()?;
+        }
+        store.snapshot()?;
+        store.close()?;
+        Ok(Grown {
+            name,
+            pages,
+            random: SplitMix64::new(count),
+            commit: Figure::new("a commit", Unit::Seconds),
+            one: Figure::new("a snapshot, one page changed", Unit::Seconds),
+            hundredth: Figure::new("a snapshot, one in a hundred changed", Unit::Seconds),
+            open: Figure::new("open, a page", Unit::Seconds),
+            memory: Figure::new("host memory beyond its bytes, a page", Unit::Bytes),
+        })
+    }
+}
+
+impl Grown {
+    fn commit(&mut self, store: &Store, count: u64) -> Result<Duration, Stop> {
+        let mut took = Duration::ZERO;
+        for number in 0..count {
+            let page = self.pages[self.random.below(self.pages.len() as u64) as usize];
+            let started = Instant::now();
+            let mut batch = store.batch();
+            batch.write(page, 0, &[number as u8; WRITTEN]);
+            store.commit(batch)?;
+            took += started.elapsed();
+        }
+        Ok(took)
+    }
+
+    /// Changes that many pages, and takes a snapshot.
+    fn snapshot(&mut self, store: &Store, changed: u64) -> Result<Duration, Stop> {
+        self.commit(store, changed)?;
+        let started = Instant::now();
+        store.snapshot()?;
+        Ok(started.elapsed())
+    }
+
+    fn measure_running(&mut self, room: &Room, commits: u64) -> Result<(), Stop> {
+        let store = room.open(&self.name, room::options())?;
+        let took = self.commit(&store, commits)?;
+        self.commit.push(took.as_secs_f64() / commits as f64);
+        // What the commits changed is not to be measured, nor what is looked at once more.
+        store.snapshot()?;
+        store.snapshot()?;
+        let took = self.snapshot(&store, 1)?;
+        self.one.push(took.as_secs_f64());
+        let took = self.snapshot(&store, (self.pages.len() as u64).div_ceil(100))?;
+        self.hundredth.push(took.as_secs_f64());
+        Ok(store.close()?)
+    }
+
+    fn measure_open(&mut self, path: &Path, page_len: u64) -> Result<(), Stop> {
+        let failed = |what: &str| Failure::Environment(format!("cannot open {}: {what}", path.display()));
+        let program = std::env::current_exe()?;
+        let mut opener = Command::new(program);
+        opener.args(["bench", "growth", "--open"]).arg(path).stdin(Stdio::null());
+        let output = opener.output()?;
+        let said = String::from_utf8_lossy(&output.stdout);
+        let figures = said.trim().split_once(' ');
+        let figures =
+            figures.and_then(|(took, used)| Some((took.parse::<f64>().ok()?, used.parse::<f64>().ok()?)));
+        let Some((took, used)) = figures.filter(|_| output.status.success()) else {
+            return Err(failed(String::from_utf8_lossy(&output.stderr).trim()).into());
+        };
+        let count = self.pages.len() as f64;
+        self.open.push(took / count);
+        self.memory.push((used / count - page_len as f64).max(0.0));
+        Ok(())
+    }
+}
+
+impl Measure for Growth {
+    fn common(&self) -> &Common {
+        &self.common
+    }
+
+    fn check(&self) -> Result<(), Failure> {
+        if self.page_len.0 < WRITTEN as u64 || self.pages.contains(&0) {
+            let text = format!("--page-len is at least {WRITTEN}, and no number of --pages is 0");
+            return Err(Failure::Environment(text));
+        }
+        Ok(())
+    }
+
+    fn bytes_needed(&self) -> u64 {
+        let of_page = self.page_len.0.saturating_mul(4).saturating_add(DISK_BYTES_BESIDE);
+        self.pages.iter().map(|count| count.saturating_mul(of_page)).fold(0, u64::saturating_add)
+    }
+
+    fn steps(&self) -> u64 {
+        (u64::from(self.common.rounds) + 1) * self.pages.len() as u64
+    }
+
+    fn measure(&self, room: &Room) -> Result<Findings, Stop> {
+        let title = |count: usize| format!("{count} pages of {}", size(self.page_len.0));
+        let mut stores = Vec::new();
+        for count in &self.pages {
+            room.step(&title(*count as usize))?;
+            stores.push(self.grow(room, *count)?);
+        }
+        for _ in 0..self.common.rounds {
+            for grown in &mut stores {
+                room.step(&title(grown.pages.len()))?;
+                grown.measure_open(&room.path(&grown.name), self.page_len.0)?;
+                grown.measure_running(room, self.commits)?;
+            }
+        }
+        let group = |grown: Grown| Group {
+            title: title(grown.pages.len()),
+            figures: vec![grown.commit, grown.one, grown.hundredth, grown.open, grown.memory],
+        };
+        let mut settings = room.settings(&self.common);
+        settings.push(("commits a round", self.commits.to_string()));
+        settings.push(("rounds", self.common.rounds.to_string()));
+        let groups = stores.into_iter().map(group).collect();
+        Ok(Findings { bench: "growth", settings, groups, left_out: Vec::new() })
+    }
+}
