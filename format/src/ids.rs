@@ -4,6 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
+use crate::by_id::Number;
 use crate::layout::Field;
 use crate::limits::KEY_LEN_MAX;
 
@@ -16,6 +17,16 @@ macro_rules! number {
         impl fmt::Display for $name {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 self.0.fmt(f)
+            }
+        }
+
+        impl Number for $name {
+            fn number(self) -> u64 {
+                self.0
+            }
+
+            fn of(number: u64) -> Self {
+                Self(number)
             }
         }
 

@@ -4,6 +4,7 @@
 #![forbid(unsafe_code)]
 // Modules are listed in reading order.
 
+pub mod by_id;
 pub mod ids;
 pub mod names;
 pub mod limits;
@@ -14,7 +15,6 @@ pub mod store;
 pub mod segment;
 pub mod frame;
 pub mod op;
-mod pages;
 pub mod table;
 pub mod apply;
 pub mod log;

@@ -8,10 +8,10 @@ use std::cmp::Ordering;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
+use crate::by_id::ById;
 use crate::ids::{Epoch, Key, Lsn, PageId, Place};
 use crate::limits::{DEVICE_ORDINAL_MAX, METADATA_LEN_MAX, PAGE_LEN_MAX, ROOT_LEN_MAX};
 use crate::op::{Op, OpAt};
-use crate::pages::Pages;
 use crate::value::{Metadata, encode_metadata};
 
 /// What is known of a page besides its bytes.
@@ -53,14 +53,27 @@ impl PageInfo {
 }
 
 /// All pages, the root, and the numbers that never go back.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default)]
 pub struct PageTable {
-    pages: Pages,
+    pages: ById<PageId, PageInfo>,
+    /// Whether pages are marked when they change.
+    is_watched: bool,
     keys: HashMap<Key, PageId>,
     root: Arc<Metadata>,
     next_page: u64,
     epoch_high: Epoch,
     lsn: Lsn,
+}
+
+/// Who watches is no part of the state.
+impl PartialEq for PageTable {
+    fn eq(&self, other: &Self) -> bool {
+        let numbers = |table: &Self| (table.next_page, table.epoch_high, table.lsn);
+        self.pages == other.pages
+            && self.keys == other.keys
+            && self.root == other.root
+            && numbers(self) == numbers(other)
+    }
 }
 
 /// What one batch changes: the final state of every page that it touches.
@@ -288,10 +301,11 @@ impl PageTable {
         epoch_high: Epoch,
         lsn: Lsn,
     ) -> Self {
-        let pages: Pages = pages.into_iter().collect();
+        let pages: ById<PageId, PageInfo> = pages.into_iter().map(|info| (info.page, info)).collect();
         let past_last = pages.last().map_or(1, |info| info.page.0.saturating_add(1));
-        let epoch_high = pages.iter().map(|info| info.epoch).fold(epoch_high, Epoch::max);
-        Self { pages, keys: HashMap::new(), root, next_page: next_page.max(past_last), epoch_high, lsn }
+        let epoch_high = pages.values().map(|info| info.epoch).fold(epoch_high, Epoch::max);
+        let next_page = next_page.max(past_last);
+        Self { pages, is_watched: false, keys: HashMap::new(), root, next_page, epoch_high, lsn }
     }
 
     /// A page.
@@ -308,7 +322,7 @@ impl PageTable {
 
     /// All pages, in the order of their ids.
     pub fn pages(&self) -> impl ExactSizeIterator<Item = &PageInfo> {
-        self.pages.iter()
+        self.pages.values()
     }
 
     /// The root.
@@ -450,6 +464,9 @@ impl PageTable {
     /// Makes a plan real. Keys follow, so that a table that serves lookups stays indexed.
     pub fn install(&mut self, changes: &Changes) {
         for (page, state) in &changes.pages {
+            if self.is_watched {
+                self.pages.mark(*page);
+            }
             let Some(info) = state else {
                 // A key may already be another page's: freed and given again in one batch.
                 if let Some(key) = self.pages.remove(*page).and_then(|info| info.key)
@@ -464,7 +481,7 @@ impl PageTable {
                 Some(old) if old.key == info.key => old.become_newer(info),
                 // A new page; and a log that nobody here wrote may create one anew.
                 _ => {
-                    self.pages.insert(info.clone());
+                    self.pages.insert(*page, info.clone());
                     if let Some(key) = &info.key {
                         self.keys.insert(key.clone(), *page);
                     }
@@ -480,7 +497,32 @@ impl PageTable {
 
     /// Replaces pages and root by those of an earlier state; the numbers that never go back stay.
     pub fn replace(&mut self, lsn: Lsn, pages: impl IntoIterator<Item = PageInfo>, root: Arc<Metadata>) {
-        *self = Self::from_parts(pages, root, self.next_page, self.epoch_high, lsn);
+        let new = Self::from_parts(pages, root, self.next_page, self.epoch_high, lsn);
+        let before = std::mem::replace(self, new);
+        if before.is_watched {
+            let of_now: Vec<PageId> = self.pages.iter().map(|(page, _)| page).collect();
+            let changed = of_now.into_iter().chain(before.pages.iter().map(|(page, _)| page));
+            self.watch(changed.chain(before.changed()));
+        }
+    }
+
+    /// From here on notes which pages change: whatever [`PageTable::install`] and [`PageTable::replace`] touch.
+    /// These pages count as changed already.
+    pub fn watch(&mut self, changed: impl IntoIterator<Item = PageId>) {
+        self.is_watched = true;
+        changed.into_iter().for_each(|page| self.pages.mark(page));
+    }
+
+    /// The pages that changed, or are gone, and were not settled since; ascending. None of a table that is not
+    /// watched.
+    #[must_use]
+    pub fn changed(&self) -> Vec<PageId> {
+        self.pages.marked()
+    }
+
+    /// Whoever wants to know of changes knows these pages as they are.
+    pub fn settle(&mut self, pages: &[PageId]) {
+        self.pages.unmark(pages);
     }
 
     /// Indexes the keys of the final state.
@@ -489,7 +531,7 @@ impl PageTable {
     /// [`Refusal::KeyTaken`] if two pages have the same key.
     pub fn index_keys(&mut self) -> Result<(), Refusal> {
         self.keys.clear();
-        for info in self.pages.iter() {
+        for info in self.pages.values() {
             if let Some(key) = &info.key
                 && let Some(holder) = self.keys.insert(key.clone(), info.page)
             {

@@ -8,16 +8,16 @@
 //!
 //! Nothing here is on disk: it is rebuilt by each open from the snapshot used and the log behind it.
 
-use std::collections::{BTreeMap, BTreeSet, HashSet};
-use std::sync::Arc;
+use std::collections::{BTreeMap, BTreeSet};
 
 use remanent_format::image::ImageRef;
-use remanent_format::manifest::{Manifest, ManifestEntry, ManifestKind};
+use remanent_format::manifest::{Manifest, ManifestEntry};
 use remanent_format::rebuild::{Survey, check_image};
 use remanent_format::replay::Resolved;
-use remanent_format::{Epoch, Lsn, PageId, PageTable, ReadAt, SnapshotId};
+use remanent_format::{Lsn, PageId, PageTable, ReadAt, SnapshotId};
 
 use super::entry;
+use super::newest::{Known, Link, Newest, Sums};
 use crate::error::Result;
 use crate::sync::Mutex;
 
@@ -26,44 +26,17 @@ const LINKS_MAX: usize = 8;
 /// And as long as all changes since the base are at most this share of the pages: one in so many.
 const CHANGED_SHARE: usize = 2;
 
-/// An image that holds a page as batch `lsn` left it; none if the page is empty.
-#[derive(Clone, Copy)]
-struct Known {
-    lsn: Lsn,
-    /// The page's version then, where that is known.
-    epoch: Option<Epoch>,
-    image: Option<ImageRef>,
-}
-
-/// The link that the next snapshot may follow.
-#[derive(Clone)]
-pub(crate) struct Link {
-    pub snapshot: SnapshotId,
-    pub manifest_crc: u32,
-    /// The links before it, the newest first.
-    pub before: Vec<SnapshotId>,
-    /// Entries and tombstones of all changes since the base.
-    pub changed: usize,
-}
-
-/// The newest snapshot: its link, and the images that it names.
-#[derive(Clone, Default)]
-pub(crate) struct Newest {
-    pub link: Option<Link>,
-    pages: BTreeMap<PageId, Known>,
-}
-
 /// The images that lie on disk and hold a page's bytes of now, or of a moment ago.
 #[derive(Default)]
 pub(crate) struct KnownImages {
-    newest: Mutex<Arc<Newest>>,
+    newest: Mutex<Newest>,
     /// Images that the newest snapshot does not name: those of a restore's table, and those that were written
     /// ahead of their batch.
     beside: Mutex<BTreeMap<PageId, Known>>,
     /// Images that were written ahead of their batch, and that nobody read back yet; with the pages' lengths.
     ahead: Mutex<BTreeMap<PageId, (Known, u64)>>,
-    /// Images that do not hold any more, by file and offset: no snapshot names them again.
-    spoilt: Mutex<HashSet<(u64, u64)>>,
+    /// Images that do not hold any more, by file and offset, with their pages: no snapshot names them again.
+    spoilt: Mutex<BTreeMap<(u64, u64), PageId>>,
 }
 
 /// What a snapshot has to do, as of the batch at which it begins.
@@ -76,47 +49,58 @@ pub(crate) struct Sorted {
     pub gone: Vec<PageId>,
     /// The link that it follows; if none, it names all pages.
     pub follows: Option<Link>,
+    /// How many pages were looked at to find out. Unless it names all pages, these are the ones that changed since
+    /// the snapshot before, or in that one, and those that are carried.
+    pub visited: usize,
 }
 
 impl KnownImages {
     /// What an open knows once it followed the log behind a snapshot.
     pub fn recovered(survey: &Survey, base: Option<SnapshotId>, resolved: &Resolved) -> Result<Self> {
-        let mut newest = Newest::default();
-        if let Some(base) = base {
-            let chain = survey.chain(base)?;
-            newest.link = Some(Link {
-                snapshot: base,
-                manifest_crc: survey.links[&base].as_ref().map_err(Clone::clone)?.1.header_crc,
-                before: chain[1..].iter().map(|link| link.snapshot).collect(),
-                changed: chain[..chain.len() - 1].iter().map(|link| link.changes()).sum(),
-            });
-            newest.pages = survey.snapshot(base)?.entries.iter().map(known).collect();
-        }
+        let newest = match base {
+            Some(base) => {
+                let chain = survey.chain(base)?;
+                let link = Link {
+                    snapshot: base,
+                    manifest_crc: survey.links[&base].as_ref().map_err(Clone::clone)?.1.header_crc,
+                    before: chain[1..].iter().map(|link| link.snapshot).collect(),
+                    changed: chain[..chain.len() - 1].iter().map(|link| link.changes()).sum(),
+                };
+                Newest::of(link, &*survey.snapshot(base)?)
+            }
+            None => Newest::default(),
+        };
         // What replay took from elsewhere: a restore's table, images named by the log.
         let beside = resolved.bases.iter().filter_map(|(page, base)| {
             let info = resolved.table.get(*page)?;
-            let is_newest = newest.pages.get(page).is_some_and(|known| known.lsn == info.lsn);
+            let is_newest = newest.get(*page).is_some_and(|named| named.known.lsn == info.lsn);
             let holds = info.lsn <= base.lsn && !base.resized && (base.image.is_some() || info.len == 0);
-            (holds && !is_newest).then_some((*page, Known { lsn: info.lsn, epoch: None, image: base.image }))
+            (holds && !is_newest).then_some((*page, Known { lsn: info.lsn, image: base.image }))
         });
         let beside = Mutex::new(beside.collect());
-        Ok(Self { newest: Mutex::new(Arc::new(newest)), beside, ..Self::default() })
+        Ok(Self { newest: Mutex::new(newest), beside, ..Self::default() })
     }
 
-    /// The newest snapshot.
-    pub fn newest(&self) -> Arc<Newest> {
-        self.newest.lock().clone()
+    /// Has the table note from here on what changes, so that [`KnownImages::sort_out`] need not look through it. What
+    /// is not as the newest snapshot has it has changed already.
+    pub fn watch(&self, table: &mut PageTable) {
+        let newest = self.newest.lock();
+        let is_unchanged = |page, lsn: Lsn| newest.get(page).is_some_and(|named| named.known.lsn == lsn);
+        let changed = table.pages().filter(|info| !is_unchanged(info.page, info.lsn)).map(|info| info.page);
+        let gone = newest.pages().filter(|page| table.get(*page).is_none());
+        let changed: Vec<PageId> = changed.chain(gone).collect();
+        table.watch(changed);
     }
 
     /// Notes an image that no snapshot names yet, and that holds the page as batch `lsn` left it. Something
     /// else keeps its file until one does.
     pub fn note(&self, page: PageId, lsn: Lsn, image: Option<ImageRef>) {
-        self.beside.lock().insert(page, Known { lsn, epoch: None, image });
+        self.beside.lock().insert(page, Known { lsn, image });
     }
 
     /// Notes an image that was written ahead of batch `lsn`, for a page of length `len`.
     pub fn note_ahead(&self, page: PageId, lsn: Lsn, image: ImageRef, len: u64) {
-        self.ahead.lock().insert(page, (Known { lsn, epoch: None, image: Some(image) }, len));
+        self.ahead.lock().insert(page, (Known { lsn, image: Some(image) }, len));
     }
 
     /// Reads the images back that were written ahead of their batches: a snapshot may name those that hold. The
@@ -133,39 +117,58 @@ impl KnownImages {
     }
 
     /// Notes that an image does not hold any more: the next snapshot gathers its page.
-    pub fn spoil(&self, image: &ImageRef) {
+    pub fn spoil(&self, page: PageId, image: &ImageRef) {
         let is_it = |known: &Known| known.image.is_some_and(|known| place(&known) == place(image));
         self.beside.lock().retain(|_, known| !is_it(known));
         // It stays among the newest snapshot's: were its page deleted, the next one must say that it is gone.
-        self.spoilt.lock().insert(place(image));
+        self.spoilt.lock().insert(place(image), page);
     }
 
     /// Lets the next snapshot follow none: a link before it does not hold.
     pub fn unlink(&self) {
-        Arc::make_mut(&mut *self.newest.lock()).link = None;
+        self.newest.lock().link = None;
     }
 
-    /// Sorts the pages of a table into those to gather and those that are known. `carry` names image files
+    /// Sorts the pages of a watched table into those to gather and those that are known. `carry` names image files
     /// whose images are to be written again, with the bytes that this takes, the most wasteful first: as many
     /// of them as fit into `carry_bytes_max`, or into what the snapshot writes anyway.
-    pub fn sort_out(&self, table: &PageTable, carry: &[(u64, u64)], carry_bytes_max: u64) -> Sorted {
-        let (newest, beside) = (self.newest(), self.beside.lock());
+    ///
+    /// Looked at is what the table says may have changed, and what has no image that holds. A page is settled only
+    /// once the newest snapshot is seen to have it as it is: so a snapshot that fails after this forgets nothing.
+    pub fn sort_out(&self, table: &mut PageTable, carry: &[(u64, u64)], carry_bytes_max: u64) -> Sorted {
+        let (newest, beside) = (self.newest.lock(), self.beside.lock());
         let spoilt = self.spoilt.lock();
-        let holds = |known: &Known| known.image.is_none_or(|image| !spoilt.contains(&place(&image)));
-        let is_unchanged =
-            |page, lsn| newest.pages.get(&page).filter(|known| known.lsn == lsn && holds(known));
+        let holds = |known: &Known| known.image.is_none_or(|image| !spoilt.contains_key(&place(&image)));
         let (mut gather, mut entries) = (Vec::new(), Vec::new());
-        for info in table.pages() {
-            if is_unchanged(info.page, info.lsn).is_some() {
+        let (mut gone, mut settled) = (Vec::new(), Vec::new());
+        let changed = table.changed().into_iter().chain(spoilt.values().copied());
+        let changed: BTreeSet<PageId> = changed.collect();
+        for &page in &changed {
+            let named = newest.get(page);
+            let Some(info) = table.get(page) else {
+                if named.is_some() {
+                    gone.push(page)
+                } else {
+                    settled.push(page)
+                }
+                continue;
+            };
+            let named = named.filter(|named| holds(&named.known));
+            if named.is_some_and(|named| named.known.lsn == info.lsn) {
+                settled.push(page);
                 continue;
             }
-            let beside = beside.get(&info.page).filter(|known| known.lsn == info.lsn);
-            let only_moved = |known: &&Known| known.epoch == Some(info.epoch) && holds(known);
-            match beside.or_else(|| newest.pages.get(&info.page).filter(only_moved)) {
+            let beside = beside.get(&page).filter(|known| known.lsn == info.lsn);
+            let only_moved = named.filter(|named| named.epoch == info.epoch).map(|named| &named.known);
+            match beside.or(only_moved) {
                 Some(known) => entries.push(entry(info, known.image)),
-                None => gather.push((info.page, info.len)),
+                None => gather.push((page, info.len)),
             }
         }
+        table.settle(&settled);
+        let mut visited = changed.len();
+        let is_changed = |page: &PageId| changed.contains(page) && settled.binary_search(page).is_err();
+
         let dirty_bytes: u64 = gather.iter().map(|(_, len)| len).sum();
         let mut room = dirty_bytes.max(carry_bytes_max);
         let mut carried = BTreeSet::new();
@@ -173,16 +176,13 @@ impl KnownImages {
             if *bytes <= room {
                 room -= bytes;
                 carried.insert(*file);
+                let pages = newest.pages_in(*file);
+                visited += pages.len();
+                let unchanged = pages.into_iter().filter(|page| !is_changed(page));
+                gather.extend(unchanged.filter_map(|page| Some((page, table.get(page)?.len))));
             }
         }
-        let is_carried = |known: &Known| known.image.is_some_and(|image| carried.contains(&image.file));
-        if !carried.is_empty() {
-            let more = table.pages().filter(|info| is_unchanged(info.page, info.lsn).is_some_and(is_carried));
-            gather.extend(more.map(|info| (info.page, info.len)));
-            gather.sort_unstable();
-        }
-        let gone: Vec<PageId> =
-            newest.pages.keys().copied().filter(|page| table.get(*page).is_none()).collect();
+        gather.sort_unstable();
         let changes = gather.len() + entries.len() + gone.len();
         let follows = newest.link.clone().filter(|link| {
             // Its base, itself, and the one to come.
@@ -190,37 +190,25 @@ impl KnownImages {
                 && (link.changed + changes).saturating_mul(CHANGED_SHARE) <= table.pages().len()
         });
         if follows.is_none() {
-            let unchanged = table.pages().filter_map(|info| {
-                let known = is_unchanged(info.page, info.lsn).filter(|known| !is_carried(known))?;
-                Some(entry(info, known.image))
+            visited = table.pages().len();
+            let is_carried = |known: &Known| known.image.is_some_and(|image| carried.contains(&image.file));
+            let unchanged = table.pages().filter(|info| !is_changed(&info.page)).filter_map(|info| {
+                let named = newest.get(info.page).expect("a page that did not change since it was named");
+                assert!(named.known.lsn == info.lsn, "page {} changed unseen", info.page);
+                (!is_carried(&named.known)).then(|| entry(info, named.known.image))
             });
             entries.extend(unchanged);
         }
-        Sorted { gather, entries, gone, follows }
+        Sorted { gather, entries, gone, follows, visited }
     }
 
-    /// A snapshot was published: `manifest` is its own link.
-    pub fn advance(&self, manifest: &Manifest, link: Link) -> Arc<Newest> {
-        let mut guard = self.newest.lock();
-        let newest = Arc::make_mut(&mut *guard);
-        if manifest.kind == ManifestKind::Base {
-            newest.pages.clear();
-        }
-        newest.pages.extend(manifest.entries.iter().map(known));
-        for tombstone in &manifest.tombstones {
-            newest.pages.remove(&tombstone.page);
-        }
-        newest.link = Some(link);
+    /// A snapshot was published: `manifest` is its own link. Returns what it names, together.
+    pub fn advance(&self, manifest: &Manifest, link: Link) -> Sums {
+        let mut newest = self.newest.lock();
+        newest.advance(manifest, link);
         // Whatever was known up to there, this snapshot names, or it is of the past.
         self.beside.lock().retain(|_, known| known.lsn > manifest.redo.lsn);
-        guard.clone()
-    }
-}
-
-impl Newest {
-    /// The images that the snapshot names, one a page.
-    pub fn images(&self) -> impl Iterator<Item = Option<ImageRef>> + '_ {
-        self.pages.values().map(|known| known.image)
+        newest.sums().clone()
     }
 }
 
@@ -229,6 +217,145 @@ fn place(image: &ImageRef) -> (u64, u64) {
     (image.file, image.offset)
 }
 
-fn known(entry: &ManifestEntry) -> (PageId, Known) {
-    (entry.page, Known { lsn: entry.lsn, epoch: Some(entry.epoch), image: entry.image })
+#[cfg(test)]
+mod tests {
+    use remanent_format::image::Codec;
+    use remanent_format::manifest::ManifestKind;
+    use remanent_format::op::{Op, OpAt};
+    use remanent_format::table::PlanMode;
+    use remanent_format::{LogPoint, Place, StoreId};
+
+    use super::*;
+
+    const PAGES: u64 = 10_000;
+    const LEN: u64 = 256;
+
+    /// A store without any bytes.
+    struct Subject {
+        table: PageTable,
+        known: KnownImages,
+        snapshots: u64,
+    }
+
+    impl Subject {
+        fn commit(&mut self, ops: impl IntoIterator<Item = Op<'static>>) {
+            let ops: Vec<OpAt<'_>> = ops.into_iter().map(|op| OpAt { op, body_at: 0 }).collect();
+            let changes = self.table.plan(self.table.lsn().next(), &ops, PlanMode::Commit).unwrap();
+            self.table.install(&changes);
+        }
+
+        fn fill(&mut self, page: u64) {
+            self.commit([Op::Fill { page: PageId(page), offset: 0, len: 8, pattern: &[7; 8] }]);
+        }
+
+        fn sort_out(&mut self, carry: &[(u64, u64)]) -> Sorted {
+            self.known.sort_out(&mut self.table, carry, 0)
+        }
+
+        /// Publishes a snapshot that gathered into a file of its own.
+        fn publish(&mut self, sorted: Sorted) {
+            self.snapshots += 1;
+            let gathered = sorted.gather.iter().zip(1..).map(|((page, len), at)| {
+                let (file, offset) = (self.snapshots, 4096 * at);
+                let image =
+                    ImageRef { file, offset, stored_len: *len, codec: Codec::Raw, stored_crc: 0, raw_crc: 0 };
+                entry(self.table.get(*page).unwrap(), Some(image))
+            });
+            let mut entries: Vec<ManifestEntry> = sorted.entries.into_iter().chain(gathered).collect();
+            entries.sort_unstable_by_key(|entry| entry.page);
+            let kind = sorted.follows.as_ref().map_or(ManifestKind::Base, |link| ManifestKind::Change {
+                previous: link.snapshot,
+                previous_crc: link.manifest_crc,
+            });
+            let manifest = Manifest {
+                kind,
+                store: StoreId([0; 16]),
+                snapshot: SnapshotId(self.snapshots),
+                name: None,
+                created_unix_ms: 0,
+                redo: LogPoint { lsn: self.table.lsn(), ..LogPoint::default() },
+                end: self.table.lsn(),
+                next_page: self.table.next_page(),
+                epoch_high: self.table.epoch_high(),
+                next_file: self.snapshots + 1,
+                tombstones: Vec::new(),
+                entries,
+                root: self.table.root().clone(),
+            };
+            let before =
+                sorted.follows.map_or_else(Vec::new, |link| [vec![link.snapshot], link.before].concat());
+            let link = Link { snapshot: manifest.snapshot, manifest_crc: 0, before, changed: 0 };
+            let sums = self.known.advance(&manifest, link);
+            // Kept from link to link, they are what all entries together say.
+            let newest = self.known.newest.lock();
+            let images = newest.pages().map(|page| newest.get(page).unwrap().known.image);
+            assert_eq!(sums, Sums::of(images));
+        }
+    }
+
+    /// A store of which the newest snapshot has all.
+    fn settled() -> Subject {
+        let mut subject = Subject { table: PageTable::new(), known: KnownImages::default(), snapshots: 0 };
+        subject.known.watch(&mut subject.table);
+        let create = |page| Op::Create {
+            page: PageId(page),
+            len: LEN,
+            place: Place::Host,
+            key: None,
+            metadata: remanent_format::Metadata::new(),
+        };
+        subject.commit((1..=PAGES).map(create));
+        for visited in [PAGES, PAGES] {
+            let sorted = subject.sort_out(&[]);
+            assert_eq!(sorted.visited as u64, visited);
+            subject.publish(sorted);
+        }
+        subject
+    }
+
+    fn pages(sorted: &Sorted) -> Vec<u64> {
+        sorted.gather.iter().map(|(page, _)| page.0).collect()
+    }
+
+    #[test]
+    fn a_snapshot_looks_at_what_changed_since_the_one_before_and_in_it() {
+        let mut subject = settled();
+        subject.fill(5000);
+        subject.fill(70);
+        let sorted = subject.sort_out(&[]);
+        assert_eq!((pages(&sorted), sorted.visited), (vec![70, 5000], 2));
+        // It failed. Another one has to do it all, and what came since.
+        subject.fill(71);
+        let sorted = subject.sort_out(&[]);
+        assert_eq!((pages(&sorted), sorted.visited), (vec![70, 71, 5000], 3));
+        subject.publish(sorted);
+        subject.fill(72);
+        let sorted = subject.sort_out(&[]);
+        assert_eq!((pages(&sorted), sorted.visited), (vec![72], 4));
+        subject.publish(sorted);
+        assert_eq!(subject.sort_out(&[]).visited, 1);
+        assert_eq!(subject.sort_out(&[]).visited, 0);
+    }
+
+    #[test]
+    fn what_is_carried_is_found_by_its_file() {
+        let mut subject = settled();
+        (100..130).for_each(|page| subject.fill(page));
+        let sorted = subject.sort_out(&[]);
+        subject.publish(sorted);
+        (100..120).step_by(2).for_each(|page| subject.fill(page));
+        let sorted = subject.sort_out(&[]);
+        subject.publish(sorted);
+        assert_eq!(subject.sort_out(&[]).visited, 10);
+        // The third file has what was changed once, and all else the first one.
+        subject.fill(119);
+        let in_third: Vec<u64> = (101..120).step_by(2).chain(120..130).collect();
+        let sorted = subject.sort_out(&[(3, LEN)]);
+        assert_eq!(pages(&sorted), in_third);
+        assert_eq!(sorted.visited, 1 + in_third.len());
+        subject.publish(sorted);
+        assert!(!subject.known.newest.lock().sums().files.contains_key(&3));
+        let sorted = subject.sort_out(&[(3, 0)]);
+        assert_eq!((sorted.gather.len(), sorted.visited), (0, 1));
+    }
 }

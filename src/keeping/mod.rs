@@ -1,17 +1,18 @@
 //! Floor 5. What is kept on disk besides the log: snapshots, tables of old states, the files they need.
 
+mod newest;
 mod known;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use remanent_format::image::{ImageHeaderRaw, ImageRef};
-use remanent_format::limits::{FRAME_ALIGN, align_up};
+use remanent_format::image::ImageRef;
 use remanent_format::manifest::{Manifest, ManifestEntry};
 use remanent_format::{LogPoint, Lsn, PageInfo, SnapshotId};
 
-pub(crate) use self::known::{KnownImages, Link, Sorted};
+pub(crate) use self::known::{KnownImages, Sorted};
+pub(crate) use self::newest::{Link, Sums};
 use crate::image_files::ImageFiles;
 
 /// A snapshot that is kept.
@@ -54,27 +55,19 @@ pub(crate) struct Kept {
 }
 
 impl Kept {
-    /// `manifest` is the snapshot's own link, whole or not; `images` are those of all its pages.
+    /// `manifest` is the snapshot's own link, whole or not; `sums` are those of all its pages.
     pub fn new(
         manifest: &Manifest,
-        images: impl Iterator<Item = Option<ImageRef>>,
+        sums: Sums,
         links: Vec<SnapshotId>,
         manifest_crc: u32,
         verified: bool,
     ) -> Self {
         // A snapshot takes the number of its image file last, used or not.
         let own_file = manifest.next_file - 1;
-        let (mut pages, mut bytes, mut bytes_written, mut files) = (0, 0, 0, BTreeMap::new());
-        for image in images {
-            pages += 1;
-            let Some(image) = image else { continue };
-            bytes += image.stored_len;
-            if image.file == own_file {
-                bytes_written += image.stored_len;
-            }
-            let in_file = align_up(image.stored_len, FRAME_ALIGN) + ImageHeaderRaw::LEN as u64;
-            *files.entry(image.file).or_default() += in_file;
-        }
+        let images = manifest.entries.iter().filter_map(|entry| entry.image);
+        let written = images.filter(|image| image.file == own_file);
+        let Sums { pages, bytes, files } = sums;
         Self {
             info: SnapshotInfo {
                 id: manifest.snapshot,
@@ -84,7 +77,7 @@ impl Kept {
                 end: manifest.end,
                 pages,
                 bytes,
-                bytes_written,
+                bytes_written: written.map(|image| image.stored_len).sum(),
                 verified,
             },
             redo: manifest.redo,

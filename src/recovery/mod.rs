@@ -89,7 +89,7 @@ use crate::device::Device;
 use crate::disk::Disk;
 use crate::error::{Error, Result};
 use crate::image_files::ImageFiles;
-use crate::keeping::{Keeping, Kept, KeptTable, KnownImages, unix_ms};
+use crate::keeping::{Keeping, Kept, KeptTable, KnownImages, Sums, unix_ms};
 use crate::log::{LogStart, SegmentPool};
 use crate::options::{Create, Options};
 use crate::phases::{self, Phase};
@@ -430,8 +430,8 @@ impl Recovery<'_> {
         for VerifiedSnapshot { snapshot, manifest_crc } in verified {
             let links = survey.chain(*snapshot)?[1..].iter().map(|link| link.snapshot).collect();
             let manifest = survey.snapshot(*snapshot)?;
-            let images = manifest.entries.iter().map(|entry| entry.image);
-            snapshots.insert(*snapshot, Kept::new(&manifest, images, links, *manifest_crc, true));
+            let sums = Sums::of(manifest.entries.iter().map(|entry| entry.image));
+            snapshots.insert(*snapshot, Kept::new(&manifest, sums, links, *manifest_crc, true));
         }
         // Which frames name them is not known for the log before the snapshot used: as if the newest one did.
         let mut for_batches = BTreeMap::new();

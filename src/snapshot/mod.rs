@@ -215,12 +215,12 @@ impl Snapshots {
         };
         let link = follow(sorted.follows, &manifest, manifest_crc);
         let before = link.before.clone();
-        let newest = keeping.known.advance(&manifest, link);
-        let kept = Kept::new(&manifest, newest.images(), before, manifest_crc, false);
+        let sums = keeping.known.advance(&manifest, link);
+        let kept = Kept::new(&manifest, sums, before, manifest_crc, false);
         let info = &kept.info;
         tracing::info!(
             snapshot = %info.id, redo = %info.redo, end = %info.end, bytes = info.bytes,
-            bytes_written = info.bytes_written, "snapshot published"
+            bytes_written = info.bytes_written, visited = sorted.visited, "snapshot published"
         );
         let id = info.id;
         self.unverified.push(id, writer);
@@ -232,7 +232,7 @@ impl Snapshots {
     fn begin(&self, keeping: &Keeping, wasteful: Vec<(u64, u64)>, exact: bool) -> Result<Begun> {
         let known = keeping.known.clone();
         self.applier.turn(move |turn| {
-            let sorted = known.sort_out(&turn.applied.table, &wasteful, CARRY_BYTES_MAX);
+            let sorted = known.sort_out(&mut turn.applied.table, &wasteful, CARRY_BYTES_MAX);
             let end = exact.then(|| End::here(turn));
             if exact {
                 turn.applied.cut = Some(Cut::new(sorted.gather.iter().map(|(page, _)| *page)));

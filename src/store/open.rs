@@ -59,10 +59,12 @@ impl Store {
             staging: &staging,
             options: &options,
         };
-        let Opened { store, applied, log, pool, keeping, mut recovered } = recovery.open()?;
+        let Opened { store, mut applied, log, pool, keeping, mut recovered } = recovery.open()?;
         recovered.log_io = log_io_reason;
         let poison = Arc::new(Poison::default());
         let table = applied.table.clone();
+        // That of the applier alone: from it snapshots are taken.
+        keeping.known.watch(&mut applied.table);
         let log = Log::start(store.store, log_io, pool.clone(), poison.clone(), log)?;
         let leases = Arc::new(Leases::new(device.clone(), arena.clone(), poison.clone()));
         let applier = Applier::start(

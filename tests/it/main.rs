@@ -12,6 +12,7 @@ mod audit;
 mod born;
 mod bulk;
 mod captures;
+mod changed;
 mod compression;
 mod crash;
 mod cramped;

@@ -235,8 +235,9 @@ impl<'a> Pass<'a> {
             return;
         }
         // At once, so that a snapshot which is taken before the pass ends does not name it.
-        keeping.known.spoil(image);
-        self.found.batches.extend(self.images[&place].batch);
+        let Image { page, batch, .. } = &self.images[&place];
+        keeping.known.spoil(*page, image);
+        self.found.batches.extend(*batch);
         self.found.images.insert(place);
         self.damaged(damage);
     }

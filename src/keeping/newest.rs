@@ -1,0 +1,168 @@
+//! Floor 5. The newest snapshot, as it is kept in memory: what it names, page by page and file by file.
+
+use std::collections::BTreeMap;
+
+use remanent_format::by_id::ById;
+use remanent_format::image::{ImageHeaderRaw, ImageRef};
+use remanent_format::limits::{FRAME_ALIGN, align_up};
+use remanent_format::manifest::{Manifest, ManifestEntry, ManifestKind};
+use remanent_format::{Epoch, Lsn, PageId, SnapshotId};
+
+/// An image that holds a page as batch `lsn` left it; none if the page is empty.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Known {
+    pub lsn: Lsn,
+    pub image: Option<ImageRef>,
+}
+
+/// What a snapshot says of a page.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Named {
+    /// The page's version in the image.
+    pub epoch: Epoch,
+    pub known: Known,
+}
+
+/// The link that the next snapshot may follow.
+#[derive(Clone)]
+pub(crate) struct Link {
+    pub snapshot: SnapshotId,
+    pub manifest_crc: u32,
+    /// The links before it, the newest first.
+    pub before: Vec<SnapshotId>,
+    /// Entries and tombstones of all changes since the base.
+    pub changed: usize,
+}
+
+/// How many images a snapshot names, and what they take.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Sums {
+    /// Number of pages, empty ones included.
+    pub pages: u64,
+    /// Bytes of their images.
+    pub bytes: u64,
+    /// The image files, with the bytes of each that the snapshot names.
+    pub files: BTreeMap<u64, u64>,
+}
+
+impl Sums {
+    /// Of pages with these images.
+    pub fn of(images: impl Iterator<Item = Option<ImageRef>>) -> Self {
+        let mut sums = Self::default();
+        images.for_each(|image| sums.add(image));
+        sums
+    }
+
+    fn add(&mut self, image: Option<ImageRef>) {
+        self.pages += 1;
+        if let Some(image) = image {
+            self.bytes += image.stored_len;
+            *self.files.entry(image.file).or_default() += in_file(&image);
+        }
+    }
+
+    /// One that was added.
+    fn subtract(&mut self, image: Option<ImageRef>) {
+        self.pages -= 1;
+        if let Some(image) = image {
+            self.bytes -= image.stored_len;
+            let left = self.files.get_mut(&image.file).expect("added before");
+            *left -= in_file(&image);
+            if *left == 0 {
+                self.files.remove(&image.file);
+            }
+        }
+    }
+}
+
+/// Bytes that an image takes in its file.
+fn in_file(image: &ImageRef) -> u64 {
+    align_up(image.stored_len, FRAME_ALIGN) + ImageHeaderRaw::LEN as u64
+}
+
+/// The newest snapshot: its link, and the images that it names. Whatever is kept here follows from link to link, so
+/// that a snapshot of which little changed is not looked through.
+#[derive(Default)]
+pub(super) struct Newest {
+    pub link: Option<Link>,
+    pages: ById<PageId, Named>,
+    sums: Sums,
+    /// The pages of which each file has an image, as first pages and counts. Some may have a newer one elsewhere
+    /// by now; those of files of which nothing is named any more are forgotten.
+    runs: BTreeMap<u64, Vec<(PageId, u64)>>,
+}
+
+impl Newest {
+    /// What the merged links of a snapshot say.
+    pub fn of(link: Link, snapshot: &Manifest) -> Self {
+        let mut newest = Self { link: Some(link), ..Self::default() };
+        newest.pages = snapshot.entries.iter().map(|entry| (entry.page, named(entry))).collect();
+        newest.sums = Sums::of(snapshot.entries.iter().map(|entry| entry.image));
+        snapshot.entries.iter().for_each(|entry| note(&mut newest.runs, entry));
+        newest
+    }
+
+    /// Follows to the next snapshot: `manifest` is its own link.
+    pub fn advance(&mut self, manifest: &Manifest, link: Link) {
+        if manifest.kind == ManifestKind::Base {
+            *self = Self::of(link, manifest);
+            return;
+        }
+        for entry in &manifest.entries {
+            if let Some(before) = self.pages.insert(entry.page, named(entry)) {
+                self.sums.subtract(before.known.image);
+            }
+            self.sums.add(entry.image);
+            note(&mut self.runs, entry);
+        }
+        for tombstone in &manifest.tombstones {
+            if let Some(before) = self.pages.remove(tombstone.page) {
+                self.sums.subtract(before.known.image);
+            }
+        }
+        self.runs.retain(|file, _| self.sums.files.contains_key(file));
+        self.link = Some(link);
+    }
+
+    pub fn get(&self, page: PageId) -> Option<&Named> {
+        self.pages.get(page)
+    }
+
+    /// The pages that it names.
+    pub fn pages(&self) -> impl Iterator<Item = PageId> + '_ {
+        self.pages.iter().map(|(page, _)| page)
+    }
+
+    /// What it names, together.
+    pub fn sums(&self) -> &Sums {
+        &self.sums
+    }
+
+    /// The pages of which it names an image in a file, each once.
+    pub fn pages_in(&self, file: u64) -> Vec<PageId> {
+        let runs = self.runs.get(&file).into_iter().flatten();
+        let pages = runs.flat_map(|(first, count)| (first.0..first.0 + count).map(PageId));
+        let is_there = |page: &PageId| {
+            self.get(*page).and_then(|named| named.known.image).is_some_and(|image| image.file == file)
+        };
+        let mut pages: Vec<PageId> = pages.filter(is_there).collect();
+        pages.sort_unstable();
+        pages.dedup();
+        pages
+    }
+}
+
+/// Notes that an entry's file has an image of its page. Entries ascend, so that a file which holds neighbours has few
+/// runs.
+fn note(runs: &mut BTreeMap<u64, Vec<(PageId, u64)>>, entry: &ManifestEntry) {
+    let Some(image) = entry.image else { return };
+    let of_file = runs.entry(image.file).or_default();
+    match of_file.last_mut() {
+        Some((first, count)) if first.0 + *count == entry.page.0 => *count += 1,
+        _ => of_file.push((entry.page, 1)),
+    }
+}
+
+fn named(entry: &ManifestEntry) -> Named {
+    Named { epoch: entry.epoch, known: Known { lsn: entry.lsn, image: entry.image } }
+}

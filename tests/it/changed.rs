@@ -1,0 +1,212 @@
+//! A snapshot looks at what changed and at nothing else: so whatever changes a page must be seen to, and stay seen
+//! to until a snapshot has it that was published.
+//!
+//! Each case begins with pages of which the newest snapshot has all and nothing is left to be looked at. What it does
+//! to some of them must be in the next snapshot, which is rebuilt from the files: a change that it missed lies before
+//! its `redo`, and would be lost. And its link must speak of these pages alone.
+
+use std::collections::BTreeSet;
+
+use remanent::disk::sim::{ENOSPC, Fault, Moment, Operation, SimDisk};
+use remanent::{
+    Compression, Error, FileName, Metadata, Options, PageId, Place, Shadow, SnapshotInfo, Store, Width,
+    WriteBatch,
+};
+use remanent_format::rebuild::{RebuildOptions, Survey, rebuild};
+
+use crate::files::{self, Files, State, open_with};
+
+const PAGE_LEN: u64 = 1000;
+const PAGES: usize = 40;
+const PLACE: Place = Place::Device(0);
+
+fn small() -> Options {
+    files::small().compression(Compression::Off)
+}
+
+fn commit(store: &Store, change: impl FnOnce(&mut WriteBatch)) -> Vec<PageId> {
+    let mut batch = store.batch();
+    change(&mut batch);
+    store.commit(batch).unwrap().pages
+}
+
+/// A store of pages that are all settled.
+fn settled(disk: &SimDisk) -> (Store, Vec<PageId>) {
+    let store = open_with(disk, small()).unwrap();
+    let pages = commit(&store, |batch| {
+        for number in 0..PAGES as u8 {
+            let page = batch.create(PAGE_LEN, PLACE);
+            batch.fill(page, 0, PAGE_LEN, &[number]).set_metadata(page, "old", "old");
+        }
+    });
+    // The first has them all, the second has seen that.
+    store.snapshot().unwrap();
+    store.snapshot().unwrap();
+    (store, pages)
+}
+
+/// The pages of which a snapshot's own link speaks.
+fn link(disk: &SimDisk, info: &SnapshotInfo) -> BTreeSet<PageId> {
+    let survey = Survey::read(&Files::of(disk)).unwrap();
+    let (link, _) = survey.links[&info.id].as_ref().unwrap();
+    let tombstones = link.tombstones.iter().map(|tombstone| tombstone.page);
+    link.entries.iter().map(|entry| entry.page).chain(tombstones).collect()
+}
+
+/// The next snapshot is the store's state, and its link speaks of these pages alone.
+fn check(disk: &SimDisk, store: &Store, why: &str, expected: &[PageId]) {
+    let state = State::of(store);
+    let info = store.snapshot().unwrap();
+    assert_eq!(link(disk, &info), expected.iter().copied().collect(), "{why}");
+    let options = RebuildOptions { base: Some(info.id), until: Some(info.end), ..RebuildOptions::default() };
+    let rebuilt = rebuild(&Files::of(disk), &options).unwrap();
+    assert!(State::rebuilt(&rebuilt) == state, "{why}: the snapshot is not the state");
+    // And then there is nothing left to tell.
+    let next = store.snapshot().unwrap();
+    assert_eq!(link(disk, &next), BTreeSet::new(), "{why}: again");
+}
+
+#[test]
+fn whatever_changes_a_page_is_in_the_next_snapshot() {
+    type Operation = fn(&mut WriteBatch, PageId);
+    type Change = fn(&Store, &[PageId]) -> Vec<PageId>;
+    let one: [(&str, Operation); 9] = [
+        ("a range", |batch, page| _ = batch.write(page, 3, b"range")),
+        ("a mask", |batch, page| _ = batch.write_masked(page, 8, Width::W1, &[0b101], b"mask1234")),
+        ("elements", |batch, page| _ = batch.scatter(page, Width::W4, &[1, 200], b"elements")),
+        ("a pattern", |batch, page| _ = batch.fill(page, 0, 500, b"ab")),
+        ("a new length", |batch, page| _ = batch.resize(page, 700)),
+        ("metadata", |batch, page| _ = batch.set_metadata(page, "new", 1u64)),
+        ("metadata that goes", |batch, page| _ = batch.remove_metadata(page, "old")),
+        ("a move", |batch, page| _ = batch.move_to(page, Place::Host)),
+        ("its end", |batch, page| _ = batch.delete(page)),
+    ];
+    for (why, change) in one {
+        let disk = SimDisk::new();
+        let (store, pages) = settled(&disk);
+        commit(&store, |batch| change(batch, pages[7]));
+        check(&disk, &store, why, &pages[7..8]);
+    }
+
+    let others: [(&str, Change); 7] = [
+        ("creation", |store, _| commit(store, |batch| _ = batch.create(10, PLACE))),
+        ("creation and end", |store, pages| {
+            let new = commit(store, |batch| _ = batch.create(10, PLACE));
+            commit(store, |batch| _ = batch.delete(new[0]).write(pages[0], 0, b"x"));
+            pages[..1].to_vec()
+        }),
+        ("a clone", |store, pages| commit(store, |batch| _ = batch.clone_page(pages[5]))),
+        ("bytes that lie on the device", |store, pages| {
+            let bytes = store.device_bytes(16, PLACE).unwrap();
+            bytes.write(0, b"from the device!").unwrap();
+            commit(store, |batch| _ = batch.write_device(pages[39], 20, &bytes));
+            pages[39..].to_vec()
+        }),
+        ("a capture", |store, pages| {
+            let copy = store.working_copy(pages[9], Width::W1, Shadow::Page).unwrap();
+            copy.bytes().write(30, b"captured").unwrap();
+            commit(store, |batch| _ = batch.capture(&copy));
+            pages[9..10].to_vec()
+        }),
+        ("a page written ahead of its batch", |store, pages| {
+            let content: Vec<u8> = (0..20_000_u32).map(|at| (at % 251) as u8).collect();
+            let mut changed = commit(store, |batch| {
+                batch.create_from(content, PLACE, None, Metadata::new());
+            });
+            changed.extend(&pages[30..31]);
+            commit(store, |batch| _ = batch.write(pages[30], 0, b"beside it"));
+            changed
+        }),
+        ("a restore", |store, pages| {
+            let before = store.lsn();
+            commit(store, |batch| _ = batch.write(pages[1], 0, b"undone").delete(pages[2]));
+            commit(store, |batch| _ = batch.create(10, PLACE));
+            store.restore_to(before).unwrap();
+            // It has taken a snapshot of itself.
+            Vec::new()
+        }),
+    ];
+    for (why, change) in others {
+        let disk = SimDisk::new();
+        let (store, pages) = settled(&disk);
+        let changed = change(&store, &pages);
+        check(&disk, &store, why, &changed);
+    }
+}
+
+#[test]
+fn changes_are_not_forgotten_by_a_snapshot_that_fails() {
+    let mut failures = 0;
+    for operation in [Operation::Create, Operation::Write, Operation::SyncFolder] {
+        for skip in 0..3 {
+            let disk = SimDisk::new();
+            let (store, pages) = settled(&disk);
+            commit(&store, |batch| _ = batch.write(pages[4], 0, b"first").delete(pages[5]));
+            disk.fail(Fault { operation, skip, times: 1, errno: ENOSPC });
+            // Where it can do without, or has poisoned the store, it is another test's.
+            let Err(Error::DiskFull { .. }) = store.snapshot() else { continue };
+            failures += 1;
+            commit(&store, |batch| _ = batch.write(pages[6], 0, b"second"));
+            check(&disk, &store, &format!("{operation:?}, {skip}"), &pages[4..7]);
+        }
+    }
+    assert!(failures >= 2, "{failures} snapshots failed for want of space");
+}
+
+fn end(disk: &SimDisk) -> Moment {
+    Moment { event: disk.events(), tear: None }
+}
+
+#[test]
+fn what_was_replayed_is_in_the_next_snapshot() {
+    let disk = SimDisk::new();
+    let (store, pages) = settled(&disk);
+    commit(&store, |batch| _ = batch.write(pages[0], 0, b"replayed").delete(pages[1]));
+    let new = commit(&store, |batch| _ = batch.create(10, PLACE));
+    let killed = disk.after_kill(end(&disk));
+    drop(store);
+    let store = open_with(&killed, small()).unwrap();
+    assert!(store.recovered().replayed_batches >= 2);
+    commit(&store, |batch| _ = batch.write(pages[20], 0, b"since"));
+    check(&killed, &store, "replayed, and since", &[pages[0], pages[1], pages[20], new[0]]);
+
+    // A restore that is replayed, for its own snapshot never came to be.
+    let disk = SimDisk::new();
+    let (store, pages) = settled(&disk);
+    let before = store.lsn();
+    commit(&store, |batch| _ = batch.write(pages[3], 0, b"undone").delete(pages[4]));
+    let events = disk.events();
+    store.restore_to(before).unwrap();
+    drop(store);
+    let mut replayed = 0;
+    for event in events..=disk.events() {
+        let killed = disk.after_kill(Moment { event, tear: None });
+        let store = open_with(&killed, small()).unwrap();
+        let has_both = store.page(pages[4]).is_ok();
+        let changed = [(3, true), (4, true)].map(|(at, _)| pages[at]);
+        let is_replayed = store.recovered().snapshot.is_some_and(|id| id.0 == 2);
+        if is_replayed {
+            replayed += usize::from(has_both);
+            check(&killed, &store, &format!("killed at {event}"), &changed);
+        }
+    }
+    assert!(replayed > 0, "no moment lies between the restore and its snapshot");
+}
+
+#[test]
+fn an_image_that_does_not_hold_is_written_again_though_nothing_changed_its_page() {
+    let disk = SimDisk::new();
+    let (store, pages) = settled(&disk);
+    let survey = Survey::read(&Files::of(&disk)).unwrap();
+    let snapshot = survey.snapshot(*survey.links.keys().next_back().unwrap()).unwrap();
+    let image = snapshot.entries.iter().find(|entry| entry.page == pages[11]).unwrap().image.unwrap();
+    disk.damage(FileName::Pages(image.file), image.offset + 5, b"damage");
+    let state = State::of(&store);
+    assert!(store.scrub().unwrap().mended.is_some());
+    let mended = store.snapshots().last().unwrap().clone();
+    assert_eq!(link(&disk, &mended), pages[11..12].iter().copied().collect());
+    assert_eq!(mended.bytes_written, PAGE_LEN);
+    check(&disk, &store, "mended", &[]);
+    store.close().unwrap();
+    assert!(State::of(&open_with(&disk, small()).unwrap()) == state);
+}
