@@ -9,6 +9,7 @@
 //! Nothing here is on disk: it is rebuilt by each open from the snapshot used and the log behind it.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use remanent_format::image::ImageRef;
 use remanent_format::manifest::{Manifest, ManifestEntry};
@@ -20,11 +21,6 @@ use super::entry;
 use super::newest::{Known, Link, Newest, Sums};
 use crate::error::Result;
 use crate::sync::Mutex;
-
-/// A snapshot follows the one before as long as it has at most this many links, its base and itself among them.
-const LINKS_MAX: usize = 8;
-/// And as long as all changes since the base are at most this share of the pages: one in so many.
-const CHANGED_SHARE: usize = 2;
 
 /// The images that lie on disk and hold a page's bytes of now, or of a moment ago.
 #[derive(Default)]
@@ -47,10 +43,10 @@ pub(crate) struct Sorted {
     pub entries: Vec<ManifestEntry>,
     /// Pages of the newest snapshot that are gone.
     pub gone: Vec<PageId>,
-    /// The link that it follows; if none, it names all pages.
-    pub follows: Option<Link>,
+    /// The link that it follows, and its checksum; if none, it names all pages.
+    pub follows: Option<(SnapshotId, u32)>,
     /// How many pages were looked at to find out. Unless it names all pages, these are the ones that changed since
-    /// the snapshot before, or in that one, and those that are carried.
+    /// the snapshot before, or in that one, those of links that are folded, and those that are carried.
     pub visited: usize,
 }
 
@@ -59,14 +55,11 @@ impl KnownImages {
     pub fn recovered(survey: &Survey, base: Option<SnapshotId>, resolved: &Resolved) -> Result<Self> {
         let newest = match base {
             Some(base) => {
+                let crc = |link: SnapshotId| survey.links[&link].as_ref().map_err(Clone::clone);
+                let link = |link: &Arc<Manifest>| Ok(Link::of(link, crc(link.snapshot)?.1.header_crc));
                 let chain = survey.chain(base)?;
-                let link = Link {
-                    snapshot: base,
-                    manifest_crc: survey.links[&base].as_ref().map_err(Clone::clone)?.1.header_crc,
-                    before: chain[1..].iter().map(|link| link.snapshot).collect(),
-                    changed: chain[..chain.len() - 1].iter().map(|link| link.changes()).sum(),
-                };
-                Newest::of(link, &*survey.snapshot(base)?)
+                let links = chain.into_iter().rev().map(link).collect::<Result<_>>()?;
+                Newest::of(links, &*survey.snapshot(base)?)
             }
             None => Newest::default(),
         };
@@ -126,7 +119,7 @@ impl KnownImages {
 
     /// Lets the next snapshot follow none: a link before it does not hold.
     pub fn unlink(&self) {
-        self.newest.lock().link = None;
+        self.newest.lock().links.clear();
     }
 
     /// Sorts the pages of a watched table into those to gather and those that are known. `carry` names image files
@@ -183,11 +176,22 @@ impl KnownImages {
             }
         }
         gather.sort_unstable();
-        let changes = gather.len() + entries.len() + gone.len();
-        let follows = newest.link.clone().filter(|link| {
-            // Its base, itself, and the one to come.
-            link.before.len() + 2 <= LINKS_MAX
-                && (link.changed + changes).saturating_mul(CHANGED_SHARE) <= table.pages().len()
+        let spoken_of: BTreeSet<PageId> = gather
+            .iter()
+            .map(|(page, _)| *page)
+            .chain(entries.iter().map(|entry: &ManifestEntry| entry.page))
+            .chain(gone.iter().copied())
+            .collect();
+        let follows = newest.fold(&spoken_of, table.pages().len()).map(|(at, folded)| {
+            visited += folded.len() - spoken_of.len();
+            for &page in folded.difference(&spoken_of) {
+                match table.get(page).zip(newest.get(page)) {
+                    Some((info, named)) => entries.push(entry(info, named.known.image)),
+                    None => gone.push(page),
+                }
+            }
+            gone.sort_unstable();
+            (newest.links[at].snapshot, newest.links[at].manifest_crc)
         });
         if follows.is_none() {
             visited = table.pages().len();
@@ -202,13 +206,15 @@ impl KnownImages {
         Sorted { gather, entries, gone, follows, visited }
     }
 
-    /// A snapshot was published: `manifest` is its own link. Returns what it names, together.
-    pub fn advance(&self, manifest: &Manifest, link: Link) -> Sums {
+    /// A snapshot was published: `manifest` is its own link. Returns what it names, together, and the links before
+    /// it, the newest first.
+    pub fn advance(&self, manifest: &Manifest, manifest_crc: u32) -> (Sums, Vec<SnapshotId>) {
         let mut newest = self.newest.lock();
-        newest.advance(manifest, link);
+        newest.advance(manifest, manifest_crc);
         // Whatever was known up to there, this snapshot names, or it is of the past.
         self.beside.lock().retain(|_, known| known.lsn > manifest.redo.lsn);
-        newest.sums().clone()
+        let before = newest.links.iter().rev().skip(1).map(|link| link.snapshot).collect();
+        (newest.sums().clone(), before)
     }
 }
 
@@ -220,11 +226,12 @@ fn place(image: &ImageRef) -> (u64, u64) {
 #[cfg(test)]
 mod tests {
     use remanent_format::image::Codec;
-    use remanent_format::manifest::ManifestKind;
+    use remanent_format::manifest::{ManifestKind, Tombstone};
     use remanent_format::op::{Op, OpAt};
     use remanent_format::table::PlanMode;
     use remanent_format::{LogPoint, Place, StoreId};
 
+    use super::super::newest::LINKS_MAX;
     use super::*;
 
     const PAGES: u64 = 10_000;
@@ -263,10 +270,11 @@ mod tests {
             });
             let mut entries: Vec<ManifestEntry> = sorted.entries.into_iter().chain(gathered).collect();
             entries.sort_unstable_by_key(|entry| entry.page);
-            let kind = sorted.follows.as_ref().map_or(ManifestKind::Base, |link| ManifestKind::Change {
-                previous: link.snapshot,
-                previous_crc: link.manifest_crc,
-            });
+            let change = |(previous, previous_crc)| ManifestKind::Change { previous, previous_crc };
+            let kind = sorted.follows.map_or(ManifestKind::Base, change);
+            let lsn = self.table.lsn();
+            let gone = sorted.gone.into_iter().filter(|_| kind != ManifestKind::Base);
+            let tombstones = gone.map(|page| Tombstone { page, lsn }).collect();
             let manifest = Manifest {
                 kind,
                 store: StoreId([0; 16]),
@@ -278,14 +286,11 @@ mod tests {
                 next_page: self.table.next_page(),
                 epoch_high: self.table.epoch_high(),
                 next_file: self.snapshots + 1,
-                tombstones: Vec::new(),
+                tombstones,
                 entries,
                 root: self.table.root().clone(),
             };
-            let before =
-                sorted.follows.map_or_else(Vec::new, |link| [vec![link.snapshot], link.before].concat());
-            let link = Link { snapshot: manifest.snapshot, manifest_crc: 0, before, changed: 0 };
-            let sums = self.known.advance(&manifest, link);
+            let (sums, _) = self.known.advance(&manifest, 0);
             // Kept from link to link, they are what all entries together say.
             let newest = self.known.newest.lock();
             let images = newest.pages().map(|page| newest.get(page).unwrap().known.image);
@@ -357,5 +362,40 @@ mod tests {
         assert!(!subject.known.newest.lock().sums().files.contains_key(&3));
         let sorted = subject.sort_out(&[(3, 0)]);
         assert_eq!((sorted.gather.len(), sorted.visited), (0, 1));
+    }
+
+    /// What snapshots cost that each follow one change: never all pages, until half of them changed.
+    #[test]
+    fn links_are_folded_as_they_grow() {
+        let mut subject = settled();
+        let mut named = 0;
+        for round in 0..1000 {
+            subject.fill(1 + round * 4);
+            if round % 10 == 9 {
+                subject.commit([Op::Delete { page: PageId(2 + round * 4) }]);
+            }
+            let sorted = subject.sort_out(&[]);
+            assert!(sorted.follows.is_some(), "round {round}");
+            let spoken_of = sorted.gather.len() + sorted.entries.len() + sorted.gone.len();
+            // What was in the snapshot before is looked at once more.
+            assert!(sorted.visited <= spoken_of + 2, "round {round}");
+            named += spoken_of;
+            subject.publish(sorted);
+            let newest = subject.known.newest.lock();
+            assert!(newest.links.len() <= LINKS_MAX);
+            // A page that changed in any link since the base is in one of those that there are.
+            let in_links: usize = newest.links.iter().map(|link| link.pages.len()).sum();
+            assert_eq!(in_links as u64, round + 1 + (round + 1) / 10, "round {round}");
+        }
+        // A thousand changes and a hundred ends. To fold all links whenever there are eight named 79,000.
+        assert!(named < 6 * 1100, "{named}");
+        // One page that changes again and again is one change.
+        (0..1000).for_each(|_| {
+            subject.fill(9999);
+            let sorted = subject.sort_out(&[]);
+            assert!(sorted.follows.is_some());
+            subject.publish(sorted);
+        });
+        assert_eq!(subject.known.newest.lock().get(PageId(9999)).unwrap().known.lsn, subject.table.lsn());
     }
 }

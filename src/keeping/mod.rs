@@ -12,7 +12,7 @@ use remanent_format::manifest::{Manifest, ManifestEntry};
 use remanent_format::{LogPoint, Lsn, PageInfo, SnapshotId};
 
 pub(crate) use self::known::{KnownImages, Sorted};
-pub(crate) use self::newest::{Link, Sums};
+pub(crate) use self::newest::Sums;
 use crate::image_files::ImageFiles;
 
 /// A snapshot that is kept.

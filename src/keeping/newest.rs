@@ -1,12 +1,17 @@
 //! Floor 5. The newest snapshot, as it is kept in memory: what it names, page by page and file by file.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use remanent_format::by_id::ById;
 use remanent_format::image::{ImageHeaderRaw, ImageRef};
 use remanent_format::limits::{FRAME_ALIGN, align_up};
 use remanent_format::manifest::{Manifest, ManifestEntry, ManifestKind};
 use remanent_format::{Epoch, Lsn, PageId, SnapshotId};
+
+/// A snapshot has at most this many links, its base and itself among them.
+pub(super) const LINKS_MAX: usize = 8;
+/// And all changes since the base are at most this share of the pages: one in so many.
+const CHANGED_SHARE: usize = 2;
 
 /// An image that holds a page as batch `lsn` left it; none if the page is empty.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -23,15 +28,22 @@ pub(super) struct Named {
     pub known: Known,
 }
 
-/// The link that the next snapshot may follow.
-#[derive(Clone)]
-pub(crate) struct Link {
+/// A link of the newest snapshot.
+pub(super) struct Link {
     pub snapshot: SnapshotId,
     pub manifest_crc: u32,
-    /// The links before it, the newest first.
-    pub before: Vec<SnapshotId>,
-    /// Entries and tombstones of all changes since the base.
-    pub changed: usize,
+    /// The pages of which it speaks, as there or as gone; of a base they are not kept.
+    pub pages: Vec<PageId>,
+}
+
+impl Link {
+    pub fn of(manifest: &Manifest, manifest_crc: u32) -> Self {
+        let (entries, tombstones) = (manifest.entries.iter(), manifest.tombstones.iter());
+        let pages = entries.map(|entry| entry.page).chain(tombstones.map(|tombstone| tombstone.page));
+        let is_base = manifest.kind == ManifestKind::Base;
+        let pages = if is_base { Vec::new() } else { pages.collect() };
+        Self { snapshot: manifest.snapshot, manifest_crc, pages }
+    }
 }
 
 /// How many images a snapshot names, and what they take.
@@ -80,11 +92,12 @@ fn in_file(image: &ImageRef) -> u64 {
     align_up(image.stored_len, FRAME_ALIGN) + ImageHeaderRaw::LEN as u64
 }
 
-/// The newest snapshot: its link, and the images that it names. Whatever is kept here follows from link to link, so
+/// The newest snapshot: its links, and the images that it names. Whatever is kept here follows from link to link, so
 /// that a snapshot of which little changed is not looked through.
 #[derive(Default)]
 pub(super) struct Newest {
-    pub link: Option<Link>,
+    /// The base first. None if there is no snapshot, or none that the next one may follow.
+    pub links: Vec<Link>,
     pages: ById<PageId, Named>,
     sums: Sums,
     /// The pages of which each file has an image, as first pages and counts. Some may have a newer one elsewhere
@@ -94,20 +107,23 @@ pub(super) struct Newest {
 
 impl Newest {
     /// What the merged links of a snapshot say.
-    pub fn of(link: Link, snapshot: &Manifest) -> Self {
-        let mut newest = Self { link: Some(link), ..Self::default() };
+    pub fn of(links: Vec<Link>, snapshot: &Manifest) -> Self {
+        let mut newest = Self { links, ..Self::default() };
         newest.pages = snapshot.entries.iter().map(|entry| (entry.page, named(entry))).collect();
         newest.sums = Sums::of(snapshot.entries.iter().map(|entry| entry.image));
         snapshot.entries.iter().for_each(|entry| note(&mut newest.runs, entry));
         newest
     }
 
-    /// Follows to the next snapshot: `manifest` is its own link.
-    pub fn advance(&mut self, manifest: &Manifest, link: Link) {
-        if manifest.kind == ManifestKind::Base {
-            *self = Self::of(link, manifest);
+    /// Follows to the next snapshot: `manifest` is its own link, which need not follow the newest one.
+    pub fn advance(&mut self, manifest: &Manifest, manifest_crc: u32) {
+        let link = Link::of(manifest, manifest_crc);
+        let ManifestKind::Change { previous, .. } = manifest.kind else {
+            *self = Self::of(vec![link], manifest);
             return;
-        }
+        };
+        self.links.retain(|before| before.snapshot <= previous);
+        self.links.push(link);
         for entry in &manifest.entries {
             if let Some(before) = self.pages.insert(entry.page, named(entry)) {
                 self.sums.subtract(before.known.image);
@@ -121,7 +137,26 @@ impl Newest {
             }
         }
         self.runs.retain(|file, _| self.sums.files.contains_key(file));
-        self.link = Some(link);
+    }
+
+    /// Where among the links the one lies that the next snapshot follows, if these pages changed since the newest;
+    /// with the pages of the links that it takes the place of. None if it is to name all of `pages_max` pages.
+    ///
+    /// Where there are too many links, the newest are folded into the one to come: those that are no longer than it
+    /// is by then. So the links grow from the newest to the oldest, and no page is named again often; and a base is
+    /// written only when so much has changed that it costs little more.
+    pub fn fold(&self, changed: &BTreeSet<PageId>, pages_max: usize) -> Option<(usize, BTreeSet<PageId>)> {
+        let mut at = self.links.len().checked_sub(1)?;
+        let mut folded = changed.clone();
+        if self.links.len() >= LINKS_MAX {
+            let newest = at;
+            while at > 0 && (at == newest || self.links[at].pages.len() <= folded.len()) {
+                folded.extend(&self.links[at].pages);
+                at -= 1;
+            }
+        }
+        let changes = self.links[..=at].iter().map(|link| link.pages.len()).sum::<usize>() + folded.len();
+        (changes.saturating_mul(CHANGED_SHARE) <= pages_max).then_some((at, folded))
     }
 
     pub fn get(&self, page: PageId) -> Option<&Named> {

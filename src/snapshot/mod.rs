@@ -50,7 +50,7 @@ use crate::device::{CommandList, Device};
 use crate::disk::Disk;
 use crate::error::{Error, Result};
 use crate::images::ImageWriter;
-use crate::keeping::{Keeping, Kept, Link, SnapshotInfo, Sorted, unix_ms};
+use crate::keeping::{Keeping, Kept, SnapshotInfo, Sorted, unix_ms};
 use crate::log::{Log, SegmentPool};
 use crate::options::Compression;
 use crate::phases::{self, Phase};
@@ -185,9 +185,8 @@ impl Snapshots {
         let (writer, caught, end) = gathered?;
         self.progress.enter(SnapshotPhase::Publish);
         let manifest = Manifest {
-            kind: sorted.follows.as_ref().map_or(ManifestKind::Base, |link| ManifestKind::Change {
-                previous: link.snapshot,
-                previous_crc: link.manifest_crc,
+            kind: sorted.follows.map_or(ManifestKind::Base, |(previous, previous_crc)| {
+                ManifestKind::Change { previous, previous_crc }
             }),
             store: self.store,
             snapshot: SnapshotId(keeping.next_snapshot),
@@ -213,9 +212,7 @@ impl Snapshots {
             }
             Err(error) => return Err(error),
         };
-        let link = follow(sorted.follows, &manifest, manifest_crc);
-        let before = link.before.clone();
-        let sums = keeping.known.advance(&manifest, link);
+        let (sums, before) = keeping.known.advance(&manifest, manifest_crc);
         let kept = Kept::new(&manifest, sums, before, manifest_crc, false);
         let info = &kept.info;
         tracing::info!(
@@ -360,13 +357,4 @@ fn in_order(known: Vec<ManifestEntry>, caught: Vec<ManifestEntry>) -> Vec<Manife
     entries.extend(caught);
     entries.sort_unstable_by_key(|entry| entry.page);
     entries
-}
-
-/// The link that `manifest` is, for the next snapshot to follow.
-fn follow(follows: Option<Link>, manifest: &Manifest, manifest_crc: u32) -> Link {
-    let (before, changed) = match follows {
-        Some(link) => ([vec![link.snapshot], link.before].concat(), link.changed + manifest.changes()),
-        None => (Vec::new(), 0),
-    };
-    Link { snapshot: manifest.snapshot, manifest_crc, before, changed }
 }
