@@ -140,7 +140,7 @@ impl Auditor<'_> {
             turn.intact()?;
             let known = wanted.into_iter().filter_map(|page| turn.applied.table.get(page));
             let infos: Vec<PageInfo> = known.filter(|info| info.len > 0).cloned().collect();
-            let sources = infos.iter().map(|info| turn.applied.memory[&info.page].span()).collect();
+            let sources = infos.iter().map(|info| turn.applied.memory[info.page].span()).collect();
             let target = StagingSpan { index: 0, offset: 0, len: 4 * infos.len() };
             let commands = vec![Command::Crc { sources, target }];
             let pending = turn.submit(CommandList { commands, staging: vec![staging] })?;

@@ -203,7 +203,7 @@ pub use remanent_format::log::TornTail;
 pub use remanent_format::op::{Indices, Op};
 pub use remanent_format::{
     Damage, Defect, Epoch, FileName, Folder, Incarnation, Key, LogPoint, Lsn, Metadata, PageId, PageInfo,
-    Place, Position, SnapshotId, StoreId, UnknownPlace, Value, Width,
+    Place, Position, SharedMetadata, SnapshotId, StoreId, UnknownPlace, Value, Width,
 };
 pub use retention::Retention;
 pub use snapshot::{Pruned, ScrubStats, Scrubbed, SnapshotPhase, SnapshotStats};

@@ -71,7 +71,7 @@ impl<'s> Pin<'s> {
         let (info, memory) = store.applier.turn(move |turn| {
             turn.intact()?;
             let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?.clone();
-            Ok((info, turn.applied.memory[&page].span().memory))
+            Ok((info, turn.applied.memory[page].span().memory))
         })?;
         Ok(Self { info, memory, store, _pinned: pinned })
     }

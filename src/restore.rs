@@ -250,16 +250,16 @@ fn overwrite(
     // What goes, goes first: the budget holds for what stays.
     let last_use = turn.submit(CommandList::default())?.fence();
     let fits =
-        |page: &PageId, memory: &PageMemory| staying.get(page) == Some(&(memory.place(), memory.byte_len()));
+        |page: PageId, memory: &PageMemory| staying.get(&page) == Some(&(memory.place(), memory.byte_len()));
     let leaving: Vec<PageId> = turn
         .applied
         .memory
         .iter()
-        .filter(|(page, memory)| !fits(page, memory))
-        .map(|(page, _)| *page)
+        .filter(|(page, memory)| !fits(*page, memory))
+        .map(|(page, _)| page)
         .collect();
     for page in leaving {
-        let memory = turn.applied.memory.remove(&page).expect("listed just now");
+        let memory = turn.applied.memory.remove(page).expect("listed just now");
         turn.arena.retire(memory, last_use);
     }
     let mut in_flight = VecDeque::new();
@@ -271,8 +271,7 @@ fn overwrite(
         Ok(())
     };
     let changed = || pages.iter().filter(|info| info.lsn == point.lsn);
-    let missing: Vec<&PageInfo> =
-        changed().filter(|info| !turn.applied.memory.contains_key(&info.page)).collect();
+    let missing: Vec<&PageInfo> = changed().filter(|info| !turn.applied.memory.contains(info.page)).collect();
     let wanted_memory: Vec<_> = missing.iter().map(|info| (info.place, info.len)).collect();
     let memory = turn.arena.allocate_all(Purpose::Page, &wanted_memory)?;
     turn.applied.memory.extend(missing.iter().map(|info| info.page).zip(memory));
@@ -282,7 +281,7 @@ fn overwrite(
         let mut staged = staging.take(bytes.len())?;
         staged.copy_from_slice(bytes);
         let command = |(page, offset): (PageId, usize)| {
-            let target = turn.applied.memory[&page].span();
+            let target = turn.applied.memory[page].span();
             Command::Upload { source: StagingSpan { index: 0, offset, len: target.len as usize }, target }
         };
         let commands = places.drain(..).map(command).collect();

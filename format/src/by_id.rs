@@ -212,10 +212,13 @@ impl<K: Number, T> ById<K, T> {
         Counted { items, left: self.count }
     }
 
-    /// All items, for good.
-    pub fn into_values(self) -> impl Iterator<Item = T> {
+    /// All items with their numbers, for good.
+    pub fn into_items(self) -> impl Iterator<Item = (K, T)> {
         let chunks = self.rows.into_values().flat_map(|row| row.items);
-        chunks.flat_map(|chunk| chunk.row.items)
+        chunks.flat_map(|chunk| {
+            let first = chunk.number * ROW;
+            bits(chunk.row.present).map(move |bit| K::of(first + bit)).zip(chunk.row.items)
+        })
     }
 
     /// Keeps the items that are wanted.
@@ -379,7 +382,7 @@ mod tests {
             assert_eq!(items.marked(), marked.iter().copied().collect::<Vec<_>>());
             let anew: ById<PageId, u64> = expected.iter().map(|(page, item)| (*page, *item)).collect();
             assert_eq!(items, anew);
-            assert!(items.clone().into_values().eq(expected.values().copied()));
+            assert!(items.clone().into_items().eq(expected.clone()));
         }
         items.unmark(&ids.map(PageId));
         items.insert(PageId(64), 0);

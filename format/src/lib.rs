@@ -33,4 +33,4 @@ pub use ids::{
 };
 pub use names::{FileName, Folder, ReadAt};
 pub use table::{PageInfo, PageTable};
-pub use value::{Metadata, Value};
+pub use value::{Metadata, SharedMetadata, Value};

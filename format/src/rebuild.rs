@@ -252,7 +252,7 @@ impl Survey {
         let resolved = &resolution.resolved;
         resolution.check_page_bytes(page_bytes_max)?;
         let mut contents: BTreeMap<PageId, Result<Vec<u8>, Damage>> =
-            resolved.bases.iter().map(|(page, base)| (*page, load_base(source, base))).collect();
+            resolved.bases.iter().map(|(page, base)| (page, load_base(source, base))).collect();
         let base = resolution.base.and_then(|base| self.links.get(&base)?.as_ref().ok());
         let from = match base {
             Some((manifest, _)) => manifest.redo,

@@ -6,9 +6,9 @@
 //! not know for damage. The table is resolved first, so that budgets are checked and pages are loaded at
 //! their final length (I10).
 
-use std::collections::{BTreeMap, HashMap};
-use std::sync::Arc;
+use std::collections::HashMap;
 
+use crate::by_id::ById;
 use crate::defect::Defect;
 use crate::ids::{Lsn, PageId};
 use crate::image::ImageRef;
@@ -36,7 +36,7 @@ pub struct Base {
 #[derive(Clone, Debug)]
 pub struct Resolver {
     table: PageTable,
-    bases: BTreeMap<PageId, Base>,
+    bases: ById<PageId, Base>,
     tombstones: HashMap<PageId, Lsn>,
     /// The batch up to which the root is already in the snapshot.
     root_lsn: Lsn,
@@ -50,14 +50,14 @@ pub struct Resolved {
     /// Pages, root, and the numbers that never go back.
     pub table: PageTable,
     /// What each page of the table is made from.
-    pub bases: BTreeMap<PageId, Base>,
+    pub bases: ById<PageId, Base>,
 }
 
 impl Resolved {
     /// Whether batch `lsn` is to be applied to the bytes of `page`.
     #[must_use]
     pub fn applies(&self, page: PageId, lsn: Lsn) -> bool {
-        self.bases.get(&page).is_some_and(|base| lsn > base.lsn)
+        self.bases.get(page).is_some_and(|base| lsn > base.lsn)
     }
 }
 
@@ -65,7 +65,7 @@ impl Default for Resolver {
     fn default() -> Self {
         Self {
             table: PageTable::new(),
-            bases: BTreeMap::new(),
+            bases: ById::default(),
             tombstones: HashMap::new(),
             root_lsn: Lsn(0),
             end: Lsn(0),
@@ -127,7 +127,7 @@ impl Resolver {
                     self.bases.insert(*page, Base { image, len: *len, lsn: before, resized, len_max: *len });
                 }
                 Op::Resize { page, len } => {
-                    if let Some(base) = self.bases.get_mut(page) {
+                    if let Some(base) = self.bases.get_mut(*page) {
                         base.resized = true;
                         base.len_max = base.len_max.max(*len);
                     }
@@ -138,7 +138,7 @@ impl Resolver {
                     self.bases.insert(*page, Base { image, len: *len, lsn, resized, len_max: *len });
                 }
                 Op::Delete { page } => {
-                    self.bases.remove(page);
+                    self.bases.remove(*page);
                 }
                 _ => {}
             }
@@ -167,7 +167,7 @@ impl Resolver {
     /// Whether batch `lsn`, which was followed, is to be applied to the bytes of `page`, as far as is known.
     #[must_use]
     pub fn applies(&self, page: PageId, lsn: Lsn) -> bool {
-        self.bases.get(&page).is_some_and(|base| lsn > base.lsn)
+        self.bases.get(page).is_some_and(|base| lsn > base.lsn)
     }
 
     /// The last batch followed.
@@ -211,6 +211,6 @@ pub fn page_info(entry: &ManifestEntry) -> PageInfo {
         epoch: entry.epoch,
         lsn: entry.lsn,
         place: entry.place,
-        metadata: Arc::clone(&entry.metadata),
+        metadata: entry.metadata.clone(),
     }
 }

@@ -12,7 +12,7 @@ use crate::by_id::ById;
 use crate::ids::{Epoch, Key, Lsn, PageId, Place};
 use crate::limits::{DEVICE_ORDINAL_MAX, METADATA_LEN_MAX, PAGE_LEN_MAX, ROOT_LEN_MAX};
 use crate::op::{Op, OpAt};
-use crate::value::{Metadata, encode_metadata};
+use crate::value::{Metadata, SharedMetadata, encode_metadata};
 
 /// What is known of a page besides its bytes.
 #[derive(Clone, Debug, PartialEq)]
@@ -31,14 +31,22 @@ pub struct PageInfo {
     /// Where it lives.
     pub place: Place,
     /// Its metadata.
-    pub metadata: Arc<Metadata>,
+    pub metadata: SharedMetadata,
 }
 
 impl PageInfo {
     /// A page as an image or a create describes it.
     #[must_use]
     pub fn new(page: PageId, len: u64, place: Place) -> Self {
-        Self { page, key: None, len, epoch: Epoch(0), lsn: Lsn(0), place, metadata: Arc::default() }
+        Self {
+            page,
+            key: None,
+            len,
+            epoch: Epoch(0),
+            lsn: Lsn(0),
+            place,
+            metadata: SharedMetadata::default(),
+        }
     }
 
     /// Becomes a newer state of the same page, with the same key. What both share is left alone: others share it
@@ -46,7 +54,7 @@ impl PageInfo {
     fn become_newer(&mut self, newer: &Self) {
         let Self { page: _, key: _, len, epoch, lsn, place, metadata } = newer;
         (self.len, self.epoch, self.lsn, self.place) = (*len, *epoch, *lsn, *place);
-        if !Arc::ptr_eq(&self.metadata, metadata) {
+        if !self.metadata.is_same(metadata) {
             self.metadata = metadata.clone();
         }
     }
@@ -395,7 +403,7 @@ impl PageTable {
                                 epoch: Epoch(1),
                                 lsn,
                                 place: *place,
-                                metadata: Arc::new(metadata.clone()),
+                                metadata: metadata.clone().into(),
                             }),
                         );
                     }
@@ -426,11 +434,11 @@ impl PageTable {
                     }
                     Op::SetMetadata { page, name, value } => {
                         let info = overlay.touch_info(*page)?;
-                        Arc::make_mut(&mut info.metadata).insert(name.clone(), value.clone());
+                        info.metadata.make_mut().insert(name.clone(), value.clone());
                         metadata_grown.push((index, *page));
                     }
                     Op::RemoveMetadata { page, name } => {
-                        Arc::make_mut(&mut overlay.touch_info(*page)?.metadata).remove(*name);
+                        overlay.touch_info(*page)?.metadata.make_mut().remove(*name);
                     }
                     Op::SetRoot { name, value } => {
                         let root = root.get_or_insert_with(|| self.root.clone());

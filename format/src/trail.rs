@@ -122,7 +122,7 @@ impl Trails {
     /// The image that holds exactly a page's bytes, if there is one.
     #[must_use]
     pub fn exact_image(&self, resolved: &Resolved, page: PageId) -> Option<ImageRef> {
-        let base = resolved.bases.get(&page).filter(|_| !self.pages.contains_key(&page))?;
+        let base = resolved.bases.get(page).filter(|_| !self.pages.contains_key(&page))?;
         base.image
     }
 
@@ -134,7 +134,7 @@ impl Trails {
     /// # Panics
     /// If the page is not in the state's table.
     pub fn load(&self, source: &dyn ReadAt, resolved: &Resolved, page: PageId) -> Result<Vec<u8>, Damage> {
-        let mut content = load_base(source, &resolved.bases[&page])?;
+        let mut content = load_base(source, &resolved.bases[page])?;
         for place in self.pages.get(&page).into_iter().flatten() {
             let bytes = place.read(source)?;
             apply(&decode_single(&bytes).map_err(|defect| place.at(defect))?, &mut content);

@@ -18,6 +18,7 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
+use remanent_format::by_id::ById;
 use remanent_format::op::{Op, decode_payload};
 use remanent_format::table::Changes;
 use remanent_format::{LogPoint, Lsn, PageId, PageInfo, PageTable, Place};
@@ -68,7 +69,7 @@ pub(crate) struct Applied {
     /// The table.
     pub table: PageTable,
     /// The bytes, of all pages that are warm.
-    pub memory: HashMap<PageId, PageMemory>,
+    pub memory: ById<PageId, PageMemory>,
     /// The other pages.
     pub cold: Arc<ColdPages>,
     /// The end of the last batch.
@@ -276,7 +277,7 @@ impl Applier {
                 return Err(Error::OutOfBounds { page, offset, len, page_len: info.len });
             }
             turn.intact()?;
-            let source = turn.applied.memory[&page].part(offset, len);
+            let source = turn.applied.memory[page].part(offset, len);
             // From memory of the host bytes come as soon as they would be copied aside.
             let is_far =
                 matches!(info.place, Place::Device(_)) && turn.device.address(source.memory).is_some();
@@ -508,7 +509,7 @@ impl Worker {
                     self.replace(page, memory.pop_front().expect("one for each resize"));
                 }
                 Op::Move { page, place } => {
-                    let here = self.applied.memory.get(&page).expect("planned on a page that exists").place();
+                    let here = self.applied.memory.get(page).expect("planned on a page that exists").place();
                     if here == place {
                         // Its Lsn changes all the same: a cut keeps the page with the old one.
                         self.before_change(page, &mut spares);
@@ -517,7 +518,7 @@ impl Worker {
                     }
                 }
                 Op::Delete { page } => {
-                    if let Some(old) = self.applied.memory.remove(&page) {
+                    if let Some(old) = self.applied.memory.remove(page) {
                         self.give_up(page, old);
                     }
                     if let Some(deleted) = &mut self.applied.deleted {
@@ -528,7 +529,7 @@ impl Worker {
                     let aside = if needs_aside(&at.op) { asides.pop_front() } else { None };
                     if let Some(page) = at.op.page() {
                         self.before_change(page, &mut spares);
-                        let memory = self.applied.memory.get(&page).expect("planned on a page that exists");
+                        let memory = self.applied.memory.get(page).expect("planned on a page that exists");
                         self.list.data(at, in_list, memory, aside);
                     }
                 }
@@ -541,7 +542,7 @@ impl Worker {
 
     /// A page goes to new memory, cut or extended by zeros to its length.
     fn replace(&mut self, page: PageId, new: PageMemory) {
-        let old = self.applied.memory.remove(&page).expect("planned on a page that exists");
+        let old = self.applied.memory.remove(page).expect("planned on a page that exists");
         let kept = new.byte_len().min(old.byte_len());
         self.list.copy(old.part(0, kept), new.part(0, kept));
         self.list.zero(new.part(kept, new.byte_len() - kept));
@@ -553,7 +554,7 @@ impl Worker {
     /// use moves to its spare memory.
     fn before_change(&mut self, page: PageId, spares: &mut Vec<(PageId, PageMemory)>) {
         let Applied { table, memory, cut, .. } = &mut self.applied;
-        let Some(current) = memory.get(&page) else { return };
+        let Some(current) = memory.get(page) else { return };
         // What the cut keeps is what the page was before this batch: the table still says so.
         if let Some((cut, info)) = cut.as_mut().zip(table.get(page)) {
             cut.before_change(info, current, &self.arena, &mut self.list);
@@ -636,7 +637,8 @@ impl Worker {
     fn release_pages(&mut self) {
         let is_free = |(page, memory): &(PageId, PageMemory)| !self.leases.leave(*page, memory.span().memory);
         // What a lease uses that was never ended is left to it.
-        let pages = self.applied.memory.drain().filter(is_free).map(|(_, memory)| memory);
+        let pages =
+            std::mem::take(&mut self.applied.memory).into_items().filter(is_free).map(|(_, memory)| memory);
         for memory in pages.chain(self.retiring.drain(..)) {
             discard(&self.arena, memory);
         }

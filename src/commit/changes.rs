@@ -96,7 +96,7 @@ impl Committer {
                     turn.intact()?;
                     let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;
                     check_epoch(page, epoch, info.epoch)?;
-                    let commands = diffs(turn.applied.memory[&page].span());
+                    let commands = diffs(turn.applied.memory[page].span());
                     Ok(turn.submit(CommandList { commands, staging: Vec::new() })?.fence())
                 })?;
                 self.device.after(Lane::Stage, marked)?;

@@ -9,13 +9,14 @@
 //! lock while it holds another memory's for writing, so they cannot block each other for good. One that wants several
 //! takes them only if all are free.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::fmt::Display;
-use std::ops::Range;
+use std::ops::{Deref, Range};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::RwLock;
+use remanent_format::by_id::ById;
 use remanent_format::{Place, Width};
 use zerocopy::FromZeros;
 
@@ -36,15 +37,52 @@ const SHORT_LEN_MAX: u64 = 1024;
 /// Pages in ordinary memory, whatever place they name; only [`Place::Disk`] is unavailable.
 #[derive(Debug)]
 pub struct HostDevice {
-    memories: RwLock<HashMap<MemoryId, Arc<Memory>>>,
+    memories: RwLock<ById<MemoryId, Arc<Memory>>>,
     memory_next: AtomicU64,
     lanes: [HostLane; Lane::ALL.len()],
     label: String,
 }
 
-/// One allocation. Who was given its bytes keeps them: the next command that changes it copies them first. The lock
-/// is held for one command on bytes, and takes no other, so a test's scheduler need not know of it.
-type Memory = RwLock<Arc<Vec<u8>>>;
+/// One allocation. The lock is held for one command on bytes, and takes no other, so a test's scheduler need not know
+/// of it.
+type Memory = RwLock<Bytes>;
+
+/// Who was given bytes keeps them: the next command that changes them copies them first. Where nobody ever was, as with
+/// most pages, they take one allocation less.
+#[derive(Debug)]
+enum Bytes {
+    Ours(Vec<u8>),
+    Shared(Arc<Vec<u8>>),
+}
+
+impl Bytes {
+    fn share(&mut self) -> Arc<Vec<u8>> {
+        let bytes = match self {
+            Bytes::Ours(bytes) => Arc::new(std::mem::take(bytes)),
+            Bytes::Shared(bytes) => bytes.clone(),
+        };
+        *self = Bytes::Shared(bytes.clone());
+        bytes
+    }
+
+    fn make_mut(&mut self) -> &mut [u8] {
+        match self {
+            Bytes::Ours(bytes) => bytes,
+            Bytes::Shared(bytes) => Arc::make_mut(bytes).as_mut_slice(),
+        }
+    }
+}
+
+impl Deref for Bytes {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Bytes::Ours(bytes) => bytes,
+            Bytes::Shared(bytes) => bytes,
+        }
+    }
+}
 
 /// A lane: one list at a time, in the order in which `submit` was called.
 #[derive(Debug, Default)]
@@ -78,14 +116,14 @@ impl HostDevice {
     }
 
     fn memory(&self, id: MemoryId) -> Arc<Memory> {
-        let memory = self.memories.read().get(&id).cloned();
+        let memory = self.memories.read().get(id).cloned();
         memory.unwrap_or_else(|| panic!("{id:?} is no memory of this device"))
     }
 
     /// As [`memory`](Self::memory), for several at one go.
     fn memories_of(&self, ids: &[MemoryId]) -> Vec<Arc<Memory>> {
         let memories = self.memories.read();
-        let memory = |id: &MemoryId| memories.get(id).cloned();
+        let memory = |id: &MemoryId| memories.get(*id).cloned();
         ids.iter()
             .map(|id| memory(id).unwrap_or_else(|| panic!("{id:?} is no memory of this device")))
             .collect()
@@ -163,7 +201,7 @@ impl HostDevice {
         let memories = self.memories_of(&ids);
         let guards: Option<Vec<_>> = memories.iter().map(|memory| memory.try_write()).collect();
         let Some(mut guards) = guards else { return false };
-        let mut contents: Vec<&mut Vec<u8>> = guards.iter_mut().map(|bytes| Arc::make_mut(bytes)).collect();
+        let mut contents: Vec<&mut [u8]> = guards.iter_mut().map(|bytes| bytes.make_mut()).collect();
         for piece in pieces {
             let Payload::Staging { index, offset } = piece.payload else {
                 unreachable!("short ones are staged")
@@ -325,7 +363,7 @@ impl Device for HostDevice {
                 return Err(Error::PlaceUnavailable { place, reason });
             }
         }
-        let memory = Arc::new(RwLock::new(Arc::new(zeroed(place, len)?)));
+        let memory = Arc::new(RwLock::new(Bytes::Ours(zeroed(place, len)?)));
         let id = MemoryId(self.memory_next.fetch_add(1, Ordering::Relaxed));
         self.memories.write().insert(id, memory);
         Ok(id)
@@ -333,7 +371,7 @@ impl Device for HostDevice {
 
     fn release(&self, memory: MemoryId) -> Result<()> {
         // Taken out under the lock, freed after it.
-        let released = self.memories.write().remove(&memory);
+        let released = self.memories.write().remove(memory);
         assert!(released.is_some(), "{memory:?} is no memory of this device");
         Ok(())
     }
@@ -389,7 +427,7 @@ impl Device for HostDevice {
     }
 
     fn bytes(&self, memory: MemoryId) -> Option<PageBytes> {
-        let bytes: Arc<Vec<u8>> = self.memory(memory).read().clone();
+        let bytes = self.memory(memory).write().share();
         Some(bytes)
     }
 }
@@ -485,9 +523,9 @@ fn bytes_of(memory: &[u8], span: Span) -> &[u8] {
     &memory[range(span, memory.len())]
 }
 
-fn bytes_of_mut(memory: &mut Arc<Vec<u8>>, span: Span) -> &mut [u8] {
+fn bytes_of_mut(memory: &mut Bytes, span: Span) -> &mut [u8] {
     let range = range(span, memory.len());
-    &mut Arc::make_mut(memory)[range]
+    &mut memory.make_mut()[range]
 }
 
 /// The span as a range; panics if it does not lie in the memory.

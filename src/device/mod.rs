@@ -20,6 +20,7 @@ use std::any::Any;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
+use remanent_format::by_id::Number;
 use remanent_format::{Place, Width};
 
 pub use self::bytes::{CallerMemory, DeviceBytes};
@@ -193,6 +194,16 @@ impl RawStream {
 /// A device's own name for an allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct MemoryId(pub u64);
+
+impl Number for MemoryId {
+    fn number(self) -> u64 {
+        self.0
+    }
+
+    fn of(number: u64) -> Self {
+        Self(number)
+    }
+}
 
 /// A range of page memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -65,10 +65,10 @@ impl KnownImages {
         };
         // What replay took from elsewhere: a restore's table, images named by the log.
         let beside = resolved.bases.iter().filter_map(|(page, base)| {
-            let info = resolved.table.get(*page)?;
-            let is_newest = newest.get(*page).is_some_and(|named| named.known.lsn == info.lsn);
+            let info = resolved.table.get(page)?;
+            let is_newest = newest.get(page).is_some_and(|named| named.known.lsn == info.lsn);
             let holds = info.lsn <= base.lsn && !base.resized && (base.image.is_some() || info.len == 0);
-            (holds && !is_newest).then_some((*page, Known { lsn: info.lsn, image: base.image }))
+            (holds && !is_newest).then_some((page, Known { lsn: info.lsn, image: base.image }))
         });
         let beside = Mutex::new(beside.collect());
         Ok(Self { newest: Mutex::new(newest), beside, ..Self::default() })

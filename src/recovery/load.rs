@@ -5,6 +5,7 @@
 use std::collections::{HashMap, VecDeque};
 
 use remanent_format::apply::apply;
+use remanent_format::by_id::ById;
 use remanent_format::image::{Codec, ImageRef};
 use remanent_format::manifest::Manifest;
 use remanent_format::op::decode_payload;
@@ -40,14 +41,17 @@ pub(super) struct Loaded<'a> {
 #[derive(Default)]
 pub(super) struct Pages {
     /// Of those that are loaded.
-    pub memory: HashMap<PageId, PageMemory>,
+    pub memory: ById<PageId, PageMemory>,
     /// Those that are not, for they are exactly what their images say.
     pub cold: Vec<ColdPage>,
 }
 
 impl Pages {
     fn into_memory(self) -> impl Iterator<Item = PageMemory> {
-        self.memory.into_values().chain(self.cold.into_iter().map(|cold| cold.memory))
+        self.memory
+            .into_items()
+            .map(|(_, memory)| memory)
+            .chain(self.cold.into_iter().map(|cold| cold.memory))
     }
 }
 
@@ -125,7 +129,7 @@ impl Loader<'_> {
         let resolved = &resolution.resolved;
         let wanted: Vec<_> = resolved.table.pages().map(|info| (info.place, info.len)).collect();
         let memory = self.recovery.arena.allocate_all(Purpose::Page, &wanted)?;
-        self.pages.memory.extend(resolved.table.pages().map(|info| info.page).zip(memory));
+        self.pages.memory = resolved.table.pages().map(|info| info.page).zip(memory).collect();
         // Sealed bytes are proven past the cache (I6): images, and frames up to the last mark.
         let sealed = DiskSource::past_cache(self.recovery.disk.clone());
         self.load_images(&sealed, resolved, verified(survey, manifest, resolution))?;
@@ -161,7 +165,7 @@ impl Loader<'_> {
     ) -> Result<()> {
         let may_be_cold = self.recovery.options.restore == Restore::OnDemand;
         let (mut proven, mut unproven) = (Vec::new(), Vec::new());
-        for (&page, base) in &resolved.bases {
+        for (page, base) in resolved.bases.iter() {
             match base.image {
                 _ if base.resized => {
                     self.on_host.insert(page, load_base(sealed, base)?);
@@ -170,19 +174,19 @@ impl Loader<'_> {
                     let is_proven = verified.is_some_and(|verified| names(verified, page, &image));
                     let is_unchanged = resolved.table.get(page).is_some_and(|info| info.lsn == base.lsn);
                     if is_proven && is_unchanged && may_be_cold {
-                        let memory = self.pages.memory.remove(&page).expect("allocated for each page");
+                        let memory = self.pages.memory.remove(page).expect("allocated for each page");
                         self.pages.cold.push(ColdPage { page, image, memory });
                         continue;
                     }
                     let images = if is_proven { &mut proven } else { &mut unproven };
                     images.push(Wanted { page, len: base.len, image });
                 }
-                None => self.list.zero(self.pages.memory[&page].span()),
+                None => self.list.zero(self.pages.memory[page].span()),
             }
         }
         self.flush()?;
         let Recovery { disk, device, staging, .. } = self.recovery;
-        let target = |page: PageId| self.pages.memory[&page].span();
+        let target = |page: PageId| self.pages.memory[page].span();
         let load = |source: &DiskSource, images: &mut Vec<Wanted>| {
             let compressed = images.iter().filter(|wanted| wanted.image.codec != Codec::Raw);
             let threads = threads(compressed.map(|wanted| wanted.len).max().unwrap_or(0));
@@ -205,7 +209,7 @@ impl Loader<'_> {
         let mut staged = self.recovery.staging.take(bytes.len())?;
         staged.copy_from_slice(bytes);
         let source = StagingSpan { index: 0, offset: 0, len: bytes.len() };
-        let commands = vec![Command::Upload { source, target: self.pages.memory[&page].span() }];
+        let commands = vec![Command::Upload { source, target: self.pages.memory[page].span() }];
         let list = CommandList { commands, staging: vec![staged.into_staging()] };
         self.in_flight.push_back(self.recovery.device.submit(Lane::Apply, list)?);
         self.drain(IN_FLIGHT_MAX)
@@ -221,7 +225,7 @@ impl Loader<'_> {
             let ops = decode_payload(run.payload(batch)).map_err(|defect| batch.damage(defect))?;
             for op in &ops {
                 // Pages without memory are gone in the end, or cold: then no batch here applies to them.
-                let memory = op.op.page().and_then(|page| Some((page, self.pages.memory.get(&page)?)));
+                let memory = op.op.page().and_then(|page| Some((page, self.pages.memory.get(page)?)));
                 let Some((page, memory)) = memory else { continue };
                 if lsn <= self.base_newest && !resolved.applies(page, lsn) {
                     continue;

@@ -59,10 +59,11 @@ mod load;
 mod opening;
 mod warm;
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
+use remanent_format::by_id::ById;
 use remanent_format::follow::Following;
 use remanent_format::frame::{FrameHeaderRaw, FrameKind, UncheckedFrame, VerifiedSnapshot};
 use remanent_format::image::{ImageFileHeader, ImageFileHeaderRaw, ImagePurpose};
@@ -205,7 +206,7 @@ impl Recovery<'_> {
             store,
             applied: Applied {
                 table: PageTable::new(),
-                memory: HashMap::new(),
+                memory: ById::default(),
                 cold: Arc::default(),
                 point: log.point,
                 deleted: None,

@@ -88,7 +88,7 @@ impl Snapshots {
                 let (info, source) = match kept {
                     Some((info, memory)) => (info, memory.span()),
                     None => match turn.applied.table.get(page) {
-                        Some(info) => (info.clone(), turn.applied.memory[&page].span()),
+                        Some(info) => (info.clone(), turn.applied.memory[page].span()),
                         None => continue,
                     },
                 };

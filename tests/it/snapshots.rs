@@ -100,8 +100,9 @@ fn a_chain_is_folded_when_it_is_long_or_much_changed() {
     let mut lens = Vec::new();
     for round in 0..12 {
         change(&store, &pages[round..=round], 77);
-        store.snapshot().unwrap();
-        lens.push(chain(&disk, SnapshotId(round as u64 + 1)).len());
+        let taken = store.snapshot().unwrap();
+        lens.push(chain(&disk, taken.id).len());
+        check_kept(&disk, &[(taken.id, State::of(&store))]);
     }
     // The ninth takes the place of all changes since the base; their links go with the snapshots that they are.
     assert_eq!(lens, [1, 2, 3, 4, 5, 6, 7, 8, 2, 3, 4, 5]);

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
-use std::sync::Arc;
 
 use comfy_table::Table;
 use remanent_format::{Metadata, PageId, PageInfo, PageTable, Value};
@@ -166,7 +165,7 @@ fn content(old: &PageInfo, before: &[u8], new: &PageInfo, after: &[u8]) -> Conte
     }
     Content {
         len_before: (before.len() != after.len()).then_some(before.len() as u64),
-        metadata: old.metadata != new.metadata && !Arc::ptr_eq(&old.metadata, &new.metadata),
+        metadata: old.metadata != new.metadata && !old.metadata.is_same(&new.metadata),
         elements,
         changed,
         largest,

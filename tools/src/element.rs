@@ -106,11 +106,12 @@ mod tests {
     fn page(dtype: &str, shape: &[u64], len: u64) -> PageInfo {
         let mut info = PageInfo::new(PageId(7), len, Place::Host);
         let shape = shape.iter().map(|dimension| Value::U64(*dimension)).collect();
-        info.metadata = std::sync::Arc::new(remanent_format::Metadata::from([
+        info.metadata = remanent_format::Metadata::from([
             ("name".to_owned(), Value::from("w[0]")),
             ("dtype".to_owned(), Value::from(dtype)),
             ("shape".to_owned(), Value::List(shape)),
-        ]));
+        ])
+        .into();
         info
     }
 

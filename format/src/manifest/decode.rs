@@ -124,7 +124,7 @@ impl ManifestEntry {
             epoch: raw.epoch,
             lsn: raw.lsn,
             place,
-            metadata: Arc::new(metadata),
+            metadata: metadata.into(),
             image: decode_image(&raw)?,
         };
         Ok((entry, next))

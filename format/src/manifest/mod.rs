@@ -27,7 +27,7 @@ use std::sync::Arc;
 use crate::defect::Defect;
 use crate::ids::{Epoch, Key, LogPoint, Lsn, PageId, Place, SnapshotId, StoreId};
 use crate::image::ImageRef;
-use crate::value::Metadata;
+use crate::value::{Metadata, SharedMetadata};
 
 pub use self::chain::{check_link, merge};
 pub use self::layout::{ENTRY_ALIGN, MANIFEST_MAGIC, ManifestEntryRaw, ManifestHeaderRaw, TombstoneRaw};
@@ -77,7 +77,7 @@ pub struct ManifestEntry {
     /// Where it lives.
     pub place: Place,
     /// Its metadata.
-    pub metadata: Arc<Metadata>,
+    pub metadata: SharedMetadata,
     /// Its bytes; none if and only if the page is empty.
     pub image: Option<ImageRef>,
 }

@@ -28,13 +28,14 @@ fn entry(page: u64, len: u64) -> ManifestEntry {
         epoch: Epoch(3),
         lsn: Lsn(8),
         place: Place::Device(1),
-        metadata: Arc::new([("dtype".to_owned(), Value::from("bf16"))].into()),
+        metadata: Metadata::from([("dtype".to_owned(), Value::from("bf16"))]).into(),
         image: (len > 0).then(|| image(2, len)).flatten(),
     }
 }
 
 fn sample() -> Manifest {
-    let bare = ManifestEntry { key: None, place: Place::Host, metadata: Arc::default(), ..entry(4, 0) };
+    let bare =
+        ManifestEntry { key: None, place: Place::Host, metadata: SharedMetadata::default(), ..entry(4, 0) };
     Manifest {
         kind: ManifestKind::Change { previous: SnapshotId(6), previous_crc: 0x1234_5678 },
         store: StoreId([0x5a; 16]),

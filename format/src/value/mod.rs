@@ -11,6 +11,7 @@
 
 mod envelope;
 mod seed;
+mod shared;
 #[cfg(test)]
 mod tests;
 
@@ -18,6 +19,7 @@ use std::collections::BTreeMap;
 
 use serde::{Serialize, Serializer};
 
+pub use self::shared::SharedMetadata;
 pub use envelope::{ENVELOPE_HEAD_LEN, decode_entry, decode_metadata, encode_entry, encode_metadata};
 pub(crate) use envelope::{bincode_config, decode_all};
 pub(crate) use seed::deserialize_bytes;

@@ -235,7 +235,7 @@ impl Maker {
             epoch: Epoch(caught),
             lsn: Lsn(caught),
             place: Place::Host,
-            metadata: Arc::default(),
+            metadata: Default::default(),
             image: Some(image),
         };
         Manifest {

@@ -266,7 +266,7 @@ fn manifest(kind: ManifestKind) -> Manifest {
         epoch: Epoch(2),
         lsn: Lsn(40),
         place: Place::Device(1),
-        metadata: Arc::new([("dtype".to_owned(), Value::from("bf16"))].into()),
+        metadata: Metadata::from([("dtype".to_owned(), Value::from("bf16"))]).into(),
         image: Some(image),
     };
     let bare = ManifestEntry {
@@ -276,7 +276,7 @@ fn manifest(kind: ManifestKind) -> Manifest {
         epoch: Epoch(1),
         lsn: Lsn(39),
         place: Place::Host,
-        metadata: Arc::default(),
+        metadata: Default::default(),
         image: None,
     };
     Manifest {

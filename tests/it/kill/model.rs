@@ -93,7 +93,7 @@ impl Model {
             Change::Create { key, content } => {
                 let mut info = PageInfo::new(self.next_page, content.len() as u64, place());
                 info.key = Some(key.clone());
-                info.metadata = Arc::new(born(n));
+                info.metadata = born(n).into();
                 self.add(info, Arc::new(content.clone()));
             }
             Change::Clone { source } => {
@@ -135,7 +135,7 @@ impl Model {
             }
             Change::SetMetadata { page, value } => {
                 let (info, _) = self.touch(*page);
-                Arc::make_mut(&mut info.metadata).insert("touched".to_owned(), Value::U64(*value));
+                info.metadata.make_mut().insert("touched".to_owned(), Value::U64(*value));
             }
             Change::Delete { page } => {
                 self.state.pages.remove(page);

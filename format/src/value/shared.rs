@@ -1,0 +1,66 @@
+//! Floor 0. Metadata as pages have it: that of most is empty, and takes no memory of its own.
+
+use std::fmt;
+use std::ops::Deref;
+use std::sync::Arc;
+
+use super::Metadata;
+
+static EMPTY: Metadata = Metadata::new();
+
+/// Metadata that several states of a page share, for few batches change it. To be read, it is [`Metadata`].
+///
+/// ```
+/// use remanent_format::{Metadata, SharedMetadata, Value};
+/// let mut shared = SharedMetadata::default();
+/// let before = shared.clone();
+/// shared.make_mut().insert("step".to_owned(), Value::U64(7));
+/// assert_eq!(shared.get("step"), Some(&Value::U64(7)));
+/// assert!(before.is_empty() && !before.is_same(&shared));
+/// ```
+#[derive(Clone, Default)]
+pub struct SharedMetadata(Option<Arc<Metadata>>);
+
+impl SharedMetadata {
+    /// The metadata for changing it; what others share stays as it is.
+    pub fn make_mut(&mut self) -> &mut Metadata {
+        Arc::make_mut(self.0.get_or_insert_default())
+    }
+
+    /// Whether this is known to be the same without a look at it.
+    #[must_use]
+    pub fn is_same(&self, other: &Self) -> bool {
+        match (&self.0, &other.0) {
+            (Some(this), Some(other)) => Arc::ptr_eq(this, other),
+            (this, other) => this.is_none() && other.is_none(),
+        }
+    }
+}
+
+impl From<Metadata> for SharedMetadata {
+    fn from(metadata: Metadata) -> Self {
+        Self((!metadata.is_empty()).then(|| Arc::new(metadata)))
+    }
+}
+
+impl Deref for SharedMetadata {
+    type Target = Metadata;
+
+    fn deref(&self) -> &Metadata {
+        self.0.as_deref().unwrap_or(&EMPTY)
+    }
+}
+
+impl PartialEq for SharedMetadata {
+    fn eq(&self, other: &Self) -> bool {
+        self.is_same(other) || **self == **other
+    }
+}
+
+impl Eq for SharedMetadata {}
+
+impl fmt::Debug for SharedMetadata {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        (**self).fmt(f)
+    }
+}
