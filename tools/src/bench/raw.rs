@@ -6,7 +6,11 @@
 //! record into a queue. The first thread that finds no leader leads: it takes all that is queued, writes it in one
 //! piece to the next multiple of 4096 bytes, filled up to such a multiple, and syncs once; then it wakes all others,
 //! and the next thread leads. No checksum, no header, no order beyond that of the queue. Two ways to write: `pwrite`
-//! and `fdatasync`, or one `pwrite` to a file opened with `O_DIRECT` and `O_DSYNC`.
+//! and `fdatasync`, or one `pwrite` to a file opened with `O_DIRECT` and `O_DSYNC`. `tools/README.md` has it beside
+//! fio.
+//!
+//! A store whose log goes into segments that were used before writes no more than that. One that has none of them yet
+//! writes each byte twice, the first time as a zero.
 
 use std::fs::{File, OpenOptions};
 use std::io;
