@@ -34,3 +34,8 @@ pub use ids::{
 pub use names::{FileName, Folder, ReadAt};
 pub use table::{PageInfo, PageTable};
 pub use value::{Metadata, SharedMetadata, Value};
+
+/// From one case to the next where a test tries every bit or byte: an interpreter takes a thousand times as long for
+/// each, and tries some.
+#[cfg(test)]
+const CASES_STEP: usize = if cfg!(miri) { 61 } else { 1 };
