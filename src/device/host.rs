@@ -190,8 +190,8 @@ impl HostDevice {
     }
 
     /// Merges short deltas, all of whose memories are locked first. A lock that is let go waits until the stores
-    /// before it are done, and a short delta's mostly miss the cache: in a profile of the replay of 256-byte deltas seven tenths of
-    /// the time spent here were this wait. Together the misses overlap.
+    /// before it are done, and a short delta's mostly miss the cache: in a profile of the replay of 256-byte deltas
+    /// seven tenths of the time spent here were this wait. Together the misses overlap.
     ///
     /// Returns `false`, with nothing done, if one of the memories is in use: who holds locks waits for none.
     fn merge_together(&self, pieces: &[Piece], staging: &[Staging]) -> bool {

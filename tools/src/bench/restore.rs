@@ -66,11 +66,12 @@ struct Temperature {
     first: Figure,
     on_demand: Figure,
     first_on_demand: Figure,
-    memory: Figure,
+    /// Only where pages lie elsewhere: else their own bytes are most of it, and what is left is noise.
+    memory: Option<Figure>,
 }
 
 impl Temperature {
-    fn new(cache: Cache) -> Self {
+    fn new(cache: Cache, is_gpu: bool) -> Self {
         let (name, way) = match cache {
             Cache::Past => ("cold", "past"),
             Cache::Through => ("warm", "through"),
@@ -83,7 +84,8 @@ impl Temperature {
             first_on_demand: Figure::new(format!("first page on demand, {name}"), Unit::Seconds),
             raw: Figure::new(raw, Unit::BytesPerSecond),
             first: Figure::new(format!("first page, {name}"), Unit::Seconds),
-            memory: Figure::new(format!("host memory above the pages, {name}, at most"), Unit::Bytes),
+            memory: is_gpu
+                .then(|| Figure::new(format!("host memory above the start, {name}, at most"), Unit::Bytes)),
         }
     }
 }
@@ -104,7 +106,8 @@ impl Restore {
             last: pages[pages.len() - 1],
             page_len,
         };
-        let mut temperatures = [Cache::Past, Cache::Through].map(Temperature::new);
+        let mut temperatures =
+            [Cache::Past, Cache::Through].map(|cache| Temperature::new(cache, room.is_gpu()));
         for _ in 0..self.common.rounds {
             for temperature in &mut temperatures {
                 room.step(&title)?;
@@ -114,7 +117,7 @@ impl Restore {
         std::fs::remove_dir_all(room.path(&name))?;
         let figures = temperatures.into_iter().flat_map(
             |Temperature { raw, open, first, on_demand, first_on_demand, memory, .. }| {
-                [raw, open, first, on_demand, first_on_demand, memory]
+                [raw, open, first, on_demand, first_on_demand].into_iter().chain(memory)
             },
         );
         Ok(Group { title, figures: figures.collect() })
@@ -161,9 +164,9 @@ impl Pages<'_> {
                 Failure::Damage("the store that was opened has not all of its pages".to_owned()).into()
             );
         }
-        let pages_bytes = if room.is_gpu() { 0 } else { bytes };
-        let above = peak::peak_bytes()?.saturating_sub(before).saturating_sub(pages_bytes);
-        temperature.memory.push(above as f64);
+        if let Some(memory) = &mut temperature.memory {
+            memory.push(peak::peak_bytes()?.saturating_sub(before) as f64);
+        }
         temperature.open.push(bytes as f64 / opened.as_secs_f64());
         temperature.first.push(first.as_secs_f64());
         store.close()?;

@@ -253,39 +253,27 @@ fn hammer(store: &Store, page: PageId, figure: &mut Figure, enough: impl Fn() ->
     Ok(())
 }
 
-/// Takes a snapshot, and looks at how far it is meanwhile.
+/// Takes a snapshot, and looks at how far it is until it is published; then waits until it is read back.
 fn watch(store: &Store) -> Result<Watched, Stop> {
     let started = Instant::now();
-    let (mut durable, mut verified) = (None, None);
     let mut gathered = Vec::new();
-    let info = std::thread::scope(|scope| {
+    let (info, durable) = std::thread::scope(|scope| {
         let (ended, end) = mpsc::channel::<()>();
         let snapshot = scope.spawn(move || {
-            let taken = store.snapshot();
+            let published = store.publish_snapshot().map(|info| (info, started.elapsed()));
             drop(ended);
-            taken
+            published
         });
-        let mut begun = false;
         while end.recv_timeout(LOOK_EVERY) == Err(RecvTimeoutError::Timeout) {
-            let (stats, now) = (store.stats().snapshots, started.elapsed());
-            match stats.phase {
-                SnapshotPhase::Idle if !begun => {}
-                SnapshotPhase::Gather | SnapshotPhase::Publish => {
-                    begun = true;
-                    gathered.push((now, stats.bytes_done));
-                }
-                SnapshotPhase::Verify => durable = durable.or(Some(now)),
-                _ => {
-                    durable = durable.or(Some(now));
-                    verified = verified.or(Some(now));
-                }
+            let stats = store.stats().snapshots;
+            if matches!(stats.phase, SnapshotPhase::Gather | SnapshotPhase::Publish) {
+                gathered.push((started.elapsed(), stats.bytes_done));
             }
         }
         snapshot.join().expect("no panic")
     })?;
-    let all = started.elapsed();
-    let verified = verified.unwrap_or(all);
-    Ok(Watched { info, durable: durable.unwrap_or(verified), verified, gathered, started })
+    store.wait_verified()?;
+    Ok(Watched { info, durable, verified: started.elapsed(), gathered, started })
 }
 
 /// Bytes gathered a second.
