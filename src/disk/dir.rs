@@ -7,28 +7,24 @@
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::num::NonZeroU64;
-use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use remanent_format::limits::GROUP_ALIGN;
 use remanent_format::{FileName, Folder, ReadAt, SnapshotId};
-use rustix::fs::{Advice, CWD, Mode, OFlags};
-use rustix::io::Errno;
+use rustix::fs::Advice;
 
-use super::aligned::{AlignedBuf, is_aligned};
 use super::buffered::BufferedWindow;
 use super::cached::read_cached;
 use super::direct::{self, DirectWindow};
 use super::mapped::MappedWindow;
+use super::past_cache::{read_direct, reopen, reopen_direct};
+use super::refusals::{direct_refused, mapping_refused};
 use super::{Disk, DiskFile, DiskLock, Hold, Watch, Window, lock, readers, watch};
 use crate::error::{Error, Result};
 use crate::options::LogIo;
 use crate::sync::Mutex;
-
-/// The largest piece that is read past the cache at once, in bytes.
-const BOUNCE_LEN_MAX: usize = 1 << 20;
 
 /// A store directory of a real file system.
 ///
@@ -342,130 +338,6 @@ impl DiskFile for DirFile {
     }
 }
 
-/// Opens the same file anew, for reads that go past the page cache; `None` where there is no direct reading.
-fn reopen_direct(file: &File) -> Option<File> {
-    reopen(file, OFlags::RDONLY | OFlags::DIRECT | OFlags::CLOEXEC).ok()
-}
-
-/// Opens the same file anew. The path under `/proc` leads to the file even after a rename; where there is no
-/// `/proc`, this fails.
-fn reopen(file: &File, flags: OFlags) -> rustix::io::Result<File> {
-    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
-    rustix::fs::openat(CWD, path, flags, Mode::empty()).map(File::from)
-}
-
-/// Reads past the cache: in one go where memory, offset and length are aligned as direct reads demand, else
-/// through an area that is.
-fn read_direct(file: &File, offset: u64, out: &mut [u8]) -> io::Result<()> {
-    if is_aligned(offset, out) {
-        return file.read_exact_at(out, offset);
-    }
-    read_through_area(offset, out, |area, at| file.read_at(area, at))
-}
-
-/// Reads through an aligned area, by a `read` that may stop short, or be interrupted.
-fn read_through_area(
-    offset: u64,
-    out: &mut [u8],
-    mut read: impl FnMut(&mut [u8], u64) -> io::Result<usize>,
-) -> io::Result<()> {
-    let align = GROUP_ALIGN as usize;
-    let bounce_len = out.len().saturating_add(2 * align).next_multiple_of(align).min(BOUNCE_LEN_MAX);
-    let mut bounce = AlignedBuf::new(bounce_len);
-    let mut done = 0;
-    while done < out.len() {
-        let at = offset.checked_add(done as u64).ok_or(io::ErrorKind::UnexpectedEof)?;
-        let skip = (at % GROUP_ALIGN) as usize;
-        let wanted = (skip + out.len() - done).next_multiple_of(align).min(bounce_len);
-        let len = match read(&mut bounce[..wanted], at - skip as u64) {
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-            len => len?,
-        };
-        // Where it stops short inside a block, that is the end of the file.
-        let usable = len.saturating_sub(skip).min(out.len() - done);
-        if usable == 0 {
-            return Err(io::ErrorKind::UnexpectedEof.into());
-        }
-        out[done..done + usable].copy_from_slice(&bounce[skip..skip + usable]);
-        done += usable;
-    }
-    Ok(())
-}
-
-/// Why a shared mapping below `path` must not be written through, if so.
-fn mapping_refused(path: &Path) -> rustix::io::Result<Option<String>> {
-    // The field is signed on some platforms, unsigned on others; the magic numbers are 32 bits.
-    let magic = rustix::fs::statfs(path)?.f_type as u64 & 0xffff_ffff;
-    refusal(magic, || shares_extents(path))
-}
-
-/// The verdict on a file system, by its magic number. What counts is whether a write to a synced page can
-/// need new space: then a full disk kills the process with SIGBUS.
-fn refusal(
-    magic: u64,
-    shares_extents: impl FnOnce() -> rustix::io::Result<bool>,
-) -> rustix::io::Result<Option<String>> {
-    let reason = match magic {
-        // ext2, ext3, ext4; tmpfs.
-        0xef53 | 0x0102_1994 => return Ok(None),
-        0x5846_5342 if shares_extents()? => "XFS with reflinks needs space to write to a shared extent",
-        0x5846_5342 => return Ok(None),
-        0x9123_683e => "btrfs copies on write",
-        0x2fc1_2fc1 => "ZFS copies on write",
-        0xf2f5_2010 => "F2FS never writes in place",
-        0x794c_7630 => "overlayfs may move a file between layers",
-        0x6573_5546 => "behind FUSE nobody knows where writes go",
-        0x6969 => "NFS is a network file system",
-        0xfe53_4d42 | 0xff53_4d42 => "SMB is a network file system",
-        0x0102_1997 => "9P is a network file system",
-        unknown => return Ok(Some(format!("file system {unknown:#x} is not known to write in place"))),
-    };
-    Ok(Some(reason.to_owned()))
-}
-
-/// Whether files below `path` can share extents, asked by cloning one nameless file into another.
-fn shares_extents(path: &Path) -> rustix::io::Result<bool> {
-    let nameless = || {
-        let flags = OFlags::RDWR | OFlags::TMPFILE | OFlags::CLOEXEC;
-        rustix::fs::openat(CWD, path, flags, Mode::RUSR | Mode::WUSR)
-    };
-    let (source, target) = match (nameless(), nameless()) {
-        (Ok(source), Ok(target)) => (source, target),
-        // Unknown counts as shared.
-        _ => return Ok(true),
-    };
-    rustix::io::write(&source, &[1; 4096])?;
-    match rustix::fs::ioctl_ficlone(&target, &source) {
-        Err(Errno::OPNOTSUPP | Errno::INVAL | Errno::NOTTY | Errno::NOSYS) => Ok(false),
-        _ => Ok(true),
-    }
-}
-
-/// Why files below `path` cannot be written past the page cache, if so: asked by writing a block of a nameless
-/// file, for some file systems accept the flags at open and refuse the write.
-///
-/// # Errors
-/// What the disk says that has no room for a block, or fails: another way to write would not help.
-fn direct_refused(path: &Path) -> io::Result<Option<String>> {
-    let flags = direct::FLAGS | OFlags::TMPFILE;
-    let nameless = rustix::fs::openat(CWD, path, flags, Mode::RUSR | Mode::WUSR);
-    direct_verdict(nameless.map_err(io::Error::from).and_then(|nameless| {
-        // Its own reopening is part of what a window needs.
-        let file = reopen(&File::from(nameless), direct::FLAGS)?;
-        file.write_all_at(&AlignedBuf::new(GROUP_ALIGN as usize), 0)
-    }))
-}
-
-/// The verdict on what became of the trial.
-fn direct_verdict(written: io::Result<()>) -> io::Result<Option<String>> {
-    let says_the_disk = [Errno::IO, Errno::NOSPC, Errno::DQUOT].map(|errno| Some(errno.raw_os_error()));
-    match written {
-        Ok(()) => Ok(None),
-        Err(error) if says_the_disk.contains(&error.raw_os_error()) => Err(error),
-        Err(error) => Ok(Some(format!("direct writes are not possible here: {error}"))),
-    }
-}
-
 /// Reads a store directory for the pure decoders, without a lock.
 ///
 /// Keeps the file read last open: decoders read a file in many small pieces.
@@ -519,25 +391,12 @@ impl ReadAt for DirReader {
 
 #[cfg(test)]
 mod tests {
+    use rustix::io::Errno;
+
+    use super::super::past_cache::BOUNCE_LEN_MAX;
+    use super::super::refusals::direct_verdict;
     use super::*;
     use crate::error::Remedy;
-
-    #[test]
-    fn mapping_is_allowed_only_where_writes_are_in_place() {
-        let unasked = || panic!("only XFS is asked for shared extents");
-        for in_place in [0xef53, 0x0102_1994] {
-            assert_eq!(refusal(in_place, unasked), Ok(None));
-        }
-        for (magic, word) in
-            [(0x9123_683e, "btrfs"), (0x794c_7630, "overlayfs"), (0x6969, "NFS"), (0x1234, "0x1234")]
-        {
-            let reason = refusal(magic, unasked).unwrap().unwrap();
-            assert!(reason.contains(word), "{reason}");
-        }
-        assert_eq!(refusal(0x5846_5342, || Ok(false)), Ok(None));
-        assert!(refusal(0x5846_5342, || Ok(true)).unwrap().unwrap().contains("reflinks"));
-        assert_eq!(refusal(0x5846_5342, || Err(Errno::IO)), Err(Errno::IO));
-    }
 
     #[test]
     fn a_disk_that_is_full_or_fails_is_no_reason_against_direct_writes() {
@@ -594,32 +453,6 @@ mod tests {
             let error = file.read_past_cache(offset as u64, &mut vec![0; len]).unwrap_err();
             let Error::Io { source, .. } = &error else { panic!("{error}") };
             assert_eq!(source.kind(), io::ErrorKind::UnexpectedEof, "{offset}+{len}");
-        }
-    }
-
-    #[test]
-    fn short_and_interrupted_reads_past_the_cache_are_gone_on_with() {
-        let file: Vec<u8> = (0..20_000).map(|index| (index % 251) as u8).collect();
-        let mut interrupted = false;
-        // One block at a time, and every second call is interrupted.
-        let mut read = |bounce: &mut [u8], at: u64| {
-            interrupted = !interrupted;
-            if interrupted {
-                return Err(io::ErrorKind::Interrupted.into());
-            }
-            let rest = &file[(at as usize).min(file.len())..];
-            let len = rest.len().min(GROUP_ALIGN as usize);
-            bounce[..len].copy_from_slice(&rest[..len]);
-            Ok(len)
-        };
-        for (offset, len) in [(0, 20_000), (5000, 12_000), (4095, 2), (19_999, 1)] {
-            let mut out = vec![0; len];
-            read_through_area(offset as u64, &mut out, &mut read).unwrap();
-            assert!(out == file[offset..offset + len], "{offset}+{len}");
-        }
-        for (offset, len) in [(20_000, 1), (19_999, 2)] {
-            let error = read_through_area(offset, &mut vec![0; len], &mut read).unwrap_err();
-            assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof, "{offset}+{len}");
         }
     }
 

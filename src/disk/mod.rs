@@ -12,7 +12,9 @@ pub mod dir;
 mod direct;
 mod lock;
 mod mapped;
+mod past_cache;
 mod readers;
+mod refusals;
 mod watch;
 // Public because tests and fuzz targets use it from outside the crate; hidden because nobody's store does.
 #[doc(hidden)]

@@ -1,0 +1,110 @@
+//! Floor 3. What a file system cannot be used for, asked before the first byte is written.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use remanent_format::limits::GROUP_ALIGN;
+use rustix::fs::{CWD, Mode, OFlags};
+use rustix::io::Errno;
+
+use super::aligned::AlignedBuf;
+use super::direct;
+use super::past_cache::reopen;
+
+/// Why a shared mapping below `path` must not be written through, if so.
+pub(super) fn mapping_refused(path: &Path) -> rustix::io::Result<Option<String>> {
+    // The field is signed on some platforms, unsigned on others; the magic numbers are 32 bits.
+    let magic = rustix::fs::statfs(path)?.f_type as u64 & 0xffff_ffff;
+    refusal(magic, || shares_extents(path))
+}
+
+/// The verdict on a file system, by its magic number. What counts is whether a write to a synced page can
+/// need new space: then a full disk kills the process with SIGBUS.
+fn refusal(
+    magic: u64,
+    shares_extents: impl FnOnce() -> rustix::io::Result<bool>,
+) -> rustix::io::Result<Option<String>> {
+    let reason = match magic {
+        // ext2, ext3, ext4; tmpfs.
+        0xef53 | 0x0102_1994 => return Ok(None),
+        0x5846_5342 if shares_extents()? => "XFS with reflinks needs space to write to a shared extent",
+        0x5846_5342 => return Ok(None),
+        0x9123_683e => "btrfs copies on write",
+        0x2fc1_2fc1 => "ZFS copies on write",
+        0xf2f5_2010 => "F2FS never writes in place",
+        0x794c_7630 => "overlayfs may move a file between layers",
+        0x6573_5546 => "behind FUSE nobody knows where writes go",
+        0x6969 => "NFS is a network file system",
+        0xfe53_4d42 | 0xff53_4d42 => "SMB is a network file system",
+        0x0102_1997 => "9P is a network file system",
+        unknown => return Ok(Some(format!("file system {unknown:#x} is not known to write in place"))),
+    };
+    Ok(Some(reason.to_owned()))
+}
+
+/// Whether files below `path` can share extents, asked by cloning one nameless file into another.
+fn shares_extents(path: &Path) -> rustix::io::Result<bool> {
+    let nameless = || {
+        let flags = OFlags::RDWR | OFlags::TMPFILE | OFlags::CLOEXEC;
+        rustix::fs::openat(CWD, path, flags, Mode::RUSR | Mode::WUSR)
+    };
+    let (source, target) = match (nameless(), nameless()) {
+        (Ok(source), Ok(target)) => (source, target),
+        // Unknown counts as shared.
+        _ => return Ok(true),
+    };
+    rustix::io::write(&source, &[1; 4096])?;
+    match rustix::fs::ioctl_ficlone(&target, &source) {
+        Err(Errno::OPNOTSUPP | Errno::INVAL | Errno::NOTTY | Errno::NOSYS) => Ok(false),
+        _ => Ok(true),
+    }
+}
+
+/// Why files below `path` cannot be written past the page cache, if so: asked by writing a block of a nameless
+/// file, for some file systems accept the flags at open and refuse the write.
+///
+/// # Errors
+/// What the disk says that has no room for a block, or fails: another way to write would not help.
+pub(super) fn direct_refused(path: &Path) -> io::Result<Option<String>> {
+    let flags = direct::FLAGS | OFlags::TMPFILE;
+    let nameless = rustix::fs::openat(CWD, path, flags, Mode::RUSR | Mode::WUSR);
+    direct_verdict(nameless.map_err(io::Error::from).and_then(|nameless| {
+        // Its own reopening is part of what a window needs.
+        let file = reopen(&File::from(nameless), direct::FLAGS)?;
+        file.write_all_at(&AlignedBuf::new(GROUP_ALIGN as usize), 0)
+    }))
+}
+
+/// The verdict on what became of the trial.
+pub(super) fn direct_verdict(written: io::Result<()>) -> io::Result<Option<String>> {
+    let says_the_disk = [Errno::IO, Errno::NOSPC, Errno::DQUOT].map(|errno| Some(errno.raw_os_error()));
+    match written {
+        Ok(()) => Ok(None),
+        Err(error) if says_the_disk.contains(&error.raw_os_error()) => Err(error),
+        Err(error) => Ok(Some(format!("direct writes are not possible here: {error}"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mapping_is_allowed_only_where_writes_are_in_place() {
+        let unasked = || panic!("only XFS is asked for shared extents");
+        for in_place in [0xef53, 0x0102_1994] {
+            assert_eq!(refusal(in_place, unasked), Ok(None));
+        }
+        for (magic, word) in
+            [(0x9123_683e, "btrfs"), (0x794c_7630, "overlayfs"), (0x6969, "NFS"), (0x1234, "0x1234")]
+        {
+            let reason = refusal(magic, unasked).unwrap().unwrap();
+            assert!(reason.contains(word), "{reason}");
+        }
+        assert_eq!(refusal(0x5846_5342, || Ok(false)), Ok(None));
+        assert!(refusal(0x5846_5342, || Ok(true)).unwrap().unwrap().contains("reflinks"));
+        assert_eq!(refusal(0x5846_5342, || Err(Errno::IO)), Err(Errno::IO));
+    }
+}
