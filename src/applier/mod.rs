@@ -13,10 +13,10 @@ mod cut;
 mod drain;
 mod leases;
 mod pieces;
+mod requests;
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
-use std::time::Duration;
 
 use remanent_format::by_id::ById;
 use remanent_format::op::{Op, decode_payload};
@@ -29,11 +29,12 @@ pub(crate) use drain::Drain;
 pub(crate) use leases::{LeaseId, Leases};
 pub(crate) use pieces::{ListBuilder, PayloadAt, needs_aside, stage_aside};
 
+use self::requests::{Request, Requests};
 use crate::arena::{Arena, PageMemory};
 use crate::device::{CommandList, Device, Fence, Lane, Pending, SHORT_COPY_LEN_MAX};
 use crate::error::{Error, Result};
 use crate::sync::thread::{self, JoinHandle};
-use crate::sync::{Condvar, Instant, Mutex, MutexGuard, mpsc};
+use crate::sync::{Condvar, Mutex, mpsc};
 
 use crate::poison::Poison;
 use crate::staging::{StagingBuf, StagingPool};
@@ -42,11 +43,6 @@ use crate::staging::{StagingBuf, StagingPool};
 const LIST_BYTES: usize = 256 << 10;
 /// Lists in flight before the applier waits for the oldest.
 const IN_FLIGHT_MAX: usize = 32;
-/// How long the applier lets batches gather that nobody waits for. So it is the clock that wakes it and not the
-/// committers: a wake-up is a system call, and costs as much as all the rest of a small commit.
-const NAP: Duration = Duration::from_micros(200);
-/// Payloads queued before a committer waits for the applier: what it has not come to yet is held in memory.
-const QUEUED_BYTES_MAX: usize = 64 << 20;
 
 /// A logged batch on its way to the device.
 pub(crate) struct Work {
@@ -114,53 +110,15 @@ impl Turn<'_> {
     }
 }
 
-type TurnFn = Box<dyn FnOnce(&mut Turn<'_>) + Send>;
-
-enum Request {
-    Batch(Work),
-    Turn(TurnFn),
-}
-
 /// The handle to the applier.
 pub(crate) struct Applier {
-    queue: Mutex<Queue>,
-    wake: Condvar,
-    /// The queue was taken.
-    taken: Condvar,
+    requests: Requests,
     progress: Mutex<Progress>,
     /// `progress` changed.
     moved: Condvar,
     poison: Arc<Poison>,
     cold: Arc<ColdPages>,
     thread: Mutex<Option<JoinHandle<()>>>,
-}
-
-#[derive(Default)]
-struct Queue {
-    requests: VecDeque<Request>,
-    /// Bytes of the payloads in it.
-    payload_bytes: usize,
-    /// Whether it is to be taken at once: somebody waits for it, or it is a whole list.
-    is_urgent: bool,
-    /// The newest batch that anybody has waited for. It may have yet to come.
-    awaited: Lsn,
-    /// What the thread does.
-    rest: Rest,
-    stop: bool,
-    /// Whether the thread is gone: nobody takes requests any more.
-    ended: bool,
-}
-
-/// Whether the applier's thread must be woken.
-#[derive(Clone, Copy, Default, PartialEq, Eq)]
-enum Rest {
-    /// It looks at the queue before it rests again.
-    #[default]
-    Awake,
-    /// It wakes by itself, in time for whatever nobody waits for.
-    Nap,
-    /// It waits to be woken.
-    Sleep,
 }
 
 struct Progress {
@@ -185,9 +143,7 @@ impl Applier {
         applied: Applied,
     ) -> Result<Arc<Self>> {
         let applier = Arc::new(Self {
-            queue: Mutex::default(),
-            wake: Condvar::new(),
-            taken: Condvar::new(),
+            requests: Requests::new(),
             progress: Mutex::new(Progress { applied: applied.point.lsn, fence: 0, lost: false }),
             moved: Condvar::new(),
             poison,
@@ -233,13 +189,7 @@ impl Applier {
     /// Hands over a batch, of whose pages none is cold. Called in the order of the log. Waits where too much is
     /// queued; the applier takes no lock of the caller's.
     pub fn push(&self, work: Work) {
-        let mut queue = self.queue.lock();
-        while queue.payload_bytes >= QUEUED_BYTES_MAX && !queue.ended {
-            self.taken.wait(&mut queue);
-        }
-        queue.payload_bytes += work.payload.len();
-        let is_urgent = queue.payload_bytes >= LIST_BYTES || work.point.lsn <= queue.awaited;
-        self.request(queue, Request::Batch(work), is_urgent);
+        self.requests.push(work);
     }
 
     /// Runs `turn` after every batch handed over so far, and returns its result.
@@ -252,7 +202,7 @@ impl Applier {
             // The receiver waits below, or its thread is gone and nobody wants the result.
             let _receiver_gone = sender.send(turn(state));
         });
-        self.request(self.queue.lock(), Request::Turn(turn), true);
+        self.requests.turn(turn);
         receiver.recv().unwrap_or_else(|_| self.poison.check().and(Err(Error::Closed)))
     }
 
@@ -296,7 +246,7 @@ impl Applier {
         let mut progress = self.progress.lock();
         if progress.applied < lsn {
             drop(progress);
-            self.hurry(lsn);
+            self.requests.hurry(lsn);
             progress = self.progress.lock();
         }
         while progress.applied < lsn {
@@ -315,78 +265,13 @@ impl Applier {
 
     /// Ends the thread when the queue is empty, and waits for it.
     pub fn stop(&self) {
-        let mut queue = self.queue.lock();
-        queue.stop = true;
-        queue.is_urgent = true;
-        self.wake_for(queue);
+        self.requests.stop();
         let thread = self.thread.lock().take();
         if let Some(thread) = thread
             && thread.join().is_err()
         {
             tracing::error!("the applier's thread panicked");
         }
-    }
-
-    fn request(&self, mut queue: MutexGuard<'_, Queue>, request: Request, is_urgent: bool) {
-        if queue.ended {
-            // Dropping a turn tells whoever waits for it.
-            return;
-        }
-        queue.requests.push_back(request);
-        queue.is_urgent |= is_urgent;
-        self.wake_for(queue);
-    }
-
-    /// Somebody waits for this batch.
-    fn hurry(&self, lsn: Lsn) {
-        let mut queue = self.queue.lock();
-        queue.awaited = queue.awaited.max(lsn);
-        // What is not there any more is being worked on.
-        if !queue.requests.is_empty() {
-            queue.is_urgent = true;
-            self.wake_for(queue);
-        }
-    }
-
-    /// Wakes the thread if it would not look at the queue in time.
-    fn wake_for(&self, mut queue: MutexGuard<'_, Queue>) {
-        let must_wake = match queue.rest {
-            Rest::Awake => false,
-            Rest::Nap => queue.is_urgent,
-            Rest::Sleep => true,
-        };
-        if must_wake {
-            // One call is enough, however many more come before the thread runs.
-            queue.rest = Rest::Awake;
-            drop(queue);
-            self.wake.notify_one();
-        }
-    }
-
-    /// Everything queued; `None` when there is nothing left and the store closes.
-    fn take(&self) -> Option<VecDeque<Request>> {
-        let mut queue = self.queue.lock();
-        let is_over = |queue: &Queue| queue.is_urgent || queue.stop;
-        // Batches gather first. If none does, no end of the next pause is known.
-        let nap_end = Instant::now() + NAP;
-        let mut is_nap_over = false;
-        while !is_over(&queue) && (!is_nap_over || queue.requests.is_empty()) {
-            if is_nap_over {
-                queue.rest = Rest::Sleep;
-                self.wake.wait(&mut queue);
-            } else {
-                queue.rest = Rest::Nap;
-                is_nap_over = self.wake.wait_until(&mut queue, nap_end).timed_out();
-            }
-        }
-        queue.rest = Rest::Awake;
-        queue.is_urgent = false;
-        if queue.payload_bytes >= QUEUED_BYTES_MAX {
-            self.taken.notify_all();
-        }
-        queue.payload_bytes = 0;
-        let requests = std::mem::take(&mut queue.requests);
-        (!requests.is_empty() || !queue.stop).then_some(requests)
     }
 
     /// Changes the progress and wakes whoever waits for it. Under the lock: who has just looked and is
@@ -407,10 +292,7 @@ impl Drop for Life {
             self.0.poison.set(Error::Device { reason, context_lost: false });
             self.0.progress(|progress| progress.lost = true);
         }
-        let mut queue = self.0.queue.lock();
-        queue.ended = true;
-        queue.requests.clear();
-        self.0.taken.notify_all();
+        self.0.requests.end();
     }
 }
 
@@ -436,7 +318,7 @@ struct Worker {
 
 impl Worker {
     fn run(&mut self) {
-        while let Some(requests) = self.shared.take() {
+        while let Some(requests) = self.shared.requests.take() {
             let newest = requests.iter().rev().find_map(|request| match request {
                 Request::Batch(work) => Some(work.point.lsn),
                 Request::Turn(_) => None,
