@@ -99,7 +99,7 @@ pub const LIST: &[Defence] = &[
         "an unreadable place is no end (I4)",
         WALK,
         "matches!(at_break.defect, Defect::Unreadable(_))",
-        it("recovery::unreadable_log_is_refused"),
+        it("recovery::log::unreadable_log_is_refused"),
     ),
     // Segments that must be there (I8).
     defence(

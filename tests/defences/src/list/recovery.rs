@@ -120,13 +120,13 @@ pub const LIST: &[Defence] = &[
         "an unrecorded manifest is published anew (I7)",
         RECOVERY,
         "used.is_some_and(|used| used.snapshot == link.snapshot)",
-        it("recovery::unrecorded_manifest_is_published_anew"),
+        it("recovery::snapshots::unrecorded_manifest_is_published_anew"),
     ),
     refusal(
         "a manifest with one bad copy is published anew",
         RECOVERY,
         "health(link.snapshot).is_some_and(|health| !health.is_whole())",
-        it("recovery::one_bad_manifest_copy_costs_nothing"),
+        it("recovery::snapshots::one_bad_manifest_copy_costs_nothing"),
     ),
     check(
         "a manifest published anew is read back past the cache (I7)",

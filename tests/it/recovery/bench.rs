@@ -1,0 +1,123 @@
+//! Stores in the state of a row, and what an open must say of one that it refuses.
+
+use remanent::disk::Disk;
+use remanent::disk::sim::{Plan, SimDisk, Tears};
+use remanent::{Defect, Error, FileName, Lsn, Options, PageId, Place, Remedy, Store};
+use remanent_format::frame::{FrameHeader, FrameHeaderRaw, FrameKind, UncheckedFrame};
+use remanent_format::rebuild::{Rebuilt, Survey, rebuild};
+use remanent_format::segment::SEGMENT_HEADER_BLOCK;
+
+use crate::files::{Files, State, open, open_with, small};
+
+/// Commits a batch that changes the page in a way of its own.
+pub fn step(store: &Store, page: PageId, number: u8) -> Lsn {
+    let mut batch = store.batch();
+    batch.write(page, u64::from(number), &[number; 40]).set_root("step", u64::from(number));
+    store.commit(batch).unwrap().position.lsn
+}
+
+pub fn create_page(store: &Store) -> PageId {
+    let mut batch = store.batch();
+    batch.create(600, Place::Host);
+    store.commit(batch).unwrap().pages[0]
+}
+
+/// A store on a new disk with one page and a few steps, and the state at the end.
+pub fn stepped(steps: u8) -> (SimDisk, PageId, State) {
+    let disk = SimDisk::new();
+    let store = open(&disk).unwrap();
+    let page = create_page(&store);
+    for number in 0..steps {
+        step(&store, page, number);
+    }
+    let state = State::of(&store);
+    store.close().unwrap();
+    (disk, page, state)
+}
+
+/// A closed store with two snapshots, log behind each, and no log left from before the first.
+pub fn with_snapshots() -> (SimDisk, State) {
+    let disk = SimDisk::new();
+    let store = open(&disk).unwrap();
+    let page = create_page(&store);
+    for _ in 0..2 {
+        for number in 0..120 {
+            step(&store, page, number);
+        }
+        store.snapshot().unwrap();
+    }
+    step(&store, page, 200);
+    let state = State::of(&store);
+    store.close().unwrap();
+    assert!(Survey::read(&Files::of(&disk)).unwrap().log.beginning().is_none(), "the log was recycled");
+    (disk, state)
+}
+
+/// The disk as the process left it when it died at the last moment of which `wanted` says true.
+pub fn killed_when(disk: &SimDisk, wanted: impl Fn(&Rebuilt) -> bool) -> SimDisk {
+    let mut found = None;
+    disk.kill_images(&Plan { tears: Tears::None, ..Plan::default() }, |image| {
+        if rebuild(&image.disk, &Default::default()).is_ok_and(|rebuilt| wanted(&rebuilt)) {
+            found = Some(image.disk);
+        }
+    });
+    found.expect("there is such a moment")
+}
+
+/// The disk at which `count` batches are logged, and no mark covers the last one.
+pub fn killed_behind(disk: &SimDisk, count: u64) -> SimDisk {
+    killed_when(disk, |rebuilt| {
+        let end = rebuilt.end.as_ref().unwrap();
+        end.accepted.lsn == Lsn(count) && end.proven.lsn < Lsn(count)
+    })
+}
+
+/// The place of a batch's frame.
+pub fn frame_of(files: &Files, lsn: u64) -> (FileName, u64) {
+    frame_where(files, |header| header.kind == FrameKind::Batch && header.lsn == Lsn(lsn))
+}
+
+pub fn frame_where(files: &Files, wanted: impl Fn(&FrameHeader) -> bool) -> (FileName, u64) {
+    let mut found = None;
+    for file in files.segments() {
+        let bytes = &files.0[&file];
+        for at in (SEGMENT_HEADER_BLOCK as usize..bytes.len() - FrameHeaderRaw::LEN).step_by(16) {
+            if let Ok(frame) = UncheckedFrame::decode(&bytes[at..])
+                && FileName::Segment(frame.unproven().segment) == file
+                && wanted(frame.unproven())
+            {
+                found = Some((file, at as u64));
+            }
+        }
+    }
+    found.expect("there is such a frame")
+}
+
+pub fn flip(disk: &SimDisk, file: FileName, offset: u64) {
+    let byte = disk.bytes(file).unwrap()[offset as usize];
+    disk.damage(file, offset, &[byte ^ 0x10]);
+}
+
+pub fn remove(disk: &SimDisk, file: FileName) {
+    disk.remove(file).unwrap();
+    disk.sync_folder(file.folder()).unwrap();
+}
+
+/// Opening fails, and nothing is changed by that.
+pub fn refused(disk: &SimDisk, options: Options) -> Error {
+    let before = Files::of(disk);
+    let error = open_with(disk, options).expect_err("the store is refused");
+    assert!(Files::of(disk) == before, "a refused store was modified: {error}");
+    error
+}
+
+/// Opening fails because of damage, here.
+pub fn refused_at(disk: &SimDisk, file: FileName, offset: u64, lsn: Option<Lsn>) -> Defect {
+    let error = refused(disk, small());
+    assert_eq!((error.file(), error.offset(), error.lsn()), (Some(file), Some(offset), lsn), "{error}");
+    assert_eq!(error.remedy(), Remedy::Inspect);
+    match error {
+        Error::Damaged(damage) => damage.defect,
+        error => panic!("not damage: {error}"),
+    }
+}
