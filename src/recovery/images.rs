@@ -1,24 +1,30 @@
-//! Floor 6. Bringing images into device memory, each thread with one piece at a time on its way from the medium
-//! through staging to its pages: while one waits for the medium, another checksums, and a third one's is copied.
+//! Floor 6. Bringing images into device memory, by several threads, each with one piece at a time between the medium
+//! and staging, while pieces before go from staging to their pages.
 //!
 //! Nothing on disk changes here, so a crash loses nothing.
 
 use std::borrow::Cow;
+use std::collections::VecDeque;
 use std::ops::Range;
 
 use remanent_format::image::{Codec, ImageRef};
 use remanent_format::{Defect, FileName, PageId};
 
 use crate::crew;
-use crate::device::{Command, CommandList, Device, Lane, Span, StagingSpan};
+use crate::device::{Command, CommandList, Device, Lane, Pending, Span, StagingSpan};
 use crate::error::{Error, Result};
 use crate::runs::{Piece, RUN_BYTES, Run, Wanted, runs};
 use crate::source::DiskSource;
 use crate::staging::{StagingBuf, StagingPool};
+use crate::sync::Mutex;
+use crate::sync::atomic::{AtomicUsize, Ordering};
 
 /// Threads that read. A disk is busy with four; from the page cache each gives a few gigabytes a second, checksums
 /// included, and a GPU takes fifty.
 const THREADS_MAX: usize = 16;
+/// Copies that may be under way when a thread reads on. A lane does them one after the other, so more would only need
+/// more staging, which a GPU pins at 1.5 GB/s.
+const COPIES_MAX: usize = 4;
 /// Bytes of pages that are decompressed at once, unless a single one is longer. Each is held three times.
 const DECODED_BYTES: u64 = 64 << 20;
 
@@ -27,8 +33,8 @@ pub(super) struct ImageLoader<'a> {
     pub device: &'a dyn Device,
     pub staging: &'a StagingPool,
     pub source: &'a DiskSource,
-    /// The lane on which the bytes go up.
-    pub lane: Lane,
+    /// The lanes on which the bytes go up, in turns: between two lists of one lane the bus is idle for a while.
+    pub lanes: &'static [Lane],
     /// The memory of a page.
     pub target: &'a (dyn Fn(PageId) -> Span + Sync),
 }
@@ -51,26 +57,30 @@ fn threads_for(longest_compressed: u64) -> usize {
 }
 
 impl ImageLoader<'_> {
-    /// Loads and proves images, in no order, by several threads. A long one is read in parts, so that no more than a
-    /// few megabytes a thread are held at a time; one that is long and compressed is held whole.
+    /// Loads and proves images, in no order, by several threads, and returns when they are there. A long one is read
+    /// in parts, so that no more than a few megabytes a thread are held at a time; one that is long and compressed is
+    /// held whole.
     ///
     /// # Errors
     /// [`Error::Damaged`]; a device error, after which lists that name the memory may still be under way.
     pub fn load(&self, images: &mut [Wanted], threads: usize) -> Result<()> {
         let work: Vec<Work<'_>> = runs(images).flat_map(split).collect();
+        let copies = Copies { loader: self, begun: AtomicUsize::new(0), under_way: Mutex::default() };
         let checksums = crew::map(
             threads,
             work.len(),
             || (),
             |(), index| match &work[index] {
-                Work::Run(run) => self.load_run(run).map(|()| None),
-                Work::Part(wanted, range) => self.load_part(wanted, range).map(Some),
+                Work::Run(run) => self.load_run(run, &copies).map(|()| None),
+                Work::Part(wanted, range) => self.load_part(wanted, range, &copies).map(Some),
             },
-        )?;
-        check_parts(work.iter().zip(checksums))
+        );
+        // Whatever became of the reading: who gives the memory back must know that nothing writes to it.
+        copies.finish_but(0)?;
+        check_parts(work.iter().zip(checksums?))
     }
 
-    fn load_run(&self, run: &Run<'_>) -> Result<()> {
+    fn load_run(&self, run: &Run<'_>, copies: &Copies<'_>) -> Result<()> {
         let read = run.read(self.source, |len| self.staging.take(len))?;
         // Pages that are stored as they are go up from where they were read; what is compressed is gathered
         // elsewhere.
@@ -84,19 +94,19 @@ impl ImageLoader<'_> {
                     decoded.push((decoded_bytes.len(), target));
                     decoded_bytes.extend_from_slice(&content);
                     if decoded_bytes.len() as u64 >= RUN_BYTES {
-                        self.upload_copy(&decoded_bytes, &decoded)?;
+                        copies.upload_copy(&decoded_bytes, &decoded)?;
                         decoded.clear();
                         decoded_bytes.clear();
                     }
                 }
             }
         }
-        self.upload_copy(&decoded_bytes, &decoded)?;
-        self.upload(read.bytes, &stored)
+        copies.upload_copy(&decoded_bytes, &decoded)?;
+        copies.upload(read.bytes, &stored)
     }
 
     /// Returns the part's checksum.
-    fn load_part(&self, wanted: &Wanted, range: &Range<u64>) -> Result<u32> {
+    fn load_part(&self, wanted: &Wanted, range: &Range<u64>, copies: &Copies<'_>) -> Result<u32> {
         let ImageRef { file, offset, .. } = wanted.image;
         wanted.image.check(wanted.len).map_err(|defect| defect.at(FileName::Pages(file), offset))?;
         let in_file = offset + range.start..offset + range.end;
@@ -104,20 +114,30 @@ impl ImageLoader<'_> {
         let (at, len) = ((offset + range.start - read.start) as usize, range.end - range.start);
         let checksum = crc32fast::hash(&read.bytes[at..at + len as usize]);
         let target = Span { offset: range.start, len, ..(self.target)(wanted.page) };
-        self.upload(read.bytes, &[(at, target)])?;
+        copies.upload(read.bytes, &[(at, target)])?;
         Ok(checksum)
     }
+}
 
+/// Copies from staging to pages that were begun and not waited for.
+struct Copies<'a> {
+    loader: &'a ImageLoader<'a>,
+    begun: AtomicUsize,
+    /// The oldest first, or nearly so.
+    under_way: Mutex<VecDeque<Pending>>,
+}
+
+impl Copies<'_> {
     fn upload_copy(&self, bytes: &[u8], pages: &[(usize, Span)]) -> Result<()> {
         if pages.is_empty() {
             return Ok(());
         }
-        let mut staged = self.staging.take(bytes.len())?;
+        let mut staged = self.loader.staging.take(bytes.len())?;
         staged.copy_from_slice(bytes);
         self.upload(staged, pages)
     }
 
-    /// Brings what lies at these places of `staged` up, and waits until it is there.
+    /// Begins to bring what lies at these places of `staged` up.
     fn upload(&self, staged: StagingBuf, pages: &[(usize, Span)]) -> Result<()> {
         let upload = |(at, target): &(usize, Span)| {
             let source = StagingSpan { index: 0, offset: *at, len: target.len as usize };
@@ -125,9 +145,22 @@ impl ImageLoader<'_> {
         };
         let commands = pages.iter().filter(|(_, target)| target.len > 0).map(upload).collect();
         let list = CommandList { commands, staging: vec![staged.into_staging()] };
-        let pending = self.device.submit(self.lane, list)?;
-        for staging in pending.finish(self.device)? {
-            self.staging.give(staging);
+        let turn = self.begun.fetch_add(1, Ordering::Relaxed) % self.loader.lanes.len();
+        let pending = self.loader.device.submit(self.loader.lanes[turn], list)?;
+        self.under_way.lock().push_back(pending);
+        self.finish_but(COPIES_MAX)
+    }
+
+    /// Waits for the oldest copies, until at most so many are under way, and gives their staging back.
+    fn finish_but(&self, at_most: usize) -> Result<()> {
+        let oldest = || {
+            let mut under_way = self.under_way.lock();
+            if under_way.len() > at_most { under_way.pop_front() } else { None }
+        };
+        while let Some(pending) = oldest() {
+            for staging in pending.finish(self.loader.device)? {
+                self.loader.staging.give(staging);
+            }
         }
         Ok(())
     }

@@ -190,8 +190,14 @@ impl Loader<'_> {
         let load = |source: &DiskSource, images: &mut Vec<Wanted>| {
             let compressed = images.iter().filter(|wanted| wanted.image.codec != Codec::Raw);
             let threads = threads(compressed.map(|wanted| wanted.len).max().unwrap_or(0));
-            ImageLoader { device: &**device, staging, source, lane: Lane::Apply, target: &target }
-                .load(images, threads)
+            ImageLoader {
+                device: &**device,
+                staging,
+                source,
+                lanes: &[Lane::Apply, Lane::Drain],
+                target: &target,
+            }
+            .load(images, threads)
         };
         load(sealed, &mut unproven)?;
         match load(&DiskSource::proven(disk.clone()), &mut proven) {

@@ -162,7 +162,7 @@ impl Warming {
             device: &*self.device,
             staging: &self.staging,
             source,
-            lane: LANE,
+            lanes: &[LANE],
             target: &target,
         };
         loader.load(&mut images, crew::threads(LONG_THREADS_MAX))
