@@ -40,10 +40,11 @@ impl Device for Gathering {
             // One gathering thread after the other, and not for what is committed meanwhile.
             let here = Some(std::thread::current().id());
             if *self.inside.lock().unwrap() != here
+                // A store that is being opened takes no snapshot.
+                && let Some(store) = self.store.get().and_then(Weak::upgrade)
                 && let Some(between) = &mut *self.between.lock().unwrap()
             {
                 *self.inside.lock().unwrap() = here;
-                let store = self.store.get().and_then(Weak::upgrade).expect("the store is open");
                 between(&store, self.gathered.load(Ordering::SeqCst));
                 *self.inside.lock().unwrap() = None;
             }
