@@ -49,6 +49,7 @@ mod past;
 mod pins;
 mod readme;
 mod recovery;
+mod replaying;
 mod rule_model;
 mod salvage;
 mod scrub;

@@ -1,0 +1,147 @@
+//! Long logs without a snapshot: all that is there when the store is opened was replayed, by a thread that reads and
+//! one that uses what was read.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use remanent::device::Device;
+use remanent::device::faulty::{DeviceCall, Fault, FaultyDevice};
+use remanent::device::host::HostDevice;
+use remanent::disk::Disk;
+use remanent::disk::dir::DirDisk;
+use remanent::disk::sim::SimDisk;
+use remanent::{Error, LogIo, Options, PageId, Place, Result, Store, Width};
+
+use crate::interrupted::Interrupted;
+use crate::kill::workload::Random;
+
+const PAGE_LEN: u64 = 256 << 10;
+const PAGES: u64 = 20;
+
+fn open(disk: impl Disk, device: Arc<dyn Device>, segment_len: u64) -> Result<Store> {
+    let options = Options::default().log_io(LogIo::Buffered).segment_len(segment_len);
+    Store::open_on(Arc::new(disk), device, options)
+}
+
+/// Commits batches whose frames take `bytes` together, and returns what the pages hold then. Most batches are small;
+/// some are longer than what is read ahead. Elements with gaps between their indices are staged apart.
+fn write(store: &Store, random: &mut Random, bytes: u64) -> Vec<(PageId, Vec<u8>)> {
+    let mut batch = store.batch();
+    (0..PAGES).for_each(|_| _ = batch.create(PAGE_LEN, Place::Host));
+    let created = store.commit(batch).unwrap().pages;
+    let mut pages: Vec<_> = created.into_iter().map(|page| (page, vec![0; PAGE_LEN as usize])).collect();
+    let mut written = 0;
+    while written < bytes {
+        let (count, len_max) = match random.below(20) {
+            // A byte less than the page: whole pages go to images.
+            0 if bytes > 8 << 20 => (10, PAGE_LEN - 1),
+            1..4 => (1 + random.below(100), 600),
+            _ => (1 + random.below(4), 5000),
+        };
+        let mut batch = store.batch();
+        for _ in 0..count {
+            let (page, content) = &mut pages[random.below(PAGES) as usize];
+            let len = if count == 10 { len_max } else { 1 + random.below(len_max) };
+            let offset = random.below(PAGE_LEN - len + 1);
+            let new = random.bytes(len);
+            if random.below(4) == 0 {
+                let indices: Vec<u32> = (0..new.len() as u32).map(|index| 3 * index).collect();
+                let indices = &indices[..new.len().min(1000)];
+                batch.scatter(*page, Width::W1, indices, &new[..indices.len()]);
+                for (index, byte) in indices.iter().zip(&new) {
+                    content[*index as usize] = *byte;
+                }
+                written += indices.len() as u64;
+            } else {
+                content[offset as usize..][..new.len()].copy_from_slice(&new);
+                batch.write(*page, offset, &new);
+                written += len;
+            }
+        }
+        store.commit(batch).unwrap();
+    }
+    pages
+}
+
+fn check(store: &Store, pages: &[(PageId, Vec<u8>)]) {
+    for (page, expected) in pages {
+        let mut found = vec![0; expected.len()];
+        store.read(*page, 0, &mut found).unwrap();
+        assert!(found == *expected, "{page}");
+    }
+}
+
+#[test]
+fn frames_of_every_length_are_replayed_from_where_they_were_read() {
+    let directory = tempfile::tempdir().unwrap();
+    let disk = || DirDisk::new(directory.path());
+    let store = open(disk(), Arc::new(HostDevice::new()), 4 << 20).unwrap();
+    let pages = write(&store, &mut Random(5), 30 << 20);
+    store.close().unwrap();
+    let store = open(disk(), Arc::new(HostDevice::new()), 4 << 20).unwrap();
+    let replayed = store.recovered().replayed_bytes;
+    assert!(replayed > 30 << 20, "{replayed} bytes of {:?}", store.recovered().snapshot);
+    check(&store, &pages);
+}
+
+/// A store on a disk whose log has many segments, each with more than one batch.
+fn many_segments() -> (SimDisk, Vec<(PageId, Vec<u8>)>) {
+    let disk = SimDisk::new();
+    let store = open(disk.clone(), Arc::new(HostDevice::new()), 64 << 10).unwrap();
+    let pages = write(&store, &mut Random(6), 1 << 20);
+    drop(store);
+    (disk, pages)
+}
+
+#[test]
+fn a_panic_of_the_thread_that_reads_ahead_is_an_error_of_the_open() {
+    if std::thread::available_parallelism().map_or(1, usize::from) < 2 {
+        eprintln!("SKIPPED: one thread at a time can run here, so nothing is read ahead");
+        return;
+    }
+    let (disk, pages) = many_segments();
+    let panics = Arc::new(AtomicU32::new(0));
+    for at in (0..).step_by(7) {
+        let before = panics.load(Ordering::SeqCst);
+        let counted = panics.clone();
+        let interrupted = Interrupted::new(&disk, at, move || {
+            if std::thread::current().name() == Some("remanent-ahead") {
+                counted.fetch_add(1, Ordering::SeqCst);
+                panic!("as this test wants it");
+            }
+        });
+        let opened = open(interrupted, Arc::new(HostDevice::new()), 64 << 10);
+        if panics.load(Ordering::SeqCst) > before {
+            assert!(matches!(opened, Err(Error::Device { context_lost: false, .. })), "read {at}");
+        } else if before > 0 {
+            // Where no read is its own any more, all of the log was read. Nothing was written before.
+            check(&opened.unwrap(), &pages);
+            assert!(before > 5, "panicked {before} times");
+            return;
+        }
+    }
+}
+
+#[test]
+fn a_fault_of_the_device_in_the_middle_of_a_replay_is_its_own_error() {
+    const NEVER: u64 = 1 << 40;
+    let (disk, pages) = many_segments();
+    let mut failed = 0;
+    for call in [DeviceCall::Staging, DeviceCall::Submit] {
+        for nth in [1, 2, 3, 10, NEVER] {
+            let device = Arc::new(FaultyDevice::new(Arc::new(HostDevice::new())));
+            device.arm(Fault { call: Some(call), nth, context_lost: true });
+            match open(disk.clone(), device.clone(), 64 << 10) {
+                Ok(store) if nth == NEVER => check(&store, &pages),
+                // An open has fewer such calls: it strikes later, if at all.
+                Ok(_) => {}
+                Err(error) => {
+                    let is_it = matches!(error, Error::Device { context_lost: true, .. });
+                    assert!(is_it && device.struck(), "{call:?} {nth}: {error}");
+                    failed += 1;
+                }
+            }
+        }
+    }
+    assert!(failed >= 4, "{failed} failed");
+}
