@@ -201,7 +201,8 @@ fn bytes_go_from_one_gpu_to_another_by_the_way_that_there_is() {
     }
     // First the way is known before the first fault, then the driver is asked for it under faults, too, and says yes
     // or no.
-    for (gpus, from) in [([first, first + 1], 1), ([first + 4, first + 5], 40), ([first + 7, first + 8], 40)] {
+    for (gpus, from) in [([first, first + 1], 1), ([first + 4, first + 5], 40), ([first + 7, first + 8], 40)]
+    {
         let mut nth = from;
         while live_through(driver, Life::Plain(&gpus), nth, INVALID_VALUE) {
             nth += 3;
