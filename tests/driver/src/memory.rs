@@ -10,7 +10,7 @@ use crate::{call_in_context, code, stream};
 /// Bytes that each device has.
 const DEVICE_BYTES: usize = 1 << 30;
 /// Bytes of pinned memory that there are for each device.
-const PINNED_BYTES: usize = 1 << 30;
+const PINNED_BYTES: usize = 4 << 30;
 /// As the real driver's.
 const ALIGN: usize = 512;
 /// What fresh memory holds, and what freed memory held last.
