@@ -116,17 +116,13 @@ impl HostDevice {
     }
 
     fn memory(&self, id: MemoryId) -> Arc<Memory> {
-        let memory = self.memories.read().get(id).cloned();
-        memory.unwrap_or_else(|| panic!("{id:?} is no memory of this device"))
+        memory_in(&self.memories.read(), id)
     }
 
     /// As [`memory`](Self::memory), for several at one go.
     fn memories_of(&self, ids: &[MemoryId]) -> Vec<Arc<Memory>> {
         let memories = self.memories.read();
-        let memory = |id: &MemoryId| memories.get(*id).cloned();
-        ids.iter()
-            .map(|id| memory(id).unwrap_or_else(|| panic!("{id:?} is no memory of this device")))
-            .collect()
+        ids.iter().map(|id| memory_in(&memories, *id)).collect()
     }
 
     fn lane(&self, lane: Lane) -> &HostLane {
@@ -459,6 +455,10 @@ impl StagingMemory for HostStaging {
 fn set_bits(bits: &[u8]) -> Vec<u32> {
     let is_set = |bit: &u32| bits[*bit as usize / 8] >> (bit % 8) & 1 == 1;
     (0..8 * bits.len() as u32).filter(is_set).collect()
+}
+
+fn memory_in(memories: &ById<MemoryId, Arc<Memory>>, id: MemoryId) -> Arc<Memory> {
+    memories.get(id).unwrap_or_else(|| panic!("{id:?} is no memory of this device")).clone()
 }
 
 /// Whether a delta takes hardly longer than finding and locking its memory.
