@@ -20,7 +20,6 @@ use remanent::device::{
 use remanent::disk::sim::SimDisk;
 use remanent::{CallerMemory, DeviceChoice, Error, Options, Place, Remedy, Store, Width};
 
-use crate::faults::watched;
 use crate::gpu::{self, Caller};
 
 const PLACE: Place = Place::Device(0);
@@ -190,7 +189,7 @@ fn what_is_asked_for_at_once_gives_nothing_back_to_the_driver() {
 #[test]
 fn a_long_read_without_room_waits_for_no_caller() {
     const LEN: u64 = 20 << 20;
-    watched("a long read without room", || {
+    gpu::alone(|| {
         let Some(caller) = Caller::new() else { return };
         let memory = Pool::new(Limited::new(DriverMemory::of(0).unwrap(), 3 * LEN));
         let gpu = CudaDevice::open_with(0, Arc::new(memory)).unwrap();

@@ -5,12 +5,15 @@
 
 use std::ffi::c_void;
 use std::io::Write;
+use std::process::Command as Process;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::sys;
 use remanent::Error;
 use remanent::device::cuda::CudaDevice;
 use remanent::device::{Device, RawStream};
+
+use crate::faults::watched;
 
 /// A new device on the first GPU; `None`, said aloud, where there is none.
 pub fn device() -> Option<Arc<CudaDevice>> {
@@ -45,6 +48,27 @@ fn with_first(other: u32) -> Option<[Arc<dyn Device>; 2]> {
         }
         Err(error) => panic!("GPU {other} is there and cannot be used: {error}"),
     }
+}
+
+/// Says that the process runs this one test and no other, and that the test need not look for one that does.
+const ALONE: &str = "REMANENT_ALONE";
+
+/// Runs the body of a test in a process of its own, without any other. Who gives memory back to the driver waits in there for
+/// every stream of the GPU, and keeps others out meanwhile: were it the end of some other test, then one that
+/// [holds a stream up](Stream::hold) until the store has got on would wait for itself.
+pub fn alone<Test: FnOnce() + Send + 'static>(body: Test) {
+    let test = std::any::type_name::<Test>().trim_start_matches("it::").trim_end_matches("::{{closure}}");
+    if std::env::var_os(ALONE).is_some() {
+        return watched(test, body);
+    }
+    if device().is_none() {
+        return;
+    }
+    let mut child = Process::new(std::env::current_exe().unwrap());
+    let output = child.args(["--exact", test, "--nocapture"]).env(ALONE, "1").output().unwrap();
+    let [out, err] = [&output.stdout, &output.stderr].map(|said| String::from_utf8_lossy(said));
+    std::io::stderr().write_all(err.as_bytes()).unwrap();
+    assert!(output.status.success() && out.contains("1 passed"), "{}\n{out}\n{err}", output.status);
 }
 
 fn skipped(reason: &str) {
@@ -88,8 +112,6 @@ impl Caller {
     /// `None`, said aloud, where there is no GPU.
     pub fn new() -> Option<Self> {
         static ALONE: Mutex<()> = Mutex::new(());
-        // Before the GPU is asked for: what is given back meanwhile would wait for a stream that another holds up,
-        // and in the driver, where that other would then wait for it.
         let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
         device()?;
         let mut context = std::ptr::null_mut();
@@ -171,8 +193,9 @@ impl Stream {
         call!(cuMemcpyAsync(target, source, len as usize, self.raw));
     }
 
-    /// Lets the stream stand still until it is let go.
+    /// Lets the stream stand still until it is let go; for tests that run [`alone`].
     pub fn hold(&self) -> Hold {
+        assert!(std::env::var_os(ALONE).is_some(), "beside a stream that stands still no other test may run");
         let mut word = std::ptr::null_mut::<c_void>();
         call!(cuMemHostAlloc(&mut word, 4, 3));
         let hold = Hold { word: word.cast() };

@@ -15,7 +15,7 @@ use remanent::device::{
 use remanent::disk::sim::SimDisk;
 use remanent::{DeviceChoice, Error, Options, PageId, Place, Remedy, Store, Width};
 
-use crate::faults::{Gauge, watched};
+use crate::faults::Gauge;
 use crate::gpu::{self, Caller};
 
 const LEN: u64 = 10_000;
@@ -206,7 +206,7 @@ fn long_copies_go_from_one_device_to_another_in_pieces() {
 #[test]
 fn who_has_bytes_go_from_one_gpu_to_another_waits_for_neither() {
     const LONG: u64 = (9 << 20) + 5;
-    watched("copies between GPUs", || {
+    gpu::alone(|| {
         let Some(caller) = Caller::new() else { return };
         for pair in pairs_of_gpus() {
             let places = [0, 1, 0, 1].map(Place::Device).into_iter().chain([Place::Pinned]);

@@ -11,7 +11,7 @@ use remanent::{
     DeviceChoice, Direction, Error, Lease, Options, PageId, Place, Shadow, Store, Width, WorkingCopy,
 };
 
-use crate::gpu::{Caller, Memory, Stream};
+use crate::gpu::{self, Caller, Memory, Stream};
 
 const LEN: u64 = 100_000;
 const PLACE: Place = Place::Device(0);
@@ -55,33 +55,35 @@ fn look(stream: &Stream, lease: &Lease<'_>, seen: &Memory) {
 
 #[test]
 fn a_stream_that_stands_still_holds_up_nobody_and_sees_what_it_leased() {
-    let Some(caller) = Caller::new() else { return };
-    for place in [PLACE, Place::Host, Place::Unified] {
-        let (store, page) = store(place);
-        let (stream, seen) = (caller.stream(), caller.memory(LEN));
-        let lease = store.lease(page).unwrap();
-        let hold = stream.hold();
-        lease.on(stream.raw()).unwrap();
-        look(&stream, &lease, &seen);
-        let address = lease.address();
-        thread::scope(|scope| _ = scope.spawn(|| (2..=9).for_each(|byte| fill(&store, page, byte))));
-        assert_eq!((read(&store, page), lease.address()), (9, address));
-        look(&stream, &lease, &seen);
-        drop(lease);
-        fill(&store, page, 10);
-        fill(&store, page, 11);
-        // New memory for whoever wants some: not that which the stream has yet to read.
-        let mut batch = store.batch();
-        let other = batch.create(LEN, place);
-        batch.fill(other, 0, LEN, &[77]);
-        store.commit(batch).unwrap();
-        store.snapshot().unwrap();
-        assert_eq!((read(&store, page), stream.is_done()), (11, false));
-        hold.let_go();
-        stream.synchronize();
-        assert_eq!(value(&seen.content()), 1, "in {place}");
-        store.close().unwrap();
-    }
+    gpu::alone(|| {
+        let Some(caller) = Caller::new() else { return };
+        for place in [PLACE, Place::Host, Place::Unified] {
+            let (store, page) = store(place);
+            let (stream, seen) = (caller.stream(), caller.memory(LEN));
+            let lease = store.lease(page).unwrap();
+            let hold = stream.hold();
+            lease.on(stream.raw()).unwrap();
+            look(&stream, &lease, &seen);
+            let address = lease.address();
+            thread::scope(|scope| _ = scope.spawn(|| (2..=9).for_each(|byte| fill(&store, page, byte))));
+            assert_eq!((read(&store, page), lease.address()), (9, address));
+            look(&stream, &lease, &seen);
+            drop(lease);
+            fill(&store, page, 10);
+            fill(&store, page, 11);
+            // New memory for whoever wants some: not that which the stream has yet to read.
+            let mut batch = store.batch();
+            let other = batch.create(LEN, place);
+            batch.fill(other, 0, LEN, &[77]);
+            store.commit(batch).unwrap();
+            store.snapshot().unwrap();
+            assert_eq!((read(&store, page), stream.is_done()), (11, false));
+            hold.let_go();
+            stream.synchronize();
+            assert_eq!(value(&seen.content()), 1, "in {place}");
+            store.close().unwrap();
+        }
+    });
 }
 
 #[test]
@@ -238,36 +240,42 @@ fn a_kernel_that_writes_to_a_page_is_found_by_an_audit() {
 
 #[test]
 fn a_stream_that_stands_still_holds_up_the_capture_that_takes_from_it_and_no_other() {
-    let Some(caller) = Caller::new() else { return };
-    let (store, first) = store(PLACE);
-    let mut batch = store.batch();
-    batch.create(LEN, PLACE);
-    let second = store.commit(batch).unwrap().pages[0];
-    let (slow, quick) = (caller.stream(), caller.stream());
-    let zeros = caller.memory(LEN);
-    let copy_on = |page, stream: &Stream| {
-        let memory = store.device_bytes(LEN, PLACE).unwrap().on(stream.raw());
-        store.working_copy_in(page, &memory, Width::W4, Shadow::Page, Direction::Load).unwrap()
-    };
-    let (slow_copy, quick_copy) = (copy_on(first, &slow), copy_on(second, &quick));
-    let capture = |copy: &WorkingCopy| {
+    gpu::alone(|| {
+        let Some(caller) = Caller::new() else { return };
+        let (store, first) = store(PLACE);
         let mut batch = store.batch();
-        batch.capture(copy);
-        store.commit(batch)
-    };
-    let hold = slow.hold();
-    slow.copy(slow_copy.bytes().address().unwrap(), zeros.address, LEN);
-    // The page of ones by way of the caller: what the quick stream has to take.
-    quick.copy(quick_copy.bytes().address().unwrap(), store.lease(first).unwrap().address().unwrap(), LEN);
-    thread::scope(|scope| {
-        let slow_capture = scope.spawn(|| capture(&slow_copy));
-        // Many of them, so that some come when the other one waits for sure.
-        for _ in 0..50 {
-            capture(&quick_copy).unwrap();
-        }
-        assert_eq!((read(&store, first), read(&store, second), slow.is_done()), (1, 1, false));
-        hold.let_go();
-        slow_capture.join().unwrap().unwrap();
+        batch.create(LEN, PLACE);
+        let second = store.commit(batch).unwrap().pages[0];
+        let (slow, quick) = (caller.stream(), caller.stream());
+        let zeros = caller.memory(LEN);
+        let copy_on = |page, stream: &Stream| {
+            let memory = store.device_bytes(LEN, PLACE).unwrap().on(stream.raw());
+            store.working_copy_in(page, &memory, Width::W4, Shadow::Page, Direction::Load).unwrap()
+        };
+        let (slow_copy, quick_copy) = (copy_on(first, &slow), copy_on(second, &quick));
+        let capture = |copy: &WorkingCopy| {
+            let mut batch = store.batch();
+            batch.capture(copy);
+            store.commit(batch)
+        };
+        let hold = slow.hold();
+        slow.copy(slow_copy.bytes().address().unwrap(), zeros.address, LEN);
+        // The page of ones by way of the caller: what the quick stream has to take.
+        quick.copy(
+            quick_copy.bytes().address().unwrap(),
+            store.lease(first).unwrap().address().unwrap(),
+            LEN,
+        );
+        thread::scope(|scope| {
+            let slow_capture = scope.spawn(|| capture(&slow_copy));
+            // Many of them, so that some come when the other one waits for sure.
+            for _ in 0..50 {
+                capture(&quick_copy).unwrap();
+            }
+            assert_eq!((read(&store, first), read(&store, second), slow.is_done()), (1, 1, false));
+            hold.let_go();
+            slow_capture.join().unwrap().unwrap();
+        });
+        assert_eq!(read(&store, first), 0);
     });
-    assert_eq!(read(&store, first), 0);
 }
