@@ -8,6 +8,8 @@ use std::cmp::Ordering;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
+use smallvec::SmallVec;
+
 use crate::by_id::ById;
 use crate::ids::{Epoch, Key, Lsn, PageId, Place};
 use crate::limits::{DEVICE_ORDINAL_MAX, METADATA_LEN_MAX, PAGE_LEN_MAX, ROOT_LEN_MAX};
@@ -89,12 +91,21 @@ impl PartialEq for PageTable {
 pub struct Changes {
     /// The batch.
     pub lsn: Lsn,
-    /// The pages touched, in the order of their first mention; `None` is a page that is gone.
-    pub pages: Vec<(PageId, Option<PageInfo>)>,
+    /// Inline where they are one, as most often. A commit's thread makes them and the applier's drops them: memory
+    /// that one thread gives back for another costs both of them waits for the allocator's lock.
+    pages: SmallVec<[(PageId, Option<PageInfo>); 1]>,
     /// The root, if it changed.
     pub root: Option<Arc<Metadata>>,
     /// One past the highest page id created.
     next_page: u64,
+}
+
+impl Changes {
+    /// The pages touched, in the order of their first mention; `None` is a page that is gone.
+    #[must_use]
+    pub fn pages(&self) -> &[(PageId, Option<PageInfo>)] {
+        &self.pages
+    }
 }
 
 /// Why a batch cannot follow a state. Nothing was changed.
@@ -170,7 +181,7 @@ struct Overlay<'a> {
     table: &'a PageTable,
     lsn: Lsn,
     /// In the order of their first mention.
-    touched: Vec<Touched>,
+    touched: SmallVec<[Touched; 1]>,
     /// Where each page is among them. Kept where they are many: most batches touch one page or two.
     index: HashMap<PageId, usize>,
 }
@@ -367,7 +378,7 @@ impl PageTable {
         ops: impl IntoIterator<Item = &'a OpAt<'a>>,
         mode: PlanMode,
     ) -> Result<Changes, (usize, Refusal)> {
-        let mut overlay = Overlay { table: self, lsn, touched: Vec::new(), index: HashMap::new() };
+        let mut overlay = Overlay { table: self, lsn, touched: SmallVec::new(), index: HashMap::new() };
         let mut root: Option<Arc<Metadata>> = None;
         let mut next_page = self.next_page;
         // Keys given and freed by this batch, in its order.
@@ -471,7 +482,7 @@ impl PageTable {
 
     /// Makes a plan real. Keys follow, so that a table that serves lookups stays indexed.
     pub fn install(&mut self, changes: &Changes) {
-        for (page, state) in &changes.pages {
+        for (page, state) in changes.pages() {
             if self.is_watched {
                 self.pages.mark(*page);
             }

@@ -318,13 +318,14 @@ struct Worker {
 
 impl Worker {
     fn run(&mut self) {
-        while let Some(requests) = self.shared.requests.take() {
+        let mut requests = VecDeque::new();
+        while self.shared.requests.take(&mut requests) {
             let newest = requests.iter().rev().find_map(|request| match request {
                 Request::Batch(work) => Some(work.point.lsn),
                 Request::Turn(_) => None,
             });
             let all_are_logged = newest.is_none_or(|newest| (self.wait_logged)(newest).is_ok());
-            for request in requests {
+            for request in requests.drain(..) {
                 match request {
                     Request::Batch(work)
                         if !all_are_logged && (self.wait_logged)(work.point.lsn).is_err() =>

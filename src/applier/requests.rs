@@ -16,9 +16,15 @@ use crate::sync::{Condvar, Instant, Mutex, MutexGuard};
 const NAP: Duration = Duration::from_micros(200);
 /// Payloads queued before a committer waits for the applier: what it has not come to yet is held in memory.
 const QUEUED_BYTES_MAX: usize = 64 << 20;
+/// A queue that has grown beyond room for so many requests is not used again.
+const REQUESTS_KEPT: usize = 4 << 10;
 
 pub(super) type TurnFn = Box<dyn FnOnce(&mut Turn<'_>) + Send>;
 
+#[expect(
+    clippy::large_enum_variant,
+    reason = "most are batches; boxes would be made and dropped by different threads"
+)]
 pub(super) enum Request {
     Batch(Work),
     Turn(TurnFn),
@@ -133,8 +139,12 @@ impl Requests {
         }
     }
 
-    /// Everything queued; `None` when there is nothing left and the store closes.
-    pub fn take(&self) -> Option<VecDeque<Request>> {
+    /// Everything queued, in exchange for an empty queue; false when there is nothing left and the store closes. The
+    /// two change places again and again: a new one would grow under the committers' lock each time.
+    pub fn take(&self, requests: &mut VecDeque<Request>) -> bool {
+        if requests.capacity() > REQUESTS_KEPT {
+            *requests = VecDeque::new();
+        }
         let mut queue = self.queue.lock();
         let is_over = |queue: &Queue| queue.is_urgent || queue.stop;
         // Batches gather first. If none does, no end of the next pause is known.
@@ -155,7 +165,7 @@ impl Requests {
             self.taken.notify_all();
         }
         queue.payload_bytes = 0;
-        let requests = std::mem::take(&mut queue.requests);
-        (!requests.is_empty() || !queue.stop).then_some(requests)
+        std::mem::swap(&mut queue.requests, requests);
+        !requests.is_empty() || !queue.stop
     }
 }

@@ -74,7 +74,7 @@ impl Captures<'_> {
     /// The batch is logged: the copies are what it makes of their pages.
     pub fn belong_to(&self, changes: &Changes) {
         for capture in &self.taken {
-            let mut pages = changes.pages.iter().filter(|(page, _)| *page == capture.copy.page());
+            let mut pages = changes.pages().iter().filter(|(page, _)| *page == capture.copy.page());
             if let Some((_, Some(info))) = pages.next() {
                 capture.copy.belongs_to(info.epoch);
             }

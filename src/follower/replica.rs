@@ -132,7 +132,7 @@ impl Replica {
         // The only change of bytes on its page in this batch; the page may be gone again.
         self.contents.extend(images);
         self.table.install(&changes);
-        for (page, state) in &changes.pages {
+        for (page, state) in changes.pages() {
             if state.is_none() {
                 self.contents.remove(page);
             }
