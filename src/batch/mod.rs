@@ -82,10 +82,11 @@ impl From<NewPage> for PageRef {
 /// assert_eq!(bytes, [0, 0, 7, 7, 0, 0, 0, 0]);
 /// # Ok::<(), remanent::Error>(())
 /// ```
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 #[must_use = "a batch does nothing until it is committed"]
 pub struct WriteBatch {
-    /// Tells this batch's new pages from those of others: an index alone would name a wrong page there.
+    /// Tells this batch's new pages from those of others: an index alone would name a wrong page there. 0 before the
+    /// first one: all threads draw from one counter, and most batches create nothing.
     number: u64,
     steps: Vec<Step>,
     new_pages: usize,
@@ -121,14 +122,6 @@ pub(crate) struct CloneSource {
     pub bytes: Vec<u8>,
 }
 
-impl Default for WriteBatch {
-    fn default() -> Self {
-        static NEXT: AtomicU64 = AtomicU64::new(0);
-        let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        Self { number, steps: Vec::new(), new_pages: 0, expectations: Vec::new() }
-    }
-}
-
 impl WriteBatch {
     /// The page, unless another batch creates it: then it resolves to one that exists nowhere.
     fn own(&self, page: impl Into<PageRef>) -> PageRef {
@@ -144,6 +137,10 @@ impl WriteBatch {
     }
 
     fn new_page(&mut self) -> NewPage {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        if self.number == 0 {
+            self.number = NEXT.fetch_add(1, Ordering::Relaxed);
+        }
         self.new_pages += 1;
         NewPage { batch: self.number, index: self.new_pages - 1 }
     }

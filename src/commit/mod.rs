@@ -93,9 +93,7 @@ impl Committer {
     }
 
     fn try_submit(&self, batch: &WriteBatch) -> Result<(LogPoint, Vec<PageId>)> {
-        let count = batch.new_pages() as u64;
-        let first = self.next_page.fetch_add(count, Ordering::Relaxed);
-        let pages: Vec<PageId> = (first..first + count).map(PageId).collect();
+        let pages = self.new_pages(batch.new_pages() as u64);
         let sources = batch.clone_sources();
         batch.check_captures(&pages)?;
         let captures = self.capture(batch)?;
@@ -120,6 +118,16 @@ impl Committer {
                 return Ok((point, pages));
             }
         }
+    }
+
+    /// The ids of so many new pages.
+    fn new_pages(&self, count: u64) -> Vec<PageId> {
+        if count == 0 {
+            // Most batches: they leave the counter, and its neighbours, to the caches of other threads.
+            return Vec::new();
+        }
+        let first = self.next_page.fetch_add(count, Ordering::Relaxed);
+        (first..first + count).map(PageId).collect()
     }
 
     /// Writes the batch's whole pages to an image file, if they are worth one. The length of an old page is

@@ -51,11 +51,7 @@ impl Ticket {
     /// # Errors
     /// [`Error::Poisoned`] if the store failed before.
     pub fn wait(&self, ack: Ack) -> Result<()> {
-        match ack {
-            Ack::Logged => self.log.wait_logged(self.committed.position.lsn),
-            Ack::Applied => self.applier.wait_applied(self.committed.position.lsn).map(drop),
-            Ack::Durable => self.log.wait_durable(self.committed.position.lsn),
-        }
+        wait(ack, self.committed.position.lsn, &self.log, &self.applier)
     }
 
     /// Lets work that is put on the caller's stream from now on see the batch. The stream waits on the device
@@ -86,11 +82,8 @@ impl Store {
     /// [`Error::Limit`], [`Error::OverBudget`], [`Error::DiskFull`]; [`Error::Damaged`] as for [`Store::read`].
     /// [`Error::Poisoned`] after a failure.
     pub fn submit(&self, batch: WriteBatch) -> Result<Ticket> {
-        self.check_process()?;
-        let (point, pages) = self.parts.committer.submit(&batch)?;
-        let position = Position { incarnation: point.incarnation, lsn: point.lsn };
         Ok(Ticket {
-            committed: Committed { position, pages },
+            committed: self.log_batch(&batch)?,
             log: self.parts.log.clone(),
             applier: self.parts.applier.clone(),
             leases: self.parts.leases.clone(),
@@ -102,9 +95,16 @@ impl Store {
     /// # Errors
     /// As for [`Store::submit`], and [`Error::Poisoned`] if the store fails while waiting.
     pub fn commit(&self, batch: WriteBatch) -> Result<Committed> {
-        let ticket = self.submit(batch)?;
-        ticket.wait(self.ack)?;
-        Ok(ticket.committed)
+        // Without a ticket: what it holds is counted, and all threads count on the same three words.
+        let committed = self.log_batch(&batch)?;
+        wait(self.ack, committed.position.lsn, &self.parts.log, &self.parts.applier)?;
+        Ok(committed)
+    }
+
+    fn log_batch(&self, batch: &WriteBatch) -> Result<Committed> {
+        self.check_process()?;
+        let (point, pages) = self.parts.committer.submit(batch)?;
+        Ok(Committed { position: Position { incarnation: point.incarnation, lsn: point.lsn }, pages })
     }
 
     /// Waits until batch `lsn`, and every one before it, survives a power cut.
@@ -125,5 +125,14 @@ impl Store {
     pub fn lsn(&self) -> Lsn {
         let Parts { committer, log, .. } = &self.parts;
         committer.lock().lsn().min(log.logged())
+    }
+}
+
+/// Waits until a batch that was submitted is acknowledged at this level.
+fn wait(ack: Ack, lsn: Lsn, log: &Log, applier: &Applier) -> Result<()> {
+    match ack {
+        Ack::Logged => log.wait_logged(lsn),
+        Ack::Applied => applier.wait_applied(lsn).map(drop),
+        Ack::Durable => log.wait_durable(lsn),
     }
 }
