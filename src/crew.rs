@@ -93,7 +93,10 @@ pub(crate) fn ahead<T: Send, R: Send, E: From<Panicked>>(
         let Some(Ok(maker)) = maker else {
             let mut taken = Ok(());
             let made = make(&mut |piece| {
-                taken = take(piece);
+                // Who hands out pieces may have one more when it is told that none is wanted.
+                if taken.is_ok() {
+                    taken = take(piece);
+                }
                 taken.is_ok()
             });
             return taken.map(|()| made);
@@ -153,14 +156,16 @@ mod tests {
         assert_eq!(met.iter().filter(|leads| **leads).count(), 1);
     }
 
-    /// What was taken of the numbers below 100, and what came of it.
+    /// What was taken of the numbers up to 100, and what came of it.
     fn numbers(count_max: usize, refused: u32) -> (Vec<u32>, Result<&'static str, Failure>) {
         let mut taken = Vec::new();
         let made = ahead(
             count_max,
             |give| {
-                let all = (0..100).all(give);
-                if all { "all" } else { "some" }
+                let all = (0..100).all(&mut *give);
+                // One that lay ready when no more was wanted.
+                let last = give(100);
+                if all && last { "all" } else { "some" }
             },
             |number| {
                 taken.push(number);
@@ -185,8 +190,8 @@ mod tests {
     #[test]
     fn pieces_are_taken_in_their_order_until_one_is_refused() {
         for count_max in [0, 1, 2, 1000] {
-            assert_eq!(numbers(count_max, 100), ((0..100).collect(), Ok("all")), "{count_max}");
-            for refused in [0, 50, 99] {
+            assert_eq!(numbers(count_max, 101), ((0..101).collect(), Ok("all")), "{count_max}");
+            for refused in [0, 50, 99, 100] {
                 let expected = ((0..=refused).collect(), Err(Failure::Refused));
                 assert_eq!(numbers(count_max, refused), expected, "{count_max}");
             }
