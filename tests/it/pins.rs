@@ -45,9 +45,10 @@ fn a_pinned_page_is_changed_where_it_is() {
     let seen = Arc::new(Mutex::new(Vec::new()));
     for number in 2..=5 {
         // All that changes bytes; the thread that holds the pin may.
+        commit(&store, |batch| _ = batch.clone_page(page)).unwrap();
         commit(&store, |batch| _ = batch.fill(page, 0, LEN, &[0]).write(page, 0, &[number; LEN as usize]))
             .unwrap();
-        commit(&store, |batch| _ = batch.clone_page(page)).unwrap();
+        // From here on nobody but the stream waits for what the batch does.
         pin.on(stream).unwrap();
         let (source, told) = (device.span_at(address, LEN), seen.clone());
         device.queue(stream, move |inner| {
@@ -57,8 +58,8 @@ fn a_pinned_page_is_changed_where_it_is() {
             let bytes = inner.submit(Lane::Drain, list).unwrap().finish(inner).unwrap();
             told.lock().unwrap().push(bytes[0].to_vec());
         });
-        store.snapshot().unwrap();
         device.synchronize(stream).unwrap();
+        store.snapshot().unwrap();
         assert_eq!(seen.lock().unwrap().pop(), Some(vec![number; LEN as usize]));
         assert_eq!((pin.address(), read(&store, page)), (Some(address), vec![number; LEN as usize]));
         // Nothing beside the page itself and its clones.
