@@ -21,7 +21,7 @@ use std::time::Duration;
 use remanent::device::host::HostDevice;
 use remanent::device::{CommandList, Device, Lane, MemoryId, Pending};
 use remanent::disk::sim::SimDisk;
-use remanent::{Ack, Error, Options, PageId, Place, Result, SnapshotId, Store, Value};
+use remanent::{Ack, Error, Lsn, Options, PageId, Place, Position, Result, SnapshotId, Store, Value};
 
 /// Length of the page whose bytes tell the state.
 const PAGE_LEN: u64 = 3000;
@@ -116,11 +116,23 @@ impl Line {
     fn restore(&mut self, store: &Store, snapshot: SnapshotId) -> Result<()> {
         let kept = store.snapshots();
         let end = kept.iter().find(|kept| kept.id == snapshot).unwrap().end;
+        self.go_back(store, end, || store.restore_from_snapshot(snapshot))
+    }
+
+    fn restore_to(&mut self, store: &Store, target: Lsn) -> Result<()> {
+        self.go_back(store, target, || store.restore_to(target))
+    }
+
+    fn go_back(
+        &mut self,
+        store: &Store,
+        target: Lsn,
+        restore: impl FnOnce() -> Result<Position>,
+    ) -> Result<()> {
         let lsn = self.logged + 1;
         self.steps.truncate(lsn as usize);
-        self.steps.push(self.steps[end.0 as usize]);
-        let position = store.restore_from_snapshot(snapshot)?;
-        assert_eq!(position.lsn.0, lsn);
+        self.steps.push(self.steps[target.0 as usize]);
+        assert_eq!(restore()?.lsn.0, lsn);
         (self.logged, self.durable) = (lsn, lsn);
         self.second = store.pages()?.last().unwrap().page;
         Ok(())

@@ -178,34 +178,41 @@ fn a_snapshot_on_a_full_disk_fails_cleanly_and_succeeds_later() {
 
 #[test]
 fn a_restore_on_a_full_disk_fails_cleanly_and_succeeds_later() {
-    watched("every level", || {
-        let mut outcomes = [0, 0];
-        for free in (0..30_000).step_by(2000) {
-            let (disk, store, mut line) = filled(free);
-            let pages = names(&disk, Folder::Pages);
-            let target = store.snapshots()[0].id;
-            let (logged, before) = (line.logged, line.clone());
-            match line.restore(&store, target) {
-                Ok(()) => outcomes[0] += 1,
-                Err(error) => {
-                    outcomes[1] += 1;
-                    assert!(matches!(error, Error::DiskFull { .. }), "{error}");
-                    assert_eq!(names(&disk, Folder::Pages), pages, "leftovers");
-                    line = before;
-                    assert_eq!(store.lsn().0, logged);
-                    line.check(&store, logged);
-                    disk.set_capacity(None);
-                    line.restore(&store, target).unwrap();
-                }
+    // A snapshot has images of all pages; between two of them, those that have changed get images for the restore.
+    for batches_behind in [0, 2] {
+        watched(&format!("{batches_behind} batches behind a snapshot, every level"), move || {
+            restores_at_every_level(batches_behind);
+        });
+    }
+}
+
+fn restores_at_every_level(batches_behind: u64) {
+    let mut outcomes = [0, 0];
+    for free in (0..30_000).step_by(2000) {
+        let (disk, store, mut line) = filled(free);
+        let pages = names(&disk, Folder::Pages);
+        let target = Lsn(store.snapshots()[0].end.0 + batches_behind);
+        let (logged, before) = (line.logged, line.clone());
+        match line.restore_to(&store, target) {
+            Ok(()) => outcomes[0] += 1,
+            Err(error) => {
+                outcomes[1] += 1;
+                assert!(matches!(error, Error::DiskFull { .. }), "{error}");
+                assert_eq!(names(&disk, Folder::Pages), pages, "leftovers");
+                line = before;
+                assert_eq!(store.lsn().0, logged);
+                line.check(&store, logged);
+                disk.set_capacity(None);
+                line.restore_to(&store, target).unwrap();
             }
-            line.check(&store, line.logged);
-            disk.set_capacity(None);
-            line.commits(&store, 3).unwrap();
-            drop(store);
-            line.check(&open_on_host(&disk).unwrap(), line.logged);
         }
-        assert!(outcomes.iter().all(|count| *count > 0), "done, refused: {outcomes:?}");
-    });
+        line.check(&store, line.logged);
+        disk.set_capacity(None);
+        line.commits(&store, 3).unwrap();
+        drop(store);
+        line.check(&open_on_host(&disk).unwrap(), line.logged);
+    }
+    assert!(outcomes.iter().all(|count| *count > 0), "done, refused: {outcomes:?}");
 }
 
 #[test]

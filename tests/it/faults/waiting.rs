@@ -3,9 +3,9 @@
 use std::sync::Barrier;
 use std::sync::mpsc::sync_channel;
 
+use remanent::Ticket;
 use remanent::device::faulty::{DeviceCall, FaultyDevice};
 use remanent::disk::sim::{EIO, Operation, SyncPoint};
-use remanent::{Lsn, Ticket};
 
 use super::*;
 
