@@ -12,8 +12,8 @@ use remanent::device::late::LateDevice;
 use remanent::device::{Command, CommandList, Device, Lane, MemoryId, Pending};
 use remanent::disk::sim::{Moment, Operation, SimDisk};
 use remanent::{
-    Cold, Direction, Error, FileName, Lsn, Options, PageId, Place, Remedy, Restore, Result, Shadow,
-    SnapshotId, Store, Width,
+    Cold, Compression, Direction, Error, FileName, Lsn, Options, PageId, Place, Remedy, Restore, Result,
+    Shadow, SnapshotId, Store, Width,
 };
 use remanent_format::rebuild::Survey;
 
@@ -206,13 +206,14 @@ fn commit(store: &Store, work: impl FnOnce(&mut remanent::WriteBatch)) -> Result
 /// loaded at once; on a device that does everything late, too.
 #[test]
 fn whoever_needs_a_page_waits_for_it() {
-    let uses: [(&str, Use); 15] = [
+    let uses: [(&str, Use); 16] = [
         ("read", |store| read(store, LAST).map(|bytes| assert!(bytes == content(LAST)))),
         ("lease", |store| {
             let lease = store.lease(LAST)?;
             assert!(lease.bytes()? == content(LAST));
             lease.end()
         }),
+        ("pin", |store| store.pin(LAST).map(drop)),
         ("write", |store| commit(store, |batch| _ = batch.write(LAST, 100, b"after"))),
         ("whole page", |store| commit(store, |batch| _ = batch.write(LAST, 0, &content(PageId(77))))),
         ("fill", |store| commit(store, |batch| _ = batch.fill(LAST, 8, 16, &[1, 2]))),
@@ -272,6 +273,78 @@ fn whoever_needs_a_page_waits_for_it() {
             assert_eq!(State::of(&open(&disk, Restore::Eager).unwrap()), expected, "{name}, later");
         }
     }
+}
+
+/// So that a file of which little is named any more can go, a snapshot writes again what is in it; and that nobody
+/// has loaded yet.
+#[test]
+fn a_snapshot_waits_for_the_cold_pages_that_it_writes_again() {
+    let disk = SimDisk::new();
+    let options = options(Restore::Eager).compression(Compression::Off);
+    let store = Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options).unwrap();
+    commit(&store, |batch| {
+        for page in (1..=PAGES).map(PageId) {
+            let new = batch.create(LEN, Place::Host);
+            batch.write(new, 0, &content(page));
+        }
+    })
+    .unwrap();
+    store.snapshot().unwrap();
+    commit(&store, |batch| (1..PAGES - 1).for_each(|page| _ = batch.delete(PageId(page)))).unwrap();
+    // The snapshot that names the others' images, too, is not kept.
+    (0..2).for_each(|_| drop(store.snapshot().unwrap()));
+    store.close().unwrap();
+    let (file, _) = image_of(&disk, LAST);
+
+    let device = Gate::closed();
+    let store = open_on(&disk, device.clone(), Restore::OnDemand).unwrap();
+    assert_eq!(store.cold().pages, 2);
+    std::thread::scope(|scope| {
+        let _at_last = OpenAtLast(device.clone());
+        let taker = scope.spawn(|| store.snapshot());
+        for _ in 0..50 {
+            assert_eq!(store.pages().unwrap().len(), 2);
+            assert!(!taker.is_finished(), "it did not wait");
+        }
+        device.open();
+        taker.join().unwrap().unwrap();
+    });
+    assert_ne!(image_of(&disk, LAST).0, file, "nothing was written again");
+    let check = |store: &Store| {
+        for page in [PageId(PAGES - 1), LAST] {
+            assert!(read(store, page).unwrap() == content(page), "page {page}");
+        }
+    };
+    check(&store);
+    store.close().unwrap();
+    check(&open(&disk, Restore::Eager).unwrap());
+}
+
+/// It was loaded by a store that is closed, so that the next one has not loaded its page for it.
+#[test]
+fn a_working_copy_that_outlives_its_store_is_captured_when_its_page_is_loaded() {
+    let (disk, device) = (closed(), Gate::closed());
+    device.open();
+    let store = open_on(&disk, device.clone(), Restore::Eager).unwrap();
+    let copy = store.working_copy(LAST, Width::W1, Shadow::Page).unwrap();
+    copy.bytes().write(9, b"captured").unwrap();
+    store.close().unwrap();
+
+    *device.is_open.lock() = false;
+    let store = open_on(&disk, device.clone(), Restore::OnDemand).unwrap();
+    std::thread::scope(|scope| {
+        let _at_last = OpenAtLast(device.clone());
+        let user = scope.spawn(|| commit(&store, |batch| _ = batch.capture(&copy)));
+        for _ in 0..50 {
+            assert_eq!(store.pages().unwrap().len() as u64, PAGES);
+            assert!(!user.is_finished(), "it did not wait for its page");
+        }
+        device.open();
+        user.join().unwrap().unwrap();
+    });
+    let mut expected = content(LAST);
+    expected[9..17].copy_from_slice(b"captured");
+    assert!(read(&store, LAST).unwrap() == expected);
 }
 
 /// A damaged image costs its page, and no other is wrong. The store commits nothing more, and removes nothing, so
