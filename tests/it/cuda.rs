@@ -184,6 +184,43 @@ fn what_is_asked_for_at_once_gives_nothing_back_to_the_driver() {
     assert_eq!(held_on(&gpu), 4 << 20);
 }
 
+/// It goes in pieces, of which so few are under way at a time that nobody else's copies wait for the rest.
+#[test]
+fn a_long_copy_that_stands_still_holds_up_its_own_lane_alone() {
+    const LEN: u64 = 8 << 20;
+    gpu::alone(|| {
+        let Some(caller) = Caller::new() else { return };
+        let gpu = CudaDevice::open(0).unwrap();
+        let span = Span { memory: gpu.allocate(PLACE, LEN).unwrap(), offset: 0, len: LEN };
+        let run = |lane, command, staging| {
+            gpu.submit(lane, CommandList { commands: vec![command], staging: vec![staging] }).unwrap()
+        };
+        let bring = |len: u64| Command::Download {
+            source: Span { len, ..span },
+            target: StagingSpan { index: 0, offset: 0, len: len as usize },
+        };
+        let (long, mut short) = (gpu.staging(LEN as usize).unwrap(), gpu.staging(64).unwrap());
+        let fill = Command::Fill { target: span, pattern: [7; 16], width: Width::W1 };
+        short = run(Lane::Apply, fill, short).finish(&gpu).unwrap().remove(0);
+        let stream = caller.stream();
+        let hold = stream.hold();
+        gpu.wait_external(Lane::Drain, stream.raw()).unwrap();
+        std::thread::scope(|scope| {
+            let queued = scope.spawn(|| run(Lane::Drain, bring(LEN), long));
+            for _ in 0..100 {
+                short = run(Lane::Apply, bring(64), short).finish(&gpu).unwrap().remove(0);
+                assert_eq!(short[..], [7; 64]);
+            }
+            let is_queued = queued.is_finished();
+            hold.let_go();
+            assert!(!is_queued, "all of it was queued at once");
+            let found = queued.join().unwrap().finish(&gpu).unwrap().remove(0);
+            assert!(found.iter().all(|byte| *byte == 7));
+        });
+        stream.synchronize();
+    });
+}
+
 /// A read that finds the GPU's memory used up, beside a stream of the caller's that stands still until the bytes
 /// are there.
 #[test]

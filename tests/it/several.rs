@@ -493,6 +493,29 @@ fn areas_are_kept_to_across_devices() {
     }
 }
 
+/// A device whose memory is used up, unless one waits for what it has to do.
+struct Busy {
+    inner: HostDevice,
+}
+
+impl Device for Busy {
+    forward!(inner: label allocate release staging submit reached wait after streams_and_memory);
+
+    fn allocate_at_once(&self, place: Place, len: u64) -> remanent::Result<MemoryId> {
+        Err(Error::OutOfMemory { place, len })
+    }
+}
+
+#[test]
+fn who_asks_for_memory_at_once_waits_for_no_device_within() {
+    let busy = || Arc::new(Busy { inner: HostDevice::new() }) as Arc<dyn Device>;
+    for device in [two_of(busy(), busy()), Arc::new(FaultyDevice::new(busy()))] {
+        let refused = device.allocate_at_once(Place::Device(0), LEN).unwrap_err();
+        assert!(matches!(refused, Error::OutOfMemory { len: LEN, .. }), "{}: {refused}", device.label());
+        device.release(device.allocate(Place::Device(0), LEN).unwrap()).unwrap();
+    }
+}
+
 #[test]
 fn statistics_are_told_by_slot() {
     let Some([one, other]) = gpu::two() else { return };

@@ -174,7 +174,9 @@ mod tests {
             for _ in 0..2 {
                 scope.spawn(|| turns.come(false).take().value.push("patient"));
             }
-            while turns.state.lock().patient < 2 {
+            // One that did not wait has had its turn.
+            let here = |state: &TurnsState<Vec<&str>>| state.patient as usize + state.value.len();
+            while here(&turns.state.lock()) < 2 {
                 std::thread::yield_now();
             }
             (0..urgent_turns).for_each(|_| urgent.take().value.push("urgent"));
