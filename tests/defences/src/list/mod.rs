@@ -7,6 +7,7 @@
 
 mod durable;
 mod log;
+mod open;
 mod recovery;
 mod salvage;
 mod structures;
@@ -70,5 +71,7 @@ const GOLDEN: Test = Test { binary: "golden", name: "every_defect_is_named" };
 
 /// All defences.
 pub fn all() -> impl Iterator<Item = &'static Defence> {
-    [structures::LIST, log::LIST, salvage::LIST, recovery::LIST, durable::LIST].into_iter().flatten()
+    [structures::LIST, log::LIST, salvage::LIST, recovery::LIST, durable::LIST, open::LIST]
+        .into_iter()
+        .flatten()
 }

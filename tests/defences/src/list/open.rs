@@ -1,0 +1,119 @@
+//! What a store does while it is open: pages that are cold yet, pages that callers use, scrubs, a full disk.
+
+use super::{Defence, Test, check, defence, it, refusal};
+
+const LEASES: &str = "src/applier/leases.rs";
+const LOAD: &str = "src/recovery/load.rs";
+const PASS: &str = "src/snapshot/scrub/pass.rs";
+const SCRUB: &str = "src/snapshot/scrub/mod.rs";
+const SEGMENTS: &str = "src/log/segments.rs";
+
+const PIN: Test = it("pins::what_would_take_a_pinned_page_elsewhere_is_refused");
+const SCRUBS: Test = it("crash::scrubs::a_scrub_that_mends_survives");
+const ROWS: Test = it("scrub::damage_is_named_and_mended_row_by_row");
+
+pub const LIST: &[Defence] = &[
+    // Pages that an open leaves on disk: what could stand in for them stays until all are loaded.
+    defence(
+        "only what was proven stays cold (I7)",
+        LOAD,
+        "is_proven && is_unchanged && may_be_cold",
+        "is_unchanged && may_be_cold",
+        it("on_demand::a_snapshot_that_nothing_records_is_loaded_at_once"),
+    ),
+    defence(
+        "only what no batch has changed stays cold",
+        LOAD,
+        "resolved.table.get(page).is_some_and(|info| info.lsn == base.lsn)",
+        "resolved.table.get(page).is_some()",
+        it("on_demand::a_store_is_in_use_before_its_pages_are_loaded"),
+    ),
+    refusal(
+        "nothing goes while a page is cold",
+        "src/snapshot/retain.rs",
+        "self.applier.cold().is_any()",
+        it("on_demand::a_store_is_in_use_before_its_pages_are_loaded"),
+    ),
+    defence(
+        "nothing goes when a page cannot be loaded",
+        "src/recovery/warm.rs",
+        "self.poison.set(error.clone())",
+        "error.clone()",
+        it("on_demand::damage_is_told_by_its_page_and_found_again_by_an_eager_open"),
+    ),
+    check(
+        "no batch is logged for a page that is cold",
+        "src/commit/mod.rs",
+        "self.applier.cold().wait(ops.iter().filter_map(|at| at.op.page()))?;",
+        it("on_demand::whoever_needs_a_page_waits_for_it"),
+    ),
+    // Pages that callers use: they read no bytes that are not the page's.
+    check(
+        "a leased page is not pinned",
+        LEASES,
+        "if !self.leased([page]).is_empty() {\n            return Err(Error::Leased { page });\n        }",
+        it("pins::a_page_that_is_leased_is_not_pinned"),
+    ),
+    refusal("a pinned page is not leased", LEASES, "state.pins.contains_key(&page)", PIN),
+    check(
+        "a pinned page stays where it is",
+        "src/commit/mod.rs",
+        "self.leases.check_unpinned(ops.iter().filter_map(|at| taken_elsewhere(&at.op, home_of)))?;",
+        PIN,
+    ),
+    defence(
+        "no restore while a page is pinned",
+        LEASES,
+        "state.pages.iter().find_map(open).or_else(|| state.pins.keys().next().copied())",
+        "state.pages.iter().find_map(open)",
+        PIN,
+    ),
+    // Scrubs: nothing that is kept stands on what is damaged.
+    check("an image that rotted is written anew", PASS, "keeping.known.spoil(*page, image);", SCRUBS),
+    check("a snapshot with damage counts as none", SCRUB, "kept.holds = false;", SCRUBS),
+    refusal(
+        "a snapshot that names a rotten image has damage",
+        SCRUB,
+        "images.contains(&(image.file, image.offset))",
+        SCRUBS,
+    ),
+    refusal(
+        "a snapshot before a rotten batch has damage",
+        SCRUB,
+        "batches.iter().any(|lsn| kept.redo.lsn < *lsn)",
+        ROWS,
+    ),
+    check("recovery begins behind a rotten batch", PASS, "self.found.batches.push(lost);", SCRUBS),
+    check("and behind one whose image rotted", PASS, "self.found.batches.extend(*batch);", ROWS),
+    check("no snapshot follows a rotten link", SCRUB, "keeping.known.unlink();", ROWS),
+    // A full disk costs nothing but the batch that does not fit, and what frees space still works.
+    defence(
+        "the reserve is for those who free space",
+        SEGMENTS,
+        "purpose == SpacePurpose::Reserve && !spares.is_empty()",
+        "!spares.is_empty()",
+        it("faults::disk_full::a_full_disk_refuses_commits_and_the_same_store_goes_on_when_space_returns"),
+    ),
+    check(
+        "what an unfinished segment took is given back",
+        SEGMENTS,
+        "if let Err(error) = self.disk.remove(temporary) {\n                \
+         tracing::warn!(%error, \"cannot remove an unfinished segment; the next open will\");\n            }",
+        it("faults::disk_full::a_store_that_cannot_open_for_lack_of_space_opens_when_there_is_some"),
+    ),
+    refusal(
+        "what an unfinished restore took is given back",
+        "src/restore.rs",
+        "present.contains(&file.name())",
+        it("faults::disk_full::a_restore_on_a_full_disk_fails_cleanly_and_succeeds_later"),
+    ),
+    // Threads that end: nobody waits for them, or takes what they left half done for done.
+    check(
+        "a sync that panicked has failed",
+        "src/log/writer.rs",
+        "if std::thread::panicking() {\n            \
+         let file = FileName::Segment(self.log.current_segment());\n            \
+         self.log.fail(Error::io(\"sync\", file, None, io::Error::other(\"a thread panicked\")));\n        }",
+        it("faults::waiting::a_panic_of_one_who_syncs_for_all_is_heard_of"),
+    ),
+];
