@@ -10,33 +10,52 @@ use crate::op::Op;
 /// # Panics
 /// If the operation does not fit the page.
 pub fn apply(op: &Op<'_>, content: &mut Vec<u8>) {
+    assert_fits(op, content.len() as u64);
+    apply_clipped(op, content, u64::MAX);
+}
+
+/// Asserts that an operation fits a page of `page_len` bytes.
+pub(crate) fn assert_fits(op: &Op<'_>, page_len: u64) {
+    if let Some((offset, len)) = op.range() {
+        let fits = offset.checked_add(len).is_some_and(|end| end <= page_len);
+        assert!(fits, "bytes {offset}..+{len} of a page of {page_len} bytes: no plan lets that pass");
+    }
+}
+
+/// Applies an operation to those bytes of its page that `content` holds, its first ones. They never become more
+/// than `len_max`; of an element that lies across their end, the bytes before it count.
+pub(crate) fn apply_clipped(op: &Op<'_>, content: &mut Vec<u8>, len_max: u64) {
     match op {
-        Op::Write { offset, bytes, .. } => range(content, *offset, bytes.len()).copy_from_slice(bytes),
+        Op::Write { offset, bytes, .. } => {
+            let target = held(content, *offset, bytes.len() as u64);
+            target.copy_from_slice(&bytes[..target.len()]);
+        }
         Op::Masked { offset, width, mask, bytes, .. } => {
             let width = width.bytes();
-            let target = range(content, *offset, bytes.len());
-            for (index, element) in bytes.chunks_exact(width).enumerate() {
+            let targets = held(content, *offset, bytes.len() as u64).chunks_mut(width);
+            for (index, (target, element)) in targets.zip(bytes.chunks_exact(width)).enumerate() {
                 if mask[index / 8] >> (index % 8) & 1 == 1 {
-                    target[index * width..][..width].copy_from_slice(element);
+                    target.copy_from_slice(&element[..target.len()]);
                 }
             }
         }
         Op::Scatter { width, base, indices, values, .. } => {
             let width = width.bytes();
             for (index, element) in indices.iter().zip(values.chunks_exact(width)) {
-                range(content, base + u64::from(index) * width as u64, width).copy_from_slice(element);
+                let target = held(content, base + u64::from(index) * width as u64, width as u64);
+                target.copy_from_slice(&element[..target.len()]);
             }
         }
         Op::Fill { offset, len, pattern, .. } => {
-            for element in range(content, *offset, *len as usize).chunks_exact_mut(pattern.len()) {
-                element.copy_from_slice(pattern);
+            for target in held(content, *offset, *len).chunks_mut(pattern.len()) {
+                target.copy_from_slice(&pattern[..target.len()]);
             }
         }
         Op::Create { len, .. } => {
             content.clear();
-            content.resize(*len as usize, 0);
+            content.resize((*len).min(len_max) as usize, 0);
         }
-        Op::Resize { len, .. } => content.resize(*len as usize, 0),
+        Op::Resize { len, .. } => content.resize((*len).min(len_max) as usize, 0),
         Op::Delete { .. } => content.clear(),
         // Its bytes lie elsewhere: they are what the page is made from, and this batch is in them.
         Op::Image { .. }
@@ -50,6 +69,9 @@ pub fn apply(op: &Op<'_>, content: &mut Vec<u8>) {
     }
 }
 
-fn range(content: &mut [u8], offset: u64, len: usize) -> &mut [u8] {
-    &mut content[offset as usize..][..len]
+/// What `content` holds of a range of its page.
+fn held(content: &mut [u8], offset: u64, len: u64) -> &mut [u8] {
+    let end = content.len() as u64;
+    let range = offset.min(end)..offset.saturating_add(len).min(end);
+    &mut content[range.start as usize..range.end as usize]
 }

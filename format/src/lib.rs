@@ -17,6 +17,7 @@ pub mod frame;
 pub mod op;
 pub mod table;
 pub mod apply;
+pub mod head;
 pub mod log;
 pub mod image;
 pub mod manifest;

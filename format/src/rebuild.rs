@@ -8,10 +8,10 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use crate::apply::apply;
 use crate::defect::{Damage, Defect, check_limit, reserve};
 use crate::follow::Following;
 use crate::frame::FrameKind;
+use crate::head::PageHead;
 use crate::ids::{Lsn, PageId, SnapshotId};
 use crate::image::{Codec, ImageRef};
 use crate::limits::CHAIN_LINKS_MAX;
@@ -22,7 +22,7 @@ use crate::op::{OpAt, decode_payload};
 use crate::replay::{Base, Resolved, Resolver};
 use crate::segment::SEGMENT_HEADER_BLOCK;
 use crate::store::StoreFile;
-use crate::table::PageTable;
+use crate::table::{PageInfo, PageTable};
 
 /// What to rebuild.
 #[derive(Clone, Copy, Debug)]
@@ -73,12 +73,12 @@ pub struct Resolution {
 }
 
 impl Resolution {
-    /// Refuses pages that take more than `limit` bytes of memory together, each at its longest (I10).
+    /// Refuses pages that take more than `limit` bytes of memory together (I10).
     ///
     /// # Errors
     /// [`Defect::Limit`].
     pub fn check_page_bytes(&self, limit: u64) -> Result<(), Damage> {
-        let found = self.resolved.bases.values().map(|base| base.len_max).fold(0, u64::saturating_add);
+        let found = self.resolved.table.pages().map(|info| info.len).fold(0, u64::saturating_add);
         check_limit("bytes of all pages", found, limit).map_err(|defect| defect.at(FileName::Store, 0))
     }
 }
@@ -242,7 +242,7 @@ impl Survey {
     ///
     /// # Errors
     /// [`Damage`] in the log, which held when the state was resolved; or the pages take more than
-    /// `page_bytes_max` together, each at its longest.
+    /// `page_bytes_max` together.
     pub fn load(
         &self,
         source: &dyn ReadAt,
@@ -251,15 +251,19 @@ impl Survey {
     ) -> Result<BTreeMap<PageId, Result<Vec<u8>, Damage>>, Damage> {
         let resolved = &resolution.resolved;
         resolution.check_page_bytes(page_bytes_max)?;
-        let mut contents: BTreeMap<PageId, Result<Vec<u8>, Damage>> =
-            resolved.bases.iter().map(|(page, base)| (page, load_base(source, base))).collect();
+        let load = |info: &PageInfo| (info.page, load_base(source, &resolved.bases[info.page], info.len));
+        let mut heads: BTreeMap<PageId, Result<PageHead, Damage>> =
+            resolved.table.pages().map(load).collect();
+        let bytes = |heads: BTreeMap<PageId, Result<PageHead, Damage>>| {
+            heads.into_iter().map(|(page, head)| (page, head.map(PageHead::into_bytes))).collect()
+        };
         let base = resolution.base.and_then(|base| self.links.get(&base)?.as_ref().ok());
         let from = match base {
             Some((manifest, _)) => manifest.redo,
             None => self.log.beginning().ok_or(Defect::Missing.at_lsn(FileName::Segment(1), 0, Lsn(1)))?,
         };
         if resolution.batches == 0 {
-            return Ok(contents);
+            return Ok(bytes(heads));
         }
         // The same walk again: it held a moment ago, and now the bytes are wanted.
         let mut walk = LogWalk::new(source, &self.log, from, self.mark())?;
@@ -272,12 +276,12 @@ impl Survey {
                 (frame.header.lsn, FileName::Segment(frame.header.segment), frame.header.offset);
             for at in decode_payload(frame.payload).map_err(|defect| defect.at_lsn(file, offset, lsn))? {
                 let Some(page) = at.op.page().filter(|page| resolved.applies(*page, lsn)) else { continue };
-                if let Ok(content) = contents.get_mut(&page).expect("every page has a base") {
-                    apply(&at.op, content);
+                if let Ok(head) = heads.get_mut(&page).expect("every base is a page's") {
+                    head.apply(&at.op);
                 }
             }
         }
-        Ok(contents)
+        Ok(bytes(heads))
     }
 
     /// Reads the table of an old state that a restore names.
@@ -345,20 +349,20 @@ fn rebuild_from(
     Ok(Rebuilt { base, table: resolved.table, contents, end, batches, passed_over: Vec::new() })
 }
 
-/// The bytes that a page is made from, with room for all that it becomes: applying what follows asks for no
-/// more memory.
+/// What a page is made from that is `final_len` bytes long in the end: its image is proven whole, and no more of
+/// it is kept than that.
 ///
 /// # Errors
-/// [`Damage`] in its image, or there is no memory for its longest.
-pub fn load_base(source: &dyn ReadAt, base: &Base) -> Result<Vec<u8>, Damage> {
+/// [`Damage`] in its image, or there is no memory.
+pub fn load_base(source: &dyn ReadAt, base: &Base, final_len: u64) -> Result<PageHead, Damage> {
     let (file, offset) =
         base.image.map_or((FileName::Store, 0), |image| (FileName::Pages(image.file), image.offset));
-    let mut bytes = match &base.image {
-        Some(image) => read_image(source, image, base.len)?,
-        None => zeros(base.len).map_err(|defect| defect.at_lsn(file, offset, base.lsn))?,
+    let at = |defect: Defect| defect.at_lsn(file, offset, base.lsn);
+    let bytes = match &base.image {
+        Some(image) => read_image_head(source, image, base.len, final_len)?,
+        None => zeros(base.len.min(final_len)).map_err(at)?,
     };
-    reserve(&mut bytes, base.len_max).map_err(|defect| defect.at_lsn(file, offset, base.lsn))?;
-    Ok(bytes)
+    PageHead::new(bytes, base.len, final_len).map_err(at)
 }
 
 fn zeros(len: u64) -> Result<Vec<u8>, Defect> {
@@ -377,19 +381,56 @@ const CHECKED_AT_ONCE: u64 = 1 << 20;
 /// # Errors
 /// [`Damage`] if it is missing, cut short or damaged.
 pub fn check_image(source: &dyn ReadAt, image: &ImageRef, len: u64) -> Result<(), Damage> {
+    image_pieces(source, image, len, |_| {})
+}
+
+/// Reads the image of a page of length `len`, checks all of its bytes, and keeps the first `len_max` of them, if
+/// there are as many: memory for more is not asked for.
+///
+/// # Errors
+/// [`Damage`] if it is missing, cut short or damaged.
+pub(crate) fn read_image_head(
+    source: &dyn ReadAt,
+    image: &ImageRef,
+    len: u64,
+    len_max: u64,
+) -> Result<Vec<u8>, Damage> {
+    if len <= len_max {
+        return read_image(source, image, len);
+    }
+    let mut head = Vec::new();
+    reserve(&mut head, len_max).map_err(|defect| defect.at(FileName::Pages(image.file), image.offset))?;
+    image_pieces(source, image, len, |piece| {
+        let missing = len_max as usize - head.len();
+        head.extend_from_slice(&piece[..missing.min(piece.len())]);
+    })?;
+    Ok(head)
+}
+
+/// Hands the bytes of a page of length `len` to `sink`, piece by piece, as its image has them. They are proven
+/// when this returns, and not before.
+fn image_pieces(
+    source: &dyn ReadAt,
+    image: &ImageRef,
+    len: u64,
+    mut sink: impl FnMut(&[u8]),
+) -> Result<(), Damage> {
     let (file, offset) = (FileName::Pages(image.file), image.offset);
     let at = |defect: Defect| defect.at(file, offset);
     if image.codec != Codec::Raw {
         let stored = read_range(source, file, offset, image.stored_len).map_err(at)?;
-        return image.check_content(&stored, len).map_err(at);
+        return image.content_pieces(&stored, len, sink).map_err(at);
     }
+    image.check(len).map_err(at)?;
     let mut hasher = crc32fast::Hasher::new();
     let mut checked = 0;
     // Asked of the whole first, so that what is cut short is said as such.
     check_range(source, file, offset, image.stored_len).map_err(at)?;
     while checked < image.stored_len {
         let len = CHECKED_AT_ONCE.min(image.stored_len - checked);
-        hasher.update(&read_range(source, file, offset + checked, len).map_err(at)?);
+        let piece = read_range(source, file, offset + checked, len).map_err(at)?;
+        hasher.update(&piece);
+        sink(&piece);
         checked += len;
     }
     let (found, computed) = (image.stored_crc, hasher.finalize());

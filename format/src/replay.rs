@@ -27,9 +27,6 @@ pub struct Base {
     pub lsn: Lsn,
     /// Whether a later batch changes the length.
     pub resized: bool,
-    /// The longest that the page becomes from here on, in bytes: a page may be longer on its way than at
-    /// either end, and memory for it is asked for once.
-    pub len_max: u64,
 }
 
 /// Follows the log from a snapshot, batch by batch, keeping table and bases.
@@ -124,18 +121,17 @@ impl Resolver {
                 Op::Create { page, len, .. } => {
                     let before = Lsn(lsn.0 - 1);
                     let (image, resized) = (None, false);
-                    self.bases.insert(*page, Base { image, len: *len, lsn: before, resized, len_max: *len });
+                    self.bases.insert(*page, Base { image, len: *len, lsn: before, resized });
                 }
-                Op::Resize { page, len } => {
+                Op::Resize { page, .. } => {
                     if let Some(base) = self.bases.get_mut(*page) {
                         base.resized = true;
-                        base.len_max = base.len_max.max(*len);
                     }
                 }
                 // This batch is in the image; later ones apply.
                 Op::Image { page, len, image } => {
                     let (image, resized) = (Some(*image), false);
-                    self.bases.insert(*page, Base { image, len: *len, lsn, resized, len_max: *len });
+                    self.bases.insert(*page, Base { image, len: *len, lsn, resized });
                 }
                 Op::Delete { page } => {
                     self.bases.remove(*page);
@@ -198,7 +194,7 @@ fn broken(refusal: &Refusal) -> Defect {
 }
 
 fn base(entry: &ManifestEntry, lsn: Lsn) -> Base {
-    Base { image: entry.image, len: entry.len, lsn, resized: false, len_max: entry.len }
+    Base { image: entry.image, len: entry.len, lsn, resized: false }
 }
 
 /// A page as a manifest's entry describes it.

@@ -11,7 +11,6 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use crate::apply::apply;
 use crate::defect::{Damage, Defect, check_crc};
 use crate::frame::{FRAME_HEADER_LEN, FrameHeader};
 use crate::ids::{LogPoint, Lsn, PageId};
@@ -134,11 +133,12 @@ impl Trails {
     /// # Panics
     /// If the page is not in the state's table.
     pub fn load(&self, source: &dyn ReadAt, resolved: &Resolved, page: PageId) -> Result<Vec<u8>, Damage> {
-        let mut content = load_base(source, &resolved.bases[page])?;
+        let info = resolved.table.get(page).expect("the page is in the table");
+        let mut head = load_base(source, &resolved.bases[page], info.len)?;
         for place in self.pages.get(&page).into_iter().flatten() {
             let bytes = place.read(source)?;
-            apply(&decode_single(&bytes).map_err(|defect| place.at(defect))?, &mut content);
+            head.apply(&decode_single(&bytes).map_err(|defect| place.at(defect))?);
         }
-        Ok(content)
+        Ok(head.into_bytes())
     }
 }

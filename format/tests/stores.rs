@@ -25,7 +25,8 @@ use maker::{Maker, PAGE, STORE, content};
 use remanent_format::image::ImagePurpose;
 use remanent_format::manifest::{Manifest, ManifestKind};
 use remanent_format::op::Op;
-use remanent_format::rebuild::{RebuildOptions, rebuild};
+use remanent_format::rebuild::{RebuildOptions, load_base, rebuild};
+use remanent_format::replay::Base;
 use remanent_format::segment::SegmentHeader;
 use remanent_format::{Epoch, FileName, Lsn, Metadata, PageId, Place, SnapshotId, Value};
 use verdict::{Clean, Refused, Torn, Verdict, check, check_state, four, rebuilt, resum, segment};
@@ -401,26 +402,50 @@ fn an_absurd_length_is_a_limit_or_an_error_and_never_an_abort() {
     let (page, key, metadata) = (PageId(2), None, Metadata::new());
     let create = Op::Create { page, len, place: Place::Host, key, metadata };
     let resize = |len| Op::Resize { page: PAGE, len };
-    let rows: [(&str, &[Op<'_>]); 3] = [
-        ("created so", &[create]),
-        ("resized so", &[resize(len)]),
-        ("so long on its way only", &[resize(len), resize(64)]),
-    ];
-    for (why, ops) in rows {
+    for (why, op) in [("created so", create), ("resized so", resize(len))] {
         let mut maker = four();
-        maker.batch_of(ops, true);
+        maker.batch_of(&[op], true);
         let options = RebuildOptions { page_bytes_max: 1 << 30, ..RebuildOptions::default() };
         let damage = rebuild(&maker.files, &options).unwrap_err().to_string();
         assert!(damage.contains("bytes of all pages is 1099511"), "{why}: {damage}");
-        let base = remanent_format::replay::Base {
-            image: None,
-            len: 0,
-            lsn: Lsn(1),
-            resized: true,
-            len_max: u64::MAX,
-        };
-        let damage = remanent_format::rebuild::load_base(&maker.files, &base).unwrap_err();
-        assert_eq!(damage.defect, remanent_format::Defect::Memory { needed: u64::MAX }, "{why}");
+    }
+    let base = Base { image: None, len: u64::MAX, lsn: Lsn(1), resized: true };
+    let damage = load_base(&four().files, &base, u64::MAX).unwrap_err();
+    assert_eq!(damage.defect, remanent_format::Defect::Memory { needed: u64::MAX });
+}
+
+#[test]
+fn a_page_that_was_long_on_its_way_needs_memory_for_its_end_only() {
+    let len = 1 << 40;
+    let mut maker = four();
+    let resize = |len| Op::Resize { page: PAGE, len };
+    let write = Op::Write { page: PAGE, offset: 60, bytes: &[7; 10] };
+    let (page, key, metadata) = (PageId(2), None, Metadata::new());
+    let create = Op::Create { page, len, place: Place::Host, key, metadata };
+    maker.batch_of(&[resize(len), write, resize(5), resize(len), create], true);
+    maker.batch_of(&[resize(64), Op::Resize { page, len: 3 }], true);
+    let options = RebuildOptions { page_bytes_max: 67, ..RebuildOptions::default() };
+    let rebuilt = rebuild(&maker.files, &options).unwrap();
+    let cut: Vec<u8> = content(4)[..5].iter().copied().chain([0; 59]).collect();
+    assert_eq!(rebuilt.contents, [(PAGE, cut), (page, vec![0; 3])].into());
+}
+
+#[test]
+fn an_image_that_is_longer_than_its_page_in_the_end_is_proven_whole() {
+    let resize = |len| Op::Resize { page: PAGE, len };
+    for compress in [false, true] {
+        let mut maker = Maker::new();
+        maker.compress = compress;
+        maker.batch().batch_with_image(7).batch_of(&[resize(6), resize(9)], true);
+        let options = RebuildOptions { page_bytes_max: 9, ..RebuildOptions::default() };
+        let contents = rebuild(&maker.files, &options).unwrap().contents;
+        assert_eq!(contents[&PAGE], [2, 2, 2, 2, 2, 2, 0, 0, 0], "compressed: {compress}");
+
+        // Its last byte shows nowhere.
+        let stored_len = maker.image(7, ImagePurpose::Batch, 2).stored_len as usize;
+        maker.files.0.get_mut(&FileName::Pages(7)).unwrap()[4096 + 128 + stored_len - 1] ^= 1;
+        let damage = rebuilt(&maker).unwrap_err();
+        assert!(damage.contains("0000000000000007.pages at offset 4224: image checksum"), "{damage}");
     }
 }
 

@@ -4,8 +4,8 @@
 
 use std::collections::{HashMap, VecDeque};
 
-use remanent_format::apply::apply;
 use remanent_format::by_id::ById;
+use remanent_format::head::PageHead;
 use remanent_format::image::{Codec, ImageRef};
 use remanent_format::manifest::Manifest;
 use remanent_format::op::decode_payload;
@@ -109,8 +109,8 @@ struct Loader<'a> {
     recovery: &'a Recovery<'a>,
     pages: Pages,
     /// Pages whose length changes during replay are put together in host memory: on the device they are
-    /// allocated once, at their final length.
-    on_host: HashMap<PageId, Vec<u8>>,
+    /// allocated once, at their final length. Here, too, they take no more than that.
+    on_host: HashMap<PageId, PageHead>,
     /// Later batches apply to every page that they name: its base need not be looked up for each operation.
     base_newest: Lsn,
     list: ListBuilder,
@@ -147,8 +147,8 @@ impl Loader<'_> {
             self.replay(run, &resolution.resolved)
         })?;
         self.flush()?;
-        for (page, bytes) in std::mem::take(&mut self.on_host) {
-            self.upload(page, &bytes)?;
+        for (page, head) in std::mem::take(&mut self.on_host) {
+            self.upload(page, &head.into_bytes())?;
         }
         Ok(())
     }
@@ -168,7 +168,8 @@ impl Loader<'_> {
         for (page, base) in resolved.bases.iter() {
             match base.image {
                 _ if base.resized => {
-                    self.on_host.insert(page, load_base(sealed, base)?);
+                    let final_len = self.pages.memory[page].byte_len();
+                    self.on_host.insert(page, load_base(sealed, base, final_len)?);
                 }
                 Some(image) => {
                     let is_proven = verified.is_some_and(|verified| names(verified, page, &image));
@@ -236,8 +237,8 @@ impl Loader<'_> {
                 if lsn <= self.base_newest && !resolved.applies(page, lsn) {
                     continue;
                 }
-                if let Some(bytes) = self.on_host.get_mut(&page) {
-                    apply(&op.op, bytes);
+                if let Some(head) = self.on_host.get_mut(&page) {
+                    head.apply(&op.op);
                 } else {
                     // An image is its page's base, so that no frame that names one applies here.
                     let aside = stage_aside(&op.op, &HashMap::new(), self.recovery.staging)?;

@@ -84,13 +84,30 @@ impl ImageRef {
     /// # Errors
     /// As for [`ImageRef::decode`].
     pub fn check_content(&self, stored: &[u8], len: u64) -> Result<(), Defect> {
+        self.content_pieces(stored, len, |_| {})
+    }
+
+    /// As [`ImageRef::check_content`], and hands the page's bytes to `sink`, piece by piece. They are proven when
+    /// this returns, and not before.
+    pub(crate) fn content_pieces(
+        &self,
+        stored: &[u8],
+        len: u64,
+        mut sink: impl FnMut(&[u8]),
+    ) -> Result<(), Defect> {
         self.check(len)?;
         self.check_payload(stored)?;
         match self.codec {
-            Codec::Raw => Ok(()),
+            Codec::Raw => {
+                sink(stored);
+                Ok(())
+            }
             Codec::Zstd => {
                 let mut hasher = crc32fast::Hasher::new();
-                decompress(stored, len, |piece| hasher.update(piece))?;
+                decompress(stored, len, |piece| {
+                    hasher.update(piece);
+                    sink(piece);
+                })?;
                 let (found, computed) = (self.raw_crc, hasher.finalize());
                 if found == computed {
                     Ok(())
