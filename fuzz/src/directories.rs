@@ -5,19 +5,15 @@
 //! the same state wherever two of them show one. A store that opens takes a batch, closes, and opens again with
 //! it; a store that is refused for its bytes is left as it was.
 
-use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
 use remanent::disk::sim::SimDisk;
-use remanent::{
-    Budget, Create, Error, FileName, FollowFrom, Follower, Options, PageId, Place, Snapshot, Store,
-};
+use remanent::{Budget, Create, Error, FileName, FollowFrom, Follower, Options, Place, Snapshot, Store};
 use remanent_format::limits::DEVICE_ORDINAL_MAX;
-use remanent_format::rebuild::{RebuildOptions, Survey, rebuild};
-use remanent_format::replay::Base;
+use remanent_format::rebuild::{RebuildOptions, rebuild};
 use remanent_format::salvage::{Found, Salvage};
 use remanent_format::store::StoreFile;
 
@@ -46,7 +42,7 @@ pub fn examine(files: &Files) -> bool {
     // a rebuild passed it over, files that are made up may say another thing behind an older one.
     let newest = pure.as_ref().filter(|_| rebuilt.is_some_and(|rebuilt| rebuilt.passed_over.is_empty()));
     let disk = files.disk();
-    look(files, &disk, newest);
+    look(&disk, newest);
     salvage(files, newest);
     follow(&disk);
     let store = match open(&disk) {
@@ -109,16 +105,14 @@ fn go_on(disk: &SimDisk, store: Store, state: State) {
 }
 
 /// A read-only look. A page that it shows is what the rebuild says.
-fn look(files: &Files, disk: &SimDisk, newest: Option<&State>) {
+fn look(disk: &SimDisk, newest: Option<&State>) {
     let disk: Arc<dyn Disk> = Arc::new(disk.clone());
     let Ok(seen) = Snapshot::open_on(&disk, None) else { return };
     if let Some(newest) = newest {
         assert!(seen.pages().eq(&newest.pages), "a look shows other pages");
         assert_eq!(**seen.root(), newest.root, "a look shows another root");
     }
-    // Of these the rebuild has seen to it that none is too long.
-    let long = if newest.is_none() { long_pages(files) } else { BTreeSet::new() };
-    for info in seen.pages().filter(|info| info.len <= PAGE_BYTES_MAX && !long.contains(&info.page)) {
+    for info in seen.pages().filter(|info| info.len <= PAGE_BYTES_MAX) {
         let mut bytes = vec![0; info.len as usize];
         let read = seen.read(info.page, 0, &mut bytes);
         if let Some(newest) = newest {
@@ -126,17 +120,6 @@ fn look(files: &Files, disk: &SimDisk, newest: Option<&State>) {
             assert!(bytes == newest.contents[&info.page], "a look shows other bytes of {}", info.page);
         }
     }
-}
-
-/// The pages that were too long at some time: to put one together takes memory for its longest.
-fn long_pages(files: &Files) -> BTreeSet<PageId> {
-    let Ok(survey) = Survey::read(files) else { return BTreeSet::new() };
-    let resolutions =
-        survey.candidates().filter_map(|base| survey.resolve(files, base.ok()?.as_ref(), None).ok());
-    let is_long = |(page, base): (PageId, &Base)| (base.len_max > PAGE_BYTES_MAX).then_some(page);
-    resolutions
-        .flat_map(|state| state.resolved.bases.iter().filter_map(is_long).collect::<Vec<_>>())
-        .collect()
 }
 
 /// What salvage calls exact is what the rebuild says.

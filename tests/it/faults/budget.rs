@@ -1,8 +1,11 @@
 //! Budgets, and memory that runs out: exact figures, and nothing changed.
 
-use remanent::{Budget, SnapshotId};
+use remanent::disk::Disk;
+use remanent::{Budget, Snapshot, SnapshotId};
+use remanent_format::rebuild::{RebuildOptions, rebuild};
 
 use super::*;
+use crate::files::{Files, State};
 
 fn within(bytes: u64) -> Options {
     small().budget(Budget::default().with(Place::Host, bytes))
@@ -87,6 +90,58 @@ fn recovery_refuses_a_final_table_over_the_budget_before_it_allocates() {
     let mut batch = store.batch();
     batch.set_root("goes", "on");
     store.commit(batch).unwrap();
+}
+
+/// It was a terabyte long, says its log, in which a shorter length was replaced.
+#[test]
+fn a_page_that_was_long_on_its_way_is_loaded_within_a_budget_for_what_it_is_now() {
+    const LONG: u64 = 54_321;
+    let options = || within(64 << 10);
+    for caught in [false, true] {
+        let disk = SimDisk::new();
+        let store = Store::open_on(Arc::new(disk.clone()), Gauge::host(), options()).unwrap();
+        let page = create(&store, &[100]).unwrap()[0];
+        let commit = |change: &dyn Fn(&mut remanent::WriteBatch)| {
+            let mut batch = store.batch();
+            change(&mut batch);
+            store.commit(batch).unwrap();
+        };
+        commit(&|batch| _ = batch.fill(page, 0, 100, &[1]));
+        if caught {
+            store.snapshot().unwrap();
+        }
+        commit(&|batch| {
+            _ = batch.resize(page, LONG).write(page, 90, &[2; 40]).write(page, LONG - 9, &[3; 9])
+        });
+        commit(&|batch| _ = batch.fill(page, 110, 8 * 1000, &[4, 5, 6, 7, 8, 9, 10, 11]).resize(page, 50));
+        commit(&|batch| _ = batch.resize(page, LONG).fill(page, 60, 8 * 10, &[4, 5, 6, 7, 8, 9, 10, 11]));
+        commit(&|batch| _ = batch.resize(page, 125));
+        let state = State::of(&store);
+        drop(store);
+
+        let mut files = Files::of(&disk);
+        let mut replaced = 0;
+        for segment in files.segments() {
+            let bytes = files.0.get_mut(&segment).unwrap();
+            for at in (0..bytes.len() - 8).step_by(8) {
+                if bytes[at..at + 8] == LONG.to_le_bytes() {
+                    bytes[at..at + 8].copy_from_slice(&(1_u64 << 40).to_le_bytes());
+                    replaced += 1;
+                }
+            }
+        }
+        assert_eq!(replaced, 2);
+        files.fit();
+        let disk = files.disk();
+        let few = RebuildOptions { page_bytes_max: 125, ..RebuildOptions::default() };
+        assert_eq!(State::rebuilt(&rebuild(&files, &few).unwrap()), state);
+        let seen = Snapshot::open_on(&(Arc::new(disk.clone()) as Arc<dyn Disk>), None).unwrap();
+        let mut bytes = vec![0; 125];
+        seen.read(page, 0, &mut bytes).unwrap();
+        assert_eq!(bytes, state.contents[&page]);
+        let store = Store::open_on(Arc::new(disk), Gauge::host(), options()).unwrap();
+        assert_eq!(State::of(&store), state);
+    }
 }
 
 #[test]
