@@ -6,7 +6,7 @@
 //! that Lsn must not be below anything acknowledged at the level which the crash spares; nothing may be
 //! refused; the pure `rebuild` must find the same; and what the open returned must survive a power cut at
 //! once, and carry a new commit. In a part of the images the recovery, and the commits after it, are
-//! themselves crashed, two deep. All suites together open at least 80,000 images: each asserts its part.
+//! themselves crashed, three deep. All suites together open at least 80,000 images: each asserts its part.
 //!
 //! [`model`] says what must be there, [`work`] drives the store and notes what was acknowledged,
 //! [`explore`] opens and judges. The works are in [`commits`], [`snapshots`], [`scrubs`], [`forks`] and
@@ -58,6 +58,7 @@ fn options() -> Options {
 const LEVELS: &[Level] = &[
     Level { tears: Tears::Few(4), images_max: 12, closely_of: 8, nest_of: 200 },
     Level { tears: Tears::Few(2), images_max: 5, closely_of: 16, nest_of: 60 },
+    Level { tears: Tears::None, images_max: 4, closely_of: 16, nest_of: 1000 },
     Level { tears: Tears::None, images_max: 4, closely_of: 16, nest_of: 1 },
 ];
 

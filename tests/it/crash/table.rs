@@ -20,10 +20,11 @@ struct Table<'a>(&'a [Row]);
 
 impl fmt::Display for Table<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let columns = ["events", "crashes", "in recovery", "and again", "faults", "their crashes", "seconds"];
+        let columns =
+            ["events", "crashes", "in recovery", "again", "once more", "faults", "their crashes", "seconds"];
         let heads = columns.map(|column| format!("{column:>14}")).concat();
         writeln!(f, "{:<72}{heads}", "work")?;
-        let mut sums = [0; 6];
+        let mut sums = [0; 7];
         for row in self.0 {
             let counts = [&[row.events][..], &row.images, &row.faults].concat();
             let cells: String = counts.iter().map(|count| format!("{count:>14}")).collect();
@@ -33,7 +34,7 @@ impl fmt::Display for Table<'_> {
         let cells = sums.map(|sum| format!("{sum:>14}")).concat();
         writeln!(f, "{:<72}{cells}", format!("{} works", self.0.len()))?;
         let [_, crashes, nested @ .., of_faults] = sums;
-        let nested: usize = nested[..2].iter().sum();
+        let nested: usize = nested[..3].iter().sum();
         write!(f, "{} images, {nested} of them crashes inside of recoveries", crashes + nested + of_faults)
     }
 }
