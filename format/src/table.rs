@@ -115,7 +115,7 @@ pub enum Refusal {
     /// An operation names a page that does not exist.
     #[error("there is no page {0}")]
     UnknownPage(PageId),
-    /// A create names a page that exists.
+    /// A create names a page that exists, or that the batch deleted.
     #[error("page {0} exists")]
     PageExists(PageId),
     /// A range does not lie within its page.
@@ -394,7 +394,10 @@ impl PageTable {
                     Op::Create { page, len, place, key, metadata } => {
                         check_page_len(*len)?;
                         check_place(*place)?;
-                        if overlay.get(*page).is_some() || page.0 == u64::MAX {
+                        // Nor does an id come back in the batch that deletes its page: whoever starts a page from
+                        // its create has all of this batch to apply, and would take the old page's changes for its.
+                        let is_used = overlay.position(*page).is_some() || self.pages.get(*page).is_some();
+                        if is_used || page.0 == u64::MAX {
                             return Err(Refusal::PageExists(*page));
                         }
                         if let (Some(key), PlanMode::Commit) = (key, mode) {

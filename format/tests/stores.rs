@@ -119,6 +119,27 @@ fn an_unknown_page_does_not_move() {
 }
 
 #[test]
+fn an_id_is_not_used_again_in_the_batch_that_deletes_its_page() {
+    let create = |page, len| {
+        let (place, key, metadata) = (Place::Host, None, Metadata::new());
+        Op::Create { page, len, place, key, metadata }
+    };
+    let new = PageId(2);
+    let write = Op::Write { page: new, offset: 8, bytes: &[1; 2] };
+    let delete = |page| Op::Delete { page };
+    for (page, ops) in [
+        (1, vec![delete(PAGE), create(PAGE, 5)]),
+        (2, vec![create(new, 10), write, delete(new), create(new, 5)]),
+    ] {
+        let mut maker = four();
+        maker.batch_of(&ops, true);
+
+        let damage = rebuilt(&maker).unwrap_err();
+        assert!(damage.contains(&format!("page {page} exists")), "{damage}");
+    }
+}
+
+#[test]
 fn an_image_is_all_that_a_batch_does_to_its_page() {
     let mut maker = Maker::new();
     let image = maker.image(7, ImagePurpose::Batch, 2);
@@ -444,6 +465,7 @@ fn an_image_that_is_longer_than_its_page_in_the_end_is_proven_whole() {
         // Its last byte shows nowhere.
         let stored_len = maker.image(7, ImagePurpose::Batch, 2).stored_len as usize;
         maker.files.0.get_mut(&FileName::Pages(7)).unwrap()[4096 + 128 + stored_len - 1] ^= 1;
+
         let damage = rebuilt(&maker).unwrap_err();
         assert!(damage.contains("0000000000000007.pages at offset 4224: image checksum"), "{damage}");
     }
