@@ -66,6 +66,11 @@ pub enum Shadow {
 }
 
 impl Captures<'_> {
+    /// Whether the batch captures nothing.
+    pub fn is_empty(&self) -> bool {
+        self.taken.is_empty()
+    }
+
     /// The pages, and the epochs at which they must be when the batch is logged.
     pub fn epochs(&self) -> impl Iterator<Item = (PageId, Epoch)> {
         self.taken.iter().map(|capture| (capture.copy.page(), capture.epoch))

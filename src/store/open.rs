@@ -8,7 +8,7 @@ use remanent_format::Lsn;
 use super::{Parts, Store};
 use crate::applier::{Applier, Leases};
 use crate::arena::Arena;
-use crate::commit::Committer;
+use crate::commit::{Committer, Waiting};
 use crate::device::Device;
 use crate::disk::Disk;
 use crate::error::{Error, Result};
@@ -95,6 +95,7 @@ impl Store {
         let committer = Committer {
             next_page: AtomicU64::new(table.next_page()),
             submitted: Mutex::new(table),
+            waiting: Waiting::new(),
             store: store.store,
             log: log.clone(),
             applier: applier.clone(),

@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use remanent::disk::sim::{EIO, Fault, Operation};
-use remanent::{Ack, Error, LogIo, Lsn};
+use remanent::{Ack, Epoch, Error, LogIo, Lsn, Place};
 
-use crate::ground::{Ground, options};
+use crate::ground::{Ground, PAGE_LEN, options};
 use crate::runner::{at_once, explore};
 
 /// How the log is written, and what a batch is read at.
@@ -80,6 +80,28 @@ fn segments_roll_under_two_writers() {
         at_once(&[&|| three_of(0), &|| three_of(1)]);
         assert!(ground.store.stats().log.rolls >= 2);
         ground.close(Lsn(7), Duration::ZERO);
+    });
+}
+
+/// Who has the submission lock logs for those who wait for it: each gets its own outcome.
+#[test]
+fn a_batch_that_is_refused_is_nobody_elses_matter() {
+    explore(|time| {
+        let ground = Ground::new(time, options(), 3);
+        let pages = ground.pages(2);
+        let refused = || {
+            let mut conflicting = ground.batch(2, 1);
+            conflicting.expect_epoch(pages[0], Epoch(7));
+            let error = ground.store.submit(conflicting).map(drop).unwrap_err();
+            assert!(matches!(error, Error::Conflict { page, .. } if page == pages[0]), "{error}");
+            let mut outside = ground.store.batch();
+            outside.fill(pages[1], PAGE_LEN, 1, &[1]).create(PAGE_LEN, Place::Host);
+            let error = ground.store.submit(outside).map(drop).unwrap_err();
+            assert!(matches!(error, Error::OutOfBounds { page, .. } if page == pages[1]), "{error}");
+        };
+        at_once(&[&|| ground.count_to(2, 0, Ack::Logged), &refused, &|| ground.count_to(2, 1, Ack::Logged)]);
+        assert_eq!(ground.used_bytes(), 6 * PAGE_LEN, "what a refused batch brought along is given back");
+        ground.close(Lsn(5), Duration::ZERO);
     });
 }
 

@@ -57,7 +57,7 @@ pub const LIST: &[Defence] = &[
     refusal("a pinned page is not leased", LEASES, "state.pins.contains_key(&page)", PIN),
     check(
         "a pinned page stays where it is",
-        "src/commit/mod.rs",
+        "src/commit/draft.rs",
         "self.leases.check_unpinned(ops.iter().filter_map(|at| taken_elsewhere(&at.op, home_of)))?;",
         PIN,
     ),
