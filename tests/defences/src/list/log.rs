@@ -101,6 +101,13 @@ pub const LIST: &[Defence] = &[
         "matches!(at_break.defect, Defect::Unreadable(_))",
         it("recovery::log::unreadable_log_is_refused"),
     ),
+    defence(
+        "what a recycled segment held is no torn tail",
+        "format/src/frame.rs",
+        "!is_earlier && matches.into_iter().filter(|matches| *matches).count() >= 2",
+        "matches.into_iter().filter(|matches| *matches).count() >= 2",
+        it("fuzzed::inputs_of_the_repository_pass_the_target_for_histories"),
+    ),
     // Segments that must be there (I8).
     defence(
         "an older incarnation ends where its successor says (I5)",
