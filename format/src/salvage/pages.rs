@@ -5,14 +5,14 @@ use std::sync::Arc;
 
 use super::known::KnownLog;
 use super::{Found, Salvage};
-use crate::apply::apply;
-use crate::defect::{Damage, Defect, check_crc, check_limit, reserve};
+use crate::defect::{Damage, Defect, check_crc, check_limit};
+use crate::head::PageHead;
 use crate::ids::{Epoch, Key, Lsn, PageId};
 use crate::image::ImageRef;
 use crate::manifest::{ManifestEntry, ManifestKind};
 use crate::names::{FileName, ReadAt};
 use crate::op::{OP_HEADER_LEN, Op, OpAt, decode_single};
-use crate::rebuild::{Survey, read_image};
+use crate::rebuild::{Survey, read_image_head};
 use crate::replay::page_info;
 use crate::table::{PageInfo, PageTable, PlanMode};
 use crate::trail::OpPlace;
@@ -22,12 +22,6 @@ use crate::trail::OpPlace;
 pub(super) struct Fact {
     info: PageInfo,
     image: Option<ImageRef>,
-}
-
-/// A version on the way: its bytes may be lost, and come back with an image that a batch names.
-struct Version {
-    info: PageInfo,
-    bytes: Result<Vec<u8>, Damage>,
 }
 
 /// All that manifests and tables say, the newest version of each page first. A link counts also where the chain
@@ -77,9 +71,7 @@ impl Salvage<'_> {
         let mut first = None;
         let older = self.facts_of(wanted.page).iter().filter(|fact| fact.info.lsn <= wanted.lsn);
         for start in older.map(Some).chain([None]) {
-            let proven =
-                self.replay(wanted.page, start, wanted.lsn).and_then(|found| self.accept(found, wanted));
-            match proven {
+            match self.lead(wanted.page, start, wanted) {
                 Ok(bytes) => return Ok(bytes),
                 Err(damage) => _ = first.get_or_insert(damage),
             }
@@ -87,9 +79,13 @@ impl Salvage<'_> {
         Err(first.unwrap_or_else(|| self.log.hole(wanted.lsn)))
     }
 
-    /// The bytes of a version, if it is the one that is wanted.
-    fn accept(&self, found: Version, wanted: &PageInfo) -> Result<Vec<u8>, Damage> {
-        let Version { info, bytes } = found;
+    /// The bytes of a version, if known batches lead to it from `start`, or from the page's creation.
+    fn lead(&self, page: PageId, start: Option<&Fact>, wanted: &PageInfo) -> Result<Vec<u8>, Damage> {
+        let places = match start {
+            Some(fact) => self.log.touches(page, fact.info.lsn, wanted.lsn),
+            None => self.touches_from_creation(page, wanted.lsn)?,
+        };
+        let info = self.outcome(page, start.map(|fact| &fact.info), places)?;
         // One batch less, and the epoch would be lower: so all batches between are there, but for moves, which
         // change no bytes. The epoch names what the page holds, its length and its metadata.
         if info.epoch != wanted.epoch {
@@ -98,7 +94,16 @@ impl Salvage<'_> {
             let hole = self.log.hole(self.log.reach(info.lsn).next());
             return Err(Damage { defect: Defect::Mismatch { what, found, expected }, ..hole });
         }
-        let bytes = bytes?;
+        let hole = self.log.hole(wanted.lsn);
+        let start = match start {
+            Some(Fact { info: PageInfo { len, .. }, image: Some(image) }) => self.load(image, *len, info.len),
+            // A page of no bytes has no image.
+            Some(Fact { image: None, .. }) => {
+                self.empty(info.len).map_err(|defect| Damage { defect, ..hole })
+            }
+            None => Err(hole),
+        };
+        let bytes = self.bytes(start, places, info.len)?;
         // Where somebody knows the checksum of the bytes, they are held against it once more.
         for fact in self.facts_of(info.page).iter().filter(|fact| fact.info.epoch == wanted.epoch) {
             if let Some(image) = fact.image {
@@ -118,17 +123,25 @@ impl Salvage<'_> {
         let from_creation = || {
             let created = self.creation(wanted.page)?;
             let until = self.log.reach_before_restore(created).min(Lsn(wanted.lsn.0 - 1));
-            let Version { info, bytes } = self.replay(wanted.page, None, until).ok()?;
-            Some((info, bytes.ok()?))
+            let places = self.touches_from_creation(wanted.page, until).ok()?;
+            let info = self.outcome(wanted.page, None, places).ok()?;
+            let bytes = self.bytes(Err(self.log.hole(until)), places, info.len).ok()?;
+            Some((info, bytes))
         };
         let (info, bytes) = proven.next().or_else(from_creation)?;
         let until = self.log.reach_before_restore(info.lsn).min(Lsn(wanted.lsn.0 - 1));
-        if self.log.touches(info.page, info.lsn, until).is_empty() {
+        let places = self.log.touches(info.page, info.lsn, until);
+        if places.is_empty() {
             return Some((info, bytes));
         }
-        let start = Version { info: info.clone(), bytes: Ok(bytes.clone()) };
-        let later = self.go_on(start, until).ok().and_then(|later| Some((later.info, later.bytes.ok()?)));
-        Some(later.unwrap_or((info, bytes)))
+        let later = || {
+            let later = self.outcome(info.page, Some(&info), places).ok()?;
+            self.check_len(later.len).ok()?;
+            let start = PageHead::new(bytes.clone(), info.len, later.len).ok()?;
+            let bytes = self.bytes(Ok(start), places, later.len).ok()?;
+            Some((later, bytes))
+        };
+        later().or_else(|| Some((info.clone(), bytes.clone())))
     }
 
     /// The batch that created a page, if it is known: the first that ever touched it.
@@ -137,34 +150,22 @@ impl Salvage<'_> {
         matches!(decode_single(&first.read(self.source).ok()?), Ok(Op::Create { .. })).then_some(first.lsn)
     }
 
-    /// From a fact, or from the page's creation, to what known batches up to `until` make of it.
-    fn replay(&self, page: PageId, start: Option<&Fact>, until: Lsn) -> Result<Version, Damage> {
-        let Some(Fact { info, image }) = start else {
-            let unknown = self.log.hole(until);
-            let created = self.creation(page).ok_or_else(|| unknown.clone())?;
-            let places = self.log.touches(page, Lsn(created.0 - 1), until);
-            return self.apply_all(page, PageTable::new(), Err(unknown), places);
-        };
-        let bytes = image.as_ref().map_or(Ok(Vec::new()), |image| self.load(image, info.len));
-        self.go_on(Version { info: info.clone(), bytes }, until)
+    /// The known operations on a page from its creation on, up to batch `until`.
+    fn touches_from_creation(&self, page: PageId, until: Lsn) -> Result<&[OpPlace], Damage> {
+        let created = self.creation(page).ok_or_else(|| self.log.hole(until))?;
+        Ok(self.log.touches(page, Lsn(created.0 - 1), until))
     }
 
-    fn go_on(&self, start: Version, until: Lsn) -> Result<Version, Damage> {
-        let Version { info, bytes } = start;
-        let (page, lsn) = (info.page, info.lsn);
-        let table = PageTable::from_parts([info], Arc::default(), 1, Epoch(0), lsn);
-        self.apply_all(page, table, bytes, self.log.touches(page, lsn, until))
-    }
-
-    /// Applies operations batch by batch. What a batch means, and that its ranges lie within the page, the
-    /// plan says.
-    fn apply_all(
+    /// What known operations make of a version of a page, but for its bytes. What a batch means, and that its
+    /// ranges lie within the page, the plan says.
+    fn outcome(
         &self,
         page: PageId,
-        mut table: PageTable,
-        mut bytes: Result<Vec<u8>, Damage>,
+        start: Option<&PageInfo>,
         places: &[OpPlace],
-    ) -> Result<Version, Damage> {
+    ) -> Result<PageInfo, Damage> {
+        let lsn = start.map_or(Lsn(0), |info| info.lsn);
+        let mut table = PageTable::from_parts(start.cloned(), Arc::default(), 1, Epoch(0), lsn);
         for batch in places.chunk_by(|left, right| left.lsn == right.lsn) {
             let first = &batch[0];
             let stored = batch.iter().map(|place| place.read(self.source)).collect::<Result<Vec<_>, _>>()?;
@@ -177,41 +178,58 @@ impl Salvage<'_> {
                 .plan(first.lsn, &ops, PlanMode::Replay)
                 .map_err(|(_, refusal)| first.at(Defect::Batch(refusal.to_string())))?;
             table.install(&changes);
-            for (OpAt { op, .. }, place) in ops.iter().zip(batch) {
-                bytes = self.apply_one(op, place, bytes);
-            }
         }
         let gone = || Defect::Batch(format!("page {page} is deleted"));
         let at = |defect: Defect| places.last().map_or(self.log.hole(Lsn(1)), |last| last.at(defect));
-        let info = table.get(page).cloned().ok_or_else(|| at(gone()))?;
-        Ok(Version { info, bytes })
+        table.get(page).cloned().ok_or_else(|| at(gone()))
     }
 
-    /// What an operation makes of the page's bytes; an image and a create make them anew.
-    fn apply_one(
+    /// The bytes of the version to which that leads, `final_len` of them. An image and a create make them anew,
+    /// whatever became of those before.
+    fn bytes(
         &self,
-        op: &Op<'_>,
-        place: &OpPlace,
-        bytes: Result<Vec<u8>, Damage>,
+        start: Result<PageHead, Damage>,
+        places: &[OpPlace],
+        final_len: u64,
     ) -> Result<Vec<u8>, Damage> {
-        let mut bytes = match op {
-            Op::Image { image, len, .. } => return self.load(image, *len),
-            Op::Create { .. } => Vec::new(),
-            _ => bytes?,
-        };
-        if let Op::Create { len, .. } | Op::Resize { len, .. } = op {
-            check_limit("page length", *len, self.page_bytes_max)
-                .and_then(|()| reserve(&mut bytes, *len))
-                .map_err(|defect| place.at(defect))?;
+        let mut head = start;
+        for place in places {
+            let stored = place.read(self.source)?;
+            let op = decode_single(&stored).map_err(|defect| place.at(defect))?;
+            match &op {
+                Op::Image { image, len, .. } => {
+                    head = self.load(image, *len, final_len);
+                    continue;
+                }
+                Op::Create { .. } => {
+                    head = self.empty(final_len).map_err(|defect| place.at(defect));
+                }
+                _ => {}
+            }
+            if let Ok(head) = &mut head {
+                head.apply(&op);
+            }
         }
-        apply(op, &mut bytes);
-        Ok(bytes)
+        head.map(PageHead::into_bytes)
     }
 
-    fn load(&self, image: &ImageRef, len: u64) -> Result<Vec<u8>, Damage> {
-        check_limit("page length", len, self.page_bytes_max)
-            .map_err(|defect| defect.at(FileName::Pages(image.file), image.offset))?;
-        read_image(self.source, image, len)
+    /// The page as an image has it.
+    fn load(&self, image: &ImageRef, len: u64, final_len: u64) -> Result<PageHead, Damage> {
+        let at = |defect: Defect| defect.at(FileName::Pages(image.file), image.offset);
+        self.check_len(final_len).map_err(at)?;
+        let bytes = read_image_head(self.source, image, len, final_len)?;
+        PageHead::new(bytes, len, final_len).map_err(at)
+    }
+
+    /// The page while it has no bytes.
+    fn empty(&self, final_len: u64) -> Result<PageHead, Defect> {
+        self.check_len(final_len)?;
+        PageHead::new(Vec::new(), 0, final_len)
+    }
+
+    /// Refuses a page that is longer than what the caller wants put together.
+    fn check_len(&self, final_len: u64) -> Result<(), Defect> {
+        check_limit("page length", final_len, self.page_bytes_max)
     }
 
     fn facts_of(&self, page: PageId) -> &[Fact] {
@@ -248,11 +266,9 @@ impl Salvage<'_> {
             return None;
         }
         let until = self.log.reach_before_restore(from);
-        let followed = match &fact {
-            Some(info) => self.go_on(Version { info: info.clone(), bytes: Err(self.log.hole(from)) }, until),
-            None => self.replay(page, None, until),
-        };
-        followed.ok().map(|version| version.info).or(fact)
+        let after = if fact.is_some() { from } else { Lsn(from.0 - 1) };
+        let places = self.log.touches(page, after, until);
+        self.outcome(page, fact.as_ref(), places).ok().or(fact)
     }
 
     /// Whether a snapshot that was begun behind batch `lsn` does not name the page any more.

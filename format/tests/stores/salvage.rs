@@ -1,6 +1,7 @@
 //! What a salvage takes of a damaged store, and what it does not.
 
 use remanent_format::manifest::{Manifest, ManifestKind};
+use remanent_format::op::Op;
 use remanent_format::salvage::{Found, Salvage};
 use remanent_format::store::{Features, StoreFile, StoreRecord};
 use remanent_format::{Epoch, FileName, Lsn};
@@ -68,4 +69,37 @@ fn nothing_is_exact_where_no_state_is_known() {
     let info = salvage.state().table.get(PAGE).expect("the page");
     let Found::Older { version, bytes, .. } = salvage.find(info) else { panic!("{:?}", salvage.find(info)) };
     assert_eq!((version.lsn, bytes), (Lsn(3), content(3)));
+}
+
+/// Memory is asked for what a version is in the end; how long the page was before is no reason to lose it.
+#[test]
+fn a_page_that_was_long_on_its_way_is_salvaged() {
+    let long = |len| Op::Resize { page: PAGE, len };
+    let mut maker = four();
+    maker
+        .batch_of(&[long(1 << 40), long(5)], true)
+        .batch_of(&[long(1 << 40)], true)
+        .batch_of(&[long(9)], true);
+    let expected = [4, 4, 4, 4, 4, 0, 0, 0, 0];
+    let find = |maker: &Maker| {
+        let salvage = salvage(maker);
+        salvage.find(salvage.state().table.get(PAGE).expect("the page"))
+    };
+    let found = find(&maker);
+    assert!(matches!(&found, Found::Exact(bytes) if *bytes == expected), "{found:?}");
+
+    // The newest version needs a file that is gone; the one before was long on its way, too.
+    maker.batch_of(&[long(64)], true).batch_with_image(7);
+    maker.files.0.remove(&FileName::Pages(7));
+    let found = find(&maker);
+    let Found::Older { version, bytes, .. } = &found else { panic!("{found:?}") };
+    assert_eq!((version.lsn, bytes.len(), &bytes[..9]), (Lsn(8), 64, &expected[..]));
+
+    // It is the version asked for that must not be too long.
+    let mut maker = four();
+    maker.batch_of(&[long((1 << 20) + 1)], true);
+    let found = find(&maker);
+    let Found::Older { version, bytes, why } = &found else { panic!("{found:?}") };
+    assert!(why.to_string().contains("page length is 1048577, over the limit of 1048576"), "{why}");
+    assert_eq!((version.lsn, bytes), (Lsn(4), &content(4)));
 }
