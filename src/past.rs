@@ -56,6 +56,15 @@ enum Until {
     At(Lsn),
 }
 
+/// Why there is no such state.
+struct NotFound {
+    error: Error,
+    /// How far the log could be followed.
+    reached: Lsn,
+    /// Whether a snapshot was just being removed, or the log behind it.
+    is_going: bool,
+}
+
 impl Until {
     fn lsn(self) -> Option<Lsn> {
         match self {
@@ -85,9 +94,9 @@ impl Past {
             let source = DiskSource::new(disk.clone());
             let survey = Survey::read(&source)?;
             let until = until(&survey, point)?;
-            let (error, reached) = match Self::search(disk, &source, &survey, until) {
+            let NotFound { error, reached, is_going } = match Self::search(disk, &source, &survey, until) {
                 Ok(past) => return Ok(past),
-                Err(failed) => failed,
+                Err(not_found) => not_found,
             };
             // What looked bad is read twice before it is called damaged. Where other files lie there each
             // time, or the log goes on further, a writer is at work, and the survey saw no one moment.
@@ -95,7 +104,8 @@ impl Past {
             let now = (links, survey.log.segments().keys().copied().collect(), reached);
             let moved = before.replace(now.clone()).is_some_and(|before| before != now);
             let is_outside = matches!(error, Error::OutsideWindow { .. });
-            if attempt > 1 && (!moved || is_outside) {
+            // A snapshot that was going may be there again when its log has gone.
+            if attempt > 1 && (!moved || is_outside) && !is_going {
                 return Err(error);
             }
             if moved && point.is_none() && reached > Lsn(0) {
@@ -114,15 +124,14 @@ impl Past {
         unreachable!("the last attempt returns")
     }
 
-    /// Tries the snapshots from the newest to the oldest, then the log's beginning. With the error comes how
-    /// far the log could be followed.
+    /// Tries the snapshots from the newest to the oldest, then the log's beginning.
     fn search(
         disk: &Arc<dyn Disk>,
         source: &DiskSource,
         survey: &Survey,
         until: Until,
-    ) -> Result<Self, (Error, Lsn)> {
-        let (mut first, mut reached) = (None, Lsn(0));
+    ) -> Result<Self, NotFound> {
+        let (mut first, mut reached, mut is_going) = (None, Lsn(0), false);
         let mut in_parts = None;
         let mut oldest: Option<Lsn> = None;
         for id in survey.links.keys().rev().map(|id| Some(*id)).chain([None]) {
@@ -155,8 +164,10 @@ impl Past {
                     Ok(false) => _ = in_parts.get_or_insert(past),
                     Err(error) => _ = first.get_or_insert(error),
                 },
-                Ok(None) => {}
-                Err(error @ Error::OutsideWindow { .. }) => return Err((error, reached)),
+                Ok(None) => is_going = true,
+                Err(error @ Error::OutsideWindow { .. }) => {
+                    return Err(NotFound { error, reached, is_going });
+                }
                 Err(error) => _ = first.get_or_insert(error),
             }
             reached = reached.max(trails.point().lsn);
@@ -174,10 +185,10 @@ impl Past {
             }
             _ => survey.log.cut().cloned().unwrap_or_else(|| missing(survey)).into(),
         };
-        Err((first.unwrap_or_else(nothing), reached))
+        Err(NotFound { error: first.unwrap_or_else(nothing), reached, is_going })
     }
 
-    /// Follows the log from one snapshot; `None` if that is just being removed.
+    /// Follows the log from one snapshot; `None` if that is just being removed, or the log behind it.
     fn open_from(
         disk: &Arc<dyn Disk>,
         source: &DiskSource,

@@ -15,6 +15,14 @@ pub(super) struct Plan {
     pub log_from: Option<(u64, Lsn)>,
 }
 
+impl Plan {
+    /// Whether this takes a snapshot away, or log that lies behind it.
+    pub fn takes_from(&self, kept: &Kept, log: &LogOnDisk) -> bool {
+        let is_cut = self.log_from.is_some_and(|(segment, _)| kept.redo.segment < segment);
+        !self.snapshots.contains(&kept.info.id) || (is_cut && log.reaches(kept))
+    }
+}
+
 /// What is known of the log.
 #[derive(Clone, Debug, Default)]
 pub(super) struct LogOnDisk {

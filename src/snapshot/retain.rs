@@ -102,21 +102,33 @@ impl Snapshots {
         let log = self.log_on_disk()?;
         let (now, nobody) = (unix_ms(), BTreeSet::new());
         let wanted = plan(&keeping.snapshots, retention, &log, now, &nobody, false);
-        // I8: what a reader holds stays, and nobody begins to read what is going.
+        // I8: what a reader holds stays, and nobody begins to read what is going. A snapshot that a name keeps may
+        // lose the log behind it, which its reader may be following.
         let (mut going, mut held) = (Vec::new(), BTreeSet::new());
-        for id in keeping.snapshots.keys().filter(|id| !wanted.snapshots.contains(id)) {
+        for (id, _) in keeping.snapshots.iter().filter(|(_, kept)| wanted.takes_from(kept, &log)) {
             match self.disk.try_retire(*id)? {
                 Some(lock) => going.push(lock),
                 None => _ = held.insert(*id),
             }
         }
         let beginning = self.disk.try_retire(SnapshotId(0))?;
-        let plan = plan(&keeping.snapshots, retention, &log, now, &held, beginning.is_none());
+        let mut plan = plan(&keeping.snapshots, retention, &log, now, &held, beginning.is_none());
         going.extend(beginning);
+        // A reader may begin at a link, too, that is there only for those which follow it. What that needs is not
+        // known any more: until the reader has gone, all stays.
+        for id in links_alone(keeping) {
+            match self.disk.try_retire(id)? {
+                Some(lock) => going.push(lock),
+                None => {
+                    plan = Plan { snapshots: keeping.snapshots.keys().copied().collect(), log_from: None }
+                }
+            }
+        }
         let gone = keeping.snapshots.values().filter(|kept| !plan.snapshots.contains(&kept.info.id));
         let snapshots = gone.map(|kept| kept.info.clone()).collect();
         let files = self.unneeded_files(keeping, &plan, &log)?;
-        let pruned = Pruned { snapshots, held: held.into_iter().collect(), files };
+        let held = held.into_iter().filter(|id| !wanted.snapshots.contains(id)).collect();
+        let pruned = Pruned { snapshots, held, files };
         Ok(Removal { plan, pruned, _going: going })
     }
 
@@ -177,6 +189,12 @@ impl Snapshots {
             names.iter().filter_map(|name| FileName::parse(folder, name)).filter(|file| wanted(*file));
         files.map(|file| Ok((file, self.disk.open(file, false)?.len()?))).collect()
     }
+}
+
+/// The links of snapshots that are no snapshots of their own any more.
+fn links_alone(keeping: &Keeping) -> BTreeSet<SnapshotId> {
+    let links = keeping.snapshots.values().flat_map(|kept| kept.links.iter().copied());
+    links.filter(|id| !keeping.snapshots.contains_key(id)).collect()
 }
 
 /// Whether replay from what stays may pass a restore.

@@ -59,6 +59,15 @@ fn chain(disk: &SimDisk, id: SnapshotId) -> Vec<SnapshotId> {
     survey.chain(id).unwrap().iter().map(|link| link.snapshot).collect()
 }
 
+/// A read-only handle shows these pages' bytes.
+fn check_seen(seen: &Snapshot, state: &State) {
+    for (page, expected) in &state.contents {
+        let mut bytes = vec![0; expected.len()];
+        seen.read(*page, 0, &mut bytes).unwrap();
+        assert_eq!(bytes, *expected, "{page}");
+    }
+}
+
 fn ids(store: &Store) -> Vec<u64> {
     store.snapshots().iter().map(|info| info.id.0).collect()
 }
@@ -285,6 +294,55 @@ fn what_a_reader_holds_stays() {
     let pruned = store.prune(&store.retention()).unwrap();
     assert_eq!(pruned.snapshots, [held]);
     assert_eq!(ids(&store), [4]);
+}
+
+/// A name keeps a snapshot's own state. A later one is made of the log behind it, and who reads that holds both.
+#[test]
+fn the_log_behind_a_snapshot_with_a_name_stays_while_somebody_reads_it() {
+    let disk = SimDisk::new();
+    let (store, pages) = store_of(&disk, small().snapshots_kept(1), 24);
+    let named = store.snapshot_named("named").unwrap();
+    change(&store, &pages, 1);
+    let (state, at) = (State::of(&store), RestorePoint::Lsn(store.lsn()));
+    let shared: Arc<dyn Disk> = Arc::new(disk.clone());
+    let seen = Snapshot::open_on(&shared, Some(&at)).unwrap();
+    for value in 2..5 {
+        change(&store, &pages, value);
+        store.snapshot().unwrap();
+    }
+    check_seen(&seen, &state);
+    drop(seen);
+    assert_eq!(store.would_prune(&store.retention()).unwrap().held, []);
+    let pruned = store.prune(&store.retention()).unwrap();
+    assert!(pruned.files.iter().any(|(file, _)| matches!(file, FileName::Segment(_))), "{pruned:?}");
+    let gone = Snapshot::open_on(&shared, Some(&at)).unwrap_err();
+    assert!(matches!(gone, Error::OutsideWindow { .. }), "{gone}");
+    // What the name keeps is there all the time.
+    Snapshot::open_on(&shared, Some(&RestorePoint::Snapshot(named.id))).unwrap();
+}
+
+/// It is there only for the snapshot that follows it.
+#[test]
+fn what_is_read_from_a_link_stays_until_its_reader_has_gone() {
+    let disk = SimDisk::new();
+    let (store, pages) = store_of(&disk, small().snapshots_kept(1), 24);
+    let link = store.snapshot().unwrap();
+    let (state, at) = (State::of(&store), RestorePoint::Lsn(link.end));
+    change(&store, &pages[..1], 2);
+    store.snapshot().unwrap();
+    assert!(!ids(&store).contains(&link.id.0), "no rule keeps it");
+    let shared: Arc<dyn Disk> = Arc::new(disk.clone());
+    let seen = Snapshot::open_on(&shared, Some(&at)).unwrap();
+    for value in 3..50 {
+        change(&store, &pages, value);
+        store.snapshot().unwrap();
+    }
+    check_seen(&seen, &state);
+    drop(seen);
+    store.snapshot().unwrap();
+    assert_eq!(ids(&store).len(), 1);
+    let gone = Snapshot::open_on(&shared, Some(&at)).unwrap_err();
+    assert!(matches!(gone, Error::OutsideWindow { .. }), "{gone}");
 }
 
 #[test]
