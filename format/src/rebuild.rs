@@ -22,7 +22,7 @@ use crate::op::{OpAt, decode_payload};
 use crate::replay::{Base, Resolved, Resolver};
 use crate::segment::SEGMENT_HEADER_BLOCK;
 use crate::store::StoreFile;
-use crate::table::{PageInfo, PageTable};
+use crate::table::PageTable;
 
 /// What to rebuild.
 #[derive(Clone, Copy, Debug)]
@@ -73,12 +73,13 @@ pub struct Resolution {
 }
 
 impl Resolution {
-    /// Refuses pages that take more than `limit` bytes of memory together (I10).
+    /// Refuses pages that take more than `limit` bytes of memory together (I10): those that have a base here.
     ///
     /// # Errors
     /// [`Defect::Limit`].
     pub fn check_page_bytes(&self, limit: u64) -> Result<(), Damage> {
-        let found = self.resolved.table.pages().map(|info| info.len).fold(0, u64::saturating_add);
+        let lens = self.resolved.bases.iter().map(|(page, _)| self.resolved.final_len(page));
+        let found = lens.fold(0, u64::saturating_add);
         check_limit("bytes of all pages", found, limit).map_err(|defect| defect.at(FileName::Store, 0))
     }
 }
@@ -251,9 +252,8 @@ impl Survey {
     ) -> Result<BTreeMap<PageId, Result<Vec<u8>, Damage>>, Damage> {
         let resolved = &resolution.resolved;
         resolution.check_page_bytes(page_bytes_max)?;
-        let load = |info: &PageInfo| (info.page, load_base(source, &resolved.bases[info.page], info.len));
-        let mut heads: BTreeMap<PageId, Result<PageHead, Damage>> =
-            resolved.table.pages().map(load).collect();
+        let load = |(page, base)| (page, load_base(source, base, resolved.final_len(page)));
+        let mut heads: BTreeMap<PageId, Result<PageHead, Damage>> = resolved.bases.iter().map(load).collect();
         let bytes = |heads: BTreeMap<PageId, Result<PageHead, Damage>>| {
             heads.into_iter().map(|(page, head)| (page, head.map(PageHead::into_bytes))).collect()
         };

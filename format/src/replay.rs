@@ -51,6 +51,11 @@ pub struct Resolved {
 }
 
 impl Resolved {
+    /// The length of a page that has a base, in bytes.
+    pub(crate) fn final_len(&self, page: PageId) -> u64 {
+        self.table.get(page).expect("every base is a page's").len
+    }
+
     /// Whether batch `lsn` is to be applied to the bytes of `page`.
     #[must_use]
     pub fn applies(&self, page: PageId, lsn: Lsn) -> bool {
