@@ -3,6 +3,8 @@
 use super::{Defence, Test, check, defence, it, refusal};
 
 const LEASES: &str = "src/applier/leases.rs";
+const PLAN: &str = "src/snapshot/plan.rs";
+const RETAIN: &str = "src/snapshot/retain.rs";
 const LOAD: &str = "src/recovery/load.rs";
 const PASS: &str = "src/snapshot/scrub/pass.rs";
 const SCRUB: &str = "src/snapshot/scrub/mod.rs";
@@ -13,6 +15,21 @@ const SCRUBS: Test = it("crash::scrubs::a_scrub_that_mends_survives");
 const ROWS: Test = it("scrub::damage_is_named_and_mended_row_by_row");
 
 pub const LIST: &[Defence] = &[
+    // What readers hold beside the store that is open.
+    defence(
+        "the log behind a name is kept for its reader (I8)",
+        PLAN,
+        "(is_cut && log.reaches(kept))",
+        "(is_cut && !is_cut)",
+        it("snapshots::the_log_behind_a_snapshot_with_a_name_stays_while_somebody_reads_it"),
+    ),
+    defence(
+        "what a link needs is kept for its reader (I8)",
+        RETAIN,
+        "links_alone(keeping)",
+        "BTreeSet::new()",
+        it("snapshots::what_is_read_from_a_link_stays_until_its_reader_has_gone"),
+    ),
     // Pages that an open leaves on disk: what could stand in for them stays until all are loaded.
     defence(
         "only what was proven stays cold (I7)",
