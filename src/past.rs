@@ -16,6 +16,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use remanent_format::image::ImageRef;
+use remanent_format::log::LogEnd;
 use remanent_format::manifest::Manifest;
 use remanent_format::rebuild::Survey;
 use remanent_format::replay::Resolved;
@@ -47,6 +48,8 @@ pub(crate) struct Past {
     /// Files stay open between reads.
     source: Mutex<Arc<DiskSource>>,
     hold: Option<Box<dyn DiskLock>>,
+    /// Whether no image file is missing that it is made from.
+    is_whole: bool,
 }
 
 /// Where to stop.
@@ -94,23 +97,28 @@ impl Past {
             let source = DiskSource::new(disk.clone());
             let survey = Survey::read(&source)?;
             let until = until(&survey, point)?;
+            // What looks bad is read twice before it is called damaged.
             let NotFound { error, reached, is_going } = match Self::search(disk, &source, &survey, until) {
-                Ok(past) => return Ok(past),
+                Ok(past) if past.is_whole || attempt > 1 => return Ok(past),
+                Ok(_) => continue,
                 Err(not_found) => not_found,
             };
-            // What looked bad is read twice before it is called damaged. Where other files lie there each
-            // time, or the log goes on further, a writer is at work, and the survey saw no one moment.
+            // Where other files lie there each time, or the log goes on further, a writer is at work, and the
+            // survey saw no one moment.
             let links = survey.links.keys().copied().collect();
             let now = (links, survey.log.segments().keys().copied().collect(), reached);
-            let moved = before.replace(now.clone()).is_some_and(|before| before != now);
+            let before = before.replace(now.clone());
+            let moved = before.as_ref().is_some_and(|before| *before != now);
             let is_outside = matches!(error, Error::OutsideWindow { .. });
             // A snapshot that was going may be there again when its log has gone.
-            if attempt > 1 && (!moved || is_outside) && !is_going {
+            if before.is_some() && (!moved || is_outside) && !is_going {
                 return Err(error);
             }
             if moved && point.is_none() && reached > Lsn(0) {
                 // Behind the batch reached the writer went on while we read: that one was the newest then.
-                if let Ok(past) = Self::search(disk, &source, &survey, Until::At(reached)) {
+                if let Ok(past) = Self::search(disk, &source, &survey, Until::At(reached))
+                    && past.is_whole
+                {
                     return Ok(past);
                 }
             }
@@ -150,7 +158,7 @@ impl Past {
             if !has_log && (until.lsn() != Some(end) || redo.lsn != end) {
                 continue;
             }
-            oldest = Some(end);
+            let newer = oldest.replace(end);
             if !until.covers(end) {
                 continue;
             }
@@ -160,7 +168,9 @@ impl Past {
                 .and_then(|base| Self::open_from(disk, source, survey, base.as_ref(), until, &mut trails));
             match opened {
                 Ok(Some(past)) => match past.has_images() {
-                    Ok(true) => return Ok(past),
+                    Ok(true) => return Ok(Self { is_whole: true, ..past }),
+                    // Its images went when it was kept no longer: the window does not reach to it.
+                    Ok(false) if until.lsn().is_some() && is_link_alone(source, survey, id) => oldest = newer,
                     Ok(false) => _ = in_parts.get_or_insert(past),
                     Err(error) => _ = first.get_or_insert(error),
                 },
@@ -179,9 +189,12 @@ impl Past {
         let nothing = || match (until, oldest) {
             (Until::At(asked), Some(oldest)) if asked < oldest => {
                 // Whoever asks is told how far it goes; that costs one more walk.
-                let newest = Self::search(disk, source, survey, Until::End);
-                let newest = newest.map_or(survey.mark(), |past| past.lsn());
-                Error::OutsideWindow { asked, oldest, newest }
+                match to_the_end(source, survey) {
+                    Some((newest, end)) => {
+                        Error::OutsideWindow { asked, oldest: opens_at(survey, &end), newest }
+                    }
+                    None => Error::OutsideWindow { asked, oldest, newest: survey.mark() },
+                }
             }
             _ => survey.log.cut().cloned().unwrap_or_else(|| missing(survey)).into(),
         };
@@ -206,11 +219,10 @@ impl Past {
         let resolution = trails.follow(survey, source, base, until.lsn())?;
         let newest = resolution.resolved.table.lsn();
         if let Until::At(asked) = until
+            && let Some(end) = resolution.end
             && newest < asked
         {
-            let oldest = survey.readable().map(|manifest| manifest.end).min();
-            let oldest = oldest.filter(|_| survey.log.beginning().is_none()).unwrap_or_default();
-            return Err(Error::OutsideWindow { asked, oldest, newest });
+            return Err(Error::OutsideWindow { asked, oldest: opens_at(survey, &end), newest });
         }
         let redo = base.map(|manifest| manifest.redo).or_else(|| survey.log.beginning());
         let redo = redo.expect("the log was followed from there");
@@ -225,6 +237,7 @@ impl Past {
             trails: std::mem::take(trails),
             source: Mutex::new(Arc::new(DiskSource::new(disk.clone()))),
             hold,
+            is_whole: false,
         };
         Ok(Some(past))
     }
@@ -359,6 +372,37 @@ fn until(survey: &Survey, point: Option<&RestorePoint>) -> Result<Until> {
             Until::At(named.ok_or_else(|| Error::NoSnapshotNamed { name: name.clone() })?.end)
         }
     })
+}
+
+/// The newest batch, and the log's end with its record of the snapshots that are kept. `None` where the log does not
+/// let itself be followed.
+fn to_the_end(source: &DiskSource, survey: &Survey) -> Option<(Lsn, LogEnd)> {
+    let whole = |base: Option<Arc<Manifest>>| survey.resolve(source, base.as_ref(), None).ok();
+    let resolution = survey.candidates().find_map(|base| whole(base.ok()?))?;
+    Some((resolution.resolved.table.lsn(), resolution.end?))
+}
+
+/// Where the window opens: at the log's beginning, or at the end of the oldest snapshot that is kept with the log
+/// behind it. Of other links only some have all their images.
+fn opens_at(survey: &Survey, end: &LogEnd) -> Lsn {
+    if survey.log.beginning().is_some() {
+        return Lsn(0);
+    }
+    let followed = survey.readable().filter(|link| survey.log.segments().contains_key(&link.redo.segment));
+    let oldest = |is_kept: &dyn Fn(&Manifest) -> bool| {
+        followed.clone().filter(|link| is_kept(link)).map(|link| link.end).min()
+    };
+    oldest(&|link| is_recorded(end, link.snapshot)).or_else(|| oldest(&|_| true)).unwrap_or_default()
+}
+
+/// Whether a link is there only for the snapshots that follow it. Before images of a snapshot go, a frame records
+/// the verified ones that stay; and while a snapshot was not verified, all went on without it.
+fn is_link_alone(source: &DiskSource, survey: &Survey, base: Option<SnapshotId>) -> bool {
+    base.zip(to_the_end(source, survey)).is_some_and(|(base, (_, end))| !is_recorded(&end, base))
+}
+
+fn is_recorded(end: &LogEnd, snapshot: SnapshotId) -> bool {
+    end.verified.iter().any(|kept| kept.snapshot == snapshot)
 }
 
 fn missing(survey: &Survey) -> Damage {

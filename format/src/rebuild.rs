@@ -140,7 +140,7 @@ impl Survey {
     }
 
     /// The links that can be read, oldest first, each as it is on disk: a change names only what changed.
-    pub fn readable(&self) -> impl DoubleEndedIterator<Item = &Arc<Manifest>> {
+    pub fn readable(&self) -> impl DoubleEndedIterator<Item = &Arc<Manifest>> + Clone {
         self.links.values().filter_map(|read| read.as_ref().ok()).map(|(manifest, _)| manifest)
     }
 

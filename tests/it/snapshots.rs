@@ -7,8 +7,8 @@ use std::time::Duration;
 use remanent::disk::sim::{Moment, SimDisk, SyncPoint};
 use remanent::disk::{Disk, Hold};
 use remanent::{
-    Compression, Error, FileName, Options, PageId, Place, RestorePoint, Snapshot, SnapshotId, SnapshotInfo,
-    Store,
+    Compression, Error, FileName, Lsn, Options, PageId, Place, RestorePoint, Snapshot, SnapshotId,
+    SnapshotInfo, Store,
 };
 use remanent_format::rebuild::{RebuildOptions, Survey, rebuild};
 
@@ -429,6 +429,44 @@ fn a_state_behind_a_link_that_is_not_kept_is_reached_from_before() {
     drop(old);
     store.restore_to(link.end).unwrap();
     assert_eq!(State::of(&store).contents, state.contents);
+}
+
+/// As above, but no older snapshot is kept, and the log begins behind the one that could be followed from.
+#[test]
+fn a_state_behind_a_link_whose_images_went_is_outside_the_window() {
+    let disk = SimDisk::new();
+    let options = small().segment_len(64 << 10).snapshots_kept(1);
+    let (store, pages) = store_of(&disk, options, 24);
+    let base = store.snapshot().unwrap();
+    for value in 0..400 {
+        change(&store, &pages[..2], value);
+    }
+    let taken: Vec<SnapshotInfo> = (1..=2)
+        .map(|value| {
+            change(&store, &pages[..2], value);
+            store.snapshot().unwrap()
+        })
+        .collect();
+    let [link, kept] = &taken[..] else { unreachable!("two were taken") };
+    assert_eq!(ids(&store), [kept.id.0]);
+    assert_eq!(chain(&disk, kept.id), [kept.id, link.id, base.id]);
+    let survey = Survey::read(&Files::of(&disk)).unwrap();
+    let log_of = |id: SnapshotId| survey.links[&id].as_ref().unwrap().0.redo.segment;
+    assert!(survey.log.segments().contains_key(&log_of(link.id)), "the log behind it is there");
+    assert!(!survey.log.segments().contains_key(&log_of(base.id)), "and that behind the base is not");
+
+    let shared: Arc<dyn Disk> = Arc::new(disk.clone());
+    let outside = |asked: Lsn, error: Error| match error {
+        Error::OutsideWindow { asked: named, oldest, newest } => {
+            assert_eq!((named, oldest, newest), (asked, kept.end, store.lsn()));
+        }
+        other => panic!("{other}"),
+    };
+    outside(link.end, Snapshot::open_on(&shared, Some(&RestorePoint::Lsn(link.end))).unwrap_err());
+    outside(link.end, store.restore_to(link.end).unwrap_err());
+    // Not even what lies before it makes the window begin there.
+    let before = Lsn(link.end.0 - 1);
+    outside(before, Snapshot::open_on(&shared, Some(&RestorePoint::Lsn(before))).unwrap_err());
 }
 
 #[test]
