@@ -107,7 +107,7 @@ pub fn restore_target(n: Lsn) -> Lsn {
 pub fn device() -> DeviceChoice {
     match std::env::var("REMANENT_KILL_DEVICE") {
         Ok(device) => device.parse().unwrap(),
-        Err(_) => DeviceChoice::Auto,
+        Err(_) => DeviceChoice::Host,
     }
 }
 
