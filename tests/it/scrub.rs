@@ -115,6 +115,12 @@ impl Subject {
         self.flip(file, second + 300);
     }
 
+    /// Leaves no room for a byte more, whatever the store gives up for it: how many spares it has beyond its
+    /// reserve hangs on how many groups the commits fell into.
+    fn fill_disk(&self) {
+        self.disk.set_capacity(Some(0));
+    }
+
     /// The disk as the process would leave it if it died now.
     fn killed(&self) -> SimDisk {
         self.disk.after_kill(Moment { event: self.disk.events(), tear: None })
@@ -314,7 +320,7 @@ fn a_page_that_is_deleted_before_its_image_was_mended_stays_deleted() {
     let subject = Subject::new();
     let image = subject.image_of(subject.pages[0]);
     subject.flip(FileName::Pages(image.file), image.offset);
-    subject.disk.set_capacity(Some(subject.disk.used_bytes()));
+    subject.fill_disk();
     let scrubbed = subject.store.scrub().unwrap();
     assert!(matches!(scrubbed.mended, Some(Err(Error::DiskFull { .. }))), "{scrubbed:?}");
     let mut batch = subject.store.batch();
@@ -332,7 +338,7 @@ fn what_found_no_room_to_be_mended_is_mended_by_the_next_scrub() {
     let subject = Subject::new();
     let image = subject.image_of(subject.pages[0]);
     subject.flip(FileName::Pages(image.file), image.offset);
-    subject.disk.set_capacity(Some(subject.disk.used_bytes()));
+    subject.fill_disk();
     for _ in 0..2 {
         let scrubbed = subject.store.scrub().unwrap();
         assert!(matches!(scrubbed.mended, Some(Err(Error::DiskFull { .. }))), "{scrubbed:?}");
