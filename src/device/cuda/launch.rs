@@ -144,10 +144,9 @@ impl Launcher<'_> {
             [(&raw mut rows).cast(), (&raw mut row_count).cast(), (&raw mut pieces_at).cast()];
         let function = self.functions.get(kernel);
         let launch = |parameters: *mut *mut c_void| {
-            // SAFETY: the context is current, the function is of its modules, and the parameters are those
-            // of the kernel's signature, which `abi.rs` states; the driver copies them before it returns.
-            // Everything that the rows name was checked to lie in memory that stays until the lane's next
-            // value has passed.
+            // SAFETY: the context is current, the function is of its modules, the parameters are those of the kernel's
+            // signature in `abi.rs`, and the driver copies them before it returns. All that the rows name was checked
+            // to lie in memory that stays until the lane's next value has passed.
             unsafe {
                 self.entered.launch(
                     function,
