@@ -63,6 +63,18 @@ impl PageHead {
         apply_clipped(op, &mut self.bytes, self.len_max);
     }
 
+    /// The page's length by now, in bytes.
+    #[must_use]
+    pub fn page_len(&self) -> u64 {
+        self.page_len
+    }
+
+    /// The first bytes of the page, as they are by now.
+    #[must_use]
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
     /// The bytes.
     #[must_use]
     pub fn into_bytes(self) -> Vec<u8> {

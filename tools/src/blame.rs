@@ -4,12 +4,14 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use comfy_table::Table;
-use remanent_format::apply::apply;
 use remanent_format::frame::FrameKind;
+use remanent_format::head::PageHead;
+use remanent_format::image::ImageRef;
 use remanent_format::log::LogWalk;
 use remanent_format::manifest::{Manifest, ManifestEntry};
 use remanent_format::op::{Op, decode_payload};
-use remanent_format::rebuild::read_image;
+use remanent_format::rebuild::load_base;
+use remanent_format::replay::Base;
 use remanent_format::{Damage, Defect, FileName, Lsn, Metadata};
 
 use crate::element::{Element, ElementName};
@@ -82,9 +84,12 @@ impl Blame {
                 || Failure::Environment(format!("there is no tensor, key or page {:?}", self.element.page));
             let info = table.pages().find(|info| self.element.means(info)).ok_or_else(none)?;
             let element = self.element.find(info).map_err(Failure::Environment)?;
-            let history =
-                History { past, element: &element, until: table.lsn(), len_max: self.memory.limit() };
-            let events = history.events()?;
+            // However long the page is on its way, nothing past the element is needed.
+            if element.end() > self.memory.limit() {
+                let defect = Defect::Memory { needed: element.end() };
+                return Err(Failure::Environment(defect.to_string()));
+            }
+            let events = History { past, element: &element, until: table.lsn() }.events()?;
             Ok((element, events))
         })?;
         if self.json {
@@ -103,16 +108,15 @@ struct History<'h> {
     past: &'h Past<'h>,
     element: &'h Element,
     until: Lsn,
-    len_max: u64,
 }
 
 /// The element on its way through the log.
 struct Follower<'h> {
     history: &'h History<'h>,
-    /// The page's bytes; `None` while there is no page.
-    content: Option<Vec<u8>>,
-    /// The batch up to which the content has everything.
-    content_lsn: Lsn,
+    /// The page's bytes up to the element's end; `None` while there is no page.
+    head: Option<PageHead>,
+    /// The batch up to which the bytes have everything.
+    head_lsn: Lsn,
     root: Arc<Metadata>,
     /// The batch from which on the root is known.
     root_lsn: Lsn,
@@ -147,16 +151,15 @@ impl<'h> History<'h> {
         Err(damaged(stopped_by))
     }
 
-    /// The bytes of the page as a manifest names them.
-    fn content(&self, entry: &ManifestEntry) -> Result<Vec<u8>, Damage> {
-        let Some(image) = &entry.image else { return Ok(Vec::new()) };
-        self.check_len(entry.len, FileName::Pages(image.file), image.offset)?;
-        read_image(self.past.dir(), image, entry.len)
+    /// The page as a manifest names it.
+    fn named(&self, entry: &ManifestEntry) -> Result<PageHead, Damage> {
+        self.load(entry.image, entry.len, entry.lsn)
     }
 
-    /// A length is believed only up to the memory that the page may take.
-    fn check_len(&self, len: u64, file: FileName, offset: u64) -> Result<(), Damage> {
-        if len > self.len_max { Err(Defect::Memory { needed: len }.at(file, offset)) } else { Ok(()) }
+    /// The page as an image has it.
+    fn load(&self, image: Option<ImageRef>, len: u64, lsn: Lsn) -> Result<PageHead, Damage> {
+        let base = Base { image, len, lsn, resized: false };
+        load_base(self.past.dir(), &base, self.element.end())
     }
 }
 
@@ -164,8 +167,8 @@ impl<'h> Follower<'h> {
     fn new(history: &'h History<'h>) -> Self {
         Self {
             history,
-            content: None,
-            content_lsn: Lsn(0),
+            head: None,
+            head_lsn: Lsn(0),
             root: Arc::default(),
             root_lsn: Lsn(0),
             events: Vec::new(),
@@ -174,7 +177,7 @@ impl<'h> Follower<'h> {
 
     /// The element's bytes now.
     fn value(&self) -> Option<Vec<u8>> {
-        self.content.as_ref().and_then(|page| self.history.element.of(page)).map(<[u8]>::to_vec)
+        self.head.as_ref().and_then(|head| self.history.element.of(head.bytes())).map(<[u8]>::to_vec)
     }
 
     /// Notes an event if the value is not what it was.
@@ -191,10 +194,10 @@ impl<'h> Follower<'h> {
         let before = self.value();
         let page = self.history.element.info.page;
         let entry = manifest.entries.iter().find(|entry| entry.page == page);
-        self.content = entry.map(|entry| self.history.content(entry)).transpose()?;
+        self.head = entry.map(|entry| self.history.named(entry)).transpose()?;
         (self.root, self.root_lsn) = (manifest.root.clone(), manifest.end);
-        self.content_lsn = entry.map_or(Lsn(0), |entry| entry.lsn);
-        self.note(self.content_lsn, Cause::Snapshot, before, None);
+        self.head_lsn = entry.map_or(Lsn(0), |entry| entry.lsn);
+        self.note(self.head_lsn, Cause::Snapshot, before, None);
         Ok(())
     }
 
@@ -237,11 +240,11 @@ impl<'h> Follower<'h> {
                     let table = self.history.past.survey.read_table(dir, *table, *table_crc)?;
                     let page = self.history.element.info.page;
                     let entry = table.entries.iter().find(|entry| entry.page == page);
-                    self.content = entry.map(|entry| self.history.content(entry)).transpose()?;
-                    (self.root, self.content_lsn, cause) = (table.root.clone(), lsn, Cause::Restore);
+                    self.head = entry.map(|entry| self.history.named(entry)).transpose()?;
+                    (self.root, self.head_lsn, cause) = (table.root.clone(), lsn, Cause::Restore);
                 }
-                op if op.page() == Some(self.history.element.info.page) && lsn > self.content_lsn => {
-                    self.apply(op, file, offset)?;
+                op if op.page() == Some(self.history.element.info.page) && lsn > self.head_lsn => {
+                    self.apply(op, lsn)?;
                 }
                 _ => {}
             }
@@ -250,26 +253,21 @@ impl<'h> Follower<'h> {
         Ok(())
     }
 
-    fn apply(&mut self, op: &Op<'_>, file: FileName, offset: u64) -> Result<(), Damage> {
-        if let Op::Create { len, .. } | Op::Resize { len, .. } = op {
-            self.history.check_len(*len, file, offset)?;
+    fn apply(&mut self, op: &Op<'_>, lsn: Lsn) -> Result<(), Damage> {
+        match op {
+            Op::Create { .. } => self.head = Some(self.history.load(None, 0, lsn)?),
+            Op::Image { len, image, .. } => self.head = Some(self.history.load(Some(*image), *len, lsn)?),
+            Op::Delete { .. } => self.head = None,
+            _ => {}
         }
-        if let Op::Create { .. } = op {
-            self.content = Some(Vec::new());
-        }
-        if let Op::Delete { .. } = op {
-            self.content = None;
-        } else if let Op::Image { len, image, .. } = op {
-            self.history.check_len(*len, file, offset)?;
-            self.content = Some(read_image(self.history.past.dir(), image, *len)?);
-        } else if let Some(content) = &mut self.content {
-            let len = content.len() as u64;
+        if let Some(head) = &mut self.head {
+            let len = head.page_len();
             let is_within =
                 |(start, count): (u64, u64)| start.checked_add(count).is_some_and(|end| end <= len);
             // The way to this state was resolved before, so the operation fits the page; but the files may be
             // others by now.
             if op.range().is_none_or(is_within) {
-                apply(op, content);
+                head.apply(op);
             }
         }
         Ok(())

@@ -82,6 +82,11 @@ impl ElementName {
 }
 
 impl Element {
+    /// Where it ends, in bytes from the page's start.
+    pub fn end(&self) -> u64 {
+        self.offset + self.width as u64
+    }
+
     /// The element's bytes in its page; `None` where the page is too short for it.
     pub fn of<'p>(&self, page: &'p [u8]) -> Option<&'p [u8]> {
         page.get(self.offset as usize..)?.get(..self.width)

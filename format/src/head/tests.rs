@@ -124,7 +124,8 @@ fn the_head_of_a_page_is_the_whole_page_cut_at_its_end() {
             head.apply(&at.op);
             // At every moment, not only at the end.
             let kept = whole.len().min(final_len as usize);
-            assert_eq!(head.bytes, whole[..kept], "seed {seed}: {:?}", at.op);
+            assert_eq!(head.bytes(), &whole[..kept], "seed {seed}: {:?}", at.op);
+            assert_eq!(head.page_len(), whole.len() as u64, "seed {seed}: {:?}", at.op);
         }
         assert_eq!(head.bytes.as_ptr(), memory, "seed {seed}: it asked for more memory");
         assert_eq!(head.into_bytes(), whole, "seed {seed}");

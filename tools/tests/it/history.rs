@@ -4,11 +4,11 @@ use std::fs;
 use std::path::Path;
 use std::process::Stdio;
 
-use remanent::{Options, Store};
+use remanent::{Options, Place, Store};
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::command::{command, finished, run};
-use crate::weights::{Weights, file, tensor};
+use crate::command::{Scratch, command, finished, run};
+use crate::weights::{Weights, file, noise, tensor};
 
 /// The version in which the NaN appears.
 const PLANTED: usize = 5;
@@ -88,6 +88,58 @@ fn blame_goes_back_to_the_oldest_snapshot_where_the_log_is_gone() {
     );
     let text = run(&["blame", &weights.scratch.store(), "w[6]"]).expect(0).out;
     assert!(text.contains("the log before is not kept"), "{text}");
+}
+
+/// No operation reads a page's bytes: what lies past the element is never needed, and takes no memory.
+#[test]
+fn blame_needs_memory_up_to_the_element_only_however_long_its_page_was() {
+    const LONG: usize = 1 << 20;
+    let scratch = Scratch::new();
+    // From the batch's image and from a snapshot's, as they are and compressed.
+    for (name, snapshot, bytes) in [
+        ("raw", false, noise(1, LONG)),
+        ("compressed", false, vec![7; LONG]),
+        ("snapshot-raw", true, noise(2, LONG)),
+        ("snapshot-compressed", true, vec![8; LONG]),
+    ] {
+        let path = scratch.path(name);
+        let open = || Store::open(&path, Options::default().snapshots_kept(1)).unwrap();
+        let mut store = open();
+        let mut batch = store.batch();
+        let page = batch.create(LONG as u64, Place::Host);
+        batch.write(page, 0, &bytes);
+        let page = store.commit(batch).unwrap().pages[0];
+        let mut expected = vec![(1, "batch", Some(bytes[5]))];
+        if snapshot {
+            // It lets go of the log of the first open.
+            drop(store);
+            store = open();
+            store.snapshot().unwrap();
+            expected[0].1 = "snapshot";
+        }
+        // A write of which the element is in the middle, and one past its end.
+        let mut batch = store.batch();
+        batch.write(page, 4, &[20; 3]).write(page, LONG as u64 - 1, &[21]);
+        store.commit(batch).unwrap();
+        expected.push((2, "batch", Some(20)));
+        // Gone, there again, and there still.
+        for (len, value) in [(5, None), (LONG as u64, Some(0)), (16, Some(0))] {
+            let mut batch = store.batch();
+            batch.resize(page, len);
+            let lsn = store.commit(batch).unwrap().position.lsn.0;
+            if expected.last().unwrap().2 != value {
+                expected.push((lsn, "batch", value));
+            }
+        }
+        store.close().unwrap();
+        let blame = |memory: &str| run(&["blame", &path, "page:1[5]", "--json", "--memory-max", memory]);
+        let lines = blame("6").expect(0).json();
+        let found = lines.iter().map(|line| serde_json::json!([line["lsn"], line["cause"], line["after"]]));
+        let expected = expected.into_iter().map(|event| serde_json::json!(event));
+        assert!(found.eq(expected), "{name}: {lines:?}");
+        let refused = blame("5").expect(2).err;
+        assert!(refused.contains("no memory for 6 bytes"), "{refused}");
+    }
 }
 
 #[test]
