@@ -1,6 +1,14 @@
 //! How much host memory this process has in use, and had at most.
 
 use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+/// How often a watch looks. A look takes some milliseconds of one core, and stops nobody.
+const LOOK_EVERY: Duration = Duration::from_millis(10);
 
 /// Bytes of host memory that the process has in use.
 pub fn resident_bytes() -> io::Result<u64> {
@@ -24,13 +32,169 @@ fn status_bytes(what: &str) -> io::Result<u64> {
     kib.map(|kib| kib << 10).ok_or_else(|| io::Error::other(format!("the system does not tell {what}")))
 }
 
+/// Bytes of host memory in use, by what they hold.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Split {
+    /// Files of one folder that are mapped.
+    pub mapped: u64,
+    /// Everything else.
+    pub other: u64,
+}
+
+impl Split {
+    fn look(folder: &Path) -> io::Result<Self> {
+        Ok(Self::of(&std::fs::read_to_string("/proc/self/smaps")?, folder))
+    }
+
+    /// What the system tells of the process's mappings: of each a line that ends with its file, and more lines.
+    fn of(smaps: &str, folder: &Path) -> Self {
+        let mut split = Self::default();
+        let mut is_in_folder = false;
+        for line in smaps.lines() {
+            if let Some(rss) = line.strip_prefix("Rss:") {
+                let kib: u64 = rss.trim().trim_end_matches("kB").trim_end().parse().unwrap_or(0);
+                *(if is_in_folder { &mut split.mapped } else { &mut split.other }) += kib << 10;
+            } else if line.starts_with(|first: char| first.is_ascii_digit() || first.is_ascii_lowercase()) {
+                is_in_folder = line.find('/').is_some_and(|at| Path::new(&line[at..]).starts_with(folder));
+            }
+        }
+        split
+    }
+
+    fn max(self, other: Self) -> Self {
+        Self { mapped: self.mapped.max(other.mapped), other: self.other.max(other.other) }
+    }
+}
+
+/// Looks again and again at how much memory is in use, and for what, until it is told to end: the system keeps a
+/// peak of the sum alone.
+pub struct Watch {
+    look: Arc<Look>,
+    start: Split,
+    end: Sender<()>,
+    thread: JoinHandle<io::Result<()>>,
+}
+
+struct Look {
+    folder: PathBuf,
+    /// The most of each that was seen.
+    most: Mutex<Split>,
+}
+
+impl Look {
+    fn again(&self) -> io::Result<Split> {
+        let now = Split::look(&self.folder)?;
+        let mut most = self.most.lock().unwrap_or_else(PoisonError::into_inner);
+        *most = most.max(now);
+        Ok(*most)
+    }
+}
+
+impl Watch {
+    /// Begins. Mapped files of `folder`, which exists, are told apart.
+    pub fn begin(folder: &Path) -> io::Result<Self> {
+        let look = Arc::new(Look { folder: folder.canonicalize()?, most: Mutex::default() });
+        let start = look.again()?;
+        let (end, ended) = mpsc::channel();
+        let thread = thread::Builder::new().name("bench-peak".to_owned()).spawn({
+            let look = look.clone();
+            move || {
+                while ended.recv_timeout(LOOK_EVERY) == Err(RecvTimeoutError::Timeout) {
+                    look.again()?;
+                }
+                Ok(())
+            }
+        })?;
+        Ok(Self { look, start, end, thread })
+    }
+
+    /// The most that there was of each above what there was in the beginning.
+    pub fn end(self) -> io::Result<Split> {
+        let most = self.look.again()?;
+        drop(self.end);
+        self.thread.join().map_err(|_| io::Error::other("the thread that looks panicked"))??;
+        Ok(Split { mapped: most.mapped - self.start.mapped, other: most.other - self.start.other })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    use remanent::{Options, Place, Store};
+
+    /// Enough that what other tests take beside is nothing.
+    const LEN: usize = 256 << 20;
+
+    /// For tests that take so much.
+    fn alone() -> impl Drop {
+        static ALONE: Mutex<()> = Mutex::new(());
+        ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    const SMAPS: &str = "\
+5581a000-5582c000 r-xp 00002000 08:01 263 /usr/bin/remanent
+Size:                 72 kB
+Rss:                  40 kB
+VmFlags: rd ex mr mw me sd
+7f10a000-7f20a000 rw-s 00000000 08:01 991 /mnt/a b/store/log/000000000004.log
+Size:              16384 kB
+Rss:                 512 kB
+AnonHugePages:         0 kB
+7f20a000-7f30a000 rw-s 00000000 08:01 992 /mnt/a b/store/log/000000000001.spare (deleted)
+Rss:                   8 kB
+7f30a000-7f40a000 r--s 00000000 08:01 993 /mnt/a b/store/logs
+Rss:                   4 kB
+7f40a000-7f50a000 rw-p 00000000 00:00 0
+Rss:                 100 kB
+";
+
+    #[test]
+    fn mappings_of_one_folder_are_told_apart() {
+        let split = |folder: &str| Split::of(SMAPS, Path::new(folder));
+        assert_eq!(split("/mnt/a b/store/log"), Split { mapped: 520 << 10, other: 144 << 10 });
+        assert_eq!(split("/nowhere"), Split { mapped: 0, other: 664 << 10 });
+    }
+
+    #[test]
+    fn what_a_store_maps_of_its_log_is_not_counted_as_memory_of_its_own() {
+        const COUNT: u64 = 64;
+        const PAGE_LEN: usize = 64 << 10;
+        // Where nothing else is behind a file than memory, every log can be mapped.
+        let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+        let store = Store::open(dir.path(), Options::default().segment_len(16 << 20)).unwrap();
+        let mut batch = store.batch();
+        batch.create(PAGE_LEN as u64, Place::Host);
+        let page = store.commit(batch).unwrap().pages[0];
+        let watch = Watch::begin(&dir.path().join("log")).unwrap();
+        for value in 0..COUNT {
+            let mut batch = store.batch();
+            batch.write(page, 0, &[value as u8; PAGE_LEN - 1]);
+            store.commit(batch).unwrap();
+        }
+        let logged = COUNT * PAGE_LEN as u64;
+        let split = watch.end().unwrap();
+        assert!((logged / 2..2 * logged).contains(&split.mapped), "{split:?} of {logged} bytes of log");
+    }
+
+    #[test]
+    fn a_watch_has_seen_what_was_given_back_meanwhile() {
+        let _alone = alone();
+        let dir = tempfile::tempdir().unwrap();
+        let watch = Watch::begin(dir.path()).unwrap();
+        let held = std::hint::black_box(vec![1_u8; LEN]);
+        while watch.look.most.lock().unwrap().other < watch.start.other + LEN as u64 / 2 {
+            assert!(!watch.thread.is_finished(), "nobody looks");
+            thread::yield_now();
+        }
+        drop(held);
+        let split = watch.end().unwrap();
+        assert!((split.mapped, split.other >= LEN as u64 / 2) == (0, true), "{split:?}");
+    }
+
     #[test]
     fn the_peak_holds_what_was_given_back_until_it_is_forgotten() {
-        const LEN: usize = 256 << 20;
+        let _alone = alone();
         forget().unwrap();
         let before = peak_bytes().unwrap();
         drop(std::hint::black_box(vec![1_u8; LEN]));

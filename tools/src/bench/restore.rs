@@ -3,13 +3,14 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use remanent::{PageId, Restore as Loading};
+use remanent::{Folder, PageId, Restore as Loading};
 
 use super::figures::{Figure, Findings, Group, Unit};
+use super::peak::{self, Watch};
 use super::room::{self, Room, Stop};
 use super::sizes::Sizes;
 use super::transfer::{self, Cache};
-use super::{Common, Measure, peak};
+use super::{Common, Measure};
 use crate::exit::Failure;
 
 const EXAMPLES: &str = "\
@@ -17,7 +18,9 @@ A store of random pages is closed behind a snapshot, and opened: cold, with them
 and warm, with all of them in it. Opening proves every byte. The ceiling of the cold one is reading the same files past \
 the page cache by 4 threads, that of the warm one reading them through it. The first page is there when it was read, \
 counted from the beginning of the open; the device is there already, and what it took stands in `bench ceilings`. \
-On demand, the store is in use before its pages are loaded, and the page that is read is the last one that would be.
+On demand, the store is in use before its pages are loaded, and the page that is read is the last one that would be. \
+With a GPU, the most host memory that the open takes is told too; what of it is mapped log, and what is not, as it is \
+seen every ten milliseconds.
 
 Examples:
   remanent bench restore /mnt/fast
@@ -67,7 +70,26 @@ struct Temperature {
     on_demand: Figure,
     first_on_demand: Figure,
     /// Only where pages lie elsewhere: else their own bytes are most of it, and what is left is noise.
-    memory: Option<Figure>,
+    memory: Option<Memory>,
+}
+
+/// Host memory that an open takes.
+struct Memory {
+    all: Figure,
+    /// Without what is mapped of the log: that is the page cache's, and goes when somebody needs it.
+    own: Figure,
+    windows: Figure,
+}
+
+impl Memory {
+    fn new(name: &str) -> Self {
+        let above = format!("host memory above the start, {name}, at most");
+        Self {
+            own: Figure::new(format!("{above}, log windows apart"), Unit::Bytes),
+            windows: Figure::new(format!("log windows, {name}, at most"), Unit::Bytes),
+            all: Figure::new(above, Unit::Bytes),
+        }
+    }
 }
 
 impl Temperature {
@@ -84,8 +106,7 @@ impl Temperature {
             first_on_demand: Figure::new(format!("first page on demand, {name}"), Unit::Seconds),
             raw: Figure::new(raw, Unit::BytesPerSecond),
             first: Figure::new(format!("first page, {name}"), Unit::Seconds),
-            memory: is_gpu
-                .then(|| Figure::new(format!("host memory above the start, {name}, at most"), Unit::Bytes)),
+            memory: is_gpu.then(|| Memory::new(name)),
         }
     }
 }
@@ -117,7 +138,9 @@ impl Restore {
         std::fs::remove_dir_all(room.path(&name))?;
         let figures = temperatures.into_iter().flat_map(
             |Temperature { raw, open, first, on_demand, first_on_demand, memory, .. }| {
-                [raw, open, first, on_demand, first_on_demand].into_iter().chain(memory)
+                let memory = memory.map(|Memory { all, own, windows }| [all, own, windows]);
+                let figures = [raw, open, first, on_demand, first_on_demand].into_iter();
+                figures.chain(memory.into_iter().flatten())
             },
         );
         Ok(Group { title, figures: figures.collect() })
@@ -153,6 +176,8 @@ impl Pages<'_> {
 
         peak::forget()?;
         let before = peak::resident_bytes()?;
+        let is_watched = temperature.memory.is_some();
+        let watch = is_watched.then(|| Watch::begin(&self.dir.join(Folder::Log.name()))).transpose()?;
         let started = Instant::now();
         let store = room.open(self.name, room::options())?;
         let opened = started.elapsed();
@@ -164,8 +189,11 @@ impl Pages<'_> {
                 Failure::Damage("the store that was opened has not all of its pages".to_owned()).into()
             );
         }
-        if let Some(memory) = &mut temperature.memory {
-            memory.push(peak::peak_bytes()?.saturating_sub(before) as f64);
+        if let Some((memory, watch)) = temperature.memory.as_mut().zip(watch) {
+            let split = watch.end()?;
+            memory.all.push(peak::peak_bytes()?.saturating_sub(before) as f64);
+            memory.own.push(split.other as f64);
+            memory.windows.push(split.mapped as f64);
         }
         temperature.open.push(bytes as f64 / opened.as_secs_f64());
         temperature.first.push(first.as_secs_f64());
