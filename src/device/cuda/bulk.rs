@@ -164,24 +164,32 @@ impl<T> Drop for Visit<'_, T> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::mpsc;
+    use std::time::Duration;
+
     use super::*;
 
     /// Two patient ones wait while an urgent one has so many turns; in the order of the turns, who had them.
     fn turns_of_one_urgent_and_two_patient(urgent_turns: u32) -> Vec<&'static str> {
-        let turns = Turns::<Vec<&str>>::default();
-        std::thread::scope(|scope| {
-            let mut urgent = turns.come(true);
-            for _ in 0..2 {
-                scope.spawn(|| turns.come(false).take().value.push("patient"));
-            }
-            // One that did not wait has had its turn.
-            let here = |state: &TurnsState<Vec<&str>>| state.patient as usize + state.value.len();
-            while here(&turns.state.lock()) < 2 {
-                std::thread::yield_now();
-            }
-            (0..urgent_turns).for_each(|_| urgent.take().value.push("urgent"));
+        let (sender, order) = mpsc::channel();
+        // Where nobody calls those who wait, they are left behind.
+        std::thread::spawn(move || {
+            let turns = Turns::<Vec<&str>>::default();
+            std::thread::scope(|scope| {
+                let mut urgent = turns.come(true);
+                for _ in 0..2 {
+                    scope.spawn(|| turns.come(false).take().value.push("patient"));
+                }
+                // One that did not wait has had its turn.
+                let here = |state: &TurnsState<Vec<&str>>| state.patient as usize + state.value.len();
+                while here(&turns.state.lock()) < 2 {
+                    std::thread::yield_now();
+                }
+                (0..urgent_turns).for_each(|_| urgent.take().value.push("urgent"));
+            });
+            sender.send(turns.state.into_inner().value)
         });
-        turns.state.into_inner().value
+        order.recv_timeout(Duration::from_secs(60)).expect("nobody waits for good")
     }
 
     #[test]
