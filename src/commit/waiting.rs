@@ -5,11 +5,15 @@
 //! wake a sleeper for each. So who finds it taken leaves the draft here, and the holder logs it with its own:
 //!
 //! 1. Leave the draft.
-//! 2. Wait for the lock.
+//! 2. Wait for the lock, or until the holder is done with the draft, whichever comes first.
 //! 3. Who has the lock logs all that wait, in the order in which they came.
 //!
-//! No draft is forgotten, though its committer may come just after the holder's last look: whoever leaves one gets the
-//! lock himself, with its outcome there or not, and a holder lets nobody else have the lock amid those that it took.
+//! Where there are cores enough, who waits looks for a while before it sleeps: a holder that had to wake each of them
+//! would do little else. With 8 threads on 16 cores that makes 800,000 batches of 256 bytes a second instead of
+//! 400,000 (720,000 with a fourth of the looks, 610,000 with a sixteenth); on 2 cores it loses a tenth or more.
+//!
+//! No draft is forgotten, though its committer may come just after the holder's last look: whoever leaves one goes for
+//! the lock himself, until he sees the outcome, and a holder lets nobody else have the lock amid those that it took.
 
 use std::sync::Arc;
 
@@ -19,17 +23,27 @@ use remanent_format::op::decode_payload;
 use super::Committer;
 use super::draft::{Draft, Outcome};
 use crate::error::{Error, Result};
-use crate::sync::Mutex;
 use crate::sync::atomic::{AtomicUsize, Ordering};
+use crate::sync::{self, Mutex};
 
 /// How often a holder takes what waits before it minds its own business: others hold the lock next.
 const ROUNDS: usize = 4;
+
+/// How often a committer looks whether its draft is logged before it sleeps: for some hundred microseconds, in which a
+/// holder logs a hundred batches.
+const LOOKS: usize = 4096;
+/// It tries for the lock once in so many looks: the lock's word belongs to the holder's cache.
+const LOOKS_A_TRY: usize = 8;
+/// With fewer cores nobody looks: who looks is in the holder's way.
+const CORES_TO_LOOK: usize = 8;
 
 /// The batches that wait.
 pub(crate) struct Waiting {
     /// How many, so that a holder who finds none takes no lock.
     count: AtomicUsize,
     places: Mutex<Vec<Arc<Place>>>,
+    /// While so many wait, the next one sleeps at once: it takes a core to look.
+    lookers: usize,
 }
 
 /// Where a committer leaves a draft and finds what became of it. It is the committer's alone again when the holder is
@@ -47,7 +61,9 @@ enum Content {
 impl Waiting {
     /// None.
     pub fn new() -> Self {
-        Self { count: AtomicUsize::new(0), places: Mutex::default() }
+        let cores = sync::cores();
+        let lookers = if cores < CORES_TO_LOOK { 0 } else { cores / 2 };
+        Self { count: AtomicUsize::new(0), places: Mutex::default(), lookers }
     }
 
     fn leave(&self, draft: Draft) -> Arc<Place> {
@@ -78,11 +94,33 @@ impl Committer {
     /// `Poisoned`: who logged it panicked, and nobody knows how far it came.
     pub(super) fn log_in_turn(&self, draft: Draft) -> Result<Outcome> {
         let place = self.waiting.leave(draft);
-        self.log_waiting(&mut self.submitted.lock());
+        if !self.is_logged_soon(&place) {
+            self.log_waiting(&mut self.submitted.lock());
+        }
         outcome(place).ok_or_else(|| {
             let reason = "a thread panicked that logged the batches of others".to_owned();
             self.poison.set(Error::Device { reason, context_lost: false })
         })
+    }
+
+    /// Looks for a while whether the holder is done with a draft, or gone: then it logs the draft itself.
+    fn is_logged_soon(&self, place: &Arc<Place>) -> bool {
+        if self.waiting.count.load(Ordering::Relaxed) >= self.waiting.lookers {
+            return false;
+        }
+        for look in 1..=LOOKS {
+            if Arc::strong_count(place) == 1 {
+                return true;
+            }
+            if look % LOOKS_A_TRY == 0
+                && let Some(mut table) = self.submitted.try_lock()
+            {
+                self.log_waiting(&mut table);
+                return true;
+            }
+            std::hint::spin_loop();
+        }
+        false
     }
 
     /// Logs what waits, for who holds the submission lock.

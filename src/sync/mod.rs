@@ -13,6 +13,9 @@
 mod scheduled;
 
 #[cfg(not(shuttle))]
+use std::num::NonZero;
+
+#[cfg(not(shuttle))]
 pub use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
 #[cfg(not(shuttle))]
 pub use std::sync::{atomic, mpsc};
@@ -22,4 +25,10 @@ pub use std::thread;
 pub use std::time::Instant;
 
 #[cfg(shuttle)]
-pub use scheduled::{Condvar, Instant, Mutex, MutexGuard, RwLock, atomic, mpsc, sleeps_until, thread};
+pub use scheduled::{Condvar, Instant, Mutex, MutexGuard, RwLock, atomic, cores, mpsc, sleeps_until, thread};
+
+/// How many threads run at a time.
+#[cfg(not(shuttle))]
+pub fn cores() -> usize {
+    thread::available_parallelism().map_or(1, NonZero::get)
+}

@@ -77,6 +77,11 @@ impl Sub for Instant {
     }
 }
 
+/// As many as it takes for what is done only where there are many.
+pub fn cores() -> usize {
+    64
+}
+
 /// Until when a thread waits that nobody has woken yet; `None` if it does not, or not for a time.
 pub fn sleeps_until(task: TaskId) -> Option<Instant> {
     SLEEPERS.with_borrow(|sleepers| sleepers.get(&task.into()).copied())
