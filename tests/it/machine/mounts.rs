@@ -3,9 +3,10 @@
 //! The file behind a loop device lies on a file system that can clone files. A clone is one moment of the device,
 //! taken while it is written to: a power cut, as far as the file system above it can tell.
 
-use std::fs::{File, OpenOptions};
+#[path = "../../../tools/src/torture/loop_mounts.rs"]
+mod loop_mounts;
+
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::OnceLock;
 
 /// A kind of file system.
@@ -44,16 +45,15 @@ pub struct Mount {
 impl Mount {
     /// Mounts; the folder is made if need be.
     pub fn new(what: &Path, path: PathBuf, arguments: &[&str]) -> Result<Self, String> {
-        std::fs::create_dir_all(&path).unwrap();
-        run(Command::new("mount").args(arguments).arg(what).arg(&path))?;
+        loop_mounts::mount(what, &path, arguments)?;
         Ok(Self { path })
     }
 }
 
 impl Drop for Mount {
     fn drop(&mut self) {
-        // Lazily: a worker that a failing test leaves behind must not keep the devices.
-        let unmounted = run(Command::new("umount").arg("--lazy").arg(&self.path));
+        // A worker that a failing test leaves behind does not keep the devices.
+        let unmounted = loop_mounts::unmount(&self.path);
         // A test that fails already says why.
         assert!(std::thread::panicking() || unmounted.is_ok(), "{unmounted:?}");
     }
@@ -102,8 +102,7 @@ impl Medium {
     fn cut_of(&mut self, source: &Path) -> Cut {
         self.clones += 1;
         let image = self.image(&format!("clone-{}", self.clones));
-        let target = OpenOptions::new().write(true).create_new(true).open(&image).unwrap();
-        rustix::fs::ioctl_ficlone(&target, File::open(source).unwrap()).unwrap();
+        loop_mounts::clone(source, &image).unwrap();
         let (.., options) = self.kind.recipe();
         let path = self.folder.path().join(format!("mounted-{}", self.clones));
         Cut { image, path, options }
@@ -134,9 +133,7 @@ impl Drop for Cut {
 /// Makes a file with a file system in it.
 pub fn make(kind: Kind, path: &Path, len: u64) -> Result<PathBuf, String> {
     let (program, options, ..) = kind.recipe();
-    File::create(path).and_then(|file| file.set_len(len)).map_err(|error| format!("{path:?}: {error}"))?;
-    run(Command::new(program).args(options).arg(path))?;
-    Ok(path.to_owned())
+    loop_mounts::make(path, len, program, options)
 }
 
 /// Why this kind of file system cannot be had here, if so: one is made.
@@ -149,14 +146,4 @@ pub fn missing(kind: Kind) -> Option<&'static str> {
         Medium::new(kind, folder.path().join("mounted")).err()
     };
     REASONS[kind as usize].get_or_init(ask).as_deref()
-}
-
-/// Runs a program to its end.
-fn run(command: &mut Command) -> Result<(), String> {
-    let program = command.get_program().to_string_lossy().into_owned();
-    let output = command.output().map_err(|error| format!("{program}: {error}"))?;
-    if output.status.success() {
-        return Ok(());
-    }
-    Err(format!("{program}: {}", String::from_utf8_lossy(&output.stderr).trim_end()))
 }

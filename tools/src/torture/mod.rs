@@ -1,11 +1,13 @@
 //! `remanent torture`: stores on this disk, with pages on this device, are killed, damaged and cut off from power,
 //! and every byte of what is left is checked.
 //!
-//! `kills.rs`, `damage.rs` and `power.rs` are the three tortures; `mounts.rs` is what the last of them needs. What
-//! a store must hold is computed by a simulation, never read from the store.
+//! `kills.rs`, `damage.rs` and `power.rs` are the three tortures; `mounts.rs` is what the last of them needs, and
+//! `loop_mounts.rs` how that is mounted. What a store must hold is computed by a simulation, never read from the
+//! store.
 
 mod kills;
 mod damage;
+mod loop_mounts;
 mod mounts;
 mod power;
 

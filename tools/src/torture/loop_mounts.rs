@@ -1,0 +1,42 @@
+//! Files with file systems in them, mounted on loop devices. The engine's tests use this file, too.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Makes a file with a file system in it. Holes in it take no space: what is used is what is written.
+pub fn make(path: &Path, len: u64, program: &str, options: &[&str]) -> Result<PathBuf, String> {
+    let made = File::create(path).and_then(|file| file.set_len(len));
+    made.map_err(|error| format!("cannot make {}: {error}", path.display()))?;
+    run(Command::new(program).args(options).arg(path))?;
+    Ok(path.to_owned())
+}
+
+/// Mounts; the folder is made if need be.
+pub fn mount(what: &Path, at: &Path, arguments: &[&str]) -> Result<(), String> {
+    std::fs::create_dir_all(at).map_err(|error| format!("cannot make {}: {error}", at.display()))?;
+    run(Command::new("mount").args(arguments).arg(what).arg(at))
+}
+
+/// Unmounts. What is busy still, such as under a process that has just been killed, goes when it is not.
+pub fn unmount(at: &Path) -> Result<(), String> {
+    run(Command::new("umount").arg("--lazy").arg(at))
+}
+
+/// Makes a file of what another one holds at this moment, which may be written to. Both lie on a file system that can
+/// do so.
+pub fn clone(source: &Path, target: &Path) -> io::Result<()> {
+    let target = OpenOptions::new().write(true).create_new(true).open(target)?;
+    Ok(rustix::fs::ioctl_ficlone(&target, File::open(source)?)?)
+}
+
+/// Runs a program to its end.
+fn run(command: &mut Command) -> Result<(), String> {
+    let program = command.get_program().to_string_lossy().into_owned();
+    let output = command.output().map_err(|error| format!("{program}: {error}"))?;
+    if output.status.success() {
+        return Ok(());
+    }
+    Err(format!("{program}: {}", String::from_utf8_lossy(&output.stderr).trim_end()))
+}
