@@ -4,8 +4,10 @@ use std::time::Duration;
 
 use remanent::disk::Disk;
 use remanent::{Ack, FileName, Folder, Lsn, Scrubbed, SnapshotId};
+use remanent_format::image::ImageRef;
+use remanent_format::rebuild::Survey;
 
-use crate::ground::{Ground, options};
+use crate::ground::{Ground, files, options};
 use crate::runner::{at_once, explore};
 
 #[test]
@@ -53,5 +55,72 @@ fn a_scrub_brings_no_snapshot_back_that_is_pruned_meanwhile() {
         });
         assert_eq!(on_disk.collect::<Vec<_>>(), kept);
         ground.close(Lsn(3), Duration::ZERO);
+    });
+}
+
+/// Where recovery would find the first page of a writer if the power failed now, but for the log.
+fn image(ground: &Ground, writer: usize) -> ImageRef {
+    let survey = Survey::read(&files(&ground.disk.after_power_cut())).unwrap();
+    let newest = survey.snapshot(*survey.links.keys().next_back().expect("one was taken")).unwrap();
+    let page = ground.pages(writer)[0];
+    newest
+        .entries
+        .iter()
+        .find(|entry| entry.page == page)
+        .and_then(|entry| entry.image)
+        .expect("it has bytes")
+}
+
+#[test]
+fn no_snapshot_that_is_taken_meanwhile_stands_on_an_image_that_a_scrub_found_damaged() {
+    explore(|time| {
+        let ground = Ground::new(time, options().snapshots_kept(1), 2);
+        ground.store.snapshot().unwrap();
+        // Of a page that never changes: every snapshot names it.
+        let damaged = image(&ground, 1);
+        let file = FileName::Pages(damaged.file);
+        let byte = ground.disk.bytes(file).expect("it was published")[damaged.offset as usize];
+        ground.disk.damage(file, damaged.offset, &[byte ^ 1]);
+        let snapshots = || {
+            for count in 1..=2 {
+                ground.store.submit(ground.batch(0, count)).unwrap().wait(Ack::Durable).unwrap();
+                ground.store.snapshot().unwrap();
+            }
+        };
+        let scrub = || {
+            let Scrubbed { damage, .. } = ground.store.scrub().unwrap();
+            assert!(damage.iter().any(|damage| damage.file == file), "{damage:?}");
+        };
+        at_once(&[&snapshots, &scrub]);
+        assert_ne!(image(&ground, 1), damaged);
+        ground.close(Lsn(3), Duration::ZERO);
+    });
+}
+
+#[test]
+fn a_scrub_takes_nothing_that_is_recycled_meanwhile_for_damaged() {
+    explore(|time| {
+        // A scrub takes longer than the time between two, so that one follows the other; and it waits after each frame.
+        let slow = options().scrub_interval(Duration::from_millis(1)).scrub_bytes_per_second(1000);
+        let ground = Ground::new(time, slow.snapshots_kept(1), 1);
+        // A segment each.
+        let write = |count| {
+            let mut batch = ground.batch(0, count);
+            batch.note("x".repeat(7000));
+            ground.store.submit(batch).unwrap().wait(Ack::Durable).unwrap();
+        };
+        ground.store.snapshot().unwrap();
+        (1..=3).for_each(write);
+        ground.store.wait_for_scrubs(1);
+        for count in 4..=9 {
+            ground.store.snapshot().unwrap();
+            write(count);
+        }
+        ground.store.wait_for_scrubs(ground.store.stats().scrubs.done + 1);
+        let stats = ground.store.stats().scrubs;
+        assert_eq!((stats.failed, stats.damaged), (0, 0), "{:?}", stats.last);
+        let survey = Survey::read(&files(&ground.disk)).unwrap();
+        assert!(survey.log.beginning().is_none(), "the log was recycled");
+        ground.close(Lsn(10), Duration::from_secs(3600));
     });
 }
