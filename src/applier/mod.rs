@@ -14,12 +14,12 @@ mod drain;
 mod leases;
 mod pieces;
 mod requests;
+mod worker;
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use remanent_format::by_id::ById;
-use remanent_format::op::{Op, decode_payload};
 use remanent_format::table::Changes;
 use remanent_format::{LogPoint, Lsn, PageId, PageInfo, PageTable, Place};
 
@@ -27,9 +27,10 @@ pub(crate) use cold::{ColdPage, ColdPages};
 pub(crate) use cut::Cut;
 pub(crate) use drain::Drain;
 pub(crate) use leases::{LeaseId, Leases};
-pub(crate) use pieces::{ListBuilder, PayloadAt, needs_aside, stage_aside};
+pub(crate) use pieces::{ListBuilder, PayloadAt, stage_aside};
 
-use self::requests::{Request, Requests};
+use self::requests::Requests;
+use self::worker::Worker;
 use crate::arena::{Arena, PageMemory};
 use crate::device::{CommandList, Device, Fence, Lane, Pending, SHORT_COPY_LEN_MAX};
 use crate::error::{Error, Result};
@@ -41,8 +42,6 @@ use crate::staging::{StagingBuf, StagingPool};
 
 /// A list is submitted when its payloads reach this many bytes.
 const LIST_BYTES: usize = 256 << 10;
-/// Lists in flight before the applier waits for the oldest.
-const IN_FLIGHT_MAX: usize = 32;
 
 /// A logged batch on its way to the device.
 pub(crate) struct Work {
@@ -154,22 +153,8 @@ impl Applier {
             let shared = applier.clone();
             move || {
                 let _heard_of = Life(shared.clone());
-                let mut worker = Worker {
-                    shared,
-                    device,
-                    arena,
-                    staging,
-                    leases,
-                    wait_logged: Box::new(wait_logged),
-                    applied,
-                    list: ListBuilder::default(),
-                    retiring: Vec::new(),
-                    given_up: Vec::new(),
-                    in_flight: VecDeque::new(),
-                    fence: 0,
-                    lost: None,
-                };
-                worker.run();
+                let wait_logged = Box::new(wait_logged);
+                Worker::new(shared, device, arena, staging, leases, wait_logged, applied).run();
             }
         });
         let thread = thread.map_err(|error| Error::Folder {
@@ -293,247 +278,5 @@ impl Drop for Life {
             self.0.progress(|progress| progress.lost = true);
         }
         self.0.requests.end();
-    }
-}
-
-struct Worker {
-    shared: Arc<Applier>,
-    device: Arc<dyn Device>,
-    arena: Arc<Arena>,
-    staging: Arc<StagingPool>,
-    leases: Arc<Leases>,
-    wait_logged: Box<dyn Fn(Lsn) -> Result<()> + Send>,
-    applied: Applied,
-    list: ListBuilder,
-    /// Memory that the list under construction uses last.
-    retiring: Vec<PageMemory>,
-    /// The same, and callers use it too.
-    given_up: Vec<PageMemory>,
-    in_flight: VecDeque<Pending>,
-    /// The value of the newest list's fence.
-    fence: u64,
-    /// Why memory is not what the table says, if it is not.
-    lost: Option<Error>,
-}
-
-impl Worker {
-    fn run(&mut self) {
-        let mut requests = VecDeque::new();
-        while self.shared.requests.take(&mut requests) {
-            let newest = requests.iter().rev().find_map(|request| match request {
-                Request::Batch(work) => Some(work.point.lsn),
-                Request::Turn(_) => None,
-            });
-            let all_are_logged = newest.is_none_or(|newest| (self.wait_logged)(newest).is_ok());
-            for request in requests.drain(..) {
-                match request {
-                    Request::Batch(work)
-                        if !all_are_logged && (self.wait_logged)(work.point.lsn).is_err() =>
-                    {
-                        self.refuse(work);
-                    }
-                    Request::Batch(work) => {
-                        self.batch(work);
-                        if self.list.payload_bytes() >= LIST_BYTES {
-                            self.flush();
-                        }
-                    }
-                    Request::Turn(turn) => {
-                        self.flush();
-                        turn(&mut Turn {
-                            applied: &mut self.applied,
-                            arena: &self.arena,
-                            device: &*self.device,
-                            lost: &mut self.lost,
-                        });
-                    }
-                }
-            }
-            self.flush();
-        }
-        while let Some(pending) = self.in_flight.pop_front() {
-            self.reclaim(pending);
-        }
-        // Others' lists, reads and gathers, may be under way too; one behind all of them tells when they
-        // are done. Where it does not, they may still run, and memory that they name is left to them.
-        let last = self.device.submit(Lane::Apply, CommandList::default());
-        let last = last.and_then(|pending| pending.finish(&*self.device));
-        match last.and_then(|_| self.leases.wait_ended()) {
-            Ok(()) => self.release_pages(),
-            Err(error) => tracing::warn!(%error, "page memory stays allocated"),
-        }
-    }
-
-    /// Gives up a batch that the log lost: nobody sees it, and what was logged goes on being read.
-    fn refuse(&mut self, work: Work) {
-        self.shared.progress(|progress| progress.lost = true);
-        for staging in work.asides.into_iter().chain([work.payload]) {
-            self.staging.give(staging.into_staging());
-        }
-        for memory in work.memory.into_iter().chain(work.spares.into_iter().map(|(_, spare)| spare)) {
-            discard(&self.arena, memory);
-        }
-    }
-
-    /// Adds a batch to the list and installs what it does to the table.
-    fn batch(&mut self, work: Work) {
-        let Work { point, payload, changes, mut memory, mut spares, mut asides } = work;
-        assert!(point.lsn == self.applied.point.lsn.next()); // I3: in the order of the log, without a hole.
-        let in_list = PayloadAt { index: self.list.payload_index(), offset: 0 };
-        let ops = decode_payload(&payload).expect("decoded before it was logged");
-        for at in &ops {
-            match at.op {
-                Op::Create { page, .. } => {
-                    let new = memory.pop_front().expect("one for each create");
-                    self.list.zero(new.span());
-                    self.applied.memory.insert(page, new);
-                }
-                Op::Resize { page, .. } => {
-                    self.replace(page, memory.pop_front().expect("one for each resize"));
-                }
-                Op::Move { page, place } => {
-                    let here = self.applied.memory.get(page).expect("planned on a page that exists").place();
-                    if here == place {
-                        // Its Lsn changes all the same: a cut keeps the page with the old one.
-                        self.before_change(page, &mut spares);
-                    } else {
-                        self.replace(page, memory.pop_front().expect("one for each move to another place"));
-                    }
-                }
-                Op::Delete { page } => {
-                    if let Some(old) = self.applied.memory.remove(page) {
-                        self.give_up(page, old);
-                    }
-                    if let Some(deleted) = &mut self.applied.deleted {
-                        deleted.insert(page, point.lsn);
-                    }
-                }
-                _ => {
-                    let aside = if needs_aside(&at.op) { asides.pop_front() } else { None };
-                    if let Some(page) = at.op.page() {
-                        self.before_change(page, &mut spares);
-                        let memory = self.applied.memory.get(page).expect("planned on a page that exists");
-                        self.list.data(at, in_list, memory, aside);
-                    }
-                }
-            }
-        }
-        self.list.payload(payload);
-        self.applied.table.install(&changes);
-        self.applied.point = point;
-    }
-
-    /// A page goes to new memory, cut or extended by zeros to its length.
-    fn replace(&mut self, page: PageId, new: PageMemory) {
-        let old = self.applied.memory.remove(page).expect("planned on a page that exists");
-        let kept = new.byte_len().min(old.byte_len());
-        self.list.copy(old.part(0, kept), new.part(0, kept));
-        self.list.zero(new.part(kept, new.byte_len() - kept));
-        self.give_up(page, old);
-        self.applied.memory.insert(page, new);
-    }
-
-    /// A page is about to be changed where it lies: what a cut keeps is copied aside, and a page that callers
-    /// use moves to its spare memory.
-    fn before_change(&mut self, page: PageId, spares: &mut Vec<(PageId, PageMemory)>) {
-        let Applied { table, memory, cut, .. } = &mut self.applied;
-        let Some(current) = memory.get(page) else { return };
-        // What the cut keeps is what the page was before this batch: the table still says so.
-        if let Some((cut, info)) = cut.as_mut().zip(table.get(page)) {
-            cut.before_change(info, current, &self.arena, &mut self.list);
-        }
-        let Some(at) = spares.iter().position(|(spared, _)| *spared == page) else { return };
-        let (_, spare) = spares.swap_remove(at);
-        if self.leases.leave(page, current.span().memory) {
-            self.list.copy(current.span(), spare.span());
-            self.given_up.extend(memory.insert(page, spare));
-        } else {
-            // Another batch has moved it already, or the caller's work is done.
-            discard(&self.arena, spare);
-        }
-    }
-
-    /// Memory is its page's no more. It is a cut's, or callers', or nobody's.
-    fn give_up(&mut self, page: PageId, old: PageMemory) {
-        let Applied { table, cut, .. } = &mut self.applied;
-        let watched = cut.as_mut().zip(table.get(page));
-        if self.leases.leave(page, old.span().memory) {
-            if let Some((cut, info)) = watched {
-                cut.before_change(info, &old, &self.arena, &mut self.list);
-            }
-            self.given_up.push(old);
-        } else {
-            self.retiring.extend(match watched {
-                Some((cut, info)) => cut.before_removal(info, old),
-                None => Some(old),
-            });
-        }
-    }
-
-    /// Submits the list; from here on every later list sees its batches.
-    fn flush(&mut self) {
-        if !self.list.is_empty() {
-            let list = self.list.take();
-            if self.lost.is_none() {
-                match self.device.submit(Lane::Apply, list) {
-                    Ok(pending) => {
-                        for memory in self.retiring.drain(..) {
-                            self.arena.retire(memory, pending.fence());
-                        }
-                        for memory in self.given_up.drain(..) {
-                            self.leases.give_up(memory, pending.fence());
-                        }
-                        self.fence = pending.fence().value;
-                        self.in_flight.push_back(pending);
-                    }
-                    Err(error) => self.lose(error),
-                }
-            }
-        }
-        if self.lost.is_none() {
-            let (applied, fence) = (self.applied.point.lsn, self.fence);
-            self.shared.progress(|progress| (progress.applied, progress.fence) = (applied, fence));
-        }
-        let reached = self.device.reached(Lane::Apply);
-        while self.in_flight.front().is_some_and(|pending| pending.fence().value <= reached)
-            || self.in_flight.len() > IN_FLIGHT_MAX
-        {
-            let pending = self.in_flight.pop_front().expect("looked at just now");
-            self.reclaim(pending);
-        }
-    }
-
-    fn reclaim(&mut self, pending: Pending) {
-        match pending.finish(&*self.device) {
-            Ok(staging) => self.staging.give_all(staging),
-            Err(error) => self.lose(error),
-        }
-    }
-
-    /// A list is lost.
-    fn lose(&mut self, error: Error) {
-        let error = self.shared.poison.set(error);
-        self.lost.get_or_insert(error);
-        self.shared.progress(|progress| progress.lost = true);
-    }
-
-    fn release_pages(&mut self) {
-        let is_free = |(page, memory): &(PageId, PageMemory)| !self.leases.leave(*page, memory.span().memory);
-        // What a lease uses that was never ended is left to it.
-        let pages =
-            std::mem::take(&mut self.applied.memory).into_items().filter(is_free).map(|(_, memory)| memory);
-        for memory in pages.chain(self.retiring.drain(..)) {
-            discard(&self.arena, memory);
-        }
-        if let Err(error) = self.arena.reap_all() {
-            tracing::warn!(%error, "cannot give page memory back");
-        }
-    }
-}
-
-/// Gives back memory that no list names.
-fn discard(arena: &Arena, memory: PageMemory) {
-    if let Err(error) = arena.discard(memory) {
-        tracing::warn!(%error, "cannot give page memory back");
     }
 }
