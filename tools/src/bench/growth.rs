@@ -1,20 +1,14 @@
 //! `remanent bench growth`: what a store costs as its pages become many.
 
 use std::path::Path;
-use std::process::{Command, Stdio};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use remanent::device::host::HostDevice;
-use remanent::disk::dir::DirDisk;
-use remanent::{Metadata, PageId, Store};
+use remanent::{DeviceChoice, Metadata, PageId, Store};
 
 use super::figures::{Figure, Findings, Group, Unit};
 use super::room::{self, Room, Stop, size};
-use super::{Common, Measure, peak};
-use crate::engine::engine_failure;
-use crate::exit::{Ending, Failure, Outcome};
-use crate::output::Output;
+use super::{Common, Measure, opener};
+use crate::exit::Failure;
 use crate::simulate::SplitMix64;
 use crate::size::Size;
 
@@ -53,9 +47,6 @@ pub struct Growth {
     /// Commits of a round
     #[arg(long, value_name = "N", default_value_t = 100_000, value_parser = clap::value_parser!(u64).range(1..))]
     commits: u64,
-    /// Open the store that DIR is, and say how long that took and how much host memory
-    #[arg(long, hide = true)]
-    open: bool,
 }
 
 /// A store, and what was measured on it.
@@ -71,27 +62,6 @@ struct Grown {
 }
 
 impl Growth {
-    /// Where this process is there to open one store, it does that; the other ones measure.
-    pub fn opens(&self) -> bool {
-        self.open
-    }
-
-    /// Opens the store, and prints seconds and bytes.
-    pub fn open_only(&self, out: &mut Output) -> Outcome {
-        let unknown =
-            |error| Failure::Environment(format!("how much memory is in use is not known: {error}"));
-        let before = peak::resident_bytes().map_err(unknown)?;
-        let started = Instant::now();
-        let (disk, device) = (DirDisk::new(&self.common.dir), HostDevice::new());
-        let store =
-            Store::open_on(Arc::new(disk), Arc::new(device), room::options()).map_err(engine_failure)?;
-        let took = started.elapsed().as_secs_f64();
-        let used = peak::resident_bytes().map_err(unknown)?.saturating_sub(before);
-        out.line(format_args!("{took} {used}"))?;
-        store.close().map_err(engine_failure)?;
-        Ok(Ending::Fine)
-    }
-
     fn grow(&self, room: &Room, count: u64) -> Result<Grown, Stop> {
         let name = format!("pages-{count}");
         let store = room.open(&name, room::options())?;
@@ -160,21 +130,11 @@ impl Grown {
     }
 
     fn measure_open(&mut self, path: &Path, page_len: u64) -> Result<(), Stop> {
-        let failed = |what: &str| Failure::Environment(format!("cannot open {}: {what}", path.display()));
-        let program = std::env::current_exe()?;
-        let mut opener = Command::new(program);
-        opener.args(["bench", "growth", "--open"]).arg(path).stdin(Stdio::null());
-        let output = opener.output()?;
-        let said = String::from_utf8_lossy(&output.stdout);
-        let figures = said.trim().split_once(' ');
-        let figures =
-            figures.and_then(|(took, used)| Some((took.parse::<f64>().ok()?, used.parse::<f64>().ok()?)));
-        let Some((took, used)) = figures.filter(|_| output.status.success()) else {
-            return Err(failed(String::from_utf8_lossy(&output.stderr).trim()).into());
-        };
+        // Also where pages live on a GPU, this is about what the store itself takes.
+        let opened = opener::open(path, DeviceChoice::Host, false)?;
         let count = self.pages.len() as f64;
-        self.open.push(took / count);
-        self.memory.push((used / count - page_len as f64).max(0.0));
+        self.open.push(opened.seconds / count);
+        self.memory.push((opened.resident as f64 / count - page_len as f64).max(0.0));
         Ok(())
     }
 }

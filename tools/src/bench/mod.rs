@@ -13,6 +13,7 @@ mod transfer;
 mod chart;
 mod report;
 mod peak;
+mod opener;
 mod ceilings;
 mod commit;
 mod sizes;
@@ -64,6 +65,8 @@ enum What {
     Growth(growth::Growth),
     Follow(follow::Follow),
     Ceilings(ceilings::Ceilings),
+    #[command(hide = true)]
+    Open(opener::Opener),
 }
 
 /// What all benchmarks are told.
@@ -108,10 +111,10 @@ impl Bench {
             What::Restore(what) => run(what, out),
             What::Replay(what) => run(what, out),
             What::Create(what) => run(what, out),
-            What::Growth(what) if what.opens() => what.open_only(out),
             What::Growth(what) => run(what, out),
             What::Follow(what) => run(what, out),
             What::Ceilings(what) => run(what, out),
+            What::Open(what) => what.run(out),
         }
     }
 }

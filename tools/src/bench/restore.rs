@@ -1,16 +1,15 @@
 //! `remanent bench restore`: opening a store, beside reading its files.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use remanent::{Folder, PageId, Restore as Loading};
+use remanent::{DeviceChoice, PageId, Restore as Loading};
 
 use super::figures::{Figure, Findings, Group, Unit};
-use super::peak::{self, Watch};
 use super::room::{self, Room, Stop};
 use super::sizes::Sizes;
 use super::transfer::{self, Cache};
-use super::{Common, Measure};
+use super::{Common, Measure, opener};
 use crate::exit::Failure;
 
 const EXAMPLES: &str = "\
@@ -19,8 +18,8 @@ and warm, with all of them in it. Opening proves every byte. The ceiling of the 
 the page cache by 4 threads, that of the warm one reading them through it. The first page is there when it was read, \
 counted from the beginning of the open; the device is there already, and what it took stands in `bench ceilings`. \
 On demand, the store is in use before its pages are loaded, and the page that is read is the last one that would be. \
-With a GPU, the most host memory that the open takes is told too; what of it is mapped log, and what is not, as it is \
-seen every ten milliseconds.
+With a GPU, a process of its own opens the store once more, and the most host memory that it takes beyond what the \
+driver took before is told; what of it is mapped log, and what is not, as it is seen every ten milliseconds.
 
 Examples:
   remanent bench restore /mnt/fast
@@ -69,31 +68,38 @@ struct Temperature {
     first: Figure,
     on_demand: Figure,
     first_on_demand: Figure,
-    /// Only where pages lie elsewhere: else their own bytes are most of it, and what is left is noise.
-    memory: Option<Memory>,
 }
 
-/// Host memory that an open takes.
+/// Host memory that an open takes, most of it in the page cache.
 struct Memory {
     all: Figure,
-    /// Without what is mapped of the log: that is the page cache's, and goes when somebody needs it.
     own: Figure,
     windows: Figure,
 }
 
 impl Memory {
-    fn new(name: &str) -> Self {
-        let above = format!("host memory above the start, {name}, at most");
+    fn new() -> Self {
+        let above = "host memory above the device's, at most";
         Self {
-            own: Figure::new(format!("{above}, log windows apart"), Unit::Bytes),
-            windows: Figure::new(format!("log windows, {name}, at most"), Unit::Bytes),
             all: Figure::new(above, Unit::Bytes),
+            own: Figure::new(format!("{above}, log windows apart"), Unit::Bytes),
+            windows: Figure::new("log windows, at most", Unit::Bytes),
         }
+    }
+
+    fn measure(&mut self, dir: &Path, device: DeviceChoice) -> Result<(), Stop> {
+        let most = opener::open(dir, device, true)?.most.expect("it was watched");
+        for (figure, bytes) in
+            [(&mut self.all, most.all), (&mut self.own, most.own), (&mut self.windows, most.windows)]
+        {
+            figure.push(bytes as f64);
+        }
+        Ok(())
     }
 }
 
 impl Temperature {
-    fn new(cache: Cache, is_gpu: bool) -> Self {
+    fn new(cache: Cache) -> Self {
         let (name, way) = match cache {
             Cache::Past => ("cold", "past"),
             Cache::Through => ("warm", "through"),
@@ -106,7 +112,6 @@ impl Temperature {
             first_on_demand: Figure::new(format!("first page on demand, {name}"), Unit::Seconds),
             raw: Figure::new(raw, Unit::BytesPerSecond),
             first: Figure::new(format!("first page, {name}"), Unit::Seconds),
-            memory: is_gpu.then(|| Memory::new(name)),
         }
     }
 }
@@ -127,22 +132,26 @@ impl Restore {
             last: pages[pages.len() - 1],
             page_len,
         };
-        let mut temperatures =
-            [Cache::Past, Cache::Through].map(|cache| Temperature::new(cache, room.is_gpu()));
+        let mut temperatures = [Cache::Past, Cache::Through].map(Temperature::new);
+        // Only where pages lie elsewhere: else their own bytes are most of it, and what is left is noise.
+        let mut memory = room.is_gpu().then(Memory::new);
         for _ in 0..self.common.rounds {
             for temperature in &mut temperatures {
                 room.step(&title)?;
                 of_pages.open(room, temperature)?;
             }
+            if let Some(memory) = &mut memory {
+                memory.measure(&of_pages.dir, self.common.device)?;
+            }
         }
         std::fs::remove_dir_all(room.path(&name))?;
         let figures = temperatures.into_iter().flat_map(
-            |Temperature { raw, open, first, on_demand, first_on_demand, memory, .. }| {
-                let memory = memory.map(|Memory { all, own, windows }| [all, own, windows]);
-                let figures = [raw, open, first, on_demand, first_on_demand].into_iter();
-                figures.chain(memory.into_iter().flatten())
+            |Temperature { raw, open, first, on_demand, first_on_demand, .. }| {
+                [raw, open, first, on_demand, first_on_demand]
             },
         );
+        let figures = figures
+            .chain(memory.map(|Memory { all, own, windows }| [all, own, windows]).into_iter().flatten());
         Ok(Group { title, figures: figures.collect() })
     }
 }
@@ -174,10 +183,6 @@ impl Pages<'_> {
             transfer::forget(&files)?;
         }
 
-        peak::forget()?;
-        let before = peak::resident_bytes()?;
-        let is_watched = temperature.memory.is_some();
-        let watch = is_watched.then(|| Watch::begin(&self.dir.join(Folder::Log.name()))).transpose()?;
         let started = Instant::now();
         let store = room.open(self.name, room::options())?;
         let opened = started.elapsed();
@@ -188,12 +193,6 @@ impl Pages<'_> {
             return Err(
                 Failure::Damage("the store that was opened has not all of its pages".to_owned()).into()
             );
-        }
-        if let Some((memory, watch)) = temperature.memory.as_mut().zip(watch) {
-            let split = watch.end()?;
-            memory.all.push(peak::peak_bytes()?.saturating_sub(before) as f64);
-            memory.own.push(split.other as f64);
-            memory.windows.push(split.mapped as f64);
         }
         temperature.open.push(bytes as f64 / opened.as_secs_f64());
         temperature.first.push(first.as_secs_f64());

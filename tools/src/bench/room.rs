@@ -151,7 +151,7 @@ pub fn options() -> Options {
 }
 
 /// The device, and the place of its pages.
-fn open_device(choice: DeviceChoice) -> Result<(Arc<dyn Device>, Place), Failure> {
+pub fn open_device(choice: DeviceChoice) -> Result<(Arc<dyn Device>, Place), Failure> {
     let gpu =
         |ordinal| CudaDevice::open(ordinal).map(|gpu| (Arc::new(gpu) as Arc<dyn Device>, Place::Device(0)));
     let host = || (Arc::new(HostDevice::new()) as Arc<dyn Device>, Place::Host);

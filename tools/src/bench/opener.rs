@@ -1,0 +1,85 @@
+//! A process of its own that opens one store, and says what that took. In a process that has done other things before,
+//! memory that these left behind is used once more, and the open seems to take none.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::time::Instant;
+
+use remanent::disk::dir::DirDisk;
+use remanent::{DeviceChoice, Folder, Store};
+use serde::{Deserialize, Serialize};
+
+use super::peak::{self, Watch};
+use super::room::{self, Stop};
+use crate::engine::engine_failure;
+use crate::exit::{Ending, Failure, Outcome};
+use crate::output::Output;
+
+/// Open the store that DIR is, and say what that took
+#[derive(clap::Args)]
+pub struct Opener {
+    dir: PathBuf,
+    #[arg(long)]
+    device: DeviceChoice,
+    /// Watch how much memory there is at most: a look takes time from the open
+    #[arg(long)]
+    watched: bool,
+}
+
+/// What an open took, beyond what the device had taken before.
+#[derive(Serialize, Deserialize)]
+pub struct Opened {
+    pub seconds: f64,
+    /// Bytes of host memory behind it.
+    pub resident: u64,
+    pub most: Option<Most>,
+}
+
+/// The most host memory that there was meanwhile, in bytes.
+#[derive(Serialize, Deserialize)]
+pub struct Most {
+    pub all: u64,
+    /// Without what is mapped of the log: that is the page cache's, and goes when somebody needs it.
+    pub own: u64,
+    pub windows: u64,
+}
+
+impl Opener {
+    /// Opens the store, and prints [`Opened`].
+    pub fn run(&self, out: &mut Output) -> Outcome {
+        let unknown =
+            |error| Failure::Environment(format!("how much memory is in use is not known: {error}"));
+        let (device, _) = room::open_device(self.device)?;
+        peak::forget().map_err(unknown)?;
+        let before = peak::resident_bytes().map_err(unknown)?;
+        let log = self.dir.join(Folder::Log.name());
+        let watch = self.watched.then(|| Watch::begin(&log)).transpose().map_err(unknown)?;
+        let started = Instant::now();
+        let disk = Arc::new(DirDisk::new(&self.dir));
+        let store = Store::open_on(disk, device, room::options()).map_err(engine_failure)?;
+        let seconds = started.elapsed().as_secs_f64();
+        let above = |bytes: u64| bytes.saturating_sub(before);
+        let most = |watch: Watch| {
+            let split = watch.end()?;
+            Ok(Most { all: above(peak::peak_bytes()?), own: split.other, windows: split.mapped })
+        };
+        let most = watch.map(most).transpose().map_err(unknown)?;
+        let opened = Opened { seconds, resident: above(peak::resident_bytes().map_err(unknown)?), most };
+        out.line(format_args!("{}", serde_json::json!(opened)))?;
+        store.close().map_err(engine_failure)?;
+        Ok(Ending::Fine)
+    }
+}
+
+/// Has a process open the store in `dir`.
+pub fn open(dir: &Path, device: DeviceChoice, watched: bool) -> Result<Opened, Stop> {
+    let mut opener = Command::new(std::env::current_exe()?);
+    opener.args(["bench", "open", "--device", &device.to_string()]).args(watched.then_some("--watched"));
+    let output = opener.arg(dir).stdin(Stdio::null()).output()?;
+    let opened = serde_json::from_slice(&output.stdout).ok().filter(|_| output.status.success());
+    opened.ok_or_else(|| {
+        let why = String::from_utf8_lossy(&output.stderr);
+        Failure::Environment(format!("cannot open {}: {}", dir.display(), why.trim())).into()
+    })
+}
