@@ -5,6 +5,7 @@
 
 pub(crate) mod segments;
 mod state;
+mod waiters;
 pub(crate) mod writer;
 mod keeper;
 mod watch;

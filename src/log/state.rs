@@ -11,6 +11,7 @@ use remanent_format::segment::SEGMENT_HEADER_BLOCK;
 use remanent_format::{FileName, LogPoint, Lsn};
 
 use super::segments::SegmentFile;
+use super::waiters::Waiters;
 use super::watch::Watch;
 use crate::disk::Window;
 use crate::error::Result;
@@ -63,6 +64,7 @@ pub(super) struct State {
     pub sync_target: Lsn,
     /// Syncs begun.
     pub syncs_begun: usize,
+    pub waiters: Waiters,
     /// Whether the keeper sleeps until it is woken. Else it looks again by itself before the next frame is due.
     pub keeper_asleep: bool,
     /// Whether the last frame is a seal that says all there is to say.

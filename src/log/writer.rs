@@ -24,6 +24,7 @@ use remanent_format::{FileName, LogPoint, Lsn, StoreId};
 
 use super::segments::{SegmentFile, SegmentPool, SpacePurpose};
 use super::state::{AHEAD, Dirty, LogStats, Room, State, live};
+use super::waiters::Waiters;
 use super::watch::Watch;
 use crate::error::{Error, Result};
 use crate::options::LogIo;
@@ -31,7 +32,7 @@ use crate::phases::{self, Phase};
 use crate::poison::Poison;
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::thread::{self, JoinHandle};
-use crate::sync::{Condvar, Instant, Mutex};
+use crate::sync::{Condvar, Instant, Mutex, MutexGuard};
 
 /// The keeper syncs at once when so many bytes are not synced yet.
 pub(super) const SYNC_AFTER_BYTES: u64 = 8 << 20;
@@ -113,6 +114,7 @@ impl Log {
                 syncing: false,
                 sync_target: start.point.lsn,
                 syncs_begun: 0,
+                waiters: Waiters::new(Instant::now()),
                 keeper_asleep: false,
                 sealed: true,
                 seal_now: false,
@@ -173,7 +175,7 @@ impl Log {
                 }
                 Room::AfterSync(lsn) => {
                     drop(state);
-                    self.wait_durable(lsn)?;
+                    self.sync_up_to(lsn)?;
                 }
             }
         };
@@ -204,26 +206,81 @@ impl Log {
         }
     }
 
-    /// Waits until batch `lsn`, which was appended, survives a power cut. Who finds nobody syncing syncs, for all
-    /// who have appended: handed to another thread, a sync would cost two changes of threads more.
-    pub fn wait_durable(&self, lsn: Lsn) -> Result<()> {
+    /// The same, for the applier, which comes to every batch, but needs none of them as soon as those who commit:
+    /// where one of them will sync, it leaves that to them, and is woken after them.
+    pub fn wait_logged_last(&self, lsn: Lsn) -> Result<()> {
+        if self.io != LogIo::Direct {
+            return Ok(());
+        }
         let mut state = self.state.lock();
         while state.durable < lsn {
             self.check()?;
-            state = match Syncing::begin(self, &mut state) {
-                Some(syncing) => {
-                    drop(state);
-                    syncing.sync()?;
-                    self.state.lock()
-                }
-                None => {
-                    let round = state.syncs_begun + usize::from(lsn > state.sync_target);
-                    self.synced[round % 2].wait(&mut state);
-                    state
-                }
-            };
+            if state.syncing || state.waiters.has_next() {
+                self.progress.wait(&mut state);
+            } else if let Some(until) = state.waiters.more_until(Instant::now()) {
+                self.progress.wait_until(&mut state, until);
+            } else {
+                state = self.sync_all(state)?;
+            }
         }
         Ok(())
+    }
+
+    /// Waits until batch `lsn`, which was appended, survives a power cut. Who finds nobody syncing syncs, for all
+    /// who have appended: handed to another thread, a sync would cost two changes of threads more. Where others are
+    /// expected ([`super::waiters`]), the last one to come does.
+    pub fn wait_durable(&self, lsn: Lsn) -> Result<()> {
+        let mut state = self.state.lock();
+        if state.durable >= lsn {
+            return Ok(());
+        }
+        if state.syncing && lsn <= state.sync_target {
+            state.waiters.come_late();
+        } else {
+            let is_syncing = state.syncing;
+            state.waiters.come(is_syncing);
+        }
+        while state.durable < lsn {
+            self.check()?;
+            let round = state.syncs_begun + usize::from(lsn > state.sync_target);
+            let synced = &self.synced[round % 2];
+            if state.syncing {
+                synced.wait(&mut state);
+                continue;
+            }
+            match state.waiters.more_until(Instant::now()) {
+                None => state = self.sync_all(state)?,
+                Some(_) if state.waiters.is_watched => synced.wait(&mut state),
+                Some(until) => {
+                    state.waiters.is_watched = true;
+                    synced.wait_until(&mut state, until);
+                    state.waiters.is_watched = false;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// As [`wait_durable`](Self::wait_durable), for who holds the submission lock: without it nobody comes.
+    fn sync_up_to(&self, lsn: Lsn) -> Result<()> {
+        let mut state = self.state.lock();
+        while state.durable < lsn {
+            self.check()?;
+            if state.syncing {
+                self.progress.wait(&mut state);
+            } else {
+                state = self.sync_all(state)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes durable what was logged so far, if nobody else does.
+    fn sync_all<'a>(&'a self, mut state: MutexGuard<'a, State>) -> Result<MutexGuard<'a, State>> {
+        let Some(syncing) = Syncing::begin(self, &mut state) else { return Ok(state) };
+        drop(state);
+        syncing.sync()?;
+        Ok(self.state.lock())
     }
 
     /// Records these snapshots as verified in a seal, and waits until that is durable.
@@ -425,6 +482,7 @@ impl<'a> Syncing<'a> {
         state.dirty_since = None;
         state.sync_target = state.point.lsn;
         state.syncs_begun += 1;
+        state.waiters.begin(Instant::now());
         let dirty = std::mem::take(&mut state.dirty);
         Some(Self { log, dirty, target: state.point.lsn, seals: state.stats.seals })
     }
@@ -468,9 +526,14 @@ impl Drop for Syncing<'_> {
             self.log.work.notify_one();
         }
         let round = state.syncs_begun;
+        let served = state.waiters.end(Instant::now());
         drop(state);
         self.log.synced[(round + 1) % 2].notify_one();
-        self.log.synced[round % 2].notify_all();
+        let synced = &self.log.synced[round % 2];
+        // Called all at once, each would be woken by the one before it, when that lets go of the lock.
+        (0..served).for_each(|_| _ = synced.notify_one());
+        // Nobody is left, but for one who waits for the sync after the next and was called instead of another.
+        synced.notify_all();
         self.log.progress.notify_all();
     }
 }

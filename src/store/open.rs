@@ -75,7 +75,7 @@ impl Store {
             leases.clone(),
             {
                 let log = log.clone();
-                move |lsn| log.wait_logged(lsn)
+                move |lsn| log.wait_logged_last(lsn)
             },
             applied,
         );
