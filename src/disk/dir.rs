@@ -21,7 +21,7 @@ use super::direct::{self, DirectWindow};
 use super::mapped::MappedWindow;
 use super::past_cache::{read_direct, reopen, reopen_direct};
 use super::refusals::{direct_refused, mapping_refused};
-use super::{Disk, DiskFile, DiskLock, Hold, Watch, Window, lock, readers, watch};
+use super::{Disk, DiskFile, DiskLock, Hold, Watch, Window, lock, readers, watch, zeros_by_pieces};
 use crate::error::{Error, Result};
 use crate::options::LogIo;
 use crate::sync::Mutex;
@@ -289,6 +289,15 @@ impl DiskFile for DirFile {
         self.file.write_all_at(bytes, offset).map_err(self.failed("write", offset))
     }
 
+    fn write_zeros(&self, offset: u64, end: u64, io: LogIo) -> Result<()> {
+        let direct = match io {
+            LogIo::Direct => offset.next_multiple_of(GROUP_ALIGN).min(end),
+            LogIo::Mapped | LogIo::Buffered => end,
+        };
+        zeros_by_pieces(offset, direct, |at, zeros| self.write_at(at, zeros))?;
+        direct::write_zeros(&self.file, direct, end).map_err(self.failed("write", direct))
+    }
+
     fn read_at(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         self.file.read_exact_at(out, offset).map_err(self.failed("read", offset))
     }
@@ -421,6 +430,30 @@ mod tests {
         assert!(reason.contains("0x9fa0"), "{reason}");
         let missing = DirDisk::new("/proc/no such folder").refuses(LogIo::Mapped);
         assert!(matches!(missing, Err(Error::Folder { .. })));
+    }
+
+    #[test]
+    fn zeros_are_where_the_window_looks_for_them() {
+        let directory = tempfile::tempdir().unwrap();
+        let disk = DirDisk::new(directory.path());
+        let len = 3 << 20;
+        for (number, io) in [(1, LogIo::Direct), (2, LogIo::Buffered), (3, LogIo::Mapped)] {
+            let name = FileName::Temporary(Folder::Root, number);
+            let file = disk.create(name).unwrap();
+            file.write_at(0, &[7; 5000]).unwrap();
+            file.write_zeros(5000, len, io).unwrap();
+            file.sync().unwrap();
+            let path = disk.file_path(name);
+            let cached = read_cached(&File::open(&path).unwrap(), 8192, &mut [0; 4096]);
+            if io == LogIo::Direct && disk.refuses(io).unwrap().is_some() {
+                eprintln!("SKIPPED: no direct writes in {}", path.display());
+            } else {
+                assert_eq!(cached > 0, io != LogIo::Direct, "{io}");
+            }
+            let found = std::fs::read(path).unwrap();
+            assert_eq!(found.len() as u64, len, "{io}");
+            assert!(found[..5000] == [7; 5000] && found[5000..].iter().all(|byte| *byte == 0), "{io}");
+        }
     }
 
     /// Past the cache the same bytes come, whatever the alignment of offset, length and end of file.

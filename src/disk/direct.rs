@@ -20,13 +20,17 @@ use remanent_format::FileName;
 use remanent_format::limits::GROUP_ALIGN;
 use rustix::fs::OFlags;
 
-use super::{AlignedBuf, Window};
+use super::past_cache::reopen;
+use super::{AlignedBuf, Window, zeros_by_pieces};
 use crate::error::{Error, Result};
 use crate::sync::Mutex;
 
 /// How a file is opened for a window: what is written is on the medium when the write returns.
 pub(super) const FLAGS: OFlags =
     OFlags::RDWR.union(OFlags::DIRECT).union(OFlags::DSYNC).union(OFlags::CLOEXEC);
+
+/// How a file is opened to be written past the page cache before it has a window.
+const FILL_FLAGS: OFlags = OFlags::WRONLY.union(OFlags::DIRECT).union(OFlags::CLOEXEC);
 
 /// What memory has at least that has any.
 const MEMORY_LEN_MIN: usize = 128 << 10;
@@ -156,6 +160,18 @@ impl Unsynced {
         }
         Ok(())
     }
+}
+
+/// Writes zeros to whole blocks of a file. In the page cache they would cost the processor six times as much, and each
+/// direct write over them an eighth more: it has to find them there and drop them.
+pub(super) fn write_zeros(file: &File, offset: u64, end: u64) -> io::Result<()> {
+    if offset == end {
+        return Ok(());
+    }
+    let file = reopen(file, FILL_FLAGS)?;
+    zeros_by_pieces(offset, end, |at, zeros| {
+        write_all(zeros, at, |rest, at| rustix::io::pwrite(&file, rest, at))
+    })
 }
 
 /// Writes whole blocks by a `write` that may stop short, or be interrupted: it goes on where it stopped; inside a

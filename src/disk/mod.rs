@@ -145,6 +145,15 @@ pub trait DiskFile: Send + Sync {
     /// What the system says.
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()>;
 
+    /// Writes zeros from `offset` to `end`, so that a window of this kind finds them as it is best for it.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn write_zeros(&self, offset: u64, end: u64, io: LogIo) -> Result<()> {
+        let _ = io;
+        zeros_by_pieces(offset, end, |at, zeros| self.write_at(at, zeros))
+    }
+
     /// Fills `out` from `offset`.
     ///
     /// # Errors
@@ -187,6 +196,21 @@ pub trait DiskFile: Send + Sync {
     /// # Errors
     /// What the system says.
     fn window(&self, io: LogIo) -> Result<Box<dyn Window>>;
+}
+
+/// How many zeros are written at once.
+const ZEROS_LEN_MAX: u64 = 1 << 20;
+
+/// Has zeros written from `offset` to `end`, piece by piece. They are aligned.
+fn zeros_by_pieces<E>(
+    offset: u64,
+    end: u64,
+    mut write: impl FnMut(u64, &[u8]) -> std::result::Result<(), E>,
+) -> std::result::Result<(), E> {
+    let zeros = AlignedBuf::new(ZEROS_LEN_MAX.min(end.saturating_sub(offset)) as usize);
+    (offset..end)
+        .step_by(ZEROS_LEN_MAX as usize)
+        .try_for_each(|at| write(at, &zeros[..(end - at).min(ZEROS_LEN_MAX) as usize]))
 }
 
 /// A window onto a file that is written in place: the log's way to the disk. One thread puts at a time;

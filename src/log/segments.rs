@@ -11,11 +11,10 @@ use remanent_format::{FileName, Folder, StoreId};
 
 use crate::disk::{Disk, DiskFile};
 use crate::error::{Error, Result};
+use crate::options::LogIo;
 use crate::phases::{self, Phase};
 use crate::sync::Mutex;
 
-/// How much is zeroed in one write.
-const ZERO_CHUNK: usize = 1 << 20;
 /// Bytes of spares that are kept beyond the reserve at most.
 const SURPLUS_BYTES_MAX: u64 = 512 << 20;
 
@@ -41,6 +40,8 @@ pub(crate) struct SegmentPool {
     store: StoreId,
     segment_len: u64,
     reserve: usize,
+    /// How they will be written.
+    io: LogIo,
     /// Numbers of the spare files, all of `segment_len`. Held while files are made, so that two makers
     /// never take the same spare.
     spares: Mutex<Vec<u64>>,
@@ -48,7 +49,13 @@ pub(crate) struct SegmentPool {
 
 impl SegmentPool {
     /// A pool that keeps `reserve` spares back. Spares of an earlier run with another length are removed.
-    pub fn new(disk: Arc<dyn Disk>, store: StoreId, segment_len: u64, reserve: usize) -> Result<Self> {
+    pub fn new(
+        disk: Arc<dyn Disk>,
+        store: StoreId,
+        segment_len: u64,
+        reserve: usize,
+        io: LogIo,
+    ) -> Result<Self> {
         let mut spares = Vec::new();
         for name in disk.list(Folder::Log)? {
             if let Some(FileName::Spare(number)) = FileName::parse(Folder::Log, &name) {
@@ -59,7 +66,7 @@ impl SegmentPool {
                 }
             }
         }
-        Ok(Self { disk, store, segment_len, reserve, spares: Mutex::new(spares) })
+        Ok(Self { disk, store, segment_len, reserve, io, spares: Mutex::new(spares) })
     }
 
     /// The usual length of a segment.
@@ -118,13 +125,8 @@ impl SegmentPool {
             file.write_at(0, &header_block(header))?;
             file.write_at(SEGMENT_HEADER_BLOCK, frames)?;
             // Every byte is written before the file is mapped: a hole would turn a full disk into SIGBUS.
-            let mut at = SEGMENT_HEADER_BLOCK + frames.len() as u64;
-            let zeros = vec![0; ZERO_CHUNK.min((header.segment_len - at) as usize)];
-            while at < header.segment_len {
-                let len = zeros.len().min((header.segment_len - at) as usize);
-                file.write_at(at, &zeros[..len])?;
-                at += len as u64;
-            }
+            let end = SEGMENT_HEADER_BLOCK + frames.len() as u64;
+            file.write_zeros(end, header.segment_len, self.io)?;
             file.sync()?;
             Ok(file)
         };

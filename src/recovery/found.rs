@@ -29,7 +29,7 @@ use crate::error::{Error, Result};
 use crate::images::ImageWriter;
 use crate::keeping::{entry, unix_ms};
 use crate::log::SegmentPool;
-use crate::options::{Compression, Create};
+use crate::options::{Compression, Create, LogIo};
 use crate::publish::{check_published, publish};
 use crate::runs::{prove, wanted};
 use crate::source::DiskSource;
@@ -115,7 +115,7 @@ pub(super) fn found<E: From<Error>>(
     let end =
         LogEnd { accepted: point, proven: point, torn: None, verified: Vec::new(), harmless: Vec::new() };
     let before = Predecessor { segment: point.segment + 1, end: Some(end), tail: Vec::new() };
-    let pool = Arc::new(SegmentPool::new(target.clone(), store.store, SEGMENT_LEN_MIN, 0)?);
+    let pool = Arc::new(SegmentPool::new(target.clone(), store.store, SEGMENT_LEN_MIN, 0, LogIo::Buffered)?);
     let (log, _) = begin(&pool, store.store, &before, Vec::new())?;
     // 4.
     let table = &origin.table;

@@ -92,7 +92,7 @@ use crate::error::{Error, Result};
 use crate::image_files::ImageFiles;
 use crate::keeping::{Keeping, Kept, KeptTable, KnownImages, Sums, unix_ms};
 use crate::log::{LogStart, SegmentPool};
-use crate::options::{Create, Options};
+use crate::options::{Create, LogIo, Options};
 use crate::phases::{self, Phase};
 use crate::publish::{check_published, publish};
 use crate::source::DiskSource;
@@ -148,6 +148,8 @@ pub(crate) struct Recovery<'a> {
     pub arena: &'a Arena,
     pub staging: &'a StagingPool,
     pub options: &'a Options,
+    /// How the log will be written.
+    pub log_io: LogIo,
 }
 
 /// Refuses a directory that must not become, or is not, a store. Touches nothing: this comes before the
@@ -489,7 +491,7 @@ impl Recovery<'_> {
 
     fn pool(&self, store: StoreId) -> Result<Arc<SegmentPool>> {
         let (len, reserve) = (self.options.segment_len, self.options.reserve_segments());
-        Ok(Arc::new(SegmentPool::new(self.disk.clone(), store, len, reserve)?))
+        Ok(Arc::new(SegmentPool::new(self.disk.clone(), store, len, reserve, self.log_io)?))
     }
 
     fn report(&self, position: Position, created: bool) -> Recovered {

@@ -58,6 +58,7 @@ impl Store {
             arena: &arena,
             staging: &staging,
             options: &options,
+            log_io,
         };
         let Opened { store, mut applied, log, pool, keeping, mut recovered } = recovery.open()?;
         recovered.log_io = log_io_reason;
