@@ -9,6 +9,8 @@ use std::collections::BTreeMap;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
+use remanent_format::op::PayloadBytes;
+
 use crate::device::{Device, Staging};
 use crate::error::Result;
 use crate::sync::Mutex;
@@ -41,6 +43,17 @@ pub struct StagingBuf {
     len: usize,
 }
 
+/// Bytes that grow at their end, in staging as long as they fit into it: what they become is copied once. What turns
+/// out to be longer goes on elsewhere.
+#[derive(Debug)]
+pub struct GrowingStaging(Growing);
+
+#[derive(Debug)]
+enum Growing {
+    Staged { staging: Staging, len: usize },
+    Elsewhere(Vec<u8>),
+}
+
 impl StagingPool {
     /// An empty pool that keeps at most `idle_bytes_max` bytes.
     #[must_use]
@@ -61,6 +74,33 @@ impl StagingPool {
             None => self.device.staging(class.unwrap_or(len))?,
         };
         Ok(StagingBuf { staging, len })
+    }
+
+    /// Staging for about `len` bytes that are to come. So much that the pool would not keep it is not made before it
+    /// is known to be needed.
+    ///
+    /// # Errors
+    /// As for [`take`](Self::take).
+    pub fn take_growing(&self, len: usize) -> Result<GrowingStaging> {
+        Ok(GrowingStaging(match class_of(len) {
+            Some(_) => Growing::Staged { staging: self.take(len)?.into_staging(), len: 0 },
+            None => Growing::Elsewhere(Vec::new()),
+        }))
+    }
+
+    /// Staging that has grown as far as it will.
+    ///
+    /// # Errors
+    /// As for [`take`](Self::take).
+    pub fn grown(&self, growing: GrowingStaging) -> Result<StagingBuf> {
+        match growing.0 {
+            Growing::Staged { staging, len } => Ok(StagingBuf { staging, len }),
+            Growing::Elsewhere(bytes) => {
+                let mut staged = self.take(bytes.len())?;
+                staged.copy_from_slice(&bytes);
+                Ok(staged)
+            }
+        }
     }
 
     /// The first `len` bytes of a staging; another one if it is shorter.
@@ -139,6 +179,56 @@ impl Idle {
     fn pop_fullest(&mut self) -> Option<Staging> {
         let (class, _) = self.classes.iter().max_by_key(|(class, kept)| *class * kept.len())?;
         self.pop(*class)
+    }
+}
+
+impl GrowingStaging {
+    /// Sees to it that so many bytes more fit.
+    fn make_room(&mut self, count: usize) -> &mut Growing {
+        if let Growing::Staged { staging, len } = &self.0
+            && count > staging.len() - len
+        {
+            self.0 = Growing::Elsewhere(staging[..*len].to_vec());
+        }
+        &mut self.0
+    }
+}
+
+impl PayloadBytes for GrowingStaging {
+    fn byte_len(&self) -> usize {
+        match &self.0 {
+            Growing::Staged { len, .. } => *len,
+            Growing::Elsewhere(bytes) => bytes.len(),
+        }
+    }
+
+    fn append(&mut self, bytes: &[u8]) {
+        match self.make_room(bytes.len()) {
+            Growing::Staged { staging, len } => {
+                staging[*len..][..bytes.len()].copy_from_slice(bytes);
+                *len += bytes.len();
+            }
+            Growing::Elsewhere(grown) => grown.extend_from_slice(bytes),
+        }
+    }
+
+    fn append_zeros(&mut self, count: usize) {
+        match self.make_room(count) {
+            Growing::Staged { staging, len } => {
+                staging[*len..][..count].fill(0);
+                *len += count;
+            }
+            Growing::Elsewhere(grown) => grown.append_zeros(count),
+        }
+    }
+}
+
+impl AsMut<[u8]> for GrowingStaging {
+    fn as_mut(&mut self) -> &mut [u8] {
+        match &mut self.0 {
+            Growing::Staged { staging, len } => &mut staging[..*len],
+            Growing::Elsewhere(bytes) => bytes,
+        }
     }
 }
 
@@ -235,6 +325,38 @@ mod tests {
         pool.give(pool.device.staging(32 << 10).unwrap());
         assert_eq!(pool.idle_bytes(), 16 << 10, "larger than the limit: not kept");
         assert_eq!((pool.trim(), pool.idle_bytes(), pool.trim()), (16 << 10, 0, 0));
+    }
+
+    /// The staging is what its last user left, and what grows in it is none of that.
+    #[test]
+    fn what_grows_is_the_same_in_staging_and_beyond() {
+        let pool = pool(1 << 20);
+        for (about, lens, is_staged) in [
+            (0, [0, 0, 0], true),
+            (100, [10, 20, 4066], true),
+            (100, [10, 4087, 5], false),
+            (5000, [4096, 4096, 1], false),
+            (CLASS_LEN_MAX + 1, [1, 2, 3], false),
+        ] {
+            pool.trim();
+            let mut used = pool.take(about.min(CLASS_LEN_MAX)).unwrap();
+            used.fill(9);
+            let at = used.as_ptr();
+            pool.give(used.into_staging());
+            let mut growing = pool.take_growing(about).unwrap();
+            growing.append(&vec![1; lens[0]]);
+            growing.append_zeros(lens[1]);
+            growing.append(&vec![3; lens[2]]);
+            if let Some(first) = growing.as_mut().first_mut() {
+                *first = 7;
+            }
+            assert_eq!(growing.byte_len(), lens.iter().sum::<usize>());
+            let grown = pool.grown(growing).unwrap();
+            let mut expected = [vec![1; lens[0]], vec![0; lens[1]], vec![3; lens[2]]].concat();
+            expected.iter_mut().take(1).for_each(|first| *first = 7);
+            assert!(*grown == expected, "{lens:?}");
+            assert_eq!(grown.as_ptr() == at, is_staged, "{lens:?}");
+        }
     }
 
     #[test]

@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use remanent_format::limits::FRAME_PAYLOAD_LEN_MAX;
-use remanent_format::op::{Indices, OP_HEADER_LEN, Op, scatter_values_at};
+use remanent_format::op::{Indices, OP_HEADER_LEN, Op, PayloadBytes, scatter_values_at};
 use remanent_format::{PageId, Width};
 
 use super::encode::Encoder;
@@ -179,7 +179,7 @@ impl WriteBatch {
     }
 }
 
-impl Encoder {
+impl<B: PayloadBytes> Encoder<B> {
     /// Writes a write whose bytes the device fills in.
     pub(super) fn push_bytes(&mut self, page: PageId, offset: u64, span: Span) -> Result<()> {
         let blank = self.blank(page, span.len)?;

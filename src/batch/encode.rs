@@ -5,7 +5,7 @@ use std::collections::{HashMap, HashSet};
 use remanent_format::apply::apply;
 use remanent_format::image::ImageRef;
 use remanent_format::limits::{DEVICE_ORDINAL_MAX, FRAME_ALIGN, FRAME_PAYLOAD_LEN_MAX, NUMBER_MAX};
-use remanent_format::op::{OP_HEADER_LEN, Op, PayloadWriter};
+use remanent_format::op::{OP_HEADER_LEN, Op, PAYLOAD_HEAD_LEN, PayloadBytes, PayloadWriter};
 use remanent_format::{Defect, PageId, Place, Width};
 
 use super::sparse::{CodedIndices, ascending};
@@ -24,20 +24,25 @@ pub(crate) struct Found<'a> {
     pub lens: HashMap<PageId, u64>,
 }
 
-/// A payload, but for what only the device has seen.
-pub(crate) struct Encoded {
-    /// The bytes; blanks are zeros.
-    pub payload: Vec<u8>,
-    /// The blanks, in their order.
-    pub blanks: Vec<Blank>,
-}
-
 impl WriteBatch {
-    /// The batch's payload. `pages` are the ids of the new pages.
-    pub(crate) fn encode(&self, pages: &[PageId], found: Found<'_>) -> Result<Encoded> {
+    /// About how long its payload is, and not less where it is long, but for bytes that come from a device or from
+    /// another page. `images` hold what some operations write.
+    pub(crate) fn payload_len(&self, images: &Images) -> usize {
+        let in_payload = self.steps.iter().enumerate().filter(|(index, _)| !images.contains_key(index));
+        PAYLOAD_HEAD_LEN + in_payload.map(|(_, step)| step.bytes_len()).sum::<usize>()
+    }
+
+    /// Writes the batch's payload, but for what only the device has seen: returns those blanks, which are zeros, in
+    /// their order. `pages` are the ids of the new pages.
+    pub(crate) fn encode<B: PayloadBytes>(
+        &self,
+        pages: &[PageId],
+        found: Found<'_>,
+        payload: &mut B,
+    ) -> Result<Vec<Blank>> {
         let Found { staged, images, captured, lens } = found;
         let cloned = self.steps.iter().filter_map(Step::cloned).map(|page| page.resolve(pages)).collect();
-        let writer = PayloadWriter::with_capacity(self.steps.iter().map(Step::bytes_len).sum());
+        let writer = PayloadWriter::on(payload);
         let mut encoder = Encoder { index: 0, writer, cloned, staged, blanks: Vec::new(), lens };
         let mut new_pages = pages.iter().copied();
         let mut next_new = || new_pages.next().expect("as many ids as new pages");
@@ -134,11 +139,11 @@ impl WriteBatch {
                 Step::Note { text } => encoder.push(&Op::Note { text })?,
             }
         }
-        let len = encoder.writer.len() as u64;
+        let len = encoder.writer.finish().byte_len() as u64;
         if len > FRAME_PAYLOAD_LEN_MAX {
             return Err(Error::Limit { what: "batch", found: len, limit: FRAME_PAYLOAD_LEN_MAX });
         }
-        Ok(Encoded { payload: encoder.writer.finish(), blanks: encoder.blanks })
+        Ok(encoder.blanks)
     }
 }
 
@@ -157,9 +162,9 @@ impl Step {
 }
 
 /// Writes operations, and keeps the pages that are cloned up to date with them.
-pub(super) struct Encoder {
+pub(super) struct Encoder<B> {
     pub index: usize,
-    pub writer: PayloadWriter,
+    pub writer: PayloadWriter<B>,
     cloned: HashSet<PageId>,
     staged: HashMap<PageId, CloneSource>,
     /// What only the device has seen.
@@ -168,7 +173,7 @@ pub(super) struct Encoder {
     pub lens: HashMap<PageId, u64>,
 }
 
-impl Encoder {
+impl<B: PayloadBytes> Encoder<B> {
     pub fn is_cloned(&self, page: PageId) -> bool {
         self.cloned.contains(&page)
     }

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 pub(crate) use born::{Blank, CapturedPart, Content};
 pub(crate) use changed::Changed;
-pub(crate) use encode::{Encoded, Found};
+pub(crate) use encode::Found;
 pub(crate) use whole::{Images, WholePage};
 pub use working::WorkingCopy;
 

@@ -15,7 +15,7 @@ use remanent_format::{PageId, PageTable, Place};
 
 use super::Committer;
 use crate::arena::{Arena, PageMemory, Purpose};
-use crate::batch::{Content, Encoded, WriteBatch};
+use crate::batch::{Blank, Content, WriteBatch};
 use crate::device::{
     CallerMemory, Command, CommandList, Device, DeviceBytes, INDEX_OUT_OF_BOUNDS, IndexList, Lane, MemoryId,
     Span, Staging, StagingSpan,
@@ -153,15 +153,18 @@ impl Committer {
         }
     }
 
-    /// The whole payload, and its checksum.
-    pub(super) fn fill(&self, encoded: Encoded, born_in: Option<Place>) -> Result<(StagingBuf, u32)> {
-        let Encoded { payload, blanks } = encoded;
-        let mut staged = self.staging.take(payload.len())?;
+    /// The whole payload, of which the blanks are zeros yet, and its checksum.
+    pub(super) fn fill(
+        &self,
+        staged: StagingBuf,
+        blanks: Vec<Blank>,
+        born_in: Option<Place>,
+    ) -> Result<(StagingBuf, u32)> {
         let Some(place) = born_in.filter(|_| !blanks.is_empty()) else {
-            staged.copy_from_slice(&payload);
-            return Ok((staged, crc32fast::hash(&payload)));
+            let crc = crc32fast::hash(&staged);
+            return Ok((staged, crc));
         };
-        let len = payload.len();
+        let len = staged.len();
         let area = self.stage_memory(Purpose::Stage, place, len as u64)?;
         let whole = area.part(0, len as u64);
         let (mut uploads, mut sources, mut picks) = (Vec::new(), Vec::new(), Vec::new());
@@ -192,7 +195,6 @@ impl Committer {
         uploads.push(known_from..len);
         let mut commands = Vec::new();
         for known in uploads.into_iter().filter(|known| !known.is_empty()) {
-            staged[known.clone()].copy_from_slice(&payload[known.clone()]);
             let source = StagingSpan { index: 0, offset: known.start, len: known.len() };
             let target = area.part(known.start as u64, known.len() as u64);
             commands.push(Command::Upload { source, target });

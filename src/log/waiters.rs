@@ -4,9 +4,9 @@
 //! each thread waits for two syncs a commit. A sync takes little longer for both halves than for one. So the next one
 //! begins only when those whom the last one served are back with another commit. Not all of them may come: they are
 //! waited for half a sync at most, counted from the end of the last one, and where most did not come in that time, not
-//! at all for a while. `remanent bench commit --threads 8 --ack durable` on 2 cores: of 4 KiB 1.20 to 1.34 times the
-//! raw loop's commits instead of 0.95 to 1.03; of 64 KiB, where it takes longer to come back than to sync, no
-//! difference.
+//! at all for a while. `remanent bench commit --threads 8 --ack durable` on 2 cores under `chrt -f 5`, without and with
+//! it: of 4 KiB 0.95 to 1.05 and 1.15 to 1.35 times the raw loop's commits; of 64 KiB no difference, for the processors
+//! need half as long as the disk.
 //!
 //! Kept behind the log's lock; nothing here waits. A crash here loses nothing: nobody was told of what waits.
 

@@ -206,8 +206,8 @@ impl Log {
         }
     }
 
-    /// The same, for the applier, which comes to every batch, but needs none of them as soon as those who commit:
-    /// where one of them will sync, it leaves that to them, and is woken after them.
+    /// As [`wait_logged`](Self::wait_logged), for the applier. Nobody who commits waits for it, and its copies take time
+    /// of a processor: so where one of them will sync, it leaves that to them, and it is woken after them.
     pub fn wait_logged_last(&self, lsn: Lsn) -> Result<()> {
         if self.io != LogIo::Direct {
             return Ok(());
@@ -530,7 +530,8 @@ impl Drop for Syncing<'_> {
         drop(state);
         self.log.synced[(round + 1) % 2].notify_one();
         let synced = &self.log.synced[round % 2];
-        // Called all at once, each would be woken by the one before it, when that lets go of the lock.
+        // One by one: called all at once, each is woken by the one before it, when that lets go of the lock, and
+        // 8 threads on 2 cores made a fifth fewer commits of 4 KiB.
         (0..served).for_each(|_| _ = synced.notify_one());
         // Nobody is left, but for one who waits for the sync after the next and was called instead of another.
         synced.notify_all();

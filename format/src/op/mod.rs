@@ -10,7 +10,7 @@ mod writer;
 
 pub use indices::{Indices, gap_coded};
 pub use reader::{decode_payload, decode_single};
-pub use writer::PayloadWriter;
+pub use writer::{PayloadBytes, PayloadWriter};
 
 use crate::defect::{Defect, check_limit};
 use crate::ids::{Key, Lsn, PageId, Place, Width};

@@ -10,25 +10,68 @@ use crate::ids::Key;
 use crate::limits::{FRAME_ALIGN, METADATA_LEN_MAX, NAME_LEN_MAX, NOTE_LEN_MAX, ROOT_LEN_MAX, align_up};
 use crate::value::{encode_entry, encode_metadata};
 
+/// What a payload is written to: bytes that grow at their end.
+pub trait PayloadBytes: AsMut<[u8]> {
+    /// How many there are.
+    fn byte_len(&self) -> usize;
+
+    /// Adds bytes.
+    fn append(&mut self, bytes: &[u8]);
+
+    /// Adds so many zeros.
+    fn append_zeros(&mut self, count: usize);
+}
+
+impl PayloadBytes for Vec<u8> {
+    fn byte_len(&self) -> usize {
+        self.len()
+    }
+
+    fn append(&mut self, bytes: &[u8]) {
+        self.extend_from_slice(bytes);
+    }
+
+    fn append_zeros(&mut self, count: usize) {
+        self.resize(self.len() + count, 0);
+    }
+}
+
+impl<B: PayloadBytes + ?Sized> PayloadBytes for &mut B
+where
+    Self: AsMut<[u8]>,
+{
+    fn byte_len(&self) -> usize {
+        (**self).byte_len()
+    }
+
+    fn append(&mut self, bytes: &[u8]) {
+        (**self).append(bytes);
+    }
+
+    fn append_zeros(&mut self, count: usize) {
+        (**self).append_zeros(count);
+    }
+}
+
 /// Encodes operations one after another into a payload.
 #[derive(Debug)]
-pub struct PayloadWriter {
-    bytes: Vec<u8>,
+pub struct PayloadWriter<B = Vec<u8>> {
+    bytes: B,
     op_count: u32,
 }
 
 impl Default for PayloadWriter {
     fn default() -> Self {
-        Self::with_capacity(0)
+        Self::on(Vec::new())
     }
 }
 
-impl PayloadWriter {
-    /// An empty payload, with room for operations of so many bytes before it moves to more memory.
+impl<B: PayloadBytes> PayloadWriter<B> {
+    /// An empty payload on bytes of which there are none yet.
     #[must_use]
-    pub fn with_capacity(capacity: usize) -> Self {
-        let mut bytes = Vec::with_capacity(PAYLOAD_HEAD_LEN.saturating_add(capacity));
-        bytes.resize(PAYLOAD_HEAD_LEN, 0);
+    pub fn on(mut bytes: B) -> Self {
+        assert_eq!(bytes.byte_len(), 0, "a payload begins with its head");
+        bytes.append_zeros(PAYLOAD_HEAD_LEN);
         Self { bytes, op_count: 0 }
     }
 
@@ -49,9 +92,9 @@ impl PayloadWriter {
             first: 0,
             second: 0,
         };
-        let header_at = self.bytes.len();
-        self.bytes.resize(header_at + OP_HEADER_LEN, 0);
-        let body_at = self.bytes.len();
+        let header_at = self.bytes.byte_len();
+        self.bytes.append_zeros(OP_HEADER_LEN);
+        let body_at = self.bytes.byte_len();
         match op {
             Op::Create { len, place, key, metadata, .. } => {
                 (header.kind, header.first) = (CREATE, *len);
@@ -67,57 +110,57 @@ impl PayloadWriter {
                     metadata_len: u32::try_from(metadata.len()).expect("metadata is at most 64 KiB"),
                     reserved_2: 0,
                 };
-                self.bytes.extend_from_slice(&fixed.to_bytes());
-                self.bytes.extend_from_slice(key);
-                self.bytes.extend_from_slice(&metadata);
+                self.bytes.append(&fixed.to_bytes());
+                self.bytes.append(key);
+                self.bytes.append(&metadata);
             }
             Op::Write { offset, bytes, .. } => {
                 (header.kind, header.first, header.second) = (WRITE, *offset, bytes.len() as u64);
-                self.bytes.extend_from_slice(bytes);
+                self.bytes.append(bytes);
             }
             Op::Masked { offset, width, mask, bytes, .. } => {
                 (header.kind, header.first, header.second) = (MASKED, *offset, bytes.len() as u64);
                 header.width = width.bytes() as u8;
-                self.bytes.extend_from_slice(mask);
-                self.bytes.resize(body_at + masked_bytes_at(mask.len()), 0);
-                self.bytes.extend_from_slice(bytes);
+                self.bytes.append(mask);
+                self.pad_to(body_at + masked_bytes_at(mask.len()));
+                self.bytes.append(bytes);
             }
             Op::Scatter { width, base, indices, values, .. } => {
                 (header.kind, header.first, header.second) = (SCATTER, *base, indices.len() as u64);
                 (header.width, header.encoding) = (width.bytes() as u8, indices.encoding());
-                self.bytes.extend_from_slice(indices.as_bytes());
-                self.bytes.resize(body_at + scatter_values_at(indices.as_bytes().len()), 0);
-                self.bytes.extend_from_slice(values);
+                self.bytes.append(indices.as_bytes());
+                self.pad_to(body_at + scatter_values_at(indices.as_bytes().len()));
+                self.bytes.append(values);
             }
             Op::Fill { offset, len, pattern, .. } => {
                 (header.kind, header.first, header.second) = (FILL, *offset, *len);
                 header.width = pattern.len() as u8;
-                self.bytes.extend_from_slice(pattern);
+                self.bytes.append(pattern);
             }
             Op::Resize { len, .. } => (header.kind, header.first) = (RESIZE, *len),
             Op::Delete { .. } => header.kind = DELETE,
             Op::SetMetadata { name, value, .. } => {
                 header.kind = SET_METADATA;
-                self.bytes.extend_from_slice(&encode_entry(name, value, METADATA_LEN_MAX)?);
+                self.bytes.append(&encode_entry(name, value, METADATA_LEN_MAX)?);
             }
             Op::RemoveMetadata { name, .. } => {
                 header.kind = REMOVE_METADATA;
                 check_limit("name length", name.len() as u64, NAME_LEN_MAX as u64)?;
-                self.bytes.extend_from_slice(name.as_bytes());
+                self.bytes.append(name.as_bytes());
             }
             Op::SetRoot { name, value } => {
                 header.kind = SET_ROOT;
-                self.bytes.extend_from_slice(&encode_entry(name, value, ROOT_LEN_MAX)?);
+                self.bytes.append(&encode_entry(name, value, ROOT_LEN_MAX)?);
             }
             Op::RemoveRoot { name } => {
                 header.kind = REMOVE_ROOT;
                 check_limit("name length", name.len() as u64, NAME_LEN_MAX as u64)?;
-                self.bytes.extend_from_slice(name.as_bytes());
+                self.bytes.append(name.as_bytes());
             }
             Op::Note { text } => {
                 header.kind = NOTE;
                 check_limit("note length", text.len() as u64, NOTE_LEN_MAX as u64)?;
-                self.bytes.extend_from_slice(text.as_bytes());
+                self.bytes.append(text.as_bytes());
             }
             Op::Image { len, image, .. } => {
                 (header.kind, header.first) = (IMAGE, *len);
@@ -131,7 +174,7 @@ impl PayloadWriter {
                     codec: image.codec.to_raw(),
                     reserved: [0; 7],
                 };
-                self.bytes.extend_from_slice(&body.to_bytes());
+                self.bytes.append(&body.to_bytes());
             }
             Op::Move { place, .. } => {
                 check_place(*place)?;
@@ -142,14 +185,14 @@ impl PayloadWriter {
             Op::Restore { table, table_crc, restored } => {
                 (header.kind, header.first) = (RESTORE, *table);
                 let body = RestoreBodyRaw { restored: *restored, table_crc: *table_crc, reserved: 0 };
-                self.bytes.extend_from_slice(&body.to_bytes());
+                self.bytes.append(&body.to_bytes());
             }
         }
-        let body_len = (self.bytes.len() - body_at) as u64;
+        let body_len = (self.bytes.byte_len() - body_at) as u64;
         check_limit("operation length", body_len, crate::limits::FRAME_PAYLOAD_LEN_MAX)?;
         header.body_len = body_len as u32;
-        self.bytes[header_at..body_at].copy_from_slice(&header.to_bytes());
-        self.bytes.resize(align_up(self.bytes.len() as u64, FRAME_ALIGN) as usize, 0);
+        self.bytes.as_mut()[header_at..body_at].copy_from_slice(&header.to_bytes());
+        self.pad_to(align_up(self.bytes.byte_len() as u64, FRAME_ALIGN) as usize);
         self.op_count += 1;
         Ok(())
     }
@@ -157,7 +200,7 @@ impl PayloadWriter {
     /// Bytes written so far.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.bytes.len()
+        self.bytes.byte_len()
     }
 
     /// Whether there is no operation yet.
@@ -168,9 +211,13 @@ impl PayloadWriter {
 
     /// The payload.
     #[must_use]
-    pub fn finish(mut self) -> Vec<u8> {
+    pub fn finish(mut self) -> B {
         let head = PayloadHeadRaw { op_count: self.op_count, reserved: 0, reserved_2: 0 };
-        self.bytes[..PAYLOAD_HEAD_LEN].copy_from_slice(&head.to_bytes());
+        self.bytes.as_mut()[..PAYLOAD_HEAD_LEN].copy_from_slice(&head.to_bytes());
         self.bytes
+    }
+
+    fn pad_to(&mut self, len: usize) {
+        self.bytes.append_zeros(len - self.bytes.byte_len());
     }
 }
