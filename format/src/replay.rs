@@ -39,6 +39,8 @@ pub struct Resolver {
     root_lsn: Lsn,
     /// The batch that replay must reach for all pages to stand at one Lsn.
     end: Lsn,
+    /// No page was caught with a later batch: those are news for every page.
+    caught_newest: Lsn,
 }
 
 /// The final state but for the bytes.
@@ -71,6 +73,7 @@ impl Default for Resolver {
             tombstones: HashMap::new(),
             root_lsn: Lsn(0),
             end: Lsn(0),
+            caught_newest: Lsn(0),
         }
     }
 }
@@ -98,6 +101,7 @@ impl Resolver {
             tombstones: manifest.tombstones.iter().map(|tombstone| (tombstone.page, tombstone.lsn)).collect(),
             root_lsn: manifest.end,
             end: manifest.end,
+            caught_newest: manifest.end,
         }
     }
 
@@ -106,6 +110,11 @@ impl Resolver {
     /// # Errors
     /// [`Defect::Batch`] if it cannot follow the state before it.
     pub fn batch(&mut self, lsn: Lsn, ops: &[OpAt<'_>]) -> Result<(), Defect> {
+        if lsn > self.caught_newest
+            && let Some(changed) = self.table.change_bytes(lsn, ops)
+        {
+            return changed.map_err(|refusal| broken(&refusal));
+        }
         let is_news = |at: &&OpAt<'_>| match at.op.page() {
             Some(page) => {
                 let caught = self.table.get(page).is_some_and(|info| info.lsn >= lsn);
@@ -161,6 +170,7 @@ impl Resolver {
             )));
         }
         self.table.replace(lsn, table.entries.iter().map(page_info), table.root.clone());
+        self.caught_newest = self.caught_newest.max(table.end);
         self.bases = table.entries.iter().map(|entry| (entry.page, base(entry, lsn))).collect();
         Ok(())
     }

@@ -51,6 +51,14 @@ impl PageInfo {
         }
     }
 
+    /// The range of a change of bytes must lie within the page.
+    fn check_range(&self, offset: u64, len: u64) -> Result<(), Refusal> {
+        match offset.checked_add(len) {
+            Some(end) if end <= self.len => Ok(()),
+            _ => Err(Refusal::OutOfBounds { page: self.page, offset, len, page_len: self.len }),
+        }
+    }
+
     /// Becomes a newer state of the same page, with the same key. What both share is left alone: others share it
     /// too, and counting them in and out is dear where threads do it at once.
     fn become_newer(&mut self, newer: &Self) {
@@ -296,11 +304,7 @@ impl Overlay<'_> {
     }
 
     fn touch_range(&mut self, page: PageId, offset: u64, len: u64) -> Result<(), Refusal> {
-        let page_len = self.touch_content(page, Content::Changed)?.len;
-        match offset.checked_add(len) {
-            Some(end) if end <= page_len => Ok(()),
-            _ => Err(Refusal::OutOfBounds { page, offset, len, page_len }),
-        }
+        self.touch_content(page, Content::Changed)?.check_range(offset, len)
     }
 }
 
@@ -517,6 +521,41 @@ impl PageTable {
         self.lsn = self.lsn.max(changes.lsn);
     }
 
+    /// What [`PageTable::plan`] and [`PageTable::install`] do with a batch that changes bytes and nothing else, as
+    /// nearly all of a long log do: on the pages as they lie. In a profile of the replay of 256-byte deltas copies of
+    /// their states, and the map of those, took an eighth of all time. `None`, with nothing done, if the batch does
+    /// more. No page has a batch as late as this one.
+    ///
+    /// # Errors
+    /// A [`Refusal`]; nothing is changed.
+    pub(crate) fn change_bytes(&mut self, lsn: Lsn, ops: &[OpAt<'_>]) -> Option<Result<(), Refusal>> {
+        let changed = |op: &Op<'_>| Some((op.page()?, op.range().filter(|_| op.changes_bytes())?));
+        if ops.iter().any(|at| changed(&at.op).is_none()) {
+            return None;
+        }
+        let changes = ops.iter().filter_map(|at| changed(&at.op));
+        let mut checked = changes.clone().map(|(page, (offset, len))| {
+            self.pages.get(page).ok_or(Refusal::UnknownPage(page))?.check_range(offset, len)
+        });
+        if let Err(refusal) = checked.try_for_each(|check| check) {
+            return Some(Err(refusal));
+        }
+        for (page, _) in changes {
+            if self.is_watched {
+                self.pages.mark(page);
+            }
+            let info = self.pages.get_mut(page).expect("it was there just now");
+            // Once a batch.
+            if info.lsn < lsn {
+                info.lsn = lsn;
+                info.epoch.0 += 1;
+                self.epoch_high = self.epoch_high.max(info.epoch);
+            }
+        }
+        self.lsn = self.lsn.max(lsn);
+        Some(Ok(()))
+    }
+
     /// Replaces pages and root by those of an earlier state; the numbers that never go back stay.
     pub fn replace(&mut self, lsn: Lsn, pages: impl IntoIterator<Item = PageInfo>, root: Arc<Metadata>) {
         let new = Self::from_parts(pages, root, self.next_page, self.epoch_high, lsn);
@@ -590,3 +629,6 @@ fn check_metadata_len(what: &'static str, metadata: &Metadata, limit: usize) -> 
         limit: limit as u64,
     })
 }
+
+#[cfg(test)]
+mod tests;
