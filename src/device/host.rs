@@ -30,7 +30,9 @@ use crate::error::{Error, Result};
 use crate::sync::Mutex;
 
 /// Deltas that are merged together at most.
-const TOGETHER_MAX: usize = 64;
+const TOGETHER_MAX: usize = 256;
+/// Their bytes.
+const TOGETHER_BYTES_MAX: u64 = 64 << 10;
 /// The longest of them, in bytes: a reader of one of their pages waits for microseconds.
 const SHORT_LEN_MAX: u64 = 1024;
 
@@ -177,10 +179,19 @@ impl HostDevice {
     /// Short deltas go many at a time, the others one by one.
     fn apply_all(&self, pieces: &[Piece], staging: &[Staging]) {
         for alike in pieces.chunk_by(|one, next| is_short(one) && is_short(next)) {
-            for some in alike.chunks(TOGETHER_MAX) {
-                if some.len() == 1 || !self.merge_together(some, staging) {
+            let mut rest = alike;
+            while !rest.is_empty() {
+                let mut bytes = 0;
+                let fits = |piece: &&Piece| {
+                    bytes += piece.target.len;
+                    bytes <= TOGETHER_BYTES_MAX
+                };
+                let count = rest.iter().take(TOGETHER_MAX).take_while(fits).count().max(1);
+                let (some, more) = rest.split_at(count);
+                if count == 1 || !self.merge_together(some, staging) {
                     some.iter().for_each(|piece| self.apply(piece, staging));
                 }
+                rest = more;
             }
         }
     }
