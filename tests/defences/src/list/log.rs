@@ -174,6 +174,13 @@ pub const LIST: &[Defence] = &[
         "!caught",
         stores("snapshots::pages_deleted_while_a_snapshot_was_taken_stay_deleted"),
     ),
+    defence(
+        "a batch that a page may have been caught with is looked at",
+        REPLAY,
+        "lsn > self.caught_newest",
+        "true",
+        stores("snapshots::pages_deleted_while_a_snapshot_was_taken_stay_deleted"),
+    ),
     refusal(
         "checksum of a restored table",
         REBUILD,
