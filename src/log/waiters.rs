@@ -63,11 +63,10 @@ impl Waiters {
     }
 
     /// Somebody waits for a batch that the next sync will take.
-    pub fn come(&mut self, is_syncing: bool) {
+    pub fn come(&mut self) {
         self.served_next += 1;
-        if !is_syncing {
-            self.away = self.away.saturating_sub(1);
-        }
+        // Nobody is away while a sync is under way.
+        self.away = self.away.saturating_sub(1);
     }
 
     /// Whether somebody waits who will begin the next sync.
@@ -83,14 +82,17 @@ impl Waiters {
 
     /// A sync begins.
     pub fn begin(&mut self, now: Instant) {
+        let waited = !self.patience.is_zero() && now >= self.ended + self.patience;
         if self.haste > 0 {
             self.haste -= 1;
-        } else if self.away > self.served_last / 2 {
+        } else if self.away <= self.served_last / 2 {
+            self.haste_len = 0;
+        } else if waited {
             self.haste_len = (2 * self.haste_len).clamp(1, HASTE_MAX);
             self.haste = self.haste_len;
-        } else {
-            self.haste_len = 0;
         }
+        // Who watched may wake after this sync has ended, and is not to keep others from watching for the next one.
+        self.is_watched = false;
         self.served_now += std::mem::take(&mut self.served_next);
         self.away = 0;
         self.began = now;
@@ -134,7 +136,7 @@ mod tests {
         }
 
         fn come(&mut self, count: usize) {
-            (0..count).for_each(|_| self.waiters.come(false));
+            (0..count).for_each(|_| self.waiters.come());
         }
 
         fn sync(&mut self, took: Duration) -> usize {
@@ -169,7 +171,7 @@ mod tests {
         log.come(4);
         log.waiters.begin(log.now);
         // The other half, and one whose batch the sync has taken already.
-        (0..3).for_each(|_| log.waiters.come(true));
+        (0..3).for_each(|_| log.waiters.come());
         log.waiters.come_late();
         log.now += SYNC;
         assert_eq!(log.waiters.end(log.now), 5);
@@ -198,7 +200,9 @@ mod tests {
         let mut waited = Vec::new();
         for _ in 0..80 {
             log.come(1);
-            waited.push(log.waits() > Duration::ZERO);
+            let waits = log.waits();
+            waited.push(waits > Duration::ZERO);
+            log.now += waits;
             // The others of the four are still served: each time by a sync that ends after they came.
             (0..3).for_each(|_| log.waiters.come_late());
             log.sync(SYNC);
@@ -213,6 +217,24 @@ mod tests {
         }
         log.come(3);
         assert!(log.waits() > Duration::ZERO);
+    }
+
+    #[test]
+    fn who_watched_for_one_sync_keeps_nobody_from_watching_for_the_next() {
+        let mut log = Log::with(4);
+        log.waiters.is_watched = true;
+        // It has not woken yet when the sync ends.
+        log.sync(SYNC);
+        assert!(!log.waiters.is_watched);
+    }
+
+    #[test]
+    fn a_sync_that_nobody_waited_with_says_nothing_of_those_who_are_away() {
+        let mut log = Log::with(4);
+        // By the keeper, or for a new segment.
+        log.come(1);
+        log.sync(SYNC);
+        assert_eq!(log.waits(), SYNC / 2);
     }
 
     #[test]

@@ -237,8 +237,7 @@ impl Log {
         if state.syncing && lsn <= state.sync_target {
             state.waiters.come_late();
         } else {
-            let is_syncing = state.syncing;
-            state.waiters.come(is_syncing);
+            state.waiters.come();
         }
         while state.durable < lsn {
             self.check()?;
