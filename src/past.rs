@@ -12,6 +12,7 @@
 //! writer does meanwhile can end in an error, never in other bytes. Nothing is written, so nothing can be
 //! lost by a crash.
 
+use std::cell::OnceCell;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
@@ -48,7 +49,7 @@ pub(crate) struct Past {
     /// Files stay open between reads.
     source: Mutex<Arc<DiskSource>>,
     hold: Option<Box<dyn DiskLock>>,
-    /// Whether no image file is missing that it is made from.
+    /// Whether all image files that it is made from were found.
     is_whole: bool,
 }
 
@@ -93,14 +94,18 @@ impl Past {
             return Err(Error::NoStore { path: disk.label() });
         }
         let mut before: Option<(Vec<SnapshotId>, Vec<u64>, Lsn)> = None;
+        let mut was_in_parts = false;
         for attempt in 1.. {
             let source = DiskSource::new(disk.clone());
             let survey = Survey::read(&source)?;
             let until = until(&survey, point)?;
             // What looks bad is read twice before it is called damaged.
             let NotFound { error, reached, is_going } = match Self::search(disk, &source, &survey, until) {
-                Ok(past) if past.is_whole || attempt > 1 => return Ok(past),
-                Ok(_) => continue,
+                Ok(past) if past.is_whole || was_in_parts => return Ok(past),
+                Ok(_) => {
+                    was_in_parts = true;
+                    continue;
+                }
                 Err(not_found) => not_found,
             };
             // Where other files lie there each time, or the log goes on further, a writer is at work, and the
@@ -122,7 +127,7 @@ impl Past {
                     return Ok(past);
                 }
             }
-            if attempt == ATTEMPTS {
+            if attempt >= ATTEMPTS {
                 return Err(Error::Overtaken {
                     lsn: reached,
                     snapshot: survey.links.keys().next_back().copied(),
@@ -142,6 +147,9 @@ impl Past {
         let (mut first, mut reached, mut is_going) = (None, Lsn(0), false);
         let mut in_parts = None;
         let mut oldest: Option<Lsn> = None;
+        // One more walk: only for who does not get what he asks for.
+        let the_end = OnceCell::new();
+        let the_end = || the_end.get_or_init(|| to_the_end(source, survey)).as_ref();
         for id in survey.links.keys().rev().map(|id| Some(*id)).chain([None]) {
             // A link says its end, and where its log begins, before its chain is followed.
             let (end, redo) = match id.map(|id| &survey.links[&id]) {
@@ -170,7 +178,7 @@ impl Past {
                 Ok(Some(past)) => match past.has_images() {
                     Ok(true) => return Ok(Self { is_whole: true, ..past }),
                     // Its images went when it was kept no longer: the window does not reach to it.
-                    Ok(false) if until.lsn().is_some() && is_link_alone(source, survey, id) => oldest = newer,
+                    Ok(false) if until.lsn().is_some() && is_link_alone(id, the_end()) => oldest = newer,
                     Ok(false) => _ = in_parts.get_or_insert(past),
                     Err(error) => _ = first.get_or_insert(error),
                 },
@@ -188,10 +196,10 @@ impl Past {
         }
         let nothing = || match (until, oldest) {
             (Until::At(asked), Some(oldest)) if asked < oldest => {
-                // Whoever asks is told how far it goes; that costs one more walk.
-                match to_the_end(source, survey) {
+                // Whoever asks is told how far it goes.
+                match the_end() {
                     Some((newest, end)) => {
-                        Error::OutsideWindow { asked, oldest: opens_at(survey, &end), newest }
+                        Error::OutsideWindow { asked, oldest: opens_at(survey, end), newest: *newest }
                     }
                     None => Error::OutsideWindow { asked, oldest, newest: survey.mark() },
                 }
@@ -395,10 +403,12 @@ fn opens_at(survey: &Survey, end: &LogEnd) -> Lsn {
     oldest(&|link| is_recorded(end, link.snapshot)).or_else(|| oldest(&|_| true)).unwrap_or_default()
 }
 
-/// Whether a link is there only for the snapshots that follow it. Before images of a snapshot go, a frame records
-/// the verified ones that stay; and while a snapshot was not verified, all went on without it.
-fn is_link_alone(source: &DiskSource, survey: &Survey, base: Option<SnapshotId>) -> bool {
-    base.zip(to_the_end(source, survey)).is_some_and(|(base, (_, end))| !is_recorded(&end, base))
+/// Whether a link is there only for the snapshots that follow it. Before images of a snapshot go, a frame records the
+/// verified ones that stay, later ones among them.
+fn is_link_alone(base: Option<SnapshotId>, the_end: Option<&(Lsn, LogEnd)>) -> bool {
+    base.zip(the_end).is_some_and(|(base, (_, end))| {
+        end.verified.iter().any(|kept| kept.snapshot > base) && !is_recorded(end, base)
+    })
 }
 
 fn is_recorded(end: &LogEnd, snapshot: SnapshotId) -> bool {

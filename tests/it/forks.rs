@@ -6,9 +6,9 @@ use std::sync::Arc;
 
 use remanent::disk::Disk;
 use remanent::disk::sim::{Plan, SimDisk};
-use remanent::{Create, Error, Lsn, PageId, Place, RestorePoint, Snapshot, Store};
+use remanent::{Create, Error, FileName, Lsn, PageId, Place, RestorePoint, Snapshot, Store};
 
-use crate::files::{State, open, open_with, small};
+use crate::files::{Files, State, open, open_with, small};
 use crate::past::Unlockable;
 
 const LEN: u64 = 3000;
@@ -88,6 +88,37 @@ fn a_fork_is_whole_or_not_there() {
         });
         assert!(whole > 0 && absent > 20, "{whole} whole, {absent} absent");
     }
+}
+
+/// No frame records its snapshot as verified before it is opened to be written: that says nothing about its images.
+#[test]
+fn a_lost_image_file_takes_its_pages_from_a_new_fork_and_no_others() {
+    let source = SimDisk::new();
+    let store = open(&source).unwrap();
+    let (_, lsn) = work(&store);
+    let expected = State::of(&store);
+    let target = SimDisk::new();
+    fork(&at(&source, lsn), &target).unwrap();
+    let files = Files::of(&target).names(|file| matches!(file, FileName::Pages(_)));
+    let lost = files[0];
+    target.remove(lost).unwrap();
+    let seen = at(&target, lsn);
+    let (mut there, mut gone) = (0, 0);
+    for (page, bytes) in &expected.contents {
+        let mut found = vec![0; bytes.len()];
+        match seen.read(*page, 0, &mut found) {
+            Ok(_) => {
+                assert_eq!(found, *bytes, "{page}");
+                there += 1;
+            }
+            Err(Error::Damaged(damage)) => {
+                assert_eq!(damage.file, lost, "{damage}");
+                gone += 1;
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
+    assert!(there > 0 && gone > 0, "{there} there, {gone} gone");
 }
 
 #[test]
