@@ -51,7 +51,7 @@ pub struct GrowingStaging(Growing);
 #[derive(Debug)]
 enum Growing {
     Staged { staging: Staging, len: usize },
-    Elsewhere(Vec<u8>),
+    Elsewhere { bytes: Vec<u8>, outgrown: Option<Staging> },
 }
 
 impl StagingPool {
@@ -84,7 +84,7 @@ impl StagingPool {
     pub fn take_growing(&self, len: usize) -> Result<GrowingStaging> {
         Ok(GrowingStaging(match class_of(len) {
             Some(_) => Growing::Staged { staging: self.take(len)?.into_staging(), len: 0 },
-            None => Growing::Elsewhere(Vec::new()),
+            None => Growing::Elsewhere { bytes: Vec::new(), outgrown: None },
         }))
     }
 
@@ -95,7 +95,8 @@ impl StagingPool {
     pub fn grown(&self, growing: GrowingStaging) -> Result<StagingBuf> {
         match growing.0 {
             Growing::Staged { staging, len } => Ok(StagingBuf { staging, len }),
-            Growing::Elsewhere(bytes) => {
+            Growing::Elsewhere { bytes, outgrown } => {
+                self.give_all(outgrown);
                 let mut staged = self.take(bytes.len())?;
                 staged.copy_from_slice(&bytes);
                 Ok(staged)
@@ -185,11 +186,13 @@ impl Idle {
 impl GrowingStaging {
     /// Sees to it that so many bytes more fit.
     fn make_room(&mut self, count: usize) -> &mut Growing {
-        if let Growing::Staged { staging, len } = &self.0
-            && count > staging.len() - len
-        {
-            self.0 = Growing::Elsewhere(staging[..*len].to_vec());
-        }
+        let none = Growing::Elsewhere { bytes: Vec::new(), outgrown: None };
+        self.0 = match std::mem::replace(&mut self.0, none) {
+            Growing::Staged { staging, len } if count > staging.len() - len => {
+                Growing::Elsewhere { bytes: staging[..len].to_vec(), outgrown: Some(staging) }
+            }
+            growing => growing,
+        };
         &mut self.0
     }
 }
@@ -198,7 +201,7 @@ impl PayloadBytes for GrowingStaging {
     fn byte_len(&self) -> usize {
         match &self.0 {
             Growing::Staged { len, .. } => *len,
-            Growing::Elsewhere(bytes) => bytes.len(),
+            Growing::Elsewhere { bytes, .. } => bytes.len(),
         }
     }
 
@@ -208,7 +211,7 @@ impl PayloadBytes for GrowingStaging {
                 staging[*len..][..bytes.len()].copy_from_slice(bytes);
                 *len += bytes.len();
             }
-            Growing::Elsewhere(grown) => grown.extend_from_slice(bytes),
+            Growing::Elsewhere { bytes: grown, .. } => grown.extend_from_slice(bytes),
         }
     }
 
@@ -218,7 +221,7 @@ impl PayloadBytes for GrowingStaging {
                 staging[*len..][..count].fill(0);
                 *len += count;
             }
-            Growing::Elsewhere(grown) => grown.append_zeros(count),
+            Growing::Elsewhere { bytes, .. } => bytes.append_zeros(count),
         }
     }
 }
@@ -227,7 +230,7 @@ impl AsMut<[u8]> for GrowingStaging {
     fn as_mut(&mut self) -> &mut [u8] {
         match &mut self.0 {
             Growing::Staged { staging, len } => &mut staging[..*len],
-            Growing::Elsewhere(bytes) => bytes,
+            Growing::Elsewhere { bytes, .. } => bytes,
         }
     }
 }
@@ -356,6 +359,8 @@ mod tests {
             expected.iter_mut().take(1).for_each(|first| *first = 7);
             assert!(*grown == expected, "{lens:?}");
             assert_eq!(grown.as_ptr() == at, is_staged, "{lens:?}");
+            let is_outgrown = !is_staged && about <= CLASS_LEN_MAX;
+            assert_eq!(pool.idle_bytes() > 0, is_outgrown, "what was outgrown is somebody else's again");
         }
     }
 

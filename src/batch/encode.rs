@@ -25,11 +25,12 @@ pub(crate) struct Found<'a> {
 }
 
 impl WriteBatch {
-    /// About how long its payload is, and not less where it is long, but for bytes that come from a device or from
-    /// another page. `images` hold what some operations write.
-    pub(crate) fn payload_len(&self, images: &Images) -> usize {
-        let in_payload = self.steps.iter().enumerate().filter(|(index, _)| !images.contains_key(index));
-        PAYLOAD_HEAD_LEN + in_payload.map(|(_, step)| step.bytes_len()).sum::<usize>()
+    /// About how long its payload is: what takes many bytes is counted.
+    pub(crate) fn payload_len(&self, found: &Found<'_>) -> usize {
+        let in_payload = self.steps.iter().enumerate().filter(|(index, _)| !found.images.contains_key(index));
+        let steps = in_payload.map(|(index, step)| step.bytes_len(found.captured.get(&index)));
+        let cloned = found.staged.values().map(|source| source.bytes.len());
+        PAYLOAD_HEAD_LEN + steps.chain(cloned).fold(0, usize::saturating_add)
     }
 
     /// Writes the batch's payload, but for what only the device has seen: returns those blanks, which are zeros, in
@@ -148,16 +149,27 @@ impl WriteBatch {
 }
 
 impl Step {
-    /// About how many bytes it takes in a payload: of those that take many, no fewer than it does.
-    fn bytes_len(&self) -> usize {
+    /// About how many bytes it takes in a payload, but for what it clones. `captured` is what it captured.
+    fn bytes_len(&self, captured: Option<&Vec<CapturedPart>>) -> usize {
         const FIXED: usize = OP_HEADER_LEN + 2 * FRAME_ALIGN as usize;
-        FIXED
-            + match self {
-                Step::Write { bytes, .. } => bytes.len(),
-                Step::Masked { mask, bytes, .. } => mask.len() + bytes.len(),
-                Step::Scatter { indices, values, .. } => 4 * indices.len() + values.len(),
-                _ => 0,
+        let of_part = |part: &CapturedPart, width: Width| {
+            let runs = part.runs.iter().map(|run| FIXED + (run.end - run.start) as usize).sum::<usize>();
+            FIXED + runs + part.elements.len() * (4 + width.bytes())
+        };
+        let len = match self {
+            Step::Write { bytes, .. } => bytes.len(),
+            Step::Masked { mask, bytes, .. } => mask.len() + bytes.len(),
+            Step::Scatter { indices, values, .. } => 4 * indices.len() + values.len(),
+            Step::WriteDevice { bytes, .. } => bytes.span().len as usize,
+            Step::ScatterDevice { indices, values, .. } => {
+                (indices.span().len as usize).saturating_add(values.span().len as usize)
             }
+            Step::Capture { copy, .. } => {
+                captured.into_iter().flatten().map(|part| of_part(part, copy.width())).sum()
+            }
+            _ => 0,
+        };
+        len.saturating_add(FIXED)
     }
 }
 

@@ -26,7 +26,7 @@ use remanent_format::{Defect, LogPoint, PageId, PageInfo, PageTable, StoreId};
 
 use crate::applier::{Applier, Leases, stage_aside};
 use crate::arena::Arena;
-use crate::batch::{CloneSource, Found, Images, WholePage, WriteBatch};
+use crate::batch::{CloneSource, Found, WholePage, WriteBatch};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::image_files::ImageFiles;
@@ -108,10 +108,10 @@ impl Committer {
             let (contents, staged) = self.stage(&sources, held.as_deref())?;
             let (whole, ahead) = self.write_ahead(batch, &pages, held.as_deref())?;
             let images = ahead.iter().flat_map(WrittenAhead::images).copied();
-            let images: Images = whole.iter().map(|whole| whole.step).zip(images).collect();
+            let images = whole.iter().map(|whole| whole.step).zip(images).collect();
             let lens = self.lens(batch, held.as_deref());
-            let mut payload = self.staging.take_growing(batch.payload_len(&images))?;
             let found = Found { staged: contents, images, captured: &captures.found, lens };
+            let mut payload = self.staging.take_growing(batch.payload_len(&found))?;
             let blanks = batch.encode(&pages, found, &mut payload)?;
             let (payload, payload_crc) = self.fill(self.staging.grown(payload)?, blanks, born_in)?;
             let only_deletes = batch.only_deletes();
