@@ -42,7 +42,7 @@ pub(crate) struct Waiting {
     /// How many, so that a holder who finds none takes no lock.
     count: AtomicUsize,
     places: Mutex<Vec<Arc<Place>>>,
-    /// While so many wait, the next one sleeps at once: it takes a core to look.
+    /// While so many wait for somebody to take them, the next one sleeps at once: it takes a core to look.
     lookers: usize,
 }
 

@@ -116,6 +116,10 @@ impl DiskFile for InterruptedFile {
         self.inner.len()
     }
 
+    fn write_zeros(&self, offset: u64, end: u64, io: LogIo) -> Result<()> {
+        self.inner.write_zeros(offset, end, io)
+    }
+
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         self.inner.write_at(offset, bytes)
     }

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-/// How often a watch looks. A look takes some milliseconds of one core, and stops nobody.
+/// How often a watch looks. A look takes some milliseconds of one core; who maps memory meanwhile may wait for it.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 
 /// Bytes of host memory that the process has in use.
