@@ -70,7 +70,7 @@ struct Temperature {
     first_on_demand: Figure,
 }
 
-/// Host memory that an open takes, most of it in the page cache.
+/// Host memory that an open takes whose files are in the page cache.
 struct Memory {
     all: Figure,
     own: Figure,
