@@ -7,12 +7,16 @@
 //! store, batch by batch: they come from memory, not from the files under test.
 //!
 //! With `REMANENT_DAMAGE=every` each bit of every byte is flipped, by rebuild and by open, each file is cut to every
-//! length, and each sector is replaced by every older self; each sweep prints a row of what came of it.
+//! length, and each sector is replaced by every older self; each sweep prints a row of what came of it. That takes
+//! hours of a processor. `REMANENT_DAMAGE=3/16` does the third of sixteen parts of it: processes of one thread each
+//! (`taskset --cpu-list 3`) are faster than threads of one process, which wait for each other to map memory.
 
+use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::num::NonZeroUsize;
 use std::ops::Range;
+use std::sync::LazyLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use remanent::disk::sim::{Moment, Plan, SimDisk, Tears};
@@ -211,19 +215,50 @@ fn commit(store: &Store, pages: &[PageId], number: u64) {
     store.commit(batch).unwrap();
 }
 
-/// Whether everything is damaged in every way, rather than some of it.
+/// Which part of how many is damaged, from 0, if everything is damaged in every way, rather than some of it.
+static LONG: LazyLock<Option<(usize, usize)>> = LazyLock::new(|| {
+    let told = std::env::var("REMANENT_DAMAGE").ok()?;
+    let part = || {
+        let (part, parts) = told.split_once('/')?;
+        let (part, parts) = (part.parse::<usize>().ok()?, parts.parse().ok()?);
+        (1..=parts).contains(&part).then(|| (part - 1, parts))
+    };
+    let every = (told == "every").then_some((0, 1));
+    Some(
+        every
+            .or_else(part)
+            .unwrap_or_else(|| panic!("REMANENT_DAMAGE is {told:?}, not \"every\" or like 3/16")),
+    )
+});
+
 fn is_long() -> bool {
-    match std::env::var("REMANENT_DAMAGE").as_deref() {
-        Ok("every") => true,
-        Ok(other) => panic!("REMANENT_DAMAGE is {other:?}, and may be \"every\""),
-        Err(_) => false,
-    }
+    LONG.is_some()
+}
+
+/// Whether a case belongs to the part that is damaged here.
+fn is_here(number: usize) -> bool {
+    LONG.is_none_or(|(part, parts)| number % parts == part)
 }
 
 /// The bits of a byte to flip: all, or a random one.
 fn bits(number: usize) -> Range<u64> {
     let random = mix(number as u64) % 8;
     if is_long() { 0..8 } else { random..random + 1 }
+}
+
+/// What a part must come to, if everything comes to so many.
+fn at_least(count: usize) -> usize {
+    LONG.map_or(count, |(_, parts)| count / parts)
+}
+
+/// Calls `each` for the cases that belong to this part, of those that it is called with.
+fn here(each: impl Fn(&str, &Files)) -> impl Fn(&str, &Files) {
+    let number = Cell::new(0);
+    move |what, files| {
+        if is_here(number.replace(number.get() + 1)) {
+            each(what, files);
+        }
+    }
 }
 
 /// How often each verdict was given.
@@ -278,7 +313,9 @@ fn sweep(files: &Files, count: usize, each: impl Fn(&mut Files, usize) + Sync) {
                     if from >= count {
                         break;
                     }
-                    (from..count.min(from + 64)).for_each(|number| each(&mut files, number));
+                    (from..count.min(from + 64))
+                        .filter(|number| is_here(*number))
+                        .for_each(|number| each(&mut files, number));
                 }
             });
         }
@@ -326,7 +363,7 @@ fn a_flipped_bit_never_costs_a_closed_or_reopened_store_anything() {
         assert_eq!(victim.marked, victim.last, "a seal, or an opening, covers everything");
         let [whole, cut, traceless, refused] = flip_every_byte(&victim);
         assert_eq!((cut, traceless), (0, 0));
-        assert!(whole > 10_000 && refused > 1000, "{whole} whole, {refused} refused");
+        assert!(whole > at_least(10_000) && refused > at_least(1000), "{whole} whole, {refused} refused");
     }
 }
 
@@ -370,12 +407,16 @@ fn opening_and_rebuilding_give_the_same_verdict_on_a_flipped_bit() {
             });
         }
         let [whole, cut, traceless, refused] = count.get("a bit flipped, opened");
-        assert!(whole > 100 && refused > 10 && traceless == 0, "{whole}, {cut}, {traceless}, {refused}");
+        assert!(
+            whole >= at_least(100) && refused >= at_least(10) && traceless == 0,
+            "{whole}, {cut}, {traceless}, {refused}"
+        );
     }
 }
 
 /// Damages one file in every way but a flipped bit, and calls `each` with what is left.
 pub fn mutilate(whole: &Files, foreign: &Files, each: impl Fn(&str, &Files)) {
+    let each = here(each);
     for (file, bytes) in &whole.0 {
         let with = |what: &str, bytes: Option<Vec<u8>>| {
             let mut files = whole.clone();
@@ -429,7 +470,7 @@ fn mutilated_files_of_a_closed_or_reopened_store_are_noticed_or_not_needed() {
         });
         let [whole, cut, traceless, refused] = count.get("a file mutilated, opened");
         assert_eq!((cut, traceless), (0, 0));
-        assert!(whole > 100 && refused > 50, "{whole} whole, {refused} refused");
+        assert!(whole >= at_least(100) && refused >= at_least(50), "{whole} whole, {refused} refused");
     }
 }
 
@@ -449,7 +490,7 @@ fn mutilated_files_of_a_killed_store_cost_only_what_no_mark_covers() {
     });
     let [whole, cut, traceless, refused] = count.get("a file mutilated, opened");
     assert!(
-        whole > 100 && cut > 0 && traceless <= 1 && refused > 50,
+        whole >= at_least(100) && cut >= at_least(1) && traceless <= 1 && refused >= at_least(50),
         "{whole}, {cut}, {traceless}, {refused}"
     );
 }
@@ -457,6 +498,7 @@ fn mutilated_files_of_a_killed_store_cost_only_what_no_mark_covers() {
 /// Puts wrong sectors into the places of others, one at a time or two swapped, and calls `each` with what is left:
 /// writes that were lost, or went elsewhere.
 fn misplace(victim: &Victim, each: impl Fn(&str, &Files)) {
+    let each = here(each);
     let with = |what: &str, sectors: &[((FileName, usize), &[u8])]| {
         let mut files = victim.files.clone();
         for ((file, sector), bytes) in sectors {
@@ -500,7 +542,7 @@ fn a_sector_of_long_ago_or_in_another_ones_place_is_noticed_or_not_needed() {
         });
         let [whole, cut, traceless, refused] = count.get("a sector stale or misplaced, opened");
         // As where a sector is zeroed, what no mark covers may go without a trace.
-        assert!(whole > 100 && refused > 50, "{whole} whole, {refused} refused");
+        assert!(whole >= at_least(100) && refused >= at_least(50), "{whole} whole, {refused} refused");
         assert!(victim.marked < victim.last || cut + traceless == 0, "{cut} cut, {traceless} traceless");
     }
 }
@@ -542,7 +584,7 @@ fn a_sector_that_cannot_be_read_is_never_taken_for_the_end_of_the_log() {
         }
         let [whole, cut, traceless, refused] = count.get("a sector unreadable, rebuilt");
         assert_eq!((cut, traceless), (0, 0));
-        assert!(whole > 100 && refused > 10, "{whole} whole, {refused} refused");
+        assert!(whole >= at_least(100) && refused >= at_least(10), "{whole} whole, {refused} refused");
     }
 }
 
