@@ -15,7 +15,7 @@ use crate::error::Result;
 use crate::source::DiskSource;
 
 /// A run is at most this many bytes long, unless its only image is longer. With the rest of its first and its last
-/// block that is 4 MiB: staging comes in powers of two.
+/// block that is 4 MiB, as staging comes.
 pub(crate) const RUN_BYTES: u64 = (4 << 20) - 2 * GROUP_ALIGN;
 
 /// Bytes that are read at once where they are summed: they fit the second cache of a processor, and a disk is as fast

@@ -1,7 +1,8 @@
 //! Floor 4. A pool of staging: making it is dear (a GPU pins it, and pinning runs at 1.5 GB/s), so what
 //! comes back is kept for the next taker, up to a limit.
 //!
-//! Staging comes in classes, powers of two, so that what one taker gives the next one can use. A taker
+//! Staging comes in classes, so that what one taker gives the next one can use: powers of two, and between long ones
+//! three more, for what little is asked for beyond a power of two would else take as much again. A taker
 //! sees a [`StagingBuf`] of exactly the length asked for; lists take the [`Staging`] inside, whose
 //! commands name ranges of it.
 
@@ -17,6 +18,8 @@ use crate::sync::Mutex;
 
 /// The smallest class: one group of the log.
 const CLASS_LEN_MIN: usize = 4 << 10;
+/// From here on there are four classes to each doubling.
+const LONG_CLASS_LEN: usize = 1 << 20;
 /// The largest class. Longer staging is made to measure and not kept.
 const CLASS_LEN_MAX: usize = 64 << 20;
 
@@ -280,7 +283,8 @@ impl AsMut<[u8]> for StagingBuf {
 
 /// The length of the class from which staging of `len` bytes comes; `None` if it is made to measure.
 fn class_of(len: usize) -> Option<usize> {
-    (len <= CLASS_LEN_MAX).then(|| len.next_power_of_two().max(CLASS_LEN_MIN))
+    let step = if len > LONG_CLASS_LEN { len.next_power_of_two() / 8 } else { len.next_power_of_two() };
+    (len <= CLASS_LEN_MAX).then(|| len.next_multiple_of(step).max(CLASS_LEN_MIN))
 }
 
 #[cfg(test)]
@@ -300,6 +304,26 @@ mod tests {
             assert_eq!(staging.len(), len);
             pool.give(staging.into_staging());
         }
+    }
+
+    #[test]
+    fn a_class_serves_itself_and_wastes_little_where_it_is_long() {
+        for len in [
+            1,
+            4097,
+            65_537,
+            LONG_CLASS_LEN,
+            LONG_CLASS_LEN + 1,
+            (2 << 20) + 8192,
+            (7 << 20) + 1,
+            CLASS_LEN_MAX,
+        ] {
+            let class = class_of(len).unwrap();
+            assert!(class >= len && class_of(class) == Some(class), "{len}: {class}");
+            assert!(len < LONG_CLASS_LEN || class - len < class / 4, "{len}: {class}");
+        }
+        assert_eq!([5000, (2 << 20) + 8192].map(class_of), [Some(8192), Some(5 << 19)]);
+        assert_eq!(class_of(CLASS_LEN_MAX + 1), None);
     }
 
     #[test]

@@ -184,7 +184,8 @@ impl Ground {
                     kills[index] += 1;
                 } else {
                     late += 1;
-                    assert!(late < 20 * wanted, "most kills come too late: {kills:?} in {PHASES:?}");
+                    // A fast machine commits in a microsecond, and a signal takes several.
+                    assert!(late < 100 * wanted, "most kills come too late: {kills:?} in {PHASES:?}");
                 }
                 self.check_what_is_left(&format!("in {phase:?}"));
             }

@@ -59,6 +59,10 @@ use super::{
 use crate::error::{Error, Result};
 use crate::sync::Mutex;
 
+/// The longest slab of pinned memory that has several blocks. A driver pins 1.5 GB/s in however many calls, and what a
+/// slab has too much no other part of the process can use.
+const PINNED_SLAB_LEN_MAX: u64 = 4 << 20;
+
 /// Pages in a GPU's memory, in pinned host memory, and in managed memory.
 ///
 /// `Device(n)` is this GPU's memory whatever the number. `Host` and `Pinned` are both pinned host memory: the
@@ -109,8 +113,9 @@ impl CudaDevice {
     pub fn open_with(ordinal: u32, on_gpu: Arc<dyn MemoryResource>) -> Result<Self> {
         let unavailable = |reason| Error::DeviceUnavailable { device: format!("cuda:{ordinal}"), reason };
         let context = Context::of(ordinal).map_err(unavailable)?;
-        let pool = |kind| Arc::new(Pool::new(DriverMemory::new(context, kind)));
-        let pinned = Memory::new(Place::Pinned, pool(Kind::Pinned));
+        let driver = |kind| DriverMemory::new(context, kind);
+        let pinned = Pool::with_slabs_up_to(PINNED_SLAB_LEN_MAX, driver(Kind::Pinned));
+        let pinned = Memory::new(Place::Pinned, Arc::new(pinned));
         let lane = |is_urgent| Timeline::new(context, &pinned, is_urgent);
         // Commits wait for the lanes of deltas and of what is staged.
         Ok(Self {
@@ -119,7 +124,7 @@ impl CudaDevice {
             functions: Functions::of(context).map_err(|error| unavailable(error.to_string()))?,
             pages: Handles::new(),
             on_gpu: Memory::new(Place::Device(0), on_gpu),
-            managed: Memory::new(Place::Unified, pool(Kind::Managed)),
+            managed: Memory::new(Place::Unified, Arc::new(Pool::new(driver(Kind::Managed)))),
             pinned,
             stopped: OnceLock::new(),
             context,

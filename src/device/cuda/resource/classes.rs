@@ -1,8 +1,8 @@
 //! Floor 3. Lengths of blocks and of the slabs that they are cut from.
 //!
 //! Lengths are rounded up to a class, four classes to each doubling, so at most a fifth of a block lies idle.
-//! The first slab of a class is small, each further one twice as long. Blocks longer than the longest class
-//! are slabs of their own.
+//! The first slab of a class is small, each further one twice as long, up to a length that the pool sets. Blocks longer
+//! than the longest class are slabs of their own.
 
 /// The smallest class: what a warp moves in one access, and then some.
 const CLASS_LEN_MIN: u64 = 256;
@@ -10,8 +10,8 @@ const CLASS_LEN_MIN: u64 = 256;
 const CLASS_LEN_MAX: u64 = 16 << 20;
 /// Slabs are multiples of this, as the driver's own are.
 const SLAB_LEN_MIN: u64 = 2 << 20;
-/// The longest slab of several blocks.
-const SLAB_LEN_MAX: u64 = 64 << 20;
+/// The longest slab of several blocks, unless a pool sets another.
+pub(super) const SLAB_LEN_MAX: u64 = 64 << 20;
 /// Classes to each doubling.
 const STEPS: u64 = 4;
 
@@ -52,15 +52,16 @@ impl Class {
         }
     }
 
-    /// Length of its next slab in bytes when it has `count`.
-    pub fn slab_len(self, count: usize) -> u64 {
+    /// Length of its next slab in bytes when it has `count`, of which none is to be longer than `longest` but for a
+    /// single block.
+    pub fn slab_len(self, count: usize, longest: u64) -> u64 {
         let block_len = self.block_len();
         if let Self::Alone(len) = self {
             return len;
         }
         let doubled = SLAB_LEN_MIN.max(block_len) << count.min(5);
         // Whole blocks, and nothing beyond the last one that the driver would round up to in any case.
-        doubled.min(SLAB_LEN_MAX).next_multiple_of(block_len)
+        doubled.min(longest).next_multiple_of(block_len)
     }
 }
 
@@ -98,11 +99,16 @@ mod tests {
     #[test]
     fn slabs_hold_whole_blocks_and_grow() {
         for class in (0..CLASSES).map(Class::Shared) {
-            let lens: Vec<u64> = (0..8).map(|count| class.slab_len(count)).collect();
             let block_len = class.block_len();
-            assert!(lens.iter().all(|len| len.is_multiple_of(block_len) && *len >= block_len), "{lens:?}");
-            assert!(lens.is_sorted() && lens[7] < SLAB_LEN_MAX + block_len, "{block_len}: {lens:?}");
+            for longest in [SLAB_LEN_MIN, 4 << 20, SLAB_LEN_MAX] {
+                let lens: Vec<u64> = (0..8).map(|count| class.slab_len(count, longest)).collect();
+                assert!(
+                    lens.iter().all(|len| len.is_multiple_of(block_len) && *len >= block_len),
+                    "{lens:?}"
+                );
+                assert!(lens.is_sorted() && lens[7] < longest + block_len, "{block_len}: {lens:?}");
+            }
         }
-        assert_eq!(Class::of(1 << 30).unwrap().slab_len(3), 1 << 30);
+        assert_eq!(Class::of(1 << 30).unwrap().slab_len(3, SLAB_LEN_MAX), 1 << 30);
     }
 }

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use super::MemoryResource;
-use super::classes::{CLASSES, Class};
+use super::classes::{CLASSES, Class, SLAB_LEN_MAX};
 use crate::device::MemoryStats;
 use crate::error::{Error, Result};
 use crate::sync::Mutex;
@@ -33,6 +33,7 @@ pub(in crate::device::cuda) const SHARDS: usize = 8;
 /// ```
 pub struct Pool<R: MemoryResource> {
     upstream: R,
+    slab_len_max: u64,
     shared: Vec<SharedClass>,
     /// Free blocks that are slabs of their own, by length.
     alone: Mutex<BTreeMap<u64, Vec<u64>>>,
@@ -64,8 +65,15 @@ impl<R: MemoryResource> Pool<R> {
     /// A pool that holds nothing yet.
     #[must_use]
     pub fn new(upstream: R) -> Self {
+        Self::with_slabs_up_to(SLAB_LEN_MAX, upstream)
+    }
+
+    /// A pool that holds nothing yet, and of which no slab will be longer than so many bytes, unless a single block
+    /// is: for a source that costs by the byte rather than by the call, and of which little is to lie idle.
+    #[must_use]
+    pub fn with_slabs_up_to(slab_len_max: u64, upstream: R) -> Self {
         let shared = (0..CLASSES).map(|_| SharedClass::default()).collect();
-        Self { upstream, shared, alone: Mutex::default(), counts: Counts::default() }
+        Self { upstream, slab_len_max, shared, alone: Mutex::default(), counts: Counts::default() }
     }
 
     fn take(&self, class: Class) -> Option<u64> {
@@ -83,10 +91,10 @@ impl<R: MemoryResource> Pool<R> {
         };
         let shared = &self.shared[index];
         let count = shared.slabs.lock().len();
-        let mut len = class.slab_len(count);
+        let mut len = class.slab_len(count, self.slab_len_max);
         let address = match self.slab(len) {
-            Err(Error::OutOfMemory { .. }) if class.slab_len(0) < len => {
-                len = class.slab_len(0);
+            Err(Error::OutOfMemory { .. }) if class.slab_len(0, self.slab_len_max) < len => {
+                len = class.slab_len(0, self.slab_len_max);
                 self.slab(len)?
             }
             other => other?,

@@ -37,6 +37,19 @@ fn next(state: &mut u64) -> u64 {
 }
 
 #[test]
+fn slabs_are_no_longer_than_they_are_wanted() {
+    let pool = Pool::with_slabs_up_to(4 << 20, HostMemory);
+    let taken: Vec<u64> = (0..20).map(|_| pool.allocate(2 << 20).unwrap()).collect();
+    // 2 MiB, and then 4 at a time: at most one block too many.
+    assert_eq!((pool.stats().used_bytes, pool.stats().reserved_bytes), (40 << 20, 42 << 20));
+    let long = pool.allocate(9 << 20).unwrap();
+    assert_eq!(pool.stats().reserved_bytes, (42 << 20) + (10 << 20), "a single block, of its class");
+    taken.into_iter().for_each(|address| free(&pool, (address, 2 << 20)).unwrap());
+    free(&pool, (long, 9 << 20)).unwrap();
+    assert_eq!(pool.trim().unwrap(), 52 << 20);
+}
+
+#[test]
 fn a_million_allocations_leave_no_growth() {
     let (taken, pool) = pool(u64::MAX);
     let mut random = 1;
