@@ -363,7 +363,7 @@ fn a_flipped_bit_never_costs_a_closed_or_reopened_store_anything() {
         assert_eq!(victim.marked, victim.last, "a seal, or an opening, covers everything");
         let [whole, cut, traceless, refused] = flip_every_byte(&victim);
         assert_eq!((cut, traceless), (0, 0));
-        assert!(whole > at_least(10_000) && refused > at_least(1000), "{whole} whole, {refused} refused");
+        assert!(whole >= at_least(10_000) && refused >= at_least(1000), "{whole} whole, {refused} refused");
     }
 }
 
@@ -372,7 +372,8 @@ fn a_flipped_bit_in_a_killed_store_is_healed_reported_or_refused() {
     let victim = Victim::killed();
     let [whole, cut, traceless, refused] = flip_every_byte(&victim);
     assert_eq!(traceless, 0, "one bit leaves enough of a header to report it");
-    assert!(whole > 10_000 && cut > 100 && refused > 500, "{whole} whole, {cut} cut, {refused} refused");
+    let enough = whole >= at_least(10_000) && cut >= at_least(100) && refused >= at_least(500);
+    assert!(enough, "{whole} whole, {cut} cut, {refused} refused");
 }
 
 /// Opens with a bit flipped, and asserts that a rebuild says the same.
