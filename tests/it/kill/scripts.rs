@@ -103,10 +103,13 @@ pub enum End {
     Poisoned = 4,
     /// A call failed, and the store went on.
     WentOn = 5,
+    /// A fork failed, and its source went on: even a failed sync was of files that nobody has.
+    WithoutFork = 6,
 }
 
 impl End {
-    pub const ALL: [Self; 4] = [Self::Unnoticed, Self::NotOpened, Self::Poisoned, Self::WentOn];
+    pub const ALL: [Self; 5] =
+        [Self::Unnoticed, Self::NotOpened, Self::Poisoned, Self::WentOn, Self::WithoutFork];
 }
 
 impl Script {
@@ -153,9 +156,14 @@ impl Script {
     }
 
     fn live_with_failure(&self, work: Work<'_>, manner: Manner) -> End {
-        if let Err(error) = self.steps.iter().try_for_each(|step| work.step(*step)) {
-            check_remedy(&error);
-            return work.go_on();
+        for step in self.steps {
+            if let Err(error) = work.step(*step) {
+                check_remedy(&error);
+                return match (step, work.go_on()) {
+                    (Fork, End::WentOn) => End::WithoutFork,
+                    (_, end) => end,
+                };
+            }
         }
         match self.end(work, manner) {
             Ok(()) => End::Unnoticed,
