@@ -18,17 +18,20 @@ mod snapshots;
 #[path = "stores/salvage.rs"]
 mod salvage;
 
+use std::cell::Cell;
+use std::io;
 use std::path::Path;
 
 use archive::Files;
 use maker::{Maker, PAGE, STORE, content};
 use remanent_format::image::ImagePurpose;
+use remanent_format::log::{LogMap, LogWalk};
 use remanent_format::manifest::{Manifest, ManifestKind};
 use remanent_format::op::Op;
 use remanent_format::rebuild::{RebuildOptions, load_base, rebuild};
 use remanent_format::replay::Base;
 use remanent_format::segment::SegmentHeader;
-use remanent_format::{Epoch, FileName, Lsn, Metadata, PageId, Place, SnapshotId, Value};
+use remanent_format::{Epoch, FileName, Folder, Lsn, Metadata, PageId, Place, ReadAt, SnapshotId, Value};
 use verdict::{Clean, Refused, Torn, Verdict, check, check_state, four, rebuilt, resum, segment};
 
 #[test]
@@ -322,6 +325,62 @@ fn frames_of_one_group_stand_or_fall_alone() {
     let mut torn = maker;
     torn.frame_at(2)[90] ^= 1;
     check("the second is torn", &torn, &Torn(1, 3));
+}
+
+/// Where the start of a group is gone, what lies inside of it still says what was durable.
+#[test]
+fn a_frame_inside_of_a_group_testifies_alone() {
+    let mut maker = Maker::new();
+    maker.batch().batch().sync();
+    maker.batch().batch_in_group();
+    assert_eq!((maker.at(2).0, maker.at(3), maker.at(4).0), (1, (2, 4096), 2));
+    maker.frame_at(3)[..80].fill(0);
+    check("the start of the group is gone", &maker, &Torn(2, 4));
+    maker.frame_at(2)[90] ^= 1;
+    let damage = Refused("0000000000000001.log at offset 12288 (lsn 2)");
+    check("and what the frame behind it covers is damaged", &maker, &damage);
+}
+
+/// Most of segment 2 cannot be read for a while.
+struct Sick {
+    files: Files,
+    is_sick: Cell<bool>,
+}
+
+impl ReadAt for Sick {
+    fn list(&self, folder: Folder) -> io::Result<Vec<String>> {
+        self.files.list(folder)
+    }
+
+    fn len(&self, file: FileName) -> io::Result<Option<u64>> {
+        self.files.len(file)
+    }
+
+    fn read_at(&self, file: FileName, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        if self.is_sick.get() && file == FileName::Segment(2) && offset + out.len() as u64 > 4096 {
+            return Err(io::Error::other("a sick sector"));
+        }
+        self.files.read_at(file, offset, out)
+    }
+}
+
+#[test]
+fn what_could_not_be_read_at_first_may_testify_later() {
+    let mut maker = four();
+    maker.frame_at(2)[90] ^= 1;
+    let source = Sick { files: maker.files, is_sick: Cell::new(true) };
+    let map = LogMap::read(&source, STORE).unwrap();
+    assert!(map.segments()[&2].header.is_ok() && map.segments()[&2].frames.is_none());
+    source.is_sick.set(false);
+    let mut walk = LogWalk::new(&source, &map, map.beginning().unwrap(), Lsn(0)).unwrap();
+    let damage = loop {
+        match walk.next() {
+            Ok(Some(_)) => {}
+            Ok(None) => panic!("the log ends: {:?}", walk.end()),
+            Err(damage) => break damage,
+        }
+    };
+    assert_eq!((damage.file, damage.lsn), (FileName::Segment(1), Some(Lsn(2))));
 }
 
 #[test]

@@ -4,8 +4,9 @@ use std::collections::BTreeMap;
 
 use super::reader::{SegmentReader, own_frames};
 use crate::defect::{Damage, Defect};
+use crate::frame::UncheckedFrame;
 use crate::ids::{Incarnation, LogPoint, StoreId};
-use crate::limits::GROUP_ALIGN;
+use crate::limits::{FRAME_ALIGN, GROUP_ALIGN};
 use crate::names::{FileName, Folder, ReadAt};
 use crate::segment::{Opening, SEGMENT_HEADER_BLOCK, SegmentHeader, SegmentHeaderRaw};
 
@@ -18,6 +19,10 @@ pub struct Segment {
     pub header: Result<SegmentHeader, Defect>,
     /// The incarnation of the frames that were written at their place in this file, if there are any.
     pub frames: Option<Incarnation>,
+    /// Whether all of it was read, and no frame was written at its place anywhere, not inside of a group either: so
+    /// nothing in it testifies (I4), and it need not be looked through once more. What a living writer has put there
+    /// since is for the next map.
+    pub(super) is_blank: bool,
 }
 
 impl Segment {
@@ -140,12 +145,15 @@ fn read_segment(source: &dyn ReadAt, store: StoreId, number: u64) -> Result<Segm
     let file = FileName::Segment(number);
     let unreadable = |error: std::io::Error| Defect::Unreadable(error.to_string()).at(file, 0);
     let file_len = source.len(file).map_err(unreadable)?.unwrap_or(0);
-    let mut reader = SegmentReader::new(source, number);
+    let mut reader = SegmentReader::looking_into(source, number);
     let header = reader
         .bytes(0, SegmentHeaderRaw::LEN)
         .and_then(|bytes| SegmentHeader::decode_at(bytes, store, number, file_len));
-    let frames = own_frames(&mut reader, store, number, SEGMENT_HEADER_BLOCK, GROUP_ALIGN)
-        .next()
-        .map(|frame| frame.unproven().incarnation);
-    Ok(Segment { file_len, header, frames })
+    // Nearly always the first one starts a group. Where it does not, its group's start is damaged.
+    let mut own = own_frames(&mut reader, store, number, SEGMENT_HEADER_BLOCK, FRAME_ALIGN);
+    let first = own.next();
+    let starts_group = |frame: &UncheckedFrame| frame.unproven().offset.is_multiple_of(GROUP_ALIGN);
+    let frames = first.into_iter().chain(own).find(starts_group).map(|frame| frame.unproven().incarnation);
+    let is_blank = header.is_ok() && first.is_none() && reader.all_is_readable();
+    Ok(Segment { file_len, header, frames, is_blank })
 }

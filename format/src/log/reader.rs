@@ -13,6 +13,8 @@ use crate::segment::SEGMENT_HEADER_BLOCK;
 
 /// How much of a segment is read at a time, at least.
 const READ_AHEAD: u64 = 1 << 20;
+/// How much of one is read first by whoever mostly needs its beginning alone; then four times as much, and so on.
+const FIRST_LOOK: u64 = 64 << 10;
 /// Where frames are longer, as much as the longest one so far is read at a time, but no more than this.
 const READ_AHEAD_MAX: u64 = 8 << 20;
 
@@ -37,6 +39,11 @@ pub(super) struct SegmentReader<'s, B = Vec<u8>> {
 impl<'s> SegmentReader<'s> {
     pub fn new(source: &'s dyn ReadAt, number: u64) -> Self {
         Self::reading_into(source, number, ORDINARY)
+    }
+
+    /// One that reads little of a segment where little is asked for.
+    pub fn looking_into(source: &'s dyn ReadAt, number: u64) -> Self {
+        Self { read_ahead: FIRST_LOOK, ..Self::new(source, number) }
     }
 }
 
@@ -81,6 +88,11 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
         Ok((buffer, (offset - self.held.start) as usize))
     }
 
+    /// Whether nothing so far refused to be read.
+    pub fn all_is_readable(&self) -> bool {
+        self.read_ahead > 0
+    }
+
     /// What it has read from `offset` on; nothing if it has not read that yet.
     fn held_from(&self, offset: u64) -> &[u8] {
         let held = self.buffer.as_ref().filter(|_| self.held.contains(&offset));
@@ -98,6 +110,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
             let start = offset - offset % GROUP_ALIGN;
             let ahead = align_up(end.max(start.saturating_add(self.read_ahead)), GROUP_ALIGN);
             if self.read(start..ahead.min(file_len)).is_ok() {
+                self.read_ahead = self.read_ahead.max((4 * self.read_ahead).min(READ_AHEAD));
                 return Ok(());
             }
             // A sector that cannot be read must not cost what lies before it.
@@ -152,11 +165,7 @@ pub(super) fn own_frames<'r>(
     let mut at = align_up(offset, step);
     std::iter::from_fn(move || {
         while at < file_len {
-            // Most places are nobody's, and there are many: what was read is looked through at one go.
-            let magics = reader.held_from(at).chunks(step as usize);
-            let passed = magics
-                .take_while(|bytes| bytes.len() >= FRAME_MAGIC.len() && !bytes.starts_with(&FRAME_MAGIC));
-            at += step * passed.count() as u64;
+            at += passed(reader.held_from(at), step as usize) as u64;
             if at >= file_len {
                 break;
             }
@@ -177,6 +186,19 @@ pub(super) fn own_frames<'r>(
         }
         None
     })
+}
+
+/// How far one can go in steps through these bytes before something begins as a frame does, or they end. Most
+/// places are nobody's, and there are many: many are looked at before anything is asked.
+fn passed(bytes: &[u8], step: usize) -> usize {
+    const LOOK: usize = 64;
+    let is_magic = |place: &[u8]| place[..FRAME_MAGIC.len()] == FRAME_MAGIC;
+    let none_begins =
+        |places: &&[u8]| !places.chunks_exact(step).fold(false, |any, place| any | is_magic(place));
+    let looks = bytes.chunks_exact(LOOK * step).take_while(none_begins).count() * LOOK;
+    let rest = bytes[looks * step..].chunks(step);
+    let rest = rest.take_while(|place| place.len() >= FRAME_MAGIC.len() && !is_magic(place)).count();
+    (looks + rest) * step
 }
 
 /// All frames of a segment that were written at their place, whatever became of those around them and of the
@@ -214,6 +236,29 @@ mod tests {
             let found = self.0.get(offset as usize..offset as usize + out.len());
             out.copy_from_slice(found.ok_or(ErrorKind::UnexpectedEof)?);
             Ok(())
+        }
+    }
+
+    #[test]
+    fn what_is_passed_over_begins_no_frame() {
+        for step in [16, 4096] {
+            for len in [0, 1, 3, 4, 80, 63 * step, 64 * step, 64 * step + 1, 130 * step + 3, 130 * step + 4] {
+                let mut bytes = vec![0; len];
+                assert!(passed(&bytes, step).is_multiple_of(step));
+                // What is too short to tell is asked for with what lies behind it.
+                assert_eq!(passed(&bytes, step), (len + step - FRAME_MAGIC.len()) / step * step, "{len}");
+                for at in (0..len.saturating_sub(FRAME_MAGIC.len() - 1)).step_by(step) {
+                    bytes[at..at + FRAME_MAGIC.len()].copy_from_slice(&FRAME_MAGIC);
+                    assert_eq!(passed(&bytes, step), at, "{len} by {step}");
+                    bytes[at..at + FRAME_MAGIC.len()].fill(0);
+                    // Between two places.
+                    if at + 5 < len {
+                        bytes[at + 1..at + 5].copy_from_slice(&FRAME_MAGIC);
+                        assert!(passed(&bytes, step) > at);
+                        bytes[at + 1..at + 5].fill(0);
+                    }
+                }
+            }
         }
     }
 

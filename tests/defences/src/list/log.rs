@@ -76,6 +76,20 @@ pub const LIST: &[Defence] = &[
         stores("the_end_of_the_log_is_judged_row_by_row"),
     ),
     defence(
+        "a frame inside of a group testifies (I4)",
+        MAP,
+        "header.is_ok() && first.is_none()",
+        "header.is_ok() && frames.is_none()",
+        stores("a_frame_inside_of_a_group_testifies_alone"),
+    ),
+    defence(
+        "what could not be read is no blank (I4)",
+        MAP,
+        "first.is_none() && reader.all_is_readable()",
+        "first.is_none()",
+        stores("what_could_not_be_read_at_first_may_testify_later"),
+    ),
+    defence(
         "mark of a manifest (I4)",
         REBUILD,
         "self.readable().map(|manifest| manifest.end).max().unwrap_or_default()",
