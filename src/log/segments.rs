@@ -23,8 +23,10 @@ const SURPLUS_BYTES_MAX: u64 = 512 << 20;
 pub(crate) enum SpacePurpose {
     /// A batch of the user's.
     User,
-    /// A batch that only deletes, a seal, recovery.
+    /// A batch that only deletes, a seal.
     Reserve,
+    /// An open, which takes spares before it makes a segment: the maker fills the reserve behind it.
+    Open,
 }
 
 /// A segment file, wholly written.
@@ -84,8 +86,8 @@ impl SegmentPool {
             opening: None,
         };
         let mut spares = self.spares.lock();
-        let surplus = spares.len() > self.reserve;
-        if !surplus {
+        let at_hand = spares.len() > self.reserve || (purpose == SpacePurpose::Open && !spares.is_empty());
+        if !at_hand {
             match self.build(number, &header, &[]) {
                 Ok(file) => {
                     self.publish(FileName::Temporary(Folder::Log, number), number)?;
@@ -97,7 +99,7 @@ impl SegmentPool {
         }
         // A spare is already under a name that recovery does not read; its stale frames name another
         // position. Header, sync, name, folder, in this order: a segment is never seen with an old header.
-        let spare = spares.pop().expect("a surplus, or a reserve that is not empty");
+        let spare = spares.pop().expect("one at hand, or a reserve that is not empty");
         let file = self.disk.open(FileName::Spare(spare), true)?;
         file.write_at(0, &header_block(&header))?;
         file.sync()?;
@@ -118,9 +120,8 @@ impl SegmentPool {
     }
 
     /// Writes a whole segment under a temporary name, and syncs it. No space is a clean failure.
-    pub fn build(&self, number: u64, header: &SegmentHeader, frames: &[u8]) -> Result<Arc<dyn DiskFile>> {
-        let temporary = FileName::Temporary(Folder::Log, number);
-        let write = || {
+    fn build(&self, number: u64, header: &SegmentHeader, frames: &[u8]) -> Result<Arc<dyn DiskFile>> {
+        self.written(number, header, |temporary| {
             let file = self.disk.create(temporary)?;
             file.write_at(0, &header_block(header))?;
             file.write_at(SEGMENT_HEADER_BLOCK, frames)?;
@@ -129,8 +130,41 @@ impl SegmentPool {
             file.write_zeros(end, header.segment_len, self.io)?;
             file.sync()?;
             Ok(file)
-        };
-        write().map_err(|error: Error| {
+        })
+    }
+
+    /// As `build`, for an open: into a spare, where there is one of that length. Zeros for a new segment and their
+    /// sync took as long as all else that the open of a small store does.
+    pub fn build_opening(
+        &self,
+        number: u64,
+        header: &SegmentHeader,
+        frames: &[u8],
+    ) -> Result<Arc<dyn DiskFile>> {
+        let spare = self.spares.lock().pop_if(|_| header.segment_len == self.segment_len);
+        let Some(spare) = spare else { return self.build(number, header, frames) };
+        self.written(number, header, |temporary| {
+            // 1. It is no spare any more, and that for good: frames of a place that is yet to be written must not
+            //    come back under a name that lasts.
+            self.disk.rename(FileName::Spare(spare), temporary)?;
+            self.disk.sync_folder(Folder::Log)?;
+            // 2. What it held names other places, and lies behind what is valid now.
+            let file = self.disk.open(temporary, true)?;
+            file.write_at(0, &header_block(header))?;
+            file.write_at(SEGMENT_HEADER_BLOCK, frames)?;
+            file.sync()?;
+            Ok(file)
+        })
+    }
+
+    fn written(
+        &self,
+        number: u64,
+        header: &SegmentHeader,
+        write: impl FnOnce(FileName) -> Result<Arc<dyn DiskFile>>,
+    ) -> Result<Arc<dyn DiskFile>> {
+        let temporary = FileName::Temporary(Folder::Log, number);
+        write(temporary).map_err(|error: Error| {
             if let Err(error) = self.disk.remove(temporary) {
                 tracing::warn!(%error, "cannot remove an unfinished segment; the next open will");
             }

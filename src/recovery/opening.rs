@@ -46,7 +46,7 @@ pub(super) fn begin(
     }
     // 3. The empty segment after it, with its name: a segment with frames has a successor (I8). It
     //    names no incarnation, so that if we die now nothing points to us.
-    let next = pool.make(number + 1, SpacePurpose::Reserve)?;
+    let next = pool.make(number + 1, SpacePurpose::Open)?;
     // 4. The commit point.
     pool.publish(FileName::Temporary(Folder::Log, number), number)?;
     let position = Position { incarnation: opening.incarnation, lsn: opening.accepted };
@@ -69,7 +69,7 @@ fn build(
     frames: &[u8],
 ) -> Result<Arc<dyn DiskFile>> {
     loop {
-        match pool.build(number, header, frames) {
+        match pool.build_opening(number, header, frames) {
             Err(Error::DiskFull { .. }) if pool.release_reserve()? => {}
             other => return other,
         }

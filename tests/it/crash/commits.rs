@@ -68,6 +68,30 @@ fn segments_roll() {
     });
 }
 
+/// Segments that a snapshot made superfluous, with the frames in them, become those of the next opens.
+#[test]
+fn opens_that_take_spares_survive() {
+    suite(options().snapshots_kept(1), 1500, |driver, random| {
+        let mut writer = Writer::new("a", random.next());
+        let store = driver.open()?;
+        for _ in 0..9 {
+            driver.commit(&store, &mut writer, Ack::Durable)?;
+        }
+        driver.snapshot(&store)?;
+        driver.close(store)?;
+        for _ in 0..2 {
+            let store = driver.open()?;
+            driver.commit(&store, &mut writer, Ack::Logged)?;
+            driver.commit(&store, &mut writer, Ack::Durable)?;
+            driver.check(&store);
+            driver.close(store)?;
+        }
+        let is_taken = |event: &String| event.contains(".spare to log/") && event.ends_with(".tmp");
+        assert!(driver.disk.history().iter().any(is_taken), "no open took a spare");
+        Ok(driver.into())
+    });
+}
+
 /// Nothing of a group is in a file before it is synced, so that logged is durable here, after a kill as well.
 #[test]
 fn direct_logs_survive() {

@@ -84,7 +84,8 @@ fn creations() -> Vec<Row> {
 /// Rows of stores that are opened again.
 fn openings() -> Vec<Row> {
     use scenes::{
-        opening, opening_after_a_publish, opening_after_an_opening, opening_after_the_creation, rolling,
+        opening, opening_after_a_publish, opening_after_an_opening, opening_after_the_creation,
+        opening_with_spares, rolling, rolling_with_spares,
     };
     let one = || options().snapshots_kept(1);
     let log = Sync::Folder(Folder::Log);
@@ -134,6 +135,16 @@ fn openings() -> Vec<Row> {
         row("segment after the opening", rolling, nth(2, segment), Seen),
         row("name of the segment after the opening", opening, nth(2, log), Seen),
         row("name of the opening segment", opening, nth(3, log), Seen),
+        row(
+            "name that a spare gives up",
+            opening_with_spares,
+            nth(2, log),
+            Harmless("whatever comes back under it is the beginning of a segment that was never begun"),
+        ),
+        row("opening segment in a spare", opening_with_spares, nth(1, segment), NoticedAtOnce),
+        row("spare after the opening", rolling_with_spares, nth(1, Sync::Spare), Seen),
+        row("name of a spare after the opening", opening_with_spares, nth(3, log), Seen),
+        row("name of an opening in a spare", opening_with_spares, nth(4, log), Seen),
     ]
 }
 

@@ -53,6 +53,33 @@ fn a_log_that_goes_on_as_before_makes_no_segment_anew() {
     });
 }
 
+/// What lies in them is of no account: the log goes on behind the opening as if there were zeros.
+#[test]
+fn an_open_makes_no_segment_where_there_are_spares() {
+    watched("opens", || {
+        let (disk, mut store, mut line) = recycled();
+        for _ in 0..4 {
+            // The maker fills the reserve.
+            while spares(&disk) < RESERVE {
+                std::thread::yield_now();
+            }
+            store.close().unwrap();
+            let from = disk.events();
+            let options = small().reserve_bytes(RESERVE as u64 * SEGMENT);
+            store = open_with(&disk, Arc::new(HostDevice::new()), options).unwrap();
+            let history = disk.history().split_off(from);
+            let is_commit_point =
+                |event: &String| event.contains(".tmp to log/") && !event.ends_with(".spare");
+            let commit_point = history.iter().position(is_commit_point).expect("the opening's name");
+            let made = history[..commit_point].iter().find(|event| event.starts_with("create log/"));
+            assert_eq!(made, None, "before {}", history[commit_point]);
+            assert_eq!(store.recovered().torn, None);
+            line.check(&store, line.logged);
+            line.commits(&store, COMMITS).unwrap();
+        }
+    });
+}
+
 #[test]
 fn whatever_needs_space_gets_that_of_segments_beyond_the_reserve() {
     type Act = fn(&Store, &mut Line) -> Result<()>;

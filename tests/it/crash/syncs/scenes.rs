@@ -1,7 +1,8 @@
 //! The works in which a sync is left out. Each says where that begins to count.
 
+use remanent::disk::Disk;
 use remanent::disk::sim::{ENOSPC, Fault, Operation, SimDisk};
-use remanent::{Ack, Error, Metadata, Options, Store};
+use remanent::{Ack, Error, FileName, Folder, Metadata, Options, Store};
 
 use super::super::forks::pages_to_share;
 use super::super::model::{Act, Line, Target};
@@ -46,6 +47,18 @@ impl Bench {
         let killed = driver.killed();
         drop(store);
         Ok(killed)
+    }
+
+    /// The same, with two spares, which hold whatever segments held before.
+    fn killed_store_with_spares(&self) -> Result<Driver, Error> {
+        let driver = self.killed_store()?;
+        for number in 0..2 {
+            let spare = driver.disk.create(FileName::Spare(number))?;
+            spare.write_at(0, &[0xee; 16 << 10])?;
+            spare.sync()?;
+        }
+        driver.disk.sync_folder(Folder::Log)?;
+        Ok(driver)
     }
 
     /// From now on the sync is left out.
@@ -119,6 +132,19 @@ pub fn opening(bench: &mut Bench) -> Result<Driver, Error> {
     let driver = bench.killed_store()?;
     no_files_after(&driver.disk, 2);
     bench.open_and_commit(driver, 1)
+}
+
+/// The same with spares, which become the opening and the segment after it.
+pub fn opening_with_spares(bench: &mut Bench) -> Result<Driver, Error> {
+    let driver = bench.killed_store_with_spares()?;
+    no_files_after(&driver.disk, 0);
+    bench.open_and_commit(driver, 1)
+}
+
+/// The same, and fills segments.
+pub fn rolling_with_spares(bench: &mut Bench) -> Result<Driver, Error> {
+    let driver = bench.killed_store_with_spares()?;
+    bench.open_and_commit(driver, 9)
 }
 
 /// Opens a store that was killed between the renaming of an opening segment and the sync of its folder.
