@@ -1,12 +1,14 @@
 //! Floor 0. Bytes to operations: nothing here is trusted before it is checked (I9).
 
+use std::hint::black_box;
+
 use super::indices::{GAPS, PLAIN};
 use super::{
     CREATE, CreateBodyRaw, DELETE, FILL, IMAGE, ImageBodyRaw, Indices, MASKED, MOVE, NOTE, OP_HEADER_LEN, Op,
     OpAt, OpHeaderRaw, PAYLOAD_HEAD_LEN, PayloadHeadRaw, REMOVE_METADATA, REMOVE_ROOT, RESIZE, RESTORE,
     RestoreBodyRaw, SCATTER, SET_METADATA, SET_ROOT, WRITE, check_place, masked_bytes_at, scatter_values_at,
 };
-use crate::defect::{Defect, array, check_limit, check_zero, check_zeros, slice};
+use crate::defect::{Defect, array, check_equal, check_limit, check_zero, check_zeros, slice};
 use crate::ids::{Key, PageId, Place, Width};
 use crate::image::{Codec, ImageRef};
 use crate::limits::{
@@ -25,13 +27,37 @@ pub fn decode_payload(payload: &[u8]) -> Result<Vec<OpAt<'_>>, Defect> {
     check_limit("operation count", head.op_count.into(), (payload.len() / OP_HEADER_LEN) as u64)?;
     let mut ops = Vec::with_capacity(head.op_count as usize);
     let mut at = PAYLOAD_HEAD_LEN;
+    let mut op_len = 0;
     for _ in 0..head.op_count {
-        let (op, end) = decode_at(payload, at)?;
-        ops.push(OpAt { op, body_at: at + OP_HEADER_LEN });
-        at = end;
+        // A log that another core has read is in that one's cache, and where the next operation lies is known only
+        // once this one's header is here. Mostly it is as far away as the last time: where it proves to be, the place
+        // that was foretold is taken, so that a processor which expects that need not wait.
+        let foretold = at + op_len;
+        let unseen = black_box(foretold);
+        let (header, body, end) = take(payload, at)?;
+        let body_at = at + OP_HEADER_LEN;
+        // Nearly all operations of a long log, made where they will stay.
+        if header.kind == WRITE {
+            ops.push(OpAt { op: decode_write(&header, body)?, body_at });
+        } else {
+            ops.push(OpAt { op: decode_op(&header, body)?, body_at });
+        }
+        if end == foretold {
+            at = unseen;
+        } else {
+            op_len = other_len(end, at);
+            at = end;
+        }
     }
     check_end(payload, at)?;
     Ok(ops)
+}
+
+/// Apart, so that a jump leads here: a choice between two values would wait for both.
+#[cold]
+#[inline(never)]
+fn other_len(end: usize, at: usize) -> usize {
+    end - at
 }
 
 /// Reads one operation that was cut out of a payload, padding included.
@@ -39,7 +65,8 @@ pub fn decode_payload(payload: &[u8]) -> Result<Vec<OpAt<'_>>, Defect> {
 /// # Errors
 /// A [`Defect`] if the bytes are not exactly one well-formed operation.
 pub fn decode_single(bytes: &[u8]) -> Result<Op<'_>, Defect> {
-    let (op, end) = decode_at(bytes, 0)?;
+    let (header, body, end) = take(bytes, 0)?;
+    let op = decode_op(&header, body)?;
     check_end(bytes, end)?;
     Ok(op)
 }
@@ -51,8 +78,9 @@ fn check_end(payload: &[u8], at: usize) -> Result<(), Defect> {
     Err(Defect::Field { what: "bytes after the last operation", found: (payload.len() - at) as u64 })
 }
 
-/// The operation at an offset, and where its padding ends.
-fn decode_at(payload: &[u8], at: usize) -> Result<(Op<'_>, usize), Defect> {
+/// Header and body of the operation at an offset, and where its padding ends.
+#[inline(always)]
+fn take(payload: &[u8], at: usize) -> Result<(OpHeaderRaw, &[u8], usize), Defect> {
     let header = OpHeaderRaw::from_bytes(array(payload, at)?);
     let body_at = at + OP_HEADER_LEN;
     let body_len = header.body_len as usize;
@@ -60,27 +88,41 @@ fn decode_at(payload: &[u8], at: usize) -> Result<(Op<'_>, usize), Defect> {
     let padded_len = align_up(body_len as u64, FRAME_ALIGN) as usize;
     let padding = slice(payload, body_at + body_len, padded_len - body_len)?;
     check_zero("operation padding", padding.iter().map(|&byte| u64::from(byte)).sum())?;
-    Ok((decode_op(&header, body)?, body_at + padded_len))
+    Ok((header, body, body_at + padded_len))
 }
 
-fn decode_op<'a>(header: &OpHeaderRaw, body: &'a [u8]) -> Result<Op<'a>, Defect> {
+/// What holds for operations of every kind.
+#[inline(always)]
+fn check_header(header: &OpHeaderRaw) -> Result<(), Defect> {
     if header.kind != SCATTER {
         check_zero("operation encoding", header.encoding.into())?;
     }
     let page = header.page;
     check_limit("operation's page", page.0, NUMBER_MAX)?;
-    let OpHeaderRaw { first, second, .. } = *header;
     let about_page = matches!(header.kind, CREATE..=REMOVE_METADATA | IMAGE | MOVE);
     if about_page == (page == PageId(0)) {
         return Err(Defect::Field { what: "operation's page", found: page.0 });
     }
+    if !matches!(header.kind, MASKED | SCATTER | FILL) {
+        check_zero("element width", header.width.into())?;
+    }
+    Ok(())
+}
+
+#[inline(always)]
+fn decode_write<'a>(header: &OpHeaderRaw, body: &'a [u8]) -> Result<Op<'a>, Defect> {
+    check_header(header)?;
+    check_equal("written length", body.len() as u64, header.second)?;
+    Ok(Op::Write { page: header.page, offset: header.first, bytes: body })
+}
+
+fn decode_op<'a>(header: &OpHeaderRaw, body: &'a [u8]) -> Result<Op<'a>, Defect> {
+    check_header(header)?;
+    let OpHeaderRaw { page, first, second, .. } = *header;
     let width = || {
         Width::from_bytes(header.width.into())
             .ok_or(Defect::Field { what: "element width", found: header.width.into() })
     };
-    if !matches!(header.kind, MASKED | SCATTER | FILL) {
-        check_zero("element width", header.width.into())?;
-    }
     let unused = |value: u64| check_zero("unused operation argument", value);
     let empty = || check_zero("operation body length", body.len() as u64);
     let has_len = |what, found: usize, expected: u64| {
@@ -115,10 +157,7 @@ fn decode_op<'a>(header: &OpHeaderRaw, body: &'a [u8]) -> Result<Op<'a>, Defect>
             let place = read_place(raw.place_kind.into(), raw.place_ordinal.into())?;
             Ok(Op::Create { page, len: first, place, key, metadata })
         }
-        WRITE => {
-            has_len("written length", body.len(), second)?;
-            Ok(Op::Write { page, offset: first, bytes: body })
-        }
+        WRITE => decode_write(header, body),
         MASKED => {
             let width = width()?;
             check_limit("masked length", second, body.len() as u64)?;
