@@ -1,5 +1,6 @@
-//! Floor 6. The frames of the log, read and proven on a thread of their own, ahead of who uses them: reading and
-//! checksums take about as long as what is done with the frames then.
+//! Floor 6. The frames of the log, read and proven on a thread of their own, ahead of who uses them. When pages are
+//! loaded, that thread makes the device's lists of them, too: reading, checksums and lists take about as long as
+//! what the host device does with the lists then, and the frames of short deltas are read in the cache that has them.
 //!
 //! They are read into staging and stay where they were read, so that a device takes its deltas from there. Two
 //! pieces of it, of a megabyte or of the longest frame, are on their way from one thread to the other.
@@ -67,22 +68,26 @@ impl From<Panicked> for Error {
 }
 
 impl Frames<'_> {
-    /// Reads the batches after `from` up to `until`, or to the log's end. What `each` is given it gives back, or
-    /// to a list.
+    /// Reads the batches after `from` up to `until`, or to the log's end. Who reads a run makes of it what `each` is
+    /// given: so some of the work is done where the run's bytes are in the cache. What becomes of the run's memory is
+    /// up to the two.
     ///
     /// # Errors
     /// [`Error::Damaged`] where the log must go on and does not; what `each` fails with, whichever lies first in
     /// the log. `OutOfMemory`, a device error.
-    pub fn read(
+    pub fn read<T: Send>(
         &self,
         from: LogPoint,
         until: Option<Lsn>,
-        each: impl FnMut(Run) -> Result<()>,
+        make: impl Fn(Run) -> T + Sync,
+        each: impl FnMut(T) -> Result<()>,
     ) -> Result<Stopped> {
         let no_staging = Mutex::new(None);
         // A short log is read sooner than a thread is started.
         let ahead_max = if self.map.segments().range(from.segment..).count() > 2 { AHEAD_MAX } else { 0 };
-        let read = crew::ahead(ahead_max, |give| self.walk(from, until, &no_staging, give), each)?;
+        let walk =
+            |give: &mut dyn FnMut(T) -> bool| self.walk(from, until, &no_staging, &mut |run| give(make(run)));
+        let read = crew::ahead(ahead_max, walk, each)?;
         read.map_err(|damage| no_staging.into_inner().unwrap_or_else(|| damage.into()))
     }
 

@@ -18,16 +18,16 @@ use super::images::{ImageLoader, threads};
 use super::{Recovery, on_disk};
 use crate::applier::{ColdPage, ListBuilder, PayloadAt, stage_aside};
 use crate::arena::{Arena, PageMemory, Purpose};
-use crate::device::{Command, CommandList, Lane, Pending, StagingSpan};
+use crate::device::{Command, CommandList, Device, Lane, Pending, StagingSpan};
 use crate::error::{Error, Result};
 use crate::options::Restore;
 use crate::runs::Wanted;
 use crate::source::DiskSource;
+use crate::staging::StagingPool;
+use crate::sync::Mutex;
 
 /// Lists in flight while loading.
 const IN_FLIGHT_MAX: usize = 8;
-/// Replayed deltas are submitted when their payloads reach this many bytes.
-const LIST_BYTES: usize = 1 << 20;
 
 /// Pages that are loaded, and that no list uses any more: given back if the open fails after all.
 pub(super) struct Loaded<'a> {
@@ -83,13 +83,16 @@ pub(super) fn load<'a>(
     let mut loader = Loader {
         recovery,
         pages: Pages::default(),
-        on_host: HashMap::new(),
-        base_newest: resolution.resolved.bases.values().map(|base| base.lsn).max().unwrap_or_default(),
+        on_host: Mutex::default(),
         list: ListBuilder::default(),
-        in_flight: VecDeque::new(),
+        in_flight: InFlight {
+            device: &*recovery.device,
+            staging: recovery.staging,
+            pending: VecDeque::new(),
+        },
         tail: Vec::new(),
     };
-    let loaded = loader.load(source, survey, base, resolution).and_then(|()| loader.drain(0));
+    let loaded = loader.load(source, survey, base, resolution).and_then(|()| loader.in_flight.drain(0));
     if loaded.is_err() {
         // Lists may still name the memory: one behind all of them tells when they are done. Where it does
         // not, the memory stays counted, and is warned of.
@@ -110,12 +113,27 @@ struct Loader<'a> {
     pages: Pages,
     /// Pages whose length changes during replay are put together in host memory: on the device they are
     /// allocated once, at their final length. Here, too, they take no more than that.
-    on_host: HashMap<PageId, PageHead>,
+    on_host: Mutex<HashMap<PageId, PageHead>>,
+    list: ListBuilder,
+    in_flight: InFlight<'a>,
+    tail: Vec<Vec<u8>>,
+}
+
+/// Lists that were submitted.
+struct InFlight<'a> {
+    device: &'a dyn Device,
+    staging: &'a StagingPool,
+    pending: VecDeque<Pending>,
+}
+
+/// Makes lists of batches, on the thread that reads them.
+struct Deltas<'l> {
+    memory: &'l ById<PageId, PageMemory>,
+    on_host: &'l Mutex<HashMap<PageId, PageHead>>,
+    resolved: &'l Resolved,
     /// Later batches apply to every page that they name: its base need not be looked up for each operation.
     base_newest: Lsn,
-    list: ListBuilder,
-    in_flight: VecDeque<Pending>,
-    tail: Vec<Vec<u8>>,
+    staging: &'l StagingPool,
 }
 
 impl Loader<'_> {
@@ -138,16 +156,34 @@ impl Loader<'_> {
             Some(manifest) => manifest.redo,
             None => survey.log.beginning().expect("resolved from it"),
         };
-        let recovery = self.recovery;
-        recovery
-            .replay(&sealed, survey, from, end.proven.lsn, |run| self.replay(run, &resolution.resolved))?;
+        let Self { recovery, pages, on_host, in_flight, tail, .. } = self;
+        let deltas = Deltas {
+            memory: &pages.memory,
+            on_host,
+            resolved,
+            base_newest: resolved.bases.values().map(|base| base.lsn).max().unwrap_or_default(),
+            staging: recovery.staging,
+        };
+        let list = |run| deltas.list(run);
+        recovery.replay(&sealed, survey, from, end.proven.lsn, list, |list| in_flight.submit(list?))?;
         // What no mark proves is read through the cache: that is where it is.
-        recovery.replay(source, survey, end.proven, end.accepted.lsn, |run| {
-            self.tail.extend(run.batches.iter().map(|batch| run.payload(batch).to_vec()));
-            self.replay(run, &resolution.resolved)
-        })?;
-        self.flush()?;
-        for (page, head) in std::mem::take(&mut self.on_host) {
+        let list_and_payloads = |run: Run| {
+            let payloads = run.batches.iter().map(|batch| run.payload(batch).to_vec());
+            (payloads.collect::<Vec<_>>(), deltas.list(run))
+        };
+        recovery.replay(
+            source,
+            survey,
+            end.proven,
+            end.accepted.lsn,
+            list_and_payloads,
+            |(payloads, list)| {
+                tail.extend(payloads);
+                in_flight.submit(list?)
+            },
+        )?;
+        let on_host = std::mem::take(&mut *self.on_host.lock());
+        for (page, head) in on_host {
             self.upload(page, &head.into_bytes())?;
         }
         Ok(())
@@ -169,7 +205,7 @@ impl Loader<'_> {
             match base.image {
                 _ if base.resized => {
                     let final_len = self.pages.memory[page].byte_len();
-                    self.on_host.insert(page, load_base(sealed, base, final_len)?);
+                    self.on_host.lock().insert(page, load_base(sealed, base, final_len)?);
                 }
                 Some(image) => {
                     let is_proven = verified.is_some_and(|verified| names(verified, page, &image));
@@ -185,7 +221,7 @@ impl Loader<'_> {
                 None => self.list.zero(self.pages.memory[page].span()),
             }
         }
-        self.flush()?;
+        self.in_flight.submit(self.list.take())?;
         let Recovery { disk, device, staging, .. } = self.recovery;
         let target = |page: PageId| self.pages.memory[page].span();
         let load = |source: &DiskSource, images: &mut Vec<Wanted>| {
@@ -217,14 +253,17 @@ impl Loader<'_> {
         staged.copy_from_slice(bytes);
         let source = StagingSpan { index: 0, offset: 0, len: bytes.len() };
         let commands = vec![Command::Upload { source, target: self.pages.memory[page].span() }];
-        let list = CommandList { commands, staging: vec![staged.into_staging()] };
-        self.in_flight.push_back(self.recovery.device.submit(Lane::Apply, list)?);
-        self.drain(IN_FLIGHT_MAX)
+        self.in_flight.submit(CommandList { commands, staging: vec![staged.into_staging()] })
     }
+}
 
-    /// Replays batches.
-    fn replay(&mut self, run: Run, resolved: &Resolved) -> Result<()> {
-        let index = self.list.payload_index();
+impl Deltas<'_> {
+    /// What the batches of a run do to pages in device memory, in the order of the log. To those in host memory it
+    /// is done.
+    fn list(&self, run: Run) -> Result<CommandList> {
+        let mut list = ListBuilder::default();
+        let mut on_host = self.on_host.lock();
+        let index = list.payload_index();
         let mut staged = false;
         for batch in &run.batches {
             let lsn = batch.header.lsn;
@@ -232,44 +271,46 @@ impl Loader<'_> {
             let ops = decode_payload(run.payload(batch)).map_err(|defect| batch.damage(defect))?;
             for op in &ops {
                 // Pages without memory are gone in the end, or cold: then no batch here applies to them.
-                let memory = op.op.page().and_then(|page| Some((page, self.pages.memory.get(page)?)));
+                let memory = op.op.page().and_then(|page| Some((page, self.memory.get(page)?)));
                 let Some((page, memory)) = memory else { continue };
-                if lsn <= self.base_newest && !resolved.applies(page, lsn) {
+                if lsn <= self.base_newest && !self.resolved.applies(page, lsn) {
                     continue;
                 }
-                if let Some(head) = self.on_host.get_mut(&page) {
+                if let Some(head) = on_host.get_mut(&page) {
                     head.apply(&op.op);
                 } else {
                     // An image is its page's base, so that no frame that names one applies here.
-                    let aside = stage_aside(&op.op, &HashMap::new(), self.recovery.staging)?;
-                    self.list.data(op, payload, memory, aside);
+                    let aside = stage_aside(&op.op, &HashMap::new(), self.staging)?;
+                    list.data(op, payload, memory, aside);
                     staged = true;
                 }
             }
         }
-        if !staged {
-            self.recovery.staging.give(run.memory.into_staging());
-            return Ok(());
+        if staged {
+            list.payload(run.memory);
+        } else {
+            self.staging.give(run.memory.into_staging());
         }
-        self.list.payload(run.memory);
-        if self.list.payload_bytes() >= LIST_BYTES { self.flush() } else { Ok(()) }
+        Ok(list.take())
     }
+}
 
-    fn flush(&mut self) -> Result<()> {
-        if self.list.is_empty() {
+impl InFlight<'_> {
+    fn submit(&mut self, list: CommandList) -> Result<()> {
+        if list.commands.is_empty() && list.staging.is_empty() {
             return Ok(());
         }
-        let pending = self.recovery.device.submit(Lane::Apply, self.list.take())?;
-        self.in_flight.push_back(pending);
+        self.pending.push_back(self.device.submit(Lane::Apply, list)?);
         self.drain(IN_FLIGHT_MAX)
     }
 
-    /// Waits until at most so many lists are in flight.
+    /// Waits until at most so many lists are in flight. (To give back at once what lists that are done have staged,
+    /// so that less memory is read into in turn, gained nothing on a device whose lists are done when submitted.)
     fn drain(&mut self, in_flight_max: usize) -> Result<()> {
-        while self.in_flight.len() > in_flight_max {
-            let pending = self.in_flight.pop_front().expect("more than the maximum");
-            for staging in pending.finish(&*self.recovery.device)? {
-                self.recovery.staging.give(staging);
+        while self.pending.len() > in_flight_max {
+            let pending = self.pending.pop_front().expect("more than the maximum");
+            for staging in pending.finish(self.device)? {
+                self.staging.give(staging);
             }
         }
         Ok(())
@@ -278,15 +319,16 @@ impl Loader<'_> {
 
 impl Recovery<'_> {
     /// Reads again the batches after `from` up to `until`: when the state was resolved they were there.
-    fn replay(
+    fn replay<T: Send>(
         &self,
         source: &DiskSource,
         survey: &Survey,
         from: LogPoint,
         until: Lsn,
-        each: impl FnMut(Run) -> Result<()>,
+        make: impl Fn(Run) -> T + Sync,
+        each: impl FnMut(T) -> Result<()>,
     ) -> Result<()> {
-        let stopped = self.frames(source, survey).read(from, Some(until), each)?;
+        let stopped = self.frames(source, survey).read(from, Some(until), make, each)?;
         if stopped.point.lsn < until {
             // In the cache, that is: the medium has something else.
             return Err(Defect::Missing.at_lsn(FileName::Segment(from.segment), from.offset, until).into());

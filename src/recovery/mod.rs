@@ -369,7 +369,8 @@ impl Recovery<'_> {
         base: Option<&Arc<Manifest>>,
     ) -> Result<Resolution> {
         let mut following = Following::new(survey, source, base)?;
-        let stopped = self.frames(source, survey).read(following.start(), None, |run| {
+        let as_it_is = |run| run;
+        let stopped = self.frames(source, survey).read(following.start(), None, as_it_is, |run| {
             for batch in &run.batches {
                 following.batch(&batch.header, run.payload(batch))?;
             }
