@@ -152,8 +152,7 @@ impl SegmentPool {
             let file = self.disk.open(temporary, true)?;
             file.write_at(0, &header_block(header))?;
             file.write_at(SEGMENT_HEADER_BLOCK, frames)?;
-            file.sync()?;
-            Ok(file)
+            file.sync().map(|()| file)
         })
     }
 

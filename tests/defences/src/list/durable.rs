@@ -67,6 +67,13 @@ pub const LIST: &[Defence] = &[
         OF_OPENINGS,
     ),
     defence(
+        "a spare that becomes an opening is synced before it has a name",
+        SEGMENTS,
+        "file.sync().map(|()| file)",
+        "Ok(file)",
+        OF_OPENINGS,
+    ),
+    defence(
         "headers of spares are synced before they have a name",
         SEGMENTS,
         "file.write_at(0, &header_block(&header))?;\n        file.sync()?;",
