@@ -164,6 +164,11 @@ impl Unsynced {
 
 /// Writes zeros to whole blocks of a file. In the page cache they would cost the processor six times as much, and each
 /// direct write over them an eighth more: it has to find them there and drop them.
+///
+/// Space that is only allocated would do without them, but each sync then waits for the journal as well: one thread
+/// that synced groups of 512 KiB while the next segment was made wrote 530 instead of 796 MB/s on ext4 and 738 instead
+/// of 833 on XFS, of 256 KiB 333 instead of 578 and 424 instead of 578. Only ext4 without a journal gained (1304
+/// instead of 1007, 1090 instead of 764; with 128 KiB nothing, with 32 KiB it lost a third).
 pub(super) fn write_zeros(file: &File, offset: u64, end: u64) -> io::Result<()> {
     if offset == end {
         return Ok(());

@@ -198,8 +198,10 @@ pub trait DiskFile: Send + Sync {
     fn window(&self, io: LogIo) -> Result<Box<dyn Window>>;
 }
 
-/// How many zeros are written at once.
-const ZEROS_LEN_MAX: u64 = 1 << 20;
+/// How many zeros are written at once. The log's syncs wait behind them, 8 threads' commits on 2 cores with ext4: at
+/// 1 MiB the slowest hundredth of those of 4 KiB took 1.4 ms and of 64 KiB 4.0 ms, at this length 1.0 and 2.3 ms, and
+/// of the latter a tenth more were made; at 64 KiB the maker came too late, and a fifth fewer were made.
+const ZEROS_LEN_MAX: u64 = 256 << 10;
 
 /// Has zeros written from `offset` to `end`, piece by piece. They are aligned.
 fn zeros_by_pieces<E>(
