@@ -16,7 +16,7 @@ use crate::ids::{Lsn, PageId, SnapshotId};
 use crate::image::{Codec, ImageRef};
 use crate::limits::CHAIN_LINKS_MAX;
 use crate::log::{Frame, LogEnd, LogMap, LogWalk};
-use crate::manifest::{CopyHealth, Manifest, ManifestKind, check_link, merge};
+use crate::manifest::{CopyHealth, Manifest, ManifestEntry, ManifestKind, check_link, merge, merged_entries};
 use crate::names::{FileName, Folder, ReadAt};
 use crate::op::{OpAt, decode_payload};
 use crate::replay::{Base, Resolved, Resolver};
@@ -177,6 +177,16 @@ impl Survey {
         }
         let links: Vec<&Manifest> = chain.iter().map(AsRef::as_ref).collect();
         merge(&links).map(Arc::new).map_err(|defect| defect.at(FileName::Manifest(snapshot.0), 0))
+    }
+
+    /// The pages of a snapshot, whole, in the order of their ids: what [`Survey::snapshot`] has, where nothing
+    /// else of it is wanted. No entry is copied.
+    ///
+    /// # Errors
+    /// As for [`Survey::chain`].
+    pub fn entries(&self, snapshot: SnapshotId) -> Result<impl Iterator<Item = &ManifestEntry>, Damage> {
+        let links: Vec<&Manifest> = self.chain(snapshot)?.into_iter().map(AsRef::as_ref).collect();
+        merged_entries(&links).map_err(|defect| defect.at(FileName::Manifest(snapshot.0), 0))
     }
 
     fn link(&self, snapshot: SnapshotId) -> Result<&(Arc<Manifest>, CopyHealth), Damage> {

@@ -59,7 +59,7 @@ impl KnownImages {
                 let link = |link: &Arc<Manifest>| Ok(Link::of(link, crc(link.snapshot)?.1.header_crc));
                 let chain = survey.chain(base)?;
                 let links = chain.into_iter().rev().map(link).collect::<Result<_>>()?;
-                Newest::of(links, &*survey.snapshot(base)?)
+                Newest::of(links, survey.entries(base)?)
             }
             None => Newest::default(),
         };

@@ -431,10 +431,10 @@ impl Recovery<'_> {
         // Other links that can be read are there for these, or will go with the next snapshot.
         let mut snapshots = BTreeMap::new();
         for VerifiedSnapshot { snapshot, manifest_crc } in verified {
-            let links = survey.chain(*snapshot)?[1..].iter().map(|link| link.snapshot).collect();
-            let manifest = survey.snapshot(*snapshot)?;
-            let sums = Sums::of(manifest.entries.iter().map(|entry| entry.image));
-            snapshots.insert(*snapshot, Kept::new(&manifest, sums, links, *manifest_crc, true));
+            let chain = survey.chain(*snapshot)?;
+            let links = chain[1..].iter().map(|link| link.snapshot).collect();
+            let sums = Sums::of(survey.entries(*snapshot)?.map(|entry| entry.image));
+            snapshots.insert(*snapshot, Kept::new(chain[0], sums, links, *manifest_crc, true));
         }
         // Which frames name them is not known for the log before the snapshot used: as if the newest one did.
         let mut for_batches = BTreeMap::new();
