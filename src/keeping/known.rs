@@ -154,7 +154,7 @@ impl KnownImages {
             let beside = beside.get(&page).filter(|known| known.lsn == info.lsn);
             let only_moved = named.filter(|named| named.epoch == info.epoch).map(|named| &named.known);
             match beside.or(only_moved) {
-                Some(known) => entries.push(entry(info, known.image)),
+                Some(known) => entries.push(entry(&info, known.image)),
                 None => gather.push((page, info.len)),
             }
         }
@@ -186,7 +186,7 @@ impl KnownImages {
             visited += folded.len() - spoken_of.len();
             for &page in folded.difference(&spoken_of) {
                 match table.get(page).zip(newest.get(page)) {
-                    Some((info, named)) => entries.push(entry(info, named.known.image)),
+                    Some((info, named)) => entries.push(entry(&info, named.known.image)),
                     None => gone.push(page),
                 }
             }
@@ -199,7 +199,7 @@ impl KnownImages {
             let unchanged = table.pages().filter(|info| !is_changed(&info.page)).filter_map(|info| {
                 let named = newest.get(info.page).expect("a page that did not change since it was named");
                 assert!(named.known.lsn == info.lsn, "page {} changed unseen", info.page);
-                (!is_carried(&named.known)).then(|| entry(info, named.known.image))
+                (!is_carried(&named.known)).then(|| entry(&info, named.known.image))
             });
             entries.extend(unchanged);
         }
@@ -266,7 +266,7 @@ mod tests {
                 let (file, offset) = (self.snapshots, 4096 * at);
                 let image =
                     ImageRef { file, offset, stored_len: *len, codec: Codec::Raw, stored_crc: 0, raw_crc: 0 };
-                entry(self.table.get(*page).unwrap(), Some(image))
+                entry(&self.table.get(*page).unwrap(), Some(image))
             });
             let mut entries: Vec<ManifestEntry> = sorted.entries.into_iter().chain(gathered).collect();
             entries.sort_unstable_by_key(|entry| entry.page);

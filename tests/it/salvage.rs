@@ -50,7 +50,7 @@ fn salvage(what: &str, files: &Files, victim: &Victim) -> Outcome {
     if state.is_whole {
         let expected = states.get(&lsn).unwrap_or(&empty);
         assert!(lsn <= last && (lsn == Lsn(0) || states.contains_key(&lsn)), "{what}: no state at {lsn}");
-        assert!(state.table.pages().eq(&expected.pages), "{what}: other pages at {lsn}");
+        assert!(state.table.pages().eq(expected.pages.iter().cloned()), "{what}: other pages at {lsn}");
         assert_eq!(**state.table.root(), expected.root, "{what}: another root at {lsn}");
     }
     for info in state.table.pages() {
