@@ -127,7 +127,8 @@ fn salvage(files: &Files, newest: Option<&State>) {
     let Some(Ok(store)) = files.0.get(&FileName::Store).map(|bytes| StoreFile::decode(bytes)) else { return };
     let Ok(salvage) = Salvage::read(files, store, PAGE_BYTES_MAX) else { return };
     let table = &salvage.state().table;
-    let newest = newest.filter(|newest| salvage.state().is_whole && table.pages().eq(newest.pages.iter().cloned()));
+    let newest =
+        newest.filter(|newest| salvage.state().is_whole && table.pages().eq(newest.pages.iter().cloned()));
     for info in table.pages() {
         if let (Found::Exact(bytes), Some(newest)) = (salvage.find(&info), newest) {
             assert!(bytes == newest.contents[&info.page], "salvage shows other bytes of {}", info.page);

@@ -11,10 +11,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+use remanent_format::by_id::ById;
 use remanent_format::image::ImageRef;
 use remanent_format::manifest::{Manifest, ManifestEntry};
 use remanent_format::rebuild::{Survey, check_image};
-use remanent_format::replay::Resolved;
+use remanent_format::replay::Base;
 use remanent_format::{Lsn, PageId, PageTable, ReadAt, SnapshotId};
 
 use super::entry;
@@ -51,8 +52,16 @@ pub(crate) struct Sorted {
 }
 
 impl KnownImages {
-    /// What an open knows once it followed the log behind a snapshot.
-    pub fn recovered(survey: &Survey, base: Option<SnapshotId>, resolved: &Resolved) -> Result<Self> {
+    /// What an open knows once it followed the log behind a snapshot. The pages' bases are nobody's any more when
+    /// that is put together: it lies where they did.
+    pub fn recovered(
+        survey: &Survey,
+        base: Option<SnapshotId>,
+        table: &PageTable,
+        bases: ById<PageId, Base>,
+    ) -> Result<Self> {
+        let beside = Self::beside(survey, base, table, &bases)?;
+        drop(bases);
         let newest = match base {
             Some(base) => {
                 let crc = |link: SnapshotId| survey.links[&link].as_ref().map_err(Clone::clone);
@@ -63,15 +72,27 @@ impl KnownImages {
             }
             None => Newest::default(),
         };
-        // What replay took from elsewhere: a restore's table, images named by the log.
-        let beside = resolved.bases.iter().filter_map(|(page, base)| {
-            let info = resolved.table.get(page)?;
-            let is_newest = newest.get(page).is_some_and(|named| named.known.lsn == info.lsn);
+        Ok(Self { newest: Mutex::new(newest), beside: Mutex::new(beside), ..Self::default() })
+    }
+
+    /// What replay took from elsewhere than the snapshot: a restore's table, images named by the log.
+    fn beside(
+        survey: &Survey,
+        base: Option<SnapshotId>,
+        table: &PageTable,
+        bases: &ById<PageId, Base>,
+    ) -> Result<BTreeMap<PageId, Known>> {
+        // Both the snapshot's pages and those here ascend.
+        let named = base.map(|base| survey.entries(base)).transpose()?;
+        let mut named = named.into_iter().flatten().peekable();
+        let beside = bases.iter().filter_map(|(page, base)| {
+            while named.next_if(|entry| entry.page < page).is_some() {}
+            let info = table.get(page)?;
+            let is_newest = named.peek().is_some_and(|entry| entry.page == page && entry.lsn == info.lsn);
             let holds = info.lsn <= base.lsn && !base.resized && (base.image.is_some() || info.len == 0);
             (holds && !is_newest).then_some((page, Known { lsn: info.lsn, image: base.image }))
         });
-        let beside = Mutex::new(beside.collect());
-        Ok(Self { newest: Mutex::new(newest), beside, ..Self::default() })
+        Ok(beside.collect())
     }
 
     /// Has the table note from here on what changes, so that [`KnownImages::sort_out`] need not look through it. What

@@ -54,7 +54,7 @@ fn salvage(what: &str, files: &Files, victim: &Victim) -> Outcome {
         assert_eq!(**state.table.root(), expected.root, "{what}: another root at {lsn}");
     }
     for info in state.table.pages() {
-        match salvage.find(info) {
+        match salvage.find(&info) {
             Found::Exact(bytes) => {
                 assert!(bytes == states[&lsn].contents[&info.page], "{what}: wrong bytes in {}", info.page);
                 outcome.exact += 1;

@@ -67,7 +67,9 @@ fn nothing_is_exact_where_no_state_is_known() {
     let salvage = salvage(&maker);
     assert!(!salvage.state().is_whole);
     let info = salvage.state().table.get(PAGE).expect("the page");
-    let Found::Older { version, bytes, .. } = salvage.find(&info) else { panic!("{:?}", salvage.find(&info)) };
+    let Found::Older { version, bytes, .. } = salvage.find(&info) else {
+        panic!("{:?}", salvage.find(&info))
+    };
     assert_eq!((version.lsn, bytes), (Lsn(3), content(3)));
 }
 
