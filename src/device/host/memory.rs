@@ -230,7 +230,7 @@ mod tests {
             random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             let drawn = random >> 33;
             // Mostly more, then mostly less.
-            if live.is_empty() || drawn % 8 < if step < 2000 { 6 } else { 2 } {
+            if live.is_empty() || drawn % 8 < if step < 2000 { 6 } else { 3 } {
                 let len = [0, 1, 16, 17, 64, 64, 64, 1000, SLOT_LEN_MAX][(drawn / 8 % 9) as usize];
                 let id = memories.insert_short(Place::Host, len).unwrap();
                 memories.get(id).write(all(id, len)).fill(step as u8);
@@ -240,7 +240,7 @@ mod tests {
                 assert_eq!(*memories.remove(id).share(), vec![filled; len as usize], "at step {step}");
             }
         }
-        assert!(live.len() < 1000 && !live.is_empty());
+        assert!(!live.is_empty());
         for (id, len, filled) in live {
             assert_eq!(*memories.get(id).share(), vec![filled; len as usize]);
             memories.remove(id);
