@@ -139,7 +139,7 @@ impl Auditor<'_> {
         let (infos, lsn, pending) = self.applier.turn(move |turn| {
             turn.intact()?;
             let known = wanted.into_iter().filter_map(|page| turn.applied.table.get(page));
-            let infos: Vec<PageInfo> = known.filter(|info| info.len > 0).cloned().collect();
+            let infos: Vec<PageInfo> = known.filter(|info| info.len > 0).collect();
             let sources = infos.iter().map(|info| turn.applied.memory[info.page].span()).collect();
             let target = StagingSpan { index: 0, offset: 0, len: 4 * infos.len() };
             let commands = vec![Command::Crc { sources, target }];

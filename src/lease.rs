@@ -77,7 +77,7 @@ impl<'s> Lease<'s> {
     ) -> Result<Self> {
         let named = leases.clone();
         let taken = applier.turn(move |turn| {
-            let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?.clone();
+            let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;
             let ready = turn.submit(Default::default())?.fence();
             let memory = turn.applied.memory[page].span().memory;
             named.name(page, id, memory);

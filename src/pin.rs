@@ -70,7 +70,7 @@ impl<'s> Pin<'s> {
         // Behind every batch that could still have moved it.
         let (info, memory) = store.applier.turn(move |turn| {
             turn.intact()?;
-            let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?.clone();
+            let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;
             Ok((info, turn.applied.memory[page].span().memory))
         })?;
         Ok(Self { info, memory, store, _pinned: pinned })

@@ -68,7 +68,7 @@ impl Snapshot {
     }
 
     /// All pages, in the order of their ids.
-    pub fn pages(&self) -> impl ExactSizeIterator<Item = &PageInfo> {
+    pub fn pages(&self) -> impl ExactSizeIterator<Item = PageInfo> {
         self.past.table().pages()
     }
 
@@ -76,7 +76,7 @@ impl Snapshot {
     ///
     /// # Errors
     /// [`Error::UnknownPage`].
-    pub fn page(&self, page: PageId) -> Result<&PageInfo> {
+    pub fn page(&self, page: PageId) -> Result<PageInfo> {
         self.past.table().get(page).ok_or(Error::UnknownPage { page })
     }
 
@@ -84,7 +84,7 @@ impl Snapshot {
     ///
     /// # Errors
     /// [`Error::UnknownKey`].
-    pub fn page_by_key(&self, key: &Key) -> Result<&PageInfo> {
+    pub fn page_by_key(&self, key: &Key) -> Result<PageInfo> {
         self.past.table().get_key(key).ok_or_else(|| Error::UnknownKey { key: key.clone() })
     }
 

@@ -87,7 +87,7 @@ impl Restore<'_> {
         let lsn = submitted.lsn().next();
         let epoch = Epoch(submitted.epoch_high().0 + 1);
         let pages: Vec<PageInfo> =
-            old.table().pages().map(|info| at_restore(info, submitted, lsn, epoch)).collect();
+            old.table().pages().map(|info| at_restore(&info, submitted, lsn, epoch)).collect();
         // Where no page changed, none has the new epoch.
         let epoch_high = pages.iter().map(|info| info.epoch).fold(submitted.epoch_high(), Epoch::max);
         let number = keeping.files.take_number();

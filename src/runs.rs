@@ -1,7 +1,7 @@
 //! Floor 5. Reading many images: in the order of their files, neighbours in one read. A store of tiny pages
 //! would else ask the medium once a page.
 
-use std::borrow::Cow;
+use std::borrow::{Borrow, Cow};
 use std::collections::HashMap;
 use std::ops::{DerefMut, Range};
 
@@ -32,13 +32,13 @@ pub(crate) struct Wanted {
 }
 
 /// The images of those of these pages that have one, to read.
-pub(crate) fn wanted<'a>(
-    pages: impl IntoIterator<Item = &'a PageInfo>,
+pub(crate) fn wanted(
+    pages: impl IntoIterator<Item = impl Borrow<PageInfo>>,
     images: &HashMap<PageId, ImageRef>,
 ) -> impl Iterator<Item = Wanted> {
     let image =
         |info: &PageInfo| Some(Wanted { page: info.page, len: info.len, image: *images.get(&info.page)? });
-    pages.into_iter().filter_map(image)
+    pages.into_iter().filter_map(move |info| image(info.borrow()))
 }
 
 /// Images that lie beside each other in one file.

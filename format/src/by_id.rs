@@ -294,13 +294,18 @@ impl<K: Number, T> Extend<(K, T)> for ById<K, T> {
     fn extend<I: IntoIterator<Item = (K, T)>>(&mut self, items: I) {
         let mut items = items.into_iter().peekable();
         while let Some((key, item)) = items.next() {
-            // Those that follow into the same chunk find it without a search.
             let number = key.number() / ROW;
             let chunk = self.chunk_or_new(key.number());
+            // Numbers that were given out one after the other fill it: so it neither grows, nor keeps room to grow.
+            if chunk.row.items.is_empty() {
+                chunk.row.items.reserve_exact(ROW as usize);
+            }
             let mut count = usize::from(chunk.row.insert(key.number(), item).is_none());
+            // Those that follow into the same chunk find it without a search.
             while let Some((key, item)) = items.next_if(|(key, _)| key.number() / ROW == number) {
                 count += usize::from(chunk.row.insert(key.number(), item).is_none());
             }
+            chunk.row.items.shrink_to_fit();
             self.count += count;
         }
     }
@@ -310,9 +315,6 @@ impl<K: Number, T> FromIterator<(K, T)> for ById<K, T> {
     fn from_iter<I: IntoIterator<Item = (K, T)>>(items: I) -> Self {
         let mut all = Self::default();
         all.extend(items);
-        // What is all known by now needs no room to grow.
-        let chunks = all.rows.values_mut().flat_map(|row| &mut row.items);
-        chunks.for_each(|chunk| chunk.row.items.shrink_to_fit());
         all
     }
 }

@@ -16,7 +16,7 @@ use crate::ids::{Lsn, PageId, SnapshotId};
 use crate::image::{Codec, ImageRef};
 use crate::limits::CHAIN_LINKS_MAX;
 use crate::log::{Frame, LogEnd, LogMap, LogWalk};
-use crate::manifest::{CopyHealth, Manifest, ManifestKind, check_link, merge};
+use crate::manifest::{CopyHealth, Manifest, ManifestEntry, ManifestKind, check_link, merge, merged_entries};
 use crate::names::{FileName, Folder, ReadAt};
 use crate::op::{OpAt, decode_payload};
 use crate::replay::{Base, Resolved, Resolver};
@@ -177,6 +177,16 @@ impl Survey {
         }
         let links: Vec<&Manifest> = chain.iter().map(AsRef::as_ref).collect();
         merge(&links).map(Arc::new).map_err(|defect| defect.at(FileName::Manifest(snapshot.0), 0))
+    }
+
+    /// The pages of a snapshot, whole, in the order of their ids: what [`Survey::snapshot`] has, where nothing
+    /// else of it is wanted. No entry is copied.
+    ///
+    /// # Errors
+    /// As for [`Survey::chain`].
+    pub fn entries(&self, snapshot: SnapshotId) -> Result<impl Iterator<Item = &ManifestEntry>, Damage> {
+        let links: Vec<&Manifest> = self.chain(snapshot)?.into_iter().map(AsRef::as_ref).collect();
+        merged_entries(&links).map_err(|defect| defect.at(FileName::Manifest(snapshot.0), 0))
     }
 
     fn link(&self, snapshot: SnapshotId) -> Result<&(Arc<Manifest>, CopyHealth), Damage> {
@@ -458,8 +468,10 @@ pub fn read_manifest(
     file: FileName,
     store: &StoreFile,
 ) -> Result<(Manifest, CopyHealth), Damage> {
-    let bytes = read_whole(source, file)?;
-    let (manifest, health) = Manifest::decode(&bytes).map_err(|defect| defect.at(file, 0))?;
+    let (manifest, health) = match read_copies(source, file) {
+        Some(whole) => whole,
+        None => Manifest::decode(&read_whole(source, file)?).map_err(|defect| defect.at(file, 0))?,
+    };
     if manifest.store != store.store {
         return Err(Defect::Foreign.at(file, 0));
     }
@@ -477,6 +489,23 @@ pub fn read_manifest(
         return Err(Defect::Field { what: "manifest kind", found }.at(file, 0));
     }
     Ok((manifest, health))
+}
+
+/// The manifest of a file of two copies that are alike, as nearly every one is: of the second one no more than a piece
+/// is held at a time. `None` if anything is not as it should be: then the whole file says what.
+fn read_copies(source: &dyn ReadAt, file: FileName) -> Option<(Manifest, CopyHealth)> {
+    let len = source.len(file).ok()??;
+    let half = len.is_multiple_of(2).then_some(len / 2)?;
+    let first = read_range(source, file, 0, half).ok()?;
+    let (manifest, header_crc) = Manifest::decode_first(&first)?;
+    for (piece, at) in first.chunks(CHECKED_AT_ONCE as usize).zip((half..).step_by(CHECKED_AT_ONCE as usize))
+    {
+        let second = read_range(source, file, at, piece.len() as u64).ok()?;
+        if piece != second {
+            return None;
+        }
+    }
+    Some((manifest, CopyHealth { defects: [None, None], header_crc }))
 }
 
 fn read_whole(source: &dyn ReadAt, file: FileName) -> Result<Vec<u8>, Damage> {

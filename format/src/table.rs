@@ -4,12 +4,15 @@
 //! with it, the applier installs what it returned, recovery and `rebuild` replay through it: there is no
 //! second opinion on what a batch means.
 
+mod entry;
+
 use std::cmp::Ordering;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use smallvec::SmallVec;
 
+use self::entry::{Entry, check_range};
 use crate::by_id::ById;
 use crate::ids::{Epoch, Key, Lsn, PageId, Place};
 use crate::limits::{DEVICE_ORDINAL_MAX, METADATA_LEN_MAX, PAGE_LEN_MAX, ROOT_LEN_MAX};
@@ -50,30 +53,12 @@ impl PageInfo {
             metadata: SharedMetadata::default(),
         }
     }
-
-    /// The range of a change of bytes must lie within the page.
-    fn check_range(&self, offset: u64, len: u64) -> Result<(), Refusal> {
-        match offset.checked_add(len) {
-            Some(end) if end <= self.len => Ok(()),
-            _ => Err(Refusal::OutOfBounds { page: self.page, offset, len, page_len: self.len }),
-        }
-    }
-
-    /// Becomes a newer state of the same page, with the same key. What both share is left alone: others share it
-    /// too, and counting them in and out is dear where threads do it at once.
-    fn become_newer(&mut self, newer: &Self) {
-        let Self { page: _, key: _, len, epoch, lsn, place, metadata } = newer;
-        (self.len, self.epoch, self.lsn, self.place) = (*len, *epoch, *lsn, *place);
-        if !self.metadata.is_same(metadata) {
-            self.metadata = metadata.clone();
-        }
-    }
 }
 
 /// All pages, the root, and the numbers that never go back.
 #[derive(Clone, Debug, Default)]
 pub struct PageTable {
-    pages: ById<PageId, PageInfo>,
+    pages: ById<PageId, Entry>,
     /// Whether pages are marked when they change.
     is_watched: bool,
     keys: HashMap<Key, PageId>,
@@ -226,11 +211,9 @@ impl Overlay<'_> {
         }
     }
 
+    /// A page that was touched, if it is there.
     fn get(&self, page: PageId) -> Option<&PageInfo> {
-        match self.position(page) {
-            Some(at) => self.touched[at].state.as_ref(),
-            None => self.table.pages.get(page),
-        }
+        self.touched[self.position(page)?].state.as_ref()
     }
 
     fn set(&mut self, page: PageId, state: Option<PageInfo>) {
@@ -260,7 +243,7 @@ impl Overlay<'_> {
         let at = match self.position(page) {
             Some(at) => at,
             None => {
-                let mut info = self.table.pages.get(page).cloned().ok_or(Refusal::UnknownPage(page))?;
+                let mut info = self.table.get(page).ok_or(Refusal::UnknownPage(page))?;
                 info.lsn = self.lsn;
                 self.push(Touched { page, state: Some(info), content: Content::Kept, is_raised: false })
             }
@@ -304,7 +287,8 @@ impl Overlay<'_> {
     }
 
     fn touch_range(&mut self, page: PageId, offset: u64, len: u64) -> Result<(), Refusal> {
-        self.touch_content(page, Content::Changed)?.check_range(offset, len)
+        let page_len = self.touch_content(page, Content::Changed)?.len;
+        check_range(page, page_len, offset, len)
     }
 }
 
@@ -324,28 +308,30 @@ impl PageTable {
         epoch_high: Epoch,
         lsn: Lsn,
     ) -> Self {
-        let pages: ById<PageId, PageInfo> = pages.into_iter().map(|info| (info.page, info)).collect();
-        let past_last = pages.last().map_or(1, |info| info.page.0.saturating_add(1));
-        let epoch_high = pages.values().map(|info| info.epoch).fold(epoch_high, Epoch::max);
+        let mut past_last = 1;
+        let noted =
+            pages.into_iter().inspect(|info| past_last = past_last.max(info.page.0.saturating_add(1)));
+        let pages: ById<PageId, Entry> = noted.map(|info| (info.page, Entry::from(&info))).collect();
+        let epoch_high = pages.values().map(|entry| entry.epoch).fold(epoch_high, Epoch::max);
         let next_page = next_page.max(past_last);
         Self { pages, is_watched: false, keys: HashMap::new(), root, next_page, epoch_high, lsn }
     }
 
     /// A page.
     #[must_use]
-    pub fn get(&self, page: PageId) -> Option<&PageInfo> {
-        self.pages.get(page)
+    pub fn get(&self, page: PageId) -> Option<PageInfo> {
+        Some(self.pages.get(page)?.info(page))
     }
 
     /// The page that has a key.
     #[must_use]
-    pub fn get_key(&self, key: &Key) -> Option<&PageInfo> {
-        self.keys.get(key).and_then(|page| self.pages.get(*page))
+    pub fn get_key(&self, key: &Key) -> Option<PageInfo> {
+        self.keys.get(key).and_then(|page| self.get(*page))
     }
 
     /// All pages, in the order of their ids.
-    pub fn pages(&self) -> impl ExactSizeIterator<Item = &PageInfo> {
-        self.pages.values()
+    pub fn pages(&self) -> impl ExactSizeIterator<Item = PageInfo> {
+        self.pages.iter().map(|(page, entry)| entry.info(page))
     }
 
     /// The root.
@@ -495,19 +481,20 @@ impl PageTable {
             }
             let Some(info) = state else {
                 // A key may already be another page's: freed and given again in one batch.
-                if let Some(key) = self.pages.remove(*page).and_then(|info| info.key)
-                    && self.keys.get(&key) == Some(page)
+                if let Some(entry) = self.pages.remove(*page)
+                    && let Some(key) = entry.key()
+                    && self.keys.get(key) == Some(page)
                 {
-                    self.keys.remove(&key);
+                    self.keys.remove(key);
                 }
                 continue;
             };
             self.epoch_high = self.epoch_high.max(info.epoch);
             match self.pages.get_mut(*page) {
-                Some(old) if old.key == info.key => old.become_newer(info),
+                Some(old) if old.key() == info.key.as_ref() => old.become_newer(info),
                 // A new page; and a log that nobody here wrote may create one anew.
                 _ => {
-                    self.pages.insert(*page, info.clone());
+                    self.pages.insert(*page, Entry::from(info));
                     if let Some(key) = &info.key {
                         self.keys.insert(key.clone(), *page);
                     }
@@ -535,7 +522,7 @@ impl PageTable {
         }
         let changes = ops.iter().filter_map(|at| changed(&at.op));
         let mut checked = changes.clone().map(|(page, (offset, len))| {
-            self.pages.get(page).ok_or(Refusal::UnknownPage(page))?.check_range(offset, len)
+            self.pages.get(page).ok_or(Refusal::UnknownPage(page))?.check_range(page, offset, len)
         });
         if let Err(refusal) = checked.try_for_each(|check| check) {
             return Some(Err(refusal));
@@ -544,12 +531,12 @@ impl PageTable {
             if self.is_watched {
                 self.pages.mark(page);
             }
-            let info = self.pages.get_mut(page).expect("it was there just now");
+            let entry = self.pages.get_mut(page).expect("it was there just now");
             // Once a batch.
-            if info.lsn < lsn {
-                info.lsn = lsn;
-                info.epoch.0 += 1;
-                self.epoch_high = self.epoch_high.max(info.epoch);
+            if entry.lsn < lsn {
+                entry.lsn = lsn;
+                entry.epoch.0 += 1;
+                self.epoch_high = self.epoch_high.max(entry.epoch);
             }
         }
         self.lsn = self.lsn.max(lsn);
@@ -592,9 +579,9 @@ impl PageTable {
     /// [`Refusal::KeyTaken`] if two pages have the same key.
     pub fn index_keys(&mut self) -> Result<(), Refusal> {
         self.keys.clear();
-        for info in self.pages.values() {
-            if let Some(key) = &info.key
-                && let Some(holder) = self.keys.insert(key.clone(), info.page)
+        for (page, entry) in self.pages.iter() {
+            if let Some(key) = entry.key()
+                && let Some(holder) = self.keys.insert(key.clone(), page)
             {
                 return Err(Refusal::KeyTaken { key: key.clone(), holder });
             }

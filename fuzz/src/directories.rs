@@ -109,7 +109,7 @@ fn look(disk: &SimDisk, newest: Option<&State>) {
     let disk: Arc<dyn Disk> = Arc::new(disk.clone());
     let Ok(seen) = Snapshot::open_on(&disk, None) else { return };
     if let Some(newest) = newest {
-        assert!(seen.pages().eq(&newest.pages), "a look shows other pages");
+        assert!(seen.pages().eq(newest.pages.iter().cloned()), "a look shows other pages");
         assert_eq!(**seen.root(), newest.root, "a look shows another root");
     }
     for info in seen.pages().filter(|info| info.len <= PAGE_BYTES_MAX) {
@@ -127,9 +127,10 @@ fn salvage(files: &Files, newest: Option<&State>) {
     let Some(Ok(store)) = files.0.get(&FileName::Store).map(|bytes| StoreFile::decode(bytes)) else { return };
     let Ok(salvage) = Salvage::read(files, store, PAGE_BYTES_MAX) else { return };
     let table = &salvage.state().table;
-    let newest = newest.filter(|newest| salvage.state().is_whole && table.pages().eq(&newest.pages));
+    let newest =
+        newest.filter(|newest| salvage.state().is_whole && table.pages().eq(newest.pages.iter().cloned()));
     for info in table.pages() {
-        if let (Found::Exact(bytes), Some(newest)) = (salvage.find(info), newest) {
+        if let (Found::Exact(bytes), Some(newest)) = (salvage.find(&info), newest) {
             assert!(bytes == newest.contents[&info.page], "salvage shows other bytes of {}", info.page);
         }
     }

@@ -77,7 +77,7 @@ fn shows(rebuilt: &Rebuilt, dir: &Path, is_sound: bool) {
     let shown = lines.lines().map(shown).map(|line| (line["page"].as_u64(), line["crc32"].as_u64()));
     let crc32 = |info: &PageInfo| u64::from(crc32fast::hash(&rebuilt.contents[&info.page]));
     let pages = || rebuilt.table.pages();
-    assert!(shown.eq(pages().map(|info| (Some(info.page.0), Some(crc32(info))))), "`pages` shows others");
+    assert!(shown.eq(pages().map(|info| (Some(info.page.0), Some(crc32(&info))))), "`pages` shows others");
     for info in pages().take(PAGES_MAX) {
         let (dumped, bytes) =
             ended(&["dump", &info.page.to_string(), "-o", "-", "--memory-max", MEMORY_MAX], dir);

@@ -206,7 +206,7 @@ impl Applier {
         let staged = staging.take(usize::try_from(len_known).map_err(too_long)?)?;
         let pool = staging.clone();
         let (info, lsn, drain) = self.turn(move |turn| {
-            let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?.clone();
+            let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;
             let (offset, len) = range(&info);
             if offset.checked_add(len).is_none_or(|end| end > info.len) {
                 return Err(Error::OutOfBounds { page, offset, len, page_len: info.len });

@@ -190,8 +190,10 @@ impl Worker {
         let Applied { table, memory, cut, .. } = &mut self.applied;
         let Some(current) = memory.get(page) else { return };
         // What the cut keeps is what the page was before this batch: the table still says so.
-        if let Some((cut, info)) = cut.as_mut().zip(table.get(page)) {
-            cut.before_change(info, current, &self.arena, &mut self.list);
+        if let Some(cut) = cut
+            && let Some(info) = table.get(page)
+        {
+            cut.before_change(&info, current, &self.arena, &mut self.list);
         }
         let Some(at) = spares.iter().position(|(spared, _)| *spared == page) else { return };
         let (_, spare) = spares.swap_remove(at);
@@ -207,15 +209,15 @@ impl Worker {
     /// Memory is its page's no more. It is a cut's, or callers', or nobody's.
     fn give_up(&mut self, page: PageId, old: PageMemory) {
         let Applied { table, cut, .. } = &mut self.applied;
-        let watched = cut.as_mut().zip(table.get(page));
+        let watched = cut.as_mut().and_then(|cut| Some((cut, table.get(page)?)));
         if self.leases.leave(page, old.span().memory) {
             if let Some((cut, info)) = watched {
-                cut.before_change(info, &old, &self.arena, &mut self.list);
+                cut.before_change(&info, &old, &self.arena, &mut self.list);
             }
             self.given_up.push(old);
         } else {
             self.retiring.extend(match watched {
-                Some((cut, info)) => cut.before_removal(info, old),
+                Some((cut, info)) => cut.before_removal(&info, old),
                 None => Some(old),
             });
         }

@@ -60,11 +60,15 @@ pub struct Arena {
 #[derive(Debug)]
 pub struct PageMemory {
     memory: MemoryId,
-    place: Place,
-    purpose: Purpose,
     len: u64,
+    /// The place, in numbers: as such it leaves room for the rest, and there is one of these a page.
+    place_ordinal: u32,
+    place_kind: u8,
+    purpose: Purpose,
     given_back: bool,
 }
+
+const _: () = assert!(size_of::<PageMemory>() == 24);
 
 /// Bytes of the budget that are put by for allocations to come, so that these cannot fail half way for lack of
 /// budget. What is left of it when it is dropped is free again.
@@ -274,8 +278,8 @@ impl Arena {
 
     /// Gives memory back once `fence`, that of the last list that names it, has passed.
     pub fn retire(&self, page: PageMemory, fence: Fence) {
-        self.account(page.place).retired(page.purpose, page.len);
-        let scratch = (page.purpose == Purpose::Gather).then_some((page.place, page.len));
+        self.account(page.place()).retired(page.purpose, page.len);
+        let scratch = (page.purpose == Purpose::Gather).then_some((page.place(), page.len));
         self.retired_count.fetch_add(1, Ordering::AcqRel);
         self.retired[fence.lane as usize].lock().push_back(Retired { page, fence });
         if let Some((place, len)) = scratch {
@@ -292,12 +296,12 @@ impl Arena {
         page.given_back = true;
         let released = self.device.release(page.memory);
         if released.is_ok() {
-            let account = self.account(page.place);
+            let account = self.account(page.place());
             account.retired(page.purpose, page.len);
             account.released(page.len);
         }
         if page.purpose == Purpose::Gather {
-            self.scratch_is_back(page.place, page.len);
+            self.scratch_is_back(page.place(), page.len);
         }
         released
     }
@@ -402,7 +406,7 @@ impl Arena {
         let mut page = retired.page;
         page.given_back = true;
         self.device.release(page.memory)?;
-        self.account(page.place).released(page.len);
+        self.account(page.place()).released(page.len);
         Ok(())
     }
 }
@@ -444,7 +448,8 @@ impl Reservation<'_> {
         };
         *left -= len;
         account.allocated(self.purpose, len);
-        Ok(PageMemory { memory, place, purpose: self.purpose, len, given_back: false })
+        let (place_kind, place_ordinal) = place.to_raw();
+        Ok(PageMemory { memory, len, place_ordinal, place_kind, purpose: self.purpose, given_back: false })
     }
 }
 
@@ -475,7 +480,7 @@ impl PageMemory {
     /// Where it lies.
     #[must_use]
     pub fn place(&self) -> Place {
-        self.place
+        Place::from_raw(self.place_kind, self.place_ordinal).expect("that of a place")
     }
 
     /// Its length in bytes.
@@ -490,7 +495,7 @@ impl Drop for PageMemory {
         if !self.given_back {
             tracing::warn!(
                 memory = self.memory.0,
-                place = %self.place,
+                place = %self.place(),
                 len = self.len,
                 "page memory dropped without being given back: it stays allocated and in the budget"
             );

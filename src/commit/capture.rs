@@ -106,7 +106,7 @@ impl Committer {
     ) -> Result<(Capture<'a>, Vec<CapturedPart>)> {
         copy.bytes().check_device(&self.device)?;
         let (page, epoch, width) = (copy.page(), copy.epoch(), copy.width());
-        let info = self.submitted.lock().get(page).cloned().ok_or(Error::UnknownPage { page })?;
+        let info = self.submitted.lock().get(page).ok_or(Error::UnknownPage { page })?;
         check_epoch(page, epoch, info.epoch)?;
         // A page of that epoch has the length that it had when the copy became it.
         let parts = parts(page, ranges, info.len)?;

@@ -5,21 +5,22 @@
 //! first. Nothing here outlives the process, so a crash loses all of it; the log brings it back.
 //!
 //! Locks: the table of memories is locked only to look one up, so a long copy never holds up `allocate`;
-//! each memory has its own lock, so lanes run side by side; and no command waits for a memory's
-//! lock while it holds another memory's for writing, so they cannot block each other for good. One that wants several
-//! takes them only if all are free.
+//! each memory has its own lock, or shares that of its slab (`memory.rs`), so lanes run side by side; and no command
+//! waits for a lock while it holds another for writing, so they cannot block each other for good. One that wants
+//! several takes them only if all are free.
+
+mod memory;
 
 use std::collections::HashSet;
 use std::fmt::Display;
-use std::ops::{Deref, Range};
+use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::RwLock;
-use remanent_format::by_id::ById;
 use remanent_format::{Place, Width};
-use zerocopy::FromZeros;
 
+use self::memory::{Block, Memories, Memory};
 use super::{
     Command, CommandList, Device, Fence, INDEX_OUT_OF_BOUNDS, INDEX_TWICE, IndexList, Lane, MemoryId,
     PageBytes, Payload, Pending, Piece, PieceKind, RawStream, Selection, Span, Staging, StagingMemory,
@@ -39,51 +40,9 @@ const SHORT_LEN_MAX: u64 = 1024;
 /// Pages in ordinary memory, whatever place they name; only [`Place::Disk`] is unavailable.
 #[derive(Debug)]
 pub struct HostDevice {
-    memories: RwLock<ById<MemoryId, Arc<Memory>>>,
-    memory_next: AtomicU64,
+    memories: RwLock<Memories>,
     lanes: [HostLane; Lane::ALL.len()],
     label: String,
-}
-
-/// One allocation. The lock is held for one command on bytes, and takes no other, so a test's scheduler need not know
-/// of it.
-type Memory = RwLock<Bytes>;
-
-/// Who was given bytes keeps them: the next command that changes them copies them first. Where nobody ever was, as with
-/// most pages, they take one allocation less.
-#[derive(Debug)]
-enum Bytes {
-    Ours(Vec<u8>),
-    Shared(Arc<Vec<u8>>),
-}
-
-impl Bytes {
-    fn share(&mut self) -> Arc<Vec<u8>> {
-        let bytes = match self {
-            Bytes::Ours(bytes) => Arc::new(std::mem::take(bytes)),
-            Bytes::Shared(bytes) => bytes.clone(),
-        };
-        *self = Bytes::Shared(bytes.clone());
-        bytes
-    }
-
-    fn make_mut(&mut self) -> &mut [u8] {
-        match self {
-            Bytes::Ours(bytes) => bytes,
-            Bytes::Shared(bytes) => Arc::make_mut(bytes).as_mut_slice(),
-        }
-    }
-}
-
-impl Deref for Bytes {
-    type Target = [u8];
-
-    fn deref(&self) -> &[u8] {
-        match self {
-            Bytes::Ours(bytes) => bytes,
-            Bytes::Shared(bytes) => bytes,
-        }
-    }
 }
 
 /// A lane: one list at a time, in the order in which `submit` was called.
@@ -103,12 +62,7 @@ impl HostDevice {
     /// A device without any page memory yet.
     #[must_use]
     pub fn new() -> Self {
-        Self {
-            memories: RwLock::default(),
-            memory_next: AtomicU64::new(1),
-            lanes: Default::default(),
-            label: "host".to_owned(),
-        }
+        Self { memories: RwLock::default(), lanes: Default::default(), label: "host".to_owned() }
     }
 
     /// A device that says in its label why it is not a GPU.
@@ -117,14 +71,14 @@ impl HostDevice {
         Self { label: format!("host, no GPU: {reason}"), ..Self::new() }
     }
 
-    fn memory(&self, id: MemoryId) -> Arc<Memory> {
-        memory_in(&self.memories.read(), id)
+    fn memory(&self, id: MemoryId) -> Memory {
+        self.memories.read().get(id).clone()
     }
 
     /// As [`memory`](Self::memory), for several at one go.
-    fn memories_of(&self, ids: &[MemoryId]) -> Vec<Arc<Memory>> {
+    fn memories_of(&self, pieces: &[Piece]) -> Vec<Memory> {
         let memories = self.memories.read();
-        ids.iter().map(|id| memory_in(&memories, *id)).collect()
+        pieces.iter().map(|piece| memories.get(piece.target.memory).clone()).collect()
     }
 
     fn lane(&self, lane: Lane) -> &HostLane {
@@ -167,13 +121,12 @@ impl HostDevice {
 
     fn upload(&self, source: &[u8], target: Span) {
         let memory = self.memory(target.memory);
-        let mut bytes = memory.write();
-        bytes_of_mut(&mut bytes, target).copy_from_slice(source);
+        memory.write(target).copy_from_slice(source);
     }
 
     fn download(&self, source: Span, target: &mut [u8]) {
         let memory = self.memory(source.memory);
-        target.copy_from_slice(bytes_of(&memory.read(), source));
+        target.copy_from_slice(&memory.read(source));
     }
 
     /// Short deltas go many at a time, the others one by one.
@@ -202,20 +155,21 @@ impl HostDevice {
     ///
     /// Returns `false`, with nothing done, if one of the memories is in use: who holds locks waits for none.
     fn merge_together(&self, pieces: &[Piece], staging: &[Staging]) -> bool {
-        let mut ids: Vec<MemoryId> = pieces.iter().map(|piece| piece.target.memory).collect();
-        ids.sort_unstable();
-        ids.dedup();
-        let memories = self.memories_of(&ids);
-        let guards: Option<Vec<_>> = memories.iter().map(|memory| memory.try_write()).collect();
+        let memories = self.memories_of(pieces);
+        let mut blocks: Vec<&Block> = memories.iter().map(Memory::block).collect();
+        blocks.sort_unstable_by_key(|block| ptr::from_ref(*block));
+        blocks.dedup_by_key(|block| ptr::from_ref(*block));
+        let guards: Option<Vec<_>> = blocks.iter().map(|block| block.bytes.try_write()).collect();
         let Some(mut guards) = guards else { return false };
         let mut contents: Vec<&mut [u8]> = guards.iter_mut().map(|bytes| bytes.make_mut()).collect();
-        for piece in pieces {
+        for (piece, memory) in pieces.iter().zip(&memories) {
             let Payload::Staging { index, offset } = piece.payload else {
                 unreachable!("short ones are staged")
             };
-            let at = ids.binary_search(&piece.target.memory).expect("each piece's is among them");
-            let range = range(piece.target, contents[at].len());
-            merge(&mut contents[at][range], piece.kind, &staging[index][offset..]);
+            let at =
+                blocks.binary_search_by_key(&ptr::from_ref(memory.block()), |block| ptr::from_ref(*block));
+            let content = &mut *contents[at.expect("each piece's is among them")];
+            merge(&mut content[memory.range(piece.target)], piece.kind, &staging[index][offset..]);
         }
         true
     }
@@ -228,7 +182,7 @@ impl HostDevice {
             }
             // The payload is copied aside, so that only one memory is locked at a time.
             (Payload::Device(payload), _) => {
-                let aside = bytes_of(&self.memory(payload.memory).read(), payload).to_vec();
+                let aside = self.memory(payload.memory).read(payload).to_vec();
                 self.merge(piece, &aside);
             }
         }
@@ -236,8 +190,7 @@ impl HostDevice {
 
     fn merge(&self, piece: &Piece, payload: &[u8]) {
         let memory = self.memory(piece.target.memory);
-        let mut bytes = memory.write();
-        merge(bytes_of_mut(&mut bytes, piece.target), piece.kind, payload);
+        merge(&mut memory.write(piece.target), piece.kind, payload);
     }
 
     /// Copies through a small area of its own, so that only one memory is locked at a time.
@@ -252,8 +205,8 @@ impl HostDevice {
         loop {
             let part_len = PART_LEN_MAX.min(source.len - done);
             aside.clear();
-            aside.extend_from_slice(bytes_of(&source_memory.read(), part(source, done, part_len)));
-            bytes_of_mut(&mut target_memory.write(), part(target, done, part_len)).copy_from_slice(&aside);
+            aside.extend_from_slice(&source_memory.read(part(source, done, part_len)));
+            target_memory.write(part(target, done, part_len)).copy_from_slice(&aside);
             done += part_len;
             if done == source.len {
                 return;
@@ -263,8 +216,7 @@ impl HostDevice {
 
     fn fill(&self, target: Span, pattern: [u8; 16], width: Width) {
         let memory = self.memory(target.memory);
-        let mut bytes = memory.write();
-        let target = bytes_of_mut(&mut bytes, target);
+        let mut target = memory.write(target);
         let _whole = elements(target.len(), width);
         // Every width divides 16, so sixteen bytes of repeated pattern tile the target.
         let tile: [u8; 16] = std::array::from_fn(|i| pattern[i % width.bytes()]);
@@ -278,10 +230,9 @@ impl HostDevice {
     /// one for writing waits for another, so both are had in the end, even where they are the same.
     fn diff(&self, left: Span, right: Span, width: Width, target: Span) {
         let (left_memory, right_memory) = (self.memory(left.memory), self.memory(right.memory));
-        let (left_bytes, right_bytes) = (left_memory.read_recursive(), right_memory.read_recursive());
         let clashes = overlap(left, target) || overlap(right, target);
         assert!(!clashes, "a diff to a range that it compares: {left:?}, {right:?}, {target:?}");
-        let (left, right) = (bytes_of(&left_bytes, left), bytes_of(&right_bytes, right));
+        let (left, right) = (left_memory.read(left), right_memory.read(right));
         assert_eq!(left.len(), right.len(), "a diff of ranges of different lengths");
         let mut bits = vec![0; elements(left.len(), width).div_ceil(8)];
         assert_eq!(target.len, bits.len() as u64, "the length of a diff's target");
@@ -289,7 +240,7 @@ impl HostDevice {
         for (index, (left, right)) in pairs.enumerate() {
             bits[index / 8] |= u8::from(left != right) << (index % 8);
         }
-        drop((left_bytes, right_bytes));
+        drop((left, right));
         self.upload(&bits, target);
     }
 
@@ -300,15 +251,13 @@ impl HostDevice {
             let Selection { bits, indices } = *selection;
             selection.check();
             let memory = self.memory(bits.memory);
-            let bytes = memory.read();
-            let set = set_bits(bytes_of(&bytes, bits));
-            drop(bytes);
+            let set = set_bits(&memory.read(bits));
             found.copy_from_slice(&(set.len() as u32).to_le_bytes());
             let room = set.len().min(indices.len as usize / 4);
             let numbers: Vec<u8> = set[..room].iter().flat_map(|index| index.to_le_bytes()).collect();
             // Bounds are checked for all of the room.
             let memory = self.memory(indices.memory);
-            bytes_of_mut(&mut memory.write(), indices)[..numbers.len()].copy_from_slice(&numbers);
+            memory.write(indices)[..numbers.len()].copy_from_slice(&numbers);
         }
     }
 
@@ -316,7 +265,7 @@ impl HostDevice {
         assert_eq!(target.len(), 4 * sources.len(), "the length of a checksum command's target");
         for (source, sum) in sources.iter().zip(target.chunks_exact_mut(4)) {
             let memory = self.memory(source.memory);
-            sum.copy_from_slice(&crc32fast::hash(bytes_of(&memory.read(), *source)).to_le_bytes());
+            sum.copy_from_slice(&crc32fast::hash(&memory.read(*source)).to_le_bytes());
         }
     }
 
@@ -327,13 +276,12 @@ impl HostDevice {
         assert!(!overlap(source, target), "picked from and to overlapping ranges: {source:?}, {target:?}");
         let mut picked = Vec::with_capacity(target.len as usize);
         let memory = self.memory(source.memory);
-        let bytes = memory.read();
-        let source = bytes_of(&bytes, source);
+        let source = memory.read(source);
         for index in indices.chunks_exact(4).map(index_of) {
             assert!(index < bound, "an index that is not within its range");
             picked.extend_from_slice(&source[index * width.bytes()..][..width.bytes()]);
         }
-        drop(bytes);
+        drop(source);
         self.upload(&picked, target);
     }
 
@@ -342,10 +290,10 @@ impl HostDevice {
         for (IndexList { indices, bound }, found) in lists.iter().zip(target.chunks_exact_mut(4)) {
             assert!(indices.offset.is_multiple_of(4) && indices.len.is_multiple_of(4), "whole indices");
             let memory = self.memory(indices.memory);
-            let bytes = memory.read();
+            let bytes = memory.read(*indices);
             let mut seen = HashSet::new();
             let mut wrong = 0;
-            for index in bytes_of(&bytes, *indices).chunks_exact(4).map(index_of) {
+            for index in bytes.chunks_exact(4).map(index_of) {
                 if index as u64 >= *bound {
                     wrong |= INDEX_OUT_OF_BOUNDS;
                 } else if !seen.insert(index) {
@@ -370,16 +318,17 @@ impl Device for HostDevice {
                 return Err(Error::PlaceUnavailable { place, reason });
             }
         }
-        let memory = Arc::new(RwLock::new(Bytes::Ours(zeroed(place, len)?)));
-        let id = MemoryId(self.memory_next.fetch_add(1, Ordering::Relaxed));
-        self.memories.write().insert(id, memory);
-        Ok(id)
+        if Memory::is_short(len) {
+            return self.memories.write().insert_short(place, len);
+        }
+        let memory = Memory::long(place, len)?;
+        Ok(self.memories.write().insert(memory))
     }
 
     fn release(&self, memory: MemoryId) -> Result<()> {
         // Taken out under the lock, freed after it.
         let released = self.memories.write().remove(memory);
-        assert!(released.is_some(), "{memory:?} is no memory of this device");
+        drop(released);
         Ok(())
     }
 
@@ -434,20 +383,13 @@ impl Device for HostDevice {
     }
 
     fn bytes(&self, memory: MemoryId) -> Option<PageBytes> {
-        let bytes = self.memory(memory).write().share();
+        let bytes = self.memory(memory).share();
         Some(bytes)
     }
 }
 
 fn no_streams(stream: RawStream) -> Error {
     Error::StreamRefused { stream: stream.handle(), reason: "pages live in host memory, not on a GPU" }
-}
-
-/// Zeroed, for safe Rust has no memory of unknown content; an absurd length is an error and no abort. The system
-/// zeroes what it hands out when it is first touched: a store that is opened need not wait for that.
-fn zeroed(place: Place, len: u64) -> Result<Vec<u8>> {
-    let bytes = usize::try_from(len).ok().and_then(|len| u8::new_vec_zeroed(len).ok());
-    bytes.ok_or(Error::OutOfMemory { place, len })
 }
 
 /// Staging that direct reads fill as it lies.
@@ -466,10 +408,6 @@ impl StagingMemory for HostStaging {
 fn set_bits(bits: &[u8]) -> Vec<u32> {
     let is_set = |bit: &u32| bits[*bit as usize / 8] >> (bit % 8) & 1 == 1;
     (0..8 * bits.len() as u32).filter(is_set).collect()
-}
-
-fn memory_in(memories: &ById<MemoryId, Arc<Memory>>, id: MemoryId) -> Arc<Memory> {
-    memories.get(id).unwrap_or_else(|| panic!("{id:?} is no memory of this device")).clone()
 }
 
 /// Whether a delta takes hardly longer than finding and locking its memory.
@@ -528,23 +466,6 @@ fn staged(staging: &[Staging], span: StagingSpan) -> &[u8] {
 
 fn staged_mut(staging: &mut [Staging], span: StagingSpan) -> &mut [u8] {
     &mut staging[span.index][span.offset..][..span.len]
-}
-
-fn bytes_of(memory: &[u8], span: Span) -> &[u8] {
-    &memory[range(span, memory.len())]
-}
-
-fn bytes_of_mut(memory: &mut Bytes, span: Span) -> &mut [u8] {
-    let range = range(span, memory.len());
-    &mut memory.make_mut()[range]
-}
-
-/// The span as a range; panics if it does not lie in the memory.
-fn range(span: Span, memory_len: usize) -> Range<usize> {
-    let end = span.offset.checked_add(span.len).filter(|end| *end <= memory_len as u64);
-    assert!(end.is_some(), "{span:?} is not within its memory of {memory_len} bytes");
-    // Both are at most `memory_len`, which is a usize.
-    span.offset as usize..(span.offset + span.len) as usize
 }
 
 /// `len` bytes of a span, from `offset` in it; panics if they do not lie in it.

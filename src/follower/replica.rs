@@ -91,7 +91,7 @@ impl Replica {
         let version = |info: &PageInfo| (info.epoch, info.lsn);
         let mut changed = BTreeMap::new();
         for info in restored.pages() {
-            if self.table.get(info.page).map(version) != Some(version(info)) {
+            if self.table.get(info.page).as_ref().map(version) != Some(version(info)) {
                 changed.insert(info.page, restored.read(info.page)?);
             }
         }
@@ -153,19 +153,19 @@ impl Replica {
     }
 
     /// All pages, in the order of their ids.
-    pub fn pages(&self) -> impl ExactSizeIterator<Item = &PageInfo> {
+    pub fn pages(&self) -> impl ExactSizeIterator<Item = PageInfo> {
         self.table.pages()
     }
 
     /// A page's length, version, key and metadata.
     #[must_use]
-    pub fn page(&self, page: PageId) -> Option<&PageInfo> {
+    pub fn page(&self, page: PageId) -> Option<PageInfo> {
         self.table.get(page)
     }
 
     /// The page that has this key.
     #[must_use]
-    pub fn page_by_key(&self, key: &Key) -> Option<&PageInfo> {
+    pub fn page_by_key(&self, key: &Key) -> Option<PageInfo> {
         self.table.get_key(key)
     }
 

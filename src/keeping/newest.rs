@@ -106,12 +106,14 @@ pub(super) struct Newest {
 }
 
 impl Newest {
-    /// What the merged links of a snapshot say.
-    pub fn of(links: Vec<Link>, snapshot: &Manifest) -> Self {
+    /// What the links of a snapshot say together: `entries` are all of its pages.
+    pub fn of<'e>(links: Vec<Link>, entries: impl Iterator<Item = &'e ManifestEntry>) -> Self {
         let mut newest = Self { links, ..Self::default() };
-        newest.pages = snapshot.entries.iter().map(|entry| (entry.page, named(entry))).collect();
-        newest.sums = Sums::of(snapshot.entries.iter().map(|entry| entry.image));
-        snapshot.entries.iter().for_each(|entry| note(&mut newest.runs, entry));
+        let noted = entries.inspect(|entry| {
+            newest.sums.add(entry.image);
+            note(&mut newest.runs, entry);
+        });
+        newest.pages = noted.map(|entry| (entry.page, named(entry))).collect();
         newest
     }
 
@@ -119,7 +121,7 @@ impl Newest {
     pub fn advance(&mut self, manifest: &Manifest, manifest_crc: u32) {
         let link = Link::of(manifest, manifest_crc);
         let ManifestKind::Change { previous, .. } = manifest.kind else {
-            *self = Self::of(vec![link], manifest);
+            *self = Self::of(vec![link], manifest.entries.iter());
             return;
         };
         self.links.retain(|before| before.snapshot <= previous);

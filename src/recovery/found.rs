@@ -120,7 +120,7 @@ pub(super) fn found<E: From<Error>>(
     // 4.
     let table = &origin.table;
     let entries: Vec<ManifestEntry> =
-        table.pages().map(|info| entry(info, images.get(&info.page).copied())).collect();
+        table.pages().map(|info| entry(&info, images.get(&info.page).copied())).collect();
     let manifest = Manifest {
         kind: ManifestKind::Base,
         store: store.store,
@@ -186,8 +186,8 @@ fn write_images<E: From<Error>>(
     load: &mut dyn FnMut(&PageInfo) -> Result<Vec<u8>, E>,
 ) -> Result<HashMap<PageId, ImageRef>, E> {
     prove(&DiskSource::past_cache(target.clone()), wanted(table.pages(), &images))?;
-    let is_missing = |info: &&PageInfo| info.len > 0 && !images.contains_key(&info.page);
-    let rest: Vec<PageInfo> = table.pages().filter(is_missing).cloned().collect();
+    let is_missing = |info: &PageInfo| info.len > 0 && !images.contains_key(&info.page);
+    let rest: Vec<PageInfo> = table.pages().filter(is_missing).collect();
     if rest.is_empty() {
         target.sync_folder(Folder::Pages)?;
         return Ok(images);

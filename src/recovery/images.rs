@@ -11,7 +11,7 @@ use remanent_format::image::{Codec, ImageRef};
 use remanent_format::{Defect, FileName, PageId};
 
 use crate::crew;
-use crate::device::{Command, CommandList, Device, Lane, Pending, Span, StagingSpan};
+use crate::device::{Command, CommandList, Device, Fence, Lane, Pending, Span, StagingSpan};
 use crate::error::{Error, Result};
 use crate::runs::{Piece, RUN_BYTES, Run, SUMMED_AT_ONCE, Wanted, runs};
 use crate::source::DiskSource;
@@ -151,11 +151,17 @@ impl Copies<'_> {
         self.finish_but(COPIES_MAX)
     }
 
-    /// Waits for the oldest copies, until at most so many are under way, and gives their staging back.
+    /// Waits for the oldest copies, until at most so many are under way, and gives their staging back. That of copies
+    /// that are done already is used for the next ones: on the host it is in the processor's cache.
     fn finish_but(&self, at_most: usize) -> Result<()> {
+        let is_done = |pending: &Pending| {
+            let Fence { lane, value } = pending.fence();
+            value <= self.loader.device.reached(lane)
+        };
         let oldest = || {
             let mut under_way = self.under_way.lock();
-            if under_way.len() > at_most { under_way.pop_front() } else { None }
+            let is_due = under_way.len() > at_most || under_way.front().is_some_and(is_done);
+            if is_due { under_way.pop_front() } else { None }
         };
         while let Some(pending) = oldest() {
             for staging in pending.finish(self.loader.device)? {

@@ -2,16 +2,16 @@
 //!
 //! Nothing on disk changes here, so a crash loses nothing.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 
 use remanent_format::by_id::ById;
 use remanent_format::head::PageHead;
-use remanent_format::image::{Codec, ImageRef};
+use remanent_format::image::Codec;
 use remanent_format::manifest::Manifest;
 use remanent_format::op::decode_payload;
 use remanent_format::rebuild::{Resolution, Survey, load_base};
 use remanent_format::replay::Resolved;
-use remanent_format::{Defect, FileName, LogPoint, Lsn, PageId};
+use remanent_format::{Defect, FileName, LogPoint, Lsn, PageId, Place};
 
 use super::frames::Run;
 use super::images::{ImageLoader, threads};
@@ -145,9 +145,7 @@ impl Loader<'_> {
         resolution: &Resolution,
     ) -> Result<()> {
         let resolved = &resolution.resolved;
-        let wanted: Vec<_> = resolved.table.pages().map(|info| (info.place, info.len)).collect();
-        let memory = self.recovery.arena.allocate_all(Purpose::Page, &wanted)?;
-        self.pages.memory = resolved.table.pages().map(|info| info.page).zip(memory).collect();
+        self.allocate(resolved)?;
         // Sealed bytes are proven past the cache (I6): images, and frames up to the last mark.
         let sealed = DiskSource::past_cache(self.recovery.disk.clone());
         self.load_images(&sealed, resolved, verified(survey, manifest, resolution))?;
@@ -189,6 +187,24 @@ impl Loader<'_> {
         Ok(())
     }
 
+    /// Memory for all pages, or for as many as there is memory for.
+    fn allocate(&mut self, resolved: &Resolved) -> Result<()> {
+        let mut sums: BTreeMap<Place, u64> = BTreeMap::new();
+        for info in resolved.table.pages() {
+            let sum = sums.entry(info.place).or_default();
+            *sum = sum.saturating_add(info.len);
+        }
+        let sums: Vec<(Place, u64)> = sums.into_iter().collect();
+        let mut reserved = self.recovery.arena.reserve(Purpose::Page, &sums)?;
+        let mut refused = Ok(());
+        let allocated = resolved.table.pages().map_while(|info| {
+            let memory = reserved.allocate(info.place, info.len).map_err(|error| refused = Err(error));
+            Some((info.page, memory.ok()?))
+        });
+        self.pages.memory = allocated.collect();
+        refused
+    }
+
     /// What is no image of its page's final length is made here, the rest by several threads. The images that
     /// `verified` names were proven past the cache when it was (I7), nobody writes to them, and each has its
     /// checksum: so what the page cache has of them is taken from there; and where pages are loaded on demand,
@@ -201,6 +217,8 @@ impl Loader<'_> {
     ) -> Result<()> {
         let may_be_cold = self.recovery.options.restore == Restore::OnDemand;
         let (mut proven, mut unproven) = (Vec::new(), Vec::new());
+        // Both the pages here and those of the snapshot ascend.
+        let mut named = verified.map_or(&[][..], |verified| &verified.entries).iter().peekable();
         for (page, base) in resolved.bases.iter() {
             match base.image {
                 _ if base.resized => {
@@ -208,9 +226,11 @@ impl Loader<'_> {
                     self.on_host.lock().insert(page, load_base(sealed, base, final_len)?);
                 }
                 Some(image) => {
-                    let is_proven = verified.is_some_and(|verified| names(verified, page, &image));
-                    let is_unchanged = resolved.table.get(page).is_some_and(|info| info.lsn == base.lsn);
-                    if is_proven && is_unchanged && may_be_cold {
+                    while named.next_if(|entry| entry.page < page).is_some() {}
+                    let is_proven =
+                        named.peek().is_some_and(|entry| entry.page == page && entry.image == Some(image));
+                    let is_unchanged = || resolved.table.get(page).is_some_and(|info| info.lsn == base.lsn);
+                    if may_be_cold && is_proven && is_unchanged() {
                         let memory = self.pages.memory.remove(page).expect("allocated for each page");
                         self.pages.cold.push(ColdPage { page, image, memory });
                         continue;
@@ -348,10 +368,4 @@ fn verified<'m>(
         on_disk(survey, manifest.snapshot).is_some_and(|found| end.verified.contains(&found))
     };
     manifest.filter(is_recorded)
-}
-
-/// Whether a snapshot names this image of a page's.
-fn names(snapshot: &Manifest, page: PageId, image: &ImageRef) -> bool {
-    let found = snapshot.entries.binary_search_by_key(&page, |entry| entry.page);
-    found.is_ok_and(|at| snapshot.entries[at].image.as_ref() == Some(image))
 }

@@ -71,6 +71,7 @@ use remanent_format::limits::FRAME_ALIGN;
 use remanent_format::log::{LogEnd, TornTail};
 use remanent_format::manifest::Manifest;
 use remanent_format::rebuild::{Resolution, Survey, read_manifest};
+use remanent_format::replay::Resolved;
 use remanent_format::segment::{FORMAT_VERSION, SEGMENT_HEADER_BLOCK};
 use remanent_format::store::{StoreFile, StoreRecord};
 use remanent_format::{
@@ -249,7 +250,7 @@ impl Recovery<'_> {
             return Err(defect.at_lsn(FileName::Segment(number), 0, survey.mark()).into());
         }
 
-        let (resolution, mut loaded, mut harmless) = self.load_best(&source, &survey)?;
+        let (mut resolution, mut loaded, mut harmless) = self.load_best(&source, &survey)?;
         let end = resolution.end.clone().expect("followed to its end");
         harmless.extend(end.harmless.iter().cloned());
 
@@ -281,7 +282,7 @@ impl Recovery<'_> {
             .filter(|n| (end.proven.segment + 1..highest).contains(n))
             .collect();
         pool.recycle(&junk)?;
-        let keeping = self.keeping(&source, &survey, &resolution, &verified, log.current.number)?;
+        let keeping = self.keeping(&source, &survey, &mut resolution, &verified, log.current.number)?;
 
         let mut recovered = self.report(position, false);
         recovered.previous = Some(Position { incarnation: end.accepted.incarnation, lsn: end.accepted.lsn });
@@ -425,17 +426,17 @@ impl Recovery<'_> {
         &self,
         source: &DiskSource,
         survey: &Survey,
-        resolution: &Resolution,
+        resolution: &mut Resolution,
         verified: &[VerifiedSnapshot],
         opening: u64,
     ) -> Result<Keeping> {
         // Other links that can be read are there for these, or will go with the next snapshot.
         let mut snapshots = BTreeMap::new();
         for VerifiedSnapshot { snapshot, manifest_crc } in verified {
-            let links = survey.chain(*snapshot)?[1..].iter().map(|link| link.snapshot).collect();
-            let manifest = survey.snapshot(*snapshot)?;
-            let sums = Sums::of(manifest.entries.iter().map(|entry| entry.image));
-            snapshots.insert(*snapshot, Kept::new(&manifest, sums, links, *manifest_crc, true));
+            let chain = survey.chain(*snapshot)?;
+            let links = chain[1..].iter().map(|link| link.snapshot).collect();
+            let sums = Sums::of(survey.entries(*snapshot)?.map(|entry| entry.image));
+            snapshots.insert(*snapshot, Kept::new(chain[0], sums, links, *manifest_crc, true));
         }
         // Which frames name them is not known for the log before the snapshot used: as if the newest one did.
         let mut for_batches = BTreeMap::new();
@@ -465,7 +466,9 @@ impl Recovery<'_> {
         }
         let next_snapshot = survey.links.keys().next_back().map_or(1, |last| last.0 + 1);
         let files = Arc::new(ImageFiles::new(self.disk.clone(), next_file, for_batches));
-        let known = Arc::new(KnownImages::recovered(survey, resolution.base, &resolution.resolved)?);
+        let Resolved { table, bases } = &mut resolution.resolved;
+        let known = KnownImages::recovered(survey, resolution.base, table, std::mem::take(bases))?;
+        let known = Arc::new(known);
         let file_lens = BTreeMap::new();
         let keeping = Keeping { snapshots, tables, next_snapshot, files, known, file_lens };
         // Image files of snapshots that nothing names stem from a snapshot that a crash cut short. Where a snapshot was

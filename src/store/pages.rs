@@ -102,7 +102,7 @@ impl Store {
     /// # Errors
     /// [`Error::UnknownPage`].
     pub fn page(&self, page: PageId) -> Result<PageInfo> {
-        self.look(move |table| table.get(page).cloned().ok_or(Error::UnknownPage { page }))
+        self.look(move |table| table.get(page).ok_or(Error::UnknownPage { page }))
     }
 
     /// The page that has this key.
@@ -111,7 +111,7 @@ impl Store {
     /// [`Error::UnknownKey`].
     pub fn page_by_key(&self, key: &Key) -> Result<PageInfo> {
         let key = key.clone();
-        self.look(move |table| table.get_key(&key).cloned().ok_or(Error::UnknownKey { key }))
+        self.look(move |table| table.get_key(&key).ok_or(Error::UnknownKey { key }))
     }
 
     /// All pages, in the order of their ids.
@@ -119,7 +119,7 @@ impl Store {
     /// # Errors
     /// [`Error::Closed`], [`Error::Forked`].
     pub fn pages(&self) -> Result<Vec<PageInfo>> {
-        self.look(|table| Ok(table.pages().cloned().collect()))
+        self.look(|table| Ok(table.pages().collect()))
     }
 
     /// The root: the store's own metadata.

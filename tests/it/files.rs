@@ -95,7 +95,7 @@ impl State {
     /// The state that a rebuild computed.
     pub fn rebuilt(rebuilt: &Rebuilt) -> Self {
         Self {
-            pages: rebuilt.table.pages().cloned().collect(),
+            pages: rebuilt.table.pages().collect(),
             contents: rebuilt.contents.clone(),
             root: Metadata::clone(rebuilt.table.root()),
         }

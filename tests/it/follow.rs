@@ -124,7 +124,7 @@ impl Reader {
 
 fn same(replica: &Replica, model: &Model) {
     assert_eq!(replica.lsn(), model.lsn);
-    let infos = model.state.pages.values().map(|(info, _)| info);
+    let infos = model.state.pages.values().map(|(info, _)| info.clone());
     assert!(replica.pages().eq(infos), "another table at {}", model.lsn);
     assert_eq!(**replica.root(), model.state.root);
     for (info, bytes) in model.state.pages.values() {
@@ -276,7 +276,7 @@ fn a_restore_is_handed_over_as_one_batch() {
     assert!(matches!(restored.read(PageId(99)), Err(Error::UnknownPage { .. })));
     replica.apply(&batch).unwrap();
     let check = |replica: &Replica| {
-        assert!(replica.pages().eq(&store.pages().unwrap()));
+        assert!(replica.pages().eq(store.pages().unwrap()));
         assert_eq!(replica.root(), &store.root().unwrap());
         for (page, bytes) in [(kept, b"kept\0\0\0\0"), (changed, b"before\0\0"), (gone, b"gone\0\0\0\0")] {
             assert_eq!(replica.bytes(page), Some(&bytes[..]));

@@ -292,7 +292,7 @@ fn an_earlier_state_has_its_places_and_only_what_changed_gets_an_epoch() {
         for point in [RestorePoint::Lsn(then.0), RestorePoint::Snapshot(then.2)] {
             let disk: Arc<dyn Disk> = Arc::new(disk.clone());
             let old = Snapshot::open_on(&disk, Some(&point)).unwrap();
-            assert!(old.pages().cloned().eq(then.1.pages.clone()), "{point:?}");
+            assert!(old.pages().eq(then.1.pages.clone()), "{point:?}");
         }
         for back in [true, false] {
             let lsn = if back {
@@ -367,7 +367,7 @@ fn followers_are_told_of_moves() {
         replica.apply(&batch).unwrap();
     }
     assert_eq!(kinds[1..], ["move", "move fill", "restore", "move"]);
-    assert_eq!(replica.page(page), Some(&store.page(page).unwrap()));
+    assert_eq!(replica.page(page), Some(store.page(page).unwrap()));
     assert_eq!(replica.bytes(page).unwrap(), bytes(&store, page));
     store.snapshot().unwrap();
     let from_snapshot = Replica::from_snapshot_on(&shared).unwrap();

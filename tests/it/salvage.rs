@@ -50,11 +50,11 @@ fn salvage(what: &str, files: &Files, victim: &Victim) -> Outcome {
     if state.is_whole {
         let expected = states.get(&lsn).unwrap_or(&empty);
         assert!(lsn <= last && (lsn == Lsn(0) || states.contains_key(&lsn)), "{what}: no state at {lsn}");
-        assert!(state.table.pages().eq(&expected.pages), "{what}: other pages at {lsn}");
+        assert!(state.table.pages().eq(expected.pages.iter().cloned()), "{what}: other pages at {lsn}");
         assert_eq!(**state.table.root(), expected.root, "{what}: another root at {lsn}");
     }
     for info in state.table.pages() {
-        match salvage.find(info) {
+        match salvage.find(&info) {
             Found::Exact(bytes) => {
                 assert!(bytes == states[&lsn].contents[&info.page], "{what}: wrong bytes in {}", info.page);
                 outcome.exact += 1;

@@ -267,7 +267,7 @@ fn the_pure_rebuild_agrees_with_recovery() {
     .unwrap();
     assert_eq!(rebuilt.contents[&page], bytes(&store, page));
     assert_eq!(bytes(&store, page), b"\0\0\0ab\0\0\0\0");
-    assert_eq!(rebuilt.table.pages().cloned().collect::<Vec<_>>(), store.pages().unwrap());
+    assert_eq!(rebuilt.table.pages().collect::<Vec<_>>(), store.pages().unwrap());
 }
 
 #[test]

@@ -83,7 +83,7 @@ impl Blame {
             let none =
                 || Failure::Environment(format!("there is no tensor, key or page {:?}", self.element.page));
             let info = table.pages().find(|info| self.element.means(info)).ok_or_else(none)?;
-            let element = self.element.find(info).map_err(Failure::Environment)?;
+            let element = self.element.find(&info).map_err(Failure::Environment)?;
             // However long the page is on its way, nothing past the element is needed.
             if element.end() > self.memory.limit() {
                 let defect = Defect::Memory { needed: element.end() };

@@ -154,7 +154,8 @@ pub fn recovered(dir: &Path) -> Result<Rebuilt, Failure> {
 
 /// All differences between a rebuilt store and the simulation.
 pub fn compare(simulation: &Simulation, epochs: Epochs, rebuilt: &Rebuilt) -> Vec<Difference> {
-    let found = rebuilt.table.pages().map(|info| Found {
+    let infos: Vec<PageInfo> = rebuilt.table.pages().collect();
+    let found = infos.iter().map(|info| Found {
         page: info.page,
         key: info.key.as_ref(),
         epoch: info.epoch,

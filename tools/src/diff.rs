@@ -117,7 +117,7 @@ impl Diff {
         let bar = progress::bar(after.contents.len() as u64, "comparing");
         let mut lines = Vec::new();
         for info in old.pages().filter(|info| new.get(info.page).is_none()) {
-            lines.push(Line { info: info.clone(), change: Change::Deleted });
+            lines.push(Line { info, change: Change::Deleted });
         }
         for info in new.pages() {
             let change = match old.get(info.page) {
@@ -126,12 +126,12 @@ impl Diff {
                 Some(old) => {
                     bar.inc(1);
                     let (before, after) = (&before.contents[&info.page], &after.contents[&info.page]);
-                    Change::Content(content(old, before, info, after))
+                    Change::Content(content(&old, before, &info, after))
                 }
             };
             // A page that was changed and changed back differs in nothing but its epoch.
             if !matches!(&change, Change::Content(content) if content.is_same()) {
-                lines.push(Line { info: info.clone(), change });
+                lines.push(Line { info, change });
             }
         }
         bar.finish_and_clear();

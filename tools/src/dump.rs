@@ -57,7 +57,7 @@ impl Dump {
             dir.refuse_to_write_into(&self.output)?;
         }
         let (view, contents) = View::with_contents(&dir, self.memory.limit())?;
-        let is_wanted = |info: &&PageInfo| match &self.page {
+        let is_wanted = |info: &PageInfo| match &self.page {
             Selector::Number(page) => info.page == *page,
             Selector::Key(key) => info.key.as_ref() == Some(key),
         };

@@ -82,14 +82,15 @@ impl Version {
         let state = past.state(until, page_bytes_max, |info| is_header(info) || name_of(info).is_some())?;
         let none =
             || Failure::Environment(format!("no weights were imported up to lsn {}", state.table.lsn()));
-        let header_page = state.table.pages().find(|info| is_header(info)).ok_or_else(none)?;
+        let infos: Vec<PageInfo> = state.table.pages().collect();
+        let header_page = infos.iter().find(|info| is_header(info)).ok_or_else(none)?;
         let changed = |what: String| {
             Failure::Environment(format!("lsn {} is no file of weights: {what}", state.table.lsn()))
         };
         let header = Header::parse(state.contents[&header_page.page].clone()).map_err(changed)?;
         let mut pages = vec![header_page.clone()];
         let named: BTreeMap<&str, &PageInfo> =
-            state.table.pages().filter_map(|info| Some((name_of(info)?, info))).collect();
+            infos.iter().filter_map(|info| Some((name_of(info)?, info))).collect();
         for tensor in &header.tensors {
             let name = &tensor.name;
             match named.get(&name[..]) {

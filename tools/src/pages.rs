@@ -40,9 +40,9 @@ impl Pages {
     pub fn run(&self, out: &mut Output) -> Outcome {
         let dir = StoreDir::open(&self.dir)?;
         let (view, contents) = View::with_contents(&dir, self.memory.limit())?;
-        let pages: Vec<&PageInfo> = view.pages().collect();
+        let pages: Vec<PageInfo> = view.pages().collect();
         if self.json {
-            for info in pages {
+            for info in &pages {
                 out.line(page_json(info, crc32(&contents, info)))?;
             }
         } else if !pages.is_empty() {
@@ -72,7 +72,7 @@ fn page_json(info: &PageInfo, crc32: Option<u32>) -> serde_json::Value {
     }
 }
 
-fn table(pages: &[&PageInfo], contents: &Contents) -> Table {
+fn table(pages: &[PageInfo], contents: &Contents) -> Table {
     let mut table =
         with_header(["PAGE", "KEY", "LEN", "EPOCH", "LSN", "PLACE", "CRC32", "METADATA"], [0, 2, 3, 4]);
     for info in pages {

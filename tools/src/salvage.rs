@@ -73,9 +73,9 @@ pub struct Salvage {
 }
 
 /// A page that is not exact.
-struct Hurt<'s> {
+struct Hurt {
     /// As it should be.
-    info: &'s PageInfo,
+    info: PageInfo,
     /// The version that is left.
     left: Option<PageInfo>,
     why: Damage,
@@ -83,9 +83,9 @@ struct Hurt<'s> {
 
 /// What is left of all pages.
 #[derive(Default)]
-struct Remains<'s> {
+struct Remains {
     exact: Vec<PageInfo>,
-    hurt: Vec<Hurt<'s>>,
+    hurt: Vec<Hurt>,
 }
 
 /// Why no new store was made.
@@ -150,11 +150,11 @@ impl Salvage {
     }
 
     /// Whether a page that is not exact goes into the new store.
-    fn carries(&self, hurt: &Hurt<'_>) -> bool {
+    fn carries(&self, hurt: &Hurt) -> bool {
         self.older && hurt.left.is_some()
     }
 
-    fn report(&self, hurt: &Hurt<'_>, out: &mut Output) -> Result<(), Failure> {
+    fn report(&self, hurt: &Hurt, out: &mut Output) -> Result<(), Failure> {
         if !self.json {
             // The table needs all of them.
             return Ok(());
@@ -184,7 +184,7 @@ impl Salvage {
         new: &Path,
         store: StoreFile,
         search: &Search<'_>,
-        remains: &Remains<'_>,
+        remains: &Remains,
         interrupt: &Interrupt,
     ) -> Result<New, Stop> {
         let older =
@@ -209,7 +209,7 @@ impl Salvage {
 }
 
 /// Proves every page of the state; `None` if Ctrl-C was pressed meanwhile.
-fn look<'s>(search: &'s Search<'_>, interrupt: &Interrupt) -> Option<Remains<'s>> {
+fn look(search: &Search<'_>, interrupt: &Interrupt) -> Option<Remains> {
     let table = &search.state().table;
     let bar = progress::bytes(table.pages().map(|info| info.len).fold(0, u64::saturating_add), "proving");
     let mut remains = Remains::default();
@@ -217,12 +217,13 @@ fn look<'s>(search: &'s Search<'_>, interrupt: &Interrupt) -> Option<Remains<'s>
         if interrupt.noted() {
             return None;
         }
-        match search.find(info) {
-            Found::Exact(_) => remains.exact.push(info.clone()),
+        let len = info.len;
+        match search.find(&info) {
+            Found::Exact(_) => remains.exact.push(info),
             Found::Older { version, why, .. } => remains.hurt.push(Hurt { info, left: Some(version), why }),
             Found::Lost(why) => remains.hurt.push(Hurt { info, left: None, why }),
         }
-        bar.inc(info.len);
+        bar.inc(len);
     }
     bar.finish_and_clear();
     Some(remains)
@@ -239,8 +240,8 @@ fn load(
         return Err(Stop::Interrupted);
     }
     let wanted = search.state().table.get(info.page).expect("it was found there");
-    let (left, bytes) = match search.find(wanted) {
-        Found::Exact(bytes) => (wanted.clone(), bytes),
+    let (left, bytes) = match search.find(&wanted) {
+        Found::Exact(bytes) => (wanted, bytes),
         Found::Older { version, bytes, .. } => (version, bytes),
         Found::Lost(why) => return Err(Stop::Failed(Failure::Damage(why.to_string()))),
     };
@@ -256,7 +257,7 @@ fn load(
 /// All that is to be said.
 struct Report<'a> {
     search: &'a Search<'a>,
-    remains: &'a Remains<'a>,
+    remains: &'a Remains,
     /// What is wrong with STORE.
     unnamed: Option<&'a Damage>,
     new: Option<New>,
@@ -349,7 +350,7 @@ impl Report<'_> {
     }
 }
 
-fn table(hurt: &[Hurt<'_>]) -> Table {
+fn table(hurt: &[Hurt]) -> Table {
     let mut table = with_header(["PAGE", "KEY", "LEN", "EPOCH", "LSN", "LEFT", "WHY"], [0, 2, 3, 4]);
     for Hurt { info, left, why } in hurt {
         let left = left.as_ref().map(|left| format!("epoch {}, lsn {}", left.epoch, left.lsn));

@@ -109,7 +109,7 @@ impl View {
     }
 
     /// The pages in the state, in the order of their numbers.
-    pub fn pages(&self) -> impl Iterator<Item = &PageInfo> {
+    pub fn pages(&self) -> impl Iterator<Item = PageInfo> {
         self.state.iter().flat_map(|state| state.resolved.table.pages())
     }
 

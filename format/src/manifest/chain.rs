@@ -39,14 +39,29 @@ pub fn check_link(change: &Manifest, previous: &Manifest, previous_crc: u32) -> 
 /// [`Defect::Limit`] if there are more than [`CHAIN_LINKS_MAX`], or too many pages; [`Defect::Missing`] if the
 /// last one is not a base.
 pub fn merge(links: &[&Manifest]) -> Result<Manifest, Defect> {
+    let merged = merged_entries(links)?;
+    // As many as there can be: memory that is not touched costs nothing, and a vector that grows is copied.
+    let mut entries = Vec::with_capacity(links.iter().map(|link| link.entries.len()).sum());
+    entries.extend(merged.cloned());
+    check_limit("entry count", entries.len() as u64, MANIFEST_ENTRIES_MAX)?;
+    Ok(Manifest { kind: ManifestKind::Base, entries, ..links[0].without_entries() })
+}
+
+/// The pages of that snapshot, in the order of their ids: for who needs no snapshot of his own.
+///
+/// # Errors
+/// As for [`merge`], but that there may be too many pages.
+pub(crate) fn merged_entries<'m>(
+    links: &[&'m Manifest],
+) -> Result<impl Iterator<Item = &'m ManifestEntry> + use<'m>, Defect> {
     check_limit("links of a snapshot", links.len() as u64, CHAIN_LINKS_MAX as u64)?;
-    let (Some(newest), Some(base)) = (links.first(), links.last()) else { return Err(Defect::Missing) };
+    let Some((base, changes)) = links.split_last() else { return Err(Defect::Missing) };
     if base.kind != ManifestKind::Base {
         return Err(Defect::Missing);
     }
     // The newest link that mentions a page has the last word.
     let mut changed: BTreeMap<PageId, Option<&ManifestEntry>> = BTreeMap::new();
-    for link in &links[..links.len() - 1] {
+    for link in changes {
         for entry in &link.entries {
             changed.entry(entry.page).or_insert(Some(entry));
         }
@@ -54,12 +69,22 @@ pub fn merge(links: &[&Manifest]) -> Result<Manifest, Defect> {
             changed.entry(tombstone.page).or_insert(None);
         }
     }
-    let unchanged = base.entries.iter().filter(|entry| !changed.contains_key(&entry.page));
-    let mut entries: Vec<ManifestEntry> =
-        unchanged.chain(changed.values().copied().flatten()).cloned().collect();
-    entries.sort_by_key(|entry| entry.page);
-    check_limit("entry count", entries.len() as u64, MANIFEST_ENTRIES_MAX)?;
-    Ok(Manifest { kind: ManifestKind::Base, entries, ..newest.without_entries() })
+    let (mut of_base, mut changed) = (base.entries.iter().peekable(), changed.into_iter().peekable());
+    Ok(std::iter::from_fn(move || {
+        loop {
+            let changed_next = changed.peek().map(|(page, _)| *page);
+            if let Some(unchanged) =
+                of_base.next_if(|entry| changed_next.is_none_or(|changed| entry.page < changed))
+            {
+                return Some(unchanged);
+            }
+            let (page, entry) = changed.next()?;
+            of_base.next_if(|before| before.page == page);
+            if entry.is_some() {
+                return entry;
+            }
+        }
+    }))
 }
 
 impl Manifest {

@@ -36,6 +36,15 @@ impl Manifest {
         }
     }
 
+    /// Reads the first half of a file, which is all of the first copy if that is good; gives its header checksum with
+    /// it.
+    pub(crate) fn decode_first(half: &[u8]) -> Option<(Self, u32)> {
+        let header = ManifestHeaderRaw::from_bytes(array(half, 0).ok()?);
+        let is_half =
+            header.body_len <= MANIFEST_BODY_LEN_MAX && half.len() as u64 == copy_len(header.body_len);
+        is_half.then(|| Self::decode_copy(half, 0).ok()).flatten()
+    }
+
     /// Reads one copy, 0 or 1, and gives its header checksum with it. The copies are of one length, so the
     /// second is found even where the first is lost.
     ///

@@ -29,6 +29,7 @@ use crate::ids::{Epoch, Key, LogPoint, Lsn, PageId, Place, SnapshotId, StoreId};
 use crate::image::ImageRef;
 use crate::value::{Metadata, SharedMetadata};
 
+pub(crate) use self::chain::merged_entries;
 pub use self::chain::{check_link, merge};
 pub use self::layout::{ENTRY_ALIGN, MANIFEST_MAGIC, ManifestEntryRaw, ManifestHeaderRaw, TombstoneRaw};
 use self::layout::{KIND_BASE, KIND_CHANGE, KIND_TABLE};

@@ -181,7 +181,7 @@ impl Salvage<'_> {
         }
         let gone = || Defect::Batch(format!("page {page} is deleted"));
         let at = |defect: Defect| places.last().map_or(self.log.hole(Lsn(1)), |last| last.at(defect));
-        table.get(page).cloned().ok_or_else(|| at(gone()))
+        table.get(page).ok_or_else(|| at(gone()))
     }
 
     /// The bytes of the version to which that leads, `final_len` of them. An image and a create make them anew,

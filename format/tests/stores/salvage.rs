@@ -67,7 +67,9 @@ fn nothing_is_exact_where_no_state_is_known() {
     let salvage = salvage(&maker);
     assert!(!salvage.state().is_whole);
     let info = salvage.state().table.get(PAGE).expect("the page");
-    let Found::Older { version, bytes, .. } = salvage.find(info) else { panic!("{:?}", salvage.find(info)) };
+    let Found::Older { version, bytes, .. } = salvage.find(&info) else {
+        panic!("{:?}", salvage.find(&info))
+    };
     assert_eq!((version.lsn, bytes), (Lsn(3), content(3)));
 }
 
@@ -83,7 +85,7 @@ fn a_page_that_was_long_on_its_way_is_salvaged() {
     let expected = [4, 4, 4, 4, 4, 0, 0, 0, 0];
     let find = |maker: &Maker| {
         let salvage = salvage(maker);
-        salvage.find(salvage.state().table.get(PAGE).expect("the page"))
+        salvage.find(&salvage.state().table.get(PAGE).expect("the page"))
     };
     let found = find(&maker);
     assert!(matches!(&found, Found::Exact(bytes) if *bytes == expected), "{found:?}");

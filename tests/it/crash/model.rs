@@ -246,7 +246,7 @@ pub fn looked_at(old: &Snapshot) -> remanent::Result<State> {
     for info in old.pages() {
         let mut bytes = vec![0; info.len as usize];
         old.read(info.page, 0, &mut bytes)?;
-        let page = page_of(info, bytes);
+        let page = page_of(&info, bytes);
         state.pages.insert(info.page, Arc::new(page));
     }
     Ok(state)
@@ -256,7 +256,7 @@ pub fn looked_at(old: &Snapshot) -> remanent::Result<State> {
 pub fn replicated(replica: &Replica) -> State {
     let pages = replica.pages().map(|info| {
         let bytes = replica.bytes(info.page).expect("a replica has the bytes of its pages").to_vec();
-        (info.page, Arc::new(page_of(info, bytes)))
+        (info.page, Arc::new(page_of(&info, bytes)))
     });
     State { pages: pages.collect(), root: (**replica.root()).clone() }
 }
@@ -265,7 +265,7 @@ pub fn replicated(replica: &Replica) -> State {
 pub fn rebuilt(rebuilt: &remanent_format::rebuild::Rebuilt) -> State {
     let pages = rebuilt.table.pages().map(|info| {
         let bytes = rebuilt.contents[&info.page].clone();
-        (info.page, Arc::new(page_of(info, bytes)))
+        (info.page, Arc::new(page_of(&info, bytes)))
     });
     State { pages: pages.collect(), root: (**rebuilt.table.root()).clone() }
 }

@@ -67,7 +67,7 @@ fn a_batch_that_names_images_is_followed_like_any_other() {
     replica.apply(&next(&mut follower)).unwrap();
 
     let check = |replica: &Replica| {
-        assert!(replica.pages().eq(&store.pages().unwrap()));
+        assert!(replica.pages().eq(store.pages().unwrap()));
         for info in store.pages().unwrap() {
             let mut bytes = vec![0; info.len as usize];
             store.read(info.page, 0, &mut bytes).unwrap();

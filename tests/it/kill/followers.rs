@@ -102,7 +102,7 @@ impl Seen {
         assert_eq!(self.replica.lsn(), self.model.lsn);
         let state = &self.model.state;
         assert!(
-            self.replica.pages().eq(state.pages.values().map(|(info, _)| info)),
+            self.replica.pages().eq(state.pages.values().map(|(info, _)| info.clone())),
             "another page table, {at}"
         );
         assert_eq!(**self.replica.root(), state.root, "{at}");

@@ -124,17 +124,17 @@ pub fn check_open(state: &State, store: &Store, at: &str) {
         store.read(info.page, 0, &mut bytes).unwrap();
         bytes
     };
-    check_state(state, store.pages().unwrap().iter(), &store.root().unwrap(), read, at);
+    check_state(state, store.pages().unwrap().into_iter(), &store.root().unwrap(), read, at);
 }
 
-fn check_state<'a>(
+fn check_state(
     state: &State,
-    pages: impl Iterator<Item = &'a PageInfo>,
+    pages: impl Iterator<Item = PageInfo>,
     root: &Metadata,
     read: impl Fn(&PageInfo) -> Vec<u8>,
     at: &str,
 ) {
-    assert!(pages.eq(state.pages.values().map(|(info, _)| info)), "another page table, {at}");
+    assert!(pages.eq(state.pages.values().map(|(info, _)| info.clone())), "another page table, {at}");
     assert_eq!(root, &state.root, "{at}");
     for (info, bytes) in state.pages.values() {
         assert!(read(info) == **bytes, "page {} differs, {at}", info.page);

@@ -310,7 +310,7 @@ fn look(disk: &Arc<dyn Disk>, model: &Model, lsn: u64) {
 fn compare_snapshot(old: &Snapshot, model: &Model) {
     assert_eq!(old.lsn(), Lsn(model.lsn));
     assert_eq!(**old.root(), model.root);
-    compare_infos(&old.pages().cloned().collect::<Vec<_>>(), model);
+    compare_infos(&old.pages().collect::<Vec<_>>(), model);
     for (page, expected) in &model.pages {
         let mut bytes = vec![0xEE; expected.bytes.len()];
         old.read(*page, 0, &mut bytes).unwrap();
@@ -407,7 +407,7 @@ fn compare_rebuilt(ground: &impl Ground, model: &Model) {
 fn compare_state(rebuilt: &Rebuilt, model: &Model) {
     assert_eq!(rebuilt.table.lsn(), Lsn(model.lsn));
     assert_eq!(**rebuilt.table.root(), model.root);
-    compare_infos(&rebuilt.table.pages().cloned().collect::<Vec<_>>(), model);
+    compare_infos(&rebuilt.table.pages().collect::<Vec<_>>(), model);
     for (page, expected) in &model.pages {
         assert_eq!(rebuilt.contents[page], expected.bytes, "rebuilt bytes of page {page}");
     }

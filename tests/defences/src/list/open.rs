@@ -34,8 +34,8 @@ pub const LIST: &[Defence] = &[
     defence(
         "only what was proven stays cold (I7)",
         LOAD,
-        "is_proven && is_unchanged && may_be_cold",
-        "is_unchanged && may_be_cold",
+        "may_be_cold && is_proven && is_unchanged()",
+        "may_be_cold && is_unchanged()",
         it("on_demand::a_snapshot_that_nothing_records_is_loaded_at_once"),
     ),
     defence(

@@ -1,0 +1,269 @@
+//! Floor 3. The memories of the host device: which there are, and where their bytes lie. Long ones are allocations of
+//! their own. Short ones lie in slabs, 64 of about one length side by side: an allocation each, with its lock and its
+//! counts, took 88 bytes a page beyond those of the page, and two misses of the cache more to find them.
+//!
+//! A slab's lock is that of all that lies in it: commands on short memories hold it for a copy of a kilobyte at most.
+
+use std::collections::BTreeMap;
+use std::ops::{Deref, Range};
+use std::sync::Arc;
+
+use parking_lot::{MappedRwLockReadGuard, MappedRwLockWriteGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use remanent_format::Place;
+use remanent_format::by_id::ById;
+use zerocopy::FromZeros;
+
+use super::super::{MemoryId, Span};
+use crate::error::{Error, Result};
+
+/// Memories of up to this many bytes lie in slabs.
+const SLOT_LEN_MAX: u64 = 1024;
+/// Slots are whole multiples of so many bytes, so that lengths share slabs which differ by little.
+const SLOT_ALIGN: u64 = 16;
+/// Slots of a slab: one bit each.
+const SLOTS: u64 = u64::BITS as u64;
+
+/// All memories of a device.
+#[derive(Debug, Default)]
+pub struct Memories {
+    memories: ById<MemoryId, Memory>,
+    last: u64,
+    /// The slabs that have free slots, by the slots' length and their blocks' numbers.
+    slabs: BTreeMap<(u64, u64), Slab>,
+    last_slab: u64,
+}
+
+/// A slab that is not full.
+#[derive(Debug)]
+struct Slab {
+    block: Arc<Block>,
+    /// The slots in which there is nothing.
+    free: u64,
+}
+
+/// One memory, for who uses it.
+#[derive(Clone, Debug)]
+pub struct Memory {
+    block: Arc<Block>,
+    /// Where in a slab it lies; if nowhere, it is the whole block.
+    slot: Option<Slot>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Slot {
+    number: u16,
+    /// The memory's length, which may be less than the slot's.
+    len: u16,
+}
+
+/// One allocation. The lock is held for one command on bytes, and takes no other, so a test's scheduler need not know
+/// of it.
+#[derive(Debug)]
+pub struct Block {
+    pub bytes: RwLock<Bytes>,
+    /// Length of the memory, or of each slot.
+    len: u64,
+    /// Of a slab; 0 if it is none.
+    number: u64,
+}
+
+/// Who was given bytes keeps them: the next command that changes them copies them first. Where nobody ever was, as with
+/// most pages, they take one allocation less.
+#[derive(Debug)]
+pub enum Bytes {
+    Ours(Vec<u8>),
+    Shared(Arc<Vec<u8>>),
+}
+
+impl Memories {
+    /// A memory.
+    pub fn get(&self, id: MemoryId) -> &Memory {
+        self.memories.get(id).unwrap_or_else(|| panic!("{id:?} is no memory of this device"))
+    }
+
+    /// Adds a long memory.
+    pub fn insert(&mut self, memory: Memory) -> MemoryId {
+        self.last += 1;
+        self.memories.insert(MemoryId(self.last), memory);
+        MemoryId(self.last)
+    }
+
+    /// Adds a short one, with a slot of the oldest slab that has one.
+    pub fn insert_short(&mut self, place: Place, len: u64) -> Result<MemoryId> {
+        assert!(Memory::is_short(len), "{len} bytes do not fit a slot");
+        let slot_len = len.max(1).next_multiple_of(SLOT_ALIGN);
+        let with_room = self.slabs.range((slot_len, 0)..=(slot_len, u64::MAX)).next();
+        let key = with_room.map_or((slot_len, self.last_slab + 1), |(key, _)| *key);
+        if with_room.is_none() {
+            let bytes = RwLock::new(Bytes::Ours(zeroed(place, slot_len * SLOTS)?));
+            let block = Arc::new(Block { bytes, len: slot_len, number: key.1 });
+            self.slabs.insert(key, Slab { block, free: u64::MAX });
+            self.last_slab = key.1;
+        }
+        let slab = self.slabs.get_mut(&key).expect("found or made just now");
+        let slot = Slot { number: slab.free.trailing_zeros() as u16, len: len as u16 };
+        let memory = Memory { block: slab.block.clone(), slot: Some(slot) };
+        slab.free &= slab.free - 1;
+        if slab.free == 0 {
+            self.slabs.remove(&key);
+        }
+        Ok(self.insert(memory))
+    }
+
+    /// Takes a memory out. What is freed with it is freed when it is dropped. An empty slab goes.
+    pub fn remove(&mut self, id: MemoryId) -> Memory {
+        let removed = self.memories.remove(id);
+        let memory = removed.unwrap_or_else(|| panic!("{id:?} is no memory of this device"));
+        if let Some(slot) = memory.slot {
+            let key = (memory.block.len, memory.block.number);
+            let full = || Slab { block: memory.block.clone(), free: 0 };
+            let slab = self.slabs.entry(key).or_insert_with(full);
+            slab.free |= 1 << slot.number;
+            if slab.free == u64::MAX {
+                self.slabs.remove(&key);
+            }
+        }
+        memory
+    }
+}
+
+impl Memory {
+    /// Whether so many bytes go into a slab.
+    pub fn is_short(len: u64) -> bool {
+        len <= SLOT_LEN_MAX
+    }
+
+    /// An allocation of its own.
+    pub fn long(place: Place, len: u64) -> Result<Self> {
+        let bytes = RwLock::new(Bytes::Ours(zeroed(place, len)?));
+        Ok(Self { block: Arc::new(Block { bytes, len, number: 0 }), slot: None })
+    }
+
+    /// Where its bytes lie, and what lies beside them.
+    pub fn block(&self) -> &Block {
+        &self.block
+    }
+
+    /// A span of its bytes. Whoever holds some may ask for more of them, for no matter who waits to write.
+    pub fn read(&self, span: Span) -> MappedRwLockReadGuard<'_, [u8]> {
+        RwLockReadGuard::map(self.block.bytes.read_recursive(), |bytes| &bytes[self.range(span)])
+    }
+
+    /// A span of its bytes, to change them.
+    pub fn write(&self, span: Span) -> MappedRwLockWriteGuard<'_, [u8]> {
+        RwLockWriteGuard::map(self.block.bytes.write(), |bytes| &mut bytes.make_mut()[self.range(span)])
+    }
+
+    /// A span of it as a range of its block; panics if it does not lie in the memory.
+    pub fn range(&self, span: Span) -> Range<usize> {
+        let (at, len) = match self.slot {
+            None => (0, self.block.len),
+            Some(Slot { number, len }) => (u64::from(number) * self.block.len, len.into()),
+        };
+        let end = span.offset.checked_add(span.len).filter(|end| *end <= len);
+        assert!(end.is_some(), "{span:?} is not within its memory of {len} bytes");
+        // The block's length is a usize.
+        (at + span.offset) as usize..(at + span.offset + span.len) as usize
+    }
+
+    /// Its bytes as they are now, for good. Those of a slot are copied.
+    pub fn share(&self) -> Arc<Vec<u8>> {
+        match self.slot {
+            None => self.block.bytes.write().share(),
+            Some(Slot { number, len }) => {
+                let at = usize::from(number) * self.block.len as usize;
+                Arc::new(self.block.bytes.read()[at..at + usize::from(len)].to_vec())
+            }
+        }
+    }
+}
+
+impl Bytes {
+    fn share(&mut self) -> Arc<Vec<u8>> {
+        let bytes = match self {
+            Bytes::Ours(bytes) => Arc::new(std::mem::take(bytes)),
+            Bytes::Shared(bytes) => bytes.clone(),
+        };
+        *self = Bytes::Shared(bytes.clone());
+        bytes
+    }
+
+    pub fn make_mut(&mut self) -> &mut [u8] {
+        match self {
+            Bytes::Ours(bytes) => bytes,
+            Bytes::Shared(bytes) => Arc::make_mut(bytes).as_mut_slice(),
+        }
+    }
+}
+
+impl Deref for Bytes {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Bytes::Ours(bytes) => bytes,
+            Bytes::Shared(bytes) => bytes,
+        }
+    }
+}
+
+/// Zeroed, for safe Rust has no memory of unknown content; an absurd length is an error and no abort. The system
+/// zeroes what it hands out when it is first touched: a store that is opened need not wait for that.
+fn zeroed(place: Place, len: u64) -> Result<Vec<u8>> {
+    let bytes = usize::try_from(len).ok().and_then(|len| u8::new_vec_zeroed(len).ok());
+    bytes.ok_or(Error::OutOfMemory { place, len })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Whatever is released in between, each short memory keeps its own bytes, nobody else's and none beside them; and
+    /// of what is empty nothing is kept.
+    #[test]
+    fn short_memories_share_slabs_and_no_bytes() {
+        let mut memories = Memories::default();
+        let mut live: Vec<(MemoryId, u64, u8)> = Vec::new();
+        let all = |id, len| Span { memory: id, offset: 0, len };
+        let mut random = 7_u64;
+        for step in 0..4000_u64 {
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            let drawn = random >> 33;
+            // Mostly more, then mostly less.
+            if live.is_empty() || drawn % 8 < if step < 2000 { 6 } else { 3 } {
+                let len = [0, 1, 16, 17, 64, 64, 64, 1000, SLOT_LEN_MAX][(drawn / 8 % 9) as usize];
+                let id = memories.insert_short(Place::Host, len).unwrap();
+                memories.get(id).write(all(id, len)).fill(step as u8);
+                live.push((id, len, step as u8));
+            } else {
+                let (id, len, filled) = live.swap_remove((drawn / 8) as usize % live.len());
+                assert_eq!(*memories.remove(id).share(), vec![filled; len as usize], "at step {step}");
+            }
+        }
+        assert!(!live.is_empty());
+        for (id, len, filled) in live {
+            assert_eq!(*memories.get(id).share(), vec![filled; len as usize]);
+            memories.remove(id);
+        }
+        assert!(memories.slabs.is_empty() && memories.memories.is_empty());
+    }
+
+    #[test]
+    fn slots_that_are_free_are_used_before_another_slab_is_made() {
+        let mut memories = Memories::default();
+        let ids: Vec<MemoryId> =
+            (0..3 * SLOTS).map(|_| memories.insert_short(Place::Host, 50).unwrap()).collect();
+        ids.iter().step_by(3).for_each(|id| _ = memories.remove(*id));
+        // Another length, but the same slots.
+        (0..SLOTS).for_each(|_| _ = memories.insert_short(Place::Host, 60).unwrap());
+        assert_eq!((memories.last_slab, memories.slabs.len()), (3, 0));
+    }
+
+    #[test]
+    #[should_panic(expected = "is not within its memory of 50 bytes")]
+    fn nobody_reaches_past_a_short_memory_into_the_rest_of_its_slot() {
+        let mut memories = Memories::default();
+        let memory = memories.insert_short(Place::Host, 50).unwrap();
+        memories.get(memory).range(Span { memory, offset: 10, len: 41 });
+    }
+}
