@@ -32,7 +32,7 @@
 //!     StoreFile { store: StoreId([7; 16]), features: Features::default(), record: StoreRecord::default() };
 //! let salvage = Salvage::read(&source, store, 1 << 30)?;
 //! for info in salvage.state().table.pages() {
-//!     match salvage.find(info) {
+//!     match salvage.find(&info) {
 //!         Found::Exact(bytes) => assert_eq!(bytes.len() as u64, info.len),
 //!         Found::Older { version, .. } => assert!(version.epoch < info.epoch),
 //!         Found::Lost(why) => println!("page {}: {why}", info.page),
