@@ -300,6 +300,9 @@ impl PageTable {
     }
 
     /// A table as a manifest describes it. Keys are indexed later, by [`PageTable::index_keys`].
+    ///
+    /// # Panics
+    /// If a page is longer, or its place's number higher, than the format allows.
     #[must_use]
     pub fn from_parts(
         pages: impl IntoIterator<Item = PageInfo>,
@@ -544,6 +547,9 @@ impl PageTable {
     }
 
     /// Replaces pages and root by those of an earlier state; the numbers that never go back stay.
+    ///
+    /// # Panics
+    /// As for [`PageTable::from_parts`].
     pub fn replace(&mut self, lsn: Lsn, pages: impl IntoIterator<Item = PageInfo>, root: Arc<Metadata>) {
         let new = Self::from_parts(pages, root, self.next_page, self.epoch_high, lsn);
         let before = std::mem::replace(self, new);

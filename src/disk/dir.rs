@@ -7,7 +7,7 @@
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::num::NonZeroU64;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -283,6 +283,15 @@ impl DiskFile for DirFile {
     fn len(&self) -> Result<u64> {
         let metadata = self.file.metadata();
         metadata.map(|found| found.len()).map_err(|source| Error::io("measure", self.name, None, source))
+    }
+
+    fn is_without_holes(&self) -> Result<bool> {
+        // The unit of the system's count, whatever a file system's blocks are.
+        const COUNTED_LEN: u64 = 512;
+        let metadata = self.file.metadata();
+        metadata
+            .map(|found| found.blocks() * COUNTED_LEN >= found.len())
+            .map_err(|source| Error::io("measure", self.name, None, source))
     }
 
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {

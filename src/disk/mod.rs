@@ -139,6 +139,14 @@ pub trait DiskFile: Send + Sync {
     /// What the system says.
     fn len(&self) -> Result<u64>;
 
+    /// Whether every byte of the file has its space: a hole has none, such as a copy that leaves zeros out has.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn is_without_holes(&self) -> Result<bool> {
+        Ok(true)
+    }
+
     /// Writes all of `bytes` at `offset`, extending the file if needed.
     ///
     /// # Errors

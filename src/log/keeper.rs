@@ -161,12 +161,12 @@ impl Log {
                 }
                 _ => {
                     drop(state);
-                    let grown = self.grow(0, SpacePurpose::User).and_then(|()| self.pool.fill_reserve());
+                    let grown = self.grow(0, SpacePurpose::User).and_then(|()| self.pool.add_to_reserve());
                     state = self.state.lock();
                     match grown {
                         Ok(reserve_full) => {
                             state.reserve_full = reserve_full;
-                            state.grow_after = (!reserve_full).then(|| Instant::now() + GROW_AGAIN_AFTER);
+                            state.grow_after = None;
                         }
                         // Whoever needs the segment now will be told.
                         Err(Error::DiskFull { .. }) => {

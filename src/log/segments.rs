@@ -50,7 +50,8 @@ pub(crate) struct SegmentPool {
 }
 
 impl SegmentPool {
-    /// A pool that keeps `reserve` spares back. Spares of an earlier run with another length are removed.
+    /// A pool that keeps `reserve` spares back. Spares of an earlier run with another length are removed, and those that
+    /// were copied with holes: mapped, a hole turns a full disk into SIGBUS.
     pub fn new(
         disk: Arc<dyn Disk>,
         store: StoreId,
@@ -61,7 +62,8 @@ impl SegmentPool {
         let mut spares = Vec::new();
         for name in disk.list(Folder::Log)? {
             if let Some(FileName::Spare(number)) = FileName::parse(Folder::Log, &name) {
-                if disk.open(FileName::Spare(number), false)?.len()? == segment_len {
+                let spare = disk.open(FileName::Spare(number), false)?;
+                if spare.len()? == segment_len && spare.is_without_holes()? {
                     spares.push(number);
                 } else {
                     disk.remove(FileName::Spare(number))?;
@@ -141,7 +143,8 @@ impl SegmentPool {
         header: &SegmentHeader,
         frames: &[u8],
     ) -> Result<Arc<dyn DiskFile>> {
-        let spare = self.spares.lock().pop_if(|_| header.segment_len == self.segment_len);
+        let mut spares = self.spares.lock();
+        let spare = spares.pop_if(|_| header.segment_len == self.segment_len);
         let Some(spare) = spare else { return self.build(number, header, frames) };
         self.written(number, header, |temporary| {
             // 1. It is no spare any more, and that for good: frames of a place that is yet to be written must not
@@ -208,10 +211,11 @@ impl SegmentPool {
         self.disk.sync_folder(Folder::Log)
     }
 
-    /// Fills the reserve as far as the disk allows; returns whether it is full.
-    pub fn fill_reserve(&self) -> Result<bool> {
+    /// Adds a spare to the reserve if that lacks one; returns whether it is full. One at a time: who needs a segment
+    /// meanwhile, or wants to stop, waits for one of them only.
+    pub fn add_to_reserve(&self) -> Result<bool> {
         let mut spares = self.spares.lock();
-        while spares.len() < self.reserve {
+        if spares.len() < self.reserve {
             let number = next_spare(&spares);
             let header = SegmentHeader {
                 store: self.store,
@@ -219,16 +223,12 @@ impl SegmentPool {
                 segment_len: self.segment_len,
                 opening: None,
             };
-            match self.build(number, &header, &[]) {
-                Ok(_) => {}
-                Err(Error::DiskFull { .. }) => return Ok(false),
-                Err(error) => return Err(error),
-            }
+            self.build(number, &header, &[])?;
             self.disk.rename(FileName::Temporary(Folder::Log, number), FileName::Spare(number))?;
             self.disk.sync_folder(Folder::Log)?;
             spares.push(number);
         }
-        Ok(true)
+        Ok(spares.len() >= self.reserve)
     }
 
     /// Does what makes files; where there is no space for them, gives up the spares beyond the reserve and does it

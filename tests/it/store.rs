@@ -1,9 +1,13 @@
 //! What a caller does with a store, and finds again after closing or losing it.
 
+use std::fs::File;
+use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 
 use remanent::disk::dir::DirDisk;
-use remanent::{Ack, Error, Key, Lsn, Metadata, Options, PageId, Place, SnapshotId, Store, Value, Width};
+use remanent::{
+    Ack, Error, FileName, Folder, Key, Lsn, Metadata, Options, PageId, Place, SnapshotId, Store, Value, Width,
+};
 
 fn small() -> Options {
     Options::default().segment_len(16 << 10).snapshot_log_bytes(None).snapshot_interval(None)
@@ -319,4 +323,39 @@ fn snapshots_come_to_an_end_while_commits_go_on() {
         done.store(true, std::sync::atomic::Ordering::Relaxed);
     });
     assert_eq!(store.snapshots().len(), 2);
+}
+
+/// Whatever copies a directory may leave out zeros. A segment with holes is mapped like any other, and on a full disk
+/// the process dies when it writes there.
+#[test]
+fn segments_that_were_copied_with_holes_are_not_used_again() {
+    let directory = tempfile::tempdir().unwrap();
+    let open = || Store::open(directory.path(), small().segment_len(1 << 20).reserve_bytes(2 << 20)).unwrap();
+    let segments = |is_wanted: fn(&FileName) -> bool| {
+        let folder = directory.path().join(Folder::Log.name());
+        let names = std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().file_name());
+        let is_wanted =
+            |name: &String| FileName::parse(Folder::Log, name).is_some_and(|name| is_wanted(&name));
+        let wanted = names.map(|name| name.into_string().unwrap()).filter(is_wanted);
+        wanted.map(|name| folder.join(name)).collect::<Vec<_>>()
+    };
+    let is_spare = |name: &FileName| matches!(name, FileName::Spare(_));
+    // The maker fills the reserve behind an open.
+    let store = open();
+    while segments(is_spare).is_empty() {
+        std::thread::yield_now();
+    }
+    store.close().unwrap();
+    for spare in segments(is_spare) {
+        let len = spare.metadata().unwrap().len();
+        let file = File::create(&spare).unwrap();
+        file.set_len(len).unwrap();
+    }
+
+    let store = open();
+    for segment in segments(|name| matches!(name, FileName::Segment(_))) {
+        let found = segment.metadata().unwrap();
+        assert!(found.blocks() * 512 >= found.len(), "{} has holes", segment.display());
+    }
+    store.close().unwrap();
 }

@@ -116,7 +116,8 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
             // A sector that cannot be read must not cost what lies before it.
             self.read_ahead = 0;
         }
-        self.read(offset..end)
+        let blocks = offset - offset % GROUP_ALIGN..align_up(end, GROUP_ALIGN).min(file_len);
+        self.read(blocks).or_else(|_| self.read(offset..end))
     }
 
     /// Fills the buffer with this range. What it has of it by now is moved and not read again.

@@ -59,7 +59,7 @@ use super::{
 use crate::error::{Error, Result};
 use crate::sync::Mutex;
 
-/// The longest slab of pinned memory that has several blocks. A driver pins 1.5 GB/s in however many calls, and what a
+/// The longest slab of pinned memory, but for a part of a block. A driver pins 1.5 GB/s in however many calls, and what a
 /// slab has too much no other part of the process can use.
 const PINNED_SLAB_LEN_MAX: u64 = 4 << 20;
 

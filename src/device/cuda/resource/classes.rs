@@ -52,8 +52,7 @@ impl Class {
         }
     }
 
-    /// Length of its next slab in bytes when it has `count`, of which none is to be longer than `longest` but for a
-    /// single block.
+    /// Length of its next slab in bytes when it has `count`: whole blocks, and at most one beyond `longest`.
     pub fn slab_len(self, count: usize, longest: u64) -> u64 {
         let block_len = self.block_len();
         if let Self::Alone(len) = self {

@@ -68,8 +68,8 @@ impl<R: MemoryResource> Pool<R> {
         Self::with_slabs_up_to(SLAB_LEN_MAX, upstream)
     }
 
-    /// A pool that holds nothing yet, and of which no slab will be longer than so many bytes, unless a single block
-    /// is: for a source that costs by the byte rather than by the call, and of which little is to lie idle.
+    /// A pool that holds nothing yet, and whose slabs will be no longer than so many bytes, or than the whole blocks that
+    /// they take: for a source that costs by the byte rather than by the call, and of which little is to lie idle.
     #[must_use]
     pub fn with_slabs_up_to(slab_len_max: u64, upstream: R) -> Self {
         let shared = (0..CLASSES).map(|_| SharedClass::default()).collect();
@@ -211,13 +211,17 @@ impl SharedClass {
             let until = |end: u64| free.partition_point(|address| *address < end);
             (until(slab.address + slab.len) - until(slab.address)) as u64
         };
-        let (empty, used): (Vec<Slab>, Vec<Slab>) =
+        let (mut empty, used): (Vec<Slab>, Vec<Slab>) =
             slabs.iter().partition(|slab| free_in(slab) * block_len == slab.len);
+        // There may be thousands, and a hundred times as many blocks.
+        empty.sort_unstable_by_key(|slab| slab.address);
+        let is_within_empty = |address: u64| {
+            let behind = empty.partition_point(|slab| slab.address <= address);
+            behind.checked_sub(1).is_some_and(|last| address < empty[last].address + empty[last].len)
+        };
         if !empty.is_empty() {
-            let within =
-                |address: u64, slab: &Slab| (slab.address..slab.address + slab.len).contains(&address);
             for shard in &mut shards {
-                shard.retain(|address| !empty.iter().any(|slab| within(*address, slab)));
+                shard.retain(|address| !is_within_empty(*address));
             }
         }
         *slabs = used;
