@@ -28,6 +28,9 @@ const LENS: [usize; 2] = [4 << 10, 64 << 10];
 const RAW: [(&str, Way); 2] =
     [("raw, pwrite + fdatasync", Way::Synced), ("raw, O_DIRECT + O_DSYNC", Way::Direct)];
 
+/// A log that keeps what Remanent keeps of it.
+const KEEPS_LOG: &str = "okaywal, 256 MiB of log kept";
+
 impl Commit for RawLog {
     fn commit(&self, _: usize, _: u64, record: &[u8]) -> Result<()> {
         Ok(RawLog::commit(self, record)?)
@@ -36,12 +39,13 @@ impl Commit for RawLog {
 
 /// All that take their turns.
 fn names() -> impl Iterator<Item = &'static str> {
-    RAW.into_iter().map(|(name, _)| name).chain(PEERS.iter().map(|peer| peer.name))
+    RAW.into_iter().map(|(name, _)| name).chain(PEERS.iter().map(|peer| peer.name)).chain([KEEPS_LOG])
 }
 
 fn open(name: &str, directory: &Path, len: usize) -> Result<Box<dyn Commit>> {
     match RAW.iter().find(|(raw, _)| *raw == name) {
         Some((_, way)) => Ok(Box::new(RawLog::new(&directory.join("raw"), *way, THREADS * len)?)),
+        None if name == KEEPS_LOG => crate::peers::okaywal::open_keeping_log(directory),
         None => (crate::peers::named(name).open)(directory, THREADS),
     }
 }

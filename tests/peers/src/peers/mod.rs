@@ -2,7 +2,7 @@
 
 mod fjall;
 mod lmdb;
-mod okaywal;
+pub mod okaywal;
 mod redb;
 mod remanent;
 mod sqlite;
