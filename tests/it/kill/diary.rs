@@ -1,11 +1,12 @@
 //! What a worker did that the Lsn does not tell: one line each, whole or not there, for a kill spares what was
 //! written.
 
+use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use remanent::Lsn;
+use remanent::{Lsn, PageId};
 
 /// One thing that a worker did, or is about to do.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -19,6 +20,9 @@ pub enum Entry {
     GiveUp { name: String },
     /// It was told that a fork of the state at `lsn` is made.
     Forked { lsn: Lsn },
+    /// The batch `lsn` was refused before it was taken, and its new pages begin with this one: the ids that it had then
+    /// are a gap.
+    Numbered { lsn: Lsn, first: PageId },
 }
 
 #[derive(Clone)]
@@ -38,6 +42,7 @@ impl Diary {
             Entry::Named { name, end } => format!("named {name} {end}\n"),
             Entry::GiveUp { name } => format!("giveup {name} 0\n"),
             Entry::Forked { lsn } => format!("forked {lsn} 0\n"),
+            Entry::Numbered { lsn, first } => format!("numbered {lsn} {first}\n"),
         };
         // The fault that a test puts before a thread's calls may strike here. It does so once.
         let open = || OpenOptions::new().append(true).create(true).open(&self.path);
@@ -53,6 +58,15 @@ impl Diary {
             Err(error) => panic!("{error}"),
         };
         text.lines().map(entry).collect()
+    }
+
+    /// The first new pages of batches that were refused before.
+    pub fn numbered(&self) -> BTreeMap<Lsn, PageId> {
+        let numbered = |entry| match entry {
+            Entry::Numbered { lsn, first } => Some((lsn, first)),
+            _ => None,
+        };
+        self.read().into_iter().filter_map(numbered).collect()
     }
 
     /// To which batch the restore `lsn` went back, if a worker said so.
@@ -72,6 +86,7 @@ fn entry(line: &str) -> Entry {
         "named" => Entry::Named { name: first.to_owned(), end: lsn(second) },
         "giveup" => Entry::GiveUp { name: first.to_owned() },
         "forked" => Entry::Forked { lsn: lsn(first) },
+        "numbered" => Entry::Numbered { lsn: lsn(first), first: PageId(second.parse().unwrap()) },
         _ => panic!("{line:?}"),
     }
 }

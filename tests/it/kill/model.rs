@@ -55,6 +55,7 @@ impl Model {
 
     /// Goes on to a later batch, or stays.
     pub fn advance(&mut self, lsn: Lsn) {
+        let numbered = self.diary.as_ref().map(Diary::numbered).unwrap_or_default();
         while self.lsn < lsn {
             self.past.insert(self.lsn, self.state.clone());
             if self.past.len() > PAST_MAX {
@@ -66,6 +67,7 @@ impl Model {
                 self.restore(told.unwrap_or_else(|| restore_target(self.lsn)));
                 continue;
             }
+            self.next_page = numbered.get(&self.lsn).copied().unwrap_or(self.next_page);
             let shape = self.state.pages.iter().map(|(page, (info, _))| (*page, info.len)).collect();
             for change in changes(self.lsn, &shape) {
                 self.apply(&change);

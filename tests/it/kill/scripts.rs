@@ -3,6 +3,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::thread;
 
 use remanent::{Ack, Error, LogIo, Lsn, Remedy, Result};
@@ -156,14 +157,14 @@ impl Script {
     }
 
     fn live_with_failure(&self, work: Work<'_>, manner: Manner) -> End {
-        for step in self.steps {
-            if let Err(error) = work.step(*step) {
-                check_remedy(&error);
-                return match (step, work.go_on()) {
-                    (Fork, End::WentOn) => End::WithoutFork,
-                    (_, end) => end,
-                };
-            }
+        if let Err(error) = self.steps.iter().try_for_each(|step| work.step(*step)) {
+            check_remedy(&error);
+            // A commit may be followed by a fork.
+            let is_of_fork = work.fork_failed.load(Ordering::Relaxed);
+            return match work.go_on() {
+                End::WentOn if is_of_fork => End::WithoutFork,
+                end => end,
+            };
         }
         match self.end(work, manner) {
             Ok(()) => End::Unnoticed,

@@ -4,6 +4,7 @@
 
 use std::io::Read;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use remanent::{
@@ -55,6 +56,8 @@ pub struct Work<'a> {
     board: Arc<Board>,
     diary: Diary,
     line: Mutex<Line>,
+    /// Whether a fork failed: what its source is worth then is as before.
+    pub fork_failed: AtomicBool,
 }
 
 pub fn work(directory: &Path, manner: Manner) -> ! {
@@ -96,7 +99,7 @@ impl<'a> Work<'a> {
         board.set_opened(lsn);
         let line = Mutex::new(Line { next: lsn.next(), shape: shape(&store)?, refused: None });
         let diary = Diary::open(&directory.join("diary"));
-        Ok(Self { directory, store, board, diary, line })
+        Ok(Self { directory, store, board, diary, line, fork_failed: AtomicBool::new(false) })
     }
 
     /// Closes the store, and opens it again.
@@ -115,8 +118,10 @@ impl<'a> Work<'a> {
             return Ok(None);
         }
         let changes = changes(n, &line.shape);
-        // The same batch as before, if there was no space for it then: its new pages have their ids.
-        let batch = line.refused.take().unwrap_or_else(|| {
+        // The same batch as before, if there was no space for it then.
+        let refused = line.refused.take();
+        let is_again = refused.is_some();
+        let batch = refused.unwrap_or_else(|| {
             let mut batch = self.store.batch();
             fill(&mut batch, n, &changes);
             batch
@@ -125,6 +130,9 @@ impl<'a> Work<'a> {
         let submitted = self.store.submit(batch.clone());
         let ticket = submitted.inspect_err(|_| line.refused = Some(batch))?;
         assert_eq!(ticket.position().lsn, n);
+        if let (true, Some(first)) = (is_again, ticket.pages().first()) {
+            self.diary.write(&Entry::Numbered { lsn: n, first: *first });
+        }
         reshape(&mut line.shape, &changes, ticket.pages());
         line.next = n.next();
         Ok(Some(ticket))
@@ -206,13 +214,19 @@ impl<'a> Work<'a> {
     /// Makes a fork of the state at this batch.
     pub fn fork(&self, lsn: Lsn) -> Result<()> {
         let forks = self.directory.join("forks");
-        std::fs::create_dir_all(&forks).unwrap();
+        // Not asked for where it is, for a call of the worker's own may be the one that fails.
+        if !forks.is_dir() {
+            std::fs::create_dir_all(&forks).unwrap();
+        }
         let directory = forks.join(lsn.to_string());
         match self.store.fork(&directory, &RestorePoint::Lsn(lsn)) {
             Ok(_) => self.diary.write(&Entry::Forked { lsn }),
             // The other threads have gone on that far.
             Err(Error::OutsideWindow { oldest, .. }) if oldest > lsn => {}
-            Err(error) => return Err(error),
+            Err(error) => {
+                self.fork_failed.store(true, Ordering::Relaxed);
+                return Err(error);
+            }
         }
         Ok(())
     }
