@@ -17,14 +17,24 @@ fn every_defence_is_where_the_list_says_and_has_its_test() {
     let folders = ["tests/it", "format/tests"];
     let tests: String = folders.into_iter().flat_map(|folder| read(folder).into_values()).collect();
     let mut names = BTreeSet::new();
+    let mut places = Vec::new();
     for Defence { name, file, code, instead, killed_by } in all() {
         assert!(names.insert(name), "{name}: there are two of it");
-        let found = std::fs::read_to_string(root.join(file)).unwrap().matches(code).count();
-        assert_eq!(found, 1, "{name}: its code must be found once in {file}:\n{code}");
+        let source = std::fs::read_to_string(root.join(file)).unwrap();
+        let found: Vec<usize> = source.match_indices(code).map(|(at, _)| at).collect();
+        assert_eq!(found.len(), 1, "{name}: its code must be found once in {file}:\n{code}");
+        places.push((file, found[0]..found[0] + code.len(), name));
         assert_ne!(code, instead, "{name}: without it nothing is different");
         let test = killed_by.name.rsplit("::").next().unwrap();
         let declared = format!("#[test]\nfn {test}()");
         assert!(tests.contains(&declared), "{name}: there is no test {test}");
     }
     assert!(names.len() >= 100, "{} defences", names.len());
+    // Each has a switch of its own around its code, which may lie within that of another.
+    places.sort_unstable_by_key(|(file, code, _)| (*file, code.start));
+    for pair in places.windows(2) {
+        let [(file, code, name), (next_file, next_code, next)] = pair else { unreachable!("pairs") };
+        let is_apart = code.end <= next_code.start || next_code.end <= code.end;
+        assert!(file != next_file || is_apart, "{name} and {next} overlap in {file}");
+    }
 }

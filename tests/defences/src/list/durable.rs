@@ -67,6 +67,13 @@ pub const LIST: &[Defence] = &[
         OF_OPENINGS,
     ),
     defence(
+        "spares with holes are not used again",
+        SEGMENTS,
+        "spare.len()? == segment_len && spare.is_without_holes()?",
+        "spare.len()? == segment_len",
+        it("store::segments_that_were_copied_with_holes_are_not_used_again"),
+    ),
+    defence(
         "a spare that becomes an opening is synced before it has a name",
         SEGMENTS,
         "file.sync().map(|()| file)",

@@ -85,8 +85,8 @@ pub const LIST: &[Defence] = &[
     defence(
         "what could not be read is no blank (I4)",
         MAP,
-        "first.is_none() && reader.all_is_readable()",
-        "first.is_none()",
+        "reader.all_is_readable()",
+        "true",
         stores("what_could_not_be_read_at_first_may_testify_later"),
     ),
     defence(
