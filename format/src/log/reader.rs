@@ -104,10 +104,10 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
 
     /// Reads these bytes, and some more. They begin and end on blocks, which direct reads take without a copy.
     fn fill(&mut self, offset: u64, end: u64, file_len: u64) -> Result<(), Defect> {
+        let start = offset - offset % GROUP_ALIGN;
         if self.read_ahead > 0 {
             // The next header, and what lies before it up to a block, fit behind the longest frame.
             self.read_ahead = self.read_ahead.max((end - offset + 2 * GROUP_ALIGN).min(READ_AHEAD_MAX));
-            let start = offset - offset % GROUP_ALIGN;
             let ahead = align_up(end.max(start.saturating_add(self.read_ahead)), GROUP_ALIGN);
             if self.read(start..ahead.min(file_len)).is_ok() {
                 self.read_ahead = self.read_ahead.max((4 * self.read_ahead).min(READ_AHEAD));
@@ -116,8 +116,9 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
             // A sector that cannot be read must not cost what lies before it.
             self.read_ahead = 0;
         }
-        let blocks = offset - offset % GROUP_ALIGN..align_up(end, GROUP_ALIGN).min(file_len);
-        self.read(blocks).or_else(|_| self.read(offset..end))
+        // Whole blocks, or else no more than what is asked for.
+        let blocks_end = align_up(end, GROUP_ALIGN).min(file_len);
+        self.read(start..blocks_end).or_else(|_| self.read(offset..end))
     }
 
     /// Fills the buffer with this range. What it has of it by now is moved and not read again.
