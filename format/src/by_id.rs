@@ -100,7 +100,7 @@ pub struct ById<K, T> {
     /// an item or a mark.
     rows: BTreeMap<u64, Row<Chunk<T>>>,
     count: usize,
-    /// The chunks in which any number is marked, each once, in the order of their first marks.
+    /// The chunks in which any number is marked, and some in which none is any more, in the order of their marks.
     marked: Vec<u64>,
     numbers: PhantomData<K>,
 }
@@ -242,30 +242,27 @@ impl<K: Number, T> ById<K, T> {
 
     /// The marked numbers, ascending.
     #[must_use]
-    pub fn marked(&self) -> Vec<K> {
-        let mut chunks = self.marked.clone();
-        chunks.sort_unstable();
-        let of_chunk = |number: &u64| {
-            let (first, marked) = (number * ROW, self.chunk(number * ROW).map_or(0, |chunk| chunk.marked));
-            bits(marked).map(move |bit| K::of(first + bit))
-        };
-        chunks.iter().flat_map(of_chunk).collect()
-    }
-
-    /// Takes the marks of these numbers off.
-    pub fn unmark(&mut self, keys: &[K]) {
-        for key in keys {
-            if let Some(chunk) = self.chunk_mut(key.number()) {
-                chunk.marked &= !bit(key.number());
-            }
-        }
+    pub fn marked(&mut self) -> Vec<K> {
         let mut chunks = std::mem::take(&mut self.marked);
+        chunks.sort_unstable();
+        chunks.dedup();
+        let mut marked = Vec::new();
         chunks.retain(|number| {
-            let is_marked = self.chunk(number * ROW).is_some_and(|chunk| chunk.marked != 0);
-            self.forget_if_empty(number * ROW);
-            is_marked
+            let of_chunk = self.chunk(number * ROW).map_or(0, |chunk| chunk.marked);
+            marked.extend(bits(of_chunk).map(|bit| K::of(number * ROW + bit)));
+            of_chunk != 0
         });
         self.marked = chunks;
+        marked
+    }
+
+    /// Takes a number's mark off.
+    pub fn unmark(&mut self, key: K) {
+        let Some(chunk) = self.chunk_mut(key.number()) else { return };
+        chunk.marked &= !bit(key.number());
+        if chunk.marked | chunk.row.present == 0 {
+            self.forget_if_empty(key.number());
+        }
     }
 }
 
@@ -369,7 +366,7 @@ mod tests {
             if step % 70 == 69 {
                 // Among them some that are not marked, or not there.
                 let settled: Vec<PageId> = ids.iter().step_by(3).copied().map(PageId).collect();
-                items.unmark(&settled);
+                settled.iter().for_each(|page| items.unmark(*page));
                 marked.retain(|page| !settled.contains(page));
             }
             if let Some(item) = items.get_mut(page) {
@@ -386,7 +383,7 @@ mod tests {
             assert_eq!(items, anew);
             assert!(items.clone().into_items().eq(expected.clone()));
         }
-        items.unmark(&ids.map(PageId));
+        ids.iter().for_each(|id| items.unmark(PageId(*id)));
         items.insert(PageId(64), 0);
         items.retain(|page, _| page == PageId(64));
         assert_eq!(items.iter().map(|(page, _)| page.0).collect::<Vec<_>>(), [64]);

@@ -552,11 +552,11 @@ impl PageTable {
     /// As for [`PageTable::from_parts`].
     pub fn replace(&mut self, lsn: Lsn, pages: impl IntoIterator<Item = PageInfo>, root: Arc<Metadata>) {
         let new = Self::from_parts(pages, root, self.next_page, self.epoch_high, lsn);
-        let before = std::mem::replace(self, new);
+        let mut before = std::mem::replace(self, new);
         if before.is_watched {
-            let of_now: Vec<PageId> = self.pages.iter().map(|(page, _)| page).collect();
-            let changed = of_now.into_iter().chain(before.pages.iter().map(|(page, _)| page));
-            self.watch(changed.chain(before.changed()));
+            let mut changed = before.changed();
+            changed.extend(self.pages.iter().chain(before.pages.iter()).map(|(page, _)| page));
+            self.watch(changed);
         }
     }
 
@@ -570,13 +570,13 @@ impl PageTable {
     /// The pages that changed, or are gone, and were not settled since; ascending. None of a table that is not
     /// watched.
     #[must_use]
-    pub fn changed(&self) -> Vec<PageId> {
+    pub fn changed(&mut self) -> Vec<PageId> {
         self.pages.marked()
     }
 
     /// Whoever wants to know of changes knows these pages as they are.
-    pub fn settle(&mut self, pages: &[PageId]) {
-        self.pages.unmark(pages);
+    pub fn settle(&mut self, pages: impl IntoIterator<Item = PageId>) {
+        pages.into_iter().for_each(|page| self.pages.unmark(page));
     }
 
     /// Indexes the keys of the final state.

@@ -8,20 +8,20 @@
 //!
 //! Nothing here is on disk: it is rebuilt by each open from the snapshot used and the log behind it.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use remanent_format::by_id::ById;
 use remanent_format::image::ImageRef;
-use remanent_format::manifest::{Manifest, ManifestEntry};
+use remanent_format::manifest::Manifest;
 use remanent_format::rebuild::{Survey, check_image};
 use remanent_format::replay::Base;
 use remanent_format::{Lsn, PageId, PageTable, ReadAt, SnapshotId};
 
-use super::entry;
 use super::newest::{Known, Link, Newest, Sums};
+use super::sorting::Standing;
 use crate::error::Result;
-use crate::sync::Mutex;
+use crate::sync::{Mutex, MutexGuard};
 
 /// The images that lie on disk and hold a page's bytes of now, or of a moment ago.
 #[derive(Default)]
@@ -34,21 +34,6 @@ pub(crate) struct KnownImages {
     ahead: Mutex<BTreeMap<PageId, (Known, u64)>>,
     /// Images that do not hold any more, by file and offset, with their pages: no snapshot names them again.
     spoilt: Mutex<BTreeMap<(u64, u64), PageId>>,
-}
-
-/// What a snapshot has to do, as of the batch at which it begins.
-pub(crate) struct Sorted {
-    /// The pages to gather, with their lengths in bytes.
-    pub gather: Vec<(PageId, u64)>,
-    /// Pages that it must name, and whose images are known.
-    pub entries: Vec<ManifestEntry>,
-    /// Pages of the newest snapshot that are gone.
-    pub gone: Vec<PageId>,
-    /// The link that it follows, and its checksum; if none, it names all pages.
-    pub follows: Option<(SnapshotId, u32)>,
-    /// How many pages were looked at to find out. Unless it names all pages, these are the ones that changed since
-    /// the snapshot before, or in that one, those of links that are folded, and those that are carried.
-    pub visited: usize,
 }
 
 impl KnownImages {
@@ -143,88 +128,53 @@ impl KnownImages {
         self.newest.lock().links.clear();
     }
 
-    /// Sorts the pages of a watched table into those to gather and those that are known. `carry` names image files
-    /// whose images are to be written again, with the bytes that this takes, the most wasteful first: as many
-    /// of them as fit into `carry_bytes_max`, or into what the snapshot writes anyway.
-    ///
-    /// Looked at is what the table says may have changed, and what has no image that holds. A page is settled only
-    /// once the newest snapshot is seen to have it as it is: so a snapshot that fails after this forgets nothing.
-    pub fn sort_out(&self, table: &mut PageTable, carry: &[(u64, u64)], carry_bytes_max: u64) -> Sorted {
-        let (newest, beside) = (self.newest.lock(), self.beside.lock());
-        let spoilt = self.spoilt.lock();
+    /// What pages of a watched table are to the next snapshot; `deleted` are those that a batch deleted since it
+    /// began. Pages that the newest snapshot has as they are need not be looked at again: these alone are settled, so
+    /// that a snapshot which fails after this forgets nothing.
+    pub fn look(
+        &self,
+        table: &mut PageTable,
+        deleted: Option<&HashMap<PageId, Lsn>>,
+        pages: &[PageId],
+    ) -> Vec<Standing> {
+        let (newest, beside, spoilt) = (self.newest.lock(), self.beside.lock(), self.spoilt.lock());
         let holds = |known: &Known| known.image.is_none_or(|image| !spoilt.contains_key(&place(&image)));
-        let (mut gather, mut entries) = (Vec::new(), Vec::new());
-        let (mut gone, mut settled) = (Vec::new(), Vec::new());
-        let changed = table.changed().into_iter().chain(spoilt.values().copied());
-        let changed: BTreeSet<PageId> = changed.collect();
-        for &page in &changed {
+        let standing = |page: PageId| {
             let named = newest.get(page);
             let Some(info) = table.get(page) else {
-                if named.is_some() {
-                    gone.push(page)
-                } else {
-                    settled.push(page)
-                }
-                continue;
+                return match deleted.is_some_and(|deleted| deleted.contains_key(&page)) {
+                    true => Standing::Deleted,
+                    false => Standing::Gone { is_named: named.is_some() },
+                };
             };
             let named = named.filter(|named| holds(&named.known));
-            if named.is_some_and(|named| named.known.lsn == info.lsn) {
-                settled.push(page);
-                continue;
+            if let Some(named) = named.filter(|named| named.known.lsn == info.lsn) {
+                return Standing::Unchanged(info, named.known.image);
             }
             let beside = beside.get(&page).filter(|known| known.lsn == info.lsn);
             let only_moved = named.filter(|named| named.epoch == info.epoch).map(|named| &named.known);
             match beside.or(only_moved) {
-                Some(known) => entries.push(entry(&info, known.image)),
-                None => gather.push((page, info.len)),
+                Some(known) => Standing::Known(info, known.image),
+                None => Standing::Changed(info.len),
             }
-        }
-        table.settle(&settled);
-        let mut visited = changed.len();
-        let is_changed = |page: &PageId| changed.contains(page) && settled.binary_search(page).is_err();
+        };
+        let standings: Vec<Standing> = pages.iter().map(|page| standing(*page)).collect();
+        let is_settled = |standing: &Standing| {
+            matches!(standing, Standing::Unchanged(..) | Standing::Gone { is_named: false })
+        };
+        let settled = pages.iter().zip(&standings).filter(|(_, standing)| is_settled(standing));
+        table.settle(settled.map(|(page, _)| *page));
+        standings
+    }
 
-        let dirty_bytes: u64 = gather.iter().map(|(_, len)| len).sum();
-        let mut room = dirty_bytes.max(carry_bytes_max);
-        let mut carried = BTreeSet::new();
-        for (file, bytes) in carry {
-            if *bytes <= room {
-                room -= bytes;
-                carried.insert(*file);
-                let pages = newest.pages_in(*file);
-                visited += pages.len();
-                let unchanged = pages.into_iter().filter(|page| !is_changed(page));
-                gather.extend(unchanged.filter_map(|page| Some((page, table.get(page)?.len))));
-            }
-        }
-        gather.sort_unstable();
-        let spoken_of: BTreeSet<PageId> = gather
-            .iter()
-            .map(|(page, _)| *page)
-            .chain(entries.iter().map(|entry: &ManifestEntry| entry.page))
-            .chain(gone.iter().copied())
-            .collect();
-        let follows = newest.fold(&spoken_of, table.pages().len()).map(|(at, folded)| {
-            visited += folded.len() - spoken_of.len();
-            for &page in folded.difference(&spoken_of) {
-                match table.get(page).zip(newest.get(page)) {
-                    Some((info, named)) => entries.push(entry(&info, named.known.image)),
-                    None => gone.push(page),
-                }
-            }
-            gone.sort_unstable();
-            (newest.links[at].snapshot, newest.links[at].manifest_crc)
-        });
-        if follows.is_none() {
-            visited = table.pages().len();
-            let is_carried = |known: &Known| known.image.is_some_and(|image| carried.contains(&image.file));
-            let unchanged = table.pages().filter(|info| !is_changed(&info.page)).filter_map(|info| {
-                let named = newest.get(info.page).expect("a page that did not change since it was named");
-                assert!(named.known.lsn == info.lsn, "page {} changed unseen", info.page);
-                (!is_carried(&named.known)).then(|| entry(&info, named.known.image))
-            });
-            entries.extend(unchanged);
-        }
-        Sorted { gather, entries, gone, follows, visited }
+    /// The newest snapshot, as it is now.
+    pub(super) fn newest(&self) -> MutexGuard<'_, Newest> {
+        self.newest.lock()
+    }
+
+    /// The pages of which an image does not hold any more.
+    pub(super) fn spoilt(&self) -> Vec<PageId> {
+        self.spoilt.lock().values().copied().collect()
     }
 
     /// A snapshot was published: `manifest` is its own link. Returns what it names, together, and the links before
@@ -242,181 +192,4 @@ impl KnownImages {
 /// Where an image lies: numbers of files are never used again, so this is its name.
 fn place(image: &ImageRef) -> (u64, u64) {
     (image.file, image.offset)
-}
-
-#[cfg(test)]
-mod tests {
-    use remanent_format::image::Codec;
-    use remanent_format::manifest::{ManifestKind, Tombstone};
-    use remanent_format::op::{Op, OpAt};
-    use remanent_format::table::PlanMode;
-    use remanent_format::{LogPoint, Place, StoreId};
-
-    use super::super::newest::LINKS_MAX;
-    use super::*;
-
-    const PAGES: u64 = 10_000;
-    const LEN: u64 = 256;
-
-    /// A store without any bytes.
-    struct Subject {
-        table: PageTable,
-        known: KnownImages,
-        snapshots: u64,
-    }
-
-    impl Subject {
-        fn commit(&mut self, ops: impl IntoIterator<Item = Op<'static>>) {
-            let ops: Vec<OpAt<'_>> = ops.into_iter().map(|op| OpAt { op, body_at: 0 }).collect();
-            let changes = self.table.plan(self.table.lsn().next(), &ops, PlanMode::Commit).unwrap();
-            self.table.install(&changes);
-        }
-
-        fn fill(&mut self, page: u64) {
-            self.commit([Op::Fill { page: PageId(page), offset: 0, len: 8, pattern: &[7; 8] }]);
-        }
-
-        fn sort_out(&mut self, carry: &[(u64, u64)]) -> Sorted {
-            self.known.sort_out(&mut self.table, carry, 0)
-        }
-
-        /// Publishes a snapshot that gathered into a file of its own.
-        fn publish(&mut self, sorted: Sorted) {
-            self.snapshots += 1;
-            let gathered = sorted.gather.iter().zip(1..).map(|((page, len), at)| {
-                let (file, offset) = (self.snapshots, 4096 * at);
-                let image =
-                    ImageRef { file, offset, stored_len: *len, codec: Codec::Raw, stored_crc: 0, raw_crc: 0 };
-                entry(&self.table.get(*page).unwrap(), Some(image))
-            });
-            let mut entries: Vec<ManifestEntry> = sorted.entries.into_iter().chain(gathered).collect();
-            entries.sort_unstable_by_key(|entry| entry.page);
-            let change = |(previous, previous_crc)| ManifestKind::Change { previous, previous_crc };
-            let kind = sorted.follows.map_or(ManifestKind::Base, change);
-            let lsn = self.table.lsn();
-            let gone = sorted.gone.into_iter().filter(|_| kind != ManifestKind::Base);
-            let tombstones = gone.map(|page| Tombstone { page, lsn }).collect();
-            let manifest = Manifest {
-                kind,
-                store: StoreId([0; 16]),
-                snapshot: SnapshotId(self.snapshots),
-                name: None,
-                created_unix_ms: 0,
-                redo: LogPoint { lsn: self.table.lsn(), ..LogPoint::default() },
-                end: self.table.lsn(),
-                next_page: self.table.next_page(),
-                epoch_high: self.table.epoch_high(),
-                next_file: self.snapshots + 1,
-                tombstones,
-                entries,
-                root: self.table.root().clone(),
-            };
-            let (sums, _) = self.known.advance(&manifest, 0);
-            // Kept from link to link, they are what all entries together say.
-            let newest = self.known.newest.lock();
-            let images = newest.pages().map(|page| newest.get(page).unwrap().known.image);
-            assert_eq!(sums, Sums::of(images));
-        }
-    }
-
-    /// A store of which the newest snapshot has all.
-    fn settled() -> Subject {
-        let mut subject = Subject { table: PageTable::new(), known: KnownImages::default(), snapshots: 0 };
-        subject.known.watch(&mut subject.table);
-        let create = |page| Op::Create {
-            page: PageId(page),
-            len: LEN,
-            place: Place::Host,
-            key: None,
-            metadata: remanent_format::Metadata::new(),
-        };
-        subject.commit((1..=PAGES).map(create));
-        for visited in [PAGES, PAGES] {
-            let sorted = subject.sort_out(&[]);
-            assert_eq!(sorted.visited as u64, visited);
-            subject.publish(sorted);
-        }
-        subject
-    }
-
-    fn pages(sorted: &Sorted) -> Vec<u64> {
-        sorted.gather.iter().map(|(page, _)| page.0).collect()
-    }
-
-    #[test]
-    fn a_snapshot_looks_at_what_changed_since_the_one_before_and_in_it() {
-        let mut subject = settled();
-        subject.fill(5000);
-        subject.fill(70);
-        let sorted = subject.sort_out(&[]);
-        assert_eq!((pages(&sorted), sorted.visited), (vec![70, 5000], 2));
-        // It failed. Another one has to do it all, and what came since.
-        subject.fill(71);
-        let sorted = subject.sort_out(&[]);
-        assert_eq!((pages(&sorted), sorted.visited), (vec![70, 71, 5000], 3));
-        subject.publish(sorted);
-        subject.fill(72);
-        let sorted = subject.sort_out(&[]);
-        assert_eq!((pages(&sorted), sorted.visited), (vec![72], 4));
-        subject.publish(sorted);
-        assert_eq!(subject.sort_out(&[]).visited, 1);
-        assert_eq!(subject.sort_out(&[]).visited, 0);
-    }
-
-    #[test]
-    fn what_is_carried_is_found_by_its_file() {
-        let mut subject = settled();
-        (100..130).for_each(|page| subject.fill(page));
-        let sorted = subject.sort_out(&[]);
-        subject.publish(sorted);
-        (100..120).step_by(2).for_each(|page| subject.fill(page));
-        let sorted = subject.sort_out(&[]);
-        subject.publish(sorted);
-        assert_eq!(subject.sort_out(&[]).visited, 10);
-        // The third file has what was changed once, and all else the first one.
-        subject.fill(119);
-        let in_third: Vec<u64> = (101..120).step_by(2).chain(120..130).collect();
-        let sorted = subject.sort_out(&[(3, LEN)]);
-        assert_eq!(pages(&sorted), in_third);
-        assert_eq!(sorted.visited, 1 + in_third.len());
-        subject.publish(sorted);
-        assert!(!subject.known.newest.lock().sums().files.contains_key(&3));
-        let sorted = subject.sort_out(&[(3, 0)]);
-        assert_eq!((sorted.gather.len(), sorted.visited), (0, 1));
-    }
-
-    /// What snapshots cost that each follow one change: never all pages, until half of them changed.
-    #[test]
-    fn links_are_folded_as_they_grow() {
-        let mut subject = settled();
-        let mut named = 0;
-        for round in 0..1000 {
-            subject.fill(1 + round * 4);
-            if round % 10 == 9 {
-                subject.commit([Op::Delete { page: PageId(2 + round * 4) }]);
-            }
-            let sorted = subject.sort_out(&[]);
-            assert!(sorted.follows.is_some(), "round {round}");
-            let spoken_of = sorted.gather.len() + sorted.entries.len() + sorted.gone.len();
-            // What was in the snapshot before is looked at once more.
-            assert!(sorted.visited <= spoken_of + 2, "round {round}");
-            named += spoken_of;
-            subject.publish(sorted);
-            let newest = subject.known.newest.lock();
-            assert!(newest.links.len() <= LINKS_MAX);
-            // A page that changed in any link since the base is in one of those that there are.
-            let in_links: usize = newest.links.iter().map(|link| link.pages.len()).sum();
-            assert_eq!(in_links as u64, round + 1 + (round + 1) / 10, "round {round}");
-        }
-        // A thousand changes and a hundred ends. To fold all links whenever there are eight named 79,000.
-        assert!(named < 6 * 1100, "{named}");
-        // One page that changes again and again is one change.
-        (0..1000).for_each(|_| {
-            subject.fill(9999);
-            let sorted = subject.sort_out(&[]);
-            assert!(sorted.follows.is_some());
-            subject.publish(sorted);
-        });
-        assert_eq!(subject.known.newest.lock().get(PageId(9999)).unwrap().known.lsn, subject.table.lsn());
-    }
 }

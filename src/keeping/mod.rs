@@ -2,6 +2,7 @@
 
 mod newest;
 mod known;
+mod sorting;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -11,8 +12,9 @@ use remanent_format::image::ImageRef;
 use remanent_format::manifest::{Manifest, ManifestEntry};
 use remanent_format::{LogPoint, Lsn, PageInfo, SnapshotId};
 
-pub(crate) use self::known::{KnownImages, Sorted};
+pub(crate) use self::known::KnownImages;
 pub(crate) use self::newest::Sums;
+pub(crate) use self::sorting::{Beginning, Sorted};
 use crate::image_files::ImageFiles;
 
 /// A snapshot that is kept.

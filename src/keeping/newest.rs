@@ -141,24 +141,27 @@ impl Newest {
         self.runs.retain(|file, _| self.sums.files.contains_key(file));
     }
 
-    /// Where among the links the one lies that the next snapshot follows, if these pages changed since the newest;
-    /// with the pages of the links that it takes the place of. None if it is to name all of `pages_max` pages.
+    /// The link that the next snapshot follows, if these pages, in ascending order, changed since the newest; with
+    /// the other pages of the links that it takes the place of. None if it is to name all of `pages_max` pages.
     ///
     /// Where there are too many links, the newest are folded into the one to come: those that are no longer than it
     /// is by then. So the links grow from the newest to the oldest, and no page is named again often; and a base is
     /// written only when so much has changed that it costs little more.
-    pub fn fold(&self, changed: &BTreeSet<PageId>, pages_max: usize) -> Option<(usize, BTreeSet<PageId>)> {
+    pub fn fold(&self, changed: &[PageId], pages_max: usize) -> Option<(&Link, Vec<PageId>)> {
         let mut at = self.links.len().checked_sub(1)?;
-        let mut folded = changed.clone();
+        let mut folded = BTreeSet::new();
         if self.links.len() >= LINKS_MAX {
             let newest = at;
-            while at > 0 && (at == newest || self.links[at].pages.len() <= folded.len()) {
-                folded.extend(&self.links[at].pages);
+            while at > 0 && (at == newest || self.links[at].pages.len() <= changed.len() + folded.len()) {
+                let pages = self.links[at].pages.iter();
+                folded.extend(pages.filter(|page| changed.binary_search(page).is_err()));
                 at -= 1;
             }
         }
-        let changes = self.links[..=at].iter().map(|link| link.pages.len()).sum::<usize>() + folded.len();
-        (changes.saturating_mul(CHANGED_SHARE) <= pages_max).then_some((at, folded))
+        let spoken_of = changed.len() + folded.len();
+        let changes = self.links[..=at].iter().map(|link| link.pages.len()).sum::<usize>() + spoken_of;
+        (changes.saturating_mul(CHANGED_SHARE) <= pages_max)
+            .then(|| (&self.links[at], folded.into_iter().collect()))
     }
 
     pub fn get(&self, page: PageId) -> Option<&Named> {

@@ -2,8 +2,9 @@
 //!
 //! A snapshot stops nobody. In its phases:
 //!
-//! 1. **Begin** (a turn of the applier): `redo` is the last batch applied; note the pages that exist; from
-//!    here on the applier notes deletes.
+//! 1. **Begin** (a turn of the applier, and one for every thousand pages that may have changed): `redo` is the
+//!    last batch applied; from here on the applier notes deletes; sort the pages into those that are to be
+//!    gathered and those of which an image is known.
 //! 2. **Gather** (a turn a chunk): pages are copied aside on the device, in lane order with the deltas,
 //!    each with its table entry of that moment; the copy drains to disk while commits go on.
 //! 3. **End** (a turn): `end` is the last batch applied; root, numbers, and tombstones of pages that were
@@ -14,7 +15,7 @@
 //! 7. **Recycle** what neither a kept snapshot nor the log behind the oldest of them needs (I8).
 //!
 //! An exact snapshot ends where it begins: pages that a batch is about to change are kept aside until they are
-//! gathered (`applier/cut.rs`), and phase 3 is part of phase 1.
+//! gathered (`applier/cut.rs`), and all of phase 1 is one turn, with phase 3 in it.
 //!
 //! A crash in 1 to 4 leaves an image file that is nobody's; in 5 to 7, a snapshot that the next open
 //! publishes and verifies again. No space in 2 to 5 is a clean failure; everything else poisons.
@@ -45,12 +46,12 @@ pub use self::retain::Pruned;
 pub(crate) use self::scrub::{Scrub, Scrubber};
 pub use self::scrub::{ScrubStats, Scrubbed};
 use self::verify::Unverified;
-use crate::applier::{Applier, Cut, Turn};
+use crate::applier::{Applied, Applier, Cut, Turn};
 use crate::device::{CommandList, Device};
 use crate::disk::Disk;
 use crate::error::{Error, Result};
 use crate::images::ImageWriter;
-use crate::keeping::{Keeping, Kept, SnapshotInfo, Sorted, unix_ms};
+use crate::keeping::{Beginning, Keeping, Kept, SnapshotInfo, Sorted, unix_ms};
 use crate::log::{Log, SegmentPool};
 use crate::options::Compression;
 use crate::phases::{self, Phase};
@@ -225,19 +226,34 @@ impl Snapshots {
         Ok(id)
     }
 
-    /// Phase 1.
+    /// Phase 1. An exact snapshot looks at its pages in one turn, any other at some of them a turn.
     fn begin(&self, keeping: &Keeping, wasteful: Vec<(u64, u64)>, exact: bool) -> Result<Begun> {
         let known = keeping.known.clone();
-        self.applier.turn(move |turn| {
-            let sorted = known.sort_out(&mut turn.applied.table, &wasteful, CARRY_BYTES_MAX);
-            let end = exact.then(|| End::here(turn));
-            if exact {
+        if exact {
+            return self.applier.turn(move |turn| {
+                let pages = beginning(turn);
+                let table = &mut turn.applied.table;
+                let look = |pages: Vec<PageId>| Ok(known.look(table, None, &pages));
+                let sorted = known.sort_out(pages, &wasteful, CARRY_BYTES_MAX, look)?;
+                let end = Some(End::here(turn));
                 turn.applied.cut = Some(Cut::new(sorted.gather.iter().map(|(page, _)| *page)));
-            } else {
-                turn.applied.deleted = Some(HashMap::new());
-            }
-            Ok(Begun { redo: turn.applied.point, sorted, end })
-        })
+                Ok(Begun { redo: turn.applied.point, sorted, end })
+            });
+        }
+        let (redo, pages) = self.applier.turn(|turn| {
+            turn.applied.deleted = Some(HashMap::new());
+            Ok((turn.applied.point, beginning(turn)))
+        })?;
+        let look = |pages: Vec<PageId>| {
+            let known = known.clone();
+            self.applier.turn(move |turn| {
+                let Applied { table, deleted, .. } = turn.applied;
+                Ok(known.look(table, deleted.as_ref(), &pages))
+            })
+        };
+        // A turn fails only with the applier, and nobody has to tell that to stop watching.
+        let sorted = known.sort_out(pages, &wasteful, CARRY_BYTES_MAX, look)?;
+        Ok(Begun { redo, sorted, end: None })
     }
 
     /// Phase 2. Where nothing is to be gathered, no file is made.
@@ -300,6 +316,12 @@ impl Snapshots {
     fn end(&self) -> Result<End> {
         self.applier.turn(|turn| Ok(End::here(turn)))
     }
+}
+
+/// The pages at the moment of a turn.
+fn beginning(turn: &mut Turn<'_>) -> Beginning {
+    let table = &mut turn.applied.table;
+    Beginning { changed: table.changed(), count: table.pages().len() }
 }
 
 /// What phase 1 gives.
