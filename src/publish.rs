@@ -36,14 +36,10 @@ pub(crate) fn publish(disk: &Arc<dyn Disk>, file: FileName, number: u64, bytes: 
 pub(crate) fn check_published(disk: &Arc<dyn Disk>, file: FileName, written: &[u8]) -> Result<u32> {
     let mut found = vec![0; written.len()];
     disk.open(file, false)?.read_past_cache(0, &mut found)?;
-    let (_, health) = Manifest::decode(&found).map_err(|defect| Error::from(defect.at(file, 0)))?;
-    match health.defects.into_iter().flatten().next() {
-        Some(defect) => Err(defect.at(file, 0).into()),
-        None if found != written => {
-            Err(Defect::Field { what: "manifest that differs from the one written", found: 0 }
-                .at(file, 0)
-                .into())
-        }
-        None => Ok(health.header_crc),
+    if found == written {
+        return Manifest::header_crc(written).map_err(|defect| defect.at(file, 0).into());
     }
+    let (_, health) = Manifest::decode(&found).map_err(|defect| Error::from(defect.at(file, 0)))?;
+    let differs = Defect::Field { what: "manifest that differs from the one written", found: 0 };
+    Err(health.defects.into_iter().flatten().next().unwrap_or(differs).at(file, 0).into())
 }
