@@ -21,7 +21,7 @@ use crate::applier::Applier;
 use crate::device::{Command, CommandList, Device, StagingSpan};
 use crate::disk::Disk;
 use crate::error::{Error, Result};
-use crate::images::chunks;
+use crate::images::{CHUNK_BYTES, chunks};
 use crate::keeping::Keeping;
 use crate::past::Past;
 use crate::point::RestorePoint;
@@ -93,7 +93,7 @@ impl Auditor<'_> {
         };
         // 2. and 3.
         let mut changed_since = Vec::new();
-        for chunk in chunks(&pages, |(_, len)| *len) {
+        for chunk in chunks(&pages, CHUNK_BYTES, |(_, len)| *len) {
             for (info, sum) in self.sum(chunk)?.pages {
                 if begin.table().get(info.page).is_some_and(|then| then.epoch == info.epoch) {
                     self.compare(&mut audit, &begin, &info, sum)?;
@@ -104,7 +104,7 @@ impl Auditor<'_> {
         }
         drop(begin);
         // 4.
-        for chunk in chunks(&changed_since, |(_, len)| *len) {
+        for chunk in chunks(&changed_since, CHUNK_BYTES, |(_, len)| *len) {
             let (sums, past) = {
                 let _keeping = self.keeping.lock();
                 let sums = self.sum(chunk)?;

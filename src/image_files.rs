@@ -8,6 +8,7 @@
 //! that the newest segment names: it stays longer than it must, never shorter.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 use remanent_format::FileName;
@@ -46,9 +47,15 @@ impl ImageFiles {
     /// A number for an image file or a table. It is taken, whatever happens: a name is never used for two
     /// contents.
     pub fn take_number(&self) -> u64 {
+        self.take_numbers(1).start
+    }
+
+    /// So many of them, one behind the other.
+    pub fn take_numbers(&self, count: u64) -> Range<u64> {
         let mut state = self.state.lock();
-        state.next += 1;
-        state.next - 1
+        let first = state.next;
+        state.next += count;
+        first..state.next
     }
 
     /// A number for a file that is written for a batch, which stays while the batch is under way.

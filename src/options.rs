@@ -197,6 +197,7 @@ pub struct Options {
     pub(crate) snapshots_kept_for: Duration,
     pub(crate) log_kept: u64,
     pub(crate) compression: Compression,
+    pub(crate) chunk_len: Option<u64>,
     pub(crate) restore: Restore,
     pub(crate) snapshot_log_bytes: Option<u64>,
     pub(crate) snapshot_interval: Option<Duration>,
@@ -222,6 +223,7 @@ impl Default for Options {
             snapshots_kept_for: Duration::ZERO,
             log_kept: 0,
             compression: Compression::default(),
+            chunk_len: None,
             restore: Restore::default(),
             snapshot_log_bytes: Some(256 << 20),
             snapshot_interval: Some(Duration::from_secs(60)),
@@ -355,6 +357,15 @@ impl Options {
     #[must_use]
     pub fn compression(mut self, compression: Compression) -> Self {
         self.compression = compression;
+        self
+    }
+
+    /// After how many bytes of pages a snapshot writes a chunk of images, so that a small store can have several chunks,
+    /// and several image files.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn chunk_len(mut self, bytes: u64) -> Self {
+        self.chunk_len = Some(bytes.max(1));
         self
     }
 

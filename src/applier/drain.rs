@@ -8,6 +8,7 @@
 //! Who wants the bytes brings the staging for them, made ahead of the turn: a GPU pins 1.5 GB/s, so a long one takes
 //! seconds, and neither deltas nor who would have the room of the copies may wait for that.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use remanent_format::Place;
@@ -39,14 +40,15 @@ struct Aside {
     /// They are there behind this fence.
     caught: Fence,
     arena: Arc<Arena>,
-    /// Where they go.
+    /// Where they go, and behind how many bytes of it.
     staging: StagingBuf,
+    from: u64,
 }
 
 impl Turn<'_> {
     /// Catches ranges of pages as they are now, each for its offset among `len` bytes; what no range covers is
-    /// unspecified. They are copied aside in `place`, and go from there to `staged`. Where a page has grown, so that
-    /// this is too short by now, it is replaced.
+    /// unspecified. They are copied aside in `place`, and go from there to the range `to` of `staged`, which may be
+    /// longer. Where a page has grown, so that this is too short by now, it is replaced.
     ///
     /// # Errors
     /// A device error; the one with which the pages' bytes were lost; `OutOfMemory`.
@@ -56,13 +58,16 @@ impl Turn<'_> {
         sources: Vec<(Span, u64)>,
         len: u64,
         staged: StagingBuf,
+        to: Range<u64>,
         staging: &StagingPool,
     ) -> Result<Drain> {
         self.intact()?;
-        let staged = staging.cut(staged, host_len(len)?)?;
+        let staged = staging.cut(staged, host_len(to.end)?)?;
         match self.arena.allocate_scratch(place, len) {
-            Ok(pieces) => self.copy_aside(pieces, sources, staged),
-            Err(Error::OverBudget { .. } | Error::OutOfMemory { .. }) => self.download(sources, staged),
+            Ok(pieces) => self.copy_aside(pieces, sources, staged, to.start),
+            Err(Error::OverBudget { .. } | Error::OutOfMemory { .. }) => {
+                self.download(sources, staged, to.start)
+            }
             Err(error) => Err(error),
         }
     }
@@ -74,12 +79,12 @@ impl Turn<'_> {
     pub fn drain_in_order(
         &self,
         sources: Vec<(Span, u64)>,
-        len: u64,
         staged: StagingBuf,
+        to: Range<u64>,
         staging: &StagingPool,
     ) -> Result<Drain> {
         self.intact()?;
-        self.download(sources, staging.cut(staged, host_len(len)?)?)
+        self.download(sources, staging.cut(staged, host_len(to.end)?)?, to.start)
     }
 
     fn copy_aside(
@@ -87,6 +92,7 @@ impl Turn<'_> {
         pieces: Vec<PageMemory>,
         sources: Vec<(Span, u64)>,
         staging: StagingBuf,
+        from: u64,
     ) -> Result<Drain> {
         let mut cut: Vec<Vec<(Span, u64)>> = pieces.iter().map(|_| Vec::new()).collect();
         let piece_len = pieces.first().map_or(1, PageMemory::byte_len);
@@ -105,7 +111,7 @@ impl Turn<'_> {
             Ok(pending) => {
                 let (caught, arena) = (pending.fence(), self.arena.clone());
                 let len = staging.len();
-                Ok(Drain { len, copies: Copies::Aside(Aside { pieces, caught, arena, staging }) })
+                Ok(Drain { len, copies: Copies::Aside(Aside { pieces, caught, arena, staging, from }) })
             }
             Err(error) => {
                 pieces.into_iter().try_for_each(|piece| self.arena.discard(piece))?;
@@ -114,10 +120,10 @@ impl Turn<'_> {
         }
     }
 
-    fn download(&self, sources: Vec<(Span, u64)>, staging: StagingBuf) -> Result<Drain> {
+    fn download(&self, sources: Vec<(Span, u64)>, staging: StagingBuf, from: u64) -> Result<Drain> {
         let len = staging.len();
         let download = |(source, at): (Span, u64)| {
-            let target = StagingSpan { index: 0, offset: at as usize, len: source.len as usize };
+            let target = StagingSpan { index: 0, offset: (from + at) as usize, len: source.len as usize };
             Command::Download { source, target }
         };
         let commands = sources.into_iter().map(download).collect();
@@ -150,8 +156,8 @@ impl Drain {
 
 impl Aside {
     fn finish(self, device: &dyn Device) -> Result<Vec<Staging>> {
-        let Self { pieces, caught, arena, staging } = self;
-        let (last_use, drained) = match queue(device, &pieces, caught, staging) {
+        let Self { pieces, caught, arena, staging, from } = self;
+        let (last_use, drained) = match queue(device, &pieces, caught, staging, from as usize) {
             Ok(pending) => (pending.fence(), pending.finish(device)),
             Err(error) => (caught, Err(error)),
         };
@@ -164,9 +170,15 @@ impl Aside {
     }
 }
 
-fn queue(device: &dyn Device, pieces: &[PageMemory], caught: Fence, staging: StagingBuf) -> Result<Pending> {
+fn queue(
+    device: &dyn Device,
+    pieces: &[PageMemory],
+    caught: Fence,
+    staging: StagingBuf,
+    from: usize,
+) -> Result<Pending> {
     device.after(Lane::Drain, caught)?;
-    let mut offset = 0;
+    let mut offset = from;
     let download = |piece: &PageMemory| {
         // The last piece may be longer than what is in it.
         let len = (staging.len() - offset).min(piece.byte_len() as usize);

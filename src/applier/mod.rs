@@ -217,9 +217,9 @@ impl Applier {
             let is_far =
                 matches!(info.place, Place::Device(_)) && turn.device.address(source.memory).is_some();
             let drain = if is_far && len > SHORT_COPY_LEN_MAX {
-                turn.drain(info.place, vec![(source, 0)], len, staged, &pool)?
+                turn.drain(info.place, vec![(source, 0)], len, staged, 0..len, &pool)?
             } else {
-                turn.drain_in_order(vec![(source, 0)], len, staged, &pool)?
+                turn.drain_in_order(vec![(source, 0)], staged, 0..len, &pool)?
             };
             Ok((info, turn.applied.point.lsn, drain))
         })?;

@@ -4,6 +4,7 @@
 
 mod ahead;
 mod compress;
+mod side_by_side;
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -17,6 +18,7 @@ use remanent_format::{Defect, FileName, Folder, PageInfo, StoreId};
 
 pub(crate) use self::ahead::WrittenAhead;
 use self::compress::compress;
+pub(crate) use self::side_by_side::{ImageWriters, file_count};
 use crate::crew;
 use crate::disk::{AlignedBuf, Disk, DiskFile};
 use crate::error::{Error, Result};
@@ -24,22 +26,24 @@ use crate::options::Compression;
 use crate::sync::Mutex;
 
 /// A chunk is written when its images reach this many bytes; a longer page has a chunk of its own.
-const CHUNK_BYTES: u64 = 2 << 20;
+pub(crate) const CHUNK_BYTES: u64 = 2 << 20;
 /// Images of one chunk: a bound for stores of tiny pages.
 const CHUNK_IMAGES: usize = 4096;
 const _: () = assert!(CHUNK_IMAGES <= CHUNK_IMAGES_MAX as usize);
 /// Threads that make chunks, or read them back: one checksums and copies more slowly than a disk writes, four
 /// faster than any that we measured.
 const THREADS_MAX: usize = 4;
+/// The most files that a snapshot writes.
+pub(crate) const IMAGE_FILES_MAX: u64 = THREADS_MAX as u64;
 /// Bytes of pages on their way into chunks at once, unless a single one is longer.
 const IN_FLIGHT_BYTES: u64 = 32 << 20;
 
-/// Sorts pages into chunks, in their order.
-pub(crate) fn chunks<T>(pages: &[T], len: impl Fn(&T) -> u64) -> Vec<&[T]> {
+/// Sorts pages into chunks of at most so many bytes, in their order.
+pub(crate) fn chunks<T>(pages: &[T], bytes_max: u64, len: impl Fn(&T) -> u64) -> Vec<&[T]> {
     let mut chunks = Vec::new();
     let mut rest = pages;
     while !rest.is_empty() {
-        let (chunk, after) = rest.split_at(next_chunk(rest.iter().map(&len)));
+        let (chunk, after) = rest.split_at(next_chunk(bytes_max, rest.iter().map(&len)));
         chunks.push(chunk);
         rest = after;
     }
@@ -47,10 +51,10 @@ pub(crate) fn chunks<T>(pages: &[T], len: impl Fn(&T) -> u64) -> Vec<&[T]> {
 }
 
 /// How many images, with these lengths in bytes, go into the next chunk: at least one, if there is one.
-fn next_chunk(lens: impl IntoIterator<Item = u64>) -> usize {
+fn next_chunk(bytes_max: u64, lens: impl IntoIterator<Item = u64>) -> usize {
     let mut bytes = 0;
     let fits = lens.into_iter().take(CHUNK_IMAGES).take_while(|len| {
-        let fits = bytes == 0 || bytes + len <= CHUNK_BYTES;
+        let fits = bytes == 0 || bytes + len <= bytes_max;
         bytes += len;
         fits
     });
@@ -115,7 +119,7 @@ impl ImageWriter {
         mut load: impl FnMut(usize) -> Result<Cow<'b, [u8]>, E>,
     ) -> Result<Vec<ImageRef>, E> {
         let mut references = Vec::with_capacity(pages.len());
-        for chunk in chunks(pages, |info| info.len) {
+        for chunk in chunks(pages, CHUNK_BYTES, |info| info.len) {
             let first = references.len();
             let contents = (first..first + chunk.len()).map(&mut load).collect::<Result<Vec<_>, E>>()?;
             let images: Vec<(&PageInfo, &[u8])> =
@@ -128,7 +132,7 @@ impl ImageWriter {
     /// Writes pages that are at hand, none of them empty, by several threads. The references come back in the
     /// same order.
     pub fn write_all(&self, pages: &[(PageInfo, &[u8])]) -> Result<Vec<ImageRef>> {
-        let chunks = chunks(pages, |(info, _)| info.len);
+        let chunks = chunks(pages, CHUNK_BYTES, |(info, _)| info.len);
         let longest = pages.iter().map(|(info, _)| info.len).max().unwrap_or(0);
         let write = |(): &mut (), index: usize| {
             let chunk: Vec<(&PageInfo, &[u8])> =
@@ -141,43 +145,71 @@ impl ImageWriter {
 
     /// Writes one chunk of images; the references come back in the same order.
     pub fn write_chunk(&self, pages: &[(&PageInfo, &[u8])]) -> Result<Vec<ImageRef>> {
-        let contents: Vec<&[u8]> = pages.iter().map(|(_, bytes)| *bytes).collect();
-        let frames = compress(self.compression, &contents);
-        let images: Vec<NewImage> = pages
-            .iter()
-            .zip(&frames)
-            .map(|((info, bytes), frames)| {
-                assert!(info.len == bytes.len() as u64);
-                let compressed = frames
-                    .as_ref()
-                    .map(|frames| Compressed { len: frames.len() as u64, crc: crc32fast::hash(frames) });
-                NewImage {
-                    page: info.page,
-                    epoch: info.epoch,
-                    lsn: info.lsn,
-                    len: info.len,
-                    crc: crc32fast::hash(bytes),
-                    compressed,
-                }
-            })
-            .collect();
+        self.write_frames(pages, &self.compress(pages))
+    }
+
+    /// As [`write_chunk`](Self::write_chunk), of pages that lie in `staged` where the chunk has its payloads: the first
+    /// one behind room for the head, each other one on a boundary of 16 bytes behind the one before. Unless some of
+    /// them are compressed, `staged` becomes the chunk and is written as it lies, without a copy.
+    pub fn write_staged(&self, pages: &[(&PageInfo, usize)], staged: &mut [u8]) -> Result<Vec<ImageRef>> {
+        let images = {
+            let of_page = |(info, at): &(&'_ PageInfo, usize)| &staged[*at..*at + info.len as usize];
+            let pages: Vec<(&PageInfo, &[u8])> = pages.iter().map(|page| (page.0, of_page(page))).collect();
+            let frames = self.compress(&pages);
+            if frames.iter().any(Option::is_some) {
+                return self.write_frames(&pages, &frames);
+            }
+            pages.iter().map(|(info, bytes)| new_image(info, bytes, None)).collect::<Vec<_>>()
+        };
         let chunk = self.place(&images)?;
+        let head = chunk.encode(self.store);
+        staged[..head.len()].copy_from_slice(&head);
+        let mut end = head.len();
+        for (header, (_, at)) in chunk.images.iter().zip(pages) {
+            let start = (header.image.offset - chunk.offset) as usize;
+            assert!(start == *at, "a page that does not lie where its image does");
+            staged[end..start].fill(0);
+            end = start + header.image.stored_len as usize;
+        }
+        staged[end..chunk.len as usize].fill(0);
+        self.write(chunk, staged)
+    }
+
+    fn compress(&self, pages: &[(&PageInfo, &[u8])]) -> Vec<Option<Vec<u8>>> {
+        compress(self.compression, &pages.iter().map(|(_, bytes)| *bytes).collect::<Vec<_>>())
+    }
+
+    /// Writes one chunk of images, some of which are compressed.
+    fn write_frames(
+        &self,
+        pages: &[(&PageInfo, &[u8])],
+        frames: &[Option<Vec<u8>>],
+    ) -> Result<Vec<ImageRef>> {
+        let images = pages.iter().zip(frames);
+        let images = images.map(|((info, bytes), frames)| new_image(info, bytes, frames.as_deref()));
+        let chunk = self.place(&images.collect::<Vec<_>>())?;
         // One buffer, one write: header, table, payloads, padding.
         let mut bytes = self.areas.lock().pop().unwrap_or_default();
         bytes.clear();
         bytes.extend_from_slice(&chunk.encode(self.store));
-        for ((page, frames), header) in contents.iter().zip(&frames).zip(&chunk.images) {
+        for (((_, page), frames), header) in pages.iter().zip(frames).zip(&chunk.images) {
             bytes.resize((header.image.offset - chunk.offset) as usize, 0);
             bytes.extend_from_slice(frames.as_deref().unwrap_or(page));
         }
         bytes.resize(chunk.len as usize, 0);
-        let end = chunk.offset + chunk.len;
-        self.file.write_at(chunk.offset, &bytes).map_err(|error| no_space(self.number, end, error))?;
-        // The disk has something to do while the next chunks are made, and the sync at the end less.
-        self.file.write_back(chunk.offset, chunk.len);
+        let references = self.write(chunk, &bytes)?;
         if bytes.capacity() as u64 <= 2 * CHUNK_BYTES {
             self.areas.lock().push(bytes);
         }
+        Ok(references)
+    }
+
+    /// Writes a chunk, which is the first of these bytes.
+    fn write(&self, chunk: Chunk, bytes: &[u8]) -> Result<Vec<ImageRef>> {
+        let (bytes, end) = (&bytes[..chunk.len as usize], chunk.offset + chunk.len);
+        self.file.write_at(chunk.offset, bytes).map_err(|error| no_space(self.number, end, error))?;
+        // The disk has something to do while the next chunks are made, and the sync at the end less.
+        self.file.write_back(chunk.offset, chunk.len);
         let references = chunk.images.iter().map(|header| header.image).collect();
         self.written.lock().chunks.push(chunk);
         Ok(references)
@@ -199,8 +231,13 @@ impl ImageWriter {
 
     /// Makes the file and its name durable.
     pub fn sync(&self) -> Result<()> {
-        self.file.sync().map_err(|error| no_space(self.number, self.byte_len(), error))?;
+        self.sync_bytes()?;
         self.disk.sync_folder(Folder::Pages)
+    }
+
+    /// Makes the file durable, but not its name.
+    fn sync_bytes(&self) -> Result<()> {
+        self.file.sync().map_err(|error| no_space(self.number, self.byte_len(), error))
     }
 
     /// Reads everything back past the cache and checks it (I7).
@@ -246,6 +283,21 @@ impl ImageWriter {
     }
 }
 
+/// A page that is to become an image, with what it was compressed to.
+fn new_image(info: &PageInfo, bytes: &[u8], frames: Option<&[u8]>) -> NewImage {
+    assert!(info.len == bytes.len() as u64);
+    let compressed =
+        frames.map(|frames| Compressed { len: frames.len() as u64, crc: crc32fast::hash(frames) });
+    NewImage {
+        page: info.page,
+        epoch: info.epoch,
+        lsn: info.lsn,
+        len: info.len,
+        crc: crc32fast::hash(bytes),
+        compressed,
+    }
+}
+
 /// Where images are made, no space is a clean failure.
 fn no_space(number: u64, needed: u64, error: Error) -> Error {
     if error.is_no_space() { Error::DiskFull { file: FileName::Pages(number), needed } } else { error }
@@ -265,7 +317,7 @@ mod tests {
             ("tiny pages", vec![1; 2 * CHUNK_IMAGES], CHUNK_IMAGES),
             ("empty pages", vec![0; 2 * CHUNK_IMAGES], CHUNK_IMAGES),
         ] {
-            assert_eq!(next_chunk(lens), expected, "{why}");
+            assert_eq!(next_chunk(CHUNK_BYTES, lens), expected, "{why}");
         }
     }
 }

@@ -5,6 +5,7 @@ mod known;
 mod sorting;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -36,7 +37,8 @@ pub struct SnapshotInfo {
     /// Bytes of their images.
     pub bytes: u64,
     /// Bytes of the images that it wrote itself: of the pages that had changed since the snapshot before. It
-    /// shares the others with that one.
+    /// shares the others with that one. (Of the oldest that was found at open, some of those of the one before may be
+    /// counted, too.)
     pub bytes_written: u64,
     /// Whether it was read back past the cache.
     pub verified: bool,
@@ -57,18 +59,18 @@ pub(crate) struct Kept {
 }
 
 impl Kept {
-    /// `manifest` is the snapshot's own link, whole or not; `sums` are those of all its pages.
+    /// `manifest` is the snapshot's own link, whole or not; `own_files` are the image files that were written for
+    /// it, and `sums` are those of all its pages.
     pub fn new(
         manifest: &Manifest,
+        own_files: &Range<u64>,
         sums: Sums,
         links: Vec<SnapshotId>,
         manifest_crc: u32,
         verified: bool,
     ) -> Self {
-        // A snapshot takes the number of its image file last, used or not.
-        let own_file = manifest.next_file - 1;
         let images = manifest.entries.iter().filter_map(|entry| entry.image);
-        let written = images.filter(|image| image.file == own_file);
+        let written = images.filter(|image| own_files.contains(&image.file));
         let Sums { pages, bytes, files } = sums;
         Self {
             info: SnapshotInfo {

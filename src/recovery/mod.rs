@@ -91,6 +91,7 @@ use crate::device::Device;
 use crate::disk::Disk;
 use crate::error::{Error, Result};
 use crate::image_files::ImageFiles;
+use crate::images::IMAGE_FILES_MAX;
 use crate::keeping::{Keeping, Kept, KeptTable, KnownImages, Sums, unix_ms};
 use crate::log::{LogStart, SegmentPool};
 use crate::options::{Create, LogIo, Options};
@@ -430,14 +431,6 @@ impl Recovery<'_> {
         verified: &[VerifiedSnapshot],
         opening: u64,
     ) -> Result<Keeping> {
-        // Other links that can be read are there for these, or will go with the next snapshot.
-        let mut snapshots = BTreeMap::new();
-        for VerifiedSnapshot { snapshot, manifest_crc } in verified {
-            let chain = survey.chain(*snapshot)?;
-            let links = chain[1..].iter().map(|link| link.snapshot).collect();
-            let sums = Sums::of(survey.entries(*snapshot)?.map(|entry| entry.image));
-            snapshots.insert(*snapshot, Kept::new(chain[0], sums, links, *manifest_crc, true));
-        }
         // Which frames name them is not known for the log before the snapshot used: as if the newest one did.
         let mut for_batches = BTreeMap::new();
         let mut tables = BTreeMap::new();
@@ -463,6 +456,26 @@ impl Recovery<'_> {
                 }
                 _ => {}
             }
+        }
+        // Other links that can be read are there for these, or will go with the next snapshot.
+        let mut snapshots = BTreeMap::new();
+        for VerifiedSnapshot { snapshot, manifest_crc } in verified {
+            let chain = survey.chain(*snapshot)?;
+            let links = chain[1..].iter().map(|link| link.snapshot).collect();
+            let sums = Sums::of(survey.entries(*snapshot)?.map(|entry| entry.image));
+            // A snapshot takes the numbers of its image files together, behind those of the snapshot before. Where that
+            // is gone, one of its files may be taken for one of these.
+            let next = chain[0].next_file;
+            let first = match survey.links.get(&SnapshotId(snapshot.0 - 1)) {
+                Some(Ok((before, _))) => before.next_file,
+                _ => next.saturating_sub(IMAGE_FILES_MAX),
+            };
+            let is_own = |file: &u64| {
+                let is_other = for_batches.contains_key(file) || tables.contains_key(file);
+                sums.files.contains_key(file) && !is_other
+            };
+            let own = (first..next).rev().take_while(is_own).last().unwrap_or(next)..next;
+            snapshots.insert(*snapshot, Kept::new(chain[0], &own, sums, links, *manifest_crc, true));
         }
         let next_snapshot = survey.links.keys().next_back().map_or(1, |last| last.0 + 1);
         let files = Arc::new(ImageFiles::new(self.disk.clone(), next_file, for_batches));

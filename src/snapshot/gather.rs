@@ -3,7 +3,8 @@
 //!
 //! A crash here leaves an image file that is nobody's.
 
-use remanent_format::limits::{FRAME_ALIGN, align_up};
+use remanent_format::image::Chunk;
+use remanent_format::limits::{FRAME_ALIGN, GROUP_ALIGN, align_up};
 use remanent_format::manifest::ManifestEntry;
 use remanent_format::{PageId, PageInfo, Place};
 
@@ -11,13 +12,13 @@ use super::Snapshots;
 use crate::applier::Drain;
 use crate::crew;
 use crate::error::{Error, Result};
-use crate::images::{ImageWriter, chunk_threads, chunks};
+use crate::images::{ImageWriter, ImageWriters, chunks};
 use crate::keeping::entry;
 use crate::phases::{self, Phase};
 use crate::staging::StagingBuf;
 use crate::sync::Instant;
 
-/// Pages caught by one gather, each with where its bytes begin.
+/// Pages caught by one gather, each with where its bytes begin in staging: where the chunk has them that is made of it.
 struct Caught {
     pages: Vec<(PageInfo, usize)>,
     copies: Drain,
@@ -27,23 +28,22 @@ impl Snapshots {
     /// Phase 2. While one chunk is checksummed and written, others are gathered.
     pub(super) fn gather_all(
         &self,
-        writer: &ImageWriter,
+        writers: &ImageWriters,
+        threads: usize,
         pages: &[(PageId, u64)],
         paced: bool,
     ) -> Result<Vec<ManifestEntry>> {
         let began = Instant::now();
-        let chunks = chunks(pages, |(_, len)| *len);
-        let longest = pages.iter().map(|(_, len)| *len).max().unwrap_or(0);
-        // Who is to be slow needs no help.
-        let threads = if paced { 1 } else { chunk_threads(longest) };
-        let write = |(): &mut (), index: usize| {
+        let chunks = chunks(pages, self.chunk_len, |(_, len)| *len);
+        let write = |writer: &mut &ImageWriter, index: usize| {
             let entries = self.gather_chunk(writer, chunks[index])?;
             if paced {
-                self.pace.keep(began, writer.byte_len())?;
+                self.pace.keep(began, writers.byte_len())?;
             }
             Ok::<_, Error>(entries)
         };
-        let mut entries = crew::map(threads, chunks.len(), || (), write)?.concat();
+        let caught = crew::map(threads, chunks.len(), || writers.next(), write)?;
+        let mut entries: Vec<ManifestEntry> = caught.into_iter().flatten().collect();
         entries.sort_unstable_by_key(|entry| entry.page);
         Ok(entries)
     }
@@ -54,16 +54,14 @@ impl Snapshots {
         // To be written again though nothing changed them: their file is wasteful, or damaged.
         self.applier.cold().wait(chunk.iter().map(|(page, _)| *page))?;
         let len: u64 = chunk.iter().map(|(_, len)| align_up(*len, FRAME_ALIGN)).sum();
-        let staged = self.staging.take(len as usize)?;
+        let chunk_len = align_up(Chunk::head_len(chunk.len() as u64) + len, GROUP_ALIGN);
+        let staged = self.staging.take(chunk_len as usize)?;
         let caught = self.gather(chunk.iter().map(|(page, _)| *page).collect(), staged)?;
-        let drained = caught.copies.finish(&*self.device)?;
-        let images: Vec<(&PageInfo, &[u8])> = caught
-            .pages
-            .iter()
-            .filter(|(info, _)| info.len > 0)
-            .map(|(info, at)| (info, &drained[*at..*at + info.len as usize]))
-            .collect();
-        let references = if images.is_empty() { Vec::new() } else { writer.write_chunk(&images)? };
+        let mut drained = caught.copies.finish(&*self.device)?;
+        let images = caught.pages.iter().filter(|(info, _)| info.len > 0);
+        let images: Vec<(&PageInfo, usize)> = images.map(|(info, at)| (info, *at)).collect();
+        let references =
+            if images.is_empty() { Vec::new() } else { writer.write_staged(&images, &mut drained)? };
         self.staging.give(drained.into_staging());
         self.progress.gathered(chunk.len() as u64, chunk.iter().map(|(_, len)| len).sum());
         let mut references = references.into_iter();
@@ -78,33 +76,39 @@ impl Snapshots {
         self.applier.turn(move |turn| {
             turn.intact()?;
             let mut caught = Vec::with_capacity(pages.len());
-            let mut sources = Vec::new();
-            let mut at = 0;
             for page in pages {
                 let kept = match &mut turn.applied.cut {
                     Some(cut) => cut.take(page)?,
                     None => None,
                 };
-                let (info, source) = match kept {
+                caught.push(match kept {
                     Some((info, memory)) => (info, memory.span()),
                     None => match turn.applied.table.get(page) {
                         Some(info) => (info.clone(), turn.applied.memory[page].span()),
                         None => continue,
                     },
-                };
+                });
+            }
+            let place = caught.first().map_or(Place::Host, |(info, _)| info.place);
+            let images = caught.iter().filter(|(info, _)| info.len > 0).count();
+            let head_len = Chunk::head_len(images as u64);
+            let mut sources = Vec::with_capacity(images);
+            let mut at = 0;
+            let pages = caught.into_iter().map(|(info, source)| {
                 if info.len > 0 {
                     sources.push((source, at));
                 }
-                let here = at as usize;
+                let here = (head_len + at) as usize;
                 at = align_up(at + info.len, FRAME_ALIGN);
-                caught.push((info, here));
-            }
-            let place = caught.first().map_or(Place::Host, |(info, _)| info.place);
-            let copies = turn.drain(place, sources, at, staged, &staging)?;
+                (info, here)
+            });
+            let pages = pages.collect();
+            let to = head_len..align_up(head_len + at, GROUP_ALIGN);
+            let copies = turn.drain(place, sources, at, staged, to, &staging)?;
             if let Some(cut) = &mut turn.applied.cut {
                 cut.retire_used(turn.arena, copies.fence());
             }
-            Ok(Caught { pages: caught, copies })
+            Ok(Caught { pages, copies })
         })
     }
 }

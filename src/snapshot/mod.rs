@@ -30,7 +30,8 @@ mod retain;
 mod scrub;
 mod verify;
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 use remanent_format::image::ImagePurpose;
@@ -50,7 +51,7 @@ use crate::applier::{Applied, Applier, Cut, Turn};
 use crate::device::{CommandList, Device};
 use crate::disk::Disk;
 use crate::error::{Error, Result};
-use crate::images::ImageWriter;
+use crate::images::{ImageWriters, chunk_threads, file_count};
 use crate::keeping::{Beginning, Keeping, Kept, SnapshotInfo, Sorted, unix_ms};
 use crate::log::{Log, SegmentPool};
 use crate::options::Compression;
@@ -74,6 +75,8 @@ pub(crate) struct Snapshots {
     pub poison: Arc<Poison>,
     pub retention: Retention,
     pub compression: Compression,
+    /// A chunk of images is written when it has this many bytes.
+    pub chunk_len: u64,
     /// Held while a snapshot is taken: one at a time.
     pub keeping: Mutex<Keeping>,
     pub unverified: Unverified,
@@ -171,19 +174,21 @@ impl Snapshots {
         let Begun { redo, sorted, end } = self.begin(keeping, wasteful, wanted.exact)?;
         let bytes = sorted.gather.iter().map(|(_, len)| len).sum();
         self.progress.begin(sorted.gather.len() as u64, bytes);
-        let number = keeping.files.take_number();
-        let gathered = self.gather_into(number, &sorted.gather, wanted.paced).and_then(|(writer, caught)| {
-            match end.map_or_else(|| self.end(), Ok) {
-                Ok(end) => Ok((writer, caught, end)),
-                Err(error) => {
-                    writer.into_iter().for_each(ImageWriter::abandon);
-                    Err(error)
-                }
+        let longest = sorted.gather.iter().map(|(_, len)| *len).max().unwrap_or(0);
+        // Who is to be slow needs no help.
+        let threads = if wanted.paced { 1 } else { chunk_threads(longest) };
+        let numbers = keeping.files.take_numbers(file_count(bytes, self.chunk_len, threads));
+        let gathered = self.gather_into(numbers.clone(), threads, &sorted.gather, wanted.paced);
+        let gathered = gathered.and_then(|(writers, caught)| match end.map_or_else(|| self.end(), Ok) {
+            Ok(end) => Ok((writers, caught, end)),
+            Err(error) => {
+                writers.into_iter().for_each(ImageWriters::abandon);
+                Err(error)
             }
         });
         // Gathered or given up: the applier need not watch any more.
         self.stop_watching()?;
-        let (writer, caught, end) = gathered?;
+        let (writers, caught, end) = gathered?;
         self.progress.enter(SnapshotPhase::Publish);
         let manifest = Manifest {
             kind: sorted.follows.map_or(ManifestKind::Base, |(previous, previous_crc)| {
@@ -197,31 +202,31 @@ impl Snapshots {
             end: end.point.lsn,
             next_page: end.next_page,
             epoch_high: end.epoch_high,
-            next_file: number + 1,
+            next_file: numbers.end,
             tombstones: tombstones(&sorted, &caught, redo.lsn, &end.deleted),
             entries: in_order(sorted.entries, caught),
             root: end.root,
         };
         // From here on the number is taken, whatever happens: a name is never used for two contents.
         keeping.next_snapshot += 1;
-        let manifest_crc = match self.publish_all(writer.as_ref(), &manifest) {
+        let manifest_crc = match self.publish_all(writers.as_ref(), &manifest) {
             Ok(manifest_crc) => manifest_crc,
             // Only a full disk leaves it certain that no manifest names the images.
             Err(error @ Error::DiskFull { .. }) => {
-                writer.into_iter().for_each(ImageWriter::abandon);
+                writers.into_iter().for_each(ImageWriters::abandon);
                 return Err(error);
             }
             Err(error) => return Err(error),
         };
         let (sums, before) = keeping.known.advance(&manifest, manifest_crc);
-        let kept = Kept::new(&manifest, sums, before, manifest_crc, false);
+        let kept = Kept::new(&manifest, &numbers, sums, before, manifest_crc, false);
         let info = &kept.info;
         tracing::info!(
             snapshot = %info.id, redo = %info.redo, end = %info.end, bytes = info.bytes,
             bytes_written = info.bytes_written, visited = sorted.visited, "snapshot published"
         );
         let id = info.id;
-        self.unverified.push(id, writer);
+        self.unverified.push(id, writers);
         keeping.snapshots.insert(id, kept);
         Ok(id)
     }
@@ -259,27 +264,28 @@ impl Snapshots {
     /// Phase 2. Where nothing is to be gathered, no file is made.
     fn gather_into(
         &self,
-        number: u64,
+        numbers: Range<u64>,
+        threads: usize,
         pages: &[(PageId, u64)],
         paced: bool,
-    ) -> Result<(Option<ImageWriter>, Vec<ManifestEntry>)> {
+    ) -> Result<(Option<ImageWriters>, Vec<ManifestEntry>)> {
         if pages.is_empty() {
             return Ok((None, Vec::new()));
         }
         let (disk, purpose) = (self.disk.clone(), ImagePurpose::Snapshot);
-        let writer = ImageWriter::create(disk, self.store, number, purpose, self.compression)?;
-        match self.gather_all(&writer, pages, paced) {
-            Ok(caught) => Ok((Some(writer), caught)),
+        let writers = ImageWriters::create(disk, self.store, numbers, purpose, self.compression)?;
+        match self.gather_all(&writers, threads, pages, paced) {
+            Ok(caught) => Ok((Some(writers), caught)),
             Err(error) => {
-                writer.abandon();
+                writers.abandon();
                 Err(error)
             }
         }
     }
 
     /// Phases 4 and 5; returns the checksum by which the manifest is known.
-    fn publish_all(&self, writer: Option<&ImageWriter>, manifest: &Manifest) -> Result<u32> {
-        writer.map_or(Ok(()), ImageWriter::sync)?;
+    fn publish_all(&self, writers: Option<&ImageWriters>, manifest: &Manifest) -> Result<u32> {
+        writers.map_or(Ok(()), ImageWriters::sync)?;
         self.log.wait_durable(manifest.end)?; // I7
         self.publish_manifest(manifest)
     }
@@ -361,8 +367,11 @@ fn tombstones(
     redo: Lsn,
     deleted: &HashMap<PageId, Lsn>,
 ) -> Vec<Tombstone> {
-    let caught: BTreeSet<PageId> = caught.iter().map(|entry| entry.page).collect();
-    let missed = sorted.gather.iter().filter(|(page, _)| !caught.contains(page)).map(|(page, _)| Tombstone {
+    // Both ascend.
+    let mut caught = caught.iter().peekable();
+    let missed =
+        sorted.gather.iter().filter(|(page, _)| caught.next_if(|entry| entry.page == *page).is_none());
+    let missed = missed.map(|(page, _)| Tombstone {
         page: *page,
         lsn: *deleted.get(page).expect("a page that could not be gathered was deleted"),
     });
@@ -376,7 +385,10 @@ fn tombstones(
 
 fn in_order(known: Vec<ManifestEntry>, caught: Vec<ManifestEntry>) -> Vec<ManifestEntry> {
     let mut entries = known;
+    if entries.is_empty() {
+        return caught;
+    }
     entries.extend(caught);
-    entries.sort_unstable_by_key(|entry| entry.page);
+    entries.sort_by_key(|entry| entry.page);
     entries
 }

@@ -17,7 +17,7 @@ use remanent_format::SnapshotId;
 
 use super::{Snapshots, Wanted};
 use crate::error::{Error, Result};
-use crate::images::ImageWriter;
+use crate::images::ImageWriters;
 use crate::keeping::{Keeping, SnapshotInfo};
 use crate::poison::PanicPoisons;
 use crate::sync::Mutex;
@@ -35,14 +35,14 @@ pub(crate) struct Unverified {
 #[derive(Default)]
 struct Queue {
     /// What they wrote, if anything, in the order in which they were published.
-    written: VecDeque<(SnapshotId, Option<ImageWriter>)>,
+    written: VecDeque<(SnapshotId, Option<ImageWriters>)>,
     /// Whether a thread looks here again before it ends.
     is_attended: bool,
 }
 
 impl Unverified {
-    pub fn push(&self, snapshot: SnapshotId, writer: Option<ImageWriter>) {
-        self.queue.lock().written.push_back((snapshot, writer));
+    pub fn push(&self, snapshot: SnapshotId, writers: Option<ImageWriters>) {
+        self.queue.lock().written.push_back((snapshot, writers));
     }
 
     /// Waits for the thread that reads back, if there is one.
@@ -53,10 +53,10 @@ impl Unverified {
     /// Reads back what there is. More may be published meanwhile.
     fn read_back(&self, proven: &mut Vec<SnapshotId>) -> Result<()> {
         loop {
-            let Some((snapshot, writer)) = self.queue.lock().written.pop_front() else { return Ok(()) };
+            let Some((snapshot, writers)) = self.queue.lock().written.pop_front() else { return Ok(()) };
             // Older images were read back for the snapshots that wrote them.
-            if let Err(error) = writer.iter().try_for_each(ImageWriter::verify) {
-                self.queue.lock().written.push_front((snapshot, writer));
+            if let Err(error) = writers.iter().try_for_each(ImageWriters::verify) {
+                self.queue.lock().written.push_front((snapshot, writers));
                 return Err(error);
             }
             proven.push(snapshot);

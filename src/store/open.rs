@@ -12,6 +12,7 @@ use crate::commit::{Committer, Waiting};
 use crate::device::Device;
 use crate::disk::Disk;
 use crate::error::{Error, Result};
+use crate::images::CHUNK_BYTES;
 use crate::log::Log;
 use crate::options::{Ack, LogIo, Options};
 use crate::poison::Poison;
@@ -121,6 +122,7 @@ impl Store {
             poison: poison.clone(),
             retention: Retention::of(&options),
             compression: options.compression,
+            chunk_len: options.chunk_len.unwrap_or(CHUNK_BYTES),
             keeping: Mutex::new(keeping),
             unverified: Default::default(),
             progress: Progress::default(),

@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 
 use remanent::disk::sim::SimDisk;
-use remanent::{Create, Defect, Error, FileName, Lsn, Metadata, Origin, PageInfo, Place, Store};
+use remanent::{Create, Defect, Error, FileName, Lsn, Metadata, Options, Origin, PageInfo, Place, Store};
 use remanent_format::frame::FRAME_HEADER_LEN;
 use remanent_format::limits::SECTOR_LEN;
 use remanent_format::log::frames_of_segment;
@@ -74,9 +74,14 @@ fn salvage(what: &str, files: &Files, victim: &Victim) -> Outcome {
 
 /// A store that went back to an earlier state, with pages of their own histories; closed cleanly.
 fn restored() -> Victim {
+    restored_with(small())
+}
+
+fn restored_with(options: Options) -> Victim {
     let disk = SimDisk::new();
     let mut states = BTreeMap::new();
-    let mut store = open_with(&disk, small().reserve_bytes(0).snapshots_kept(3)).unwrap();
+    let options = options.reserve_bytes(0).snapshots_kept(3);
+    let mut store = open_with(&disk, options.clone()).unwrap();
     let mut batch = store.batch();
     (0..6).for_each(|_| _ = batch.create(600, Place::Host));
     let pages = store.commit(batch).unwrap().pages;
@@ -98,7 +103,7 @@ fn restored() -> Victim {
             9 | 31 => _ = store.snapshot().unwrap(),
             14 => {
                 store.close().unwrap();
-                store = open_with(&disk, small().reserve_bytes(0).snapshots_kept(3)).unwrap();
+                store = open_with(&disk, options.clone()).unwrap();
             }
             20 => {
                 store.restore_to(Lsn(12)).unwrap();
@@ -114,7 +119,8 @@ fn restored() -> Victim {
 
 /// The stores to damage.
 fn victims() -> [Victim; 4] {
-    [Victim::closed(), Victim::killed(), Victim::reopened(), restored()]
+    // The last one's snapshots are of several image files.
+    [Victim::closed(), Victim::killed(), Victim::reopened(), restored_with(small().chunk_len(75))]
 }
 
 #[test]

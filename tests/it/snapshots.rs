@@ -1,13 +1,15 @@
 //! What snapshots cost, what they share, how long they and their files stay.
 
 use std::collections::BTreeSet;
+use std::num::NonZero;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
 use remanent::disk::sim::{Moment, SimDisk, SyncPoint};
 use remanent::disk::{Disk, Hold};
 use remanent::{
-    Compression, Error, FileName, Lsn, Options, PageId, Place, RestorePoint, Snapshot, SnapshotId,
+    Compression, Error, FileName, Lsn, Metadata, Options, PageId, Place, RestorePoint, Snapshot, SnapshotId,
     SnapshotInfo, Store,
 };
 use remanent_format::rebuild::{RebuildOptions, Survey, rebuild};
@@ -15,6 +17,8 @@ use remanent_format::rebuild::{RebuildOptions, Survey, rebuild};
 use crate::files::{self, Files, State, open_with};
 
 const PAGE_LEN: u64 = 1000;
+/// A chunk for each page, and another file for each page, if there are threads for so many.
+const CHUNK_LEN: u64 = PAGE_LEN / 8;
 
 /// The smallest segments, and images as long as their pages.
 fn small() -> Options {
@@ -126,8 +130,16 @@ fn a_chain_is_folded_when_it_is_long_or_much_changed() {
 
 #[test]
 fn links_and_images_stay_as_long_as_a_kept_snapshot_needs_them() {
+    links_and_images_stay(|| small().snapshots_kept(2));
+}
+
+#[test]
+fn the_same_of_snapshots_of_several_files() {
+    links_and_images_stay(|| small().snapshots_kept(2).chunk_len(CHUNK_LEN));
+}
+
+fn links_and_images_stay(options: impl Fn() -> Options) {
     let disk = SimDisk::new();
-    let options = || small().snapshots_kept(2);
     let (mut store, pages) = store_of(&disk, options(), 24);
     let mut states = Vec::new();
     for round in 0..20_u32 {
@@ -154,6 +166,68 @@ fn links_and_images_stay_as_long_as_a_kept_snapshot_needs_them() {
             assert_eq!(State::of(&store), states.last().unwrap().1);
         }
     }
+}
+
+/// Each thread that writes a snapshot has a file of its own, if there is enough to write.
+#[test]
+fn threads_write_files_side_by_side() {
+    let threads = std::thread::available_parallelism().map_or(1, NonZero::get).min(4) as u64;
+    let disk = SimDisk::new();
+    // Three pages a chunk: with one in each, files would be wasteful enough to be emptied.
+    let options = || small().snapshots_kept(2).chunk_len(3 * PAGE_LEN);
+    let (store, pages) = store_of(&disk, options(), 160);
+    let there = || Files::of(&disk).names(|file| matches!(file, FileName::Pages(_)));
+    let files = |numbers: Range<u64>| numbers.map(FileName::Pages).collect::<Vec<_>>();
+    // Which thread had what, and whether it had any, is up to them.
+    let own = |store: &Store, numbers: Range<u64>| {
+        let survey = Survey::read(&Files::of(&disk)).unwrap();
+        let last = store.snapshots().last().unwrap().id;
+        let link = survey.links[&last].as_ref().unwrap().0.clone();
+        assert_eq!(link.next_file, numbers.end);
+        let images = link.entries.iter().filter_map(|entry| entry.image);
+        images.filter(|image| numbers.contains(&image.file)).count() as u64
+    };
+    assert_eq!(store.snapshot().unwrap().bytes_written, 160 * PAGE_LEN);
+    assert_eq!((there(), own(&store, 1..threads + 1)), (files(1..threads + 1), 160));
+    // What fits into a few chunks is one file.
+    let next = threads + 1;
+    change(&store, &pages[5..6], 1);
+    assert_eq!(store.snapshot().unwrap().bytes_written, PAGE_LEN);
+    assert_eq!((there().last(), own(&store, next..next + 1)), (Some(&FileName::Pages(next)), 1));
+    // An image that was written ahead of its batch lies between the files of two snapshots.
+    let mut batch = store.batch();
+    batch.create_from(vec![7; 8 * PAGE_LEN as usize], Place::Host, None, Metadata::new());
+    let born = store.commit(batch).unwrap().pages;
+    change(&store, &pages[..130], 2);
+    assert_eq!(store.snapshot().unwrap().bytes_written, 130 * PAGE_LEN);
+    assert_eq!(own(&store, next + 2..next + 2 + threads), 130);
+
+    let (state, kept) = (State::of(&store), store.snapshots());
+    store.close().unwrap();
+    let store = open_with(&disk, options()).unwrap();
+    assert_eq!((State::of(&store), store.snapshots()), (state.clone(), kept.clone()));
+    change(&store, &pages[20..40], 3);
+    let taken = store.snapshot().unwrap();
+    let kept = [&kept[1..], &[taken]].concat();
+    assert_eq!(store.snapshots(), kept);
+    store.close().unwrap();
+    // Each as it was when it was taken.
+    let store = open_with(&disk, options()).unwrap();
+    assert_eq!(store.snapshots(), kept);
+    check_kept(&disk, &[(kept[0].id, state)]);
+    // All are gone once none of them is named any more.
+    store.prune(&store.retention().snapshots_kept(1)).unwrap();
+    (0..4).for_each(|value| {
+        change(&store, &[&pages[..], &born].concat(), 10 + value);
+        store.snapshot().unwrap();
+    });
+    let survey = Survey::read(&Files::of(&disk)).unwrap();
+    let entries =
+        ids(&store).into_iter().flat_map(|id| survey.snapshot(SnapshotId(id)).unwrap().entries.clone());
+    let images = entries.filter_map(|entry| entry.image);
+    let named: BTreeSet<FileName> = images.map(|image| FileName::Pages(image.file)).collect();
+    assert_eq!(there().into_iter().collect::<BTreeSet<_>>(), named);
+    assert!(named.iter().all(|file| *file > FileName::Pages(next + 2 + threads)), "{named:?}");
 }
 
 #[test]

@@ -212,6 +212,12 @@ impl Chunk {
         Ok(Self { file, offset, len, images: headers })
     }
 
+    /// How many bytes header and table of so many images take: the first payload lies behind them.
+    #[must_use]
+    pub fn head_len(image_count: u64) -> u64 {
+        payloads_at(0, image_count)
+    }
+
     /// The bytes of header and table: the chunk's first bytes. The payloads follow at the offsets in
     /// `images`; what lies between and behind them is zero.
     #[must_use]

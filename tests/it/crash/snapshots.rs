@@ -26,6 +26,31 @@ fn snapshots_beside_commits() {
     });
 }
 
+/// Snapshots that several threads write, each to a file of its own, of which a crash leaves some or none.
+#[test]
+fn snapshots_of_several_files_survive() {
+    const LEN: usize = 400;
+    suite(options().snapshots_kept(1).chunk_len(LEN as u64 / 8), 3000, |driver, random| {
+        let store = driver.open()?;
+        let pages = driver.create_pages(&store, random, 6, LEN)?;
+        driver.snapshot(&store)?;
+        beside(&driver, &store, [Writer::new("a", random.next())], [Ack::Logged; 3], || {
+            driver.change(&store, random, &pages[..4])?;
+            driver.snapshot(&store).map(drop)
+        })?;
+        driver.change(&store, random, &pages[3..])?;
+        driver.publish(&store)?;
+        driver.check(&store);
+        driver.close(store)?;
+        let store = driver.open()?;
+        driver.change(&store, random, &pages)?;
+        driver.snapshot(&store)?;
+        driver.check(&store);
+        drop(store);
+        Ok(driver.into())
+    });
+}
+
 /// As many snapshots as the log has them taken, while two threads commit.
 #[test]
 fn background_snapshots_beside_commits() {

@@ -10,6 +10,7 @@ const STATE: &str = "src/log/state.rs";
 const SEGMENTS: &str = "src/log/segments.rs";
 const PUBLISH: &str = "src/publish.rs";
 const IMAGES: &str = "src/images/mod.rs";
+const SIDE_BY_SIDE: &str = "src/images/side_by_side.rs";
 const SNAPSHOT: &str = "src/snapshot/mod.rs";
 const VERIFY: &str = "src/snapshot/verify.rs";
 const RETAIN: &str = "src/snapshot/retain.rs";
@@ -103,10 +104,25 @@ pub const LIST: &[Defence] = &[
         "disk.rename(temporary, file)",
         OF_SNAPSHOTS,
     ),
-    check(
+    defence(
         "images are synced (I7)",
         IMAGES,
-        "self.file.sync().map_err(|error| no_space(self.number, self.byte_len(), error))?;",
+        "self.file.sync().map_err(|error| no_space(self.number, self.byte_len(), error))",
+        "Ok(())",
+        OF_SNAPSHOTS,
+    ),
+    defence(
+        "all image files of a snapshot are synced (I7)",
+        SIDE_BY_SIDE,
+        "crew::map(count, count,",
+        "crew::map(count, 1,",
+        it("crash::snapshots::snapshots_of_several_files_survive"),
+    ),
+    defence(
+        "names of a snapshot's image files are synced (I7)",
+        SIDE_BY_SIDE,
+        "self.disk.sync_folder(Folder::Pages)",
+        "Ok(())",
         OF_SNAPSHOTS,
     ),
     defence(
@@ -126,7 +142,7 @@ pub const LIST: &[Defence] = &[
     defence(
         "images are read back past the cache (I7)",
         VERIFY,
-        "writer.iter().try_for_each(ImageWriter::verify)",
+        "writers.iter().try_for_each(ImageWriters::verify)",
         "Result::<()>::Ok(())",
         OF_SNAPSHOTS,
     ),
