@@ -1,5 +1,5 @@
 //! Floor 0. Things by numbers that rise. Ids are given out one after the other, so what they name lies together by
-//! the 64: among ten million one is found with as few misses of the cache as among a thousand, nearly, and beside
+//! the 256: among ten million one is found with as few misses of the cache as among a thousand, nearly, and beside
 //! each lie no more than a few bytes. (A tree of single pages took 2.8 times as long for a commit among a million
 //! as among a thousand, and half of it was empty: ids that rise fill its nodes half.)
 //!
@@ -10,7 +10,11 @@ use std::marker::PhantomData;
 use std::ops::Index;
 
 /// How many numbers a row covers: one bit each.
-const ROW: u64 = u64::BITS as u64;
+const ROW: u64 = WORDS as u64 * WORD;
+/// Words of their bits.
+const WORDS: usize = 4;
+/// Bits of a word.
+const WORD: u64 = u64::BITS as u64;
 
 /// A number under which things are found.
 pub trait Number: Copy {
@@ -20,38 +24,78 @@ pub trait Number: Copy {
     fn of(number: u64) -> Self;
 }
 
-/// At most one item each under 64 numbers, in their order. A number counts by its rest modulo 64.
+/// Some of the numbers of a row. A number counts by its rest modulo [`ROW`].
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct Bits([u64; WORDS]);
+
+impl Bits {
+    /// The word with a number's bit, and the bit.
+    fn at(number: u64) -> (usize, u64) {
+        let number = number % ROW;
+        ((number / WORD) as usize, 1 << (number % WORD))
+    }
+
+    fn has(&self, number: u64) -> bool {
+        let (word, bit) = Self::at(number);
+        self.0[word] & bit != 0
+    }
+
+    fn insert(&mut self, number: u64) {
+        let (word, bit) = Self::at(number);
+        self.0[word] |= bit;
+    }
+
+    fn remove(&mut self, number: u64) {
+        let (word, bit) = Self::at(number);
+        self.0[word] &= !bit;
+    }
+
+    fn is_empty(&self) -> bool {
+        self.0 == [0; WORDS]
+    }
+
+    /// How many are lower than this one.
+    fn count_below(&self, number: u64) -> usize {
+        let (word, bit) = Self::at(number);
+        let of_words: u32 = self.0[..word].iter().map(|word| word.count_ones()).sum();
+        (of_words + (self.0[word] & (bit - 1)).count_ones()) as usize
+    }
+
+    /// All of them, the lowest first, from this number on, which is the row's first.
+    fn numbers(self, first: u64) -> impl Iterator<Item = u64> {
+        self.0.into_iter().enumerate().flat_map(move |(at, mut word)| {
+            std::iter::from_fn(move || {
+                let lowest = (word != 0).then(|| u64::from(word.trailing_zeros()))?;
+                word &= word - 1;
+                Some(first + at as u64 * WORD + lowest)
+            })
+        })
+    }
+}
+
+/// At most one item each under [`ROW`] numbers, in their order.
 #[derive(Clone, Debug)]
 struct Row<T> {
-    /// Under which there is an item, the lowest first.
-    present: u64,
     items: Vec<T>,
+    /// Under which there is an item.
+    present: Bits,
 }
 
 impl<T> Default for Row<T> {
     fn default() -> Self {
-        Self { present: 0, items: Vec::new() }
+        Self { items: Vec::new(), present: Bits::default() }
     }
 }
 
-fn bit(number: u64) -> u64 {
-    1 << (number % ROW)
-}
-
-/// The bits that are set, the lowest first.
-fn bits(mut set: u64) -> impl Iterator<Item = u64> {
-    std::iter::from_fn(move || {
-        let lowest = (set != 0).then(|| u64::from(set.trailing_zeros()))?;
-        set &= set - 1;
-        Some(lowest)
-    })
-}
-
 impl<T> Row<T> {
-    /// Where an item is, or where it would be.
+    /// Where an item is, or where it would be. Most rows are full: there the bits need not be looked at, which would be
+    /// one more miss of the cache.
     fn position(&self, number: u64) -> Result<usize, usize> {
-        let at = (self.present & (bit(number) - 1)).count_ones() as usize;
-        if self.present & bit(number) == 0 { Err(at) } else { Ok(at) }
+        if self.items.len() as u64 == ROW {
+            return Ok((number % ROW) as usize);
+        }
+        let at = self.present.count_below(number);
+        if self.present.has(number) { Ok(at) } else { Err(at) }
     }
 
     fn get(&self, number: u64) -> Option<&T> {
@@ -67,7 +111,7 @@ impl<T> Row<T> {
             Ok(at) => Some(std::mem::replace(&mut self.items[at], item)),
             Err(at) => {
                 self.items.insert(at, item);
-                self.present |= bit(number);
+                self.present.insert(number);
                 None
             }
         }
@@ -75,7 +119,7 @@ impl<T> Row<T> {
 
     fn remove(&mut self, number: u64) -> Option<T> {
         let removed = self.items.remove(self.position(number).ok()?);
-        self.present &= !bit(number);
+        self.present.remove(number);
         Some(removed)
     }
 
@@ -84,13 +128,13 @@ impl<T> Row<T> {
     }
 }
 
-/// The items under 64 numbers, and which of the numbers are marked.
+/// The items under [`ROW`] numbers, and which of the numbers are marked.
 #[derive(Clone, Debug)]
 struct Chunk<T> {
     /// Its first number, divided by [`ROW`].
     number: u64,
     row: Row<T>,
-    marked: u64,
+    marked: Bits,
 }
 
 /// Items in the order of their numbers.
@@ -124,19 +168,20 @@ impl<K: Number, T> ById<K, T> {
         let row = self.rows.entry(number / ROW / ROW).or_default();
         let number = number / ROW;
         if row.position(number).is_err() {
-            row.insert(number, Chunk { number, row: Row::default(), marked: 0 });
+            row.insert(number, Chunk { number, row: Row::default(), marked: Bits::default() });
         }
         row.get_mut(number).expect("put there just now")
     }
 
     /// Forgets a chunk in which there is nothing any more.
     fn forget_if_empty(&mut self, number: u64) {
-        if self.chunk(number).is_none_or(|chunk| chunk.row.present | chunk.marked != 0) {
+        let is_empty = |chunk: &Chunk<T>| chunk.row.items.is_empty() && chunk.marked.is_empty();
+        if !self.chunk(number).is_some_and(is_empty) {
             return;
         }
         let row = self.rows.get_mut(&(number / ROW / ROW)).expect("found just now");
         row.remove(number / ROW);
-        if row.present == 0 {
+        if row.items.is_empty() {
             self.rows.remove(&(number / ROW / ROW));
         }
     }
@@ -204,10 +249,7 @@ impl<K: Number, T> ById<K, T> {
 
     /// All items with their numbers.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = (K, &T)> {
-        let numbered = |chunk: &'_ Chunk<T>| {
-            let first = chunk.number * ROW;
-            bits(chunk.row.present).map(move |bit| K::of(first + bit))
-        };
+        let numbered = |chunk: &'_ Chunk<T>| chunk.row.present.numbers(chunk.number * ROW).map(K::of);
         let items = self.chunks().flat_map(move |chunk| numbered(chunk).zip(chunk.row.iter()));
         Counted { items, left: self.count }
     }
@@ -215,10 +257,7 @@ impl<K: Number, T> ById<K, T> {
     /// All items with their numbers, for good.
     pub fn into_items(self) -> impl Iterator<Item = (K, T)> {
         let chunks = self.rows.into_values().flat_map(|row| row.items);
-        chunks.flat_map(|chunk| {
-            let first = chunk.number * ROW;
-            bits(chunk.row.present).map(move |bit| K::of(first + bit)).zip(chunk.row.items)
-        })
+        chunks.flat_map(|chunk| chunk.row.present.numbers(chunk.number * ROW).map(K::of).zip(chunk.row.items))
     }
 
     /// Keeps the items that are wanted.
@@ -231,12 +270,10 @@ impl<K: Number, T> ById<K, T> {
     /// Marks a number, whether or not it has an item.
     pub fn mark(&mut self, key: K) {
         let chunk = self.chunk_or_new(key.number());
-        if chunk.marked == 0 {
-            let number = chunk.number;
-            chunk.marked = bit(key.number());
+        let (number, is_first) = (chunk.number, chunk.marked.is_empty());
+        chunk.marked.insert(key.number());
+        if is_first {
             self.marked.push(number);
-        } else {
-            chunk.marked |= bit(key.number());
         }
     }
 
@@ -248,9 +285,9 @@ impl<K: Number, T> ById<K, T> {
         chunks.dedup();
         let mut marked = Vec::new();
         chunks.retain(|number| {
-            let of_chunk = self.chunk(number * ROW).map_or(0, |chunk| chunk.marked);
-            marked.extend(bits(of_chunk).map(|bit| K::of(number * ROW + bit)));
-            of_chunk != 0
+            let of_chunk = self.chunk(number * ROW).map(|chunk| chunk.marked).unwrap_or_default();
+            marked.extend(of_chunk.numbers(number * ROW).map(K::of));
+            !of_chunk.is_empty()
         });
         self.marked = chunks;
         marked
@@ -259,8 +296,8 @@ impl<K: Number, T> ById<K, T> {
     /// Takes a number's mark off.
     pub fn unmark(&mut self, key: K) {
         let Some(chunk) = self.chunk_mut(key.number()) else { return };
-        chunk.marked &= !bit(key.number());
-        if chunk.marked | chunk.row.present == 0 {
+        chunk.marked.remove(key.number());
+        if chunk.marked.is_empty() && chunk.row.items.is_empty() {
             self.forget_if_empty(key.number());
         }
     }
@@ -348,7 +385,7 @@ mod tests {
     /// Whatever is done to them, they are what an ordinary map and an ordinary set are.
     #[test]
     fn items_are_found_under_their_numbers_and_in_order() {
-        let ids = [1, 63, 64, 65, 127, 128, 5000, u64::MAX - 1, u64::MAX, 2, 0];
+        let ids = [1, 63, 64, 255, 256, 257, 70_000, u64::MAX - 1, u64::MAX, 2, 0];
         let (mut items, mut expected) = (ById::default(), BTreeMap::new());
         let mut marked = BTreeSet::new();
         // Steps that share no factor with the number of ids put and take each of them in many orders.
@@ -388,5 +425,24 @@ mod tests {
         items.retain(|page, _| page == PageId(64));
         assert_eq!(items.iter().map(|(page, _)| page.0).collect::<Vec<_>>(), [64]);
         assert_eq!((items.rows.len(), items.chunks().count()), (1, 1), "what is empty takes no room");
+    }
+
+    /// Where a row is full an item is where its number says, and where it is not, before that by as many as are missing.
+    #[test]
+    fn rows_are_filled_and_thinned_out() {
+        let numbers = || (0..5 * ROW).map(PageId);
+        for missing in [ROW, ROW + 63, ROW + 64, 2 * ROW - 1, 2 * ROW] {
+            let mut items: ById<PageId, u64> = numbers().map(|page| (page, page.0)).collect();
+            assert_eq!(items.remove(PageId(missing)), Some(missing));
+            assert_eq!(items.remove(PageId(missing)), None);
+            let expected = |page: PageId| (page.0 != missing).then_some(page.0);
+            assert!(numbers().all(|page| items.get(page).copied() == expected(page)), "without {missing}");
+            assert_eq!(items.insert(PageId(missing), 7), None);
+            assert_eq!(items.insert(PageId(missing), missing), Some(7));
+            assert!(
+                items.iter().eq(numbers().zip(&(0..5 * ROW).collect::<Vec<_>>())),
+                "with {missing} again"
+            );
+        }
     }
 }

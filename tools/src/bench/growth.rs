@@ -1,5 +1,6 @@
 //! `remanent bench growth`: what a store costs as its pages become many.
 
+use std::hint::black_box;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -16,7 +17,8 @@ const EXAMPLES: &str = "\
 Stores of more and more short pages take turns: commits of 8 bytes to pages drawn at random, a snapshot after one page \
 changed, a snapshot after one in a hundred did, and an open in a process of its own, whose host memory beyond the \
 pages' bytes, which lie there too, is shown a page. What did not change should cost nothing: the first two should not \
-depend on how many pages there are.
+depend on how many pages there are, but for what the processor takes to find one byte among so many, which is shown \
+beside them.
 
 Examples:
   remanent bench growth /mnt/fast
@@ -55,6 +57,7 @@ struct Grown {
     pages: Vec<PageId>,
     random: SplitMix64,
     commit: Figure,
+    touch: Figure,
     one: Figure,
     hundredth: Figure,
     open: Figure,
@@ -81,6 +84,7 @@ impl Growth {
             pages,
             random: SplitMix64::new(count),
             commit: Figure::new("a commit", Unit::Seconds),
+            touch: Figure::new("a byte of any page, without a store", Unit::Seconds),
             one: Figure::new("a snapshot, one page changed", Unit::Seconds),
             hundredth: Figure::new("a snapshot, one in a hundred changed", Unit::Seconds),
             open: Figure::new("open, a page", Unit::Seconds),
@@ -103,6 +107,21 @@ impl Grown {
         Ok(took)
     }
 
+    /// Finds and changes a byte as often: of as many pages, without a store. Which one is next is known only when the
+    /// one before is there.
+    fn touch(&mut self, page_len: usize, count: u64) -> Duration {
+        const CONTENT: u8 = 7;
+        let mut bytes = vec![CONTENT; page_len * self.pages.len()];
+        let mut found = CONTENT;
+        let started = Instant::now();
+        for _ in 0..count {
+            let page = self.random.below(self.pages.len() as u64) as usize + usize::from(found ^ CONTENT);
+            let byte = &mut bytes[page * page_len];
+            (found, *byte) = (*byte, black_box(CONTENT));
+        }
+        started.elapsed()
+    }
+
     /// Changes that many pages, and takes a snapshot.
     fn snapshot(&mut self, store: &Store, changed: u64) -> Result<Duration, Stop> {
         self.commit(store, changed)?;
@@ -111,7 +130,9 @@ impl Grown {
         Ok(started.elapsed())
     }
 
-    fn measure_running(&mut self, room: &Room, commits: u64) -> Result<(), Stop> {
+    fn measure_running(&mut self, room: &Room, page_len: u64, commits: u64) -> Result<(), Stop> {
+        let took = self.touch(page_len as usize, commits);
+        self.touch.push(took.as_secs_f64() / commits as f64);
         let store = room.open(&self.name, room::options())?;
         let took = self.commit(&store, commits)?;
         self.commit.push(took.as_secs_f64() / commits as f64);
@@ -172,12 +193,12 @@ impl Measure for Growth {
             for grown in &mut stores {
                 room.step(&title(grown.pages.len()))?;
                 grown.measure_open(&room.path(&grown.name), self.page_len.0)?;
-                grown.measure_running(room, self.commits)?;
+                grown.measure_running(room, self.page_len.0, self.commits)?;
             }
         }
         let group = |grown: Grown| Group {
             title: title(grown.pages.len()),
-            figures: vec![grown.commit, grown.one, grown.hundredth, grown.open, grown.memory],
+            figures: vec![grown.commit, grown.touch, grown.one, grown.hundredth, grown.open, grown.memory],
         };
         let mut settings = room.settings(&self.common);
         settings.push(("commits a round", self.commits.to_string()));
