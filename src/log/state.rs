@@ -126,6 +126,11 @@ impl State {
         Room::Ready
     }
 
+    /// Until when the next sync waits for more; `None` if it may begin.
+    pub fn more_until(&self) -> Option<Instant> {
+        self.waiters.more_until(self.dirty_bytes, Instant::now())
+    }
+
     /// Where the next frame begins.
     pub fn next_offset(&self) -> u64 {
         align_up(self.offset, if self.group_open { FRAME_ALIGN } else { GROUP_ALIGN })

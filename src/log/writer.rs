@@ -217,7 +217,7 @@ impl Log {
             self.check()?;
             if state.syncing || state.waiters.has_next() {
                 self.progress.wait(&mut state);
-            } else if let Some(until) = state.waiters.more_until(Instant::now()) {
+            } else if let Some(until) = state.more_until() {
                 self.progress.wait_until(&mut state, until);
             } else {
                 state = self.sync_all(state)?;
@@ -247,7 +247,7 @@ impl Log {
                 synced.wait(&mut state);
                 continue;
             }
-            match state.waiters.more_until(Instant::now()) {
+            match state.more_until() {
                 None => state = self.sync_all(state)?,
                 Some(_) if state.waiters.is_watched => synced.wait(&mut state),
                 Some(until) => {
