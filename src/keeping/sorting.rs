@@ -420,7 +420,7 @@ mod tests {
             let spoken_of = sorted.spoken_of();
             assert!(spoken_of.windows(2).all(|pair| pair[0] < pair[1]), "{kind}: each page once");
             assert!(spoken_of.iter().all(|page| began.contains_key(page) || *page == PageId(5)), "{kind}");
-            assert_eq!(gathers(&PageId(5)), false, "{kind}");
+            assert!(!gathers(&PageId(5)), "{kind}");
             assert_eq!(sorted.gone, if kind == "all is new" { vec![] } else { vec![PageId(5)] }, "{kind}");
             for (page, then) in &began {
                 let (now, named) = (subject.table.get(*page), newest.get(*page));
