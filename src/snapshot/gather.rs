@@ -1,7 +1,7 @@
-//! Floor 6. Gathering: pages are caught in lane order with the deltas, a chunk at a time, and drained into an
-//! image file.
+//! Floor 6. Gathering: pages are caught in lane order with the deltas, a chunk at a time, and drained into image
+//! files, one for each thread that writes.
 //!
-//! A crash here leaves an image file that is nobody's.
+//! A crash here leaves image files that are nobody's.
 
 use remanent_format::image::Chunk;
 use remanent_format::limits::{FRAME_ALIGN, GROUP_ALIGN, align_up};

@@ -9,7 +9,7 @@
 //!    each with its table entry of that moment; the copy drains to disk while commits go on.
 //! 3. **End** (a turn): `end` is the last batch applied; root, numbers, and tombstones of pages that were
 //!    deleted before they were gathered.
-//! 4. **Sync** the image file and its name; wait until the log is durable up to `end` (I7).
+//! 4. **Sync** the image files and their names; wait until the log is durable up to `end` (I7).
 //! 5. **Publish** the manifest. From this rename on a crash starts from here.
 //! 6. **Verify**: read the images back past the cache, as the manifest was; record that in a seal.
 //! 7. **Recycle** what neither a kept snapshot nor the log behind the oldest of them needs (I8).
@@ -17,7 +17,7 @@
 //! An exact snapshot ends where it begins: pages that a batch is about to change are kept aside until they are
 //! gathered (`applier/cut.rs`), and all of phase 1 is one turn, with phase 3 in it.
 //!
-//! A crash in 1 to 4 leaves an image file that is nobody's; in 5 to 7, a snapshot that the next open
+//! A crash in 1 to 4 leaves image files that are nobody's; in 5 to 7, a snapshot that the next open
 //! publishes and verifies again. No space in 2 to 5 is a clean failure; everything else poisons.
 
 mod compact;
@@ -261,7 +261,7 @@ impl Snapshots {
         Ok(Begun { redo, sorted, end: None })
     }
 
-    /// Phase 2. Where nothing is to be gathered, no file is made.
+    /// Phase 2, by so many threads. Where nothing is to be gathered, no file is made.
     fn gather_into(
         &self,
         numbers: Range<u64>,
