@@ -2,10 +2,11 @@
 //!
 //! The kernel lets one thread at a time write to a file through its cache: four that append to one file of tmpfs write
 //! no more than one does (2.7 GB/s on 2 cores, 5.7 with a file for each of two threads; through a mapping, whose pages
-//! are zeroed first, 2.9 to 3.4). So each thread has a file of its own.
+//! are zeroed first, 2.9 to 3.4). So each thread that writes has a file to itself meanwhile.
 //!
 //! A crash here leaves image files that are nobody's.
 
+use std::convert::Infallible;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -15,9 +16,9 @@ use remanent_format::{Folder, StoreId};
 use super::ImageWriter;
 use crate::crew;
 use crate::disk::Disk;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::options::Compression;
-use crate::sync::atomic::{AtomicUsize, Ordering};
+use crate::sync::Mutex;
 
 /// Chunks for which another file is worth its name and its sync. Of small files a store would have many: beyond a
 /// number of them snapshots write the shortest again.
@@ -32,7 +33,8 @@ pub(crate) fn file_count(bytes: u64, chunk_len: u64, threads: usize) -> u64 {
 pub(crate) struct ImageWriters {
     disk: Arc<dyn Disk>,
     files: Vec<ImageWriter>,
-    handed_out: AtomicUsize,
+    /// Of each file, how many threads append to it, and which of all chunks was its last one.
+    uses: Mutex<Vec<(usize, u64)>>,
 }
 
 impl ImageWriters {
@@ -45,7 +47,8 @@ impl ImageWriters {
         purpose: ImagePurpose,
         compression: Compression,
     ) -> Result<Self> {
-        let mut writers = Self { disk, files: Vec::new(), handed_out: AtomicUsize::new(0) };
+        let uses = Mutex::new(numbers.clone().map(|_| (0, 0)).collect());
+        let mut writers = Self { disk, files: Vec::new(), uses };
         for number in numbers {
             match ImageWriter::create(writers.disk.clone(), store, number, purpose, compression) {
                 Ok(file) => writers.files.push(file),
@@ -58,9 +61,19 @@ impl ImageWriters {
         Ok(writers)
     }
 
-    /// The file to which the next thread appends: each has its own if there are as many.
-    pub fn next(&self) -> &ImageWriter {
-        &self.files[self.handed_out.fetch_add(1, Ordering::Relaxed) % self.files.len()]
+    /// Has a chunk appended to a file to which nobody else appends, if there is one, and of these to the one that has
+    /// waited longest: so as many chunks as there are files leave none of them empty.
+    pub fn append<T>(&self, append: impl FnOnce(&ImageWriter) -> T) -> T {
+        let file = {
+            let mut uses = self.uses.lock();
+            let latest = uses.iter().map(|(_, latest)| *latest).max().unwrap_or(0);
+            let file = (0..uses.len()).min_by_key(|file| uses[*file]).expect("at least one file");
+            uses[file] = (uses[file].0 + 1, latest + 1);
+            file
+        };
+        let appended = append(&self.files[file]);
+        self.uses.lock()[file].0 -= 1;
+        appended
     }
 
     /// Bytes written so far, or being written.
@@ -69,10 +82,17 @@ impl ImageWriters {
     }
 
     /// Makes the files and their names durable. All are synced at once, so that a file system's journal is written once.
+    /// No space for one of them is a clean failure only if no other one failed otherwise.
     pub fn sync(&self) -> Result<()> {
         let count = self.files.len();
-        crew::map(count, count, || (), |(), index| self.files[index].sync_bytes())?;
-        self.disk.sync_folder(Folder::Pages)
+        let sync = |(): &mut (), index: usize| Ok::<_, Infallible>(self.files[index].sync_bytes());
+        let Ok(synced) = crew::map(count, count, || (), sync);
+        let failures: Vec<Error> = synced.into_iter().filter_map(Result::err).collect();
+        let is_worse = |error: &&Error| !matches!(error, Error::DiskFull { .. });
+        match failures.iter().find(is_worse).or(failures.first()) {
+            Some(error) => Err(error.clone()),
+            None => self.disk.sync_folder(Folder::Pages),
+        }
     }
 
     /// Reads everything back past the cache and checks it (I7).

@@ -5,7 +5,6 @@ mod known;
 mod sorting;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::ops::Range;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -59,18 +58,18 @@ pub(crate) struct Kept {
 }
 
 impl Kept {
-    /// `manifest` is the snapshot's own link, whole or not; `own_files` are the image files that were written for
+    /// `manifest` is the snapshot's own link, whole or not; `is_own` tells the image files that were written for
     /// it, and `sums` are those of all its pages.
     pub fn new(
         manifest: &Manifest,
-        own_files: &Range<u64>,
+        is_own: impl Fn(u64) -> bool,
         sums: Sums,
         links: Vec<SnapshotId>,
         manifest_crc: u32,
         verified: bool,
     ) -> Self {
         let images = manifest.entries.iter().filter_map(|entry| entry.image);
-        let written = images.filter(|image| own_files.contains(&image.file));
+        let written = images.filter(|image| is_own(image.file));
         let Sums { pages, bytes, files } = sums;
         Self {
             info: SnapshotInfo {

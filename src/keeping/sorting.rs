@@ -152,6 +152,9 @@ impl KnownImages {
             }
         };
         look_at(&rest, &mut |page, standing| sorted.note(page, standing))?;
+        // Where a mark is lost, a page would be, too.
+        let named = sorted.gather.len() + sorted.entries.len();
+        assert!(sorted.follows.is_some() || named == count, "{named} of {count} pages are named");
         sorted.gather.sort_unstable();
         sorted.gone.sort_unstable();
         Ok(sorted)
@@ -390,7 +393,7 @@ mod tests {
                     (1..3000).step_by(2).for_each(|page| subject.fill(page));
                     carry.push((3, LEN));
                 }
-                _ => (0..LINKS_MAX as u64 + 1).for_each(|round| {
+                _ => (1..LINKS_MAX as u64).for_each(|round| {
                     (1..3000).skip(round as usize).step_by(10).for_each(|page| subject.fill(page));
                     let sorted = subject.sort_out(&[]);
                     subject.publish(sorted);
@@ -411,7 +414,7 @@ mod tests {
                 commit(table, [create(table.next_page())]);
                 at += 16;
             });
-            assert!(at > 100, "{kind}: it was looked more than once");
+            assert!(at > 116, "{kind}: it was looked more than once");
 
             let newest = subject.known.newest();
             let gathers = |page: &PageId| sorted.gather.binary_search_by_key(page, |(page, _)| *page).is_ok();

@@ -470,12 +470,9 @@ impl Recovery<'_> {
                 Some(Ok((before, _))) => before.next_file,
                 _ => next.saturating_sub(IMAGE_FILES_MAX),
             };
-            let is_own = |file: &u64| {
-                let is_other = for_batches.contains_key(file) || tables.contains_key(file);
-                sums.files.contains_key(file) && !is_other
-            };
-            let own = (first..next).rev().take_while(is_own).last().unwrap_or(next)..next;
-            snapshots.insert(*snapshot, Kept::new(chain[0], &own, sums, links, *manifest_crc, true));
+            let is_other = |file: u64| for_batches.contains_key(&file) || tables.contains_key(&file);
+            let is_own = |file: u64| (first..next).contains(&file) && !is_other(file);
+            snapshots.insert(*snapshot, Kept::new(chain[0], is_own, sums, links, *manifest_crc, true));
         }
         let next_snapshot = survey.links.keys().next_back().map_or(1, |last| last.0 + 1);
         let files = Arc::new(ImageFiles::new(self.disk.clone(), next_file, for_batches));

@@ -12,7 +12,7 @@ use super::Snapshots;
 use crate::applier::Drain;
 use crate::crew;
 use crate::error::{Error, Result};
-use crate::images::{ImageWriter, ImageWriters, chunks};
+use crate::images::{ImageWriters, chunks};
 use crate::keeping::entry;
 use crate::phases::{self, Phase};
 use crate::staging::StagingBuf;
@@ -35,21 +35,21 @@ impl Snapshots {
     ) -> Result<Vec<ManifestEntry>> {
         let began = Instant::now();
         let chunks = chunks(pages, self.chunk_len, |(_, len)| *len);
-        let write = |writer: &mut &ImageWriter, index: usize| {
-            let entries = self.gather_chunk(writer, chunks[index])?;
+        let write = |(): &mut (), index: usize| {
+            let entries = self.gather_chunk(writers, chunks[index])?;
             if paced {
                 self.pace.keep(began, writers.byte_len())?;
             }
             Ok::<_, Error>(entries)
         };
-        let caught = crew::map(threads, chunks.len(), || writers.next(), write)?;
+        let caught = crew::map(threads, chunks.len(), || (), write)?;
         let mut entries: Vec<ManifestEntry> = caught.into_iter().flatten().collect();
         entries.sort_unstable_by_key(|entry| entry.page);
         Ok(entries)
     }
 
     /// Gathers pages, brings them to the host, and writes them as one chunk.
-    fn gather_chunk(&self, writer: &ImageWriter, chunk: &[(PageId, u64)]) -> Result<Vec<ManifestEntry>> {
+    fn gather_chunk(&self, writers: &ImageWriters, chunk: &[(PageId, u64)]) -> Result<Vec<ManifestEntry>> {
         let _phase = phases::enter(Phase::SnapshotGather);
         // To be written again though nothing changed them: their file is wasteful, or damaged.
         self.applier.cold().wait(chunk.iter().map(|(page, _)| *page))?;
@@ -60,8 +60,10 @@ impl Snapshots {
         let mut drained = caught.copies.finish(&*self.device)?;
         let images = caught.pages.iter().filter(|(info, _)| info.len > 0);
         let images: Vec<(&PageInfo, usize)> = images.map(|(info, at)| (info, *at)).collect();
-        let references =
-            if images.is_empty() { Vec::new() } else { writer.write_staged(&images, &mut drained)? };
+        let references = match images.is_empty() {
+            true => Vec::new(),
+            false => writers.append(|file| file.write_staged(&images, &mut drained))?,
+        };
         self.staging.give(drained.into_staging());
         self.progress.gathered(chunk.len() as u64, chunk.iter().map(|(_, len)| len).sum());
         let mut references = references.into_iter();

@@ -2,7 +2,7 @@
 //!
 //! A snapshot stops nobody. In its phases:
 //!
-//! 1. **Begin** (a turn of the applier, and one for every thousand pages that may have changed): `redo` is the
+//! 1. **Begin** (a turn of the applier, and one for every thousand pages that it looks at): `redo` is the
 //!    last batch applied; from here on the applier notes deletes; sort the pages into those that are to be
 //!    gathered and those of which an image is known.
 //! 2. **Gather** (a turn a chunk): pages are copied aside on the device, in lane order with the deltas,
@@ -219,7 +219,7 @@ impl Snapshots {
             Err(error) => return Err(error),
         };
         let (sums, before) = keeping.known.advance(&manifest, manifest_crc);
-        let kept = Kept::new(&manifest, &numbers, sums, before, manifest_crc, false);
+        let kept = Kept::new(&manifest, |file| numbers.contains(&file), sums, before, manifest_crc, false);
         let info = &kept.info;
         tracing::info!(
             snapshot = %info.id, redo = %info.redo, end = %info.end, bytes = info.bytes,

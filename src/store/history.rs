@@ -69,7 +69,7 @@ impl Store {
     /// before it is gathered is copied aside first, within the budget of its place.
     ///
     /// That moment is as long as it takes to look at every page that may have changed, some 0.2 µs each: batches are
-    /// not applied meanwhile. A snapshot that is not exact does not hold them up.
+    /// not applied meanwhile. A snapshot that is not exact looks at a thousand at a time, and lets batches go on between.
     ///
     /// ```
     /// use remanent::{Options, Place, Store};

@@ -178,14 +178,16 @@ fn threads_write_files_side_by_side() {
     let (store, pages) = store_of(&disk, options(), 160);
     let there = || Files::of(&disk).names(|file| matches!(file, FileName::Pages(_)));
     let files = |numbers: Range<u64>| numbers.map(FileName::Pages).collect::<Vec<_>>();
-    // Which thread had what, and whether it had any, is up to them.
+    // Which file has what is up to the threads; none is empty.
     let own = |store: &Store, numbers: Range<u64>| {
         let survey = Survey::read(&Files::of(&disk)).unwrap();
         let last = store.snapshots().last().unwrap().id;
         let link = survey.links[&last].as_ref().unwrap().0.clone();
         assert_eq!(link.next_file, numbers.end);
         let images = link.entries.iter().filter_map(|entry| entry.image);
-        images.filter(|image| numbers.contains(&image.file)).count() as u64
+        let own: Vec<u64> = images.map(|image| image.file).filter(|file| numbers.contains(file)).collect();
+        assert!(numbers.clone().all(|file| own.contains(&file)), "{own:?}");
+        own.len() as u64
     };
     assert_eq!(store.snapshot().unwrap().bytes_written, 160 * PAGE_LEN);
     assert_eq!((there(), own(&store, 1..threads + 1)), (files(1..threads + 1), 160));
