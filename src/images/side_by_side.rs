@@ -2,7 +2,8 @@
 //!
 //! The kernel lets one thread at a time write to a file through its cache: four that append to one file of tmpfs write
 //! no more than one does (2.7 GB/s on 2 cores, 5.7 with a file for each of two threads; through a mapping, whose pages
-//! are zeroed first, 2.9 to 3.4). So each thread that writes has a file to itself meanwhile.
+//! are zeroed first, 2.9 to 3.4). So each thread that writes has a file to itself meanwhile. To write past the cache
+//! would gain nothing: where four threads fill a disk so with 1.6 to 2.1 GB/s, a snapshot reached 1.0 to 1.2 times that.
 //!
 //! A crash here leaves image files that are nobody's.
 
