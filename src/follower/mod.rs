@@ -50,6 +50,9 @@ use segment::LiveSegment;
 use survey::{ask, is_grave, missing, missing_file, newest_snapshot, segments, survey};
 use tail::{Tail, Taken};
 
+/// So often is an end judged at once while names change.
+const JUDGEMENTS: usize = 16;
+
 /// Where a follower begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -325,29 +328,34 @@ impl Follower {
     }
 
     /// Whether the next frame must be there and is not (I4). Twice: the first reading may have seen a frame's
-    /// successors and not yet the frame.
+    /// successors and not yet the frame. Again, where names changed meanwhile: a writer makes, replaces and recycles
+    /// segments, each with a rename, and one that has just opened its store does so for a while.
     fn judge(&mut self) -> Result<()> {
-        let names = self.disk.list(Folder::Log)?;
-        let Some(first) = self.damage()? else { return Ok(()) };
-        if self.tail.peek()?.is_some() {
-            return Ok(());
-        }
-        let second = self.damage()?;
-        // A writer makes, replaces and recycles segments, each with a rename.
-        let is_certain = second == Some(first.clone()) && self.disk.list(Folder::Log)? == names;
-        // What was recycled since the last look around is gone from both readings.
-        if !is_certain || self.look_around()? {
-            return Ok(());
-        }
-        match (&first.defect, first.file) {
-            // Not needed any more, perhaps: a power cut may take the removal of the segment that we are in, and
-            // spare that of the next one.
-            (Defect::Missing, FileName::Segment(segment)) => {
-                let point = LogPoint { segment, offset: first.offset, ..self.tail.point() };
-                Err(missing(&self.disk, point))
+        for _ in 0..JUDGEMENTS {
+            let names = self.disk.list(Folder::Log)?;
+            let Some(first) = self.damage()? else { return Ok(()) };
+            if self.tail.peek()?.is_some() {
+                return Ok(());
             }
-            _ => Err(first.into()),
+            let is_certain = self.damage()?.as_ref() == Some(&first) && self.disk.list(Folder::Log)? == names;
+            if !is_certain {
+                continue;
+            }
+            // What was recycled since the last look around is gone from both readings.
+            if self.look_around()? {
+                return Ok(());
+            }
+            return match (&first.defect, first.file) {
+                // Not needed any more, perhaps: a power cut may take the removal of the segment that we are in, and
+                // spare that of the next one.
+                (Defect::Missing, FileName::Segment(segment)) => {
+                    let point = LogPoint { segment, offset: first.offset, ..self.tail.point() };
+                    Err(missing(&self.disk, point))
+                }
+                _ => Err(first.into()),
+            };
         }
+        Ok(())
     }
 
     /// The damage behind the point, as one reading sees it.

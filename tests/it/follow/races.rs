@@ -5,6 +5,7 @@ use std::sync::Mutex;
 
 use super::*;
 use crate::interrupted::Interrupted;
+use remanent::{FileName, Folder};
 
 /// What the writer does in one go.
 type Strike = fn(&mut Option<Writer>, &SimDisk);
@@ -106,4 +107,46 @@ fn a_writer_that_strikes_between_two_reads_is_taken_for_no_damage() {
     }
     // Strikes that change nothing would prove nothing, and so would those that leave nobody to go on.
     assert!(all_overtaken > 200 && all_went_on > 200, "{all_overtaken} {all_went_on}");
+}
+
+/// A power cut may take the segment behind a follower's own, and leave that one: nothing needs it any more. A follower is
+/// told so at once, also where somebody makes room while it looks.
+#[test]
+fn names_that_change_hide_no_gap() {
+    let (sim, disk) = sim();
+    let mut writer = Writer::open(&disk, options().log_kept(1 << 30));
+    writer.commit(1);
+    let mut reader = Reader::open(&disk);
+    reader.catch_up().unwrap();
+    for _ in 0..3 {
+        writer.commit(12);
+        writer.store.snapshot().unwrap();
+    }
+    writer.store.close().unwrap();
+    let names = disk.list(Folder::Log).unwrap();
+    let mut segments: Vec<FileName> = names
+        .iter()
+        .filter_map(|name| FileName::parse(Folder::Log, name))
+        .filter(|file| matches!(file, FileName::Segment(_)))
+        .collect();
+    segments.sort_unstable();
+    disk.remove(segments[1]).unwrap();
+    for at in 0.. {
+        let sim = sim.after_kill(Moment { event: sim.events(), tear: None });
+        let striking = sim.clone();
+        let interrupted = Arc::new(Interrupted::new(&sim, at, move || {
+            Disk::create(&striking, FileName::Spare(99)).unwrap();
+        }));
+        let disk: Arc<dyn Disk> = interrupted.clone();
+        let position = FollowFrom::Position(reader.follower.position());
+        let end = Follower::open_on(disk, position).and_then(|mut follower| {
+            while follower.next(Duration::ZERO)?.is_some() {}
+            Ok(follower.position())
+        });
+        assert!(matches!(end, Err(Error::Overtaken { .. })), "a name came before read {at}: {end:?}");
+        if interrupted.reads() <= at {
+            assert!(at > 20, "{at} reads are no more than a beginning");
+            return;
+        }
+    }
 }
