@@ -297,7 +297,7 @@ impl<K: Number, T> ById<K, T> {
     pub fn unmark(&mut self, key: K) {
         let Some(chunk) = self.chunk_mut(key.number()) else { return };
         chunk.marked.remove(key.number());
-        if chunk.marked.is_empty() && chunk.row.items.is_empty() {
+        if chunk.marked.is_empty() {
             self.forget_if_empty(key.number());
         }
     }

@@ -159,10 +159,7 @@ impl KnownImages {
             }
         };
         let standings: Vec<Standing> = pages.iter().map(|page| standing(*page)).collect();
-        let is_settled = |standing: &Standing| {
-            matches!(standing, Standing::Unchanged(..) | Standing::Gone { is_named: false })
-        };
-        let settled = pages.iter().zip(&standings).filter(|(_, standing)| is_settled(standing));
+        let settled = pages.iter().zip(&standings).filter(|(_, standing)| standing.is_settled());
         table.settle(settled.map(|(page, _)| *page));
         standings
     }

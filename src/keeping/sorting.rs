@@ -30,6 +30,13 @@ pub(crate) enum Standing {
     Gone { is_named: bool },
 }
 
+impl Standing {
+    /// Whether the newest snapshot says of the page what is so: nobody need look at it again, until it changes.
+    pub fn is_settled(&self) -> bool {
+        matches!(self, Self::Unchanged(..) | Self::Gone { is_named: false })
+    }
+}
+
 /// What a snapshot has to do.
 #[derive(Default)]
 pub(crate) struct Sorted {
@@ -79,9 +86,10 @@ pub(crate) struct Beginning {
 }
 
 impl KnownImages {
-    /// Sorts the pages, for a snapshot that begins with these. `carry` names image files whose images are to be written again, with the bytes that this
-    /// takes, the most wasteful first: as many of them as fit into `carry_bytes_max`, or into what the snapshot
-    /// writes anyway. `look` is [`KnownImages::look`] where batches are applied.
+    /// Sorts the pages, for a snapshot that begins with these. `carry` names image files whose images are to be
+    /// written again, with the bytes that this takes, the most wasteful first: as many of them as fit into
+    /// `carry_bytes_max`, or into what the snapshot writes anyway. `look` is [`KnownImages::look`] where batches are
+    /// applied.
     ///
     /// Looked at is what the table says may have changed, what has no image that holds, and what else the snapshot
     /// must speak of.
@@ -111,9 +119,10 @@ impl KnownImages {
             changed.dedup();
         }
         sorted.visited = changed.len();
-        look_at(&changed, &mut |page, standing| match standing {
-            Standing::Unchanged(..) | Standing::Gone { is_named: false } => {}
-            standing => sorted.note(page, standing),
+        look_at(&changed, &mut |page, standing| {
+            if !standing.is_settled() {
+                sorted.note(page, standing);
+            }
         })?;
 
         let dirty_bytes: u64 = sorted.gather.iter().map(|(_, len)| len).sum();

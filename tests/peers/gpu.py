@@ -266,23 +266,24 @@ def child(name, arguments):
 
 def compare(arguments):
     rounds, left_out = {}, {}
-    for number in range(arguments.rounds):
-        def note(found):
-            for name, values in found.items():
-                shown = ", ".join(f"{column} {value:.2f}" for column, value in values.items())
-                print(f"round {number + 1} of {arguments.rounds}: {name}: {shown}", file=sys.stderr)
-                for column, value in values.items():
-                    rounds.setdefault(name, {}).setdefault(column, []).append(value)
 
+    def note(number, found):
+        for name, values in found.items():
+            shown = ", ".join(f"{column} {value:.2f}" for column, value in values.items())
+            print(f"round {number + 1} of {arguments.rounds}: {name}: {shown}", file=sys.stderr)
+            for column, value in values.items():
+                rounds.setdefault(name, {}).setdefault(column, []).append(value)
+
+    for number in range(arguments.rounds):
         with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
-            note(ours(folder, arguments.device, int(arguments.gib * GIB), arguments.remanent))
+            note(number, ours(folder, arguments.device, int(arguments.gib * GIB), arguments.remanent))
         for name in PEERS:
             if name not in left_out:
                 result = child(name, arguments)
                 if "left_out" in result:
                     left_out[name] = result["left_out"]
                 else:
-                    note({name: result})
+                    note(number, {name: result})
 
     columns = {
         "save": "saved, durable, GB/s",
