@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::io;
+use std::ops::Range;
 use std::sync::Arc;
 
 use remanent_format::{FileName, Folder, ReadAt};
@@ -18,7 +19,13 @@ pub(crate) struct DiskSource {
     disk: Arc<dyn Disk>,
     way: Way,
     files: Mutex<HashMap<FileName, Arc<dyn DiskFile>>>,
+    /// If it notes that.
+    uncached: Option<Uncached>,
 }
+
+/// What the page cache did not have of files when a source first opened them. What that source has read of it came
+/// from the medium, so whoever wants the medium's bytes need not ask it again.
+type Uncached = Arc<Mutex<HashMap<FileName, Vec<Range<u64>>>>>;
 
 /// Where bytes come from.
 #[derive(Clone, Copy)]
@@ -29,12 +36,20 @@ enum Way {
     PastCache,
     /// The cache where it has them at once, else the medium.
     Proven,
+    /// The medium, but for what another source had from it.
+    PastCacheOnce,
 }
 
 impl DiskSource {
     /// Reads what a process would see.
     pub fn new(disk: Arc<dyn Disk>) -> Self {
         Self::by(disk, Way::Visible)
+    }
+
+    /// Reads what a process would see, and notes what of it comes from the medium. See
+    /// [`past_cache_once`](Self::past_cache_once).
+    pub fn noting(disk: Arc<dyn Disk>) -> Self {
+        Self { uncached: Some(Arc::default()), ..Self::by(disk, Way::Visible) }
     }
 
     /// Reads from the medium where the system lets us. Only for bytes that are synced.
@@ -48,8 +63,24 @@ impl DiskSource {
         Self::by(disk, Way::Proven)
     }
 
+    /// Reads from the medium what a source that notes such things may have had from the cache, and as a process would
+    /// see it what that one had from the medium. Only for synced bytes that it has read, and that nobody wrote to
+    /// since it was made.
+    pub fn past_cache_once(&self) -> Self {
+        let uncached = self.uncached.clone();
+        Self { uncached, ..Self::by(self.disk.clone(), Way::PastCacheOnce) }
+    }
+
     fn by(disk: Arc<dyn Disk>, way: Way) -> Self {
-        Self { disk, way, files: Mutex::default() }
+        Self { disk, way, files: Mutex::default(), uncached: None }
+    }
+
+    fn was_uncached(&self, file: FileName, range: &Range<u64>) -> bool {
+        let Some(uncached) = &self.uncached else { return false };
+        let uncached = uncached.lock();
+        let ranges = uncached.get(&file).map_or(&[][..], Vec::as_slice);
+        let before = ranges.partition_point(|uncached| uncached.end < range.end);
+        ranges.get(before).is_some_and(|uncached| uncached.start <= range.start)
     }
 
     fn file(&self, file: FileName) -> Result<Arc<dyn DiskFile>, Error> {
@@ -58,6 +89,10 @@ impl DiskSource {
             return Ok(open.clone());
         }
         let open = self.disk.open(file, false)?;
+        // Before anything of it is read.
+        if let (Way::Visible, Some(uncached)) = (self.way, &self.uncached) {
+            uncached.lock().entry(file).or_insert_with(|| open.uncached());
+        }
         if files.len() == FILES_OPEN_MAX {
             files.clear();
         }
@@ -85,6 +120,10 @@ impl ReadAt for DiskSource {
             Way::Visible => open.read_at(offset, out),
             Way::PastCache => open.read_past_cache(offset, out),
             Way::Proven => open.read_proven(offset, out),
+            Way::PastCacheOnce if self.was_uncached(file, &(offset..offset + out.len() as u64)) => {
+                open.read_at(offset, out)
+            }
+            Way::PastCacheOnce => open.read_past_cache(offset, out),
         };
         read.map_err(to_io)
     }

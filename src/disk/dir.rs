@@ -7,6 +7,7 @@
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::num::NonZeroU64;
+use std::ops::Range;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -18,7 +19,7 @@ use rustix::fs::Advice;
 use super::buffered::BufferedWindow;
 use super::cached::read_cached;
 use super::direct::{self, DirectWindow};
-use super::mapped::MappedWindow;
+use super::mapped::{self, MappedWindow};
 use super::past_cache::{read_direct, reopen, reopen_direct};
 use super::refusals::{direct_refused, mapping_refused};
 use super::{Disk, DiskFile, DiskLock, Hold, Watch, Window, lock, readers, watch, zeros_by_pieces};
@@ -329,6 +330,11 @@ impl DiskFile for DirFile {
             [] => Ok(()),
             rest => self.past_cache(offset + cached as u64, rest).map_err(self.failed("read", offset)),
         }
+    }
+
+    /// What cannot be asked is taken for cached, so that it is read past the cache.
+    fn uncached(&self) -> Vec<Range<u64>> {
+        mapped::uncached(&self.file).unwrap_or_default()
     }
 
     /// Advice to forget pages makes the kernel write dirty ones first, and it does not wait for that.

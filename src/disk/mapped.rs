@@ -8,9 +8,10 @@
 
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::ptr;
 
-use memmap2::{Advice, MmapMut, MmapRaw};
+use memmap2::{Advice, MmapMut, MmapOptions, MmapRaw};
 use remanent_format::FileName;
 use rustix::mm::madvise;
 
@@ -101,6 +102,34 @@ impl ForkMark {
         // after `new`. Volatile, for the compiler knows of no write between two looks, and a fork is one.
         unsafe { self.0.as_ptr().read_volatile() == 1 }
     }
+}
+
+/// Files longer than this are not asked what the page cache has of them: the answer takes a byte a page.
+const ASKED_LEN_MAX: u64 = 1 << 30;
+
+/// The parts of a file, whole pages, of which the page cache has nothing. A file that is not the process's own, nor
+/// one it may write to, looks wholly cached.
+pub(super) fn uncached(file: &File) -> io::Result<Vec<Range<u64>>> {
+    let len = file.metadata()?.len();
+    if !(1..=ASKED_LEN_MAX).contains(&len) {
+        return Ok(Vec::new());
+    }
+    let map = MmapOptions::new().len(len as usize).map_raw_read_only(file)?;
+    let page_len = rustix::param::page_size();
+    let mut pages = vec![0_u8; map.len().div_ceil(page_len)];
+    // SAFETY: the range is the whole of a mapping that lives as long as `map`, and `pages` has a byte for each page
+    // of it, as the call demands. No byte of the mapping is read.
+    if unsafe { libc::mincore(map.as_mut_ptr().cast(), map.len(), pages.as_mut_ptr()) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // Only the lowest bit is said to mean anything.
+    let runs = pages.chunk_by(|one, next| one & 1 == next & 1).scan(0, |start, run| {
+        let at = *start;
+        *start = at + run.len();
+        Some((run[0] & 1, at..*start))
+    });
+    let bytes = |pages: Range<usize>| (pages.start * page_len) as u64..((pages.end * page_len) as u64).min(len);
+    Ok(runs.filter(|(is_cached, _)| *is_cached == 0).map(|(_, pages)| bytes(pages)).collect())
 }
 
 #[cfg(test)]

@@ -22,6 +22,7 @@ pub mod sim;
 
 use std::any::Any;
 use std::fmt;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -183,6 +184,12 @@ pub trait DiskFile: Send + Sync {
     /// As for `read_at`.
     fn read_proven(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         self.read_past_cache(offset, out)
+    }
+
+    /// Ranges, ascending, of which the system's cache has nothing now: what is read of them later came from the
+    /// medium since, unless somebody writes to them meanwhile. Nothing where the system cannot be asked.
+    fn uncached(&self) -> Vec<Range<u64>> {
+        Vec::new()
     }
 
     /// Lets the system begin to bring these bytes to the medium, so that `sync` finds less to do. Nothing is

@@ -146,7 +146,8 @@ impl Loader<'_> {
     ) -> Result<()> {
         let resolved = &resolution.resolved;
         self.allocate(resolved)?;
-        // Sealed bytes are proven past the cache (I6): images, and frames up to the last mark.
+        // Sealed bytes are proven past the cache (I6): images, and frames up to the last mark, as far as following
+        // them has not taken them from the medium.
         let sealed = DiskSource::past_cache(self.recovery.disk.clone());
         self.load_images(&sealed, resolved, verified(survey, manifest, resolution))?;
         let end = resolution.end.as_ref().expect("followed to its end");
@@ -163,7 +164,7 @@ impl Loader<'_> {
             staging: recovery.staging,
         };
         let list = |run| deltas.list(run);
-        recovery.replay(&sealed, survey, from, end.proven.lsn, list, |list| in_flight.submit(list?))?;
+        recovery.replay(&source.past_cache_once(), survey, from, end.proven.lsn, list, |list| in_flight.submit(list?))?;
         // What no mark proves is read through the cache: that is where it is.
         let list_and_payloads = |run: Run| {
             let payloads = run.batches.iter().map(|batch| run.payload(batch).to_vec());

@@ -240,7 +240,7 @@ impl Recovery<'_> {
         }
         self.disk.sync_folder(Folder::Root)?;
 
-        let source = DiskSource::new(self.disk.clone());
+        let source = DiskSource::noting(self.disk.clone());
         let survey = Survey::read(&source)?;
         self.check_identity(&survey.store)?;
         if survey.log.newest().is_none() {

@@ -1,10 +1,11 @@
 //! Floor 3. Files and windows of a simulated disk.
 
 use std::io;
+use std::ops::Range;
 use std::sync::Arc;
 
 use remanent_format::FileName;
-use remanent_format::limits::{GROUP_ALIGN, align_up};
+use remanent_format::limits::{GROUP_ALIGN, SECTOR_LEN, align_up};
 
 use super::event::{Event, SyncPoint};
 use super::state::FileId;
@@ -97,6 +98,22 @@ impl DiskFile for SimFile {
     /// All of it is cached.
     fn read_proven(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         self.read(Operation::ReadProven, offset, out, false)
+    }
+
+    /// All that the medium has as it is visible.
+    fn uncached(&self) -> Vec<Range<u64>> {
+        let shared = self.disk.shared.lock();
+        let node = shared.now.node(self.id);
+        let mut ranges: Vec<Range<u64>> = Vec::new();
+        for sector in node.clean_sectors() {
+            let start = (sector * SECTOR_LEN) as u64;
+            let end = (start + SECTOR_LEN as u64).min(node.durable.len());
+            match ranges.last_mut() {
+                Some(last) if last.end == start => last.end = end,
+                _ => ranges.push(start..end),
+            }
+        }
+        ranges
     }
 
     fn sync(&self) -> Result<()> {

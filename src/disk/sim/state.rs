@@ -221,6 +221,13 @@ impl Node {
         self.sectors.is_empty() && self.lengths.is_empty() && !self.lied_about
     }
 
+    /// The sectors that hold on the medium what is visible: there is no telling whether the page cache has them.
+    pub(super) fn clean_sectors(&self) -> impl Iterator<Item = usize> {
+        let both = self.visible.sectors.iter().zip(&self.durable.sectors).enumerate();
+        let is_clean = |index: &usize| !self.sectors.contains_key(index);
+        both.filter(|(_, (visible, durable))| visible.hash == durable.hash).map(|(index, _)| index).filter(is_clean)
+    }
+
     /// The sectors that are durable with other bytes than they were before.
     pub(super) fn newly_durable(&self, before: &Self) -> Vec<usize> {
         let sectors = self.durable.sectors.iter().enumerate();
