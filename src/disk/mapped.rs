@@ -128,7 +128,8 @@ pub(super) fn uncached(file: &File) -> io::Result<Vec<Range<u64>>> {
         *start = at + run.len();
         Some((run[0] & 1, at..*start))
     });
-    let bytes = |pages: Range<usize>| (pages.start * page_len) as u64..((pages.end * page_len) as u64).min(len);
+    let bytes =
+        |pages: Range<usize>| (pages.start * page_len) as u64..((pages.end * page_len) as u64).min(len);
     Ok(runs.filter(|(is_cached, _)| *is_cached == 0).map(|(_, pages)| bytes(pages)).collect())
 }
 
@@ -193,6 +194,34 @@ mod tests {
         let mut found = vec![0; LEN];
         file.read_exact_at(&mut found, 0).unwrap();
         assert!(found.iter().enumerate().all(|(offset, byte)| *byte == (offset % 251) as u8));
+    }
+
+    #[test]
+    fn what_was_dropped_from_the_cache_is_uncached_until_it_is_read() {
+        let page_len = rustix::param::page_size() as u64;
+        let len = 64 * page_len + 10;
+        let file = tempfile::tempfile().unwrap();
+        file.write_all_at(&vec![1; len as usize], 0).unwrap();
+        assert_eq!(uncached(&file).unwrap(), [], "it was just written");
+        file.sync_all().unwrap();
+        rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
+        if uncached(&file).unwrap().is_empty() {
+            eprintln!("SKIPPED: this file system keeps in memory what it is advised to drop");
+            return;
+        }
+        assert_eq!(uncached(&file).unwrap(), [0..len]);
+        // Nothing is read ahead.
+        rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::Random).unwrap();
+        file.read_exact_at(&mut [0], 5 * page_len).unwrap();
+        assert_eq!(uncached(&file).unwrap(), [0..5 * page_len, 6 * page_len..len]);
+    }
+
+    #[test]
+    fn files_that_cannot_be_asked_for_have_nothing_uncached() {
+        let file = tempfile::tempfile().unwrap();
+        assert_eq!(uncached(&file).unwrap(), []);
+        file.set_len(ASKED_LEN_MAX + 1).unwrap();
+        assert_eq!(uncached(&file).unwrap(), []);
     }
 
     /// The kernel lists the flag "do not copy on fork" as `dc`.

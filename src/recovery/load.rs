@@ -164,7 +164,9 @@ impl Loader<'_> {
             staging: recovery.staging,
         };
         let list = |run| deltas.list(run);
-        recovery.replay(&source.past_cache_once(), survey, from, end.proven.lsn, list, |list| in_flight.submit(list?))?;
+        recovery.replay(&source.past_cache_once(), survey, from, end.proven.lsn, list, |list| {
+            in_flight.submit(list?)
+        })?;
         // What no mark proves is read through the cache: that is where it is.
         let list_and_payloads = |run: Run| {
             let payloads = run.batches.iter().map(|batch| run.payload(batch).to_vec());

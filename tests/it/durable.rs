@@ -4,8 +4,9 @@
 use std::sync::Arc;
 
 use remanent::device::host::HostDevice;
-use remanent::disk::sim::{Moment, SimDisk, SyncPoint};
-use remanent::{Ack, Error, FileName, Lsn, Options, Place, Result, SnapshotId, Store};
+use remanent::disk::Disk;
+use remanent::disk::sim::{Moment, Operation, SimDisk, SyncPoint};
+use remanent::{Ack, Error, FileName, Folder, Lsn, Options, Place, Result, SnapshotId, Store};
 use remanent_format::frame::{FrameHeader, FrameKind};
 use remanent_format::log::frames_of_segment;
 use remanent_format::rebuild::{RebuildOptions, Survey, rebuild};
@@ -102,6 +103,28 @@ fn what_a_sync_did_not_write_is_noticed_at_the_next_open() {
         Err(Error::Damaged(damage)) => assert_eq!(damage.lsn, Some(lied_about), "{damage}"),
         other => panic!("not refused: {:?}", other.map(|store| store.lsn())),
     }
+}
+
+/// The reads past the cache of an open whose log has at least so many segments.
+fn reads_past_the_cache(segments_min: usize) -> usize {
+    let disk = SimDisk::new();
+    let store = open(&disk).unwrap();
+    while disk.list(Folder::Log).unwrap().len() < segments_min {
+        commit(&store, Ack::Logged);
+    }
+    let last = commit(&store, Ack::Durable);
+    store.close().unwrap();
+    let cold = disk.after_power_cut();
+    let store = open(&cold).unwrap();
+    assert_eq!(store.lsn(), last);
+    cold.calls(Operation::ReadPastCache)
+}
+
+/// Who follows the log to its end takes from the medium what the page cache does not have; who replays it then need
+/// not do so again.
+#[test]
+fn a_log_is_read_from_the_medium_once() {
+    assert_eq!(reads_past_the_cache(20), reads_past_the_cache(3));
 }
 
 /// The images that a snapshot names, and the record of it, vouch for no others.

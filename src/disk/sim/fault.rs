@@ -31,8 +31,10 @@ pub enum Operation {
     MakeFolder,
     /// `Disk::sync_folder`.
     SyncFolder,
-    /// `DiskFile::read_at` and `read_past_cache`.
+    /// `DiskFile::read_at`.
     Read,
+    /// `DiskFile::read_past_cache`.
+    ReadPastCache,
     /// `DiskFile::read_proven`.
     ReadProven,
     /// `DiskFile::write_at`; half of the bytes are written.

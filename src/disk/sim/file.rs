@@ -92,7 +92,7 @@ impl DiskFile for SimFile {
 
     /// Reads what is durable, whatever is visible.
     fn read_past_cache(&self, offset: u64, out: &mut [u8]) -> Result<()> {
-        self.read(Operation::Read, offset, out, true)
+        self.read(Operation::ReadPastCache, offset, out, true)
     }
 
     /// All of it is cached.

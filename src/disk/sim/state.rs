@@ -225,7 +225,9 @@ impl Node {
     pub(super) fn clean_sectors(&self) -> impl Iterator<Item = usize> {
         let both = self.visible.sectors.iter().zip(&self.durable.sectors).enumerate();
         let is_clean = |index: &usize| !self.sectors.contains_key(index);
-        both.filter(|(_, (visible, durable))| visible.hash == durable.hash).map(|(index, _)| index).filter(is_clean)
+        both.filter(|(_, (visible, durable))| visible.hash == durable.hash)
+            .map(|(index, _)| index)
+            .filter(is_clean)
     }
 
     /// The sectors that are durable with other bytes than they were before.

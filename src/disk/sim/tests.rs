@@ -265,6 +265,24 @@ fn a_failed_sync_is_not_made_up_for_by_a_later_one() {
 }
 
 #[test]
+fn what_the_medium_does_not_have_is_cached() {
+    let (disk, file) = with_segment(4);
+    assert_eq!(file.uncached(), [0..4 * SECTOR]);
+    file.write_at(SECTOR, &[1]).unwrap();
+    assert_eq!(file.uncached(), [0..SECTOR, 2 * SECTOR..4 * SECTOR]);
+    disk.fail(Fault { operation: Operation::Sync, skip: 0, times: 1, errno: EIO });
+    file.sync().unwrap_err();
+    file.sync().unwrap();
+    assert_eq!(file.uncached(), [0..SECTOR, 2 * SECTOR..4 * SECTOR], "it is clean, and lost");
+    file.write_at(SECTOR, &[1]).unwrap();
+    file.sync().unwrap();
+    file.write_at(4 * SECTOR, &[1; 10]).unwrap();
+    assert_eq!(file.uncached(), [0..4 * SECTOR]);
+    file.sync().unwrap();
+    assert_eq!(file.uncached(), [0..4 * SECTOR + 10]);
+}
+
+#[test]
 fn a_failed_sync_may_have_lost_the_length() {
     let (disk, file) = with_segment(1);
     file.write_at(SECTOR, &[1; SECTOR_LEN]).unwrap();
@@ -324,7 +342,7 @@ fn faults_strike_the_operation_they_name_when_it_is_due() {
     other.make_folder(Folder::Log).unwrap();
     let linked = FileName::Segment(9);
     other.create(linked).unwrap();
-    let operations: [(Operation, &dyn Fn() -> Result<()>); 13] = [
+    let operations: [(Operation, &dyn Fn() -> Result<()>); 14] = [
         (Operation::Create, &|| disk.create(TEMPORARY).map(drop)),
         (Operation::Open, &|| disk.open(SEGMENT, false).map(drop)),
         (Operation::Link, &|| disk.link(&other, linked).and_then(|_| disk.remove(linked))),
@@ -333,6 +351,7 @@ fn faults_strike_the_operation_they_name_when_it_is_due() {
         (Operation::MakeFolder, &|| disk.make_folder(Folder::Pages)),
         (Operation::SyncFolder, &|| disk.sync_folder(Folder::Log)),
         (Operation::Read, &|| file.read_at(0, &mut [0])),
+        (Operation::ReadPastCache, &|| file.read_past_cache(0, &mut [0])),
         (Operation::ReadProven, &|| file.read_proven(0, &mut [0])),
         (Operation::Write, &|| file.write_at(0, &[1, 2])),
         (Operation::Sync, &|| file.sync()),

@@ -7,13 +7,14 @@ use remanent::{FileName, Folder, LogIo, Remedy, WriteBatch};
 use super::*;
 
 /// The last two are the log's; opening makes its segments by the others.
-const OPERATIONS: [Operation; 10] = [
+const OPERATIONS: [Operation; 11] = [
     Operation::Create,
     Operation::Open,
     Operation::Rename,
     Operation::Remove,
     Operation::SyncFolder,
     Operation::Read,
+    Operation::ReadPastCache,
     Operation::Write,
     Operation::Sync,
     Operation::Put,
@@ -55,6 +56,10 @@ fn an_error_of_a_direct_write_stops_the_store_and_loses_nothing() {
     at_every_operation(&operations, |fault| stops_and_loses_nothing(fault, small().log_io(LogIo::Direct)));
 }
 
+fn is_of_a_read(fault: Fault) -> bool {
+    matches!(fault.operation, Operation::Read | Operation::ReadPastCache | Operation::Open)
+}
+
 /// Works until the fault strikes, if it does; returns whether it did.
 fn stops_and_loses_nothing(fault: Fault, options: Options) -> bool {
     let disk = SimDisk::new();
@@ -72,7 +77,7 @@ fn stops_and_loses_nothing(fault: Fault, options: Options) -> bool {
         match store.commit(batch) {
             // A restore that cannot read its snapshot has changed nothing.
             Ok(committed) => {
-                assert!(matches!(fault.operation, Operation::Read | Operation::Open), "{error}");
+                assert!(is_of_a_read(fault), "{error}");
                 line.logged = committed.position.lsn.0;
                 line.steps.truncate(line.logged as usize);
                 line.steps.push(line.steps[line.steps.len() - 1]);
@@ -89,13 +94,11 @@ fn stops_and_loses_nothing(fault: Fault, options: Options) -> bool {
     // What was read before is still read, and is still right. But a restore that cannot read again what it
     // proved before has overwritten a part of memory: then nobody reads it.
     if let Err(error) = line.check_read(&store) {
-        assert!(matches!(fault.operation, Operation::Read | Operation::Open), "{error}");
+        assert!(is_of_a_read(fault), "{error}");
         assert!(is_the_fault(&error), "{error}");
     }
     let closed = store.close();
-    assert!(
-        outcome.is_ok() || closed.is_err() || matches!(fault.operation, Operation::Read | Operation::Open)
-    );
+    assert!(outcome.is_ok() || closed.is_err() || is_of_a_read(fault));
     assert_eq!(device.live(), 0, "page memory was not given back");
 
     // A power cut spares what was acknowledged as durable, reopening finds all that was acknowledged.
@@ -108,7 +111,7 @@ fn stops_and_loses_nothing(fault: Fault, options: Options) -> bool {
 #[test]
 fn an_error_of_the_disk_during_an_open_loses_nothing() {
     // Images of a snapshot that is verified are read by an open alone.
-    let operations = [&OPERATIONS[..8], &[Operation::ReadProven]].concat();
+    let operations = [&OPERATIONS[..9], &[Operation::ReadProven]].concat();
     at_every_operation(&operations, |fault| {
         let (disk, line) = killed();
         disk.fail(fault);

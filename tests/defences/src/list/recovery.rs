@@ -4,6 +4,7 @@ use super::{Defence, Test, check, defence, it, refusal};
 
 const RECOVERY: &str = "src/recovery/mod.rs";
 const LOAD: &str = "src/recovery/load.rs";
+const SOURCE: &str = "src/source.rs";
 const OPENING: &str = "src/recovery/opening.rs";
 const WALK: &str = "format/src/log/walk.rs";
 const SYNCS: Test = it("crash::syncs::each_sync_of_creations_and_openings_matters");
@@ -68,10 +69,24 @@ pub const LIST: &[Defence] = &[
         SYNCS,
     ),
     defence(
-        "sealed bytes are read past the cache (I6)",
+        "sealed images are read past the cache (I6)",
         LOAD,
         "DiskSource::past_cache(self.recovery.disk.clone())",
         "DiskSource::new(self.recovery.disk.clone())",
+        it("durable::an_image_of_a_batch_that_a_sync_did_not_write_is_noticed_at_the_next_open"),
+    ),
+    defence(
+        "sealed frames that the cache had are read past it (I6)",
+        LOAD,
+        "&source.past_cache_once()",
+        "source",
+        it("durable::what_a_sync_did_not_write_is_noticed_at_the_next_open"),
+    ),
+    defence(
+        "what the cache has is asked for before anything is read (I6)",
+        SOURCE,
+        ".is_some_and(|uncached| uncached.start <= range.start)",
+        ".is_some()",
         it("durable::what_a_sync_did_not_write_is_noticed_at_the_next_open"),
     ),
     // The page cache is trusted with the tail: the predecessor ends where the reading did, and nothing is copied.
