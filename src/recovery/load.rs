@@ -155,6 +155,7 @@ impl Loader<'_> {
             Some(manifest) => manifest.redo,
             None => survey.log.beginning().expect("resolved from it"),
         };
+        let sealed_log = source.past_cache_once();
         let Self { recovery, pages, on_host, in_flight, tail, .. } = self;
         let deltas = Deltas {
             memory: &pages.memory,
@@ -164,9 +165,7 @@ impl Loader<'_> {
             staging: recovery.staging,
         };
         let list = |run| deltas.list(run);
-        recovery.replay(&source.past_cache_once(), survey, from, end.proven.lsn, list, |list| {
-            in_flight.submit(list?)
-        })?;
+        recovery.replay(&sealed_log, survey, from, end.proven.lsn, list, |list| in_flight.submit(list?))?;
         // What no mark proves is read through the cache: that is where it is.
         let list_and_payloads = |run: Run| {
             let payloads = run.batches.iter().map(|batch| run.payload(batch).to_vec());

@@ -114,8 +114,8 @@ pub const LIST: &[Defence] = &[
     defence(
         "all image files of a snapshot are synced (I7)",
         SIDE_BY_SIDE,
-        "crew::map(count, count,",
-        "crew::map(count, 1,",
+        "crew::map(count, count, || (), sync)",
+        "crew::map(count, 1, || (), sync)",
         it("crash::snapshots::snapshots_of_several_files_survive"),
     ),
     defence(

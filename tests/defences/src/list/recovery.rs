@@ -78,15 +78,15 @@ pub const LIST: &[Defence] = &[
     defence(
         "sealed frames that the cache had are read past it (I6)",
         LOAD,
-        "&source.past_cache_once()",
-        "source",
+        "source.past_cache_once()",
+        "DiskSource::new(self.recovery.disk.clone())",
         it("durable::what_a_sync_did_not_write_is_noticed_at_the_next_open"),
     ),
     defence(
-        "what the cache has is asked for before anything is read (I6)",
+        "bytes behind what was uncached are read past the cache (I6)",
         SOURCE,
-        ".is_some_and(|uncached| uncached.start <= range.start)",
-        ".is_some()",
+        "ranges.partition_point(|uncached| uncached.end < range.end)",
+        "0",
         it("durable::what_a_sync_did_not_write_is_noticed_at_the_next_open"),
     ),
     // The page cache is trusted with the tail: the predecessor ends where the reading did, and nothing is copied.
