@@ -209,7 +209,7 @@ mod tests {
             eprintln!("SKIPPED: this file system keeps in memory what it is advised to drop");
             return;
         }
-        assert_eq!(uncached(&file).unwrap(), [0..len]);
+        assert_eq!(uncached(&file).unwrap(), std::slice::from_ref(&(0..len)));
         // Nothing is read ahead.
         rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::Random).unwrap();
         file.read_exact_at(&mut [0], 5 * page_len).unwrap();
