@@ -54,8 +54,8 @@ impl Measure for Snapshot {
     }
 
     fn bytes_needed(&self) -> u64 {
-        // Two snapshots that are kept, one being written, and the ceiling's files beside them.
-        self.sizes.bytes().saturating_mul(4)
+        // Two snapshots that are kept, and one being written; or the ceiling's files in its place.
+        self.sizes.bytes().saturating_mul(3)
     }
 
     fn steps(&self) -> u64 {
