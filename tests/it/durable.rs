@@ -8,8 +8,11 @@ use remanent::disk::Disk;
 use remanent::disk::sim::{Moment, Operation, SimDisk, SyncPoint};
 use remanent::{Ack, Error, FileName, Folder, Lsn, Options, Place, Result, SnapshotId, Store};
 use remanent_format::frame::{FrameHeader, FrameKind};
+use remanent_format::limits::{GROUP_ALIGN, align_up};
 use remanent_format::log::frames_of_segment;
 use remanent_format::rebuild::{RebuildOptions, Survey, rebuild};
+
+use crate::faults::watched;
 
 fn open(disk: &SimDisk) -> Result<Store> {
     let options = Options::default().segment_len(16 << 10).snapshot_log_bytes(None).snapshot_interval(None);
@@ -75,6 +78,28 @@ fn a_busy_period_ends_with_a_seal_that_covers_it() {
             std::thread::yield_now();
         }
     }
+}
+
+/// A batch that comes after a pause finds as much made as one that comes without.
+#[test]
+fn a_seal_that_enters_a_segment_has_another_one_made() {
+    watched("a roll", || {
+        let disk = SimDisk::new();
+        let store = open(&disk).unwrap();
+        let wait_for = |files: &[FileName]| {
+            while !files.iter().all(|file| disk.bytes(*file).is_some()) {
+                std::thread::yield_now();
+            }
+        };
+        // So much is made before anything is committed.
+        wait_for(&[FileName::Segment(3), FileName::Spare(0), FileName::Spare(1)]);
+        let mut batch = store.batch();
+        batch.note("x".repeat(5000));
+        store.commit(batch).unwrap();
+        let frame = *frames(&disk).iter().find(|frame| frame.kind == FrameKind::Batch).unwrap();
+        assert_eq!((frame.segment, align_up(frame.end(), GROUP_ALIGN)), (1, 16 << 10), "no room for a seal");
+        wait_for(&[FileName::Segment(4)]);
+    });
 }
 
 #[test]
