@@ -6,18 +6,12 @@
 //! there it is the final state or a refusal, nothing else. The states are those that callers saw in the open
 //! store, batch by batch: they come from memory, not from the files under test.
 //!
-//! With `REMANENT_DAMAGE=every` each bit of every byte is flipped, by rebuild and by open, each file is cut to every
-//! length, and each sector is replaced by every older self; each sweep prints a row of what came of it. That takes
-//! hours of a processor. `REMANENT_DAMAGE=3/16` does the third of sixteen parts of it: processes of one thread each
-//! (`taskset --cpu-list 3`) are faster than threads of one process, which wait for each other to map memory.
+//! `sweeps.rs` says how everything is damaged in every way.
 
-use std::cell::Cell;
+mod sweeps;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
-use std::num::NonZeroUsize;
-use std::ops::Range;
-use std::sync::LazyLock;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use remanent::disk::sim::{Moment, Plan, SimDisk, Tears};
 use remanent::{Error, FileName, Folder, Key, Lsn, Metadata, PageId, Place, SnapshotId, Store, Width};
@@ -27,6 +21,7 @@ use remanent_format::rebuild::{Survey, rebuild};
 use remanent_format::{Damage, ReadAt};
 
 use crate::files::{Files, State, open, open_with, small};
+use sweeps::{Count, at_least, bits, here, is_long, sweep};
 
 /// A store's files, and what is known of them.
 pub struct Victim {
@@ -215,111 +210,12 @@ fn commit(store: &Store, pages: &[PageId], number: u64) {
     store.commit(batch).unwrap();
 }
 
-/// Which part of how many is damaged, from 0, if everything is damaged in every way, rather than some of it.
-static LONG: LazyLock<Option<(usize, usize)>> = LazyLock::new(|| {
-    let told = std::env::var("REMANENT_DAMAGE").ok()?;
-    let part = || {
-        let (part, parts) = told.split_once('/')?;
-        let (part, parts) = (part.parse::<usize>().ok()?, parts.parse().ok()?);
-        (1..=parts).contains(&part).then(|| (part - 1, parts))
-    };
-    let every = (told == "every").then_some((0, 1));
-    Some(
-        every
-            .or_else(part)
-            .unwrap_or_else(|| panic!("REMANENT_DAMAGE is {told:?}, not \"every\" or like 3/16")),
-    )
-});
-
-fn is_long() -> bool {
-    LONG.is_some()
-}
-
-/// Whether a case belongs to the part that is damaged here.
-fn is_here(number: usize) -> bool {
-    LONG.is_none_or(|(part, parts)| number % parts == part)
-}
-
-/// The bits of a byte to flip: all, or a random one.
-fn bits(number: usize) -> Range<u64> {
-    let random = mix(number as u64) % 8;
-    if is_long() { 0..8 } else { random..random + 1 }
-}
-
-/// What a part must come to, if everything comes to so many.
-fn at_least(count: usize) -> usize {
-    LONG.map_or(count, |(_, parts)| count / parts)
-}
-
-/// Calls `each` for the cases that belong to this part, of those that it is called with.
-fn here(each: impl Fn(&str, &Files)) -> impl Fn(&str, &Files) {
-    let number = Cell::new(0);
-    move |what, files| {
-        if is_here(number.replace(number.get() + 1)) {
-            each(what, files);
-        }
-    }
-}
-
-/// How often each verdict was given.
-#[derive(Debug, Default)]
-struct Count {
-    whole: AtomicUsize,
-    cut: AtomicUsize,
-    traceless: AtomicUsize,
-    refused: AtomicUsize,
-}
-
-impl Count {
-    fn add(&self, verdict: Verdict) {
-        let count = match verdict {
-            Verdict::Whole => &self.whole,
-            Verdict::Cut(_) => &self.cut,
-            Verdict::Traceless(_) => &self.traceless,
-            Verdict::Refused => &self.refused,
-        };
-        count.fetch_add(1, Ordering::Relaxed);
-    }
-
-    /// Whole, cut, traceless, refused; printed too, for who runs the long form.
-    #[expect(clippy::print_stdout, reason = "a row of the table that the long form comes to")]
-    fn get(&self, sweep: &str) -> [usize; 4] {
-        let counts = [&self.whole, &self.cut, &self.traceless, &self.refused];
-        let counts = counts.map(|count| count.load(Ordering::Relaxed));
-        let [whole, cut, traceless, refused] = counts;
-        let cases: usize = counts.iter().sum();
-        println!("| {sweep} | {cases} | {whole} | {cut} | {traceless} | {refused} |");
-        counts
-    }
-}
-
 /// Steele, Lea and Flood's SplitMix64 of a number.
 pub fn mix(number: u64) -> u64 {
     let mut z = number.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     z ^ (z >> 31)
-}
-
-/// Runs `each` for the numbers up to `count`, on all processors, each with its own copy of the files.
-fn sweep(files: &Files, count: usize, each: impl Fn(&mut Files, usize) + Sync) {
-    let next = AtomicUsize::new(0);
-    std::thread::scope(|scope| {
-        for _ in 0..std::thread::available_parallelism().map_or(1, NonZeroUsize::get) {
-            scope.spawn(|| {
-                let mut files = files.clone();
-                loop {
-                    let from = next.fetch_add(64, Ordering::Relaxed);
-                    if from >= count {
-                        break;
-                    }
-                    (from..count.min(from + 64))
-                        .filter(|number| is_here(*number))
-                        .for_each(|number| each(&mut files, number));
-                }
-            });
-        }
-    });
 }
 
 /// The file and the offset of byte `number` of all files together.

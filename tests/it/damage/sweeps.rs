@@ -1,0 +1,115 @@
+//! How much is damaged: some of everything, or everything in every way, or a part of that.
+//!
+//! With `REMANENT_DAMAGE=every` each bit of every byte is flipped, by rebuild and by open, each file is cut to every
+//! length, and each sector is replaced by every older self; each sweep prints a row of what came of it. That takes
+//! hours of a processor. `REMANENT_DAMAGE=3/16` does the third of sixteen parts of it: processes of one thread each
+//! (`taskset --cpu-list 3`) are faster than threads of one process, which wait for each other to map memory.
+
+use std::cell::Cell;
+use std::num::NonZeroUsize;
+use std::ops::Range;
+use std::sync::LazyLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use super::{Verdict, mix};
+use crate::files::Files;
+
+/// Which part of how many is damaged, from 0, if everything is damaged in every way, rather than some of it.
+static LONG: LazyLock<Option<(usize, usize)>> = LazyLock::new(|| {
+    let told = std::env::var("REMANENT_DAMAGE").ok()?;
+    let part = || {
+        let (part, parts) = told.split_once('/')?;
+        let (part, parts) = (part.parse::<usize>().ok()?, parts.parse().ok()?);
+        (1..=parts).contains(&part).then(|| (part - 1, parts))
+    };
+    let every = (told == "every").then_some((0, 1));
+    Some(
+        every
+            .or_else(part)
+            .unwrap_or_else(|| panic!("REMANENT_DAMAGE is {told:?}, not \"every\" or like 3/16")),
+    )
+});
+
+/// Whether everything is damaged in every way.
+pub fn is_long() -> bool {
+    LONG.is_some()
+}
+
+/// Whether a case belongs to the part that is damaged here.
+fn is_here(number: usize) -> bool {
+    LONG.is_none_or(|(part, parts)| number % parts == part)
+}
+
+/// The bits of a byte to flip: all, or a random one.
+pub fn bits(number: usize) -> Range<u64> {
+    let random = mix(number as u64) % 8;
+    if is_long() { 0..8 } else { random..random + 1 }
+}
+
+/// What a part must come to, if everything comes to so many.
+pub fn at_least(count: usize) -> usize {
+    LONG.map_or(count, |(_, parts)| count / parts)
+}
+
+/// Calls `each` for the cases that belong to this part, of those that it is called with.
+pub fn here(each: impl Fn(&str, &Files)) -> impl Fn(&str, &Files) {
+    let number = Cell::new(0);
+    move |what, files| {
+        if is_here(number.replace(number.get() + 1)) {
+            each(what, files);
+        }
+    }
+}
+
+/// Runs `each` for the numbers up to `count`, on all processors, each with its own copy of the files.
+pub fn sweep(files: &Files, count: usize, each: impl Fn(&mut Files, usize) + Sync) {
+    let next = AtomicUsize::new(0);
+    std::thread::scope(|scope| {
+        for _ in 0..std::thread::available_parallelism().map_or(1, NonZeroUsize::get) {
+            scope.spawn(|| {
+                let mut files = files.clone();
+                loop {
+                    let from = next.fetch_add(64, Ordering::Relaxed);
+                    if from >= count {
+                        break;
+                    }
+                    (from..count.min(from + 64))
+                        .filter(|number| is_here(*number))
+                        .for_each(|number| each(&mut files, number));
+                }
+            });
+        }
+    });
+}
+
+/// How often each verdict was given.
+#[derive(Debug, Default)]
+pub struct Count {
+    whole: AtomicUsize,
+    cut: AtomicUsize,
+    traceless: AtomicUsize,
+    refused: AtomicUsize,
+}
+
+impl Count {
+    pub fn add(&self, verdict: Verdict) {
+        let count = match verdict {
+            Verdict::Whole => &self.whole,
+            Verdict::Cut(_) => &self.cut,
+            Verdict::Traceless(_) => &self.traceless,
+            Verdict::Refused => &self.refused,
+        };
+        count.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Whole, cut, traceless, refused; printed too, for who runs the long form.
+    #[expect(clippy::print_stdout, reason = "a row of the table that the long form comes to")]
+    pub fn get(&self, sweep: &str) -> [usize; 4] {
+        let counts = [&self.whole, &self.cut, &self.traceless, &self.refused];
+        let counts = counts.map(|count| count.load(Ordering::Relaxed));
+        let [whole, cut, traceless, refused] = counts;
+        let cases: usize = counts.iter().sum();
+        println!("| {sweep} | {cases} | {whole} | {cut} | {traceless} | {refused} |");
+        counts
+    }
+}
