@@ -8,7 +8,6 @@
 //! Who wants the bytes brings the staging for them, made ahead of the turn: a GPU pins 1.5 GB/s, so a long one takes
 //! seconds, and neither deltas nor who would have the room of the copies may wait for that.
 
-use std::ops::Range;
 use std::sync::Arc;
 
 use remanent_format::Place;
@@ -17,7 +16,7 @@ use super::Turn;
 use crate::arena::{Arena, PageMemory};
 use crate::device::{Command, CommandList, Device, Fence, Lane, Pending, Span, Staging, StagingSpan};
 use crate::error::{Error, Result};
-use crate::staging::{StagingBuf, StagingPool};
+use crate::staging::StagingBuf;
 
 /// Bytes that were caught between two batches, to be brought to the host.
 pub(crate) struct Drain {
@@ -47,8 +46,7 @@ struct Aside {
 
 impl Turn<'_> {
     /// Catches ranges of pages as they are now, each for its offset among `len` bytes; what no range covers is
-    /// unspecified. They are copied aside in `place`, and go from there to the range `to` of `staged`, which may be
-    /// longer. Where a page has grown, so that this is too short by now, it is replaced.
+    /// unspecified. They are copied aside in `place`, and go from there to `staged`, behind its first `from` bytes.
     ///
     /// # Errors
     /// A device error; the one with which the pages' bytes were lost; `OutOfMemory`.
@@ -58,16 +56,13 @@ impl Turn<'_> {
         sources: Vec<(Span, u64)>,
         len: u64,
         staged: StagingBuf,
-        to: Range<u64>,
-        staging: &StagingPool,
+        from: u64,
     ) -> Result<Drain> {
+        assert!(from + len <= staged.len() as u64);
         self.intact()?;
-        let staged = staging.cut(staged, host_len(to.end)?)?;
         match self.arena.allocate_scratch(place, len) {
-            Ok(pieces) => self.copy_aside(pieces, sources, staged, to.start),
-            Err(Error::OverBudget { .. } | Error::OutOfMemory { .. }) => {
-                self.download(sources, staged, to.start)
-            }
+            Ok(pieces) => self.copy_aside(pieces, sources, staged, from),
+            Err(Error::OverBudget { .. } | Error::OutOfMemory { .. }) => self.download(sources, staged, from),
             Err(error) => Err(error),
         }
     }
@@ -76,15 +71,9 @@ impl Turn<'_> {
     ///
     /// # Errors
     /// As for `drain`.
-    pub fn drain_in_order(
-        &self,
-        sources: Vec<(Span, u64)>,
-        staged: StagingBuf,
-        to: Range<u64>,
-        staging: &StagingPool,
-    ) -> Result<Drain> {
+    pub fn drain_in_order(&self, sources: Vec<(Span, u64)>, staged: StagingBuf, from: u64) -> Result<Drain> {
         self.intact()?;
-        self.download(sources, staging.cut(staged, host_len(to.end)?)?, to.start)
+        self.download(sources, staged, from)
     }
 
     fn copy_aside(
@@ -188,8 +177,4 @@ fn queue(
     };
     let commands = pieces.iter().map(download).collect();
     device.submit(Lane::Drain, CommandList { commands, staging: vec![staging.into_staging()] })
-}
-
-fn host_len(len: u64) -> Result<usize> {
-    usize::try_from(len).map_err(|_| Error::OutOfMemory { place: Place::Host, len })
 }

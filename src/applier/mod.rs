@@ -202,8 +202,7 @@ impl Applier {
         range: impl FnOnce(&PageInfo) -> (u64, u64) + Send + 'static,
     ) -> Result<(PageInfo, Lsn, StagingBuf)> {
         self.cold.wait([page])?;
-        let too_long = |_| Error::OutOfMemory { place: Place::Host, len: len_known };
-        let staged = staging.take(usize::try_from(len_known).map_err(too_long)?)?;
+        let staged = staging.take(host_len(len_known)?)?;
         let pool = staging.clone();
         let (info, lsn, drain) = self.turn(move |turn| {
             let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;
@@ -212,14 +211,16 @@ impl Applier {
                 return Err(Error::OutOfBounds { page, offset, len, page_len: info.len });
             }
             turn.intact()?;
+            // The page may have grown since, and the range with it.
+            let staged = pool.cut(staged, host_len(len)?)?;
             let source = turn.applied.memory[page].part(offset, len);
             // From memory of the host bytes come as soon as they would be copied aside.
             let is_far =
                 matches!(info.place, Place::Device(_)) && turn.device.address(source.memory).is_some();
             let drain = if is_far && len > SHORT_COPY_LEN_MAX {
-                turn.drain(info.place, vec![(source, 0)], len, staged, 0..len, &pool)?
+                turn.drain(info.place, vec![(source, 0)], len, staged, 0)?
             } else {
-                turn.drain_in_order(vec![(source, 0)], staged, 0..len, &pool)?
+                turn.drain_in_order(vec![(source, 0)], staged, 0)?
             };
             Ok((info, turn.applied.point.lsn, drain))
         })?;
@@ -279,4 +280,8 @@ impl Drop for Life {
         }
         self.0.requests.end();
     }
+}
+
+fn host_len(len: u64) -> Result<usize> {
+    usize::try_from(len).map_err(|_| Error::OutOfMemory { place: Place::Host, len })
 }

@@ -105,8 +105,9 @@ impl Snapshots {
                 (info, here)
             });
             let pages = pages.collect();
-            let to = head_len..align_up(head_len + at, GROUP_ALIGN);
-            let copies = turn.drain(place, sources, at, staged, to, &staging)?;
+            // As long as the chunk is by now: pages may have grown, or be gone.
+            let staged = staging.cut(staged, align_up(head_len + at, GROUP_ALIGN) as usize)?;
+            let copies = turn.drain(place, sources, at, staged, head_len)?;
             if let Some(cut) = &mut turn.applied.cut {
                 cut.retire_used(turn.arena, copies.fence());
             }
