@@ -11,5 +11,6 @@ mod keeper;
 mod watch;
 
 pub(crate) use segments::{SegmentFile, SegmentPool, SpacePurpose};
+pub(crate) use state::LogStart;
 pub use state::LogStats;
-pub(crate) use writer::{Log, LogStart};
+pub(crate) use writer::Log;

@@ -23,6 +23,22 @@ use crate::sync::Instant;
 /// roll finds the one that it must have.
 pub(super) const AHEAD: usize = 2;
 
+/// The log as an open leaves it: where the next frame goes.
+pub(crate) struct LogStart {
+    /// The end of the last batch.
+    pub point: LogPoint,
+    /// The chain hash that the next frame names: that of the opening seal.
+    pub chain: u32,
+    /// Where the opening seal ends.
+    pub offset: u64,
+    /// The opening segment.
+    pub current: SegmentFile,
+    /// The empty segment after it.
+    pub next: SegmentFile,
+    /// Snapshots that the opening seal records as verified.
+    pub verified: Vec<VerifiedSnapshot>,
+}
+
 /// What the log has done since it was opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
@@ -100,6 +116,43 @@ pub(super) enum Room {
 }
 
 impl State {
+    /// The log of an open store, to which nothing was appended yet.
+    pub fn new(start: LogStart, io: LogIo) -> Result<Self> {
+        let current = live(start.current, io)?;
+        let next = live(start.next, io)?;
+        let now = Instant::now();
+        Ok(Self {
+            current,
+            ahead: VecDeque::from([next]),
+            point: start.point,
+            chain: start.chain,
+            offset: start.offset,
+            group_open: false,
+            dirty: Vec::new(),
+            dirty_bytes: 0,
+            dirty_since: None,
+            left_behind: VecDeque::new(),
+            seals_durable: 0,
+            seals_refused: 0,
+            durable: start.point.lsn,
+            syncing: false,
+            sync_target: start.point.lsn,
+            syncs_begun: 0,
+            waiters: Waiters::new(now),
+            keeper_asleep: false,
+            sealed: true,
+            seal_now: false,
+            seal_missed: false,
+            last_append: now,
+            verified: start.verified,
+            grow_after: None,
+            reserve_full: false,
+            stop: false,
+            watch: Watch::default(),
+            stats: LogStats::default(),
+        })
+    }
+
     /// Finds room for a frame of `frame_len` bytes, going on to the next segment where that is allowed.
     pub fn room_for(&mut self, frame_len: u64) -> Room {
         if self.next_offset() + frame_len <= self.current.len {
@@ -141,4 +194,42 @@ pub(super) fn live(segment: SegmentFile, io: LogIo) -> Result<Live> {
     let window = Arc::from(segment.file.window(io)?);
     tracing::debug!(segment = %FileName::Segment(segment.number), len = segment.len, "segment ready");
     Ok(Live { number: segment.number, len: segment.len, window })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use remanent_format::{Folder, StoreId};
+
+    use super::super::segments::{SegmentPool, SpacePurpose};
+    use super::*;
+    use crate::disk::Disk;
+    use crate::disk::sim::SimDisk;
+
+    fn opened() -> State {
+        let disk = SimDisk::new();
+        disk.make_folder(Folder::Log).unwrap();
+        let pool = SegmentPool::new(Arc::new(disk), StoreId([1; 16]), 16 << 10, 0, LogIo::Mapped).unwrap();
+        let [current, next] = [1, 2].map(|number| pool.make(number, SpacePurpose::User).unwrap());
+        let (point, offset) = (LogPoint::default(), SEGMENT_HEADER_BLOCK);
+        State::new(LogStart { point, chain: 0, offset, current, next, verified: Vec::new() }, LogIo::Mapped)
+            .unwrap()
+    }
+
+    #[test]
+    fn a_sync_waits_for_more_until_it_takes_enough_bytes() {
+        let mut state = opened();
+        // Two syncs that took hours have served two threads, and one of them is back.
+        for began in [state.last_append; 2] {
+            (0..2).for_each(|_| state.waiters.come());
+            state.waiters.begin(began);
+            state.waiters.end(began + Duration::from_secs(10_000));
+        }
+        state.waiters.come();
+        for (dirty_bytes, waits) in [(0, true), (4096, true), (1 << 30, false)] {
+            state.dirty_bytes = dirty_bytes;
+            assert_eq!(state.more_until().is_some(), waits, "{dirty_bytes} bytes");
+        }
+    }
 }

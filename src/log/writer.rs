@@ -14,7 +14,6 @@
 //! Lock order: the store's submission lock, then `growth`, then `state`. The keeper takes no submission
 //! lock, so a committer that waits for a sync cannot block it.
 
-use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
 
@@ -22,10 +21,8 @@ use remanent_format::frame::{FrameHeader, FrameKind, VerifiedSnapshot, frame_len
 use remanent_format::segment::SEGMENT_HEADER_BLOCK;
 use remanent_format::{FileName, LogPoint, Lsn, StoreId};
 
-use super::segments::{SegmentFile, SegmentPool, SpacePurpose};
-use super::state::{AHEAD, Dirty, LogStats, Room, State, live};
-use super::waiters::Waiters;
-use super::watch::Watch;
+use super::segments::{SegmentPool, SpacePurpose};
+use super::state::{AHEAD, Dirty, LogStart, LogStats, Room, State, live};
 use crate::error::{Error, Result};
 use crate::options::LogIo;
 use crate::phases::{self, Phase};
@@ -36,22 +33,6 @@ use crate::sync::{Condvar, Instant, Mutex, MutexGuard};
 
 /// The keeper syncs at once when so many bytes are not synced yet.
 pub(super) const SYNC_AFTER_BYTES: u64 = 8 << 20;
-
-/// The log as an open leaves it: where the next frame goes.
-pub(crate) struct LogStart {
-    /// The end of the last batch.
-    pub point: LogPoint,
-    /// The chain hash that the next frame names: that of the opening seal.
-    pub chain: u32,
-    /// Where the opening seal ends.
-    pub offset: u64,
-    /// The opening segment.
-    pub current: SegmentFile,
-    /// The empty segment after it.
-    pub next: SegmentFile,
-    /// Snapshots that the opening seal records as verified.
-    pub verified: Vec<VerifiedSnapshot>,
-}
 
 /// The log of an open store.
 pub(crate) struct Log {
@@ -89,44 +70,13 @@ impl Log {
         poison: Arc<Poison>,
         start: LogStart,
     ) -> Result<Arc<Self>> {
-        let current = live(start.current, io)?;
-        let next = live(start.next, io)?;
         let log = Arc::new(Self {
             store,
             io,
             pool,
             poison,
             failed: AtomicBool::new(false),
-            state: Mutex::new(State {
-                current,
-                ahead: VecDeque::from([next]),
-                point: start.point,
-                chain: start.chain,
-                offset: start.offset,
-                group_open: false,
-                dirty: Vec::new(),
-                dirty_bytes: 0,
-                dirty_since: None,
-                left_behind: VecDeque::new(),
-                seals_durable: 0,
-                seals_refused: 0,
-                durable: start.point.lsn,
-                syncing: false,
-                sync_target: start.point.lsn,
-                syncs_begun: 0,
-                waiters: Waiters::new(Instant::now()),
-                keeper_asleep: false,
-                sealed: true,
-                seal_now: false,
-                seal_missed: false,
-                last_append: Instant::now(),
-                verified: start.verified,
-                grow_after: None,
-                reserve_full: false,
-                stop: false,
-                watch: Watch::default(),
-                stats: LogStats::default(),
-            }),
+            state: Mutex::new(State::new(start, io)?),
             growth: Mutex::new(()),
             work: Condvar::new(),
             progress: Condvar::new(),
