@@ -123,8 +123,8 @@ impl SegmentPool {
 
     /// Writes a whole segment under a temporary name, and syncs it. No space is a clean failure.
     fn build(&self, number: u64, header: &SegmentHeader, frames: &[u8]) -> Result<Arc<dyn DiskFile>> {
-        self.written(number, header, |temporary| {
-            let file = self.disk.create(temporary)?;
+        let make = |temporary| self.disk.create(temporary);
+        self.written(number, header, make, |file| {
             file.write_at(0, &header_block(header))?;
             file.write_at(SEGMENT_HEADER_BLOCK, frames)?;
             // Every byte is written before the file is mapped: a hole would turn a full disk into SIGBUS.
@@ -146,10 +146,10 @@ impl SegmentPool {
         let mut spares = self.spares.lock();
         let spare = spares.pop_if(|_| header.segment_len == self.segment_len);
         let Some(spare) = spare else { return self.build(number, header, frames) };
-        self.written(number, header, |temporary| {
-            // 1. It is no spare any more, and that for good: frames of a place that is yet to be written must not
-            //    come back under a name that lasts.
-            self.disk.rename(FileName::Spare(spare), temporary)?;
+        // 1. It is no spare any more, and that for good: frames of a place that is yet to be written must not
+        //    come back under a name that lasts.
+        let make = |temporary| self.disk.rename(FileName::Spare(spare), temporary).map(|()| temporary);
+        self.written(number, header, make, |temporary| {
             self.disk.sync_folder(Folder::Log)?;
             // 2. What it held names other places, and lies behind what is valid now.
             let file = self.disk.open(temporary, true)?;
@@ -159,17 +159,21 @@ impl SegmentPool {
         })
     }
 
-    fn written(
+    /// Makes a file and writes a segment to it. What was made and not wholly written is removed.
+    fn written<T>(
         &self,
         number: u64,
         header: &SegmentHeader,
-        write: impl FnOnce(FileName) -> Result<Arc<dyn DiskFile>>,
+        make: impl FnOnce(FileName) -> Result<T>,
+        write: impl FnOnce(T) -> Result<Arc<dyn DiskFile>>,
     ) -> Result<Arc<dyn DiskFile>> {
         let temporary = FileName::Temporary(Folder::Log, number);
-        write(temporary).map_err(|error: Error| {
+        let remove = |_: &Error| {
             if let Err(error) = self.disk.remove(temporary) {
                 tracing::warn!(%error, "cannot remove an unfinished segment; the next open will");
             }
+        };
+        make(temporary).and_then(|made| write(made).inspect_err(remove)).map_err(|error| {
             if error.is_no_space() {
                 Error::DiskFull { file: FileName::Segment(number), needed: header.segment_len }
             } else {

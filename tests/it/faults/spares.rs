@@ -1,6 +1,7 @@
 //! Segments that nothing needs any more wait to be used again, and give way to whatever finds the disk full.
 
 use remanent::disk::Disk;
+use remanent::disk::sim::{EIO, Fault, Operation};
 use remanent::{FileName, Folder};
 
 use super::*;
@@ -78,6 +79,33 @@ fn an_open_makes_no_segment_where_there_are_spares() {
             line.commits(&store, COMMITS).unwrap();
         }
     });
+}
+
+/// Nothing lies under the name of what could not be made, nor is anything else removed for it.
+#[test]
+fn an_opening_segment_that_was_not_made_is_not_removed() {
+    for (operation, with_spares) in [(Operation::Rename, true), (Operation::Create, false)] {
+        watched("an open", move || {
+            let (disk, store, line) = recycled();
+            store.close().unwrap();
+            let spares = Disk::list(&disk, Folder::Log).unwrap();
+            let spares = spares.iter().filter_map(|name| FileName::parse(Folder::Log, name));
+            for spare in spares.filter(|file| matches!(file, FileName::Spare(_)) && !with_spares) {
+                disk.remove(spare).unwrap();
+            }
+            disk.fail(Fault { operation, skip: 0, times: 1, errno: EIO });
+            let removed = disk.calls(Operation::Remove);
+            let refused = open_on_host(&disk).map(drop).unwrap_err();
+            let is_expected = match refused.file() {
+                Some(FileName::Spare(_)) => with_spares,
+                Some(FileName::Temporary(Folder::Log, _)) => !with_spares,
+                _ => false,
+            };
+            assert!(is_expected, "{refused}");
+            assert_eq!(disk.calls(Operation::Remove), removed, "{operation:?}");
+            line.check(&open_on_host(&disk).unwrap(), line.logged);
+        });
+    }
 }
 
 #[test]

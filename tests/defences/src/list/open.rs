@@ -111,11 +111,11 @@ pub const LIST: &[Defence] = &[
         "!spares.is_empty()",
         it("faults::disk_full::a_full_disk_refuses_commits_and_the_same_store_goes_on_when_space_returns"),
     ),
-    check(
+    defence(
         "what an unfinished segment took is given back",
         SEGMENTS,
-        "if let Err(error) = self.disk.remove(temporary) {\n                \
-         tracing::warn!(%error, \"cannot remove an unfinished segment; the next open will\");\n            }",
+        "write(made).inspect_err(remove)",
+        "write(made)",
         it("faults::disk_full::a_store_that_cannot_open_for_lack_of_space_opens_when_there_is_some"),
     ),
     refusal(
