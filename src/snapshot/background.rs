@@ -134,8 +134,9 @@ impl Life {
         let snapshots = &*self.0;
         let mut again = None;
         while !snapshots.pace.is_called_off() {
-            let last = *snapshots.last.lock();
+            // In this order: a snapshot that a caller takes in between puts the next one off, and calls for none.
             let log = snapshots.log.length();
+            let last = *snapshots.last.lock();
             match rules.next(log, last, again, Instant::now()) {
                 Next::Wait { lsn, bytes, until } => snapshots.log.watch(lsn, bytes, until),
                 Next::Take => match self.take(log.0) {
