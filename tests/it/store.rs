@@ -184,10 +184,12 @@ fn a_snapshot_lets_the_log_be_recycled() {
         let (segments, spares): (Vec<_>, Vec<_>) = names.partition(|path| path.extension().unwrap() == "log");
         files.push((segments.len(), spares.len()));
     }
+    // Ten and those ahead if all commits of a round are one group; more with each group, so how many depends on how
+    // often the keeper syncs. All rounds take 60 at least, and half of them 30.
     let (segments, _) = files[11];
-    assert!(segments <= 12, "what two snapshots need: {files:?}");
+    assert!(segments <= 24, "what two snapshots need: {files:?}");
     let all = |round: usize| files[round].0 + files[round].1;
-    assert!(all(11) <= all(5) + 2, "what was freed is used again: {files:?}");
+    assert!(all(11) <= all(5) + 12, "what was freed is used again: {files:?}");
     assert_eq!(store.snapshots().len(), 2);
     drop(store);
     let store = Store::open(directory.path(), small()).unwrap();
