@@ -3,7 +3,12 @@
 //!
 //! ```text
 //! cargo run --release --manifest-path tests/peers/Cargo.toml --target-dir target/peers -- commits DIR [ROUNDS SECONDS]
+//! cargo run --release --manifest-path tests/peers/Cargo.toml --target-dir target/peers -- running DIR [ROUNDS SECONDS [KIB]]
 //! ```
+//!
+//! `commits` opens a new store for each turn, and counts from its first commit. `running` opens each once, has it commit
+//! [`WARM_UP`] bytes, as records of 64 KiB, so that it has come to use its files again if it ever does, and keeps it open
+//! from turn to turn; the first quarter of a turn is not counted, for what the store before still does behind its commits.
 //!
 //! Every store has its strictest durability. A commit is one record under a key of its thread's own. Syncs are
 //! counted by `strace`, in a run of their own, for it slows down what it watches: a store that makes fewer of them
@@ -16,6 +21,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use tempfile::TempDir;
+
 use crate::peers::{Commit, PEERS, Result};
 use crate::raw::{RawLog, Way};
 use crate::syncs;
@@ -27,6 +34,9 @@ const LENS: [usize; 2] = [4 << 10, 64 << 10];
 /// The raw loops.
 const RAW: [(&str, Way); 2] =
     [("raw, pwrite + fdatasync", Way::Synced), ("raw, O_DIRECT + O_DSYNC", Way::Direct)];
+
+/// Bytes of records that a running store was given: twice what Remanent's log holds when its segments come back.
+const WARM_UP: u64 = 1 << 30;
 
 /// A log that keeps what Remanent keeps of it.
 const KEEPS_LOG: &str = "okaywal, 256 MiB of log kept";
@@ -42,7 +52,11 @@ fn names() -> impl Iterator<Item = &'static str> {
     RAW.into_iter().map(|(name, _)| name).chain(PEERS.iter().map(|peer| peer.name)).chain([KEEPS_LOG])
 }
 
-fn open(name: &str, directory: &Path, len: usize) -> Result<Box<dyn Commit>> {
+fn open(name: &str, directory: &Path, len: usize) -> Box<dyn Commit> {
+    try_open(name, directory, len).unwrap_or_else(|error| panic!("{name} does not open: {error}"))
+}
+
+fn try_open(name: &str, directory: &Path, len: usize) -> Result<Box<dyn Commit>> {
     match RAW.iter().find(|(raw, _)| *raw == name) {
         Some((_, way)) => Ok(Box::new(RawLog::new(&directory.join("raw"), *way, THREADS * len)?)),
         None if name == KEEPS_LOG => crate::peers::okaywal::open_keeping_log(directory),
@@ -57,19 +71,15 @@ pub fn compare(directory: &Path, rounds: usize, time: Duration) -> ExitCode {
         println!("{THREADS} threads, {} KiB, {rounds} rounds of {} s\n", len >> 10, time.as_secs_f64());
         println!("| | commits/s | of the faster raw loop | syncs for {} commits |", COUNTED * THREADS as u64);
         println!("|---|---|---|---|");
-        let mut rates: Vec<Vec<f64>> = names().map(|_| Vec::new()).collect();
-        for _ in 0..rounds {
-            for (name, rates) in names().zip(&mut rates) {
-                rates.push(rate(name, directory, len, time));
-            }
-        }
-        // Each round has its own ceiling.
-        let ceilings: Vec<f64> = (0..rounds).map(|round| rates[0][round].max(rates[1][round])).collect();
-        for (name, rates) in names().zip(&rates) {
-            let shares = rates.iter().zip(&ceilings).map(|(rate, ceiling)| rate / ceiling).collect();
+        let found = take_turns(rounds, |turn| {
+            let name = names().nth(turn).expect("one turn each");
+            let store = Running::open(name, directory, len);
+            store.rate(len, Duration::ZERO, time)
+        });
+        for (name, Medians { rate, share }) in names().zip(found) {
             let syncs = count_syncs(name, directory, len);
             let shown = syncs.map_or_else(|| "no strace here".to_owned(), |syncs| syncs.to_string());
-            println!("| {name} | {:.0} | {:.2} | {shown} |", median(rates.clone()), median(shares));
+            println!("| {name} | {rate:.0} | {share:.2} | {shown} |");
             are_all_durable &= syncs.is_none_or(|syncs| syncs >= COUNTED);
         }
         println!();
@@ -77,30 +87,86 @@ pub fn compare(directory: &Path, rounds: usize, time: Duration) -> ExitCode {
     if are_all_durable { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// Commits a second, in a new store.
-fn rate(name: &str, directory: &Path, len: usize, time: Duration) -> f64 {
-    let directory = tempfile::tempdir_in(directory).expect("a directory for a store");
-    let store =
-        open(name, directory.path(), len).unwrap_or_else(|error| panic!("{name} does not open: {error}"));
-    let (over, total) = (AtomicBool::new(false), AtomicU64::new(0));
-    let started = Instant::now();
-    each_thread(|thread| {
-        let mut count = 0;
-        while !over.load(Ordering::Relaxed) {
-            commit(name, &*store, thread, count, len);
-            count += 1;
-            if started.elapsed() >= time {
-                over.store(true, Ordering::Relaxed);
-            }
+/// Measures stores that have been running, with records of so many bytes, or of all lengths.
+pub fn compare_running(directory: &Path, rounds: usize, time: Duration, len: Option<usize>) -> ExitCode {
+    let longest = LENS[LENS.len() - 1];
+    let stores: Vec<Running> = names().map(|name| Running::open(name, directory, longest)).collect();
+    for store in &stores {
+        let count = WARM_UP / (THREADS * longest) as u64;
+        each_thread(|thread| (0..count).for_each(|count| store.commit(thread, count, longest)));
+    }
+    for len in LENS.into_iter().filter(|has| len.is_none_or(|len| len == *has)) {
+        println!("{THREADS} threads, {} KiB, {rounds} rounds of {} s\n", len >> 10, time.as_secs_f64());
+        println!("| running | commits/s | of the faster raw loop |\n|---|---|---|");
+        let found = take_turns(rounds, |turn| stores[turn].rate(len, time / 4, time));
+        for (name, Medians { rate, share }) in names().zip(found) {
+            println!("| {name} | {rate:.0} | {share:.2} |");
         }
-        total.fetch_add(count, Ordering::Relaxed);
-    });
-    total.into_inner() as f64 / started.elapsed().as_secs_f64()
+        println!();
+    }
+    ExitCode::SUCCESS
+}
+
+/// Of the rounds of one store.
+struct Medians {
+    rate: f64,
+    /// Of the faster raw loop of the same round.
+    share: f64,
+}
+
+/// Has each of [`names`] take its turn, round by round.
+fn take_turns(rounds: usize, turn: impl Fn(usize) -> f64) -> Vec<Medians> {
+    let rounds: Vec<Vec<f64>> = (0..rounds).map(|_| (0..names().count()).map(&turn).collect()).collect();
+    let of_store = |store: usize| {
+        let rates: Vec<f64> = rounds.iter().map(|rates| rates[store]).collect();
+        let shares = rounds.iter().map(|rates| rates[store] / rates[0].max(rates[1])).collect();
+        Medians { rate: median(rates), share: median(shares) }
+    };
+    (0..names().count()).map(of_store).collect()
+}
+
+/// An open store, and its directory.
+struct Running {
+    name: &'static str,
+    store: Box<dyn Commit>,
+    _directory: TempDir,
+}
+
+impl Running {
+    /// A new one, for records of so many bytes at most.
+    fn open(name: &'static str, directory: &Path, len: usize) -> Self {
+        let directory = tempfile::tempdir_in(directory).expect("a directory for a store");
+        Self { name, store: open(name, directory.path(), len), _directory: directory }
+    }
+
+    fn commit(&self, thread: usize, count: u64, len: usize) {
+        commit(self.name, &*self.store, thread, count, len);
+    }
+
+    /// Commits a second, once the beginning is over.
+    fn rate(&self, len: usize, beginning: Duration, time: Duration) -> f64 {
+        let (over, total) = (AtomicBool::new(false), AtomicU64::new(0));
+        let started = Instant::now();
+        each_thread(|thread| {
+            let (mut count, mut counted) = (0, 0);
+            while !over.load(Ordering::Relaxed) {
+                self.commit(thread, count, len);
+                count += 1;
+                let elapsed = started.elapsed();
+                counted += u64::from(elapsed >= beginning);
+                if elapsed >= beginning + time {
+                    over.store(true, Ordering::Relaxed);
+                }
+            }
+            total.fetch_add(counted, Ordering::Relaxed);
+        });
+        total.into_inner() as f64 / (started.elapsed() - beginning).as_secs_f64()
+    }
 }
 
 /// A child's work: so many commits by each thread.
 pub fn commit_some(name: &str, directory: &Path, len: usize, count: u64) -> ExitCode {
-    let store = open(name, directory, len).unwrap_or_else(|error| panic!("{name} does not open: {error}"));
+    let store = open(name, directory, len);
     each_thread(|thread| (0..count).for_each(|count| commit(name, &*store, thread, count, len)));
     // What a store does when it is closed is no part of its commits.
     std::process::exit(0)
@@ -136,7 +202,8 @@ fn count_syncs(name: &str, directory: &Path, len: usize) -> Option<u64> {
     Some(of(COUNTED)?.saturating_sub(of(0)?))
 }
 
-fn median(mut values: Vec<f64>) -> f64 {
+/// The upper one of two in the middle.
+pub fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     values[values.len() / 2]
 }

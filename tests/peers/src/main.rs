@@ -16,7 +16,8 @@
 //! - *silently lost*: records are missing, and nothing says so;
 //! - *silently wrong*: a record is there that nobody wrote.
 //!
-//! `commits` as the first argument compares their durable commits instead: see `commits.rs`.
+//! `commits` or `running` as the first argument compares their durable commits instead: see `commits.rs`. `rings` compares ways to
+//! write and read files: see `rings/mod.rs`.
 
 // The raw loop is the one of `remanent bench commit`.
 #[path = "../../../tools/src/aligned.rs"]
@@ -27,6 +28,7 @@ mod peers;
 #[path = "../../../tools/src/bench/raw.rs"]
 mod raw;
 mod record;
+mod rings;
 mod syncs;
 mod trial;
 
@@ -60,10 +62,31 @@ fn main() -> ExitCode {
             let seconds = Duration::from_secs(number(seconds));
             commits::compare(Path::new(directory), number(rounds).max(1) as usize, seconds)
         }
+        ["running", directory] => {
+            commits::compare_running(Path::new(directory), 5, Duration::from_secs(1), None)
+        }
+        ["running", directory, rounds, seconds, ref kib @ ..] => {
+            let (rounds, seconds) = (number(rounds).max(1) as usize, Duration::from_secs(number(seconds)));
+            let len = kib.first().map(|kib| number(kib) as usize * 1024);
+            commits::compare_running(Path::new(directory), rounds, seconds, len)
+        }
+        ["rings", directory, ref options @ ..] => rings(Path::new(directory), options),
         [] => compare(300, 1),
         [trials] => compare(number(trials), 1),
         [trials, seed] => compare(number(trials), number(seed)),
-        _ => panic!("usage: peers [TRIALS] [SEED] | commits DIR [ROUNDS SECONDS]"),
+        _ => panic!(
+            "usage: peers [TRIALS] [SEED] | commits DIR [ROUNDS SECONDS] | running DIR [ROUNDS SECONDS [KIB]] | rings DIR [--seconds N] [--json]"
+        ),
+    }
+}
+
+fn rings(directory: &Path, options: &[&str]) -> ExitCode {
+    match options {
+        [] => rings::compare(directory, 60, false),
+        ["--json"] => rings::compare(directory, 60, true),
+        ["--seconds", seconds] => rings::compare(directory, number(seconds), false),
+        ["--seconds", seconds, "--json"] => rings::compare(directory, number(seconds), true),
+        _ => panic!("usage: peers rings DIR [--seconds N] [--json]"),
     }
 }
 

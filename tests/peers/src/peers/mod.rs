@@ -5,6 +5,8 @@ mod lmdb;
 pub mod okaywal;
 mod redb;
 mod remanent;
+#[cfg(feature = "rocksdb")]
+mod rocksdb;
 mod sqlite;
 
 use std::error::Error;
@@ -58,6 +60,8 @@ pub const PEERS: &[Peer] = &[
     Peer { name: "fjall", write: fjall::write, read: fjall::read, open: fjall::open },
     Peer { name: "redb", write: redb::write, read: redb::read, open: redb::open },
     Peer { name: "sqlite", write: sqlite::write, read: sqlite::read, open: sqlite::open },
+    #[cfg(feature = "rocksdb")]
+    Peer { name: "rocksdb", write: rocksdb::write, read: rocksdb::read, open: rocksdb::open },
     Peer { name: "lmdb", write: lmdb::write, read: lmdb::read, open: lmdb::open },
 ];
 

@@ -1,0 +1,155 @@
+//! RocksDB as the system has it, by its C interface: a key a record, each written with `sync`, all else as it is by
+//! default. Its writers make groups of their own. The log is recovered up to the first damage, as by default: what
+//! refuses any damage (`kAbsoluteConsistency`) refuses what a power cut leaves as well.
+
+use std::ffi::{CStr, CString, c_char, c_uchar, c_void};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::ptr;
+
+use super::{Commit, Found, Result};
+use crate::record;
+
+/// Some object of RocksDB's.
+type Object = *mut c_void;
+
+#[link(name = "rocksdb")]
+unsafe extern "C" {
+    fn rocksdb_options_create() -> Object;
+    fn rocksdb_options_destroy(options: Object);
+    fn rocksdb_options_set_create_if_missing(options: Object, is: c_uchar);
+    fn rocksdb_writeoptions_create() -> Object;
+    fn rocksdb_writeoptions_destroy(options: Object);
+    fn rocksdb_writeoptions_set_sync(options: Object, is: c_uchar);
+    fn rocksdb_readoptions_create() -> Object;
+    fn rocksdb_readoptions_destroy(options: Object);
+    fn rocksdb_open(options: Object, path: *const c_char, error: *mut *mut c_char) -> Object;
+    fn rocksdb_close(database: Object);
+    fn rocksdb_put(
+        database: Object,
+        options: Object,
+        key: *const c_char,
+        key_len: usize,
+        value: *const c_char,
+        value_len: usize,
+        error: *mut *mut c_char,
+    );
+    fn rocksdb_create_iterator(database: Object, options: Object) -> Object;
+    fn rocksdb_iter_destroy(iterator: Object);
+    fn rocksdb_iter_seek_to_first(iterator: Object);
+    fn rocksdb_iter_valid(iterator: Object) -> c_uchar;
+    fn rocksdb_iter_next(iterator: Object);
+    fn rocksdb_iter_key(iterator: Object, len: *mut usize) -> *const c_char;
+    fn rocksdb_iter_value(iterator: Object, len: *mut usize) -> *const c_char;
+    fn rocksdb_iter_get_error(iterator: Object, error: *mut *mut c_char);
+    fn rocksdb_free(memory: *mut c_void);
+}
+
+/// An open store, and how it is written to.
+struct Database {
+    database: Object,
+    synced: Object,
+}
+
+// SAFETY: RocksDB locks what several threads use at once, and options that nobody changes may be read by all.
+unsafe impl Sync for Database {}
+
+impl Database {
+    fn open(directory: &Path) -> Result<Self> {
+        let path = CString::new(directory.as_os_str().as_bytes())?;
+        let mut error = ptr::null_mut();
+        // SAFETY: the options live until they are destroyed behind the call that reads them; the path ends with a zero.
+        let database = unsafe {
+            let options = rocksdb_options_create();
+            rocksdb_options_set_create_if_missing(options, 1);
+            let database = rocksdb_open(options, path.as_ptr(), &mut error);
+            rocksdb_options_destroy(options);
+            database
+        };
+        refused(error)?;
+        // SAFETY: they are destroyed when this is dropped.
+        let synced = unsafe { rocksdb_writeoptions_create() };
+        // SAFETY: they were just made.
+        unsafe { rocksdb_writeoptions_set_sync(synced, 1) };
+        Ok(Self { database, synced })
+    }
+
+    fn put(&self, key: &[u8], value: &[u8]) -> Result<()> {
+        let mut error = ptr::null_mut();
+        let (at, of) = (key.as_ptr().cast(), value.as_ptr().cast());
+        // SAFETY: both live as long as this, and key and value are as long as is said.
+        unsafe { rocksdb_put(self.database, self.synced, at, key.len(), of, value.len(), &mut error) };
+        refused(error)
+    }
+
+    fn records(&self) -> Result<Vec<record::Record>> {
+        let mut records = Vec::new();
+        let mut error = ptr::null_mut();
+        // SAFETY: the iterator is used between being made and being destroyed, while the database is open; keys and
+        // values, which are as long as it says, are copied before it goes on.
+        unsafe {
+            let options = rocksdb_readoptions_create();
+            let iterator = rocksdb_create_iterator(self.database, options);
+            rocksdb_iter_seek_to_first(iterator);
+            while rocksdb_iter_valid(iterator) != 0 {
+                let bytes = |of: unsafe extern "C" fn(Object, *mut usize) -> *const c_char| {
+                    let mut len = 0;
+                    let at = of(iterator, &mut len);
+                    std::slice::from_raw_parts(at.cast::<u8>(), len).to_vec()
+                };
+                records.push((bytes(rocksdb_iter_key), bytes(rocksdb_iter_value)));
+                rocksdb_iter_next(iterator);
+            }
+            rocksdb_iter_get_error(iterator, &mut error);
+            rocksdb_iter_destroy(iterator);
+            rocksdb_readoptions_destroy(options);
+        }
+        refused(error)?;
+        Ok(records)
+    }
+}
+
+impl Drop for Database {
+    fn drop(&mut self) {
+        // SAFETY: nobody uses either any more.
+        unsafe {
+            rocksdb_close(self.database);
+            rocksdb_writeoptions_destroy(self.synced);
+        }
+    }
+}
+
+/// What RocksDB said of a call, if it said anything.
+fn refused(error: *mut c_char) -> Result<()> {
+    if error.is_null() {
+        return Ok(());
+    }
+    // SAFETY: it is a text that ends with a zero, and ours to free.
+    let text = unsafe { CStr::from_ptr(error) }.to_string_lossy().into_owned();
+    // SAFETY: nobody looks at it any more.
+    unsafe { rocksdb_free(error.cast()) };
+    Err(text.into())
+}
+
+pub fn write(directory: &Path, done: &dyn Fn()) -> Result<()> {
+    let database = Database::open(directory)?;
+    for number in 0..record::COUNT {
+        database.put(&number.to_be_bytes(), &record::bytes(number))?;
+    }
+    done();
+    Ok(())
+}
+
+pub fn read(directory: &Path) -> Result<Found> {
+    Ok(Database::open(directory)?.records()?.into())
+}
+
+pub fn open(directory: &Path, _: usize) -> Result<Box<dyn Commit>> {
+    Ok(Box::new(Database::open(directory)?))
+}
+
+impl Commit for Database {
+    fn commit(&self, thread: usize, count: u64, record: &[u8]) -> Result<()> {
+        self.put(&super::key(thread, count), record)
+    }
+}
