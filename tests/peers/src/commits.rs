@@ -8,7 +8,8 @@
 //!
 //! `commits` opens a new store for each turn, and counts from its first commit. `running` opens each once, has it commit
 //! [`WARM_UP`] bytes, as records of 64 KiB, so that it has come to use its files again if it ever does, and keeps it open
-//! from turn to turn; the first quarter of a turn is not counted, for what the store before still does behind its commits.
+//! from turn to turn; before each a quarter of its time goes by uncounted, for what the store before it still does behind
+//! its commits.
 //!
 //! Every store has its strictest durability. A commit is one record under a key of its thread's own. Syncs are
 //! counted by `strace`, in a run of their own, for it slows down what it watches: a store that makes fewer of them
@@ -35,7 +36,7 @@ const LENS: [usize; 2] = [4 << 10, 64 << 10];
 const RAW: [(&str, Way); 2] =
     [("raw, pwrite + fdatasync", Way::Synced), ("raw, O_DIRECT + O_DSYNC", Way::Direct)];
 
-/// Bytes of records that a running store was given: twice what Remanent's log holds when its segments come back.
+/// Bytes of records that a running store was given. Remanent's first segments come back after 600 MiB of them.
 const WARM_UP: u64 = 1 << 30;
 
 /// A log that keeps what Remanent keeps of it.

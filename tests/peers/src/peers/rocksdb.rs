@@ -136,6 +136,8 @@ pub fn write(directory: &Path, done: &dyn Fn()) -> Result<()> {
     for number in 0..record::COUNT {
         database.put(&number.to_be_bytes(), &record::bytes(number))?;
     }
+    // Longer than all else, and for people: no store reads it.
+    std::fs::remove_file(directory.join("LOG"))?;
     done();
     Ok(())
 }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::OFlags;
 
-use super::ring::{Registered, Ring, What};
+use super::ring::{Ring, Told, What};
 use super::sample::Sample;
 use super::{Group, Way, piece};
 
@@ -25,16 +25,16 @@ pub fn groups(directory: &Path) -> Vec<Group> {
 }
 
 fn ways(path: &Path, len: usize) -> Vec<Way> {
-    let by_ring = |name: &str, registered: Registered| {
+    let by_ring = |name: &str, told: Told| {
         let path = path.to_path_buf();
-        Way::with_ring(name, move |time| ring(&path, len, registered, time))
+        Way::with_ring(name, move |time| ring(&path, len, told, time))
     };
     let path: PathBuf = path.to_path_buf();
     vec![
         Way::without_ring("pwrite", move |time| calls(&path, len, time)),
-        by_ring("ring", Registered::default()),
-        by_ring("ring, file registered", Registered { files: true, memory: false }),
-        by_ring("ring, file and memory registered", Registered { files: true, memory: true }),
+        by_ring("ring", Told::default()),
+        by_ring("ring, file registered", Told { files: true, ..Told::default() }),
+        by_ring("ring, file and memory registered", Told { files: true, memory: true, ..Told::default() }),
     ]
 }
 
@@ -56,9 +56,9 @@ fn calls(path: &Path, len: usize, time: Duration) -> io::Result<Sample> {
     one_by_one(len, time, |offset| file.write_all_at(&group, offset))
 }
 
-fn ring(path: &Path, len: usize, registered: Registered, time: Duration) -> io::Result<Sample> {
+fn ring(path: &Path, len: usize, told: Told, time: Duration) -> io::Result<Sample> {
     let files = [segment(path)?];
-    let mut ring = Ring::new(&files, 1, len, registered)?;
+    let mut ring = Ring::new(&files, 1, len, told)?;
     one_by_one(len, time, |offset| {
         ring.begin(What::Write, 0, 0, offset);
         ring.finish_one().map(drop)

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{FallocateFlags, OFlags, fallocate};
 
-use super::ring::{Registered, Ring, What};
+use super::ring::{Ring, Told, What};
 use super::sample::Sample;
 use super::{Group, Way, piece};
 
@@ -55,16 +55,23 @@ fn readers(directory: &Path, cache: Cache) -> Vec<Way> {
         let name = format!("pread, {threads} thread{}", if threads == 1 { "" } else { "s" });
         Way::without_ring(&name, move |time| read_by_threads(&to_read(&directory, cache)?, threads, time))
     });
-    let registered = Registered { files: true, memory: true };
-    let plain = Registered::default();
-    let by_ring =
-        [(4, plain), (16, plain), (32, plain), (64, plain), (32, registered)].map(|(depth, registered)| {
-            let directory = directory.to_path_buf();
-            let told = if registered.memory { ", files and memory registered" } else { "" };
-            Way::with_ring(&format!("ring of {depth}{told}"), move |time| {
-                read_by_ring(&to_read(&directory, cache)?, depth, registered, time)
-            })
-        });
+    let plain = Told::default();
+    let registered = Told { files: true, memory: true, ..plain };
+    let workers = Told { workers: true, ..plain };
+    let by_ring = [
+        (4, plain, ""),
+        (16, plain, ""),
+        (32, plain, ""),
+        (64, plain, ""),
+        (32, registered, ", files and memory registered"),
+        (16, workers, ", by the kernel's workers"),
+    ];
+    let by_ring = by_ring.map(|(depth, told, how)| {
+        let directory = directory.to_path_buf();
+        Way::with_ring(&format!("ring of {depth}{how}"), move |time| {
+            read_by_ring(&to_read(&directory, cache)?, depth, told, time)
+        })
+    });
     by_threads.into_iter().chain(by_ring).collect()
 }
 
@@ -134,8 +141,8 @@ fn read_by_threads(files: &[File], threads: usize, time: Duration) -> io::Result
     Ok(sample)
 }
 
-fn read_by_ring(files: &[File], depth: usize, registered: Registered, time: Duration) -> io::Result<Sample> {
-    let mut ring = Ring::new(files, depth, LEN, registered)?;
+fn read_by_ring(files: &[File], depth: usize, told: Told, time: Duration) -> io::Result<Sample> {
+    let mut ring = Ring::new(files, depth, LEN, told)?;
     let mut sample = Sample::default();
     sample.during(|sample| {
         let started = Instant::now();
@@ -216,7 +223,7 @@ fn write_by_threads(files: &[File], sample: &mut Sample) -> io::Result<()> {
 
 /// All files by one thread, a piece of each in turn; then all are synced at once.
 fn write_by_ring<const DEPTH: usize>(files: &[File], sample: &mut Sample) -> io::Result<()> {
-    let mut ring = Ring::new(files, DEPTH, LEN, Registered::default())?;
+    let mut ring = Ring::new(files, DEPTH, LEN, Told::default())?;
     sample.during(|sample| {
         let count = FILES as u64;
         let turn = |number: u64| ((number % count) as usize, number / count * LEN as u64);

@@ -20,18 +20,22 @@ pub enum What {
     Sync,
 }
 
-/// What the kernel is told of once, and not with each transfer.
+/// What the kernel is told of beforehand.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Registered {
+pub struct Told {
+    /// Of the files, once for all transfers.
     pub files: bool,
+    /// Of the memory likewise.
     pub memory: bool,
+    /// To leave each transfer to a worker of its own, and not to try it first on the thread that submits.
+    pub workers: bool,
 }
 
 /// A ring, and as many pieces of memory as transfers can be under way.
 pub struct Ring<'f> {
     ring: IoUring,
     files: &'f [File],
-    registered: Registered,
+    told: Told,
     pieces: Vec<Aligned>,
     /// What each piece is used for.
     under_way: Vec<Option<What>>,
@@ -42,7 +46,7 @@ impl<'f> Ring<'f> {
     ///
     /// # Errors
     /// What the kernel says: some have no rings, and some refuse them.
-    pub fn new(files: &'f [File], depth: usize, len: usize, registered: Registered) -> io::Result<Self> {
+    pub fn new(files: &'f [File], depth: usize, len: usize, told: Told) -> io::Result<Self> {
         let entries = u32::try_from(depth).expect("a small number");
         // One thread submits, and completions wait until it asks: the least work, where a kernel knows of it (6.1).
         let frugal = IoUring::builder().setup_single_issuer().setup_defer_taskrun().build(entries);
@@ -51,17 +55,17 @@ impl<'f> Ring<'f> {
             _ => Err(error),
         })?;
         let pieces: Vec<Aligned> = (0..depth).map(|number| piece(number as u64, len)).collect();
-        if registered.files {
+        if told.files {
             let descriptors: Vec<_> = files.iter().map(AsRawFd::as_raw_fd).collect();
             ring.submitter().register_files(&descriptors)?;
         }
-        if registered.memory {
+        if told.memory {
             let area = |piece: &Aligned| libc::iovec { iov_base: piece.as_ptr() as *mut _, iov_len: len };
             let areas: Vec<_> = pieces.iter().map(area).collect();
             // SAFETY: each piece is `len` bytes long and goes behind the ring.
             unsafe { ring.submitter().register_buffers(&areas)? };
         }
-        Ok(Self { ring, files, registered, under_way: vec![None; depth], pieces })
+        Ok(Self { ring, files, told, under_way: vec![None; depth], pieces })
     }
 
     /// How many transfers can be under way.
@@ -81,7 +85,7 @@ impl<'f> Ring<'f> {
     }
 
     fn entry(&mut self, what: What, piece: usize, file: usize, offset: u64) -> Entry {
-        let Registered { files, memory } = self.registered;
+        let Told { files, memory, workers } = self.told;
         let fd = Fd(if files { file as i32 } else { self.files[file].as_raw_fd() });
         let (len, index) = (self.pieces[piece].len() as u32, piece as u16);
         let at = self.pieces[piece].as_mut_ptr();
@@ -92,7 +96,10 @@ impl<'f> Ring<'f> {
             (What::Write, true) => opcode::WriteFixed::new(fd, at, len, index).offset(offset).build(),
             (What::Sync, _) => opcode::Fsync::new(fd).build(),
         };
-        if files { entry.flags(Flags::FIXED_FILE) } else { entry }
+        let mut flags = Flags::empty();
+        flags.set(Flags::FIXED_FILE, files);
+        flags.set(Flags::ASYNC, workers);
+        entry.flags(flags)
     }
 
     /// Waits until a transfer is over, and says which piece is free again.
@@ -142,11 +149,11 @@ mod tests {
     const LEN: usize = 4096;
 
     #[test]
-    fn what_is_written_is_read_whatever_is_registered() {
+    fn what_is_written_is_read_whatever_the_kernel_is_told() {
         let file = tempfile::tempfile().expect("a file");
         let files = [file];
-        for registered in [false, true].map(|is| Registered { files: is, memory: is }) {
-            let mut ring = match Ring::new(&files, 2, LEN, registered) {
+        for told in [false, true].map(|is| Told { files: is, memory: is, workers: is }) {
+            let mut ring = match Ring::new(&files, 2, LEN, told) {
                 Ok(ring) => ring,
                 Err(error) => return eprintln!("SKIPPED: no rings here: {error}"),
             };
