@@ -75,19 +75,26 @@ fn main() -> ExitCode {
         [trials] => compare(number(trials), 1),
         [trials, seed] => compare(number(trials), number(seed)),
         _ => panic!(
-            "usage: peers [TRIALS] [SEED] | commits DIR [ROUNDS SECONDS] | running DIR [ROUNDS SECONDS [KIB]] | rings DIR [--seconds N] [--json]"
+            "usage: peers [TRIALS] [SEED] | commits DIR [ROUNDS SECONDS] | running DIR [ROUNDS SECONDS [KIB]] | rings DIR [--seconds N] [--group WORDS] [--json]"
         ),
     }
 }
 
 fn rings(directory: &Path, options: &[&str]) -> ExitCode {
-    match options {
-        [] => rings::compare(directory, 60, false),
-        ["--json"] => rings::compare(directory, 60, true),
-        ["--seconds", seconds] => rings::compare(directory, number(seconds), false),
-        ["--seconds", seconds, "--json"] => rings::compare(directory, number(seconds), true),
-        _ => panic!("usage: peers rings DIR [--seconds N] [--json]"),
+    let mut asked = rings::Asked::default();
+    let mut options = options.iter();
+    while let Some(option) = options.next() {
+        match (*option, options.as_slice().first()) {
+            ("--json", _) => asked.is_json = true,
+            ("--seconds", Some(seconds)) => asked.seconds = number(seconds),
+            ("--group", Some(words)) => asked.group = words.to_string(),
+            _ => panic!("usage: peers rings DIR [--seconds N] [--group WORDS] [--json]"),
+        }
+        if *option != "--json" {
+            options.next();
+        }
     }
+    rings::compare(directory, &asked)
 }
 
 fn number(text: &str) -> u64 {

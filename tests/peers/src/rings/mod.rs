@@ -2,10 +2,11 @@
 //!
 //! ```text
 //! cargo run --release --manifest-path tests/peers/Cargo.toml --target-dir target/peers -- \
-//!     rings DIR [--seconds N] [--json]
+//!     rings DIR [--seconds N] [--group WORDS] [--json]
 //! ```
 //!
-//! All ways to do the same take turns, round by round. A share is that of the fastest way without a ring in the same
+//! All ways to do the same take turns of 0.2 s, round by round, as many rounds as there is time for. With `--group` only
+//! groups are measured that have these words in their names. A share is that of the fastest way without a ring in the same
 //! round; all figures are medians of the rounds. Time of processors is the whole machine's, which should do nothing else.
 //! What a kernel or a file system refuses is left out, and said.
 //!
@@ -38,7 +39,8 @@ use crate::aligned::Aligned;
 use crate::record;
 use sample::Sample;
 
-const ROUNDS: usize = 5;
+const TURN: Duration = Duration::from_millis(200);
+const ROUNDS_MIN: u64 = 3;
 
 /// Ways to do the same.
 pub struct Group {
@@ -80,30 +82,46 @@ fn piece(number: u64, len: usize) -> Aligned {
     bytes
 }
 
-/// Measures all, for about so many seconds, and prints a table for each group, or an object for each way.
-pub fn compare(directory: &Path, seconds: u64, is_json: bool) -> ExitCode {
+/// What the caller wants to know.
+pub struct Asked {
+    /// How long all of it takes, about.
+    pub seconds: u64,
+    /// Words in the names of the groups.
+    pub group: String,
+    pub is_json: bool,
+}
+
+impl Default for Asked {
+    fn default() -> Self {
+        Self { seconds: 60, group: String::new(), is_json: false }
+    }
+}
+
+/// Measures, and prints a table for each group, or an object for each way.
+pub fn compare(directory: &Path, asked: &Asked) -> ExitCode {
     let directory = tempfile::tempdir_in(directory).expect("a directory for the files");
-    let groups: Vec<Group> =
-        group::groups(directory.path()).into_iter().chain(images::groups(directory.path())).collect();
-    let ways: usize = groups.iter().map(|group| group.ways.len()).sum();
-    let time = Duration::from_secs(seconds) / (ways * ROUNDS) as u32;
-    if !is_json {
-        println!("{ROUNDS} rounds, {} ms a turn", time.as_millis());
+    let all = group::groups(directory.path()).into_iter().chain(images::groups(directory.path()));
+    let groups: Vec<Group> = all.filter(|group| group.name.contains(&asked.group)).collect();
+    let ways: u64 = groups.iter().map(|group| group.ways.len() as u64).sum();
+    assert!(ways > 0, "no group has {:?} in its name", asked.group);
+    let rounds = (asked.seconds * 1000 / (ways * TURN.as_millis() as u64)).max(ROUNDS_MIN);
+    if !asked.is_json {
+        println!("{rounds} rounds");
     }
     for group in groups {
-        let turns = take_turns(&group.ways, time);
-        if is_json { shown::objects(&group.name, turns) } else { shown::table(&group.name, turns) }
+        let turns = take_turns(&group.ways, rounds);
+        if asked.is_json { shown::objects(&group.name, turns) } else { shown::table(&group.name, turns) }
     }
     ExitCode::SUCCESS
 }
 
-fn take_turns(ways: &[Way], time: Duration) -> Vec<Turns> {
+fn take_turns(ways: &[Way], rounds: u64) -> Vec<Turns> {
     let new = |way: &Way| Turns { name: way.name.clone(), has_ring: way.has_ring, samples: Ok(Vec::new()) };
     let mut turns: Vec<Turns> = ways.iter().map(new).collect();
-    for _ in 0..ROUNDS {
+    for _ in 0..rounds {
         for (way, turns) in ways.iter().zip(&mut turns) {
             if let Ok(samples) = &mut turns.samples {
-                match (way.turn)(time) {
+                match (way.turn)(TURN) {
                     Ok(sample) => samples.push(sample),
                     Err(error) => turns.samples = Err(error),
                 }
