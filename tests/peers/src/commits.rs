@@ -6,10 +6,10 @@
 //! cargo run --release --manifest-path tests/peers/Cargo.toml --target-dir target/peers -- running DIR [ROUNDS SECONDS [KIB]]
 //! ```
 //!
-//! `commits` opens a new store for each turn, and counts from its first commit. `running` opens each once, has it commit
-//! [`WARM_UP`] bytes, as records of 64 KiB, so that it has come to use its files again if it ever does, and keeps it open
-//! from turn to turn; before each a quarter of its time goes by uncounted, for what the store before it still does behind
-//! its commits.
+//! `commits` opens a new store for each turn, and counts from its first commit. `running` opens each once, has it
+//! commit [`WARM_UP`] bytes, as records of 64 KiB, so that it has come to use its files again if it ever does, and
+//! keeps it open from turn to turn; before each a quarter of its time goes by uncounted, for what the store before it
+//! still does behind its commits.
 //!
 //! Every store has its strictest durability. A commit is one record under a key of its thread's own. Syncs are
 //! counted by `strace`, in a run of their own, for it slows down what it watches: a store that makes fewer of them

@@ -5,10 +5,10 @@
 //!     rings DIR [--seconds N] [--group WORDS] [--json]
 //! ```
 //!
-//! All ways to do the same take turns of 0.2 s, round by round, as many rounds as there is time for. With `--group` only
-//! groups are measured that have these words in their names. A share is that of the fastest way without a ring in the same
-//! round; all figures are medians of the rounds. Time of processors is the whole machine's, which should do nothing else.
-//! What a kernel or a file system refuses is left out, and said.
+//! All ways to do the same take turns of 0.2 s, round by round, as many rounds as there is time for. With `--group`
+//! only groups are measured that have these words in their names. A share is that of the fastest way without a ring
+//! in the same round; all figures are medians of the rounds. Time of processors is the whole machine's, which should
+//! do nothing else. What a kernel or a file system refuses is left out, and said.
 //!
 //! Transfers only: no checksum, no copy to a device. A thread that drives a ring could do neither beside it.
 //!
@@ -16,11 +16,12 @@
 //!
 //! Written down before the first run; `tools/README.md` has what came out.
 //!
-//! - A group's write: nothing over 1.05. One write is under way, so a ring saves no call. `O_DSYNC` costs it something:
-//!   a plain call syncs on the thread that waits, a ring has it done by a worker of the kernel and is woken. At 4 KiB 0.90
-//!   to 1.00 of the rate, at 256 KiB 0.97 to 1.00; registered files and memory gain less than 0.02.
-//! - Images read past the cache: a ring of 16 within 0.95 to 1.05 of the faster of 4 and 12 threads, with less processor
-//!   time; deeper gains nothing.
+//! - A group's write: nothing over 1.05. One write is under way, so a ring saves no call. `O_DSYNC` costs it
+//!   something: a plain call syncs on the thread that waits, a ring has it done by a worker of the kernel and is
+//!   woken. At 4 KiB 0.90 to 1.00 of the rate, at 256 KiB 0.97 to 1.00; registered files and memory gain less than
+//!   0.02.
+//! - Images read past the cache: a ring of 16 within 0.95 to 1.05 of the faster of 4 and 12 threads, with less
+//!   processor time; deeper gains nothing.
 //! - From the cache: 0.4 to 0.6 on 2 cores, 0.15 to 0.3 on 16. The thread that submits copies the bytes.
 //! - Images written past the cache: 0.95 to 1.05. Through it 0.9 to 1.05: the kernel's workers do what threads would.
 
