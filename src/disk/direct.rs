@@ -6,8 +6,8 @@
 //! process. So a log that is written this way says `Logged` only when it can say `Durable`.
 //!
 //! A ring of the kernel's (`io_uring`) would gain nothing, and is not built: with one write under way, on ext4 and 2
-//! cores, it reached 1.00, 0.97 and 0.98 of this one's rate with 4, 64 and 256 KiB, and 1.00, 1.00 and 1.01 with file
-//! and memory registered (medians of five runs of `rings` in `tests/peers`).
+//! cores, it reached 0.96, 0.97 and 0.97 of this one's rate with 4, 64 and 256 KiB, and 0.98, 1.00 and 1.01 with file
+//! and memory registered (medians of 15 rounds of `rings --group "group's"` in `tests/peers`).
 //!
 //! Direct writes go in whole blocks. A group of frames begins on one, nothing is put behind it into its last
 //! one, and the rest of that one becomes zeros.
