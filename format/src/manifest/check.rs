@@ -1,5 +1,7 @@
 //! Floor 0. Fields of a manifest that contradict each other: neither read nor written.
 
+use std::ops::Range;
+
 use super::{Manifest, ManifestEntry, ManifestKind};
 use crate::defect::{Defect, check_equal, check_limit};
 use crate::ids::{Lsn, PageId, Place};
@@ -10,6 +12,12 @@ use crate::limits::{
 impl Manifest {
     /// Refuses fields that contradict each other.
     pub(super) fn check(&self) -> Result<(), Defect> {
+        self.check_around()?;
+        self.check_entries(0..self.entries.len())
+    }
+
+    /// As [`check`](Self::check), but for what [`check_entries`](Self::check_entries) looks at.
+    pub(super) fn check_around(&self) -> Result<(), Defect> {
         if let ManifestKind::Change { previous, .. } = self.kind {
             if previous.0 == 0 {
                 return Err(Defect::Field { what: "previous link of a change", found: 0 });
@@ -40,17 +48,28 @@ impl Manifest {
         check_limit("redo lsn", self.redo.lsn.0, self.end.0)?;
         check_limit("entry count", self.entries.len() as u64, MANIFEST_ENTRIES_MAX)?;
         check_limit("tombstone count", self.tombstones.len() as u64, MANIFEST_ENTRIES_MAX)?;
-        self.check_order()?;
-        self.entries.iter().try_for_each(|entry| self.check_entry(entry))?;
+        self.check_tombstones()?;
         self.tombstones.iter().try_for_each(|tombstone| self.check_range(tombstone.page, tombstone.lsn))
     }
 
-    /// Pages ascend strictly, and none is both there and deleted: ids are never used again.
-    fn check_order(&self) -> Result<(), Defect> {
-        let descends = |what, page: PageId| Err(Defect::Field { what, found: page.0 });
-        if let Some(pair) = self.entries.windows(2).find(|pair| pair[0].page >= pair[1].page) {
-            return descends("page that does not ascend", pair[1].page);
+    /// Refuses some of the entries, each for itself or for the one before it.
+    pub(super) fn check_entries(&self, range: Range<usize>) -> Result<(), Defect> {
+        self.check_order(range.clone())?;
+        self.entries[range].iter().try_for_each(|entry| self.check_entry(entry))
+    }
+
+    /// Pages ascend strictly.
+    fn check_order(&self, range: Range<usize>) -> Result<(), Defect> {
+        let with_before = &self.entries[range.start.saturating_sub(1)..range.end];
+        match with_before.windows(2).find(|pair| pair[0].page >= pair[1].page) {
+            Some(pair) => descends("page that does not ascend", pair[1].page),
+            None => Ok(()),
         }
+    }
+
+    /// Deleted pages ascend strictly, and none is there: ids are never used again. Of entries out of order it may miss
+    /// one; those are refused anyway.
+    fn check_tombstones(&self) -> Result<(), Defect> {
         if let Some(pair) = self.tombstones.windows(2).find(|pair| pair[0].page >= pair[1].page) {
             return descends("tombstone that does not ascend", pair[1].page);
         }
@@ -89,4 +108,8 @@ impl Manifest {
         }
         Ok(())
     }
+}
+
+fn descends(what: &'static str, page: PageId) -> Result<(), Defect> {
+    Err(Defect::Field { what, found: page.0 })
 }

@@ -1,6 +1,7 @@
 //! Floor 0. Writing manifests.
 
 use std::borrow::Cow;
+use std::ops::Range;
 
 use super::layout::{
     ENTRY_ALIGN, MANIFEST_MAGIC, ManifestEntryRaw, ManifestHeaderRaw, TombstoneRaw, copy_len,
@@ -12,6 +13,14 @@ use crate::limits::{MANIFEST_BODY_LEN_MAX, METADATA_LEN_MAX, ROOT_LEN_MAX, SNAPS
 use crate::segment::FORMAT_VERSION;
 use crate::value::{Metadata, encode_metadata};
 
+/// Entries that are encoded, with what is needed to go on behind them.
+#[derive(Debug)]
+pub struct EncodedEntries {
+    bytes: Vec<u8>,
+    crc: crc32fast::Hasher,
+    count: usize,
+}
+
 impl Manifest {
     /// The whole file, both copies.
     ///
@@ -19,10 +28,63 @@ impl Manifest {
     /// The defect that decoding would find: a limit passed, entries out of order, fields that contradict
     /// each other.
     pub fn encode(&self) -> Result<Vec<u8>, Defect> {
-        self.check()?;
-        let mut out = vec![0; ManifestHeaderRaw::LEN];
-        self.encode_body(&mut out)?;
-        let body = &out[ManifestHeaderRaw::LEN..];
+        let entries = self.encode_entries(0..self.entries.len())?;
+        let mut out = self.encode_around(vec![entries])?.pop().expect("as many pieces as there were");
+        out.reserve_exact(out.len());
+        out.extend_from_within(..);
+        Ok(out)
+    }
+
+    /// Some of the entries, for [`Manifest::encode_around`]: of many, several threads each encode their share.
+    ///
+    /// # Errors
+    /// As for [`Manifest::encode`], as far as these entries are concerned.
+    ///
+    /// # Panics
+    /// If there are no such entries.
+    pub fn encode_entries(&self, range: Range<usize>) -> Result<EncodedEntries, Defect> {
+        self.check_entries(range.clone())?;
+        // Most pages have none.
+        let no_metadata = encode_metadata(&Metadata::new(), METADATA_LEN_MAX)?;
+        let entry_len = ManifestEntryRaw::LEN + align_up(no_metadata.len() as u64, ENTRY_ALIGN) as usize;
+        let entries = &self.entries[range];
+        let mut bytes = Vec::with_capacity(entries.len() * entry_len);
+        for entry in entries {
+            entry.encode(&mut bytes, &no_metadata)?;
+        }
+        let mut crc = crc32fast::Hasher::new();
+        crc.update(&bytes);
+        Ok(EncodedEntries { bytes, crc, count: entries.len() })
+    }
+
+    /// One copy, in as many pieces as `entries`, of which there is at least one: together they are all, in their order.
+    /// The file is that twice.
+    ///
+    /// # Errors
+    /// As for [`Manifest::encode`].
+    ///
+    /// # Panics
+    /// If these are not all entries.
+    pub fn encode_around(&self, entries: Vec<EncodedEntries>) -> Result<Vec<Vec<u8>>, Defect> {
+        self.check_around()?;
+        assert!(entries.iter().map(|piece| piece.count).sum::<usize>() == self.entries.len());
+        let mut body_crc = crc32fast::Hasher::new();
+        entries.iter().for_each(|piece| body_crc.combine(&piece.crc));
+        let behind = self.encode_behind()?;
+        body_crc.update(&behind);
+        let body_len = entries.iter().map(|piece| piece.bytes.len()).sum::<usize>() + behind.len();
+        check_limit("manifest body length", body_len as u64, MANIFEST_BODY_LEN_MAX)?;
+        let header = self.header(body_len as u64, body_crc.finalize()).to_bytes();
+        let mut pieces: Vec<Vec<u8>> = entries.into_iter().map(|piece| piece.bytes).collect();
+        pieces[0].splice(..0, header);
+        let padding = copy_len(body_len as u64) as usize - ManifestHeaderRaw::LEN - body_len;
+        let last = pieces.last_mut().expect("at least one");
+        last.extend_from_slice(&behind);
+        last.resize(last.len() + padding, 0);
+        Ok(pieces)
+    }
+
+    fn header(&self, body_len: u64, body_crc: u32) -> ManifestHeaderRaw {
         let (previous, previous_crc) = match self.kind {
             ManifestKind::Change { previous, previous_crc } => (previous, previous_crc),
             ManifestKind::Base | ManifestKind::Table => (SnapshotId(0), 0),
@@ -45,8 +107,8 @@ impl Manifest {
             next_file: self.next_file,
             entry_count: self.entries.len() as u64,
             tombstone_count: self.tombstones.len() as u64,
-            body_len: body.len() as u64,
-            body_crc: crc32fast::hash(body),
+            body_len,
+            body_crc,
             name_len: 0,
             name: [0; SNAPSHOT_NAME_LEN_MAX],
             reserved_2: [0; 23],
@@ -57,11 +119,7 @@ impl Manifest {
             raw.name[..name.len()].copy_from_slice(name.as_bytes());
         }
         raw.header_crc = crc32fast::hash(&raw.to_bytes()[..252]);
-        let copy_len = copy_len(body.len() as u64) as usize;
-        out[..ManifestHeaderRaw::LEN].copy_from_slice(&raw.to_bytes());
-        out.resize(copy_len, 0);
-        out.extend_from_within(..);
-        Ok(out)
+        raw
     }
 
     /// The checksum by which what [`Manifest::encode`] gave is known.
@@ -72,28 +130,19 @@ impl Manifest {
         Ok(ManifestHeaderRaw::from_bytes(array(encoded, 0)?).header_crc)
     }
 
-    /// Appends the body to `out`, whose first bytes are the header's.
-    fn encode_body(&self, out: &mut Vec<u8>) -> Result<(), Defect> {
-        // Most pages have none.
-        let no_metadata = encode_metadata(&Metadata::new(), METADATA_LEN_MAX)?;
-        let entry_len = ManifestEntryRaw::LEN + align_up(no_metadata.len() as u64, ENTRY_ALIGN) as usize;
-        let body_len = self.entries.len() * entry_len + self.tombstones.len() * TombstoneRaw::LEN;
-        // Both copies, and what comes between and behind them.
-        out.reserve(2 * copy_len(body_len as u64) as usize);
-        for entry in &self.entries {
-            entry.encode(out, &no_metadata)?;
-        }
+    /// What comes behind the entries.
+    fn encode_behind(&self) -> Result<Vec<u8>, Defect> {
+        let mut out = Vec::with_capacity(self.tombstones.len() * TombstoneRaw::LEN);
         for tombstone in &self.tombstones {
             out.extend_from_slice(&TombstoneRaw { page: tombstone.page, lsn: tombstone.lsn }.to_bytes());
         }
         out.extend_from_slice(&encode_metadata(&self.root, ROOT_LEN_MAX)?);
-        let body_len = out.len() - ManifestHeaderRaw::LEN;
-        check_limit("manifest body length", body_len as u64, MANIFEST_BODY_LEN_MAX)
+        Ok(out)
     }
 }
 
 impl ManifestEntry {
-    /// Appends the entry to a body, which begins on a multiple of the alignment of entries. `no_metadata` is what
+    /// Appends the entry to others, which begin on a multiple of the alignment of entries. `no_metadata` is what
     /// stands for none.
     fn encode(&self, body: &mut Vec<u8>, no_metadata: &[u8]) -> Result<(), Defect> {
         let metadata: Cow<'_, [u8]> = if self.metadata.is_empty() {

@@ -31,6 +31,7 @@ use crate::value::{Metadata, SharedMetadata};
 
 pub(crate) use self::chain::merged_entries;
 pub use self::chain::{check_link, merge};
+pub use self::encode::EncodedEntries;
 pub use self::layout::{ENTRY_ALIGN, MANIFEST_MAGIC, ManifestEntryRaw, ManifestHeaderRaw, TombstoneRaw};
 use self::layout::{KIND_BASE, KIND_CHANGE, KIND_TABLE};
 

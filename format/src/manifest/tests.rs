@@ -106,6 +106,31 @@ fn manifest_round_trips_to_the_same_bytes() {
     }
 }
 
+/// However the entries are shared out, the bytes are the same; and each share refuses what all of them would.
+#[test]
+fn entries_that_are_encoded_apart_are_the_same_bytes() {
+    let entries: Vec<ManifestEntry> = (1..900).map(|page| entry(page, 7)).collect();
+    let whole = Manifest { next_page: 1000, entries, ..sample() };
+    let whole = Manifest { tombstones: vec![Tombstone { page: PageId(950), lsn: Lsn(1) }], ..whole };
+    let apart = |manifest: &Manifest, at_once: usize| {
+        let count = manifest.entries.len();
+        let shares = (0..count).step_by(at_once).map(|start| start..count.min(start + at_once));
+        manifest.encode_around(shares.map(|share| manifest.encode_entries(share)).collect::<Result<_, _>>()?)
+    };
+    let bytes = whole.encode().unwrap();
+    for at_once in [1, 2, 100, 898, 899, 1000] {
+        let pieces = apart(&whole, at_once).unwrap();
+        assert_eq!(pieces.len(), 899_usize.div_ceil(at_once));
+        assert_eq!(pieces.concat(), bytes[..bytes.len() / 2], "{at_once}");
+        // The first of a share and one within it.
+        for at in [100, 150] {
+            let mut unordered = whole.clone();
+            unordered.entries.swap(at, at - 1);
+            assert!(apart(&unordered, at_once).is_err(), "{at_once}: {at}");
+        }
+    }
+}
+
 /// A base of pages 1 to 3, and two changes.
 fn links() -> [Manifest; 3] {
     let caught =

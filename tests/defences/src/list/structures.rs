@@ -296,7 +296,7 @@ pub const LIST: &[Defence] = &[
         r#"check_limit("redo lsn", self.redo.lsn.0, self.end.0)?;"#,
         GOLDEN,
     ),
-    check("manifest pages ascend", CHECK, "self.check_order()?;", GOLDEN),
+    check("manifest pages ascend", CHECK, "self.check_order(range.clone())?;", GOLDEN),
     check(
         "manifest highest epoch",
         CHECK,
