@@ -3,6 +3,8 @@
 //!
 //! A crash here leaves image files that are nobody's.
 
+use std::collections::BTreeMap;
+
 use remanent_format::image::Chunk;
 use remanent_format::limits::{FRAME_ALIGN, GROUP_ALIGN, align_up};
 use remanent_format::manifest::ManifestEntry;
@@ -16,12 +18,36 @@ use crate::images::{ImageWriters, chunks};
 use crate::keeping::entry;
 use crate::phases::{self, Phase};
 use crate::staging::StagingBuf;
-use crate::sync::Instant;
+use crate::sync::{Instant, Mutex};
 
 /// Pages caught by one gather, each with where its bytes begin in staging: where the chunk has them that is made of it.
 struct Caught {
     pages: Vec<(PageInfo, usize)>,
     copies: Drain,
+}
+
+/// The entries of chunks in the order of the chunks, whichever is written first. They are put together while others are
+/// written.
+struct InOrder {
+    entries: Vec<ManifestEntry>,
+    /// How many chunks they are of.
+    chunks: usize,
+    /// Those of later chunks.
+    ahead: BTreeMap<usize, Vec<ManifestEntry>>,
+}
+
+impl InOrder {
+    fn of(page_count: usize) -> Self {
+        Self { entries: Vec::with_capacity(page_count), chunks: 0, ahead: BTreeMap::new() }
+    }
+
+    fn put(&mut self, chunk: usize, entries: Vec<ManifestEntry>) {
+        self.ahead.insert(chunk, entries);
+        while let Some(mut next) = self.ahead.remove(&self.chunks) {
+            self.entries.append(&mut next);
+            self.chunks += 1;
+        }
+    }
 }
 
 impl Snapshots {
@@ -35,17 +61,17 @@ impl Snapshots {
     ) -> Result<Vec<ManifestEntry>> {
         let began = Instant::now();
         let chunks = chunks(pages, self.chunk_len, |(_, len)| *len);
+        let caught = Mutex::new(InOrder::of(pages.len()));
         let write = |(): &mut (), index: usize| {
             let entries = self.gather_chunk(writers, chunks[index])?;
+            caught.lock().put(index, entries);
             if paced {
                 self.pace.keep(began, writers.byte_len())?;
             }
-            Ok::<_, Error>(entries)
+            Ok::<_, Error>(())
         };
-        let caught = crew::map(threads, chunks.len(), || (), write)?;
-        let mut entries: Vec<ManifestEntry> = caught.into_iter().flatten().collect();
-        entries.sort_unstable_by_key(|entry| entry.page);
-        Ok(entries)
+        crew::map(threads, chunks.len(), || (), write)?;
+        Ok(caught.into_inner().entries)
     }
 
     /// Gathers pages, brings them to the host, and writes them as one chunk.
@@ -113,5 +139,25 @@ impl Snapshots {
             }
             Ok(Caught { pages, copies })
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn entries_come_in_the_order_of_their_chunks() {
+        let chunk = |number: u64| {
+            let page = |page| entry(&PageInfo::new(PageId(page), 0, Place::Host), None);
+            (3 * number..3 * number + number % 4).map(page).collect::<Vec<_>>()
+        };
+        let expected: Vec<ManifestEntry> = (0..12).flat_map(chunk).collect();
+        // Whichever is written first: 5 and 7 have no common divisor with 12.
+        for step in [1, 5, 7, 11] {
+            let mut caught = InOrder::of(expected.len());
+            (0..12).map(|at| at * step % 12).for_each(|number| caught.put(number, chunk(number as u64)));
+            assert_eq!(caught.entries, expected, "{step}");
+        }
     }
 }
