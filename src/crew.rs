@@ -6,6 +6,7 @@ use std::sync::Mutex;
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc;
+use std::thread::ScopedJoinHandle;
 
 use crate::sync::thread;
 
@@ -63,6 +64,23 @@ pub(crate) fn map<W, T: Send, E: Send>(
     }
     done.sort_unstable_by_key(|(index, _)| *index);
     Ok(done.into_iter().map(|(_, result)| result).collect())
+}
+
+/// Does two things at once, the first on a thread of its own. Where two threads cannot run at once, or the thread cannot
+/// be started, the first is done behind the second.
+pub(crate) fn both<A: Send, B>(beside: impl FnOnce() -> A + Send, here: impl FnOnce() -> B) -> (A, B) {
+    let beside = Mutex::new(Some(beside));
+    let run = || beside.lock().unwrap_or_else(PoisonError::into_inner).take().map(|beside| beside());
+    let (done, here) = std::thread::scope(|scope| {
+        let may_start = threads(2) > 1;
+        let helper = may_start.then(|| std::thread::Builder::new().spawn_scoped(scope, run));
+        let here = here();
+        let join = |helper: ScopedJoinHandle<'_, _>| {
+            helper.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        };
+        (helper.and_then(Result::ok).and_then(join), here)
+    });
+    (done.or_else(run).expect("not done yet"), here)
 }
 
 /// Who was to make the pieces of [`ahead`] panicked.
@@ -154,6 +172,24 @@ mod tests {
         let together = std::sync::Barrier::new(3);
         let met = map(3, 3, || (), |(), _| Ok::<_, Infallible>(together.wait().is_leader())).unwrap();
         assert_eq!(met.iter().filter(|leads| **leads).count(), 1);
+    }
+
+    #[test]
+    fn two_things_are_done_at_once() {
+        let together = std::sync::Barrier::new(threads(2));
+        let caller = std::thread::current().id();
+        let mut here = 1;
+        let beside = || {
+            together.wait();
+            std::thread::current().id()
+        };
+        let (beside, ()) = both(beside, || {
+            if threads(2) > 1 {
+                together.wait();
+            }
+            here += 1;
+        });
+        assert_eq!((beside != caller, here), (threads(2) > 1, 2));
     }
 
     /// What was taken of the numbers up to 100, and what came of it.

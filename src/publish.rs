@@ -6,19 +6,56 @@ use std::sync::Arc;
 use remanent_format::manifest::Manifest;
 use remanent_format::{Defect, FileName};
 
+use crate::crew;
 use crate::disk::{AlignedBuf, Disk};
 use crate::error::{Error, Result};
 
-/// Bytes that are read back at once: memory that is new for all of a long manifest took longer than reading it.
-const READ_LEN: usize = 4 << 20;
+/// Bytes that a thread reads back at once: memory that is new for all of a long manifest took longer than reading it.
+const READ_LEN: usize = 1 << 20;
+/// Entries of a manifest that a thread encodes at once.
+const ENTRIES_AT_ONCE: usize = 8 << 10;
+/// Threads that encode a manifest, or read it back: nothing else of a snapshot goes on meanwhile, and with small pages
+/// one of them took a tenth of its time.
+const THREADS_MAX: usize = 4;
 
-/// Writes `bytes` under a temporary name, durably, then gives them the name `file`, durably. No space is a
-/// clean failure: nothing changed.
-pub(crate) fn publish(disk: &Arc<dyn Disk>, file: FileName, number: u64, bytes: &[u8]) -> Result<()> {
+/// What a file of a manifest, or of a table, has for its two copies.
+pub(crate) struct EncodedManifest {
+    /// Of one copy.
+    pieces: Vec<Vec<u8>>,
+}
+
+impl EncodedManifest {
+    /// The manifest that is to become `file`.
+    pub fn of(manifest: &Manifest, file: FileName) -> Result<Self> {
+        let count = manifest.entries.len();
+        let encode = |(): &mut (), piece: usize| {
+            let start = piece * ENTRIES_AT_ONCE;
+            manifest.encode_entries(start..count.min(start + ENTRIES_AT_ONCE))
+        };
+        let pieces = count.div_ceil(ENTRIES_AT_ONCE).max(1);
+        let entries = crew::map(crew::threads(THREADS_MAX), pieces, || (), encode);
+        let pieces = entries.and_then(|entries| manifest.encode_around(entries));
+        Ok(Self { pieces: pieces.map_err(|defect| Error::from(defect.at(file, 0)))? })
+    }
+
+    /// The whole file, piece by piece.
+    pub fn bytes(&self) -> Vec<&[u8]> {
+        let copy = || self.pieces.iter().map(Vec::as_slice);
+        copy().chain(copy()).collect()
+    }
+}
+
+/// Writes these bytes, one piece behind the other, under a temporary name, durably, then gives them the name `file`,
+/// durably. No space is a clean failure: nothing changed.
+pub(crate) fn publish(disk: &Arc<dyn Disk>, file: FileName, number: u64, bytes: &[&[u8]]) -> Result<()> {
     let temporary = FileName::Temporary(file.folder(), number);
     let write = || {
         let open = disk.create(temporary)?;
-        open.write_at(0, bytes)?;
+        let mut at = 0;
+        for piece in bytes {
+            open.write_at(at, piece)?;
+            at += piece.len() as u64;
+        }
         open.sync()
     };
     if let Err(error) = write() {
@@ -26,7 +63,7 @@ pub(crate) fn publish(disk: &Arc<dyn Disk>, file: FileName, number: u64, bytes: 
             tracing::warn!(%error, "cannot remove an unfinished file; the next open will");
         }
         return Err(if error.is_no_space() {
-            Error::DiskFull { file, needed: bytes.len() as u64 }
+            Error::DiskFull { file, needed: byte_len(bytes) as u64 }
         } else {
             error
         });
@@ -36,21 +73,117 @@ pub(crate) fn publish(disk: &Arc<dyn Disk>, file: FileName, number: u64, bytes: 
 }
 
 /// Reads a published manifest or table back past the cache; returns the checksum of its header.
-pub(crate) fn check_published(disk: &Arc<dyn Disk>, file: FileName, written: &[u8]) -> Result<u32> {
-    let open = disk.open(file, false)?;
-    let mut area = AlignedBuf::new(written.len().min(READ_LEN));
-    let mut is_same = true;
-    for (piece, at) in written.chunks(READ_LEN).zip((0..).step_by(READ_LEN)) {
-        let found = &mut area[..piece.len()];
-        open.read_past_cache(at, found)?;
-        is_same &= found == piece;
+pub(crate) fn check_published(disk: &Arc<dyn Disk>, file: FileName, written: &[&[u8]]) -> Result<u32> {
+    let (open, len) = (disk.open(file, false)?, byte_len(written));
+    let is_same = |area: &mut AlignedBuf, piece: usize| {
+        let at = piece * READ_LEN;
+        let found = &mut area[..READ_LEN.min(len - at)];
+        open.read_past_cache(at as u64, found)?;
+        Ok::<_, Error>(is_at(at, found, written))
+    };
+    let (threads, pieces) = (crew::threads(THREADS_MAX), len.div_ceil(READ_LEN));
+    let are_same = crew::map(threads, pieces, || AlignedBuf::new(len.min(READ_LEN)), is_same)?;
+    if are_same.into_iter().all(|is_same| is_same) {
+        return Manifest::header_crc(written[0]).map_err(|defect| defect.at(file, 0).into());
     }
-    if is_same {
-        return Manifest::header_crc(written).map_err(|defect| defect.at(file, 0).into());
-    }
-    let mut found = vec![0; written.len()];
+    let mut found = vec![0; len];
     open.read_past_cache(0, &mut found)?;
     let (_, health) = Manifest::decode(&found).map_err(|defect| Error::from(defect.at(file, 0)))?;
     let differs = Defect::Field { what: "manifest that differs from the one written", found: 0 };
     Err(health.defects.into_iter().flatten().next().unwrap_or(differs).at(file, 0).into())
+}
+
+fn byte_len(pieces: &[&[u8]]) -> usize {
+    pieces.iter().map(|piece| piece.len()).sum()
+}
+
+/// Whether `found` lies at this place of the bytes that the pieces are together.
+fn is_at(mut at: usize, mut found: &[u8], pieces: &[&[u8]]) -> bool {
+    for piece in pieces {
+        let here = &piece[at.min(piece.len())..];
+        at -= piece.len() - here.len();
+        let len = here.len().min(found.len());
+        if found[..len] != here[..len] {
+            return false;
+        }
+        found = &found[len..];
+    }
+    found.is_empty()
+}
+
+#[cfg(test)]
+mod tests {
+    use remanent_format::manifest::ManifestKind;
+    use remanent_format::{Epoch, LogPoint, Lsn, PageId, PageInfo, Place, SnapshotId, StoreId};
+
+    use super::*;
+    use crate::disk::sim::SimDisk;
+    use crate::keeping::entry;
+
+    /// A base of so many pages, which are empty.
+    fn manifest(count: u64) -> Manifest {
+        let page = |page| {
+            let mut info = PageInfo::new(PageId(page), 0, Place::Host);
+            (info.epoch, info.lsn) = (Epoch(1), Lsn(1));
+            entry(&info, None)
+        };
+        Manifest {
+            kind: ManifestKind::Base,
+            store: StoreId([7; 16]),
+            snapshot: SnapshotId(1),
+            name: None,
+            created_unix_ms: 0,
+            redo: LogPoint { lsn: Lsn(1), ..LogPoint::default() },
+            end: Lsn(1),
+            next_page: count + 1,
+            epoch_high: Epoch(1),
+            next_file: 1,
+            tombstones: Vec::new(),
+            entries: (1..=count).map(page).collect(),
+            root: Arc::default(),
+        }
+    }
+
+    #[test]
+    fn a_manifest_of_many_pieces_is_on_disk_what_it_is_whole_and_no_byte_of_it_may_differ() {
+        let file = FileName::Manifest(1);
+        let at_once = ENTRIES_AT_ONCE as u64;
+        for count in [0, 1, at_once, at_once + 1, 3 * at_once + 5] {
+            let (sim, manifest) = (SimDisk::new(), manifest(count));
+            let disk: Arc<dyn Disk> = Arc::new(sim.clone());
+            disk.make_folder(file.folder()).unwrap();
+            let encoded = EncodedManifest::of(&manifest, file).unwrap();
+            publish(&disk, file, 1, &encoded.bytes()).unwrap();
+            let whole = manifest.encode().unwrap();
+            assert_eq!(sim.bytes(file).unwrap(), whole, "{count}");
+            let crc = check_published(&disk, file, &encoded.bytes()).unwrap();
+            assert_eq!(crc.to_le_bytes(), whole[252..256], "{count}");
+            for at in
+                [8, whole.len() / 2 - 1, whole.len() / 2 + 300.min(whole.len() / 2 - 1), whole.len() - 1]
+            {
+                sim.damage(file, at as u64, &[whole[at] ^ 1]);
+                check_published(&disk, file, &encoded.bytes()).unwrap_err();
+                sim.damage(file, at as u64, &whole[at..at + 1]);
+            }
+            check_published(&disk, file, &encoded.bytes()).unwrap();
+        }
+    }
+
+    #[test]
+    fn bytes_are_found_where_they_lie_among_pieces() {
+        let pieces: [&[u8]; 5] = [b"ab", b"", b"c", b"defg", b"h"];
+        let whole = pieces.concat();
+        for start in 0..=whole.len() {
+            for end in start..=whole.len() {
+                let mut found = whole[start..end].to_vec();
+                assert!(is_at(start, &found, &pieces), "{start}..{end}");
+                for at in 0..found.len() {
+                    found[at] ^= 1;
+                    assert!(!is_at(start, &found, &pieces), "{start}..{end}: {at}");
+                    found[at] ^= 1;
+                }
+            }
+            assert!(!is_at(start, &[&whole[start..], b"i"].concat(), &pieces), "{start}: more than there is");
+        }
+    }
 }

@@ -41,7 +41,7 @@ use crate::options::{Budget, Compression};
 use crate::past::Past;
 use crate::point::RestorePoint;
 use crate::poison::Poison;
-use crate::publish::{check_published, publish};
+use crate::publish::{EncodedManifest, check_published, publish};
 use crate::runs::{prove, read_runs, wanted};
 use crate::source::DiskSource;
 use crate::staging::StagingPool;
@@ -174,9 +174,9 @@ impl Restore<'_> {
             root: target.root.clone(),
         };
         let file = FileName::Table(number);
-        let bytes = table.encode().map_err(|defect| Error::from(defect.at(file, 0)))?;
-        publish(self.disk, file, number, &bytes)?;
-        check_published(self.disk, file, &bytes)
+        let encoded = EncodedManifest::of(&table, file)?;
+        publish(self.disk, file, number, &encoded.bytes())?;
+        check_published(self.disk, file, &encoded.bytes())
     }
 
     /// Ends a restore of which nothing was logged. After a full disk, or where the old state is damaged or

@@ -182,13 +182,21 @@ impl Applier {
         &self,
         turn: impl FnOnce(&mut Turn<'_>) -> Result<T> + Send + 'static,
     ) -> Result<T> {
+        self.turn_ahead(turn)()
+    }
+
+    /// Has `turn` run after every batch handed over so far; what this gives waits for its result.
+    pub fn turn_ahead<T: Send + 'static>(
+        &self,
+        turn: impl FnOnce(&mut Turn<'_>) -> Result<T> + Send + 'static,
+    ) -> impl FnOnce() -> Result<T> {
         let (sender, receiver) = mpsc::sync_channel(1);
         let turn = Box::new(move |state: &mut Turn<'_>| {
             // The receiver waits below, or its thread is gone and nobody wants the result.
             let _receiver_gone = sender.send(turn(state));
         });
         self.requests.turn(turn);
-        receiver.recv().unwrap_or_else(|_| self.poison.check().and(Err(Error::Closed)))
+        move || receiver.recv().unwrap_or_else(|_| self.poison.check().and(Err(Error::Closed)))
     }
 
     /// A page's information and a range of its bytes, as of the batch returned with them; `len_known` is how many

@@ -174,11 +174,16 @@ impl KnownImages {
         self.spoilt.lock().values().copied().collect()
     }
 
-    /// A snapshot was published: `manifest` is its own link. Returns what it names, together, and the links before
-    /// it, the newest first.
-    pub fn advance(&self, manifest: &Manifest, manifest_crc: u32) -> (Sums, Vec<SnapshotId>) {
+    /// A snapshot was published: `manifest` is its own link, and `base` what [`Newest::of_base`] made of it. Returns
+    /// what it names, together, and the links before it, the newest first.
+    pub fn advance(
+        &self,
+        manifest: &Manifest,
+        manifest_crc: u32,
+        base: Option<Newest>,
+    ) -> (Sums, Vec<SnapshotId>) {
         let mut newest = self.newest.lock();
-        newest.advance(manifest, manifest_crc);
+        newest.advance(manifest, manifest_crc, base);
         // Whatever was known up to there, this snapshot names, or it is of the past.
         self.beside.lock().retain(|_, known| known.lsn > manifest.redo.lsn);
         let before = newest.links.iter().rev().skip(1).map(|link| link.snapshot).collect();

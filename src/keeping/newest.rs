@@ -95,9 +95,9 @@ fn in_file(image: &ImageRef) -> u64 {
 /// The newest snapshot: its links, and the images that it names. Whatever is kept here follows from link to link, so
 /// that a snapshot of which little changed is not looked through.
 #[derive(Default)]
-pub(super) struct Newest {
+pub(crate) struct Newest {
     /// The base first. None if there is no snapshot, or none that the next one may follow.
-    pub links: Vec<Link>,
+    pub(super) links: Vec<Link>,
     pages: ById<PageId, Named>,
     sums: Sums,
     /// The pages of which each file has an image, as first pages and counts. Some may have a newer one elsewhere
@@ -107,7 +107,7 @@ pub(super) struct Newest {
 
 impl Newest {
     /// What the links of a snapshot say together: `entries` are all of its pages.
-    pub fn of<'e>(links: Vec<Link>, entries: impl Iterator<Item = &'e ManifestEntry>) -> Self {
+    pub(super) fn of<'e>(links: Vec<Link>, entries: impl Iterator<Item = &'e ManifestEntry>) -> Self {
         let mut newest = Self { links, ..Self::default() };
         let noted = entries.inspect(|entry| {
             newest.sums.add(entry.image);
@@ -117,11 +117,20 @@ impl Newest {
         newest
     }
 
-    /// Follows to the next snapshot: `manifest` is its own link, which need not follow the newest one.
-    pub fn advance(&mut self, manifest: &Manifest, manifest_crc: u32) {
+    /// What a snapshot that follows none says, before it is the newest: its checksum need not be known yet. `None` of one
+    /// that follows another.
+    pub fn of_base(manifest: &Manifest) -> Option<Self> {
+        let is_base = manifest.kind == ManifestKind::Base;
+        is_base.then(|| Self::of(vec![Link::of(manifest, 0)], manifest.entries.iter()))
+    }
+
+    /// Follows to the next snapshot: `manifest` is its own link, which need not follow the newest one, and `base` what
+    /// [`of_base`](Self::of_base) made of it.
+    pub fn advance(&mut self, manifest: &Manifest, manifest_crc: u32, base: Option<Self>) {
         let link = Link::of(manifest, manifest_crc);
         let ManifestKind::Change { previous, .. } = manifest.kind else {
-            *self = Self::of(vec![link], manifest.entries.iter());
+            *self = base.expect("made of a base");
+            self.links = vec![link];
             return;
         };
         self.links.retain(|before| before.snapshot <= previous);
@@ -147,7 +156,7 @@ impl Newest {
     /// Where there are too many links, the newest are folded into the one to come: those that are no longer than it
     /// is by then. So the links grow from the newest to the oldest, and no page is named again often; and a base is
     /// written only when so much has changed that it costs little more.
-    pub fn fold(&self, changed: &[PageId], pages_max: usize) -> Option<(&Link, Vec<PageId>)> {
+    pub(super) fn fold(&self, changed: &[PageId], pages_max: usize) -> Option<(&Link, Vec<PageId>)> {
         let mut at = self.links.len().checked_sub(1)?;
         let mut folded = BTreeSet::new();
         if self.links.len() >= LINKS_MAX {
@@ -164,7 +173,7 @@ impl Newest {
             .then(|| (&self.links[at], folded.into_iter().collect()))
     }
 
-    pub fn get(&self, page: PageId) -> Option<&Named> {
+    pub(super) fn get(&self, page: PageId) -> Option<&Named> {
         self.pages.get(page)
     }
 

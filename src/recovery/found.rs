@@ -30,7 +30,7 @@ use crate::images::ImageWriter;
 use crate::keeping::{entry, unix_ms};
 use crate::log::SegmentPool;
 use crate::options::{Compression, Create, LogIo};
-use crate::publish::{check_published, publish};
+use crate::publish::{EncodedManifest, check_published, publish};
 use crate::runs::{prove, wanted};
 use crate::source::DiskSource;
 
@@ -138,9 +138,9 @@ pub(super) fn found<E: From<Error>>(
     };
     assert!(manifest.redo.lsn == manifest.end); // The state is exact.
     let file = FileName::Manifest(manifest.snapshot.0);
-    let bytes = manifest.encode().map_err(|defect| Error::from(defect.at(file, 0)))?;
-    publish(target, file, manifest.snapshot.0, &bytes)?;
-    check_published(target, file, &bytes)?;
+    let encoded = EncodedManifest::of(&manifest, file)?;
+    publish(target, file, manifest.snapshot.0, &encoded.bytes())?;
+    check_published(target, file, &encoded.bytes())?;
     // 5.
     target.rename(CLAIM, FileName::Store)?;
     target.sync_folder(Folder::Root)?;

@@ -96,7 +96,7 @@ use crate::keeping::{Keeping, Kept, KeptTable, KnownImages, Sums, unix_ms};
 use crate::log::{LogStart, SegmentPool};
 use crate::options::{Create, LogIo, Options};
 use crate::phases::{self, Phase};
-use crate::publish::{check_published, publish};
+use crate::publish::{EncodedManifest, check_published, publish};
 use crate::source::DiskSource;
 use crate::staging::StagingPool;
 use crate::sync::Instant;
@@ -205,7 +205,7 @@ impl Recovery<'_> {
         let pool = self.pool(store.store)?;
         let (log, position) = begin(&pool, store.store, &Predecessor::default(), Vec::new())?;
         let bytes = store.encode().map_err(|defect| Error::from(defect.at(FileName::Store, 0)))?;
-        publish(&self.disk, FileName::Store, 0, &bytes)?;
+        publish(&self.disk, FileName::Store, 0, &[&bytes])?;
         Ok(Opened {
             store,
             applied: Applied {
@@ -416,9 +416,9 @@ impl Recovery<'_> {
     /// I7: a manifest that no frame under a mark records may have its name in the cache only.
     fn publish_anew(&self, manifest: &Manifest) -> Result<()> {
         let file = FileName::Manifest(manifest.snapshot.0);
-        let bytes = manifest.encode().map_err(|defect| Error::from(defect.at(file, 0)))?;
-        publish(&self.disk, file, manifest.snapshot.0, &bytes)?;
-        check_published(&self.disk, file, &bytes)?;
+        let encoded = EncodedManifest::of(manifest, file)?;
+        publish(&self.disk, file, manifest.snapshot.0, &encoded.bytes())?;
+        check_published(&self.disk, file, &encoded.bytes())?;
         Ok(())
     }
 

@@ -48,16 +48,17 @@ pub(crate) use self::scrub::{Scrub, Scrubber};
 pub use self::scrub::{ScrubStats, Scrubbed};
 use self::verify::Unverified;
 use crate::applier::{Applied, Applier, Cut, Turn};
+use crate::crew;
 use crate::device::{CommandList, Device};
 use crate::disk::Disk;
 use crate::error::{Error, Result};
 use crate::images::{ImageWriters, chunk_threads, file_count};
-use crate::keeping::{Beginning, Keeping, Kept, SnapshotInfo, Sorted, unix_ms};
+use crate::keeping::{Beginning, Keeping, Kept, Newest, SnapshotInfo, Sorted, unix_ms};
 use crate::log::{Log, SegmentPool};
 use crate::options::Compression;
 use crate::phases::{self, Phase};
 use crate::poison::Poison;
-use crate::publish::{check_published, publish};
+use crate::publish::{EncodedManifest, check_published, publish};
 use crate::retention::Retention;
 use crate::source::DiskSource;
 use crate::staging::StagingPool;
@@ -209,7 +210,13 @@ impl Snapshots {
         };
         // From here on the number is taken, whatever happens: a name is never used for two contents.
         keeping.next_snapshot += 1;
-        let manifest_crc = match self.publish_all(writers.as_ref(), &manifest) {
+        let publish = || self.publish_all(writers.as_ref(), &manifest);
+        let (base, published) = match manifest.kind {
+            // It names all pages: what that is in memory is made while it is written.
+            ManifestKind::Base => crew::both(|| Newest::of_base(&manifest), publish),
+            ManifestKind::Change { .. } | ManifestKind::Table => (None, publish()),
+        };
+        let manifest_crc = match published {
             Ok(manifest_crc) => manifest_crc,
             // Only a full disk leaves it certain that no manifest names the images.
             Err(error @ Error::DiskFull { .. }) => {
@@ -218,7 +225,7 @@ impl Snapshots {
             }
             Err(error) => return Err(error),
         };
-        let (sums, before) = keeping.known.advance(&manifest, manifest_crc);
+        let (sums, before) = keeping.known.advance(&manifest, manifest_crc, base);
         let kept = Kept::new(&manifest, |file| numbers.contains(&file), sums, before, manifest_crc, false);
         let info = &kept.info;
         tracing::info!(
@@ -238,7 +245,10 @@ impl Snapshots {
             return self.applier.turn(move |turn| {
                 let pages = beginning(turn);
                 let table = &mut turn.applied.table;
-                let look = |pages: Vec<PageId>| Ok(known.look(table, None, &pages));
+                let look = |pages: Vec<PageId>| {
+                    let standings = known.look(table, None, &pages);
+                    || Ok(standings)
+                };
                 let sorted = known.sort_out(pages, &wasteful, CARRY_BYTES_MAX, look)?;
                 let end = Some(End::here(turn));
                 turn.applied.cut = Some(Cut::new(sorted.gather.iter().map(|(page, _)| *page)));
@@ -251,7 +261,7 @@ impl Snapshots {
         })?;
         let look = |pages: Vec<PageId>| {
             let known = known.clone();
-            self.applier.turn(move |turn| {
+            self.applier.turn_ahead(move |turn| {
                 let Applied { table, deleted, .. } = turn.applied;
                 Ok(known.look(table, deleted.as_ref(), &pages))
             })
@@ -306,7 +316,8 @@ impl Snapshots {
     fn publish_manifest(&self, manifest: &Manifest) -> Result<u32> {
         let _phase = phases::enter(Phase::Publish);
         let file = FileName::Manifest(manifest.snapshot.0);
-        let bytes = manifest.encode().map_err(|defect| Error::from(defect.at(file, 0)))?;
+        let encoded = EncodedManifest::of(manifest, file)?;
+        let bytes = encoded.bytes();
         let published = publish(&self.disk, file, manifest.snapshot.0, &bytes);
         if let Err(Error::DiskFull { .. }) = published
             && self.pool.release_reserve()?

@@ -176,7 +176,7 @@ impl Scrub {
     fn mend_files(&self, store: bool, copies: &[Manifest]) -> Result<()> {
         if store {
             let bytes = self.store.encode().map_err(|defect| Error::from(defect.at(FileName::Store, 0)))?;
-            publish(&self.snapshots.disk, FileName::Store, 0, &bytes)?;
+            publish(&self.snapshots.disk, FileName::Store, 0, &[&bytes])?;
         }
         copies.iter().try_for_each(|link| self.snapshots.publish_manifest(link).map(drop))
     }

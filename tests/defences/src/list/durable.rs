@@ -150,7 +150,7 @@ pub const LIST: &[Defence] = &[
         "manifests are read back past the cache (I7)",
         SNAPSHOT,
         "check_published(&self.disk, file, &bytes)",
-        "Manifest::decode(&bytes).map(|(_, health)| health.header_crc).map_err(|defect| Error::from(defect.at(file, 0)))",
+        "Manifest::header_crc(bytes[0]).map_err(|defect| Error::from(defect.at(file, 0)))",
         OF_SNAPSHOTS,
     ),
     refusal(

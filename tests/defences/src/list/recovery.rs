@@ -146,7 +146,7 @@ pub const LIST: &[Defence] = &[
     check(
         "a manifest published anew is read back past the cache (I7)",
         RECOVERY,
-        "check_published(&self.disk, file, &bytes)?;",
+        "check_published(&self.disk, file, &encoded.bytes())?;",
         SYNCS,
     ),
     // Files that must stay, and the budget.
