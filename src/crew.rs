@@ -1,5 +1,5 @@
-//! Floor 1. Several threads over one list of work: images are checksummed, compressed, written and read so. And two
-//! threads one behind the other: of the log one reads what the other uses.
+//! Floor 1. Several threads over one list of work: images are checksummed, compressed, written and read so. Two
+//! threads one behind the other: of the log one reads what the other uses. And two things at once.
 
 use std::num::NonZero;
 use std::sync::Mutex;
@@ -73,14 +73,15 @@ pub(crate) fn both<A: Send, B>(beside: impl FnOnce() -> A + Send, here: impl FnO
     let run = || beside.lock().unwrap_or_else(PoisonError::into_inner).take().map(|beside| beside());
     let (done, here) = std::thread::scope(|scope| {
         let may_start = threads(2) > 1;
-        let helper = may_start.then(|| std::thread::Builder::new().spawn_scoped(scope, run));
+        let helper = may_start
+            .then(|| std::thread::Builder::new().name("remanent-both".to_owned()).spawn_scoped(scope, run));
         let here = here();
         let join = |helper: ScopedJoinHandle<'_, _>| {
             helper.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         };
         (helper.and_then(Result::ok).and_then(join), here)
     });
-    (done.or_else(run).expect("not done yet"), here)
+    (done.or_else(run).expect("no thread has taken it"), here)
 }
 
 /// Who was to make the pieces of [`ahead`] panicked.

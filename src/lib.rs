@@ -106,7 +106,8 @@
 //! - **I5** Nothing synced is rewritten, and recovery removes nothing that was acknowledged. Every writable
 //!   open begins a new incarnation, whose opening segment is built whole and renamed into place; that rename
 //!   is the only commit point of recovery.
-//! - **I6** Recovery trusts nothing above the last mark to be on the medium, even when it can read it.
+//! - **I6** Recovery trusts nothing above the last mark to be on the medium, even when it can read it. What a mark
+//!   covers it takes from the medium once: past the cache, or through a cache that had nothing of it.
 //! - **I7** A manifest is published only after everything it names is synced and the log is durable up to
 //!   its end; only a snapshot that was verified, and durably recorded as such, licenses recycling.
 //! - **I8** Nothing is recycled that a kept snapshot or a kept frame needs. No frame enters a segment before

@@ -18,9 +18,9 @@ const ENTRIES_AT_ONCE: usize = 8 << 10;
 /// one of them took a tenth of its time.
 const THREADS_MAX: usize = 4;
 
-/// What a file of a manifest, or of a table, has for its two copies.
+/// A manifest or a table, encoded. The file is two copies of it.
 pub(crate) struct EncodedManifest {
-    /// Of one copy.
+    /// Of one copy, in their order.
     pieces: Vec<Vec<u8>>,
 }
 

@@ -23,7 +23,7 @@ pub(crate) struct DiskSource {
     uncached: Option<Uncached>,
 }
 
-/// What the page cache did not have of files when a source first opened them. What that source has read of it came
+/// What the page cache did not have of segments when a source first opened them. What that source has read of it came
 /// from the medium, so whoever wants the medium's bytes need not ask it again: a log that nobody has read yet is
 /// replayed from ext4 in two thirds of the time. (To have the system fetch the next piece while one is checked, too,
 /// gained nothing: it reads ahead by itself.)
@@ -91,8 +91,8 @@ impl DiskSource {
             return Ok(open.clone());
         }
         let open = self.disk.open(file, false)?;
-        // Before anything of it is read.
-        if let (Way::Visible, Some(uncached)) = (self.way, &self.uncached) {
+        // Before anything of it is read. Nobody asks about other files.
+        if let (Way::Visible, Some(uncached), FileName::Segment(_)) = (self.way, &self.uncached, file) {
             uncached.lock().entry(file).or_insert_with(|| open.uncached());
         }
         if files.len() == FILES_OPEN_MAX {

@@ -111,6 +111,7 @@ impl Turn<'_> {
 
     fn download(&self, sources: Vec<(Span, u64)>, staging: StagingBuf, from: u64) -> Result<Drain> {
         let len = staging.len();
+        assert!(sources.iter().all(|(source, at)| from + at + source.len <= len as u64), "it all fits");
         let download = |(source, at): (Span, u64)| {
             let target = StagingSpan { index: 0, offset: (from + at) as usize, len: source.len as usize };
             Command::Download { source, target }

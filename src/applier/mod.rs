@@ -192,7 +192,7 @@ impl Applier {
     ) -> impl FnOnce() -> Result<T> {
         let (sender, receiver) = mpsc::sync_channel(1);
         let turn = Box::new(move |state: &mut Turn<'_>| {
-            // The receiver waits below, or its thread is gone and nobody wants the result.
+            // Where nobody waits any more, nobody wants the result.
             let _receiver_gone = sender.send(turn(state));
         });
         self.requests.turn(turn);

@@ -186,8 +186,10 @@ pub trait DiskFile: Send + Sync {
         self.read_past_cache(offset, out)
     }
 
-    /// Ranges, ascending, of which the system's cache has nothing now: what is read of them later came from the
-    /// medium since, unless somebody writes to them meanwhile. Nothing where the system cannot be asked.
+    /// Ranges of bytes of which no cache of the system has anything now: whatever is read of them later, the system
+    /// takes from the medium between now and then, unless somebody writes to them. They ascend and neither overlap nor
+    /// touch. A range too few costs another read; one too many, and a cache is believed that the medium does not back.
+    /// So none where the system cannot be asked.
     fn uncached(&self) -> Vec<Range<u64>> {
         Vec::new()
     }

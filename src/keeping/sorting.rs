@@ -13,7 +13,7 @@ use remanent_format::{PageId, PageInfo, SnapshotId};
 use super::{KnownImages, entry};
 use crate::error::{Error, Result};
 
-/// Pages that are looked at between two batches: that takes some 200 us.
+/// Pages that are looked at at once. That takes some 200 us, and a batch may come behind two such looks.
 const LOOK_PAGES: usize = 1024;
 
 /// What a page is to the next snapshot.

@@ -71,7 +71,9 @@ impl Snapshots {
             Ok::<_, Error>(())
         };
         crew::map(threads, chunks.len(), || (), write)?;
-        Ok(caught.into_inner().entries)
+        let caught = caught.into_inner();
+        assert!(caught.chunks == chunks.len(), "each chunk was put in its place");
+        Ok(caught.entries)
     }
 
     /// Gathers pages, brings them to the host, and writes them as one chunk.

@@ -94,14 +94,14 @@ impl Manifest {
             None => check_equal("length of a page without image", entry.len, 0),
             Some(image) => {
                 image.check(entry.len)?;
-                check_limit("image file", image.file, self.next_file - 1)
+                check_limit("image file", image.file, self.next_file.saturating_sub(1))
             }
         }
     }
 
     /// A page that exists below `next_page`, and a batch up to `end`.
     fn check_range(&self, page: PageId, lsn: Lsn) -> Result<(), Defect> {
-        check_limit("page id", page.0, self.next_page - 1)?;
+        check_limit("page id", page.0, self.next_page.saturating_sub(1))?;
         check_limit("page's lsn", lsn.0, self.end.0)?;
         if page.0 == 0 || lsn.0 == 0 {
             return Err(Defect::Field { what: "page id or lsn", found: 0 });

@@ -18,7 +18,7 @@ use crate::value::{Metadata, encode_metadata};
 pub struct EncodedEntries {
     bytes: Vec<u8>,
     crc: crc32fast::Hasher,
-    count: usize,
+    range: Range<usize>,
 }
 
 impl Manifest {
@@ -28,6 +28,7 @@ impl Manifest {
     /// The defect that decoding would find: a limit passed, entries out of order, fields that contradict
     /// each other.
     pub fn encode(&self) -> Result<Vec<u8>, Defect> {
+        self.check_around()?;
         let entries = self.encode_entries(0..self.entries.len())?;
         let mut out = self.encode_around(vec![entries])?.pop().expect("as many pieces as there were");
         out.reserve_exact(out.len());
@@ -47,14 +48,14 @@ impl Manifest {
         // Most pages have none.
         let no_metadata = encode_metadata(&Metadata::new(), METADATA_LEN_MAX)?;
         let entry_len = ManifestEntryRaw::LEN + align_up(no_metadata.len() as u64, ENTRY_ALIGN) as usize;
-        let entries = &self.entries[range];
+        let entries = &self.entries[range.clone()];
         let mut bytes = Vec::with_capacity(entries.len() * entry_len);
         for entry in entries {
             entry.encode(&mut bytes, &no_metadata)?;
         }
         let mut crc = crc32fast::Hasher::new();
         crc.update(&bytes);
-        Ok(EncodedEntries { bytes, crc, count: entries.len() })
+        Ok(EncodedEntries { bytes, crc, range })
     }
 
     /// One copy, in as many pieces as `entries`, of which there is at least one: together they are all, in their order.
@@ -64,10 +65,12 @@ impl Manifest {
     /// As for [`Manifest::encode`].
     ///
     /// # Panics
-    /// If these are not all entries.
+    /// If these are not all entries, in their order, or none at all.
     pub fn encode_around(&self, entries: Vec<EncodedEntries>) -> Result<Vec<Vec<u8>>, Defect> {
         self.check_around()?;
-        assert!(entries.iter().map(|piece| piece.count).sum::<usize>() == self.entries.len());
+        let end =
+            entries.iter().try_fold(0, |end, piece| (piece.range.start == end).then_some(piece.range.end));
+        assert!(end == Some(self.entries.len()) && !entries.is_empty(), "all entries, in their order");
         let mut body_crc = crc32fast::Hasher::new();
         entries.iter().for_each(|piece| body_crc.combine(&piece.crc));
         let behind = self.encode_behind()?;

@@ -333,7 +333,15 @@ fn manifests_that_contradict_themselves_are_not_written() {
             let place = Place::Device(DEVICE_ORDINAL_MAX + 1);
             Manifest { entries: vec![ManifestEntry { place, ..entry(1, 1) }], ..sample() }
         }),
+        ("no page was ever given out", {
+            Manifest { next_page: 0, entries: vec![entry(1, 1)], tombstones: Vec::new(), ..sample() }
+        }),
+        ("no file was ever written", Manifest { next_file: 0, entries: vec![entry(1, 1)], ..sample() }),
     ] {
         assert!(manifest.encode().is_err(), "{why}");
+        assert!(
+            manifest.encode_entries(0..manifest.entries.len()).is_err() || manifest.check_around().is_err(),
+            "{why}"
+        );
     }
 }

@@ -70,6 +70,9 @@ impl SimFile {
             let node = shared.now.node(self.id);
             let content = if past_cache { &node.durable } else { &node.visible };
             let whole = content.read(offset, out);
+            if !past_cache {
+                shared.read_ahead.insert(self.id);
+            }
             shared.age(self.id, offset, out);
             if whole { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
         });
@@ -100,9 +103,12 @@ impl DiskFile for SimFile {
         self.read(Operation::ReadProven, offset, out, false)
     }
 
-    /// All that the medium has as it is visible.
+    /// All that the medium has as it is visible, unless something of the file was read: then all was read ahead.
     fn uncached(&self) -> Vec<Range<u64>> {
         let shared = self.disk.shared.lock();
+        if shared.read_ahead.contains(&self.id) {
+            return Vec::new();
+        }
         let node = shared.now.node(self.id);
         let mut ranges: Vec<Range<u64>> = Vec::new();
         for sector in node.clean_sectors() {

@@ -80,6 +80,8 @@ struct Shared {
     skip: Option<SkipRule>,
     /// A sector whose next read gives its older self.
     stale: Option<Stale>,
+    /// Files of which something was read, so that a page cache would have them.
+    read_ahead: BTreeSet<FileId>,
 }
 
 impl Shared {

@@ -303,11 +303,11 @@ pub const LIST: &[Defence] = &[
         r#"check_limit("page's epoch", entry.epoch.0, self.epoch_high.0)?;"#,
         GOLDEN,
     ),
-    check("manifest next page", CHECK, r#"check_limit("page id", page.0, self.next_page - 1)?;"#, GOLDEN),
+    check("manifest next page", CHECK, r#"check_limit("page id", page.0, self.next_page.saturating_sub(1))?;"#, GOLDEN),
     defence(
         "manifest next file",
         CHECK,
-        r#"check_limit("image file", image.file, self.next_file - 1)"#,
+        r#"check_limit("image file", image.file, self.next_file.saturating_sub(1))"#,
         "Ok(())",
         GOLDEN,
     ),
