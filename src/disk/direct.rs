@@ -7,7 +7,8 @@
 //!
 //! A ring of the kernel's (`io_uring`) would gain nothing, and is not built: with one write under way, on ext4 and 2
 //! cores, it reached 0.96, 0.97 and 0.97 of this one's rate with 4, 64 and 256 KiB, and 0.98, 1.00 and 1.01 with file
-//! and memory registered (medians of 15 rounds of `rings --group "group's"` in `tests/peers`).
+//! and memory registered (medians of 15 rounds of `rings --group "group's"` in `tests/peers`). On 16 cores with a faster
+//! disk it was 1.03, 1.01 and 0.97, registered 1.05, 1.06 and 1.12: a tenth, for long groups, on one machine of two.
 //!
 //! Direct writes go in whole blocks. A group of frames begins on one, nothing is put behind it into its last
 //! one, and the rest of that one becomes zeros.

@@ -303,7 +303,12 @@ pub const LIST: &[Defence] = &[
         r#"check_limit("page's epoch", entry.epoch.0, self.epoch_high.0)?;"#,
         GOLDEN,
     ),
-    check("manifest next page", CHECK, r#"check_limit("page id", page.0, self.next_page.saturating_sub(1))?;"#, GOLDEN),
+    check(
+        "manifest next page",
+        CHECK,
+        r#"check_limit("page id", page.0, self.next_page.saturating_sub(1))?;"#,
+        GOLDEN,
+    ),
     defence(
         "manifest next file",
         CHECK,
