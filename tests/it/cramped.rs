@@ -15,7 +15,7 @@ use remanent::{
 use crate::damage::mix;
 use crate::files::{State, small};
 use crate::machine::mounts::{self, Kind, Mount};
-use crate::machine::skipped;
+use crate::machine::{alone, skipped};
 
 const PAGE_LEN: u64 = 100_000;
 const WRITERS: [LogIo; 3] = [LogIo::Mapped, LogIo::Buffered, LogIo::Direct];
@@ -125,23 +125,30 @@ fn a_full_file_system(name: &str, root: &Path) {
     }
 }
 
+// Each in a process of its own: a child that some other test forks keeps files that are removed here, and gives their
+// space back when it ends.
+
 #[test]
 fn on_a_full_ext4_the_same_store_goes_on_when_space_returns() {
-    let folder = tempfile::tempdir().unwrap();
-    let mounted = mounts::make(Kind::Ext4, &folder.path().join("image"), 16 << 20)
-        .and_then(|image| Mount::new(&image, folder.path().join("mounted"), &["-o", "loop"]));
-    match mounted {
-        Ok(mount) => a_full_file_system("ext4", &mount.path),
-        Err(reason) => skipped("a full ext4", &reason),
-    }
+    alone(|| {
+        let folder = tempfile::tempdir().unwrap();
+        let mounted = mounts::make(Kind::Ext4, &folder.path().join("image"), 16 << 20)
+            .and_then(|image| Mount::new(&image, folder.path().join("mounted"), &["-o", "loop"]));
+        match mounted {
+            Ok(mount) => a_full_file_system("ext4", &mount.path),
+            Err(reason) => skipped("a full ext4", &reason),
+        }
+    });
 }
 
 #[test]
 fn on_a_full_tmpfs_the_same_store_goes_on_when_space_returns() {
-    let folder = tempfile::tempdir().unwrap();
-    let arguments = ["-t", "tmpfs", "-o", "size=8m"];
-    match Mount::new(Path::new("tmpfs"), folder.path().join("mounted"), &arguments) {
-        Ok(mount) => a_full_file_system("tmpfs", &mount.path),
-        Err(reason) => skipped("a full tmpfs", &reason),
-    }
+    alone(|| {
+        let folder = tempfile::tempdir().unwrap();
+        let arguments = ["-t", "tmpfs", "-o", "size=8m"];
+        match Mount::new(Path::new("tmpfs"), folder.path().join("mounted"), &arguments) {
+            Ok(mount) => a_full_file_system("tmpfs", &mount.path),
+            Err(reason) => skipped("a full tmpfs", &reason),
+        }
+    });
 }

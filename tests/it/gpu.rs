@@ -5,7 +5,6 @@
 
 use std::ffi::c_void;
 use std::io::Write;
-use std::process::Command as Process;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::sys;
@@ -13,7 +12,7 @@ use remanent::Error;
 use remanent::device::cuda::CudaDevice;
 use remanent::device::{Device, RawStream};
 
-use crate::faults::watched;
+use crate::machine;
 
 /// A new device on the first GPU; `None`, said aloud, where there is none.
 pub fn device() -> Option<Arc<CudaDevice>> {
@@ -50,25 +49,13 @@ fn with_first(other: u32) -> Option<[Arc<dyn Device>; 2]> {
     }
 }
 
-/// Says that the process runs this one test and no other, and that the test need not look for one that does.
-const ALONE: &str = "REMANENT_ALONE";
-
-/// Runs the body of a test in a process of its own, without any other. Who gives memory back to the driver waits in there for
-/// every stream of the GPU, and keeps others out meanwhile: were it the end of some other test, then one that
-/// [holds a stream up](Stream::hold) until the store has got on would wait for itself.
+/// Runs the body of a test on a GPU in a process of its own, as [`machine::alone`] does. Who gives memory back to the
+/// driver waits in there for every stream of the GPU, and keeps others out meanwhile: were it the end of some other
+/// test, then one that [holds a stream up](Stream::hold) until the store has got on would wait for itself.
 pub fn alone<Test: FnOnce() + Send + 'static>(body: Test) {
-    let test = std::any::type_name::<Test>().trim_start_matches("it::").trim_end_matches("::{{closure}}");
-    if std::env::var_os(ALONE).is_some() {
-        return watched(test, body);
+    if machine::is_alone() || device().is_some() {
+        machine::alone(body);
     }
-    if device().is_none() {
-        return;
-    }
-    let mut child = Process::new(std::env::current_exe().unwrap());
-    let output = child.args(["--exact", test, "--nocapture"]).env(ALONE, "1").output().unwrap();
-    let [out, err] = [&output.stdout, &output.stderr].map(|said| String::from_utf8_lossy(said));
-    std::io::stderr().write_all(err.as_bytes()).unwrap();
-    assert!(output.status.success() && out.contains("1 passed"), "{}\n{out}\n{err}", output.status);
 }
 
 fn skipped(reason: &str) {

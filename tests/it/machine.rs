@@ -7,7 +7,31 @@ pub mod strace;
 
 use std::io::Write;
 use std::num::NonZeroUsize;
+use std::process::Command;
 use std::sync::Mutex;
+
+use crate::faults::watched;
+
+/// Says that the process runs this one test and no other, and that the test need not look for one that does.
+const ALONE: &str = "REMANENT_ALONE";
+
+/// Whether the process runs this one test and no other.
+pub fn is_alone() -> bool {
+    std::env::var_os(ALONE).is_some()
+}
+
+/// Runs the body of a test in a process of its own, without any other.
+pub fn alone<Test: FnOnce() + Send + 'static>(body: Test) {
+    let test = std::any::type_name::<Test>().trim_start_matches("it::").trim_end_matches("::{{closure}}");
+    if is_alone() {
+        return watched(test, body);
+    }
+    let mut child = Command::new(std::env::current_exe().unwrap());
+    let output = child.args(["--exact", test, "--nocapture"]).env(ALONE, "1").output().unwrap();
+    let [out, err] = [&output.stdout, &output.stderr].map(|said| String::from_utf8_lossy(said));
+    std::io::stderr().write_all(err.as_bytes()).unwrap();
+    assert!(output.status.success() && out.contains("1 passed"), "{}\n{out}\n{err}", output.status);
+}
 
 /// Says that this test, or a part of it, does nothing here.
 pub fn skipped(part: &str, reason: &str) {
