@@ -182,7 +182,7 @@ impl Stream {
 
     /// Lets the stream stand still until it is let go; for tests that run [`alone`].
     pub fn hold(&self) -> Hold {
-        assert!(std::env::var_os(ALONE).is_some(), "beside a stream that stands still no other test may run");
+        assert!(machine::is_alone(), "beside a stream that stands still no other test may run");
         let mut word = std::ptr::null_mut::<c_void>();
         call!(cuMemHostAlloc(&mut word, 4, 3));
         let hold = Hold { word: word.cast() };
