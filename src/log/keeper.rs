@@ -118,9 +118,6 @@ impl Log {
                     state.seal_now = false;
                     state.seal_missed = false;
                     state.stats.seals += 1;
-                    if state.ahead.len() < AHEAD {
-                        self.room.notify_one();
-                    }
                     break;
                 }
                 Room::AfterGrowth => {

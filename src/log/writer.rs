@@ -139,9 +139,6 @@ impl Log {
         if std::mem::take(&mut state.keeper_asleep) || is_much {
             self.work.notify_one();
         }
-        if state.ahead.len() < AHEAD {
-            self.room.notify_one();
-        }
         if state.watch.is_reached(state.point.lsn, state.stats.bytes) {
             self.grown.notify_one();
         }
@@ -373,6 +370,10 @@ impl Log {
         state.chain = chain;
         state.offset = end;
         state.last_append = Instant::now();
+        // Whatever the frame is, it may have been the first of its segment.
+        if state.ahead.len() < AHEAD {
+            self.room.notify_one();
+        }
         if kind == FrameKind::Batch {
             state.sealed = false;
             state.stats.batches += 1;
