@@ -16,6 +16,7 @@ use remanent_format::FileName;
 use rustix::mm::madvise;
 
 use super::Window;
+use super::refusals::has_no_other_cache;
 use crate::error::{Error, Result};
 use crate::sync::Mutex;
 
@@ -106,16 +107,6 @@ impl ForkMark {
 
 /// Files longer than this are not asked what the page cache has of them: the answer takes a byte a page.
 const ASKED_LEN_MAX: u64 = 1 << 30;
-
-/// Whether the kernel's page cache is the only one of a file system, and a page of it is never there in part: where
-/// blocks are shorter than pages, a block that was written may be, and the kernel says that the page is not.
-fn has_no_other_cache(file: &File) -> io::Result<bool> {
-    let system = rustix::fs::fstatfs(file)?;
-    // ext4 and those before it; XFS; btrfs; F2FS. The field is signed on some platforms, unsigned on others.
-    let is_known =
-        matches!(system.f_type as u64 & 0xffff_ffff, 0xef53 | 0x5846_5342 | 0x9123_683e | 0xf2f5_2010);
-    Ok(is_known && system.f_bsize as u64 >= rustix::param::page_size() as u64)
-}
 
 /// The parts of a file, whole pages, of which the page cache has nothing. A file that is not the process's own, nor
 /// one it may write to, looks wholly cached, and so does one of a file system that has a cache of its own, or might.

@@ -1,4 +1,5 @@
-//! Floor 3. What a file system cannot be used for, asked before the first byte is written.
+//! Floor 3. What a file system cannot be used for, asked before the first byte is written, and what is not to be
+//! believed of it.
 
 use std::fs::File;
 use std::io;
@@ -6,18 +7,35 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use remanent_format::limits::GROUP_ALIGN;
-use rustix::fs::{CWD, Mode, OFlags};
+use rustix::fs::{CWD, Mode, OFlags, StatFs};
 use rustix::io::Errno;
 
 use super::aligned::AlignedBuf;
 use super::direct;
 use super::past_cache::reopen;
 
+/// The magic numbers of ext2, ext3 and ext4, of XFS, btrfs and F2FS.
+const EXT: u64 = 0xef53;
+const XFS: u64 = 0x5846_5342;
+const BTRFS: u64 = 0x9123_683e;
+const F2FS: u64 = 0xf2f5_2010;
+
+fn magic(system: &StatFs) -> u64 {
+    // The field is signed on some platforms, unsigned on others; the magic numbers are 32 bits.
+    system.f_type as u64 & 0xffff_ffff
+}
+
+/// Whether the kernel's page cache is the only one of a file's system, and a page of it is never there in part: where
+/// blocks are shorter than pages, a block that was written may be, and the kernel says that the page is not.
+pub(super) fn has_no_other_cache(file: &File) -> rustix::io::Result<bool> {
+    let system = rustix::fs::fstatfs(file)?;
+    let is_known = matches!(magic(&system), EXT | XFS | BTRFS | F2FS);
+    Ok(is_known && system.f_bsize as u64 >= rustix::param::page_size() as u64)
+}
+
 /// Why a shared mapping below `path` must not be written through, if so.
 pub(super) fn mapping_refused(path: &Path) -> rustix::io::Result<Option<String>> {
-    // The field is signed on some platforms, unsigned on others; the magic numbers are 32 bits.
-    let magic = rustix::fs::statfs(path)?.f_type as u64 & 0xffff_ffff;
-    refusal(magic, || shares_extents(path))
+    refusal(magic(&rustix::fs::statfs(path)?), || shares_extents(path))
 }
 
 /// The verdict on a file system, by its magic number. What counts is whether a write to a synced page can
@@ -27,13 +45,13 @@ fn refusal(
     shares_extents: impl FnOnce() -> rustix::io::Result<bool>,
 ) -> rustix::io::Result<Option<String>> {
     let reason = match magic {
-        // ext2, ext3, ext4; tmpfs.
-        0xef53 | 0x0102_1994 => return Ok(None),
-        0x5846_5342 if shares_extents()? => "XFS with reflinks needs space to write to a shared extent",
-        0x5846_5342 => return Ok(None),
-        0x9123_683e => "btrfs copies on write",
+        // The second is tmpfs.
+        EXT | 0x0102_1994 => return Ok(None),
+        XFS if shares_extents()? => "XFS with reflinks needs space to write to a shared extent",
+        XFS => return Ok(None),
+        BTRFS => "btrfs copies on write",
         0x2fc1_2fc1 => "ZFS copies on write",
-        0xf2f5_2010 => "F2FS never writes in place",
+        F2FS => "F2FS never writes in place",
         0x794c_7630 => "overlayfs may move a file between layers",
         0x6573_5546 => "behind FUSE nobody knows where writes go",
         0x6969 => "NFS is a network file system",
