@@ -26,7 +26,7 @@ use remanent_format::limits::GROUP_ALIGN;
 use rustix::fs::OFlags;
 
 use super::past_cache::reopen;
-use super::{AlignedBuf, Window, zeros_by_pieces};
+use super::{AlignedBuf, Window, ZEROS_LEN_MAX, zeros_by_pieces};
 use crate::error::{Error, Result};
 use crate::sync::Mutex;
 
@@ -179,7 +179,7 @@ pub(super) fn write_zeros(file: &File, offset: u64, end: u64) -> io::Result<()> 
         return Ok(());
     }
     let file = reopen(file, FILL_FLAGS)?;
-    zeros_by_pieces(offset, end, |at, zeros| {
+    zeros_by_pieces(offset, end, ZEROS_LEN_MAX, |at, zeros| {
         write_all(zeros, at, |rest, at| rustix::io::pwrite(&file, rest, at))
     })
 }

@@ -48,6 +48,8 @@ impl MappedWindow {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "the file is empty"));
         }
         map.advise(Advice::DontFork)?;
+        // What the page cache has lost comes back page by page, for the same reason as `DirFile::write_zeros`.
+        map.advise(Advice::Random)?;
         Ok(Self { map, putting: Mutex::new(()), name })
     }
 
@@ -78,6 +80,14 @@ impl Window for MappedWindow {
         // `msync` of the pages that hold the range. For a file it is an fsync of that range: it waits for
         // the device's cache too.
         self.map.flush_range(start, len).map_err(|source| Error::io("sync", self.name, Some(offset), source))
+    }
+
+    fn prefault(&self, offset: u64, len: u64) {
+        let (start, len) = self.range(offset, len);
+        // Kernels before 5.14 do not know it. A fault that fails is an error here, where a put's would be SIGBUS.
+        if let Err(error) = self.map.advise_range(Advice::PopulateWrite, start, len) {
+            tracing::debug!(file = %self.name, %error, "the log's memory is not brought in ahead");
+        }
     }
 }
 
@@ -132,6 +142,14 @@ pub(super) fn uncached(file: &File) -> io::Result<Vec<Range<u64>>> {
     let bytes =
         |pages: Range<usize>| (pages.start * page_len) as u64..((pages.end * page_len) as u64).min(len);
     Ok(runs.filter(|(is_cached, _)| *is_cached == 0).map(|(_, pages)| bytes(pages)).collect())
+}
+
+/// Page faults of this thread so far that took no reading: the tenth field of its `stat`, of which the second is a name.
+#[cfg(test)]
+pub(super) fn faults() -> u64 {
+    let stat = std::fs::read_to_string("/proc/thread-self/stat").unwrap();
+    let (_, behind_name) = stat.rsplit_once(')').unwrap();
+    behind_name.split_whitespace().nth(7).unwrap().parse().unwrap()
 }
 
 #[cfg(test)]
@@ -215,6 +233,31 @@ mod tests {
         rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::Random).unwrap();
         file.read_exact_at(&mut [0], 5 * page_len).unwrap();
         assert_eq!(uncached(&file).unwrap(), [0..5 * page_len, 6 * page_len..len]);
+    }
+
+    #[test]
+    fn puts_into_what_was_brought_in_take_no_fault() {
+        const PAGES: u64 = 64;
+        let page_len = rustix::param::page_size() as u64;
+        let file = tempfile::tempfile().unwrap();
+        file.write_all_at(&vec![7; (2 * PAGES * page_len) as usize], 0).unwrap();
+        let window = MappedWindow::new(&file, FileName::Segment(0)).unwrap();
+        let put = |pages: Range<u64>| {
+            let before = faults();
+            pages.for_each(|page| window.put(page * page_len + 1, b"stored").unwrap());
+            faults() - before
+        };
+        // A fault brings in its page and, where a write filled several at once, those beside it.
+        assert!(put(0..PAGES) > 0);
+        window.prefault(PAGES * page_len + 1, PAGES * page_len - 1);
+        assert_eq!(put(PAGES..2 * PAGES), 0);
+        let mut found = vec![0; 2 * page_len as usize];
+        file.read_exact_at(&mut found, (2 * PAGES - 2) * page_len).unwrap();
+        let expected = |at: usize| match at % page_len as usize {
+            inside @ 1..7 => b"stored"[inside - 1],
+            _ => 7,
+        };
+        assert!((0..found.len()).all(|at| found[at] == expected(at)));
     }
 
     #[test]

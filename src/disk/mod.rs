@@ -160,7 +160,7 @@ pub trait DiskFile: Send + Sync {
     /// What the system says.
     fn write_zeros(&self, offset: u64, end: u64, io: LogIo) -> Result<()> {
         let _ = io;
-        zeros_by_pieces(offset, end, |at, zeros| self.write_at(at, zeros))
+        zeros_by_pieces(offset, end, ZEROS_LEN_MAX, |at, zeros| self.write_at(at, zeros))
     }
 
     /// Fills `out` from `offset`.
@@ -220,16 +220,21 @@ pub trait DiskFile: Send + Sync {
 /// of the latter a tenth more were made; at 64 KiB the maker came too late, and a fifth fewer were made.
 const ZEROS_LEN_MAX: u64 = 256 << 10;
 
-/// Has zeros written from `offset` to `end`, piece by piece. They are aligned.
+/// Has zeros written from `offset` to `end`, in pieces that end at multiples of `piece_len`. They are aligned.
 fn zeros_by_pieces<E>(
     offset: u64,
     end: u64,
+    piece_len: u64,
     mut write: impl FnMut(u64, &[u8]) -> std::result::Result<(), E>,
 ) -> std::result::Result<(), E> {
-    let zeros = AlignedBuf::new(ZEROS_LEN_MAX.min(end.saturating_sub(offset)) as usize);
-    (offset..end)
-        .step_by(ZEROS_LEN_MAX as usize)
-        .try_for_each(|at| write(at, &zeros[..(end - at).min(ZEROS_LEN_MAX) as usize]))
+    let zeros = AlignedBuf::new(piece_len.min(end.saturating_sub(offset)) as usize);
+    let mut at = offset;
+    while at < end {
+        let next = (at + 1).next_multiple_of(piece_len).min(end);
+        write(at, &zeros[..(next - at) as usize])?;
+        at = next;
+    }
+    Ok(())
 }
 
 /// A window onto a file that is written in place: the log's way to the disk. One thread puts at a time;
@@ -251,6 +256,13 @@ pub trait Window: Send + Sync {
     /// # Errors
     /// What the system says; then nothing may be acknowledged any more.
     fn sync(&self, offset: u64, len: u64) -> Result<()>;
+
+    /// Does beforehand what the first put into each of these bytes would have to wait for. Changes no byte, and is an
+    /// advice: where it cannot be followed, puts wait.
+    ///
+    /// # Panics
+    /// If the bytes do not lie within the window.
+    fn prefault(&self, _offset: u64, _len: u64) {}
 }
 
 /// Waits for changes in a folder.

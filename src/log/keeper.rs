@@ -24,7 +24,10 @@ impl Log {
     pub fn keep(&self) {
         loop {
             match self.next_duty() {
-                Duty::Sync => self.or_fail(Self::sync),
+                Duty::Sync => {
+                    self.prefault();
+                    self.or_fail(Self::sync);
+                }
                 Duty::Seal => self.or_fail(Self::seal),
                 Duty::Stop => break,
             }
@@ -80,6 +83,16 @@ impl Log {
                     self.work.wait(&mut state);
                 }
             }
+        }
+    }
+
+    /// Brings the memory of the next frames in, so that who commits need not wait for it: beside a snapshot that
+    /// keeps the disk busy, a first store into a page took 2 to 4 ms at times, and with this 0.2. A segment that is
+    /// recycled meanwhile loses nothing: no byte is changed.
+    fn prefault(&self) {
+        let upcoming = self.state.lock().upcoming();
+        for place in upcoming {
+            place.window.prefault(place.from, place.len);
         }
     }
 

@@ -39,6 +39,10 @@ pub(crate) struct LogStart {
     pub verified: Vec<VerifiedSnapshot>,
 }
 
+/// Bounds of [`State::upcoming`].
+const UPCOMING_MIN: u64 = 64 << 10;
+const UPCOMING_MAX: u64 = 16 << 20;
+
 /// What the log has done since it was opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
@@ -107,6 +111,13 @@ pub(super) struct Dirty {
     pub window: Arc<dyn Window>,
     pub from: u64,
     pub to: u64,
+}
+
+/// Where frames will go.
+pub(super) struct Upcoming {
+    pub window: Arc<dyn Window>,
+    pub from: u64,
+    pub len: u64,
 }
 
 pub(super) enum Room {
@@ -179,6 +190,19 @@ impl State {
         Room::Ready
     }
 
+    /// The places of the next frames: twice as many bytes as no sync has taken yet, and some where there are few.
+    pub fn upcoming(&self) -> Vec<Upcoming> {
+        let mut left = self.dirty_bytes.saturating_mul(2).clamp(UPCOMING_MIN, UPCOMING_MAX);
+        let here = (&self.current, self.offset);
+        let places = [here].into_iter().chain(self.ahead.front().map(|next| (next, SEGMENT_HEADER_BLOCK)));
+        let upcoming = places.map(|(segment, from)| {
+            let len = left.min(segment.len.saturating_sub(from));
+            left -= len;
+            Upcoming { window: segment.window.clone(), from, len }
+        });
+        upcoming.filter(|upcoming| upcoming.len > 0).collect()
+    }
+
     /// Until when the next sync waits for more; `None` if it may begin.
     pub fn more_until(&self) -> Option<Instant> {
         self.waiters.more_until(self.dirty_bytes, Instant::now())
@@ -231,5 +255,28 @@ mod tests {
             state.dirty_bytes = dirty_bytes;
             assert_eq!(state.more_until().is_some(), waits, "{dirty_bytes} bytes");
         }
+    }
+
+    #[test]
+    fn the_next_frames_go_to_the_rest_of_the_segment_and_into_the_next_one() {
+        let mut state = opened();
+        let upcoming = |state: &State| -> Vec<_> {
+            state.upcoming().iter().map(|upcoming| (upcoming.from, upcoming.len)).collect()
+        };
+        let long = |state: &mut State, len: u64| {
+            state.current.len = len;
+            state.ahead[0].len = len;
+        };
+        assert_eq!(upcoming(&state), [(4096, 12 << 10), (4096, 12 << 10)], "no more than there is");
+        long(&mut state, 64 << 20);
+        assert_eq!(upcoming(&state), [(4096, 64 << 10)], "some, for a log that was idle");
+        (state.offset, state.dirty_bytes) = (5000, 1 << 20);
+        assert_eq!(upcoming(&state), [(5000, 2 << 20)], "twice as much as came");
+        state.dirty_bytes = 1 << 40;
+        assert_eq!(upcoming(&state), [(5000, 16 << 20)], "and not too much");
+        state.offset = (64 << 20) - 1000;
+        assert_eq!(upcoming(&state), [((64 << 20) - 1000, 1000), (4096, (16 << 20) - 1000)]);
+        state.offset = 64 << 20;
+        assert_eq!(upcoming(&state), [(4096, 16 << 20)]);
     }
 }

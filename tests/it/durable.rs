@@ -5,8 +5,9 @@ use std::sync::Arc;
 
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
+use remanent::disk::dir::DirDisk;
 use remanent::disk::sim::{Moment, Operation, SimDisk, SyncPoint};
-use remanent::{Ack, Error, FileName, Folder, Lsn, Options, Place, Result, SnapshotId, Store};
+use remanent::{Ack, Error, FileName, Folder, LogIo, Lsn, Options, Place, Result, SnapshotId, Store};
 use remanent_format::frame::{FrameHeader, FrameKind};
 use remanent_format::limits::{GROUP_ALIGN, align_up};
 use remanent_format::log::frames_of_segment;
@@ -172,4 +173,45 @@ fn an_image_of_a_batch_that_a_sync_did_not_write_is_noticed_at_the_next_open() {
         Err(Error::Damaged(damage)) => assert!(matches!(damage.file, FileName::Pages(_)), "{damage}"),
         other => panic!("not refused: {:?}", other.map(|store| store.lsn())),
     }
+}
+
+/// Page faults of this thread so far that took no reading: the tenth field of its `stat`, of which the second is a name.
+fn faults() -> u64 {
+    let stat = std::fs::read_to_string("/proc/thread-self/stat").unwrap();
+    let (_, behind_name) = stat.rsplit_once(')').unwrap();
+    behind_name.split_whitespace().nth(7).unwrap().parse().unwrap()
+}
+
+/// On a busy disk a fault waits for it, and with the thread that takes it all who commit.
+#[test]
+fn who_commits_finds_the_memory_of_a_busy_log_brought_in() {
+    let directory = tempfile::tempdir().unwrap();
+    if let Some(refusal) = DirDisk::new(directory.path()).refuses(LogIo::Mapped).unwrap() {
+        println!("SKIPPED: no log is mapped here: {refusal}");
+        return;
+    }
+    let options = Options::default().log_io(LogIo::Mapped).snapshot_log_bytes(None).snapshot_interval(None);
+    let store = Store::open(directory.path(), options).unwrap();
+    let mut batch = store.batch();
+    batch.create(2048, Place::Host);
+    let page = store.commit(batch).unwrap().pages[0];
+    let write = |step: u64| {
+        let mut batch = store.batch();
+        batch.write(page, 0, &[step as u8; 2048]);
+        store.submit(batch).unwrap();
+    };
+    let mut of_rounds = Vec::new();
+    for _ in 0..50 {
+        let syncs = store.stats().log.syncs;
+        write(0);
+        while store.stats().log.syncs == syncs {
+            std::thread::yield_now();
+        }
+        let before = faults();
+        (0..20).for_each(write);
+        of_rounds.push(faults() - before);
+    }
+    // Of 11 pages each.
+    let all: u64 = of_rounds.iter().sum();
+    assert!(all < 2 * of_rounds.len() as u64, "{of_rounds:?}");
 }
