@@ -190,9 +190,10 @@ impl State {
         Room::Ready
     }
 
-    /// The places of the next frames: twice as many bytes as no sync has taken yet, and some where there are few.
+    /// The places of the next frames: four times as many bytes as no sync has taken yet, for the next look may be some
+    /// syncs away, and some where there are few.
     pub fn upcoming(&self) -> Vec<Upcoming> {
-        let mut left = self.dirty_bytes.saturating_mul(2).clamp(UPCOMING_MIN, UPCOMING_MAX);
+        let mut left = self.dirty_bytes.saturating_mul(4).clamp(UPCOMING_MIN, UPCOMING_MAX);
         let here = (&self.current, self.offset);
         let places = [here].into_iter().chain(self.ahead.front().map(|next| (next, SEGMENT_HEADER_BLOCK)));
         let upcoming = places.map(|(segment, from)| {
@@ -271,7 +272,7 @@ mod tests {
         long(&mut state, 64 << 20);
         assert_eq!(upcoming(&state), [(4096, 64 << 10)], "some, for a log that was idle");
         (state.offset, state.dirty_bytes) = (5000, 1 << 20);
-        assert_eq!(upcoming(&state), [(5000, 2 << 20)], "twice as much as came");
+        assert_eq!(upcoming(&state), [(5000, 4 << 20)], "four times as much as came");
         state.dirty_bytes = 1 << 40;
         assert_eq!(upcoming(&state), [(5000, 16 << 20)], "and not too much");
         state.offset = (64 << 20) - 1000;
