@@ -174,16 +174,33 @@ impl KnownImages {
         self.spoilt.lock().values().copied().collect()
     }
 
-    /// A snapshot was published: `manifest` is its own link, and `base` what [`Newest::of_base`] made of it. Returns
-    /// what it names, together, and the links before it, the newest first.
-    pub fn advance(
+    /// A snapshot that follows none was published: `base` is what [`Newest::of_base`] made of it. Returns what it
+    /// names, together, and the links before it, of which there are none.
+    pub fn advance_to_base(
         &self,
         manifest: &Manifest,
         manifest_crc: u32,
-        base: Option<Newest>,
+        base: Newest,
     ) -> (Sums, Vec<SnapshotId>) {
         let mut newest = self.newest.lock();
-        newest.advance(manifest, manifest_crc, base);
+        newest.advance_to_base(manifest, manifest_crc, base);
+        self.advanced(&newest, manifest)
+    }
+
+    /// A snapshot that follows `previous` was published: `manifest` is its own link. Returns what it names, together,
+    /// and the links before it, the newest first.
+    pub fn advance_by_change(
+        &self,
+        manifest: &Manifest,
+        manifest_crc: u32,
+        previous: SnapshotId,
+    ) -> (Sums, Vec<SnapshotId>) {
+        let mut newest = self.newest.lock();
+        newest.advance_by_change(manifest, manifest_crc, previous);
+        self.advanced(&newest, manifest)
+    }
+
+    fn advanced(&self, newest: &Newest, manifest: &Manifest) -> (Sums, Vec<SnapshotId>) {
         // Whatever was known up to there, this snapshot names, or it is of the past.
         self.beside.lock().retain(|_, known| known.lsn > manifest.redo.lsn);
         let before = newest.links.iter().rev().skip(1).map(|link| link.snapshot).collect();

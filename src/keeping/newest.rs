@@ -117,24 +117,23 @@ impl Newest {
         newest
     }
 
-    /// What a snapshot that follows none says, before it is the newest: its checksum need not be known yet. `None` of one
-    /// that follows another.
-    pub fn of_base(manifest: &Manifest) -> Option<Self> {
-        let is_base = manifest.kind == ManifestKind::Base;
-        is_base.then(|| Self::of(vec![Link::of(manifest, 0)], manifest.entries.iter()))
+    /// What a snapshot that follows none says, before it is the newest: all but its link, whose checksum need not be
+    /// known yet.
+    pub fn of_base(manifest: &Manifest) -> Self {
+        Self::of(Vec::new(), manifest.entries.iter())
     }
 
-    /// Follows to the next snapshot: `manifest` is its own link, which need not follow the newest one, and `base` what
-    /// [`of_base`](Self::of_base) made of it.
-    pub fn advance(&mut self, manifest: &Manifest, manifest_crc: u32, base: Option<Self>) {
-        let link = Link::of(manifest, manifest_crc);
-        let ManifestKind::Change { previous, .. } = manifest.kind else {
-            *self = base.expect("made of a base");
-            self.links = vec![link];
-            return;
-        };
+    /// Goes on to a snapshot that follows none: `base` is what [`of_base`](Self::of_base) made of it.
+    pub fn advance_to_base(&mut self, manifest: &Manifest, manifest_crc: u32, base: Self) {
+        *self = base;
+        self.links = vec![Link::of(manifest, manifest_crc)];
+    }
+
+    /// Goes on to a snapshot of which `manifest` is its own link, and which follows `previous`; that need not be the
+    /// newest one.
+    pub fn advance_by_change(&mut self, manifest: &Manifest, manifest_crc: u32, previous: SnapshotId) {
         self.links.retain(|before| before.snapshot <= previous);
-        self.links.push(link);
+        self.links.push(Link::of(manifest, manifest_crc));
         for entry in &manifest.entries {
             if let Some(before) = self.pages.insert(entry.page, named(entry)) {
                 self.sums.subtract(before.known.image);

@@ -269,8 +269,10 @@ mod tests {
                 entries,
                 root: self.table.root().clone(),
             };
-            let base = Newest::of_base(&manifest);
-            let (sums, _) = self.known.advance(&manifest, 0, base);
+            let (sums, _) = match sorted.follows {
+                None => self.known.advance_to_base(&manifest, 0, Newest::of_base(&manifest)),
+                Some((previous, _)) => self.known.advance_by_change(&manifest, 0, previous),
+            };
             // Kept from link to link, they are what all entries together say.
             let newest = self.known.newest();
             let images = newest.pages().map(|page| newest.get(page).unwrap().known.image);

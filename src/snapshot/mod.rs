@@ -211,13 +211,19 @@ impl Snapshots {
         // From here on the number is taken, whatever happens: a name is never used for two contents.
         keeping.next_snapshot += 1;
         let publish = || self.publish_all(writers.as_ref(), &manifest);
-        let (base, published) = match manifest.kind {
-            // It names all pages: what that is in memory is made while it is written.
-            ManifestKind::Base => crew::both(|| Newest::of_base(&manifest), publish),
-            ManifestKind::Change { .. } | ManifestKind::Table => (None, publish()),
+        let known = &keeping.known;
+        let published = match sorted.follows {
+            None => {
+                // It names all pages: what that is in memory is made while it is written.
+                let (base, published) = crew::both(|| Newest::of_base(&manifest), publish);
+                published.map(|crc| (crc, known.advance_to_base(&manifest, crc, base)))
+            }
+            Some((previous, _)) => {
+                publish().map(|crc| (crc, known.advance_by_change(&manifest, crc, previous)))
+            }
         };
-        let manifest_crc = match published {
-            Ok(manifest_crc) => manifest_crc,
+        let (manifest_crc, (sums, before)) = match published {
+            Ok(published) => published,
             // Only a full disk leaves it certain that no manifest names the images.
             Err(error @ Error::DiskFull { .. }) => {
                 writers.into_iter().for_each(ImageWriters::abandon);
@@ -225,7 +231,6 @@ impl Snapshots {
             }
             Err(error) => return Err(error),
         };
-        let (sums, before) = keeping.known.advance(&manifest, manifest_crc, base);
         let kept = Kept::new(&manifest, |file| numbers.contains(&file), sums, before, manifest_crc, false);
         let info = &kept.info;
         tracing::info!(
