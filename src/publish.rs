@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use remanent_format::manifest::Manifest;
+use remanent_format::manifest::{Manifest, ManifestKind};
 use remanent_format::{Defect, FileName};
 
 use crate::crew;
@@ -16,30 +16,45 @@ const READ_LEN: usize = 1 << 20;
 const ENTRIES_AT_ONCE: usize = 8 << 10;
 /// Threads that encode a manifest, or read it back: nothing else of a snapshot goes on meanwhile, and with small pages
 /// one of them took a tenth of its time.
-const THREADS_MAX: usize = 4;
+pub(crate) const MANIFEST_THREADS_MAX: usize = 4;
+
+/// Publishes a manifest or a table, and reads it back past the cache; by up to `threads_max` threads. Returns the
+/// checksum of its header, by which others know it.
+pub(crate) fn publish_manifest(disk: &Arc<dyn Disk>, manifest: &Manifest, threads_max: usize) -> Result<u32> {
+    let number = manifest.snapshot.0;
+    let file = match manifest.kind {
+        ManifestKind::Base | ManifestKind::Change { .. } => FileName::Manifest(number),
+        ManifestKind::Table => FileName::Table(number),
+    };
+    let threads = crew::threads(threads_max);
+    let encoded = EncodedManifest::of(manifest, file, threads)?;
+    let bytes = encoded.bytes();
+    publish(disk, file, number, &bytes)?;
+    check_published(disk, file, &bytes, threads)
+}
 
 /// A manifest or a table, encoded. The file is two copies of it.
-pub(crate) struct EncodedManifest {
+struct EncodedManifest {
     /// Of one copy, in their order.
     pieces: Vec<Vec<u8>>,
 }
 
 impl EncodedManifest {
     /// The manifest that is to become `file`.
-    pub fn of(manifest: &Manifest, file: FileName) -> Result<Self> {
+    fn of(manifest: &Manifest, file: FileName, threads: usize) -> Result<Self> {
         let count = manifest.entries.len();
         let encode = |(): &mut (), piece: usize| {
             let start = piece * ENTRIES_AT_ONCE;
             manifest.encode_entries(start..count.min(start + ENTRIES_AT_ONCE))
         };
         let pieces = count.div_ceil(ENTRIES_AT_ONCE).max(1);
-        let entries = crew::map(crew::threads(THREADS_MAX), pieces, || (), encode);
+        let entries = crew::map(threads, pieces, || (), encode);
         let pieces = entries.and_then(|entries| manifest.encode_around(entries));
         Ok(Self { pieces: pieces.map_err(|defect| Error::from(defect.at(file, 0)))? })
     }
 
     /// The whole file, piece by piece.
-    pub fn bytes(&self) -> Vec<&[u8]> {
+    fn bytes(&self) -> Vec<&[u8]> {
         let copy = || self.pieces.iter().map(Vec::as_slice);
         copy().chain(copy()).collect()
     }
@@ -73,7 +88,7 @@ pub(crate) fn publish(disk: &Arc<dyn Disk>, file: FileName, number: u64, bytes: 
 }
 
 /// Reads a published manifest or table back past the cache; returns the checksum of its header.
-pub(crate) fn check_published(disk: &Arc<dyn Disk>, file: FileName, written: &[&[u8]]) -> Result<u32> {
+fn check_published(disk: &Arc<dyn Disk>, file: FileName, written: &[&[u8]], threads: usize) -> Result<u32> {
     let (open, len) = (disk.open(file, false)?, byte_len(written));
     let is_same = |area: &mut AlignedBuf, piece: usize| {
         let at = piece * READ_LEN;
@@ -81,7 +96,7 @@ pub(crate) fn check_published(disk: &Arc<dyn Disk>, file: FileName, written: &[&
         open.read_past_cache(at as u64, found)?;
         Ok::<_, Error>(is_at(at, found, written))
     };
-    let (threads, pieces) = (crew::threads(THREADS_MAX), len.div_ceil(READ_LEN));
+    let pieces = len.div_ceil(READ_LEN);
     let are_same = crew::map(threads, pieces, || AlignedBuf::new(len.min(READ_LEN)), is_same)?;
     if are_same.into_iter().all(|is_same| is_same) {
         return Manifest::header_crc(written[0]).map_err(|defect| defect.at(file, 0).into());
@@ -113,7 +128,6 @@ fn is_at(mut at: usize, mut found: &[u8], pieces: &[&[u8]]) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use remanent_format::manifest::ManifestKind;
     use remanent_format::{Epoch, LogPoint, Lsn, PageId, PageInfo, Place, SnapshotId, StoreId};
 
     use super::*;
@@ -152,20 +166,21 @@ mod tests {
             let (sim, manifest) = (SimDisk::new(), manifest(count));
             let disk: Arc<dyn Disk> = Arc::new(sim.clone());
             disk.make_folder(file.folder()).unwrap();
-            let encoded = EncodedManifest::of(&manifest, file).unwrap();
-            publish(&disk, file, 1, &encoded.bytes()).unwrap();
+            let crc = publish_manifest(&disk, &manifest, MANIFEST_THREADS_MAX).unwrap();
             let whole = manifest.encode().unwrap();
             assert_eq!(sim.bytes(file).unwrap(), whole, "{count}");
-            let crc = check_published(&disk, file, &encoded.bytes()).unwrap();
+            let encoded = EncodedManifest::of(&manifest, file, 1).unwrap();
+            let bytes = encoded.bytes();
+            let check = || check_published(&disk, file, &bytes, crew::threads(MANIFEST_THREADS_MAX));
             assert_eq!(crc.to_le_bytes(), whole[252..256], "{count}");
             for at in
                 [8, whole.len() / 2 - 1, whole.len() / 2 + 300.min(whole.len() / 2 - 1), whole.len() - 1]
             {
                 sim.damage(file, at as u64, &[whole[at] ^ 1]);
-                check_published(&disk, file, &encoded.bytes()).unwrap_err();
+                check().unwrap_err();
                 sim.damage(file, at as u64, &whole[at..at + 1]);
             }
-            check_published(&disk, file, &encoded.bytes()).unwrap();
+            check().unwrap();
         }
     }
 

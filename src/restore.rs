@@ -41,7 +41,7 @@ use crate::options::{Budget, Compression};
 use crate::past::Past;
 use crate::point::RestorePoint;
 use crate::poison::Poison;
-use crate::publish::{EncodedManifest, check_published, publish};
+use crate::publish::{MANIFEST_THREADS_MAX, publish_manifest};
 use crate::runs::{prove, read_runs, wanted};
 use crate::source::DiskSource;
 use crate::staging::StagingPool;
@@ -173,10 +173,7 @@ impl Restore<'_> {
             tombstones: Vec::new(),
             root: target.root.clone(),
         };
-        let file = FileName::Table(number);
-        let encoded = EncodedManifest::of(&table, file)?;
-        publish(self.disk, file, number, &encoded.bytes())?;
-        check_published(self.disk, file, &encoded.bytes())
+        publish_manifest(self.disk, &table, MANIFEST_THREADS_MAX)
     }
 
     /// Ends a restore of which nothing was logged. After a full disk, or where the old state is damaged or

@@ -30,11 +30,11 @@ use crate::images::ImageWriter;
 use crate::keeping::{entry, unix_ms};
 use crate::log::SegmentPool;
 use crate::options::{Compression, Create, LogIo};
-use crate::publish::{EncodedManifest, check_published, publish};
+use crate::publish::{MANIFEST_THREADS_MAX, publish_manifest};
 use crate::runs::{prove, wanted};
 use crate::source::DiskSource;
 
-/// The temporary name of STORE; [`publish`] gives it the same one.
+/// The temporary name of STORE; [`publish`](crate::publish::publish) gives it the same one.
 const CLAIM: FileName = FileName::Temporary(Folder::Root, 0);
 
 /// A state that a new store is to begin at.
@@ -137,10 +137,7 @@ pub(super) fn found<E: From<Error>>(
         root: table.root().clone(),
     };
     assert!(manifest.redo.lsn == manifest.end); // The state is exact.
-    let file = FileName::Manifest(manifest.snapshot.0);
-    let encoded = EncodedManifest::of(&manifest, file)?;
-    publish(target, file, manifest.snapshot.0, &encoded.bytes())?;
-    check_published(target, file, &encoded.bytes())?;
+    publish_manifest(target, &manifest, MANIFEST_THREADS_MAX)?;
     // 5.
     target.rename(CLAIM, FileName::Store)?;
     target.sync_folder(Folder::Root)?;

@@ -96,7 +96,7 @@ use crate::keeping::{Keeping, Kept, KeptTable, KnownImages, Sums, unix_ms};
 use crate::log::{LogStart, SegmentPool};
 use crate::options::{Create, LogIo, Options};
 use crate::phases::{self, Phase};
-use crate::publish::{EncodedManifest, check_published, publish};
+use crate::publish::{MANIFEST_THREADS_MAX, publish, publish_manifest};
 use crate::source::DiskSource;
 use crate::staging::StagingPool;
 use crate::sync::Instant;
@@ -268,9 +268,10 @@ impl Recovery<'_> {
         let copied_batches = tail.len() as u64;
         let before = Predecessor { segment: highest, end: Some(end.clone()), tail };
         let (verified, anew) = self.verified(&survey, &end, resolution.base);
-        // The opening seal records the snapshot as verified, so it is published anew before that.
+        // I7: the opening seal records the snapshot as verified. A manifest that no frame under a mark records may have
+        // its name in the cache only, so it is published anew before that.
         for link in anew {
-            self.publish_anew(link)?;
+            publish_manifest(&self.disk, link, MANIFEST_THREADS_MAX)?;
         }
         let (log, position) = begin(&pool, store, &before, verified.clone())?;
 
@@ -411,15 +412,6 @@ impl Recovery<'_> {
             is_new || health(link.snapshot).is_some_and(|health| !health.is_whole())
         };
         (verified, chain.into_iter().map(AsRef::as_ref).filter(is_due).collect())
-    }
-
-    /// I7: a manifest that no frame under a mark records may have its name in the cache only.
-    fn publish_anew(&self, manifest: &Manifest) -> Result<()> {
-        let file = FileName::Manifest(manifest.snapshot.0);
-        let encoded = EncodedManifest::of(manifest, file)?;
-        publish(&self.disk, file, manifest.snapshot.0, &encoded.bytes())?;
-        check_published(&self.disk, file, &encoded.bytes())?;
-        Ok(())
     }
 
     /// What is kept on disk from now on.

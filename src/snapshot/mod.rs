@@ -36,7 +36,7 @@ use std::sync::Arc;
 
 use remanent_format::image::ImagePurpose;
 use remanent_format::manifest::{Manifest, ManifestEntry, ManifestKind, Tombstone};
-use remanent_format::{Epoch, FileName, LogPoint, Lsn, Metadata, PageId, SnapshotId, StoreId};
+use remanent_format::{Epoch, LogPoint, Lsn, Metadata, PageId, SnapshotId, StoreId};
 
 pub(crate) use self::background::{Background, Mark, Rules};
 use self::compact::CARRY_BYTES_MAX;
@@ -58,7 +58,7 @@ use crate::log::{Log, SegmentPool};
 use crate::options::Compression;
 use crate::phases::{self, Phase};
 use crate::poison::Poison;
-use crate::publish::{EncodedManifest, check_published, publish};
+use crate::publish::{MANIFEST_THREADS_MAX, publish_manifest};
 use crate::retention::Retention;
 use crate::source::DiskSource;
 use crate::staging::StagingPool;
@@ -320,18 +320,11 @@ impl Snapshots {
     /// Publishes a manifest and reads it back past the cache. On a full disk it may use the reserve.
     fn publish_manifest(&self, manifest: &Manifest) -> Result<u32> {
         let _phase = phases::enter(Phase::Publish);
-        let file = FileName::Manifest(manifest.snapshot.0);
-        let encoded = EncodedManifest::of(manifest, file)?;
-        let bytes = encoded.bytes();
-        let published = publish(&self.disk, file, manifest.snapshot.0, &bytes);
-        if let Err(Error::DiskFull { .. }) = published
-            && self.pool.release_reserve()?
-        {
-            publish(&self.disk, file, manifest.snapshot.0, &bytes)?;
-        } else {
-            published?;
+        let publish = || publish_manifest(&self.disk, manifest, MANIFEST_THREADS_MAX);
+        match publish() {
+            Err(Error::DiskFull { .. }) if self.pool.release_reserve()? => publish(),
+            published => published,
         }
-        check_published(&self.disk, file, &bytes)
     }
 
     /// Phase 3.

@@ -148,8 +148,8 @@ pub const LIST: &[Defence] = &[
     ),
     defence(
         "manifests are read back past the cache (I7)",
-        SNAPSHOT,
-        "check_published(&self.disk, file, &bytes)",
+        PUBLISH,
+        "check_published(disk, file, &bytes, threads)",
         "Manifest::header_crc(bytes[0]).map_err(|defect| Error::from(defect.at(file, 0)))",
         OF_SNAPSHOTS,
     ),

@@ -143,12 +143,6 @@ pub const LIST: &[Defence] = &[
         "health(link.snapshot).is_some_and(|health| !health.is_whole())",
         it("recovery::snapshots::one_bad_manifest_copy_costs_nothing"),
     ),
-    check(
-        "a manifest published anew is read back past the cache (I7)",
-        RECOVERY,
-        "check_published(&self.disk, file, &encoded.bytes())?;",
-        SYNCS,
-    ),
     // Files that must stay, and the budget.
     refusal(
         "images that batches may name stay (I8)",
