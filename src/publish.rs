@@ -7,7 +7,7 @@ use remanent_format::manifest::{Manifest, ManifestKind};
 use remanent_format::{Defect, FileName};
 
 use crate::crew;
-use crate::disk::{AlignedBuf, Disk};
+use crate::disk::{AlignedBuf, Disk, DiskFile};
 use crate::error::{Error, Result};
 
 /// Bytes that a thread reads back at once: memory that is new for all of a long manifest took longer than reading it.
@@ -64,8 +64,7 @@ impl EncodedManifest {
 /// durably. No space is a clean failure: nothing changed.
 pub(crate) fn publish(disk: &Arc<dyn Disk>, file: FileName, number: u64, bytes: &[&[u8]]) -> Result<()> {
     let temporary = FileName::Temporary(file.folder(), number);
-    let write = || {
-        let open = disk.create(temporary)?;
+    let write = |open: Arc<dyn DiskFile>| {
         let mut at = 0;
         for piece in bytes {
             open.write_at(at, piece)?;
@@ -73,16 +72,15 @@ pub(crate) fn publish(disk: &Arc<dyn Disk>, file: FileName, number: u64, bytes: 
         }
         open.sync()
     };
-    if let Err(error) = write() {
+    let remove = |_: &Error| {
         if let Err(error) = disk.remove(temporary) {
             tracing::warn!(%error, "cannot remove an unfinished file; the next open will");
         }
-        return Err(if error.is_no_space() {
-            Error::DiskFull { file, needed: byte_len(bytes) as u64 }
-        } else {
-            error
-        });
-    }
+    };
+    let written = disk.create(temporary).and_then(|open| write(open).inspect_err(remove));
+    written.map_err(|error| {
+        if error.is_no_space() { Error::DiskFull { file, needed: byte_len(bytes) as u64 } } else { error }
+    })?;
     disk.rename(temporary, file)?;
     disk.sync_folder(file.folder())
 }
@@ -131,7 +129,7 @@ mod tests {
     use remanent_format::{Epoch, LogPoint, Lsn, PageId, PageInfo, Place, SnapshotId, StoreId};
 
     use super::*;
-    use crate::disk::sim::SimDisk;
+    use crate::disk::sim::{ENOSPC, Fault, Operation, SimDisk};
     use crate::keeping::entry;
 
     /// A base of so many pages, which are empty.
@@ -181,6 +179,21 @@ mod tests {
                 sim.damage(file, at as u64, &whole[at..at + 1]);
             }
             check().unwrap();
+        }
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_made_is_not_removed() {
+        let file = FileName::Manifest(1);
+        for (operation, removed) in [(Operation::Create, 0), (Operation::Write, 1), (Operation::Sync, 1)] {
+            let sim = SimDisk::new();
+            let disk: Arc<dyn Disk> = Arc::new(sim.clone());
+            disk.make_folder(file.folder()).unwrap();
+            sim.fail(Fault { operation, skip: 0, times: 1, errno: ENOSPC });
+            let error = publish_manifest(&disk, &manifest(1), MANIFEST_THREADS_MAX).unwrap_err();
+            assert!(matches!(error, Error::DiskFull { .. }), "{operation:?}: {error}");
+            assert_eq!(sim.calls(Operation::Remove), removed, "{operation:?}");
+            assert_eq!(disk.list(file.folder()).unwrap(), [""; 0], "{operation:?}");
         }
     }
 
