@@ -430,7 +430,8 @@ impl Options {
     }
 
     /// How many bytes a second a snapshot taken in the background writes; one that the caller waits for goes
-    /// as fast as it can. Default: no limit.
+    /// as fast as it can. Default: no limit. One thread does all of it, whatever the limit is: of the processor a
+    /// snapshot in the background takes one core.
     #[must_use]
     pub fn snapshot_bytes_per_second(mut self, bytes: impl Into<Option<u64>>) -> Self {
         self.snapshot_bytes_per_second = bytes.into();

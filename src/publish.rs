@@ -16,17 +16,17 @@ const READ_LEN: usize = 1 << 20;
 const ENTRIES_AT_ONCE: usize = 8 << 10;
 /// Threads that encode a manifest, or read it back: nothing else of a snapshot goes on meanwhile, and with small pages
 /// one of them took a tenth of its time.
-pub(crate) const MANIFEST_THREADS_MAX: usize = 4;
+const THREADS_MAX: usize = 4;
 
-/// Publishes a manifest or a table, and reads it back past the cache; by up to `threads_max` threads. Returns the
-/// checksum of its header, by which others know it.
+/// Publishes a manifest or a table, and reads it back past the cache; by up to `threads_max` threads, as far as they pay.
+/// Returns the checksum of its header, by which others know it.
 pub(crate) fn publish_manifest(disk: &Arc<dyn Disk>, manifest: &Manifest, threads_max: usize) -> Result<u32> {
     let number = manifest.snapshot.0;
     let file = match manifest.kind {
         ManifestKind::Base | ManifestKind::Change { .. } => FileName::Manifest(number),
         ManifestKind::Table => FileName::Table(number),
     };
-    let threads = crew::threads(threads_max);
+    let threads = crew::threads(threads_max.min(THREADS_MAX));
     let encoded = EncodedManifest::of(manifest, file, threads)?;
     let bytes = encoded.bytes();
     publish(disk, file, number, &bytes)?;
@@ -164,12 +164,12 @@ mod tests {
             let (sim, manifest) = (SimDisk::new(), manifest(count));
             let disk: Arc<dyn Disk> = Arc::new(sim.clone());
             disk.make_folder(file.folder()).unwrap();
-            let crc = publish_manifest(&disk, &manifest, MANIFEST_THREADS_MAX).unwrap();
+            let crc = publish_manifest(&disk, &manifest, usize::MAX).unwrap();
             let whole = manifest.encode().unwrap();
             assert_eq!(sim.bytes(file).unwrap(), whole, "{count}");
             let encoded = EncodedManifest::of(&manifest, file, 1).unwrap();
             let bytes = encoded.bytes();
-            let check = || check_published(&disk, file, &bytes, crew::threads(MANIFEST_THREADS_MAX));
+            let check = || check_published(&disk, file, &bytes, crew::threads(THREADS_MAX));
             assert_eq!(crc.to_le_bytes(), whole[252..256], "{count}");
             for at in
                 [8, whole.len() / 2 - 1, whole.len() / 2 + 300.min(whole.len() / 2 - 1), whole.len() - 1]
@@ -190,7 +190,7 @@ mod tests {
             let disk: Arc<dyn Disk> = Arc::new(sim.clone());
             disk.make_folder(file.folder()).unwrap();
             sim.fail(Fault { operation, skip: 0, times: 1, errno: ENOSPC });
-            let error = publish_manifest(&disk, &manifest(1), MANIFEST_THREADS_MAX).unwrap_err();
+            let error = publish_manifest(&disk, &manifest(1), usize::MAX).unwrap_err();
             assert!(matches!(error, Error::DiskFull { .. }), "{operation:?}: {error}");
             assert_eq!(sim.calls(Operation::Remove), removed, "{operation:?}");
             assert_eq!(disk.list(file.folder()).unwrap(), [""; 0], "{operation:?}");

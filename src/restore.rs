@@ -41,7 +41,7 @@ use crate::options::{Budget, Compression};
 use crate::past::Past;
 use crate::point::RestorePoint;
 use crate::poison::Poison;
-use crate::publish::{MANIFEST_THREADS_MAX, publish_manifest};
+use crate::publish::publish_manifest;
 use crate::runs::{prove, read_runs, wanted};
 use crate::source::DiskSource;
 use crate::staging::StagingPool;
@@ -173,7 +173,7 @@ impl Restore<'_> {
             tombstones: Vec::new(),
             root: target.root.clone(),
         };
-        publish_manifest(self.disk, &table, MANIFEST_THREADS_MAX)
+        publish_manifest(self.disk, &table, usize::MAX)
     }
 
     /// Ends a restore of which nothing was logged. After a full disk, or where the old state is damaged or

@@ -27,8 +27,12 @@ const THREADS_MAX: usize = 8;
 
 const _: () = assert!(SAMPLES * SAMPLE_LEN < SAMPLED_LEN_MIN && SAMPLE_LEN <= COMPRESSED_PIECE_LEN);
 
-/// The frames of each page that is worth it.
-pub(super) fn compress(compression: Compression, pages: &[&[u8]]) -> Vec<Option<Vec<u8>>> {
+/// The frames of each page that is worth it, made by up to `threads_max` threads.
+pub(super) fn compress(
+    compression: Compression,
+    pages: &[&[u8]],
+    threads_max: usize,
+) -> Vec<Option<Vec<u8>>> {
     let mut images = vec![None; pages.len()];
     if compression == Compression::Off {
         return images;
@@ -38,7 +42,7 @@ pub(super) fn compress(compression: Compression, pages: &[&[u8]]) -> Vec<Option<
         let starts = (0..page.len()).step_by(COMPRESSED_PIECE_LEN);
         pieces.extend(starts.map(|at| (index, at..page.len().min(at + COMPRESSED_PIECE_LEN))));
     }
-    let frames = compress_pieces(pages, &pieces);
+    let frames = compress_pieces(pages, &pieces, threads_max);
     for of_page in pieces.iter().zip(frames).collect::<Vec<_>>().chunk_by(|a, b| a.0.0 == b.0.0) {
         let index = of_page[0].0.0;
         // What could not be compressed is stored as it is: that is always right.
@@ -63,14 +67,18 @@ fn pays_by_samples(page: &[u8]) -> bool {
     let apart = (page.len() - SAMPLE_LEN) / (SAMPLES - 1);
     let samples: Vec<(usize, Range<usize>)> =
         (0..SAMPLES).map(|sample| (0, sample * apart..sample * apart + SAMPLE_LEN)).collect();
-    let frames: Option<Vec<Vec<u8>>> = compress_pieces(&[page], &samples).into_iter().collect();
+    let frames: Option<Vec<Vec<u8>>> = compress_pieces(&[page], &samples, 1).into_iter().collect();
     frames.is_some_and(|frames| pays(SAMPLES * SAMPLE_LEN, frames.iter().map(Vec::len).sum()))
 }
 
 /// A frame for each piece, in their order; `None` where zstd has no memory.
-fn compress_pieces(pages: &[&[u8]], pieces: &[(usize, Range<usize>)]) -> Vec<Option<Vec<u8>>> {
+fn compress_pieces(
+    pages: &[&[u8]],
+    pieces: &[(usize, Range<usize>)],
+    threads_max: usize,
+) -> Vec<Option<Vec<u8>>> {
     let bytes: usize = pieces.iter().map(|(_, range)| range.len()).sum();
-    let threads = if bytes < PARALLEL_LEN_MIN { 1 } else { crew::threads(THREADS_MAX) };
+    let threads = if bytes < PARALLEL_LEN_MIN { 1 } else { crew::threads(THREADS_MAX.min(threads_max)) };
     let frames = crew::map(
         threads,
         pieces.len(),
@@ -123,19 +131,19 @@ mod tests {
             ("the shortest page", vec![7; LEN_MIN], true),
         ];
         let bytes: Vec<&[u8]> = pages.iter().map(|(_, page, _)| page.as_slice()).collect();
-        let images = compress(Compression::Zstd, &bytes);
+        let images = compress(Compression::Zstd, &bytes, THREADS_MAX);
         for ((why, page, expected), image) in pages.iter().zip(&images) {
             assert_eq!(image.is_some(), *expected, "{why}");
             assert!(image.as_ref().is_none_or(|image| image.len() <= page.len() * 88 / 100), "{why}");
         }
         assert!(pays_by_samples(bytes[5]), "the whole of it was tried");
-        assert_eq!(compress(Compression::Off, &bytes), vec![None; bytes.len()]);
+        assert_eq!(compress(Compression::Off, &bytes, THREADS_MAX), vec![None; bytes.len()]);
     }
 
     #[test]
     fn threads_change_no_byte() {
         let page: Vec<u8> = (0..2_000_000u32).flat_map(|word| (word / 9).to_le_bytes()).collect();
-        let image = compress(Compression::Zstd, &[&page]).pop().unwrap().unwrap();
+        let image = compress(Compression::Zstd, &[&page], THREADS_MAX).pop().unwrap().unwrap();
         let mut alone = Compressor::new(LEVEL).unwrap();
         let frames = page.chunks(COMPRESSED_PIECE_LEN).flat_map(|piece| alone.frame(piece).unwrap());
         assert_eq!(image, frames.collect::<Vec<u8>>());

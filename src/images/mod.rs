@@ -73,6 +73,8 @@ pub(crate) struct ImageWriter {
     disk: Arc<dyn Disk>,
     store: StoreId,
     compression: Compression,
+    /// At most so many threads compress a chunk, or read chunks back.
+    threads_max: usize,
     number: u64,
     file: Arc<dyn DiskFile>,
     written: Mutex<Written>,
@@ -101,7 +103,8 @@ impl ImageWriter {
         let mut block = ImageFileHeader { store, file: number, purpose }.encode().to_vec();
         block.resize(IMAGE_HEADER_BLOCK as usize, 0);
         let written = Mutex::new(Written { end: IMAGE_HEADER_BLOCK, chunks: Vec::new() });
-        let writer = Self { disk, store, compression, number, file, written, areas: Mutex::default() };
+        let (areas, threads_max) = (Mutex::default(), usize::MAX);
+        let writer = Self { disk, store, compression, threads_max, number, file, written, areas };
         match writer.file.write_at(0, &block) {
             Ok(()) => Ok(writer),
             Err(error) => {
@@ -176,7 +179,8 @@ impl ImageWriter {
     }
 
     fn compress(&self, pages: &[(&PageInfo, &[u8])]) -> Vec<Option<Vec<u8>>> {
-        compress(self.compression, &pages.iter().map(|(_, bytes)| *bytes).collect::<Vec<_>>())
+        let pages: Vec<&[u8]> = pages.iter().map(|(_, bytes)| *bytes).collect();
+        compress(self.compression, &pages, self.threads_max)
     }
 
     /// Writes one chunk of images, some of which are compressed.
@@ -251,7 +255,8 @@ impl ImageWriter {
             }
             self.verify_chunk(&chunks[index], &mut area[..len])
         };
-        crew::map(chunk_threads(longest), chunks.len(), || AlignedBuf::new(0), verify).map(drop)
+        let threads = chunk_threads(longest).min(self.threads_max);
+        crew::map(threads, chunks.len(), || AlignedBuf::new(0), verify).map(drop)
     }
 
     fn verify_chunk(&self, chunk: &Chunk, bytes: &mut [u8]) -> Result<()> {

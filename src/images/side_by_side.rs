@@ -39,20 +39,21 @@ pub(crate) struct ImageWriters {
 }
 
 impl ImageWriters {
-    /// Begins the image files of these numbers. No space is a clean failure here and in the following: who gets it
-    /// abandons the files.
+    /// Begins the image files of these numbers; up to `threads_max` threads compress a chunk, or read chunks back. No
+    /// space is a clean failure here and in the following: who gets it abandons the files.
     pub fn create(
         disk: Arc<dyn Disk>,
         store: StoreId,
         numbers: Range<u64>,
         purpose: ImagePurpose,
         compression: Compression,
+        threads_max: usize,
     ) -> Result<Self> {
         let uses = Mutex::new(numbers.clone().map(|_| (0, 0)).collect());
         let mut writers = Self { disk, files: Vec::new(), uses };
         for number in numbers {
             match ImageWriter::create(writers.disk.clone(), store, number, purpose, compression) {
-                Ok(file) => writers.files.push(file),
+                Ok(file) => writers.files.push(ImageWriter { threads_max, ..file }),
                 Err(error) => {
                     writers.abandon();
                     return Err(error);

@@ -30,7 +30,7 @@ use crate::images::ImageWriter;
 use crate::keeping::{entry, unix_ms};
 use crate::log::SegmentPool;
 use crate::options::{Compression, Create, LogIo};
-use crate::publish::{MANIFEST_THREADS_MAX, publish_manifest};
+use crate::publish::publish_manifest;
 use crate::runs::{prove, wanted};
 use crate::source::DiskSource;
 
@@ -137,7 +137,7 @@ pub(super) fn found<E: From<Error>>(
         root: table.root().clone(),
     };
     assert!(manifest.redo.lsn == manifest.end); // The state is exact.
-    publish_manifest(target, &manifest, MANIFEST_THREADS_MAX)?;
+    publish_manifest(target, &manifest, usize::MAX)?;
     // 5.
     target.rename(CLAIM, FileName::Store)?;
     target.sync_folder(Folder::Root)?;

@@ -96,7 +96,7 @@ use crate::keeping::{Keeping, Kept, KeptTable, KnownImages, Sums, unix_ms};
 use crate::log::{LogStart, SegmentPool};
 use crate::options::{Create, LogIo, Options};
 use crate::phases::{self, Phase};
-use crate::publish::{MANIFEST_THREADS_MAX, publish, publish_manifest};
+use crate::publish::{publish, publish_manifest};
 use crate::source::DiskSource;
 use crate::staging::StagingPool;
 use crate::sync::Instant;
@@ -271,7 +271,7 @@ impl Recovery<'_> {
         // I7: the opening seal records the snapshot as verified. A manifest that no frame under a mark records may have
         // its name in the cache only, so it is published anew before that.
         for link in anew {
-            publish_manifest(&self.disk, link, MANIFEST_THREADS_MAX)?;
+            publish_manifest(&self.disk, link, usize::MAX)?;
         }
         let (log, position) = begin(&pool, store, &before, verified.clone())?;
 

@@ -58,7 +58,7 @@ use crate::log::{Log, SegmentPool};
 use crate::options::Compression;
 use crate::phases::{self, Phase};
 use crate::poison::Poison;
-use crate::publish::{MANIFEST_THREADS_MAX, publish_manifest};
+use crate::publish::publish_manifest;
 use crate::retention::Retention;
 use crate::source::DiskSource;
 use crate::staging::StagingPool;
@@ -96,6 +96,14 @@ pub(crate) struct Wanted {
     pub exact: bool,
     /// Whether it is written at the pace of background snapshots, and given up when the store closes.
     pub paced: bool,
+}
+
+impl Wanted {
+    /// How many threads may do the same for it at once: who is to be slow needs no help, and leaves all other cores to
+    /// those who do not wait for it.
+    fn threads_max(&self) -> usize {
+        if self.paced { 1 } else { usize::MAX }
+    }
 }
 
 impl Snapshots {
@@ -176,10 +184,10 @@ impl Snapshots {
         let bytes = sorted.gather.iter().map(|(_, len)| len).sum();
         self.progress.begin(sorted.gather.len() as u64, bytes);
         let longest = sorted.gather.iter().map(|(_, len)| *len).max().unwrap_or(0);
-        // Who is to be slow needs no help.
-        let threads = if wanted.paced { 1 } else { chunk_threads(longest) };
+        let threads_max = wanted.threads_max();
+        let threads = chunk_threads(longest).min(threads_max);
         let numbers = keeping.files.take_numbers(file_count(bytes, self.chunk_len, threads));
-        let gathered = self.gather_into(numbers.clone(), threads, &sorted.gather, wanted.paced);
+        let gathered = self.gather_into(numbers.clone(), threads, &sorted.gather, &wanted);
         let gathered = gathered.and_then(|(writers, caught)| match end.map_or_else(|| self.end(), Ok) {
             Ok(end) => Ok((writers, caught, end)),
             Err(error) => {
@@ -210,12 +218,18 @@ impl Snapshots {
         };
         // From here on the number is taken, whatever happens: a name is never used for two contents.
         keeping.next_snapshot += 1;
-        let publish = || self.publish_all(writers.as_ref(), &manifest);
+        let publish = || self.publish_all(writers.as_ref(), &manifest, threads_max);
         let known = &keeping.known;
         let published = match sorted.follows {
             None => {
                 // It names all pages: what that is in memory is made while it is written.
-                let (base, published) = crew::both(|| Newest::of_base(&manifest), publish);
+                let base = || Newest::of_base(&manifest);
+                let (base, published) = if threads_max == 1 {
+                    let published = publish();
+                    (base(), published)
+                } else {
+                    crew::both(base, publish)
+                };
                 published.map(|crc| (crc, known.advance_to_base(&manifest, crc, base)))
             }
             Some((previous, _)) => {
@@ -282,14 +296,15 @@ impl Snapshots {
         numbers: Range<u64>,
         threads: usize,
         pages: &[(PageId, u64)],
-        paced: bool,
+        wanted: &Wanted,
     ) -> Result<(Option<ImageWriters>, Vec<ManifestEntry>)> {
         if pages.is_empty() {
             return Ok((None, Vec::new()));
         }
-        let (disk, purpose) = (self.disk.clone(), ImagePurpose::Snapshot);
-        let writers = ImageWriters::create(disk, self.store, numbers, purpose, self.compression)?;
-        match self.gather_all(&writers, threads, pages, paced) {
+        let (disk, store, purpose) = (self.disk.clone(), self.store, ImagePurpose::Snapshot);
+        let (compression, threads_max) = (self.compression, wanted.threads_max());
+        let writers = ImageWriters::create(disk, store, numbers, purpose, compression, threads_max)?;
+        match self.gather_all(&writers, threads, pages, wanted.paced) {
             Ok(caught) => Ok((Some(writers), caught)),
             Err(error) => {
                 writers.abandon();
@@ -299,10 +314,15 @@ impl Snapshots {
     }
 
     /// Phases 4 and 5; returns the checksum by which the manifest is known.
-    fn publish_all(&self, writers: Option<&ImageWriters>, manifest: &Manifest) -> Result<u32> {
+    fn publish_all(
+        &self,
+        writers: Option<&ImageWriters>,
+        manifest: &Manifest,
+        threads_max: usize,
+    ) -> Result<u32> {
         writers.map_or(Ok(()), ImageWriters::sync)?;
         self.log.wait_durable(manifest.end)?; // I7
-        self.publish_manifest(manifest)
+        self.publish_manifest(manifest, threads_max)
     }
 
     /// Ends what the applier does for a snapshot between its begin and its end.
@@ -317,10 +337,11 @@ impl Snapshots {
         })
     }
 
-    /// Publishes a manifest and reads it back past the cache. On a full disk it may use the reserve.
-    fn publish_manifest(&self, manifest: &Manifest) -> Result<u32> {
+    /// Publishes a manifest and reads it back past the cache, by up to `threads_max` threads. On a full disk it may use
+    /// the reserve.
+    fn publish_manifest(&self, manifest: &Manifest, threads_max: usize) -> Result<u32> {
         let _phase = phases::enter(Phase::Publish);
-        let publish = || publish_manifest(&self.disk, manifest, MANIFEST_THREADS_MAX);
+        let publish = || publish_manifest(&self.disk, manifest, threads_max);
         match publish() {
             Err(Error::DiskFull { .. }) if self.pool.release_reserve()? => publish(),
             published => published,

@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use remanent::device::host::HostDevice;
 use remanent::disk::sim::SimDisk;
-use remanent::{Ack, Error, Lsn, Options, PageId, Place, SnapshotPhase, Store};
+use remanent::{Ack, Error, FileName, Lsn, Options, PageId, Place, SnapshotPhase, Store};
+
+use crate::interrupted::Interrupted;
 
 /// A year: no test is so slow.
 const NEVER: Duration = Duration::from_secs(365 * 24 * 3600);
@@ -152,6 +154,27 @@ fn closing_gives_a_slow_snapshot_up() {
     drop(store);
     let store = open(&disk, slow.snapshot_log_bytes(None));
     assert_eq!(store.snapshot().unwrap().end, Lsn(6));
+}
+
+/// Images and manifest: they are long enough for several.
+#[test]
+fn a_snapshot_of_the_background_is_read_back_by_the_thread_that_wrote_it() {
+    let disk = SimDisk::new();
+    let watched = Arc::new(Interrupted::never(&disk));
+    let rules = options().segment_len(1 << 20).chunk_len(16 << 10).snapshot_log_bytes(1 << 20);
+    let store = Store::open_on(watched.clone(), Arc::new(HostDevice::new()), rules).unwrap();
+    watched.past_cache();
+    let mut batch = store.batch();
+    for _ in 0..20_000 {
+        let page = batch.create(64, Place::Host);
+        batch.write(page, 0, &[1; 64]);
+    }
+    store.commit(batch).unwrap();
+    store.wait_for_snapshots(1);
+    assert_eq!(store.stats().snapshots.taken, 1);
+    assert!(disk.bytes(FileName::Manifest(1)).unwrap().len() > 3 << 20);
+    assert_eq!(watched.past_cache().len(), 1);
+    store.close().unwrap();
 }
 
 #[test]

@@ -1,8 +1,11 @@
 //! A disk on which something happens between two reads of whoever looks at it: at a moment that a test chooses,
-//! and so at every moment, one after the other. Or one whose cache is damaged, and not its medium.
+//! and so at every moment, one after the other. Or one whose cache is damaged, and not its medium. It knows who read
+//! past the cache.
 
+use std::collections::HashSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
+use std::thread::{self, ThreadId};
 
 use remanent::disk::sim::SimDisk;
 use remanent::disk::{Disk, DiskFile, DiskLock, Hold, Window};
@@ -22,6 +25,7 @@ struct Moment {
     at: usize,
     strike: Mutex<Option<Strike>>,
     cache_is_damaged: bool,
+    past_cache: Mutex<HashSet<ThreadId>>,
 }
 
 impl Interrupted {
@@ -30,10 +34,20 @@ impl Interrupted {
         Self { inner: inner.clone(), moment: Arc::new(moment) }
     }
 
+    /// Nothing strikes.
+    pub fn never(inner: &SimDisk) -> Self {
+        Self::new(inner, usize::MAX, || {})
+    }
+
     /// Nothing strikes, but whatever comes from the cache is wrong.
     pub fn with_damaged_cache(inner: &SimDisk) -> Self {
         let moment = Moment { at: usize::MAX, cache_is_damaged: true, ..Moment::default() };
         Self { inner: inner.clone(), moment: Arc::new(moment) }
+    }
+
+    /// The threads that have read past the cache since this was asked last.
+    pub fn past_cache(&self) -> HashSet<ThreadId> {
+        std::mem::take(&mut self.moment.past_cache.lock().unwrap())
     }
 
     /// How many reads there were. Where there are no more than `at`, nothing struck.
@@ -83,7 +97,8 @@ impl Disk for Interrupted {
     }
 
     fn create(&self, file: FileName) -> Result<Arc<dyn DiskFile>> {
-        self.inner.create(file)
+        let inner = self.inner.create(file)?;
+        Ok(Arc::new(InterruptedFile { inner, moment: self.moment.clone() }))
     }
 
     fn open(&self, file: FileName, write: bool) -> Result<Arc<dyn DiskFile>> {
@@ -131,6 +146,7 @@ impl DiskFile for InterruptedFile {
 
     fn read_past_cache(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         self.moment.pass();
+        self.moment.past_cache.lock().unwrap().insert(thread::current().id());
         self.inner.read_past_cache(offset, out)
     }
 

@@ -136,7 +136,7 @@ impl Scrub {
             kept.any(|(id, kept)| *id == link.snapshot || kept.links.contains(&link.snapshot))
         };
         let copies: Vec<Manifest> = copies.into_iter().filter(is_kept).collect();
-        self.mend_files(store, &copies).map_err(|error| match error {
+        self.mend_files(store, &copies, wanted.threads_max()).map_err(|error| match error {
             Error::DiskFull { .. } => error,
             error => self.snapshots.poison.set(error),
         })?;
@@ -173,12 +173,13 @@ impl Scrub {
     }
 
     /// Writes files anew of which memory, or their own other copy, has all that they should say.
-    fn mend_files(&self, store: bool, copies: &[Manifest]) -> Result<()> {
+    fn mend_files(&self, store: bool, copies: &[Manifest], threads_max: usize) -> Result<()> {
         if store {
             let bytes = self.store.encode().map_err(|defect| Error::from(defect.at(FileName::Store, 0)))?;
             publish(&self.snapshots.disk, FileName::Store, 0, &[&bytes])?;
         }
-        copies.iter().try_for_each(|link| self.snapshots.publish_manifest(link).map(drop))
+        let mut copies = copies.iter();
+        copies.try_for_each(|link| self.snapshots.publish_manifest(link, threads_max).map(drop))
     }
 }
 
