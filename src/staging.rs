@@ -22,7 +22,8 @@ use crate::sync::Mutex;
 const CLASS_LEN_MIN: usize = 512;
 /// From here on there are four classes to each doubling.
 const LONG_CLASS_LEN: usize = 1 << 20;
-/// The largest class. Longer staging is made to measure and not kept.
+/// The largest class, as long as all that a store keeps idle. Longer staging is made to measure and not kept: also that
+/// for the chunk of a page of 64 MiB, which has a head besides. A class for it would be freed whenever it came back.
 const CLASS_LEN_MAX: usize = 64 << 20;
 
 /// Idle staging of one device. Shared by threads.
