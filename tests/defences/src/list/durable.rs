@@ -157,7 +157,7 @@ pub const LIST: &[Defence] = &[
         "a record is durable before anything goes (I7)",
         WRITER,
         "state.seals_durable <= seals",
-        it("snapshots::a_kill_between_a_snapshot_and_its_record_forgets_no_other"),
+        it("snapshots::kept::a_kill_between_a_snapshot_and_its_record_forgets_no_other"),
     ),
     check(
         "what a reader holds stays (I8)",

@@ -21,14 +21,14 @@ pub const LIST: &[Defence] = &[
         PLAN,
         "(is_cut && log.reaches(kept))",
         "(is_cut && !is_cut)",
-        it("snapshots::the_log_behind_a_snapshot_with_a_name_stays_while_somebody_reads_it"),
+        it("snapshots::kept::the_log_behind_a_snapshot_with_a_name_stays_while_somebody_reads_it"),
     ),
     defence(
         "what a link needs is kept for its reader (I8)",
         RETAIN,
         "links_alone(keeping)",
         "BTreeSet::new()",
-        it("snapshots::what_is_read_from_a_link_stays_until_its_reader_has_gone"),
+        it("snapshots::kept::what_is_read_from_a_link_stays_until_its_reader_has_gone"),
     ),
     // Pages that an open leaves on disk: what could stand in for them stays until all are loaded.
     defence(

@@ -1,0 +1,274 @@
+//! How long snapshots stay, with their files and the log behind them.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use remanent::disk::sim::Moment;
+use remanent::disk::{Disk, Hold};
+use remanent::{Lsn, RestorePoint, Snapshot};
+
+use super::*;
+
+/// A read-only handle shows these pages' bytes.
+fn check_seen(seen: &Snapshot, state: &State) {
+    for (page, expected) in &state.contents {
+        let mut bytes = vec![0; expected.len()];
+        seen.read(*page, 0, &mut bytes).unwrap();
+        assert_eq!(bytes, *expected, "{page}");
+    }
+}
+
+#[test]
+fn a_named_snapshot_stays_until_its_name_is_given_up() {
+    let disk = SimDisk::new();
+    let options = || small().snapshots_kept(1);
+    let (store, pages) = store_of(&disk, options(), 24);
+    change(&store, &pages[..2], 1);
+    let named = store.snapshot_named("before").unwrap();
+    let before = State::of(&store);
+    assert_eq!((named.name.as_deref(), named.redo), (Some("before"), named.end));
+    assert!(
+        matches!(store.snapshot_named("before"), Err(Error::NameTaken { snapshot, .. }) if snapshot == named.id)
+    );
+    for name in [String::new(), "x".repeat(65)] {
+        assert!(matches!(store.snapshot_named(&name), Err(Error::Limit { .. })), "{name:?}");
+    }
+    for round in 0..12 {
+        change(&store, &pages, round);
+        store.snapshot().unwrap();
+    }
+    store.close().unwrap();
+    let files = Files::of(&disk);
+    let redo = Survey::read(&files).unwrap().snapshot(named.id).unwrap().redo;
+    assert!(!files.0.contains_key(&FileName::Segment(redo.segment)), "its log is gone");
+    check_kept(&disk, &[(named.id, before.clone())]);
+
+    let store = open_with(&disk, options()).unwrap();
+    assert_eq!(store.snapshots()[0], named);
+    store.restore_from_snapshot(named.id).unwrap();
+    let restored = State::of(&store);
+    assert_eq!(restored.pages.len(), before.pages.len());
+    change(&store, &pages, 99);
+    store.snapshot().unwrap();
+    store.snapshot().unwrap();
+
+    let given_up = store.retention().give_up("before").give_up("nobody's");
+    let listed = || Files::of(&disk).0.into_keys().collect::<BTreeSet<_>>();
+    let there = listed();
+    let would_go = store.would_prune(&given_up).unwrap();
+    assert_eq!(would_go.snapshots, std::slice::from_ref(&named));
+    assert!(would_go.bytes() > 24 * PAGE_LEN, "its images: {would_go:?}");
+    assert_eq!(listed(), there, "nothing was done yet");
+    assert_eq!(store.prune(&given_up).unwrap(), would_go);
+    let gone: BTreeSet<FileName> = would_go.files.iter().map(|(file, _)| *file).collect();
+    assert!(listed().is_disjoint(&gone));
+    assert!(matches!(store.restore_from_snapshot(named.id), Err(Error::NoSnapshot { .. })));
+    let state = State::of(&store);
+    store.close().unwrap();
+    let store = open_with(&disk, options()).unwrap();
+    assert_eq!(ids(&store).len(), 1, "and it stays gone");
+    assert_eq!(State::of(&store), state);
+}
+
+#[test]
+fn a_name_given_up_costs_no_snapshot_that_is_needed() {
+    let disk = SimDisk::new();
+    let (store, _) = store_of(&disk, small().snapshots_kept(1), 4);
+    let named = store.snapshot_named("newest").unwrap();
+    let pruned = store.prune(&store.retention().give_up("newest")).unwrap();
+    assert_eq!(pruned.snapshots, []);
+    assert_eq!(store.snapshots(), [named]);
+}
+
+#[test]
+fn what_a_reader_holds_stays() {
+    let disk = SimDisk::new();
+    let (store, pages) = store_of(&disk, small().snapshots_kept(1), 24);
+    let held = store.snapshot().unwrap();
+    let state = State::of(&store);
+    let Hold::Held(hold) = disk.hold(held.id).unwrap() else { panic!("nobody takes it away") };
+    for round in 0..3 {
+        change(&store, &pages, round);
+        store.snapshot().unwrap();
+    }
+    assert_eq!(ids(&store), [held.id.0, 4]);
+    check_kept(&disk, &[(held.id, state)]);
+    assert_eq!(store.would_prune(&store.retention()).unwrap().held, [held.id]);
+    drop(hold);
+    let pruned = store.prune(&store.retention()).unwrap();
+    assert_eq!(pruned.snapshots, [held]);
+    assert_eq!(ids(&store), [4]);
+}
+
+/// A name keeps a snapshot's own state. A later one is made of the log behind it, and who reads that holds both.
+#[test]
+fn the_log_behind_a_snapshot_with_a_name_stays_while_somebody_reads_it() {
+    let disk = SimDisk::new();
+    let (store, pages) = store_of(&disk, small().snapshots_kept(1), 24);
+    let named = store.snapshot_named("named").unwrap();
+    change(&store, &pages, 1);
+    let (state, at) = (State::of(&store), RestorePoint::Lsn(store.lsn()));
+    let shared: Arc<dyn Disk> = Arc::new(disk.clone());
+    let seen = Snapshot::open_on(&shared, Some(&at)).unwrap();
+    for value in 2..5 {
+        change(&store, &pages, value);
+        store.snapshot().unwrap();
+    }
+    check_seen(&seen, &state);
+    drop(seen);
+    assert_eq!(store.would_prune(&store.retention()).unwrap().held, []);
+    let pruned = store.prune(&store.retention()).unwrap();
+    assert!(pruned.files.iter().any(|(file, _)| matches!(file, FileName::Segment(_))), "{pruned:?}");
+    let gone = Snapshot::open_on(&shared, Some(&at)).unwrap_err();
+    assert!(matches!(gone, Error::OutsideWindow { .. }), "{gone}");
+    // What the name keeps is there all the time.
+    Snapshot::open_on(&shared, Some(&RestorePoint::Snapshot(named.id))).unwrap();
+}
+
+/// It is there only for the snapshot that follows it.
+#[test]
+fn what_is_read_from_a_link_stays_until_its_reader_has_gone() {
+    let disk = SimDisk::new();
+    let (store, pages) = store_of(&disk, small().snapshots_kept(1), 24);
+    let link = store.snapshot().unwrap();
+    let (state, at) = (State::of(&store), RestorePoint::Lsn(link.end));
+    change(&store, &pages[..1], 2);
+    store.snapshot().unwrap();
+    assert!(!ids(&store).contains(&link.id.0), "no rule keeps it");
+    let shared: Arc<dyn Disk> = Arc::new(disk.clone());
+    let seen = Snapshot::open_on(&shared, Some(&at)).unwrap();
+    for value in 3..50 {
+        change(&store, &pages, value);
+        store.snapshot().unwrap();
+    }
+    check_seen(&seen, &state);
+    drop(seen);
+    store.snapshot().unwrap();
+    assert_eq!(ids(&store).len(), 1);
+    let gone = Snapshot::open_on(&shared, Some(&at)).unwrap_err();
+    assert!(matches!(gone, Error::OutsideWindow { .. }), "{gone}");
+}
+
+#[test]
+fn snapshots_are_kept_for_their_age_and_for_the_log_behind_them() {
+    for (options, expected) in [
+        (small().snapshots_kept(1), vec![6]),
+        (small().snapshots_kept(1).snapshots_kept_for(Duration::from_secs(3600)), vec![1, 2, 3, 4, 5, 6]),
+        // A segment is shorter than one round of changes.
+        (small().snapshots_kept(1).log_kept(16 << 10), vec![5, 6]),
+        (small().snapshots_kept(1).log_kept(1 << 40), vec![1, 2, 3, 4, 5, 6]),
+    ] {
+        let disk = SimDisk::new();
+        let (store, pages) = store_of(&disk, options.clone(), 24);
+        for round in 0..6 {
+            change(&store, &pages, round);
+            store.snapshot().unwrap();
+        }
+        let kept = ids(&store);
+        if expected.len() == 2 {
+            assert!(kept.len() >= 2 && kept.len() < 6 && kept.ends_with(&[6]), "{options:?}: {kept:?}");
+            // Every state since the older one can be gone back to.
+            let (files, from) = (Files::of(&disk), store.snapshots()[0].end);
+            let last = store.lsn();
+            for lsn in [from, from.next(), last] {
+                let options = RebuildOptions { until: Some(lsn), ..RebuildOptions::default() };
+                assert_eq!(rebuild(&files, &options).unwrap().table.lsn(), lsn);
+            }
+        } else if expected.len() == 1 {
+            assert_eq!(kept, expected, "{options:?}");
+        } else {
+            // The base of all log that there is; what lies between may go, unless it is young.
+            assert_eq!((kept.first(), kept.last()), (expected.first(), expected.last()), "{options:?}");
+        }
+    }
+}
+
+/// The newest snapshot's record may be missing, and no seal lie behind its redo: then the record of the ones
+/// before lies before it.
+#[test]
+fn a_kill_between_a_snapshot_and_its_record_forgets_no_other() {
+    let disk = SimDisk::new();
+    let (store, pages) = store_of(&disk, small().snapshots_kept(1), 4);
+    store.snapshot_named("before").unwrap();
+    change(&store, &pages, 1);
+    let before = disk.events();
+    let newest = store.snapshot().unwrap().id;
+    let moments = before..=disk.events();
+    let mut unrecorded = 0;
+    for event in moments {
+        let left = disk.after_kill(Moment { event, tear: None });
+        let files = Files::of(&left);
+        let names_newest = files.0.contains_key(&FileName::Manifest(newest.0));
+        let store = open_with(&left, small().snapshots_kept(1)).unwrap();
+        let named = store.snapshots().into_iter().filter(|info| info.name.as_deref() == Some("before"));
+        assert_eq!(named.count(), 1, "killed at event {event}, where the newest is there: {names_newest}");
+        unrecorded += usize::from(names_newest && store.recovered().snapshot == Some(newest));
+    }
+    assert!(unrecorded > 1, "no kill struck between the snapshot and its record");
+}
+
+/// A link that is there for those that follow it has lost images that none of them names: what lies behind it is
+/// reached from the kept snapshot before.
+#[test]
+fn a_state_behind_a_link_that_is_not_kept_is_reached_from_before() {
+    let disk = SimDisk::new();
+    let (store, pages) = store_of(&disk, small().snapshots_kept(1).log_kept(1 << 20), 10);
+    let first = store.snapshot().unwrap();
+    let mut taken = Vec::new();
+    for value in 1..=2 {
+        change(&store, &pages[..2], value);
+        taken.push((store.snapshot().unwrap(), State::of(&store)));
+    }
+    let (link, state) = &taken[0];
+    assert_eq!(ids(&store), [first.id.0, taken[1].0.id.0]);
+    assert_eq!(chain(&disk, taken[1].0.id), [taken[1].0.id, link.id, first.id]);
+    let shared: Arc<dyn Disk> = Arc::new(disk.clone());
+    let old = Snapshot::open_on(&shared, Some(&RestorePoint::Lsn(link.end))).unwrap();
+    assert_eq!(old.base(), Some(first.id));
+    for (page, bytes) in &state.contents {
+        let mut found = vec![0; bytes.len()];
+        old.read(*page, 0, &mut found).unwrap();
+        assert_eq!(&found, bytes, "page {page}");
+    }
+    drop(old);
+    store.restore_to(link.end).unwrap();
+    assert_eq!(State::of(&store).contents, state.contents);
+}
+
+/// As above, but no older snapshot is kept, and the log begins behind the one that could be followed from.
+#[test]
+fn a_state_behind_a_link_whose_images_went_is_outside_the_window() {
+    let disk = SimDisk::new();
+    let options = small().segment_len(64 << 10).snapshots_kept(1);
+    let (store, pages) = store_of(&disk, options, 24);
+    let base = store.snapshot().unwrap();
+    for value in 0..400 {
+        change(&store, &pages[..2], value);
+    }
+    let taken: Vec<SnapshotInfo> = (1..=2)
+        .map(|value| {
+            change(&store, &pages[..2], value);
+            store.snapshot().unwrap()
+        })
+        .collect();
+    let [link, kept] = &taken[..] else { unreachable!("two were taken") };
+    assert_eq!(ids(&store), [kept.id.0]);
+    assert_eq!(chain(&disk, kept.id), [kept.id, link.id, base.id]);
+    let survey = Survey::read(&Files::of(&disk)).unwrap();
+    let log_of = |id: SnapshotId| survey.links[&id].as_ref().unwrap().0.redo.segment;
+    assert!(survey.log.segments().contains_key(&log_of(link.id)), "the log behind it is there");
+    assert!(!survey.log.segments().contains_key(&log_of(base.id)), "and that behind the base is not");
+
+    let shared: Arc<dyn Disk> = Arc::new(disk.clone());
+    let outside = |asked: Lsn, error: Error| match error {
+        Error::OutsideWindow { asked: named, oldest, newest } => {
+            assert_eq!((named, oldest, newest), (asked, kept.end, store.lsn()));
+        }
+        other => panic!("{other}"),
+    };
+    outside(link.end, Snapshot::open_on(&shared, Some(&RestorePoint::Lsn(link.end))).unwrap_err());
+    outside(link.end, store.restore_to(link.end).unwrap_err());
+    // Not even what lies before it makes the window begin there.
+    let before = Lsn(link.end.0 - 1);
+    outside(before, Snapshot::open_on(&shared, Some(&RestorePoint::Lsn(before))).unwrap_err());
+}
