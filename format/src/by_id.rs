@@ -254,6 +254,19 @@ impl<K: Number, T> ById<K, T> {
         Counted { items, left: self.count }
     }
 
+    /// The items with these numbers, and with those between them.
+    pub fn range(&self, first: K, last: K) -> impl Iterator<Item = (K, &T)> {
+        let (first, last) = (first.number(), last.number());
+        let rows = self.rows.range(first / ROW / ROW..=last / ROW / ROW);
+        let chunks = rows.flat_map(|(_, row)| row.iter());
+        let chunks = chunks.filter(move |chunk| (first / ROW..=last / ROW).contains(&chunk.number));
+        let numbered = |chunk: &'_ Chunk<T>| chunk.row.present.numbers(chunk.number * ROW);
+        let items = chunks.flat_map(move |chunk| numbered(chunk).zip(chunk.row.iter()));
+        items
+            .filter(move |(number, _)| (first..=last).contains(number))
+            .map(|(number, item)| (K::of(number), item))
+    }
+
     /// All items with their numbers, for good.
     pub fn into_items(self) -> impl Iterator<Item = (K, T)> {
         let chunks = self.rows.into_values().flat_map(|row| row.items);
@@ -265,6 +278,24 @@ impl<K: Number, T> ById<K, T> {
         let gone: Vec<K> =
             self.iter().filter(|(key, item)| !wanted(*key, item)).map(|(key, _)| key).collect();
         gone.into_iter().for_each(|key| _ = self.remove(key));
+    }
+
+    /// Takes over the items of another one. Where these lie apart from those here, by whole rows, none is looked at.
+    pub fn absorb(&mut self, other: Self) {
+        for chunk in other.rows.into_values().flat_map(|row| row.items) {
+            let first = chunk.number * ROW;
+            chunk.marked.numbers(first).for_each(|number| self.mark(K::of(number)));
+            match self.chunk_mut(first) {
+                Some(here) if here.row.items.is_empty() => here.row = chunk.row,
+                Some(_) => {
+                    self.extend(chunk.row.present.numbers(first).map(K::of).zip(chunk.row.items));
+                    continue;
+                }
+                None if chunk.row.items.is_empty() => continue,
+                None => self.chunk_or_new(first).row = chunk.row,
+            }
+            self.count += self.chunk(first).map_or(0, |here| here.row.items.len());
+        }
     }
 
     /// Marks a number, whether or not it has an item.
@@ -419,12 +450,46 @@ mod tests {
             let anew: ById<PageId, u64> = expected.iter().map(|(page, item)| (*page, *item)).collect();
             assert_eq!(items, anew);
             assert!(items.clone().into_items().eq(expected.clone()));
+            for (first, last) in [(0, u64::MAX), (63, 256), (257, 70_000), (256, 256), (3, 62)] {
+                let within = expected.range(PageId(first)..=PageId(last));
+                let found = items.range(PageId(first), PageId(last));
+                assert!(found.eq(within.map(|(page, item)| (*page, item))), "{first}..={last}");
+            }
         }
         ids.iter().for_each(|id| items.unmark(PageId(*id)));
         items.insert(PageId(64), 0);
         items.retain(|page, _| page == PageId(64));
         assert_eq!(items.iter().map(|(page, _)| page.0).collect::<Vec<_>>(), [64]);
         assert_eq!((items.rows.len(), items.chunks().count()), (1, 1), "what is empty takes no room");
+    }
+
+    /// Wherever they are parted, among rows or within one, and whichever is taken over: no item and no mark is lost.
+    #[test]
+    fn items_that_were_apart_come_together() {
+        let numbers = [0, 1, 255, 256, 300, 511, 70_000, 70_001, u64::MAX];
+        for parted in 0..=numbers.len() {
+            for (here, there) in [numbers.split_at(parted), (&numbers[parted..], &numbers[..parted])] {
+                let part = |numbers: &[u64]| {
+                    let mut part: ById<PageId, u64> =
+                        numbers.iter().map(|number| (PageId(*number), *number)).collect();
+                    numbers.iter().for_each(|number| part.mark(PageId(number ^ 2)));
+                    part
+                };
+                let mut items = part(here);
+                items.absorb(part(there));
+                let expected = part(&numbers);
+                assert_eq!((&items, items.len()), (&expected, numbers.len()), "{parted}");
+                assert!(items.values().eq(&numbers), "{parted}");
+                assert_eq!(items.marked(), expected.clone().marked(), "{parted}");
+            }
+        }
+        // What is taken over is newer.
+        let mut items: ById<PageId, u64> = [(PageId(1), 1), (PageId(2), 1)].into_iter().collect();
+        items.absorb([(PageId(2), 2), (PageId(3), 2)].into_iter().collect());
+        assert_eq!(
+            items.into_items().map(|(page, item)| (page.0, item)).collect::<Vec<_>>(),
+            [(1, 1), (2, 2), (3, 2)]
+        );
     }
 
     /// Where a row is full an item is where its number says, and where it is not, before that by as many as are missing.

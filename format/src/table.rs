@@ -122,6 +122,21 @@ impl PageTable {
         self.pages.iter().map(|(page, entry)| entry.info(page))
     }
 
+    /// Where all pages live, and how long they are, in the order of their ids: what takes memory, without the rest.
+    pub fn lens(&self) -> impl ExactSizeIterator<Item = (PageId, Place, u64)> {
+        self.pages.iter().map(|(page, entry)| (page, entry.place(), entry.len()))
+    }
+
+    /// The same of these two pages, and of those between them.
+    pub fn lens_between(&self, first: PageId, last: PageId) -> impl Iterator<Item = (PageId, Place, u64)> {
+        self.pages.range(first, last).map(|(page, entry)| (page, entry.place(), entry.len()))
+    }
+
+    /// The batches that changed or moved all pages last, in the order of the pages' ids.
+    pub fn lsns(&self) -> impl ExactSizeIterator<Item = (PageId, Lsn)> {
+        self.pages.iter().map(|(page, entry)| (page, entry.lsn))
+    }
+
     /// The root.
     #[must_use]
     pub fn root(&self) -> &Arc<Metadata> {

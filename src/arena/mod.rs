@@ -21,7 +21,7 @@ pub use self::account::{PlaceUsage, Purpose};
 use crate::device::{Device, Fence, Lane, MemoryId, Span};
 use crate::error::{Error, Result};
 use crate::options::Budget;
-use crate::sync::atomic::{AtomicUsize, Ordering};
+use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use crate::sync::{Condvar, Mutex, RwLock};
 
 /// The lanes that never wait for a caller.
@@ -75,7 +75,7 @@ const _: () = assert!(size_of::<PageMemory>() == 24);
 pub struct Reservation<'a> {
     arena: &'a Arena,
     purpose: Purpose,
-    left: Vec<(Arc<Account>, Place, u64)>,
+    left: Vec<(Arc<Account>, Place, AtomicU64)>,
     /// Whose retired memory is waited for where memory is short. Who waits for none takes what is there.
     awaited: &'static [Lane],
 }
@@ -137,7 +137,7 @@ impl Arena {
     /// # Errors
     /// As for [`allocate`](Self::allocate); `OverBudget` tells what all of them ask of a place.
     pub fn allocate_all(&self, purpose: Purpose, pages: &[(Place, u64)]) -> Result<Vec<PageMemory>> {
-        let mut reserved = self.reserve(purpose, pages)?;
+        let reserved = self.reserve(purpose, pages)?;
         let mut memory = Vec::with_capacity(pages.len());
         for (place, len) in pages {
             match reserved.allocate(*place, *len) {
@@ -162,7 +162,7 @@ impl Arena {
     ///
     /// let budget = Budget::default().with(Place::Host, 100);
     /// let arena = Arena::new(Arc::new(HostDevice::new()), budget);
-    /// let mut reserved = arena.reserve(Purpose::Page, &[(Place::Host, 60), (Place::Host, 30)])?;
+    /// let reserved = arena.reserve(Purpose::Page, &[(Place::Host, 60), (Place::Host, 30)])?;
     /// let page = reserved.allocate(Place::Host, 60)?;
     /// // The rest is spoken for, and free again when the reservation goes.
     /// assert_eq!(arena.available(Place::Host), 10);
@@ -249,7 +249,7 @@ impl Arena {
         }
         let mut pieces = Vec::new();
         let allocated = self.reserve_awaiting(&NO_LANES, Purpose::Gather, &[(place, whole_len)]);
-        let allocated = allocated.and_then(|mut reserved| {
+        let allocated = allocated.and_then(|reserved| {
             for _ in 0..whole_len / piece_len {
                 pieces.push(reserved.allocate(place, piece_len)?);
             }
@@ -388,7 +388,7 @@ impl Arena {
         for (place, sum) in sums {
             let account = self.account(*place);
             account.claim(*sum)?;
-            reservation.left.push((account, *place, *sum));
+            reservation.left.push((account, *place, AtomicU64::new(*sum)));
         }
         Ok(reservation)
     }
@@ -423,39 +423,44 @@ impl Drop for Arena {
 
 impl Reservation<'_> {
     /// Memory for a page, of unspecified content, out of what was put by. A full device is given back what is
-    /// retired and asked once more, but for who waits for nobody.
+    /// retired and asked once more, but for who waits for nobody. Several threads may take from one reservation.
     ///
     /// # Errors
     /// `OutOfMemory`, `PlaceUnavailable`, a device error. The bytes stay put by.
     ///
     /// # Panics
     /// If less is left for the place.
-    pub fn allocate(&mut self, place: Place, len: u64) -> Result<PageMemory> {
-        let left = self.left.iter_mut().find(|(_, reserved, _)| *reserved == place);
+    pub fn allocate(&self, place: Place, len: u64) -> Result<PageMemory> {
+        let left = self.left.iter().find(|(_, reserved, _)| *reserved == place);
         let (account, _, left) = left.unwrap_or_else(|| panic!("nothing is reserved in place {place}"));
-        assert!(len <= *left, "{len} bytes of {left} that are left of a reservation in place {place}");
-        let Arena { device, .. } = self.arena;
-        let memory = if self.awaited.is_empty() {
-            device.allocate_at_once(place, len)?
-        } else {
-            match device.allocate(place, len) {
-                Err(Error::OutOfMemory { .. }) => {
-                    self.arena.reap_awaiting(self.awaited)?;
-                    device.allocate(place, len)?
-                }
-                other => other?,
-            }
-        };
-        *left -= len;
+        let taken = left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(len));
+        if let Err(left) = taken {
+            panic!("{len} bytes of {left} that are left of a reservation in place {place}");
+        }
+        let memory = self.ask(place, len).inspect_err(|_| _ = left.fetch_add(len, Ordering::Relaxed))?;
         account.allocated(self.purpose, len);
         let (place_kind, place_ordinal) = place.to_raw();
         Ok(PageMemory { memory, len, place_ordinal, place_kind, purpose: self.purpose, given_back: false })
+    }
+
+    fn ask(&self, place: Place, len: u64) -> Result<MemoryId> {
+        let Arena { device, .. } = self.arena;
+        if self.awaited.is_empty() {
+            return device.allocate_at_once(place, len);
+        }
+        match device.allocate(place, len) {
+            Err(Error::OutOfMemory { .. }) => {
+                self.arena.reap_awaiting(self.awaited)?;
+                device.allocate(place, len)
+            }
+            other => other,
+        }
     }
 }
 
 impl Drop for Reservation<'_> {
     fn drop(&mut self) {
-        self.left.iter().for_each(|(account, _, left)| account.unclaim(*left));
+        self.left.iter_mut().for_each(|(account, _, left)| account.unclaim(*left.get_mut()));
     }
 }
 

@@ -260,7 +260,7 @@ fn several_pages_are_reserved_together_or_not_at_all() {
     );
     assert_eq!((usage(&arena), arena.usage(elsewhere).used()), ((30, 0, 30, 1), 0));
 
-    let mut reserved = arena.reserve(Purpose::Page, &[(PLACE, 40), (PLACE, 30), (elsewhere, 9)]).unwrap();
+    let reserved = arena.reserve(Purpose::Page, &[(PLACE, 40), (PLACE, 30), (elsewhere, 9)]).unwrap();
     assert_eq!((arena.available(PLACE), arena.usage(PLACE).claimed_bytes), (0, 70));
     assert!(arena.allocate(Purpose::Page, PLACE, 1).is_err(), "what is put by is nobody else's");
     let page = reserved.allocate(PLACE, 40).unwrap();
@@ -286,7 +286,7 @@ fn a_device_that_fills_up_half_way_leaves_nothing_of_several_pages() {
 #[should_panic(expected = "31 bytes of 30 that are left of a reservation")]
 fn a_reservation_gives_no_more_than_was_put_by() {
     let (_, arena) = late_arena();
-    let mut reserved = arena.reserve(Purpose::Page, &[(PLACE, 30)]).unwrap();
+    let reserved = arena.reserve(Purpose::Page, &[(PLACE, 30)]).unwrap();
     let _fails = reserved.allocate(PLACE, 31);
 }
 

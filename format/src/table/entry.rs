@@ -42,7 +42,7 @@ impl Entry {
         self.len_and_place & ((1 << PLACE_BIT) - 1)
     }
 
-    fn place(&self) -> Place {
+    pub fn place(&self) -> Place {
         let kind = self.len_and_place >> PLACE_BIT & ((1 << KIND_BITS) - 1);
         let ordinal = self.len_and_place >> (PLACE_BIT + KIND_BITS);
         Place::from_raw(kind as u8, ordinal as u32).expect("packed from a place")
