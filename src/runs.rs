@@ -70,6 +70,11 @@ impl<'a> Run<'a> {
         self.images.len() as u64
     }
 
+    /// The page of its first image.
+    pub fn first_page(&self) -> PageId {
+        self.images[0].page
+    }
+
     /// Bytes of its images, as they are stored.
     pub fn bytes(&self) -> u64 {
         self.images.iter().map(|wanted| wanted.image.stored_len).sum()

@@ -36,59 +36,71 @@ pub(crate) struct KnownImages {
     spoilt: Mutex<BTreeMap<(u64, u64), PageId>>,
 }
 
+/// Images of pages as they are now that replay took from elsewhere than the snapshot: a restore's table, images named by
+/// the log.
+#[derive(Default)]
+pub(crate) struct Beside(BTreeMap<PageId, Known>);
+
+impl Beside {
+    /// Among what the pages of `table` are made from, behind a snapshot, whole, or none.
+    pub fn of(snapshot: Option<&Manifest>, table: &PageTable, bases: &ById<PageId, Base>) -> Self {
+        // Both the snapshot's pages and those here ascend.
+        let mut named = snapshot.map_or(&[][..], |snapshot| &snapshot.entries).iter().peekable();
+        let beside = bases.iter().filter_map(|(page, base)| {
+            while named.next_if(|entry| entry.page < page).is_some() {}
+            let named = named.peek().filter(|entry| entry.page == page);
+            // Nearly all: what became of such a page since then is not in it.
+            if named.is_some_and(|entry| entry.lsn == base.lsn && entry.image == base.image) {
+                return None;
+            }
+            let info = table.get(page)?;
+            let is_newest = named.is_some_and(|entry| entry.lsn == info.lsn);
+            let holds = info.lsn <= base.lsn && !base.resized && (base.image.is_some() || info.len == 0);
+            (holds && !is_newest).then_some((page, Known { lsn: info.lsn, image: base.image }))
+        });
+        Self(beside.collect())
+    }
+}
+
 impl KnownImages {
-    /// What an open knows once it followed the log behind a snapshot. The pages' bases are nobody's any more when
-    /// that is put together: it lies where they did.
-    pub fn recovered(
-        survey: &Survey,
-        base: Option<SnapshotId>,
-        table: &PageTable,
-        bases: ById<PageId, Base>,
-    ) -> Result<Self> {
-        let beside = Self::beside(survey, base, table, &bases)?;
-        drop(bases);
+    /// What an open knows once it followed the log behind a snapshot, `base`, which is whole.
+    pub fn recovered(survey: &Survey, base: Option<&Manifest>, beside: Beside) -> Result<Self> {
         let newest = match base {
             Some(base) => {
                 let crc = |link: SnapshotId| survey.links[&link].as_ref().map_err(Clone::clone);
                 let link = |link: &Arc<Manifest>| Ok(Link::of(link, crc(link.snapshot)?.1.header_crc));
-                let chain = survey.chain(base)?;
+                let chain = survey.chain(base.snapshot)?;
                 let links = chain.into_iter().rev().map(link).collect::<Result<_>>()?;
-                Newest::of(links, survey.entries(base)?)
+                Newest::of(links, base.entries.iter())
             }
             None => Newest::default(),
         };
-        Ok(Self { newest: Mutex::new(newest), beside: Mutex::new(beside), ..Self::default() })
+        Ok(Self { newest: Mutex::new(newest), beside: Mutex::new(beside.0), ..Self::default() })
     }
 
-    /// What replay took from elsewhere than the snapshot: a restore's table, images named by the log.
-    fn beside(
-        survey: &Survey,
-        base: Option<SnapshotId>,
-        table: &PageTable,
-        bases: &ById<PageId, Base>,
-    ) -> Result<BTreeMap<PageId, Known>> {
-        // Both the snapshot's pages and those here ascend.
-        let named = base.map(|base| survey.entries(base)).transpose()?;
-        let mut named = named.into_iter().flatten().peekable();
-        let beside = bases.iter().filter_map(|(page, base)| {
-            while named.next_if(|entry| entry.page < page).is_some() {}
-            let info = table.get(page)?;
-            let is_newest = named.peek().is_some_and(|entry| entry.page == page && entry.lsn == info.lsn);
-            let holds = info.lsn <= base.lsn && !base.resized && (base.image.is_some() || info.len == 0);
-            (holds && !is_newest).then_some((page, Known { lsn: info.lsn, image: base.image }))
-        });
-        Ok(beside.collect())
-    }
-
-    /// Has the table note from here on what changes, so that [`KnownImages::sort_out`] need not look through it. What
-    /// is not as the newest snapshot has it has changed already.
-    pub fn watch(&self, table: &mut PageTable) {
+    /// The pages of a table that are not as the newest snapshot has them. Who watches the table from here on need not
+    /// look through it.
+    pub fn changed(&self, table: &PageTable) -> Vec<PageId> {
         let newest = self.newest.lock();
-        let is_unchanged = |page, lsn: Lsn| newest.get(page).is_some_and(|named| named.known.lsn == lsn);
-        let changed = table.pages().filter(|info| !is_unchanged(info.page, info.lsn)).map(|info| info.page);
-        let gone = newest.pages().filter(|page| table.get(*page).is_none());
-        let changed: Vec<PageId> = changed.chain(gone).collect();
-        table.watch(changed);
+        // Both ascend.
+        let mut named = newest.iter().peekable();
+        let mut changed = Vec::new();
+        for (page, lsn) in table.lsns() {
+            while let Some((gone, _)) = named.next_if(|(named, _)| *named < page) {
+                changed.push(gone);
+            }
+            let named = named.next_if(|(named, _)| *named == page);
+            if named.is_none_or(|(_, named)| named.known.lsn != lsn) {
+                changed.push(page);
+            }
+        }
+        changed.extend(named.map(|(gone, _)| gone));
+        changed
+    }
+
+    /// What the newest snapshot names, together.
+    pub fn sums(&self) -> Sums {
+        self.newest.lock().sums().clone()
     }
 
     /// Notes an image that no snapshot names yet, and that holds the page as batch `lsn` left it. Something

@@ -12,7 +12,7 @@ use remanent_format::image::ImageRef;
 use remanent_format::manifest::{Manifest, ManifestEntry};
 use remanent_format::{LogPoint, Lsn, PageInfo, SnapshotId};
 
-pub(crate) use self::known::KnownImages;
+pub(crate) use self::known::{Beside, KnownImages};
 pub(crate) use self::newest::{Newest, Sums};
 pub(crate) use self::sorting::{Beginning, Sorted};
 use crate::image_files::ImageFiles;

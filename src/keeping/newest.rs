@@ -181,6 +181,11 @@ impl Newest {
         self.pages.iter().map(|(page, _)| page)
     }
 
+    /// The pages that it names, with what it says of them.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (PageId, &Named)> {
+        self.pages.iter()
+    }
+
     /// What it names, together.
     pub fn sums(&self) -> &Sums {
         &self.sums

@@ -298,7 +298,7 @@ mod tests {
     /// A store of which the newest snapshot has all.
     fn settled() -> Subject {
         let mut subject = Subject { table: PageTable::new(), known: KnownImages::default(), snapshots: 0 };
-        subject.known.watch(&mut subject.table);
+        subject.table.watch(subject.known.changed(&subject.table));
         subject.commit((1..=PAGES).map(create));
         for visited in [PAGES, PAGES] {
             let sorted = subject.sort_out(&[]);
@@ -401,7 +401,7 @@ mod tests {
                 "all is new" => {
                     subject =
                         Subject { table: PageTable::new(), known: KnownImages::default(), snapshots: 0 };
-                    subject.known.watch(&mut subject.table);
+                    subject.table.watch(subject.known.changed(&subject.table));
                     subject.commit((1..=PAGES).map(create));
                 }
                 "a few" => (1..3000).step_by(2).for_each(|page| subject.fill(page)),

@@ -37,7 +37,7 @@ pub(super) struct ImageLoader<'a> {
     /// The lanes on which the bytes go up, in turns: between two lists of one lane the bus is idle for a while.
     pub lanes: &'static [Lane],
     /// The memory of a page.
-    pub target: &'a (dyn Fn(PageId) -> Span + Sync),
+    pub target: &'a (dyn Fn(PageId) -> Result<Span> + Sync),
 }
 
 /// What one thread does at a time.
@@ -45,6 +45,15 @@ enum Work<'a> {
     Run(Run<'a>),
     /// This range of a long image, in bytes from the image's start.
     Part(&'a Wanted, Range<u64>),
+}
+
+impl Work<'_> {
+    fn first_page(&self) -> PageId {
+        match self {
+            Work::Run(run) => run.first_page(),
+            Work::Part(wanted, _) => wanted.page,
+        }
+    }
 }
 
 /// How many threads load images of which the longest that is compressed holds so many bytes; 0 if none is.
@@ -60,12 +69,15 @@ fn threads_for(longest_compressed: u64) -> usize {
 impl ImageLoader<'_> {
     /// Loads and proves images, in no order, by several threads, and returns when they are there. A long one is read
     /// in parts, so that no more than a few megabytes a thread are held at a time; one that is long and compressed is
-    /// held whole.
+    /// held whole. They come by files: sorted among all of them, those of small pages took a tenth of the time that
+    /// loading them takes.
     ///
     /// # Errors
     /// [`Error::Damaged`]; a device error, after which lists that name the memory may still be under way.
-    pub fn load(&self, images: &mut [Wanted], threads: usize) -> Result<()> {
-        let work: Vec<Work<'_>> = runs(images).flat_map(split).collect();
+    pub fn load<'i>(&self, images: impl Iterator<Item = &'i mut [Wanted]>, threads: usize) -> Result<()> {
+        let mut work: Vec<Work<'_>> = images.flat_map(runs).flat_map(split).collect();
+        // As memory is allocated, which goes on meanwhile. The parts of an image stay together.
+        work.sort_by_key(Work::first_page);
         let copies = Copies { loader: self, begun: AtomicUsize::new(0), under_way: Mutex::default() };
         let checksums = crew::map(
             threads,
@@ -88,7 +100,7 @@ impl ImageLoader<'_> {
         let (mut stored, mut decoded, mut decoded_bytes) = (Vec::new(), Vec::new(), Vec::new());
         for page in run.pages(&read) {
             let (page, at, content) = page?;
-            let target = (self.target)(page);
+            let target = (self.target)(page)?;
             match content {
                 Cow::Borrowed(_) => stored.push((at, target)),
                 Cow::Owned(content) => {
@@ -113,7 +125,7 @@ impl ImageLoader<'_> {
         let in_file = offset + range.start..offset + range.end;
         let (read, checksum) = Piece::read_summed(self.source, file, in_file, |len| self.staging.take(len))?;
         let (at, len) = ((offset + range.start - read.start) as usize, range.end - range.start);
-        let target = Span { offset: range.start, len, ..(self.target)(wanted.page) };
+        let target = Span { offset: range.start, len, ..(self.target)(wanted.page)? };
         copies.upload(read.bytes, &[(at, target)])?;
         Ok(checksum)
     }

@@ -6,20 +6,24 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 
 use remanent_format::by_id::ById;
 use remanent_format::head::PageHead;
-use remanent_format::image::Codec;
+use remanent_format::image::{Codec, ImageRef};
 use remanent_format::manifest::Manifest;
 use remanent_format::op::decode_payload;
 use remanent_format::rebuild::{Resolution, Survey, load_base};
-use remanent_format::replay::Resolved;
-use remanent_format::{Defect, FileName, LogPoint, Lsn, PageId, Place};
+use remanent_format::replay::Base;
+use remanent_format::{Defect, FileName, LogPoint, Lsn, PageId, PageTable};
 
 use super::frames::Run;
 use super::images::{ImageLoader, threads};
+use super::keeping::Found;
+use super::memory::Memories;
 use super::{Recovery, on_disk};
 use crate::applier::{ColdPage, ListBuilder, PayloadAt, stage_aside};
-use crate::arena::{Arena, PageMemory, Purpose};
+use crate::arena::{Arena, PageMemory};
+use crate::crew;
 use crate::device::{Command, CommandList, Device, Lane, Pending, StagingSpan};
 use crate::error::{Error, Result};
+use crate::keeping::Beside;
 use crate::options::Restore;
 use crate::runs::Wanted;
 use crate::source::DiskSource;
@@ -72,14 +76,19 @@ impl Drop for Loaded<'_> {
     }
 }
 
-/// Loads the pages of a resolved table: images, then the log on top.
-pub(super) fn load<'a>(
+/// Loads the pages of a resolved table: images, then the log on top. What they are made from is nobody's any more when
+/// they are loaded: what is looked up beside that lies where it did.
+pub(super) fn load<'a, 's>(
     recovery: &Recovery<'a>,
     source: &DiskSource,
-    survey: &Survey,
+    survey: &'s Survey,
     base: Option<&Manifest>,
-    resolution: &Resolution,
-) -> Result<Loaded<'a>> {
+    resolution: &mut Resolution,
+) -> Result<(Loaded<'a>, Found<'s>)> {
+    let bases = std::mem::take(&mut resolution.resolved.bases);
+    let resolution = &*resolution;
+    let table = &resolution.resolved.table;
+    let memories = Memories::reserve(recovery.arena, table)?;
     let mut loader = Loader {
         recovery,
         pages: Pages::default(),
@@ -92,7 +101,30 @@ pub(super) fn load<'a>(
         },
         tail: Vec::new(),
     };
-    let loaded = loader.load(source, survey, base, resolution).and_then(|()| loader.in_flight.drain(0));
+    let from = match base {
+        Some(manifest) => manifest.redo,
+        None => survey.log.beginning().expect("resolved from it"),
+    };
+    let late = Late::of(&bases, from.lsn);
+    let beside = Beside::of(base, table, &bases);
+    // Sealed bytes are proven past the cache (I6): images, and frames up to the last mark, as far as following
+    // them has not taken them from the medium.
+    let sealed = DiskSource::past_cache(recovery.disk.clone());
+    let sorted = loader.sort(&sealed, table, &bases, verified(survey, base, resolution));
+    drop(bases);
+    let load = || sorted.and_then(|images| loader.load_images(&sealed, &memories, images));
+    let (read, found) = crew::both(load, || {
+        memories.allocate();
+        recovery.find(source, survey, base, resolution, beside)
+    });
+    let (memory, allocated) = memories.finish();
+    loader.pages.memory = memory;
+    // What there is no memory for cannot be loaded from an older snapshot either.
+    let loaded = allocated.and(read).and_then(|cold| {
+        loader.cool(cold);
+        loader.apply(source, survey, resolution, from, &late)?;
+        loader.in_flight.drain(0)
+    });
     if loaded.is_err() {
         // Lists may still name the memory: one behind all of them tells when they are done. Where it does
         // not, the memory stays counted, and is warned of.
@@ -104,7 +136,8 @@ pub(super) fn load<'a>(
             }
         }
     }
-    loaded.map(|()| Loaded { arena: recovery.arena, pages: loader.pages, tail: loader.tail })
+    let loaded = loaded.map(|()| Loaded { arena: recovery.arena, pages: loader.pages, tail: loader.tail })?;
+    Ok((loaded, found?))
 }
 
 /// Brings pages into device memory.
@@ -126,44 +159,65 @@ struct InFlight<'a> {
     pending: VecDeque<Pending>,
 }
 
+/// Images by their files: in one they mostly lie in the order of their pages already.
+type ByFile = BTreeMap<u64, Vec<Wanted>>;
+
+/// What pages are made from.
+#[derive(Default)]
+struct Images {
+    /// Those that were proven past the cache when their snapshot was.
+    proven: ByFile,
+    unproven: ByFile,
+    /// Those that nobody loads now.
+    cold: Vec<(PageId, ImageRef)>,
+    /// The pages that begin as zeros instead.
+    zeros: Vec<PageId>,
+}
+
+/// The pages whose bases have later batches than those before which the replay begins. For all others each batch is
+/// news.
+#[derive(Default)]
+struct Late {
+    pages: ById<PageId, Lsn>,
+    newest: Lsn,
+}
+
+impl Late {
+    fn of(bases: &ById<PageId, Base>, from: Lsn) -> Self {
+        let late = bases.iter().filter(|(_, base)| base.lsn > from);
+        let pages: ById<PageId, Lsn> = late.map(|(page, base)| (page, base.lsn)).collect();
+        let newest = pages.values().copied().max().unwrap_or_default();
+        Self { pages, newest }
+    }
+
+    /// Whether a batch is to be applied to the bytes of a page of the table.
+    fn applies(&self, page: PageId, lsn: Lsn) -> bool {
+        lsn > self.newest || self.pages.get(page).is_none_or(|base| lsn > *base)
+    }
+}
+
 /// Makes lists of batches, on the thread that reads them.
 struct Deltas<'l> {
     memory: &'l ById<PageId, PageMemory>,
     on_host: &'l Mutex<HashMap<PageId, PageHead>>,
-    resolved: &'l Resolved,
-    /// Later batches apply to every page that they name: its base need not be looked up for each operation.
-    base_newest: Lsn,
+    late: &'l Late,
     staging: &'l StagingPool,
 }
 
 impl Loader<'_> {
-    fn load(
+    /// The log behind the images.
+    fn apply(
         &mut self,
         source: &DiskSource,
         survey: &Survey,
-        manifest: Option<&Manifest>,
         resolution: &Resolution,
+        from: LogPoint,
+        late: &Late,
     ) -> Result<()> {
-        let resolved = &resolution.resolved;
-        self.allocate(resolved)?;
-        // Sealed bytes are proven past the cache (I6): images, and frames up to the last mark, as far as following
-        // them has not taken them from the medium.
-        let sealed = DiskSource::past_cache(self.recovery.disk.clone());
-        self.load_images(&sealed, resolved, verified(survey, manifest, resolution))?;
         let end = resolution.end.as_ref().expect("followed to its end");
-        let from = match manifest {
-            Some(manifest) => manifest.redo,
-            None => survey.log.beginning().expect("resolved from it"),
-        };
         let sealed_log = source.past_cache_once();
         let Self { recovery, pages, on_host, in_flight, tail, .. } = self;
-        let deltas = Deltas {
-            memory: &pages.memory,
-            on_host,
-            resolved,
-            base_newest: resolved.bases.values().map(|base| base.lsn).max().unwrap_or_default(),
-            staging: recovery.staging,
-        };
+        let deltas = Deltas { memory: &pages.memory, on_host, late, staging: recovery.staging };
         let list = |run| deltas.list(run);
         recovery.replay(&sealed_log, survey, from, end.proven.lsn, list, |list| in_flight.submit(list?))?;
         // What no mark proves is read through the cache: that is where it is.
@@ -189,65 +243,60 @@ impl Loader<'_> {
         Ok(())
     }
 
-    /// Memory for all pages, or for as many as there is memory for.
-    fn allocate(&mut self, resolved: &Resolved) -> Result<()> {
-        let mut sums: BTreeMap<Place, u64> = BTreeMap::new();
-        for info in resolved.table.pages() {
-            let sum = sums.entry(info.place).or_default();
-            *sum = sum.saturating_add(info.len);
-        }
-        let sums: Vec<(Place, u64)> = sums.into_iter().collect();
-        let mut reserved = self.recovery.arena.reserve(Purpose::Page, &sums)?;
-        let mut refused = Ok(());
-        let allocated = resolved.table.pages().map_while(|info| {
-            let memory = reserved.allocate(info.place, info.len).map_err(|error| refused = Err(error));
-            Some((info.page, memory.ok()?))
-        });
-        self.pages.memory = allocated.collect();
-        refused
-    }
-
-    /// What is no image of its page's final length is made here, the rest by several threads. The images that
-    /// `verified` names were proven past the cache when it was (I7), nobody writes to them, and each has its
+    /// What is no image of its page's final length is made here, the rest is to be loaded by several threads. The images
+    /// that `verified` names were proven past the cache when it was (I7), nobody writes to them, and each has its
     /// checksum: so what the page cache has of them is taken from there; and where pages are loaded on demand,
     /// those that nothing happened to since are left cold.
-    fn load_images(
+    fn sort(
         &mut self,
         sealed: &DiskSource,
-        resolved: &Resolved,
+        table: &PageTable,
+        bases: &ById<PageId, Base>,
         verified: Option<&Manifest>,
-    ) -> Result<()> {
+    ) -> Result<Images> {
         let may_be_cold = self.recovery.options.restore == Restore::OnDemand;
-        let (mut proven, mut unproven) = (Vec::new(), Vec::new());
+        let mut images = Images::default();
         // Both the pages here and those of the snapshot ascend.
         let mut named = verified.map_or(&[][..], |verified| &verified.entries).iter().peekable();
-        for (page, base) in resolved.bases.iter() {
+        for (page, base) in bases.iter() {
             match base.image {
                 _ if base.resized => {
-                    let final_len = self.pages.memory[page].byte_len();
+                    let final_len = table.get(page).expect("every base is a page's").len;
                     self.on_host.lock().insert(page, load_base(sealed, base, final_len)?);
                 }
                 Some(image) => {
                     while named.next_if(|entry| entry.page < page).is_some() {}
                     let is_proven =
                         named.peek().is_some_and(|entry| entry.page == page && entry.image == Some(image));
-                    let is_unchanged = || resolved.table.get(page).is_some_and(|info| info.lsn == base.lsn);
+                    let is_unchanged = || table.get(page).is_some_and(|info| info.lsn == base.lsn);
                     if may_be_cold && is_proven && is_unchanged() {
-                        let memory = self.pages.memory.remove(page).expect("allocated for each page");
-                        self.pages.cold.push(ColdPage { page, image, memory });
+                        images.cold.push((page, image));
                         continue;
                     }
-                    let images = if is_proven { &mut proven } else { &mut unproven };
-                    images.push(Wanted { page, len: base.len, image });
+                    let to_load = if is_proven { &mut images.proven } else { &mut images.unproven };
+                    to_load.entry(image.file).or_default().push(Wanted { page, len: base.len, image });
                 }
-                None => self.list.zero(self.pages.memory[page].span()),
+                None => images.zeros.push(page),
             }
+        }
+        Ok(images)
+    }
+
+    /// Returns those that are left cold.
+    fn load_images(
+        &mut self,
+        sealed: &DiskSource,
+        memories: &Memories<'_>,
+        mut images: Images,
+    ) -> Result<Vec<(PageId, ImageRef)>> {
+        for page in images.zeros {
+            self.list.zero(memories.of(page)?);
         }
         self.in_flight.submit(self.list.take())?;
         let Recovery { disk, device, staging, .. } = self.recovery;
-        let target = |page: PageId| self.pages.memory[page].span();
-        let load = |source: &DiskSource, images: &mut Vec<Wanted>| {
-            let compressed = images.iter().filter(|wanted| wanted.image.codec != Codec::Raw);
+        let target = |page: PageId| memories.of(page);
+        let load = |source: &DiskSource, images: &mut ByFile| {
+            let compressed = images.values().flatten().filter(|wanted| wanted.image.codec != Codec::Raw);
             let threads = threads(compressed.map(|wanted| wanted.len).max().unwrap_or(0));
             ImageLoader {
                 device: &**device,
@@ -256,14 +305,25 @@ impl Loader<'_> {
                 lanes: &[Lane::Apply, Lane::Drain],
                 target: &target,
             }
-            .load(images, threads)
+            .load(images.values_mut().map(Vec::as_mut_slice), threads)
         };
-        load(sealed, &mut unproven)?;
-        match load(&DiskSource::proven(disk.clone()), &mut proven) {
+        load(sealed, &mut images.unproven)?;
+        match load(&DiskSource::proven(disk.clone()), &mut images.proven) {
             // It may be the cache alone that is damaged.
-            Err(Error::Damaged(_)) => load(sealed, &mut proven),
-            loaded => loaded,
+            Err(Error::Damaged(_)) => load(sealed, &mut images.proven)?,
+            loaded => loaded?,
         }
+        Ok(images.cold)
+    }
+
+    /// Leaves pages cold.
+    fn cool(&mut self, cold: Vec<(PageId, ImageRef)>) {
+        let memory = &mut self.pages.memory;
+        let cold = cold.into_iter().map(|(page, image)| {
+            let memory = memory.remove(page).expect("allocated for each page");
+            ColdPage { page, image, memory }
+        });
+        self.pages.cold = cold.collect();
     }
 
     /// Queues the upload of a page.
@@ -295,7 +355,7 @@ impl Deltas<'_> {
                 // Pages without memory are gone in the end, or cold: then no batch here applies to them.
                 let memory = op.op.page().and_then(|page| Some((page, self.memory.get(page)?)));
                 let Some((page, memory)) = memory else { continue };
-                if lsn <= self.base_newest && !self.resolved.applies(page, lsn) {
+                if !self.late.applies(page, lsn) {
                     continue;
                 }
                 if let Some(head) = on_host.get_mut(&page) {

@@ -55,33 +55,34 @@ mod fork;
 mod found;
 mod frames;
 mod images;
+mod keeping;
+mod memory;
 mod load;
 mod opening;
 mod warm;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use remanent_format::by_id::ById;
 use remanent_format::follow::Following;
 use remanent_format::frame::{FrameHeaderRaw, FrameKind, UncheckedFrame, VerifiedSnapshot};
-use remanent_format::image::{ImageFileHeader, ImageFileHeaderRaw, ImagePurpose};
 use remanent_format::limits::FRAME_ALIGN;
 use remanent_format::log::{LogEnd, TornTail};
 use remanent_format::manifest::Manifest;
-use remanent_format::rebuild::{Resolution, Survey, read_manifest};
-use remanent_format::replay::Resolved;
+use remanent_format::rebuild::{Resolution, Survey};
 use remanent_format::segment::{FORMAT_VERSION, SEGMENT_HEADER_BLOCK};
 use remanent_format::store::{StoreFile, StoreRecord};
 use remanent_format::{
-    Damage, Defect, FileName, Folder, Lsn, PageTable, Position, ReadAt, SnapshotId, StoreId,
+    Damage, Defect, FileName, Folder, Lsn, PageId, PageTable, Position, ReadAt, SnapshotId, StoreId,
 };
 
 pub(crate) use self::fork::fork;
 pub use self::found::Origin;
 pub(crate) use self::found::{check_target, found_alone};
 use self::frames::Frames;
+use self::keeping::Found;
 use self::load::{Loaded, Pages, load};
 use self::opening::{Predecessor, begin, random};
 pub(crate) use self::warm::{Warmer, Warming};
@@ -91,8 +92,7 @@ use crate::device::Device;
 use crate::disk::Disk;
 use crate::error::{Error, Result};
 use crate::image_files::ImageFiles;
-use crate::images::IMAGE_FILES_MAX;
-use crate::keeping::{Keeping, Kept, KeptTable, KnownImages, Sums, unix_ms};
+use crate::keeping::{Keeping, unix_ms};
 use crate::log::{LogStart, SegmentPool};
 use crate::options::{Create, LogIo, Options};
 use crate::phases::{self, Phase};
@@ -137,10 +137,23 @@ pub struct Recovered {
 pub(crate) struct Opened {
     pub store: StoreFile,
     pub applied: Applied,
+    /// The same table as the applier's, for commits.
+    pub submitted: PageTable,
+    /// The pages that are not as the newest snapshot has them.
+    pub changed: Vec<PageId>,
     pub log: LogStart,
     pub pool: Arc<SegmentPool>,
     pub keeping: Keeping,
     pub recovered: Recovered,
+}
+
+/// The best that could be loaded.
+struct Best<'s, 'a> {
+    resolution: Resolution,
+    loaded: Loaded<'a>,
+    found: Found<'s>,
+    /// Snapshots that were passed over.
+    harmless: Vec<Damage>,
 }
 
 /// What recovery works with.
@@ -216,6 +229,8 @@ impl Recovery<'_> {
                 deleted: None,
                 cut: None,
             },
+            submitted: PageTable::new(),
+            changed: Vec::new(),
             log,
             pool,
             keeping: Keeping {
@@ -251,7 +266,7 @@ impl Recovery<'_> {
             return Err(defect.at_lsn(FileName::Segment(number), 0, survey.mark()).into());
         }
 
-        let (mut resolution, mut loaded, mut harmless) = self.load_best(&source, &survey)?;
+        let Best { resolution, mut loaded, mut found, mut harmless } = self.load_best(&source, &survey)?;
         let end = resolution.end.clone().expect("followed to its end");
         harmless.extend(end.harmless.iter().cloned());
 
@@ -267,13 +282,12 @@ impl Recovery<'_> {
         let pool = self.pool(store)?;
         let copied_batches = tail.len() as u64;
         let before = Predecessor { segment: highest, end: Some(end.clone()), tail };
-        let (verified, anew) = self.verified(&survey, &end, resolution.base);
         // I7: the opening seal records the snapshot as verified. A manifest that no frame under a mark records may have
         // its name in the cache only, so it is published anew before that.
-        for link in anew {
+        for link in std::mem::take(&mut found.anew) {
             publish_manifest(&self.disk, link, usize::MAX)?;
         }
-        let (log, position) = begin(&pool, store, &before, verified.clone())?;
+        let (log, position) = begin(&pool, store, &before, found.verified.clone())?;
 
         // 5. What the crash left half done. Only now: before the rename nothing was ours to change.
         let junk: Vec<u64> = survey
@@ -284,7 +298,9 @@ impl Recovery<'_> {
             .filter(|n| (end.proven.segment + 1..highest).contains(n))
             .collect();
         pool.recycle(&junk)?;
-        let keeping = self.keeping(&source, &survey, &mut resolution, &verified, log.current.number)?;
+        let changed = std::mem::take(&mut found.changed);
+        let submitted = std::mem::take(&mut found.submitted);
+        let keeping = self.keep(found, &survey, resolution.base, log.current.number)?;
 
         let mut recovered = self.report(position, false);
         recovered.previous = Some(Position { incarnation: end.accepted.incarnation, lsn: end.accepted.lsn });
@@ -302,7 +318,7 @@ impl Recovery<'_> {
         recovered.cold_pages = cold.len() as u64;
         let (table, cold) = (resolution.resolved.table, Arc::new(ColdPages::new(cold)));
         let applied = Applied { table, memory, cold, point: log.point, deleted: None, cut: None };
-        Ok(Opened { store: survey.store, applied, log, pool, keeping, recovered })
+        Ok(Opened { store: survey.store, applied, submitted, changed, log, pool, keeping, recovered })
     }
 
     fn check_identity(&self, store: &StoreFile) -> Result<()> {
@@ -335,24 +351,19 @@ impl Recovery<'_> {
 
     /// Tries the snapshots from the newest to the oldest, then the log's beginning. What was passed over
     /// cost time; if nothing is left, the newest one's damage is the answer.
-    fn load_best(
-        &self,
-        source: &DiskSource,
-        survey: &Survey,
-    ) -> Result<(Resolution, Loaded<'_>, Vec<Damage>)> {
+    fn load_best<'s>(&self, source: &DiskSource, survey: &'s Survey) -> Result<Best<'s, '_>> {
         let mut passed_over: Vec<Damage> = Vec::new();
         for candidate in survey.candidates() {
             let loaded = candidate.map_err(Error::from).and_then(|base| {
-                let resolution = self.resolve(source, survey, base.as_ref())?;
+                let mut resolution = self.resolve(source, survey, base.as_ref())?;
                 // I10: on the final table, before anything is allocated.
-                self.options
-                    .budget
-                    .check(resolution.resolved.table.pages().map(|info| (info.place, info.len)))?;
-                let memory = load(self, source, survey, base.as_deref(), &resolution)?;
-                Ok((resolution, memory))
+                let lens = resolution.resolved.table.lens().map(|(_, place, len)| (place, len));
+                self.options.budget.check(lens)?;
+                let (loaded, found) = load(self, source, survey, base.as_deref(), &mut resolution)?;
+                Ok(Best { resolution, loaded, found, harmless: Vec::new() })
             });
             match loaded {
-                Ok((resolution, memory)) => return Ok((resolution, memory, passed_over)),
+                Ok(best) => return Ok(Best { harmless: passed_over, ..best }),
                 Err(Error::Damaged(damage)) => {
                     tracing::warn!(%damage, "a snapshot cannot be used");
                     passed_over.push(*damage);
@@ -414,87 +425,6 @@ impl Recovery<'_> {
         (verified, chain.into_iter().map(AsRef::as_ref).filter(is_due).collect())
     }
 
-    /// What is kept on disk from now on.
-    fn keeping(
-        &self,
-        source: &DiskSource,
-        survey: &Survey,
-        resolution: &mut Resolution,
-        verified: &[VerifiedSnapshot],
-        opening: u64,
-    ) -> Result<Keeping> {
-        // Which frames name them is not known for the log before the snapshot used: as if the newest one did.
-        let mut for_batches = BTreeMap::new();
-        let mut tables = BTreeMap::new();
-        let mut next_file = survey.readable().map(|manifest| manifest.next_file).max().unwrap_or(1);
-        for name in self.disk.list(Folder::Pages)? {
-            match FileName::parse(Folder::Pages, &name) {
-                Some(FileName::Pages(number)) => {
-                    next_file = next_file.max(number + 1);
-                    if may_be_for_a_batch(source, number) {
-                        for_batches.insert(number, opening);
-                    }
-                }
-                Some(file @ FileName::Table(number)) => {
-                    next_file = next_file.max(number + 1);
-                    // A table that cannot be read is needed only by log that is older than what was
-                    // replayed; its images stay, for nothing says which they are.
-                    if let Ok((table, _)) = read_manifest(source, file, &survey.store) {
-                        let files =
-                            table.entries.iter().filter_map(|entry| entry.image).map(|image| image.file);
-                        let files: BTreeSet<u64> = files.collect();
-                        tables.insert(number, KeptTable { restored_at: table.end, files });
-                    }
-                }
-                _ => {}
-            }
-        }
-        // Other links that can be read are there for these, or will go with the next snapshot.
-        let mut snapshots = BTreeMap::new();
-        for VerifiedSnapshot { snapshot, manifest_crc } in verified {
-            let chain = survey.chain(*snapshot)?;
-            let links = chain[1..].iter().map(|link| link.snapshot).collect();
-            let sums = Sums::of(survey.entries(*snapshot)?.map(|entry| entry.image));
-            // A snapshot takes the numbers of its image files together, behind those of the snapshot before. Where that
-            // is gone, one of its files may be taken for one of these.
-            let next = chain[0].next_file;
-            let first = match survey.links.get(&SnapshotId(snapshot.0 - 1)) {
-                Some(Ok((before, _))) => before.next_file,
-                _ => next.saturating_sub(IMAGE_FILES_MAX),
-            };
-            let is_other = |file: u64| for_batches.contains_key(&file) || tables.contains_key(&file);
-            let is_own = |file: u64| (first..next).contains(&file) && !is_other(file);
-            snapshots.insert(*snapshot, Kept::new(chain[0], is_own, sums, links, *manifest_crc, true));
-        }
-        let next_snapshot = survey.links.keys().next_back().map_or(1, |last| last.0 + 1);
-        let files = Arc::new(ImageFiles::new(self.disk.clone(), next_file, for_batches));
-        let Resolved { table, bases } = &mut resolution.resolved;
-        let known = KnownImages::recovered(survey, resolution.base, table, std::mem::take(bases))?;
-        let known = Arc::new(known);
-        let file_lens = BTreeMap::new();
-        let keeping = Keeping { snapshots, tables, next_snapshot, files, known, file_lens };
-        // Image files of snapshots that nothing names stem from a snapshot that a crash cut short. Where a snapshot was
-        // passed over, its images stay until newer ones take its place: they are evidence.
-        let newest = survey.links.keys().next_back().copied();
-        if newest == resolution.base && survey.links.keys().all(|snapshot| survey.chain(*snapshot).is_ok()) {
-            self.remove_unnamed_images(&keeping)?;
-        }
-        Ok(keeping)
-    }
-
-    fn remove_unnamed_images(&self, keeping: &Keeping) -> Result<()> {
-        let named = keeping.named_files();
-        for name in self.disk.list(Folder::Pages)? {
-            if let Some(file @ FileName::Pages(number)) = FileName::parse(Folder::Pages, &name)
-                && !named.contains(&number)
-                && !keeping.files.is_for_batch(number, 0)
-            {
-                self.disk.remove(file)?;
-            }
-        }
-        Ok(())
-    }
-
     fn pool(&self, store: StoreId) -> Result<Arc<SegmentPool>> {
         let (len, reserve) = (self.options.segment_len, self.options.reserve_segments());
         Ok(Arc::new(SegmentPool::new(self.disk.clone(), store, len, reserve, self.log_io)?))
@@ -553,14 +483,6 @@ fn start_over(disk: &Arc<dyn Disk>) -> Result<()> {
         disk.remove(file)?;
     }
     Folder::INNER.into_iter().try_for_each(|folder| disk.sync_folder(folder))
-}
-
-/// Whether an image file may have been written for a batch. One that does not say what it was written for may.
-fn may_be_for_a_batch(source: &DiskSource, number: u64) -> bool {
-    let mut bytes = [0; ImageFileHeaderRaw::LEN];
-    let read = source.read_at(FileName::Pages(number), 0, &mut bytes);
-    let header = read.ok().and_then(|()| ImageFileHeader::decode(&bytes).ok());
-    header.is_none_or(|header| header.purpose == ImagePurpose::Batch)
 }
 
 /// Whether a segment of an unfinished creation holds a batch: then it is more than that. Every place at

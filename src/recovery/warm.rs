@@ -157,7 +157,7 @@ impl Warming {
         let mut images: Vec<Wanted> = pages.iter().map(wanted).collect();
         let targets: HashMap<PageId, Span> =
             pages.iter().map(|cold| (cold.page, cold.memory.span())).collect();
-        let target = |page: PageId| targets[&page];
+        let target = |page: PageId| Ok(targets[&page]);
         let loader = ImageLoader {
             device: &*self.device,
             staging: &self.staging,
@@ -165,7 +165,7 @@ impl Warming {
             lanes: &[LANE],
             target: &target,
         };
-        loader.load(&mut images, crew::threads(LONG_THREADS_MAX))
+        loader.load(std::iter::once(&mut *images), crew::threads(LONG_THREADS_MAX))
     }
 
     /// Hands pages that are loaded to the applier, and lets those go on who wait for them.

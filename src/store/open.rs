@@ -61,12 +61,12 @@ impl Store {
             options: &options,
             log_io,
         };
-        let Opened { store, mut applied, log, pool, keeping, mut recovered } = recovery.open()?;
+        let Opened { store, mut applied, submitted, changed, log, pool, keeping, mut recovered } =
+            recovery.open()?;
         recovered.log_io = log_io_reason;
         let poison = Arc::new(Poison::default());
-        let table = applied.table.clone();
         // That of the applier alone: from it snapshots are taken.
-        keeping.known.watch(&mut applied.table);
+        applied.table.watch(changed);
         let log = Log::start(store.store, log_io, pool.clone(), poison.clone(), log)?;
         let leases = Arc::new(Leases::new(device.clone(), arena.clone(), poison.clone()));
         let applier = Applier::start(
@@ -95,8 +95,8 @@ impl Store {
             log.stop();
         })?;
         let committer = Committer {
-            next_page: AtomicU64::new(table.next_page()),
-            submitted: Mutex::new(table),
+            next_page: AtomicU64::new(submitted.next_page()),
+            submitted: Mutex::new(submitted),
             waiting: Waiting::new(),
             store: store.store,
             log: log.clone(),

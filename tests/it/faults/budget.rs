@@ -1,8 +1,8 @@
 //! Budgets, and memory that runs out: exact figures, and nothing changed.
 
 use remanent::disk::Disk;
-use remanent::{Budget, Snapshot, SnapshotId};
-use remanent_format::rebuild::{RebuildOptions, rebuild};
+use remanent::{Budget, FileName, Snapshot, SnapshotId};
+use remanent_format::rebuild::{RebuildOptions, Survey, rebuild};
 
 use super::*;
 use crate::files::{Files, State};
@@ -174,4 +174,34 @@ fn memory_that_runs_out_leaves_everything_as_it_was() {
     assert!(matches!(open(&disk, device.clone()), Err(Error::OutOfMemory { .. })));
     assert_eq!(device.live(), 0);
     line.check(&open_on_host(&disk).unwrap(), line.logged);
+}
+
+/// An older snapshot would need as much: that a page has no memory is said, whatever was found of another's image.
+#[test]
+fn memory_that_runs_out_while_images_are_loaded_is_no_damage() {
+    let disk = SimDisk::new();
+    let store = open_with(&disk, Gauge::host(), small().snapshots_kept(1)).unwrap();
+    // More than are allocated together.
+    create(&store, &[8; 300]).unwrap();
+    store.snapshot().unwrap();
+    store.close().unwrap();
+
+    let mut files = Files::of(&disk);
+    let manifest = Survey::read(&files).unwrap().snapshot(SnapshotId(1)).unwrap();
+    let image = manifest.entries[0].image.unwrap();
+    files.0.get_mut(&FileName::Pages(image.file)).unwrap()[image.offset as usize] ^= 1;
+    let is_before =
+        |file: &FileName| matches!(file, FileName::Segment(number) if *number < manifest.redo.segment);
+    files.0.retain(|file, _| !is_before(file));
+    let disk = files.disk();
+    let device = Gauge::host();
+    let refused = open(&disk, device.clone()).unwrap_err();
+    assert!(
+        matches!(&refused, Error::Damaged(damage) if damage.file == FileName::Pages(image.file)),
+        "{refused}"
+    );
+    device.allow(299);
+    let refused = open(&disk, device.clone()).unwrap_err();
+    assert!(matches!(refused, Error::OutOfMemory { place: Place::Host, len: 8 }), "{refused}");
+    assert_eq!(device.live(), 0);
 }

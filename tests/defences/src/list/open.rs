@@ -41,8 +41,8 @@ pub const LIST: &[Defence] = &[
     defence(
         "only what no batch has changed stays cold",
         LOAD,
-        "resolved.table.get(page).is_some_and(|info| info.lsn == base.lsn)",
-        "resolved.table.get(page).is_some()",
+        "table.get(page).is_some_and(|info| info.lsn == base.lsn)",
+        "table.get(page).is_some()",
         it("on_demand::a_store_is_in_use_before_its_pages_are_loaded"),
     ),
     refusal(

@@ -3,6 +3,7 @@
 use super::{Defence, Test, check, defence, it, refusal};
 
 const RECOVERY: &str = "src/recovery/mod.rs";
+const KEEPING: &str = "src/recovery/keeping.rs";
 const LOAD: &str = "src/recovery/load.rs";
 const SOURCE: &str = "src/source.rs";
 const OPENING: &str = "src/recovery/opening.rs";
@@ -71,8 +72,8 @@ pub const LIST: &[Defence] = &[
     defence(
         "sealed images are read past the cache (I6)",
         LOAD,
-        "DiskSource::past_cache(self.recovery.disk.clone())",
-        "DiskSource::new(self.recovery.disk.clone())",
+        "DiskSource::past_cache(recovery.disk.clone())",
+        "DiskSource::new(recovery.disk.clone())",
         it("durable::an_image_of_a_batch_that_a_sync_did_not_write_is_noticed_at_the_next_open"),
     ),
     defence(
@@ -146,13 +147,13 @@ pub const LIST: &[Defence] = &[
     // Files that must stay, and the budget.
     refusal(
         "images that batches may name stay (I8)",
-        RECOVERY,
+        KEEPING,
         "may_be_for_a_batch(source, number)",
         it("recovery::images_of_batches_stay"),
     ),
     defence(
         "images that something names stay (I8)",
-        RECOVERY,
+        KEEPING,
         "!named.contains(&number)",
         "true",
         it("recovery::unnamed_images_are_removed"),
