@@ -56,6 +56,7 @@ mod found;
 mod frames;
 mod images;
 mod keeping;
+mod links;
 mod memory;
 mod load;
 mod opening;
@@ -256,7 +257,7 @@ impl Recovery<'_> {
         self.disk.sync_folder(Folder::Root)?;
 
         let source = DiskSource::noting(self.disk.clone());
-        let survey = Survey::read(&source)?;
+        let survey = Survey::read_by(&source, &|link| links::read(&source, link))?;
         self.check_identity(&survey.store)?;
         if survey.log.newest().is_none() {
             let (number, defect) = match survey.log.segments().iter().next_back() {

@@ -10,13 +10,7 @@ use crate::limits::{
 };
 
 impl Manifest {
-    /// Refuses fields that contradict each other.
-    pub(super) fn check(&self) -> Result<(), Defect> {
-        self.check_around()?;
-        self.check_entries(0..self.entries.len())
-    }
-
-    /// As [`check`](Self::check), but for what [`check_entries`](Self::check_entries) looks at.
+    /// Refuses fields that contradict each other, but for what [`check_entries`](Self::check_entries) looks at.
     pub(super) fn check_around(&self) -> Result<(), Defect> {
         if let ManifestKind::Change { previous, .. } = self.kind {
             if previous.0 == 0 {

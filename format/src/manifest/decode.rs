@@ -16,6 +16,39 @@ use crate::limits::{
 use crate::segment::FORMAT_VERSION;
 use crate::value::{Metadata, decode_metadata};
 
+/// How the work on many entries is shared out: who has threads brings them.
+pub trait Share {
+    /// Entries of one piece of work.
+    fn at_once(&self) -> usize;
+
+    /// Does `work` for each number below `count`, several at once, and returns what it gave in the order of the numbers.
+    ///
+    /// # Errors
+    /// One that `work` gave.
+    fn share<T: Send>(
+        &self,
+        count: usize,
+        work: impl Fn(usize) -> Result<T, Defect> + Sync,
+    ) -> Result<Vec<T>, Defect>;
+}
+
+/// One thread.
+struct Alone;
+
+impl Share for Alone {
+    fn at_once(&self) -> usize {
+        usize::MAX
+    }
+
+    fn share<T: Send>(
+        &self,
+        count: usize,
+        work: impl Fn(usize) -> Result<T, Defect> + Sync,
+    ) -> Result<Vec<T>, Defect> {
+        (0..count).map(work).collect()
+    }
+}
+
 impl Manifest {
     /// Reads a whole file: the first good copy, and how both are.
     ///
@@ -39,10 +72,16 @@ impl Manifest {
     /// Reads the first half of a file, which is all of the first copy if that is good; gives its header checksum with
     /// it.
     pub(crate) fn decode_first(half: &[u8]) -> Option<(Self, u32)> {
+        Self::decode_first_by(half, &Alone)
+    }
+
+    /// The same by several threads. `None` if anything is wrong: [`Manifest::decode`] says what.
+    #[must_use]
+    pub fn decode_first_by(half: &[u8], threads: &impl Share) -> Option<(Self, u32)> {
         let header = ManifestHeaderRaw::from_bytes(array(half, 0).ok()?);
         let is_half =
             header.body_len <= MANIFEST_BODY_LEN_MAX && half.len() as u64 == copy_len(header.body_len);
-        is_half.then(|| Self::decode_copy(half, 0).ok()).flatten()
+        is_half.then(|| Self::decode_copy_by(half, 0, threads).ok()).flatten()
     }
 
     /// Reads one copy, 0 or 1, and gives its header checksum with it. The copies are of one length, so the
@@ -51,6 +90,10 @@ impl Manifest {
     /// # Errors
     /// A [`Defect`].
     pub fn decode_copy(bytes: &[u8], which: usize) -> Result<(Self, u32), Defect> {
+        Self::decode_copy_by(bytes, which, &Alone)
+    }
+
+    fn decode_copy_by(bytes: &[u8], which: usize, threads: &impl Share) -> Result<(Self, u32), Defect> {
         let copy = slice(bytes, copy_at(bytes, which), bytes.len() - copy_at(bytes, which))?;
         let header: &[u8; ManifestHeaderRaw::LEN] = array(copy, 0)?;
         let raw = ManifestHeaderRaw::from_bytes(header);
@@ -77,7 +120,7 @@ impl Manifest {
             check_zero("previous link of a manifest that follows none", raw.previous.0)?;
             check_zero("previous checksum of a manifest that follows none", raw.previous_crc.into())?;
         }
-        let (entries, tombstones, root) = decode_body(&raw, body)?;
+        let (entries, tombstones, root) = decode_body(&raw, body, threads)?;
         let manifest = Self {
             kind,
             store: raw.store,
@@ -93,7 +136,11 @@ impl Manifest {
             tombstones,
             root: Arc::new(root),
         };
-        manifest.check()?;
+        manifest.check_around()?;
+        let (count, at_once) = (manifest.entries.len(), threads.at_once());
+        threads.share(count.div_ceil(at_once), |piece| {
+            manifest.check_entries(piece * at_once..count.min((piece + 1).saturating_mul(at_once)))
+        })?;
         Ok((manifest, raw.header_crc))
     }
 
@@ -180,18 +227,12 @@ fn decode_key(bytes: &[u8]) -> Result<Key, Defect> {
 
 type Body = (Vec<ManifestEntry>, Vec<Tombstone>, Metadata);
 
-fn decode_body(raw: &ManifestHeaderRaw, body: &[u8]) -> Result<Body, Defect> {
+fn decode_body(raw: &ManifestHeaderRaw, body: &[u8], threads: &impl Share) -> Result<Body, Defect> {
     // Each takes its fixed part at least, so no count can make us reserve more than there is.
     let fits = |len: usize| (body.len() / len) as u64;
     check_limit("entry count", raw.entry_count, fits(ManifestEntryRaw::LEN))?;
     check_limit("tombstone count", raw.tombstone_count, fits(TombstoneRaw::LEN))?;
-    let mut entries = Vec::with_capacity(raw.entry_count as usize);
-    let mut at = 0;
-    for _ in 0..raw.entry_count {
-        let (entry, next) = ManifestEntry::decode(body, at)?;
-        entries.push(entry);
-        at = next;
-    }
+    let (entries, mut at) = decode_entries(body, raw.entry_count as usize, threads)?;
     let mut tombstones = Vec::with_capacity(raw.tombstone_count as usize);
     for _ in 0..raw.tombstone_count {
         let tombstone = TombstoneRaw::from_bytes(array(body, at)?);
@@ -201,6 +242,53 @@ fn decode_body(raw: &ManifestHeaderRaw, body: &[u8]) -> Result<Body, Defect> {
     let (root, used) = decode_metadata(&body[at..], ROOT_LEN_MAX)?;
     check_equal("manifest body length", body.len() as u64, (at + used) as u64)?;
     Ok((entries, tombstones, root))
+}
+
+/// So many entries, and where what follows them starts. The first piece has room for all: so it stays where it is, and
+/// of one piece nothing is copied.
+fn decode_entries(
+    body: &[u8],
+    count: usize,
+    threads: &impl Share,
+) -> Result<(Vec<ManifestEntry>, usize), Defect> {
+    let at_once = threads.at_once();
+    let starts = starts(body, count, at_once)?;
+    let pieces = threads.share(starts.len(), |piece| {
+        let (of_piece, mut at) = (at_once.min(count - piece * at_once), starts[piece]);
+        let mut entries = Vec::with_capacity(if piece == 0 { count } else { of_piece });
+        for _ in 0..of_piece {
+            let (entry, next) = ManifestEntry::decode(body, at)?;
+            entries.push(entry);
+            at = next;
+        }
+        Ok((entries, at))
+    })?;
+    let mut pieces = pieces.into_iter();
+    let (mut entries, mut end) = pieces.next().unwrap_or_default();
+    for (of_piece, end_of_piece) in pieces {
+        entries.extend(of_piece);
+        end = end_of_piece;
+    }
+    Ok((entries, end))
+}
+
+/// Where each piece of so many entries starts. Of the entries before the last piece no more is looked at than how long
+/// they are.
+fn starts(body: &[u8], count: usize, at_once: usize) -> Result<Vec<usize>, Defect> {
+    let mut starts = Vec::new();
+    let mut at = 0;
+    for index in 0..count {
+        if index % at_once == 0 {
+            starts.push(at);
+            if count - index <= at_once {
+                break;
+            }
+        }
+        let raw = ManifestEntryRaw::from_bytes(array(body, at)?);
+        let end = at as u64 + ManifestEntryRaw::LEN as u64 + u64::from(raw.key_len);
+        at = align_up(end + u64::from(raw.metadata_len), ENTRY_ALIGN) as usize;
+    }
+    Ok(starts)
 }
 
 /// Where a copy starts. The first copy's header says where the second is; where that header is lost, the

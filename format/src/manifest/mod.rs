@@ -31,6 +31,7 @@ use crate::value::{Metadata, SharedMetadata};
 
 pub(crate) use self::chain::merged_entries;
 pub use self::chain::{check_link, merge};
+pub use self::decode::Share;
 pub use self::encode::EncodedEntries;
 pub use self::layout::{ENTRY_ALIGN, MANIFEST_MAGIC, ManifestEntryRaw, ManifestHeaderRaw, TombstoneRaw};
 use self::layout::{KIND_BASE, KIND_CHANGE, KIND_TABLE};
@@ -135,6 +136,11 @@ pub struct CopyHealth {
 }
 
 impl CopyHealth {
+    /// That of two good copies.
+    pub(crate) fn whole(header_crc: u32) -> Self {
+        Self { defects: [None, None], header_crc }
+    }
+
     /// Whether both copies are good.
     #[must_use]
     pub fn is_whole(&self) -> bool {

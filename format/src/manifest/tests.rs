@@ -131,6 +131,60 @@ fn entries_that_are_encoded_apart_are_the_same_bytes() {
     }
 }
 
+/// Has pieces of so many entries decoded, the last one first.
+struct Pieces(usize);
+
+impl Share for Pieces {
+    fn at_once(&self) -> usize {
+        self.0
+    }
+
+    fn share<T: Send>(
+        &self,
+        count: usize,
+        work: impl Fn(usize) -> Result<T, Defect> + Sync,
+    ) -> Result<Vec<T>, Defect> {
+        let backwards: Result<Vec<T>, Defect> = (0..count).rev().map(work).collect();
+        backwards.map(|results| results.into_iter().rev().collect())
+    }
+}
+
+/// However the entries are shared out, the manifest is the same, and nothing passes that one thread refuses.
+#[test]
+fn entries_that_are_decoded_apart_are_the_same() {
+    let named = |page| ManifestEntry {
+        key: Some(Key::new(vec![7; 1 + page as usize % 64]).unwrap()),
+        ..entry(page, 7)
+    };
+    let entries: Vec<ManifestEntry> = (1..300).map(named).collect();
+    let tombstones = vec![Tombstone { page: PageId(950), lsn: Lsn(1) }];
+    let whole = Manifest { next_page: 1000, entries, tombstones, ..sample() };
+    for manifest in [whole, sample(), Manifest { entries: Vec::new(), ..sample() }] {
+        let bytes = manifest.encode().unwrap();
+        let half = &bytes[..bytes.len() / 2];
+        for at_once in [1, 2, 100, 298, 299, 300, usize::MAX] {
+            let (decoded, crc) = Manifest::decode_first_by(half, &Pieces(at_once)).unwrap();
+            assert_eq!((&decoded, crc), (&manifest, Manifest::header_crc(&bytes).unwrap()), "{at_once}");
+        }
+    }
+    // Sound checksums over a wrong length of metadata, or over what no entry holds.
+    type Change = fn(&mut ManifestHeaderRaw, &mut [u8]);
+    let changes: [Change; 4] = [
+        |_, body| body[68] = 0xff,
+        |_, body| body[74] += 8,
+        |header, _| header.entry_count -= 1,
+        |_, body| body[8] = 0,
+    ];
+    for change in changes {
+        let bytes = with_copy(change);
+        let half = &bytes[..bytes.len() / 2];
+        assert!(Manifest::decode_copy(half, 0).is_err());
+        assert!(
+            [1, 2, 3].into_iter().all(|at_once| Manifest::decode_first_by(half, &Pieces(at_once)).is_none())
+        );
+    }
+}
+
 /// A base of pages 1 to 3, and two changes.
 fn links() -> [Manifest; 3] {
     let caught =
