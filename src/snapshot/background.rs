@@ -139,7 +139,10 @@ impl Life {
             let last = *snapshots.last.lock();
             match rules.next(log, last, again, Instant::now()) {
                 Next::Wait { lsn, bytes, until } => snapshots.log.watch(lsn, bytes, until),
-                Next::Take => match self.take(log.0) {
+                // A caller's that was being taken meanwhile may have made it needless.
+                Next::Take => match self.take(log.0, || {
+                    rules.next(log, *snapshots.last.lock(), again, Instant::now()) == Next::Take
+                }) {
                     Ok(_) => again = None,
                     Err(error @ (Error::DiskFull { .. } | Error::OutOfMemory { .. })) => {
                         tracing::warn!(%error, "no snapshot could be taken; it is tried again later");
@@ -156,10 +159,11 @@ impl Life {
 }
 
 impl Life {
-    /// Takes one that has batch `lsn`: it is logged, but perhaps on its way to the applier.
-    fn take(&self, lsn: Lsn) -> Result<SnapshotInfo> {
+    /// Takes one that has batch `lsn`: it is logged, but perhaps on its way to the applier. None if it is not due any
+    /// more when it could begin.
+    fn take(&self, lsn: Lsn, is_due: impl FnOnce() -> bool) -> Result<Option<SnapshotInfo>> {
         self.0.applier.wait_applied(lsn)?;
-        self.0.take(Wanted { paced: true, ..Wanted::default() })
+        self.0.take_if(Wanted { paced: true, ..Wanted::default() }, is_due)
     }
 }
 

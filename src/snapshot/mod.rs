@@ -113,6 +113,12 @@ impl Snapshots {
         self.take_and(&mut keeping, wanted, |keeping| self.retain(keeping))
     }
 
+    /// Takes a snapshot if it is still due when no other is being taken any more.
+    pub fn take_if(&self, wanted: Wanted, is_due: impl FnOnce() -> bool) -> Result<Option<SnapshotInfo>> {
+        let mut keeping = self.keeping.lock();
+        is_due().then(|| self.take_and(&mut keeping, wanted, |keeping| self.retain(keeping))).transpose()
+    }
+
     /// Takes an exact snapshot with a name for a caller who holds the lock on what is kept.
     pub fn take_named(&self, keeping: &mut Keeping, name: String) -> Result<SnapshotInfo> {
         let wanted = Wanted { name: Some(name), exact: true, ..Wanted::default() };

@@ -106,6 +106,38 @@ fn a_snapshot_by_hand_counts_too() {
     assert_eq!(store.snapshots().pop().unwrap().end, Lsn(85));
 }
 
+/// One becomes due while a caller's is being taken, which then has all that made it due but for some.
+#[test]
+fn a_snapshot_by_hand_that_lasts_is_not_followed_by_a_needless_one() {
+    const ROUNDS: u64 = 20;
+    const LEN: u64 = 16 << 20;
+    let store = open(&SimDisk::new(), options().segment_len(1 << 20).snapshot_log_bytes(16 * 4096));
+    commit(&store, 0);
+    let mut batch = store.batch();
+    batch.create(LEN, Place::Host);
+    let page = store.commit(batch).unwrap().pages[0];
+    for round in 1..=ROUNDS {
+        let mut batch = store.batch();
+        batch.fill(page, 0, LEN, &[round as u8]);
+        store.commit(batch).unwrap();
+        std::thread::scope(|scope| {
+            let snapshot = scope.spawn(|| store.snapshot().unwrap());
+            while store.stats().snapshots.phase == SnapshotPhase::Idle && !snapshot.is_finished() {
+                std::thread::yield_now();
+            }
+            // Behind its beginning: not enough for another one, but for one that knows of this one's nothing.
+            commits(&store, 10);
+        });
+        assert_eq!(store.stats().snapshots.taken, round);
+    }
+    // When these are enough, nothing has come between.
+    commits(&store, 10);
+    store.wait_for_snapshots(ROUNDS + 1);
+    let stats = store.stats().snapshots;
+    assert_eq!((stats.taken, stats.failed), (ROUNDS + 1, 0), "{stats:?}");
+    assert!(store.snapshots().pop().unwrap().end > Lsn(ROUNDS * 11 + 2));
+}
+
 #[test]
 fn a_full_disk_is_told_and_tried_again() {
     let disk = SimDisk::new();
