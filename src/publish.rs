@@ -21,6 +21,17 @@ const THREADS_MAX: usize = 4;
 /// Publishes a manifest or a table, and reads it back past the cache; by up to `threads_max` threads, as far as they pay.
 /// Returns the checksum of its header, by which others know it.
 pub(crate) fn publish_manifest(disk: &Arc<dyn Disk>, manifest: &Manifest, threads_max: usize) -> Result<u32> {
+    let published = publish_unchecked(disk, manifest, threads_max)?;
+    published.check()?;
+    Ok(published.header_crc)
+}
+
+/// As [`publish_manifest`], for who has it read back later.
+pub(crate) fn publish_unchecked(
+    disk: &Arc<dyn Disk>,
+    manifest: &Manifest,
+    threads_max: usize,
+) -> Result<Published> {
     let number = manifest.snapshot.0;
     let file = match manifest.kind {
         ManifestKind::Base | ManifestKind::Change { .. } => FileName::Manifest(number),
@@ -29,8 +40,26 @@ pub(crate) fn publish_manifest(disk: &Arc<dyn Disk>, manifest: &Manifest, thread
     let threads = crew::threads(threads_max.min(THREADS_MAX));
     let encoded = EncodedManifest::of(manifest, file, threads)?;
     let bytes = encoded.bytes();
+    let header_crc = Manifest::header_crc(bytes[0]).map_err(|defect| defect.at(file, 0))?;
     publish(disk, file, number, &bytes)?;
-    check_published(disk, file, &bytes, threads)
+    Ok(Published { header_crc, disk: disk.clone(), file, encoded, threads })
+}
+
+/// A manifest or a table that has its name.
+pub(crate) struct Published {
+    /// The checksum of its header, by which others know it.
+    pub header_crc: u32,
+    disk: Arc<dyn Disk>,
+    file: FileName,
+    encoded: EncodedManifest,
+    threads: usize,
+}
+
+impl Published {
+    /// Reads it back past the cache.
+    pub fn check(&self) -> Result<()> {
+        check_published(&self.disk, self.file, &self.encoded.bytes(), self.threads)
+    }
 }
 
 /// A manifest or a table, encoded. The file is two copies of it.
@@ -85,8 +114,8 @@ pub(crate) fn publish(disk: &Arc<dyn Disk>, file: FileName, number: u64, bytes: 
     disk.sync_folder(file.folder())
 }
 
-/// Reads a published manifest or table back past the cache; returns the checksum of its header.
-fn check_published(disk: &Arc<dyn Disk>, file: FileName, written: &[&[u8]], threads: usize) -> Result<u32> {
+/// Reads a published manifest or table back past the cache.
+fn check_published(disk: &Arc<dyn Disk>, file: FileName, written: &[&[u8]], threads: usize) -> Result<()> {
     let (open, len) = (disk.open(file, false)?, byte_len(written));
     let is_same = |area: &mut AlignedBuf, piece: usize| {
         let at = piece * READ_LEN;
@@ -97,7 +126,7 @@ fn check_published(disk: &Arc<dyn Disk>, file: FileName, written: &[&[u8]], thre
     let pieces = len.div_ceil(READ_LEN);
     let are_same = crew::map(threads, pieces, || AlignedBuf::new(len.min(READ_LEN)), is_same)?;
     if are_same.into_iter().all(|is_same| is_same) {
-        return Manifest::header_crc(written[0]).map_err(|defect| defect.at(file, 0).into());
+        return Ok(());
     }
     let mut found = vec![0; len];
     open.read_past_cache(0, &mut found)?;

@@ -11,7 +11,7 @@
 //!    deleted before they were gathered.
 //! 4. **Sync** the image files and their names; wait until the log is durable up to `end` (I7).
 //! 5. **Publish** the manifest. From this rename on a crash starts from here.
-//! 6. **Verify**: read the images back past the cache, as the manifest was; record that in a seal.
+//! 6. **Verify**: read the manifest and the images back past the cache; record that in a seal.
 //! 7. **Recycle** what neither a kept snapshot nor the log behind the oldest of them needs (I8).
 //!
 //! An exact snapshot ends where it begins: pages that a batch is about to change are kept aside until they are
@@ -46,7 +46,7 @@ pub use self::progress::{SnapshotPhase, SnapshotStats};
 pub use self::retain::Pruned;
 pub(crate) use self::scrub::{Scrub, Scrubber};
 pub use self::scrub::{ScrubStats, Scrubbed};
-use self::verify::Unverified;
+use self::verify::{Unverified, Written};
 use crate::applier::{Applied, Applier, Cut, Turn};
 use crate::crew;
 use crate::device::{CommandList, Device};
@@ -58,7 +58,7 @@ use crate::log::{Log, SegmentPool};
 use crate::options::Compression;
 use crate::phases::{self, Phase};
 use crate::poison::Poison;
-use crate::publish::publish_manifest;
+use crate::publish::{Published, publish_unchecked};
 use crate::retention::Retention;
 use crate::source::DiskSource;
 use crate::staging::StagingPool;
@@ -236,13 +236,17 @@ impl Snapshots {
                 } else {
                     crew::both(base, publish)
                 };
-                published.map(|crc| (crc, known.advance_to_base(&manifest, crc, base)))
+                published.map(|published| {
+                    let named = known.advance_to_base(&manifest, published.header_crc, base);
+                    (published, named)
+                })
             }
-            Some((previous, _)) => {
-                publish().map(|crc| (crc, known.advance_by_change(&manifest, crc, previous)))
-            }
+            Some((previous, _)) => publish().map(|published| {
+                let named = known.advance_by_change(&manifest, published.header_crc, previous);
+                (published, named)
+            }),
         };
-        let (manifest_crc, (sums, before)) = match published {
+        let (published, (sums, before)) = match published {
             Ok(published) => published,
             // Only a full disk leaves it certain that no manifest names the images.
             Err(error @ Error::DiskFull { .. }) => {
@@ -251,14 +255,15 @@ impl Snapshots {
             }
             Err(error) => return Err(error),
         };
-        let kept = Kept::new(&manifest, |file| numbers.contains(&file), sums, before, manifest_crc, false);
+        let (is_own, crc) = (|file| numbers.contains(&file), published.header_crc);
+        let kept = Kept::new(&manifest, is_own, sums, before, crc, false);
         let info = &kept.info;
         tracing::info!(
             snapshot = %info.id, redo = %info.redo, end = %info.end, bytes = info.bytes,
             bytes_written = info.bytes_written, visited = sorted.visited, "snapshot published"
         );
         let id = info.id;
-        self.unverified.push(id, writers);
+        self.unverified.push(Written { snapshot: id, manifest: published, images: writers });
         keeping.snapshots.insert(id, kept);
         Ok(id)
     }
@@ -319,13 +324,13 @@ impl Snapshots {
         }
     }
 
-    /// Phases 4 and 5; returns the checksum by which the manifest is known.
+    /// Phases 4 and 5.
     fn publish_all(
         &self,
         writers: Option<&ImageWriters>,
         manifest: &Manifest,
         threads_max: usize,
-    ) -> Result<u32> {
+    ) -> Result<Published> {
         writers.map_or(Ok(()), ImageWriters::sync)?;
         self.log.wait_durable(manifest.end)?; // I7
         self.publish_manifest(manifest, threads_max)
@@ -343,11 +348,10 @@ impl Snapshots {
         })
     }
 
-    /// Publishes a manifest and reads it back past the cache, by up to `threads_max` threads. On a full disk it may use
-    /// the reserve.
-    fn publish_manifest(&self, manifest: &Manifest, threads_max: usize) -> Result<u32> {
+    /// Publishes a manifest, by up to `threads_max` threads. On a full disk it may use the reserve.
+    fn publish_manifest(&self, manifest: &Manifest, threads_max: usize) -> Result<Published> {
         let _phase = phases::enter(Phase::Publish);
-        let publish = || publish_manifest(&self.disk, manifest, threads_max);
+        let publish = || publish_unchecked(&self.disk, manifest, threads_max);
         match publish() {
             Err(Error::DiskFull { .. }) if self.pool.release_reserve()? => publish(),
             published => published,
@@ -403,10 +407,11 @@ fn tombstones(
     redo: Lsn,
     deleted: &HashMap<PageId, Lsn>,
 ) -> Vec<Tombstone> {
-    // Both ascend.
+    // Both ascend. Mostly all are caught, and none has to be looked for.
     let mut caught = caught.iter().peekable();
-    let missed =
-        sorted.gather.iter().filter(|(page, _)| caught.next_if(|entry| entry.page == *page).is_none());
+    let all_are_caught = caught.len() == sorted.gather.len();
+    let mut is_caught = |page| all_are_caught || caught.next_if(|entry| entry.page == page).is_some();
+    let missed = sorted.gather.iter().filter(|(page, _)| !is_caught(*page));
     let missed = missed.map(|(page, _)| Tombstone {
         page: *page,
         lsn: *deleted.get(page).expect("a page that could not be gathered was deleted"),

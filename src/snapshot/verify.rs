@@ -20,6 +20,7 @@ use crate::error::{Error, Result};
 use crate::images::ImageWriters;
 use crate::keeping::{Keeping, SnapshotInfo};
 use crate::poison::PanicPoisons;
+use crate::publish::Published;
 use crate::sync::Mutex;
 use crate::sync::thread::{self, JoinHandle};
 
@@ -32,17 +33,32 @@ pub(crate) struct Unverified {
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
+/// What a published snapshot wrote. Of each page it takes some 200 bytes of memory, until all is read back.
+pub(crate) struct Written {
+    pub snapshot: SnapshotId,
+    pub manifest: Published,
+    pub images: Option<ImageWriters>,
+}
+
+impl Written {
+    /// Reads it back past the cache (I7). Older images were read back for the snapshots that wrote them.
+    fn check(&self) -> Result<()> {
+        self.manifest.check()?;
+        self.images.iter().try_for_each(ImageWriters::verify)
+    }
+}
+
 #[derive(Default)]
 struct Queue {
-    /// What they wrote, if anything, in the order in which they were published.
-    written: VecDeque<(SnapshotId, Option<ImageWriters>)>,
+    /// What they wrote, in the order in which they were published.
+    written: VecDeque<Written>,
     /// Whether a thread looks here again before it ends.
     is_attended: bool,
 }
 
 impl Unverified {
-    pub fn push(&self, snapshot: SnapshotId, writers: Option<ImageWriters>) {
-        self.queue.lock().written.push_back((snapshot, writers));
+    pub fn push(&self, written: Written) {
+        self.queue.lock().written.push_back(written);
     }
 
     /// Waits for the thread that reads back, if there is one.
@@ -53,13 +69,12 @@ impl Unverified {
     /// Reads back what there is. More may be published meanwhile.
     fn read_back(&self, proven: &mut Vec<SnapshotId>) -> Result<()> {
         loop {
-            let Some((snapshot, writers)) = self.queue.lock().written.pop_front() else { return Ok(()) };
-            // Older images were read back for the snapshots that wrote them.
-            if let Err(error) = writers.iter().try_for_each(ImageWriters::verify) {
-                self.queue.lock().written.push_front((snapshot, writers));
+            let Some(written) = self.queue.lock().written.pop_front() else { return Ok(()) };
+            if let Err(error) = written.check() {
+                self.queue.lock().written.push_front(written);
                 return Err(error);
             }
-            proven.push(snapshot);
+            proven.push(written.snapshot);
         }
     }
 }

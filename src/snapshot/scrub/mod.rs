@@ -179,7 +179,7 @@ impl Scrub {
             publish(&self.snapshots.disk, FileName::Store, 0, &[&bytes])?;
         }
         let mut copies = copies.iter();
-        copies.try_for_each(|link| self.snapshots.publish_manifest(link, threads_max).map(drop))
+        copies.try_for_each(|link| self.snapshots.publish_manifest(link, threads_max)?.check())
     }
 }
 

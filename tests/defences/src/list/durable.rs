@@ -142,15 +142,15 @@ pub const LIST: &[Defence] = &[
     defence(
         "images are read back past the cache (I7)",
         VERIFY,
-        "writers.iter().try_for_each(ImageWriters::verify)",
+        "self.images.iter().try_for_each(ImageWriters::verify)",
         "Result::<()>::Ok(())",
         OF_SNAPSHOTS,
     ),
     defence(
         "manifests are read back past the cache (I7)",
         PUBLISH,
-        "check_published(disk, file, &bytes, threads)",
-        "Manifest::header_crc(bytes[0]).map_err(|defect| Error::from(defect.at(file, 0)))",
+        "check_published(&self.disk, self.file, &self.encoded.bytes(), self.threads)",
+        "Ok(())",
         OF_SNAPSHOTS,
     ),
     refusal(
