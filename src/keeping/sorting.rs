@@ -13,7 +13,9 @@ use remanent_format::{PageId, PageInfo, SnapshotId};
 use super::{KnownImages, entry};
 use crate::error::{Error, Result};
 
-/// Pages that are looked at at once. That takes some 200 us, and a batch may come behind two such looks.
+/// Pages that are looked at at once. That takes some 200 us, and a batch may come behind two such looks. (Twice as many,
+/// and answers that hold no more than page and length where all is to be gathered, took 2.5 ms instead of 2.9, of the
+/// 245 ms of a snapshot of 32,768 pages.)
 const LOOK_PAGES: usize = 1024;
 
 /// What a page is to the next snapshot.
