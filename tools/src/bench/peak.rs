@@ -160,9 +160,10 @@ Rss:                 100 kB
     fn what_a_store_maps_of_its_log_is_not_counted_as_memory_of_its_own() {
         const COUNT: u64 = 64;
         const PAGE_LEN: usize = 64 << 10;
+        const SEGMENT_LEN: u64 = 16 << 20;
         // Where nothing else is behind a file than memory, every log can be mapped.
         let dir = tempfile::tempdir_in("/dev/shm").unwrap();
-        let store = Store::open(dir.path(), Options::default().segment_len(16 << 20)).unwrap();
+        let store = Store::open(dir.path(), Options::default().segment_len(SEGMENT_LEN)).unwrap();
         let mut batch = store.batch();
         batch.create(PAGE_LEN as u64, Place::Host);
         let page = store.commit(batch).unwrap().pages[0];
@@ -174,7 +175,9 @@ Rss:                 100 kB
         }
         let logged = COUNT * PAGE_LEN as u64;
         let split = watch.end().unwrap();
-        assert!((logged / 2..2 * logged).contains(&split.mapped), "{split:?} of {logged} bytes of log");
+        // A busy log has memory brought in ahead, no further than into its next segment.
+        let brought_in = logged / 2..=2 * SEGMENT_LEN;
+        assert!(brought_in.contains(&split.mapped), "{split:?} of {logged} bytes of log");
     }
 
     #[test]
