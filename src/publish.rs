@@ -14,8 +14,8 @@ use crate::error::{Error, Result};
 const READ_LEN: usize = 1 << 20;
 /// Entries of a manifest that a thread encodes at once.
 const ENTRIES_AT_ONCE: usize = 8 << 10;
-/// Threads that encode a manifest, or read it back: nothing else of a snapshot goes on meanwhile, and with small pages
-/// one of them took a tenth of its time.
+/// Threads that encode a manifest, or read it back: nothing else of a snapshot goes on while it is encoded, and with
+/// small pages one of them took a tenth of its time.
 const THREADS_MAX: usize = 4;
 
 /// Publishes a manifest or a table, and reads it back past the cache; by up to `threads_max` threads, as far as they pay.

@@ -25,8 +25,9 @@ impl Log {
         loop {
             match self.next_duty() {
                 Duty::Sync => {
-                    self.prefault();
+                    let len = self.state.lock().upcoming_len();
                     self.or_fail(Self::sync);
+                    self.prefault(len);
                 }
                 Duty::Seal => self.or_fail(Self::seal),
                 Duty::Stop => break,
@@ -88,9 +89,10 @@ impl Log {
 
     /// Brings the memory of the next frames in, so that who commits need not wait for it: beside a snapshot that
     /// keeps the disk busy, a first store into a page took 2 to 4 ms at times, and with this 0.2. A segment that is
-    /// recycled meanwhile loses nothing: no byte is changed.
-    fn prefault(&self) {
-        let upcoming = self.state.lock().upcoming();
+    /// recycled meanwhile loses nothing: no byte is changed. It comes behind the sync that is due: on a busy disk this
+    /// may wait, too.
+    fn prefault(&self, len: u64) {
+        let upcoming = self.state.lock().upcoming(len);
         for place in upcoming {
             place.window.prefault(place.from, place.len);
         }

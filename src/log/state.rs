@@ -39,7 +39,7 @@ pub(crate) struct LogStart {
     pub verified: Vec<VerifiedSnapshot>,
 }
 
-/// Bounds of [`State::upcoming`].
+/// Bounds of [`State::upcoming_len`].
 const UPCOMING_MIN: u64 = 64 << 10;
 const UPCOMING_MAX: u64 = 16 << 20;
 
@@ -190,10 +190,15 @@ impl State {
         Room::Ready
     }
 
-    /// The places of the next frames: four times as many bytes as no sync has taken yet, for the next look may be some
-    /// syncs away, and some where there are few.
-    pub fn upcoming(&self) -> Vec<Upcoming> {
-        let mut left = self.dirty_bytes.saturating_mul(4).clamp(UPCOMING_MIN, UPCOMING_MAX);
+    /// How many bytes of frames may come until the keeper looks again: four times as many as no sync has taken yet, for
+    /// it may be some syncs until then, and some where there are few.
+    pub fn upcoming_len(&self) -> u64 {
+        self.dirty_bytes.saturating_mul(4).clamp(UPCOMING_MIN, UPCOMING_MAX)
+    }
+
+    /// The places of the next `len` bytes of frames.
+    pub fn upcoming(&self, len: u64) -> Vec<Upcoming> {
+        let mut left = len;
         let here = (&self.current, self.offset);
         let places = [here].into_iter().chain(self.ahead.front().map(|next| (next, SEGMENT_HEADER_BLOCK)));
         let upcoming = places.map(|(segment, from)| {
@@ -262,7 +267,11 @@ mod tests {
     fn the_next_frames_go_to_the_rest_of_the_segment_and_into_the_next_one() {
         let mut state = opened();
         let upcoming = |state: &State| -> Vec<_> {
-            state.upcoming().iter().map(|upcoming| (upcoming.from, upcoming.len)).collect()
+            state
+                .upcoming(state.upcoming_len())
+                .iter()
+                .map(|upcoming| (upcoming.from, upcoming.len))
+                .collect()
         };
         let long = |state: &mut State, len: u64| {
             state.current.len = len;

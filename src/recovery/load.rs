@@ -131,8 +131,10 @@ pub(super) fn load<'a, 's>(
         let device = &*recovery.device;
         let drained = device.submit(Lane::Apply, CommandList::default()).and_then(|last| last.finish(device));
         for memory in std::mem::take(&mut loader.pages).into_memory() {
-            if drained.is_ok() {
-                recovery.arena.discard(memory)?;
+            if drained.is_ok()
+                && let Err(error) = recovery.arena.discard(memory)
+            {
+                tracing::warn!(%error, "cannot give page memory back");
             }
         }
     }
@@ -289,10 +291,6 @@ impl Loader<'_> {
         memories: &Memories<'_>,
         mut images: Images,
     ) -> Result<Vec<(PageId, ImageRef)>> {
-        for page in images.zeros {
-            self.list.zero(memories.of(page)?);
-        }
-        self.in_flight.submit(self.list.take())?;
         let Recovery { disk, device, staging, .. } = self.recovery;
         let target = |page: PageId| memories.of(page);
         let load = |source: &DiskSource, images: &mut ByFile| {
@@ -313,6 +311,11 @@ impl Loader<'_> {
             Err(Error::Damaged(_)) => load(sealed, &mut images.proven)?,
             loaded => loaded?,
         }
+        // Last, for these are pages that the log creates: there is memory for them when there is for all others.
+        for page in images.zeros {
+            self.list.zero(memories.of(page)?);
+        }
+        self.in_flight.submit(self.list.take())?;
         Ok(images.cold)
     }
 

@@ -24,6 +24,9 @@ use crate::publish::Published;
 use crate::sync::Mutex;
 use crate::sync::thread::{self, JoinHandle};
 
+/// So many snapshots wait to be verified; who publishes one more verifies them first. What they wrote takes memory.
+const UNVERIFIED_MAX: usize = 2;
+
 /// Published snapshots that are not verified yet.
 #[derive(Default)]
 pub(crate) struct Unverified {
@@ -61,6 +64,10 @@ impl Unverified {
         self.queue.lock().written.push_back(written);
     }
 
+    fn len(&self) -> usize {
+        self.queue.lock().written.len()
+    }
+
     /// Waits for the thread that reads back, if there is one.
     pub fn join(&self) {
         join(self.thread.lock().take());
@@ -88,7 +95,12 @@ fn join(thread: Option<JoinHandle<()>>) {
 impl Snapshots {
     /// Takes a snapshot as far as it is durable, and has the rest done behind the caller's back.
     pub fn take_unverified(self: &Arc<Self>, wanted: Wanted) -> Result<SnapshotInfo> {
-        let info = self.take_then(&mut self.keeping.lock(), wanted, |_| Ok(()))?;
+        let mut keeping = self.keeping.lock();
+        if self.unverified.len() >= UNVERIFIED_MAX {
+            self.finish(&mut keeping)?;
+        }
+        let info = self.take_then(&mut keeping, wanted, |_| Ok(()))?;
+        drop(keeping);
         if std::mem::replace(&mut self.unverified.queue.lock().is_attended, true) {
             return Ok(info);
         }
