@@ -51,11 +51,14 @@ pub(super) struct Pages {
 }
 
 impl Pages {
-    fn into_memory(self) -> impl Iterator<Item = PageMemory> {
-        self.memory
-            .into_items()
-            .map(|(_, memory)| memory)
-            .chain(self.cold.into_iter().map(|cold| cold.memory))
+    /// Gives all of it back.
+    fn give_back(self, arena: &Arena) {
+        let loaded = self.memory.into_items().map(|(_, memory)| memory);
+        for memory in loaded.chain(self.cold.into_iter().map(|cold| cold.memory)) {
+            if let Err(error) = arena.discard(memory) {
+                tracing::warn!(%error, "cannot give page memory back");
+            }
+        }
     }
 }
 
@@ -68,11 +71,7 @@ impl Loaded<'_> {
 
 impl Drop for Loaded<'_> {
     fn drop(&mut self) {
-        for memory in std::mem::take(&mut self.pages).into_memory() {
-            if let Err(error) = self.arena.discard(memory) {
-                tracing::warn!(%error, "cannot give page memory back");
-            }
-        }
+        std::mem::take(&mut self.pages).give_back(self.arena);
     }
 }
 
@@ -130,12 +129,8 @@ pub(super) fn load<'a, 's>(
         // not, the memory stays counted, and is warned of.
         let device = &*recovery.device;
         let drained = device.submit(Lane::Apply, CommandList::default()).and_then(|last| last.finish(device));
-        for memory in std::mem::take(&mut loader.pages).into_memory() {
-            if drained.is_ok()
-                && let Err(error) = recovery.arena.discard(memory)
-            {
-                tracing::warn!(%error, "cannot give page memory back");
-            }
+        if drained.is_ok() {
+            std::mem::take(&mut loader.pages).give_back(recovery.arena);
         }
     }
     let loaded = loaded.map(|()| Loaded { arena: recovery.arena, pages: loader.pages, tail: loader.tail })?;
