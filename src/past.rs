@@ -256,7 +256,7 @@ impl Past {
     fn has_images(&self) -> Result<bool> {
         let present: BTreeSet<String> = self.disk.list(Folder::Pages)?.into_iter().collect();
         let files: BTreeSet<u64> =
-            self.resolved.bases.values().filter_map(|base| base.image).map(|image| image.file).collect();
+            self.resolved.bases.iter().filter_map(|(_, base)| base.image).map(|image| image.file).collect();
         let gone = files.into_iter().map(FileName::Pages).find(|file| !present.contains(&file.name()));
         match gone {
             None => Ok(true),

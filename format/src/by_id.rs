@@ -10,7 +10,7 @@ use std::marker::PhantomData;
 use std::ops::Index;
 
 /// How many numbers a row covers: one bit each.
-const ROW: u64 = WORDS as u64 * WORD;
+pub const ROW: u64 = WORDS as u64 * WORD;
 /// Words of their bits.
 const WORDS: usize = 4;
 /// Bits of a word.

@@ -7,7 +7,7 @@ use crate::defect::{Damage, Defect};
 use crate::frame::{FrameHeader, VerifiedSnapshot};
 use crate::ids::{LogPoint, Lsn};
 use crate::log::{LogEnd, LogWalk};
-use crate::manifest::{Manifest, ManifestKind};
+use crate::manifest::{Alone, Manifest, ManifestKind, Share};
 use crate::names::{FileName, ReadAt};
 use crate::op::{Op, OpAt, decode_payload};
 use crate::rebuild::{Resolution, Survey};
@@ -34,6 +34,19 @@ impl<'s> Following<'s> {
         source: &'s dyn ReadAt,
         base: Option<&'s Arc<Manifest>>,
     ) -> Result<Self, Damage> {
+        Self::new_by(survey, source, base, &Alone)
+    }
+
+    /// As [`Following::new`], by several threads.
+    ///
+    /// # Errors
+    /// As for [`Following::new`].
+    pub fn new_by(
+        survey: &'s Survey,
+        source: &'s dyn ReadAt,
+        base: Option<&'s Arc<Manifest>>,
+        threads: &impl Share,
+    ) -> Result<Self, Damage> {
         let beginning =
             || survey.log.beginning().ok_or(Defect::Missing.at_lsn(FileName::Segment(1), 0, Lsn(1)));
         let (resolver, start) = match base {
@@ -42,7 +55,7 @@ impl<'s> Following<'s> {
                 let found = manifest.kind.to_raw().into();
                 return Err(Defect::Field { what: "manifest kind", found }.at(file, 0));
             }
-            Some(manifest) => (Resolver::from_manifest(manifest), manifest.redo),
+            Some(manifest) => (Resolver::from_manifest_by(manifest, threads), manifest.redo),
             None => (Resolver::new(), beginning()?),
         };
         let base = base.map(AsRef::as_ref);
@@ -72,7 +85,7 @@ impl<'s> Following<'s> {
         // A restore among other operations is refused by the plan: it must stand alone.
         if let [OpAt { op: Op::Restore { table, table_crc, .. }, .. }] = ops.as_slice() {
             let table = self.survey.read_table(self.source, *table, *table_crc)?;
-            self.resolver.restore(lsn, &table).map_err(at)?;
+            self.resolver.restore(lsn, table).map_err(at)?;
         } else {
             self.resolver.batch(lsn, &ops).map_err(at)?;
         }

@@ -21,6 +21,7 @@ pub mod head;
 pub mod log;
 pub mod image;
 pub mod manifest;
+pub mod bases;
 pub mod replay;
 pub mod follow;
 pub mod rebuild;

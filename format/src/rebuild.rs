@@ -8,6 +8,7 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use crate::bases::Base;
 use crate::defect::{Damage, Defect, check_limit, reserve};
 use crate::follow::Following;
 use crate::frame::FrameKind;
@@ -19,7 +20,7 @@ use crate::log::{Frame, LogEnd, LogMap, LogWalk};
 use crate::manifest::{CopyHealth, Manifest, ManifestEntry, ManifestKind, check_link, merge, merged_entries};
 use crate::names::{FileName, Folder, ReadAt};
 use crate::op::{OpAt, decode_payload};
-use crate::replay::{Base, Resolved, Resolver};
+use crate::replay::{Resolved, Resolver};
 use crate::segment::SEGMENT_HEADER_BLOCK;
 use crate::store::StoreFile;
 use crate::table::PageTable;
@@ -285,7 +286,7 @@ impl Survey {
     ) -> Result<BTreeMap<PageId, Result<Vec<u8>, Damage>>, Damage> {
         let resolved = &resolution.resolved;
         resolution.check_page_bytes(page_bytes_max)?;
-        let load = |(page, base)| (page, load_base(source, base, resolved.final_len(page)));
+        let load = |(page, base)| (page, load_base(source, &base, resolved.final_len(page)));
         let mut heads: BTreeMap<PageId, Result<PageHead, Damage>> = resolved.bases.iter().map(load).collect();
         let bytes = |heads: BTreeMap<PageId, Result<PageHead, Damage>>| {
             heads.into_iter().map(|(page, head)| (page, head.map(PageHead::into_bytes))).collect()

@@ -7,33 +7,21 @@
 //! their final length (I10).
 
 use std::collections::HashMap;
+use std::convert::Infallible;
+use std::sync::Arc;
 
-use crate::by_id::ById;
+use crate::bases::{Base, Bases};
 use crate::defect::Defect;
 use crate::ids::{Lsn, PageId};
-use crate::image::ImageRef;
-use crate::manifest::{Manifest, ManifestEntry};
+use crate::manifest::{Alone, Manifest, ManifestEntry, Share};
 use crate::op::{Op, OpAt};
 use crate::table::{PageInfo, PageTable, PlanMode, Refusal};
-
-/// What a page's bytes are made from: an image or zeros, and the batches after that.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Base {
-    /// The image, of a snapshot or of a batch; zeros if there is none.
-    pub image: Option<ImageRef>,
-    /// The page's length at that moment, in bytes.
-    pub len: u64,
-    /// The newest batch that the base has; later ones apply.
-    pub lsn: Lsn,
-    /// Whether a later batch changes the length.
-    pub resized: bool,
-}
 
 /// Follows the log from a snapshot, batch by batch, keeping table and bases.
 #[derive(Clone, Debug)]
 pub struct Resolver {
     table: PageTable,
-    bases: ById<PageId, Base>,
+    bases: Bases,
     tombstones: HashMap<PageId, Lsn>,
     /// The batch up to which the root is already in the snapshot.
     root_lsn: Lsn,
@@ -49,7 +37,7 @@ pub struct Resolved {
     /// Pages, root, and the numbers that never go back.
     pub table: PageTable,
     /// What each page of the table is made from.
-    pub bases: ById<PageId, Base>,
+    pub bases: Bases,
 }
 
 impl Resolved {
@@ -69,7 +57,7 @@ impl Default for Resolver {
     fn default() -> Self {
         Self {
             table: PageTable::new(),
-            bases: ById::default(),
+            bases: Bases::default(),
             tombstones: HashMap::new(),
             root_lsn: Lsn(0),
             end: Lsn(0),
@@ -87,17 +75,16 @@ impl Resolver {
 
     /// Starts from a snapshot.
     #[must_use]
-    pub fn from_manifest(manifest: &Manifest) -> Self {
-        let table = PageTable::from_parts(
-            manifest.entries.iter().map(page_info),
-            manifest.root.clone(),
-            manifest.next_page,
-            manifest.epoch_high,
-            manifest.redo.lsn,
-        );
+    pub fn from_manifest(manifest: &Arc<Manifest>) -> Self {
+        Self::from_manifest_by(manifest, &Alone)
+    }
+
+    /// As [`Resolver::from_manifest`], by several threads.
+    #[must_use]
+    pub fn from_manifest_by(manifest: &Arc<Manifest>, threads: &impl Share) -> Self {
         Self {
-            table,
-            bases: manifest.entries.iter().map(|entry| (entry.page, base(entry, entry.lsn))).collect(),
+            table: table_of(manifest, threads),
+            bases: Bases::of_snapshot(manifest.clone()),
             tombstones: manifest.tombstones.iter().map(|tombstone| (tombstone.page, tombstone.lsn)).collect(),
             root_lsn: manifest.end,
             end: manifest.end,
@@ -138,8 +125,8 @@ impl Resolver {
                     self.bases.insert(*page, Base { image, len: *len, lsn: before, resized });
                 }
                 Op::Resize { page, .. } => {
-                    if let Some(base) = self.bases.get_mut(*page) {
-                        base.resized = true;
+                    if let Some(base) = self.bases.get(*page) {
+                        self.bases.insert(*page, Base { resized: true, ..base });
                     }
                 }
                 // This batch is in the image; later ones apply.
@@ -162,7 +149,7 @@ impl Resolver {
     ///
     /// # Errors
     /// [`Defect::Batch`] if the snapshot claims to have caught pages across it.
-    pub fn restore(&mut self, lsn: Lsn, table: &Manifest) -> Result<(), Defect> {
+    pub fn restore(&mut self, lsn: Lsn, table: Manifest) -> Result<(), Defect> {
         if lsn <= self.end {
             return Err(Defect::Batch(format!(
                 "a restore lies within the snapshot that ends at {}",
@@ -171,7 +158,7 @@ impl Resolver {
         }
         self.table.replace(lsn, table.entries.iter().map(page_info), table.root.clone());
         self.caught_newest = self.caught_newest.max(table.end);
-        self.bases = table.entries.iter().map(|entry| (entry.page, base(entry, lsn))).collect();
+        self.bases = Bases::of_restore(lsn, Arc::new(table));
         Ok(())
     }
 
@@ -208,8 +195,14 @@ fn broken(refusal: &Refusal) -> Defect {
     Defect::Batch(refusal.to_string())
 }
 
-fn base(entry: &ManifestEntry, lsn: Lsn) -> Base {
-    Base { image: entry.image, len: entry.len, lsn, resized: false }
+fn table_of(manifest: &Manifest, threads: &impl Share) -> PageTable {
+    let Manifest { entries, root, next_page, epoch_high, redo, .. } = manifest;
+    let of = |entries: &[ManifestEntry]| {
+        PageTable::from_parts(entries.iter().map(page_info), root.clone(), *next_page, *epoch_high, redo.lsn)
+    };
+    let pieces: Vec<&[ManifestEntry]> = entries.chunks(threads.at_once()).collect();
+    let Ok(tables) = threads.share(pieces.len(), |piece| Ok::<_, Infallible>(of(pieces[piece])));
+    tables.into_iter().reduce(PageTable::joined).unwrap_or_else(|| of(&[]))
 }
 
 /// A page as a manifest's entry describes it.

@@ -105,6 +105,15 @@ impl PageTable {
         Self { pages, is_watched: false, keys: HashMap::new(), root, next_page, epoch_high, lsn }
     }
 
+    /// This one with the pages of another, too, which lie behind its own.
+    #[must_use]
+    pub(crate) fn joined(mut self, behind: Self) -> Self {
+        self.pages.absorb(behind.pages);
+        self.next_page = self.next_page.max(behind.next_page);
+        self.epoch_high = self.epoch_high.max(behind.epoch_high);
+        self
+    }
+
     /// A page.
     #[must_use]
     pub fn get(&self, page: PageId) -> Option<PageInfo> {

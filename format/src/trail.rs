@@ -133,7 +133,8 @@ impl Trails {
     /// # Panics
     /// If the page is not in the state's table.
     pub fn load(&self, source: &dyn ReadAt, resolved: &Resolved, page: PageId) -> Result<Vec<u8>, Damage> {
-        let mut head = load_base(source, &resolved.bases[page], resolved.final_len(page))?;
+        let base = resolved.bases.get(page).expect("a page of the table");
+        let mut head = load_base(source, &base, resolved.final_len(page))?;
         for place in self.pages.get(&page).into_iter().flatten() {
             let bytes = place.read(source)?;
             head.apply(&decode_single(&bytes).map_err(|defect| place.at(defect))?);

@@ -11,11 +11,10 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use remanent_format::by_id::ById;
+use remanent_format::bases::Base;
 use remanent_format::image::ImageRef;
-use remanent_format::manifest::Manifest;
+use remanent_format::manifest::{Manifest, ManifestEntry};
 use remanent_format::rebuild::{Survey, check_image};
-use remanent_format::replay::Base;
 use remanent_format::{Lsn, PageId, PageTable, ReadAt, SnapshotId};
 
 use super::newest::{Known, Link, Newest, Sums};
@@ -38,27 +37,27 @@ pub(crate) struct KnownImages {
 
 /// Images of pages as they are now that replay took from elsewhere than the snapshot: a restore's table, images named by
 /// the log.
-#[derive(Default)]
+#[derive(Debug, Default, PartialEq)]
 pub(crate) struct Beside(BTreeMap<PageId, Known>);
 
 impl Beside {
-    /// Among what the pages of `table` are made from, behind a snapshot, whole, or none.
-    pub fn of(snapshot: Option<&Manifest>, table: &PageTable, bases: &ById<PageId, Base>) -> Self {
-        // Both the snapshot's pages and those here ascend.
-        let mut named = snapshot.map_or(&[][..], |snapshot| &snapshot.entries).iter().peekable();
-        let beside = bases.iter().filter_map(|(page, base)| {
-            while named.next_if(|entry| entry.page < page).is_some() {}
-            let named = named.peek().filter(|entry| entry.page == page);
-            // Nearly all: what became of such a page since then is not in it.
-            if named.is_some_and(|entry| entry.lsn == base.lsn && entry.image == base.image) {
-                return None;
-            }
-            let info = table.get(page)?;
-            let is_newest = named.is_some_and(|entry| entry.lsn == info.lsn);
-            let holds = info.lsn <= base.lsn && !base.resized && (base.image.is_some() || info.len == 0);
-            (holds && !is_newest).then_some((page, Known { lsn: info.lsn, image: base.image }))
-        });
-        Self(beside.collect())
+    /// Notes what `page` of a table is made from, if that is such an image; `named` is what the snapshot says of it.
+    pub fn note(&mut self, page: PageId, named: Option<&ManifestEntry>, base: &Base, table: &PageTable) {
+        // Nearly all: what became of such a page since then is not in it.
+        if named.is_some_and(|entry| entry.lsn == base.lsn && entry.image == base.image) {
+            return;
+        }
+        let Some(info) = table.get(page) else { return };
+        let is_newest = named.is_some_and(|entry| entry.lsn == info.lsn);
+        let holds = info.lsn <= base.lsn && !base.resized && (base.image.is_some() || info.len == 0);
+        if holds && !is_newest {
+            self.0.insert(page, Known { lsn: info.lsn, image: base.image });
+        }
+    }
+
+    /// Takes over what was noted of other pages.
+    pub fn extend(&mut self, other: Self) {
+        self.0.extend(other.0);
     }
 }
 

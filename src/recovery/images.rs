@@ -5,6 +5,7 @@
 
 use std::borrow::Cow;
 use std::collections::VecDeque;
+use std::convert::Infallible;
 use std::ops::Range;
 
 use remanent_format::image::{Codec, ImageRef};
@@ -75,7 +76,13 @@ impl ImageLoader<'_> {
     /// # Errors
     /// [`Error::Damaged`]; a device error, after which lists that name the memory may still be under way.
     pub fn load<'i>(&self, images: impl Iterator<Item = &'i mut [Wanted]>, threads: usize) -> Result<()> {
-        let mut work: Vec<Work<'_>> = images.flat_map(runs).flat_map(split).collect();
+        let images: Vec<Mutex<&mut [Wanted]>> = images.map(Mutex::new).collect();
+        let into_work = |(): &mut (), index: usize| {
+            let images = std::mem::take(&mut *images[index].lock());
+            Ok::<_, Infallible>(runs(images).flat_map(split).collect::<Vec<_>>())
+        };
+        let Ok(work) = crew::map(threads, images.len(), || (), into_work);
+        let mut work: Vec<Work<'_>> = work.into_iter().flatten().collect();
         // As memory is allocated, which goes on meanwhile. The parts of an image stay together.
         work.sort_by_key(Work::first_page);
         let copies = Copies { loader: self, begun: AtomicUsize::new(0), under_way: Mutex::default() };

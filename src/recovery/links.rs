@@ -7,7 +7,7 @@
 //! [`Survey::read_by`]: remanent_format::rebuild::Survey::read_by
 
 use remanent_format::manifest::{Manifest, Share};
-use remanent_format::{Defect, FileName, ReadAt};
+use remanent_format::{FileName, ReadAt};
 use zerocopy::FromZeros;
 
 use crate::crew;
@@ -22,18 +22,18 @@ const READ_LEN: usize = 512 << 10;
 const ENTRIES_AT_ONCE: usize = 4 << 10;
 
 /// Threads for the entries.
-struct Crew;
+pub(super) struct Crew;
 
 impl Share for Crew {
     fn at_once(&self) -> usize {
         ENTRIES_AT_ONCE
     }
 
-    fn share<T: Send>(
+    fn share<T: Send, E: Send>(
         &self,
         count: usize,
-        work: impl Fn(usize) -> Result<T, Defect> + Sync,
-    ) -> Result<Vec<T>, Defect> {
+        work: impl Fn(usize) -> Result<T, E> + Sync,
+    ) -> Result<Vec<T>, E> {
         crew::map(crew::threads(THREADS_MAX), count, || (), |(), piece| work(piece))
     }
 }

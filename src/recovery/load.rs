@@ -2,28 +2,29 @@
 //!
 //! Nothing on disk changes here, so a crash loses nothing.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{HashMap, VecDeque};
 
+use remanent_format::bases::Base;
 use remanent_format::by_id::ById;
 use remanent_format::head::PageHead;
 use remanent_format::image::{Codec, ImageRef};
 use remanent_format::manifest::Manifest;
 use remanent_format::op::decode_payload;
 use remanent_format::rebuild::{Resolution, Survey, load_base};
-use remanent_format::replay::Base;
+use remanent_format::replay::Resolved;
 use remanent_format::{Defect, FileName, LogPoint, Lsn, PageId, PageTable};
 
 use super::frames::Run;
 use super::images::{ImageLoader, threads};
 use super::keeping::Found;
 use super::memory::Memories;
+use super::sorting::{Images, Sorted, Sorting};
 use super::{Recovery, on_disk};
 use crate::applier::{ColdPage, ListBuilder, PayloadAt, stage_aside};
 use crate::arena::{Arena, PageMemory};
 use crate::crew;
 use crate::device::{Command, CommandList, Device, Lane, Pending, StagingSpan};
 use crate::error::{Error, Result};
-use crate::keeping::Beside;
 use crate::options::Restore;
 use crate::runs::Wanted;
 use crate::source::DiskSource;
@@ -75,18 +76,16 @@ impl Drop for Loaded<'_> {
     }
 }
 
-/// Loads the pages of a resolved table: images, then the log on top. What they are made from is nobody's any more when
-/// they are loaded: what is looked up beside that lies where it did.
+/// Loads the pages of a resolved table: images, then the log on top. What will be kept is looked up beside that.
 pub(super) fn load<'a, 's>(
     recovery: &Recovery<'a>,
     source: &DiskSource,
     survey: &'s Survey,
     base: Option<&Manifest>,
-    resolution: &mut Resolution,
+    resolution: &Resolution,
 ) -> Result<(Loaded<'a>, Found<'s>)> {
-    let bases = std::mem::take(&mut resolution.resolved.bases);
-    let resolution = &*resolution;
-    let table = &resolution.resolved.table;
+    let Resolved { table, bases } = &resolution.resolved;
+    // I10: what the final table takes, before anything is allocated.
     let memories = Memories::reserve(recovery.arena, table)?;
     let mut loader = Loader {
         recovery,
@@ -104,14 +103,23 @@ pub(super) fn load<'a, 's>(
         Some(manifest) => manifest.redo,
         None => survey.log.beginning().expect("resolved from it"),
     };
-    let late = Late::of(&bases, from.lsn);
-    let beside = Beside::of(base, table, &bases);
+    let sorting = Sorting {
+        table,
+        bases,
+        snapshot: base,
+        is_verified: base.is_some_and(|base| is_verified(survey, base, resolution)),
+        may_be_cold: recovery.options.restore == Restore::OnDemand,
+        from: from.lsn,
+    };
+    let Sorted { images, zeros, resized, late, beside } = sorting.sort(&memories);
+    let late = Late::of(late);
     // Sealed bytes are proven past the cache (I6): images, and frames up to the last mark, as far as following
     // them has not taken them from the medium.
     let sealed = DiskSource::past_cache(recovery.disk.clone());
-    let sorted = loader.sort(&sealed, table, &bases, verified(survey, base, resolution));
-    drop(bases);
-    let load = || sorted.and_then(|images| loader.load_images(&sealed, &memories, images));
+    let load = || {
+        loader.load_to_host(&sealed, table, &resized)?;
+        loader.load_images(&sealed, &memories, images, &zeros)
+    };
     let (read, found) = crew::both(load, || {
         memories.allocate();
         recovery.find(source, survey, base, resolution, beside)
@@ -156,21 +164,6 @@ struct InFlight<'a> {
     pending: VecDeque<Pending>,
 }
 
-/// Images by their files: in one they mostly lie in the order of their pages already.
-type ByFile = BTreeMap<u64, Vec<Wanted>>;
-
-/// What pages are made from.
-#[derive(Default)]
-struct Images {
-    /// Those that were proven past the cache when their snapshot was.
-    proven: ByFile,
-    unproven: ByFile,
-    /// Those that nobody loads now.
-    cold: Vec<(PageId, ImageRef)>,
-    /// The pages that begin as zeros instead.
-    zeros: Vec<PageId>,
-}
-
 /// The pages whose bases have later batches than those before which the replay begins. For all others each batch is
 /// news.
 #[derive(Default)]
@@ -180,11 +173,9 @@ struct Late {
 }
 
 impl Late {
-    fn of(bases: &ById<PageId, Base>, from: Lsn) -> Self {
-        let late = bases.iter().filter(|(_, base)| base.lsn > from);
-        let pages: ById<PageId, Lsn> = late.map(|(page, base)| (page, base.lsn)).collect();
-        let newest = pages.values().copied().max().unwrap_or_default();
-        Self { pages, newest }
+    fn of(late: Vec<(PageId, Lsn)>) -> Self {
+        let newest = late.iter().map(|(_, base)| *base).max().unwrap_or_default();
+        Self { pages: late.into_iter().collect(), newest }
     }
 
     /// Whether a batch is to be applied to the bytes of a page of the table.
@@ -240,43 +231,18 @@ impl Loader<'_> {
         Ok(())
     }
 
-    /// What is no image of its page's final length is made here, the rest is to be loaded by several threads. The images
-    /// that `verified` names were proven past the cache when it was (I7), nobody writes to them, and each has its
-    /// checksum: so what the page cache has of them is taken from there; and where pages are loaded on demand,
-    /// those that nothing happened to since are left cold.
-    fn sort(
+    /// Puts pages whose length changes together in host memory, as far as replay begins with them.
+    fn load_to_host(
         &mut self,
         sealed: &DiskSource,
         table: &PageTable,
-        bases: &ById<PageId, Base>,
-        verified: Option<&Manifest>,
-    ) -> Result<Images> {
-        let may_be_cold = self.recovery.options.restore == Restore::OnDemand;
-        let mut images = Images::default();
-        // Both the pages here and those of the snapshot ascend.
-        let mut named = verified.map_or(&[][..], |verified| &verified.entries).iter().peekable();
-        for (page, base) in bases.iter() {
-            match base.image {
-                _ if base.resized => {
-                    let final_len = table.get(page).expect("every base is a page's").len;
-                    self.on_host.lock().insert(page, load_base(sealed, base, final_len)?);
-                }
-                Some(image) => {
-                    while named.next_if(|entry| entry.page < page).is_some() {}
-                    let is_proven =
-                        named.peek().is_some_and(|entry| entry.page == page && entry.image == Some(image));
-                    let is_unchanged = || table.get(page).is_some_and(|info| info.lsn == base.lsn);
-                    if may_be_cold && is_proven && is_unchanged() {
-                        images.cold.push((page, image));
-                        continue;
-                    }
-                    let to_load = if is_proven { &mut images.proven } else { &mut images.unproven };
-                    to_load.entry(image.file).or_default().push(Wanted { page, len: base.len, image });
-                }
-                None => images.zeros.push(page),
-            }
+        resized: &[(PageId, Base)],
+    ) -> Result<()> {
+        for (page, base) in resized {
+            let final_len = table.get(*page).expect("every base is a page's").len;
+            self.on_host.lock().insert(*page, load_base(sealed, base, final_len)?);
         }
-        Ok(images)
+        Ok(())
     }
 
     /// Returns those that are left cold.
@@ -284,12 +250,14 @@ impl Loader<'_> {
         &mut self,
         sealed: &DiskSource,
         memories: &Memories<'_>,
-        mut images: Images,
+        images: Images,
+        zeros: &[PageId],
     ) -> Result<Vec<(PageId, ImageRef)>> {
+        let Images { mut proven, mut unproven, cold } = images;
         let Recovery { disk, device, staging, .. } = self.recovery;
         let target = |page: PageId| memories.of(page);
-        let load = |source: &DiskSource, images: &mut ByFile| {
-            let compressed = images.values().flatten().filter(|wanted| wanted.image.codec != Codec::Raw);
+        let load = |source: &DiskSource, images: &mut [Vec<Wanted>]| {
+            let compressed = images.iter().flatten().filter(|wanted| wanted.image.codec != Codec::Raw);
             let threads = threads(compressed.map(|wanted| wanted.len).max().unwrap_or(0));
             ImageLoader {
                 device: &**device,
@@ -298,20 +266,20 @@ impl Loader<'_> {
                 lanes: &[Lane::Apply, Lane::Drain],
                 target: &target,
             }
-            .load(images.values_mut().map(Vec::as_mut_slice), threads)
+            .load(images.iter_mut().map(Vec::as_mut_slice), threads)
         };
-        load(sealed, &mut images.unproven)?;
-        match load(&DiskSource::proven(disk.clone()), &mut images.proven) {
+        load(sealed, &mut unproven)?;
+        match load(&DiskSource::proven(disk.clone()), &mut proven) {
             // It may be the cache alone that is damaged.
-            Err(Error::Damaged(_)) => load(sealed, &mut images.proven)?,
+            Err(Error::Damaged(_)) => load(sealed, &mut proven)?,
             loaded => loaded?,
         }
         // Last, for these are pages that the log creates: there is memory for them when there is for all others.
-        for page in images.zeros {
-            self.list.zero(memories.of(page)?);
+        for page in zeros {
+            self.list.zero(memories.of(*page)?);
         }
         self.in_flight.submit(self.list.take())?;
-        Ok(images.cold)
+        Ok(cold)
     }
 
     /// Leaves pages cold.
@@ -417,15 +385,8 @@ impl Recovery<'_> {
     }
 }
 
-/// The snapshot from which recovery starts, if a frame records it as verified.
-fn verified<'m>(
-    survey: &Survey,
-    manifest: Option<&'m Manifest>,
-    resolution: &Resolution,
-) -> Option<&'m Manifest> {
+/// Whether a frame records the snapshot from which recovery starts as verified.
+fn is_verified(survey: &Survey, base: &Manifest, resolution: &Resolution) -> bool {
     let end = resolution.end.as_ref().expect("followed to its end");
-    let is_recorded = |manifest: &&Manifest| {
-        on_disk(survey, manifest.snapshot).is_some_and(|found| end.verified.contains(&found))
-    };
-    manifest.filter(is_recorded)
+    on_disk(survey, base.snapshot).is_some_and(|found| end.verified.contains(&found))
 }

@@ -10,17 +10,19 @@
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
 
-use remanent_format::by_id::ById;
+use remanent_format::by_id::{ById, ROW};
 use remanent_format::{PageId, PageTable, Place};
 
 use crate::arena::{Arena, PageMemory, Purpose, Reservation};
 use crate::device::Span;
 use crate::error::{Error, Result};
 
-/// Pages of a piece, at most: who wants one waits until all are allocated.
-const PIECE_PAGES: usize = 256;
-/// And their bytes, but for the last page's: the host device writes zeros to all of them.
+/// Bytes of a piece, at most, but for the last page's. Who wants one of its pages waits until all are allocated, and the
+/// host device writes zeros to them. Its pages are of one row, too: so what holds all of them in the end takes it as it is.
 const PIECE_BYTES: u64 = 4 << 20;
+
+/// Pieces of a part, at least.
+const PART_PIECES_MIN: usize = 32;
 
 /// The memory of all pages of a table.
 pub(super) struct Memories<'a> {
@@ -52,18 +54,20 @@ impl<'a> Memories<'a> {
     pub fn reserve(arena: &'a Arena, table: &'a PageTable) -> Result<Self> {
         let mut sums: BTreeMap<Place, u64> = BTreeMap::new();
         let mut pieces: Vec<Piece> = Vec::new();
-        let (mut pages, mut bytes) = (0, 0);
+        let mut bytes = 0;
         for (page, place, len) in table.lens() {
             let sum = sums.entry(place).or_default();
             *sum = sum.saturating_add(len);
             match pieces.last_mut() {
-                Some(piece) if pages < PIECE_PAGES && bytes < PIECE_BYTES => piece.last = page,
+                Some(piece) if bytes < PIECE_BYTES && page.0 / ROW == piece.first.0 / ROW => {
+                    piece.last = page
+                }
                 _ => {
-                    (pages, bytes) = (0, 0);
+                    bytes = 0;
                     pieces.push(Piece { first: page, last: page, allocated: OnceLock::new() });
                 }
             }
-            (pages, bytes) = (pages + 1, bytes + len);
+            bytes += len;
         }
         let sums: Vec<(Place, u64)> = sums.into_iter().collect();
         let reserved = arena.reserve(Purpose::Page, &sums)?;
@@ -86,6 +90,12 @@ impl<'a> Memories<'a> {
                 break;
             }
         }
+    }
+
+    /// The pages in up to so many parts: the first and the last one of each.
+    pub fn parts(&self, count_max: usize) -> Vec<(PageId, PageId)> {
+        let parts = self.pieces.chunks(self.pieces.len().div_ceil(count_max).max(PART_PIECES_MIN));
+        parts.map(|pieces| (pieces[0].first, pieces[pieces.len() - 1].last)).collect()
     }
 
     /// Where a page's memory is; waits until it is there.
@@ -182,6 +192,21 @@ mod tests {
         let usage = arena.usage(Place::Host);
         assert_eq!((usage.allocated_bytes, usage.claimed_bytes, usage.count), (all, 0, 999));
         memory.into_items().for_each(|(_, memory)| arena.discard(memory).unwrap());
+    }
+
+    #[test]
+    fn the_parts_are_all_pages_and_none_twice() {
+        // Two in each row.
+        let info = |number: u64| PageInfo::new(PageId(ROW / 2 * number), 1, Place::Host);
+        let table = PageTable::from_parts((2..400).map(info), Arc::default(), 1, Epoch(1), Lsn(1));
+        let arena = arena();
+        let memories = Memories::reserve(&arena, &table).unwrap();
+        for (count_max, expected) in [(1, 1), (2, 2), (3, 3), (1000, 199_usize.div_ceil(PART_PIECES_MIN))] {
+            let parts = memories.parts(count_max);
+            assert_eq!(parts.len(), expected);
+            let pages = parts.into_iter().flat_map(|(first, last)| table.lens_between(first, last));
+            assert!(pages.eq(table.lens()), "{count_max}");
+        }
     }
 
     #[test]

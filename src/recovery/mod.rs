@@ -60,6 +60,7 @@ mod links;
 mod memory;
 mod load;
 mod opening;
+mod sorting;
 mod warm;
 
 use std::collections::BTreeMap;
@@ -356,11 +357,8 @@ impl Recovery<'_> {
         let mut passed_over: Vec<Damage> = Vec::new();
         for candidate in survey.candidates() {
             let loaded = candidate.map_err(Error::from).and_then(|base| {
-                let mut resolution = self.resolve(source, survey, base.as_ref())?;
-                // I10: on the final table, before anything is allocated.
-                let lens = resolution.resolved.table.lens().map(|(_, place, len)| (place, len));
-                self.options.budget.check(lens)?;
-                let (loaded, found) = load(self, source, survey, base.as_deref(), &mut resolution)?;
+                let resolution = self.resolve(source, survey, base.as_ref())?;
+                let (loaded, found) = load(self, source, survey, base.as_deref(), &resolution)?;
                 Ok(Best { resolution, loaded, found, harmless: Vec::new() })
             });
             match loaded {
@@ -383,7 +381,7 @@ impl Recovery<'_> {
         survey: &Survey,
         base: Option<&Arc<Manifest>>,
     ) -> Result<Resolution> {
-        let mut following = Following::new(survey, source, base)?;
+        let mut following = Following::new_by(survey, source, base, &links::Crew)?;
         let as_it_is = |run| run;
         let stopped = self.frames(source, survey).read(following.start(), None, as_it_is, |run| {
             for batch in &run.batches {

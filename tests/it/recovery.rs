@@ -262,7 +262,7 @@ fn with_image_of_a_batch() -> (SimDisk, State, ImageRef) {
     store.close().unwrap();
     let files = Files::of(&disk);
     let resolution = Survey::read(&files).unwrap().resolve(&files, None, None).unwrap();
-    let image = resolution.resolved.bases[page].image.expect("the batch names it");
+    let image = resolution.resolved.bases.get(page).unwrap().image.expect("the batch names it");
     (disk, state, image)
 }
 

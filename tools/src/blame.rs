@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use comfy_table::Table;
+use remanent_format::bases::Base;
 use remanent_format::frame::FrameKind;
 use remanent_format::head::PageHead;
 use remanent_format::image::ImageRef;
@@ -11,7 +12,6 @@ use remanent_format::log::LogWalk;
 use remanent_format::manifest::{Manifest, ManifestEntry};
 use remanent_format::op::{Op, decode_payload};
 use remanent_format::rebuild::load_base;
-use remanent_format::replay::Base;
 use remanent_format::{Damage, Defect, FileName, Lsn, Metadata};
 
 use crate::element::{Element, ElementName};

@@ -130,7 +130,7 @@ impl<'d> Past<'d> {
     ) -> Result<State, Failure> {
         self.first_that_holds(until, |mut resolution| {
             let resolved = &mut resolution.resolved;
-            resolved.bases.retain(|page, _| resolved.table.get(page).as_ref().is_some_and(&wanted));
+            resolved.bases.retain(|page| resolved.table.get(page).as_ref().is_some_and(&wanted));
             let contents = self.survey.load(self.dir, &resolution, page_bytes_max)?;
             let contents = contents.into_iter().map(|(page, bytes)| Ok((page, bytes?)));
             let contents = contents.collect::<Result<_, Damage>>()?;

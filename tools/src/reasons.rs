@@ -71,8 +71,8 @@ impl References {
             let files = manifest.entries.iter().filter_map(|entry| entry.image).map(|image| image.file);
             references.name_images(files, &format!("snapshot {}", manifest.snapshot));
         }
-        let of_state = view.state.iter().flat_map(|state| state.resolved.bases.values());
-        let images: Vec<u64> = of_state.filter_map(|base| base.image).map(|image| image.file).collect();
+        let of_state = view.state.iter().flat_map(|state| state.resolved.bases.iter());
+        let images: Vec<u64> = of_state.filter_map(|(_, base)| base.image).map(|image| image.file).collect();
         references.name_images(images.into_iter(), "the current state");
         // What the log names is found by reading all of it. Mostly nothing is left to be found.
         let is_open = |file: FileName| match file {

@@ -191,7 +191,7 @@ fn check_start(
     let mut needed = BTreeSet::new();
     match view.survey.resolve(dir, base, None) {
         Ok(resolution) => {
-            for of_page in resolution.resolved.bases.values() {
+            for (_, of_page) in resolution.resolved.bases.iter() {
                 needed.extend(of_page.image.map(|image| (image.file, image.offset)));
                 start.blocked_by.extend(images.check(of_page.lsn, of_page.image, of_page.len));
             }

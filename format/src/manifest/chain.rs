@@ -69,22 +69,30 @@ pub(crate) fn merged_entries<'m>(
             changed.entry(tombstone.page).or_insert(None);
         }
     }
-    let (mut of_base, mut changed) = (base.entries.iter().peekable(), changed.into_iter().peekable());
-    Ok(std::iter::from_fn(move || {
+    let of_base = base.entries.iter().map(|entry| (entry.page, entry));
+    Ok(overlaid(of_base, changed.into_iter()).map(|(_, entry)| entry))
+}
+
+/// What became of pages, where anything did: none is there any more that is gone. Both ascend.
+pub(crate) fn overlaid<T>(
+    before: impl Iterator<Item = (PageId, T)>,
+    changes: impl Iterator<Item = (PageId, Option<T>)>,
+) -> impl Iterator<Item = (PageId, T)> {
+    let (mut before, mut changes) = (before.peekable(), changes.peekable());
+    std::iter::from_fn(move || {
         loop {
-            let changed_next = changed.peek().map(|(page, _)| *page);
-            if let Some(unchanged) =
-                of_base.next_if(|entry| changed_next.is_none_or(|changed| entry.page < changed))
+            let changed = changes.peek().map(|(page, _)| *page);
+            if let Some(unchanged) = before.next_if(|(page, _)| changed.is_none_or(|changed| *page < changed))
             {
                 return Some(unchanged);
             }
-            let (page, entry) = changed.next()?;
-            of_base.next_if(|before| before.page == page);
-            if entry.is_some() {
-                return entry;
+            let (page, now) = changes.next()?;
+            before.next_if(|(before, _)| *before == page);
+            if let Some(now) = now {
+                return Some((page, now));
             }
         }
-    }))
+    })
 }
 
 impl Manifest {

@@ -25,26 +25,26 @@ pub trait Share {
     ///
     /// # Errors
     /// One that `work` gave.
-    fn share<T: Send>(
+    fn share<T: Send, E: Send>(
         &self,
         count: usize,
-        work: impl Fn(usize) -> Result<T, Defect> + Sync,
-    ) -> Result<Vec<T>, Defect>;
+        work: impl Fn(usize) -> Result<T, E> + Sync,
+    ) -> Result<Vec<T>, E>;
 }
 
 /// One thread.
-struct Alone;
+pub(crate) struct Alone;
 
 impl Share for Alone {
     fn at_once(&self) -> usize {
         usize::MAX
     }
 
-    fn share<T: Send>(
+    fn share<T: Send, E: Send>(
         &self,
         count: usize,
-        work: impl Fn(usize) -> Result<T, Defect> + Sync,
-    ) -> Result<Vec<T>, Defect> {
+        work: impl Fn(usize) -> Result<T, E> + Sync,
+    ) -> Result<Vec<T>, E> {
         (0..count).map(work).collect()
     }
 }

@@ -29,8 +29,9 @@ use crate::ids::{Epoch, Key, LogPoint, Lsn, PageId, Place, SnapshotId, StoreId};
 use crate::image::ImageRef;
 use crate::value::{Metadata, SharedMetadata};
 
-pub(crate) use self::chain::merged_entries;
 pub use self::chain::{check_link, merge};
+pub(crate) use self::chain::{merged_entries, overlaid};
+pub(crate) use self::decode::Alone;
 pub use self::decode::Share;
 pub use self::encode::EncodedEntries;
 pub use self::layout::{ENTRY_ALIGN, MANIFEST_MAGIC, ManifestEntryRaw, ManifestHeaderRaw, TombstoneRaw};

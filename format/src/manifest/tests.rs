@@ -139,12 +139,12 @@ impl Share for Pieces {
         self.0
     }
 
-    fn share<T: Send>(
+    fn share<T: Send, E: Send>(
         &self,
         count: usize,
-        work: impl Fn(usize) -> Result<T, Defect> + Sync,
-    ) -> Result<Vec<T>, Defect> {
-        let backwards: Result<Vec<T>, Defect> = (0..count).rev().map(work).collect();
+        work: impl Fn(usize) -> Result<T, E> + Sync,
+    ) -> Result<Vec<T>, E> {
+        let backwards: Result<Vec<T>, E> = (0..count).rev().map(work).collect();
         backwards.map(|results| results.into_iter().rev().collect())
     }
 }

@@ -168,7 +168,7 @@ impl<'s> Salvage<'s> {
     /// Follows known batches from a snapshot up to `until`, or as far as they can be followed; `None` if that is
     /// not as far as the snapshot needs.
     fn follow(&self, base: Option<&Arc<Manifest>>, until: Lsn) -> Option<State> {
-        let mut resolver = base.map_or_else(Resolver::new, |manifest| Resolver::from_manifest(manifest));
+        let mut resolver = base.map_or_else(Resolver::new, Resolver::from_manifest);
         let mut point = base.map_or_else(LogPoint::default, |manifest| manifest.redo);
         while point.lsn < until {
             match self.step(&mut resolver, point.lsn.next()) {
@@ -187,7 +187,7 @@ impl<'s> Salvage<'s> {
         let at = |defect: Defect| defect.at_lsn(FileName::Segment(end.segment), end.offset, lsn);
         let ops = decode_payload(&payload).map_err(at)?;
         if let [OpAt { op: Op::Restore { table, table_crc, .. }, .. }] = ops.as_slice() {
-            resolver.restore(lsn, &self.survey.read_table(self.source, *table, *table_crc)?).map_err(at)?;
+            resolver.restore(lsn, self.survey.read_table(self.source, *table, *table_crc)?).map_err(at)?;
         } else {
             resolver.batch(lsn, &ops).map_err(at)?;
         }

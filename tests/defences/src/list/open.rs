@@ -5,7 +5,7 @@ use super::{Defence, Test, check, defence, it, refusal};
 const LEASES: &str = "src/applier/leases.rs";
 const PLAN: &str = "src/snapshot/plan.rs";
 const RETAIN: &str = "src/snapshot/retain.rs";
-const LOAD: &str = "src/recovery/load.rs";
+const SORTING: &str = "src/recovery/sorting.rs";
 const PASS: &str = "src/snapshot/scrub/pass.rs";
 const SCRUB: &str = "src/snapshot/scrub/mod.rs";
 const SEGMENTS: &str = "src/log/segments.rs";
@@ -33,14 +33,14 @@ pub const LIST: &[Defence] = &[
     // Pages that an open leaves on disk: what could stand in for them stays until all are loaded.
     defence(
         "only what was proven stays cold (I7)",
-        LOAD,
+        SORTING,
         "may_be_cold && is_proven && is_unchanged()",
         "may_be_cold && is_unchanged()",
         it("on_demand::a_snapshot_that_nothing_records_is_loaded_at_once"),
     ),
     defence(
         "only what no batch has changed stays cold",
-        LOAD,
+        SORTING,
         "table.get(page).is_some_and(|info| info.lsn == base.lsn)",
         "table.get(page).is_some()",
         it("on_demand::a_store_is_in_use_before_its_pages_are_loaded"),
