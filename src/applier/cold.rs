@@ -7,9 +7,10 @@
 //!
 //! A page that cannot be loaded stays cold, with the error for everybody who asks for it.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 
 use remanent_format::PageId;
+use remanent_format::by_id::ById;
 use remanent_format::image::{Codec, ImageRef};
 
 use crate::arena::PageMemory;
@@ -43,7 +44,7 @@ struct State {
     /// None before this one is waiting.
     next: usize,
     /// Pages that are neither warm nor failed, by their place in `waiting`.
-    places: HashMap<PageId, usize>,
+    places: ById<PageId, usize>,
     /// Their bytes.
     bytes: u64,
     /// What is to be taken first, by its place in `waiting`.
@@ -59,18 +60,23 @@ impl State {
     /// Has these pages taken before others.
     fn ask(&mut self, pages: &[PageId]) {
         let Self { waiting, places, asked, .. } = self;
-        asked.extend(pages.iter().filter_map(|page| places.get(page)).filter(|at| waiting[**at].is_some()));
+        asked.extend(pages.iter().filter_map(|page| places.get(*page)).filter(|at| waiting[**at].is_some()));
     }
 }
 
 impl ColdPages {
     /// These pages are cold.
-    pub fn new(mut pages: Vec<ColdPage>) -> Self {
-        pages.sort_unstable_by_key(|cold| (cold.image.file, cold.image.offset));
+    pub fn new(pages: Vec<ColdPage>) -> Self {
+        let bytes = pages.iter().map(|cold| cold.memory.byte_len()).sum();
+        let mut files: BTreeMap<u64, Vec<ColdPage>> = BTreeMap::new();
+        pages.into_iter().for_each(|cold| files.entry(cold.image.file).or_default().push(cold));
+        // Mostly they lie so already.
+        files.values_mut().for_each(|of_file| of_file.sort_by_key(|cold| cold.image.offset));
+        let waiting: Vec<Option<ColdPage>> = files.into_values().flatten().map(Some).collect();
         let state = State {
-            places: pages.iter().map(|cold| cold.page).zip(0..).collect(),
-            bytes: pages.iter().map(|cold| cold.memory.byte_len()).sum(),
-            waiting: pages.into_iter().map(Some).collect(),
+            places: waiting.iter().flatten().map(|cold| cold.page).zip(0..).collect(),
+            bytes,
+            waiting,
             ..State::default()
         };
         Self { left: AtomicUsize::new(state.places.len()), state: Mutex::new(state), ..Self::default() }
@@ -107,7 +113,7 @@ impl ColdPages {
         let mut state = self.state.lock();
         state.ask(&pages);
         for page in pages {
-            while state.places.contains_key(&page) {
+            while state.places.contains(page) {
                 if let Some(error) = &state.over {
                     return Err(error.clone());
                 }
@@ -165,7 +171,7 @@ impl ColdPages {
     pub fn warmed(&self, pages: impl IntoIterator<Item = (PageId, u64)>) {
         let mut state = self.state.lock();
         for (page, len) in pages {
-            state.places.remove(&page);
+            state.places.remove(page);
             state.bytes -= len;
         }
         if state.places.is_empty() {
@@ -179,7 +185,7 @@ impl ColdPages {
     /// A page that was taken cannot be loaded.
     pub fn fail(&self, cold: ColdPage, error: Error) {
         let mut state = self.state.lock();
-        state.places.remove(&cold.page);
+        state.places.remove(cold.page);
         state.bytes -= cold.memory.byte_len();
         state.failed.insert(cold.page, error);
         state.given_up.push(cold.memory);

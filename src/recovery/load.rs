@@ -120,10 +120,8 @@ pub(super) fn load<'a, 's>(
         loader.load_to_host(&sealed, table, &resized)?;
         loader.load_images(&sealed, &memories, images, &zeros)
     };
-    let (read, found) = crew::both(load, || {
-        memories.allocate();
-        recovery.find(source, survey, base, resolution, beside)
-    });
+    let find = || recovery.find(source, survey, base, resolution, beside);
+    let (read, (found, ())) = crew::both(load, || crew::both(find, || memories.allocate()));
     let (memory, allocated) = memories.finish();
     loader.pages.memory = memory;
     // What there is no memory for cannot be loaded from an older snapshot either.
@@ -284,12 +282,23 @@ impl Loader<'_> {
 
     /// Leaves pages cold.
     fn cool(&mut self, cold: Vec<(PageId, ImageRef)>) {
-        let memory = &mut self.pages.memory;
-        let cold = cold.into_iter().map(|(page, image)| {
-            let memory = memory.remove(page).expect("allocated for each page");
-            ColdPage { page, image, memory }
-        });
-        self.pages.cold = cold.collect();
+        if cold.is_empty() {
+            return;
+        }
+        self.pages.cold.reserve_exact(cold.len());
+        let Pages { memory, cold: pages } = &mut self.pages;
+        // Both ascend.
+        let mut cold = cold.into_iter().peekable();
+        let all = std::mem::take(memory).into_items();
+        *memory = all
+            .filter_map(|(page, memory)| match cold.next_if(|(cold, _)| *cold == page) {
+                Some((_, image)) => {
+                    pages.push(ColdPage { page, image, memory });
+                    None
+                }
+                None => Some((page, memory)),
+            })
+            .collect();
     }
 
     /// Queues the upload of a page.

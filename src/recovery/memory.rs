@@ -7,7 +7,6 @@
 //!
 //! Nothing on disk changes here, so a crash loses nothing.
 
-use std::collections::BTreeMap;
 use std::sync::OnceLock;
 
 use remanent_format::by_id::{ById, ROW};
@@ -20,9 +19,6 @@ use crate::error::{Error, Result};
 /// Bytes of a piece, at most, but for the last page's. Who wants one of its pages waits until all are allocated, and the
 /// host device writes zeros to them. Its pages are of one row, too: so what holds all of them in the end takes it as it is.
 const PIECE_BYTES: u64 = 4 << 20;
-
-/// Pieces of a part, at least.
-const PART_PIECES_MIN: usize = 32;
 
 /// The memory of all pages of a table.
 pub(super) struct Memories<'a> {
@@ -52,12 +48,15 @@ impl<'a> Memories<'a> {
     /// # Errors
     /// `OverBudget`; a device error.
     pub fn reserve(arena: &'a Arena, table: &'a PageTable) -> Result<Self> {
-        let mut sums: BTreeMap<Place, u64> = BTreeMap::new();
+        // Of neighbours that live in one place.
+        let mut sums: Vec<(Place, u64)> = Vec::new();
         let mut pieces: Vec<Piece> = Vec::new();
         let mut bytes = 0;
         for (page, place, len) in table.lens() {
-            let sum = sums.entry(place).or_default();
-            *sum = sum.saturating_add(len);
+            match sums.last_mut() {
+                Some((last, sum)) if *last == place => *sum = sum.saturating_add(len),
+                _ => sums.push((place, len)),
+            }
             match pieces.last_mut() {
                 Some(piece) if bytes < PIECE_BYTES && page.0 / ROW == piece.first.0 / ROW => {
                     piece.last = page
@@ -69,7 +68,6 @@ impl<'a> Memories<'a> {
             }
             bytes += len;
         }
-        let sums: Vec<(Place, u64)> = sums.into_iter().collect();
         let reserved = arena.reserve(Purpose::Page, &sums)?;
         Ok(Self { reserved, table, pieces })
     }
@@ -94,7 +92,7 @@ impl<'a> Memories<'a> {
 
     /// The pages in up to so many parts: the first and the last one of each.
     pub fn parts(&self, count_max: usize) -> Vec<(PageId, PageId)> {
-        let parts = self.pieces.chunks(self.pieces.len().div_ceil(count_max).max(PART_PIECES_MIN));
+        let parts = self.pieces.chunks(self.pieces.len().div_ceil(count_max).max(1));
         parts.map(|pieces| (pieces[0].first, pieces[pieces.len() - 1].last)).collect()
     }
 
@@ -201,7 +199,7 @@ mod tests {
         let table = PageTable::from_parts((2..400).map(info), Arc::default(), 1, Epoch(1), Lsn(1));
         let arena = arena();
         let memories = Memories::reserve(&arena, &table).unwrap();
-        for (count_max, expected) in [(1, 1), (2, 2), (3, 3), (1000, 199_usize.div_ceil(PART_PIECES_MIN))] {
+        for (count_max, expected) in [(1, 1), (2, 2), (3, 3), (1000, 199)] {
             let parts = memories.parts(count_max);
             assert_eq!(parts.len(), expected);
             let pages = parts.into_iter().flat_map(|(first, last)| table.lens_between(first, last));

@@ -17,6 +17,8 @@ use crate::runs::Wanted;
 
 /// Threads that sort.
 const THREADS_MAX: usize = 8;
+/// Pages for which it is worth to have another one.
+const PAGES_MIN: usize = 8 << 10;
 
 /// What is to be sorted out.
 pub(super) struct Sorting<'a> {
@@ -73,7 +75,7 @@ impl Sorted {
 impl Sorting<'_> {
     /// Sorts out the pages of a table in whose memory they will lie.
     pub fn sort(&self, memories: &Memories<'_>) -> Sorted {
-        let threads = crew::threads(THREADS_MAX);
+        let threads = crew::threads(THREADS_MAX).min(self.table.lens().len().div_ceil(PAGES_MIN)).max(1);
         // One part for each: the images of many small ones would lie all over the heap, among what stays there.
         let parts = memories.parts(threads);
         let sort = |(): &mut (), index: usize| Ok::<_, Infallible>(self.sort_between(parts[index]));
