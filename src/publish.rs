@@ -155,42 +155,16 @@ fn is_at(mut at: usize, mut found: &[u8], pieces: &[&[u8]]) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use remanent_format::{Epoch, LogPoint, Lsn, PageId, PageInfo, Place, SnapshotId, StoreId};
-
     use super::*;
     use crate::disk::sim::{ENOSPC, Fault, Operation, SimDisk};
-    use crate::keeping::entry;
-
-    /// A base of so many pages, which are empty.
-    fn manifest(count: u64) -> Manifest {
-        let page = |page| {
-            let mut info = PageInfo::new(PageId(page), 0, Place::Host);
-            (info.epoch, info.lsn) = (Epoch(1), Lsn(1));
-            entry(&info, None)
-        };
-        Manifest {
-            kind: ManifestKind::Base,
-            store: StoreId([7; 16]),
-            snapshot: SnapshotId(1),
-            name: None,
-            created_unix_ms: 0,
-            redo: LogPoint { lsn: Lsn(1), ..LogPoint::default() },
-            end: Lsn(1),
-            next_page: count + 1,
-            epoch_high: Epoch(1),
-            next_file: 1,
-            tombstones: Vec::new(),
-            entries: (1..=count).map(page).collect(),
-            root: Arc::default(),
-        }
-    }
+    use crate::keeping::sample::of_empty_pages;
 
     #[test]
     fn a_manifest_of_many_pieces_is_on_disk_what_it_is_whole_and_no_byte_of_it_may_differ() {
         let file = FileName::Manifest(1);
         let at_once = ENTRIES_AT_ONCE as u64;
         for count in [0, 1, at_once, at_once + 1, 3 * at_once + 5] {
-            let (sim, manifest) = (SimDisk::new(), manifest(count));
+            let (sim, manifest) = (SimDisk::new(), of_empty_pages(count));
             let disk: Arc<dyn Disk> = Arc::new(sim.clone());
             disk.make_folder(file.folder()).unwrap();
             let crc = publish_manifest(&disk, &manifest, usize::MAX).unwrap();
@@ -219,7 +193,7 @@ mod tests {
             let disk: Arc<dyn Disk> = Arc::new(sim.clone());
             disk.make_folder(file.folder()).unwrap();
             sim.fail(Fault { operation, skip: 0, times: 1, errno: ENOSPC });
-            let error = publish_manifest(&disk, &manifest(1), usize::MAX).unwrap_err();
+            let error = publish_manifest(&disk, &of_empty_pages(1), usize::MAX).unwrap_err();
             assert!(matches!(error, Error::DiskFull { .. }), "{operation:?}: {error}");
             assert_eq!(sim.calls(Operation::Remove), removed, "{operation:?}");
             assert_eq!(disk.list(file.folder()).unwrap(), [""; 0], "{operation:?}");

@@ -128,11 +128,11 @@ mod tests {
     use std::sync::Arc;
 
     use remanent_format::image::Codec;
-    use remanent_format::manifest::{ManifestEntry, ManifestKind};
-    use remanent_format::{Epoch, LogPoint, PageInfo, Place, SnapshotId, StoreId};
+    use remanent_format::manifest::ManifestEntry;
+    use remanent_format::{Epoch, LogPoint, PageInfo, Place};
 
     use super::*;
-    use crate::keeping::entry;
+    use crate::keeping::{entry, sample};
 
     const PAGES: u64 = 1000;
     const REDO: Lsn = Lsn(500);
@@ -153,21 +153,8 @@ mod tests {
         // Some were caught behind the point at which replay begins.
         let named = |page| entry(&info(page, if page % 7 == 0 { 501 } else { 400 }), Some(image(page)));
         let entries: Vec<ManifestEntry> = (1..=PAGES).filter(|page| page % 11 != 0).map(named).collect();
-        Manifest {
-            kind: ManifestKind::Base,
-            store: StoreId([7; 16]),
-            snapshot: SnapshotId(1),
-            name: None,
-            created_unix_ms: 0,
-            redo: LogPoint { lsn: REDO, ..LogPoint::default() },
-            end: Lsn(600),
-            next_page: PAGES + 1,
-            epoch_high: Epoch(1),
-            next_file: 100,
-            tombstones: Vec::new(),
-            entries,
-            root: Arc::default(),
-        }
+        let redo = LogPoint { lsn: REDO, ..LogPoint::default() };
+        Manifest { redo, next_page: PAGES + 1, ..sample::base(entries) }
     }
 
     /// Of each kind some, everywhere: as in the snapshot, changed by a batch, from an image that a batch names, resized,
