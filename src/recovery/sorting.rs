@@ -3,6 +3,7 @@
 //!
 //! Looking changes nothing.
 
+use std::collections::BTreeMap;
 use std::convert::Infallible;
 
 use remanent_format::bases::{Base, Bases};
@@ -49,7 +50,7 @@ pub(super) struct Sorted {
     pub beside: Beside,
 }
 
-/// Images, those together whose pages were sorted out together.
+/// Images, some of one file together: in it they mostly lie in the order of their pages already.
 #[derive(Default)]
 pub(super) struct Images {
     /// Those that were proven past the cache when their snapshot was.
@@ -91,7 +92,7 @@ impl Sorting<'_> {
     fn sort_between(&self, (first, last): (PageId, PageId)) -> Sorted {
         let Self { table, bases, snapshot, is_verified, may_be_cold, from } = *self;
         let mut sorted = Sorted::default();
-        let (mut proven, mut unproven) = (Vec::new(), Vec::new());
+        let (mut proven, mut unproven) = (BTreeMap::<u64, Vec<Wanted>>::new(), BTreeMap::new());
         // Both the pages here and those of the snapshot ascend.
         let entries = snapshot.map_or(&[][..], |snapshot| &snapshot.entries);
         let mut named = entries[entries.partition_point(|entry| entry.page < first)..].iter().peekable();
@@ -112,13 +113,13 @@ impl Sorting<'_> {
                         continue;
                     }
                     let to_load = if is_proven { &mut proven } else { &mut unproven };
-                    to_load.push(Wanted { page, len: base.len, image });
+                    to_load.entry(image.file).or_default().push(Wanted { page, len: base.len, image });
                 }
                 None => sorted.zeros.push(page),
             }
         }
-        sorted.images.proven.push(proven);
-        sorted.images.unproven.push(unproven);
+        sorted.images.proven.extend(proven.into_values());
+        sorted.images.unproven.extend(unproven.into_values());
         sorted
     }
 }
