@@ -6,7 +6,7 @@ use super::reader::{SegmentReader, own_frames};
 use crate::defect::{Damage, Defect};
 use crate::frame::UncheckedFrame;
 use crate::ids::{Incarnation, LogPoint, StoreId};
-use crate::limits::{FRAME_ALIGN, GROUP_ALIGN};
+use crate::limits::GROUP_ALIGN;
 use crate::names::{FileName, Folder, ReadAt};
 use crate::segment::{Opening, SEGMENT_HEADER_BLOCK, SegmentHeader, SegmentHeaderRaw};
 
@@ -150,7 +150,7 @@ fn read_segment(source: &dyn ReadAt, store: StoreId, number: u64) -> Result<Segm
         .bytes(0, SegmentHeaderRaw::LEN)
         .and_then(|bytes| SegmentHeader::decode_at(bytes, store, number, file_len));
     // Nearly always the first one starts a group. Where it does not, its group's start is damaged.
-    let mut own = own_frames(&mut reader, store, number, SEGMENT_HEADER_BLOCK, FRAME_ALIGN);
+    let mut own = own_frames(&mut reader, store, number, SEGMENT_HEADER_BLOCK);
     let first = own.next();
     let starts_group = |frame: &UncheckedFrame| frame.unproven().offset.is_multiple_of(GROUP_ALIGN);
     let frames = first.into_iter().chain(own).find(starts_group).map(|frame| frame.unproven().incarnation);

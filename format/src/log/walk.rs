@@ -393,11 +393,11 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         let mut mark = self.mark;
         let held = self.map.segments.range(self.point.segment..).filter(|(_, segment)| !segment.is_blank);
         for (&number, _) in held {
-            let mut reader = SegmentReader::new(self.source, number);
+            let mut reader = SegmentReader::looking_into(self.source, number);
             let from = if number == self.point.segment { break_at } else { SEGMENT_HEADER_BLOCK };
             // Not only at the starts of groups: a frame that joined an open group may know a newer mark
             // than the one that started it.
-            for frame in own_frames(&mut reader, self.map.store, number, from, FRAME_ALIGN) {
+            for frame in own_frames(&mut reader, self.map.store, number, from) {
                 note(frame.unproven(), &mut mark);
             }
         }
