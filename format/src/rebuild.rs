@@ -17,7 +17,9 @@ use crate::ids::{Lsn, PageId, SnapshotId};
 use crate::image::{Codec, ImageRef};
 use crate::limits::CHAIN_LINKS_MAX;
 use crate::log::{Frame, LogEnd, LogMap, LogWalk};
-use crate::manifest::{CopyHealth, Manifest, ManifestEntry, ManifestKind, check_link, merge, merged_entries};
+use crate::manifest::{
+    CopyHealth, Manifest, ManifestEntry, ManifestHeaderRaw, ManifestKind, check_link, merge, merged_entries,
+};
 use crate::names::{FileName, Folder, ReadAt};
 use crate::op::{OpAt, decode_payload};
 use crate::replay::{Resolved, Resolver};
@@ -51,11 +53,13 @@ pub struct Survey {
     pub store: StoreFile,
     /// The log.
     pub log: LogMap,
-    /// The links of snapshots, one a file: the manifest with the health of its copies, or why it cannot be
-    /// read. A link may be there for the snapshots that follow it only. What a snapshot consists of,
-    /// [`Survey::snapshot`] says.
-    pub links: BTreeMap<SnapshotId, Result<(Arc<Manifest>, CopyHealth), Damage>>,
+    /// The links of snapshots. What a snapshot consists of, [`Survey::snapshot`] says.
+    pub links: Links,
 }
+
+/// The links of snapshots, one a file: the manifest with the health of its copies, or why it cannot be read. A link may be
+/// there for the snapshots that follow it only.
+pub type Links = BTreeMap<SnapshotId, Result<(Arc<Manifest>, CopyHealth), Damage>>;
 
 /// Reads a link of which both copies are good; gives its header checksum with it. `None` if anything is not as it should
 /// be.
@@ -112,18 +116,7 @@ impl Survey {
     /// # Errors
     /// [`Damage`] if STORE is missing or unreadable, or a folder cannot be listed.
     pub fn read(source: &dyn ReadAt) -> Result<Self, Damage> {
-        Self::read_by(source, &|_| None)
-    }
-
-    /// As [`Survey::read`], for who has a faster way to read links of which nothing is wrong. Where that gives none, the
-    /// ordinary one says what is.
-    ///
-    /// # Errors
-    /// As for [`Survey::read`].
-    pub fn read_by(source: &dyn ReadAt, faster: FasterLinks<'_>) -> Result<Self, Damage> {
-        let bytes = read_whole(source, FileName::Store)?;
-        let store = StoreFile::decode(&bytes).map_err(|defect| defect.at(FileName::Store, 0))?;
-        Self::read_as_by(source, store, faster)
+        Self::read_as(source, read_store(source)?)
     }
 
     /// Looks at every file but STORE, whose content is given: an inspector that guesses the store's id goes
@@ -132,27 +125,8 @@ impl Survey {
     /// # Errors
     /// [`Damage`] if a folder cannot be listed.
     pub fn read_as(source: &dyn ReadAt, store: StoreFile) -> Result<Self, Damage> {
-        Self::read_as_by(source, store, &|_| None)
-    }
-
-    fn read_as_by(source: &dyn ReadAt, store: StoreFile, faster: FasterLinks<'_>) -> Result<Self, Damage> {
         let log = LogMap::read(source, store.store)?;
-        let mut links = BTreeMap::new();
-        let names = source
-            .list(Folder::Snapshots)
-            .map_err(|error| Defect::Unreadable(error.to_string()).at(FileName::Manifest(0), 0))?;
-        for name in names {
-            if let Some(FileName::Manifest(number)) = FileName::parse(Folder::Snapshots, &name) {
-                let file = FileName::Manifest(number);
-                let read = match faster(file) {
-                    Some((link, crc)) => {
-                        check_file(&link, file, &store).map(|()| (link, CopyHealth::whole(crc)))
-                    }
-                    None => read_manifest(source, file, &store),
-                };
-                links.insert(SnapshotId(number), read.map(|(manifest, health)| (Arc::new(manifest), health)));
-            }
-        }
+        let links = read_links(source, &store, &|_| None)?;
         Ok(Self { store, log, links })
     }
 
@@ -482,6 +456,38 @@ pub fn read_image(source: &dyn ReadAt, image: &ImageRef, len: u64) -> Result<Vec
     image.decode(stored.into(), len).map(Cow::into_owned).map_err(at)
 }
 
+/// Reads STORE.
+///
+/// # Errors
+/// [`Damage`] if it is missing or unreadable.
+pub fn read_store(source: &dyn ReadAt) -> Result<StoreFile, Damage> {
+    let bytes = read_whole(source, FileName::Store)?;
+    StoreFile::decode(&bytes).map_err(|defect| defect.at(FileName::Store, 0))
+}
+
+/// Reads the links of all snapshots. For who has a faster way to read one of which nothing is wrong: where that gives
+/// none, the ordinary one says what is.
+///
+/// # Errors
+/// [`Damage`] if their folder cannot be listed.
+pub fn read_links(source: &dyn ReadAt, store: &StoreFile, faster: FasterLinks<'_>) -> Result<Links, Damage> {
+    let mut links = Links::new();
+    let names = source
+        .list(Folder::Snapshots)
+        .map_err(|error| Defect::Unreadable(error.to_string()).at(FileName::Manifest(0), 0))?;
+    for name in names {
+        if let Some(FileName::Manifest(number)) = FileName::parse(Folder::Snapshots, &name) {
+            let file = FileName::Manifest(number);
+            let read = match faster(file) {
+                Some((link, crc)) => check_file(&link, file, store).map(|()| (link, CopyHealth::whole(crc))),
+                None => read_manifest(source, file, store),
+            };
+            links.insert(SnapshotId(number), read.map(|(manifest, health)| (Arc::new(manifest), health)));
+        }
+    }
+    Ok(links)
+}
+
 /// Reads one link of a snapshot, or a table of the same form. A change alone is no state: [`Survey::snapshot`]
 /// follows the chain.
 ///
@@ -525,7 +531,9 @@ fn check_file(manifest: &Manifest, file: FileName, store: &StoreFile) -> Result<
 /// is held at a time. `None` if anything is not as it should be: then the whole file says what.
 fn read_copies(source: &dyn ReadAt, file: FileName) -> Option<(Manifest, CopyHealth)> {
     let len = source.len(file).ok()??;
-    let half = len.is_multiple_of(2).then_some(len / 2)?;
+    let mut header = [0; ManifestHeaderRaw::LEN];
+    source.read_at(file, 0, &mut header).ok()?;
+    let half = Manifest::copy_len(&header).filter(|half| len == 2 * half)?;
     let first = read_range(source, file, 0, half).ok()?;
     let (manifest, header_crc) = Manifest::decode_first(&first)?;
     for (piece, at) in first.chunks(CHECKED_AT_ONCE as usize).zip((half..).step_by(CHECKED_AT_ONCE as usize))

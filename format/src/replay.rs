@@ -200,8 +200,8 @@ fn table_of(manifest: &Manifest, threads: &impl Share) -> PageTable {
     let of = |entries: &[ManifestEntry]| {
         PageTable::from_parts(entries.iter().map(page_info), root.clone(), *next_page, *epoch_high, redo.lsn)
     };
-    let pieces: Vec<&[ManifestEntry]> = entries.chunks(threads.at_once()).collect();
-    let Ok(tables) = threads.share(pieces.len(), |piece| Ok::<_, Infallible>(of(pieces[piece])));
+    let pieces = entries.chunks(threads.at_once()).collect();
+    let Ok(tables) = threads.share(pieces, |entries| Ok::<_, Infallible>(of(entries)));
     tables.into_iter().reduce(PageTable::joined).unwrap_or_else(|| of(&[]))
 }
 

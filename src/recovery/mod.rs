@@ -51,12 +51,12 @@
 //!    and the next open does all of this again.
 //! 5. Recycle what was cut, remove what nothing names, report.
 
+mod survey;
 mod fork;
 mod found;
 mod frames;
 mod images;
 mod keeping;
-mod links;
 mod memory;
 mod load;
 mod opening;
@@ -258,7 +258,7 @@ impl Recovery<'_> {
         self.disk.sync_folder(Folder::Root)?;
 
         let source = DiskSource::noting(self.disk.clone());
-        let survey = Survey::read_by(&source, &|link| links::read(&source, link))?;
+        let survey = survey::read(&source)?;
         self.check_identity(&survey.store)?;
         if survey.log.newest().is_none() {
             let (number, defect) = match survey.log.segments().iter().next_back() {
@@ -381,7 +381,7 @@ impl Recovery<'_> {
         survey: &Survey,
         base: Option<&Arc<Manifest>>,
     ) -> Result<Resolution> {
-        let mut following = Following::new_by(survey, source, base, &links::Crew)?;
+        let mut following = Following::new_by(survey, source, base, &survey::Crew)?;
         let as_it_is = |run| run;
         let stopped = self.frames(source, survey).read(following.start(), None, as_it_is, |run| {
             for batch in &run.batches {

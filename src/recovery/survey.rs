@@ -1,13 +1,13 @@
-//! Floor 6. Reading a snapshot's links by several threads: with small pages, one that does it alone takes as long for that
-//! as for a fifth of loading them.
+//! Floor 6. Looking at every file, by several threads: with small pages, one that reads a snapshot's links alone takes as
+//! long for that as for a fifth of loading them, and the log needs nothing of them.
 //!
 //! Only links of which nothing is wrong are read so. What is wrong with the others, and what can be had of them, is for
-//! [`Survey::read_by`] to say.
-//!
-//! [`Survey::read_by`]: remanent_format::rebuild::Survey::read_by
+//! [`read_links`] to say.
 
-use remanent_format::manifest::{Manifest, Share};
-use remanent_format::{FileName, ReadAt};
+use remanent_format::log::LogMap;
+use remanent_format::manifest::{Manifest, ManifestHeaderRaw, Share};
+use remanent_format::rebuild::{Survey, read_links, read_store};
+use remanent_format::{Damage, FileName, ReadAt};
 use zerocopy::FromZeros;
 
 use crate::crew;
@@ -29,20 +29,43 @@ impl Share for Crew {
         ENTRIES_AT_ONCE
     }
 
-    fn share<T: Send, E: Send>(
+    fn share<P: Send, T: Send, E: Send>(
         &self,
-        count: usize,
-        work: impl Fn(usize) -> Result<T, E> + Sync,
+        pieces: Vec<P>,
+        work: impl Fn(P) -> Result<T, E> + Sync,
     ) -> Result<Vec<T>, E> {
-        crew::map(crew::threads(THREADS_MAX), count, || (), |(), piece| work(piece))
+        let pieces: Vec<Mutex<Option<P>>> = pieces.into_iter().map(|piece| Mutex::new(Some(piece))).collect();
+        let take = |index: usize| pieces[index].lock().take().expect("each is taken once");
+        crew::map(crew::threads(THREADS_MAX), pieces.len(), || (), |(), index| work(take(index)))
     }
+
+    fn both<A: Send, B>(&self, beside: impl FnOnce() -> A + Send, here: impl FnOnce() -> B) -> (A, B) {
+        crew::both(beside, here)
+    }
+}
+
+/// As [`Survey::read`] does on one thread.
+///
+/// # Errors
+/// As for [`Survey::read`].
+pub(super) fn read(source: &DiskSource) -> Result<Survey, Damage> {
+    let store = read_store(source)?;
+    let (log, links) = crew::both(
+        || LogMap::read(source, store.store),
+        || read_links(source, &store, &|link| read_link(source, link)),
+    );
+    Ok(Survey { log: log?, links: links?, store })
 }
 
 /// Reads a link whose two copies are alike; gives its header checksum with it. `None` if it is short, or anything is not
 /// as it should be.
-pub(super) fn read(source: &DiskSource, file: FileName) -> Option<(Manifest, u32)> {
-    let len = source.len(file).ok()??;
-    let half = usize::try_from(len / 2).ok().filter(|half| len.is_multiple_of(2) && *half > READ_LEN)?;
+fn read_link(source: &DiskSource, file: FileName) -> Option<(Manifest, u32)> {
+    let mut header = [0; ManifestHeaderRaw::LEN];
+    source.read_at(file, 0, &mut header).ok()?;
+    // A file's length alone makes nobody take memory (I9).
+    let copy_len = Manifest::copy_len(&header)?;
+    let is_whole = source.len(file).ok()?? == 2 * copy_len;
+    let half = usize::try_from(copy_len).ok().filter(|half| is_whole && *half > READ_LEN)?;
     // Zeros that nobody has touched: each thread is the first to touch its own.
     let mut copy = u8::new_vec_zeroed(half).ok()?;
     let pieces: Vec<Mutex<&mut [u8]>> = copy.chunks_mut(READ_LEN).map(Mutex::new).collect();
@@ -50,7 +73,7 @@ pub(super) fn read(source: &DiskSource, file: FileName) -> Option<(Manifest, u32
         let (mut first, at) = (pieces[piece].lock(), (piece * READ_LEN) as u64);
         source.read_at(file, at, &mut first).map_err(drop)?;
         let second = &mut second[..first.len()];
-        source.read_at(file, half as u64 + at, second).map_err(drop)?;
+        source.read_at(file, copy_len + at, second).map_err(drop)?;
         if **first == *second { Ok(()) } else { Err(()) }
     };
     crew::map(crew::threads(THREADS_MAX), pieces.len(), || vec![0; READ_LEN], read).ok()?;
@@ -62,15 +85,19 @@ pub(super) fn read(source: &DiskSource, file: FileName) -> Option<(Manifest, u32
 mod tests {
     use std::sync::Arc;
 
+    use remanent_format::limits::SEGMENT_LEN_MIN;
     use remanent_format::manifest::{ManifestEntry, ManifestKind};
+    use remanent_format::segment::{SegmentHeader, SegmentHeaderRaw};
+    use remanent_format::store::{StoreFile, StoreRecord};
     use remanent_format::{Epoch, Folder, LogPoint, Lsn, PageId, PageInfo, Place, SnapshotId, StoreId};
 
     use super::*;
     use crate::disk::Disk;
-    use crate::disk::sim::SimDisk;
+    use crate::disk::sim::{Operation, SimDisk};
     use crate::keeping::entry;
 
     const FILE: FileName = FileName::Manifest(1);
+    const STORE: StoreId = StoreId([7; 16]);
 
     /// Empty pages, more than are read or decoded at once.
     fn manifest() -> Manifest {
@@ -82,7 +109,7 @@ mod tests {
         let count = 4 * ENTRIES_AT_ONCE as u64 + 7;
         Manifest {
             kind: ManifestKind::Base,
-            store: StoreId([7; 16]),
+            store: STORE,
             snapshot: SnapshotId(1),
             name: None,
             created_unix_ms: 0,
@@ -97,11 +124,15 @@ mod tests {
         }
     }
 
-    fn read_from(bytes: &[u8]) -> Option<(Manifest, u32)> {
+    fn disk_with(bytes: &[u8]) -> SimDisk {
         let disk = SimDisk::new();
         disk.make_folder(Folder::Snapshots).unwrap();
         disk.create(FILE).and_then(|file| file.write_at(0, bytes)).unwrap();
-        read(&DiskSource::new(Arc::new(disk)), FILE)
+        disk
+    }
+
+    fn read_from(bytes: &[u8]) -> Option<(Manifest, u32)> {
+        read_link(&DiskSource::new(Arc::new(disk_with(bytes))), FILE)
     }
 
     #[test]
@@ -123,6 +154,51 @@ mod tests {
         for wrong in [&whole[..whole.len() - 1], &whole[..half], &[&whole[..], &[0; 8192]].concat()] {
             assert_eq!(read_from(wrong), None, "{} bytes", wrong.len());
         }
-        assert_eq!(read(&DiskSource::new(Arc::new(SimDisk::new())), FILE), None, "no such file");
+        assert_eq!(read_link(&DiskSource::new(Arc::new(SimDisk::new())), FILE), None, "no such file");
+    }
+
+    #[test]
+    fn of_a_file_that_is_not_as_long_as_its_header_says_no_more_is_read() {
+        let whole = manifest().encode().unwrap();
+        let mut nameless = whole.clone();
+        nameless[0] ^= 1;
+        for wrong in [&[&whole[..], &[0; 8192]].concat()[..], &whole[..whole.len() - 8192], &nameless[..]] {
+            let disk = disk_with(wrong);
+            assert_eq!(read_link(&DiskSource::new(Arc::new(disk.clone())), FILE), None);
+            assert_eq!(disk.calls(Operation::Read), 1, "{} bytes", wrong.len());
+        }
+    }
+
+    /// What is found is what one thread finds: with a long link and a short one, with a damaged one of each, a segment
+    /// and one that is none; and of a folder that cannot be listed it says the same.
+    #[test]
+    fn several_threads_find_what_one_does() {
+        let disk = disk_with(&manifest().encode().unwrap());
+        let store = StoreFile { store: STORE, features: Default::default(), record: StoreRecord::default() };
+        Folder::INNER.into_iter().for_each(|folder| disk.make_folder(folder).unwrap());
+        let put = |file, bytes: &[u8]| disk.create(file).and_then(|open| open.write_at(0, bytes)).unwrap();
+        let both = || {
+            let source = DiskSource::new(Arc::new(disk.clone()));
+            (format!("{:?}", read(&source)), format!("{:?}", Survey::read(&source)))
+        };
+        let (without, expected) = both();
+        assert!(without == expected && without.contains("Missing"), "no STORE: {without}");
+
+        put(FileName::Store, &store.encode().unwrap());
+        let short = Manifest { entries: Vec::new(), snapshot: SnapshotId(2), ..manifest() };
+        put(FileName::Manifest(2), &short.encode().unwrap());
+        let [mut long, mut short] = [manifest(), short].map(|link| link.encode().unwrap());
+        [&mut long, &mut short].into_iter().for_each(|bytes| bytes[260] ^= 1);
+        put(FileName::Manifest(3), &long);
+        put(FileName::Manifest(4), &short);
+        let header = SegmentHeader { store: STORE, segment: 1, segment_len: SEGMENT_LEN_MIN, opening: None };
+        let mut segment = vec![0; SEGMENT_LEN_MIN as usize];
+        segment[..SegmentHeaderRaw::LEN].copy_from_slice(&header.encode());
+        put(FileName::Segment(1), &segment);
+        put(FileName::Segment(2), &[7; 100]);
+        let (by_threads, by_one) = both();
+        // Not one message of two long texts.
+        assert!(by_threads == by_one && by_one.starts_with("Ok"), "{}", by_one.len());
+        assert!(by_one.contains("is_blank: true") && by_one.contains("manifest's number"));
     }
 }

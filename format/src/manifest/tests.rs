@@ -139,13 +139,18 @@ impl Share for Pieces {
         self.0
     }
 
-    fn share<T: Send, E: Send>(
+    fn share<P: Send, T: Send, E: Send>(
         &self,
-        count: usize,
-        work: impl Fn(usize) -> Result<T, E> + Sync,
+        pieces: Vec<P>,
+        work: impl Fn(P) -> Result<T, E> + Sync,
     ) -> Result<Vec<T>, E> {
-        let backwards: Result<Vec<T>, E> = (0..count).rev().map(work).collect();
+        let backwards: Result<Vec<T>, E> = pieces.into_iter().rev().map(work).collect();
         backwards.map(|results| results.into_iter().rev().collect())
+    }
+
+    fn both<A: Send, B>(&self, beside: impl FnOnce() -> A + Send, here: impl FnOnce() -> B) -> (A, B) {
+        let here = here();
+        (beside(), here)
     }
 }
 
