@@ -188,7 +188,7 @@ mod tests {
                 let between = expected.range(first..=last).map(|(page, base)| (*page, *base));
                 assert!(bases.range(first, last).eq(between), "{first} to {last}");
             }
-            let wanted = |page: PageId| page.0 % 5 == 0;
+            let wanted = |page: PageId| page.0.is_multiple_of(5);
             bases.retain(wanted);
             expected.retain(|page, _| wanted(*page));
             assert!(bases.iter().eq(expected.clone()));

@@ -3,6 +3,8 @@
 mod newest;
 mod known;
 mod sorting;
+#[cfg(test)]
+pub(crate) mod sample;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -137,48 +139,4 @@ pub(crate) fn entry(info: &PageInfo, image: Option<ImageRef>) -> ManifestEntry {
 /// The time, for people: nothing depends on it.
 pub(crate) fn unix_ms() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64)
-}
-
-/// Manifests for tests.
-#[cfg(test)]
-pub(crate) mod sample {
-    use remanent_format::manifest::ManifestKind;
-    use remanent_format::{Epoch, PageId, Place, StoreId};
-
-    use super::*;
-
-    /// A base that names these pages, caught at one moment.
-    pub(crate) fn base(entries: Vec<ManifestEntry>) -> Manifest {
-        let end = entries.iter().map(|entry| entry.lsn).max().unwrap_or(Lsn(1));
-        Manifest {
-            kind: ManifestKind::Base,
-            store: StoreId([7; 16]),
-            snapshot: SnapshotId(1),
-            name: None,
-            created_unix_ms: 0,
-            redo: LogPoint { lsn: end, ..LogPoint::default() },
-            end,
-            next_page: entries.last().map_or(1, |entry| entry.page.0 + 1),
-            epoch_high: entries.iter().map(|entry| entry.epoch).max().unwrap_or(Epoch(1)),
-            next_file: entries
-                .iter()
-                .filter_map(|entry| entry.image)
-                .map(|image| image.file + 1)
-                .max()
-                .unwrap_or(1),
-            tombstones: Vec::new(),
-            entries,
-            root: Arc::default(),
-        }
-    }
-
-    /// One of so many pages, which are empty.
-    pub(crate) fn of_empty_pages(count: u64) -> Manifest {
-        let page = |page| {
-            let mut info = PageInfo::new(PageId(page), 0, Place::Host);
-            (info.epoch, info.lsn) = (Epoch(1), Lsn(1));
-            entry(&info, None)
-        };
-        base((1..=count).map(page).collect())
-    }
 }

@@ -192,7 +192,8 @@ mod tests {
             };
             let told = |sorted: Sorted| {
                 let Sorted { images, zeros, resized, late, beside } = sorted;
-                let wanted = |images: Vec<Vec<Wanted>>| -> Vec<_> {
+                // Within a part they come by files.
+                let wanted = |images: Vec<Vec<Wanted>>| -> BTreeMap<_, _> {
                     images.into_iter().flatten().map(|wanted| (wanted.page, wanted.image)).collect()
                 };
                 let images = (wanted(images.proven), wanted(images.unproven), images.cold);

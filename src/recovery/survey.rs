@@ -86,42 +86,21 @@ mod tests {
     use std::sync::Arc;
 
     use remanent_format::limits::SEGMENT_LEN_MIN;
-    use remanent_format::manifest::{ManifestEntry, ManifestKind};
     use remanent_format::segment::{SegmentHeader, SegmentHeaderRaw};
     use remanent_format::store::{StoreFile, StoreRecord};
-    use remanent_format::{Epoch, Folder, LogPoint, Lsn, PageId, PageInfo, Place, SnapshotId, StoreId};
+    use remanent_format::{Folder, SnapshotId, StoreId};
 
     use super::*;
     use crate::disk::Disk;
     use crate::disk::sim::{Operation, SimDisk};
-    use crate::keeping::entry;
+    use crate::keeping::sample::of_empty_pages;
 
     const FILE: FileName = FileName::Manifest(1);
     const STORE: StoreId = StoreId([7; 16]);
 
-    /// Empty pages, more than are read or decoded at once.
+    /// More pages than are read or decoded at once.
     fn manifest() -> Manifest {
-        let page = |page| -> ManifestEntry {
-            let mut info = PageInfo::new(PageId(page), 0, Place::Host);
-            (info.epoch, info.lsn) = (Epoch(1), Lsn(1));
-            entry(&info, None)
-        };
-        let count = 4 * ENTRIES_AT_ONCE as u64 + 7;
-        Manifest {
-            kind: ManifestKind::Base,
-            store: STORE,
-            snapshot: SnapshotId(1),
-            name: None,
-            created_unix_ms: 0,
-            redo: LogPoint { lsn: Lsn(1), ..LogPoint::default() },
-            end: Lsn(1),
-            next_page: count + 1,
-            epoch_high: Epoch(1),
-            next_file: 1,
-            tombstones: Vec::new(),
-            entries: (1..=count).map(page).collect(),
-            root: Arc::default(),
-        }
+        of_empty_pages(4 * ENTRIES_AT_ONCE as u64 + 7)
     }
 
     fn disk_with(bytes: &[u8]) -> SimDisk {
