@@ -21,7 +21,7 @@ pub struct Base {
     pub resized: bool,
 }
 
-/// What each page of a state is made from.
+/// What each page of a state is made from. The manifest that says so stays in memory as long as this does.
 #[derive(Clone, Debug, Default)]
 pub struct Bases {
     named: Option<Named>,

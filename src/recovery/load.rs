@@ -11,7 +11,6 @@ use remanent_format::image::{Codec, ImageRef};
 use remanent_format::manifest::Manifest;
 use remanent_format::op::decode_payload;
 use remanent_format::rebuild::{Resolution, Survey, load_base};
-use remanent_format::replay::Resolved;
 use remanent_format::{Defect, FileName, LogPoint, Lsn, PageId, PageTable};
 
 use super::frames::Run;
@@ -82,9 +81,11 @@ pub(super) fn load<'a, 's>(
     source: &DiskSource,
     survey: &'s Survey,
     base: Option<&Manifest>,
-    resolution: &Resolution,
+    resolution: &mut Resolution,
 ) -> Result<(Loaded<'a>, Found<'s>)> {
-    let Resolved { table, bases } = &resolution.resolved;
+    let bases = std::mem::take(&mut resolution.resolved.bases);
+    let resolution = &*resolution;
+    let table = &resolution.resolved.table;
     // I10: what the final table takes, before anything is allocated.
     let memories = Memories::reserve(recovery.arena, table)?;
     let mut loader = Loader {
@@ -105,13 +106,14 @@ pub(super) fn load<'a, 's>(
     };
     let sorting = Sorting {
         table,
-        bases,
+        bases: &bases,
         snapshot: base,
         is_verified: base.is_some_and(|base| is_verified(survey, base, resolution)),
         may_be_cold: recovery.options.restore == Restore::OnDemand,
         from: from.lsn,
     };
     let Sorted { images, zeros, resized, late, beside } = sorting.sort(&memories);
+    drop(bases);
     let late = Late::of(late);
     // Sealed bytes are proven past the cache (I6): images, and frames up to the last mark, as far as following
     // them has not taken them from the medium.
@@ -299,6 +301,7 @@ impl Loader<'_> {
                 None => Some((page, memory)),
             })
             .collect();
+        assert!(cold.next().is_none(), "allocated for each page");
     }
 
     /// Queues the upload of a page.

@@ -48,14 +48,13 @@ impl<'a> Memories<'a> {
     /// # Errors
     /// `OverBudget`; a device error.
     pub fn reserve(arena: &'a Arena, table: &'a PageTable) -> Result<Self> {
-        // Of neighbours that live in one place.
         let mut sums: Vec<(Place, u64)> = Vec::new();
         let mut pieces: Vec<Piece> = Vec::new();
         let mut bytes = 0;
         for (page, place, len) in table.lens() {
-            match sums.last_mut() {
-                Some((last, sum)) if *last == place => *sum = sum.saturating_add(len),
-                _ => sums.push((place, len)),
+            match sums.iter_mut().find(|(of, _)| *of == place) {
+                Some((_, sum)) => *sum = sum.saturating_add(len),
+                None => sums.push((place, len)),
             }
             match pieces.last_mut() {
                 Some(piece) if bytes < PIECE_BYTES && page.0 / ROW == piece.first.0 / ROW => {
@@ -90,7 +89,7 @@ impl<'a> Memories<'a> {
         }
     }
 
-    /// The pages in up to so many parts: the first and the last one of each.
+    /// The pages in up to so many parts, at least one: the first and the last one of each.
     pub fn parts(&self, count_max: usize) -> Vec<(PageId, PageId)> {
         let parts = self.pieces.chunks(self.pieces.len().div_ceil(count_max).max(1));
         parts.map(|pieces| (pieces[0].first, pieces[pieces.len() - 1].last)).collect()

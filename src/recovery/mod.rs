@@ -357,8 +357,8 @@ impl Recovery<'_> {
         let mut passed_over: Vec<Damage> = Vec::new();
         for candidate in survey.candidates() {
             let loaded = candidate.map_err(Error::from).and_then(|base| {
-                let resolution = self.resolve(source, survey, base.as_ref())?;
-                let (loaded, found) = load(self, source, survey, base.as_deref(), &resolution)?;
+                let mut resolution = self.resolve(source, survey, base.as_ref())?;
+                let (loaded, found) = load(self, source, survey, base.as_deref(), &mut resolution)?;
                 Ok(Best { resolution, loaded, found, harmless: Vec::new() })
             });
             match loaded {

@@ -205,6 +205,11 @@ mod tests {
             assert!(!unproven.is_empty() && !late.is_empty() && *beside != Beside::default());
             let count = proven.len() + unproven.len() + cold.len() + zeros.len() + resized.len();
             assert_eq!(count, table.pages().len());
+            let of = |wanted: fn(u64) -> bool| (1..=PAGES).filter(move |page| wanted(*page)).map(PageId);
+            assert!(zeros.iter().copied().eq(of(|page| page % 11 == 0)));
+            assert!(resized.iter().map(|(page, _)| *page).eq(of(|page| page % 11 != 0 && page % 13 == 2)));
+            let is_late = |(page, base): (PageId, Base)| (base.lsn > REDO).then_some((page, base.lsn));
+            assert!(late.iter().copied().eq(bases.iter().filter_map(is_late)));
             for part_len in [1, 250, 333] {
                 let mut sorted = Sorted::default();
                 for first in (1..=PAGES).step_by(part_len as usize) {

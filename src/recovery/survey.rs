@@ -62,7 +62,7 @@ pub(super) fn read(source: &DiskSource) -> Result<Survey, Damage> {
 fn read_link(source: &DiskSource, file: FileName) -> Option<(Manifest, u32)> {
     let mut header = [0; ManifestHeaderRaw::LEN];
     source.read_at(file, 0, &mut header).ok()?;
-    // A file's length alone makes nobody take memory (I9).
+    // A file's length alone makes nobody take memory here (I9).
     let copy_len = Manifest::copy_len(&header)?;
     let is_whole = source.len(file).ok()?? == 2 * copy_len;
     let half = usize::try_from(copy_len).ok().filter(|half| is_whole && *half > READ_LEN)?;
@@ -148,8 +148,8 @@ mod tests {
         }
     }
 
-    /// What is found is what one thread finds: with a long link and a short one, with a damaged one of each, a segment
-    /// and one that is none; and of a folder that cannot be listed it says the same.
+    /// What is found is what one thread finds: without STORE; with a long link and a short one, a damaged one of each, one
+    /// under another's name, a segment and one that is none.
     #[test]
     fn several_threads_find_what_one_does() {
         let disk = disk_with(&manifest().encode().unwrap());
@@ -166,10 +166,12 @@ mod tests {
         put(FileName::Store, &store.encode().unwrap());
         let short = Manifest { entries: Vec::new(), snapshot: SnapshotId(2), ..manifest() };
         put(FileName::Manifest(2), &short.encode().unwrap());
-        let [mut long, mut short] = [manifest(), short].map(|link| link.encode().unwrap());
-        [&mut long, &mut short].into_iter().for_each(|bytes| bytes[260] ^= 1);
-        put(FileName::Manifest(3), &long);
-        put(FileName::Manifest(4), &short);
+        put(FileName::Manifest(3), &short.encode().unwrap());
+        for (number, link) in [(4, manifest()), (5, short)] {
+            let mut bytes = Manifest { snapshot: SnapshotId(number), ..link }.encode().unwrap();
+            bytes[260] ^= 1;
+            put(FileName::Manifest(number), &bytes);
+        }
         let header = SegmentHeader { store: STORE, segment: 1, segment_len: SEGMENT_LEN_MIN, opening: None };
         let mut segment = vec![0; SEGMENT_LEN_MIN as usize];
         segment[..SegmentHeaderRaw::LEN].copy_from_slice(&header.encode());
@@ -179,5 +181,6 @@ mod tests {
         // Not one message of two long texts.
         assert!(by_threads == by_one && by_one.starts_with("Ok"), "{}", by_one.len());
         assert!(by_one.contains("is_blank: true") && by_one.contains("manifest's number"));
+        assert_eq!(by_one.matches("manifest body").count(), 2);
     }
 }

@@ -288,7 +288,9 @@ mod tests {
             chain_prev: 0,
         };
         let ends = [SEGMENT_HEADER_BLOCK, FIRST_LOOK, FIRST_LOOK + NEXT_LOOK, len];
-        let around = |end: u64| (end.saturating_sub(2048)..len.min(end + 2048)).step_by(FRAME_ALIGN as usize);
+        let around = |end: u64| {
+            (end.saturating_sub(2048)..len.min(end + 2048)).step_by(FRAME_ALIGN as usize * crate::CASES_STEP)
+        };
         for at in ends.into_iter().flat_map(around) {
             let mut file = OneFile(vec![0; len as usize]);
             let bytes = header(at).encode().0;

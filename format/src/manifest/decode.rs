@@ -18,7 +18,7 @@ use crate::value::{Metadata, SharedMetadata, decode_metadata};
 
 /// How the work on many entries is shared out: who has threads brings them.
 pub trait Share {
-    /// Entries of one piece of work.
+    /// Entries of one piece of work, at least one.
     fn at_once(&self) -> usize;
 
     /// Does `work` with each piece, several at once, and returns what it gave in the order of the pieces.
@@ -123,17 +123,7 @@ impl Manifest {
         check_zeros("reserved manifest bytes", &raw.reserved_2)?;
         check_limit("manifest body length", raw.body_len, MANIFEST_BODY_LEN_MAX)?;
         let body = slice(copy, ManifestHeaderRaw::LEN, raw.body_len as usize)?;
-        let kind = match raw.kind {
-            KIND_BASE => ManifestKind::Base,
-            KIND_CHANGE => ManifestKind::Change { previous: raw.previous, previous_crc: raw.previous_crc },
-            KIND_TABLE => ManifestKind::Table,
-            other => return Err(Defect::Field { what: "manifest kind", found: other.into() }),
-        };
-        if raw.kind != KIND_CHANGE {
-            check_zero("previous link of a manifest that follows none", raw.previous.0)?;
-            check_zero("previous checksum of a manifest that follows none", raw.previous_crc.into())?;
-        }
-        let (entries, tombstones, root) = decode_body(&raw, body, threads)?;
+        let (kind, entries, tombstones, root) = decode_body(&raw, body, threads)?;
         let manifest = Self {
             kind,
             store: raw.store,
@@ -251,23 +241,39 @@ fn decode_key(bytes: &[u8]) -> Result<Key, Defect> {
     })
 }
 
-type Body = (Vec<ManifestEntry>, Vec<Tombstone>, Metadata);
+fn decode_kind(raw: &ManifestHeaderRaw) -> Result<ManifestKind, Defect> {
+    let kind = match raw.kind {
+        KIND_BASE => ManifestKind::Base,
+        KIND_CHANGE => ManifestKind::Change { previous: raw.previous, previous_crc: raw.previous_crc },
+        KIND_TABLE => ManifestKind::Table,
+        other => return Err(Defect::Field { what: "manifest kind", found: other.into() }),
+    };
+    if raw.kind != KIND_CHANGE {
+        check_zero("previous link of a manifest that follows none", raw.previous.0)?;
+        check_zero("previous checksum of a manifest that follows none", raw.previous_crc.into())?;
+    }
+    Ok(kind)
+}
+
+type Body = (ManifestKind, Vec<ManifestEntry>, Vec<Tombstone>, Metadata);
 
 fn decode_body(raw: &ManifestHeaderRaw, body: &[u8], threads: &impl Share) -> Result<Body, Defect> {
     // Each takes its fixed part at least, so no count can make us reserve more than there is.
     let fits = |len: usize| (body.len() / len) as u64;
-    check_limit("entry count", raw.entry_count, fits(ManifestEntryRaw::LEN))?;
-    check_limit("tombstone count", raw.tombstone_count, fits(TombstoneRaw::LEN))?;
     // Memory for the entries takes longer to come by than to prove the body and to find the entries in it. So that is done
     // beside, and each entry is put where it stays: to gather them from elsewhere took a fifth of reading a link.
-    let (count, at_once) = (raw.entry_count as usize, threads.at_once());
-    let proven_starts = || {
+    let at_once = threads.at_once();
+    let proven = || {
         check_crc("manifest body", raw.body_crc, body)?;
-        starts(body, count, at_once)
+        let kind = decode_kind(raw)?;
+        check_limit("entry count", raw.entry_count, fits(ManifestEntryRaw::LEN))?;
+        check_limit("tombstone count", raw.tombstone_count, fits(TombstoneRaw::LEN))?;
+        Ok((kind, starts(body, raw.entry_count as usize, at_once)?))
     };
-    let blank = || std::iter::repeat_with(ManifestEntry::blank).take(count).collect();
-    let (starts, mut entries): (_, Vec<ManifestEntry>) = threads.both(proven_starts, blank);
-    let pieces = entries.chunks_mut(at_once).zip(starts?).collect();
+    let (proven, blank) =
+        threads.both(proven, || blank_entries(raw.entry_count.min(fits(ManifestEntryRaw::LEN))));
+    let ((kind, starts), mut entries) = (proven?, blank?);
+    let pieces = entries.chunks_mut(at_once).zip(starts).collect();
     let ends = threads.share(pieces, |(entries, start)| decode_entries(body, start, entries))?;
     let mut at = ends.last().copied().unwrap_or_default();
     let mut tombstones = Vec::with_capacity(raw.tombstone_count as usize);
@@ -278,7 +284,16 @@ fn decode_body(raw: &ManifestHeaderRaw, body: &[u8], threads: &impl Share) -> Re
     }
     let (root, used) = decode_metadata(&body[at..], ROOT_LEN_MAX)?;
     check_equal("manifest body length", body.len() as u64, (at + used) as u64)?;
-    Ok((entries, tombstones, root))
+    Ok((kind, entries, tombstones, root))
+}
+
+/// Memory for so many entries.
+fn blank_entries(count: u64) -> Result<Vec<ManifestEntry>, Defect> {
+    let needed = count * size_of::<ManifestEntry>() as u64;
+    let mut entries = Vec::new();
+    entries.try_reserve_exact(count as usize).map_err(|_| Defect::Memory { needed })?;
+    entries.resize_with(count as usize, ManifestEntry::blank);
+    Ok(entries)
 }
 
 /// Reads so many entries, the first of which starts at `at`, and says where what follows them starts.

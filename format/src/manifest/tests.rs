@@ -4,6 +4,7 @@ use super::*;
 use crate::ids::Incarnation;
 use crate::image::Codec;
 use crate::limits::{CHAIN_LINKS_MAX, DEVICE_ORDINAL_MAX};
+use crate::replay::Resolver;
 use crate::value::Value;
 
 /// Length of the sample's root envelope, the end of its body.
@@ -403,4 +404,24 @@ fn manifests_that_contradict_themselves_are_not_written() {
             "{why}"
         );
     }
+}
+
+/// However the entries are shared out, the page table is the same: where pieces meet in a row of ids, too.
+#[test]
+fn a_table_that_is_put_together_from_pieces_is_the_same() {
+    let entries = (1..=700).map(|page| ManifestEntry { epoch: Epoch(page % 7), ..entry(3 * page, page) });
+    let entries: Vec<ManifestEntry> = entries.collect();
+    let redo = LogPoint { lsn: Lsn(9), ..sample().redo };
+    for (next_page, epoch_high) in [(1, Epoch(0)), (9000, Epoch(99))] {
+        let entries = entries.clone();
+        let whole = Arc::new(Manifest { redo, next_page, epoch_high, entries, ..sample() });
+        let expected = Resolver::from_manifest(&whole).finish().unwrap().table;
+        assert_eq!(expected.pages().len(), 700);
+        for at_once in [1, 2, 85, 86, 255, 256, 257, 699, 700, 701] {
+            let joined = Resolver::from_manifest_by(&whole, &Pieces(at_once)).finish().unwrap().table;
+            assert_eq!(joined, expected, "{at_once}");
+        }
+    }
+    let none = Arc::new(Manifest { redo, entries: Vec::new(), ..sample() });
+    assert_eq!(Resolver::from_manifest_by(&none, &Pieces(2)).finish().unwrap().table.next_page(), 10);
 }

@@ -22,7 +22,8 @@ const OPERATIONS: [Operation; 11] = [
 ];
 
 /// Runs `case` with the first, the second, … operation of each kind failing, once and for good, until
-/// there are no more of them. `case` says whether the fault struck.
+/// there are no more of them. `case` says whether the fault struck. (An open reads by several threads, so which read is the
+/// fifth is not the same each time.)
 fn at_every_operation(operations: &[Operation], case: impl Fn(Fault) -> bool + Send + Sync + Copy + 'static) {
     for &operation in operations {
         for times in [1, usize::MAX] {
