@@ -66,6 +66,18 @@ pub(crate) fn map<W, T: Send, E: Send>(
     Ok(done.into_iter().map(|(_, result)| result).collect())
 }
 
+/// As [`map`], with each of these pieces for good, which may be mutable borrows.
+pub(crate) fn share<P: Send, T: Send, E: Send>(
+    threads: usize,
+    pieces: impl IntoIterator<Item = P>,
+    work: impl Fn(P) -> Result<T, E> + Sync,
+) -> Result<Vec<T>, E> {
+    let pieces: Vec<Mutex<Option<P>>> = pieces.into_iter().map(|piece| Mutex::new(Some(piece))).collect();
+    let take = |index: usize| pieces[index].lock().unwrap_or_else(PoisonError::into_inner).take();
+    let each = |(): &mut (), index: usize| work(take(index).expect("each is taken once"));
+    map(threads, pieces.len(), || (), each)
+}
+
 /// Does two things at once, the first on a thread of its own. Where two threads cannot run at once, or the thread cannot
 /// be started, the first is done behind the second.
 pub(crate) fn both<A: Send, B>(beside: impl FnOnce() -> A + Send, here: impl FnOnce() -> B) -> (A, B) {

@@ -76,12 +76,9 @@ impl ImageLoader<'_> {
     /// # Errors
     /// [`Error::Damaged`]; a device error, after which lists that name the memory may still be under way.
     pub fn load<'i>(&self, images: impl Iterator<Item = &'i mut [Wanted]>, threads: usize) -> Result<()> {
-        let images: Vec<Mutex<&mut [Wanted]>> = images.map(Mutex::new).collect();
-        let into_work = |(): &mut (), index: usize| {
-            let images = std::mem::take(&mut *images[index].lock());
-            Ok::<_, Infallible>(runs(images).flat_map(split).collect::<Vec<_>>())
-        };
-        let Ok(work) = crew::map(threads, images.len(), || (), into_work);
+        let into_work =
+            |images: &'i mut [Wanted]| Ok::<_, Infallible>(runs(images).flat_map(split).collect::<Vec<_>>());
+        let Ok(work) = crew::share(threads, images, into_work);
         let mut work: Vec<Work<'_>> = work.into_iter().flatten().collect();
         // As memory is allocated, which goes on meanwhile. The parts of an image stay together.
         work.sort_by_key(Work::first_page);

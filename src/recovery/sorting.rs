@@ -78,9 +78,8 @@ impl Sorting<'_> {
     pub fn sort(&self, memories: &Memories<'_>) -> Sorted {
         let threads = crew::threads(THREADS_MAX).min(self.table.lens().len().div_ceil(PAGES_MIN)).max(1);
         // One part for each: the images of many small ones would lie all over the heap, among what stays there.
-        let parts = memories.parts(threads);
-        let sort = |(): &mut (), index: usize| Ok::<_, Infallible>(self.sort_between(parts[index]));
-        let Ok(parts) = crew::map(threads, parts.len(), || (), sort);
+        let sort = |part| Ok::<_, Infallible>(self.sort_between(part));
+        let Ok(parts) = crew::share(threads, memories.parts(threads), sort);
         let mut sorted = Sorted::default();
         parts.into_iter().for_each(|part| sorted.extend(part));
         sorted

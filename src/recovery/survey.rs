@@ -34,9 +34,7 @@ impl Share for Crew {
         pieces: Vec<P>,
         work: impl Fn(P) -> Result<T, E> + Sync,
     ) -> Result<Vec<T>, E> {
-        let pieces: Vec<Mutex<Option<P>>> = pieces.into_iter().map(|piece| Mutex::new(Some(piece))).collect();
-        let take = |index: usize| pieces[index].lock().take().expect("each is taken once");
-        crew::map(crew::threads(THREADS_MAX), pieces.len(), || (), |(), index| work(take(index)))
+        crew::share(crew::threads(THREADS_MAX), pieces, work)
     }
 
     fn both<A: Send, B>(&self, beside: impl FnOnce() -> A + Send, here: impl FnOnce() -> B) -> (A, B) {
