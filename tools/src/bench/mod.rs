@@ -23,6 +23,7 @@ mod replay;
 mod create;
 mod growth;
 mod follow;
+mod steady;
 
 use std::path::PathBuf;
 
@@ -64,6 +65,7 @@ enum What {
     Create(create::Create),
     Growth(growth::Growth),
     Follow(follow::Follow),
+    Steady(steady::Steady),
     Ceilings(ceilings::Ceilings),
     #[command(hide = true)]
     Open(opener::Opener),
@@ -113,6 +115,7 @@ impl Bench {
             What::Create(what) => run(what, out),
             What::Growth(what) => run(what, out),
             What::Follow(what) => run(what, out),
+            What::Steady(what) => run(what, out),
             What::Ceilings(what) => run(what, out),
             What::Open(what) => what.run(out),
         }

@@ -181,10 +181,12 @@ fn courses(group: &Group, unit: Unit) -> String {
     let x =
         Axis { label: "time", scale: Scale::linear(all().map(|(time, _)| *time)), show: Box::new(show_time) };
     let values = all().map(|(_, value)| *value);
-    let (heading, label, scale) = if unit.is_rate() {
-        ("Throughput over time, all rounds in a row", "throughput", Scale::linear(values))
-    } else {
-        ("Latency over time: the longest of each step", "latency", Scale::log(values))
+    let (heading, label, scale) = match unit {
+        Unit::Bytes => ("Bytes over time, all rounds in a row", "bytes", Scale::linear(values)),
+        _ if unit.is_rate() => {
+            ("Throughput over time, all rounds in a row", "throughput", Scale::linear(values))
+        }
+        _ => ("Latency over time: the longest of each step", "latency", Scale::log(values)),
     };
     let y = Axis { label, scale, show: Box::new(move |value| show_tick(unit, value)) };
     let svg = chart::lines(&x, &y, &lines, &marks);

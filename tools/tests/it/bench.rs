@@ -20,11 +20,12 @@ const SMALL: &[(&str, &[&str])] = &[
     ("create", &["--bytes", "2MiB", "--batch", "1MiB", "--page-len", "256KiB"]),
     ("growth", &["--pages", "200,300", "--commits", "20"]),
     ("follow", &["--batches", "20", "--idle", "0.01"]),
+    ("steady", &["--threads", "2", "--len", "64KiB,4KiB", "--bytes", "1MiB", "--seconds", "0.05"]),
     ("ceilings", &["--bytes", "1MiB"]),
 ];
 
 /// Those whose figures have nothing to stand under.
-const WITHOUT_CEILING: [&str; 3] = ["ceilings", "follow", "growth"];
+const WITHOUT_CEILING: [&str; 4] = ["ceilings", "follow", "growth", "steady"];
 
 fn small<'a>(what: &'a str, dir: &'a str, own: &[&'a str]) -> Vec<&'a str> {
     [&["bench", what, dir, "--device", "host", "--rounds", "2"], own].concat()
