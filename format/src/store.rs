@@ -10,6 +10,10 @@
 //! | a compatible feature that it does not know | it ignores the bit, and keeps it |
 //!
 //! STORE is written last when a store is created, so its presence is the proof that creation ended.
+//!
+//! A store is created with the features of what this build writes, and a writer that opens an older one adds them
+//! to STORE, durably, before it writes anything else ([`Features::with_written`]). A new feature is one line in the
+//! list below, and one row of SPEC.md's table.
 
 use serde::{Deserialize, Serialize};
 
@@ -23,10 +27,24 @@ use crate::value::{bincode_config, decode_all};
 /// The first bytes of STORE.
 pub const STORE_MAGIC: [u8; 8] = *b"RMNTSTOR";
 
+/// The incompatible features that this build knows, and writes: bit and name, as SPEC.md lists them.
+pub const INCOMPATIBLE: &[(u32, &str)] = &[(0, "floor")];
+
 /// The read-compatible features that this build knows: none yet.
 const KNOWN_READ_COMPATIBLE: u32 = 0;
-/// The incompatible features that this build knows: none yet.
-const KNOWN_INCOMPATIBLE: u32 = 0;
+/// The bits of [`INCOMPATIBLE`].
+const KNOWN_INCOMPATIBLE: u32 = bits(INCOMPATIBLE);
+
+const fn bits(features: &[(u32, &str)]) -> u32 {
+    let (mut bits, mut at) = (0, 0);
+    while at < features.len() {
+        let bit = 1 << features[at].0;
+        assert!(bits & bit == 0); // One bit is one feature.
+        bits |= bit;
+        at += 1;
+    }
+    bits
+}
 
 layout! {
     /// The bytes of STORE's header.
@@ -63,6 +81,29 @@ pub struct Features {
     pub read_compatible: u32,
     /// Builds that do not know them refuse.
     pub incompatible: u32,
+}
+
+impl Features {
+    /// The features of what this build writes.
+    pub const WRITTEN: Self =
+        Self { compatible: 0, read_compatible: KNOWN_READ_COMPATIBLE, incompatible: KNOWN_INCOMPATIBLE };
+
+    /// These features together with those of what this build writes: what STORE must say before this build writes
+    /// anything else.
+    #[must_use]
+    pub const fn with_written(self) -> Self {
+        Self {
+            compatible: self.compatible | Self::WRITTEN.compatible,
+            read_compatible: self.read_compatible | Self::WRITTEN.read_compatible,
+            incompatible: self.incompatible | Self::WRITTEN.incompatible,
+        }
+    }
+
+    /// Whether a store has the incompatible feature of this bit.
+    #[must_use]
+    pub const fn has(self, bit: u32) -> bool {
+        self.incompatible & (1 << bit) != 0
+    }
 }
 
 /// What the creator said of the store.
@@ -260,8 +301,13 @@ mod tests {
         assert_eq!(compatible.features.compatible, 1);
         assert!(!StoreFile::decode(&with_header(|raw| raw.read_compatible = 4)).unwrap().is_writable());
         assert_eq!(
-            StoreFile::decode(&with_header(|raw| raw.incompatible = 6)),
-            Err(Defect::Version { version: 1, features: 6 })
+            StoreFile::decode(&with_header(|raw| raw.incompatible = 3 << 30)),
+            Err(Defect::Version { version: 1, features: 3 << 30 })
+        );
+        // Only those that are not known are named.
+        assert_eq!(
+            StoreFile::decode(&with_header(|raw| raw.incompatible = u32::MAX)),
+            Err(Defect::Version { version: 1, features: !KNOWN_INCOMPATIBLE })
         );
         assert_eq!(
             StoreFile::decode(&with_header(|raw| raw.version = 2)),
@@ -271,6 +317,20 @@ mod tests {
             StoreFile::decode(&with_header(|raw| raw.version = 0)),
             Err(Defect::Field { what: "format version", found: 0 })
         );
+    }
+
+    #[test]
+    fn features_of_what_this_build_writes_are_added_and_none_is_lost() {
+        let old = Features { compatible: 5, ..Features::default() };
+        let new = old.with_written();
+        assert_eq!(new, Features { compatible: 5, ..Features::WRITTEN });
+        assert_eq!(new.with_written(), new);
+        for (bit, name) in INCOMPATIBLE {
+            assert!(new.has(*bit) && !old.has(*bit), "{name}");
+        }
+        let file = StoreFile { features: new, ..sample() };
+        assert_eq!(StoreFile::decode(&file.encode().unwrap()), Ok(file.clone()));
+        assert!(file.is_writable());
     }
 
     #[test]

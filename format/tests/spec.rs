@@ -192,6 +192,16 @@ fn magics_and_versions_are_those_of_the_code() {
     assert!(SPEC.starts_with(&title));
 }
 
+#[test]
+fn feature_bits_are_those_of_the_code() {
+    let table = SPEC.split("| bit | name | what it stands for |\n|---|---|---|\n").nth(1).unwrap();
+    let rows = table.lines().take_while(|line| line.starts_with('|')).map(|line| {
+        let mut cells = line.split('|').skip(1).map(str::trim);
+        (cells.next().unwrap().parse().unwrap(), cells.next().unwrap().trim_matches('`'))
+    });
+    assert_eq!(rows.collect::<Vec<(u32, &str)>>(), store::INCOMPATIBLE);
+}
+
 macro_rules! values {
     ($($name:ident),* $(,)?) => { [$((stringify!($name), limits::$name as u64)),*] };
 }

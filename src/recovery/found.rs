@@ -89,7 +89,7 @@ pub(super) fn found<E: From<Error>>(
     let ancestors: BTreeSet<[u8; 16]> = shared.writers.values().map(|store| store.0).collect();
     let store = StoreFile {
         store: StoreId(random()?),
-        features: origin.features,
+        features: origin.features.with_written(),
         record: StoreRecord {
             created_unix_ms: unix_ms(),
             ancestors: ancestors.into_iter().map(StoreId).collect(),

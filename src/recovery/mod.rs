@@ -12,6 +12,7 @@
 //! | no STORE, but its temporary file, and images or a manifest | a crash in a fork: STORE comes last | start over | `fork_cut_short_starts_over` |
 //! | no STORE, but batches, images or manifests | STORE was lost | refuse | `missing_store_file_is_refused` |
 //! | STORE damaged, of a newer version, or with an unknown feature | bit rot; a newer build | refuse | `damaged_store_file_is_refused` |
+//! | STORE without a feature of what this build writes | an older build | add it, before anything else is written | `features_are_added_to_an_older_store_before_anything_else_is_written` |
 //! | another identity or layout fingerprint | the caller's mistake | refuse | `other_identity_is_refused` |
 //! | STORE but no log | the log was lost | refuse | `missing_log_is_refused` |
 //! | temporary files | a crash before a rename | remove: they are nobody's | `temporary_files_are_removed` |
@@ -45,7 +46,9 @@
 //! 3. Check the budget; load images past the cache, replay the log onto them. What is wanted only on demand, and
 //!    is exactly what its image says, is left for `warm.rs`.
 //!    Until here nothing is written: a store that is refused is left as it is.
-//! 4. Publish anew a snapshot that is not recorded as verified (I7). Begin the new incarnation (I5): build
+//! 4. Add to STORE the features of what this build writes, where it lacks any: a crash from here on leaves a store
+//!    that an older build refuses, and never one in which it meets bytes that it does not know.
+//!    Publish anew a snapshot that is not recorded as verified (I7). Begin the new incarnation (I5): build
 //!    the opening segment whole under a temporary name, sync it, read it back; make the empty segment after
 //!    it; rename; sync the folder. **The rename is the only commit point**: before it, nothing has changed
 //!    and the next open does all of this again.
@@ -75,7 +78,7 @@ use remanent_format::log::{LogEnd, TornTail};
 use remanent_format::manifest::Manifest;
 use remanent_format::rebuild::{Resolution, Survey};
 use remanent_format::segment::{FORMAT_VERSION, SEGMENT_HEADER_BLOCK};
-use remanent_format::store::{StoreFile, StoreRecord};
+use remanent_format::store::{Features, StoreFile, StoreRecord};
 use remanent_format::{
     Damage, Defect, FileName, Folder, Lsn, PageId, PageTable, Position, ReadAt, SnapshotId, StoreId,
 };
@@ -209,7 +212,7 @@ impl Recovery<'_> {
         start_over(&self.disk)?;
         let store = StoreFile {
             store: StoreId(random()?),
-            features: Default::default(),
+            features: Features::WRITTEN,
             record: StoreRecord {
                 layout_fingerprint: self.options.layout_fingerprint,
                 identity: self.options.identity.clone().unwrap_or_default(),
@@ -282,6 +285,7 @@ impl Recovery<'_> {
         }
         self.remove_temporaries()?;
         let pool = self.pool(store)?;
+        let store_file = self.with_features(&pool, survey.store.clone())?;
         let copied_batches = tail.len() as u64;
         let before = Predecessor { segment: highest, end: Some(end.clone()), tail };
         // I7: the opening seal records the snapshot as verified. A manifest that no frame under a mark records may have
@@ -320,7 +324,7 @@ impl Recovery<'_> {
         recovered.cold_pages = cold.len() as u64;
         let (table, cold) = (resolution.resolved.table, Arc::new(ColdPages::new(cold)));
         let applied = Applied { table, memory, cold, point: log.point, deleted: None, cut: None };
-        Ok(Opened { store: survey.store, applied, submitted, changed, log, pool, keeping, recovered })
+        Ok(Opened { store: store_file, applied, submitted, changed, log, pool, keeping, recovered })
     }
 
     fn check_identity(&self, store: &StoreFile) -> Result<()> {
@@ -338,6 +342,23 @@ impl Recovery<'_> {
             return Err(Error::LayoutMismatch { found: record.layout_fingerprint });
         }
         Ok(())
+    }
+
+    /// STORE with the features of what this build writes; on disk too when this returns.
+    fn with_features(&self, pool: &SegmentPool, store: StoreFile) -> Result<StoreFile> {
+        let features = store.features.with_written();
+        if features == store.features {
+            return Ok(store);
+        }
+        let store = StoreFile { features, ..store };
+        let bytes = store.encode().map_err(|defect| Error::from(defect.at(FileName::Store, 0)))?;
+        loop {
+            match publish(&self.disk, FileName::Store, 0, &[&bytes]) {
+                // An open must work on a full disk.
+                Err(Error::DiskFull { .. }) if pool.release_reserve()? => {}
+                other => return other.map(|()| store),
+            }
+        }
     }
 
     fn remove_temporaries(&self) -> Result<()> {

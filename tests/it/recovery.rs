@@ -13,7 +13,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use remanent::disk::Disk;
-use remanent::disk::sim::{Plan, SimDisk};
+use remanent::disk::sim::{Fault, Operation, Plan, SimDisk};
 use remanent::{Create, Defect, Error, FileName, Folder, Lsn, Metadata, Place, Remedy, Snapshot, Store};
 use remanent_format::frame::{FrameHeader, FrameKind};
 use remanent_format::image::{ImageFileHeader, ImagePurpose, ImageRef};
@@ -179,6 +179,52 @@ fn damaged_store_file_is_refused() {
     disk.damage(FileName::Store, 0, &newer);
     let defect = refused_at(&disk, FileName::Store, 0, None);
     assert!(matches!(defect, Defect::Version { version: 2, features: 0 }), "{defect}");
+}
+
+/// The store of the disk with STORE as a build wrote it that knew no feature.
+fn without_features(disk: &SimDisk) -> Vec<u8> {
+    let whole = disk.bytes(FileName::Store).unwrap();
+    let file = StoreFile::decode(&whole).unwrap();
+    assert_eq!(file.features, Features::WRITTEN);
+    let bare = StoreFile { features: Features::default(), ..file }.encode().unwrap();
+    disk.damage(FileName::Store, 0, &bare);
+    whole
+}
+
+const EIO: i32 = 5;
+
+#[test]
+fn features_are_added_to_an_older_store_before_anything_else_is_written() {
+    let (disk, _, state) = stepped(3);
+    let whole = without_features(&disk);
+    // A reader adds none.
+    let source: Arc<dyn Disk> = Arc::new(disk.clone());
+    drop(Snapshot::open_on(&source, None).unwrap());
+    let is_lasting = |file: &FileName| !matches!(file, FileName::Temporary(..) | FileName::Spare(_));
+    let lasting = || {
+        let mut files = Files::of(&disk);
+        files.0.retain(|file, _| is_lasting(file));
+        files.0
+    };
+    let before = lasting();
+    // The first name that the open gives is that of STORE: until then nothing has another content.
+    for operation in [Operation::Create, Operation::Write, Operation::Sync, Operation::Rename] {
+        disk.fail(Fault { operation, skip: 0, times: 1, errno: EIO });
+        open(&disk).map(|_| ()).unwrap_err();
+        assert!(lasting() == before, "{operation:?}");
+    }
+    let store = open(&disk).unwrap();
+    assert_eq!(disk.bytes(FileName::Store).unwrap(), whole);
+    assert_eq!(State::of(&store), state);
+    store.close().unwrap();
+    // Not again.
+    let renames = disk.calls(Operation::Rename);
+    open(&disk).unwrap().close().unwrap();
+    let first = disk.calls(Operation::Rename) - renames;
+    without_features(&disk);
+    let renames = disk.calls(Operation::Rename);
+    open(&disk).unwrap().close().unwrap();
+    assert_eq!(disk.calls(Operation::Rename) - renames, first + 1);
 }
 
 #[test]

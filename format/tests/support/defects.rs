@@ -104,7 +104,7 @@ const FAULTS: &[Fault] = &[
     ("store-checksum", "store", |b| b[24] ^= 1, "STORE header checksum is 0x"),
     ("store-record-checksum", "store", |b| b[64] ^= 1, "STORE record checksum is 0x"),
     ("store-version", "store", |b| { b[8] = 2; resum(b, 0, 60) }, "format version 2 with incompatible features 0x0 is newer"),
-    ("store-feature", "store", |b| { b[20] = 4; resum(b, 0, 60) }, "format version 1 with incompatible features 0x4 is newer"),
+    ("store-feature", "store", |b| { b[23] = 0x80; resum(b, 0, 60) }, "format version 1 with incompatible features 0x80000000 is newer"),
     ("store-reserved", "store", |b| { b[48] = 1; resum(b, 0, 60) }, "reserved STORE bytes is 1"),
     ("store-limit", "store", |b| { b[43] = 1; resum(b, 0, 60) }, "STORE record length is 16777305, over the limit of 66617"),
     // Segment headers.

@@ -335,6 +335,10 @@ pub fn sound_files() -> Vec<Sound> {
         ("entry", Entry, "One entry", encode_entry("step", &Value::from(12_u64), 4096).unwrap()),
         ("store", Store, "STORE with a fingerprint", store(Some([0xf1; 32])).encode().unwrap()),
         ("store-bare", Store, "STORE without a fingerprint", store(None).encode().unwrap()),
+        ("store-features", Store, "STORE with a feature that a build must know", {
+            let features = Features { incompatible: 1, ..Features::default() };
+            StoreFile { features, ..store(None) }.encode().unwrap()
+        }),
         ("segment-opening", Segment, "Header of an opening segment", segment(true).encode().to_vec()),
         ("segment", Segment, "Header of any other segment", segment(false).encode().to_vec()),
         (
