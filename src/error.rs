@@ -201,8 +201,8 @@ pub enum Error {
         /// Why not.
         reason: &'static str,
     },
-    /// The page is leased, by the thread that would change it, or by anybody where everything is replaced; or it is
-    /// pinned, and would not stay where it is. Nothing changed.
+    /// The page is leased, and a restore would replace it or a pin would hold it where it is; or it is pinned, and
+    /// would not stay where it is. Nothing changed.
     #[error("page {page} is leased or pinned: end that first")]
     Leased {
         /// The page.

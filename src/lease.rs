@@ -18,7 +18,9 @@ use crate::sync::Mutex;
 /// The bytes stay what they were when the lease began. Batches that change the page meanwhile are committed as
 /// ever; the first of them moves the page to other memory, for which there must be room in the budget, so the
 /// address is that of an older version from then on: [`Lease::epoch`] against that of [`Store::page`] tells.
-/// Only the thread that began the lease is refused such a batch, with [`Error::Leased`].
+///
+/// A lease belongs to the value that holds it, not to a thread: tasks that share a worker thread lease and commit
+/// as they would on threads of their own, and the holder itself may change the page.
 ///
 /// Kernels that read the page run on streams of the caller's that were named to [`Lease::on`], and never write
 /// to it: nothing that they wrote would be logged. The lease ends when it is dropped; work that is on those
@@ -34,14 +36,9 @@ use crate::sync::Mutex;
 ///
 /// let lease = store.lease(page)?;
 /// assert_eq!(lease.bytes()?, b"then");
-/// std::thread::scope(|scope| {
-///     let commit = scope.spawn(|| {
-///         let mut batch = store.batch();
-///         batch.write(page, 0, b"now!");
-///         store.commit(batch)
-///     });
-///     commit.join().expect("the thread")
-/// })?;
+/// let mut batch = store.batch();
+/// batch.write(page, 0, b"now!");
+/// store.commit(batch)?;
 /// assert_eq!(lease.bytes()?, b"then");
 /// assert!(lease.epoch() < store.page(page)?.epoch);
 /// # Ok::<(), remanent::Error>(())

@@ -25,7 +25,6 @@ use crate::error::{Error, Result};
 use crate::poison::Poison;
 use crate::sync::Mutex;
 use crate::sync::atomic::{AtomicUsize, Ordering};
-use crate::sync::thread::{self, ThreadId};
 
 /// The leases of one store. Shared by threads.
 pub(crate) struct Leases {
@@ -53,8 +52,6 @@ struct State {
 
 struct Record {
     id: LeaseId,
-    /// Who began it.
-    thread: ThreadId,
     /// What is leased; unknown until the applier has come to it.
     memory: Option<MemoryId>,
     /// Whether the page has left that memory, so that it may be changed again.
@@ -78,7 +75,7 @@ impl Leases {
         signalled.map_err(|error| self.poison.set_by_device(error))
     }
 
-    /// Begins a lease, for this thread. The caller holds the submission lock.
+    /// Begins a lease. The caller holds the submission lock.
     ///
     /// # Errors
     /// `Leased`: the page is pinned, and could not move when it is changed.
@@ -92,7 +89,7 @@ impl Leases {
         state.remove(page, |record| record.ended.is_some_and(|value| value <= reached));
         state.begun += 1;
         let id = LeaseId(state.begun);
-        let record = Record { id, thread: thread::current().id(), memory: None, is_old: false, ended: None };
+        let record = Record { id, memory: None, is_old: false, ended: None };
         state.pages.entry(page).or_default().push(record);
         self.count(&state);
         Ok(id)
@@ -151,8 +148,7 @@ impl Leases {
         self.leased_pages.store(state.pages.len(), Ordering::Release);
     }
 
-    /// Whether nothing is leased. Who holds the submission lock is told of every lease that has begun, and each
-    /// thread of its own.
+    /// Whether nothing is leased. Who holds the submission lock is told of every lease that has begun.
     fn is_unused(&self) -> bool {
         self.leased_pages.load(Ordering::Acquire) == 0
     }
@@ -210,21 +206,6 @@ impl Leases {
             is_used = true;
         }
         is_used
-    }
-
-    /// Refuses pages that this thread has leased: it would change them under its own hands.
-    ///
-    /// # Errors
-    /// `Leased`.
-    pub fn check_thread(&self, pages: impl IntoIterator<Item = PageId>) -> Result<()> {
-        if self.is_unused() {
-            return Ok(());
-        }
-        let state = self.state.lock();
-        let thread = thread::current().id();
-        let own = |record: &Record| record.ended.is_none() && record.thread == thread;
-        let leased = |page: &PageId| state.pages.get(page).is_some_and(|records| records.iter().any(own));
-        pages.into_iter().find(leased).map_or(Ok(()), |page| Err(Error::Leased { page }))
     }
 
     /// Refuses while any lease is open or page pinned, and waits for the streams of leases that have ended. The caller holds

@@ -125,7 +125,7 @@ pub(super) fn taken_elsewhere(op: &Op<'_>, home_of: impl Fn(PageId) -> Option<Ho
 }
 
 /// Whether an operation changes a page's bytes, or takes its memory away.
-pub(super) fn reaches_bytes(op: &Op<'_>) -> bool {
+fn reaches_bytes(op: &Op<'_>) -> bool {
     op.changes_bytes() || matches!(op, Op::Image { .. } | Op::Delete { .. } | Op::Move { .. })
 }
 

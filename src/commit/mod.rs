@@ -42,7 +42,6 @@ use crate::sync::{Mutex, MutexGuard};
 use capture::Captures;
 pub use capture::{Direction, Shadow};
 use draft::{Draft, Outcome, Versions};
-use memory::reaches_bytes;
 pub(crate) use waiting::Waiting;
 
 /// How often clones are staged without the lock before the lock is held for it.
@@ -197,8 +196,6 @@ impl Committer {
         let ops = decode_payload(&draft.payload).map_err(encoded)?;
         // Before an Lsn is taken: the applier waits for no page.
         self.applier.cold().wait(ops.iter().filter_map(|at| at.op.page()))?;
-        self.leases
-            .check_thread(ops.iter().filter(|at| reaches_bytes(&at.op)).filter_map(|at| at.op.page()))?;
         let whole: HashMap<PageId, &[u8]> = own.whole.iter().map(|whole| (whole.page, whole.bytes)).collect();
         let asides = ops.iter().filter_map(|at| stage_aside(&at.op, &whole, &self.staging).transpose());
         draft.asides = asides.collect::<Result<_>>()?;

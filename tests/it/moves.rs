@@ -237,10 +237,10 @@ fn a_move_that_cannot_be_is_refused_and_nothing_has_changed() {
     assert!(matches!(error, Error::UnknownPage { page: PageId(99) }), "{error}");
     let error = refused(&|batch| _ = batch.delete(page).move_to(page, Place::Pinned));
     assert!(matches!(error, Error::UnknownPage { page: found } if found == page), "{error}");
-    let lease = store.lease(page).unwrap();
+    let pin = store.pin(page).unwrap();
     let error = refused(&|batch| _ = batch.move_to(page, Place::Pinned));
     assert!(matches!(error, Error::Leased { page: found } if found == page), "{error}");
-    drop(lease);
+    drop(pin);
     // One of them fits.
     move_to(&store, page, Place::Pinned).unwrap();
     assert_eq!(bytes(&store, page), content);
