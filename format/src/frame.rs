@@ -160,6 +160,7 @@ impl UncheckedFrame {
         check_limit("frame flags", raw.flags.into(), FLAG_GROUP_START.into())?;
         check_limit("payload length", raw.payload_len.into(), FRAME_PAYLOAD_LEN_MAX)?;
         check_limit("frame's lsn", raw.lsn.0, NUMBER_MAX)?;
+        check_limit("durable mark", raw.durable.0, NUMBER_MAX)?;
         let kind = match raw.kind {
             KIND_BATCH => FrameKind::Batch,
             KIND_SEAL => FrameKind::Seal,
@@ -289,6 +290,7 @@ pub fn decode_seal(payload: &[u8]) -> Result<Vec<VerifiedSnapshot>, Defect> {
         .chunks_exact(VerifiedSnapshotRaw::LEN)
         .map(|chunk| {
             let raw = VerifiedSnapshotRaw::from_bytes(array(chunk, 0)?);
+            check_limit("snapshot number", raw.snapshot.0, NUMBER_MAX)?;
             check_zero("reserved seal bytes", raw.reserved.into())?;
             Ok(VerifiedSnapshot { snapshot: raw.snapshot, manifest_crc: raw.manifest_crc })
         })

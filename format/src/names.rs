@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use crate::limits::NUMBER_MAX;
+
 /// A folder of a store directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Folder {
@@ -92,7 +94,7 @@ impl FileName {
             (Folder::Root, "READERS") => FileName::Readers,
             _ => {
                 let (digits, extension) = name.split_once('.')?;
-                let n = u64::from_str_radix(digits, 16).ok()?;
+                let n = u64::from_str_radix(digits, 16).ok().filter(|n| *n <= NUMBER_MAX)?;
                 match (folder, extension) {
                     (Folder::Log, "log") => FileName::Segment(n),
                     (Folder::Log, "spare") => FileName::Spare(n),
@@ -150,7 +152,7 @@ mod tests {
             FileName::Lock,
             FileName::Readers,
             FileName::Segment(17),
-            FileName::Spare(u64::MAX),
+            FileName::Spare(NUMBER_MAX),
             FileName::Pages(0),
             FileName::Table(5),
             FileName::Manifest(0xabc),
@@ -163,6 +165,7 @@ mod tests {
             (Folder::Log, "1.log"),
             (Folder::Log, "000000000000000A.log"),
             (Folder::Log, "+00000000000000a.log"),
+            (Folder::Log, "4000000000000001.log"),
             (Folder::Log, "0000000000000001.pages"),
             (Folder::Root, "0000000000000001.log"),
             (Folder::Pages, "STORE"),

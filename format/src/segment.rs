@@ -146,6 +146,7 @@ impl SegmentHeader {
         }
         check_limit("segment's number", raw.segment, NUMBER_MAX)?;
         check_limit("accepted lsn", raw.accepted.0, NUMBER_MAX)?;
+        raw.predecessor.check_limits()?;
         let opening = Opening {
             incarnation: raw.incarnation,
             predecessor: raw.predecessor,

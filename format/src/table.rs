@@ -11,6 +11,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use self::entry::Entry;
+use self::plan::next_epoch;
 pub use self::plan::{Changes, PlanMode, Refusal};
 use crate::by_id::ById;
 use crate::ids::{Epoch, Key, Lsn, PageId, Place};
@@ -219,7 +220,9 @@ impl PageTable {
         }
         let changes = ops.iter().filter_map(|at| changed(&at.op));
         let mut checked = changes.clone().map(|(page, (offset, len))| {
-            self.pages.get(page).ok_or(Refusal::UnknownPage(page))?.check_range(page, offset, len)
+            let entry = self.pages.get(page).ok_or(Refusal::UnknownPage(page))?;
+            next_epoch(entry.epoch)?;
+            entry.check_range(page, offset, len)
         });
         if let Err(refusal) = checked.try_for_each(|check| check) {
             return Some(Err(refusal));

@@ -13,6 +13,8 @@ mod fit;
 mod decoders;
 #[path = "stores/verdict.rs"]
 mod verdict;
+#[path = "stores/limits.rs"]
+mod limits;
 #[path = "stores/snapshots.rs"]
 mod snapshots;
 #[path = "stores/salvage.rs"]

@@ -118,7 +118,8 @@ impl LogMap {
     #[must_use]
     pub fn beginning(&self) -> Option<LogPoint> {
         let (segment, opening) = self.line.first()?;
-        (opening.predecessor.incarnation.number == 0).then(|| opening.start(*segment))
+        // A store that was founded on a state of another log begins with what came before it.
+        (opening.predecessor == LogPoint::default()).then(|| opening.start(*segment))
     }
 
     /// Whether any segment holds a frame that was written there.

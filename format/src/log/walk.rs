@@ -151,6 +151,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
             end: None,
         };
         walk.check_segment(from.segment)?;
+        walk.check_start()?;
         // The opening of the segment in which we begin is a mark too.
         walk.note_opening(from.segment);
         Ok(walk)
@@ -346,6 +347,17 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         }
     }
 
+    /// Whether the walk begins where a frame can end: elsewhere nothing would be found, and nothing missed.
+    fn check_start(&self) -> Result<(), Damage> {
+        let LogPoint { segment, offset, lsn, .. } = self.point;
+        let file_len = self.map.segments.get(&segment).map_or(0, |segment| segment.file_len);
+        if (SEGMENT_HEADER_BLOCK..=file_len).contains(&offset) && offset.is_multiple_of(FRAME_ALIGN) {
+            return Ok(());
+        }
+        let defect = Defect::Field { what: "offset from which the log is to be followed", found: offset };
+        Err(defect.at_lsn(FileName::Segment(segment), 0, lsn.next()))
+    }
+
     /// Torn tail or damage (I4).
     fn judge(&mut self, at_break: Break) -> Result<LogEnd, Damage> {
         let break_at = align_up(self.point.offset, FRAME_ALIGN);
@@ -405,6 +417,8 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         if mark >= lost || matches!(at_break.defect, Defect::Unreadable(_)) {
             return Err(at_break.damage(lost));
         }
+        self.mark = mark;
+        self.settle();
         // 4. Nothing that a mark covers is missing: the log ends here. Report what was cut.
         let torn = (last_seen.is_some() || at_break.resembles).then(|| TornTail {
             segment: at_break.segment,

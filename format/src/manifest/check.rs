@@ -39,6 +39,7 @@ impl Manifest {
         }
         check_limit("end", self.end.0, NUMBER_MAX)?;
         check_limit("highest epoch", self.epoch_high.0, NUMBER_MAX)?;
+        self.redo.check_limits()?;
         check_limit("redo lsn", self.redo.lsn.0, self.end.0)?;
         check_limit("entry count", self.entries.len() as u64, MANIFEST_ENTRIES_MAX)?;
         check_limit("tombstone count", self.tombstones.len() as u64, MANIFEST_ENTRIES_MAX)?;

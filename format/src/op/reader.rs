@@ -235,6 +235,8 @@ fn decode_op<'a>(header: &OpHeaderRaw, body: &'a [u8]) -> Result<Op<'a>, Defect>
             unused(second)?;
             has_len("restore body length", body.len(), RestoreBodyRaw::LEN as u64)?;
             let raw = RestoreBodyRaw::from_bytes(array(body, 0)?);
+            check_limit("number of a table", first, NUMBER_MAX)?;
+            check_limit("restored lsn", raw.restored.0, NUMBER_MAX)?;
             check_zero("reserved restore bytes", raw.reserved.into())?;
             Ok(Op::Restore { table: first, table_crc: raw.table_crc, restored: raw.restored })
         }

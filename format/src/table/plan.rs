@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 use super::entry::check_range;
 use super::{PageInfo, PageTable};
 use crate::ids::{Epoch, Key, Lsn, PageId, Place};
-use crate::limits::{DEVICE_ORDINAL_MAX, METADATA_LEN_MAX, PAGE_LEN_MAX, ROOT_LEN_MAX};
+use crate::limits::{DEVICE_ORDINAL_MAX, METADATA_LEN_MAX, NUMBER_MAX, PAGE_LEN_MAX, ROOT_LEN_MAX};
 use crate::op::{Op, OpAt};
 use crate::value::{Metadata, encode_metadata};
 
@@ -190,7 +190,7 @@ impl Overlay<'_> {
         let touched = self.touch_place(page)?;
         let info = touched.state.as_mut().ok_or(Refusal::UnknownPage(page))?;
         if !std::mem::replace(&mut touched.is_raised, true) {
-            info.epoch.0 += 1;
+            info.epoch = next_epoch(info.epoch)?;
         }
         Ok(touched)
     }
@@ -256,9 +256,10 @@ impl PageTable {
                         // Nor does an id come back in the batch that deletes its page: whoever starts a page from
                         // its create has all of this batch to apply, and would take the old page's changes for its.
                         let is_used = overlay.position(*page).is_some() || self.pages.get(*page).is_some();
-                        if is_used || page.0 == u64::MAX {
+                        if is_used {
                             return Err(Refusal::PageExists(*page));
                         }
+                        check_number("page id", page.0, NUMBER_MAX - 1)?;
                         if let (Some(key), PlanMode::Commit) = (key, mode) {
                             let old = self.keys.get(key).filter(|_| !keys_freed.contains(key));
                             if let Some(holder) = keys_new.get(key).or(old) {
@@ -352,6 +353,16 @@ fn check_place(place: Place) -> Result<(), Refusal> {
         }),
         _ => Ok(()),
     }
+}
+
+/// The epoch behind another one.
+pub(super) fn next_epoch(epoch: Epoch) -> Result<Epoch, Refusal> {
+    check_number("page's epoch", epoch.0.saturating_add(1), NUMBER_MAX)?;
+    Ok(Epoch(epoch.0 + 1))
+}
+
+fn check_number(what: &'static str, found: u64, limit: u64) -> Result<(), Refusal> {
+    if found <= limit { Ok(()) } else { Err(Refusal::Limit { what, found, limit }) }
 }
 
 fn check_page_len(len: u64) -> Result<(), Refusal> {

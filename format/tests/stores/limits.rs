@@ -1,0 +1,206 @@
+//! Numbers: none is above `NUMBER_MAX`, wherever it stands, and none counts past it.
+
+use remanent_format::frame::{UncheckedFrame, VerifiedSnapshot, decode_seal, encode_seal};
+use remanent_format::limits::{NUMBER_MAX, SEGMENT_LEN_MAX, SEGMENT_LEN_MIN};
+use remanent_format::manifest::Manifest;
+use remanent_format::op::{Op, PayloadWriter, decode_payload};
+use remanent_format::rebuild::{RebuildOptions, rebuild};
+use remanent_format::segment::{Opening, SegmentHeader};
+use remanent_format::{
+    Defect, Epoch, FileName, Folder, Incarnation, LogPoint, Lsn, PageId, Place, SnapshotId,
+};
+
+use crate::maker::{Maker, PAGE, STORE};
+use crate::verdict::{Clean, Refused, check, four, rebuilt, resum};
+
+fn is_limit<T: std::fmt::Debug>(found: Result<T, Defect>) -> bool {
+    match found {
+        Err(Defect::Limit { .. }) => true,
+        Err(other) => panic!("{other:?}"),
+        Ok(_) => false,
+    }
+}
+
+#[test]
+fn a_restore_names_no_batch_above_the_highest_number() {
+    let decode = |restored: u64, table: u64| {
+        let mut writer = PayloadWriter::default();
+        writer.push(&Op::Restore { table: 1, table_crc: 7, restored: Lsn(1) }).unwrap();
+        let mut payload = writer.finish();
+        // Payload head, operation header, body.
+        payload[16 + 16..16 + 24].copy_from_slice(&table.to_le_bytes());
+        payload[16 + 32..16 + 40].copy_from_slice(&restored.to_le_bytes());
+        decode_payload(&payload).map(|ops| ops.len())
+    };
+    assert!(!is_limit(decode(NUMBER_MAX, NUMBER_MAX)));
+    assert!(is_limit(decode(NUMBER_MAX + 1, 1)), "the batch restored");
+    assert!(is_limit(decode(1, NUMBER_MAX + 1)), "the table's number");
+}
+
+#[test]
+fn a_seal_names_no_snapshot_above_the_highest_number() {
+    let seal =
+        |snapshot| encode_seal(&[VerifiedSnapshot { snapshot: SnapshotId(snapshot), manifest_crc: 1 }]);
+    assert!(!is_limit(decode_seal(&seal(NUMBER_MAX))));
+    assert!(is_limit(decode_seal(&seal(NUMBER_MAX + 1))));
+}
+
+#[test]
+fn a_frame_claims_no_mark_above_the_highest_number() {
+    let mut maker = four();
+    let frame = maker.frame_at(4);
+    let claim = |frame: &mut [u8], durable: u64| {
+        frame[56..64].copy_from_slice(&durable.to_le_bytes());
+        resum(frame);
+        UncheckedFrame::decode(&frame[..80])
+    };
+    assert!(!is_limit(claim(frame, NUMBER_MAX)));
+    assert!(is_limit(claim(frame, NUMBER_MAX + 1)));
+}
+
+#[test]
+fn an_opening_names_no_point_that_cannot_be() {
+    let decode = |predecessor: LogPoint| {
+        let opening = Opening {
+            incarnation: Incarnation { number: 2, random: 1 },
+            predecessor,
+            accepted: Lsn(9),
+            accepted_chain: 3,
+        };
+        let header =
+            SegmentHeader { store: STORE, segment: 3, segment_len: SEGMENT_LEN_MIN, opening: Some(opening) };
+        SegmentHeader::decode(&header.encode())
+    };
+    let incarnation = Incarnation { number: 1, random: 1 };
+    let point = LogPoint { incarnation, lsn: Lsn(9), segment: NUMBER_MAX, offset: 4096, chain: 3 };
+    assert!(!is_limit(decode(point)));
+    assert!(is_limit(decode(LogPoint { segment: NUMBER_MAX + 1, ..point })));
+    assert!(!is_limit(decode(LogPoint { offset: 2 * SEGMENT_LEN_MAX, ..point })));
+    assert!(is_limit(decode(LogPoint { offset: 2 * SEGMENT_LEN_MAX + 16, ..point })));
+}
+
+#[test]
+fn no_file_of_a_store_has_a_number_above_the_highest() {
+    for file in [FileName::Segment, FileName::Spare, FileName::Pages, FileName::Table, FileName::Manifest] {
+        let (highest, above) = (file(NUMBER_MAX), file(NUMBER_MAX + 1));
+        assert_eq!(FileName::parse(highest.folder(), &highest.name()), Some(highest));
+        assert_eq!(FileName::parse(above.folder(), &above.name()), None);
+    }
+    assert_eq!(FileName::parse(Folder::Log, "ffffffffffffffff.log"), None);
+}
+
+/// A store that was founded on a salvaged state has no incarnation before its first one, but batches.
+#[test]
+fn a_store_that_begins_with_a_state_has_no_empty_beginning() {
+    let with_predecessor = |predecessor: LogPoint| {
+        let mut files = Maker::new().files;
+        let segment = files.0.get_mut(&FileName::Segment(1)).unwrap();
+        let header = SegmentHeader::decode(&segment[..128]).unwrap();
+        let before = header.opening.unwrap();
+        let opening = Opening { predecessor, accepted: predecessor.lsn, ..before };
+        segment.truncate(4096);
+        segment.resize(header.segment_len as usize, 0);
+        segment[..128].copy_from_slice(&SegmentHeader { opening: Some(opening), ..header }.encode());
+        rebuild(&files, &RebuildOptions::default()).map(|found| found.table.lsn())
+    };
+    assert_eq!(with_predecessor(LogPoint::default()), Ok(Lsn(0)));
+    for predecessor in [
+        LogPoint { lsn: Lsn(9), ..LogPoint::default() },
+        LogPoint { segment: 4, ..LogPoint::default() },
+        LogPoint { chain: 4, ..LogPoint::default() },
+        LogPoint { incarnation: Incarnation { number: 0, random: 3 }, ..LogPoint::default() },
+    ] {
+        let found = with_predecessor(predecessor);
+        assert!(found.is_err(), "{predecessor:?}: {found:?}");
+    }
+}
+
+/// A manifest's `redo` is where the walk begins: past its segment there is no next frame, and nothing would look for one.
+#[test]
+fn a_walk_begins_within_its_segment() {
+    let publish = |change: fn(&mut Manifest)| {
+        let mut maker = four();
+        let mut manifest = maker.manifest(1, 2, 2, 2);
+        change(&mut manifest);
+        maker.files.0.insert(FileName::Manifest(1), manifest.encode().unwrap_or_default());
+        // The log's beginning would stand in for it.
+        let opening = maker.files.0.get_mut(&FileName::Segment(1)).unwrap();
+        opening[4096..4096 + 80].fill(0);
+        maker
+    };
+    check("as it is written", &publish(|_| {}), &Clean(4));
+    let segment_len = SEGMENT_LEN_MIN;
+    for offset in [segment_len + 16, 1 << 40, u64::MAX - 15, u64::MAX, 4080, 0, 4097] {
+        let mut maker = four();
+        maker.snapshot(1, 2, 2, 2);
+        let bytes = maker.files.0.get_mut(&FileName::Manifest(1)).unwrap();
+        let half = bytes.len() / 2;
+        for copy in bytes.chunks_mut(half) {
+            copy[64 + 24..64 + 32].copy_from_slice(&offset.to_le_bytes());
+            let crc = crc32fast::hash(&copy[..252]);
+            copy[252..256].copy_from_slice(&crc.to_le_bytes());
+        }
+        maker.files.0.get_mut(&FileName::Segment(1)).unwrap()[4096] ^= 1;
+        let found = rebuilt(&maker);
+        assert!(found.is_err(), "redo at offset {offset}: {:?}", found.map(|found| found.table.lsn()));
+    }
+    check(
+        "in a segment that no number can name",
+        &publish(|manifest| manifest.redo.segment = NUMBER_MAX + 1),
+        &Refused(""),
+    );
+}
+
+#[test]
+fn an_epoch_and_a_page_id_do_not_count_past_the_highest_number() {
+    let at_epoch = |epoch: u64| {
+        let mut maker = four();
+        let mut manifest = maker.manifest(1, 4, 4, 4);
+        manifest.entries[0].epoch = Epoch(epoch);
+        manifest.epoch_high = Epoch(epoch);
+        maker.publish(FileName::Manifest(1), &manifest);
+        maker
+    };
+    let write = Op::Write { page: PAGE, offset: 0, bytes: &[1; 8] };
+    let set = Op::RemoveMetadata { page: PAGE, name: "a" };
+    let epoch_after = |maker: &Maker| rebuilt(maker).map(|found| found.table.get(PAGE).unwrap().epoch);
+    for op in [&write, &set] {
+        let mut below = at_epoch(NUMBER_MAX - 1);
+        below.batch_of(std::slice::from_ref(op), true);
+        assert_eq!(epoch_after(&below), Ok(Epoch(NUMBER_MAX)));
+        let mut highest = at_epoch(NUMBER_MAX);
+        assert_eq!(epoch_after(&highest), Ok(Epoch(NUMBER_MAX)));
+        highest.batch_of(std::slice::from_ref(op), true);
+        // The log's beginning leads to another epoch: without it the snapshot is all there is.
+        highest.files.0.get_mut(&FileName::Segment(1)).unwrap()[4096] ^= 1;
+        assert!(epoch_after(&highest).is_err_and(|damage| damage.contains("epoch")), "{op:?}");
+    }
+    let create = |page| Op::Create {
+        page: PageId(page),
+        len: 0,
+        place: Place::Host,
+        key: None,
+        metadata: Default::default(),
+    };
+    let mut last = four();
+    last.batch_of(&[create(NUMBER_MAX - 1)], true);
+    assert_eq!(rebuilt(&last).unwrap().table.next_page(), NUMBER_MAX);
+    let mut past = four();
+    past.batch_of(&[create(NUMBER_MAX)], true);
+    assert!(rebuilt(&past).unwrap_err().contains("page id"));
+}
+
+/// A frame beyond the end that may testify says what is durable, as every frame of the order does.
+#[test]
+fn testimony_moves_the_proven_end_of_the_log() {
+    let mut maker = Maker::new();
+    maker.batch().batch().batch();
+    maker.sync().batch();
+    let end = |maker: &Maker| rebuilt(maker).unwrap().end.unwrap();
+    assert_eq!(end(&maker).proven.lsn, Lsn(3));
+    // The last batch's payload never arrived; its header says that the three before are durable.
+    maker.frame_at(4)[90] ^= 1;
+    let found = end(&maker);
+    assert_eq!((found.accepted.lsn, found.proven), (Lsn(3), maker.end(3)));
+    assert_eq!(found.torn.map(|torn| torn.first), Some(Lsn(4)));
+}
