@@ -17,6 +17,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use remanent_format::image::ImageRef;
+use remanent_format::judge::Record;
 use remanent_format::log::LogEnd;
 use remanent_format::manifest::Manifest;
 use remanent_format::rebuild::Survey;
@@ -400,19 +401,15 @@ fn opens_at(survey: &Survey, end: &LogEnd) -> Lsn {
     let oldest = |is_kept: &dyn Fn(&Manifest) -> bool| {
         followed.clone().filter(|link| is_kept(link)).map(|link| link.end).min()
     };
-    oldest(&|link| is_recorded(end, link.snapshot)).or_else(|| oldest(&|_| true)).unwrap_or_default()
+    oldest(&|link| Record(&end.verified).names(link.snapshot))
+        .or_else(|| oldest(&|_| true))
+        .unwrap_or_default()
 }
 
 /// Whether a link is there only for the snapshots that follow it. Before images of a snapshot go, a frame records the
 /// verified ones that stay, later ones among them.
 fn is_link_alone(base: Option<SnapshotId>, the_end: Option<&(Lsn, LogEnd)>) -> bool {
-    base.zip(the_end).is_some_and(|(base, (_, end))| {
-        end.verified.iter().any(|kept| kept.snapshot > base) && !is_recorded(end, base)
-    })
-}
-
-fn is_recorded(end: &LogEnd, snapshot: SnapshotId) -> bool {
-    end.verified.iter().any(|kept| kept.snapshot == snapshot)
+    base.zip(the_end).is_some_and(|(base, (_, end))| Record(&end.verified).is_link_alone(base))
 }
 
 fn missing(survey: &Survey) -> Damage {

@@ -25,6 +25,7 @@ pub mod bases;
 pub mod replay;
 pub mod follow;
 pub mod rebuild;
+pub mod judge;
 pub mod trail;
 pub mod salvage;
 

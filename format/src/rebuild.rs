@@ -65,6 +65,9 @@ pub type Links = BTreeMap<SnapshotId, Result<(Arc<Manifest>, CopyHealth), Damage
 /// be.
 pub type FasterLinks<'a> = &'a dyn Fn(FileName) -> Option<(Manifest, u32)>;
 
+/// A place to start from: a snapshot, whole, or the log's beginning, which is `None`.
+pub(crate) type Candidate = (Option<SnapshotId>, Result<Option<Arc<Manifest>>, Damage>);
+
 /// A state without its bytes.
 #[derive(Debug)]
 pub struct Resolution {
@@ -197,8 +200,14 @@ impl Survey {
     /// Where a recovery may start, best first: the newest snapshot, older ones, the log's beginning, which is
     /// `None`. A snapshot that cannot be read is there as its damage; each is merged when it is asked for.
     pub fn candidates(&self) -> impl Iterator<Item = Result<Option<Arc<Manifest>>, Damage>> + '_ {
-        let snapshots = self.links.keys().rev().map(|snapshot| self.snapshot(*snapshot).map(Some));
-        snapshots.chain(self.beginning())
+        self.named_candidates().map(|(_, candidate)| candidate)
+    }
+
+    /// The same, with the number of each; also of one that cannot be read.
+    pub(crate) fn named_candidates(&self) -> impl Iterator<Item = Candidate> + '_ {
+        let snapshots =
+            self.links.keys().rev().map(|snapshot| (Some(*snapshot), self.snapshot(*snapshot).map(Some)));
+        snapshots.chain(self.beginning().map(|beginning| (None, beginning)))
     }
 
     /// The log's beginning as a candidate, unless it was recycled.

@@ -25,6 +25,7 @@
 //! | images that every kept snapshot needs bad | bit rot | refuse, name the image | `bad_shared_image_is_refused` |
 //! | a link that the newest snapshot follows: one copy bad | a rotten sector | use the other copy, write both anew | `one_bad_copy_of_a_link_is_mended` |
 //! | the same: both copies bad, or missing | bit rot | as if all snapshots that follow it were lost | `lost_link_is_a_lost_snapshot` |
+//! | a manifest that the record names missing, or not the one verified | a lost file | report, once: the next record does not name it | `missing_manifest_of_a_kept_snapshot_is_reported` |
 //! | links that no record names | snapshots that others follow | they stay for those, and are not kept themselves | `links_of_others_are_no_snapshots` |
 //! | manifest not recorded as verified | a crash between rename and seal | publish and verify it anew | `unrecorded_manifest_is_published_anew` |
 //! | frames after the last valid one, no mark covers them | a torn tail | cut, report | `torn_tail_is_cut` |
@@ -73,6 +74,7 @@ use std::time::Duration;
 use remanent_format::by_id::ById;
 use remanent_format::follow::Following;
 use remanent_format::frame::{FrameHeaderRaw, FrameKind, UncheckedFrame, VerifiedSnapshot};
+use remanent_format::judge::Record;
 use remanent_format::limits::FRAME_ALIGN;
 use remanent_format::log::{LogEnd, TornTail};
 use remanent_format::manifest::Manifest;
@@ -128,7 +130,8 @@ pub struct Recovered {
     pub cold_pages: u64,
     /// What was cut from the end of the log, if anything.
     pub torn: Option<TornTail>,
-    /// Damage that cost time, not data: snapshots passed over, an empty segment's header.
+    /// Damage that cost nothing of the newest state: snapshots passed over, kept snapshots whose manifests are missing, an
+    /// empty segment's header. A lost snapshot is reported by the open that finds it, and not again.
     pub harmless: Vec<Damage>,
     /// The device chosen.
     pub device: String,
@@ -274,6 +277,13 @@ impl Recovery<'_> {
         let Best { resolution, mut loaded, mut found, mut harmless } = self.load_best(&source, &survey)?;
         let end = resolution.end.clone().expect("followed to its end");
         harmless.extend(end.harmless.iter().cloned());
+        // A snapshot that is recorded and not there is forgotten with the seal that comes: this is the one time to say so.
+        for damage in Record(&end.verified).lost(&survey) {
+            if harmless.iter().all(|known| (known.file, &known.defect) != (damage.file, &damage.defect)) {
+                tracing::warn!(%damage, "a snapshot that was kept is lost");
+                harmless.push(damage);
+            }
+        }
 
         // 4. The new incarnation.
         let store = survey.store.store;

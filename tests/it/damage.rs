@@ -9,6 +9,7 @@
 //! `sweeps.rs` says how everything is damaged in every way.
 
 mod sweeps;
+mod verdicts;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -167,6 +168,7 @@ impl Victim {
                 let recovered = store.recovered();
                 let state = State::of(&store);
                 let verdict = self.judge(what, &state, recovered.position.lsn, recovered.torn.as_ref());
+                verdicts::agrees(what, files, Ok(recovered));
                 drop(store);
                 let store = open(&disk).unwrap_or_else(|error| panic!("{what}: opened once: {error}"));
                 assert!(State::of(&store) == state, "{what}: another state when opened again");
@@ -175,6 +177,7 @@ impl Victim {
             }
             Err(Error::Damaged(damage)) => {
                 assert!(Files::of(&disk) == *files, "{what}: refused, but modified: {damage}");
+                verdicts::agrees(what, files, Err(&damage));
                 Verdict::Refused
             }
             Err(error) => panic!("{what}: {error}"),

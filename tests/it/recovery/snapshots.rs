@@ -42,8 +42,9 @@ fn bad_manifest_falls_back() {
     assert_eq!(falls_back(&disk), [manifest]);
 
     let disk = whole.disk();
+    // The log says that it was there: nothing else would show that a kept snapshot is gone.
     remove(&disk, manifest);
-    assert_eq!(falls_back(&disk), []);
+    assert_eq!(falls_back(&disk), [manifest]);
 
     // Both bad: the log behind them does not reach back to the beginning.
     let disk = whole.disk();
@@ -51,6 +52,32 @@ fn bad_manifest_falls_back() {
     disk.damage_len(FileName::Manifest(1), 100);
     let defect = refused_at(&disk, manifest, 0, None);
     assert!(matches!(defect, Defect::Truncated { .. }), "{defect}");
+}
+
+/// Its name is in its manifest and nowhere else, and recovery starts from a newer one: the record of it says what is gone.
+#[test]
+fn missing_manifest_of_a_kept_snapshot_is_reported() {
+    let disk = SimDisk::new();
+    let store = open(&disk).unwrap();
+    let page = create_page(&store);
+    store.snapshot_named("good").unwrap();
+    for number in 0..3 {
+        step(&store, page, number);
+        store.snapshot().unwrap();
+    }
+    store.close().unwrap();
+    let named = FileName::Manifest(1);
+    remove(&disk, named);
+    let store = open(&disk).unwrap();
+    let harmless = &store.recovered().harmless;
+    assert!(
+        harmless.iter().any(|damage| (damage.file, &damage.defect) == (named, &Defect::Missing)),
+        "{harmless:?}"
+    );
+    assert!(store.snapshots().iter().all(|info| info.name.is_none()));
+    store.close().unwrap();
+    // The record is a new one.
+    assert_eq!(open(&disk).unwrap().recovered().harmless, []);
 }
 
 /// A closed store of four snapshots, each of which follows the one before, and the state at the end.

@@ -1,0 +1,318 @@
+//! The judge's verdict beside the engine's: what `remanent_format::judge` says of damaged files, and what an open of
+//! the same files does. Also in stores with named, exact and restored snapshots, in a fork, and where snapshots were
+//! given up.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use remanent::disk::Disk;
+use remanent::disk::sim::SimDisk;
+use remanent::{Damage, Error, FileName, Lsn, PageId, Place, Recovered, RestorePoint, Snapshot, Store};
+use remanent_format::judge::{ImageProofs, Verdict, judge};
+use remanent_format::limits::SECTOR_LEN;
+use remanent_format::rebuild::Survey;
+
+use super::sweeps::sweep;
+use super::{flip, mix};
+use crate::files::{Files, State, open_with, small};
+
+/// What became of an open.
+pub type Opened<'a> = Result<&'a Recovered, &'a Damage>;
+
+/// Holds the verdict on the files against what an open of them did.
+pub fn agrees(what: &str, files: &Files, opened: Opened<'_>) -> Option<(Survey, Verdict)> {
+    let survey = match Survey::read(files) {
+        Ok(survey) => survey,
+        Err(damage) => {
+            assert!(opened.is_err(), "{what}: opened, but the judge says {damage}");
+            return None;
+        }
+    };
+    let verdict = judge(&survey, files, &mut ImageProofs::new(files));
+    let passed_over = verdict.starts.iter().take(verdict.opens_from.unwrap_or(usize::MAX));
+    let passed_over: Vec<&Damage> = passed_over.flat_map(|start| &start.blocked_by).collect();
+    match (opened, verdict.start()) {
+        (Ok(recovered), Some(start)) => {
+            let state = verdict.state.as_ref().unwrap();
+            let end = state.end.as_ref().unwrap();
+            assert_eq!(start.snapshot, recovered.snapshot, "{what}");
+            assert_eq!(state.resolved.table.lsn(), recovered.position.lsn, "{what}");
+            assert_eq!(end.torn, recovered.torn, "{what}");
+            assert_eq!(end.accepted.lsn.0 - end.proven.lsn.0, recovered.copied_batches, "{what}");
+            for damage in passed_over.iter().copied().chain(&verdict.lost).chain(&end.harmless) {
+                let is_said = recovered.harmless.iter().any(|said| said.file == damage.file);
+                assert!(is_said, "{what}: {damage} is not in {:?}", recovered.harmless);
+            }
+            for said in &recovered.harmless {
+                let mut judged = passed_over.iter().copied().chain(&verdict.lost).chain(&end.harmless);
+                // Whoever looks for one thing names the batch that wants it, and whoever reads all of a file does not.
+                let is_it = |damage: &Damage| {
+                    (damage.file, damage.offset, &damage.defect) == (said.file, said.offset, &said.defect)
+                };
+                assert!(judged.any(is_it), "{what}: the judge does not know of {said}");
+            }
+        }
+        (Err(refused), None) => {
+            let is_known = survey.log.newest().is_none() || verdict.starts.is_empty();
+            let is_named = passed_over.iter().any(|damage| damage.file == refused.file);
+            assert!(is_known || is_named, "{what}: refused for {refused}, the judge says {passed_over:?}");
+        }
+        (Ok(recovered), None) => {
+            panic!("{what}: opened from {:?}, judged {passed_over:?}", recovered.snapshot)
+        }
+        (Err(refused), Some(start)) => panic!("{what}: judged to open from {:?}: {refused}", start.snapshot),
+    }
+    Some((survey, verdict))
+}
+
+/// A closed store, and the state after each batch.
+struct Subject {
+    name: &'static str,
+    files: Files,
+    states: BTreeMap<Lsn, State>,
+}
+
+/// A store at work whose states are noted.
+struct Work {
+    disk: SimDisk,
+    store: Store,
+    states: BTreeMap<Lsn, State>,
+    pages: Vec<PageId>,
+}
+
+impl Work {
+    fn new() -> Self {
+        let disk = SimDisk::new();
+        let store = open_with(&disk, small().reserve_bytes(0)).unwrap();
+        let mut batch = store.batch();
+        for len in [3000, 500, 100] {
+            batch.create(len, Place::Host);
+        }
+        let pages = store.commit(batch).unwrap().pages;
+        let mut work = Self { disk, store, states: BTreeMap::new(), pages };
+        work.note();
+        work
+    }
+
+    fn note(&mut self) {
+        self.states.insert(self.store.lsn(), State::of(&self.store));
+    }
+
+    fn commit(&mut self, batches: u64) -> Lsn {
+        for _ in 0..batches {
+            let lsn = self.store.lsn().0;
+            let mut batch = self.store.batch();
+            let page = self.pages[(lsn % 3) as usize];
+            batch.fill(page, lsn % 50, 50, &[lsn as u8 + 1]).set_root("step", lsn);
+            self.store.commit(batch).unwrap();
+            self.note();
+        }
+        self.store.lsn()
+    }
+
+    fn restore_to(&mut self, lsn: Lsn) {
+        self.store.restore_to(lsn).unwrap();
+        self.note();
+    }
+
+    fn reopen(self) -> Self {
+        self.store.close().unwrap();
+        Self { store: open_with(&self.disk, small().reserve_bytes(0)).unwrap(), ..self }
+    }
+
+    fn close(self, name: &'static str) -> Subject {
+        let Self { disk, store, states, .. } = self;
+        store.close().unwrap();
+        Subject { name, files: Files::of(&disk), states }
+    }
+}
+
+fn named() -> Subject {
+    let mut work = Work::new();
+    work.commit(3);
+    work.store.snapshot_named("good").unwrap();
+    work.commit(4);
+    work.close("a named snapshot, and more log")
+}
+
+fn named_and_newer() -> Subject {
+    let mut work = Work::new();
+    work.commit(3);
+    work.store.snapshot_named("good").unwrap();
+    for _ in 0..4 {
+        work.commit(3);
+        work.store.snapshot().unwrap();
+    }
+    work.commit(2);
+    work.close("a named snapshot that newer ones outlived")
+}
+
+fn exact() -> Subject {
+    let mut work = Work::new();
+    work.commit(3);
+    work.store.snapshot().unwrap();
+    work.commit(3);
+    work.store.snapshot_exact().unwrap();
+    work.commit(2);
+    work.close("an exact snapshot behind another one")
+}
+
+fn restored() -> Subject {
+    let mut work = Work::new();
+    let good = work.commit(3);
+    work.store.snapshot_named("before").unwrap();
+    work.commit(3);
+    work.restore_to(good);
+    work.commit(2);
+    work.close("a restored state, and log behind it")
+}
+
+fn restored_in_the_log() -> Subject {
+    let mut work = Work::new();
+    work.commit(2);
+    work.store.snapshot().unwrap();
+    let good = work.commit(2);
+    work.commit(2);
+    work.restore_to(good);
+    work.commit(1);
+    work = work.reopen();
+    work.commit(1);
+    let subject = work.close("a restore that no snapshot stands behind");
+    // What a crash right after the restore leaves: its own snapshot is not there yet.
+    let newest = subject.files.names(|file| matches!(file, FileName::Manifest(_)));
+    let mut files = subject.files;
+    files.0.remove(newest.last().unwrap());
+    Subject { files, ..subject }
+}
+
+fn forked() -> Subject {
+    let mut work = Work::new();
+    work.commit(3);
+    work.store.snapshot().unwrap();
+    let at = work.commit(2);
+    let source: Arc<dyn Disk> = Arc::new(work.disk.clone());
+    let old = Snapshot::open_on(&source, Some(&RestorePoint::Lsn(at))).unwrap();
+    let disk = SimDisk::new();
+    old.fork_on(&(Arc::new(disk.clone()) as Arc<dyn Disk>)).unwrap();
+    let store = open_with(&disk, small().reserve_bytes(0)).unwrap();
+    let mut fork = Work { disk, store, states: work.states.clone(), pages: work.pages.clone() };
+    fork.commit(3);
+    fork.close("a fork, with log of its own")
+}
+
+fn reopened() -> Subject {
+    let mut work = Work::new();
+    work.commit(2);
+    work.store.snapshot().unwrap();
+    work = work.reopen();
+    work.commit(2);
+    work = work.reopen();
+    work.store.snapshot_named("late").unwrap();
+    work.commit(1);
+    work = work.reopen();
+    work.close("several incarnations")
+}
+
+/// All damages of one subject: how many opens were refused, and how many snapshots stood.
+fn damage_all(subject: &Subject) -> [usize; 3] {
+    let files: Vec<FileName> = subject.files.0.keys().copied().collect();
+    let written: Vec<(FileName, usize)> = subject
+        .files
+        .0
+        .iter()
+        .flat_map(|(file, bytes)| {
+            bytes.iter().enumerate().filter(|(_, byte)| **byte != 0).map(move |(at, _)| (*file, at))
+        })
+        .collect();
+    let sectors: Vec<(FileName, usize)> = subject
+        .files
+        .0
+        .iter()
+        .flat_map(|(file, bytes)| (0..bytes.len()).step_by(SECTOR_LEN).map(move |at| (*file, at)))
+        .filter(|(file, at)| {
+            let bytes = &subject.files.0[file];
+            bytes[*at..bytes.len().min(at + SECTOR_LEN)].iter().any(|byte| *byte != 0)
+        })
+        .collect();
+    let flips = 250;
+    let counts = [(); 3].map(|()| AtomicUsize::new(0));
+    sweep(&subject.files, 1 + files.len() + sectors.len() + flips, |scratch, number| {
+        let mut number = number;
+        let mut within = |len: usize| {
+            let here = (number < len).then_some(number);
+            number = number.wrapping_sub(len);
+            here
+        };
+        let (what, changed) = if within(1).is_some() {
+            ("nothing".to_owned(), None)
+        } else if let Some(at) = within(files.len()) {
+            (format!("{} removed", files[at]), Some(files[at]))
+        } else if let Some(at) = within(sectors.len()) {
+            (format!("sector at {:?} zeroed", sectors[at]), Some(sectors[at].0))
+        } else {
+            let place = written[mix(number as u64) as usize % written.len()];
+            flip(scratch, place, mix(number as u64 + 7) % 8);
+            (format!("bit of {place:?} flipped"), Some(place.0))
+        };
+        if what.ends_with("removed") {
+            scratch.0.remove(&changed.unwrap());
+        }
+        if what.ends_with("zeroed") {
+            let at =
+                sectors.iter().position(|(file, at)| what.contains(&format!("{:?}", (*file, *at)))).unwrap();
+            let (file, at) = sectors[at];
+            let bytes = scratch.0.get_mut(&file).unwrap();
+            let end = bytes.len().min(at + SECTOR_LEN);
+            bytes[at..end].fill(0);
+        }
+        let what = format!("{}: {what}", subject.name);
+        check(subject, &what, scratch, &counts);
+        if let Some(file) = changed {
+            scratch.0.insert(file, subject.files.0[&file].clone());
+        }
+    });
+    counts.map(AtomicUsize::into_inner)
+}
+
+/// One damaged store: the verdict, the open, and each snapshot that is said to stand.
+fn check(subject: &Subject, what: &str, files: &Files, [opened, refused, stood]: &[AtomicUsize; 3]) {
+    let disk = files.disk();
+    let judged = match open_with(&disk, small().reserve_bytes(0)) {
+        Ok(store) => {
+            opened.fetch_add(1, Ordering::Relaxed);
+            assert!(State::of(&store) == subject.states[&store.lsn()], "{what}: a wrong state");
+            agrees(what, files, Ok(store.recovered()))
+        }
+        Err(Error::Damaged(damage)) => {
+            refused.fetch_add(1, Ordering::Relaxed);
+            agrees(what, files, Err(&damage))
+        }
+        Err(error) => panic!("{what}: {error}"),
+    };
+    let Some((survey, verdict)) = judged else { return };
+    for start in verdict.starts.iter().filter(|start| !start.is_link_alone && start.lost_by.is_empty()) {
+        let Some(id) = start.snapshot else { continue };
+        let end = survey.snapshot(id).unwrap().end;
+        let disk: Arc<dyn Disk> = Arc::new(files.disk());
+        let old = Snapshot::open_on(&disk, Some(&RestorePoint::Lsn(end)));
+        let old = old.unwrap_or_else(|error| panic!("{what}: snapshot {id} is said to stand: {error}"));
+        for (page, bytes) in &subject.states[&end].contents {
+            let mut found = vec![0; bytes.len()];
+            old.read(*page, 0, &mut found).unwrap_or_else(|error| panic!("{what}: page {page}: {error}"));
+            assert!(found == *bytes, "{what}: page {page} of snapshot {id}");
+        }
+        stood.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+#[test]
+fn the_verdict_is_what_an_open_does_whatever_was_kept() {
+    for subject in
+        [named(), named_and_newer(), exact(), restored(), restored_in_the_log(), forked(), reopened()]
+    {
+        let [opened, refused, stood] = damage_all(&subject);
+        let enough = opened >= 60 && refused >= 20 && stood >= 60;
+        assert!(enough, "{}: {opened} opened, {refused} refused, {stood} stood", subject.name);
+    }
+}
