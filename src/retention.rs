@@ -38,6 +38,9 @@ pub struct Retention {
     pub log_kept: u64,
     /// Names that keep a snapshot no longer.
     pub names_given_up: BTreeSet<String>,
+    /// Only the snapshots whose names are given up go, with what only they need: all other snapshots stay, and all of
+    /// the log.
+    pub names_only: bool,
 }
 
 impl Retention {
@@ -48,6 +51,7 @@ impl Retention {
             snapshots_kept_for: options.snapshots_kept_for,
             log_kept: options.log_kept,
             names_given_up: BTreeSet::new(),
+            names_only: false,
         }
     }
 
@@ -69,6 +73,25 @@ impl Retention {
     #[must_use]
     pub fn log_kept(mut self, bytes: u64) -> Self {
         self.log_kept = bytes;
+        self
+    }
+
+    /// Whether only the snapshots go whose names are given up, and no other rule is applied.
+    ///
+    /// ```
+    /// use remanent::{Options, Store};
+    /// let store = Store::temporary(Options::default())?;
+    /// for name in ["first", "second"] {
+    ///     store.snapshot_named(name)?;
+    /// }
+    /// let pruned = store.prune(&store.retention().give_up("first").names_only(true))?;
+    /// assert_eq!(pruned.snapshots.len(), 1);
+    /// assert_eq!(store.snapshots()[0].name.as_deref(), Some("second"));
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    #[must_use]
+    pub fn names_only(mut self, names_only: bool) -> Self {
+        self.names_only = names_only;
         self
     }
 

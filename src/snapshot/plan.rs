@@ -53,6 +53,11 @@ pub(super) fn plan(
     held: &BTreeSet<SnapshotId>,
     beginning_held: bool,
 ) -> Plan {
+    if retention.names_only {
+        let stays = |kept: &&Kept| !is_given_up(kept, retention) || held.contains(&kept.info.id);
+        let snapshots = snapshots.values().filter(stays).map(|kept| kept.info.id).collect();
+        return Plan { snapshots, log_from: Some((0, Lsn(0))) };
+    }
     let with_log: Vec<&Kept> =
         snapshots.values().filter(|kept| kept.info.verified && log.reaches(kept)).collect();
     // What was found damaged stands in for nothing.

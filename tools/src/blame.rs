@@ -24,7 +24,7 @@ use crate::store_dir::StoreDir;
 use crate::table::with_header;
 
 const EXAMPLES: &str = "\
-KEY is a tensor's full name, a page's key, or page:N; INDEX has a number for each dimension, or is one number \
+KEY is a tensor's full name, a page's key, key:KEY, or page:N; INDEX has a number for each dimension, or is one number \
 that counts all elements from 0. Only batches that changed the value are listed. The history goes back as far as \
 the log is kept, and by the kept snapshots before that.
 

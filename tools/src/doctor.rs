@@ -80,13 +80,9 @@ impl Doctor {
             Failure::Environment(format!("cannot {what} {}: {error}", dir.display()))
         };
         let whole = fs::canonicalize(dir).map_err(|error| cannot("find", error))?;
-        let system =
-            rustix::fs::statfs(dir).map_err(|errno| cannot("ask the file system of", errno.into()))?;
         let space = rustix::fs::statvfs(dir).map_err(|errno| cannot("ask the space of", errno.into()))?;
         let free = space.f_bavail.saturating_mul(space.f_frsize);
-        // Signed on some platforms; the magic numbers are 32 bits.
-        let magic = system.f_type as u64 & 0xffff_ffff;
-        let kind = file_system(magic).map_or(format!("{magic:#x}"), str::to_owned);
+        let kind = file_system_of(dir);
 
         let probe = tempfile::tempdir_in(dir).map_err(|error| cannot("write in", error))?;
         let chosen = choices(probe.path())?;
@@ -204,6 +200,17 @@ fn driver() -> Finding {
         }
         Err(error) => finding("gpu_driver", Value::Null, format!("none: {VERSION}: {error}")),
     }
+}
+
+/// The name of the file system that a directory lies on.
+pub fn file_system_of(dir: &Path) -> String {
+    let system = match rustix::fs::statfs(dir) {
+        Ok(system) => system,
+        Err(errno) => return format!("cannot be asked: {errno}"),
+    };
+    // Signed on some platforms; the magic numbers are 32 bits.
+    let magic = system.f_type as u64 & 0xffff_ffff;
+    file_system(magic).map_or(format!("{magic:#x}"), str::to_owned)
 }
 
 /// The name of a file system by its magic number.

@@ -3,18 +3,18 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use remanent_format::{Key, PageId, PageInfo};
-
 use crate::exit::{Ending, Failure, Outcome};
 use crate::memory::Memory;
 use crate::output::Output;
+use crate::selector::Selector;
 use crate::store_dir::StoreDir;
 use crate::view::View;
 
 const EXAMPLES: &str = "\
 Examples:
   remanent dump store 17 -o page.bin
-  remanent dump store key:embedding.weight -o - | xxd | head";
+  remanent dump store key:embedding.weight | xxd | head
+  remanent dump store key:0xff01 -o page.bin";
 
 /// Write the bytes of one page to a file
 #[derive(clap::Args)]
@@ -22,31 +22,13 @@ Examples:
 pub struct Dump {
     /// The store's directory; it is only read
     dir: PathBuf,
-    /// The page: its number, or `key:` and its key
-    #[arg(value_parser = parse_selector)]
+    /// The page: its number, or `key:` and its key as `pages` shows it
     page: Selector,
     /// Where the bytes go; `-` is standard output
-    #[arg(short, long, value_name = "FILE")]
+    #[arg(short, long, value_name = "FILE", default_value = "-")]
     output: PathBuf,
     #[command(flatten)]
     memory: Memory,
-}
-
-/// How a page is named on the command line.
-#[derive(Clone, Debug)]
-enum Selector {
-    Number(PageId),
-    Key(Key),
-}
-
-fn parse_selector(text: &str) -> Result<Selector, String> {
-    match text.strip_prefix("key:") {
-        Some(key) => Key::new(key).map(Selector::Key).map_err(|error| error.to_string()),
-        None => text
-            .parse()
-            .map(|number| Selector::Number(PageId(number)))
-            .map_err(|_| "neither a page's number nor `key:` and its key".to_owned()),
-    }
 }
 
 impl Dump {
@@ -57,11 +39,7 @@ impl Dump {
             dir.refuse_to_write_into(&self.output)?;
         }
         let (view, contents) = View::with_contents(&dir, self.memory.limit())?;
-        let is_wanted = |info: &PageInfo| match &self.page {
-            Selector::Number(page) => info.page == *page,
-            Selector::Key(key) => info.key.as_ref() == Some(key),
-        };
-        let Some(info) = view.pages().find(is_wanted) else {
+        let Some(info) = self.page.find(view.pages()) else {
             // In a damaged store the page may have been there; then the damage is the answer.
             view.complain()?;
             return Err(Failure::Environment("there is no such page".to_owned()));

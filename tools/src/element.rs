@@ -6,6 +6,7 @@ use remanent_format::PageInfo;
 use safetensors::Dtype;
 
 use crate::dtype;
+use crate::selector::{Fit, fit};
 use crate::weights::{dtype_of, label, name_of, shape_of};
 
 /// `KEY[INDEX]`, as it was typed.
@@ -45,10 +46,13 @@ pub struct Element {
 }
 
 impl ElementName {
-    /// Whether a page is the one that is meant.
+    /// Whether a page is the one that is meant: by its tensor's name, by its key, also behind `key:` and as it is shown,
+    /// or by `page:` and its number.
     pub fn means(&self, info: &PageInfo) -> bool {
+        let is_key = |text: &str| info.key.as_ref().is_some_and(|key| fit(key, text) != Fit::No);
         name_of(info) == Some(&self.page)
-            || info.key.as_ref().is_some_and(|key| key.as_bytes() == self.page.as_bytes())
+            || is_key(&self.page)
+            || self.page.strip_prefix("key:").is_some_and(is_key)
             || self.page.strip_prefix("page:").is_some_and(|number| number == info.page.to_string())
     }
 

@@ -5,10 +5,14 @@
 //! leaves one of the two. Importing again then finds what is missing, be it everything or nothing.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
 use std::path::{Path, PathBuf};
 
 use indicatif::ProgressBar;
-use remanent::{Create, Key, Metadata, PageId, PageInfo, PageRef, Place, Store, Value, Width, WriteBatch};
+use remanent::{
+    Create, FileName, Folder, Key, Lsn, Metadata, PageId, PageInfo, PageRef, Place, Store, Value, Width,
+    WriteBatch,
+};
 
 use crate::changes::Changes;
 use crate::dtype;
@@ -99,8 +103,18 @@ impl Import {
         let interrupt = Interrupt::listen()?;
         // A file that cannot be imported leaves no store behind.
         let file = WeightsFile::open(&self.file)?;
+        let was_there = self.dir.exists();
         let store = engine::open(&self.dir, Create::IfEmpty)?;
-        let imported = bring(&store, &file, &self.along, &interrupt)?;
+        let imported = match bring(&store, &file, &self.along, &interrupt) {
+            Ok(imported) => imported,
+            Err(failure) => {
+                if store.recovered().created && store.lsn() == Lsn(0) {
+                    drop(store);
+                    remove_empty_store(&self.dir, was_there);
+                }
+                return Err(failure);
+            }
+        };
         if let Some(imported) = &imported {
             self.report(&store, imported, &file.header, out)?;
         }
@@ -137,6 +151,23 @@ impl Import {
             "lsn {lsn}: {tensors} tensors of {bytes} bytes; {created} created, {deleted} deleted, {resized} resized, \
              {changed_elements} elements changed in {changed} others"
         ))
+    }
+}
+
+/// Removes a store that was made just now and holds nothing: only files of a store go, and the folders that are empty then.
+/// What cannot be removed stays; why the import failed is what the caller asks.
+fn remove_empty_store(dir: &Path, was_there: bool) {
+    for folder in Folder::INNER.into_iter().chain([Folder::Root]) {
+        let path = dir.join(folder.name());
+        let names = fs::read_dir(&path).into_iter().flatten().flatten().map(|entry| entry.file_name());
+        for name in
+            names.filter(|name| name.to_str().and_then(|name| FileName::parse(folder, name)).is_some())
+        {
+            let _ = fs::remove_file(path.join(name));
+        }
+        if folder != Folder::Root || !was_there {
+            let _ = fs::remove_dir(path);
+        }
     }
 }
 

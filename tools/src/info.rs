@@ -95,6 +95,7 @@ impl Report {
         object! {
             "store": view.survey.store.store.to_string(),
             "incarnation": incarnation.map(|incarnation| incarnation.number),
+            "incarnation_random": incarnation.map(|incarnation| incarnation.random),
             "lsn": view.lsn().0,
             "durable": view.durable().0,
             "snapshots": self.snapshots().map(|manifest| self.snapshot_json(&manifest)).collect::<Vec<_>>(),
@@ -115,6 +116,7 @@ impl Report {
     fn snapshot_json(&self, manifest: &Manifest) -> serde_json::Value {
         json!({
             "snapshot": manifest.snapshot.0,
+            "name": manifest.name,
             "redo": manifest.redo.lsn.0,
             "end": manifest.end.0,
             "pages": manifest.entries.len(),
@@ -144,8 +146,9 @@ impl Report {
         }
         for manifest in self.snapshots() {
             let verified = if self.is_verified(manifest.snapshot) { ", verified" } else { "" };
+            let name = manifest.name.as_ref().map_or(String::new(), |name| format!(", named {name:?}"));
             out.line(format_args!(
-                "snapshot {:<3} lsn {} to {}, {} pages, {} bytes{verified}",
+                "snapshot {:<3} lsn {} to {}, {} pages, {} bytes{verified}{name}",
                 manifest.snapshot,
                 manifest.redo.lsn,
                 manifest.end,

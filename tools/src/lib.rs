@@ -44,6 +44,7 @@ mod fork;
 mod prune;
 mod export;
 mod diff;
+mod selector;
 mod element;
 mod blame;
 mod bisect;
@@ -79,7 +80,7 @@ has the store open; 130 Ctrl-C.";
 
 /// Drive, inspect and verify Remanent stores
 #[derive(Parser)]
-#[command(version, after_help = ABOUT, max_term_width = 110)]
+#[command(name = "remanent", version, after_help = ABOUT, max_term_width = 110)]
 struct Cli {
     #[command(subcommand)]
     command: Command,

@@ -118,8 +118,9 @@ fn content(frame: &ScannedFrame) -> Result<Content, Defect> {
     for op in decode_payload(payload)?.iter().map(|at| &at.op) {
         match op {
             Op::Note { text } => content.note = Some((*text).to_owned()),
-            op => *content.kinds.entry(op.kind()).or_default() += 1,
+            _ => {}
         }
+        *content.kinds.entry(op.kind()).or_default() += 1;
         content.pages.extend(op.page());
     }
     content.pages.sort_unstable();
@@ -170,6 +171,7 @@ fn frame_json(frame: &ScannedFrame, content: &Result<Content, Defect>, torn: boo
         "pages": pages,
         "bytes": header.frame_len(),
         "incarnation": header.incarnation.number,
+        "incarnation_random": header.incarnation.random,
         "segment": header.segment,
         "offset": header.offset,
         "durable": header.durable.0,
@@ -190,7 +192,9 @@ fn frame_line(frame: &ScannedFrame, content: &Result<Content, Defect>, torn: boo
         words.push("seal".to_owned());
     }
     if let Ok(content) = content {
-        words.extend(content.kinds.iter().map(|(kind, count)| format!("{count} {kind}")));
+        // A note is shown as such.
+        let kinds = content.kinds.iter().filter(|(kind, _)| **kind != "note");
+        words.extend(kinds.map(|(kind, count)| format!("{count} {kind}")));
         words.extend(content.note.iter().map(|note| format!("note {note:?}")));
     }
     if let Some(defect) = defect(frame, content) {

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use remanent::{Create, FileName, Pruned};
+use remanent::{Create, FileName, Pruned, Retention, Store};
 use serde_json::json;
 
 use crate::engine::{self, engine_failure};
@@ -14,7 +14,8 @@ use crate::output::Output;
 
 const EXAMPLES: &str = "\
 A snapshot stays if one of the rules keeps it, and with it the log that leads from it to now. Named snapshots stay \
-until their names are given up. Without --yes nothing is removed.
+until their names are given up: --name alone gives up the snapshots of these names, and nothing else. Without --yes \
+nothing is removed.
 
 Examples:
   remanent prune store                                       what would go if two snapshots stay
@@ -28,16 +29,16 @@ Examples:
 pub struct Prune {
     /// The store's directory
     dir: PathBuf,
-    /// Keep so many of the newest snapshots
-    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..))]
-    snapshots: u32,
+    /// Keep so many of the newest snapshots [default: 2, or all with --name alone]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    snapshots: Option<u32>,
     /// Keep snapshots that are younger: a number and s, m, h or d
-    #[arg(long, value_name = "AGE", value_parser = parse_age, default_value = "0s")]
-    age: Duration,
+    #[arg(long, value_name = "AGE", value_parser = parse_age)]
+    age: Option<Duration>,
     /// Keep so many bytes of log
-    #[arg(long, value_name = "BYTES", default_value_t = 0)]
-    log_bytes: u64,
-    /// Give this name up
+    #[arg(long, value_name = "BYTES")]
+    log_bytes: Option<u64>,
+    /// Give this name up, and the snapshot that has it
     #[arg(long, value_name = "NAME")]
     name: Vec<String>,
     /// Remove
@@ -67,12 +68,8 @@ impl Prune {
     pub fn run(&self, out: &mut Output) -> Outcome {
         let interrupt = Interrupt::listen()?;
         let store = engine::open(&self.dir, Create::Never)?;
-        let rules = store
-            .retention()
-            .snapshots_kept(self.snapshots as usize)
-            .snapshots_kept_for(self.age)
-            .log_kept(self.log_bytes);
-        let rules = self.name.iter().fold(rules, |rules, name| rules.give_up(name));
+        self.check_names(&store)?;
+        let rules = self.rules(store.retention());
         if interrupt.noted() {
             return Ok(Ending::Interrupted);
         }
@@ -81,6 +78,28 @@ impl Prune {
         store.close().map_err(engine_failure)?;
         self.report(&pruned, out)?;
         Ok(Ending::Fine)
+    }
+
+    /// A name that no snapshot has is a mistake: the one that was meant would stay.
+    fn check_names(&self, store: &Store) -> Result<(), Failure> {
+        let snapshots = store.snapshots();
+        let has = |name: &String| snapshots.iter().any(|info| info.name.as_ref() == Some(name));
+        match self.name.iter().find(|name| !has(name)) {
+            Some(name) => Err(Failure::Environment(format!("there is no snapshot named {name:?}"))),
+            None => Ok(()),
+        }
+    }
+
+    fn rules(&self, own: Retention) -> Retention {
+        let rules = self.name.iter().fold(own, |rules, name| rules.give_up(name));
+        let is_ruled = self.snapshots.is_some() || self.age.is_some() || self.log_bytes.is_some();
+        if !is_ruled && !self.name.is_empty() {
+            return rules.names_only(true);
+        }
+        rules
+            .snapshots_kept(self.snapshots.map_or(2, |count| count as usize))
+            .snapshots_kept_for(self.age.unwrap_or_default())
+            .log_kept(self.log_bytes.unwrap_or_default())
     }
 
     fn report(&self, pruned: &Pruned, out: &mut Output) -> Result<(), Failure> {

@@ -54,7 +54,9 @@ impl Snapshots {
             for line in &lines {
                 out.line(line.json())?;
             }
-        } else if !lines.is_empty() {
+        } else if lines.is_empty() {
+            out.line("no snapshots")?;
+        } else {
             out.line(table(&lines).trim_fmt())?;
         }
         out.flush()?;

@@ -1,12 +1,9 @@
 //! `remanent verify`: reads everything that the store needs, and says of each defect what it costs.
 
-use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
-use std::sync::Arc;
 
-use remanent_format::image::{ImageFileHeader, ImageFileHeaderRaw, ImageRef};
-use remanent_format::manifest::Manifest;
-use remanent_format::rebuild::check_image;
+use remanent_format::image::{ImageFileHeader, ImageFileHeaderRaw};
+use remanent_format::judge::{ImageProofs, Start, Verdict, judge};
 use remanent_format::{Damage, Defect, FileName, Lsn, ReadAt, SnapshotId};
 
 use crate::exit::{Ending, Failure, Outcome};
@@ -15,12 +12,13 @@ use crate::log::{torn_json, torn_line};
 use crate::memory::Memory;
 use crate::output::Output;
 use crate::store_dir::StoreDir;
-use crate::view::View;
+use crate::view::{LOOKS_AT_AN_OPEN_STORE, View};
 
 const EXAMPLES: &str = "\
-Checked are STORE, both copies of every manifest, every image that a snapshot names, and the log from each \
-snapshot to its end. A torn tail is what a crash leaves and no damage. Each finding says what it costs: \
-nothing, time (recovery takes an older snapshot), or the store.
+Checked are STORE, both copies of every manifest, every image that a kept snapshot names, the log from each \
+snapshot to its end, and that each snapshot is there which the log records as kept. A torn tail is what a crash \
+leaves and no damage. Each finding says what it costs: nothing, time (recovery takes an older snapshot), the way \
+back to a snapshot, or the store. While a process writes to the store, what looks wrong is read again.
 
 Examples:
   remanent verify store && echo sound
@@ -45,31 +43,12 @@ struct Finding {
     cost: String,
 }
 
-/// A place from which recovery may start: a snapshot, or the log's beginning.
-struct Start {
-    name: String,
-    /// What keeps recovery from starting here.
-    blocked_by: Vec<Damage>,
-    /// What keeps the store from going back to just this snapshot.
-    beside: Vec<Damage>,
-}
-
-/// The images read so far, with what is wrong with them.
-struct Images<'d> {
-    dir: &'d StoreDir,
-    read: BTreeMap<(u64, u64, u64, u32), Option<Defect>>,
-    bytes: u64,
-}
-
 impl Verify {
     /// Checks.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let dir = StoreDir::open(&self.dir)?;
-        let view = View::take(&dir)?;
-        let mut images = Images { dir: &dir, read: BTreeMap::new(), bytes: 0 };
-        let starts = starts(&dir, &view, &mut images);
-        let opens_from = starts.iter().position(|start| start.blocked_by.is_empty());
-        let mut findings = findings(&dir, &view, &starts, opens_from, &images);
+        let mut images = ImageProofs::new(&dir);
+        let Looked { view, verdict, mut findings } = look(&dir, &mut images)?;
         if let Some(Err(damage)) =
             view.state.as_ref().map(|state| state.check_page_bytes(self.memory.limit()))
         {
@@ -80,8 +59,8 @@ impl Verify {
         for finding in &findings {
             self.report(finding, out)?;
         }
-        let from = opens_from.map(|index| starts[index].name.as_str());
-        self.summarize(&view, &images, findings.len(), from, dir.holder(), out)?;
+        let opens_from = verdict.start().map(|start| start_name(start.snapshot));
+        self.summarize(&view, &images, findings.len(), opens_from.as_deref(), dir.holder(), out)?;
         Ok(if findings.is_empty() { Ending::Fine } else { Ending::Difference })
     }
 
@@ -103,7 +82,7 @@ impl Verify {
     fn summarize(
         &self,
         view: &View,
-        images: &Images<'_>,
+        images: &ImageProofs<'_>,
         findings: usize,
         opens_from: Option<&str>,
         holder: Option<u32>,
@@ -119,8 +98,8 @@ impl Verify {
                 "lsn": view.lsn().0,
                 "durable": view.durable().0,
                 "pages": view.pages().count(),
-                "images": images.read.len(),
-                "image_bytes": images.bytes,
+                "images": images.count(),
+                "image_bytes": images.bytes(),
                 "batches": batches,
                 "torn_tail": torn_json(torn),
                 "open_in_process": holder,
@@ -136,8 +115,8 @@ impl Verify {
         }
         let read = format!(
             "{} images ({} bytes) and {batches} batches read, lsn {}, durable up to {}",
-            images.read.len(),
-            images.bytes,
+            images.count(),
+            images.bytes(),
             view.lsn(),
             view.durable()
         );
@@ -151,92 +130,68 @@ impl Verify {
     }
 }
 
-/// Every place to start from, the best first, with all that stands in its way.
-fn starts(dir: &StoreDir, view: &View, images: &mut Images<'_>) -> Vec<Start> {
-    let snapshots = view.survey.links.keys().rev().map(|snapshot| Some(*snapshot)).chain([None]);
-    let check = |(candidate, snapshot): (Result<Option<Arc<Manifest>>, Damage>, Option<SnapshotId>)| {
-        let mut start = Start { name: start_name(snapshot), blocked_by: Vec::new(), beside: Vec::new() };
-        match candidate {
-            Ok(base) => check_start(dir, view, base.as_ref(), images, &mut start),
-            Err(damage) => start.blocked_by.push(damage),
-        }
-        start
-    };
-    let candidates = view.survey.candidates().zip(snapshots);
-    candidates
-        .filter(|(_, snapshot)| snapshot.is_none_or(|snapshot| is_kept(view, snapshot)))
-        .map(check)
-        .collect()
+/// What a look at a store found.
+struct Looked {
+    view: View,
+    verdict: Verdict,
+    findings: Vec<Finding>,
 }
 
-/// Whether a snapshot stands for itself. What the last seal does not list was given up: its manifest is there
-/// for the snapshots that follow it, and the log behind it is gone. One that is newer than all listed waits for
-/// its seal.
-fn is_kept(view: &View, snapshot: SnapshotId) -> bool {
-    let listed = || view.end().into_iter().flat_map(|end| &end.verified).map(|verified| verified.snapshot);
-    listed().any(|listed| listed == snapshot) || listed().all(|listed| listed < snapshot)
+/// Looks at a store. While a process writes to it, files come and go between two reads of ours, and frames are read that
+/// are half written: what is found then counts only if every one of some looks finds the same at the same place.
+fn look(dir: &StoreDir, images: &mut ImageProofs<'_>) -> Result<Looked, Failure> {
+    let mut looked = look_once(dir, images, None)?;
+    for _ in 1..LOOKS_AT_AN_OPEN_STORE {
+        if looked.findings.is_empty() || dir.holder().is_none() {
+            break;
+        }
+        images.forget_damaged();
+        looked = look_once(dir, images, Some(&looked.findings))?;
+    }
+    Ok(looked)
+}
+
+/// One look, at what was found `before` too, if that is given.
+fn look_once(
+    dir: &StoreDir,
+    images: &mut ImageProofs<'_>,
+    before: Option<&[Finding]>,
+) -> Result<Looked, Failure> {
+    let view = View::take_once(dir)?;
+    let mut verdict = judge(&view.survey, dir, images);
+    if let Some(before) = before {
+        let is_lasting = |damage: &Damage| before.iter().any(|finding| finding.damage == *damage);
+        for start in &mut verdict.starts {
+            start.blocked_by.retain(is_lasting);
+            start.lost_by.retain(is_lasting);
+        }
+        verdict.lost.retain(is_lasting);
+        let is_open = |start: &Start| start.blocked_by.is_empty();
+        verdict.opens_from = verdict.opens_from.or_else(|| verdict.starts.iter().position(is_open));
+    }
+    // Nothing opens without its identity.
+    let identity = view.damage.iter().find(|damage| damage.file == FileName::Store).cloned();
+    if identity.is_some() {
+        verdict.opens_from = None;
+    }
+    let mut findings = findings(dir, &view, &verdict, identity, images);
+    if let Some(before) = before {
+        findings.retain(|finding| before.iter().any(|known| known.damage == finding.damage));
+    }
+    Ok(Looked { view, verdict, findings })
 }
 
 fn start_name(snapshot: Option<SnapshotId>) -> String {
     snapshot.map_or("the log's beginning".to_owned(), |snapshot| format!("snapshot {snapshot}"))
 }
 
-fn check_start(
-    dir: &StoreDir,
-    view: &View,
-    base: Option<&Arc<Manifest>>,
-    images: &mut Images<'_>,
-    start: &mut Start,
-) {
-    let mut needed = BTreeSet::new();
-    match view.survey.resolve(dir, base, None) {
-        Ok(resolution) => {
-            for (_, of_page) in resolution.resolved.bases.iter() {
-                needed.extend(of_page.image.map(|image| (image.file, image.offset)));
-                start.blocked_by.extend(images.check(of_page.lsn, of_page.image, of_page.len));
-            }
-        }
-        // A named snapshot stays without the log behind it: it is the way back to its own batch.
-        Err(_) if base.is_some_and(|base| base.name.is_some() && base.redo.lsn == base.end) => {}
-        Err(damage) => start.blocked_by.push(damage),
-    }
-    for entry in base.iter().flat_map(|manifest| &manifest.entries) {
-        if entry.image.is_some_and(|image| !needed.contains(&(image.file, image.offset))) {
-            start.beside.extend(images.check(entry.lsn, entry.image, entry.len));
-        }
-    }
-}
-
-impl Images<'_> {
-    /// What is wrong with the image of a page of length `len`.
-    fn check(&mut self, lsn: Lsn, image: Option<ImageRef>, len: u64) -> Option<Damage> {
-        let image = image?;
-        let name = (image.file, image.offset, image.stored_len, image.stored_crc);
-        let defect = match self.read.get(&name) {
-            Some(known) => known.clone(),
-            None => {
-                self.bytes = self.bytes.saturating_add(image.stored_len);
-                let defect = check_image(self.dir, &image, len).err().map(|damage| damage.defect);
-                self.read.insert(name, defect.clone());
-                defect
-            }
-        };
-        defect.map(|defect| defect.at_lsn(FileName::Pages(image.file), image.offset, lsn))
-    }
-
-    /// The image files that were read.
-    fn files(&self) -> BTreeSet<u64> {
-        self.read.keys().map(|(file, ..)| *file).collect()
-    }
-}
-
 /// All findings, each place once, with the gravest of its costs.
 fn findings(
     dir: &StoreDir,
     view: &View,
-    starts: &[Start],
-    opens_from: Option<usize>,
-    images: &Images<'_>,
+    verdict: &Verdict,
+    identity: Option<Damage>,
+    images: &ImageProofs<'_>,
 ) -> Vec<Finding> {
     let mut findings: Vec<Finding> = Vec::new();
     let mut find = |damage: Damage, cost: String| {
@@ -247,25 +202,35 @@ fn findings(
             findings.push(Finding { damage, cost });
         }
     };
-    for damage in view.damage.iter().filter(|damage| damage.file == FileName::Store) {
-        find(damage.clone(), "the store: nothing opens without its identity".to_owned());
+    if let Some(damage) = identity {
+        find(damage, "the store: nothing opens without its identity".to_owned());
     }
-    for (index, start) in starts.iter().enumerate() {
-        let cost = match opens_from {
-            None => "the store: it cannot be opened".to_owned(),
-            Some(opens) if index < opens => {
-                format!("time, not data: recovery starts from {} instead", starts[opens].name)
+    for (index, start) in verdict.starts.iter().enumerate() {
+        let name = start_name(start.snapshot);
+        let cost = match (verdict.opens_from, verdict.state.is_some()) {
+            (Some(opens), _) if index < opens => {
+                let instead = start_name(verdict.starts[opens].snapshot);
+                format!("time, not data: recovery starts from {instead} instead")
             }
-            Some(_) => format!("nothing now: {} could not stand in for a newer one", start.name),
+            (None, false) => "the store: it cannot be opened".to_owned(),
+            _ => format!("nothing now: {name} could not stand in for a newer one"),
         };
-        for damage in &start.blocked_by {
-            find(damage.clone(), cost.clone());
+        // Of a link alone, log and images may be gone, and so may be the log behind a named snapshot: that is the way
+        // back to its own batch. Where nothing opens, all of it is looked for.
+        let is_promised = !start.is_link_alone && !is_named_and_exact(view, start);
+        if is_promised || verdict.state.is_none() {
+            for damage in &start.blocked_by {
+                find(damage.clone(), cost.clone());
+            }
         }
-        for damage in &start.beside {
-            find(damage.clone(), format!("the way back to {}", start.name));
+        for damage in &start.lost_by {
+            find(damage.clone(), format!("the way back to {name}"));
         }
     }
-    if starts.is_empty() {
+    for damage in &verdict.lost {
+        find(damage.clone(), "the way back to a snapshot that is kept".to_owned());
+    }
+    if verdict.starts.is_empty() {
         let damage = Defect::Missing.at_lsn(FileName::Segment(1), 0, Lsn(1));
         find(damage, "the store: there is neither a snapshot nor the log's beginning".to_owned());
     }
@@ -275,7 +240,7 @@ fn findings(
     for damage in view.end().iter().flat_map(|end| &end.harmless) {
         find(damage.clone(), "nothing: the segment is empty".to_owned());
     }
-    for damage in images.files().into_iter().filter_map(|file| image_file_damage(dir, view, file)) {
+    for damage in images.files().filter_map(|file| image_file_damage(dir, view, file)) {
         find(damage, "nothing: the snapshots say where the images lie".to_owned());
     }
     for (number, segment) in view.survey.log.segments() {
@@ -287,6 +252,12 @@ fn findings(
         }
     }
     findings
+}
+
+/// Whether a snapshot stays without the log behind it.
+fn is_named_and_exact(view: &View, start: &Start) -> bool {
+    let link = start.snapshot.and_then(|snapshot| view.survey.links.get(&snapshot)?.as_ref().ok());
+    start.is_exact && link.is_some_and(|(link, _)| link.name.is_some())
 }
 
 /// Damaged copies of manifests of which the other copy is whole.

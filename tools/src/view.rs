@@ -36,17 +36,20 @@ impl View {
     pub fn take(dir: &StoreDir) -> Result<Self, Failure> {
         let mut view = Self::take_once(dir)?;
         // While a process writes, files come and go between two reads of ours: that is no damage, and a
-        // moment later it looks whole.
+        // moment later it looks whole, or something else looks damaged. Damage is what every look finds.
         for _ in 1..LOOKS_AT_AN_OPEN_STORE {
             if view.damage.is_empty() || dir.holder().is_none() {
                 break;
             }
+            let before = std::mem::take(&mut view.damage);
             view = Self::take_once(dir)?;
+            view.damage.retain(|damage| before.contains(damage));
         }
         Ok(view)
     }
 
-    fn take_once(dir: &StoreDir) -> Result<Self, Failure> {
+    /// One look at a directory.
+    pub fn take_once(dir: &StoreDir) -> Result<Self, Failure> {
         let (survey, identity_damage) = look(dir)?;
         let mut damage: Vec<Damage> = identity_damage.into_iter().collect();
         let mut furthest: Option<Resolution> = None;
@@ -71,7 +74,9 @@ impl View {
                     }
                 },
             };
-            damage.push(stopped_by);
+            if !damage.contains(&stopped_by) {
+                damage.push(stopped_by);
+            }
         }
         if arrived.is_none() && damage.is_empty() {
             damage.push(Defect::Missing.at_lsn(FileName::Segment(1), 0, Lsn(1)));
@@ -86,7 +91,7 @@ impl View {
         if let Ok(rebuilt) = rebuild(dir, &RebuildOptions { page_bytes_max, ..RebuildOptions::default() }) {
             // The snapshot that was followed just now may be one whose images are damaged.
             if view.state.as_ref().is_some_and(|state| state.base != rebuilt.base) {
-                view.damage.extend(rebuilt.passed_over);
+                rebuilt.passed_over.into_iter().for_each(|damage| view.add(damage));
             }
             let contents = rebuilt.contents.into_iter().map(|(page, bytes)| (page, Ok(bytes))).collect();
             return Ok((view, contents));
@@ -95,16 +100,23 @@ impl View {
         match view.survey.load(dir, state, page_bytes_max) {
             Ok(contents) => {
                 let lost = contents.values().filter_map(|bytes| bytes.as_ref().err().cloned());
-                view.damage.extend(lost);
+                lost.collect::<Vec<_>>().into_iter().for_each(|damage| view.add(damage));
                 Ok((view, contents))
             }
             // There is no room for the pages; or the log, which held a moment ago, is being written to.
             Err(damage) => {
                 let pages = state.resolved.table.pages();
                 let contents = pages.map(|info| (info.page, Err(damage.clone()))).collect();
-                view.damage.push(damage);
+                view.add(damage);
                 Ok((view, contents))
             }
+        }
+    }
+
+    /// Damage is told once, however many ways lead to it.
+    fn add(&mut self, damage: Damage) {
+        if !self.damage.contains(&damage) {
+            self.damage.push(damage);
         }
     }
 

@@ -141,6 +141,10 @@ pub fn lines(x: &Axis, y: &Axis, lines: &[Line], marks: &[(f64, &str)]) -> Strin
             let command = if index == 0 { 'M' } else { 'L' };
             draw(&mut path, format_args!("{command}{:.1} {:.1}", across(*x), up(*y)));
         }
+        // One point alone is a dot: without a length a path shows nothing.
+        if points.len() == 1 {
+            path += "h4";
+        }
         let name = escape(name);
         draw(&mut svg, format_args!(r#"<path class="line {class}" d="{path}"><title>{name}</title></path>"#));
     }
@@ -156,21 +160,19 @@ pub struct Bar {
 
 /// Bars beside a line at 1, the ceiling.
 pub fn bars(bars: &[Bar]) -> String {
-    const ROW: f64 = 26.0;
-    const NAMES: f64 = 390.0;
-    const VALUES: f64 = 160.0;
+    // A name stands above its bar, where there is room for all of it.
+    const ROW: f64 = 44.0;
+    const NAMES: f64 = 4.0;
+    const VALUES: f64 = 210.0;
     let height = ROW * bars.len() as f64 + 26.0;
     let most = bars.iter().map(|bar| bar.share).fold(1.0, f64::max);
     let across = |share: f64| NAMES + share / most * (WIDTH - NAMES - VALUES);
     let mut svg = open(height);
     for (index, Bar { name, share, value }) in bars.iter().enumerate() {
-        let top = 4.0 + ROW * index as f64;
+        let top = 20.0 + ROW * index as f64;
         let base = top + 14.0;
         let end = across(*share);
-        draw(
-            &mut svg,
-            format_args!(r#"<text x="{}" y="{base}" class="end">{}</text>"#, NAMES - 8.0, escape(name)),
-        );
+        draw(&mut svg, format_args!(r#"<text x="{NAMES}" y="{}">{}</text>"#, top - 5.0, escape(name)));
         let width = (end - NAMES).max(1.0);
         draw(
             &mut svg,
@@ -238,6 +240,20 @@ mod tests {
             assert!((3..=7).contains(&ticks.len()), "{max}: {ticks:?}");
             assert!(ticks.last().is_some_and(|last| *last >= max), "{max}: {ticks:?}");
         }
+    }
+
+    #[test]
+    fn a_long_name_is_not_cut_and_one_point_is_seen() {
+        let name = "16 threads, 2 MiB pages, acknowledged as durable, direct log: store beside the raw loop"
+            .to_owned();
+        let svg = bars(&[Bar { name: name.clone(), share: 0.5, value: "1".to_owned() }]);
+        let text = svg.lines().find(|line| line.contains(&name)).unwrap();
+        assert!(text.contains(r#"x="4""#) && !text.contains("end"), "it begins at the left edge: {text}");
+        let axis =
+            || Axis { label: "", scale: Scale::linear([1.0].into_iter()), show: Box::new(|_| String::new()) };
+        let one = Line { class: "s0".to_owned(), name: "one".to_owned(), points: vec![(0.5, 0.0)] };
+        let svg = lines(&axis(), &axis(), &[one], &[]);
+        assert!(svg.contains("h4\"><title>one"), "{svg}");
     }
 
     #[test]

@@ -12,6 +12,13 @@ use crate::json::object;
 use crate::output::Output;
 use crate::table;
 
+/// Behind a multiple of which a higher one is better, as of a rate.
+pub const HIGHER: &str = "\u{2191}";
+/// Behind a multiple of which a lower one is better, as of a time.
+pub const LOWER: &str = "\u{2193}";
+/// What the two signs mean.
+pub const BETTER: &str = "\u{2191} higher is better, \u{2193} lower is better";
+
 /// What one run found.
 pub struct Findings {
     /// The benchmark.
@@ -81,6 +88,11 @@ impl Unit {
     /// Whether more is better, and a ceiling the most there can be.
     pub fn is_rate(self) -> bool {
         matches!(self, Unit::PerSecond(_) | Unit::BytesPerSecond)
+    }
+
+    /// Which way is better, as a sign behind a multiple of a ceiling.
+    pub fn better(self) -> &'static str {
+        if self.is_rate() { HIGHER } else { LOWER }
     }
 
     /// A value for a person.
@@ -191,16 +203,17 @@ impl Findings {
                 let time = |of: fn(&Latency) -> f64| {
                     figure.latency.as_ref().map_or_else(String::new, |all| Unit::Seconds.show(of(all)))
                 };
-                let ratio =
-                    |ratio: Option<f64>| ratio.map_or_else(String::new, |ratio| format!("{ratio:.3}"));
+                let ratio = |ratio: Option<f64>, better: &str| {
+                    ratio.map_or_else(String::new, |ratio| format!("{ratio:.3} {better}"))
+                };
                 table.add_row([
                     figure.name.clone(),
                     figure.unit.show(figure.median()),
-                    ratio(group.ratio(figure)),
+                    ratio(group.ratio(figure), figure.unit.better()),
                     time(|all| all.quantile(0.5)),
                     time(|all| all.quantile(0.99)),
                     time(Latency::worst),
-                    ratio(group.latency_ratio(figure)),
+                    ratio(group.latency_ratio(figure), LOWER),
                 ]);
             }
             out.line(table.trim_fmt())?;
@@ -208,7 +221,11 @@ impl Findings {
         for what in &self.left_out {
             out.line(format_args!("\nleft out: {what}"))?;
         }
-        Ok(())
+        let is_compared = |group: &Group| group.figures.iter().any(|figure| figure.ceiling.is_some());
+        match self.groups.iter().any(is_compared) {
+            true => out.line(format_args!("\nx ceiling: {BETTER}")),
+            false => Ok(()),
+        }
     }
 
     /// One object a figure, and one of the run at the end.
@@ -233,6 +250,7 @@ impl Findings {
             "rounds": figure.rounds,
             "ceiling": figure.ceiling,
             "ratio": group.ratio(figure),
+            "better": if figure.unit.is_rate() { "higher" } else { "lower" },
         };
         if let Some(latency) = &figure.latency {
             let micros = |seconds: f64| seconds * 1e6;

@@ -1,13 +1,15 @@
 //! `--report`: the findings as one page that needs no network.
 
 use std::fmt::Write as _;
+use std::fs::Permissions;
 use std::io::Write as _;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-use tempfile::NamedTempFile;
+use tempfile::{Builder, NamedTempFile};
 
 use super::chart::{self, Axis, Bar, Line, Scale, escape};
-use super::figures::{Figure, Findings, Group, Unit};
+use super::figures::{BETTER, Figure, Findings, Group, Unit};
 use super::latency::Latency;
 use crate::exit::Failure;
 
@@ -21,7 +23,9 @@ impl Report {
     /// Refuses a place where no file can be made, before anything is measured.
     pub fn begin(path: &Path) -> Result<Self, Failure> {
         let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        let file = NamedTempFile::new_in(dir).map_err(|error| cannot(path, &error))?;
+        // Others may read it, as far as the user's mask allows: it is not a secret.
+        let file = Builder::new().permissions(Permissions::from_mode(0o666)).tempfile_in(dir);
+        let file = file.map_err(|error| cannot(path, &error))?;
         Ok(Self { path: path.to_owned(), file })
     }
 
@@ -78,7 +82,7 @@ fn shares(findings: &Findings) -> String {
     format!(
         "<h2>Share of the ceiling</h2>\n<p class=\"quiet\">A ceiling is what a loop reaches on the same machine that \
          does the least there is to do. It took turns with what stands under it, round by round; shares are medians \
-         of those of the rounds.</p>\n{}",
+         of those of the rounds; higher is better.</p>\n<div class=\"scroll\">{}</div>",
         chart::bars(&bars)
     )
 }
@@ -103,7 +107,7 @@ fn section(group: &Group) -> String {
 
 fn table(group: &Group) -> String {
     let mut html =
-        "<div class=\"scroll\"><table>\n<tr><th></th><th>median</th><th>of its ceiling</th><th>p50</th>\
+        "<div class=\"scroll\"><table>\n<tr><th></th><th>median</th><th>x ceiling</th><th>p50</th>\
                     <th>p99</th><th>p99.9</th><th>worst</th></tr>\n"
             .to_owned();
     for figure in &group.figures {
@@ -113,7 +117,9 @@ fn table(group: &Group) -> String {
         let cells = [
             figure.name.clone(),
             figure.unit.show(figure.median()),
-            group.ratio(figure).map_or_else(String::new, |ratio| format!("{ratio:.3}")),
+            group
+                .ratio(figure)
+                .map_or_else(String::new, |ratio| format!("{ratio:.3} {}", figure.unit.better())),
             time(|latency| latency.quantile(0.5)),
             time(|latency| latency.quantile(0.99)),
             time(|latency| latency.quantile(0.999)),
@@ -122,7 +128,12 @@ fn table(group: &Group) -> String {
         let cells: Vec<String> = cells.iter().map(|cell| format!("<td>{}</td>", escape(cell))).collect();
         html += &format!("<tr>{}</tr>\n", cells.concat());
     }
-    html + "</table></div>\n"
+    let better = if group.figures.iter().any(|figure| figure.ceiling.is_some()) {
+        format!("<p class=\"quiet\">x ceiling: {BETTER}.</p>\n")
+    } else {
+        String::new()
+    };
+    html + "</table></div>\n" + &better
 }
 
 /// The class of a group's figure: a colour of its own, unless it is a ceiling.
@@ -134,9 +145,12 @@ fn class(group: &Group, index: usize) -> String {
 
 /// A chart with a heading, and a key to its lines.
 fn charted(heading: &str, lines: &[Line], svg: &str) -> String {
-    let mut html = format!("<h3>{heading}</h3>\n{svg}<ul class=\"key\">");
-    for Line { class, name, .. } in lines {
-        write!(html, "<li class=\"{class}\"><span>{}</span></li>", escape(name)).expect("a string takes all");
+    let mut html = format!("<h3>{heading}</h3>\n<div class=\"scroll\">{svg}</div><ul class=\"key\">");
+    for Line { class, name, points } in lines {
+        let is_zero = points.iter().all(|(_, value)| *value == 0.0);
+        let zero = if is_zero { " (0 throughout)" } else { "" };
+        let name = escape(name);
+        write!(html, "<li class=\"{class}\"><span>{name}{zero}</span></li>").expect("a string takes all");
     }
     html + "</ul>\n"
 }
@@ -162,7 +176,7 @@ fn latencies(group: &Group) -> String {
         show: Box::new(|share| format!("{} %", rounded(share * 100.0))),
     };
     let svg = chart::lines(&x, &y, &lines, &[]);
-    charted("Latency: how many took longer", &lines, &svg)
+    charted("Latency: how many took longer (lower is better)", &lines, &svg)
 }
 
 /// How what is counted in one unit went over time.
@@ -183,10 +197,12 @@ fn courses(group: &Group, unit: Unit) -> String {
     let values = all().map(|(_, value)| *value);
     let (heading, label, scale) = match unit {
         Unit::Bytes => ("Bytes over time, all rounds in a row", "bytes", Scale::linear(values)),
-        _ if unit.is_rate() => {
-            ("Throughput over time, all rounds in a row", "throughput", Scale::linear(values))
-        }
-        _ => ("Latency over time: the longest of each step", "latency", Scale::log(values)),
+        _ if unit.is_rate() => (
+            "Throughput over time, all rounds in a row (higher is better)",
+            "throughput",
+            Scale::linear(values),
+        ),
+        _ => ("Latency over time: the longest of each step (lower is better)", "latency", Scale::log(values)),
     };
     let y = Axis { label, scale, show: Box::new(move |value| show_tick(unit, value)) };
     let svg = chart::lines(&x, &y, &lines, &marks);
@@ -243,7 +259,9 @@ mod tests {
         store.rounds = vec![9_000.0];
         let step = Duration::from_millis(10);
         store.course = Some(Course { unit: store.unit, step, values: vec![1.0, 2.0], marks: Vec::new() });
-        group.figures = vec![raw, store];
+        let mut idle = Figure::new("idle", Unit::PerSecond("commits"));
+        idle.course = Some(Course { unit: store.unit, step, values: vec![0.0], marks: Vec::new() });
+        group.figures = vec![raw, store, idle];
         let left_out = vec!["a GPU: there is none".to_owned()];
         let settings = vec![("device", "host & all".to_owned())];
         let html = page(&Findings { bench: "commit", settings, groups: vec![group], left_out });
@@ -255,12 +273,29 @@ mod tests {
             "Latency: how many took longer",
             "Throughput over time",
             "a GPU: there is none",
+            "higher is better",
+            "lower is better",
+            "0.900 \u{2191}",
+            "idle (0 throughout)",
         ] {
             assert!(html.contains(expected), "{expected} is not in:\n{html}");
         }
         assert!(!html.contains("http") && !html.contains("<script"), "{html}");
         assert_eq!(html.matches("<svg").count(), 3);
         assert_eq!(html.matches("<svg").count(), html.matches("</svg>").count());
+    }
+
+    #[test]
+    fn a_report_is_there_for_others_too() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("report.html");
+        let findings =
+            Findings { bench: "commit", settings: Vec::new(), groups: Vec::new(), left_out: Vec::new() };
+        Report::begin(&path).unwrap().write(&findings).unwrap();
+        let other = dir.path().join("other");
+        std::fs::write(&other, "").unwrap();
+        let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        assert_eq!(mode(&path), mode(&other), "as of any file that the user makes");
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use indicatif::ProgressBar;
 use remanent::device::Device;
@@ -131,6 +131,10 @@ impl Room {
             ("device", self.device.label()),
             ("cpus", format!("{cpus}, {}", cpu_model())),
             ("version", env!("CARGO_PKG_VERSION").to_owned()),
+            ("date", utc(SystemTime::now())),
+            ("command", std::env::args().collect::<Vec<_>>().join(" ")),
+            ("kernel", kernel()),
+            ("file system", crate::doctor::file_system_of(&common.dir)),
         ]
     }
 }
@@ -165,6 +169,28 @@ pub fn open_device(choice: DeviceChoice) -> Result<(Arc<dyn Device>, Place), Fai
     }
 }
 
+/// What the kernel calls itself.
+fn kernel() -> String {
+    let uname = rustix::system::uname();
+    format!("{} {}", uname.sysname().to_string_lossy(), uname.release().to_string_lossy())
+}
+
+/// A moment as a date and a time of day.
+fn utc(time: SystemTime) -> String {
+    let seconds = time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+    let (days, second) = (seconds / 86_400, seconds % 86_400);
+    // Eras of 400 years that begin on the first of March: Hinnant, chrono-compatible low-level date algorithms.
+    let shifted = days + 719_468;
+    let (era, day_of_era) = (shifted / 146_097, shifted % 146_097);
+    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let shifted_month = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * shifted_month + 2) / 5 + 1;
+    let month = if shifted_month < 10 { shifted_month + 3 } else { shifted_month - 9 };
+    let year = era * 400 + year_of_era + u64::from(month <= 2);
+    format!("{year}-{month:02}-{day:02} {:02}:{:02} UTC", second / 3600, second / 60 % 60)
+}
+
 /// What the processor calls itself.
 fn cpu_model() -> String {
     let text = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
@@ -188,4 +214,24 @@ pub fn files(store: &Path, folders: &[&str]) -> std::io::Result<Vec<(PathBuf, u6
 /// So many bytes, for a title.
 pub fn size(bytes: u64) -> String {
     Size(bytes).to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn a_moment_has_a_date() {
+        for (seconds, text) in [
+            (0, "1970-01-01 00:00 UTC"),
+            (951_782_399, "2000-02-28 23:59 UTC"),
+            (951_782_400, "2000-02-29 00:00 UTC"),
+            (1_709_251_199, "2024-02-29 23:59 UTC"),
+            (4_102_444_800, "2100-01-01 00:00 UTC"),
+        ] {
+            assert_eq!(utc(UNIX_EPOCH + Duration::from_secs(seconds)), text);
+        }
+    }
 }

@@ -18,5 +18,6 @@ mod inspections;
 mod replay;
 mod salvage;
 mod torture;
+mod truth;
 mod usage;
 mod weights;

@@ -1,0 +1,278 @@
+//! What the command says is true: it agrees with what an open of the same store does, and it takes what it shows.
+
+use std::fs;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use remanent::{Compression, Key, Options, Place, Store};
+
+use crate::command::{Scratch, run};
+use crate::inspect::{copy, files, newest, small_store};
+
+/// Flips a bit in the frame of the batch of this Lsn.
+fn damage_batch(store: &str, lsn: u64) {
+    let frames = run(&["log", store, "--json"]).expect(0).json();
+    let frame = frames.iter().find(|frame| frame["lsn"] == lsn && frame["kind"] == "batch").unwrap();
+    let segment = Path::new(store).join(format!("log/{:016x}.log", frame["segment"].as_u64().unwrap()));
+    let mut bytes = fs::read(&segment).unwrap();
+    bytes[frame["offset"].as_u64().unwrap() as usize + 80 + 20] ^= 4;
+    fs::write(segment, bytes).unwrap();
+}
+
+/// A store of small segments, whose images are stored as they are.
+fn open(path: &str) -> Store {
+    Store::open(path, Options::default().segment_len(64 << 10).compression(Compression::Off)).unwrap()
+}
+
+fn commit(store: &Store, step: u64) {
+    let mut batch = store.batch();
+    batch.set_root("step", step);
+    if step == 1 {
+        batch.create_with(5000, Place::Host, Some(Key::new("weights").unwrap()), Default::default());
+    } else {
+        batch.fill(store.pages().unwrap()[0].page, 0, 5000, &[step as u8]);
+    }
+    let position = store.commit(batch).unwrap().position;
+    store.wait_durable(position.lsn).unwrap();
+}
+
+#[test]
+fn a_named_snapshot_stands_for_its_own_batch_and_for_no_log_behind_it() {
+    let scratch = Scratch::new();
+    let store = open(&scratch.store());
+    commit(&store, 1);
+    store.snapshot_named("good").unwrap();
+    commit(&store, 2);
+    store.close().unwrap();
+    let path = scratch.store();
+    run(&["verify", &path]).expect(0);
+    damage_batch(&path, 2);
+    assert!(Store::open(&path, Options::default()).is_err());
+    let verify = run(&["verify", &path]).expect(1).out;
+    assert!(verify.contains("the store cannot be opened"), "{verify}");
+    assert!(verify.contains("costs the store"), "{verify}");
+    let last = run(&["verify", &path, "--json"]).expect(1).json().pop().unwrap();
+    assert!(last["opens_from"].is_null(), "{last}");
+}
+
+#[test]
+fn a_snapshot_that_is_kept_and_not_there_is_missed() {
+    let scratch = Scratch::new();
+    let store = open(&scratch.store());
+    commit(&store, 1);
+    store.snapshot_named("good").unwrap();
+    for step in 2..4 {
+        commit(&store, step);
+        store.snapshot().unwrap();
+    }
+    store.close().unwrap();
+    let path = scratch.store();
+    run(&["verify", &path]).expect(0);
+    let manifest = Path::new(&path).join("snapshots/0000000000000001.manifest");
+    fs::remove_file(manifest).unwrap();
+    let verify = run(&["verify", &path]).expect(1).out;
+    assert!(verify.contains("snapshots/0000000000000001.manifest at offset 0: missing"), "{verify}");
+    assert!(
+        verify.contains("a snapshot that is kept") && verify.contains("recovery starts from"),
+        "{verify}"
+    );
+}
+
+#[test]
+fn without_its_identity_no_store_is_said_to_open() {
+    let scratch = Scratch::new();
+    small_store(&scratch).close().unwrap();
+    let path = scratch.store();
+    let identity = Path::new(&path).join("STORE");
+    let mut bytes = fs::read(&identity).unwrap();
+    bytes[20] ^= 1;
+    fs::write(&identity, bytes).unwrap();
+    assert!(Store::open(&path, Options::default()).is_err());
+    let verify = run(&["verify", &path]).expect(1).out;
+    assert!(verify.contains("the store cannot be opened"), "{verify}");
+    assert!(!verify.contains("recovery starts from"), "{verify}");
+    assert!(run(&["verify", &path, "--json"]).expect(1).json().pop().unwrap()["opens_from"].is_null());
+}
+
+#[test]
+fn giving_up_a_name_takes_its_snapshot_and_nothing_else() {
+    let scratch = Scratch::new();
+    let store = open(&scratch.store());
+    for step in 1..7 {
+        commit(&store, step);
+        match step {
+            2 => store.snapshot_named("good").unwrap(),
+            4 => store.snapshot_named("better").unwrap(),
+            _ => store.snapshot().unwrap(),
+        };
+    }
+    let kept = store.snapshots();
+    store.close().unwrap();
+    let path = scratch.store();
+    let sound = Scratch::new();
+    copy(&path, &sound.store());
+    let ids = |store: &str| -> Vec<u64> {
+        let lines = run(&["snapshots", store, "--json"]).expect(0).json();
+        let kept = lines.iter().filter(|line| line["verified"] == true);
+        kept.map(|line| line["snapshot"].as_u64().unwrap()).collect()
+    };
+    let (all, name) = (ids(&path), "good");
+    let given_up = kept.iter().find(|info| info.name.as_deref() == Some(name)).unwrap().id.0;
+    let wrong = run(&["prune", &path, "--name", "god", "--yes"]).expect(2);
+    assert!(wrong.err.contains("there is no snapshot named \"god\""), "{}", wrong.err);
+    assert_eq!(ids(&path), all);
+    let pruned = run(&["prune", &path, "--name", name, "--yes", "--json"]).expect(0).json().remove(0);
+    assert_eq!(pruned["snapshots"], serde_json::json!([given_up]), "{pruned}");
+    let removed = pruned["files"].as_array().unwrap();
+    assert!(removed.iter().all(|file| !file["file"].as_str().unwrap().starts_with("log/")), "{pruned}");
+    let expected: Vec<u64> = all.iter().copied().filter(|id| *id != given_up).collect();
+    assert_eq!(ids(&path), expected);
+    run(&["verify", &path]).expect(0);
+    // With rules beside it, those are applied too.
+    let path = sound.store();
+    let both = run(&["prune", &path, "--name", name, "--snapshots", "1", "--yes", "--json"]).expect(0);
+    assert!(both.json()[0]["snapshots"].as_array().unwrap().len() > 1, "{}", both.out);
+}
+
+#[test]
+fn keys_are_taken_as_they_are_shown() {
+    let scratch = Scratch::new();
+    small_store(&scratch).close().unwrap();
+    let path = scratch.store();
+    let shown = run(&["pages", &path]).expect(0).out;
+    assert!(shown.contains("0xff"), "{shown}");
+    let dumped = run(&["dump", &path, "key:0xff"]).expect(0);
+    assert_eq!(dumped.out.as_bytes(), [0; 16]);
+    run(&["dump", &path, "key:0xfe"]).expect(2);
+    let blamed = run(&["blame", &path, "key:weights[4096]", "--json"]).expect(0);
+    assert_eq!(blamed.out, run(&["blame", &path, "weights[4096]", "--json"]).expect(0).out);
+    run(&["blame", &path, "key:0xff[3]"]).expect(0);
+}
+
+#[test]
+fn what_there_is_none_of_is_said_and_what_has_a_name_is_named() {
+    let scratch = Scratch::new();
+    let store = open(&scratch.store());
+    commit(&store, 1);
+    let path = scratch.store();
+    assert_eq!(run(&["snapshots", &path]).expect(0).out, "no snapshots\n");
+    assert_eq!(run(&["snapshots", &path, "--json"]).expect(0).out, "");
+    store.snapshot_named("good \"one\"").unwrap();
+    store.close().unwrap();
+    let info = run(&["info", &path]).expect(0).out;
+    assert!(info.contains(r#", named "good \"one\"""#), "{info}");
+    let info = run(&["info", &path, "--json"]).expect(0).json().remove(0);
+    assert_eq!(info["snapshots"][0]["name"], "good \"one\"");
+    assert!(info["incarnation_random"].as_u64().is_some(), "{info}");
+    let version = run(&["--version"]).expect(0).out;
+    assert!(version.starts_with("remanent ") && !version.contains("tools"), "{version}");
+}
+
+#[test]
+fn a_note_is_counted_and_an_incarnation_is_whole() {
+    let scratch = Scratch::new();
+    small_store(&scratch).close().unwrap();
+    let frames = run(&["log", &scratch.store(), "--json"]).expect(0).json();
+    let noted = frames.iter().find(|frame| frame["note"] == "a second page").unwrap();
+    assert_eq!(noted["kinds"], serde_json::json!({ "create": 1, "note": 1 }));
+    let info = run(&["info", &scratch.store(), "--json"]).expect(0).json().remove(0);
+    assert!(frames.iter().all(|frame| frame["incarnation_random"] == info["incarnation_random"]), "{info}");
+}
+
+#[test]
+fn damage_is_told_once() {
+    let scratch = Scratch::new();
+    let store = small_store(&scratch);
+    store.snapshot().unwrap();
+    store.close().unwrap();
+    let path = scratch.store();
+    // The newest manifest, and what only the older one leads past.
+    let manifest = newest(&path, "snapshots", "manifest");
+    let mut bytes = fs::read(&manifest).unwrap();
+    let half = bytes.len() / 2;
+    bytes[20] ^= 1;
+    bytes[half + 20] ^= 1;
+    fs::write(&manifest, bytes).unwrap();
+    let image = Path::new(&path).join("pages/0000000000000001.pages");
+    let mut bytes = fs::read(&image).unwrap();
+    bytes[4096 + 400] ^= 1;
+    fs::write(&image, bytes).unwrap();
+    for command in [&["pages", &path][..], &["dump", &path, "2"], &["info", &path], &["log", &path]] {
+        let said = run(command).expect(1).err;
+        for line in said.lines() {
+            assert_eq!(said.matches(line).count(), 1, "{command:?}: {said}");
+        }
+    }
+}
+
+#[test]
+fn an_import_that_is_refused_leaves_nothing() {
+    let scratch = Scratch::new();
+    let file = scratch.path("weights.safetensors");
+    let header = r#"{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}"#;
+    fs::write(&file, [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &[1, 2]].concat())
+        .unwrap();
+    let store = scratch.store();
+    run(&["import", &store, &file, "--place", "disk"]).expect(2);
+    assert!(!Path::new(&store).exists(), "a store was left behind");
+    // A directory that was there stays, as empty as it was.
+    fs::create_dir(&store).unwrap();
+    run(&["import", &store, &file, "--place", "disk"]).expect(2);
+    assert_eq!(fs::read_dir(&store).unwrap().count(), 0);
+    // A store that was there stays as it was.
+    run(&["import", &store, &file]).expect(0);
+    let pages = run(&["pages", &store, "--json"]).expect(0).out;
+    fs::write(&file, [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &[1, 3]].concat())
+        .unwrap();
+    run(&["import", &store, &file, "--root", "=1", "--place", "disk"]);
+    assert!(run(&["pages", &store, "--json"]).expect(0).out.contains("\"page\":1"), "{pages}");
+}
+
+#[test]
+fn a_busy_store_is_not_called_damaged() {
+    let scratch = Scratch::new();
+    let options = Options::default().segment_len(16 << 10).snapshots_kept(1);
+    let store = Store::open(scratch.store(), options).unwrap();
+    commit(&store, 1);
+    let page = store.pages().unwrap()[0].page;
+    let is_done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut step = 0_u64;
+            while !is_done.load(Ordering::Relaxed) {
+                step += 1;
+                let mut batch = store.batch();
+                batch.fill(page, 0, 5000, &[step as u8]).write(page, 0, &[step as u8; 3000]);
+                store.commit(batch).unwrap();
+                if step.is_multiple_of(64) {
+                    store.snapshot().unwrap();
+                }
+            }
+        });
+        let looks: Vec<_> =
+            (0..12).map(|look| run(&[["verify", "info", "pages"][look % 3], &scratch.store()])).collect();
+        is_done.store(true, Ordering::Relaxed);
+        for look in looks {
+            assert_eq!(look.code, 0, "{}{}", look.out, look.err);
+        }
+    });
+    store.close().unwrap();
+    run(&["verify", &scratch.store()]).expect(0);
+}
+
+#[test]
+fn what_is_asked_of_a_store_is_not_written_into_it() {
+    let scratch = Scratch::new();
+    small_store(&scratch).close().unwrap();
+    let path = scratch.store();
+    let before = files(&path);
+    for args in [
+        &["verify", &path][..],
+        &["snapshots", &path],
+        &["dump", &path, "1"],
+        &["blame", &path, "weights[0]"],
+    ] {
+        run(args).expect(0);
+    }
+    assert!(files(&path) == before);
+}
