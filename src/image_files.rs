@@ -1,17 +1,19 @@
 //! Floor 4. The image files of an open store: their numbers, and which of them batches name.
 //!
 //! A snapshot's images are named by its manifest, so what is kept says which of their files stay. A batch's
-//! images are named by its frame, and by nothing else until a snapshot takes them over: their file stays as
-//! long as the segment that holds the frame.
+//! images are named by its frame, and by nothing else until a snapshot takes them over: their file stays while
+//! replay may start before the frame, which is to say, while the frame's Lsn is above the floor. Which segment the
+//! frame lies in does not matter.
 //!
-//! A crash loses what this knows. Recovery takes every file that says that it was written for a batch for one
-//! that the newest segment names: it stays longer than it must, never shorter.
+//! A crash loses what this knows. Recovery reads it from the frames that it replays, and takes other files of
+//! batches for such as the newest batch names that they can be of (`ahead_from` in manifests): they stay longer than
+//! they must, never shorter.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use remanent_format::FileName;
+use remanent_format::{FileName, Lsn};
 
 use crate::disk::Disk;
 use crate::sync::{Mutex, MutexGuard};
@@ -20,23 +22,26 @@ use crate::sync::{Mutex, MutexGuard};
 pub(crate) struct ImageFiles {
     disk: Arc<dyn Disk>,
     state: Mutex<State>,
+    /// The first number of this run of the store.
+    first: u64,
     /// Held while files are looked for and removed. Taken before `state`.
     removals: Mutex<()>,
 }
 
 struct State {
     next: u64,
-    /// Files written for batches, and the newest segment that may name each; `None` while its batch is not
+    /// Files written for batches, and the newest batch that may name each; `None` while its batch is not
     /// logged.
-    for_batches: BTreeMap<u64, Option<u64>>,
+    for_batches: BTreeMap<u64, Option<Lsn>>,
 }
 
 impl ImageFiles {
     /// Image files of which `next` is the first number that is free; `for_batches` are those that frames up
-    /// to a segment may name.
-    pub fn new(disk: Arc<dyn Disk>, next: u64, for_batches: impl IntoIterator<Item = (u64, u64)>) -> Self {
-        let for_batches = for_batches.into_iter().map(|(file, segment)| (file, Some(segment))).collect();
-        Self { disk, state: Mutex::new(State { next, for_batches }), removals: Mutex::new(()) }
+    /// to a batch may name.
+    pub fn new(disk: Arc<dyn Disk>, next: u64, for_batches: impl IntoIterator<Item = (u64, Lsn)>) -> Self {
+        let for_batches = for_batches.into_iter().map(|(file, lsn)| (file, Some(lsn))).collect();
+        let state = Mutex::new(State { next, for_batches });
+        Self { disk, state, first: next, removals: Mutex::new(()) }
     }
 
     /// Where they lie.
@@ -67,9 +72,22 @@ impl ImageFiles {
         number
     }
 
-    /// The batch is logged, in `segment`.
-    pub fn logged(&self, file: u64, segment: u64) {
-        self.state.lock().for_batches.insert(file, Some(segment));
+    /// Batch `lsn`, which names the file, is logged.
+    pub fn logged(&self, file: u64, lsn: Lsn) {
+        self.state.lock().for_batches.insert(file, Some(lsn));
+    }
+
+    /// The first number of this run of the store: files from there on were made by it.
+    pub fn first(&self) -> u64 {
+        self.first
+    }
+
+    /// A number below which no file is that of a batch which is under way, or above `redo`: for the manifest of a
+    /// snapshot that begins there. Taken once `redo` is known: a batch that takes its number later is above it.
+    pub fn ahead_from(&self, redo: Lsn) -> u64 {
+        let state = self.state.lock();
+        let mut ahead = state.for_batches.iter().filter(|(_, lsn)| lsn.is_none_or(|lsn| lsn > redo));
+        ahead.next().map_or(state.next, |(file, _)| *file)
     }
 
     /// A file was not made after all.
@@ -92,14 +110,14 @@ impl ImageFiles {
         self.removals.lock()
     }
 
-    /// Whether a file was written for a batch that is under way, or in `bound` or a later segment.
-    pub fn is_for_batch(&self, file: u64, bound: u64) -> bool {
-        let segment = self.state.lock().for_batches.get(&file).copied();
-        segment.is_some_and(|segment| segment.is_none_or(|segment| segment >= bound))
+    /// Whether a file was written for a batch that is under way, or above `floor`.
+    pub fn is_for_batch(&self, file: u64, floor: Lsn) -> bool {
+        let lsn = self.state.lock().for_batches.get(&file).copied();
+        lsn.is_some_and(|lsn| lsn.is_none_or(|lsn| lsn > floor))
     }
 
-    /// Segments below `bound` are no longer kept: what only their frames named may go.
-    pub fn recycled(&self, bound: u64) {
-        self.state.lock().for_batches.retain(|_, segment| segment.is_none_or(|segment| segment >= bound));
+    /// Nothing is replayed from below `floor` any more: what only batches up to there named may go.
+    pub fn recycled(&self, floor: Lsn) {
+        self.state.lock().for_batches.retain(|_, lsn| lsn.is_none_or(|lsn| lsn > floor));
     }
 }

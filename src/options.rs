@@ -335,7 +335,8 @@ impl Options {
     }
 
     /// Snapshots that are younger than this are kept beyond [`Options::snapshots_kept`], with the log since the
-    /// oldest of them. Default: zero.
+    /// oldest of them. A snapshot is as old as the oldest time that it or a later one names, so that a clock that was
+    /// ahead for a while keeps nothing for longer; a time in the future is now. Default: zero.
     #[must_use]
     pub fn snapshots_kept_for(mut self, age: Duration) -> Self {
         self.snapshots_kept_for = age;
@@ -343,7 +344,8 @@ impl Options {
     }
 
     /// Bytes of log kept at least, with the newest snapshot from which they can be replayed: any state in them
-    /// can be gone back to. Default: 0, no more than the snapshots kept need.
+    /// can be gone back to. What was written ahead of its batches is kept with them and not counted. While the log is
+    /// shorter, all of it is kept, from its beginning. Default: 0, no more than the snapshots kept need.
     #[must_use]
     pub fn log_kept(mut self, bytes: u64) -> Self {
         self.log_kept = bytes;
@@ -414,7 +416,8 @@ impl Options {
     }
 
     /// A snapshot is taken in the background when the log has grown by so many bytes since the last one
-    /// began: replaying the log takes no longer than that. `None`: not for this reason. Default: 256 MiB.
+    /// began, images that were written ahead of their batches included: replaying the log takes no longer than that.
+    /// `None`: not for this reason. Default: 256 MiB.
     #[must_use]
     pub fn snapshot_log_bytes(mut self, bytes: impl Into<Option<u64>>) -> Self {
         self.snapshot_log_bytes = bytes.into();

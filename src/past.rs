@@ -2,11 +2,12 @@
 //! page. Restores, forks and read-only handles start from here.
 //!
 //! 1. **Survey** the files; choose the newest snapshot that ends at or before the state asked for, or the
-//!    log's beginning.
+//!    log's beginning, as far as the log's last seal says that replay may start there.
 //! 2. **Hold** it, so that a writer beside us removes nothing of it from now on (I8). What the writer removed
 //!    just before shows in the next steps.
 //! 3. **Follow** the log up to the state, noting where each page's operations lie.
-//! 4. **Look** that the images which the pages are made from are still there; else try the snapshot before.
+//! 4. **Look** that the images which the pages are made from are still there. If not, the last seal is read again,
+//!    now that nothing more can go: it says whether they were lost or removed.
 //!
 //! A page's bytes are read when they are asked for, and proven by the checksums that 1 and 3 read. So what a
 //! writer does meanwhile can end in an error, never in other bytes. Nothing is written, so nothing can be
@@ -17,9 +18,9 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use remanent_format::image::ImageRef;
-use remanent_format::judge::Record;
 use remanent_format::log::LogEnd;
 use remanent_format::manifest::Manifest;
+use remanent_format::reach::{Reach, Role};
 use remanent_format::rebuild::Survey;
 use remanent_format::replay::Resolved;
 use remanent_format::store::StoreFile;
@@ -151,6 +152,7 @@ impl Past {
         // One more walk: only for who does not get what he asks for.
         let the_end = OnceCell::new();
         let the_end = || the_end.get_or_init(|| to_the_end(source, survey)).as_ref();
+        let newest = survey.readable().next_back().map(|link| link.snapshot);
         for id in survey.links.keys().rev().map(|id| Some(*id)).chain([None]) {
             // A link says its end, and where its log begins, before its chain is followed.
             let (end, redo) = match id.map(|id| &survey.links[&id]) {
@@ -162,12 +164,25 @@ impl Past {
                 None => (Lsn(0), survey.log.beginning()),
             };
             let Some(redo) = redo else { continue };
-            // A snapshot whose log is gone still stands for its own end, if it was caught at one moment.
-            let has_log = survey.log.segments().contains_key(&redo.segment);
-            if !has_log && (until.lsn() != Some(end) || redo.lsn != end) {
+            // The newest one is always a start, and mostly the one that is wanted. Of the others the last seal tells.
+            let role = if id.is_some() && id == newest {
+                Role::Start
+            } else if let Some((_, _, reach)) = the_end() {
+                let beginning = if reach.beginning().is_some() { Role::Start } else { Role::Link };
+                id.map_or(beginning, |id| reach.role(id))
+            } else if survey.log.segments().contains_key(&redo.segment) {
+                // Where the log cannot be followed, what is there is tried.
+                Role::Start
+            } else {
+                Role::OwnEnd
+            };
+            // A snapshot after which no log is kept still stands for its own end, if it was caught at one moment.
+            if role == Role::Link || (role == Role::OwnEnd && (until.lsn() != Some(end) || redo.lsn != end)) {
                 continue;
             }
-            let newer = oldest.replace(end);
+            if role == Role::Start {
+                oldest = Some(end);
+            }
             if !until.covers(end) {
                 continue;
             }
@@ -178,8 +193,8 @@ impl Past {
             match opened {
                 Ok(Some(past)) => match past.has_images() {
                     Ok(true) => return Ok(Self { is_whole: true, ..past }),
-                    // Its images went when it was kept no longer: the window does not reach to it.
-                    Ok(false) if until.lsn().is_some() && is_link_alone(id, the_end()) => oldest = newer,
+                    // Nothing more goes of it now that it is held. If it is no start any more, what is gone was removed.
+                    Ok(false) if !is_promised(disk, id, until) => is_going = true,
                     Ok(false) => _ = in_parts.get_or_insert(past),
                     Err(error) => _ = first.get_or_insert(error),
                 },
@@ -199,8 +214,9 @@ impl Past {
             (Until::At(asked), Some(oldest)) if asked < oldest => {
                 // Whoever asks is told how far it goes.
                 match the_end() {
-                    Some((newest, end)) => {
-                        Error::OutsideWindow { asked, oldest: opens_at(survey, end), newest: *newest }
+                    Some((newest, _, reach)) => {
+                        let oldest = reach.opens_at().unwrap_or_default();
+                        Error::OutsideWindow { asked, oldest, newest: *newest }
                     }
                     None => Error::OutsideWindow { asked, oldest, newest: survey.mark() },
                 }
@@ -231,7 +247,8 @@ impl Past {
             && let Some(end) = resolution.end
             && newest < asked
         {
-            return Err(Error::OutsideWindow { asked, oldest: opens_at(survey, &end), newest });
+            let oldest = Reach::of(survey, &end.verified).opens_at().unwrap_or_default();
+            return Err(Error::OutsideWindow { asked, oldest, newest });
         }
         let redo = base.map(|manifest| manifest.redo).or_else(|| survey.log.beginning());
         let redo = redo.expect("the log was followed from there");
@@ -385,31 +402,25 @@ fn until(survey: &Survey, point: Option<&RestorePoint>) -> Result<Until> {
 
 /// The newest batch, and the log's end with its record of the snapshots that are kept. `None` where the log does not
 /// let itself be followed.
-fn to_the_end(source: &DiskSource, survey: &Survey) -> Option<(Lsn, LogEnd)> {
+fn to_the_end(source: &DiskSource, survey: &Survey) -> Option<(Lsn, LogEnd, Reach)> {
     let whole = |base: Option<Arc<Manifest>>| survey.resolve(source, base.as_ref(), None).ok();
     let resolution = survey.candidates().find_map(|base| whole(base.ok()?))?;
-    Some((resolution.resolved.table.lsn(), resolution.end?))
+    let end = resolution.end?;
+    let reach = Reach::of(survey, &end.verified);
+    Some((resolution.resolved.table.lsn(), end, reach))
 }
 
-/// Where the window opens: at the log's beginning, or at the end of the oldest snapshot that is kept with the log
-/// behind it. Of other links only some have all their images.
-fn opens_at(survey: &Survey, end: &LogEnd) -> Lsn {
-    if survey.log.beginning().is_some() {
-        return Lsn(0);
-    }
-    let followed = survey.readable().filter(|link| survey.log.segments().contains_key(&link.redo.segment));
-    let oldest = |is_kept: &dyn Fn(&Manifest) -> bool| {
-        followed.clone().filter(|link| is_kept(link)).map(|link| link.end).min()
+/// Whether the log's last seal, as it is now, says that a state can be computed from a snapshot, or from the log's
+/// beginning. Where it cannot be read, what is missing is lost and not removed.
+fn is_promised(disk: &Arc<dyn Disk>, base: Option<SnapshotId>, until: Until) -> bool {
+    let source = DiskSource::new(disk.clone());
+    let Ok(survey) = Survey::read(&source) else { return true };
+    let Some((_, _, reach)) = to_the_end(&source, &survey) else { return true };
+    let stands_for = |base: SnapshotId| match (reach.role(base), &survey.links.get(&base)) {
+        (Role::OwnEnd, Some(Ok((link, _)))) => until.lsn() == Some(link.end),
+        (role, _) => role == Role::Start,
     };
-    oldest(&|link| Record(&end.verified).names(link.snapshot))
-        .or_else(|| oldest(&|_| true))
-        .unwrap_or_default()
-}
-
-/// Whether a link is there only for the snapshots that follow it. Before images of a snapshot go, a frame records the
-/// verified ones that stay, later ones among them.
-fn is_link_alone(base: Option<SnapshotId>, the_end: Option<&(Lsn, LogEnd)>) -> bool {
-    base.zip(the_end).is_some_and(|(base, (_, end))| Record(&end.verified).is_link_alone(base))
+    base.map_or(reach.beginning().is_some(), stands_for)
 }
 
 fn missing(survey: &Survey) -> Damage {

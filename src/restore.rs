@@ -169,6 +169,7 @@ impl Restore<'_> {
             next_page,
             epoch_high,
             next_file: number + 1,
+            ahead_from: 0,
             entries,
             tombstones: Vec::new(),
             root: target.root.clone(),

@@ -145,6 +145,7 @@ mod tests {
             next_page: 3000,
             epoch_high: Epoch(1),
             next_file: 3000,
+            ahead_from: 0,
             entries: (1..700).map(|number| entry(3 * number)).collect(),
             tombstones: Vec::new(),
             root: Arc::default(),

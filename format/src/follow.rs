@@ -1,6 +1,7 @@
 //! Floor 0. Following the log from a snapshot, batch by batch, to a state without its bytes. Whoever walks the log
 //! hands each batch over; so the walk may run on a thread of its own.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use crate::defect::{Damage, Defect};
@@ -22,6 +23,8 @@ pub struct Following<'s> {
     start: LogPoint,
     batches: u64,
     bytes: u64,
+    ahead: BTreeMap<u64, Lsn>,
+    ahead_bytes: u64,
 }
 
 impl<'s> Following<'s> {
@@ -59,7 +62,17 @@ impl<'s> Following<'s> {
             None => (Resolver::new(), beginning()?),
         };
         let base = base.map(AsRef::as_ref);
-        Ok(Self { survey, source, base, resolver, start, batches: 0, bytes: 0 })
+        Ok(Self {
+            survey,
+            source,
+            base,
+            resolver,
+            start,
+            batches: 0,
+            bytes: 0,
+            ahead: BTreeMap::new(),
+            ahead_bytes: 0,
+        })
     }
 
     /// Where the walk begins.
@@ -88,6 +101,12 @@ impl<'s> Following<'s> {
             self.resolver.restore(lsn, table).map_err(at)?;
         } else {
             self.resolver.batch(lsn, &ops).map_err(at)?;
+        }
+        let images =
+            ops.iter().filter_map(|at| if let Op::Image { image, .. } = &at.op { Some(image) } else { None });
+        for image in images {
+            self.ahead.insert(image.file, lsn);
+            self.ahead_bytes = self.ahead_bytes.saturating_add(image.stored_len);
         }
         self.batches += 1;
         self.bytes += header.frame_len();
@@ -118,9 +137,17 @@ impl<'s> Following<'s> {
     }
 
     fn resolve(self, end: Option<LogEnd>, at: impl Fn(Defect) -> Damage) -> Result<Resolution, Damage> {
-        let Self { resolver, base, batches, bytes, .. } = self;
+        let Self { resolver, base, batches, bytes, ahead, ahead_bytes, .. } = self;
         let resolved = resolver.finish().map_err(at)?;
-        Ok(Resolution { base: base.map(|base| base.snapshot), resolved, end, batches, bytes })
+        Ok(Resolution {
+            base: base.map(|base| base.snapshot),
+            resolved,
+            end,
+            batches,
+            bytes,
+            ahead,
+            ahead_bytes,
+        })
     }
 
     /// The last record of verified snapshots before a snapshot's redo: a snapshot is recorded before the next one

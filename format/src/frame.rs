@@ -252,7 +252,13 @@ pub struct VerifiedSnapshot {
     pub snapshot: SnapshotId,
     /// The checksum of its manifest's header.
     pub manifest_crc: u32,
+    /// Whether the log after its `redo` is kept, so that replay may start from it. While no snapshot of a seal says
+    /// so, no floor was recorded: see [`crate::reach`].
+    pub log_kept: bool,
 }
+
+/// Bit 0 of an entry's flags: the log after the snapshot is kept.
+const LOG_KEPT: u32 = 1;
 
 layout! {
     /// One entry of a seal's payload.
@@ -261,8 +267,8 @@ layout! {
         0 => snapshot: SnapshotId,
         /// The checksum of its manifest's header.
         8 => manifest_crc: u32,
-        /// Zero.
-        12 => reserved: u32,
+        /// Bit 0: the log after its `redo` is kept.
+        12 => flags: u32,
     }
 }
 
@@ -272,7 +278,8 @@ pub fn encode_seal(verified: &[VerifiedSnapshot]) -> Vec<u8> {
     verified
         .iter()
         .flat_map(|entry| {
-            VerifiedSnapshotRaw { snapshot: entry.snapshot, manifest_crc: entry.manifest_crc, reserved: 0 }
+            let flags = if entry.log_kept { LOG_KEPT } else { 0 };
+            VerifiedSnapshotRaw { snapshot: entry.snapshot, manifest_crc: entry.manifest_crc, flags }
                 .to_bytes()
         })
         .collect()
@@ -281,7 +288,7 @@ pub fn encode_seal(verified: &[VerifiedSnapshot]) -> Vec<u8> {
 /// Reads a seal's payload.
 ///
 /// # Errors
-/// A [`Defect`] if it is no whole number of entries or has reserved bytes set.
+/// A [`Defect`] if it is no whole number of entries or has a flag that means nothing.
 pub fn decode_seal(payload: &[u8]) -> Result<Vec<VerifiedSnapshot>, Defect> {
     if !payload.len().is_multiple_of(VerifiedSnapshotRaw::LEN) {
         return Err(Defect::Field { what: "seal length", found: payload.len() as u64 });
@@ -291,8 +298,9 @@ pub fn decode_seal(payload: &[u8]) -> Result<Vec<VerifiedSnapshot>, Defect> {
         .map(|chunk| {
             let raw = VerifiedSnapshotRaw::from_bytes(array(chunk, 0)?);
             check_limit("snapshot number", raw.snapshot.0, NUMBER_MAX)?;
-            check_zero("reserved seal bytes", raw.reserved.into())?;
-            Ok(VerifiedSnapshot { snapshot: raw.snapshot, manifest_crc: raw.manifest_crc })
+            check_zero("unknown flags of a seal's entry", (raw.flags & !LOG_KEPT).into())?;
+            let log_kept = raw.flags & LOG_KEPT != 0;
+            Ok(VerifiedSnapshot { snapshot: raw.snapshot, manifest_crc: raw.manifest_crc, log_kept })
         })
         .collect()
 }

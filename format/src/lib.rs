@@ -26,6 +26,7 @@ pub mod replay;
 pub mod follow;
 pub mod rebuild;
 pub mod judge;
+pub mod reach;
 pub mod trail;
 pub mod salvage;
 

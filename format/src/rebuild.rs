@@ -82,6 +82,10 @@ pub struct Resolution {
     pub batches: u64,
     /// Bytes of their frames.
     pub bytes: u64,
+    /// The image files that they name, each with the last batch that does.
+    pub ahead: BTreeMap<u64, Lsn>,
+    /// Bytes of these images, as they are stored.
+    pub ahead_bytes: u64,
 }
 
 impl Resolution {

@@ -213,7 +213,7 @@ impl Committer {
         let outcome = match table {
             Some(mut table) => {
                 let appended = self.append(&table, &draft, &ops);
-                let then = |point, changes: &Changes| own.logged(&self.known, point, changes);
+                let then = |point, changes: &Changes| own.logged(&self.known, &self.log, point, changes);
                 let outcome = self.hand_over(&mut table, draft, appended, then);
                 self.log_waiting(&mut table);
                 outcome
@@ -242,14 +242,15 @@ impl Own<'_> {
     }
 
     /// The batch is logged.
-    fn logged(&mut self, known: &KnownImages, point: LogPoint, changes: &Changes) {
+    fn logged(&mut self, known: &KnownImages, log: &Log, point: LogPoint, changes: &Changes) {
         self.captures.belong_to(changes);
         if let Some(ahead) = self.ahead.take() {
             // The next snapshot names them: they need not be written again.
             for (whole, image) in self.whole.iter().zip(ahead.images()) {
                 known.note_ahead(whole.page, point.lsn, *image, whole.bytes.len() as u64);
             }
-            ahead.logged(point.segment);
+            log.count_ahead(ahead.images().iter().map(|image| image.stored_len).sum());
+            ahead.logged(point.lsn);
         }
     }
 

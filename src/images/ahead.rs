@@ -3,14 +3,14 @@
 //! 1. The file gets its number, and is kept from now on whatever else is removed.
 //! 2. Images are written and synced, and the file's name with them: a frame must never name what a crash takes
 //!    away (I7 for batches).
-//! 3. The batch is logged. From here on the file stays as long as the frame.
+//! 3. The batch is logged. From here on the file stays while replay may start before the batch.
 //!
 //! A batch that is refused, or finds no space, takes its file with it. Where nobody can say whether the frame
 //! is in the log, the file is left: recovery may find the frame. A crash before 3 leaves a file that no frame
-//! names; recovery cannot know that, and keeps it until the log of that time is recycled.
+//! names: the next open finds that none that it replays does.
 
 use remanent_format::image::{ImagePurpose, ImageRef};
-use remanent_format::{PageId, PageInfo, Place, StoreId};
+use remanent_format::{Lsn, PageId, PageInfo, Place, StoreId};
 
 use super::ImageWriter;
 use crate::error::Result;
@@ -57,10 +57,10 @@ impl<'a> WrittenAhead<'a> {
         &self.images
     }
 
-    /// 3. The batch is logged, in `segment`: the file stays.
-    pub fn logged(mut self, segment: u64) {
+    /// 3. Batch `lsn` is logged: the file stays.
+    pub fn logged(mut self, lsn: Lsn) {
         self.is_refused = false;
-        self.files.logged(self.file, segment);
+        self.files.logged(self.file, lsn);
     }
 
     /// The batch may be logged or not; the next open finds out. The file stays until then.

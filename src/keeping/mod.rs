@@ -49,6 +49,8 @@ pub struct SnapshotInfo {
 pub(crate) struct Kept {
     pub info: SnapshotInfo,
     pub redo: LogPoint,
+    /// Its images lie in files of lower numbers.
+    pub next_file: u64,
     /// The image files, with the bytes of each that it names.
     pub files: BTreeMap<u64, u64>,
     /// The links that its own follows, the newest first.
@@ -86,6 +88,7 @@ impl Kept {
                 verified,
             },
             redo: manifest.redo,
+            next_file: manifest.next_file,
             files,
             links,
             manifest_crc,
@@ -105,6 +108,12 @@ pub(crate) struct KeptTable {
 pub(crate) struct Keeping {
     pub snapshots: BTreeMap<SnapshotId, Kept>,
     pub tables: BTreeMap<u64, KeptTable>,
+    /// Replay may start at this `redo` and later ones, as the last seal says; `None` while the log from its
+    /// beginning is kept.
+    pub floor: Option<Lsn>,
+    /// The newest batch at the open, if a manifest or a table could not be read then. Nothing says which files
+    /// it needs: until the floor has come so far, none of an earlier run goes.
+    pub unread: Option<Lsn>,
     pub next_snapshot: u64,
     pub files: Arc<ImageFiles>,
     /// The images that need not be written again.
@@ -114,6 +123,11 @@ pub(crate) struct Keeping {
 }
 
 impl Keeping {
+    /// Whether the log after a snapshot is kept.
+    pub fn reaches(&self, kept: &Kept) -> bool {
+        self.floor.is_none_or(|floor| kept.redo.lsn >= floor)
+    }
+
     /// The image files that something kept names.
     pub fn named_files(&self) -> BTreeSet<u64> {
         let by_snapshots = self.snapshots.values().flat_map(|kept| kept.files.keys());

@@ -22,6 +22,7 @@ pub(crate) fn base(entries: Vec<ManifestEntry>) -> Manifest {
         next_page: entries.last().map_or(1, |entry| entry.page.0 + 1),
         epoch_high: entries.iter().map(|entry| entry.epoch).max().unwrap_or(Epoch(1)),
         next_file: files.max().map_or(1, |last| last + 1),
+        ahead_from: 0,
         tombstones: Vec::new(),
         entries,
         root: Arc::default(),

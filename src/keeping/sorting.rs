@@ -267,6 +267,7 @@ mod tests {
                 next_page: self.table.next_page(),
                 epoch_high: self.table.epoch_high(),
                 next_file: self.snapshots + 1,
+                ahead_from: 0,
                 tombstones,
                 entries,
                 root: self.table.root().clone(),

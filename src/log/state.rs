@@ -99,6 +99,8 @@ pub(super) struct State {
     pub stop: bool,
     pub watch: Watch,
     pub stats: LogStats,
+    /// Bytes of the images that were written ahead of batches appended.
+    pub ahead_bytes: u64,
 }
 
 pub(super) struct Live {
@@ -161,6 +163,7 @@ impl State {
             stop: false,
             watch: Watch::default(),
             stats: LogStats::default(),
+            ahead_bytes: 0,
         })
     }
 
@@ -212,6 +215,11 @@ impl State {
     /// Until when the next sync waits for more; `None` if it may begin.
     pub fn more_until(&self) -> Option<Instant> {
         self.waiters.more_until(self.dirty_bytes, Instant::now())
+    }
+
+    /// Bytes that a replay reads of what was appended: frames, and the images that they name.
+    pub fn replay_bytes(&self) -> u64 {
+        self.stats.bytes + self.ahead_bytes
     }
 
     /// Where the next frame begins.

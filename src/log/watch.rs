@@ -10,7 +10,7 @@ use crate::sync::Instant;
 /// What the watcher waits for.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Watch {
-    /// A batch, or bytes as [`super::LogStats`] counts them: either is enough.
+    /// A batch, or bytes of frames and of images written ahead: either is enough.
     wanted: Option<(Lsn, u64)>,
     /// Whether the watcher was called before it could wait.
     called: bool,
@@ -29,8 +29,9 @@ impl Log {
     pub fn watch(&self, lsn: Lsn, bytes: u64, until: Option<Instant>) {
         let mut state = self.state.lock();
         state.watch.wanted = Some((lsn, bytes));
-        let is_over =
-            |state: &State| state.watch.called || state.watch.is_reached(state.point.lsn, state.stats.bytes);
+        let is_over = |state: &State| {
+            state.watch.called || state.watch.is_reached(state.point.lsn, state.replay_bytes())
+        };
         while !is_over(&state) {
             match until {
                 Some(until) => {
@@ -44,10 +45,19 @@ impl Log {
         state.watch = Watch::default();
     }
 
-    /// The newest batch, and the bytes since the log was opened.
+    /// The newest batch, and the bytes since the log was opened: of frames, and of images that were written ahead.
     pub fn length(&self) -> (Lsn, u64) {
         let state = self.state.lock();
-        (state.point.lsn, state.stats.bytes)
+        (state.point.lsn, state.replay_bytes())
+    }
+
+    /// A batch that was appended names images of so many bytes.
+    pub fn count_ahead(&self, bytes: u64) {
+        let mut state = self.state.lock();
+        state.ahead_bytes += bytes;
+        if state.watch.is_reached(state.point.lsn, state.replay_bytes()) {
+            self.grown.notify_one();
+        }
     }
 
     /// Ends the watcher's wait, also one that has yet to begin.

@@ -139,7 +139,7 @@ impl Log {
         if std::mem::take(&mut state.keeper_asleep) || is_much {
             self.work.notify_one();
         }
-        if state.watch.is_reached(state.point.lsn, state.stats.bytes) {
+        if state.watch.is_reached(state.point.lsn, state.replay_bytes()) {
             self.grown.notify_one();
         }
         Ok(point)

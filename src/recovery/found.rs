@@ -132,6 +132,8 @@ pub(super) fn found<E: From<Error>>(
         next_page: table.next_page(),
         epoch_high: table.epoch_high(),
         next_file: number + 1,
+        // What it shares belongs to no batch of its own.
+        ahead_from: number + 1,
         entries,
         tombstones: Vec::new(),
         root: table.root().clone(),

@@ -18,7 +18,7 @@ use super::images::{ImageLoader, threads};
 use super::keeping::Found;
 use super::memory::Memories;
 use super::sorting::{Images, Sorted, Sorting};
-use super::{Recovery, on_disk};
+use super::{Recovery, is_same, on_disk};
 use crate::applier::{ColdPage, ListBuilder, PayloadAt, stage_aside};
 use crate::arena::{Arena, PageMemory};
 use crate::crew;
@@ -400,5 +400,8 @@ impl Recovery<'_> {
 /// Whether a frame records the snapshot from which recovery starts as verified.
 fn is_verified(survey: &Survey, base: &Manifest, resolution: &Resolution) -> bool {
     let end = resolution.end.as_ref().expect("followed to its end");
-    on_disk(survey, base.snapshot).is_some_and(|found| end.verified.contains(&found))
+    {
+        let found = on_disk(survey, base.snapshot);
+        end.verified.iter().any(|entry| is_same(found, entry))
+    }
 }

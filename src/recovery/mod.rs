@@ -17,7 +17,7 @@
 //! | STORE but no log | the log was lost | refuse | `missing_log_is_refused` |
 //! | temporary files | a crash before a rename | remove: they are nobody's | `temporary_files_are_removed` |
 //! | image files of snapshots that nothing names | a crash in a snapshot | remove | `unnamed_images_are_removed` |
-//! | image files of batches that nothing known names | a crash before the batch was logged; older log names them | keep until the log so far is recycled | `images_of_batches_stay` |
+//! | image files of batches that nothing known names | a crash before the batch was logged; older log names them | keep until the floor is above every batch that may name them | `images_of_batches_stay` |
 //! | an image that a batch names bad or missing | bit rot | refuse, name the image | `bad_image_of_a_batch_is_refused` |
 //! | newest manifest: one copy bad | a rotten sector | use the other copy, write both anew | `one_bad_manifest_copy_costs_nothing` |
 //! | newest manifest: both copies bad, or missing | bit rot | older snapshot and more log | `bad_manifest_falls_back` |
@@ -78,11 +78,12 @@ use remanent_format::judge::Record;
 use remanent_format::limits::FRAME_ALIGN;
 use remanent_format::log::{LogEnd, TornTail};
 use remanent_format::manifest::Manifest;
+use remanent_format::reach::Reach;
 use remanent_format::rebuild::{Resolution, Survey};
 use remanent_format::segment::{FORMAT_VERSION, SEGMENT_HEADER_BLOCK};
 use remanent_format::store::{Features, StoreFile, StoreRecord};
 use remanent_format::{
-    Damage, Defect, FileName, Folder, Lsn, PageId, PageTable, Position, ReadAt, SnapshotId, StoreId,
+    Damage, Defect, FileName, Folder, LogPoint, Lsn, PageId, PageTable, Position, ReadAt, SnapshotId, StoreId,
 };
 
 pub(crate) use self::fork::fork;
@@ -152,6 +153,8 @@ pub(crate) struct Opened {
     pub log: LogStart,
     pub pool: Arc<SegmentPool>,
     pub keeping: Keeping,
+    /// Bytes of the images that the batches replayed name.
+    pub ahead_bytes: u64,
     pub recovered: Recovered,
 }
 
@@ -244,11 +247,14 @@ impl Recovery<'_> {
             keeping: Keeping {
                 snapshots: BTreeMap::new(),
                 tables: BTreeMap::new(),
+                floor: None,
+                unread: None,
                 next_snapshot: 1,
                 files: Arc::new(ImageFiles::new(self.disk.clone(), 1, [])),
                 known: Arc::default(),
                 file_lens: BTreeMap::new(),
             },
+            ahead_bytes: 0,
             recovered: self.report(position, true),
         })
     }
@@ -316,11 +322,12 @@ impl Recovery<'_> {
         pool.recycle(&junk)?;
         let changed = std::mem::take(&mut found.changed);
         let submitted = std::mem::take(&mut found.submitted);
-        let keeping = self.keep(found, &survey, resolution.base, log.current.number)?;
+        let keeping = self.keep(found, &survey, resolution.base, end.accepted.lsn)?;
 
         let mut recovered = self.report(position, false);
         recovered.previous = Some(Position { incarnation: end.accepted.incarnation, lsn: end.accepted.lsn });
         recovered.snapshot = resolution.base;
+        let ahead_bytes = resolution.ahead_bytes;
         recovered.replayed_batches = resolution.batches;
         recovered.replayed_bytes = resolution.bytes;
         recovered.copied_batches = copied_batches;
@@ -334,7 +341,17 @@ impl Recovery<'_> {
         recovered.cold_pages = cold.len() as u64;
         let (table, cold) = (resolution.resolved.table, Arc::new(ColdPages::new(cold)));
         let applied = Applied { table, memory, cold, point: log.point, deleted: None, cut: None };
-        Ok(Opened { store: store_file, applied, submitted, changed, log, pool, keeping, recovered })
+        Ok(Opened {
+            store: store_file,
+            applied,
+            submitted,
+            changed,
+            log,
+            pool,
+            keeping,
+            ahead_bytes,
+            recovered,
+        })
     }
 
     fn check_identity(&self, store: &StoreFile) -> Result<()> {
@@ -389,6 +406,13 @@ impl Recovery<'_> {
         for candidate in survey.candidates() {
             let loaded = candidate.map_err(Error::from).and_then(|base| {
                 let mut resolution = self.resolve(source, survey, base.as_ref())?;
+                // What the floor leaves out may lack images that are passed on the way, and the log after it may go.
+                let end = resolution.end.as_ref().expect("followed to its end");
+                if !Reach::of(survey, &end.verified).is_start(resolution.base) {
+                    let redo = base.as_ref().map_or(LogPoint::default(), |base| base.redo);
+                    let file = FileName::Segment(redo.segment.max(1));
+                    return Err(Defect::Missing.at_lsn(file, redo.offset, redo.lsn.next()).into());
+                }
                 let (loaded, found) = load(self, source, survey, base.as_deref(), &mut resolution)?;
                 Ok(Best { resolution, loaded, found, harmless: Vec::new() })
             });
@@ -442,9 +466,10 @@ impl Recovery<'_> {
         let usable = |snapshot: SnapshotId| base.is_some_and(|base| snapshot <= base);
         let recorded = end.verified.iter().copied();
         let mut verified: Vec<VerifiedSnapshot> = recorded
-            .filter(|entry| usable(entry.snapshot) && on_disk(entry.snapshot) == Some(*entry))
+            .filter(|entry| usable(entry.snapshot) && is_same(on_disk(entry.snapshot), entry))
             .collect();
-        let used = base.and_then(on_disk).filter(|used| !verified.contains(used));
+        let is_recorded = |used: &VerifiedSnapshot| verified.iter().any(|entry| is_same(Some(*used), entry));
+        let used = base.and_then(on_disk).filter(|used| !is_recorded(used));
         verified.extend(used);
         verified.sort_unstable_by_key(|entry| entry.snapshot);
         let chain = base.and_then(|base| survey.chain(base).ok()).unwrap_or_default();
@@ -483,7 +508,14 @@ impl Recovery<'_> {
 fn on_disk(survey: &Survey, snapshot: SnapshotId) -> Option<VerifiedSnapshot> {
     survey.chain(snapshot).ok()?;
     let (_, health) = survey.links[&snapshot].as_ref().ok()?;
-    Some(VerifiedSnapshot { snapshot, manifest_crc: health.header_crc })
+    Some(VerifiedSnapshot { snapshot, manifest_crc: health.header_crc, log_kept: false })
+}
+
+/// Whether the snapshot on disk is the one recorded. Whether its log is kept the record alone says.
+fn is_same(on_disk: Option<VerifiedSnapshot>, recorded: &VerifiedSnapshot) -> bool {
+    on_disk.is_some_and(|found| {
+        (found.snapshot, found.manifest_crc) == (recorded.snapshot, recorded.manifest_crc)
+    })
 }
 
 /// Removes what a creation, or a fork, cut short left behind, and makes the folders. All of it is judged

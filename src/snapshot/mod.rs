@@ -127,7 +127,7 @@ impl Snapshots {
 
     /// Takes a snapshot for a caller who holds the lock on what is kept, and removes nothing for it.
     pub fn take_keeping_all(&self, keeping: &mut Keeping) -> Result<SnapshotInfo> {
-        self.take_and(keeping, Wanted::default(), |keeping| self.record(keeping, |_| true))
+        self.take_and(keeping, Wanted::default(), |keeping| self.record(keeping, keeping.floor, |_| true))
     }
 
     /// Takes a snapshot, and does with what is kept as told.
@@ -187,6 +187,7 @@ impl Snapshots {
         keeping.known.prove(&DiskSource::past_cache(self.disk.clone()));
         let wasteful = self.wasteful_files(keeping)?;
         let Begun { redo, sorted, end } = self.begin(keeping, wasteful, wanted.exact)?;
+        let ahead_from = keeping.files.ahead_from(redo.lsn);
         let bytes = sorted.gather.iter().map(|(_, len)| len).sum();
         self.progress.begin(sorted.gather.len() as u64, bytes);
         let longest = sorted.gather.iter().map(|(_, len)| *len).max().unwrap_or(0);
@@ -218,6 +219,7 @@ impl Snapshots {
             next_page: end.next_page,
             epoch_high: end.epoch_high,
             next_file: numbers.end,
+            ahead_from,
             tombstones: tombstones(&sorted, &caught, redo.lsn, &end.deleted),
             entries: in_order(sorted.entries, caught),
             root: end.root,

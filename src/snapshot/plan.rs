@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use remanent_format::{Lsn, SnapshotId};
+use remanent_format::{LogPoint, Lsn, SnapshotId};
 
 use crate::keeping::Kept;
 use crate::retention::Retention;
@@ -11,14 +11,15 @@ use crate::retention::Retention;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Plan {
     pub snapshots: BTreeSet<SnapshotId>,
-    /// Replay may begin here, in this segment and behind this batch; what lies before may go. `None`: all stays.
+    /// Replay may begin here, in this segment and behind this batch; what lies before may go. Batch 0 is the log's
+    /// beginning. `None`: nothing goes but snapshots' records.
     pub log_from: Option<(u64, Lsn)>,
 }
 
 impl Plan {
     /// Whether this takes a snapshot away, or log that lies behind it.
     pub fn takes_from(&self, kept: &Kept, log: &LogOnDisk) -> bool {
-        let is_cut = self.log_from.is_some_and(|(segment, _)| kept.redo.segment < segment);
+        let is_cut = self.log_from.is_some_and(|(_, redo)| kept.redo.lsn < redo);
         !self.snapshots.contains(&kept.info.id) || (is_cut && log.reaches(kept))
     }
 }
@@ -30,16 +31,35 @@ pub(super) struct LogOnDisk {
     pub segments: BTreeMap<u64, u64>,
     /// The segment that takes frames now: it, and those behind it, are not counted as log.
     pub current: u64,
+    /// Replay may start at this `redo` and later ones; `None`: also at the log's beginning.
+    pub floor: Option<Lsn>,
 }
 
 impl LogOnDisk {
     /// Whether the log behind a snapshot is there.
     fn reaches(&self, kept: &Kept) -> bool {
-        self.segments.contains_key(&kept.redo.segment)
+        self.floor.is_none_or(|floor| kept.redo.lsn >= floor)
     }
 
-    fn bytes_from(&self, segment: u64) -> u64 {
-        self.segments.range(segment..self.current.max(segment)).map(|(_, len)| len).sum()
+    /// Bytes of log that lie after a point, at least.
+    fn bytes_after(&self, point: LogPoint) -> u64 {
+        let segments = self.segments.range(point.segment..self.current.max(point.segment));
+        segments.map(|(_, len)| len).sum::<u64>().saturating_sub(point.offset)
+    }
+
+    /// From where on the log stays, if the rules want it from `wanted` on.
+    fn from(&self, wanted: Option<(u64, Lsn)>, beginning_held: bool) -> Option<(u64, Lsn)> {
+        match (beginning_held, self.floor) {
+            (false, _) => wanted,
+            (true, None) => Some(self.as_it_is()),
+            // It is not there any more for a reader that begins now: one that began before may need anything.
+            (true, Some(_)) => None,
+        }
+    }
+
+    /// From where the log is kept as it is.
+    fn as_it_is(&self) -> (u64, Lsn) {
+        (0, self.floor.unwrap_or_default())
     }
 }
 
@@ -67,14 +87,17 @@ pub(super) fn plan(
         let stays =
             |kept: &&Kept| !is_given_up(kept, retention) || log.reaches(kept) || held.contains(&kept.info.id);
         let snapshots = snapshots.values().filter(stays).map(|kept| kept.info.id).collect();
-        return Plan { snapshots, log_from: None };
+        return Plan { snapshots, log_from: log.from(Some(log.as_it_is()), beginning_held) };
     };
+    let times = times(snapshots);
     let age_ms = u64::try_from(retention.snapshots_kept_for.as_millis()).unwrap_or(u64::MAX);
-    let is_young = |kept: &&&Kept| now_unix_ms.saturating_sub(kept.info.created_unix_ms) < age_ms;
+    let is_young = |kept: &&&Kept| now_unix_ms.saturating_sub(times[&kept.info.id]) < age_ms;
+    let reaches_back = |kept: &&&Kept| log.bytes_after(kept.redo) >= retention.log_kept;
+    let wants_log = retention.log_kept > 0;
+    let log_base = starts.iter().rev().find(reaches_back).filter(|_| wants_log);
     // Where the log is shorter than is wanted, all there is of it.
-    let reaches_back = |kept: &&&Kept| log.bytes_from(kept.redo.segment) >= retention.log_kept;
-    let log_base = starts.iter().rev().find(reaches_back).or(starts.first());
-    let log_base = log_base.filter(|_| retention.log_kept > 0);
+    let from_beginning = wants_log && log_base.is_none() && log.floor.is_none();
+    let log_base = log_base.or(starts.first().filter(|_| wants_log));
     let held_with_log = with_log.iter().filter(|kept| held.contains(&kept.info.id));
     // These are there to replay from.
     let replayed: Vec<&Kept> = starts[counted..]
@@ -92,7 +115,19 @@ pub(super) fn plan(
     let ids = replayed.iter().copied().chain(looked_at).map(|kept| kept.info.id);
     let oldest =
         replayed.iter().min_by_key(|kept| kept.redo.lsn).map(|kept| (kept.redo.segment, kept.redo.lsn));
-    Plan { snapshots: ids.collect(), log_from: oldest.filter(|_| !beginning_held) }
+    let oldest = if from_beginning { Some(log.as_it_is()) } else { oldest };
+    Plan { snapshots: ids.collect(), log_from: log.from(oldest, beginning_held) }
+}
+
+/// How old the snapshots are: each as old as the oldest time that it or a later one names. A clock that was ahead
+/// for a while so keeps nothing longer than until it is right again; a time in the future ages nothing.
+fn times(snapshots: &BTreeMap<SnapshotId, Kept>) -> BTreeMap<SnapshotId, u64> {
+    let mut oldest = u64::MAX;
+    let time = |(id, kept): (&SnapshotId, &Kept)| {
+        oldest = oldest.min(kept.info.created_unix_ms);
+        (*id, oldest)
+    };
+    snapshots.iter().rev().map(time).collect()
 }
 
 fn is_named(kept: &Kept, retention: &Retention) -> bool {
@@ -107,7 +142,7 @@ fn is_given_up(kept: &Kept, retention: &Retention) -> bool {
 mod tests {
     use std::time::Duration;
 
-    use remanent_format::{LogPoint, Lsn};
+    use proptest::prelude::*;
 
     use super::*;
     use crate::keeping::SnapshotInfo;
@@ -127,7 +162,7 @@ mod tests {
             verified: true,
         };
         let (files, links) = (BTreeMap::new(), Vec::new());
-        (info.id, Kept { info, redo, files, links, manifest_crc: 0, holds: true })
+        (info.id, Kept { info, redo, next_file: 1, files, links, manifest_crc: 0, holds: true })
     }
 
     #[test]
@@ -141,7 +176,8 @@ mod tests {
             kept(7, None, false),
         ]
         .into();
-        let log = LogOnDisk { segments: (3..=9).map(|number| (number, 100)).collect(), current: 10 };
+        let floor = Some(Lsn(40));
+        let log = LogOnDisk { segments: (3..=9).map(|number| (number, 100)).collect(), current: 10, floor };
         let rules = |count, seconds, log_kept| Retention {
             snapshots_kept: count,
             snapshots_kept_for: Duration::from_secs(seconds),
@@ -152,7 +188,7 @@ mod tests {
             ("the newest two", rules(2, 0, 0), vec![], vec![2, 4, 6, 7], Some(6)),
             ("the newest one", rules(1, 0, 0), vec![], vec![2, 4, 7], Some(7)),
             ("all that have a log", rules(4, 0, 0), vec![], vec![2, 4, 5, 6, 7], Some(4)),
-            ("more than there are", rules(5, 0, 0), vec![], vec![2, 4, 5, 6, 7], None),
+            ("more than there are", rules(5, 0, 0), vec![], vec![2, 4, 5, 6, 7], Some(0)),
             ("younger than five seconds", rules(1, 5, 0), vec![], vec![2, 4, 6, 7], Some(6)),
             ("400 bytes of log", rules(1, 0, 400), vec![], vec![2, 4, 6, 7], Some(6)),
             ("more log than there is", rules(1, 0, 10_000), vec![], vec![2, 4, 7], Some(4)),
@@ -165,7 +201,13 @@ mod tests {
                 vec![2, 4, 5, 6, 7],
                 Some(4),
             ),
-            ("too few, and a name given up", rules(5, 0, 0).give_up("two"), vec![], vec![4, 5, 6, 7], None),
+            (
+                "too few, and a name given up",
+                rules(5, 0, 0).give_up("two"),
+                vec![],
+                vec![4, 5, 6, 7],
+                Some(0),
+            ),
             ("one that a reader holds", rules(1, 0, 0), vec![5], vec![2, 4, 5, 7], Some(5)),
             (
                 "the same, and its name given up",
@@ -197,5 +239,92 @@ mod tests {
         let fuzzy: BTreeMap<SnapshotId, Kept> = [kept(4, Some("four"), false), kept(7, None, false)].into();
         let found = plan(&fuzzy, &rules(1, 0, 0), &log, 0, &BTreeSet::new(), false);
         assert_eq!(found.log_from, Some((4, Lsn(40))));
+    }
+
+    /// One step of a life: the clock goes by so many seconds, the log grows by so many segments, and a snapshot is
+    /// taken, with a name or without, at one moment or not.
+    type Step = (i64, u64, bool, bool);
+
+    fn lives() -> impl Strategy<Value = (Retention, Vec<Step>)> {
+        let rules = (1..4usize, 0..50u64, 0..600u64).prop_map(|(count, seconds, log_kept)| Retention {
+            snapshots_kept: count,
+            snapshots_kept_for: Duration::from_secs(seconds),
+            log_kept,
+            names_given_up: BTreeSet::new(),
+        });
+        let jump = prop_oneof![8 => 0..20i64, 1 => 1000..100_000i64, 1 => -100_000..-1000i64];
+        let step = (jump, 0..3u64, prop::bool::weighted(0.2), any::<bool>());
+        (rules, prop::collection::vec(step, 1..60))
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: if cfg!(miri) { 4 } else { 512 }, failure_persistence: None, ..ProptestConfig::default() })]
+
+        /// Each promise of [`Retention`], held against a plain telling of what was done; and nothing stays that no
+        /// promise wants, however the clock jumps.
+        #[test]
+        fn every_promise_is_kept_over_random_lives((retention, steps) in lives()) {
+            let (mut now, mut snapshots) = (1_000_000_000u64, BTreeMap::new());
+            let mut log = LogOnDisk { segments: [(1, 100)].into(), current: 1, floor: None };
+            // All that there ever was: when it was taken, as the clock said then.
+            let mut taken: Vec<(SnapshotId, u64)> = Vec::new();
+            for (number, (seconds, segments, has_name, is_exact)) in (1u64..).zip(steps) {
+                now = now.saturating_add_signed(seconds * 1000);
+                log.segments.extend((log.current..=log.current + segments).map(|number| (number, 100)));
+                log.current += segments;
+                let name = has_name.then(|| format!("{number}"));
+                let (id, mut taken_now) = kept(number, name.as_deref(), is_exact);
+                taken_now.redo.segment = log.current;
+                taken_now.info.created_unix_ms = now;
+                snapshots.insert(id, taken_now);
+                taken.push((id, now));
+
+                let before: BTreeSet<SnapshotId> = snapshots.keys().copied().collect();
+                let reached = |id: &SnapshotId, floor: Option<Lsn>| floor.is_none_or(|floor| floor.0 <= 10 * id.0);
+                let starts: Vec<SnapshotId> = before.iter().filter(|id| reached(id, log.floor)).copied().collect();
+                let found = plan(&snapshots, &retention, &log, now, &BTreeSet::new(), false);
+                let (segment, redo) = found.log_from.expect("nobody reads");
+                let floor = log.floor.max(Some(redo).filter(|redo| redo.0 > 0));
+
+                // The newest ones, and the log since the oldest of them.
+                let newest: Vec<_> = starts.iter().rev().take(retention.snapshots_kept).collect();
+                for id in &newest {
+                    prop_assert!(found.snapshots.contains(id) && reached(id, floor), "{id} of the newest");
+                }
+                // As old as the oldest time that it or a later one names.
+                let age = |id: &SnapshotId| {
+                    let later = taken.iter().filter(|(later, _)| later >= id).map(|(_, time)| *time);
+                    now.saturating_sub(later.min().expect("itself"))
+                };
+                let age_max = retention.snapshots_kept_for.as_millis() as u64;
+                for id in starts.iter().filter(|id| age(id) < age_max) {
+                    prop_assert!(found.snapshots.contains(id) && reached(id, floor), "{id} is young");
+                }
+                // Names.
+                for (id, kept) in snapshots.iter().filter(|(_, kept)| kept.info.name.is_some()) {
+                    prop_assert!(found.snapshots.contains(id), "{id} has a name");
+                    let needs_log = kept.info.redo < kept.info.end && reached(id, log.floor);
+                    prop_assert!(!needs_log || reached(id, floor), "{id} is nothing without its log");
+                }
+                // So many bytes of log, or all that there was.
+                let point = LogPoint { segment, lsn: redo, ..LogPoint::default() };
+                let is_all = floor == log.floor;
+                prop_assert!(is_all || log.bytes_after(point) >= retention.log_kept, "log from {redo}");
+                // And nothing else: what stays without a name is counted, young, or begins the log that is wanted.
+                let wanted = |id: &SnapshotId| newest.contains(&id) || age(id) < age_max;
+                let others = found.snapshots.iter().filter(|id| !wanted(id) && snapshots[*id].info.name.is_none());
+                let others: Vec<_> = others.collect();
+                let too_few = starts.len() < retention.snapshots_kept;
+                prop_assert!(too_few || others.len() <= usize::from(retention.log_kept > 0), "{others:?} stay");
+                // What is kept has what it needs: the state of its end, by the log or alone.
+                for id in &found.snapshots {
+                    let kept = &snapshots[id];
+                    prop_assert!(reached(id, floor) || kept.info.redo == kept.info.end || !reached(id, log.floor));
+                }
+                snapshots.retain(|id, _| found.snapshots.contains(id));
+                log.segments.retain(|number, _| *number >= segment);
+                log.floor = floor;
+            }
+        }
     }
 }

@@ -43,11 +43,19 @@ struct Removal {
 }
 
 impl Snapshots {
-    /// Phase 6, the record of it: every verified snapshot that stays.
-    pub fn record(&self, keeping: &Keeping, stays: impl Fn(&SnapshotId) -> bool) -> Result<()> {
+    /// Phase 6, the record of it: every verified snapshot that stays, and whether the log after it does.
+    pub fn record(
+        &self,
+        keeping: &Keeping,
+        floor: Option<Lsn>,
+        stays: impl Fn(&SnapshotId) -> bool,
+    ) -> Result<()> {
         let kept = keeping.snapshots.values().filter(|kept| kept.info.verified && stays(&kept.info.id));
-        let record =
-            kept.map(|kept| VerifiedSnapshot { snapshot: kept.info.id, manifest_crc: kept.manifest_crc });
+        let record = kept.map(|kept| VerifiedSnapshot {
+            snapshot: kept.info.id,
+            manifest_crc: kept.manifest_crc,
+            log_kept: floor.is_some_and(|floor| kept.redo.lsn >= floor),
+        });
         self.log.record_verified(record.collect())
     }
 
@@ -55,7 +63,7 @@ impl Snapshots {
     /// older snapshot and more log can stand in for it.
     pub fn retain(&self, keeping: &mut Keeping) -> Result<()> {
         if self.applier.cold().is_any() {
-            return self.record(keeping, |_| true);
+            return self.record(keeping, keeping.floor, |_| true);
         }
         self.prune(keeping, &self.retention).map(drop)
     }
@@ -74,20 +82,29 @@ impl Snapshots {
         let files = keeping.files.clone();
         let _none_goes = files.hold_removals();
         let Removal { plan, pruned, _going } = self.plan_removal(keeping, retention)?;
-        // Only a record that is durable licenses recycling: a manifest that a lost rename takes away must
-        // not have cost us the one before.
-        self.record(keeping, |id| plan.snapshots.contains(id))?;
+        // 1. The floor and the list, in a seal that is synced. Before it nothing has gone, and a crash finds the
+        //    older floor with all that it needs; from it on nothing starts below the new one, so that no crash in
+        //    2 to 4 leaves a start of which something is gone. Only a record that is durable licenses recycling, too: a
+        //    manifest that a lost rename takes away must not have cost us the one before.
+        let floor = keeping.floor.max(plan.log_from.map(|(_, redo)| redo).filter(|redo| redo.0 > 0));
+        self.record(keeping, floor, |id| plan.snapshots.contains(id))?;
         let _phase = phases::enter(Phase::Recycle);
+        keeping.floor = floor;
         keeping.snapshots.retain(|id, _| plan.snapshots.contains(id));
         keeping.tables.retain(|_, table| is_needed(table.restored_at, &plan));
+        if keeping.unread.is_some_and(|unread| floor.is_some_and(|floor| floor >= unread)) {
+            keeping.unread = None;
+        }
+        // 2. Manifests: one that is found still has its log and its images.
         self.remove_all(Folder::Snapshots, &pruned)?;
+        // 3. Segments: a batch that is found still has its images. 4. Images and tables.
         let segments: Vec<u64> = pruned
             .files
             .iter()
             .filter_map(|(file, _)| if let FileName::Segment(number) = file { Some(*number) } else { None })
             .collect();
         self.pool.recycle(&segments)?;
-        files.recycled(plan.log_from.map_or(0, |(segment, _)| segment));
+        files.recycled(floor.unwrap_or_default());
         self.remove_all(Folder::Pages, &pruned)?;
         Ok(pruned)
     }
@@ -99,7 +116,7 @@ impl Snapshots {
     }
 
     fn plan_removal(&self, keeping: &Keeping, retention: &Retention) -> Result<Removal> {
-        let log = self.log_on_disk()?;
+        let log = self.log_on_disk(keeping)?;
         let (now, nobody) = (unix_ms(), BTreeSet::new());
         let wanted = plan(&keeping.snapshots, retention, &log, now, &nobody, false);
         // I8: what a reader holds stays, and nobody begins to read what is going. A snapshot that a name keeps may
@@ -114,9 +131,9 @@ impl Snapshots {
         let beginning = self.disk.try_retire(SnapshotId(0))?;
         let mut plan = plan(&keeping.snapshots, retention, &log, now, &held, beginning.is_none());
         going.extend(beginning);
-        // A reader may begin at a link, too, that is there only for those which follow it. What that needs is not
-        // known any more: until the reader has gone, all stays.
-        for id in links_alone(keeping) {
+        // A reader may begin at a link, too, that is there only for those which follow it, or that a crash left behind.
+        // What that needs is not known any more: until the reader has gone, all stays.
+        for id in self.links_alone(keeping)? {
             match self.disk.try_retire(id)? {
                 Some(lock) => going.push(lock),
                 None => {
@@ -159,27 +176,54 @@ impl Snapshots {
             }
             _ => false,
         })?;
-        let bound = plan.log_from.map_or(0, |(segment, _)| segment);
+        let (bound, redo) = plan.log_from.unwrap_or_default();
         if plan.log_from.is_some() {
-            files.extend(self.lens(Folder::Pages, |file| match file {
+            // What could not be read may need anything that was there before this run.
+            let unread = keeping.unread.is_some_and(|unread| redo < unread);
+            let first = if unread { keeping.files.first() } else { 0 };
+            let mut pages = self.lens(Folder::Pages, |file| match file {
+                FileName::Pages(number) => number >= first,
+                FileName::Table(number) => number >= first,
+                _ => false,
+            })?;
+            let next_file = kept().map(|kept| kept.next_file).max().unwrap_or(1);
+            let highest = pages.iter().filter_map(|(file, _)| number(*file)).max();
+            pages.retain(|(file, _)| match *file {
+                // Only while it is there, or a manifest says so, is its number known to be taken.
+                FileName::Pages(number) if Some(number) == highest && number >= next_file => false,
                 FileName::Pages(number) => {
-                    !named.contains(&number) && !keeping.files.is_for_batch(number, bound)
+                    !named.contains(&number) && !keeping.files.is_for_batch(number, redo)
                 }
                 FileName::Table(number) => !tables().any(|(kept, _)| *kept == number),
                 _ => false,
-            })?);
+            });
+            files.extend(pages);
         }
         files.extend(log.segments.range(..bound).map(|(number, len)| (FileName::Segment(*number), *len)));
         Ok(files)
     }
 
-    fn log_on_disk(&self) -> Result<LogOnDisk> {
+    /// The manifests on disk that are no snapshots of their own any more.
+    fn links_alone(&self, keeping: &Keeping) -> Result<Vec<SnapshotId>> {
+        let names = self.disk.list(Folder::Snapshots)?;
+        let ids = names.iter().filter_map(|name| match FileName::parse(Folder::Snapshots, name) {
+            Some(FileName::Manifest(number)) => Some(SnapshotId(number)),
+            _ => None,
+        });
+        Ok(ids.filter(|id| !keeping.snapshots.contains_key(id)).collect())
+    }
+
+    fn log_on_disk(&self, keeping: &Keeping) -> Result<LogOnDisk> {
         let segments = self.lens(Folder::Log, |file| matches!(file, FileName::Segment(_)))?;
         let segments = segments.into_iter().filter_map(|(file, len)| match file {
             FileName::Segment(number) => Some((number, len)),
             _ => None,
         });
-        Ok(LogOnDisk { segments: segments.collect(), current: self.log.current_segment() })
+        Ok(LogOnDisk {
+            segments: segments.collect(),
+            current: self.log.current_segment(),
+            floor: keeping.floor,
+        })
     }
 
     /// The files of a folder that are wanted, with their lengths in bytes.
@@ -191,10 +235,12 @@ impl Snapshots {
     }
 }
 
-/// The links of snapshots that are no snapshots of their own any more.
-fn links_alone(keeping: &Keeping) -> BTreeSet<SnapshotId> {
-    let links = keeping.snapshots.values().flat_map(|kept| kept.links.iter().copied());
-    links.filter(|id| !keeping.snapshots.contains_key(id)).collect()
+/// The number of an image file or a table: they share one count.
+fn number(file: FileName) -> Option<u64> {
+    match file {
+        FileName::Pages(number) | FileName::Table(number) => Some(number),
+        _ => None,
+    }
 }
 
 /// Whether replay from what stays may pass a restore.

@@ -61,8 +61,9 @@ impl Store {
             options: &options,
             log_io,
         };
-        let Opened { store, mut applied, submitted, changed, log, pool, keeping, mut recovered } =
-            recovery.open()?;
+        let opened = recovery.open()?;
+        let Opened { store, mut applied, submitted, changed, log, pool, keeping, ahead_bytes, mut recovered } =
+            opened;
         recovered.log_io = log_io_reason;
         let poison = Arc::new(Poison::default());
         // That of the applier alone: from it snapshots are taken.
@@ -129,7 +130,8 @@ impl Store {
             pace: Pace::new(options.snapshot_bytes_per_second),
             last: Mutex::new(Mark {
                 lsn: Lsn(recovered.position.lsn.0.saturating_sub(recovered.replayed_batches)),
-                bytes: -i64::try_from(recovered.replayed_bytes).unwrap_or(i64::MAX),
+                bytes: -i64::try_from(recovered.replayed_bytes.saturating_add(ahead_bytes))
+                    .unwrap_or(i64::MAX),
                 at: Instant::now(),
             }),
         });

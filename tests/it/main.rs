@@ -10,6 +10,7 @@ mod beside;
 mod arrivals;
 mod audit;
 mod born;
+mod bounds;
 mod bulk;
 mod captures;
 mod changed;

@@ -37,6 +37,7 @@ impl Manifest {
                 });
             }
         }
+        check_limit("first image file ahead", self.ahead_from, self.next_file)?;
         check_limit("end", self.end.0, NUMBER_MAX)?;
         check_limit("highest epoch", self.epoch_high.0, NUMBER_MAX)?;
         self.redo.check_limits()?;

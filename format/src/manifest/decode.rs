@@ -121,6 +121,7 @@ impl Manifest {
         check_zero("manifest flags", raw.flags.into())?;
         check_zero("reserved manifest bytes", raw.reserved.into())?;
         check_zeros("reserved manifest bytes", &raw.reserved_2)?;
+        check_zeros("reserved manifest bytes", &raw.reserved_3)?;
         check_limit("manifest body length", raw.body_len, MANIFEST_BODY_LEN_MAX)?;
         let body = slice(copy, ManifestHeaderRaw::LEN, raw.body_len as usize)?;
         let (kind, entries, tombstones, root) = decode_body(&raw, body, threads)?;
@@ -135,6 +136,7 @@ impl Manifest {
             next_page: raw.next_page,
             epoch_high: raw.epoch_high,
             next_file: raw.next_file,
+            ahead_from: raw.ahead_from,
             entries,
             tombstones,
             root: Arc::new(root),

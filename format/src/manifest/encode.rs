@@ -114,7 +114,9 @@ impl Manifest {
             body_crc,
             name_len: 0,
             name: [0; SNAPSHOT_NAME_LEN_MAX],
-            reserved_2: [0; 23],
+            reserved_2: [0; 3],
+            ahead_from: self.ahead_from,
+            reserved_3: [0; 12],
             header_crc: 0,
         };
         if let Some(name) = &self.name {

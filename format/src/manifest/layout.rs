@@ -59,7 +59,11 @@ layout! {
         /// The name, zeros behind it.
         165 => name: [u8; 64],
         /// Zero.
-        229 => reserved_2: [u8; 23],
+        229 => reserved_2: [u8; 3],
+        /// Image files of batches below this number belong to batches up to `redo`; zero if that is not known.
+        232 => ahead_from: u64,
+        /// Zero.
+        240 => reserved_3: [u8; 12],
         /// CRC-32 of the bytes before; the link's own checksum.
         252 => header_crc: u32,
     }

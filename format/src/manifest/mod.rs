@@ -118,6 +118,10 @@ pub struct Manifest {
     pub epoch_high: Epoch,
     /// The next number of an image file.
     pub next_file: u64,
+    /// No image file of a batch with a lower number was under way, or named by a frame above `redo`, when the snapshot
+    /// began: what was written ahead in such files belongs to batches up to `redo`. Zero if that is not known, as in a
+    /// table and in what older builds wrote.
+    pub ahead_from: u64,
     /// The pages, ascending.
     pub entries: Vec<ManifestEntry>,
     /// The deleted pages, ascending.

@@ -54,6 +54,7 @@ fn sample() -> Manifest {
         next_page: 10,
         epoch_high: Epoch(4),
         next_file: 3,
+        ahead_from: 2,
         entries: vec![entry(1, 100), bare, entry(9, 1 << 30)],
         tombstones: vec![Tombstone { page: PageId(2), lsn: Lsn(6) }],
         root: Arc::new([("step".to_owned(), Value::from(12_u64))].into()),
@@ -87,6 +88,7 @@ fn manifest_round_trips_to_the_same_bytes() {
         next_page: 1,
         epoch_high: Epoch(0),
         next_file: 1,
+        ahead_from: 0,
         entries: vec![],
         tombstones: vec![],
         root: Arc::default(),
@@ -212,6 +214,7 @@ fn links() -> [Manifest; 3] {
         redo: redo(at),
         end: Lsn(at + 1),
         next_file: number + 1,
+        ahead_from: 0,
         ..sample()
     };
     let second = change(&base, 5, 4);
@@ -337,9 +340,11 @@ fn two_good_copies_that_differ_are_reported() {
 fn sound_checksums_over_wrong_fields_are_refused() {
     assert_eq!(first(&with_copy(|_, _| ())), Ok(sample()));
     type Change = fn(&mut ManifestHeaderRaw, &mut [u8]);
-    let rows: [(&str, Change); 29] = [
+    let rows: [(&str, Change); 31] = [
         ("manifest flags is 1", |header, _| header.flags = 1),
-        ("reserved manifest bytes is 1", |header, _| header.reserved_2[22] = 1),
+        ("reserved manifest bytes is 1", |header, _| header.reserved_2[2] = 1),
+        ("reserved manifest bytes is 1", |header, _| header.reserved_3[11] = 1),
+        ("first image file ahead is 4, over the limit of 3", |header, _| header.ahead_from = 4),
         ("snapshot name length is 65", |header, _| header.name_len = 65),
         ("bytes behind the snapshot's name is 101", |header, _| header.name_len = 15),
         ("byte of a snapshot's name that is no UTF-8 is 255", |header, _| header.name[3] = 0xff),

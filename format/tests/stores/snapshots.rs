@@ -134,7 +134,8 @@ fn the_end_of_a_manifest_is_a_mark() {
 
 #[test]
 fn the_last_seal_names_the_verified_snapshots() {
-    let seal = |snapshot| [VerifiedSnapshot { snapshot: SnapshotId(snapshot), manifest_crc: 7 }];
+    let seal =
+        |snapshot| [VerifiedSnapshot { snapshot: SnapshotId(snapshot), manifest_crc: 7, log_kept: false }];
     let seen = |maker: &Maker| rebuilt(maker).unwrap().end.unwrap().verified;
     let mut maker = four();
     assert_eq!(seen(&maker), []);

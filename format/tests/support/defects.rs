@@ -140,7 +140,7 @@ const FAULTS: &[Fault] = &[
     ("frame-durable", "frame-batch", |b| { b[56] = 43; resum(b, 0, 76) }, "durable mark is 43, over the limit of 42"),
     ("frame-payload-checksum", "frame-batch", |b| b[80] ^= 1, "payload checksum is 0x"),
     ("seal-length", "frame-seal", |b| in_payload(b, |p| p.truncate(24)), "seal length is 24"),
-    ("seal-reserved", "frame-seal", |b| in_payload(b, |p| p[12] = 1), "reserved seal bytes is 1"),
+    ("seal-reserved", "frame-seal", |b| in_payload(b, |p| p[12] = 2), "unknown flags of a seal's entry is 2"),
     // Payloads, under sound checksums.
     ("payload-count", "frame-batch", |b| in_payload(b, |p| p[0] = 13), "cut short: "),
     ("payload-count-endless", "frame-batch", |b| in_payload(b, |p| p[3] = 1), "operation count is "),
@@ -218,6 +218,7 @@ const FAULTS: &[Fault] = &[
     ("manifest-next-page", "manifest-base", |b| in_copies(b, |c| c[112] = 6), "page id is 6, over the limit of 5"),
     ("manifest-epoch", "manifest-base", |b| in_copies(b, |c| c[120] = 1), "page's epoch is 2, over the limit of 1"),
     ("manifest-next-file", "manifest-base", |b| in_copies(b, |c| c[128] = 2), "image file is 2, over the limit of 1"),
+    ("manifest-ahead-from", "manifest-base", |b| in_copies(b, |c| c[232] = 4), "first image file ahead is 4, over the limit of 3"),
     ("manifest-entries", "manifest-base", |b| in_copies(b, |c| c[143] = 1), "entry count is "),
     ("manifest-body-limit", "manifest-base", |b| in_copies(b, |c| c[159] = 1), "manifest body length is "),
     ("manifest-order", "manifest-base", |b| in_copies(b, |c| c[256] = 7), "page that does not ascend is 6"),

@@ -249,6 +249,7 @@ impl Maker {
             next_page: 2,
             epoch_high: Epoch(caught),
             next_file: number + 1,
+            ahead_from: 0,
             entries: vec![entry],
             tombstones: Vec::<Tombstone>::new(),
             root: root(end),

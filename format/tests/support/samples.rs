@@ -189,8 +189,8 @@ fn groups() -> Vec<u8> {
 
 fn seal() -> Vec<u8> {
     encode_seal(&[
-        VerifiedSnapshot { snapshot: SnapshotId(3), manifest_crc: 0x3333_3333 },
-        VerifiedSnapshot { snapshot: SnapshotId(4), manifest_crc: 0x4444_4444 },
+        VerifiedSnapshot { snapshot: SnapshotId(3), manifest_crc: 0x3333_3333, log_kept: false },
+        VerifiedSnapshot { snapshot: SnapshotId(4), manifest_crc: 0x4444_4444, log_kept: false },
     ])
 }
 
@@ -290,6 +290,7 @@ fn manifest(kind: ManifestKind) -> Manifest {
         next_page: 7,
         epoch_high: Epoch(9),
         next_file: 3,
+        ahead_from: 0,
         entries: vec![entry, bare],
         tombstones: vec![Tombstone { page: PageId(4), lsn: Lsn(39) }],
         root: Arc::new([("step".to_owned(), Value::from(11_u64))].into()),
@@ -362,10 +363,28 @@ pub fn sound_files() -> Vec<Sound> {
         ("frame-move", Frame, "Pages that move", frame(FrameKind::Batch, &payload(&moves))),
         ("frame-restore", Frame, "A restore", frame(FrameKind::Batch, &payload(&restore))),
         ("frame-seal", Frame, "A seal that names two verified snapshots", frame(FrameKind::Seal, &seal())),
+        (
+            "frame-seal-floor",
+            Frame,
+            "A seal that names two verified snapshots and keeps the log after one",
+            {
+                let named =
+                    |snapshot, log_kept| VerifiedSnapshot { snapshot, manifest_crc: 0x3333_3333, log_kept };
+                frame(
+                    FrameKind::Seal,
+                    &encode_seal(&[named(SnapshotId(3), false), named(SnapshotId(4), true)]),
+                )
+            },
+        ),
         ("groups", Groups, "Two groups: two batches, then a seal", groups()),
         ("images", Images, "An image file of one chunk with two images", images()),
         ("images-zstd", Images, "The same with one image compressed", compressed_images()),
         ("manifest-base", Manifest, "A base", manifest(ManifestKind::Base).encode().unwrap()),
+        ("manifest-ahead", Manifest, "A base that says which files were written ahead", {
+            let mut ahead = manifest(ManifestKind::Base);
+            ahead.ahead_from = 2;
+            ahead.encode().unwrap()
+        }),
         ("manifest-change", Manifest, "A change", manifest(CHANGE).encode().unwrap()),
         (
             "manifest-table",

@@ -148,10 +148,10 @@ impl<'a> Pass<'a> {
             let file = FileName::Segment(point.segment);
             DiskSource::new(self.snapshots.disk.clone()).len(file).is_ok_and(|len| len.is_some())
         };
-        let beginning = self.log.beginning().filter(is_there);
+        let beginning = self.log.beginning().filter(|point| keeping.floor.is_none() && is_there(point));
         let kept = keeping.snapshots.values().filter(|kept| kept.holds && kept.redo.lsn <= self.until);
-        // The log behind a snapshot with a name may have been recycled.
-        let kept = kept.filter(|kept| kept.info.name.is_none() || is_there(&kept.redo));
+        // The log after a snapshot with a name may be kept no longer, and what that names is gone then.
+        let kept = kept.filter(|kept| keeping.reaches(kept));
         let mut starts: Vec<LogPoint> = beginning.into_iter().chain(kept.map(|kept| kept.redo)).collect();
         starts.sort_unstable_by_key(|point| point.lsn);
         starts
@@ -231,7 +231,7 @@ impl<'a> Pass<'a> {
     fn image_damaged(&mut self, image: &ImageRef, damage: Damage) {
         let place = (image.file, image.offset);
         let keeping = self.snapshots.keeping.lock();
-        if !keeping.named_files().contains(&image.file) && !keeping.files.is_for_batch(image.file, 0) {
+        if !keeping.named_files().contains(&image.file) && !keeping.files.is_for_batch(image.file, Lsn(0)) {
             return;
         }
         // At once, so that a snapshot which is taken before the pass ends does not name it.

@@ -144,7 +144,9 @@ fn stores_loaded_on_demand_survive() {
 #[test]
 fn moves_survive() {
     const PLACES: [Place; 3] = [Place::Pinned, Place::Device(0), Place::Host];
-    suite(options(), 3900, |driver, random| {
+    // The restore goes back to before the older of two snapshots.
+    let options = options().log_kept(1 << 30);
+    suite(options, 3900, |driver, random| {
         let store = driver.open()?;
         let pages = driver.create_pages(&store, random, 3, 200)?;
         let round = |number: usize, random: &mut Random| {

@@ -182,9 +182,23 @@ pub const LIST: &[Defence] = &[
     defence(
         "images that kept batches name stay (I8)",
         RETAIN,
-        "!keeping.files.is_for_batch(number, bound)",
+        "!keeping.files.is_for_batch(number, redo)",
         "true",
         it("bulk::files_stay_as_long_as_a_kept_frame_or_snapshot_names_them"),
+    ),
+    defence(
+        "the floor is recorded before anything below it goes (I8)",
+        RETAIN,
+        "self.record(keeping, floor, |id|",
+        "self.record(keeping, keeping.floor, |id|",
+        it("bounds::states_below_the_floor_are_outside_the_window_and_named_ones_stay"),
+    ),
+    defence(
+        "a number that nothing else says is taken keeps its file",
+        RETAIN,
+        "Some(number) == highest && number >= next_file",
+        "Some(number) == highest && number < next_file",
+        it("bounds::the_file_with_the_highest_number_stays_until_a_manifest_has_taken_it"),
     ),
     defence(
         "log that a kept snapshot needs stays (I8)",

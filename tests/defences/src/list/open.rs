@@ -26,8 +26,8 @@ pub const LIST: &[Defence] = &[
     defence(
         "what a link needs is kept for its reader (I8)",
         RETAIN,
-        "links_alone(keeping)",
-        "BTreeSet::new()",
+        "self.links_alone(keeping)?",
+        "Vec::<SnapshotId>::new()",
         it("snapshots::kept::what_is_read_from_a_link_stays_until_its_reader_has_gone"),
     ),
     // Pages that an open leaves on disk: what could stand in for them stays until all are loaded.

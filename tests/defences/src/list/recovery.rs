@@ -148,14 +148,14 @@ pub const LIST: &[Defence] = &[
     refusal(
         "images that batches may name stay (I8)",
         KEEPING,
-        "may_be_for_a_batch(source, number)",
+        "may_be_for_a_batch(source, number, survey)",
         it("recovery::images_of_batches_stay"),
     ),
     defence(
         "images that something names stay (I8)",
         KEEPING,
-        "!named.contains(&number)",
-        "true",
+        "named.contains(&number)",
+        "false",
         it("recovery::unnamed_images_are_removed"),
     ),
 ];

@@ -95,9 +95,9 @@ pub const LIST: &[Defence] = &[
     ),
     refusal("seal length", FRAME, "!payload.len().is_multiple_of(VerifiedSnapshotRaw::LEN)", GOLDEN),
     check(
-        "seal reserved bytes",
+        "unknown flags in a seal",
         FRAME,
-        r#"check_zero("reserved seal bytes", raw.reserved.into())?;"#,
+        r#"check_zero("unknown flags of a seal's entry", (raw.flags & !LOG_KEPT).into())?;"#,
         GOLDEN,
     ),
     // Segments.

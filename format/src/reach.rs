@@ -1,0 +1,110 @@
+//! Floor 0. How far back a store goes: from which snapshots replay may start, and which stand for their own end only.
+//!
+//! What lies on disk does not tell. A segment may be there of which the batches' images are gone, and a link of
+//! which only those that follow it are kept. The log's last seal tells: it records the snapshots that are kept, and
+//! marks those after which the log is kept. The oldest `redo` of a marked one is the **floor**.
+//!
+//! | the last seal | a snapshot is | the log's beginning is a start |
+//! |---|---|---|
+//! | marks some | as its own entry says | no |
+//! | marks none | a start, if the log after it is there | yes, if it is there |
+//!
+//! Recovery, states of the past, retention, scrubs and the inspectors ask here and nowhere else.
+
+use std::collections::BTreeMap;
+
+use crate::frame::VerifiedSnapshot;
+use crate::ids::{LogPoint, Lsn, SnapshotId};
+use crate::manifest::Manifest;
+use crate::rebuild::Survey;
+
+/// What a link on disk stands for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// Every state from its end on: the log after it is kept, with all that the log names.
+    Start,
+    /// Its own end only: it was caught at one moment, and the log after it is not promised.
+    OwnEnd,
+    /// Nothing: it is there for the snapshots that follow it, or it is on its way out. Its images may be gone.
+    Link,
+}
+
+/// How far back a store goes, as its last seal says.
+#[derive(Clone, Debug)]
+pub struct Reach {
+    /// Of the links that can be read, with their ends.
+    roles: BTreeMap<SnapshotId, (Role, Lsn)>,
+    beginning: Option<LogPoint>,
+    floor: Option<Lsn>,
+}
+
+impl Reach {
+    /// What `recorded`, the entries of the log's last seal, says of the links of a survey.
+    #[must_use]
+    pub fn of(survey: &Survey, recorded: &[VerifiedSnapshot]) -> Self {
+        let has_floor = recorded.iter().any(|entry| entry.log_kept);
+        let newest = recorded.iter().map(|entry| entry.snapshot).max();
+        let entry = |id: SnapshotId| recorded.iter().find(|entry| entry.snapshot == id);
+        let own_end = |link: &Manifest| if link.redo.lsn == link.end { Role::OwnEnd } else { Role::Link };
+        let role = |link: &Manifest| match entry(link.snapshot) {
+            Some(entry) if entry.log_kept => Role::Start,
+            Some(_) if has_floor => own_end(link),
+            // As stores were before there was a floor: the log says itself how far back it goes.
+            Some(_) if survey.log.segments().contains_key(&link.redo.segment) => Role::Start,
+            Some(_) => own_end(link),
+            // Published, and not recorded yet.
+            None if newest.is_none_or(|newest| link.snapshot > newest) => Role::Start,
+            None => Role::Link,
+        };
+        let roles = survey.readable().map(|link| (link.snapshot, (role(link), link.end))).collect();
+        let marked =
+            survey.readable().filter(|link| entry(link.snapshot).is_some_and(|entry| entry.log_kept));
+        let floor = marked.map(|link| link.redo.lsn).min();
+        let beginning = survey.log.beginning().filter(|_| !has_floor);
+        Self { roles, beginning, floor }
+    }
+
+    /// What a link stands for; nothing if it cannot be read.
+    #[must_use]
+    pub fn role(&self, snapshot: SnapshotId) -> Role {
+        self.roles.get(&snapshot).map_or(Role::Link, |(role, _)| *role)
+    }
+
+    /// Whether replay may start from a snapshot, or from the log's beginning, which is `None`.
+    #[must_use]
+    pub fn is_start(&self, base: Option<SnapshotId>) -> bool {
+        base.map_or(self.beginning.is_some(), |base| self.role(base) == Role::Start)
+    }
+
+    /// The log's beginning, if replay may start there.
+    #[must_use]
+    pub fn beginning(&self) -> Option<LogPoint> {
+        self.beginning
+    }
+
+    /// The oldest `redo` from which replay is promised; `None` while no seal said so.
+    #[must_use]
+    pub fn floor(&self) -> Option<Lsn> {
+        self.floor
+    }
+
+    /// The oldest state of the window, in which every state can be computed up to the newest; `None` if there is no
+    /// start.
+    #[must_use]
+    pub fn opens_at(&self) -> Option<Lsn> {
+        let starts = self.roles.values().filter(|(role, _)| *role == Role::Start).map(|(_, end)| *end);
+        self.beginning.map(|_| Lsn(0)).or_else(|| starts.min())
+    }
+
+    /// The single states that can be looked at below the window, ascending.
+    #[must_use]
+    pub fn below(&self) -> Vec<Lsn> {
+        let opens_at = self.opens_at();
+        let alone = self.roles.values().filter(|(role, _)| *role == Role::OwnEnd).map(|(_, end)| *end);
+        let mut alone: Vec<Lsn> =
+            alone.filter(|end| opens_at.is_none_or(|opens_at| *end < opens_at)).collect();
+        alone.sort_unstable();
+        alone.dedup();
+        alone
+    }
+}

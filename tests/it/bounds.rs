@@ -1,0 +1,318 @@
+//! How much disk a store takes: what is kept says it, never how long the store has run.
+//!
+//! Bytes in `pages/` ≤ 2 × (images that kept snapshots name + those that the snapshot under way makes) + what was
+//! written ahead of batches above the floor + one file. What nothing needs goes with the next snapshot, whichever
+//! segment its frame lies in, and also after the store was opened again.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use remanent::disk::Disk;
+use remanent::disk::sim::SimDisk;
+use remanent::{
+    Error, FileName, Folder, Lsn, Metadata, Options, PageId, Place, RestorePoint, Snapshot, Store,
+};
+use remanent_format::image::{ImageFileHeader, ImagePurpose};
+use remanent_format::log::LogWalk;
+use remanent_format::op::{Op, decode_payload};
+use remanent_format::reach::{Reach, Role};
+use remanent_format::rebuild::Survey;
+
+use crate::files::{Files, State, open_with, small};
+use crate::kill::workload::Random;
+
+/// Long enough to be written ahead, with the longest segments used here.
+const PAGE_LEN: usize = 256 << 10;
+
+fn content(seed: u64) -> Vec<u8> {
+    Random(seed).bytes(PAGE_LEN as u64)
+}
+
+fn overwrite(store: &Store, page: PageId, seed: u64) -> Lsn {
+    let mut batch = store.batch();
+    batch.write(page, 0, &content(seed));
+    store.commit(batch).unwrap().position.lsn
+}
+
+fn create(store: &Store, seed: u64) -> PageId {
+    let mut batch = store.batch();
+    batch.create_from(content(seed), Place::Host, None, Metadata::new());
+    store.commit(batch).unwrap().pages[0]
+}
+
+fn read(past: &Snapshot, page: PageId) -> Vec<u8> {
+    let mut bytes = vec![0; PAGE_LEN];
+    past.read(page, 0, &mut bytes).unwrap();
+    bytes
+}
+
+/// The bytes in `pages/`, and those that the rule allows there.
+fn page_bytes(disk: &SimDisk) -> (u64, u64) {
+    let files = Files::of(disk);
+    let survey = Survey::read(&files).unwrap();
+    let lens: BTreeMap<u64, u64> = files
+        .0
+        .iter()
+        .filter_map(|(file, bytes)| match file {
+            FileName::Pages(number) => Some((*number, bytes.len() as u64)),
+            _ => None,
+        })
+        .collect();
+    let resolution = survey.candidates().find_map(|base| {
+        let base = base.ok()?;
+        survey.resolve(&files, base.as_ref(), None).ok()
+    });
+    let verified = resolution.unwrap().end.unwrap().verified;
+    let reach = Reach::of(&survey, &verified);
+    let named: BTreeMap<(u64, u64), u64> = verified
+        .iter()
+        .flat_map(|kept| {
+            let entries = survey.entries(kept.snapshot).unwrap();
+            entries
+                .filter_map(|entry| entry.image)
+                .map(|image| ((image.file, image.offset), image.stored_len))
+                .collect::<Vec<_>>()
+        })
+        .collect();
+    // What frames above the floor name.
+    let start = verified
+        .iter()
+        .filter(|kept| reach.role(kept.snapshot) == Role::Start && kept.log_kept)
+        .map(|kept| survey.links[&kept.snapshot].as_ref().unwrap().0.redo)
+        .min_by_key(|redo| redo.lsn)
+        .or_else(|| reach.beginning())
+        .unwrap();
+    let mut walk = LogWalk::new(&files, &survey.log, start, survey.mark()).unwrap();
+    let mut ahead = BTreeSet::new();
+    while let Some(frame) = walk.next().unwrap() {
+        for op in decode_payload(frame.payload).unwrap_or_default() {
+            if let Op::Image { image, .. } = op.op {
+                ahead.insert(image.file);
+            }
+        }
+    }
+    let ahead: u64 = ahead.iter().filter_map(|file| lens.get(file)).sum();
+    let highest = lens.values().next_back().copied().unwrap_or(0);
+    (lens.values().sum(), 2 * named.values().sum::<u64>() + ahead + highest + (64 << 10))
+}
+
+fn assert_bounded(disk: &SimDisk, when: &str) {
+    let (bytes, allowed) = page_bytes(disk);
+    assert!(bytes <= allowed, "{when}: {bytes} bytes of images, {allowed} allowed");
+}
+
+/// One page that is overwritten again and again.
+fn overwritten(options: &Options, reopened: bool) {
+    let disk = SimDisk::new();
+    let mut store = open_with(&disk, options.clone()).unwrap();
+    let page = create(&store, 0);
+    for round in 1..=60 {
+        overwrite(&store, page, round);
+        if round % 10 == 0 {
+            store.snapshot().unwrap();
+            assert_bounded(&disk, &format!("round {round}"));
+        }
+        if reopened && round % 7 == 0 {
+            store.close().unwrap();
+            store = open_with(&disk, options.clone()).unwrap();
+        }
+    }
+    let state = State::of(&store);
+    store.close().unwrap();
+    let (bytes, _) = page_bytes(&disk);
+    // Two snapshots with the log between them, and a file that both share.
+    assert!(bytes < 13 * (PAGE_LEN as u64 + 8192), "{bytes}");
+    let store = open_with(&disk, options.clone()).unwrap();
+    assert_eq!(State::of(&store), state);
+    assert_bounded(&disk, "opened again");
+    // Nothing but the last state is wanted any more.
+    store.snapshot().unwrap();
+    let pruned = store.prune(&store.retention().snapshots_kept(1)).unwrap();
+    assert!(!pruned.files.is_empty());
+    let (bytes, _) = page_bytes(&disk);
+    assert!(bytes < 2 * (PAGE_LEN as u64 + 8192), "{bytes}");
+    assert_eq!(State::of(&store), state);
+}
+
+#[test]
+fn a_page_that_is_overwritten_for_long_takes_no_more_than_what_is_kept() {
+    for segment_len in [16 << 10, 64 << 10, 1 << 20] {
+        for reopened in [false, true] {
+            overwritten(&small().segment_len(segment_len), reopened);
+        }
+    }
+}
+
+/// What the store says may go is what goes, and after it nothing more may.
+#[test]
+fn what_would_be_pruned_is_what_is_pruned() {
+    let disk = SimDisk::new();
+    let store = open_with(&disk, small().segment_len(1 << 20).snapshots_kept(4)).unwrap();
+    let page = create(&store, 0);
+    for round in 1..=12 {
+        overwrite(&store, page, round);
+        if round % 3 == 0 {
+            store.snapshot().unwrap();
+        }
+    }
+    for kept in [3, 1] {
+        let retention = store.retention().snapshots_kept(kept);
+        let would = store.would_prune(&retention).unwrap();
+        assert!(would.files.iter().any(|(file, _)| matches!(file, FileName::Pages(_))), "{would:?}");
+        let before = Files::of(&disk);
+        assert_eq!(store.prune(&retention).unwrap(), would);
+        let after = Files::of(&disk);
+        for (file, _) in &would.files {
+            assert!(before.0.contains_key(file) && !after.0.contains_key(file), "{file}");
+        }
+        assert_eq!(store.would_prune(&retention).unwrap().files, []);
+    }
+}
+
+/// Below the floor there is nothing, though the segment is there with all of its frames.
+#[test]
+fn states_below_the_floor_are_outside_the_window_and_named_ones_stay() {
+    let disk = SimDisk::new();
+    let store = open_with(&disk, small().segment_len(1 << 20).snapshots_kept(1)).unwrap();
+    let page = create(&store, 0);
+    let named = store.snapshot_named("first").unwrap();
+    let then = State::of(&store);
+    let gone = overwrite(&store, page, 1);
+    overwrite(&store, page, 2);
+    store.snapshot().unwrap();
+    let source: Arc<dyn Disk> = Arc::new(disk.clone());
+    let check = |when: &str| {
+        let error = Snapshot::open_on(&source, Some(&RestorePoint::Lsn(gone))).map(|_| ()).unwrap_err();
+        let Error::OutsideWindow { asked, oldest, newest } = error else { panic!("{when}: {error}") };
+        assert_eq!((asked, oldest, newest), (gone, Lsn(3), Lsn(3)), "{when}");
+        let first = Snapshot::open_on(&source, Some(&RestorePoint::Name("first".to_owned()))).unwrap();
+        let bytes = read(&first, page);
+        assert_eq!((first.lsn(), &bytes), (named.end, &then.contents[&page]), "{when}");
+    };
+    check("as it is");
+    assert!(disk.bytes(FileName::Segment(1)).is_some(), "the log itself is all there");
+    assert!(matches!(store.restore_to(gone), Err(Error::OutsideWindow { .. })));
+    store.close().unwrap();
+    check("closed");
+    // A restart writes a new seal: the floor is in it.
+    let store = open_with(&disk, small().segment_len(1 << 20)).unwrap();
+    check("opened again");
+    store.restore_to(named.end).unwrap();
+    assert_eq!(State::of(&store).contents, then.contents);
+}
+
+/// A restore's table goes with what needs it, and what lies behind it is outside of the window then.
+#[test]
+fn states_behind_a_restore_of_which_the_table_went_are_outside_the_window() {
+    let disk = SimDisk::new();
+    let store = open_with(&disk, small().segment_len(1 << 20).snapshots_kept(1)).unwrap();
+    let page = create(&store, 0);
+    let first = overwrite(&store, page, 1);
+    overwrite(&store, page, 2);
+    store.restore_to(first).unwrap();
+    let behind = overwrite(&store, page, 3);
+    overwrite(&store, page, 4);
+    store.snapshot().unwrap();
+    let tables = Files::of(&disk).names(|file| matches!(file, FileName::Table(_)));
+    assert_eq!(tables, []);
+    let source: Arc<dyn Disk> = Arc::new(disk.clone());
+    for asked in [first, behind] {
+        let error = Snapshot::open_on(&source, Some(&RestorePoint::Lsn(asked))).map(|_| ()).unwrap_err();
+        assert!(matches!(error, Error::OutsideWindow { .. }), "{asked}: {error}");
+        assert!(matches!(store.restore_to(asked), Err(Error::OutsideWindow { .. })), "{asked}");
+    }
+}
+
+/// Log is kept from its beginning while there is less of it than is wanted.
+#[test]
+fn all_of_the_log_is_kept_while_it_is_shorter_than_is_wanted() {
+    let disk = SimDisk::new();
+    let store = open_with(&disk, small().log_kept(u64::MAX).snapshots_kept(1)).unwrap();
+    let page = create(&store, 0);
+    let mut states = vec![State::of(&store)];
+    for round in 1..=12 {
+        overwrite(&store, page, round);
+        states.push(State::of(&store));
+        if round % 3 == 0 {
+            store.snapshot().unwrap();
+        }
+    }
+    // The oldest one, to start from, and the newest; of the others go the images that no batch names.
+    assert_eq!(store.snapshots().len(), 2);
+    let source: Arc<dyn Disk> = Arc::new(disk.clone());
+    for (lsn, state) in (1..).zip(&states) {
+        let past = Snapshot::open_on(&source, Some(&RestorePoint::Lsn(Lsn(lsn)))).unwrap();
+        assert_eq!(read(&past, page), state.contents[&page], "batch {lsn}");
+    }
+}
+
+/// Large pages that are written whole leave small frames: their images count all the same.
+#[test]
+fn images_written_ahead_make_a_snapshot_due() {
+    let disk = SimDisk::new();
+    let options = small().segment_len(1 << 20);
+    let store = open_with(&disk, options.clone().snapshot_log_bytes(4 * PAGE_LEN as u64)).unwrap();
+    let page = create(&store, 0);
+    (1..4).for_each(|round| _ = overwrite(&store, page, round));
+    store.wait_for_snapshots(1);
+    store.close().unwrap();
+    // Those that an open replays count, too.
+    let disk = SimDisk::new();
+    let store = open_with(&disk, options.clone()).unwrap();
+    let page = create(&store, 0);
+    (1..5).for_each(|round| _ = overwrite(&store, page, round));
+    store.close().unwrap();
+    let store = open_with(&disk, options.snapshot_log_bytes(4 * PAGE_LEN as u64)).unwrap();
+    store.wait_for_snapshots(1);
+}
+
+/// A file that a crash left before its batch was logged: only that it is there says that its number is taken.
+#[test]
+fn the_file_with_the_highest_number_stays_until_a_manifest_has_taken_it() {
+    let disk = SimDisk::new();
+    let options = small().segment_len(1 << 20).snapshots_kept(1);
+    let store = open_with(&disk, options.clone()).unwrap();
+    create(&store, 0);
+    store.snapshot().unwrap();
+    store.close().unwrap();
+    let header = ImageFileHeader { store: store.id(), file: 70, purpose: ImagePurpose::Batch };
+    let left = FileName::Pages(70);
+    disk.create(left).unwrap().write_at(0, &header.encode()).unwrap();
+    for _ in 0..2 {
+        let store = open_with(&disk, options.clone()).unwrap();
+        store.prune(&store.retention()).unwrap();
+        store.close().unwrap();
+        assert!(disk.bytes(left).is_some());
+    }
+    let store = open_with(&disk, options).unwrap();
+    let next = create(&store, 1);
+    assert!(disk.bytes(FileName::Pages(71)).is_some(), "the next number");
+    store.snapshot().unwrap();
+    assert!(disk.bytes(left).is_none());
+    assert_eq!(State::of(&store).contents[&next], content(1));
+}
+
+/// Numbers of image files are never used twice, also where the file with the highest went.
+#[test]
+fn no_number_of_an_image_file_is_used_twice() {
+    let disk = SimDisk::new();
+    let options = small().segment_len(1 << 20).snapshots_kept(1);
+    let mut seen: BTreeMap<FileName, Vec<u8>> = BTreeMap::new();
+    let mut store = open_with(&disk, options.clone()).unwrap();
+    let page = create(&store, 0);
+    for round in 1..30 {
+        overwrite(&store, page, round);
+        if round % 4 == 0 {
+            store.snapshot().unwrap();
+        }
+        for (file, bytes) in Files::of(&disk).0 {
+            if file.folder() == Folder::Pages && !matches!(file, FileName::Temporary(..)) {
+                assert_eq!(seen.entry(file).or_insert_with(|| bytes.clone()), &bytes, "{file}");
+            }
+        }
+        if round % 3 == 0 {
+            store.close().unwrap();
+            store = open_with(&disk, options.clone()).unwrap();
+        }
+    }
+}
