@@ -339,3 +339,43 @@ fn the_crc_is_the_one_that_the_page_names() {
     assert!(SPEC.contains("`123456789` is 0xCBF43926"));
     assert_eq!(crc32fast::hash(b"123456789"), 0xcbf4_3926);
 }
+
+/// What the page shows of a segment and of a frame is what the golden files beside it hold.
+#[test]
+fn annotated_examples_are_those_of_the_golden_files() {
+    let golden = ["segment-opening", "frame-batch"];
+    let shown: Vec<&str> =
+        SPEC.split("```dump\n").skip(1).map(|rest| rest.split("```").next().unwrap()).collect();
+    assert_eq!(shown.len(), golden.len());
+    for (name, shown) in golden.into_iter().zip(shown) {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/golden/sound/{name}.txt"));
+        let whole = std::fs::read_to_string(path).unwrap();
+        assert!(shown.lines().count() > 15 && whole.contains(shown), "{name}:\n{shown}");
+    }
+}
+
+/// A label is given once, and every label that the page cites is one.
+#[test]
+fn labels_are_given_once() {
+    let given = |line: &str| {
+        let label = line.strip_prefix("- **").and_then(|rest| rest.split_once("**")).map(|(label, _)| label);
+        let of_row = line.strip_prefix("| E").and_then(|rest| rest.split_once(" |"));
+        label.map(str::to_owned).or(of_row.map(|(number, _)| format!("E{number}")))
+    };
+    let is_label = |text: &str| {
+        text.len() == 2
+            && text.starts_with(|c| "SFWECMLR".contains(c))
+            && text.ends_with(|c: char| c.is_ascii_digit())
+    };
+    let mut labels: Vec<String> = SPEC.lines().filter_map(given).filter(|label| is_label(label)).collect();
+    labels.push("W1".to_owned());
+    let count = labels.len();
+    labels.sort_unstable();
+    labels.dedup();
+    assert_eq!(labels.len(), count, "{labels:?}");
+    assert!(count > 40, "{labels:?}");
+    let words = SPEC.split(|c: char| !c.is_ascii_alphanumeric());
+    let unknown: Vec<&str> =
+        words.filter(|word| is_label(word) && !labels.iter().any(|label| label == word)).collect();
+    assert_eq!(unknown, Vec::<&str>::new());
+}

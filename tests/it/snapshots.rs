@@ -1,6 +1,7 @@
 //! What snapshots cost, what they share, how long their files stay.
 
 mod kept;
+mod rotten;
 
 use std::collections::BTreeSet;
 use std::num::NonZero;

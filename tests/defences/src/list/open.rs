@@ -118,6 +118,12 @@ pub const LIST: &[Defence] = &[
         "write(made)",
         it("faults::disk_full::a_store_that_cannot_open_for_lack_of_space_opens_when_there_is_some"),
     ),
+    check(
+        "a restore proves every image that its table names",
+        "src/restore.rs",
+        "prove(&source, wanted(pages, &images))?;",
+        it("snapshots::rotten::a_restore_over_a_rotten_image_is_refused_and_changes_nothing"),
+    ),
     refusal(
         "what an unfinished restore took is given back",
         "src/restore.rs",

@@ -1,6 +1,6 @@
 //! Recovery: what an open refuses, what it proves past the cache, what it copies, what it leaves alone.
 
-use super::{Defence, Test, check, defence, it, refusal};
+use super::{Defence, Test, check, defence, it, refusal, stores};
 
 const RECOVERY: &str = "src/recovery/mod.rs";
 const KEEPING: &str = "src/recovery/keeping.rs";
@@ -12,6 +12,27 @@ const SYNCS: Test = it("crash::syncs::each_sync_of_creations_and_openings_matter
 const KILLED: Test = it("crash::commits::logged_commits_survive_a_kill");
 
 pub const LIST: &[Defence] = &[
+    defence(
+        "a kept snapshot that is not there is reported",
+        RECOVERY,
+        "Record(&end.verified).lost(&survey)",
+        "Vec::<Damage>::new()",
+        it("recovery::snapshots::missing_manifest_of_a_kept_snapshot_is_reported"),
+    ),
+    defence(
+        "the log is followed from within its segment",
+        WALK,
+        "(SEGMENT_HEADER_BLOCK..=file_len).contains(&offset)",
+        "true",
+        stores("limits::a_walk_begins_within_its_segment"),
+    ),
+    defence(
+        "what testimony proves is proven",
+        WALK,
+        "self.mark = mark;",
+        "",
+        stores("limits::testimony_moves_the_proven_end_of_the_log"),
+    ),
     // What is no store, or not the caller's.
     defence(
         "a foreign directory is no store",
