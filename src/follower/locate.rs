@@ -11,6 +11,9 @@
 //! | the proven end itself | at the successor's start |
 //! | below | in the segments of its own incarnation |
 //!
+//! An incarnation that committed nothing is left out of the line by the next open: then the first opening with a
+//! higher number says what became of its positions, by Lsn and chain hash. There is none of a batch below where it began.
+//!
 //! What cannot be found any more because a newer snapshot made it superfluous was overtaken.
 
 use std::sync::Arc;
@@ -43,7 +46,7 @@ pub(super) fn locate(
     }
     let incarnation = position.incarnation;
     check_on_line(disk, survey, position)?;
-    if let Some((segment, opening)) = survey.log.successor(incarnation)
+    if let Some((segment, opening)) = successor(survey, incarnation)
         && let Some(point) = behind(position, segment, &opening)?
     {
         return Ok((point, at_start(position, point)));
@@ -95,7 +98,7 @@ fn check_on_line(disk: &Arc<dyn Disk>, survey: &Survey, position: FollowerPositi
     let log = &survey.log;
     if log.newest() == Some(incarnation)
         || opening_of(survey, incarnation).is_some()
-        || log.successor(incarnation).is_some()
+        || successor(survey, incarnation).is_some()
     {
         return Ok(());
     }
@@ -107,6 +110,26 @@ fn check_on_line(disk: &Arc<dyn Disk>, survey: &Survey, position: FollowerPositi
     let first = log.segments().keys().next().copied().unwrap_or_default();
     let before_all = LogPoint { lsn: position.lsn, segment: first.saturating_sub(1), ..LogPoint::default() };
     Err(missing(disk, before_all))
+}
+
+/// The opening by which an incarnation's end is judged: that of the one that follows it on the line, also if it was
+/// left out of that.
+fn successor(survey: &Survey, incarnation: Incarnation) -> Option<(u64, Opening)> {
+    let next = survey
+        .log
+        .line()
+        .iter()
+        .copied()
+        .find(|(_, opening)| opening.incarnation.number > incarnation.number);
+    next.filter(|(_, opening)| {
+        opening.predecessor.incarnation == incarnation || leaves_out(opening, incarnation)
+    })
+}
+
+/// Whether an opening begins the incarnation after one that was left out of the line. Two that had the same number
+/// are told apart by what else they say.
+pub(super) fn leaves_out(opening: &Opening, incarnation: Incarnation) -> bool {
+    (opening.predecessor.incarnation.number + 1..opening.incarnation.number).contains(&incarnation.number)
 }
 
 fn opening_of(survey: &Survey, incarnation: Incarnation) -> Option<(u64, Opening)> {

@@ -44,7 +44,7 @@ pub use replica::Replica;
 use crate::disk::{Disk, Watch};
 use crate::error::{Error, Result};
 use crate::source::DiskSource;
-use locate::{at_start, behind, diverged, locate};
+use locate::{at_start, behind, diverged, leaves_out, locate};
 use patience::{Pauses, Suspicion};
 use segment::LiveSegment;
 use survey::{ask, is_grave, missing, missing_file, newest_snapshot, segments, survey};
@@ -300,7 +300,7 @@ impl Follower {
     fn cross(&mut self, segment: u64, opening: &Opening) -> Result<bool> {
         let here = self.tail.point();
         let before = opening.predecessor.incarnation;
-        if before != here.incarnation {
+        if before != here.incarnation && !leaves_out(opening, here.incarnation) {
             // Either incarnations in between were recycled, or this one never became part of the line.
             let on_line = before.number > here.incarnation.number;
             let error = if on_line { missing(&self.disk, here) } else { diverged(self.position, None) };

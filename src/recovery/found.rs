@@ -114,7 +114,8 @@ pub(super) fn found<E: From<Error>>(
     let point = origin.point;
     let end =
         LogEnd { accepted: point, proven: point, torn: None, verified: Vec::new(), harmless: Vec::new() };
-    let before = Predecessor { segment: point.segment + 1, end: Some(end), tail: Vec::new() };
+    let (segment, newest) = (point.segment + 1, point.incarnation);
+    let before = Predecessor { segment, newest, end: Some(end), tail: Vec::new() };
     let pool = Arc::new(SegmentPool::new(target.clone(), store.store, SEGMENT_LEN_MIN, 0, LogIo::Buffered)?);
     let (log, _) = begin(&pool, store.store, &before, Vec::new())?;
     // 4.

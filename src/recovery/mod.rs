@@ -36,6 +36,10 @@
 //! | a segment in between missing, foreign, cut short | a lost or swapped file | refuse | `missing_segment_is_refused` |
 //! | the header of a segment with frames bad | bit rot | refuse | `bad_segment_header_is_refused` |
 //! | the header of the empty newest segment bad | bit rot | nothing is lost: replaced | `bad_header_of_empty_segment_is_harmless` |
+//! | a newest incarnation without a batch | an open that committed nothing | it is left out of the line, and its segments go | `opens_that_commit_nothing_leave_the_disk_as_it_was` |
+//! | an incarnation that its successor left out | a crash before its segments went | it means nothing: recycled | `a_crash_while_an_incarnation_is_left_out_costs_nothing` |
+//! | a newest incarnation without a batch, but a manifest's `redo` lies in it | a fork's first one; a snapshot without commits before it | it stays as long as the manifest | `an_incarnation_in_which_a_replay_begins_stays` |
+//! | the same, but a manifest cannot be read | bit rot | it stays: the manifest may be one that points into it | `an_unreadable_manifest_keeps_every_incarnation` |
 //! | an empty segment more than needed | a crash before the opening's rename | replaced or recycled | `crash_before_the_rename_changes_nothing` |
 //!
 //! What is loaded on demand is judged when it is: `warm.rs`.
@@ -52,8 +56,11 @@
 //!    Publish anew a snapshot that is not recorded as verified (I7). Begin the new incarnation (I5): build
 //!    the opening segment whole under a temporary name, sync it, read it back; make the empty segment after
 //!    it; rename; sync the folder. **The rename is the only commit point**: before it, nothing has changed
-//!    and the next open does all of this again.
-//! 5. Recycle what was cut, remove what nothing names, report.
+//!    and the next open does all of this again. An incarnation that accepted no batch is left out of the line: the
+//!    new one names what it named as its predecessor, and begins as it began.
+//! 5. Recycle what was cut and what was left out, remove what nothing names, report. A crash in between leaves
+//!    segments of an incarnation that is not on the line, which mean nothing; the next open, or the next snapshot,
+//!    recycles them.
 
 mod survey;
 mod fork;
@@ -97,7 +104,7 @@ pub(crate) use self::warm::{Warmer, Warming};
 use crate::applier::{Applied, ColdPages};
 use crate::arena::Arena;
 use crate::device::Device;
-use crate::disk::Disk;
+use crate::disk::{Disk, DiskLock};
 use crate::error::{Error, Result};
 use crate::image_files::ImageFiles;
 use crate::keeping::{Keeping, unix_ms};
@@ -303,7 +310,11 @@ impl Recovery<'_> {
         let pool = self.pool(store)?;
         let store_file = self.with_features(&pool, survey.store.clone())?;
         let copied_batches = tail.len() as u64;
-        let before = Predecessor { segment: highest, end: Some(end.clone()), tail };
+        let newest = end.accepted.incarnation;
+        let left_out = end_without(&survey, &end);
+        let is_left_out = left_out.is_some();
+        let on_line = left_out.unwrap_or_else(|| end.clone());
+        let before = Predecessor { segment: highest, newest, end: Some(on_line.clone()), tail };
         // I7: the opening seal records the snapshot as verified. A manifest that no frame under a mark records may have
         // its name in the cache only, so it is published anew before that.
         for link in std::mem::take(&mut found.anew) {
@@ -311,15 +322,14 @@ impl Recovery<'_> {
         }
         let (log, position) = begin(&pool, store, &before, found.verified.clone())?;
 
-        // 5. What the crash left half done. Only now: before the rename nothing was ours to change.
-        let junk: Vec<u64> = survey
-            .log
-            .segments()
-            .keys()
-            .copied()
-            .filter(|n| (end.proven.segment + 1..highest).contains(n))
-            .collect();
+        // 5. What the crash left half done, and what was left out of the line. Only now: before the rename nothing was
+        //    ours to change, and until its folder is synced a power cut may bring the incarnation back.
+        let nobody_reads = if is_left_out { self.hold_off_readers(&survey) } else { Some(Vec::new()) };
+        let kept = if nobody_reads.is_some() { &on_line } else { &end };
+        let goes = kept.proven.segment + 1..highest;
+        let junk: Vec<u64> = survey.log.segments().keys().copied().filter(|n| goes.contains(n)).collect();
         pool.recycle(&junk)?;
+        drop(nobody_reads);
         let changed = std::mem::take(&mut found.changed);
         let submitted = std::mem::take(&mut found.submitted);
         let keeping = self.keep(found, &survey, resolution.base, end.accepted.lsn)?;
@@ -352,6 +362,23 @@ impl Recovery<'_> {
             ahead_bytes,
             recovered,
         })
+    }
+
+    /// Keeps readers from beginning anywhere; `None` if one has begun: it may be on its way through the log. Where
+    /// nobody can tell, for want of space or of a handle, one may have: what is left out goes with a later open.
+    fn hold_off_readers(&self, survey: &Survey) -> Option<Vec<Box<dyn DiskLock>>> {
+        let starts = survey.links.keys().copied().chain([SnapshotId(0)]);
+        let mut held = Vec::new();
+        for snapshot in starts {
+            match self.disk.try_retire(snapshot) {
+                Ok(lock) => held.push(lock?),
+                Err(error) => {
+                    tracing::warn!(%error, "segments of an incarnation that committed nothing stay for now");
+                    return None;
+                }
+            }
+        }
+        Some(held)
     }
 
     fn check_identity(&self, store: &StoreFile) -> Result<()> {
@@ -502,6 +529,25 @@ impl Recovery<'_> {
             elapsed: Duration::ZERO,
         }
     }
+}
+
+/// Where the log ends if its newest incarnation is left out of the line: where that one began. `None` if it must stay.
+///
+/// It may go only if it said nothing that anybody goes by: it accepted no batch, not as a copy either, so that
+/// where it ends is where it began; and no manifest's `redo` lies in it, for a replay begins there. A manifest that
+/// cannot be read may be one whose `redo` does.
+fn end_without(survey: &Survey, end: &LogEnd) -> Option<LogEnd> {
+    let newest = survey.log.newest()?;
+    let (_, opening) = survey.log.line().last().filter(|(_, opening)| opening.incarnation == newest)?;
+    let began = opening.predecessor;
+    let is_without_batches = opening.accepted == began.lsn && end.accepted.lsn == began.lsn;
+    let all_is_readable = survey.links.values().all(Result::is_ok);
+    let begins_replay = || survey.readable().any(|manifest| manifest.redo.incarnation == newest);
+    if !is_without_batches || !all_is_readable || begins_replay() {
+        return None;
+    }
+    let accepted = LogPoint { lsn: opening.accepted, chain: opening.accepted_chain, ..began };
+    Some(LogEnd { accepted, proven: began, ..end.clone() })
 }
 
 /// A snapshot as a record of verified ones would name it; `None` if a link of it cannot be read.

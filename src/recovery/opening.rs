@@ -22,7 +22,7 @@ pub(super) fn begin(
     verified: Vec<VerifiedSnapshot>,
 ) -> Result<(LogStart, Position)> {
     let opening = before.opening(Incarnation {
-        number: before.incarnation().number.checked_add(1).ok_or(Error::Limit {
+        number: before.newest.number.checked_add(1).ok_or(Error::Limit {
             what: "incarnation",
             found: u64::from(u32::MAX) + 1,
             limit: u32::MAX.into(),
@@ -81,17 +81,15 @@ fn build(
 pub(super) struct Predecessor {
     /// The highest segment, which is empty and will be replaced.
     pub segment: u64,
-    /// Where its log ends; `None` for a new store.
+    /// The newest incarnation that there was; it is one of an older one's successors where it was left out.
+    pub newest: Incarnation,
+    /// Where the log ends, on the line; `None` for a new store.
     pub end: Option<LogEnd>,
     /// The payloads of the batches to copy.
     pub tail: Vec<Vec<u8>>,
 }
 
 impl Predecessor {
-    fn incarnation(&self) -> Incarnation {
-        self.end.as_ref().map_or_else(Incarnation::default, |end| end.accepted.incarnation)
-    }
-
     fn opening(&self, incarnation: Incarnation) -> Opening {
         let (predecessor, accepted) =
             self.end.as_ref().map_or_else(Default::default, |end| (end.proven, end.accepted));

@@ -21,6 +21,7 @@ use remanent::{
     Error, FollowFrom, FollowedBatch, Follower, FollowerPosition, LogIo, Lsn, Op, Options, PageId, Place,
     Replica, Store,
 };
+use remanent_format::rebuild::Survey;
 
 use crate::kill::model::Model;
 use crate::kill::workload::{Shape, changes, fill, is_restore, reshape, restore_target};
@@ -217,6 +218,40 @@ fn incarnations_are_crossed_without_repeating_a_batch() {
     assert_eq!(late.model.lsn, Lsn(9));
     assert_eq!(late.catch_up().unwrap(), Lsn(13));
     assert_eq!(late.follower.position(), reader.follower.position());
+}
+
+/// An incarnation that committed nothing is left out of the line by the next open; whoever was in it is judged by Lsn
+/// and chain hash.
+#[test]
+fn positions_survive_in_incarnations_that_were_left_out() {
+    let (sim, disk) = sim();
+    Writer::open(&disk, options()).commit(4);
+    let mut readers = Vec::new();
+    for number in 2..6 {
+        let _writer = Writer::open(&disk, options());
+        let mut reader = Reader::open(&disk);
+        assert_eq!(reader.catch_up().unwrap(), Lsn(4));
+        assert_eq!(reader.follower.position().incarnation.number, number);
+        readers.push((reader.follower.position(), reader));
+    }
+    let mut writer = Writer::open(&disk, options());
+    writer.commit(1);
+    let survey = Survey::read(&sim).unwrap();
+    assert_eq!(survey.log.line().len(), 2, "all but the first and the newest were left out");
+    for (position, mut running) in readers {
+        assert_eq!(running.catch_up().unwrap(), Lsn(5), "from {position}");
+        let from = |position| {
+            let mut follower = Follower::open_on(disk.clone(), FollowFrom::Position(position))?;
+            Ok::<_, Error>(follower.next(Duration::ZERO)?.map(|batch| batch.position().lsn))
+        };
+        assert_eq!(from(position).unwrap(), Some(Lsn(5)), "from {position}");
+        // One that a crash took there, and one that was never the store's.
+        let (lsn, chain) = (Lsn(5), position.chain ^ 1);
+        for wrong in [FollowerPosition { lsn, ..position }, FollowerPosition { chain, ..position }] {
+            let answer = from(wrong);
+            assert!(matches!(answer, Err(Error::Diverged { .. })), "from {wrong}: {answer:?}");
+        }
+    }
 }
 
 #[test]

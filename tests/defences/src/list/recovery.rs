@@ -33,6 +33,28 @@ pub const LIST: &[Defence] = &[
         "",
         stores("limits::testimony_moves_the_proven_end_of_the_log"),
     ),
+    // What is left out of the line.
+    defence(
+        "an incarnation with batches stays on the line",
+        RECOVERY,
+        "end.accepted.lsn == began.lsn",
+        "true",
+        it("recovery::opens::opens_that_commit_nothing_leave_the_disk_as_it_was"),
+    ),
+    defence(
+        "an incarnation in which a replay begins stays on the line",
+        RECOVERY,
+        "begins_replay()",
+        "false",
+        it("recovery::opens::an_incarnation_in_which_a_replay_begins_stays"),
+    ),
+    defence(
+        "an unreadable manifest may point into any incarnation",
+        RECOVERY,
+        "survey.links.values().all(Result::is_ok)",
+        "true",
+        it("recovery::opens::an_unreadable_manifest_keeps_every_incarnation"),
+    ),
     // What is no store, or not the caller's.
     defence(
         "a foreign directory is no store",
