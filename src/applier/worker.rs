@@ -136,7 +136,7 @@ impl Worker {
             match at.op {
                 Op::Create { page, .. } => {
                     let new = memory.pop_front().expect("one for each create");
-                    self.list.zero(new.span());
+                    self.zero(&new, 0);
                     self.applied.memory.insert(page, new);
                 }
                 Op::Resize { page, .. } => {
@@ -179,9 +179,17 @@ impl Worker {
         let old = self.applied.memory.remove(page).expect("planned on a page that exists");
         let kept = new.byte_len().min(old.byte_len());
         self.list.copy(old.part(0, kept), new.part(0, kept));
-        self.list.zero(new.part(kept, new.byte_len() - kept));
+        self.zero(&new, kept);
         self.give_up(page, old);
         self.applied.memory.insert(page, new);
+    }
+
+    /// Has new memory hold zeros from `from` on, unless it does so already: to write gigabytes of them would hold up
+    /// every batch and every read behind this one.
+    fn zero(&mut self, new: &PageMemory, from: u64) {
+        if !self.device.allocates_zeros(new.place(), new.byte_len()) {
+            self.list.zero(new.part(from, new.byte_len() - from));
+        }
     }
 
     /// A page is about to be changed where it lies: what a cut keeps is copied aside, and a page that callers

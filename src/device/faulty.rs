@@ -123,6 +123,10 @@ impl Device for FaultyDevice {
         self.inner.allocate_at_once(place, len)
     }
 
+    fn allocates_zeros(&self, place: Place, len: u64) -> bool {
+        self.inner.allocates_zeros(place, len)
+    }
+
     fn release(&self, memory: MemoryId) -> Result<()> {
         self.enter(DeviceCall::Release)?;
         self.inner.release(memory)

@@ -329,6 +329,12 @@ impl Device for HostDevice {
         Ok(self.memories.write().insert(memory))
     }
 
+    /// A slot of a slab may hold what the page before left there. A long memory is the system's, which zeroes it
+    /// when it is first touched.
+    fn allocates_zeros(&self, _place: Place, len: u64) -> bool {
+        !Memory::is_short(len)
+    }
+
     fn release(&self, memory: MemoryId) -> Result<()> {
         // Taken out under the lock, freed after it.
         let released = self.memories.write().remove(memory);

@@ -46,6 +46,12 @@ pub trait Device: Any + Send + Sync {
         self.allocate(place, len)
     }
 
+    /// Whether page memory of this length, in this place, holds zeros when it is allocated. Then a new page costs
+    /// nothing until it is written to, however long it is.
+    fn allocates_zeros(&self, _place: Place, _len: u64) -> bool {
+        false
+    }
+
     /// Gives page memory back. The caller has waited for the fence of its last use.
     ///
     /// # Errors

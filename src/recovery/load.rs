@@ -120,7 +120,7 @@ pub(super) fn load<'a, 's>(
     let sealed = DiskSource::past_cache(recovery.disk.clone());
     let load = || {
         loader.load_to_host(&sealed, table, &resized)?;
-        loader.load_images(&sealed, &memories, images, &zeros)
+        loader.load_images(&sealed, table, &memories, images, &zeros)
     };
     let find = || recovery.find(source, survey, base, resolution, beside);
     let (read, (found, ())) = crew::both(load, || crew::both(find, || memories.allocate()));
@@ -249,6 +249,7 @@ impl Loader<'_> {
     fn load_images(
         &mut self,
         sealed: &DiskSource,
+        table: &PageTable,
         memories: &Memories<'_>,
         images: Images,
         zeros: &[PageId],
@@ -276,7 +277,10 @@ impl Loader<'_> {
         }
         // Last, for these are pages that the log creates: there is memory for them when there is for all others.
         for page in zeros {
-            self.list.zero(memories.of(*page)?);
+            let (target, of) = (memories.of(*page)?, table.get(*page).expect("a page of the table"));
+            if !device.allocates_zeros(of.place, of.len) {
+                self.list.zero(target);
+            }
         }
         self.in_flight.submit(self.list.take())?;
         Ok(cold)

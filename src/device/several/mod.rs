@@ -100,10 +100,7 @@ impl SeveralDevices {
         place: Place,
         allocate: impl FnOnce(&dyn Device) -> Result<MemoryId>,
     ) -> Result<MemoryId> {
-        let part = match place {
-            Place::Device(slot) => slot as usize,
-            _ => 0,
-        };
+        let part = part_of(place);
         let reason = "no device is bound to this slot";
         let device = self.parts.get(part).ok_or(Error::PlaceUnavailable { place, reason })?;
         Ok(self.name(Home { part, memory: allocate(&**device)? }))
@@ -281,6 +278,14 @@ impl SeveralDevices {
     }
 }
 
+/// The part that has a place's memory.
+fn part_of(place: Place) -> usize {
+    match place {
+        Place::Device(slot) => slot as usize,
+        _ => 0,
+    }
+}
+
 /// The place of a part's own memory.
 fn place_of(part: usize) -> Place {
     Place::Device(part as u32)
@@ -302,6 +307,10 @@ impl Device for SeveralDevices {
 
     fn allocate_at_once(&self, place: Place, len: u64) -> Result<MemoryId> {
         self.allocated(place, |device| device.allocate_at_once(place, len))
+    }
+
+    fn allocates_zeros(&self, place: Place, len: u64) -> bool {
+        self.parts.get(part_of(place)).is_some_and(|device| device.allocates_zeros(place, len))
     }
 
     fn release(&self, memory: MemoryId) -> Result<()> {

@@ -1,0 +1,71 @@
+//! A new page costs nothing before something is written to it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use remanent::device::host::HostDevice;
+use remanent::device::{Command, CommandList, Device, Lane, Pending};
+use remanent::disk::dir::DirDisk;
+use remanent::{Options, Place, Store};
+
+/// The host device, which counts the bytes that it is asked to fill.
+#[derive(Default)]
+struct Filling {
+    inner: HostDevice,
+    filled: AtomicU64,
+}
+
+impl Device for Filling {
+    forward!(inner: label allocate release staging reached wait after streams_and_memory);
+
+    fn allocates_zeros(&self, place: Place, len: u64) -> bool {
+        self.inner.allocates_zeros(place, len)
+    }
+
+    fn submit(&self, lane: Lane, list: CommandList) -> remanent::Result<Pending> {
+        let filled = list.commands.iter().map(|command| match command {
+            Command::Fill { target, .. } => target.len,
+            _ => 0,
+        });
+        self.filled.fetch_add(filled.sum(), Ordering::Relaxed);
+        self.inner.submit(lane, list)
+    }
+}
+
+/// Every list runs on the thread that submits it: a fill of gigabytes would hold up all batches and reads behind it.
+#[test]
+fn a_long_page_is_not_zeroed_before_it_is_used() {
+    const LEN: u64 = 256 << 20;
+    let directory = tempfile::tempdir().unwrap();
+    let device = Arc::new(Filling::default());
+    let open = |device: &Arc<Filling>| {
+        Store::open_on(Arc::new(DirDisk::new(directory.path())), device.clone(), Options::default()).unwrap()
+    };
+    let store = open(&device);
+    let mut batch = store.batch();
+    batch.create(LEN, Place::Host);
+    batch.create(100, Place::Host);
+    batch.create(1, Place::Host);
+    let [long, short, longer] = store.commit(batch).unwrap().pages[..] else { panic!("three pages") };
+    let mut batch = store.batch();
+    batch.resize(longer, LEN);
+    batch.write(long, LEN - 1, &[7]);
+    store.commit(batch).unwrap();
+    let check = |store: &Store| {
+        for (page, offset, expected) in
+            [(long, 0, 0), (long, LEN - 1, 7), (longer, LEN - 1, 0), (short, 99, 0)]
+        {
+            let mut found = [1];
+            store.read(page, offset, &mut found).unwrap();
+            assert_eq!(found, [expected], "page {page} at {offset}");
+        }
+    };
+    check(&store);
+    // What is short may lie where another page was.
+    assert_eq!(device.filled.load(Ordering::Relaxed), 101);
+    store.close().unwrap();
+
+    let device = Arc::new(Filling::default());
+    check(&open(&device));
+    assert_eq!(device.filled.load(Ordering::Relaxed), 100);
+}
