@@ -4,7 +4,7 @@ use std::fmt;
 use std::io;
 use std::sync::Arc;
 
-use remanent_format::{Damage, Epoch, FileName, Key, Lsn, PageId, Place, Position, SnapshotId};
+use remanent_format::{Damage, Defect, Epoch, FileName, Key, Lsn, PageId, Place, Position, SnapshotId};
 
 /// What the library returns.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -427,8 +427,12 @@ impl Error {
 }
 
 impl From<Damage> for Error {
+    /// Where there was no memory to look at bytes, nothing is known to be wrong with them.
     fn from(damage: Damage) -> Self {
-        Error::Damaged(Box::new(damage))
+        match damage.defect {
+            Defect::Memory { needed } => Error::OutOfMemory { place: Place::Host, len: needed },
+            _ => Error::Damaged(Box::new(damage)),
+        }
     }
 }
 

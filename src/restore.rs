@@ -31,7 +31,7 @@ use remanent_format::{
 
 use crate::applier::{Applier, Turn};
 use crate::arena::{PageMemory, Purpose};
-use crate::device::{Command, CommandList, Device, Pending, StagingSpan};
+use crate::device::{Command, CommandList, Device, Pending, Span, StagingSpan};
 use crate::disk::Disk;
 use crate::error::{Error, Result};
 use crate::images::ImageWriter;
@@ -275,20 +275,21 @@ fn overwrite(
     turn.applied.memory.extend(missing.iter().map(|info| info.page).zip(memory));
     // Proven before the restore was logged; read again, for it is not kept in memory.
     let (mut bytes, mut places) = (Vec::new(), Vec::new());
-    let mut upload = |bytes: &mut Vec<u8>, places: &mut Vec<(PageId, usize)>| -> Result<()> {
+    let mut upload = |bytes: &mut Vec<u8>, places: &mut Vec<(Span, usize)>| -> Result<()> {
         let mut staged = staging.take(bytes.len())?;
         staged.copy_from_slice(bytes);
-        let command = |(page, offset): (PageId, usize)| {
-            let target = turn.applied.memory[page].span();
-            Command::Upload { source: StagingSpan { index: 0, offset, len: target.len as usize }, target }
+        let command = |(target, offset): (Span, usize)| Command::Upload {
+            source: StagingSpan { index: 0, offset, len: target.len as usize },
+            target,
         };
         let commands = places.drain(..).map(command).collect();
         bytes.clear();
         in_flight.push_back(turn.submit(CommandList { commands, staging: vec![staged.into_staging()] })?);
         drain(&mut in_flight, IN_FLIGHT_MAX)
     };
-    read_runs(source, wanted(changed(), images).collect(), |page, content| {
-        places.push((page, bytes.len()));
+    read_runs(source, wanted(changed(), images).collect(), |page, offset, content| {
+        let target = turn.applied.memory[page].part(offset, content.len() as u64);
+        places.push((target, bytes.len()));
         bytes.extend_from_slice(content);
         if bytes.len() < UPLOAD_BYTES { Ok(()) } else { upload(&mut bytes, &mut places) }
     })?;

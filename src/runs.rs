@@ -7,11 +7,11 @@ use std::ops::{DerefMut, Range};
 
 use remanent_format::image::ImageRef;
 use remanent_format::limits::GROUP_ALIGN;
-use remanent_format::rebuild::check_image;
-use remanent_format::{Damage, Defect, FileName, PageId, PageInfo, ReadAt};
+use remanent_format::rebuild::{check_image, stream_image};
+use remanent_format::{Damage, Defect, FileName, PageId, PageInfo, Place, ReadAt};
 
 use crate::disk::AlignedBuf;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::source::DiskSource;
 
 /// A run is at most this many bytes long, unless its only image is longer. With the rest of its first and its last
@@ -31,6 +31,13 @@ pub(crate) struct Wanted {
     pub image: ImageRef,
 }
 
+impl Wanted {
+    /// Whether the page is read piece by piece: its bytes would be too many at once, whatever its image takes.
+    pub fn is_long(&self) -> bool {
+        self.len > RUN_BYTES
+    }
+}
+
 /// The images of those of these pages that have one, to read.
 pub(crate) fn wanted(
     pages: impl IntoIterator<Item = impl Borrow<PageInfo>>,
@@ -47,7 +54,7 @@ pub(crate) struct Run<'a> {
     images: &'a [Wanted],
 }
 
-/// Sorts images into runs.
+/// Sorts images into runs. A long one is a run of its own.
 pub(crate) fn runs(wanted: &mut [Wanted]) -> impl Iterator<Item = Run<'_>> {
     wanted.sort_unstable_by_key(|wanted| (wanted.image.file, wanted.image.offset));
     let same_run = |first: &ImageRef, image: &ImageRef| {
@@ -56,9 +63,10 @@ pub(crate) fn runs(wanted: &mut [Wanted]) -> impl Iterator<Item = Run<'_>> {
     };
     let mut rest = &*wanted;
     std::iter::from_fn(move || {
-        let first = rest.first()?.image;
-        let (images, after) =
-            rest.split_at(rest.iter().take_while(|wanted| same_run(&first, &wanted.image)).count());
+        let first = rest.first()?;
+        let joins = |wanted: &&Wanted| same_run(&first.image, &wanted.image) && !wanted.is_long();
+        let count = if first.is_long() { 1 } else { rest.iter().take_while(joins).count() };
+        let (images, after) = rest.split_at(count);
         rest = after;
         Some(Run { images })
     })
@@ -88,7 +96,8 @@ impl<'a> Run<'a> {
     /// The images of the run that do not hold. What cannot be read at once is read image by image, and an image
     /// that is longer than a run piece by piece.
     pub fn damaged(&self, source: &DiskSource) -> Vec<(ImageRef, Damage)> {
-        let read = (self.bytes() <= RUN_BYTES).then(|| self.read(source, aligned).ok()).flatten();
+        let is_long = self.images.iter().any(Wanted::is_long);
+        let read = (!is_long).then(|| self.read(source, aligned).ok()).flatten();
         let damaged: Vec<_> = match &read {
             Some(read) => self.images.iter().zip(self.pages(read).map(Result::err)).collect(),
             None => {
@@ -195,24 +204,41 @@ impl<B: DerefMut<Target = [u8]>> Piece<B> {
 
 /// Memory of the host's.
 fn aligned(len: usize) -> Result<AlignedBuf> {
-    Ok(AlignedBuf::new(len))
+    AlignedBuf::try_new(len).ok_or(Error::OutOfMemory { place: Place::Host, len: len as u64 })
 }
 
-/// Reads images; `each` gets every page's bytes, proven, in no order that means anything.
+/// Reads images; `each` gets every page's bytes, in no order that means anything, each piece with its place in the
+/// page. A page of one piece is proven when it is handed over, a longer one when this returns: whoever cannot take its
+/// bytes back has had it [proven](prove) before.
 ///
 /// # Errors
 /// [`crate::Error::Damaged`]; what `each` returns.
 pub(crate) fn read_runs(
     source: &DiskSource,
     mut wanted: Vec<Wanted>,
-    mut each: impl FnMut(PageId, &[u8]) -> Result<()>,
+    mut each: impl FnMut(PageId, u64, &[u8]) -> Result<()>,
 ) -> Result<()> {
     for run in runs(&mut wanted) {
+        if let Some(long) = run.only().filter(|wanted| wanted.is_long()) {
+            let mut stream = || {
+                let mut at = 0;
+                stream_image(source, &long.image, long.len, |piece| {
+                    each(long.page, at, piece)?;
+                    at += piece.len() as u64;
+                    Ok(())
+                })
+            };
+            match stream() {
+                Err(Error::Damaged(_)) => stream()?,
+                streamed => streamed?,
+            }
+            continue;
+        }
         // Once more before it is an error: who overwrites memory cannot go back.
         let read = run.read(source, aligned).or_else(|_| run.read(source, aligned))?;
         for page in run.pages(&read) {
             let (page, _, content) = page?;
-            each(page, &content)?;
+            each(page, 0, &content)?;
         }
     }
     Ok(())
@@ -223,10 +249,9 @@ pub(crate) fn read_runs(
 /// # Errors
 /// [`crate::Error::Damaged`].
 pub(crate) fn prove(source: &DiskSource, wanted: impl IntoIterator<Item = Wanted>) -> Result<()> {
-    let (long, short): (Vec<_>, Vec<_>) =
-        wanted.into_iter().partition(|wanted| wanted.image.stored_len > RUN_BYTES);
+    let (long, short): (Vec<_>, Vec<_>) = wanted.into_iter().partition(Wanted::is_long);
     long.iter().try_for_each(|Wanted { image, len, .. }| check_image(source, image, *len))?;
-    read_runs(source, short, |_, _| Ok(()))
+    read_runs(source, short, |_, _, _| Ok(()))
 }
 
 #[cfg(test)]
@@ -239,7 +264,6 @@ mod tests {
     use super::*;
     use crate::disk::Disk;
     use crate::disk::sim::SimDisk;
-    use crate::error::Error;
 
     #[test]
     fn a_piece_that_is_summed_is_the_same_and_its_sum_that_of_the_range() {
@@ -285,14 +309,14 @@ mod tests {
         };
         let outer_and_inner = |is_sound| vec![image(1, 4096..8000, true), image(2, 4112..4200, is_sound)];
         let mut read = Vec::new();
-        read_runs(&source, outer_and_inner(true), |page, content| {
+        read_runs(&source, outer_and_inner(true), |page, _, content| {
             read.push((page, content.to_vec()));
             Ok(())
         })
         .unwrap();
         assert_eq!(read, [(PageId(1), bytes[4096..8000].to_vec()), (PageId(2), bytes[4112..4200].to_vec())]);
 
-        let refused = read_runs(&source, outer_and_inner(false), |_, _| Ok(())).unwrap_err();
+        let refused = read_runs(&source, outer_and_inner(false), |_, _, _| Ok(())).unwrap_err();
         let Error::Damaged(damage) = &refused else { panic!("{refused}") };
         assert_eq!((damage.file, damage.offset), (FileName::Pages(1), 4112));
     }

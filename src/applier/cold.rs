@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 
 use remanent_format::PageId;
 use remanent_format::by_id::ById;
-use remanent_format::image::{Codec, ImageRef};
+use remanent_format::image::ImageRef;
 
 use crate::arena::PageMemory;
 use crate::error::{Error, Result};
@@ -92,13 +92,6 @@ impl ColdPages {
     pub fn left(&self) -> (u64, u64) {
         let state = self.state.lock();
         (state.places.len() as u64, state.bytes)
-    }
-
-    /// The length in bytes of the longest page that is to be decompressed; 0 if none is.
-    pub fn longest_compressed(&self) -> u64 {
-        let state = self.state.lock();
-        let compressed = state.waiting.iter().flatten().filter(|cold| cold.image.codec != Codec::Raw);
-        compressed.map(|cold| cold.memory.byte_len()).max().unwrap_or(0)
     }
 
     /// Waits until these pages are warm. They are loaded before others, in this order.
@@ -212,6 +205,7 @@ impl ColdPages {
 mod tests {
     use std::sync::Arc;
 
+    use remanent_format::image::Codec;
     use remanent_format::{Defect, FileName, Place};
 
     use super::*;

@@ -83,6 +83,17 @@ impl Cut {
         Ok(self.used.last().map(|memory| (info, memory)))
     }
 
+    /// As [`take`](Self::take), of a page that stays to be gathered.
+    ///
+    /// # Errors
+    /// As for `take`.
+    pub fn look(&self, page: PageId) -> Result<Option<(PageInfo, &PageMemory)>> {
+        if let Some(error) = &self.failed {
+            return Err(error.clone());
+        }
+        Ok(self.aside.get(&page).map(|(info, memory)| (info.clone(), memory)))
+    }
+
     /// Gives back the copies that were taken; their last use ends with this fence.
     pub fn retire_used(&mut self, arena: &Arena, fence: Fence) {
         for memory in self.used.drain(..) {

@@ -8,6 +8,7 @@
 //! bytes: what is in memory then is not what the table says. The store is poisoned, no later list goes out
 //! and nothing is read any more. The log has it all.
 
+mod catch;
 mod cold;
 mod cut;
 mod drain;
@@ -23,6 +24,7 @@ use remanent_format::by_id::ById;
 use remanent_format::table::Changes;
 use remanent_format::{LogPoint, Lsn, PageId, PageInfo, PageTable, Place};
 
+pub(crate) use catch::Catch;
 pub(crate) use cold::{ColdPage, ColdPages};
 pub(crate) use cut::Cut;
 pub(crate) use drain::Drain;
@@ -73,6 +75,8 @@ pub(crate) struct Applied {
     pub deleted: Option<HashMap<PageId, Lsn>>,
     /// Pages that an exact snapshot has yet to gather.
     pub cut: Option<Cut>,
+    /// Pages of which a snapshot has gathered a part.
+    pub catches: HashMap<PageId, Catch>,
 }
 
 /// What a turn may use: the state between two batches, and the lane.

@@ -163,6 +163,7 @@ impl Worker {
                     let aside = if needs_aside(&at.op) { asides.pop_front() } else { None };
                     if let Some(page) = at.op.page() {
                         self.before_change(page, &mut spares);
+                        self.before_write(page, at.op.range());
                         let memory = self.applied.memory.get(page).expect("planned on a page that exists");
                         self.list.data(at, in_list, memory, aside);
                     }
@@ -195,7 +196,7 @@ impl Worker {
     /// A page is about to be changed where it lies: what a cut keeps is copied aside, and a page that callers
     /// use moves to its spare memory.
     fn before_change(&mut self, page: PageId, spares: &mut Vec<(PageId, PageMemory)>) {
-        let Applied { table, memory, cut, .. } = &mut self.applied;
+        let Applied { table, memory, cut, catches, .. } = &mut self.applied;
         let Some(current) = memory.get(page) else { return };
         // What the cut keeps is what the page was before this batch: the table still says so.
         if let Some(cut) = cut
@@ -206,6 +207,9 @@ impl Worker {
         let Some(at) = spares.iter().position(|(spared, _)| *spared == page) else { return };
         let (_, spare) = spares.swap_remove(at);
         if self.leases.leave(page, current.span().memory) {
+            if let Some(catch) = catches.get_mut(&page) {
+                catch.lose();
+            }
             self.list.copy(current.span(), spare.span());
             self.given_up.extend(memory.insert(page, spare));
         } else {
@@ -214,9 +218,23 @@ impl Worker {
         }
     }
 
+    /// A range of a page is about to be written to: what a snapshot has yet to gather of it is kept aside.
+    fn before_write(&mut self, page: PageId, range: Option<(u64, u64)>) {
+        let Applied { memory, catches, .. } = &mut self.applied;
+        if catches.is_empty() {
+            return;
+        }
+        if let (Some(catch), Some(memory), Some(range)) = (catches.get_mut(&page), memory.get(page), range) {
+            catch.before_write(range, memory, &self.arena, &mut self.list);
+        }
+    }
+
     /// Memory is its page's no more. It is a cut's, or callers', or nobody's.
     fn give_up(&mut self, page: PageId, old: PageMemory) {
-        let Applied { table, cut, .. } = &mut self.applied;
+        let Applied { table, cut, catches, .. } = &mut self.applied;
+        if let Some(catch) = catches.get_mut(&page) {
+            catch.lose();
+        }
         let watched = cut.as_mut().and_then(|cut| Some((cut, table.get(page)?)));
         if self.leases.leave(page, old.span().memory) {
             if let Some((cut, info)) = watched {

@@ -13,19 +13,19 @@ use crate::options::Compression;
 /// Zstd's fastest ordinary level: beside a disk of 1 to 3 GB/s anything slower is what a snapshot waits for.
 const LEVEL: i32 = 1;
 /// An image is stored compressed if that saves at least so many bytes of a hundred.
-const SAVED_PERCENT_MIN: usize = 12;
+const SAVED_PERCENT_MIN: u64 = 12;
 /// A shorter page is stored as it is: images start on 16-byte boundaries, and each read has its price.
 const LEN_MIN: usize = 256;
 /// A page of at least this length is compressed whole only if samples of it say that it pays.
 const SAMPLED_LEN_MIN: usize = 256 << 10;
 /// Samples of such a page, and their length.
-const SAMPLES: usize = 4;
+const SAMPLES: u64 = 4;
 const SAMPLE_LEN: usize = 16 << 10;
 /// Bytes below which one thread is enough: starting another costs what compressing some 50 KiB does.
 const PARALLEL_LEN_MIN: usize = 256 << 10;
 const THREADS_MAX: usize = 8;
 
-const _: () = assert!(SAMPLES * SAMPLE_LEN < SAMPLED_LEN_MIN && SAMPLE_LEN <= COMPRESSED_PIECE_LEN);
+const _: () = assert!(SAMPLES as usize * SAMPLE_LEN < SAMPLED_LEN_MIN && SAMPLE_LEN <= COMPRESSED_PIECE_LEN);
 
 /// The frames of each page that is worth it, made by up to `threads_max` threads.
 pub(super) fn compress(
@@ -47,14 +47,15 @@ pub(super) fn compress(
         let index = of_page[0].0.0;
         // What could not be compressed is stored as it is: that is always right.
         let frames: Option<Vec<&[u8]>> = of_page.iter().map(|(_, frame)| frame.as_deref()).collect();
-        let saving = frames.filter(|frames| pays(pages[index].len(), frames.iter().map(|f| f.len()).sum()));
+        let saving = frames
+            .filter(|frames| pays(pages[index].len() as u64, frames.iter().map(|f| f.len() as u64).sum()));
         images[index] = saving.map(|frames| frames.concat());
     }
     images
 }
 
 /// Whether so many bytes are few enough in place of the page's.
-fn pays(page_len: usize, stored_len: usize) -> bool {
+pub(super) fn pays(page_len: u64, stored_len: u64) -> bool {
     stored_len
         <= page_len / 100 * (100 - SAVED_PERCENT_MIN) + page_len % 100 * (100 - SAVED_PERCENT_MIN) / 100
 }
@@ -64,15 +65,31 @@ fn pays_by_samples(page: &[u8]) -> bool {
     if page.len() < SAMPLED_LEN_MIN {
         return page.len() >= LEN_MIN;
     }
-    let apart = (page.len() - SAMPLE_LEN) / (SAMPLES - 1);
-    let samples: Vec<(usize, Range<usize>)> =
-        (0..SAMPLES).map(|sample| (0, sample * apart..sample * apart + SAMPLE_LEN)).collect();
-    let frames: Option<Vec<Vec<u8>>> = compress_pieces(&[page], &samples, 1).into_iter().collect();
-    frames.is_some_and(|frames| pays(SAMPLES * SAMPLE_LEN, frames.iter().map(Vec::len).sum()))
+    let samples: Vec<&[u8]> = sample_ranges(page.len() as u64)
+        .map(|range| &page[range.start as usize..range.end as usize])
+        .collect();
+    pays_by_samples_of(&samples)
+}
+
+/// Where the samples of a page lie that is long enough for them.
+pub(super) fn sample_ranges(page_len: u64) -> impl Iterator<Item = Range<u64>> {
+    let len = (SAMPLE_LEN as u64).min(page_len);
+    let apart = (page_len - len) / (SAMPLES - 1);
+    (0..SAMPLES).map(move |sample| sample * apart..sample * apart + len)
+}
+
+/// Whether these samples say that it is worth to compress the whole page.
+pub(super) fn pays_by_samples_of(samples: &[impl AsRef<[u8]>]) -> bool {
+    let samples: Vec<&[u8]> = samples.iter().map(AsRef::as_ref).collect();
+    let whole: Vec<(usize, Range<usize>)> =
+        samples.iter().enumerate().map(|(index, sample)| (index, 0..sample.len())).collect();
+    let frames: Option<Vec<Vec<u8>>> = compress_pieces(&samples, &whole, 1).into_iter().collect();
+    let bytes = samples.iter().map(|sample| sample.len() as u64).sum();
+    frames.is_some_and(|frames| pays(bytes, frames.iter().map(|frame| frame.len() as u64).sum()))
 }
 
 /// A frame for each piece, in their order; `None` where zstd has no memory.
-fn compress_pieces(
+pub(super) fn compress_pieces(
     pages: &[&[u8]],
     pieces: &[(usize, Range<usize>)],
     threads_max: usize,

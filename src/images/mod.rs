@@ -4,6 +4,7 @@
 
 mod ahead;
 mod compress;
+mod long;
 mod side_by_side;
 
 use std::borrow::Cow;
@@ -14,10 +15,11 @@ use remanent_format::image::{
     NewImage,
 };
 use remanent_format::limits::CHUNK_IMAGES_MAX;
-use remanent_format::{Defect, FileName, Folder, PageInfo, StoreId};
+use remanent_format::{Defect, FileName, Folder, PageInfo, Place, StoreId};
 
 pub(crate) use self::ahead::WrittenAhead;
 use self::compress::compress;
+pub(crate) use self::long::{PIECE_BYTES, Pass, Sink};
 pub(crate) use self::side_by_side::{ImageWriters, file_count};
 use crate::crew;
 use crate::disk::{AlignedBuf, Disk, DiskFile};
@@ -78,6 +80,9 @@ pub(crate) struct ImageWriter {
     number: u64,
     file: Arc<dyn DiskFile>,
     written: Mutex<Written>,
+    /// Held where room is taken behind all other chunks, and while a chunk is appended of which nobody knows yet how
+    /// much room it takes. Taken before `written`.
+    tail: Mutex<()>,
     /// Where chunks are put together: memory that has been touched is written to faster than new one.
     areas: Mutex<Vec<Vec<u8>>>,
 }
@@ -103,8 +108,8 @@ impl ImageWriter {
         let mut block = ImageFileHeader { store, file: number, purpose }.encode().to_vec();
         block.resize(IMAGE_HEADER_BLOCK as usize, 0);
         let written = Mutex::new(Written { end: IMAGE_HEADER_BLOCK, chunks: Vec::new() });
-        let (areas, threads_max) = (Mutex::default(), usize::MAX);
-        let writer = Self { disk, store, compression, threads_max, number, file, written, areas };
+        let (tail, areas, threads_max) = (Mutex::default(), Mutex::default(), usize::MAX);
+        let writer = Self { disk, store, compression, threads_max, number, file, written, tail, areas };
         match writer.file.write_at(0, &block) {
             Ok(()) => Ok(writer),
             Err(error) => {
@@ -124,6 +129,12 @@ impl ImageWriter {
         let mut references = Vec::with_capacity(pages.len());
         for chunk in chunks(pages, CHUNK_BYTES, |info| info.len) {
             let first = references.len();
+            if let [long] = chunk
+                && long.len > PIECE_BYTES
+            {
+                references.push(self.write_long_page(long, &load(first)?)?);
+                continue;
+            }
             let contents = (first..first + chunk.len()).map(&mut load).collect::<Result<Vec<_>, E>>()?;
             let images: Vec<(&PageInfo, &[u8])> =
                 chunk.iter().zip(contents.iter().map(Cow::as_ref)).collect();
@@ -136,8 +147,13 @@ impl ImageWriter {
     /// same order.
     pub fn write_all(&self, pages: &[(PageInfo, &[u8])]) -> Result<Vec<ImageRef>> {
         let chunks = chunks(pages, CHUNK_BYTES, |(info, _)| info.len);
-        let longest = pages.iter().map(|(info, _)| info.len).max().unwrap_or(0);
+        let longest = pages.iter().map(|(info, _)| info.len.min(PIECE_BYTES)).max().unwrap_or(0);
         let write = |(): &mut (), index: usize| {
+            if let [(info, bytes)] = chunks[index]
+                && info.len > PIECE_BYTES
+            {
+                return Ok(vec![self.write_long_page(info, bytes)?]);
+            }
             let chunk: Vec<(&PageInfo, &[u8])> =
                 chunks[index].iter().map(|(info, bytes)| (info, *bytes)).collect();
             self.write_chunk(&chunk)
@@ -195,6 +211,8 @@ impl ImageWriter {
         // One buffer, one write: header, table, payloads, padding.
         let mut bytes = self.areas.lock().pop().unwrap_or_default();
         bytes.clear();
+        let no_memory = |_| Error::OutOfMemory { place: Place::Host, len: chunk.len };
+        bytes.try_reserve(chunk.len as usize).map_err(no_memory)?;
         bytes.extend_from_slice(&chunk.encode(self.store));
         for (((_, page), frames), header) in pages.iter().zip(frames).zip(&chunk.images) {
             bytes.resize((header.image.offset - chunk.offset) as usize, 0);
@@ -221,6 +239,7 @@ impl ImageWriter {
 
     /// Takes room for a chunk behind all others.
     fn place(&self, images: &[NewImage]) -> Result<Chunk> {
+        let _nobody_else_appends = self.tail.lock();
         let mut written = self.written.lock();
         let chunk = Chunk::plan(self.number, written.end, images)
             .map_err(|defect| Error::from(defect.at(FileName::Pages(self.number), written.end)))?;
@@ -247,12 +266,19 @@ impl ImageWriter {
     /// Reads everything back past the cache and checks it (I7).
     pub fn verify(&self) -> Result<()> {
         let chunks = &self.written.lock().chunks;
-        let longest = chunks.iter().map(|chunk| chunk.len).max().unwrap_or(0);
+        let is_long = |chunk: &Chunk| chunk.images.iter().any(|image| image.len > PIECE_BYTES);
+        let short = chunks.iter().filter(|chunk| !is_long(chunk));
+        let longest = short.map(|chunk| chunk.len).max().unwrap_or(0);
         let verify = |area: &mut AlignedBuf, index: usize| {
-            let len = chunks[index].len as usize;
-            if area.len() < len {
-                *area = AlignedBuf::new(len);
+            if is_long(&chunks[index]) && chunks[index].images.len() == 1 {
+                return self.verify_long(&chunks[index]);
             }
+            let len = chunks[index].len;
+            if (area.len() as u64) < len {
+                let made = AlignedBuf::try_new(len as usize);
+                *area = made.ok_or(Error::OutOfMemory { place: Place::Host, len })?;
+            }
+            let len = len as usize;
             self.verify_chunk(&chunks[index], &mut area[..len])
         };
         let threads = chunk_threads(longest).min(self.threads_max);
@@ -262,18 +288,23 @@ impl ImageWriter {
     fn verify_chunk(&self, chunk: &Chunk, bytes: &mut [u8]) -> Result<()> {
         let file = FileName::Pages(self.number);
         self.file.read_past_cache(chunk.offset, bytes)?;
-        let damaged = |defect: Defect| Error::from(defect.at(file, chunk.offset));
-        let header = ChunkHeader::decode(bytes).map_err(damaged)?;
-        header.check_place(self.store, self.number, chunk.offset).map_err(damaged)?;
-        let found = header.decode_table(bytes).map_err(damaged)?;
-        for ImageHeader { image, len, .. } in &found.images {
+        self.check_head(chunk, bytes)?;
+        for ImageHeader { image, len, .. } in &chunk.images {
             let at = (image.offset - chunk.offset) as usize;
             // The log that could replace an image goes on its word: the page must come out of it.
             image
                 .check_content(&bytes[at..at + image.stored_len as usize], *len)
                 .map_err(|defect| defect.at(file, image.offset))?;
         }
-        if found != *chunk {
+        Ok(())
+    }
+
+    /// Refuses a chunk's first bytes if they are not its header and its table.
+    fn check_head(&self, chunk: &Chunk, bytes: &[u8]) -> Result<()> {
+        let damaged = |defect: Defect| Error::from(defect.at(FileName::Pages(self.number), chunk.offset));
+        let header = ChunkHeader::decode(bytes).map_err(damaged)?;
+        header.check_place(self.store, self.number, chunk.offset).map_err(damaged)?;
+        if header.decode_table(bytes).map_err(damaged)? != *chunk {
             let what = "chunk that differs from the one written";
             return Err(damaged(Defect::Field { what, found: 0 }));
         }

@@ -9,6 +9,7 @@ use std::convert::Infallible;
 use std::ops::Range;
 
 use remanent_format::image::{Codec, ImageRef};
+use remanent_format::rebuild::stream_image;
 use remanent_format::{Defect, FileName, PageId};
 
 use crate::crew;
@@ -27,9 +28,6 @@ const THREADS_MAX: usize = 12;
 /// to wait for the next: from the page cache to an H200 4 of 2 MiB made 39 GB/s, 8 made 49, and 12 make 50. More would
 /// only need more staging, which a GPU pins at 1.5 GB/s.
 const COPIES_MAX: usize = 12;
-/// Bytes of pages that are decompressed at once, unless a single one is longer. Each is held three times.
-const DECODED_BYTES: u64 = 64 << 20;
-
 /// Loads images into the memory of their pages.
 pub(super) struct ImageLoader<'a> {
     pub device: &'a dyn Device,
@@ -46,31 +44,27 @@ enum Work<'a> {
     Run(Run<'a>),
     /// This range of a long image, in bytes from the image's start.
     Part(&'a Wanted, Range<u64>),
+    /// A long page that is compressed.
+    Compressed(&'a Wanted),
 }
 
 impl Work<'_> {
     fn first_page(&self) -> PageId {
         match self {
             Work::Run(run) => run.first_page(),
-            Work::Part(wanted, _) => wanted.page,
+            Work::Part(wanted, _) | Work::Compressed(wanted) => wanted.page,
         }
     }
 }
 
-/// How many threads load images of which the longest that is compressed holds so many bytes; 0 if none is.
-pub(super) fn threads(longest_compressed: u64) -> usize {
-    crew::threads(threads_for(longest_compressed))
-}
-
-fn threads_for(longest_compressed: u64) -> usize {
-    let fit = (DECODED_BYTES / longest_compressed.max(RUN_BYTES)).max(1) as usize;
-    if longest_compressed == 0 { THREADS_MAX } else { fit.min(THREADS_MAX) }
+/// How many threads load images.
+pub(super) fn threads() -> usize {
+    crew::threads(THREADS_MAX)
 }
 
 impl ImageLoader<'_> {
     /// Loads and proves images, in no order, by several threads, and returns when they are there. A long one is read
-    /// in parts, so that no more than a few megabytes a thread are held at a time; one that is long and compressed is
-    /// held whole. They come by files: sorted among all of them, those of small pages took a tenth of the time that
+    /// in parts, so that no more than a few megabytes a thread are held at a time. They come by files: sorted among all of them, those of small pages took a tenth of the time that
     /// loading them takes.
     ///
     /// # Errors
@@ -90,6 +84,7 @@ impl ImageLoader<'_> {
             |(), index| match &work[index] {
                 Work::Run(run) => self.load_run(run, &copies).map(|()| None),
                 Work::Part(wanted, range) => self.load_part(wanted, range, &copies).map(Some),
+                Work::Compressed(wanted) => self.load_compressed(wanted, &copies).map(|()| None),
             },
         );
         // Whatever became of the reading: who gives the memory back must know that nothing writes to it.
@@ -122,6 +117,31 @@ impl ImageLoader<'_> {
         copies.upload(read.bytes, &stored)
     }
 
+    /// Decompresses a page piece by piece. It is proven when all of it has gone up; nobody sees it before.
+    fn load_compressed(&self, wanted: &Wanted, copies: &Copies<'_>) -> Result<()> {
+        let target = (self.target)(wanted.page)?;
+        let (mut filling, mut at) = (Filling::default(), 0);
+        stream_image(self.source, &wanted.image, wanted.len, |mut bytes| -> Result<()> {
+            while !bytes.is_empty() {
+                let staged = match &mut filling.staged {
+                    Some(staged) => staged,
+                    none => none.insert(self.staging.take(RUN_BYTES.min(wanted.len - at) as usize)?),
+                };
+                let (now, later) = bytes.split_at(bytes.len().min(staged.len() - filling.filled));
+                staged[filling.filled..][..now.len()].copy_from_slice(now);
+                filling.filled += now.len();
+                bytes = later;
+                if filling.filled == staged.len() {
+                    let Filling { staged, filled } = std::mem::take(&mut filling);
+                    let part = Span { offset: at, len: filled as u64, ..target };
+                    copies.upload(staged.expect("just filled"), &[(0, part)])?;
+                    at += filled as u64;
+                }
+            }
+            Ok(())
+        })
+    }
+
     /// Returns the part's checksum.
     fn load_part(&self, wanted: &Wanted, range: &Range<u64>, copies: &Copies<'_>) -> Result<u32> {
         let ImageRef { file, offset, .. } = wanted.image;
@@ -133,6 +153,13 @@ impl ImageLoader<'_> {
         copies.upload(read.bytes, &[(at, target)])?;
         Ok(checksum)
     }
+}
+
+/// What is copied to staging, to go up when that is full.
+#[derive(Default)]
+struct Filling {
+    staged: Option<StagingBuf>,
+    filled: usize,
 }
 
 /// Copies from staging to pages that were begun and not waited for.
@@ -194,7 +221,11 @@ fn split(run: Run<'_>) -> Vec<Work<'_>> {
     let long = |wanted: &&Wanted| {
         wanted.image.codec == Codec::Raw && wanted.image.stored_len > SUMMED_AT_ONCE as u64
     };
-    let Some(wanted) = run.only().filter(long) else { return vec![Work::Run(run)] };
+    let Some(only) = run.only() else { return vec![Work::Run(run)] };
+    if only.is_long() && only.image.codec != Codec::Raw {
+        return vec![Work::Compressed(only)];
+    }
+    let Some(wanted) = Some(only).filter(long) else { return vec![Work::Run(run)] };
     let parts = (0..wanted.image.stored_len).step_by(RUN_BYTES as usize);
     parts.map(|at| Work::Part(wanted, at..wanted.image.stored_len.min(at + RUN_BYTES))).collect()
 }
@@ -214,22 +245,4 @@ fn check_parts<'a>(parts: impl Iterator<Item = (&'a Work<'a>, Option<u32>)>) -> 
         }
     }
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_is_decompressed_at_once_is_bounded() {
-        assert_eq!(threads_for(0), THREADS_MAX, "nothing is decompressed");
-        for longest in [1, RUN_BYTES, RUN_BYTES + 1, DECODED_BYTES / 4, DECODED_BYTES / 2 + 1, DECODED_BYTES]
-        {
-            let threads = threads_for(longest);
-            assert!((1..=THREADS_MAX).contains(&threads));
-            assert!(threads as u64 * longest <= DECODED_BYTES, "{threads} pages of {longest} bytes");
-        }
-        assert_eq!(threads_for(DECODED_BYTES / 4), 4);
-        assert_eq!(threads_for(u64::MAX), 1, "one is always loaded");
-    }
 }

@@ -7,7 +7,7 @@ use std::collections::{HashMap, VecDeque};
 use remanent_format::bases::Base;
 use remanent_format::by_id::ById;
 use remanent_format::head::PageHead;
-use remanent_format::image::{Codec, ImageRef};
+use remanent_format::image::ImageRef;
 use remanent_format::manifest::Manifest;
 use remanent_format::op::decode_payload;
 use remanent_format::rebuild::{Resolution, Survey, load_base};
@@ -258,8 +258,6 @@ impl Loader<'_> {
         let Recovery { disk, device, staging, .. } = self.recovery;
         let target = |page: PageId| memories.of(page);
         let load = |source: &DiskSource, images: &mut [Vec<Wanted>]| {
-            let compressed = images.iter().flatten().filter(|wanted| wanted.image.codec != Codec::Raw);
-            let threads = threads(compressed.map(|wanted| wanted.len).max().unwrap_or(0));
             ImageLoader {
                 device: &**device,
                 staging,
@@ -267,7 +265,7 @@ impl Loader<'_> {
                 lanes: &[Lane::Apply, Lane::Drain],
                 target: &target,
             }
-            .load(images.iter_mut().map(Vec::as_mut_slice), threads)
+            .load(images.iter_mut().map(Vec::as_mut_slice), threads())
         };
         load(sealed, &mut unproven)?;
         match load(&DiskSource::proven(disk.clone()), &mut proven) {

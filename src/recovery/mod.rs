@@ -74,7 +74,7 @@ mod opening;
 mod sorting;
 mod warm;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -246,6 +246,7 @@ impl Recovery<'_> {
                 point: log.point,
                 deleted: None,
                 cut: None,
+                catches: HashMap::new(),
             },
             submitted: PageTable::new(),
             changed: Vec::new(),
@@ -350,7 +351,15 @@ impl Recovery<'_> {
         let Pages { memory, cold } = loaded.keep();
         recovered.cold_pages = cold.len() as u64;
         let (table, cold) = (resolution.resolved.table, Arc::new(ColdPages::new(cold)));
-        let applied = Applied { table, memory, cold, point: log.point, deleted: None, cut: None };
+        let applied = Applied {
+            table,
+            memory,
+            cold,
+            point: log.point,
+            deleted: None,
+            cut: None,
+            catches: HashMap::new(),
+        };
         Ok(Opened {
             store: store_file,
             applied,

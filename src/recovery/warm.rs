@@ -93,7 +93,7 @@ struct Life(Arc<Warming>);
 impl Life {
     fn live(&self) {
         let Self(warming) = self;
-        let threads = threads(warming.cold().longest_compressed());
+        let threads = threads();
         let load_all = |(): &mut (), _| {
             warming.load_all();
             Ok::<(), Infallible>(())

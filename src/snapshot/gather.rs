@@ -4,8 +4,9 @@
 //! A crash here leaves image files that are nobody's.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
-use remanent_format::image::Chunk;
+use remanent_format::image::{Chunk, ImageRef};
 use remanent_format::limits::{FRAME_ALIGN, GROUP_ALIGN, align_up};
 use remanent_format::manifest::ManifestEntry;
 use remanent_format::{PageId, PageInfo, Place};
@@ -13,12 +14,18 @@ use remanent_format::{PageId, PageInfo, Place};
 use super::Snapshots;
 use crate::applier::Drain;
 use crate::crew;
-use crate::error::{Error, Result};
-use crate::images::{ImageWriters, chunks};
+use crate::device::CommandList;
+use crate::error::Result;
+use crate::images::{ImageWriter, ImageWriters, PIECE_BYTES, Pass, Sink, chunks};
 use crate::keeping::entry;
 use crate::phases::{self, Phase};
 use crate::staging::StagingBuf;
 use crate::sync::{Instant, Mutex};
+
+/// Shorter pieces are not worth their turns, however short chunks are.
+const PIECE_LEN_MIN: u64 = 64;
+/// How often a long page is begun with before it is gathered whole.
+const CATCHES_MAX: usize = 3;
 
 /// Pages caught by one gather, each with where its bytes begin in staging: where the chunk has them that is made of it.
 struct Caught {
@@ -51,6 +58,16 @@ impl InOrder {
 }
 
 impl Snapshots {
+    /// Bytes of a page that are gathered at once, and those of the longest page that is gathered whole.
+    pub(super) fn piece_len(&self) -> u64 {
+        self.chunk_len.saturating_mul(2).clamp(PIECE_LEN_MIN, PIECE_BYTES)
+    }
+
+    /// How many chunks these pages are gathered in.
+    pub(super) fn chunk_count(&self, pages: &[(PageId, u64)]) -> u64 {
+        chunks(pages, self.chunk_len, |(_, len)| *len).len() as u64
+    }
+
     /// Phase 2. While one chunk is checksummed and written, others are gathered.
     pub(super) fn gather_all(
         &self,
@@ -63,12 +80,18 @@ impl Snapshots {
         let chunks = chunks(pages, self.chunk_len, |(_, len)| *len);
         let caught = Mutex::new(InOrder::of(pages.len()));
         let write = |(): &mut (), index: usize| {
-            let entries = self.gather_chunk(writers, chunks[index])?;
+            let keep_pace =
+                |more| if paced { self.pace.keep(began, writers.byte_len() + more) } else { Ok(()) };
+            let entries = match chunks[index].split_last() {
+                Some((long, others)) if long.1 > self.piece_len() => {
+                    let mut entries = self.gather_chunk(writers, others)?;
+                    entries.extend(self.gather_long(writers, *long, &keep_pace)?);
+                    entries
+                }
+                _ => self.gather_chunk(writers, chunks[index])?,
+            };
             caught.lock().put(index, entries);
-            if paced {
-                self.pace.keep(began, writers.byte_len())?;
-            }
-            Ok::<_, Error>(())
+            keep_pace(0)
         };
         crew::map(threads, chunks.len(), || (), write)?;
         let caught = caught.into_inner();
@@ -76,8 +99,112 @@ impl Snapshots {
         Ok(caught.entries)
     }
 
+    /// Gathers a long page piece by piece, and writes each piece before the next one is gathered. Where batches change
+    /// more of it meanwhile than can be kept aside, it begins anew, and at last gathers the page whole.
+    fn gather_long(
+        &self,
+        writers: &ImageWriters,
+        (page, len): (PageId, u64),
+        keep_pace: &dyn Fn(u64) -> Result<()>,
+    ) -> Result<Vec<ManifestEntry>> {
+        let _phase = phases::enter(Phase::SnapshotGather);
+        self.applier.cold().wait([page])?;
+        for _ in 0..CATCHES_MAX {
+            let Some(info) = self.begin_catch(page)? else {
+                self.progress.gathered(1, len);
+                return Ok(Vec::new());
+            };
+            let written = match info.len {
+                0 => Ok(None),
+                _ => writers.append(|file| self.write_caught(file, &info, keep_pace)),
+            };
+            // Caught or given up: the applier need not watch it any more.
+            self.applier.turn(move |turn| {
+                if let Some(cut) = &mut turn.applied.cut {
+                    cut.take(page)?;
+                    let last_use = turn.submit(CommandList::default())?.fence();
+                    if let Some(cut) = &mut turn.applied.cut {
+                        cut.retire_used(turn.arena, last_use);
+                    }
+                }
+                turn.end_catch(page)
+            })?;
+            let image = written?;
+            if image.is_some() || info.len == 0 {
+                self.progress.gathered(1, len);
+                return Ok(vec![entry(&info, image)]);
+            }
+        }
+        tracing::debug!(%page, "a long page changes faster than it is gathered: it is gathered whole");
+        self.gather_chunk(writers, &[(page, len)])
+    }
+
+    /// The page as it is caught, unless it is gone. An exact snapshot has its bytes kept by the cut.
+    fn begin_catch(&self, page: PageId) -> Result<Option<PageInfo>> {
+        self.applier.turn(move |turn| {
+            turn.intact()?;
+            if let Some(cut) = &turn.applied.cut
+                && let Some((info, _)) = cut.look(page)?
+            {
+                return Ok(Some(info));
+            }
+            let Some(info) = turn.applied.table.get(page) else { return Ok(None) };
+            if turn.applied.cut.is_none() {
+                turn.begin_catch(info.clone());
+            }
+            Ok(Some(info))
+        })
+    }
+
+    /// Writes the image of a page that is caught; `None` if its bytes were lost.
+    fn write_caught(
+        &self,
+        file: &ImageWriter,
+        info: &PageInfo,
+        keep_pace: &dyn Fn(u64) -> Result<()>,
+    ) -> Result<Option<ImageRef>> {
+        let (page, place) = (info.page, info.place);
+        let mut gathered = 0;
+        let mut piece = |range: Range<u64>, pass: Pass, sink: Sink<'_>| {
+            let len = range.end - range.start;
+            let staged = self.staging.take(len as usize)?;
+            let drain = self.applier.turn(move |turn| {
+                turn.intact()?;
+                let of_cut = match &turn.applied.cut {
+                    Some(cut) => Some(match cut.look(page)? {
+                        Some((_, memory)) => memory.part(range.start, len),
+                        None => turn.applied.memory[page].part(range.start, len),
+                    }),
+                    None => None,
+                };
+                let sources = match of_cut {
+                    Some(source) => Some(vec![(source, 0)]),
+                    None => turn.caught(page, range.start, range.end),
+                };
+                let Some(sources) = sources else { return Ok(None) };
+                let drain = turn.drain(place, sources, len, staged, 0)?;
+                if pass == Pass::Last {
+                    turn.gathered(page, range.end, drain.fence());
+                }
+                Ok(Some(drain))
+            })?;
+            let Some(drain) = drain else { return Ok(false) };
+            let drained = drain.finish(&*self.device)?;
+            let taken = sink(&drained);
+            self.staging.give(drained.into_staging());
+            taken?;
+            gathered += len;
+            keep_pace(gathered)?;
+            Ok(true)
+        };
+        file.write_long(info, self.piece_len(), &mut piece)
+    }
+
     /// Gathers pages, brings them to the host, and writes them as one chunk.
     fn gather_chunk(&self, writers: &ImageWriters, chunk: &[(PageId, u64)]) -> Result<Vec<ManifestEntry>> {
+        if chunk.is_empty() {
+            return Ok(Vec::new());
+        }
         let _phase = phases::enter(Phase::SnapshotGather);
         // To be written again though nothing changed them: their file is wasteful, or damaged.
         self.applier.cold().wait(chunk.iter().map(|(page, _)| *page))?;

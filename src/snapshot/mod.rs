@@ -190,10 +190,12 @@ impl Snapshots {
         let ahead_from = keeping.files.ahead_from(redo.lsn);
         let bytes = sorted.gather.iter().map(|(_, len)| len).sum();
         self.progress.begin(sorted.gather.len() as u64, bytes);
-        let longest = sorted.gather.iter().map(|(_, len)| *len).max().unwrap_or(0);
+        let longest = sorted.gather.iter().map(|(_, len)| (*len).min(self.piece_len())).max().unwrap_or(0);
         let threads_max = wanted.threads_max();
         let threads = chunk_threads(longest).min(threads_max);
-        let numbers = keeping.files.take_numbers(file_count(bytes, self.chunk_len, threads));
+        // A file for which there is no chunk would stay empty.
+        let files = file_count(bytes, self.chunk_len, threads).min(self.chunk_count(&sorted.gather).max(1));
+        let numbers = keeping.files.take_numbers(files);
         let gathered = self.gather_into(numbers.clone(), threads, &sorted.gather, &wanted);
         let gathered = gathered.and_then(|(writers, caught)| match end.map_or_else(|| self.end(), Ok) {
             Ok(end) => Ok((writers, caught, end)),

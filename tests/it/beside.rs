@@ -14,6 +14,8 @@ use remanent::disk::dir::{DirDisk, DirReader};
 use remanent::{Ack, Budget, Error, Lsn, Metadata, Options, PageId, Place, Result, SnapshotPhase, Store};
 use remanent_format::rebuild::{Survey, read_image};
 
+mod long;
+
 /// Called by the thread that takes the snapshot, or reads, with the store and the number of ranges gathered so far.
 type Between = Box<dyn FnMut(&Store, usize) + Send>;
 

@@ -1,6 +1,8 @@
-//! What a store takes of the host's memory.
+//! What a store takes of the host's memory: a binary of its own, because its allocator counts.
 
 #[macro_use]
 #[path = "../it/forward.rs"]
 mod forward;
+mod allocator;
+mod long_pages;
 mod new_pages;

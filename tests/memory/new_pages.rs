@@ -8,6 +8,8 @@ use remanent::device::{Command, CommandList, Device, Lane, Pending};
 use remanent::disk::dir::DirDisk;
 use remanent::{Options, Place, Store};
 
+use crate::allocator::alone;
+
 /// The host device, which counts the bytes that it is asked to fill.
 #[derive(Default)]
 struct Filling {
@@ -36,6 +38,7 @@ impl Device for Filling {
 #[test]
 fn a_long_page_is_not_zeroed_before_it_is_used() {
     const LEN: u64 = 256 << 20;
+    let _alone = alone();
     let directory = tempfile::tempdir().unwrap();
     let device = Arc::new(Filling::default());
     let open = |device: &Arc<Filling>| {

@@ -3,7 +3,8 @@
 //! A compressed payload is zstd frames (RFC 8878), back to back, without a dictionary. Whoever reads one
 //! has checked it as it is stored, so what zstd sees here was written by us, or is a checksum's accident.
 
-use std::io::Read;
+use std::io::{BufRead, Read};
+use std::ops::ControlFlow;
 
 use crate::defect::{Defect, check_equal, check_limit};
 
@@ -80,6 +81,18 @@ impl Compressor {
 
 /// Hands the `len` bytes that frames give to `sink`, piece by piece (I9: no length in a frame is believed).
 pub(super) fn decompress(frames: &[u8], len: u64, mut sink: impl FnMut(&[u8])) -> Result<(), Defect> {
+    decompress_from(frames, len, |piece| {
+        sink(piece);
+        ControlFlow::Continue(())
+    })
+}
+
+/// As [`decompress`], from a reader, and for as long as `sink` wants more.
+pub(crate) fn decompress_from(
+    frames: impl BufRead,
+    len: u64,
+    mut sink: impl FnMut(&[u8]) -> ControlFlow<()>,
+) -> Result<(), Defect> {
     let mut decoder = zstd::stream::read::Decoder::with_buffer(frames).map_err(compression)?;
     decoder.window_log_max(WINDOW_LOG_MAX).map_err(compression)?;
     let mut piece = vec![0; DECOMPRESSED_AT_ONCE];
@@ -93,7 +106,9 @@ pub(super) fn decompress(frames: &[u8], len: u64, mut sink: impl FnMut(&[u8])) -
         if total > len {
             return check_limit("length of what a compressed image gives", total, len);
         }
-        sink(&piece[..count]);
+        if sink(&piece[..count]).is_break() {
+            return Ok(());
+        }
     }
 }
 

@@ -21,6 +21,7 @@ mod tests;
 pub use chunk::{
     CHUNK_MAGIC, Chunk, ChunkHeader, ChunkHeaderRaw, Compressed, ImageHeader, ImageHeaderRaw, NewImage,
 };
+pub(crate) use codec::decompress_from;
 pub use codec::{COMPRESSED_PIECE_LEN, Codec, Compressor};
 pub use file::{IMAGE_FILE_MAGIC, IMAGE_HEADER_BLOCK, ImageFileHeader, ImageFileHeaderRaw, ImagePurpose};
 pub use image_ref::ImageRef;

@@ -26,7 +26,8 @@ fn snapshots_beside_commits() {
     });
 }
 
-/// Snapshots that several threads write, each to a file of its own, of which a crash leaves some or none.
+/// Snapshots that several threads write, each to a file of its own, of which a crash leaves some or none; each page is
+/// longer than a chunk, and written in pieces, its head last.
 #[test]
 fn snapshots_of_several_files_survive() {
     const LEN: usize = 400;

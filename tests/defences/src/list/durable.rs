@@ -111,6 +111,12 @@ pub const LIST: &[Defence] = &[
         "Ok(())",
         OF_SNAPSHOTS,
     ),
+    check(
+        "a long page's bytes are kept aside until they are gathered",
+        "src/applier/worker.rs",
+        "catch.before_write(range, memory, &self.arena, &mut self.list);",
+        it("beside::long::a_long_page_is_caught_at_one_moment_whatever_is_written_to_it"),
+    ),
     defence(
         "all image files of a snapshot are synced (I7)",
         SIDE_BY_SIDE,

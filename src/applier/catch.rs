@@ -1,0 +1,127 @@
+//! Floor 5. A long page on its way into a snapshot, piece by piece, while batches go on: its bytes stay those of one
+//! moment.
+//!
+//! Just before a batch writes to a part of it that is not gathered yet, this part is copied aside on the device. Where
+//! that would take too much, or the page goes to other memory, its bytes of that moment are lost, and the snapshot
+//! begins with the page anew. No batch waits or fails for it.
+
+use std::collections::BTreeMap;
+
+use remanent_format::{PageId, PageInfo};
+
+use super::{ListBuilder, Turn};
+use crate::arena::{Arena, PageMemory, Purpose};
+use crate::device::{CommandList, Fence, MemoryId, Span};
+use crate::error::Result;
+
+/// Bytes of a page that are kept aside together.
+const PART_LEN: u64 = 64 << 10;
+/// The most that is kept aside of a page.
+const ASIDE_BYTES_MAX: u64 = 64 << 20;
+
+/// A page that is gathered piece by piece.
+pub(crate) struct Catch {
+    info: PageInfo,
+    memory: MemoryId,
+    /// What lies before is gathered.
+    gathered: u64,
+    /// What batches wrote to, as it was, by the number of the part.
+    asides: BTreeMap<u64, PageMemory>,
+    is_lost: bool,
+}
+
+impl Catch {
+    /// A batch is about to write to this range of the page.
+    pub fn before_write(
+        &mut self,
+        (offset, len): (u64, u64),
+        memory: &PageMemory,
+        arena: &Arena,
+        list: &mut ListBuilder,
+    ) {
+        let end = offset.saturating_add(len).min(self.info.len);
+        let mut at = offset.max(self.gathered);
+        while at < end && !self.is_lost {
+            let part = at / PART_LEN;
+            at = (part + 1) * PART_LEN;
+            if self.asides.contains_key(&part) {
+                continue;
+            }
+            let len = PART_LEN.min(self.info.len - part * PART_LEN);
+            let has_room = (self.asides.len() as u64 + 1) * PART_LEN <= ASIDE_BYTES_MAX;
+            let copy = has_room.then(|| arena.allocate_for_lane(Purpose::Aside, memory.place(), len));
+            match copy {
+                Some(Ok(copy)) => {
+                    list.copy(memory.part(part * PART_LEN, len), copy.span());
+                    self.asides.insert(part, copy);
+                }
+                _ => self.lose(),
+            }
+        }
+    }
+
+    /// The page's bytes of that moment are not kept any more.
+    pub fn lose(&mut self) {
+        self.is_lost = true;
+    }
+}
+
+impl Turn<'_> {
+    /// Begins to catch a page as it is now.
+    pub fn begin_catch(&mut self, info: PageInfo) {
+        let memory = self.applied.memory[info.page].span().memory;
+        let page = info.page;
+        let catch = Catch { info, memory, gathered: 0, asides: BTreeMap::new(), is_lost: false };
+        let before = self.applied.catches.insert(page, catch);
+        assert!(before.is_none(), "a page is caught once at a time");
+    }
+
+    /// Where a range of the page lies, as it was when its catch began, each part with its offset in the range. `None` if
+    /// it is lost.
+    pub fn caught(&self, page: PageId, from: u64, to: u64) -> Option<Vec<(Span, u64)>> {
+        let catch = self.applied.catches.get(&page).filter(|catch| !catch.is_lost)?;
+        let memory = self.applied.memory.get(page)?;
+        assert!(memory.span().memory == catch.memory, "a page that moved is lost");
+        let mut sources = Vec::new();
+        let mut at = from;
+        for (part, aside) in catch.asides.range(from / PART_LEN..to.div_ceil(PART_LEN)) {
+            let (start, end) = (part * PART_LEN, part * PART_LEN + aside.byte_len());
+            let (first, last) = (start.max(from), end.min(to));
+            if at < first {
+                sources.push((memory.part(at, first - at), at - from));
+            }
+            sources.push((aside.part(first - start, last - first), first - from));
+            at = last;
+        }
+        if at < to {
+            sources.push((memory.part(at, to - at), at - from));
+        }
+        Some(sources)
+    }
+
+    /// The page is gathered up to here; what is kept aside of that is last used before this fence.
+    pub fn gathered(&mut self, page: PageId, up_to: u64, fence: Fence) {
+        let Some(catch) = self.applied.catches.get_mut(&page) else { return };
+        catch.gathered = up_to;
+        let kept = catch.asides.split_off(&(up_to / PART_LEN));
+        for (_, aside) in std::mem::replace(&mut catch.asides, kept) {
+            self.arena.retire(aside, fence);
+        }
+    }
+
+    /// Catches the page no longer.
+    ///
+    /// # Errors
+    /// A device error.
+    pub fn end_catch(&mut self, page: PageId) -> Result<()> {
+        let Some(catch) = self.applied.catches.remove(&page) else { return Ok(()) };
+        if catch.asides.is_empty() {
+            return Ok(());
+        }
+        let last_use = self.submit(CommandList::default())?.fence();
+        for aside in catch.asides.into_values() {
+            self.arena.retire(aside, last_use);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,182 @@
+//! Floor 5. The image of a long page, which is written piece by piece: memory is held for a piece, however long the
+//! page is.
+//!
+//! What it takes is known when its last piece is compressed. So nothing else is appended to the file meanwhile, and the
+//! head of its chunk, which says how long it is, is written last. Whoever gives up leaves bytes behind that no head
+//! tells of: the next chunk is written over them, or nobody ever looks there.
+//!
+//! A crash here leaves an image file that is nobody's, as with any other chunk.
+
+use std::ops::Range;
+
+use remanent_format::image::{COMPRESSED_PIECE_LEN, Chunk, Compressed, ImageRef, NewImage};
+use remanent_format::rebuild::stream_image;
+use remanent_format::{Damage, FileName, PageInfo};
+
+use super::compress::{compress_pieces, pays, pays_by_samples_of, sample_ranges};
+use super::{ImageWriter, no_space};
+use crate::disk::AlignedBuf;
+use crate::error::{Error, Result};
+use crate::options::Compression;
+use crate::source::DiskSource;
+
+/// Bytes of a page that are held at once, and those of the longest page that is held whole.
+pub(crate) const PIECE_BYTES: u64 = 4 << 20;
+
+/// Takes the bytes of a range.
+pub(crate) type Sink<'s> = &'s mut dyn FnMut(&[u8]) -> Result<()>;
+
+/// Whether what is asked for may be asked for again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Pass {
+    /// It may: a sample, or a piece that is stored as it is if it does not pay to compress the page.
+    First,
+    /// It will not, nor anything before it.
+    Last,
+}
+
+/// Hands the bytes of a range of a page to a sink; `false` if there are none any more.
+pub(crate) type PieceSource<'s> = &'s mut dyn FnMut(Range<u64>, Pass, Sink<'_>) -> Result<bool>;
+
+/// The pieces of a page.
+fn pieces(len: u64, piece_len: u64) -> impl Iterator<Item = Range<u64>> {
+    (0..len).step_by(piece_len as usize).map(move |from| from..len.min(from.saturating_add(piece_len)))
+}
+
+impl ImageWriter {
+    /// Writes one page, not an empty one, as a chunk of its own. `None` if the source had no bytes any more: then
+    /// nothing was written.
+    pub fn write_long(
+        &self,
+        info: &PageInfo,
+        piece_len: u64,
+        source: PieceSource<'_>,
+    ) -> Result<Option<ImageRef>> {
+        let _nobody_else_appends = self.tail.lock();
+        if self.compression != Compression::Off {
+            let mut samples = Vec::new();
+            for range in sample_ranges(info.len) {
+                let is_there = source(range, Pass::First, &mut |bytes| {
+                    samples.push(bytes.to_vec());
+                    Ok(())
+                })?;
+                if !is_there {
+                    return Ok(None);
+                }
+            }
+            if pays_by_samples_of(&samples) {
+                match self.stream(info, piece_len, source, true)? {
+                    Streamed::Image(image) => return Ok(Some(image)),
+                    Streamed::Gone => return Ok(None),
+                    Streamed::DoesNotPay => {}
+                }
+            }
+        }
+        match self.stream(info, piece_len, source, false)? {
+            Streamed::Image(image) => Ok(Some(image)),
+            Streamed::Gone | Streamed::DoesNotPay => Ok(None),
+        }
+    }
+
+    /// As [`write_long`](Self::write_long), of a page that is at hand.
+    pub(super) fn write_long_page(&self, info: &PageInfo, bytes: &[u8]) -> Result<ImageRef> {
+        assert!(info.len == bytes.len() as u64);
+        let mut source = |range: Range<u64>, _: Pass, sink: Sink<'_>| {
+            sink(&bytes[range.start as usize..range.end as usize]).map(|()| true)
+        };
+        let written = self.write_long(info, PIECE_BYTES, &mut source)?;
+        Ok(written.expect("the bytes are at hand"))
+    }
+
+    fn stream(
+        &self,
+        info: &PageInfo,
+        piece_len: u64,
+        source: PieceSource<'_>,
+        is_compressed: bool,
+    ) -> Result<Streamed> {
+        let start = self.written.lock().end;
+        let payload = start + Chunk::head_len(1);
+        let full = |end: u64| move |error: Error| no_space(self.number, end, error);
+        let (mut raw, mut stored) = (crc32fast::Hasher::new(), crc32fast::Hasher::new());
+        let mut at = payload;
+        for range in pieces(info.len, piece_len) {
+            let (wanted, mut pays_so_far) = (range.end - range.start, true);
+            let from = at;
+            let pass = if is_compressed { Pass::First } else { Pass::Last };
+            let is_there = source(range, pass, &mut |bytes| {
+                assert!(bytes.len() as u64 == wanted);
+                raw.update(bytes);
+                if !is_compressed {
+                    let end = at + wanted;
+                    self.file.write_at(at, bytes).map_err(full(end))?;
+                    at = end;
+                    return Ok(());
+                }
+                let starts = (0..bytes.len()).step_by(COMPRESSED_PIECE_LEN);
+                let parts: Vec<(usize, Range<usize>)> =
+                    starts.map(|from| (0, from..bytes.len().min(from + COMPRESSED_PIECE_LEN))).collect();
+                for frame in compress_pieces(&[bytes], &parts, self.threads_max) {
+                    // What could not be compressed is stored as it is: that is always right.
+                    let Some(frame) = frame else {
+                        pays_so_far = false;
+                        return Ok(());
+                    };
+                    stored.update(&frame);
+                    let end = at + frame.len() as u64;
+                    self.file.write_at(at, &frame).map_err(full(end))?;
+                    at = end;
+                }
+                pays_so_far = pays(info.len, at - payload);
+                Ok(())
+            })?;
+            if !is_there {
+                return Ok(Streamed::Gone);
+            }
+            if !pays_so_far {
+                return Ok(Streamed::DoesNotPay);
+            }
+            // The disk has something to do while the next piece is made, and the sync at the end less.
+            self.file.write_back(from, at - from);
+        }
+        let image = NewImage {
+            page: info.page,
+            epoch: info.epoch,
+            lsn: info.lsn,
+            len: info.len,
+            crc: raw.finalize(),
+            compressed: is_compressed.then(|| Compressed { len: at - payload, crc: stored.finalize() }),
+        };
+        let chunk = Chunk::plan(self.number, start, &[image])
+            .map_err(|defect| Error::from(defect.at(FileName::Pages(self.number), start)))?;
+        let end = chunk.offset + chunk.len;
+        let padding = vec![0; (end - at) as usize];
+        self.file.write_at(at, &padding).map_err(full(end))?;
+        self.file.write_at(start, &chunk.encode(self.store)).map_err(full(end))?;
+        let image = chunk.images[0].image;
+        let mut written = self.written.lock();
+        written.end = end;
+        written.chunks.push(chunk);
+        Ok(Streamed::Image(image))
+    }
+
+    /// Reads the chunk of a long page back past the cache and checks it.
+    pub(super) fn verify_long(&self, chunk: &Chunk) -> Result<()> {
+        let mut head = AlignedBuf::new(Chunk::head_len(1) as usize);
+        self.file.read_past_cache(chunk.offset, &mut head)?;
+        self.check_head(chunk, &head)?;
+        let source = DiskSource::past_cache(self.disk.clone());
+        let header = &chunk.images[0];
+        stream_image(&source, &header.image, header.len, |_| Ok::<_, Damage>(()))?;
+        Ok(())
+    }
+}
+
+/// What became of an image.
+enum Streamed {
+    Image(ImageRef),
+    /// The source had no bytes any more.
+    Gone,
+    /// Compressed, it would take nearly as much as the page.
+    DoesNotPay,
+}

@@ -1,0 +1,174 @@
+//! Long pages, which a snapshot gathers piece by piece while batches go on: here pieces of 16 KiB.
+
+use std::collections::BTreeMap;
+
+use remanent_format::manifest::ManifestEntry;
+
+use super::*;
+
+const LEN: u64 = 1 << 20;
+const PIECE: u64 = 16 << 10;
+
+fn options() -> Options {
+    Options::default().chunk_len(PIECE / 2)
+}
+
+/// A page as each batch left it.
+type Versions = Arc<Mutex<BTreeMap<Lsn, Vec<u8>>>>;
+
+/// Commits, and notes what the page is then.
+fn commit(store: &Store, page: PageId, versions: &Versions, change: impl FnOnce(&mut remanent::WriteBatch)) {
+    let mut batch = store.batch();
+    change(&mut batch);
+    let lsn = store.commit(batch).unwrap().position.lsn;
+    versions.lock().unwrap().insert(lsn, bytes(store, page));
+}
+
+/// What the newest snapshot says of the only page, with the bytes of its image.
+fn entry(directory: &std::path::Path) -> (ManifestEntry, Vec<u8>) {
+    let reader = DirReader::new(directory);
+    let survey = Survey::read(&reader).unwrap();
+    let newest = *survey.links.keys().next_back().unwrap();
+    let entry = survey.snapshot(newest).unwrap().entries[0].clone();
+    let bytes = read_image(&reader, &entry.image.unwrap(), entry.len).unwrap();
+    (entry, bytes)
+}
+
+fn noise(seed: u64) -> Vec<u8> {
+    let mut state = seed;
+    let next = |_| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 32) as u8
+    };
+    (0..LEN).map(next).collect()
+}
+
+/// Takes a snapshot of one page of these bytes, during which `between` is called with how often it was before.
+/// Returns the versions of the page, and the snapshot's.
+fn life(
+    content: &[u8],
+    options: Options,
+    exact: bool,
+    mut between: impl FnMut(&Store, PageId, &Versions, u64) + Send + 'static,
+) -> (BTreeMap<Lsn, Vec<u8>>, ManifestEntry, Vec<u8>) {
+    let directory = tempfile::tempdir().unwrap();
+    let (versions, page) = (Versions::default(), PageId(1));
+    let (noted, mut called) = (versions.clone(), 0);
+    let store = open(directory.path(), options.clone(), move |store, _| {
+        if versions_begun(&noted) {
+            between(store, page, &noted, called);
+            called += 1;
+        }
+    });
+    let mut batch = store.batch();
+    batch.create(LEN, Place::Host);
+    store.commit(batch).unwrap();
+    commit(&store, page, &versions, |batch| _ = batch.write(page, 0, content));
+    if exact {
+        store.snapshot_exact().unwrap();
+    } else {
+        store.snapshot().unwrap();
+    }
+    let (entry, image) = entry(directory.path());
+    let usage = store.stats().places[0].1;
+    assert_eq!((usage.bytes_for(Purpose::Aside), usage.bytes_for(Purpose::Gather)), (0, 0));
+    let newest = bytes(&store, page);
+    drop(store);
+    // The image with the log behind it gives the page as it was in the end.
+    let store = Store::open(directory.path(), options).unwrap();
+    assert!(bytes(&store, page) == newest);
+    drop(store);
+    let versions = std::mem::take(&mut *versions.lock().unwrap());
+    (versions, entry, image)
+}
+
+fn versions_begun(versions: &Versions) -> bool {
+    !versions.lock().unwrap().is_empty()
+}
+
+/// Ahead of what is gathered and behind it, across pieces and within them, twice the same.
+fn scribble(store: &Store, page: PageId, versions: &Versions, called: u64) {
+    commit(store, page, versions, |batch| {
+        for step in 0..5 {
+            let at = (called * 5 + step).wrapping_mul(77_777) % (LEN - PIECE);
+            batch.fill(page, at, 100 + 3 * called, &[called as u8 + 1]);
+        }
+        batch.fill(page, LEN - 100, 100, &[called as u8]).fill(page, 0, 10, &[called as u8]);
+    });
+}
+
+#[test]
+fn a_long_page_is_caught_at_one_moment_whatever_is_written_to_it() {
+    for (why, content) in [("noise", noise(1)), ("zeros, which compress", vec![0; LEN as usize])] {
+        for exact in [false, true] {
+            let (versions, entry, image) = life(&content, options(), exact, scribble);
+            assert!(versions.len() > 30, "{why}: interrupted at each piece");
+            assert_eq!(entry.lsn, Lsn(2), "{why}: it was caught when the first piece was");
+            assert!(versions[&entry.lsn] == image, "{why}, exact {exact}");
+        }
+    }
+}
+
+/// A page whose first samples promise that it compresses is begun with twice: it is still of one moment.
+#[test]
+fn a_long_page_that_does_not_pay_to_compress_is_of_one_moment_too() {
+    let mut content = noise(2);
+    let apart = (LEN - (16 << 10)) / 3;
+    for sample in 0..4 {
+        content[(sample * apart) as usize..][..16 << 10].fill(0);
+    }
+    let (versions, entry, image) = life(&content, options(), false, scribble);
+    assert!(versions.len() > 60);
+    assert!(versions[&entry.lsn] == image);
+    assert_eq!(entry.image.unwrap().stored_len, LEN, "stored as it is");
+}
+
+#[test]
+fn a_long_page_that_goes_to_other_memory_is_caught_anew() {
+    let (versions, entry, image) =
+        life(&noise(3), options(), false, |store, page, versions, called| match called {
+            7 => commit(store, page, versions, |batch| _ = batch.resize(page, LEN / 2)),
+            20 => commit(store, page, versions, |batch| _ = batch.move_to(page, Place::Unified)),
+            _ => scribble_short(store, page, versions, called),
+        });
+    assert!(entry.lsn > Lsn(2) && versions[&entry.lsn] == image, "{entry:?}");
+}
+
+fn scribble_short(store: &Store, page: PageId, versions: &Versions, called: u64) {
+    let at = called.wrapping_mul(77_777) % (LEN / 2 - 8);
+    commit(store, page, versions, |batch| _ = batch.fill(page, at, 8, &[called as u8]));
+}
+
+/// Where nothing can be kept aside and all of the page changes all the time, it is gathered whole in the end.
+#[test]
+fn a_long_page_that_never_stands_still_is_gathered_all_the_same() {
+    let budget = Budget::default().with(Place::Host, LEN + (64 << 10) - 1);
+    let (versions, entry, image) =
+        life(&noise(4), options().budget(budget), false, |store, page, versions, called| {
+            commit(store, page, versions, |batch| _ = batch.fill(page, 0, LEN, &[called as u8 + 1]));
+        });
+    assert!(versions[&entry.lsn] == image);
+}
+
+/// One that is deleted while it is gathered is in no snapshot.
+#[test]
+fn a_long_page_that_is_deleted_meanwhile_is_left_out() {
+    let directory = tempfile::tempdir().unwrap();
+    let store = open(directory.path(), options(), |store, gathered| {
+        if gathered > 10 && store.page(PageId(1)).is_ok() {
+            let mut batch = store.batch();
+            batch.delete(PageId(1)).create(5, Place::Host);
+            store.commit(batch).unwrap();
+        }
+    });
+    let mut batch = store.batch();
+    batch.create(LEN, Place::Host);
+    store.commit(batch).unwrap();
+    let snapshot = store.snapshot().unwrap();
+    assert_eq!(snapshot.pages, 0, "{snapshot:?}");
+    drop(store);
+    let store = Store::open(directory.path(), options()).unwrap();
+    assert_eq!(store.pages().unwrap().iter().map(|info| info.page).collect::<Vec<_>>(), [PageId(2)]);
+}

@@ -1,0 +1,67 @@
+//! The allocator of this binary: the system's, which counts what it hands out.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+struct Counting;
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// Bytes handed out now, and the most that ever were since a measurement began.
+static NOW: AtomicUsize = AtomicUsize::new(0);
+static PEAK: AtomicUsize = AtomicUsize::new(0);
+/// Held by the test that runs: counts are the whole process's.
+static ALONE: Mutex<()> = Mutex::new(());
+
+fn grown(len: usize) {
+    let now = NOW.fetch_add(len, Ordering::Relaxed) + len;
+    PEAK.fetch_max(now, Ordering::Relaxed);
+}
+
+fn shrunk(len: usize) {
+    NOW.fetch_sub(len, Ordering::Relaxed);
+}
+
+// SAFETY: every call goes to the system's allocator as it came; only numbers are added up beside it.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        grown(layout.size());
+        // SAFETY: the caller's promises are passed on.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        grown(layout.size());
+        // SAFETY: the caller's promises are passed on.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        shrunk(layout.size());
+        // SAFETY: the caller's promises are passed on.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+
+    unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
+        // Where memory moves, both are there for a while.
+        grown(new_size);
+        shrunk(layout.size());
+        // SAFETY: the caller's promises are passed on.
+        unsafe { System.realloc(pointer, layout, new_size) }
+    }
+}
+
+/// Lets no other test of this binary run meanwhile.
+pub fn alone() -> MutexGuard<'static, ()> {
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Does something, and returns how many bytes more than before were in use at once.
+pub fn peak<T>(work: impl FnOnce() -> T) -> (T, usize) {
+    let before = NOW.load(Ordering::Relaxed);
+    PEAK.store(before, Ordering::Relaxed);
+    let done = work();
+    (done, PEAK.load(Ordering::Relaxed).saturating_sub(before))
+}
