@@ -436,6 +436,26 @@ impl From<Damage> for Error {
     }
 }
 
+/// Room for so many bytes more.
+///
+/// # Errors
+/// [`Error::OutOfMemory`].
+pub(crate) fn make_room(bytes: &mut Vec<u8>, count: usize) -> Result<()> {
+    let len = bytes.len().saturating_add(count) as u64;
+    bytes.try_reserve(count).map_err(|_| Error::OutOfMemory { place: Place::Host, len })
+}
+
+/// A copy of bytes that may be too many.
+///
+/// # Errors
+/// [`Error::OutOfMemory`].
+pub(crate) fn copied(bytes: &[u8]) -> Result<Vec<u8>> {
+    let mut copy = Vec::new();
+    make_room(&mut copy, bytes.len())?;
+    copy.extend_from_slice(bytes);
+    Ok(copy)
+}
+
 /// Shows an offset that may be unknown.
 struct At(Option<u64>);
 

@@ -8,10 +8,10 @@ use remanent_format::{Defect, FileName};
 
 use crate::crew;
 use crate::disk::{AlignedBuf, Disk, DiskFile};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, make_room};
 
 /// Bytes that a thread reads back at once: memory that is new for all of a long manifest took longer than reading it.
-const READ_LEN: usize = 1 << 20;
+const READ_LEN: usize = (1 << 20) - (64 << 10);
 /// Entries of a manifest that a thread encodes at once.
 const ENTRIES_AT_ONCE: usize = 8 << 10;
 /// Threads that encode a manifest, or read it back: nothing else of a snapshot goes on while it is encoded, and with
@@ -128,7 +128,9 @@ fn check_published(disk: &Arc<dyn Disk>, file: FileName, written: &[&[u8]], thre
     if are_same.into_iter().all(|is_same| is_same) {
         return Ok(());
     }
-    let mut found = vec![0; len];
+    let mut found = Vec::new();
+    make_room(&mut found, len)?;
+    found.resize(len, 0);
     open.read_past_cache(0, &mut found)?;
     let (_, health) = Manifest::decode(&found).map_err(|defect| Error::from(defect.at(file, 0)))?;
     let differs = Defect::Field { what: "manifest that differs from the one written", found: 0 };

@@ -33,7 +33,7 @@ use crate::applier::{Applier, Turn};
 use crate::arena::{PageMemory, Purpose};
 use crate::device::{Command, CommandList, Device, Pending, Span, StagingSpan};
 use crate::disk::Disk;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, make_room};
 use crate::images::ImageWriter;
 use crate::keeping::{Keeping, KeptTable, entry, unix_ms};
 use crate::log::{Log, SpacePurpose};
@@ -289,6 +289,7 @@ fn overwrite(
     };
     read_runs(source, wanted(changed(), images).collect(), |page, offset, content| {
         let target = turn.applied.memory[page].part(offset, content.len() as u64);
+        make_room(&mut bytes, content.len())?;
         places.push((target, bytes.len()));
         bytes.extend_from_slice(content);
         if bytes.len() < UPLOAD_BYTES { Ok(()) } else { upload(&mut bytes, &mut places) }

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use remanent_format::op::PayloadBytes;
 
 use crate::device::{Device, Staging};
-use crate::error::Result;
+use crate::error::{Result, make_room};
 use crate::sync::Mutex;
 
 /// The smallest class: the payloads of small batches fit. (Of staging of 4 KiB, each on a page of memory of its own,
@@ -82,15 +82,19 @@ impl StagingPool {
         Ok(StagingBuf { staging, len })
     }
 
-    /// Staging for about `len` bytes that are to come. So much that the pool would not keep it is not made before it
-    /// is known to be needed.
+    /// Staging for about `len` bytes that are to come. So much that the pool would not keep is not made before it is
+    /// known to be needed; there is room for the bytes.
     ///
     /// # Errors
     /// As for [`take`](Self::take).
     pub fn take_growing(&self, len: usize) -> Result<GrowingStaging> {
         Ok(GrowingStaging(match class_of(len) {
             Some(_) => Growing::Staged { staging: self.take(len)?.into_staging(), len: 0 },
-            None => Growing::Elsewhere { bytes: Vec::new(), outgrown: None },
+            None => {
+                let mut bytes = Vec::new();
+                make_room(&mut bytes, len)?;
+                Growing::Elsewhere { bytes, outgrown: None }
+            }
         }))
     }
 

@@ -28,7 +28,7 @@ use crate::applier::{Applier, Leases, stage_aside};
 use crate::arena::Arena;
 use crate::batch::{CloneSource, Found, WholePage, WriteBatch};
 use crate::device::Device;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, copied};
 use crate::image_files::ImageFiles;
 use crate::images::WrittenAhead;
 use crate::keeping::KnownImages;
@@ -163,7 +163,7 @@ impl Committer {
         let write = || WrittenAhead::write(&self.files, self.store, self.compression, &contents);
         match self.log.pool.with_surplus(write) {
             Ok(ahead) => Ok((whole, Some(ahead))),
-            Err(error @ Error::DiskFull { .. }) => Err(error),
+            Err(error @ (Error::DiskFull { .. } | Error::OutOfMemory { .. })) => Err(error),
             Err(error) => Err(self.poison.set(error)),
         }
     }
@@ -178,7 +178,8 @@ impl Committer {
             let whole = |info: &PageInfo| (0, info.len);
             let (info, _, bytes) = self.applier.read(&*self.device, &self.staging, page, len, whole)?;
             let metadata = (*info.metadata).clone();
-            contents.insert(page, CloneSource { place: info.place, metadata, bytes: bytes.to_vec() });
+            let copy = copied(&bytes)?;
+            contents.insert(page, CloneSource { place: info.place, metadata, bytes: copy });
             versions.push((page, info.lsn));
             self.staging.give(bytes.into_staging());
         }

@@ -343,7 +343,7 @@ impl Device for HostDevice {
     }
 
     fn staging(&self, len: usize) -> Result<Staging> {
-        let out_of_memory = || Error::OutOfMemory { place: Place::Pinned, len: len as u64 };
+        let out_of_memory = || Error::OutOfMemory { place: Place::Host, len: len as u64 };
         // No direct read fills less than a block: short staging need not begin where one does.
         if len < GROUP_ALIGN as usize {
             return Ok(Staging::new(u8::new_vec_zeroed(len).map_err(|_| out_of_memory())?));
@@ -508,6 +508,6 @@ mod tests {
         // What is shorter than a block is filled by none.
         assert!([0, 1, 4095].iter().all(|len| *device.staging(*len).unwrap() == *vec![0; *len]));
         let Err(error) = device.staging(usize::MAX) else { panic!("that much cannot be had") };
-        assert!(matches!(error, Error::OutOfMemory { place: Place::Pinned, .. }), "{error}");
+        assert!(matches!(error, Error::OutOfMemory { place: Place::Host, .. }), "{error}");
     }
 }

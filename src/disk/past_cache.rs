@@ -12,8 +12,8 @@ use rustix::fs::{CWD, Mode, OFlags};
 
 use super::aligned::{AlignedBuf, is_aligned};
 
-/// The largest piece that is read past the cache at once, in bytes.
-pub(super) const BOUNCE_LEN_MAX: usize = 1 << 20;
+/// The largest piece that is read past the cache at once, in bytes. With what aligns it, it is no more than a mebibyte.
+pub(super) const BOUNCE_LEN_MAX: usize = (1 << 20) - GROUP_ALIGN as usize;
 
 /// Opens the same file anew, for reads that go past the page cache; `None` where there is no direct reading.
 pub(super) fn reopen_direct(file: &File) -> Option<File> {

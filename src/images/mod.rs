@@ -23,7 +23,7 @@ pub(crate) use self::long::{PIECE_BYTES, Pass, Sink};
 pub(crate) use self::side_by_side::{ImageWriters, file_count};
 use crate::crew;
 use crate::disk::{AlignedBuf, Disk, DiskFile};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, make_room};
 use crate::options::Compression;
 use crate::sync::Mutex;
 
@@ -211,8 +211,7 @@ impl ImageWriter {
         // One buffer, one write: header, table, payloads, padding.
         let mut bytes = self.areas.lock().pop().unwrap_or_default();
         bytes.clear();
-        let no_memory = |_| Error::OutOfMemory { place: Place::Host, len: chunk.len };
-        bytes.try_reserve(chunk.len as usize).map_err(no_memory)?;
+        make_room(&mut bytes, chunk.len as usize)?;
         bytes.extend_from_slice(&chunk.encode(self.store));
         for (((_, page), frames), header) in pages.iter().zip(frames).zip(&chunk.images) {
             bytes.resize((header.image.offset - chunk.offset) as usize, 0);

@@ -14,7 +14,7 @@ use remanent_format::{Defect, FileName, PageId};
 
 use crate::crew;
 use crate::device::{Command, CommandList, Device, Fence, Lane, Pending, Span, StagingSpan};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, make_room};
 use crate::runs::{Piece, RUN_BYTES, Run, SUMMED_AT_ONCE, Wanted, runs};
 use crate::source::DiskSource;
 use crate::staging::{StagingBuf, StagingPool};
@@ -104,6 +104,7 @@ impl ImageLoader<'_> {
                 Cow::Borrowed(_) => stored.push((at, target)),
                 Cow::Owned(content) => {
                     decoded.push((decoded_bytes.len(), target));
+                    make_room(&mut decoded_bytes, content.len())?;
                     decoded_bytes.extend_from_slice(&content);
                     if decoded_bytes.len() as u64 >= RUN_BYTES {
                         copies.upload_copy(&decoded_bytes, &decoded)?;

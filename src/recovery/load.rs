@@ -23,7 +23,7 @@ use crate::applier::{ColdPage, ListBuilder, PayloadAt, stage_aside};
 use crate::arena::{Arena, PageMemory};
 use crate::crew;
 use crate::device::{Command, CommandList, Device, Lane, Pending, StagingSpan};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, copied};
 use crate::options::Restore;
 use crate::runs::Wanted;
 use crate::source::DiskSource;
@@ -210,8 +210,8 @@ impl Loader<'_> {
         recovery.replay(&sealed_log, survey, from, end.proven.lsn, list, |list| in_flight.submit(list?))?;
         // What no mark proves is read through the cache: that is where it is.
         let list_and_payloads = |run: Run| {
-            let payloads = run.batches.iter().map(|batch| run.payload(batch).to_vec());
-            (payloads.collect::<Vec<_>>(), deltas.list(run))
+            let payloads = run.batches.iter().map(|batch| copied(run.payload(batch)));
+            (payloads.collect::<Result<Vec<_>>>(), deltas.list(run))
         };
         recovery.replay(
             source,
@@ -220,7 +220,7 @@ impl Loader<'_> {
             end.accepted.lsn,
             list_and_payloads,
             |(payloads, list)| {
-                tail.extend(payloads);
+                tail.extend(payloads?);
                 in_flight.submit(list?)
             },
         )?;

@@ -11,7 +11,7 @@ use remanent_format::segment::{Opening, SEGMENT_HEADER_BLOCK, SegmentHeader};
 use remanent_format::{Defect, FileName, Folder, Incarnation, LogPoint, Position, StoreId};
 
 use crate::disk::DiskFile;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, make_room};
 use crate::log::{LogStart, SegmentFile, SegmentPool, SpacePurpose};
 
 /// Begins the incarnation after `before`: I5, step by step.
@@ -38,7 +38,9 @@ pub(super) fn begin(
     let header = SegmentHeader { store, segment: number, segment_len, opening: Some(opening) };
     let file = build(pool, number, &header, &frames.bytes)?;
     // 2. Read back past the cache: a sync that lied is found before anything depends on it.
-    let mut found = vec![0; frames.bytes.len()];
+    let mut found = Vec::new();
+    make_room(&mut found, frames.bytes.len())?;
+    found.resize(frames.bytes.len(), 0);
     file.read_past_cache(SEGMENT_HEADER_BLOCK, &mut found)?;
     if found != frames.bytes {
         let defect = Defect::Field { what: "opening segment that differs from the one written", found: 0 };

@@ -1,7 +1,9 @@
-//! The allocator of this binary: the system's, which counts what it hands out.
+//! The allocator of this binary: the system's, which counts what it hands out, and refuses one allocation that a test
+//! chooses.
 
 use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::ptr;
+use std::sync::atomic::{AtomicIsize, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 struct Counting;
@@ -15,6 +17,17 @@ static PEAK: AtomicUsize = AtomicUsize::new(0);
 /// Held by the test that runs: counts are the whole process's.
 static ALONE: Mutex<()> = Mutex::new(());
 
+/// Longer allocations are refused, and never abort the process.
+pub const REFUSED_FROM: usize = (1 << 20) + 1;
+/// How many long allocations until one is refused; not positive if none is.
+static UNTIL_REFUSED: AtomicIsize = AtomicIsize::new(0);
+
+fn is_refused(len: usize) -> bool {
+    len >= REFUSED_FROM
+        && UNTIL_REFUSED.load(Ordering::Relaxed) > 0
+        && UNTIL_REFUSED.fetch_sub(1, Ordering::Relaxed) == 1
+}
+
 fn grown(len: usize) {
     let now = NOW.fetch_add(len, Ordering::Relaxed) + len;
     PEAK.fetch_max(now, Ordering::Relaxed);
@@ -27,12 +40,18 @@ fn shrunk(len: usize) {
 // SAFETY: every call goes to the system's allocator as it came; only numbers are added up beside it.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        if is_refused(layout.size()) {
+            return ptr::null_mut();
+        }
         grown(layout.size());
         // SAFETY: the caller's promises are passed on.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        if is_refused(layout.size()) {
+            return ptr::null_mut();
+        }
         grown(layout.size());
         // SAFETY: the caller's promises are passed on.
         unsafe { System.alloc_zeroed(layout) }
@@ -45,6 +64,9 @@ unsafe impl GlobalAlloc for Counting {
     }
 
     unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
+        if is_refused(new_size) {
+            return ptr::null_mut();
+        }
         // Where memory moves, both are there for a while.
         grown(new_size);
         shrunk(layout.size());
@@ -64,4 +86,11 @@ pub fn peak<T>(work: impl FnOnce() -> T) -> (T, usize) {
     PEAK.store(before, Ordering::Relaxed);
     let done = work();
     (done, PEAK.load(Ordering::Relaxed).saturating_sub(before))
+}
+
+/// Does something with the `number`th long allocation from now on refused; returns whether it came to that.
+pub fn refuse<T>(number: isize, work: impl FnOnce() -> T) -> (T, bool) {
+    UNTIL_REFUSED.store(number, Ordering::Relaxed);
+    let done = work();
+    (done, UNTIL_REFUSED.swap(0, Ordering::Relaxed) <= 0)
 }

@@ -6,3 +6,4 @@ mod forward;
 mod allocator;
 mod long_pages;
 mod new_pages;
+mod refusals;

@@ -6,7 +6,7 @@
 use std::io::{BufRead, Read};
 use std::ops::ControlFlow;
 
-use crate::defect::{Defect, check_equal, check_limit};
+use crate::defect::{Defect, check_equal, check_limit, reserve};
 
 const CODEC_RAW: u8 = 0;
 const CODEC_ZSTD: u8 = 1;
@@ -72,10 +72,13 @@ impl Compressor {
     /// One frame of at most [`COMPRESSED_PIECE_LEN`] bytes.
     ///
     /// # Errors
-    /// [`Defect::Limit`] if there are more bytes, [`Defect::Compression`] if there is no memory.
+    /// [`Defect::Limit`] if there are more bytes; [`Defect::Memory`] or [`Defect::Compression`] if there is no memory.
     pub fn frame(&mut self, bytes: &[u8]) -> Result<Vec<u8>, Defect> {
         check_limit("length of a piece to compress", bytes.len() as u64, COMPRESSED_PIECE_LEN as u64)?;
-        self.0.compress(bytes).map_err(compression)
+        let mut frame = Vec::new();
+        reserve(&mut frame, zstd::zstd_safe::compress_bound(bytes.len()) as u64)?;
+        self.0.compress_to_buffer(bytes, &mut frame).map_err(compression)?;
+        Ok(frame)
     }
 }
 

@@ -26,8 +26,20 @@ const READ_AHEAD_MAX: u64 = 8 << 20;
 /// Gives memory of at least so many bytes to read into; what it holds does not matter.
 pub type Supply<'s, B> = &'s dyn Fn(usize) -> io::Result<B>;
 
+/// Longer memory may be refused. Shorter one never is: whoever looks for frames skips what cannot be read, and must not
+/// skip a sound one for want of memory.
+const NEVER_REFUSED_LEN: usize = 1 << 20;
+
 /// The memory of whoever has no wishes.
-pub(super) const ORDINARY: Supply<'static, Vec<u8>> = &|len| Ok(vec![0; len]);
+pub(super) const ORDINARY: Supply<'static, Vec<u8>> = &|len| {
+    if len <= NEVER_REFUSED_LEN {
+        return Ok(vec![0; len]);
+    }
+    let mut bytes = Vec::new();
+    bytes.try_reserve_exact(len).map_err(|_| io::ErrorKind::OutOfMemory)?;
+    bytes.resize(len, 0);
+    Ok(bytes)
+};
 
 /// Reads one segment through a buffer, which it reads into again unless somebody shares it.
 pub(super) struct SegmentReader<'s, B = Vec<u8>> {
@@ -136,7 +148,10 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
         match self.buffer.as_mut().and_then(Arc::get_mut).filter(|own| (**own).as_ref().len() >= len) {
             Some(own) => own.as_mut().copy_within(kept_at..kept_at + kept, 0),
             None => {
-                let mut new = (self.supply)(len).map_err(unreadable)?;
+                let mut new = (self.supply)(len).map_err(|error| match error.kind() {
+                    io::ErrorKind::OutOfMemory => Defect::Memory { needed: len as u64 },
+                    _ => unreadable(error),
+                })?;
                 if let Some(old) = &self.buffer {
                     new.as_mut()[..kept].copy_from_slice(&(**old).as_ref()[kept_at..kept_at + kept]);
                 }
