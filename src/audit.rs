@@ -22,11 +22,10 @@ use crate::device::{Command, CommandList, Device, StagingSpan};
 use crate::disk::Disk;
 use crate::error::{Error, Result};
 use crate::images::{CHUNK_BYTES, chunks};
-use crate::keeping::Keeping;
+use crate::keeping::KeepingLock;
 use crate::past::Past;
 use crate::point::RestorePoint;
 use crate::staging::{StagingBuf, StagingPool};
-use crate::sync::Mutex;
 
 /// What an audit found.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -66,7 +65,7 @@ pub(crate) struct Auditor<'a> {
     pub staging: &'a Arc<StagingPool>,
     pub applier: &'a Applier,
     /// Nothing is recycled while this is held.
-    pub keeping: &'a Mutex<Keeping>,
+    pub keeping: &'a KeepingLock,
 }
 
 /// Pages and their checksums, behind one batch.

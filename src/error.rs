@@ -4,7 +4,9 @@ use std::fmt;
 use std::io;
 use std::sync::Arc;
 
-use remanent_format::{Damage, Defect, Epoch, FileName, Key, Lsn, PageId, Place, Position, SnapshotId};
+use remanent_format::{
+    Damage, Defect, Epoch, FileName, Key, Lsn, PageId, Place, Position, SHORTAGES, SnapshotId,
+};
 
 /// What the library returns.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -26,7 +28,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[non_exhaustive]
 pub enum Error {
     /// A call to the file system failed.
-    #[error("cannot {action} {file}{}: {source}", At(*.offset))]
+    #[error("cannot {action} {file}{}{}: {source}", At(*.offset), Of(.store.as_deref()))]
     Io {
         /// What was tried.
         action: &'static str,
@@ -34,6 +36,8 @@ pub enum Error {
         file: FileName,
         /// The offset in the file, in bytes, where one is known.
         offset: Option<u64>,
+        /// The store's directory, where a store was being opened.
+        store: Option<Arc<str>>,
         /// What the system said.
         source: Arc<io::Error>,
     },
@@ -78,7 +82,7 @@ pub enum Error {
         path: String,
     },
     /// The directory holds something else. Nothing was touched.
-    #[error("{path} holds {found}, which is no file of a store: give an empty directory")]
+    #[error("no store can be made in {path}, which is not empty (it holds {found}): give an empty directory")]
     ForeignDirectory {
         /// The directory.
         path: String,
@@ -156,11 +160,11 @@ pub enum Error {
         reason: String,
     },
     /// A length or count is over the format's limit.
-    #[error("{what} is {found}, over the limit of {limit}")]
+    #[error("{what} is {}over the limit of {limit}", Size(*.found))]
     Limit {
         /// What is too large.
         what: &'static str,
-        /// Its size.
+        /// Its size; `u64::MAX` if it cannot be told.
         found: u64,
         /// The limit.
         limit: u64,
@@ -289,7 +293,7 @@ pub enum Error {
         len: u64,
     },
     /// An earlier failure stopped commits and snapshots; this is that failure.
-    #[error("the store stopped after an earlier failure: {0}; {remedy}", remedy = .0.remedy())]
+    #[error("the store stopped after an earlier failure: {0}; {remedy}", remedy = remedy_of_poisoned(.0))]
     Poisoned(Arc<Error>),
     /// The store is being closed by another thread.
     #[error("the store is closed")]
@@ -302,10 +306,14 @@ pub enum Error {
 pub enum Remedy {
     /// The call is wrong: change it. Nothing happened.
     ChangeCall,
-    /// Somebody else's change came first, or somebody else has it: try again. Nothing happened.
+    /// Somebody else's change came first, somebody else has it, or the system was short of open files, memory or
+    /// threads: try again. Nothing happened.
     Retry,
     /// Make room, then try again. Nothing happened.
     FreeSpace,
+    /// The system refuses what the error names: permit it, make what is missing, or name another place. Nothing
+    /// happened.
+    Permit,
     /// Close and open the store again; what was acknowledged is there.
     Reopen,
     /// Start a new process and open the store there: this one's device context is lost.
@@ -322,7 +330,8 @@ impl fmt::Display for Remedy {
             Remedy::ChangeCall => "change the call",
             Remedy::Retry => "try again",
             Remedy::FreeSpace => "free some space, then try again",
-            Remedy::Reopen => "close the store and open it again",
+            Remedy::Permit => "see to what the system refuses, then try again",
+            Remedy::Reopen => "close the store, if it is open, and open it again",
             Remedy::NewProcess => "open the store in a new process",
             Remedy::StartOver => "start over from the newest snapshot",
             Remedy::Inspect => "run `remanent verify`",
@@ -361,13 +370,17 @@ impl Error {
             Error::DiskFull { .. } | Error::OverBudget { .. } | Error::OutOfMemory { .. } => {
                 Remedy::FreeSpace
             }
+            error if error.is_shortage() => Remedy::Retry,
+            Error::Io { source, .. } | Error::Folder { source, .. } if is_the_systems(source) => {
+                Remedy::Permit
+            }
             Error::Io { .. } | Error::Folder { .. } | Error::Device { context_lost: false, .. } => {
                 Remedy::Reopen
             }
             Error::Device { context_lost: true, .. } => Remedy::NewProcess,
             Error::Overtaken { .. } | Error::Diverged { .. } => Remedy::StartOver,
             Error::Damaged(_) => Remedy::Inspect,
-            Error::Poisoned(cause) => cause.remedy(),
+            Error::Poisoned(cause) => remedy_of_poisoned(cause),
         }
     }
 
@@ -410,7 +423,42 @@ impl Error {
     /// only where space is made, so not here.
     #[must_use]
     pub(crate) fn io(action: &'static str, file: FileName, offset: Option<u64>, source: io::Error) -> Self {
-        Error::Io { action, file, offset, source: Arc::new(source) }
+        Error::Io { action, file, offset, store: None, source: Arc::new(source) }
+    }
+
+    /// The error with the directory of the store that was being opened.
+    #[must_use]
+    pub(crate) fn in_store(self, directory: &str) -> Self {
+        match self {
+            Error::Io { action, file, offset, store: None, source } => {
+                Error::Io { action, file, offset, store: Some(directory.into()), source }
+            }
+            // A thread that could not be started.
+            Error::Folder { action, path, source } if path == "the store" => {
+                Error::Folder { action, path: format!("the store in {directory}"), source }
+            }
+            error => error,
+        }
+    }
+
+    /// Whether the system was short of something that passes: open files, memory, threads. Nothing was done then, and
+    /// the same call may succeed later. A failed sync is none of these, whatever the system said: it may have dropped
+    /// what it could not write.
+    #[must_use]
+    pub(crate) fn is_shortage(&self) -> bool {
+        match self {
+            Error::Io { action, source, .. } | Error::Folder { action, source, .. } => {
+                *action != "sync" && source.raw_os_error().is_some_and(|errno| SHORTAGES.contains(&errno))
+            }
+            _ => false,
+        }
+    }
+
+    /// Whether the failure leaves everything as it was where something is made anew: no space,
+    /// no memory, or a [shortage](Self::is_shortage).
+    #[must_use]
+    pub(crate) fn is_passing(&self) -> bool {
+        matches!(self, Error::DiskFull { .. } | Error::OutOfMemory { .. }) || self.is_shortage()
     }
 
     /// Whether the file system said that there is no space left.
@@ -427,10 +475,13 @@ impl Error {
 }
 
 impl From<Damage> for Error {
-    /// Where there was no memory to look at bytes, nothing is known to be wrong with them.
+    /// What could not be looked at, for a shortage or for want of memory, is no damage: nothing is known to be wrong with it.
     fn from(damage: Damage) -> Self {
         match damage.defect {
             Defect::Memory { needed } => Error::OutOfMemory { place: Place::Host, len: needed },
+            Defect::Shortage { errno } => {
+                Error::io("read", damage.file, Some(damage.offset), io::Error::from_raw_os_error(errno))
+            }
             _ => Error::Damaged(Box::new(damage)),
         }
     }
@@ -456,12 +507,53 @@ pub(crate) fn copied(bytes: &[u8]) -> Result<Vec<u8>> {
     Ok(copy)
 }
 
+/// What helps a store that stopped for this reason: to try again is not enough.
+fn remedy_of_poisoned(cause: &Error) -> Remedy {
+    match cause.remedy() {
+        Remedy::Retry | Remedy::Permit => Remedy::Reopen,
+        remedy => remedy,
+    }
+}
+
+/// Whether the system refuses this to whoever asks, until somebody changes it: rights, names, media.
+fn is_the_systems(error: &io::Error) -> bool {
+    use io::ErrorKind as Kind;
+    matches!(
+        error.kind(),
+        Kind::PermissionDenied
+            | Kind::NotFound
+            | Kind::NotADirectory
+            | Kind::IsADirectory
+            | Kind::AlreadyExists
+            | Kind::ReadOnlyFilesystem
+            | Kind::InvalidFilename
+    )
+}
+
 /// Shows an offset that may be unknown.
 struct At(Option<u64>);
 
 impl fmt::Display for At {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.map_or(Ok(()), |offset| write!(f, " at offset {offset}"))
+    }
+}
+
+/// Shows the store that a file is of.
+struct Of<'a>(Option<&'a str>);
+
+impl fmt::Display for Of<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.map_or(Ok(()), |store| write!(f, " of the store in {store}"))
+    }
+}
+
+/// Shows a size that may be unknown.
+struct Size(u64);
+
+impl fmt::Display for Size {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.0 == u64::MAX { Ok(()) } else { write!(f, "{}, ", self.0) }
     }
 }
 

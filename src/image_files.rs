@@ -49,6 +49,11 @@ impl ImageFiles {
         &self.disk
     }
 
+    /// The number that is taken next.
+    pub fn next_number(&self) -> u64 {
+        self.state.lock().next
+    }
+
     /// A number for an image file or a table. It is taken, whatever happens: a name is never used for two
     /// contents.
     pub fn take_number(&self) -> u64 {

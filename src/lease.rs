@@ -11,6 +11,7 @@ use remanent_format::{Epoch, Lsn, PageId, PageInfo, Place};
 use crate::applier::{Applier, LeaseId, Leases};
 use crate::device::{Device, Fence, MemoryId, PageBytes, RawStream};
 use crate::error::{Error, Result};
+use crate::process::Process;
 use crate::sync::Mutex;
 
 /// The right to read a page where it lies: at an address on the device, or as a slice of host memory.
@@ -54,9 +55,9 @@ pub struct Lease<'s> {
     ready: Fence,
     streams: Mutex<Vec<RawStream>>,
     bytes: OnceLock<Option<PageBytes>>,
-    /// Whether it has ended, or belongs to a process that this one was forked from.
+    /// Whether it has ended.
     is_over: bool,
-    opener: u32,
+    opener: Process,
     leases: Arc<Leases>,
     device: Arc<dyn Device>,
     /// The store stays open.
@@ -90,7 +91,7 @@ impl<'s> Lease<'s> {
             streams: Mutex::default(),
             bytes: OnceLock::new(),
             is_over: false,
-            opener: std::process::id(),
+            opener: Process::current(),
             leases: leases.clone(),
             device: device.clone(),
             _store: PhantomData,
@@ -122,9 +123,11 @@ impl<'s> Lease<'s> {
     }
 
     /// Where kernels find the page's bytes, once a stream was named to [`Lease::on`]. It stays the same as long
-    /// as the lease. `None` where pages live in memory of the host alone, and for a page of length 0.
+    /// as the lease. `None` where pages live in memory of the host alone, for a page of length 0, and in a forked
+    /// child.
     #[must_use]
     pub fn address(&self) -> Option<u64> {
+        self.opener.check().ok()?;
         self.device.address(self.memory)
     }
 
@@ -133,8 +136,9 @@ impl<'s> Lease<'s> {
     ///
     /// # Errors
     /// [`Error::StreamRefused`] if a graph is being captured from the stream, if it is another device's, or if
-    /// pages live in host memory; a device error.
+    /// pages live in host memory; [`Error::Forked`]; a device error.
     pub fn on(&self, stream: RawStream) -> Result<&Self> {
+        self.opener.check()?;
         let mut streams = self.streams.lock();
         self.leases.signal(stream, self.ready)?;
         if !streams.contains(&stream) {
@@ -151,8 +155,9 @@ impl<'s> Lease<'s> {
     /// reads them there once this method has waited.
     ///
     /// # Errors
-    /// [`Error::PlaceUnavailable`] if there is no such slice; a device error.
+    /// [`Error::PlaceUnavailable`] if there is no such slice; [`Error::Forked`]; a device error.
     pub fn bytes(&self) -> Result<&[u8]> {
+        self.opener.check()?;
         self.device.wait(self.ready)?;
         match self.bytes.get_or_init(|| self.device.bytes(self.memory)) {
             Some(bytes) => Ok((**bytes).as_ref()),
@@ -173,13 +178,15 @@ impl<'s> Lease<'s> {
     ///
     /// # Errors
     /// [`Error::StreamRefused`] if a graph is being captured from one of its streams now; a device error. The
-    /// page's memory then stays leased until the store is closed.
+    /// page's memory then stays leased until the store is closed. [`Error::Forked`]: the parent's lease goes on.
     pub fn end(mut self) -> Result<()> {
+        self.opener.check()?;
         self.end_now()
     }
 
     fn end_now(&mut self) -> Result<()> {
-        if std::mem::replace(&mut self.is_over, true) || std::process::id() != self.opener {
+        // Dropped in a forked child, it is the parent's still.
+        if std::mem::replace(&mut self.is_over, true) || !self.opener.is_current() {
             return Ok(());
         }
         self.leases.end(self.info.page, self.id, self.streams.get_mut())

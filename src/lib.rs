@@ -75,6 +75,34 @@
 //! | Turn | work that runs on the applier between two batches |
 //! | [`Budget`] | byte limits a place, checked before anything is allocated |
 //!
+//! # Processes, threads, tasks
+//!
+//! **Forks.** A store belongs to the process that opened it. In a forked child every call on an inherited store,
+//! [`Ticket`], [`Lease`], [`Pin`], [`Follower`], [`Snapshot`] or [`device::DeviceBytes`] says [`Error::Forked`], before
+//! it writes a byte or waits for a lock; getters without an error say nothing, such as no snapshots. Dropping what was
+//! inherited gives nothing back, and the parent goes on. A child may open other stores, and this one once its parent has
+//! closed it; a [`Replica`] is plain memory and goes on in both. A snapshot that a [`Snapshot`] holds stays held while
+//! the parent holds it; if the parent dies first, until the child ends. A GPU cannot be used in a child of a process that
+//! used it: that is the driver's rule.
+//!
+//! **What waits for what.**
+//!
+//! | call | waits for |
+//! |---|---|
+//! | [`Store::submit`] | other submissions, and for a new segment where the log has no room |
+//! | [`Store::commit`], [`Ticket::wait`] | what [`Ack`] says: nothing, the applier, or a sync of the log |
+//! | [`Store::read`], [`Store::page`] and other lookups | the applier, behind the batches before |
+//! | [`Store::snapshots`], [`Store::would_prune`], [`Store::stats`] | no snapshot, no scrub and no pace |
+//! | [`Store::snapshot`] and its kin, [`Store::prune`], [`Store::restore_to`] | each other, and for a snapshot in the background, which is then written at full speed |
+//! | [`Store::scrub`], [`Store::audit`] | the same; a scrub for another scrub |
+//! | [`Store::restore_to`] | and commits wait for it |
+//!
+//! **Async.** No call is a future. A call that waits for a disk belongs on a thread that may block (tokio's
+//! `spawn_blocking`); so does dropping a store. [`Store::submit`] and, later, one [`Ticket::wait`] for many batches keep
+//! such threads few. A lease or a pin is not held across an `await` if another task may commit to its page.
+//!
+//! **Failures.** Which of them stop a store is listed in `docs/failures.md`.
+//!
 //! # Map
 //!
 //! Floors: a file imports only from lower ones.
@@ -82,8 +110,8 @@
 //! | floor | files |
 //! |---|---|
 //! | 0 | the crate `remanent-format`: every byte on disk, and the pure `rebuild`; `sync` |
-//! | 1 | [`error`], [`options`], `point`, `phases`, `crew` |
-//! | 2 | the seams [`device`] and [`disk`]; `poison`, `retention` |
+//! | 1 | [`error`], [`options`], `point`, `process`, `phases`, `crew` |
+//! | 2 | the seams [`device`] and [`disk`]; `poison`, `pace`, `retention` |
 //! | 3 | their implementations |
 //! | 4 | `batch`, [`arena`], [`staging`], `source`, `image_files` |
 //! | 5 | `log/`, `images`, `publish`, `keeping`, `runs`, `past`, `applier/` |
@@ -150,12 +178,14 @@ pub mod sync;
 pub mod error;
 pub mod options;
 mod point;
+mod process;
 pub mod phases;
 mod crew;
 mod retention;
 pub mod device;
 pub mod disk;
 mod poison;
+mod pace;
 pub mod arena;
 pub mod staging;
 mod batch;
@@ -218,8 +248,8 @@ use disk::Disk;
 use disk::dir::DirDisk;
 
 impl Store {
-    /// Opens the store in `directory`; creates it if the directory is missing or empty and
-    /// [`Options::create`] allows it. This is the whole recovery: when it returns, every batch that was
+    /// Opens the store in `directory`; creates it, with the directories above it, if the directory is missing or empty
+    /// and [`Options::create`] allows it. This is the whole recovery: when it returns, every batch that was
     /// acknowledged at the level that the crash spared is there, and [`Store::recovered`] says what was done.
     ///
     /// # Errors
@@ -391,7 +421,7 @@ impl Snapshot {
     /// As for [`Snapshot::fork`].
     #[doc(hidden)]
     pub fn fork_on(&self, disk: &Arc<dyn Disk>) -> Result<StoreId> {
-        recovery::fork(self.past(), disk)
+        recovery::fork(self.past()?, disk)
     }
 }
 

@@ -468,7 +468,11 @@ impl Options {
         {
             return invalid(
                 "segment_len",
-                format!("{} is no multiple of 4096 of at least 16 KiB", self.segment_len),
+                format!(
+                    "{} is no multiple of 4096 from 16 KiB to {} MiB",
+                    self.segment_len,
+                    SEGMENT_LEN_MAX >> 20
+                ),
             );
         }
         if self.identity.as_ref().is_some_and(|identity| identity.len() > IDENTITY_LEN_MAX) {

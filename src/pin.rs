@@ -10,6 +10,7 @@ use remanent_format::{PageId, PageInfo};
 use crate::applier::{Applier, Leases};
 use crate::device::{Device, MemoryId, RawStream};
 use crate::error::{Error, Result};
+use crate::process::ForkGuard;
 
 /// The promise that a page keeps its address, as a captured CUDA graph needs it, or a framework that holds pointers
 /// to weights.
@@ -45,7 +46,8 @@ pub struct Pin<'s> {
     info: PageInfo,
     memory: MemoryId,
     store: Pinning<'s>,
-    _pinned: Pinned,
+    /// A process that was forked from this one has no pins.
+    pinned: ForkGuard<Pinned>,
 }
 
 /// What pins are made with.
@@ -59,21 +61,19 @@ pub(crate) struct Pinning<'s> {
 struct Pinned {
     page: PageId,
     leases: Arc<Leases>,
-    /// A process that was forked from this one has no pins.
-    opener: u32,
 }
 
 impl<'s> Pin<'s> {
     /// Takes a page that was pinned just now, and is unpinned if this fails.
     pub(crate) fn take(store: Pinning<'s>, page: PageId) -> Result<Self> {
-        let pinned = Pinned { page, leases: store.leases.clone(), opener: std::process::id() };
+        let pinned = ForkGuard::new(Pinned { page, leases: store.leases.clone() });
         // Behind every batch that could still have moved it.
         let (info, memory) = store.applier.turn(move |turn| {
             turn.intact()?;
             let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;
             Ok((info, turn.applied.memory[page].span().memory))
         })?;
-        Ok(Self { info, memory, store, _pinned: pinned })
+        Ok(Self { info, memory, store, pinned })
     }
 
     /// The page.
@@ -89,9 +89,10 @@ impl<'s> Pin<'s> {
     }
 
     /// Where kernels find the page's bytes. It stays the same as long as the pin. `None` where pages live in
-    /// memory of the host alone, and for a page of length 0.
+    /// memory of the host alone, for a page of length 0, and in a forked child.
     #[must_use]
     pub fn address(&self) -> Option<u64> {
+        self.pinned.check().ok()?;
         self.store.device.address(self.memory)
     }
 
@@ -100,8 +101,10 @@ impl<'s> Pin<'s> {
     ///
     /// # Errors
     /// [`Error::StreamRefused`] if a graph is being captured from the stream, if it is another device's, or if
-    /// pages live in host memory; [`Error::Poisoned`] if the device failed, now or with a batch before.
+    /// pages live in host memory; [`Error::Poisoned`] if the device failed, now or with a batch before;
+    /// [`Error::Forked`].
     pub fn on(&self, stream: RawStream) -> Result<&Self> {
+        self.pinned.check()?;
         let ready = self.store.applier.turn(|turn| Ok(turn.submit(Default::default())?.fence()))?;
         self.store.leases.signal(stream, ready)?;
         Ok(self)
@@ -110,9 +113,7 @@ impl<'s> Pin<'s> {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        if std::process::id() == self.opener {
-            self.leases.unpin(self.page);
-        }
+        self.leases.unpin(self.page);
     }
 }
 

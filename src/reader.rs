@@ -13,6 +13,7 @@ use crate::disk::Disk;
 use crate::error::{Error, Result};
 use crate::past::Past;
 use crate::point::RestorePoint;
+use crate::process::Process;
 use crate::sync::Mutex;
 
 /// Bytes of pages that a handle keeps. A page that is longer is kept alone, so that reading it piece by
@@ -30,6 +31,7 @@ const CACHE_BYTES: u64 = 64 << 20;
 /// log. At most 64 MiB of pages are kept for later reads, or one page that is longer. A page whose bytes on
 /// disk are damaged fails alone.
 pub struct Snapshot {
+    opener: Process,
     past: Past,
     cache: Mutex<Cache>,
 }
@@ -41,12 +43,20 @@ impl Snapshot {
     /// As for [`Store::open_at`](crate::Store::open_at).
     #[doc(hidden)]
     pub fn open_on(disk: &Arc<dyn Disk>, point: Option<&RestorePoint>) -> Result<Self> {
-        Ok(Self { past: Past::open(disk, point)?, cache: Mutex::default() })
+        let past = Past::open(disk, point);
+        Ok(Self {
+            opener: Process::current(),
+            past: past.map_err(|error| error.in_store(&disk.label()))?,
+            cache: Mutex::default(),
+        })
     }
 
-    /// What it reads from.
-    pub(crate) fn past(&self) -> &Past {
-        &self.past
+    /// What it reads from, for the process that opened it: a forked child does not know who waits for what in it.
+    ///
+    /// # Errors
+    /// [`Error::Forked`].
+    pub(crate) fn past(&self) -> Result<&Past> {
+        self.opener.check().map(|()| &self.past)
     }
 
     /// The store's identity.
@@ -75,17 +85,17 @@ impl Snapshot {
     /// A page's length, version, key and metadata.
     ///
     /// # Errors
-    /// [`Error::UnknownPage`].
+    /// [`Error::UnknownPage`], [`Error::Forked`].
     pub fn page(&self, page: PageId) -> Result<PageInfo> {
-        self.past.table().get(page).ok_or(Error::UnknownPage { page })
+        self.past()?.table().get(page).ok_or(Error::UnknownPage { page })
     }
 
     /// The page that has this key.
     ///
     /// # Errors
-    /// [`Error::UnknownKey`].
+    /// [`Error::UnknownKey`], [`Error::Forked`].
     pub fn page_by_key(&self, key: &Key) -> Result<PageInfo> {
-        self.past.table().get_key(key).ok_or_else(|| Error::UnknownKey { key: key.clone() })
+        self.past()?.table().get_key(key).ok_or_else(|| Error::UnknownKey { key: key.clone() })
     }
 
     /// The root: the store's own metadata.
@@ -98,7 +108,7 @@ impl Snapshot {
     ///
     /// # Errors
     /// [`Error::UnknownPage`], [`Error::OutOfBounds`]; [`Error::Damaged`] if what this page is made from is
-    /// damaged, which says nothing of other pages; [`Error::Overtaken`]; [`Error::OutOfMemory`].
+    /// damaged, which says nothing of other pages; [`Error::Overtaken`]; [`Error::OutOfMemory`]; [`Error::Forked`].
     pub fn read(&self, page: PageId, offset: u64, out: &mut [u8]) -> Result<()> {
         let (len, page_len) = (out.len() as u64, self.page(page)?.len);
         if offset.checked_add(len).is_none_or(|end| end > page_len) {

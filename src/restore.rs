@@ -181,7 +181,7 @@ impl Restore<'_> {
     /// too large, all goes on as if it had never begun; after any other failure the next open removes what is
     /// left, or nothing ever names it.
     fn give_up(&self, number: u64, error: Error) -> Error {
-        if !matches!(error, Error::DiskFull { .. } | Error::Damaged(_) | Error::OutOfMemory { .. }) {
+        if !error.is_passing() && !matches!(error, Error::Damaged(_)) {
             return self.poison.set(error);
         }
         let present = self.disk.list(Folder::Pages).unwrap_or_default();

@@ -184,7 +184,7 @@ impl<B: DerefMut<Target = [u8]>> Piece<B> {
     ) -> Result<Self> {
         let name = FileName::Pages(file);
         let at = |defect: Defect| defect.at(name, range.start);
-        let unreadable = |error: std::io::Error| at(Defect::Unreadable(error.to_string()));
+        let unreadable = |error: std::io::Error| at(Defect::unreadable(&error));
         let have = source.len(name).map_err(unreadable)?.ok_or_else(|| at(Defect::Missing))?;
         if have < range.end {
             return Err(at(Defect::Truncated { needed: range.end, have }).into());

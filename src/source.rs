@@ -133,6 +133,10 @@ impl ReadAt for DiskSource {
 
 fn to_io(error: Error) -> io::Error {
     let kind = match &error {
+        // By its number a decoder tells a shortage from a medium that fails.
+        Error::Io { source, .. } | Error::Folder { source, .. } if error.is_shortage() => {
+            return source.raw_os_error().map_or_else(|| source.kind().into(), io::Error::from_raw_os_error);
+        }
         Error::Io { source, .. } | Error::Folder { source, .. } => source.kind(),
         _ => io::ErrorKind::Other,
     };

@@ -1,6 +1,6 @@
 //! Floor 0. What can be wrong with bytes: the defect itself, and the place where it was found.
 
-use std::fmt;
+use std::{fmt, io};
 
 use crate::ids::Lsn;
 use crate::names::FileName;
@@ -93,7 +93,16 @@ pub enum Defect {
     /// The medium reported an error.
     #[error("cannot be read: {0}")]
     Unreadable(String),
+    /// The system was short of what a reading takes, such as open files: that says nothing of the bytes.
+    #[error("cannot be read now: {}", io::Error::from_raw_os_error(*.errno))]
+    Shortage {
+        /// The system's error number, one of [`SHORTAGES`].
+        errno: i32,
+    },
 }
+
+/// The system's error numbers for what passes: EAGAIN, ENOMEM, ENFILE, EMFILE.
+pub const SHORTAGES: [i32; 4] = [11, 12, 23, 24];
 
 /// A defect and where it lies.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -121,6 +130,21 @@ impl fmt::Display for Damage {
 impl std::error::Error for Damage {}
 
 impl Defect {
+    /// What the system said of a reading: the medium's fault, or a shortage.
+    #[must_use]
+    pub fn unreadable(error: &io::Error) -> Self {
+        match error.raw_os_error() {
+            Some(errno) if SHORTAGES.contains(&errno) => Defect::Shortage { errno },
+            _ => Defect::Unreadable(error.to_string()),
+        }
+    }
+
+    /// Whether the bytes could not be looked at, so that nothing is known of them.
+    #[must_use]
+    pub fn is_unreadable(&self) -> bool {
+        matches!(self, Defect::Unreadable(_) | Defect::Shortage { .. } | Defect::Memory { .. })
+    }
+
     /// The defect, at a place.
     #[must_use]
     pub fn at(self, file: FileName, offset: u64) -> Damage {

@@ -30,7 +30,7 @@ pub mod reach;
 pub mod trail;
 pub mod salvage;
 
-pub use defect::{Damage, Defect};
+pub use defect::{Damage, Defect, SHORTAGES};
 pub use ids::{
     Epoch, Incarnation, Key, KeyLenError, LogPoint, Lsn, PageId, Place, Position, SnapshotId, StoreId,
     UnknownPlace, Width,

@@ -550,12 +550,12 @@ pub fn read_store(source: &dyn ReadAt) -> Result<StoreFile, Damage> {
 /// none, the ordinary one says what is.
 ///
 /// # Errors
-/// [`Damage`] if their folder cannot be listed.
+/// [`Damage`] if their folder cannot be listed; [`Defect::Shortage`] of any of them.
 pub fn read_links(source: &dyn ReadAt, store: &StoreFile, faster: FasterLinks<'_>) -> Result<Links, Damage> {
     let mut links = Links::new();
     let names = source
         .list(Folder::Snapshots)
-        .map_err(|error| Defect::Unreadable(error.to_string()).at(FileName::Manifest(0), 0))?;
+        .map_err(|error| Defect::unreadable(&error).at(FileName::Manifest(0), 0))?;
     for name in names {
         if let Some(FileName::Manifest(number)) = FileName::parse(Folder::Snapshots, &name) {
             let file = FileName::Manifest(number);
@@ -563,6 +563,10 @@ pub fn read_links(source: &dyn ReadAt, store: &StoreFile, faster: FasterLinks<'_
                 Some((link, crc)) => check_file(&link, file, store).map(|()| (link, CopyHealth::whole(crc))),
                 None => read_manifest(source, file, store),
             };
+            // A link that nobody has looked at must not be taken for a damaged one: an older snapshot would take its place.
+            if let Err(damage @ Damage { defect: Defect::Shortage { .. }, .. }) = read {
+                return Err(damage);
+            }
             links.insert(SnapshotId(number), read.map(|(manifest, health)| (Arc::new(manifest), health)));
         }
     }
@@ -628,7 +632,7 @@ fn read_copies(source: &dyn ReadAt, file: FileName) -> Option<(Manifest, CopyHea
 }
 
 fn read_whole(source: &dyn ReadAt, file: FileName) -> Result<Vec<u8>, Damage> {
-    let unreadable = |error: std::io::Error| Defect::Unreadable(error.to_string()).at(file, 0);
+    let unreadable = |error: std::io::Error| Defect::unreadable(&error).at(file, 0);
     let len = source.len(file).map_err(unreadable)?.ok_or(Defect::Missing.at(file, 0))?;
     read_range(source, file, 0, len).map_err(|defect| defect.at(file, 0))
 }
@@ -654,5 +658,5 @@ pub(crate) fn read_range(
 }
 
 fn unreadable(error: std::io::Error) -> Defect {
-    Defect::Unreadable(error.to_string())
+    Defect::unreadable(&error)
 }

@@ -8,6 +8,7 @@
 //! A page that cannot be loaded stays cold, with the error for everybody who asks for it.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::time::Duration;
 
 use remanent_format::PageId;
 use remanent_format::by_id::ById;
@@ -16,7 +17,7 @@ use remanent_format::image::ImageRef;
 use crate::arena::PageMemory;
 use crate::error::{Error, Result};
 use crate::sync::atomic::{AtomicUsize, Ordering};
-use crate::sync::{Condvar, Mutex};
+use crate::sync::{Condvar, Instant, Mutex};
 
 /// A page that is to be loaded.
 pub(crate) struct ColdPage {
@@ -189,6 +190,21 @@ impl ColdPages {
     pub fn end(&self, error: Error) {
         self.state.lock().over.get_or_insert(error);
         self.changed.notify_all();
+    }
+
+    /// Waits for so long; returns at once, with `true`, when no page is loaded any more.
+    pub fn is_over_within(&self, time: Duration) -> bool {
+        let until = Instant::now() + time;
+        let mut state = self.state.lock();
+        while state.over.is_none() && Instant::now() < until {
+            self.changed.wait_until(&mut state, until);
+        }
+        state.over.is_some()
+    }
+
+    /// Pages that were taken stay on disk: no page is loaded any more.
+    pub fn give_up(&self, pages: Vec<ColdPage>) {
+        self.state.lock().given_up.extend(pages.into_iter().map(|cold| cold.memory));
     }
 
     /// The memory of all pages that did not become warm.

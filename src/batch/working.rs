@@ -56,9 +56,12 @@ impl WorkingCopy {
         &self.0.memory
     }
 
-    /// The page's epoch that the copy belongs to.
+    /// The page's epoch that the copy belongs to; 0 in a forked child.
     #[must_use]
     pub fn epoch(&self) -> Epoch {
+        if self.0.memory.check_process().is_err() {
+            return Epoch(0);
+        }
         *self.0.epoch.lock()
     }
 

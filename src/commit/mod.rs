@@ -163,7 +163,7 @@ impl Committer {
         let write = || WrittenAhead::write(&self.files, self.store, self.compression, &contents);
         match self.log.pool.with_surplus(write) {
             Ok(ahead) => Ok((whole, Some(ahead))),
-            Err(error @ (Error::DiskFull { .. } | Error::OutOfMemory { .. })) => Err(error),
+            Err(error) if error.is_passing() => Err(error),
             Err(error) => Err(self.poison.set(error)),
         }
     }

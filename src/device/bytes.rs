@@ -12,6 +12,7 @@ use remanent_format::Place;
 
 use super::{Command, CommandList, Device, Lane, MemoryId, RawStream, Span, StagingSpan};
 use crate::error::{Error, Result};
+use crate::process::ForkGuard;
 
 /// A range of a device's memory. Clones are the same bytes; the memory lives as long as one of them.
 ///
@@ -32,7 +33,7 @@ use crate::error::{Error, Result};
 /// ```
 #[derive(Clone)]
 pub struct DeviceBytes {
-    held: Arc<Held>,
+    held: Arc<ForkGuard<Held>>,
     offset: u64,
     len: u64,
     stream: Option<RawStream>,
@@ -88,8 +89,8 @@ impl DeviceBytes {
         owner: impl Any + Send + Sync,
         heard: impl Fn(Error) -> Error + Send + Sync + 'static,
     ) -> Self {
-        let held = Arc::new(Held { device, memory, place, heard: Box::new(heard), _owner: Box::new(owner) });
-        Self { held, offset: 0, len, stream: None }
+        let held = Held { device, memory, place, heard: Box::new(heard), _owner: Box::new(owner) };
+        Self { held: Arc::new(ForkGuard::new(held)), offset: 0, len, stream: None }
     }
 
     /// Length in bytes.
@@ -104,9 +105,10 @@ impl DeviceBytes {
         self.held.place
     }
 
-    /// Where kernels find the first byte; `None` where no kernel reaches it.
+    /// Where kernels find the first byte; `None` where no kernel reaches it, and in a forked child.
     #[must_use]
     pub fn address(&self) -> Option<u64> {
+        self.held.check().ok()?;
         self.held.device.address(self.held.memory).map(|address| address + self.offset)
     }
 
@@ -140,8 +142,9 @@ impl DeviceBytes {
     ///
     /// # Errors
     /// [`Error::MemoryRefused`] if they are outside; [`Error::StreamRefused`]; [`Error::Poisoned`] if the device
-    /// failed, as the store is then.
+    /// failed, as the store is then; [`Error::Forked`].
     pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        self.held.check()?;
         self.try_write(offset, bytes).map_err(&self.held.heard)
     }
 
@@ -158,6 +161,7 @@ impl DeviceBytes {
     /// # Errors
     /// As for [`DeviceBytes::write`].
     pub fn read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+        self.held.check()?;
         self.try_read(offset, out).map_err(&self.held.heard)
     }
 
@@ -167,6 +171,14 @@ impl DeviceBytes {
         let staging = self.held.device.staging(out.len())?;
         out.copy_from_slice(&self.run(Command::Download { source, target }, staging)?[..out.len()]);
         Ok(())
+    }
+
+    /// Refuses bytes that a forked child inherited.
+    ///
+    /// # Errors
+    /// [`Error::Forked`].
+    pub(crate) fn check_process(&self) -> Result<()> {
+        self.held.check().map(drop)
     }
 
     /// The range, for commands of the device on which it lies.

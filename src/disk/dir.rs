@@ -10,7 +10,7 @@ use std::num::NonZeroU64;
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use remanent_format::limits::GROUP_ALIGN;
 use remanent_format::{FileName, Folder, ReadAt, SnapshotId};
@@ -47,6 +47,8 @@ use crate::sync::Mutex;
 #[derive(Clone, Debug)]
 pub struct DirDisk {
     root: PathBuf,
+    /// Descriptors for the syncs of folders, by [`folder_index`].
+    folders: Arc<[OnceLock<File>; 4]>,
 }
 
 impl DirDisk {
@@ -55,7 +57,8 @@ impl DirDisk {
     #[must_use]
     pub fn new(path: impl AsRef<Path>) -> Self {
         let path = path.as_ref();
-        Self { root: std::path::absolute(path).unwrap_or_else(|_| path.to_owned()) }
+        let root = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+        Self { root, folders: Arc::default() }
     }
 
     /// The store directory's path.
@@ -76,8 +79,9 @@ impl DirDisk {
     }
 
     fn folder_error(&self, action: &'static str, folder: Folder, source: io::Error) -> Error {
-        let path = self.folder_path(folder).display().to_string();
-        Error::Folder { action, path, source: Arc::new(source) }
+        let path = self.folder_path(folder);
+        let shown = if path.as_os_str().is_empty() { "an empty path".into() } else { path.to_string_lossy() };
+        Error::Folder { action, path: shown.into_owned(), source: Arc::new(source) }
     }
 
     /// What became of the block that is written to try direct writes.
@@ -138,10 +142,45 @@ impl Disk for DirDisk {
         Ok(())
     }
 
+    fn make_parents(&self) -> Result<()> {
+        let failed = |action, path: &Path| {
+            let path = path.display().to_string();
+            move |source| Error::Folder { action, path, source: Arc::new(source) }
+        };
+        let missing: Vec<&Path> = self.root.ancestors().skip(1).take_while(|path| !path.exists()).collect();
+        for path in missing.into_iter().rev() {
+            match std::fs::create_dir(path) {
+                Ok(()) => {}
+                // Another process was first.
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+                Err(error) => return Err(failed("make", path)(error)),
+            }
+            // Its name is durable before anything is made in it.
+            let above = path.parent().unwrap_or(Path::new("/"));
+            File::open(above).and_then(|above| above.sync_all()).map_err(failed("sync", above))?;
+        }
+        Ok(())
+    }
+
     fn sync_folder(&self, folder: Folder) -> Result<()> {
-        File::open(self.folder_path(folder))
-            .and_then(|opened| opened.sync_all())
-            .map_err(|source| self.folder_error("sync", folder, source))
+        let failed = |source| self.folder_error("sync", folder, source);
+        match self.folders[folder_index(folder)].get() {
+            Some(folder) => folder.sync_all().map_err(failed),
+            None => File::open(self.folder_path(folder)).and_then(|opened| opened.sync_all()).map_err(failed),
+        }
+    }
+
+    fn keep_folders_open(&self) -> Result<()> {
+        for folder in [Folder::Root].into_iter().chain(Folder::INNER) {
+            let kept = &self.folders[folder_index(folder)];
+            if kept.get().is_none() {
+                let opened = File::open(self.folder_path(folder));
+                let opened = opened.map_err(|source| self.folder_error("open", folder, source))?;
+                // Another thread's will do as well.
+                drop(kept.set(opened));
+            }
+        }
+        Ok(())
     }
 
     fn create(&self, file: FileName) -> Result<Arc<dyn DiskFile>> {
@@ -217,6 +256,11 @@ impl Disk for DirDisk {
         };
         refusal.map_err(|errno| self.folder_error("ask the file system of", Folder::Root, errno.into()))
     }
+}
+
+/// Where a folder's descriptor is kept.
+fn folder_index(folder: Folder) -> usize {
+    Folder::INNER.iter().position(|inner| *inner == folder).map_or(0, |inner| inner + 1)
 }
 
 /// Closing any descriptor of `LOCK` drops the process's record lock: only `lock.rs` may open it.

@@ -9,7 +9,7 @@
 //!    process's lock. So a registry in the process, by the directory's device and inode, is asked before
 //!    `LOCK` is opened at all.
 
-use std::collections::BTreeMap;
+use std::collections::BTreeSet;
 use std::fmt;
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -23,16 +23,15 @@ use rustix::io::Errno;
 use rustix::process::{Flock, FlockType};
 
 use super::DiskLock;
-use super::mapped::ForkMark;
 use crate::error::{Error, Result};
+use crate::process::{ForkGuard, PerProcess};
 use crate::sync::Mutex;
 
 /// A directory, whatever its path.
 type DirectoryId = (u64, u64);
 
-/// Directories locked by this process, with the process that locked them: a forked child finds its
-/// parent's entries here, and they are not its own.
-static LOCKED_HERE: Mutex<BTreeMap<DirectoryId, u32>> = Mutex::new(BTreeMap::new());
+/// Directories locked by this process. A forked child begins without any: its parent's locks are not its own.
+static LOCKED_HERE: PerProcess<Mutex<BTreeSet<DirectoryId>>> = PerProcess::new();
 
 /// The most that is read of a holder's description, in bytes.
 const HOLDER_LEN_MAX: usize = 256;
@@ -67,72 +66,38 @@ fn lock_directory(root: &Path) -> Result<DirLock> {
     }
     // 3. The description, for whoever is refused from now on. It need not survive anything.
     describe(&file).map_err(failed("write"))?;
-    // 4. Something to tell a forked child by. A system without it is asked for the process's number instead.
-    let mark =
-        ForkMark::new().inspect_err(|error| tracing::debug!(%error, "no memory that a fork wipes")).ok();
-    Ok(DirLock { file: Some(file), entry, mark })
+    Ok(DirLock { _file: ForkGuard::new(file), _entry: ForkGuard::new(entry) })
 }
 
-/// Both locks, held.
+/// Both locks, held. Dropped in this order: the file is closed while the registry still names the directory, for a
+/// thread that locks it next must not lose its record lock to this close. A forked child closes nothing: it would
+/// drop a lock on the same file that it may have taken itself since, after its parent's death.
 struct DirLock {
-    /// `Some` until dropped.
-    file: Option<File>,
-    entry: RegistryEntry,
-    mark: Option<ForkMark>,
+    _file: ForkGuard<File>,
+    _entry: ForkGuard<RegistryEntry>,
 }
 
-impl DiskLock for DirLock {
-    fn is_held_here(&self) -> bool {
-        match &self.mark {
-            Some(mark) => mark.is_own(),
-            None => self.entry.owner == std::process::id(),
-        }
-    }
-}
-
-impl Drop for DirLock {
-    fn drop(&mut self) {
-        let file = self.file.take();
-        if self.entry.owner == std::process::id() {
-            // Closed while the registry still names the directory (fields are dropped after this): a
-            // thread that locks it next must not lose its record lock to this close.
-            drop(file);
-        } else {
-            // In a forked child: by closing its copy it would drop a lock on the same file that it may
-            // have taken itself since, after its parent's death.
-            std::mem::forget(file);
-        }
-    }
-}
+impl DiskLock for DirLock {}
 
 /// A directory's place in the registry, given back when dropped.
 struct RegistryEntry {
     directory: DirectoryId,
-    owner: u32,
 }
 
 impl RegistryEntry {
     fn claim(directory: DirectoryId) -> Result<Self> {
-        let owner = std::process::id();
-        let mut locked = LOCKED_HERE.lock();
-        // An entry of a parent's says nothing about this process: the record lock will tell.
-        if locked.get(&directory) == Some(&owner) {
+        if !LOCKED_HERE.get().lock().insert(directory) {
             return Err(Error::Locked {
                 holder: format!("this process ({})", Description::of_this_process()),
             });
         }
-        locked.insert(directory, owner);
-        Ok(Self { directory, owner })
+        Ok(Self { directory })
     }
 }
 
 impl Drop for RegistryEntry {
     fn drop(&mut self) {
-        let mut locked = LOCKED_HERE.lock();
-        // A forked child that drops its parent's guard may have an entry of its own there.
-        if locked.get(&self.directory) == Some(&self.owner) {
-            locked.remove(&self.directory);
-        }
+        LOCKED_HERE.get().lock().remove(&self.directory);
     }
 }
 
@@ -159,7 +124,26 @@ impl Description {
 impl fmt::Display for Description {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "process {}, {}", self.process, self.executable)?;
-        self.started.map_or(Ok(()), |started| write!(f, ", started at Unix time {started}"))
+        self.started.map_or(Ok(()), |started| write!(f, ", started {}", UtcTime(started)))
+    }
+}
+
+/// Shows seconds since 1970 as a date and a time of day.
+struct UtcTime(u64);
+
+impl fmt::Display for UtcTime {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (days, second) = (self.0 / 86_400, self.0 % 86_400);
+        // Years that begin in March have the leap day at their end; 400 of them have 146,097 days.
+        let days = days + 719_468;
+        let (era, day_of_era) = (days / 146_097, days % 146_097);
+        let year = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+        let day_of_year = day_of_era - (365 * year + year / 4 - year / 100);
+        let month = (5 * day_of_year + 2) / 153;
+        let day = day_of_year - (153 * month + 2) / 5 + 1;
+        let (month, next) = if month < 10 { (month + 3, 0) } else { (month - 9, 1) };
+        let (year, minute) = (era * 400 + year + next, second / 60);
+        write!(f, "{year}-{month:02}-{day:02} {:02}:{:02}:{:02} UTC", minute / 60, minute % 60, second % 60)
     }
 }
 
@@ -230,6 +214,20 @@ mod tests {
             Ok(_) => None,
             Err(Error::Locked { holder }) => Some(holder),
             Err(error) => panic!("{error}"),
+        }
+    }
+
+    #[test]
+    fn times_are_dates() {
+        for (seconds, expected) in [
+            (0, "1970-01-01 00:00:00 UTC"),
+            (951_782_399, "2000-02-28 23:59:59 UTC"),
+            (951_782_400, "2000-02-29 00:00:00 UTC"),
+            (951_868_800, "2000-03-01 00:00:00 UTC"),
+            (1_798_761_599, "2026-12-31 23:59:59 UTC"),
+            (4_107_542_400, "2100-03-01 00:00:00 UTC"),
+        ] {
+            assert_eq!(UtcTime(seconds).to_string(), expected, "{seconds}");
         }
     }
 
@@ -318,23 +316,22 @@ mod tests {
 
     /// A descriptor that holds the record lock.
     fn locked_file(directory: &Path) -> File {
-        let mut lock = lock_directory(directory).unwrap();
-        lock.file.take().unwrap()
+        let lock = lock_directory(directory).unwrap();
+        let file = lock._file.try_clone().unwrap();
+        std::mem::forget(lock);
+        file
     }
 
     #[test]
     fn a_guard_inherited_by_a_forked_child_frees_nothing_there() {
         let directory = tempfile::tempdir().unwrap();
-        let metadata = std::fs::metadata(directory.path()).unwrap();
-        let id = (metadata.dev(), metadata.ino());
-        // What a forked child finds: an entry and a guard of another process's.
-        let parent = std::process::id() + 1;
-        LOCKED_HERE.lock().insert(id, parent);
-        let inherited =
-            DirLock { file: None, entry: RegistryEntry { directory: id, owner: parent }, mark: None };
         // The parent is dead, or the record lock would refuse.
         let own = acquire(directory.path()).unwrap();
-        drop(inherited);
+        // What a forked child finds: a guard of another process's for the same directory.
+        let metadata = std::fs::metadata(directory.path()).unwrap();
+        let entry = RegistryEntry { directory: (metadata.dev(), metadata.ino()) };
+        let file = File::open(directory.path().join("LOCK")).unwrap();
+        drop(DirLock { _file: ForkGuard::inherited(file), _entry: ForkGuard::inherited(entry) });
         assert!(holder_of(directory.path()).is_some(), "the child's own entry is gone");
         drop(own);
         assert_eq!(holder_of(directory.path()), None);

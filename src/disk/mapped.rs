@@ -11,13 +11,13 @@ use std::io;
 use std::ops::Range;
 use std::ptr;
 
-use memmap2::{Advice, MmapMut, MmapOptions, MmapRaw};
+use memmap2::{Advice, MmapOptions, MmapRaw};
 use remanent_format::FileName;
-use rustix::mm::madvise;
 
 use super::Window;
 use super::refusals::has_no_other_cache;
 use crate::error::{Error, Result};
+use crate::process::ForkGuard;
 use crate::sync::Mutex;
 
 /// A window onto the whole of a file.
@@ -31,7 +31,8 @@ use crate::sync::Mutex;
 /// new. That is what a torn group is; the log's checksums find it, and nobody is told that those bytes
 /// are durable before a sync that began after their put returned. Reads of the file go through `pread`.
 pub(super) struct MappedWindow {
-    map: MmapRaw,
+    /// A child has other memory at these addresses, if any: it must not unmap that.
+    map: ForkGuard<MmapRaw>,
     /// Held during a put. Costs a few nanoseconds uncontended, and keeps this file's soundness out of the
     /// callers' hands.
     putting: Mutex<()>,
@@ -50,7 +51,7 @@ impl MappedWindow {
         map.advise(Advice::DontFork)?;
         // What the page cache has lost comes back page by page, for the same reason as `DirFile::write_zeros`.
         map.advise(Advice::Random)?;
-        Ok(Self { map, putting: Mutex::new(()), name })
+        Ok(Self { map: ForkGuard::new(map), putting: Mutex::new(()), name })
     }
 
     /// The range as indices into the mapping, checked.
@@ -91,30 +92,6 @@ impl Window for MappedWindow {
         if let Err(error) = asked.and_then(|()| self.map.advise_range(Advice::PopulateWrite, start, len)) {
             tracing::debug!(file = %self.name, %error, "the log's memory is not brought in ahead");
         }
-    }
-}
-
-/// A byte that tells a process from its forked children without a system call, which would be a tenth of a small
-/// commit: the kernel gives a child zeros in its place.
-pub(super) struct ForkMark(MmapRaw);
-
-impl ForkMark {
-    /// The mark of this process.
-    pub(super) fn new() -> io::Result<Self> {
-        let mut page = MmapMut::map_anon(1)?;
-        page[0] = 1;
-        let page = MmapRaw::from(page);
-        // SAFETY: the range is that of a private anonymous mapping that lives as long as `page`. The advice
-        // changes nothing of it in this process.
-        unsafe { madvise(page.as_mut_ptr().cast(), page.len(), rustix::mm::Advice::LinuxWipeOnFork) }?;
-        Ok(Self(page))
-    }
-
-    /// Whether this process made it.
-    pub(super) fn is_own(&self) -> bool {
-        // SAFETY: the first byte of a mapping that is not empty and lives as long as `self`; nobody writes to it
-        // after `new`. Volatile, for the compiler knows of no write between two looks, and a fork is one.
-        unsafe { self.0.as_ptr().read_volatile() == 1 }
     }
 }
 

@@ -72,11 +72,28 @@ pub trait Disk: Any + Send + Sync {
     /// What the system says.
     fn make_folder(&self, folder: Folder) -> Result<()>;
 
+    /// Makes the directories above the store's, as far as they are missing, for good.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn make_parents(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// Makes the names in a folder durable: files made, renamed and removed there.
     ///
     /// # Errors
     /// What the system says.
     fn sync_folder(&self, folder: Folder) -> Result<()>;
+
+    /// Keeps what [`sync_folder`](Self::sync_folder) needs for as long as this lives: a sync that follows a rename must
+    /// not fail because the process has too many files open just then.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn keep_folders_open(&self) -> Result<()> {
+        Ok(())
+    }
 
     /// Makes an empty file, open for reading and writing. A file of that name is truncated: only names
     /// that are nobody's (`Temporary`, new numbers) are created.
@@ -289,11 +306,8 @@ impl Watch for Nap {
     }
 }
 
-/// A lock, held until dropped.
-pub trait DiskLock: Send + Sync {
-    /// Whether this process holds it: a forked child does not hold its parent's. A store asks with every call.
-    fn is_held_here(&self) -> bool;
-}
+/// A lock, held until it is dropped by the process that took it: in a forked child, dropping its copy does nothing.
+pub trait DiskLock: Send + Sync {}
 
 /// What became of a reader's wish to hold a snapshot.
 pub enum Hold {

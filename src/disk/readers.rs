@@ -6,8 +6,8 @@
 //!
 //! The locks belong to open files (`F_OFD_SETLK`), not to processes as those of `LOCK` do: they conflict
 //! within a process too, and closing another descriptor of the file drops nothing. A child that was forked
-//! shares them; the guard lets go for both, so that a child keeps a lock only if its parent died without
-//! dropping it. Such a lock costs space until the child ends, nothing else.
+//! shares them. The parent's guard lets go for both; a child's copy of it lets go of nothing. So a child keeps a lock
+//! only if its parent died without dropping it. Such a lock costs space until the child ends, nothing else.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -19,6 +19,7 @@ use remanent_format::{FileName, SnapshotId};
 
 use super::{DiskLock, Hold};
 use crate::error::{Error, Result};
+use crate::process::Process;
 
 /// Makes the file, unless it is there: a reader never does.
 pub(super) fn make(root: &Path) -> Result<()> {
@@ -36,7 +37,7 @@ pub(super) fn hold(root: &Path, id: SnapshotId) -> Result<Hold> {
         Err(error) => return Err(Error::io("open", FileName::Readers, None, error)),
     };
     match set(&file, libc::F_RDLCK, id) {
-        Ok(true) => Ok(Hold::Held(Box::new(ByteLock { file, id, owner: std::process::id() }))),
+        Ok(true) => Ok(Hold::Held(Box::new(ByteLock::new(file, id)))),
         Ok(false) => Ok(Hold::Going),
         Err(error) if knows_no_locks(&error) => Ok(Hold::Impossible),
         Err(error) => Err(Error::io("lock", FileName::Readers, Some(id.0), error)),
@@ -47,7 +48,7 @@ pub(super) fn hold(root: &Path, id: SnapshotId) -> Result<Hold> {
 pub(super) fn try_retire(root: &Path, id: SnapshotId) -> Result<Option<Box<dyn DiskLock>>> {
     let file = open_to_write(root)?;
     match set(&file, libc::F_WRLCK, id) {
-        Ok(true) => Ok(Some(Box::new(ByteLock { file, id, owner: std::process::id() }))),
+        Ok(true) => Ok(Some(Box::new(ByteLock::new(file, id)))),
         Ok(false) => Ok(None),
         // Then nobody holds anything.
         Err(error) if knows_no_locks(&error) => Ok(Some(Box::new(NoLock))),
@@ -63,11 +64,7 @@ fn knows_no_locks(error: &io::Error) -> bool {
 /// What stands for a lock where there are none.
 struct NoLock;
 
-impl DiskLock for NoLock {
-    fn is_held_here(&self) -> bool {
-        true
-    }
-}
+impl DiskLock for NoLock {}
 
 fn open_to_write(root: &Path) -> Result<File> {
     OpenOptions::new()
@@ -106,19 +103,21 @@ fn set(file: &File, kind: libc::c_int, id: SnapshotId) -> io::Result<bool> {
 struct ByteLock {
     file: File,
     id: SnapshotId,
-    owner: u32,
+    owner: Process,
 }
 
-impl DiskLock for ByteLock {
-    fn is_held_here(&self) -> bool {
-        self.owner == std::process::id()
+impl ByteLock {
+    fn new(file: File, id: SnapshotId) -> Self {
+        Self { file, id, owner: Process::current() }
     }
 }
+
+impl DiskLock for ByteLock {}
 
 impl Drop for ByteLock {
     fn drop(&mut self) {
         // In a forked child this is the parent's lock.
-        if self.is_held_here()
+        if self.owner.is_current()
             && let Err(error) = set(&self.file, libc::F_UNLCK, self.id)
         {
             tracing::warn!(%error, snapshot = %self.id, "a reader's lock goes only with its last descriptor");
@@ -179,12 +178,10 @@ mod tests {
         let file = File::open(root.join("READERS")).unwrap();
         assert!(set(&file, libc::F_RDLCK, THIRD).unwrap());
         // What a child finds: a guard of another process's over the same open file.
-        let inherited =
-            ByteLock { file: file.try_clone().unwrap(), id: THIRD, owner: std::process::id() + 1 };
-        drop(inherited);
+        drop(ByteLock { file: file.try_clone().unwrap(), id: THIRD, owner: Process::parent() });
         assert!(try_retire(root, THIRD).unwrap().is_none());
         // The parent's own guard lets go although a copy of the descriptor is open.
-        drop(ByteLock { file: file.try_clone().unwrap(), id: THIRD, owner: std::process::id() });
+        drop(ByteLock::new(file.try_clone().unwrap(), THIRD));
         assert!(try_retire(root, THIRD).unwrap().is_some());
     }
 }

@@ -1,73 +1,241 @@
 //! Floor 3. Hearing of changes in a folder from the system (inotify), and waiting for them.
 //!
+//! A user may have some hundred inotify instances. So all followers of a store in this process share one, and one
+//! thread that reads from it ([`Hub`]). A forked child has no such thread, and a store's watch is its parent's: the
+//! child begins with none.
+//!
 //! Only a help: stores into a mapping make no event, some file systems make none at all, and where the system
 //! has no more watches to give, a wait takes its whole time.
 
+use std::collections::HashMap;
+use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::inotify::{self, CreateFlags, ReadFlags, WatchFlags};
 
 use super::{Nap, Watch};
+use crate::process::{ForkGuard, PerProcess};
+use crate::sync::thread;
+use crate::sync::{Condvar, Instant, Mutex};
 
 /// Room for a few dozen events at a time.
 const EVENTS_LEN: usize = 4096;
 
+/// A folder, whatever its path.
+type FolderId = (u64, u64);
+
+/// The folders that this process watches.
+static HUBS: PerProcess<Mutex<HashMap<FolderId, Weak<ForkGuard<Hub>>>>> = PerProcess::new();
+
 /// Watches the folder at `path`, or naps.
 pub(super) fn watch(path: &Path) -> Box<dyn Watch> {
-    match Inotify::new(path) {
-        Ok(inotify) => Box::new(inotify),
+    match subscribe(path) {
+        Ok(hub) => {
+            let seen = hub.news.count.lock().clone();
+            Box::new(Subscription { hub, seen })
+        }
         Err(error) => {
-            tracing::debug!(%error, path = %path.display(), "nobody tells of changes here");
+            tracing::debug!(%error, path = %path.display(), "no watch here: changes are looked for at a pace");
             Box::new(Nap)
         }
     }
 }
 
-struct Inotify(OwnedFd);
-
-impl Inotify {
-    fn new(path: &Path) -> rustix::io::Result<Self> {
-        let descriptor = inotify::init(CreateFlags::NONBLOCK | CreateFlags::CLOEXEC)?;
-        let names = WatchFlags::CREATE | WatchFlags::MOVED_FROM | WatchFlags::MOVED_TO | WatchFlags::DELETE;
-        inotify::add_watch(&descriptor, path, names | WatchFlags::MODIFY | WatchFlags::ONLYDIR)?;
-        Ok(Self(descriptor))
+/// The hub of a folder: one that is there, or a new one.
+fn subscribe(path: &Path) -> io::Result<Arc<ForkGuard<Hub>>> {
+    let metadata = std::fs::metadata(path)?;
+    let folder = (metadata.dev(), metadata.ino());
+    let mut hubs = HUBS.get().lock();
+    hubs.retain(|_, hub| hub.strong_count() > 0);
+    if let Some(hub) = hubs.get(&folder).and_then(Weak::upgrade)
+        && !hub.news.count.lock().is_over
+    {
+        return Ok(hub);
     }
+    let hub = Arc::new(ForkGuard::new(Hub::start(path)?));
+    hubs.insert(folder, Arc::downgrade(&hub));
+    Ok(hub)
+}
 
-    /// Takes all events that are there; returns whether one is about a name.
-    fn drain(&self) -> bool {
-        let mut names = false;
-        let mut room = [MaybeUninit::uninit(); EVENTS_LEN];
-        let mut events = inotify::Reader::new(&self.0, &mut room);
-        loop {
-            match events.next() {
-                Ok(event) => names |= event.events() != ReadFlags::MODIFY,
-                Err(rustix::io::Errno::INTR) => {}
-                // There are no more.
-                Err(rustix::io::Errno::AGAIN) => return names,
-                Err(error) => {
-                    tracing::warn!(%error, "cannot hear of changes");
-                    return true;
-                }
-            }
+/// What makes news of one folder, for all who subscribe.
+struct Hub {
+    inotify: Arc<OwnedFd>,
+    watch: i32,
+    news: Arc<News>,
+}
+
+/// What has happened so far.
+#[derive(Default)]
+struct News {
+    count: Mutex<Count>,
+    changed: Condvar,
+}
+
+#[derive(Clone, Default)]
+struct Count {
+    /// How often something was written, made, renamed or removed.
+    events: u64,
+    /// How often that was about a name.
+    names: u64,
+    /// Whether there will be no more: the folder is gone, or cannot be heard of.
+    is_over: bool,
+}
+
+impl Hub {
+    fn start(path: &Path) -> io::Result<Self> {
+        let inotify = Arc::new(inotify::init(CreateFlags::NONBLOCK | CreateFlags::CLOEXEC)?);
+        let names = WatchFlags::CREATE | WatchFlags::MOVED_FROM | WatchFlags::MOVED_TO | WatchFlags::DELETE;
+        let watch = inotify::add_watch(&*inotify, path, names | WatchFlags::MODIFY | WatchFlags::ONLYDIR)?;
+        let news = Arc::new(News::default());
+        let (source, told) = (inotify.clone(), news.clone());
+        thread::Builder::new().name("remanent-watch".to_owned()).spawn(move || report(&source, &told))?;
+        Ok(Self { inotify, watch, news })
+    }
+}
+
+impl Drop for Hub {
+    /// That the watch is removed is an event itself: it ends the thread.
+    fn drop(&mut self) {
+        if let Err(errno) = inotify::remove_watch(&*self.inotify, self.watch) {
+            tracing::debug!(%errno, "the folder was gone before its watch");
         }
     }
 }
 
-impl Watch for Inotify {
+/// The thread's life: events become news.
+fn report(inotify: &OwnedFd, news: &News) {
+    loop {
+        let heard = match poll(&mut [PollFd::new(inotify, PollFlags::IN)], None) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => drain(inotify),
+            Err(errno) => Err(errno),
+        };
+        let mut count = news.count.lock();
+        count.events += 1;
+        match heard {
+            Ok(Heard { names, is_over }) => {
+                count.names += u64::from(names);
+                count.is_over = is_over;
+            }
+            Err(errno) => {
+                tracing::warn!(%errno, "cannot hear of changes");
+                count.names += 1;
+                count.is_over = true;
+            }
+        }
+        let is_over = count.is_over;
+        drop(count);
+        news.changed.notify_all();
+        if is_over {
+            return;
+        }
+    }
+}
+
+/// What some events were about.
+struct Heard {
+    names: bool,
+    is_over: bool,
+}
+
+/// Takes all events that are there.
+fn drain(inotify: &OwnedFd) -> rustix::io::Result<Heard> {
+    let mut heard = Heard { names: false, is_over: false };
+    let mut room = [MaybeUninit::uninit(); EVENTS_LEN];
+    let mut events = inotify::Reader::new(inotify, &mut room);
+    loop {
+        match events.next() {
+            Ok(event) => {
+                heard.names |= event.events() != ReadFlags::MODIFY;
+                heard.is_over |= event.events().contains(ReadFlags::IGNORED);
+            }
+            Err(rustix::io::Errno::INTR) => {}
+            // There are no more.
+            Err(rustix::io::Errno::AGAIN) => return Ok(heard),
+            Err(errno) => return Err(errno),
+        }
+    }
+}
+
+/// One who hears of a folder, and what it has heard so far.
+struct Subscription {
+    hub: Arc<ForkGuard<Hub>>,
+    seen: Count,
+}
+
+impl Watch for Subscription {
     fn tells(&self) -> bool {
-        true
+        !self.seen.is_over
     }
 
     fn wait(&mut self, timeout: Duration) -> bool {
-        let timeout = Timespec::try_from(timeout).ok();
-        match poll(&mut [PollFd::new(&self.0, PollFlags::IN)], timeout.as_ref()) {
-            Ok(0) => false,
-            // A signal ends a wait early, and costs one look.
-            Ok(_) | Err(_) => self.drain(),
+        let until = Instant::now().checked_add(timeout);
+        let News { count, changed } = &*self.hub.news;
+        let mut count = count.lock();
+        // Where there is no more news, a wait takes its whole time.
+        while count.events == self.seen.events || (count.is_over && self.seen.is_over) {
+            match until {
+                Some(until) if changed.wait_until(&mut count, until).timed_out() => return false,
+                Some(_) => {}
+                None => changed.wait(&mut count),
+            }
         }
+        let names = count.names != self.seen.names;
+        self.seen = count.clone();
+        names
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    #[test]
+    fn all_who_watch_a_folder_share_one_hub_and_each_hears() {
+        let directory = tempfile::tempdir().unwrap();
+        let hubs: Vec<_> = (0..3).map(|_| subscribe(directory.path()).unwrap()).collect();
+        assert!(hubs.iter().all(|hub| Arc::ptr_eq(hub, &hubs[0])));
+        let mut watches: Vec<_> = (0..3).map(|_| watch(directory.path())).collect();
+        drop(hubs);
+        std::fs::write(directory.path().join("new"), b"").unwrap();
+        assert!(watches.iter_mut().all(|watch| watch.tells() && watch.wait(LONG)));
+        // One that goes takes nothing from the others.
+        watches.pop();
+        std::fs::remove_file(directory.path().join("new")).unwrap();
+        assert!(watches.iter_mut().all(|watch| watch.wait(LONG)));
+        assert!(!watches[0].wait(Duration::ZERO), "what was heard is not heard again");
+    }
+
+    #[test]
+    fn the_last_one_ends_the_hub_and_a_folder_that_goes_ends_it_too() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("folder");
+        std::fs::create_dir(&path).unwrap();
+        let hub = subscribe(&path).unwrap();
+        let news = hub.news.clone();
+        drop(hub);
+        let mut count = news.count.lock();
+        while !count.is_over {
+            let until = Instant::now() + LONG;
+            assert!(!news.changed.wait_until(&mut count, until).timed_out(), "its thread lives on");
+        }
+        drop(count);
+        let mut watch = watch(&path);
+        std::fs::remove_dir(&path).unwrap();
+        assert!(watch.wait(LONG) && !watch.tells());
+        assert!(!watch.wait(Duration::ZERO));
+    }
+
+    #[test]
+    fn a_folder_that_is_not_there_is_napped_beside() {
+        let directory = tempfile::tempdir().unwrap();
+        assert!(!watch(&directory.path().join("none")).tells());
     }
 }

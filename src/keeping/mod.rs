@@ -1,5 +1,6 @@
 //! Floor 5. What is kept on disk besides the log: snapshots, tables of old states, the files they need.
 
+mod lock;
 mod newest;
 mod known;
 mod sorting;
@@ -15,6 +16,7 @@ use remanent_format::manifest::{Manifest, ManifestEntry};
 use remanent_format::{LogPoint, Lsn, PageInfo, SnapshotId};
 
 pub(crate) use self::known::{Beside, KnownImages};
+pub(crate) use self::lock::KeepingLock;
 pub(crate) use self::newest::{Newest, Sums};
 pub(crate) use self::sorting::{Beginning, Sorted};
 use crate::image_files::ImageFiles;
@@ -46,6 +48,7 @@ pub struct SnapshotInfo {
 }
 
 /// A snapshot that is kept, and what it needs.
+#[derive(Clone)]
 pub(crate) struct Kept {
     pub info: SnapshotInfo,
     pub redo: LogPoint,
@@ -98,6 +101,7 @@ impl Kept {
 }
 
 /// The table of an old state that a restore record names, and what it needs.
+#[derive(Clone)]
 pub(crate) struct KeptTable {
     /// The restore's batch.
     pub restored_at: Lsn,
@@ -126,6 +130,20 @@ impl Keeping {
     /// Whether the log after a snapshot is kept.
     pub fn reaches(&self, kept: &Kept) -> bool {
         self.floor.is_none_or(|floor| kept.redo.lsn >= floor)
+    }
+
+    /// A copy, to look at.
+    fn copy(&self) -> Self {
+        Self {
+            snapshots: self.snapshots.clone(),
+            tables: self.tables.clone(),
+            floor: self.floor,
+            unread: self.unread,
+            next_snapshot: self.next_snapshot,
+            files: self.files.clone(),
+            known: self.known.clone(),
+            file_lens: BTreeMap::new(),
+        }
     }
 
     /// The image files that something kept names.

@@ -9,14 +9,14 @@ use remanent_format::frame::{FrameKind, encode_seal, frame_len};
 use super::segments::SpacePurpose;
 use super::state::{AHEAD, Room};
 use super::writer::{Log, SYNC_AFTER_BYTES, Syncing};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::sync::Instant;
 
 /// A frame is synced at the latest this long after it was logged.
 const SYNC_AFTER: Duration = Duration::from_millis(10);
 /// A busy period ends when nothing came for this long; then a seal says that all of it is durable.
 const SEAL_AFTER: Duration = Duration::from_millis(10);
-/// How long the maker leaves a full disk alone.
+/// How long the maker leaves a full disk alone, or a system that is short of something.
 const GROW_AGAIN_AFTER: Duration = Duration::from_millis(500);
 
 impl Log {
@@ -116,8 +116,8 @@ impl Log {
 
     /// Appends a seal and syncs it. The seal of an idle log says that everything is durable; a batch that
     /// came in between goes first, and the seal gets another turn. A seal that records snapshots cannot wait
-    /// for a pause that may never come: it says what is durable so far. A disk too full for a seal costs the
-    /// seal, nothing else: the batches before it are durable, only the log does not say so yet.
+    /// for a pause that may never come: it says what is durable so far. A disk too full for a seal, or a shortage,
+    /// costs the seal, nothing else: the batches before it are durable, only the log does not say so yet.
     fn seal(&self) -> Result<()> {
         loop {
             let mut state = self.state.lock();
@@ -142,13 +142,14 @@ impl Log {
                     drop(state);
                     match self.grow(0, if last { SpacePurpose::Reserve } else { SpacePurpose::User }) {
                         Ok(()) => {}
-                        Err(Error::DiskFull { .. }) => {
+                        Err(error) if error.is_passing() => {
                             let mut state = self.state.lock();
                             state.sealed = true;
                             state.seal_missed = !last;
                             if last {
                                 state.seal_now = false;
                                 state.seals_refused += 1;
+                                state.seal_refusal = Some(error);
                             }
                             return Ok(());
                         }
@@ -184,7 +185,8 @@ impl Log {
                             state.grow_after = None;
                         }
                         // Whoever needs the segment now will be told.
-                        Err(Error::DiskFull { .. }) => {
+                        Err(error) if error.is_passing() => {
+                            tracing::debug!(%error, "no segment was made ahead; it is tried again later");
                             state.grow_after = Some(Instant::now() + GROW_AGAIN_AFTER);
                         }
                         Err(error) => drop(self.fail(error)),

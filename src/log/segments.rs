@@ -101,11 +101,12 @@ impl SegmentPool {
         }
         // A spare is already under a name that recovery does not read; its stale frames name another
         // position. Header, sync, name, folder, in this order: a segment is never seen with an old header.
-        let spare = spares.pop().expect("one at hand, or a reserve that is not empty");
+        let spare = *spares.last().expect("one at hand, or a reserve that is not empty");
         let file = self.disk.open(FileName::Spare(spare), true)?;
         file.write_at(0, &header_block(&header))?;
         file.sync()?;
         self.publish(FileName::Spare(spare), number)?;
+        spares.pop();
         Ok(SegmentFile { number, len: self.segment_len, file })
     }
 

@@ -14,7 +14,7 @@ use super::segments::SegmentFile;
 use super::waiters::Waiters;
 use super::watch::Watch;
 use crate::disk::Window;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::options::LogIo;
 use crate::phases::{self, Phase};
 use crate::sync::Instant;
@@ -75,8 +75,9 @@ pub(super) struct State {
     pub left_behind: VecDeque<(u64, Lsn)>,
     /// Seals that are synced.
     pub seals_durable: u64,
-    /// Seals given up because the disk is full.
+    /// Seals given up because the disk is full, or the system short of something; and why the last one was.
     pub seals_refused: u64,
+    pub seal_refusal: Option<Error>,
     pub durable: Lsn,
     /// Whether a thread is syncing; another one waits for it.
     pub syncing: bool,
@@ -147,6 +148,7 @@ impl State {
             left_behind: VecDeque::new(),
             seals_durable: 0,
             seals_refused: 0,
+            seal_refusal: None,
             durable: start.point.lsn,
             syncing: false,
             sync_target: start.point.lsn,

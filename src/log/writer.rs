@@ -237,9 +237,10 @@ impl Log {
         let (seals, refused) = (state.stats.seals, state.seals_refused);
         while state.seals_durable <= seals {
             self.check()?;
-            if state.seals_refused > refused {
-                let needed = self.pool.segment_len();
-                return Err(Error::DiskFull { file: FileName::Segment(state.current.number + 1), needed });
+            if state.seals_refused > refused
+                && let Some(refusal) = &state.seal_refusal
+            {
+                return Err(refusal.clone());
             }
             state.seal_now = true;
             self.work.notify_one();
@@ -296,7 +297,7 @@ impl Log {
                 break;
             }
             let made = self.pool.make(next, purpose).and_then(|segment| live(segment, self.io));
-            let made = made.map_err(|error| self.unless_full(error))?;
+            let made = made.map_err(|error| self.unless_passing(error))?;
             self.state.lock().ahead.push_back(made);
         }
         // Taken out while it is replaced: with fewer than two ahead nobody rolls. A seal of the keeper's that
@@ -312,7 +313,7 @@ impl Log {
             let made = made.and_then(|long| live(long, self.io));
             let (next, result) = match made {
                 Ok(long) => (long, Ok(())),
-                Err(error) => (short, Err(self.unless_full(error))),
+                Err(error) => (short, Err(self.unless_passing(error))),
             };
             self.state.lock().ahead.push_front(next);
             return result;
@@ -320,9 +321,10 @@ impl Log {
         Ok(())
     }
 
-    /// A full disk is no failure where space is made; everything else is.
-    fn unless_full(&self, error: Error) -> Error {
-        if matches!(error, Error::DiskFull { .. }) { error } else { self.fail(error) }
+    /// A full disk is no failure where space is made, nor is a shortage: what was built has no name yet, or is empty
+    /// and is made once more. Everything else is.
+    fn unless_passing(&self, error: Error) -> Error {
+        if error.is_passing() { error } else { self.fail(error) }
     }
 
     /// Puts a frame where there is room for it.

@@ -606,7 +606,7 @@ fn start_over(disk: &Arc<dyn Disk>) -> Result<()> {
 /// which a frame may lie is looked at: a batch may share the group of a seal.
 fn holds_batch(source: &DiskSource, file: FileName) -> Result<bool> {
     const WINDOW: usize = 1 << 20;
-    let unreadable = |error: std::io::Error| Error::from(Defect::Unreadable(error.to_string()).at(file, 0));
+    let unreadable = |error: std::io::Error| Error::from(Defect::unreadable(&error).at(file, 0));
     let is_batch = |bytes: &[u8]| {
         UncheckedFrame::decode(bytes).is_ok_and(|frame| frame.unproven().kind == FrameKind::Batch)
     };

@@ -11,6 +11,7 @@
 use std::collections::HashMap;
 use std::convert::Infallible;
 use std::sync::Arc;
+use std::time::Duration;
 
 use remanent_format::PageId;
 
@@ -35,6 +36,9 @@ const LONG_THREADS_MAX: usize = 4;
 /// Nobody knows a page's memory before it is warm, so its bytes need not go up in the order of batches; and behind
 /// a snapshot's long copies they hold up no batch.
 const LANE: Lane = Lane::Drain;
+
+/// After a shortage the next try waits for so long.
+const SHORTAGE_PAUSE: Duration = Duration::from_millis(50);
 
 /// What warming needs.
 pub(crate) struct Warming {
@@ -126,18 +130,36 @@ impl Warming {
     /// Loads pages. Where an image does not hold, each for itself and from the medium: so it is known which one, and
     /// that it is not the cache alone that is damaged.
     fn load(&self, proven: &DiskSource, pages: Vec<ColdPage>) {
-        match self.read(proven, &pages) {
-            Ok(()) => self.install(pages),
+        match self.read_patiently(proven, &pages) {
+            Ok(true) => self.install(pages),
+            Ok(false) => self.cold().give_up(pages),
             Err(Error::Damaged(_)) => {
                 let medium = DiskSource::past_cache(self.disk.clone());
                 for cold in pages {
-                    match self.read(&medium, std::slice::from_ref(&cold)) {
-                        Ok(()) => self.install(vec![cold]),
+                    match self.read_patiently(&medium, std::slice::from_ref(&cold)) {
+                        Ok(true) => self.install(vec![cold]),
+                        Ok(false) => self.cold().give_up(vec![cold]),
                         Err(error) => self.fail(cold, error),
                     }
                 }
             }
             Err(error) => pages.into_iter().for_each(|cold| self.fail(cold, error.clone())),
+        }
+    }
+
+    /// As [`read`](Self::read), again and again while the system is short of something that this takes: callers wait
+    /// for the page meanwhile, and the store goes on when the shortage ends. `false` if the store closes before.
+    fn read_patiently(&self, source: &DiskSource, pages: &[ColdPage]) -> Result<bool> {
+        loop {
+            match self.read(source, pages) {
+                Err(error) if error.is_shortage() => {
+                    tracing::warn!(%error, "pages are loaded when the shortage ends");
+                    if self.cold().is_over_within(SHORTAGE_PAUSE) {
+                        return Ok(false);
+                    }
+                }
+                read => return read.map(|()| true),
+            }
         }
     }
 

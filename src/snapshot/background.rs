@@ -5,7 +5,7 @@
 //! [`Options::snapshot_interval`](crate::Options::snapshot_interval) has passed; a snapshot that the caller
 //! takes counts as well. Where nothing is committed nothing is written.
 //!
-//! A full disk, or no memory, is a clean failure: it is told in the store's stats, and tried again later.
+//! A full disk, no memory, or another shortage is a clean failure: it is told in the store's stats, and tried again later.
 //! Every other failure has poisoned the store, and ends the thread. When the store closes, the snapshot being
 //! gathered is given up.
 
@@ -144,7 +144,7 @@ impl Life {
                     rules.next(log, *snapshots.last.lock(), again, Instant::now()) == Next::Take
                 }) {
                     Ok(_) => again = None,
-                    Err(error @ (Error::DiskFull { .. } | Error::OutOfMemory { .. })) => {
+                    Err(error) if error.is_passing() => {
                         tracing::warn!(%error, "no snapshot could be taken; it is tried again later");
                         let more = rules.log_bytes.map_or(u64::MAX, |bytes| (bytes / AGAIN_PART).max(1));
                         let bytes = log.1.saturating_add(more);

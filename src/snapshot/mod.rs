@@ -18,12 +18,12 @@
 //! gathered (`applier/cut.rs`), and all of phase 1 is one turn, with phase 3 in it.
 //!
 //! A crash in 1 to 4 leaves image files that are nobody's; in 5 to 7, a snapshot that the next open
-//! publishes and verifies again. No space in 2 to 5 is a clean failure; everything else poisons.
+//! publishes and verifies again. No space in 2 to 5 is a clean failure, and so is a system that is short of something;
+//! everything else poisons.
 
 mod compact;
 mod background;
 mod gather;
-mod pace;
 mod plan;
 mod progress;
 mod retain;
@@ -40,7 +40,6 @@ use remanent_format::{Epoch, LogPoint, Lsn, Metadata, PageId, SnapshotId, StoreI
 
 pub(crate) use self::background::{Background, Mark, Rules};
 use self::compact::CARRY_BYTES_MAX;
-pub(crate) use self::pace::Pace;
 pub(crate) use self::progress::Progress;
 pub use self::progress::{SnapshotPhase, SnapshotStats};
 pub use self::retain::Pruned;
@@ -53,9 +52,10 @@ use crate::device::{CommandList, Device};
 use crate::disk::Disk;
 use crate::error::{Error, Result};
 use crate::images::{ImageWriters, chunk_threads, file_count};
-use crate::keeping::{Beginning, Keeping, Kept, Newest, SnapshotInfo, Sorted, unix_ms};
+use crate::keeping::{Beginning, Keeping, KeepingLock, Kept, Newest, SnapshotInfo, Sorted, unix_ms};
 use crate::log::{Log, SegmentPool};
 use crate::options::Compression;
+use crate::pace::Pace;
 use crate::phases::{self, Phase};
 use crate::poison::Poison;
 use crate::publish::{Published, publish_unchecked};
@@ -79,10 +79,10 @@ pub(crate) struct Snapshots {
     /// A chunk of images is written when it has this many bytes.
     pub chunk_len: u64,
     /// Held while a snapshot is taken: one at a time.
-    pub keeping: Mutex<Keeping>,
+    pub keeping: KeepingLock,
     pub unverified: Unverified,
     pub progress: Progress,
-    pub pace: Pace,
+    pub pace: Arc<Pace>,
     /// How far the last one goes.
     pub last: Mutex<Mark>,
 }
@@ -113,9 +113,9 @@ impl Snapshots {
         self.take_and(&mut keeping, wanted, |keeping| self.retain(keeping))
     }
 
-    /// Takes a snapshot if it is still due when no other is being taken any more.
+    /// Takes a snapshot in the background, if it is still due when no other is being taken any more.
     pub fn take_if(&self, wanted: Wanted, is_due: impl FnOnce() -> bool) -> Result<Option<SnapshotInfo>> {
-        let mut keeping = self.keeping.lock();
+        let mut keeping = self.keeping.lock_patiently();
         is_due().then(|| self.take_and(&mut keeping, wanted, |keeping| self.retain(keeping))).transpose()
     }
 
@@ -157,29 +157,34 @@ impl Snapshots {
         let written = self.pool.with_surplus(|| self.write(keeping, wanted.clone()));
         let taken = written.and_then(|id| {
             match then(keeping) {
-                // No space to record it: the snapshot stands, only nothing is recycled for it.
-                Ok(()) | Err(Error::DiskFull { .. }) => Ok(keeping.snapshots[&id].info.clone()),
+                Ok(()) => Ok(keeping.snapshots[&id].info.clone()),
+                // Nothing to record or verify it with: the snapshot stands, only nothing is recycled for it as yet.
+                Err(error) if error.is_passing() => {
+                    tracing::warn!(%error, snapshot = %id, "published; the next snapshot does the rest");
+                    Ok(keeping.snapshots[&id].info.clone())
+                }
                 Err(error) => Err(error),
             }
         });
         let taken = taken.map_err(|error| match error {
             // Nothing changed. Over budget are the pages that an exact snapshot keeps aside.
-            Error::DiskFull { .. } | Error::Closed | Error::OutOfMemory { .. } | Error::OverBudget { .. } => {
-                error
-            }
+            Error::Closed | Error::OutOfMemory { .. } | Error::OverBudget { .. } => error,
+            error if error.is_passing() => error,
             error => self.poison.set(error),
         });
         if let Ok(info) = &taken {
             let bytes = i64::try_from(log_bytes).unwrap_or(i64::MAX);
             *self.last.lock() = Mark { lsn: info.end, bytes, at: began };
         }
+        // Who waits for the end is to find it.
+        self.keeping.tell(keeping);
         self.progress.end(taken.as_ref().map(|info| info.id).map_err(Error::clone));
         taken
     }
 
     /// The snapshots kept, oldest first.
     pub fn list(&self) -> Vec<SnapshotInfo> {
-        self.keeping.lock().snapshots.values().map(|kept| kept.info.clone()).collect()
+        self.keeping.list()
     }
 
     /// Phases 1 to 5.
@@ -252,8 +257,8 @@ impl Snapshots {
         };
         let (published, (sums, before)) = match published {
             Ok(published) => published,
-            // Only a full disk leaves it certain that no manifest names the images.
-            Err(error @ Error::DiskFull { .. }) => {
+            // Only these leave it certain that no manifest names the images.
+            Err(error) if error.is_passing() => {
                 writers.into_iter().for_each(ImageWriters::abandon);
                 return Err(error);
             }

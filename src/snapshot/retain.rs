@@ -3,6 +3,7 @@
 //! A crash here leaves files that nothing kept needs; the next retention or open removes them.
 
 use std::collections::BTreeSet;
+use std::io::ErrorKind;
 
 use remanent_format::frame::VerifiedSnapshot;
 use remanent_format::{FileName, Folder, Lsn, SnapshotId};
@@ -10,7 +11,7 @@ use remanent_format::{FileName, Folder, Lsn, SnapshotId};
 use super::Snapshots;
 use super::plan::{LogOnDisk, Plan, plan};
 use crate::disk::DiskLock;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::keeping::{Keeping, SnapshotInfo, unix_ms};
 use crate::phases::{self, Phase};
 use crate::retention::Retention;
@@ -68,10 +69,18 @@ impl Snapshots {
         self.prune(keeping, &self.retention).map(drop)
     }
 
-    /// What `prune` would remove.
-    pub fn would_prune(&self, keeping: &Keeping, retention: &Retention) -> Result<Pruned> {
-        let _none_goes = keeping.files.hold_removals();
-        Ok(self.plan_removal(keeping, retention)?.pruned)
+    /// What `prune` would remove. It waits for no snapshot: what one that is being taken writes is left out.
+    pub fn would_prune(&self, retention: &Retention) -> Result<Pruned> {
+        // No other retention is at it: both look whether readers hold a snapshot by locking it for a moment.
+        let latest = self.keeping.latest();
+        let _none_goes = latest.keeping.files.hold_removals();
+        let latest = self.keeping.latest();
+        let mut pruned = self.plan_removal(&latest.keeping, retention)?.pruned;
+        pruned.files.retain(|(file, _)| match file {
+            FileName::Pages(number) | FileName::Table(number) => *number < latest.next_file,
+            _ => true,
+        });
+        Ok(pruned)
     }
 
     /// Removes what nothing needs: first the record of it, then manifests, log, images. Each step is durable
@@ -95,8 +104,9 @@ impl Snapshots {
         if keeping.unread.is_some_and(|unread| floor.is_some_and(|floor| floor >= unread)) {
             keeping.unread = None;
         }
-        // 2. Manifests: one that is found still has its log and its images.
-        self.remove_all(Folder::Snapshots, &pruned)?;
+        // 2. Manifests: one that is found still has its log and its images. One that stays though it is not known any
+        //    more would come back with the next open, when what it needs is gone.
+        self.remove_all(Folder::Snapshots, &pruned).map_err(|error| self.poison.set(error))?;
         // 3. Segments: a batch that is found still has its images. 4. Images and tables.
         let segments: Vec<u64> = pruned
             .files
@@ -231,7 +241,13 @@ impl Snapshots {
         let names = self.disk.list(folder)?;
         let files =
             names.iter().filter_map(|name| FileName::parse(folder, name)).filter(|file| wanted(*file));
-        files.map(|file| Ok((file, self.disk.open(file, false)?.len()?))).collect()
+        let len = |file| match self.disk.open(file, false) {
+            Ok(open) => open.len().map(|len| Some((file, len))),
+            // Of a snapshot that was just given up.
+            Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        };
+        files.filter_map(|file| len(file).transpose()).collect()
     }
 }
 

@@ -126,13 +126,15 @@ impl Snapshots {
         loop {
             let proven = self.unverified.read_back(&mut self.unverified.proven.lock());
             let finished = match proven {
-                Ok(()) => self.finish(&mut self.keeping.lock()),
-                Err(error) => Err(self.unless_for_memory(error)),
+                Ok(()) => self.finish(&mut self.keeping.lock_patiently()),
+                Err(error) if error.is_passing() => Err(error),
+                Err(error) => Err(self.poison.set(error)),
             };
             if let Err(error) = &finished {
                 tracing::error!(%error, "a snapshot that is published cannot be verified");
             }
             let mut queue = self.unverified.queue.lock();
+            // Where it failed for a shortage, the next snapshot verifies this one, too.
             if queue.written.is_empty() || finished.is_err() {
                 queue.is_attended = false;
                 return;
@@ -145,13 +147,9 @@ impl Snapshots {
         match self.verify(keeping).and_then(|()| self.retain(keeping)) {
             // No space to record it: nothing is recycled, as yet.
             Ok(()) | Err(Error::DiskFull { .. }) => Ok(()),
-            Err(error) => Err(self.unless_for_memory(error)),
+            Err(error) if error.is_passing() => Err(error),
+            Err(error) => Err(self.poison.set(error)),
         }
-    }
-
-    /// What cannot be read back poisons the store. Where there was only no memory to look, the next snapshot looks again.
-    fn unless_for_memory(&self, error: Error) -> Error {
-        if matches!(error, Error::OutOfMemory { .. }) { error } else { self.poison.set(error) }
     }
 
     /// Phase 6. When it returns, every snapshot that is kept is verified.

@@ -11,6 +11,7 @@ use crate::device::RawStream;
 use crate::error::{Error, Result};
 use crate::log::Log;
 use crate::options::Ack;
+use crate::process::ForkGuard;
 
 #[cfg(doc)]
 use crate::options::{LogIo, Options};
@@ -28,6 +29,12 @@ pub struct Committed {
 #[derive(Clone)]
 pub struct Ticket {
     committed: Committed,
+    waits: ForkGuard<Waits>,
+}
+
+/// What a ticket waits by.
+#[derive(Clone)]
+struct Waits {
     log: Arc<Log>,
     applier: Arc<Applier>,
     leases: Arc<Leases>,
@@ -49,9 +56,10 @@ impl Ticket {
     /// Waits until the batch is acknowledged at this level.
     ///
     /// # Errors
-    /// [`Error::Poisoned`] if the store failed before.
+    /// [`Error::Poisoned`] if the store failed before; [`Error::Forked`].
     pub fn wait(&self, ack: Ack) -> Result<()> {
-        wait(ack, self.committed.position.lsn, &self.log, &self.applier)
+        let Waits { log, applier, .. } = self.waits.check()?;
+        wait(ack, self.committed.position.lsn, log, applier)
     }
 
     /// Lets work that is put on the caller's stream from now on see the batch. The stream waits on the device
@@ -59,10 +67,10 @@ impl Ticket {
     ///
     /// # Errors
     /// [`Error::StreamRefused`] if a graph is being captured from the stream, if it is another device's, or if
-    /// pages live in host memory; [`Error::Poisoned`] if the store failed before; a device error.
+    /// pages live in host memory; [`Error::Poisoned`] if the store failed before; [`Error::Forked`]; a device error.
     pub fn wait_on(&self, stream: RawStream) -> Result<()> {
-        let fence = self.applier.wait_applied(self.committed.position.lsn)?;
-        self.leases.signal(stream, fence)
+        let Waits { applier, leases, .. } = self.waits.check()?;
+        leases.signal(stream, applier.wait_applied(self.committed.position.lsn)?)
     }
 }
 
@@ -82,12 +90,10 @@ impl Store {
     /// [`Error::Limit`], [`Error::OverBudget`], [`Error::DiskFull`]; [`Error::Damaged`] as for [`Store::read`].
     /// [`Error::Poisoned`] after a failure.
     pub fn submit(&self, batch: WriteBatch) -> Result<Ticket> {
-        Ok(Ticket {
-            committed: self.log_batch(&batch)?,
-            log: self.parts.log.clone(),
-            applier: self.parts.applier.clone(),
-            leases: self.parts.leases.clone(),
-        })
+        let committed = self.log_batch(&batch)?;
+        let Parts { log, applier, leases, .. } = &*self.parts;
+        let (log, applier, leases) = (log.clone(), applier.clone(), leases.clone());
+        Ok(Ticket { committed, waits: ForkGuard::new(Waits { log, applier, leases }) })
     }
 
     /// Submits a batch and waits for the acknowledgement that [`Options::ack`] names.
@@ -120,10 +126,13 @@ impl Store {
         self.parts.log.wait_durable(lsn)
     }
 
-    /// The newest batch that is logged.
+    /// The newest batch that is logged; 0 in a forked child, which knows of none.
     #[must_use]
     pub fn lsn(&self) -> Lsn {
-        let Parts { committer, log, .. } = &self.parts;
+        if self.check_process().is_err() {
+            return Lsn(0);
+        }
+        let Parts { committer, log, .. } = &*self.parts;
         committer.lock().lsn().min(log.logged())
     }
 }

@@ -13,13 +13,15 @@ use crate::snapshot::{Pruned, Wanted};
 impl Store {
     /// Takes a snapshot while commits go on, verifies it, and removes what is not kept any more. It writes the
     /// pages that changed since the snapshot before, and shares the images of all others with it. One at a
-    /// time; a second caller waits.
+    /// time; a second caller waits. One that the background is writing slowly is finished at full speed first.
     ///
     /// Image files of which less than half is still named give their last images to the next snapshot, as many
     /// as it writes anyway, or 4 MiB, so that they can go.
     ///
     /// # Errors
-    /// [`Error::DiskFull`] changes nothing; any other failure poisons the store.
+    /// [`Error::DiskFull`], and [`Error::Io`] where the system is short of open files, memory or threads, change nothing;
+    /// any other failure poisons the store. Where it is short only of what reading back takes, the snapshot stands and is
+    /// not `verified`: the next one makes up for it.
     pub fn snapshot(&self) -> Result<SnapshotInfo> {
         self.check_process()?;
         self.parts.snapshots.take(Wanted::default())
@@ -55,7 +57,7 @@ impl Store {
     /// [`Error::Poisoned`] if one of them is not on the medium what was written, or the store failed otherwise.
     pub fn wait_verified(&self) -> Result<()> {
         self.check_process()?;
-        let Parts { snapshots, poison, .. } = &self.parts;
+        let Parts { snapshots, poison, .. } = &*self.parts;
         poison.check()?;
         let mut keeping = snapshots.keeping.lock();
         if keeping.snapshots.values().all(|kept| kept.info.verified) {
@@ -94,6 +96,9 @@ impl Store {
     /// must not guess when one in the background is through.
     #[doc(hidden)]
     pub fn wait_for_snapshots(&self, count: u64) {
+        if self.check_process().is_err() {
+            return;
+        }
         self.parts.snapshots.progress.wait_ended(count);
     }
 
@@ -122,14 +127,14 @@ impl Store {
         Retention::of(&self.parts.options)
     }
 
-    /// Says what [`Store::prune`] would remove now, and removes nothing.
+    /// Says what [`Store::prune`] would remove now, and removes nothing. It does not wait for a snapshot that is being
+    /// taken, and passes over what that one writes.
     ///
     /// # Errors
     /// What the system says.
     pub fn would_prune(&self, retention: &Retention) -> Result<Pruned> {
         self.check_process()?;
-        let snapshots = &self.parts.snapshots;
-        snapshots.would_prune(&snapshots.keeping.lock(), retention)
+        self.parts.snapshots.would_prune(retention)
     }
 
     /// Removes what these rules do not keep, and nothing that a kept snapshot, the log behind it or a reader
@@ -138,25 +143,27 @@ impl Store {
     /// its own rules.
     ///
     /// # Errors
-    /// [`Error::DiskFull`] changes nothing; any other failure poisons the store.
+    /// [`Error::DiskFull`] changes nothing; after [`Error::Io`] where the system is short of open files, the next call
+    /// removes the rest; any other failure poisons the store.
     pub fn prune(&self, retention: &Retention) -> Result<Pruned> {
         self.check_process()?;
-        let Parts { snapshots, poison, applier, .. } = &self.parts;
+        let Parts { snapshots, poison, applier, .. } = &*self.parts;
         applier.cold().wait_all()?;
         poison.check()?;
         let pruned = snapshots.prune(&mut snapshots.keeping.lock(), retention).and_then(|pruned| {
             // Who prunes wants the space, and not segments that are ready.
             snapshots.pool.release_surplus().map(|_| pruned)
         });
-        pruned.map_err(|error| match error {
-            Error::DiskFull { .. } => error,
-            error => poison.set(error),
-        })
+        pruned.map_err(|error| if error.is_passing() { error } else { poison.set(error) })
     }
 
-    /// The snapshots kept, oldest first.
+    /// The snapshots kept, oldest first; none in a forked child. It waits for nothing: one that is being taken is not
+    /// among them.
     #[must_use]
     pub fn snapshots(&self) -> Vec<SnapshotInfo> {
+        if self.check_process().is_err() {
+            return Vec::new();
+        }
         self.parts.snapshots.list()
     }
 
@@ -211,7 +218,7 @@ impl Store {
     fn restore(&self, lsn: Lsn, keeping: &mut Keeping) -> Result<Position> {
         let Parts {
             committer, snapshots, options, disk, device, staging, applier, leases, log, poison, ..
-        } = &self.parts;
+        } = &*self.parts;
         // Memory is overwritten as a whole.
         applier.cold().wait_all()?;
         let mut submitted = committer.lock();
@@ -231,7 +238,8 @@ impl Store {
         // Still under both locks: this snapshot is exact, and later opens start from it.
         match snapshots.take_keeping_all(keeping) {
             // The restore stands without it: recovery replays the record.
-            Ok(_) | Err(Error::DiskFull { .. } | Error::OutOfMemory { .. }) => {}
+            Ok(_) | Err(Error::OutOfMemory { .. }) => {}
+            Err(error) if error.is_passing() => {}
             Err(error) => return Err(error),
         }
         Ok(Position { incarnation: point.incarnation, lsn: point.lsn })

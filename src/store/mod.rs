@@ -22,10 +22,13 @@ use crate::audit::Auditor;
 use crate::commit::Committer;
 use crate::device::Device;
 use crate::disk::{Disk, DiskLock};
-use crate::error::{Error, Result};
+#[cfg(doc)]
+use crate::error::Error;
+use crate::error::Result;
 use crate::log::Log;
 use crate::options::{Ack, Options};
 use crate::poison::Poison;
+use crate::process::ForkGuard;
 use crate::recovery::{Recovered, Warmer};
 use crate::snapshot::{Background, Scrub, Scrubber, Snapshots};
 use crate::staging::StagingPool;
@@ -54,15 +57,14 @@ pub use stats::Stats;
 /// # Ok::<(), remanent::Error>(())
 /// ```
 pub struct Store {
-    parts: Parts,
+    parts: ForkGuard<Parts>,
     id: StoreId,
     ack: Ack,
-    opener: u32,
     recovered: Recovered,
     /// Released last: until then nobody else may open the directory.
-    lock: Box<dyn DiskLock>,
+    _lock: Box<dyn DiskLock>,
     /// A temporary directory lives as long as its store.
-    _directory: Option<Box<dyn Any + Send + Sync>>,
+    _directory: ForkGuard<Option<Box<dyn Any + Send + Sync>>>,
 }
 
 struct Parts {
@@ -97,7 +99,7 @@ impl Store {
 
     /// What looks whether memory is what the batches say.
     pub(crate) fn auditor(&self) -> Auditor<'_> {
-        let Parts { disk, device, staging, applier, snapshots, .. } = &self.parts;
+        let Parts { disk, device, staging, applier, snapshots, .. } = &*self.parts;
         Auditor { disk, device, staging, applier, keeping: &snapshots.keeping }
     }
 
@@ -132,16 +134,17 @@ impl Store {
         self.parts.applier.turn(move |turn| look(&turn.applied.table))
     }
 
-    /// Threads do not survive a fork: in the child nobody would answer.
+    /// Threads do not survive a fork: in the child, nothing would answer. Comes first in every call: a lock may be
+    /// held by a thread that is not there.
     pub(crate) fn check_process(&self) -> Result<()> {
-        if self.lock.is_held_here() { Ok(()) } else { Err(Error::Forked { opener: self.opener }) }
+        self.parts.check().map(drop)
     }
 }
 
 impl Drop for Store {
     fn drop(&mut self) {
         // In a forked child the parent's threads are not there, and the files are the parent's business.
-        if self.check_process().is_ok() {
+        if self.parts.is_own() {
             self.parts.background.stop();
             self.parts.scrubber.stop();
             self.parts.snapshots.unverified.join();

@@ -13,12 +13,15 @@ use crate::device::Device;
 use crate::disk::Disk;
 use crate::error::{Error, Result};
 use crate::images::CHUNK_BYTES;
+use crate::keeping::KeepingLock;
 use crate::log::Log;
-use crate::options::{Ack, LogIo, Options};
+use crate::options::{Ack, Create, LogIo, Options};
+use crate::pace::Pace;
 use crate::poison::Poison;
+use crate::process::ForkGuard;
 use crate::recovery::{Opened, Recovery, Warmer, Warming, check_directory};
 use crate::retention::Retention;
-use crate::snapshot::{Background, Mark, Pace, Progress, Rules, Scrub, Scrubber, Snapshots};
+use crate::snapshot::{Background, Mark, Progress, Rules, Scrub, Scrubber, Snapshots};
 use crate::staging::StagingPool;
 use crate::sync::atomic::AtomicU64;
 use crate::sync::{Instant, Mutex};
@@ -46,8 +49,21 @@ impl Store {
         options: Options,
         directory: Option<Box<dyn Any + Send + Sync>>,
     ) -> Result<Self> {
+        let label = disk.label();
+        Self::open_in(disk, device, options, directory).map_err(|error| error.in_store(&label))
+    }
+
+    fn open_in(
+        disk: Arc<dyn Disk>,
+        device: Arc<dyn Device>,
+        options: Options,
+        directory: Option<Box<dyn Any + Send + Sync>>,
+    ) -> Result<Self> {
         options.check()?;
         check_directory(&*disk, options.create)?;
+        if options.create == Create::IfEmpty {
+            disk.make_parents()?;
+        }
         disk.make_folder(remanent_format::Folder::Root)?;
         let lock = disk.lock()?;
         let (log_io, log_io_reason) = choose_log_io(&*disk, &options)?;
@@ -65,6 +81,7 @@ impl Store {
         let Opened { store, mut applied, submitted, changed, log, pool, keeping, ahead_bytes, mut recovered } =
             opened;
         recovered.log_io = log_io_reason;
+        disk.keep_folders_open()?;
         let poison = Arc::new(Poison::default());
         // That of the applier alone: from it snapshots are taken.
         applied.table.watch(changed);
@@ -112,6 +129,7 @@ impl Store {
             compression: options.compression,
             ahead_bytes_min: options.segment_len / BULK_SHARE,
         };
+        let pace = Arc::new(Pace::new(options.snapshot_bytes_per_second));
         let snapshots = Arc::new(Snapshots {
             disk: disk.clone(),
             store: store.store,
@@ -124,10 +142,10 @@ impl Store {
             retention: Retention::of(&options),
             compression: options.compression,
             chunk_len: options.chunk_len.unwrap_or(CHUNK_BYTES),
-            keeping: Mutex::new(keeping),
+            keeping: KeepingLock::new(keeping, pace.clone()),
             unverified: Default::default(),
             progress: Progress::default(),
-            pace: Pace::new(options.snapshot_bytes_per_second),
+            pace,
             last: Mutex::new(Mark {
                 lsn: Lsn(recovered.position.lsn.0.saturating_sub(recovered.replayed_batches)),
                 bytes: -i64::try_from(recovered.replayed_bytes.saturating_add(ahead_bytes))
@@ -141,9 +159,9 @@ impl Store {
             applier.stop();
             log.stop();
         })?;
-        let scrub = Arc::new(Scrub::new(snapshots.clone(), store.clone()));
-        let (interval, rate) = (options.scrub_interval, options.scrub_bytes_per_second);
-        let scrubber = Scrubber::start(scrub.clone(), interval, rate).inspect_err(|_| {
+        let scrub_pace = Pace::new(options.scrub_bytes_per_second);
+        let scrub = Arc::new(Scrub::new(snapshots.clone(), store.clone(), scrub_pace));
+        let scrubber = Scrubber::start(scrub.clone(), options.scrub_interval).inspect_err(|_| {
             background.stop();
             warmer.stop();
             applier.stop();
@@ -152,9 +170,8 @@ impl Store {
         Ok(Self {
             id: store.store,
             ack: options.ack,
-            opener: std::process::id(),
             recovered,
-            parts: Parts {
+            parts: ForkGuard::new(Parts {
                 committer,
                 snapshots,
                 background,
@@ -170,9 +187,9 @@ impl Store {
                 leases,
                 log,
                 poison,
-            },
-            lock,
-            _directory: directory,
+            }),
+            _lock: lock,
+            _directory: ForkGuard::new(directory),
         })
     }
 }

@@ -37,7 +37,7 @@ impl Store {
     pub fn read(&self, page: PageId, offset: u64, out: &mut [u8]) -> Result<Lsn> {
         self.check_process()?;
         let len = out.len() as u64;
-        let Parts { applier, device, staging, poison, .. } = &self.parts;
+        let Parts { applier, device, staging, poison, .. } = &*self.parts;
         let read = applier.read(&**device, staging, page, len, move |_| (offset, len));
         let (_, lsn, bytes) = read.map_err(|error| poison.set_by_device(error))?;
         out.copy_from_slice(&bytes);
@@ -54,7 +54,7 @@ impl Store {
     /// [`Error::Poisoned`] if the device failed, now or with a batch before.
     pub fn lease(&self, page: PageId) -> Result<Lease<'_>> {
         self.check_process()?;
-        let Parts { committer, applier, leases, device, poison, .. } = &self.parts;
+        let Parts { committer, applier, leases, device, poison, .. } = &*self.parts;
         applier.cold().wait([page])?;
         let id = {
             let _every_later_batch_knows = committer.lock();
@@ -71,7 +71,7 @@ impl Store {
     /// batch before.
     pub fn pin(&self, page: PageId) -> Result<Pin<'_>> {
         self.check_process()?;
-        let Parts { committer, applier, leases, device, poison, .. } = &self.parts;
+        let Parts { committer, applier, leases, device, poison, .. } = &*self.parts;
         applier.cold().wait([page])?;
         {
             let _every_later_batch_knows = committer.lock();
@@ -81,9 +81,12 @@ impl Store {
     }
 
     /// How many pages are yet to be loaded: none, unless the store was opened with [`Restore::OnDemand`]. One that
-    /// cannot be loaded is not counted.
+    /// cannot be loaded is not counted. None in a forked child.
     #[must_use]
     pub fn cold(&self) -> Cold {
+        if self.check_process().is_err() {
+            return Cold::default();
+        }
         let (pages, bytes) = self.parts.applier.cold().left();
         Cold { pages, bytes }
     }

@@ -6,13 +6,14 @@ use crate::error::Error;
 use crate::error::Result;
 #[cfg(doc)]
 use crate::options::Options;
-use crate::snapshot::{Pace, Scrubbed, Wanted};
+use crate::pace::Pace;
+use crate::snapshot::{Scrubbed, Wanted};
 
 impl Store {
     /// Reads what lies on disk and is needed, past the cache, as fast as it can: STORE, the kept snapshots with
     /// their images, and the log from the oldest of them up to the last durable batch. Damage is mended from
     /// memory: where a snapshot or the log is damaged, a snapshot is taken that needs nothing of that. Commits go
-    /// on meanwhile. One at a time; a second caller waits. [`Options::scrub_interval`] has it done in the
+    /// on meanwhile. One at a time; a second caller waits, and one in the background goes on at full speed meanwhile. [`Options::scrub_interval`] has it done in the
     /// background.
     ///
     /// What a snapshot that is damaged holds of the past is not in memory any more, and stays damaged; it goes as
@@ -43,6 +44,9 @@ impl Store {
     /// guess when one in the background is through.
     #[doc(hidden)]
     pub fn wait_for_scrubs(&self, count: u64) {
+        if self.check_process().is_err() {
+            return;
+        }
         self.parts.scrub.wait_ended(count);
     }
 }

@@ -37,10 +37,13 @@ pub struct Stats {
 }
 
 impl Store {
-    /// Counts and sizes.
+    /// Counts and sizes; all zero in a forked child.
     #[must_use]
     pub fn stats(&self) -> Stats {
-        let Parts { log, applier, device, arena, staging, snapshots, scrub, .. } = &self.parts;
+        if self.check_process().is_err() {
+            return Stats::default();
+        }
+        let Parts { log, applier, device, arena, staging, snapshots, scrub, .. } = &*self.parts;
         Stats {
             logged: self.lsn(),
             applied: applier.applied(),
@@ -80,7 +83,7 @@ impl Store {
     /// A device error.
     pub fn trim(&self) -> Result<u64> {
         self.check_process()?;
-        let Parts { applier, device, arena, staging, .. } = &self.parts;
+        let Parts { applier, device, arena, staging, .. } = &*self.parts;
         // Behind the deletes submitted so far.
         applier.turn(|_| Ok(()))?;
         arena.reap_all()?;
@@ -91,6 +94,8 @@ impl Store {
     /// Lets the peak of every place begin anew, at what is in use now: [`Stats::places`] then tells the most
     /// that was in use since.
     pub fn reset_peaks(&self) {
-        self.parts.arena.reset_peaks();
+        if self.check_process().is_ok() {
+            self.parts.arena.reset_peaks();
+        }
     }
 }

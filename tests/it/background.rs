@@ -8,6 +8,7 @@ use remanent::device::host::HostDevice;
 use remanent::disk::sim::SimDisk;
 use remanent::{Ack, Error, FileName, Lsn, Options, PageId, Place, SnapshotPhase, Store};
 
+use crate::faults::watched;
 use crate::interrupted::Interrupted;
 
 /// A year: no test is so slow.
@@ -207,6 +208,56 @@ fn a_snapshot_of_the_background_is_read_back_by_the_thread_that_wrote_it() {
     assert!(disk.bytes(FileName::Manifest(1)).unwrap().len() > 3 << 20);
     assert_eq!(watched.past_cache().len(), 1);
     store.close().unwrap();
+}
+
+/// A store in whose background a snapshot is being written that would take an hour.
+fn with_a_slow_snapshot() -> Store {
+    let slow = options().snapshot_log_bytes(20_000).snapshot_bytes_per_second(1);
+    let store = open(&SimDisk::new(), slow);
+    commits(&store, 5);
+    while store.stats().snapshots.pages_done == 0 {
+        std::thread::yield_now();
+    }
+    store
+}
+
+#[test]
+fn who_only_asks_waits_for_no_snapshot() {
+    watched("who only asks", || {
+        let store = with_a_slow_snapshot();
+        assert_eq!(store.snapshots(), []);
+        let pruned = store.would_prune(&store.retention()).unwrap();
+        assert_eq!(
+            (pruned.snapshots.len(), pruned.files.len()),
+            (0, 0),
+            "what is being written stays: {pruned:?}"
+        );
+        let stats = store.stats().snapshots;
+        assert_eq!((stats.phase, stats.taken), (SnapshotPhase::Gather, 0), "it is being written still");
+    });
+}
+
+#[test]
+fn who_must_wait_for_a_slow_snapshot_has_it_hurry() {
+    type Call = fn(&Store) -> remanent::Result<()>;
+    let calls: [(&str, Call); 8] = [
+        ("snapshot", |store| store.snapshot().map(drop)),
+        ("publish_snapshot", |store| store.publish_snapshot().map(drop)),
+        ("snapshot_named", |store| store.snapshot_named("name").map(drop)),
+        ("prune", |store| store.prune(&store.retention()).map(drop)),
+        ("restore_to", |store| store.restore_to(Lsn(3)).map(drop)),
+        ("audit", |store| store.audit().map(drop)),
+        ("scrub", |store| store.scrub().map(drop)),
+        ("wait_verified", |store| store.wait_verified()),
+    ];
+    for (name, call) in calls {
+        watched(name, move || {
+            let store = with_a_slow_snapshot();
+            call(&store).unwrap();
+            assert!(store.stats().snapshots.taken > 0, "{name}: the slow one is finished, not given up");
+            store.close().unwrap();
+        });
+    }
 }
 
 #[test]

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use remanent::disk::dir::{DirDisk, DirReader};
 use remanent::disk::{Disk, DiskFile};
-use remanent::{Error, FileName, Folder, LogIo, Result};
+use remanent::{Create, Error, FileName, Folder, LogIo, Options, Remedy, RestorePoint, Result, Store};
 use remanent_format::ReadAt;
 use rustix::thread::CapabilitySet;
 
@@ -221,4 +221,52 @@ fn the_lock_file_is_never_opened_as_a_file() {
     let (_directory, disk) = with_folders();
     let _lock = disk.lock().unwrap();
     let _ = disk.open(FileName::Lock, false);
+}
+
+#[test]
+fn an_open_that_the_system_refuses_names_the_store() {
+    let (_directory, disk) = with_folders();
+    let path = disk.path();
+    let permit = |mode| std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
+    permit(0o500);
+    as_ordinary_user(|| {
+        let error = Store::open(path, Options::default()).unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains("LOCK of the store in ") && text.contains(path.to_str().unwrap()), "{text}");
+        assert_eq!(error.remedy(), Remedy::Permit, "{text}");
+        assert!(error.remedy().to_string().contains("try again"), "{text}");
+    });
+    permit(0o700);
+    let error = Store::open("", Options::default()).unwrap_err();
+    assert!(error.to_string().contains("an empty path"), "{error}");
+}
+
+#[test]
+fn a_store_is_made_with_the_directories_above_it() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("not/there/yet/store");
+    let options = || Options::default().segment_len(16 << 10);
+    let refused = Store::open(&path, options().create(Create::Never)).unwrap_err();
+    assert!(matches!(refused, Error::NoStore { .. }), "{refused}");
+    assert!(!directory.path().join("not").exists(), "where nothing may be made, nothing is");
+    Store::open(&path, options()).unwrap().close().unwrap();
+    Store::open(&path, options().create(Create::Never)).unwrap();
+    std::fs::write(directory.path().join("file"), b"").unwrap();
+    let refused = Store::open(directory.path().join("file/store"), options()).unwrap_err();
+    assert!(refused.to_string().contains("file/store"), "{refused}");
+}
+
+#[test]
+fn messages_say_what_is_wrong() {
+    let directory = tempfile::tempdir().unwrap();
+    let options = || Options::default().segment_len(16 << 10);
+    let text = Store::open(directory.path(), options().segment_len(8 << 30)).unwrap_err().to_string();
+    assert!(text.contains("from 16 KiB to 4096 MiB"), "{text}");
+    let store = Store::open(directory.path().join("store"), options()).unwrap();
+    let text = Store::open(directory.path().join("store"), options()).unwrap_err().to_string();
+    assert!(text.contains(" UTC") && !text.contains("Unix"), "{text}");
+    store.commit(store.batch()).unwrap();
+    let refused = store.fork(directory.path().join("store"), &RestorePoint::Lsn(store.lsn())).unwrap_err();
+    let text = refused.to_string();
+    assert!(text.contains("not empty (it holds STORE)") && !text.contains("no file of a store"), "{text}");
 }

@@ -9,6 +9,7 @@ mod device_errors;
 mod disk_errors;
 mod disk_full;
 mod refusals;
+mod shortages;
 mod spares;
 mod waiting;
 

@@ -386,3 +386,27 @@ fn where_there_is_no_store_nothing_is_followed() {
     assert!(matches!(Replica::from_snapshot(directory.path()), Err(Error::NoStore { .. })));
     assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
 }
+
+/// A user may have some hundred inotify instances.
+#[test]
+fn the_followers_of_a_store_share_one_watch() {
+    crate::machine::alone(|| {
+        let directory = tempfile::tempdir().unwrap();
+        let store = Store::open(directory.path(), Options::default().segment_len(64 << 10)).unwrap();
+        let mut followers: Vec<Follower> =
+            (0..300).map(|_| Follower::open(directory.path(), FollowFrom::Beginning).unwrap()).collect();
+        let watches = || {
+            let open = std::fs::read_dir("/proc/self/fd").unwrap();
+            let names = open.filter_map(|entry| std::fs::read_link(entry.unwrap().path()).ok());
+            names.filter(|name| name.to_string_lossy().contains("inotify")).count()
+        };
+        assert_eq!(watches(), 1);
+        store.commit(store.batch()).unwrap();
+        for follower in &mut followers {
+            assert_eq!(follower.next(std::time::Duration::from_secs(60)).unwrap().unwrap().lsn(), Lsn(1));
+        }
+        // The last one takes the watch along.
+        followers.truncate(1);
+        assert_eq!(watches(), 1);
+    });
+}

@@ -1,12 +1,24 @@
-//! A forked child has the parent's handle and none of its threads: the handle refuses, and what the child
-//! inherited keeps nobody out.
+//! A forked child has the parent's handles and none of its threads: every handle refuses, before it writes a byte or
+//! waits for a lock, and what the child inherited keeps nobody out and frees nothing.
+
+mod children;
 
 use std::io;
 use std::os::unix::process::CommandExt;
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
-use remanent::{Error, Lsn, Options, Place, Store};
+use remanent::{
+    Ack, DeviceChoice, Error, FollowFrom, Follower, Key, LogIo, Lsn, Options, PageId, Place, RawStream,
+    Replica, RestorePoint, Shadow, SnapshotPhase, Store, Width, WriteBatch,
+};
+
+use crate::direct;
+use crate::machine::alone;
+use children::in_child;
 
 #[test]
 fn a_forked_child_can_neither_use_the_store_nor_keep_it_locked() {
@@ -49,4 +61,278 @@ fn a_forked_child_can_neither_use_the_store_nor_keep_it_locked() {
     assert_eq!(child.try_wait().unwrap(), None, "the child must have outlived the parent's handle");
     drop(child.stdin.take());
     assert!(child.wait().unwrap().success());
+}
+
+/// Demands that a call was refused because this process did not open the store.
+fn refused<T>(call: &str, result: remanent::Result<T>) -> Result<(), String> {
+    match result {
+        Err(Error::Forked { opener }) if opener == std::os::unix::process::parent_id() => Ok(()),
+        Err(error) => Err(format!("{call}: {error}\n")),
+        Ok(_) => Err(format!("{call}: not refused\n")),
+    }
+}
+
+/// A store whose files are made quickly.
+fn small() -> Options {
+    Options::default().device(DeviceChoice::Host).segment_len(64 << 10)
+}
+
+/// One batch that sets a page's 8 bytes.
+fn set(store: &Store, page: PageId, number: u64) -> WriteBatch {
+    let mut batch = store.batch();
+    batch.write(page, 0, &number.to_le_bytes());
+    batch
+}
+
+fn number_in(store: &Store, page: PageId) -> u64 {
+    let mut bytes = [0; 8];
+    store.read(page, 0, &mut bytes).unwrap();
+    u64::from_le_bytes(bytes)
+}
+
+/// How often the parent forks, over all ways to write the log; and between two openings of its store.
+const FORKS: usize = 1000;
+const FORKS_BETWEEN_OPENINGS: usize = 20;
+
+#[test]
+fn a_thousand_children_change_nothing_beside_durable_commits() {
+    alone(|| {
+        let ways = [LogIo::Mapped, LogIo::Buffered, direct::log_io()];
+        for log_io in ways {
+            let directory = tempfile::tempdir().unwrap();
+            let mut told = Vec::new();
+            for _ in 0..FORKS.div_ceil(ways.len() * FORKS_BETWEEN_OPENINGS) {
+                told = fork_beside_commits(directory.path(), log_io, &told);
+            }
+        }
+    });
+}
+
+/// Opens the store, which must hold what was acknowledged; forks some children beside threads that commit. Returns
+/// what each of the three pages was acknowledged to hold.
+fn fork_beside_commits(path: &Path, log_io: LogIo, told: &[u64]) -> Vec<u64> {
+    let options = Options::default().segment_len(64 << 10).log_io(log_io).ack(Ack::Durable);
+    let store = Store::open(path, options).unwrap_or_else(|error| panic!("{log_io}: {error}"));
+    let mut pages: Vec<PageId> = store.pages().unwrap().iter().map(|info| info.page).collect();
+    let found: Vec<u64> = pages.iter().map(|page| number_in(&store, *page)).collect();
+    assert_eq!(found, told, "{log_io}: what was acknowledged, and what is there");
+    if pages.is_empty() {
+        let mut batch = store.batch();
+        (0..3).for_each(|_| _ = batch.create(8, Place::Host));
+        pages = store.commit(batch).unwrap().pages;
+    }
+    let first = told.first().copied().unwrap_or(0);
+    let stop = AtomicBool::new(false);
+    let told = std::thread::scope(|scope| {
+        let committers: Vec<_> = pages[1..]
+            .iter()
+            .map(|page| {
+                let (store, stop) = (&store, &stop);
+                scope.spawn(move || {
+                    let mut number = number_in(store, *page);
+                    while !stop.load(Ordering::Relaxed) {
+                        number += 1;
+                        store.commit(set(store, *page, number)).unwrap();
+                    }
+                    number
+                })
+            })
+            .collect();
+        let mut follower = Follower::open(path, FollowFrom::Snapshot).unwrap();
+        let view = Store::open_read_only(path).unwrap();
+        let mut failure = Ok(());
+        let mut last = first;
+        for number in first + 1..=first + FORKS_BETWEEN_OPENINGS as u64 {
+            let mut ticket = Some(store.submit(set(&store, pages[0], number)).unwrap());
+            failure = failure.and(in_child(|| {
+                let ticket = ticket.take().expect("a copy of the parent's");
+                refused("wait for Durable", ticket.wait(Ack::Durable))?;
+                refused("wait for Logged", ticket.clone().wait(Ack::Logged))?;
+                refused("wait for Applied", ticket.wait(Ack::Applied))?;
+                refused("wait_durable", store.wait_durable(Lsn(1)))?;
+                refused("commit", store.commit(set(&store, pages[0], 0)))?;
+                refused("next", follower.next(Duration::MAX))?;
+                refused("read", view.read(pages[0], 0, &mut [0; 8]))?;
+                let _without_a_lock = (store.lsn(), store.stats(), store.snapshots(), store.cold());
+                drop(ticket);
+                Ok(())
+            }));
+            ticket.expect("the child took its own copy").wait(Ack::Durable).unwrap();
+            last = number;
+            if failure.is_err() {
+                break;
+            }
+        }
+        stop.store(true, Ordering::Relaxed);
+        let numbers = committers.into_iter().map(|committer| committer.join().unwrap());
+        let told: Vec<u64> = [last].into_iter().chain(numbers).collect();
+        failure.unwrap_or_else(|failure| panic!("{log_io}: {failure}"));
+        told
+    });
+    store.close().unwrap();
+    told
+}
+
+#[test]
+fn every_call_in_a_child_is_refused_and_dropping_frees_nothing_of_the_parents() {
+    alone(|| {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path();
+        // A snapshot in the background, so slow that it holds its locks for as long as the test takes.
+        let options = small().snapshot_log_bytes(256 << 10).snapshot_bytes_per_second(4 << 10);
+        let store = Store::open(path, options).unwrap();
+        let mut batch = store.batch();
+        (0..4).for_each(|_| _ = batch.create(256 << 10, Place::Host));
+        let pages = store.commit(batch).unwrap().pages;
+        let first = store.snapshot().unwrap();
+        let mut batch = store.batch();
+        // Not whole pages, which would go to an image file and not to the log.
+        pages.iter().for_each(|page| _ = batch.write(*page, 0, &[7; 128 << 10]));
+        let mut ticket = Some(store.submit(batch).unwrap());
+        ticket.as_ref().unwrap().wait(Ack::Durable).unwrap();
+        while store.stats().snapshots.phase == SnapshotPhase::Idle {
+            std::thread::yield_now();
+        }
+        let mut follower = Some(Follower::open(path, FollowFrom::Beginning).unwrap());
+        let mut view = Some(Store::open_at(path, &RestorePoint::Snapshot(first.id)).unwrap());
+        let memory = store.device_bytes(16, Place::Host).unwrap();
+        let copy = store.working_copy(pages[0], Width::W1, Shadow::Page).unwrap();
+        let mut temporary = Some(Store::temporary(small()).unwrap());
+        let fork = path.join("fork");
+        let mut kept = Some(copy.clone());
+        let mut store = Some(store);
+        let mut everything = |store: &mut Option<Store>| {
+            let here = store.as_ref().expect("a copy of the parent's");
+            let mut lease = Some(here.lease(pages[1]).unwrap());
+            let mut pin = Some(here.pin(pages[2]).unwrap());
+            // SAFETY: the host device follows no handle.
+            let stream = unsafe { RawStream::from_cuda(1) };
+            let outcome = in_child(|| {
+                refused("read", here.read(pages[0], 0, &mut [0; 8]))?;
+                refused("lease", here.lease(pages[0]))?;
+                refused("pin", here.pin(pages[0]))?;
+                refused("wait_warm", here.wait_warm())?;
+                refused("page", here.page(pages[0]))?;
+                refused("page_by_key", here.page_by_key(&Key::new("key").unwrap()))?;
+                refused("pages", here.pages())?;
+                refused("root", here.root())?;
+                refused("submit", here.submit(here.batch()))?;
+                refused("commit", here.commit(here.batch()))?;
+                refused("wait_durable", here.wait_durable(Lsn(1)))?;
+                refused("snapshot", here.snapshot())?;
+                refused("publish_snapshot", here.publish_snapshot())?;
+                refused("wait_verified", here.wait_verified())?;
+                refused("snapshot_exact", here.snapshot_exact())?;
+                refused("snapshot_named", here.snapshot_named("name"))?;
+                refused("would_prune", here.would_prune(&here.retention()))?;
+                refused("prune", here.prune(&here.retention()))?;
+                refused("restore_from_snapshot", here.restore_from_snapshot(first.id))?;
+                refused("restore_to", here.restore_to(Lsn(1)))?;
+                refused("scrub", here.scrub())?;
+                refused("trim", here.trim())?;
+                refused("device_bytes", here.device_bytes(16, Place::Host))?;
+                refused("working_copy", here.working_copy(pages[0], Width::W1, Shadow::Page))?;
+                refused("reload", here.reload(&copy))?;
+                refused("audit", here.audit())?;
+                refused("fork", here.fork(&fork, &RestorePoint::Lsn(Lsn(1))))?;
+                // These have no way to refuse: they say nothing, and wait for nobody.
+                let stats = here.stats();
+                let (lsn, snapshots, cold) = (here.lsn(), here.snapshots(), here.cold());
+                let nothing = (lsn, stats.logged, snapshots.len(), cold.pages) == (Lsn(0), Lsn(0), 0, 0);
+                if !nothing {
+                    return Err(format!("{lsn} {stats:?} {snapshots:?} {cold:?}\n"));
+                }
+                here.reset_peaks();
+                here.wait_for_snapshots(u64::MAX);
+                here.wait_for_scrubs(u64::MAX);
+
+                let ticket = ticket.take().unwrap();
+                refused("Ticket::wait", ticket.wait(Ack::Durable))?;
+                refused("Ticket::wait_on", ticket.wait_on(stream))?;
+                let mut follower = follower.take().unwrap();
+                refused("Follower::next", follower.next(Duration::ZERO))?;
+                let view = view.take().unwrap();
+                refused("Snapshot::read", view.read(pages[0], 0, &mut [0; 8]))?;
+                refused("Snapshot::page", view.page(pages[0]))?;
+                refused("Snapshot::fork", view.fork(&fork))?;
+                let (lease, pin) = (lease.take().unwrap(), pin.take().unwrap());
+                refused("Lease::bytes", lease.bytes())?;
+                refused("Lease::on", lease.on(stream).map(drop))?;
+                refused("Pin::on", pin.on(stream).map(drop))?;
+                refused("DeviceBytes::write", memory.write(0, &[1]))?;
+                refused("DeviceBytes::read", memory.read(0, &mut [0]))?;
+                if lease.address().or(pin.address()).or(memory.address()).is_some() {
+                    return Err("an address of the parent's\n".to_owned());
+                }
+                drop((ticket, follower, view, kept.take()));
+                refused("Lease::end", lease.end())?;
+                drop(pin);
+                refused("close", temporary.take().unwrap().close())?;
+                // A child opens what nobody has open, and is refused the rest.
+                let own = Store::temporary(small()).map_err(|error| error.to_string())?;
+                own.commit(own.batch()).map_err(|error| error.to_string())?;
+                own.close().map_err(|error| error.to_string())?;
+                match Store::open(path, small()) {
+                    Err(Error::Locked { .. }) => Ok(()),
+                    other => Err(format!("{other:?}\n")),
+                }
+            });
+            // What the parent had is as it was.
+            assert!(lease.unwrap().bytes().unwrap()[..128 << 10] == [7; 128 << 10]);
+            assert_eq!(pin.unwrap().page(), pages[2]);
+            outcome
+        };
+        everything(&mut store).unwrap();
+        // So is what a child closes and drops: the whole store at the end.
+        in_child(|| refused("close", store.take().unwrap().close())).unwrap();
+
+        let store = store.unwrap();
+        assert!(!fork.exists());
+        ticket.unwrap().wait(Ack::Applied).unwrap();
+        assert_eq!(follower.unwrap().next(Duration::from_secs(60)).unwrap().unwrap().lsn(), Lsn(1));
+        let temporary = temporary.unwrap();
+        temporary.commit(temporary.batch()).unwrap();
+        temporary.snapshot().unwrap();
+        memory.write(0, &[9]).unwrap();
+        store.reload(&kept.unwrap()).unwrap();
+        store.commit(set(&store, pages[0], 5)).unwrap();
+        store.close().unwrap();
+        let store = Store::open(path, small()).unwrap();
+        assert_eq!(number_in(&store, pages[0]), 5);
+        // The view holds its snapshot, whatever a child dropped.
+        let view = view.unwrap();
+        store.snapshot().unwrap();
+        let pruned = store.would_prune(&store.retention().snapshots_kept(1).log_kept(0)).unwrap();
+        assert!(pruned.snapshots.iter().all(|info| info.id != first.id), "{pruned:?}");
+        view.read(pages[0], 0, &mut [1; 8]).unwrap();
+    });
+}
+
+/// A replica is memory, and nobody else's: a child goes on with its copy, by a follower of its own.
+#[test]
+fn a_child_goes_on_with_its_copy_of_a_replica() {
+    alone(|| {
+        let directory = tempfile::tempdir().unwrap();
+        let store = Store::open(directory.path(), Options::default().segment_len(64 << 10)).unwrap();
+        let mut batch = store.batch();
+        batch.create(8, Place::Host);
+        let page = store.commit(batch).unwrap().pages[0];
+        store.snapshot().unwrap();
+        let mut replica = Replica::from_snapshot(directory.path()).unwrap();
+        store.commit(set(&store, page, 3)).unwrap();
+        in_child(|| {
+            let follow = || -> remanent::Result<()> {
+                let from = FollowFrom::Position(replica.position());
+                let mut follower = Follower::open(directory.path(), from)?;
+                let batch = follower.next(Duration::from_secs(60))?.expect("it is logged");
+                replica.apply(&batch)
+            };
+            let mut follow = follow;
+            follow().map_err(|error| error.to_string())?;
+            let bytes = replica.bytes(page).map(<[u8]>::to_vec);
+            if bytes == Some(3u64.to_le_bytes().to_vec()) { Ok(()) } else { Err(format!("{bytes:?}\n")) }
+        })
+        .unwrap();
+        assert_eq!(replica.bytes(page), Some(&[0; 8][..]));
+    });
 }

@@ -15,6 +15,7 @@ use remanent_format::log::LogWalk;
 use remanent_format::rebuild::{Survey, read_manifest};
 
 use crate::damage::mix;
+use crate::faults::watched;
 use crate::files::{Files, State, open, small};
 
 /// How many pages there are, one of which changes.
@@ -431,6 +432,22 @@ fn a_slow_scrub_is_given_up_when_the_store_closes() {
     // At one byte a second this would take hours.
     let options = small().scrub_interval(Duration::ZERO).scrub_bytes_per_second(1);
     open_scrubbing(&disk, options).close().unwrap();
+}
+
+/// At one byte a second the one in the background would take hours.
+#[test]
+fn a_scrub_by_hand_has_a_slow_one_hurry() {
+    watched("a scrub by hand", || {
+        let subject = Subject::new();
+        let disk = subject.disk.clone();
+        subject.store.close().unwrap();
+        let options = small().scrub_interval(Duration::ZERO).scrub_bytes_per_second(1);
+        let store = open_scrubbing(&disk, options);
+        for _ in 0..3 {
+            assert!(store.scrub().unwrap().damage.is_empty());
+        }
+        store.close().unwrap();
+    });
 }
 
 #[test]

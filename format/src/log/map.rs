@@ -58,7 +58,7 @@ impl LogMap {
     pub fn read(source: &dyn ReadAt, store: StoreId) -> Result<Self, Damage> {
         let names = source
             .list(Folder::Log)
-            .map_err(|error| Defect::Unreadable(error.to_string()).at(FileName::Segment(0), 0))?;
+            .map_err(|error| Defect::unreadable(&error).at(FileName::Segment(0), 0))?;
         let mut segments = BTreeMap::new();
         for name in names {
             if let Some(FileName::Segment(number)) = FileName::parse(Folder::Log, &name) {
@@ -144,12 +144,15 @@ fn damaged_opening(segments: &BTreeMap<u64, Segment>, incarnation: Incarnation) 
 
 fn read_segment(source: &dyn ReadAt, store: StoreId, number: u64) -> Result<Segment, Damage> {
     let file = FileName::Segment(number);
-    let unreadable = |error: std::io::Error| Defect::Unreadable(error.to_string()).at(file, 0);
+    let unreadable = |error: std::io::Error| Defect::unreadable(&error).at(file, 0);
     let file_len = source.len(file).map_err(unreadable)?.unwrap_or(0);
     let mut reader = SegmentReader::looking_into(source, number);
     let header = reader
         .bytes(0, SegmentHeaderRaw::LEN)
         .and_then(|bytes| SegmentHeader::decode_at(bytes, store, number, file_len));
+    if let Err(defect @ Defect::Shortage { .. }) = header {
+        return Err(defect.at(file, 0));
+    }
     // Nearly always the first one starts a group. Where it does not, its group's start is damaged.
     let mut own = own_frames(&mut reader, store, number, SEGMENT_HEADER_BLOCK);
     let first = own.next();

@@ -170,7 +170,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
 fn unreadable(error: io::Error) -> Defect {
     match error.kind() {
         ErrorKind::NotFound => Defect::Missing,
-        _ => Defect::Unreadable(error.to_string()),
+        _ => Defect::unreadable(&error),
     }
 }
 

@@ -288,7 +288,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
             let running = self.point.incarnation;
             let is_frame = |bytes| resembles_frame(bytes, self.map.store, running, segment, offset);
             let resembles = match defect {
-                Defect::Unreadable(_) | Defect::Memory { .. } => true,
+                ref defect if defect.is_unreadable() => true,
                 _ => self.reader.bytes(offset, FrameHeaderRaw::LEN).is_ok_and(is_frame),
             };
             Break { segment, offset, resembles, defect }
@@ -414,10 +414,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
             }
         }
         // What the medium refuses to give says nothing about the log; the next attempt may succeed.
-        if mark >= lost
-            || matches!(at_break.defect, Defect::Unreadable(_))
-            || matches!(at_break.defect, Defect::Memory { .. })
-        {
+        if mark >= lost || at_break.defect.is_unreadable() {
             return Err(at_break.damage(lost));
         }
         self.mark = mark;

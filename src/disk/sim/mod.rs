@@ -25,6 +25,7 @@ use remanent_format::{FileName, Folder, ReadAt, SnapshotId};
 use super::{Disk, DiskFile, DiskLock, Hold};
 use crate::error::{Error, Result};
 use crate::options::LogIo;
+use crate::process::Process;
 use crate::sync::Mutex;
 
 pub use crash::{Crash, Image, Plan};
@@ -372,12 +373,12 @@ impl ReadAt for SimDisk {
 struct SimLock {
     disk: SimDisk,
     locked: Locked,
-    owner: u32,
+    owner: Process,
 }
 
 impl SimLock {
     fn new(disk: &SimDisk, locked: Locked) -> Self {
-        Self { disk: disk.clone(), locked, owner: std::process::id() }
+        Self { disk: disk.clone(), locked, owner: Process::current() }
     }
 }
 
@@ -388,14 +389,13 @@ enum Locked {
     Retiring(SnapshotId),
 }
 
-impl DiskLock for SimLock {
-    fn is_held_here(&self) -> bool {
-        self.owner == std::process::id()
-    }
-}
+impl DiskLock for SimLock {}
 
 impl Drop for SimLock {
     fn drop(&mut self) {
+        if !self.owner.is_current() {
+            return;
+        }
         let mut shared = self.disk.shared.lock();
         match self.locked {
             Locked::Store => shared.locked = false,

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::super::{Pace, Wanted};
+use super::super::Wanted;
 use super::Scrub;
 use crate::error::{Error, Result};
 use crate::poison::PanicPoisons;
@@ -15,27 +15,22 @@ use crate::sync::{Instant, Mutex};
 
 /// The thread.
 pub(crate) struct Scrubber {
-    pace: Arc<Pace>,
+    scrub: Arc<Scrub>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl Scrubber {
     /// Starts it, if there is an interval.
-    pub fn start(
-        scrub: Arc<Scrub>,
-        interval: Option<Duration>,
-        bytes_per_second: Option<u64>,
-    ) -> Result<Self> {
-        let pace = Arc::new(Pace::new(bytes_per_second));
+    pub fn start(scrub: Arc<Scrub>, interval: Option<Duration>) -> Result<Self> {
         let thread = match interval {
             Some(interval) => {
-                let pace = pace.clone();
                 let poison = scrub.snapshots.poison.clone();
                 let poisons = PanicPoisons { poison, thread: "thread for scrubs" };
                 let thread = thread::Builder::new().name("remanent-scrub".to_owned());
+                let scrub = scrub.clone();
                 let thread = thread.spawn(move || {
                     let _poisons = poisons;
-                    live(&scrub, &pace, interval);
+                    live(&scrub, interval);
                 });
                 Some(thread.map_err(|error| Error::Folder {
                     action: "start the thread for scrubs of",
@@ -45,12 +40,12 @@ impl Scrubber {
             }
             None => None,
         };
-        Ok(Self { pace, thread: Mutex::new(thread) })
+        Ok(Self { scrub, thread: Mutex::new(thread) })
     }
 
     /// Ends the thread; what it is reading is given up. A snapshot that it is taking must be called off before.
     pub fn stop(&self) {
-        self.pace.call_off();
+        self.scrub.pace.call_off();
         if let Some(thread) = self.thread.lock().take()
             && thread.join().is_err()
         {
@@ -59,13 +54,16 @@ impl Scrubber {
     }
 }
 
-fn live(scrub: &Scrub, pace: &Pace, interval: Duration) {
+fn live(scrub: &Scrub, interval: Duration) {
+    let pace = &scrub.pace;
     let mut began = Instant::now();
     while pace.rest(began.checked_add(interval)).is_ok() {
         began = Instant::now();
         match scrub.run(pace, Wanted { paced: true, ..Wanted::default() }) {
             Ok(_) => {}
-            Err(error @ (Error::DiskFull { .. } | Error::OutOfMemory { .. } | Error::Damaged(_))) => {
+            Err(error)
+                if error.is_passing() || matches!(error, Error::Damaged(_)) =>
+            {
                 tracing::warn!(%error, "a scrub failed; it is tried again later");
             }
             // The store closes, or it is poisoned and says why itself.

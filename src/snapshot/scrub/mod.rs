@@ -32,9 +32,10 @@ use remanent_format::{Damage, FileName, SnapshotId};
 
 pub(crate) use self::background::Scrubber;
 use self::pass::{Found, Pass};
-use super::{Pace, Snapshots, Wanted};
+use super::{Snapshots, Wanted};
 use crate::error::{Error, Result};
 use crate::keeping::{Keeping, Kept};
+use crate::pace::Pace;
 use crate::publish::publish;
 use crate::source::DiskSource;
 use crate::sync::{Condvar, Mutex};
@@ -77,6 +78,8 @@ pub(crate) struct Scrub {
     snapshots: Arc<Snapshots>,
     /// What STORE says.
     store: StoreFile,
+    /// Of scrubs in the background.
+    pace: Pace,
     /// Held by who scrubs.
     running: Mutex<()>,
     stats: Mutex<ScrubStats>,
@@ -84,9 +87,9 @@ pub(crate) struct Scrub {
 }
 
 impl Scrub {
-    pub fn new(snapshots: Arc<Snapshots>, store: StoreFile) -> Self {
+    pub fn new(snapshots: Arc<Snapshots>, store: StoreFile, pace: Pace) -> Self {
         let (running, stats, ended) = (Mutex::default(), Mutex::default(), Condvar::new());
-        Self { snapshots, store, running, stats, ended }
+        Self { snapshots, store, pace, running, stats, ended }
     }
 
     pub fn stats(&self) -> ScrubStats {
@@ -103,7 +106,10 @@ impl Scrub {
 
     /// Reads everything at this pace, and mends what is damaged.
     pub fn run(&self, pace: &Pace, wanted: Wanted) -> Result<Scrubbed> {
+        // A caller who waits for the background has it go on at full speed.
+        let hurry = (!wanted.paced).then(|| self.pace.hurry());
         let _one_at_a_time = self.running.lock();
+        drop(hurry);
         let result = self.read_and_mend(pace, wanted);
         let mut stats = self.stats.lock();
         match &result {
@@ -129,7 +135,8 @@ impl Scrub {
         for damage in &scrubbed.damage {
             tracing::warn!(%damage, "found by a scrub");
         }
-        let mut keeping = self.snapshots.keeping.lock();
+        let keeping = &self.snapshots.keeping;
+        let mut keeping = if wanted.paced { keeping.lock_patiently() } else { keeping.lock() };
         // What nobody keeps any more must not come back.
         let is_kept = |link: &Manifest| {
             let mut kept = keeping.snapshots.iter();
@@ -137,7 +144,7 @@ impl Scrub {
         };
         let copies: Vec<Manifest> = copies.into_iter().filter(is_kept).collect();
         self.mend_files(store, &copies, wanted.threads_max()).map_err(|error| match error {
-            Error::DiskFull { .. } => error,
+            error if error.is_passing() => error,
             error => self.snapshots.poison.set(error),
         })?;
         // Once more: snapshots may have been taken meanwhile, or may have gone.

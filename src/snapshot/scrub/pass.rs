@@ -15,10 +15,11 @@ use remanent_format::rebuild::{Survey, read_manifest};
 use remanent_format::store::StoreFile;
 use remanent_format::{Damage, Defect, FileName, LogPoint, Lsn, PageId, ReadAt};
 
-use super::super::{Pace, Snapshots};
+use super::super::Snapshots;
 use super::Scrubbed;
 use crate::error::Result;
 use crate::keeping::Keeping;
+use crate::pace::Pace;
 use crate::runs::{Wanted, runs};
 use crate::source::DiskSource;
 use crate::sync::Instant;
@@ -85,10 +86,17 @@ impl<'a> Pass<'a> {
     }
 
     /// Reads the rest.
+    ///
+    /// # Errors
+    /// What the system says where it was short of something: what could not be looked at is not damaged.
     pub fn run(mut self) -> Result<Found> {
         self.read_log()?;
         self.read_images()?;
-        Ok(self.found)
+        let damage = &self.found.scrubbed.damage;
+        match damage.iter().find(|damage| matches!(damage.defect, Defect::Shortage { .. })) {
+            Some(shortage) => Err(shortage.clone().into()),
+            None => Ok(self.found),
+        }
     }
 
     fn read_links(&mut self, keeping: &Keeping, survey: &Survey) {
@@ -236,7 +244,9 @@ impl<'a> Pass<'a> {
         }
         // At once, so that a snapshot which is taken before the pass ends does not name it.
         let Image { page, batch, .. } = &self.images[&place];
-        keeping.known.spoil(*page, image);
+        if !matches!(damage.defect, Defect::Shortage { .. }) {
+            keeping.known.spoil(*page, image);
+        }
         self.found.batches.extend(*batch);
         self.found.images.insert(place);
         self.damaged(damage);

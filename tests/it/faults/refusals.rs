@@ -93,14 +93,21 @@ fn every_error_tells_where_and_what_helps() {
     let (page, place) = (PageId(7), Place::Device(1));
     let key = || Key::new("weights").unwrap();
     let segment = FileName::Segment(3);
-    let failed = Error::Io { action: "sync", file: segment, offset: Some(4096), source: source() };
+    let failed =
+        Error::Io { action: "sync", file: segment, offset: Some(4096), store: None, source: source() };
     let damage = Damage { file: segment, offset: 8192, lsn: Some(Lsn(9)), defect: Defect::Missing };
     let lost = Error::Device { reason: "gone".to_owned(), context_lost: true };
     let nowhere = (None, None, None);
     let rows = [
         (failed.clone(), (Some(segment), Some(4096), None), Remedy::Reopen, "4096"),
         (
-            Error::Io { action: "open", file: segment, offset: None, source: source() },
+            Error::Io {
+                action: "open",
+                file: segment,
+                offset: None,
+                store: Some("/srv/pages".into()),
+                source: source(),
+            },
             (Some(segment), None, None),
             Remedy::Reopen,
             "cannot open",

@@ -112,7 +112,7 @@ pub const LIST: &[Defence] = &[
     refusal(
         "an unreadable place is no end (I4)",
         WALK,
-        "matches!(at_break.defect, Defect::Unreadable(_))",
+        "at_break.defect.is_unreadable()",
         it("recovery::log::unreadable_log_is_refused"),
     ),
     defence(

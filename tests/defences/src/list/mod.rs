@@ -8,6 +8,7 @@
 mod durable;
 mod log;
 mod open;
+mod process;
 mod recovery;
 mod salvage;
 mod structures;
@@ -71,7 +72,7 @@ const GOLDEN: Test = Test { binary: "golden", name: "every_defect_is_named" };
 
 /// All defences.
 pub fn all() -> impl Iterator<Item = &'static Defence> {
-    [structures::LIST, log::LIST, salvage::LIST, recovery::LIST, durable::LIST, open::LIST]
+    [structures::LIST, log::LIST, salvage::LIST, recovery::LIST, durable::LIST, open::LIST, process::LIST]
         .into_iter()
         .flatten()
 }

@@ -1,4 +1,5 @@
-//! Floor 6. How fast background snapshots write, and how they are called off when the store closes.
+//! Floor 2. How fast the background writes and reads, how it is called off when the store closes, and how a caller
+//! who waits for it has it hurry.
 
 use std::time::Duration;
 
@@ -9,9 +10,25 @@ use crate::sync::{Condvar, Instant, Mutex};
 #[derive(Default)]
 pub(crate) struct Pace {
     bytes_per_second: Option<u64>,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
     /// Whether the store closes.
-    closing: Mutex<bool>,
-    called_off: Condvar,
+    is_closing: bool,
+    /// Callers who wait for what is being written: it has all of the disk until they need not wait any more.
+    callers: usize,
+}
+
+/// A caller who waits, until dropped.
+pub(crate) struct Hurry<'a>(&'a Pace);
+
+impl Drop for Hurry<'_> {
+    fn drop(&mut self) {
+        self.0.state.lock().callers -= 1;
+    }
 }
 
 impl Pace {
@@ -19,12 +36,21 @@ impl Pace {
         Self { bytes_per_second, ..Self::default() }
     }
 
-    /// Waits until who began at `since` may have written so many bytes.
+    /// Has the background go on at full speed until this is dropped.
+    pub fn hurry(&self) -> Hurry<'_> {
+        self.state.lock().callers += 1;
+        self.changed.notify_all();
+        Hurry(self)
+    }
+
+    /// Waits until who began at `since` may have written so many bytes, or a caller waits.
     ///
     /// # Errors
     /// [`Error::Closed`] if the store closes: what is being written is given up.
     pub fn keep(&self, since: Instant, bytes: u64) -> Result<()> {
-        self.wait(self.bytes_per_second.map(|limit| since + time_for(bytes, limit)))
+        self.wait(self.bytes_per_second.map(|limit| since + time_for(bytes, limit)), |state| {
+            state.callers > 0
+        })
     }
 
     /// Waits until then; for good if there is no such time.
@@ -32,26 +58,27 @@ impl Pace {
     /// # Errors
     /// [`Error::Closed`] if the store closes.
     pub fn rest(&self, until: Option<Instant>) -> Result<()> {
-        self.wait(Some(until.unwrap_or_else(|| Instant::now() + LONGEST)))
+        self.wait(Some(until.unwrap_or_else(|| Instant::now() + LONGEST)), |_| false)
     }
 
-    fn wait(&self, until: Option<Instant>) -> Result<()> {
-        let mut closing = self.closing.lock();
-        while !*closing {
-            let Some(until) = until.filter(|until| *until > Instant::now()) else { return Ok(()) };
-            self.called_off.wait_until(&mut closing, until);
+    fn wait(&self, until: Option<Instant>, is_over: impl Fn(&State) -> bool) -> Result<()> {
+        let mut state = self.state.lock();
+        while !state.is_closing {
+            let until = until.filter(|until| *until > Instant::now() && !is_over(&state));
+            let Some(until) = until else { return Ok(()) };
+            self.changed.wait_until(&mut state, until);
         }
         Err(Error::Closed)
     }
 
     /// Calls off what is being written, now and from now on.
     pub fn call_off(&self) {
-        *self.closing.lock() = true;
-        self.called_off.notify_all();
+        self.state.lock().is_closing = true;
+        self.changed.notify_all();
     }
 
     pub fn is_called_off(&self) -> bool {
-        *self.closing.lock()
+        self.state.lock().is_closing
     }
 }
 
@@ -73,6 +100,19 @@ mod tests {
         assert_eq!(time_for(3 << 20, 1 << 20), Duration::from_secs(3));
         assert_eq!(time_for(1, 1 << 20).as_nanos(), 954);
         assert_eq!(time_for(u64::MAX, 1), LONGEST);
+    }
+
+    #[test]
+    fn a_caller_who_waits_has_the_rest_done_at_once() {
+        let pace = Pace::new(Some(1));
+        let began = Instant::now();
+        std::thread::scope(|scope| {
+            let paced = scope.spawn(|| pace.keep(began, u64::MAX / 2));
+            let _hurry = pace.hurry();
+            paced.join().unwrap().unwrap();
+            pace.keep(began, u64::MAX / 2).unwrap();
+        });
+        assert_eq!(pace.state.lock().callers, 0, "nobody waits any more");
     }
 
     #[test]

@@ -1,0 +1,281 @@
+//! A system that is short of something for a while: open files, memory, threads. What cannot be done then fails alone,
+//! and the same store goes on when the shortage ends. `docs/failures.md` lists what poisons a store and what does not.
+
+use std::path::Path;
+
+use remanent::disk::sim::{Fault, Operation};
+use remanent::{FollowFrom, Follower, LogIo, Remedy, Restore, RestorePoint};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+use super::*;
+use crate::direct;
+use crate::machine::alone;
+
+/// Too many open files; no memory.
+const EMFILE: i32 = 24;
+const ENOMEM: i32 = 12;
+
+/// What opens a file.
+const OPERATIONS: [Operation; 2] = [Operation::Create, Operation::Open];
+
+fn is_the_shortage(error: &Error) -> bool {
+    let text = error.to_string();
+    text.contains("os error 24") || text.contains("os error 12")
+}
+
+/// Runs `case` with every operation of these kinds failing, the first, the second, … of them first, for one time or
+/// until the shortage ends. `case` says whether the fault struck.
+fn at_every_moment(case: impl Fn(Fault) -> bool + Send + Sync + Copy + 'static) {
+    for operation in OPERATIONS {
+        for (times, errno) in [(1, EMFILE), (usize::MAX, EMFILE), (2, ENOMEM)] {
+            for skip in 0.. {
+                let fault = Fault { operation, skip, times, errno };
+                let struck = Arc::new(AtomicBool::new(false));
+                let told = struck.clone();
+                watched(&format!("{fault:?}"), move || told.store(case(fault), Ordering::SeqCst));
+                if !struck.load(Ordering::SeqCst) {
+                    assert!(skip > 0, "there is no {operation:?} at all");
+                    break;
+                }
+            }
+        }
+    }
+}
+
+fn fails_one_call_and_goes_on(fault: Fault, options: Options) -> bool {
+    let disk = SimDisk::new();
+    let device = Gauge::host();
+    let store = open_with(&disk, device.clone(), options).unwrap();
+    let mut line = Line::begin(&store);
+    disk.fail(fault);
+    let outcome = line.work(&store);
+    let struck = disk.faults_left() < fault.times;
+    disk.clear_faults();
+    match outcome {
+        Ok(()) => {}
+        // A restore that is logged must reach memory, and it could not read again what it had proven.
+        Err(error @ Error::Poisoned(_)) => {
+            assert!(is_the_shortage(&error) && fault.operation == Operation::Open, "{error}");
+            assert_eq!(error.remedy(), Remedy::Reopen, "{error}");
+            drop(store);
+            assert_eq!(open_on_host(&disk).unwrap().lsn().0, line.logged + 1, "{error}");
+            return struck;
+        }
+        Err(error) => {
+            assert!(is_the_shortage(&error), "{error}");
+            assert_eq!(error.remedy(), Remedy::Retry, "{error}");
+        }
+    }
+    // The shortage has ended: the same store goes on.
+    line.work(&store).unwrap();
+    line.check_read(&store).unwrap();
+    store.wait_verified().unwrap();
+    store.prune(&store.retention()).unwrap();
+    let scrubbed = store.scrub().unwrap();
+    assert!(scrubbed.damage.is_empty(), "{scrubbed:?}");
+    store.close().unwrap();
+    assert_eq!(device.live(), 0, "page memory was not given back");
+    line.check(&open_on_host(&disk.after_power_cut()).unwrap(), line.durable);
+    line.check(&open_on_host(&disk).unwrap(), line.logged);
+    struck
+}
+
+#[test]
+fn a_shortage_fails_one_call_and_the_store_goes_on() {
+    at_every_moment(|fault| fails_one_call_and_goes_on(fault, small()));
+}
+
+#[test]
+fn a_shortage_in_the_background_fails_nothing() {
+    // Every second segment has a snapshot made.
+    at_every_moment(|fault| fails_one_call_and_goes_on(fault, small().snapshot_log_bytes(24 << 10)));
+}
+
+/// What could not be looked at is neither damaged nor gone: no older snapshot takes its place, and nothing is removed.
+#[test]
+fn a_shortage_during_an_open_fails_that_open() {
+    at_every_moment(|fault| {
+        let disk = SimDisk::new();
+        let store = open_on_host(&disk).unwrap();
+        let mut line = Line::begin(&store);
+        for _ in 0..2 {
+            line.commits(&store, 3).unwrap();
+            store.snapshot().unwrap();
+        }
+        line.commits(&store, 2).unwrap();
+        let kept = store.snapshots();
+        store.close().unwrap();
+        disk.fail(fault);
+        let opened = open_on_host(&disk);
+        let struck = disk.faults_left() < fault.times;
+        disk.clear_faults();
+        match opened {
+            Ok(store) => line.check(&store, line.logged),
+            Err(error) => {
+                assert!(is_the_shortage(&error) && !matches!(error, Error::Damaged(_)), "{error}");
+                assert_eq!(error.remedy(), Remedy::Retry, "{error}");
+            }
+        }
+        let store = open_on_host(&disk).unwrap();
+        line.check(&store, line.logged);
+        let ids = |kept: &[remanent::SnapshotInfo]| kept.iter().map(|info| info.id).collect::<Vec<_>>();
+        assert_eq!(ids(&store.snapshots()), ids(&kept));
+        struck
+    });
+}
+
+#[test]
+fn pages_are_loaded_when_the_shortage_ends() {
+    watched("on demand", || {
+        let disk = SimDisk::new();
+        let store = open_on_host(&disk).unwrap();
+        let mut line = Line::begin(&store);
+        line.commits(&store, 3).unwrap();
+        store.snapshot().unwrap();
+        store.close().unwrap();
+        let device = Arc::new(HostDevice::new());
+        for skip in 0..40 {
+            let fault = Fault { operation: Operation::Open, skip, times: 3, errno: EMFILE };
+            disk.fail(fault);
+            match open_with(&disk, device.clone(), small().restore(Restore::OnDemand)) {
+                Ok(store) => {
+                    line.check_read(&store).unwrap();
+                    store.wait_warm().unwrap();
+                    store.commit(store.batch()).unwrap();
+                    line.logged += 1;
+                    line.steps.push(line.steps[line.steps.len() - 1]);
+                    let _may_fail_too = store.snapshot();
+                    disk.clear_faults();
+                    store.close().unwrap();
+                }
+                Err(error) => assert!(is_the_shortage(&error), "{error}"),
+            }
+            disk.clear_faults();
+        }
+    });
+}
+
+#[test]
+fn a_scrub_takes_a_shortage_for_no_damage() {
+    watched("scrub", || {
+        for skip in 0.. {
+            let disk = SimDisk::new();
+            let store = open_on_host(&disk).unwrap();
+            let mut line = Line::begin(&store);
+            line.commits(&store, 3).unwrap();
+            store.snapshot().unwrap();
+            line.commits(&store, 3).unwrap();
+            let before = store.snapshots().len();
+            disk.fail(Fault { operation: Operation::Open, skip, times: 1, errno: EMFILE });
+            let scrubbed = store.scrub();
+            let struck = disk.faults_left() == 0;
+            match scrubbed {
+                Ok(scrubbed) => {
+                    assert!(scrubbed.damage.is_empty() && scrubbed.mended.is_none(), "{scrubbed:?}")
+                }
+                Err(error) => assert!(is_the_shortage(&error), "{error}"),
+            }
+            assert_eq!(store.snapshots().len(), before, "nothing was to be mended");
+            disk.clear_faults();
+            assert!(store.scrub().unwrap().damage.is_empty());
+            if !struck {
+                assert!(skip > 0);
+                return;
+            }
+        }
+    });
+}
+
+/// The tests that the table of failures names.
+fn tests_of_the_table(table: &str) -> Vec<String> {
+    let rows = table.lines().filter(|line| line.starts_with("| ") && line.ends_with("` |"));
+    let last = rows.filter_map(|row| row.trim_end_matches(" |").rsplit_once("| ")?.1.strip_prefix('`'));
+    last.filter_map(|name| Some(name.strip_suffix('`')?.to_owned())).collect()
+}
+
+#[test]
+fn every_row_of_the_table_of_failures_has_its_test() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let table = std::fs::read_to_string(root.join("docs/failures.md")).unwrap();
+    let named = tests_of_the_table(&table);
+    let rows = table.lines().filter(|line| line.starts_with("| ")).count();
+    assert_eq!(named.len(), rows - 1, "a row names no test: {named:?}");
+    let mut sources = String::new();
+    for folder in ["tests/it", "tests/it/faults"] {
+        for entry in std::fs::read_dir(root.join(folder)).unwrap() {
+            let path = entry.unwrap().path();
+            if path.extension().is_some_and(|extension| extension == "rs") {
+                sources.push_str(&std::fs::read_to_string(path).unwrap());
+            }
+        }
+    }
+    for name in named {
+        assert!(sources.contains(&format!("#[test]\nfn {name}()")), "there is no test {name}");
+    }
+}
+
+/// Lets the process open no more files than it has open, while `work` runs.
+fn without_descriptors<T>(work: impl FnOnce() -> T) -> T {
+    let before = getrlimit(Resource::Nofile);
+    let open = std::fs::read_dir("/proc/self/fd").unwrap();
+    let highest =
+        open.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u64>().ok()).max().unwrap();
+    setrlimit(Resource::Nofile, Rlimit { current: Some(highest + 1), ..before }).unwrap();
+    // A new descriptor gets the lowest free number: so none is free.
+    let _all: Vec<_> = std::iter::from_fn(|| std::fs::File::open("/dev/null").ok()).collect();
+    let done = work();
+    setrlimit(Resource::Nofile, before).unwrap();
+    done
+}
+
+#[test]
+fn a_process_out_of_descriptors_loses_calls_and_no_store() {
+    alone(|| {
+        for log_io in [LogIo::Mapped, LogIo::Buffered, direct::log_io()] {
+            let directory = tempfile::tempdir().unwrap();
+            out_of_descriptors(directory.path(), log_io);
+        }
+    });
+}
+
+fn out_of_descriptors(path: &Path, log_io: LogIo) {
+    let options = || small().log_io(log_io).device(remanent::DeviceChoice::Host);
+    let store = Store::open(path, options()).unwrap();
+    let mut line = Line::begin(&store);
+    line.work(&store).unwrap();
+    for _ in 0..3 {
+        let refused = without_descriptors(|| {
+            let commits =
+                (0..50).find_map(|_| line.commits(&store, 3).err()).expect("segments come to an end");
+            let kept = store.snapshots();
+            let refusals = [
+                Some(commits),
+                store.snapshot().err(),
+                store.snapshot_named("short").err(),
+                store.prune(&store.retention().snapshots_kept(1)).err(),
+                store.restore_from_snapshot(kept[0].id).err(),
+                store.scrub().err(),
+                store.audit().err(),
+                Store::open_at(path, &RestorePoint::Snapshot(kept[0].id)).err(),
+                Follower::open(path, FollowFrom::Beginning).err(),
+            ];
+            line.check_read(&store).unwrap();
+            refusals
+        });
+        for (index, refused) in refused.into_iter().enumerate() {
+            let refused = refused.unwrap_or_else(|| panic!("{log_io}: call {index} went through"));
+            assert!(is_the_shortage(&refused), "{log_io}: call {index}: {refused}");
+            assert!(
+                !matches!(refused, Error::Poisoned(_) | Error::Damaged(_)),
+                "{log_io}: {index}: {refused}"
+            );
+        }
+        // There are descriptors again: the same store goes on.
+        line.work(&store).unwrap();
+        line.check_read(&store).unwrap();
+        assert!(store.scrub().unwrap().damage.is_empty());
+    }
+    // Closed without descriptors, it has sealed what it could.
+    without_descriptors(|| store.close()).unwrap();
+    line.check(&Store::open(path, options()).unwrap(), line.logged);
+}
