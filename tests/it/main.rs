@@ -41,6 +41,7 @@ mod kernels;
 mod kill;
 mod laws;
 mod leases;
+mod life;
 mod loading;
 mod machine;
 mod model;

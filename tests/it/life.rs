@@ -1,0 +1,643 @@
+//! Long lives: what a store is after thousands of commits, overwrites, snapshots, restarts, kills and shortages.
+//!
+//! A worker process holds the store and does what it is told. The test draws what to tell it, keeps a plain model of
+//! what must be there, and kills the worker now and then while a command is under way. After each step it holds the
+//! directory against one rule: bytes on disk ≤ 2 × (images that kept snapshots name, and those of the next one) + the
+//! kept log with its images written ahead + a constant. Every few steps, and after each opening, it compares every
+//! byte.
+//!
+//! What is drawn follows from a seed, and the moments of kills from the machine. A failure prints the seed and the
+//! last commands, and keeps the directory.
+//!
+//! | file | what it holds |
+//! |---|---|
+//! | [`text`] | the commands, as lines |
+//! | [`worker`] | the process that holds the store |
+//! | [`model`] | what must be there, and what it may take |
+//!
+//! `REMANENT_LIFE_SECONDS=N` has each life last that long instead of a number of steps.
+
+pub mod model;
+pub mod text;
+pub mod worker;
+
+use std::collections::VecDeque;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Stdio};
+use std::sync::mpsc::{self, Receiver};
+use std::time::{Duration, Instant};
+
+use remanent::{LogIo, Lsn, RestorePoint, Store};
+
+use crate::direct;
+use crate::kill::workload::Random;
+use crate::machine::mounts::{self, Kind as FileSystem, Mount};
+use crate::machine::{effort, in_parallel, skipped};
+use model::{Kept, Model};
+use text::{Change, Command, Kind, OpenWith, Pattern};
+
+const TEST: &str = "life::a_long_life_stays_within_its_bounds";
+const ERRAND_DIRECTORY: &str = "REMANENT_LIFE_DIRECTORY";
+/// The steps of a life that no environment variable makes longer.
+const STEPS: u64 = 350;
+/// A command that takes so long hangs. Long, for a machine may be busy with other work.
+const PATIENCE: Duration = Duration::from_secs(120);
+/// Commands that a failure prints.
+const COMMANDS_TOLD: usize = 40;
+
+/// The longest page that most batches create, and that few do.
+const PAGE_LEN_MAX: u64 = 64 << 10;
+const LONG_PAGE_LEN_MAX: u64 = 4 << 20;
+/// A batch creates while a store has fewer pages, and deletes while it has more.
+const PAGES_MIN: usize = 8;
+const PAGES_MAX: usize = 24;
+/// The disk of a life, of which its bound is a small part.
+const DISK_LEN: u64 = 512 << 20;
+/// A full disk has up to this much left.
+const LEFT_MAX: u64 = 256 << 10;
+const NAMES: [&str; 3] = ["first", "second", "third"];
+
+/// An empty store with its reserve.
+const EMPTY_BYTES: u64 = 4 << 20;
+/// Memory beside the pages: what streams, and what the runner of tests takes.
+const MEMORY_BESIDE_PAGES: u64 = 256 << 20;
+
+#[test]
+fn a_long_life_stays_within_its_bounds() {
+    // The worker is this very test in another process.
+    if let Some(directory) = std::env::var_os(ERRAND_DIRECTORY) {
+        worker::work(Path::new(&directory));
+    }
+    let seconds = effort("REMANENT_LIFE_SECONDS").map(|seconds| Duration::from_secs(seconds as u64));
+    let ways = [LogIo::Mapped, LogIo::Buffered, direct::log_io()];
+    let jobs: Vec<(u64, LogIo)> = (1..).zip(ways).collect();
+    let tallies = in_parallel(&jobs, |(seed, log_io)| {
+        let mut life = Life::begin(*seed, *log_io);
+        let started = Instant::now();
+        while seconds.map_or(life.tally.steps < STEPS, |seconds| started.elapsed() < seconds) {
+            life.step();
+        }
+        life.end()
+    });
+    println!("{:<10}{}", "life", Tally::HEADINGS);
+    for ((_, log_io), tally) in jobs.iter().zip(&tallies) {
+        println!("{:<10}{tally}", log_io.to_string());
+        // A change to how lives are drawn must not make this test idle.
+        let happened = [tally.commits, tally.snapshots, tally.restores, tally.reopenings, tally.kills];
+        assert!(happened.iter().all(|count| *count > 5), "{tally:?}");
+    }
+}
+
+/// What happened in a life.
+#[derive(Clone, Debug, Default)]
+struct Tally {
+    steps: u64,
+    commits: u64,
+    snapshots: u64,
+    restores: u64,
+    reopenings: u64,
+    kills: u64,
+    forks: u64,
+    /// Commands that were refused for want of files or space.
+    refused: u64,
+    /// The greatest share of its bound that the directory took, in percent, and the most bytes.
+    disk_percent_max: u64,
+    disk_bytes_max: u64,
+    memory_bytes_max: u64,
+}
+
+impl Tally {
+    const HEADINGS: &str =
+        " steps commits snapshots restores reopenings kills forks refused  disk max  of bound  memory max";
+}
+
+impl std::fmt::Display for Tally {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { steps, commits, snapshots, restores, reopenings, kills, forks, refused, .. } = self;
+        let [disk, memory] = [self.disk_bytes_max, self.memory_bytes_max].map(|bytes| bytes >> 20);
+        write!(
+            f,
+            "{steps:>6} {commits:>7} {snapshots:>9} {restores:>8} {reopenings:>10} {kills:>5} {forks:>5} \
+             {refused:>7} {disk:>5} MiB {:>7} % {memory:>7} MiB",
+            self.disk_percent_max
+        )
+    }
+}
+
+/// Where a store lies: on a file system of its own, so that it can be full, or in a temporary folder.
+struct Ground {
+    folder: PathBuf,
+    /// Goes before the folder in which it is mounted.
+    mount: Option<Mount>,
+}
+
+impl Ground {
+    fn new() -> Self {
+        // Kept until all went well.
+        let folder = tempfile::tempdir().unwrap().keep();
+        let mounted = mounts::make(FileSystem::Ext4, &folder.join("image"), DISK_LEN)
+            .and_then(|image| Mount::new(&image, folder.join("mounted"), &["-o", "loop"]));
+        match mounted {
+            Ok(mount) => Self { folder, mount: Some(mount) },
+            Err(reason) => {
+                skipped("a full disk", &reason);
+                Self { folder, mount: None }
+            }
+        }
+    }
+
+    /// The folder that the worker works in.
+    fn path(&self) -> &Path {
+        self.mount.as_ref().map_or(&self.folder, |mount| &mount.path)
+    }
+
+    fn remove(self) {
+        drop(self.mount);
+        std::fs::remove_dir_all(self.folder).unwrap();
+    }
+}
+
+/// A file that takes all space of a file system but a little, until it is dropped.
+struct Filler(PathBuf);
+
+impl Filler {
+    fn new(folder: &Path, left: u64) -> Self {
+        let path = folder.join("filler");
+        let file = std::fs::File::create(&path).unwrap();
+        let mut len = 0;
+        loop {
+            let free = rustix::fs::statvfs(folder).map(|told| told.f_bavail * told.f_frsize).unwrap();
+            // What the file system keeps of its own accord is not had by asking for less of it.
+            let wanted = free.saturating_sub(left) / 4096 * 4096;
+            let flags = rustix::fs::FallocateFlags::empty();
+            if wanted == 0 || rustix::fs::fallocate(&file, flags, len, wanted).is_err() {
+                return Self(path);
+            }
+            len += wanted;
+        }
+    }
+}
+
+impl Drop for Filler {
+    fn drop(&mut self) {
+        std::fs::remove_file(&self.0).unwrap();
+    }
+}
+
+/// A store, the process that holds it, and what must be in it.
+struct Life {
+    seed: u64,
+    random: Random,
+    log_io: LogIo,
+    ground: Ground,
+    worker: Worker,
+    with: OpenWith,
+    model: Model,
+    tally: Tally,
+    told: VecDeque<String>,
+}
+
+impl Life {
+    fn begin(seed: u64, log_io: LogIo) -> Self {
+        let ground = Ground::new();
+        let mut random = Random(seed);
+        let with = open_with(&mut random, log_io);
+        let worker = Worker::start(ground.path());
+        let (model, tally, told) = (Model::new(), Tally::default(), VecDeque::new());
+        let mut life = Self { seed, random, log_io, ground, worker, with, model, tally, told };
+        life.open();
+        life
+    }
+
+    fn end(mut self) -> Tally {
+        self.compare();
+        self.ask(&Command::Close);
+        let Self { worker, ground, tally, .. } = self;
+        drop(worker);
+        ground.remove();
+        tally
+    }
+
+    fn store(&self) -> PathBuf {
+        self.ground.path().join("store")
+    }
+
+    /// Fails with all that is needed to look into it.
+    fn fail(&self, message: &str) -> ! {
+        let told: Vec<&str> = self.told.iter().map(String::as_str).collect();
+        panic!(
+            "{message}\nseed {}, {} steps, in {}\nlast commands:\n{}",
+            self.seed,
+            self.tally.steps,
+            self.ground.path().display(),
+            told.join("\n")
+        );
+    }
+
+    fn tell(&mut self, command: &Command) {
+        if self.told.len() == COMMANDS_TOLD {
+            self.told.pop_front();
+        }
+        self.told.push_back(command.to_string());
+        self.worker.tell(command);
+    }
+
+    /// What the worker answers: the words after `ok`, or the refusal.
+    fn try_ask(&mut self, command: &Command) -> Result<String, String> {
+        self.tell(command);
+        match self.worker.answer() {
+            Ok(answer) => match answer.split_once(' ').unwrap_or((&answer, "")) {
+                ("ok", rest) => Ok(rest.to_owned()),
+                _ => Err(answer),
+            },
+            Err(ended) => self.fail(&ended),
+        }
+    }
+
+    /// The answer to a command that nothing may refuse.
+    fn ask(&mut self, command: &Command) -> String {
+        self.try_ask(command).unwrap_or_else(|refusal| self.fail(&refusal))
+    }
+
+    fn open(&mut self) -> u64 {
+        let with = self.with.clone();
+        let lsn = self.ask(&Command::Open(with));
+        lsn.parse().unwrap()
+    }
+
+    /// One command, or one that a kill cuts short, and what must hold after it.
+    fn step(&mut self) {
+        self.tally.steps += 1;
+        match self.random.below(100) {
+            0..=59 => self.commit(),
+            60..=71 => self.snapshot(),
+            72..=75 => self.prune(),
+            76..=78 => self.restore(),
+            79..=82 => self.reopen(),
+            83 => self.open_and_close_often(),
+            84..=88 => self.kill(),
+            89 => self.fork(),
+            90..=92 => drop(self.ask(&Command::Follow)),
+            93 => drop(self.ask(&Command::Scrub)),
+            94..=95 => drop(self.ask(&Command::ForkProcess)),
+            96 => self.run_short_of_files(),
+            97 => self.run_short_of_space(),
+            _ => self.compare(),
+        }
+        self.check_disk();
+        self.check_memory();
+    }
+
+    fn commit(&mut self) {
+        let changes = self.draw_batch();
+        self.ask(&Command::Commit(changes.clone()));
+        self.model.commit(&changes);
+        self.tally.commits += 1;
+    }
+
+    fn draw_batch(&mut self) -> Vec<Change> {
+        let random = &mut self.random;
+        let state = self.model.now();
+        let mut changes = Vec::new();
+        let mut pages: Vec<(u64, u64)> = state.pages.iter().map(|(id, page)| (*id, page.len)).collect();
+        let mut keys: Vec<String> = (0..6).map(|key| format!("key-{key}")).collect();
+        keys.retain(|key| state.pages.values().all(|page| page.key.as_ref() != Some(key)));
+        for _ in 0..=random.below(4) {
+            let pattern = Pattern(random.next());
+            let is_long = random.below(12) == 0;
+            let len = match random.below(8) {
+                0 => 0,
+                1 => 1 + random.below(64),
+                _ if is_long => random.below(LONG_PAGE_LEN_MAX),
+                _ => 8 * random.below(PAGE_LEN_MAX / 8),
+            };
+            let wants_page = pages.len() < PAGES_MIN || pages.len() < PAGES_MAX && random.below(4) == 0;
+            if wants_page || pages.is_empty() {
+                let key = if random.below(3) == 0 { keys.pop() } else { None };
+                changes.push(match random.below(2) {
+                    0 => Change::Create { len, key },
+                    _ => Change::CreateFrom { len, key, pattern },
+                });
+                continue;
+            }
+            // One change a page and batch: what several do to one is the model suite's business.
+            let (page, page_len) = pages.swap_remove(random.below(pages.len() as u64) as usize);
+            changes.push(match random.below(10) {
+                0..=1 => Change::Delete { page },
+                2..=4 => Change::Replace { page, len, pattern },
+                5 => Change::Resize { page, len },
+                6 => Change::SetRoot { value: pattern.0 },
+                _ => {
+                    let len = random.below(page_len.min(PAGE_LEN_MAX) + 1);
+                    let offset = random.below(page_len - len + 1);
+                    Change::Write { page, offset, len, pattern }
+                }
+            });
+        }
+        changes
+    }
+
+    fn snapshot(&mut self) {
+        let kept = self.kept();
+        let kind = match self.random.below(6) {
+            0..=2 => Kind::Fuzzy,
+            3 => Kind::Published,
+            4 => Kind::Exact,
+            _ => match NAMES.iter().find(|name| kept.iter().all(|kept| kept.name.as_deref() != Some(name))) {
+                Some(name) => Kind::Named((*name).to_owned()),
+                None => Kind::Exact,
+            },
+        };
+        self.ask(&Command::Snapshot(kind));
+        self.tally.snapshots += 1;
+    }
+
+    fn prune(&mut self) {
+        let kept = self.kept();
+        let names: Vec<String> = kept.into_iter().filter_map(|kept| kept.name).collect();
+        let give_up =
+            (!names.is_empty()).then(|| names[self.random.below(names.len() as u64) as usize].clone());
+        let snapshots_kept = 1 + self.random.below(3) as usize;
+        self.ask(&Command::Prune { snapshots_kept, give_up });
+    }
+
+    /// Snapshots that the store keeps.
+    fn kept(&mut self) -> Vec<Kept> {
+        let list = self.ask(&Command::Snapshots);
+        let parse = |snapshot: &str| {
+            let words: Vec<&str> = snapshot.split(':').collect();
+            let name = (words[2] != "-").then(|| words[2].to_owned());
+            Kept { redo: words[0].parse().unwrap(), end: words[1].parse().unwrap(), name }
+        };
+        list.split_whitespace().map(parse).collect()
+    }
+
+    /// A batch in the window that the store promises: from the oldest snapshot that keeps its log on, or the end of
+    /// a named one.
+    fn draw_past(&mut self) -> Option<u64> {
+        let kept = self.kept();
+        let oldest = kept.iter().filter(|kept| kept.name.is_none()).map(|kept| kept.end).min()?;
+        let named: Vec<u64> = kept.iter().filter(|kept| kept.name.is_some()).map(|kept| kept.end).collect();
+        if !named.is_empty() && self.random.below(3) == 0 {
+            return Some(named[self.random.below(named.len() as u64) as usize]);
+        }
+        Some(oldest + self.random.below(self.model.lsn() - oldest + 1))
+    }
+
+    fn restore(&mut self) {
+        let Some(lsn) = self.draw_past() else { return };
+        self.ask(&Command::RestoreTo(lsn));
+        self.model.restore(lsn);
+        self.tally.restores += 1;
+        self.compare();
+    }
+
+    fn reopen(&mut self) {
+        self.ask(&Command::Close);
+        self.with = open_with(&mut self.random, self.log_io);
+        let lsn = self.open();
+        if lsn != self.model.lsn() {
+            self.fail(&format!("opened at batch {lsn}, closed at {}", self.model.lsn()));
+        }
+        self.tally.reopenings += 1;
+        self.compare();
+    }
+
+    /// Opens that commit nothing leave the disk as it was.
+    fn open_and_close_often(&mut self) {
+        self.reopen();
+        let before = disk_bytes(&self.store());
+        for _ in 0..10 {
+            self.ask(&Command::Close);
+            self.open();
+        }
+        let after = disk_bytes(&self.store());
+        if after > before {
+            self.fail(&format!("ten opens that committed nothing took {} bytes", after - before));
+        }
+    }
+
+    /// SIGKILL at some moment of a command, and what the next process finds.
+    fn kill(&mut self) {
+        let changes = self.draw_batch();
+        let command = match self.random.below(5) {
+            0..=1 => Command::Commit(changes.clone()),
+            2 => Command::Snapshot(Kind::Fuzzy),
+            3 => Command::Snapshot(Kind::Exact),
+            _ => Command::Close,
+        };
+        self.tell(&command);
+        let pause = Duration::from_nanos(1 << self.random.below(26));
+        std::thread::park_timeout(pause);
+        self.worker.kill();
+        self.told.push_back("(killed)".to_owned());
+        self.tally.kills += 1;
+        self.worker = Worker::start(self.ground.path());
+        if self.random.below(3) == 0 {
+            self.kill_an_opening();
+        }
+        let (lsn, before) = (self.open(), self.model.lsn());
+        match (command, lsn.checked_sub(before)) {
+            (_, Some(0)) => {}
+            (Command::Commit(changes), Some(1)) => self.model.commit(&changes),
+            _ => self.fail(&format!("opened at batch {lsn}, {before} was acknowledged")),
+        }
+        self.compare();
+    }
+
+    fn kill_an_opening(&mut self) {
+        let with = self.with.clone();
+        self.tell(&Command::Open(with));
+        let pause = Duration::from_nanos(1 << self.random.below(24));
+        std::thread::park_timeout(pause);
+        self.worker.kill();
+        self.told.push_back("(killed)".to_owned());
+        self.tally.kills += 1;
+        self.worker = Worker::start(self.ground.path());
+    }
+
+    /// A fork of an earlier state holds it, goes on, and takes nothing from this store.
+    fn fork(&mut self) {
+        let Some(lsn) = self.draw_past() else { return };
+        let folder = self.ground.path().join("fork");
+        let point = RestorePoint::Lsn(Lsn(lsn));
+        let made = Store::open_at(self.store(), &point).and_then(|old| old.fork(&folder));
+        let opened = made.and_then(|_| Store::open(&folder, worker::options(&self.with)));
+        let fork = opened.unwrap_or_else(|error| self.fail(&format!("a fork at batch {lsn}: {error}")));
+        if fork.lsn() != Lsn(lsn) {
+            self.fail(&format!("a fork at batch {lsn} is at {}", fork.lsn()));
+        }
+        let mut batch = fork.batch();
+        batch.set_root("fork", 1_u64);
+        fork.commit(batch).and_then(|_| fork.snapshot()).unwrap();
+        fork.close().unwrap();
+        std::fs::remove_dir_all(folder).unwrap();
+        self.tally.forks += 1;
+    }
+
+    /// A command of a process that may open few more files is done or refused, and costs the store nothing.
+    fn run_short_of_files(&mut self) {
+        let left = self.random.below(6);
+        self.ask(&Command::FilesLeft(Some(left)));
+        let changes = self.draw_batch();
+        let command = match self.random.below(3) {
+            0..=1 => Command::Commit(changes.clone()),
+            _ => Command::Snapshot(Kind::Fuzzy),
+        };
+        let done = self.try_ask(&command);
+        match (&command, &done) {
+            (Command::Commit(changes), Ok(_)) => self.model.commit(changes),
+            (_, Ok(_)) => {}
+            (_, Err(refusal)) if refusal.starts_with("refused Poisoned") => self.fail(refusal),
+            (_, Err(_)) => self.tally.refused += 1,
+        }
+        self.ask(&Command::FilesLeft(None));
+        self.commit();
+        self.compare();
+    }
+
+    /// On a full disk each command is done or refused, and costs the store nothing; an opening and a close are done.
+    fn run_short_of_space(&mut self) {
+        if self.ground.mount.is_none() {
+            return;
+        }
+        let left = 4096 * self.random.below(LEFT_MAX / 4096);
+        let filler = Filler::new(self.ground.path(), left);
+        self.told.push_back(format!("(the disk has {left} bytes left)"));
+        for _ in 0..=self.random.below(6) {
+            let changes = self.draw_batch();
+            let command = match self.random.below(6) {
+                0..=2 => Command::Commit(changes.clone()),
+                3 => Command::Snapshot(Kind::Fuzzy),
+                4 => Command::Prune { snapshots_kept: 1, give_up: None },
+                _ => {
+                    self.reopen();
+                    continue;
+                }
+            };
+            match (&command, self.try_ask(&command)) {
+                (Command::Commit(changes), Ok(_)) => self.model.commit(changes),
+                (_, Ok(_)) => {}
+                (_, Err(refusal)) if refusal.starts_with("refused DiskFull") => self.tally.refused += 1,
+                (_, Err(refusal)) => self.fail(&refusal),
+            }
+            self.compare();
+        }
+        drop(filler);
+        self.told.push_back("(the disk has space again)".to_owned());
+        self.commit();
+    }
+
+    /// Every page, every byte.
+    fn compare(&mut self) {
+        let found = self.ask(&Command::State);
+        let expected = self.model.now().line(self.model.lsn());
+        if found != expected {
+            self.fail(&format!("the store's state differs\nfound    {found}\nexpected {expected}"));
+        }
+    }
+
+    fn check_disk(&mut self) {
+        let kept = self.kept();
+        // What a segment in use, the one after it and a spare are short of full; the segments of a line of short
+        // incarnations.
+        let constant = EMPTY_BYTES + 4 * self.with.segment_len + (2 << 20);
+        let bound = self.model.disk_bytes_max(&kept, constant);
+        let found = disk_bytes(&self.store());
+        self.tally.disk_bytes_max = self.tally.disk_bytes_max.max(found);
+        self.tally.disk_percent_max = self.tally.disk_percent_max.max(100 * found / bound);
+        if found > bound {
+            self.fail(&format!("the directory takes {found} bytes, and may take {bound}; kept: {kept:?}"));
+        }
+    }
+
+    fn check_memory(&mut self) {
+        let found: u64 = self.ask(&Command::Peak).parse().unwrap();
+        self.tally.memory_bytes_max = self.tally.memory_bytes_max.max(found);
+        let bound = MEMORY_BESIDE_PAGES + LONG_PAGE_LEN_MAX * PAGES_MAX as u64;
+        if found > bound {
+            self.fail(&format!(
+                "the process took {found} bytes, and its pages {}",
+                self.model.now().page_bytes()
+            ));
+        }
+    }
+}
+
+/// Other options at each opening.
+fn open_with(random: &mut Random, log_io: LogIo) -> OpenWith {
+    OpenWith {
+        log_io: log_io.to_string(),
+        segment_len: [16 << 10, 64 << 10, 256 << 10, 1 << 20][random.below(4) as usize],
+        on_demand: random.below(2) == 0,
+        compressed: random.below(2) == 0,
+        snapshot_log_bytes: [None, Some(128 << 10), Some(4 << 20)][random.below(3) as usize],
+    }
+}
+
+/// What the files of a directory take.
+fn disk_bytes(directory: &Path) -> u64 {
+    let mut sum = 0;
+    // A file that goes meanwhile takes nothing.
+    for entry in std::fs::read_dir(directory).into_iter().flatten().flatten() {
+        let Ok(metadata) = std::fs::symlink_metadata(entry.path()) else { continue };
+        sum += if metadata.is_dir() { disk_bytes(&entry.path()) } else { metadata.blocks() * 512 };
+    }
+    sum
+}
+
+/// The process that holds the store.
+struct Worker {
+    process: Child,
+    input: ChildStdin,
+    answers: Receiver<String>,
+}
+
+impl Worker {
+    fn start(folder: &Path) -> Self {
+        let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", "--nocapture", TEST]).env(ERRAND_DIRECTORY, folder.join("store"));
+        let mut process = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let (input, output) = (process.stdin.take().unwrap(), process.stdout.take().unwrap());
+        let (sender, answers) = mpsc::channel();
+        // A reader of its own, so that waiting for an answer has an end. It ends with the process.
+        std::thread::spawn(move || pass_on(output, &sender));
+        Self { process, input, answers }
+    }
+
+    fn tell(&mut self, command: &Command) {
+        // A process that is gone is noticed by the answer that does not come.
+        let _ = writeln!(self.input, "{command}").and_then(|()| self.input.flush());
+    }
+
+    fn answer(&mut self) -> Result<String, String> {
+        self.answers.recv_timeout(PATIENCE).map_err(|error| match error {
+            mpsc::RecvTimeoutError::Timeout => format!("no answer in {PATIENCE:?}"),
+            mpsc::RecvTimeoutError::Disconnected => format!("the worker ended: {:?}", self.process.wait()),
+        })
+    }
+
+    fn kill(&mut self) {
+        self.process.kill().unwrap();
+        self.process.wait().unwrap();
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        // After a kill there is no process, and that is no failure.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+fn pass_on(output: ChildStdout, answers: &mpsc::Sender<String>) {
+    for line in BufReader::new(output).lines().map_while(Result::ok) {
+        let Some(answer) = line.strip_prefix(worker::ANSWER) else { continue };
+        if answers.send(answer.to_owned()).is_err() {
+            return;
+        }
+    }
+}

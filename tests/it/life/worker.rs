@@ -1,0 +1,302 @@
+//! The process that holds the store: it does what it is told, line by line, and answers each line with one.
+//!
+//! It knows nothing of what should be there. So a kill at any moment costs the test no knowledge.
+
+use std::io::{BufRead, Write};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use remanent::{
+    Ack, Compression, Error, FollowFrom, Follower, Key, LogIo, Lsn, Metadata, Options, PageId, PageInfo,
+    Place, Replica, Restore, Store, Ticket, Value,
+};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+use super::text::{Change, Command, Kind, OpenWith};
+
+/// What begins an answer, among the lines that the test's own runner prints.
+pub const ANSWER: &str = "answer: ";
+/// The root's entry that the test changes.
+const ROOT_ENTRY: &str = "step";
+/// A page is read and compared this many bytes at a time.
+const READ_LEN: u64 = 1 << 20;
+
+/// How a store is opened in a life.
+pub fn options(with: &OpenWith) -> Options {
+    let log_io = [LogIo::Mapped, LogIo::Buffered, LogIo::Direct].into_iter();
+    let log_io = log_io.clone().find(|io| io.to_string() == with.log_io).expect("a way to write the log");
+    let options = Options::default().log_io(log_io).ack(Ack::Durable).segment_len(with.segment_len);
+    let options = options.snapshot_log_bytes(with.snapshot_log_bytes).snapshot_interval(None);
+    let options = options.restore(if with.on_demand { Restore::OnDemand } else { Restore::Eager });
+    options.compression(if with.compressed { Compression::Zstd } else { Compression::Off })
+}
+
+struct Worker {
+    directory: PathBuf,
+    store: Option<Arc<Store>>,
+    /// Goes on from where it is across reopenings of the store.
+    replica: Replica,
+    last_ticket: Option<Ticket>,
+}
+
+/// Reads commands from standard input until it ends.
+pub fn work(directory: &Path) -> ! {
+    let mut worker = Worker {
+        directory: directory.to_owned(),
+        store: None,
+        replica: Replica::default(),
+        last_ticket: None,
+    };
+    for line in std::io::stdin().lock().lines() {
+        let answer = match worker.perform(line.unwrap().parse().unwrap()) {
+            Ok(answer) => format!("ok {answer}"),
+            Err(error) => {
+                let debug = format!("{error:?}");
+                let kind = debug.split([' ', '(', '{']).next().unwrap();
+                format!("refused {kind} {error}").replace('\n', " ")
+            }
+        };
+        let mut out = std::io::stdout().lock();
+        writeln!(out, "{ANSWER}{answer}").and_then(|()| out.flush()).unwrap();
+    }
+    std::process::exit(0);
+}
+
+impl Worker {
+    fn store(&self) -> &Store {
+        self.store.as_ref().expect("the store is open")
+    }
+
+    fn perform(&mut self, command: Command) -> Result<String, Error> {
+        match command {
+            Command::Open(with) => {
+                let store = Store::open(&self.directory, options(&with))?;
+                let lsn = store.lsn();
+                self.store = Some(Arc::new(store));
+                Ok(lsn.to_string())
+            }
+            Command::Commit(changes) => self.commit(&changes),
+            Command::Snapshot(kind) => {
+                let store = self.store();
+                let snapshot = match kind {
+                    Kind::Fuzzy => store.snapshot(),
+                    Kind::Published => store.publish_snapshot().and_then(|info| {
+                        store.wait_verified()?;
+                        Ok(info)
+                    }),
+                    Kind::Exact => store.snapshot_exact(),
+                    Kind::Named(name) => store.snapshot_named(&name),
+                }?;
+                Ok(snapshot.id.to_string())
+            }
+            Command::Prune { snapshots_kept, give_up } => {
+                let mut retention = self.store().retention().snapshots_kept(snapshots_kept);
+                if let Some(name) = give_up {
+                    retention = retention.give_up(name);
+                }
+                self.store().prune(&retention).map(|_| String::new())
+            }
+            Command::RestoreTo(lsn) => self.store().restore_to(Lsn(lsn)).map(|at| at.lsn.to_string()),
+            Command::Scrub => {
+                let scrubbed = self.store().scrub()?;
+                assert!(scrubbed.damage.is_empty(), "{scrubbed:?}");
+                Ok(String::new())
+            }
+            Command::Follow => self.follow(),
+            Command::ForkProcess => {
+                self.fork_process();
+                Ok(String::new())
+            }
+            Command::FilesLeft(left) => {
+                limit_files(left);
+                Ok(String::new())
+            }
+            Command::State => state(self.store()),
+            Command::Snapshots => {
+                let list = self.store().snapshots().into_iter().map(|info| {
+                    format!("{}:{}:{}", info.redo, info.end, info.name.unwrap_or_else(|| "-".to_owned()))
+                });
+                Ok(list.collect::<Vec<_>>().join(" "))
+            }
+            Command::Peak => Ok(peak_bytes().to_string()),
+            Command::Close => {
+                self.last_ticket = None;
+                let store = Arc::into_inner(self.store.take().expect("the store is open"));
+                store.expect("nothing else holds it").close().map(|()| String::new())
+            }
+        }
+    }
+
+    fn commit(&mut self, changes: &[Change]) -> Result<String, Error> {
+        let store = self.store();
+        let mut batch = store.batch();
+        for change in changes {
+            match change {
+                Change::Create { len, key } => {
+                    let key = key.as_deref().map(|key| Key::new(key).unwrap());
+                    batch.create_with(*len, Place::Host, key, Metadata::new());
+                }
+                Change::CreateFrom { len, key, pattern } => {
+                    let key = key.as_deref().map(|key| Key::new(key).unwrap());
+                    batch.create_from(pattern.bytes(0, *len), Place::Host, key, Metadata::new());
+                }
+                Change::Write { page, offset, len, pattern } => {
+                    batch.write(PageId(*page), *offset, &pattern.bytes(*offset, *len));
+                }
+                Change::Replace { page, len, pattern } => {
+                    batch.resize(PageId(*page), *len).write(PageId(*page), 0, &pattern.bytes(0, *len));
+                }
+                Change::Resize { page, len } => {
+                    batch.resize(PageId(*page), *len);
+                }
+                Change::Delete { page } => {
+                    batch.delete(PageId(*page));
+                }
+                Change::SetRoot { value } => {
+                    batch.set_root(ROOT_ENTRY, Value::from(*value));
+                }
+            }
+        }
+        let ticket = store.submit(batch)?;
+        ticket.wait(Ack::Durable)?;
+        let pages: Vec<String> = ticket.pages().iter().map(ToString::to_string).collect();
+        let answer = format!("{} {}", ticket.position().lsn, pages.join(","));
+        self.last_ticket = Some(ticket);
+        Ok(answer)
+    }
+
+    /// Brings the replica to the store's newest batch and holds every byte of it against the store.
+    fn follow(&mut self) -> Result<String, Error> {
+        let newest = self.store().lsn();
+        if self.replica.lsn() == newest {
+            return Ok("there".to_owned());
+        }
+        let mut answer = "went on";
+        let position = FollowFrom::Position(self.replica.position());
+        let mut follower = match Follower::open(&self.directory, position) {
+            Ok(follower) => follower,
+            Err(Error::Overtaken { .. } | Error::Diverged { .. }) => {
+                answer = "started over";
+                self.start_over()?
+            }
+            Err(error) => return Err(error),
+        };
+        while self.replica.lsn() < newest {
+            let step = follower.next(Duration::from_secs(60)).and_then(|batch| {
+                let batch = batch.expect("the batch is logged");
+                self.replica.apply(&batch)
+            });
+            match step {
+                Ok(()) => {}
+                Err(Error::Overtaken { .. }) => {
+                    answer = "started over";
+                    follower = self.start_over()?;
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        let store = self.store.as_ref().expect("the store is open");
+        let pages: Vec<PageInfo> = self.replica.pages().collect();
+        assert_eq!(pages, all_pages(store)?, "the replica's pages are the store's");
+        for info in &pages {
+            let read = |offset: u64, out: &mut [u8]| store.read(info.page, offset, out).map(drop);
+            let (ours, theirs) =
+                (checksum(info.len, read)?, crc32fast::hash(&self.replica.bytes(info.page).unwrap()));
+            assert_eq!(ours, theirs, "page {} of the replica", info.page);
+        }
+        Ok(answer.to_owned())
+    }
+
+    fn start_over(&mut self) -> Result<Follower, Error> {
+        self.replica = Replica::from_snapshot(&self.directory)?;
+        Follower::open(&self.directory, FollowFrom::Position(self.replica.position()))
+    }
+
+    /// Forks, and lets the child try what only the opener may do, with a ticket of the parent's among it.
+    fn fork_process(&self) {
+        let (ticket, page) = (self.last_ticket.clone(), PageId(1));
+        let store = self.store.clone().expect("the store is open");
+        let refusals = move || {
+            let refused = |result: Result<(), Error>| matches!(result, Err(Error::Forked { .. }));
+            let is_refused = refused(store.read(page, 0, &mut []).map(drop))
+                && refused(store.wait_durable(Lsn(1)))
+                && refused(store.submit(store.batch()).map(drop))
+                && refused(store.snapshot().map(drop))
+                && ticket.as_ref().is_none_or(|ticket| refused(ticket.wait(Ack::Durable)));
+            // What the child returns here is what `spawn` returns in the parent.
+            if is_refused { Ok(()) } else { Err(std::io::ErrorKind::InvalidData.into()) }
+        };
+        let mut command = std::process::Command::new("true");
+        // SAFETY: each of these calls asks for the process's id first and returns an error that owns no memory; no
+        // lock is taken and nothing is allocated.
+        unsafe { command.pre_exec(refusals) };
+        assert!(command.status().expect("the child is refused everything").success());
+    }
+}
+
+fn all_pages(store: &Store) -> Result<Vec<PageInfo>, Error> {
+    store.pages()
+}
+
+/// The whole state in one line: the newest batch, the root's entry, and every page with the sum of its bytes.
+fn state(store: &Store) -> Result<String, Error> {
+    let root = store.root()?.get(ROOT_ENTRY).cloned();
+    let root = match root {
+        None => 0,
+        Some(Value::U64(value)) => value,
+        Some(other) => panic!("{other:?} in the root"),
+    };
+    let mut line = format!("{} {root}", store.lsn());
+    for info in all_pages(store)? {
+        let sum = checksum(info.len, |offset, out| store.read(info.page, offset, out).map(drop))?;
+        let key = info.key.map_or_else(|| "-".to_owned(), |key| key.to_string());
+        line += &format!(" {}:{}:{key}:{sum:08x}", info.page, info.len);
+    }
+    Ok(line)
+}
+
+/// The CRC-32 of `len` bytes that are read in pieces.
+pub fn checksum<E>(len: u64, mut read: impl FnMut(u64, &mut [u8]) -> Result<(), E>) -> Result<u32, E> {
+    let mut sum = crc32fast::Hasher::new();
+    let mut piece = vec![0; usize::try_from(READ_LEN.min(len)).unwrap()];
+    let mut offset = 0;
+    while offset < len {
+        let taken = &mut piece[..usize::try_from(READ_LEN.min(len - offset)).unwrap()];
+        read(offset, taken)?;
+        sum.update(taken);
+        offset += taken.len() as u64;
+    }
+    Ok(sum.finalize())
+}
+
+/// The CRC-32 of a pattern, by the same pieces.
+pub fn checksum_of(len: u64, fill: impl Fn(u64, &mut [u8])) -> u32 {
+    let read = |offset: u64, out: &mut [u8]| {
+        fill(offset, out);
+        Ok::<(), std::convert::Infallible>(())
+    };
+    checksum(len, read).unwrap_or_else(|never| match never {})
+}
+
+/// Sets how many files more than those that are open the process may open.
+fn limit_files(left: Option<u64>) {
+    let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
+    let current = match left {
+        None => maximum,
+        Some(left) => {
+            let open = std::fs::read_dir("/proc/self/fd").unwrap().count() as u64 - 1;
+            Some(open + left)
+        }
+    };
+    setrlimit(Resource::Nofile, Rlimit { current, maximum }).unwrap();
+}
+
+/// The most memory that this process has had, page cache of mapped files apart.
+fn peak_bytes() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find(|line| line.starts_with("VmHWM:")).expect("the kernel counts it");
+    let kib: u64 = line.split_whitespace().nth(1).unwrap().parse().unwrap();
+    kib << 10
+}
