@@ -21,6 +21,7 @@ use crate::frame::VerifiedSnapshot;
 use crate::ids::{Lsn, SnapshotId};
 use crate::image::ImageRef;
 use crate::names::{FileName, ReadAt};
+use crate::reach::Reach;
 use crate::rebuild::{Resolution, Survey, check_image};
 
 /// The snapshots that the newest seal of the log names.
@@ -174,6 +175,8 @@ pub fn judge(survey: &Survey, source: &dyn ReadAt, images: &mut ImageProofs<'_>)
         match &candidate {
             Ok(base) => match survey.resolve(source, base.as_ref(), None) {
                 Ok(state) => {
+                    let record = state.end.as_ref().map(|end| &end.verified[..]).unwrap_or_default();
+                    start.blocked_by.extend(Reach::of(survey, record).check_start(base.as_deref()).err());
                     start.blocked_by.extend(images_of(&state, images));
                     if start.blocked_by.is_empty() && verdict.opens_from.is_none() {
                         (verdict.opens_from, verdict.state) = (Some(verdict.starts.len()), Some(state));
@@ -189,6 +192,10 @@ pub fn judge(survey: &Survey, source: &dyn ReadAt, images: &mut ImageProofs<'_>)
     let end = verdict.state.as_ref().and_then(|state| state.end.as_ref());
     let record = Record(end.map(|end| &end.verified[..]).unwrap_or_default());
     verdict.lost = record.lost(survey);
+    // What the floor leaves out is promised by nothing, whether or not it is still there.
+    if end.is_some_and(|end| !Reach::of(survey, &end.verified).is_start(None)) {
+        verdict.starts.retain(|start| start.snapshot.is_some());
+    }
     for start in &mut verdict.starts {
         let Some(snapshot) = start.snapshot else { continue };
         start.is_link_alone = record.is_link_alone(snapshot);

@@ -25,8 +25,8 @@ pub mod bases;
 pub mod replay;
 pub mod follow;
 pub mod rebuild;
-pub mod judge;
 pub mod reach;
+pub mod judge;
 pub mod trail;
 pub mod salvage;
 

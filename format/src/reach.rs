@@ -13,9 +13,11 @@
 
 use std::collections::BTreeMap;
 
+use crate::defect::{Damage, Defect};
 use crate::frame::VerifiedSnapshot;
 use crate::ids::{LogPoint, Lsn, SnapshotId};
 use crate::manifest::Manifest;
+use crate::names::FileName;
 use crate::rebuild::Survey;
 
 /// What a link on disk stands for.
@@ -74,6 +76,19 @@ impl Reach {
     #[must_use]
     pub fn is_start(&self, base: Option<SnapshotId>) -> bool {
         base.map_or(self.beginning.is_some(), |base| self.role(base) == Role::Start)
+    }
+
+    /// Refuses a start that the floor leaves out: what is passed on the way from there may lack its images, and the log
+    /// after it may go at any moment.
+    ///
+    /// # Errors
+    /// [`Damage`]: the log after it is missing, as far as anything promises it.
+    pub fn check_start(&self, base: Option<&Manifest>) -> Result<(), Damage> {
+        if self.is_start(base.map(|base| base.snapshot)) {
+            return Ok(());
+        }
+        let redo = base.map_or(LogPoint::default(), |base| base.redo);
+        Err(Defect::Missing.at_lsn(FileName::Segment(redo.segment.max(1)), redo.offset, redo.lsn.next()))
     }
 
     /// The log's beginning, if replay may start there.

@@ -186,7 +186,7 @@ impl Recovery<'_> {
             // was cut may name it.
             let is_highest = number + 1 == keeping.files.first() && number >= next_file;
             let is_needed = named.contains(&number) || keeping.files.is_for_batch(number, floor);
-            if !is_needed && !(is_highest && batch_files.contains(&number)) {
+            if !(is_needed || is_highest && batch_files.contains(&number)) {
                 self.disk.remove(file)?;
             }
         }

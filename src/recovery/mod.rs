@@ -442,13 +442,8 @@ impl Recovery<'_> {
         for candidate in survey.candidates() {
             let loaded = candidate.map_err(Error::from).and_then(|base| {
                 let mut resolution = self.resolve(source, survey, base.as_ref())?;
-                // What the floor leaves out may lack images that are passed on the way, and the log after it may go.
                 let end = resolution.end.as_ref().expect("followed to its end");
-                if !Reach::of(survey, &end.verified).is_start(resolution.base) {
-                    let redo = base.as_ref().map_or(LogPoint::default(), |base| base.redo);
-                    let file = FileName::Segment(redo.segment.max(1));
-                    return Err(Defect::Missing.at_lsn(file, redo.offset, redo.lsn.next()).into());
-                }
+                Reach::of(survey, &end.verified).check_start(base.as_deref())?;
                 let (loaded, found) = load(self, source, survey, base.as_deref(), &mut resolution)?;
                 Ok(Best { resolution, loaded, found, harmless: Vec::new() })
             });

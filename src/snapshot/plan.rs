@@ -76,7 +76,7 @@ pub(super) fn plan(
     if retention.names_only {
         let stays = |kept: &&Kept| !is_given_up(kept, retention) || held.contains(&kept.info.id);
         let snapshots = snapshots.values().filter(stays).map(|kept| kept.info.id).collect();
-        return Plan { snapshots, log_from: Some((0, Lsn(0))) };
+        return Plan { snapshots, log_from: log.from(Some(log.as_it_is()), beginning_held) };
     }
     let with_log: Vec<&Kept> =
         snapshots.values().filter(|kept| kept.info.verified && log.reaches(kept)).collect();
@@ -183,6 +183,7 @@ mod tests {
             snapshots_kept_for: Duration::from_secs(seconds),
             log_kept,
             names_given_up: BTreeSet::new(),
+            names_only: false,
         };
         for (why, retention, held, kept, log_from) in [
             ("the newest two", rules(2, 0, 0), vec![], vec![2, 4, 6, 7], Some(6)),
@@ -251,6 +252,7 @@ mod tests {
             snapshots_kept_for: Duration::from_secs(seconds),
             log_kept,
             names_given_up: BTreeSet::new(),
+            names_only: false,
         });
         let jump = prop_oneof![8 => 0..20i64, 1 => 1000..100_000i64, 1 => -100_000..-1000i64];
         let step = (jump, 0..3u64, prop::bool::weighted(0.2), any::<bool>());

@@ -274,8 +274,9 @@ fn the_file_with_the_highest_number_stays_until_a_manifest_has_taken_it() {
     let store = open_with(&disk, options.clone()).unwrap();
     create(&store, 0);
     store.snapshot().unwrap();
+    let id = store.id();
     store.close().unwrap();
-    let header = ImageFileHeader { store: store.id(), file: 70, purpose: ImagePurpose::Batch };
+    let header = ImageFileHeader { store: id, file: 70, purpose: ImagePurpose::Batch };
     let left = FileName::Pages(70);
     disk.create(left).unwrap().write_at(0, &header.encode()).unwrap();
     for _ in 0..2 {

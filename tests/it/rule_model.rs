@@ -29,7 +29,11 @@
 //!    seal; sync it;
 //! 3. make the next empty segment: temporary name, sync, rename, sync the folder;
 //! 4. rename the opening segment over the highest, empty one: **the only commit point**;
-//! 5. sync the folder; only now append and acknowledge.
+//! 5. sync the folder; only now append and acknowledge;
+//! 6. remove the segments between the predecessor's end and the opening.
+//!
+//! An incarnation that accepted no batch, not even a copied one, is left out of the line: its successor takes its
+//! predecessor in 2, and so its segments go in 6.
 //!
 //! # What the model covers
 //!
@@ -47,7 +51,7 @@ mod run;
 
 use disk::Name;
 use explore::{Verdict, explore, first_images, recovered};
-use rule::{Newest, Order, Proven, Rule, Sync, Tail};
+use rule::{Batchless, Newest, Order, Proven, Rule, Sync, Tail};
 use run::{
     Promised, Run,
     Step::{self, FailedGroup, Group, Seal},
@@ -62,6 +66,8 @@ const SCENARIOS: &[&[Step]] = &[
     &[Group(2), Group(1), Group(2), Group(1)], // commits in a segment that a roll made
     &[Group(1), Seal, Group(1)],
     &[Group(1), FailedGroup],
+    &[],                 // an incarnation without a batch
+    &[Seal, Seal, Seal], // whose seals fill two segments
 ];
 
 fn explore_all(rule: Rule, after: &[Step], depth: u32) -> Verdict {
@@ -144,6 +150,32 @@ fn syncing_the_tail_in_place_loses_commits_after_a_failed_sync() {
     assert_eq!(killed.failures(), 0, "{killed:?}");
     let failed = explore(rule, &[Group(1), FailedGroup], &[Group(1)], 0);
     assert!(failed.lost + failed.refused > 0, "{failed:?}");
+}
+
+/// Until the folder is synced, a power cut may take the name of the opening back: then the incarnation before it is the
+/// newest one again, and its segments must be there.
+#[test]
+fn removing_an_incarnation_before_its_successor_is_durable_refuses_a_sound_store() {
+    let rule = Rule { batchless: Batchless::RemovedEarly, ..Rule::RIGHT };
+    let verdict = explore_all(rule, &[], 1);
+    assert!(verdict.refused + verdict.lost > 0, "{verdict:?}");
+}
+
+/// The batches that it copied lie in its segments, and nowhere else for certain: the opening that takes its place says
+/// that it accepted them, and they are not there.
+#[test]
+fn leaving_out_an_incarnation_with_copied_batches_refuses_a_sound_store() {
+    let verdict = explore_all(Rule { batchless: Batchless::WithCopies, ..Rule::RIGHT }, &[], 1);
+    assert!(verdict.refused > 0, "{verdict:?}");
+}
+
+/// Opens that commit nothing, each crashed everywhere.
+#[test]
+fn the_rule_holds_for_incarnations_without_a_batch() {
+    for (after, depth) in [(&[][..], 2), (&[Seal][..], 1)] {
+        let verdict = explore_all(Rule::RIGHT, after, depth);
+        assert_eq!(verdict.failures(), 0, "{verdict:?}");
+    }
 }
 
 #[test]

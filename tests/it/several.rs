@@ -66,7 +66,9 @@ fn pairs() -> Vec<Arc<dyn Device>> {
 }
 
 fn options() -> Options {
-    Options::default().segment_len(64 << 10).snapshot_log_bytes(None).snapshot_interval(None)
+    // What is gone back to is older than two snapshots.
+    let options = Options::default().segment_len(64 << 10).snapshots_kept(100);
+    options.snapshot_log_bytes(None).snapshot_interval(None)
 }
 
 fn open(disk: &SimDisk, device: &Arc<dyn Device>) -> remanent::Result<Store> {

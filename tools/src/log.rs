@@ -116,9 +116,8 @@ fn content(frame: &ScannedFrame) -> Result<Content, Defect> {
         return Ok(content);
     }
     for op in decode_payload(payload)?.iter().map(|at| &at.op) {
-        match op {
-            Op::Note { text } => content.note = Some((*text).to_owned()),
-            _ => {}
+        if let Op::Note { text } = op {
+            content.note = Some((*text).to_owned());
         }
         *content.kinds.entry(op.kind()).or_default() += 1;
         content.pages.extend(op.page());

@@ -75,9 +75,10 @@ mod tests {
 
     #[test]
     fn a_key_is_given_as_it_is_shown_and_its_own_bytes_go_before() {
-        let page = |number, key: &[u8]| PageInfo {
-            key: Some(Key::new(key).unwrap()),
-            ..PageInfo::new(PageId(number), 0, Place::Host)
+        let page = |number, key: &[u8]| {
+            let mut info = PageInfo::new(PageId(number), 0, Place::Host);
+            info.key = Some(Key::new(key).unwrap());
+            info
         };
         let pages =
             [page(1, &[0xff]), page(2, b"0xff"), page(3, &[0xfe]), page(4, b"a\nb"), page(5, b"plain")];

@@ -39,8 +39,9 @@ fn a_restore_names_no_batch_above_the_highest_number() {
 
 #[test]
 fn a_seal_names_no_snapshot_above_the_highest_number() {
-    let seal =
-        |snapshot| encode_seal(&[VerifiedSnapshot { snapshot: SnapshotId(snapshot), manifest_crc: 1 }]);
+    let seal = |snapshot| {
+        encode_seal(&[VerifiedSnapshot { snapshot: SnapshotId(snapshot), manifest_crc: 1, log_kept: false }])
+    };
     assert!(!is_limit(decode_seal(&seal(NUMBER_MAX))));
     assert!(is_limit(decode_seal(&seal(NUMBER_MAX + 1))));
 }

@@ -61,9 +61,7 @@ fn live(scrub: &Scrub, interval: Duration) {
         began = Instant::now();
         match scrub.run(pace, Wanted { paced: true, ..Wanted::default() }) {
             Ok(_) => {}
-            Err(error)
-                if error.is_passing() || matches!(error, Error::Damaged(_)) =>
-            {
+            Err(error) if error.is_passing() || matches!(error, Error::Damaged(_)) => {
                 tracing::warn!(%error, "a scrub failed; it is tried again later");
             }
             // The store closes, or it is poisoned and says why itself.

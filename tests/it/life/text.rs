@@ -34,7 +34,7 @@ impl Pattern {
         match self.0 {
             0 => 0,
             seed if seed % 2 == 1 => Random(seed ^ index.rotate_left(32)).next(),
-            seed => (Random(seed ^ index / 512).next() & 0xff) * 0x0101_0101_0101_0101,
+            seed => (Random(seed ^ (index / 512)).next() & 0xff) * 0x0101_0101_0101_0101,
         }
     }
 

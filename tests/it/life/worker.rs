@@ -203,7 +203,7 @@ impl Worker {
         for info in &pages {
             let read = |offset: u64, out: &mut [u8]| store.read(info.page, offset, out).map(drop);
             let (ours, theirs) =
-                (checksum(info.len, read)?, crc32fast::hash(&self.replica.bytes(info.page).unwrap()));
+                (checksum(info.len, read)?, crc32fast::hash(self.replica.bytes(info.page).unwrap()));
             assert_eq!(ours, theirs, "page {} of the replica", info.page);
         }
         Ok(answer.to_owned())

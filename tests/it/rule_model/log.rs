@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use super::disk::{Disk, File, Name};
-use super::rule::{Newest, Proven, Rule};
+use super::rule::{Batchless, Newest, Proven, Rule};
 
 /// Rising number and random part, as on disk.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
@@ -98,6 +98,9 @@ pub struct Log {
     pub batches: Vec<Batch>,
     /// The end of T, for the wrong rule that trusts it in place.
     pub accepted: Point,
+    /// The newest incarnation's own predecessor, what it accepted from there, and whether it has a batch of its own.
+    pub opening: (Point, u64),
+    pub is_batchless: bool,
 }
 
 type Segments<'a> = BTreeMap<u64, &'a File>;
@@ -116,6 +119,8 @@ pub fn read(disk: &Disk, rule: Rule) -> Result<Log, Refused> {
     let (&first, _) =
         segments.iter().rev().find(|(_, file)| opening(file).is_some()).ok_or(Refused::NoOpening)?;
     let (opened, predecessor, accepted) = opening(segments[&first]).expect("just found");
+    check_gaps(&segments, first)?;
+    let from_before = accepted;
 
     // The part that successors have closed: all of it must be there.
     let mut batches = closed_part(&segments, predecessor)?;
@@ -124,10 +129,12 @@ pub fn read(disk: &Disk, rule: Rule) -> Result<Log, Refused> {
     let mut mark = if opened == incarnation { accepted } else { predecessor.lsn };
     let mut cursor = Cursor::new(&segments, first, incarnation, predecessor);
     let mut points = vec![predecessor];
+    let mut is_batchless = opened == incarnation;
     while let Some(frame) = cursor.next_valid() {
         mark = mark.max(frame.durable);
         if let Kind::Batch(batch) = frame.kind {
             batches.push(batch);
+            is_batchless &= rule.batchless == Batchless::WithCopies && frame.lsn <= from_before;
         }
         if frame.kind != Kind::Seal || rule.proven == Proven::EndOfFrame {
             points.push(cursor.point());
@@ -142,15 +149,13 @@ pub fn read(disk: &Disk, rule: Rule) -> Result<Log, Refused> {
     let proven = points.into_iter().rfind(|point| point.lsn <= mark).unwrap_or(predecessor);
     let newest = *segments.keys().next_back().expect("checked above");
     let read = segments.range(first..newest).map(|(&segment, _)| segment).collect();
-    Ok(Log { incarnation, newest, read, proven, batches, accepted })
+    let opening = (predecessor, from_before);
+    Ok(Log { incarnation, newest, read, proven, batches, accepted, opening, is_batchless })
 }
 
 /// What holds for the segments as files, before any frame is believed.
 fn check_segments(segments: &Segments) -> Result<(), Refused> {
-    for ((&segment, file), expected) in segments.iter().zip(*segments.keys().next().unwrap_or(&0)..) {
-        if segment != expected {
-            return Err(Refused::Gap);
-        }
+    for (&segment, file) in segments {
         match *file[0].visible() {
             Block::Ahead { segment: own, .. } | Block::Opening { segment: own, .. } if own == segment => {}
             Block::Nothing if own_frame(segment, file).is_none() => {}
@@ -164,6 +169,16 @@ fn check_segments(segments: &Segments) -> Result<(), Refused> {
         }
         Some(_) => Ok(()),
     }
+}
+
+/// From the newest opening on no segment may be missing. Before it one may, where an incarnation was left out; one that
+/// is needed there is missed when its frames are read.
+fn check_gaps(segments: &Segments, first: u64) -> Result<(), Refused> {
+    let present = segments.range(first..).map(|(&segment, _)| segment);
+    if present.zip(first..).all(|(segment, expected)| segment == expected) {
+        return Ok(());
+    }
+    Err(Refused::Gap)
 }
 
 /// The incarnation of the highest segment that proves one. Segments made ahead prove nothing: one may
@@ -204,6 +219,7 @@ fn closed_part(segments: &Segments, end: Point) -> Result<Vec<Batch>, Refused> {
         .rev()
         .find_map(|(segment, file)| Some((segment, opening(file)?)))
         .ok_or(Refused::NoOpening)?;
+    // Segments of an incarnation that was left out lie after this end, if they are still there.
     if incarnation != end.incarnation {
         return Err(Refused::NoOpening);
     }

@@ -7,6 +7,7 @@ pub struct Rule {
     pub tail: Tail,
     pub order: Order,
     pub proven: Proven,
+    pub batchless: Batchless,
     pub left_out: Option<Sync>,
 }
 
@@ -48,6 +49,17 @@ pub enum Proven {
     EndOfFrame,
 }
 
+/// What becomes of an incarnation that accepted no batch.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Batchless {
+    /// Its successor takes its place on the line, and its segments go when that is durable.
+    LeftOut,
+    /// Wrong: its segments go while a power cut may still take the successor's name back.
+    RemovedEarly,
+    /// Wrong: one that copied batches is taken for one without any, for none is its own.
+    WithCopies,
+}
+
 /// Every sync of the writer and of recovery.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sync {
@@ -75,6 +87,7 @@ impl Rule {
         tail: Tail::Copied,
         order: Order::NextThenRename,
         proven: Proven::EndOfBatch,
+        batchless: Batchless::LeftOut,
         left_out: None,
     };
 

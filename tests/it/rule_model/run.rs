@@ -2,7 +2,7 @@
 
 use super::disk::{Disk, Name};
 use super::log::{self, Batch, Block, Frame, Incarnation, Kind, Point, Refused};
-use super::rule::{Newest, Order, Rule, Sync, Tail};
+use super::rule::{Batchless, Newest, Order, Rule, Sync, Tail};
 
 /// Blocks of a segment: its header and three frames, so that a few commits cross every boundary.
 const SEGMENT_BLOCKS: usize = 4;
@@ -81,7 +81,9 @@ impl Run {
         }
         let log = log::read(&self.disk, self.rule)?;
         let incarnation = Incarnation { number: log.incarnation.number + 1, random: self.number };
+        // An incarnation that accepted no batch is left out: the new one takes its predecessor.
         let predecessor = match self.rule.tail {
+            Tail::Copied if log.is_batchless => log.opening.0,
             Tail::Copied => log.proven,
             Tail::Trusted => log.accepted,
             Tail::SyncedInPlace => {
@@ -90,8 +92,9 @@ impl Run {
             }
         };
         let tail = &log.batches[usize::try_from(predecessor.lsn).unwrap()..];
+        let tail = if log.is_batchless { &[] } else { tail };
         let opening = log.newest;
-        let accepted = log.accepted.lsn;
+        let accepted = if log.is_batchless { log.opening.1 } else { log.accepted.lsn };
 
         // 2. The opening segment is whole and synced before it has a name that anyone reads.
         let writer = self.build_opening(incarnation, opening, predecessor, accepted, tail);
@@ -105,8 +108,13 @@ impl Run {
             self.make_segment(opening + 1, incarnation, Sync::NextFile, Sync::NextFolder);
         }
         // 5. Until now a power cut may take the rename back, and everything appended behind it.
+        if self.rule.batchless == Batchless::RemovedEarly {
+            self.remove_between(predecessor.segment, opening);
+        }
         self.sync_folder(Sync::RenameFolder);
         self.crash_point();
+        // 6. What lies between the predecessor's end and the opening is nobody's.
+        self.remove_between(predecessor.segment, opening);
 
         let count = log.batches.len();
         self.promised = Promised { line: log.batches, logged: count, durable: count };
@@ -202,6 +210,17 @@ impl Run {
         self.sync_file(name, file);
         self.rename(name, Name::Segment(segment));
         self.sync_folder(folder);
+    }
+
+    /// Removes the segments after one and before another, and nothing syncs that.
+    fn remove_between(&mut self, last: u64, opening: u64) {
+        let between = |(name, _)| matches!(name, Name::Segment(number) if last < number && number < opening);
+        let names: Vec<Name> =
+            self.disk.list().filter(|entry| between((entry.0, ()))).map(|entry| entry.0).collect();
+        for name in names {
+            self.crash_point();
+            self.disk.remove(name);
+        }
     }
 
     fn rename(&mut self, source: Name, target: Name) {

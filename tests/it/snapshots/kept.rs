@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use remanent::disk::sim::Moment;
 use remanent::disk::{Disk, Hold};
-use remanent::{Lsn, RestorePoint, Snapshot};
+use remanent::{Folder, Lsn, RestorePoint, Snapshot};
 
 use super::*;
 

@@ -247,8 +247,9 @@ mod tests {
         let name = "16 threads, 2 MiB pages, acknowledged as durable, direct log: store beside the raw loop"
             .to_owned();
         let svg = bars(&[Bar { name: name.clone(), share: 0.5, value: "1".to_owned() }]);
-        let text = svg.lines().find(|line| line.contains(&name)).unwrap();
-        assert!(text.contains(r#"x="4""#) && !text.contains("end"), "it begins at the left edge: {text}");
+        let text = svg.split("<text ").find(|text| text.contains(&name)).unwrap();
+        let (attributes, _) = text.split_once('>').unwrap();
+        assert_eq!(attributes, r#"x="4" y="15""#, "it begins at the left edge");
         let axis =
             || Axis { label: "", scale: Scale::linear([1.0].into_iter()), show: Box::new(|_| String::new()) };
         let one = Line { class: "s0".to_owned(), name: "one".to_owned(), points: vec![(0.5, 0.0)] };

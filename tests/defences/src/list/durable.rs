@@ -195,8 +195,8 @@ pub const LIST: &[Defence] = &[
     defence(
         "the floor is recorded before anything below it goes (I8)",
         RETAIN,
-        "self.record(keeping, floor, |id|",
-        "self.record(keeping, keeping.floor, |id|",
+        "self.record(keeping, floor, |id| plan.snapshots.contains(id))",
+        "self.record(keeping, keeping.floor, |id| plan.snapshots.contains(id))",
         it("bounds::states_below_the_floor_are_outside_the_window_and_named_ones_stay"),
     ),
     defence(
