@@ -157,6 +157,11 @@ impl Replayer {
         Ok(lived)
     }
 
+    /// How long ago the process was started.
+    pub fn lived(&self) -> Duration {
+        self.started.elapsed()
+    }
+
     /// The last request that this process acknowledged.
     pub fn last_ack(&self) -> Option<u64> {
         self.last_ack

@@ -5,7 +5,7 @@
 //! Between them the directory is only read, without the engine.
 
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use indicatif::ProgressBar;
 use remanent::FileName;
@@ -104,7 +104,8 @@ impl Course {
         &self.totals
     }
 
-    /// Lets a replay run and kills it, the `kill`-th time of `kills`. `None` if it reached its end first.
+    /// Lets a replay run and kills it, the `kill`-th time of `kills`. `None` if it reached its end first; the store
+    /// is checked then, too.
     pub fn run_and_kill(&mut self, kill: u64, kills: u64) -> Result<Option<Checked>, Stop> {
         let done = self.run_until_then_kill(kill, kills, |_| Ok(()))?;
         Ok(done.map(|((), checked)| checked))
@@ -131,6 +132,7 @@ impl Course {
             None => acknowledged >= Some(target),
         })?;
         if watched != Watched::Reached {
+            self.check(replayer.lived(), &replayer)?;
             return Ok(None);
         }
         replayer.run_on(late);
@@ -142,9 +144,8 @@ impl Course {
     /// Lets a replay run to the end of the trace.
     pub fn run_to_the_end(&mut self) -> Result<Checked, Stop> {
         let mut replayer = self.errand.start()?;
-        let started = Instant::now();
         self.watch(&mut replayer, |_, _| false)?;
-        let checked = self.check(started.elapsed(), &replayer)?;
+        let checked = self.check(replayer.lived(), &replayer)?;
         if self.simulation.next_request() < self.errand.limit {
             let ended = format!("the replay ended after request {:?}", self.simulation.last_request());
             return Err(Stop::Differs(vec![ended]));

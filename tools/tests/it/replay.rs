@@ -176,3 +176,26 @@ fn the_demo_kills_checks_and_cleans_up_after_itself() {
     let refused = run(&command).expect(2);
     assert!(refused.err.contains("is not empty"), "{}", refused.err);
 }
+
+#[test]
+fn a_replay_that_ends_before_its_kill_is_checked_too() {
+    let scratch = Scratch::new();
+    // This seed draws a kill after request 60, which never comes.
+    let demo = run(&[
+        "demo",
+        &scratch.store(),
+        "--kills",
+        "1",
+        "--requests",
+        "60",
+        "--snapshot-every",
+        "25",
+        "--seed",
+        "165",
+    ])
+    .expect(0);
+    let (there, _) =
+        demo.out.split_once("Back to snapshot").expect("the demo goes back to its first snapshot");
+    assert!(!there.contains("kill 1 of 1"), "the replay was killed: {there}");
+    assert!(there.contains("then, left alone"), "{there}");
+}
