@@ -242,7 +242,8 @@ pub enum Error {
     },
     /// The state asked for cannot be computed any more, or there is no such batch yet.
     #[error(
-        "the state at batch {asked} is out of reach: the store goes back to {oldest}, and is at {newest}"
+        "the state at batch {asked} is out of reach: the store goes back to {oldest}, and is at {newest}{}",
+        single_states(below)
     )]
     OutsideWindow {
         /// The batch asked for.
@@ -251,6 +252,8 @@ pub enum Error {
         oldest: Lsn,
         /// The newest batch.
         newest: Lsn,
+        /// The single states that are kept from before the oldest of these, ascending: those of named snapshots.
+        below: Vec<Lsn>,
     },
     /// What was being read is not kept any more: batches were recycled before they could be read.
     #[error("batch {lsn} is not kept any more{}", StartFrom(*.snapshot))]
@@ -508,6 +511,16 @@ pub(crate) fn copied(bytes: &[u8]) -> Result<Vec<u8>> {
 }
 
 /// What helps a store that stopped for this reason: to try again is not enough.
+/// The end of a message on a state that is out of reach: single states that are not.
+fn single_states(below: &[Lsn]) -> String {
+    let batches: Vec<String> = below.iter().map(Lsn::to_string).collect();
+    match batches.len() {
+        0 => String::new(),
+        1 => format!("; of older states it has that at batch {}", batches[0]),
+        _ => format!("; of older states it has those at batches {}", batches.join(", ")),
+    }
+}
+
 fn remedy_of_poisoned(cause: &Error) -> Remedy {
     match cause.remedy() {
         Remedy::Retry | Remedy::Permit => Remedy::Reopen,

@@ -304,6 +304,31 @@ impl Store {
         Snapshot::open_on(&(Arc::new(DirDisk::new(directory)) as Arc<dyn Disk>), None)
     }
 
+    /// Says what [`Store::prune`] would remove of a store that somebody else may have open, or nobody: read-only, without
+    /// a device, without the writer's lock. An open by itself removes what nothing needs, so that is listed, too; what a
+    /// writer has under way is not. Images are not read.
+    ///
+    /// ```
+    /// use remanent::{Options, Retention, Store};
+    /// # let directory = tempfile::tempdir().unwrap();
+    /// # let path = directory.path().join("mystore");
+    /// let store = Store::open(&path, Options::default())?;
+    /// for name in ["first", "second"] {
+    ///     store.snapshot_named(name)?;
+    /// }
+    /// let given_up = Retention::default().give_up("first").names_only(true);
+    /// let would_go = Store::would_prune_at(&path, &given_up)?;
+    /// assert_eq!(would_go.snapshots[0].name.as_deref(), Some("first"));
+    /// assert_eq!(store.snapshots().len(), 2, "nothing was done");
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::NoStore`]; [`Error::Damaged`] if an open would fail; what the file system says.
+    pub fn would_prune_at(directory: impl AsRef<Path>, retention: &Retention) -> Result<Pruned> {
+        Self::would_prune_on(&(Arc::new(DirDisk::new(directory)) as Arc<dyn Disk>), retention)
+    }
+
     /// A store in a new temporary directory, which is removed when the store is dropped: for tests.
     ///
     /// # Errors

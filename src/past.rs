@@ -18,7 +18,6 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use remanent_format::image::ImageRef;
-use remanent_format::log::LogEnd;
 use remanent_format::manifest::Manifest;
 use remanent_format::reach::{Reach, Role};
 use remanent_format::rebuild::Survey;
@@ -151,7 +150,7 @@ impl Past {
         let mut oldest: Option<Lsn> = None;
         // One more walk: only for who does not get what he asks for.
         let the_end = OnceCell::new();
-        let the_end = || the_end.get_or_init(|| to_the_end(source, survey)).as_ref();
+        let the_end = || the_end.get_or_init(|| Reach::at_the_end(survey, source)).as_ref();
         let newest = survey.readable().next_back().map(|link| link.snapshot);
         for id in survey.links.keys().rev().map(|id| Some(*id)).chain([None]) {
             // A link says its end, and where its log begins, before its chain is followed.
@@ -167,7 +166,7 @@ impl Past {
             // The newest one is always a start, and mostly the one that is wanted. Of the others the last seal tells.
             let role = if id.is_some() && id == newest {
                 Role::Start
-            } else if let Some((_, _, reach)) = the_end() {
+            } else if let Some((_, reach)) = the_end() {
                 let beginning = if reach.beginning().is_some() { Role::Start } else { Role::Link };
                 id.map_or(beginning, |id| reach.role(id))
             } else if survey.log.segments().contains_key(&redo.segment) {
@@ -214,11 +213,11 @@ impl Past {
             (Until::At(asked), Some(oldest)) if asked < oldest => {
                 // Whoever asks is told how far it goes.
                 match the_end() {
-                    Some((newest, _, reach)) => {
+                    Some((newest, reach)) => {
                         let oldest = reach.opens_at().unwrap_or_default();
-                        Error::OutsideWindow { asked, oldest, newest: *newest }
+                        Error::OutsideWindow { asked, oldest, newest: *newest, below: reach.below() }
                     }
-                    None => Error::OutsideWindow { asked, oldest, newest: survey.mark() },
+                    None => Error::OutsideWindow { asked, oldest, newest: survey.mark(), below: Vec::new() },
                 }
             }
             _ => survey.log.cut().cloned().unwrap_or_else(|| missing(survey)).into(),
@@ -247,8 +246,9 @@ impl Past {
             && let Some(end) = resolution.end
             && newest < asked
         {
-            let oldest = Reach::of(survey, &end.verified).opens_at().unwrap_or_default();
-            return Err(Error::OutsideWindow { asked, oldest, newest });
+            let reach = Reach::of(survey, &end.verified);
+            let (oldest, below) = (reach.opens_at().unwrap_or_default(), reach.below());
+            return Err(Error::OutsideWindow { asked, oldest, newest, below });
         }
         let redo = base.map(|manifest| manifest.redo).or_else(|| survey.log.beginning());
         let redo = redo.expect("the log was followed from there");
@@ -400,22 +400,12 @@ fn until(survey: &Survey, point: Option<&RestorePoint>) -> Result<Until> {
     })
 }
 
-/// The newest batch, and the log's end with its record of the snapshots that are kept. `None` where the log does not
-/// let itself be followed.
-fn to_the_end(source: &DiskSource, survey: &Survey) -> Option<(Lsn, LogEnd, Reach)> {
-    let whole = |base: Option<Arc<Manifest>>| survey.resolve(source, base.as_ref(), None).ok();
-    let resolution = survey.candidates().find_map(|base| whole(base.ok()?))?;
-    let end = resolution.end?;
-    let reach = Reach::of(survey, &end.verified);
-    Some((resolution.resolved.table.lsn(), end, reach))
-}
-
 /// Whether the log's last seal, as it is now, says that a state can be computed from a snapshot, or from the log's
 /// beginning. Where it cannot be read, what is missing is lost and not removed.
 fn is_promised(disk: &Arc<dyn Disk>, base: Option<SnapshotId>, until: Until) -> bool {
     let source = DiskSource::new(disk.clone());
     let Ok(survey) = Survey::read(&source) else { return true };
-    let Some((_, _, reach)) = to_the_end(&source, &survey) else { return true };
+    let Some((_, reach)) = Reach::at_the_end(&survey, &source) else { return true };
     let stands_for = |base: SnapshotId| match (reach.role(base), &survey.links.get(&base)) {
         (Role::OwnEnd, Some(Ok((link, _)))) => until.lsn() == Some(link.end),
         (role, _) => role == Role::Start,

@@ -43,6 +43,13 @@ pub struct Retention {
     pub names_only: bool,
 }
 
+/// The rules of [`Options::default`].
+impl Default for Retention {
+    fn default() -> Self {
+        Self::of(&Options::default())
+    }
+}
+
 impl Retention {
     /// What a store keeps that is opened with these options.
     pub(crate) fn of(options: &Options) -> Self {

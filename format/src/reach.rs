@@ -12,13 +12,14 @@
 //! Recovery, states of the past, retention, scrubs and the inspectors ask here and nowhere else.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use crate::defect::{Damage, Defect};
 use crate::frame::VerifiedSnapshot;
 use crate::ids::{LogPoint, Lsn, SnapshotId};
 use crate::manifest::Manifest;
-use crate::names::FileName;
-use crate::rebuild::Survey;
+use crate::names::{FileName, ReadAt};
+use crate::rebuild::{Resolution, Survey};
 
 /// What a link on disk stands for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,6 +65,30 @@ impl Reach {
         let floor = marked.map(|link| link.redo.lsn).min();
         let beginning = survey.log.beginning().filter(|_| !has_floor);
         Self { roles, beginning, floor }
+    }
+
+    /// What the log's last seal says, and the newest batch; `None` if no candidate leads to the log's end.
+    #[must_use]
+    pub fn at_the_end(survey: &Survey, source: &dyn ReadAt) -> Option<(Lsn, Self)> {
+        let end_from = |base: Option<Arc<Manifest>>| survey.resolve(source, base.as_ref(), None).ok();
+        let resolution = survey.candidates().find_map(|base| end_from(base.ok()?))?;
+        let end = resolution.end?;
+        Some((resolution.resolved.table.lsn(), Self::of(survey, &end.verified)))
+    }
+
+    /// Follows the log from a candidate to its end, as an open does: the last seal there must leave it a start.
+    ///
+    /// # Errors
+    /// [`Damage`]: as for [`Survey::resolve`]; the log after it is missing, as far as anything promises it.
+    pub fn follow(
+        survey: &Survey,
+        source: &dyn ReadAt,
+        base: Option<&Arc<Manifest>>,
+    ) -> Result<Resolution, Damage> {
+        let resolution = survey.resolve(source, base, None)?;
+        let recorded = resolution.end.as_ref().map(|end| &end.verified[..]).unwrap_or_default();
+        Self::of(survey, recorded).check_start(base.map(AsRef::as_ref))?;
+        Ok(resolution)
     }
 
     /// What a link stands for; nothing if it cannot be read.

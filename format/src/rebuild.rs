@@ -210,7 +210,7 @@ impl Survey {
     }
 
     /// The same, with the number of each; also of one that cannot be read.
-    pub(crate) fn named_candidates(&self) -> impl Iterator<Item = Candidate> + '_ {
+    pub fn named_candidates(&self) -> impl Iterator<Item = Candidate> + '_ {
         let snapshots =
             self.links.keys().rev().map(|snapshot| (Some(*snapshot), self.snapshot(*snapshot).map(Some)));
         snapshots.chain(self.beginning().map(|beginning| (None, beginning)))

@@ -106,12 +106,20 @@ impl Disk for DirDisk {
         Ok(lock)
     }
 
+    fn is_locked(&self) -> Result<bool> {
+        lock::is_held(&self.root)
+    }
+
     fn hold(&self, id: SnapshotId) -> Result<Hold> {
         readers::hold(&self.root, id)
     }
 
     fn try_retire(&self, id: SnapshotId) -> Result<Option<Box<dyn DiskLock>>> {
         readers::try_retire(&self.root, id)
+    }
+
+    fn is_held(&self, id: SnapshotId) -> Result<bool> {
+        readers::is_held(&self.root, id)
     }
 
     fn list(&self, folder: Folder) -> Result<Vec<String>> {

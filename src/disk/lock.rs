@@ -69,6 +69,27 @@ fn lock_directory(root: &Path) -> Result<DirLock> {
     Ok(DirLock { _file: ForkGuard::new(file), _entry: ForkGuard::new(entry) })
 }
 
+/// Whether somebody holds the lock of the store directory at `root`. The registry is asked first here, too: in the
+/// process that holds the lock, closing a descriptor of `LOCK` would drop it.
+pub(super) fn is_held(root: &Path) -> Result<bool> {
+    let failed = |action| move |source| Error::io(action, FileName::Lock, None, source);
+    let metadata = match std::fs::metadata(root) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+        metadata => metadata.map_err(failed("open"))?,
+    };
+    let registry = LOCKED_HERE.get().lock();
+    if registry.contains(&(metadata.dev(), metadata.ino())) {
+        return Ok(true);
+    }
+    // The registry stays locked meanwhile: a thread that takes the lock now would lose it when this is closed.
+    let file = match File::open(root.join(FileName::Lock.name())) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+        file => file.map_err(failed("open"))?,
+    };
+    let holder = rustix::process::fcntl_getlk(&file, &Flock::from(FlockType::WriteLock));
+    holder.map(|holder| holder.is_some()).map_err(|errno| failed("look at")(errno.into()))
+}
+
 /// Both locks, held. Dropped in this order: the file is closed while the registry still names the directory, for a
 /// thread that locks it next must not lose its record lock to this close. A forked child closes nothing: it would
 /// drop a lock on the same file that it may have taken itself since, after its parent's death.
@@ -281,6 +302,28 @@ mod tests {
         other.kill().unwrap();
         other.wait().unwrap();
         assert_eq!(holder_of(directory.path()), None);
+    }
+
+    #[test]
+    fn to_look_at_the_lock_takes_nothing() {
+        if let Some(directory) = errand_directory() {
+            println!("\n{}", if is_held(&directory).unwrap() { "held" } else { "free" });
+            return;
+        }
+        let directory = tempfile::tempdir().unwrap();
+        assert!(!is_held(directory.path()).unwrap());
+        assert!(!is_held(&directory.path().join("nothing")).unwrap());
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
+        let lock = acquire(directory.path()).unwrap();
+        // To have looked here, in the process that holds it, drops nothing for others.
+        assert!(is_held(directory.path()).unwrap());
+        for (found, lock) in [("held", Some(lock)), ("free", None)] {
+            let mut other = errand("to_look_at_the_lock_takes_nothing", directory.path());
+            wait_for(&mut other, found);
+            assert!(other.wait().unwrap().success());
+            drop(lock);
+        }
+        assert!(!is_held(directory.path()).unwrap());
     }
 
     /// The child lives on with a copy of every descriptor, as after a plain `fork`. The same test holds a

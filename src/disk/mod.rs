@@ -45,6 +45,12 @@ pub trait Disk: Any + Send + Sync {
     /// `Locked` with the holder, else what the system says.
     fn lock(&self) -> Result<Box<dyn DiskLock>>;
 
+    /// Whether somebody holds the writer lock. Takes nothing and writes nothing.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn is_locked(&self) -> Result<bool>;
+
     /// Keeps the writer from removing what snapshot `id` needs, its log included, for as long as the guard
     /// lives; number 0 stands for the log's beginning. Any number of readers hold a snapshot. Writes nothing.
     /// A hold that was just taken may be too late: look whether the manifest is still there.
@@ -59,6 +65,12 @@ pub trait Disk: Any + Send + Sync {
     /// # Errors
     /// What the system says.
     fn try_retire(&self, id: SnapshotId) -> Result<Option<Box<dyn DiskLock>>>;
+
+    /// Whether a reader holds snapshot `id`. Takes nothing and writes nothing.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn is_held(&self, id: SnapshotId) -> Result<bool>;
 
     /// The names in a folder, sorted; empty if the folder does not exist.
     ///

@@ -56,6 +56,29 @@ pub(super) fn try_retire(root: &Path, id: SnapshotId) -> Result<Option<Box<dyn D
     }
 }
 
+/// Whether a reader holds snapshot `id`.
+pub(super) fn is_held(root: &Path, id: SnapshotId) -> Result<bool> {
+    let file = match File::open(root.join(FileName::Readers.name())) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+        Err(error) => return Err(Error::io("open", FileName::Readers, None, error)),
+    };
+    match conflicting(&file, id) {
+        Ok(kind) => Ok(kind == libc::F_RDLCK),
+        Err(error) if knows_no_locks(&error) => Ok(false),
+        Err(error) => Err(Error::io("look at", FileName::Readers, Some(id.0), error)),
+    }
+}
+
+/// The kind of lock that keeps a writer from a snapshot's byte; `F_UNLCK` if there is none.
+fn conflicting(file: &File, id: SnapshotId) -> io::Result<libc::c_int> {
+    let mut lock = byte_lock(libc::F_WRLCK, id)?;
+    // SAFETY: the descriptor is open for as long as `file` is borrowed, and `F_OFD_GETLK` reads and writes only the
+    // structure it is given, which lives until the call returns.
+    let done = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut lock) };
+    if done == 0 { Ok(lock.l_type.into()) } else { Err(io::Error::last_os_error()) }
+}
+
 /// Whether the file system, or the system, has no locks of this kind.
 fn knows_no_locks(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOLCK | libc::EOPNOTSUPP))
@@ -79,13 +102,7 @@ fn open_to_write(root: &Path) -> Result<File> {
 
 /// Sets or clears the lock on a snapshot's byte; `false` if somebody else's is in the way.
 fn set(file: &File, kind: libc::c_int, id: SnapshotId) -> io::Result<bool> {
-    let lock = libc::flock {
-        l_type: kind as libc::c_short,
-        l_whence: libc::SEEK_SET as libc::c_short,
-        l_start: libc::off_t::try_from(id.0).map_err(io::Error::other)?,
-        l_len: 1,
-        l_pid: 0,
-    };
+    let lock = byte_lock(kind, id)?;
     // SAFETY: the descriptor is open for as long as `file` is borrowed, and `F_OFD_SETLK` only reads the
     // structure it is given, which lives until the call returns.
     let done = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const lock) };
@@ -97,6 +114,17 @@ fn set(file: &File, kind: libc::c_int, id: SnapshotId) -> io::Result<bool> {
         Some(libc::EAGAIN | libc::EACCES) => Ok(false),
         _ => Err(error),
     }
+}
+
+/// How the system is told of a lock on a snapshot's byte.
+fn byte_lock(kind: libc::c_int, id: SnapshotId) -> io::Result<libc::flock> {
+    Ok(libc::flock {
+        l_type: kind as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: libc::off_t::try_from(id.0).map_err(io::Error::other)?,
+        l_len: 1,
+        l_pid: 0,
+    })
 }
 
 /// A lock on one byte, held.
@@ -143,12 +171,15 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let root = directory.path();
         make(root).unwrap();
+        assert!(!is_held(root, THIRD).unwrap());
         let (first, second) = (held(root, THIRD), held(root, THIRD));
+        assert!(is_held(root, THIRD).unwrap() && !is_held(root, SnapshotId(2)).unwrap());
         assert!(try_retire(root, THIRD).unwrap().is_none());
         drop(first);
         assert!(try_retire(root, THIRD).unwrap().is_none(), "dropping one reader's lock dropped another's");
         assert!(try_retire(root, SnapshotId(2)).unwrap().is_some(), "a hold is on one snapshot alone");
         drop(second);
+        assert!(!is_held(root, THIRD).unwrap());
         assert!(try_retire(root, THIRD).unwrap().is_some());
         assert_eq!(std::fs::metadata(root.join("READERS")).unwrap().len(), 0);
     }
@@ -158,6 +189,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let root = directory.path();
         let going = try_retire(root, SnapshotId(0)).unwrap().unwrap();
+        assert!(!is_held(root, SnapshotId(0)).unwrap(), "no reader does");
         assert!(matches!(hold(root, SnapshotId(0)).unwrap(), Hold::Going));
         drop(going);
         held(root, SnapshotId(0));
@@ -167,6 +199,7 @@ mod tests {
     fn a_reader_makes_no_file() {
         let directory = tempfile::tempdir().unwrap();
         assert!(matches!(hold(directory.path(), THIRD).unwrap(), Hold::Impossible));
+        assert!(!is_held(directory.path(), THIRD).unwrap());
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
     }
 

@@ -13,7 +13,8 @@ use remanent_format::reach::Reach;
 use remanent_format::rebuild::{Resolution, Survey, read_manifest};
 use remanent_format::{FileName, Folder, Lsn, PageId, PageTable, ReadAt, SnapshotId};
 
-use super::Recovery;
+use super::{Recovery, verified};
+use crate::disk::Disk;
 use crate::error::Result;
 use crate::image_files::ImageFiles;
 use crate::images::IMAGE_FILES_MAX;
@@ -42,20 +43,20 @@ pub(super) struct Found<'s> {
     is_unread: bool,
 }
 
-impl Recovery<'_> {
+impl<'s> Found<'s> {
     /// Looks what will be kept. `base` is the snapshot that is loaded, whole.
-    pub(super) fn find<'s>(
-        &self,
+    pub fn look(
+        disk: &dyn Disk,
         source: &DiskSource,
         survey: &'s Survey,
         base: Option<&Manifest>,
         resolution: &Resolution,
         beside: Beside,
-    ) -> Result<Found<'s>> {
+    ) -> Result<Self> {
         let table = &resolution.resolved.table;
         let end = resolution.end.as_ref().expect("followed to its end");
         let reach = Reach::of(survey, &end.verified);
-        let (mut verified, anew) = self.verified(survey, end, resolution.base);
+        let (mut verified, anew) = verified(survey, end, resolution.base);
         let floor = floor(survey, &reach, &verified);
         for entry in &mut verified {
             let redo = survey.chain(entry.snapshot)?[0].redo.lsn;
@@ -67,7 +68,7 @@ impl Recovery<'_> {
         let mut for_batches = BTreeMap::new();
         let mut tables = BTreeMap::new();
         let mut next_file = survey.readable().map(|manifest| manifest.next_file).max().unwrap_or(1);
-        for name in self.disk.list(Folder::Pages)? {
+        for name in disk.list(Folder::Pages)? {
             match FileName::parse(Folder::Pages, &name) {
                 Some(FileName::Pages(number)) => {
                     next_file = next_file.max(number + 1);
@@ -112,7 +113,7 @@ impl Recovery<'_> {
             snapshots.insert(*snapshot, Kept::new(chain[0], is_own, sums, links, *manifest_crc, true));
         }
         let (changed, submitted) = (known.changed(table), table.clone());
-        Ok(Found {
+        Ok(Self {
             verified,
             anew,
             changed,
@@ -127,6 +128,24 @@ impl Recovery<'_> {
         })
     }
 
+    /// What is kept on disk from now on; `end` is the newest batch.
+    pub fn into_keeping(self, disk: &Arc<dyn Disk>, survey: &Survey, end: Lsn) -> Keeping {
+        let Self { snapshots, tables, known, for_batches, next_file, floor, is_unread, .. } = self;
+        let newest = survey.links.keys().next_back();
+        Keeping {
+            snapshots,
+            tables,
+            floor,
+            unread: is_unread.then_some(end),
+            next_snapshot: newest.map_or(1, |last| last.0 + 1),
+            files: Arc::new(ImageFiles::new(disk.clone(), next_file, for_batches)),
+            known: Arc::new(known),
+            file_lens: BTreeMap::new(),
+        }
+    }
+}
+
+impl Recovery<'_> {
     /// What is kept on disk from now on; `end` is the newest batch. What nothing needs is removed.
     pub(super) fn keep(
         &self,
@@ -135,19 +154,9 @@ impl Recovery<'_> {
         base: Option<SnapshotId>,
         end: Lsn,
     ) -> Result<Keeping> {
-        let Found { snapshots, tables, known, for_batches, next_file, floor, is_unread, .. } = found;
-        let batch_files: BTreeSet<u64> = for_batches.keys().copied().collect();
-        let newest = survey.links.keys().next_back().copied();
-        let keeping = Keeping {
-            snapshots,
-            tables,
-            floor,
-            unread: is_unread.then_some(end),
-            next_snapshot: newest.map_or(1, |last| last.0 + 1),
-            files: Arc::new(ImageFiles::new(self.disk.clone(), next_file, for_batches)),
-            known: Arc::new(known),
-            file_lens: BTreeMap::new(),
-        };
+        let (is_unread, newest) = (found.is_unread, survey.links.keys().next_back().copied());
+        let batch_files: BTreeSet<u64> = found.for_batches.keys().copied().collect();
+        let keeping = found.into_keeping(&self.disk, survey, end);
         // Image files of snapshots that nothing names stem from a snapshot that a crash cut short. Where a snapshot was
         // passed over, its images stay until newer ones take its place: they are evidence.
         if newest == base && !is_unread {

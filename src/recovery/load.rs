@@ -122,7 +122,7 @@ pub(super) fn load<'a, 's>(
         loader.load_to_host(&sealed, table, &resized)?;
         loader.load_images(&sealed, table, &memories, images, &zeros)
     };
-    let find = || recovery.find(source, survey, base, resolution, beside);
+    let find = || Found::look(&*recovery.disk, source, survey, base, resolution, beside);
     let (read, (found, ())) = crew::both(load, || crew::both(find, || memories.allocate()));
     let (memory, allocated) = memories.finish();
     loader.pages.memory = memory;

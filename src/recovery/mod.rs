@@ -71,6 +71,7 @@ mod keeping;
 mod memory;
 mod load;
 mod opening;
+mod outlook;
 mod sorting;
 mod warm;
 
@@ -100,6 +101,7 @@ use self::frames::Frames;
 use self::keeping::Found;
 use self::load::{Loaded, Pages, load};
 use self::opening::{Predecessor, begin, random};
+pub(crate) use self::outlook::Outlook;
 pub(crate) use self::warm::{Warmer, Warming};
 use crate::applier::{Applied, ColdPages};
 use crate::arena::Arena;
@@ -483,34 +485,6 @@ impl Recovery<'_> {
         Frames { source, map: &survey.log, mark: survey.mark(), staging: self.staging }
     }
 
-    /// The snapshots that the new incarnation records as verified, and the links of the one used that must
-    /// be published anew: its own, if it is verified only as of just now, and each of which a copy is bad. The
-    /// links before its own were durable before it was written.
-    fn verified<'s>(
-        &self,
-        survey: &'s Survey,
-        end: &LogEnd,
-        base: Option<SnapshotId>,
-    ) -> (Vec<VerifiedSnapshot>, Vec<&'s Manifest>) {
-        let health = |snapshot: SnapshotId| survey.links[&snapshot].as_ref().map(|(_, health)| health).ok();
-        let on_disk = |snapshot: SnapshotId| on_disk(survey, snapshot);
-        let usable = |snapshot: SnapshotId| base.is_some_and(|base| snapshot <= base);
-        let recorded = end.verified.iter().copied();
-        let mut verified: Vec<VerifiedSnapshot> = recorded
-            .filter(|entry| usable(entry.snapshot) && is_same(on_disk(entry.snapshot), entry))
-            .collect();
-        let is_recorded = |used: &VerifiedSnapshot| verified.iter().any(|entry| is_same(Some(*used), entry));
-        let used = base.and_then(on_disk).filter(|used| !is_recorded(used));
-        verified.extend(used);
-        verified.sort_unstable_by_key(|entry| entry.snapshot);
-        let chain = base.and_then(|base| survey.chain(base).ok()).unwrap_or_default();
-        let is_due = |link: &&Manifest| {
-            let is_new = used.is_some_and(|used| used.snapshot == link.snapshot);
-            is_new || health(link.snapshot).is_some_and(|health| !health.is_whole())
-        };
-        (verified, chain.into_iter().map(AsRef::as_ref).filter(is_due).collect())
-    }
-
     fn pool(&self, store: StoreId) -> Result<Arc<SegmentPool>> {
         let (len, reserve) = (self.options.segment_len, self.options.reserve_segments());
         Ok(Arc::new(SegmentPool::new(self.disk.clone(), store, len, reserve, self.log_io)?))
@@ -533,6 +507,32 @@ impl Recovery<'_> {
             elapsed: Duration::ZERO,
         }
     }
+}
+
+/// The snapshots that the new incarnation records as verified, and the links of the one used that must
+/// be published anew: its own, if it is verified only as of just now, and each of which a copy is bad. The
+/// links before its own were durable before it was written.
+fn verified<'s>(
+    survey: &'s Survey,
+    end: &LogEnd,
+    base: Option<SnapshotId>,
+) -> (Vec<VerifiedSnapshot>, Vec<&'s Manifest>) {
+    let health = |snapshot: SnapshotId| survey.links[&snapshot].as_ref().map(|(_, health)| health).ok();
+    let on_disk = |snapshot: SnapshotId| on_disk(survey, snapshot);
+    let usable = |snapshot: SnapshotId| base.is_some_and(|base| snapshot <= base);
+    let recorded = end.verified.iter().copied();
+    let mut verified: Vec<VerifiedSnapshot> =
+        recorded.filter(|entry| usable(entry.snapshot) && is_same(on_disk(entry.snapshot), entry)).collect();
+    let is_recorded = |used: &VerifiedSnapshot| verified.iter().any(|entry| is_same(Some(*used), entry));
+    let used = base.and_then(on_disk).filter(|used| !is_recorded(used));
+    verified.extend(used);
+    verified.sort_unstable_by_key(|entry| entry.snapshot);
+    let chain = base.and_then(|base| survey.chain(base).ok()).unwrap_or_default();
+    let is_due = |link: &&Manifest| {
+        let is_new = used.is_some_and(|used| used.snapshot == link.snapshot);
+        is_new || health(link.snapshot).is_some_and(|health| !health.is_whole())
+    };
+    (verified, chain.into_iter().map(AsRef::as_ref).filter(is_due).collect())
 }
 
 /// Where the log ends if its newest incarnation is left out of the line: where that one began. `None` if it must stay.

@@ -43,6 +43,7 @@ use self::compact::CARRY_BYTES_MAX;
 pub(crate) use self::progress::Progress;
 pub use self::progress::{SnapshotPhase, SnapshotStats};
 pub use self::retain::Pruned;
+pub(crate) use self::retain::Subject;
 pub(crate) use self::scrub::{Scrub, Scrubber};
 pub use self::scrub::{ScrubStats, Scrubbed};
 use self::verify::{Unverified, Written};

@@ -10,7 +10,7 @@ use remanent_format::{FileName, Folder, Lsn, SnapshotId};
 
 use super::Snapshots;
 use super::plan::{LogOnDisk, Plan, plan};
-use crate::disk::DiskLock;
+use crate::disk::Disk;
 use crate::error::{Error, Result};
 use crate::keeping::{Keeping, SnapshotInfo, unix_ms};
 use crate::phases::{self, Phase};
@@ -36,11 +36,12 @@ impl Pruned {
     }
 }
 
-/// A plan, and what it removes. The locks keep readers from beginning to read what is going.
-struct Removal {
-    plan: Plan,
-    pruned: Pruned,
-    _going: Vec<Box<dyn DiskLock>>,
+/// What is kept, with the disk that it lies on: enough to say what may go of it, whether the store is open or not.
+pub(crate) struct Subject<'a> {
+    pub disk: &'a dyn Disk,
+    pub keeping: &'a Keeping,
+    /// The segment that takes frames.
+    pub current_segment: u64,
 }
 
 impl Snapshots {
@@ -71,11 +72,8 @@ impl Snapshots {
 
     /// What `prune` would remove. It waits for no snapshot: what one that is being taken writes is left out.
     pub fn would_prune(&self, retention: &Retention) -> Result<Pruned> {
-        // No other retention is at it: both look whether readers hold a snapshot by locking it for a moment.
         let latest = self.keeping.latest();
-        let _none_goes = latest.keeping.files.hold_removals();
-        let latest = self.keeping.latest();
-        let mut pruned = self.plan_removal(&latest.keeping, retention)?.pruned;
+        let mut pruned = self.subject(&latest.keeping).would_prune(retention)?;
         pruned.files.retain(|(file, _)| match file {
             FileName::Pages(number) | FileName::Table(number) => *number < latest.next_file,
             _ => true,
@@ -90,7 +88,14 @@ impl Snapshots {
         self.verify(keeping)?;
         let files = keeping.files.clone();
         let _none_goes = files.hold_removals();
-        let Removal { plan, pruned, _going } = self.plan_removal(keeping, retention)?;
+        // I8: what a reader holds stays, and nobody begins to read what is going until all of it is gone.
+        let mut going = Vec::new();
+        let (plan, pruned) = self.subject(keeping).plan(retention, &mut |id| {
+            let lock = self.disk.try_retire(id)?;
+            let is_free = lock.is_some();
+            going.extend(lock);
+            Ok(is_free)
+        })?;
         // 1. The floor and the list, in a seal that is synced. Before it nothing has gone, and a crash finds the
         //    older floor with all that it needs; from it on nothing starts below the new one, so that no crash in
         //    2 to 4 leaves a start of which something is gone. Only a record that is durable licenses recycling, too: a
@@ -125,47 +130,55 @@ impl Snapshots {
         if files().next().is_some() { self.disk.sync_folder(folder) } else { Ok(()) }
     }
 
-    fn plan_removal(&self, keeping: &Keeping, retention: &Retention) -> Result<Removal> {
-        let log = self.log_on_disk(keeping)?;
+    fn subject<'a>(&'a self, keeping: &'a Keeping) -> Subject<'a> {
+        Subject { disk: &*self.disk, keeping, current_segment: self.log.current_segment() }
+    }
+}
+
+impl Subject<'_> {
+    /// What would go.
+    pub fn would_prune(&self, retention: &Retention) -> Result<Pruned> {
+        let (_, pruned) = self.plan(retention, &mut |id| self.disk.is_held(id).map(|is_held| !is_held))?;
+        Ok(pruned)
+    }
+
+    /// What stays, and what goes; `is_free` says whether no reader holds a snapshot, or the log's beginning, which has
+    /// number 0.
+    fn plan(
+        &self,
+        retention: &Retention,
+        is_free: &mut dyn FnMut(SnapshotId) -> Result<bool>,
+    ) -> Result<(Plan, Pruned)> {
+        let Self { keeping, .. } = *self;
+        let log = self.log_on_disk()?;
         let (now, nobody) = (unix_ms(), BTreeSet::new());
         let wanted = plan(&keeping.snapshots, retention, &log, now, &nobody, false);
-        // I8: what a reader holds stays, and nobody begins to read what is going. A snapshot that a name keeps may
-        // lose the log behind it, which its reader may be following.
-        let (mut going, mut held) = (Vec::new(), BTreeSet::new());
+        // A snapshot that a name keeps may lose the log behind it, which its reader may be following.
+        let mut held = BTreeSet::new();
         for (id, _) in keeping.snapshots.iter().filter(|(_, kept)| wanted.takes_from(kept, &log)) {
-            match self.disk.try_retire(*id)? {
-                Some(lock) => going.push(lock),
-                None => _ = held.insert(*id),
+            if !is_free(*id)? {
+                held.insert(*id);
             }
         }
-        let beginning = self.disk.try_retire(SnapshotId(0))?;
-        let mut plan = plan(&keeping.snapshots, retention, &log, now, &held, beginning.is_none());
-        going.extend(beginning);
+        let beginning_held = !is_free(SnapshotId(0))?;
+        let mut plan = plan(&keeping.snapshots, retention, &log, now, &held, beginning_held);
         // A reader may begin at a link, too, that is there only for those which follow it, or that a crash left behind.
         // What that needs is not known any more: until the reader has gone, all stays.
-        for id in self.links_alone(keeping)? {
-            match self.disk.try_retire(id)? {
-                Some(lock) => going.push(lock),
-                None => {
-                    plan = Plan { snapshots: keeping.snapshots.keys().copied().collect(), log_from: None }
-                }
+        for id in self.links_alone()? {
+            if !is_free(id)? {
+                plan = Plan { snapshots: keeping.snapshots.keys().copied().collect(), log_from: None };
             }
         }
         let gone = keeping.snapshots.values().filter(|kept| !plan.snapshots.contains(&kept.info.id));
         let snapshots = gone.map(|kept| kept.info.clone()).collect();
-        let files = self.unneeded_files(keeping, &plan, &log)?;
+        let files = self.unneeded_files(&plan, &log)?;
         let held = held.into_iter().filter(|id| !wanted.snapshots.contains(id)).collect();
-        let pruned = Pruned { snapshots, held, files };
-        Ok(Removal { plan, pruned, _going: going })
+        Ok((plan, Pruned { snapshots, held, files }))
     }
 
     /// The files that nothing needs which stays: in the order of their removal.
-    fn unneeded_files(
-        &self,
-        keeping: &Keeping,
-        plan: &Plan,
-        log: &LogOnDisk,
-    ) -> Result<Vec<(FileName, u64)>> {
+    fn unneeded_files(&self, plan: &Plan, log: &LogOnDisk) -> Result<Vec<(FileName, u64)>> {
+        let Self { keeping, .. } = *self;
         let kept = || keeping.snapshots.values().filter(|kept| plan.snapshots.contains(&kept.info.id));
         let links: BTreeSet<SnapshotId> =
             kept().flat_map(|kept| kept.links.iter().copied().chain([kept.info.id])).collect();
@@ -214,16 +227,16 @@ impl Snapshots {
     }
 
     /// The manifests on disk that are no snapshots of their own any more.
-    fn links_alone(&self, keeping: &Keeping) -> Result<Vec<SnapshotId>> {
+    fn links_alone(&self) -> Result<Vec<SnapshotId>> {
         let names = self.disk.list(Folder::Snapshots)?;
         let ids = names.iter().filter_map(|name| match FileName::parse(Folder::Snapshots, name) {
             Some(FileName::Manifest(number)) => Some(SnapshotId(number)),
             _ => None,
         });
-        Ok(ids.filter(|id| !keeping.snapshots.contains_key(id)).collect())
+        Ok(ids.filter(|id| !self.keeping.snapshots.contains_key(id)).collect())
     }
 
-    fn log_on_disk(&self, keeping: &Keeping) -> Result<LogOnDisk> {
+    fn log_on_disk(&self) -> Result<LogOnDisk> {
         let segments = self.lens(Folder::Log, |file| matches!(file, FileName::Segment(_)))?;
         let segments = segments.into_iter().filter_map(|(file, len)| match file {
             FileName::Segment(number) => Some((number, len)),
@@ -231,8 +244,8 @@ impl Snapshots {
         });
         Ok(LogOnDisk {
             segments: segments.collect(),
-            current: self.log.current_segment(),
-            floor: keeping.floor,
+            current: self.current_segment,
+            floor: self.keeping.floor,
         })
     }
 

@@ -1,14 +1,18 @@
 //! Floor 7. Snapshots, what is kept of them, and going back.
 
+use std::sync::Arc;
+
 use remanent_format::limits::SNAPSHOT_NAME_LEN_MAX;
-use remanent_format::{Lsn, Position, SnapshotId};
+use remanent_format::{FileName, Lsn, Position, SnapshotId};
 
 use super::{Parts, Store};
+use crate::disk::Disk;
 use crate::error::{Error, Result};
 use crate::keeping::{Keeping, SnapshotInfo};
+use crate::recovery::Outlook;
 use crate::restore::Restore;
 use crate::retention::Retention;
-use crate::snapshot::{Pruned, Wanted};
+use crate::snapshot::{Pruned, Subject, Wanted};
 
 impl Store {
     /// Takes a snapshot while commits go on, verifies it, and removes what is not kept any more. It writes the
@@ -137,6 +141,24 @@ impl Store {
         self.parts.snapshots.would_prune(retention)
     }
 
+    /// As [`Store::would_prune_at`], on any disk: the way in for tests, which bring simulated ones.
+    ///
+    /// # Errors
+    /// As there.
+    #[doc(hidden)]
+    pub fn would_prune_on(disk: &Arc<dyn Disk>, retention: &Retention) -> Result<Pruned> {
+        let look = || {
+            let Outlook { keeping, current_segment, under_way_from } = Outlook::take(disk)?;
+            let mut pruned =
+                Subject { disk: &**disk, keeping: &keeping, current_segment }.would_prune(retention)?;
+            if let Some(from) = under_way_from {
+                pruned.files.retain(|(file, _)| !matches!(file, FileName::Pages(number) | FileName::Table(number) if *number >= from));
+            }
+            Ok(pruned)
+        };
+        look().map_err(|error: Error| error.in_store(&disk.label()))
+    }
+
     /// Removes what these rules do not keep, and nothing that a kept snapshot, the log behind it or a reader
     /// needs. A snapshot whose name is given up stays as long as another rule keeps it, and has its name
     /// again then. Log segments that waited to be used again go too, except for the reserve. The store goes on by
@@ -183,7 +205,8 @@ impl Store {
     /// more batch, and what it leaves can be gone back to in turn. Page ids given meanwhile are not given
     /// again; pages that change get an epoch above all that were ever given. Commits wait.
     ///
-    /// The window opens at the end of the oldest snapshot that is kept, and closes at the newest batch. The
+    /// The window opens at the end of the oldest snapshot after which the log is kept, and closes at the newest batch.
+    /// From before that, the states of named snapshots can be gone back to, each by its own batch and no other. The
     /// snapshot of the restored state that is taken at the end removes nothing; later ones do as ever.
     ///
     /// ```

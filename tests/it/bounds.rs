@@ -10,7 +10,7 @@ use std::sync::Arc;
 use remanent::disk::Disk;
 use remanent::disk::sim::SimDisk;
 use remanent::{
-    Error, FileName, Folder, Lsn, Metadata, Options, PageId, Place, RestorePoint, Snapshot, Store,
+    Error, FileName, Folder, Lsn, Metadata, Options, PageId, Place, RestorePoint, Retention, Snapshot, Store,
 };
 use remanent_format::image::{ImageFileHeader, ImagePurpose};
 use remanent_format::log::LogWalk;
@@ -169,6 +169,102 @@ fn what_would_be_pruned_is_what_is_pruned() {
     }
 }
 
+/// Who looks at a store says of it what the store itself says, beside it or when it is closed, and leaves no trace.
+#[test]
+fn who_looks_at_a_store_knows_what_would_be_pruned() {
+    for seed in 1..=6 {
+        let mut random = Random(seed);
+        let disk = SimDisk::new();
+        let looked_at: Arc<dyn Disk> = Arc::new(disk.clone());
+        let mut store = open_with(&disk, small().segment_len(256 << 10).snapshots_kept(3)).unwrap();
+        let page = create(&store, 0);
+        let (mut listed, mut named) = (0, 0);
+        for round in 1..=30 {
+            match random.below(6) {
+                0..=2 => _ = overwrite(&store, page, round),
+                3 => _ = store.snapshot().unwrap(),
+                4 if named < 3 => {
+                    named += 1;
+                    _ = store.snapshot_named(&named.to_string()).unwrap();
+                }
+                _ => {
+                    let newest = store.snapshots().last().map(|info| info.id);
+                    newest.map(|newest| store.restore_from_snapshot(newest).unwrap());
+                }
+            }
+            let rules = [
+                store.retention(),
+                store.retention().snapshots_kept(1),
+                store.retention().snapshots_kept(1).give_up("1").give_up("3"),
+                store.retention().give_up("2").names_only(true),
+            ];
+            for rule in &rules {
+                let would = store.would_prune(rule).unwrap();
+                assert_eq!(Store::would_prune_on(&looked_at, rule).unwrap(), would, "seed {seed}, {round}");
+                listed += would.files.len();
+            }
+
+            let rule = &rules[random.below(4) as usize];
+            let closed = random.below(2) == 0;
+            if closed {
+                store.close().unwrap();
+                store = open_with(&disk, small().segment_len(256 << 10).snapshots_kept(3)).unwrap();
+            }
+            let would = Store::would_prune_on(&looked_at, rule).unwrap();
+            if random.below(4) == 0 {
+                assert_eq!(store.prune(rule).unwrap(), would, "seed {seed}, {round}");
+                assert_eq!(
+                    Store::would_prune_on(&looked_at, rule).unwrap().files,
+                    [],
+                    "seed {seed}, {round}"
+                );
+            }
+        }
+        assert!(listed > 100, "seed {seed}: only {listed} files ever might have gone");
+        store.close().unwrap();
+        let before = Files::of(&disk).0;
+        Store::would_prune_on(&looked_at, &Retention::default()).unwrap();
+        assert!(Files::of(&disk).0 == before, "seed {seed}: it was written to");
+    }
+}
+
+/// What a crash left is listed, though an open removes it before anybody prunes; what a writer has under way is not.
+#[test]
+fn what_an_open_would_remove_is_listed_and_what_is_under_way_is_not() {
+    let disk = SimDisk::new();
+    let looked_at: Arc<dyn Disk> = Arc::new(disk.clone());
+    let store = open_with(&disk, small().segment_len(1 << 20)).unwrap();
+    // Short enough that only a snapshot writes an image of it.
+    let mut batch = store.batch();
+    batch.create(4096, Place::Host);
+    store.commit(batch).unwrap();
+    store.snapshot().unwrap();
+    let nothing = Retention::default().names_only(true);
+    let named = Store::would_prune_on(&looked_at, &nothing).unwrap().files;
+    let image = Files::of(&disk).0.into_iter().find(|(file, _)| matches!(file, FileName::Pages(_))).unwrap();
+    let next = store.snapshots().last().map(|info| info.id).unwrap();
+    let survey = Survey::read(&Files::of(&disk)).unwrap();
+    let number = survey.snapshot(next).unwrap().next_file;
+    // Two images of a snapshot that did not come to its end: that of the higher number stays, for it shows that its
+    // number is taken.
+    for number in [number, number + 1] {
+        let file = disk.create(FileName::Pages(number)).unwrap();
+        file.write_at(0, &image.1).unwrap();
+    }
+    assert_eq!(Store::would_prune_on(&looked_at, &nothing).unwrap().files, named, "somebody may be at it");
+    store.close().unwrap();
+    let left: Vec<FileName> = Store::would_prune_on(&looked_at, &nothing)
+        .unwrap()
+        .files
+        .into_iter()
+        .map(|(file, _)| file)
+        .collect();
+    assert!(left.contains(&FileName::Pages(number)), "{left:?}");
+    drop(open_with(&disk, small().segment_len(1 << 20)).unwrap());
+    let files = Files::of(&disk).0;
+    assert!(left.iter().all(|file| !files.contains_key(file)), "{left:?}");
+}
+
 /// Below the floor there is nothing, though the segment is there with all of its frames.
 #[test]
 fn states_below_the_floor_are_outside_the_window_and_named_ones_stay() {
@@ -183,8 +279,11 @@ fn states_below_the_floor_are_outside_the_window_and_named_ones_stay() {
     let source: Arc<dyn Disk> = Arc::new(disk.clone());
     let check = |when: &str| {
         let error = Snapshot::open_on(&source, Some(&RestorePoint::Lsn(gone))).map(|_| ()).unwrap_err();
-        let Error::OutsideWindow { asked, oldest, newest } = error else { panic!("{when}: {error}") };
+        let said = error.to_string();
+        let Error::OutsideWindow { asked, oldest, newest, below } = error else { panic!("{when}: {said}") };
         assert_eq!((asked, oldest, newest), (gone, Lsn(3), Lsn(3)), "{when}");
+        assert_eq!(below, [named.end], "{when}");
+        assert!(said.ends_with("of older states it has that at batch 1"), "{said}");
         let first = Snapshot::open_on(&source, Some(&RestorePoint::Name("first".to_owned()))).unwrap();
         let bytes = read(&first, page);
         assert_eq!((first.lsn(), &bytes), (named.end, &then.contents[&page]), "{when}");

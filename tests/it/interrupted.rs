@@ -74,6 +74,14 @@ impl Disk for Interrupted {
         self.inner.lock()
     }
 
+    fn is_locked(&self) -> Result<bool> {
+        self.inner.is_locked()
+    }
+
+    fn is_held(&self, id: SnapshotId) -> Result<bool> {
+        self.inner.is_held(id)
+    }
+
     fn hold(&self, id: SnapshotId) -> Result<Hold> {
         self.moment.pass();
         self.inner.hold(id)

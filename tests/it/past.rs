@@ -255,8 +255,16 @@ impl Disk for Unlockable {
         self.0.lock()
     }
 
+    fn is_locked(&self) -> Result<bool> {
+        self.0.is_locked()
+    }
+
     fn hold(&self, _id: SnapshotId) -> Result<Hold> {
         Ok(Hold::Impossible)
+    }
+
+    fn is_held(&self, id: SnapshotId) -> Result<bool> {
+        self.0.is_held(id)
     }
 
     fn try_retire(&self, id: SnapshotId) -> Result<Option<Box<dyn DiskLock>>> {

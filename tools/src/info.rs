@@ -74,8 +74,7 @@ impl Report {
 
     /// The snapshots that can be read, each whole.
     fn snapshots(&self) -> impl Iterator<Item = Arc<Manifest>> {
-        let survey = &self.view.survey;
-        survey.links.keys().filter_map(|snapshot| survey.snapshot(*snapshot).ok())
+        self.view.snapshots().filter_map(|snapshot| self.view.survey.snapshot(snapshot).ok())
     }
 
     fn log_bytes(&self) -> u64 {

@@ -3,10 +3,13 @@
 //! The state at a batch is the newest snapshot that ends at or before it, and the log from there up to it. Where
 //! an image of that snapshot is damaged, an older one gives the same state.
 
+use std::cell::OnceCell;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::str::FromStr;
 
+use remanent::Error;
+use remanent_format::reach::{Reach, Role};
 use remanent_format::rebuild::{Resolution, Survey};
 use remanent_format::{Damage, Defect, FileName, Lsn, PageId, PageInfo, PageTable, SnapshotId};
 
@@ -144,15 +147,30 @@ impl<'d> Past<'d> {
         until: Option<Lsn>,
         finish: impl Fn(Resolution) -> Result<T, Damage>,
     ) -> Result<T, Failure> {
+        // What the floor leaves out is not kept, whether or not its files are still there.
+        let kept = OnceCell::new();
+        let kept = || kept.get_or_init(|| Reach::at_the_end(&self.survey, self.dir)).as_ref();
+        let newest = self.survey.readable().next_back().map(|link| link.snapshot);
+        let leads_to = |snapshot: Option<SnapshotId>, end: Lsn| {
+            // The newest one is always a start, and mostly the one that is wanted.
+            if snapshot.is_some() && snapshot == newest {
+                return true;
+            }
+            let Some((_, reach)) = kept() else { return true };
+            match snapshot.map(|snapshot| reach.role(snapshot)) {
+                Some(Role::Start) => true,
+                Some(Role::OwnEnd) => until == Some(end),
+                Some(Role::Link) => false,
+                None => reach.is_start(None),
+            }
+        };
         let mut first_damage = None;
-        let mut oldest = None;
-        for candidate in self.survey.candidates() {
+        for (snapshot, candidate) in self.survey.named_candidates() {
             let attempt = match candidate {
                 Err(damage) => Err(damage),
                 Ok(base) => {
                     let end = base.as_ref().map_or(Lsn(0), |manifest| manifest.end);
-                    oldest = Some(end);
-                    if until.is_some_and(|until| end > until) {
+                    if until.is_some_and(|until| end > until) || !leads_to(snapshot, end) {
                         continue;
                     }
                     self.survey.resolve(self.dir, base.as_ref(), until)
@@ -173,22 +191,18 @@ impl<'d> Past<'d> {
                 Err(damage) => first_damage.get_or_insert(damage),
             };
         }
-        let is_recycled = |damage: &Damage| match (damage.file, self.survey.log.segments().keys().next()) {
-            (FileName::Segment(segment), Some(oldest)) => {
-                damage.defect == Defect::Missing && segment < *oldest
+        Err(match (first_damage, until, kept()) {
+            // The words of the engine.
+            (_, Some(asked), Some((newest, reach)))
+                if reach.opens_at().is_some_and(|oldest| asked < oldest) =>
+            {
+                let (oldest, below) = (reach.opens_at().unwrap_or_default(), reach.below());
+                Failure::Environment(
+                    Error::OutsideWindow { asked, oldest, newest: *newest, below }.to_string(),
+                )
             }
-            _ => false,
-        };
-        Err(match (first_damage, oldest) {
-            // A named snapshot may be kept without the log behind it.
-            (Some(damage), _) if is_recycled(&damage) => {
-                Failure::Environment("that state is not kept any more: its log is gone".to_owned())
-            }
-            (Some(damage), _) => damaged(damage),
-            (None, Some(oldest)) => Failure::Environment(format!(
-                "that state is not kept any more: the oldest is that after lsn {oldest}"
-            )),
-            (None, None) => damaged(Defect::Missing.at_lsn(FileName::Segment(1), 0, Lsn(1))),
+            (Some(damage), ..) => damaged(damage),
+            _ => damaged(Defect::Missing.at_lsn(FileName::Segment(1), 0, Lsn(1))),
         })
     }
 }

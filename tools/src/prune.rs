@@ -1,5 +1,6 @@
 //! `remanent prune`: removes what is not to be kept any longer, or says what that would be.
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -8,14 +9,16 @@ use serde_json::json;
 
 use crate::engine::{self, engine_failure};
 use crate::exit::{Ending, Failure, Outcome};
-use crate::interrupt::Interrupt;
+use crate::interrupt::{self, Interrupt};
 use crate::json::object;
 use crate::output::Output;
+use crate::store_dir::StoreDir;
+use crate::view::View;
 
 const EXAMPLES: &str = "\
 A snapshot stays if one of the rules keeps it, and with it the log that leads from it to now. Named snapshots stay \
 until their names are given up: --name alone gives up the snapshots of these names, and nothing else. Without --yes \
-nothing is removed.
+the store is only read, and may be open elsewhere.
 
 Examples:
   remanent prune store                                       what would go if two snapshots stay
@@ -66,32 +69,38 @@ fn parse_age(text: &str) -> Result<Duration, String> {
 impl Prune {
     /// Removes, or says.
     pub fn run(&self, out: &mut Output) -> Outcome {
-        let interrupt = Interrupt::listen()?;
-        let store = engine::open(&self.dir, Create::Never)?;
-        self.check_names(&store)?;
-        let rules = self.rules(store.retention());
-        if interrupt.noted() {
-            return Ok(Ending::Interrupted);
-        }
-        let pruned = if self.yes { store.prune(&rules) } else { store.would_prune(&rules) };
-        let pruned = pruned.map_err(engine_failure)?;
-        store.close().map_err(engine_failure)?;
+        let rules = self.rules();
+        let pruned = if self.yes {
+            let interrupt = Interrupt::listen()?;
+            let store = engine::open(&self.dir, Create::Never)?;
+            self.check_names(store.snapshots().into_iter().filter_map(|info| info.name))?;
+            if interrupt.noted() {
+                return Ok(Ending::Interrupted);
+            }
+            let pruned = store.prune(&rules).map_err(engine_failure)?;
+            store.close().map_err(engine_failure)?;
+            pruned
+        } else {
+            interrupt::end_at_once()?;
+            let survey = View::take(&StoreDir::open(&self.dir)?)?.survey;
+            self.check_names(survey.readable().filter_map(|manifest| manifest.name.clone()))?;
+            Store::would_prune_at(&self.dir, &rules).map_err(engine_failure)?
+        };
         self.report(&pruned, out)?;
         Ok(Ending::Fine)
     }
 
     /// A name that no snapshot has is a mistake: the one that was meant would stay.
-    fn check_names(&self, store: &Store) -> Result<(), Failure> {
-        let snapshots = store.snapshots();
-        let has = |name: &String| snapshots.iter().any(|info| info.name.as_ref() == Some(name));
-        match self.name.iter().find(|name| !has(name)) {
+    fn check_names(&self, names: impl Iterator<Item = String>) -> Result<(), Failure> {
+        let names: BTreeSet<String> = names.collect();
+        match self.name.iter().find(|name| !names.contains(*name)) {
             Some(name) => Err(Failure::Environment(format!("there is no snapshot named {name:?}"))),
             None => Ok(()),
         }
     }
 
-    fn rules(&self, own: Retention) -> Retention {
-        let rules = self.name.iter().fold(own, |rules, name| rules.give_up(name));
+    fn rules(&self) -> Retention {
+        let rules = self.name.iter().fold(Retention::default(), |rules, name| rules.give_up(name));
         let is_ruled = self.snapshots.is_some() || self.age.is_some() || self.log_bytes.is_some();
         if !is_ruled && !self.name.is_empty() {
             return rules.names_only(true);

@@ -6,6 +6,7 @@ use remanent_format::log::Segment;
 use remanent_format::op::{Op, decode_payload};
 use remanent_format::{FileName, Folder, Lsn, SnapshotId};
 
+use crate::engine;
 use crate::scan::Scan;
 use crate::store_dir::StoreDir;
 use crate::view::View;
@@ -35,6 +36,10 @@ struct References {
     last_segment: Option<u64>,
     /// The highest segment that holds frames.
     last_frames: u64,
+    /// What an open removes, or a prune of nothing but what nothing needs.
+    unneeded: BTreeSet<FileName>,
+    /// Whether a process has the store open.
+    is_open: bool,
 }
 
 /// The reason of every file, in the order of folders and names.
@@ -66,6 +71,8 @@ impl References {
             restores: BTreeMap::new(),
             last_segment: view.survey.log.segments().keys().next_back().copied(),
             last_frames: last_frames.map_or(0, |(number, _)| *number),
+            unneeded: engine::unneeded(dir.path()),
+            is_open: dir.holder().is_some(),
         };
         for manifest in view.survey.links.keys().filter_map(|link| view.survey.snapshot(*link).ok()) {
             let files = manifest.entries.iter().filter_map(|entry| entry.image).map(|image| image.file);
@@ -114,34 +121,42 @@ impl References {
 
     /// What a file is for, and whether it may go.
     fn why(&self, view: &View, file: FileName) -> (String, bool) {
-        let keep = |why: String| (why, false);
-        let go = |why: &str| (why.to_owned(), true);
+        // An open removes what its own writer left; that of a writer at work is not ours to judge.
+        let is_left_behind = matches!(file, FileName::Temporary(..)) && !self.is_open;
+        let is_unneeded = self.unneeded.contains(&file);
+        let what_for = self.what_for(view, file);
+        let why = if is_unneeded { format!("not needed any more: {what_for}") } else { what_for };
+        (why, is_left_behind || is_unneeded)
+    }
+
+    fn what_for(&self, view: &View, file: FileName) -> String {
         match file {
-            FileName::Store => keep("says which store this is; nothing opens without it".to_owned()),
-            FileName::Lock => keep("held while a process has the store open".to_owned()),
-            FileName::Readers => keep("lets readers hold the snapshots that they need".to_owned()),
-            FileName::Segment(number) => {
-                let found = view.survey.log.segments().get(&number);
-                found.map_or_else(|| go("gone meanwhile"), |segment| self.why_segment(number, segment))
-            }
-            FileName::Spare(_) => keep("space held ready for a segment to come".to_owned()),
+            FileName::Store => "says which store this is; nothing opens without it".to_owned(),
+            FileName::Lock => "held while a process has the store open".to_owned(),
+            FileName::Readers => "lets readers hold the snapshots that they need".to_owned(),
+            FileName::Segment(number) => match view.survey.log.segments().get(&number) {
+                Some(found) => self.why_segment(number, found),
+                None => "gone meanwhile".to_owned(),
+            },
+            FileName::Spare(_) => "space held ready for a segment to come".to_owned(),
             FileName::Pages(number) => match self.images.get(&number) {
                 Some(by) => {
                     let by: Vec<&str> = by.iter().map(String::as_str).collect();
-                    keep(format!("images of {}", by.join(", ")))
+                    format!("images of {}", by.join(", "))
                 }
-                None => go("named by no snapshot that can be read, and by no batch in the log"),
+                None => "named by no snapshot that can be read, and by no batch in the log".to_owned(),
             },
             FileName::Table(number) => match self.restores.get(&number) {
-                Some(lsn) => keep(format!("the state to which lsn {lsn} restored; replay needs it")),
-                None => go("named by no restore in the log"),
+                Some(lsn) => format!("the state to which lsn {lsn} restored; replay needs it"),
+                None => "named by no restore in the log".to_owned(),
             },
-            FileName::Manifest(number) => keep(self.why_manifest(view, SnapshotId(number))),
-            FileName::Temporary(..) => go("was being built when its writer stopped; nobody's"),
+            FileName::Manifest(number) => self.why_manifest(view, SnapshotId(number)),
+            FileName::Temporary(..) if self.is_open => "being built".to_owned(),
+            FileName::Temporary(..) => "was being built when its writer stopped; nobody's".to_owned(),
         }
     }
 
-    fn why_segment(&self, number: u64, segment: &Segment) -> (String, bool) {
+    fn why_segment(&self, number: u64, segment: &Segment) -> String {
         let newest = self.log_from.iter().next_back();
         let oldest = self.log_from.iter().min_by_key(|(_, from)| **from);
         let empty = segment.frames.is_none();
@@ -156,12 +171,12 @@ impl References {
             (_, Some((snapshot, from))) if number >= *from => {
                 format!("log behind snapshot {snapshot}, should a newer one be damaged")
             }
-            (Some(_), _) => return ("log from before the oldest snapshot".to_owned(), true),
+            (Some(_), _) => "log from before the oldest snapshot".to_owned(),
             (None, _) => "log since the beginning: there is no snapshot".to_owned(),
         };
         match &segment.header {
-            Ok(_) => (why, false),
-            Err(defect) => (format!("{why}; its header is damaged: {defect}"), false),
+            Ok(_) => why,
+            Err(defect) => format!("{why}; its header is damaged: {defect}"),
         }
     }
 
@@ -170,6 +185,9 @@ impl References {
             Some(Err(damage)) => format!("a snapshot that cannot be read: {}", damage.defect),
             _ if view.state.as_ref().and_then(|state| state.base) == Some(snapshot) => {
                 "the snapshot from which recovery starts".to_owned()
+            }
+            _ if view.snapshots().all(|kept| kept != snapshot) => {
+                "changes from which the snapshots that follow it are made".to_owned()
             }
             _ => "a snapshot to start from should a newer one be damaged".to_owned(),
         }

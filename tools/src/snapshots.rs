@@ -65,18 +65,14 @@ impl Snapshots {
     }
 }
 
-/// The snapshots, oldest first. A link that only others need is none.
+/// The snapshots, oldest first.
 fn lines(view: &View) -> Vec<Line> {
     let survey = &view.survey;
     let verified = view.end().map(|end| &end.verified[..]).unwrap_or_default();
     let is_verified = |snapshot| verified.iter().any(|entry| entry.snapshot == snapshot);
     let content = |snapshot| Ok((survey.snapshot(snapshot)?, survey.chain(snapshot)?.len()));
-    let line = |snapshot: &SnapshotId| Line {
-        snapshot: *snapshot,
-        is_verified: is_verified(*snapshot),
-        content: content(*snapshot),
-    };
-    survey.links.keys().map(line).collect()
+    let line = |snapshot| Line { snapshot, is_verified: is_verified(snapshot), content: content(snapshot) };
+    view.snapshots().map(line).collect()
 }
 
 impl Line {

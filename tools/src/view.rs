@@ -7,10 +7,11 @@ use std::sync::Arc;
 
 use remanent_format::log::LogEnd;
 use remanent_format::manifest::Manifest;
+use remanent_format::reach::{Reach, Role};
 use remanent_format::rebuild::{RebuildOptions, Resolution, Survey, rebuild};
 use remanent_format::segment::{SegmentHeader, SegmentHeaderRaw};
 use remanent_format::store::{Features, StoreFile, StoreRecord};
-use remanent_format::{Damage, Defect, FileName, Folder, Lsn, PageId, PageInfo, ReadAt, StoreId};
+use remanent_format::{Damage, Defect, FileName, Folder, Lsn, PageId, PageInfo, ReadAt, SnapshotId, StoreId};
 
 use crate::exit::Failure;
 use crate::store_dir::StoreDir;
@@ -57,7 +58,7 @@ impl View {
         for candidate in survey.candidates() {
             let stopped_by = match candidate {
                 Err(unreadable) => unreadable,
-                Ok(base) => match survey.resolve(dir, base.as_ref(), None) {
+                Ok(base) => match Reach::follow(&survey, dir, base.as_ref()) {
                     Ok(state) => {
                         arrived = Some(state);
                         break;
@@ -123,6 +124,16 @@ impl View {
     /// The pages in the state, in the order of their numbers.
     pub fn pages(&self) -> impl Iterator<Item = PageInfo> {
         self.state.iter().flat_map(|state| state.resolved.table.pages())
+    }
+
+    /// The snapshots, oldest first; also those that cannot be read. A link that only others need is none.
+    pub fn snapshots(&self) -> impl Iterator<Item = SnapshotId> {
+        let reach = self.end().map(|end| Reach::of(&self.survey, &end.verified));
+        let links = self.survey.links.iter();
+        let is_kept = move |snapshot| reach.as_ref().is_none_or(|reach| reach.role(snapshot) != Role::Link);
+        links
+            .filter(move |(snapshot, link)| link.is_err() || is_kept(**snapshot))
+            .map(|(snapshot, _)| *snapshot)
     }
 
     /// The end of the log, if the way there is clear.

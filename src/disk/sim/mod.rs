@@ -238,6 +238,10 @@ impl Disk for SimDisk {
         Ok(Box::new(SimLock::new(self, Locked::Store)))
     }
 
+    fn is_locked(&self) -> Result<bool> {
+        Ok(self.shared.lock().locked)
+    }
+
     fn hold(&self, id: SnapshotId) -> Result<Hold> {
         let mut shared = self.shared.lock();
         if shared.retiring.contains(&id) {
@@ -253,6 +257,10 @@ impl Disk for SimDisk {
             return Ok(None);
         }
         Ok(Some(Box::new(SimLock::new(self, Locked::Retiring(id)))))
+    }
+
+    fn is_held(&self, id: SnapshotId) -> Result<bool> {
+        Ok(self.shared.lock().held.contains_key(&id))
     }
 
     fn list(&self, folder: Folder) -> Result<Vec<String>> {

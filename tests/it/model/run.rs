@@ -292,7 +292,7 @@ fn look(disk: &Arc<dyn Disk>, model: &Model, lsn: u64) {
     match Snapshot::open_on(disk, Some(&RestorePoint::Lsn(Lsn(lsn)))) {
         Ok(old) => compare_snapshot(&old, &model.at(lsn)),
         // What is older than the window may be there still.
-        Err(Error::OutsideWindow { asked, oldest, newest }) => {
+        Err(Error::OutsideWindow { asked, oldest, newest, .. }) => {
             assert_eq!((asked, newest), (Lsn(lsn), Lsn(model.lsn)));
             assert!(Lsn(lsn) < oldest);
             // Of its own accord the store may have moved the window on.

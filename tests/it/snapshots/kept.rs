@@ -266,7 +266,7 @@ fn a_state_behind_a_link_whose_images_went_is_outside_the_window() {
 
     let shared: Arc<dyn Disk> = Arc::new(disk.clone());
     let outside = |asked: Lsn, error: Error| match error {
-        Error::OutsideWindow { asked: named, oldest, newest } => {
+        Error::OutsideWindow { asked: named, oldest, newest, .. } => {
             assert_eq!((named, oldest, newest), (asked, kept.end, store.lsn()));
         }
         other => panic!("{other}"),

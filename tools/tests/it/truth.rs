@@ -271,8 +271,55 @@ fn what_is_asked_of_a_store_is_not_written_into_it() {
         &["snapshots", &path],
         &["dump", &path, "1"],
         &["blame", &path, "weights[0]"],
+        &["prune", &path, "--snapshots", "1"],
+        &["info", &path],
     ] {
         run(args).expect(0);
     }
     assert!(files(&path) == before);
+    // Nor is it kept from who writes to it.
+    let store = Store::open(&path, Options::default()).unwrap();
+    run(&["prune", &path, "--snapshots", "1"]).expect(0);
+    run(&["prune", &path, "--snapshots", "1", "--yes"]).expect(3);
+    store.close().unwrap();
+}
+
+/// What `info` marks is what an open and a prune take away, and nothing else is marked.
+#[test]
+fn what_may_go_goes() {
+    let scratch = Scratch::new();
+    let path = scratch.store();
+    let store = Store::open(&path, Options::default().snapshots_kept(1)).unwrap();
+    let page = {
+        let mut batch = store.batch();
+        let page = batch.create(4096, Place::Host);
+        batch.write(page, 0, &[1; 4096]);
+        store.commit(batch).unwrap().pages[0]
+    };
+    for round in 0..3 {
+        let mut batch = store.batch();
+        batch.write(page, 0, &[round; 4096]);
+        store.commit(batch).unwrap();
+        store.snapshot().unwrap();
+    }
+    store.snapshot_named("kept").unwrap();
+    store.close().unwrap();
+    let may_go = || -> Vec<String> {
+        let info = run(&["info", &path, "--json"]).expect(0).json().remove(0);
+        let listed = info["files"].as_array().unwrap().iter().filter(|file| file["may_go"] == true);
+        listed.map(|file| file["file"].as_str().unwrap().to_owned()).collect()
+    };
+    let there = |name: &String| Path::new(&path).join(name).exists();
+    // What a crash leaves: a file under construction, images that no snapshot names.
+    let images = fs::read_dir(Path::new(&path).join("pages")).unwrap().map(|entry| entry.unwrap().path());
+    let image = fs::read(images.min().unwrap()).unwrap();
+    fs::write(Path::new(&path).join("pages/00000000000000f0.tmp"), b"cut short").unwrap();
+    for number in ["00000000000000f0", "00000000000000f1"] {
+        fs::write(Path::new(&path).join("pages").join(number).with_extension("pages"), &image).unwrap();
+    }
+    let marked = may_go();
+    assert_eq!(marked, ["pages/00000000000000f0.pages", "pages/00000000000000f0.tmp"]);
+    run(&["prune", &path, "--name", "kept", "--yes"]).expect(0);
+    assert!(!marked.iter().any(there), "{marked:?}");
+    assert_eq!(may_go(), Vec::<String>::new());
 }

@@ -1,0 +1,81 @@
+//! Floor 6. What an open would keep of a store, for those who only want to know: nothing is written, no lock is taken,
+//! no page is loaded.
+//!
+//! Images are not read. Where those of the newest snapshot turn out damaged, an open begins from an older one, and keeps
+//! more than is said here.
+
+use std::sync::Arc;
+
+use remanent_format::reach::Reach;
+use remanent_format::rebuild::{Resolution, Survey};
+use remanent_format::{Damage, Defect, FileName, Folder, Lsn};
+
+use super::keeping::Found;
+use super::survey;
+use crate::disk::Disk;
+use crate::error::{Error, Result};
+use crate::keeping::{Beside, Keeping};
+use crate::source::DiskSource;
+
+/// How often the files are looked at anew where a writer changes them meanwhile.
+const ATTEMPTS: usize = 16;
+
+/// What an open would keep.
+pub(crate) struct Outlook {
+    pub keeping: Keeping,
+    /// The segment in which the log ends.
+    pub current_segment: u64,
+    /// From this number on, files may be those of a batch or a snapshot that a writer has under way; `None` if there is
+    /// no writer.
+    pub under_way_from: Option<u64>,
+}
+
+impl Outlook {
+    /// Looks.
+    ///
+    /// # Errors
+    /// [`Error::NoStore`], [`Error::Damaged`]; what the system says.
+    pub fn take(disk: &Arc<dyn Disk>) -> Result<Self> {
+        if !disk.list(Folder::Root)?.iter().any(|name| *name == FileName::Store.name()) {
+            return Err(Error::NoStore { path: disk.label() });
+        }
+        let mut attempt = 1;
+        loop {
+            match Self::take_once(disk) {
+                // What is written to while it is read looks damaged.
+                Err(Error::Damaged(_)) if attempt < ATTEMPTS && disk.is_locked()? => attempt += 1,
+                outlook => return outlook,
+            }
+        }
+    }
+
+    fn take_once(disk: &Arc<dyn Disk>) -> Result<Self> {
+        // Asked first: a writer that begins later removes what nothing needs before it writes anything new.
+        let is_locked = disk.is_locked()?;
+        let source = DiskSource::new(disk.clone());
+        let survey = survey::read(&source)?;
+        let resolution = best(&source, &survey)?;
+        let end = resolution.end.as_ref().expect("followed to its end");
+        let base = resolution.base.map(|base| survey.snapshot(base)).transpose()?;
+        let found = Found::look(&**disk, &source, &survey, base.as_deref(), &resolution, Beside::default())?;
+        let newest = survey.readable().next_back();
+        let numbers = newest.map_or(0, |link| link.next_file.min(link.ahead_from));
+        Ok(Self {
+            current_segment: end.accepted.segment,
+            under_way_from: is_locked.then_some(numbers),
+            keeping: found.into_keeping(disk, &survey, end.accepted.lsn),
+        })
+    }
+}
+
+/// The newest state that the log leads to, as an open would find it.
+fn best(source: &DiskSource, survey: &Survey) -> Result<Resolution, Damage> {
+    let mut first = None;
+    for candidate in survey.candidates() {
+        match candidate.and_then(|base| Reach::follow(survey, source, base.as_ref())) {
+            Ok(resolution) => return Ok(resolution),
+            Err(damage) => _ = first.get_or_insert(damage),
+        }
+    }
+    Err(first.unwrap_or_else(|| Defect::Missing.at_lsn(FileName::Segment(1), 0, Lsn(1))))
+}
