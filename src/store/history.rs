@@ -151,9 +151,13 @@ impl Store {
             let Outlook { keeping, current_segment, under_way_from } = Outlook::take(disk)?;
             let mut pruned =
                 Subject { disk: &**disk, keeping: &keeping, current_segment }.would_prune(retention)?;
-            if let Some(from) = under_way_from {
-                pruned.files.retain(|(file, _)| !matches!(file, FileName::Pages(number) | FileName::Table(number) if *number >= from));
-            }
+            let is_under_way = |file: &FileName| match file {
+                FileName::Pages(number) | FileName::Table(number) => {
+                    under_way_from.is_some_and(|from| *number >= from)
+                }
+                _ => false,
+            };
+            pruned.files.retain(|(file, _)| !is_under_way(file));
             Ok(pruned)
         };
         look().map_err(|error: Error| error.in_store(&disk.label()))

@@ -15,7 +15,8 @@
 //! | [`worker`] | the process that holds the store |
 //! | [`model`] | what must be there, and what it may take |
 //!
-//! `REMANENT_LIFE_SECONDS=N` has each life last that long instead of a number of steps.
+//! `REMANENT_LIFE_SECONDS=N` has each life last that long instead of a number of steps, and `REMANENT_LIFE_ROUNDS=N`
+//! has N lives for each way to write the log, as many at a time as there are processors.
 
 pub mod model;
 pub mod text;
@@ -76,7 +77,8 @@ fn a_long_life_stays_within_its_bounds() {
     }
     let seconds = effort("REMANENT_LIFE_SECONDS").map(|seconds| Duration::from_secs(seconds as u64));
     let ways = [LogIo::Mapped, LogIo::Buffered, direct::log_io()];
-    let jobs: Vec<(u64, LogIo)> = (1..).zip(ways).collect();
+    let lives = effort("REMANENT_LIFE_ROUNDS").unwrap_or(1) * ways.len();
+    let jobs: Vec<(u64, LogIo)> = (1..).zip(ways.into_iter().cycle()).take(lives).collect();
     let tallies = in_parallel(&jobs, |(seed, log_io)| {
         let mut life = Life::begin(*seed, *log_io);
         let started = Instant::now();

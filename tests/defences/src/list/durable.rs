@@ -168,7 +168,7 @@ pub const LIST: &[Defence] = &[
     check(
         "what a reader holds stays (I8)",
         RETAIN,
-        "_ = held.insert(*id)",
+        "held.insert(*id);",
         it("past::what_is_held_is_kept_until_it_is_let_go"),
     ),
     defence(

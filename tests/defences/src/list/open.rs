@@ -26,9 +26,28 @@ pub const LIST: &[Defence] = &[
     defence(
         "what a link needs is kept for its reader (I8)",
         RETAIN,
-        "self.links_alone(keeping)?",
+        "self.links_alone()?",
         "Vec::<SnapshotId>::new()",
         it("snapshots::kept::what_is_read_from_a_link_stays_until_its_reader_has_gone"),
+    ),
+    // What is said of a store that is only read.
+    refusal(
+        "what a writer has under way is not said to be unneeded",
+        "src/store/history.rs",
+        "*number >= from",
+        it("bounds::what_an_open_would_remove_is_listed_and_what_is_under_way_is_not"),
+    ),
+    refusal(
+        "what a reader holds is not said to be unneeded",
+        "src/snapshot/retain.rs",
+        "!is_free(*id)?",
+        it("snapshots::kept::what_a_reader_holds_stays"),
+    ),
+    refusal(
+        "the process that holds the lock looks at it without opening its file",
+        "src/disk/lock.rs",
+        "registry.contains(&(metadata.dev(), metadata.ino()))",
+        Test { binary: "remanent", name: "disk::lock::tests::to_look_at_the_lock_takes_nothing" },
     ),
     // Pages that an open leaves on disk: what could stand in for them stays until all are loaded.
     defence(
