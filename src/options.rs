@@ -190,6 +190,7 @@ pub struct Options {
     pub(crate) slots: Vec<DeviceChoice>,
     pub(crate) segment_len: u64,
     pub(crate) reserve_bytes: Option<u64>,
+    pub(crate) spare_bytes: Option<u64>,
     pub(crate) budget: Budget,
     pub(crate) identity: Option<Vec<u8>>,
     pub(crate) layout_fingerprint: Option<[u8; 32]>,
@@ -216,6 +217,7 @@ impl Default for Options {
             slots: Vec::new(),
             segment_len: 16 << 20,
             reserve_bytes: None,
+            spare_bytes: None,
             budget: Budget::default(),
             identity: None,
             layout_fingerprint: None,
@@ -285,9 +287,10 @@ impl Options {
         self
     }
 
-    /// Length of a new log segment in bytes, a multiple of 4096 of at least 16 KiB. Default: 16 MiB. Every
-    /// open begins a segment, which stays until snapshots make it superfluous. Then it waits to be used again: up
-    /// to 512 MiB of them do, and give way to whatever finds the disk full, and to [`Store::prune`](crate::Store::prune).
+    /// The length up to which log segments grow, in bytes, a multiple of 4096 of at least 16 KiB. Default: 16 MiB. Every
+    /// open begins with segments of 256 KiB, and each later one is twice as long as the one before: what an open takes
+    /// from the disk follows from what it commits. Segments that snapshots make superfluous wait to be used again, see
+    /// [`spare_bytes`](Self::spare_bytes).
     #[must_use]
     pub fn segment_len(mut self, bytes: u64) -> Self {
         self.segment_len = bytes;
@@ -295,11 +298,29 @@ impl Options {
     }
 
     /// Space held back for deletes, seals, manifests and the next open when the disk is full, in bytes,
-    /// rounded up to whole segments. An open takes two segments of it, the seal of a close takes one if the
-    /// log's last segment has no room left. Default: two segments.
+    /// rounded up to whole segments of [`segment_len`](Self::segment_len). While the log's segments are shorter than that,
+    /// so are those of the reserve. An open takes two of them, the seal of a close takes one if the log's last segment
+    /// has no room left. Default: two segments.
     #[must_use]
     pub fn reserve_bytes(mut self, bytes: u64) -> Self {
         self.reserve_bytes = Some(bytes);
+        self
+    }
+
+    /// Bytes of log segments that nothing needs any more and that wait to be used again, beyond the reserve: a log that
+    /// grows into them need not wait for new ones. They give way to whatever finds the disk full, and to
+    /// [`Store::prune`](crate::Store::prune). One stays in any case, unless this is 0. Default: a hundredth of the file
+    /// system, but no more than 512 MiB.
+    ///
+    /// ```
+    /// use remanent::{Options, Store};
+    /// let store = Store::temporary(Options::default().spare_bytes(0))?;
+    /// # drop(store);
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    #[must_use]
+    pub fn spare_bytes(mut self, bytes: u64) -> Self {
+        self.spare_bytes = Some(bytes);
         self
     }
 

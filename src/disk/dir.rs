@@ -93,6 +93,11 @@ impl DirDisk {
             error
         }
     }
+
+    fn file_system(&self) -> Result<rustix::fs::StatVfs> {
+        rustix::fs::statvfs(&self.root)
+            .map_err(|errno| self.folder_error("look at", Folder::Root, errno.into()))
+    }
 }
 
 impl Disk for DirDisk {
@@ -120,6 +125,17 @@ impl Disk for DirDisk {
 
     fn is_held(&self, id: SnapshotId) -> Result<bool> {
         readers::is_held(&self.root, id)
+    }
+
+    fn total_bytes(&self) -> Result<Option<u64>> {
+        let system = self.file_system()?;
+        // Some file systems have no length.
+        Ok(system.f_blocks.checked_mul(system.f_frsize).filter(|total| *total > 0))
+    }
+
+    fn free_bytes(&self) -> Result<Option<u64>> {
+        let system = self.file_system()?;
+        Ok(system.f_bavail.checked_mul(system.f_frsize).filter(|_| system.f_blocks > 0))
     }
 
     fn list(&self, folder: Folder) -> Result<Vec<String>> {

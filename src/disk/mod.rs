@@ -107,6 +107,22 @@ pub trait Disk: Any + Send + Sync {
         Ok(())
     }
 
+    /// How long the file system is, in bytes, used or not; `None` where nothing says it.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn total_bytes(&self) -> Result<Option<u64>> {
+        Ok(None)
+    }
+
+    /// How many bytes of the file system nobody uses and this process may have; `None` where nothing says it.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn free_bytes(&self) -> Result<Option<u64>> {
+        Ok(None)
+    }
+
     /// Makes an empty file, open for reading and writing. A file of that name is truncated: only names
     /// that are nobody's (`Temporary`, new numbers) are created.
     ///

@@ -8,7 +8,7 @@ use remanent_format::frame::{FrameKind, encode_seal, frame_len};
 
 use super::segments::SpacePurpose;
 use super::state::{AHEAD, Room};
-use super::writer::{Log, SYNC_AFTER_BYTES, Syncing};
+use super::writer::{Log, Syncing};
 use crate::error::Result;
 use crate::sync::Instant;
 
@@ -61,8 +61,8 @@ impl Log {
             if state.seal_now {
                 return Duty::Seal;
             }
-            let due =
-                state.stop || state.dirty_bytes >= SYNC_AFTER_BYTES || sync_at.is_some_and(|at| at <= now);
+            let is_much = state.dirty_bytes >= state.sync_after_bytes();
+            let due = state.stop || is_much || sync_at.is_some_and(|at| at <= now);
             if !state.dirty.is_empty() && due {
                 return Duty::Sync;
             }
@@ -177,13 +177,13 @@ impl Log {
                 }
                 _ => {
                     drop(state);
-                    let grown = self.grow(0, SpacePurpose::User).and_then(|()| self.pool.add_to_reserve());
+                    // Space that is too little for a segment may do for the reserve.
+                    let grown = self.grow(0, SpacePurpose::User);
+                    let reserve_full = self.pool.add_to_reserve();
                     state = self.state.lock();
-                    match grown {
-                        Ok(reserve_full) => {
-                            state.reserve_full = reserve_full;
-                            state.grow_after = None;
-                        }
+                    state.reserve_full = matches!(reserve_full, Ok(true));
+                    match grown.and(reserve_full) {
+                        Ok(_) => state.grow_after = None,
                         // Whoever needs the segment now will be told.
                         Err(error) if error.is_passing() => {
                             tracing::debug!(%error, "no segment was made ahead; it is tried again later");

@@ -10,7 +10,7 @@ pub(crate) mod writer;
 mod keeper;
 mod watch;
 
-pub(crate) use segments::{SegmentFile, SegmentPool, SpacePurpose};
+pub(crate) use segments::{SegmentPool, SegmentRules, SpacePurpose};
 pub(crate) use state::LogStart;
 pub use state::LogStats;
 pub(crate) use writer::Log;

@@ -3,10 +3,11 @@
 //! A crash here loses nothing: a temporary file is nobody's, a spare holds nothing, and a segment that has
 //! its name is empty, synced and in its folder before the first frame enters its predecessor (I8).
 
+use std::ops::Range;
 use std::sync::Arc;
 
-use remanent_format::limits::GROUP_ALIGN;
-use remanent_format::segment::{SEGMENT_HEADER_BLOCK, SegmentHeader};
+use remanent_format::limits::{GROUP_ALIGN, SEGMENT_LEN_MIN, align_up};
+use remanent_format::segment::{Opening, SEGMENT_HEADER_BLOCK, SegmentHeader};
 use remanent_format::{FileName, Folder, StoreId};
 
 use crate::disk::{Disk, DiskFile};
@@ -15,8 +16,16 @@ use crate::options::LogIo;
 use crate::phases::{self, Phase};
 use crate::sync::Mutex;
 
-/// Bytes of spares that are kept beyond the reserve at most.
-const SURPLUS_BYTES_MAX: u64 = 512 << 20;
+/// The length of a log's first segments, if those of the usual length are longer: an opening that commits little takes
+/// little, and so does a store that is young.
+const FIRST_LEN: u64 = 256 << 10;
+
+/// Spares of that length that wait for opens, beyond the reserve.
+const FIRST_SPARES_MAX: usize = 4;
+
+/// A spare is long enough for the reserve if it has this part of the length that the log's segments have now: while they
+/// grow, not each step makes the reserve anew.
+const RESERVE_SHARE: u64 = 4;
 
 /// Who asks for space. The reserve of a full disk is for those who free space or end a log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,135 +45,290 @@ pub(crate) struct SegmentFile {
     pub file: Arc<dyn DiskFile>,
 }
 
+/// How long segments are, and how many wait.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SegmentRules {
+    /// The length up to which a log's segments grow, in bytes.
+    pub len: u64,
+    /// Spares that are kept back for a full disk.
+    pub reserve: usize,
+    /// Bytes of spares that are kept beyond those; one of them stays in any case, unless this is 0.
+    pub spare_bytes: u64,
+}
+
 /// Makes segments and takes them back.
+///
+/// The first ones of an opening are short, each later one is twice as long as the one before, up to the usual length.
+/// So what a store takes follows from what it logs.
 pub(crate) struct SegmentPool {
     disk: Arc<dyn Disk>,
     store: StoreId,
-    segment_len: u64,
-    reserve: usize,
+    rules: SegmentRules,
     /// How they will be written.
     io: LogIo,
-    /// Numbers of the spare files, all of `segment_len`. Held while files are made, so that two makers
-    /// never take the same spare.
-    spares: Mutex<Vec<u64>>,
+    /// Held while files are made, so that two makers never take the same spare.
+    spares: Mutex<Spares>,
+}
+
+/// A file that is ready to become a segment.
+#[derive(Clone, Copy, Debug)]
+struct Spare {
+    number: u64,
+    len: u64,
+}
+
+/// The spares, and how long the next segment is.
+struct Spares {
+    /// From the shortest to the longest.
+    files: Vec<Spare>,
+    /// The length of the next segment that is made because the log grows.
+    next_len: u64,
+}
+
+impl Spares {
+    /// Those that are kept back: the shortest that are long enough, else the longest.
+    fn reserve(&self, count: usize) -> Range<usize> {
+        let long = self.files.partition_point(|spare| spare.len < self.next_len / RESERVE_SHARE);
+        let start = long.min(self.files.len().saturating_sub(count));
+        start..(start + count).min(self.files.len())
+    }
+
+    fn add(&mut self, spare: Spare) {
+        let at = self.files.partition_point(|other| other.len <= spare.len);
+        self.files.insert(at, spare);
+    }
+
+    fn next_number(&self) -> u64 {
+        self.files.iter().map(|spare| spare.number + 1).max().unwrap_or(0)
+    }
+
+    /// Bytes beyond the reserve.
+    fn surplus_bytes(&self, reserve: usize) -> u64 {
+        let reserve = self.reserve(reserve);
+        let surplus = self.files.iter().enumerate().filter(|(at, _)| !reserve.contains(at));
+        surplus.map(|(_, spare)| spare.len).sum()
+    }
+
+    /// Notes that the log has got a segment of this length, because it grew.
+    fn grown(&mut self, len: u64, len_max: u64) {
+        self.next_len = (2 * self.next_len).max(len).min(len_max);
+    }
 }
 
 impl SegmentPool {
-    /// A pool that keeps `reserve` spares back. Spares of an earlier run with another length are removed, and those that
+    /// A pool with the spares of earlier runs. Those that are longer than segments are now are removed, and those that
     /// were copied with holes: mapped, a hole turns a full disk into SIGBUS.
-    pub fn new(
-        disk: Arc<dyn Disk>,
-        store: StoreId,
-        segment_len: u64,
-        reserve: usize,
-        io: LogIo,
-    ) -> Result<Self> {
-        let mut spares = Vec::new();
+    pub fn new(disk: Arc<dyn Disk>, store: StoreId, rules: SegmentRules, io: LogIo) -> Result<Self> {
+        let mut spares = Spares { files: Vec::new(), next_len: FIRST_LEN.min(rules.len) };
         for name in disk.list(Folder::Log)? {
             if let Some(FileName::Spare(number)) = FileName::parse(Folder::Log, &name) {
                 let spare = disk.open(FileName::Spare(number), false)?;
-                if spare.len()? == segment_len && spare.is_without_holes()? {
-                    spares.push(number);
+                let len = spare.len()?;
+                let is_usable =
+                    (SEGMENT_LEN_MIN..=rules.len).contains(&len) && len.is_multiple_of(GROUP_ALIGN);
+                if is_usable && spare.is_without_holes()? {
+                    spares.add(Spare { number, len });
                 } else {
                     disk.remove(FileName::Spare(number))?;
                 }
             }
         }
-        Ok(Self { disk, store, segment_len, reserve, io, spares: Mutex::new(spares) })
+        Ok(Self { disk, store, rules, io, spares: Mutex::new(spares) })
     }
 
-    /// The usual length of a segment.
-    pub fn segment_len(&self) -> u64 {
-        self.segment_len
+    fn first_len(&self) -> u64 {
+        FIRST_LEN.min(self.rules.len)
     }
 
     /// Makes the empty segment `number`, durable with its name when this returns.
     pub fn make(&self, number: u64, purpose: SpacePurpose) -> Result<SegmentFile> {
         let _phase = phases::enter(Phase::SegmentRoll);
-        let header = SegmentHeader {
-            store: self.store,
-            segment: number,
-            segment_len: self.segment_len,
-            opening: None,
-        };
         let mut spares = self.spares.lock();
-        let at_hand = spares.len() > self.reserve || (purpose == SpacePurpose::Open && !spares.is_empty());
-        if !at_hand {
-            match self.build(number, &header, &[]) {
-                Ok(file) => {
-                    self.publish(FileName::Temporary(Folder::Log, number), number)?;
-                    return Ok(SegmentFile { number, len: self.segment_len, file });
-                }
-                Err(Error::DiskFull { .. }) if purpose == SpacePurpose::Reserve && !spares.is_empty() => {}
-                Err(error) => return Err(error),
+        let wanted = if purpose == SpacePurpose::Open { self.first_len() } else { spares.next_len };
+        let at_hand = match purpose {
+            SpacePurpose::Open => spares.files.first().is_some_and(|spare| spare.len <= wanted).then_some(0),
+            SpacePurpose::User | SpacePurpose::Reserve => {
+                let longest = spares.files.len().checked_sub(1);
+                let is_free = |at: &usize| {
+                    spares.files[*at].len >= wanted && !spares.reserve(self.rules.reserve).contains(at)
+                };
+                longest.filter(is_free)
             }
+        };
+        if at_hand.is_none() && purpose == SpacePurpose::User {
+            self.leave_the_reserve(&spares, number, wanted)?;
         }
-        // A spare is already under a name that recovery does not read; its stale frames name another
-        // position. Header, sync, name, folder, in this order: a segment is never seen with an old header.
-        let spare = *spares.last().expect("one at hand, or a reserve that is not empty");
+        let made = match at_hand {
+            Some(at) => self.make_of_spare(&mut spares, at, number)?,
+            None => match self.make_new(number, wanted, purpose) {
+                Err(Error::DiskFull { .. }) if purpose != SpacePurpose::User && !spares.files.is_empty() => {
+                    self.make_of_spare(&mut spares, 0, number)?
+                }
+                made => made?,
+            },
+        };
+        if purpose != SpacePurpose::Open {
+            spares.grown(made.len, self.rules.len);
+        }
+        Ok(made)
+    }
+
+    /// Makes a segment anew. What an open needs on a full disk may be as short as segments are at all.
+    fn make_new(&self, number: u64, wanted: u64, purpose: SpacePurpose) -> Result<SegmentFile> {
+        let make = |len| {
+            let file = self.build(number, len, None, &[])?;
+            self.publish(FileName::Temporary(Folder::Log, number), number)?;
+            Ok(SegmentFile { number, len, file })
+        };
+        match make(wanted) {
+            Err(Error::DiskFull { .. }) if purpose == SpacePurpose::Open && wanted > SEGMENT_LEN_MIN => {
+                make(SEGMENT_LEN_MIN)
+            }
+            made => made,
+        }
+    }
+
+    /// Refuses a segment of the user's where the disk has too little space for it and for what the reserve lacks: space
+    /// that comes back is the reserve's first, or an open that follows finds none.
+    fn leave_the_reserve(&self, spares: &Spares, number: u64, len: u64) -> Result<()> {
+        let lacking = self.rules.reserve.saturating_sub(spares.reserve(self.rules.reserve).len()) as u64;
+        if lacking == 0 {
+            return Ok(());
+        }
+        let needed = len.saturating_add(lacking.saturating_mul(self.first_len()));
+        match self.disk.free_bytes()? {
+            Some(free) if free < needed => Err(Error::DiskFull { file: FileName::Segment(number), needed }),
+            _ => Ok(()),
+        }
+    }
+
+    /// A spare is already under a name that recovery does not read; its stale frames name another position. Header, sync,
+    /// name, folder, in this order: a segment is never seen with an old header.
+    fn make_of_spare(&self, spares: &mut Spares, at: usize, number: u64) -> Result<SegmentFile> {
+        let Spare { number: spare, len } = spares.files[at];
         let file = self.disk.open(FileName::Spare(spare), true)?;
-        file.write_at(0, &header_block(&header))?;
+        file.write_at(0, &header_block(&self.header(number, len, None)))?;
         file.sync()?;
         self.publish(FileName::Spare(spare), number)?;
-        spares.pop();
-        Ok(SegmentFile { number, len: self.segment_len, file })
+        spares.files.remove(at);
+        Ok(SegmentFile { number, len, file })
     }
 
     /// Replaces the empty segment `number` by one that has room for `frame_len` bytes. The caller made
     /// sure that the segment after it exists.
     pub fn make_long(&self, number: u64, frame_len: u64) -> Result<SegmentFile> {
         let _phase = phases::enter(Phase::SegmentRoll);
-        let _one_maker = self.spares.lock();
-        let len = (SEGMENT_HEADER_BLOCK + frame_len).next_multiple_of(GROUP_ALIGN).max(self.segment_len);
-        let header = SegmentHeader { store: self.store, segment: number, segment_len: len, opening: None };
-        let file = self.build(number, &header, &[])?;
+        let mut spares = self.spares.lock();
+        let needed = (SEGMENT_HEADER_BLOCK + frame_len).next_multiple_of(GROUP_ALIGN);
+        // More frames of this kind will come.
+        let wanted = needed.next_power_of_two().saturating_mul(2).clamp(spares.next_len, self.rules.len);
+        let len = needed.max(wanted);
+        let file = self.build(number, len, None, &[])?;
         self.publish(FileName::Temporary(Folder::Log, number), number)?;
+        spares.grown(len, self.rules.len);
         Ok(SegmentFile { number, len, file })
     }
 
+    fn header(&self, segment: u64, segment_len: u64, opening: Option<Opening>) -> SegmentHeader {
+        SegmentHeader { store: self.store, segment, segment_len, opening }
+    }
+
     /// Writes a whole segment under a temporary name, and syncs it. No space is a clean failure.
-    fn build(&self, number: u64, header: &SegmentHeader, frames: &[u8]) -> Result<Arc<dyn DiskFile>> {
+    fn build(
+        &self,
+        number: u64,
+        len: u64,
+        opening: Option<Opening>,
+        frames: &[u8],
+    ) -> Result<Arc<dyn DiskFile>> {
         let make = |temporary| self.disk.create(temporary);
-        self.written(number, header, make, |file| {
-            file.write_at(0, &header_block(header))?;
+        self.written(number, len, make, |file| {
+            file.write_at(0, &header_block(&self.header(number, len, opening)))?;
             file.write_at(SEGMENT_HEADER_BLOCK, frames)?;
             // Every byte is written before the file is mapped: a hole would turn a full disk into SIGBUS.
             let end = SEGMENT_HEADER_BLOCK + frames.len() as u64;
-            file.write_zeros(end, header.segment_len, self.io)?;
+            file.write_zeros(end, len, self.io)?;
             file.sync()?;
             Ok(file)
         })
     }
 
-    /// As `build`, for an open: into a spare, where there is one of that length. Zeros for a new segment and their
-    /// sync took as long as all else that the open of a small store does.
-    pub fn build_opening(
-        &self,
-        number: u64,
-        header: &SegmentHeader,
-        frames: &[u8],
-    ) -> Result<Arc<dyn DiskFile>> {
+    /// Writes the opening segment `number` under a temporary name, and syncs it: into a short spare, where there is
+    /// one. An open must work on a full disk: there it is as short as its frames allow, or takes any spare that is long
+    /// enough; the last one it gives up for its space, in which there is room for the segment after it, too.
+    pub fn build_opening(&self, number: u64, opening: Opening, frames: &[u8]) -> Result<SegmentFile> {
         let mut spares = self.spares.lock();
-        let spare = spares.pop_if(|_| header.segment_len == self.segment_len);
-        let Some(spare) = spare else { return self.build(number, header, frames) };
+        let needed = align_up(SEGMENT_HEADER_BLOCK + frames.len() as u64, GROUP_ALIGN);
+        // The segment after it needs space as well.
+        let free = self.disk.free_bytes()?.unwrap_or(u64::MAX);
+        let is_cramped = free < self.first_len() && spares.files.len() < 2;
+        let is_short = |spare: &Spare| (needed..=self.first_len()).contains(&spare.len);
+        if let Some(at) = spares.files.iter().position(is_short).filter(|_| !is_cramped) {
+            return self.open_spare(&mut spares, at, number, opening, frames);
+        }
+        let mut len =
+            needed.max(if free < 2 * self.first_len() { SEGMENT_LEN_MIN } else { self.first_len() });
+        loop {
+            match self.build(number, len, Some(opening), frames) {
+                Ok(file) => return Ok(SegmentFile { number, len, file }),
+                Err(Error::DiskFull { .. }) if len > needed.max(SEGMENT_LEN_MIN) => {
+                    len = needed.max(SEGMENT_LEN_MIN);
+                }
+                Err(error @ Error::DiskFull { .. }) => {
+                    let long = spares.files.iter().position(|spare| spare.len >= needed);
+                    if let Some(at) = long.filter(|_| spares.files.len() > 1) {
+                        return self.open_spare(&mut spares, at, number, opening, frames);
+                    }
+                    let Some(spare) = spares.files.pop() else { return Err(error) };
+                    self.disk.remove(FileName::Spare(spare.number))?;
+                }
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    fn open_spare(
+        &self,
+        spares: &mut Spares,
+        at: usize,
+        number: u64,
+        opening: Opening,
+        frames: &[u8],
+    ) -> Result<SegmentFile> {
+        let Spare { number: spare, len } = spares.files.remove(at);
         // 1. It is no spare any more, and that for good: frames of a place that is yet to be written must not
         //    come back under a name that lasts.
         let make = |temporary| self.disk.rename(FileName::Spare(spare), temporary).map(|()| temporary);
-        self.written(number, header, make, |temporary| {
+        let file = self.written(number, len, make, |temporary| {
             self.disk.sync_folder(Folder::Log)?;
             // 2. What it held names other places, and lies behind what is valid now.
             let file = self.disk.open(temporary, true)?;
-            file.write_at(0, &header_block(header))?;
+            file.write_at(0, &header_block(&self.header(number, len, Some(opening))))?;
             file.write_at(SEGMENT_HEADER_BLOCK, frames)?;
             file.sync().map(|()| file)
-        })
+        })?;
+        Ok(SegmentFile { number, len, file })
+    }
+
+    /// Takes an opening segment back that got no name: it is a spare again, for the next try.
+    pub fn take_back(&self, opening: &SegmentFile) {
+        let mut spares = self.spares.lock();
+        let temporary = FileName::Temporary(Folder::Log, opening.number);
+        let number = spares.next_number();
+        // Its frames name a position that nothing follows, and it has no name that recovery reads.
+        match self.disk.rename(temporary, FileName::Spare(number)) {
+            Ok(()) => spares.add(Spare { number, len: opening.len }),
+            Err(error) => {
+                tracing::warn!(%error, "cannot take an opening segment back; the next open removes it")
+            }
+        }
     }
 
     /// Makes a file and writes a segment to it. What was made and not wholly written is removed.
     fn written<T>(
         &self,
         number: u64,
-        header: &SegmentHeader,
+        len: u64,
         make: impl FnOnce(FileName) -> Result<T>,
         write: impl FnOnce(T) -> Result<Arc<dyn DiskFile>>,
     ) -> Result<Arc<dyn DiskFile>> {
@@ -176,7 +340,7 @@ impl SegmentPool {
         };
         make(temporary).and_then(|made| write(made).inspect_err(remove)).map_err(|error| {
             if error.is_no_space() {
-                Error::DiskFull { file: FileName::Segment(number), needed: header.segment_len }
+                Error::DiskFull { file: FileName::Segment(number), needed: len }
             } else {
                 error
             }
@@ -201,14 +365,13 @@ impl SegmentPool {
         }
         let _phase = phases::enter(Phase::Recycle);
         let mut spares = self.spares.lock();
-        let surplus_max = usize::try_from(SURPLUS_BYTES_MAX / self.segment_len).unwrap_or(usize::MAX);
-        let spares_max = self.reserve.saturating_add(surplus_max.max(1));
         for &number in numbers {
             let segment = FileName::Segment(number);
-            if spares.len() < spares_max && self.disk.open(segment, false)?.len()? == self.segment_len {
-                let spare = next_spare(&spares);
+            let len = self.disk.open(segment, false)?.len()?;
+            if self.is_wanted(&spares, len) {
+                let spare = spares.next_number();
                 self.disk.rename(segment, FileName::Spare(spare))?;
-                spares.push(spare);
+                spares.add(Spare { number: spare, len });
             } else {
                 self.disk.remove(segment)?;
             }
@@ -216,24 +379,61 @@ impl SegmentPool {
         self.disk.sync_folder(Folder::Log)
     }
 
+    /// Whether a segment of this length is wanted as a spare.
+    fn is_wanted(&self, spares: &Spares, len: u64) -> bool {
+        let SegmentRules { len: len_max, reserve, spare_bytes } = self.rules;
+        if len > len_max || !len.is_multiple_of(GROUP_ALIGN) {
+            return false;
+        }
+        if spares.files.len() < reserve {
+            return true;
+        }
+        let short = spares.files.iter().filter(|spare| spare.len <= FIRST_LEN).count();
+        if len <= FIRST_LEN && FIRST_LEN < len_max && short >= reserve + FIRST_SPARES_MAX {
+            return false;
+        }
+        let surplus = spares.surplus_bytes(reserve);
+        spare_bytes > 0 && (surplus == 0 || surplus + len <= spare_bytes)
+    }
+
     /// Adds a spare to the reserve if that lacks one; returns whether it is full. One at a time: who needs a segment
     /// meanwhile, or wants to stop, waits for one of them only.
     pub fn add_to_reserve(&self) -> Result<bool> {
         let mut spares = self.spares.lock();
-        if spares.len() < self.reserve {
-            let number = next_spare(&spares);
-            let header = SegmentHeader {
-                store: self.store,
-                segment: number,
-                segment_len: self.segment_len,
-                opening: None,
-            };
-            self.build(number, &header, &[])?;
+        let lacks_one = |spares: &Spares| {
+            let long = spares.files.iter().filter(|spare| spare.len >= spares.next_len / RESERVE_SHARE);
+            long.count() < self.rules.reserve
+        };
+        if lacks_one(&spares) {
+            // Two segments are ahead of the one in use: while they grow, half of the next one is twice that.
+            let is_full = spares.next_len == self.rules.len;
+            let mut len = if is_full { self.rules.len } else { (spares.next_len / 2).max(self.first_len()) };
+            let number = spares.next_number();
+            loop {
+                match self.build(number, len, None, &[]) {
+                    // A short one is more than none.
+                    Err(Error::DiskFull { .. })
+                        if spares.files.len() < self.rules.reserve && len > SEGMENT_LEN_MIN =>
+                    {
+                        len = align_up(len / 2, GROUP_ALIGN).max(SEGMENT_LEN_MIN);
+                    }
+                    built => {
+                        built?;
+                        break;
+                    }
+                }
+            }
             self.disk.rename(FileName::Temporary(Folder::Log, number), FileName::Spare(number))?;
             self.disk.sync_folder(Folder::Log)?;
-            spares.push(number);
+            spares.add(Spare { number, len });
+            // One that it takes the place of.
+            let is_old = |spare: &Spare| spare.len > FIRST_LEN && spare.len < spares.next_len / RESERVE_SHARE;
+            if let Some(at) = spares.files.iter().position(is_old) {
+                let old = spares.files.remove(at);
+                self.disk.remove(FileName::Spare(old.number))?;
+            }
         }
-        Ok(spares.len() >= self.reserve)
+        Ok(!lacks_one(&spares))
     }
 
     /// Does what makes files; where there is no space for them, gives up the spares beyond the reserve and does it
@@ -248,26 +448,23 @@ impl SegmentPool {
     /// Gives up the spares beyond the reserve; returns whether there were any.
     pub fn release_surplus(&self) -> Result<bool> {
         let mut spares = self.spares.lock();
-        let had_any = spares.len() > self.reserve;
-        while spares.len() > self.reserve
-            && let Some(spare) = spares.pop()
-        {
-            self.disk.remove(FileName::Spare(spare))?;
+        let reserve = spares.reserve(self.rules.reserve);
+        let had_any = spares.files.len() > reserve.len();
+        // Those behind the reserve first, so that its place stays what it is.
+        for at in (0..reserve.start).chain(reserve.end..spares.files.len()).rev() {
+            let spare = spares.files.remove(at);
+            self.disk.remove(FileName::Spare(spare.number))?;
         }
         Ok(had_any)
     }
 
     /// Gives up one spare, of the reserve if need be, so that a small file that must be written finds space.
     pub fn release_reserve(&self) -> Result<bool> {
-        match self.spares.lock().pop() {
-            Some(spare) => self.disk.remove(FileName::Spare(spare)).map(|()| true),
+        match self.spares.lock().files.pop() {
+            Some(spare) => self.disk.remove(FileName::Spare(spare.number)).map(|()| true),
             None => Ok(false),
         }
     }
-}
-
-fn next_spare(spares: &[u64]) -> u64 {
-    spares.iter().max().map_or(0, |number| number + 1)
 }
 
 fn header_block(header: &SegmentHeader) -> Vec<u8> {

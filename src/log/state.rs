@@ -40,6 +40,10 @@ pub(crate) struct LogStart {
 }
 
 /// Bounds of [`State::upcoming_len`].
+/// How many bytes may wait for a sync, by the length of the segment that takes them.
+const SYNC_AFTER_MIN: u64 = 128 << 10;
+const SYNC_AFTER_MAX: u64 = 8 << 20;
+
 const UPCOMING_MIN: u64 = 64 << 10;
 const UPCOMING_MAX: u64 = 16 << 20;
 
@@ -219,6 +223,12 @@ impl State {
         self.waiters.more_until(self.dirty_bytes, Instant::now())
     }
 
+    /// The keeper syncs at once when so many bytes are not synced yet. After a crash an open copies them, and on a full
+    /// disk it has only the reserve for it, of which each segment is as long as this one.
+    pub fn sync_after_bytes(&self) -> u64 {
+        (self.current.len / 2).clamp(SYNC_AFTER_MIN, SYNC_AFTER_MAX)
+    }
+
     /// Bytes that a replay reads of what was appended: frames, and the images that they name.
     pub fn replay_bytes(&self) -> u64 {
         self.stats.bytes + self.ahead_bytes
@@ -242,7 +252,7 @@ mod tests {
 
     use remanent_format::{Folder, StoreId};
 
-    use super::super::segments::{SegmentPool, SpacePurpose};
+    use super::super::segments::{SegmentPool, SegmentRules, SpacePurpose};
     use super::*;
     use crate::disk::Disk;
     use crate::disk::sim::SimDisk;
@@ -250,7 +260,8 @@ mod tests {
     fn opened() -> State {
         let disk = SimDisk::new();
         disk.make_folder(Folder::Log).unwrap();
-        let pool = SegmentPool::new(Arc::new(disk), StoreId([1; 16]), 16 << 10, 0, LogIo::Mapped).unwrap();
+        let rules = SegmentRules { len: 16 << 10, reserve: 0, spare_bytes: 0 };
+        let pool = SegmentPool::new(Arc::new(disk), StoreId([1; 16]), rules, LogIo::Mapped).unwrap();
         let [current, next] = [1, 2].map(|number| pool.make(number, SpacePurpose::User).unwrap());
         let (point, offset) = (LogPoint::default(), SEGMENT_HEADER_BLOCK);
         State::new(LogStart { point, chain: 0, offset, current, next, verified: Vec::new() }, LogIo::Mapped)

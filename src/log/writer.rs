@@ -31,9 +31,6 @@ use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::thread::{self, JoinHandle};
 use crate::sync::{Condvar, Instant, Mutex, MutexGuard};
 
-/// The keeper syncs at once when so many bytes are not synced yet.
-pub(super) const SYNC_AFTER_BYTES: u64 = 8 << 20;
-
 /// The log of an open store.
 pub(crate) struct Log {
     store: StoreId,
@@ -134,8 +131,8 @@ impl Log {
         if state.dirty_since.is_none() {
             state.dirty_since = Some(state.last_append);
         }
-        let is_much =
-            state.dirty_bytes >= SYNC_AFTER_BYTES && state.dirty_bytes - frame_len < SYNC_AFTER_BYTES;
+        let much = state.sync_after_bytes();
+        let is_much = state.dirty_bytes >= much && state.dirty_bytes - frame_len < much;
         if std::mem::take(&mut state.keeper_asleep) || is_much {
             self.work.notify_one();
         }

@@ -28,7 +28,7 @@ use crate::disk::Disk;
 use crate::error::{Error, Result};
 use crate::images::ImageWriter;
 use crate::keeping::{entry, unix_ms};
-use crate::log::SegmentPool;
+use crate::log::{SegmentPool, SegmentRules};
 use crate::options::{Compression, Create, LogIo};
 use crate::publish::publish_manifest;
 use crate::runs::{prove, wanted};
@@ -116,7 +116,8 @@ pub(super) fn found<E: From<Error>>(
         LogEnd { accepted: point, proven: point, torn: None, verified: Vec::new(), harmless: Vec::new() };
     let (segment, newest) = (point.segment + 1, point.incarnation);
     let before = Predecessor { segment, newest, end: Some(end), tail: Vec::new() };
-    let pool = Arc::new(SegmentPool::new(target.clone(), store.store, SEGMENT_LEN_MIN, 0, LogIo::Buffered)?);
+    let rules = SegmentRules { len: SEGMENT_LEN_MIN, reserve: 0, spare_bytes: 0 };
+    let pool = Arc::new(SegmentPool::new(target.clone(), store.store, rules, LogIo::Buffered)?);
     let (log, _) = begin(&pool, store.store, &before, Vec::new())?;
     // 4.
     let table = &origin.table;

@@ -110,7 +110,7 @@ use crate::disk::{Disk, DiskLock};
 use crate::error::{Error, Result};
 use crate::image_files::ImageFiles;
 use crate::keeping::{Keeping, unix_ms};
-use crate::log::{LogStart, SegmentPool};
+use crate::log::{LogStart, SegmentPool, SegmentRules};
 use crate::options::{Create, LogIo, Options};
 use crate::phases::{self, Phase};
 use crate::publish::{publish, publish_manifest};
@@ -162,9 +162,30 @@ pub(crate) struct Opened {
     pub log: LogStart,
     pub pool: Arc<SegmentPool>,
     pub keeping: Keeping,
-    /// Bytes of the images that the batches replayed name.
-    pub ahead_bytes: u64,
+    pub behind: Behind,
     pub recovered: Recovered,
+}
+
+/// What the log behind the newest snapshot takes.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Behind {
+    /// Bytes of its segments on disk, as long as they are, and of the images that it names.
+    pub bytes: u64,
+    /// The openings in it, with the one of this run.
+    pub restarts: usize,
+}
+
+impl Behind {
+    fn of(survey: &Survey, resolution: &Resolution) -> Self {
+        let base = resolution.base.and_then(|base| survey.links[&base].as_ref().ok());
+        let (from, offset) = base.map_or((0, 0), |(link, _)| (link.redo.segment, link.redo.offset));
+        let segments = survey.log.segments().range(from..).filter(|(_, segment)| segment.frames.is_some());
+        let segment_bytes: u64 = segments.map(|(_, segment)| segment.file_len).sum();
+        let openings = survey.log.line().iter().filter(|(segment, _)| *segment > from);
+        // Where nothing was committed behind the snapshot, nothing would be gained by another one.
+        let bytes = if resolution.batches == 0 { 0 } else { segment_bytes.saturating_sub(offset) };
+        Self { bytes: bytes.saturating_add(resolution.ahead_bytes), restarts: openings.count() + 1 }
+    }
 }
 
 /// The best that could be loaded.
@@ -175,6 +196,10 @@ struct Best<'s, 'a> {
     /// Snapshots that were passed over.
     harmless: Vec<Damage>,
 }
+
+/// Spares beyond the reserve take this share of the file system at most, and so many bytes, where nothing else is said.
+const SPARE_SHARE: u64 = 100;
+const SPARE_BYTES_MAX: u64 = 512 << 20;
 
 /// What recovery works with.
 pub(crate) struct Recovery<'a> {
@@ -264,7 +289,7 @@ impl Recovery<'_> {
                 known: Arc::default(),
                 file_lens: BTreeMap::new(),
             },
-            ahead_bytes: 0,
+            behind: Behind::default(),
             recovered: self.report(position, true),
         })
     }
@@ -340,7 +365,7 @@ impl Recovery<'_> {
         let mut recovered = self.report(position, false);
         recovered.previous = Some(Position { incarnation: end.accepted.incarnation, lsn: end.accepted.lsn });
         recovered.snapshot = resolution.base;
-        let ahead_bytes = resolution.ahead_bytes;
+        let behind = Behind::of(&survey, &resolution);
         recovered.replayed_batches = resolution.batches;
         recovered.replayed_bytes = resolution.bytes;
         recovered.copied_batches = copied_batches;
@@ -362,17 +387,7 @@ impl Recovery<'_> {
             cut: None,
             catches: HashMap::new(),
         };
-        Ok(Opened {
-            store: store_file,
-            applied,
-            submitted,
-            changed,
-            log,
-            pool,
-            keeping,
-            ahead_bytes,
-            recovered,
-        })
+        Ok(Opened { store: store_file, applied, submitted, changed, log, pool, keeping, behind, recovered })
     }
 
     /// Keeps readers from beginning anywhere; `None` if one has begun: it may be on its way through the log. Where
@@ -486,8 +501,19 @@ impl Recovery<'_> {
     }
 
     fn pool(&self, store: StoreId) -> Result<Arc<SegmentPool>> {
-        let (len, reserve) = (self.options.segment_len, self.options.reserve_segments());
-        Ok(Arc::new(SegmentPool::new(self.disk.clone(), store, len, reserve, self.log_io)?))
+        let rules = SegmentRules {
+            len: self.options.segment_len,
+            reserve: self.options.reserve_segments(),
+            spare_bytes: match self.options.spare_bytes {
+                Some(bytes) => bytes,
+                None => self
+                    .disk
+                    .total_bytes()?
+                    .map_or(SPARE_BYTES_MAX, |total| total / SPARE_SHARE)
+                    .min(SPARE_BYTES_MAX),
+            },
+        };
+        Ok(Arc::new(SegmentPool::new(self.disk.clone(), store, rules, self.log_io)?))
     }
 
     fn report(&self, position: Position, created: bool) -> Recovered {

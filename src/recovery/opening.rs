@@ -5,14 +5,12 @@
 use std::sync::Arc;
 
 use remanent_format::frame::{FrameHeader, FrameKind, VerifiedSnapshot, encode_seal, frame_len};
-use remanent_format::limits::{GROUP_ALIGN, align_up};
 use remanent_format::log::LogEnd;
-use remanent_format::segment::{Opening, SEGMENT_HEADER_BLOCK, SegmentHeader};
+use remanent_format::segment::{Opening, SEGMENT_HEADER_BLOCK};
 use remanent_format::{Defect, FileName, Folder, Incarnation, LogPoint, Position, StoreId};
 
-use crate::disk::DiskFile;
 use crate::error::{Error, Result, make_room};
-use crate::log::{LogStart, SegmentFile, SegmentPool, SpacePurpose};
+use crate::log::{LogStart, SegmentPool, SpacePurpose};
 
 /// Begins the incarnation after `before`: I5, step by step.
 pub(super) fn begin(
@@ -33,22 +31,19 @@ pub(super) fn begin(
     // 1. Built whole under a temporary name: header, the copied tail, the opening seal. A tail that
     //    was synced only after the rename could be lost by a power cut that spares the rename.
     let frames = opening_frames(store, number, &opening, &before.tail, &verified);
-    let used = align_up(SEGMENT_HEADER_BLOCK + frames.bytes.len() as u64, GROUP_ALIGN);
-    let segment_len = used.max(pool.segment_len());
-    let header = SegmentHeader { store, segment: number, segment_len, opening: Some(opening) };
-    let file = build(pool, number, &header, &frames.bytes)?;
+    let segment = pool.build_opening(number, opening, &frames.bytes)?;
     // 2. Read back past the cache: a sync that lied is found before anything depends on it.
     let mut found = Vec::new();
     make_room(&mut found, frames.bytes.len())?;
     found.resize(frames.bytes.len(), 0);
-    file.read_past_cache(SEGMENT_HEADER_BLOCK, &mut found)?;
+    segment.file.read_past_cache(SEGMENT_HEADER_BLOCK, &mut found)?;
     if found != frames.bytes {
         let defect = Defect::Field { what: "opening segment that differs from the one written", found: 0 };
         return Err(defect.at(FileName::Temporary(Folder::Log, number), SEGMENT_HEADER_BLOCK).into());
     }
     // 3. The empty segment after it, with its name: a segment with frames has a successor (I8). It
     //    names no incarnation, so that if we die now nothing points to us.
-    let next = pool.make(number + 1, SpacePurpose::Open)?;
+    let next = pool.make(number + 1, SpacePurpose::Open).inspect_err(|_| pool.take_back(&segment))?;
     // 4. The commit point.
     pool.publish(FileName::Temporary(Folder::Log, number), number)?;
     let position = Position { incarnation: opening.incarnation, lsn: opening.accepted };
@@ -56,26 +51,11 @@ pub(super) fn begin(
         point: frames.point,
         chain: frames.chain,
         offset: frames.end,
-        current: SegmentFile { number, len: segment_len, file },
+        current: segment,
         next,
         verified,
     };
     Ok((log, position))
-}
-
-/// Opening must work on a full disk: it may take from the reserve.
-fn build(
-    pool: &SegmentPool,
-    number: u64,
-    header: &SegmentHeader,
-    frames: &[u8],
-) -> Result<Arc<dyn DiskFile>> {
-    loop {
-        match pool.build_opening(number, header, frames) {
-            Err(Error::DiskFull { .. }) if pool.release_reserve()? => {}
-            other => return other,
-        }
-    }
 }
 
 /// The incarnation before, as the new one needs it; the default is that of a new store.

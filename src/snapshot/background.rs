@@ -5,6 +5,10 @@
 //! [`Options::snapshot_interval`](crate::Options::snapshot_interval) has passed; a snapshot that the caller
 //! takes counts as well. Where nothing is committed nothing is written.
 //!
+//! A log may also consist of many short runs that commit a little each. What was there at the open counts by what its
+//! segments take on disk, and behind more than [`RESTARTS_MAX`] openings a snapshot is due, at the open and, if there was
+//! no time for it, when the store is closed.
+//!
 //! A full disk, no memory, or another shortage is a clean failure: it is told in the store's stats, and tried again later.
 //! Every other failure has poisoned the store, and ends the thread. When the store closes, the snapshot being
 //! gathered is given up.
@@ -26,6 +30,9 @@ use crate::sync::{Instant, Mutex};
 const AGAIN_AFTER: Duration = Duration::from_secs(10);
 const AGAIN_PART: u64 = 8;
 
+/// Openings in the log behind the newest snapshot; more of them make one due.
+pub(crate) const RESTARTS_MAX: usize = 16;
+
 /// When a snapshot is due.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Rules {
@@ -39,7 +46,16 @@ pub(crate) struct Mark {
     pub lsn: Lsn,
     /// Bytes of the log since it was opened; below zero is what was replayed then, and is in no snapshot.
     pub bytes: i64,
+    /// Openings in the log behind the snapshot, that of this run among them.
+    pub restarts: usize,
     pub at: Instant,
+}
+
+impl Mark {
+    /// Whether the log behind it consists of too many runs.
+    pub fn is_in_pieces(&self) -> bool {
+        self.restarts > RESTARTS_MAX
+    }
 }
 
 /// What to do next.
@@ -72,7 +88,7 @@ impl Rules {
         }
         let due_bytes = self.log_bytes.map_or(u64::MAX, |more| more.saturating_add_signed(last.bytes));
         let due_at = self.interval.and_then(|interval| last.at.checked_add(interval));
-        if bytes < due_bytes && due_at.is_none_or(|due_at| now < due_at) {
+        if !last.is_in_pieces() && bytes < due_bytes && due_at.is_none_or(|due_at| now < due_at) {
             return Next::Wait { lsn: NO_BATCH, bytes: due_bytes, until: due_at };
         }
         match again {
@@ -175,8 +191,9 @@ mod tests {
     fn a_snapshot_is_due_by_bytes_or_by_time_and_never_without_a_commit() {
         let begun = Instant::now();
         let later = |seconds| begun + Duration::from_secs(seconds);
-        let last = Mark { lsn: Lsn(5), bytes: 1000, at: begun };
-        let opened = Mark { lsn: Lsn(5), bytes: -600, at: begun };
+        let last = Mark { lsn: Lsn(5), bytes: 1000, restarts: 0, at: begun };
+        let opened = Mark { lsn: Lsn(5), bytes: -600, restarts: RESTARTS_MAX, at: begun };
+        let often = Mark { restarts: RESTARTS_MAX + 1, ..opened };
         let wait =
             |lsn, bytes, until: Option<u64>| Next::Wait { lsn: Lsn(lsn), bytes, until: until.map(later) };
         let both = Rules { log_bytes: Some(500), interval: Some(Duration::from_secs(60)) };
@@ -193,6 +210,8 @@ mod tests {
             ("by time alone", by_time, (6, 9000), last, none, 1, wait(max, max, Some(60))),
             ("replayed more than enough", both, (8, 0), opened, none, 0, Next::Take),
             ("replayed, by time alone", by_time, (8, 0), opened, none, 0, wait(max, max, Some(60))),
+            ("opened too often", by_time, (6, 0), often, none, 0, Next::Take),
+            ("opened too often, no commit", both, (5, 0), often, none, 900, wait(6, max, None)),
             ("failed", both, (6, 1500), last, again, 9, wait(max, 1562, Some(10))),
             ("failed, grown since", both, (7, 1562), last, again, 9, Next::Take),
             ("failed long ago", both, (6, 1500), last, again, 10, Next::Take),

@@ -120,6 +120,15 @@ impl Snapshots {
         is_due().then(|| self.take_and(&mut keeping, wanted, |keeping| self.retain(keeping))).transpose()
     }
 
+    /// Takes a snapshot before the store closes, if its log consists of too many runs: the thread had no time for it.
+    pub fn take_at_close(&self) -> Result<()> {
+        let last = *self.last.lock();
+        if last.is_in_pieces() && self.log.length().0 > last.lsn {
+            self.take(Wanted::default())?;
+        }
+        Ok(())
+    }
+
     /// Takes an exact snapshot with a name for a caller who holds the lock on what is kept.
     pub fn take_named(&self, keeping: &mut Keeping, name: String) -> Result<SnapshotInfo> {
         let wanted = Wanted { name: Some(name), exact: true, ..Wanted::default() };
@@ -175,7 +184,7 @@ impl Snapshots {
         });
         if let Ok(info) = &taken {
             let bytes = i64::try_from(log_bytes).unwrap_or(i64::MAX);
-            *self.last.lock() = Mark { lsn: info.end, bytes, at: began };
+            *self.last.lock() = Mark { lsn: info.end, bytes, restarts: 0, at: began };
         }
         // Who waits for the end is to find it.
         self.keeping.tell(keeping);

@@ -120,7 +120,15 @@ impl Store {
     /// [`Error::Poisoned`] if the store failed, now or before. The directory is released all the same.
     pub fn close(self) -> Result<()> {
         self.check_process()?;
-        let poison = self.parts.poison.clone();
+        let Parts { poison, snapshots, options, .. } = &*self.parts;
+        let poison = poison.clone();
+        if options.snapshot_log_bytes.is_some() || options.snapshot_interval.is_some() {
+            match snapshots.take_at_close() {
+                Err(error) if error.is_passing() => tracing::warn!(%error, "no snapshot at the close"),
+                // Every other failure has poisoned the store.
+                _ => {}
+            }
+        }
         drop(self);
         poison.check()
     }

@@ -78,7 +78,7 @@ impl Store {
             log_io,
         };
         let opened = recovery.open()?;
-        let Opened { store, mut applied, submitted, changed, log, pool, keeping, ahead_bytes, mut recovered } =
+        let Opened { store, mut applied, submitted, changed, log, pool, keeping, behind, mut recovered } =
             opened;
         recovered.log_io = log_io_reason;
         disk.keep_folders_open()?;
@@ -148,8 +148,8 @@ impl Store {
             pace,
             last: Mutex::new(Mark {
                 lsn: Lsn(recovered.position.lsn.0.saturating_sub(recovered.replayed_batches)),
-                bytes: -i64::try_from(recovered.replayed_bytes.saturating_add(ahead_bytes))
-                    .unwrap_or(i64::MAX),
+                bytes: -i64::try_from(behind.bytes).unwrap_or(i64::MAX),
+                restarts: behind.restarts,
                 at: Instant::now(),
             }),
         });

@@ -35,6 +35,7 @@ mod fork;
 mod forks;
 mod fuzzed;
 mod gpu;
+mod growth;
 mod interrupted;
 #[cfg(feature = "cuda")]
 mod kernels;

@@ -9,6 +9,7 @@ use remanent_format::frame::FrameKind;
 use remanent_format::limits::GROUP_ALIGN;
 use remanent_format::log::LogWalk;
 use remanent_format::rebuild::Survey;
+use remanent_format::segment::SEGMENT_HEADER_BLOCK;
 
 use crate::kill::workload::Random;
 
@@ -24,9 +25,12 @@ fn growth_by_batch(directory: &std::path::Path) -> BTreeMap<Lsn, Growth> {
     let from = survey.log.beginning().unwrap();
     let mut walk = LogWalk::new(&source, &survey.log, from, survey.mark()).unwrap();
     let mut growth = BTreeMap::new();
-    let mut before = from.offset;
+    let (mut segment, mut before) = (from.segment, from.offset);
     while let Some(frame) = walk.next().unwrap() {
         let end = frame.header.end();
+        if frame.header.segment != segment {
+            (segment, before) = (frame.header.segment, SEGMENT_HEADER_BLOCK);
+        }
         if frame.header.kind == FrameKind::Batch {
             let (frame_len, log_len) = (frame.header.frame_len(), end - before);
             growth.insert(frame.header.lsn, Growth { frame_len, log_len });
@@ -39,7 +43,6 @@ fn growth_by_batch(directory: &std::path::Path) -> BTreeMap<Lsn, Growth> {
 #[test]
 fn one_changed_element_in_a_hundred_costs_little_more_than_itself() {
     let directory = tempfile::tempdir().unwrap();
-    // One segment takes it all: its offsets can be subtracted.
     let store = Store::open(directory.path(), Options::default().segment_len(4 << 20)).unwrap();
     let mut random = Random(7);
     let mut cases = Vec::new();

@@ -242,6 +242,11 @@ impl Disk for SimDisk {
         Ok(self.shared.lock().locked)
     }
 
+    fn free_bytes(&self) -> Result<Option<u64>> {
+        let shared = self.shared.lock();
+        Ok(shared.capacity.map(|capacity| capacity.saturating_sub(shared.now.used_bytes())))
+    }
+
     fn hold(&self, id: SnapshotId) -> Result<Hold> {
         let mut shared = self.shared.lock();
         if shared.retiring.contains(&id) {

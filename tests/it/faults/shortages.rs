@@ -204,7 +204,7 @@ fn every_row_of_the_table_of_failures_has_its_test() {
     let rows = table.lines().filter(|line| line.starts_with("| ")).count();
     assert_eq!(named.len(), rows - 1, "a row names no test: {named:?}");
     let mut sources = String::new();
-    for folder in ["tests/it", "tests/it/faults"] {
+    for folder in ["tests/it", "tests/it/faults", "tests/memory"] {
         for entry in std::fs::read_dir(root.join(folder)).unwrap() {
             let path = entry.unwrap().path();
             if path.extension().is_some_and(|extension| extension == "rs") {

@@ -70,8 +70,8 @@ pub const LIST: &[Defence] = &[
     defence(
         "spares with holes are not used again",
         SEGMENTS,
-        "spare.len()? == segment_len && spare.is_without_holes()?",
-        "spare.len()? == segment_len",
+        "is_usable && spare.is_without_holes()?",
+        "is_usable",
         it("store::segments_that_were_copied_with_holes_are_not_used_again"),
     ),
     defence(
@@ -84,8 +84,8 @@ pub const LIST: &[Defence] = &[
     defence(
         "headers of spares are synced before they have a name",
         SEGMENTS,
-        "file.write_at(0, &header_block(&header))?;\n        file.sync()?;",
-        "file.write_at(0, &header_block(&header))?;",
+        "file.write_at(0, &header_block(&self.header(number, len, None)))?;\n        file.sync()?;",
+        "file.write_at(0, &header_block(&self.header(number, len, None)))?;",
         OF_COMMITS,
     ),
     defence(

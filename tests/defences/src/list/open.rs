@@ -126,8 +126,8 @@ pub const LIST: &[Defence] = &[
     defence(
         "the reserve is for those who free space",
         SEGMENTS,
-        "purpose == SpacePurpose::Reserve && !spares.is_empty()",
-        "!spares.is_empty()",
+        "purpose != SpacePurpose::User && !spares.files.is_empty()",
+        "!spares.files.is_empty()",
         it("faults::disk_full::a_full_disk_refuses_commits_and_the_same_store_goes_on_when_space_returns"),
     ),
     defence(

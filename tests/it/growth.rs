@@ -1,0 +1,288 @@
+//! What the log takes from the disk: little while a store is young, and no more than its use and its rules say.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use remanent::device::host::HostDevice;
+use remanent::disk::dir::DirReader;
+use remanent::disk::sim::SimDisk;
+use remanent::{Ack, Error, FileName, Folder, LogIo, Options, PageId, Place, Store};
+use remanent_format::rebuild::Survey;
+use remanent_format::segment::{SegmentHeader, SegmentHeaderRaw};
+
+use crate::direct;
+use crate::files::{Files, State};
+
+/// The length of the first segments.
+const FIRST: u64 = 256 << 10;
+
+fn ways() -> [LogIo; 3] {
+    [LogIo::Mapped, LogIo::Buffered, direct::log_io()]
+}
+
+/// The files of the log, with their lengths in bytes.
+fn log_files(directory: &Path) -> BTreeMap<FileName, u64> {
+    let entries = std::fs::read_dir(directory.join("log")).unwrap().map(|entry| entry.unwrap());
+    // A file may get another name meanwhile.
+    let file = |entry: std::fs::DirEntry| {
+        let name = FileName::parse(Folder::Log, entry.file_name().to_str().unwrap()).unwrap();
+        Some((name, entry.metadata().ok()?.len()))
+    };
+    entries.filter_map(file).collect()
+}
+
+/// The lengths of the segments in bytes, in their order.
+fn segment_lens(directory: &Path) -> Vec<u64> {
+    let files = log_files(directory);
+    files.iter().filter(|(file, _)| matches!(file, FileName::Segment(_))).map(|(_, len)| *len).collect()
+}
+
+fn bytes_on_disk(directory: &Path) -> u64 {
+    let of = |entry: std::fs::DirEntry| {
+        let metadata = entry.metadata().unwrap();
+        if metadata.is_dir() { bytes_on_disk(&entry.path()) } else { metadata.len() }
+    };
+    std::fs::read_dir(directory).unwrap().map(|entry| of(entry.unwrap())).sum()
+}
+
+/// As a user opens it, but for snapshots, which come when a test wants them.
+fn options(log_io: LogIo) -> Options {
+    Options::default().log_io(log_io).snapshot_log_bytes(None).snapshot_interval(None)
+}
+
+fn create(store: &Store, len: u64) -> PageId {
+    let mut batch = store.batch();
+    batch.create(len, Place::Host);
+    store.commit(batch).unwrap().pages[0]
+}
+
+fn write(store: &Store, page: PageId, len: usize, seed: u64) {
+    let mut batch = store.batch();
+    batch.write(page, 0, &vec![seed as u8; len]);
+    store.commit(batch).unwrap();
+}
+
+/// Everything that an open makes ahead.
+fn settle(store: &Store, directory: &Path) {
+    let is_made = || {
+        let files = log_files(directory);
+        let spares = files.keys().filter(|file| matches!(file, FileName::Spare(_))).count();
+        let is_temporary = |file: &FileName| matches!(file, FileName::Temporary(..));
+        files.len() - spares >= 3 && spares >= 2 && !files.keys().any(is_temporary)
+    };
+    while !is_made() {
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+    store.wait_durable(store.lsn()).unwrap();
+}
+
+#[test]
+fn an_empty_store_is_small_and_opens_leave_it_so() {
+    for log_io in ways() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut settled = 0;
+        for open in 0..100 {
+            let store = Store::open(directory.path(), options(log_io)).unwrap();
+            settle(&store, directory.path());
+            store.close().unwrap();
+            let bytes = bytes_on_disk(directory.path());
+            assert!(bytes <= 4 << 20, "{log_io}, open {open}: {bytes} bytes");
+            match open {
+                0..5 => settled = settled.max(bytes),
+                _ => assert!(bytes <= settled, "{log_io}, open {open}: {settled} bytes became {bytes}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn segments_grow_with_what_is_logged() {
+    for log_io in ways() {
+        let directory = tempfile::tempdir().unwrap();
+        let usual = 4 << 20;
+        let store = Store::open(directory.path(), options(log_io).segment_len(usual)).unwrap();
+        let page = create(&store, 100_000);
+        for seed in 0..300 {
+            write(&store, page, 100_000, seed);
+        }
+        let state = State::of(&store);
+        store.close().unwrap();
+        let lens = segment_lens(directory.path());
+        assert_eq!(lens[..3], [FIRST; 3], "{lens:?}");
+        for pair in lens[2..].windows(2) {
+            assert_eq!(pair[1], usual.min(2 * pair[0]), "{lens:?}");
+        }
+        assert!(lens.iter().filter(|len| **len == usual).count() >= 3, "{lens:?}");
+
+        // Segments of any lengths stand beside those of another run, which grow to what that one says.
+        for segment_len in [64 << 10, 1 << 20] {
+            let store = Store::open(directory.path(), options(log_io).segment_len(segment_len)).unwrap();
+            assert_eq!(State::of(&store).contents, state.contents);
+            write(&store, page, 10, 0);
+            write(&store, page, 10, 43);
+            assert_eq!(State::of(&store).contents, state.contents);
+            store.close().unwrap();
+        }
+        let store = Store::open(directory.path(), options(log_io).segment_len(usual)).unwrap();
+        assert_eq!(State::of(&store).contents, state.contents);
+        store.snapshot().unwrap();
+        write(&store, page, 10, 1);
+        store.snapshot().unwrap();
+        assert_eq!(State::of(&store).contents[&page][..10], [1; 10]);
+    }
+}
+
+/// A frame that no short segment holds is logged in a young store, too, and those that follow it find long ones.
+#[test]
+fn a_frame_longer_than_the_first_segments_is_logged() {
+    for log_io in ways() {
+        for len in [FIRST as usize - 4096, FIRST as usize, 3 << 20, 20 << 20] {
+            let directory = tempfile::tempdir().unwrap();
+            let store = Store::open(directory.path(), options(log_io)).unwrap();
+            // Longer than what is written: a page that is written whole would have an image of its own.
+            let page = create(&store, len as u64 + 4096);
+            (0..4).for_each(|round| write(&store, page, len, round));
+            let state = State::of(&store);
+            store.close().unwrap();
+            let store = Store::open(directory.path(), options(log_io)).unwrap();
+            assert_eq!(State::of(&store), state, "{log_io}, {len} bytes");
+        }
+    }
+}
+
+/// Each run commits a little and ends. What they leave goes with the snapshots that so many of them make due.
+#[test]
+fn restarts_that_commit_a_little_are_bounded() {
+    for log_io in ways() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut page = None;
+        let (mut bytes, mut openings) = (0, 0);
+        for run in 0..200 {
+            let store = Store::open(directory.path(), Options::default().log_io(log_io)).unwrap();
+            let page = *page.get_or_insert_with(|| create(&store, 4096));
+            write(&store, page, 1024, run);
+            store.close().unwrap();
+            bytes = bytes.max(bytes_on_disk(directory.path()));
+            let survey = Survey::read(&DirReader::new(directory.path())).unwrap();
+            openings = openings.max(survey.log.line().len());
+        }
+        // Behind the older of two snapshots lie two times sixteen runs, of one segment each.
+        assert!(openings <= 2 * 17 + 1, "{log_io}: {openings} openings");
+        assert!(bytes <= (2 * 17 + 12) * FIRST, "{log_io}: {bytes} bytes");
+        let store = Store::open(directory.path(), Options::default()).unwrap();
+        let mut content = [0; 1024];
+        store.read(page.unwrap(), 0, &mut content).unwrap();
+        assert_eq!(content, [199; 1024], "{log_io}");
+    }
+}
+
+#[test]
+fn spares_beyond_the_reserve_take_what_is_allowed() {
+    for (spare_bytes, allowed) in [(0, 0), (3 << 20, 3 << 20), (1 << 30, 1 << 30)] {
+        let disk = SimDisk::new();
+        let options = options(LogIo::Mapped).segment_len(1 << 20).spare_bytes(spare_bytes).snapshots_kept(1);
+        let store = Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options).unwrap();
+        let page = create(&store, 100_000);
+        (0..150).for_each(|seed| write(&store, page, 100_000, seed));
+        store.snapshot().unwrap();
+        store.close().unwrap();
+        let files = Files::of(&disk);
+        let spares = files.0.iter().filter(|(file, _)| matches!(file, FileName::Spare(_)));
+        let bytes: u64 = spares.map(|(_, content)| content.len() as u64).sum();
+        let reserve = 2 << 20;
+        assert!(bytes <= reserve + allowed, "{spare_bytes}: {bytes} bytes");
+        // More than 10 MiB of log went with the snapshot.
+        assert!(spare_bytes < 1 << 30 || bytes > 8 << 20, "{bytes} bytes");
+    }
+}
+
+/// An open that finds no space for its second segment leaves the first one as a spare, however often it is tried.
+#[test]
+fn an_open_that_fails_for_want_of_space_costs_no_spare() {
+    let disk = SimDisk::new();
+    let open = || {
+        let options = options(LogIo::Mapped).segment_len(16 << 10).reserve_bytes(16 << 10).spare_bytes(0);
+        Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options)
+    };
+    let store = open().unwrap();
+    let page = create(&store, 4096);
+    write(&store, page, 4096, 7);
+    let state = State::of(&store);
+    store.close().unwrap();
+    let spares = || {
+        let files = Files::of(&disk);
+        files.0.keys().filter(|file| matches!(file, FileName::Spare(_))).count()
+    };
+    assert_eq!(spares(), 1, "the reserve");
+    disk.set_capacity(Some(disk.used_bytes()));
+    for attempt in 0..5 {
+        let error = open().unwrap_err();
+        assert!(matches!(error, Error::DiskFull { file: FileName::Segment(_), .. }), "{attempt}: {error}");
+        assert_eq!(spares(), 1, "attempt {attempt}");
+    }
+    disk.set_capacity(None);
+    assert_eq!(State::of(&open().unwrap()), state);
+}
+
+/// A full disk, its pages deleted as the error advises, closed and opened: each step works, in a store of any age.
+#[test]
+fn a_store_that_filled_the_disk_opens_after_each_step() {
+    for batches in [0, 3, 10, 30, 100, 300] {
+        let disk = SimDisk::new();
+        let options = || options(LogIo::Mapped).segment_len(2 << 20).ack(Ack::Logged);
+        let open = || Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options());
+        let store = open().unwrap();
+        let pages = [create(&store, 50_000), create(&store, 50_000)];
+        (0..batches).for_each(|seed| write(&store, pages[0], 50_000, seed));
+        // Until the reserve has been made.
+        let mut before = 0;
+        while before != disk.used_bytes() {
+            before = disk.used_bytes();
+            std::thread::sleep(std::time::Duration::from_millis(20));
+        }
+        disk.set_capacity(Some(disk.used_bytes() + 4096));
+        let full = loop {
+            let mut batch = store.batch();
+            batch.write(pages[0], 0, &[1; 50_000]);
+            if let Err(error) = store.commit(batch) {
+                break error;
+            }
+        };
+        assert!(matches!(full, Error::DiskFull { .. }), "{batches}: {full}");
+        let mut state = State::of(&store);
+        let mut store = Some(store);
+        for page in [None, Some(pages[1]), Some(pages[0])] {
+            // As the process ends, and as a power cut would have it.
+            if let Some(page) = page {
+                let store = store.as_ref().unwrap();
+                let mut batch = store.batch();
+                batch.delete(page);
+                store.commit(batch).unwrap_or_else(|error| panic!("{batches}, {page}: {error}"));
+                state = State::of(store);
+            }
+            store.take().unwrap().close().unwrap();
+            let opened = open().unwrap_or_else(|error| panic!("{batches}, {page:?}: {error}"));
+            assert_eq!(State::of(&opened), state, "{batches}, {page:?}");
+            store = Some(opened);
+        }
+    }
+}
+
+/// What an opening says of itself is what its file is.
+#[test]
+fn a_segments_header_says_its_length() {
+    let disk = SimDisk::new();
+    let options = options(LogIo::Mapped);
+    let store = Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options).unwrap();
+    let page = create(&store, 100_000);
+    (0..60).for_each(|seed| write(&store, page, 100_000, seed));
+    store.close().unwrap();
+    let files = Files::of(&disk);
+    for (file, bytes) in &files.0 {
+        if let FileName::Segment(_) = file {
+            let header = SegmentHeader::decode(bytes[..SegmentHeaderRaw::LEN].try_into().unwrap()).unwrap();
+            assert_eq!(header.segment_len, bytes.len() as u64, "{file}");
+        }
+    }
+}
