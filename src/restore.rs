@@ -45,6 +45,7 @@ use crate::publish::publish_manifest;
 use crate::runs::{prove, read_runs, wanted};
 use crate::source::DiskSource;
 use crate::staging::StagingPool;
+use crate::versions::Versions;
 
 /// Lists in flight while memory is overwritten.
 const IN_FLIGHT_MAX: usize = 8;
@@ -59,6 +60,7 @@ pub(crate) struct Restore<'a> {
     pub device: &'a Arc<dyn Device>,
     pub staging: &'a Arc<StagingPool>,
     pub applier: &'a Applier,
+    pub versions: &'a Versions,
     pub log: &'a Log,
     pub budget: &'a Budget,
     pub compression: Compression,
@@ -113,6 +115,8 @@ impl Restore<'_> {
         self.log.wait_durable(point.lsn)?;
         // 4.
         let (pages, root) = (target.pages.clone(), target.root.clone());
+        // Readers see the restored state from here on, and wait for the bytes of what it changes.
+        self.versions.replace(point.lsn, &pages, &root);
         let overwritten = self.overwrite(target, point);
         // Whatever became of memory, this is the state now.
         submitted.replace(point.lsn, pages, root);
@@ -272,6 +276,9 @@ fn overwrite(
     let missing: Vec<&PageInfo> = changed().filter(|info| !turn.applied.memory.contains(info.page)).collect();
     let wanted_memory: Vec<_> = missing.iter().map(|info| (info.place, info.len)).collect();
     let memory = turn.arena.allocate_all(Purpose::Page, &wanted_memory)?;
+    for (info, memory) in missing.iter().zip(&memory) {
+        turn.versions.moved(info.page, memory.span().memory);
+    }
     turn.applied.memory.extend(missing.iter().map(|info| info.page).zip(memory));
     // Proven before the restore was logged; read again, for it is not kept in memory.
     let (mut bytes, mut places) = (Vec::new(), Vec::new());

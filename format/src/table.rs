@@ -10,7 +10,7 @@ mod plan;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use self::entry::Entry;
+pub use self::entry::PageEntry;
 use self::plan::next_epoch;
 pub use self::plan::{Changes, PlanMode, Refusal};
 use crate::by_id::ById;
@@ -57,7 +57,7 @@ impl PageInfo {
 /// All pages, the root, and the numbers that never go back.
 #[derive(Clone, Debug, Default)]
 pub struct PageTable {
-    pages: ById<PageId, Entry>,
+    pages: ById<PageId, PageEntry>,
     /// Whether pages are marked when they change.
     is_watched: bool,
     keys: HashMap<Key, PageId>,
@@ -100,7 +100,7 @@ impl PageTable {
         let mut past_last = 1;
         let noted =
             pages.into_iter().inspect(|info| past_last = past_last.max(info.page.0.saturating_add(1)));
-        let pages: ById<PageId, Entry> = noted.map(|info| (info.page, Entry::from(&info))).collect();
+        let pages: ById<PageId, PageEntry> = noted.map(|info| (info.page, PageEntry::from(&info))).collect();
         let epoch_high = pages.values().map(|entry| entry.epoch).fold(epoch_high, Epoch::max);
         let next_page = next_page.max(past_last);
         Self { pages, is_watched: false, keys: HashMap::new(), root, next_page, epoch_high, lsn }
@@ -130,6 +130,11 @@ impl PageTable {
     /// All pages, in the order of their ids.
     pub fn pages(&self) -> impl ExactSizeIterator<Item = PageInfo> {
         self.pages.iter().map(|(page, entry)| entry.info(page))
+    }
+
+    /// All pages as the table holds them, in the order of their ids.
+    pub fn entries(&self) -> impl ExactSizeIterator<Item = (PageId, &PageEntry)> {
+        self.pages.iter()
     }
 
     /// Where all pages live, and how long they are, in the order of their ids: what takes memory, without the rest.
@@ -192,7 +197,7 @@ impl PageTable {
                 Some(old) if old.key() == info.key.as_ref() => old.become_newer(info),
                 // A new page; and a log that nobody here wrote may create one anew.
                 _ => {
-                    self.pages.insert(*page, Entry::from(info));
+                    self.pages.insert(*page, PageEntry::from(info));
                     if let Some(key) = &info.key {
                         self.keys.insert(key.clone(), *page);
                     }

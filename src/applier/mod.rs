@@ -36,8 +36,10 @@ use self::worker::Worker;
 use crate::arena::{Arena, PageMemory};
 use crate::device::{CommandList, Device, Fence, Lane, Pending, SHORT_COPY_LEN_MAX};
 use crate::error::{Error, Result};
+use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::thread::{self, JoinHandle};
 use crate::sync::{Condvar, Mutex, mpsc};
+use crate::versions::Versions;
 
 use crate::poison::Poison;
 use crate::staging::{StagingBuf, StagingPool};
@@ -79,12 +81,26 @@ pub(crate) struct Applied {
     pub catches: HashMap<PageId, Catch>,
 }
 
+/// What the applier works with.
+#[derive(Clone)]
+pub(crate) struct ApplierParts {
+    pub device: Arc<dyn Device>,
+    pub arena: Arc<Arena>,
+    pub staging: Arc<StagingPool>,
+    pub poison: Arc<Poison>,
+    pub leases: Arc<Leases>,
+    /// What readers see of the pages: it is told where their bytes are.
+    pub versions: Arc<Versions>,
+}
+
 /// What a turn may use: the state between two batches, and the lane.
 pub(crate) struct Turn<'a> {
     /// The state.
     pub applied: &'a mut Applied,
     /// For memory that comes and goes.
     pub arena: &'a Arc<Arena>,
+    /// What readers see: to be told where a page's bytes are now.
+    pub versions: &'a Versions,
     device: &'a dyn Device,
     lost: &'a mut Option<Error>,
 }
@@ -119,6 +135,8 @@ pub(crate) struct Applier {
     progress: Mutex<Progress>,
     /// `progress` changed.
     moved: Condvar,
+    /// What `progress` says is applied, for readers that take no lock: nothing is, once anything is lost.
+    applied: AtomicU64,
     poison: Arc<Poison>,
     cold: Arc<ColdPages>,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -137,11 +155,7 @@ impl Applier {
     /// Starts the thread with the pages that recovery loaded. No batch is applied before `wait_logged` has
     /// returned for it (I1).
     pub fn start(
-        device: Arc<dyn Device>,
-        arena: Arc<Arena>,
-        staging: Arc<StagingPool>,
-        poison: Arc<Poison>,
-        leases: Arc<Leases>,
+        parts: ApplierParts,
         wait_logged: impl Fn(Lsn) -> Result<()> + Send + 'static,
         applied: Applied,
     ) -> Result<Arc<Self>> {
@@ -149,7 +163,8 @@ impl Applier {
             requests: Requests::new(),
             progress: Mutex::new(Progress { applied: applied.point.lsn, fence: 0, lost: false }),
             moved: Condvar::new(),
-            poison,
+            applied: AtomicU64::new(applied.point.lsn.0),
+            poison: parts.poison.clone(),
             cold: applied.cold.clone(),
             thread: Mutex::new(None),
         });
@@ -158,7 +173,7 @@ impl Applier {
             move || {
                 let _heard_of = Life(shared.clone());
                 let wait_logged = Box::new(wait_logged);
-                Worker::new(shared, device, arena, staging, leases, wait_logged, applied).run();
+                Worker::new(shared, parts, wait_logged, applied).run();
             }
         });
         let thread = thread.map_err(|error| Error::Folder {
@@ -272,10 +287,20 @@ impl Applier {
         }
     }
 
+    /// Whether batch `lsn` is in the lane, and nothing was lost that memory should hold.
+    pub fn has_applied(&self, lsn: Lsn) -> bool {
+        let applied = self.applied.load(Ordering::Acquire);
+        applied > 0 && applied >= lsn.0
+    }
+
     /// Changes the progress and wakes whoever waits for it. Under the lock: who has just looked and is
     /// about to wait must not miss it.
     fn progress(&self, change: impl FnOnce(&mut Progress)) {
-        change(&mut self.progress.lock());
+        let mut progress = self.progress.lock();
+        change(&mut progress);
+        let applied = if progress.lost { 0 } else { progress.applied.0 };
+        self.applied.store(applied, Ordering::Release);
+        drop(progress);
         self.moved.notify_all();
     }
 }

@@ -9,11 +9,12 @@ use remanent_format::{Lsn, PageId};
 
 use super::pieces::{ListBuilder, PayloadAt, needs_aside};
 use super::requests::Request;
-use super::{Applied, Applier, LIST_BYTES, Leases, Turn, Work};
+use super::{Applied, Applier, ApplierParts, LIST_BYTES, Leases, Turn, Work};
 use crate::arena::{Arena, PageMemory};
 use crate::device::{CommandList, Device, Lane, Pending};
 use crate::error::{Error, Result};
 use crate::staging::StagingPool;
+use crate::versions::Versions;
 
 /// Lists in flight before the applier waits for the oldest.
 const IN_FLIGHT_MAX: usize = 32;
@@ -25,6 +26,7 @@ pub(super) struct Worker {
     arena: Arc<Arena>,
     staging: Arc<StagingPool>,
     leases: Arc<Leases>,
+    versions: Arc<Versions>,
     wait_logged: Box<dyn Fn(Lsn) -> Result<()> + Send>,
     applied: Applied,
     list: ListBuilder,
@@ -43,19 +45,18 @@ impl Worker {
     /// Nothing is under way.
     pub fn new(
         shared: Arc<Applier>,
-        device: Arc<dyn Device>,
-        arena: Arc<Arena>,
-        staging: Arc<StagingPool>,
-        leases: Arc<Leases>,
+        parts: ApplierParts,
         wait_logged: Box<dyn Fn(Lsn) -> Result<()> + Send>,
         applied: Applied,
     ) -> Self {
+        let ApplierParts { device, arena, staging, poison: _, leases, versions } = parts;
         Self {
             shared,
             device,
             arena,
             staging,
             leases,
+            versions,
             wait_logged,
             applied,
             list: ListBuilder::default(),
@@ -91,12 +92,18 @@ impl Worker {
                     }
                     Request::Turn(turn) => {
                         self.flush();
+                        let was_lost = self.lost.is_some();
                         turn(&mut Turn {
                             applied: &mut self.applied,
                             arena: &self.arena,
+                            versions: &self.versions,
                             device: &*self.device,
                             lost: &mut self.lost,
                         });
+                        // A caller that waits for what the turn lost is told.
+                        if let Some(error) = self.lost.clone().filter(|_| !was_lost) {
+                            self.lose(error);
+                        }
                     }
                 }
             }
@@ -117,6 +124,8 @@ impl Worker {
 
     /// Gives up a batch that the log lost: nobody sees it, and what was logged goes on being read.
     fn refuse(&mut self, work: Work) {
+        // First what is logged: a caller that waits for that is not to hear of a loss.
+        self.flush();
         self.shared.progress(|progress| progress.lost = true);
         for staging in work.asides.into_iter().chain([work.payload]) {
             self.staging.give(staging.into_staging());
@@ -137,6 +146,7 @@ impl Worker {
                 Op::Create { page, .. } => {
                     let new = memory.pop_front().expect("one for each create");
                     self.zero(&new, 0);
+                    self.versions.moved(page, new.span().memory);
                     self.applied.memory.insert(page, new);
                 }
                 Op::Resize { page, .. } => {
@@ -182,6 +192,7 @@ impl Worker {
         self.list.copy(old.part(0, kept), new.part(0, kept));
         self.zero(&new, kept);
         self.give_up(page, old);
+        self.versions.moved(page, new.span().memory);
         self.applied.memory.insert(page, new);
     }
 
@@ -211,6 +222,7 @@ impl Worker {
                 catch.lose();
             }
             self.list.copy(current.span(), spare.span());
+            self.versions.moved(page, spare.span().memory);
             self.given_up.extend(memory.insert(page, spare));
         } else {
             // Another batch has moved it already, or the caller's work is done.

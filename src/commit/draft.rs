@@ -28,7 +28,7 @@ pub(super) struct Draft {
     /// Epochs at which pages must be.
     pub expected: Vec<(PageId, Epoch)>,
     /// Pages copied for clones, and what they were.
-    pub staged: Versions,
+    pub staged: SourceVersions,
     /// Pages whose bytes are in images, and the lengths that they were said to have before.
     pub lens: Vec<(PageId, Option<u64>)>,
     /// For the creates, resizes and moves, in their order.
@@ -40,7 +40,7 @@ pub(super) struct Draft {
 }
 
 /// The last change of each page when it was copied: of its bytes, its metadata or its place.
-pub(super) type Versions = Vec<(PageId, Lsn)>;
+pub(super) type SourceVersions = Vec<(PageId, Lsn)>;
 
 /// What became of a draft.
 pub(super) enum Outcome {
@@ -118,6 +118,8 @@ impl Committer {
             Err(error) => return Outcome::Refused(error, draft),
         };
         table.install(&changes);
+        // Before the applier has it: a reader that finds a page's bytes changed finds its new version, too.
+        self.versions.install(&changes);
         then(point, &changes);
         let Draft { payload, memory, spares, asides, .. } = draft;
         self.applier.push(Work { point, payload, changes, memory, spares, asides });

@@ -38,10 +38,11 @@ use crate::poison::Poison;
 use crate::staging::StagingPool;
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::{Mutex, MutexGuard};
+use crate::versions::Versions;
 
 use capture::Captures;
 pub use capture::{Direction, Shadow};
-use draft::{Draft, Outcome, Versions};
+use draft::{Draft, Outcome, SourceVersions};
 pub(crate) use waiting::Waiting;
 
 /// How often clones are staged without the lock before the lock is held for it.
@@ -51,6 +52,8 @@ const CLONE_TRIES: usize = 3;
 pub(crate) struct Committer {
     /// The state after the last logged batch.
     pub submitted: Mutex<PageTable>,
+    /// The same, as readers see it.
+    pub versions: Arc<Versions>,
     pub waiting: Waiting,
     /// The next page id. Ids are taken before a batch is known to be good; a failed one leaves a gap.
     pub next_page: AtomicU64,
@@ -169,7 +172,7 @@ impl Committer {
     }
 
     /// Copies the pages that the batch clones, and notes their versions.
-    fn stage(&self, sources: &[PageId], held: Option<&PageTable>) -> Result<(Contents, Versions)> {
+    fn stage(&self, sources: &[PageId], held: Option<&PageTable>) -> Result<(Contents, SourceVersions)> {
         let mut contents = HashMap::new();
         let mut versions = Vec::new();
         for &page in sources {

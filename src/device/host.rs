@@ -396,6 +396,17 @@ impl Device for HostDevice {
         None
     }
 
+    fn reads_now(&self) -> bool {
+        true
+    }
+
+    fn read_now(&self, memory: MemoryId, offset: u64, out: &mut [u8]) -> bool {
+        let found = self.memories.read().find(memory).cloned();
+        let Some(found) = found.filter(|found| found.has(offset, out.len() as u64)) else { return false };
+        out.copy_from_slice(&found.read(Span { memory, offset, len: out.len() as u64 }));
+        true
+    }
+
     fn bytes(&self, memory: MemoryId) -> Option<PageBytes> {
         let bytes = self.memory(memory).share();
         Some(bytes)

@@ -115,6 +115,19 @@ pub trait Device: Any + Send + Sync {
     /// waits for the lanes first, and asks again later. `None` where they do not lie in memory of the host.
     fn bytes(&self, memory: MemoryId) -> Option<PageBytes>;
 
+    /// Whether [`Device::read_now`] reads: lists run inside `submit`, and memory of pages is the host's.
+    fn reads_now(&self) -> bool {
+        false
+    }
+
+    /// Copies bytes of page memory from `offset` on to `out`, on the caller's thread and beside whatever lanes do. The
+    /// bytes are those of one moment between two commands. Returns whether it did: not where the memory has been
+    /// released, or is shorter.
+    fn read_now(&self, memory: MemoryId, offset: u64, out: &mut [u8]) -> bool {
+        let _ = (memory, offset, out);
+        false
+    }
+
     /// Gives memory that no page and no staging uses back to whom it came from, and returns how many bytes that
     /// was. A GPU's driver waits for everything that the GPU has to do, the caller's own work included. A
     /// device that keeps nothing back has nothing to give.

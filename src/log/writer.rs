@@ -27,7 +27,7 @@ use crate::error::{Error, Result};
 use crate::options::LogIo;
 use crate::phases::{self, Phase};
 use crate::poison::Poison;
-use crate::sync::atomic::{AtomicBool, Ordering};
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::thread::{self, JoinHandle};
 use crate::sync::{Condvar, Instant, Mutex, MutexGuard};
 
@@ -41,6 +41,8 @@ pub(crate) struct Log {
     /// durable. The store is poisoned before this is set.
     pub(super) failed: AtomicBool,
     pub(super) state: Mutex<State>,
+    /// The newest logged batch, where a batch is appended before it is logged: with a direct log.
+    logged: Option<Arc<AtomicU64>>,
     /// Held while segments are made, which takes syncs; `state` stays free meanwhile.
     growth: Mutex<()>,
     /// Something for the keeper to do.
@@ -67,9 +69,11 @@ impl Log {
         poison: Arc<Poison>,
         start: LogStart,
     ) -> Result<Arc<Self>> {
+        let logged = (io == LogIo::Direct).then(|| Arc::new(AtomicU64::new(start.point.lsn.0)));
         let log = Arc::new(Self {
             store,
             io,
+            logged,
             pool,
             poison,
             failed: AtomicBool::new(false),
@@ -158,8 +162,13 @@ impl Log {
         }
         let mut state = self.state.lock();
         while state.durable < lsn {
+            if state.syncing {
+                // Also where the log has failed meanwhile: what this sync makes durable is seen, and must be applied.
+                self.progress.wait(&mut state);
+                continue;
+            }
             self.check()?;
-            if state.syncing || state.waiters.has_next() {
+            if state.waiters.has_next() {
                 self.progress.wait(&mut state);
             } else if let Some(until) = state.more_until() {
                 self.progress.wait_until(&mut state, until);
@@ -246,13 +255,10 @@ impl Log {
         Ok(())
     }
 
-    /// The newest logged batch.
-    pub fn logged(&self) -> Lsn {
-        let state = self.state.lock();
-        match self.io {
-            LogIo::Mapped | LogIo::Buffered => state.point.lsn,
-            LogIo::Direct => state.durable,
-        }
+    /// The mark that says which is the newest logged batch; it only rises. `None` where each batch is logged once it is
+    /// appended.
+    pub fn logged_mark(&self) -> Option<Arc<AtomicU64>> {
+        self.logged.clone()
     }
 
     /// The newest durable batch.
@@ -452,6 +458,10 @@ impl<'a> Syncing<'a> {
         let mut state = self.log.state.lock();
         assert!(self.target >= state.durable);
         state.durable = self.target;
+        if let Some(logged) = &self.log.logged {
+            // Under the lock, so that a caller that finds the batch durable finds it logged.
+            logged.store(self.target.0, Ordering::Release);
+        }
         state.seals_durable = self.seals;
         while state.left_behind.front().is_some_and(|(_, last)| *last <= self.target) {
             state.left_behind.pop_front();

@@ -194,6 +194,7 @@ impl Warming {
     fn install(&self, pages: Vec<ColdPage>) {
         let warm: Vec<(PageId, u64)> = pages.iter().map(|cold| (cold.page, cold.memory.byte_len())).collect();
         let installed = self.applier.turn(move |turn| {
+            pages.iter().for_each(|cold| turn.versions.moved(cold.page, cold.memory.span().memory));
             turn.applied.memory.extend(pages.into_iter().map(|cold| (cold.page, cold.memory)));
             Ok(())
         });

@@ -132,8 +132,7 @@ impl Store {
         if self.check_process().is_err() {
             return Lsn(0);
         }
-        let Parts { committer, log, .. } = &*self.parts;
-        committer.lock().lsn().min(log.logged())
+        self.parts.versions.visible()
     }
 }
 

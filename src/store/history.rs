@@ -244,7 +244,18 @@ impl Store {
 
     fn restore(&self, lsn: Lsn, keeping: &mut Keeping) -> Result<Position> {
         let Parts {
-            committer, snapshots, options, disk, device, staging, applier, leases, log, poison, ..
+            committer,
+            snapshots,
+            options,
+            disk,
+            device,
+            staging,
+            applier,
+            versions,
+            leases,
+            log,
+            poison,
+            ..
         } = &*self.parts;
         // Memory is overwritten as a whole.
         applier.cold().wait_all()?;
@@ -256,6 +267,7 @@ impl Store {
             device,
             staging,
             applier,
+            versions,
             log,
             budget: &options.budget,
             compression: options.compression,

@@ -1,20 +1,22 @@
 //! Floor 7. The store: what a caller holds.
 //!
 //! These files only put the parts together: [`crate::commit`], [`crate::snapshot`], [`crate::restore`] and
-//! [`crate::recovery`] say how things work. `open` makes a store of them, `batches` changes pages, `pages` reads
-//! them, `history` goes back, `scrub` looks after the disk, `stats` counts.
+//! [`crate::recovery`] say how things work. `open` makes a store of them, `batches` changes pages, `pages` looks
+//! them up, `bytes` reads them, `view` does both as of one batch, `history` goes back, `scrub` looks after the disk, `stats` counts.
 
 mod batches;
+mod bytes;
 mod history;
 mod open;
 mod pages;
 mod scrub;
 mod stats;
+mod view;
 
 use std::any::Any;
 use std::sync::Arc;
 
-use remanent_format::{PageTable, StoreId};
+use remanent_format::StoreId;
 
 use crate::applier::{Applier, Leases};
 use crate::arena::Arena;
@@ -32,10 +34,12 @@ use crate::process::ForkGuard;
 use crate::recovery::{Recovered, Warmer};
 use crate::snapshot::{Background, Scrub, Scrubber, Snapshots};
 use crate::staging::StagingPool;
+use crate::versions::Versions;
 
 pub use batches::{Committed, Ticket};
 pub use pages::Cold;
 pub use stats::Stats;
+pub use view::{Pages, ReadView};
 
 /// A store directory, open for reading and writing: pages, root, log, snapshots.
 ///
@@ -80,6 +84,7 @@ struct Parts {
     arena: Arc<Arena>,
     staging: Arc<StagingPool>,
     applier: Arc<Applier>,
+    versions: Arc<Versions>,
     leases: Arc<Leases>,
     log: Arc<Log>,
     poison: Arc<Poison>,
@@ -131,15 +136,6 @@ impl Store {
         }
         drop(self);
         poison.check()
-    }
-
-    /// Looks at the applier's table, behind every batch submitted so far.
-    fn look<T: Send + 'static>(
-        &self,
-        look: impl FnOnce(&PageTable) -> Result<T> + Send + 'static,
-    ) -> Result<T> {
-        self.check_process()?;
-        self.parts.applier.turn(move |turn| look(&turn.applied.table))
     }
 
     /// Threads do not survive a fork: in the child, nothing would answer. Comes first in every call: a lock may be

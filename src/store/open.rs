@@ -6,7 +6,7 @@ use std::sync::Arc;
 use remanent_format::Lsn;
 
 use super::{Parts, Store};
-use crate::applier::{Applier, Leases};
+use crate::applier::{Applier, ApplierParts, Leases};
 use crate::arena::Arena;
 use crate::commit::{Committer, Waiting};
 use crate::device::Device;
@@ -25,6 +25,7 @@ use crate::snapshot::{Background, Mark, Progress, Rules, Scrub, Scrubber, Snapsh
 use crate::staging::StagingPool;
 use crate::sync::atomic::AtomicU64;
 use crate::sync::{Instant, Mutex};
+use crate::versions::Versions;
 
 /// A batch whose whole pages take more than this share of a segment, one in so many, writes them to an image
 /// file: the log would hold them until a snapshot writes them once more.
@@ -87,12 +88,18 @@ impl Store {
         applied.table.watch(changed);
         let log = Log::start(store.store, log_io, pool.clone(), poison.clone(), log)?;
         let leases = Arc::new(Leases::new(device.clone(), arena.clone(), poison.clone()));
+        let memory = |page| applied.memory.get(page).map(|memory| memory.span().memory);
+        let versions = Arc::new(Versions::new(&submitted, log.logged_mark(), memory));
+        let applier_parts = ApplierParts {
+            device: device.clone(),
+            arena: arena.clone(),
+            staging: staging.clone(),
+            poison: poison.clone(),
+            leases: leases.clone(),
+            versions: versions.clone(),
+        };
         let applier = Applier::start(
-            device.clone(),
-            arena.clone(),
-            staging.clone(),
-            poison.clone(),
-            leases.clone(),
+            applier_parts,
             {
                 let log = log.clone();
                 move |lsn| log.wait_logged_last(lsn)
@@ -115,6 +122,7 @@ impl Store {
         let committer = Committer {
             next_page: AtomicU64::new(submitted.next_page()),
             submitted: Mutex::new(submitted),
+            versions: versions.clone(),
             waiting: Waiting::new(),
             store: store.store,
             log: log.clone(),
@@ -184,6 +192,7 @@ impl Store {
                 arena,
                 staging,
                 applier,
+                versions,
                 leases,
                 log,
                 poison,

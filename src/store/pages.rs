@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use remanent_format::{Key, Lsn, Metadata, PageId, PageInfo};
+use remanent_format::{Key, Metadata, PageId, PageInfo};
 
-use super::{Parts, Store};
+use super::{Pages, Parts, Store};
 use crate::error::{Error, Result};
 use crate::lease::Lease;
 use crate::pin::{Pin, Pinning};
@@ -23,28 +23,6 @@ pub struct Cold {
 }
 
 impl Store {
-    /// Fills `out` with the page's bytes from `offset` on, as of the batch returned: the newest one
-    /// submitted before the call, or a later one. It is logged, but perhaps not yet durable.
-    ///
-    /// More than 64 KiB of a GPU's memory are copied aside there first, so that commits go on while the bytes come
-    /// to the host. Where the budget has no room for that, where so many reads are under way that they have copied
-    /// 1 GiB, or where this one alone is longer, deltas are applied when the read is done.
-    ///
-    /// # Errors
-    /// [`Error::UnknownPage`], [`Error::OutOfBounds`]; [`Error::Damaged`] if the page was cold
-    /// ([`Restore::OnDemand`]) and its image does not hold; [`Error::Poisoned`] if the device failed, now or
-    /// with a batch before. A store that is poisoned by its disk goes on being read.
-    pub fn read(&self, page: PageId, offset: u64, out: &mut [u8]) -> Result<Lsn> {
-        self.check_process()?;
-        let len = out.len() as u64;
-        let Parts { applier, device, staging, poison, .. } = &*self.parts;
-        let read = applier.read(&**device, staging, page, len, move |_| (offset, len));
-        let (_, lsn, bytes) = read.map_err(|error| poison.set_by_device(error))?;
-        out.copy_from_slice(&bytes);
-        staging.give(bytes.into_staging());
-        Ok(lsn)
-    }
-
     /// Leases a page: its bytes are read where they lie, as they are behind the newest batch submitted before
     /// the call, or a later one. Batches that change the page go on; each needs room for a copy of it, in the
     /// budget of its place.
@@ -100,36 +78,96 @@ impl Store {
         self.parts.applier.cold().wait_all()
     }
 
-    /// A page's length, version, key and metadata.
+    /// A page's length, version, key and metadata. Waits for nothing: neither for batches under way nor for a sync.
+    ///
+    /// Here as in all lookups and reads, what is seen is at least every batch that any call, of any thread, was told is
+    /// logged before this one began. A batch that was submitted and is not logged yet is not seen; all of a batch is
+    /// seen from one moment on.
     ///
     /// # Errors
-    /// [`Error::UnknownPage`].
+    /// [`Error::UnknownPage`]; [`Error::Forked`].
     pub fn page(&self, page: PageId) -> Result<PageInfo> {
-        self.look(move |table| table.get(page).ok_or(Error::UnknownPage { page }))
+        self.check_process()?;
+        let info = self.parts.versions.page(page, |entry| entry.info(page));
+        info.ok_or(Error::UnknownPage { page })
     }
 
-    /// The page that has this key.
+    /// The page that has this key. Waits for nothing, as [`Store::page`].
     ///
     /// # Errors
-    /// [`Error::UnknownKey`].
+    /// [`Error::UnknownKey`]; [`Error::Forked`].
     pub fn page_by_key(&self, key: &Key) -> Result<PageInfo> {
-        let key = key.clone();
-        self.look(move |table| table.get_key(&key).ok_or(Error::UnknownKey { key }))
+        self.check_process()?;
+        let info = self.parts.versions.page_by_key(key, |page, entry| entry.info(page));
+        info.ok_or_else(|| Error::UnknownKey { key: key.clone() })
     }
 
-    /// All pages, in the order of their ids.
+    /// Whether there is such a page. Waits for nothing, as [`Store::page`].
+    ///
+    /// ```
+    /// use remanent::{Key, Options, Place, Store};
+    /// let store = Store::temporary(Options::default())?;
+    /// let key = Key::new("block/7").unwrap();
+    /// let mut batch = store.batch();
+    /// batch.create_with(8, Place::Host, Some(key.clone()), Default::default());
+    /// let page = store.commit(batch)?.pages[0];
+    /// assert!(store.contains(page)? && store.contains_key(&key)?);
+    /// assert_eq!(store.page_count()?, 1);
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
     ///
     /// # Errors
-    /// [`Error::Closed`], [`Error::Forked`].
-    pub fn pages(&self) -> Result<Vec<PageInfo>> {
-        self.look(|table| Ok(table.pages().collect()))
+    /// [`Error::Forked`].
+    pub fn contains(&self, page: PageId) -> Result<bool> {
+        self.check_process()?;
+        Ok(self.parts.versions.page(page, |_| ()).is_some())
     }
 
-    /// The root: the store's own metadata.
+    /// Whether a page has this key. Waits for nothing, as [`Store::page`].
     ///
     /// # Errors
-    /// [`Error::Closed`], [`Error::Forked`].
+    /// [`Error::Forked`].
+    pub fn contains_key(&self, key: &Key) -> Result<bool> {
+        self.check_process()?;
+        Ok(self.parts.versions.page_by_key(key, |_, _| ()).is_some())
+    }
+
+    /// How many pages there are. Waits for nothing, as [`Store::page`].
+    ///
+    /// # Errors
+    /// [`Error::Forked`].
+    pub fn page_count(&self) -> Result<u64> {
+        self.check_process()?;
+        Ok(self.parts.versions.root(|_, page_count| page_count))
+    }
+
+    /// All pages as they are now, in the order of their ids. They are listed as they are asked for: batches go on
+    /// meanwhile, and change nothing of what is listed.
+    ///
+    /// ```
+    /// use remanent::{Options, Place, Store};
+    /// let store = Store::temporary(Options::default())?;
+    /// let mut batch = store.batch();
+    /// batch.create(4, Place::Host);
+    /// batch.create(8, Place::Host);
+    /// store.commit(batch)?;
+    /// let lens: Vec<u64> = store.pages()?.map(|info| info.len).collect();
+    /// assert_eq!(lens, [4, 8]);
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Forked`].
+    pub fn pages(&self) -> Result<Pages<'_>> {
+        Ok(self.view()?.into_pages())
+    }
+
+    /// The root: the store's own metadata. Waits for nothing, as [`Store::page`].
+    ///
+    /// # Errors
+    /// [`Error::Forked`].
     pub fn root(&self) -> Result<Arc<Metadata>> {
-        self.look(|table| Ok(table.root().clone()))
+        self.check_process()?;
+        Ok(self.parts.versions.root(|root, _| root.clone()))
     }
 }

@@ -11,6 +11,11 @@
 
 #[cfg(shuttle)]
 mod scheduled;
+#[cfg(not(shuttle))]
+mod shared;
+#[cfg(shuttle)]
+#[path = "shared_scheduled.rs"]
+mod shared;
 
 #[cfg(not(shuttle))]
 use std::num::NonZero;
@@ -23,6 +28,8 @@ pub use std::sync::{atomic, mpsc};
 pub use std::thread;
 #[cfg(not(shuttle))]
 pub use std::time::Instant;
+
+pub use shared::{Map, Swap, SwapGuard};
 
 #[cfg(shuttle)]
 pub use scheduled::{Condvar, Instant, Mutex, MutexGuard, RwLock, atomic, cores, mpsc, sleeps_until, thread};

@@ -200,7 +200,7 @@ fn an_exact_snapshot_is_the_state_of_one_moment() {
     store.snapshot().unwrap();
     let now = state(&store);
     let after = store.stats().places;
-    let pages: u64 = store.pages().unwrap().iter().map(|info| info.len).sum();
+    let pages: u64 = store.pages().unwrap().map(|info| info.len).sum();
     let allocated: u64 = after.iter().map(|(_, usage)| usage.allocated_bytes).sum();
     assert!(used[0].1.peak_bytes < after[0].1.peak_bytes && allocated == pages, "{after:?}");
     drop(store);
@@ -401,7 +401,7 @@ type Pages = Vec<(PageId, remanent::Epoch, Place, Metadata, Vec<u8>)>;
 
 /// Everything but keys.
 fn state(store: &Store) -> (Pages, Arc<Metadata>) {
-    let pages = store.pages().unwrap().into_iter();
+    let pages = store.pages().unwrap();
     let pages = pages
         .map(|info| (info.page, info.epoch, info.place, (*info.metadata).clone(), bytes(store, info.page)));
     (pages.collect(), store.root().unwrap())

@@ -205,7 +205,7 @@ fn commit(store: &Store, pages: &[PageId], number: u64) {
             batch.write(copy, 0, &[byte])
         }
         3 => batch.write_masked(pages[3], 8, Width::W1, &[0x55, 0xaa], &[byte; 16]),
-        _ => match store.pages().unwrap().into_iter().find(|info| !pages.contains(&info.page)) {
+        _ => match store.pages().unwrap().find(|info| !pages.contains(&info.page)) {
             Some(copy) => batch.delete(copy.page),
             None => &mut batch,
         },

@@ -79,7 +79,7 @@ pub struct State {
 impl State {
     /// The state of an open store, read from its memory.
     pub fn of(store: &Store) -> Self {
-        let pages = store.pages().unwrap();
+        let pages: Vec<PageInfo> = store.pages().unwrap().collect();
         let read = |info: &PageInfo| {
             let mut bytes = vec![0; info.len as usize];
             store.read(info.page, 0, &mut bytes).unwrap();

@@ -67,7 +67,7 @@ impl Writer {
 }
 
 fn shape(store: &Store) -> Shape {
-    store.pages().unwrap().into_iter().map(|info| (info.page, info.len)).collect()
+    store.pages().unwrap().map(|info| (info.page, info.len)).collect()
 }
 
 /// A follower with a replica that is held against the model after each batch.

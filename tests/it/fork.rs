@@ -113,7 +113,7 @@ fn a_thousand_children_change_nothing_beside_durable_commits() {
 fn fork_beside_commits(path: &Path, log_io: LogIo, told: &[u64]) -> Vec<u64> {
     let options = Options::default().segment_len(64 << 10).log_io(log_io).ack(Ack::Durable);
     let store = Store::open(path, options).unwrap_or_else(|error| panic!("{log_io}: {error}"));
-    let mut pages: Vec<PageId> = store.pages().unwrap().iter().map(|info| info.page).collect();
+    let mut pages: Vec<PageId> = store.pages().unwrap().map(|info| info.page).collect();
     let found: Vec<u64> = pages.iter().map(|page| number_in(&store, *page)).collect();
     assert_eq!(found, told, "{log_io}: what was acknowledged, and what is there");
     if pages.is_empty() {
@@ -205,6 +205,8 @@ fn every_call_in_a_child_is_refused_and_dropping_frees_nothing_of_the_parents() 
             let here = store.as_ref().expect("a copy of the parent's");
             let mut lease = Some(here.lease(pages[1]).unwrap());
             let mut pin = Some(here.pin(pages[2]).unwrap());
+            let mut as_of = Some(here.view().unwrap());
+            let mut listed = Some(here.pages().unwrap());
             // SAFETY: the host device follows no handle.
             let stream = unsafe { RawStream::from_cuda(1) };
             let outcome = in_child(|| {
@@ -215,6 +217,13 @@ fn every_call_in_a_child_is_refused_and_dropping_frees_nothing_of_the_parents() 
                 refused("page", here.page(pages[0]))?;
                 refused("page_by_key", here.page_by_key(&Key::new("key").unwrap()))?;
                 refused("pages", here.pages())?;
+                refused("view", here.view())?;
+                refused("contains", here.contains(pages[0]))?;
+                refused("contains_key", here.contains_key(&Key::new("key").unwrap()))?;
+                refused("page_count", here.page_count())?;
+                refused("read_key", here.read_key(&Key::new("key").unwrap(), 0, &mut [0; 8]))?;
+                refused("read_to_vec", here.read_to_vec(pages[0]))?;
+                refused("read_into", here.read_into(pages[0], &mut Vec::new()))?;
                 refused("root", here.root())?;
                 refused("submit", here.submit(here.batch()))?;
                 refused("commit", here.commit(here.batch()))?;
@@ -259,6 +268,15 @@ fn every_call_in_a_child_is_refused_and_dropping_frees_nothing_of_the_parents() 
                 refused("Lease::bytes", lease.bytes())?;
                 refused("Lease::on", lease.on(stream).map(drop))?;
                 refused("Pin::on", pin.on(stream).map(drop))?;
+                let (as_of, mut listed) = (as_of.take().unwrap(), listed.take().unwrap());
+                refused("ReadView::page", as_of.page(pages[0]))?;
+                refused("ReadView::page_by_key", as_of.page_by_key(&Key::new("key").unwrap()))?;
+                refused("ReadView::read", as_of.read(pages[0], 0, &mut [0; 8]))?;
+                let seen = (as_of.lsn(), as_of.page_count(), as_of.contains(pages[0]), as_of.root().len());
+                if seen != (Lsn(0), 0, false, 0) || as_of.pages().count() + listed.by_ref().count() > 0 {
+                    return Err(format!("a view of the parent's: {seen:?}\n"));
+                }
+                drop((as_of, listed));
                 refused("DeviceBytes::write", memory.write(0, &[1]))?;
                 refused("DeviceBytes::read", memory.read(0, &mut [0]))?;
                 if lease.address().or(pin.address()).or(memory.address()).is_some() {
@@ -280,6 +298,7 @@ fn every_call_in_a_child_is_refused_and_dropping_frees_nothing_of_the_parents() 
             // What the parent had is as it was.
             assert!(lease.unwrap().bytes().unwrap()[..128 << 10] == [7; 128 << 10]);
             assert_eq!(pin.unwrap().page(), pages[2]);
+            assert!(as_of.unwrap().contains(pages[0]) && listed.unwrap().eq(here.pages().unwrap()));
             outcome
         };
         everything(&mut store).unwrap();

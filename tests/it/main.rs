@@ -50,6 +50,7 @@ mod moves;
 mod on_demand;
 mod past;
 mod pins;
+mod reads;
 mod readme;
 mod recovery;
 mod replaying;

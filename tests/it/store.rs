@@ -88,13 +88,13 @@ fn a_refused_batch_changes_nothing() {
     let page = batch.create_with(8, Place::Host, Some(key("a")), Metadata::new());
     let page =
         store.commit(batch).map(|done| done.pages[0]).unwrap_or_else(|error| panic!("{error} {page:?}"));
-    let before = (store.pages().unwrap(), store.lsn());
+    let before = (store.pages().unwrap().collect::<Vec<_>>(), store.lsn());
     let refuse = |build: &dyn Fn(&mut remanent::WriteBatch)| {
         let mut batch = store.batch();
         batch.set_root("touched", true);
         build(&mut batch);
         let error = store.commit(batch).unwrap_err();
-        assert_eq!((store.pages().unwrap(), store.lsn()), before, "{error}");
+        assert_eq!((store.pages().unwrap().collect::<Vec<_>>(), store.lsn()), before, "{error}");
         assert!(!store.root().unwrap().contains_key("touched"), "{error}");
         error
     };
@@ -274,7 +274,7 @@ fn the_pure_rebuild_agrees_with_recovery() {
     .unwrap();
     assert_eq!(rebuilt.contents[&page], bytes(&store, page));
     assert_eq!(bytes(&store, page), b"\0\0\0ab\0\0\0\0");
-    assert_eq!(rebuilt.table.pages().collect::<Vec<_>>(), store.pages().unwrap());
+    assert!(rebuilt.table.pages().eq(store.pages().unwrap()));
 }
 
 #[test]

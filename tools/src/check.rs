@@ -166,7 +166,7 @@ pub fn compare(simulation: &Simulation, epochs: Epochs, rebuilt: &Rebuilt) -> Ve
 
 /// All differences between an open store and the simulation.
 pub fn compare_open(simulation: &Simulation, store: &Store) -> Result<Vec<Difference>, Error> {
-    let pages = store.pages()?;
+    let pages: Vec<PageInfo> = store.pages()?.collect();
     let read = |info: &PageInfo| {
         let mut bytes = vec![0; info.len as usize];
         store.read(info.page, 0, &mut bytes).map(|_| bytes)

@@ -249,7 +249,7 @@ impl<'a> Version<'a> {
         let (batch, totals) = (store.batch(), Totals::default());
         let (before, after) = (vec![0; PIECE_LEN], vec![0; PIECE_LEN]);
         let mut version = Self { store, file, place, batch, is_new: false, totals, before, after };
-        let pages = store.pages().map_err(engine_failure)?;
+        let pages: Vec<PageInfo> = store.pages().map_err(engine_failure)?.collect();
         let header = pages.iter().find(|info| is_header(info));
         let mut old = version.tensors_before(&pages, header)?;
         let mut keys: BTreeSet<Key> = pages.iter().filter_map(|info| info.key.clone()).collect();

@@ -1,5 +1,7 @@
-//! Floor 0. A page as the table holds it: half of what a [`PageInfo`] takes, for there is one a page, in two tables of
-//! each open store.
+//! Floor 0. A page as the table holds it: half of what a [`PageInfo`] takes, for there is one a page, in each table of
+//! an open store.
+
+use std::sync::Arc;
 
 use crate::ids::{Epoch, Key, Lsn, PageId, Place};
 use crate::limits::{DEVICE_ORDINAL_MAX, PAGE_LEN_MAX};
@@ -7,15 +9,17 @@ use crate::value::SharedMetadata;
 
 use super::{PageInfo, Refusal};
 
-/// What is known of a page. Its id is where it lies.
+/// What is known of a page, without its id: that says where the entry lies.
 #[derive(Clone, Debug)]
-pub(super) struct Entry {
+pub struct PageEntry {
+    /// The page's version.
     pub epoch: Epoch,
+    /// The batch that changed the page last, or moved it.
     pub lsn: Lsn,
     /// The length, and where that cannot reach the place.
     len_and_place: u64,
     /// What few pages have.
-    named: Option<Box<Named>>,
+    named: Option<Arc<Named>>,
 }
 
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -29,7 +33,7 @@ const PLACE_BIT: u32 = 48;
 const KIND_BITS: u32 = 3;
 const _: () = assert!(PAGE_LEN_MAX < 1 << PLACE_BIT);
 const _: () = assert!((DEVICE_ORDINAL_MAX as u64) < 1 << (u64::BITS - PLACE_BIT - KIND_BITS));
-const _: () = assert!(size_of::<Entry>() == 32);
+const _: () = assert!(size_of::<PageEntry>() == 32);
 
 fn pack(len: u64, place: Place) -> u64 {
     let (kind, ordinal) = place.to_raw();
@@ -37,17 +41,24 @@ fn pack(len: u64, place: Place) -> u64 {
     len | u64::from(kind) << PLACE_BIT | u64::from(ordinal) << (PLACE_BIT + KIND_BITS)
 }
 
-impl Entry {
+impl PageEntry {
+    /// The page's length in bytes.
+    #[must_use]
+    #[expect(clippy::len_without_is_empty, reason = "a page of no bytes is as good as any other")]
     pub fn len(&self) -> u64 {
         self.len_and_place & ((1 << PLACE_BIT) - 1)
     }
 
+    /// Where the page lives.
+    #[must_use]
     pub fn place(&self) -> Place {
         let kind = self.len_and_place >> PLACE_BIT & ((1 << KIND_BITS) - 1);
         let ordinal = self.len_and_place >> (PLACE_BIT + KIND_BITS);
         Place::from_raw(kind as u8, ordinal as u32).expect("packed from a place")
     }
 
+    /// The user's name for the page.
+    #[must_use]
     pub fn key(&self) -> Option<&Key> {
         self.named.as_ref()?.key.as_ref()
     }
@@ -56,7 +67,8 @@ impl Entry {
         self.named.as_ref().map(|named| named.metadata.clone()).unwrap_or_default()
     }
 
-    /// All of it.
+    /// All that is known of the page.
+    #[must_use]
     pub fn info(&self, page: PageId) -> PageInfo {
         PageInfo {
             page,
@@ -79,27 +91,38 @@ impl Entry {
             None => metadata.is_same(&SharedMetadata::default()),
         };
         if !is_same {
-            self.named.get_or_insert_default().metadata = metadata.clone();
+            Arc::make_mut(self.named.get_or_insert_default()).metadata = metadata.clone();
         }
     }
 
+    /// Whether a newer state of the page is another one by its epoch and its batch alone, so far as that is known
+    /// without a look at the metadata.
+    #[must_use]
+    pub fn is_same_but_numbers(&self, newer: &PageInfo) -> bool {
+        let is_same = match &self.named {
+            Some(named) => named.key == newer.key && named.metadata.is_same(&newer.metadata),
+            None => newer.key.is_none() && newer.metadata.is_same(&SharedMetadata::default()),
+        };
+        is_same && self.len_and_place == pack(newer.len, newer.place)
+    }
+
     /// The range of a change of bytes must lie within the page.
-    pub fn check_range(&self, page: PageId, offset: u64, len: u64) -> Result<(), Refusal> {
+    pub(super) fn check_range(&self, page: PageId, offset: u64, len: u64) -> Result<(), Refusal> {
         check_range(page, self.len(), offset, len)
     }
 }
 
-impl From<&PageInfo> for Entry {
+impl From<&PageInfo> for PageEntry {
     fn from(info: &PageInfo) -> Self {
         let PageInfo { page: _, key, len, epoch, lsn, place, metadata } = info;
         let is_named = key.is_some() || !metadata.is_empty();
-        let named = is_named.then(|| Box::new(Named { key: key.clone(), metadata: metadata.clone() }));
+        let named = is_named.then(|| Arc::new(Named { key: key.clone(), metadata: metadata.clone() }));
         Self { epoch: *epoch, lsn: *lsn, len_and_place: pack(*len, *place), named }
     }
 }
 
 /// Where nothing is named that is as good as a name and metadata that are empty.
-impl PartialEq for Entry {
+impl PartialEq for PageEntry {
     fn eq(&self, other: &Self) -> bool {
         let numbers = |entry: &Self| (entry.epoch, entry.lsn, entry.len_and_place);
         numbers(self) == numbers(other)
@@ -147,12 +170,12 @@ mod tests {
             {
                 let (epoch, lsn) = (Epoch(u64::MAX), Lsn(u64::MAX - 1));
                 let info = PageInfo { len, place, epoch, lsn, ..info.clone() };
-                let entry = Entry::from(&info);
+                let entry = PageEntry::from(&info);
                 assert_eq!((entry.info(info.page), entry.len()), (info.clone(), len));
                 // It becomes what it was made of, whatever it was before.
                 for metadata in [named(None, None), named(None, Some("other"))].map(|info| info.metadata) {
                     let before = PageInfo { metadata, len: 5, place: Place::Host, ..info.clone() };
-                    let mut newer = Entry::from(&before);
+                    let mut newer = PageEntry::from(&before);
                     newer.become_newer(&info);
                     assert_eq!((newer.info(info.page), &newer), (info.clone(), &entry));
                 }

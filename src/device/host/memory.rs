@@ -81,6 +81,11 @@ impl Memories {
         self.memories.get(id).unwrap_or_else(|| panic!("{id:?} is no memory of this device"))
     }
 
+    /// A memory, unless it was released.
+    pub fn find(&self, id: MemoryId) -> Option<&Memory> {
+        self.memories.get(id)
+    }
+
     /// Adds a long memory.
     pub fn insert(&mut self, memory: Memory) -> MemoryId {
         self.last += 1;
@@ -152,6 +157,12 @@ impl Memory {
     /// A span of its bytes, to change them.
     pub fn write(&self, span: Span) -> MappedRwLockWriteGuard<'_, [u8]> {
         RwLockWriteGuard::map(self.block.bytes.write(), |bytes| &mut bytes.make_mut()[self.range(span)])
+    }
+
+    /// Whether it has `len` bytes from `offset` on.
+    pub fn has(&self, offset: u64, len: u64) -> bool {
+        let whole = self.slot.map_or(self.block.len, |slot| slot.len.into());
+        offset.checked_add(len).is_some_and(|end| end <= whole)
     }
 
     /// A span of it as a range of its block; panics if it does not lie in the memory.

@@ -170,5 +170,5 @@ fn a_long_page_that_is_deleted_meanwhile_is_left_out() {
     assert_eq!(snapshot.pages, 0, "{snapshot:?}");
     drop(store);
     let store = Store::open(directory.path(), options()).unwrap();
-    assert_eq!(store.pages().unwrap().iter().map(|info| info.page).collect::<Vec<_>>(), [PageId(2)]);
+    assert_eq!(store.pages().unwrap().map(|info| info.page).collect::<Vec<_>>(), [PageId(2)]);
 }

@@ -82,7 +82,8 @@ fn a_panic_of_the_applier_is_heard_of_and_costs_nothing() {
         let outcomes = two_wait(&store, Ack::Applied);
         all_told(&outcomes, "the applier's thread panicked");
         assert!(matches!(store.read(line.page, 0, &mut [0; 8]), Err(Error::Poisoned(_))));
-        assert!(matches!(store.pages(), Err(Error::Poisoned(_))));
+        // What pages are is no matter of the applier's, and what was logged is logged.
+        assert!(store.contains(line.page).unwrap());
         poisoned(&store);
         let logged = store.lsn();
         store.close().unwrap_err();

@@ -124,7 +124,7 @@ pub fn check_open(state: &State, store: &Store, at: &str) {
         store.read(info.page, 0, &mut bytes).unwrap();
         bytes
     };
-    check_state(state, store.pages().unwrap().into_iter(), &store.root().unwrap(), read, at);
+    check_state(state, store.pages().unwrap(), &store.root().unwrap(), read, at);
 }
 
 fn check_state(

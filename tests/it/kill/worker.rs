@@ -84,7 +84,7 @@ pub fn work(directory: &Path, manner: Manner) -> ! {
 
 /// The pages of a store.
 pub fn shape(store: &Store) -> Result<Shape> {
-    Ok(store.pages()?.into_iter().map(|info| (info.page, info.len)).collect())
+    Ok(store.pages()?.map(|info| (info.page, info.len)).collect())
 }
 
 impl<'a> Work<'a> {

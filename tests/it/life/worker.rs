@@ -237,7 +237,7 @@ impl Worker {
 }
 
 fn all_pages(store: &Store) -> Result<Vec<PageInfo>, Error> {
-    store.pages()
+    Ok(store.pages()?.collect())
 }
 
 /// The whole state in one line: the newest batch, the root's entry, and every page with the sum of its bytes.

@@ -376,7 +376,7 @@ fn compare(store: &Store, model: &Model) {
 fn compare_table(store: &Store, model: &Model) {
     assert_eq!(store.lsn(), Lsn(model.lsn));
     assert_eq!(*store.root().unwrap(), model.root);
-    compare_infos(&store.pages().unwrap(), model);
+    compare_infos(&store.pages().unwrap().collect::<Vec<_>>(), model);
     if model.in_background {
         return;
     }

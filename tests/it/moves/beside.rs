@@ -157,7 +157,7 @@ fn snapshots_beside_moves_show_every_page_where_it_was() {
         let store = open(&disk, &device, small().snapshots_kept(1000));
         let pages: Vec<PageId> =
             (0..PAGES).map(|number| create(&store, Place::Device(0), number).0).collect();
-        let mut states = BTreeMap::from([(store.lsn(), store.pages().unwrap())]);
+        let mut states = BTreeMap::from([(store.lsn(), store.pages().unwrap().collect::<Vec<_>>())]);
         let (done, count) = (AtomicBool::new(false), AtomicUsize::new(0));
         let snapshots = std::thread::scope(|scope| {
             let snapshots = scope.spawn(|| {
@@ -181,7 +181,7 @@ fn snapshots_beside_moves_show_every_page_where_it_was() {
                     batch.fill(page, round as u64 % LEN / 2, 9, &[round as u8]);
                 }
                 let lsn = store.commit(batch).unwrap().position.lsn;
-                states.insert(lsn, store.pages().unwrap());
+                states.insert(lsn, store.pages().unwrap().collect::<Vec<_>>());
             }
             done.store(true, Ordering::Release);
             snapshots.join().unwrap()

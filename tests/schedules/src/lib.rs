@@ -38,3 +38,5 @@ mod runner;
 mod scrubs;
 #[cfg(all(test, shuttle))]
 mod snapshots;
+#[cfg(all(test, shuttle))]
+mod views;

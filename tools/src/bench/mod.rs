@@ -24,6 +24,7 @@ mod create;
 mod growth;
 mod follow;
 mod steady;
+mod lookup;
 
 use std::path::PathBuf;
 
@@ -66,6 +67,7 @@ enum What {
     Growth(growth::Growth),
     Follow(follow::Follow),
     Steady(steady::Steady),
+    Lookup(lookup::Lookup),
     Ceilings(ceilings::Ceilings),
     #[command(hide = true)]
     Open(opener::Opener),
@@ -116,6 +118,7 @@ impl Bench {
             What::Growth(what) => run(what, out),
             What::Follow(what) => run(what, out),
             What::Steady(what) => run(what, out),
+            What::Lookup(what) => run(what, out),
             What::Ceilings(what) => run(what, out),
             What::Open(what) => what.run(out),
         }

@@ -20,6 +20,7 @@ const SMALL: &[(&str, &[&str])] = &[
     ("create", &["--bytes", "2MiB", "--batch", "1MiB", "--page-len", "256KiB"]),
     ("growth", &["--pages", "200,300", "--commits", "20"]),
     ("follow", &["--batches", "20", "--idle", "0.01"]),
+    ("lookup", &["--threads", "2", "--pages", "500", "--seconds", "0.01"]),
     ("steady", &["--threads", "2", "--len", "64KiB,4KiB", "--bytes", "1MiB", "--seconds", "0.05"]),
     ("ceilings", &["--bytes", "1MiB"]),
 ];

@@ -30,7 +30,7 @@ fn commit(store: &Store, step: u64) {
     if step == 1 {
         batch.create_with(5000, Place::Host, Some(Key::new("weights").unwrap()), Default::default());
     } else {
-        batch.fill(store.pages().unwrap()[0].page, 0, 5000, &[step as u8]);
+        batch.fill(store.pages().unwrap().next().unwrap().page, 0, 5000, &[step as u8]);
     }
     let position = store.commit(batch).unwrap().position;
     store.wait_durable(position.lsn).unwrap();
@@ -234,7 +234,7 @@ fn a_busy_store_is_not_called_damaged() {
     let options = Options::default().segment_len(16 << 10).snapshots_kept(1);
     let store = Store::open(scratch.store(), options).unwrap();
     commit(&store, 1);
-    let page = store.pages().unwrap()[0].page;
+    let page = store.pages().unwrap().next().unwrap().page;
     let is_done = AtomicBool::new(false);
     std::thread::scope(|scope| {
         scope.spawn(|| {

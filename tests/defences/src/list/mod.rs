@@ -9,6 +9,7 @@ mod durable;
 mod log;
 mod open;
 mod process;
+mod reads;
 mod recovery;
 mod salvage;
 mod structures;
@@ -72,7 +73,16 @@ const GOLDEN: Test = Test { binary: "golden", name: "every_defect_is_named" };
 
 /// All defences.
 pub fn all() -> impl Iterator<Item = &'static Defence> {
-    [structures::LIST, log::LIST, salvage::LIST, recovery::LIST, durable::LIST, open::LIST, process::LIST]
-        .into_iter()
-        .flatten()
+    [
+        structures::LIST,
+        log::LIST,
+        salvage::LIST,
+        recovery::LIST,
+        durable::LIST,
+        open::LIST,
+        process::LIST,
+        reads::LIST,
+    ]
+    .into_iter()
+    .flatten()
 }

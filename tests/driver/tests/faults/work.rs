@@ -207,7 +207,7 @@ impl Work {
         Ok(State {
             lsn: store.lsn(),
             step: store.root()?["step"].clone(),
-            pages: store.pages()?.into_iter().map(with_bytes).collect::<Result<_>>()?,
+            pages: store.pages()?.map(with_bytes).collect::<Result<_>>()?,
         })
     }
 

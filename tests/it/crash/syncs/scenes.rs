@@ -267,7 +267,7 @@ pub fn second_snapshot(bench: &mut Bench) -> Result<Driver, Error> {
         driver.commit(&store, &mut writer, Ack::Durable)?;
     }
     // Most pages changed, so that the second snapshot does not follow the first.
-    let page = Target::Page(store.pages()?[0].page);
+    let page = Target::Page(store.pages()?.next().expect("a page").page);
     let fill = Act::Fill { page, offset: 0, len: 4, pattern: vec![7; 4] };
     driver.commit_acts(&store, vec![fill], Ack::Durable)?;
     bench.leave_out(&driver.disk);

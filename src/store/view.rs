@@ -1,0 +1,169 @@
+//! Floor 7. Looking at pages and root as of one batch, while others commit.
+
+use std::sync::Arc;
+
+use remanent_format::{Key, Lsn, Metadata, PageId, PageInfo};
+
+use super::Store;
+use crate::error::{Error, Result};
+use crate::process::ForkGuard;
+use crate::versions::TableView;
+
+/// The pages and the root of an open store as of one batch: what is looked up here belongs together, whatever is
+/// committed meanwhile.
+///
+/// A view keeps what pages were, some hundred bytes for each change that is committed while it is held, and no page's
+/// bytes: [`ReadView::read`] says so where a page has changed since. A lease keeps one page's bytes.
+///
+/// ```
+/// use remanent::{Error, Options, Place, Store};
+/// let store = Store::temporary(Options::default())?;
+/// let mut batch = store.batch();
+/// let page = batch.create(4, Place::Host);
+/// batch.set_root("step", 1u64);
+/// let page = store.commit(batch)?.pages[0];
+///
+/// let view = store.view()?;
+/// let mut batch = store.batch();
+/// batch.resize(page, 8).set_root("step", 2u64);
+/// store.commit(batch)?;
+/// assert_eq!((view.page(page)?.len, &view.root()["step"]), (4, &1u64.into()));
+/// assert_eq!((store.page(page)?.len, &store.root()?["step"]), (8, &2u64.into()));
+/// assert!(matches!(view.read(page, 0, &mut [0; 4]), Err(Error::Overtaken { .. })));
+/// # Ok::<(), remanent::Error>(())
+/// ```
+pub struct ReadView<'s> {
+    store: &'s Store,
+    /// A process that was forked from this one has no views.
+    table: ForkGuard<TableView<'s>>,
+}
+
+/// All pages of a store as of one batch, in the order of their ids.
+///
+/// Made by [`Store::pages`] and [`ReadView::pages`].
+pub struct Pages<'s> {
+    view: PagesView<'s>,
+    next: Option<PageId>,
+    left: u64,
+}
+
+/// A view that is listed.
+enum PagesView<'s> {
+    Own(ReadView<'s>),
+    Borrowed(&'s ReadView<'s>),
+}
+
+impl Store {
+    /// A view of pages and root as they are now: as of the newest batch that is logged. Waits for nothing. A forked
+    /// child that inherits one finds nothing in it.
+    ///
+    /// # Errors
+    /// [`Error::Forked`].
+    pub fn view(&self) -> Result<ReadView<'_>> {
+        self.check_process()?;
+        Ok(ReadView { store: self, table: ForkGuard::new(self.parts.versions.view()) })
+    }
+}
+
+impl<'s> ReadView<'s> {
+    /// The batch as of which everything here is; 0 in a forked child.
+    #[must_use]
+    pub fn lsn(&self) -> Lsn {
+        self.table.check().map_or(Lsn(0), TableView::lsn)
+    }
+
+    /// The root; empty in a forked child.
+    #[must_use]
+    pub fn root(&self) -> Arc<Metadata> {
+        self.table.check().map(|table| table.root().0).unwrap_or_default()
+    }
+
+    /// A page's length, version, key and metadata.
+    ///
+    /// # Errors
+    /// [`Error::UnknownPage`]; [`Error::Forked`].
+    pub fn page(&self, page: PageId) -> Result<PageInfo> {
+        self.table.check()?.page(page).ok_or(Error::UnknownPage { page })
+    }
+
+    /// The page that has this key.
+    ///
+    /// # Errors
+    /// [`Error::UnknownKey`]; [`Error::Forked`].
+    pub fn page_by_key(&self, key: &Key) -> Result<PageInfo> {
+        self.table.check()?.page_by_key(key).ok_or_else(|| Error::UnknownKey { key: key.clone() })
+    }
+
+    /// Whether there is such a page; none is in a forked child.
+    #[must_use]
+    pub fn contains(&self, page: PageId) -> bool {
+        self.table.check().is_ok_and(|table| table.page(page).is_some())
+    }
+
+    /// How many pages there are; none in a forked child.
+    #[must_use]
+    pub fn page_count(&self) -> u64 {
+        self.table.check().map_or(0, |table| table.root().1)
+    }
+
+    /// All pages, in the order of their ids.
+    #[must_use]
+    pub fn pages(&'s self) -> Pages<'s> {
+        Pages { left: self.page_count(), next: Some(PageId(0)), view: PagesView::Borrowed(self) }
+    }
+
+    pub(super) fn into_pages(self) -> Pages<'s> {
+        Pages { left: self.page_count(), next: Some(PageId(0)), view: PagesView::Own(self) }
+    }
+
+    /// Fills `out` with bytes of a page that has not changed since.
+    ///
+    /// # Errors
+    /// [`Error::Overtaken`] if the page has changed; else as for [`Store::read`].
+    pub fn read(&self, page: PageId, offset: u64, out: &mut [u8]) -> Result<()> {
+        let info = self.page(page)?;
+        let len = out.len() as u64;
+        if offset.checked_add(len).is_none_or(|end| end > info.len) {
+            return Err(Error::OutOfBounds { page, offset, len, page_len: info.len });
+        }
+        self.store.read_as_of(&info, offset, out)
+    }
+}
+
+impl Iterator for Pages<'_> {
+    type Item = PageInfo;
+
+    fn next(&mut self) -> Option<PageInfo> {
+        let view = match &self.view {
+            PagesView::Own(view) => view,
+            PagesView::Borrowed(view) => view,
+        };
+        let Ok(table) = view.table.check() else {
+            self.left = 0;
+            return None;
+        };
+        let info = table.next(self.next?)?;
+        self.next = info.page.0.checked_add(1).map(PageId);
+        self.left = self.left.saturating_sub(1);
+        Some(info)
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        let left = usize::try_from(self.left).unwrap_or(usize::MAX);
+        (left, Some(left))
+    }
+}
+
+impl ExactSizeIterator for Pages<'_> {}
+
+impl std::fmt::Debug for ReadView<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ReadView").field("lsn", &self.lsn()).finish_non_exhaustive()
+    }
+}
+
+impl std::fmt::Debug for Pages<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Pages").field("left", &self.left).finish_non_exhaustive()
+    }
+}

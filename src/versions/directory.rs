@@ -1,0 +1,196 @@
+//! Floor 4. Where the versions of a page are found: by its id, in two steps.
+//!
+//! Ids rise and are given out one after the other, so pages lie together by the chunk, and chunks by the row. What is
+//! empty goes, for a store that lives for years uses many ids. Readers take what is there without a lock; one writer
+//! at a time adds and removes. A reader that holds a chunk which was taken out meanwhile sees that it is empty, as it
+//! was when it was taken out.
+
+use std::array;
+use std::sync::Arc;
+
+use remanent_format::PageId;
+
+use super::chain::{PageState, Version};
+use crate::device::MemoryId;
+use crate::sync::Swap;
+use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+/// Pages of a chunk, and chunks of a row. A test's scheduler stops at each of them.
+const WIDTH: usize = if cfg!(shuttle) { 4 } else { 256 };
+
+/// All pages.
+pub(super) struct Directory {
+    /// By their numbers, in their order. Never empty of a list, so that a reader need not tell two cases apart.
+    rows: Swap<Vec<(u64, Arc<Row>)>>,
+}
+
+struct Row {
+    chunks: [Swap<Chunk>; WIDTH],
+    /// How many chunks there are: the writer's.
+    used: AtomicUsize,
+}
+
+/// Pages with neighbouring ids.
+struct Chunk {
+    slots: [Slot; WIDTH],
+    /// How many slots hold anything: the writer's.
+    used: AtomicUsize,
+}
+
+/// One page.
+pub(super) struct Slot {
+    /// Its versions.
+    pub newest: Swap<Version<PageState>>,
+    /// Where its bytes are; 0 while that is not known. The applier says it.
+    memory: AtomicU64,
+}
+
+impl Slot {
+    fn new(newest: Option<Arc<Version<PageState>>>, memory: Option<MemoryId>) -> Self {
+        let memory = memory.map_or(0, |memory| memory.0);
+        Self { newest: Swap::new(newest), memory: AtomicU64::new(memory) }
+    }
+
+    /// Where the page's bytes are, if that is known.
+    pub fn memory(&self) -> Option<MemoryId> {
+        let memory = self.memory.load(Ordering::Acquire);
+        (memory != 0).then_some(MemoryId(memory))
+    }
+
+    /// Says where the page's bytes are.
+    pub fn set_memory(&self, memory: MemoryId) {
+        self.memory.store(memory.0, Ordering::Release);
+    }
+}
+
+impl Row {
+    fn new() -> Self {
+        Self { chunks: array::from_fn(|_| Swap::new(None)), used: AtomicUsize::new(0) }
+    }
+}
+
+/// A page's place: its row, its chunk in that, and its slot in that.
+fn place(page: u64) -> (u64, usize, usize) {
+    let width = WIDTH as u64;
+    (page / width / width, (page / width % width) as usize, (page % width) as usize)
+}
+
+impl Directory {
+    /// These pages, in the order of their ids.
+    pub fn new(pages: impl Iterator<Item = (PageId, PageState, Option<MemoryId>)>) -> Self {
+        let mut rows: Vec<(u64, Arc<Row>)> = Vec::new();
+        let mut pages = pages.peekable();
+        while let Some((first, _, _)) = pages.peek() {
+            let (row, at, _) = place(first.0);
+            let mut of_chunk = |slot: usize| {
+                let is_it = |(page, _, _): &(PageId, _, _)| place(page.0) == (row, at, slot);
+                pages.next_if(is_it).map(|(_, state, memory)| (Version::new(state, None), memory))
+            };
+            let mut used = 0;
+            let slots = array::from_fn(|slot| {
+                let Some((version, memory)) = of_chunk(slot) else { return Slot::new(None, None) };
+                used += 1;
+                Slot::new(Some(version), memory)
+            });
+            let chunk = Arc::new(Chunk { slots, used: AtomicUsize::new(used) });
+            if rows.last().is_none_or(|(last, _)| *last != row) {
+                rows.push((row, Arc::new(Row::new())));
+            }
+            let (_, of_chunk) = rows.last().expect("pushed just now");
+            of_chunk.chunks[at].set(Some(chunk));
+            of_chunk.used.fetch_add(1, Ordering::Relaxed);
+        }
+        Self { rows: Swap::new(Some(Arc::new(rows))) }
+    }
+
+    /// What `look` makes of a page's slot, where there is one.
+    pub fn look<R>(&self, page: PageId, look: impl FnOnce(&Slot) -> R) -> Option<R> {
+        let (row, at, slot) = place(page.0);
+        let rows = self.rows.look();
+        let rows = rows.as_ref()?;
+        let position = rows.binary_search_by_key(&row, |(number, _)| *number).ok()?;
+        let chunk = rows[position].1.chunks[at].look();
+        Some(look(&chunk.as_ref()?.slots[slot]))
+    }
+
+    /// Puts a version into a page's slot. For the writer.
+    pub fn set(&self, page: PageId, version: Arc<Version<PageState>>) {
+        let (row, at, slot) = place(page.0);
+        let row = self.row_or_new(row);
+        let chunk = row.chunks[at].get().unwrap_or_else(|| {
+            let chunk = Chunk { slots: array::from_fn(|_| Slot::new(None, None)), used: AtomicUsize::new(0) };
+            let chunk = Arc::new(chunk);
+            row.chunks[at].set(Some(chunk.clone()));
+            row.used.fetch_add(1, Ordering::Relaxed);
+            chunk
+        });
+        let newest = &chunk.slots[slot].newest;
+        let is_new = newest.look().is_none();
+        newest.set(Some(version));
+        chunk.used.fetch_add(is_new.into(), Ordering::Relaxed);
+    }
+
+    /// Empties the slot of a page that is gone for good, and takes out what is empty with it. For the writer.
+    pub fn clear(&self, page: PageId) {
+        let (number, at, slot) = place(page.0);
+        let rows = self.rows.get().unwrap_or_default();
+        let Ok(position) = rows.binary_search_by_key(&number, |(number, _)| *number) else { return };
+        let row = &rows[position].1;
+        let Some(chunk) = row.chunks[at].get() else { return };
+        chunk.slots[slot].newest.set(None);
+        chunk.slots[slot].memory.store(0, Ordering::Release);
+        if chunk.used.fetch_sub(1, Ordering::Relaxed) > 1 {
+            return;
+        }
+        row.chunks[at].set(None);
+        if row.used.fetch_sub(1, Ordering::Relaxed) > 1 {
+            return;
+        }
+        let left = rows.iter().filter(|(other, _)| *other != number).cloned().collect();
+        self.rows.set(Some(Arc::new(left)));
+    }
+
+    fn row_or_new(&self, number: u64) -> Arc<Row> {
+        let rows = self.rows.get().unwrap_or_default();
+        match rows.binary_search_by_key(&number, |(number, _)| *number) {
+            Ok(position) => rows[position].1.clone(),
+            Err(position) => {
+                let row = Arc::new(Row::new());
+                let mut more = (*rows).clone();
+                more.insert(position, (number, row.clone()));
+                self.rows.set(Some(Arc::new(more)));
+                row
+            }
+        }
+    }
+
+    /// How many rows there are.
+    #[cfg(test)]
+    pub fn row_count(&self) -> usize {
+        self.rows.get().map_or(0, |rows| rows.len())
+    }
+
+    /// What `look` makes of the first slot from this id on of which it makes anything.
+    pub fn find<R>(&self, from: PageId, look: impl Fn(PageId, &Slot) -> Option<R>) -> Option<R> {
+        let (mut row_from, mut chunk_from, mut slot_from) = place(from.0);
+        let rows = self.rows.get()?;
+        let first = rows.partition_point(|(number, _)| *number < row_from);
+        for (number, row) in &rows[first..] {
+            if *number != row_from {
+                (row_from, chunk_from, slot_from) = (*number, 0, 0);
+            }
+            for at in chunk_from..WIDTH {
+                let chunk = row.chunks[at].look();
+                let from = if at == chunk_from { slot_from } else { 0 };
+                let Some(chunk) = chunk.as_ref() else { continue };
+                let first_id = (number * WIDTH as u64 + at as u64) * WIDTH as u64;
+                let mut slots = chunk.slots.iter().enumerate().skip(from);
+                let found = slots.find_map(|(slot, state)| look(PageId(first_id + slot as u64), state));
+                if found.is_some() {
+                    return found;
+                }
+            }
+        }
+        None
+    }
+}

@@ -1,0 +1,455 @@
+//! Floor 4. The table that readers see: versions of pages, keys and root, found by any thread without a lock.
+//!
+//! A batch installs its versions under the submission lock, right after its append to the log. It becomes visible when
+//! two marks have reached it: `installed`, which says that all of its versions are in place, and the log's `logged`,
+//! where that comes after the append. Both only rise, so the lower of them rises too, and all of a batch becomes visible
+//! at one point. What a caller was told is logged is visible to every read that begins then.
+//!
+//! A reader loads the mark, then a page's newest version, and goes back until it finds one that the mark has reached.
+//! Where the chain ends before, either the page did not exist yet, or the mark was an old one: the second load of the
+//! mark tells. A view registers its Lsn, and no version that it may want is cut off until it is dropped.
+//!
+//! A change of bytes alone makes no version. A version holds two pairs of numbers, (batch, epoch), and the writer
+//! overwrites the older pair; all fields are atomics, so that no read is a data race. Why a reader finds what it wants:
+//!
+//! 1. The writer overwrites the older pair only if the newer one is at or below the *floor*, which is no higher than the
+//!    mark at that time and than every view. Else it makes a version, as for any other change.
+//! 2. So a view never wants what goes. A reader that loaded its mark before may want it: then both pairs are above its
+//!    mark, it finds nothing, and loads the mark again, which has risen.
+//! 3. A pair is read as a whole: its batch is `NO_LSN` while it changes, and no batch comes twice.
+//! 4. Two pairs are read as of one moment: the first one is the same before and after the second.
+//! 5. A writer that is suspended half way holds up no reader: the other pair is the newest that is installed.
+//!
+//! One writer at a time, the holder of the submission lock, installs and cuts off. Bytes are not kept here: the applier
+//! says in which memory a page's bytes lie ([`Versions::moved`]), and a reader of bytes looks afterwards whether the page
+//! is still at the version that was wanted.
+//!
+//! Nothing here is on disk, so a crash loses nothing: an open makes the versions anew.
+
+mod chain;
+mod directory;
+mod recent;
+#[cfg(test)]
+mod tests;
+
+use std::collections::{BTreeMap, HashSet, VecDeque};
+use std::sync::Arc;
+
+use remanent_format::table::{Changes, PageEntry};
+use remanent_format::{Key, Lsn, Metadata, PageId, PageInfo, PageTable};
+
+use self::chain::{PageState, RootState, SeenPage, Unseen, Version, visible_at};
+use self::directory::{Directory, Slot};
+use self::recent::Recent;
+use crate::device::MemoryId;
+use crate::sync::atomic::{AtomicU64, Ordering};
+use crate::sync::{Map, Mutex, Swap};
+
+/// How many versions are superseded before those are cut off that no reader wants any more.
+const SUPERSEDED_MIN: usize = if cfg!(shuttle) || cfg!(miri) { 1 } else { 64 };
+
+/// How many versions a batch cuts off at most: `CUT_MIN`, and `CUT_MAX_EACH` for each version that it superseded itself.
+/// A view that was held for long leaves many, and no committer is to pay for all of them.
+const CUT_MIN: usize = 2;
+const CUT_MAX_EACH: usize = 2;
+
+/// The pages, the keys and the root of an open store. Shared by threads.
+pub(crate) struct Versions {
+    pages: Directory,
+    keys: Map<Key, Holders>,
+    root: Swap<Version<RootState>>,
+    /// The newest batch that is logged, where batches are appended before they are logged.
+    logged: Option<Arc<AtomicU64>>,
+    written: Written,
+    views: Views,
+}
+
+/// What each batch changes, in one line of a cache: committers hand it from core to core.
+#[repr(align(64))]
+struct Written {
+    /// The newest batch of which all versions are in place.
+    installed: AtomicU64,
+    writer: Mutex<Writer>,
+}
+
+#[cfg(not(shuttle))]
+const _: () = assert!(size_of::<Written>() == 64);
+
+/// How many views there are, by their Lsn. Apart from what every reader loads.
+#[repr(align(64))]
+#[derive(Default)]
+struct Views(Mutex<BTreeMap<Lsn, usize>>);
+
+/// What only the holder of the submission lock looks at.
+#[derive(Default)]
+struct Writer {
+    /// Pages changed lately.
+    recent: Recent,
+    /// Versions with others before them, in the order of their batches.
+    superseded: VecDeque<Superseded>,
+    /// A batch that all marks and views have reached.
+    floor: Lsn,
+}
+
+/// The pages that have a key, or had it while that may still be asked for.
+#[derive(Clone)]
+struct Holders {
+    newest: PageId,
+    earlier: Vec<PageId>,
+}
+
+/// A version that takes the place of another one.
+enum Superseded {
+    Page(PageId, Arc<Version<PageState>>),
+    Root(Arc<Version<RootState>>),
+}
+
+impl Versions {
+    /// The pages of a table, whose last batch is logged. `memory` says where their bytes are, as far as they are
+    /// loaded.
+    pub fn new(
+        table: &PageTable,
+        logged: Option<Arc<AtomicU64>>,
+        memory: impl Fn(PageId) -> Option<MemoryId>,
+    ) -> Self {
+        let state =
+            |(page, entry): (PageId, &PageEntry)| (page, PageState::present(entry.clone()), memory(page));
+        let keyed = || table.entries().filter_map(|(page, entry)| Some((page, entry.key()?)));
+        let keys = Map::with_capacity(keyed().count());
+        keyed().for_each(|(page, key)| keys.set(key.clone(), Holders { newest: page, earlier: Vec::new() }));
+        let root = RootState {
+            lsn: table.lsn(),
+            root: table.root().clone(),
+            page_count: table.entries().len() as u64,
+        };
+        Self {
+            pages: Directory::new(table.entries().map(state)),
+            keys,
+            root: Swap::new(Some(Version::new(root, None))),
+            logged,
+            written: Written { installed: AtomicU64::new(table.lsn().0), writer: Mutex::default() },
+            views: Views::default(),
+        }
+    }
+
+    /// The newest batch that is visible.
+    pub fn visible(&self) -> Lsn {
+        // Acquire: a reader that sees a mark sees the versions that were installed before it.
+        let installed = self.written.installed.load(Ordering::Acquire);
+        let logged = self.logged.as_ref().map_or(u64::MAX, |logged| logged.load(Ordering::Acquire));
+        Lsn(installed.min(logged))
+    }
+
+    /// What `read` makes of a page at a mark or a view's Lsn.
+    fn page_at<R>(&self, page: PageId, at: Lsn, read: impl FnOnce(&SeenPage<'_>) -> R) -> Result<R, Unseen> {
+        let state = self.pages.look(page, |slot| visible_at(&slot.newest, at));
+        let state = state.unwrap_or(Err(Unseen::Absent))?;
+        state.seen(at).map(|seen| read(&seen))
+    }
+
+    /// What `read` makes of a page as it is now; `None` if it is not there.
+    pub fn page<R>(&self, page: PageId, read: impl Fn(&SeenPage<'_>) -> R) -> Option<R> {
+        loop {
+            match self.page_at(page, self.visible(), &read) {
+                Ok(made) => return Some(made),
+                // It is not visible yet. Else what was visible by the old mark is cut off already.
+                Err(Unseen::Later(lsn)) if lsn <= self.visible() => {}
+                Err(_) => return None,
+            }
+        }
+    }
+
+    /// What `read` makes of the page that has a key now.
+    pub fn page_by_key<R>(&self, key: &Key, read: impl Fn(PageId, &SeenPage<'_>) -> R) -> Option<R> {
+        loop {
+            let at = self.visible();
+            let found = self.page_by_key_at(key, at, &read);
+            // Where the mark has moved, the key may have gone from a page that is forgotten to another one.
+            if found.is_some() || self.visible() == at {
+                return found;
+            }
+        }
+    }
+
+    /// What `read` makes of the page that has a key at a mark or a view's Lsn.
+    fn page_by_key_at<R>(&self, key: &Key, at: Lsn, read: impl Fn(PageId, &SeenPage<'_>) -> R) -> Option<R> {
+        let found = self.keys.look(key, |holders| {
+            let mut pages = std::iter::once(&holders.newest).chain(&holders.earlier);
+            let has_key =
+                |page: &PageId, entry: &SeenPage<'_>| (entry.key() == Some(key)).then(|| read(*page, entry));
+            pages.find_map(|page| self.page_at(*page, at, |entry| has_key(page, entry)).ok().flatten())
+        });
+        found.flatten()
+    }
+
+    /// What `read` makes of the root as it is now, and of the number of pages.
+    pub fn root<R>(&self, read: impl Fn(&Arc<Metadata>, u64) -> R) -> R {
+        loop {
+            if let Ok(state) = visible_at(&self.root, self.visible()) {
+                return read(&state.root, state.page_count);
+            }
+        }
+    }
+
+    /// Whether a page is still at the version that batch `lsn` made.
+    pub fn is_at(&self, page: PageId, lsn: Lsn) -> bool {
+        self.page(page, |entry| entry.lsn) == Some(lsn)
+    }
+
+    /// Where a page's bytes are, as far as the applier has come.
+    pub fn memory(&self, page: PageId) -> Option<MemoryId> {
+        self.pages.look(page, |slot| slot.memory()).flatten()
+    }
+
+    /// A page's bytes are in this memory from now on. For the applier, which says so before it lets anybody know that
+    /// the batch is applied.
+    pub fn moved(&self, page: PageId, memory: MemoryId) {
+        // A page that is not there was deleted by a batch that the applier has yet to come to.
+        self.pages.look(page, |slot| slot.set_memory(memory));
+    }
+
+    /// Puts a batch's versions in place: it becomes visible when it is logged. The caller holds the submission lock.
+    pub fn install(&self, changes: &Changes) {
+        let pages = changes.pages().iter().map(|(page, state)| (*page, state.as_ref()));
+        self.install_all(changes.lsn, pages, changes.root.as_ref());
+    }
+
+    /// As [`install`](Self::install), for a batch that replaces all pages and the root: those pages of which nothing
+    /// has changed keep their versions.
+    pub fn replace(&self, lsn: Lsn, pages: &[PageInfo], root: &Arc<Metadata>) {
+        let staying: HashSet<PageId> = pages.iter().map(|info| info.page).collect();
+        let mut gone = Vec::new();
+        let is_gone = |page: PageId, slot: &Slot| {
+            let newest = slot.newest.look();
+            (newest.as_ref()?.state.page().is_some() && !staying.contains(&page)).then_some(page)
+        };
+        let mut from = Some(PageId(0));
+        while let Some(page) = from.and_then(|from| self.pages.find(from, is_gone)) {
+            gone.push((page, None));
+            from = page.0.checked_add(1).map(PageId);
+        }
+        let changed = pages.iter().filter(|info| info.lsn == lsn).map(|info| (info.page, Some(info)));
+        self.install_all(lsn, gone.into_iter().chain(changed), Some(root));
+    }
+
+    fn install_all<'a>(
+        &self,
+        lsn: Lsn,
+        pages: impl Iterator<Item = (PageId, Option<&'a PageInfo>)>,
+        root: Option<&Arc<Metadata>>,
+    ) {
+        let mut writer = self.written.writer.lock();
+        let count_before = writer.superseded.len();
+        let (mut created, mut deleted) = (0, 0);
+        for (page, info) in pages {
+            if info.is_some_and(|info| self.advance(&mut writer, lsn, page, info)) {
+                continue;
+            }
+            let superseding = self.pages.look(page, |slot| self.supersede(slot, lsn, page, info)).flatten();
+            match (superseding, info) {
+                (Some((version, was_there)), _) => {
+                    created += u64::from(!was_there);
+                    deleted += u64::from(info.is_none());
+                    writer.recent.set(page, version.clone());
+                    writer.superseded.push_back(Superseded::Page(page, version));
+                }
+                (None, Some(info)) => {
+                    created += 1;
+                    info.key.iter().for_each(|key| self.give_key(key, page));
+                    self.pages.set(page, Version::new(PageState::present(PageEntry::from(info)), None));
+                }
+                // It came and went in this batch, or is gone already.
+                (None, None) => {}
+            }
+        }
+        if root.is_some() || created != deleted {
+            let before = self.root.get().expect("there is always a root");
+            let root = root.unwrap_or(&before.state.root).clone();
+            let page_count = before.state.page_count + created - deleted;
+            let version = Version::new(RootState { lsn, root, page_count }, Some(before));
+            writer.superseded.push_back(Superseded::Root(version.clone()));
+            self.root.set(Some(version));
+        }
+        // Release: a reader that sees the mark sees all of the above.
+        self.written.installed.store(lsn.0, Ordering::Release);
+        let count = writer.superseded.len() - count_before;
+        self.cut(&mut writer, count);
+    }
+
+    /// Gives a page newer numbers where it lies, if nothing else is new and no reader wants those that go.
+    fn advance(&self, writer: &mut Writer, lsn: Lsn, page: PageId, info: &PageInfo) -> bool {
+        let Writer { recent, floor, .. } = writer;
+        let find = || self.pages.look(page, |slot| slot.newest.get()).flatten();
+        let Some(newest) = recent.get_or(page, find) else { return false };
+        if !newest.state.page().is_some_and(|entry| entry.is_same_but_numbers(info)) {
+            return false;
+        }
+        let newest_lsn = newest.state.newest_lsn();
+        if newest_lsn > *floor {
+            *floor = self.floor();
+        }
+        let may = newest_lsn <= *floor;
+        if may {
+            newest.state.advance(lsn, info.epoch);
+        }
+        may
+    }
+
+    /// Puts a newer version into the slot of a page that has one; gives it, and whether the page was there before.
+    fn supersede(
+        &self,
+        slot: &Slot,
+        lsn: Lsn,
+        page: PageId,
+        info: Option<&PageInfo>,
+    ) -> Option<(Arc<Version<PageState>>, bool)> {
+        let before = slot.newest.get()?;
+        let entry = before.state.page();
+        let state = match (info, entry) {
+            (Some(info), Some(entry)) if entry.key() == info.key.as_ref() => {
+                let mut entry = entry.clone();
+                entry.become_newer(info);
+                PageState::present(entry)
+            }
+            (Some(info), _) => {
+                info.key.iter().for_each(|key| self.give_key(key, page));
+                PageState::present(PageEntry::from(info))
+            }
+            (None, Some(_)) => PageState::gone(&before.state, lsn),
+            (None, None) => return None,
+        };
+        let was_there = entry.is_some();
+        let version = Version::new(state, Some(before));
+        slot.newest.set(Some(version.clone()));
+        Some((version, was_there))
+    }
+
+    /// Enters a page under a key that another one may have had before.
+    fn give_key(&self, key: &Key, page: PageId) {
+        let before = self.keys.look(key, Holders::clone);
+        let earlier =
+            before.into_iter().flat_map(|Holders { newest, earlier }| [newest].into_iter().chain(earlier));
+        let earlier = earlier.filter(|other| *other != page).collect();
+        self.keys.set(key.clone(), Holders { newest: page, earlier });
+    }
+
+    /// Cuts off some of what no reader wants any more: what was superseded by batches that all marks and views have
+    /// reached. A little with each batch, which superseded `count` itself, so that no committer pays for many.
+    fn cut(&self, writer: &mut Writer, count: usize) {
+        let Writer { recent, superseded, floor } = writer;
+        if superseded.len() < SUPERSEDED_MIN {
+            return;
+        }
+        // Rarely anew: to look takes a lock.
+        if superseded.front().is_some_and(|oldest| oldest.lsn() > *floor) {
+            *floor = self.floor();
+        }
+        for _ in 0..CUT_MIN + CUT_MAX_EACH * count {
+            if superseded.front().is_none_or(|oldest| oldest.lsn() > *floor) {
+                return;
+            }
+            let oldest = superseded.pop_front().expect("looked at just now");
+            match oldest {
+                Superseded::Root(version) => version.cut(),
+                Superseded::Page(page, version) => {
+                    version.cut();
+                    if version.state.page().is_none() {
+                        self.forget(recent, page, &version);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Forgets a page that is gone, unless a restore brought it back.
+    fn forget(&self, recent: &mut Recent, page: PageId, version: &Arc<Version<PageState>>) {
+        let is_it = |newest: &Arc<Version<PageState>>| Arc::ptr_eq(newest, version);
+        if !self.pages.look(page, |slot| slot.newest.look().as_ref().is_some_and(is_it)).unwrap_or(false) {
+            return;
+        }
+        self.pages.clear(page);
+        recent.forget(page);
+        let Some(key) = version.state.last().key() else { return };
+        let Some(Holders { newest, earlier }) = self.keys.look(key, Holders::clone) else { return };
+        let mut left = [newest].into_iter().chain(earlier).filter(|other| *other != page);
+        match left.next() {
+            Some(newest) => self.keys.set(key.clone(), Holders { newest, earlier: left.collect() }),
+            None => self.keys.remove(key),
+        }
+    }
+
+    /// The newest batch that every reader to come and every view has reached.
+    fn floor(&self) -> Lsn {
+        // Under the lock, so that a view that comes later finds a mark that is no lower.
+        let views = self.views.0.lock();
+        let visible = self.visible();
+        views.keys().next().map_or(visible, |oldest| visible.min(*oldest))
+    }
+
+    /// Keeps the versions that are visible now until the view is dropped.
+    pub fn view(&self) -> TableView<'_> {
+        let mut views = self.views.0.lock();
+        let at = self.visible();
+        *views.entry(at).or_default() += 1;
+        TableView { versions: self, at }
+    }
+}
+
+impl Superseded {
+    /// The batch that made the version.
+    fn lsn(&self) -> Lsn {
+        match self {
+            Superseded::Page(_, version) => version.state.last().lsn,
+            Superseded::Root(version) => version.state.lsn,
+        }
+    }
+}
+
+/// The table as of one batch, for as long as it is held.
+pub(crate) struct TableView<'v> {
+    versions: &'v Versions,
+    at: Lsn,
+}
+
+impl<'v> TableView<'v> {
+    /// The batch.
+    pub fn lsn(&self) -> Lsn {
+        self.at
+    }
+
+    /// A page.
+    pub fn page(&self, page: PageId) -> Option<PageInfo> {
+        self.versions.page_at(page, self.at, |entry| entry.info(page)).ok()
+    }
+
+    /// The page that has a key.
+    pub fn page_by_key(&self, key: &Key) -> Option<PageInfo> {
+        self.versions.page_by_key_at(key, self.at, |page, entry| entry.info(page))
+    }
+
+    /// The root, and how many pages there are.
+    pub fn root(&self) -> (Arc<Metadata>, u64) {
+        let state = visible_at(&self.versions.root, self.at).ok();
+        let state = state.expect("no version is cut off that a view wants");
+        (state.root.clone(), state.page_count)
+    }
+
+    /// The first page from this id on.
+    pub fn next(&self, from: PageId) -> Option<PageInfo> {
+        self.versions.pages.find(from, |page, slot| {
+            let state = visible_at(&slot.newest, self.at).ok()?;
+            state.seen(self.at).ok().map(|seen| seen.info(page))
+        })
+    }
+}
+
+impl Drop for TableView<'_> {
+    fn drop(&mut self) {
+        let mut views = self.versions.views.0.lock();
+        let count = views.get_mut(&self.at).expect("it was registered");
+        *count -= 1;
+        if *count == 0 {
+            views.remove(&self.at);
+        }
+    }
+}

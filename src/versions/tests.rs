@@ -1,0 +1,322 @@
+//! Floor 4. What readers see, against tables of every batch; beside a writer, too. Miri runs all of it.
+
+use std::sync::atomic::AtomicBool;
+use std::thread;
+
+use remanent_format::op::{Op, OpAt};
+use remanent_format::table::PlanMode;
+use remanent_format::{Epoch, Place, Value};
+
+use super::*;
+
+const STEPS: u64 = if cfg!(miri) { 60 } else { 3000 };
+
+/// A table that a writer changes, and the versions that readers see of it.
+struct Ground {
+    table: PageTable,
+    versions: Arc<Versions>,
+    logged: Arc<AtomicU64>,
+}
+
+impl Ground {
+    fn new() -> Self {
+        let (table, logged) = (PageTable::new(), Arc::new(AtomicU64::new(0)));
+        let versions = Arc::new(Versions::new(&table, Some(logged.clone()), |_| None));
+        Self { table, versions, logged }
+    }
+
+    /// Installs a batch, which is not logged yet.
+    fn submit(&mut self, ops: &[Op<'_>]) {
+        let ops: Vec<OpAt<'_>> = ops.iter().map(|op| OpAt { op: op.clone(), body_at: 0 }).collect();
+        let lsn = self.table.lsn().next();
+        let changes = self.table.plan(lsn, &ops, PlanMode::Commit).unwrap();
+        self.table.install(&changes);
+        self.versions.install(&changes);
+    }
+
+    /// Logs all that was submitted.
+    fn log(&self) {
+        self.logged.store(self.table.lsn().0, Ordering::Release);
+    }
+
+    fn commit(&mut self, ops: &[Op<'_>]) {
+        self.submit(ops);
+        self.log();
+    }
+
+    fn versions_of(&self, page: u64) -> usize {
+        let newest = self.versions.pages.look(PageId(page), |slot| slot.newest.get()).flatten();
+        newest.map_or(0, |newest| newest.chain_len())
+    }
+}
+
+fn create(page: u64, key: Option<&Key>) -> Op<'static> {
+    let metadata = Metadata::default();
+    Op::Create { page: PageId(page), len: page % 1000, place: Place::Host, key: key.cloned(), metadata }
+}
+
+fn resize(page: u64, len: u64) -> Op<'static> {
+    Op::Resize { page: PageId(page), len }
+}
+
+fn write(page: u64) -> Op<'static> {
+    Op::Write { page: PageId(page), offset: 0, bytes: &[] }
+}
+
+fn set_root(value: u64) -> Op<'static> {
+    Op::SetRoot { name: "at".to_owned(), value: Value::U64(value) }
+}
+
+fn key(number: u64) -> Key {
+    Key::new(format!("key {number}")).unwrap()
+}
+
+/// What a view shows is what the table was at its batch.
+fn check(view: &TableView<'_>, table: &PageTable) {
+    assert_eq!(view.lsn(), table.lsn());
+    let mut from = Some(PageId(0));
+    let listed = std::iter::from_fn(|| {
+        let info = view.next(from?)?;
+        from = info.page.0.checked_add(1).map(PageId);
+        Some(info)
+    });
+    assert!(listed.eq(table.pages()), "at {}", table.lsn());
+    assert_eq!(view.root(), (table.root().clone(), table.pages().len() as u64));
+    for number in 0..8 {
+        assert_eq!(view.page_by_key(&key(number)), table.get_key(&key(number)), "at {}", table.lsn());
+    }
+}
+
+#[test]
+fn every_view_is_the_table_of_its_batch_whatever_came_after() {
+    let mut ground = Ground::new();
+    let mut random = 11_u64;
+    let mut draw = |end: u64| {
+        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (random >> 33) % end
+    };
+    let mut tables = vec![ground.table.clone()];
+    let mut next = 1;
+    for step in 0..STEPS / 3 {
+        let live: Vec<PageInfo> = ground.table.pages().collect();
+        let drawn = live.get(draw(live.len().max(1) as u64) as usize);
+        let ops = match (draw(6), drawn) {
+            (0 | 1, _) | (_, None) => {
+                // Ids leave gaps, some of them long.
+                next += 1 + draw(3) * draw(3) * draw(200);
+                let free = (0..8).map(key).find(|key| ground.table.get_key(key).is_none());
+                vec![create(next, free.as_ref().filter(|_| step % 2 == 0)), set_root(step)]
+            }
+            (2, Some(info)) => vec![Op::Delete { page: info.page }],
+            (3, Some(info)) if info.key.is_some() => {
+                next += 1;
+                vec![Op::Delete { page: info.page }, create(next, info.key.as_ref())]
+            }
+            (4, Some(info)) => vec![
+                Op::SetMetadata { page: info.page, name: "step".to_owned(), value: Value::U64(step) },
+                set_root(step),
+            ],
+            (_, Some(info)) => vec![resize(info.page.0, step)],
+        };
+        ground.submit(&ops);
+        tables.push(ground.table.clone());
+        // Behind the mark, as a direct log's is.
+        let logged = ground.table.lsn().0 - draw(3).min(ground.table.lsn().0);
+        ground.logged.fetch_max(logged, Ordering::AcqRel);
+        let at = ground.versions.visible();
+        let now = &tables[at.0 as usize];
+        check(&ground.versions.view(), now);
+        for info in &live {
+            let found = ground.versions.page(info.page, |entry| entry.info(info.page));
+            assert_eq!(found, now.get(info.page));
+        }
+    }
+}
+
+#[test]
+fn what_a_view_wants_stays_and_all_else_is_cut_off() {
+    let mut ground = Ground::new();
+    ground.commit(&[create(1, Some(&key(1))), create(2, None)]);
+    let versions = ground.versions.clone();
+    let (early, early_table) = (versions.view(), ground.table.clone());
+    for len in 0..200 {
+        ground.commit(&[resize(1, len)]);
+    }
+    let (late, late_table) = (versions.view(), ground.table.clone());
+    ground.commit(&[Op::Delete { page: PageId(1) }, create(3, Some(&key(1))), set_root(1)]);
+    for len in 0..200 {
+        ground.commit(&[resize(2, len)]);
+    }
+    assert_eq!((ground.versions_of(1), ground.versions_of(2)), (202, 201));
+    check(&early, &early_table);
+    check(&late, &late_table);
+    drop(early);
+    // Each batch cuts off a little more than it supersedes.
+    let more = |ground: &mut Ground| {
+        for len in 0..800 {
+            ground.commit(&[resize(3, len)]);
+        }
+    };
+    more(&mut ground);
+    check(&late, &late_table);
+    assert_eq!(ground.versions_of(1), 2, "the last one, and that it is gone");
+    drop(late);
+    more(&mut ground);
+    assert_eq!((ground.versions_of(1), ground.versions_of(2)), (0, 1));
+    check(&versions.view(), &ground.table);
+    assert_eq!(versions.keys.look(&key(1), |holders| holders.earlier.len()), Some(0));
+    // What is empty takes no room.
+    ground.commit(&[Op::Delete { page: PageId(2) }, Op::Delete { page: PageId(3) }]);
+    for number in 0..200 {
+        ground.commit(&[create((1 << 40) + number, None)]);
+        ground.commit(&[resize((1 << 40) + number, 1)]);
+    }
+    assert_eq!(versions.pages.row_count(), 1);
+    assert_eq!(versions.keys.look(&key(1), |_| ()), None);
+}
+
+/// A batch that changes bytes and nothing else takes no memory, as long as no view wants what was before.
+#[test]
+fn a_page_whose_bytes_change_stays_where_it_is() {
+    let mut ground = Ground::new();
+    ground.commit(&[create(1, Some(&key(1)))]);
+    for epoch in 2..50 {
+        ground.submit(&[write(1)]);
+        // Not logged yet: what was before is there.
+        let info = ground.versions.page(PageId(1), |page| page.info(PageId(1))).unwrap();
+        assert_eq!((info.epoch.0, info.lsn.0), (epoch - 1, epoch - 1));
+        ground.log();
+        check(&ground.versions.view(), &ground.table);
+    }
+    assert_eq!(ground.versions_of(1), 1);
+    // Neither what a view wants goes, nor what readers want while nothing is logged.
+    let versions = ground.versions.clone();
+    let (view, table) = (versions.view(), ground.table.clone());
+    (0..5).for_each(|_| ground.commit(&[write(1)]));
+    (0..5).for_each(|_| ground.submit(&[write(1)]));
+    check(&view, &table);
+    let info = versions.page(PageId(1), |page| page.info(PageId(1))).unwrap();
+    assert_eq!((info.epoch.0, info.lsn.0), (54, 54));
+    ground.log();
+    check(&versions.view(), &ground.table);
+    assert!(ground.versions_of(1) > 1);
+}
+
+#[test]
+fn a_long_chain_is_dropped_without_a_deep_stack() {
+    let mut ground = Ground::new();
+    ground.commit(&[create(1, None)]);
+    // Not logged, so nothing is cut off.
+    for len in 0..if cfg!(miri) { 100 } else { 300_000 } {
+        ground.submit(&[resize(1, len)]);
+    }
+    assert_eq!(ground.versions.page(PageId(1), |page| page.info(PageId(1)).len), Some(1));
+}
+
+#[test]
+fn a_restore_brings_pages_back_and_takes_pages_away() {
+    let mut ground = Ground::new();
+    ground.commit(&[create(1, Some(&key(1))), create(2, None)]);
+    let old: Vec<PageInfo> = ground.table.pages().collect();
+    ground.commit(&[Op::Delete { page: PageId(1) }, create(3, Some(&key(1)))]);
+    let lsn = ground.table.lsn().next();
+    let mut pages = old;
+    (pages[0].lsn, pages[0].epoch) = (lsn, Epoch(9));
+    let root: Arc<Metadata> = Arc::new([("at".to_owned(), Value::U64(7))].into_iter().collect());
+    ground.table.replace(lsn, pages.iter().cloned(), root.clone());
+    ground.table.index_keys().unwrap();
+    ground.versions.replace(lsn, &pages, &root);
+    assert_eq!(ground.versions.page_by_key(&key(1), |page, _| page), Some(PageId(3)), "not logged yet");
+    ground.log();
+    check(&ground.versions.view(), &ground.table);
+    for len in 0..200 {
+        ground.commit(&[resize(2, len)]);
+    }
+    check(&ground.versions.view(), &ground.table);
+    assert_eq!((ground.versions_of(3), ground.versions.page(PageId(3), |_| ())), (0, None));
+}
+
+#[test]
+fn a_page_that_was_forgotten_comes_back_and_is_seen_to_change() {
+    let mut ground = Ground::new();
+    ground.commit(&[create(1, None), create(2, None)]);
+    ground.commit(&[write(1)]);
+    let mut pages: Vec<PageInfo> = ground.table.pages().collect();
+    ground.commit(&[Op::Delete { page: PageId(1) }]);
+    for len in 0..200 {
+        ground.commit(&[resize(2, len)]);
+    }
+    assert_eq!(ground.versions_of(1), 0, "forgotten");
+    let lsn = ground.table.lsn().next();
+    pages.iter_mut().for_each(|info| (info.lsn, info.epoch) = (lsn, Epoch(1000)));
+    let root = ground.table.root().clone();
+    ground.table.replace(lsn, pages.iter().cloned(), root.clone());
+    ground.versions.replace(lsn, &pages, &root);
+    ground.log();
+    for _ in 0..10 {
+        ground.commit(&[write(1)]);
+        check(&ground.versions.view(), &ground.table);
+    }
+}
+
+/// Batches of a writer hold two pages, a key that goes from page to page, and the root, all of one count.
+#[test]
+fn a_batch_is_seen_as_a_whole_and_nothing_ever_goes_back() {
+    let mut ground = Ground::new();
+    let held = key(0);
+    let written = 9_000_000;
+    let pages = [create(1, None), create(2, None), create(3, Some(&held)), create(written, None)];
+    ground.commit(&[&pages[..], &[set_root(0)]].concat());
+    ground.commit(&[resize(1, 0), resize(2, 0)]);
+    let (versions, logged, mut table) = (&ground.versions, &ground.logged, ground.table);
+    let is_over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let writer = scope.spawn(|| {
+            for count in 1..=STEPS {
+                let before = table.get_key(&held).unwrap().page;
+                let ops = [
+                    resize(1, count),
+                    set_root(count),
+                    Op::Delete { page: before },
+                    create(3 + count, Some(&held)),
+                    resize(2, count),
+                    write(written),
+                ];
+                let ops: Vec<OpAt<'_>> = ops.into_iter().map(|op| OpAt { op, body_at: 0 }).collect();
+                let changes = table.plan(table.lsn().next(), &ops, PlanMode::Commit).unwrap();
+                table.install(&changes);
+                versions.install(&changes);
+                // Some are logged together, as by one sync.
+                if count % 3 != 1 || count == STEPS {
+                    logged.store(table.lsn().0, Ordering::Release);
+                }
+            }
+            is_over.store(true, Ordering::Release);
+        });
+        for _ in 0..2 {
+            scope.spawn(|| {
+                let mut last = (Lsn(0), 0, PageId(0));
+                while !is_over.load(Ordering::Acquire) {
+                    let view = versions.view();
+                    let at = view.lsn().0 - 2;
+                    let lens = [1, 2].map(|page| view.page(PageId(page)).unwrap().len);
+                    assert_eq!(lens, [at, at]);
+                    let info = view.page(PageId(written)).unwrap();
+                    assert_eq!((info.epoch.0, info.lsn.0), (1 + at, if at == 0 { 1 } else { view.lsn().0 }));
+                    let (root, page_count) = view.root();
+                    assert_eq!((root.get("at"), page_count), (Some(&Value::U64(at)), 4));
+                    assert_eq!(view.page_by_key(&held).unwrap().page, PageId(3 + at));
+                    drop(view);
+                    let marked = versions.visible();
+                    let len = versions.page(PageId(2), |page| page.info(PageId(1)).len).unwrap();
+                    let holder =
+                        versions.page_by_key(&held, |page, _| page).expect("some page always has it");
+                    assert!(len + 2 >= marked.0 && holder.0 >= 3 + len, "what was visible stays");
+                    assert!((marked, len, holder) >= last);
+                    last = (marked, len, holder);
+                }
+            });
+        }
+        writer.join().unwrap();
+    });
+}
