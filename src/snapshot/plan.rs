@@ -112,11 +112,17 @@ pub(super) fn plan(
     // Named ones that were caught at one moment are there to be looked at: their state needs no log.
     let looked_at =
         snapshots.values().filter(|kept| is_named(kept, retention) || held.contains(&kept.info.id));
-    let ids = replayed.iter().copied().chain(looked_at).map(|kept| kept.info.id);
-    let oldest =
-        replayed.iter().min_by_key(|kept| kept.redo.lsn).map(|kept| (kept.redo.segment, kept.redo.lsn));
+    let stays: Vec<&Kept> = replayed.iter().copied().chain(looked_at).collect();
+    let oldest = replayed.iter().map(|kept| kept.redo.lsn).min().map(|lsn| {
+        // Snapshots of one batch may lie on either side of a restart. The floor is that batch, so what stays of them
+        // goes on to be started from, and keeps its segment.
+        let from_there = stays.iter().filter(|kept| kept.redo.lsn >= lsn && log.reaches(kept));
+        let segment = from_there.map(|kept| kept.redo.segment).min();
+        (segment.expect("what is replayed stays"), lsn)
+    });
     let oldest = if from_beginning { Some(log.as_it_is()) } else { oldest };
-    Plan { snapshots: ids.collect(), log_from: log.from(oldest, beginning_held) }
+    let snapshots = stays.into_iter().map(|kept| kept.info.id).collect();
+    Plan { snapshots, log_from: log.from(oldest, beginning_held) }
 }
 
 /// How old the snapshots are: each as old as the oldest time that it or a later one names. A clock that was ahead
@@ -223,6 +229,14 @@ mod tests {
             let snapshots: Vec<u64> = found.snapshots.iter().map(|id| id.0).collect();
             assert_eq!((snapshots, found.log_from.map(|from| from.0)), (kept, log_from), "{why}");
         }
+        // Two snapshots of one batch, in segments of two runs: the floor is one for both.
+        let mut twice = snapshots.clone();
+        twice.get_mut(&SnapshotId(4)).unwrap().redo.lsn = Lsn(70);
+        let found = plan(&twice, &rules(1, 0, 0), &log, 10_500, &BTreeSet::new(), false);
+        assert_eq!(found.log_from, Some((4, Lsn(70))));
+        let found = plan(&twice, &rules(1, 0, 0).give_up("four"), &log, 10_500, &BTreeSet::new(), false);
+        assert_eq!(found.log_from, Some((7, Lsn(70))));
+
         let read_from_the_beginning = plan(&snapshots, &rules(1, 0, 0), &log, 0, &BTreeSet::new(), true);
         assert_eq!(read_from_the_beginning.log_from, None);
 

@@ -119,7 +119,8 @@ impl Store {
         &self.recovered
     }
 
-    /// Makes everything durable, seals the log and releases the directory.
+    /// Makes everything durable, seals the log and releases the directory. If the log behind the newest snapshot consists
+    /// of more than 16 runs of the store, a snapshot is taken first, unless snapshots of the store's own accord are off.
     ///
     /// # Errors
     /// [`Error::Poisoned`] if the store failed, now or before. The directory is released all the same.

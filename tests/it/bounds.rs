@@ -265,6 +265,35 @@ fn what_an_open_would_remove_is_listed_and_what_is_under_way_is_not() {
     assert!(left.iter().all(|file| !files.contains_key(file)), "{left:?}");
 }
 
+/// A snapshot that a name keeps, and a later one of the same batch, taken after a restart: the log after that batch is
+/// kept, so both can be started from, and nothing is missing.
+#[test]
+fn snapshots_of_one_batch_on_either_side_of_a_restart_stand_both() {
+    let disk = SimDisk::new();
+    let open = || open_with(&disk, small().snapshots_kept(1)).unwrap();
+    let store = open();
+    let page = create(&store, 0);
+    overwrite(&store, page, 1);
+    let named = store.snapshot_named("first").unwrap();
+    store.close().unwrap();
+    let store = open();
+    let later = store.snapshot().unwrap();
+    assert_eq!((named.redo, named.end), (later.redo, later.end));
+    overwrite(&store, page, 2);
+    let state = State::of(&store);
+    store.prune(&store.retention()).unwrap();
+    assert_eq!(store.snapshots().len(), 2);
+    assert_eq!(store.scrub().unwrap().damage, []);
+    store.close().unwrap();
+    let store = open();
+    assert_eq!(store.scrub().unwrap().damage, []);
+    assert_eq!(State::of(&store), state);
+    store.close().unwrap();
+    // Without the later one, the named one is what recovery starts from.
+    disk.remove(FileName::Manifest(later.id.0)).unwrap();
+    assert_eq!(State::of(&open()), state);
+}
+
 /// Below the floor there is nothing, though the segment is there with all of its frames.
 #[test]
 fn states_below_the_floor_are_outside_the_window_and_named_ones_stay() {

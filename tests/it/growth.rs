@@ -72,7 +72,7 @@ fn settle(store: &Store, directory: &Path) {
         files.len() - spares >= 3 && spares >= 2 && !files.keys().any(is_temporary)
     };
     while !is_made() {
-        std::thread::sleep(std::time::Duration::from_millis(1));
+        std::thread::yield_now();
     }
     store.wait_durable(store.lsn()).unwrap();
 }
@@ -225,6 +225,17 @@ fn an_open_that_fails_for_want_of_space_costs_no_spare() {
     assert_eq!(State::of(&open().unwrap()), state);
 }
 
+/// Whether two spares are as long as the log's segments ask for, and nothing more is being made.
+fn has_reserve(disk: &SimDisk) -> bool {
+    let files = Files::of(disk).0;
+    let of = |wanted: fn(&FileName) -> bool| {
+        files.iter().filter(move |(file, _)| wanted(file)).map(|(_, bytes)| bytes.len())
+    };
+    let longest = of(|file| matches!(file, FileName::Segment(_))).max().unwrap();
+    let is_made = of(|file| matches!(file, FileName::Temporary(..))).count() == 0;
+    is_made && of(|file| matches!(file, FileName::Spare(_))).filter(|len| *len >= longest / 2).count() >= 2
+}
+
 /// A full disk, its pages deleted as the error advises, closed and opened: each step works, in a store of any age.
 #[test]
 fn a_store_that_filled_the_disk_opens_after_each_step() {
@@ -235,11 +246,8 @@ fn a_store_that_filled_the_disk_opens_after_each_step() {
         let store = open().unwrap();
         let pages = [create(&store, 50_000), create(&store, 50_000)];
         (0..batches).for_each(|seed| write(&store, pages[0], 50_000, seed));
-        // Until the reserve has been made.
-        let mut before = 0;
-        while before != disk.used_bytes() {
-            before = disk.used_bytes();
-            std::thread::sleep(std::time::Duration::from_millis(20));
+        while !has_reserve(&disk) {
+            std::thread::yield_now();
         }
         disk.set_capacity(Some(disk.used_bytes() + 4096));
         let full = loop {

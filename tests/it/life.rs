@@ -64,6 +64,10 @@ const SPARES_MADE_MAX: u64 = 4;
 const LEFT_MAX: u64 = 256 << 10;
 const NAMES: [&str; 3] = ["first", "second", "third"];
 
+/// Openings behind a snapshot that make the next one due, and what each of them takes at least.
+const RESTARTS_MAX: u64 = 16;
+const FIRST_SEGMENT_LEN: u64 = 256 << 10;
+
 /// An empty store with its reserve.
 const EMPTY_BYTES: u64 = 4 << 20;
 /// Memory beside the pages: what streams, and what the runner of tests takes.
@@ -568,9 +572,10 @@ impl Life {
     fn check_disk(&mut self) {
         let kept = self.kept();
         // What a segment in use, the one after it and spares are short of full, of the longest that any opening chose;
-        // the segments of a line of short incarnations.
+        // the spares that wait; the runs behind two snapshots, of which each begins with a segment that may be empty.
         let longest = SEGMENT_LENS.into_iter().max().expect("there are some");
-        let constant = EMPTY_BYTES + 8 * longest + (2 << 20);
+        let spares = DISK_LEN / 100 + longest;
+        let constant = EMPTY_BYTES + 8 * longest + spares + 2 * (RESTARTS_MAX + 1) * FIRST_SEGMENT_LEN;
         let bound = self.model.disk_bytes_max(&kept, constant);
         let found = disk_bytes(&self.store());
         self.tally.disk_bytes_max = self.tally.disk_bytes_max.max(found);

@@ -88,7 +88,7 @@ const OPERATIONS: [(&str, Operation); 9] = [
     ("restore", |store, _, _, _| store.restore_from_snapshot(SnapshotId(1)).map(drop)),
     ("scrub", |store, _, _, _| store.scrub().map(drop)),
     ("audit", |store, _, _, _| store.audit().map(drop)),
-    ("read", |store, _, _, out| store.read(PageId(1), 0, out).map(drop)),
+    ("read", |store, _, _, _| store.read_to_vec(PageId(1)).map(drop)),
     ("fork", |store, directory, _, _| {
         store.fork(directory.with_extension("fork"), &RestorePoint::Lsn(store.lsn())).map(drop)
     }),
