@@ -20,6 +20,9 @@ use crate::sync::Mutex;
 /// little, and so does a store that is young.
 const FIRST_LEN: u64 = 256 << 10;
 
+/// A segment that the log asks for is made of a spare if that is no more than so many times as long.
+const LONGER_MAX: u64 = 8;
+
 /// Spares of that length that wait for opens, beyond the reserve.
 const FIRST_SPARES_MAX: usize = 4;
 
@@ -54,6 +57,14 @@ pub(crate) struct SegmentRules {
     pub reserve: usize,
     /// Bytes of spares that are kept beyond those; one of them stays in any case, unless this is 0.
     pub spare_bytes: u64,
+}
+
+impl SegmentRules {
+    /// Bytes of spares that may stay beyond the reserve: what is allowed, and at least the longest of them.
+    fn surplus_bytes_max(&self, spares: &Spares) -> u64 {
+        let longest = spares.files.last().map_or(0, |spare| spare.len);
+        if self.spare_bytes == 0 { 0 } else { self.spare_bytes.max(longest) }
+    }
 }
 
 /// Makes segments and takes them back.
@@ -133,7 +144,25 @@ impl SegmentPool {
                 }
             }
         }
+        // Fewer may be allowed than an earlier run left.
+        while spares.surplus_bytes(rules.reserve) > rules.surplus_bytes_max(&spares) {
+            let reserve = spares.reserve(rules.reserve);
+            let at = if reserve.end < spares.files.len() { spares.files.len() - 1 } else { 0 };
+            let spare = spares.files.remove(at);
+            disk.remove(FileName::Spare(spare.number))?;
+        }
         Ok(Self { disk, store, rules, io, spares: Mutex::new(spares) })
+    }
+
+    /// How much space is free, as far as the system says; it is asked for a hint and no more.
+    fn free_bytes(&self) -> u64 {
+        self.disk
+            .free_bytes()
+            .unwrap_or_else(|error| {
+                tracing::debug!(%error, "nobody says how much space is free");
+                None
+            })
+            .unwrap_or(u64::MAX)
     }
 
     fn first_len(&self) -> u64 {
@@ -148,11 +177,10 @@ impl SegmentPool {
         let at_hand = match purpose {
             SpacePurpose::Open => spares.files.first().is_some_and(|spare| spare.len <= wanted).then_some(0),
             SpacePurpose::User | SpacePurpose::Reserve => {
-                let longest = spares.files.len().checked_sub(1);
-                let is_free = |at: &usize| {
-                    spares.files[*at].len >= wanted && !spares.reserve(self.rules.reserve).contains(at)
-                };
-                longest.filter(is_free)
+                // One that is much longer is for a log that has grown.
+                let fits = wanted..=wanted.saturating_mul(LONGER_MAX);
+                let beyond = spares.reserve(self.rules.reserve).end..spares.files.len();
+                beyond.into_iter().find(|at| fits.contains(&spares.files[*at].len))
             }
         };
         if at_hand.is_none() && purpose == SpacePurpose::User {
@@ -196,10 +224,10 @@ impl SegmentPool {
             return Ok(());
         }
         let needed = len.saturating_add(lacking.saturating_mul(self.first_len()));
-        match self.disk.free_bytes()? {
-            Some(free) if free < needed => Err(Error::DiskFull { file: FileName::Segment(number), needed }),
-            _ => Ok(()),
+        if self.free_bytes() < needed {
+            return Err(Error::DiskFull { file: FileName::Segment(number), needed });
         }
+        Ok(())
     }
 
     /// A spare is already under a name that recovery does not read; its stale frames name another position. Header, sync,
@@ -216,17 +244,26 @@ impl SegmentPool {
 
     /// Replaces the empty segment `number` by one that has room for `frame_len` bytes. The caller made
     /// sure that the segment after it exists.
-    pub fn make_long(&self, number: u64, frame_len: u64) -> Result<SegmentFile> {
+    pub fn make_long(&self, number: u64, frame_len: u64, purpose: SpacePurpose) -> Result<SegmentFile> {
         let _phase = phases::enter(Phase::SegmentRoll);
         let mut spares = self.spares.lock();
         let needed = (SEGMENT_HEADER_BLOCK + frame_len).next_multiple_of(GROUP_ALIGN);
         // More frames of this kind will come.
         let wanted = needed.next_power_of_two().saturating_mul(2).clamp(spares.next_len, self.rules.len);
         let len = needed.max(wanted);
-        let file = self.build(number, len, None, &[])?;
-        self.publish(FileName::Temporary(Folder::Log, number), number)?;
-        spares.grown(len, self.rules.len);
-        Ok(SegmentFile { number, len, file })
+        let long = match self.build(number, len, None, &[]) {
+            Ok(file) => {
+                self.publish(FileName::Temporary(Folder::Log, number), number)?;
+                SegmentFile { number, len, file }
+            }
+            Err(error @ Error::DiskFull { .. }) if purpose == SpacePurpose::Reserve => {
+                let at = spares.files.iter().position(|spare| spare.len >= needed).ok_or(error)?;
+                self.make_of_spare(&mut spares, at, number)?
+            }
+            Err(error) => return Err(error),
+        };
+        spares.grown(long.len, self.rules.len);
+        Ok(long)
     }
 
     fn header(&self, segment: u64, segment_len: u64, opening: Option<Opening>) -> SegmentHeader {
@@ -260,7 +297,7 @@ impl SegmentPool {
         let mut spares = self.spares.lock();
         let needed = align_up(SEGMENT_HEADER_BLOCK + frames.len() as u64, GROUP_ALIGN);
         // The segment after it needs space as well.
-        let free = self.disk.free_bytes()?.unwrap_or(u64::MAX);
+        let free = self.free_bytes();
         let is_cramped = free < self.first_len() && spares.files.len() < 2;
         let is_short = |spare: &Spare| (needed..=self.first_len()).contains(&spare.len);
         if let Some(at) = spares.files.iter().position(is_short).filter(|_| !is_cramped) {
@@ -450,7 +487,7 @@ impl SegmentPool {
         let mut spares = self.spares.lock();
         let reserve = spares.reserve(self.rules.reserve);
         let had_any = spares.files.len() > reserve.len();
-        // Those behind the reserve first, so that its place stays what it is.
+        // From the last one on, so that the others keep their places.
         for at in (0..reserve.start).chain(reserve.end..spares.files.len()).rev() {
             let spare = spares.files.remove(at);
             self.disk.remove(FileName::Spare(spare.number))?;

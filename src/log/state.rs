@@ -39,11 +39,11 @@ pub(crate) struct LogStart {
     pub verified: Vec<VerifiedSnapshot>,
 }
 
-/// Bounds of [`State::upcoming_len`].
-/// How many bytes may wait for a sync, by the length of the segment that takes them.
+/// Bounds of [`State::sync_after_bytes`].
 const SYNC_AFTER_MIN: u64 = 128 << 10;
 const SYNC_AFTER_MAX: u64 = 8 << 20;
 
+/// Bounds of [`State::upcoming_len`].
 const UPCOMING_MIN: u64 = 64 << 10;
 const UPCOMING_MAX: u64 = 16 << 20;
 

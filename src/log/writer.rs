@@ -301,7 +301,11 @@ impl Log {
             }
             let made = self.pool.make(next, purpose).and_then(|segment| live(segment, self.io));
             let made = made.map_err(|error| self.unless_passing(error))?;
-            self.state.lock().ahead.push_back(made);
+            let mut state = self.state.lock();
+            state.ahead.push_back(made);
+            // The reserve grows with the segments.
+            state.reserve_full = false;
+            self.room.notify_one();
         }
         // Taken out while it is replaced: with fewer than two ahead nobody rolls. A seal of the keeper's that
         // rolled into it now would be lost with the file that the rename replaces.
@@ -312,7 +316,7 @@ impl Log {
             if too_short { state.ahead.pop_front() } else { None }
         };
         if let Some(short) = short {
-            let made = self.pool.with_surplus(|| self.pool.make_long(short.number, frame_len));
+            let made = self.pool.with_surplus(|| self.pool.make_long(short.number, frame_len, purpose));
             let made = made.and_then(|long| live(long, self.io));
             let (next, result) = match made {
                 Ok(long) => (long, Ok(())),

@@ -506,11 +506,13 @@ impl Recovery<'_> {
             reserve: self.options.reserve_segments(),
             spare_bytes: match self.options.spare_bytes {
                 Some(bytes) => bytes,
-                None => self
-                    .disk
-                    .total_bytes()?
-                    .map_or(SPARE_BYTES_MAX, |total| total / SPARE_SHARE)
-                    .min(SPARE_BYTES_MAX),
+                None => {
+                    let total = self.disk.total_bytes().unwrap_or_else(|error| {
+                        tracing::debug!(%error, "nobody says how long the file system is");
+                        None
+                    });
+                    total.map_or(SPARE_BYTES_MAX, |total| total / SPARE_SHARE).min(SPARE_BYTES_MAX)
+                }
             },
         };
         Ok(Arc::new(SegmentPool::new(self.disk.clone(), store, rules, self.log_io)?))
