@@ -26,8 +26,8 @@ const LONGER_MAX: u64 = 8;
 /// Spares of that length that wait for opens, beyond the reserve.
 const FIRST_SPARES_MAX: usize = 4;
 
-/// A spare is long enough for the reserve if it has this part of the length that the log's segments have now: while they
-/// grow, not each step makes the reserve anew.
+/// A spare is long enough for the reserve if it has this part of the length of the next segment: while they grow, not each
+/// step makes the reserve anew.
 const RESERVE_SHARE: u64 = 4;
 
 /// Who asks for space. The reserve of a full disk is for those who free space or end a log.
@@ -94,12 +94,20 @@ struct Spares {
     files: Vec<Spare>,
     /// The length of the next segment that is made because the log grows.
     next_len: u64,
+    /// No segment becomes longer because the log grows.
+    len_max: u64,
 }
 
 impl Spares {
+    /// How long a spare of the reserve must be: as long as the segment that takes frames.
+    fn reserve_len(&self) -> u64 {
+        // While segments grow, the one in use is a quarter as long as the next one that is made, or shorter.
+        if self.next_len == self.len_max { self.len_max } else { self.next_len / RESERVE_SHARE }
+    }
+
     /// Those that are kept back: the shortest that are long enough, else the longest.
     fn reserve(&self, count: usize) -> Range<usize> {
-        let long = self.files.partition_point(|spare| spare.len < self.next_len / RESERVE_SHARE);
+        let long = self.files.partition_point(|spare| spare.len < self.reserve_len());
         let start = long.min(self.files.len().saturating_sub(count));
         start..(start + count).min(self.files.len())
     }
@@ -121,8 +129,8 @@ impl Spares {
     }
 
     /// Notes that the log has got a segment of this length, because it grew.
-    fn grown(&mut self, len: u64, len_max: u64) {
-        self.next_len = (2 * self.next_len).max(len).min(len_max);
+    fn grown(&mut self, len: u64) {
+        self.next_len = (2 * self.next_len).max(len).min(self.len_max);
     }
 }
 
@@ -130,7 +138,7 @@ impl SegmentPool {
     /// A pool with the spares of earlier runs. Those that are longer than segments are now are removed, and those that
     /// were copied with holes: mapped, a hole turns a full disk into SIGBUS.
     pub fn new(disk: Arc<dyn Disk>, store: StoreId, rules: SegmentRules, io: LogIo) -> Result<Self> {
-        let mut spares = Spares { files: Vec::new(), next_len: FIRST_LEN.min(rules.len) };
+        let mut spares = Spares { files: Vec::new(), next_len: FIRST_LEN.min(rules.len), len_max: rules.len };
         for name in disk.list(Folder::Log)? {
             if let Some(FileName::Spare(number)) = FileName::parse(Folder::Log, &name) {
                 let spare = disk.open(FileName::Spare(number), false)?;
@@ -196,7 +204,7 @@ impl SegmentPool {
             },
         };
         if purpose != SpacePurpose::Open {
-            spares.grown(made.len, self.rules.len);
+            spares.grown(made.len);
         }
         Ok(made)
     }
@@ -262,7 +270,7 @@ impl SegmentPool {
             }
             Err(error) => return Err(error),
         };
-        spares.grown(long.len, self.rules.len);
+        spares.grown(long.len);
         Ok(long)
     }
 
@@ -438,7 +446,7 @@ impl SegmentPool {
     pub fn add_to_reserve(&self) -> Result<bool> {
         let mut spares = self.spares.lock();
         let lacks_one = |spares: &Spares| {
-            let long = spares.files.iter().filter(|spare| spare.len >= spares.next_len / RESERVE_SHARE);
+            let long = spares.files.iter().filter(|spare| spare.len >= spares.reserve_len());
             long.count() < self.rules.reserve
         };
         if lacks_one(&spares) {
@@ -464,7 +472,7 @@ impl SegmentPool {
             self.disk.sync_folder(Folder::Log)?;
             spares.add(Spare { number, len });
             // One that it takes the place of.
-            let is_old = |spare: &Spare| spare.len > FIRST_LEN && spare.len < spares.next_len / RESERVE_SHARE;
+            let is_old = |spare: &Spare| spare.len > FIRST_LEN && spare.len < spares.reserve_len();
             if let Some(at) = spares.files.iter().position(is_old) {
                 let old = spares.files.remove(at);
                 self.disk.remove(FileName::Spare(old.number))?;

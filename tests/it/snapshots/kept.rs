@@ -53,7 +53,9 @@ fn a_named_snapshot_stays_until_its_name_is_given_up() {
     store.snapshot().unwrap();
 
     let given_up = store.retention().give_up("before").give_up("nobody's");
-    let listed = || Files::of(&disk).0.into_keys().collect::<BTreeSet<_>>();
+    // Segments are made ahead meanwhile.
+    let is_settled = |file: &FileName| file.folder() != Folder::Log;
+    let listed = || Files::of(&disk).0.into_keys().filter(is_settled).collect::<BTreeSet<_>>();
     let there = listed();
     let would_go = store.would_prune(&given_up).unwrap();
     assert_eq!(would_go.snapshots, std::slice::from_ref(&named));
