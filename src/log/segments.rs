@@ -471,8 +471,11 @@ impl SegmentPool {
             self.disk.rename(FileName::Temporary(Folder::Log, number), FileName::Spare(number))?;
             self.disk.sync_folder(Folder::Log)?;
             spares.add(Spare { number, len });
-            // One that it takes the place of.
-            let is_old = |spare: &Spare| spare.len > FIRST_LEN && spare.len < spares.reserve_len();
+            // One that it takes the place of; short ones wait for the next open, as far as they may.
+            let is_too_much =
+                spares.surplus_bytes(self.rules.reserve) > self.rules.surplus_bytes_max(&spares);
+            let is_old =
+                |spare: &Spare| spare.len < spares.reserve_len() && (spare.len > FIRST_LEN || is_too_much);
             if let Some(at) = spares.files.iter().position(is_old) {
                 let old = spares.files.remove(at);
                 self.disk.remove(FileName::Spare(old.number))?;
