@@ -18,7 +18,7 @@ use remanent::{
 
 use crate::direct;
 use crate::machine::alone;
-use children::in_child;
+use children::{in_child, when_quiet};
 
 #[test]
 fn a_forked_child_can_neither_use_the_store_nor_keep_it_locked() {
@@ -209,6 +209,7 @@ fn every_call_in_a_child_is_refused_and_dropping_frees_nothing_of_the_parents() 
             let mut listed = Some(here.pages().unwrap());
             // SAFETY: the host device follows no handle.
             let stream = unsafe { RawStream::from_cuda(1) };
+            when_quiet();
             let outcome = in_child(|| {
                 refused("read", here.read(pages[0], 0, &mut [0; 8]))?;
                 refused("lease", here.lease(pages[0]))?;
@@ -339,6 +340,7 @@ fn a_child_goes_on_with_its_copy_of_a_replica() {
         store.snapshot().unwrap();
         let mut replica = Replica::from_snapshot(directory.path()).unwrap();
         store.commit(set(&store, page, 3)).unwrap();
+        when_quiet();
         in_child(|| {
             let follow = || -> remanent::Result<()> {
                 let from = FollowFrom::Position(replica.position());
