@@ -406,11 +406,7 @@ fn is_promised(disk: &Arc<dyn Disk>, base: Option<SnapshotId>, until: Until) -> 
     let source = DiskSource::new(disk.clone());
     let Ok(survey) = Survey::read(&source) else { return true };
     let Some((_, reach)) = Reach::at_the_end(&survey, &source) else { return true };
-    let stands_for = |base: SnapshotId| match (reach.role(base), &survey.links.get(&base)) {
-        (Role::OwnEnd, Some(Ok((link, _)))) => until.lsn() == Some(link.end),
-        (role, _) => role == Role::Start,
-    };
-    base.map_or(reach.beginning().is_some(), stands_for)
+    reach.leads_to(base, until.lsn())
 }
 
 fn missing(survey: &Survey) -> Damage {

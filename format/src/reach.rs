@@ -103,6 +103,18 @@ impl Reach {
         base.map_or(self.beginning.is_some(), |base| self.role(base) == Role::Start)
     }
 
+    /// Whether a candidate leads to the state at batch `until`, or to the newest one, as far as the seal promises it:
+    /// replay may start there, or it stands for just this state.
+    #[must_use]
+    pub fn leads_to(&self, base: Option<SnapshotId>, until: Option<Lsn>) -> bool {
+        let Some(base) = base else { return self.beginning.is_some() };
+        match self.roles.get(&base) {
+            Some((Role::Start, _)) => true,
+            Some((Role::OwnEnd, end)) => until == Some(*end),
+            Some((Role::Link, _)) | None => false,
+        }
+    }
+
     /// Refuses a start that the floor leaves out: what is passed on the way from there may lack its images, and the log
     /// after it may go at any moment.
     ///

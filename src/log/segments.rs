@@ -59,14 +59,6 @@ pub(crate) struct SegmentRules {
     pub spare_bytes: u64,
 }
 
-impl SegmentRules {
-    /// Bytes of spares that may stay beyond the reserve: what is allowed, and at least the longest of them.
-    fn surplus_bytes_max(&self, spares: &Spares) -> u64 {
-        let longest = spares.files.last().map_or(0, |spare| spare.len);
-        if self.spare_bytes == 0 { 0 } else { self.spare_bytes.max(longest) }
-    }
-}
-
 /// Makes segments and takes them back.
 ///
 /// The first ones of an opening are short, each later one is twice as long as the one before, up to the usual length.
@@ -94,22 +86,28 @@ struct Spares {
     files: Vec<Spare>,
     /// The length of the next segment that is made because the log grows.
     next_len: u64,
-    /// No segment becomes longer because the log grows.
-    len_max: u64,
+    rules: SegmentRules,
 }
 
 impl Spares {
     /// How long a spare of the reserve must be: as long as the segment that takes frames.
     fn reserve_len(&self) -> u64 {
         // While segments grow, the one in use is a quarter as long as the next one that is made, or shorter.
-        if self.next_len == self.len_max { self.len_max } else { self.next_len / RESERVE_SHARE }
+        if self.next_len == self.rules.len { self.rules.len } else { self.next_len / RESERVE_SHARE }
     }
 
     /// Those that are kept back: the shortest that are long enough, else the longest.
-    fn reserve(&self, count: usize) -> Range<usize> {
+    fn reserve(&self) -> Range<usize> {
+        let count = self.rules.reserve;
         let long = self.files.partition_point(|spare| spare.len < self.reserve_len());
         let start = long.min(self.files.len().saturating_sub(count));
         start..(start + count).min(self.files.len())
+    }
+
+    /// Whether there are fewer than the reserve has that are long enough for it.
+    fn lacks_reserve(&self) -> bool {
+        let short = self.files.partition_point(|spare| spare.len < self.reserve_len());
+        self.files.len() - short < self.rules.reserve
     }
 
     fn add(&mut self, spare: Spare) {
@@ -122,15 +120,22 @@ impl Spares {
     }
 
     /// Bytes beyond the reserve.
-    fn surplus_bytes(&self, reserve: usize) -> u64 {
-        let reserve = self.reserve(reserve);
+    fn surplus_bytes(&self) -> u64 {
+        let reserve = self.reserve();
         let surplus = self.files.iter().enumerate().filter(|(at, _)| !reserve.contains(at));
         surplus.map(|(_, spare)| spare.len).sum()
     }
 
+    /// Whether more lie beyond the reserve than may: what is allowed, and at least the longest.
+    fn are_too_many(&self) -> bool {
+        let longest = self.files.last().map_or(0, |spare| spare.len);
+        let allowed = if self.rules.spare_bytes == 0 { 0 } else { self.rules.spare_bytes.max(longest) };
+        self.surplus_bytes() > allowed
+    }
+
     /// Notes that the log has got a segment of this length, because it grew.
     fn grown(&mut self, len: u64) {
-        self.next_len = (2 * self.next_len).max(len).min(self.len_max);
+        self.next_len = (2 * self.next_len).max(len).min(self.rules.len);
     }
 }
 
@@ -138,7 +143,7 @@ impl SegmentPool {
     /// A pool with the spares of earlier runs. Those that are longer than segments are now are removed, and those that
     /// were copied with holes: mapped, a hole turns a full disk into SIGBUS.
     pub fn new(disk: Arc<dyn Disk>, store: StoreId, rules: SegmentRules, io: LogIo) -> Result<Self> {
-        let mut spares = Spares { files: Vec::new(), next_len: FIRST_LEN.min(rules.len), len_max: rules.len };
+        let mut spares = Spares { files: Vec::new(), next_len: FIRST_LEN.min(rules.len), rules };
         for name in disk.list(Folder::Log)? {
             if let Some(FileName::Spare(number)) = FileName::parse(Folder::Log, &name) {
                 let spare = disk.open(FileName::Spare(number), false)?;
@@ -153,8 +158,8 @@ impl SegmentPool {
             }
         }
         // Fewer may be allowed than an earlier run left.
-        while spares.surplus_bytes(rules.reserve) > rules.surplus_bytes_max(&spares) {
-            let reserve = spares.reserve(rules.reserve);
+        while spares.are_too_many() {
+            let reserve = spares.reserve();
             let at = if reserve.end < spares.files.len() { spares.files.len() - 1 } else { 0 };
             let spare = spares.files.remove(at);
             disk.remove(FileName::Spare(spare.number))?;
@@ -187,7 +192,7 @@ impl SegmentPool {
             SpacePurpose::User | SpacePurpose::Reserve => {
                 // One that is much longer is for a log that has grown.
                 let fits = wanted..=wanted.saturating_mul(LONGER_MAX);
-                let beyond = spares.reserve(self.rules.reserve).end..spares.files.len();
+                let beyond = spares.reserve().end..spares.files.len();
                 beyond.into_iter().find(|at| fits.contains(&spares.files[*at].len))
             }
         };
@@ -196,7 +201,7 @@ impl SegmentPool {
         }
         let made = match at_hand {
             Some(at) => self.make_of_spare(&mut spares, at, number)?,
-            None => match self.make_new(number, wanted, purpose) {
+            None => match self.make_for(number, wanted, purpose) {
                 Err(Error::DiskFull { .. }) if purpose != SpacePurpose::User && !spares.files.is_empty() => {
                     self.make_of_spare(&mut spares, 0, number)?
                 }
@@ -210,24 +215,25 @@ impl SegmentPool {
     }
 
     /// Makes a segment anew. What an open needs on a full disk may be as short as segments are at all.
-    fn make_new(&self, number: u64, wanted: u64, purpose: SpacePurpose) -> Result<SegmentFile> {
-        let make = |len| {
-            let file = self.build(number, len, None, &[])?;
-            self.publish(FileName::Temporary(Folder::Log, number), number)?;
-            Ok(SegmentFile { number, len, file })
-        };
-        match make(wanted) {
+    fn make_for(&self, number: u64, wanted: u64, purpose: SpacePurpose) -> Result<SegmentFile> {
+        match self.make_anew(number, wanted) {
             Err(Error::DiskFull { .. }) if purpose == SpacePurpose::Open && wanted > SEGMENT_LEN_MIN => {
-                make(SEGMENT_LEN_MIN)
+                self.make_anew(number, SEGMENT_LEN_MIN)
             }
             made => made,
         }
     }
 
+    fn make_anew(&self, number: u64, len: u64) -> Result<SegmentFile> {
+        let file = self.build(number, len, None, &[])?;
+        self.publish(FileName::Temporary(Folder::Log, number), number)?;
+        Ok(SegmentFile { number, len, file })
+    }
+
     /// Refuses a segment of the user's where the disk has too little space for it and for what the reserve lacks: space
     /// that comes back is the reserve's first, or an open that follows finds none.
     fn leave_the_reserve(&self, spares: &Spares, number: u64, len: u64) -> Result<()> {
-        let lacking = self.rules.reserve.saturating_sub(spares.reserve(self.rules.reserve).len()) as u64;
+        let lacking = self.rules.reserve.saturating_sub(spares.files.len()) as u64;
         if lacking == 0 {
             return Ok(());
         }
@@ -259,16 +265,12 @@ impl SegmentPool {
         // More frames of this kind will come.
         let wanted = needed.next_power_of_two().saturating_mul(2).clamp(spares.next_len, self.rules.len);
         let len = needed.max(wanted);
-        let long = match self.build(number, len, None, &[]) {
-            Ok(file) => {
-                self.publish(FileName::Temporary(Folder::Log, number), number)?;
-                SegmentFile { number, len, file }
-            }
+        let long = match self.make_anew(number, len) {
             Err(error @ Error::DiskFull { .. }) if purpose == SpacePurpose::Reserve => {
                 let at = spares.files.iter().position(|spare| spare.len >= needed).ok_or(error)?;
                 self.make_of_spare(&mut spares, at, number)?
             }
-            Err(error) => return Err(error),
+            made => made?,
         };
         spares.grown(long.len);
         Ok(long)
@@ -437,7 +439,7 @@ impl SegmentPool {
         if len <= FIRST_LEN && FIRST_LEN < len_max && short >= reserve + FIRST_SPARES_MAX {
             return false;
         }
-        let surplus = spares.surplus_bytes(reserve);
+        let surplus = spares.surplus_bytes();
         spare_bytes > 0 && (surplus == 0 || surplus + len <= spare_bytes)
     }
 
@@ -445,11 +447,7 @@ impl SegmentPool {
     /// meanwhile, or wants to stop, waits for one of them only.
     pub fn add_to_reserve(&self) -> Result<bool> {
         let mut spares = self.spares.lock();
-        let lacks_one = |spares: &Spares| {
-            let long = spares.files.iter().filter(|spare| spare.len >= spares.reserve_len());
-            long.count() < self.rules.reserve
-        };
-        if lacks_one(&spares) {
+        if spares.lacks_reserve() {
             // Two segments are ahead of the one in use: while they grow, half of the next one is twice that.
             let is_full = spares.next_len == self.rules.len;
             let mut len = if is_full { self.rules.len } else { (spares.next_len / 2).max(self.first_len()) };
@@ -472,8 +470,7 @@ impl SegmentPool {
             self.disk.sync_folder(Folder::Log)?;
             spares.add(Spare { number, len });
             // One that it takes the place of; short ones wait for the next open, as far as they may.
-            let is_too_much =
-                spares.surplus_bytes(self.rules.reserve) > self.rules.surplus_bytes_max(&spares);
+            let is_too_much = spares.are_too_many();
             let is_old =
                 |spare: &Spare| spare.len < spares.reserve_len() && (spare.len > FIRST_LEN || is_too_much);
             if let Some(at) = spares.files.iter().position(is_old) {
@@ -481,7 +478,7 @@ impl SegmentPool {
                 self.disk.remove(FileName::Spare(old.number))?;
             }
         }
-        Ok(!lacks_one(&spares))
+        Ok(!spares.lacks_reserve())
     }
 
     /// Does what makes files; where there is no space for them, gives up the spares beyond the reserve and does it
@@ -496,7 +493,7 @@ impl SegmentPool {
     /// Gives up the spares beyond the reserve; returns whether there were any.
     pub fn release_surplus(&self) -> Result<bool> {
         let mut spares = self.spares.lock();
-        let reserve = spares.reserve(self.rules.reserve);
+        let reserve = spares.reserve();
         let had_any = spares.files.len() > reserve.len();
         // From the last one on, so that the others keep their places.
         for at in (0..reserve.start).chain(reserve.end..spares.files.len()).rev() {

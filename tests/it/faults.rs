@@ -21,7 +21,7 @@ use std::time::Duration;
 
 use remanent::device::host::HostDevice;
 use remanent::device::{CommandList, Device, Lane, MemoryId, Pending};
-use remanent::disk::sim::SimDisk;
+use remanent::disk::sim::{Fault, Operation, SimDisk};
 use remanent::{Ack, Error, Lsn, Options, PageId, Place, Position, Result, SnapshotId, Store, Value};
 
 /// Length of the page whose bytes tell the state.
@@ -39,6 +39,29 @@ pub fn watched(name: &str, case: impl FnOnce() + Send + 'static) {
     assert_eq!(ended, Err(RecvTimeoutError::Disconnected), "{name} hangs");
     if let Err(panic) = thread.unwrap().join() {
         resume_unwind(panic);
+    }
+}
+
+/// Runs `case` with the first, the second, … of these operations failing, each for so many times and by this error,
+/// until there are no more of them. `case` says whether the fault struck.
+fn at_every_fault(
+    operations: &[Operation],
+    kinds: &[(usize, i32)],
+    case: impl Fn(Fault) -> bool + Send + Sync + Copy + 'static,
+) {
+    for &operation in operations {
+        for &(times, errno) in kinds {
+            for skip in 0.. {
+                let fault = Fault { operation, skip, times, errno };
+                let struck = Arc::new(AtomicBool::new(false));
+                let told = struck.clone();
+                watched(&format!("{fault:?}"), move || told.store(case(fault), Ordering::SeqCst));
+                if !struck.load(Ordering::SeqCst) {
+                    assert!(skip > 0, "there is no {operation:?} at all");
+                    break;
+                }
+            }
+        }
     }
 }
 

@@ -9,7 +9,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use remanent::Error;
-use remanent_format::reach::{Reach, Role};
+use remanent_format::reach::Reach;
 use remanent_format::rebuild::{Resolution, Survey};
 use remanent_format::{Damage, Defect, FileName, Lsn, PageId, PageInfo, PageTable, SnapshotId};
 
@@ -151,26 +151,17 @@ impl<'d> Past<'d> {
         let kept = OnceCell::new();
         let kept = || kept.get_or_init(|| Reach::at_the_end(&self.survey, self.dir)).as_ref();
         let newest = self.survey.readable().next_back().map(|link| link.snapshot);
-        let leads_to = |snapshot: Option<SnapshotId>, end: Lsn| {
-            // The newest one is always a start, and mostly the one that is wanted.
-            if snapshot.is_some() && snapshot == newest {
-                return true;
-            }
-            let Some((_, reach)) = kept() else { return true };
-            match snapshot.map(|snapshot| reach.role(snapshot)) {
-                Some(Role::Start) => true,
-                Some(Role::OwnEnd) => until == Some(end),
-                Some(Role::Link) => false,
-                None => reach.is_start(None),
-            }
-        };
+        // The newest one is always a start, and mostly the one that is wanted.
+        let is_newest = |snapshot: Option<SnapshotId>| snapshot.is_some() && snapshot == newest;
+        let leads_to =
+            |snapshot| is_newest(snapshot) || kept().is_none_or(|(_, reach)| reach.leads_to(snapshot, until));
         let mut first_damage = None;
         for (snapshot, candidate) in self.survey.named_candidates() {
             let attempt = match candidate {
                 Err(damage) => Err(damage),
                 Ok(base) => {
                     let end = base.as_ref().map_or(Lsn(0), |manifest| manifest.end);
-                    if until.is_some_and(|until| end > until) || !leads_to(snapshot, end) {
+                    if until.is_some_and(|until| end > until) || !leads_to(snapshot) {
                         continue;
                     }
                     self.survey.resolve(self.dir, base.as_ref(), until)

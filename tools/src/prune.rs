@@ -82,8 +82,10 @@ impl Prune {
             pruned
         } else {
             interrupt::end_at_once()?;
-            let survey = View::take(&StoreDir::open(&self.dir)?)?.survey;
-            self.check_names(survey.readable().filter_map(|manifest| manifest.name.clone()))?;
+            if !self.name.is_empty() {
+                let survey = View::take(&StoreDir::open(&self.dir)?)?.survey;
+                self.check_names(survey.readable().filter_map(|manifest| manifest.name.clone()))?;
+            }
             Store::would_prune_at(&self.dir, &rules).map_err(engine_failure)?
         };
         self.report(&pruned, out)?;

@@ -25,20 +25,7 @@ const OPERATIONS: [Operation; 11] = [
 /// there are no more of them. `case` says whether the fault struck. (An open reads by several threads, so which read is the
 /// fifth is not the same each time.)
 fn at_every_operation(operations: &[Operation], case: impl Fn(Fault) -> bool + Send + Sync + Copy + 'static) {
-    for &operation in operations {
-        for times in [1, usize::MAX] {
-            for skip in 0.. {
-                let fault = Fault { operation, skip, times, errno: EIO };
-                let struck = Arc::new(AtomicBool::new(false));
-                let told = struck.clone();
-                watched(&format!("{fault:?}"), move || told.store(case(fault), Ordering::SeqCst));
-                if !struck.load(Ordering::SeqCst) {
-                    assert!(skip > 0, "there is no {operation:?} at all");
-                    break;
-                }
-            }
-        }
-    }
+    at_every_fault(operations, &[(1, EIO), (usize::MAX, EIO)], case);
 }
 
 fn is_the_fault(error: &Error) -> bool {

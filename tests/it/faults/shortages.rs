@@ -26,20 +26,7 @@ fn is_the_shortage(error: &Error) -> bool {
 /// Runs `case` with every operation of these kinds failing, the first, the second, … of them first, for one time or
 /// until the shortage ends. `case` says whether the fault struck.
 fn at_every_moment(case: impl Fn(Fault) -> bool + Send + Sync + Copy + 'static) {
-    for operation in OPERATIONS {
-        for (times, errno) in [(1, EMFILE), (usize::MAX, EMFILE), (2, ENOMEM)] {
-            for skip in 0.. {
-                let fault = Fault { operation, skip, times, errno };
-                let struck = Arc::new(AtomicBool::new(false));
-                let told = struck.clone();
-                watched(&format!("{fault:?}"), move || told.store(case(fault), Ordering::SeqCst));
-                if !struck.load(Ordering::SeqCst) {
-                    assert!(skip > 0, "there is no {operation:?} at all");
-                    break;
-                }
-            }
-        }
-    }
+    at_every_fault(&OPERATIONS, &[(1, EMFILE), (usize::MAX, EMFILE), (2, ENOMEM)], case);
 }
 
 fn fails_one_call_and_goes_on(fault: Fault, options: Options) -> bool {

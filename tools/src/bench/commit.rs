@@ -11,7 +11,7 @@ use super::latency::Latency;
 use super::memory::RawMemory;
 use super::raw::{self, RawLog, Way};
 use super::room::{self, Room, Stop};
-use super::{Common, Measure, transfer};
+use super::{Common, Measure, check_seconds, check_threads, transfer};
 use crate::exit::Failure;
 use crate::size::Size;
 
@@ -115,12 +115,8 @@ impl Measure for Commit {
 
     fn check(&self) -> Result<(), Failure> {
         let refuse = |what: &str| Err(Failure::Environment(what.to_owned()));
-        if !(0.001..=3600.0).contains(&self.seconds) {
-            return refuse("--seconds lies between 0.001 and 3600");
-        }
-        if self.threads.iter().any(|threads| !(1..=1024).contains(threads)) {
-            return refuse("--threads lie between 1 and 1024");
-        }
+        check_seconds("--seconds", self.seconds)?;
+        check_threads(&self.threads)?;
         if self.len.iter().any(|len| !(1..=1 << 20).contains(&len.0)) {
             return refuse("--len lies between 1 and 1MiB: a delta is a part of a page");
         }

@@ -10,7 +10,7 @@ use rustix::time::{ClockId, clock_gettime};
 use super::figures::{Figure, Findings, Group, Unit};
 use super::latency::Latency;
 use super::room::{self, Room, Stop};
-use super::{Common, Measure};
+use super::{Common, Measure, check_seconds};
 use crate::exit::Failure;
 
 const EXAMPLES: &str = "\
@@ -53,10 +53,7 @@ impl Measure for Follow {
     }
 
     fn check(&self) -> Result<(), Failure> {
-        if !(0.001..=3600.0).contains(&self.idle) {
-            return Err(Failure::Environment("--idle lies between 0.001 and 3600".to_owned()));
-        }
-        Ok(())
+        check_seconds("--idle", self.idle)
     }
 
     fn bytes_needed(&self) -> u64 {

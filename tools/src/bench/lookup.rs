@@ -10,7 +10,7 @@ use remanent::{Ack, Key, PageId, PageInfo, Store};
 use super::figures::{Figure, Findings, Group, Unit};
 use super::latency::Latency;
 use super::room::{self, Room, Stop};
-use super::{Common, Measure};
+use super::{Common, Measure, check_seconds, check_threads};
 use crate::exit::Failure;
 
 const EXAMPLES: &str = "\
@@ -80,14 +80,8 @@ impl Measure for Lookup {
     }
 
     fn check(&self) -> Result<(), Failure> {
-        let refuse = |what: &str| Err(Failure::Environment(what.to_owned()));
-        if !(0.001..=3600.0).contains(&self.seconds) {
-            return refuse("--seconds lies between 0.001 and 3600");
-        }
-        if self.threads.iter().any(|threads| !(1..=1024).contains(threads)) {
-            return refuse("--threads lie between 1 and 1024");
-        }
-        Ok(())
+        check_seconds("--seconds", self.seconds)?;
+        check_threads(&self.threads)
     }
 
     fn bytes_needed(&self) -> u64 {

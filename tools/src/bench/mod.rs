@@ -125,6 +125,22 @@ impl Bench {
     }
 }
 
+/// Refuses a time that measures nothing, or that nobody waits for.
+fn check_seconds(flag: &str, seconds: f64) -> Result<(), Failure> {
+    if (0.001..=3600.0).contains(&seconds) {
+        return Ok(());
+    }
+    Err(Failure::Environment(format!("{flag} lies between 0.001 and 3600")))
+}
+
+/// Refuses numbers of threads that no machine runs.
+fn check_threads(threads: &[usize]) -> Result<(), Failure> {
+    if threads.iter().all(|threads| (1..=1024).contains(threads)) {
+        return Ok(());
+    }
+    Err(Failure::Environment("--threads lie between 1 and 1024".to_owned()))
+}
+
 fn run(what: &impl Measure, out: &mut Output) -> Outcome {
     let interrupt = Interrupt::listen()?;
     what.check()?;

@@ -10,7 +10,7 @@ use remanent::{DeviceChoice, Metadata, Options, PageId, Place, Store};
 use super::figures::{Course, Figure, Findings, Group, Unit};
 use super::latency::Latency;
 use super::room::{Room, Stop};
-use super::{Common, Measure, opener, peak};
+use super::{Common, Measure, check_seconds, opener, peak};
 use crate::exit::Failure;
 use crate::simulate::SplitMix64;
 use crate::size::Size;
@@ -138,9 +138,7 @@ impl Measure for Steady {
 
     fn check(&self) -> Result<(), Failure> {
         let refuse = |what: &str| Err(Failure::Environment(what.to_owned()));
-        if !(0.001..=3600.0).contains(&self.seconds) {
-            return refuse("--seconds lies between 0.001 and 3600");
-        }
+        check_seconds("--seconds", self.seconds)?;
         if self.len.iter().any(|len| !(8..=1 << 30).contains(&len.0)) {
             return refuse("--len lies between 8 and 1GiB");
         }
