@@ -84,8 +84,9 @@
 //! [`Ticket`], [`Lease`], [`Pin`], [`ReadView`], [`Follower`], [`Snapshot`] or [`device::DeviceBytes`] says [`Error::Forked`], before
 //! it writes a byte or waits for a lock; getters without an error say nothing, such as no snapshots. Dropping what was
 //! inherited gives nothing back, and the parent goes on. A child may open other stores, and this one once its parent
-//! has closed it, if no thread of the parent was at work in a store when it was forked (else an `exec` must come
-//! first); a [`Replica`] is plain memory and goes on in both. A snapshot that a [`Snapshot`] holds stays held while
+//! has closed it, whatever the parent's threads were at (but not at the very start or end of a thread, when the list of
+//! threads that read without locks may be held; an `exec` is always safe); a [`Replica`] is plain memory and goes on in
+//! both. A snapshot that a [`Snapshot`] holds stays held while
 //! the parent holds it; if the parent dies first, until the child ends. A GPU cannot be used in a child of a process
 //! that used it: that is the driver's rule.
 //!

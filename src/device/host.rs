@@ -6,8 +6,8 @@
 //!
 //! Locks: the table of memories is locked only to look one up, so a long copy never holds up `allocate`;
 //! each memory has its own lock, or shares that of its slab (`memory.rs`), so lanes run side by side; and no command
-//! waits for a lock while it holds another for writing, so they cannot block each other for good. One that wants
-//! several takes them only if all are free.
+//! waits for a lock while it holds another, so they cannot block each other for good. One that wants several takes
+//! them only if all are free.
 
 mod memory;
 
@@ -17,7 +17,6 @@ use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use parking_lot::RwLock;
 use remanent_format::limits::GROUP_ALIGN;
 use remanent_format::{Place, Width};
 use zerocopy::FromZeros;
@@ -31,6 +30,7 @@ use super::{
 use crate::disk::AlignedBuf;
 use crate::error::{Error, Result};
 use crate::sync::Mutex;
+use crate::sync::locks::RwLock;
 
 /// Deltas that are merged together at most.
 const TOGETHER_MAX: usize = 256;
@@ -38,6 +38,8 @@ const TOGETHER_MAX: usize = 256;
 const TOGETHER_BYTES_MAX: u64 = 64 << 10;
 /// The longest of them, in bytes: a reader of one of their pages waits for microseconds.
 const SHORT_LEN_MAX: u64 = 1024;
+/// Bytes that lie aside at a time, while they are copied or compared.
+const PART_LEN_MAX: u64 = 64 << 10;
 
 /// Pages in ordinary memory, whatever place they name; only [`Place::Disk`] is unavailable.
 #[derive(Debug)]
@@ -123,12 +125,12 @@ impl HostDevice {
 
     fn upload(&self, source: &[u8], target: Span) {
         let memory = self.memory(target.memory);
-        memory.write(target).copy_from_slice(source);
+        memory.write(target, |target| target.copy_from_slice(source));
     }
 
     fn download(&self, source: Span, target: &mut [u8]) {
         let memory = self.memory(source.memory);
-        target.copy_from_slice(&memory.read(source));
+        memory.read(source, |source| target.copy_from_slice(source));
     }
 
     /// Short deltas go many at a time, the others one by one.
@@ -186,7 +188,7 @@ impl HostDevice {
             }
             // The payload is copied aside, so that only one memory is locked at a time.
             (Payload::Device(payload), _) => {
-                let aside = self.memory(payload.memory).read(payload).to_vec();
+                let aside = self.memory(payload.memory).read(payload, <[u8]>::to_vec);
                 self.merge(piece, &aside);
             }
         }
@@ -194,57 +196,58 @@ impl HostDevice {
 
     fn merge(&self, piece: &Piece, payload: &[u8]) {
         let memory = self.memory(piece.target.memory);
-        merge(&mut memory.write(piece.target), piece.kind, payload);
+        memory.write(piece.target, |target| merge(target, piece.kind, payload));
     }
 
     /// Copies through a small area of its own, so that only one memory is locked at a time.
     fn copy(&self, source: Span, target: Span) {
-        const PART_LEN_MAX: u64 = 64 << 10;
         assert_eq!(source.len, target.len, "a copy between ranges of different lengths");
         assert!(!overlap(source, target), "a copy between overlapping ranges: {source:?}, {target:?}");
         let (source_memory, target_memory) = (self.memory(source.memory), self.memory(target.memory));
         let mut aside = Vec::new();
-        let mut done = 0;
-        // At least one round, so that bounds are checked for empty ranges too.
-        loop {
+        for done in starts(source.len) {
             let part_len = PART_LEN_MAX.min(source.len - done);
             aside.clear();
-            aside.extend_from_slice(&source_memory.read(part(source, done, part_len)));
-            target_memory.write(part(target, done, part_len)).copy_from_slice(&aside);
-            done += part_len;
-            if done == source.len {
-                return;
-            }
+            source_memory.read(part(source, done, part_len), |source| aside.extend_from_slice(source));
+            target_memory.write(part(target, done, part_len), |target| target.copy_from_slice(&aside));
         }
     }
 
     fn fill(&self, target: Span, pattern: [u8; 16], width: Width) {
         let memory = self.memory(target.memory);
-        let mut target = memory.write(target);
-        let _whole = elements(target.len(), width);
         // Every width divides 16, so sixteen bytes of repeated pattern tile the target.
         let tile: [u8; 16] = std::array::from_fn(|i| pattern[i % width.bytes()]);
-        let mut tiles = target.chunks_exact_mut(tile.len());
-        tiles.by_ref().for_each(|chunk| chunk.copy_from_slice(&tile));
-        let rest = tiles.into_remainder();
-        rest.copy_from_slice(&tile[..rest.len()]);
+        memory.write(target, |target| {
+            let _whole = elements(target.len(), width);
+            let mut tiles = target.chunks_exact_mut(tile.len());
+            tiles.by_ref().for_each(|chunk| chunk.copy_from_slice(&tile));
+            let rest = tiles.into_remainder();
+            rest.copy_from_slice(&tile[..rest.len()]);
+        });
     }
 
-    /// Holds two locks, both for reading and both without regard to waiting writers: nobody who holds
-    /// one for writing waits for another, so both are had in the end, even where they are the same.
+    /// Copies through a small area of its own, so that only one memory is locked at a time.
     fn diff(&self, left: Span, right: Span, width: Width, target: Span) {
         let (left_memory, right_memory) = (self.memory(left.memory), self.memory(right.memory));
         let clashes = overlap(left, target) || overlap(right, target);
         assert!(!clashes, "a diff to a range that it compares: {left:?}, {right:?}, {target:?}");
-        let (left, right) = (left_memory.read(left), right_memory.read(right));
-        assert_eq!(left.len(), right.len(), "a diff of ranges of different lengths");
-        let mut bits = vec![0; elements(left.len(), width).div_ceil(8)];
+        assert_eq!(left.len, right.len, "a diff of ranges of different lengths");
+        let mut bits = vec![0; elements(left.len as usize, width).div_ceil(8)];
         assert_eq!(target.len, bits.len() as u64, "the length of a diff's target");
-        let pairs = left.chunks_exact(width.bytes()).zip(right.chunks_exact(width.bytes()));
-        for (index, (left, right)) in pairs.enumerate() {
-            bits[index / 8] |= u8::from(left != right) << (index % 8);
+        let mut aside = Vec::new();
+        let mut index = 0;
+        for done in starts(left.len) {
+            let part_len = PART_LEN_MAX.min(left.len - done);
+            aside.clear();
+            left_memory.read(part(left, done, part_len), |left| aside.extend_from_slice(left));
+            right_memory.read(part(right, done, part_len), |right| {
+                let pairs = aside.chunks_exact(width.bytes()).zip(right.chunks_exact(width.bytes()));
+                for (left, right) in pairs {
+                    bits[index / 8] |= u8::from(left != right) << (index % 8);
+                    index += 1;
+                }
+            });
         }
-        drop((left, right));
         self.upload(&bits, target);
     }
 
@@ -255,13 +258,13 @@ impl HostDevice {
             let Selection { bits, indices } = *selection;
             selection.check();
             let memory = self.memory(bits.memory);
-            let set = set_bits(&memory.read(bits));
+            let set = memory.read(bits, set_bits);
             found.copy_from_slice(&(set.len() as u32).to_le_bytes());
             let room = set.len().min(indices.len as usize / 4);
             let numbers: Vec<u8> = set[..room].iter().flat_map(|index| index.to_le_bytes()).collect();
             // Bounds are checked for all of the room.
             let memory = self.memory(indices.memory);
-            memory.write(indices)[..numbers.len()].copy_from_slice(&numbers);
+            memory.write(indices, |indices| indices[..numbers.len()].copy_from_slice(&numbers));
         }
     }
 
@@ -269,7 +272,7 @@ impl HostDevice {
         assert_eq!(target.len(), 4 * sources.len(), "the length of a checksum command's target");
         for (source, sum) in sources.iter().zip(target.chunks_exact_mut(4)) {
             let memory = self.memory(source.memory);
-            sum.copy_from_slice(&crc32fast::hash(&memory.read(*source)).to_le_bytes());
+            sum.copy_from_slice(&memory.read(*source, crc32fast::hash).to_le_bytes());
         }
     }
 
@@ -280,12 +283,12 @@ impl HostDevice {
         assert!(!overlap(source, target), "picked from and to overlapping ranges: {source:?}, {target:?}");
         let mut picked = Vec::with_capacity(target.len as usize);
         let memory = self.memory(source.memory);
-        let source = memory.read(source);
-        for index in indices.chunks_exact(4).map(index_of) {
-            assert!(index < bound, "an index that is not within its range");
-            picked.extend_from_slice(&source[index * width.bytes()..][..width.bytes()]);
-        }
-        drop(source);
+        memory.read(source, |source| {
+            for index in indices.chunks_exact(4).map(index_of) {
+                assert!(index < bound, "an index that is not within its range");
+                picked.extend_from_slice(&source[index * width.bytes()..][..width.bytes()]);
+            }
+        });
         self.upload(&picked, target);
     }
 
@@ -294,16 +297,17 @@ impl HostDevice {
         for (IndexList { indices, bound }, found) in lists.iter().zip(target.chunks_exact_mut(4)) {
             assert!(indices.offset.is_multiple_of(4) && indices.len.is_multiple_of(4), "whole indices");
             let memory = self.memory(indices.memory);
-            let bytes = memory.read(*indices);
             let mut seen = HashSet::new();
             let mut wrong = 0;
-            for index in bytes.chunks_exact(4).map(index_of) {
-                if index as u64 >= *bound {
-                    wrong |= INDEX_OUT_OF_BOUNDS;
-                } else if !seen.insert(index) {
-                    wrong |= INDEX_TWICE;
+            memory.read(*indices, |bytes| {
+                for index in bytes.chunks_exact(4).map(index_of) {
+                    if index as u64 >= *bound {
+                        wrong |= INDEX_OUT_OF_BOUNDS;
+                    } else if !seen.insert(index) {
+                        wrong |= INDEX_TWICE;
+                    }
                 }
-            }
+            });
             found.copy_from_slice(&wrong.to_le_bytes());
         }
     }
@@ -403,7 +407,7 @@ impl Device for HostDevice {
     fn read_now(&self, memory: MemoryId, offset: u64, out: &mut [u8]) -> bool {
         let found = self.memories.read().find(memory).cloned();
         let Some(found) = found.filter(|found| found.has(offset, out.len() as u64)) else { return false };
-        out.copy_from_slice(&found.read(Span { memory, offset, len: out.len() as u64 }));
+        found.read(Span { memory, offset, len: out.len() as u64 }, |bytes| out.copy_from_slice(bytes));
         true
     }
 
@@ -498,6 +502,12 @@ fn part(span: Span, offset: u64, len: u64) -> Span {
     let within = offset.checked_add(len).is_some_and(|end| end <= span.len);
     assert!(within, "bytes {offset}..+{len} are not within {span:?}");
     Span { memory: span.memory, offset: span.offset + offset, len }
+}
+
+/// Where the parts of so many bytes start that lie aside one after the other. At least one, so that bounds are checked
+/// for empty ranges too.
+fn starts(len: u64) -> impl Iterator<Item = u64> {
+    (0..len.max(1)).step_by(PART_LEN_MAX as usize)
 }
 
 fn overlap(one: Span, other: Span) -> bool {

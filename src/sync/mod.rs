@@ -7,8 +7,10 @@
 //! So it is the engine itself that runs under thousands of schedules, and a failure names the one to run again.
 //!
 //! Not from here are statics, which outlive a schedule; counters that nobody waits for; crews over one list of work
-//! ([`crate::crew`]), which have one member under a scheduler; and followers, which wait for files.
+//! ([`crate::crew`]), which have one member under a scheduler; the host device, which holds a [lock](locks) only while
+//! it copies; and followers, which wait for files.
 
+pub mod locks;
 #[cfg(shuttle)]
 mod scheduled;
 #[cfg(not(shuttle))]
@@ -21,14 +23,14 @@ mod shared;
 use std::num::NonZero;
 
 #[cfg(not(shuttle))]
-pub use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
-#[cfg(not(shuttle))]
 pub use std::sync::{atomic, mpsc};
 #[cfg(not(shuttle))]
 pub use std::thread;
 #[cfg(not(shuttle))]
 pub use std::time::Instant;
 
+#[cfg(not(shuttle))]
+pub use locks::{Condvar, Mutex, MutexGuard, RwLock};
 pub use shared::{Map, Swap, SwapGuard};
 
 #[cfg(shuttle)]

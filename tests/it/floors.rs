@@ -28,7 +28,9 @@ const PRINTERS: &[&str] = &["println!", "eprintln!", "print!", "eprint!", "dbg!"
 const PAST_SYNC: &[&str] = &[
     "parking_lot",
     "std::sync::Mutex",
+    "std::sync::RwLock",
     "std::sync::Condvar",
+    "sync::locks",
     "std::sync::mpsc",
     "std::thread::spawn",
     "std::thread::Builder",

@@ -18,7 +18,7 @@ use remanent::{
 
 use crate::direct;
 use crate::machine::alone;
-use children::{in_child, when_quiet};
+use children::in_child;
 
 #[test]
 fn a_forked_child_can_neither_use_the_store_nor_keep_it_locked() {
@@ -209,7 +209,6 @@ fn every_call_in_a_child_is_refused_and_dropping_frees_nothing_of_the_parents() 
             let mut listed = Some(here.pages().unwrap());
             // SAFETY: the host device follows no handle.
             let stream = unsafe { RawStream::from_cuda(1) };
-            when_quiet();
             let outcome = in_child(|| {
                 refused("read", here.read(pages[0], 0, &mut [0; 8]))?;
                 refused("lease", here.lease(pages[0]))?;
@@ -340,7 +339,6 @@ fn a_child_goes_on_with_its_copy_of_a_replica() {
         store.snapshot().unwrap();
         let mut replica = Replica::from_snapshot(directory.path()).unwrap();
         store.commit(set(&store, page, 3)).unwrap();
-        when_quiet();
         in_child(|| {
             let follow = || -> remanent::Result<()> {
                 let from = FollowFrom::Position(replica.position());
@@ -355,5 +353,49 @@ fn a_child_goes_on_with_its_copy_of_a_replica() {
         })
         .unwrap();
         assert_eq!(replica.bytes(page), Some(&[0; 8][..]));
+    });
+}
+
+/// A lock of the child's store must not know the threads that waited in the parent when it forked: their stacks are the
+/// child's to give to threads of its own.
+#[test]
+fn a_child_works_with_a_store_of_its_own_while_threads_of_the_parent_wait() {
+    alone(|| {
+        let directory = tempfile::tempdir().unwrap();
+        let durable = || small().ack(Ack::Durable);
+        let store = Store::open(directory.path(), durable()).unwrap();
+        let mut batch = store.batch();
+        batch.create(8, Place::Host);
+        let page = store.commit(batch).unwrap().pages[0];
+        let stop = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut number = 0;
+                while !stop.load(Ordering::Relaxed) {
+                    number += 1;
+                    store.commit(set(&store, page, number)).unwrap();
+                }
+            });
+            let mut outcome = Ok(());
+            for _ in 0..20 {
+                outcome = outcome.and(in_child(|| {
+                    let lives = || {
+                        let own = Store::temporary(durable())?;
+                        let mut batch = own.batch();
+                        batch.create(8, Place::Host);
+                        let page = own.commit(batch)?.pages[0];
+                        for number in 1..=20 {
+                            own.commit(set(&own, page, number))?;
+                        }
+                        own.snapshot()?;
+                        own.close()
+                    };
+                    lives().map_err(|error: Error| error.to_string())
+                }));
+            }
+            stop.store(true, Ordering::Relaxed);
+            outcome.unwrap();
+        });
+        store.close().unwrap();
     });
 }

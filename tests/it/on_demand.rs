@@ -4,9 +4,8 @@
 //! The device holds up what loads pages until a test lets it go on.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Condvar, Mutex};
 
-use parking_lot::{Condvar, Mutex};
 use remanent::device::host::HostDevice;
 use remanent::device::late::LateDevice;
 use remanent::device::{Command, CommandList, Device, Lane, MemoryId, Pending};
@@ -46,7 +45,7 @@ impl Gate {
     }
 
     fn open(&self) {
-        *self.is_open.lock() = true;
+        *self.is_open.lock().unwrap() = true;
         self.opened.notify_all();
     }
 }
@@ -64,12 +63,12 @@ impl Device for Gate {
     forward!(inner: label staging reached wait after streams_and_memory);
 
     fn allocate(&self, place: Place, len: u64) -> Result<MemoryId> {
-        *self.live.lock() += 1;
+        *self.live.lock().unwrap() += 1;
         self.inner.allocate(place, len)
     }
 
     fn release(&self, memory: MemoryId) -> Result<()> {
-        *self.live.lock() -= 1;
+        *self.live.lock().unwrap() -= 1;
         self.inner.release(memory)
     }
 
@@ -77,7 +76,7 @@ impl Device for Gate {
         let is_load = lane == Lane::Drain
             && list.commands.iter().any(|command| matches!(command, Command::Upload { .. }));
         if is_load {
-            self.opened.wait_while(&mut self.is_open.lock(), |is_open| !*is_open);
+            let _is_open = self.opened.wait_while(self.is_open.lock().unwrap(), |is_open| !*is_open).unwrap();
         }
         self.inner.submit(lane, list)
     }
@@ -190,7 +189,7 @@ fn a_store_is_in_use_before_its_pages_are_loaded() {
     assert_eq!(store.snapshots().len(), 2);
     store.close().unwrap();
     check(&open(&disk, Restore::Eager).unwrap());
-    assert_eq!(*device.live.lock(), 0);
+    assert_eq!(*device.live.lock().unwrap(), 0);
 }
 
 /// What somebody does with a page that is cold.
@@ -269,7 +268,7 @@ fn whoever_needs_a_page_waits_for_it() {
             });
             assert_eq!(State::of(&store), expected, "{name}");
             store.close().unwrap();
-            assert_eq!(*device.live.lock(), 0, "{name}: page memory was not given back");
+            assert_eq!(*device.live.lock().unwrap(), 0, "{name}: page memory was not given back");
             assert_eq!(State::of(&open(&disk, Restore::Eager).unwrap()), expected, "{name}, later");
         }
     }
@@ -330,7 +329,7 @@ fn a_working_copy_that_outlives_its_store_is_captured_when_its_page_is_loaded() 
     copy.bytes().write(9, b"captured").unwrap();
     store.close().unwrap();
 
-    *device.is_open.lock() = false;
+    *device.is_open.lock().unwrap() = false;
     let store = open_on(&disk, device.clone(), Restore::OnDemand).unwrap();
     std::thread::scope(|scope| {
         let _at_last = OpenAtLast(device.clone());
@@ -448,7 +447,7 @@ fn pages_that_stay_cold_cost_nothing() {
         }
         device.open();
         store.close().unwrap();
-        assert_eq!(*device.live.lock(), 0, "page memory was not given back");
+        assert_eq!(*device.live.lock().unwrap(), 0, "page memory was not given back");
     }
     assert_eq!(State::of(&open(&disk, Restore::Eager).unwrap()), state);
 }

@@ -8,13 +8,13 @@ use std::collections::BTreeMap;
 use std::ops::{Deref, Range};
 use std::sync::Arc;
 
-use parking_lot::{MappedRwLockReadGuard, MappedRwLockWriteGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use remanent_format::Place;
 use remanent_format::by_id::ById;
 use zerocopy::FromZeros;
 
 use super::super::{MemoryId, Span};
 use crate::error::{Error, Result};
+use crate::sync::locks::RwLock;
 
 /// Memories of up to this many bytes lie in slabs.
 const SLOT_LEN_MAX: u64 = 1024;
@@ -149,14 +149,15 @@ impl Memory {
         &self.block
     }
 
-    /// A span of its bytes. Whoever holds some may ask for more of them, for no matter who waits to write.
-    pub fn read(&self, span: Span) -> MappedRwLockReadGuard<'_, [u8]> {
-        RwLockReadGuard::map(self.block.bytes.read_recursive(), |bytes| &bytes[self.range(span)])
+    /// Shows a span of its bytes. `look` must not ask for bytes of any memory: they may lie in the same block, whose lock
+    /// is held.
+    pub fn read<Seen>(&self, span: Span, look: impl FnOnce(&[u8]) -> Seen) -> Seen {
+        look(&self.block.bytes.read()[self.range(span)])
     }
 
-    /// A span of its bytes, to change them.
-    pub fn write(&self, span: Span) -> MappedRwLockWriteGuard<'_, [u8]> {
-        RwLockWriteGuard::map(self.block.bytes.write(), |bytes| &mut bytes.make_mut()[self.range(span)])
+    /// Changes a span of its bytes. `change` must not ask for bytes of any memory.
+    pub fn write(&self, span: Span, change: impl FnOnce(&mut [u8])) {
+        change(&mut self.block.bytes.write().make_mut()[self.range(span)]);
     }
 
     /// Whether it has `len` bytes from `offset` on.
@@ -244,7 +245,7 @@ mod tests {
             if live.is_empty() || drawn % 8 < if step < 2000 { 6 } else { 3 } {
                 let len = [0, 1, 16, 17, 64, 64, 64, 1000, SLOT_LEN_MAX][(drawn / 8 % 9) as usize];
                 let id = memories.insert_short(Place::Host, len).unwrap();
-                memories.get(id).write(all(id, len)).fill(step as u8);
+                memories.get(id).write(all(id, len), |bytes| bytes.fill(step as u8));
                 live.push((id, len, step as u8));
             } else {
                 let (id, len, filled) = live.swap_remove((drawn / 8) as usize % live.len());

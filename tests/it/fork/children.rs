@@ -1,31 +1,9 @@
 //! Forked children of this process: what a child does with what it inherited, and how its parent hears of it.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::time::{Duration, Instant};
 
 /// A child that has not ended after this many seconds hangs. Long, for a machine may be busy with other work.
 const PATIENCE_SECONDS: u32 = 120;
-
-/// Waits until all other threads of this process sleep, twice in a row. A child that locks anything of its own needs
-/// that: the library of the locks has a table for threads that wait, and a child inherits it as it is, with an entry that
-/// a thread of the parent was just changing locked for ever.
-pub fn when_quiet() {
-    let own = rustix::thread::gettid().as_raw_nonzero().to_string();
-    let is_quiet = || {
-        let tasks = std::fs::read_dir("/proc/self/task").unwrap().map(|task| task.unwrap());
-        let mut others = tasks.filter(|task| task.file_name().to_str() != Some(&own));
-        // The state follows the name, which is in parentheses.
-        others.all(|task| match std::fs::read_to_string(task.path().join("stat")) {
-            Ok(stat) => stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('S')),
-            Err(_) => true,
-        })
-    };
-    let began = Instant::now();
-    while !(is_quiet() && is_quiet()) {
-        assert!(began.elapsed() < Duration::from_secs(30), "some thread never sleeps");
-        std::thread::yield_now();
-    }
-}
 
 /// Runs `life` in a forked child and waits for the end of the child. `Err` says what went wrong there. The child has
 /// copies of all that `life` reaches: what it takes out or drops is still there for the parent.
