@@ -6,7 +6,8 @@ use std::time::Duration;
 use crate::options::Options;
 
 /// Which snapshots are kept, and how much log. A snapshot is kept as long as one of these rules, its name or a
-/// reader wants it; whatever a kept snapshot needs is never removed.
+/// reader wants it; whatever a kept snapshot needs is never removed. One that begins where the next one begins, and does
+/// not go as far, is kept for its name or a reader only: the next one stands in its place.
 ///
 /// ```
 /// use remanent::{Options, Store};

@@ -13,6 +13,7 @@ use std::sync::Arc;
 
 use remanent_format::bases::Base;
 use remanent_format::image::ImageRef;
+use remanent_format::limits::CHAIN_LINKS_MAX;
 use remanent_format::manifest::{Manifest, ManifestEntry};
 use remanent_format::rebuild::{Survey, check_image};
 use remanent_format::{Lsn, PageId, PageTable, ReadAt, SnapshotId};
@@ -132,6 +133,18 @@ impl KnownImages {
         self.beside.lock().retain(|_, known| !is_it(known));
         // It stays among the newest snapshot's: were its page deleted, the next one must say that it is gone.
         self.spoilt.lock().insert(place(image), page);
+    }
+
+    /// The newest snapshot's own link with its checksum, for a thin one to follow; none if it has too many links before it.
+    pub fn newest_link(&self) -> Option<(SnapshotId, u32)> {
+        let newest = self.newest.lock();
+        let link = newest.links.last().filter(|_| newest.links.len() < CHAIN_LINKS_MAX / 2)?;
+        Some((link.snapshot, link.manifest_crc))
+    }
+
+    /// Whether the newest snapshot names an image file only for these pages.
+    pub fn has_file_of(&self, pages: &[PageId]) -> bool {
+        self.newest.lock().has_file_of(pages)
     }
 
     /// Lets the next snapshot follow none: a link before it does not hold.

@@ -18,7 +18,7 @@ use remanent_format::{LogPoint, Lsn, PageInfo, SnapshotId};
 pub(crate) use self::known::{Beside, KnownImages};
 pub(crate) use self::lock::KeepingLock;
 pub(crate) use self::newest::{Newest, Sums};
-pub(crate) use self::sorting::{Beginning, Sorted};
+pub(crate) use self::sorting::{Beginning, LOOK_PAGES, Sorted};
 use crate::image_files::ImageFiles;
 
 /// A snapshot that is kept.

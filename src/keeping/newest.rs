@@ -172,6 +172,14 @@ impl Newest {
             .then(|| (&self.links[at], folded.into_iter().collect()))
     }
 
+    /// Whether an image file holds no images that it names but those of these pages.
+    pub fn has_file_of(&self, pages: &[PageId]) -> bool {
+        let mut theirs = Sums::default();
+        let images = pages.iter().filter_map(|page| self.get(*page)).map(|named| named.known.image);
+        images.for_each(|image| theirs.add(image));
+        theirs.files.iter().any(|(file, bytes)| self.sums.files.get(file) == Some(bytes))
+    }
+
     pub(super) fn get(&self, page: PageId) -> Option<&Named> {
         self.pages.get(page)
     }

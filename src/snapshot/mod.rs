@@ -28,6 +28,7 @@ mod plan;
 mod progress;
 mod retain;
 mod scrub;
+mod thin;
 mod verify;
 
 use std::collections::HashMap;
@@ -97,6 +98,8 @@ pub(crate) struct Wanted {
     pub exact: bool,
     /// Whether it is written at the pace of background snapshots, and given up when the store closes.
     pub paced: bool,
+    /// Whether it writes no image again only to empty a file: there is no space for it.
+    pub spare: bool,
 }
 
 impl Wanted {
@@ -110,14 +113,13 @@ impl Wanted {
 impl Snapshots {
     /// Takes a snapshot.
     pub fn take(&self, wanted: Wanted) -> Result<SnapshotInfo> {
-        let mut keeping = self.keeping.lock();
-        self.take_and(&mut keeping, wanted, |keeping| self.retain(keeping))
+        self.take_retaining(&mut self.keeping.lock(), wanted)
     }
 
     /// Takes a snapshot in the background, if it is still due when no other is being taken any more.
     pub fn take_if(&self, wanted: Wanted, is_due: impl FnOnce() -> bool) -> Result<Option<SnapshotInfo>> {
         let mut keeping = self.keeping.lock_patiently();
-        is_due().then(|| self.take_and(&mut keeping, wanted, |keeping| self.retain(keeping))).transpose()
+        is_due().then(|| self.take_retaining(&mut keeping, wanted)).transpose()
     }
 
     /// Takes a snapshot before the store closes, if its log consists of too many runs: the thread had no time for it.
@@ -132,12 +134,19 @@ impl Snapshots {
     /// Takes an exact snapshot with a name for a caller who holds the lock on what is kept.
     pub fn take_named(&self, keeping: &mut Keeping, name: String) -> Result<SnapshotInfo> {
         let wanted = Wanted { name: Some(name), exact: true, ..Wanted::default() };
-        self.take_and(keeping, wanted, |keeping| self.retain(keeping))
+        self.take_retaining(keeping, wanted)
     }
 
     /// Takes a snapshot for a caller who holds the lock on what is kept, and removes nothing for it.
     pub fn take_keeping_all(&self, keeping: &mut Keeping) -> Result<SnapshotInfo> {
         self.take_and(keeping, Wanted::default(), |keeping| self.record(keeping, keeping.floor, |_| true))
+    }
+
+    /// Takes a snapshot, and removes what it makes superfluous.
+    fn take_retaining(&self, keeping: &mut Keeping, wanted: Wanted) -> Result<SnapshotInfo> {
+        self.with_space(keeping, wanted, |keeping, wanted| {
+            self.take_and(keeping, wanted, |keeping| self.retain(keeping))
+        })
     }
 
     /// Takes a snapshot, and does with what is kept as told.
@@ -176,12 +185,7 @@ impl Snapshots {
                 Err(error) => Err(error),
             }
         });
-        let taken = taken.map_err(|error| match error {
-            // Nothing changed. Over budget are the pages that an exact snapshot keeps aside.
-            Error::Closed | Error::OutOfMemory { .. } | Error::OverBudget { .. } => error,
-            error if error.is_passing() => error,
-            error => self.poison.set(error),
-        });
+        let taken = taken.map_err(|error| self.heard(error));
         if let Ok(info) = &taken {
             let bytes = i64::try_from(log_bytes).unwrap_or(i64::MAX);
             *self.last.lock() = Mark { lsn: info.end, bytes, restarts: 0, at: began };
@@ -192,6 +196,16 @@ impl Snapshots {
         taken
     }
 
+    /// Poisons the store, unless nothing changed.
+    fn heard(&self, error: Error) -> Error {
+        match error {
+            // Over budget are the pages that an exact snapshot keeps aside.
+            Error::Closed | Error::OutOfMemory { .. } | Error::OverBudget { .. } => error,
+            error if error.is_passing() => error,
+            error => self.poison.set(error),
+        }
+    }
+
     /// The snapshots kept, oldest first.
     pub fn list(&self) -> Vec<SnapshotInfo> {
         self.keeping.list()
@@ -200,7 +214,7 @@ impl Snapshots {
     /// Phases 1 to 5.
     fn write(&self, keeping: &mut Keeping, wanted: Wanted) -> Result<SnapshotId> {
         keeping.known.prove(&DiskSource::past_cache(self.disk.clone()));
-        let wasteful = self.wasteful_files(keeping)?;
+        let wasteful = if wanted.spare { Vec::new() } else { self.wasteful_files(keeping)? };
         let Begun { redo, sorted, end } = self.begin(keeping, wasteful, wanted.exact)?;
         let ahead_from = keeping.files.ahead_from(redo.lsn);
         let bytes = sorted.gather.iter().map(|(_, len)| len).sum();
@@ -221,7 +235,7 @@ impl Snapshots {
         });
         // Gathered or given up: the applier need not watch any more.
         self.stop_watching()?;
-        let (writers, caught, end) = gathered?;
+        let (writers, caught, end) = gathered.map_err(|error| needing(bytes, error))?;
         self.progress.enter(SnapshotPhase::Publish);
         let manifest = Manifest {
             kind: sorted.follows.map_or(ManifestKind::Base, |(previous, previous_crc)| {
@@ -380,6 +394,14 @@ impl Snapshots {
     /// Phase 3.
     fn end(&self) -> Result<End> {
         self.applier.turn(|turn| Ok(End::here(turn)))
+    }
+}
+
+/// What a snapshot needs that does not fit: the images that it writes, and not only those of the chunk that failed.
+fn needing(bytes: u64, error: Error) -> Error {
+    match error {
+        Error::DiskFull { file, needed } => Error::DiskFull { file, needed: needed.max(bytes) },
+        error => error,
     }
 }
 

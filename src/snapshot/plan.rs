@@ -81,17 +81,22 @@ pub(super) fn plan(
     let with_log: Vec<&Kept> =
         snapshots.values().filter(|kept| kept.info.verified && log.reaches(kept)).collect();
     // What was found damaged stands in for nothing.
-    let starts: Vec<&Kept> = with_log.iter().copied().filter(|kept| kept.holds).collect();
+    let mut starts: Vec<&Kept> = with_log.iter().copied().filter(|kept| kept.holds).collect();
+    let replaced = replaced(&starts);
+    starts.retain(|kept| !replaced.contains(&kept.info.id));
     // Until there are as many as are wanted, the log from before the first of them stands in for the others.
     let Some(counted) = starts.len().checked_sub(retention.snapshots_kept.max(1)) else {
-        let stays =
-            |kept: &&Kept| !is_given_up(kept, retention) || log.reaches(kept) || held.contains(&kept.info.id);
+        let is_replaced = |kept: &Kept| replaced.contains(&kept.info.id) && !is_named(kept, retention);
+        let is_wanted = |kept: &Kept| !is_given_up(kept, retention) || log.reaches(kept);
+        let stays = |kept: &&Kept| held.contains(&kept.info.id) || (is_wanted(kept) && !is_replaced(kept));
         let snapshots = snapshots.values().filter(stays).map(|kept| kept.info.id).collect();
         return Plan { snapshots, log_from: log.from(Some(log.as_it_is()), beginning_held) };
     };
     let times = times(snapshots);
     let age_ms = u64::try_from(retention.snapshots_kept_for.as_millis()).unwrap_or(u64::MAX);
-    let is_young = |kept: &&&Kept| now_unix_ms.saturating_sub(times[&kept.info.id]) < age_ms;
+    let is_young = |kept: &&&Kept| {
+        !replaced.contains(&kept.info.id) && now_unix_ms.saturating_sub(times[&kept.info.id]) < age_ms
+    };
     let reaches_back = |kept: &&&Kept| log.bytes_after(kept.redo) >= retention.log_kept;
     let wants_log = retention.log_kept > 0;
     let log_base = starts.iter().rev().find(reaches_back).filter(|_| wants_log);
@@ -123,6 +128,14 @@ pub(super) fn plan(
     let oldest = if from_beginning { Some(log.as_it_is()) } else { oldest };
     let snapshots = stays.into_iter().map(|kept| kept.info.id).collect();
     Plan { snapshots, log_from: log.from(oldest, beginning_held) }
+}
+
+/// Those in whose place the next one stands: it begins where they do, and goes further. So it is with a thin one, which is
+/// there to give up what the one before names. `starts` ascend.
+fn replaced(starts: &[&Kept]) -> BTreeSet<SnapshotId> {
+    let pairs = starts.windows(2);
+    let replaced = pairs.filter(|pair| pair[0].redo == pair[1].redo && pair[0].info.end < pair[1].info.end);
+    replaced.map(|pair| pair[0].info.id).collect()
 }
 
 /// How old the snapshots are: each as old as the oldest time that it or a later one names. A clock that was ahead

@@ -99,7 +99,9 @@ impl Snapshots {
         if self.unverified.len() >= UNVERIFIED_MAX {
             self.finish(&mut keeping)?;
         }
-        let info = self.take_then(&mut keeping, wanted, |_| Ok(()))?;
+        let info = self.with_space(&mut keeping, wanted, |keeping, wanted| {
+            self.take_then(keeping, wanted, |_| Ok(()))
+        })?;
         drop(keeping);
         if std::mem::replace(&mut self.unverified.queue.lock().is_attended, true) {
             return Ok(info);

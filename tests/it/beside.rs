@@ -10,6 +10,7 @@ use remanent::device::faulty::{DeviceCall, Fault, FaultyDevice};
 use remanent::device::host::HostDevice;
 use remanent::device::late::LateDevice;
 use remanent::device::{Command, CommandList, Device, Lane, Pending};
+use remanent::disk::Disk;
 use remanent::disk::dir::{DirDisk, DirReader};
 use remanent::{Ack, Budget, Error, Lsn, Metadata, Options, PageId, Place, Result, SnapshotPhase, Store};
 use remanent_format::rebuild::{Survey, read_image};
@@ -71,6 +72,16 @@ fn open_over(
     options: Options,
     between: impl FnMut(&Store, usize) + Send + 'static,
 ) -> Arc<Store> {
+    open_on(Arc::new(DirDisk::new(directory)), inner, options, between)
+}
+
+/// The same on any disk.
+fn open_on(
+    disk: Arc<dyn Disk>,
+    inner: Box<dyn Device>,
+    options: Options,
+    between: impl FnMut(&Store, usize) + Send + 'static,
+) -> Arc<Store> {
     let device = Arc::new(Gathering {
         inner,
         gathered: AtomicUsize::new(0),
@@ -78,8 +89,7 @@ fn open_over(
         between: Mutex::new(Some(Box::new(between))),
         store: OnceLock::new(),
     });
-    let store = Store::open_on(Arc::new(DirDisk::new(directory)), device.clone(), options).unwrap();
-    let store = Arc::new(store);
+    let store = Arc::new(Store::open_on(disk, device.clone(), options).unwrap());
     device.store.set(Arc::downgrade(&store)).expect("set once");
     store
 }

@@ -268,11 +268,12 @@ fn an_open_that_fails_for_want_of_space_costs_no_spare() {
     let page = create(&store, 4096);
     write(&store, page, 4096, 7);
     let state = State::of(&store);
-    store.close().unwrap();
     let spares = || {
         let files = Files::of(&disk);
         files.0.keys().filter(|file| matches!(file, FileName::Spare(_))).count()
     };
+    wait_until("the reserve", || spares() == 1);
+    store.close().unwrap();
     assert_eq!(spares(), 1, "the reserve");
     disk.set_capacity(Some(disk.used_bytes()));
     for attempt in 0..5 {

@@ -174,6 +174,56 @@ fn pages_deleted_while_a_snapshot_was_taken_stay_deleted() {
     assert_eq!(found.contents[&PAGE], content(4));
 }
 
+/// A snapshot that begins where the one before does, and says only what is gone since. Page 1 goes with batch 8; page 2 is
+/// changed by batch 6 and goes with 7, while the first one was taken.
+#[test]
+fn a_thin_change_begins_where_the_link_before_does() {
+    let other = PageId(2);
+    let mut maker = four();
+    let create = Op::Create { page: other, len: 8, place: Place::Host, key: None, metadata: Metadata::new() };
+    maker.batch_of(&[create], true);
+    maker.batch_of(&[Op::Write { page: other, offset: 0, bytes: b"gone" }], true);
+    maker.batch_of(&[Op::Delete { page: other }], true);
+    let base = Manifest { next_page: 3, ..maker.manifest(1, 5, 4, 7) };
+    let tombstones = vec![Tombstone { page: other, lsn: Lsn(7) }];
+    let base = Manifest { tombstones: tombstones.clone(), ..base };
+    let previous_crc = maker.publish(FileName::Manifest(1), &base);
+    maker.batch_of(&[Op::Delete { page: PAGE }], true);
+    maker.batch_of(&[Op::SetRoot { name: "after".into(), value: Value::from(true) }], true);
+    let thin = |tombstones: Vec<Tombstone>| Manifest {
+        kind: ManifestKind::Change { previous: SnapshotId(1), previous_crc },
+        snapshot: SnapshotId(2),
+        end: Lsn(8),
+        entries: Vec::new(),
+        tombstones,
+        ..base.clone()
+    };
+    let gone = Tombstone { page: PAGE, lsn: Lsn(8) };
+    let found_with = |manifest: &Manifest| {
+        let mut maker = maker.clone();
+        maker.publish(FileName::Manifest(2), manifest);
+        // What it took the place of is a link alone.
+        maker.files.0.remove(&FileName::Pages(1));
+        rebuilt(&maker)
+    };
+    let whole = thin([gone].into_iter().chain(tombstones).collect());
+    let found = found_with(&whole).unwrap();
+    assert_eq!((found.base, found.passed_over.len()), (Some(SnapshotId(2)), 0), "{:?}", found.passed_over);
+    assert_eq!((found.table.pages().len(), found.table.lsn()), (0, Lsn(9)));
+    assert_eq!(found.table.next_page(), 3);
+
+    // Where it forgets what the one before said of page 2, or is not thin but goes back, the one before is left.
+    for (why, wrong) in [
+        ("there is no page 2", thin(vec![gone])),
+        ("end of the link before is 7, over the limit of 6", Manifest { end: Lsn(6), ..thin(vec![]) }),
+        ("end of the link before is 7, over the limit of 6", Manifest { redo: maker.end(6), ..whole }),
+    ] {
+        let found = found_with(&wrong).unwrap();
+        assert_eq!(found.base, Some(SnapshotId(1)), "{why}");
+        assert!(found.passed_over[0].to_string().contains(why), "{:?}", found.passed_over);
+    }
+}
+
 #[test]
 fn a_restore_replaces_pages_and_root_by_those_of_its_table() {
     let mut maker = four();

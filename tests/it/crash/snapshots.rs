@@ -1,6 +1,6 @@
 //! Snapshots, what they share and what they replace; and restores.
 
-use remanent::{Ack, Metadata, Place, Restore};
+use remanent::{Ack, Error, Metadata, Place, Restore};
 
 use super::model::{Act, Target};
 use super::work::{Random, Writer, beside};
@@ -105,6 +105,45 @@ fn snapshots_verified_in_the_background() {
         driver.publish(&store)?;
         driver.check(&store);
         driver.close(store)?;
+        Ok(driver.into())
+    });
+}
+
+/// Thin snapshots: the disk is full, all pages have changed, and each that is deleted gives back what it took.
+#[test]
+fn thin_snapshots_on_a_full_disk_survive() {
+    const LEN: usize = 20_000;
+    suite(options().snapshots_kept(1).reserve_bytes(64 << 10), 2000, |driver, random| {
+        let store = driver.open()?;
+        let mut pages = Vec::new();
+        for _ in 0..4 {
+            pages.extend(driver.create_pages(&store, random, 1, LEN)?);
+            driver.snapshot(&store)?;
+        }
+        driver.change(&store, random, &pages)?;
+        driver.disk.set_capacity(Some(driver.disk.used_bytes() + 4096));
+        let mut thin = 0;
+        for page in &pages[..3] {
+            let before = store.snapshots().pop().expect("one is kept");
+            driver.commit_acts(&store, vec![Act::Delete { page: Target::Page(*page) }], Ack::Durable)?;
+            match driver.snapshot(&store) {
+                Ok(_) => {}
+                Err(Error::DiskFull { .. }) => {
+                    let now = store.snapshots().pop().expect("one is kept");
+                    thin += usize::from(now.redo == before.redo && now.end > before.end);
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        assert!(thin > 0 || driver.disk.struck_at().is_some());
+        driver.check(&store);
+        driver.disk.set_capacity(None);
+        driver.close(store)?;
+        let store = driver.open()?;
+        driver.change(&store, random, &pages[3..])?;
+        driver.snapshot(&store)?;
+        driver.check(&store);
+        drop(store);
         Ok(driver.into())
     });
 }

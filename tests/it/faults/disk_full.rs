@@ -1,9 +1,10 @@
 //! A full disk: commits fail cleanly, everything else goes on, and nothing has to be opened anew.
 
 use remanent::disk::Disk;
-use remanent::{FileName, Folder, PageInfo};
+use remanent::{Compression, FileName, Folder, PageInfo};
 
 use super::*;
+use crate::files::State;
 
 /// What a store takes from the disk at a time.
 const SEGMENT: u64 = 16 << 10;
@@ -262,4 +263,65 @@ fn a_store_that_cannot_open_for_lack_of_space_opens_when_there_is_some() {
         disk.set_capacity(None);
         line.check(&open_on_host(&disk).unwrap(), line.logged);
     });
+}
+
+/// Where no image fits, what deleted pages take comes back all the same, page by page, until a snapshot fits again; the
+/// store can be closed and opened after each step.
+#[test]
+fn deleted_pages_give_their_space_back_where_no_image_fits() {
+    for kept in [1, 2] {
+        watched(&format!("{kept} kept"), move || give_back(kept));
+    }
+}
+
+fn give_back(kept: usize) {
+    const LEN: u64 = 64 << 10;
+    let disk = SimDisk::new();
+    let options = || small().snapshots_kept(kept).compression(Compression::Off);
+    let open = || Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options()).unwrap();
+    let mut store = open();
+    // Each page's image lies in a file of its own.
+    let pages: Vec<PageId> = (0..6)
+        .map(|_| {
+            let mut batch = store.batch();
+            batch.create(LEN, Place::Host);
+            let page = store.commit(batch).unwrap().pages[0];
+            store.snapshot().unwrap();
+            page
+        })
+        .collect();
+    // All are changed, so that a snapshot has to write all that are left.
+    let mut batch = store.batch();
+    pages.iter().for_each(|page| _ = batch.write(*page, 8, b"changed"));
+    store.commit(batch).unwrap();
+    until(|| spares(&disk) >= 2 && names(&disk, Folder::Log).iter().all(|name| !is_temporary(name)));
+    disk.set_capacity(Some(disk.used_bytes() + 4096));
+
+    let mut fits = Vec::new();
+    for (left, page) in (1..6).rev().zip(&pages) {
+        let mut batch = store.batch();
+        batch.delete(*page);
+        store.commit(batch).unwrap();
+        let images = names(&disk, Folder::Pages).len();
+        let taken = store.snapshot();
+        match &taken {
+            Ok(_) => {}
+            Err(Error::DiskFull { needed, .. }) => {
+                assert!(*needed >= left * LEN, "{needed} for {left} pages")
+            }
+            Err(error) => panic!("{error}"),
+        }
+        fits.push(taken.is_ok());
+        // The one before the newest names the page, too.
+        store.prune(&store.retention().snapshots_kept(1)).unwrap();
+        if taken.is_err() {
+            assert_eq!(names(&disk, Folder::Pages).len(), images - 1, "{page} gave nothing back");
+        }
+        let state = State::of(&store);
+        store.close().unwrap();
+        store = open();
+        assert_eq!(State::of(&store), state, "{page}");
+        assert_eq!(store.scrub().unwrap().damage, []);
+    }
+    assert!(fits.is_sorted() && !fits[0] && fits[4], "{fits:?}");
 }

@@ -176,10 +176,10 @@ pub const LIST: &[Defence] = &[
         stores("snapshots::damage_to_a_snapshot_costs_time_and_not_data"),
     ),
     check(
-        "a change begins behind the link before",
+        "a change begins behind the link before, or where it begins",
         CHAIN,
-        r#"check_limit("end of the link before", previous.end.0, change.redo.lsn.0)?;"#,
-        stores("snapshots::damage_to_a_snapshot_costs_time_and_not_data"),
+        r#"check_limit("end of the link before", previous.end.0, reached.0)?;"#,
+        stores("snapshots::a_thin_change_begins_where_the_link_before_does"),
     ),
     defence(
         "tombstones of a snapshot",

@@ -137,6 +137,27 @@ pub const LIST: &[Defence] = &[
         "write(made)",
         it("faults::disk_full::a_store_that_cannot_open_for_lack_of_space_opens_when_there_is_some"),
     ),
+    defence(
+        "a thin snapshot repeats what the one before says of deleted pages",
+        "src/snapshot/thin.rs",
+        "self.tombstones_after(redo.lsn, previous, newest_end)?",
+        "Vec::new()",
+        it("beside::long::a_thin_snapshot_repeats_the_tombstones_of_the_one_before"),
+    ),
+    defence(
+        "what deleted pages take is given back where no image fits",
+        "src/snapshot/thin.rs",
+        "self.pool.with_surplus(|| self.write_thin(keeping))?;",
+        "",
+        it("faults::disk_full::deleted_pages_give_their_space_back_where_no_image_fits"),
+    ),
+    defence(
+        "a thin snapshot stands in the place of the one before",
+        PLAN,
+        "starts.retain(|kept| !replaced.contains(&kept.info.id));",
+        "",
+        it("faults::disk_full::deleted_pages_give_their_space_back_where_no_image_fits"),
+    ),
     check(
         "a restore proves every image that its table names",
         "src/restore.rs",

@@ -1,0 +1,133 @@
+//! Floor 6. Snapshots on a full disk: pages that were deleted give their space back, though no image can be written.
+//!
+//! A snapshot writes an image of each page that changed. Where there is no space for them, the images of deleted pages
+//! would stay for good: the newest snapshot names them. So a *thin* one takes its place first. It begins where that one
+//! begins, says which pages are gone since, and writes no image: a few bytes a page, for which the reserve has space. The
+//! log goes on from where it was needed before; replay leaves out what it says of those pages.
+//!
+//! A crash here leaves what one in the publication of any snapshot leaves.
+
+use std::sync::Arc;
+
+use remanent_format::manifest::{Manifest, ManifestKind, Tombstone};
+use remanent_format::rebuild::{read_manifest, read_store};
+use remanent_format::{FileName, Lsn, PageId, SnapshotId};
+
+use super::verify::Written;
+use super::{End, Snapshots, Wanted, beginning};
+use crate::error::{Error, Result};
+use crate::keeping::{Keeping, Kept, LOOK_PAGES, SnapshotInfo, unix_ms};
+use crate::source::DiskSource;
+
+impl Snapshots {
+    /// Takes a snapshot; where there is no space for it, once more when deleted pages have given theirs back.
+    pub(super) fn with_space(
+        &self,
+        keeping: &mut Keeping,
+        wanted: Wanted,
+        take: impl Fn(&mut Keeping, Wanted) -> Result<SnapshotInfo>,
+    ) -> Result<SnapshotInfo> {
+        match take(keeping, wanted.clone()) {
+            Err(full @ Error::DiskFull { .. }) => match self.give_back(keeping) {
+                Ok(true) => take(keeping, Wanted { spare: true, ..wanted }),
+                Ok(false) => Err(full),
+                Err(error) if error.is_passing() => {
+                    tracing::warn!(%error, "what deleted pages take on disk cannot be given back as yet");
+                    Err(full)
+                }
+                Err(error) => Err(self.heard(error)),
+            },
+            taken => taken,
+        }
+    }
+
+    /// Gives back what only deleted pages need. Returns whether anything went.
+    fn give_back(&self, keeping: &mut Keeping) -> Result<bool> {
+        // Where an image of a cold page turns out damaged, what is older can stand in for it.
+        if self.applier.cold().is_any() {
+            return Ok(false);
+        }
+        self.pool.with_surplus(|| self.write_thin(keeping))?;
+        let pruned = self.prune(keeping, &self.retention);
+        self.keeping.tell(keeping);
+        Ok(!pruned?.files.is_empty())
+    }
+
+    /// Publishes a snapshot that says which pages of the newest one are gone, if a file is there for them alone.
+    fn write_thin(&self, keeping: &mut Keeping) -> Result<()> {
+        let Some((previous, previous_crc)) = keeping.known.newest_link() else { return Ok(()) };
+        let newest = keeping.snapshots.get(&previous).filter(|kept| kept.holds);
+        let Some((redo, newest_end)) = newest.map(|kept| (kept.redo, kept.info.end)) else { return Ok(()) };
+        // Whatever came before a restore is gone with it, and no snapshot reaches across.
+        if keeping.tables.values().any(|table| table.restored_at > redo.lsn) {
+            return Ok(());
+        }
+        let gone = self.gone(keeping)?;
+        if !keeping.known.has_file_of(&gone) {
+            return Ok(());
+        }
+        let end = self.end()?;
+        let mut tombstones = self.tombstones_after(redo.lsn, previous, newest_end)?;
+        // Any batch will do from the one that deleted a page on: its number is never used again.
+        tombstones.extend(gone.into_iter().map(|page| Tombstone { page, lsn: end.point.lsn }));
+        tombstones.sort_unstable_by_key(|tombstone| tombstone.page);
+        let End { point, root, next_page, epoch_high, .. } = end;
+        let next_file = keeping.files.next_number();
+        let manifest = Manifest {
+            kind: ManifestKind::Change { previous, previous_crc },
+            store: self.store,
+            snapshot: SnapshotId(keeping.next_snapshot),
+            name: None,
+            created_unix_ms: unix_ms(),
+            redo,
+            end: point.lsn,
+            next_page,
+            epoch_high,
+            next_file,
+            ahead_from: keeping.files.ahead_from(redo.lsn),
+            tombstones,
+            entries: Vec::new(),
+            root,
+        };
+        // From here on the number is taken, whatever happens: a name is never used for two contents.
+        keeping.next_snapshot += 1;
+        let published = self.publish_all(None, &manifest, 1)?;
+        let crc = published.header_crc;
+        let (sums, before) = keeping.known.advance_by_change(&manifest, crc, previous);
+        let kept = Kept::new(&manifest, |_| false, sums, before, crc, false);
+        let id = kept.info.id;
+        tracing::info!(
+            snapshot = %id, redo = %redo.lsn, end = %manifest.end, gone = manifest.tombstones.len(),
+            "no space for images: a snapshot says what was deleted"
+        );
+        self.unverified.push(Written { snapshot: id, manifest: published, images: None });
+        keeping.snapshots.insert(id, kept);
+        Ok(())
+    }
+
+    /// The pages of the newest snapshot that were deleted.
+    fn gone(&self, keeping: &Keeping) -> Result<Vec<PageId>> {
+        let changed = self.applier.turn(|turn| Ok(beginning(turn).changed))?;
+        let mut gone = Vec::new();
+        for pages in changed.chunks(LOOK_PAGES) {
+            let (known, pages) = (keeping.known.clone(), Arc::new(pages.to_vec()));
+            let looked_at = pages.clone();
+            let standings =
+                self.applier.turn(move |turn| Ok(known.look(&mut turn.applied.table, None, &looked_at)))?;
+            let is_gone = pages.iter().zip(standings).filter(|(_, standing)| standing.is_gone());
+            gone.extend(is_gone.map(|(page, _)| *page));
+        }
+        Ok(gone)
+    }
+
+    /// What the newest snapshot says of pages that were deleted while it was taken: replay will meet them again.
+    fn tombstones_after(&self, redo: Lsn, newest: SnapshotId, newest_end: Lsn) -> Result<Vec<Tombstone>> {
+        if newest_end == redo {
+            return Ok(Vec::new());
+        }
+        let source = DiskSource::new(self.disk.clone());
+        let store = read_store(&source)?;
+        let (manifest, _) = read_manifest(&source, FileName::Manifest(newest.0), &store)?;
+        Ok(manifest.tombstones.into_iter().filter(|tombstone| tombstone.lsn > redo).collect())
+    }
+}
