@@ -52,7 +52,9 @@ pub enum Error {
         source: Arc<io::Error>,
     },
     /// There is no space for a segment, an image or a manifest. Nothing changed; the store goes on when
-    /// space returns.
+    /// space returns. Batches that only delete have a reserve; what pages took that were deleted comes back with the
+    /// next [snapshot](crate::Store::snapshot), once no kept snapshot needs it: [`Store::prune`](crate::Store::prune) gives
+    /// up older ones.
     #[error("no space for {file} ({needed} bytes): free some space or delete pages, then try again")]
     DiskFull {
         /// The file that could not be made.

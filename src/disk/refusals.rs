@@ -2,11 +2,12 @@
 //! believed of it.
 
 use std::fs::File;
-use std::io;
+use std::io::{self, ErrorKind};
 use std::os::unix::fs::FileExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use remanent_format::limits::GROUP_ALIGN;
+use remanent_format::{FileName, Folder};
 use rustix::fs::{CWD, Mode, OFlags, StatFs};
 use rustix::io::Errno;
 
@@ -81,18 +82,40 @@ fn shares_extents(path: &Path) -> rustix::io::Result<bool> {
 }
 
 /// Why files below `path` cannot be written past the page cache, if so: asked by writing a block of a nameless
-/// file, for some file systems accept the flags at open and refuse the write.
+/// file, for some file systems accept the flags at open and refuse the write. Where there is no space for a block, the
+/// first one of a segment is read: a store on a full disk opens, so that pages can be deleted.
 ///
 /// # Errors
-/// What the disk says that has no room for a block, or fails: another way to write would not help.
+/// What the disk says that has no space for a block, and no segment, or fails: another way to write would not help.
 pub(super) fn direct_refused(path: &Path) -> io::Result<Option<String>> {
     let flags = direct::FLAGS | OFlags::TMPFILE;
     let nameless = rustix::fs::openat(CWD, path, flags, Mode::RUSR | Mode::WUSR);
-    direct_verdict(nameless.map_err(io::Error::from).and_then(|nameless| {
+    let written = nameless.map_err(io::Error::from).and_then(|nameless| {
         // Its own reopening is part of what a window needs.
         let file = reopen(&File::from(nameless), direct::FLAGS)?;
         file.write_all_at(&AlignedBuf::new(GROUP_ALIGN as usize), 0)
-    }))
+    });
+    direct_verdict(match written {
+        Err(full) if matches!(full.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded) => {
+            segment_below(path)?.map_or(Err(full), |segment| {
+                let file = File::from(rustix::fs::openat(CWD, &segment, direct::FLAGS, Mode::empty())?);
+                file.read_exact_at(&mut AlignedBuf::new(GROUP_ALIGN as usize), 0)
+            })
+        }
+        written => written,
+    })
+}
+
+/// A segment of the log that lies in this folder, if one does.
+fn segment_below(folder: &Path) -> io::Result<Option<PathBuf>> {
+    for entry in std::fs::read_dir(folder)? {
+        let name = entry?.file_name();
+        let file = name.to_str().and_then(|name| FileName::parse(Folder::Log, name));
+        if matches!(file, Some(FileName::Segment(_))) {
+            return Ok(Some(folder.join(name)));
+        }
+    }
+    Ok(None)
 }
 
 /// The verdict on what became of the trial.

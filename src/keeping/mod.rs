@@ -29,7 +29,7 @@ pub struct SnapshotInfo {
     pub id: SnapshotId,
     /// The user's name for it: a named snapshot is kept until it is pruned by its name.
     pub name: Option<String>,
-    /// When it was written, in milliseconds since 1970.
+    /// When it was written, in milliseconds since 1970; of a thin one, when the one was whose place it takes.
     pub created_unix_ms: u64,
     /// Replay starts after this batch.
     pub redo: Lsn,

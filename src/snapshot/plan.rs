@@ -270,8 +270,8 @@ mod tests {
     }
 
     /// One step of a life: the clock goes by so many seconds, the log grows by so many segments, and a snapshot is
-    /// taken, with a name or without, at one moment or not.
-    type Step = (i64, u64, bool, bool);
+    /// taken, with a name or without, at one moment or not, or a thin one.
+    type Step = (i64, u64, bool, bool, bool);
 
     fn lives() -> impl Strategy<Value = (Retention, Vec<Step>)> {
         let rules = (1..4usize, 0..50u64, 0..600u64).prop_map(|(count, seconds, log_kept)| Retention {
@@ -282,7 +282,8 @@ mod tests {
             names_only: false,
         });
         let jump = prop_oneof![8 => 0..20i64, 1 => 1000..100_000i64, 1 => -100_000..-1000i64];
-        let step = (jump, 0..3u64, prop::bool::weighted(0.2), any::<bool>());
+        let rarely = || prop::bool::weighted(0.2);
+        let step = (jump, 0..3u64, rarely(), any::<bool>(), rarely());
         (rules, prop::collection::vec(step, 1..60))
     }
 
@@ -297,20 +298,30 @@ mod tests {
             let mut log = LogOnDisk { segments: [(1, 100)].into(), current: 1, floor: None };
             // All that there ever was: when it was taken, as the clock said then.
             let mut taken: Vec<(SnapshotId, u64)> = Vec::new();
-            for (number, (seconds, segments, has_name, is_exact)) in (1u64..).zip(steps) {
+            for (number, (seconds, segments, has_name, is_exact, is_thin)) in (1u64..).zip(steps) {
                 now = now.saturating_add_signed(seconds * 1000);
                 log.segments.extend((log.current..=log.current + segments).map(|number| (number, 100)));
                 log.current += segments;
-                let name = has_name.then(|| format!("{number}"));
+                let before = snapshots.values().next_back().filter(|_| is_thin);
+                let before = before.map(|before: &Kept| (before.redo, before.info.created_unix_ms));
+                let name = (has_name && before.is_none()).then(|| format!("{number}"));
                 let (id, mut taken_now) = kept(number, name.as_deref(), is_exact);
                 taken_now.redo.segment = log.current;
-                taken_now.info.created_unix_ms = now;
+                let (redo, time) = before.unwrap_or((taken_now.redo, now));
+                taken_now.redo = redo;
+                (taken_now.info.redo, taken_now.info.created_unix_ms) = (redo.lsn, time);
                 snapshots.insert(id, taken_now);
-                taken.push((id, now));
+                taken.push((id, time));
 
-                let before: BTreeSet<SnapshotId> = snapshots.keys().copied().collect();
-                let reached = |id: &SnapshotId, floor: Option<Lsn>| floor.is_none_or(|floor| floor.0 <= 10 * id.0);
-                let starts: Vec<SnapshotId> = before.iter().filter(|id| reached(id, log.floor)).copied().collect();
+                let reached =
+                    |id: &SnapshotId, floor: Option<Lsn>| floor.is_none_or(|floor| floor <= snapshots[id].redo.lsn);
+                // One in whose place a thin one stands counts no more.
+                let is_replaced = |id: &SnapshotId| {
+                    let redo = snapshots[id].redo;
+                    snapshots.range(id..).skip(1).any(|(_, later)| later.redo == redo)
+                };
+                let starts = snapshots.keys().filter(|id| reached(id, log.floor) && !is_replaced(id));
+                let starts: Vec<SnapshotId> = starts.copied().collect();
                 let found = plan(&snapshots, &retention, &log, now, &BTreeSet::new(), false);
                 let (segment, redo) = found.log_from.expect("nobody reads");
                 let floor = log.floor.max(Some(redo).filter(|redo| redo.0 > 0));

@@ -16,7 +16,7 @@ use remanent_format::{FileName, Lsn, PageId, SnapshotId};
 use super::verify::Written;
 use super::{End, Snapshots, Wanted, beginning};
 use crate::error::{Error, Result};
-use crate::keeping::{Keeping, Kept, LOOK_PAGES, SnapshotInfo, unix_ms};
+use crate::keeping::{Keeping, Kept, LOOK_PAGES, SnapshotInfo};
 use crate::source::DiskSource;
 
 impl Snapshots {
@@ -57,7 +57,8 @@ impl Snapshots {
     fn write_thin(&self, keeping: &mut Keeping) -> Result<()> {
         let Some((previous, previous_crc)) = keeping.known.newest_link() else { return Ok(()) };
         let newest = keeping.snapshots.get(&previous).filter(|kept| kept.holds);
-        let Some((redo, newest_end)) = newest.map(|kept| (kept.redo, kept.info.end)) else { return Ok(()) };
+        let Some(Kept { redo, info, .. }) = newest else { return Ok(()) };
+        let (redo, newest_end, created_unix_ms) = (*redo, info.end, info.created_unix_ms);
         // Whatever came before a restore is gone with it, and no snapshot reaches across.
         if keeping.tables.values().any(|table| table.restored_at > redo.lsn) {
             return Ok(());
@@ -78,7 +79,8 @@ impl Snapshots {
             store: self.store,
             snapshot: SnapshotId(keeping.next_snapshot),
             name: None,
-            created_unix_ms: unix_ms(),
+            // The age that it has for retention.
+            created_unix_ms,
             redo,
             end: point.lsn,
             next_page,

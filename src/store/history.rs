@@ -22,6 +22,10 @@ impl Store {
     /// Image files of which less than half is still named give their last images to the next snapshot, as many
     /// as it writes anyway, or 4 MiB, so that they can go.
     ///
+    /// On a full disk pages that were deleted give back what they take first, as far as the rules of retention let
+    /// go of it: a *thin* snapshot takes the place of the newest one, begins where that one begins, says which pages are
+    /// gone, and writes no image. Then the snapshot is tried once more.
+    ///
     /// # Errors
     /// [`Error::DiskFull`], and [`Error::Io`] where the system is short of open files, memory or threads, change nothing;
     /// any other failure poisons the store. Where it is short only of what reading back takes, the snapshot stands and is

@@ -217,12 +217,7 @@ fn choose_log_io(disk: &dyn Disk, options: &Options) -> Result<(LogIo, String)> 
         Ack::Durable => (LogIo::Direct, ": every commit waits for a sync"),
         Ack::Applied | Ack::Logged => (LogIo::Mapped, ""),
     };
-    let refused = match disk.refuses(wanted) {
-        // A store on a full disk opens, so that pages can be deleted.
-        Err(Error::DiskFull { .. }) => Some(format!("there is no space to try whether {wanted} is possible")),
-        refused => refused?,
-    };
-    Ok(match refused {
+    Ok(match disk.refuses(wanted)? {
         None => (wanted, format!("{wanted}{why}")),
         Some(reason) => {
             tracing::info!(reason, "the log is written through the page cache");

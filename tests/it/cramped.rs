@@ -1,21 +1,22 @@
 //! File systems of a few megabytes that are really full: ext4 on a loop device, and tmpfs.
 //!
 //! What a simulated disk refuses by a rule, these refuse as they come to it: in the middle of a write, or only when
-//! room that was promised is asked for.
+//! room that was promised is asked for. One life is led on both, with every number of bytes free.
 
 use std::fs::File;
 use std::io::{self, Write};
 use std::path::Path;
+use std::sync::Arc;
 
+use remanent::device::host::HostDevice;
+use remanent::disk::sim::SimDisk;
 use remanent::disk::{Disk, dir::DirDisk};
-use remanent::{
-    Ack, Create, Error, FileName, Folder, LogIo, Metadata, Options, PageId, Place, Remedy, Store,
-};
+use remanent::{Ack, Compression, Create, Error, LogIo, Metadata, Options, PageId, Place, Remedy, Store};
 
 use crate::damage::mix;
 use crate::files::{State, small};
 use crate::machine::mounts::{self, Kind, Mount};
-use crate::machine::{alone, skipped};
+use crate::machine::{alone, in_parallel, skipped};
 
 const PAGE_LEN: u64 = 100_000;
 const WRITERS: [LogIo; 3] = [LogIo::Mapped, LogIo::Buffered, LogIo::Direct];
@@ -41,6 +42,13 @@ impl Filler {
             assert_eq!(full.kind(), io::ErrorKind::StorageFull, "{full}");
         }
         Self(path)
+    }
+
+    /// Gives up so many bytes.
+    fn leave(&self, bytes: u64) {
+        let file = File::options().write(true).open(&self.0).unwrap();
+        file.set_len(file.metadata().unwrap().len().checked_sub(bytes).unwrap()).unwrap();
+        file.sync_all().unwrap();
     }
 
     fn remove(self) {
@@ -108,15 +116,11 @@ fn a_full_file_system(name: &str, root: &Path) {
         let state = State::of(&store);
         store.close().unwrap();
 
-        // What is tried at open is the disk's to answer for, not the caller's.
+        // By the reserve, and with nothing to try on whether the disk can be written to in this way.
         let filler = Filler::new(root);
-        let options = options.create(Create::Never);
-        if io == LogIo::Direct {
-            let error = Store::open(&directory, options.clone()).unwrap_err();
-            let file = FileName::Temporary(Folder::Log, 0);
-            assert!(matches!(error, Error::DiskFull { file: found, .. } if found == file), "{error}");
-            assert_eq!(error.remedy(), Remedy::FreeSpace);
-        }
+        let store = Store::open(&directory, options.clone().create(Create::Never)).unwrap();
+        assert_eq!(State::of(&store), state, "{io} on a full {name}");
+        store.close().unwrap();
         filler.remove();
         let store = Store::open(&directory, options).unwrap();
         assert_eq!(State::of(&store), state, "{io} on {name}");
@@ -135,7 +139,10 @@ fn on_a_full_ext4_the_same_store_goes_on_when_space_returns() {
         let mounted = mounts::make(Kind::Ext4, &folder.path().join("image"), 16 << 20)
             .and_then(|image| Mount::new(&image, folder.path().join("mounted"), &["-o", "loop"]));
         match mounted {
-            Ok(mount) => a_full_file_system("ext4", &mount.path),
+            Ok(mount) => {
+                a_full_file_system("ext4", &mount.path);
+                lives("ext4", &mount.path);
+            }
             Err(reason) => skipped("a full ext4", &reason),
         }
     });
@@ -147,8 +154,128 @@ fn on_a_full_tmpfs_the_same_store_goes_on_when_space_returns() {
         let folder = tempfile::tempdir().unwrap();
         let arguments = ["-t", "tmpfs", "-o", "size=8m"];
         match Mount::new(Path::new("tmpfs"), folder.path().join("mounted"), &arguments) {
-            Ok(mount) => a_full_file_system("tmpfs", &mount.path),
+            Ok(mount) => {
+                a_full_file_system("tmpfs", &mount.path);
+                lives("tmpfs", &mount.path);
+            }
             Err(reason) => skipped("a full tmpfs", &reason),
         }
     });
+}
+
+/// Length of the pages of a [`life`], in bytes.
+const LIFE_LEN: u64 = 64 << 10;
+
+/// What may be refused on a full disk, and then changes nothing.
+fn changes_nothing_if_refused<T>(why: &str, store: &Store, call: impl FnOnce() -> Result<T, Error>) -> bool {
+    let before = State::of(store);
+    match call() {
+        Ok(_) => true,
+        Err(error) => {
+            assert!(matches!(error, Error::DiskFull { .. }), "{why}: {error}");
+            assert_eq!(State::of(store), before, "{why}");
+            false
+        }
+    }
+}
+
+/// A life on a disk on which `fill` leaves little: whatever is refused changes nothing, and batches that only delete,
+/// prunes, closes and opens are not refused. At its end all that is deleted has given its space back.
+fn life(why: &str, open: &dyn Fn() -> Result<Store, Error>, fill: impl FnOnce()) {
+    let create = |store: &Store, seed: u64| {
+        let mut batch = store.batch();
+        let page = batch.create(LIFE_LEN, Place::Host);
+        batch.write(page, 0, &noise(seed, LIFE_LEN / 2));
+        store.commit(batch).map(|committed| committed.pages[0])
+    };
+    let write = |store: &Store, page: PageId, seed: u64| {
+        let mut batch = store.batch();
+        batch.write(page, 8, &noise(seed, 2000));
+        store.commit(batch)
+    };
+    // Of those that have a name only the newest stays.
+    let prune = |store: &Store| {
+        let names = store.snapshots().into_iter().filter_map(|info| info.name);
+        let retention = names.fold(store.retention(), |retention, name| retention.give_up(name));
+        store.prune(&retention).unwrap_or_else(|error| panic!("{why}: a prune: {error}"));
+    };
+    let mut store = open().unwrap();
+    for seed in 0..4 {
+        create(&store, seed).unwrap();
+        store.snapshot().unwrap();
+    }
+    for info in store.pages().unwrap() {
+        write(&store, info.page, 9).unwrap();
+    }
+    store.wait_durable(store.lsn()).unwrap();
+    fill();
+    let mut left = 3;
+    while left > 0 {
+        left -= 1;
+        for seed in 0..4 {
+            let page = store.pages().unwrap().next().unwrap().page;
+            changes_nothing_if_refused(why, &store, || write(&store, page, seed));
+        }
+        changes_nothing_if_refused(why, &store, || store.snapshot());
+        let page = store.pages().unwrap().next().unwrap().page;
+        let mut batch = store.batch();
+        batch.delete(page);
+        store.commit(batch).unwrap_or_else(|error| panic!("{why}: a delete, {left} left: {error}"));
+        changes_nothing_if_refused(why, &store, || store.snapshot());
+        changes_nothing_if_refused(why, &store, || create(&store, 50 + left));
+        changes_nothing_if_refused(why, &store, || store.snapshot_named(&format!("with {left} left")));
+        prune(&store);
+        let state = State::of(&store);
+        store.close().unwrap_or_else(|error| panic!("{why}: a close, {left} left: {error}"));
+        store = open().unwrap_or_else(|error| panic!("{why}: an open, {left} left: {error}"));
+        assert_eq!(State::of(&store), state, "{why}");
+    }
+    let mut batch = store.batch();
+    store.pages().unwrap().for_each(|info| _ = batch.delete(info.page));
+    store.commit(batch).unwrap_or_else(|error| panic!("{why}: all are deleted: {error}"));
+    store.snapshot().unwrap_or_else(|error| panic!("{why}: nothing is left: {error}"));
+    prune(&store);
+    create(&store, 100).unwrap_or_else(|error| panic!("{why}: a page at the end: {error}"));
+    store.snapshot().unwrap_or_else(|error| panic!("{why}: a snapshot at the end: {error}"));
+    store.close().unwrap();
+}
+
+fn life_options(io: LogIo) -> Options {
+    small().log_io(io).segment_len(64 << 10).snapshots_kept(1).compression(Compression::Off)
+}
+
+#[test]
+fn a_life_on_a_simulated_disk_with_any_space_left() {
+    let cases: Vec<(LogIo, u64)> =
+        WRITERS.iter().flat_map(|io| (0..100).map(|step| (*io, step * 4096))).collect();
+    in_parallel(&cases, |(io, free)| {
+        let disk = SimDisk::new();
+        let open = || Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), life_options(*io));
+        life(&format!("{io}, {free} bytes free"), &open, || {
+            disk.set_capacity(Some(disk.used_bytes() + free));
+        });
+    });
+}
+
+/// The same on a real file system, in fewer steps.
+fn lives(name: &str, root: &Path) {
+    for io in WRITERS {
+        for free in (0..400 << 10).step_by(44 << 10) {
+            let directory = root.join(format!("{io:?}"));
+            std::fs::create_dir(&directory).unwrap();
+            if let Some(reason) = DirDisk::new(&directory).refuses(io).unwrap() {
+                skipped(&format!("{io} on {name}"), &reason);
+                std::fs::remove_dir(&directory).unwrap();
+                break;
+            }
+            let mut filler = None;
+            let open = || Store::open(&directory, life_options(io));
+            life(&format!("{io} on {name}, {free} bytes free"), &open, || {
+                filler = Some(Filler::new(root));
+                filler.as_ref().expect("made just now").leave(free);
+            });
+            filler.expect("the life filled the disk").remove();
+            std::fs::remove_dir_all(&directory).unwrap();
+        }
+    }
 }

@@ -1,10 +1,12 @@
 //! Commits: groups, rolls, frames and pages of any length, and stores that were killed before.
 
+use remanent::disk::sim::Tears;
 use remanent::{Ack, LogIo, Metadata};
 
+use super::explore::Level;
 use super::model::{Act, Target};
-use super::work::{Writer, beside};
-use super::{Lives, options, suite};
+use super::work::{Random, Writer, beside};
+use super::{Lives, options, suite, suite_at};
 
 #[test]
 fn durable_commits_survive() {
@@ -65,6 +67,46 @@ fn segments_roll() {
         driver.check(&store);
         drop(store);
         Ok(driver.into())
+    });
+}
+
+/// Segments that grow from opening to roll, spares of many lengths, a frame too long for the first ones: what each step of
+/// that leaves, and what a second life makes of it.
+#[test]
+fn segments_that_grow_survive() {
+    const LEN: usize = 400_000;
+    let levels = [
+        Level { tears: Tears::Few(2), images_max: 5, closely_of: 16, nest_of: 150 },
+        Level { tears: Tears::None, images_max: 3, closely_of: 16, nest_of: 1 },
+    ];
+    suite_at(&levels, options().segment_len(1 << 20).snapshots_kept(1), 500, |driver, random| {
+        let store = driver.open()?;
+        let page = driver.create_pages(&store, random, 1, LEN)?[0];
+        let write = |random: &mut Random, len: usize| {
+            let bytes = random.bytes(64).into_iter().cycle().take(len).collect();
+            vec![Act::Write { page: Target::Page(page), offset: random.below(LEN - len), bytes }]
+        };
+        for len in [90_000, 90_000, 90_000, 300_000, 90_000] {
+            driver.commit_acts(&store, write(random, len), Ack::Logged)?;
+        }
+        driver.commit_acts(&store, write(random, 90_000), Ack::Durable)?;
+        driver.check(&store);
+        let second = driver.killed();
+        drop(store);
+        let store = second.open()?;
+        for len in [90_000, 200_000] {
+            second.commit_acts(&store, write(random, len), Ack::Durable)?;
+        }
+        // What is superfluous now are spares of many lengths for the next life.
+        second.snapshot(&store)?;
+        second.close(store)?;
+        let store = second.open()?;
+        for _ in 0..4 {
+            second.commit_acts(&store, write(random, 90_000), Ack::Logged)?;
+        }
+        second.check(&store);
+        second.close(store)?;
+        Ok(Lives(vec![driver, second]))
     });
 }
 
