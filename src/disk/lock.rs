@@ -64,8 +64,14 @@ fn lock_directory(root: &Path) -> Result<DirLock> {
         Err(Errno::AGAIN | Errno::ACCESS) => return Err(Error::Locked { holder: holder(&file) }),
         Err(errno) => return Err(failed("lock")(errno.into())),
     }
-    // 3. The description, for whoever is refused from now on. It need not survive anything.
-    describe(&file).map_err(failed("write"))?;
+    // 3. The description, for whoever is refused from now on. It need not survive anything, and may be missing on a
+    //    full disk, where a store opens so that pages can be deleted.
+    match describe(&file).map_err(failed("write")) {
+        Err(error) if error.is_no_space() => {
+            tracing::warn!(%error, "whoever is refused will know this process by its number alone");
+        }
+        described => described?,
+    }
     Ok(DirLock { _file: ForkGuard::new(file), _entry: ForkGuard::new(entry) })
 }
 
@@ -178,10 +184,12 @@ fn process_start() -> Option<u64> {
     Some(boot + ticks / rustix::param::clock_ticks_per_second())
 }
 
-/// Writes this process's description into `LOCK`.
+/// Writes this process's description into `LOCK`, over that of an earlier one: what is given up on a full disk may not come
+/// back.
 fn describe(file: &File) -> io::Result<()> {
-    file.set_len(0)?;
-    file.write_all_at(format!("{}\n", Description::of_this_process()).as_bytes(), 0)
+    let description = format!("{}\n", Description::of_this_process());
+    file.write_all_at(description.as_bytes(), 0)?;
+    file.set_len(description.len() as u64)
 }
 
 /// Who holds the record lock: as it described itself, or by its number if the description is not its own

@@ -63,21 +63,29 @@ fn refusal(
     Ok(Some(reason.to_owned()))
 }
 
-/// Whether files below `path` can share extents, asked by cloning one nameless file into another.
+/// Whether files below `path` can share extents, asked by cloning one nameless file into another; on a full disk, by
+/// cloning a segment into itself, which changes nothing. Unknown counts as shared.
 fn shares_extents(path: &Path) -> rustix::io::Result<bool> {
     let nameless = || {
         let flags = OFlags::RDWR | OFlags::TMPFILE | OFlags::CLOEXEC;
         rustix::fs::openat(CWD, path, flags, Mode::RUSR | Mode::WUSR)
     };
-    let (source, target) = match (nameless(), nameless()) {
-        (Ok(source), Ok(target)) => (source, target),
-        // Unknown counts as shared.
-        _ => return Ok(true),
+    let cloned = || {
+        let (source, target) = (nameless()?, nameless()?);
+        rustix::io::write(&source, &[1; 4096])?;
+        Ok(rustix::fs::ioctl_ficlone(&target, &source))
     };
-    rustix::io::write(&source, &[1; 4096])?;
-    match rustix::fs::ioctl_ficlone(&target, &source) {
-        Err(Errno::OPNOTSUPP | Errno::INVAL | Errno::NOTTY | Errno::NOSYS) => Ok(false),
-        _ => Ok(true),
+    match cloned() {
+        Ok(Err(Errno::OPNOTSUPP | Errno::INVAL | Errno::NOTTY | Errno::NOSYS)) => Ok(false),
+        Ok(_) => Ok(true),
+        Err(Errno::NOSPC | Errno::DQUOT) => {
+            let Ok(Some(segment)) = segment_below(path) else { return Ok(true) };
+            let file = rustix::fs::openat(CWD, segment, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
+            // Where clones are possible at all, it is an invalid one.
+            Ok(rustix::fs::ioctl_ficlone(&file, &file) != Err(Errno::OPNOTSUPP))
+        }
+        Err(Errno::IO) => Err(Errno::IO),
+        Err(_) => Ok(true),
     }
 }
 

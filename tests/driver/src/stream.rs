@@ -75,6 +75,8 @@ struct Stream {
 #[derive(Default)]
 struct Queue {
     work: VecDeque<Work>,
+    /// How much was ever done, the work that is running not counted.
+    done: u64,
     is_running: bool,
     is_ending: bool,
     is_over: bool,
@@ -106,15 +108,11 @@ pub fn peer_copies() -> u64 {
     PEER_COPIES.load(Ordering::Relaxed)
 }
 
-/// Waits until all streams of a device have nothing left to do.
+/// Waits until all streams of a device have done what they have to do now.
 pub fn drain(device: u32) -> Done {
     let streams: Vec<_> = STREAMS.lock().unwrap().values().cloned().collect();
     for stream in streams.iter().filter(|stream| stream.context.device == device) {
-        let mut queue = stream.queue.lock().unwrap();
-        while queue.is_running || !queue.work.is_empty() {
-            stream.context.check()?;
-            queue = stream.wait(queue);
-        }
+        stream.catch_up()?;
     }
     Ok(())
 }
@@ -154,19 +152,13 @@ pub fn queue(context: &'static Context, handle: *mut c_void, work: Work) -> Done
     Ok(())
 }
 
-/// Waits until a stream has nothing left to do.
+/// Waits until a stream has done what it has to do now.
 pub fn synchronize(context: &'static Context, handle: *mut c_void) -> Done {
     let handle = handle as u64;
     if handle < HANDLE_MIN {
         return drain(context.device);
     }
-    let stream = of(handle)?;
-    let mut queue = stream.queue.lock().unwrap();
-    while queue.is_running || !queue.work.is_empty() {
-        stream.context.check()?;
-        queue = stream.wait(queue);
-    }
-    Ok(())
+    of(handle)?.catch_up()
 }
 
 /// From now on the stream's work becomes a graph. In mode 0 whatever another thread asks for may spoil it.
@@ -219,6 +211,17 @@ impl Stream {
         self.changed.wait_timeout(queue, Duration::from_millis(1)).unwrap().0
     }
 
+    /// Waits until what is queued now is done; more may be queued meanwhile.
+    fn catch_up(&self) -> Done {
+        let mut queue = self.queue.lock().unwrap();
+        let wanted = queue.done + queue.work.len() as u64 + u64::from(queue.is_running);
+        while queue.done < wanted {
+            self.context.check()?;
+            queue = self.wait(queue);
+        }
+        Ok(())
+    }
+
     fn run(&self, mut random: u64) {
         let mut queue = self.queue.lock().unwrap();
         loop {
@@ -244,6 +247,7 @@ impl Stream {
             }
             queue = self.queue.lock().unwrap();
             queue.is_running = false;
+            queue.done += 1;
             self.changed.notify_all();
         }
     }

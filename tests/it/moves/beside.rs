@@ -6,7 +6,7 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use remanent::device::MemoryId;
-use remanent::{Lsn, Result, SnapshotInfo, WriteBatch};
+use remanent::{Ack, Lsn, Result, SnapshotInfo, WriteBatch};
 
 use super::*;
 
@@ -154,7 +154,8 @@ fn snapshots_beside_moves_show_every_page_where_it_was() {
     const BATCHES_MIN: usize = 20;
     for device in devices() {
         let disk = SimDisk::new();
-        let store = open(&disk, &device, small().snapshots_kept(1000));
+        // Else batches are logged faster than a device applies them, and a snapshot waits for more and more of them.
+        let store = open(&disk, &device, small().snapshots_kept(1000).ack(Ack::Applied));
         let pages: Vec<PageId> =
             (0..PAGES).map(|number| create(&store, Place::Device(0), number).0).collect();
         let mut states = BTreeMap::from([(store.lsn(), store.pages().unwrap().collect::<Vec<_>>())]);
