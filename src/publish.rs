@@ -106,11 +106,11 @@ pub(crate) fn publish(disk: &Arc<dyn Disk>, file: FileName, number: u64, bytes: 
             tracing::warn!(%error, "cannot remove an unfinished file; the next open will");
         }
     };
-    let written = disk.create(temporary).and_then(|open| write(open).inspect_err(remove));
+    let rename = |()| disk.rename(temporary, file);
+    let written = disk.create(temporary).and_then(|open| write(open).and_then(rename).inspect_err(remove));
     written.map_err(|error| {
         if error.is_no_space() { Error::DiskFull { file, needed: byte_len(bytes) as u64 } } else { error }
     })?;
-    disk.rename(temporary, file)?;
     disk.sync_folder(file.folder())
 }
 

@@ -154,7 +154,8 @@ pub trait Disk: Any + Send + Sync {
     /// Renames within a folder, replacing `target`.
     ///
     /// # Errors
-    /// What the system says.
+    /// What the system says. That there is no space for the name, too, as XFS does on a full disk: then nothing has
+    /// changed.
     fn rename(&self, source: FileName, target: FileName) -> Result<()>;
 
     /// Removes a file.

@@ -30,6 +30,9 @@ const FIRST_SPARES_MAX: usize = 4;
 /// step makes the reserve anew.
 const RESERVE_SHARE: u64 = 4;
 
+/// What a folder grows by for a name that it has no room for: XFS refuses a rename where that much is not free.
+const FOLDER_BLOCK: u64 = 4096;
+
 /// Who asks for space. The reserve of a full disk is for those who free space or end a log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SpacePurpose {
@@ -200,13 +203,14 @@ impl SegmentPool {
             self.leave_the_reserve(&spares, number, wanted)?;
         }
         let made = match at_hand {
-            Some(at) => self.make_of_spare(&mut spares, at, number)?,
-            None => match self.make_for(number, wanted, purpose) {
-                Err(Error::DiskFull { .. }) if purpose != SpacePurpose::User && !spares.files.is_empty() => {
-                    self.make_of_spare(&mut spares, 0, number)?
-                }
-                made => made?,
-            },
+            Some(at) => self.make_of_spare(&mut spares, at, number),
+            None => self.make_for(number, wanted, purpose),
+        };
+        let made = match made {
+            Err(Error::DiskFull { .. }) if purpose != SpacePurpose::User => {
+                self.make_of_reserve(&mut spares, number, SEGMENT_LEN_MIN)?
+            }
+            made => made?,
         };
         if purpose != SpacePurpose::Open {
             spares.grown(made.len);
@@ -226,7 +230,10 @@ impl SegmentPool {
 
     fn make_anew(&self, number: u64, len: u64) -> Result<SegmentFile> {
         let file = self.build(number, len, None, &[])?;
-        self.publish(FileName::Temporary(Folder::Log, number), number)?;
+        let temporary = FileName::Temporary(Folder::Log, number);
+        self.rename(temporary, FileName::Segment(number))
+            .inspect_err(|_| self.remove_unfinished(temporary))?;
+        self.disk.sync_folder(Folder::Log)?;
         Ok(SegmentFile { number, len, file })
     }
 
@@ -251,9 +258,32 @@ impl SegmentPool {
         let file = self.disk.open(FileName::Spare(spare), true)?;
         file.write_at(0, &header_block(&self.header(number, len, None)))?;
         file.sync()?;
-        self.publish(FileName::Spare(spare), number)?;
+        self.rename(FileName::Spare(spare), FileName::Segment(number))?;
         spares.files.remove(at);
+        self.disk.sync_folder(Folder::Log)?;
         Ok(SegmentFile { number, len, file })
+    }
+
+    /// Makes a segment of at least `needed` bytes of the reserve. Where there is no space for its name, another spare
+    /// gives way, and the last one to a segment that is shorter than it.
+    fn make_of_reserve(&self, spares: &mut Spares, number: u64, needed: u64) -> Result<SegmentFile> {
+        loop {
+            let Some(at) = spares.files.iter().position(|spare| spare.len >= needed) else {
+                return self.make_anew(number, needed);
+            };
+            match self.make_of_spare(spares, at, number) {
+                Err(Error::DiskFull { .. }) => {
+                    let other = (0..spares.files.len()).rev().find(|other| *other != at);
+                    self.give_up(spares, other.unwrap_or(at))?;
+                }
+                made => return made,
+            }
+        }
+    }
+
+    fn give_up(&self, spares: &mut Spares, at: usize) -> Result<()> {
+        let spare = spares.files.remove(at);
+        self.disk.remove(FileName::Spare(spare.number))
     }
 
     /// Replaces the empty segment `number` by one that has room for `frame_len` bytes. The caller made
@@ -266,9 +296,8 @@ impl SegmentPool {
         let wanted = needed.next_power_of_two().saturating_mul(2).clamp(spares.next_len, self.rules.len);
         let len = needed.max(wanted);
         let long = match self.make_anew(number, len) {
-            Err(error @ Error::DiskFull { .. }) if purpose == SpacePurpose::Reserve => {
-                let at = spares.files.iter().position(|spare| spare.len >= needed).ok_or(error)?;
-                self.make_of_spare(&mut spares, at, number)?
+            Err(Error::DiskFull { .. }) if purpose == SpacePurpose::Reserve => {
+                self.make_of_reserve(&mut spares, number, needed)?
             }
             made => made?,
         };
@@ -310,26 +339,30 @@ impl SegmentPool {
         let free = self.free_bytes();
         let is_cramped = free < self.first_len() && spares.files.len() < 2;
         let is_short = |spare: &Spare| (needed..=self.first_len()).contains(&spare.len);
-        if let Some(at) = spares.files.iter().position(is_short).filter(|_| !is_cramped) {
-            return self.open_spare(&mut spares, at, number, opening, frames);
-        }
-        let mut len =
-            needed.max(if free < 2 * self.first_len() { SEGMENT_LEN_MIN } else { self.first_len() });
+        let len_min = needed.max(SEGMENT_LEN_MIN);
+        let mut len = if free < 2 * self.first_len() { len_min } else { needed.max(self.first_len()) };
         loop {
-            match self.build(number, len, Some(opening), frames) {
-                Ok(file) => return Ok(SegmentFile { number, len, file }),
-                Err(Error::DiskFull { .. }) if len > needed.max(SEGMENT_LEN_MIN) => {
-                    len = needed.max(SEGMENT_LEN_MIN);
+            let short = spares.files.iter().position(is_short).filter(|_| !is_cramped);
+            let built = match short {
+                Some(at) => self.open_spare(&mut spares, at, number, opening, frames),
+                None => {
+                    let file = self.build(number, len, Some(opening), frames);
+                    file.map(|file| SegmentFile { number, len, file })
                 }
-                Err(error @ Error::DiskFull { .. }) => {
-                    let long = spares.files.iter().position(|spare| spare.len >= needed);
-                    if let Some(at) = long.filter(|_| spares.files.len() > 1) {
-                        return self.open_spare(&mut spares, at, number, opening, frames);
-                    }
-                    let Some(spare) = spares.files.pop() else { return Err(error) };
-                    self.disk.remove(FileName::Spare(spare.number))?;
-                }
-                Err(error) => return Err(error),
+            };
+            let Err(Error::DiskFull { .. }) = built else { return built };
+            if short.is_none() && len > len_min {
+                len = len_min;
+                continue;
+            }
+            let long = spares.files.iter().position(|spare| spare.len >= needed);
+            if let Some(at) = long.filter(|_| spares.files.len() > 1) {
+                let opened = self.open_spare(&mut spares, at, number, opening, frames);
+                let Err(Error::DiskFull { .. }) = opened else { return opened };
+            }
+            match spares.files.len() {
+                0 => return built,
+                count => self.give_up(&mut spares, count - 1)?,
             }
         }
     }
@@ -342,11 +375,12 @@ impl SegmentPool {
         opening: Opening,
         frames: &[u8],
     ) -> Result<SegmentFile> {
-        let Spare { number: spare, len } = spares.files.remove(at);
+        let Spare { number: spare, len } = spares.files[at];
         // 1. It is no spare any more, and that for good: frames of a place that is yet to be written must not
         //    come back under a name that lasts.
-        let make = |temporary| self.disk.rename(FileName::Spare(spare), temporary).map(|()| temporary);
-        let file = self.written(number, len, make, |temporary| {
+        self.rename(FileName::Spare(spare), FileName::Temporary(Folder::Log, number))?;
+        spares.files.remove(at);
+        let file = self.written(number, len, Ok, |temporary| {
             self.disk.sync_folder(Folder::Log)?;
             // 2. What it held names other places, and lies behind what is valid now.
             let file = self.disk.open(temporary, true)?;
@@ -365,6 +399,7 @@ impl SegmentPool {
         // Its frames name a position that nothing follows, and it has no name that recovery reads.
         match self.disk.rename(temporary, FileName::Spare(number)) {
             Ok(()) => spares.add(Spare { number, len: opening.len }),
+            Err(error) if error.is_no_space() => self.remove_unfinished(temporary),
             Err(error) => {
                 tracing::warn!(%error, "cannot take an opening segment back; the next open removes it")
             }
@@ -380,11 +415,7 @@ impl SegmentPool {
         write: impl FnOnce(T) -> Result<Arc<dyn DiskFile>>,
     ) -> Result<Arc<dyn DiskFile>> {
         let temporary = FileName::Temporary(Folder::Log, number);
-        let remove = |_: &Error| {
-            if let Err(error) = self.disk.remove(temporary) {
-                tracing::warn!(%error, "cannot remove an unfinished segment; the next open will");
-            }
-        };
+        let remove = |_: &Error| self.remove_unfinished(temporary);
         make(temporary).and_then(|made| write(made).inspect_err(remove)).map_err(|error| {
             if error.is_no_space() {
                 Error::DiskFull { file: FileName::Segment(number), needed: len }
@@ -394,9 +425,30 @@ impl SegmentPool {
         })
     }
 
-    /// Gives a file that is wholly written and synced its name as a segment, for good.
-    pub fn publish(&self, source: FileName, number: u64) -> Result<()> {
-        self.disk.rename(source, FileName::Segment(number))?;
+    fn remove_unfinished(&self, temporary: FileName) {
+        if let Err(error) = self.disk.remove(temporary) {
+            tracing::warn!(%error, "cannot remove an unfinished segment; the next open will");
+        }
+    }
+
+    /// No space for the name is a clean failure: nothing has changed.
+    fn rename(&self, source: FileName, target: FileName) -> Result<()> {
+        self.disk.rename(source, target).map_err(|error| {
+            if error.is_no_space() { Error::DiskFull { file: target, needed: FOLDER_BLOCK } } else { error }
+        })
+    }
+
+    /// Gives the opening segment `number`, which is wholly written and synced, its name, for good. A spare gives way
+    /// where there is no space for that.
+    pub fn publish_opening(&self, number: u64) -> Result<()> {
+        let mut spares = self.spares.lock();
+        let temporary = FileName::Temporary(Folder::Log, number);
+        loop {
+            match self.rename(temporary, FileName::Segment(number)) {
+                Err(Error::DiskFull { .. }) if !spares.files.is_empty() => self.give_up(&mut spares, 0)?,
+                renamed => break renamed?,
+            }
+        }
         self.disk.sync_folder(Folder::Log)
     }
 
@@ -417,8 +469,11 @@ impl SegmentPool {
             let len = self.disk.open(segment, false)?.len()?;
             if self.is_wanted(&spares, len) {
                 let spare = spares.next_number();
-                self.disk.rename(segment, FileName::Spare(spare))?;
-                spares.add(Spare { number: spare, len });
+                match self.rename(segment, FileName::Spare(spare)) {
+                    Ok(()) => spares.add(Spare { number: spare, len }),
+                    Err(Error::DiskFull { .. }) => self.disk.remove(segment)?,
+                    Err(error) => return Err(error),
+                }
             } else {
                 self.disk.remove(segment)?;
             }
@@ -466,7 +521,9 @@ impl SegmentPool {
                     }
                 }
             }
-            self.disk.rename(FileName::Temporary(Folder::Log, number), FileName::Spare(number))?;
+            let temporary = FileName::Temporary(Folder::Log, number);
+            self.rename(temporary, FileName::Spare(number))
+                .inspect_err(|_| self.remove_unfinished(temporary))?;
             self.disk.sync_folder(Folder::Log)?;
             spares.add(Spare { number, len });
             // One that it takes the place of; short ones wait for the next open, as far as they may.
@@ -474,8 +531,7 @@ impl SegmentPool {
             let is_old =
                 |spare: &Spare| spare.len < spares.reserve_len() && (spare.len > FIRST_LEN || is_too_much);
             if let Some(at) = spares.files.iter().position(is_old) {
-                let old = spares.files.remove(at);
-                self.disk.remove(FileName::Spare(old.number))?;
+                self.give_up(&mut spares, at)?;
             }
         }
         Ok(!spares.lacks_reserve())
@@ -497,17 +553,17 @@ impl SegmentPool {
         let had_any = spares.files.len() > reserve.len();
         // From the last one on, so that the others keep their places.
         for at in (0..reserve.start).chain(reserve.end..spares.files.len()).rev() {
-            let spare = spares.files.remove(at);
-            self.disk.remove(FileName::Spare(spare.number))?;
+            self.give_up(&mut spares, at)?;
         }
         Ok(had_any)
     }
 
     /// Gives up one spare, of the reserve if need be, so that a small file that must be written finds space.
     pub fn release_reserve(&self) -> Result<bool> {
-        match self.spares.lock().files.pop() {
-            Some(spare) => self.disk.remove(FileName::Spare(spare.number)).map(|()| true),
-            None => Ok(false),
+        let mut spares = self.spares.lock();
+        match spares.files.len() {
+            0 => Ok(false),
+            count => self.give_up(&mut spares, count - 1).map(|()| true),
         }
     }
 }

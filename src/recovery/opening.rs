@@ -45,7 +45,7 @@ pub(super) fn begin(
     //    names no incarnation, so that if we die now nothing points to us.
     let next = pool.make(number + 1, SpacePurpose::Open).inspect_err(|_| pool.take_back(&segment))?;
     // 4. The commit point.
-    pool.publish(FileName::Temporary(Folder::Log, number), number)?;
+    pool.publish_opening(number)?;
     let position = Position { incarnation: opening.incarnation, lsn: opening.accepted };
     let log = LogStart {
         point: frames.point,

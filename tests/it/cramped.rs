@@ -1,10 +1,8 @@
-//! File systems of a few megabytes that are really full: ext4 on a loop device, and tmpfs.
+//! Small file systems that are really full: ext4 and XFS on loop devices, and tmpfs.
 //!
 //! What a simulated disk refuses by a rule, these refuse as they come to it: in the middle of a write, or only when
-//! room that was promised is asked for. One life is led on both, with every number of bytes free.
+//! room that was promised is asked for. One life is led on all, with every number of bytes free.
 
-use std::fs::File;
-use std::io::{self, Write};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -15,6 +13,7 @@ use remanent::{Ack, Compression, Create, Error, LogIo, Metadata, Options, PageId
 
 use crate::damage::mix;
 use crate::files::{State, small};
+use crate::machine::filler::Filler;
 use crate::machine::mounts::{self, Kind, Mount};
 use crate::machine::{alone, in_parallel, skipped};
 
@@ -24,36 +23,6 @@ const WRITERS: [LogIo; 3] = [LogIo::Mapped, LogIo::Buffered, LogIo::Direct];
 /// Bytes that nothing compresses.
 fn noise(seed: u64, len: u64) -> Vec<u8> {
     (0..len).map(|at| mix(seed << 32 | at) as u8).collect()
-}
-
-/// What takes all the space there is, until it is removed.
-struct Filler(std::path::PathBuf);
-
-impl Filler {
-    fn new(folder: &Path) -> Self {
-        let path = folder.join("filler");
-        let mut file = File::create(&path).unwrap();
-        for len in [64 << 10, 4 << 10, 512] {
-            let full = loop {
-                if let Err(error) = file.write_all(&vec![1; len]).and_then(|()| file.sync_data()) {
-                    break error;
-                }
-            };
-            assert_eq!(full.kind(), io::ErrorKind::StorageFull, "{full}");
-        }
-        Self(path)
-    }
-
-    /// Gives up so many bytes.
-    fn leave(&self, bytes: u64) {
-        let file = File::options().write(true).open(&self.0).unwrap();
-        file.set_len(file.metadata().unwrap().len().checked_sub(bytes).unwrap()).unwrap();
-        file.sync_all().unwrap();
-    }
-
-    fn remove(self) {
-        std::fs::remove_file(self.0).unwrap();
-    }
 }
 
 /// What a commit, a bulk create and a snapshot are refused with; none of them changes anything.
@@ -109,19 +78,19 @@ fn a_full_file_system(name: &str, root: &Path) {
         let page = store.commit(batch).unwrap().pages[0];
         store.snapshot().unwrap();
 
-        let filler = Filler::new(root);
+        let filler = Filler::all(root);
         refuses_everything(&store, page);
-        filler.remove();
+        drop(filler);
         goes_on(&store, page);
         let state = State::of(&store);
         store.close().unwrap();
 
         // By the reserve, and with nothing to try on whether the disk can be written to in this way.
-        let filler = Filler::new(root);
+        let filler = Filler::all(root);
         let store = Store::open(&directory, options.clone().create(Create::Never)).unwrap();
         assert_eq!(State::of(&store), state, "{io} on a full {name}");
         store.close().unwrap();
-        filler.remove();
+        drop(filler);
         let store = Store::open(&directory, options).unwrap();
         assert_eq!(State::of(&store), state, "{io} on {name}");
         store.close().unwrap();
@@ -132,20 +101,29 @@ fn a_full_file_system(name: &str, root: &Path) {
 // Each in a process of its own: a child that some other test forks keeps files that are removed here, and gives their
 // space back when it ends.
 
+fn a_full_loop_device(name: &'static str, kind: Kind, len: u64, least_free: u64) {
+    let folder = tempfile::tempdir().unwrap();
+    let mounted = mounts::make(kind, &folder.path().join("image"), len)
+        .and_then(|image| Mount::new(&image, folder.path().join("mounted"), &["-o", "loop"]));
+    match mounted {
+        Ok(mount) => {
+            a_full_file_system(name, &mount.path);
+            lives(name, &mount.path, least_free);
+        }
+        Err(reason) => skipped(&format!("a full {name}"), &reason),
+    }
+}
+
 #[test]
 fn on_a_full_ext4_the_same_store_goes_on_when_space_returns() {
-    alone(|| {
-        let folder = tempfile::tempdir().unwrap();
-        let mounted = mounts::make(Kind::Ext4, &folder.path().join("image"), 16 << 20)
-            .and_then(|image| Mount::new(&image, folder.path().join("mounted"), &["-o", "loop"]));
-        match mounted {
-            Ok(mount) => {
-                a_full_file_system("ext4", &mount.path);
-                lives("ext4", &mount.path);
-            }
-            Err(reason) => skipped("a full ext4", &reason),
-        }
-    });
+    alone(|| a_full_loop_device("ext4", Kind::Ext4, 16 << 20, 0));
+}
+
+/// It refuses even to rename. New files it may refuse while more than 100 KiB are free, because it makes inodes by the
+/// chunk: then an open is refused, too, until some space is freed, and no life can be led there.
+#[test]
+fn on_a_full_xfs_the_same_store_goes_on_when_space_returns() {
+    alone(|| a_full_loop_device("XFS", Kind::XfsWithoutReflinks, 320 << 20, 256 << 10));
 }
 
 #[test]
@@ -156,7 +134,7 @@ fn on_a_full_tmpfs_the_same_store_goes_on_when_space_returns() {
         match Mount::new(Path::new("tmpfs"), folder.path().join("mounted"), &arguments) {
             Ok(mount) => {
                 a_full_file_system("tmpfs", &mount.path);
-                lives("tmpfs", &mount.path);
+                lives("tmpfs", &mount.path, 0);
             }
             Err(reason) => skipped("a full tmpfs", &reason),
         }
@@ -246,21 +224,25 @@ fn life_options(io: LogIo) -> Options {
 
 #[test]
 fn a_life_on_a_simulated_disk_with_any_space_left() {
-    let cases: Vec<(LogIo, u64)> =
-        WRITERS.iter().flat_map(|io| (0..100).map(|step| (*io, step * 4096))).collect();
-    in_parallel(&cases, |(io, free)| {
-        let disk = SimDisk::new();
-        let open = || Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), life_options(*io));
-        life(&format!("{io}, {free} bytes free"), &open, || {
-            disk.set_capacity(Some(disk.used_bytes() + free));
+    for name_bytes in [0, 4096] {
+        let cases: Vec<(LogIo, u64)> =
+            WRITERS.iter().flat_map(|io| (0..100).map(|step| (*io, step * 4096))).collect();
+        in_parallel(&cases, |(io, free)| {
+            let disk = SimDisk::new();
+            disk.set_name_bytes(name_bytes);
+            let open =
+                || Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), life_options(*io));
+            life(&format!("{io}, {free} bytes free, {name_bytes} for a name"), &open, || {
+                disk.set_capacity(Some(disk.used_bytes() + free));
+            });
         });
-    });
+    }
 }
 
 /// The same on a real file system, in fewer steps.
-fn lives(name: &str, root: &Path) {
+fn lives(name: &str, root: &Path, least_free: u64) {
     for io in WRITERS {
-        for free in (0..400 << 10).step_by(44 << 10) {
+        for free in (least_free..least_free + (400 << 10)).step_by(44 << 10) {
             let directory = root.join(format!("{io:?}"));
             std::fs::create_dir(&directory).unwrap();
             if let Some(reason) = DirDisk::new(&directory).refuses(io).unwrap() {
@@ -271,10 +253,10 @@ fn lives(name: &str, root: &Path) {
             let mut filler = None;
             let open = || Store::open(&directory, life_options(io));
             life(&format!("{io} on {name}, {free} bytes free"), &open, || {
-                filler = Some(Filler::new(root));
+                filler = Some(Filler::all(root));
                 filler.as_ref().expect("made just now").leave(free);
             });
-            filler.expect("the life filled the disk").remove();
+            drop(filler.expect("the life filled the disk"));
             std::fs::remove_dir_all(&directory).unwrap();
         }
     }

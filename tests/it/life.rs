@@ -34,6 +34,7 @@ use remanent::{Error, LogIo, Lsn, RestorePoint, Store};
 
 use crate::direct;
 use crate::kill::workload::Random;
+use crate::machine::filler::Filler;
 use crate::machine::mounts::{self, Kind as FileSystem, Mount};
 use crate::machine::{effort, in_parallel, skipped};
 use model::{Kept, Model};
@@ -166,33 +167,6 @@ impl Ground {
     fn remove(self) {
         drop(self.mount);
         std::fs::remove_dir_all(self.folder).unwrap();
-    }
-}
-
-/// A file that takes all space of a file system but a little, until it is dropped.
-struct Filler(PathBuf);
-
-impl Filler {
-    fn new(folder: &Path, left: u64) -> Self {
-        let path = folder.join("filler");
-        let file = std::fs::File::create(&path).unwrap();
-        let mut len = 0;
-        loop {
-            let free = rustix::fs::statvfs(folder).map(|told| told.f_bavail * told.f_frsize).unwrap();
-            // What the file system keeps of its own accord is not had by asking for less of it.
-            let wanted = free.saturating_sub(left) / 4096 * 4096;
-            let flags = rustix::fs::FallocateFlags::empty();
-            if wanted == 0 || rustix::fs::fallocate(&file, flags, len, wanted).is_err() {
-                return Self(path);
-            }
-            len += wanted;
-        }
-    }
-}
-
-impl Drop for Filler {
-    fn drop(&mut self) {
-        std::fs::remove_file(&self.0).unwrap();
     }
 }
 
@@ -425,8 +399,11 @@ impl Life {
     }
 
     /// Opens that commit nothing leave the disk as it was, but for spare segments, of which a close may meet the making.
+    /// The snapshot comes first because so many openings make one due, which would write the images of what changed.
     fn open_and_close_often(&mut self) {
         self.reopen();
+        self.ask(&Command::Snapshot(Kind::Fuzzy));
+        self.tally.snapshots += 1;
         let before = self.disk_bytes_after_opens(4);
         let after = self.disk_bytes_after_opens(12);
         if after > before + SPARES_MADE_MAX * self.with.segment_len {
@@ -534,7 +511,7 @@ impl Life {
             return;
         }
         let left = 4096 * self.random.below(LEFT_MAX / 4096);
-        let filler = Filler::new(self.ground.path(), left);
+        let filler = Filler::but(self.ground.path(), left);
         self.told.push_back(format!("(the disk has {left} bytes left)"));
         for _ in 0..=self.random.below(6) {
             let changes = self.draw_batch();

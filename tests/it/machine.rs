@@ -2,6 +2,7 @@
 //! file systems. Where it is missing they say so, past the capture of their output, and do nothing: a run
 //! without them is never taken for one with them.
 
+pub mod filler;
 pub mod mounts;
 pub mod strace;
 

@@ -77,6 +77,8 @@ struct Shared {
     held: BTreeMap<SnapshotId, usize>,
     retiring: BTreeSet<SnapshotId>,
     capacity: Option<u64>,
+    /// Bytes that must be free for a rename.
+    name_bytes: u64,
     faults: Faults,
     skip: Option<SkipRule>,
     /// A sector whose next read gives its older self.
@@ -107,6 +109,17 @@ impl Shared {
             self.record(Event::Skipped { point });
         }
         skips
+    }
+
+    /// The file that is to get another name, if there is space for that.
+    fn find_for_name(&self, file: FileName) -> io::Result<FileId> {
+        let found = self.now.find(file).ok_or_else(not_found)?;
+        match self.capacity {
+            Some(capacity) if self.now.used_bytes() + self.name_bytes > capacity => {
+                Err(io::Error::from_raw_os_error(ENOSPC))
+            }
+            _ => Ok(found),
+        }
     }
 
     /// How many of `len` bytes at `offset` there is space for.
@@ -163,6 +176,12 @@ impl SimDisk {
     /// within a file's length always succeed.
     pub fn set_capacity(&self, bytes: Option<u64>) {
         self.shared.lock().capacity = bytes;
+    }
+
+    /// Refuses a rename with ENOSPC where fewer bytes than these are free, as XFS does while a folder must grow for the
+    /// new name. It takes none of them.
+    pub fn set_name_bytes(&self, bytes: u64) {
+        self.shared.lock().name_bytes = bytes;
     }
 
     /// Bytes that the files take.
@@ -339,8 +358,7 @@ impl Disk for SimDisk {
     fn rename(&self, source: FileName, target: FileName) -> Result<()> {
         assert_eq!(source.folder(), target.folder(), "a rename stays within its folder");
         let mut shared = self.shared.lock();
-        let found =
-            shared.check(Operation::Rename).and_then(|()| shared.now.find(source).ok_or_else(not_found));
+        let found = shared.check(Operation::Rename).and_then(|()| shared.find_for_name(source));
         found.map_err(file_failed("rename", source, None))?;
         if source != target {
             shared.record(Event::Rename { source, target });

@@ -6,7 +6,7 @@ use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use crate::{call, call_in_context, code};
+use crate::{call, call_in_context, code, stream};
 
 /// The version that is told: the oldest that is accepted.
 const VERSION: c_int = 12_040;
@@ -40,6 +40,7 @@ impl Context {
     /// From now on every call in it fails with this code, and its streams stand still.
     pub fn lose(&self, code: u32) {
         self.lost.store(code, Ordering::Release);
+        stream::wake(self.device);
     }
 
     /// The fault that took it, if one did.

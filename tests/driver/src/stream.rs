@@ -117,6 +117,16 @@ pub fn drain(device: u32) -> Done {
     Ok(())
 }
 
+/// Has the streams of a device look at their context again: it is lost.
+pub fn wake(device: u32) {
+    let streams: Vec<_> = STREAMS.lock().unwrap().values().cloned().collect();
+    for stream in streams.iter().filter(|stream| stream.context.device == device) {
+        // Who looked at the context before it was lost waits by now, or holds this lock.
+        drop(stream.queue.lock().unwrap());
+        stream.changed.notify_all();
+    }
+}
+
 /// Waits until the streams of a device whose context is lost stand still, and forgets them and its events.
 pub fn forget(device: u32) {
     let streams: Vec<_> = {
@@ -206,9 +216,8 @@ fn event_of(handle: *mut c_void) -> Result<Arc<Event>, u32> {
 }
 
 impl Stream {
-    /// Waits for a change, and now and then for none: a lost context tells nobody.
     fn wait<'q>(&self, queue: MutexGuard<'q, Queue>) -> MutexGuard<'q, Queue> {
-        self.changed.wait_timeout(queue, Duration::from_millis(1)).unwrap().0
+        self.changed.wait(queue).unwrap()
     }
 
     /// Waits until what is queued now is done; more may be queued meanwhile.

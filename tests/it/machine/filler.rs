@@ -1,0 +1,54 @@
+//! A file that takes the space of a file system, until it is dropped.
+
+use std::fs::File;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+pub struct Filler(PathBuf);
+
+impl Filler {
+    /// Takes all space but `left` bytes, as far as the file system says how much there is.
+    pub fn but(folder: &Path, left: u64) -> Self {
+        let path = folder.join("filler");
+        let file = File::create(&path).unwrap();
+        let mut len = 0;
+        loop {
+            let free = rustix::fs::statvfs(folder).map(|told| told.f_bavail * told.f_frsize).unwrap();
+            // What the file system keeps of its own accord is not had by asking for less of it.
+            let wanted = free.saturating_sub(left) / 4096 * 4096;
+            let flags = rustix::fs::FallocateFlags::empty();
+            if wanted == 0 || rustix::fs::fallocate(&file, flags, len, wanted).is_err() {
+                return Self(path);
+            }
+            len += wanted;
+        }
+    }
+
+    /// Takes all the space there is: the last of it byte by byte, until the file system refuses one.
+    pub fn all(folder: &Path) -> Self {
+        let filler = Self::but(folder, 2 << 20);
+        let mut file = File::options().append(true).open(&filler.0).unwrap();
+        for len in [64 << 10, 4 << 10, 512] {
+            let full = loop {
+                if let Err(error) = file.write_all(&vec![1; len]).and_then(|()| file.sync_data()) {
+                    break error;
+                }
+            };
+            assert_eq!(full.kind(), io::ErrorKind::StorageFull, "{full}");
+        }
+        filler
+    }
+
+    /// Gives up so many bytes.
+    pub fn leave(&self, bytes: u64) {
+        let file = File::options().write(true).open(&self.0).unwrap();
+        file.set_len(file.metadata().unwrap().len().checked_sub(bytes).unwrap()).unwrap();
+        file.sync_all().unwrap();
+    }
+}
+
+impl Drop for Filler {
+    fn drop(&mut self) {
+        std::fs::remove_file(&self.0).unwrap();
+    }
+}
