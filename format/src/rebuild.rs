@@ -563,9 +563,13 @@ pub fn read_links(source: &dyn ReadAt, store: &StoreFile, faster: FasterLinks<'_
                 Some((link, crc)) => check_file(&link, file, store).map(|()| (link, CopyHealth::whole(crc))),
                 None => read_manifest(source, file, store),
             };
-            // A link that nobody has looked at must not be taken for a damaged one: an older snapshot would take its place.
-            if let Err(damage @ Damage { defect: Defect::Shortage { .. }, .. }) = read {
-                return Err(damage);
+            match read {
+                // A link that nobody has looked at must not be taken for a damaged one: an older snapshot would take its
+                // place.
+                Err(damage @ Damage { defect: Defect::Shortage { .. }, .. }) => return Err(damage),
+                // A writer removed it after the folder was listed.
+                Err(Damage { defect: Defect::Missing, .. }) => continue,
+                _ => {}
             }
             links.insert(SnapshotId(number), read.map(|(manifest, health)| (Arc::new(manifest), health)));
         }

@@ -62,7 +62,7 @@ impl LogMap {
         let mut segments = BTreeMap::new();
         for name in names {
             if let Some(FileName::Segment(number)) = FileName::parse(Folder::Log, &name) {
-                segments.insert(number, read_segment(source, store, number)?);
+                segments.extend(read_segment(source, store, number)?.map(|segment| (number, segment)));
             }
         }
         let newest = segments
@@ -142,10 +142,11 @@ fn damaged_opening(segments: &BTreeMap<u64, Segment>, incarnation: Incarnation) 
     Some(defect.clone().at(FileName::Segment(*number), 0))
 }
 
-fn read_segment(source: &dyn ReadAt, store: StoreId, number: u64) -> Result<Segment, Damage> {
+/// Looks into a segment; `None` if a writer recycled it after the folder was listed.
+fn read_segment(source: &dyn ReadAt, store: StoreId, number: u64) -> Result<Option<Segment>, Damage> {
     let file = FileName::Segment(number);
     let unreadable = |error: std::io::Error| Defect::unreadable(&error).at(file, 0);
-    let file_len = source.len(file).map_err(unreadable)?.unwrap_or(0);
+    let Some(file_len) = source.len(file).map_err(unreadable)? else { return Ok(None) };
     let mut reader = SegmentReader::looking_into(source, number);
     let header = reader
         .bytes(0, SegmentHeaderRaw::LEN)
@@ -159,5 +160,5 @@ fn read_segment(source: &dyn ReadAt, store: StoreId, number: u64) -> Result<Segm
     let starts_group = |frame: &UncheckedFrame| frame.unproven().offset.is_multiple_of(GROUP_ALIGN);
     let frames = first.into_iter().chain(own).find(starts_group).map(|frame| frame.unproven().incarnation);
     let is_blank = header.is_ok() && first.is_none() && reader.all_is_readable();
-    Ok(Segment { file_len, header, frames, is_blank })
+    Ok(Some(Segment { file_len, header, frames, is_blank }))
 }

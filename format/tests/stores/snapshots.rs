@@ -1,11 +1,13 @@
 //! What snapshots lead to, and restores: the same state from wherever they start, and none that is wrong.
 
+use std::io;
+
 use remanent_format::frame::VerifiedSnapshot;
 use remanent_format::limits::CHAIN_LINKS_MAX;
 use remanent_format::manifest::{Manifest, ManifestKind, Tombstone};
 use remanent_format::op::Op;
-use remanent_format::rebuild::{RebuildOptions, rebuild};
-use remanent_format::{FileName, Lsn, Metadata, PageId, Place, SnapshotId, Value};
+use remanent_format::rebuild::{RebuildOptions, Survey, rebuild};
+use remanent_format::{FileName, Folder, Lsn, Metadata, PageId, Place, ReadAt, SnapshotId, Value};
 
 use crate::maker::{Maker, PAGE, content};
 use crate::verdict::{Clean, Refused, check, check_state, four, rebuilt, segment};
@@ -29,6 +31,45 @@ fn snapshots_lead_to_the_same_state_from_wherever_they_start() {
         segment(&mut with, 1)[4096..8192].fill(0);
         check(why, &with, &Clean(5));
     }
+}
+
+/// A store in which one file is removed after its folder was listed.
+struct Beside<'a> {
+    maker: &'a Maker,
+    removed: FileName,
+}
+
+impl ReadAt for Beside<'_> {
+    fn list(&self, folder: Folder) -> io::Result<Vec<String>> {
+        self.maker.files.list(folder)
+    }
+
+    fn len(&self, file: FileName) -> io::Result<Option<u64>> {
+        if file == self.removed { Ok(None) } else { self.maker.files.len(file) }
+    }
+
+    fn read_at(&self, file: FileName, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        if file == self.removed {
+            return Err(io::ErrorKind::NotFound.into());
+        }
+        self.maker.files.read_at(file, offset, out)
+    }
+}
+
+#[test]
+fn what_a_writer_removes_after_the_folder_was_listed_is_no_damage() {
+    let mut maker = four();
+    maker.snapshot(1, 2, 2, 2).snapshot(2, 3, 3, 4);
+    let removed = Beside { maker: &maker, removed: FileName::Manifest(1) };
+    let survey = Survey::read(&removed).unwrap();
+    assert_eq!(survey.links.keys().collect::<Vec<_>>(), [&SnapshotId(2)]);
+    let rebuilt = rebuild(&removed, &RebuildOptions::default()).unwrap();
+    assert_eq!((rebuilt.base, rebuilt.passed_over), (Some(SnapshotId(2)), Vec::new()));
+
+    let recycled = Beside { maker: &maker, removed: FileName::Segment(1) };
+    let survey = Survey::read(&recycled).unwrap();
+    assert!(!survey.log.segments().contains_key(&1));
+    assert_eq!(survey.log.cut(), None);
 }
 
 #[test]
