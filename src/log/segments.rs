@@ -231,9 +231,7 @@ impl SegmentPool {
     fn make_anew(&self, number: u64, len: u64) -> Result<SegmentFile> {
         let file = self.build(number, len, None, &[])?;
         let temporary = FileName::Temporary(Folder::Log, number);
-        self.rename(temporary, FileName::Segment(number))
-            .inspect_err(|_| self.remove_unfinished(temporary))?;
-        self.disk.sync_folder(Folder::Log)?;
+        self.publish(temporary, number).inspect_err(|_| self.remove_unfinished(temporary))?;
         Ok(SegmentFile { number, len, file })
     }
 
@@ -258,9 +256,8 @@ impl SegmentPool {
         let file = self.disk.open(FileName::Spare(spare), true)?;
         file.write_at(0, &header_block(&self.header(number, len, None)))?;
         file.sync()?;
-        self.rename(FileName::Spare(spare), FileName::Segment(number))?;
+        self.publish(FileName::Spare(spare), number)?;
         spares.files.remove(at);
-        self.disk.sync_folder(Folder::Log)?;
         Ok(SegmentFile { number, len, file })
     }
 
@@ -444,11 +441,16 @@ impl SegmentPool {
         let mut spares = self.spares.lock();
         let temporary = FileName::Temporary(Folder::Log, number);
         loop {
-            match self.rename(temporary, FileName::Segment(number)) {
+            match self.publish(temporary, number) {
                 Err(Error::DiskFull { .. }) if !spares.files.is_empty() => self.give_up(&mut spares, 0)?,
-                renamed => break renamed?,
+                published => return published,
             }
         }
+    }
+
+    /// Gives a file that is wholly written and synced its name as a segment, for good.
+    fn publish(&self, source: FileName, number: u64) -> Result<()> {
+        self.rename(source, FileName::Segment(number))?;
         self.disk.sync_folder(Folder::Log)
     }
 

@@ -91,8 +91,8 @@ pub const LIST: &[Defence] = &[
     defence(
         "names of segments are synced",
         SEGMENTS,
-        "self.disk.rename(source, FileName::Segment(number))?;\n        self.disk.sync_folder(Folder::Log)",
-        "self.disk.rename(source, FileName::Segment(number))",
+        "self.rename(source, FileName::Segment(number))?;\n        self.disk.sync_folder(Folder::Log)",
+        "self.rename(source, FileName::Segment(number))",
         OF_COMMITS,
     ),
     // Small files and images.
@@ -100,8 +100,8 @@ pub const LIST: &[Defence] = &[
     defence(
         "names of small files are synced",
         PUBLISH,
-        "disk.rename(temporary, file)?;\n    disk.sync_folder(file.folder())",
-        "disk.rename(temporary, file)",
+        "disk.sync_folder(file.folder())",
+        "Ok(())",
         OF_SNAPSHOTS,
     ),
     defence(

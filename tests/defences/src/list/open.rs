@@ -126,9 +126,16 @@ pub const LIST: &[Defence] = &[
     defence(
         "the reserve is for those who free space",
         SEGMENTS,
-        "purpose != SpacePurpose::User && !spares.files.is_empty()",
-        "!spares.files.is_empty()",
+        "purpose != SpacePurpose::User",
+        "true",
         it("faults::disk_full::a_full_disk_refuses_commits_and_the_same_store_goes_on_when_space_returns"),
+    ),
+    defence(
+        "a name that finds no space is refused and stops nothing",
+        SEGMENTS,
+        "if error.is_no_space() { Error::DiskFull { file: target, needed: FOLDER_BLOCK } } else { error }",
+        "error",
+        it("cramped::a_life_on_a_simulated_disk_with_any_space_left"),
     ),
     defence(
         "what an unfinished segment took is given back",
