@@ -496,23 +496,22 @@ impl From<Damage> for Error {
 ///
 /// # Errors
 /// [`Error::OutOfMemory`].
-pub(crate) fn make_room(bytes: &mut Vec<u8>, count: usize) -> Result<()> {
-    let len = bytes.len().saturating_add(count) as u64;
-    bytes.try_reserve(count).map_err(|_| Error::OutOfMemory { place: Place::Host, len })
+pub(crate) fn make_room<T>(items: &mut Vec<T>, count: usize) -> Result<()> {
+    let len = items.len().saturating_add(count).saturating_mul(size_of::<T>()) as u64;
+    items.try_reserve(count).map_err(|_| Error::OutOfMemory { place: Place::Host, len })
 }
 
-/// A copy of bytes that may be too many.
+/// A copy of what may be too much.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`].
-pub(crate) fn copied(bytes: &[u8]) -> Result<Vec<u8>> {
+pub(crate) fn copied<T: Copy>(items: &[T]) -> Result<Vec<T>> {
     let mut copy = Vec::new();
-    make_room(&mut copy, bytes.len())?;
-    copy.extend_from_slice(bytes);
+    make_room(&mut copy, items.len())?;
+    copy.extend_from_slice(items);
     Ok(copy)
 }
 
-/// What helps a store that stopped for this reason: to try again is not enough.
 /// The end of a message on a state that is out of reach: single states that are not.
 fn single_states(below: &[Lsn]) -> String {
     let batches: Vec<String> = below.iter().map(Lsn::to_string).collect();
@@ -523,10 +522,12 @@ fn single_states(below: &[Lsn]) -> String {
     }
 }
 
+/// What helps a store that stopped for this reason. What helped the failed call, such as free space, helps the open
+/// that must follow, which says so where it is needed.
 fn remedy_of_poisoned(cause: &Error) -> Remedy {
     match cause.remedy() {
-        Remedy::Retry | Remedy::Permit => Remedy::Reopen,
-        remedy => remedy,
+        remedy @ (Remedy::NewProcess | Remedy::Inspect) => remedy,
+        _ => Remedy::Reopen,
     }
 }
 

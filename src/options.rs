@@ -300,7 +300,8 @@ impl Options {
     /// Space held back for deletes, seals, manifests and the next open when the disk is full, in bytes,
     /// rounded up to whole segments of [`segment_len`](Self::segment_len). While the log's segments are shorter than that,
     /// so are those of the reserve. An open takes two of them, the seal of a close takes one if the log's last segment
-    /// has no room left. Default: two segments.
+    /// has no room left. Batches that only delete find room for one in each 4 KiB of a segment but the first, if each is
+    /// waited for, and each may delete 100 pages: two segments of 256 KiB take 126 of them. Default: two segments.
     #[must_use]
     pub fn reserve_bytes(mut self, bytes: u64) -> Self {
         self.reserve_bytes = Some(bytes);

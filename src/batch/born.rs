@@ -235,7 +235,7 @@ impl<B: PayloadBytes> Encoder<B> {
         if part.elements.is_empty() {
             return Ok(());
         }
-        let coded = CodedIndices::smaller(&part.elements);
+        let coded = CodedIndices::smaller(&part.elements)?;
         let blank = self.blank(page, (part.elements.len() * width.bytes()) as u64)?;
         let indices = coded.indices();
         let values_at = self.writer.len() + OP_HEADER_LEN + scatter_values_at(coded.byte_len());

@@ -10,7 +10,7 @@ use remanent_format::{Defect, PageId, Place, Width};
 
 use super::sparse::{CodedIndices, ascending};
 use super::{Blank, CapturedPart, CloneSource, Images, Step, WriteBatch};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, copied};
 
 /// What was found out about a batch before it is encoded.
 pub(crate) struct Found<'a> {
@@ -75,7 +75,8 @@ impl WriteBatch {
                     }
                 }
                 Step::Masked { page, offset, width, mask, bytes } => {
-                    let (mask, bytes) = canonical_mask(*width, mask, bytes).map_err(invalid)?;
+                    check_mask(*width, mask, bytes).map_err(invalid)?;
+                    let (mask, bytes) = canonical_mask(*width, mask, bytes)?;
                     let page = page.resolve(pages);
                     encoder.push(&Op::Masked {
                         page,
@@ -86,8 +87,8 @@ impl WriteBatch {
                     })?;
                 }
                 Step::Scatter { page, width, indices, values } => {
-                    let (indices, values) = ascending(*width, indices, values).map_err(invalid)?;
-                    let coded = CodedIndices::smaller(&indices);
+                    let (indices, values) = ascending(*width, indices, values, invalid)?;
+                    let coded = CodedIndices::smaller(&indices)?;
                     let (page, indices) = (page.resolve(pages), coded.indices());
                     encoder.push(&Op::Scatter { page, width: *width, base: 0, indices, values: &values })?;
                 }
@@ -270,9 +271,8 @@ fn zeroed(len: u64) -> Option<Vec<u8>> {
     Some(bytes)
 }
 
-/// The mask with no bits past the last element, and the bytes with zeros where nothing is replaced: equal
-/// deltas have equal bytes in the log, and nothing of the caller's leaks into it.
-fn canonical_mask(width: Width, mask: &[u8], bytes: &[u8]) -> Result<(Vec<u8>, Vec<u8>), String> {
+/// That a mask has a bit for each element, no more and no less.
+fn check_mask(width: Width, mask: &[u8], bytes: &[u8]) -> Result<(), String> {
     let width = width.bytes();
     let count = bytes.len() / width;
     if !bytes.len().is_multiple_of(width) {
@@ -285,7 +285,15 @@ fn canonical_mask(width: Width, mask: &[u8], bytes: &[u8]) -> Result<(Vec<u8>, V
             mask.len()
         ));
     }
-    let (mut mask, mut bytes) = (mask.to_vec(), bytes.to_vec());
+    Ok(())
+}
+
+/// The mask with no bits past the last element, and the bytes with zeros where nothing is replaced: equal
+/// deltas have equal bytes in the log, and nothing of the caller's leaks into it.
+fn canonical_mask(width: Width, mask: &[u8], bytes: &[u8]) -> Result<(Vec<u8>, Vec<u8>)> {
+    let (mut mask, mut bytes) = (copied(mask)?, copied(bytes)?);
+    let width = width.bytes();
+    let count = bytes.len() / width;
     if let Some(last) = mask.last_mut()
         && !count.is_multiple_of(8)
     {

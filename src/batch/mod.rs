@@ -1,7 +1,7 @@
 //! Floor 4. A batch under construction: what the caller asked for, checked and turned into a payload.
 //!
-//! Building never fails; `encode` checks everything that can be checked without looking at a page, before
-//! the first byte is logged.
+//! Building never fails, so that calls can be chained: a batch that found no memory for a copy says so when it is
+//! committed. `encode` checks everything that can be checked without looking at a page, before the first byte is logged.
 
 mod born;
 mod changed;
@@ -22,9 +22,7 @@ pub use working::WorkingCopy;
 use remanent_format::{Epoch, Key, Metadata, PageId, Place, Value, Width};
 
 use crate::device::DeviceBytes;
-
-#[cfg(doc)]
-use crate::error::Error;
+use crate::error::{Error, Result, copied};
 
 /// Ids begin at 1: this one is no page's, ever.
 const NOWHERE: PageId = PageId(0);
@@ -91,6 +89,8 @@ pub struct WriteBatch {
     steps: Vec<Step>,
     new_pages: usize,
     expectations: Vec<(PageId, Epoch)>,
+    /// Why the batch cannot be committed: the system refused the memory for a copy of what the caller gave.
+    refused: Option<Error>,
 }
 
 #[derive(Clone, Debug)]
@@ -134,6 +134,20 @@ impl WriteBatch {
     fn step(&mut self, step: Step) -> &mut Self {
         self.steps.push(step);
         self
+    }
+
+    /// A copy of what the caller gave; nothing, and the batch is refused, where there is no memory for it.
+    fn copied<T: Copy>(&mut self, given: &[T]) -> Vec<T> {
+        copied(given).unwrap_or_else(|error| {
+            self.refused.get_or_insert(error);
+            Vec::new()
+        })
+    }
+
+    /// # Errors
+    /// [`Error::OutOfMemory`] if something that the caller gave could not be copied.
+    pub(crate) fn check_copies(&self) -> Result<()> {
+        self.refused.clone().map_or(Ok(()), Err)
     }
 
     fn new_page(&mut self) -> NewPage {
@@ -197,7 +211,8 @@ impl WriteBatch {
 
     /// Replaces `bytes.len()` bytes from `offset` on.
     pub fn write(&mut self, page: impl Into<PageRef>, offset: u64, bytes: &[u8]) -> &mut Self {
-        self.step(Step::Write { page: self.own(page), offset, bytes: bytes.to_vec() })
+        let bytes = self.copied(bytes);
+        self.step(Step::Write { page: self.own(page), offset, bytes })
     }
 
     /// Replaces those elements of a range whose bit in `mask` is 1, lowest bit first. `bytes` covers the
@@ -211,13 +226,8 @@ impl WriteBatch {
         mask: &[u8],
         bytes: &[u8],
     ) -> &mut Self {
-        self.step(Step::Masked {
-            page: self.own(page),
-            offset,
-            width,
-            mask: mask.to_vec(),
-            bytes: bytes.to_vec(),
-        })
+        let (mask, bytes) = (self.copied(mask), self.copied(bytes));
+        self.step(Step::Masked { page: self.own(page), offset, width, mask, bytes })
     }
 
     /// Replaces single elements: `values` holds one element for each index, in the same order. Indices
@@ -232,17 +242,14 @@ impl WriteBatch {
         indices: &[u32],
         values: &[u8],
     ) -> &mut Self {
-        self.step(Step::Scatter {
-            page: self.own(page),
-            width,
-            indices: indices.to_vec(),
-            values: values.to_vec(),
-        })
+        let (indices, values) = (self.copied(indices), self.copied(values));
+        self.step(Step::Scatter { page: self.own(page), width, indices, values })
     }
 
     /// Repeats a pattern of 1, 2, 4, 8 or 16 bytes over `len` bytes from `offset` on.
     pub fn fill(&mut self, page: impl Into<PageRef>, offset: u64, len: u64, pattern: &[u8]) -> &mut Self {
-        self.step(Step::Fill { page: self.own(page), offset, len, pattern: pattern.to_vec() })
+        let pattern = self.copied(pattern);
+        self.step(Step::Fill { page: self.own(page), offset, len, pattern })
     }
 
     /// Cuts the page, or extends it by zeros.

@@ -96,6 +96,7 @@ impl Committer {
     }
 
     fn try_submit(&self, batch: &WriteBatch) -> Result<(LogPoint, Vec<PageId>)> {
+        batch.check_copies()?;
         let pages = self.new_pages(batch.new_pages() as u64);
         let sources = batch.clone_sources();
         batch.check_captures(&pages)?;

@@ -63,6 +63,12 @@ const DISK_LEN: u64 = 512 << 20;
 const SPARES_MADE_MAX: u64 = 4;
 /// A full disk has up to this much left.
 const LEFT_MAX: u64 = 256 << 10;
+/// A process that runs short of memory gets this much more: at least what small allocations and a thread take, which
+/// nothing can refuse.
+const MEMORY_LEFT_MIN: u64 = 4 << 20;
+const MEMORY_LEFT_MAX: u64 = 20 << 20;
+/// Commands that are tried while something is short.
+const TRIES_MAX: u64 = 8;
 const NAMES: [&str; 3] = ["first", "second", "third"];
 
 /// Openings behind a snapshot that make the next one due, and what each of them takes at least.
@@ -99,6 +105,7 @@ fn a_long_life_stays_within_its_bounds() {
         let happened = [tally.commits, tally.snapshots, tally.restores, tally.reopenings, tally.kills];
         assert!(happened.iter().all(|count| *count > 5), "{tally:?}");
     }
+    assert!(tallies.iter().any(|tally| tally.refused > 5), "{tallies:?}");
 }
 
 /// What happened in a life.
@@ -111,7 +118,7 @@ struct Tally {
     reopenings: u64,
     kills: u64,
     forks: u64,
-    /// Commands that were refused for want of files or space.
+    /// Commands that were refused for want of files, memory or space.
     refused: u64,
     /// The greatest share of its bound that the directory took, in percent, and the most bytes.
     disk_percent_max: u64,
@@ -221,7 +228,7 @@ impl Life {
     }
 
     fn tell(&mut self, command: &Command) {
-        if self.told.len() == COMMANDS_TOLD {
+        if self.told.len() >= COMMANDS_TOLD {
             self.told.pop_front();
         }
         self.told.push_back(command.to_string());
@@ -265,7 +272,8 @@ impl Life {
             89 => self.fork(),
             90..=92 => drop(self.ask(&Command::Follow)),
             93 => drop(self.ask(&Command::Scrub)),
-            94..=95 => drop(self.ask(&Command::ForkProcess)),
+            94 => drop(self.ask(&Command::ForkProcess)),
+            95 => self.run_short_of_memory(),
             96 => self.run_short_of_files(),
             97 => self.run_short_of_space(),
             _ => self.compare(),
@@ -391,6 +399,7 @@ impl Life {
         self.ask(&Command::Close);
         self.with = open_with(&mut self.random, self.log_io);
         let lsn = self.open();
+        self.model.reopen();
         if lsn != self.model.lsn() {
             self.fail(&format!("opened at batch {lsn}, closed at {}", self.model.lsn()));
         }
@@ -448,6 +457,7 @@ impl Life {
             (Command::Commit(changes), Some(1)) => self.model.commit(&changes),
             _ => self.fail(&format!("opened at batch {lsn}, {before} was acknowledged")),
         }
+        self.model.reopen();
         self.compare();
     }
 
@@ -488,21 +498,43 @@ impl Life {
     fn run_short_of_files(&mut self) {
         let left = self.random.below(6);
         self.ask(&Command::FilesLeft(Some(left)));
-        let changes = self.draw_batch();
-        let command = match self.random.below(3) {
-            0..=1 => Command::Commit(changes.clone()),
-            _ => Command::Snapshot(Kind::Fuzzy),
-        };
-        let done = self.try_ask(&command);
-        match (&command, &done) {
-            (Command::Commit(changes), Ok(_)) => self.model.commit(changes),
-            (_, Ok(_)) => {}
-            (_, Err(refusal)) if refusal.starts_with("refused Poisoned") => self.fail(refusal),
-            (_, Err(_)) => self.tally.refused += 1,
-        }
+        self.try_while_short();
         self.ask(&Command::FilesLeft(None));
         self.commit();
         self.compare();
+    }
+
+    /// The same of a process that gets little more memory.
+    fn run_short_of_memory(&mut self) {
+        let left = MEMORY_LEFT_MIN + self.random.below(MEMORY_LEFT_MAX - MEMORY_LEFT_MIN);
+        self.ask(&Command::MemoryLeft(Some(left)));
+        self.try_while_short();
+        self.ask(&Command::MemoryLeft(None));
+        self.commit();
+        self.compare();
+    }
+
+    fn try_while_short(&mut self) {
+        for _ in 0..=self.random.below(TRIES_MAX) {
+            let changes = self.draw_batch();
+            let command = match self.random.below(3) {
+                0..=1 => Command::Commit(changes.clone()),
+                _ => Command::Snapshot(Kind::Fuzzy),
+            };
+            match (&command, self.try_ask(&command)) {
+                (Command::Commit(changes), Ok(_)) => self.model.commit(changes),
+                (_, Ok(_)) => {}
+                (_, Err(refusal)) if refusal.starts_with("refused Poisoned") => self.fail(&refusal),
+                (command, Err(_)) => self.refused(command),
+            }
+        }
+    }
+
+    fn refused(&mut self, command: &Command) {
+        if let Command::Commit(changes) = command {
+            self.model.refuse(changes);
+        }
+        self.tally.refused += 1;
     }
 
     /// On a full disk each command is done or refused, and costs the store nothing; an opening and a close are done.
@@ -513,7 +545,7 @@ impl Life {
         let left = 4096 * self.random.below(LEFT_MAX / 4096);
         let filler = Filler::but(self.ground.path(), left);
         self.told.push_back(format!("(the disk has {left} bytes left)"));
-        for _ in 0..=self.random.below(6) {
+        for _ in 0..=self.random.below(TRIES_MAX) {
             let changes = self.draw_batch();
             let command = match self.random.below(6) {
                 0..=2 => Command::Commit(changes.clone()),
@@ -527,7 +559,7 @@ impl Life {
             match (&command, self.try_ask(&command)) {
                 (Command::Commit(changes), Ok(_)) => self.model.commit(changes),
                 (_, Ok(_)) => {}
-                (_, Err(refusal)) if refusal.starts_with("refused DiskFull") => self.tally.refused += 1,
+                (command, Err(refusal)) if refusal.starts_with("refused DiskFull") => self.refused(command),
                 (_, Err(refusal)) => self.fail(&refusal),
             }
             self.compare();

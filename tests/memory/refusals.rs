@@ -5,11 +5,12 @@
 
 use std::path::Path;
 use std::process::Command;
+use std::sync::LazyLock;
 use std::time::Duration;
 
 use remanent::{
     Error, FollowFrom, Follower, Options, PageId, Place, Replica, Restore, RestorePoint, Result, SnapshotId,
-    Store,
+    Store, Width,
 };
 
 use crate::allocator::{alone, refuse};
@@ -61,6 +62,9 @@ fn prepare(directory: &Path) {
     store.close().unwrap();
 }
 
+/// Elements of the first page, in no order.
+static INDICES: LazyLock<Vec<u32>> = LazyLock::new(|| (0..600_000).rev().collect());
+
 /// The pages as `prepare` leaves them.
 fn prepared() -> Vec<Vec<u8>> {
     let mut all = all(0);
@@ -81,8 +85,23 @@ fn pages(store: &Store) -> Vec<Vec<u8>> {
 type Operation = fn(&Store, &Path, remanent::WriteBatch, &mut [u8]) -> Result<()>;
 
 /// Those that begin with an open store. What they change is told apart by the first byte of the last page.
-const OPERATIONS: [(&str, Operation); 9] = [
+const OPERATIONS: [(&str, Operation); 12] = [
     ("commit", |store, _, batch, _| store.commit(batch).map(drop)),
+    ("batch that writes", |store, _, _, out| {
+        let mut batch = store.batch();
+        batch.write(PageId(1), 0, out);
+        store.commit(batch).map(drop)
+    }),
+    ("batch with a mask", |store, _, _, out| {
+        let mut batch = store.batch();
+        batch.write_masked(PageId(1), 0, Width::W1, &out[..out.len() / 8], out);
+        store.commit(batch).map(drop)
+    }),
+    ("batch of elements", |store, _, _, out| {
+        let mut batch = store.batch();
+        batch.scatter(PageId(1), Width::W4, &INDICES, &out[..4 * INDICES.len()]);
+        store.commit(batch).map(drop)
+    }),
     ("snapshot", |store, _, _, _| store.snapshot().map(drop)),
     ("exact snapshot", |store, _, _, _| store.snapshot_exact().map(drop)),
     ("restore", |store, _, _, _| store.restore_from_snapshot(SnapshotId(1)).map(drop)),
@@ -124,6 +143,7 @@ fn case() {
             let store = Store::open(directory, options()).unwrap();
             let operation = OPERATIONS.iter().find(|(other, _)| *other == name).unwrap().1;
             let (batch, mut out) = (write(&store, 7), vec![0; LENS[0] as usize]);
+            LazyLock::force(&INDICES);
             let outcome = refuse(number, || operation(&store, directory, batch, &mut out));
             let mut batch = store.batch();
             batch.create(1, Place::Host);

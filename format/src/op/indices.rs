@@ -126,10 +126,29 @@ impl<'a> Indices<'a> {
 /// first, the highest bit set in all bytes but the last. `None` if the indices do not ascend.
 #[must_use]
 pub fn gap_coded(indices: &[u32]) -> Option<Vec<u8>> {
-    let mut out = Vec::with_capacity(indices.len() + indices.len() / 2);
+    let mut out = Vec::with_capacity(gap_coded_len(indices)?);
+    gap_code(indices, &mut out);
+    Some(out)
+}
+
+/// How many bytes [`gap_coded`] takes for them. `None` if the indices do not ascend.
+#[must_use]
+pub fn gap_coded_len(indices: &[u32]) -> Option<usize> {
+    let mut next = 0_u64;
+    let mut len = 0;
+    for &index in indices {
+        let gap = u64::from(index).checked_sub(next)?;
+        len += (gap | 1).ilog2() as usize / 7 + 1;
+        next = u64::from(index) + 1;
+    }
+    Some(len)
+}
+
+/// Adds what [`gap_coded`] makes of strictly ascending indices to `out`.
+pub fn gap_code(indices: &[u32], out: &mut Vec<u8>) {
     let mut next = 0_u64;
     for &index in indices {
-        let mut gap = u64::from(index).checked_sub(next)?;
+        let mut gap = u64::from(index) - next;
         while gap >= 0x80 {
             out.push(gap as u8 | 0x80);
             gap >>= 7;
@@ -137,7 +156,6 @@ pub fn gap_coded(indices: &[u32]) -> Option<Vec<u8>> {
         out.push(gap as u8);
         next = u64::from(index) + 1;
     }
-    Some(out)
 }
 
 /// The gap at the start of `bytes`, and its length. One gap has one encoding: the shortest.
@@ -182,6 +200,7 @@ mod tests {
             (0..1000).map(|n| n * n).collect(),
         ] {
             let (plain, gaps) = (plain(&indices), gap_coded(&indices).unwrap());
+            assert_eq!(gap_coded_len(&indices), Some(gaps.len()));
             let (plain, gaps) = (Indices::plain(&plain), Indices::gaps(&gaps, indices.len()).unwrap());
             assert!(plain.iter().eq(indices.iter().copied()), "{indices:?}");
             assert!(gaps.iter().eq(indices.iter().copied()), "{indices:?}");

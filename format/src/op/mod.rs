@@ -8,7 +8,7 @@ mod indices;
 mod reader;
 mod writer;
 
-pub use indices::{Indices, gap_coded};
+pub use indices::{Indices, gap_code, gap_coded, gap_coded_len};
 pub use reader::{decode_payload, decode_single};
 pub use writer::{PayloadBytes, PayloadWriter};
 

@@ -143,6 +143,43 @@ fn on_a_full_disk_deletes_take_the_reserve_and_closing_works() {
     });
 }
 
+/// As [`remanent::Options::reserve_bytes`] promises.
+#[test]
+fn the_reserve_takes_a_batch_of_deletes_for_each_block() {
+    const DELETES: usize = 100;
+    let batches = RESERVE * (SEGMENT as usize / 4096 - 1);
+    at_every_level(move |free| {
+        let disk = SimDisk::new();
+        let store = open_with_reserve(&disk).unwrap();
+        let mut batch = store.batch();
+        (0..batches * DELETES).for_each(|_| _ = batch.create(0, Place::Host));
+        let pages = store.commit(batch).unwrap().pages;
+        until(|| {
+            spares(&disk) >= RESERVE && names(&disk, Folder::Log).iter().all(|name| !is_temporary(name))
+        });
+        disk.set_capacity(Some(disk.used_bytes() + free));
+        for len in [3000, 10] {
+            let note = || {
+                let mut batch = store.batch();
+                batch.note("n".repeat(len));
+                batch
+            };
+            while store.commit(note()).is_ok() {}
+        }
+        for (done, pages) in pages.chunks(DELETES).enumerate() {
+            let mut batch = store.batch();
+            pages.iter().for_each(|page| _ = batch.delete(*page));
+            let lsn = store
+                .commit(batch)
+                .unwrap_or_else(|error| panic!("after {done} of {batches}: {error}"))
+                .position
+                .lsn;
+            store.wait_durable(lsn).unwrap();
+        }
+        store.close().unwrap();
+    });
+}
+
 #[test]
 fn a_snapshot_on_a_full_disk_fails_cleanly_and_succeeds_later() {
     watched("every level", || {

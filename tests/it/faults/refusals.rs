@@ -216,6 +216,18 @@ fn every_error_tells_where_and_what_helps() {
             "open it again",
         ),
         (Error::Poisoned(Arc::new(lost)), nowhere, Remedy::NewProcess, "new process"),
+        (
+            Error::Poisoned(Arc::new(Error::DiskFull { file: segment, needed: 16384 })),
+            (Some(segment), None, None),
+            Remedy::Reopen,
+            "open it again",
+        ),
+        (
+            Error::Poisoned(Arc::new(Error::OutOfMemory { place, len: 9 })),
+            nowhere,
+            Remedy::Reopen,
+            "open it again",
+        ),
         (Error::Closed, nowhere, Remedy::ChangeCall, "closed"),
     ];
     for (error, place, remedy, word) in rows {

@@ -116,11 +116,14 @@ pub struct Kept {
 /// Every state since the store began.
 pub struct Model {
     states: Vec<State>,
+    /// The number that the open store gives the next page: a refused batch keeps those of its pages until the store is
+    /// opened again.
+    next_page: u64,
 }
 
 impl Model {
     pub fn new() -> Self {
-        Self { states: vec![State { next_page: 1, ..State::default() }] }
+        Self { states: vec![State { next_page: 1, ..State::default() }], next_page: 1 }
     }
 
     pub fn lsn(&self) -> u64 {
@@ -134,7 +137,7 @@ impl Model {
     /// The batch's state, if the batch were the next one.
     pub fn commit(&mut self, changes: &[Change]) {
         let version = self.lsn() + 1;
-        let mut state = self.now().clone();
+        let mut state = State { next_page: self.next_page, ..self.now().clone() };
         // Frame header, payload head, a group's padding, and the seal that follows.
         state.log_bytes = 4 * BLOCK_LEN;
         for change in changes {
@@ -160,7 +163,24 @@ impl Model {
                 Change::SetRoot { value } => state.root = *value,
             }
         }
+        // A batch without a new page logs none of the numbers that were passed over.
+        if state.next_page == self.next_page {
+            state.next_page = self.now().next_page;
+        } else {
+            self.next_page = state.next_page;
+        }
         self.states.push(state);
+    }
+
+    /// A batch was refused.
+    pub fn refuse(&mut self, changes: &[Change]) {
+        let is_new = |change: &&Change| matches!(change, Change::Create { .. } | Change::CreateFrom { .. });
+        self.next_page += changes.iter().filter(is_new).count() as u64;
+    }
+
+    /// The store was opened anew.
+    pub fn reopen(&mut self) {
+        self.next_page = self.now().next_page;
     }
 
     /// One batch more, whose state is that of an earlier one.

@@ -144,6 +144,8 @@ pub enum Command {
     ForkProcess,
     /// From now on the process may open this many files more than it has open.
     FilesLeft(Option<u64>),
+    /// From now on the process may map this many bytes more than it has mapped, during a commit or a snapshot.
+    MemoryLeft(Option<u64>),
     State,
     Snapshots,
     /// The most memory that the process has taken so far.
@@ -194,10 +196,10 @@ impl Display for Command {
             Self::Scrub => f.write_str("scrub"),
             Self::Follow => f.write_str("follow"),
             Self::ForkProcess => f.write_str("fork"),
-            Self::FilesLeft(left) => match left {
-                Some(left) => write!(f, "files {left}"),
-                None => f.write_str("files -"),
-            },
+            Self::FilesLeft(Some(left)) => write!(f, "files {left}"),
+            Self::FilesLeft(None) => f.write_str("files -"),
+            Self::MemoryLeft(Some(left)) => write!(f, "memory {left}"),
+            Self::MemoryLeft(None) => f.write_str("memory -"),
             Self::State => f.write_str("state"),
             Self::Snapshots => f.write_str("snapshots"),
             Self::Peak => f.write_str("peak"),
@@ -236,6 +238,7 @@ impl FromStr for Command {
             "follow" => Self::Follow,
             "fork" => Self::ForkProcess,
             "files" => Self::FilesLeft(words[0].parse().ok()),
+            "memory" => Self::MemoryLeft(words[0].parse().ok()),
             "state" => Self::State,
             "snapshots" => Self::Snapshots,
             "peak" => Self::Peak,

@@ -39,6 +39,8 @@ struct Worker {
     /// Goes on from where it is across reopenings of the store.
     replica: Replica,
     last_ticket: Option<Ticket>,
+    /// How many bytes more than it has mapped the process may map during commits and snapshots.
+    memory_left: Option<u64>,
 }
 
 /// Reads commands from standard input until it ends.
@@ -48,6 +50,7 @@ pub fn work(directory: &Path) -> ! {
         store: None,
         replica: Replica::default(),
         last_ticket: None,
+        memory_left: None,
     };
     for line in std::io::stdin().lock().lines() {
         let answer = match worker.perform(line.unwrap().parse().unwrap()) {
@@ -80,7 +83,7 @@ impl Worker {
             Command::Commit(changes) => self.commit(&changes),
             Command::Snapshot(kind) => {
                 let store = self.store();
-                let snapshot = match kind {
+                let take = || match kind {
                     Kind::Fuzzy => store.snapshot(),
                     Kind::Published => store.publish_snapshot().and_then(|info| {
                         store.wait_verified()?;
@@ -88,8 +91,8 @@ impl Worker {
                     }),
                     Kind::Exact => store.snapshot_exact(),
                     Kind::Named(name) => store.snapshot_named(&name),
-                }?;
-                Ok(snapshot.id.to_string())
+                };
+                with_memory(self.memory_left, take).map(|snapshot| snapshot.id.to_string())
             }
             Command::Prune { snapshots_kept, give_up } => {
                 let mut retention = self.store().retention().snapshots_kept(snapshots_kept);
@@ -111,6 +114,10 @@ impl Worker {
             }
             Command::FilesLeft(left) => {
                 limit_files(left);
+                Ok(String::new())
+            }
+            Command::MemoryLeft(left) => {
+                self.memory_left = left;
                 Ok(String::new())
             }
             Command::State => state(self.store()),
@@ -159,8 +166,12 @@ impl Worker {
                 }
             }
         }
-        let ticket = store.submit(batch)?;
-        ticket.wait(Ack::Durable)?;
+        let submit = || {
+            let ticket = store.submit(batch)?;
+            ticket.wait(Ack::Durable)?;
+            Ok::<_, Error>(ticket)
+        };
+        let ticket = with_memory(self.memory_left, submit)?;
         let pages: Vec<String> = ticket.pages().iter().map(ToString::to_string).collect();
         let answer = format!("{} {}", ticket.position().lsn, pages.join(","));
         self.last_ticket = Some(ticket);
@@ -293,10 +304,25 @@ fn limit_files(left: Option<u64>) {
     setrlimit(Resource::Nofile, Rlimit { current, maximum }).unwrap();
 }
 
+/// Does this while the process may map so many bytes more than it has mapped.
+fn with_memory<T>(left: Option<u64>, work: impl FnOnce() -> T) -> T {
+    let Some(left) = left else { return work() };
+    let Rlimit { maximum, .. } = getrlimit(Resource::As);
+    let current = Some(status_bytes("VmSize:") + left);
+    setrlimit(Resource::As, Rlimit { current, maximum }).unwrap();
+    let done = work();
+    setrlimit(Resource::As, Rlimit { current: maximum, maximum }).unwrap();
+    done
+}
+
 /// The most memory that this process has had, page cache of mapped files apart.
 fn peak_bytes() -> u64 {
+    status_bytes("VmHWM:")
+}
+
+fn status_bytes(name: &str) -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
-    let line = status.lines().find(|line| line.starts_with("VmHWM:")).expect("the kernel counts it");
+    let line = status.lines().find(|line| line.starts_with(name)).expect("the kernel counts it");
     let kib: u64 = line.split_whitespace().nth(1).unwrap().parse().unwrap();
     kib << 10
 }

@@ -163,7 +163,7 @@ pub const LIST: &[Defence] = &[
         PLAN,
         "starts.retain(|kept| !replaced.contains(&kept.info.id));",
         "",
-        it("faults::disk_full::deleted_pages_give_their_space_back_where_no_image_fits"),
+        Test { binary: "remanent", name: "snapshot::plan::tests::every_promise_is_kept_over_random_lives" },
     ),
     check(
         "a restore proves every image that its table names",
