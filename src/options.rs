@@ -297,11 +297,16 @@ impl Options {
         self
     }
 
-    /// Space held back for deletes, seals, manifests and the next open when the disk is full, in bytes,
-    /// rounded up to whole segments of [`segment_len`](Self::segment_len). While the log's segments are shorter than that,
-    /// so are those of the reserve. An open takes two of them, the seal of a close takes one if the log's last segment
-    /// has no room left. Batches that only delete find room for one in each 4 KiB of a segment but the first, if each is
-    /// waited for, and each may delete 100 pages: two segments of 256 KiB take 126 of them. Default: two segments.
+    /// Space held back for deletes when the disk is full, in bytes, rounded up to whole segments of
+    /// [`segment_len`](Self::segment_len). While the log's segments are shorter than that, so are those of the reserve.
+    /// Default: two segments.
+    ///
+    /// Batches that only delete find room for one in each 4 KiB of a segment but the first, if each is waited for, and each may
+    /// delete 100 pages. The last segment that they take has 16 KiB: with a reserve of two segments of 256 KiB they are 66.
+    ///
+    /// Beside the reserve four segments of at least 16 KiB are held for opens, seals and manifests, unless the reserve is 0. Where
+    /// that is all that is left, and too little for the open after the next one, every batch is refused with
+    /// [`Error::DiskFull`](crate::Error::DiskFull) until space comes back: so the store can still be opened.
     #[must_use]
     pub fn reserve_bytes(mut self, bytes: u64) -> Self {
         self.reserve_bytes = Some(bytes);

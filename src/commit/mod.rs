@@ -121,7 +121,7 @@ impl Committer {
             let draft = Draft {
                 payload,
                 payload_crc,
-                purpose: if only_deletes { SpacePurpose::Reserve } else { SpacePurpose::User },
+                purpose: if only_deletes { SpacePurpose::Delete } else { SpacePurpose::User },
                 expected: batch.expectations().iter().copied().chain(captures.epochs()).collect(),
                 staged,
                 lens: whole.iter().map(|whole| (whole.page, whole.len_before)).collect(),
@@ -164,8 +164,9 @@ impl Committer {
             return Ok((whole, None));
         }
         let contents: Vec<(PageId, &[u8])> = whole.iter().map(|whole| (whole.page, whole.bytes)).collect();
+        let pool = &self.log.pool;
         let write = || WrittenAhead::write(&self.files, self.store, self.compression, &contents);
-        match self.log.pool.with_surplus(write) {
+        match pool.fill().and_then(|()| pool.with_surplus(write)) {
             Ok(ahead) => Ok((whole, Some(ahead))),
             Err(error) if error.is_passing() => Err(error),
             Err(error) => Err(self.poison.set(error)),

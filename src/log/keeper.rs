@@ -140,7 +140,7 @@ impl Log {
                     // the segment that it took from there.
                     let last = state.seal_now || state.stop;
                     drop(state);
-                    match self.grow(0, if last { SpacePurpose::Reserve } else { SpacePurpose::User }) {
+                    match self.grow(0, if last { SpacePurpose::Seal } else { SpacePurpose::User }) {
                         Ok(()) => {}
                         Err(error) if error.is_passing() => {
                             let mut state = self.state.lock();

@@ -5,16 +5,18 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use remanent_format::limits::{GROUP_ALIGN, SEGMENT_LEN_MIN, align_up};
 use remanent_format::segment::{Opening, SEGMENT_HEADER_BLOCK, SegmentHeader};
 use remanent_format::{FileName, Folder, StoreId};
 
-use crate::disk::{Disk, DiskFile};
+use crate::disk::{Disk, DiskFile, Window};
 use crate::error::{Error, Result};
 use crate::options::LogIo;
 use crate::phases::{self, Phase};
 use crate::sync::Mutex;
+use crate::sync::atomic::AtomicUsize;
 
 /// The length of a log's first segments, if those of the usual length are longer: an opening that commits little takes
 /// little, and so does a store that is young.
@@ -25,6 +27,14 @@ const LONGER_MAX: u64 = 8;
 
 /// Spares of that length that wait for opens, beyond the reserve.
 const FIRST_SPARES_MAX: usize = 4;
+
+/// Spares of any length that are held beside the reserve, so that a store on a full disk can be opened again.
+///
+/// An open takes two segments: its own, and an empty one after it. It gets one back, the empty one that the log ended
+/// with, and the other one only if the store committed nothing since it was opened: else the log has grown by one. So
+/// two must be left after the next open, for those that follow, and one more is for it to take. The fourth is for the
+/// manifest of a snapshot that gives back what deleted pages took.
+const HELD_FOR_OPENS: usize = 4;
 
 /// A spare is long enough for the reserve if it has this part of the length of the next segment: while they grow, not each
 /// step makes the reserve anew.
@@ -38,17 +48,43 @@ const FOLDER_BLOCK: u64 = 4096;
 pub(crate) enum SpacePurpose {
     /// A batch of the user's.
     User,
-    /// A batch that only deletes, a seal.
-    Reserve,
+    /// A batch that only deletes.
+    Delete,
+    /// A seal that ends the log, or says what a snapshot needs.
+    Seal,
     /// An open, which takes spares before it makes a segment: the maker fills the reserve behind it.
     Open,
 }
 
-/// A segment file, wholly written.
+impl SpacePurpose {
+    /// How many segments must be there, spares and empty ones of the log together, when this has been written. Of these
+    /// the log has one at least.
+    fn leaves(self) -> usize {
+        match self {
+            SpacePurpose::Open => 0,
+            SpacePurpose::Seal => HELD_FOR_OPENS,
+            SpacePurpose::Delete => HELD_FOR_OPENS + 1,
+            // Something to delete with.
+            SpacePurpose::User => HELD_FOR_OPENS + 2,
+        }
+    }
+}
+
+/// A segment file, wholly written, and the window through which frames go to it.
 pub(crate) struct SegmentFile {
     pub number: u64,
     pub len: u64,
     pub file: Arc<dyn DiskFile>,
+    pub window: Arc<dyn Window>,
+}
+
+impl SegmentFile {
+    /// A segment is mapped before it gets its name. Were the window refused after that, the log would go on with the segment
+    /// whose place this one has taken, and its frames lie in a file without a name.
+    fn new(number: u64, len: u64, file: Arc<dyn DiskFile>, io: LogIo) -> Result<Self> {
+        let window = Arc::from(file.window(io)?);
+        Ok(Self { number, len, file, window })
+    }
 }
 
 /// How long segments are, and how many wait.
@@ -60,6 +96,18 @@ pub(crate) struct SegmentRules {
     pub reserve: usize,
     /// Bytes of spares that are kept beyond those; one of them stays in any case, unless this is 0.
     pub spare_bytes: u64,
+}
+
+impl SegmentRules {
+    /// Spares that are held for opens, unless nothing is kept back at all.
+    fn held_for_opens(&self) -> usize {
+        if self.reserve == 0 { 0 } else { HELD_FOR_OPENS }
+    }
+
+    /// Spares that are kept back in all.
+    fn held(&self) -> usize {
+        self.reserve.saturating_add(self.held_for_opens())
+    }
 }
 
 /// Makes segments and takes them back.
@@ -74,6 +122,8 @@ pub(crate) struct SegmentPool {
     io: LogIo,
     /// Held while files are made, so that two makers never take the same spare.
     spares: Mutex<Spares>,
+    /// How many there are.
+    count: Arc<AtomicUsize>,
 }
 
 /// A file that is ready to become a segment.
@@ -90,32 +140,59 @@ struct Spares {
     /// The length of the next segment that is made because the log grows.
     next_len: u64,
     rules: SegmentRules,
+    /// For those who hold no lock.
+    count: Arc<AtomicUsize>,
 }
 
 impl Spares {
+    fn new(rules: SegmentRules) -> Self {
+        Self { files: Vec::new(), next_len: FIRST_LEN.min(rules.len), rules, count: Arc::default() }
+    }
+
     /// How long a spare of the reserve must be: as long as the segment that takes frames.
     fn reserve_len(&self) -> u64 {
         // While segments grow, the one in use is a quarter as long as the next one that is made, or shorter.
         if self.next_len == self.rules.len { self.rules.len } else { self.next_len / RESERVE_SHARE }
     }
 
+    /// Those that are held for opens come first.
+    fn held_for_opens(&self) -> usize {
+        self.rules.held_for_opens().min(self.files.len())
+    }
+
     /// Those that are kept back: the shortest that are long enough, else the longest.
     fn reserve(&self) -> Range<usize> {
         let count = self.rules.reserve;
         let long = self.files.partition_point(|spare| spare.len < self.reserve_len());
-        let start = long.min(self.files.len().saturating_sub(count));
+        let start = long.max(self.held_for_opens()).min(self.files.len().saturating_sub(count));
         start..(start + count).min(self.files.len())
     }
 
     /// Whether there are fewer than the reserve has that are long enough for it.
-    fn lacks_reserve(&self) -> bool {
+    fn lacks_long(&self) -> bool {
         let short = self.files.partition_point(|spare| spare.len < self.reserve_len());
         self.files.len() - short < self.rules.reserve
+    }
+
+    /// How many of the reserve, and of those that are held for opens, are missing.
+    fn lacking(&self) -> usize {
+        self.rules.held().saturating_sub(self.files.len())
+    }
+
+    fn is_full(&self) -> bool {
+        self.lacking() == 0 && !self.lacks_long()
     }
 
     fn add(&mut self, spare: Spare) {
         let at = self.files.partition_point(|other| other.len <= spare.len);
         self.files.insert(at, spare);
+        self.count.store(self.files.len(), Ordering::Release);
+    }
+
+    fn take(&mut self, at: usize) -> Spare {
+        let spare = self.files.remove(at);
+        self.count.store(self.files.len(), Ordering::Release);
+        spare
     }
 
     fn next_number(&self) -> u64 {
@@ -124,8 +201,8 @@ impl Spares {
 
     /// Bytes beyond the reserve.
     fn surplus_bytes(&self) -> u64 {
-        let reserve = self.reserve();
-        let surplus = self.files.iter().enumerate().filter(|(at, _)| !reserve.contains(at));
+        let (held, reserve) = (self.held_for_opens(), self.reserve());
+        let surplus = self.files.iter().enumerate().filter(|(at, _)| *at >= held && !reserve.contains(at));
         surplus.map(|(_, spare)| spare.len).sum()
     }
 
@@ -146,7 +223,7 @@ impl SegmentPool {
     /// A pool with the spares of earlier runs. Those that are longer than segments are now are removed, and those that
     /// were copied with holes: mapped, a hole turns a full disk into SIGBUS.
     pub fn new(disk: Arc<dyn Disk>, store: StoreId, rules: SegmentRules, io: LogIo) -> Result<Self> {
-        let mut spares = Spares { files: Vec::new(), next_len: FIRST_LEN.min(rules.len), rules };
+        let mut spares = Spares::new(rules);
         for name in disk.list(Folder::Log)? {
             if let Some(FileName::Spare(number)) = FileName::parse(Folder::Log, &name) {
                 let spare = disk.open(FileName::Spare(number), false)?;
@@ -163,11 +240,16 @@ impl SegmentPool {
         // Fewer may be allowed than an earlier run left.
         while spares.are_too_many() {
             let reserve = spares.reserve();
-            let at = if reserve.end < spares.files.len() { spares.files.len() - 1 } else { 0 };
-            let spare = spares.files.remove(at);
+            let at = if reserve.end < spares.files.len() {
+                spares.files.len() - 1
+            } else {
+                spares.held_for_opens()
+            };
+            let spare = spares.take(at);
             disk.remove(FileName::Spare(spare.number))?;
         }
-        Ok(Self { disk, store, rules, io, spares: Mutex::new(spares) })
+        let count = spares.count.clone();
+        Ok(Self { disk, store, rules, io, spares: Mutex::new(spares), count })
     }
 
     /// How much space is free, as far as the system says; it is asked for a hint and no more.
@@ -186,13 +268,18 @@ impl SegmentPool {
     }
 
     /// Makes the empty segment `number`, durable with its name when this returns.
-    pub fn make(&self, number: u64, purpose: SpacePurpose) -> Result<SegmentFile> {
+    ///
+    /// `ahead` segments of the log are empty.
+    pub fn make(&self, number: u64, ahead: usize, purpose: SpacePurpose) -> Result<SegmentFile> {
         let _phase = phases::enter(Phase::SegmentRoll);
         let mut spares = self.spares.lock();
         let wanted = if purpose == SpacePurpose::Open { self.first_len() } else { spares.next_len };
         let at_hand = match purpose {
-            SpacePurpose::Open => spares.files.first().is_some_and(|spare| spare.len <= wanted).then_some(0),
-            SpacePurpose::User | SpacePurpose::Reserve => {
+            SpacePurpose::Open => {
+                let at = spares.held_for_opens();
+                spares.files.get(at).is_some_and(|spare| spare.len <= wanted).then_some(at)
+            }
+            SpacePurpose::User | SpacePurpose::Delete | SpacePurpose::Seal => {
                 // One that is much longer is for a log that has grown.
                 let fits = wanted..=wanted.saturating_mul(LONGER_MAX);
                 let beyond = spares.reserve().end..spares.files.len();
@@ -207,7 +294,7 @@ impl SegmentPool {
             None => self.make_for(number, wanted, purpose),
         };
         let made = match made {
-            Err(Error::DiskFull { .. }) if purpose != SpacePurpose::User => {
+            Err(Error::DiskFull { .. }) if self.may_take(&spares, ahead, purpose) => {
                 self.make_of_reserve(&mut spares, number, SEGMENT_LEN_MIN)?
             }
             made => made?,
@@ -216,6 +303,52 @@ impl SegmentPool {
             spares.grown(made.len);
         }
         Ok(made)
+    }
+
+    /// Whether this purpose may take a spare of the reserve, or one that is held for opens, and the log go on to it.
+    fn may_take(&self, spares: &Spares, ahead: usize, purpose: SpacePurpose) -> bool {
+        match purpose {
+            SpacePurpose::Open => true,
+            SpacePurpose::User => false,
+            SpacePurpose::Delete | SpacePurpose::Seal => {
+                self.rules.reserve == 0 || spares.files.len() + ahead > purpose.leaves()
+            }
+        }
+    }
+
+    /// Whether a frame may be written while `ahead` segments of the log are empty: whatever follows, the store can be
+    /// opened again.
+    pub fn is_held(&self, ahead: usize, purpose: SpacePurpose) -> bool {
+        self.rules.reserve == 0 || self.count.load(Ordering::Acquire) + ahead >= purpose.leaves()
+    }
+
+    /// Makes sure of that, if it can be: where there is space the maker fills the reserve presently, and no frame waits
+    /// for it.
+    ///
+    /// # Errors
+    /// [`Error::DiskFull`] with nothing changed.
+    pub fn hold(&self, number: u64, ahead: usize, purpose: SpacePurpose) -> Result<()> {
+        while !self.is_held(ahead, purpose) {
+            let needed = self.lacking_bytes();
+            if self.free_bytes() >= needed {
+                break;
+            }
+            match self.add_to_reserve() {
+                Ok(false) => {}
+                Ok(true) => break,
+                Err(Error::DiskFull { file: _, needed }) => {
+                    return Err(Error::DiskFull { file: FileName::Segment(number), needed });
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// About what is missing of the reserve and of what is held for opens takes; twice that, for others take space, too.
+    fn lacking_bytes(&self) -> u64 {
+        let lacking = self.rules.held().saturating_sub(self.count.load(Ordering::Acquire)) as u64;
+        2 * lacking * self.first_len()
     }
 
     /// Makes a segment anew. What an open needs on a full disk may be as short as segments are at all.
@@ -231,14 +364,15 @@ impl SegmentPool {
     fn make_anew(&self, number: u64, len: u64) -> Result<SegmentFile> {
         let file = self.build(number, len, None, &[])?;
         let temporary = FileName::Temporary(Folder::Log, number);
-        self.publish(temporary, number).inspect_err(|_| self.remove_unfinished(temporary))?;
-        Ok(SegmentFile { number, len, file })
+        let segment = SegmentFile::new(number, len, file, self.io);
+        let segment = segment.and_then(|segment| self.publish(temporary, number).map(|()| segment));
+        segment.inspect_err(|_| self.remove_unfinished(temporary))
     }
 
     /// Refuses a segment of the user's where the disk has too little space for it and for what the reserve lacks: space
     /// that comes back is the reserve's first, or an open that follows finds none.
     fn leave_the_reserve(&self, spares: &Spares, number: u64, len: u64) -> Result<()> {
-        let lacking = self.rules.reserve.saturating_sub(spares.files.len()) as u64;
+        let lacking = spares.lacking() as u64;
         if lacking == 0 {
             return Ok(());
         }
@@ -256,16 +390,21 @@ impl SegmentPool {
         let file = self.disk.open(FileName::Spare(spare), true)?;
         file.write_at(0, &header_block(&self.header(number, len, None)))?;
         file.sync()?;
+        let segment = SegmentFile::new(number, len, file, self.io)?;
         self.publish(FileName::Spare(spare), number)?;
-        spares.files.remove(at);
-        Ok(SegmentFile { number, len, file })
+        spares.take(at);
+        Ok(segment)
     }
 
     /// Makes a segment of at least `needed` bytes of the reserve. Where there is no space for its name, another spare
     /// gives way, and the last one to a segment that is shorter than it.
     fn make_of_reserve(&self, spares: &mut Spares, number: u64, needed: u64) -> Result<SegmentFile> {
         loop {
-            let Some(at) = spares.files.iter().position(|spare| spare.len >= needed) else {
+            // The long ones first, but one: it is for batches that the next open may have to copy.
+            let held = spares.held_for_opens();
+            let from = if held + 1 < spares.files.len() { held } else { 0 };
+            let fits = |at: &usize| spares.files[*at].len >= needed;
+            let Some(at) = (from..spares.files.len()).chain(0..from).find(fits) else {
                 return self.make_anew(number, needed);
             };
             match self.make_of_spare(spares, at, number) {
@@ -279,13 +418,19 @@ impl SegmentPool {
     }
 
     fn give_up(&self, spares: &mut Spares, at: usize) -> Result<()> {
-        let spare = spares.files.remove(at);
+        let spare = spares.take(at);
         self.disk.remove(FileName::Spare(spare.number))
     }
 
     /// Replaces the empty segment `number` by one that has room for `frame_len` bytes. The caller made
     /// sure that the segment after it exists.
-    pub fn make_long(&self, number: u64, frame_len: u64, purpose: SpacePurpose) -> Result<SegmentFile> {
+    pub fn make_long(
+        &self,
+        number: u64,
+        frame_len: u64,
+        ahead: usize,
+        purpose: SpacePurpose,
+    ) -> Result<SegmentFile> {
         let _phase = phases::enter(Phase::SegmentRoll);
         let mut spares = self.spares.lock();
         let needed = (SEGMENT_HEADER_BLOCK + frame_len).next_multiple_of(GROUP_ALIGN);
@@ -293,7 +438,7 @@ impl SegmentPool {
         let wanted = needed.next_power_of_two().saturating_mul(2).clamp(spares.next_len, self.rules.len);
         let len = needed.max(wanted);
         let long = match self.make_anew(number, len) {
-            Err(Error::DiskFull { .. }) if purpose == SpacePurpose::Reserve => {
+            Err(Error::DiskFull { .. }) if self.may_take(&spares, ahead, purpose) => {
                 self.make_of_reserve(&mut spares, number, needed)?
             }
             made => made?,
@@ -339,12 +484,14 @@ impl SegmentPool {
         let len_min = needed.max(SEGMENT_LEN_MIN);
         let mut len = if free < 2 * self.first_len() { len_min } else { needed.max(self.first_len()) };
         loop {
-            let short = spares.files.iter().position(is_short).filter(|_| !is_cramped);
+            let held = spares.held_for_opens();
+            let short = spares.files.iter().skip(held).position(is_short).filter(|_| !is_cramped);
+            let short = short.map(|at| held + at);
             let built = match short {
                 Some(at) => self.open_spare(&mut spares, at, number, opening, frames),
                 None => {
                     let file = self.build(number, len, Some(opening), frames);
-                    file.map(|file| SegmentFile { number, len, file })
+                    file.and_then(|file| self.opened(number, len, file))
                 }
             };
             let Err(Error::DiskFull { .. }) = built else { return built };
@@ -376,7 +523,7 @@ impl SegmentPool {
         // 1. It is no spare any more, and that for good: frames of a place that is yet to be written must not
         //    come back under a name that lasts.
         self.rename(FileName::Spare(spare), FileName::Temporary(Folder::Log, number))?;
-        spares.files.remove(at);
+        spares.take(at);
         let file = self.written(number, len, Ok, |temporary| {
             self.disk.sync_folder(Folder::Log)?;
             // 2. What it held names other places, and lies behind what is valid now.
@@ -385,7 +532,12 @@ impl SegmentPool {
             file.write_at(SEGMENT_HEADER_BLOCK, frames)?;
             file.sync().map(|()| file)
         })?;
-        Ok(SegmentFile { number, len, file })
+        self.opened(number, len, file)
+    }
+
+    fn opened(&self, number: u64, len: u64, file: Arc<dyn DiskFile>) -> Result<SegmentFile> {
+        let temporary = FileName::Temporary(Folder::Log, number);
+        SegmentFile::new(number, len, file, self.io).inspect_err(|_| self.remove_unfinished(temporary))
     }
 
     /// Takes an opening segment back that got no name: it is a spare again, for the next try.
@@ -485,15 +637,15 @@ impl SegmentPool {
 
     /// Whether a segment of this length is wanted as a spare.
     fn is_wanted(&self, spares: &Spares, len: u64) -> bool {
-        let SegmentRules { len: len_max, reserve, spare_bytes } = self.rules;
+        let SegmentRules { len: len_max, spare_bytes, .. } = self.rules;
         if len > len_max || !len.is_multiple_of(GROUP_ALIGN) {
             return false;
         }
-        if spares.files.len() < reserve {
+        if spares.files.len() < self.rules.reserve || spares.lacking() > 0 && len <= FIRST_LEN {
             return true;
         }
         let short = spares.files.iter().filter(|spare| spare.len <= FIRST_LEN).count();
-        if len <= FIRST_LEN && FIRST_LEN < len_max && short >= reserve + FIRST_SPARES_MAX {
+        if len <= FIRST_LEN && FIRST_LEN < len_max && short >= self.rules.held() + FIRST_SPARES_MAX {
             return false;
         }
         let surplus = spares.surplus_bytes();
@@ -504,17 +656,19 @@ impl SegmentPool {
     /// meanwhile, or wants to stop, waits for one of them only.
     pub fn add_to_reserve(&self) -> Result<bool> {
         let mut spares = self.spares.lock();
-        if spares.lacks_reserve() {
+        if !spares.is_full() {
             // Two segments are ahead of the one in use: while they grow, half of the next one is twice that.
-            let is_full = spares.next_len == self.rules.len;
-            let mut len = if is_full { self.rules.len } else { (spares.next_len / 2).max(self.first_len()) };
+            let is_grown = spares.next_len == self.rules.len;
+            let mut len = match spares.lacks_long() {
+                false => SEGMENT_LEN_MIN,
+                true if is_grown => self.rules.len,
+                true => (spares.next_len / 2).max(self.first_len()),
+            };
             let number = spares.next_number();
             loop {
                 match self.build(number, len, None, &[]) {
                     // A short one is more than none.
-                    Err(Error::DiskFull { .. })
-                        if spares.files.len() < self.rules.reserve && len > SEGMENT_LEN_MIN =>
-                    {
+                    Err(Error::DiskFull { .. }) if spares.lacking() > 0 && len > SEGMENT_LEN_MIN => {
                         len = align_up(len / 2, GROUP_ALIGN).max(SEGMENT_LEN_MIN);
                     }
                     built => {
@@ -532,11 +686,14 @@ impl SegmentPool {
             let is_too_much = spares.are_too_many();
             let is_old =
                 |spare: &Spare| spare.len < spares.reserve_len() && (spare.len > FIRST_LEN || is_too_much);
-            if let Some(at) = spares.files.iter().position(is_old) {
-                self.give_up(&mut spares, at)?;
+            let held = spares.held_for_opens();
+            if let Some(at) = spares.files.iter().skip(held).position(is_old)
+                && spares.files.len() > self.rules.held()
+            {
+                self.give_up(&mut spares, held + at)?;
             }
         }
-        Ok(!spares.lacks_reserve())
+        Ok(spares.is_full())
     }
 
     /// Does what makes files; where there is no space for them, gives up the spares beyond the reserve and does it
@@ -551,16 +708,41 @@ impl SegmentPool {
     /// Gives up the spares beyond the reserve; returns whether there were any.
     pub fn release_surplus(&self) -> Result<bool> {
         let mut spares = self.spares.lock();
-        let reserve = spares.reserve();
-        let had_any = spares.files.len() > reserve.len();
+        let (held, reserve) = (spares.held_for_opens(), spares.reserve());
+        let beyond = (held.min(reserve.start)..reserve.start).chain(reserve.end..spares.files.len());
+        let had_any = beyond.clone().count() > 0;
         // From the last one on, so that the others keep their places.
-        for at in (0..reserve.start).chain(reserve.end..spares.files.len()).rev() {
+        for at in beyond.rev() {
             self.give_up(&mut spares, at)?;
         }
         Ok(had_any)
     }
 
-    /// Gives up one spare, of the reserve if need be, so that a small file that must be written finds space.
+    /// Fills the reserve as far as there is space: what comes back to a full disk is the reserve's first, for whatever
+    /// takes it else may leave no next open the space that it needs.
+    pub fn fill(&self) -> Result<()> {
+        loop {
+            // On a disk with space the maker does.
+            let lacking = self.lacking_bytes();
+            if lacking == 0 || self.free_bytes() >= lacking {
+                return Ok(());
+            }
+            match self.add_to_reserve() {
+                Ok(_) => {}
+                Err(Error::DiskFull { .. }) => return Ok(()),
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// Gives up one spare so that a small file finds space, if one can be spared while `ahead` segments of the log are
+    /// empty. Returns whether it did.
+    pub fn release_one(&self, ahead: usize, purpose: SpacePurpose) -> Result<bool> {
+        let leaves = self.rules.reserve == 0 || self.count.load(Ordering::Acquire) + ahead > purpose.leaves();
+        if leaves { self.release_reserve() } else { Ok(false) }
+    }
+
+    /// Gives up one spare, whatever it is held for: an open must find space.
     pub fn release_reserve(&self) -> Result<bool> {
         let mut spares = self.spares.lock();
         match spares.files.len() {

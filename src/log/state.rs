@@ -14,8 +14,7 @@ use super::segments::SegmentFile;
 use super::waiters::Waiters;
 use super::watch::Watch;
 use crate::disk::Window;
-use crate::error::{Error, Result};
-use crate::options::LogIo;
+use crate::error::Error;
 use crate::phases::{self, Phase};
 use crate::sync::Instant;
 
@@ -135,11 +134,10 @@ pub(super) enum Room {
 
 impl State {
     /// The log of an open store, to which nothing was appended yet.
-    pub fn new(start: LogStart, io: LogIo) -> Result<Self> {
-        let current = live(start.current, io)?;
-        let next = live(start.next, io)?;
+    pub fn new(start: LogStart) -> Self {
+        let (current, next) = (live(start.current), live(start.next));
         let now = Instant::now();
-        Ok(Self {
+        Self {
             current,
             ahead: VecDeque::from([next]),
             point: start.point,
@@ -170,7 +168,7 @@ impl State {
             watch: Watch::default(),
             stats: LogStats::default(),
             ahead_bytes: 0,
-        })
+        }
     }
 
     /// Finds room for a frame of `frame_len` bytes, going on to the next segment where that is allowed.
@@ -240,10 +238,10 @@ impl State {
     }
 }
 
-pub(super) fn live(segment: SegmentFile, io: LogIo) -> Result<Live> {
-    let window = Arc::from(segment.file.window(io)?);
-    tracing::debug!(segment = %FileName::Segment(segment.number), len = segment.len, "segment ready");
-    Ok(Live { number: segment.number, len: segment.len, window })
+pub(super) fn live(segment: SegmentFile) -> Live {
+    let SegmentFile { number, len, window, .. } = segment;
+    tracing::debug!(segment = %FileName::Segment(number), len, "segment ready");
+    Live { number, len, window }
 }
 
 #[cfg(test)]
@@ -256,16 +254,16 @@ mod tests {
     use super::*;
     use crate::disk::Disk;
     use crate::disk::sim::SimDisk;
+    use crate::options::LogIo;
 
     fn opened() -> State {
         let disk = SimDisk::new();
         disk.make_folder(Folder::Log).unwrap();
         let rules = SegmentRules { len: 16 << 10, reserve: 0, spare_bytes: 0 };
         let pool = SegmentPool::new(Arc::new(disk), StoreId([1; 16]), rules, LogIo::Mapped).unwrap();
-        let [current, next] = [1, 2].map(|number| pool.make(number, SpacePurpose::User).unwrap());
+        let [current, next] = [1, 2].map(|number| pool.make(number, 0, SpacePurpose::User).unwrap());
         let (point, offset) = (LogPoint::default(), SEGMENT_HEADER_BLOCK);
-        State::new(LogStart { point, chain: 0, offset, current, next, verified: Vec::new() }, LogIo::Mapped)
-            .unwrap()
+        State::new(LogStart { point, chain: 0, offset, current, next, verified: Vec::new() })
     }
 
     #[test]

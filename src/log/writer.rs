@@ -77,7 +77,7 @@ impl Log {
             pool,
             poison,
             failed: AtomicBool::new(false),
-            state: Mutex::new(State::new(start, io)?),
+            state: Mutex::new(State::new(start)),
             growth: Mutex::new(()),
             work: Condvar::new(),
             progress: Condvar::new(),
@@ -115,11 +115,20 @@ impl Log {
     pub fn append(&self, payload: &[u8], payload_crc: u32, purpose: SpacePurpose) -> Result<LogPoint> {
         let _phase = phases::enter(Phase::Commit);
         let frame_len = frame_len(payload.len() as u64);
+        let mut is_held = false;
         let mut state = loop {
             let mut state = self.state.lock();
             self.poison.check()?;
             match state.room_for(frame_len) {
-                Room::Ready => break state,
+                Room::Ready if is_held || self.pool.is_held(state.ahead.len(), purpose) => break state,
+                // On a full disk the next open comes first: for each opening that committed something the log grows.
+                Room::Ready => {
+                    let (number, ahead) = (state.current.number, state.ahead.len());
+                    drop(state);
+                    let held = self.pool.hold(number, ahead, purpose);
+                    held.map_err(|error| self.unless_passing(error))?;
+                    is_held = true;
+                }
                 Room::AfterGrowth => {
                     drop(state);
                     self.grow(frame_len, purpose)?;
@@ -276,6 +285,12 @@ impl Log {
         self.state.lock().stats
     }
 
+    /// Gives up a spare so that a small file finds space, if the next open can spare it. Returns whether it did.
+    pub fn release_one(&self, purpose: SpacePurpose) -> Result<bool> {
+        let ahead = self.state.lock().ahead.len();
+        self.pool.release_one(ahead, purpose)
+    }
+
     /// Makes everything durable, seals, and ends the threads.
     pub fn stop(&self) {
         self.state.lock().stop = true;
@@ -299,10 +314,10 @@ impl Log {
             if count >= AHEAD {
                 break;
             }
-            let made = self.pool.make(next, purpose).and_then(|segment| live(segment, self.io));
+            let made = self.pool.make(next, count, purpose);
             let made = made.map_err(|error| self.unless_passing(error))?;
             let mut state = self.state.lock();
-            state.ahead.push_back(made);
+            state.ahead.push_back(live(made));
             // The reserve grows with the segments.
             state.reserve_full = false;
             self.room.notify_one();
@@ -316,10 +331,10 @@ impl Log {
             if too_short { state.ahead.pop_front() } else { None }
         };
         if let Some(short) = short {
-            let made = self.pool.with_surplus(|| self.pool.make_long(short.number, frame_len, purpose));
-            let made = made.and_then(|long| live(long, self.io));
+            let made =
+                self.pool.with_surplus(|| self.pool.make_long(short.number, frame_len, AHEAD - 1, purpose));
             let (next, result) = match made {
-                Ok(long) => (long, Ok(())),
+                Ok(long) => (live(long), Ok(())),
                 Err(error) => (short, Err(self.unless_passing(error))),
             };
             self.state.lock().ahead.push_front(next);

@@ -43,7 +43,7 @@ pub(super) fn begin(
     }
     // 3. The empty segment after it, with its name: a segment with frames has a successor (I8). It
     //    names no incarnation, so that if we die now nothing points to us.
-    let next = pool.make(number + 1, SpacePurpose::Open).inspect_err(|_| pool.take_back(&segment))?;
+    let next = pool.make(number + 1, 0, SpacePurpose::Open).inspect_err(|_| pool.take_back(&segment))?;
     // 4. The commit point.
     pool.publish_opening(number)?;
     let position = Position { incarnation: opening.incarnation, lsn: opening.accepted };

@@ -55,7 +55,7 @@ use crate::disk::Disk;
 use crate::error::{Error, Result};
 use crate::images::{ImageWriters, chunk_threads, file_count};
 use crate::keeping::{Beginning, Keeping, KeepingLock, Kept, Newest, SnapshotInfo, Sorted, unix_ms};
-use crate::log::{Log, SegmentPool};
+use crate::log::{Log, SegmentPool, SpacePurpose};
 use crate::options::Compression;
 use crate::pace::Pace;
 use crate::phases::{self, Phase};
@@ -173,6 +173,7 @@ impl Snapshots {
     ) -> Result<SnapshotInfo> {
         self.poison.check()?;
         let (began, (_, log_bytes)) = (Instant::now(), self.log.length());
+        self.pool.fill().map_err(|error| self.heard(error))?;
         let written = self.pool.with_surplus(|| self.write(keeping, wanted.clone()));
         let taken = written.and_then(|id| {
             match then(keeping) {
@@ -385,8 +386,10 @@ impl Snapshots {
     fn publish_manifest(&self, manifest: &Manifest, threads_max: usize) -> Result<Published> {
         let _phase = phases::enter(Phase::Publish);
         let publish = || publish_unchecked(&self.disk, manifest, threads_max);
+        // One without images takes little, and gives back what deleted pages took.
+        let purpose = if manifest.entries.is_empty() { SpacePurpose::Seal } else { SpacePurpose::User };
         match publish() {
-            Err(Error::DiskFull { .. }) if self.pool.release_reserve()? => publish(),
+            Err(Error::DiskFull { .. }) if self.log.release_one(purpose)? => publish(),
             published => published,
         }
     }

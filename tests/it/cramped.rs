@@ -13,9 +13,10 @@ use remanent::{Ack, Compression, Create, Error, LogIo, Metadata, Options, PageId
 
 use crate::damage::mix;
 use crate::files::{State, small};
+use crate::kill::workload::Random;
 use crate::machine::filler::Filler;
 use crate::machine::mounts::{self, Kind, Mount};
-use crate::machine::{alone, in_parallel, skipped};
+use crate::machine::{alone, effort, in_parallel, skipped};
 
 const PAGE_LEN: u64 = 100_000;
 const WRITERS: [LogIo; 3] = [LogIo::Mapped, LogIo::Buffered, LogIo::Direct];
@@ -239,25 +240,99 @@ fn a_life_on_a_simulated_disk_with_any_space_left() {
     }
 }
 
-/// The same on a real file system, in fewer steps.
+/// Batches, snapshots and opens in any order on a disk on which `fill` leaves little: whatever is refused changes nothing,
+/// and a store that is closed opens again.
+fn life_in_any_order(why: &str, seed: u64, open: &dyn Fn() -> Result<Store, Error>, fill: impl FnOnce(u64)) {
+    let mut random = Random(seed);
+    let mut store = open().unwrap();
+    for seed in 0..6 {
+        let mut batch = store.batch();
+        let page = batch.create(LIFE_LEN, Place::Host);
+        batch.write(page, 0, &noise(seed, LIFE_LEN / 2));
+        store.commit(batch).unwrap();
+    }
+    store.snapshot().unwrap();
+    fill(4096 * random.below(40));
+    let mut told = why.to_owned();
+    for _ in 0..40 {
+        let pages: Vec<PageId> = store.pages().unwrap().map(|info| info.page).collect();
+        let mut batch = store.batch();
+        let step = match random.below(7) {
+            0..=1 if !pages.is_empty() => "write",
+            2 if pages.len() > 2 => "delete",
+            3 => "create",
+            4 => "snapshot",
+            _ => "reopen",
+        };
+        told.push_str(", ");
+        told.push_str(step);
+        match step {
+            "write" => _ = batch.write(pages[0], 8, &noise(seed, 1 + random.below(6000))),
+            "delete" => _ = batch.delete(pages[random.below(pages.len() as u64) as usize]),
+            "create" => _ = batch.create(LIFE_LEN, Place::Host),
+            _ => {}
+        }
+        match step {
+            "reopen" => {
+                let state = State::of(&store);
+                store.close().unwrap_or_else(|error| panic!("{told}: a close: {error}"));
+                store = open().unwrap_or_else(|error| panic!("{told}: an open: {error}"));
+                assert_eq!(State::of(&store), state, "{told}");
+            }
+            "snapshot" => _ = changes_nothing_if_refused(&told, &store, || store.snapshot()),
+            _ => _ = changes_nothing_if_refused(&told, &store, || store.commit(batch)),
+        }
+    }
+    store.close().unwrap();
+}
+
+#[test]
+fn a_store_opens_again_whatever_was_done_on_a_full_disk() {
+    let cases: Vec<u64> = (0..effort("REMANENT_CRAMPED_LIVES").unwrap_or(300) as u64).collect();
+    in_parallel(&cases, |seed| {
+        let (disk, io) = (SimDisk::new(), WRITERS[*seed as usize % WRITERS.len()]);
+        disk.set_name_bytes(if seed & 1 == 0 { 0 } else { 4096 });
+        let open = || Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), life_options(io));
+        life_in_any_order(&format!("seed {seed}, {io}"), *seed, &open, |free| {
+            disk.set_capacity(Some(disk.used_bytes() + free));
+        });
+    });
+}
+
+/// Lives on a real file system: the one with some numbers of bytes free, the other by some seeds.
 fn lives(name: &str, root: &Path, least_free: u64) {
     for io in WRITERS {
-        for free in (least_free..least_free + (400 << 10)).step_by(44 << 10) {
-            let directory = root.join(format!("{io:?}"));
+        let directory = root.join(format!("{io:?}"));
+        std::fs::create_dir(&directory).unwrap();
+        let refused = DirDisk::new(&directory).refuses(io).unwrap();
+        std::fs::remove_dir_all(&directory).unwrap();
+        if let Some(reason) = refused {
+            skipped(&format!("{io} on {name}"), &reason);
+            continue;
+        }
+        let open = || Store::open(&directory, life_options(io));
+        let in_a_folder = |live: &dyn Fn(&dyn Fn(u64) -> Filler)| {
             std::fs::create_dir(&directory).unwrap();
-            if let Some(reason) = DirDisk::new(&directory).refuses(io).unwrap() {
-                skipped(&format!("{io} on {name}"), &reason);
-                std::fs::remove_dir(&directory).unwrap();
-                break;
-            }
-            let mut filler = None;
-            let open = || Store::open(&directory, life_options(io));
-            life(&format!("{io} on {name}, {free} bytes free"), &open, || {
-                filler = Some(Filler::all(root));
-                filler.as_ref().expect("made just now").leave(free);
+            live(&|free| {
+                let filler = Filler::all(root);
+                filler.leave(free);
+                filler
             });
-            drop(filler.expect("the life filled the disk"));
             std::fs::remove_dir_all(&directory).unwrap();
+        };
+        for free in (least_free..least_free + (400 << 10)).step_by(44 << 10) {
+            in_a_folder(&|fill| {
+                let mut filler = None;
+                life(&format!("{io} on {name}, {free} bytes free"), &open, || filler = Some(fill(free)));
+            });
+        }
+        for seed in 0..10 {
+            in_a_folder(&|fill| {
+                let mut filler = None;
+                life_in_any_order(&format!("seed {seed}, {io} on {name}"), seed, &open, |free| {
+                    filler = Some(fill(least_free + free));
+                });
+            });
         }
     }
 }

@@ -112,6 +112,9 @@ pub fn open_with(disk: &SimDisk, options: Options) -> Result<Store, Error> {
     Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options)
 }
 
+/// Spares that a store holds for opens on a full disk, beside its reserve.
+pub const HELD_FOR_OPENS: usize = 4;
+
 /// The smallest segments, so that a few batches cross every boundary.
 pub fn small() -> Options {
     let options = Options::default().segment_len(16 << 10);

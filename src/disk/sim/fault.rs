@@ -21,6 +21,8 @@ pub enum Operation {
     Create,
     /// `Disk::open`.
     Open,
+    /// `DiskFile::window`.
+    Window,
     /// `Disk::link`.
     Link,
     /// `Disk::rename`.

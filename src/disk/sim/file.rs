@@ -132,6 +132,8 @@ impl DiskFile for SimFile {
         if !self.write {
             return Err(file_failed("map", self.file, None)(io::Error::from_raw_os_error(EBADF)));
         }
+        let checked = self.disk.shared.lock().check(Operation::Window);
+        checked.map_err(file_failed("map", self.file, None))?;
         let window = SimWindow { len: self.len()?, file: self.clone() };
         Ok(match io {
             LogIo::Mapped | LogIo::Buffered => Box::new(window),

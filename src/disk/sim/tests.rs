@@ -345,9 +345,10 @@ fn faults_strike_the_operation_they_name_when_it_is_due() {
     other.make_folder(Folder::Log).unwrap();
     let linked = FileName::Segment(9);
     other.create(linked).unwrap();
-    let operations: [(Operation, &dyn Fn() -> Result<()>); 14] = [
+    let operations: [(Operation, &dyn Fn() -> Result<()>); 15] = [
         (Operation::Create, &|| disk.create(TEMPORARY).map(drop)),
         (Operation::Open, &|| disk.open(SEGMENT, false).map(drop)),
+        (Operation::Window, &|| file.window(LogIo::Mapped).map(drop)),
         (Operation::Link, &|| disk.link(&other, linked).and_then(|_| disk.remove(linked))),
         (Operation::Rename, &|| disk.rename(SEGMENT, SEGMENT)),
         (Operation::Remove, &|| disk.create(TEMPORARY).and_then(|_| disk.remove(TEMPORARY))),

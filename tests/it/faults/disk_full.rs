@@ -4,7 +4,7 @@ use remanent::disk::Disk;
 use remanent::{Compression, FileName, Folder, PageInfo};
 
 use super::*;
-use crate::files::State;
+use crate::files::{HELD_FOR_OPENS, State};
 
 /// What a store takes from the disk at a time.
 const SEGMENT: u64 = 16 << 10;
@@ -24,7 +24,7 @@ fn filled(free: u64) -> (SimDisk, Store, Line) {
     // The next snapshot has something to write.
     line.commits(&store, 4).unwrap();
     line.check(&store, line.logged);
-    until(|| spares(&disk) >= RESERVE && names(&disk, Folder::Log).iter().all(|name| !is_temporary(name)));
+    until(|| is_held(&disk));
     disk.set_capacity(Some(disk.used_bytes() + free));
     (disk, store, line)
 }
@@ -39,6 +39,12 @@ fn until(condition: impl Fn() -> bool) {
     while !condition() {
         std::thread::yield_now();
     }
+}
+
+/// Whether the reserve and what is held for opens are there, and nothing more is being made.
+fn is_held(disk: &SimDisk) -> bool {
+    spares(disk) >= RESERVE + HELD_FOR_OPENS
+        && names(disk, Folder::Log).iter().all(|name| !is_temporary(name))
 }
 
 fn pages(store: &Store) -> Vec<PageInfo> {
@@ -147,37 +153,49 @@ fn on_a_full_disk_deletes_take_the_reserve_and_closing_works() {
 #[test]
 fn the_reserve_takes_a_batch_of_deletes_for_each_block() {
     const DELETES: usize = 100;
-    let batches = RESERVE * (SEGMENT as usize / 4096 - 1);
-    at_every_level(move |free| {
-        let disk = SimDisk::new();
-        let store = open_with_reserve(&disk).unwrap();
-        let mut batch = store.batch();
-        (0..batches * DELETES).for_each(|_| _ = batch.create(0, Place::Host));
-        let pages = store.commit(batch).unwrap().pages;
-        until(|| {
-            spares(&disk) >= RESERVE && names(&disk, Folder::Log).iter().all(|name| !is_temporary(name))
-        });
-        disk.set_capacity(Some(disk.used_bytes() + free));
-        for len in [3000, 10] {
-            let note = || {
-                let mut batch = store.batch();
-                batch.note("n".repeat(len));
-                batch
-            };
-            while store.commit(note()).is_ok() {}
-        }
-        for (done, pages) in pages.chunks(DELETES).enumerate() {
+    for segment_len in [SEGMENT, 4 * SEGMENT] {
+        // The last segment that they take is a short one: the long one is for the next open.
+        let batches = [vec![segment_len; RESERVE - 1], vec![SEGMENT]].concat();
+        let batches: usize = batches.iter().map(|len| *len as usize / 4096 - 1).sum();
+        at_every_level(move |free| deletes(segment_len, batches, DELETES, free));
+    }
+}
+
+/// A store on a disk with so many bytes left, which no user's batch fits, takes so many batches of deletes.
+fn deletes(segment_len: u64, batches: usize, deletes: usize, free: u64) {
+    let disk = SimDisk::new();
+    let options = small().segment_len(segment_len).reserve_bytes(RESERVE as u64 * segment_len);
+    let store = Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options).unwrap();
+    let mut batch = store.batch();
+    (0..batches * deletes).for_each(|_| _ = batch.create(0, Place::Host));
+    let pages = store.commit(batch).unwrap().pages;
+    until(|| is_held(&disk));
+    disk.set_capacity(Some(disk.used_bytes() + free));
+    for len in [3000, 10] {
+        let note = || {
             let mut batch = store.batch();
-            pages.iter().for_each(|page| _ = batch.delete(*page));
-            let lsn = store
-                .commit(batch)
-                .unwrap_or_else(|error| panic!("after {done} of {batches}: {error}"))
-                .position
-                .lsn;
-            store.wait_durable(lsn).unwrap();
-        }
+            batch.note("n".repeat(len));
+            batch
+        };
+        while store.commit(note()).is_ok() {}
+    }
+    for (done, pages) in pages.chunks(deletes).enumerate() {
+        let mut batch = store.batch();
+        pages.iter().for_each(|page| _ = batch.delete(*page));
+        let lsn = store
+            .commit(batch)
+            .unwrap_or_else(|error| panic!("after {done} of {batches}: {error}"))
+            .position
+            .lsn;
+        store.wait_durable(lsn).unwrap();
+    }
+    let state = State::of(&store);
+    store.close().unwrap();
+    for _ in 0..3 {
+        let store = open_with_reserve(&disk).unwrap();
+        assert_eq!(State::of(&store), state);
         store.close().unwrap();
-    });
+    }
 }
 
 #[test]

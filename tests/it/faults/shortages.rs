@@ -4,19 +4,22 @@
 use std::path::Path;
 
 use remanent::disk::sim::{Fault, Operation};
-use remanent::{FollowFrom, Follower, LogIo, Remedy, Restore, RestorePoint};
+use remanent::{FileName, Folder, FollowFrom, Follower, LogIo, Remedy, Restore, RestorePoint};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::*;
 use crate::direct;
+use crate::files::HELD_FOR_OPENS;
 use crate::machine::alone;
 
 /// Too many open files; no memory.
 const EMFILE: i32 = 24;
 const ENOMEM: i32 = 12;
 
-/// What opens a file.
-const OPERATIONS: [Operation; 2] = [Operation::Create, Operation::Open];
+/// What opens a file, or maps one.
+const OPERATIONS: [Operation; 3] = [Operation::Create, Operation::Open, Operation::Window];
+/// The length of a note whose batch needs a segment of its own.
+const LONG: usize = 20_000;
 
 fn is_the_shortage(error: &Error) -> bool {
     let text = error.to_string();
@@ -35,7 +38,7 @@ fn fails_one_call_and_goes_on(fault: Fault, options: Options) -> bool {
     let store = open_with(&disk, device.clone(), options).unwrap();
     let mut line = Line::begin(&store);
     disk.fail(fault);
-    let outcome = line.work(&store);
+    let outcome = line.work(&store).and_then(|()| line.commit_with_note(&store, Ack::Logged, LONG));
     let struck = disk.faults_left() < fault.times;
     disk.clear_faults();
     match outcome {
@@ -70,6 +73,38 @@ fn fails_one_call_and_goes_on(fault: Fault, options: Options) -> bool {
 #[test]
 fn a_shortage_fails_one_call_and_the_store_goes_on() {
     at_every_moment(|fault| fails_one_call_and_goes_on(fault, small()));
+}
+
+/// The segment that a long frame was to have took the place of a short one. A frame that went to the short one would be in no
+/// file that has a name.
+#[test]
+fn a_long_segment_that_cannot_be_mapped_takes_no_place() {
+    for io in [LogIo::Mapped, LogIo::Direct] {
+        watched("a long segment", move || {
+            let disk = SimDisk::new();
+            let store = open_with(&disk, Gauge::host(), small().log_io(io)).unwrap();
+            let mut line = Line::begin(&store);
+            line.commits(&store, 3).unwrap();
+            // No segment is made behind our back.
+            while held(&disk) < 2 + HELD_FOR_OPENS {
+                std::thread::yield_now();
+            }
+            disk.fail(Fault { operation: Operation::Window, skip: 0, times: 1, errno: EMFILE });
+            let refused = line.commit_with_note(&store, Ack::Logged, LONG).unwrap_err();
+            assert!(is_the_shortage(&refused), "{refused}");
+            line.commits(&store, 20).unwrap();
+            store.wait_durable(store.lsn()).unwrap();
+            line.check(&open_on_host(&disk.after_power_cut()).unwrap(), line.logged);
+            line.commit_with_note(&store, Ack::Durable, LONG).unwrap();
+            line.check(&open_on_host(&disk.after_power_cut()).unwrap(), line.logged);
+        });
+    }
+}
+
+fn held(disk: &SimDisk) -> usize {
+    let names = remanent::disk::Disk::list(disk, Folder::Log).unwrap();
+    let is_spare = |name: &&String| matches!(FileName::parse(Folder::Log, name), Some(FileName::Spare(_)));
+    names.iter().filter(is_spare).count()
 }
 
 #[test]
