@@ -307,13 +307,8 @@ impl SegmentPool {
 
     /// Whether this purpose may take a spare of the reserve, or one that is held for opens, and the log go on to it.
     fn may_take(&self, spares: &Spares, ahead: usize, purpose: SpacePurpose) -> bool {
-        match purpose {
-            SpacePurpose::Open => true,
-            SpacePurpose::User => false,
-            SpacePurpose::Delete | SpacePurpose::Seal => {
-                self.rules.reserve == 0 || spares.files.len() + ahead > purpose.leaves()
-            }
-        }
+        let is_left = || self.rules.reserve == 0 || spares.files.len() + ahead > purpose.leaves();
+        purpose == SpacePurpose::Open || purpose != SpacePurpose::User && is_left()
     }
 
     /// Whether a frame may be written while `ahead` segments of the log are empty: whatever follows, the store can be
@@ -336,7 +331,9 @@ impl SegmentPool {
             match self.add_to_reserve() {
                 Ok(false) => {}
                 Ok(true) => break,
-                Err(Error::DiskFull { file: _, needed }) => {
+                // The maker may have been faster.
+                Err(Error::DiskFull { .. }) if self.is_held(ahead, purpose) => break,
+                Err(Error::DiskFull { needed, .. }) => {
                     return Err(Error::DiskFull { file: FileName::Segment(number), needed });
                 }
                 Err(error) => return Err(error),

@@ -311,23 +311,25 @@ fn lives(name: &str, root: &Path, least_free: u64) {
             continue;
         }
         let open = || Store::open(&directory, life_options(io));
-        let in_a_folder = |live: &dyn Fn(&dyn Fn(u64) -> Filler)| {
+        let fill = |free| {
+            let filler = Filler::all(root);
+            filler.leave(free);
+            filler
+        };
+        // A filler gives up its space when its life is over.
+        let in_a_folder = |live: &dyn Fn()| {
             std::fs::create_dir(&directory).unwrap();
-            live(&|free| {
-                let filler = Filler::all(root);
-                filler.leave(free);
-                filler
-            });
+            live();
             std::fs::remove_dir_all(&directory).unwrap();
         };
         for free in (least_free..least_free + (400 << 10)).step_by(44 << 10) {
-            in_a_folder(&|fill| {
+            in_a_folder(&|| {
                 let mut filler = None;
                 life(&format!("{io} on {name}, {free} bytes free"), &open, || filler = Some(fill(free)));
             });
         }
         for seed in 0..10 {
-            in_a_folder(&|fill| {
+            in_a_folder(&|| {
                 let mut filler = None;
                 life_in_any_order(&format!("seed {seed}, {io} on {name}"), seed, &open, |free| {
                     filler = Some(fill(least_free + free));

@@ -496,6 +496,8 @@ impl Life {
 
     /// A command of a process that may open few more files is done or refused, and costs the store nothing.
     fn run_short_of_files(&mut self) {
+        // Who needs a page that is not loaded waits until the shortage ends.
+        self.compare();
         let left = self.random.below(6);
         self.ask(&Command::FilesLeft(Some(left)));
         self.try_while_short();
@@ -506,6 +508,7 @@ impl Life {
 
     /// The same of a process that gets little more memory.
     fn run_short_of_memory(&mut self) {
+        self.compare();
         let left = MEMORY_LEFT_MIN + self.random.below(MEMORY_LEFT_MAX - MEMORY_LEFT_MIN);
         self.ask(&Command::MemoryLeft(Some(left)));
         self.try_while_short();

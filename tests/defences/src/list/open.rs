@@ -126,8 +126,8 @@ pub const LIST: &[Defence] = &[
     defence(
         "the reserve is for those who free space",
         SEGMENTS,
-        "SpacePurpose::User => false,",
-        "SpacePurpose::User => true,",
+        "purpose != SpacePurpose::User",
+        "true",
         it("faults::disk_full::a_full_disk_refuses_commits_and_the_same_store_goes_on_when_space_returns"),
     ),
     defence(
@@ -135,20 +135,6 @@ pub const LIST: &[Defence] = &[
         SEGMENTS,
         "self.count.load(Ordering::Acquire) + ahead >= purpose.leaves()",
         "true",
-        it("cramped::a_store_opens_again_whatever_was_done_on_a_full_disk"),
-    ),
-    defence(
-        "nor does a manifest",
-        SEGMENTS,
-        "self.count.load(Ordering::Acquire) + ahead > purpose.leaves()",
-        "true",
-        it("cramped::a_store_opens_again_whatever_was_done_on_a_full_disk"),
-    ),
-    defence(
-        "what comes back to a full disk is the reserve's before an image is written",
-        "src/snapshot/mod.rs",
-        "self.pool.fill().map_err(|error| self.heard(error))?;",
-        "",
         it("cramped::a_store_opens_again_whatever_was_done_on_a_full_disk"),
     ),
     defence(
