@@ -105,7 +105,7 @@
 //!
 //! **Async.** No call is a future. A call that waits for a disk belongs on a thread that may block (tokio's
 //! `spawn_blocking`); so does dropping a store. [`Store::submit`] and, later, one [`Ticket::wait`] for many batches keep
-//! such threads few. A lease or a pin is not held across an `await` if another task may commit to its page.
+//! such threads few. A pin is not held across an `await` if another task may commit to its page; a lease may be.
 //!
 //! **Failures.** Which of them stop a store is listed in `docs/failures.md`.
 //!

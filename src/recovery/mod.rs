@@ -197,6 +197,16 @@ struct Best<'s, 'a> {
     harmless: Vec<Damage>,
 }
 
+/// Writes a small file for an open, which must work on a full disk: where there is no space, spares give theirs.
+fn with_reserve<T>(pool: &SegmentPool, mut write: impl FnMut() -> Result<T>) -> Result<T> {
+    loop {
+        match write() {
+            Err(Error::DiskFull { .. }) if pool.release_reserve()? => {}
+            written => return written,
+        }
+    }
+}
+
 /// Spares beyond the reserve take this share of the file system at most, and so many bytes, where nothing else is said.
 const SPARE_SHARE: u64 = 100;
 const SPARE_BYTES_MAX: u64 = 512 << 20;
@@ -346,7 +356,7 @@ impl Recovery<'_> {
         // I7: the opening seal records the snapshot as verified. A manifest that no frame under a mark records may have
         // its name in the cache only, so it is published anew before that.
         for link in std::mem::take(&mut found.anew) {
-            publish_manifest(&self.disk, link, usize::MAX)?;
+            with_reserve(&pool, || publish_manifest(&self.disk, link, usize::MAX))?;
         }
         let (log, position) = begin(&pool, store, &before, found.verified.clone())?;
 
@@ -432,13 +442,7 @@ impl Recovery<'_> {
         }
         let store = StoreFile { features, ..store };
         let bytes = store.encode().map_err(|defect| Error::from(defect.at(FileName::Store, 0)))?;
-        loop {
-            match publish(&self.disk, FileName::Store, 0, &[&bytes]) {
-                // An open must work on a full disk.
-                Err(Error::DiskFull { .. }) if pool.release_reserve()? => {}
-                other => return other.map(|()| store),
-            }
-        }
+        with_reserve(pool, || publish(&self.disk, FileName::Store, 0, &[&bytes])).map(|()| store)
     }
 
     fn remove_temporaries(&self) -> Result<()> {

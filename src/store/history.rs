@@ -237,9 +237,9 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// [`Error::OutsideWindow`], [`Error::Damaged`], [`Error::OverBudget`], [`Error::DiskFull`] and, while any
-    /// page is leased or pinned, [`Error::Leased`] change nothing; a failure later poisons the store, whose directory
-    /// then holds the restored state.
+    /// [`Error::OutsideWindow`], [`Error::Damaged`], [`Error::OverBudget`], [`Error::OutOfMemory`], [`Error::DiskFull`],
+    /// [`Error::Io`] where the system is short of something and, while any page is leased or pinned, [`Error::Leased`]
+    /// change nothing; a failure later poisons the store, whose directory then holds the restored state.
     pub fn restore_to(&self, lsn: Lsn) -> Result<Position> {
         self.check_process()?;
         let mut keeping = self.parts.snapshots.keeping.lock();

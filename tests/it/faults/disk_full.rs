@@ -4,7 +4,7 @@ use remanent::disk::Disk;
 use remanent::{Compression, FileName, Folder, PageInfo};
 
 use super::*;
-use crate::files::{HELD_FOR_OPENS, State};
+use crate::files::{Files, HELD_FOR_OPENS, State};
 
 /// What a store takes from the disk at a time.
 const SEGMENT: u64 = 16 << 10;
@@ -196,6 +196,33 @@ fn deletes(segment_len: u64, batches: usize, deletes: usize, free: u64) {
         assert_eq!(State::of(&store), state);
         store.close().unwrap();
     }
+}
+
+/// The crash came between the publication of a snapshot and the frame that records it: the open publishes its manifest anew.
+#[test]
+fn an_open_on_a_full_disk_publishes_a_manifest_anew() {
+    at_every_level(|free| {
+        let disk = SimDisk::new();
+        let store = open_with_reserve(&disk).unwrap();
+        let mut line = Line::begin(&store);
+        line.commits(&store, 4).unwrap();
+        store.snapshot().unwrap();
+        line.commits(&store, 4).unwrap();
+        store.wait_durable(store.lsn()).unwrap();
+        until(|| is_held(&disk));
+        let before = Files::of(&disk);
+        store.snapshot().unwrap();
+        let mut files = Files::of(&disk);
+        let is_log = |file: &FileName| file.folder() == Folder::Log;
+        files.0.retain(|file, _| !is_log(file));
+        files.0.extend(before.0.into_iter().filter(|(file, _)| is_log(file)));
+        let crashed = files.disk();
+        crashed.set_capacity(Some(crashed.used_bytes() + free));
+        let from = crashed.events();
+        line.check(&open_with_reserve(&crashed).unwrap(), line.logged);
+        let is_anew = |event: &String| event.starts_with("rename") && event.ends_with(".manifest");
+        assert!(crashed.history()[from..].iter().any(is_anew), "{:#?}", crashed.history());
+    });
 }
 
 #[test]

@@ -117,7 +117,9 @@ impl Worker {
                 Ok(String::new())
             }
             Command::MemoryLeft(left) => {
-                self.memory_left = left;
+                // A GPU's driver takes address space as it likes, and lists that find no pinned memory stop the store.
+                let has_driver = std::fs::read_to_string("/proc/self/maps").unwrap().contains("libcuda.so");
+                self.memory_left = left.filter(|_| !has_driver);
                 Ok(String::new())
             }
             Command::State => state(self.store()),
