@@ -306,7 +306,7 @@ impl Options {
     ///
     /// Beside the reserve four segments of at least 16 KiB are held for opens, seals and manifests, unless the reserve is 0. Where
     /// that is all that is left, and too little for the open after the next one, every batch is refused with
-    /// [`Error::DiskFull`](crate::Error::DiskFull) until space comes back: so the store can still be opened.
+    /// [`Error::DiskFull`] until space comes back: so the store can still be opened.
     #[must_use]
     pub fn reserve_bytes(mut self, bytes: u64) -> Self {
         self.reserve_bytes = Some(bytes);
