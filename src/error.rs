@@ -1,4 +1,4 @@
-//! Floor 1. The one error type: whose fault, where, what state the store is in, what helps.
+//! The one error type: whose fault, where, what state the store is in, what helps.
 
 use std::fmt;
 use std::io;

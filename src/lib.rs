@@ -1,4 +1,4 @@
-//! Floor 8. Remanent: pages that live in GPU memory and survive a crash.
+//! Remanent: pages that live in GPU memory and survive a crash.
 //!
 //! A store is a directory and the pages in it. Pages are changed by batches of deltas; each batch reaches a
 //! write-ahead log before it is applied; snapshots are taken while mutation goes on; after a crash
@@ -111,19 +111,29 @@
 //!
 //! # Map
 //!
-//! Floors: a file imports only from lower ones.
+//! A folder imports only from those below it. Bytes on disk, and the pure `rebuild` that recovery is held against, are the
+//! crate `remanent-format`'s.
 //!
-//! | floor | files |
+//! | folder | what it is for |
 //! |---|---|
-//! | 0 | the crate `remanent-format`: every byte on disk, and the pure `rebuild`; `sync` |
-//! | 1 | [`error`], [`options`], `point`, `process`, `phases`, `crew` |
-//! | 2 | the seams [`device`] and [`disk`]; `poison`, `pace`, `retention` |
-//! | 3 | their implementations |
-//! | 4 | `batch`, [`arena`], [`staging`], `versions`, `source`, `image_files` |
-//! | 5 | `log/`, `images`, `publish`, `keeping`, `runs`, `past`, `applier/` |
-//! | 6 | `commit`, `lease`, `pin`, `audit`, `snapshot`, `recovery`, `restore`, `reader`, `follower/` |
-//! | 7 | `store` |
-//! | 8 | this file |
+//! | `store/` | the handle that a caller holds |
+//! | `history/` | looking at, going back to, and branching from earlier states |
+//! | `write/` | a batch as the caller asks for it, and as it is checked, encoded, logged and handed over |
+//! | `recovery/` | the decision table of an open, and the recipe that follows it |
+//! | `snapshot/` | choosing, gathering, publishing and verifying snapshots; scrubs |
+//! | `applier/` | the one thread that changes pages; leases and pins |
+//! | `follower/` | reading batches as they are logged |
+//! | `catalog/` | which snapshots, images and segments are kept, and why |
+//! | `images/` | pages' bytes in image files |
+//! | `log/` | segments, group commit, syncing |
+//! | `versions/` | what lookups find of pages and root without a lock |
+//! | `memory/` | page memory, and host memory that lanes copy through |
+//! | `testing/` | a simulated disk, devices that fail or lag; only with the feature `testing` |
+//! | `device/` | the seam to devices: host, CUDA, several as one |
+//! | `disk/` | the seam to files: a directory, and its ways to write |
+//! | `base/` | locks and threads, parallel work, the process, poison |
+//! | `options.rs` | how a store is opened |
+//! | `error.rs` | what can go wrong, whose fault it is, and what helps |
 //!
 //! # Invariants
 //!
@@ -150,101 +160,48 @@
 //! - **I10** Memory stays within its budget; recovery checks the final page table before it allocates.
 //! - **I11** The host device defines "correct": every other device gives the same bytes.
 //!
-//! # Where this differs from what one might expect
-//!
-//! - Disks and devices are held as `Arc<dyn …>`: an indirect call is nanoseconds beside a sync or a launch,
-//!   and the engine is compiled once instead of once for every pair.
-//! - Only opening segments name their incarnation. A header written ahead of its frames that named one could
-//!   be taken for the newest run after a crash in recovery.
-//! - The chain hash of a frame is its header's checksum: one number for both, nothing to keep in step.
-//! - A seal that names verified snapshots counts even where no mark covers it yet: who wrote it had published
-//!   and read them back before, and recycling waits for that seal's own sync. A snapshot that no seal names is
-//!   published anew before the next opening seal names it.
-//! - A named snapshot is caught at one moment: so it stays without keeping the log from its day.
-//! - A restore proves every byte of the old state on disk before the first one in memory is overwritten, and
-//!   reads each page a second time then: so host memory holds one page of it at a time, not all.
-//! - A store has one applier, not one for each GPU. The log has one order, and a batch may change pages of several
-//!   GPUs and move them from one to another: appliers of their own would have to meet at each such batch, at each
-//!   snapshot's turn and at each read that names a batch. A list that names several GPUs is cut, its parts run side
-//!   by side, and where bytes go from one GPU to another, the GPUs wait for each other and the one thread that queues
-//!   them waits for nobody.
-//! - The applier does not spin. Batches that nobody waits for gather for up to 200 µs by its clock, for to wake it
-//!   for each would cost a committer as much as all the rest of a small commit; who waits for one, reads or leases
-//!   wakes it at once. Waking it is in what was measured on an H200: a commit of 256 B was applied after 23 µs (p50;
-//!   p99 37 µs; `remanent bench commit --ack applied --len 256 --threads 1 --device cuda:0`). A core that spins costs
-//!   its caller more than what is left to save. A committer that waits for the one that logs its batch does look for a
-//!   while, on a core that is its own, and then sleeps.
-//! - Lookups go past the applier, to versions that each commit installs. They are a third table of the pages beside that
-//!   of the committers and that of the applier, some 110 bytes a page: a lookup as a turn of the applier waited for its
-//!   batches, and for their sync where the log is written directly.
-//! - A commit that changes bytes alone overwrites a page's batch and epoch where they are, as atomics, and keeps the
-//!   older pair of the two. A new version for each change costs an allocation and an exchange of a shared pointer, which
-//!   looks at every thread's slots: it halved the rate of 8 committing threads (16 cores, `remanent bench commit --ack
-//!   logged --len 256 --threads 8`: 290,000 commits/s, and 700,000 without any version). Versions beside every change
-//!   would be simpler, and a view would need no rule for what may be overwritten.
-//! - A retried read never asks past the cache: beside a living writer the newest frames are in the cache only.
+//! Decisions that may surprise, with their reasons: `docs/decisions.md`.
 
-#[cfg(not(shuttle))]
-mod sync;
-#[cfg(shuttle)]
-#[doc(hidden)]
-pub mod sync;
-pub mod error;
-pub mod options;
-mod point;
-mod process;
-pub mod phases;
-mod crew;
-mod retention;
+mod store;
+mod history;
+mod write;
+mod recovery;
+mod snapshot;
+mod applier;
+mod follower;
+mod catalog;
+mod images;
+mod log;
+mod versions;
+mod memory;
+#[cfg(feature = "testing")]
+pub mod testing;
 pub mod device;
 pub mod disk;
-mod poison;
-mod pace;
-pub mod arena;
-pub mod staging;
-mod batch;
-mod versions;
-mod source;
-mod image_files;
-mod log;
-mod images;
-mod publish;
-mod keeping;
-mod runs;
-mod past;
-mod applier;
-mod commit;
-mod snapshot;
-mod lease;
-mod pin;
-mod audit;
-mod restore;
-mod reader;
-mod recovery;
-mod follower;
-mod store;
-mod on_device;
+mod base;
+pub mod options;
+pub mod error;
 
 use std::path::Path;
 use std::sync::Arc;
 
-pub use audit::{Audit, ChangedPage};
-pub use batch::{NewPage, PageRef, WorkingCopy, WriteBatch};
-pub use commit::{Direction, Shadow};
+pub use applier::lease::Lease;
+pub use applier::pin::Pin;
+pub use catalog::SnapshotInfo;
+pub use catalog::retention::Retention;
 pub use device::{CallerMemory, DeviceBytes, RawStream};
 pub use error::{Error, Remedy, Result};
 pub use follower::{
     FollowFrom, FollowedBatch, Follower, FollowerPosition, ParsePositionError, Replica, Restored,
 };
-pub use keeping::SnapshotInfo;
-pub use lease::Lease;
-pub use log::LogStats;
-pub use options::{Ack, Budget, Compression, Create, DeviceChoice, LogIo, Options, Restore};
-pub use pin::Pin;
-pub use point::RestorePoint;
-pub use reader::Snapshot;
+pub use history::audit::{Audit, ChangedPage};
+pub use history::point::RestorePoint;
 #[doc(hidden)]
-pub use recovery::Origin;
+pub use history::seed::Origin;
+pub use history::view::Snapshot;
+pub use log::LogStats;
+pub use memory::arena::{PlaceUsage, Purpose};
+pub use options::{Ack, Budget, Compression, Create, DeviceChoice, LogIo, Options, Restore};
 pub use recovery::Recovered;
 pub use remanent_format::log::TornTail;
 pub use remanent_format::op::{Indices, Op};
@@ -252,13 +209,14 @@ pub use remanent_format::{
     Damage, Defect, Epoch, FileName, Folder, Incarnation, Key, LogPoint, Lsn, Metadata, PageId, PageInfo,
     Place, Position, SharedMetadata, SnapshotId, StoreId, UnknownPlace, Value, Width,
 };
-pub use retention::Retention;
 pub use snapshot::{Pruned, ScrubStats, Scrubbed, SnapshotPhase, SnapshotStats};
 pub use store::{Cold, Committed, Pages, ReadView, Stats, Store, Ticket};
+pub use write::batch::{NewPage, PageRef, WorkingCopy, WriteBatch};
+pub use write::commit::{Direction, Shadow};
 
 use device::Device;
 use device::host::HostDevice;
-use device::several::SeveralDevices;
+use device::multi::SeveralDevices;
 use disk::Disk;
 use disk::dir::DirDisk;
 
@@ -430,7 +388,7 @@ impl Store {
         mut load: impl FnMut(&PageInfo) -> Result<Vec<u8>, E>,
     ) -> Result<StoreId, E> {
         let disk: Arc<dyn Disk> = Arc::new(DirDisk::new(directory));
-        recovery::found_alone(origin, &disk, &mut load)
+        history::seed::found_alone(origin, &disk, &mut load)
     }
 
     /// Refuses a directory in which [`Store::found`] would find something, before the work is done.
@@ -439,7 +397,7 @@ impl Store {
     /// [`Error::ForeignDirectory`]; what the file system says.
     #[doc(hidden)]
     pub fn check_found(directory: impl AsRef<Path>) -> Result<()> {
-        recovery::check_target(&DirDisk::new(directory))
+        history::seed::check_target(&DirDisk::new(directory))
     }
 }
 
@@ -461,7 +419,7 @@ impl Snapshot {
     /// As for [`Snapshot::fork`].
     #[doc(hidden)]
     pub fn fork_on(&self, disk: &Arc<dyn Disk>) -> Result<StoreId> {
-        recovery::fork(self.past()?, disk)
+        history::fork::fork(self.past()?, disk)
     }
 }
 

@@ -1,4 +1,4 @@
-//! Floor 1. How a store is opened.
+//! How a store is opened.
 
 use std::collections::BTreeMap;
 use std::fmt;

@@ -1,8 +1,9 @@
-//! Floor 0. What can be wrong with bytes: the defect itself, and the place where it was found.
+//! What can be wrong with bytes: the defect itself, and the place where it was found.
 
 use std::{fmt, io};
 
-use crate::ids::Lsn;
+use crate::ids::{LogPoint, Lsn};
+use crate::limits::{NUMBER_MAX, SEGMENT_LEN_MAX};
 use crate::names::FileName;
 
 /// Why bytes are not what they should be.
@@ -195,6 +196,17 @@ pub(crate) fn check_zeros(what: &'static str, bytes: &[u8]) -> Result<(), Defect
 /// Refuses a field that does not hold what its place demands.
 pub(crate) fn check_equal(what: &'static str, found: u64, expected: u64) -> Result<(), Defect> {
     if found == expected { Ok(()) } else { Err(Defect::Mismatch { what, found, expected }) }
+}
+
+/// Refuses a point in the log whose numbers are over their limits. A point that another structure names need not exist;
+/// but no arithmetic on it overflows.
+///
+/// # Errors
+/// [`Defect::Limit`].
+pub(crate) fn check_point(point: &LogPoint) -> Result<(), Defect> {
+    check_limit("lsn of a point in the log", point.lsn.0, NUMBER_MAX)?;
+    check_limit("segment of a point in the log", point.segment, NUMBER_MAX)?;
+    check_limit("offset of a point in the log", point.offset, 2 * SEGMENT_LEN_MAX)
 }
 
 /// Refuses a value above a limit.

@@ -1,4 +1,4 @@
-//! Floor 0. The header of a frame: one batch, or a seal, as bytes in the log.
+//! The header of a frame: one batch, or a seal, as bytes in the log.
 //!
 //! A frame is valid in the order of the log if and only if its header checksum, payload checksum, store,
 //! incarnation, own position, Lsn and the chain hash of the frame before it all hold (I3). The chain hash

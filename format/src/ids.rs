@@ -1,13 +1,19 @@
-//! Floor 0. The names by which things are known on disk and in the API: pages, versions, positions.
+//! The names by which things are known on disk and in the API: pages, versions, positions.
 
 use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use crate::by_id::Number;
-use crate::defect::{Defect, check_limit};
 use crate::layout::Field;
-use crate::limits::{KEY_LEN_MAX, NUMBER_MAX, SEGMENT_LEN_MAX};
+use crate::limits::KEY_LEN_MAX;
+
+/// A number under which things are found.
+pub trait Number: Copy {
+    /// The number.
+    fn number(self) -> u64;
+    /// The same, as what it is.
+    fn of(number: u64) -> Self;
+}
 
 macro_rules! number {
     ($(#[$meta:meta])* $name:ident) => {
@@ -151,19 +157,6 @@ pub struct LogPoint {
     pub offset: u64,
     /// The chain hash that the next frame must name.
     pub chain: u32,
-}
-
-impl LogPoint {
-    /// Refuses numbers over their limits. A point that another structure names need not exist; but no arithmetic on it
-    /// overflows.
-    ///
-    /// # Errors
-    /// [`Defect::Limit`].
-    pub(crate) fn check_limits(&self) -> Result<(), Defect> {
-        check_limit("lsn of a point in the log", self.lsn.0, NUMBER_MAX)?;
-        check_limit("segment of a point in the log", self.segment, NUMBER_MAX)?;
-        check_limit("offset of a point in the log", self.offset, 2 * SEGMENT_LEN_MAX)
-    }
 }
 
 impl Field for LogPoint {

@@ -1,4 +1,4 @@
-//! Floor 0. The verdict on a store: where recovery starts, what blocks it elsewhere, which snapshots stand for
+//! The verdict on a store: where recovery starts, what blocks it elsewhere, which snapshots stand for
 //! themselves, and which of those that should be there are lost.
 //!
 //! Recovery, views of earlier states and inspectors ask here, so that what one of them says of a store is what the
@@ -20,9 +20,11 @@ use crate::defect::{Damage, Defect};
 use crate::frame::VerifiedSnapshot;
 use crate::ids::{Lsn, SnapshotId};
 use crate::image::ImageRef;
+use crate::image::read::check_image;
 use crate::names::{FileName, ReadAt};
 use crate::reach::Reach;
-use crate::rebuild::{Resolution, Survey, check_image};
+use crate::state::follow::Resolution;
+use crate::state::survey::Survey;
 
 /// The snapshots that the newest seal of the log names.
 #[derive(Clone, Copy, Debug)]

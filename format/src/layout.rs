@@ -1,4 +1,4 @@
-//! Floor 0. One macro that turns a table of fixed little-endian fields into a struct, its codec and a
+//! One macro that turns a table of fixed little-endian fields into a struct, its codec and a
 //! description of itself; a test holds SPEC.md's offset tables against those descriptions.
 //!
 //! Reserved bytes are fields too: they are written as zero and refused when they are not, so that

@@ -1,34 +1,49 @@
-//! Floor 0. The bytes of a Remanent store. `SPEC.md` beside this crate is the same in prose.
+//! The bytes of a Remanent store. `SPEC.md` beside this crate is the same in prose.
 //!
 //! No I/O and no unsafe code here: an inspector built on this crate opens what the engine refuses.
+//!
+//! # Map
+//!
+//! A folder or file imports only from those below it.
+//!
+//! | folder | what it is for |
+//! |---|---|
+//! | `judge.rs` | the verdict on a store: where recovery starts, what is lost |
+//! | `reach.rs` | how far back a store goes |
+//! | `salvage/` | what a damaged store still proves |
+//! | `state/` | from bytes to a state: table, log, survey, rebuild |
+//! | `manifest/` | snapshots: bases, changes, chains |
+//! | `op/` | a batch's operations |
+//! | `image/` | image files and how they are read |
+//! | `log/` | segments in their order, the walk, the end of the log |
+//! | `store.rs` | the STORE file |
+//! | `frame.rs` | the header of a frame |
+//! | `segment.rs` | the header of a segment |
+//! | `value/` | metadata values |
+//! | `defect.rs` | what can be wrong with bytes |
+//! | `names.rs` | the files of a store |
+//! | `ids.rs` | newtypes: pages, versions, positions |
+//! | `layout.rs` | tables of fixed little-endian fields |
+//! | `limits.rs` | alignments and limits |
 #![forbid(unsafe_code)]
-// Modules are listed in reading order.
 
-pub mod by_id;
-pub mod ids;
-pub mod names;
-pub mod limits;
-pub mod layout;
-pub mod defect;
-pub mod value;
-pub mod store;
-pub mod segment;
-pub mod frame;
-pub mod op;
-pub mod table;
-pub mod apply;
-pub mod head;
-pub mod log;
-pub mod image;
-pub mod manifest;
-pub mod bases;
-pub mod replay;
-pub mod follow;
-pub mod rebuild;
-pub mod reach;
 pub mod judge;
-pub mod trail;
+pub mod reach;
 pub mod salvage;
+pub mod state;
+pub mod manifest;
+pub mod op;
+pub mod image;
+pub mod log;
+pub mod store;
+pub mod frame;
+pub mod segment;
+pub mod value;
+pub mod defect;
+pub mod names;
+pub mod ids;
+pub mod layout;
+pub mod limits;
 
 pub use defect::{Damage, Defect, SHORTAGES};
 pub use ids::{
@@ -36,7 +51,7 @@ pub use ids::{
     UnknownPlace, Width,
 };
 pub use names::{FileName, Folder, ReadAt};
-pub use table::{PageInfo, PageTable};
+pub use state::table::{PageInfo, PageTable};
 pub use value::{Metadata, SharedMetadata, Value};
 
 /// From one case to the next where a test tries every bit or byte: an interpreter takes a thousand times as long for

@@ -1,4 +1,4 @@
-//! Floor 0. Alignments and limits. A length read from disk is checked against these before it is used.
+//! Alignments and limits. A length read from disk is checked against these before it is used.
 
 /// Groups, segments' headers, chunks and manifests' copies start on multiples of this many bytes.
 pub const GROUP_ALIGN: u64 = 4096;

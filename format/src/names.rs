@@ -1,4 +1,4 @@
-//! Floor 0. The files of a store and their names.
+//! The files of a store and their names.
 
 use std::fmt;
 

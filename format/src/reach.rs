@@ -1,4 +1,4 @@
-//! Floor 0. How far back a store goes: from which snapshots replay may start, and which stand for their own end only.
+//! How far back a store goes: from which snapshots replay may start, and which stand for their own end only.
 //!
 //! What lies on disk does not tell. A segment may be there of which the batches' images are gone, and a link of
 //! which only those that follow it are kept. The log's last seal tells: it records the snapshots that are kept, and
@@ -19,7 +19,8 @@ use crate::frame::VerifiedSnapshot;
 use crate::ids::{LogPoint, Lsn, SnapshotId};
 use crate::manifest::Manifest;
 use crate::names::{FileName, ReadAt};
-use crate::rebuild::{Resolution, Survey};
+use crate::state::follow::Resolution;
+use crate::state::survey::Survey;
 
 /// What a link on disk stands for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,11 +1,11 @@
-//! Floor 0. The header of a log segment. A segment is one file: a header block of 4096 bytes, then groups
+//! The header of a log segment. A segment is one file: a header block of 4096 bytes, then groups
 //! of frames.
 //!
 //! Only the first segment of an incarnation, the *opening* one, names an incarnation: it is renamed into
 //! place whole, and that rename is what makes the incarnation real. A header that is written ahead of its
 //! frames must not name one, or an attempt that a crash cut short could be taken for the newest run.
 
-use crate::defect::{Defect, array, check_crc, check_equal, check_limit, check_zero};
+use crate::defect::{Defect, array, check_crc, check_equal, check_limit, check_point, check_zero};
 use crate::ids::{Incarnation, LogPoint, Lsn, StoreId};
 use crate::layout::layout;
 use crate::limits::{GROUP_ALIGN, NUMBER_MAX, SEGMENT_LEN_MAX, SEGMENT_LEN_MIN};
@@ -146,7 +146,7 @@ impl SegmentHeader {
         }
         check_limit("segment's number", raw.segment, NUMBER_MAX)?;
         check_limit("accepted lsn", raw.accepted.0, NUMBER_MAX)?;
-        raw.predecessor.check_limits()?;
+        check_point(&raw.predecessor)?;
         let opening = Opening {
             incarnation: raw.incarnation,
             predecessor: raw.predecessor,

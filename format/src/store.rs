@@ -1,4 +1,4 @@
-//! Floor 0. The STORE file: who the store is, and which builds may touch it.
+//! The STORE file: who the store is, and which builds may touch it.
 //!
 //! A fixed header of 64 bytes, then a record encoded by serde and bincode. The header keeps its place and
 //! meaning in all versions to come, so that an old build can always say why it refuses:

@@ -26,13 +26,14 @@ use std::path::Path;
 
 use archive::Files;
 use maker::{Maker, PAGE, STORE, content};
-use remanent_format::bases::Base;
 use remanent_format::image::ImagePurpose;
 use remanent_format::log::{LogMap, LogWalk};
 use remanent_format::manifest::{Manifest, ManifestKind};
 use remanent_format::op::Op;
-use remanent_format::rebuild::{RebuildOptions, load_base, rebuild};
 use remanent_format::segment::SegmentHeader;
+use remanent_format::state::bases::Base;
+use remanent_format::state::head::load_base;
+use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 use remanent_format::{Epoch, FileName, Folder, Lsn, Metadata, PageId, Place, ReadAt, SnapshotId, Value};
 use verdict::{Clean, Refused, Torn, Verdict, check, check_state, four, rebuilt, resum, segment};
 

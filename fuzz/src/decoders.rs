@@ -8,16 +8,16 @@
 
 use std::collections::BTreeMap;
 
-use remanent_format::apply::apply;
 use remanent_format::frame::{FrameHeaderRaw, FrameKind, UncheckedFrame, decode_seal, encode_seal};
 use remanent_format::image::{ChunkHeader, Codec, ImageFileHeader, ImageHeader, ImageRef};
 use remanent_format::limits::ROOT_LEN_MAX;
 use remanent_format::manifest::Manifest;
 use remanent_format::op::{Op, PayloadWriter, decode_payload};
-use remanent_format::rebuild::{RebuildOptions, rebuild as rebuild_store};
 use remanent_format::segment::SegmentHeader;
+use remanent_format::state::apply::apply;
+use remanent_format::state::rebuild::{RebuildOptions, rebuild as rebuild_store};
+use remanent_format::state::table::PlanMode;
 use remanent_format::store::StoreFile;
-use remanent_format::table::PlanMode;
 use remanent_format::value::{decode_entry, decode_metadata, encode_entry, encode_metadata};
 use remanent_format::{LogPoint, Lsn, PageTable};
 

@@ -10,11 +10,11 @@ use std::time::Duration;
 
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
-use remanent::disk::sim::SimDisk;
+use remanent::testing::sim_disk::SimDisk;
 use remanent::{Budget, Create, Error, FileName, FollowFrom, Follower, Options, Place, Snapshot, Store};
 use remanent_format::limits::DEVICE_ORDINAL_MAX;
-use remanent_format::rebuild::{RebuildOptions, rebuild};
 use remanent_format::salvage::{Found, Salvage};
+use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 use remanent_format::store::StoreFile;
 
 use crate::files::{Files, State};

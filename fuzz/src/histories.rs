@@ -10,9 +10,9 @@ use std::sync::Arc;
 use arbitrary::{Arbitrary, Unstructured};
 use remanent::device::Device;
 use remanent::device::host::HostDevice;
-use remanent::device::late::LateDevice;
 use remanent::disk::Disk;
-use remanent::disk::sim::{Image, Moment, Plan, SimDisk, Tears};
+use remanent::testing::late_device::LateDevice;
+use remanent::testing::sim_disk::{Image, Moment, Plan, SimDisk, Tears};
 use remanent::{Ack, Error, LogIo, Options, RestorePoint, Snapshot, Store};
 use remanent_format::ReadAt;
 

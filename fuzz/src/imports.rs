@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use arbitrary::{Arbitrary, Unstructured};
 use remanent::device::host::HostDevice;
-use remanent::disk::sim::SimDisk;
+use remanent::testing::sim_disk::SimDisk;
 use remanent::{Options, Store};
 use remanent_format::Lsn;
 use remanent_tools::{self as tools, Ending, Failure};

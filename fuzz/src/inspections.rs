@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use remanent_format::rebuild::{RebuildOptions, Rebuilt, rebuild};
+use remanent_format::state::rebuild::{RebuildOptions, Rebuilt, rebuild};
 use remanent_format::{FileName, Folder, PageInfo, ReadAt};
 use remanent_tools::{Ending, Failure, run};
 

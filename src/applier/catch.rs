@@ -1,4 +1,4 @@
-//! Floor 5. A long page on its way into a snapshot, piece by piece, while batches go on: its bytes stay those of one
+//! A long page on its way into a snapshot, piece by piece, while batches go on: its bytes stay those of one
 //! moment.
 //!
 //! Just before a batch writes to a part of it that is not gathered yet, this part is copied aside on the device. Where
@@ -10,9 +10,9 @@ use std::collections::BTreeMap;
 use remanent_format::{PageId, PageInfo};
 
 use super::{ListBuilder, Turn};
-use crate::arena::{Arena, PageMemory, Purpose};
 use crate::device::{CommandList, Fence, MemoryId, Span};
 use crate::error::Result;
+use crate::memory::arena::{Arena, PageMemory, Purpose};
 
 /// Bytes of a page that are kept aside together.
 const PART_LEN: u64 = 64 << 10;

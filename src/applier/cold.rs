@@ -1,4 +1,4 @@
-//! Floor 5. Pages that are still on disk only: an open that does not wait for them leaves them cold.
+//! Pages that are still on disk only: an open that does not wait for them leaves them cold.
 //!
 //! A cold page has its memory and its entry in the table, but the applier has none of its bytes. Who needs it asks
 //! here first, and waits; whoever loads takes what is asked for before what comes next in the files. A warm page
@@ -11,13 +11,13 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::Duration;
 
 use remanent_format::PageId;
-use remanent_format::by_id::ById;
 use remanent_format::image::ImageRef;
+use remanent_format::state::by_id::ById;
 
-use crate::arena::PageMemory;
+use crate::base::sync::atomic::{AtomicUsize, Ordering};
+use crate::base::sync::{Condvar, Instant, Mutex};
 use crate::error::{Error, Result};
-use crate::sync::atomic::{AtomicUsize, Ordering};
-use crate::sync::{Condvar, Instant, Mutex};
+use crate::memory::arena::PageMemory;
 
 /// A page that is to be loaded.
 pub(crate) struct ColdPage {
@@ -225,8 +225,8 @@ mod tests {
     use remanent_format::{Defect, FileName, Place};
 
     use super::*;
-    use crate::arena::{Arena, Purpose};
     use crate::device::host::HostDevice;
+    use crate::memory::arena::{Arena, Purpose};
     use crate::options::Budget;
 
     const LEN: u64 = 4096;

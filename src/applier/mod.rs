@@ -1,4 +1,4 @@
-//! Floor 5. The applier: the one thread that submits to the apply lane, in the order of the log.
+//! The applier: the one thread that submits to the apply lane, in the order of the log.
 //!
 //! Committers hand it batches that are `Logged` (I1). It takes what is queued as one list, so that many
 //! commits become one launch. Everything that must see commits in order, such as reads and a snapshot's
@@ -8,41 +8,44 @@
 //! bytes: what is in memory then is not what the table says. The store is poisoned, no later list goes out
 //! and nothing is read any more. The log has it all.
 
+pub(crate) mod lease;
+pub(crate) mod pin;
 mod catch;
 mod cold;
-mod cut;
-mod drain;
-mod leases;
-mod pieces;
-mod requests;
+mod exact_cut;
+mod readback;
+mod lease_table;
+mod commands;
+mod queue;
 mod worker;
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
-use remanent_format::by_id::ById;
-use remanent_format::table::Changes;
+use remanent_format::state::by_id::ById;
+use remanent_format::state::table::Changes;
 use remanent_format::{LogPoint, Lsn, PageId, PageInfo, PageTable, Place};
 
 pub(crate) use catch::Catch;
 pub(crate) use cold::{ColdPage, ColdPages};
-pub(crate) use cut::Cut;
-pub(crate) use drain::Drain;
-pub(crate) use leases::{LeaseId, Leases};
-pub(crate) use pieces::{ListBuilder, PayloadAt, stage_aside};
+pub(crate) use commands::{ListBuilder, PayloadAt, stage_aside};
+pub(crate) use exact_cut::Cut;
+pub(crate) use lease_table::{LeaseId, Leases};
+pub(crate) use readback::Drain;
 
-use self::requests::Requests;
+use self::queue::Requests;
 use self::worker::Worker;
-use crate::arena::{Arena, PageMemory};
+use crate::base::sync::atomic::{AtomicU64, Ordering};
+use crate::base::sync::thread;
+use crate::base::sync::thread::JoinHandle;
+use crate::base::sync::{Condvar, Mutex, mpsc};
 use crate::device::{CommandList, Device, Fence, Lane, Pending, SHORT_COPY_LEN_MAX};
 use crate::error::{Error, Result};
-use crate::sync::atomic::{AtomicU64, Ordering};
-use crate::sync::thread::{self, JoinHandle};
-use crate::sync::{Condvar, Mutex, mpsc};
+use crate::memory::arena::{Arena, PageMemory};
 use crate::versions::Versions;
 
-use crate::poison::Poison;
-use crate::staging::{StagingBuf, StagingPool};
+use crate::base::poison::Poison;
+use crate::memory::staging::{StagingBuf, StagingPool};
 
 /// A list is submitted when its payloads reach this many bytes.
 const LIST_BYTES: usize = 256 << 10;

@@ -1,4 +1,4 @@
-//! Floor 5. The applier's thread: batches become lists, lists go into the lane, and memory that a list uses last is
+//! The applier's thread: batches become lists, lists go into the lane, and memory that a list uses last is
 //! given back behind it.
 
 use std::collections::VecDeque;
@@ -7,13 +7,13 @@ use std::sync::Arc;
 use remanent_format::op::{Op, decode_payload};
 use remanent_format::{Lsn, PageId};
 
-use super::pieces::{ListBuilder, PayloadAt, needs_aside};
-use super::requests::Request;
+use super::commands::{ListBuilder, PayloadAt, needs_aside};
+use super::queue::Request;
 use super::{Applied, Applier, ApplierParts, LIST_BYTES, Leases, Turn, Work};
-use crate::arena::{Arena, PageMemory};
 use crate::device::{CommandList, Device, Lane, Pending};
 use crate::error::{Error, Result};
-use crate::staging::StagingPool;
+use crate::memory::arena::{Arena, PageMemory};
+use crate::memory::staging::StagingPool;
 use crate::versions::Versions;
 
 /// Lists in flight before the applier waits for the oldest.

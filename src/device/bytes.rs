@@ -1,4 +1,4 @@
-//! Floor 2. Bytes in a device's memory, as callers hold them: what their kernels write, and what a batch takes.
+//! Bytes in a device's memory, as callers hold them: what their kernels write, and what a batch takes.
 //!
 //! A value keeps its memory, so whoever has a range can use it. Memory is the store's own, or it is the
 //! caller's and was adopted; either way its owner is dropped with the last range of it.
@@ -11,8 +11,8 @@ use std::sync::Arc;
 use remanent_format::Place;
 
 use super::{Command, CommandList, Device, Lane, MemoryId, RawStream, Span, StagingSpan};
+use crate::base::process::ForkGuard;
 use crate::error::{Error, Result};
-use crate::process::ForkGuard;
 
 /// A range of a device's memory. Clones are the same bytes; the memory lives as long as one of them.
 ///

@@ -1,4 +1,4 @@
-//! Floor 2. The seam to the memory in which pages live: a queue of commands, not a set of calls.
+//! The seam to the memory in which pages live: a queue of commands, not a set of calls.
 //!
 //! A launch on a GPU costs microseconds while a logged commit should cost one, so work goes to a device
 //! as lists of commands, and whoever needs a result waits for a fence. Memory and staging are named by
@@ -9,18 +9,16 @@
 
 #[cfg(feature = "cuda")]
 pub mod cuda;
-pub mod faulty;
 pub mod host;
-pub mod late;
-pub mod several;
-mod spans;
+pub mod multi;
+pub(crate) mod spans;
 mod bytes;
 
 use std::any::Any;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
-use remanent_format::by_id::Number;
+use remanent_format::ids::Number;
 use remanent_format::{Place, Width};
 
 pub use self::bytes::{CallerMemory, DeviceBytes};
@@ -194,7 +192,7 @@ pub type PageBytes = Arc<dyn AsRef<[u8]> + Send + Sync>;
 /// Whoever makes one, by `RawStream::from_cuda`, vouches for the handle, for a driver follows any number that
 /// it is given. A device that knows no streams refuses all of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct RawStream(u64);
+pub struct RawStream(pub(crate) u64);
 
 impl RawStream {
     /// Whether it is a default stream: every GPU has one by the same handle.
@@ -540,7 +538,7 @@ pub struct Pending {
 }
 
 /// Where a device leaves a list's staging when the list is done.
-pub type ReturnedStaging = crate::sync::Mutex<Vec<Staging>>;
+pub type ReturnedStaging = crate::base::sync::Mutex<Vec<Staging>>;
 
 impl Pending {
     /// For devices: a list that passes `fence` and whose staging will lie in `returned` by then.

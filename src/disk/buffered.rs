@@ -1,4 +1,4 @@
-//! Floor 3. A window by `pwrite` and `fdatasync`, for file systems on which a mapping is not safe.
+//! A window by `pwrite` and `fdatasync`, for file systems on which a mapping is not safe.
 //!
 //! `put` survives the death of the process once `pwrite` has returned: the bytes lie in the page cache.
 

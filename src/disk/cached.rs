@@ -1,4 +1,4 @@
-//! Floor 3. What the page cache has of a file, without asking the medium for the rest.
+//! What the page cache has of a file, without asking the medium for the rest.
 //!
 //! A read that must not wait (`RWF_NOWAIT`) stops where the cache does. Since Linux 5.20 it has the rest read ahead
 //! all the same, which whoever goes on past the cache reads once more: of 256 MiB that were not cached, read 4 MiB

@@ -1,4 +1,4 @@
-//! Floor 3. `DirDisk`: a store directory of a real file system.
+//! `DirDisk`: a store directory of a real file system.
 //!
 //! Every method is one or two system calls; the standard library retries those that a signal interrupts.
 //! Names are resolved anew at each call, open files go on naming what they were opened on: a rename
@@ -18,16 +18,16 @@ use rustix::fs::Advice;
 
 use super::buffered::BufferedWindow;
 use super::cached::read_cached;
+use super::capabilities::{direct_refused, mapping_refused};
 use super::direct::{self, DirectWindow};
+use super::direct_read::{read_direct, reopen, reopen_direct};
 use super::mapped::{self, MappedWindow};
-use super::past_cache::{read_direct, reopen, reopen_direct};
-use super::refusals::{direct_refused, mapping_refused};
 use super::{
-    Disk, DiskFile, DiskLock, Hold, Watch, Window, ZEROS_LEN_MAX, lock, readers, watch, zeros_by_pieces,
+    Disk, DiskFile, DiskLock, Hold, Watch, Window, ZEROS_LEN_MAX, lock, reader_locks, watch, zeros_by_pieces,
 };
+use crate::base::sync::Mutex;
 use crate::error::{Error, Result};
 use crate::options::LogIo;
-use crate::sync::Mutex;
 
 /// A store directory of a real file system.
 ///
@@ -107,7 +107,7 @@ impl Disk for DirDisk {
 
     fn lock(&self) -> Result<Box<dyn DiskLock>> {
         let lock = lock::acquire(&self.root)?;
-        readers::make(&self.root)?;
+        reader_locks::make(&self.root)?;
         Ok(lock)
     }
 
@@ -116,15 +116,15 @@ impl Disk for DirDisk {
     }
 
     fn hold(&self, id: SnapshotId) -> Result<Hold> {
-        readers::hold(&self.root, id)
+        reader_locks::hold(&self.root, id)
     }
 
     fn try_retire(&self, id: SnapshotId) -> Result<Option<Box<dyn DiskLock>>> {
-        readers::try_retire(&self.root, id)
+        reader_locks::try_retire(&self.root, id)
     }
 
     fn is_held(&self, id: SnapshotId) -> Result<bool> {
-        readers::is_held(&self.root, id)
+        reader_locks::is_held(&self.root, id)
     }
 
     fn total_bytes(&self) -> Result<Option<u64>> {
@@ -494,8 +494,8 @@ impl ReadAt for DirReader {
 mod tests {
     use rustix::io::Errno;
 
-    use super::super::past_cache::BOUNCE_LEN_MAX;
-    use super::super::refusals::direct_verdict;
+    use super::super::capabilities::direct_verdict;
+    use super::super::direct_read::BOUNCE_LEN_MAX;
     use super::*;
     use crate::error::Remedy;
 

@@ -1,4 +1,4 @@
-//! Floor 3. A window by direct writes: a put is a copy into the process's own memory, a sync is one write past
+//! A window by direct writes: a put is a copy into the process's own memory, a sync is one write past
 //! the page cache that returns when the medium has the bytes.
 //!
 //! Where every commit waits for a sync, this takes one system call where others take two, and the kernel neither
@@ -25,10 +25,11 @@ use remanent_format::FileName;
 use remanent_format::limits::GROUP_ALIGN;
 use rustix::fs::OFlags;
 
-use super::past_cache::reopen;
-use super::{AlignedBuf, Window, ZEROS_LEN_MAX, zeros_by_pieces};
+use super::direct_read::reopen;
+use super::{Window, ZEROS_LEN_MAX, zeros_by_pieces};
+use crate::base::aligned::AlignedBuf;
+use crate::base::sync::Mutex;
 use crate::error::{Error, Result};
-use crate::sync::Mutex;
 
 /// How a file is opened for a window: what is written is on the medium when the write returns.
 pub(super) const FLAGS: OFlags =

@@ -1,4 +1,4 @@
-//! Floor 3. The writer lock of a store directory: one writer, whatever process and whatever handle.
+//! The writer lock of a store directory: one writer, whatever process and whatever handle.
 //!
 //! Two locks in one, because each alone leaves a gap:
 //!
@@ -23,9 +23,9 @@ use rustix::io::Errno;
 use rustix::process::{Flock, FlockType};
 
 use super::DiskLock;
+use crate::base::process::{ForkGuard, PerProcess};
+use crate::base::sync::Mutex;
 use crate::error::{Error, Result};
-use crate::process::{ForkGuard, PerProcess};
-use crate::sync::Mutex;
 
 /// A directory, whatever its path.
 type DirectoryId = (u64, u64);

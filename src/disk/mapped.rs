@@ -1,4 +1,4 @@
-//! Floor 3. A window by a shared mapping: a put is a copy into memory, without a system call.
+//! A window by a shared mapping: a put is a copy into memory, without a system call.
 //!
 //! What has been copied survives the death of the process because the pages belong to the file, not to
 //! the process. What must hold for a file that is mapped, and is the caller's part (`Disk::window`): every
@@ -15,10 +15,10 @@ use memmap2::{Advice, MmapOptions, MmapRaw};
 use remanent_format::FileName;
 
 use super::Window;
-use super::refusals::has_no_other_cache;
+use super::capabilities::has_no_other_cache;
+use crate::base::process::ForkGuard;
+use crate::base::sync::Mutex;
 use crate::error::{Error, Result};
-use crate::process::ForkGuard;
-use crate::sync::Mutex;
 
 /// A window onto the whole of a file.
 ///

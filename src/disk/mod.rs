@@ -1,24 +1,22 @@
-//! Floor 2. The seam to storage: files of a store, folders, and mapped windows.
+//! The seam to storage: files of a store, folders, and mapped windows.
 //!
 //! Everything that the engine asks of storage is a method here, so that `SimDisk` sees every write, every
 //! sync and every rename as a point at which a crash can strike. The engine holds `Arc<dyn Disk>`: one
 //! indirect call costs a nanosecond or two beside a store into a mapping or a sync, and the engine is
 //! compiled once, not once a disk.
 
-mod aligned;
+pub(crate) mod source;
 mod buffered;
 mod cached;
 pub mod dir;
 mod direct;
 mod lock;
 mod mapped;
-mod past_cache;
-mod readers;
-mod refusals;
+mod direct_read;
+mod reader_locks;
+mod capabilities;
 mod watch;
 // Public because tests and fuzz targets use it from outside the crate; hidden because nobody's store does.
-#[doc(hidden)]
-pub mod sim;
 
 use std::any::Any;
 use std::fmt;
@@ -29,7 +27,7 @@ use std::time::Duration;
 
 use remanent_format::{FileName, Folder, SnapshotId};
 
-pub(crate) use self::aligned::AlignedBuf;
+use crate::base::aligned::AlignedBuf;
 use crate::error::Result;
 use crate::options::LogIo;
 

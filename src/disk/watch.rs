@@ -1,4 +1,4 @@
-//! Floor 3. Hearing of changes in a folder from the system (inotify), and waiting for them.
+//! Hearing of changes in a folder from the system (inotify), and waiting for them.
 //!
 //! A user may have some hundred inotify instances. So all followers of a store in this process share one, and one
 //! thread that reads from it ([`Hub`]). A forked child has no such thread, and a store's watch is its parent's: the
@@ -20,9 +20,9 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::inotify::{self, CreateFlags, ReadFlags, WatchFlags};
 
 use super::{Nap, Watch};
-use crate::process::{ForkGuard, PerProcess};
-use crate::sync::thread;
-use crate::sync::{Condvar, Instant, Mutex};
+use crate::base::process::{ForkGuard, PerProcess};
+use crate::base::sync::thread;
+use crate::base::sync::{Condvar, Instant, Mutex};
 
 /// Room for a few dozen events at a time.
 const EVENTS_LEN: usize = 4096;

@@ -1,19 +1,19 @@
-//! Floor 6. What a follower hands over: a whole batch, or the state that a restore put in place of everything.
+//! What a follower hands over: a whole batch, or the state that a restore put in place of everything.
 
 use std::fmt;
 use std::sync::Arc;
 
 use remanent_format::image::ImageRef;
+use remanent_format::image::read::read_image;
 use remanent_format::manifest::Manifest;
 use remanent_format::op::{Op, decode_payload};
-use remanent_format::rebuild::read_image;
 use remanent_format::{Defect, Lsn, Metadata, PageId, PageInfo};
 
 use super::position::FollowerPosition;
 use super::survey::missing_file;
 use crate::disk::Disk;
+use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
-use crate::source::DiskSource;
 
 /// A batch as it was committed, every byte checked.
 ///

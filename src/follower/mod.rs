@@ -1,4 +1,4 @@
-//! Floor 6. Following a store: its batches, one after the other, as they are logged, in another process or in
+//! Following a store: its batches, one after the other, as they are logged, in another process or in
 //! this one.
 //!
 //! A follower holds nothing and writes nothing. The writer does not know of it, so what it reads may be
@@ -17,8 +17,8 @@
 //! over.
 
 mod batch;
-mod locate;
-mod patience;
+mod seek;
+mod backoff;
 mod position;
 mod replica;
 mod segment;
@@ -31,9 +31,9 @@ use std::time::{Duration, Instant};
 use remanent_format::frame::FrameKind;
 use remanent_format::log::LogWalk;
 use remanent_format::op::{Op, OpAt, decode_payload};
-use remanent_format::rebuild::read_manifest;
-use remanent_format::replay::page_info;
 use remanent_format::segment::Opening;
+use remanent_format::state::replay::page_info;
+use remanent_format::state::survey::read_manifest;
 use remanent_format::store::StoreFile;
 use remanent_format::{Damage, Defect, FileName, Folder, LogPoint, Lsn};
 
@@ -41,12 +41,12 @@ pub use batch::{FollowedBatch, Restored};
 pub use position::{FollowerPosition, ParsePositionError};
 pub use replica::Replica;
 
+use crate::base::process::Process;
+use crate::disk::source::DiskSource;
 use crate::disk::{Disk, Watch};
 use crate::error::{Error, Result};
-use crate::process::Process;
-use crate::source::DiskSource;
-use locate::{at_start, behind, diverged, leaves_out, locate};
-use patience::{Pauses, Suspicion};
+use backoff::{Pauses, Suspicion};
+use seek::{at_start, behind, diverged, leaves_out, locate};
 use segment::LiveSegment;
 use survey::{ask, is_grave, missing, missing_file, newest_snapshot, segments, survey};
 use tail::{Tail, Taken};
@@ -148,7 +148,7 @@ impl Follower {
     /// Follows behind the state of a snapshot. Its images are not of one moment, so that state is reached at
     /// its end, and the batches from its redo on are read to get there.
     fn behind_end(disk: Arc<dyn Disk>, store: &StoreFile, redo: LogPoint, end: Lsn) -> Result<Self> {
-        let position = locate::at(redo);
+        let position = seek::at(redo);
         // I7: the log is durable up to the end of a snapshot that is published.
         let mut follower = Self::at(disk, store.clone(), end, redo, position);
         while follower.position.lsn < end {
@@ -257,7 +257,7 @@ impl Follower {
             self.idle_since = Instant::now();
             // A copy of the last batch is known by its new name from now on.
             if header.kind == FrameKind::Batch && header.lsn >= self.position.lsn {
-                self.position = locate::at(end);
+                self.position = seek::at(end);
             }
             if handed.is_some() {
                 return Ok(handed);
@@ -279,7 +279,7 @@ impl Follower {
         };
         Ok(FollowedBatch {
             disk: self.disk.clone(),
-            position: locate::at(end),
+            position: seek::at(end),
             durable: header.durable,
             segment: header.segment,
             offset: header.offset,

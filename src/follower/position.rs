@@ -1,4 +1,4 @@
-//! Floor 6. What a follower remembers of the last batch that it handed over: enough to go on from there, in
+//! What a follower remembers of the last batch that it handed over: enough to go on from there, in
 //! another process, and to notice if that batch is not the store's any more.
 
 use std::fmt;

@@ -1,12 +1,12 @@
-//! Floor 6. A copy of a store's pages in host memory, kept up by the batches that a follower hands over.
+//! A copy of a store's pages in host memory, kept up by the batches that a follower hands over.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use remanent_format::apply::apply;
 use remanent_format::op::{Op, decode_payload};
-use remanent_format::rebuild::Survey;
-use remanent_format::table::PlanMode;
+use remanent_format::state::apply::apply;
+use remanent_format::state::survey::Survey;
+use remanent_format::state::table::PlanMode;
 use remanent_format::{Defect, FileName, Key, LogPoint, Lsn, Metadata, PageId, PageInfo, PageTable};
 
 use super::Follower;
@@ -14,8 +14,8 @@ use super::batch::{FollowedBatch, Restored};
 use super::position::FollowerPosition;
 use super::survey::{ask, missing, newest_snapshot};
 use crate::disk::Disk;
+use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
-use crate::source::DiskSource;
 
 /// Pages, root and bytes as they were behind one batch. The default is the empty store, before its first batch.
 ///

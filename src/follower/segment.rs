@@ -1,4 +1,4 @@
-//! Floor 6. One segment, read while somebody may be appending to it, or recycling it.
+//! One segment, read while somebody may be appending to it, or recycling it.
 //!
 //! Whoever reads it holds nothing, so every answer is "as of now". What is read must prove itself: a frame by
 //! its checksums, its own position and its chain, and the file by its header, which is looked at again after

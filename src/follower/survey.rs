@@ -1,4 +1,4 @@
-//! Floor 6. Looking at all files of a store that somebody may be writing, and what it means that one is gone.
+//! Looking at all files of a store that somebody may be writing, and what it means that one is gone.
 //!
 //! A survey lists names first and reads the files after, while a writer makes, replaces and removes them. So
 //! what it found is right, for everything proves itself, but what it did not find may have been there at every
@@ -6,12 +6,12 @@
 
 use std::sync::Arc;
 
-use remanent_format::rebuild::Survey;
+use remanent_format::state::survey::Survey;
 use remanent_format::{Damage, Defect, FileName, Folder, LogPoint, Lsn, SnapshotId};
 
 use crate::disk::Disk;
+use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
-use crate::source::DiskSource;
 
 /// How often files are surveyed anew that a writer changes faster than they can be read.
 const ATTEMPTS: usize = 64;

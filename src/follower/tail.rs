@@ -1,4 +1,4 @@
-//! Floor 6. The next frame, if it is there: one step along the log, by the rules of the walk (I3), beside a
+//! The next frame, if it is there: one step along the log, by the rules of the walk (I3), beside a
 //! writer. What is not whole yet is not there yet; nothing here calls it damage.
 
 use std::sync::Arc;

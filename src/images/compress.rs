@@ -1,4 +1,4 @@
-//! Floor 5. Which images are compressed: those that a quick test says it pays for, by as many threads as
+//! Which images are compressed: those that a quick test says it pays for, by as many threads as
 //! there are.
 
 use std::convert::Infallible;
@@ -7,7 +7,7 @@ use std::ops::Range;
 use remanent_format::Defect;
 use remanent_format::image::{COMPRESSED_PIECE_LEN, Compressor};
 
-use crate::crew;
+use crate::base::parallel;
 use crate::options::Compression;
 
 /// Zstd's fastest ordinary level: beside a disk of 1 to 3 GB/s anything slower is what a snapshot waits for.
@@ -95,8 +95,8 @@ pub(super) fn compress_pieces(
     threads_max: usize,
 ) -> Vec<Option<Vec<u8>>> {
     let bytes: usize = pieces.iter().map(|(_, range)| range.len()).sum();
-    let threads = if bytes < PARALLEL_LEN_MIN { 1 } else { crew::threads(THREADS_MAX.min(threads_max)) };
-    let frames = crew::map(
+    let threads = if bytes < PARALLEL_LEN_MIN { 1 } else { parallel::threads(THREADS_MAX.min(threads_max)) };
+    let frames = parallel::map_indexed(
         threads,
         pieces.len(),
         || Compressor::new(LEVEL),

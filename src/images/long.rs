@@ -1,4 +1,4 @@
-//! Floor 5. The image of a long page, which is written piece by piece: memory is held for a piece, however long the
+//! The image of a long page, which is written piece by piece: memory is held for a piece, however long the
 //! page is.
 //!
 //! What it takes is known when its last piece is compressed. So nothing else is appended to the file meanwhile, and the
@@ -9,16 +9,16 @@
 
 use std::ops::Range;
 
+use remanent_format::image::read::stream_image;
 use remanent_format::image::{COMPRESSED_PIECE_LEN, Chunk, Compressed, ImageRef, NewImage};
-use remanent_format::rebuild::stream_image;
 use remanent_format::{Damage, FileName, PageInfo};
 
 use super::compress::{compress_pieces, pays, pays_by_samples_of, sample_ranges};
 use super::{ImageWriter, no_space};
-use crate::disk::AlignedBuf;
+use crate::base::aligned::AlignedBuf;
+use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 use crate::options::Compression;
-use crate::source::DiskSource;
 
 /// Bytes of a page that are held at once, and those of the longest page that is held whole.
 pub(crate) const PIECE_BYTES: u64 = 4 << 20;

@@ -1,11 +1,13 @@
-//! Floor 5. Writing image files: pages' bytes in chunks, appended and synced before anything names them.
+//! Writing image files: pages' bytes in chunks, appended and synced before anything names them.
 //!
 //! A crash here loses nothing: an image file that no manifest, no table and no batch names is nobody's.
 
-mod ahead;
+pub(crate) mod numbers;
+pub(crate) mod read;
+mod write_ahead;
 mod compress;
 mod long;
-mod side_by_side;
+mod writers;
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -17,15 +19,16 @@ use remanent_format::image::{
 use remanent_format::limits::CHUNK_IMAGES_MAX;
 use remanent_format::{Defect, FileName, Folder, PageInfo, Place, StoreId};
 
-pub(crate) use self::ahead::WrittenAhead;
 use self::compress::compress;
 pub(crate) use self::long::{PIECE_BYTES, Pass, Sink};
-pub(crate) use self::side_by_side::{ImageWriters, file_count};
-use crate::crew;
-use crate::disk::{AlignedBuf, Disk, DiskFile};
+pub(crate) use self::write_ahead::WrittenAhead;
+pub(crate) use self::writers::{ImageWriters, file_count};
+use crate::base::aligned::AlignedBuf;
+use crate::base::parallel;
+use crate::base::sync::Mutex;
+use crate::disk::{Disk, DiskFile};
 use crate::error::{Error, Result, make_room};
 use crate::options::Compression;
-use crate::sync::Mutex;
 
 /// A chunk is written when its images reach this many bytes; a longer page has a chunk of its own.
 pub(crate) const CHUNK_BYTES: u64 = 2 << 20;
@@ -66,7 +69,7 @@ fn next_chunk(bytes_max: u64, lens: impl IntoIterator<Item = u64>) -> usize {
 /// How many threads make chunks of which the longest has so many bytes.
 pub(crate) fn chunk_threads(longest: u64) -> usize {
     let fit = IN_FLIGHT_BYTES / longest.max(CHUNK_BYTES);
-    crew::threads((fit as usize).clamp(1, THREADS_MAX))
+    parallel::threads((fit as usize).clamp(1, THREADS_MAX))
 }
 
 /// Appends images to one new file. Threads share it: each writes chunks of its own, which lie in the file in the
@@ -158,7 +161,7 @@ impl ImageWriter {
                 chunks[index].iter().map(|(info, bytes)| (info, *bytes)).collect();
             self.write_chunk(&chunk)
         };
-        let references = crew::map(chunk_threads(longest), chunks.len(), || (), write)?;
+        let references = parallel::map_indexed(chunk_threads(longest), chunks.len(), || (), write)?;
         Ok(references.concat())
     }
 
@@ -281,7 +284,7 @@ impl ImageWriter {
             self.verify_chunk(&chunks[index], &mut area[..len])
         };
         let threads = chunk_threads(longest).min(self.threads_max);
-        crew::map(threads, chunks.len(), || AlignedBuf::new(0), verify).map(drop)
+        parallel::map_indexed(threads, chunks.len(), || AlignedBuf::new(0), verify).map(drop)
     }
 
     fn verify_chunk(&self, chunk: &Chunk, bytes: &mut [u8]) -> Result<()> {

@@ -1,13 +1,13 @@
-//! Floor 5. The log's way to the disk: segment files, appending, and the threads that sync, seal and make
+//! The log's way to the disk: segment files, appending, and the threads that sync, seal and make
 //! segments ahead.
 //!
 //! Reading it back is the format crate's (`remanent_format::log`).
 
 pub(crate) mod segments;
 mod state;
-mod waiters;
+mod group_commit;
 pub(crate) mod writer;
-mod keeper;
+mod threads;
 mod watch;
 
 pub(crate) use segments::{SegmentPool, SegmentRules, SpacePurpose};

@@ -1,4 +1,4 @@
-//! Floor 5. Segment files: made whole before they get their name, reused when nothing needs them.
+//! Segment files: made whole before they get their name, reused when nothing needs them.
 //!
 //! A crash here loses nothing: a temporary file is nobody's, a spare holds nothing, and a segment that has
 //! its name is empty, synced and in its folder before the first frame enters its predecessor (I8).
@@ -11,12 +11,13 @@ use remanent_format::limits::{GROUP_ALIGN, SEGMENT_LEN_MIN, align_up};
 use remanent_format::segment::{Opening, SEGMENT_HEADER_BLOCK, SegmentHeader};
 use remanent_format::{FileName, Folder, StoreId};
 
+use crate::base::phases;
+use crate::base::phases::Phase;
+use crate::base::sync::Mutex;
+use crate::base::sync::atomic::AtomicUsize;
 use crate::disk::{Disk, DiskFile, Window};
 use crate::error::{Error, Result};
 use crate::options::LogIo;
-use crate::phases::{self, Phase};
-use crate::sync::Mutex;
-use crate::sync::atomic::AtomicUsize;
 
 /// The length of a log's first segments, if those of the usual length are longer: an opening that commits little takes
 /// little, and so does a store that is young.

@@ -1,4 +1,4 @@
-//! Floor 5. Where the log stands: the segment that takes frames, those ahead, and what no sync has taken yet.
+//! Where the log stands: the segment that takes frames, those ahead, and what no sync has taken yet.
 //!
 //! Kept behind one lock of [`super::writer::Log`]; nothing here waits or touches the disk.
 
@@ -10,13 +10,13 @@ use remanent_format::limits::{FRAME_ALIGN, GROUP_ALIGN, align_up};
 use remanent_format::segment::SEGMENT_HEADER_BLOCK;
 use remanent_format::{FileName, LogPoint, Lsn};
 
+use super::group_commit::Waiters;
 use super::segments::SegmentFile;
-use super::waiters::Waiters;
-use super::watch::Watch;
+use crate::base::phases;
+use crate::base::phases::Phase;
+use crate::base::sync::Instant;
 use crate::disk::Window;
 use crate::error::Error;
-use crate::phases::{self, Phase};
-use crate::sync::Instant;
 
 /// Empty segments kept ahead of the current one. One is demanded by I8; the second is there so that a
 /// roll finds the one that it must have.
@@ -101,7 +101,7 @@ pub(super) struct State {
     pub grow_after: Option<Instant>,
     pub reserve_full: bool,
     pub stop: bool,
-    pub watch: Watch,
+    pub watch: GrowthWatch,
     pub stats: LogStats,
     /// Bytes of the images that were written ahead of batches appended.
     pub ahead_bytes: u64,
@@ -165,7 +165,7 @@ impl State {
             grow_after: None,
             reserve_full: false,
             stop: false,
-            watch: Watch::default(),
+            watch: GrowthWatch::default(),
             stats: LogStats::default(),
             ahead_bytes: 0,
         }
@@ -244,6 +244,22 @@ pub(super) fn live(segment: SegmentFile) -> Live {
     Live { number, len, window }
 }
 
+/// What the watcher waits for.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct GrowthWatch {
+    /// A batch, or bytes of frames and of images written ahead: either is enough.
+    pub(super) wanted: Option<(Lsn, u64)>,
+    /// Whether the watcher was called before it could wait.
+    pub(super) called: bool,
+}
+
+impl GrowthWatch {
+    /// Whether the watcher waits for what has just come about.
+    pub fn is_reached(&self, lsn: Lsn, bytes: u64) -> bool {
+        self.wanted.is_some_and(|wanted| lsn >= wanted.0 || bytes >= wanted.1)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::time::Duration;
@@ -253,8 +269,8 @@ mod tests {
     use super::super::segments::{SegmentPool, SegmentRules, SpacePurpose};
     use super::*;
     use crate::disk::Disk;
-    use crate::disk::sim::SimDisk;
     use crate::options::LogIo;
+    use crate::testing::sim_disk::SimDisk;
 
     fn opened() -> State {
         let disk = SimDisk::new();

@@ -1,27 +1,11 @@
-//! Floor 5. Waiting for the log to grow, without looking again and again: for who takes snapshots of its own
+//! Waiting for the log to grow, without looking again and again: for who takes snapshots of its own
 //! accord.
 
 use remanent_format::Lsn;
 
-use super::state::State;
+use super::state::{GrowthWatch, State};
 use super::writer::Log;
-use crate::sync::Instant;
-
-/// What the watcher waits for.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Watch {
-    /// A batch, or bytes of frames and of images written ahead: either is enough.
-    wanted: Option<(Lsn, u64)>,
-    /// Whether the watcher was called before it could wait.
-    called: bool,
-}
-
-impl Watch {
-    /// Whether the watcher waits for what has just come about.
-    pub fn is_reached(&self, lsn: Lsn, bytes: u64) -> bool {
-        self.wanted.is_some_and(|wanted| lsn >= wanted.0 || bytes >= wanted.1)
-    }
-}
+use crate::base::sync::Instant;
 
 impl Log {
     /// Waits until the log has this batch, or so many bytes since it was opened; until the time has come, if
@@ -42,7 +26,7 @@ impl Log {
                 None => self.grown.wait(&mut state),
             }
         }
-        state.watch = Watch::default();
+        state.watch = GrowthWatch::default();
     }
 
     /// The newest batch, and the bytes since the log was opened: of frames, and of images that were written ahead.

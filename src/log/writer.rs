@@ -1,8 +1,8 @@
-//! Floor 5. Appending to the log, and waiting until it is durable.
+//! Appending to the log, and waiting until it is durable.
 //!
 //! A batch is `Logged` when [`Log::append`] returns: its frame and all before it are whole in the mapping
 //! or in the kernel's page cache, which outlive the process. It is `Durable` when its group is synced: by the
-//! keeper ([`super::keeper`]) when it is due, or by the first who waits for it, while nobody else syncs. A
+//! keeper ([`super::threads`]) when it is due, or by the first who waits for it, while nobody else syncs. A
 //! direct log's frames lie in the process's own memory until then: it says `Logged` only when it can say
 //! `Durable` ([`Log::wait_logged`]). Frames of one group follow each other; a sync closes the group, and the
 //! next frame starts on a new 4096-byte boundary, so that nothing synced is written again (I5).
@@ -23,13 +23,15 @@ use remanent_format::{FileName, LogPoint, Lsn, StoreId};
 
 use super::segments::{SegmentPool, SpacePurpose};
 use super::state::{AHEAD, Dirty, LogStart, LogStats, Room, State, live};
+use crate::base::phases;
+use crate::base::phases::Phase;
+use crate::base::poison::Poison;
+use crate::base::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use crate::base::sync::thread;
+use crate::base::sync::thread::JoinHandle;
+use crate::base::sync::{Condvar, Instant, Mutex, MutexGuard};
 use crate::error::{Error, Result};
 use crate::options::LogIo;
-use crate::phases::{self, Phase};
-use crate::poison::Poison;
-use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use crate::sync::thread::{self, JoinHandle};
-use crate::sync::{Condvar, Instant, Mutex, MutexGuard};
 
 /// The log of an open store.
 pub(crate) struct Log {
@@ -190,7 +192,7 @@ impl Log {
 
     /// Waits until batch `lsn`, which was appended, survives a power cut. Who finds nobody syncing syncs, for all
     /// who have appended: handed to another thread, a sync would cost two changes of threads more. Where others are
-    /// expected ([`super::waiters`]), the last one to come does.
+    /// expected ([`super::group_commit`]), the last one to come does.
     pub fn wait_durable(&self, lsn: Lsn) -> Result<()> {
         let mut state = self.state.lock();
         if state.durable >= lsn {

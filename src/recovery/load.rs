@@ -1,34 +1,36 @@
-//! Floor 6. Bringing pages into device memory: images, then the log on top.
+//! Bringing pages into device memory: images, then the log on top.
 //!
 //! Nothing on disk changes here, so a crash loses nothing.
 
 use std::collections::{HashMap, VecDeque};
 
-use remanent_format::bases::Base;
-use remanent_format::by_id::ById;
-use remanent_format::head::PageHead;
 use remanent_format::image::ImageRef;
 use remanent_format::manifest::Manifest;
 use remanent_format::op::decode_payload;
-use remanent_format::rebuild::{Resolution, Survey, load_base};
+use remanent_format::state::bases::Base;
+use remanent_format::state::by_id::ById;
+use remanent_format::state::follow::Resolution;
+use remanent_format::state::head::PageHead;
+use remanent_format::state::head::load_base;
+use remanent_format::state::survey::Survey;
 use remanent_format::{Defect, FileName, LogPoint, Lsn, PageId, PageTable};
 
-use super::frames::Run;
-use super::images::{ImageLoader, threads};
-use super::keeping::Found;
-use super::memory::Memories;
-use super::sorting::{Images, Sorted, Sorting};
+use super::catalog::Found;
+use super::image_loader::{ImageLoader, threads};
+use super::log_reader::Run;
+use super::page_memory::Memories;
+use super::page_sources::{Images, Sorted, Sorting};
 use super::{Recovery, is_same, on_disk};
 use crate::applier::{ColdPage, ListBuilder, PayloadAt, stage_aside};
-use crate::arena::{Arena, PageMemory};
-use crate::crew;
+use crate::base::parallel;
+use crate::base::sync::Mutex;
 use crate::device::{Command, CommandList, Device, Lane, Pending, StagingSpan};
+use crate::disk::source::DiskSource;
 use crate::error::{Error, Result, copied};
+use crate::images::read::Wanted;
+use crate::memory::arena::{Arena, PageMemory};
+use crate::memory::staging::StagingPool;
 use crate::options::Restore;
-use crate::runs::Wanted;
-use crate::source::DiskSource;
-use crate::staging::StagingPool;
-use crate::sync::Mutex;
 
 /// Lists in flight while loading.
 const IN_FLIGHT_MAX: usize = 8;
@@ -123,7 +125,7 @@ pub(super) fn load<'a, 's>(
         loader.load_images(&sealed, table, &memories, images, &zeros)
     };
     let find = || Found::look(&*recovery.disk, source, survey, base, resolution, beside);
-    let (read, (found, ())) = crew::both(load, || crew::both(find, || memories.allocate()));
+    let (read, (found, ())) = parallel::join(load, || parallel::join(find, || memories.allocate()));
     let (memory, allocated) = memories.finish();
     loader.pages.memory = memory;
     // What there is no memory for cannot be loaded from an older snapshot either.

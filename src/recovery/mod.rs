@@ -1,8 +1,8 @@
-//! Floor 6. Opening a store directory: create, recover, begin a new incarnation.
+//! Opening a store directory: create, recover, begin a new incarnation.
 //!
 //! # The decision table
 //!
-//! What may lie on disk, how it gets there, what is done; the tests are in `tests/it/recovery.rs`.
+//! What may lie on disk, how it gets there, what is done; the tests are in `tests/it/recovery/mod.rs`.
 //!
 //! | on disk | how | what is done | test |
 //! |---|---|---|---|
@@ -62,61 +62,56 @@
 //!    segments of an incarnation that is not on the line, which mean nothing; the next open, or the next snapshot,
 //!    recycles them.
 
+pub(crate) mod create;
 mod survey;
-mod fork;
-mod found;
-mod frames;
-mod images;
-mod keeping;
-mod memory;
+mod log_reader;
+mod image_loader;
+mod catalog;
+mod page_memory;
 mod load;
-mod opening;
+pub(crate) mod opening;
 mod outlook;
-mod sorting;
-mod warm;
+mod page_sources;
+mod lazy_load;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use remanent_format::by_id::ById;
-use remanent_format::follow::Following;
-use remanent_format::frame::{FrameHeaderRaw, FrameKind, UncheckedFrame, VerifiedSnapshot};
+use remanent_format::frame::VerifiedSnapshot;
 use remanent_format::judge::Record;
-use remanent_format::limits::FRAME_ALIGN;
 use remanent_format::log::{LogEnd, TornTail};
 use remanent_format::manifest::Manifest;
 use remanent_format::reach::Reach;
-use remanent_format::rebuild::{Resolution, Survey};
 use remanent_format::segment::{FORMAT_VERSION, SEGMENT_HEADER_BLOCK};
-use remanent_format::store::{Features, StoreFile, StoreRecord};
+use remanent_format::state::follow::Following;
+use remanent_format::state::follow::Resolution;
+use remanent_format::state::survey::Survey;
+use remanent_format::store::StoreFile;
 use remanent_format::{
-    Damage, Defect, FileName, Folder, LogPoint, Lsn, PageId, PageTable, Position, ReadAt, SnapshotId, StoreId,
+    Damage, Defect, FileName, Folder, LogPoint, Lsn, PageId, PageTable, Position, SnapshotId, StoreId,
 };
 
-pub(crate) use self::fork::fork;
-pub use self::found::Origin;
-pub(crate) use self::found::{check_target, found_alone};
-use self::frames::Frames;
-use self::keeping::Found;
+use self::catalog::Found;
+pub(crate) use self::lazy_load::{Warmer, Warming};
 use self::load::{Loaded, Pages, load};
-use self::opening::{Predecessor, begin, random};
+use self::log_reader::Frames;
+use self::opening::{Predecessor, begin};
 pub(crate) use self::outlook::Outlook;
-pub(crate) use self::warm::{Warmer, Warming};
 use crate::applier::{Applied, ColdPages};
-use crate::arena::Arena;
+use crate::base::phases;
+use crate::base::phases::Phase;
+use crate::base::sync::Instant;
+use crate::catalog::Keeping;
+use crate::catalog::publish::{publish, publish_manifest};
 use crate::device::Device;
+use crate::disk::source::DiskSource;
 use crate::disk::{Disk, DiskLock};
 use crate::error::{Error, Result};
-use crate::image_files::ImageFiles;
-use crate::keeping::{Keeping, unix_ms};
 use crate::log::{LogStart, SegmentPool, SegmentRules};
-use crate::options::{Create, LogIo, Options};
-use crate::phases::{self, Phase};
-use crate::publish::{publish, publish_manifest};
-use crate::source::DiskSource;
-use crate::staging::StagingPool;
-use crate::sync::Instant;
+use crate::memory::arena::Arena;
+use crate::memory::staging::StagingPool;
+use crate::options::{LogIo, Options};
 
 /// What an open found, and what it did.
 #[derive(Clone, Debug)]
@@ -222,29 +217,6 @@ pub(crate) struct Recovery<'a> {
     pub log_io: LogIo,
 }
 
-/// Refuses a directory that must not become, or is not, a store. Touches nothing: this comes before the
-/// lock, whose file would already be a trace.
-pub(crate) fn check_directory(disk: &dyn Disk, create: Create) -> Result<()> {
-    let names = disk.list(Folder::Root)?;
-    let is = |name: &String, file| FileName::parse(Folder::Root, name) == Some(file);
-    if names.iter().any(|name| is(name, FileName::Store)) {
-        return Ok(());
-    }
-    // `lost+found` belongs to a file system whose root the directory is.
-    let ours = |name: &String| {
-        FileName::parse(Folder::Root, name).is_some()
-            || Folder::INNER.iter().any(|folder| folder.name() == name)
-            || name == "lost+found"
-    };
-    if let Some(found) = names.iter().find(|name| !ours(name)) {
-        return Err(Error::ForeignDirectory { path: disk.label(), found: found.clone() });
-    }
-    match create {
-        Create::IfEmpty => Ok(()),
-        Create::Never => Err(Error::NoStore { path: disk.label() }),
-    }
-}
-
 impl Recovery<'_> {
     /// Creates or recovers the store. The caller holds the lock.
     pub fn open(&self) -> Result<Opened> {
@@ -255,53 +227,6 @@ impl Recovery<'_> {
         let mut opened = if exists { self.recover()? } else { self.create()? };
         opened.recovered.elapsed = started.elapsed();
         Ok(opened)
-    }
-
-    /// A new store. STORE comes last: without it the directory is an unfinished creation.
-    fn create(&self) -> Result<Opened> {
-        start_over(&self.disk)?;
-        let store = StoreFile {
-            store: StoreId(random()?),
-            features: Features::WRITTEN,
-            record: StoreRecord {
-                layout_fingerprint: self.options.layout_fingerprint,
-                identity: self.options.identity.clone().unwrap_or_default(),
-                created_unix_ms: unix_ms(),
-                ancestors: Vec::new(),
-            },
-        };
-        let pool = self.pool(store.store)?;
-        let (log, position) = begin(&pool, store.store, &Predecessor::default(), Vec::new())?;
-        let bytes = store.encode().map_err(|defect| Error::from(defect.at(FileName::Store, 0)))?;
-        publish(&self.disk, FileName::Store, 0, &[&bytes])?;
-        Ok(Opened {
-            store,
-            applied: Applied {
-                table: PageTable::new(),
-                memory: ById::default(),
-                cold: Arc::default(),
-                point: log.point,
-                deleted: None,
-                cut: None,
-                catches: HashMap::new(),
-            },
-            submitted: PageTable::new(),
-            changed: Vec::new(),
-            log,
-            pool,
-            keeping: Keeping {
-                snapshots: BTreeMap::new(),
-                tables: BTreeMap::new(),
-                floor: None,
-                unread: None,
-                next_snapshot: 1,
-                files: Arc::new(ImageFiles::new(self.disk.clone(), 1, [])),
-                known: Arc::default(),
-                file_lens: BTreeMap::new(),
-            },
-            behind: Behind::default(),
-            recovered: self.report(position, true),
-        })
     }
 
     fn recover(&self) -> Result<Opened> {
@@ -598,56 +523,4 @@ fn is_same(on_disk: Option<VerifiedSnapshot>, recorded: &VerifiedSnapshot) -> bo
     on_disk.is_some_and(|found| {
         (found.snapshot, found.manifest_crc) == (recorded.snapshot, recorded.manifest_crc)
     })
-}
-
-/// Removes what a creation, or a fork, cut short left behind, and makes the folders. All of it is judged
-/// before any of it is removed: it may be a store that lost its STORE.
-fn start_over(disk: &Arc<dyn Disk>) -> Result<()> {
-    let source = DiskSource::new(disk.clone());
-    let claimed = found::is_claimed(disk)?;
-    let mut left = Vec::new();
-    for folder in Folder::INNER {
-        for file in disk.list(folder)?.iter().filter_map(|name| FileName::parse(folder, name)) {
-            let is_more = match file {
-                FileName::Pages(_) | FileName::Table(_) | FileName::Manifest(_) => !claimed,
-                FileName::Segment(_) => holds_batch(&source, file)?,
-                _ => false,
-            };
-            if is_more {
-                return Err(Defect::Missing.at(FileName::Store, 0).into());
-            }
-            left.push(file);
-        }
-    }
-    for folder in Folder::INNER {
-        disk.make_folder(folder)?;
-    }
-    disk.sync_folder(Folder::Root)?;
-    for file in left {
-        disk.remove(file)?;
-    }
-    Folder::INNER.into_iter().try_for_each(|folder| disk.sync_folder(folder))
-}
-
-/// Whether a segment of an unfinished creation holds a batch: then it is more than that. Every place at
-/// which a frame may lie is looked at: a batch may share the group of a seal.
-fn holds_batch(source: &DiskSource, file: FileName) -> Result<bool> {
-    const WINDOW: usize = 1 << 20;
-    let unreadable = |error: std::io::Error| Error::from(Defect::unreadable(&error).at(file, 0));
-    let is_batch = |bytes: &[u8]| {
-        UncheckedFrame::decode(bytes).is_ok_and(|frame| frame.unproven().kind == FrameKind::Batch)
-    };
-    let len = source.len(file).map_err(unreadable)?.unwrap_or(0);
-    let mut bytes = Vec::new();
-    let mut at = SEGMENT_HEADER_BLOCK;
-    while at < len {
-        bytes.resize(WINDOW.min((len - at) as usize), 0);
-        source.read_at(file, at, &mut bytes).map_err(unreadable)?;
-        if bytes.windows(FrameHeaderRaw::LEN).step_by(FRAME_ALIGN as usize).any(is_batch) {
-            return Ok(true);
-        }
-        // A header that the window cut is the first of the next one.
-        at += (WINDOW - FrameHeaderRaw::LEN) as u64;
-    }
-    Ok(false)
 }

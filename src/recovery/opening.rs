@@ -1,4 +1,4 @@
-//! Floor 6. Beginning an incarnation: the opening segment, built whole and renamed into place (I5).
+//! Beginning an incarnation: the opening segment, built whole and renamed into place (I5).
 //!
 //! A crash before the rename loses nothing and changes nothing: the next open does all of this again.
 
@@ -13,7 +13,7 @@ use crate::error::{Error, Result, make_room};
 use crate::log::{LogStart, SegmentPool, SpacePurpose};
 
 /// Begins the incarnation after `before`: I5, step by step.
-pub(super) fn begin(
+pub(crate) fn begin(
     pool: &SegmentPool,
     store: StoreId,
     before: &Predecessor,
@@ -60,7 +60,7 @@ pub(super) fn begin(
 
 /// The incarnation before, as the new one needs it; the default is that of a new store.
 #[derive(Default)]
-pub(super) struct Predecessor {
+pub(crate) struct Predecessor {
     /// The highest segment, which is empty and will be replaced.
     pub segment: u64,
     /// The newest incarnation that there was; it is one of an older one's successors where it was left out.
@@ -134,7 +134,7 @@ fn opening_frames(
 }
 
 /// Random bytes from the system: identities must not repeat.
-pub(super) fn random<const N: usize>() -> Result<[u8; N]> {
+pub(crate) fn random<const N: usize>() -> Result<[u8; N]> {
     let mut bytes = [0; N];
     let mut filled = 0;
     while filled < N {

@@ -1,4 +1,4 @@
-//! Floor 6. What an open would keep of a store, for those who only want to know: nothing is written, no lock is taken,
+//! What an open would keep of a store, for those who only want to know: nothing is written, no lock is taken,
 //! no page is loaded.
 //!
 //! Images are not read. Where those of the newest snapshot turn out damaged, an open begins from an older one, and keeps
@@ -7,15 +7,16 @@
 use std::sync::Arc;
 
 use remanent_format::reach::Reach;
-use remanent_format::rebuild::{Resolution, Survey};
+use remanent_format::state::follow::Resolution;
+use remanent_format::state::survey::Survey;
 use remanent_format::{Damage, Defect, FileName, Folder, Lsn};
 
-use super::keeping::Found;
+use super::catalog::Found;
 use super::survey;
+use crate::catalog::{Beside, Keeping};
 use crate::disk::Disk;
+use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
-use crate::keeping::{Beside, Keeping};
-use crate::source::DiskSource;
 
 /// How often the files are looked at anew where a writer changes them meanwhile.
 const ATTEMPTS: usize = 16;

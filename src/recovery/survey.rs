@@ -1,4 +1,4 @@
-//! Floor 6. Looking at every file, by several threads: with small pages, one that reads a snapshot's links alone takes as
+//! Looking at every file, by several threads: with small pages, one that reads a snapshot's links alone takes as
 //! long for that as for a fifth of loading them, and the log needs nothing of them.
 //!
 //! Only links of which nothing is wrong are read so. What is wrong with the others, and what can be had of them, is for
@@ -6,13 +6,13 @@
 
 use remanent_format::log::LogMap;
 use remanent_format::manifest::{Manifest, ManifestHeaderRaw, Share};
-use remanent_format::rebuild::{Survey, read_links, read_store};
+use remanent_format::state::survey::{Survey, read_links, read_store};
 use remanent_format::{Damage, FileName, ReadAt};
 use zerocopy::FromZeros;
 
-use crate::crew;
-use crate::source::DiskSource;
-use crate::sync::Mutex;
+use crate::base::parallel;
+use crate::base::sync::Mutex;
+use crate::disk::source::DiskSource;
 
 /// Threads that read and decode.
 const THREADS_MAX: usize = 8;
@@ -34,11 +34,11 @@ impl Share for Crew {
         pieces: Vec<P>,
         work: impl Fn(P) -> Result<T, E> + Sync,
     ) -> Result<Vec<T>, E> {
-        crew::share(crew::threads(THREADS_MAX), pieces, work)
+        parallel::for_each(parallel::threads(THREADS_MAX), pieces, work)
     }
 
     fn both<A: Send, B>(&self, beside: impl FnOnce() -> A + Send, here: impl FnOnce() -> B) -> (A, B) {
-        crew::both(beside, here)
+        parallel::join(beside, here)
     }
 }
 
@@ -48,7 +48,7 @@ impl Share for Crew {
 /// As for [`Survey::read`].
 pub(super) fn read(source: &DiskSource) -> Result<Survey, Damage> {
     let store = read_store(source)?;
-    let (log, links) = crew::both(
+    let (log, links) = parallel::join(
         || LogMap::read(source, store.store),
         || read_links(source, &store, &|link| read_link(source, link)),
     );
@@ -74,7 +74,7 @@ fn read_link(source: &DiskSource, file: FileName) -> Option<(Manifest, u32)> {
         source.read_at(file, copy_len + at, second).map_err(drop)?;
         if **first == *second { Ok(()) } else { Err(()) }
     };
-    crew::map(crew::threads(THREADS_MAX), pieces.len(), || vec![0; READ_LEN], read).ok()?;
+    parallel::map_indexed(parallel::threads(THREADS_MAX), pieces.len(), || vec![0; READ_LEN], read).ok()?;
     drop(pieces);
     Manifest::decode_first_by(&copy, &Crew)
 }
@@ -89,9 +89,9 @@ mod tests {
     use remanent_format::{Folder, SnapshotId, StoreId};
 
     use super::*;
+    use crate::catalog::sample::of_empty_pages;
     use crate::disk::Disk;
-    use crate::disk::sim::{Operation, SimDisk};
-    use crate::keeping::sample::of_empty_pages;
+    use crate::testing::sim_disk::{Operation, SimDisk};
 
     const FILE: FileName = FileName::Manifest(1);
     const STORE: StoreId = StoreId([7; 16]);

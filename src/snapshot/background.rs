@@ -1,4 +1,4 @@
-//! Floor 6. Snapshots that are taken of the store's own accord: when the log has grown, or after a time.
+//! Snapshots that are taken of the store's own accord: when the log has grown, or after a time.
 //!
 //! A thread waits for the log. It takes a snapshot when there was a commit since the last one and the log
 //! has grown by [`Options::snapshot_log_bytes`](crate::Options::snapshot_log_bytes), or
@@ -19,11 +19,12 @@ use std::time::Duration;
 use remanent_format::Lsn;
 
 use super::{Snapshots, Wanted};
+use crate::base::poison::PanicPoisons;
+use crate::base::sync::thread;
+use crate::base::sync::thread::JoinHandle;
+use crate::base::sync::{Instant, Mutex};
+use crate::catalog::SnapshotInfo;
 use crate::error::{Error, Result};
-use crate::keeping::SnapshotInfo;
-use crate::poison::PanicPoisons;
-use crate::sync::thread::{self, JoinHandle};
-use crate::sync::{Instant, Mutex};
 
 /// After a failure that changes nothing the next try waits for so long, or until the log has grown by a part
 /// of what is due anyway.

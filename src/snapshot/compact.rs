@@ -1,4 +1,4 @@
-//! Floor 6. Compaction: image files of which little is still named give their last images to the next snapshot.
+//! Compaction: image files of which little is still named give their last images to the next snapshot.
 //!
 //! A snapshot names images of older files for the pages that did not change, and a file stays as long as one
 //! of them is named (I8). So that a file which holds one page does not stay for good, a snapshot gathers the
@@ -11,9 +11,9 @@ use remanent_format::limits::GROUP_ALIGN;
 use remanent_format::{FileName, ReadAt};
 
 use super::Snapshots;
+use crate::catalog::Keeping;
+use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
-use crate::keeping::Keeping;
-use crate::source::DiskSource;
 
 /// A file is emptied when less than one byte in so many of it is named...
 const LIVE_SHARE: u64 = 2;
@@ -44,7 +44,7 @@ impl Snapshots {
         for (&number, &newest_bytes) in &newest.files {
             // What stays for another reason is not worth emptying.
             let by_name =
-                |kept: &&crate::keeping::Kept| kept.info.name.is_some() && kept.files.contains_key(&number);
+                |kept: &&crate::catalog::Kept| kept.info.name.is_some() && kept.files.contains_key(&number);
             if keeping.tables.values().any(|table| table.files.contains(&number))
                 || keeping.snapshots.values().any(|kept| by_name(&kept))
             {

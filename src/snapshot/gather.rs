@@ -1,4 +1,4 @@
-//! Floor 6. Gathering: pages are caught in lane order with the deltas, a chunk at a time, and drained into image
+//! Gathering: pages are caught in lane order with the deltas, a chunk at a time, and drained into image
 //! files, one for each thread that writes.
 //!
 //! A crash here leaves image files that are nobody's.
@@ -13,14 +13,15 @@ use remanent_format::{PageId, PageInfo, Place};
 
 use super::Snapshots;
 use crate::applier::Drain;
-use crate::crew;
+use crate::base::parallel;
+use crate::base::phases;
+use crate::base::phases::Phase;
+use crate::base::sync::{Instant, Mutex};
+use crate::catalog::entry;
 use crate::device::CommandList;
 use crate::error::Result;
 use crate::images::{ImageWriter, ImageWriters, PIECE_BYTES, Pass, Sink, chunks};
-use crate::keeping::entry;
-use crate::phases::{self, Phase};
-use crate::staging::StagingBuf;
-use crate::sync::{Instant, Mutex};
+use crate::memory::staging::StagingBuf;
 
 /// Shorter pieces are not worth their turns, however short chunks are.
 const PIECE_LEN_MIN: u64 = 64;
@@ -93,7 +94,7 @@ impl Snapshots {
             caught.lock().put(index, entries);
             keep_pace(0)
         };
-        crew::map(threads, chunks.len(), || (), write)?;
+        parallel::map_indexed(threads, chunks.len(), || (), write)?;
         let caught = caught.into_inner();
         assert!(caught.chunks == chunks.len(), "each chunk was put in its place");
         Ok(caught.entries)

@@ -1,4 +1,4 @@
-//! Floor 6. Snapshots: fuzzy, published in order, verified, and what they allow to be recycled.
+//! Snapshots: fuzzy, published in order, verified, and what they allow to be recycled.
 //!
 //! A snapshot stops nobody. In its phases:
 //!
@@ -49,22 +49,23 @@ pub(crate) use self::scrub::{Scrub, Scrubber};
 pub use self::scrub::{ScrubStats, Scrubbed};
 use self::verify::{Unverified, Written};
 use crate::applier::{Applied, Applier, Cut, Turn};
-use crate::crew;
+use crate::base::pace::Pace;
+use crate::base::parallel;
+use crate::base::phases;
+use crate::base::phases::Phase;
+use crate::base::poison::Poison;
+use crate::base::sync::{Instant, Mutex};
+use crate::catalog::publish::{Published, publish_unchecked};
+use crate::catalog::retention::Retention;
+use crate::catalog::{Beginning, Keeping, KeepingLock, Kept, Newest, SnapshotInfo, Sorted, unix_ms};
 use crate::device::{CommandList, Device};
 use crate::disk::Disk;
+use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 use crate::images::{ImageWriters, chunk_threads, file_count};
-use crate::keeping::{Beginning, Keeping, KeepingLock, Kept, Newest, SnapshotInfo, Sorted, unix_ms};
 use crate::log::{Log, SegmentPool, SpacePurpose};
+use crate::memory::staging::StagingPool;
 use crate::options::Compression;
-use crate::pace::Pace;
-use crate::phases::{self, Phase};
-use crate::poison::Poison;
-use crate::publish::{Published, publish_unchecked};
-use crate::retention::Retention;
-use crate::source::DiskSource;
-use crate::staging::StagingPool;
-use crate::sync::{Instant, Mutex};
 
 /// Takes snapshots and recycles what they make superfluous.
 pub(crate) struct Snapshots {
@@ -268,7 +269,7 @@ impl Snapshots {
                     let published = publish();
                     (base(), published)
                 } else {
-                    crew::both(base, publish)
+                    parallel::join(base, publish)
                 };
                 published.map(|published| {
                     let named = known.advance_to_base(&manifest, published.header_crc, base);

@@ -1,11 +1,11 @@
-//! Floor 6. Which snapshots stay, and from where on the log is needed: rules over what is known, no disk.
+//! Which snapshots stay, and from where on the log is needed: rules over what is known, no disk.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use remanent_format::{LogPoint, Lsn, SnapshotId};
 
-use crate::keeping::Kept;
-use crate::retention::Retention;
+use crate::catalog::Kept;
+use crate::catalog::retention::Retention;
 
 /// What stays.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -164,7 +164,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::keeping::SnapshotInfo;
+    use crate::catalog::SnapshotInfo;
 
     /// Snapshot `id` was written at second `id`, in segment `id`, of batch 10 × `id`.
     fn kept(id: u64, name: Option<&str>, is_exact: bool) -> (SnapshotId, Kept) {

@@ -1,9 +1,9 @@
-//! Floor 6. How far a snapshot has come, for who asks meanwhile.
+//! How far a snapshot has come, for who asks meanwhile.
 
 use remanent_format::SnapshotId;
 
+use crate::base::sync::{Condvar, Mutex};
 use crate::error::Result;
-use crate::sync::{Condvar, Mutex};
 
 /// What a snapshot is being taken does just now.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]

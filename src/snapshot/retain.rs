@@ -1,4 +1,4 @@
-//! Floor 6. Retention: what goes with the snapshots that are not kept (I8). `plan.rs` says which are.
+//! Retention: what goes with the snapshots that are not kept (I8). `plan.rs` says which are.
 //!
 //! A crash here leaves files that nothing kept needs; the next retention or open removes them.
 
@@ -10,11 +10,12 @@ use remanent_format::{FileName, Folder, Lsn, SnapshotId};
 
 use super::Snapshots;
 use super::plan::{LogOnDisk, Plan, plan};
+use crate::base::phases;
+use crate::base::phases::Phase;
+use crate::catalog::retention::Retention;
+use crate::catalog::{Keeping, SnapshotInfo, unix_ms};
 use crate::disk::Disk;
 use crate::error::{Error, Result};
-use crate::keeping::{Keeping, SnapshotInfo, unix_ms};
-use crate::phases::{self, Phase};
-use crate::retention::Retention;
 
 /// What a retention removed, or would remove.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -1,4 +1,4 @@
-//! Floor 6. Snapshots on a full disk: pages that were deleted give their space back, though no image can be written.
+//! Snapshots on a full disk: pages that were deleted give their space back, though no image can be written.
 //!
 //! A snapshot writes an image of each page that changed. Where there is no space for them, the images of deleted pages
 //! would stay for good: the newest snapshot names them. So a *thin* one takes its place first. It begins where that one
@@ -10,14 +10,14 @@
 use std::sync::Arc;
 
 use remanent_format::manifest::{Manifest, ManifestKind, Tombstone};
-use remanent_format::rebuild::{read_manifest, read_store};
+use remanent_format::state::survey::{read_manifest, read_store};
 use remanent_format::{FileName, Lsn, PageId, SnapshotId};
 
 use super::verify::Written;
 use super::{End, Snapshots, Wanted, beginning};
+use crate::catalog::{Keeping, Kept, LOOK_PAGES, SnapshotInfo};
+use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
-use crate::keeping::{Keeping, Kept, LOOK_PAGES, SnapshotInfo};
-use crate::source::DiskSource;
 
 impl Snapshots {
     /// Takes a snapshot; where there is no space for it, once more when deleted pages have given theirs back.

@@ -1,4 +1,4 @@
-//! Floor 6. Phase 6: what published snapshots wrote is read back.
+//! Phase 6: what published snapshots wrote is read back.
 //!
 //! A snapshot is durable when it is published: a crash starts from it. What it takes the place of stays until all
 //! that it wrote was read back past the cache (I7), which takes about as long as writing it, and need not be waited
@@ -16,13 +16,14 @@ use std::sync::Arc;
 use remanent_format::SnapshotId;
 
 use super::{Snapshots, Wanted};
+use crate::base::poison::PanicPoisons;
+use crate::base::sync::Mutex;
+use crate::base::sync::thread;
+use crate::base::sync::thread::JoinHandle;
+use crate::catalog::publish::Published;
+use crate::catalog::{Keeping, SnapshotInfo};
 use crate::error::{Error, Result};
 use crate::images::ImageWriters;
-use crate::keeping::{Keeping, SnapshotInfo};
-use crate::poison::PanicPoisons;
-use crate::publish::Published;
-use crate::sync::Mutex;
-use crate::sync::thread::{self, JoinHandle};
 
 /// So many snapshots wait to be verified; who publishes one more verifies them first. What they wrote takes memory.
 const UNVERIFIED_MAX: usize = 2;

@@ -1,4 +1,4 @@
-//! Floor 7. Changing pages: batches on their way in, and what one waits on.
+//! Changing pages: batches on their way in, and what one waits on.
 
 use std::sync::Arc;
 
@@ -6,12 +6,12 @@ use remanent_format::{Lsn, PageId, Position};
 
 use super::{Parts, Store};
 use crate::applier::{Applier, Leases};
-use crate::batch::WriteBatch;
+use crate::base::process::ForkGuard;
 use crate::device::RawStream;
 use crate::error::{Error, Result};
 use crate::log::Log;
 use crate::options::Ack;
-use crate::process::ForkGuard;
+use crate::write::batch::WriteBatch;
 
 #[cfg(doc)]
 use crate::options::{LogIo, Options};

@@ -1,4 +1,4 @@
-//! Floor 7. Reading pages' bytes.
+//! Reading pages' bytes.
 //!
 //! Where pages lie in memory of the host, the caller's thread reads them itself: piece by piece under the memory's
 //! lock, with a look after each piece whether the page is still at its version. A batch installs its versions before

@@ -1,4 +1,4 @@
-//! Floor 7. Snapshots, what is kept of them, and going back.
+//! Snapshots, what is kept of them, and going back.
 
 use std::sync::Arc;
 
@@ -6,12 +6,12 @@ use remanent_format::limits::SNAPSHOT_NAME_LEN_MAX;
 use remanent_format::{FileName, Lsn, Position, SnapshotId};
 
 use super::{Parts, Store};
+use crate::catalog::retention::Retention;
+use crate::catalog::{Keeping, SnapshotInfo};
 use crate::disk::Disk;
 use crate::error::{Error, Result};
-use crate::keeping::{Keeping, SnapshotInfo};
+use crate::history::restore::Restore;
 use crate::recovery::Outlook;
-use crate::restore::Restore;
-use crate::retention::Retention;
 use crate::snapshot::{Pruned, Subject, Wanted};
 
 impl Store {

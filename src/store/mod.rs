@@ -1,9 +1,10 @@
-//! Floor 7. The store: what a caller holds.
+//! The store: what a caller holds.
 //!
-//! These files only put the parts together: [`crate::commit`], [`crate::snapshot`], [`crate::restore`] and
+//! These files only put the parts together: [`crate::write::commit`], [`crate::snapshot`], [`crate::history::restore`] and
 //! [`crate::recovery`] say how things work. `open` makes a store of them, `batches` changes pages, `pages` looks
 //! them up, `bytes` reads them, `view` does both as of one batch, `history` goes back, `scrub` looks after the disk, `stats` counts.
 
+pub(crate) mod kernels;
 mod batches;
 mod bytes;
 mod history;
@@ -19,22 +20,22 @@ use std::sync::Arc;
 use remanent_format::StoreId;
 
 use crate::applier::{Applier, Leases};
-use crate::arena::Arena;
-use crate::audit::Auditor;
-use crate::commit::Committer;
+use crate::base::poison::Poison;
+use crate::base::process::ForkGuard;
 use crate::device::Device;
 use crate::disk::{Disk, DiskLock};
 #[cfg(doc)]
 use crate::error::Error;
 use crate::error::Result;
+use crate::history::audit::Auditor;
 use crate::log::Log;
+use crate::memory::arena::Arena;
+use crate::memory::staging::StagingPool;
 use crate::options::{Ack, Options};
-use crate::poison::Poison;
-use crate::process::ForkGuard;
 use crate::recovery::{Recovered, Warmer};
 use crate::snapshot::{Background, Scrub, Scrubber, Snapshots};
-use crate::staging::StagingPool;
 use crate::versions::Versions;
+use crate::write::commit::Committer;
 
 pub use batches::{Committed, Ticket};
 pub use pages::Cold;

@@ -1,4 +1,4 @@
-//! Floor 7. Opening: how the parts of a store are put together.
+//! Opening: how the parts of a store are put together.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -7,25 +7,26 @@ use remanent_format::Lsn;
 
 use super::{Parts, Store};
 use crate::applier::{Applier, ApplierParts, Leases};
-use crate::arena::Arena;
-use crate::commit::{Committer, Waiting};
+use crate::base::pace::Pace;
+use crate::base::poison::Poison;
+use crate::base::process::ForkGuard;
+use crate::base::sync::atomic::AtomicU64;
+use crate::base::sync::{Instant, Mutex};
+use crate::catalog::KeepingLock;
+use crate::catalog::retention::Retention;
 use crate::device::Device;
 use crate::disk::Disk;
 use crate::error::{Error, Result};
 use crate::images::CHUNK_BYTES;
-use crate::keeping::KeepingLock;
 use crate::log::Log;
+use crate::memory::arena::Arena;
+use crate::memory::staging::StagingPool;
 use crate::options::{Ack, Create, LogIo, Options};
-use crate::pace::Pace;
-use crate::poison::Poison;
-use crate::process::ForkGuard;
-use crate::recovery::{Opened, Recovery, Warmer, Warming, check_directory};
-use crate::retention::Retention;
+use crate::recovery::create::check_directory;
+use crate::recovery::{Opened, Recovery, Warmer, Warming};
 use crate::snapshot::{Background, Mark, Progress, Rules, Scrub, Scrubber, Snapshots};
-use crate::staging::StagingPool;
-use crate::sync::atomic::AtomicU64;
-use crate::sync::{Instant, Mutex};
 use crate::versions::Versions;
+use crate::write::commit::{Committer, Waiting};
 
 /// A batch whose whole pages take more than this share of a segment, one in so many, writes them to an image
 /// file: the log would hold them until a snapshot writes them once more.

@@ -1,13 +1,13 @@
-//! Floor 7. Reading pages: what is in them, and what is known of them.
+//! Reading pages: what is in them, and what is known of them.
 
 use std::sync::Arc;
 
 use remanent_format::{Key, Metadata, PageId, PageInfo};
 
 use super::{Pages, Parts, Store};
+use crate::applier::lease::Lease;
+use crate::applier::pin::{Pin, Pinning};
 use crate::error::{Error, Result};
-use crate::lease::Lease;
-use crate::pin::{Pin, Pinning};
 
 #[cfg(doc)]
 use crate::options::Restore;

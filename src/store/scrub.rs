@@ -1,12 +1,12 @@
-//! Floor 7. Scrubs: finding damage on disk while memory can mend it.
+//! Scrubs: finding damage on disk while memory can mend it.
 
 use super::Store;
+use crate::base::pace::Pace;
 #[cfg(doc)]
 use crate::error::Error;
 use crate::error::Result;
 #[cfg(doc)]
 use crate::options::Options;
-use crate::pace::Pace;
 use crate::snapshot::{Scrubbed, Wanted};
 
 impl Store {

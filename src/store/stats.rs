@@ -1,12 +1,12 @@
-//! Floor 7. Counts and sizes of a store, and giving memory back.
+//! Counts and sizes of a store, and giving memory back.
 
 use remanent_format::{Lsn, Place};
 
 use super::{Parts, Store};
-use crate::arena::PlaceUsage;
 use crate::device::MemoryStats;
 use crate::error::Result;
 use crate::log::LogStats;
+use crate::memory::arena::PlaceUsage;
 use crate::snapshot::{ScrubStats, SnapshotStats};
 
 /// Counts and sizes of an open store.

@@ -1,12 +1,12 @@
-//! Floor 7. Looking at pages and root as of one batch, while others commit.
+//! Looking at pages and root as of one batch, while others commit.
 
 use std::sync::Arc;
 
 use remanent_format::{Key, Lsn, Metadata, PageId, PageInfo};
 
 use super::Store;
+use crate::base::process::ForkGuard;
 use crate::error::{Error, Result};
-use crate::process::ForkGuard;
 use crate::versions::TableView;
 
 /// The pages and the root of an open store as of one batch: what is looked up here belongs together, whatever is

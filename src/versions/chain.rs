@@ -1,4 +1,4 @@
-//! Floor 4. The versions of one thing, the newest first.
+//! The versions of one thing, the newest first.
 //!
 //! A version names the one before it until no reader can want that: then it is cut off. A reader that finds the end of
 //! a chain has read an old mark, or the thing did not exist then.
@@ -6,11 +6,11 @@
 use std::ops::Deref;
 use std::sync::Arc;
 
-use remanent_format::table::PageEntry;
+use remanent_format::state::table::PageEntry;
 use remanent_format::{Epoch, Key, Lsn, Metadata, PageId, PageInfo};
 
-use crate::sync::atomic::{AtomicU64, Ordering};
-use crate::sync::{Swap, SwapGuard};
+use crate::base::sync::atomic::{AtomicU64, Ordering};
+use crate::base::sync::{Swap, SwapGuard};
 
 /// One version.
 pub(super) struct Version<T> {

@@ -1,4 +1,4 @@
-//! Floor 4. Where the versions of a page are found: by its id, in two steps.
+//! Where the versions of a page are found: by its id, in two steps.
 //!
 //! Ids rise and are given out one after the other, so pages lie together by the chunk, and chunks by the row. What is
 //! empty goes, for a store that lives for years uses many ids. Readers take what is there without a lock; one writer
@@ -11,9 +11,9 @@ use std::sync::Arc;
 use remanent_format::PageId;
 
 use super::chain::{PageState, Version};
+use crate::base::sync::Swap;
+use crate::base::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use crate::device::MemoryId;
-use crate::sync::Swap;
-use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 /// Pages of a chunk, and chunks of a row. A test's scheduler stops at each of them.
 const WIDTH: usize = if cfg!(shuttle) { 4 } else { 256 };

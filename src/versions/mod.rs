@@ -1,4 +1,4 @@
-//! Floor 4. The table that readers see: versions of pages, keys and root, found by any thread without a lock.
+//! The table that readers see: versions of pages, keys and root, found by any thread without a lock.
 //!
 //! A batch installs its versions under the submission lock, right after its append to the log. It becomes visible when
 //! two marks have reached it: `installed`, which says that all of its versions are in place, and the log's `logged`,
@@ -35,15 +35,15 @@ mod tests;
 use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::sync::Arc;
 
-use remanent_format::table::{Changes, PageEntry};
+use remanent_format::state::table::{Changes, PageEntry};
 use remanent_format::{Key, Lsn, Metadata, PageId, PageInfo, PageTable};
 
 use self::chain::{PageState, RootState, SeenPage, Unseen, Version, visible_at};
 use self::directory::{Directory, Slot};
 use self::recent::Recent;
+use crate::base::sync::atomic::{AtomicU64, Ordering};
+use crate::base::sync::{Map, Mutex, Swap};
 use crate::device::MemoryId;
-use crate::sync::atomic::{AtomicU64, Ordering};
-use crate::sync::{Map, Mutex, Swap};
 
 /// How many versions are superseded before those are cut off that no reader wants any more.
 const SUPERSEDED_MIN: usize = if cfg!(shuttle) || cfg!(miri) { 1 } else { 64 };

@@ -1,4 +1,4 @@
-//! Floor 4. The newest versions of pages that batches changed lately, for the writer alone.
+//! The newest versions of pages that batches changed lately, for the writer alone.
 //!
 //! Many batches change the same pages again. Here the writer finds a page's version in plain memory: on a reader's way,
 //! three shared pointers, each look is two atomic operations, 5 % of a small commit in all. A page that is here is here

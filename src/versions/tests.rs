@@ -1,10 +1,10 @@
-//! Floor 4. What readers see, against tables of every batch; beside a writer, too. Miri runs all of it.
+//! What readers see, against tables of every batch; beside a writer, too. Miri runs all of it.
 
 use std::sync::atomic::AtomicBool;
 use std::thread;
 
 use remanent_format::op::{Op, OpAt};
-use remanent_format::table::PlanMode;
+use remanent_format::state::table::PlanMode;
 use remanent_format::{Epoch, Place, Value};
 
 use super::*;

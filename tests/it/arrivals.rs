@@ -6,11 +6,11 @@
 use std::sync::Arc;
 use std::thread;
 
-use remanent::device::faulty::{DeviceCall, Fault, FaultyDevice};
 use remanent::device::host::HostDevice;
-use remanent::device::late::LateDevice;
 use remanent::device::{Command, CommandList, Lane, RawStream};
-use remanent::disk::sim::SimDisk;
+use remanent::testing::faulty_device::{DeviceCall, Fault, FaultyDevice};
+use remanent::testing::late_device::LateDevice;
+use remanent::testing::sim_disk::SimDisk;
 use remanent::{DeviceBytes, Direction, Error, PageId, Result, Shadow, Store, Width, WriteBatch};
 
 use crate::born::{PLACE, content, open, page};

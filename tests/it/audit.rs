@@ -6,11 +6,11 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
-use remanent::device::faulty::{DeviceCall, Fault, FaultyDevice};
 use remanent::device::host::HostDevice;
-use remanent::device::late::LateDevice;
 use remanent::device::{Command, CommandList, Device, Fence, Lane, Pending, StagingSpan};
-use remanent::disk::sim::SimDisk;
+use remanent::testing::faulty_device::{DeviceCall, Fault, FaultyDevice};
+use remanent::testing::late_device::LateDevice;
+use remanent::testing::sim_disk::SimDisk;
 use remanent::{Error, Key, Options, PageId, Result, Store};
 
 use crate::born::{PLACE, content, page};

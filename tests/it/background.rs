@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use remanent::device::host::HostDevice;
-use remanent::disk::sim::SimDisk;
+use remanent::testing::sim_disk::SimDisk;
 use remanent::{Ack, Error, FileName, Lsn, Options, PageId, Place, SnapshotPhase, Store};
 
 use crate::faults::watched;

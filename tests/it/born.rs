@@ -3,11 +3,11 @@
 
 use std::sync::Arc;
 
-use remanent::device::faulty::{Fault, FaultyDevice};
 use remanent::device::host::HostDevice;
-use remanent::device::late::LateDevice;
 use remanent::device::{Command, CommandList, Device, Lane};
-use remanent::disk::sim::SimDisk;
+use remanent::testing::faulty_device::{Fault, FaultyDevice};
+use remanent::testing::late_device::LateDevice;
+use remanent::testing::sim_disk::SimDisk;
 use remanent::{Budget, DeviceBytes, Error, Options, PageId, Place, Store, Width, WriteBatch};
 
 use crate::gpu;

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use remanent::disk::Disk;
-use remanent::disk::sim::SimDisk;
+use remanent::testing::sim_disk::SimDisk;
 use remanent::{
     Error, FileName, Folder, Lsn, Metadata, Options, PageId, Place, RestorePoint, Retention, Snapshot, Store,
 };
@@ -16,7 +16,7 @@ use remanent_format::image::{ImageFileHeader, ImagePurpose};
 use remanent_format::log::LogWalk;
 use remanent_format::op::{Op, decode_payload};
 use remanent_format::reach::{Reach, Role};
-use remanent_format::rebuild::Survey;
+use remanent_format::state::survey::Survey;
 
 use crate::files::{Files, State, open_with, small};
 use crate::kill::workload::Random;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
-use remanent::disk::sim::{EIO, Fault, Operation, SimDisk};
+use remanent::testing::sim_disk::{EIO, Fault, Operation, SimDisk};
 use remanent::{
     Ack, Epoch, Error, FileName, Folder, Key, Metadata, Options, PageId, Place, Remedy, Store, StoreId,
     WriteBatch,
@@ -14,7 +14,8 @@ use remanent_format::frame::FrameKind;
 use remanent_format::image::{ImageFileHeader, ImagePurpose};
 use remanent_format::log::LogWalk;
 use remanent_format::op::decode_payload;
-use remanent_format::rebuild::{RebuildOptions, Survey, rebuild};
+use remanent_format::state::rebuild::{RebuildOptions, rebuild};
+use remanent_format::state::survey::Survey;
 
 use crate::files::{Files, State, open, open_with, small};
 use crate::kill::workload::Random;

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use remanent::device::host::HostDevice;
-use remanent::device::late::LateDevice;
 use remanent::device::{Command, CommandList, Device, Lane, Pending, RawStream};
-use remanent::disk::sim::SimDisk;
+use remanent::testing::late_device::LateDevice;
+use remanent::testing::sim_disk::SimDisk;
 use remanent::{
     Budget, DeviceBytes, Direction, Epoch, Error, Options, Place, Shadow, Store, Width, WorkingCopy,
 };

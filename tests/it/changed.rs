@@ -7,12 +7,13 @@
 
 use std::collections::BTreeSet;
 
-use remanent::disk::sim::{ENOSPC, Fault, Moment, Operation, SimDisk};
+use remanent::testing::sim_disk::{ENOSPC, Fault, Moment, Operation, SimDisk};
 use remanent::{
     Compression, Error, FileName, Metadata, Options, PageId, Place, Shadow, SnapshotInfo, Store, Width,
     WriteBatch,
 };
-use remanent_format::rebuild::{RebuildOptions, Survey, rebuild};
+use remanent_format::state::rebuild::{RebuildOptions, rebuild};
+use remanent_format::state::survey::Survey;
 
 use crate::files::{self, Files, State, open_with};
 

@@ -3,7 +3,9 @@
 use std::path::Path;
 
 use remanent::{Compression, Options, PageId, Place, SnapshotInfo, Store};
-use remanent_format::rebuild::{RebuildOptions, Survey, check_image, rebuild};
+use remanent_format::image::read::check_image;
+use remanent_format::state::rebuild::{RebuildOptions, rebuild};
+use remanent_format::state::survey::Survey;
 use remanent_format::{FileName, Folder};
 
 use remanent::disk::dir::DirReader;

@@ -7,8 +7,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use remanent::device::host::HostDevice;
-use remanent::disk::sim::SimDisk;
 use remanent::disk::{Disk, dir::DirDisk};
+use remanent::testing::sim_disk::SimDisk;
 use remanent::{Ack, Compression, Create, Error, LogIo, Metadata, Options, PageId, Place, Remedy, Store};
 
 use crate::damage::mix;

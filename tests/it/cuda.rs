@@ -11,14 +11,14 @@ use std::sync::Arc;
 
 use remanent::device::cuda::CudaDevice;
 use remanent::device::cuda::resource::{DriverMemory, Limited, Pool};
-use remanent::device::faulty::FaultyDevice;
 use remanent::device::host::HostDevice;
-use remanent::device::late::LateDevice;
-use remanent::device::several::SeveralDevices;
+use remanent::device::multi::SeveralDevices;
 use remanent::device::{
     Command, CommandList, Device, Lane, MemoryId, Payload, Piece, PieceKind, Span, Staging, StagingSpan,
 };
-use remanent::disk::sim::SimDisk;
+use remanent::testing::faulty_device::FaultyDevice;
+use remanent::testing::late_device::LateDevice;
+use remanent::testing::sim_disk::SimDisk;
 use remanent::{CallerMemory, DeviceChoice, Error, Options, Place, Remedy, Store, Width};
 
 use crate::gpu::{self, Caller};

@@ -9,7 +9,7 @@ use std::path::Path;
 
 use list::{Defence, all};
 
-use super::floors::read;
+use super::layout::read;
 
 #[test]
 fn every_defence_is_where_the_list_says_and_has_its_test() {
@@ -17,13 +17,15 @@ fn every_defence_is_where_the_list_says_and_has_its_test() {
     let folders = ["tests/it", "format/tests", "src"];
     let tests: String = folders.into_iter().flat_map(|folder| read(folder).into_values()).collect();
     let mut names = BTreeSet::new();
-    let mut places = Vec::new();
+    let (mut places, mut lost) = (Vec::new(), Vec::new());
     for Defence { name, file, code, instead, killed_by } in all() {
         assert!(names.insert(name), "{name}: there are two of it");
         let source = std::fs::read_to_string(root.join(file)).unwrap();
         let found: Vec<usize> = source.match_indices(code).map(|(at, _)| at).collect();
-        assert_eq!(found.len(), 1, "{name}: its code must be found once in {file}:\n{code}");
-        places.push((file, found[0]..found[0] + code.len(), name));
+        match found[..] {
+            [at] => places.push((file, at..at + code.len(), name)),
+            _ => lost.push(format!("{name}: its code is {} times in {file}, not once:\n{code}", found.len())),
+        }
         assert_ne!(code, instead, "{name}: without it nothing is different");
         let test = killed_by.name.rsplit("::").next().unwrap();
         // A test of properties has parameters, and is indented twice.
@@ -32,6 +34,7 @@ fn every_defence_is_where_the_list_says_and_has_its_test() {
             .any(|indent| tests.contains(&format!("#[test]\n{indent}fn {test}(")));
         assert!(is_declared, "{name}: there is no test {test}");
     }
+    assert!(lost.is_empty(), "{}", lost.join("\n"));
     assert!(names.len() >= 100, "{} defences", names.len());
     // Each has a switch of its own around its code, which may lie within that of another.
     places.sort_unstable_by_key(|(file, code, _)| (*file, code.start));

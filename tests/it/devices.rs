@@ -6,13 +6,13 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use remanent::device::faulty::{DeviceCall, Fault, FaultyDevice};
 use remanent::device::host::HostDevice;
-use remanent::device::late::{LateDevice, POISON};
 use remanent::device::{
     Command, CommandList, Device, Fence, IndexList, Lane, MemoryId, PageBytes, Payload, Pending, Piece,
     PieceKind, RawStream, Selection, Span, Staging, StagingMemory, StagingSpan,
 };
+use remanent::testing::faulty_device::{DeviceCall, Fault, FaultyDevice};
+use remanent::testing::late_device::{LateDevice, POISON};
 use remanent::{Error, Place, Remedy, Width};
 
 use crate::gpu;

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use proptest::collection::vec;
 use proptest::prelude::*;
 use remanent::disk::dir::DirDisk;
-use remanent::disk::sim::SimDisk;
 use remanent::disk::{Disk, DiskFile, Hold, Window};
+use remanent::testing::sim_disk::SimDisk;
 use remanent::{Error, FileName, Folder, LogIo, Result, SnapshotId};
 
 /// A call; `usize`s name one of a few files or handles.

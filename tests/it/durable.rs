@@ -6,12 +6,13 @@ use std::sync::Arc;
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
 use remanent::disk::dir::DirDisk;
-use remanent::disk::sim::{Moment, Operation, SimDisk, SyncPoint};
+use remanent::testing::sim_disk::{Moment, Operation, SimDisk, SyncPoint};
 use remanent::{Ack, Error, FileName, Folder, LogIo, Lsn, Options, Place, Result, SnapshotId, Store};
 use remanent_format::frame::{FrameHeader, FrameKind};
 use remanent_format::limits::{GROUP_ALIGN, align_up};
 use remanent_format::log::frames_of_segment;
-use remanent_format::rebuild::{RebuildOptions, Survey, rebuild};
+use remanent_format::state::rebuild::{RebuildOptions, rebuild};
+use remanent_format::state::survey::Survey;
 
 use crate::faults::watched;
 

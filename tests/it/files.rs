@@ -6,9 +6,9 @@ use std::sync::Arc;
 
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
-use remanent::disk::sim::SimDisk;
+use remanent::testing::sim_disk::SimDisk;
 use remanent::{Error, FileName, Folder, Metadata, Options, PageId, PageInfo, Store};
-use remanent_format::rebuild::Rebuilt;
+use remanent_format::state::rebuild::Rebuilt;
 
 pub use crate::archive::Files;
 

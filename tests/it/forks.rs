@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use remanent::disk::Disk;
-use remanent::disk::sim::{Plan, SimDisk};
+use remanent::testing::sim_disk::{Plan, SimDisk};
 use remanent::{Create, Error, FileName, Lsn, PageId, Place, RestorePoint, Snapshot, Store};
 
 use crate::files::{Files, State, open, open_with, small};

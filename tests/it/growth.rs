@@ -7,10 +7,10 @@ use std::sync::Arc;
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
 use remanent::disk::dir::DirReader;
-use remanent::disk::sim::SimDisk;
+use remanent::testing::sim_disk::SimDisk;
 use remanent::{Ack, Error, FileName, Folder, LogIo, Options, PageId, Place, Store};
-use remanent_format::rebuild::Survey;
 use remanent_format::segment::{SegmentHeader, SegmentHeaderRaw};
+use remanent_format::state::survey::Survey;
 
 use crate::direct;
 use crate::files::{Files, HELD_FOR_OPENS, State, small};

@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::{self, ThreadId};
 
-use remanent::disk::sim::SimDisk;
 use remanent::disk::{Disk, DiskFile, DiskLock, Hold, Window};
+use remanent::testing::sim_disk::SimDisk;
 use remanent::{FileName, Folder, LogIo, Result, SnapshotId};
 
 type Strike = Box<dyn FnOnce() + Send>;

@@ -7,9 +7,9 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 
 use remanent::device::host::HostDevice;
-use remanent::device::late::LateDevice;
 use remanent::device::{Command, CommandList, Device, Lane, RawStream, Span, StagingSpan};
-use remanent::disk::sim::SimDisk;
+use remanent::testing::late_device::LateDevice;
+use remanent::testing::sim_disk::SimDisk;
 use remanent::{
     Ack, Budget, Error, Key, Lease, Options, PageId, Place, RestorePoint, Snapshot, Store, WriteBatch,
 };

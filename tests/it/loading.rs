@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use remanent::device::Device;
 use remanent::device::host::HostDevice;
-use remanent::device::late::LateDevice;
 use remanent::disk::dir::{DirDisk, DirReader};
+use remanent::testing::late_device::LateDevice;
 use remanent::{Compression, Options, PageId, Place, Restore, SnapshotInfo, Store};
-use remanent_format::rebuild::Survey;
+use remanent_format::state::survey::Survey;
 use remanent_format::{Defect, FileName, Folder};
 
 /// Around the length at which an image is read in parts; several to a read, and several reads a page.

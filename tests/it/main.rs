@@ -29,7 +29,7 @@ mod faults;
 mod files;
 #[path = "../../fuzz/src/fit.rs"]
 mod fit;
-mod floors;
+mod layout;
 mod follow;
 mod fork;
 mod forks;

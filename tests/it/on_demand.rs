@@ -7,14 +7,14 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex};
 
 use remanent::device::host::HostDevice;
-use remanent::device::late::LateDevice;
 use remanent::device::{Command, CommandList, Device, Lane, MemoryId, Pending};
-use remanent::disk::sim::{Moment, Operation, SimDisk};
+use remanent::testing::late_device::LateDevice;
+use remanent::testing::sim_disk::{Moment, Operation, SimDisk};
 use remanent::{
     Cold, Compression, Direction, Error, FileName, Lsn, Options, PageId, Place, Remedy, Restore, Result,
     Shadow, SnapshotId, Store, Width,
 };
-use remanent_format::rebuild::Survey;
+use remanent_format::state::survey::Survey;
 
 use crate::files::{Files, State};
 use crate::interrupted::Interrupted;

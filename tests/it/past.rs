@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-use remanent::disk::sim::SimDisk;
 use remanent::disk::{Disk, DiskFile, DiskLock, Hold};
+use remanent::testing::sim_disk::SimDisk;
 use remanent::{
     Compression, Error, FileName, Folder, Key, LogIo, Lsn, Options, PageId, Place, RestorePoint, Result,
     Snapshot, SnapshotId, Store,

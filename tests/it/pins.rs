@@ -5,9 +5,9 @@
 use std::sync::{Arc, Mutex};
 
 use remanent::device::host::HostDevice;
-use remanent::device::late::LateDevice;
 use remanent::device::{Command, CommandList, Lane, StagingSpan};
-use remanent::disk::sim::SimDisk;
+use remanent::testing::late_device::LateDevice;
+use remanent::testing::sim_disk::SimDisk;
 use remanent::{Error, Lsn, Options, PageId, Place, Remedy, Store, WriteBatch};
 
 const LEN: u64 = 64;

@@ -3,6 +3,8 @@
 use std::fs;
 use std::path::Path;
 
+use super::layout::read;
+
 /// Names in backticks that look like a file of the repository or like a test.
 fn evidence(page: &str) -> Vec<&str> {
     let prose = page.split("```").step_by(2);
@@ -22,15 +24,8 @@ fn missing<'a>(page: &'a str, root: &Path, tests: &str) -> Vec<&'a str> {
 fn what_the_readme_names_is_there() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let page = fs::read_to_string(root.join("README.md")).expect("there is a README");
-    let mut tests = String::new();
-    for folder in ["tests/it", "format/tests", "tools/tests/it"] {
-        for entry in fs::read_dir(root.join(folder)).expect("the folder is there") {
-            let path = entry.expect("the folder can be read").path();
-            if path.is_file() {
-                tests += &fs::read_to_string(path).expect("a test is text");
-            }
-        }
-    }
+    let folders = ["tests/it", "format/tests", "tools/tests/it"];
+    let tests: String = folders.into_iter().flat_map(|folder| read(folder).into_values()).collect();
     assert!(evidence(&page).len() > 5, "the page's evidence is not recognized");
     assert_eq!(missing(&page, root, &tests), [""; 0]);
 }

@@ -6,7 +6,7 @@ use std::thread;
 
 use remanent::device::host::HostDevice;
 use remanent::device::{CommandList, Device, Lane, MemoryId, Pending};
-use remanent::disk::sim::SimDisk;
+use remanent::testing::sim_disk::SimDisk;
 use remanent::{Ack, Error, Key, LogIo, Lsn, Options, PageId, PageInfo, Place, Result, Store, Value};
 
 use crate::faults::watched;

@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use remanent::device::Device;
-use remanent::device::faulty::{DeviceCall, Fault, FaultyDevice};
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
 use remanent::disk::dir::DirDisk;
-use remanent::disk::sim::SimDisk;
+use remanent::testing::faulty_device::{DeviceCall, Fault, FaultyDevice};
+use remanent::testing::sim_disk::SimDisk;
 use remanent::{Error, LogIo, Options, PageId, Place, Result, Store, Width};
 
 use crate::interrupted::Interrupted;

@@ -4,7 +4,7 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
-use remanent::disk::sim::SimDisk;
+use remanent::testing::sim_disk::SimDisk;
 use remanent::{Create, Defect, Error, FileName, Lsn, Metadata, Options, Origin, PageInfo, Place, Store};
 use remanent_format::frame::FRAME_HEADER_LEN;
 use remanent_format::limits::SECTOR_LEN;

@@ -7,12 +7,12 @@ use std::time::Duration;
 
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
-use remanent::disk::sim::{Moment, SimDisk};
+use remanent::testing::sim_disk::{Moment, SimDisk};
 use remanent::{Damage, Error, FileName, Lsn, Metadata, Options, PageId, Place, SnapshotId, Store};
 use remanent_format::frame::{FrameHeader, FrameKind};
 use remanent_format::image::ImageRef;
 use remanent_format::log::LogWalk;
-use remanent_format::rebuild::{Survey, read_manifest};
+use remanent_format::state::survey::{Survey, read_manifest};
 
 use crate::damage::mix;
 use crate::faults::watched;
@@ -461,7 +461,7 @@ fn a_scrub_by_hand_has_a_slow_one_hurry() {
 
 #[test]
 fn a_poisoned_store_is_not_scrubbed() {
-    use remanent::disk::sim::{EIO, Fault, Operation};
+    use remanent::testing::sim_disk::{EIO, Fault, Operation};
     let subject = Subject::new();
     subject.disk.fail(Fault { operation: Operation::SyncWindow, skip: 0, times: 1, errno: EIO });
     let mut batch = subject.store.batch();

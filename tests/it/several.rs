@@ -4,15 +4,15 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex};
 use std::thread;
 
-use remanent::device::faulty::{DeviceCall, Fault, FaultyDevice};
 use remanent::device::host::HostDevice;
-use remanent::device::late::LateDevice;
-use remanent::device::several::SeveralDevices;
+use remanent::device::multi::SeveralDevices;
 use remanent::device::{
     Command, CommandList, Device, Fence, Lane, MemoryId, Payload, Pending, Piece, PieceKind, Span,
     StagingSpan,
 };
-use remanent::disk::sim::SimDisk;
+use remanent::testing::faulty_device::{DeviceCall, Fault, FaultyDevice};
+use remanent::testing::late_device::LateDevice;
+use remanent::testing::sim_disk::SimDisk;
 use remanent::{DeviceChoice, Error, Options, PageId, Place, Remedy, Store, Width};
 
 use crate::faults::Gauge;

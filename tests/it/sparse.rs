@@ -8,8 +8,8 @@ use remanent::{Lsn, Options, Place, Store, Width};
 use remanent_format::frame::FrameKind;
 use remanent_format::limits::GROUP_ALIGN;
 use remanent_format::log::LogWalk;
-use remanent_format::rebuild::Survey;
 use remanent_format::segment::SEGMENT_HEADER_BLOCK;
+use remanent_format::state::survey::Survey;
 
 use crate::kill::workload::Random;
 

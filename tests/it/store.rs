@@ -8,7 +8,7 @@ use remanent::disk::dir::{DirDisk, DirReader};
 use remanent::{
     Ack, Error, FileName, Folder, Key, Lsn, Metadata, Options, PageId, Place, SnapshotId, Store, Value, Width,
 };
-use remanent_format::rebuild::Survey;
+use remanent_format::state::survey::Survey;
 
 fn small() -> Options {
     Options::default().segment_len(16 << 10).snapshot_log_bytes(None).snapshot_interval(None)
@@ -265,7 +265,7 @@ fn the_pure_rebuild_agrees_with_recovery() {
     store.commit(batch).unwrap();
     drop(store);
     let reader = remanent::disk::dir::DirReader::new(directory.path());
-    let rebuilt = remanent_format::rebuild::rebuild(&reader, &Default::default()).unwrap();
+    let rebuilt = remanent_format::state::rebuild::rebuild(&reader, &Default::default()).unwrap();
     let store = Store::open_on(
         Arc::new(DirDisk::new(directory.path())),
         Arc::new(remanent::device::host::HostDevice::new()),

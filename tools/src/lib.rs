@@ -1,75 +1,44 @@
 //! The `remanent` command: drives, inspects and verifies stores.
 //!
-//! Read in this order: `exit.rs` (how commands end), `simulate.rs` (what a replayed trace makes of a
-//! store), `replay.rs` and `demo.rs` (the commands that drive one), `weights.rs` and `import.rs` (what a file of
-//! weights is in a store), then the inspecting commands, which know the format only and so open what the
-//! engine refuses; among them `past.rs` says how an earlier state is put together.
+//! # Map
+//!
+//! Each folder is a family of commands, and imports only from those below it.
+//!
+//! | folder | what it is for |
+//! |---|---|
+//! | `torture/` | kills, damage and power cuts on the user's own disk and GPU |
+//! | `bench/` | what a machine does with a store, beside what it does without |
+//! | `replay/` | a cache trace driven through a store, killed and checked; the demo |
+//! | `history/` | comparing, naming, going back to and branching from kept states |
+//! | `weights/` | files of weights and their versions |
+//! | `inspect/` | what lies in a store; reads without the engine, and opens what it refuses |
+//! | `read/` | a store directory as those commands see it |
+//! | `cli/` | what every command needs: its end, its output, its interruption |
+//!
+//! # As a library
 //!
 //! A library, so that a test can run commands by the thousand without a process each: [`run`], [`import()`].
 
-// Modules are listed in reading order.
-mod exit;
-mod output;
-mod table;
-mod interrupt;
-mod progress;
-mod verbosity;
-mod json;
-mod memory;
-mod size;
-mod aligned;
-mod engine;
-
-mod trace;
-mod simulate;
-mod check;
-mod rule;
-mod replay;
-mod child;
-mod course;
-mod demo;
 mod torture;
-
-mod dtype;
-mod weights;
-mod changes;
-mod import;
-
-mod store_dir;
-mod view;
-mod past;
-mod snapshot;
-mod restore;
-mod fork;
-mod prune;
-mod export;
-mod diff;
-mod selector;
-mod element;
-mod blame;
-mod bisect;
-mod scan;
-mod reasons;
-mod info;
-mod snapshots;
-mod pages;
-mod log;
-mod follow;
-mod dump;
-mod verify;
-mod salvage;
-
-mod doctor;
 mod bench;
-mod completions;
+mod replay;
+mod history;
+mod weights;
+mod inspect;
+mod read;
+mod cli;
 
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
 
-pub use crate::exit::{Ending, Failure, Outcome};
-pub use crate::import::import;
-use crate::output::Output;
+pub use crate::cli::exit::{Ending, Failure, Outcome};
+use crate::cli::output::Output;
+use crate::cli::{completions, exit, interrupt, verbosity};
+use crate::history::{bisect, blame, diff, fork, prune, restore, salvage, snapshot};
+use crate::inspect::{doctor, dump, follow, info, log, pages, snapshots, verify};
+use crate::replay::demo;
+pub use crate::weights::import::import;
 
 const ABOUT: &str = "\
 The store's directory is always the first argument. Commands that inspect only read, take no lock, and \
@@ -93,8 +62,8 @@ enum Command {
     Demo(demo::Demo),
     Torture(torture::Torture),
     Replay(replay::Replay),
-    Import(import::Import),
-    Export(export::Export),
+    Import(weights::import::Import),
+    Export(weights::export::Export),
     Diff(diff::Diff),
     Blame(blame::Blame),
     Bisect(bisect::Bisect),

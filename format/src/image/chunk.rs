@@ -1,8 +1,8 @@
-//! Floor 0. Chunks: a header, a table of images, and their payloads.
+//! Chunks: a header, a table of images, and their payloads.
 
 use super::codec::Codec;
 use super::file::IMAGE_HEADER_BLOCK;
-use super::image_ref::ImageRef;
+use super::image_ref::{CHUNK_OFFSET_MAX, ImageRef};
 use crate::defect::{Defect, array, check_crc, check_equal, check_limit, check_zeros, slice};
 use crate::ids::{Epoch, Lsn, PageId, StoreId};
 use crate::layout::layout;
@@ -321,9 +321,6 @@ impl ChunkHeader {
         Ok(Chunk { file: self.file, offset: self.offset, len: self.chunk_len, images })
     }
 }
-
-/// The highest offset at which a chunk may start; sums of offsets and lengths cannot overflow below it.
-pub(super) const CHUNK_OFFSET_MAX: u64 = 1 << 62;
 
 fn check_chunk_offset(offset: u64) -> Result<(), Defect> {
     check_limit("chunk offset", offset, CHUNK_OFFSET_MAX)?;

@@ -1,4 +1,4 @@
-//! Floor 0. How the bytes of a page become an image's payload, and back.
+//! How the bytes of a page become an image's payload, and back.
 //!
 //! A compressed payload is zstd frames (RFC 8878), back to back, without a dictionary. Whoever reads one
 //! has checked it as it is stored, so what zstd sees here was written by us, or is a checksum's accident.

@@ -1,4 +1,4 @@
-//! Floor 0. The header of an image file.
+//! The header of an image file.
 
 use crate::defect::{Defect, array, check_crc, check_zeros};
 use crate::ids::StoreId;

@@ -1,12 +1,14 @@
-//! Floor 0. What others say of an image: where it lies, how it is stored, what proves it.
+//! What others say of an image: where it lies, how it is stored, what proves it.
 
 use std::borrow::Cow;
 
-use super::chunk::CHUNK_OFFSET_MAX;
 use super::codec::{Codec, EXPANSION_MAX, decompress};
 use super::file::IMAGE_HEADER_BLOCK;
 use crate::defect::{Defect, check_crc, check_equal, check_limit, reserve};
 use crate::limits::{CHUNK_LEN_MAX, FRAME_ALIGN, PAGE_LEN_MAX};
+
+/// The highest offset at which a chunk may start; sums of offsets and lengths cannot overflow below it.
+pub(super) const CHUNK_OFFSET_MAX: u64 = 1 << 62;
 
 /// Where an image lies, and how its bytes are proven: what manifests and frames say of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

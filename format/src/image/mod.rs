@@ -1,4 +1,4 @@
-//! Floor 0. Image files: the bytes of pages, as snapshots and bulk creates write them.
+//! Image files: the bytes of pages, as snapshots and bulk creates write them.
 //!
 //! ```text
 //! pages/<n>.pages
@@ -15,13 +15,13 @@ mod file;
 mod image_ref;
 mod codec;
 mod chunk;
+pub mod read;
 #[cfg(test)]
 mod tests;
 
 pub use chunk::{
     CHUNK_MAGIC, Chunk, ChunkHeader, ChunkHeaderRaw, Compressed, ImageHeader, ImageHeaderRaw, NewImage,
 };
-pub(crate) use codec::decompress_from;
 pub use codec::{COMPRESSED_PIECE_LEN, Codec, Compressor};
 pub use file::{IMAGE_FILE_MAGIC, IMAGE_HEADER_BLOCK, ImageFileHeader, ImageFileHeaderRaw, ImagePurpose};
 pub use image_ref::ImageRef;

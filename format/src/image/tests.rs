@@ -1,4 +1,4 @@
-//! Floor 0. What image files, chunks and references hold to.
+//! What image files, chunks and references hold to.
 
 use super::*;
 use crate::defect::Defect;

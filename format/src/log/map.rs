@@ -1,4 +1,4 @@
-//! Floor 0. The map of the log: its segments, the newest incarnation, and the line that leads back from it.
+//! The map of the log: its segments, the newest incarnation, and the line that leads back from it.
 
 use std::collections::BTreeMap;
 

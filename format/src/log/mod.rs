@@ -1,4 +1,4 @@
-//! Floor 0. Reading the log: which segments there are, which incarnations form the line, which frames are
+//! Reading the log: which segments there are, which incarnations form the line, which frames are
 //! valid in order (I3), and whether what follows the last of them is a torn tail or damage (I4).
 //!
 //! Read [`crate::segment`] and [`crate::frame`] first. Recovery, `rebuild` and the inspectors walk the log

@@ -1,4 +1,4 @@
-//! Floor 0. The order of the log, one step of it: where the next frame may lie, and whether a header there is
+//! The order of the log, one step of it: where the next frame may lie, and whether a header there is
 //! the next one (I3). The walk goes by these rules, and so does whoever reads a log that is being written.
 
 use crate::defect::Defect;

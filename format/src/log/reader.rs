@@ -1,4 +1,4 @@
-//! Floor 0. Reading one segment through a buffer, and looking in it for the frames that were written there.
+//! Reading one segment through a buffer, and looking in it for the frames that were written there.
 
 use std::io::{self, ErrorKind};
 use std::ops::Range;

@@ -1,4 +1,4 @@
-//! Floor 0. The walk along the log: the frames that are valid in order (I3), and the judgement where the
+//! The walk along the log: the frames that are valid in order (I3), and the judgement where the
 //! order ends (I4).
 
 use std::sync::Arc;

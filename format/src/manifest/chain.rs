@@ -1,4 +1,4 @@
-//! Floor 0. The chain of links: a base and the changes that follow it are one snapshot.
+//! The chain of links: a base and the changes that follow it are one snapshot.
 //!
 //! A change says what became of the pages since the link before; everything else in it, `redo` and `end`, the
 //! root and the numbers, is the snapshot's own. So merging copies pages only, and tombstones of older links

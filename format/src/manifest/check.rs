@@ -1,9 +1,9 @@
-//! Floor 0. Fields of a manifest that contradict each other: neither read nor written.
+//! Fields of a manifest that contradict each other: neither read nor written.
 
 use std::ops::Range;
 
 use super::{Manifest, ManifestEntry, ManifestKind};
-use crate::defect::{Defect, check_equal, check_limit};
+use crate::defect::{Defect, check_equal, check_limit, check_point};
 use crate::ids::{Lsn, PageId, Place};
 use crate::limits::{
     DEVICE_ORDINAL_MAX, MANIFEST_ENTRIES_MAX, NUMBER_MAX, PAGE_LEN_MAX, SNAPSHOT_NAME_LEN_MAX,
@@ -40,7 +40,7 @@ impl Manifest {
         check_limit("first image file ahead", self.ahead_from, self.next_file)?;
         check_limit("end", self.end.0, NUMBER_MAX)?;
         check_limit("highest epoch", self.epoch_high.0, NUMBER_MAX)?;
-        self.redo.check_limits()?;
+        check_point(&self.redo)?;
         check_limit("redo lsn", self.redo.lsn.0, self.end.0)?;
         check_limit("entry count", self.entries.len() as u64, MANIFEST_ENTRIES_MAX)?;
         check_limit("tombstone count", self.tombstones.len() as u64, MANIFEST_ENTRIES_MAX)?;

@@ -1,4 +1,4 @@
-//! Floor 0. Reading manifests: bytes from disk are untrusted (I9).
+//! Reading manifests: bytes from disk are untrusted (I9).
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! Floor 0. Writing manifests.
+//! Writing manifests.
 
 use std::borrow::Cow;
 use std::ops::Range;

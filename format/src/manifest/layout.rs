@@ -1,4 +1,4 @@
-//! Floor 0. The fixed structures of a manifest.
+//! The fixed structures of a manifest.
 
 use crate::ids::{Epoch, LogPoint, Lsn, PageId, SnapshotId, StoreId};
 use crate::layout::layout;

@@ -1,4 +1,4 @@
-//! Floor 0. Manifests: what a snapshot consists of.
+//! Manifests: what a snapshot consists of.
 //!
 //! A snapshot is a base, or a base and a chain of changes; each is one file, and each names the link
 //! before it by number and checksum. The table of an old state, which a restore record names, has the

@@ -1,10 +1,10 @@
-//! Floor 0. Manifests: round trips, copies, and everything that is refused.
+//! Manifests: round trips, copies, and everything that is refused.
 
 use super::*;
 use crate::ids::Incarnation;
 use crate::image::Codec;
 use crate::limits::{CHAIN_LINKS_MAX, DEVICE_ORDINAL_MAX};
-use crate::replay::Resolver;
+use crate::state::replay::Resolver;
 use crate::value::Value;
 
 /// Length of the sample's root envelope, the end of its body.

@@ -1,4 +1,4 @@
-//! Floor 0. The element indices of a sparse delta: four bytes each, or the gaps between them.
+//! The element indices of a sparse delta: four bytes each, or the gaps between them.
 //!
 //! At one changed element in a hundred, a gap takes 1.3 bytes where an index takes 4.
 

@@ -1,4 +1,4 @@
-//! Floor 0. A batch's payload: a head of 16 bytes, then operations. Each is a header of 32 bytes and a
+//! A batch's payload: a head of 16 bytes, then operations. Each is a header of 32 bytes and a
 //! body, padded with zeros to a multiple of 16, so that bodies stay aligned for a device that reads them
 //! in place.
 //!

@@ -1,4 +1,4 @@
-//! Floor 0. Bytes to operations: nothing here is trusted before it is checked (I9).
+//! Bytes to operations: nothing here is trusted before it is checked (I9).
 
 use std::hint::black_box;
 

@@ -1,4 +1,4 @@
-//! Floor 0. Operations to bytes: a payload under construction.
+//! Operations to bytes: a payload under construction.
 
 use super::{
     CREATE, CreateBodyRaw, DELETE, FILL, IMAGE, ImageBodyRaw, MASKED, MOVE, NOTE, OP_HEADER_LEN, Op,

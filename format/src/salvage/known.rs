@@ -1,4 +1,4 @@
-//! Floor 0. The known log: batches whose frames prove themselves and lie on the store's line, whatever became
+//! The known log: batches whose frames prove themselves and lie on the store's line, whatever became
 //! of the frames around them.
 //!
 //! The walk of [`crate::log`] must judge what a crash left, so it stops at the first frame that does not follow
@@ -15,12 +15,13 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use crate::defect::{Damage, Defect};
 use crate::frame::{FRAME_HEADER_LEN, FrameHeader, FrameKind, UncheckedFrame, check_payload};
 use crate::ids::{Incarnation, LogPoint, Lsn, PageId};
+use crate::image::read::read_range;
 use crate::log::{Segment, frames_of_segment};
 use crate::names::{FileName, ReadAt};
 use crate::op::{Op, OpAt, decode_payload};
-use crate::rebuild::{Survey, read_range};
 use crate::segment::Opening;
-use crate::trail::OpPlace;
+use crate::state::survey::Survey;
+use crate::state::trail::OpPlace;
 
 /// A batch that counts.
 struct KnownBatch {

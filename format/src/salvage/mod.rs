@@ -1,6 +1,6 @@
-//! Floor 0. What a damaged store still proves, page by page.
+//! What a damaged store still proves, page by page.
 //!
-//! [`crate::rebuild`] asks for one way that is clear from a snapshot to the log's end, and refuses where there
+//! [`crate::state::rebuild`] asks for one way that is clear from a snapshot to the log's end, and refuses where there
 //! is none. Here nothing is refused: every structure that proves itself counts, wherever it lies.
 //!
 //! 1. **The known log**: all frames that prove themselves, in whatever segment they are found (`known.rs`).
@@ -55,10 +55,10 @@ use crate::ids::{Epoch, LogPoint, Lsn, PageId, SnapshotId};
 use crate::manifest::Manifest;
 use crate::names::{FileName, ReadAt};
 use crate::op::{Op, OpAt, decode_payload};
-use crate::rebuild::Survey;
-use crate::replay::{Resolved, Resolver};
+use crate::state::replay::{Resolved, Resolver};
+use crate::state::survey::Survey;
+use crate::state::table::PageTable;
 use crate::store::StoreFile;
-use crate::table::PageTable;
 
 /// A damaged store, looked through.
 pub struct Salvage<'s> {
@@ -105,7 +105,7 @@ pub enum Found {
     /// An earlier version of it.
     Older {
         /// That version.
-        version: crate::PageInfo,
+        version: crate::state::table::PageInfo,
         /// Its bytes.
         bytes: Vec<u8>,
         /// What is in the way of the state's own version.

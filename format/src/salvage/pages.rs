@@ -1,4 +1,4 @@
-//! Floor 0. What is left of a page: every way from an image of it, or from its creation, to a version of it.
+//! What is left of a page: every way from an image of it, or from its creation, to a version of it.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -6,16 +6,17 @@ use std::sync::Arc;
 use super::known::KnownLog;
 use super::{Found, Salvage};
 use crate::defect::{Damage, Defect, check_crc, check_limit};
-use crate::head::PageHead;
 use crate::ids::{Epoch, Key, Lsn, PageId};
 use crate::image::ImageRef;
+use crate::image::read::read_image_head;
 use crate::manifest::{ManifestEntry, ManifestKind};
 use crate::names::{FileName, ReadAt};
 use crate::op::{OP_HEADER_LEN, Op, OpAt, decode_single};
-use crate::rebuild::{Survey, read_image_head};
-use crate::replay::page_info;
-use crate::table::{PageInfo, PageTable, PlanMode};
-use crate::trail::OpPlace;
+use crate::state::head::PageHead;
+use crate::state::replay::page_info;
+use crate::state::survey::Survey;
+use crate::state::table::{PageInfo, PageTable, PlanMode};
+use crate::state::trail::OpPlace;
 
 /// What a manifest or a table says of a page: a version of it, and where its bytes lie.
 #[derive(Clone, Debug)]

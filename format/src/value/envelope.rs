@@ -1,4 +1,4 @@
-//! Floor 0. The envelope around an encoding: its length and its checksum, checked before anything is decoded.
+//! The envelope around an encoding: its length and its checksum, checked before anything is decoded.
 
 use bincode::error::DecodeError;
 use serde::Serialize;

@@ -1,4 +1,4 @@
-//! Floor 0. Metadata: self-describing values, their bytes, and the envelope that guards them.
+//! Metadata: self-describing values, their bytes, and the envelope that guards them.
 //!
 //! A value is encoded by serde and bincode with fixed-width little-endian integers, which is simple
 //! enough to be specified byte by byte. The encoding is canonical: map entries ascend, nothing may

@@ -1,4 +1,4 @@
-//! Floor 0. Decoding values: nesting is bounded, text and bytes are borrowed before they are copied, and no
+//! Decoding values: nesting is bounded, text and bytes are borrowed before they are copied, and no
 //! container reserves room for a count that the input merely claims.
 
 use std::fmt;

@@ -4,8 +4,8 @@ use remanent_format::frame::{UncheckedFrame, VerifiedSnapshot, decode_seal, enco
 use remanent_format::limits::{NUMBER_MAX, SEGMENT_LEN_MAX, SEGMENT_LEN_MIN};
 use remanent_format::manifest::Manifest;
 use remanent_format::op::{Op, PayloadWriter, decode_payload};
-use remanent_format::rebuild::{RebuildOptions, rebuild};
 use remanent_format::segment::{Opening, SegmentHeader};
+use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 use remanent_format::{
     Defect, Epoch, FileName, Folder, Incarnation, LogPoint, Lsn, PageId, Place, SnapshotId,
 };

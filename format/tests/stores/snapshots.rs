@@ -6,7 +6,8 @@ use remanent_format::frame::VerifiedSnapshot;
 use remanent_format::limits::CHAIN_LINKS_MAX;
 use remanent_format::manifest::{Manifest, ManifestKind, Tombstone};
 use remanent_format::op::Op;
-use remanent_format::rebuild::{RebuildOptions, Survey, rebuild};
+use remanent_format::state::rebuild::{RebuildOptions, rebuild};
+use remanent_format::state::survey::Survey;
 use remanent_format::{FileName, Folder, Lsn, Metadata, PageId, Place, ReadAt, SnapshotId, Value};
 
 use crate::maker::{Maker, PAGE, content};

@@ -1,6 +1,6 @@
 //! What reading a store must give, and the store of four batches that most rows begin with.
 
-use remanent_format::rebuild::{RebuildOptions, Rebuilt, rebuild};
+use remanent_format::state::rebuild::{RebuildOptions, Rebuilt, rebuild};
 use remanent_format::{Epoch, FileName, Lsn};
 
 use crate::maker::{Maker, PAGE, content, root};

@@ -1,4 +1,4 @@
-//! Floor 3. What the host and the kernels agree on: the rows of the tables that a launch reads.
+//! What the host and the kernels agree on: the rows of the tables that a launch reads.
 //!
 //! The other half is `kernels/common.cuh`, which declares the same structs; sizes are asserted on both
 //! sides, and a test reads that file and compares the constants. Read `kernels/README.md` first.

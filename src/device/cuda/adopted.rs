@@ -1,4 +1,4 @@
-//! Floor 3. Memory of the caller's: who vouches for it, and what CUDA can tell of it.
+//! Memory of the caller's: who vouches for it, and what CUDA can tell of it.
 //!
 //! The driver knows every address that it gave out, for what and how far. So an address that is nobody's, a
 //! length that is too long, and the memory of another GPU are refused before anything follows them. That the

@@ -1,4 +1,4 @@
-//! Floor 3. A GPU's context: made once a process, current on a thread only while a call of ours runs.
+//! A GPU's context: made once a process, current on a thread only while a call of ours runs.
 //!
 //! It is the primary context, which the CUDA runtime and everything built on it use too, so addresses mean
 //! the same to the caller's kernels. It is never given back: the next open would pay for it again, and a
@@ -15,8 +15,8 @@ use std::sync::OnceLock;
 
 use super::driver::{CUcontext, CUdevice, Driver};
 use super::errors::Code;
+use crate::base::sync::Mutex;
 use crate::error::{Error, Result};
-use crate::sync::Mutex;
 
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`.
 const CAPTURE_RELAXED: u32 = 2;

@@ -1,4 +1,4 @@
-//! Floor 3. The driver library: found at run time, never a reason to panic.
+//! The driver library: found at run time, never a reason to panic.
 //!
 //! The library's own bindings look up a symbol at its first call, panic where it is missing, and read the
 //! result as an enum, which a newer driver's codes are outside of. So the entry points that are used here are

@@ -1,4 +1,4 @@
-//! Floor 3. The driver's error codes, sorted by what is left afterwards.
+//! The driver's error codes, sorted by what is left afterwards.
 //!
 //! - Not ready is no error.
 //! - Out of memory strikes allocations; they give back what lies idle and ask again.

@@ -1,12 +1,12 @@
-//! Floor 3. Events: points of streams, kept by the driver.
+//! Events: points of streams, kept by the driver.
 //!
 //! A lane's own points are words that its stream writes (see `word`). An event stands for a point of a stream that
 //! is the caller's, to which the store queues nothing, and for one that another stream is told to wait for.
 
+use super::completion::Naps;
 use super::context::{Context, Entered};
 use super::driver::{CUevent, CUstream};
 use super::errors::Code;
-use super::word::Naps;
 use crate::error::Result;
 
 /// `CU_EVENT_DISABLE_TIMING`.

@@ -1,4 +1,4 @@
-//! Floor 3. Names of page memory: a slot of a table, and the slot's generation.
+//! Names of page memory: a slot of a table, and the slot's generation.
 //!
 //! A generation is odd while its slot is in use and rises by one when the slot is taken and when it is given
 //! back, so a name that was released never fits again: who uses it, or releases it twice, is found out. A slot
@@ -11,8 +11,8 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
 
 use super::resource::{Kind, own_shard};
+use crate::base::sync::Mutex;
 use crate::device::{MemoryId, Span};
-use crate::sync::Mutex;
 
 /// Slots of the first chunk of the table; each further chunk is twice as long.
 const CHUNK_SLOTS_MIN: u32 = 1 << 10;

@@ -1,4 +1,4 @@
-//! Floor 3. A lane: a stream, its fences, and what its lists use until their fences have passed.
+//! A lane: a stream, its fences, and what its lists use until their fences have passed.
 //!
 //! Lists of a lane are queued one after the other, under its lock; a fence is the value that the stream
 //! writes behind the list.
@@ -6,16 +6,16 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use super::completion::{Stream, Word};
 use super::context::{Context, Entered};
 use super::driver::CUstream;
 use super::errors::Code;
 use super::event::Event;
 use super::memory::{Block, Memory};
 use super::stream;
-use super::word::{Stream, Word};
+use crate::base::sync::{Mutex, MutexGuard};
 use crate::device::{RawStream, ReturnedStaging};
 use crate::error::Result;
-use crate::sync::{Mutex, MutexGuard};
 
 /// A lane.
 pub(super) struct Timeline {

@@ -1,4 +1,4 @@
-//! Floor 3. Doing what a plan says: its rows into pinned memory, its steps into a stream.
+//! Doing what a plan says: its rows into pinned memory, its steps into a stream.
 
 use std::ffi::c_void;
 
@@ -6,10 +6,10 @@ use super::abi::{
     CRC_CHUNKS, CRC_COMBINE, DIFF, Kernel, SELECT_COUNT, SELECT_EMIT, SELECT_SCAN, ScanRow, SelectRow,
     VALIDATE,
 };
-use super::bulk::BulkQueue;
+use super::bulk_copies::BulkQueue;
 use super::context::{Context, Entered};
 use super::driver::CUdeviceptr;
-use super::functions::Functions;
+use super::kernels::Functions;
 use super::lane::Timeline;
 use super::memory::Block;
 use super::plan::{Plan, Step};

@@ -1,4 +1,4 @@
-//! Floor 3. Memory of one place, for those here who use it: blocks of a source that nothing outside can misuse.
+//! Memory of one place, for those here who use it: blocks of a source that nothing outside can misuse.
 
 use std::fmt;
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! Floor 3. Pages in the memory of a GPU.
+//! Pages in the memory of a GPU.
 //!
 //! Read in this order: `driver` (what is called, found at run time), `errors`, `context` (how calls are made),
 //! `resource`, `memory` and `staging`, `handles` (names of page memory), `adopted` (the caller's memory), `word`,
@@ -17,47 +17,47 @@
 pub mod abi;
 pub mod modules;
 pub mod resource;
-mod across;
+mod peer_copy;
 mod adopted;
-mod bulk;
+mod bulk_copies;
 mod context;
 mod driver;
 mod errors;
 mod event;
-mod functions;
+mod kernels;
 mod handles;
 mod lane;
 mod launch;
-mod list;
+mod translate;
 mod memory;
 mod peer;
 mod plan;
 mod staging;
 mod stream;
-mod word;
+mod completion;
 
 use std::any::Any;
 use std::sync::{Arc, OnceLock};
 
 use remanent_format::Place;
 
-use self::bulk::BulkQueue;
+use self::bulk_copies::BulkQueue;
 use self::context::{Context, Entered};
 use self::driver::Driver;
-use self::functions::Functions;
 use self::handles::{Allocation, Handles};
+use self::kernels::Functions;
 use self::lane::{Timeline, Turn};
 use self::launch::{Launcher, Layout};
-use self::list::{Scratch, Staged};
 use self::memory::{Block, Memory};
 use self::plan::Plan;
 use self::resource::{DriverMemory, Kind, MemoryResource, Pool};
+use self::translate::{Scratch, Staged};
 use super::{
     CallerMemory, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending, RawStream,
     ReturnedStaging, Span, Staging,
 };
+use crate::base::sync::Mutex;
 use crate::error::{Error, Result};
-use crate::sync::Mutex;
 
 /// The longest slab of pinned memory, but for a part of a block. A driver pins 1.5 GB/s in however many calls, and what a
 /// slab has too much no other part of the process can use.
@@ -312,7 +312,7 @@ impl Device for CudaDevice {
         }
         let staged: Vec<Staged<'_>> =
             staging.iter().map(|bytes| Staged { bytes, address: staging::address_of(bytes) }).collect();
-        let plan = list::plan(&commands, &self.pages, &staged, scratch);
+        let plan = translate::plan(&commands, &self.pages, &staged, scratch);
         self.queue(lane, &plan, staging, blocks)
     }
 
@@ -371,7 +371,7 @@ impl Device for CudaDevice {
     ) -> Result<Option<Pending>> {
         self.check_running()?;
         let Some(other) = (other as &dyn Any).downcast_ref::<Self>() else { return Ok(None) };
-        across::copy(self, other, lane, source, target)
+        peer_copy::copy(self, other, lane, source, target)
     }
 
     fn trim(&self) -> Result<u64> {

@@ -1,4 +1,4 @@
-//! Floor 3. The compiled kernels, embedded.
+//! The compiled kernels, embedded.
 //!
 //! `kernels/build.py` makes them; `tests/it/kernels.rs` holds them against their sources. Machine code for the
 //! newest architecture spares a driver the quarter of a second that translating takes; PTX serves all others

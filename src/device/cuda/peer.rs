@@ -1,4 +1,4 @@
-//! Floor 3. From one GPU's memory to another one's, past the host.
+//! From one GPU's memory to another one's, past the host.
 //!
 //! Whether there is such a way the driver says, for each pair of GPUs: they hang at one switch, or at one bus.
 //! Where there is none, bytes go by way of the host, which is the business of whoever wants them there.
@@ -7,8 +7,8 @@ use std::collections::BTreeMap;
 
 use super::context::{Context, Entered};
 use super::driver::CUstream;
+use crate::base::sync::Mutex;
 use crate::error::Result;
-use crate::sync::Mutex;
 
 /// Whether one GPU reaches the memory of another one. The first time this is what makes it so.
 ///

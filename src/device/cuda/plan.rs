@@ -1,4 +1,4 @@
-//! Floor 3. From pieces of work to launches: what may run side by side, and what must wait.
+//! From pieces of work to launches: what may run side by side, and what must wait.
 //!
 //! Everything that moves or merges bytes is a *piece*: it writes one range and reads others. Pieces are
 //! collected until one touches what an earlier one of the same batch reads, or reads what it wrote; then

@@ -1,4 +1,4 @@
-//! Floor 3. Staging: pinned host memory that the GPU reads and writes at the host's own addresses.
+//! Staging: pinned host memory that the GPU reads and writes at the host's own addresses.
 //!
 //! The host may touch it while it owns it. While a list owns it, nobody else has it: the lane keeps it until
 //! the list's fence has passed.

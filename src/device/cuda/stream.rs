@@ -1,4 +1,4 @@
-//! Floor 3. Streams of the caller's: who vouches for a handle, and which ones are refused.
+//! Streams of the caller's: who vouches for a handle, and which ones are refused.
 //!
 //! The store never queues work on them. It records where one is, or tells it to wait for a lane, and both are
 //! refused while a graph is being captured from the stream: a captured wait would be a part of the caller's

@@ -1,4 +1,4 @@
-//! Floor 3. The memories of the host device: which there are, and where their bytes lie. Long ones are allocations of
+//! The memories of the host device: which there are, and where their bytes lie. Long ones are allocations of
 //! their own. Short ones lie in slabs, 64 of about one length side by side: an allocation each, with its lock and its
 //! counts, took 88 bytes a page beyond those of the page, and two misses of the cache more to find them.
 //!
@@ -9,12 +9,12 @@ use std::ops::{Deref, Range};
 use std::sync::Arc;
 
 use remanent_format::Place;
-use remanent_format::by_id::ById;
+use remanent_format::state::by_id::ById;
 use zerocopy::FromZeros;
 
 use super::super::{MemoryId, Span};
+use crate::base::sync::locks::RwLock;
 use crate::error::{Error, Result};
-use crate::sync::locks::RwLock;
 
 /// Memories of up to this many bytes lie in slabs.
 const SLOT_LEN_MAX: u64 = 1024;

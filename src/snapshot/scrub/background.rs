@@ -1,4 +1,4 @@
-//! Floor 6. Scrubs of the store's own accord: a thread that waits, reads at a pace, and waits again.
+//! Scrubs of the store's own accord: a thread that waits, reads at a pace, and waits again.
 //!
 //! A full disk, or no memory, is told in the store's stats, and the next scrub finds the same damage. Every
 //! other failure has poisoned the store, and ends the thread. When the store closes, the pass is given up.
@@ -8,10 +8,11 @@ use std::time::Duration;
 
 use super::super::Wanted;
 use super::Scrub;
+use crate::base::poison::PanicPoisons;
+use crate::base::sync::thread;
+use crate::base::sync::thread::JoinHandle;
+use crate::base::sync::{Instant, Mutex};
 use crate::error::{Error, Result};
-use crate::poison::PanicPoisons;
-use crate::sync::thread::{self, JoinHandle};
-use crate::sync::{Instant, Mutex};
 
 /// The thread.
 pub(crate) struct Scrubber {

@@ -1,4 +1,4 @@
-//! Floor 6. Scrubbing: what lies on disk is read, past the cache, while there is still a memory to mend it from.
+//! Scrubbing: what lies on disk is read, past the cache, while there is still a memory to mend it from.
 //!
 //! A page that never changes is written once and read at the next open, perhaps years later; all snapshots
 //! share its image. If that has rotten meanwhile, the open is refused, and the bytes are gone with the process
@@ -14,7 +14,7 @@
 //! | the log, a restore's table, an image that a batch names | recovery begins behind it |
 //!
 //! For the last three a snapshot is taken. A snapshot that needs what is damaged counts as none from then on
-//! ([`Kept::holds`](crate::keeping::Kept::holds)), so that it displaces no sound one and goes as soon as there
+//! ([`Kept::holds`](crate::catalog::Kept::holds)), so that it displaces no sound one and goes as soon as there
 //! are enough of these, unless its name keeps it: then it stays as it is, damage and all.
 //!
 //! Nothing is overwritten and nothing removed for damage: a crash at any point finds what it would have found
@@ -26,19 +26,19 @@ mod pass;
 use std::sync::Arc;
 
 use remanent_format::manifest::Manifest;
-use remanent_format::rebuild::Survey;
+use remanent_format::state::survey::Survey;
 use remanent_format::store::StoreFile;
 use remanent_format::{Damage, FileName, SnapshotId};
 
 pub(crate) use self::background::Scrubber;
 use self::pass::{Found, Pass};
 use super::{Snapshots, Wanted};
+use crate::base::pace::Pace;
+use crate::base::sync::{Condvar, Mutex};
+use crate::catalog::publish::publish;
+use crate::catalog::{Keeping, Kept};
+use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
-use crate::keeping::{Keeping, Kept};
-use crate::pace::Pace;
-use crate::publish::publish;
-use crate::source::DiskSource;
-use crate::sync::{Condvar, Mutex};
 
 /// What a scrub read, and what it found.
 #[derive(Clone, Debug, Default)]

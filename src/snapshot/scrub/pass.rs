@@ -1,4 +1,4 @@
-//! Floor 6. One pass over what lies on disk: what it should find is fixed when it begins, and read at a pace.
+//! One pass over what lies on disk: what it should find is fixed when it begins, and read at a pace.
 //!
 //! Nothing keeps snapshots from being taken meanwhile, nor what they replace from being recycled. Numbers of
 //! image files are never used again, so a file that is gone was not needed. A segment may hold other bytes by
@@ -11,18 +11,18 @@ use remanent_format::image::ImageRef;
 use remanent_format::log::{LogMap, LogWalk};
 use remanent_format::manifest::{CopyHealth, Manifest};
 use remanent_format::op::{Op, decode_payload};
-use remanent_format::rebuild::{Survey, read_manifest};
+use remanent_format::state::survey::{Survey, read_manifest};
 use remanent_format::store::StoreFile;
 use remanent_format::{Damage, Defect, FileName, LogPoint, Lsn, PageId, ReadAt};
 
 use super::super::Snapshots;
 use super::Scrubbed;
+use crate::base::pace::Pace;
+use crate::base::sync::Instant;
+use crate::catalog::Keeping;
+use crate::disk::source::DiskSource;
 use crate::error::Result;
-use crate::keeping::Keeping;
-use crate::pace::Pace;
-use crate::runs::{Wanted, runs};
-use crate::source::DiskSource;
-use crate::sync::Instant;
+use crate::images::read::{Wanted, runs};
 
 /// What a pass has found.
 #[derive(Default)]

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use remanent::Compression;
-use remanent::disk::sim::SimDisk;
+use remanent::testing::sim_disk::SimDisk;
 use remanent_format::manifest::ManifestEntry;
 
 use super::*;

@@ -1,6 +1,6 @@
 //! Commits: groups, rolls, frames and pages of any length, and stores that were killed before.
 
-use remanent::disk::sim::Tears;
+use remanent::testing::sim_disk::Tears;
 use remanent::{Ack, LogIo, Metadata};
 
 use super::explore::Level;

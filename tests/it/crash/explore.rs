@@ -5,9 +5,9 @@ use std::fmt;
 use std::sync::Arc;
 
 use remanent::disk::Disk;
-use remanent::disk::sim::{Image, Plan, SimDisk, Tears};
+use remanent::testing::sim_disk::{Image, Plan, SimDisk, Tears};
 use remanent::{Ack, Lsn, Metadata, Options, RestorePoint, Snapshot, Store};
-use remanent_format::rebuild::{RebuildOptions, rebuild};
+use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 
 use super::followers::Followers;
 use super::model::{Act, Line, State, Target, looked_at, read, rebuilt};
@@ -294,7 +294,7 @@ pub fn same(line: &Line, lsn: u64, store: &Store) -> Result<State, Violation> {
     }
 }
 
-fn agree(found: &State, lsn: u64, pure: &remanent_format::rebuild::Rebuilt) -> Result<(), Violation> {
+fn agree(found: &State, lsn: u64, pure: &remanent_format::state::rebuild::Rebuilt) -> Result<(), Violation> {
     let disagreement = |what| Err(Violation::new(Kind::Disagreement, what));
     if pure.table.lsn().0 != lsn {
         return disagreement(format!("rebuild reaches {}, the engine {lsn}", pure.table.lsn()));

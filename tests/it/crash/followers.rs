@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use remanent::disk::Disk;
-use remanent::disk::sim::{Crash, Image, Moment, SimDisk};
+use remanent::testing::sim_disk::{Crash, Image, Moment, SimDisk};
 use remanent::{Ack, Error, Follower, Options, Replica, Store};
 
 use super::explore::{Kind, Violation, commit_another};

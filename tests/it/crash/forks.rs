@@ -4,7 +4,7 @@
 //! have in common is image files under two names, which nobody writes to any more. So the crashes of one disk
 //! say all about it, whatever those of the other one leave, and each disk is explored by itself.
 
-use remanent::disk::sim::SimDisk;
+use remanent::testing::sim_disk::SimDisk;
 use remanent::{Ack, Error, FileName, Metadata, PageId, Store};
 
 use super::model::{Act, Target};

@@ -5,7 +5,7 @@
 //! The store was closed, so that a mark covers every batch. Whoever opens it then finds everything, or is told
 //! what is damaged. Only a loss that looks like a torn tail may be cut, and is reported.
 
-use remanent::disk::sim::{Lie, LieKind, SimDisk};
+use remanent::testing::sim_disk::{Lie, LieKind, SimDisk};
 use remanent::{Ack, Error, Options};
 
 use super::explore::same;

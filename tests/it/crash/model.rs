@@ -262,7 +262,7 @@ pub fn replicated(replica: &Replica) -> State {
 }
 
 /// What the pure `rebuild` found.
-pub fn rebuilt(rebuilt: &remanent_format::rebuild::Rebuilt) -> State {
+pub fn rebuilt(rebuilt: &remanent_format::state::rebuild::Rebuilt) -> State {
     let pages = rebuilt.table.pages().map(|info| {
         let bytes = rebuilt.contents[&info.page].clone();
         (info.page, Arc::new(page_of(&info, bytes)))

@@ -1,10 +1,10 @@
 //! Scrubs that find damage: whatever moment a crash strikes, what was acknowledged is there, and once the scrub
 //! has returned nothing needs the damaged bytes.
 
-use remanent::disk::sim::SimDisk;
+use remanent::testing::sim_disk::SimDisk;
 use remanent::{Error, FileName, PageId, SnapshotId, SnapshotInfo};
 use remanent_format::image::ImageRef;
-use remanent_format::rebuild::Survey;
+use remanent_format::state::survey::Survey;
 
 use super::explore::Level;
 use super::work::Random;

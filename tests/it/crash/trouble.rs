@@ -8,7 +8,7 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-use remanent::disk::sim::{EIO, ENOSPC, Fault, Operation, SimDisk, Tears};
+use remanent::testing::sim_disk::{EIO, ENOSPC, Fault, Operation, SimDisk, Tears};
 use remanent::{Error, Options};
 
 use super::Lives;

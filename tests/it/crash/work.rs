@@ -6,12 +6,12 @@ use std::sync::{Arc, Condvar, Mutex};
 
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
-use remanent::disk::sim::{Crash, Moment, SimDisk};
+use remanent::testing::sim_disk::{Crash, Moment, SimDisk};
 use remanent::{
     Ack, Error, Key, Lsn, Metadata, Options, PageId, Position, Replica, RestorePoint, Snapshot, SnapshotId,
     SnapshotInfo, Store, Value, Width,
 };
-use remanent_format::rebuild::{RebuildOptions, rebuild};
+use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 
 use super::model::{Act, Line, Step, Target, batch, read, rebuilt};
 use super::trouble::Trouble;

@@ -7,11 +7,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use remanent::disk::Disk;
-use remanent::disk::sim::SimDisk;
+use remanent::testing::sim_disk::SimDisk;
 use remanent::{Damage, Error, FileName, Lsn, PageId, Place, Recovered, RestorePoint, Snapshot, Store};
 use remanent_format::judge::{ImageProofs, Verdict, judge};
 use remanent_format::limits::SECTOR_LEN;
-use remanent_format::rebuild::Survey;
+use remanent_format::state::survey::Survey;
 
 use super::sweeps::sweep;
 use super::{flip, mix};

@@ -2,7 +2,8 @@
 
 use remanent::disk::Disk;
 use remanent::{Budget, FileName, Snapshot, SnapshotId};
-use remanent_format::rebuild::{RebuildOptions, Survey, rebuild};
+use remanent_format::state::rebuild::{RebuildOptions, rebuild};
+use remanent_format::state::survey::Survey;
 
 use super::*;
 use crate::files::{Files, State};

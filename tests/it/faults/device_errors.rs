@@ -1,7 +1,7 @@
 //! Errors of the device at every call, one after the other.
 
-use remanent::device::faulty::{DeviceCall, Fault, FaultyDevice};
-use remanent::device::late::LateDevice;
+use remanent::testing::faulty_device::{DeviceCall, Fault, FaultyDevice};
+use remanent::testing::late_device::LateDevice;
 use remanent::{Remedy, Restore};
 
 use super::*;

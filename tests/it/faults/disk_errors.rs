@@ -1,7 +1,7 @@
 //! Input and output errors at every operation of the disk, one after the other.
 
 use remanent::disk::Disk;
-use remanent::disk::sim::{EIO, Fault, Moment, Operation};
+use remanent::testing::sim_disk::{EIO, Fault, Moment, Operation};
 use remanent::{FileName, Folder, LogIo, Remedy, WriteBatch};
 
 use super::*;

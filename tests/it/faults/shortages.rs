@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use remanent::disk::sim::{Fault, Operation};
+use remanent::testing::sim_disk::{Fault, Operation};
 use remanent::{FileName, Folder, FollowFrom, Follower, LogIo, Remedy, Restore, RestorePoint};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 

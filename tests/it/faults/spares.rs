@@ -1,7 +1,7 @@
 //! Segments that nothing needs any more wait to be used again, and give way to whatever finds the disk full.
 
 use remanent::disk::Disk;
-use remanent::disk::sim::{EIO, Fault, Operation};
+use remanent::testing::sim_disk::{EIO, Fault, Operation};
 use remanent::{FileName, Folder};
 
 use super::*;

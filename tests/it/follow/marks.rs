@@ -16,7 +16,7 @@ fn closed_store() -> SimDisk {
 /// Segment, offset and length of the frames of the batches, by a walk of the format crate.
 fn frames(disk: &SimDisk) -> Vec<(FileName, u64, u64)> {
     use remanent_format::log::LogWalk;
-    let survey = remanent_format::rebuild::Survey::read(disk).unwrap();
+    let survey = remanent_format::state::survey::Survey::read(disk).unwrap();
     let mut walk = LogWalk::new(disk, &survey.log, survey.log.beginning().unwrap(), Lsn(0)).unwrap();
     let mut frames = Vec::new();
     while let Some(frame) = walk.next().unwrap() {
@@ -44,7 +44,7 @@ fn a_frame_half_written_is_not_there_yet() {
     let now = sim.after_kill(Moment { event: sim.events(), tear: None });
     let &(file, offset, len) = frames(&now).last().unwrap();
     let whole = now.bytes(file).unwrap()[offset as usize..][..len as usize].to_vec();
-    let marks = remanent_format::rebuild::rebuild(&now, &Default::default()).unwrap().end.unwrap();
+    let marks = remanent_format::state::rebuild::rebuild(&now, &Default::default()).unwrap().end.unwrap();
     assert!(marks.proven.lsn < Lsn(4), "a mark covers the batch that this test tears");
     let step = (len as usize / 40).max(1);
     for written in (0..len as usize).step_by(step) {

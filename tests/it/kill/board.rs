@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use memmap2::MmapRaw;
-use remanent::phases::{Edge, Phase};
+use remanent::testing::phases::{Edge, Phase};
 use remanent::{Ack, Lsn};
 
 /// Every phase in which the worker is killed.

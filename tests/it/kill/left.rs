@@ -34,7 +34,8 @@ impl Ground {
     pub fn check_opening(&mut self, path: &Path, certain: RangeInclusive<Lsn>, at: &str) -> Store {
         // Without STORE there is no store yet, and nothing to rebuild.
         let rebuilt = path.join("STORE").exists().then(|| {
-            let rebuilt = remanent_format::rebuild::rebuild(&DirReader::new(path), &Default::default());
+            let rebuilt =
+                remanent_format::state::rebuild::rebuild(&DirReader::new(path), &Default::default());
             rebuilt.unwrap_or_else(|error| panic!("{error}, {at}"))
         });
         let store =

@@ -91,7 +91,7 @@ impl<'a> Work<'a> {
     /// Opens the store, and says so on the board.
     pub fn open(directory: &'a Path, board: Arc<Board>, manner: Manner) -> Result<Self> {
         let hook = board.clone();
-        remanent::phases::on_phase(move |phase, edge| hook.pass(phase, edge));
+        remanent::testing::phases::on_phase(move |phase, edge| hook.pass(phase, edge));
         let options = options(manner.log_io).snapshot_log_bytes(manner.background.then_some(64 << 10));
         let options = options.restore(if manner.background { Restore::OnDemand } else { Restore::Eager });
         let store = Store::open(directory.join("store"), options)?;

@@ -7,7 +7,7 @@ use remanent::device::Device;
 use remanent::disk::Disk;
 use remanent::{Error, Key, Lsn, Options, PageInfo, Position, RestorePoint, Snapshot, Store};
 use remanent_format::ReadAt;
-use remanent_format::rebuild::{RebuildOptions, Rebuilt, rebuild};
+use remanent_format::state::rebuild::{RebuildOptions, Rebuilt, rebuild};
 
 use super::history::{Action, KEYS, SNAPSHOT_NAMES, Step};
 use super::plain::{Draft, Model, Page, Refusal};

@@ -1,11 +1,12 @@
 //! Stores in the state of a row, and what an open must say of one that it refuses.
 
 use remanent::disk::Disk;
-use remanent::disk::sim::{Plan, SimDisk, Tears};
+use remanent::testing::sim_disk::{Plan, SimDisk, Tears};
 use remanent::{Defect, Error, FileName, Lsn, Options, PageId, Place, Remedy, Store};
 use remanent_format::frame::{FrameHeader, FrameHeaderRaw, FrameKind, UncheckedFrame};
-use remanent_format::rebuild::{Rebuilt, Survey, rebuild};
 use remanent_format::segment::SEGMENT_HEADER_BLOCK;
+use remanent_format::state::rebuild::{Rebuilt, rebuild};
+use remanent_format::state::survey::Survey;
 
 use crate::files::{Files, State, open, open_with, small};
 

@@ -1,11 +1,11 @@
 //! The rows of the log: torn tails, damage, segments that are missing, openings that were cut short.
 
 use remanent::disk::Disk;
-use remanent::disk::sim::{EIO, Fault, Operation, Plan, SimDisk};
+use remanent::testing::sim_disk::{EIO, Fault, Operation, Plan, SimDisk};
 use remanent::{Defect, FileName, Lsn, PageId, Remedy};
 use remanent_format::frame::{FrameHeader, FrameHeaderRaw, FrameKind, UncheckedFrame};
 use remanent_format::limits::{FRAME_ALIGN, GROUP_ALIGN, align_up};
-use remanent_format::rebuild::Survey;
+use remanent_format::state::survey::Survey;
 
 use super::bench::{
     create_page, flip, frame_of, frame_where, killed_behind, refused_at, remove, step, stepped,
@@ -277,7 +277,7 @@ fn crash_before_the_rename_changes_nothing() {
     let plan = Plan { events: from..disk.events(), images_max: 16, ..Plan::default() };
     drop(store);
     let (mut before, mut after) = (0, 0);
-    let mut check = |image: remanent::disk::sim::Image| {
+    let mut check = |image: remanent::testing::sim_disk::Image| {
         let name = image.to_string();
         let survey = Survey::read(&image.disk).unwrap();
         let number = survey.log.newest().unwrap().number;

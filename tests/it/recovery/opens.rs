@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use remanent::disk::Disk;
-use remanent::disk::sim::{Image, Plan, SimDisk, Tears};
+use remanent::testing::sim_disk::{Image, Plan, SimDisk, Tears};
 use remanent::{FileName, Lsn, Snapshot, SnapshotId};
-use remanent_format::rebuild::Survey;
+use remanent_format::state::survey::Survey;
 
 use super::bench::{create_page, flip, step, stepped};
 use crate::files::{Files, State, open};

@@ -1,8 +1,8 @@
 //! The rows of damaged, lost and unrecorded snapshots.
 
-use remanent::disk::sim::{Moment, Operation, SimDisk};
+use remanent::testing::sim_disk::{Moment, Operation, SimDisk};
 use remanent::{Defect, Error, FileName, PageId, SnapshotId};
-use remanent_format::rebuild::Survey;
+use remanent_format::state::survey::Survey;
 
 use super::bench::{create_page, flip, refused_at, remove, step, with_snapshots};
 use crate::files::{Files, State, open};

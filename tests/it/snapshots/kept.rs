@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use remanent::disk::sim::Moment;
 use remanent::disk::{Disk, Hold};
+use remanent::testing::sim_disk::Moment;
 use remanent::{Folder, Lsn, RestorePoint, Snapshot};
 
 use super::*;

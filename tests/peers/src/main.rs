@@ -20,8 +20,10 @@
 //! write and read files: see `rings/mod.rs`.
 
 // The raw loop is the one of `remanent bench commit`.
-#[path = "../../../tools/src/aligned.rs"]
-mod aligned;
+mod cli {
+    #[path = "../../../../tools/src/cli/aligned.rs"]
+    pub mod aligned;
+}
 mod commits;
 mod left;
 mod peers;

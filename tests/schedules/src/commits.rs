@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use remanent::disk::sim::{EIO, Fault, Operation};
+use remanent::testing::sim_disk::{EIO, Fault, Operation};
 use remanent::{Ack, Epoch, Error, LogIo, Lsn, Place};
 
 use crate::ground::{Ground, PAGE_LEN, options};
@@ -60,8 +60,8 @@ fn logged_batches_become_durable_by_themselves() {
 
 /// Lets so much time go by.
 fn pass(time: Duration) {
-    let (lock, nobody) = (remanent::sync::Mutex::new(()), remanent::sync::Condvar::new());
-    let until = remanent::sync::Instant::now() + time;
+    let (lock, nobody) = (remanent::testing::sync::Mutex::new(()), remanent::testing::sync::Condvar::new());
+    let until = remanent::testing::sync::Instant::now() + time;
     nobody.wait_until(&mut lock.lock(), until);
 }
 

@@ -7,10 +7,10 @@ use std::time::Duration;
 use remanent::device::Device;
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
-use remanent::disk::sim::{SimDisk, Tears};
-use remanent::sync::{Instant, Mutex};
+use remanent::testing::sim_disk::{SimDisk, Tears};
+use remanent::testing::sync::{Instant, Mutex};
 use remanent::{Ack, FileName, Folder, Lsn, Options, PageId, Place, Store, Value, WriteBatch};
-use remanent_format::rebuild::{RebuildOptions, Rebuilt, rebuild};
+use remanent_format::state::rebuild::{RebuildOptions, Rebuilt, rebuild};
 
 use crate::archive::Files;
 use crate::runner::Time;

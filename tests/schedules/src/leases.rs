@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use remanent::device::host::HostDevice;
-use remanent::device::late::LateDevice;
+use remanent::testing::late_device::LateDevice;
 use remanent::{Ack, Budget, Lsn, Place};
 use shuttle::thread;
 

@@ -3,7 +3,7 @@
 use std::env::{self, VarError};
 use std::num::NonZero;
 
-use remanent::sync::sleeps_until;
+use remanent::testing::sync::sleeps_until;
 use shuttle::scheduler::{PctScheduler, RandomScheduler, ReplayScheduler, Schedule, Scheduler, Task, TaskId};
 use shuttle::{Config, Runner, thread};
 

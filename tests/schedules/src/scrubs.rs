@@ -5,7 +5,7 @@ use std::time::Duration;
 use remanent::disk::Disk;
 use remanent::{Ack, FileName, Folder, Lsn, Scrubbed, SnapshotId};
 use remanent_format::image::ImageRef;
-use remanent_format::rebuild::Survey;
+use remanent_format::state::survey::Survey;
 
 use crate::ground::{Ground, files, options};
 use crate::runner::{at_once, explore};

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use remanent::{Ack, Budget, Lsn, Place, Scrubbed};
-use remanent_format::rebuild::{RebuildOptions, rebuild};
+use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 
 use crate::ground::{Ground, PAGE_LEN, files, options};
 use crate::runner::{at_once, explore};

@@ -11,8 +11,8 @@ use super::latency::Latency;
 use super::room::{Room, Stop, size};
 use super::transfer::{self, Cache};
 use super::{Common, Measure};
-use crate::exit::Failure;
-use crate::size::Size;
+use crate::cli::exit::Failure;
+use crate::cli::size::Size;
 
 const EXAMPLES: &str = "\
 Disk: 4 threads write random bytes to files of their own, past the page cache, and sync them; 4 threads read them \

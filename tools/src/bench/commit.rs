@@ -12,8 +12,8 @@ use super::memory::RawMemory;
 use super::raw::{self, RawLog, Way};
 use super::room::{self, Room, Stop};
 use super::{Common, Measure, check_seconds, check_threads, transfer};
-use crate::exit::Failure;
-use crate::size::Size;
+use crate::cli::exit::Failure;
+use crate::cli::size::Size;
 
 const EXAMPLES: &str = "\
 Each thread writes deltas to a page of its own, one a batch, and waits for each. The ceiling of what is durable is \

@@ -9,8 +9,8 @@ use remanent::Metadata;
 use super::figures::{Figure, Findings, Group, Unit};
 use super::room::{self, Room, Stop, size};
 use super::{Common, Measure, transfer};
-use crate::exit::Failure;
-use crate::size::Size;
+use crate::cli::exit::Failure;
+use crate::cli::size::Size;
 
 const EXAMPLES: &str = "\
 Pages of random bytes are created, so many to a batch, and each batch is waited for until it is durable. The ceiling is \

@@ -7,10 +7,10 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use super::latency::Latency;
-use crate::exit::Failure;
-use crate::json::object;
-use crate::output::Output;
-use crate::table;
+use crate::cli::exit::Failure;
+use crate::cli::json::object;
+use crate::cli::output::Output;
+use crate::cli::table;
 
 /// Behind a multiple of which a higher one is better, as of a rate.
 pub const HIGHER: &str = "\u{2191}";

@@ -11,7 +11,7 @@ use super::figures::{Figure, Findings, Group, Unit};
 use super::latency::Latency;
 use super::room::{self, Room, Stop};
 use super::{Common, Measure, check_seconds};
-use crate::exit::Failure;
+use crate::cli::exit::Failure;
 
 const EXAMPLES: &str = "\
 One thread commits deltas of 256 bytes, one a batch; a follower in another thread takes them in. A batch is late by the \

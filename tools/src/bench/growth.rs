@@ -9,9 +9,9 @@ use remanent::{DeviceChoice, Metadata, PageId, Store};
 use super::figures::{Figure, Findings, Group, Unit};
 use super::room::{self, Room, Stop, size};
 use super::{Common, Measure, opener};
-use crate::exit::Failure;
-use crate::simulate::SplitMix64;
-use crate::size::Size;
+use crate::cli::exit::Failure;
+use crate::cli::size::Size;
+use crate::replay::simulate::SplitMix64;
 
 const EXAMPLES: &str = "\
 Stores of more and more short pages take turns: commits of 8 bytes to pages drawn at random, a snapshot after one page \

@@ -11,7 +11,7 @@ use super::figures::{Figure, Findings, Group, Unit};
 use super::latency::Latency;
 use super::room::{self, Room, Stop};
 use super::{Common, Measure, check_seconds, check_threads};
-use crate::exit::Failure;
+use crate::cli::exit::Failure;
 
 const EXAMPLES: &str = "\
 Threads look up pages at random, by id and by key, and the root, and read a part of a page. The ceiling of a lookup is \

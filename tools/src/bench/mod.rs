@@ -34,9 +34,9 @@ use remanent::DeviceChoice;
 use self::figures::Findings;
 use self::report::Report;
 use self::room::{Room, Stop};
-use crate::exit::{Ending, Failure, Outcome};
-use crate::interrupt::Interrupt;
-use crate::output::Output;
+use crate::cli::exit::{Ending, Failure, Outcome};
+use crate::cli::interrupt::Interrupt;
+use crate::cli::output::Output;
 
 const EXAMPLES: &str = "\
 Everything is made in a temporary directory inside DIR, whose file system and disk are what is measured, and \

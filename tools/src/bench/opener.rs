@@ -12,9 +12,9 @@ use serde::{Deserialize, Serialize};
 
 use super::peak::{self, Watch};
 use super::room::{self, Stop};
-use crate::engine::engine_failure;
-use crate::exit::{Ending, Failure, Outcome};
-use crate::output::Output;
+use crate::cli::engine::engine_failure;
+use crate::cli::exit::{Ending, Failure, Outcome};
+use crate::cli::output::Output;
 
 /// Open the store that DIR is, and say what that took
 #[derive(clap::Args)]

@@ -20,7 +20,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use rustix::fs::OFlags;
 
-use crate::aligned::{ALIGN, Aligned};
+use crate::cli::aligned::{ALIGN, Aligned};
 
 /// Length of the file at most, in bytes.
 pub const FILE_LEN_MAX: u64 = 128 << 20;

@@ -6,9 +6,9 @@ use super::figures::{Figure, Findings, Group, Unit};
 use super::room::{self, Room, Stop, size};
 use super::transfer::{self, Cache};
 use super::{Common, Measure};
-use crate::exit::Failure;
-use crate::simulate::SplitMix64;
-use crate::size::Size;
+use crate::cli::exit::Failure;
+use crate::cli::size::Size;
+use crate::replay::simulate::SplitMix64;
 
 const EXAMPLES: &str = "\
 A store without a snapshot is opened, so that all of its log is replayed: deltas of one length, so many to a batch, to \

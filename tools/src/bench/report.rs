@@ -11,7 +11,7 @@ use tempfile::{Builder, NamedTempFile};
 use super::chart::{self, Axis, Bar, Line, Scale, escape};
 use super::figures::{BETTER, Figure, Findings, Group, Unit};
 use super::latency::Latency;
-use crate::exit::Failure;
+use crate::cli::exit::Failure;
 
 /// Where the page will be. It is there whole or not at all.
 pub struct Report {

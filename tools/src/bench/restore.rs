@@ -10,7 +10,7 @@ use super::room::{self, Room, Stop};
 use super::sizes::Sizes;
 use super::transfer::{self, Cache};
 use super::{Common, Measure, opener};
-use crate::exit::Failure;
+use crate::cli::exit::Failure;
 
 const EXAMPLES: &str = "\
 A store of random pages is closed behind a snapshot, and opened: cold, with them dropped from the page cache, \

@@ -15,11 +15,11 @@ use rustix::fs::statvfs;
 use tempfile::TempDir;
 
 use super::Common;
-use crate::engine::engine_failure;
-use crate::exit::Failure;
-use crate::interrupt::Interrupt;
-use crate::progress;
-use crate::size::Size;
+use crate::cli::engine::engine_failure;
+use crate::cli::exit::Failure;
+use crate::cli::interrupt::Interrupt;
+use crate::cli::progress;
+use crate::cli::size::Size;
 
 /// Left over beyond what a benchmark asks for, in bytes: a disk that is full to the brim is measured as such.
 const SPARE_BYTES: u64 = 256 << 20;
@@ -134,7 +134,7 @@ impl Room {
             ("date", utc(SystemTime::now())),
             ("command", std::env::args().collect::<Vec<_>>().join(" ")),
             ("kernel", kernel()),
-            ("file system", crate::doctor::file_system_of(&common.dir)),
+            ("file system", crate::inspect::doctor::file_system_of(&common.dir)),
         ]
     }
 }

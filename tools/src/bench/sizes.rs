@@ -3,9 +3,9 @@
 use remanent::{PageId, Store};
 
 use super::room::{self, Room, Stop, size};
-use crate::exit::Failure;
-use crate::simulate::SplitMix64;
-use crate::size::Size;
+use crate::cli::exit::Failure;
+use crate::cli::size::Size;
+use crate::replay::simulate::SplitMix64;
 
 /// Bytes of a hot page's delta: no page is shorter.
 pub const DELTA_LEN: usize = 256;

@@ -12,7 +12,7 @@ use super::latency::Latency;
 use super::room::{Room, Stop};
 use super::sizes::{DELTA_LEN, Sizes};
 use super::{Common, Measure, peak, transfer};
-use crate::exit::Failure;
+use crate::cli::exit::Failure;
 
 const EXAMPLES: &str = "\
 All pages hold random bytes, so that nothing can be compressed, and each was changed since the snapshot before, so \

@@ -11,9 +11,9 @@ use super::figures::{Course, Figure, Findings, Group, Unit};
 use super::latency::Latency;
 use super::room::{Room, Stop};
 use super::{Common, Measure, check_seconds, opener, peak};
-use crate::exit::Failure;
-use crate::simulate::SplitMix64;
-use crate::size::Size;
+use crate::cli::exit::Failure;
+use crate::cli::size::Size;
+use crate::replay::simulate::SplitMix64;
 
 const EXAMPLES: &str = "\
 Each thread keeps a window of blocks: a commit creates one, written whole, and deletes the oldest, as a cache does that \

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use rustix::fs::{Advice, FallocateFlags, OFlags, fadvise, fallocate};
 use rustix::io::Errno;
 
-use crate::aligned::{ALIGN, Aligned};
-use crate::simulate::SplitMix64;
+use crate::cli::aligned::{ALIGN, Aligned};
+use crate::replay::simulate::SplitMix64;
 
 /// Threads that write, and that read.
 pub const THREADS: usize = 4;

@@ -9,16 +9,17 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use remanent::{Create, Error, Options, Store};
-use remanent_format::rebuild::{RebuildOptions, rebuild};
+use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 use remanent_format::{FileName, Folder, Lsn};
 
 use super::{Chamber, Report, cannot};
-use crate::check::{self, Epochs, last_request};
-use crate::course::{Course, Stop};
-use crate::exit::Failure;
-use crate::memory::available;
-use crate::simulate::SplitMix64;
-use crate::store_dir::StoreDir;
+use crate::cli::exit::Failure;
+use crate::cli::memory::available;
+use crate::read::store_dir::StoreDir;
+use crate::replay::check;
+use crate::replay::check::{Epochs, last_request};
+use crate::replay::kill_run::{Course, Stop};
+use crate::replay::simulate::SplitMix64;
 
 const ENGINE_EVERY: u64 = 10;
 const SECTOR_LEN: u64 = 512;
@@ -270,11 +271,11 @@ impl<'c> Victim<'c> {
         let options = Options::default().create(Create::Never).device(device);
         let verdict = match Store::open(&folder, options) {
             Ok(store) => {
-                let root = store.root().map_err(crate::engine::engine_failure)?;
+                let root = store.root().map_err(crate::cli::engine::engine_failure)?;
                 match last_request(&root) {
                     Ok(found) => {
                         let differences = check::compare_open(&self.course.simulation_at(found), &store)
-                            .map_err(crate::engine::engine_failure)?;
+                            .map_err(crate::cli::engine::engine_failure)?;
                         let verdict = self.judge(found, store.lsn(), differences.is_empty());
                         // Both read the same files by the same rules.
                         if verdict == decoded { verdict } else { Verdict::Wrong }
@@ -283,7 +284,7 @@ impl<'c> Victim<'c> {
                 }
             }
             Err(error) if is_refusal(&error) => Verdict::Refused,
-            Err(error) => return Err(crate::engine::engine_failure(error)),
+            Err(error) => return Err(crate::cli::engine::engine_failure(error)),
         };
         super::remove(&folder)?;
         Ok(verdict)

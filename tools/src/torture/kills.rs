@@ -3,9 +3,9 @@
 use remanent::{Error, LogIo, Options, Store};
 
 use super::{Chamber, Report};
-use crate::course::Stop;
-use crate::engine::engine_failure;
-use crate::exit::Failure;
+use crate::cli::engine::engine_failure;
+use crate::cli::exit::Failure;
+use crate::replay::kill_run::Stop;
 
 /// So many kills in the life of one store.
 const KILLS_A_COURSE: u64 = 20;

@@ -17,17 +17,18 @@ use indicatif::ProgressBar;
 use remanent::{DeviceChoice, LogIo, Options, Store};
 use serde_json::json;
 
-use crate::child::Errand;
-use crate::course::{Course, Stop};
-use crate::demo::seed_from_clock;
-use crate::engine::engine_failure;
-use crate::exit::{Ending, Failure, Outcome};
-use crate::interrupt::Interrupt;
-use crate::json::object;
-use crate::output::Output;
-use crate::progress;
-use crate::simulate::{Rule, SplitMix64};
-use crate::trace::{self, Trace};
+use crate::cli::engine::engine_failure;
+use crate::cli::exit::{Ending, Failure, Outcome};
+use crate::cli::interrupt::Interrupt;
+use crate::cli::json::object;
+use crate::cli::output::Output;
+use crate::cli::progress;
+use crate::replay::child::Errand;
+use crate::replay::demo::seed_from_clock;
+use crate::replay::kill_run::{Course, Stop};
+use crate::replay::simulate::{Rule, SplitMix64};
+use crate::replay::trace;
+use crate::replay::trace::Trace;
 
 const EXAMPLES: &str = "\
 Kills: a process that replays a cache trace is killed with SIGKILL, again and again, with each way to write \

@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 
 use super::loop_mounts::{clone, make, mount, unmount};
-use crate::exit::Failure;
+use crate::cli::exit::Failure;
 
 const OUTER_LEN: u64 = 64 << 30;
 const INNER_LEN: u64 = 4 << 30;

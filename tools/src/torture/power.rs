@@ -2,7 +2,7 @@
 
 use super::mounts::Medium;
 use super::{Chamber, Report};
-use crate::course::{Course, Stop};
+use crate::replay::kill_run::{Course, Stop};
 
 /// So many cuts in the life of one store.
 const CUTS_A_COURSE: u64 = 12;

@@ -1,4 +1,4 @@
-//! Floor 3. Lengths of blocks and of the slabs that they are cut from.
+//! Lengths of blocks and of the slabs that they are cut from.
 //!
 //! Lengths are rounded up to a class, four classes to each doubling, so at most a fifth of a block lies idle.
 //! The first slab of a class is small, each further one twice as long, up to a length that the pool sets. Blocks longer

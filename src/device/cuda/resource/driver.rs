@@ -1,4 +1,4 @@
-//! Floor 3. The sources at the bottom: the CUDA driver, and the host's own allocator where there is none.
+//! The sources at the bottom: the CUDA driver, and the host's own allocator where there is none.
 
 use std::alloc::Layout;
 use std::ffi::c_void;
@@ -6,11 +6,11 @@ use std::ffi::c_void;
 use remanent_format::Place;
 
 use super::{ALIGN, MemoryAccess, MemoryResource};
+use crate::base::sync::Mutex;
+use crate::device::cuda::completion::Stream;
 use crate::device::cuda::context::Context;
 use crate::device::cuda::errors::Code;
-use crate::device::cuda::word::Stream;
 use crate::error::{Error, Result};
-use crate::sync::Mutex;
 
 /// `CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP`: for every GPU, at the same address. The host's
 /// caches stay on, for it reads what is downloaded.

@@ -1,4 +1,4 @@
-//! Floor 3. A source that finds misuse: each allocation lies between canaries, is filled with a poison when it
+//! A source that finds misuse: each allocation lies between canaries, is filled with a poison when it
 //! is given and when it is freed, and is remembered until then.
 //!
 //! It costs two copies and a wait a call. Put it in front of a [`Pool`](super::Pool): behind one it would guard
@@ -7,9 +7,9 @@
 use std::collections::BTreeMap;
 
 use super::{ALIGN, MemoryResource};
+use crate::base::sync::Mutex;
 use crate::device::MemoryStats;
 use crate::error::{Error, Result};
-use crate::sync::Mutex;
 
 /// Bytes of canary on either side.
 const CANARY_LEN: u64 = ALIGN;

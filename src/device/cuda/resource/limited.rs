@@ -1,4 +1,4 @@
-//! Floor 3. A source with a limit: what it holds from the source within never exceeds so many bytes.
+//! A source with a limit: what it holds from the source within never exceeds so many bytes.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

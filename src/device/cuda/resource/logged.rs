@@ -1,4 +1,4 @@
-//! Floor 3. A source that tells what happens: an event a call, for whoever listens.
+//! A source that tells what happens: an event a call, for whoever listens.
 
 use super::MemoryResource;
 use crate::device::MemoryStats;

@@ -1,4 +1,4 @@
-//! Floor 3. Where a GPU's memory comes from: one small trait, and what can be put around it.
+//! Where a GPU's memory comes from: one small trait, and what can be put around it.
 //!
 //! The driver is such a source ([`DriverMemory`]); an allocator of the caller's own can be another, so that a
 //! store and a framework share one pool instead of each holding back what the other lacks. The rest wrap a

@@ -1,4 +1,4 @@
-//! Floor 3. Blocks cut from slabs: a driver's allocation costs up to milliseconds and giving one back stops the
+//! Blocks cut from slabs: a driver's allocation costs up to milliseconds and giving one back stops the
 //! whole GPU, so both are rare.
 //!
 //! What is free lies in shards, and a thread has a shard of its own: threads that allocate at the same time
@@ -11,9 +11,9 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use super::MemoryResource;
 use super::classes::{CLASSES, Class, SLAB_LEN_MAX};
+use crate::base::sync::Mutex;
 use crate::device::MemoryStats;
 use crate::error::{Error, Result};
-use crate::sync::Mutex;
 
 /// Threads that allocate side by side: more would only spread free blocks thinner.
 pub(in crate::device::cuda) const SHARDS: usize = 8;

@@ -1,4 +1,4 @@
-//! Floor 3. Sources of memory, over the host's: what wraps one needs no GPU.
+//! Sources of memory, over the host's: what wraps one needs no GPU.
 
 use std::sync::Arc;
 

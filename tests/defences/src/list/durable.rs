@@ -1,16 +1,16 @@
 //! What makes batches and snapshots durable: each sync, the marks, what is kept until something else is durable.
-//! Which sync of which work matters is enumerated in `tests/it/crash/syncs.rs`; here each is missing wherever its
+//! Which sync of which work matters is enumerated in `tests/it/crash/syncs/mod.rs`; here each is missing wherever its
 //! line of code is run.
 
 use super::{Defence, Test, check, defence, it, refusal};
 
 const WRITER: &str = "src/log/writer.rs";
-const KEEPER: &str = "src/log/keeper.rs";
+const KEEPER: &str = "src/log/threads.rs";
 const STATE: &str = "src/log/state.rs";
 const SEGMENTS: &str = "src/log/segments.rs";
-const PUBLISH: &str = "src/publish.rs";
+const PUBLISH: &str = "src/catalog/publish.rs";
 const IMAGES: &str = "src/images/mod.rs";
-const SIDE_BY_SIDE: &str = "src/images/side_by_side.rs";
+const SIDE_BY_SIDE: &str = "src/images/writers.rs";
 const SNAPSHOT: &str = "src/snapshot/mod.rs";
 const VERIFY: &str = "src/snapshot/verify.rs";
 const RETAIN: &str = "src/snapshot/retain.rs";
@@ -120,8 +120,8 @@ pub const LIST: &[Defence] = &[
     defence(
         "all image files of a snapshot are synced (I7)",
         SIDE_BY_SIDE,
-        "crew::map(count, count, || (), sync)",
-        "crew::map(count, 1, || (), sync)",
+        "parallel::map_indexed(count, count, || (), sync)",
+        "parallel::map(count, 1, || (), sync)",
         it("crash::snapshots::snapshots_of_several_files_survive"),
     ),
     defence(

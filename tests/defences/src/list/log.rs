@@ -6,8 +6,10 @@ const ORDER: &str = "format/src/log/order.rs";
 const WALK: &str = "format/src/log/walk.rs";
 const MAP: &str = "format/src/log/map.rs";
 const READER: &str = "format/src/log/reader.rs";
-const REBUILD: &str = "format/src/rebuild.rs";
-const REPLAY: &str = "format/src/replay.rs";
+const REBUILD: &str = "format/src/state/rebuild.rs";
+const SURVEY: &str = "format/src/state/survey.rs";
+const FOLLOW: &str = "format/src/state/follow.rs";
+const REPLAY: &str = "format/src/state/replay.rs";
 const CHAIN: &str = "format/src/manifest/chain.rs";
 
 pub const LIST: &[Defence] = &[
@@ -91,7 +93,7 @@ pub const LIST: &[Defence] = &[
     ),
     defence(
         "mark of a manifest (I4)",
-        REBUILD,
+        SURVEY,
         "self.readable().map(|manifest| manifest.end).max().unwrap_or_default()",
         "Lsn(0)",
         stores("snapshots::the_end_of_a_manifest_is_a_mark"),
@@ -153,19 +155,19 @@ pub const LIST: &[Defence] = &[
     // Snapshots.
     refusal(
         "manifest of another store",
-        REBUILD,
+        SURVEY,
         "manifest.store != store.store",
         stores("snapshots::damage_to_a_snapshot_costs_time_and_not_data"),
     ),
     refusal(
         "manifest under another number",
-        REBUILD,
+        SURVEY,
         "manifest.snapshot.0 != number",
         stores("snapshots::damage_to_a_snapshot_costs_time_and_not_data"),
     ),
     check(
         "links of a chain follow each other",
-        REBUILD,
+        SURVEY,
         "check_link(change, link, health.header_crc).map_err(at)?;",
         stores("snapshots::damage_to_a_snapshot_costs_time_and_not_data"),
     ),
@@ -197,13 +199,13 @@ pub const LIST: &[Defence] = &[
     ),
     refusal(
         "checksum of a restored table",
-        REBUILD,
+        FOLLOW,
         "health.header_crc != table_crc",
         stores("snapshots::a_restore_replaces_pages_and_root_by_those_of_its_table"),
     ),
     check(
         "page bytes within the budget (I10)",
-        REBUILD,
+        FOLLOW,
         "resolution.check_page_bytes(page_bytes_max)?;",
         stores("pages_over_the_budget_are_not_built"),
     ),

@@ -2,10 +2,10 @@
 
 use super::{Defence, Test, check, defence, it, refusal};
 
-const LEASES: &str = "src/applier/leases.rs";
+const LEASES: &str = "src/applier/lease_table.rs";
 const PLAN: &str = "src/snapshot/plan.rs";
 const RETAIN: &str = "src/snapshot/retain.rs";
-const SORTING: &str = "src/recovery/sorting.rs";
+const SORTING: &str = "src/recovery/page_sources.rs";
 const PASS: &str = "src/snapshot/scrub/pass.rs";
 const SCRUB: &str = "src/snapshot/scrub/mod.rs";
 const SEGMENTS: &str = "src/log/segments.rs";
@@ -72,14 +72,14 @@ pub const LIST: &[Defence] = &[
     ),
     defence(
         "nothing goes when a page cannot be loaded",
-        "src/recovery/warm.rs",
+        "src/recovery/lazy_load.rs",
         "self.poison.set(error.clone())",
         "error.clone()",
         it("on_demand::damage_is_told_by_its_page_and_found_again_by_an_eager_open"),
     ),
     check(
         "no batch is logged for a page that is cold",
-        "src/commit/mod.rs",
+        "src/write/commit/mod.rs",
         "self.applier.cold().wait(ops.iter().filter_map(|at| at.op.page()))?;",
         it("on_demand::whoever_needs_a_page_waits_for_it"),
     ),
@@ -93,7 +93,7 @@ pub const LIST: &[Defence] = &[
     refusal("a pinned page is not leased", LEASES, "state.pins.contains_key(&page)", PIN),
     check(
         "a pinned page stays where it is",
-        "src/commit/draft.rs",
+        "src/write/commit/draft.rs",
         "self.leases.check_unpinned(ops.iter().filter_map(|at| taken_elsewhere(&at.op, home_of)))?;",
         PIN,
     ),
@@ -174,13 +174,13 @@ pub const LIST: &[Defence] = &[
     ),
     check(
         "a restore proves every image that its table names",
-        "src/restore.rs",
+        "src/history/restore.rs",
         "prove(&source, wanted(pages, &images))?;",
         it("snapshots::rotten::a_restore_over_a_rotten_image_is_refused_and_changes_nothing"),
     ),
     refusal(
         "what an unfinished restore took is given back",
-        "src/restore.rs",
+        "src/history/restore.rs",
         "present.contains(&file.name())",
         it("faults::disk_full::a_restore_on_a_full_disk_fails_cleanly_and_succeeds_later"),
     ),

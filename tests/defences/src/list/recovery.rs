@@ -3,9 +3,10 @@
 use super::{Defence, Test, check, defence, it, refusal, stores};
 
 const RECOVERY: &str = "src/recovery/mod.rs";
-const KEEPING: &str = "src/recovery/keeping.rs";
+const CREATE: &str = "src/recovery/create.rs";
+const KEEPING: &str = "src/recovery/catalog.rs";
 const LOAD: &str = "src/recovery/load.rs";
-const SOURCE: &str = "src/source.rs";
+const SOURCE: &str = "src/disk/source.rs";
 const OPENING: &str = "src/recovery/opening.rs";
 const WALK: &str = "format/src/log/walk.rs";
 const SYNCS: Test = it("crash::syncs::each_sync_of_creations_and_openings_matters");
@@ -58,7 +59,7 @@ pub const LIST: &[Defence] = &[
     // What is no store, or not the caller's.
     defence(
         "a foreign directory is no store",
-        RECOVERY,
+        CREATE,
         "names.iter().find(|name| !ours(name))",
         "None::<&String>",
         it("recovery::foreign_directory_is_refused"),
@@ -89,13 +90,13 @@ pub const LIST: &[Defence] = &[
     ),
     refusal(
         "images and manifests are no unfinished creation",
-        RECOVERY,
+        CREATE,
         "!claimed",
         it("recovery::missing_store_file_is_refused"),
     ),
     refusal(
         "a batch is no unfinished creation",
-        RECOVERY,
+        CREATE,
         "holds_batch(&source, file)?",
         it("recovery::missing_store_file_is_refused"),
     ),

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use remanent::device::cuda::CudaDevice;
-use remanent::device::several::SeveralDevices;
+use remanent::device::multi::SeveralDevices;
 use remanent::device::{CallerMemory, Device, RawStream};
 use remanent::disk::dir::DirDisk;
 use remanent::{Ack, Lease, Lsn, Options, PageId, PageInfo, Place, Result, Shadow, Store, Value, Width};

@@ -1,6 +1,6 @@
 //! Which sync is left out.
 
-use remanent::disk::sim::SyncPoint;
+use remanent::testing::sim_disk::SyncPoint;
 use remanent::{FileName, Folder};
 
 /// A kind of sync.

@@ -1,7 +1,7 @@
 //! The works in which a sync is left out. Each says where that begins to count.
 
 use remanent::disk::Disk;
-use remanent::disk::sim::{ENOSPC, Fault, Operation, SimDisk};
+use remanent::testing::sim_disk::{ENOSPC, Fault, Operation, SimDisk};
 use remanent::{Ack, Error, FileName, Folder, Metadata, Options, Store};
 
 use super::super::forks::pages_to_share;

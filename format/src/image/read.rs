@@ -1,0 +1,185 @@
+//! Reading images: whole, by their first bytes, or piece by piece. Whatever is handed out is proven by the time that the
+//! reading returns.
+
+use std::borrow::Cow;
+use std::io::{self, BufReader};
+use std::ops::ControlFlow;
+
+use super::codec::decompress_from;
+use super::{Codec, ImageRef};
+use crate::defect::{Damage, Defect, reserve};
+use crate::names::{FileName, ReadAt};
+
+/// Bytes of an image that are checked at a time.
+pub(crate) const CHECKED_AT_ONCE: u64 = 1 << 20;
+
+/// Checks the image of a page of length `len`: for who needs only to know that it is sound. One that is
+/// stored as it is is read piece by piece.
+///
+/// # Errors
+/// [`Damage`] if it is missing, cut short or damaged.
+pub fn check_image(source: &dyn ReadAt, image: &ImageRef, len: u64) -> Result<(), Damage> {
+    stream_image(source, image, len, |_| Ok(()))
+}
+
+/// Reads the image of a page of length `len`, checks all of its bytes, and keeps the first `len_max` of them, if
+/// there are as many: memory for more is not asked for.
+///
+/// # Errors
+/// [`Damage`] if it is missing, cut short or damaged.
+pub(crate) fn read_image_head(
+    source: &dyn ReadAt,
+    image: &ImageRef,
+    len: u64,
+    len_max: u64,
+) -> Result<Vec<u8>, Damage> {
+    if len <= len_max {
+        return read_image(source, image, len);
+    }
+    let mut head = Vec::new();
+    reserve(&mut head, len_max).map_err(|defect| defect.at(FileName::Pages(image.file), image.offset))?;
+    stream_image(source, image, len, |piece| -> Result<(), Damage> {
+        let missing = len_max as usize - head.len();
+        head.extend_from_slice(&piece[..missing.min(piece.len())]);
+        Ok(())
+    })?;
+    Ok(head)
+}
+
+/// Hands the bytes of a page of length `len` to `sink`, in their order and piece by piece, as its image has them:
+/// however long the page is, memory is held for one piece. They are proven when this returns `Ok`, and not before,
+/// so until then nobody may see them. A compressed image is read twice, for it is checked as it is stored first.
+///
+/// # Errors
+/// [`Damage`] if the image is missing, cut short or damaged; what `sink` returns.
+pub fn stream_image<E: From<Damage>>(
+    source: &dyn ReadAt,
+    image: &ImageRef,
+    len: u64,
+    mut sink: impl FnMut(&[u8]) -> Result<(), E>,
+) -> Result<(), E> {
+    let (file, offset) = (FileName::Pages(image.file), image.offset);
+    let at = |defect: Defect| E::from(defect.at(file, offset));
+    let check_sum = |what, found, sum: crc32fast::Hasher| {
+        let computed = sum.finalize();
+        if found == computed { Ok(()) } else { Err(at(Defect::Checksum { what, found, computed })) }
+    };
+    image.check(len).map_err(at)?;
+    // Asked of the whole first, so that what is cut short is said as such.
+    check_range(source, file, offset, image.stored_len).map_err(at)?;
+    let read_stored = |sink: &mut dyn FnMut(&[u8]) -> Result<(), E>| {
+        let mut sum = crc32fast::Hasher::new();
+        let mut piece = zeros(CHECKED_AT_ONCE.min(image.stored_len)).map_err(at)?;
+        let mut done = 0;
+        while done < image.stored_len {
+            let piece = &mut piece[..CHECKED_AT_ONCE.min(image.stored_len - done) as usize];
+            source.read_at(file, offset + done, piece).map_err(|error| at(unreadable(error)))?;
+            sum.update(piece);
+            sink(piece)?;
+            done += piece.len() as u64;
+        }
+        check_sum("image", image.stored_crc, sum)
+    };
+    if image.codec == Codec::Raw {
+        return read_stored(&mut sink);
+    }
+    read_stored(&mut |_| Ok(()))?;
+    let end = offset + image.stored_len;
+    let mut stored = StoredBytes { source, file, at: offset, end, refused: None };
+    let (mut sum, mut refused) = (crc32fast::Hasher::new(), None);
+    let buffered = BufReader::with_capacity(CHECKED_AT_ONCE as usize, &mut stored);
+    let decompressed = decompress_from(buffered, len, |piece| {
+        sum.update(piece);
+        match sink(piece) {
+            Ok(()) => ControlFlow::Continue(()),
+            Err(error) => {
+                refused = Some(error);
+                ControlFlow::Break(())
+            }
+        }
+    });
+    match (refused, stored.refused) {
+        (Some(error), _) => Err(error),
+        (None, Some(defect)) => Err(at(defect)),
+        (None, None) => {
+            decompressed.map_err(at)?;
+            check_sum("page", image.raw_crc, sum)
+        }
+    }
+}
+
+/// The payload of an image, for a reader that goes through it once.
+struct StoredBytes<'s> {
+    source: &'s dyn ReadAt,
+    file: FileName,
+    at: u64,
+    end: u64,
+    /// Why they could not be read, if so.
+    refused: Option<Defect>,
+}
+
+impl io::Read for StoredBytes<'_> {
+    fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
+        let len = (out.len() as u64).min(self.end - self.at);
+        let read = self.source.read_at(self.file, self.at, &mut out[..len as usize]);
+        read.inspect_err(|error| self.refused = Some(Defect::Unreadable(error.to_string())))?;
+        self.at += len;
+        Ok(len as usize)
+    }
+}
+
+/// Reads the image of a page of length `len`, and checks its bytes.
+///
+/// # Errors
+/// [`Damage`] if it is missing, cut short or damaged.
+pub fn read_image(source: &dyn ReadAt, image: &ImageRef, len: u64) -> Result<Vec<u8>, Damage> {
+    let file = FileName::Pages(image.file);
+    let at = |defect: Defect| defect.at(file, image.offset);
+    // Of what is stored as it is, the bytes that are read are the page's. Of what is compressed, no more than a piece
+    // is held beside them.
+    if image.codec != Codec::Raw && len > CHECKED_AT_ONCE {
+        let mut bytes = Vec::new();
+        stream_image(source, image, len, |piece| -> Result<(), Damage> {
+            if bytes.is_empty() {
+                reserve(&mut bytes, len).map_err(at)?;
+            }
+            bytes.extend_from_slice(piece);
+            Ok(())
+        })?;
+        return Ok(bytes);
+    }
+    let stored = read_range(source, file, image.offset, image.stored_len).map_err(at)?;
+    image.decode(stored.into(), len).map(Cow::into_owned).map_err(at)
+}
+
+/// Refuses a range that does not lie within its file.
+fn check_range(source: &dyn ReadAt, file: FileName, offset: u64, len: u64) -> Result<(), Defect> {
+    let file_len = source.len(file).map_err(unreadable)?.ok_or(Defect::Missing)?;
+    let end = offset.saturating_add(len);
+    if end > file_len { Err(Defect::Truncated { needed: end, have: file_len }) } else { Ok(()) }
+}
+
+/// Reads a range that must lie within its file: so nothing longer than the file is allocated (I9).
+pub(crate) fn read_range(
+    source: &dyn ReadAt,
+    file: FileName,
+    offset: u64,
+    len: u64,
+) -> Result<Vec<u8>, Defect> {
+    check_range(source, file, offset, len)?;
+    let mut bytes = zeros(len)?;
+    source.read_at(file, offset, &mut bytes).map_err(unreadable)?;
+    Ok(bytes)
+}
+
+pub(crate) fn unreadable(error: std::io::Error) -> Defect {
+    Defect::unreadable(&error)
+}
+
+/// Zeroed memory, if there is any.
+pub(crate) fn zeros(len: u64) -> Result<Vec<u8>, Defect> {
+    let mut bytes = Vec::new();
+    reserve(&mut bytes, len)?;
+    bytes.resize(len as usize, 0);
+    Ok(bytes)
+}

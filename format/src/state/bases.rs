@@ -1,0 +1,199 @@
+//! What pages are made from. Of nearly all of them that is what a snapshot says, and so nothing is kept of those
+//! here.
+
+use std::sync::Arc;
+
+use crate::ids::{Lsn, PageId};
+use crate::image::ImageRef;
+use crate::manifest::{Manifest, ManifestEntry, overlaid};
+use crate::state::by_id::ById;
+
+/// What a page's bytes are made from: an image or zeros, and the batches after that.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Base {
+    /// The image, of a snapshot or of a batch; zeros if there is none.
+    pub image: Option<ImageRef>,
+    /// The page's length at that moment, in bytes.
+    pub len: u64,
+    /// The newest batch that the base has; later ones apply.
+    pub lsn: Lsn,
+    /// Whether a later batch changes the length.
+    pub resized: bool,
+}
+
+/// What each page of a state is made from. The manifest that says so stays in memory as long as this does.
+#[derive(Clone, Debug, Default)]
+pub struct Bases {
+    named: Option<Named>,
+    /// What became of pages since: none is made from anything that is gone.
+    since: ById<PageId, Option<Base>>,
+}
+
+/// What a manifest says of its pages.
+#[derive(Clone, Debug)]
+struct Named {
+    manifest: Arc<Manifest>,
+    /// The restore that made it so, and that all of them have.
+    restored: Option<Lsn>,
+}
+
+impl Named {
+    /// Those of these two pages, and of the ones between them, that the manifest names.
+    fn between(&self, first: PageId, last: PageId) -> impl Iterator<Item = (PageId, Base)> {
+        let entries = &self.manifest.entries;
+        let from = entries.partition_point(|entry| entry.page < first);
+        let named = entries[from..].iter().take_while(move |entry| entry.page <= last);
+        named.map(|entry| (entry.page, self.base(entry)))
+    }
+
+    fn get(&self, page: PageId) -> Option<Base> {
+        let entries = &self.manifest.entries;
+        let at = entries.binary_search_by_key(&page, |entry| entry.page).ok()?;
+        Some(self.base(&entries[at]))
+    }
+
+    fn base(&self, entry: &ManifestEntry) -> Base {
+        let lsn = self.restored.unwrap_or(entry.lsn);
+        Base { image: entry.image, len: entry.len, lsn, resized: false }
+    }
+}
+
+impl Bases {
+    /// Those of a snapshot, whole.
+    #[must_use]
+    pub fn of_snapshot(manifest: Arc<Manifest>) -> Self {
+        Self { named: Some(Named { manifest, restored: None }), since: ById::default() }
+    }
+
+    /// Those of the state that a restore, the batch `lsn`, went back to.
+    #[must_use]
+    pub fn of_restore(lsn: Lsn, table: Arc<Manifest>) -> Self {
+        Self { named: Some(Named { manifest: table, restored: Some(lsn) }), since: ById::default() }
+    }
+
+    /// What a page is made from.
+    #[must_use]
+    pub fn get(&self, page: PageId) -> Option<Base> {
+        match self.since.get(page) {
+            Some(since) => *since,
+            None => self.named.as_ref()?.get(page),
+        }
+    }
+
+    /// All pages, in the order of their ids.
+    pub fn iter(&self) -> impl Iterator<Item = (PageId, Base)> {
+        self.range(PageId(0), PageId(u64::MAX))
+    }
+
+    /// These two pages, and those between them.
+    pub fn range(&self, first: PageId, last: PageId) -> impl Iterator<Item = (PageId, Base)> {
+        let named = self.named.iter().flat_map(move |named| named.between(first, last));
+        overlaid(named, self.since.range(first, last).map(|(page, base)| (page, *base)))
+    }
+
+    /// Has a page made from something else.
+    pub fn insert(&mut self, page: PageId, base: Base) {
+        self.since.insert(page, Some(base));
+    }
+
+    /// Forgets a page that is gone.
+    pub fn remove(&mut self, page: PageId) {
+        match self.named.as_ref().and_then(|named| named.get(page)) {
+            Some(_) => self.since.insert(page, None),
+            None => self.since.remove(page),
+        };
+    }
+
+    /// Keeps the pages that are wanted, of which there are few.
+    pub fn retain(&mut self, wanted: impl Fn(PageId) -> bool) {
+        let kept = self.iter().filter(|(page, _)| wanted(*page));
+        let since = kept.map(|(page, base)| (page, Some(base))).collect();
+        *self = Self { named: None, since };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+    use crate::ids::{Epoch, LogPoint, Place, SnapshotId, StoreId};
+    use crate::image::Codec;
+    use crate::manifest::ManifestKind;
+    use crate::state::table::PageInfo;
+
+    fn image(file: u64) -> ImageRef {
+        ImageRef { file, offset: 64, stored_len: 9, stored_crc: 1, raw_crc: 1, codec: Codec::Raw }
+    }
+
+    /// Every third page from 3 on, each with its own number for all that can tell it from others.
+    fn manifest() -> Arc<Manifest> {
+        let entry = |page: u64| {
+            let PageInfo { page, key, epoch, place, metadata, .. } =
+                PageInfo::new(PageId(page), 9, Place::Host);
+            let (lsn, image) = (Lsn(page.0), Some(image(page.0)));
+            ManifestEntry { page, key, len: 9, epoch, lsn, place, metadata, image }
+        };
+        Arc::new(Manifest {
+            kind: ManifestKind::Base,
+            store: StoreId([7; 16]),
+            snapshot: SnapshotId(1),
+            name: None,
+            created_unix_ms: 0,
+            redo: LogPoint::default(),
+            end: Lsn(2000),
+            next_page: 3000,
+            epoch_high: Epoch(1),
+            next_file: 3000,
+            ahead_from: 0,
+            entries: (1..700).map(|number| entry(3 * number)).collect(),
+            tombstones: Vec::new(),
+            root: Arc::default(),
+        })
+    }
+
+    /// Whatever becomes of pages, it is as if each were kept for itself.
+    #[test]
+    fn pages_are_made_from_what_was_said_last() {
+        let of_batch = |lsn| Base { image: None, len: lsn, lsn: Lsn(lsn), resized: lsn % 2 == 0 };
+        let named = |lsn: fn(&ManifestEntry) -> Lsn| -> BTreeMap<PageId, Base> {
+            let base = |entry: &ManifestEntry| Base {
+                image: entry.image,
+                len: entry.len,
+                lsn: lsn(entry),
+                resized: false,
+            };
+            manifest().entries.iter().map(|entry| (entry.page, base(entry))).collect()
+        };
+        for (mut bases, mut expected) in [
+            (Bases::default(), BTreeMap::new()),
+            (Bases::of_snapshot(manifest()), named(|entry| entry.lsn)),
+            (Bases::of_restore(Lsn(5000), manifest()), named(|_| Lsn(5000))),
+        ] {
+            let mut drawn = 1_u64;
+            for lsn in 6000..6900 {
+                drawn = drawn.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                let page = PageId((drawn >> 40) % 2200);
+                if drawn >> 62 == 0 {
+                    bases.remove(page);
+                    expected.remove(&page);
+                } else {
+                    bases.insert(page, of_batch(lsn));
+                    expected.insert(page, of_batch(lsn));
+                }
+            }
+            assert!((0..2300).map(PageId).all(|page| bases.get(page) == expected.get(&page).copied()));
+            assert!(bases.iter().eq(expected.clone()));
+            for (first, last) in [(0, 0), (3, 3), (4, 5), (100, 900), (2096, 2097), (2000, u64::MAX)] {
+                let (first, last) = (PageId(first), PageId(last));
+                let between = expected.range(first..=last).map(|(page, base)| (*page, *base));
+                assert!(bases.range(first, last).eq(between), "{first} to {last}");
+            }
+            let wanted = |page: PageId| page.0.is_multiple_of(5);
+            bases.retain(wanted);
+            expected.retain(|page, _| wanted(*page));
+            assert!(bases.iter().eq(expected.clone()));
+            assert!((0..2300).map(PageId).all(|page| bases.get(page) == expected.get(&page).copied()));
+        }
+    }
+}

@@ -1,0 +1,156 @@
+//! The head of a page against the whole page, cut at its end.
+
+use super::PageHead;
+use crate::defect::Defect;
+use crate::ids::{PageId, Place, Width};
+use crate::op::{Indices, Op, PayloadWriter, decode_payload, gap_coded};
+use crate::state::apply::apply;
+use crate::value::Metadata;
+
+const PAGE: PageId = PageId(1);
+/// The longest that a page becomes here.
+const PAGE_LEN_MAX: u64 = 200;
+
+/// Numbers that a seed leads to.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, end: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % end
+    }
+
+    fn bytes(&mut self, len: u64) -> Vec<u8> {
+        (0..len).map(|_| self.below(256) as u8).collect()
+    }
+}
+
+/// Adds an operation that fits a page of `len` bytes. Returns the page's length behind it.
+fn draw(random: &mut Random, ops: &mut PayloadWriter, len: u64) -> u64 {
+    let width = Width::from_bytes(1 << random.below(5)).unwrap();
+    let element = width.bytes() as u64;
+    let offset = random.below(len + 1);
+    let room = len - offset;
+    let written = random.below(room + 1);
+    let bytes = random.bytes(written);
+    let count = room / element;
+    let elements = random.bytes(count * element);
+    match random.below(8) {
+        0 => ops.push(&Op::Write { page: PAGE, offset, bytes: &bytes }),
+        1 => {
+            let mut mask = random.bytes(count.div_ceil(8));
+            if let Some(last) = mask.last_mut().filter(|_| !count.is_multiple_of(8)) {
+                *last &= (1 << (count % 8)) - 1;
+            }
+            ops.push(&Op::Masked { page: PAGE, offset, width, mask: &mask, bytes: &elements })
+        }
+        kind @ 2..=3 => {
+            let drawn: Vec<u32> = (0..count as u32).filter(|_| random.below(3) > 0).collect();
+            let plain: Vec<u8> = drawn.iter().flat_map(|index| index.to_le_bytes()).collect();
+            let gaps = gap_coded(&drawn).unwrap();
+            let indices =
+                if kind == 2 { Indices::plain(&plain) } else { Indices::gaps(&gaps, drawn.len()).unwrap() };
+            let values = &elements[..drawn.len() * width.bytes()];
+            ops.push(&Op::Scatter { page: PAGE, width, base: offset, indices, values })
+        }
+        4 => {
+            let pattern = random.bytes(element);
+            ops.push(&Op::Fill { page: PAGE, offset, len: count * element, pattern: &pattern })
+        }
+        5..=6 => {
+            let len = random.below(PAGE_LEN_MAX + 1);
+            ops.push(&Op::Resize { page: PAGE, len }).unwrap();
+            return len;
+        }
+        _ => {
+            let len = random.below(PAGE_LEN_MAX + 1);
+            let (place, key, metadata) = (Place::Host, None, Metadata::new());
+            ops.push(&Op::Delete { page: PAGE }).unwrap();
+            ops.push(&Op::Create { page: PAGE, len, place, key, metadata }).unwrap();
+            return len;
+        }
+    }
+    .unwrap();
+    len
+}
+
+/// Whether an element of the operation lies on both sides of byte `end`.
+fn straddles(op: &Op<'_>, end: u64) -> bool {
+    let lies_across = |start: u64, len: u64| start < end && end < start + len;
+    match op {
+        Op::Write { offset, bytes, .. } => lies_across(*offset, bytes.len() as u64),
+        Op::Masked { offset, width, mask, bytes, .. } => {
+            let element = width.bytes() as u64;
+            let is_set = |index: u64| mask[index as usize / 8] >> (index % 8) & 1 == 1;
+            (0..bytes.len() as u64 / element)
+                .any(|index| is_set(index) && lies_across(offset + index * element, element))
+        }
+        Op::Scatter { width, base, indices, .. } => {
+            let element = width.bytes() as u64;
+            indices.iter().any(|index| lies_across(base + u64::from(index) * element, element))
+        }
+        Op::Fill { offset, len, pattern, .. } => {
+            lies_across(*offset, *len) && !(end - offset).is_multiple_of(pattern.len() as u64)
+        }
+        _ => false,
+    }
+}
+
+#[test]
+fn the_head_of_a_page_is_the_whole_page_cut_at_its_end() {
+    let kinds = ["write", "masked", "scatter", "fill"];
+    let mut across = [0; 4];
+    let mut grown_again = 0;
+    for seed in 0..2000 / crate::CASES_STEP as u64 {
+        let mut random = Random(seed);
+        let base_len = random.below(PAGE_LEN_MAX + 1);
+        let base = random.bytes(base_len);
+        let mut writer = PayloadWriter::default();
+        let mut lens = vec![base_len];
+        for _ in 0..1 + random.below(12) {
+            lens.push(draw(&mut random, &mut writer, *lens.last().unwrap()));
+        }
+        let final_len = *lens.last().unwrap();
+        grown_again += usize::from(lens.iter().min() < Some(&final_len));
+        let payload = writer.finish();
+        let mut whole = base.clone();
+        let mut head = PageHead::new(base, base_len, final_len).unwrap();
+        let memory = head.bytes.as_ptr();
+        for at in decode_payload(&payload).unwrap() {
+            if let Some(kind) = kinds.iter().position(|kind| *kind == at.op.kind()) {
+                across[kind] += usize::from(straddles(&at.op, final_len));
+            }
+            apply(&at.op, &mut whole);
+            head.apply(&at.op);
+            // At every moment, not only at the end.
+            let kept = whole.len().min(final_len as usize);
+            assert_eq!(head.bytes(), &whole[..kept], "seed {seed}: {:?}", at.op);
+            assert_eq!(head.page_len(), whole.len() as u64, "seed {seed}: {:?}", at.op);
+        }
+        assert_eq!(head.bytes.as_ptr(), memory, "seed {seed}: it asked for more memory");
+        assert_eq!(head.into_bytes(), whole, "seed {seed}");
+    }
+    let enough = 400 / crate::CASES_STEP;
+    assert!(across.iter().all(|count| *count * 8 > enough), "{kinds:?} lay across the end {across:?} times");
+    assert!(grown_again > enough, "{grown_again} pages were shorter on their way");
+}
+
+#[test]
+fn a_page_takes_memory_for_its_end_only() {
+    let mut head = PageHead::new(vec![1; 1000], 1000, 10).unwrap();
+    assert!(head.bytes.capacity() < 100, "{} bytes", head.bytes.capacity());
+    for len in [1 << 40, 5, 1 << 40, 10] {
+        head.apply(&Op::Resize { page: PAGE, len });
+    }
+    assert!(head.bytes.capacity() < 100, "{} bytes", head.bytes.capacity());
+    assert_eq!(head.into_bytes(), [1, 1, 1, 1, 1, 0, 0, 0, 0, 0]);
+    let too_much = PageHead::new(Vec::new(), 0, u64::MAX).unwrap_err();
+    assert_eq!(too_much, Defect::Memory { needed: u64::MAX });
+}
+
+#[test]
+#[should_panic(expected = "bytes 4..+2 of a page of 5 bytes")]
+fn what_does_not_fit_the_page_by_now_is_a_bug_however_long_its_head() {
+    let mut head = PageHead::new(vec![0; 5], 5, 3).unwrap();
+    head.apply(&Op::Write { page: PAGE, offset: 4, bytes: &[1; 2] });
+}

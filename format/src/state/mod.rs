@@ -1,0 +1,12 @@
+//! From the bytes of a store to its state: the page table, the log's batches, and each page's bytes.
+
+pub mod by_id;
+pub mod table;
+pub mod apply;
+pub mod head;
+pub mod bases;
+pub mod replay;
+pub mod survey;
+pub mod follow;
+pub mod rebuild;
+pub mod trail;

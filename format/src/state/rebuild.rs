@@ -1,0 +1,101 @@
+//! The state of a store directory, computed purely over [`ReadAt`]: no device, no mapping, no
+//! write. Inspectors and read-only opens use it, and the engine's recovery is tested against it.
+//!
+//! [`rebuild`] tries the snapshots from the newest to the oldest, then the log's beginning, and loads bytes.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use crate::defect::{Damage, Defect};
+use crate::ids::{Lsn, PageId, SnapshotId};
+use crate::log::LogEnd;
+use crate::manifest::Manifest;
+use crate::names::{FileName, ReadAt};
+use crate::segment::SEGMENT_HEADER_BLOCK;
+use crate::state::follow::Resolution;
+use crate::state::survey::Survey;
+use crate::state::table::PageTable;
+
+/// What to rebuild.
+#[derive(Clone, Copy, Debug)]
+pub struct RebuildOptions {
+    /// Start from this snapshot and no other.
+    pub base: Option<SnapshotId>,
+    /// Stop after this batch; the base must not have later ones.
+    pub until: Option<Lsn>,
+    /// Refuse a state whose pages take more memory than this together, in bytes. A length on disk may be any
+    /// up to [`crate::limits::PAGE_LEN_MAX`], and zeros take no space there: who reads what a stranger wrote
+    /// sets this.
+    pub page_bytes_max: u64,
+}
+
+impl Default for RebuildOptions {
+    fn default() -> Self {
+        Self { base: None, until: None, page_bytes_max: u64::MAX }
+    }
+}
+
+/// A state with its bytes.
+#[derive(Debug)]
+pub struct Rebuilt {
+    /// How it came about.
+    pub base: Option<SnapshotId>,
+    /// Pages and root.
+    pub table: PageTable,
+    /// The pages' bytes.
+    pub contents: BTreeMap<PageId, Vec<u8>>,
+    /// The end of the log; `None` if the rebuild stopped before, at the batch asked for.
+    pub end: Option<LogEnd>,
+    /// Batches replayed behind the base.
+    pub batches: u64,
+    /// Snapshots that could not be used, newest first; time was lost, not data.
+    pub passed_over: Vec<Damage>,
+}
+
+/// Computes the state of a store directory.
+///
+/// # Errors
+/// The first [`Damage`] that no snapshot gets around.
+pub fn rebuild(source: &dyn ReadAt, options: &RebuildOptions) -> Result<Rebuilt, Damage> {
+    let survey = Survey::read(source)?;
+    let mut passed_over = Vec::new();
+    let wanted = |snapshot: &SnapshotId| match &survey.links[snapshot] {
+        Ok((manifest, _)) => {
+            options.base.is_none_or(|base| base == *snapshot)
+                && options.until.is_none_or(|until| manifest.end <= until)
+        }
+        // It may be the one: then its damage is the answer.
+        Err(_) => true,
+    };
+    let snapshots = survey.links.keys().rev().copied().filter(wanted);
+    let candidates = snapshots.map(|snapshot| survey.snapshot(snapshot).map(Some));
+    let beginning = survey.beginning().filter(|read| options.base.is_none() || read.is_err());
+    for candidate in candidates.chain(beginning) {
+        let attempt =
+            candidate.and_then(|manifest| rebuild_from(source, &survey, manifest.as_ref(), options));
+        match attempt {
+            Ok(rebuilt) => return Ok(Rebuilt { passed_over, ..rebuilt }),
+            Err(damage) => passed_over.push(damage),
+        }
+    }
+    // The newest snapshot's complaint names the damage; an older one's is mostly that its log is gone.
+    let nothing = || Defect::Missing.at_lsn(FileName::Segment(1), SEGMENT_HEADER_BLOCK, Lsn(1));
+    let cut = survey.log.cut().cloned();
+    Err(passed_over.into_iter().next().or(cut).unwrap_or_else(nothing))
+}
+
+fn rebuild_from(
+    source: &dyn ReadAt,
+    survey: &Survey,
+    base: Option<&Arc<Manifest>>,
+    options: &RebuildOptions,
+) -> Result<Rebuilt, Damage> {
+    let resolution = survey.resolve(source, base, options.until)?;
+    let contents = survey
+        .load(source, &resolution, options.page_bytes_max)?
+        .into_iter()
+        .map(|(page, content)| Ok((page, content?)))
+        .collect::<Result<_, Damage>>()?;
+    let Resolution { base, resolved, end, batches, .. } = resolution;
+    Ok(Rebuilt { base, table: resolved.table, contents, end, batches, passed_over: Vec::new() })
+}

@@ -1,0 +1,220 @@
+//! From a snapshot and the log behind it to the final page table: the part of recovery that
+//! needs no page's bytes.
+//!
+//! A snapshot is fuzzy: each page was caught at its own Lsn. Replay skips what an image already has, skips
+//! pages that were deleted before they could be caught (tombstones), and takes any other page that it does
+//! not know for damage. The table is resolved first, so that budgets are checked and pages are loaded at
+//! their final length (I10).
+
+use std::collections::HashMap;
+use std::convert::Infallible;
+use std::sync::Arc;
+
+use crate::defect::Defect;
+use crate::ids::{Lsn, PageId};
+use crate::manifest::{Alone, Manifest, ManifestEntry, Share};
+use crate::op::{Op, OpAt};
+use crate::state::bases::{Base, Bases};
+use crate::state::table::{PageInfo, PageTable, PlanMode, Refusal};
+
+/// Follows the log from a snapshot, batch by batch, keeping table and bases.
+#[derive(Clone, Debug)]
+pub struct Resolver {
+    table: PageTable,
+    bases: Bases,
+    tombstones: HashMap<PageId, Lsn>,
+    /// The batch up to which the root is already in the snapshot.
+    root_lsn: Lsn,
+    /// The batch that replay must reach for all pages to stand at one Lsn.
+    end: Lsn,
+    /// No page was caught with a later batch: those are news for every page.
+    caught_newest: Lsn,
+}
+
+/// The final state but for the bytes.
+#[derive(Clone, Debug)]
+pub struct Resolved {
+    /// Pages, root, and the numbers that never go back.
+    pub table: PageTable,
+    /// What each page of the table is made from.
+    pub bases: Bases,
+}
+
+impl Resolved {
+    /// The length of a page that has a base, in bytes.
+    pub(crate) fn final_len(&self, page: PageId) -> u64 {
+        self.table.get(page).expect("every base is a page's").len
+    }
+
+    /// Whether batch `lsn` is to be applied to the bytes of `page`.
+    #[must_use]
+    pub fn applies(&self, page: PageId, lsn: Lsn) -> bool {
+        self.bases.get(page).is_some_and(|base| lsn > base.lsn)
+    }
+}
+
+impl Default for Resolver {
+    fn default() -> Self {
+        Self {
+            table: PageTable::new(),
+            bases: Bases::default(),
+            tombstones: HashMap::new(),
+            root_lsn: Lsn(0),
+            end: Lsn(0),
+            caught_newest: Lsn(0),
+        }
+    }
+}
+
+impl Resolver {
+    /// Starts from the empty store.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Starts from a snapshot.
+    #[must_use]
+    pub fn from_manifest(manifest: &Arc<Manifest>) -> Self {
+        Self::from_manifest_by(manifest, &Alone)
+    }
+
+    /// As [`Resolver::from_manifest`], by several threads.
+    #[must_use]
+    pub fn from_manifest_by(manifest: &Arc<Manifest>, threads: &impl Share) -> Self {
+        Self {
+            table: table_of(manifest, threads),
+            bases: Bases::of_snapshot(manifest.clone()),
+            tombstones: manifest.tombstones.iter().map(|tombstone| (tombstone.page, tombstone.lsn)).collect(),
+            root_lsn: manifest.end,
+            end: manifest.end,
+            caught_newest: manifest.end,
+        }
+    }
+
+    /// Follows one batch.
+    ///
+    /// # Errors
+    /// [`Defect::Batch`] if it cannot follow the state before it.
+    pub fn batch(&mut self, lsn: Lsn, ops: &[OpAt<'_>]) -> Result<(), Defect> {
+        if lsn > self.caught_newest
+            && let Some(changed) = self.table.change_bytes(lsn, ops)
+        {
+            return changed.map_err(|refusal| broken(&refusal));
+        }
+        let is_news = |at: &&OpAt<'_>| match at.op.page() {
+            Some(page) => {
+                let caught = self.table.get(page).is_some_and(|info| info.lsn >= lsn);
+                !caught && self.tombstones.get(&page).is_none_or(|deleted| *deleted < lsn)
+            }
+            None => lsn > self.root_lsn,
+        };
+        let news = ops.iter().filter(is_news);
+        let changes =
+            self.table.plan(lsn, news, PlanMode::Replay).map_err(|(_, refusal)| broken(&refusal))?;
+        // Most operations change bytes alone; whether those are news need not be asked twice.
+        let makes_base = |at: &&OpAt<'_>| {
+            matches!(at.op, Op::Create { .. } | Op::Resize { .. } | Op::Image { .. } | Op::Delete { .. })
+        };
+        for OpAt { op, .. } in ops.iter().filter(makes_base).filter(is_news) {
+            match op {
+                // The create is part of the base: the batch that contains it applies in full.
+                Op::Create { page, len, .. } => {
+                    let before = Lsn(lsn.0 - 1);
+                    let (image, resized) = (None, false);
+                    self.bases.insert(*page, Base { image, len: *len, lsn: before, resized });
+                }
+                Op::Resize { page, .. } => {
+                    if let Some(base) = self.bases.get(*page) {
+                        self.bases.insert(*page, Base { resized: true, ..base });
+                    }
+                }
+                // This batch is in the image; later ones apply.
+                Op::Image { page, len, image } => {
+                    let (image, resized) = (Some(*image), false);
+                    self.bases.insert(*page, Base { image, len: *len, lsn, resized });
+                }
+                Op::Delete { page } => {
+                    self.bases.remove(*page);
+                }
+                _ => {}
+            }
+        }
+        self.table.install(&changes);
+        Ok(())
+    }
+
+    /// Follows a restore, whose table the caller read and checked. No snapshot is taken across a restore,
+    /// so the table is all there is.
+    ///
+    /// # Errors
+    /// [`Defect::Batch`] if the snapshot claims to have caught pages across it.
+    pub fn restore(&mut self, lsn: Lsn, table: Manifest) -> Result<(), Defect> {
+        if lsn <= self.end {
+            return Err(Defect::Batch(format!(
+                "a restore lies within the snapshot that ends at {}",
+                self.end
+            )));
+        }
+        self.table.replace(lsn, table.entries.iter().map(page_info), table.root.clone());
+        self.caught_newest = self.caught_newest.max(table.end);
+        self.bases = Bases::of_restore(lsn, Arc::new(table));
+        Ok(())
+    }
+
+    /// Whether batch `lsn`, which was followed, is to be applied to the bytes of `page`, as far as is known.
+    #[must_use]
+    pub fn applies(&self, page: PageId, lsn: Lsn) -> bool {
+        self.bases.get(page).is_some_and(|base| lsn > base.lsn)
+    }
+
+    /// The last batch followed.
+    #[must_use]
+    pub fn lsn(&self) -> Lsn {
+        self.table.lsn()
+    }
+
+    /// The final state.
+    ///
+    /// # Errors
+    /// [`Defect::Batch`] if the snapshot's end was not reached, or two pages have one key.
+    pub fn finish(mut self) -> Result<Resolved, Defect> {
+        if self.table.lsn() < self.end {
+            return Err(Defect::Mismatch {
+                what: "end of the log",
+                found: self.table.lsn().0,
+                expected: self.end.0,
+            });
+        }
+        self.table.index_keys().map_err(|refusal| broken(&refusal))?;
+        Ok(Resolved { table: self.table, bases: self.bases })
+    }
+}
+
+fn broken(refusal: &Refusal) -> Defect {
+    Defect::Batch(refusal.to_string())
+}
+
+fn table_of(manifest: &Manifest, threads: &impl Share) -> PageTable {
+    let Manifest { entries, root, next_page, epoch_high, redo, .. } = manifest;
+    let of = |entries: &[ManifestEntry]| {
+        PageTable::from_parts(entries.iter().map(page_info), root.clone(), *next_page, *epoch_high, redo.lsn)
+    };
+    let pieces = entries.chunks(threads.at_once()).collect();
+    let Ok(tables) = threads.share(pieces, |entries| Ok::<_, Infallible>(of(entries)));
+    tables.into_iter().reduce(PageTable::joined).unwrap_or_else(|| of(&[]))
+}
+
+/// A page as a manifest's entry describes it.
+#[must_use]
+pub fn page_info(entry: &ManifestEntry) -> PageInfo {
+    PageInfo {
+        page: entry.page,
+        key: entry.key.clone(),
+        len: entry.len,
+        epoch: entry.epoch,
+        lsn: entry.lsn,
+        place: entry.place,
+        metadata: entry.metadata.clone(),
+    }
+}

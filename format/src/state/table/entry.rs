@@ -1,0 +1,185 @@
+//! A page as the table holds it: half of what a [`PageInfo`] takes, for there is one a page, in each table of
+//! an open store.
+
+use std::sync::Arc;
+
+use crate::ids::{Epoch, Key, Lsn, PageId, Place};
+use crate::limits::{DEVICE_ORDINAL_MAX, PAGE_LEN_MAX};
+use crate::value::SharedMetadata;
+
+use super::{PageInfo, Refusal};
+
+/// What is known of a page, without its id: that says where the entry lies.
+#[derive(Clone, Debug)]
+pub struct PageEntry {
+    /// The page's version.
+    pub epoch: Epoch,
+    /// The batch that changed the page last, or moved it.
+    pub lsn: Lsn,
+    /// The length, and where that cannot reach the place.
+    len_and_place: u64,
+    /// What few pages have.
+    named: Option<Arc<Named>>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq)]
+struct Named {
+    key: Option<Key>,
+    metadata: SharedMetadata,
+}
+
+/// The length takes the bits below this one, then three are the place's kind and the rest its ordinal.
+const PLACE_BIT: u32 = 48;
+const KIND_BITS: u32 = 3;
+const _: () = assert!(PAGE_LEN_MAX < 1 << PLACE_BIT);
+const _: () = assert!((DEVICE_ORDINAL_MAX as u64) < 1 << (u64::BITS - PLACE_BIT - KIND_BITS));
+const _: () = assert!(size_of::<PageEntry>() == 32);
+
+fn pack(len: u64, place: Place) -> u64 {
+    let (kind, ordinal) = place.to_raw();
+    assert!(len <= PAGE_LEN_MAX && ordinal <= DEVICE_ORDINAL_MAX, "a page of {len} bytes in place {place}");
+    len | u64::from(kind) << PLACE_BIT | u64::from(ordinal) << (PLACE_BIT + KIND_BITS)
+}
+
+impl PageEntry {
+    /// The page's length in bytes.
+    #[must_use]
+    #[expect(clippy::len_without_is_empty, reason = "a page of no bytes is as good as any other")]
+    pub fn len(&self) -> u64 {
+        self.len_and_place & ((1 << PLACE_BIT) - 1)
+    }
+
+    /// Where the page lives.
+    #[must_use]
+    pub fn place(&self) -> Place {
+        let kind = self.len_and_place >> PLACE_BIT & ((1 << KIND_BITS) - 1);
+        let ordinal = self.len_and_place >> (PLACE_BIT + KIND_BITS);
+        Place::from_raw(kind as u8, ordinal as u32).expect("packed from a place")
+    }
+
+    /// The user's name for the page.
+    #[must_use]
+    pub fn key(&self) -> Option<&Key> {
+        self.named.as_ref()?.key.as_ref()
+    }
+
+    fn metadata(&self) -> SharedMetadata {
+        self.named.as_ref().map(|named| named.metadata.clone()).unwrap_or_default()
+    }
+
+    /// All that is known of the page.
+    #[must_use]
+    pub fn info(&self, page: PageId) -> PageInfo {
+        PageInfo {
+            page,
+            key: self.key().cloned(),
+            len: self.len(),
+            epoch: self.epoch,
+            lsn: self.lsn,
+            place: self.place(),
+            metadata: self.metadata(),
+        }
+    }
+
+    /// Becomes a newer state of the same page, with the same key. What both share is left alone: others share it
+    /// too, and counting them in and out is dear where threads do it at once.
+    pub fn become_newer(&mut self, newer: &PageInfo) {
+        let PageInfo { page: _, key: _, len, epoch, lsn, place, metadata } = newer;
+        (self.epoch, self.lsn, self.len_and_place) = (*epoch, *lsn, pack(*len, *place));
+        let is_same = match &self.named {
+            Some(named) => named.metadata.is_same(metadata),
+            None => metadata.is_same(&SharedMetadata::default()),
+        };
+        if !is_same {
+            Arc::make_mut(self.named.get_or_insert_default()).metadata = metadata.clone();
+        }
+    }
+
+    /// Whether a newer state of the page is another one by its epoch and its batch alone, so far as that is known
+    /// without a look at the metadata.
+    #[must_use]
+    pub fn is_same_but_numbers(&self, newer: &PageInfo) -> bool {
+        let is_same = match &self.named {
+            Some(named) => named.key == newer.key && named.metadata.is_same(&newer.metadata),
+            None => newer.key.is_none() && newer.metadata.is_same(&SharedMetadata::default()),
+        };
+        is_same && self.len_and_place == pack(newer.len, newer.place)
+    }
+
+    /// The range of a change of bytes must lie within the page.
+    pub(super) fn check_range(&self, page: PageId, offset: u64, len: u64) -> Result<(), Refusal> {
+        check_range(page, self.len(), offset, len)
+    }
+}
+
+impl From<&PageInfo> for PageEntry {
+    fn from(info: &PageInfo) -> Self {
+        let PageInfo { page: _, key, len, epoch, lsn, place, metadata } = info;
+        let is_named = key.is_some() || !metadata.is_empty();
+        let named = is_named.then(|| Arc::new(Named { key: key.clone(), metadata: metadata.clone() }));
+        Self { epoch: *epoch, lsn: *lsn, len_and_place: pack(*len, *place), named }
+    }
+}
+
+/// Where nothing is named that is as good as a name and metadata that are empty.
+impl PartialEq for PageEntry {
+    fn eq(&self, other: &Self) -> bool {
+        let numbers = |entry: &Self| (entry.epoch, entry.lsn, entry.len_and_place);
+        numbers(self) == numbers(other)
+            && self.key() == other.key()
+            && (self.named.is_none() && other.named.is_none() || self.metadata() == other.metadata())
+    }
+}
+
+/// The range of a change of bytes must lie within its page.
+pub(super) fn check_range(page: PageId, page_len: u64, offset: u64, len: u64) -> Result<(), Refusal> {
+    match offset.checked_add(len) {
+        Some(end) if end <= page_len => Ok(()),
+        _ => Err(Refusal::OutOfBounds { page, offset, len, page_len }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::value::Value;
+
+    #[test]
+    fn an_entry_is_all_that_is_known_of_its_page() {
+        let named = |key: Option<&str>, name: Option<&str>| {
+            let mut info = PageInfo::new(PageId(7), 9, Place::Host);
+            info.key = key.map(|key| Key::new(key).unwrap());
+            name.into_iter()
+                .for_each(|name| _ = info.metadata.make_mut().insert(name.to_owned(), Value::Null));
+            info
+        };
+        let places = [
+            Place::Device(0),
+            Place::Device(1),
+            Place::Device(DEVICE_ORDINAL_MAX),
+            Place::Pinned,
+            Place::Host,
+            Place::Unified,
+            Place::Disk,
+        ];
+        for info in
+            [named(None, None), named(Some("k"), None), named(None, Some("m")), named(Some("k"), Some("m"))]
+        {
+            for (place, len) in
+                places.into_iter().flat_map(|place| [0, 1, PAGE_LEN_MAX].map(|len| (place, len)))
+            {
+                let (epoch, lsn) = (Epoch(u64::MAX), Lsn(u64::MAX - 1));
+                let info = PageInfo { len, place, epoch, lsn, ..info.clone() };
+                let entry = PageEntry::from(&info);
+                assert_eq!((entry.info(info.page), entry.len()), (info.clone(), len));
+                // It becomes what it was made of, whatever it was before.
+                for metadata in [named(None, None), named(None, Some("other"))].map(|info| info.metadata) {
+                    let before = PageInfo { metadata, len: 5, place: Place::Host, ..info.clone() };
+                    let mut newer = PageEntry::from(&before);
+                    newer.become_newer(&info);
+                    assert_eq!((newer.info(info.page), &newer), (info.clone(), &entry));
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,382 @@
+//! What a batch does to a page table: one pure function says what it changes, or why it cannot.
+
+use std::cmp::Ordering;
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+
+use smallvec::SmallVec;
+
+use super::entry::check_range;
+use super::{PageInfo, PageTable};
+use crate::ids::{Epoch, Key, Lsn, PageId, Place};
+use crate::limits::{DEVICE_ORDINAL_MAX, METADATA_LEN_MAX, NUMBER_MAX, PAGE_LEN_MAX, ROOT_LEN_MAX};
+use crate::op::{Op, OpAt};
+use crate::value::{Metadata, encode_metadata};
+
+/// What one batch changes: the final state of every page that it touches.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Changes {
+    /// The batch.
+    pub lsn: Lsn,
+    /// Inline where they are one, as most often. A commit's thread makes them and the applier's drops them: memory
+    /// that one thread gives back for another costs both of them waits for the allocator's lock.
+    pages: SmallVec<[(PageId, Option<PageInfo>); 1]>,
+    /// The root, if it changed.
+    pub root: Option<Arc<Metadata>>,
+    /// One past the highest page id created.
+    pub(super) next_page: u64,
+}
+
+impl Changes {
+    /// The pages touched, in the order of their first mention; `None` is a page that is gone.
+    #[must_use]
+    pub fn pages(&self) -> &[(PageId, Option<PageInfo>)] {
+        &self.pages
+    }
+}
+
+/// Why a batch cannot follow a state. Nothing was changed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Refusal {
+    /// An operation names a page that does not exist.
+    #[error("there is no page {0}")]
+    UnknownPage(PageId),
+    /// A create names a page that exists, or that the batch deleted.
+    #[error("page {0} exists")]
+    PageExists(PageId),
+    /// A range does not lie within its page.
+    #[error("bytes {offset}..+{len} are outside page {page} of {page_len} bytes")]
+    OutOfBounds {
+        /// The page.
+        page: PageId,
+        /// First byte.
+        offset: u64,
+        /// Number of bytes.
+        len: u64,
+        /// The page's length.
+        page_len: u64,
+    },
+    /// Another page has the key.
+    #[error("key {key} is page {holder}'s")]
+    KeyTaken {
+        /// The key.
+        key: Key,
+        /// Its holder.
+        holder: PageId,
+    },
+    /// A length is over its limit.
+    #[error("{what} is {found}, over the limit of {limit}")]
+    Limit {
+        /// What is too large.
+        what: &'static str,
+        /// Its size.
+        found: u64,
+        /// The limit.
+        limit: u64,
+    },
+    /// An image is not all that a batch does to the bytes of its page.
+    #[error("an image of page {0} stands beside other changes of its bytes")]
+    ImageNotAlone(PageId),
+    /// An image is not as long as its page.
+    #[error("an image of {len} bytes for page {page} of {page_len} bytes")]
+    ImageLen {
+        /// The page.
+        page: PageId,
+        /// The image's length.
+        len: u64,
+        /// The page's length.
+        page_len: u64,
+    },
+    /// A restore is not an operation on this table: it replaces it.
+    #[error("a restore stands alone in its batch")]
+    Restore,
+}
+
+/// Which rules a plan checks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PlanMode {
+    /// A new batch: everything.
+    Commit,
+    /// A batch from the log, over images caught at different times: keys are checked on the final state
+    /// only, by [`PageTable::index_keys`].
+    Replay,
+}
+
+/// The batch's own view of the pages that it touches.
+struct Overlay<'a> {
+    table: &'a PageTable,
+    lsn: Lsn,
+    /// In the order of their first mention.
+    touched: SmallVec<[Touched; 1]>,
+    /// Where each page is among them. Kept where they are many: most batches touch one page or two.
+    index: HashMap<PageId, usize>,
+}
+
+/// So many touched pages are looked through one by one.
+const UNINDEXED_MAX: usize = 8;
+
+/// A page that a batch touches.
+struct Touched {
+    page: PageId,
+    /// What it is by now; `None` if it is gone.
+    state: Option<PageInfo>,
+    content: Content,
+    /// Whether its epoch is that of this batch already.
+    is_raised: bool,
+}
+
+/// What a batch did to a page's bytes by now.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Content {
+    /// At most its length changed.
+    Kept,
+    Changed,
+    /// An image takes their place: nothing else of the batch may.
+    Image,
+}
+
+impl Overlay<'_> {
+    fn position(&self, page: PageId) -> Option<usize> {
+        if self.touched.len() <= UNINDEXED_MAX {
+            self.touched.iter().position(|touched| touched.page == page)
+        } else {
+            self.index.get(&page).copied()
+        }
+    }
+
+    /// A page that was touched, if it is there.
+    fn get(&self, page: PageId) -> Option<&PageInfo> {
+        self.touched[self.position(page)?].state.as_ref()
+    }
+
+    fn set(&mut self, page: PageId, state: Option<PageInfo>) {
+        let touched = Touched { page, state, content: Content::Kept, is_raised: true };
+        match self.position(page) {
+            Some(at) => self.touched[at] = touched,
+            None => _ = self.push(touched),
+        }
+    }
+
+    fn push(&mut self, touched: Touched) -> usize {
+        let at = self.touched.len();
+        self.touched.push(touched);
+        match (at + 1).cmp(&(UNINDEXED_MAX + 1)) {
+            Ordering::Less => {}
+            Ordering::Equal => {
+                self.index.reserve(8 * UNINDEXED_MAX);
+                self.index.extend(self.touched.iter().enumerate().map(|(at, touched)| (touched.page, at)));
+            }
+            Ordering::Greater => _ = self.index.insert(self.touched[at].page, at),
+        }
+        at
+    }
+
+    /// The page for moving: this batch is its last change, and its epoch stays.
+    fn touch_place(&mut self, page: PageId) -> Result<&mut Touched, Refusal> {
+        let at = match self.position(page) {
+            Some(at) => at,
+            None => {
+                let mut info = self.table.get(page).ok_or(Refusal::UnknownPage(page))?;
+                info.lsn = self.lsn;
+                self.push(Touched { page, state: Some(info), content: Content::Kept, is_raised: false })
+            }
+        };
+        Ok(&mut self.touched[at])
+    }
+
+    /// The page for changing: its epoch rises once a batch.
+    fn touch(&mut self, page: PageId) -> Result<&mut Touched, Refusal> {
+        let touched = self.touch_place(page)?;
+        let info = touched.state.as_mut().ok_or(Refusal::UnknownPage(page))?;
+        if !std::mem::replace(&mut touched.is_raised, true) {
+            info.epoch = next_epoch(info.epoch)?;
+        }
+        Ok(touched)
+    }
+
+    /// The page's state for changing it.
+    fn touch_info(&mut self, page: PageId) -> Result<&mut PageInfo, Refusal> {
+        self.touch(page)?.state.as_mut().ok_or(Refusal::UnknownPage(page))
+    }
+
+    /// The page for changing its bytes from `Kept` or `Changed` to `content`.
+    fn touch_content(&mut self, page: PageId, content: Content) -> Result<&mut PageInfo, Refusal> {
+        let touched = self.touch(page)?;
+        if touched.content == Content::Image
+            || (content == Content::Image && touched.content != Content::Kept)
+        {
+            return Err(Refusal::ImageNotAlone(page));
+        }
+        if content != Content::Kept {
+            touched.content = content;
+        }
+        touched.state.as_mut().ok_or(Refusal::UnknownPage(page))
+    }
+
+    /// Has an image take the place of the page's bytes.
+    fn touch_image(&mut self, page: PageId, len: u64) -> Result<(), Refusal> {
+        let page_len = self.touch_content(page, Content::Image)?.len;
+        if len == page_len { Ok(()) } else { Err(Refusal::ImageLen { page, len, page_len }) }
+    }
+
+    fn touch_range(&mut self, page: PageId, offset: u64, len: u64) -> Result<(), Refusal> {
+        let page_len = self.touch_content(page, Content::Changed)?.len;
+        check_range(page, page_len, offset, len)
+    }
+}
+
+impl PageTable {
+    /// What a batch with number `lsn` changes.
+    ///
+    /// # Errors
+    /// A [`Refusal`], with the operation's index; nothing is changed.
+    pub fn plan<'a>(
+        &self,
+        lsn: Lsn,
+        ops: impl IntoIterator<Item = &'a OpAt<'a>>,
+        mode: PlanMode,
+    ) -> Result<Changes, (usize, Refusal)> {
+        let mut overlay = Overlay { table: self, lsn, touched: SmallVec::new(), index: HashMap::new() };
+        let mut root: Option<Arc<Metadata>> = None;
+        let mut next_page = self.next_page;
+        // Keys given and freed by this batch, in its order.
+        let mut keys_new: HashMap<Key, PageId> = HashMap::new();
+        let mut keys_freed: HashSet<Key> = HashSet::new();
+        // Sizes are checked once, at the end: entries set and removed in one batch cost one encoding.
+        let mut metadata_grown: Vec<(usize, PageId)> = Vec::new();
+        let mut root_grown: Option<usize> = None;
+
+        for (index, OpAt { op, .. }) in ops.into_iter().enumerate() {
+            let mut step = || -> Result<(), Refusal> {
+                match op {
+                    Op::Create { page, len, place, key, metadata } => {
+                        check_page_len(*len)?;
+                        check_place(*place)?;
+                        // Nor does an id come back in the batch that deletes its page: whoever starts a page from
+                        // its create has all of this batch to apply, and would take the old page's changes for its.
+                        let is_used = overlay.position(*page).is_some() || self.pages.get(*page).is_some();
+                        if is_used {
+                            return Err(Refusal::PageExists(*page));
+                        }
+                        check_number("page id", page.0, NUMBER_MAX - 1)?;
+                        if let (Some(key), PlanMode::Commit) = (key, mode) {
+                            let old = self.keys.get(key).filter(|_| !keys_freed.contains(key));
+                            if let Some(holder) = keys_new.get(key).or(old) {
+                                return Err(Refusal::KeyTaken { key: key.clone(), holder: *holder });
+                            }
+                            keys_new.insert(key.clone(), *page);
+                        }
+                        next_page = next_page.max(page.0 + 1);
+                        overlay.set(
+                            *page,
+                            Some(PageInfo {
+                                page: *page,
+                                key: key.clone(),
+                                len: *len,
+                                epoch: Epoch(1),
+                                lsn,
+                                place: *place,
+                                metadata: metadata.clone().into(),
+                            }),
+                        );
+                    }
+                    Op::Write { page, .. }
+                    | Op::Masked { page, .. }
+                    | Op::Scatter { page, .. }
+                    | Op::Fill { page, .. } => {
+                        let (offset, len) = op.range().expect("these operations have one");
+                        overlay.touch_range(*page, offset, len)?;
+                    }
+                    Op::Resize { page, len } => {
+                        check_page_len(*len)?;
+                        overlay.touch_content(*page, Content::Kept)?.len = *len;
+                    }
+                    Op::Image { page, len, .. } => overlay.touch_image(*page, *len)?,
+                    Op::Move { page, place } => {
+                        check_place(*place)?;
+                        let info = overlay.touch_place(*page)?.state.as_mut();
+                        info.ok_or(Refusal::UnknownPage(*page))?.place = *place;
+                    }
+                    Op::Delete { page } => {
+                        let key = overlay.touch_info(*page)?.key.clone();
+                        if let Some(key) = key {
+                            keys_new.remove(&key);
+                            keys_freed.insert(key);
+                        }
+                        overlay.set(*page, None);
+                    }
+                    Op::SetMetadata { page, name, value } => {
+                        let info = overlay.touch_info(*page)?;
+                        info.metadata.make_mut().insert(name.clone(), value.clone());
+                        metadata_grown.push((index, *page));
+                    }
+                    Op::RemoveMetadata { page, name } => {
+                        overlay.touch_info(*page)?.metadata.make_mut().remove(*name);
+                    }
+                    Op::SetRoot { name, value } => {
+                        let root = root.get_or_insert_with(|| self.root.clone());
+                        Arc::make_mut(root).insert(name.clone(), value.clone());
+                        root_grown = Some(index);
+                    }
+                    Op::RemoveRoot { name } => {
+                        Arc::make_mut(root.get_or_insert_with(|| self.root.clone())).remove(*name);
+                    }
+                    Op::Note { .. } => {}
+                    Op::Restore { .. } => return Err(Refusal::Restore),
+                }
+                Ok(())
+            };
+            step().map_err(|refusal| (index, refusal))?;
+        }
+
+        for (index, page) in metadata_grown {
+            if let Some(info) = overlay.get(page) {
+                check_metadata_len("metadata", &info.metadata, METADATA_LEN_MAX)
+                    .map_err(|refusal| (index, refusal))?;
+            }
+        }
+        if let (Some(index), Some(root)) = (root_grown, &root) {
+            check_metadata_len("root", root, ROOT_LEN_MAX).map_err(|refusal| (index, refusal))?;
+        }
+        let pages = overlay.touched.into_iter().map(|touched| (touched.page, touched.state)).collect();
+        Ok(Changes { lsn, pages, root, next_page })
+    }
+}
+
+fn check_place(place: Place) -> Result<(), Refusal> {
+    match place {
+        Place::Device(ordinal) if ordinal > DEVICE_ORDINAL_MAX => Err(Refusal::Limit {
+            what: "device ordinal",
+            found: ordinal.into(),
+            limit: DEVICE_ORDINAL_MAX.into(),
+        }),
+        _ => Ok(()),
+    }
+}
+
+/// The epoch behind another one.
+pub(super) fn next_epoch(epoch: Epoch) -> Result<Epoch, Refusal> {
+    check_number("page's epoch", epoch.0.saturating_add(1), NUMBER_MAX)?;
+    Ok(Epoch(epoch.0 + 1))
+}
+
+fn check_number(what: &'static str, found: u64, limit: u64) -> Result<(), Refusal> {
+    if found <= limit { Ok(()) } else { Err(Refusal::Limit { what, found, limit }) }
+}
+
+fn check_page_len(len: u64) -> Result<(), Refusal> {
+    if len <= PAGE_LEN_MAX {
+        Ok(())
+    } else {
+        Err(Refusal::Limit { what: "page length", found: len, limit: PAGE_LEN_MAX })
+    }
+}
+
+fn check_metadata_len(what: &'static str, metadata: &Metadata, limit: usize) -> Result<(), Refusal> {
+    encode_metadata(metadata, limit).map(|_| ()).map_err(|_| Refusal::Limit {
+        what,
+        found: encode_metadata(metadata, usize::MAX).map_or(u64::MAX, |bytes| bytes.len() as u64),
+        limit: limit as u64,
+    })
+}

@@ -1,0 +1,84 @@
+//! What changes bytes alone, against what any batch does.
+
+use super::*;
+use crate::ids::Width;
+use crate::op::Indices;
+
+/// Numbers that a seed leads to.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, end: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % end
+    }
+}
+
+const BYTES: [u8; 60] = [7; 60];
+const INDICES: [u8; 8] = [0, 0, 0, 0, 9, 0, 0, 0];
+
+/// An operation on one of the pages from 1 to 9, mostly one that fits a page of 100 bytes.
+fn draw(random: &mut Random) -> Op<'static> {
+    let page = PageId(1 + random.below(9));
+    let offset = random.below(45);
+    let bytes = &BYTES[..random.below(58) as usize];
+    match random.below(5) {
+        0 | 1 => Op::Write { page, offset, bytes },
+        2 => Op::Masked { page, offset, width: Width::W1, mask: &[255; 5], bytes: &BYTES[..40] },
+        3 => {
+            let (indices, values) = (Indices::plain(&INDICES), &BYTES[..8]);
+            Op::Scatter { page, width: Width::W4, base: offset, indices, values }
+        }
+        _ => Op::Fill { page, offset, len: 50, pattern: &BYTES[..2] },
+    }
+}
+
+#[test]
+fn changes_of_bytes_alone_are_what_any_batch_would_make_of_them() {
+    let mut random = Random(1);
+    let page = |number| PageInfo::new(PageId(number), 100, Place::Host);
+    let new = || PageTable::from_parts((1..9).map(page), Arc::default(), 12, Epoch(3), Lsn(0));
+    let (mut table, mut expected) = (new(), new());
+    let (mut refused, mut changed) = (0, 0);
+    for lsn in (1..4000).map(Lsn) {
+        // Two times in three too few for one to be on a page that is not there, or past its page's end.
+        let count = random.below(4) * random.below(4);
+        let ops: Vec<OpAt<'_>> = (0..count).map(|_| OpAt { op: draw(&mut random), body_at: 0 }).collect();
+        let plan = expected.plan(lsn, &ops, PlanMode::Replay).map_err(|(_, refusal)| refusal);
+        let found = table.change_bytes(lsn, &ops).expect("they change bytes alone");
+        assert_eq!(found, plan.as_ref().map(drop).map_err(Clone::clone), "{lsn}: {ops:?}");
+        match plan {
+            Ok(changes) => {
+                expected.install(&changes);
+                changed += usize::from(count > 1);
+            }
+            Err(_) => refused += 1,
+        }
+        assert!(table == expected, "{lsn}: {ops:?}");
+    }
+    assert!(changed > 300 && refused > 300, "{changed} changed, {refused} refused");
+}
+
+#[test]
+fn what_does_more_than_change_bytes_is_left_alone() {
+    let page = PageId(1);
+    let new = || {
+        let pages = [PageInfo::new(page, 100, Place::Host)];
+        PageTable::from_parts(pages, Arc::default(), 2, Epoch(1), Lsn(0))
+    };
+    let mut table = new();
+    let mores = [
+        Op::Resize { page, len: 50 },
+        Op::Delete { page },
+        Op::Move { page, place: Place::Pinned },
+        Op::RemoveMetadata { page, name: "name" },
+        Op::RemoveRoot { name: "name" },
+        Op::Note { text: "text" },
+    ];
+    for more in mores {
+        let write = Op::Write { page, offset: 0, bytes: &BYTES };
+        let ops = [write, more].map(|op| OpAt { op, body_at: 0 });
+        assert!(table.change_bytes(Lsn(1), &ops).is_none(), "{ops:?}");
+        assert!(table == new(), "{ops:?}");
+    }
+}

@@ -1,0 +1,165 @@
+//! From a batch's operations to a device's commands.
+//!
+//! Only operations on bytes become commands; what an operation does to the table is the format crate's.
+
+use std::collections::HashMap;
+
+use remanent_format::op::{Op, OpAt, masked_bytes_at, scatter_values_at};
+use remanent_format::{PageId, Width};
+
+use crate::device::{Command, CommandList, Payload, Piece, PieceKind, Span};
+use crate::error::Result;
+use crate::memory::arena::PageMemory;
+use crate::memory::staging::{StagingBuf, StagingPool};
+
+/// A command list under construction. Pieces of consecutive operations become one command, so that a
+/// device can apply many deltas in one launch.
+#[derive(Default)]
+pub(crate) struct ListBuilder {
+    list: CommandList,
+    /// What was staged aside for operations of the payload that is handed over next.
+    asides: Vec<StagingBuf>,
+    payload_bytes: usize,
+}
+
+/// Where the payload of a batch lies.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PayloadAt {
+    /// Index into the list's staging.
+    pub index: usize,
+    /// Its first byte.
+    pub offset: usize,
+}
+
+/// Whether a device cannot read the operation's bytes where they lie in the payload.
+pub(crate) fn needs_aside(op: &Op<'_>) -> bool {
+    match op {
+        Op::Scatter { indices, .. } => indices.is_gap_coded() && !indices.is_empty(),
+        Op::Image { .. } => true,
+        _ => false,
+    }
+}
+
+/// Stages the operation's bytes as a device reads them, if the payload does not hold them like that. The
+/// log's gaps between indices become indices of four bytes; the elements follow. The bytes of an image are
+/// those of its page in `whole`.
+///
+/// # Errors
+/// `OutOfMemory`, a device error.
+pub(crate) fn stage_aside(
+    op: &Op<'_>,
+    whole: &HashMap<PageId, &[u8]>,
+    pool: &StagingPool,
+) -> Result<Option<StagingBuf>> {
+    match op {
+        Op::Image { page, .. } => {
+            let bytes = whole.get(page).expect("an image in a batch's log holds a page that it writes");
+            let mut staged = pool.take(bytes.len())?;
+            staged.copy_from_slice(bytes);
+            Ok(Some(staged))
+        }
+        Op::Scatter { indices, values, .. } if needs_aside(op) => {
+            let values_at = scatter_values_at(4 * indices.len());
+            let mut staged = pool.take(values_at + values.len())?;
+            let (plain, elements) = staged.split_at_mut(values_at);
+            for (plain, index) in plain.chunks_exact_mut(4).zip(indices.iter()) {
+                plain.copy_from_slice(&index.to_le_bytes());
+            }
+            elements.copy_from_slice(values);
+            Ok(Some(staged))
+        }
+        _ => Ok(None),
+    }
+}
+
+impl ListBuilder {
+    /// The index of the staging that is handed over next, by which operations name it.
+    pub fn payload_index(&self) -> usize {
+        self.list.staging.len()
+    }
+
+    /// Hands over the staging of a payload, or of several, once their operations are added.
+    pub fn payload(&mut self, payload: StagingBuf) {
+        for staged in std::iter::once(payload).chain(self.asides.drain(..)) {
+            self.payload_bytes += staged.len();
+            self.list.staging.push(staged.into_staging());
+        }
+    }
+
+    /// Bytes of all payloads handed over.
+    pub fn payload_bytes(&self) -> usize {
+        self.payload_bytes
+    }
+
+    /// Whether there is nothing to do and nothing to give back.
+    pub fn is_empty(&self) -> bool {
+        self.list.commands.is_empty() && self.list.staging.is_empty()
+    }
+
+    /// The list; the builder is empty again.
+    pub fn take(&mut self) -> CommandList {
+        std::mem::take(self).list
+    }
+
+    /// Adds what the operation does to the bytes of its page; nothing if it is not about bytes. The
+    /// operation lies in `payload`; `aside` is what [`stage_aside`] made of it.
+    pub fn data(
+        &mut self,
+        at: &OpAt<'_>,
+        payload: PayloadAt,
+        memory: &PageMemory,
+        aside: Option<StagingBuf>,
+    ) {
+        assert!(aside.is_some() == needs_aside(&at.op));
+        let staged = match aside {
+            Some(aside) => {
+                self.asides.push(aside);
+                Payload::Staging { index: payload.index + self.asides.len(), offset: 0 }
+            }
+            None => Payload::Staging { index: payload.index, offset: payload.offset + at.body_at },
+        };
+        let Some((offset, len)) = at.op.range().filter(|(_, len)| *len > 0) else { return };
+        let target = memory.part(offset, len);
+        let kind = match &at.op {
+            Op::Write { .. } | Op::Image { .. } => PieceKind::Dense,
+            Op::Masked { width, mask, .. } => {
+                PieceKind::Masked { width: *width, bytes_at: masked_bytes_at(mask.len()) }
+            }
+            Op::Scatter { width, indices, .. } => {
+                let count = indices.len();
+                PieceKind::Sparse { width: *width, count, values_at: scatter_values_at(4 * count) }
+            }
+            Op::Fill { pattern, .. } => {
+                let mut repeated = [0; 16];
+                repeated[..pattern.len()].copy_from_slice(pattern);
+                let width = Width::from_bytes(pattern.len()).expect("decoded with one of the five widths");
+                self.list.commands.push(Command::Fill { target, pattern: repeated, width });
+                return;
+            }
+            _ => return,
+        };
+        self.piece(Piece { target, payload: staged, kind });
+    }
+
+    /// Adds zeroing a range.
+    pub fn zero(&mut self, target: Span) {
+        if target.len > 0 {
+            self.list.commands.push(Command::Fill { target, pattern: [0; 16], width: Width::W1 });
+        }
+    }
+
+    /// Adds a copy from page memory to page memory.
+    pub fn copy(&mut self, source: Span, target: Span) {
+        if target.len > 0 {
+            self.list.commands.push(Command::Copy { source, target });
+        }
+    }
+
+    fn piece(&mut self, piece: Piece) {
+        if let Some(Command::Apply { pieces }) = self.list.commands.last_mut() {
+            pieces.push(piece);
+        } else {
+            self.list.commands.push(Command::Apply { pieces: vec![piece] });
+        }
+    }
+}

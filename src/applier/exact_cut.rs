@@ -1,0 +1,111 @@
+//! The exact cut: pages stay as they were after one batch, for a snapshot to gather, while later
+//! batches go on.
+//!
+//! Nothing is copied at the moment of the cut. Just before a batch changes a page that is not gathered yet, the
+//! page is copied aside on the device; one that is deleted or moved leaves its memory to the cut. Where there is
+//! no room for a copy, the snapshot fails and the batch does not.
+
+use std::collections::{HashMap, HashSet};
+
+use remanent_format::{PageId, PageInfo};
+
+use super::ListBuilder;
+use crate::device::Fence;
+use crate::error::{Error, Result};
+use crate::memory::arena::{Arena, PageMemory, Purpose};
+
+/// Pages as they were after one batch.
+pub(crate) struct Cut {
+    /// Pages that are still what they were.
+    untouched: HashSet<PageId>,
+    /// Pages that are not, as they were.
+    aside: HashMap<PageId, (PageInfo, PageMemory)>,
+    /// Copies that a list uses which is not submitted yet.
+    used: Vec<PageMemory>,
+    /// Why not all could be kept.
+    failed: Option<Error>,
+}
+
+impl Cut {
+    /// Keeps these pages.
+    pub fn new(pages: impl IntoIterator<Item = PageId>) -> Self {
+        Self { untouched: pages.into_iter().collect(), aside: HashMap::new(), used: Vec::new(), failed: None }
+    }
+
+    /// A page is about to be changed where it lies.
+    pub fn before_change(
+        &mut self,
+        info: &PageInfo,
+        memory: &PageMemory,
+        arena: &Arena,
+        list: &mut ListBuilder,
+    ) {
+        if !self.untouched.remove(&info.page) {
+            return;
+        }
+        match arena.allocate_for_lane(Purpose::Aside, memory.place(), memory.byte_len()) {
+            Ok(copy) => {
+                list.copy(memory.span(), copy.span());
+                self.aside.insert(info.page, (info.clone(), copy));
+            }
+            Err(error) => {
+                tracing::warn!(%error, page = %info.page, "no room to keep a page for an exact snapshot");
+                self.failed = Some(error);
+                // Nothing more is worth keeping.
+                self.untouched.clear();
+            }
+        }
+    }
+
+    /// A page's memory is about to be given up; comes back if the page need not be kept.
+    pub fn before_removal(&mut self, info: &PageInfo, memory: PageMemory) -> Option<PageMemory> {
+        if !self.untouched.remove(&info.page) {
+            return Some(memory);
+        }
+        self.aside.insert(info.page, (info.clone(), memory));
+        None
+    }
+
+    /// A page to be gathered now: as it was, if it has changed; `None` if it is what it was. It is not kept any
+    /// longer.
+    ///
+    /// # Errors
+    /// The one for which not all pages could be kept.
+    pub fn take(&mut self, page: PageId) -> Result<Option<(PageInfo, &PageMemory)>> {
+        if let Some(error) = &self.failed {
+            return Err(error.clone());
+        }
+        let Some((info, memory)) = self.aside.remove(&page) else {
+            assert!(self.untouched.remove(&page), "a page of the cut, gathered once");
+            return Ok(None);
+        };
+        self.used.push(memory);
+        Ok(self.used.last().map(|memory| (info, memory)))
+    }
+
+    /// As [`take`](Self::take), of a page that stays to be gathered.
+    ///
+    /// # Errors
+    /// As for `take`.
+    pub fn look(&self, page: PageId) -> Result<Option<(PageInfo, &PageMemory)>> {
+        if let Some(error) = &self.failed {
+            return Err(error.clone());
+        }
+        Ok(self.aside.get(&page).map(|(info, memory)| (info.clone(), memory)))
+    }
+
+    /// Gives back the copies that were taken; their last use ends with this fence.
+    pub fn retire_used(&mut self, arena: &Arena, fence: Fence) {
+        for memory in self.used.drain(..) {
+            arena.retire(memory, fence);
+        }
+    }
+
+    /// Gives everything back; nothing that uses it comes after this fence.
+    pub fn retire(mut self, arena: &Arena, fence: Fence) {
+        self.retire_used(arena, fence);
+        for (_, (_, memory)) in self.aside.drain() {
+            arena.retire(memory, fence);
+        }
+    }
+}

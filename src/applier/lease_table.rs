@@ -1,0 +1,311 @@
+//! Which page memory callers use, and until when.
+//!
+//! Memory that is leased is never written to: a batch that changes a leased page brings memory along, to which
+//! the page is copied first; what callers see stays as it was. So nobody ever waits for a lease, and a batch
+//! that finds no room for the copy fails before it is logged.
+//!
+//! - A lease begins under the submission lock. Every batch logged before is handed to the applier before the
+//!   lease's own turn, every later one knows of it.
+//! - It ends on the streams it was used on: they are followed by the lane [`Lane::Callers`], and its next fence
+//!   says when they are done. A stream may be as slow as it likes: until that fence has passed the memory counts
+//!   as leased, and no other lane waits.
+//! - A pinned page is never leased, nor a leased one pinned: it keeps its memory, and what would give it other memory
+//!   is refused before it is logged.
+//! - Memory that its page gave up meanwhile is released behind the last lease, and behind what the store itself
+//!   still does with it.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use remanent_format::PageId;
+
+use crate::base::poison::Poison;
+use crate::base::sync::Mutex;
+use crate::base::sync::atomic::{AtomicUsize, Ordering};
+use crate::device::{CommandList, Device, Fence, Lane, MemoryId, RawStream};
+use crate::error::{Error, Result};
+use crate::memory::arena::{Arena, PageMemory};
+
+/// The leases of one store. Shared by threads.
+pub(crate) struct Leases {
+    device: Arc<dyn Device>,
+    arena: Arc<Arena>,
+    poison: Arc<Poison>,
+    /// How many pages are leased: batches ask, and where there are no leases they need no lock for it.
+    leased_pages: AtomicUsize,
+    state: Mutex<State>,
+}
+
+/// The name of a lease among those of its page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct LeaseId(u64);
+
+#[derive(Default)]
+struct State {
+    begun: u64,
+    pages: HashMap<PageId, Vec<Record>>,
+    /// Pages that stay where they are, and how many wish so.
+    pins: HashMap<PageId, usize>,
+    /// Memory that its page gave up while it was leased, and the fence of its last use by the store.
+    given_up: Vec<(PageMemory, Fence)>,
+}
+
+struct Record {
+    id: LeaseId,
+    /// What is leased; unknown until the applier has come to it.
+    memory: Option<MemoryId>,
+    /// Whether the page has left that memory, so that it may be changed again.
+    is_old: bool,
+    /// Once it has ended: the value of [`Lane::Callers`] at which the caller's streams are done.
+    ended: Option<u64>,
+}
+
+impl Leases {
+    /// Without any lease.
+    pub fn new(device: Arc<dyn Device>, arena: Arc<Arena>, poison: Arc<Poison>) -> Self {
+        Self { device, arena, poison, leased_pages: AtomicUsize::new(0), state: Mutex::default() }
+    }
+
+    /// Lets later work of a caller's stream run after `fence` has passed.
+    ///
+    /// # Errors
+    /// `StreamRefused`; a device error poisons.
+    pub fn signal(&self, stream: RawStream, fence: Fence) -> Result<()> {
+        let signalled = self.device.signal_external(stream, fence);
+        signalled.map_err(|error| self.poison.set_by_device(error))
+    }
+
+    /// Begins a lease. The caller holds the submission lock.
+    ///
+    /// # Errors
+    /// `Leased`: the page is pinned, and could not move when it is changed.
+    pub fn begin(&self, page: PageId) -> Result<LeaseId> {
+        let reached = self.device.reached(Lane::Callers);
+        let mut state = self.state.lock();
+        if state.pins.contains_key(&page) {
+            return Err(Error::Leased { page });
+        }
+        // A page that is only ever read meets no batch that would look.
+        state.remove(page, |record| record.ended.is_some_and(|value| value <= reached));
+        state.begun += 1;
+        let id = LeaseId(state.begun);
+        let record = Record { id, memory: None, is_old: false, ended: None };
+        state.pages.entry(page).or_default().push(record);
+        self.count(&state);
+        Ok(id)
+    }
+
+    /// Pins a page to the memory in which every batch handed over so far leaves it. The caller holds the submission
+    /// lock.
+    ///
+    /// # Errors
+    /// `Leased`: the page would move when it is changed.
+    pub fn pin(&self, page: PageId) -> Result<()> {
+        if !self.leased([page]).is_empty() {
+            return Err(Error::Leased { page });
+        }
+        *self.state.lock().pins.entry(page).or_default() += 1;
+        Ok(())
+    }
+
+    /// Takes a pin back.
+    pub fn unpin(&self, page: PageId) {
+        let mut state = self.state.lock();
+        let pins = state.pins.get_mut(&page).expect("a page that was pinned and not unpinned");
+        *pins -= 1;
+        if *pins == 0 {
+            state.pins.remove(&page);
+        }
+    }
+
+    /// Refuses pages that are pinned: they would not stay where they are. The caller holds the submission lock.
+    ///
+    /// # Errors
+    /// `Leased`.
+    pub fn check_unpinned(&self, pages: impl IntoIterator<Item = PageId>) -> Result<()> {
+        let mut pages = pages.into_iter().peekable();
+        if pages.peek().is_none() {
+            return Ok(());
+        }
+        let state = self.state.lock();
+        let pinned = pages.find(|page| state.pins.contains_key(page));
+        pinned.map_or(Ok(()), |page| Err(Error::Leased { page }))
+    }
+
+    /// Says what memory it is about: the page's own, between two batches.
+    pub fn name(&self, page: PageId, id: LeaseId, memory: MemoryId) {
+        self.state.lock().record(page, id).memory = Some(memory);
+    }
+
+    /// Takes a lease back that came to nothing.
+    pub fn cancel(&self, page: PageId, id: LeaseId) {
+        let mut state = self.state.lock();
+        state.remove(page, |record| record.id == id);
+        self.count(&state);
+    }
+
+    fn count(&self, state: &State) {
+        self.leased_pages.store(state.pages.len(), Ordering::Release);
+    }
+
+    /// Whether nothing is leased. Who holds the submission lock is told of every lease that has begun.
+    fn is_unused(&self) -> bool {
+        self.leased_pages.load(Ordering::Acquire) == 0
+    }
+
+    /// Ends a lease that was used on these streams.
+    ///
+    /// # Errors
+    /// `StreamRefused`; a device error poisons. It is not known then when its memory is free, so it stays leased.
+    pub fn end(&self, page: PageId, id: LeaseId, streams: &[RawStream]) -> Result<()> {
+        self.end_on(page, id, streams).map_err(|error| self.poison.set_by_device(error))
+    }
+
+    fn end_on(&self, page: PageId, id: LeaseId, streams: &[RawStream]) -> Result<()> {
+        if streams.is_empty() {
+            self.cancel(page, id);
+        } else {
+            // Whoever ends another lease meanwhile only lets its fence come later.
+            streams.iter().try_for_each(|stream| self.device.wait_external(Lane::Callers, *stream))?;
+            let fence = self.device.submit(Lane::Callers, CommandList::default())?.fence();
+            self.state.lock().record(page, id).ended = Some(fence.value);
+        }
+        self.release_free()
+    }
+
+    /// Those of the pages whose memory callers use: whoever changes one brings spare memory for it.
+    pub fn leased(&self, pages: impl IntoIterator<Item = PageId>) -> Vec<PageId> {
+        if self.is_unused() {
+            return Vec::new();
+        }
+        let mut state = self.state.lock();
+        let reached = self.device.reached(Lane::Callers);
+        let mut leased = Vec::new();
+        for page in pages {
+            state.remove(page, |record| record.ended.is_some_and(|value| value <= reached));
+            let records = state.pages.get(&page);
+            let is_leased = records.is_some_and(|records| records.iter().any(|record| !record.is_old));
+            if is_leased && !leased.contains(&page) {
+                leased.push(page);
+            }
+        }
+        self.count(&state);
+        leased
+    }
+
+    /// Says that a page is about to leave this memory, or its memory to be changed: whether callers use it.
+    pub fn leave(&self, page: PageId, memory: MemoryId) -> bool {
+        if self.leased([page]).is_empty() {
+            return false;
+        }
+        let mut state = self.state.lock();
+        let records = state.pages.get_mut(&page).into_iter().flatten();
+        let mut is_used = false;
+        for record in records.filter(|record| record.memory == Some(memory)) {
+            record.is_old = true;
+            is_used = true;
+        }
+        is_used
+    }
+
+    /// Refuses while any lease is open or page pinned, and waits for the streams of leases that have ended. The caller holds
+    /// the submission lock, so that none begins.
+    ///
+    /// # Errors
+    /// `Leased`, a device error.
+    pub fn check_none(&self) -> Result<()> {
+        let open = |(page, records): (&PageId, &Vec<Record>)| {
+            records.iter().any(|record| record.ended.is_none()).then_some(*page)
+        };
+        let held = {
+            let state = self.state.lock();
+            state.pages.iter().find_map(open).or_else(|| state.pins.keys().next().copied())
+        };
+        held.map_or(Ok(()), |page| Err(Error::Leased { page }))?;
+        self.wait_ended()
+    }
+
+    /// Takes memory that its page has given up. The store's own last use of it ends with `fence`.
+    pub fn give_up(&self, memory: PageMemory, fence: Fence) {
+        self.state.lock().given_up.push((memory, fence));
+        if let Err(error) = self.release_free() {
+            let error = self.poison.set_by_device(error);
+            tracing::warn!(%error, "memory that was leased stays allocated");
+        }
+    }
+
+    /// Waits for the streams of all leases that have ended.
+    ///
+    /// # Errors
+    /// A device error.
+    pub fn wait_ended(&self) -> Result<()> {
+        let ended = self.state.lock().pages.values().flatten().filter_map(|record| record.ended).max();
+        ended.map_or(Ok(()), |value| self.device.wait(Fence { lane: Lane::Callers, value }))
+    }
+
+    /// Retires what pages gave up and no open lease names.
+    fn release_free(&self) -> Result<()> {
+        let mut state = self.state.lock();
+        let State { pages, given_up, .. } = &mut *state;
+        let is_open = |memory: &PageMemory| {
+            let open =
+                |record: &Record| record.ended.is_none() && record.memory == Some(memory.span().memory);
+            pages.values().flatten().any(open)
+        };
+        let free: Vec<(PageMemory, Fence)> =
+            given_up.extract_if(.., |(memory, _)| !is_open(memory)).collect();
+        if free.is_empty() {
+            return Ok(());
+        }
+        for (_, fence) in &free {
+            self.device.after(Lane::Callers, *fence)?;
+        }
+        // Behind the streams of every lease that has ended, too.
+        let fence = self.device.submit(Lane::Callers, CommandList::default())?.fence();
+        for (memory, _) in free {
+            self.arena.retire(memory, fence);
+        }
+        Ok(())
+    }
+}
+
+impl State {
+    fn record(&mut self, page: PageId, id: LeaseId) -> &mut Record {
+        let records = self.pages.get_mut(&page).into_iter().flatten();
+        records.into_iter().find(|record| record.id == id).expect("a lease that has begun and not ended")
+    }
+
+    fn remove(&mut self, page: PageId, is_done: impl Fn(&Record) -> bool) {
+        let Some(records) = self.pages.get_mut(&page) else { return };
+        records.retain(|record| !is_done(record));
+        if records.is_empty() {
+            self.pages.remove(&page);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::host::HostDevice;
+    use crate::options::Budget;
+    use crate::testing::late_device::LateDevice;
+
+    #[test]
+    fn a_page_that_is_only_read_keeps_no_record_of_each_lease() {
+        let device = Arc::new(LateDevice::new(Arc::new(HostDevice::new())));
+        let arena = Arc::new(Arena::new(device.clone(), Budget::default()));
+        let leases = Leases::new(device.clone(), arena, Arc::new(Poison::default()));
+        let (stream, page) = (device.stream(), PageId(1));
+        for _ in 0..10 {
+            let id = leases.begin(page).unwrap();
+            leases.name(page, id, MemoryId(1));
+            leases.end(page, id, &[stream]).unwrap();
+            // The stream's work is done: nobody uses the memory any more.
+            leases.wait_ended().unwrap();
+            assert_eq!(leases.state.lock().pages[&page].len(), 1);
+        }
+        leases.begin(page).unwrap();
+        assert_eq!(leases.state.lock().pages[&page].len(), 1, "the one that is open");
+    }
+}

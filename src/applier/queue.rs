@@ -1,0 +1,171 @@
+//! What the applier is asked for, in order, and when its thread is woken for it.
+//!
+//! Committers push and do not wake: the clock does, soon enough for whatever nobody waits for. A turn, a batch that
+//! somebody waits for and a whole list are urgent. A crash here loses nothing: what is queued is logged.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use remanent_format::Lsn;
+
+use super::{LIST_BYTES, Turn, Work};
+use crate::base::sync::{Condvar, Instant, Mutex, MutexGuard};
+
+/// How long the applier lets batches gather that nobody waits for. So it is the clock that wakes it and not the
+/// committers: a wake-up is a system call, and costs as much as all the rest of a small commit.
+const NAP: Duration = Duration::from_micros(200);
+/// Payloads queued before a committer waits for the applier: what it has not come to yet is held in memory.
+const QUEUED_BYTES_MAX: usize = 64 << 20;
+/// A queue that has grown beyond room for so many requests is not used again.
+const REQUESTS_KEPT: usize = 4 << 10;
+
+pub(super) type TurnFn = Box<dyn FnOnce(&mut Turn<'_>) + Send>;
+
+#[expect(
+    clippy::large_enum_variant,
+    reason = "most are batches; boxes would be made and dropped by different threads"
+)]
+pub(super) enum Request {
+    Batch(Work),
+    Turn(TurnFn),
+}
+
+/// The queue to the applier's thread.
+pub(super) struct Requests {
+    queue: Mutex<Queue>,
+    wake: Condvar,
+    /// The queue was taken.
+    taken: Condvar,
+}
+
+#[derive(Default)]
+struct Queue {
+    requests: VecDeque<Request>,
+    /// Bytes of the payloads in it.
+    payload_bytes: usize,
+    /// Whether it is to be taken at once: somebody waits for it, or it is a whole list.
+    is_urgent: bool,
+    /// The newest batch that anybody has waited for. It may have yet to come.
+    awaited: Lsn,
+    /// What the thread does.
+    rest: Rest,
+    stop: bool,
+    /// Whether the thread is gone: nobody takes requests any more.
+    ended: bool,
+}
+
+/// Whether the applier's thread must be woken.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+enum Rest {
+    /// It looks at the queue before it rests again.
+    #[default]
+    Awake,
+    /// It wakes by itself, in time for whatever nobody waits for.
+    Nap,
+    /// It waits to be woken.
+    Sleep,
+}
+
+impl Requests {
+    pub fn new() -> Self {
+        Self { queue: Mutex::default(), wake: Condvar::new(), taken: Condvar::new() }
+    }
+
+    /// Queues a batch. Waits where too much is queued.
+    pub fn push(&self, work: Work) {
+        let mut queue = self.queue.lock();
+        while queue.payload_bytes >= QUEUED_BYTES_MAX && !queue.ended {
+            self.taken.wait(&mut queue);
+        }
+        queue.payload_bytes += work.payload.len();
+        let is_urgent = queue.payload_bytes >= LIST_BYTES || work.point.lsn <= queue.awaited;
+        self.request(queue, Request::Batch(work), is_urgent);
+    }
+
+    /// Queues a turn.
+    pub fn turn(&self, turn: TurnFn) {
+        self.request(self.queue.lock(), Request::Turn(turn), true);
+    }
+
+    /// Has [`take`](Self::take) end when the queue is empty.
+    pub fn stop(&self) {
+        let mut queue = self.queue.lock();
+        queue.stop = true;
+        queue.is_urgent = true;
+        self.wake_for(queue);
+    }
+
+    /// The thread is gone.
+    pub fn end(&self) {
+        let mut queue = self.queue.lock();
+        queue.ended = true;
+        queue.requests.clear();
+        self.taken.notify_all();
+    }
+
+    fn request(&self, mut queue: MutexGuard<'_, Queue>, request: Request, is_urgent: bool) {
+        if queue.ended {
+            // Dropping a turn tells whoever waits for it.
+            return;
+        }
+        queue.requests.push_back(request);
+        queue.is_urgent |= is_urgent;
+        self.wake_for(queue);
+    }
+
+    /// Somebody waits for this batch.
+    pub fn hurry(&self, lsn: Lsn) {
+        let mut queue = self.queue.lock();
+        queue.awaited = queue.awaited.max(lsn);
+        // What is not there any more is being worked on.
+        if !queue.requests.is_empty() {
+            queue.is_urgent = true;
+            self.wake_for(queue);
+        }
+    }
+
+    /// Wakes the thread if it would not look at the queue in time.
+    fn wake_for(&self, mut queue: MutexGuard<'_, Queue>) {
+        let must_wake = match queue.rest {
+            Rest::Awake => false,
+            Rest::Nap => queue.is_urgent,
+            Rest::Sleep => true,
+        };
+        if must_wake {
+            // One call is enough, however many more come before the thread runs.
+            queue.rest = Rest::Awake;
+            drop(queue);
+            self.wake.notify_one();
+        }
+    }
+
+    /// Everything queued, in exchange for an empty queue; false when there is nothing left and the store closes. The
+    /// two change places again and again: a new one would grow under the committers' lock each time.
+    pub fn take(&self, requests: &mut VecDeque<Request>) -> bool {
+        if requests.capacity() > REQUESTS_KEPT {
+            *requests = VecDeque::new();
+        }
+        let mut queue = self.queue.lock();
+        let is_over = |queue: &Queue| queue.is_urgent || queue.stop;
+        // Batches gather first. If none does, no end of the next pause is known.
+        let nap_end = Instant::now() + NAP;
+        let mut is_nap_over = false;
+        while !is_over(&queue) && (!is_nap_over || queue.requests.is_empty()) {
+            if is_nap_over {
+                queue.rest = Rest::Sleep;
+                self.wake.wait(&mut queue);
+            } else {
+                queue.rest = Rest::Nap;
+                is_nap_over = self.wake.wait_until(&mut queue, nap_end).timed_out();
+            }
+        }
+        queue.rest = Rest::Awake;
+        queue.is_urgent = false;
+        if queue.payload_bytes >= QUEUED_BYTES_MAX {
+            self.taken.notify_all();
+        }
+        queue.payload_bytes = 0;
+        std::mem::swap(&mut queue.requests, requests);
+        !requests.is_empty() || !queue.stop
+    }
+}

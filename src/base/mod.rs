@@ -1,0 +1,12 @@
+//! What every folder stands on: locks and threads, pieces of work for several threads, the process, poison.
+
+pub(crate) mod aligned;
+pub(crate) mod pace;
+pub(crate) mod parallel;
+pub mod phases;
+pub(crate) mod poison;
+pub(crate) mod process;
+#[cfg(not(shuttle))]
+pub(crate) mod sync;
+#[cfg(shuttle)]
+pub mod sync;

@@ -1,0 +1,130 @@
+//! How fast the background writes and reads, how it is called off when the store closes, and how a caller
+//! who waits for it has it hurry.
+
+use std::time::Duration;
+
+use crate::base::sync::{Condvar, Instant, Mutex};
+use crate::error::{Error, Result};
+
+/// A limit on bytes a second; commits have the rest of the disk.
+#[derive(Default)]
+pub(crate) struct Pace {
+    bytes_per_second: Option<u64>,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    /// Whether the store closes.
+    is_closing: bool,
+    /// Callers who wait for what is being written: it has all of the disk until they need not wait any more.
+    callers: usize,
+}
+
+/// A caller who waits, until dropped.
+pub(crate) struct Hurry<'a>(&'a Pace);
+
+impl Drop for Hurry<'_> {
+    fn drop(&mut self) {
+        self.0.state.lock().callers -= 1;
+    }
+}
+
+impl Pace {
+    pub fn new(bytes_per_second: Option<u64>) -> Self {
+        Self { bytes_per_second, ..Self::default() }
+    }
+
+    /// Has the background go on at full speed until this is dropped.
+    pub fn hurry(&self) -> Hurry<'_> {
+        self.state.lock().callers += 1;
+        self.changed.notify_all();
+        Hurry(self)
+    }
+
+    /// Waits until who began at `since` may have written so many bytes, or a caller waits.
+    ///
+    /// # Errors
+    /// [`Error::Closed`] if the store closes: what is being written is given up.
+    pub fn keep(&self, since: Instant, bytes: u64) -> Result<()> {
+        self.wait(self.bytes_per_second.map(|limit| since + time_for(bytes, limit)), |state| {
+            state.callers > 0
+        })
+    }
+
+    /// Waits until then; for good if there is no such time.
+    ///
+    /// # Errors
+    /// [`Error::Closed`] if the store closes.
+    pub fn rest(&self, until: Option<Instant>) -> Result<()> {
+        self.wait(Some(until.unwrap_or_else(|| Instant::now() + LONGEST)), |_| false)
+    }
+
+    fn wait(&self, until: Option<Instant>, is_over: impl Fn(&State) -> bool) -> Result<()> {
+        let mut state = self.state.lock();
+        while !state.is_closing {
+            let until = until.filter(|until| *until > Instant::now() && !is_over(&state));
+            let Some(until) = until else { return Ok(()) };
+            self.changed.wait_until(&mut state, until);
+        }
+        Err(Error::Closed)
+    }
+
+    /// Calls off what is being written, now and from now on.
+    pub fn call_off(&self) {
+        self.state.lock().is_closing = true;
+        self.changed.notify_all();
+    }
+
+    pub fn is_called_off(&self) -> bool {
+        self.state.lock().is_closing
+    }
+}
+
+/// Longer than any snapshot takes, and short enough to be added to any time.
+const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
+
+/// The time that so many bytes take at least.
+fn time_for(bytes: u64, bytes_per_second: u64) -> Duration {
+    Duration::try_from_secs_f64(bytes as f64 / bytes_per_second as f64).unwrap_or(LONGEST).min(LONGEST)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_take_their_time() {
+        assert_eq!(time_for(0, 1), Duration::ZERO);
+        assert_eq!(time_for(3 << 20, 1 << 20), Duration::from_secs(3));
+        assert_eq!(time_for(1, 1 << 20).as_nanos(), 954);
+        assert_eq!(time_for(u64::MAX, 1), LONGEST);
+    }
+
+    #[test]
+    fn a_caller_who_waits_has_the_rest_done_at_once() {
+        let pace = Pace::new(Some(1));
+        let began = Instant::now();
+        std::thread::scope(|scope| {
+            let paced = scope.spawn(|| pace.keep(began, u64::MAX / 2));
+            let _hurry = pace.hurry();
+            paced.join().unwrap().unwrap();
+            pace.keep(began, u64::MAX / 2).unwrap();
+        });
+        assert_eq!(pace.state.lock().callers, 0, "nobody waits any more");
+    }
+
+    #[test]
+    fn who_waits_for_the_pace_is_called_off() {
+        let pace = Pace::new(Some(1));
+        let began = Instant::now();
+        assert!(pace.keep(began, 0).is_ok());
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| pace.keep(began, u64::MAX / 2));
+            pace.call_off();
+            assert!(matches!(waits.join().unwrap(), Err(Error::Closed)));
+        });
+        assert!(matches!(pace.keep(began, 0), Err(Error::Closed)));
+    }
+}

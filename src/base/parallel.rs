@@ -1,0 +1,270 @@
+//! Several threads over one list of work: images are checksummed, compressed, written and read so. Two
+//! threads one behind the other: of the log one reads what the other uses. And two things at once.
+
+use std::num::NonZero;
+use std::sync::Mutex;
+use std::sync::PoisonError;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc;
+use std::thread::ScopedJoinHandle;
+
+use crate::base::sync::thread;
+
+/// How many threads can run at once, but at most so many.
+pub(crate) fn threads(at_most: usize) -> usize {
+    thread::available_parallelism().map_or(1, NonZero::get).min(at_most)
+}
+
+/// Does `work` for each index below `count` on up to `threads` threads, the caller's among them, and returns what
+/// it gave in the order of the indices. Each thread makes itself what it works with by `equip`. One thread goes
+/// through the indices in their order, so that what has one piece of work is done as if there were no crew.
+///
+/// A thread that cannot be started is not missed: the others do its work.
+///
+/// # Errors
+/// The first that a thread met; no work is begun after it.
+pub(crate) fn map_indexed<W, T: Send, E: Send>(
+    threads: usize,
+    count: usize,
+    equip: impl Fn() -> W + Sync,
+    work: impl Fn(&mut W, usize) -> Result<T, E> + Sync,
+) -> Result<Vec<T>, E> {
+    let next = AtomicUsize::new(0);
+    let failed = Mutex::new(None);
+    let run = || {
+        let mut with = equip();
+        let mut done = Vec::new();
+        loop {
+            let index = next.fetch_add(1, Ordering::Relaxed);
+            if index >= count {
+                return done;
+            }
+            match work(&mut with, index) {
+                Ok(result) => done.push((index, result)),
+                Err(error) => {
+                    next.store(count, Ordering::Relaxed);
+                    failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                    return done;
+                }
+            }
+        }
+    };
+    let mut done = std::thread::scope(|scope| {
+        let helpers: Vec<_> = (1..threads.min(count))
+            .map_while(|_| std::thread::Builder::new().spawn_scoped(scope, run).ok())
+            .collect();
+        let mut done = run();
+        for helper in helpers {
+            done.extend(helper.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+        }
+        done
+    });
+    if let Some(error) = failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        return Err(error);
+    }
+    done.sort_unstable_by_key(|(index, _)| *index);
+    Ok(done.into_iter().map(|(_, result)| result).collect())
+}
+
+/// As [`map`], with each of these pieces for good, which may be mutable borrows.
+pub(crate) fn for_each<P: Send, T: Send, E: Send>(
+    threads: usize,
+    pieces: impl IntoIterator<Item = P>,
+    work: impl Fn(P) -> Result<T, E> + Sync,
+) -> Result<Vec<T>, E> {
+    let pieces: Vec<Mutex<Option<P>>> = pieces.into_iter().map(|piece| Mutex::new(Some(piece))).collect();
+    let take = |index: usize| pieces[index].lock().unwrap_or_else(PoisonError::into_inner).take();
+    let each = |(): &mut (), index: usize| work(take(index).expect("each is taken once"));
+    map_indexed(threads, pieces.len(), || (), each)
+}
+
+/// Does two things at once, the first on a thread of its own. Where two threads cannot run at once, or the thread cannot
+/// be started, the first is done behind the second.
+pub(crate) fn join<A: Send, B>(beside: impl FnOnce() -> A + Send, here: impl FnOnce() -> B) -> (A, B) {
+    let beside = Mutex::new(Some(beside));
+    let run = || beside.lock().unwrap_or_else(PoisonError::into_inner).take().map(|beside| beside());
+    let (done, here) = std::thread::scope(|scope| {
+        let may_start = threads(2) > 1;
+        let helper = may_start
+            .then(|| std::thread::Builder::new().name("remanent-both".to_owned()).spawn_scoped(scope, run));
+        let here = here();
+        let join = |helper: ScopedJoinHandle<'_, _>| {
+            helper.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        };
+        (helper.and_then(Result::ok).and_then(join), here)
+    });
+    (done.or_else(run).expect("no thread has taken it"), here)
+}
+
+/// Who was to make the pieces of [`ahead`] panicked.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Panicked;
+
+/// Has `make` hand out pieces, and does `take` with each, in their order. Returns what `make` returns in the end.
+/// `make` is given what it hands them out by; that says `false` once no more is wanted.
+///
+/// `make` has a thread of its own, and is up to `count_max` pieces ahead. Where that is 0, or two threads cannot run
+/// at once, or the thread cannot be started, each piece is taken as it is made.
+///
+/// # Errors
+/// The first of `take`; [`Panicked`].
+pub(crate) fn pipeline<T: Send, R: Send, E: From<Panicked>>(
+    count_max: usize,
+    make: impl Fn(&mut dyn FnMut(T) -> bool) -> R + Sync,
+    mut take: impl FnMut(T) -> Result<(), E>,
+) -> Result<R, E> {
+    let threads = if count_max == 0 { 1 } else { threads(2) };
+    std::thread::scope(|scope| {
+        let (sender, pieces) = mpsc::sync_channel(count_max);
+        let make = &make;
+        let maker = (threads > 1).then(|| {
+            let maker = std::thread::Builder::new().name("remanent-ahead".to_owned());
+            maker.spawn_scoped(scope, move || make(&mut |piece| sender.send(piece).is_ok()))
+        });
+        let Some(Ok(maker)) = maker else {
+            let mut taken = Ok(());
+            let made = make(&mut |piece| {
+                // Who hands out pieces may have one more when it is told that none is wanted.
+                if taken.is_ok() {
+                    taken = take(piece);
+                }
+                taken.is_ok()
+            });
+            return taken.map(|()| made);
+        };
+        // Consumed, so that a maker that waits to hand out a piece which nobody wants any more goes on.
+        let taken = pieces.into_iter().try_for_each(take);
+        let made = maker.join();
+        taken?;
+        made.map_err(|_panic| Panicked.into())
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::convert::Infallible;
+
+    use super::*;
+
+    #[test]
+    fn results_come_in_the_order_of_the_work() {
+        for (threads, count) in [(1, 0), (4, 0), (1, 5), (4, 1), (4, 1000)] {
+            let squares = map_indexed(threads, count, || (), |(), index| Ok::<_, Infallible>(index * index));
+            assert_eq!(squares, Ok((0..count).map(|index| index * index).collect()), "{threads} {count}");
+        }
+    }
+
+    #[test]
+    fn one_thread_goes_in_order_and_one_piece_of_work_needs_no_other() {
+        let seen = Mutex::new(Vec::new());
+        let caller = std::thread::current().id();
+        let note = |(): &mut (), index| {
+            assert_eq!(std::thread::current().id(), caller);
+            seen.lock().unwrap().push(index);
+            Ok::<_, Infallible>(())
+        };
+        map_indexed(1, 100, || (), note).unwrap();
+        map_indexed(8, 1, || (), note).unwrap();
+        assert_eq!(*seen.lock().unwrap(), (0..100).chain([0]).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn nothing_is_begun_after_an_error() {
+        let begun = AtomicUsize::new(0);
+        let work = |(): &mut (), index| {
+            begun.fetch_add(1, Ordering::Relaxed);
+            if index == 3 { Err("the fourth") } else { Ok(()) }
+        };
+        assert_eq!(map_indexed(1, 100, || (), work), Err("the fourth"));
+        assert_eq!(begun.load(Ordering::Relaxed), 4);
+        assert_eq!(map_indexed(4, 100, || (), work), Err("the fourth"));
+    }
+
+    #[test]
+    fn several_threads_work_at_once() {
+        let together = std::sync::Barrier::new(3);
+        let met = map_indexed(3, 3, || (), |(), _| Ok::<_, Infallible>(together.wait().is_leader())).unwrap();
+        assert_eq!(met.iter().filter(|leads| **leads).count(), 1);
+    }
+
+    #[test]
+    fn two_things_are_done_at_once() {
+        let together = std::sync::Barrier::new(threads(2));
+        let caller = std::thread::current().id();
+        let mut here = 1;
+        let beside = || {
+            together.wait();
+            std::thread::current().id()
+        };
+        let (beside, ()) = join(beside, || {
+            if threads(2) > 1 {
+                together.wait();
+            }
+            here += 1;
+        });
+        assert_eq!((beside != caller, here), (threads(2) > 1, 2));
+    }
+
+    /// What was taken of the numbers up to 100, and what came of it.
+    fn numbers(count_max: usize, refused: u32) -> (Vec<u32>, Result<&'static str, Failure>) {
+        let mut taken = Vec::new();
+        let made = pipeline(
+            count_max,
+            |give| {
+                let all = (0..100).all(&mut *give);
+                // One that lay ready when no more was wanted.
+                let last = give(100);
+                if all && last { "all" } else { "some" }
+            },
+            |number| {
+                taken.push(number);
+                if number == refused { Err(Failure::Refused) } else { Ok(()) }
+            },
+        );
+        (taken, made)
+    }
+
+    #[derive(Debug, PartialEq, Eq)]
+    enum Failure {
+        Refused,
+        Panicked,
+    }
+
+    impl From<Panicked> for Failure {
+        fn from(_: Panicked) -> Self {
+            Self::Panicked
+        }
+    }
+
+    #[test]
+    fn pieces_are_taken_in_their_order_until_one_is_refused() {
+        for count_max in [0, 1, 2, 1000] {
+            assert_eq!(numbers(count_max, 101), ((0..101).collect(), Ok("all")), "{count_max}");
+            for refused in [0, 50, 99, 100] {
+                let expected = ((0..=refused).collect(), Err(Failure::Refused));
+                assert_eq!(numbers(count_max, refused), expected, "{count_max}");
+            }
+        }
+    }
+
+    /// With the channel full and with it empty: nobody waits for a piece that never comes.
+    #[test]
+    fn a_panic_ahead_is_an_error() {
+        if threads(2) < 2 {
+            eprintln!("SKIPPED: one thread at a time can run here, so nothing is made ahead");
+            return;
+        }
+        for panics_at in [0, 1, 5] {
+            let mut taken = 0;
+            let make = |give: &mut dyn FnMut(u32) -> bool| {
+                (0..panics_at).for_each(|number| assert!(give(number)));
+                panic!("as this test wants it");
+            };
+            let made: Result<(), Failure> = pipeline(2, make, |_| {
+                taken += 1;
+                Ok(())
+            });
+            assert_eq!((made, taken), (Err(Failure::Panicked), panics_at));
+        }
+    }
+}

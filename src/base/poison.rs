@@ -1,0 +1,52 @@
+//! The store's first failure, kept: after it commits and snapshots stop with the same error.
+//!
+//! A failed write or sync is never retried: the system may have dropped what it could not write, and a
+//! second sync would report success.
+
+use std::sync::{Arc, OnceLock};
+
+use crate::error::{Error, Result};
+
+/// Set once, by whoever fails first.
+#[derive(Debug, Default)]
+pub(crate) struct Poison(OnceLock<Arc<Error>>);
+
+impl Poison {
+    /// Fails if the store is poisoned.
+    pub fn check(&self) -> Result<()> {
+        self.0.get().map_or(Ok(()), |cause| Err(Error::Poisoned(cause.clone())))
+    }
+
+    /// Poisons the store, unless it is already, and returns the error that everybody sees from now on.
+    pub fn set(&self, error: Error) -> Error {
+        let error = match error {
+            Error::Poisoned(cause) => cause,
+            error => Arc::new(error),
+        };
+        if self.0.set(error.clone()).is_ok() {
+            tracing::error!(%error, remedy = ?error.remedy(), "the store is poisoned");
+        }
+        Error::Poisoned(self.0.get().unwrap_or(&error).clone())
+    }
+
+    /// Poisons the store if a call to the device failed; every other error is for the caller alone.
+    pub fn set_by_device(&self, error: Error) -> Error {
+        if matches!(error, Error::Device { .. }) { self.set(error) } else { error }
+    }
+}
+
+/// Lives as long as a thread of this name. Where that ends in a panic, the store is poisoned: nothing says what
+/// was left half done.
+pub(crate) struct PanicPoisons {
+    pub poison: Arc<Poison>,
+    pub thread: &'static str,
+}
+
+impl Drop for PanicPoisons {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let reason = format!("the {} panicked", self.thread);
+            self.poison.set(Error::Device { reason, context_lost: false });
+        }
+    }
+}

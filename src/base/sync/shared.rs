@@ -1,0 +1,74 @@
+//! What one thread replaces while others read it without a lock.
+
+use std::hash::Hash;
+use std::ops::Deref;
+use std::sync::Arc;
+
+use arc_swap::ArcSwapOption;
+
+/// A place for a shared value, or for none. A reader takes what is there and neither waits nor makes another thread
+/// wait. What a writer stored is seen as a whole, with all that the writer did before.
+pub struct Swap<T>(ArcSwapOption<T>);
+
+/// What a place held when it was looked at.
+pub struct SwapGuard<T>(arc_swap::Guard<Option<Arc<T>>>);
+
+impl<T> Swap<T> {
+    /// A place that holds this.
+    pub fn new(value: Option<Arc<T>>) -> Self {
+        Self(ArcSwapOption::new(value))
+    }
+
+    /// What the place holds, for a look: the value is not counted.
+    pub fn look(&self) -> SwapGuard<T> {
+        SwapGuard(self.0.load())
+    }
+
+    /// What the place holds.
+    pub fn get(&self) -> Option<Arc<T>> {
+        self.0.load_full()
+    }
+
+    /// Puts another value in its place.
+    pub fn set(&self, value: Option<Arc<T>>) {
+        self.0.store(value);
+    }
+
+    /// Takes the value out, for the only owner of the place.
+    pub fn take(&mut self) -> Option<Arc<T>> {
+        self.0.swap(None)
+    }
+}
+
+impl<T> Deref for SwapGuard<T> {
+    type Target = Option<Arc<T>>;
+
+    fn deref(&self) -> &Option<Arc<T>> {
+        &self.0
+    }
+}
+
+/// A hash map. A reader neither waits nor makes another thread wait.
+pub struct Map<K, V>(papaya::HashMap<K, V>);
+
+impl<K: Hash + Eq, V> Map<K, V> {
+    /// A map with room for `count` items.
+    pub fn with_capacity(count: usize) -> Self {
+        Self(papaya::HashMap::with_capacity(count))
+    }
+
+    /// What `look` makes of the value that a key has.
+    pub fn look<R>(&self, key: &K, look: impl FnOnce(&V) -> R) -> Option<R> {
+        self.0.pin().get(key).map(look)
+    }
+
+    /// Gives a key another value.
+    pub fn set(&self, key: K, value: V) {
+        self.0.pin().insert(key, value);
+    }
+
+    /// Takes a key out.
+    pub fn remove(&self, key: &K) {
+        self.0.pin().remove(key);
+    }
+}

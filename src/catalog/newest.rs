@@ -1,0 +1,229 @@
+//! The newest snapshot, as it is kept in memory: what it names, page by page and file by file.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use remanent_format::image::{ImageHeaderRaw, ImageRef};
+use remanent_format::limits::{FRAME_ALIGN, align_up};
+use remanent_format::manifest::{Manifest, ManifestEntry, ManifestKind};
+use remanent_format::state::by_id::ById;
+use remanent_format::{Epoch, Lsn, PageId, SnapshotId};
+
+/// A snapshot has at most this many links, its base and itself among them.
+pub(super) const LINKS_MAX: usize = 8;
+/// And all changes since the base are at most this share of the pages: one in so many.
+const CHANGED_SHARE: usize = 2;
+
+/// An image that holds a page as batch `lsn` left it; none if the page is empty.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Known {
+    pub lsn: Lsn,
+    pub image: Option<ImageRef>,
+}
+
+/// What a snapshot says of a page.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Named {
+    /// The page's version in the image.
+    pub epoch: Epoch,
+    pub known: Known,
+}
+
+/// A link of the newest snapshot.
+pub(super) struct Link {
+    pub snapshot: SnapshotId,
+    pub manifest_crc: u32,
+    /// The pages of which it speaks, as there or as gone; of a base they are not kept.
+    pub pages: Vec<PageId>,
+}
+
+impl Link {
+    pub fn of(manifest: &Manifest, manifest_crc: u32) -> Self {
+        let (entries, tombstones) = (manifest.entries.iter(), manifest.tombstones.iter());
+        let pages = entries.map(|entry| entry.page).chain(tombstones.map(|tombstone| tombstone.page));
+        let is_base = manifest.kind == ManifestKind::Base;
+        let pages = if is_base { Vec::new() } else { pages.collect() };
+        Self { snapshot: manifest.snapshot, manifest_crc, pages }
+    }
+}
+
+/// How many images a snapshot names, and what they take.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Sums {
+    /// Number of pages, empty ones included.
+    pub pages: u64,
+    /// Bytes of their images.
+    pub bytes: u64,
+    /// The image files, with the bytes of each that the snapshot names.
+    pub files: BTreeMap<u64, u64>,
+}
+
+impl Sums {
+    /// Of pages with these images.
+    pub fn of(images: impl Iterator<Item = Option<ImageRef>>) -> Self {
+        let mut sums = Self::default();
+        images.for_each(|image| sums.add(image));
+        sums
+    }
+
+    fn add(&mut self, image: Option<ImageRef>) {
+        self.pages += 1;
+        if let Some(image) = image {
+            self.bytes += image.stored_len;
+            *self.files.entry(image.file).or_default() += in_file(&image);
+        }
+    }
+
+    /// One that was added.
+    fn subtract(&mut self, image: Option<ImageRef>) {
+        self.pages -= 1;
+        if let Some(image) = image {
+            self.bytes -= image.stored_len;
+            let left = self.files.get_mut(&image.file).expect("added before");
+            *left -= in_file(&image);
+            if *left == 0 {
+                self.files.remove(&image.file);
+            }
+        }
+    }
+}
+
+/// Bytes that an image takes in its file.
+fn in_file(image: &ImageRef) -> u64 {
+    align_up(image.stored_len, FRAME_ALIGN) + ImageHeaderRaw::LEN as u64
+}
+
+/// The newest snapshot: its links, and the images that it names. Whatever is kept here follows from link to link, so
+/// that a snapshot of which little changed is not looked through.
+#[derive(Default)]
+pub(crate) struct Newest {
+    /// The base first. None if there is no snapshot, or none that the next one may follow.
+    pub(super) links: Vec<Link>,
+    pages: ById<PageId, Named>,
+    sums: Sums,
+    /// The pages of which each file has an image, as first pages and counts. Some may have a newer one elsewhere
+    /// by now; those of files of which nothing is named any more are forgotten.
+    runs: BTreeMap<u64, Vec<(PageId, u64)>>,
+}
+
+impl Newest {
+    /// What the links of a snapshot say together: `entries` are all of its pages.
+    pub(super) fn of<'e>(links: Vec<Link>, entries: impl Iterator<Item = &'e ManifestEntry>) -> Self {
+        let mut newest = Self { links, ..Self::default() };
+        let noted = entries.inspect(|entry| {
+            newest.sums.add(entry.image);
+            note(&mut newest.runs, entry);
+        });
+        newest.pages = noted.map(|entry| (entry.page, named(entry))).collect();
+        newest
+    }
+
+    /// What a snapshot that follows none says, before it is the newest: all but its link, whose checksum need not be
+    /// known yet.
+    pub fn of_base(manifest: &Manifest) -> Self {
+        Self::of(Vec::new(), manifest.entries.iter())
+    }
+
+    /// Goes on to a snapshot that follows none: `base` is what [`of_base`](Self::of_base) made of it.
+    pub fn advance_to_base(&mut self, manifest: &Manifest, manifest_crc: u32, base: Self) {
+        *self = base;
+        self.links = vec![Link::of(manifest, manifest_crc)];
+    }
+
+    /// Goes on to a snapshot of which `manifest` is its own link, and which follows `previous`; that need not be the
+    /// newest one.
+    pub fn advance_by_change(&mut self, manifest: &Manifest, manifest_crc: u32, previous: SnapshotId) {
+        self.links.retain(|before| before.snapshot <= previous);
+        self.links.push(Link::of(manifest, manifest_crc));
+        for entry in &manifest.entries {
+            if let Some(before) = self.pages.insert(entry.page, named(entry)) {
+                self.sums.subtract(before.known.image);
+            }
+            self.sums.add(entry.image);
+            note(&mut self.runs, entry);
+        }
+        for tombstone in &manifest.tombstones {
+            if let Some(before) = self.pages.remove(tombstone.page) {
+                self.sums.subtract(before.known.image);
+            }
+        }
+        self.runs.retain(|file, _| self.sums.files.contains_key(file));
+    }
+
+    /// The link that the next snapshot follows, if these pages, in ascending order, changed since the newest; with
+    /// the other pages of the links that it takes the place of. None if it is to name all of `pages_max` pages.
+    ///
+    /// Where there are too many links, the newest are folded into the one to come: those that are no longer than it
+    /// is by then. So the links grow from the newest to the oldest, and no page is named again often; and a base is
+    /// written only when so much has changed that it costs little more.
+    pub(super) fn fold(&self, changed: &[PageId], pages_max: usize) -> Option<(&Link, Vec<PageId>)> {
+        let mut at = self.links.len().checked_sub(1)?;
+        let mut folded = BTreeSet::new();
+        if self.links.len() >= LINKS_MAX {
+            let newest = at;
+            while at > 0 && (at == newest || self.links[at].pages.len() <= changed.len() + folded.len()) {
+                let pages = self.links[at].pages.iter();
+                folded.extend(pages.filter(|page| changed.binary_search(page).is_err()));
+                at -= 1;
+            }
+        }
+        let spoken_of = changed.len() + folded.len();
+        let changes = self.links[..=at].iter().map(|link| link.pages.len()).sum::<usize>() + spoken_of;
+        (changes.saturating_mul(CHANGED_SHARE) <= pages_max)
+            .then(|| (&self.links[at], folded.into_iter().collect()))
+    }
+
+    /// Whether an image file holds no images that it names but those of these pages.
+    pub fn has_file_of(&self, pages: &[PageId]) -> bool {
+        let mut theirs = Sums::default();
+        let images = pages.iter().filter_map(|page| self.get(*page)).map(|named| named.known.image);
+        images.for_each(|image| theirs.add(image));
+        theirs.files.iter().any(|(file, bytes)| self.sums.files.get(file) == Some(bytes))
+    }
+
+    pub(super) fn get(&self, page: PageId) -> Option<&Named> {
+        self.pages.get(page)
+    }
+
+    /// The pages that it names.
+    pub fn pages(&self) -> impl Iterator<Item = PageId> + '_ {
+        self.pages.iter().map(|(page, _)| page)
+    }
+
+    /// The pages that it names, with what it says of them.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (PageId, &Named)> {
+        self.pages.iter()
+    }
+
+    /// What it names, together.
+    pub fn sums(&self) -> &Sums {
+        &self.sums
+    }
+
+    /// The pages of which it names an image in a file, each once.
+    pub fn pages_in(&self, file: u64) -> Vec<PageId> {
+        let runs = self.runs.get(&file).into_iter().flatten();
+        let pages = runs.flat_map(|(first, count)| (first.0..first.0 + count).map(PageId));
+        let is_there = |page: &PageId| {
+            self.get(*page).and_then(|named| named.known.image).is_some_and(|image| image.file == file)
+        };
+        let mut pages: Vec<PageId> = pages.filter(is_there).collect();
+        pages.sort_unstable();
+        pages.dedup();
+        pages
+    }
+}
+
+/// Notes that an entry's file has an image of its page. Entries ascend, so that a file which holds neighbours has few
+/// runs.
+fn note(runs: &mut BTreeMap<u64, Vec<(PageId, u64)>>, entry: &ManifestEntry) {
+    let Some(image) = entry.image else { return };
+    let of_file = runs.entry(image.file).or_default();
+    match of_file.last_mut() {
+        Some((first, count)) if first.0 + *count == entry.page.0 => *count += 1,
+        _ => of_file.push((entry.page, 1)),
+    }
+}
+
+fn named(entry: &ManifestEntry) -> Named {
+    Named { epoch: entry.epoch, known: Known { lsn: entry.lsn, image: entry.image } }
+}

@@ -1,0 +1,223 @@
+//! Publishing small files: STORE, manifests, tables. Temp, sync, rename, sync the folder; the
+//! rename is the moment from which a crash finds the file, whole.
+
+use std::sync::Arc;
+
+use remanent_format::manifest::{Manifest, ManifestKind};
+use remanent_format::{Defect, FileName};
+
+use crate::base::aligned::AlignedBuf;
+use crate::base::parallel;
+use crate::disk::{Disk, DiskFile};
+use crate::error::{Error, Result, make_room};
+
+/// Bytes that a thread reads back at once: memory that is new for all of a long manifest took longer than reading it.
+const READ_LEN: usize = (1 << 20) - (64 << 10);
+/// Entries of a manifest that a thread encodes at once.
+const ENTRIES_AT_ONCE: usize = 8 << 10;
+/// Threads that encode a manifest, or read it back: nothing else of a snapshot goes on while it is encoded, and with
+/// small pages one of them took a tenth of its time.
+const THREADS_MAX: usize = 4;
+
+/// Publishes a manifest or a table, and reads it back past the cache; by up to `threads_max` threads, as far as they pay.
+/// Returns the checksum of its header, by which others know it.
+pub(crate) fn publish_manifest(disk: &Arc<dyn Disk>, manifest: &Manifest, threads_max: usize) -> Result<u32> {
+    let published = publish_unchecked(disk, manifest, threads_max)?;
+    published.check()?;
+    Ok(published.header_crc)
+}
+
+/// As [`publish_manifest`], for who has it read back later.
+pub(crate) fn publish_unchecked(
+    disk: &Arc<dyn Disk>,
+    manifest: &Manifest,
+    threads_max: usize,
+) -> Result<Published> {
+    let number = manifest.snapshot.0;
+    let file = match manifest.kind {
+        ManifestKind::Base | ManifestKind::Change { .. } => FileName::Manifest(number),
+        ManifestKind::Table => FileName::Table(number),
+    };
+    let threads = parallel::threads(threads_max.min(THREADS_MAX));
+    let encoded = EncodedManifest::of(manifest, file, threads)?;
+    let bytes = encoded.bytes();
+    let header_crc = Manifest::header_crc(bytes[0]).map_err(|defect| defect.at(file, 0))?;
+    publish(disk, file, number, &bytes)?;
+    Ok(Published { header_crc, disk: disk.clone(), file, encoded, threads })
+}
+
+/// A manifest or a table that has its name.
+pub(crate) struct Published {
+    /// The checksum of its header, by which others know it.
+    pub header_crc: u32,
+    disk: Arc<dyn Disk>,
+    file: FileName,
+    encoded: EncodedManifest,
+    threads: usize,
+}
+
+impl Published {
+    /// Reads it back past the cache.
+    pub fn check(&self) -> Result<()> {
+        check_published(&self.disk, self.file, &self.encoded.bytes(), self.threads)
+    }
+}
+
+/// A manifest or a table, encoded. The file is two copies of it.
+struct EncodedManifest {
+    /// Of one copy, in their order.
+    pieces: Vec<Vec<u8>>,
+}
+
+impl EncodedManifest {
+    /// The manifest that is to become `file`.
+    fn of(manifest: &Manifest, file: FileName, threads: usize) -> Result<Self> {
+        let count = manifest.entries.len();
+        let encode = |(): &mut (), piece: usize| {
+            let start = piece * ENTRIES_AT_ONCE;
+            manifest.encode_entries(start..count.min(start + ENTRIES_AT_ONCE))
+        };
+        let pieces = count.div_ceil(ENTRIES_AT_ONCE).max(1);
+        let entries = parallel::map_indexed(threads, pieces, || (), encode);
+        let pieces = entries.and_then(|entries| manifest.encode_around(entries));
+        Ok(Self { pieces: pieces.map_err(|defect| Error::from(defect.at(file, 0)))? })
+    }
+
+    /// The whole file, piece by piece.
+    fn bytes(&self) -> Vec<&[u8]> {
+        let copy = || self.pieces.iter().map(Vec::as_slice);
+        copy().chain(copy()).collect()
+    }
+}
+
+/// Writes these bytes, one piece behind the other, under a temporary name, durably, then gives them the name `file`,
+/// durably. No space is a clean failure: nothing changed.
+pub(crate) fn publish(disk: &Arc<dyn Disk>, file: FileName, number: u64, bytes: &[&[u8]]) -> Result<()> {
+    let temporary = FileName::Temporary(file.folder(), number);
+    let write = |open: Arc<dyn DiskFile>| {
+        let mut at = 0;
+        for piece in bytes {
+            open.write_at(at, piece)?;
+            at += piece.len() as u64;
+        }
+        open.sync()
+    };
+    let remove = |_: &Error| {
+        if let Err(error) = disk.remove(temporary) {
+            tracing::warn!(%error, "cannot remove an unfinished file; the next open will");
+        }
+    };
+    let rename = |()| disk.rename(temporary, file);
+    let written = disk.create(temporary).and_then(|open| write(open).and_then(rename).inspect_err(remove));
+    written.map_err(|error| {
+        if error.is_no_space() { Error::DiskFull { file, needed: byte_len(bytes) as u64 } } else { error }
+    })?;
+    disk.sync_folder(file.folder())
+}
+
+/// Reads a published manifest or table back past the cache.
+fn check_published(disk: &Arc<dyn Disk>, file: FileName, written: &[&[u8]], threads: usize) -> Result<()> {
+    let (open, len) = (disk.open(file, false)?, byte_len(written));
+    let is_same = |area: &mut AlignedBuf, piece: usize| {
+        let at = piece * READ_LEN;
+        let found = &mut area[..READ_LEN.min(len - at)];
+        open.read_past_cache(at as u64, found)?;
+        Ok::<_, Error>(is_at(at, found, written))
+    };
+    let pieces = len.div_ceil(READ_LEN);
+    let are_same = parallel::map_indexed(threads, pieces, || AlignedBuf::new(len.min(READ_LEN)), is_same)?;
+    if are_same.into_iter().all(|is_same| is_same) {
+        return Ok(());
+    }
+    let mut found = Vec::new();
+    make_room(&mut found, len)?;
+    found.resize(len, 0);
+    open.read_past_cache(0, &mut found)?;
+    let (_, health) = Manifest::decode(&found).map_err(|defect| Error::from(defect.at(file, 0)))?;
+    let differs = Defect::Field { what: "manifest that differs from the one written", found: 0 };
+    Err(health.defects.into_iter().flatten().next().unwrap_or(differs).at(file, 0).into())
+}
+
+fn byte_len(pieces: &[&[u8]]) -> usize {
+    pieces.iter().map(|piece| piece.len()).sum()
+}
+
+/// Whether `found` lies at this place of the bytes that the pieces are together.
+fn is_at(mut at: usize, mut found: &[u8], pieces: &[&[u8]]) -> bool {
+    for piece in pieces {
+        let here = &piece[at.min(piece.len())..];
+        at -= piece.len() - here.len();
+        let len = here.len().min(found.len());
+        if found[..len] != here[..len] {
+            return false;
+        }
+        found = &found[len..];
+    }
+    found.is_empty()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::catalog::sample::of_empty_pages;
+    use crate::testing::sim_disk::{ENOSPC, Fault, Operation, SimDisk};
+
+    #[test]
+    fn a_manifest_of_many_pieces_is_on_disk_what_it_is_whole_and_no_byte_of_it_may_differ() {
+        let file = FileName::Manifest(1);
+        let at_once = ENTRIES_AT_ONCE as u64;
+        for count in [0, 1, at_once, at_once + 1, 3 * at_once + 5] {
+            let (sim, manifest) = (SimDisk::new(), of_empty_pages(count));
+            let disk: Arc<dyn Disk> = Arc::new(sim.clone());
+            disk.make_folder(file.folder()).unwrap();
+            let crc = publish_manifest(&disk, &manifest, usize::MAX).unwrap();
+            let whole = manifest.encode().unwrap();
+            assert_eq!(sim.bytes(file).unwrap(), whole, "{count}");
+            let encoded = EncodedManifest::of(&manifest, file, 1).unwrap();
+            let bytes = encoded.bytes();
+            let check = || check_published(&disk, file, &bytes, parallel::threads(THREADS_MAX));
+            assert_eq!(crc.to_le_bytes(), whole[252..256], "{count}");
+            for at in
+                [8, whole.len() / 2 - 1, whole.len() / 2 + 300.min(whole.len() / 2 - 1), whole.len() - 1]
+            {
+                sim.damage(file, at as u64, &[whole[at] ^ 1]);
+                check().unwrap_err();
+                sim.damage(file, at as u64, &whole[at..at + 1]);
+            }
+            check().unwrap();
+        }
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_made_is_not_removed() {
+        let file = FileName::Manifest(1);
+        for (operation, removed) in [(Operation::Create, 0), (Operation::Write, 1), (Operation::Sync, 1)] {
+            let sim = SimDisk::new();
+            let disk: Arc<dyn Disk> = Arc::new(sim.clone());
+            disk.make_folder(file.folder()).unwrap();
+            sim.fail(Fault { operation, skip: 0, times: 1, errno: ENOSPC });
+            let error = publish_manifest(&disk, &of_empty_pages(1), usize::MAX).unwrap_err();
+            assert!(matches!(error, Error::DiskFull { .. }), "{operation:?}: {error}");
+            assert_eq!(sim.calls(Operation::Remove), removed, "{operation:?}");
+            assert_eq!(disk.list(file.folder()).unwrap(), [""; 0], "{operation:?}");
+        }
+    }
+
+    #[test]
+    fn bytes_are_found_where_they_lie_among_pieces() {
+        let pieces: [&[u8]; 5] = [b"ab", b"", b"c", b"defg", b"h"];
+        let whole = pieces.concat();
+        for start in 0..=whole.len() {
+            for end in start..=whole.len() {
+                let mut found = whole[start..end].to_vec();
+                assert!(is_at(start, &found, &pieces), "{start}..{end}");
+                for at in 0..found.len() {
+                    found[at] ^= 1;
+                    assert!(!is_at(start, &found, &pieces), "{start}..{end}: {at}");
+                    found[at] ^= 1;
+                }
+            }
+            assert!(!is_at(start, &[&whole[start..], b"i"].concat(), &pieces), "{start}: more than there is");
+        }
+    }
+}

@@ -1,0 +1,112 @@
+//! What is kept of the past.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use crate::options::Options;
+
+/// Which snapshots are kept, and how much log. A snapshot is kept as long as one of these rules, its name or a
+/// reader wants it; whatever a kept snapshot needs is never removed. One that begins where the next one begins, and does
+/// not go as far, is kept for its name or a reader only: the next one stands in its place.
+///
+/// ```
+/// use remanent::{Options, Store};
+/// let store = Store::temporary(Options::default().snapshots_kept(1))?;
+/// store.commit({
+///     let mut batch = store.batch();
+///     batch.set_root("step", 1u64);
+///     batch
+/// })?;
+/// store.snapshot_named("first")?;
+/// store.snapshot()?;
+///
+/// let given_up = store.retention().give_up("first");
+/// let would_go = store.would_prune(&given_up)?;
+/// assert_eq!(would_go.snapshots[0].name.as_deref(), Some("first"));
+/// assert_eq!(store.snapshots().len(), 2, "nothing was done yet");
+/// assert_eq!(store.prune(&given_up)?, would_go);
+/// assert_eq!(store.snapshots().len(), 1);
+/// # Ok::<(), remanent::Error>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Retention {
+    /// So many of the newest snapshots are kept, with the log since the oldest of them; at least 1.
+    pub snapshots_kept: usize,
+    /// Snapshots that are younger are kept, with the log since.
+    pub snapshots_kept_for: Duration,
+    /// The newest snapshot behind which at least so many bytes of log lie is kept, with that log.
+    pub log_kept: u64,
+    /// Names that keep a snapshot no longer.
+    pub names_given_up: BTreeSet<String>,
+    /// Only the snapshots whose names are given up go, with what only they need: all other snapshots stay, and all of
+    /// the log.
+    pub names_only: bool,
+}
+
+/// The rules of [`Options::default`].
+impl Default for Retention {
+    fn default() -> Self {
+        Self::of(&Options::default())
+    }
+}
+
+impl Retention {
+    /// What a store keeps that is opened with these options.
+    pub(crate) fn of(options: &Options) -> Self {
+        Self {
+            snapshots_kept: options.snapshots_kept,
+            snapshots_kept_for: options.snapshots_kept_for,
+            log_kept: options.log_kept,
+            names_given_up: BTreeSet::new(),
+            names_only: false,
+        }
+    }
+
+    /// With another number of snapshots.
+    #[must_use]
+    pub fn snapshots_kept(mut self, count: usize) -> Self {
+        self.snapshots_kept = count;
+        self
+    }
+
+    /// With another age.
+    #[must_use]
+    pub fn snapshots_kept_for(mut self, age: Duration) -> Self {
+        self.snapshots_kept_for = age;
+        self
+    }
+
+    /// With another length of log, in bytes.
+    #[must_use]
+    pub fn log_kept(mut self, bytes: u64) -> Self {
+        self.log_kept = bytes;
+        self
+    }
+
+    /// Whether only the snapshots go whose names are given up, and no other rule is applied.
+    ///
+    /// ```
+    /// use remanent::{Options, Store};
+    /// let store = Store::temporary(Options::default())?;
+    /// for name in ["first", "second"] {
+    ///     store.snapshot_named(name)?;
+    /// }
+    /// let pruned = store.prune(&store.retention().give_up("first").names_only(true))?;
+    /// assert_eq!(pruned.snapshots.len(), 1);
+    /// assert_eq!(store.snapshots()[0].name.as_deref(), Some("second"));
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    #[must_use]
+    pub fn names_only(mut self, names_only: bool) -> Self {
+        self.names_only = names_only;
+        self
+    }
+
+    /// Without this name: the snapshot that has it goes, unless something else keeps it.
+    #[must_use]
+    pub fn give_up(mut self, name: impl Into<String>) -> Self {
+        self.names_given_up.insert(name.into());
+        self
+    }
+}

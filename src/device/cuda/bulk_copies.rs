@@ -1,0 +1,208 @@
+//! The one queue of long copies from the GPU to the host.
+//!
+//! A copy engine with deep queues lets everybody else's copies wait, the caller's own included, for seconds.
+//! So long copies go out in pieces of at most a mebibyte, and a GPU has at most two of ours under way, whatever
+//! the lane: one that moves and one behind it, so that the engine does not stand still. Whoever queues the third
+//! waits, which holds up its own lane and no other.
+//!
+//! Commits go first. Their short copies, and the fences of all lanes, never come here: kernels and the stream
+//! itself write those. What a commit gathered on the GPU may be long; it comes on an urgent lane, and goes before all
+//! others. So a commit waits for two pieces, and not for a snapshot: but where urgent ones come without a pause, one
+//! piece in so many is another's, for what that one holds others may be waiting for.
+
+use std::collections::VecDeque;
+use std::ffi::c_void;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use super::completion::Word;
+use super::context::{Context, Entered};
+use super::lane::Timeline;
+use crate::base::sync::{Condvar, Mutex, MutexGuard};
+use crate::error::Result;
+
+/// The longest piece.
+const PIECE_LEN_MAX: u64 = 1 << 20;
+/// The most pieces under way.
+const PIECES_MAX: usize = 2;
+
+/// Urgent pieces that go before one that is not: 64 of them take a GPU some milliseconds.
+const URGENT_TURNS_MAX: u32 = 64;
+
+/// Copies under way, oldest first: each lane's word for them, and the value that it then has.
+pub(super) struct BulkQueue {
+    context: &'static Context,
+    under_way: Turns<VecDeque<(Arc<Word>, u64)>>,
+}
+
+impl BulkQueue {
+    /// Nothing under way.
+    pub fn new(context: &'static Context) -> Self {
+        Self { context, under_way: Turns::default() }
+    }
+
+    /// Queues a copy on a lane, piece by piece; returns when the last piece is queued.
+    ///
+    /// # Errors
+    /// A device error; pieces before it may have been queued.
+    pub fn down(
+        &self,
+        entered: &Entered<'_>,
+        lane: &Timeline,
+        source: u64,
+        target: u64,
+        len: u64,
+    ) -> Result<()> {
+        let mut turns = self.under_way.come(lane.is_urgent());
+        for begin in (0..len).step_by(PIECE_LEN_MAX as usize) {
+            let piece_len = PIECE_LEN_MAX.min(len - begin);
+            let mut turn = turns.take();
+            let under_way = &mut turn.value;
+            while under_way.len() >= PIECES_MAX {
+                let (word, value) = &under_way[0];
+                word.wait(*value)?;
+                under_way.pop_front();
+            }
+            // SAFETY: the context is current; the list's page memory and staging were checked to hold the
+            // ranges, and stay until the lane's next value has passed.
+            let queued = unsafe {
+                entered.copy_to_host(
+                    (target + begin) as *mut c_void,
+                    source + begin,
+                    piece_len as usize,
+                    lane.stream(),
+                )
+            };
+            queued.map_err(|code| self.context.fault(code))?;
+            let value = lane.pieces().count(entered)?;
+            under_way.push_back((lane.pieces().clone(), value));
+        }
+        Ok(())
+    }
+}
+
+/// A value that one has at a time, the urgent first.
+#[derive(Default)]
+struct Turns<T> {
+    state: Mutex<TurnsState<T>>,
+    /// How many urgent ones are here. Counted up before the lock is asked for, so that whoever has the lock
+    /// sees who waits for it; counted down under it.
+    urgent: AtomicUsize,
+    /// The urgent have left, or have had so many turns that another one's is due.
+    patient_may: Condvar,
+    /// A patient one has had the turn that was due.
+    urgent_may: Condvar,
+}
+
+#[derive(Default)]
+struct TurnsState<T> {
+    value: T,
+    /// How many wait for the urgent.
+    patient: u32,
+    /// Turns that the urgent have had while somebody waited for them, since one of those had one.
+    urgent_turns: u32,
+}
+
+impl<T> TurnsState<T> {
+    /// Whether the next turn is that of a patient one.
+    fn is_patient_due(&self) -> bool {
+        self.patient > 0 && self.urgent_turns >= URGENT_TURNS_MAX
+    }
+}
+
+/// One who is here, and takes turns until it is dropped.
+struct Visit<'t, T> {
+    turns: &'t Turns<T>,
+    is_urgent: bool,
+}
+
+impl<T> Turns<T> {
+    fn come(&self, is_urgent: bool) -> Visit<'_, T> {
+        if is_urgent {
+            self.urgent.fetch_add(1, Ordering::SeqCst);
+        }
+        Visit { turns: self, is_urgent }
+    }
+}
+
+impl<T> Visit<'_, T> {
+    /// The value, for one turn.
+    fn take(&mut self) -> MutexGuard<'_, TurnsState<T>> {
+        let Turns { state, urgent, patient_may, urgent_may } = self.turns;
+        let mut state = state.lock();
+        if self.is_urgent {
+            while state.is_patient_due() {
+                urgent_may.wait(&mut state);
+            }
+            state.urgent_turns += u32::from(state.patient > 0);
+            if state.is_patient_due() {
+                patient_may.notify_one();
+            }
+        } else {
+            state.patient += 1;
+            while urgent.load(Ordering::SeqCst) > 0 && !state.is_patient_due() {
+                patient_may.wait(&mut state);
+            }
+            state.patient -= 1;
+            state.urgent_turns = 0;
+            urgent_may.notify_all();
+        }
+        state
+    }
+}
+
+impl<T> Drop for Visit<'_, T> {
+    fn drop(&mut self) {
+        if self.is_urgent {
+            // Under the lock: who has just looked and is about to wait must not miss it.
+            let _state = self.turns.state.lock();
+            self.turns.urgent.fetch_sub(1, Ordering::SeqCst);
+            self.turns.patient_may.notify_all();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    use super::*;
+
+    /// Two patient ones wait while an urgent one has so many turns; in the order of the turns, who had them.
+    fn turns_of_one_urgent_and_two_patient(urgent_turns: u32) -> Vec<&'static str> {
+        let (sender, order) = mpsc::channel();
+        // Where nobody calls those who wait, they are left behind.
+        std::thread::spawn(move || {
+            let turns = Turns::<Vec<&str>>::default();
+            std::thread::scope(|scope| {
+                let mut urgent = turns.come(true);
+                for _ in 0..2 {
+                    scope.spawn(|| turns.come(false).take().value.push("patient"));
+                }
+                // One that did not wait has had its turn.
+                let here = |state: &TurnsState<Vec<&str>>| state.patient as usize + state.value.len();
+                while here(&turns.state.lock()) < 2 {
+                    std::thread::yield_now();
+                }
+                (0..urgent_turns).for_each(|_| urgent.take().value.push("urgent"));
+            });
+            sender.send(turns.state.into_inner().value)
+        });
+        order.recv_timeout(Duration::from_secs(60)).expect("nobody waits for good")
+    }
+
+    #[test]
+    fn the_urgent_go_first() {
+        let order = turns_of_one_urgent_and_two_patient(URGENT_TURNS_MAX - 1);
+        assert_eq!(order, [&["urgent"; URGENT_TURNS_MAX as usize - 1][..], &["patient"; 2]].concat());
+    }
+
+    #[test]
+    fn one_turn_in_so_many_is_a_patient_ones() {
+        let order = turns_of_one_urgent_and_two_patient(3 * URGENT_TURNS_MAX);
+        let turns = [&["urgent"; URGENT_TURNS_MAX as usize][..], &["patient"]].concat();
+        // The rest are the urgent one's, for nobody waits any more.
+        assert_eq!(order, [&turns[..], &turns, &turns[..URGENT_TURNS_MAX as usize]].concat());
+    }
+}

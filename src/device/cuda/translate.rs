@@ -1,0 +1,342 @@
+//! A list's commands, checked and turned into a plan.
+//!
+//! Every range is checked against its memory before anything is queued: a kernel checks nothing, and a list
+//! that breaks the contract must not reach the GPU. Such a list panics, as the host device does.
+//!
+//! Short copies between host and GPU are pieces, which kernels move by loads and stores on mapped memory:
+//! the copy engine lets a short copy wait for long ones, for seconds. Those of more than
+//! [`SHORT_COPY_LEN_MAX`] are the copy engine's.
+
+use remanent_format::Width;
+
+use super::abi::{IndexRow, PieceRow};
+use super::handles::{Allocation, Handles};
+use super::plan::{Area, Plan, PlannedPiece, Step, crc_words, select_rows};
+use super::resource::Kind;
+use crate::device::{
+    Command, IndexList, MemoryId, Payload, Piece, PieceKind, SHORT_COPY_LEN_MAX, Selection, Span, Staging,
+    StagingSpan,
+};
+
+/// Boundary on which each use of scratch on the GPU begins.
+const SCRATCH_ALIGN: u64 = 16;
+
+/// A staging of a list: its bytes, and where they are.
+pub(super) struct Staged<'s> {
+    pub bytes: &'s Staging,
+    pub address: u64,
+}
+
+/// Scratch: bytes of it that a list needs, or addresses from which on it is free.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Scratch {
+    /// In pinned memory.
+    pub pinned: u64,
+    /// In the GPU's own, for what many threads write: bits stored one by one over the bus would take longer
+    /// than what they are about.
+    pub on_gpu: u64,
+}
+
+impl Scratch {
+    /// What a list needs.
+    pub fn needed(commands: &[Command]) -> Self {
+        let mut needed = Self::default();
+        for command in commands {
+            match command {
+                Command::Crc { sources, .. } => {
+                    needed.pinned += 4 * crc_words(sources.iter().map(|source| source.len));
+                }
+                Command::Select { bitmaps, .. } => needed.on_gpu += selection_len(bitmaps),
+                Command::Validate { lists, .. } => needed.on_gpu += validation_len(lists),
+                _ => {}
+            }
+        }
+        needed
+    }
+}
+
+/// Bytes of scratch for numbering the bits of bitmaps: a number a row, and a sum a bitmap.
+fn selection_len(bitmaps: &[Selection]) -> u64 {
+    let rows: u64 = bitmaps.iter().map(|of| select_rows(of.bits.len)).sum();
+    (4 * (rows + bitmaps.len() as u64)).next_multiple_of(SCRATCH_ALIGN)
+}
+
+/// Bytes of scratch for looking at lists of indices: one bit an element of each, and the findings.
+fn validation_len(lists: &[IndexList]) -> u64 {
+    let seen: u64 = lists.iter().map(seen_len).sum();
+    seen + (4 * lists.len() as u64).next_multiple_of(SCRATCH_ALIGN)
+}
+
+fn seen_len(list: &IndexList) -> u64 {
+    list.bound.div_ceil(8).next_multiple_of(SCRATCH_ALIGN)
+}
+
+/// Plans a list.
+///
+/// # Panics
+/// If a range is not within its memory, or ranges that belong together are of different lengths.
+pub(super) fn plan(
+    commands: &[Command],
+    memories: &Handles,
+    staging: &[Staged<'_>],
+    scratch: Scratch,
+) -> Plan {
+    let mut planner = Planner { memories, staging, scratch, plan: Plan::default() };
+    commands.iter().for_each(|command| planner.command(command));
+    planner.plan.flush();
+    planner.plan
+}
+
+struct Planner<'l> {
+    memories: &'l Handles,
+    staging: &'l [Staged<'l>],
+    /// The next free bytes of scratch.
+    scratch: Scratch,
+    plan: Plan,
+}
+
+impl Planner<'_> {
+    fn command(&mut self, command: &Command) {
+        match command {
+            Command::Upload { source, target } => self.upload(*source, *target),
+            Command::Download { source, target } => self.download(*source, *target),
+            Command::Apply { pieces } => pieces.iter().for_each(|piece| self.apply(piece)),
+            Command::Copy { source, target } => self.copy(*source, *target),
+            Command::Fill { target, pattern, width } => {
+                let _whole = elements(target.len, *width);
+                let row = PieceRow::fill(self.address(*target), *pattern, *width, target.len);
+                self.piece(row, *target, [None; 2]);
+            }
+            Command::Gather { sources, target } => {
+                for (source, offset) in sources {
+                    self.copy(*source, part(*target, *offset, source.len));
+                }
+            }
+            Command::Scatter { source, targets } => {
+                for (offset, target) in targets {
+                    self.copy(part(*source, *offset, target.len), *target);
+                }
+            }
+            Command::Diff { left, right, width, target } => self.diff(*left, *right, *width, *target),
+            Command::Select { bitmaps, target } => self.select(bitmaps, *target),
+            Command::Crc { sources, target } => self.crc(sources, *target),
+            Command::Pick { source, width, indices, target } => {
+                self.pick(*source, *width, *indices, *target);
+            }
+            Command::Validate { lists, target } => self.validate(lists, *target),
+        }
+    }
+
+    fn upload(&mut self, source: StagingSpan, target: Span) {
+        assert_eq!(source.len as u64, target.len, "an upload between ranges of different lengths");
+        let (from, to, len) = (self.staged(source), self.address(target), target.len);
+        if len > SHORT_COPY_LEN_MAX && self.memory(target.memory).kind == Kind::Device {
+            self.plan.step(Step::Up { source: from, target: to, len });
+        } else {
+            self.piece(PieceRow::dense(to, from, len), target, [Some(Area::Staging(source.index)), None]);
+        }
+    }
+
+    fn download(&mut self, source: Span, target: StagingSpan) {
+        assert_eq!(source.len, target.len as u64, "a download between ranges of different lengths");
+        let on_gpu = self.memory(source.memory).kind == Kind::Device;
+        self.down(self.address(source), Area::Memory(source.memory.0), on_gpu, target);
+    }
+
+    /// Brings bytes to staging.
+    fn down(&mut self, source: u64, area: Area, on_gpu: bool, target: StagingSpan) {
+        let (to, len) = (self.staged(target), target.len as u64);
+        if len > SHORT_COPY_LEN_MAX && on_gpu {
+            self.plan.step(Step::Down { source, target: to, len });
+            return;
+        }
+        self.plan.piece(PlannedPiece {
+            row: PieceRow::dense(to, source, len),
+            target_len: len,
+            target: Area::Staging(target.index),
+            sources: [Some(area), None],
+        });
+    }
+
+    fn copy(&mut self, source: Span, target: Span) {
+        assert_eq!(source.len, target.len, "a copy between ranges of different lengths");
+        assert!(!overlap(source, target), "a copy between overlapping ranges: {source:?}, {target:?}");
+        let row = PieceRow::dense(self.address(target), self.address(source), target.len);
+        self.piece(row, target, [Some(Area::Memory(source.memory.0)), None]);
+    }
+
+    fn apply(&mut self, piece: &Piece) {
+        let target = self.address(piece.target);
+        let len = piece.target.len;
+        // Where the payload begins, how many bytes lie there at least, and in what.
+        let (payload, payload_len, area) = match piece.payload {
+            Payload::Staging { index, offset } => {
+                let staged = &self.staging[index];
+                let left = staged.bytes.len().checked_sub(offset).expect("a payload within its staging");
+                (staged.address + offset as u64, left as u64, Area::Staging(index))
+            }
+            Payload::Device(span) => (self.address(span), span.len, Area::Memory(span.memory.0)),
+        };
+        let holds = |at: usize, len: u64| {
+            let end = (at as u64).checked_add(len);
+            assert!(end.is_some_and(|end| end <= payload_len), "a payload that ends before its piece does");
+            payload + at as u64
+        };
+        let row = match piece.kind {
+            PieceKind::Dense => PieceRow::dense(target, holds(0, len), len),
+            PieceKind::Masked { width, bytes_at } => {
+                let count = elements(len, width);
+                let (bitmap, values) = (holds(0, count.div_ceil(8)), holds(bytes_at, len));
+                PieceRow::masked(target, bitmap, values, count, width)
+            }
+            PieceKind::Sparse { width, count, values_at } => {
+                let bound = elements(len, width);
+                let indices = holds(0, 4 * count as u64);
+                let values = holds(values_at, (width.bytes() * count) as u64);
+                if let Payload::Staging { index, offset } = piece.payload {
+                    let indices = &self.staging[index].bytes[offset..][..4 * count];
+                    assert!(all_below(indices, bound), "an index that is not within its range");
+                }
+                PieceRow::sparse(target, indices, values, count as u64, width)
+            }
+        };
+        if row.steps > 0 {
+            self.piece(row, piece.target, [Some(area), None]);
+        }
+    }
+
+    fn diff(&mut self, left: Span, right: Span, width: Width, target: Span) {
+        assert_eq!(left.len, right.len, "a diff of ranges of different lengths");
+        let bits = elements(left.len, width).div_ceil(8);
+        assert_eq!(target.len, bits, "the length of a diff's target");
+        let clashes = overlap(left, target) || overlap(right, target);
+        assert!(!clashes, "a diff to a range that it compares: {left:?}, {right:?}, {target:?}");
+        let (from, to) = ((self.address(left), self.address(right)), self.address(target));
+        self.plan.diff(from.0, from.1, to, left.len, width.bytes() as u64);
+    }
+
+    fn select(&mut self, bitmaps: &[Selection], target: StagingSpan) {
+        assert_eq!(target.len, 4 * bitmaps.len(), "the length of a selection's target");
+        // The numbers of all rows, then the sums.
+        let (mut numbers, len) = (self.scratch.on_gpu, selection_len(bitmaps));
+        let sums = numbers + 4 * bitmaps.iter().map(|of| select_rows(of.bits.len)).sum::<u64>();
+        self.scratch.on_gpu += len;
+        let (rows, scans) = (self.plan.selects.len(), self.plan.scans.len());
+        for (selection, sum) in bitmaps.iter().zip((sums..).step_by(4)) {
+            let Selection { bits, indices } = *selection;
+            selection.check();
+            let room = u32::try_from(indices.len / 4).unwrap_or(u32::MAX);
+            let (from, to) = (self.address(bits), self.address(indices));
+            self.plan.bitmap(from, bits.len, (to, room), numbers, sum);
+            numbers += 4 * select_rows(bits.len);
+        }
+        self.plan.select(rows, scans);
+        self.down(sums, Area::ScratchOnGpu, true, target);
+    }
+
+    fn pick(&mut self, source: Span, width: Width, indices: StagingSpan, target: Span) {
+        let (bound, count) = (elements(source.len, width), elements(target.len, width));
+        assert_eq!(indices.len as u64, 4 * count, "one index for each element");
+        assert!(!overlap(source, target), "picked from and to overlapping ranges: {source:?}, {target:?}");
+        let indices_at = self.staged(indices);
+        let index_bytes = &self.staging[indices.index].bytes[indices.offset..][..indices.len];
+        assert!(all_below(index_bytes, bound), "an index that is not within its range");
+        let row = PieceRow::pick(self.address(target), indices_at, self.address(source), count, width);
+        let sources = [Area::Staging(indices.index), Area::Memory(source.memory.0)].map(Some);
+        self.piece(row, target, sources);
+    }
+
+    fn validate(&mut self, lists: &[IndexList], target: StagingSpan) {
+        assert_eq!(target.len, 4 * lists.len(), "the length of a validation's target");
+        // The bits of all lists, then the findings: zeroed at one go.
+        let (first, len) = (self.scratch.on_gpu, validation_len(lists));
+        let findings = first + lists.iter().map(seen_len).sum::<u64>();
+        self.scratch.on_gpu += len;
+        self.plan.piece(PlannedPiece {
+            row: PieceRow::fill(first, [0; 16], Width::W1, len),
+            target_len: len,
+            target: Area::ScratchOnGpu,
+            sources: [None; 2],
+        });
+        let rows = self.plan.indices.len();
+        let mut seen = first;
+        for (list, finding) in lists.iter().zip((findings..).step_by(4)) {
+            let IndexList { indices, bound } = *list;
+            assert!(indices.offset.is_multiple_of(4) && indices.len.is_multiple_of(4), "whole indices");
+            let count = indices.len / 4;
+            let indices = self.address(indices);
+            self.plan.index_list(IndexRow { indices, seen, target: finding, bound, count });
+            seen += seen_len(list);
+        }
+        self.plan.validate(rows);
+        self.down(findings, Area::ScratchOnGpu, true, target);
+    }
+
+    fn crc(&mut self, sources: &[Span], target: StagingSpan) {
+        assert_eq!(target.len, 4 * sources.len(), "the length of a checksum command's target");
+        let staged = self.staged(target);
+        if sources.is_empty() {
+            return;
+        }
+        let extents: Vec<(u64, u64)> = sources.iter().map(|span| (self.address(*span), span.len)).collect();
+        self.plan.crcs(&extents, self.scratch.pinned);
+        // Sums are written on boundaries of four bytes, and go from there to wherever they are wanted.
+        let len = target.len as u64;
+        self.plan.piece(PlannedPiece {
+            row: PieceRow::dense(staged, self.scratch.pinned, len),
+            target_len: len,
+            target: Area::Staging(target.index),
+            sources: [Some(Area::Scratch), None],
+        });
+        self.scratch.pinned += 4 * crc_words(sources.iter().map(|source| source.len));
+    }
+
+    fn piece(&mut self, row: PieceRow, target: Span, sources: [Option<Area>; 2]) {
+        let area = Area::Memory(target.memory.0);
+        self.plan.piece(PlannedPiece { row, target_len: target.len, target: area, sources });
+    }
+
+    /// Where a span begins. An empty one begins anywhere.
+    fn address(&self, span: Span) -> u64 {
+        self.memory(span.memory).at(span)
+    }
+
+    fn memory(&self, id: MemoryId) -> Allocation {
+        self.memories.named(id)
+    }
+
+    fn staged(&self, span: StagingSpan) -> u64 {
+        let staged = &self.staging[span.index];
+        let end = span.offset.checked_add(span.len);
+        let within = end.is_some_and(|end| end <= staged.bytes.len());
+        assert!(within, "{span:?} is not within its staging of {} bytes", staged.bytes.len());
+        staged.address + span.offset as u64
+    }
+}
+
+/// Whether little-endian u32 indices are all below a bound. Without branches, so that it runs at the speed of
+/// memory.
+fn all_below(indices: &[u8], bound: u64) -> bool {
+    let number = |index: &[u8]| u32::from_le_bytes([index[0], index[1], index[2], index[3]]);
+    let highest = indices.chunks_exact(4).map(number).max();
+    highest.is_none_or(|index| u64::from(index) < bound)
+}
+
+/// How many elements a range has; panics if the last one is not whole.
+fn elements(len: u64, width: Width) -> u64 {
+    let width = width.bytes() as u64;
+    assert_eq!(len % width, 0, "{len} bytes are no whole number of elements");
+    len / width
+}
+
+/// `len` bytes of a span, from `offset` in it; panics if they do not lie in it.
+fn part(span: Span, offset: u64, len: u64) -> Span {
+    let within = offset.checked_add(len).is_some_and(|end| end <= span.len);
+    assert!(within, "bytes {offset}..+{len} are not within {span:?}");
+    Span { memory: span.memory, offset: span.offset + offset, len }
+}
+
+fn overlap(one: Span, other: Span) -> bool {
+    let before = |a: Span, b: Span| a.offset.saturating_add(a.len) <= b.offset;
+    one.memory == other.memory && !before(one, other) && !before(other, one)
+}

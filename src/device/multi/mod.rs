@@ -1,0 +1,431 @@
+//! Several devices as one: `Device(n)` is the n-th of them, every other place the first one's.
+//!
+//! Nothing above the seam knows. A list is cut by the memory that its commands name, and its fence has passed
+//! when every part of it has; parts run side by side. Where bytes go from one device to another, the list goes on as
+//! further lists of its parts behind the copy, and devices that know a way between them wait for each other: two
+//! GPUs do. Only where they do not, and where one reads from staging what another one wrote there, does whoever
+//! submits the list wait on the host: bytes then go by way of staging, a piece at a time. Staging is the first
+//! device's, which pins it for all.
+
+mod share;
+mod split;
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use remanent_format::Place;
+
+use self::share::Shares;
+use self::split::{PartSpan, Planner, Step};
+use super::{
+    CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending,
+    RawStream, ReturnedStaging, Span, Staging, StagingSpan,
+};
+use crate::base::sync::{Mutex, RwLock};
+use crate::error::{Error, Result};
+
+/// The longest piece of what goes from one device to another by way of staging.
+const ACROSS_LEN_MAX: u64 = 4 << 20;
+
+/// Several devices as one.
+pub struct SeveralDevices {
+    parts: Vec<Arc<dyn Device>>,
+    memories: RwLock<HashMap<MemoryId, Home>>,
+    memory_next: AtomicU64,
+    lanes: [SeveralLane; Lane::ALL.len()],
+}
+
+/// Where memory lies: which device, and its own name for it.
+#[derive(Clone, Copy, Debug)]
+struct Home {
+    part: usize,
+    memory: MemoryId,
+}
+
+#[derive(Default)]
+struct SeveralLane {
+    /// Held by who queues, so that every part sees the lists in the same order.
+    order: Mutex<()>,
+    state: Mutex<LaneState>,
+}
+
+#[derive(Default)]
+struct LaneState {
+    /// The newest fence handed out.
+    given: u64,
+    reached: u64,
+    in_flight: VecDeque<InFlight>,
+    /// Parts that were told to wait and had no list since. The next one goes to them too: whoever waits for it
+    /// waits for what they wait for.
+    behind: BTreeSet<usize>,
+    /// Why nothing is queued any more: a list was left half queued.
+    stopped: Option<Error>,
+}
+
+/// A list, cut.
+struct InFlight {
+    shares: Shares,
+    /// Memory that was made for this list.
+    asides: Vec<Home>,
+    returned: Arc<ReturnedStaging>,
+}
+
+impl SeveralDevices {
+    /// These devices, in the order of their slots.
+    ///
+    /// # Panics
+    /// If there is none.
+    #[must_use]
+    pub fn new(parts: Vec<Arc<dyn Device>>) -> Self {
+        assert!(!parts.is_empty(), "at least one device");
+        Self { parts, memories: RwLock::default(), memory_next: AtomicU64::new(1), lanes: Default::default() }
+    }
+
+    fn home(&self, memory: MemoryId) -> Home {
+        let home = self.memories.read().get(&memory).copied();
+        home.unwrap_or_else(|| panic!("{memory:?} is no memory of this device"))
+    }
+
+    /// A name for memory of a part.
+    fn name(&self, home: Home) -> MemoryId {
+        let id = MemoryId(self.memory_next.fetch_add(1, Ordering::Relaxed));
+        self.memories.write().insert(id, home);
+        id
+    }
+
+    /// Memory that the part has allocated which serves the place.
+    fn allocated(
+        &self,
+        place: Place,
+        allocate: impl FnOnce(&dyn Device) -> Result<MemoryId>,
+    ) -> Result<MemoryId> {
+        let part = part_of(place);
+        let reason = "no device is bound to this slot";
+        let device = self.parts.get(part).ok_or(Error::PlaceUnavailable { place, reason })?;
+        Ok(self.name(Home { part, memory: allocate(&**device)? }))
+    }
+
+    fn lane(&self, lane: Lane) -> &SeveralLane {
+        &self.lanes[lane as usize]
+    }
+
+    /// Cuts a list into steps, and says what memory was made for it.
+    fn plan(&self, commands: Vec<Command>) -> Result<(Vec<Step>, Vec<Home>)> {
+        let mut asides = Vec::new();
+        let mut planner = Planner {
+            home: |span: Span| self.home(span.memory),
+            aside: |part: usize, len| {
+                let memory = self.parts[part].allocate(place_of(part), len)?;
+                asides.push(Home { part, memory });
+                Ok(Span { memory, offset: 0, len })
+            },
+            steps: Vec::new(),
+            written: Vec::new(),
+        };
+        let planned = commands.into_iter().try_for_each(|command| planner.command(command));
+        let steps = planner.steps;
+        match planned {
+            Ok(()) => Ok((steps, asides)),
+            Err(error) => {
+                self.release_all(asides);
+                Err(error)
+            }
+        }
+    }
+
+    /// Queues steps in their order. Parts that are to have a list in any case are in `behind`.
+    fn run(
+        &self,
+        lane: Lane,
+        steps: Vec<Step>,
+        mut staging: Vec<Staging>,
+        mut behind: BTreeSet<usize>,
+    ) -> Result<Shares> {
+        let mut commands = Vec::new();
+        let mut early = Vec::new();
+        for step in steps {
+            match step {
+                Step::Run(part, command) => commands.push((part, command)),
+                Step::Settle => {
+                    early.extend(self.begin(lane, &mut commands, &staging)?);
+                    for shares in early.drain(..) {
+                        shares.finish_into(&self.parts, &mut staging)?;
+                    }
+                }
+                Step::Across { source, target } => {
+                    early.extend(self.begin(lane, &mut commands, &staging)?);
+                    early.extend(self.across(lane, source, target)?);
+                    // Its next list waits for the copy, and so does whoever waits for that list.
+                    behind.insert(source.part);
+                }
+            }
+        }
+        Shares::of(&self.parts, lane, commands, staging, &behind, early)
+    }
+
+    /// Queues the commands so far, on copies of the staging, for later steps may read the same bytes again.
+    fn begin(
+        &self,
+        lane: Lane,
+        commands: &mut Vec<(usize, Command)>,
+        staging: &[Staging],
+    ) -> Result<Option<Shares>> {
+        if commands.is_empty() {
+            return Ok(None);
+        }
+        Shares::copies(&self.parts, lane, std::mem::take(commands), staging).map(Some)
+    }
+
+    /// Takes bytes from one part to another; what is under way of that, if anything is.
+    fn across(&self, lane: Lane, source: PartSpan, target: PartSpan) -> Result<Option<Shares>> {
+        let [from, to] = [source.part, target.part].map(|part| &*self.parts[part]);
+        if let Some(copy) = to.copy_from(lane, from, source.span, target.span)? {
+            return Ok(Some(Shares::copy(target.part, copy)));
+        }
+        self.by_staging(lane, source, target).map(|()| None)
+    }
+
+    fn by_staging(&self, lane: Lane, source: PartSpan, target: PartSpan) -> Result<()> {
+        let mut staging = self.parts[0].staging(source.span.len.min(ACROSS_LEN_MAX) as usize)?;
+        let mut done = 0;
+        // At least one round, so that bounds are checked for empty ranges too.
+        loop {
+            let len = ACROSS_LEN_MAX.min(source.span.len - done);
+            let (from, to) = (source.piece(done, len), target.piece(done, len));
+            let staged = StagingSpan { index: 0, offset: 0, len: len as usize };
+            let steps = [
+                (from.part, Command::Download { source: from.span, target: staged }),
+                (to.part, Command::Upload { source: staged, target: to.span }),
+            ];
+            for (part, command) in steps {
+                let list = CommandList { commands: vec![command], staging: vec![staging] };
+                let device = &*self.parts[part];
+                let returned = device.submit(lane, list)?.finish(device)?;
+                staging = returned.into_iter().next().expect("one staging went in");
+            }
+            done += len;
+            if done == source.span.len {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Ends the lists whose parts are done, in the lane's order.
+    fn settle(&self, lane: Lane, state: &mut LaneState) {
+        while let Some(list) = state.in_flight.front() {
+            if !list.shares.fences().all(|(part, fence)| self.parts[part].reached(lane) >= fence.value) {
+                return;
+            }
+            let list = state.in_flight.pop_front().expect("looked at just now");
+            match list.shares.finish(&self.parts) {
+                Ok(staging) => *list.returned.lock() = staging,
+                Err(error) => {
+                    state.stopped.get_or_insert(error);
+                    return;
+                }
+            }
+            self.release_all(list.asides);
+            state.reached += 1;
+        }
+    }
+
+    /// The fences of parts that must pass before this one has, one a part.
+    fn points(&self, fence: Fence) -> Result<BTreeMap<usize, Fence>> {
+        let mut state = self.lane(fence.lane).state.lock();
+        assert!(fence.value <= state.given, "{fence:?} was not handed out: the lane gave {}", state.given);
+        self.settle(fence.lane, &mut state);
+        let left = fence.value.saturating_sub(state.reached) as usize;
+        if left > state.in_flight.len() {
+            let stopped = state.stopped.clone();
+            return Err(stopped.expect("a list that was given a fence is under way, done, or lost"));
+        }
+        // A part's fences rise from list to list: the last one stands for all.
+        let lists = state.in_flight.iter().take(left);
+        Ok(lists.flat_map(|list| list.shares.fences()).collect())
+    }
+
+    /// Makes a call with a caller's stream to the device that it is of, and says which one that is: all of them, if
+    /// it is a default stream, for each has one by that handle.
+    ///
+    /// # Errors
+    /// `StreamRefused` if all of them refuse it; a device error.
+    fn with_stream(&self, stream: RawStream, call: impl Fn(&dyn Device) -> Result<()>) -> Result<Vec<usize>> {
+        let (mut accepted, mut refused) = (Vec::new(), None);
+        for (part, device) in self.parts.iter().enumerate() {
+            match call(&**device) {
+                Ok(()) => accepted.push(part),
+                // Of another part, perhaps.
+                Err(error @ Error::StreamRefused { .. }) => _ = refused.get_or_insert(error),
+                Err(error) => return Err(error),
+            }
+            if !accepted.is_empty() && !stream.is_default() {
+                break;
+            }
+        }
+        if accepted.is_empty() {
+            return Err(refused.expect("there is at least one device, and it refused"));
+        }
+        Ok(accepted)
+    }
+
+    fn release_all(&self, memory: Vec<Home>) {
+        for Home { part, memory } in memory {
+            if let Err(error) = self.parts[part].release(memory) {
+                tracing::warn!(%error, "cannot give memory back that a list used");
+            }
+        }
+    }
+}
+
+/// The part that has a place's memory.
+fn part_of(place: Place) -> usize {
+    match place {
+        Place::Device(slot) => slot as usize,
+        _ => 0,
+    }
+}
+
+/// The place of a part's own memory.
+fn place_of(part: usize) -> Place {
+    Place::Device(part as u32)
+}
+
+/// What a part calls a place, as this device does.
+fn placed(part: usize, place: Place) -> Place {
+    if matches!(place, Place::Device(_)) { place_of(part) } else { place }
+}
+
+impl Device for SeveralDevices {
+    fn label(&self) -> String {
+        self.parts.iter().map(|part| part.label()).collect::<Vec<_>>().join(" and ")
+    }
+
+    fn allocate(&self, place: Place, len: u64) -> Result<MemoryId> {
+        self.allocated(place, |device| device.allocate(place, len))
+    }
+
+    fn allocate_at_once(&self, place: Place, len: u64) -> Result<MemoryId> {
+        self.allocated(place, |device| device.allocate_at_once(place, len))
+    }
+
+    fn allocates_zeros(&self, place: Place, len: u64) -> bool {
+        self.parts.get(part_of(place)).is_some_and(|device| device.allocates_zeros(place, len))
+    }
+
+    fn release(&self, memory: MemoryId) -> Result<()> {
+        let Home { part, memory: own } = self.home(memory);
+        self.parts[part].release(own)?;
+        self.memories.write().remove(&memory);
+        Ok(())
+    }
+
+    fn staging(&self, len: usize) -> Result<Staging> {
+        self.parts[0].staging(len)
+    }
+
+    fn submit(&self, lane: Lane, list: CommandList) -> Result<Pending> {
+        let several = self.lane(lane);
+        let _order = several.order.lock();
+        if let Some(error) = &several.state.lock().stopped {
+            return Err(error.clone());
+        }
+        let (steps, asides) = self.plan(list.commands)?;
+        let behind = std::mem::take(&mut several.state.lock().behind);
+        let shares = self.run(lane, steps, list.staging, behind);
+        let mut state = several.state.lock();
+        let shares = shares.map_err(|error| state.stopped.insert(error).clone())?;
+        state.given += 1;
+        let returned = Arc::<ReturnedStaging>::default();
+        state.in_flight.push_back(InFlight { shares, asides, returned: returned.clone() });
+        self.settle(lane, &mut state);
+        Ok(Pending::new(Fence { lane, value: state.given }, returned))
+    }
+
+    fn reached(&self, lane: Lane) -> u64 {
+        let mut state = self.lane(lane).state.lock();
+        self.settle(lane, &mut state);
+        state.reached
+    }
+
+    fn wait(&self, fence: Fence) -> Result<()> {
+        for (part, point) in self.points(fence)? {
+            self.parts[part].wait(point)?;
+        }
+        // Ends the lists, so that their staging is there.
+        self.points(fence).map(drop)
+    }
+
+    fn after(&self, lane: Lane, fence: Fence) -> Result<()> {
+        // A part from which another one copies has a list behind the copy, so each waits for itself.
+        for (part, point) in self.points(fence)? {
+            self.parts[part].after(lane, point)?;
+            self.lane(lane).state.lock().behind.insert(part);
+        }
+        Ok(())
+    }
+
+    fn wait_external(&self, lane: Lane, stream: RawStream) -> Result<()> {
+        let parts = self.with_stream(stream, |device| device.wait_external(lane, stream))?;
+        self.lane(lane).state.lock().behind.extend(parts);
+        Ok(())
+    }
+
+    fn signal_external(&self, stream: RawStream, fence: Fence) -> Result<()> {
+        let points = self.points(fence)?;
+        let (mut accepted, mut refused) = (false, Vec::new());
+        for (part, device) in self.parts.iter().enumerate() {
+            let point = points.get(&part).copied().unwrap_or(Fence { value: 0, ..fence });
+            match device.signal_external(stream, point) {
+                Ok(()) => accepted = true,
+                Err(error @ Error::StreamRefused { .. }) => refused.push((device, point, error)),
+                Err(error) => return Err(error),
+            }
+        }
+        if !accepted {
+            return refused.into_iter().next().map_or(Ok(()), |(_, _, error)| Err(error));
+        }
+        // A part that cannot tell another one's stream to wait is waited for here.
+        refused.into_iter().try_for_each(|(device, point, _)| device.wait(point))
+    }
+
+    fn wait_stream(&self, stream: RawStream) -> Result<()> {
+        self.with_stream(stream, |device| device.wait_stream(stream)).map(drop)
+    }
+
+    fn address(&self, memory: MemoryId) -> Option<u64> {
+        let Home { part, memory } = self.home(memory);
+        self.parts[part].address(memory)
+    }
+
+    fn bytes(&self, memory: MemoryId) -> Option<PageBytes> {
+        let Home { part, memory } = self.home(memory);
+        self.parts[part].bytes(memory)
+    }
+
+    fn trim(&self) -> Result<u64> {
+        self.parts.iter().map(|part| part.trim()).sum()
+    }
+
+    fn memory_stats(&self) -> Vec<(Place, MemoryStats)> {
+        let of_part = |(part, device): (usize, &Arc<dyn Device>)| {
+            device.memory_stats().into_iter().map(move |(place, stats)| (placed(part, place), stats))
+        };
+        self.parts.iter().enumerate().flat_map(of_part).collect()
+    }
+
+    fn adopt(&self, memory: &CallerMemory) -> Result<(MemoryId, Place)> {
+        let mut refused = None;
+        for (part, device) in self.parts.iter().enumerate() {
+            match device.adopt(memory) {
+                // Another part's, perhaps.
+                Err(error @ Error::MemoryRefused { .. }) => _ = refused.get_or_insert(error),
+                Err(error) => return Err(error),
+                Ok((own, place)) => {
+                    return Ok((self.name(Home { part, memory: own }), placed(part, place)));
+                }
+            }
+        }
+        Err(refused.expect("at least one device was asked"))
+    }
+}

@@ -1,0 +1,215 @@
+//! What each device gets of a list, staging included.
+//!
+//! A staging belongs to one list at a time. One that several devices need goes to the first of them; the others
+//! get copies of what they read, and what they write is copied back when all are done.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use super::split::staging_indices;
+use crate::device::spans::staged_spans;
+use crate::device::{Command, CommandList, Device, Fence, Lane, Pending, Staging, StagingSpan};
+use crate::error::Result;
+
+/// A list under way on several devices.
+pub(super) struct Shares {
+    /// What was queued before, in its order; of staging it has copies.
+    early: Vec<Shares>,
+    parts: Vec<Share>,
+    /// The list's staging that no device has.
+    kept: Vec<Option<Staging>>,
+}
+
+/// One device's.
+struct Share {
+    part: usize,
+    pending: Pending,
+    /// What its stagings are, in its own order.
+    staging: Vec<Lent>,
+}
+
+/// A staging that a device has: the list's own, or a copy.
+struct Lent {
+    /// Which of the list's.
+    index: usize,
+    /// What is to be copied back, if it is a copy.
+    written: Option<Vec<StagingSpan>>,
+}
+
+type Parts = [Arc<dyn Device>];
+
+impl Shares {
+    /// Submits commands, each to its part; those in `behind` get a list in any case. `early` is the list's beginning.
+    pub fn of(
+        parts: &Parts,
+        lane: Lane,
+        commands: Vec<(usize, Command)>,
+        staging: Vec<Staging>,
+        behind: &BTreeSet<usize>,
+        early: Vec<Self>,
+    ) -> Result<Self> {
+        let mut kept: Vec<Option<Staging>> = staging.into_iter().map(Some).collect();
+        // What others read is copied before the first one has it.
+        let lists = lists(parts.len(), commands, kept.len(), behind);
+        let mut owners = vec![None; kept.len()];
+        for list in &lists {
+            list.used.iter().for_each(|index| _ = owners[*index].get_or_insert(list.part));
+        }
+        let is_owner = |part, index: usize| owners[index] == Some(part);
+        let mut copies = Vec::new();
+        for list in &lists {
+            for index in list.used.iter().filter(|index| !is_owner(list.part, **index)) {
+                let original = kept[*index].as_ref().expect("nobody has it yet");
+                copies.push(list.copy(parts, *index, original)?);
+            }
+        }
+        let mut copies = copies.into_iter();
+        Self::submit(parts, lane, lists, |part, index| {
+            if is_owner(part, index) {
+                (kept[index].take().expect("one owner"), false)
+            } else {
+                (copies.next().expect("one for each who is no owner"), true)
+            }
+        })
+        .map(|shares| Self { early, parts: shares, kept })
+    }
+
+    /// The same, with copies alone: the staging stays with the caller.
+    pub fn copies(
+        parts: &Parts,
+        lane: Lane,
+        commands: Vec<(usize, Command)>,
+        staging: &[Staging],
+    ) -> Result<Self> {
+        let lists = lists(parts.len(), commands, staging.len(), &BTreeSet::new());
+        let copy = |list: &List, index: &usize| list.copy(parts, *index, &staging[*index]);
+        let copies = lists.iter().flat_map(|list| list.used.iter().map(move |index| copy(list, index)));
+        let mut copies = copies.collect::<Result<Vec<_>>>()?.into_iter();
+        let lent = |_, _| (copies.next().expect("one for each use"), true);
+        Ok(Self { early: Vec::new(), parts: Self::submit(parts, lane, lists, lent)?, kept: Vec::new() })
+    }
+
+    /// A copy that one device has under way.
+    pub fn copy(part: usize, pending: Pending) -> Self {
+        let share = Share { part, pending, staging: Vec::new() };
+        Self { early: Vec::new(), parts: vec![share], kept: Vec::new() }
+    }
+
+    fn submit(
+        parts: &Parts,
+        lane: Lane,
+        lists: Vec<List>,
+        mut lend: impl FnMut(usize, usize) -> (Staging, bool),
+    ) -> Result<Vec<Share>> {
+        let mut shares = Vec::new();
+        for mut list in lists {
+            let (mut staging, mut lent) = (Vec::new(), Vec::new());
+            for &index in &list.used {
+                let (bytes, is_copy) = lend(list.part, index);
+                let written = is_copy.then(|| list.spans(index).1);
+                staging.push(bytes);
+                lent.push(Lent { index, written });
+            }
+            for index in list.commands.iter_mut().flat_map(staging_indices) {
+                *index = list.used.binary_search(index).expect("every staging that is named is used");
+            }
+            let pending = parts[list.part].submit(lane, CommandList { commands: list.commands, staging })?;
+            shares.push(Share { part: list.part, pending, staging: lent });
+        }
+        Ok(shares)
+    }
+
+    /// The fences of the devices that have a share, those of each rising.
+    pub fn fences(&self) -> impl Iterator<Item = (usize, Fence)> {
+        let early = self.early.iter().flat_map(|shares| &shares.parts);
+        early.chain(&self.parts).map(|share| (share.part, share.pending.fence()))
+    }
+
+    /// Waits for all of them, and gives the list's staging back.
+    pub fn finish(mut self, parts: &Parts) -> Result<Vec<Staging>> {
+        let mut kept = std::mem::take(&mut self.kept);
+        let early = std::mem::take(&mut self.early);
+        let mut copies = Vec::new();
+        self.take_back(parts, |lent, staging| match lent.written {
+            Some(written) => copies.push((lent.index, written, staging)),
+            None => kept[lent.index] = Some(staging),
+        })?;
+        let mut staging: Vec<Staging> =
+            kept.into_iter().map(|staging| staging.expect("all are back")).collect();
+        for (index, written, copy) in copies {
+            copy_spans(&copy, &mut staging[index], &written);
+        }
+        // Nothing behind them wrote to the same bytes: what does is queued when they are settled.
+        early.into_iter().try_for_each(|shares| shares.finish_into(parts, &mut staging))?;
+        Ok(staging)
+    }
+
+    /// Waits for all of them, and writes to staging that stayed with the caller what they wrote to theirs.
+    pub fn finish_into(self, parts: &Parts, staging: &mut [Staging]) -> Result<()> {
+        self.take_back(parts, |lent, copy| {
+            let written = lent.written.expect("copies alone were lent");
+            copy_spans(&copy, &mut staging[lent.index], &written);
+        })
+    }
+
+    fn take_back(self, parts: &Parts, mut take: impl FnMut(Lent, Staging)) -> Result<()> {
+        for share in self.parts {
+            let returned = share.pending.finish(&*parts[share.part])?;
+            share.staging.into_iter().zip(returned).for_each(|(lent, staging)| take(lent, staging));
+        }
+        Ok(())
+    }
+}
+
+/// One device's commands.
+struct List {
+    part: usize,
+    commands: Vec<Command>,
+    /// The indices of the stagings that they name, rising.
+    used: Vec<usize>,
+}
+
+impl List {
+    /// The ranges of one staging that its commands read, and those that they write.
+    fn spans(&self, index: usize) -> (Vec<StagingSpan>, Vec<StagingSpan>) {
+        let (mut read, mut written) = staged_spans(&self.commands);
+        read.retain(|span| span.index == index);
+        written.retain(|span| span.index == index);
+        (read, written)
+    }
+
+    fn copy(&self, parts: &Parts, index: usize, original: &Staging) -> Result<Staging> {
+        let mut copy = parts[0].staging(original.len())?;
+        copy_spans(original, &mut copy, &self.spans(index).0);
+        Ok(copy)
+    }
+}
+
+/// Sorts commands by their parts; a part without any gets a list if it is in `behind`.
+fn lists(
+    part_count: usize,
+    commands: Vec<(usize, Command)>,
+    staging_count: usize,
+    behind: &BTreeSet<usize>,
+) -> Vec<List> {
+    let mut lists: Vec<List> =
+        (0..part_count).map(|part| List { part, commands: Vec::new(), used: Vec::new() }).collect();
+    for (part, mut command) in commands {
+        let list = &mut lists[part];
+        list.used.extend(staging_indices(&mut command).into_iter().map(|index| *index));
+        list.commands.push(command);
+    }
+    for list in &mut lists {
+        list.used.sort_unstable();
+        list.used.dedup();
+        assert!(list.used.last().is_none_or(|index| *index < staging_count), "staging that the list has not");
+    }
+    lists.retain(|list| !list.commands.is_empty() || behind.contains(&list.part));
+    lists
+}
+
+fn copy_spans(source: &Staging, target: &mut Staging, spans: &[StagingSpan]) {
+    for span in spans {
+        target[span.offset..][..span.len].copy_from_slice(&source[span.offset..][..span.len]);
+    }
+}

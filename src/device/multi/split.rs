@@ -1,0 +1,249 @@
+//! From a list over several devices to steps, each of one device or from one to another.
+
+use super::Home;
+use crate::device::spans::{overlap, staged_spans};
+use crate::device::{Command, IndexList, Payload, Piece, Selection, Span, StagingSpan};
+use crate::error::Result;
+
+/// A range of one part's page memory.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct PartSpan {
+    pub part: usize,
+    pub span: Span,
+}
+
+/// What is done next. Steps of different parts that follow each other run side by side.
+#[derive(Debug)]
+pub(super) enum Step {
+    /// A command of one part; its spans are in that part's own names, its staging in the list's.
+    Run(usize, Command),
+    /// What was written to staging so far must be there before the next step reads it.
+    Settle,
+    /// Bytes go from one part to another.
+    Across { source: PartSpan, target: PartSpan },
+}
+
+/// Turns commands into steps.
+pub(super) struct Planner<F, A> {
+    /// Where memory lies.
+    pub home: F,
+    /// New memory of a part, for as long as the list runs.
+    pub aside: A,
+    pub steps: Vec<Step>,
+    /// Staging that was written to since all was settled, and by which part; `None` if its list has ended.
+    pub written: Vec<(Option<usize>, StagingSpan)>,
+}
+
+impl<F: Fn(Span) -> Home, A: FnMut(usize, u64) -> Result<Span>> Planner<F, A> {
+    pub fn command(&mut self, command: Command) -> Result<()> {
+        match command {
+            Command::Upload { source, target } => {
+                let PartSpan { part, span } = self.local(target);
+                self.run(part, Command::Upload { source, target: span });
+            }
+            Command::Download { source, target } => {
+                let PartSpan { part, span } = self.local(source);
+                self.run(part, Command::Download { source: span, target });
+            }
+            Command::Fill { target, pattern, width } => {
+                let PartSpan { part, span } = self.local(target);
+                self.run(part, Command::Fill { target: span, pattern, width });
+            }
+            Command::Apply { pieces } => {
+                for piece in pieces {
+                    self.apply(piece)?;
+                }
+            }
+            Command::Copy { source, target } => self.copy(self.local(source), self.local(target)),
+            Command::Gather { sources, target } => {
+                let target = self.local(target);
+                let mut near = Vec::new();
+                for (source, offset) in sources {
+                    let source = self.local(source);
+                    if source.part == target.part {
+                        near.push((source.span, offset));
+                    } else {
+                        self.across(source, target.piece(offset, source.span.len));
+                    }
+                }
+                self.run(target.part, Command::Gather { sources: near, target: target.span });
+            }
+            Command::Scatter { source, targets } => {
+                let source = self.local(source);
+                let mut near = Vec::new();
+                for (offset, target) in targets {
+                    let target = self.local(target);
+                    if source.part == target.part {
+                        near.push((offset, target.span));
+                    } else {
+                        self.across(source.piece(offset, target.span.len), target);
+                    }
+                }
+                self.run(source.part, Command::Scatter { source: source.span, targets: near });
+            }
+            Command::Diff { left, right, width, target } => {
+                let target = self.local(target);
+                let (left, right) = (self.brought(target.part, left)?, self.brought(target.part, right)?);
+                self.run(target.part, Command::Diff { left, right, width, target: target.span });
+            }
+            Command::Select { bitmaps, target } => {
+                let mut local = Vec::with_capacity(bitmaps.len());
+                for Selection { bits, indices } in bitmaps {
+                    let PartSpan { part, span } = self.local(indices);
+                    local.push((part, Selection { bits: self.brought(part, bits)?, indices: span }));
+                }
+                let mut words = Words(target);
+                for of_part in local.chunk_by(|one, next| one.0 == next.0) {
+                    let bitmaps = of_part.iter().map(|(_, bitmap)| *bitmap).collect();
+                    let target = words.next(of_part.len());
+                    self.run(of_part[0].0, Command::Select { bitmaps, target });
+                }
+            }
+            Command::Crc { sources, target } => {
+                let local: Vec<PartSpan> = sources.into_iter().map(|source| self.local(source)).collect();
+                let mut words = Words(target);
+                for of_part in local.chunk_by(|one, next| one.part == next.part) {
+                    let sources = of_part.iter().map(|source| source.span).collect();
+                    self.run(of_part[0].part, Command::Crc { sources, target: words.next(of_part.len()) });
+                }
+            }
+            Command::Pick { source, width, indices, target } => {
+                let target = self.local(target);
+                let source = self.brought(target.part, source)?;
+                self.run(target.part, Command::Pick { source, width, indices, target: target.span });
+            }
+            Command::Validate { lists, target } => {
+                let local = |list: IndexList| (self.local(list.indices), list.bound);
+                let local: Vec<(PartSpan, u64)> = lists.into_iter().map(local).collect();
+                let mut words = Words(target);
+                for of_part in local.chunk_by(|one, next| one.0.part == next.0.part) {
+                    let list = |(indices, bound): &(PartSpan, u64)| IndexList {
+                        indices: indices.span,
+                        bound: *bound,
+                    };
+                    let lists = of_part.iter().map(list).collect();
+                    self.run(
+                        of_part[0].0.part,
+                        Command::Validate { lists, target: words.next(of_part.len()) },
+                    );
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Pieces of one part that follow each other stay one command, so that they stay one launch.
+    fn apply(&mut self, piece: Piece) -> Result<()> {
+        let target = self.local(piece.target);
+        let payload = match piece.payload {
+            Payload::Device(span) => Payload::Device(self.brought(target.part, span)?),
+            staged @ Payload::Staging { .. } => staged,
+        };
+        let piece = Piece { target: target.span, payload, ..piece };
+        let at_end = self.steps.last_mut().filter(|_| self.written.is_empty());
+        if let Some(Step::Run(part, Command::Apply { pieces })) = at_end
+            && *part == target.part
+        {
+            pieces.push(piece);
+        } else {
+            self.run(target.part, Command::Apply { pieces: vec![piece] });
+        }
+        Ok(())
+    }
+
+    fn copy(&mut self, source: PartSpan, target: PartSpan) {
+        if source.part == target.part {
+            self.run(target.part, Command::Copy { source: source.span, target: target.span });
+        } else {
+            assert_eq!(source.span.len, target.span.len, "a copy between ranges of different lengths");
+            self.across(source, target);
+        }
+    }
+
+    fn across(&mut self, source: PartSpan, target: PartSpan) {
+        self.steps.push(Step::Across { source, target });
+        // Each part's next commands are another list, with staging of its own.
+        self.written.iter_mut().for_each(|(writer, _)| *writer = None);
+    }
+
+    /// The same bytes in memory of this part.
+    fn brought(&mut self, part: usize, span: Span) -> Result<Span> {
+        let source = self.local(span);
+        if source.part == part {
+            return Ok(source.span);
+        }
+        let span = (self.aside)(part, source.span.len)?;
+        self.across(source, PartSpan { part, span });
+        Ok(span)
+    }
+
+    fn run(&mut self, part: usize, command: Command) {
+        let (read, written) = staged_spans(std::slice::from_ref(&command));
+        let clashes = |span: &StagingSpan| {
+            self.written.iter().any(|(writer, theirs)| *writer != Some(part) && overlap(*span, *theirs))
+        };
+        if read.iter().chain(&written).any(clashes) {
+            self.steps.push(Step::Settle);
+            self.written.clear();
+        }
+        self.written.extend(written.into_iter().map(|span| (Some(part), span)));
+        self.steps.push(Step::Run(part, command));
+    }
+
+    fn local(&self, span: Span) -> PartSpan {
+        let Home { part, memory } = (self.home)(span);
+        PartSpan { part, span: Span { memory, ..span } }
+    }
+}
+
+impl PartSpan {
+    /// `len` bytes of it, from `offset` in it.
+    ///
+    /// # Panics
+    /// If they do not lie in it.
+    pub fn piece(self, offset: u64, len: u64) -> Self {
+        let within = offset.checked_add(len).is_some_and(|end| end <= self.span.len);
+        assert!(within, "bytes {offset}..+{len} are not within {self:?}");
+        Self { span: Span { offset: self.span.offset + offset, len, ..self.span }, ..self }
+    }
+}
+
+/// Numbers of four bytes that are yet to be written.
+struct Words(StagingSpan);
+
+impl Words {
+    /// The places of the next ones.
+    ///
+    /// # Panics
+    /// If there are fewer.
+    fn next(&mut self, count: usize) -> StagingSpan {
+        let words = StagingSpan { len: 4 * count, ..self.0 };
+        self.0.len = self.0.len.checked_sub(words.len).expect("as many numbers as there is room for");
+        self.0.offset += words.len;
+        words
+    }
+}
+
+/// Where a command names staging by its index in the list.
+pub(super) fn staging_indices(command: &mut Command) -> Vec<&mut usize> {
+    match command {
+        Command::Upload { source: span, .. }
+        | Command::Download { target: span, .. }
+        | Command::Select { target: span, .. }
+        | Command::Crc { target: span, .. }
+        | Command::Pick { indices: span, .. }
+        | Command::Validate { target: span, .. } => vec![&mut span.index],
+        Command::Apply { pieces } => pieces
+            .iter_mut()
+            .filter_map(|piece| match &mut piece.payload {
+                Payload::Staging { index, .. } => Some(index),
+                Payload::Device(_) => None,
+            })
+            .collect(),
+        Command::Copy { .. }
+        | Command::Fill { .. }
+        | Command::Diff { .. }
+        | Command::Gather { .. }
+        | Command::Scatter { .. } => Vec::new(),
+    }
+}

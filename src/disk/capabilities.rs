@@ -1,0 +1,159 @@
+//! What a file system cannot be used for, asked before the first byte is written, and what is not to be
+//! believed of it.
+
+use std::fs::File;
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use remanent_format::limits::GROUP_ALIGN;
+use remanent_format::{FileName, Folder};
+use rustix::fs::{CWD, Mode, OFlags, StatFs};
+use rustix::io::Errno;
+
+use super::direct;
+use super::direct_read::reopen;
+use crate::base::aligned::AlignedBuf;
+
+/// The magic numbers of ext2, ext3 and ext4, of XFS, btrfs and F2FS.
+const EXT: u64 = 0xef53;
+const XFS: u64 = 0x5846_5342;
+const BTRFS: u64 = 0x9123_683e;
+const F2FS: u64 = 0xf2f5_2010;
+
+fn magic(system: &StatFs) -> u64 {
+    // The field is signed on some platforms, unsigned on others; the magic numbers are 32 bits.
+    system.f_type as u64 & 0xffff_ffff
+}
+
+/// Whether the kernel's page cache is the only one of a file's system, and a page of it is never there in part: where
+/// blocks are shorter than pages, a block that was written may be, and the kernel says that the page is not.
+pub(super) fn has_no_other_cache(file: &File) -> rustix::io::Result<bool> {
+    let system = rustix::fs::fstatfs(file)?;
+    let is_known = matches!(magic(&system), EXT | XFS | BTRFS | F2FS);
+    Ok(is_known && system.f_bsize as u64 >= rustix::param::page_size() as u64)
+}
+
+/// Why a shared mapping below `path` must not be written through, if so.
+pub(super) fn mapping_refused(path: &Path) -> rustix::io::Result<Option<String>> {
+    refusal(magic(&rustix::fs::statfs(path)?), || shares_extents(path))
+}
+
+/// The verdict on a file system, by its magic number. What counts is whether a write to a synced page can
+/// need new space: then a full disk kills the process with SIGBUS.
+fn refusal(
+    magic: u64,
+    shares_extents: impl FnOnce() -> rustix::io::Result<bool>,
+) -> rustix::io::Result<Option<String>> {
+    let reason = match magic {
+        // The second is tmpfs.
+        EXT | 0x0102_1994 => return Ok(None),
+        XFS if shares_extents()? => "XFS with reflinks needs space to write to a shared extent",
+        XFS => return Ok(None),
+        BTRFS => "btrfs copies on write",
+        0x2fc1_2fc1 => "ZFS copies on write",
+        F2FS => "F2FS never writes in place",
+        0x794c_7630 => "overlayfs may move a file between layers",
+        0x6573_5546 => "behind FUSE nobody knows where writes go",
+        0x6969 => "NFS is a network file system",
+        0xfe53_4d42 | 0xff53_4d42 => "SMB is a network file system",
+        0x0102_1997 => "9P is a network file system",
+        unknown => return Ok(Some(format!("file system {unknown:#x} is not known to write in place"))),
+    };
+    Ok(Some(reason.to_owned()))
+}
+
+/// Whether files below `path` can share extents, asked by cloning one nameless file into another; on a full disk, by
+/// cloning a segment into itself, which changes nothing. Unknown counts as shared.
+fn shares_extents(path: &Path) -> rustix::io::Result<bool> {
+    let nameless = || {
+        let flags = OFlags::RDWR | OFlags::TMPFILE | OFlags::CLOEXEC;
+        rustix::fs::openat(CWD, path, flags, Mode::RUSR | Mode::WUSR)
+    };
+    let cloned = || {
+        let (source, target) = (nameless()?, nameless()?);
+        rustix::io::write(&source, &[1; 4096])?;
+        Ok(rustix::fs::ioctl_ficlone(&target, &source))
+    };
+    match cloned() {
+        Ok(Err(Errno::OPNOTSUPP | Errno::INVAL | Errno::NOTTY | Errno::NOSYS)) => Ok(false),
+        Ok(_) => Ok(true),
+        Err(Errno::NOSPC | Errno::DQUOT) => {
+            let Ok(Some(segment)) = segment_below(path) else { return Ok(true) };
+            let file = rustix::fs::openat(CWD, segment, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
+            // Where clones are possible at all, it is an invalid one.
+            Ok(rustix::fs::ioctl_ficlone(&file, &file) != Err(Errno::OPNOTSUPP))
+        }
+        Err(Errno::IO) => Err(Errno::IO),
+        Err(_) => Ok(true),
+    }
+}
+
+/// Why files below `path` cannot be written past the page cache, if so: asked by writing a block of a nameless
+/// file, for some file systems accept the flags at open and refuse the write. Where there is no space for a block, the
+/// first one of a segment is read: a store on a full disk opens, so that pages can be deleted.
+///
+/// # Errors
+/// What the disk says that has no space for a block, and no segment, or fails: another way to write would not help.
+pub(super) fn direct_refused(path: &Path) -> io::Result<Option<String>> {
+    let flags = direct::FLAGS | OFlags::TMPFILE;
+    let nameless = rustix::fs::openat(CWD, path, flags, Mode::RUSR | Mode::WUSR);
+    let written = nameless.map_err(io::Error::from).and_then(|nameless| {
+        // Its own reopening is part of what a window needs.
+        let file = reopen(&File::from(nameless), direct::FLAGS)?;
+        file.write_all_at(&AlignedBuf::new(GROUP_ALIGN as usize), 0)
+    });
+    direct_verdict(match written {
+        Err(full) if matches!(full.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded) => {
+            segment_below(path)?.map_or(Err(full), |segment| {
+                let file = File::from(rustix::fs::openat(CWD, &segment, direct::FLAGS, Mode::empty())?);
+                file.read_exact_at(&mut AlignedBuf::new(GROUP_ALIGN as usize), 0)
+            })
+        }
+        written => written,
+    })
+}
+
+/// A segment of the log that lies in this folder, if one does.
+fn segment_below(folder: &Path) -> io::Result<Option<PathBuf>> {
+    for entry in std::fs::read_dir(folder)? {
+        let name = entry?.file_name();
+        let file = name.to_str().and_then(|name| FileName::parse(Folder::Log, name));
+        if matches!(file, Some(FileName::Segment(_))) {
+            return Ok(Some(folder.join(name)));
+        }
+    }
+    Ok(None)
+}
+
+/// The verdict on what became of the trial.
+pub(super) fn direct_verdict(written: io::Result<()>) -> io::Result<Option<String>> {
+    let says_the_disk = [Errno::IO, Errno::NOSPC, Errno::DQUOT].map(|errno| Some(errno.raw_os_error()));
+    match written {
+        Ok(()) => Ok(None),
+        Err(error) if says_the_disk.contains(&error.raw_os_error()) => Err(error),
+        Err(error) => Ok(Some(format!("direct writes are not possible here: {error}"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mapping_is_allowed_only_where_writes_are_in_place() {
+        let unasked = || panic!("only XFS is asked for shared extents");
+        for in_place in [0xef53, 0x0102_1994] {
+            assert_eq!(refusal(in_place, unasked), Ok(None));
+        }
+        for (magic, word) in
+            [(0x9123_683e, "btrfs"), (0x794c_7630, "overlayfs"), (0x6969, "NFS"), (0x1234, "0x1234")]
+        {
+            let reason = refusal(magic, unasked).unwrap().unwrap();
+            assert!(reason.contains(word), "{reason}");
+        }
+        assert_eq!(refusal(0x5846_5342, || Ok(false)), Ok(None));
+        assert!(refusal(0x5846_5342, || Ok(true)).unwrap().unwrap().contains("reflinks"));
+        assert_eq!(refusal(0x5846_5342, || Err(Errno::IO)), Err(Errno::IO));
+    }
+}

@@ -1,0 +1,97 @@
+//! Reads that go past the page cache, for who must know what is on the medium.
+//!
+//! Direct reads want memory, offset and length aligned; where a caller's are not, an area that is stands between.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
+
+use remanent_format::limits::GROUP_ALIGN;
+use rustix::fs::{CWD, Mode, OFlags};
+
+use crate::base::aligned::{AlignedBuf, is_aligned};
+
+/// The largest piece that is read past the cache at once, in bytes. With what aligns it, it is no more than a mebibyte.
+pub(super) const BOUNCE_LEN_MAX: usize = (1 << 20) - GROUP_ALIGN as usize;
+
+/// Opens the same file anew, for reads that go past the page cache; `None` where there is no direct reading.
+pub(super) fn reopen_direct(file: &File) -> Option<File> {
+    reopen(file, OFlags::RDONLY | OFlags::DIRECT | OFlags::CLOEXEC).ok()
+}
+
+/// Opens the same file anew. The path under `/proc` leads to the file even after a rename; where there is no
+/// `/proc`, this fails.
+pub(super) fn reopen(file: &File, flags: OFlags) -> rustix::io::Result<File> {
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    rustix::fs::openat(CWD, path, flags, Mode::empty()).map(File::from)
+}
+
+/// Reads past the cache: in one go where memory, offset and length are aligned as direct reads demand, else
+/// through an area that is.
+pub(super) fn read_direct(file: &File, offset: u64, out: &mut [u8]) -> io::Result<()> {
+    if is_aligned(offset, out) {
+        return file.read_exact_at(out, offset);
+    }
+    read_through_area(offset, out, |area, at| file.read_at(area, at))
+}
+
+/// Reads through an aligned area, by a `read` that may stop short, or be interrupted.
+fn read_through_area(
+    offset: u64,
+    out: &mut [u8],
+    mut read: impl FnMut(&mut [u8], u64) -> io::Result<usize>,
+) -> io::Result<()> {
+    let align = GROUP_ALIGN as usize;
+    let bounce_len = out.len().saturating_add(2 * align).next_multiple_of(align).min(BOUNCE_LEN_MAX);
+    let mut bounce = AlignedBuf::new(bounce_len);
+    let mut done = 0;
+    while done < out.len() {
+        let at = offset.checked_add(done as u64).ok_or(io::ErrorKind::UnexpectedEof)?;
+        let skip = (at % GROUP_ALIGN) as usize;
+        let wanted = (skip + out.len() - done).next_multiple_of(align).min(bounce_len);
+        let len = match read(&mut bounce[..wanted], at - skip as u64) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            len => len?,
+        };
+        // Where it stops short inside a block, that is the end of the file.
+        let usable = len.saturating_sub(skip).min(out.len() - done);
+        if usable == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        out[done..done + usable].copy_from_slice(&bounce[skip..skip + usable]);
+        done += usable;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn short_and_interrupted_reads_past_the_cache_are_gone_on_with() {
+        let file: Vec<u8> = (0..20_000).map(|index| (index % 251) as u8).collect();
+        let mut interrupted = false;
+        // One block at a time, and every second call is interrupted.
+        let mut read = |bounce: &mut [u8], at: u64| {
+            interrupted = !interrupted;
+            if interrupted {
+                return Err(io::ErrorKind::Interrupted.into());
+            }
+            let rest = &file[(at as usize).min(file.len())..];
+            let len = rest.len().min(GROUP_ALIGN as usize);
+            bounce[..len].copy_from_slice(&rest[..len]);
+            Ok(len)
+        };
+        for (offset, len) in [(0, 20_000), (5000, 12_000), (4095, 2), (19_999, 1)] {
+            let mut out = vec![0; len];
+            read_through_area(offset as u64, &mut out, &mut read).unwrap();
+            assert!(out == file[offset..offset + len], "{offset}+{len}");
+        }
+        for (offset, len) in [(20_000, 1), (19_999, 2)] {
+            let error = read_through_area(offset, &mut vec![0; len], &mut read).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof, "{offset}+{len}");
+        }
+    }
+}

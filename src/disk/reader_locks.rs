@@ -1,0 +1,220 @@
+//! How readers keep the writer from taking away what they read: locks on bytes of `READERS`.
+//!
+//! A reader of snapshot *n* holds a shared lock on byte *n*; byte 0 stands for the log's beginning. Before
+//! the writer removes what only snapshot *n* needs, it tries the exclusive lock of that byte, and keeps it
+//! until all is removed: so nobody begins to read what is going. The file stays empty.
+//!
+//! The locks belong to open files (`F_OFD_SETLK`), not to processes as those of `LOCK` do: they conflict
+//! within a process too, and closing another descriptor of the file drops nothing. A child that was forked
+//! shares them. The parent's guard lets go for both; a child's copy of it lets go of nothing. So a child keeps a lock
+//! only if its parent died without dropping it. Such a lock costs space until the child ends, nothing else.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+
+use remanent_format::{FileName, SnapshotId};
+
+use super::{DiskLock, Hold};
+use crate::base::process::Process;
+use crate::error::{Error, Result};
+
+/// Makes the file, unless it is there: a reader never does.
+pub(super) fn make(root: &Path) -> Result<()> {
+    open_to_write(root).map(drop)
+}
+
+/// Holds what snapshot `id` needs.
+pub(super) fn hold(root: &Path, id: SnapshotId) -> Result<Hold> {
+    let file = match File::open(root.join(FileName::Readers.name())) {
+        Ok(file) => file,
+        // A copy on a medium that nobody writes to, or somebody else's store.
+        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied) => {
+            return Ok(Hold::Impossible);
+        }
+        Err(error) => return Err(Error::io("open", FileName::Readers, None, error)),
+    };
+    match set(&file, libc::F_RDLCK, id) {
+        Ok(true) => Ok(Hold::Held(Box::new(ByteLock::new(file, id)))),
+        Ok(false) => Ok(Hold::Going),
+        Err(error) if knows_no_locks(&error) => Ok(Hold::Impossible),
+        Err(error) => Err(Error::io("lock", FileName::Readers, Some(id.0), error)),
+    }
+}
+
+/// Takes snapshot `id` away from readers; `None` if one of them holds it.
+pub(super) fn try_retire(root: &Path, id: SnapshotId) -> Result<Option<Box<dyn DiskLock>>> {
+    let file = open_to_write(root)?;
+    match set(&file, libc::F_WRLCK, id) {
+        Ok(true) => Ok(Some(Box::new(ByteLock::new(file, id)))),
+        Ok(false) => Ok(None),
+        // Then nobody holds anything.
+        Err(error) if knows_no_locks(&error) => Ok(Some(Box::new(NoLock))),
+        Err(error) => Err(Error::io("lock", FileName::Readers, Some(id.0), error)),
+    }
+}
+
+/// Whether a reader holds snapshot `id`.
+pub(super) fn is_held(root: &Path, id: SnapshotId) -> Result<bool> {
+    let file = match File::open(root.join(FileName::Readers.name())) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+        Err(error) => return Err(Error::io("open", FileName::Readers, None, error)),
+    };
+    match conflicting(&file, id) {
+        Ok(kind) => Ok(kind == libc::F_RDLCK),
+        Err(error) if knows_no_locks(&error) => Ok(false),
+        Err(error) => Err(Error::io("look at", FileName::Readers, Some(id.0), error)),
+    }
+}
+
+/// The kind of lock that keeps a writer from a snapshot's byte; `F_UNLCK` if there is none.
+fn conflicting(file: &File, id: SnapshotId) -> io::Result<libc::c_int> {
+    let mut lock = byte_lock(libc::F_WRLCK, id)?;
+    // SAFETY: the descriptor is open for as long as `file` is borrowed, and `F_OFD_GETLK` reads and writes only the
+    // structure it is given, which lives until the call returns.
+    let done = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut lock) };
+    if done == 0 { Ok(lock.l_type.into()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Whether the file system, or the system, has no locks of this kind.
+fn knows_no_locks(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOLCK | libc::EOPNOTSUPP))
+}
+
+/// What stands for a lock where there are none.
+struct NoLock;
+
+impl DiskLock for NoLock {}
+
+fn open_to_write(root: &Path) -> Result<File> {
+    OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o644)
+        .open(root.join(FileName::Readers.name()))
+        .map_err(|source| Error::io("open", FileName::Readers, None, source))
+}
+
+/// Sets or clears the lock on a snapshot's byte; `false` if somebody else's is in the way.
+fn set(file: &File, kind: libc::c_int, id: SnapshotId) -> io::Result<bool> {
+    let lock = byte_lock(kind, id)?;
+    // SAFETY: the descriptor is open for as long as `file` is borrowed, and `F_OFD_SETLK` only reads the
+    // structure it is given, which lives until the call returns.
+    let done = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const lock) };
+    if done == 0 {
+        return Ok(true);
+    }
+    let error = io::Error::last_os_error();
+    match error.raw_os_error() {
+        Some(libc::EAGAIN | libc::EACCES) => Ok(false),
+        _ => Err(error),
+    }
+}
+
+/// How the system is told of a lock on a snapshot's byte.
+fn byte_lock(kind: libc::c_int, id: SnapshotId) -> io::Result<libc::flock> {
+    Ok(libc::flock {
+        l_type: kind as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: libc::off_t::try_from(id.0).map_err(io::Error::other)?,
+        l_len: 1,
+        l_pid: 0,
+    })
+}
+
+/// A lock on one byte, held.
+struct ByteLock {
+    file: File,
+    id: SnapshotId,
+    owner: Process,
+}
+
+impl ByteLock {
+    fn new(file: File, id: SnapshotId) -> Self {
+        Self { file, id, owner: Process::current() }
+    }
+}
+
+impl DiskLock for ByteLock {}
+
+impl Drop for ByteLock {
+    fn drop(&mut self) {
+        // In a forked child this is the parent's lock.
+        if self.owner.is_current()
+            && let Err(error) = set(&self.file, libc::F_UNLCK, self.id)
+        {
+            tracing::warn!(%error, snapshot = %self.id, "a reader's lock goes only with its last descriptor");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const THIRD: SnapshotId = SnapshotId(3);
+
+    fn held(root: &Path, id: SnapshotId) -> Box<dyn DiskLock> {
+        match hold(root, id).unwrap() {
+            Hold::Held(lock) => lock,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn many_readers_hold_a_snapshot_and_the_writer_waits_for_the_last() {
+        let directory = tempfile::tempdir().unwrap();
+        let root = directory.path();
+        make(root).unwrap();
+        assert!(!is_held(root, THIRD).unwrap());
+        let (first, second) = (held(root, THIRD), held(root, THIRD));
+        assert!(is_held(root, THIRD).unwrap() && !is_held(root, SnapshotId(2)).unwrap());
+        assert!(try_retire(root, THIRD).unwrap().is_none());
+        drop(first);
+        assert!(try_retire(root, THIRD).unwrap().is_none(), "dropping one reader's lock dropped another's");
+        assert!(try_retire(root, SnapshotId(2)).unwrap().is_some(), "a hold is on one snapshot alone");
+        drop(second);
+        assert!(!is_held(root, THIRD).unwrap());
+        assert!(try_retire(root, THIRD).unwrap().is_some());
+        assert_eq!(std::fs::metadata(root.join("READERS")).unwrap().len(), 0);
+    }
+
+    #[test]
+    fn what_is_going_cannot_be_held() {
+        let directory = tempfile::tempdir().unwrap();
+        let root = directory.path();
+        let going = try_retire(root, SnapshotId(0)).unwrap().unwrap();
+        assert!(!is_held(root, SnapshotId(0)).unwrap(), "no reader does");
+        assert!(matches!(hold(root, SnapshotId(0)).unwrap(), Hold::Going));
+        drop(going);
+        held(root, SnapshotId(0));
+    }
+
+    #[test]
+    fn a_reader_makes_no_file() {
+        let directory = tempfile::tempdir().unwrap();
+        assert!(matches!(hold(directory.path(), THIRD).unwrap(), Hold::Impossible));
+        assert!(!is_held(directory.path(), THIRD).unwrap());
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_guard_inherited_by_a_forked_child_frees_nothing() {
+        let directory = tempfile::tempdir().unwrap();
+        let root = directory.path();
+        make(root).unwrap();
+        let file = File::open(root.join("READERS")).unwrap();
+        assert!(set(&file, libc::F_RDLCK, THIRD).unwrap());
+        // What a child finds: a guard of another process's over the same open file.
+        drop(ByteLock { file: file.try_clone().unwrap(), id: THIRD, owner: Process::parent() });
+        assert!(try_retire(root, THIRD).unwrap().is_none());
+        // The parent's own guard lets go although a copy of the descriptor is open.
+        drop(ByteLock::new(file.try_clone().unwrap(), THIRD));
+        assert!(try_retire(root, THIRD).unwrap().is_some());
+    }
+}

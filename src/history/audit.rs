@@ -1,0 +1,194 @@
+//! The audit: whether the pages in memory are what the batches say that they are.
+//!
+//! Only batches change pages. When a kernel of the caller's writes to one all the same, nothing tells of it, until
+//! a crash takes the change away or a snapshot makes it stay. An audit looks.
+//!
+//! 1. **Open** the state on disk as it is now: the newest snapshot, and the log behind it.
+//! 2. **Sum** the pages on the device, a chunk at a time. Each chunk is a turn of the applier, so its sums are of
+//!    one state, and batches pass between two chunks.
+//! 3. **Compare**. Where an image holds exactly the page, its checksum is known; else the page is put together from
+//!    image and log.
+//! 4. Pages that batches changed since 1 are summed again. Then the state is opened as it was at these very sums:
+//!    so a page that changes all the time is compared too, and no step is tried twice.
+//!
+//! Nothing is written, so a crash loses nothing.
+
+use std::sync::Arc;
+
+use remanent_format::{Epoch, Key, Lsn, PageId, PageInfo};
+
+use crate::applier::Applier;
+use crate::catalog::KeepingLock;
+use crate::device::{Command, CommandList, Device, StagingSpan};
+use crate::disk::Disk;
+use crate::error::{Error, Result};
+use crate::history::point::RestorePoint;
+use crate::history::state::Past;
+use crate::images::{CHUNK_BYTES, chunks};
+use crate::memory::staging::{StagingBuf, StagingPool};
+
+/// What an audit found.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Audit {
+    /// Pages that were looked at. Pages of length 0, and those that were deleted meanwhile, are not counted.
+    pub pages: u64,
+    /// Their lengths in bytes, together.
+    pub bytes: u64,
+    /// Pages that were compared with the checksum of an image, of which nothing was read.
+    pub by_image: u64,
+    /// Pages that were put together from an image and the log, or from the log alone.
+    pub by_replay: u64,
+    /// Pages that no batch made what they are.
+    pub changed: Vec<ChangedPage>,
+}
+
+/// A page that was changed without a batch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ChangedPage {
+    /// Its id.
+    pub page: PageId,
+    /// The user's name for it.
+    pub key: Option<Key>,
+    /// The version that it should be.
+    pub epoch: Epoch,
+    /// The first byte that is another one than it should be, from the page's start. `None` if a batch changed the
+    /// page before its bytes could be looked at.
+    pub first_difference: Option<u64>,
+}
+
+/// What an audit needs.
+pub(crate) struct Auditor<'a> {
+    pub disk: &'a Arc<dyn Disk>,
+    pub device: &'a Arc<dyn Device>,
+    pub staging: &'a Arc<StagingPool>,
+    pub applier: &'a Applier,
+    /// Nothing is recycled while this is held.
+    pub keeping: &'a KeepingLock,
+}
+
+/// Pages and their checksums, behind one batch.
+struct Sums {
+    pages: Vec<(PageInfo, u32)>,
+    lsn: Lsn,
+}
+
+impl Auditor<'_> {
+    /// Looks at all pages that there are now.
+    ///
+    /// # Errors
+    /// A device error; [`Error::Damaged`] in what a page is made from; what [`Past::open`] fails with.
+    pub fn run(&self) -> Result<Audit> {
+        let mut audit = Audit::default();
+        // 1. Held before anything that it needs can go.
+        let (pages, begin) = {
+            let _keeping = self.keeping.lock();
+            let (pages, lsn) = self.pages()?;
+            if pages.is_empty() {
+                return Ok(audit);
+            }
+            (pages, self.past(lsn)?)
+        };
+        // 2. and 3.
+        let mut changed_since = Vec::new();
+        for chunk in chunks(&pages, CHUNK_BYTES, |(_, len)| *len) {
+            for (info, sum) in self.sum(chunk)?.pages {
+                if begin.table().get(info.page).is_some_and(|then| then.epoch == info.epoch) {
+                    self.compare(&mut audit, &begin, &info, sum)?;
+                } else {
+                    changed_since.push((info.page, info.len));
+                }
+            }
+        }
+        drop(begin);
+        // 4.
+        for chunk in chunks(&changed_since, CHUNK_BYTES, |(_, len)| *len) {
+            let (sums, past) = {
+                let _keeping = self.keeping.lock();
+                let sums = self.sum(chunk)?;
+                let past = self.past(sums.lsn)?;
+                (sums, past)
+            };
+            for (info, sum) in sums.pages {
+                self.compare(&mut audit, &past, &info, sum)?;
+            }
+        }
+        Ok(audit)
+    }
+
+    /// The pages that there are, with their lengths, and the batch behind which that is so.
+    fn pages(&self) -> Result<(Vec<(PageId, u64)>, Lsn)> {
+        self.applier.turn(|turn| {
+            let pages = turn.applied.table.pages().map(|info| (info.page, info.len));
+            Ok((pages.filter(|(_, len)| *len > 0).collect(), turn.applied.point.lsn))
+        })
+    }
+
+    /// The state on disk behind a batch that is applied, and so logged.
+    fn past(&self, lsn: Lsn) -> Result<Past> {
+        Past::open(self.disk, Some(&RestorePoint::Lsn(lsn)))
+    }
+
+    /// Sums those of the pages that are still there, all behind the same batch.
+    fn sum(&self, pages: &[(PageId, u64)]) -> Result<Sums> {
+        let wanted: Vec<PageId> = pages.iter().map(|(page, _)| *page).collect();
+        self.applier.cold().wait(wanted.iter().copied())?;
+        let staging = self.staging.take(4 * wanted.len())?.into_staging();
+        let (infos, lsn, pending) = self.applier.turn(move |turn| {
+            turn.intact()?;
+            let known = wanted.into_iter().filter_map(|page| turn.applied.table.get(page));
+            let infos: Vec<PageInfo> = known.filter(|info| info.len > 0).collect();
+            let sources = infos.iter().map(|info| turn.applied.memory[info.page].span()).collect();
+            let target = StagingSpan { index: 0, offset: 0, len: 4 * infos.len() };
+            let commands = vec![Command::Crc { sources, target }];
+            let pending = turn.submit(CommandList { commands, staging: vec![staging] })?;
+            Ok((infos, turn.applied.point.lsn, pending))
+        })?;
+        let staging = pending.finish(&**self.device)?.pop().expect("one staging went in");
+        let found = StagingBuf::new(staging, 4 * infos.len());
+        let words =
+            found.chunks_exact(4).map(|word| u32::from_le_bytes(word.try_into().expect("four bytes")));
+        let pages = infos.into_iter().zip(words).collect();
+        self.staging.give(found.into_staging());
+        Ok(Sums { pages, lsn })
+    }
+
+    /// Compares a page's sum with that of the same version in a state on disk.
+    fn compare(&self, audit: &mut Audit, past: &Past, info: &PageInfo, sum: u32) -> Result<()> {
+        audit.pages += 1;
+        audit.bytes += info.len;
+        let implied = match past.exact_image(info.page) {
+            Some(image) => {
+                audit.by_image += 1;
+                image.raw_crc
+            }
+            None => {
+                audit.by_replay += 1;
+                crc32fast::hash(&past.load(info.page)?)
+            }
+        };
+        if implied != sum {
+            let first_difference = self.first_difference(past, info)?;
+            let PageInfo { page, ref key, epoch, .. } = *info;
+            tracing::warn!(%page, ?first_difference, "a page was changed without a batch");
+            audit.changed.push(ChangedPage { page, key: key.clone(), epoch, first_difference });
+        }
+        Ok(())
+    }
+
+    /// Where a page begins to be another one than in a state on disk, if it is of that version yet.
+    fn first_difference(&self, past: &Past, info: &PageInfo) -> Result<Option<u64>> {
+        let expected = past.load(info.page)?;
+        let read = self.applier.read(&**self.device, self.staging, info.page, info.len, |info| (0, info.len));
+        let (now, _, found) = match read {
+            Ok(read) => read,
+            Err(Error::UnknownPage { .. }) => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        let differs = || expected.iter().zip(&*found).position(|(expected, found)| expected != found);
+        let first = if now.epoch == info.epoch { differs() } else { None };
+        self.staging.give(found.into_staging());
+        Ok(first.map(|at| at as u64))
+    }
+}

@@ -1,0 +1,63 @@
+//! Forks: a new store that begins at a state of another one.
+//!
+//! The pages that some image holds exactly are not copied: the image file gets a second name in the new
+//! directory. Image files are written once and then only unlinked, so neither store can change what the other
+//! one reads. They go on carrying the id of the store that wrote them, and STORE lists these ids.
+//!
+//! What is done in the new directory, and what a crash there leaves, is in `found.rs`.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use remanent_format::image::{ImageFileHeader, ImageFileHeaderRaw, ImageRef};
+use remanent_format::limits::ANCESTORS_MAX;
+use remanent_format::{FileName, PageId, ReadAt, StoreId};
+
+use super::seed::{Origin, Shared, found};
+use crate::disk::Disk;
+use crate::disk::source::DiskSource;
+use crate::error::Result;
+use crate::history::state::Past;
+
+/// Makes a store of a state; returns its id.
+pub(crate) fn fork(past: &Past, target: &Arc<dyn Disk>) -> Result<StoreId> {
+    let images: BTreeMap<PageId, ImageRef> = past
+        .table()
+        .pages()
+        .filter(|info| info.len > 0)
+        .filter_map(|info| Some((info.page, past.exact_image(info.page)?)))
+        .collect();
+    let writers = writers(past, images.values().map(|image| image.file).collect());
+    let shared = Shared { disk: Some(past.disk().clone()), writers, images };
+    let parent = past.store();
+    let origin = Origin {
+        features: parent.features,
+        record: parent.record.clone(),
+        table: past.table().clone(),
+        point: past.point(),
+    };
+    let store = found(&origin, &shared, target, &mut |info| past.load(info.page))?;
+    tracing::info!(%store, parent = %parent.store, lsn = %past.lsn(), "forked");
+    Ok(store)
+}
+
+/// Which stores wrote these image files. A file whose header cannot be read is not shared, nor is one more
+/// ancestor than STORE has room for: what they hold is written anew.
+fn writers(past: &Past, files: BTreeSet<u64>) -> BTreeMap<u64, StoreId> {
+    let source = DiskSource::new(past.disk().clone());
+    let mut ancestors = BTreeSet::new();
+    let writer = |number: &u64| {
+        let mut bytes = [0; ImageFileHeaderRaw::LEN];
+        source.read_at(FileName::Pages(*number), 0, &mut bytes).ok()?;
+        ImageFileHeader::decode(&bytes).ok().filter(|header| header.file == *number)
+    };
+    let mut found = BTreeMap::new();
+    for number in files {
+        let Some(header) = writer(&number) else { continue };
+        if ancestors.contains(&header.store.0) || ancestors.len() < ANCESTORS_MAX {
+            ancestors.insert(header.store.0);
+            found.insert(number, header.store);
+        }
+    }
+    found
+}

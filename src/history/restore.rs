@@ -1,0 +1,308 @@
+//! Going back to an earlier state, by going forward: one more batch that replaces everything.
+//!
+//! The caller holds the submission lock and the lock on what is kept, so that nothing is committed and no
+//! snapshot is taken meanwhile.
+//!
+//! 1. Find the old state on disk. Until here nothing has changed.
+//! 2. Write a table of it: pages that changed since get an epoch above the highest ever given, so that
+//!    preconditions cannot be fooled; pages without an exact image are written anew, chunk by chunk. Synced,
+//!    and every image that the table names is proven past the cache: now all of the old state is on disk, and
+//!    known to be right.
+//! 3. Log the restore record that names the table; wait until it is durable. From here on recovery arrives
+//!    at the restored state.
+//! 4. Replace the tables, overwrite memory, a page at a time from its image. A failure here poisons: tables
+//!    and disk are right, memory is not, and is not read any more.
+//!
+//! So no more of the old state is in host memory at any moment than a chunk, or the longest page.
+//!
+//! The caller then takes a snapshot, so that a later open need not replay the restore. A crash before 3
+//! leaves a table that no record names. No space in 2 or 3 is a clean failure, and so is damage found in 1
+//! or 2; everything else after 1 poisons.
+
+use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::sync::Arc;
+
+use remanent_format::image::{ImagePurpose, ImageRef};
+use remanent_format::manifest::{Manifest, ManifestEntry, ManifestKind};
+use remanent_format::op::{Op, PayloadWriter};
+use remanent_format::{
+    Epoch, FileName, Folder, LogPoint, Lsn, Metadata, PageId, PageInfo, PageTable, Place, SnapshotId, StoreId,
+};
+
+use crate::applier::{Applier, Turn};
+use crate::base::poison::Poison;
+use crate::catalog::publish::publish_manifest;
+use crate::catalog::{Keeping, KeptTable, entry, unix_ms};
+use crate::device::{Command, CommandList, Device, Pending, Span, StagingSpan};
+use crate::disk::Disk;
+use crate::disk::source::DiskSource;
+use crate::error::{Error, Result, make_room};
+use crate::history::point::RestorePoint;
+use crate::history::state::Past;
+use crate::images::ImageWriter;
+use crate::images::read::{prove, read_runs, wanted};
+use crate::log::{Log, SpacePurpose};
+use crate::memory::arena::{PageMemory, Purpose};
+use crate::memory::staging::StagingPool;
+use crate::options::{Budget, Compression};
+use crate::versions::Versions;
+
+/// Lists in flight while memory is overwritten.
+const IN_FLIGHT_MAX: usize = 8;
+
+/// Pages are uploaded when their bytes reach this many.
+const UPLOAD_BYTES: usize = 1 << 20;
+
+/// What a restore works with.
+pub(crate) struct Restore<'a> {
+    pub disk: &'a Arc<dyn Disk>,
+    pub store: StoreId,
+    pub device: &'a Arc<dyn Device>,
+    pub staging: &'a Arc<StagingPool>,
+    pub applier: &'a Applier,
+    pub versions: &'a Versions,
+    pub log: &'a Log,
+    pub budget: &'a Budget,
+    pub compression: Compression,
+    pub poison: &'a Poison,
+}
+
+/// The old state, whole on disk.
+struct Target {
+    /// The pages as they are after the restore.
+    pages: Vec<PageInfo>,
+    root: Arc<Metadata>,
+    /// The bytes of all pages that have any.
+    images: HashMap<PageId, ImageRef>,
+}
+
+impl Restore<'_> {
+    /// Takes everything back to the state behind batch `restored`; returns the restore's own place in the
+    /// log.
+    pub fn run(&self, restored: Lsn, submitted: &mut PageTable, keeping: &mut Keeping) -> Result<LogPoint> {
+        self.poison.check()?;
+        // 1.
+        self.log.wait_durable(submitted.lsn())?;
+        let old = Past::open(self.disk, Some(&RestorePoint::Lsn(restored)))?;
+        self.budget.check(old.table().pages().map(|info| (info.place, info.len)))?;
+        // 2.
+        let lsn = submitted.lsn().next();
+        let epoch = Epoch(submitted.epoch_high().0 + 1);
+        let pages: Vec<PageInfo> =
+            old.table().pages().map(|info| at_restore(&info, submitted, lsn, epoch)).collect();
+        // Where no page changed, none has the new epoch.
+        let epoch_high = pages.iter().map(|info| info.epoch).fold(submitted.epoch_high(), Epoch::max);
+        let number = keeping.files.take_number();
+        let logged = self.write_images(&pages, &old, number).and_then(|images| {
+            let target = Target { pages, root: old.table().root().clone(), images };
+            let table_crc = self.write_table(&target, submitted.next_page(), lsn, epoch_high, number)?;
+            // 3.
+            let mut payload = PayloadWriter::default();
+            let record = Op::Restore { table: number, table_crc, restored };
+            payload.push(&record).map_err(|defect| Error::from(defect.at(FileName::Table(number), 0)))?;
+            let payload = payload.finish();
+            let point = self.log.append(&payload, crc32fast::hash(&payload), SpacePurpose::User)?;
+            Ok((point, target))
+        });
+        let (point, target) = logged.map_err(|error| self.give_up(number, error))?;
+        drop(old);
+        let files: BTreeSet<u64> = target.images.values().map(|image| image.file).collect();
+        keeping.tables.insert(number, KeptTable { restored_at: lsn, files });
+        // The next snapshot names the table's images: they need not be written again.
+        for info in target.pages.iter().filter(|info| info.lsn == lsn) {
+            keeping.known.note(info.page, lsn, target.images.get(&info.page).copied());
+        }
+        self.log.wait_durable(point.lsn)?;
+        // 4.
+        let (pages, root) = (target.pages.clone(), target.root.clone());
+        // Readers see the restored state from here on, and wait for the bytes of what it changes.
+        self.versions.replace(point.lsn, &pages, &root);
+        let overwritten = self.overwrite(target, point);
+        // Whatever became of memory, this is the state now.
+        submitted.replace(point.lsn, pages, root);
+        submitted.index_keys().expect("the old state had unique keys");
+        overwritten.map_err(|error| self.poison.set(error))?;
+        tracing::info!(%restored, lsn = %point.lsn, "restored");
+        Ok(point)
+    }
+
+    /// Step 2: an image for every page, proven. Those that are not exact are written anew.
+    fn write_images(&self, pages: &[PageInfo], old: &Past, number: u64) -> Result<HashMap<PageId, ImageRef>> {
+        let mut images = HashMap::new();
+        let mut stale = Vec::new();
+        for info in pages.iter().filter(|info| info.len > 0) {
+            match old.exact_image(info.page) {
+                Some(image) => _ = images.insert(info.page, image),
+                None => stale.push(info.clone()),
+            }
+        }
+        let source = DiskSource::past_cache(self.disk.clone());
+        prove(&source, wanted(pages, &images))?;
+        if stale.is_empty() {
+            return Ok(images);
+        }
+        let (disk, purpose) = (self.disk.clone(), ImagePurpose::Snapshot);
+        let writer = ImageWriter::create(disk, self.store, number, purpose, self.compression)?;
+        let written =
+            writer.write_pages(&stale, |index| Ok::<_, Error>(old.load(stale[index].page)?.into()))?;
+        writer.sync()?;
+        writer.verify()?;
+        images.extend(stale.iter().map(|info| info.page).zip(written));
+        Ok(images)
+    }
+
+    /// Step 2: the table. Returns its checksum.
+    fn write_table(
+        &self,
+        target: &Target,
+        next_page: u64,
+        lsn: Lsn,
+        epoch_high: Epoch,
+        number: u64,
+    ) -> Result<u32> {
+        let entries: Vec<ManifestEntry> =
+            target.pages.iter().map(|info| entry(info, target.images.get(&info.page).copied())).collect();
+        let table = Manifest {
+            kind: ManifestKind::Table,
+            store: self.store,
+            snapshot: SnapshotId(number),
+            name: None,
+            created_unix_ms: unix_ms(),
+            redo: LogPoint::default(),
+            end: lsn,
+            next_page,
+            epoch_high,
+            next_file: number + 1,
+            ahead_from: 0,
+            entries,
+            tombstones: Vec::new(),
+            root: target.root.clone(),
+        };
+        publish_manifest(self.disk, &table, usize::MAX)
+    }
+
+    /// Ends a restore of which nothing was logged. After a full disk, or where the old state is damaged or
+    /// too large, all goes on as if it had never begun; after any other failure the next open removes what is
+    /// left, or nothing ever names it.
+    fn give_up(&self, number: u64, error: Error) -> Error {
+        if !error.is_passing() && !matches!(error, Error::Damaged(_)) {
+            return self.poison.set(error);
+        }
+        let present = self.disk.list(Folder::Pages).unwrap_or_default();
+        for file in [FileName::Table(number), FileName::Pages(number)] {
+            if present.contains(&file.name())
+                && let Err(error) = self.disk.remove(file)
+            {
+                tracing::warn!(%error, "cannot remove what an unfinished restore wrote");
+            }
+        }
+        error
+    }
+
+    /// Step 4.
+    fn overwrite(&self, target: Target, point: LogPoint) -> Result<()> {
+        let source = DiskSource::past_cache(self.disk.clone());
+        let (device, staging) = (self.device.clone(), self.staging.clone());
+        let overwritten = self.applier.turn(move |turn| {
+            overwrite(turn, &source, &*device, &staging, &target, point).inspect_err(|error| turn.lose(error))
+        });
+        overwritten.map_err(|error| self.lose(error))
+    }
+
+    /// Memory is neither the old state nor the new one: nobody may read it.
+    fn lose(&self, error: Error) -> Error {
+        let reason = error.clone();
+        let told = self.applier.turn(move |turn| {
+            turn.lose(&reason);
+            Ok(())
+        });
+        told.err().unwrap_or(error)
+    }
+}
+
+/// A page of the old state, as it is after the restore: one that did not change since keeps its version, and
+/// one that only moved its epoch.
+fn at_restore(info: &PageInfo, now: &PageTable, lsn: Lsn, epoch: Epoch) -> PageInfo {
+    let current = now.get(info.page).map(|current| (current.epoch, current.lsn));
+    let mut info = info.clone();
+    if current != Some((info.epoch, info.lsn)) {
+        info.lsn = lsn;
+    }
+    if current.map(|(epoch, _)| epoch) != Some(info.epoch) {
+        info.epoch = epoch;
+    }
+    info
+}
+
+/// Replaces the applier's pages. When it returns, memory holds the old state.
+fn overwrite(
+    turn: &mut Turn<'_>,
+    source: &DiskSource,
+    device: &dyn Device,
+    staging: &StagingPool,
+    target: &Target,
+    point: LogPoint,
+) -> Result<()> {
+    let Target { pages, root, images } = target;
+    turn.applied.table.replace(point.lsn, pages.iter().cloned(), root.clone());
+    turn.applied.table.index_keys().expect("the old state had unique keys");
+    turn.applied.point = point;
+    let staying: HashMap<PageId, (Place, u64)> =
+        pages.iter().map(|info| (info.page, (info.place, info.len))).collect();
+    // What goes, goes first: the budget holds for what stays.
+    let last_use = turn.submit(CommandList::default())?.fence();
+    let fits =
+        |page: PageId, memory: &PageMemory| staying.get(&page) == Some(&(memory.place(), memory.byte_len()));
+    let leaving: Vec<PageId> = turn
+        .applied
+        .memory
+        .iter()
+        .filter(|(page, memory)| !fits(*page, memory))
+        .map(|(page, _)| page)
+        .collect();
+    for page in leaving {
+        let memory = turn.applied.memory.remove(page).expect("listed just now");
+        turn.arena.retire(memory, last_use);
+    }
+    let mut in_flight = VecDeque::new();
+    let drain = |in_flight: &mut VecDeque<Pending>, lists_max: usize| -> Result<()> {
+        while in_flight.len() > lists_max {
+            let pending = in_flight.pop_front().expect("more than the maximum");
+            pending.finish(device)?.into_iter().for_each(|used| staging.give(used));
+        }
+        Ok(())
+    };
+    let changed = || pages.iter().filter(|info| info.lsn == point.lsn);
+    let missing: Vec<&PageInfo> = changed().filter(|info| !turn.applied.memory.contains(info.page)).collect();
+    let wanted_memory: Vec<_> = missing.iter().map(|info| (info.place, info.len)).collect();
+    let memory = turn.arena.allocate_all(Purpose::Page, &wanted_memory)?;
+    for (info, memory) in missing.iter().zip(&memory) {
+        turn.versions.moved(info.page, memory.span().memory);
+    }
+    turn.applied.memory.extend(missing.iter().map(|info| info.page).zip(memory));
+    // Proven before the restore was logged; read again, for it is not kept in memory.
+    let (mut bytes, mut places) = (Vec::new(), Vec::new());
+    let mut upload = |bytes: &mut Vec<u8>, places: &mut Vec<(Span, usize)>| -> Result<()> {
+        let mut staged = staging.take(bytes.len())?;
+        staged.copy_from_slice(bytes);
+        let command = |(target, offset): (Span, usize)| Command::Upload {
+            source: StagingSpan { index: 0, offset, len: target.len as usize },
+            target,
+        };
+        let commands = places.drain(..).map(command).collect();
+        bytes.clear();
+        in_flight.push_back(turn.submit(CommandList { commands, staging: vec![staged.into_staging()] })?);
+        drain(&mut in_flight, IN_FLIGHT_MAX)
+    };
+    read_runs(source, wanted(changed(), images).collect(), |page, offset, content| {
+        let target = turn.applied.memory[page].part(offset, content.len() as u64);
+        make_room(&mut bytes, content.len())?;
+        places.push((target, bytes.len()));
+        bytes.extend_from_slice(content);
+        if bytes.len() < UPLOAD_BYTES { Ok(()) } else { upload(&mut bytes, &mut places) }
+    })?;
+    if !places.is_empty() {
+        upload(&mut bytes, &mut places)?;
+    }
+    drain(&mut in_flight, 0)
+}

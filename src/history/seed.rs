@@ -1,0 +1,181 @@
+//! Founding: a new store that begins at a state which was put together elsewhere.
+//!
+//! The new store keeps the state's Lsns, epochs and page ids; its log begins behind the state's batch, as if
+//! older log had been recycled.
+//!
+//! 1. Claim the directory: STORE, whole and synced, under its temporary name. From here until 5 whoever comes
+//!    finds an unfinished store, and may start over.
+//! 2. Link image files that are shared; write the other pages' images. Synced, and proven past the cache.
+//! 3. Begin the first incarnation.
+//! 4. Publish the manifest, whose `redo` is the beginning of that incarnation.
+//! 5. Give STORE its name. **This rename is the commit point.**
+//!
+//! The first open finds a snapshot that no seal records as verified, and publishes it anew.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
+
+use remanent_format::image::{ImagePurpose, ImageRef};
+use remanent_format::limits::SEGMENT_LEN_MIN;
+use remanent_format::log::LogEnd;
+use remanent_format::manifest::{Manifest, ManifestEntry, ManifestKind};
+use remanent_format::store::{Features, StoreFile, StoreRecord};
+use remanent_format::{FileName, Folder, LogPoint, PageId, PageInfo, PageTable, SnapshotId, StoreId};
+
+use crate::catalog::publish::publish_manifest;
+use crate::catalog::{entry, unix_ms};
+use crate::disk::Disk;
+use crate::disk::source::DiskSource;
+use crate::error::{Error, Result};
+use crate::images::ImageWriter;
+use crate::images::read::{prove, wanted};
+use crate::log::{SegmentPool, SegmentRules};
+use crate::options::{Compression, Create, LogIo};
+use crate::recovery::create::{CLAIM, check_directory, claim, start_over};
+use crate::recovery::opening::{Predecessor, begin, random};
+
+/// A state that a new store is to begin at.
+#[derive(Clone, Debug)]
+pub struct Origin {
+    /// The features that its files use.
+    pub features: Features,
+    /// What the creator said of the store that it comes from. The new one has its own time and ancestors.
+    pub record: StoreRecord,
+    /// Pages and root, exactly as they are after one batch.
+    pub table: PageTable,
+    /// The end of that batch in the log that it comes from.
+    pub point: LogPoint,
+}
+
+/// Image files of another store that the new one shares.
+#[derive(Default)]
+pub(crate) struct Shared {
+    /// Where they lie.
+    pub disk: Option<Arc<dyn Disk>>,
+    /// The files, and the stores that wrote them.
+    pub writers: BTreeMap<u64, StoreId>,
+    /// Images of exactly this state, also in files that are not shared.
+    pub images: BTreeMap<PageId, ImageRef>,
+}
+
+/// Refuses a directory in which no store can be founded: it holds one, or anything that is not ours.
+///
+/// # Errors
+/// [`Error::ForeignDirectory`].
+pub(crate) fn check_target(target: &dyn Disk) -> Result<()> {
+    check_directory(target, Create::IfEmpty)?;
+    if target.list(Folder::Root)?.contains(&FileName::Store.name()) {
+        return Err(Error::ForeignDirectory { path: target.label(), found: FileName::Store.name() });
+    }
+    Ok(())
+}
+
+/// Makes a store that begins at a state; returns its id. `load` gives the bytes of each page that has any and
+/// no shared image; what it fails with ends the founding, and leaves no store.
+pub(crate) fn found<E: From<Error>>(
+    origin: &Origin,
+    shared: &Shared,
+    target: &Arc<dyn Disk>,
+    load: &mut dyn FnMut(&PageInfo) -> Result<Vec<u8>, E>,
+) -> Result<StoreId, E> {
+    check_target(&**target)?;
+    target.make_folder(Folder::Root)?;
+    let _lock = target.lock()?;
+    start_over(target)?;
+    // 1.
+    let ancestors: BTreeSet<[u8; 16]> = shared.writers.values().map(|store| store.0).collect();
+    let store = StoreFile {
+        store: StoreId(random()?),
+        features: origin.features.with_written(),
+        record: StoreRecord {
+            created_unix_ms: unix_ms(),
+            ancestors: ancestors.into_iter().map(StoreId).collect(),
+            ..origin.record.clone()
+        },
+    };
+    claim(target, &store)?;
+    // 2.
+    let mut linked = BTreeSet::new();
+    if let Some(disk) = &shared.disk {
+        for number in shared.writers.keys() {
+            if target.link(&**disk, FileName::Pages(*number))? {
+                linked.insert(*number);
+            }
+        }
+    }
+    let images = shared.images.iter().filter(|(_, image)| linked.contains(&image.file));
+    let images: HashMap<PageId, ImageRef> = images.map(|(page, image)| (*page, *image)).collect();
+    let number = linked.last().map_or(1, |last| last + 1);
+    let images = write_images(&origin.table, target, store.store, images, number, load)?;
+    // 3.
+    let point = origin.point;
+    let end =
+        LogEnd { accepted: point, proven: point, torn: None, verified: Vec::new(), harmless: Vec::new() };
+    let (segment, newest) = (point.segment + 1, point.incarnation);
+    let before = Predecessor { segment, newest, end: Some(end), tail: Vec::new() };
+    let rules = SegmentRules { len: SEGMENT_LEN_MIN, reserve: 0, spare_bytes: 0 };
+    let pool = Arc::new(SegmentPool::new(target.clone(), store.store, rules, LogIo::Buffered)?);
+    let (log, _) = begin(&pool, store.store, &before, Vec::new())?;
+    // 4.
+    let table = &origin.table;
+    let entries: Vec<ManifestEntry> =
+        table.pages().map(|info| entry(&info, images.get(&info.page).copied())).collect();
+    let manifest = Manifest {
+        kind: ManifestKind::Base,
+        store: store.store,
+        snapshot: SnapshotId(1),
+        name: None,
+        created_unix_ms: unix_ms(),
+        redo: log.point,
+        end: table.lsn(),
+        next_page: table.next_page(),
+        epoch_high: table.epoch_high(),
+        next_file: number + 1,
+        // What it shares belongs to no batch of its own.
+        ahead_from: number + 1,
+        entries,
+        tombstones: Vec::new(),
+        root: table.root().clone(),
+    };
+    assert!(manifest.redo.lsn == manifest.end); // The state is exact.
+    publish_manifest(target, &manifest, usize::MAX)?;
+    // 5.
+    target.rename(CLAIM, FileName::Store)?;
+    target.sync_folder(Folder::Root)?;
+    tracing::info!(store = %store.store, lsn = %table.lsn(), linked = linked.len(), "founded");
+    Ok(store.store)
+}
+
+/// As [`found`], for a state of which nothing is shared.
+pub(crate) fn found_alone<E: From<Error>>(
+    origin: &Origin,
+    target: &Arc<dyn Disk>,
+    load: &mut dyn FnMut(&PageInfo) -> Result<Vec<u8>, E>,
+) -> Result<StoreId, E> {
+    found(origin, &Shared::default(), target, load)
+}
+
+/// Step 2: images of the pages that share none.
+fn write_images<E: From<Error>>(
+    table: &PageTable,
+    target: &Arc<dyn Disk>,
+    store: StoreId,
+    mut images: HashMap<PageId, ImageRef>,
+    number: u64,
+    load: &mut dyn FnMut(&PageInfo) -> Result<Vec<u8>, E>,
+) -> Result<HashMap<PageId, ImageRef>, E> {
+    prove(&DiskSource::past_cache(target.clone()), wanted(table.pages(), &images))?;
+    let is_missing = |info: &PageInfo| info.len > 0 && !images.contains_key(&info.page);
+    let rest: Vec<PageInfo> = table.pages().filter(is_missing).collect();
+    if rest.is_empty() {
+        target.sync_folder(Folder::Pages)?;
+        return Ok(images);
+    }
+    let (purpose, compression) = (ImagePurpose::Snapshot, Compression::default());
+    let writer = ImageWriter::create(target.clone(), store, number, purpose, compression)?;
+    let written = writer.write_pages(&rest, |index| Ok::<_, E>(load(&rest[index])?.into()))?;
+    writer.sync()?;
+    writer.verify()?;
+    images.extend(rest.iter().map(|info| info.page).zip(written));
+    Ok(images)
+}

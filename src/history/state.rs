@@ -1,0 +1,415 @@
+//! A state of a store as it lies on disk: found, proven as far as the table goes, and read page by
+//! page. Restores, forks and read-only handles start from here.
+//!
+//! 1. **Survey** the files; choose the newest snapshot that ends at or before the state asked for, or the
+//!    log's beginning, as far as the log's last seal says that replay may start there.
+//! 2. **Hold** it, so that a writer beside us removes nothing of it from now on (I8). What the writer removed
+//!    just before shows in the next steps.
+//! 3. **Follow** the log up to the state, noting where each page's operations lie.
+//! 4. **Look** that the images which the pages are made from are still there. If not, the last seal is read again,
+//!    now that nothing more can go: it says whether they were lost or removed.
+//!
+//! A page's bytes are read when they are asked for, and proven by the checksums that 1 and 3 read. So what a
+//! writer does meanwhile can end in an error, never in other bytes. Nothing is written, so nothing can be
+//! lost by a crash.
+
+use std::cell::OnceCell;
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use remanent_format::image::ImageRef;
+use remanent_format::manifest::Manifest;
+use remanent_format::reach::{Reach, Role};
+use remanent_format::state::replay::Resolved;
+use remanent_format::state::survey::Survey;
+use remanent_format::state::trail::Trails;
+use remanent_format::store::StoreFile;
+use remanent_format::{
+    Damage, Defect, FileName, Folder, LogPoint, Lsn, PageId, PageTable, Place, SnapshotId,
+};
+
+use crate::base::sync::Mutex;
+use crate::disk::source::DiskSource;
+use crate::disk::{Disk, DiskLock, Hold};
+use crate::error::{Error, Result};
+use crate::history::point::RestorePoint;
+
+/// How often the files are surveyed anew, when a writer beside us changes them faster than we read.
+const ATTEMPTS: usize = 64;
+
+/// A state of a store, on disk.
+pub(crate) struct Past {
+    disk: Arc<dyn Disk>,
+    store: StoreFile,
+    base: Option<SnapshotId>,
+    /// Where the replay of the log starts: if this segment is gone, so is the state.
+    redo: LogPoint,
+    point: LogPoint,
+    resolved: Resolved,
+    trails: Trails,
+    /// Files stay open between reads.
+    source: Mutex<Arc<DiskSource>>,
+    hold: Option<Box<dyn DiskLock>>,
+    /// Whether all image files that it is made from were found.
+    is_whole: bool,
+}
+
+/// Where to stop.
+#[derive(Clone, Copy)]
+enum Until {
+    End,
+    At(Lsn),
+}
+
+/// Why there is no such state.
+struct NotFound {
+    error: Error,
+    /// How far the log could be followed.
+    reached: Lsn,
+    /// Whether a snapshot was just being removed, or the log behind it.
+    is_going: bool,
+}
+
+impl Until {
+    fn lsn(self) -> Option<Lsn> {
+        match self {
+            Until::End => None,
+            Until::At(lsn) => Some(lsn),
+        }
+    }
+
+    fn covers(self, end: Lsn) -> bool {
+        self.lsn().is_none_or(|until| end <= until)
+    }
+}
+
+impl Past {
+    /// Finds the state at `point`, or the newest one.
+    ///
+    /// # Errors
+    /// [`Error::NoStore`], [`Error::NoSnapshot`], [`Error::NoSnapshotNamed`], [`Error::OutsideWindow`],
+    /// [`Error::Damaged`]; [`Error::Overtaken`] if a writer removes faster than this can read.
+    pub fn open(disk: &Arc<dyn Disk>, point: Option<&RestorePoint>) -> Result<Self> {
+        let is_ours = |name: &String| name == FileName::Store.name().as_str() || name == Folder::Log.name();
+        if !disk.list(Folder::Root)?.iter().any(is_ours) {
+            return Err(Error::NoStore { path: disk.label() });
+        }
+        let mut before: Option<(Vec<SnapshotId>, Vec<u64>, Lsn)> = None;
+        let mut was_in_parts = false;
+        for attempt in 1.. {
+            let source = DiskSource::new(disk.clone());
+            let survey = Survey::read(&source)?;
+            let until = until(&survey, point)?;
+            // What looks bad is read twice before it is called damaged.
+            let NotFound { error, reached, is_going } = match Self::search(disk, &source, &survey, until) {
+                Ok(past) if past.is_whole || was_in_parts => return Ok(past),
+                Ok(_) => {
+                    was_in_parts = true;
+                    continue;
+                }
+                Err(not_found) => not_found,
+            };
+            // Where other files lie there each time, or the log goes on further, a writer is at work, and the
+            // survey saw no one moment.
+            let links = survey.links.keys().copied().collect();
+            let now = (links, survey.log.segments().keys().copied().collect(), reached);
+            let before = before.replace(now.clone());
+            let moved = before.as_ref().is_some_and(|before| *before != now);
+            let is_outside = matches!(error, Error::OutsideWindow { .. });
+            // A snapshot that was going may be there again when its log has gone.
+            if before.is_some() && (!moved || is_outside) && !is_going {
+                return Err(error);
+            }
+            if moved && point.is_none() && reached > Lsn(0) {
+                // Behind the batch reached the writer went on while we read: that one was the newest then.
+                if let Ok(past) = Self::search(disk, &source, &survey, Until::At(reached))
+                    && past.is_whole
+                {
+                    return Ok(past);
+                }
+            }
+            if attempt >= ATTEMPTS {
+                return Err(Error::Overtaken {
+                    lsn: reached,
+                    snapshot: survey.links.keys().next_back().copied(),
+                });
+            }
+        }
+        unreachable!("the last attempt returns")
+    }
+
+    /// Tries the snapshots from the newest to the oldest, then the log's beginning.
+    fn search(
+        disk: &Arc<dyn Disk>,
+        source: &DiskSource,
+        survey: &Survey,
+        until: Until,
+    ) -> Result<Self, NotFound> {
+        let (mut first, mut reached, mut is_going) = (None, Lsn(0), false);
+        let mut in_parts = None;
+        let mut oldest: Option<Lsn> = None;
+        // One more walk: only for who does not get what he asks for.
+        let the_end = OnceCell::new();
+        let the_end = || the_end.get_or_init(|| Reach::at_the_end(survey, source)).as_ref();
+        let newest = survey.readable().next_back().map(|link| link.snapshot);
+        for id in survey.links.keys().rev().map(|id| Some(*id)).chain([None]) {
+            // A link says its end, and where its log begins, before its chain is followed.
+            let (end, redo) = match id.map(|id| &survey.links[&id]) {
+                Some(Ok((link, _))) => (link.end, Some(link.redo)),
+                Some(Err(damage)) => {
+                    first.get_or_insert(Error::from(damage.clone()));
+                    continue;
+                }
+                None => (Lsn(0), survey.log.beginning()),
+            };
+            let Some(redo) = redo else { continue };
+            // The newest one is always a start, and mostly the one that is wanted. Of the others the last seal tells.
+            let role = if id.is_some() && id == newest {
+                Role::Start
+            } else if let Some((_, reach)) = the_end() {
+                let beginning = if reach.beginning().is_some() { Role::Start } else { Role::Link };
+                id.map_or(beginning, |id| reach.role(id))
+            } else if survey.log.segments().contains_key(&redo.segment) {
+                // Where the log cannot be followed, what is there is tried.
+                Role::Start
+            } else {
+                Role::OwnEnd
+            };
+            // A snapshot after which no log is kept still stands for its own end, if it was caught at one moment.
+            if role == Role::Link || (role == Role::OwnEnd && (until.lsn() != Some(end) || redo.lsn != end)) {
+                continue;
+            }
+            if role == Role::Start {
+                oldest = Some(end);
+            }
+            if !until.covers(end) {
+                continue;
+            }
+            let mut trails = Trails::default();
+            let base = id.map(|id| survey.snapshot(id)).transpose().map_err(Error::from);
+            let opened = base
+                .and_then(|base| Self::open_from(disk, source, survey, base.as_ref(), until, &mut trails));
+            match opened {
+                Ok(Some(past)) => match past.has_images() {
+                    Ok(true) => return Ok(Self { is_whole: true, ..past }),
+                    // Nothing more goes of it now that it is held. If it is no start any more, what is gone was removed.
+                    Ok(false) if !is_promised(disk, id, until) => is_going = true,
+                    Ok(false) => _ = in_parts.get_or_insert(past),
+                    Err(error) => _ = first.get_or_insert(error),
+                },
+                Ok(None) => is_going = true,
+                Err(error @ Error::OutsideWindow { .. }) => {
+                    return Err(NotFound { error, reached, is_going });
+                }
+                Err(error) => _ = first.get_or_insert(error),
+            }
+            reached = reached.max(trails.point().lsn);
+        }
+        // What is lost takes its pages with it, not the others.
+        if let Some(past) = in_parts {
+            return Ok(past);
+        }
+        let nothing = || match (until, oldest) {
+            (Until::At(asked), Some(oldest)) if asked < oldest => {
+                // Whoever asks is told how far it goes.
+                match the_end() {
+                    Some((newest, reach)) => {
+                        let oldest = reach.opens_at().unwrap_or_default();
+                        Error::OutsideWindow { asked, oldest, newest: *newest, below: reach.below() }
+                    }
+                    None => Error::OutsideWindow { asked, oldest, newest: survey.mark(), below: Vec::new() },
+                }
+            }
+            _ => survey.log.cut().cloned().unwrap_or_else(|| missing(survey)).into(),
+        };
+        Err(NotFound { error: first.unwrap_or_else(nothing), reached, is_going })
+    }
+
+    /// Follows the log from one snapshot; `None` if that is just being removed, or the log behind it.
+    fn open_from(
+        disk: &Arc<dyn Disk>,
+        source: &DiskSource,
+        survey: &Survey,
+        base: Option<&Arc<Manifest>>,
+        until: Until,
+        trails: &mut Trails,
+    ) -> Result<Option<Self>> {
+        let id = base.map(|manifest| manifest.snapshot);
+        let hold = match disk.hold(id.unwrap_or_default())? {
+            Hold::Held(lock) => Some(lock),
+            Hold::Going => return Ok(None),
+            Hold::Impossible => None,
+        };
+        let resolution = trails.follow(survey, source, base, until.lsn())?;
+        let newest = resolution.resolved.table.lsn();
+        if let Until::At(asked) = until
+            && let Some(end) = resolution.end
+            && newest < asked
+        {
+            let reach = Reach::of(survey, &end.verified);
+            let (oldest, below) = (reach.opens_at().unwrap_or_default(), reach.below());
+            return Err(Error::OutsideWindow { asked, oldest, newest, below });
+        }
+        let redo = base.map(|manifest| manifest.redo).or_else(|| survey.log.beginning());
+        let redo = redo.expect("the log was followed from there");
+        let point = if trails.point() == LogPoint::default() { redo } else { trails.point() };
+        let past = Self {
+            disk: disk.clone(),
+            store: survey.store.clone(),
+            base: id,
+            redo,
+            point,
+            resolved: resolution.resolved,
+            trails: std::mem::take(trails),
+            source: Mutex::new(Arc::new(DiskSource::new(disk.clone()))),
+            hold,
+            is_whole: false,
+        };
+        Ok(Some(past))
+    }
+
+    /// Whether the images are there that the pages are made from. They may be lost. Or the snapshot's link is there
+    /// for those that follow it and not for itself: then an older snapshot, with the log behind it, does. Or the
+    /// writer removed them before the snapshot was held.
+    fn has_images(&self) -> Result<bool> {
+        let present: BTreeSet<String> = self.disk.list(Folder::Pages)?.into_iter().collect();
+        let files: BTreeSet<u64> =
+            self.resolved.bases.iter().filter_map(|(_, base)| base.image).map(|image| image.file).collect();
+        let gone = files.into_iter().map(FileName::Pages).find(|file| !present.contains(&file.name()));
+        match gone {
+            None => Ok(true),
+            Some(file) if self.is_there()? => {
+                tracing::debug!(%file, "images are gone that this state is made from");
+                Ok(false)
+            }
+            Some(file) => {
+                tracing::debug!(%file, "removed before it could be held");
+                Err(self.overtaken())
+            }
+        }
+    }
+
+    /// The batch whose state this is.
+    pub fn lsn(&self) -> Lsn {
+        self.resolved.table.lsn()
+    }
+
+    /// The end of that batch in the log.
+    pub fn point(&self) -> LogPoint {
+        self.point
+    }
+
+    /// The snapshot that it was followed from; `None` is the log's beginning.
+    pub fn base(&self) -> Option<SnapshotId> {
+        self.base
+    }
+
+    /// Where it lies.
+    pub fn disk(&self) -> &Arc<dyn Disk> {
+        &self.disk
+    }
+
+    /// The store.
+    pub fn store(&self) -> &StoreFile {
+        &self.store
+    }
+
+    /// Pages and root.
+    pub fn table(&self) -> &PageTable {
+        &self.resolved.table
+    }
+
+    /// The image that holds exactly a page's bytes, if there is one.
+    pub fn exact_image(&self, page: PageId) -> Option<ImageRef> {
+        self.trails.exact_image(&self.resolved, page)
+    }
+
+    /// Puts the bytes of a page together.
+    ///
+    /// # Errors
+    /// [`Error::UnknownPage`]; [`Error::Damaged`] in what this page is made from; [`Error::Overtaken`] if the
+    /// state could not be held and is gone.
+    pub fn load(&self, page: PageId) -> Result<Vec<u8>> {
+        if self.table().get(page).is_none() {
+            return Err(Error::UnknownPage { page });
+        }
+        let source = self.source.lock().clone();
+        let damage = match self.trails.load(&*source, &self.resolved, page) {
+            Ok(bytes) => return Ok(bytes),
+            // Read twice before it is called damaged, and by name: an open file may be one that the writer
+            // took for something else.
+            Err(_) => {
+                let anew = Arc::new(DiskSource::new(self.disk.clone()));
+                *self.source.lock() = anew.clone();
+                match self.trails.load(&*anew, &self.resolved, page) {
+                    Ok(bytes) => return Ok(bytes),
+                    Err(damage) => damage,
+                }
+            }
+        };
+        match damage.defect {
+            Defect::Memory { needed } => Err(Error::OutOfMemory { place: Place::Host, len: needed }),
+            Defect::Missing if !self.is_kept()? => Err(self.overtaken()),
+            _ => Err(damage.into()),
+        }
+    }
+
+    /// Whether no writer can have removed what this state needs.
+    fn is_kept(&self) -> Result<bool> {
+        Ok(self.hold.is_some() || self.is_there()?)
+    }
+
+    /// Whether what is removed first is still there. Of a snapshot that is its manifest; but that may stay for
+    /// snapshots that follow it, so the log is looked at too.
+    fn is_there(&self) -> Result<bool> {
+        let mut first = vec![FileName::Segment(self.redo.segment)];
+        first.extend(self.base.map(|id| FileName::Manifest(id.0)));
+        for file in first {
+            if !self.disk.list(file.folder())?.contains(&file.name()) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    fn overtaken(&self) -> Error {
+        let names = self.disk.list(Folder::Snapshots).unwrap_or_default();
+        let snapshots = names.iter().filter_map(|name| match FileName::parse(Folder::Snapshots, name) {
+            Some(FileName::Manifest(number)) => Some(SnapshotId(number)),
+            _ => None,
+        });
+        Error::Overtaken { lsn: self.lsn(), snapshot: snapshots.max() }
+    }
+}
+
+/// The Lsn of a point.
+fn until(survey: &Survey, point: Option<&RestorePoint>) -> Result<Until> {
+    Ok(match point {
+        None => Until::End,
+        Some(RestorePoint::Lsn(lsn)) => Until::At(*lsn),
+        Some(RestorePoint::Snapshot(id)) => match survey.links.get(id) {
+            Some(Ok((manifest, _))) => Until::At(manifest.end),
+            Some(Err(damage)) => return Err(damage.clone().into()),
+            None => return Err(Error::NoSnapshot { snapshot: *id }),
+        },
+        Some(RestorePoint::Name(name)) => {
+            let mut newest_first = survey.readable().rev();
+            let named = newest_first.find(|manifest| manifest.name.as_ref() == Some(name));
+            Until::At(named.ok_or_else(|| Error::NoSnapshotNamed { name: name.clone() })?.end)
+        }
+    })
+}
+
+/// Whether the log's last seal, as it is now, says that a state can be computed from a snapshot, or from the log's
+/// beginning. Where it cannot be read, what is missing is lost and not removed.
+fn is_promised(disk: &Arc<dyn Disk>, base: Option<SnapshotId>, until: Until) -> bool {
+    let source = DiskSource::new(disk.clone());
+    let Ok(survey) = Survey::read(&source) else { return true };
+    let Some((_, reach)) = Reach::at_the_end(&survey, &source) else { return true };
+    reach.leads_to(base, until.lsn())
+}
+
+fn missing(survey: &Survey) -> Damage {
+    let first = survey.log.segments().keys().next().copied().unwrap_or(1);
+    Defect::Missing.at_lsn(FileName::Segment(first), 0, Lsn(1))
+}

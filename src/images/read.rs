@@ -1,0 +1,323 @@
+//! Reading many images: in the order of their files, neighbours in one read. A store of tiny pages
+//! would else ask the medium once a page.
+
+use std::borrow::{Borrow, Cow};
+use std::collections::HashMap;
+use std::ops::{DerefMut, Range};
+
+use remanent_format::image::ImageRef;
+use remanent_format::image::read::{check_image, stream_image};
+use remanent_format::limits::GROUP_ALIGN;
+use remanent_format::{Damage, Defect, FileName, PageId, PageInfo, Place, ReadAt};
+
+use crate::base::aligned::AlignedBuf;
+use crate::disk::source::DiskSource;
+use crate::error::{Error, Result};
+
+/// A run is at most this many bytes long, unless its only image is longer. With the rest of its first and its last
+/// block that is 4 MiB, as staging comes.
+pub(crate) const RUN_BYTES: u64 = (4 << 20) - 2 * GROUP_ALIGN;
+
+/// Bytes that are read at once where they are summed: they fit the second cache of a processor, and a disk is as fast
+/// as with more.
+pub(crate) const SUMMED_AT_ONCE: usize = 512 << 10;
+
+/// An image to read.
+#[derive(Clone, Copy)]
+pub(crate) struct Wanted {
+    pub page: PageId,
+    /// The page's length in bytes.
+    pub len: u64,
+    pub image: ImageRef,
+}
+
+impl Wanted {
+    /// Whether the page is read piece by piece: its bytes would be too many at once, whatever its image takes.
+    pub fn is_long(&self) -> bool {
+        self.len > RUN_BYTES
+    }
+}
+
+/// The images of those of these pages that have one, to read.
+pub(crate) fn wanted(
+    pages: impl IntoIterator<Item = impl Borrow<PageInfo>>,
+    images: &HashMap<PageId, ImageRef>,
+) -> impl Iterator<Item = Wanted> {
+    let image =
+        |info: &PageInfo| Some(Wanted { page: info.page, len: info.len, image: *images.get(&info.page)? });
+    pages.into_iter().filter_map(move |info| image(info.borrow()))
+}
+
+/// Images that lie beside each other in one file.
+pub(crate) struct Run<'a> {
+    /// At least one, in the order of the file.
+    images: &'a [Wanted],
+}
+
+/// Sorts images into runs. A long one is a run of its own.
+pub(crate) fn runs(wanted: &mut [Wanted]) -> impl Iterator<Item = Run<'_>> {
+    wanted.sort_unstable_by_key(|wanted| (wanted.image.file, wanted.image.offset));
+    let same_run = |first: &ImageRef, image: &ImageRef| {
+        let end = first.offset + RUN_BYTES.max(first.stored_len);
+        image.file == first.file && image.offset + image.stored_len <= end
+    };
+    let mut rest = &*wanted;
+    std::iter::from_fn(move || {
+        let first = rest.first()?;
+        let joins = |wanted: &&Wanted| same_run(&first.image, &wanted.image) && !wanted.is_long();
+        let count = if first.is_long() { 1 } else { rest.iter().take_while(joins).count() };
+        let (images, after) = rest.split_at(count);
+        rest = after;
+        Some(Run { images })
+    })
+}
+
+impl<'a> Run<'a> {
+    /// How many images it has.
+    pub fn count(&self) -> u64 {
+        self.images.len() as u64
+    }
+
+    /// The page of its first image.
+    pub fn first_page(&self) -> PageId {
+        self.images[0].page
+    }
+
+    /// Bytes of its images, as they are stored.
+    pub fn bytes(&self) -> u64 {
+        self.images.iter().map(|wanted| wanted.image.stored_len).sum()
+    }
+
+    /// Its image, if it has but one.
+    pub fn only(&self) -> Option<&'a Wanted> {
+        if let [only] = self.images { Some(only) } else { None }
+    }
+
+    /// The images of the run that do not hold. What cannot be read at once is read image by image, and an image
+    /// that is longer than a run piece by piece.
+    pub fn damaged(&self, source: &DiskSource) -> Vec<(ImageRef, Damage)> {
+        let is_long = self.images.iter().any(Wanted::is_long);
+        let read = (!is_long).then(|| self.read(source, aligned).ok()).flatten();
+        let damaged: Vec<_> = match &read {
+            Some(read) => self.images.iter().zip(self.pages(read).map(Result::err)).collect(),
+            None => {
+                let check = |wanted: &Wanted| check_image(source, &wanted.image, wanted.len).err();
+                self.images.iter().map(|wanted| (wanted, check(wanted))).collect()
+            }
+        };
+        damaged.into_iter().filter_map(|(wanted, damage)| Some((wanted.image, damage?))).collect()
+    }
+
+    /// Reads the run into memory that `take` gives. What is not there is not asked for.
+    pub fn read<B: DerefMut<Target = [u8]>>(
+        &self,
+        source: &DiskSource,
+        take: impl FnOnce(usize) -> Result<B>,
+    ) -> Result<Piece<B>> {
+        let first = &self.images[0].image;
+        // Where images overlap, which only a forged manifest says, the last one need not end last.
+        let ends = self.images.iter().map(|wanted| wanted.image.offset + wanted.image.stored_len);
+        Piece::read(source, first.file, first.offset..ends.max().expect("at least one"), take)
+    }
+
+    /// The pages in what [`Run::read`] returned, proven, each with the place in memory where it is stored.
+    pub fn pages<'b, B: DerefMut<Target = [u8]>>(
+        &self,
+        read: &'b Piece<B>,
+    ) -> impl Iterator<Item = Result<(PageId, usize, Cow<'b, [u8]>), Damage>> {
+        self.images.iter().map(move |Wanted { page, len, image }| {
+            let at = (image.offset - read.start) as usize;
+            let stored = &read.bytes[at..at + image.stored_len as usize];
+            let content = image.decode(stored.into(), *len);
+            let content = content.map_err(|defect| defect.at(FileName::Pages(image.file), image.offset))?;
+            Ok((*page, at, content))
+        })
+    }
+}
+
+/// A piece of an image file in memory: whole blocks, where the file has them, so that a direct read fills it
+/// without a copy.
+pub(crate) struct Piece<B> {
+    /// Where in the file it begins.
+    pub start: u64,
+    /// What lies there.
+    pub bytes: B,
+}
+
+impl<B: DerefMut<Target = [u8]>> Piece<B> {
+    /// Reads the blocks that hold `range` into memory that `take` gives.
+    pub fn read(
+        source: &DiskSource,
+        file: u64,
+        range: Range<u64>,
+        take: impl FnOnce(usize) -> Result<B>,
+    ) -> Result<Self> {
+        Self::read_by(source, file, range, take, usize::MAX, |_| {})
+    }
+
+    /// As [`read`](Self::read), with the CRC-32 of `range`. It is summed while the processor still has in its cache
+    /// what was just read there: from the page cache, and with the sums, that is an eighth faster.
+    pub fn read_summed(
+        source: &DiskSource,
+        file: u64,
+        range: Range<u64>,
+        take: impl FnOnce(usize) -> Result<B>,
+    ) -> Result<(Self, u32)> {
+        let mut sum = crc32fast::Hasher::new();
+        let mut at = range.start - range.start % GROUP_ALIGN;
+        let piece = Self::read_by(source, file, range.clone(), take, SUMMED_AT_ONCE, |block| {
+            let [from, to] = [range.start, range.end].map(|end| end.saturating_sub(at) as usize);
+            sum.update(&block[from.min(block.len())..to.min(block.len())]);
+            at += block.len() as u64;
+        })?;
+        Ok((piece, sum.finalize()))
+    }
+
+    /// Reads so many bytes at once, and shows them to `each`.
+    fn read_by(
+        source: &DiskSource,
+        file: u64,
+        range: Range<u64>,
+        take: impl FnOnce(usize) -> Result<B>,
+        at_once: usize,
+        mut each: impl FnMut(&[u8]),
+    ) -> Result<Self> {
+        let name = FileName::Pages(file);
+        let at = |defect: Defect| defect.at(name, range.start);
+        let unreadable = |error: std::io::Error| at(Defect::unreadable(&error));
+        let have = source.len(name).map_err(unreadable)?.ok_or_else(|| at(Defect::Missing))?;
+        if have < range.end {
+            return Err(at(Defect::Truncated { needed: range.end, have }).into());
+        }
+        let start = range.start - range.start % GROUP_ALIGN;
+        let end = range.end.next_multiple_of(GROUP_ALIGN).min(have);
+        let mut bytes = take((end - start) as usize)?;
+        let mut from = start;
+        for block in bytes.chunks_mut(at_once) {
+            source.read_at(name, from, block).map_err(unreadable)?;
+            each(block);
+            from += block.len() as u64;
+        }
+        Ok(Self { start, bytes })
+    }
+}
+
+/// Memory of the host's.
+fn aligned(len: usize) -> Result<AlignedBuf> {
+    AlignedBuf::try_new(len).ok_or(Error::OutOfMemory { place: Place::Host, len: len as u64 })
+}
+
+/// Reads images; `each` gets every page's bytes, in no order that means anything, each piece with its place in the
+/// page. A page of one piece is proven when it is handed over, a longer one when this returns: whoever cannot take its
+/// bytes back has had it [proven](prove) before.
+///
+/// # Errors
+/// [`crate::Error::Damaged`]; what `each` returns.
+pub(crate) fn read_runs(
+    source: &DiskSource,
+    mut wanted: Vec<Wanted>,
+    mut each: impl FnMut(PageId, u64, &[u8]) -> Result<()>,
+) -> Result<()> {
+    for run in runs(&mut wanted) {
+        if let Some(long) = run.only().filter(|wanted| wanted.is_long()) {
+            let mut stream = || {
+                let mut at = 0;
+                stream_image(source, &long.image, long.len, |piece| {
+                    each(long.page, at, piece)?;
+                    at += piece.len() as u64;
+                    Ok(())
+                })
+            };
+            match stream() {
+                Err(Error::Damaged(_)) => stream()?,
+                streamed => streamed?,
+            }
+            continue;
+        }
+        // Once more before it is an error: who overwrites memory cannot go back.
+        let read = run.read(source, aligned).or_else(|_| run.read(source, aligned))?;
+        for page in run.pages(&read) {
+            let (page, _, content) = page?;
+            each(page, 0, &content)?;
+        }
+    }
+    Ok(())
+}
+
+/// Proves images. One that is longer than a run is read piece by piece.
+///
+/// # Errors
+/// [`crate::Error::Damaged`].
+pub(crate) fn prove(source: &DiskSource, wanted: impl IntoIterator<Item = Wanted>) -> Result<()> {
+    let (long, short): (Vec<_>, Vec<_>) = wanted.into_iter().partition(Wanted::is_long);
+    long.iter().try_for_each(|Wanted { image, len, .. }| check_image(source, image, *len))?;
+    read_runs(source, short, |_, _, _| Ok(()))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use remanent_format::Folder;
+    use remanent_format::image::Codec;
+
+    use super::*;
+    use crate::disk::Disk;
+    use crate::testing::sim_disk::SimDisk;
+
+    #[test]
+    fn a_piece_that_is_summed_is_the_same_and_its_sum_that_of_the_range() {
+        let disk = SimDisk::new();
+        disk.make_folder(Folder::Pages).unwrap();
+        let len = 2 * SUMMED_AT_ONCE + 9000;
+        let bytes: Vec<u8> = (0..len).map(|at| (at % 251) as u8).collect();
+        disk.create(FileName::Pages(1)).and_then(|file| file.write_at(0, &bytes)).unwrap();
+        let source = DiskSource::new(Arc::new(disk));
+        let block = GROUP_ALIGN as usize;
+        for range in [
+            0..len,
+            0..1,
+            block - 1..block + 1,
+            100..SUMMED_AT_ONCE,
+            block + 7..block + SUMMED_AT_ONCE + 5,
+            // It ends, or begins, where a block that is read at once does.
+            3 * block..3 * block + SUMMED_AT_ONCE,
+            SUMMED_AT_ONCE - 1..len - 1,
+        ] {
+            let in_file = range.start as u64..range.end as u64;
+            let (summed, sum) = Piece::read_summed(&source, 1, in_file.clone(), aligned).unwrap();
+            let read = Piece::read(&source, 1, in_file, aligned).unwrap();
+            assert_eq!((summed.start, &*summed.bytes), (read.start, &*read.bytes), "{range:?}");
+            assert_eq!(sum, crc32fast::hash(&bytes[range.clone()]), "{range:?}");
+        }
+    }
+
+    /// Only a forged manifest names images that overlap: each is taken for what it says, and nothing is read past.
+    #[test]
+    fn images_may_lie_in_each_other() {
+        let disk = SimDisk::new();
+        disk.make_folder(Folder::Pages).unwrap();
+        let bytes: Vec<u8> = (0..9000).map(|at| (at % 251) as u8).collect();
+        disk.create(FileName::Pages(1)).and_then(|file| file.write_at(0, &bytes)).unwrap();
+        let source = DiskSource::new(Arc::new(disk));
+        let image = |page, range: Range<usize>, is_sound: bool| {
+            let crc = crc32fast::hash(&bytes[range.clone()]) ^ u32::from(!is_sound);
+            let (offset, stored_len) = (range.start as u64, range.len() as u64);
+            let image =
+                ImageRef { file: 1, offset, stored_len, stored_crc: crc, raw_crc: crc, codec: Codec::Raw };
+            Wanted { page: PageId(page), len: stored_len, image }
+        };
+        let outer_and_inner = |is_sound| vec![image(1, 4096..8000, true), image(2, 4112..4200, is_sound)];
+        let mut read = Vec::new();
+        read_runs(&source, outer_and_inner(true), |page, _, content| {
+            read.push((page, content.to_vec()));
+            Ok(())
+        })
+        .unwrap();
+        assert_eq!(read, [(PageId(1), bytes[4096..8000].to_vec()), (PageId(2), bytes[4112..4200].to_vec())]);
+
+        let refused = read_runs(&source, outer_and_inner(false), |_, _, _| Ok(())).unwrap_err();
+        let Error::Damaged(damage) = &refused else { panic!("{refused}") };
+        assert_eq!((damage.file, damage.offset), (FileName::Pages(1), 4112));
+    }
+}

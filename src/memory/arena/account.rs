@@ -1,0 +1,167 @@
+//! The account of one place: what of its budget is used, and for what.
+//!
+//! Threads that allocate at the same time meet in these numbers only, so no lock is held for a page.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use remanent_format::Place;
+
+use crate::error::{Error, Result};
+
+/// What page memory is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub enum Purpose {
+    /// A page's own bytes.
+    Page,
+    /// Where a page goes that is changed while it is leased.
+    Spare,
+    /// A page as it was, for an exact snapshot.
+    Aside,
+    /// Memory for a caller's kernels: bytes that a batch takes, working copies, shadows.
+    Caller,
+    /// What a commit puts together on the device before it is logged.
+    Stage,
+    /// Where a snapshot gathers pages, or a long read its bytes, on their way to the host.
+    Gather,
+}
+
+impl Purpose {
+    /// All of them, in the order of their numbers.
+    pub const ALL: [Self; 6] =
+        [Self::Page, Self::Spare, Self::Aside, Self::Caller, Self::Stage, Self::Gather];
+}
+
+/// How much of a place is in use.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PlaceUsage {
+    /// Bytes of pages.
+    pub allocated_bytes: u64,
+    /// Bytes given up that a lane may still use.
+    pub retired_bytes: u64,
+    /// Bytes claimed for allocations that are being made.
+    pub claimed_bytes: u64,
+    /// The most bytes that allocated and retired have been together since the peak was last reset.
+    pub peak_bytes: u64,
+    /// Number of pages, those of length 0 included.
+    pub count: u64,
+    /// Allocated bytes by what they are for.
+    by_purpose: [u64; Purpose::ALL.len()],
+}
+
+impl PlaceUsage {
+    /// Bytes that count against the budget.
+    #[must_use]
+    pub fn used(&self) -> u64 {
+        self.allocated_bytes + self.retired_bytes + self.claimed_bytes
+    }
+
+    /// Bytes allocated for this purpose. What was allocated for one stays counted there until it is given up.
+    #[must_use]
+    pub fn bytes_for(&self, purpose: Purpose) -> u64 {
+        self.by_purpose[purpose as usize]
+    }
+}
+
+/// A place's budget and its use. Bytes are claimed before the device is asked, so that threads which allocate
+/// at the same time cannot exceed the budget together.
+#[derive(Debug)]
+pub(super) struct Account {
+    place: Place,
+    budget: u64,
+    /// Claimed, allocated and retired bytes.
+    used: AtomicU64,
+    /// Allocated and retired bytes.
+    held: AtomicU64,
+    retired: AtomicU64,
+    peak: AtomicU64,
+    count: AtomicU64,
+    by_purpose: [AtomicU64; Purpose::ALL.len()],
+}
+
+impl Account {
+    pub fn new(place: Place, budget: u64) -> Self {
+        Self {
+            place,
+            budget,
+            used: AtomicU64::new(0),
+            held: AtomicU64::new(0),
+            retired: AtomicU64::new(0),
+            peak: AtomicU64::new(0),
+            count: AtomicU64::new(0),
+            by_purpose: Default::default(),
+        }
+    }
+
+    /// Takes bytes out of the budget.
+    ///
+    /// # Errors
+    /// `OverBudget`, with nothing taken.
+    pub fn claim(&self, len: u64) -> Result<()> {
+        let within = |used: u64| used.checked_add(len).filter(|sum| *sum <= self.budget); // I10
+        let claimed = self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, within);
+        let (place, budget) = (self.place, self.budget);
+        let over = |used| Error::OverBudget { place, asked: len, available: budget - used, budget };
+        claimed.map(drop).map_err(over)
+    }
+
+    /// Puts claimed bytes back that were not allocated.
+    pub fn unclaim(&self, len: u64) {
+        self.used.fetch_sub(len, Ordering::Relaxed);
+    }
+
+    /// Claimed bytes were allocated.
+    pub fn allocated(&self, purpose: Purpose, len: u64) {
+        let held = self.held.fetch_add(len, Ordering::Relaxed) + len;
+        self.peak.fetch_max(held, Ordering::Relaxed);
+        self.count.fetch_add(1, Ordering::Relaxed);
+        self.by_purpose[purpose as usize].fetch_add(len, Ordering::Relaxed);
+    }
+
+    /// Allocated bytes were given up, and may still be used by a lane.
+    pub fn retired(&self, purpose: Purpose, len: u64) {
+        self.retired.fetch_add(len, Ordering::Relaxed);
+        self.count.fetch_sub(1, Ordering::Relaxed);
+        self.by_purpose[purpose as usize].fetch_sub(len, Ordering::Relaxed);
+    }
+
+    /// Retired bytes were released.
+    pub fn released(&self, len: u64) {
+        self.retired.fetch_sub(len, Ordering::Relaxed);
+        self.held.fetch_sub(len, Ordering::Relaxed);
+        self.used.fetch_sub(len, Ordering::Relaxed);
+    }
+
+    /// Whether so many bytes would fit if nothing were retired.
+    pub fn fits_without_retired(&self, len: u64) -> bool {
+        // The two are of different moments; who asks claims afterwards and is told for certain then.
+        let used = self.used.load(Ordering::Relaxed).saturating_sub(self.retired.load(Ordering::Relaxed));
+        used.checked_add(len).is_some_and(|sum| sum <= self.budget)
+    }
+
+    /// Bytes of the budget that are left.
+    pub fn available(&self) -> u64 {
+        self.budget - self.used.load(Ordering::Relaxed)
+    }
+
+    /// Lets the peak begin anew, at what is held now.
+    pub fn reset_peak(&self) {
+        self.peak.store(self.held.load(Ordering::Relaxed), Ordering::Relaxed);
+    }
+
+    /// The account as it is; numbers that change meanwhile may be of different moments.
+    pub fn usage(&self) -> PlaceUsage {
+        let [used, held, retired, peak, count] =
+            [&self.used, &self.held, &self.retired, &self.peak, &self.count]
+                .map(|number| number.load(Ordering::Relaxed));
+        PlaceUsage {
+            allocated_bytes: held.saturating_sub(retired),
+            retired_bytes: retired,
+            claimed_bytes: used.saturating_sub(held),
+            peak_bytes: peak,
+            count,
+            by_purpose: self.by_purpose.each_ref().map(|bytes| bytes.load(Ordering::Relaxed)),
+        }
+    }
+}

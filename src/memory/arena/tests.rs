@@ -1,0 +1,340 @@
+//! Page memory on a device that runs nothing before it must.
+
+use super::*;
+use crate::device::host::HostDevice;
+use crate::device::{Command, CommandList};
+use crate::testing::faulty_device::{DeviceCall, Fault, FaultyDevice};
+use crate::testing::late_device::LateDevice;
+use remanent_format::Width;
+
+const PLACE: Place = Place::Device(0);
+
+/// A device that runs nothing before it must, and an arena of 100 bytes on it.
+fn late_arena() -> (Arc<dyn Device>, Arena) {
+    let device: Arc<dyn Device> = Arc::new(LateDevice::new(Arc::new(HostDevice::new())));
+    (device.clone(), Arena::new(device, Budget::default().with(PLACE, 100)))
+}
+
+/// A list that uses the page, and is not done yet.
+fn use_page(device: &dyn Device, page: &PageMemory) -> Fence {
+    let fill = Command::Fill { target: page.span(), pattern: [1; 16], width: Width::W1 };
+    let list = CommandList { commands: vec![fill], staging: Vec::new() };
+    device.submit(Lane::Apply, list).unwrap().fence()
+}
+
+fn discard_all(arena: &Arena, pieces: Vec<PageMemory>) {
+    pieces.into_iter().for_each(|piece| arena.discard(piece).unwrap());
+}
+
+/// Bytes allocated and retired, their peak, and the number of pages.
+fn usage(arena: &Arena) -> (u64, u64, u64, u64) {
+    let usage = arena.usage(PLACE);
+    assert_eq!(usage.used(), usage.allocated_bytes + usage.retired_bytes, "nothing stays claimed");
+    (usage.allocated_bytes, usage.retired_bytes, usage.peak_bytes, usage.count)
+}
+
+#[test]
+fn the_budget_holds_to_the_byte_and_says_what_is_left() {
+    let (_, arena) = late_arena();
+    let page = arena.allocate(Purpose::Page, PLACE, 60).unwrap();
+    let error = arena.allocate(Purpose::Page, PLACE, 41).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        Error::OverBudget { place: PLACE, asked: 41, available: 40, budget: 100 }.to_string()
+    );
+    assert_eq!(usage(&arena), (60, 0, 60, 1));
+    let rest = arena.allocate(Purpose::Page, PLACE, 40).unwrap();
+    assert_eq!((arena.available(PLACE), usage(&arena)), (0, (100, 0, 100, 2)));
+    // Another place has its own budget, none in this case.
+    let elsewhere = arena.allocate(Purpose::Page, Place::Host, 1000).unwrap();
+    for page in [page, rest, elsewhere] {
+        arena.discard(page).unwrap();
+    }
+    assert_eq!(usage(&arena), (0, 0, 100, 0));
+    assert_eq!(arena.usages().keys().copied().collect::<Vec<_>>(), [PLACE, Place::Host]);
+}
+
+#[test]
+fn empty_pages_cost_nothing_even_when_the_budget_is_used_up() {
+    let (_, arena) = late_arena();
+    let full = arena.allocate(Purpose::Page, PLACE, 100).unwrap();
+    let empty = arena.allocate(Purpose::Page, PLACE, 0).unwrap();
+    assert_eq!((empty.byte_len(), usage(&arena)), (0, (100, 0, 100, 2)));
+    arena.discard(full).unwrap();
+    arena.discard(empty).unwrap();
+    assert_eq!(arena.usage(PLACE).count, 0);
+}
+
+#[test]
+fn retired_memory_counts_until_its_fence_has_passed() {
+    let (device, arena) = late_arena();
+    let page = arena.allocate(Purpose::Page, PLACE, 60).unwrap();
+    let fence = use_page(&*device, &page);
+    arena.retire(page, fence);
+    // The late device panics if the memory is released before the list ran.
+    arena.reap().unwrap();
+    assert_eq!((arena.available(PLACE), usage(&arena)), (40, (0, 60, 60, 0)));
+    device.wait(fence).unwrap();
+    arena.reap().unwrap();
+    assert_eq!((arena.available(PLACE), usage(&arena)), (100, (0, 0, 60, 0)));
+}
+
+#[test]
+fn an_allocation_that_fits_once_retired_memory_is_free_waits_for_it() {
+    let (device, arena) = late_arena();
+    let page = arena.allocate(Purpose::Page, PLACE, 60).unwrap();
+    let fence = use_page(&*device, &page);
+    arena.retire(page, fence);
+    let next = arena.allocate(Purpose::Page, PLACE, 100).unwrap();
+    assert_eq!((device.reached(Lane::Apply), usage(&arena)), (fence.value, (100, 0, 100, 1)));
+    arena.discard(next).unwrap();
+}
+
+#[test]
+fn an_allocation_that_can_never_fit_does_not_wait() {
+    let (device, arena) = late_arena();
+    let page = arena.allocate(Purpose::Page, PLACE, 60).unwrap();
+    let fence = use_page(&*device, &page);
+    arena.retire(page, fence);
+    let error = arena.allocate(Purpose::Page, PLACE, 101).unwrap_err();
+    assert!(matches!(error, Error::OverBudget { asked: 101, available: 40, budget: 100, .. }), "{error}");
+    assert_eq!(device.reached(Lane::Apply), 0);
+}
+
+#[test]
+fn who_feeds_the_lanes_waits_for_them_and_never_for_callers() {
+    let (device, arena) = late_arena();
+    for (lane, is_awaited) in [(Lane::Apply, true), (Lane::Drain, true), (Lane::Callers, false)] {
+        let page = arena.allocate(Purpose::Page, PLACE, 60).unwrap();
+        let fence = device.submit(lane, CommandList::default()).unwrap().fence();
+        arena.retire(page, fence);
+        let allocated = arena.allocate_for_lane(Purpose::Aside, PLACE, 50);
+        assert_eq!(device.reached(lane) >= fence.value, is_awaited, "{lane:?}");
+        match allocated {
+            Ok(memory) if is_awaited => arena.discard(memory).unwrap(),
+            other => {
+                assert!(matches!(other, Err(Error::OverBudget { asked: 50, available: 40, .. })), "{other:?}")
+            }
+        }
+    }
+    // A committer waits for all of them.
+    arena.discard(arena.allocate(Purpose::Page, PLACE, 50).unwrap()).unwrap();
+}
+
+#[test]
+fn who_feeds_the_lanes_is_not_behind_one_who_waits_for_callers() {
+    let (device, arena) = late_arena();
+    let _waits_for_a_caller = arena.reaping[Lane::Callers as usize].lock();
+    let page = arena.allocate(Purpose::Page, PLACE, 60).unwrap();
+    let fence = use_page(&*device, &page);
+    arena.retire(page, fence);
+    arena.discard(arena.allocate_for_lane(Purpose::Aside, PLACE, 50).unwrap()).unwrap();
+}
+
+/// Whether a batch fits must not depend on whether a snapshot is being taken.
+#[test]
+fn scratch_is_waited_for_and_none_is_given_out_meanwhile() {
+    let (_, arena) = late_arena();
+    let areas = [30, 20].map(|len| arena.allocate_scratch(PLACE, len).unwrap());
+    assert!(matches!(arena.allocate(Purpose::Page, PLACE, 101), Err(Error::OverBudget { asked: 101, .. })));
+    std::thread::scope(|scope| {
+        let page = scope.spawn(|| arena.allocate(Purpose::Page, PLACE, 90).unwrap());
+        while arena.scratch.lock().waiting == 0 {
+            std::thread::yield_now();
+        }
+        let refused = arena.allocate_scratch(PLACE, 1);
+        for area in areas {
+            assert!(!page.is_finished());
+            discard_all(&arena, area);
+        }
+        arena.discard(page.join().unwrap()).unwrap();
+        assert!(matches!(refused, Err(Error::OverBudget { asked: 1, available: 50, .. })), "{refused:?}");
+    });
+    discard_all(&arena, arena.allocate_scratch(PLACE, 100).unwrap());
+}
+
+/// Who asks submits to the lanes: nothing would be done while he waits.
+#[test]
+fn scratch_is_what_there_is_at_once() {
+    let (device, arena) = late_arena();
+    let page = arena.allocate(Purpose::Page, PLACE, 60).unwrap();
+    let fence = use_page(&*device, &page);
+    arena.retire(page, fence);
+    let refused = arena.allocate_scratch(PLACE, 50).unwrap_err();
+    assert!(matches!(refused, Error::OverBudget { asked: 50, available: 40, .. }), "{refused}");
+    assert_eq!(device.reached(Lane::Apply), 0, "nobody waited for the list");
+    device.wait(fence).unwrap();
+    discard_all(&arena, arena.allocate_scratch(PLACE, 50).unwrap());
+    assert_eq!(usage(&arena), (0, 0, 60, 0));
+}
+
+#[test]
+fn long_scratch_comes_in_pieces_of_one_length_and_there_is_a_limit() {
+    let arena = Arena::new(Arc::new(HostDevice::new()), Budget::default());
+    let lens = |len| {
+        let pieces = arena.allocate_scratch(PLACE, len).unwrap();
+        let lens: Vec<u64> = pieces.iter().map(PageMemory::byte_len).collect();
+        discard_all(&arena, pieces);
+        lens
+    };
+    assert_eq!(lens(0), []);
+    assert_eq!(lens(SCRATCH_PIECE_LEN), [SCRATCH_PIECE_LEN]);
+    assert_eq!(lens(SCRATCH_PIECE_LEN + 1), [SCRATCH_PIECE_LEN; 2]);
+    assert_eq!(lens(SCRATCH_BYTES_MAX).len() as u64, SCRATCH_BYTES_MAX / SCRATCH_PIECE_LEN);
+    let some = arena.allocate_scratch(PLACE, 1).unwrap();
+    for len in [SCRATCH_BYTES_MAX, SCRATCH_BYTES_MAX + 1, u64::MAX] {
+        let refused = arena.allocate_scratch(PLACE, len).unwrap_err();
+        let available = SCRATCH_BYTES_MAX - 1;
+        let expected = Error::OverBudget { place: PLACE, asked: len, available, budget: u64::MAX };
+        assert_eq!(refused.to_string(), expected.to_string());
+    }
+    // The limit is a place's own.
+    discard_all(&arena, arena.allocate_scratch(Place::Host, SCRATCH_BYTES_MAX).unwrap());
+    discard_all(&arena, some);
+    assert_eq!(lens(SCRATCH_BYTES_MAX)[0], SCRATCH_PIECE_LEN);
+}
+
+#[test]
+fn scratch_of_which_a_piece_is_missing_is_given_back() {
+    let faulty = Arc::new(FaultyDevice::new(Arc::new(HostDevice::new())));
+    let arena = Arena::new(faulty.clone(), Budget::default());
+    faulty.arm(Fault { call: Some(DeviceCall::Allocate), nth: 3, context_lost: false });
+    let refused = arena.allocate_scratch(PLACE, 3 * SCRATCH_PIECE_LEN).unwrap_err();
+    assert!(matches!(refused, Error::Device { .. }), "{refused}");
+    assert_eq!(usage(&arena), (0, 0, 2 * SCRATCH_PIECE_LEN, 0));
+    assert!(arena.scratch.lock().bytes.is_empty(), "nobody waits for it");
+}
+
+#[test]
+fn a_full_device_is_reaped_and_asked_again() {
+    let device: Arc<dyn Device> = Arc::new(LateDevice::new(Arc::new(HostDevice::new())));
+    let arena = Arena::new(device.clone(), Budget::default());
+    let page = arena.allocate(Purpose::Page, PLACE, 60).unwrap();
+    let fence = use_page(&*device, &page);
+    arena.retire(page, fence);
+    // More than any address space holds: it fails the second time too, and nothing stays counted.
+    let error = arena.allocate(Purpose::Page, PLACE, 1 << 60).unwrap_err();
+    assert!(matches!(error, Error::OutOfMemory { place: PLACE, len } if len == 1 << 60), "{error}");
+    assert_eq!(device.reached(Lane::Apply), fence.value);
+    assert_eq!(usage(&arena), (0, 0, 60, 0));
+}
+
+#[test]
+fn a_dropped_arena_leaves_no_retired_memory_on_the_device() {
+    let (device, arena) = late_arena();
+    let page = arena.allocate(Purpose::Page, PLACE, 60).unwrap();
+    let (memory, fence) = (page.span().memory, use_page(&*device, &page));
+    arena.retire(page, fence);
+    drop(arena);
+    // What the late device refuses is not a release that comes too early.
+    device.wait(fence).unwrap();
+    let again = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| device.release(memory)));
+    assert!(again.is_err(), "the arena had not released it");
+}
+
+#[test]
+#[should_panic(expected = "bytes 10..+51 are not within a page of 60 bytes")]
+fn a_part_of_a_page_lies_within_it() {
+    let (_, arena) = late_arena();
+    let page = arena.allocate(Purpose::Page, PLACE, 60).unwrap();
+    assert_eq!((page.part(10, 50).offset, page.part(10, 50).len), (10, 50));
+    let _ = page.part(10, 51);
+}
+
+#[test]
+fn memory_that_is_dropped_instead_stays_in_the_budget() {
+    let (_, arena) = late_arena();
+    drop(arena.allocate(Purpose::Page, PLACE, 60).unwrap());
+    assert_eq!(usage(&arena), (60, 0, 60, 1));
+}
+
+#[test]
+fn several_pages_are_reserved_together_or_not_at_all() {
+    let (_, arena) = late_arena();
+    let kept = arena.allocate(Purpose::Page, PLACE, 30).unwrap();
+    let elsewhere = Place::Host;
+    let error = arena.allocate_all(Purpose::Page, &[(elsewhere, 9), (PLACE, 40), (PLACE, 31)]).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        Error::OverBudget { place: PLACE, asked: 71, available: 70, budget: 100 }.to_string()
+    );
+    assert_eq!((usage(&arena), arena.usage(elsewhere).used()), ((30, 0, 30, 1), 0));
+
+    let reserved = arena.reserve(Purpose::Page, &[(PLACE, 40), (PLACE, 30), (elsewhere, 9)]).unwrap();
+    assert_eq!((arena.available(PLACE), arena.usage(PLACE).claimed_bytes), (0, 70));
+    assert!(arena.allocate(Purpose::Page, PLACE, 1).is_err(), "what is put by is nobody else's");
+    let page = reserved.allocate(PLACE, 40).unwrap();
+    assert_eq!((arena.available(PLACE), arena.usage(PLACE).claimed_bytes), (0, 30));
+    drop(reserved);
+    assert_eq!((arena.available(PLACE), usage(&arena)), (30, (70, 0, 70, 2)));
+    for page in [kept, page] {
+        arena.discard(page).unwrap();
+    }
+    assert_eq!(usage(&arena), (0, 0, 70, 0));
+}
+
+#[test]
+fn a_device_that_fills_up_half_way_leaves_nothing_of_several_pages() {
+    let device: Arc<dyn Device> = Arc::new(HostDevice::new());
+    let arena = Arena::new(device, Budget::default());
+    let error = arena.allocate_all(Purpose::Page, &[(PLACE, 60), (PLACE, 1 << 60)]).unwrap_err();
+    assert!(matches!(error, Error::OutOfMemory { len, .. } if len == 1 << 60), "{error}");
+    assert_eq!(usage(&arena), (0, 0, 60, 0));
+}
+
+#[test]
+#[should_panic(expected = "31 bytes of 30 that are left of a reservation")]
+fn a_reservation_gives_no_more_than_was_put_by() {
+    let (_, arena) = late_arena();
+    let reserved = arena.reserve(Purpose::Page, &[(PLACE, 30)]).unwrap();
+    let _fails = reserved.allocate(PLACE, 31);
+}
+
+#[test]
+fn use_is_told_by_purpose_and_peaks_begin_anew() {
+    let (device, arena) = late_arena();
+    let page = arena.allocate(Purpose::Page, PLACE, 50).unwrap();
+    let aside = arena.allocate(Purpose::Aside, PLACE, 20).unwrap();
+    let by_purpose = || Purpose::ALL.map(|purpose| arena.usage(PLACE).bytes_for(purpose));
+    assert_eq!(by_purpose(), [50, 0, 20, 0, 0, 0]);
+    let fence = use_page(&*device, &aside);
+    arena.retire(aside, fence);
+    assert_eq!((by_purpose(), usage(&arena)), ([50, 0, 0, 0, 0, 0], (50, 20, 70, 1)));
+    arena.reset_peaks();
+    assert_eq!(usage(&arena).2, 70, "retired memory is still there");
+    arena.reap_all().unwrap();
+    arena.reset_peaks();
+    assert_eq!(usage(&arena), (50, 0, 50, 1));
+    arena.discard(page).unwrap();
+}
+
+#[test]
+fn threads_never_exceed_the_budget_together() {
+    let device: Arc<dyn Device> = Arc::new(HostDevice::new());
+    let arena = Arena::new(device.clone(), Budget::default().with(PLACE, 1000));
+    std::thread::scope(|scope| {
+        for thread in 0..4_u64 {
+            let (arena, device) = (&arena, &device);
+            scope.spawn(move || {
+                let mut refused = 0;
+                for round in 0..2000 {
+                    match arena.allocate(Purpose::Page, PLACE, 200 + (thread + round) % 200) {
+                        Ok(page) if round % 2 == 0 => arena.discard(page).unwrap(),
+                        Ok(page) => {
+                            let fence = use_page(&**device, &page);
+                            arena.retire(page, fence);
+                        }
+                        Err(error) => {
+                            assert!(matches!(error, Error::OverBudget { budget: 1000, .. }), "{error}");
+                            refused += 1;
+                        }
+                    }
+                }
+                assert!(refused < 2000, "somebody gets memory");
+            });
+        }
+    });
+    arena.reap_all().unwrap();
+    let (allocated, retired, peak, count) = usage(&arena);
+    assert!((allocated, retired, count) == (0, 0, 0) && peak <= 1000, "{:?}", arena.usage(PLACE));
+}

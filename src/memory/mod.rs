@@ -1,0 +1,4 @@
+//! Memory: where pages lie, and the host memory that lanes copy through.
+
+pub mod arena;
+pub mod staging;

@@ -1,0 +1,406 @@
+//! A pool of staging: making it is dear (a GPU pins it, and pinning runs at 1.5 GB/s), so what
+//! comes back is kept for the next taker, up to a limit.
+//!
+//! Staging comes in classes, so that what one taker gives the next one can use: powers of two, and between long ones
+//! three more, for what little is asked for beyond a power of two would else take as much again. A taker
+//! sees a [`StagingBuf`] of exactly the length asked for; lists take the [`Staging`] inside, whose
+//! commands name ranges of it.
+
+use std::collections::BTreeMap;
+use std::ops::{Deref, DerefMut};
+use std::sync::Arc;
+
+use remanent_format::op::PayloadBytes;
+
+use crate::base::sync::Mutex;
+use crate::device::{Device, Staging};
+use crate::error::{Result, make_room};
+
+/// The smallest class: the payloads of small batches fit. (Of staging of 4 KiB, each on a page of memory of its own,
+/// the first thousand commits after an open took two to three times as long, for the system zeroes each such page when
+/// it is first touched, and later ones a twentieth longer.)
+const CLASS_LEN_MIN: usize = 512;
+/// From here on there are four classes to each doubling.
+const LONG_CLASS_LEN: usize = 1 << 20;
+/// The largest class, as long as all that a store keeps idle. Longer staging is made to measure and not kept: also that
+/// for the chunk of a page of 64 MiB, which has a head besides. A class for it would be freed whenever it came back.
+const CLASS_LEN_MAX: usize = 64 << 20;
+
+/// Idle staging of one device. Shared by threads.
+///
+/// The limit is on what lies idle. What is in use is bounded by those who use it: a limit there would
+/// make a taker wait for another, which may be waiting for the first.
+pub struct StagingPool {
+    device: Arc<dyn Device>,
+    idle_bytes_max: usize,
+    idle: Mutex<Idle>,
+}
+
+#[derive(Default)]
+struct Idle {
+    bytes: usize,
+    classes: BTreeMap<usize, Vec<Staging>>,
+}
+
+/// Staging of exactly the length that was asked for. Its content is unspecified until written.
+#[derive(Debug)]
+pub struct StagingBuf {
+    staging: Staging,
+    len: usize,
+}
+
+/// Bytes that grow at their end, in staging as long as they fit into it: what they become is copied once. What turns
+/// out to be longer goes on elsewhere.
+#[derive(Debug)]
+pub struct GrowingStaging(Growing);
+
+#[derive(Debug)]
+enum Growing {
+    Staged { staging: Staging, len: usize },
+    Elsewhere { bytes: Vec<u8>, outgrown: Option<Staging> },
+}
+
+impl StagingPool {
+    /// An empty pool that keeps at most `idle_bytes_max` bytes.
+    #[must_use]
+    pub fn new(device: Arc<dyn Device>, idle_bytes_max: usize) -> Self {
+        Self { device, idle_bytes_max, idle: Mutex::default() }
+    }
+
+    /// Staging of `len` bytes. Reused staging holds what its last user left: zeroing it would cost a pass
+    /// over bytes that every user overwrites before it reads them.
+    ///
+    /// # Errors
+    /// `OutOfMemory`, a device error.
+    pub fn take(&self, len: usize) -> Result<StagingBuf> {
+        let class = class_of(len);
+        let idle = class.and_then(|class| self.idle.lock().pop(class));
+        let staging = match idle {
+            Some(staging) => staging,
+            None => self.device.staging(class.unwrap_or(len))?,
+        };
+        Ok(StagingBuf { staging, len })
+    }
+
+    /// Staging for about `len` bytes that are to come. So much that the pool would not keep is not made before it is
+    /// known to be needed; there is room for the bytes.
+    ///
+    /// # Errors
+    /// As for [`take`](Self::take).
+    pub fn take_growing(&self, len: usize) -> Result<GrowingStaging> {
+        Ok(GrowingStaging(match class_of(len) {
+            Some(_) => Growing::Staged { staging: self.take(len)?.into_staging(), len: 0 },
+            None => {
+                let mut bytes = Vec::new();
+                make_room(&mut bytes, len)?;
+                Growing::Elsewhere { bytes, outgrown: None }
+            }
+        }))
+    }
+
+    /// Staging that has grown as far as it will.
+    ///
+    /// # Errors
+    /// As for [`take`](Self::take).
+    pub fn grown(&self, growing: GrowingStaging) -> Result<StagingBuf> {
+        match growing.0 {
+            Growing::Staged { staging, len } => Ok(StagingBuf { staging, len }),
+            Growing::Elsewhere { bytes, outgrown } => {
+                self.give_all(outgrown);
+                let mut staged = self.take(bytes.len())?;
+                staged.copy_from_slice(&bytes);
+                Ok(staged)
+            }
+        }
+    }
+
+    /// The first `len` bytes of a staging; another one if it is shorter.
+    ///
+    /// # Errors
+    /// As for [`take`](Self::take).
+    pub fn cut(&self, staged: StagingBuf, len: usize) -> Result<StagingBuf> {
+        let staging = staged.into_staging();
+        if len <= staging.len() {
+            return Ok(StagingBuf::new(staging, len));
+        }
+        self.give(staging);
+        self.take(len)
+    }
+
+    /// Takes back staging. What exceeds the limit is freed, of the class that holds most idle bytes first, so
+    /// that a class out of use does not fill the pool for good.
+    pub fn give(&self, staging: Staging) {
+        self.give_all([staging]);
+    }
+
+    /// Takes back all of it at one go, such as a finished list returns it.
+    pub fn give_all(&self, staging: impl IntoIterator<Item = Staging>) {
+        // Sorted before the lock is taken, and freed after it is let go: takers wait for neither. Unpinning takes
+        // a while.
+        let mut freed = Vec::new();
+        let mut given = Idle::default();
+        for staging in staging {
+            if class_of(staging.len()) == Some(staging.len()) {
+                given.push(staging);
+            } else {
+                freed.push(staging);
+            }
+        }
+        let mut idle = self.idle.lock();
+        idle.append(given);
+        while idle.bytes > self.idle_bytes_max {
+            freed.extend(idle.pop_fullest());
+        }
+        drop(idle);
+    }
+
+    /// Frees what lies idle, and returns how many bytes that was.
+    pub fn trim(&self) -> usize {
+        // Freed after the lock is let go: unpinning takes a while.
+        let idle = std::mem::take(&mut *self.idle.lock());
+        idle.bytes
+    }
+
+    /// Bytes that lie idle.
+    #[must_use]
+    pub fn idle_bytes(&self) -> usize {
+        self.idle.lock().bytes
+    }
+}
+
+impl Idle {
+    fn push(&mut self, staging: Staging) {
+        self.bytes += staging.len();
+        self.classes.entry(staging.len()).or_default().push(staging);
+    }
+
+    fn append(&mut self, other: Self) {
+        self.bytes += other.bytes;
+        for (class, mut kept) in other.classes {
+            self.classes.entry(class).or_default().append(&mut kept);
+        }
+    }
+
+    fn pop(&mut self, class: usize) -> Option<Staging> {
+        let staging = self.classes.get_mut(&class)?.pop()?;
+        self.bytes -= class;
+        Some(staging)
+    }
+
+    fn pop_fullest(&mut self) -> Option<Staging> {
+        let (class, _) = self.classes.iter().max_by_key(|(class, kept)| *class * kept.len())?;
+        self.pop(*class)
+    }
+}
+
+impl GrowingStaging {
+    /// Sees to it that so many bytes more fit.
+    fn make_room(&mut self, count: usize) -> &mut Growing {
+        let none = Growing::Elsewhere { bytes: Vec::new(), outgrown: None };
+        self.0 = match std::mem::replace(&mut self.0, none) {
+            Growing::Staged { staging, len } if count > staging.len() - len => {
+                Growing::Elsewhere { bytes: staging[..len].to_vec(), outgrown: Some(staging) }
+            }
+            growing => growing,
+        };
+        &mut self.0
+    }
+}
+
+impl PayloadBytes for GrowingStaging {
+    fn byte_len(&self) -> usize {
+        match &self.0 {
+            Growing::Staged { len, .. } => *len,
+            Growing::Elsewhere { bytes, .. } => bytes.len(),
+        }
+    }
+
+    fn append(&mut self, bytes: &[u8]) {
+        match self.make_room(bytes.len()) {
+            Growing::Staged { staging, len } => {
+                staging[*len..][..bytes.len()].copy_from_slice(bytes);
+                *len += bytes.len();
+            }
+            Growing::Elsewhere { bytes: grown, .. } => grown.extend_from_slice(bytes),
+        }
+    }
+
+    fn append_zeros(&mut self, count: usize) {
+        match self.make_room(count) {
+            Growing::Staged { staging, len } => {
+                staging[*len..][..count].fill(0);
+                *len += count;
+            }
+            Growing::Elsewhere { bytes, .. } => bytes.append_zeros(count),
+        }
+    }
+}
+
+impl AsMut<[u8]> for GrowingStaging {
+    fn as_mut(&mut self) -> &mut [u8] {
+        match &mut self.0 {
+            Growing::Staged { staging, len } => &mut staging[..*len],
+            Growing::Elsewhere { bytes, .. } => bytes,
+        }
+    }
+}
+
+impl StagingBuf {
+    /// The first `len` bytes of a staging, such as a finished list returns it.
+    ///
+    /// # Panics
+    /// If the staging is shorter.
+    #[must_use]
+    pub fn new(staging: Staging, len: usize) -> Self {
+        assert!(len <= staging.len(), "{len} bytes of a staging of {}", staging.len());
+        Self { staging, len }
+    }
+
+    /// The staging, for a list or to be given back. It is at least as long as what was asked for.
+    #[must_use]
+    pub fn into_staging(self) -> Staging {
+        self.staging
+    }
+}
+
+impl Deref for StagingBuf {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        &self.staging[..self.len]
+    }
+}
+
+impl DerefMut for StagingBuf {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        &mut self.staging[..self.len]
+    }
+}
+
+impl AsRef<[u8]> for StagingBuf {
+    fn as_ref(&self) -> &[u8] {
+        self
+    }
+}
+
+impl AsMut<[u8]> for StagingBuf {
+    fn as_mut(&mut self) -> &mut [u8] {
+        self
+    }
+}
+
+/// The length of the class from which staging of `len` bytes comes; `None` if it is made to measure.
+fn class_of(len: usize) -> Option<usize> {
+    let step = if len > LONG_CLASS_LEN { len.next_power_of_two() / 8 } else { len.next_power_of_two() };
+    (len <= CLASS_LEN_MAX).then(|| len.next_multiple_of(step).max(CLASS_LEN_MIN))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::host::HostDevice;
+
+    fn pool(idle_bytes_max: usize) -> StagingPool {
+        StagingPool::new(Arc::new(HostDevice::new()), idle_bytes_max)
+    }
+
+    #[test]
+    fn takers_see_exactly_the_length_they_asked_for() {
+        let pool = pool(1 << 20);
+        for len in [0, 1, 4095, 4096, 4097, 100_000, CLASS_LEN_MAX + 1] {
+            let staging = pool.take(len).unwrap();
+            assert_eq!(staging.len(), len);
+            pool.give(staging.into_staging());
+        }
+    }
+
+    #[test]
+    fn a_class_serves_itself_and_wastes_little_where_it_is_long() {
+        for len in [
+            1,
+            4097,
+            65_537,
+            LONG_CLASS_LEN,
+            LONG_CLASS_LEN + 1,
+            (2 << 20) + 8192,
+            (7 << 20) + 1,
+            CLASS_LEN_MAX,
+        ] {
+            let class = class_of(len).unwrap();
+            assert!(class >= len && class_of(class) == Some(class), "{len}: {class}");
+            assert!(len < LONG_CLASS_LEN || class - len < class / 4, "{len}: {class}");
+        }
+        assert_eq!([5000, (2 << 20) + 8192].map(class_of), [Some(8192), Some(5 << 19)]);
+        assert_eq!(class_of(CLASS_LEN_MAX + 1), None);
+    }
+
+    #[test]
+    fn what_is_given_back_serves_the_next_taker_of_its_class() {
+        let pool = pool(1 << 20);
+        let mut first = pool.take(5000).unwrap();
+        first.fill(7);
+        pool.give(first.into_staging());
+        assert_eq!(pool.idle_bytes(), 8192);
+        let second = pool.take(8000).unwrap();
+        assert_eq!((pool.idle_bytes(), second[4999]), (0, 7), "the same bytes, as they were left");
+        assert_eq!(second[7999], 0);
+    }
+
+    #[test]
+    fn idle_bytes_stay_within_the_limit_and_the_fullest_class_gives_way() {
+        let pool = pool(16 << 10);
+        let taken: Vec<StagingBuf> =
+            [4096, 4096, 4096, 8192, 8192].map(|len| pool.take(len).unwrap()).into_iter().collect();
+        for staging in taken {
+            pool.give(staging.into_staging());
+            assert!(pool.idle_bytes() <= 16 << 10);
+        }
+        // 4 + 4 + 4 KiB, then 8 more: one of 4 KiB went. With the second 8 KiB, one of those went.
+        assert_eq!(pool.idle_bytes(), 16 << 10);
+        pool.give(pool.device.staging(32 << 10).unwrap());
+        assert_eq!(pool.idle_bytes(), 16 << 10, "larger than the limit: not kept");
+        assert_eq!((pool.trim(), pool.idle_bytes(), pool.trim()), (16 << 10, 0, 0));
+    }
+
+    /// The staging is what its last user left, and what grows in it is none of that.
+    #[test]
+    fn what_grows_is_the_same_in_staging_and_beyond() {
+        let pool = pool(1 << 20);
+        for (about, lens, is_staged) in [
+            (0, [0, 0, 0], true),
+            (100, [10, 20, 482], true),
+            (100, [10, 20, 483], false),
+            (600, [10, 20, 994], true),
+            (5000, [4096, 4096, 1], false),
+            (CLASS_LEN_MAX + 1, [1, 2, 3], false),
+        ] {
+            pool.trim();
+            let mut used = pool.take(about.min(CLASS_LEN_MAX)).unwrap();
+            used.fill(9);
+            let at = used.as_ptr();
+            pool.give(used.into_staging());
+            let mut growing = pool.take_growing(about).unwrap();
+            growing.append(&vec![1; lens[0]]);
+            growing.append_zeros(lens[1]);
+            growing.append(&vec![3; lens[2]]);
+            if let Some(first) = growing.as_mut().first_mut() {
+                *first = 7;
+            }
+            assert_eq!(growing.byte_len(), lens.iter().sum::<usize>());
+            let grown = pool.grown(growing).unwrap();
+            let mut expected = [vec![1; lens[0]], vec![0; lens[1]], vec![3; lens[2]]].concat();
+            expected.iter_mut().take(1).for_each(|first| *first = 7);
+            assert!(*grown == expected, "{lens:?}");
+            assert_eq!(grown.as_ptr() == at, is_staged, "{lens:?}");
+            let is_outgrown = !is_staged && about <= CLASS_LEN_MAX;
+            assert_eq!(pool.idle_bytes() > 0, is_outgrown, "what was outgrown is somebody else's again");
+        }
+    }
+
+    #[test]
+    fn staging_of_another_make_is_not_kept() {
+        let pool = pool(1 << 20);
+        pool.give(pool.device.staging(5000).unwrap());
+        pool.give(pool.take(CLASS_LEN_MAX + 1).unwrap().into_staging());
+        assert_eq!(pool.idle_bytes(), 0);
+    }
+}

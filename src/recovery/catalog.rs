@@ -1,0 +1,240 @@
+//! What an open keeps of what lies on disk: snapshots, tables of old states, the files they need, the images
+//! that need not be written again. None of it is needed to load pages, so it is put together beside that.
+//!
+//! Looking changes nothing. What nothing names is removed only when the new incarnation has begun.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use remanent_format::frame::VerifiedSnapshot;
+use remanent_format::image::{ImageFileHeader, ImageFileHeaderRaw, ImagePurpose};
+use remanent_format::manifest::Manifest;
+use remanent_format::reach::Reach;
+use remanent_format::state::follow::Resolution;
+use remanent_format::state::survey::{Survey, read_manifest};
+use remanent_format::{FileName, Folder, Lsn, PageId, PageTable, ReadAt, SnapshotId};
+
+use super::{Recovery, verified};
+use crate::catalog::{Beside, Keeping, Kept, KeptTable, KnownImages, Sums};
+use crate::disk::Disk;
+use crate::disk::source::DiskSource;
+use crate::error::Result;
+use crate::images::IMAGE_FILES_MAX;
+use crate::images::numbers::ImageFiles;
+
+/// What will be kept, if the pages can be loaded.
+pub(super) struct Found<'s> {
+    /// The snapshots that the new incarnation records as verified.
+    pub verified: Vec<VerifiedSnapshot>,
+    /// The links that are published anew before that.
+    pub anew: Vec<&'s Manifest>,
+    /// The table, for who watches it: the pages that are not as the newest snapshot has them.
+    pub changed: Vec<PageId>,
+    /// The same table, for commits.
+    pub submitted: PageTable,
+    snapshots: BTreeMap<SnapshotId, Kept>,
+    tables: BTreeMap<u64, KeptTable>,
+    known: KnownImages,
+    /// Image files that batches may name, with the newest batch that may.
+    for_batches: BTreeMap<u64, Lsn>,
+    next_file: u64,
+    /// Replay may start at this `redo` and later ones; `None`: also at the log's beginning.
+    floor: Option<Lsn>,
+    /// Whether a manifest or a table cannot be read.
+    is_unread: bool,
+}
+
+impl<'s> Found<'s> {
+    /// Looks what will be kept. `base` is the snapshot that is loaded, whole.
+    pub fn look(
+        disk: &dyn Disk,
+        source: &DiskSource,
+        survey: &'s Survey,
+        base: Option<&Manifest>,
+        resolution: &Resolution,
+        beside: Beside,
+    ) -> Result<Self> {
+        let table = &resolution.resolved.table;
+        let end = resolution.end.as_ref().expect("followed to its end");
+        let reach = Reach::of(survey, &end.verified);
+        let (mut verified, anew) = verified(survey, end, resolution.base);
+        let floor = floor(survey, &reach, &verified);
+        for entry in &mut verified {
+            let redo = survey.chain(entry.snapshot)?[0].redo.lsn;
+            entry.log_kept = floor.is_some_and(|floor| redo >= floor);
+        }
+        let is_readable = |snapshot: &SnapshotId| survey.chain(*snapshot).is_ok();
+        let mut is_unread = !survey.links.keys().all(is_readable);
+        let known = KnownImages::recovered(survey, base, beside)?;
+        let mut for_batches = BTreeMap::new();
+        let mut tables = BTreeMap::new();
+        let mut next_file = survey.readable().map(|manifest| manifest.next_file).max().unwrap_or(1);
+        for name in disk.list(Folder::Pages)? {
+            match FileName::parse(Folder::Pages, &name) {
+                Some(FileName::Pages(number)) => {
+                    next_file = next_file.max(number + 1);
+                    if may_be_for_a_batch(source, number, survey) {
+                        for_batches.insert(number, newest_batch(survey, resolution, number));
+                    }
+                }
+                Some(file @ FileName::Table(number)) => {
+                    next_file = next_file.max(number + 1);
+                    // A table that cannot be read is needed only by log that is older than what was
+                    // replayed; its images stay, for nothing says which they are.
+                    match read_manifest(source, file, &survey.store) {
+                        Ok((table, _)) => {
+                            let images = table.entries.iter().filter_map(|entry| entry.image);
+                            let files: BTreeSet<u64> = images.map(|image| image.file).collect();
+                            tables.insert(number, KeptTable { restored_at: table.end, files });
+                        }
+                        Err(_) => is_unread = true,
+                    }
+                }
+                _ => {}
+            }
+        }
+        // Other links that can be read are there for these, or will go with the next snapshot.
+        let mut snapshots = BTreeMap::new();
+        for VerifiedSnapshot { snapshot, manifest_crc, .. } in &verified {
+            let chain = survey.chain(*snapshot)?;
+            let links = chain[1..].iter().map(|link| link.snapshot).collect();
+            let sums = match resolution.base == Some(*snapshot) {
+                true => known.sums(),
+                false => Sums::of(survey.entries(*snapshot)?.map(|entry| entry.image)),
+            };
+            // A snapshot takes the numbers of its image files together, behind those of the snapshot before. Where that
+            // is gone, one of its files may be taken for one of these.
+            let next = chain[0].next_file;
+            let first = match survey.links.get(&SnapshotId(snapshot.0 - 1)) {
+                Some(Ok((before, _))) => before.next_file,
+                _ => next.saturating_sub(IMAGE_FILES_MAX),
+            };
+            let is_other = |file: u64| for_batches.contains_key(&file) || tables.contains_key(&file);
+            let is_own = |file: u64| (first..next).contains(&file) && !is_other(file);
+            snapshots.insert(*snapshot, Kept::new(chain[0], is_own, sums, links, *manifest_crc, true));
+        }
+        let (changed, submitted) = (known.changed(table), table.clone());
+        Ok(Self {
+            verified,
+            anew,
+            changed,
+            submitted,
+            snapshots,
+            tables,
+            known,
+            for_batches,
+            next_file,
+            floor,
+            is_unread,
+        })
+    }
+
+    /// What is kept on disk from now on; `end` is the newest batch.
+    pub fn into_keeping(self, disk: &Arc<dyn Disk>, survey: &Survey, end: Lsn) -> Keeping {
+        let Self { snapshots, tables, known, for_batches, next_file, floor, is_unread, .. } = self;
+        let newest = survey.links.keys().next_back();
+        Keeping {
+            snapshots,
+            tables,
+            floor,
+            unread: is_unread.then_some(end),
+            next_snapshot: newest.map_or(1, |last| last.0 + 1),
+            files: Arc::new(ImageFiles::new(disk.clone(), next_file, for_batches)),
+            known: Arc::new(known),
+            file_lens: BTreeMap::new(),
+        }
+    }
+}
+
+impl Recovery<'_> {
+    /// What is kept on disk from now on; `end` is the newest batch. What nothing needs is removed.
+    pub(super) fn keep(
+        &self,
+        found: Found<'_>,
+        survey: &Survey,
+        base: Option<SnapshotId>,
+        end: Lsn,
+    ) -> Result<Keeping> {
+        let (is_unread, newest) = (found.is_unread, survey.links.keys().next_back().copied());
+        let batch_files: BTreeSet<u64> = found.for_batches.keys().copied().collect();
+        let keeping = found.into_keeping(&self.disk, survey, end);
+        // Image files of snapshots that nothing names stem from a snapshot that a crash cut short. Where a snapshot was
+        // passed over, its images stay until newer ones take its place: they are evidence.
+        if newest == base && !is_unread {
+            self.remove_unneeded_images(&keeping, survey, &batch_files)?;
+        }
+        Ok(keeping)
+    }
+
+    /// What a crash kept from being removed, and what was under way then. The opening seal says the floor, and it is
+    /// durable: nothing begins at what is below.
+    fn remove_unneeded_images(
+        &self,
+        keeping: &Keeping,
+        survey: &Survey,
+        batch_files: &BTreeSet<u64>,
+    ) -> Result<()> {
+        // A reader may have begun before the crash, or just now, at what is no start any more: all stays for it, until
+        // the next snapshot.
+        let starts = |id: &SnapshotId| keeping.snapshots.get(id).is_some_and(|kept| keeping.reaches(kept));
+        let begun = [SnapshotId(0)].into_iter().chain(survey.links.keys().copied());
+        let mut going = Vec::new();
+        for id in begun.filter(|id| !starts(id)) {
+            match self.disk.try_retire(id)? {
+                Some(lock) => going.push(lock),
+                None => return Ok(()),
+            }
+        }
+        let named = keeping.named_files();
+        let next_file = keeping.snapshots.values().map(|kept| kept.next_file).max().unwrap_or(1);
+        let floor = keeping.floor.unwrap_or_default();
+        for name in self.disk.list(Folder::Pages)? {
+            let Some(file @ FileName::Pages(number)) = FileName::parse(Folder::Pages, &name) else {
+                continue;
+            };
+            // Only while a batch's file is there, or a manifest says so, is its number known to be taken: a frame that
+            // was cut may name it.
+            let is_highest = number + 1 == keeping.files.first() && number >= next_file;
+            let is_needed = named.contains(&number) || keeping.files.is_for_batch(number, floor);
+            if !(is_needed || is_highest && batch_files.contains(&number)) {
+                self.disk.remove(file)?;
+            }
+        }
+        keeping.files.recycled(floor);
+        Ok(())
+    }
+}
+
+/// From where replay may start once the new incarnation has begun. Where no seal says it yet, and the log's beginning
+/// is gone, as in a fork and in a store of an older build, it is the oldest recorded snapshot whose log is there.
+fn floor(survey: &Survey, reach: &Reach, verified: &[VerifiedSnapshot]) -> Option<Lsn> {
+    if reach.floor().is_some() || reach.beginning().is_some() {
+        return reach.floor();
+    }
+    let starts = verified.iter().filter(|entry| reach.is_start(Some(entry.snapshot)));
+    let links = starts.filter_map(|entry| survey.links[&entry.snapshot].as_ref().ok());
+    links.map(|(link, _)| link.redo.lsn).min()
+}
+
+/// The newest batch that may name an image file which was written for one. That of a frame that was replayed is known.
+/// Any other frame lies at or before the `redo` of the snapshot used, and of each whose manifest says that files from
+/// a higher number on were ahead of it.
+fn newest_batch(survey: &Survey, resolution: &Resolution, number: u64) -> Lsn {
+    if let Some(lsn) = resolution.ahead.get(&number) {
+        return *lsn;
+    }
+    let base = resolution.base.and_then(|base| survey.links[&base].as_ref().ok());
+    let replayed_from = base.map_or(Lsn(0), |(link, _)| link.redo.lsn);
+    let before = survey.readable().filter(|link| number < link.ahead_from).map(|link| link.redo.lsn);
+    before.fold(replayed_from, Lsn::min)
+}
+
+/// Whether an image file may have been written for a batch of this store. One that does not say what it was written
+/// for may; those of an ancestor are here for the snapshots that share them.
+fn may_be_for_a_batch(source: &DiskSource, number: u64, survey: &Survey) -> bool {
+    let mut bytes = [0; ImageFileHeaderRaw::LEN];
+    let read = source.read_at(FileName::Pages(number), 0, &mut bytes);
+    let header = read.ok().and_then(|()| ImageFileHeader::decode(&bytes).ok());
+    let is_shared = |header: &ImageFileHeader| survey.store.record.ancestors.contains(&header.store);
+    header.is_none_or(|header| header.purpose == ImagePurpose::Batch && !is_shared(&header))
+}

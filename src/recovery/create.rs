@@ -1,0 +1,172 @@
+//! A store's birth: which directory may become one, what a creation cut short left there, and the new store itself.
+//!
+//! STORE is the last file that a creation publishes. A directory without it is empty, foreign, or an unfinished creation,
+//! which the next one starts over.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use remanent_format::frame::{FrameHeaderRaw, FrameKind, UncheckedFrame};
+use remanent_format::limits::FRAME_ALIGN;
+use remanent_format::segment::SEGMENT_HEADER_BLOCK;
+use remanent_format::state::by_id::ById;
+use remanent_format::store::{Features, StoreFile, StoreRecord};
+use remanent_format::{Defect, FileName, Folder, PageTable, ReadAt, StoreId};
+
+use super::opening::{Predecessor, begin, random};
+use super::{Behind, Opened, Recovery};
+use crate::applier::Applied;
+use crate::catalog::publish::publish;
+use crate::catalog::{Keeping, unix_ms};
+use crate::disk::Disk;
+use crate::disk::source::DiskSource;
+use crate::error::{Error, Result};
+use crate::images::numbers::ImageFiles;
+use crate::options::Create;
+
+/// The temporary name of STORE; [`publish`](crate::catalog::publish::publish) gives it the same one.
+pub(crate) const CLAIM: FileName = FileName::Temporary(Folder::Root, 0);
+
+/// Refuses a directory that must not become, or is not, a store. Touches nothing: this comes before the
+/// lock, whose file would already be a trace.
+pub(crate) fn check_directory(disk: &dyn Disk, create: Create) -> Result<()> {
+    let names = disk.list(Folder::Root)?;
+    let is = |name: &String, file| FileName::parse(Folder::Root, name) == Some(file);
+    if names.iter().any(|name| is(name, FileName::Store)) {
+        return Ok(());
+    }
+    // `lost+found` belongs to a file system whose root the directory is.
+    let ours = |name: &String| {
+        FileName::parse(Folder::Root, name).is_some()
+            || Folder::INNER.iter().any(|folder| folder.name() == name)
+            || name == "lost+found"
+    };
+    if let Some(found) = names.iter().find(|name| !ours(name)) {
+        return Err(Error::ForeignDirectory { path: disk.label(), found: found.clone() });
+    }
+    match create {
+        Create::IfEmpty => Ok(()),
+        Create::Never => Err(Error::NoStore { path: disk.label() }),
+    }
+}
+
+impl Recovery<'_> {
+    /// A new store. STORE comes last: without it the directory is an unfinished creation.
+    pub(super) fn create(&self) -> Result<Opened> {
+        start_over(&self.disk)?;
+        let store = StoreFile {
+            store: StoreId(random()?),
+            features: Features::WRITTEN,
+            record: StoreRecord {
+                layout_fingerprint: self.options.layout_fingerprint,
+                identity: self.options.identity.clone().unwrap_or_default(),
+                created_unix_ms: unix_ms(),
+                ancestors: Vec::new(),
+            },
+        };
+        let pool = self.pool(store.store)?;
+        let (log, position) = begin(&pool, store.store, &Predecessor::default(), Vec::new())?;
+        let bytes = store.encode().map_err(|defect| Error::from(defect.at(FileName::Store, 0)))?;
+        publish(&self.disk, FileName::Store, 0, &[&bytes])?;
+        Ok(Opened {
+            store,
+            applied: Applied {
+                table: PageTable::new(),
+                memory: ById::default(),
+                cold: Arc::default(),
+                point: log.point,
+                deleted: None,
+                cut: None,
+                catches: HashMap::new(),
+            },
+            submitted: PageTable::new(),
+            changed: Vec::new(),
+            log,
+            pool,
+            keeping: Keeping {
+                snapshots: BTreeMap::new(),
+                tables: BTreeMap::new(),
+                floor: None,
+                unread: None,
+                next_snapshot: 1,
+                files: Arc::new(ImageFiles::new(self.disk.clone(), 1, [])),
+                known: Arc::default(),
+                file_lens: BTreeMap::new(),
+            },
+            behind: Behind::default(),
+            recovered: self.report(position, true),
+        })
+    }
+}
+
+/// Removes what a creation, or a fork, cut short left behind, and makes the folders. All of it is judged
+/// before any of it is removed: it may be a store that lost its STORE.
+pub(crate) fn start_over(disk: &Arc<dyn Disk>) -> Result<()> {
+    let source = DiskSource::new(disk.clone());
+    let claimed = is_claimed(disk)?;
+    let mut left = Vec::new();
+    for folder in Folder::INNER {
+        for file in disk.list(folder)?.iter().filter_map(|name| FileName::parse(folder, name)) {
+            let is_more = match file {
+                FileName::Pages(_) | FileName::Table(_) | FileName::Manifest(_) => !claimed,
+                FileName::Segment(_) => holds_batch(&source, file)?,
+                _ => false,
+            };
+            if is_more {
+                return Err(Defect::Missing.at(FileName::Store, 0).into());
+            }
+            left.push(file);
+        }
+    }
+    for folder in Folder::INNER {
+        disk.make_folder(folder)?;
+    }
+    disk.sync_folder(Folder::Root)?;
+    for file in left {
+        disk.remove(file)?;
+    }
+    Folder::INNER.into_iter().try_for_each(|folder| disk.sync_folder(folder))
+}
+
+/// Whether a segment of an unfinished creation holds a batch: then it is more than that. Every place at
+/// which a frame may lie is looked at: a batch may share the group of a seal.
+fn holds_batch(source: &DiskSource, file: FileName) -> Result<bool> {
+    const WINDOW: usize = 1 << 20;
+    let unreadable = |error: std::io::Error| Error::from(Defect::unreadable(&error).at(file, 0));
+    let is_batch = |bytes: &[u8]| {
+        UncheckedFrame::decode(bytes).is_ok_and(|frame| frame.unproven().kind == FrameKind::Batch)
+    };
+    let len = source.len(file).map_err(unreadable)?.unwrap_or(0);
+    let mut bytes = Vec::new();
+    let mut at = SEGMENT_HEADER_BLOCK;
+    while at < len {
+        bytes.resize(WINDOW.min((len - at) as usize), 0);
+        source.read_at(file, at, &mut bytes).map_err(unreadable)?;
+        if bytes.windows(FrameHeaderRaw::LEN).step_by(FRAME_ALIGN as usize).any(is_batch) {
+            return Ok(true);
+        }
+        // A header that the window cut is the first of the next one.
+        at += (WINDOW - FrameHeaderRaw::LEN) as u64;
+    }
+    Ok(false)
+}
+
+/// Whether the directory was claimed by a founding that did not come to its end.
+fn is_claimed(disk: &Arc<dyn Disk>) -> Result<bool> {
+    if !disk.list(Folder::Root)?.contains(&CLAIM.name()) {
+        return Ok(false);
+    }
+    let file = disk.open(CLAIM, false)?;
+    let mut bytes = vec![0; usize::try_from(file.len()?).unwrap_or(0)];
+    file.read_at(0, &mut bytes)?;
+    Ok(StoreFile::decode(&bytes).is_ok())
+}
+
+/// Claims a directory for a store that is being made elsewhere: STORE, whole and synced, under its temporary name.
+pub(crate) fn claim(target: &Arc<dyn Disk>, store: &StoreFile) -> Result<()> {
+    let bytes = store.encode().map_err(|defect| Error::from(defect.at(FileName::Store, 0)))?;
+    let file = target.create(CLAIM)?;
+    file.write_at(0, &bytes)?;
+    file.sync()?;
+    target.sync_folder(Folder::Root)
+}

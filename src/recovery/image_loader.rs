@@ -1,0 +1,249 @@
+//! Bringing images into device memory, by several threads, each with one piece at a time between the medium
+//! and staging, while pieces before go from staging to their pages.
+//!
+//! Nothing on disk changes here, so a crash loses nothing.
+
+use std::borrow::Cow;
+use std::collections::VecDeque;
+use std::convert::Infallible;
+use std::ops::Range;
+
+use remanent_format::image::read::stream_image;
+use remanent_format::image::{Codec, ImageRef};
+use remanent_format::{Defect, FileName, PageId};
+
+use crate::base::parallel;
+use crate::base::sync::Mutex;
+use crate::base::sync::atomic::{AtomicUsize, Ordering};
+use crate::device::{Command, CommandList, Device, Fence, Lane, Pending, Span, StagingSpan};
+use crate::disk::source::DiskSource;
+use crate::error::{Error, Result, make_room};
+use crate::images::read::{Piece, RUN_BYTES, Run, SUMMED_AT_ONCE, Wanted, runs};
+use crate::memory::staging::{StagingBuf, StagingPool};
+
+/// Threads that read. A disk is busy with four; from the page cache each gives a few gigabytes a second, checksums
+/// included, and a GPU takes fifty.
+const THREADS_MAX: usize = 12;
+/// Copies that may be under way when a thread reads on. A lane does them one after the other, but it should never have
+/// to wait for the next: from the page cache to an H200 4 of 2 MiB made 39 GB/s, 8 made 49, and 12 make 50. More would
+/// only need more staging, which a GPU pins at 1.5 GB/s.
+const COPIES_MAX: usize = 12;
+/// Loads images into the memory of their pages.
+pub(super) struct ImageLoader<'a> {
+    pub device: &'a dyn Device,
+    pub staging: &'a StagingPool,
+    pub source: &'a DiskSource,
+    /// The lanes on which the bytes go up, in turns: between two lists of one lane the bus is idle for a while.
+    pub lanes: &'static [Lane],
+    /// The memory of a page.
+    pub target: &'a (dyn Fn(PageId) -> Result<Span> + Sync),
+}
+
+/// What one thread does at a time.
+enum Work<'a> {
+    Run(Run<'a>),
+    /// This range of a long image, in bytes from the image's start.
+    Part(&'a Wanted, Range<u64>),
+    /// A long page that is compressed.
+    Compressed(&'a Wanted),
+}
+
+impl Work<'_> {
+    fn first_page(&self) -> PageId {
+        match self {
+            Work::Run(run) => run.first_page(),
+            Work::Part(wanted, _) | Work::Compressed(wanted) => wanted.page,
+        }
+    }
+}
+
+/// How many threads load images.
+pub(super) fn threads() -> usize {
+    parallel::threads(THREADS_MAX)
+}
+
+impl ImageLoader<'_> {
+    /// Loads and proves images, in no order, by several threads, and returns when they are there. A long one is read
+    /// in parts, so that no more than a few megabytes a thread are held at a time. They come by files: sorted among all of them, those of small pages took a tenth of the time that
+    /// loading them takes.
+    ///
+    /// # Errors
+    /// [`Error::Damaged`]; a device error, after which lists that name the memory may still be under way.
+    pub fn load<'i>(&self, images: impl Iterator<Item = &'i mut [Wanted]>, threads: usize) -> Result<()> {
+        let into_work =
+            |images: &'i mut [Wanted]| Ok::<_, Infallible>(runs(images).flat_map(split).collect::<Vec<_>>());
+        let Ok(work) = parallel::for_each(threads, images, into_work);
+        let mut work: Vec<Work<'_>> = work.into_iter().flatten().collect();
+        // As memory is allocated, which goes on meanwhile. The parts of an image stay together.
+        work.sort_by_key(Work::first_page);
+        let copies = Copies { loader: self, begun: AtomicUsize::new(0), under_way: Mutex::default() };
+        let checksums = parallel::map_indexed(
+            threads,
+            work.len(),
+            || (),
+            |(), index| match &work[index] {
+                Work::Run(run) => self.load_run(run, &copies).map(|()| None),
+                Work::Part(wanted, range) => self.load_part(wanted, range, &copies).map(Some),
+                Work::Compressed(wanted) => self.load_compressed(wanted, &copies).map(|()| None),
+            },
+        );
+        // Whatever became of the reading: who gives the memory back must know that nothing writes to it.
+        copies.finish_but(0)?;
+        check_parts(work.iter().zip(checksums?))
+    }
+
+    fn load_run(&self, run: &Run<'_>, copies: &Copies<'_>) -> Result<()> {
+        let read = run.read(self.source, |len| self.staging.take(len))?;
+        // Pages that are stored as they are go up from where they were read; what is compressed is gathered
+        // elsewhere.
+        let (mut stored, mut decoded, mut decoded_bytes) = (Vec::new(), Vec::new(), Vec::new());
+        for page in run.pages(&read) {
+            let (page, at, content) = page?;
+            let target = (self.target)(page)?;
+            match content {
+                Cow::Borrowed(_) => stored.push((at, target)),
+                Cow::Owned(content) => {
+                    decoded.push((decoded_bytes.len(), target));
+                    make_room(&mut decoded_bytes, content.len())?;
+                    decoded_bytes.extend_from_slice(&content);
+                    if decoded_bytes.len() as u64 >= RUN_BYTES {
+                        copies.upload_copy(&decoded_bytes, &decoded)?;
+                        decoded.clear();
+                        decoded_bytes.clear();
+                    }
+                }
+            }
+        }
+        copies.upload_copy(&decoded_bytes, &decoded)?;
+        copies.upload(read.bytes, &stored)
+    }
+
+    /// Decompresses a page piece by piece. It is proven when all of it has gone up; nobody sees it before.
+    fn load_compressed(&self, wanted: &Wanted, copies: &Copies<'_>) -> Result<()> {
+        let target = (self.target)(wanted.page)?;
+        let (mut filling, mut at) = (Filling::default(), 0);
+        stream_image(self.source, &wanted.image, wanted.len, |mut bytes| -> Result<()> {
+            while !bytes.is_empty() {
+                let staged = match &mut filling.staged {
+                    Some(staged) => staged,
+                    none => none.insert(self.staging.take(RUN_BYTES.min(wanted.len - at) as usize)?),
+                };
+                let (now, later) = bytes.split_at(bytes.len().min(staged.len() - filling.filled));
+                staged[filling.filled..][..now.len()].copy_from_slice(now);
+                filling.filled += now.len();
+                bytes = later;
+                if filling.filled == staged.len() {
+                    let Filling { staged, filled } = std::mem::take(&mut filling);
+                    let part = Span { offset: at, len: filled as u64, ..target };
+                    copies.upload(staged.expect("just filled"), &[(0, part)])?;
+                    at += filled as u64;
+                }
+            }
+            Ok(())
+        })
+    }
+
+    /// Returns the part's checksum.
+    fn load_part(&self, wanted: &Wanted, range: &Range<u64>, copies: &Copies<'_>) -> Result<u32> {
+        let ImageRef { file, offset, .. } = wanted.image;
+        wanted.image.check(wanted.len).map_err(|defect| defect.at(FileName::Pages(file), offset))?;
+        let in_file = offset + range.start..offset + range.end;
+        let (read, checksum) = Piece::read_summed(self.source, file, in_file, |len| self.staging.take(len))?;
+        let (at, len) = ((offset + range.start - read.start) as usize, range.end - range.start);
+        let target = Span { offset: range.start, len, ..(self.target)(wanted.page)? };
+        copies.upload(read.bytes, &[(at, target)])?;
+        Ok(checksum)
+    }
+}
+
+/// What is copied to staging, to go up when that is full.
+#[derive(Default)]
+struct Filling {
+    staged: Option<StagingBuf>,
+    filled: usize,
+}
+
+/// Copies from staging to pages that were begun and not waited for.
+struct Copies<'a> {
+    loader: &'a ImageLoader<'a>,
+    begun: AtomicUsize,
+    /// The oldest first, or nearly so.
+    under_way: Mutex<VecDeque<Pending>>,
+}
+
+impl Copies<'_> {
+    fn upload_copy(&self, bytes: &[u8], pages: &[(usize, Span)]) -> Result<()> {
+        if pages.is_empty() {
+            return Ok(());
+        }
+        let mut staged = self.loader.staging.take(bytes.len())?;
+        staged.copy_from_slice(bytes);
+        self.upload(staged, pages)
+    }
+
+    /// Begins to bring what lies at these places of `staged` up.
+    fn upload(&self, staged: StagingBuf, pages: &[(usize, Span)]) -> Result<()> {
+        let upload = |(at, target): &(usize, Span)| {
+            let source = StagingSpan { index: 0, offset: *at, len: target.len as usize };
+            Command::Upload { source, target: *target }
+        };
+        let commands = pages.iter().filter(|(_, target)| target.len > 0).map(upload).collect();
+        let list = CommandList { commands, staging: vec![staged.into_staging()] };
+        let turn = self.begun.fetch_add(1, Ordering::Relaxed) % self.loader.lanes.len();
+        let pending = self.loader.device.submit(self.loader.lanes[turn], list)?;
+        self.under_way.lock().push_back(pending);
+        self.finish_but(COPIES_MAX)
+    }
+
+    /// Waits for the oldest copies, until at most so many are under way, and gives their staging back. That of copies
+    /// that are done already is used for the next ones: on the host it is in the processor's cache.
+    fn finish_but(&self, at_most: usize) -> Result<()> {
+        let is_done = |pending: &Pending| {
+            let Fence { lane, value } = pending.fence();
+            value <= self.loader.device.reached(lane)
+        };
+        let oldest = || {
+            let mut under_way = self.under_way.lock();
+            let is_due = under_way.len() > at_most || under_way.front().is_some_and(is_done);
+            if is_due { under_way.pop_front() } else { None }
+        };
+        while let Some(pending) = oldest() {
+            for staging in pending.finish(self.loader.device)? {
+                self.loader.staging.give(staging);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A run is one piece of work, but for one that is a single long image: that is summed while it is read, and proven when
+/// all its parts are there.
+fn split(run: Run<'_>) -> Vec<Work<'_>> {
+    let long = |wanted: &&Wanted| {
+        wanted.image.codec == Codec::Raw && wanted.image.stored_len > SUMMED_AT_ONCE as u64
+    };
+    let Some(only) = run.only() else { return vec![Work::Run(run)] };
+    if only.is_long() && only.image.codec != Codec::Raw {
+        return vec![Work::Compressed(only)];
+    }
+    let Some(wanted) = Some(only).filter(long) else { return vec![Work::Run(run)] };
+    let parts = (0..wanted.image.stored_len).step_by(RUN_BYTES as usize);
+    parts.map(|at| Work::Part(wanted, at..wanted.image.stored_len.min(at + RUN_BYTES))).collect()
+}
+
+/// Proves the images that were read in parts: these come in their order.
+fn check_parts<'a>(parts: impl Iterator<Item = (&'a Work<'a>, Option<u32>)>) -> Result<()> {
+    let mut so_far = crc32fast::Hasher::new();
+    for (work, checksum) in parts {
+        let (Work::Part(Wanted { image, .. }, range), Some(checksum)) = (work, checksum) else { continue };
+        let damaged = |defect: Defect| Error::from(defect.at(FileName::Pages(image.file), image.offset));
+        so_far.combine(&crc32fast::Hasher::new_with_initial_len(checksum, range.end - range.start));
+        if range.end == image.stored_len {
+            let (found, computed) = (image.stored_crc, std::mem::take(&mut so_far).finalize());
+            if found != computed {
+                return Err(damaged(Defect::Checksum { what: "image", found, computed }));
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,227 @@
+//! Sorting out what the pages of a table are made from, some thousand at once on each of several threads: with
+//! small pages, one that does it alone takes as long for that as for a tenth of loading them.
+//!
+//! Looking changes nothing.
+
+use std::collections::BTreeMap;
+use std::convert::Infallible;
+
+use remanent_format::image::ImageRef;
+use remanent_format::manifest::Manifest;
+use remanent_format::state::bases::{Base, Bases};
+use remanent_format::{Lsn, PageId, PageTable};
+
+use super::page_memory::Memories;
+use crate::base::parallel;
+use crate::catalog::Beside;
+use crate::images::read::Wanted;
+
+/// Threads that sort.
+const THREADS_MAX: usize = 8;
+/// Pages for which it is worth to have another one.
+const PAGES_MIN: usize = 8 << 10;
+
+/// What is to be sorted out.
+pub(super) struct Sorting<'a> {
+    pub table: &'a PageTable,
+    /// What its pages are made from.
+    pub bases: &'a Bases,
+    /// The snapshot from which recovery starts, whole.
+    pub snapshot: Option<&'a Manifest>,
+    /// Whether a frame records that snapshot as verified.
+    pub is_verified: bool,
+    /// Whether pages that need not be loaded now stay cold.
+    pub may_be_cold: bool,
+    /// Replay begins behind this batch.
+    pub from: Lsn,
+}
+
+/// What pages are made from, each kind in the order of the pages.
+#[derive(Default)]
+pub(super) struct Sorted {
+    pub images: Images,
+    /// The pages that begin as zeros instead.
+    pub zeros: Vec<PageId>,
+    /// The pages whose length changes during replay.
+    pub resized: Vec<(PageId, Base)>,
+    /// The pages whose bases have later batches than the one behind which replay begins, and which these are.
+    pub late: Vec<(PageId, Lsn)>,
+    /// What later snapshots need not write again, though the one before does not name it.
+    pub beside: Beside,
+}
+
+/// Images, some of one file together: in it they mostly lie in the order of their pages already.
+#[derive(Default)]
+pub(super) struct Images {
+    /// Those that were proven past the cache when their snapshot was.
+    pub proven: Vec<Vec<Wanted>>,
+    pub unproven: Vec<Vec<Wanted>>,
+    /// Those that nobody loads now.
+    pub cold: Vec<(PageId, ImageRef)>,
+}
+
+impl Sorted {
+    fn extend(&mut self, behind: Self) {
+        let Self { images: Images { proven, unproven, cold }, zeros, resized, late, beside } = behind;
+        self.images.proven.extend(proven);
+        self.images.unproven.extend(unproven);
+        self.images.cold.extend(cold);
+        self.zeros.extend(zeros);
+        self.resized.extend(resized);
+        self.late.extend(late);
+        self.beside.extend(beside);
+    }
+}
+
+impl Sorting<'_> {
+    /// Sorts out the pages of a table in whose memory they will lie.
+    pub fn sort(&self, memories: &Memories<'_>) -> Sorted {
+        let threads = parallel::threads(THREADS_MAX).min(self.table.lens().len().div_ceil(PAGES_MIN)).max(1);
+        // One part for each: the images of many small ones would lie all over the heap, among what stays there.
+        let sort = |part| Ok::<_, Infallible>(self.sort_between(part));
+        let Ok(parts) = parallel::for_each(threads, memories.parts(threads), sort);
+        let mut sorted = Sorted::default();
+        parts.into_iter().for_each(|part| sorted.extend(part));
+        sorted
+    }
+
+    /// The images that a verified snapshot names were proven past the cache when it was (I7), nobody writes to them, and
+    /// each has its checksum: so what the page cache has of them is taken from there; and where pages are loaded on
+    /// demand, those that nothing happened to since are left cold.
+    fn sort_between(&self, (first, last): (PageId, PageId)) -> Sorted {
+        let Self { table, bases, snapshot, is_verified, may_be_cold, from } = *self;
+        let mut sorted = Sorted::default();
+        // Counted first: vectors that grew would leave holes in the heap, some 35 bytes a page.
+        let mut counts: BTreeMap<u64, usize> = BTreeMap::new();
+        let images = bases.range(first, last).filter_map(|(_, base)| base.image);
+        images.for_each(|image| *counts.entry(image.file).or_default() += 1);
+        let room = |file: u64| Vec::with_capacity(counts[&file]);
+        let (mut proven, mut unproven) = (BTreeMap::<u64, Vec<Wanted>>::new(), BTreeMap::new());
+        // Both the pages here and those of the snapshot ascend.
+        let entries = snapshot.map_or(&[][..], |snapshot| &snapshot.entries);
+        let mut named = entries[entries.partition_point(|entry| entry.page < first)..].iter().peekable();
+        for (page, base) in bases.range(first, last) {
+            while named.next_if(|entry| entry.page < page).is_some() {}
+            let named = named.next_if(|entry| entry.page == page);
+            if base.lsn > from {
+                sorted.late.push((page, base.lsn));
+            }
+            sorted.beside.note(page, named, &base, table);
+            match base.image {
+                _ if base.resized => sorted.resized.push((page, base)),
+                Some(image) => {
+                    let is_proven = is_verified && named.is_some_and(|entry| entry.image == Some(image));
+                    let is_unchanged = || table.get(page).is_some_and(|info| info.lsn == base.lsn);
+                    if may_be_cold && is_proven && is_unchanged() {
+                        sorted.images.cold.push((page, image));
+                        continue;
+                    }
+                    let to_load = if is_proven { &mut proven } else { &mut unproven };
+                    let of_file = to_load.entry(image.file).or_insert_with(|| room(image.file));
+                    of_file.push(Wanted { page, len: base.len, image });
+                }
+                None => sorted.zeros.push(page),
+            }
+        }
+        sorted.images.proven.extend(proven.into_values());
+        sorted.images.unproven.extend(unproven.into_values());
+        sorted
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use remanent_format::image::Codec;
+    use remanent_format::manifest::ManifestEntry;
+    use remanent_format::{Epoch, LogPoint, PageInfo, Place};
+
+    use super::*;
+    use crate::catalog::{entry, sample};
+
+    const PAGES: u64 = 1000;
+    const REDO: Lsn = Lsn(500);
+
+    fn image(page: u64) -> ImageRef {
+        let (file, offset) = (1 + page % 3, 64 * page);
+        ImageRef { file, offset, stored_len: 64, stored_crc: 1, raw_crc: 1, codec: Codec::Raw }
+    }
+
+    /// A page as batch `lsn` left it.
+    fn info(page: u64, lsn: u64) -> PageInfo {
+        let mut info = PageInfo::new(PageId(page), 64, Place::Host);
+        (info.epoch, info.lsn) = (Epoch(1), Lsn(lsn));
+        info
+    }
+
+    fn snapshot() -> Manifest {
+        // Some were caught behind the point at which replay begins.
+        let named = |page| entry(&info(page, if page % 7 == 0 { 501 } else { 400 }), Some(image(page)));
+        let entries: Vec<ManifestEntry> = (1..=PAGES).filter(|page| page % 11 != 0).map(named).collect();
+        let redo = LogPoint { lsn: REDO, ..LogPoint::default() };
+        Manifest { redo, next_page: PAGES + 1, ..sample::base(entries) }
+    }
+
+    /// Of each kind some, everywhere: as in the snapshot, changed by a batch, from an image that a batch names, resized,
+    /// created, deleted.
+    #[test]
+    fn in_parts_or_at_once_pages_are_sorted_out_alike() {
+        let snapshot = snapshot();
+        let mut bases = Bases::of_snapshot(Arc::new(snapshot.clone()));
+        let mut pages: Vec<PageInfo> = Vec::new();
+        for page in 1..=PAGES {
+            let base = |image, lsn| Base { image, len: 64, lsn: Lsn(lsn), resized: false };
+            let before = bases.get(PageId(page)).map_or(700, |base| base.lsn.0);
+            pages.push(info(page, if page % 5 == 0 { 800 } else { before }));
+            match page % 13 {
+                _ if page % 11 == 0 => bases.insert(PageId(page), base(None, 699)),
+                1 => {
+                    bases.insert(PageId(page), base(Some(image(page + 5000)), pages[page as usize - 1].lsn.0))
+                }
+                2 => bases.insert(PageId(page), Base { resized: true, ..base(Some(image(page)), 400) }),
+                3 => bases.remove(PageId(page)),
+                _ => {}
+            }
+        }
+        pages.retain(|info| bases.get(info.page).is_some());
+        let table = PageTable::from_parts(pages, Arc::default(), PAGES + 1, Epoch(1), Lsn(800));
+        for (is_verified, may_be_cold) in [(false, false), (true, false), (true, true), (false, true)] {
+            let sorting = Sorting {
+                table: &table,
+                bases: &bases,
+                snapshot: Some(&snapshot),
+                is_verified,
+                may_be_cold,
+                from: REDO,
+            };
+            let told = |sorted: Sorted| {
+                let Sorted { images, zeros, resized, late, beside } = sorted;
+                // Within a part they come by files.
+                let wanted = |images: Vec<Vec<Wanted>>| -> BTreeMap<_, _> {
+                    images.into_iter().flatten().map(|wanted| (wanted.page, wanted.image)).collect()
+                };
+                let images = (wanted(images.proven), wanted(images.unproven), images.cold);
+                (images, zeros, resized, late, beside)
+            };
+            let whole = told(sorting.sort_between((PageId(1), PageId(PAGES))));
+            let ((proven, unproven, cold), zeros, resized, late, beside) = &whole;
+            assert_eq!((proven.is_empty(), cold.is_empty()), (!is_verified, !(is_verified && may_be_cold)));
+            assert!(!unproven.is_empty() && !late.is_empty() && *beside != Beside::default());
+            let count = proven.len() + unproven.len() + cold.len() + zeros.len() + resized.len();
+            assert_eq!(count, table.pages().len());
+            let of = |wanted: fn(u64) -> bool| (1..=PAGES).filter(move |page| wanted(*page)).map(PageId);
+            assert!(zeros.iter().copied().eq(of(|page| page % 11 == 0)));
+            assert!(resized.iter().map(|(page, _)| *page).eq(of(|page| page % 11 != 0 && page % 13 == 2)));
+            let is_late = |(page, base): (PageId, Base)| (base.lsn > REDO).then_some((page, base.lsn));
+            assert!(late.iter().copied().eq(bases.iter().filter_map(is_late)));
+            for part_len in [1, 250, 333] {
+                let mut sorted = Sorted::default();
+                for first in (1..=PAGES).step_by(part_len as usize) {
+                    sorted.extend(sorting.sort_between((PageId(first), PageId(first + part_len - 1))));
+                }
+                assert!(told(sorted) == whole, "parts of {part_len}");
+            }
+        }
+    }
+}

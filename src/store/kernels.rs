@@ -1,0 +1,139 @@
+//! What a store has for kernels: memory, working copies of pages, and a look at what they did.
+
+use remanent_format::{PageId, Place, Width};
+
+use crate::device::{CallerMemory, DeviceBytes};
+use crate::error::Result;
+use crate::history::audit::Audit;
+use crate::store::Store;
+use crate::write::batch::WorkingCopy;
+use crate::write::commit::{Direction, Shadow};
+
+#[cfg(doc)]
+use crate::write::batch::WriteBatch;
+
+impl Store {
+    /// `len` zeros in the memory of the store's device, for kernels to write and for batches to take bytes from.
+    /// They count in the budget of their place, beside pages, and are given back with the last handle to them;
+    /// the caller's kernels must be done by then.
+    ///
+    /// # Errors
+    /// [`Error::OverBudget`], [`Error::OutOfMemory`], [`Error::PlaceUnavailable`]; a device error.
+    pub fn device_bytes(&self, len: u64, place: Place) -> Result<DeviceBytes> {
+        self.of_device(|| self.committer().device_bytes(place, len))
+    }
+
+    /// The memory of the caller's own, for batches to take bytes from. Its owner is held until the last handle
+    /// is gone.
+    ///
+    /// # Errors
+    /// [`Error::MemoryRefused`] where the device can tell that it is not what the caller says, and where pages
+    /// live in host memory; a device error.
+    pub fn caller_bytes(&self, memory: &CallerMemory) -> Result<DeviceBytes> {
+        self.of_device(|| self.committer().adopt(memory))
+    }
+
+    /// A copy of a page, for kernels to write, in the page's place. [`WriteBatch::capture`] takes what changes
+    /// there to the page.
+    ///
+    /// `width` is that of the page's elements: an element changes as a whole. It must divide the page's length.
+    ///
+    /// # Errors
+    /// [`Error::UnknownPage`]; [`Error::MemoryRefused`] if the page is no whole number of elements;
+    /// [`Error::OverBudget`], [`Error::OutOfMemory`]; a device error.
+    pub fn working_copy(&self, page: PageId, width: Width, shadow: Shadow) -> Result<WorkingCopy> {
+        let info = self.page(page)?;
+        let memory = self.device_bytes(info.len, info.place)?;
+        self.working_copy_in(page, &memory, width, shadow, Direction::Load)
+    }
+
+    /// Makes memory that is there already a working copy of a page: a tensor's, a cache's. It must be as long as
+    /// the page. `direction` says whether it takes the page's bytes now, or the page its bytes with the next
+    /// capture: so no fresh tensor overwrites a page that was recovered, unless it is told to.
+    ///
+    /// ```
+    /// use remanent::{Direction, Options, Place, Shadow, Store, Width};
+    /// # use remanent::DeviceChoice;
+    /// # let options = Options::default().device(DeviceChoice::Host);
+    /// let store = Store::temporary(options)?;
+    /// let mut batch = store.batch();
+    /// batch.create_from(b"recovered".to_vec(), Place::Device(0), None, Default::default());
+    /// let page = store.commit(batch)?.pages[0];
+    ///
+    /// let tensor = store.device_bytes(9, Place::Device(0))?;
+    /// store.working_copy_in(page, &tensor, Width::W1, Shadow::Page, Direction::Load)?;
+    /// let mut bytes = [0; 9];
+    /// tensor.read(0, &mut bytes)?;
+    /// assert_eq!(&bytes, b"recovered");
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::UnknownPage`]; [`Error::MemoryRefused`] if the memory is not as long as the page, no whole
+    /// number of elements, or not on their boundary; for a shadow [`Error::OverBudget`] and
+    /// [`Error::OutOfMemory`]; a device error.
+    pub fn working_copy_in(
+        &self,
+        page: PageId,
+        memory: &DeviceBytes,
+        width: Width,
+        shadow: Shadow,
+        direction: Direction,
+    ) -> Result<WorkingCopy> {
+        self.of_device(|| self.committer().working_copy(page, memory.clone(), width, shadow, direction))
+    }
+
+    /// Takes the page's bytes to a working copy again, in place of what it holds: after a conflict, or to drop
+    /// what was not captured.
+    ///
+    /// # Errors
+    /// [`Error::UnknownPage`]; [`Error::MemoryRefused`] if the page's length changed; a device error.
+    pub fn reload(&self, copy: &WorkingCopy) -> Result<()> {
+        self.of_device(|| self.committer().load(copy, Direction::Load))
+    }
+
+    /// Looks whether the pages in memory are what the batches made them, and names those that were changed
+    /// without one: by a kernel of the caller's that wrote to a lease's address, or past the end of memory of its
+    /// own.
+    ///
+    /// The device sums the pages, between batches, which go on; the sums are compared with those that follow from
+    /// the newest snapshot and the log. A page of which a snapshot has exactly the present version costs nothing
+    /// but its sum; one that changed since is put together on the host, one at a time. A CRC-32 misses one change
+    /// in four billion.
+    ///
+    /// A snapshot writes pages that batches changed since the one before, and takes what it finds in memory for
+    /// theirs: what a kernel did to such a page is told by an audit before that snapshot, and never by one after
+    /// it. Opening the store anew, or a batch that writes the whole page, mends what an audit found.
+    ///
+    /// An audit waits for a snapshot that is being taken. It is about the memory of an open store, so it is
+    /// nothing that a tool could do from outside.
+    ///
+    /// ```
+    /// use remanent::{Options, Place, Store};
+    /// # use remanent::DeviceChoice;
+    /// # let options = Options::default().device(DeviceChoice::Host);
+    /// let store = Store::temporary(options)?;
+    /// let mut batch = store.batch();
+    /// let page = batch.create(4096, Place::Device(0));
+    /// batch.write(page, 100, b"logged");
+    /// store.commit(batch)?;
+    ///
+    /// let audit = store.audit()?;
+    /// assert_eq!((audit.pages, audit.bytes), (1, 4096));
+    /// assert!(audit.changed.is_empty(), "{:?}", audit.changed);
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Damaged`] if what a page is made from is damaged on disk; [`Error::OutOfMemory`] if there is no
+    /// room on the host for one page; a device error.
+    pub fn audit(&self) -> Result<Audit> {
+        self.of_device(|| self.auditor().run())
+    }
+
+    /// A device's failure concerns the whole store.
+    fn of_device<T>(&self, call: impl FnOnce() -> Result<T>) -> Result<T> {
+        self.check_process()?;
+        call().map_err(|error| self.committer().poison.set_by_device(error))
+    }
+}

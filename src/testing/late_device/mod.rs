@@ -1,0 +1,381 @@
+//! A device that does everything as late as its fences allow, to catch those who do not wait.
+//!
+//! The host device is so early that no missing wait shows: every list is done when `submit` returns. Here
+//! lists only queue up; one runs when somebody waits for a fence behind it, on its own lane or by way of
+//! `after`, or, in a seeded device, when the schedule draws it. On the way it spoils what nobody may rely
+//! on: fresh page memory, staging that is to be downloaded to, staging that was uploaded from. Whoever
+//! reads early, or again, reads [`POISON`].
+//!
+//! Streams of callers are emulated too: see `streams`.
+
+mod page_spans;
+mod streams;
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+
+use remanent_format::{Place, Width};
+
+use self::page_spans::page_spans;
+pub use self::streams::StreamWork;
+use self::streams::{StreamEntry, Streams};
+use crate::base::sync::{Condvar, Mutex};
+use crate::device::spans::{overlap, staged_spans};
+use crate::device::{
+    CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending,
+    RawStream, ReturnedStaging, Span, Staging, StagingSpan,
+};
+use crate::error::{Error, Result};
+
+/// The byte that stands for "nobody may rely on this".
+pub const POISON: u8 = 0xA5;
+
+/// Bits of a made-up address that are the offset in its memory; those above are the memory's name.
+const ADDRESS_BITS: u32 = 40;
+
+/// A device that runs another one's lists late.
+pub struct LateDevice {
+    inner: Arc<dyn Device>,
+    state: Mutex<State>,
+    /// A stream was let go, or is waited for.
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    lanes: [LateLane; Lane::ALL.len()],
+    streams: Streams,
+    /// Lengths of page memory.
+    lens: HashMap<MemoryId, u64>,
+    /// State of the random numbers that draw the schedule; `None` runs nothing before it must.
+    schedule: Option<u64>,
+}
+
+#[derive(Default)]
+struct LateLane {
+    queue: VecDeque<Entry>,
+    /// The newest fence handed out.
+    given: u64,
+    reached: u64,
+    /// Why nothing runs here any more.
+    stopped: Option<Error>,
+}
+
+enum Entry {
+    List {
+        list: CommandList,
+        returned: Arc<ReturnedStaging>,
+    },
+    After(Fence),
+    /// A point in a stream: so many of its entries are done.
+    AfterStream(RawStream, u64),
+}
+
+impl LateDevice {
+    /// Runs a list only when somebody waits for it.
+    #[must_use]
+    pub fn new(inner: Arc<dyn Device>) -> Self {
+        Self::drawing(inner, None)
+    }
+
+    /// Also runs lists at calls drawn from `seed`, so that who polls gets on.
+    #[must_use]
+    pub fn seeded(inner: Arc<dyn Device>, seed: u64) -> Self {
+        Self::drawing(inner, Some(seed))
+    }
+
+    fn drawing(inner: Arc<dyn Device>, schedule: Option<u64>) -> Self {
+        Self { inner, state: Mutex::new(State { schedule, ..State::default() }), changed: Condvar::new() }
+    }
+
+    /// A new stream of a caller's.
+    pub fn stream(&self) -> RawStream {
+        self.state.lock().streams.make()
+    }
+
+    /// Queues work on a stream, as a caller would launch a kernel.
+    pub fn queue(&self, stream: RawStream, work: impl FnOnce(&dyn Device) + Send + 'static) {
+        self.state.lock().streams.of(stream).push(StreamEntry::Work(Box::new(work)));
+    }
+
+    /// Holds a stream, or lets it go: nothing runs on a stream that is held.
+    pub fn hold(&self, stream: RawStream, is_held: bool) {
+        self.state.lock().streams.of(stream).is_held = is_held;
+        self.changed.notify_all();
+    }
+
+    /// Returns once some thread waits for a stream that is held.
+    pub fn until_waited_for(&self, stream: RawStream) {
+        let mut state = self.state.lock();
+        while state.streams.of(stream).waiting == 0 {
+            self.changed.wait(&mut state);
+        }
+    }
+
+    /// Begins or ends the capture of a graph from a stream.
+    pub fn capture(&self, stream: RawStream, is_captured: bool) {
+        self.state.lock().streams.of(stream).is_captured = is_captured;
+    }
+
+    /// Runs all that is queued on a stream by now.
+    ///
+    /// # Errors
+    /// A device error: a lane that the stream waits for stopped.
+    ///
+    /// # Panics
+    /// If it, or a stream that it waits for, is held.
+    pub fn synchronize(&self, stream: RawStream) -> Result<()> {
+        let mut state = self.state.lock();
+        let given = state.streams.of(stream).given;
+        self.run_stream_to(&mut state, stream, given)
+    }
+
+    /// `len` bytes of page memory at an address: what a kernel that was given it would use.
+    #[must_use]
+    pub fn span_at(&self, address: u64, len: u64) -> Span {
+        Span { memory: MemoryId(address >> ADDRESS_BITS), offset: address & ((1 << ADDRESS_BITS) - 1), len }
+    }
+
+    /// Runs lists until the fence has passed.
+    fn run_to(&self, state: &mut State, fence: Fence) -> Result<()> {
+        loop {
+            let lane = state.lane(fence.lane);
+            assert!(fence.value <= lane.given, "{fence:?} was not handed out: the lane gave {}", lane.given);
+            if fence.value <= lane.reached {
+                return Ok(());
+            }
+            if let Some(error) = &lane.stopped {
+                return Err(error.clone());
+            }
+            self.run_next(state, fence.lane);
+        }
+    }
+
+    /// Runs the oldest entry of a lane, if there is one. A failure stops the lane: what is queued behind
+    /// it never runs.
+    fn run_next(&self, state: &mut State, lane: Lane) {
+        let done = match state.lane(lane).queue.pop_front() {
+            None => return,
+            // This ends: the fence was handed out before this entry was queued, and so was every fence
+            // that the lists before it wait for in turn.
+            Some(Entry::After(fence)) => self.run_to(state, fence),
+            Some(Entry::AfterStream(stream, position)) => self.run_stream_to(state, stream, position),
+            Some(Entry::List { list, returned }) => self.run_list(lane, list).map(|staging| {
+                *returned.lock() = staging;
+                state.lane(lane).reached += 1;
+            }),
+        };
+        if let Err(error) = done {
+            let lane = state.lane(lane);
+            lane.queue.clear();
+            lane.stopped = Some(error);
+        }
+    }
+
+    /// Runs a stream until so many of its entries are done.
+    fn run_stream_to(&self, state: &mut State, stream: RawStream, position: u64) -> Result<()> {
+        loop {
+            let late = state.streams.of(stream);
+            if late.reached >= position {
+                return Ok(());
+            }
+            assert!(!late.is_held, "{stream:?} is held, and somebody waits for it");
+            match late.queue.pop_front().expect("as many entries as were given") {
+                StreamEntry::Work(work) => work(&*self.inner),
+                StreamEntry::After(fence) => self.run_to(state, fence)?,
+            }
+            state.streams.of(stream).reached += 1;
+        }
+    }
+
+    fn run_list(&self, lane: Lane, mut list: CommandList) -> Result<Vec<Staging>> {
+        let (read, written) = staged_spans(&list.commands);
+        // A range that is both is left alone: which use comes first is the list's business.
+        let of_one_kind =
+            |span: &StagingSpan, others: &[StagingSpan]| !others.iter().any(|other| overlap(*span, *other));
+        for span in written.iter().filter(|span| of_one_kind(span, &read)) {
+            poison(&mut list.staging, *span);
+        }
+        let mut staging = self.inner.submit(lane, list)?.finish(&*self.inner)?;
+        for span in read.iter().filter(|span| of_one_kind(span, &written)) {
+            poison(&mut staging, *span);
+        }
+        Ok(staging)
+    }
+
+    /// Runs what the schedule draws: nothing half of the time, else up to three entries.
+    fn run_drawn(&self, state: &mut State) {
+        let Some(drawn) = state.draw() else { return };
+        if drawn & 1 == 0 {
+            return;
+        }
+        for round in 0..1 + (drawn >> 1) % 3 {
+            let lane = Lane::ALL[(drawn >> (8 + 8 * round)) as u8 as usize % Lane::ALL.len()];
+            if !state.is_held_up(lane, 1) {
+                self.run_next(state, lane);
+            }
+        }
+    }
+}
+
+impl State {
+    fn lane(&mut self, lane: Lane) -> &mut LateLane {
+        &mut self.lanes[lane as usize]
+    }
+
+    /// Whether running a lane's first entries would need a stream that is held.
+    fn is_held_up(&self, lane: Lane, entries: usize) -> bool {
+        let queue = &self.lanes[lane as usize].queue;
+        queue.iter().take(entries).any(|entry| match entry {
+            Entry::List { .. } => false,
+            Entry::After(fence) => self.is_behind_held(*fence),
+            Entry::AfterStream(stream, position) => {
+                self.streams.is_held(*stream, *position, |fence| self.is_behind_held(fence))
+            }
+        })
+    }
+
+    /// Whether a fence would need a stream that is held.
+    fn is_behind_held(&self, fence: Fence) -> bool {
+        let lane = &self.lanes[fence.lane as usize];
+        let lists_left = fence.value.saturating_sub(lane.reached);
+        let mut lists = 0;
+        let entries = lane.queue.iter().take_while(|entry| {
+            let is_before = lists < lists_left;
+            lists += u64::from(matches!(entry, Entry::List { .. }));
+            is_before
+        });
+        self.is_held_up(fence.lane, entries.count())
+    }
+
+    /// The next random number (SplitMix64).
+    fn draw(&mut self) -> Option<u64> {
+        let state = self.schedule.as_mut()?;
+        *state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = *state;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        Some(z ^ (z >> 31))
+    }
+}
+
+impl Device for LateDevice {
+    fn label(&self) -> String {
+        format!("late {}", self.inner.label())
+    }
+
+    fn allocate(&self, place: Place, len: u64) -> Result<MemoryId> {
+        let memory = self.inner.allocate(place, len)?;
+        let target = Span { memory, offset: 0, len };
+        let fill = Command::Fill { target, pattern: [POISON; 16], width: Width::W1 };
+        let list = CommandList { commands: vec![fill], staging: Vec::new() };
+        self.inner.submit(Lane::Drain, list)?.finish(&*self.inner)?;
+        self.state.lock().lens.insert(memory, len);
+        Ok(memory)
+    }
+
+    fn release(&self, memory: MemoryId) -> Result<()> {
+        let mut state = self.state.lock();
+        for entry in state.lanes.iter().flat_map(|lane| &lane.queue) {
+            if let Entry::List { list, .. } = entry {
+                let named = page_spans(&list.commands).iter().any(|span| span.memory == memory);
+                assert!(!named, "{memory:?} is released while a queued list names it");
+            }
+        }
+        state.lens.remove(&memory);
+        self.inner.release(memory)
+    }
+
+    fn staging(&self, len: usize) -> Result<Staging> {
+        self.inner.staging(len)
+    }
+
+    fn submit(&self, lane: Lane, list: CommandList) -> Result<Pending> {
+        let mut state = self.state.lock();
+        self.run_drawn(&mut state);
+        let queued = state.lane(lane);
+        if let Some(error) = &queued.stopped {
+            return Err(error.clone());
+        }
+        queued.given += 1;
+        let fence = Fence { lane, value: queued.given };
+        let returned = Arc::<ReturnedStaging>::default();
+        queued.queue.push_back(Entry::List { list, returned: returned.clone() });
+        self.run_drawn(&mut state);
+        Ok(Pending::new(fence, returned))
+    }
+
+    fn reached(&self, lane: Lane) -> u64 {
+        let mut state = self.state.lock();
+        self.run_drawn(&mut state);
+        state.lane(lane).reached
+    }
+
+    fn wait(&self, fence: Fence) -> Result<()> {
+        self.run_to(&mut self.state.lock(), fence)
+    }
+
+    fn after(&self, lane: Lane, fence: Fence) -> Result<()> {
+        let mut state = self.state.lock();
+        let given = state.lane(fence.lane).given;
+        assert!(fence.value <= given, "{fence:?} was not handed out: the lane gave {given}");
+        state.lane(lane).queue.push_back(Entry::After(fence));
+        Ok(())
+    }
+
+    fn wait_external(&self, lane: Lane, stream: RawStream) -> Result<()> {
+        let mut state = self.state.lock();
+        let position = state.streams.usable(stream)?.given;
+        state.lane(lane).queue.push_back(Entry::AfterStream(stream, position));
+        Ok(())
+    }
+
+    fn signal_external(&self, stream: RawStream, fence: Fence) -> Result<()> {
+        let mut state = self.state.lock();
+        let given = state.lane(fence.lane).given;
+        assert!(fence.value <= given, "{fence:?} was not handed out: the lane gave {given}");
+        state.streams.usable(stream)?.push(StreamEntry::After(fence));
+        Ok(())
+    }
+
+    fn wait_stream(&self, stream: RawStream) -> Result<()> {
+        let mut state = self.state.lock();
+        let position = state.streams.usable(stream)?.given;
+        state.streams.of(stream).waiting += 1;
+        self.changed.notify_all();
+        while state.streams.is_held(stream, position, |fence| state.is_behind_held(fence)) {
+            self.changed.wait(&mut state);
+        }
+        state.streams.of(stream).waiting -= 1;
+        self.run_stream_to(&mut state, stream, position)
+    }
+
+    /// Made up: no bytes lie there, but [`LateDevice::span_at`] finds them.
+    fn address(&self, memory: MemoryId) -> Option<u64> {
+        let state = self.state.lock();
+        let len = state.lens.get(&memory).unwrap_or_else(|| panic!("{memory:?} is no memory of this device"));
+        (*len > 0).then_some(memory.0 << ADDRESS_BITS)
+    }
+
+    fn bytes(&self, memory: MemoryId) -> Option<PageBytes> {
+        self.inner.bytes(memory)
+    }
+
+    fn trim(&self) -> Result<u64> {
+        self.inner.trim()
+    }
+
+    fn memory_stats(&self) -> Vec<(Place, MemoryStats)> {
+        self.inner.memory_stats()
+    }
+
+    fn adopt(&self, memory: &CallerMemory) -> Result<(MemoryId, Place)> {
+        let (id, place) = self.inner.adopt(memory)?;
+        self.state.lock().lens.insert(id, memory.byte_len());
+        Ok((id, place))
+    }
+}
+
+fn poison(staging: &mut [Staging], span: StagingSpan) {
+    staging[span.index][span.offset..][..span.len].fill(POISON);
+}

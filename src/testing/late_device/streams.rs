@@ -1,0 +1,85 @@
+//! Streams of callers, emulated: queues that stand still until somebody must have them run.
+//!
+//! They stand for a GPU's streams in tests of what waits for whom. A stream that is held does not run, as one
+//! with an endless kernel in it. Who waits for the stream itself waits until it is let go; whoever makes the host
+//! wait for a lane that is behind it is found out by a panic.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::device::{Device, Fence, RawStream};
+use crate::error::{Error, Result};
+
+/// What a stream does at its turn, with the device beneath.
+pub type StreamWork = Box<dyn FnOnce(&dyn Device) + Send>;
+
+/// The streams, by their handles.
+#[derive(Default)]
+pub(super) struct Streams(BTreeMap<RawStream, LateStream>);
+
+/// One stream.
+#[derive(Default)]
+pub(super) struct LateStream {
+    pub queue: VecDeque<StreamEntry>,
+    /// Entries ever queued.
+    pub given: u64,
+    /// Entries that are done.
+    pub reached: u64,
+    pub is_held: bool,
+    pub is_captured: bool,
+    /// Threads that wait for it.
+    pub waiting: usize,
+}
+
+pub(super) enum StreamEntry {
+    Work(StreamWork),
+    After(Fence),
+}
+
+/// The next handle. No stream is the default one, and none is another device's.
+static HANDLE_NEXT: AtomicU64 = AtomicU64::new(0x1000);
+
+impl Streams {
+    pub fn make(&mut self) -> RawStream {
+        let stream = RawStream(HANDLE_NEXT.fetch_add(1, Ordering::Relaxed));
+        self.0.insert(stream, LateStream::default());
+        stream
+    }
+
+    /// The stream with this handle.
+    ///
+    /// # Panics
+    /// If it was not made here.
+    pub fn of(&mut self, stream: RawStream) -> &mut LateStream {
+        self.0.get_mut(&stream).expect("a stream of this device")
+    }
+
+    /// The stream, if lanes may wait for it and it for them.
+    ///
+    /// # Errors
+    /// `StreamRefused`.
+    pub fn usable(&mut self, stream: RawStream) -> Result<&mut LateStream> {
+        let refused = |reason| Err(Error::StreamRefused { stream: stream.handle(), reason });
+        match self.0.get_mut(&stream) {
+            None => refused("it is no stream of this device"),
+            Some(late) if late.is_captured => refused("a graph is being captured from it"),
+            Some(late) => Ok(late),
+        }
+    }
+
+    /// Whether a stream must be let go before so many of its entries are done; `is_behind` says so of a fence.
+    pub fn is_held(&self, stream: RawStream, position: u64, is_behind: impl Fn(Fence) -> bool) -> bool {
+        let late = &self.0[&stream];
+        let left = position.saturating_sub(late.reached) as usize;
+        let mut entries = late.queue.iter().take(left);
+        left > 0 && late.is_held
+            || entries.any(|entry| matches!(entry, StreamEntry::After(fence) if is_behind(*fence)))
+    }
+}
+
+impl LateStream {
+    pub fn push(&mut self, entry: StreamEntry) {
+        self.queue.push_back(entry);
+        self.given += 1;
+    }
+}

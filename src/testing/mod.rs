@@ -1,0 +1,11 @@
+//! A disk and devices that fail, lag or crash on demand, and a hook that is told where the engine is: for tests.
+//!
+//! Only builds with the feature `testing` have them.
+
+pub mod faulty_device;
+pub mod late_device;
+pub mod sim_disk;
+
+pub use crate::base::phases;
+#[cfg(shuttle)]
+pub use crate::base::sync;

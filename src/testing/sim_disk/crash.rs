@@ -1,0 +1,426 @@
+//! The states that a crash could have left, enumerated.
+//!
+//! A *kill* leaves everything that has happened visible, and what was pending still pending: a power cut
+//! that follows may drop it, so the images of an image are nested crashes. A *power cut* leaves a choice:
+//! one version of every pending sector and length, and some of the pending changes of names. All choices
+//! are tried where they are few. Else a budget is spent: the telling ones first (nothing, everything, only
+//! names, only data, everything up to some time, all but one, only one), then seeded random ones.
+
+use std::collections::{HashMap, HashSet};
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+use remanent_format::Folder;
+
+use super::SimDisk;
+use super::event::{Event, Moment, Tear, Tears};
+use super::node::FileId;
+use super::state::State;
+
+/// What a crash spares.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Crash {
+    /// The process dies: whatever reached the page cache stays visible.
+    Kill,
+    /// The power goes: what was not synced may be lost.
+    Power,
+}
+
+/// Which images are made.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// Moments before these events, or in their middle; the range's end counts as the moment after the
+    /// last one. Default: all.
+    pub events: Range<usize>,
+    /// How writes and puts are torn. Default: at up to 4 sector borders, and a few bytes.
+    pub tears: Tears,
+    /// The most images of one moment. Default: 64.
+    pub images_max: usize,
+    /// Chooses among the images where they are too many. Default: 0.
+    pub seed: u64,
+}
+
+impl Default for Plan {
+    fn default() -> Self {
+        Self { events: 0..usize::MAX, tears: Tears::Few(4), images_max: 64, seed: 0 }
+    }
+}
+
+/// A disk as a crash left it.
+#[derive(Debug)]
+pub struct Image {
+    /// The disk: unlocked, without faults, without events.
+    pub disk: SimDisk,
+    /// What happened.
+    pub crash: Crash,
+    /// When it happened.
+    pub moment: Moment,
+    /// What had been acknowledged, in order.
+    pub acks: Arc<[u64]>,
+    /// Equal images have equal hashes.
+    pub hash: u64,
+    /// The event that was cut short or did not happen any more, what the crash left of it, and of what was
+    /// pending.
+    story: String,
+}
+
+/// Names the image so that a failing test can be read, and run again.
+impl fmt::Display for Image {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?} at event {} ({})", self.crash, self.moment.event, self.story)
+    }
+}
+
+impl SimDisk {
+    /// The moments at which a crash could strike. Left out are those before a noted acknowledgement: the
+    /// one after it has the same disk and more to answer for.
+    #[must_use]
+    pub fn moments(&self, events: Range<usize>, tears: Tears) -> Vec<Moment> {
+        moments_of(&self.shared.lock().events, events, tears)
+    }
+
+    /// The disk after the process died at a moment.
+    ///
+    /// # Panics
+    /// If there was no such moment.
+    #[must_use]
+    pub fn after_kill(&self, moment: Moment) -> SimDisk {
+        let mut walk = Walk::new(self);
+        walk.go_to(moment.event);
+        SimDisk::from_state(walk.state_at(moment))
+    }
+
+    /// The disk after a power cut now, of which nothing pending was spared.
+    #[must_use]
+    pub fn after_power_cut(&self) -> SimDisk {
+        SimDisk::from_state(self.shared.lock().now.after_power_cut(|_, _| false, |_| 0, |_, _| 0))
+    }
+
+    /// Calls `each` with what a death of the process could have left, moment by moment.
+    pub fn kill_images(&self, plan: &Plan, each: impl FnMut(Image)) {
+        self.images(Crash::Kill, plan, each);
+    }
+
+    /// Calls `each` with what a power cut could have left, moment by moment.
+    pub fn power_images(&self, plan: &Plan, each: impl FnMut(Image)) {
+        self.images(Crash::Power, plan, each);
+    }
+
+    /// Equal images of equal acknowledgements are handed out once.
+    fn images(&self, crash: Crash, plan: &Plan, mut each: impl FnMut(Image)) {
+        // A store's threads go on meanwhile: what they do from here on is not in the walk.
+        let mut walk = Walk::new(self);
+        let mut seen = HashSet::new();
+        for moment in moments_of(&walk.events, plan.events.clone(), plan.tears) {
+            walk.go_to(moment.event);
+            let state = walk.state_at(moment);
+            let images = match crash {
+                Crash::Kill => vec![(state, String::new())],
+                Crash::Power => power_images(&state, plan.images_max, plan.seed ^ moment.event as u64),
+            };
+            let next =
+                walk.events.get(moment.event).map_or_else(|| "the end".to_owned(), ToString::to_string);
+            let tear = match moment.tear {
+                None => String::new(),
+                Some(Tear::Head(len)) => format!(", of which the first {len} bytes were stored"),
+                Some(Tear::Tail(len)) => format!(", of which the last {len} bytes were stored"),
+            };
+            for (state, choice) in images {
+                let hash = state.hash();
+                if seen.insert((hash, walk.acks.len())) {
+                    let disk = SimDisk::from_state(state);
+                    let story = format!("{next}{tear}{choice}");
+                    each(Image { disk, crash, moment, acks: walk.acks.as_slice().into(), hash, story });
+                }
+            }
+        }
+    }
+}
+
+fn moments_of(history: &[Event], events: Range<usize>, tears: Tears) -> Vec<Moment> {
+    let last = history.len().min(events.end);
+    let mut moments = Vec::new();
+    for event in events.start..=last {
+        match history.get(event) {
+            Some(Event::Ack(_)) if event < last => continue,
+            Some(next) if event < last => {
+                moments.push(Moment { event, tear: None });
+                let torn = next.tears(tears).into_iter();
+                moments.extend(torn.map(|tear| Moment { event, tear: Some(tear) }));
+            }
+            _ => moments.push(Moment { event, tear: None }),
+        }
+    }
+    moments
+}
+
+/// Goes through a disk's history once.
+pub(super) struct Walk {
+    pub(super) events: Vec<Event>,
+    /// The disk before event `next`.
+    pub(super) state: State,
+    next: usize,
+    acks: Vec<u64>,
+}
+
+impl Walk {
+    pub(super) fn new(disk: &SimDisk) -> Self {
+        let shared = disk.shared.lock();
+        Self { events: shared.events.clone(), state: shared.start.clone(), next: 0, acks: Vec::new() }
+    }
+
+    pub(super) fn go_to(&mut self, event: usize) {
+        for event in &self.events[self.next..event] {
+            self.state.apply(event);
+            if let Event::Ack(value) = event {
+                self.acks.push(*value);
+            }
+        }
+        self.next = event;
+    }
+
+    fn state_at(&self, moment: Moment) -> State {
+        let mut state = self.state.clone();
+        if let Some(tear) = moment.tear {
+            let torn = self.events[moment.event].torn(tear);
+            state.apply(&torn.expect("only writes and puts are torn"));
+        }
+        state
+    }
+}
+
+/// Something pending, of which a power cut leaves one version.
+struct Item {
+    what: What,
+    /// When each version was made; version 0, the durable one, is not among them.
+    stamps: Vec<u64>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+enum What {
+    Length(FileId),
+    Sector(FileId, usize),
+    /// A change of names, by its place in the folder's list.
+    Name(Folder, usize),
+}
+
+impl What {
+    fn is_name(self) -> bool {
+        matches!(self, What::Name(..))
+    }
+}
+
+/// For each item the version that is left.
+type Pick = Vec<usize>;
+
+/// What is pending on a disk, and which changes of names need which.
+struct Pending<'a> {
+    state: &'a State,
+    items: Vec<Item>,
+    /// Where an item is in the list.
+    places: HashMap<What, usize>,
+    /// Pairs of items (earlier, later) whose changes concern one name; in the order of the later.
+    needs: Vec<(usize, usize)>,
+}
+
+/// A choice that tells more than a random one.
+#[derive(Clone, Copy)]
+enum Telling {
+    /// Names and data up to these times.
+    UpTo { names: u64, data: u64 },
+    /// One item at a version, all others at the first or the last of theirs.
+    One { item: usize, version: usize, others_last: bool },
+}
+
+impl<'a> Pending<'a> {
+    fn of(state: &'a State) -> Self {
+        let mut items = Vec::new();
+        let mut needs = Vec::new();
+        for (folder, names) in &state.folders {
+            let first = items.len();
+            for (index, change) in names.pending.iter().enumerate() {
+                let earlier = names.pending[..index].iter().enumerate();
+                let needed = earlier.filter(|(_, earlier)| earlier.value.meets(&change.value));
+                needs.extend(needed.map(|(earlier, _)| (first + earlier, first + index)));
+                items.push(Item { what: What::Name(*folder, index), stamps: vec![change.stamp] });
+            }
+        }
+        for id in state.reachable() {
+            let node = state.node(id);
+            if !node.lengths.is_empty() {
+                let stamps = node.lengths.iter().map(|version| version.stamp).collect();
+                items.push(Item { what: What::Length(id), stamps });
+            }
+            for (index, versions) in &node.sectors {
+                let stamps = versions.iter().map(|version| version.stamp).collect();
+                items.push(Item { what: What::Sector(id, *index), stamps });
+            }
+        }
+        let places = items.iter().enumerate().map(|(place, item)| (item.what, place)).collect();
+        Self { state, items, places, needs }
+    }
+
+    /// How many choices there are, changes of names taken as independent; saturates.
+    fn choices(&self) -> usize {
+        self.items.iter().fold(1, |product, item| item.stamps.len().saturating_add(1).saturating_mul(product))
+    }
+
+    /// Takes back changes whose needs are not met.
+    fn drop_unmet(&self, pick: &mut Pick) {
+        for (earlier, later) in &self.needs {
+            if pick[*earlier] == 0 {
+                pick[*later] = 0;
+            }
+        }
+    }
+
+    /// Adds what the chosen changes need.
+    fn add_needed(&self, pick: &mut Pick) {
+        for (earlier, later) in self.needs.iter().rev() {
+            if pick[*later] == 1 {
+                pick[*earlier] = 1;
+            }
+        }
+    }
+
+    fn state(&self, pick: &Pick) -> State {
+        let chosen = |what| self.places.get(&what).map_or(0, |place| pick[*place]);
+        self.state.after_power_cut(
+            |folder, index| chosen(What::Name(folder, index)) == 1,
+            |id| chosen(What::Length(id)),
+            |id, index| chosen(What::Sector(id, index)),
+        )
+    }
+
+    fn pick(&self, telling: Telling) -> Pick {
+        let last = || self.items.iter().map(|item| item.stamps.len());
+        match telling {
+            Telling::UpTo { names, data } => {
+                let versions = self.items.iter().map(|item| {
+                    let time = if item.what.is_name() { names } else { data };
+                    item.stamps.partition_point(|stamp| *stamp <= time)
+                });
+                versions.collect()
+            }
+            Telling::One { item, version, others_last: true } => {
+                let mut pick: Pick = last().collect();
+                pick[item] = version;
+                self.drop_unmet(&mut pick);
+                pick
+            }
+            Telling::One { item, version, others_last: false } => {
+                let mut pick = vec![0; self.items.len()];
+                pick[item] = version;
+                self.add_needed(&mut pick);
+                pick
+            }
+        }
+    }
+
+    /// All choices, where they are few.
+    fn every_pick(&self) -> Vec<Pick> {
+        let mut picks: Vec<Pick> = vec![Vec::new()];
+        for item in &self.items {
+            let extended = picks.iter().flat_map(|pick| {
+                (0..=item.stamps.len()).map(move |version| {
+                    let mut longer = pick.clone();
+                    longer.push(version);
+                    longer
+                })
+            });
+            picks = extended.collect();
+        }
+        picks.retain(|pick| self.needs.iter().all(|(earlier, later)| pick[*earlier] >= pick[*later]));
+        picks
+    }
+
+    /// A part of the choices: the telling ones, and random ones.
+    fn some_picks(&self, picks_max: usize, seed: u64) -> Vec<Pick> {
+        let mut random = SplitMix(seed);
+        let edges = [(0, 0), (u64::MAX, u64::MAX), (u64::MAX, 0), (0, u64::MAX)];
+        let mut telling: Vec<Telling> =
+            edges.into_iter().map(|(names, data)| Telling::UpTo { names, data }).collect();
+        let certain = telling.len();
+        let mut times: Vec<u64> = self.items.iter().flat_map(|item| item.stamps.iter().copied()).collect();
+        times.sort_unstable();
+        times.dedup();
+        for time in times {
+            let pairs = [(time, time), (time, 0), (time, u64::MAX), (0, time), (u64::MAX, time)];
+            telling.extend(pairs.into_iter().map(|(names, data)| Telling::UpTo { names, data }));
+        }
+        for (item, Item { stamps, .. }) in self.items.iter().enumerate() {
+            telling.extend((0..stamps.len()).map(|version| Telling::One {
+                item,
+                version,
+                others_last: true,
+            }));
+            telling.extend((1..=stamps.len()).map(|version| Telling::One {
+                item,
+                version,
+                others_last: false,
+            }));
+        }
+        // Where even these are too many, a random part of them, leaving a quarter to the random choices.
+        let room = (picks_max - picks_max / 4).max(certain);
+        for index in certain..telling.len().min(room) {
+            let other = index + random.below(telling.len() - index);
+            telling.swap(index, other);
+        }
+        telling.truncate(room);
+        let mut picks: Vec<Pick> = telling.into_iter().map(|telling| self.pick(telling)).collect();
+        while picks.len() < picks_max {
+            // Few, half or most of the pending writes are lost.
+            let kept_of_8 = [1, 4, 7][random.below(3)];
+            let versions = self.items.iter().map(|item| match item.stamps.len() {
+                1 => usize::from(random.below(8) < kept_of_8),
+                _ if random.below(8) >= kept_of_8 => 0,
+                versions => 1 + random.below(versions),
+            });
+            let mut pick: Pick = versions.collect();
+            self.drop_unmet(&mut pick);
+            picks.push(pick);
+        }
+        picks.truncate(picks_max);
+        picks
+    }
+
+    /// The choice in words: how many of the pending things are left at their last version.
+    fn describe(&self, pick: &Pick) -> String {
+        let count = |names: bool| {
+            let of_kind = self.items.iter().zip(pick).filter(move |(item, _)| item.what.is_name() == names);
+            let last = of_kind.clone().filter(|(item, version)| **version == item.stamps.len()).count();
+            format!("{last}/{}", of_kind.count())
+        };
+        format!("; kept {} names and {} sectors and lengths", count(true), count(false))
+    }
+}
+
+/// The disks that a power cut could leave of a disk, with the choice in words.
+fn power_images(state: &State, images_max: usize, seed: u64) -> Vec<(State, String)> {
+    let pending = Pending::of(state);
+    let picks = if pending.choices() <= images_max {
+        pending.every_pick()
+    } else {
+        pending.some_picks(images_max, seed)
+    };
+    picks.into_iter().map(|pick| (pending.state(&pick), pending.describe(&pick))).collect()
+}
+
+/// Steele, Lea and Flood's SplitMix64: small, seeded, the same everywhere.
+pub(super) struct SplitMix(pub(super) u64);
+
+impl SplitMix {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// A number below `bound`, which is above 0; the slight bias does not matter here.
+    pub(super) fn below(&mut self, bound: usize) -> usize {
+        (self.next() % bound as u64) as usize
+    }
+}

@@ -1,0 +1,160 @@
+//! What happens on a simulated disk, in order, and the moments at which a crash can strike.
+
+use std::fmt;
+use std::sync::Arc;
+
+use remanent_format::limits::SECTOR_LEN;
+use remanent_format::{FileName, Folder};
+
+use super::node::{FileId, Node};
+
+/// One completed operation.
+#[derive(Clone, Debug)]
+pub(super) enum Event {
+    /// A file was made, or one of that name emptied.
+    Create { file: FileName, id: FileId },
+    /// A file of another disk got a name here, too.
+    Link { file: FileName, id: FileId, node: Arc<Node> },
+    /// Bytes were written by a file's `write_at`.
+    Write { file: FileName, id: FileId, offset: u64, bytes: Arc<[u8]> },
+    /// Bytes were put into a window.
+    Put { file: FileName, id: FileId, offset: u64, bytes: Arc<[u8]> },
+    /// A file was synced.
+    SyncFile { file: FileName, id: FileId },
+    /// A range of a window was synced.
+    SyncWindow { file: FileName, id: FileId, offset: u64, len: u64 },
+    /// A sync of a file or of a window failed by an injected fault.
+    FailedSync { file: FileName, id: FileId, offset: u64, len: u64 },
+    /// A sync was left out by [`SimDisk::skip_syncs`](super::SimDisk::skip_syncs).
+    Skipped { point: SyncPoint },
+    /// A file was renamed.
+    Rename { source: FileName, target: FileName },
+    /// A file was removed.
+    Remove { file: FileName },
+    /// A folder was made.
+    MakeFolder { folder: Folder },
+    /// A folder was synced.
+    SyncFolder { folder: Folder },
+    /// Bytes were damaged on the medium.
+    Damage { file: FileName, id: FileId, offset: u64, bytes: Arc<[u8]> },
+    /// A file's length was damaged on the medium.
+    Cut { file: FileName, id: FileId, len: u64 },
+    /// The test noted an acknowledgement.
+    Ack(u64),
+}
+
+impl Event {
+    /// The event as a crash in its middle left it; `None` if it happens whole or not at all.
+    pub(super) fn torn(&self, tear: Tear) -> Option<Self> {
+        let mut torn = self.clone();
+        match &mut torn {
+            Event::Write { offset, bytes, .. } | Event::Put { offset, bytes, .. } => {
+                match tear {
+                    Tear::Head(len) => *bytes = bytes[..len].into(),
+                    Tear::Tail(len) => {
+                        let start = bytes.len() - len;
+                        *offset += start as u64;
+                        *bytes = bytes[start..].into();
+                    }
+                }
+                Some(torn)
+            }
+            _ => None,
+        }
+    }
+
+    /// The ways to tear the event that `tears` asks for.
+    pub(super) fn tears(&self, tears: Tears) -> Vec<Tear> {
+        let (offset, len, is_put) = match self {
+            Event::Write { offset, bytes, .. } => (*offset, bytes.len(), false),
+            Event::Put { offset, bytes, .. } => (*offset, bytes.len(), true),
+            _ => return Vec::new(),
+        };
+        let mut heads: Vec<usize> = match tears {
+            Tears::None => Vec::new(),
+            Tears::Every => (1..len).collect(),
+            Tears::Few(count) => {
+                let first_border = SECTOR_LEN - (offset % SECTOR_LEN as u64) as usize;
+                let borders: Vec<usize> = (first_border..len).step_by(SECTOR_LEN).collect();
+                // The first and the last border, and some between, evenly.
+                let step = borders.len().div_ceil(count.max(1)).max(1);
+                let some = borders.iter().step_by(step).chain(borders.last()).copied();
+                some.chain([1, len / 2, len.saturating_sub(1)]).collect()
+            }
+        };
+        heads.sort_unstable();
+        heads.dedup();
+        heads.retain(|head| (1..len).contains(head));
+        // A copy into memory may run backwards, or store its last bytes first; a write to a file does not.
+        let tails: Vec<Tear> = match tears {
+            Tears::Every if is_put => (1..len).map(Tear::Tail).collect(),
+            Tears::Few(_) if is_put && len > 1 => {
+                vec![Tear::Tail(1), Tear::Tail(len / 2), Tear::Tail(len - 1)]
+            }
+            _ => Vec::new(),
+        };
+        heads.into_iter().map(Tear::Head).chain(tails).collect()
+    }
+}
+
+impl fmt::Display for Event {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Event::Create { file, .. } => write!(f, "create {file}"),
+            Event::Link { file, .. } => write!(f, "link {file}"),
+            Event::Write { file, offset, bytes, .. } => write!(f, "write {file} {offset}+{}", bytes.len()),
+            Event::Put { file, offset, bytes, .. } => write!(f, "put {file} {offset}+{}", bytes.len()),
+            Event::SyncFile { file, .. } => write!(f, "sync {file}"),
+            Event::SyncWindow { file, offset, len, .. } => write!(f, "sync window {file} {offset}+{len}"),
+            Event::FailedSync { file, .. } => write!(f, "failed sync {file}"),
+            Event::Skipped { point } => write!(f, "skipped sync {point:?}"),
+            Event::Rename { source, target } => write!(f, "rename {source} to {target}"),
+            Event::Remove { file } => write!(f, "remove {file}"),
+            Event::MakeFolder { folder } => write!(f, "make folder {folder:?}"),
+            Event::SyncFolder { folder } => write!(f, "sync folder {folder:?}"),
+            Event::Damage { file, offset, bytes, .. } => write!(f, "damage {file} {offset}+{}", bytes.len()),
+            Event::Cut { file, len, .. } => write!(f, "cut {file} to {len}"),
+            Event::Ack(value) => write!(f, "ack {value}"),
+        }
+    }
+}
+
+/// One sync, as [`SimDisk::skip_syncs`](super::SimDisk::skip_syncs) sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum SyncPoint {
+    /// A sync of a file.
+    File(FileName),
+    /// A sync of a window onto a file.
+    Window(FileName),
+    /// A sync of a folder.
+    Folder(Folder),
+}
+
+/// Which part of a torn write or put was stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Tear {
+    /// The first so many bytes.
+    Head(usize),
+    /// The last so many bytes.
+    Tail(usize),
+}
+
+/// How many ways to tear each write and put are tried.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tears {
+    /// None: every event happens whole or not at all.
+    None,
+    /// After the first byte, in the middle, before the last byte, and at up to so many sector borders.
+    Few(usize),
+    /// At every byte.
+    Every,
+}
+
+/// When a crash strikes: before the event of that number (from 0), or in its middle.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Moment {
+    /// Events before it are complete.
+    pub event: usize,
+    /// What is left of the event itself, if anything.
+    pub tear: Option<Tear>,
+}

@@ -1,0 +1,194 @@
+//! Files and windows of a simulated disk.
+
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+
+use remanent_format::FileName;
+use remanent_format::limits::{GROUP_ALIGN, SECTOR_LEN, align_up};
+
+use super::event::{Event, SyncPoint};
+use super::node::FileId;
+use super::{EBADF, ENOSPC, Operation, SimDisk, file_failed};
+use crate::base::sync::Mutex;
+use crate::disk::{DiskFile, Window};
+use crate::error::Result;
+use crate::options::LogIo;
+
+/// One open file; the name is the one it was opened by.
+#[derive(Clone)]
+pub(super) struct SimFile {
+    pub(super) disk: SimDisk,
+    pub(super) file: FileName,
+    pub(super) id: FileId,
+    pub(super) write: bool,
+}
+
+impl SimFile {
+    /// Records a write of as much as the fault, if any, and the capacity let through.
+    fn store(&self, operation: Operation, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        let mut shared = self.disk.shared.lock();
+        if !self.write {
+            return Err(io::Error::from_raw_os_error(EBADF));
+        }
+        let fault = shared.fault(operation);
+        let wanted = if fault.is_some() { bytes.len() / 2 } else { bytes.len() };
+        let fitting = shared.fitting(self.id, offset, wanted);
+        let (file, id, stored) = (self.file, self.id, Arc::from(&bytes[..fitting]));
+        if fitting > 0 {
+            shared.record(match operation {
+                Operation::Put => Event::Put { file, id, offset, bytes: stored },
+                _ => Event::Write { file, id, offset, bytes: stored },
+            });
+        }
+        match fault {
+            Some(error) => Err(error),
+            None if fitting < bytes.len() => Err(io::Error::from_raw_os_error(ENOSPC)),
+            None => Ok(()),
+        }
+    }
+
+    fn sync_range(&self, operation: Operation, point: SyncPoint, offset: u64, len: u64) -> io::Result<()> {
+        let mut shared = self.disk.shared.lock();
+        let (file, id) = (self.file, self.id);
+        if let Some(error) = shared.fault(operation) {
+            shared.record(Event::FailedSync { file, id, offset, len });
+            return Err(error);
+        }
+        if !shared.skips(point) {
+            shared.record(match operation {
+                Operation::SyncWindow => Event::SyncWindow { file, id, offset, len },
+                _ => Event::SyncFile { file, id },
+            });
+        }
+        Ok(())
+    }
+
+    fn read(&self, operation: Operation, offset: u64, out: &mut [u8], past_cache: bool) -> Result<()> {
+        let mut shared = self.disk.shared.lock();
+        let read = shared.check(operation).and_then(|()| {
+            let node = shared.now.node(self.id);
+            let content = if past_cache { &node.durable } else { &node.visible };
+            let whole = content.read(offset, out);
+            if !past_cache {
+                shared.read_ahead.insert(self.id);
+            }
+            shared.age(self.id, offset, out);
+            if whole { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
+        });
+        read.map_err(file_failed("read", self.file, Some(offset)))
+    }
+}
+
+impl DiskFile for SimFile {
+    fn len(&self) -> Result<u64> {
+        Ok(self.disk.shared.lock().now.node(self.id).visible.len())
+    }
+
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        self.store(Operation::Write, offset, bytes).map_err(file_failed("write", self.file, Some(offset)))
+    }
+
+    fn read_at(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+        self.read(Operation::Read, offset, out, false)
+    }
+
+    /// Reads what is durable, whatever is visible.
+    fn read_past_cache(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+        self.read(Operation::ReadPastCache, offset, out, true)
+    }
+
+    /// All of it is cached.
+    fn read_proven(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+        self.read(Operation::ReadProven, offset, out, false)
+    }
+
+    /// All that the medium has as it is visible, unless something of the file was read: then all was read ahead.
+    fn uncached(&self) -> Vec<Range<u64>> {
+        let shared = self.disk.shared.lock();
+        if shared.read_ahead.contains(&self.id) {
+            return Vec::new();
+        }
+        let node = shared.now.node(self.id);
+        let mut ranges: Vec<Range<u64>> = Vec::new();
+        for sector in node.clean_sectors() {
+            let start = (sector * SECTOR_LEN) as u64;
+            let end = (start + SECTOR_LEN as u64).min(node.durable.len());
+            match ranges.last_mut() {
+                Some(last) if last.end == start => last.end = end,
+                _ => ranges.push(start..end),
+            }
+        }
+        ranges
+    }
+
+    fn sync(&self) -> Result<()> {
+        let point = SyncPoint::File(self.file);
+        let len = self.len()?;
+        self.sync_range(Operation::Sync, point, 0, len).map_err(file_failed("sync", self.file, None))
+    }
+
+    fn window(&self, io: LogIo) -> Result<Box<dyn Window>> {
+        if !self.write {
+            return Err(file_failed("map", self.file, None)(io::Error::from_raw_os_error(EBADF)));
+        }
+        let checked = self.disk.shared.lock().check(Operation::Window);
+        checked.map_err(file_failed("map", self.file, None))?;
+        let window = SimWindow { len: self.len()?, file: self.clone() };
+        Ok(match io {
+            LogIo::Mapped | LogIo::Buffered => Box::new(window),
+            LogIo::Direct => Box::new(SimDirectWindow { window, put: Mutex::default() }),
+        })
+    }
+}
+
+/// A window onto a file. It keeps exactly the promises of the trait, whatever the kind: a sync makes its
+/// range durable and nothing beside it.
+struct SimWindow {
+    file: SimFile,
+    len: u64,
+}
+
+impl Window for SimWindow {
+    fn put(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        let end = offset.checked_add(bytes.len() as u64);
+        assert!(end.is_some_and(|end| end <= self.len), "a put lies within its window");
+        let name = self.file.file;
+        self.file.store(Operation::Put, offset, bytes).map_err(file_failed("write", name, Some(offset)))
+    }
+
+    fn sync(&self, offset: u64, len: u64) -> Result<()> {
+        let end = offset.checked_add(len);
+        assert!(end.is_some_and(|end| end <= self.len), "a sync lies within its window");
+        let point = SyncPoint::Window(self.file.file);
+        let synced = self.file.sync_range(Operation::SyncWindow, point, offset, len);
+        synced.map_err(file_failed("sync", self.file.file, Some(offset)))
+    }
+}
+
+/// A window whose puts reach the file when they are synced, and in whole blocks.
+struct SimDirectWindow {
+    window: SimWindow,
+    put: Mutex<Vec<(u64, Vec<u8>)>>,
+}
+
+impl Window for SimDirectWindow {
+    fn put(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        // A put of nothing right behind a frame lies in no sync's range: it would wait for ever.
+        if !bytes.is_empty() {
+            self.put.lock().push((offset, bytes.to_vec()));
+        }
+        Ok(())
+    }
+
+    fn sync(&self, offset: u64, len: u64) -> Result<()> {
+        assert!(offset.is_multiple_of(GROUP_ALIGN), "a group begins on a block");
+        let mut blocks = vec![0; align_up(len, GROUP_ALIGN) as usize];
+        for (at, bytes) in self.put.lock().extract_if(.., |(at, _)| *at < offset + len) {
+            let at = at.checked_sub(offset).expect("what was put is synced in its order") as usize;
+            blocks[at..at + bytes.len()].copy_from_slice(&bytes);
+        }
+        self.window.put(offset, &blocks)?;
+        self.window.sync(offset, blocks.len() as u64)
+    }
+}

@@ -1,0 +1,217 @@
+//! Writes that the medium said it made, and did not: the sector keeps its older self (*lost*), or the
+//! bytes landed in another sector, of any file (*misdirected*). No sync fails, and the process sees nothing of
+//! it for as long as the page cache answers; after the next power cut the medium does. And reads: the write is
+//! there, but who asks first is given what was there before it (*stale*), once.
+//!
+//! One lie at a time, everything else about the disk as it was. What a run would have noticed by reading back
+//! past the cache it does not notice here, because its events are only told again: so the states are worse than
+//! those of an honest run.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use remanent_format::FileName;
+use remanent_format::limits::SECTOR_LEN;
+
+use super::crash::{SplitMix, Walk};
+use super::event::Event;
+use super::node::{FileId, Sector};
+use super::state::State;
+use super::{Shared, SimDisk};
+
+/// What became of a write that the medium said it made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum LieKind {
+    /// The sector is what it was before.
+    Lost,
+    /// So it is, and another sector holds what was meant for it.
+    Misdirected,
+    /// The sector is as it was written, but the next read of it gives what it was before.
+    Stale,
+}
+
+/// A sector whose next read gives its older self.
+pub(super) struct Stale {
+    id: FileId,
+    sector: usize,
+    older: Arc<Sector>,
+}
+
+impl Shared {
+    /// Puts the stale sector's older self into what was read, if it was, and is then over with it.
+    pub(super) fn age(&mut self, id: FileId, offset: u64, out: &mut [u8]) {
+        let Some(stale) = self.stale.take_if(|stale| {
+            let start = (stale.sector * SECTOR_LEN) as u64;
+            stale.id == id && offset < start + SECTOR_LEN as u64 && start < offset + out.len() as u64
+        }) else {
+            return;
+        };
+        let start = (stale.sector * SECTOR_LEN) as u64;
+        for (at, byte) in (start..).zip(stale.older.bytes()) {
+            let target = at.checked_sub(offset).and_then(|at| out.get_mut(at as usize));
+            target.into_iter().for_each(|target| *target = *byte);
+        }
+    }
+}
+
+/// A disk after a power cut at the end of its history, of which one sector was not written as it was said.
+#[derive(Debug)]
+pub struct Lie {
+    /// The disk: unlocked, without faults, without events.
+    pub disk: SimDisk,
+    /// What became of the write.
+    pub kind: LieKind,
+    /// The file that was synced, by the name that it was opened by, and the sector's offset in bytes.
+    pub file: FileName,
+    /// Where the sector begins.
+    pub offset: u64,
+    /// The sync that should have written it, by its place in the history.
+    pub event: usize,
+}
+
+impl SimDisk {
+    /// Calls `each` with every lie that leaves another disk than the truth does, or an earlier lie: for each
+    /// sector that a sync made durable, the lost write, a misdirected one, whose target the seed chooses, and the
+    /// stale read.
+    pub fn lies(&self, seed: u64, mut each: impl FnMut(Lie)) {
+        let mut random = SplitMix(seed);
+        let mut walk = Walk::new(self);
+        let events = walk.events.clone();
+        let truth = at_last(walk.state.clone(), &events);
+        let mut seen = HashSet::from([truth.hash()]);
+        let mut seen_stale = HashSet::new();
+        for (event, sync) in events.iter().enumerate() {
+            let (Event::SyncFile { file, id } | Event::SyncWindow { file, id, .. }) = sync else { continue };
+            walk.go_to(event);
+            let before = walk.state.clone();
+            walk.go_to(event + 1);
+            for sector in walk.state.node(*id).newly_durable(before.node(*id)) {
+                for kind in [LieKind::Lost, LieKind::Misdirected] {
+                    let mut state = walk.state.clone();
+                    if kind == LieKind::Misdirected {
+                        let others = state.durable_sectors((*id, sector));
+                        let Some(target) = random.choose(&others) else { continue };
+                        state.misdirect((*id, sector), *target);
+                    }
+                    state.node_mut(*id).lose_write(sector, before.node(*id));
+                    let state = at_last(state, &events[event + 1..]);
+                    if seen.insert(state.hash()) {
+                        let (disk, offset) = (SimDisk::from_state(state), (sector * SECTOR_LEN) as u64);
+                        each(Lie { disk, kind, file: *file, offset, event });
+                    }
+                }
+                let older = before.node(*id).durable_sector(sector);
+                let now = truth.nodes.get(id).map(|node| node.durable_sector(sector).hash());
+                let differs = now.is_some_and(|now| now != older.hash());
+                if differs && seen_stale.insert((*id, sector, older.hash())) {
+                    let (disk, offset) = (SimDisk::from_state(truth.clone()), (sector * SECTOR_LEN) as u64);
+                    disk.shared.lock().stale = Some(Stale { id: *id, sector, older });
+                    each(Lie { disk, kind: LieKind::Stale, file: *file, offset, event });
+                }
+            }
+        }
+    }
+}
+
+/// What a power cut leaves after these events that spares nothing pending.
+fn at_last(mut state: State, events: &[Event]) -> State {
+    events.iter().for_each(|event| state.apply(event));
+    state.after_power_cut(|_, _| false, |_| 0, |_, _| 0)
+}
+
+impl SplitMix {
+    fn choose<'a, T>(&mut self, among: &'a [T]) -> Option<&'a T> {
+        if among.is_empty() { None } else { among.get(self.below(among.len())) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use remanent_format::Folder;
+
+    use super::*;
+    use crate::disk::Disk;
+
+    /// Two files of two sectors; the second sector of the first one is written twice.
+    #[test]
+    fn a_lost_write_leaves_what_was_there_and_a_misdirected_one_strikes_another_sector() {
+        let disk = SimDisk::new();
+        let [first, second] = [0, 1].map(|number| FileName::Temporary(Folder::Root, number));
+        for (name, bytes) in [(first, [1, 2]), (second, [3, 4])] {
+            let file = disk.create(name).unwrap();
+            file.write_at(0, &bytes.map(|byte| [byte; SECTOR_LEN]).concat()).unwrap();
+            file.sync().unwrap();
+        }
+        disk.sync_folder(Folder::Root).unwrap();
+        let from = disk.events();
+        let file = disk.open(first, true).unwrap();
+        file.write_at(SECTOR_LEN as u64, &[5; SECTOR_LEN]).unwrap();
+        file.sync().unwrap();
+        let heads = |disk: &SimDisk| -> Vec<u8> {
+            let bytes = [first, second].map(|file| disk.bytes(file).unwrap()).concat();
+            bytes.chunks(SECTOR_LEN).map(|sector| sector[0]).collect()
+        };
+        let mut seen = BTreeSet::new();
+        for seed in 0..20 {
+            disk.lies(seed, |lie| {
+                if lie.event > from && lie.kind != LieKind::Stale {
+                    assert_eq!((lie.file, lie.offset), (first, SECTOR_LEN as u64));
+                    seen.insert((lie.kind == LieKind::Misdirected, heads(&lie.disk)));
+                }
+            });
+        }
+        let expected = [(false, vec![1, 2, 3, 4]), (true, vec![5, 2, 3, 4]), (true, vec![1, 2, 5, 4])];
+        assert_eq!(seen, BTreeSet::from(expected).into_iter().chain([(true, vec![1, 2, 3, 5])]).collect());
+        assert_eq!(heads(&disk), [1, 5, 3, 4], "the disk itself is as it was");
+    }
+
+    #[test]
+    fn a_lie_that_is_written_over_again_leaves_nothing() {
+        let disk = SimDisk::new();
+        let name = FileName::Temporary(Folder::Root, 0);
+        let file = disk.create(name).unwrap();
+        disk.sync_folder(Folder::Root).unwrap();
+        for byte in [1, 2] {
+            file.write_at(0, &[byte; SECTOR_LEN]).unwrap();
+            file.sync().unwrap();
+        }
+        let mut found = Vec::new();
+        disk.lies(0, |lie| {
+            if lie.kind != LieKind::Stale {
+                found.push((lie.kind, lie.disk.bytes(name).unwrap()[0]));
+            }
+        });
+        assert_eq!(found, [(LieKind::Lost, 1)], "there is no other sector to strike");
+    }
+
+    #[test]
+    fn a_stale_read_gives_what_was_there_before_once() {
+        let disk = SimDisk::new();
+        let name = FileName::Temporary(Folder::Root, 0);
+        let file = disk.create(name).unwrap();
+        disk.sync_folder(Folder::Root).unwrap();
+        file.write_at(0, &[1; 3 * SECTOR_LEN]).unwrap();
+        file.sync().unwrap();
+        file.write_at(SECTOR_LEN as u64, &[2; SECTOR_LEN]).unwrap();
+        file.sync().unwrap();
+        let mut found = Vec::new();
+        disk.lies(0, |lie| {
+            if lie.kind == LieKind::Stale && lie.offset == SECTOR_LEN as u64 {
+                let file = lie.disk.open(name, false).unwrap();
+                // Beside the sector, across its beginning, across its end.
+                let bytes = [(0, 512), (510, 4), (1022, 4)].map(|(offset, len)| {
+                    let mut out = vec![0; len];
+                    file.read_past_cache(offset, &mut out).unwrap();
+                    out
+                });
+                found.push(bytes.map(|bytes| bytes[bytes.len() - 2..].to_vec()));
+            }
+        });
+        // What it was before it was ever written, and before it was written again.
+        let again = vec![1, 1];
+        let expected = [0, 1].map(|older| [again.clone(), vec![older; 2], again.clone()]);
+        assert_eq!(found, expected);
+    }
+}

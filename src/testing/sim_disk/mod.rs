@@ -1,0 +1,445 @@
+//! `SimDisk`: a disk in memory that remembers how it came about, so that a test can ask what a
+//! crash at any moment could have left.
+//!
+//! Read `state.rs` for the model of what is durable, `event.rs` for what is recorded, `crash.rs` for how
+//! the states after a crash are enumerated, `fault.rs` for operations that fail, `lies.rs` for a medium that
+//! does not do what it says.
+
+mod crash;
+mod event;
+mod fault;
+mod file;
+mod lies;
+mod node;
+mod state;
+#[cfg(test)]
+mod tests;
+
+use std::any::Any;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::io;
+use std::sync::Arc;
+
+use remanent_format::{FileName, Folder, ReadAt, SnapshotId};
+
+use crate::base::process::Process;
+use crate::base::sync::Mutex;
+use crate::disk::{Disk, DiskFile, DiskLock, Hold};
+use crate::error::{Error, Result};
+use crate::options::LogIo;
+
+pub use crash::{Crash, Image, Plan};
+use event::Event;
+pub use event::{Moment, SyncPoint, Tear, Tears};
+use fault::Faults;
+pub use fault::{EIO, ENOSPC, Fault, Operation};
+use file::SimFile;
+use lies::Stale;
+pub use lies::{Lie, LieKind};
+use node::FileId;
+use state::State;
+
+/// The system's number for a handle that does not allow the operation.
+const EBADF: i32 = 9;
+
+/// A disk in memory. Clones are handles of the same disk; events are in the order in which its mutex was
+/// taken.
+///
+/// ```
+/// use remanent::disk::Disk;
+/// use remanent::testing::sim_disk::{Plan, SimDisk};
+/// use remanent::{FileName, Folder};
+/// let disk = SimDisk::new();
+/// let file = disk.create(FileName::Store)?;
+/// file.write_at(0, b"bytes")?;
+/// file.sync()?;
+/// let mut nameless = 0;
+/// disk.power_images(&Plan::default(), |image| {
+///     nameless += usize::from(image.disk.list(Folder::Root).unwrap().is_empty());
+/// });
+/// assert!(nameless > 0, "the sync of a file does not make its name durable");
+/// # Ok::<(), remanent::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct SimDisk {
+    shared: Arc<Mutex<Shared>>,
+}
+
+type SkipRule = Box<dyn FnMut(SyncPoint) -> bool + Send>;
+
+#[derive(Default)]
+struct Shared {
+    /// The disk before the first event.
+    start: State,
+    now: State,
+    events: Vec<Event>,
+    locked: bool,
+    /// How many readers hold each snapshot.
+    held: BTreeMap<SnapshotId, usize>,
+    retiring: BTreeSet<SnapshotId>,
+    capacity: Option<u64>,
+    /// Bytes that must be free for a rename.
+    name_bytes: u64,
+    faults: Faults,
+    skip: Option<SkipRule>,
+    /// A sector whose next read gives its older self.
+    stale: Option<Stale>,
+    /// Files of which something was read, so that a page cache would have them.
+    read_ahead: BTreeSet<FileId>,
+}
+
+impl Shared {
+    fn record(&mut self, event: Event) {
+        self.now.apply(&event);
+        self.events.push(event);
+    }
+
+    /// The error of the first fault that strikes this operation; counts down.
+    fn fault(&mut self, operation: Operation) -> Option<io::Error> {
+        self.faults.strike(operation, self.events.len())
+    }
+
+    fn check(&mut self, operation: Operation) -> io::Result<()> {
+        self.fault(operation).map_or(Ok(()), Err)
+    }
+
+    /// Whether a sync is to be left out; then it is recorded as such.
+    fn skips(&mut self, point: SyncPoint) -> bool {
+        let skips = self.skip.as_mut().is_some_and(|rule| rule(point));
+        if skips {
+            self.record(Event::Skipped { point });
+        }
+        skips
+    }
+
+    /// The file that is to get another name, if there is space for that.
+    fn find_for_name(&self, file: FileName) -> io::Result<FileId> {
+        let found = self.now.find(file).ok_or_else(not_found)?;
+        match self.capacity {
+            Some(capacity) if self.now.used_bytes() + self.name_bytes > capacity => {
+                Err(io::Error::from_raw_os_error(ENOSPC))
+            }
+            _ => Ok(found),
+        }
+    }
+
+    /// How many of `len` bytes at `offset` there is space for.
+    fn fitting(&self, id: FileId, offset: u64, len: usize) -> usize {
+        let Some(capacity) = self.capacity else { return len };
+        let file_len = self.now.node(id).visible.len();
+        let longest = file_len + capacity.saturating_sub(self.now.used_bytes());
+        longest.saturating_sub(offset).min(len as u64) as usize
+    }
+}
+
+impl Default for SimDisk {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl fmt::Debug for SimDisk {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "SimDisk after {} events", self.events())
+    }
+}
+
+impl SimDisk {
+    /// An empty disk.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::from_state(State::default())
+    }
+
+    fn from_state(state: State) -> Self {
+        let shared = Shared { start: state.clone(), now: state, ..Shared::default() };
+        Self { shared: Arc::new(Mutex::new(shared)) }
+    }
+
+    /// How many events have happened.
+    #[must_use]
+    pub fn events(&self) -> usize {
+        self.shared.lock().events.len()
+    }
+
+    /// What happened, a line an event, for a failing test's message.
+    #[must_use]
+    pub fn history(&self) -> Vec<String> {
+        self.shared.lock().events.iter().map(ToString::to_string).collect()
+    }
+
+    /// Records that something was acknowledged; images after this hold the value in `acks`.
+    pub fn note_ack(&self, value: u64) {
+        self.shared.lock().record(Event::Ack(value));
+    }
+
+    /// Limits the sum of the files' lengths: an operation that would exceed it fails with ENOSPC. Writes
+    /// within a file's length always succeed.
+    pub fn set_capacity(&self, bytes: Option<u64>) {
+        self.shared.lock().capacity = bytes;
+    }
+
+    /// Refuses a rename with ENOSPC where fewer bytes than these are free, as XFS does while a folder must grow for the
+    /// new name. It takes none of them.
+    pub fn set_name_bytes(&self, bytes: u64) {
+        self.shared.lock().name_bytes = bytes;
+    }
+
+    /// Bytes that the files take.
+    #[must_use]
+    pub fn used_bytes(&self) -> u64 {
+        self.shared.lock().now.used_bytes()
+    }
+
+    /// Makes every sync for which `rule` says true do nothing and succeed: so a test shows that the sync
+    /// matters. The rule runs inside the operation and must not use the disk.
+    pub fn skip_syncs(&self, rule: impl FnMut(SyncPoint) -> bool + Send + 'static) {
+        self.shared.lock().skip = Some(Box::new(rule));
+    }
+
+    /// Overwrites bytes on the medium and in the cache, as a fault of the medium would.
+    ///
+    /// # Panics
+    /// If there is no such file.
+    pub fn damage(&self, file: FileName, offset: u64, bytes: &[u8]) {
+        let mut shared = self.shared.lock();
+        let id = shared.now.find(file).expect("the file to damage exists");
+        shared.record(Event::Damage { file, id, offset, bytes: bytes.into() });
+    }
+
+    /// Sets a file's length on the medium and in the cache, as a fault of the medium would.
+    ///
+    /// # Panics
+    /// If there is no such file.
+    pub fn damage_len(&self, file: FileName, len: u64) {
+        let mut shared = self.shared.lock();
+        let id = shared.now.find(file).expect("the file to damage exists");
+        shared.record(Event::Cut { file, id, len });
+    }
+
+    /// All of a file's bytes; `None` if there is no such file.
+    #[must_use]
+    pub fn bytes(&self, file: FileName) -> Option<Vec<u8>> {
+        let shared = self.shared.lock();
+        let content = &shared.now.node(shared.now.find(file)?).visible;
+        let mut bytes = vec![0; content.len() as usize];
+        content.read(0, &mut bytes);
+        Some(bytes)
+    }
+
+    fn handle(&self, file: FileName, id: FileId, write: bool) -> SimFile {
+        SimFile { disk: self.clone(), file, id, write }
+    }
+}
+
+fn not_found() -> io::Error {
+    io::ErrorKind::NotFound.into()
+}
+
+fn folder_failed(action: &'static str, folder: Folder) -> impl FnOnce(io::Error) -> Error {
+    move |source| Error::Folder { action, path: format!("sim/{}", folder.name()), source: Arc::new(source) }
+}
+
+fn file_failed(action: &'static str, file: FileName, offset: Option<u64>) -> impl FnOnce(io::Error) -> Error {
+    move |source| Error::io(action, file, offset, source)
+}
+
+impl Disk for SimDisk {
+    fn label(&self) -> String {
+        "a simulated disk".to_owned()
+    }
+
+    fn lock(&self) -> Result<Box<dyn DiskLock>> {
+        let mut shared = self.shared.lock();
+        if shared.locked {
+            return Err(Error::Locked { holder: "this process".to_owned() });
+        }
+        shared.locked = true;
+        Ok(Box::new(SimLock::new(self, Locked::Store)))
+    }
+
+    fn is_locked(&self) -> Result<bool> {
+        Ok(self.shared.lock().locked)
+    }
+
+    fn free_bytes(&self) -> Result<Option<u64>> {
+        let shared = self.shared.lock();
+        Ok(shared.capacity.map(|capacity| capacity.saturating_sub(shared.now.used_bytes())))
+    }
+
+    fn hold(&self, id: SnapshotId) -> Result<Hold> {
+        let mut shared = self.shared.lock();
+        if shared.retiring.contains(&id) {
+            return Ok(Hold::Going);
+        }
+        *shared.held.entry(id).or_default() += 1;
+        Ok(Hold::Held(Box::new(SimLock::new(self, Locked::Held(id)))))
+    }
+
+    fn try_retire(&self, id: SnapshotId) -> Result<Option<Box<dyn DiskLock>>> {
+        let mut shared = self.shared.lock();
+        if shared.held.contains_key(&id) || !shared.retiring.insert(id) {
+            return Ok(None);
+        }
+        Ok(Some(Box::new(SimLock::new(self, Locked::Retiring(id)))))
+    }
+
+    fn is_held(&self, id: SnapshotId) -> Result<bool> {
+        Ok(self.shared.lock().held.contains_key(&id))
+    }
+
+    fn list(&self, folder: Folder) -> Result<Vec<String>> {
+        let entries = self.shared.lock().now.entries(folder);
+        let files = entries.files.keys().map(|file| file.name());
+        let mut names: Vec<String> =
+            files.chain(entries.folders.iter().map(|folder| folder.name().to_owned())).collect();
+        names.sort_unstable();
+        Ok(names)
+    }
+
+    fn make_folder(&self, folder: Folder) -> Result<()> {
+        let mut shared = self.shared.lock();
+        shared.check(Operation::MakeFolder).map_err(folder_failed("make", folder))?;
+        if !shared.now.has_folder(folder) {
+            shared.record(Event::MakeFolder { folder });
+        }
+        Ok(())
+    }
+
+    fn sync_folder(&self, folder: Folder) -> Result<()> {
+        let mut shared = self.shared.lock();
+        shared.check(Operation::SyncFolder).map_err(folder_failed("sync", folder))?;
+        if !shared.now.has_folder(folder) {
+            return Err(folder_failed("sync", folder)(not_found()));
+        }
+        if !shared.skips(SyncPoint::Folder(folder)) {
+            shared.record(Event::SyncFolder { folder });
+        }
+        Ok(())
+    }
+
+    fn create(&self, file: FileName) -> Result<Arc<dyn DiskFile>> {
+        let mut shared = self.shared.lock();
+        shared.check(Operation::Create).map_err(file_failed("create", file, None))?;
+        if !shared.now.has_folder(file.folder()) {
+            return Err(file_failed("create", file, None)(not_found()));
+        }
+        let id = shared.now.find(file).unwrap_or_else(|| shared.now.new_id());
+        shared.record(Event::Create { file, id });
+        Ok(Arc::new(self.handle(file, id, true)))
+    }
+
+    fn open(&self, file: FileName, write: bool) -> Result<Arc<dyn DiskFile>> {
+        let mut shared = self.shared.lock();
+        let opened = shared.check(Operation::Open).and_then(|()| shared.now.find(file).ok_or_else(not_found));
+        let id = opened.map_err(file_failed("open", file, None))?;
+        Ok(Arc::new(self.handle(file, id, write)))
+    }
+
+    /// The file's bytes are copied with all that is pending of them, which is the same as long as nobody writes
+    /// to the file any more.
+    fn link(&self, source: &dyn Disk, file: FileName) -> Result<bool> {
+        let source: &dyn Any = source;
+        let Some(source) = source.downcast_ref::<Self>() else { return Ok(false) };
+        // One lock at a time: both may be the same disk.
+        let node = {
+            let source = source.shared.lock();
+            source.now.find(file).map(|id| source.now.nodes[&id].clone())
+        };
+        let mut shared = self.shared.lock();
+        let linked = shared.check(Operation::Link).and_then(|()| {
+            let node = node.filter(|_| shared.now.has_folder(file.folder())).ok_or_else(not_found)?;
+            if shared.now.find(file).is_some() { Err(io::ErrorKind::AlreadyExists.into()) } else { Ok(node) }
+        });
+        let (node, id) = (linked.map_err(file_failed("link", file, None))?, shared.now.new_id());
+        shared.record(Event::Link { file, id, node });
+        Ok(true)
+    }
+
+    fn rename(&self, source: FileName, target: FileName) -> Result<()> {
+        assert_eq!(source.folder(), target.folder(), "a rename stays within its folder");
+        let mut shared = self.shared.lock();
+        let found = shared.check(Operation::Rename).and_then(|()| shared.find_for_name(source));
+        found.map_err(file_failed("rename", source, None))?;
+        if source != target {
+            shared.record(Event::Rename { source, target });
+        }
+        Ok(())
+    }
+
+    fn remove(&self, file: FileName) -> Result<()> {
+        let mut shared = self.shared.lock();
+        let found =
+            shared.check(Operation::Remove).and_then(|()| shared.now.find(file).ok_or_else(not_found));
+        found.map_err(file_failed("remove", file, None))?;
+        shared.record(Event::Remove { file });
+        Ok(())
+    }
+
+    fn refuses(&self, _io: LogIo) -> Result<Option<String>> {
+        Ok(None)
+    }
+}
+
+impl ReadAt for SimDisk {
+    fn list(&self, folder: Folder) -> io::Result<Vec<String>> {
+        Disk::list(self, folder).map_err(|_| not_found())
+    }
+
+    fn len(&self, file: FileName) -> io::Result<Option<u64>> {
+        let shared = self.shared.lock();
+        Ok(shared.now.find(file).map(|id| shared.now.node(id).visible.len()))
+    }
+
+    fn read_at(&self, file: FileName, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        let mut shared = self.shared.lock();
+        shared.check(Operation::Read)?;
+        let id = shared.now.find(file).ok_or_else(not_found)?;
+        let whole = shared.now.node(id).visible.read(offset, out);
+        shared.age(id, offset, out);
+        if whole { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
+    }
+}
+
+/// Unlocks when dropped.
+struct SimLock {
+    disk: SimDisk,
+    locked: Locked,
+    owner: Process,
+}
+
+impl SimLock {
+    fn new(disk: &SimDisk, locked: Locked) -> Self {
+        Self { disk: disk.clone(), locked, owner: Process::current() }
+    }
+}
+
+/// What a guard holds.
+enum Locked {
+    Store,
+    Held(SnapshotId),
+    Retiring(SnapshotId),
+}
+
+impl DiskLock for SimLock {}
+
+impl Drop for SimLock {
+    fn drop(&mut self) {
+        if !self.owner.is_current() {
+            return;
+        }
+        let mut shared = self.disk.shared.lock();
+        match self.locked {
+            Locked::Store => shared.locked = false,
+            Locked::Held(id) => {
+                let holders = shared.held.get_mut(&id).expect("a guard counts until it is dropped");
+                *holders -= 1;
+                if *holders == 0 {
+                    shared.held.remove(&id);
+                }
+            }
+            Locked::Retiring(id) => _ = shared.retiring.remove(&id),
+        }
+    }
+}

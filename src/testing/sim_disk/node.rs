@@ -1,0 +1,249 @@
+//! One file of a simulated disk: what is on the medium of it, and what is only on its way there.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::ops::Range;
+use std::sync::{Arc, LazyLock};
+
+use remanent_format::limits::SECTOR_LEN;
+
+/// A file itself, whatever its names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(super) struct FileId(pub(super) u64);
+
+/// One sector's bytes with their hash, so that whole disks are compared without reading them.
+#[derive(Debug)]
+pub(super) struct Sector {
+    bytes: [u8; SECTOR_LEN],
+    hash: u64,
+}
+
+impl Sector {
+    fn new(bytes: [u8; SECTOR_LEN]) -> Arc<Self> {
+        let mut hasher = DefaultHasher::new();
+        bytes.hash(&mut hasher);
+        Arc::new(Self { bytes, hash: hasher.finish() })
+    }
+
+    /// Tells contents apart.
+    pub(super) fn hash(&self) -> u64 {
+        self.hash
+    }
+
+    pub(super) fn bytes(&self) -> &[u8; SECTOR_LEN] {
+        &self.bytes
+    }
+
+    fn zero() -> Arc<Self> {
+        static ZERO: LazyLock<Arc<Sector>> = LazyLock::new(|| Sector::new([0; SECTOR_LEN]));
+        ZERO.clone()
+    }
+}
+
+/// A file's length and bytes. Bytes of the last sector beyond the length are zero.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Content {
+    len: u64,
+    pub(super) sectors: Vec<Arc<Sector>>,
+}
+
+impl Content {
+    pub(super) fn len(&self) -> u64 {
+        self.len
+    }
+
+    pub(super) fn sector_count(&self) -> usize {
+        self.sectors.len()
+    }
+
+    /// A sector; behind the end it is zeros.
+    pub(super) fn sector(&self, index: usize) -> Arc<Sector> {
+        self.sectors.get(index).cloned().unwrap_or_else(Sector::zero)
+    }
+
+    /// Fills `out` from `offset`; false if the content ends before. Nothing can be read anywhere.
+    pub(super) fn read(&self, offset: u64, out: &mut [u8]) -> bool {
+        let end = offset.checked_add(out.len() as u64);
+        if !out.is_empty() && end.is_none_or(|end| end > self.len) {
+            return false;
+        }
+        for (index, within, piece) in pieces(offset, out.len()) {
+            out[piece].copy_from_slice(&self.sectors[index].bytes[within]);
+        }
+        true
+    }
+
+    /// Sets the length: cuts, or extends with zeros.
+    fn resize(&mut self, len: u64) {
+        self.len = len;
+        self.sectors.resize_with(len.div_ceil(SECTOR_LEN as u64) as usize, Sector::zero);
+        let used = (len % SECTOR_LEN as u64) as usize;
+        if used > 0
+            && let Some(last) = self.sectors.last_mut()
+            && last.bytes[used..].iter().any(|byte| *byte != 0)
+        {
+            let mut bytes = last.bytes;
+            bytes[used..].fill(0);
+            *last = Sector::new(bytes);
+        }
+    }
+}
+
+/// The sectors that `len` bytes at `offset` touch: index, range within the sector, range within the bytes.
+fn pieces(offset: u64, len: usize) -> impl Iterator<Item = (usize, Range<usize>, Range<usize>)> {
+    let mut done = 0;
+    std::iter::from_fn(move || {
+        if done == len {
+            return None;
+        }
+        let at = offset + done as u64;
+        let within = (at % SECTOR_LEN as u64) as usize;
+        let count = (SECTOR_LEN - within).min(len - done);
+        done += count;
+        Some(((at / SECTOR_LEN as u64) as usize, within..within + count, done - count..done))
+    })
+}
+
+/// The sectors that a range of bytes touches.
+pub(super) fn sectors_of(offset: u64, len: u64) -> Range<usize> {
+    let first = offset / SECTOR_LEN as u64;
+    let end = if len == 0 { first } else { (offset + len).div_ceil(SECTOR_LEN as u64) };
+    first as usize..end as usize
+}
+
+/// A version of something since its last sync, with the time at which it was made.
+#[derive(Clone, Debug)]
+pub(super) struct Version<T> {
+    pub(super) stamp: u64,
+    pub(super) value: T,
+}
+
+/// A file.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Node {
+    pub(super) visible: Content,
+    pub(super) durable: Content,
+    /// Each dirty sector's versions, oldest first; the last is the visible one.
+    pub(super) sectors: BTreeMap<usize, Vec<Version<Arc<Sector>>>>,
+    /// Lengths since the last sync, oldest first; the last is the visible one.
+    pub(super) lengths: Vec<Version<u64>>,
+    /// Dirty sectors that a failed sync has marked clean: no later sync writes them.
+    pub(super) lost: BTreeSet<usize>,
+    /// Whether a failed sync has marked the length clean.
+    pub(super) length_lost: bool,
+    /// Whether the medium holds something else than it said.
+    pub(super) lied_about: bool,
+}
+
+impl Node {
+    pub(super) fn write(&mut self, stamp: u64, offset: u64, bytes: &[u8]) {
+        if bytes.is_empty() {
+            return;
+        }
+        let end = offset + bytes.len() as u64;
+        if end > self.visible.len {
+            self.set_len(stamp, end);
+        }
+        for (index, within, piece) in pieces(offset, bytes.len()) {
+            let mut sector = self.visible.sectors[index].bytes;
+            sector[within].copy_from_slice(&bytes[piece]);
+            self.set_sector(stamp, index, Sector::new(sector));
+        }
+    }
+
+    fn set_sector(&mut self, stamp: u64, index: usize, sector: Arc<Sector>) {
+        self.visible.sectors[index] = sector.clone();
+        self.sectors.entry(index).or_default().push(Version { stamp, value: sector });
+        self.lost.remove(&index);
+    }
+
+    pub(super) fn set_len(&mut self, stamp: u64, len: u64) {
+        // Sectors that are cut away read as zeros when the file grows again.
+        let kept = len.div_ceil(SECTOR_LEN as u64) as usize;
+        for index in kept..self.visible.sectors.len() {
+            self.set_sector(stamp, index, Sector::zero());
+        }
+        self.visible.resize(len);
+        self.lengths.push(Version { stamp, value: len });
+        self.length_lost = false;
+    }
+
+    /// Makes the length and exactly these sectors durable: a window's sync promises no more.
+    pub(super) fn sync(&mut self, range: Range<usize>) {
+        if !self.length_lost {
+            self.lengths.clear();
+            self.durable.resize(self.visible.len);
+        }
+        let dirty = self.sectors.range(range).map(|(index, _)| *index);
+        let synced: Vec<usize> = dirty.filter(|index| !self.lost.contains(index)).collect();
+        for index in synced {
+            let versions = self.sectors.remove(&index).unwrap_or_default();
+            if let (Some(slot), Some(version)) = (self.durable.sectors.get_mut(index), versions.last()) {
+                slot.clone_from(&version.value);
+            }
+        }
+    }
+
+    /// A sync of these sectors, and of the length, has failed: see the head of this file.
+    pub(super) fn lose(&mut self, range: Range<usize>) {
+        self.lost.extend(self.sectors.range(range).map(|(index, _)| *index));
+        self.length_lost = !self.lengths.is_empty();
+    }
+
+    /// What a fault of the medium, or somebody else's hand, does: at once durable.
+    pub(super) fn damage(&mut self, stamp: u64, offset: u64, bytes: &[u8]) {
+        self.write(stamp, offset, bytes);
+        self.sync(sectors_of(offset, bytes.len() as u64));
+    }
+
+    /// Whether what is visible is durable.
+    pub(super) fn is_clean(&self) -> bool {
+        self.sectors.is_empty() && self.lengths.is_empty() && !self.lied_about
+    }
+
+    /// The sectors that hold on the medium what is visible: there is no telling whether the page cache has them.
+    pub(super) fn clean_sectors(&self) -> impl Iterator<Item = usize> {
+        let both = self.visible.sectors.iter().zip(&self.durable.sectors).enumerate();
+        let is_clean = |index: &usize| !self.sectors.contains_key(index);
+        both.filter(|(_, (visible, durable))| visible.hash == durable.hash)
+            .map(|(index, _)| index)
+            .filter(is_clean)
+    }
+
+    /// The sectors that are durable with other bytes than they were before.
+    pub(super) fn newly_durable(&self, before: &Self) -> Vec<usize> {
+        let sectors = self.durable.sectors.iter().enumerate();
+        sectors
+            .filter(|(index, sector)| sector.hash != before.durable.sector(*index).hash)
+            .map(|found| found.0)
+            .collect()
+    }
+
+    /// A sector as it is on the medium; behind the file's end it is zeros.
+    pub(super) fn durable_sector(&self, index: usize) -> Arc<Sector> {
+        self.durable.sector(index)
+    }
+
+    /// A sector that was said to be durable is what it was before.
+    pub(super) fn lose_write(&mut self, sector: usize, before: &Self) {
+        self.durable.sectors[sector] = before.durable.sector(sector);
+        self.lied_about = true;
+    }
+
+    /// The file after a power cut that left of each sector, and of the length, the chosen version: 0 is
+    /// the durable one, n the n-th since.
+    pub(super) fn after_power_cut(&self, length: usize, sector: impl Fn(usize) -> usize) -> Self {
+        let mut content = self.durable.clone();
+        let len = length.checked_sub(1).map_or(self.durable.len, |version| self.lengths[version].value);
+        content.sectors.resize_with(len.div_ceil(SECTOR_LEN as u64) as usize, Sector::zero);
+        for (index, versions) in &self.sectors {
+            if let Some(slot) = content.sectors.get_mut(*index)
+                && let Some(version) = sector(*index).checked_sub(1)
+            {
+                *slot = versions[version].value.clone();
+            }
+        }
+        content.resize(len);
+        Self { visible: content.clone(), durable: content, ..Self::default() }
+    }
+}

@@ -1,0 +1,289 @@
+//! What a simulated disk holds: what is on the medium, and what is only on its way there.
+//!
+//! The model, which is deliberately worse than any file system that the store is meant for:
+//!
+//! - A file has a *visible* content, which every reader sees at once and which outlives the process, and
+//!   a *durable* one, which outlives a power cut. What was written since the last sync is *pending*: for
+//!   each sector of 512 bytes every version that it has had since, and every length. A power cut leaves of
+//!   each sector, and of the length, any one version or the durable one, independently: so writes are
+//!   lost, reordered and torn between sectors.
+//! - A folder has visible and durable names, and pending changes of names. A power cut keeps any subset
+//!   of the changes in which each name's own changes are a prefix. Renames are atomic, as they are on
+//!   every journaled file system.
+//! - A sync of a file makes content and length durable, never the file's name.
+//! - A link gives a file of another disk a name here; a power cut may take the name.
+//! - A medium that lies (`lies.rs`) says that it wrote a sector, and did not, or wrote it elsewhere, or gives a
+//!   sector's older self to who reads it next.
+//! - A failed sync makes nothing durable, and a later one does not make up for it: those bytes stay
+//!   pending until they are written again. That is what ext4 does.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::Arc;
+
+use remanent_format::{FileName, Folder};
+
+use super::event::Event;
+use super::node::{FileId, Node, Version, sectors_of};
+
+/// A change of names in one folder.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum NameChange {
+    Link(FileName, FileId),
+    Rename(FileName, FileName),
+    Remove(FileName),
+    Folder(Folder),
+}
+
+impl NameChange {
+    /// Whether both concern one name, so that the later one can only last if the earlier one does.
+    pub(super) fn meets(&self, other: &Self) -> bool {
+        let names = |change: &Self| match *change {
+            NameChange::Link(name, _) | NameChange::Remove(name) => [Some(name), None],
+            NameChange::Rename(source, target) => [Some(source), Some(target)],
+            NameChange::Folder(_) => [None, None],
+        };
+        let others = names(other);
+        names(self).into_iter().flatten().any(|name| others.contains(&Some(name)))
+    }
+}
+
+/// What a folder holds.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+pub(super) struct Entries {
+    pub(super) files: BTreeMap<FileName, FileId>,
+    pub(super) folders: BTreeSet<Folder>,
+}
+
+impl Entries {
+    fn apply(&mut self, change: NameChange) {
+        match change {
+            NameChange::Link(name, id) => {
+                self.files.insert(name, id);
+            }
+            NameChange::Rename(source, target) => {
+                let id = self.files.remove(&source).expect("a rename lasts only if its source does");
+                self.files.insert(target, id);
+            }
+            NameChange::Remove(name) => {
+                self.files.remove(&name);
+            }
+            NameChange::Folder(folder) => {
+                self.folders.insert(folder);
+            }
+        }
+    }
+}
+
+/// A folder.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Names {
+    pub(super) visible: Entries,
+    pub(super) durable: Entries,
+    /// Changes since the last sync, oldest first.
+    pub(super) pending: Vec<Version<NameChange>>,
+}
+
+impl Names {
+    fn change(&mut self, stamp: u64, change: NameChange) {
+        self.visible.apply(change);
+        self.pending.push(Version { stamp, value: change });
+    }
+}
+
+/// A whole disk.
+#[derive(Clone, Debug, Default)]
+pub(super) struct State {
+    pub(super) nodes: BTreeMap<FileId, Arc<Node>>,
+    pub(super) folders: BTreeMap<Folder, Names>,
+    next_file: u64,
+    /// Rises with every event; orders the versions.
+    clock: u64,
+}
+
+impl State {
+    /// Whether the folder exists, as the process sees it. The store directory always does.
+    pub(super) fn has_folder(&self, folder: Folder) -> bool {
+        folder == Folder::Root
+            || self.folders.get(&Folder::Root).is_some_and(|root| root.visible.folders.contains(&folder))
+    }
+
+    /// The names in a folder, as the process sees them.
+    pub(super) fn entries(&self, folder: Folder) -> Entries {
+        let known = self.has_folder(folder).then(|| self.folders.get(&folder)).flatten();
+        known.map(|names| names.visible.clone()).unwrap_or_default()
+    }
+
+    /// The file of that name, as the process sees it.
+    pub(super) fn find(&self, file: FileName) -> Option<FileId> {
+        let names = self.has_folder(file.folder()).then(|| self.folders.get(&file.folder())).flatten()?;
+        names.visible.files.get(&file).copied()
+    }
+
+    pub(super) fn node(&self, id: FileId) -> &Node {
+        &self.nodes[&id]
+    }
+
+    /// An id for a new file.
+    pub(super) fn new_id(&self) -> FileId {
+        FileId(self.next_file)
+    }
+
+    /// Bytes that the files take which have a name.
+    pub(super) fn used_bytes(&self) -> u64 {
+        let named =
+            Folder::INNER.into_iter().chain([Folder::Root]).flat_map(|folder| self.entries(folder).files);
+        named.map(|(_, id)| self.node(id).visible.len()).sum()
+    }
+
+    /// Lets an event happen.
+    pub(super) fn apply(&mut self, event: &Event) {
+        self.clock += 1;
+        let stamp = self.clock;
+        match event {
+            Event::Create { file, id } => {
+                if self.find(*file) == Some(*id) {
+                    self.node_mut(*id).set_len(stamp, 0);
+                } else {
+                    self.next_file = id.0 + 1;
+                    self.nodes.insert(*id, Arc::default());
+                    self.names_mut(file.folder()).change(stamp, NameChange::Link(*file, *id));
+                }
+            }
+            Event::Link { file, id, node } => {
+                self.next_file = id.0 + 1;
+                self.nodes.insert(*id, node.clone());
+                self.names_mut(file.folder()).change(stamp, NameChange::Link(*file, *id));
+            }
+            Event::Write { id, offset, bytes, .. } | Event::Put { id, offset, bytes, .. } => {
+                self.node_mut(*id).write(stamp, *offset, bytes);
+            }
+            Event::SyncFile { id, .. } => self.node_mut(*id).sync(0..usize::MAX),
+            Event::SyncWindow { id, offset, len, .. } => self.node_mut(*id).sync(sectors_of(*offset, *len)),
+            Event::FailedSync { id, offset, len, .. } => self.node_mut(*id).lose(sectors_of(*offset, *len)),
+            Event::Rename { source, target } => {
+                self.names_mut(source.folder()).change(stamp, NameChange::Rename(*source, *target));
+            }
+            Event::Remove { file } => {
+                self.names_mut(file.folder()).change(stamp, NameChange::Remove(*file));
+            }
+            Event::MakeFolder { folder } => {
+                self.names_mut(Folder::Root).change(stamp, NameChange::Folder(*folder));
+            }
+            Event::SyncFolder { folder } => {
+                let names = self.names_mut(*folder);
+                names.durable = names.visible.clone();
+                names.pending.clear();
+            }
+            Event::Damage { id, offset, bytes, .. } => self.node_mut(*id).damage(stamp, *offset, bytes),
+            Event::Cut { id, len, .. } => {
+                let node = self.node_mut(*id);
+                node.set_len(stamp, *len);
+                node.sync(0..usize::MAX);
+            }
+            Event::Skipped { .. } | Event::Ack(_) => {}
+        }
+    }
+
+    /// All sectors on the medium but one.
+    pub(super) fn durable_sectors(&self, except: (FileId, usize)) -> Vec<(FileId, usize)> {
+        let of_node = |(id, node): (&FileId, &Arc<Node>)| {
+            let id = *id;
+            (0..node.durable.sector_count()).map(move |sector| (id, sector))
+        };
+        self.nodes.iter().flat_map(of_node).filter(|sector| *sector != except).collect()
+    }
+
+    /// What one sector holds is on the medium in another one's place.
+    pub(super) fn misdirect(&mut self, source: (FileId, usize), target: (FileId, usize)) {
+        let bytes = self.node(source.0).durable.sector(source.1);
+        let node = self.node_mut(target.0);
+        node.durable.sectors[target.1] = bytes;
+        node.lied_about = true;
+    }
+
+    pub(super) fn node_mut(&mut self, id: FileId) -> &mut Node {
+        Arc::make_mut(self.nodes.get_mut(&id).expect("an open file exists"))
+    }
+
+    fn names_mut(&mut self, folder: Folder) -> &mut Names {
+        self.folders.entry(folder).or_default()
+    }
+
+    /// The disk after a power cut that left the chosen versions of files and changes of names. `length`
+    /// and `sector` choose as in [`Node::after_power_cut`].
+    pub(super) fn after_power_cut(
+        &self,
+        keeps: impl Fn(Folder, usize) -> bool,
+        length: impl Fn(FileId) -> usize,
+        sector: impl Fn(FileId, usize) -> usize,
+    ) -> Self {
+        let mut folders: BTreeMap<Folder, Names> = self
+            .folders
+            .iter()
+            .map(|(folder, names)| {
+                let mut entries = names.durable.clone();
+                let kept = names.pending.iter().enumerate().filter(|(index, _)| keeps(*folder, *index));
+                kept.for_each(|(_, change)| entries.apply(change.value));
+                (*folder, Names { visible: entries.clone(), durable: entries, pending: Vec::new() })
+            })
+            .collect();
+        // A folder whose own entry is lost takes its files with it.
+        let kept = folders.get(&Folder::Root).map(|root| root.durable.folders.clone()).unwrap_or_default();
+        folders.retain(|folder, _| *folder == Folder::Root || kept.contains(folder));
+        let named: BTreeSet<FileId> =
+            folders.values().flat_map(|names| names.durable.files.values().copied()).collect();
+        let nodes = named
+            .into_iter()
+            .map(|id| {
+                let node = &self.nodes[&id];
+                let kept = if node.is_clean() {
+                    node.clone()
+                } else {
+                    Arc::new(node.after_power_cut(length(id), |index| sector(id, index)))
+                };
+                (id, kept)
+            })
+            .collect();
+        Self { nodes, folders, next_file: self.next_file, clock: self.clock }
+    }
+
+    /// Files that have, had or may get a name again: all others cannot be seen after a crash.
+    pub(super) fn reachable(&self) -> BTreeSet<FileId> {
+        let linked = |change: &Version<NameChange>| match change.value {
+            NameChange::Link(_, id) => Some(id),
+            _ => None,
+        };
+        self.folders
+            .values()
+            .flat_map(|names| {
+                let named = names.visible.files.values().chain(names.durable.files.values()).copied();
+                named.chain(names.pending.iter().filter_map(linked))
+            })
+            .collect()
+    }
+
+    /// A hash of all that a crash or a reader can see, now or later.
+    pub(super) fn hash(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        for (folder, names) in &self.folders {
+            (folder, &names.visible, &names.durable).hash(&mut hasher);
+            names.pending.iter().for_each(|change| change.value.hash(&mut hasher));
+        }
+        for id in self.reachable() {
+            let node = &self.nodes[&id];
+            id.hash(&mut hasher);
+            for content in [&node.visible, &node.durable] {
+                content.len().hash(&mut hasher);
+                content.sectors.iter().for_each(|sector| sector.hash().hash(&mut hasher));
+            }
+            for (index, versions) in &node.sectors {
+                (index, versions.len(), node.lost.contains(index)).hash(&mut hasher);
+                versions.iter().for_each(|version| version.value.hash().hash(&mut hasher));
+            }
+            node.lengths.iter().for_each(|version| version.value.hash(&mut hasher));
+            node.length_lost.hash(&mut hasher);
+        }
+        hasher.finish()
+    }
+}

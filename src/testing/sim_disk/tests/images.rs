@@ -1,0 +1,76 @@
+//! Which of all crash images are made, and what is known of each.
+
+use super::*;
+
+#[test]
+fn images_know_what_was_acknowledged_before_them() {
+    let (disk, file) = with_segment(1);
+    let first = disk.events();
+    file.write_at(0, &[1]).unwrap();
+    disk.note_ack(11);
+    file.write_at(0, &[2]).unwrap();
+    disk.note_ack(22);
+    let plan = Plan { events: first..usize::MAX, ..every() };
+    let mut seen = Vec::new();
+    disk.kill_images(&plan, |image| seen.push((heads(&image.disk).unwrap()[0], image.acks.to_vec())));
+    // None stands between a write and its acknowledgement: the one after it asks more of the same disk.
+    assert_eq!(seen, [(0, vec![]), (1, vec![11]), (2, vec![11, 22])]);
+    let mut seen = BTreeSet::new();
+    disk.power_images(&plan, |image| {
+        seen.insert((image.acks.len(), heads(&image.disk).unwrap()[0]));
+    });
+    assert_eq!(seen, [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2)].into());
+}
+
+#[test]
+fn images_beyond_the_budget_are_a_seeded_choice_without_repetition() {
+    let (disk, file) = with_segment(64);
+    file.write_at(0, &[1; 64 * SECTOR_LEN]).unwrap();
+    disk.create(FileName::Segment(1)).unwrap();
+    let hashes = |seed| {
+        let plan = Plan { images_max: 50, seed, ..at_the_end(&disk) };
+        let mut hashes = Vec::new();
+        disk.power_images(&plan, |image| hashes.push(image.hash));
+        hashes
+    };
+    let images = hashes(1);
+    assert!((40..=50).contains(&images.len()), "{}", images.len());
+    assert_eq!(images.iter().collect::<BTreeSet<_>>().len(), images.len());
+    assert_eq!(images, hashes(1));
+    assert_ne!(images, hashes(2));
+}
+
+/// The telling choices are among the images even where the budget is far too small for all.
+#[test]
+fn a_small_budget_still_holds_nothing_everything_only_names_and_only_data() {
+    let (disk, file) = with_segment(64);
+    file.write_at(0, &[1; 64 * SECTOR_LEN]).unwrap();
+    disk.create(FileName::Segment(1)).unwrap();
+    let mut seen = BTreeSet::new();
+    disk.power_images(&Plan { images_max: 4, ..at_the_end(&disk) }, |image| {
+        let heads = heads(&image.disk).unwrap();
+        seen.insert((
+            heads.iter().filter(|head| **head == 1).count(),
+            image.disk.bytes(FileName::Segment(1)).is_some(),
+        ));
+    });
+    assert_eq!(seen, [(0, false), (0, true), (64, false), (64, true)].into());
+}
+
+/// Dependent changes stay in order in random choices, too.
+#[test]
+fn a_budget_leaves_names_in_order() {
+    let (disk, file) = with_segment(64);
+    file.write_at(0, &[1; 64 * SECTOR_LEN]).unwrap();
+    for _ in 0..4 {
+        disk.create(TEMPORARY).unwrap();
+        disk.rename(TEMPORARY, SEGMENT).unwrap();
+    }
+    let mut seen = BTreeSet::new();
+    disk.power_images(&Plan { images_max: 200, ..at_the_end(&disk) }, |image| {
+        let old = image.disk.bytes(SEGMENT).unwrap().len() == 64 * SECTOR_LEN;
+        seen.insert((old, image.disk.bytes(TEMPORARY).is_some()));
+    });
+    // A new file has the name, or the old one still has it; and one more may wait under its own.
+    assert_eq!(seen, [(false, false), (false, true), (true, false), (true, true)].into());
+}

@@ -1,0 +1,144 @@
+//! What a captured page's changes are logged as: ranges where they lie close, single elements where
+//! they do not.
+//!
+//! A range costs the log the header of an operation and its padding, and the elements between the changes; an
+//! element by itself costs its index. A masked delta holds its whole range and a mask beside it, so it is never
+//! the shortest here.
+
+use std::ops::Range;
+
+use remanent_format::Width;
+use remanent_format::op::OP_HEADER_LEN;
+
+/// What one more range costs the log: an operation's header, and the padding of its body.
+const RANGE_COST: u64 = OP_HEADER_LEN as u64 + 16;
+/// What an index costs the log, nearly always: one byte.
+const INDEX_COST: u64 = 1;
+
+/// Changed elements of a range.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Changed {
+    /// Ranges of elements.
+    pub runs: Vec<Range<u32>>,
+    /// Single elements, ascending, in none of the ranges.
+    pub elements: Vec<u32>,
+}
+
+impl Changed {
+    /// Reads a bitmap of changed elements, lowest bit first.
+    pub fn of_bitmap(bitmap: &[u8], width: Width) -> Self {
+        Self::of(set_bits(bitmap), width)
+    }
+
+    /// Reads changed elements, which rise.
+    pub fn of(changed_elements: impl Iterator<Item = u32>, width: Width) -> Self {
+        let width = width.bytes() as u64;
+        let mut changed = Self::default();
+        // The range under construction, and where its elements begin in the list of single ones.
+        let (mut run, mut first) = (0..0, 0);
+        for element in changed_elements {
+            let gap = u64::from(element - run.end) * width;
+            if changed.elements.len() == first || gap >= RANGE_COST {
+                changed.close(&run, first, width);
+                (run, first) = (element..element, changed.elements.len());
+            }
+            run.end = element + 1;
+            changed.elements.push(element);
+        }
+        changed.close(&run, first, width);
+        changed
+    }
+
+    /// Ends a range: it stays one if that is shorter than its changed elements one by one.
+    fn close(&mut self, run: &Range<u32>, first: usize, width: u64) {
+        let as_elements = (self.elements.len() - first) as u64 * (width + INDEX_COST);
+        if RANGE_COST + run.len() as u64 * width < as_elements {
+            self.elements.truncate(first);
+            self.runs.push(run.clone());
+        }
+    }
+}
+
+/// The numbers of the bits that are set, rising.
+fn set_bits(bitmap: &[u8]) -> impl Iterator<Item = u32> {
+    let words = bitmap.chunks(8).map(|bytes| {
+        let mut word = [0; 8];
+        word[..bytes.len()].copy_from_slice(bytes);
+        u64::from_le_bytes(word)
+    });
+    words.enumerate().flat_map(|(at, mut word)| {
+        std::iter::from_fn(move || {
+            let bit = (word != 0).then(|| 64 * at as u32 + word.trailing_zeros())?;
+            word &= word - 1;
+            Some(bit)
+        })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What changed, what of it are ranges, and what elements.
+    type Row<'a> = (&'a str, Width, Vec<u32>, &'a [(u32, u32)], &'a [u32]);
+
+    fn bitmap(elements: impl IntoIterator<Item = u32>, count: u32) -> Vec<u8> {
+        let mut bitmap = vec![0; count.div_ceil(8) as usize];
+        elements.into_iter().for_each(|element| bitmap[element as usize / 8] |= 1 << (element % 8));
+        bitmap
+    }
+
+    #[test]
+    fn close_changes_become_ranges_and_others_elements() {
+        let every_other: Vec<u32> = (0..1000).step_by(2).collect();
+        let few: Vec<u32> = (10..58).collect();
+        let rows: [Row<'_>; 10] = [
+            ("nothing", Width::W2, vec![], &[], &[]),
+            ("the first and the last", Width::W2, vec![0, 999], &[], &[0, 999]),
+            ("all", Width::W2, (0..1000).collect(), &[(0, 1000)], &[]),
+            ("too few for a range", Width::W2, few.clone(), &[], &few),
+            ("just enough", Width::W2, (10..59).collect(), &[(10, 59)], &[]),
+            ("a hole cheaper than a range", Width::W2, (0..100).chain(123..300).collect(), &[(0, 300)], &[]),
+            ("a hole as dear", Width::W2, (0..100).chain(124..300).collect(), &[(0, 100), (124, 300)], &[]),
+            ("long elements", Width::W16, (0..60).chain([70]).collect(), &[(0, 60)], &[70]),
+            ("every other one", Width::W4, every_other.clone(), &[], &every_other),
+            (
+                "among elements",
+                Width::W1,
+                [5].into_iter().chain(200..400).chain([700]).collect(),
+                &[(200, 400)],
+                &[5, 700],
+            ),
+        ];
+        for (what, width, changed, runs, elements) in rows {
+            let found = Changed::of_bitmap(&bitmap(changed.iter().copied(), 1000), width);
+            assert_eq!(found, Changed::of(changed.into_iter(), width), "{what}");
+            let found_runs: Vec<(u32, u32)> = found.runs.iter().map(|run| (run.start, run.end)).collect();
+            assert_eq!((&*found_runs, &*found.elements), (runs, elements), "{what}");
+        }
+    }
+
+    #[test]
+    fn every_change_is_in_a_range_or_an_element_and_the_log_is_never_longer_than_either_way_alone() {
+        for seed in 0..200_u32 {
+            let density = 1 + seed % 17;
+            let mut state = seed;
+            let mut next = || {
+                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                state >> 16
+            };
+            let changed: Vec<u32> = (0..3000)
+                .filter(|n| if n / 500 % 2 == 0 { next() % density == 0 } else { next() % 50 == 0 })
+                .collect();
+            let found = Changed::of_bitmap(&bitmap(changed.iter().copied(), 3000), Width::W2);
+            let covered = |element: u32| {
+                found.runs.iter().any(|run| run.contains(&element)) || found.elements.contains(&element)
+            };
+            assert!(changed.iter().all(|element| covered(*element)), "seed {seed}");
+            let in_runs: u64 = found.runs.iter().map(|run| RANGE_COST + 2 * run.len() as u64).sum();
+            let cost = in_runs + 3 * found.elements.len() as u64;
+            assert!(cost <= 3 * changed.len() as u64, "seed {seed}");
+            assert!(cost <= RANGE_COST + 2 * 3000, "seed {seed}");
+        }
+    }
+}

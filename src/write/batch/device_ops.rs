@@ -1,0 +1,265 @@
+//! Deltas that are born on a device: operations of which only the device has seen the bytes.
+//!
+//! Their place in the payload stays blank when the batch is encoded; [`Blank`] says what goes there. The device
+//! fills it, so that the bytes reach the log without passing through the caller's hands.
+
+use std::ops::Range;
+
+use remanent_format::limits::FRAME_PAYLOAD_LEN_MAX;
+use remanent_format::op::{Indices, OP_HEADER_LEN, Op, PayloadBytes, scatter_values_at};
+use remanent_format::{PageId, Width};
+
+use super::encode::Encoder;
+use super::sparse::CodedIndices;
+use super::{PageRef, Step, WorkingCopy, WriteBatch};
+use crate::device::{DeviceBytes, Span};
+use crate::error::{Error, Result};
+
+/// A range of a payload that the device fills.
+#[derive(Clone, Debug)]
+pub(crate) struct Blank {
+    /// Its first byte.
+    pub at: usize,
+    /// What goes there.
+    pub content: Content,
+}
+
+/// What goes into a blank.
+#[derive(Clone, Debug)]
+pub(crate) enum Content {
+    /// Bytes.
+    Bytes(Span),
+    /// Indices of which nobody knows yet whether they are different and below the bound; of which operation.
+    Indices { span: Span, bound: u64, step: usize },
+    /// Single elements of a range.
+    Elements { source: Span, width: Width, indices: Vec<u32> },
+}
+
+/// What a capture found to be changed in a part of its page.
+#[derive(Clone, Debug)]
+pub(crate) struct CapturedPart {
+    /// Where the part begins in the page.
+    pub offset: u64,
+    /// Its bytes, staged.
+    pub staged: Span,
+    /// Ranges of it, in bytes.
+    pub runs: Vec<Range<u64>>,
+    /// Single elements of it.
+    pub elements: Vec<u32>,
+}
+
+impl WriteBatch {
+    /// Replaces as many bytes from `offset` on as `bytes` are long, by these. They are read once, when the batch
+    /// is submitted: what the log gets and what the page gets are the same bytes, whatever is written to the
+    /// memory meanwhile.
+    ///
+    /// ```
+    /// use remanent::{Options, Place, Store};
+    /// # use remanent::DeviceChoice;
+    /// # let options = Options::default().device(DeviceChoice::Host);
+    /// let store = Store::temporary(options)?;
+    /// let memory = store.device_bytes(16, Place::Device(0))?;
+    /// memory.write(0, b"made by a kernel")?; // which would use `memory.address()`
+    /// let mut batch = store.batch();
+    /// let page = batch.create(4096, Place::Device(0));
+    /// batch.write_device(page, 100, &memory);
+    /// let committed = store.commit(batch)?;
+    ///
+    /// let mut bytes = [0; 16];
+    /// store.read(committed.pages[0], 100, &mut bytes)?;
+    /// assert_eq!(&bytes, b"made by a kernel");
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    pub fn write_device(&mut self, page: impl Into<PageRef>, offset: u64, bytes: &DeviceBytes) -> &mut Self {
+        self.step(Step::WriteDevice { page: self.own(page), offset, bytes: bytes.clone() })
+    }
+
+    /// Replaces single elements, as [`WriteBatch::scatter`] does, with indices (little-endian u32) and values
+    /// from the device's memory. The device looks whether all indices are different and within the page before
+    /// anything is logged. The log gets four bytes an index: they are not brought into order.
+    pub fn scatter_device(
+        &mut self,
+        page: impl Into<PageRef>,
+        width: Width,
+        indices: &DeviceBytes,
+        values: &DeviceBytes,
+    ) -> &mut Self {
+        let (indices, values) = (indices.clone(), values.clone());
+        self.step(Step::ScatterDevice { page: self.own(page), width, indices, values })
+    }
+
+    /// Replaces those elements of its page that changed in a working copy. The copy is read once, when the batch
+    /// is submitted; then its page's epoch is checked, which must be the copy's. When the batch is committed the
+    /// copy belongs to the new epoch, so that it can be changed and captured again.
+    ///
+    /// No other operation of the batch may change the page's bytes. The log gets ranges where changes lie close
+    /// and single elements where they do not, whichever is shorter.
+    ///
+    /// Submitting takes memory beside pages, in the budget of the copy's place, until it returns: as much as the
+    /// ranges that are looked at, two bits for each of their elements, and then as much as the batch's payload: of a
+    /// page of 1 GiB of 2-byte elements, 1 GiB and 128 MiB and what changed. Where the ranges and the bits have no
+    /// room together, it fails with [`Error::OverBudget`](crate::Error::OverBudget) before anything is copied, and
+    /// the copy can be captured later, or range by range.
+    ///
+    /// ```
+    /// use remanent::{Options, Place, Shadow, Store, Width};
+    /// # use remanent::DeviceChoice;
+    /// # let options = Options::default().device(DeviceChoice::Host);
+    /// let store = Store::temporary(options)?;
+    /// let mut batch = store.batch();
+    /// batch.create(1 << 20, Place::Device(0));
+    /// let page = store.commit(batch)?.pages[0];
+    ///
+    /// let copy = store.working_copy(page, Width::W2, Shadow::Page)?;
+    /// copy.bytes().write(4000, &[1, 2])?; // a kernel's work
+    /// let logged = store.stats().log.bytes;
+    /// let mut batch = store.batch();
+    /// batch.capture(&copy).set_root("step", 1u64);
+    /// store.commit(batch)?;
+    /// assert!(store.stats().log.bytes - logged < 8192, "of a page of a mebibyte");
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    pub fn capture(&mut self, copy: &WorkingCopy) -> &mut Self {
+        self.step(Step::Capture { copy: copy.clone(), ranges: None })
+    }
+
+    /// As [`WriteBatch::capture`], where the caller knows which ranges of the page, in bytes, may have changed:
+    /// nothing else is looked at. A change outside of them stays in the copy, and is captured when its range is
+    /// named, or all of the copy is.
+    pub fn capture_ranges(&mut self, copy: &WorkingCopy, ranges: &[Range<u64>]) -> &mut Self {
+        self.step(Step::Capture { copy: copy.clone(), ranges: Some(ranges.to_vec()) })
+    }
+
+    /// The captures, and which ranges they look at, by their operation's index.
+    pub(crate) fn captures(&self) -> impl Iterator<Item = (usize, &WorkingCopy, Option<&[Range<u64>]>)> {
+        self.steps.iter().enumerate().filter_map(|(index, step)| match step {
+            Step::Capture { copy, ranges } => Some((index, copy, ranges.as_deref())),
+            _ => None,
+        })
+    }
+
+    /// The pages whose lengths must be known, for only the device has seen which of their elements change.
+    pub(crate) fn scattered_pages(&self) -> impl Iterator<Item = PageId> {
+        self.steps.iter().filter_map(|step| match step {
+            Step::ScatterDevice { page, .. } => page.existing(),
+            _ => None,
+        })
+    }
+
+    /// The device's memory from which the batch takes bytes, captures left out.
+    pub(crate) fn device_bytes(&self) -> impl Iterator<Item = &DeviceBytes> {
+        self.steps.iter().flat_map(|step| {
+            match step {
+                Step::WriteDevice { bytes, .. } => [Some(bytes), None],
+                Step::ScatterDevice { indices, values, .. } => [Some(indices), Some(values)],
+                _ => [None, None],
+            }
+            .into_iter()
+            .flatten()
+        })
+    }
+
+    /// Refuses a batch that does more to the bytes of a page that it captures: the copy would be of no state of
+    /// the page afterwards.
+    ///
+    /// # Errors
+    /// `InvalidOperation`.
+    pub(crate) fn check_captures(&self, pages: &[PageId]) -> Result<()> {
+        for (index, copy, _) in self.captures() {
+            let mut new_pages = pages.iter().copied();
+            let changes = self.steps.iter().filter_map(|step| step.changes(pages, &mut new_pages));
+            if changes.filter(|page| *page == copy.page()).count() > 1 {
+                let page = copy.page();
+                let reason =
+                    format!("page {page} is captured, and changed by another operation of the batch too");
+                return Err(Error::InvalidOperation { index, reason });
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<B: PayloadBytes> Encoder<B> {
+    /// Writes a write whose bytes the device fills in.
+    pub(super) fn push_bytes(&mut self, page: PageId, offset: u64, span: Span) -> Result<()> {
+        let blank = self.blank(page, span.len)?;
+        let body_at = self.writer.len() + OP_HEADER_LEN;
+        self.push(&Op::Write { page, offset, bytes: &blank })?;
+        self.blanks.push(Blank { at: body_at, content: Content::Bytes(span) });
+        Ok(())
+    }
+
+    /// Writes a sparse delta of which the device fills in indices and values.
+    pub(super) fn push_scatter(
+        &mut self,
+        page: PageId,
+        width: Width,
+        indices: Span,
+        values: Span,
+    ) -> Result<()> {
+        let count = indices.len / 4;
+        if !indices.len.is_multiple_of(4) || values.len != count * width.bytes() as u64 {
+            let reason = format!(
+                "{} bytes of indices, of 4 bytes each, and {} bytes of values, of {} bytes each",
+                indices.len,
+                values.len,
+                width.bytes()
+            );
+            return Err(Error::InvalidOperation { index: self.index, reason });
+        }
+        let page_len = *self.lens.get(&page).ok_or(Error::UnknownPage { page })?;
+        let blank = self.blank(page, indices.len.saturating_add(values.len))?;
+        let body_at = self.writer.len() + OP_HEADER_LEN;
+        self.push(&Op::Scatter {
+            page,
+            width,
+            base: 0,
+            indices: Indices::plain(&blank[..indices.len as usize]),
+            values: &blank[..values.len as usize],
+        })?;
+        let bound = page_len / width.bytes() as u64;
+        let content = Content::Indices { span: indices, bound, step: self.index };
+        self.blanks.push(Blank { at: body_at, content });
+        let values_at = body_at + scatter_values_at(indices.len as usize);
+        self.blanks.push(Blank { at: values_at, content: Content::Bytes(values) });
+        Ok(())
+    }
+
+    /// Writes what a capture found.
+    pub(super) fn push_captured(&mut self, page: PageId, width: Width, part: &CapturedPart) -> Result<()> {
+        for run in &part.runs {
+            let span =
+                Span { offset: part.staged.offset + run.start, len: run.end - run.start, ..part.staged };
+            self.push_bytes(page, part.offset + run.start, span)?;
+        }
+        if part.elements.is_empty() {
+            return Ok(());
+        }
+        let coded = CodedIndices::smaller(&part.elements)?;
+        let blank = self.blank(page, (part.elements.len() * width.bytes()) as u64)?;
+        let indices = coded.indices();
+        let values_at = self.writer.len() + OP_HEADER_LEN + scatter_values_at(coded.byte_len());
+        self.push(&Op::Scatter { page, width, base: part.offset, indices, values: &blank })?;
+        let content = Content::Elements { source: part.staged, width, indices: part.elements.clone() };
+        self.blanks.push(Blank { at: values_at, content });
+        Ok(())
+    }
+
+    /// Zeros, in the place of bytes that the device fills in.
+    ///
+    /// # Errors
+    /// `Limit`, before so much is allocated; `InvalidOperation` for a page that the batch clones: what a clone
+    /// copies must be known by now.
+    fn blank(&self, page: PageId, len: u64) -> Result<Vec<u8>> {
+        let found = len.saturating_add(self.writer.len() as u64);
+        if found > FRAME_PAYLOAD_LEN_MAX {
+            return Err(Error::Limit { what: "batch", found, limit: FRAME_PAYLOAD_LEN_MAX });
+        }
+        if self.is_cloned(page) {
+            let reason =
+                format!("page {page} is cloned by this batch, so it cannot take bytes from a device in it");
+            return Err(Error::InvalidOperation { index: self.index, reason });
+        }
+        Ok(vec![0; len as usize])
+    }
+}

@@ -1,0 +1,308 @@
+//! A batch as a payload: everything that can be checked without looking at a page is checked here.
+
+use std::collections::{HashMap, HashSet};
+
+use remanent_format::image::ImageRef;
+use remanent_format::limits::{DEVICE_ORDINAL_MAX, FRAME_ALIGN, FRAME_PAYLOAD_LEN_MAX, NUMBER_MAX};
+use remanent_format::op::{OP_HEADER_LEN, Op, PAYLOAD_HEAD_LEN, PayloadBytes, PayloadWriter};
+use remanent_format::state::apply::apply;
+use remanent_format::{Defect, PageId, Place, Width};
+
+use super::sparse::{CodedIndices, ascending};
+use super::{Blank, CapturedPart, CloneSource, Images, Step, WriteBatch};
+use crate::error::{Error, Result, copied};
+
+/// What was found out about a batch before it is encoded.
+pub(crate) struct Found<'a> {
+    /// The pages of [`WriteBatch::clone_sources`] as they are before the batch.
+    pub staged: HashMap<PageId, CloneSource>,
+    /// Images that hold what some operations write.
+    pub images: Images,
+    /// What captures found, by their operation's index.
+    pub captured: &'a HashMap<usize, Vec<CapturedPart>>,
+    /// Lengths, before the batch, of the pages whose indices only the device has seen.
+    pub lens: HashMap<PageId, u64>,
+}
+
+impl WriteBatch {
+    /// About how long its payload is: what takes many bytes is counted.
+    pub(crate) fn payload_len(&self, found: &Found<'_>) -> usize {
+        let in_payload = self.steps.iter().enumerate().filter(|(index, _)| !found.images.contains_key(index));
+        let steps = in_payload.map(|(index, step)| step.bytes_len(found.captured.get(&index)));
+        let cloned = found.staged.values().map(|source| source.bytes.len());
+        PAYLOAD_HEAD_LEN + steps.chain(cloned).fold(0, usize::saturating_add)
+    }
+
+    /// Writes the batch's payload, but for what only the device has seen: returns those blanks, which are zeros, in
+    /// their order. `pages` are the ids of the new pages.
+    pub(crate) fn encode<B: PayloadBytes>(
+        &self,
+        pages: &[PageId],
+        found: Found<'_>,
+        payload: &mut B,
+    ) -> Result<Vec<Blank>> {
+        let Found { staged, images, captured, lens } = found;
+        let cloned = self.steps.iter().filter_map(Step::cloned).map(|page| page.resolve(pages)).collect();
+        let writer = PayloadWriter::on(payload);
+        let mut encoder = Encoder { index: 0, writer, cloned, staged, blanks: Vec::new(), lens };
+        let mut new_pages = pages.iter().copied();
+        let mut next_new = || new_pages.next().expect("as many ids as new pages");
+        for (index, step) in self.steps.iter().enumerate() {
+            encoder.index = index;
+            let invalid = |reason: String| Error::InvalidOperation { index, reason };
+            match step {
+                Step::Create { len, place, key, metadata } => {
+                    let (page, key, metadata) = (next_new(), key.clone(), metadata.clone());
+                    encoder.lens.insert(page, *len);
+                    encoder.push(&Op::Create { page, len: *len, place: *place, key, metadata })?;
+                }
+                Step::Clone { source } => {
+                    let source = source.resolve(pages);
+                    let CloneSource { place, metadata, bytes } =
+                        encoder.staged.get(&source).cloned().ok_or(Error::UnknownPage { page: source })?;
+                    let (page, len) = (next_new(), bytes.len() as u64);
+                    encoder.lens.insert(page, len);
+                    encoder.push(&Op::Create { page, len, place, key: None, metadata })?;
+                    if len > 0 {
+                        encoder.push(&Op::Write { page, offset: 0, bytes: &bytes })?;
+                    }
+                }
+                Step::Write { page, offset, bytes } => {
+                    let write = Op::Write { page: page.resolve(pages), offset: *offset, bytes };
+                    match images.get(&index) {
+                        Some(image) => encoder.push_image(&write, *image)?,
+                        None => encoder.push(&write)?,
+                    }
+                }
+                Step::Masked { page, offset, width, mask, bytes } => {
+                    check_mask(*width, mask, bytes).map_err(invalid)?;
+                    let (mask, bytes) = canonical_mask(*width, mask, bytes)?;
+                    let page = page.resolve(pages);
+                    encoder.push(&Op::Masked {
+                        page,
+                        offset: *offset,
+                        width: *width,
+                        mask: &mask,
+                        bytes: &bytes,
+                    })?;
+                }
+                Step::Scatter { page, width, indices, values } => {
+                    let (indices, values) = ascending(*width, indices, values, invalid)?;
+                    let coded = CodedIndices::smaller(&indices)?;
+                    let (page, indices) = (page.resolve(pages), coded.indices());
+                    encoder.push(&Op::Scatter { page, width: *width, base: 0, indices, values: &values })?;
+                }
+                Step::Fill { page, offset, len, pattern } => {
+                    let pattern_len = pattern.len();
+                    if Width::from_bytes(pattern_len).is_none() || !len.is_multiple_of(pattern_len as u64) {
+                        return Err(invalid(format!(
+                            "a pattern of {pattern_len} bytes cannot fill {len} bytes: it must be 1, 2, 4, 8 or 16 \
+                             bytes long and divide the range"
+                        )));
+                    }
+                    encoder.push(&Op::Fill {
+                        page: page.resolve(pages),
+                        offset: *offset,
+                        len: *len,
+                        pattern,
+                    })?;
+                }
+                Step::WriteDevice { page, offset, bytes } => {
+                    encoder.push_bytes(page.resolve(pages), *offset, bytes.span())?;
+                }
+                Step::ScatterDevice { page, width, indices, values } => {
+                    encoder.push_scatter(page.resolve(pages), *width, indices.span(), values.span())?;
+                }
+                Step::Capture { copy, .. } => {
+                    for part in &captured[&index] {
+                        encoder.push_captured(copy.page(), copy.width(), part)?;
+                    }
+                }
+                Step::Resize { page, len } => {
+                    let page = page.resolve(pages);
+                    encoder.lens.insert(page, *len);
+                    encoder.push(&Op::Resize { page, len: *len })?;
+                }
+                Step::Delete { page } => encoder.push(&Op::Delete { page: page.resolve(pages) })?,
+                Step::Move { page, place } => {
+                    encoder.push(&Op::Move { page: page.resolve(pages), place: *place })?;
+                }
+                Step::SetMetadata { page, name, value } => {
+                    let (page, name, value) = (page.resolve(pages), name.clone(), value.clone());
+                    encoder.push(&Op::SetMetadata { page, name, value })?;
+                }
+                Step::RemoveMetadata { page, name } => {
+                    encoder.push(&Op::RemoveMetadata { page: page.resolve(pages), name })?;
+                }
+                Step::SetRoot { name, value } => {
+                    encoder.push(&Op::SetRoot { name: name.clone(), value: value.clone() })?;
+                }
+                Step::RemoveRoot { name } => encoder.push(&Op::RemoveRoot { name })?,
+                Step::Note { text } => encoder.push(&Op::Note { text })?,
+            }
+        }
+        let len = encoder.writer.finish().byte_len() as u64;
+        if len > FRAME_PAYLOAD_LEN_MAX {
+            return Err(Error::Limit { what: "batch", found: len, limit: FRAME_PAYLOAD_LEN_MAX });
+        }
+        Ok(encoder.blanks)
+    }
+}
+
+impl Step {
+    /// About how many bytes it takes in a payload, but for what it clones. `captured` is what it captured.
+    fn bytes_len(&self, captured: Option<&Vec<CapturedPart>>) -> usize {
+        const FIXED: usize = OP_HEADER_LEN + 2 * FRAME_ALIGN as usize;
+        let of_part = |part: &CapturedPart, width: Width| {
+            let runs = part.runs.iter().map(|run| FIXED + (run.end - run.start) as usize).sum::<usize>();
+            FIXED + runs + part.elements.len() * (4 + width.bytes())
+        };
+        let len = match self {
+            Step::Write { bytes, .. } => bytes.len(),
+            Step::Masked { mask, bytes, .. } => mask.len() + bytes.len(),
+            Step::Scatter { indices, values, .. } => 4 * indices.len() + values.len(),
+            Step::WriteDevice { bytes, .. } => bytes.span().len as usize,
+            Step::ScatterDevice { indices, values, .. } => {
+                (indices.span().len as usize).saturating_add(values.span().len as usize)
+            }
+            Step::Capture { copy, .. } => {
+                captured.into_iter().flatten().map(|part| of_part(part, copy.width())).sum()
+            }
+            _ => 0,
+        };
+        len.saturating_add(FIXED)
+    }
+}
+
+/// Writes operations, and keeps the pages that are cloned up to date with them.
+pub(super) struct Encoder<B> {
+    pub index: usize,
+    pub writer: PayloadWriter<B>,
+    cloned: HashSet<PageId>,
+    staged: HashMap<PageId, CloneSource>,
+    /// What only the device has seen.
+    pub blanks: Vec<Blank>,
+    /// Lengths of pages, as far as they are known.
+    pub lens: HashMap<PageId, u64>,
+}
+
+impl<B: PayloadBytes> Encoder<B> {
+    pub fn is_cloned(&self, page: PageId) -> bool {
+        self.cloned.contains(&page)
+    }
+
+    pub fn push(&mut self, op: &Op<'_>) -> Result<()> {
+        self.check(op)?;
+        self.log(op)
+    }
+
+    /// Writes the image that holds what `write` does, in its place.
+    fn push_image(&mut self, write: &Op<'_>, image: ImageRef) -> Result<()> {
+        self.check(write)?;
+        let (Some(page), Some((_, len))) = (write.page(), write.range()) else { return self.log(write) };
+        self.log(&Op::Image { page, len, image })
+    }
+
+    fn check(&mut self, op: &Op<'_>) -> Result<()> {
+        if let Some(page) = op.page() {
+            // No store gives such an id, and a frame with one would not be read again.
+            if page == PageId(0) || page.0 > NUMBER_MAX {
+                return Err(Error::UnknownPage { page });
+            }
+            if self.is_cloned(page) {
+                self.stage(page, op)?;
+            }
+        }
+        if let Op::Create { place, .. } | Op::Move { place, .. } = *op
+            && let Place::Device(ordinal) = place
+            && ordinal > DEVICE_ORDINAL_MAX
+        {
+            return Err(Error::PlaceUnavailable { place, reason: "device slots go from 0 to 63" });
+        }
+        Ok(())
+    }
+
+    fn log(&mut self, op: &Op<'_>) -> Result<()> {
+        self.writer.push(op).map_err(|defect| match defect {
+            Defect::Limit { what, found, limit } => Error::Limit { what, found, limit },
+            other => Error::InvalidOperation { index: self.index, reason: other.to_string() },
+        })
+    }
+
+    fn stage(&mut self, page: PageId, op: &Op<'_>) -> Result<()> {
+        if let Op::Create { len, place, metadata, .. } = op {
+            let bytes = zeroed(*len).ok_or(Error::OutOfMemory { place: *place, len: *len })?;
+            self.staged.insert(page, CloneSource { place: *place, metadata: metadata.clone(), bytes });
+            return Ok(());
+        }
+        let source = self.staged.get_mut(&page).ok_or(Error::UnknownPage { page })?;
+        let page_len = source.bytes.len() as u64;
+        if let Some((offset, len)) = op.range()
+            && offset.checked_add(len).is_none_or(|end| end > page_len)
+        {
+            return Err(Error::OutOfBounds { page, offset, len, page_len });
+        }
+        match op {
+            Op::SetMetadata { name, value, .. } => {
+                source.metadata.insert(name.clone(), value.clone());
+            }
+            Op::RemoveMetadata { name, .. } => {
+                source.metadata.remove(*name);
+            }
+            Op::Resize { len, .. } if zeroed(*len).is_none() => {
+                return Err(Error::OutOfMemory { place: source.place, len: *len });
+            }
+            Op::Move { place, .. } => source.place = *place,
+            Op::Delete { .. } => {
+                self.staged.remove(&page);
+            }
+            _ => apply(op, &mut source.bytes),
+        }
+        Ok(())
+    }
+}
+
+/// Zeros, unless there is no room for them.
+fn zeroed(len: u64) -> Option<Vec<u8>> {
+    let len = usize::try_from(len).ok()?;
+    let mut bytes = Vec::new();
+    bytes.try_reserve_exact(len).ok()?;
+    bytes.resize(len, 0);
+    Some(bytes)
+}
+
+/// That a mask has a bit for each element, no more and no less.
+fn check_mask(width: Width, mask: &[u8], bytes: &[u8]) -> Result<(), String> {
+    let width = width.bytes();
+    let count = bytes.len() / width;
+    if !bytes.len().is_multiple_of(width) {
+        return Err(format!("{} bytes are no whole number of elements of {width} bytes", bytes.len()));
+    }
+    if mask.len() != count.div_ceil(8) {
+        return Err(format!(
+            "a mask for {count} elements is {} bytes long, not {}",
+            count.div_ceil(8),
+            mask.len()
+        ));
+    }
+    Ok(())
+}
+
+/// The mask with no bits past the last element, and the bytes with zeros where nothing is replaced: equal
+/// deltas have equal bytes in the log, and nothing of the caller's leaks into it.
+fn canonical_mask(width: Width, mask: &[u8], bytes: &[u8]) -> Result<(Vec<u8>, Vec<u8>)> {
+    let (mut mask, mut bytes) = (copied(mask)?, copied(bytes)?);
+    let width = width.bytes();
+    let count = bytes.len() / width;
+    if let Some(last) = mask.last_mut()
+        && !count.is_multiple_of(8)
+    {
+        *last &= (1 << (count % 8)) - 1;
+    }
+    for (index, element) in bytes.chunks_exact_mut(width).enumerate() {
+        if mask[index / 8] >> (index % 8) & 1 == 0 {
+            element.fill(0);
+        }
+    }
+    Ok((mask, bytes))
+}

@@ -1,0 +1,386 @@
+//! A batch under construction: what the caller asked for, checked and turned into a payload.
+//!
+//! Building never fails, so that calls can be chained: a batch that found no memory for a copy says so when it is
+//! committed. `encode` checks everything that can be checked without looking at a page, before the first byte is logged.
+
+mod device_ops;
+mod changed_ranges;
+mod encode;
+mod sparse;
+mod whole_pages;
+mod working_copy;
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+pub(crate) use changed_ranges::Changed;
+pub(crate) use device_ops::{Blank, CapturedPart, Content};
+pub(crate) use encode::Found;
+pub(crate) use whole_pages::{Images, WholePage};
+pub use working_copy::WorkingCopy;
+
+use remanent_format::{Epoch, Key, Metadata, PageId, Place, Value, Width};
+
+use crate::device::DeviceBytes;
+use crate::error::{Error, Result, copied};
+
+/// Ids begin at 1: this one is no page's, ever.
+const NOWHERE: PageId = PageId(0);
+
+/// A page of a batch: one that exists, or one that the same batch creates.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct PageRef(Target);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Target {
+    Existing(PageId),
+    New(NewPage),
+}
+
+/// A page that a batch creates: usable in the same batch and in no other, where it is no page at all. Once
+/// the batch is committed, [`NewPage::index`] says where its id stands in [`crate::Committed::pages`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct NewPage {
+    batch: u64,
+    index: usize,
+}
+
+impl NewPage {
+    /// How many pages the batch creates before this one.
+    #[must_use]
+    pub fn index(self) -> usize {
+        self.index
+    }
+}
+
+impl From<PageId> for PageRef {
+    fn from(page: PageId) -> Self {
+        Self(Target::Existing(page))
+    }
+}
+
+impl From<NewPage> for PageRef {
+    fn from(page: NewPage) -> Self {
+        Self(Target::New(page))
+    }
+}
+
+/// Operations that become visible and durable together or not at all, in their order.
+///
+/// ```
+/// use remanent::{Options, Place, Store};
+/// let store = Store::temporary(Options::default())?;
+/// let mut batch = store.batch();
+/// let page = batch.create(8, Place::Host);
+/// batch.write(page, 2, &[7, 7]).note("first bytes");
+/// let committed = store.commit(batch)?;
+///
+/// let mut bytes = [0; 8];
+/// store.read(committed.pages[0], 0, &mut bytes)?;
+/// assert_eq!(bytes, [0, 0, 7, 7, 0, 0, 0, 0]);
+/// # Ok::<(), remanent::Error>(())
+/// ```
+#[derive(Clone, Debug, Default)]
+#[must_use = "a batch does nothing until it is committed"]
+pub struct WriteBatch {
+    /// Tells this batch's new pages from those of others: an index alone would name a wrong page there. 0 before the
+    /// first one: all threads draw from one counter, and most batches create nothing.
+    number: u64,
+    steps: Vec<Step>,
+    new_pages: usize,
+    expectations: Vec<(PageId, Epoch)>,
+    /// Why the batch cannot be committed: the system refused the memory for a copy of what the caller gave.
+    refused: Option<Error>,
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Create { len: u64, place: Place, key: Option<Key>, metadata: Metadata },
+    Clone { source: PageRef },
+    Write { page: PageRef, offset: u64, bytes: Vec<u8> },
+    Masked { page: PageRef, offset: u64, width: Width, mask: Vec<u8>, bytes: Vec<u8> },
+    Scatter { page: PageRef, width: Width, indices: Vec<u32>, values: Vec<u8> },
+    WriteDevice { page: PageRef, offset: u64, bytes: DeviceBytes },
+    ScatterDevice { page: PageRef, width: Width, indices: DeviceBytes, values: DeviceBytes },
+    Capture { copy: WorkingCopy, ranges: Option<Vec<Range<u64>>> },
+    Fill { page: PageRef, offset: u64, len: u64, pattern: Vec<u8> },
+    Resize { page: PageRef, len: u64 },
+    Delete { page: PageRef },
+    Move { page: PageRef, place: Place },
+    SetMetadata { page: PageRef, name: String, value: Value },
+    RemoveMetadata { page: PageRef, name: String },
+    SetRoot { name: String, value: Value },
+    RemoveRoot { name: String },
+    Note { text: String },
+}
+
+/// What a clone copies.
+#[derive(Clone, Debug)]
+pub(crate) struct CloneSource {
+    pub place: Place,
+    pub metadata: Metadata,
+    pub bytes: Vec<u8>,
+}
+
+impl WriteBatch {
+    /// The page, unless another batch creates it: then it resolves to one that exists nowhere.
+    fn own(&self, page: impl Into<PageRef>) -> PageRef {
+        match page.into() {
+            PageRef(Target::New(new)) if new.batch != self.number => PageRef(Target::Existing(NOWHERE)),
+            page => page,
+        }
+    }
+
+    fn step(&mut self, step: Step) -> &mut Self {
+        self.steps.push(step);
+        self
+    }
+
+    /// A copy of what the caller gave; nothing, and the batch is refused, where there is no memory for it.
+    fn copied<T: Copy>(&mut self, given: &[T]) -> Vec<T> {
+        copied(given).unwrap_or_else(|error| {
+            self.refused.get_or_insert(error);
+            Vec::new()
+        })
+    }
+
+    /// # Errors
+    /// [`Error::OutOfMemory`] if something that the caller gave could not be copied.
+    pub(crate) fn check_copies(&self) -> Result<()> {
+        self.refused.clone().map_or(Ok(()), Err)
+    }
+
+    fn new_page(&mut self) -> NewPage {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        if self.number == 0 {
+            self.number = NEXT.fetch_add(1, Ordering::Relaxed);
+        }
+        self.new_pages += 1;
+        NewPage { batch: self.number, index: self.new_pages - 1 }
+    }
+
+    /// Creates a page of `len` zeros, without key or metadata.
+    pub fn create(&mut self, len: u64, place: Place) -> NewPage {
+        self.create_with(len, place, None, Metadata::new())
+    }
+
+    /// Creates a page of `len` zeros. The key must be no other page's.
+    pub fn create_with(&mut self, len: u64, place: Place, key: Option<Key>, metadata: Metadata) -> NewPage {
+        self.step(Step::Create { len, place, key, metadata });
+        self.new_page()
+    }
+
+    /// Creates a page of these bytes, as long as they are. The key must be no other page's.
+    ///
+    /// Bytes that are handed over as a `Vec` are not copied. Whole pages that take more than a quarter of a
+    /// segment together are written once: to an image file, which the log and the next snapshot only name.
+    /// The same holds for [`WriteBatch::write`] of all bytes of a page.
+    ///
+    /// ```
+    /// use remanent::{Key, Metadata, Options, Place, Store};
+    /// let store = Store::temporary(Options::default())?;
+    /// let mut batch = store.batch();
+    /// let key = Key::new("embedding").ok();
+    /// let page = batch.create_from(vec![1; 8 << 20], Place::Host, key, Metadata::new());
+    /// let committed = store.commit(batch)?;
+    /// assert_eq!(store.page(committed.pages[page.index()])?.len, 8 << 20);
+    /// assert!(store.stats().log.bytes < 4096, "the log only names it");
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    pub fn create_from(
+        &mut self,
+        bytes: impl Into<Vec<u8>>,
+        place: Place,
+        key: Option<Key>,
+        metadata: Metadata,
+    ) -> NewPage {
+        let bytes = bytes.into();
+        let page = self.create_with(bytes.len() as u64, place, key, metadata);
+        if !bytes.is_empty() {
+            self.step(Step::Write { page: page.into(), offset: 0, bytes });
+        }
+        page
+    }
+
+    /// Creates a copy of a page, as it is at this point of the batch: bytes, length, place and metadata,
+    /// but no key. The log gets the bytes, so a clone costs as much log as the page is long.
+    pub fn clone_page(&mut self, source: impl Into<PageRef>) -> NewPage {
+        self.step(Step::Clone { source: self.own(source) });
+        self.new_page()
+    }
+
+    /// Replaces `bytes.len()` bytes from `offset` on.
+    pub fn write(&mut self, page: impl Into<PageRef>, offset: u64, bytes: &[u8]) -> &mut Self {
+        let bytes = self.copied(bytes);
+        self.step(Step::Write { page: self.own(page), offset, bytes })
+    }
+
+    /// Replaces those elements of a range whose bit in `mask` is 1, lowest bit first. `bytes` covers the
+    /// whole range; `mask` has one bit an element, rounded up to whole bytes. The log gets the whole
+    /// range: unless most elements are replaced, [`WriteBatch::scatter`] takes less.
+    pub fn write_masked(
+        &mut self,
+        page: impl Into<PageRef>,
+        offset: u64,
+        width: Width,
+        mask: &[u8],
+        bytes: &[u8],
+    ) -> &mut Self {
+        let (mask, bytes) = (self.copied(mask), self.copied(bytes));
+        self.step(Step::Masked { page: self.own(page), offset, width, mask, bytes })
+    }
+
+    /// Replaces single elements: `values` holds one element for each index, in the same order. Indices
+    /// count elements from the page's start and must all be different.
+    ///
+    /// Beside each element the log gets its index, in 4 bytes at most: ascending indices are stored as gaps
+    /// if that is shorter, and others are brought into order first. One element in a hundred takes 1.3.
+    pub fn scatter(
+        &mut self,
+        page: impl Into<PageRef>,
+        width: Width,
+        indices: &[u32],
+        values: &[u8],
+    ) -> &mut Self {
+        let (indices, values) = (self.copied(indices), self.copied(values));
+        self.step(Step::Scatter { page: self.own(page), width, indices, values })
+    }
+
+    /// Repeats a pattern of 1, 2, 4, 8 or 16 bytes over `len` bytes from `offset` on.
+    pub fn fill(&mut self, page: impl Into<PageRef>, offset: u64, len: u64, pattern: &[u8]) -> &mut Self {
+        let pattern = self.copied(pattern);
+        self.step(Step::Fill { page: self.own(page), offset, len, pattern })
+    }
+
+    /// Cuts the page, or extends it by zeros.
+    pub fn resize(&mut self, page: impl Into<PageRef>, len: u64) -> &mut Self {
+        self.step(Step::Resize { page: self.own(page), len })
+    }
+
+    /// Deletes the page; its key is free again, its id is never used again.
+    pub fn delete(&mut self, page: impl Into<PageRef>) -> &mut Self {
+        self.step(Step::Delete { page: self.own(page) })
+    }
+
+    /// Moves the page to another place: from one GPU to another, from a GPU to pinned host memory and back. Its
+    /// bytes, its metadata and its epoch stay as they are; its Lsn is the batch's.
+    ///
+    /// There must be room for the page in the budget of the place that it goes to, beside the memory that it
+    /// leaves, which is free again once nothing uses it: not the device's queue, not a lease. A lease stays what
+    /// it was, at its address. A move to the place where the page lives costs nothing but its record in the log.
+    ///
+    /// ```
+    /// use remanent::{Options, Place, Store};
+    /// let store = Store::temporary(Options::default())?;
+    /// let mut batch = store.batch();
+    /// let page = batch.create(8, Place::Host);
+    /// batch.write(page, 0, &[7; 8]);
+    /// let page = store.commit(batch)?.pages[0];
+    ///
+    /// let epoch = store.page(page)?.epoch;
+    /// let mut batch = store.batch();
+    /// batch.move_to(page, Place::Pinned);
+    /// store.commit(batch)?;
+    ///
+    /// let moved = store.page(page)?;
+    /// assert_eq!((moved.place, moved.epoch), (Place::Pinned, epoch));
+    /// let mut bytes = [0; 8];
+    /// store.read(page, 0, &mut bytes)?;
+    /// assert_eq!(bytes, [7; 8]);
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    ///
+    /// The commit fails with [`Error::OverBudget`], [`Error::OutOfMemory`] or [`Error::PlaceUnavailable`], and
+    /// nothing changed, if the page cannot be in that place.
+    pub fn move_to(&mut self, page: impl Into<PageRef>, place: Place) -> &mut Self {
+        self.step(Step::Move { page: self.own(page), place })
+    }
+
+    /// Sets one entry of the page's metadata.
+    pub fn set_metadata(
+        &mut self,
+        page: impl Into<PageRef>,
+        name: impl Into<String>,
+        value: impl Into<Value>,
+    ) -> &mut Self {
+        self.step(Step::SetMetadata { page: self.own(page), name: name.into(), value: value.into() })
+    }
+
+    /// Removes one entry of the page's metadata; none of that name is fine too.
+    pub fn remove_metadata(&mut self, page: impl Into<PageRef>, name: impl Into<String>) -> &mut Self {
+        self.step(Step::RemoveMetadata { page: self.own(page), name: name.into() })
+    }
+
+    /// Sets one entry of the root, the store's own metadata.
+    pub fn set_root(&mut self, name: impl Into<String>, value: impl Into<Value>) -> &mut Self {
+        self.step(Step::SetRoot { name: name.into(), value: value.into() })
+    }
+
+    /// Removes one entry of the root; none of that name is fine too.
+    pub fn remove_root(&mut self, name: impl Into<String>) -> &mut Self {
+        self.step(Step::RemoveRoot { name: name.into() })
+    }
+
+    /// Adds a remark that travels with the batch in the log.
+    pub fn note(&mut self, text: impl Into<String>) -> &mut Self {
+        self.step(Step::Note { text: text.into() })
+    }
+
+    /// Demands that the page is at this epoch when the batch is committed; epoch 0 demands that it does
+    /// not exist. Otherwise the commit fails with [`Error::Conflict`] and changes nothing.
+    pub fn expect_epoch(&mut self, page: PageId, epoch: Epoch) -> &mut Self {
+        self.expectations.push((page, epoch));
+        self
+    }
+
+    /// Number of pages that the batch creates.
+    pub(crate) fn new_pages(&self) -> usize {
+        self.new_pages
+    }
+
+    /// The preconditions.
+    pub(crate) fn expectations(&self) -> &[(PageId, Epoch)] {
+        &self.expectations
+    }
+
+    /// Whether the batch only frees space: such batches may use the reserve of a full disk.
+    pub(crate) fn only_deletes(&self) -> bool {
+        let deletes = self.steps.iter().any(|step| matches!(step, Step::Delete { .. }));
+        deletes && self.steps.iter().all(|step| matches!(step, Step::Delete { .. } | Step::Note { .. }))
+    }
+
+    /// The existing pages that the batch clones.
+    pub(crate) fn clone_sources(&self) -> Vec<PageId> {
+        let mut sources: Vec<PageId> =
+            self.steps.iter().filter_map(Step::cloned).filter_map(PageRef::existing).collect();
+        sources.sort_unstable();
+        sources.dedup();
+        sources
+    }
+}
+
+impl Step {
+    fn cloned(&self) -> Option<PageRef> {
+        match self {
+            Step::Clone { source } => Some(*source),
+            _ => None,
+        }
+    }
+}
+
+impl PageRef {
+    fn existing(self) -> Option<PageId> {
+        match self.0 {
+            Target::Existing(page) => Some(page),
+            Target::New(_) => None,
+        }
+    }
+
+    fn resolve(self, pages: &[PageId]) -> PageId {
+        match self.0 {
+            Target::Existing(page) => page,
+            // A clone of this batch may have gone on to create more.
+            Target::New(new) => pages.get(new.index).copied().unwrap_or(NOWHERE),
+        }
+    }
+}

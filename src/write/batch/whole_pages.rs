@@ -1,0 +1,204 @@
+//! Whole pages: the writes of a batch that replace all of a page's bytes, and nothing else of it does.
+//!
+//! Such bytes need not be in the log: an image that is durable before the batch is logged does as well, and
+//! is written once.
+
+use std::collections::HashMap;
+
+use remanent_format::PageId;
+use remanent_format::image::ImageRef;
+
+use super::{Step, WriteBatch};
+
+/// Shorter pages stay in the log: naming an image takes it 80 bytes, and the image 64 of its own.
+const WHOLE_PAGE_LEN_MIN: u64 = 4096;
+
+/// A write of all bytes of a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct WholePage<'a> {
+    /// The operation's index in the batch.
+    pub step: usize,
+    /// The page.
+    pub page: PageId,
+    /// The length that it was said to have before the batch; none if the batch creates it.
+    pub len_before: Option<u64>,
+    /// Its bytes.
+    pub bytes: &'a [u8],
+}
+
+/// Images that hold what some operations of a batch write, by the operations' indices.
+pub(crate) type Images = HashMap<usize, ImageRef>;
+
+/// What the steps so far make of a page.
+struct Fate {
+    len_before: Option<u64>,
+    len: Option<u64>,
+    /// The only step that changed its bytes, if it replaced all of them.
+    whole: Option<usize>,
+    changed: bool,
+}
+
+impl WriteBatch {
+    /// The whole pages that the batch writes, if they take `bytes_min` bytes together. `pages` are the ids of
+    /// the new pages, `len_of` gives the lengths of others.
+    pub(crate) fn whole_pages(
+        &self,
+        pages: &[PageId],
+        bytes_min: u64,
+        len_of: impl Fn(PageId) -> Option<u64>,
+    ) -> Vec<WholePage<'_>> {
+        // Few batches are that long: the others are not looked at closely.
+        let at_start = |step: &Step| match step {
+            Step::Write { offset: 0, bytes, .. } => bytes.len() as u64,
+            _ => 0,
+        };
+        if self.steps.iter().map(at_start).sum::<u64>() < bytes_min {
+            return Vec::new();
+        }
+        let fates = self.fates(pages, len_of);
+        let mut whole: Vec<WholePage<'_>> = fates
+            .into_iter()
+            .filter_map(|(page, fate)| {
+                let step = fate.whole?;
+                let Step::Write { bytes, .. } = &self.steps[step] else { return None };
+                let len_before = fate.len_before;
+                (bytes.len() as u64 >= WHOLE_PAGE_LEN_MIN).then_some(WholePage {
+                    step,
+                    page,
+                    len_before,
+                    bytes,
+                })
+            })
+            .collect();
+        whole.sort_unstable_by_key(|whole| whole.step);
+        let bytes: u64 = whole.iter().map(|whole| whole.bytes.len() as u64).sum();
+        if bytes < bytes_min { Vec::new() } else { whole }
+    }
+
+    fn fates(&self, pages: &[PageId], len_of: impl Fn(PageId) -> Option<u64>) -> HashMap<PageId, Fate> {
+        let mut fates: HashMap<PageId, Fate> = HashMap::new();
+        let mut new_pages = pages.iter().copied();
+        for (index, step) in self.steps.iter().enumerate() {
+            let Some(page) = step.changes(pages, &mut new_pages) else { continue };
+            let fate = fates.entry(page).or_insert_with(|| {
+                let len = len_of(page);
+                Fate { len_before: len, len, whole: None, changed: false }
+            });
+            match step {
+                Step::Create { len, .. } => fate.len = Some(*len),
+                Step::Resize { len, .. } => (fate.whole, fate.len) = (None, Some(*len)),
+                Step::Write { offset, bytes, .. } => {
+                    let is_whole = *offset == 0 && fate.len == Some(bytes.len() as u64);
+                    fate.whole = (is_whole && !fate.changed).then_some(index);
+                    fate.changed = true;
+                }
+                _ => (fate.whole, fate.changed) = (None, true),
+            }
+        }
+        fates
+    }
+}
+
+impl Step {
+    /// The page whose bytes or length the step changes, if there is one. A new page is the next one.
+    pub(super) fn changes(
+        &self,
+        pages: &[PageId],
+        new_pages: &mut impl Iterator<Item = PageId>,
+    ) -> Option<PageId> {
+        match self {
+            // A clone is written, too, with what its source holds by then.
+            Step::Create { .. } | Step::Clone { .. } => new_pages.next(),
+            Step::Write { page, .. }
+            | Step::Masked { page, .. }
+            | Step::Scatter { page, .. }
+            | Step::WriteDevice { page, .. }
+            | Step::ScatterDevice { page, .. }
+            | Step::Fill { page, .. }
+            | Step::Resize { page, .. }
+            | Step::Delete { page } => Some(page.resolve(pages)),
+            Step::Capture { copy, .. } => Some(copy.page()),
+            Step::Move { .. }
+            | Step::SetMetadata { .. }
+            | Step::RemoveMetadata { .. }
+            | Step::SetRoot { .. }
+            | Step::RemoveRoot { .. }
+            | Step::Note { .. } => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use remanent_format::{Place, Width};
+
+    use super::*;
+
+    const OLD: PageId = PageId(7);
+    const LEN: usize = WHOLE_PAGE_LEN_MIN as usize;
+
+    /// The steps that write whole pages, of a batch of which one page exists.
+    fn steps(batch: &WriteBatch) -> Vec<usize> {
+        let pages: Vec<PageId> = (20..).map(PageId).take(batch.new_pages()).collect();
+        let len_of = |page| (page == OLD).then_some(LEN as u64);
+        batch.whole_pages(&pages, LEN as u64, len_of).iter().map(|whole| whole.step).collect()
+    }
+
+    #[test]
+    fn only_a_write_that_is_all_that_happens_to_the_bytes_is_whole() {
+        type Build = fn(&mut WriteBatch);
+        let rows: &[(&str, &[usize], Build)] = &[
+            ("an old page", &[0], |b| _ = b.write(OLD, 0, &[1; LEN])),
+            ("a new page", &[1], |b| {
+                let page = b.create(LEN as u64, Place::Host);
+                b.write(page, 0, &[1; LEN]);
+            }),
+            ("a page from bytes", &[1], |b| {
+                _ = b.create_from([1; LEN], Place::Host, None, Default::default())
+            }),
+            ("metadata beside it", &[1], |b| {
+                b.set_metadata(OLD, "a", 1u64).write(OLD, 0, &[1; LEN]).set_metadata(OLD, "b", 2u64);
+            }),
+            ("moved before and after", &[1], |b| {
+                b.move_to(OLD, Place::Pinned).write(OLD, 0, &[1; LEN]).move_to(OLD, Place::Host);
+            }),
+            ("resized before", &[1], |b| _ = b.resize(OLD, 2 * LEN as u64).write(OLD, 0, &[1; 2 * LEN])),
+            ("resized after", &[], |b| _ = b.write(OLD, 0, &[1; LEN]).resize(OLD, LEN as u64)),
+            ("resized to another length", &[], |b| _ = b.resize(OLD, 9).write(OLD, 0, &[1; LEN])),
+            ("too short", &[], |b| {
+                let page = b.create(LEN as u64 - 1, Place::Host);
+                b.write(page, 0, &[1; LEN - 1]).write(OLD, 1, &[1; LEN - 1]);
+            }),
+            ("not at the start", &[], |b| _ = b.write(OLD, 1, &[1; LEN])),
+            ("written before", &[], |b| _ = b.write(OLD, 3, &[1]).write(OLD, 0, &[1; LEN])),
+            ("written after", &[], |b| _ = b.write(OLD, 0, &[1; LEN]).write(OLD, 3, &[1])),
+            ("written twice", &[], |b| _ = b.write(OLD, 0, &[1; LEN]).write(OLD, 0, &[1; LEN])),
+            ("sparse after", &[], |b| _ = b.write(OLD, 0, &[1; LEN]).scatter(OLD, Width::W1, &[1], &[1])),
+            ("masked after", &[], |b| {
+                _ = b.write(OLD, 0, &[1; LEN]).write_masked(OLD, 0, Width::W1, &[1], &[1])
+            }),
+            ("filled before", &[], |b| _ = b.fill(OLD, 0, 1, &[1]).write(OLD, 0, &[1; LEN])),
+            ("deleted after", &[], |b| _ = b.write(OLD, 0, &[1; LEN]).delete(OLD)),
+            ("a clone", &[], |b| {
+                let page = b.clone_page(OLD);
+                b.write(page, 0, &[1; LEN]);
+            }),
+            ("a page of nobody knows which length", &[], |b| _ = b.write(PageId(8), 0, &[1; LEN])),
+        ];
+        for (why, expected, build) in rows {
+            let mut batch = WriteBatch::default();
+            build(&mut batch);
+            assert_eq!(steps(&batch), *expected, "{why}");
+        }
+    }
+
+    #[test]
+    fn short_batches_keep_their_bytes_in_the_log() {
+        let mut batch = WriteBatch::default();
+        batch.write(OLD, 0, &[1; LEN]);
+        let len_of = |_| Some(LEN as u64);
+        assert_eq!(batch.whole_pages(&[], LEN as u64 + 1, len_of), []);
+        let whole = WholePage { step: 0, page: OLD, len_before: Some(LEN as u64), bytes: &[1; LEN] };
+        assert_eq!(batch.whole_pages(&[], LEN as u64, len_of), [whole]);
+    }
+}

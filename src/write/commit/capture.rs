@@ -1,0 +1,207 @@
+//! Captures: what changed in a working copy since it was its page.
+//!
+//! 1. **Arrive**: the committing thread waits for the stream on which the copy is written. Nobody else does.
+//! 2. **Stage**: the copy's ranges are copied aside on the device. From here on the caller may write to it again.
+//! 3. **Compare** what is staged with the page, in the lane of deltas and at the copy's epoch, or with the
+//!    copy's shadow: `changes` says how.
+//! 4. The batch is encoded from what is staged, and logged if the page is still at that epoch. Were the epoch
+//!    not looked at again, under the lock, changes of others would be taken back by what is between ours.
+//!
+//! A crash on the way loses a batch that nobody was told of; working copies are gone with the process.
+
+use std::collections::HashMap;
+use std::ops::Range;
+
+use remanent_format::state::table::Changes;
+use remanent_format::{Epoch, PageId, Width};
+
+use super::Committer;
+use super::device_payload::StageMemory;
+use super::diff::marks_len;
+use super::ranges::{check_epoch, part, parts};
+use crate::device::{Command, CommandList, Lane, Span};
+use crate::error::{Error, Result};
+use crate::memory::arena::Purpose;
+use crate::write::batch::{CapturedPart, Changed, WorkingCopy, WriteBatch};
+
+/// The captures of a batch.
+#[derive(Default)]
+pub(super) struct Captures<'a> {
+    /// What they found, by their operation's index.
+    pub found: HashMap<usize, Vec<CapturedPart>>,
+    taken: Vec<Capture<'a>>,
+}
+
+/// One capture.
+struct Capture<'a> {
+    copy: &'a WorkingCopy,
+    /// The epoch of the state to which its changes were found.
+    epoch: Epoch,
+    /// The ranges of the page that are staged, each with where it begins there.
+    parts: Vec<(Range<u64>, u64)>,
+    staged: StageMemory,
+}
+
+/// Which way bytes go when a caller's memory becomes a working copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Direction {
+    /// The page's bytes are copied to the memory at once.
+    Load,
+    /// The memory stays as it is, and the next capture takes its bytes to the page.
+    Store,
+}
+
+/// What a working copy is compared with to find what changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Shadow {
+    /// The page itself. This takes no memory; it is done in the queue of deltas, between two of them.
+    Page,
+    /// A copy of its own in this place, as long as the page and counted in the budget, which every capture
+    /// takes along. Deltas of other pages do not wait for the comparison.
+    Kept(remanent_format::Place),
+}
+
+impl Captures<'_> {
+    /// Whether the batch captures nothing.
+    pub fn is_empty(&self) -> bool {
+        self.taken.is_empty()
+    }
+
+    /// The pages, and the epochs at which they must be when the batch is logged.
+    pub fn epochs(&self) -> impl Iterator<Item = (PageId, Epoch)> {
+        self.taken.iter().map(|capture| (capture.copy.page(), capture.epoch))
+    }
+
+    /// The batch is logged: the copies are what it makes of their pages.
+    pub fn belong_to(&self, changes: &Changes) {
+        for capture in &self.taken {
+            let mut pages = changes.pages().iter().filter(|(page, _)| *page == capture.copy.page());
+            if let Some((_, Some(info))) = pages.next() {
+                capture.copy.belongs_to(info.epoch);
+            }
+        }
+    }
+}
+
+impl Committer {
+    /// Finds what changed in the working copies that the batch captures.
+    pub(super) fn capture<'a>(&self, batch: &'a WriteBatch) -> Result<Captures<'a>> {
+        let mut captures = Captures::default();
+        for (index, copy, ranges) in batch.captures() {
+            let (capture, found) = self.capture_one(copy, ranges)?;
+            captures.found.insert(index, found);
+            captures.taken.push(capture);
+        }
+        Ok(captures)
+    }
+
+    fn capture_one<'a>(
+        &self,
+        copy: &'a WorkingCopy,
+        ranges: Option<&[Range<u64>]>,
+    ) -> Result<(Capture<'a>, Vec<CapturedPart>)> {
+        copy.bytes().check_device(&self.device)?;
+        let (page, epoch, width) = (copy.page(), copy.epoch(), copy.width());
+        let info = self.submitted.lock().get(page).ok_or(Error::UnknownPage { page })?;
+        check_epoch(page, epoch, info.epoch)?;
+        // A page of that epoch has the length that it had when the copy became it.
+        let parts = parts(page, ranges, info.len)?;
+        let len = parts.last().map_or(0, |(range, at)| at + range.end - range.start);
+        let source = copy.bytes().arrived()?;
+        let lens = [len, marks_len(&parts, width)];
+        let [staged, marks] = self.stage_memories(Purpose::Stage, copy.bytes().place(), lens)?;
+        let from = |range: &Range<u64>| part(source, range);
+        let sources = parts.iter().map(|(range, at)| (from(range), *at)).collect();
+        self.run(vec![Command::Gather { sources, target: staged.part(0, len) }], Vec::new())?;
+        let changed = self.changed(copy, epoch, &parts, staged.part(0, len), &marks)?;
+        let found = parts.iter().zip(changed).map(|((range, at), Changed { runs, elements })| {
+            let byte = |element: u32| u64::from(element) * width.bytes() as u64;
+            let runs = runs.into_iter().map(|run| byte(run.start)..byte(run.end)).collect();
+            let staged = staged.part(*at, range.end - range.start);
+            CapturedPart { offset: range.start, staged, runs, elements }
+        });
+        let found = found.collect();
+        Ok((Capture { copy, epoch, parts, staged }, found))
+    }
+
+    /// The shadows become what was captured. A copy whose shadow cannot is of no known state any more.
+    pub(super) fn refresh_shadows(&self, captures: Captures<'_>) {
+        for Capture { copy, parts, staged, .. } in captures.taken {
+            let Some(shadow) = copy.shadow() else { continue };
+            let copies = parts.iter().map(|(range, at)| Command::Copy {
+                source: staged.part(*at, range.end - range.start),
+                target: part(shadow.span(), range),
+            });
+            let list = CommandList { commands: copies.collect(), staging: Vec::new() };
+            // Whoever uses the shadow next does so on the same lane.
+            if let Err(error) = self.device.submit(Lane::Stage, list) {
+                copy.belongs_to(Epoch(0));
+                let error = self.poison.set_by_device(error);
+                tracing::error!(%error, page = %copy.page(), "a working copy's shadow is lost");
+            }
+        }
+    }
+
+    /// Makes memory a working copy of a page.
+    ///
+    /// # Errors
+    /// `UnknownPage`, `MemoryRefused`; what allocates a shadow; a device error.
+    pub fn working_copy(
+        &self,
+        page: PageId,
+        memory: crate::device::DeviceBytes,
+        width: Width,
+        shadow: Shadow,
+        direction: Direction,
+    ) -> Result<WorkingCopy> {
+        memory.check_device(&self.device)?;
+        let len = memory.byte_len();
+        if !len.is_multiple_of(width.bytes() as u64) {
+            let reason = format!("that is no whole number of elements of {} bytes", width.bytes());
+            return Err(Error::MemoryRefused { len, reason });
+        }
+        if memory.address().is_some_and(|address| !address.is_multiple_of(width.bytes() as u64)) {
+            let reason = format!("it does not begin on a boundary of {} bytes", width.bytes());
+            return Err(Error::MemoryRefused { len, reason });
+        }
+        let shadow = match shadow {
+            Shadow::Page => None,
+            Shadow::Kept(place) => Some(self.device_bytes(place, len)?),
+        };
+        let copy = WorkingCopy::new(page, width, memory, shadow);
+        self.load(&copy, direction)?;
+        Ok(copy)
+    }
+
+    /// Takes the page's bytes to a working copy and its shadow, or to the shadow alone.
+    ///
+    /// # Errors
+    /// `UnknownPage`, `MemoryRefused` if the page's length is not the copy's; a device error.
+    pub fn load(&self, copy: &WorkingCopy, direction: Direction) -> Result<()> {
+        copy.bytes().check_device(&self.device)?;
+        // What is still being written to it comes before.
+        let memory = copy.bytes().arrived()?;
+        let len = memory.len;
+        let shadow = copy.shadow().map(|shadow| shadow.span());
+        let targets: Vec<Span> =
+            (direction == Direction::Load).then_some(memory).into_iter().chain(shadow).collect();
+        // Half loaded it is of no state.
+        copy.belongs_to(Epoch(0));
+        let page = copy.page();
+        self.applier.cold().wait([page])?;
+        let (epoch, pending) = self.applier.turn(move |turn| {
+            turn.intact()?;
+            let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;
+            if info.len != len {
+                let reason = format!("page {page} is {} bytes long", info.len);
+                return Err(Error::MemoryRefused { len, reason });
+            }
+            let source = turn.applied.memory[page].span();
+            let commands = targets.into_iter().map(|target| Command::Copy { source, target }).collect();
+            Ok((info.epoch, turn.submit(CommandList { commands, staging: Vec::new() })?))
+        })?;
+        pending.finish(&*self.device)?;
+        copy.belongs_to(epoch);
+        Ok(())
+    }
+}

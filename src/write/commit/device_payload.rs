@@ -1,0 +1,235 @@
+//! Payloads of which only the device has seen some bytes.
+//!
+//! The payload is put together on the device: what the host knows goes up, what is born there is gathered into
+//! its blanks. There the indices are looked at and the whole is summed, and it comes to the host at one go, as
+//! the log and the page will get it. Whatever is written to the caller's memory meanwhile, sum and bytes are of
+//! the same payload.
+//!
+//! Nothing is logged before this is done, so a crash loses a batch that nobody was told of.
+
+use std::any::Any;
+use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
+
+use remanent_format::{PageId, PageTable, Place};
+
+use super::Committer;
+use crate::device::{
+    CallerMemory, Command, CommandList, Device, DeviceBytes, INDEX_OUT_OF_BOUNDS, IndexList, Lane, MemoryId,
+    Span, Staging, StagingSpan,
+};
+use crate::error::{Error, Result};
+use crate::memory::arena::{Arena, PageMemory, Purpose};
+use crate::memory::staging::StagingBuf;
+use crate::write::batch::{Blank, Content, WriteBatch};
+
+/// Memory beside pages, in the budget like them. It is given back behind everything that is in the lane by
+/// then.
+pub(super) struct StageMemory {
+    device: Arc<dyn Device>,
+    arena: Arc<Arena>,
+    memory: Option<PageMemory>,
+}
+
+impl StageMemory {
+    /// `len` bytes from `offset` on.
+    pub fn part(&self, offset: u64, len: u64) -> Span {
+        self.memory.as_ref().expect("there until it is dropped").part(offset, len)
+    }
+}
+
+impl Drop for StageMemory {
+    fn drop(&mut self) {
+        let Some(memory) = self.memory.take() else { return };
+        match self.device.submit(Lane::Stage, CommandList::default()) {
+            Ok(last) => self.arena.retire(memory, last.fence()),
+            // The lane may still use it, and never says when it is done.
+            Err(error) => tracing::warn!(%error, "memory beside pages stays allocated"),
+        }
+    }
+}
+
+/// Memory of the caller's, given back to nobody but its owner.
+struct Adopted {
+    device: Arc<dyn Device>,
+    memory: MemoryId,
+    _owner: Arc<dyn Any + Send + Sync>,
+}
+
+impl Drop for Adopted {
+    /// Lists that name it were waited for, all but copies to shadows: those read the store's own memory.
+    fn drop(&mut self) {
+        if let Err(error) = self.device.release(self.memory) {
+            tracing::warn!(%error, "a caller's memory stays known to the device");
+        }
+    }
+}
+
+impl Committer {
+    /// Memory of a device for a caller.
+    ///
+    /// # Errors
+    /// `OverBudget`, `OutOfMemory`, `PlaceUnavailable`; a device error.
+    pub fn device_bytes(&self, place: Place, len: u64) -> Result<DeviceBytes> {
+        let owner = self.stage_memory(Purpose::Caller, place, len)?;
+        let span = owner.part(0, len);
+        let bytes = self.caller_memory(span.memory, place, len, owner);
+        let zero = Command::Fill { target: span, pattern: [0; 16], width: remanent_format::Width::W1 };
+        self.run(vec![zero], Vec::new())?;
+        Ok(bytes)
+    }
+
+    /// Memory of the caller's.
+    ///
+    /// # Errors
+    /// `MemoryRefused`; a device error.
+    pub fn adopt(&self, memory: &CallerMemory) -> Result<DeviceBytes> {
+        let (id, place) = self.device.adopt(memory)?;
+        let owner = Adopted { device: self.device.clone(), memory: id, _owner: memory.owner() };
+        Ok(self.caller_memory(id, place, memory.byte_len(), owner))
+    }
+
+    fn caller_memory(
+        &self,
+        memory: MemoryId,
+        place: Place,
+        len: u64,
+        owner: impl Any + Send + Sync,
+    ) -> DeviceBytes {
+        let poison = self.poison.clone();
+        let heard = move |error| poison.set_by_device(error);
+        DeviceBytes::new(self.device.clone(), memory, place, len, owner, heard)
+    }
+
+    pub(super) fn stage_memory(&self, purpose: Purpose, place: Place, len: u64) -> Result<StageMemory> {
+        self.stage_memories(purpose, place, [len]).map(|[memory]| memory)
+    }
+
+    /// All of these or none, so that who needs several is told at once what they take together.
+    pub(super) fn stage_memories<const N: usize>(
+        &self,
+        purpose: Purpose,
+        place: Place,
+        lens: [u64; N],
+    ) -> Result<[StageMemory; N]> {
+        let mut memory = self.arena.allocate_all(purpose, &lens.map(|len| (place, len)))?.into_iter();
+        let (device, arena) = (&self.device, &self.arena);
+        Ok(lens.map(|_| StageMemory { device: device.clone(), arena: arena.clone(), memory: memory.next() }))
+    }
+
+    /// Runs commands on the lane for staging, and waits for them.
+    pub(super) fn run(&self, commands: Vec<Command>, staging: Vec<Staging>) -> Result<Vec<Staging>> {
+        self.device.submit(Lane::Stage, CommandList { commands, staging })?.finish(&*self.device)
+    }
+
+    /// Waits for the streams on which the batch's bytes are made, and says in which place they are put
+    /// together, if any are.
+    pub(super) fn arrivals(&self, batch: &WriteBatch) -> Result<Option<Place>> {
+        let mut streams = BTreeSet::new();
+        for bytes in batch.device_bytes() {
+            bytes.check_device(&self.device)?;
+            streams.extend(bytes.stream());
+        }
+        for stream in streams {
+            self.device.wait_stream(stream)?;
+        }
+        let captured = batch.captures().map(|(_, copy, _)| copy.bytes());
+        Ok(batch.device_bytes().chain(captured).next().map(DeviceBytes::place))
+    }
+
+    /// The lengths of the pages of which only the device knows which elements change. They are looked at again
+    /// under the lock: the highest index is known by then.
+    pub(super) fn lens(&self, batch: &WriteBatch, held: Option<&PageTable>) -> HashMap<PageId, u64> {
+        let mut pages = batch.scattered_pages().peekable();
+        if pages.peek().is_none() {
+            return HashMap::new();
+        }
+        let in_table = |table: &PageTable| {
+            pages.filter_map(|page| table.get(page).map(|info| (page, info.len))).collect()
+        };
+        match held {
+            Some(table) => in_table(table),
+            None => in_table(&self.submitted.lock()),
+        }
+    }
+
+    /// The whole payload, of which the blanks are zeros yet, and its checksum.
+    pub(super) fn fill(
+        &self,
+        staged: StagingBuf,
+        blanks: Vec<Blank>,
+        born_in: Option<Place>,
+    ) -> Result<(StagingBuf, u32)> {
+        let Some(place) = born_in.filter(|_| !blanks.is_empty()) else {
+            let crc = crc32fast::hash(&staged);
+            return Ok((staged, crc));
+        };
+        let len = staged.len();
+        let area = self.stage_memory(Purpose::Stage, place, len as u64)?;
+        let whole = area.part(0, len as u64);
+        let (mut uploads, mut sources, mut picks) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut lists, mut steps, mut indices) = (Vec::new(), Vec::new(), Vec::new());
+        let mut known_from = 0;
+        for blank in &blanks {
+            let blank_len = match &blank.content {
+                Content::Bytes(span) | Content::Indices { span, .. } => span.len,
+                Content::Elements { width, indices, .. } => (indices.len() * width.bytes()) as u64,
+            };
+            uploads.push(known_from..blank.at);
+            known_from = blank.at + blank_len as usize;
+            let target = area.part(blank.at as u64, blank_len);
+            match &blank.content {
+                Content::Bytes(span) => sources.push((*span, blank.at as u64)),
+                Content::Indices { span, bound, step } => {
+                    sources.push((*span, blank.at as u64));
+                    lists.push(IndexList { indices: target, bound: *bound });
+                    steps.push(*step);
+                }
+                Content::Elements { source, width, indices: picked } => {
+                    let at = StagingSpan { index: 2, offset: indices.len(), len: 4 * picked.len() };
+                    picks.push(Command::Pick { source: *source, width: *width, indices: at, target });
+                    indices.extend(picked.iter().flat_map(|index| index.to_le_bytes()));
+                }
+            }
+        }
+        uploads.push(known_from..len);
+        let mut commands = Vec::new();
+        for known in uploads.into_iter().filter(|known| !known.is_empty()) {
+            let source = StagingSpan { index: 0, offset: known.start, len: known.len() };
+            let target = area.part(known.start as u64, known.len() as u64);
+            commands.push(Command::Upload { source, target });
+        }
+        commands.push(Command::Gather { sources, target: whole });
+        commands.extend(picks);
+        let results_len = 4 * lists.len() + 4;
+        let results = |offset, len| StagingSpan { index: 1, offset, len };
+        commands.push(Command::Crc { sources: vec![whole], target: results(0, 4) });
+        commands.push(Command::Validate { lists, target: results(4, results_len - 4) });
+        commands.push(Command::Download { source: whole, target: StagingSpan { index: 0, offset: 0, len } });
+        let mut indices_staged = self.staging.take(indices.len())?;
+        indices_staged.copy_from_slice(&indices);
+        let found = self.staging.take(results_len)?;
+        let staging = [staged, found, indices_staged].map(StagingBuf::into_staging);
+        let mut returned = self.run(commands, staging.into())?.into_iter();
+        let mut next = |len| StagingBuf::new(returned.next().expect("as many as went in"), len);
+        let (staged, found, indices) = (next(len), next(results_len), next(indices.len()));
+        let word = |at: usize| u32::from_le_bytes(std::array::from_fn(|byte| found[4 * at + byte]));
+        let crc = word(0);
+        let wrong = steps.into_iter().zip((1..).map(word)).find(|(_, wrong)| *wrong != 0);
+        for spare in [found, indices] {
+            self.staging.give(spare.into_staging());
+        }
+        match wrong {
+            None => Ok((staged, crc)),
+            Some((index, wrong)) => {
+                self.staging.give(staged.into_staging());
+                let reason = if wrong & INDEX_OUT_OF_BOUNDS != 0 {
+                    "an index is not within the page: it counts elements from the page's start".to_owned()
+                } else {
+                    "an element is given twice".to_owned()
+                };
+                Err(Error::InvalidOperation { index, reason })
+            }
+        }
+    }
+}

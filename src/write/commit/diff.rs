@@ -1,0 +1,164 @@
+//! Which elements of staged ranges changed.
+//!
+//! 1. **Mark** them on the device: a bit an element, 1 where what is staged differs from the page, in the lane of
+//!    deltas, or from the copy's shadow.
+//! 2. **Number** them there: the indices of the set bits, rising. A bitmap that is so short that it comes to the
+//!    host as soon as the count of its bits would is not numbered.
+//! 3. **Bring** to the host what is shorter: an index is four bytes, so that is the list of them where less than
+//!    one element in thirty-two changed.
+//!
+//! The lane of deltas holds the marking against a page and no more: what is brought never stands before a delta.
+
+use std::ops::Range;
+
+use remanent_format::Width;
+
+use super::Committer;
+use super::device_payload::StageMemory;
+use super::ranges::{Parts, check_epoch, part};
+use crate::device::{Command, CommandList, Fence, Lane, SHORT_COPY_LEN_MAX, Selection, Span, StagingSpan};
+use crate::error::{Error, Result};
+use crate::memory::staging::StagingBuf;
+use crate::write::batch::{Changed, WorkingCopy};
+
+/// Boundary on which each bitmap, and each list of indices, begins.
+const MARKS_ALIGN: u64 = 16;
+/// Bytes of an index.
+const INDEX_LEN: u64 = 4;
+
+/// Bitmaps of parts, one a part, each with room for as many indices as are shorter than it.
+struct Marks {
+    bitmaps: Vec<Selection>,
+    /// Bytes of all bitmaps.
+    len: u64,
+}
+
+/// Bytes that the marks of parts take: of each part two bits an element.
+pub(super) fn marks_len(parts: &Parts, width: Width) -> u64 {
+    parts.iter().map(|(range, _)| 2 * bitmap_len(range, width).next_multiple_of(MARKS_ALIGN)).sum()
+}
+
+impl Marks {
+    fn of(parts: &Parts, width: Width, memory: &StageMemory) -> Self {
+        let lens = parts.iter().map(|(range, _)| bitmap_len(range, width));
+        let mut at = 0;
+        let bitmap = |len: u64| {
+            let indices_at = at + len.next_multiple_of(MARKS_ALIGN);
+            let bits = memory.part(at, len);
+            at = indices_at + len.next_multiple_of(MARKS_ALIGN);
+            Selection { bits, indices: memory.part(indices_at, len / INDEX_LEN * INDEX_LEN) }
+        };
+        let bitmaps: Vec<Selection> = lens.map(bitmap).collect();
+        let len = bitmaps.iter().map(|marks| marks.bits.len).sum();
+        Self { bitmaps, len }
+    }
+}
+
+impl Committer {
+    /// What changed in each part of a working copy that is at `epoch` and staged; `memory` holds [`marks_len`]
+    /// bytes.
+    pub(super) fn changed(
+        &self,
+        copy: &WorkingCopy,
+        epoch: remanent_format::Epoch,
+        parts: &Parts,
+        staged: Span,
+        memory: &StageMemory,
+    ) -> Result<Vec<Changed>> {
+        let (page, width) = (copy.page(), copy.width());
+        let marks = Marks::of(parts, width, memory);
+        let pairs: Vec<(Range<u64>, Span, Span)> = parts
+            .iter()
+            .zip(&marks.bitmaps)
+            .map(|((range, at), marks)| {
+                (range.clone(), part(staged, &(*at..at + range.end - range.start)), marks.bits)
+            })
+            .collect();
+        let diffs = move |other: Span| -> Vec<Command> {
+            let diff = |(range, left, target): (Range<u64>, Span, Span)| Command::Diff {
+                left,
+                right: part(other, &range),
+                width,
+                target,
+            };
+            pairs.into_iter().map(diff).collect()
+        };
+        // 1.
+        let mut commands = Vec::new();
+        match copy.shadow() {
+            Some(shadow) => commands = diffs(shadow.span()),
+            None => {
+                self.applier.cold().wait([page])?;
+                let marked: Fence = self.applier.turn(move |turn| {
+                    turn.intact()?;
+                    let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;
+                    check_epoch(page, epoch, info.epoch)?;
+                    let commands = diffs(turn.applied.memory[page].span());
+                    Ok(turn.submit(CommandList { commands, staging: Vec::new() })?.fence())
+                })?;
+                self.device.after(Lane::Stage, marked)?;
+            }
+        }
+        // 2.
+        let counts = match marks.len {
+            0..=SHORT_COPY_LEN_MAX => None,
+            _ => Some(self.number(&marks, &mut commands)?),
+        };
+        // 3.
+        self.bring(&marks, counts.as_deref(), commands, width)
+    }
+
+    /// Runs the commands, and numbers the bits that they set: how many there are in each bitmap.
+    fn number(&self, marks: &Marks, commands: &mut Vec<Command>) -> Result<Vec<u64>> {
+        let len = INDEX_LEN as usize * marks.bitmaps.len();
+        let target = StagingSpan { index: 0, offset: 0, len };
+        commands.push(Command::Select { bitmaps: marks.bitmaps.clone(), target });
+        let staging = vec![self.staging.take(len)?.into_staging()];
+        let mut returned = self.run(std::mem::take(commands), staging)?;
+        let found = StagingBuf::new(returned.pop().expect("one staging went in"), len);
+        let counts = indices(&found).map(u64::from).collect();
+        self.staging.give(found.into_staging());
+        Ok(counts)
+    }
+
+    /// Runs the commands, and brings to the host what changed: for each part its indices or its bitmap.
+    fn bring(
+        &self,
+        marks: &Marks,
+        counts: Option<&[u64]>,
+        mut commands: Vec<Command>,
+        width: Width,
+    ) -> Result<Vec<Changed>> {
+        let mut len = 0;
+        let mut brought = Vec::with_capacity(marks.bitmaps.len());
+        for (number, Selection { bits, indices }) in marks.bitmaps.iter().enumerate() {
+            let listed_len = counts.map(|counts| INDEX_LEN * counts[number]);
+            let listed_len = listed_len.filter(|listed_len| *listed_len <= indices.len);
+            let source = listed_len.map_or(*bits, |len| Span { len, ..*indices });
+            let target = StagingSpan { index: 0, offset: len, len: source.len as usize };
+            commands.push(Command::Download { source, target });
+            brought.push((target, listed_len.is_some()));
+            len += target.len;
+        }
+        let staging = vec![self.staging.take(len)?.into_staging()];
+        let mut returned = self.run(commands, staging)?;
+        let found = StagingBuf::new(returned.pop().expect("one staging went in"), len);
+        let changed = |(at, is_list): (StagingSpan, bool)| {
+            let bytes = &found[at.offset..][..at.len];
+            if is_list { Changed::of(indices(bytes), width) } else { Changed::of_bitmap(bytes, width) }
+        };
+        let changed = brought.into_iter().map(changed).collect();
+        self.staging.give(found.into_staging());
+        Ok(changed)
+    }
+}
+
+fn bitmap_len(range: &Range<u64>, width: Width) -> u64 {
+    ((range.end - range.start) / width.bytes() as u64).div_ceil(8)
+}
+
+fn indices(bytes: &[u8]) -> impl Iterator<Item = u32> {
+    bytes
+        .chunks_exact(INDEX_LEN as usize)
+        .map(|index| u32::from_le_bytes(index.try_into().expect("four bytes")))
+}

@@ -1,0 +1,271 @@
+//! Committing a batch: check everything, log it, then let it be seen.
+//!
+//! 1. Outside the lock: find what captures changed, stage what clones copy, write whole pages ahead, encode,
+//!    fill in what only the device has seen, checksum, allocate page memory. Nothing so far is visible, and all of it
+//!    can be taken back.
+//! 2. Under the submission lock: preconditions, the plan, the append (I1: only now, with payload and
+//!    checksum in hand, is an Lsn assigned), the table, the hand-over to the applier. The order of the lock
+//!    is the order of the log and of the lane. Who holds the lock does this for those who wait for it, too
+//!    ([`waiting`]).
+//!
+//! A crash before the append loses a batch that nobody was told of; after it, recovery replays the batch.
+
+mod device_payload;
+mod capture;
+mod diff;
+mod draft;
+mod page_memory;
+mod ranges;
+mod combine;
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+
+use remanent_format::op::decode_payload;
+use remanent_format::state::table::Changes;
+use remanent_format::{Defect, LogPoint, PageId, PageInfo, PageTable, StoreId};
+
+use crate::applier::{Applier, Leases, stage_aside};
+use crate::base::poison::Poison;
+use crate::base::sync::atomic::{AtomicU64, Ordering};
+use crate::base::sync::{Mutex, MutexGuard};
+use crate::catalog::KnownImages;
+use crate::device::Device;
+use crate::error::{Error, Result, copied};
+use crate::images::WrittenAhead;
+use crate::images::numbers::ImageFiles;
+use crate::log::{Log, SpacePurpose};
+use crate::memory::arena::Arena;
+use crate::memory::staging::StagingPool;
+use crate::options::Compression;
+use crate::versions::Versions;
+use crate::write::batch::{CloneSource, Found, WholePage, WriteBatch};
+
+use capture::Captures;
+pub use capture::{Direction, Shadow};
+pub(crate) use combine::Waiting;
+use draft::{Draft, Outcome, SourceVersions};
+
+/// How often clones are staged without the lock before the lock is held for it.
+const CLONE_TRIES: usize = 3;
+
+/// Turns batches into commits.
+pub(crate) struct Committer {
+    /// The state after the last logged batch.
+    pub submitted: Mutex<PageTable>,
+    /// The same, as readers see it.
+    pub versions: Arc<Versions>,
+    pub waiting: Waiting,
+    /// The next page id. Ids are taken before a batch is known to be good; a failed one leaves a gap.
+    pub next_page: AtomicU64,
+    pub store: StoreId,
+    pub log: Arc<Log>,
+    pub applier: Arc<Applier>,
+    pub leases: Arc<Leases>,
+    pub device: Arc<dyn Device>,
+    pub arena: Arc<Arena>,
+    pub staging: Arc<StagingPool>,
+    pub poison: Arc<Poison>,
+    pub files: Arc<ImageFiles>,
+    pub known: Arc<KnownImages>,
+    pub compression: Compression,
+    /// A batch that writes so many bytes of whole pages writes them ahead.
+    pub ahead_bytes_min: u64,
+}
+
+/// What only the committer itself can do about a batch, under the lock, when it is logged.
+struct Own<'a> {
+    captures: &'a Captures<'a>,
+    /// Pages whose bytes are in images.
+    whole: Vec<WholePage<'a>>,
+    ahead: Option<WrittenAhead<'a>>,
+}
+
+/// Pages copied for clones.
+type Contents = HashMap<PageId, CloneSource>;
+
+impl Committer {
+    /// The submission lock and the state behind it: nothing is committed while it is held.
+    pub fn lock(&self) -> MutexGuard<'_, PageTable> {
+        self.submitted.lock()
+    }
+
+    /// Logs a batch and hands it to the applier. Returns the end of its frame and its new pages.
+    pub fn submit(&self, batch: &WriteBatch) -> Result<(LogPoint, Vec<PageId>)> {
+        self.poison.check()?;
+        self.try_submit(batch).map_err(|error| self.poison.set_by_device(error))
+    }
+
+    fn try_submit(&self, batch: &WriteBatch) -> Result<(LogPoint, Vec<PageId>)> {
+        batch.check_copies()?;
+        let pages = self.new_pages(batch.new_pages() as u64);
+        let sources = batch.clone_sources();
+        batch.check_captures(&pages)?;
+        let captures = self.capture(batch)?;
+        let born_in = self.arrivals(batch)?;
+        let mut tries = 0;
+        loop {
+            // Clones are staged first and their versions are checked under the lock, so that a slow copy
+            // holds up nobody. Who loses that race too often stages under the lock.
+            tries += 1;
+            let held = (tries > CLONE_TRIES).then(|| self.submitted.lock());
+            let (contents, staged) = self.stage(&sources, held.as_deref())?;
+            let (whole, ahead) = self.write_ahead(batch, &pages, held.as_deref())?;
+            let images = ahead.iter().flat_map(WrittenAhead::images).copied();
+            let images = whole.iter().map(|whole| whole.step).zip(images).collect();
+            let lens = self.lens(batch, held.as_deref());
+            let found = Found { staged: contents, images, captured: &captures.found, lens };
+            let mut payload = self.staging.take_growing(batch.payload_len(&found))?;
+            let blanks = batch.encode(&pages, found, &mut payload)?;
+            let (payload, payload_crc) = self.fill(self.staging.grown(payload)?, blanks, born_in)?;
+            let only_deletes = batch.only_deletes();
+            let draft = Draft {
+                payload,
+                payload_crc,
+                purpose: if only_deletes { SpacePurpose::Delete } else { SpacePurpose::User },
+                expected: batch.expectations().iter().copied().chain(captures.epochs()).collect(),
+                staged,
+                lens: whole.iter().map(|whole| (whole.page, whole.len_before)).collect(),
+                memory: VecDeque::new(),
+                spares: Vec::new(),
+                asides: VecDeque::new(),
+            };
+            let own = Own { captures: &captures, whole, ahead };
+            if let Some(point) = self.log_draft(draft, own, held)? {
+                self.refresh_shadows(captures);
+                return Ok((point, pages));
+            }
+        }
+    }
+
+    /// The ids of so many new pages.
+    fn new_pages(&self, count: u64) -> Vec<PageId> {
+        if count == 0 {
+            // Most batches: they leave the counter, and its neighbours, to the caches of other threads.
+            return Vec::new();
+        }
+        let first = self.next_page.fetch_add(count, Ordering::Relaxed);
+        (first..first + count).map(PageId).collect()
+    }
+
+    /// Writes the batch's whole pages to an image file, if they are worth one. The length of an old page is
+    /// only looked at: it is checked again under the lock.
+    fn write_ahead<'a>(
+        &'a self,
+        batch: &'a WriteBatch,
+        pages: &[PageId],
+        held: Option<&PageTable>,
+    ) -> Result<(Vec<WholePage<'a>>, Option<WrittenAhead<'a>>)> {
+        let len_in = |table: &PageTable, page| table.get(page).map(|info| info.len);
+        let whole = batch.whole_pages(pages, self.ahead_bytes_min, |page| match held {
+            Some(table) => len_in(table, page),
+            None => len_in(&self.submitted.lock(), page),
+        });
+        if whole.is_empty() {
+            return Ok((whole, None));
+        }
+        let contents: Vec<(PageId, &[u8])> = whole.iter().map(|whole| (whole.page, whole.bytes)).collect();
+        let pool = &self.log.pool;
+        let write = || WrittenAhead::write(&self.files, self.store, self.compression, &contents);
+        match pool.fill().and_then(|()| pool.with_surplus(write)) {
+            Ok(ahead) => Ok((whole, Some(ahead))),
+            Err(error) if error.is_passing() => Err(error),
+            Err(error) => Err(self.poison.set(error)),
+        }
+    }
+
+    /// Copies the pages that the batch clones, and notes their versions.
+    fn stage(&self, sources: &[PageId], held: Option<&PageTable>) -> Result<(Contents, SourceVersions)> {
+        let mut contents = HashMap::new();
+        let mut versions = Vec::new();
+        for &page in sources {
+            let len_in = |table: &PageTable| table.get(page).map_or(0, |info| info.len);
+            let len = held.map_or_else(|| len_in(&self.submitted.lock()), len_in);
+            let whole = |info: &PageInfo| (0, info.len);
+            let (info, _, bytes) = self.applier.read(&*self.device, &self.staging, page, len, whole)?;
+            let metadata = (*info.metadata).clone();
+            let copy = copied(&bytes)?;
+            contents.insert(page, CloneSource { place: info.place, metadata, bytes: copy });
+            versions.push((page, info.lsn));
+            self.staging.give(bytes.into_staging());
+        }
+        Ok((contents, versions))
+    }
+
+    /// The rest of a submission; `None` if the draft is stale.
+    fn log_draft(
+        &self,
+        mut draft: Draft,
+        mut own: Own<'_>,
+        held: Option<MutexGuard<'_, PageTable>>,
+    ) -> Result<Option<LogPoint>> {
+        let encoded = |defect: Defect| Error::InvalidOperation { index: 0, reason: defect.to_string() };
+        let ops = decode_payload(&draft.payload).map_err(encoded)?;
+        // Before an Lsn is taken: the applier waits for no page.
+        self.applier.cold().wait(ops.iter().filter_map(|at| at.op.page()))?;
+        let whole: HashMap<PageId, &[u8]> = own.whole.iter().map(|whole| (whole.page, whole.bytes)).collect();
+        let asides = ops.iter().filter_map(|at| stage_aside(&at.op, &whole, &self.staging).transpose());
+        draft.asides = asides.collect::<Result<_>>()?;
+        draft.memory = self.allocate(&ops, held.as_deref())?;
+        draft.spares = match self.spares(&ops, held.as_deref()) {
+            Ok(spares) => spares,
+            Err(error) => {
+                self.discard(draft.memory);
+                return Err(error);
+            }
+        };
+
+        let table = held.or_else(|| self.submitted.try_lock());
+        let table = table.or_else(|| own.is_needed().then(|| self.submitted.lock()));
+        let outcome = match table {
+            Some(mut table) => {
+                let appended = self.append(&table, &draft, &ops);
+                let then = |point, changes: &Changes| own.logged(&self.known, &self.log, point, changes);
+                let outcome = self.hand_over(&mut table, draft, appended, then);
+                self.log_waiting(&mut table);
+                outcome
+            }
+            None => self.log_in_turn(draft)?,
+        };
+        match outcome {
+            Outcome::Logged(point) => Ok(Some(point)),
+            Outcome::Stale(draft) => {
+                self.take_back(draft);
+                Ok(None)
+            }
+            Outcome::Refused(error, draft) => {
+                self.take_back(draft);
+                own.refused(&error);
+                Err(error)
+            }
+        }
+    }
+}
+
+impl Own<'_> {
+    /// Whether there is anything.
+    fn is_needed(&self) -> bool {
+        !self.captures.is_empty() || self.ahead.is_some()
+    }
+
+    /// The batch is logged.
+    fn logged(&mut self, known: &KnownImages, log: &Log, point: LogPoint, changes: &Changes) {
+        self.captures.belong_to(changes);
+        if let Some(ahead) = self.ahead.take() {
+            // The next snapshot names them: they need not be written again.
+            for (whole, image) in self.whole.iter().zip(ahead.images()) {
+                known.note_ahead(whole.page, point.lsn, *image, whole.bytes.len() as u64);
+            }
+            log.count_ahead(ahead.images().iter().map(|image| image.stored_len).sum());
+            ahead.logged(point.lsn);
+        }
+    }
+
+    /// The batch is not logged, for this reason.
+    fn refused(&mut self, error: &Error) {
+        // Only where the log has failed may there be a frame that names the images.
+        if let (Some(ahead), Error::Poisoned(_)) = (&mut self.ahead, error) {
+            ahead.leave();
+        }
+    }
+}

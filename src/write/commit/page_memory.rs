@@ -1,0 +1,136 @@
+//! Page memory that a batch brings along: for the pages that it makes, resizes and moves, and for those that
+//! it changes while they are leased.
+//!
+//! It is allocated before an Lsn is taken, so that a batch that finds no room fails with nothing changed. Where the
+//! pages are is only looked at then, and checked again under the submission lock.
+
+use std::collections::{HashMap, VecDeque};
+
+use remanent_format::limits::PAGE_LEN_MAX;
+use remanent_format::op::{Op, OpAt};
+use remanent_format::{PageId, PageTable, Place};
+
+use super::Committer;
+use crate::error::{Error, Result};
+use crate::memory::arena::{PageMemory, Purpose};
+
+impl Committer {
+    /// Page memory for the creates, resizes and moves of a batch, in their order: all of it or none.
+    pub(super) fn allocate(
+        &self,
+        ops: &[OpAt<'_>],
+        held: Option<&PageTable>,
+    ) -> Result<VecDeque<PageMemory>> {
+        let homes = homes_made(ops, |page| match held {
+            Some(table) => home_in(table, page),
+            None => home_in(&self.submitted.lock(), page),
+        })?;
+        self.allocate_all(Purpose::Page, &homes).map(VecDeque::from)
+    }
+
+    fn allocate_all(&self, purpose: Purpose, pages: &[(Place, u64)]) -> Result<Vec<PageMemory>> {
+        match self.arena.allocate_all(purpose, pages) {
+            // Deletes that are logged may not have reached the applier yet: whether a batch fits must not
+            // depend on how far it has come.
+            Err(Error::OverBudget { .. } | Error::OutOfMemory { .. }) => {
+                self.applier.turn(|_| Ok(()))?;
+                self.arena.allocate_all(purpose, pages)
+            }
+            other => other,
+        }
+    }
+
+    /// Memory to which pages move that a batch changes while they are leased: for all of them or none.
+    pub(super) fn spares(
+        &self,
+        ops: &[OpAt<'_>],
+        held: Option<&PageTable>,
+    ) -> Result<Vec<(PageId, PageMemory)>> {
+        let mut spares = Vec::new();
+        for page in self.leases.leased(changed_in_place(ops)) {
+            let wanted =
+                held.map_or_else(|| home_in(&self.submitted.lock(), page), |table| home_in(table, page));
+            // A page that is not there is refused with its operation.
+            let Some(wanted) = wanted else { continue };
+            match self.allocate_all(Purpose::Spare, &[wanted]) {
+                Ok(spare) => spares.extend(spare.into_iter().map(|spare| (page, spare))),
+                // Meanwhile the applier came to a batch that moved it.
+                Err(_) if self.leases.leased([page]).is_empty() => {}
+                Err(error) => {
+                    self.discard(spares.into_iter().map(|(_, spare)| spare));
+                    return Err(error);
+                }
+            }
+        }
+        Ok(spares)
+    }
+
+    pub(super) fn discard(&self, memory: impl IntoIterator<Item = PageMemory>) {
+        for page in memory {
+            if let Err(error) = self.arena.discard(page) {
+                tracing::warn!(%error, "cannot give page memory back");
+            }
+        }
+    }
+}
+
+/// Where a page is, or its memory: its place, and its length in bytes.
+pub(super) type Home = (Place, u64);
+
+pub(super) fn home_in(table: &PageTable, page: PageId) -> Option<Home> {
+    table.get(page).map(|info| (info.place, info.len))
+}
+
+pub(super) fn home(memory: &PageMemory) -> Home {
+    (memory.place(), memory.byte_len())
+}
+
+/// What memory a batch's creates, resizes and moves need, in their order, where `home_of` tells of the pages
+/// before the batch.
+pub(super) fn homes_made(ops: &[OpAt<'_>], home_of: impl Fn(PageId) -> Option<Home>) -> Result<Vec<Home>> {
+    let mut made = Vec::new();
+    let mut now: HashMap<PageId, Home> = HashMap::new();
+    for at in ops {
+        let old = |page| now.get(&page).copied().or_else(|| home_of(page)).ok_or(Error::UnknownPage { page });
+        let (page, place, len) = match at.op {
+            Op::Create { page, len, place, .. } => (page, place, len),
+            Op::Resize { page, len } => (page, old(page)?.0, len),
+            Op::Move { page, place } => match old(page)? {
+                (here, _) if here == place => continue,
+                (_, len) => (page, place, len),
+            },
+            _ => continue,
+        };
+        if len > PAGE_LEN_MAX {
+            return Err(Error::Limit { what: "page length", found: len, limit: PAGE_LEN_MAX });
+        }
+        now.insert(page, (place, len));
+        made.push((place, len));
+    }
+    Ok(made)
+}
+
+/// Whether an operation takes its page to other memory.
+pub(super) fn goes_elsewhere(op: &Op<'_>) -> bool {
+    matches!(op, Op::Resize { .. } | Op::Move { .. })
+}
+
+/// The page that an operation takes out of the memory that it has before the batch.
+pub(super) fn taken_elsewhere(op: &Op<'_>, home_of: impl Fn(PageId) -> Option<Home>) -> Option<PageId> {
+    match *op {
+        Op::Resize { page, .. } | Op::Delete { page } => Some(page),
+        Op::Move { page, place } => home_of(page).is_some_and(|(here, _)| here != place).then_some(page),
+        _ => None,
+    }
+}
+
+/// Whether an operation changes a page's bytes, or takes its memory away.
+fn reaches_bytes(op: &Op<'_>) -> bool {
+    op.changes_bytes() || matches!(op, Op::Image { .. } | Op::Delete { .. } | Op::Move { .. })
+}
+
+/// The pages that operations change where they lie: for the others there is new memory, or none.
+pub(super) fn changed_in_place<'a>(ops: &'a [OpAt<'_>]) -> impl Iterator<Item = PageId> + 'a {
+    let in_place = |op: &Op<'_>| reaches_bytes(op) && !goes_elsewhere(op) && !matches!(op, Op::Delete { .. });
+    ops.iter().filter(move |at| in_place(&at.op)).filter_map(|at| at.op.page())
+}

@@ -1,0 +1,524 @@
+//! Damage everywhere: bits flipped, sectors zeroed, files cut, removed, swapped, extended and replaced, in a
+//! store that was closed cleanly and in one whose process was killed.
+//!
+//! The rule (I4): what comes out is the final state, or the state after an earlier batch with the cut
+//! reported and no mark over it, or a refusal. A store that was closed cleanly has a mark over everything, so
+//! there it is the final state or a refusal, nothing else. The states are those that callers saw in the open
+//! store, batch by batch: they come from memory, not from the files under test.
+//!
+//! `sweeps.rs` says how everything is damaged in every way.
+
+mod sweeps;
+mod verdicts;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+
+use remanent::testing::sim_disk::{Moment, Plan, SimDisk, Tears};
+use remanent::{Error, FileName, Folder, Key, Lsn, Metadata, PageId, Place, SnapshotId, Store, Width};
+use remanent_format::limits::SECTOR_LEN;
+use remanent_format::log::TornTail;
+use remanent_format::state::rebuild::rebuild;
+use remanent_format::state::survey::Survey;
+use remanent_format::{Damage, ReadAt};
+
+use crate::files::{Files, State, open, open_with, small};
+use sweeps::{Count, at_least, bits, here, is_long, sweep};
+
+/// A store's files, and what is known of them.
+pub struct Victim {
+    pub files: Files,
+    /// The state after each batch.
+    pub states: BTreeMap<Lsn, State>,
+    /// The last batch.
+    pub last: Lsn,
+    /// The last batch that a mark covers.
+    pub marked: Lsn,
+    /// The files as they were after every eighth batch, in the long form after each.
+    pub older: Vec<Files>,
+}
+
+/// What came of a damaged store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Verdict {
+    /// The final state.
+    Whole,
+    /// An earlier state, and the cut is reported.
+    Cut(Lsn),
+    /// An earlier state that no mark covers, with no trace left of what came after it.
+    Traceless(Lsn),
+    /// Nothing, with a reason.
+    Refused,
+}
+
+impl Victim {
+    /// A store with two snapshots and log behind each, closed cleanly and opened again on the way.
+    pub fn closed() -> Self {
+        let (disk, states, older) = Self::build();
+        Self::of(Files::of(&disk), states, older)
+    }
+
+    /// The same, but its process was killed with batches in the log that no mark covers.
+    pub fn killed() -> Self {
+        let (disk, states, older) = Self::build();
+        let last = *states.keys().next_back().unwrap();
+        let mut found = None;
+        let plan = Plan { tears: Tears::None, ..Plan::default() };
+        disk.kill_images(&plan, |image| {
+            let end = rebuild(&image.disk, &Default::default()).ok().and_then(|rebuilt| rebuilt.end);
+            if end.is_some_and(|end| end.accepted.lsn == last && end.proven.lsn < last) {
+                found = Some(Files::of(&image.disk));
+            }
+        });
+        Self::of(found.expect("no mark covers the last batch before its sync"), states, older)
+    }
+
+    /// The killed store right after it was opened again: its tail lies copied in the opening segment.
+    pub fn reopened() -> Self {
+        let killed = Self::killed();
+        let disk = killed.files.disk();
+        let store = open_victim(&disk);
+        assert!(store.recovered().copied_batches > 0);
+        let dead = disk.after_kill(Moment { event: disk.events(), tear: None });
+        Self::of(Files::of(&dead), killed.states, killed.older)
+    }
+
+    fn of(files: Files, states: BTreeMap<Lsn, State>, older: Vec<Files>) -> Self {
+        let rebuilt = rebuild(&files, &Default::default()).unwrap();
+        let end = rebuilt.end.unwrap();
+        let (last, marked) = (end.accepted.lsn, end.proven.lsn);
+        assert_eq!((end.torn, rebuilt.base), (None, Some(SnapshotId(2))));
+        Self { files, states, last, marked, older }
+    }
+
+    fn build() -> (SimDisk, BTreeMap<Lsn, State>, Vec<Files>) {
+        let disk = SimDisk::new();
+        let (mut states, mut older) = (BTreeMap::new(), Vec::new());
+        let mut store = open_victim(&disk);
+        let mut batch = store.batch();
+        let key = Key::new("weights").unwrap();
+        batch.create_with(
+            2000,
+            Place::Host,
+            Some(key),
+            Metadata::from([("dtype".to_owned(), "bf16".into())]),
+        );
+        for len in [700, 0, 300] {
+            batch.create(len, Place::Device(0));
+        }
+        let pages = store.commit(batch).unwrap().pages;
+        let mut number = 0;
+        for batches in [40, 25, 12] {
+            for left in (0..batches).rev() {
+                number += 1;
+                commit(&store, &pages, number);
+                states.insert(store.lsn(), State::of(&store));
+                if number % 8 == 0 || is_long() {
+                    // The disk itself changes under one's hands while the store is open.
+                    let then = disk.after_kill(Moment { event: disk.events(), tear: None });
+                    older.push(Files::of(&then));
+                }
+                // However slow or fast the machine, at most three batches are left to the keeper's clock.
+                if left == 3 {
+                    store.wait_durable(store.lsn()).unwrap();
+                }
+            }
+            if batches > 12 {
+                store.snapshot().unwrap();
+            }
+            if batches == 25 {
+                store.close().unwrap();
+                store = open_victim(&disk);
+            }
+        }
+        store.close().unwrap();
+        (disk, states, older)
+    }
+
+    /// Holds the result of a rebuild or an open against the rule.
+    fn judge(&self, what: &str, state: &State, lsn: Lsn, torn: Option<&TornTail>) -> Verdict {
+        let expected = self.states.get(&lsn).unwrap_or_else(|| panic!("{what}: no state at {lsn}"));
+        assert!(state == expected, "{what}: a wrong state at {lsn}");
+        assert!(lsn >= self.marked, "{what}: a mark covers {}, the state is that of {lsn}", self.marked);
+        match torn {
+            _ if lsn == self.last => Verdict::Whole,
+            Some(torn) => {
+                assert_eq!(torn.first, lsn.next(), "{what}");
+                Verdict::Cut(lsn)
+            }
+            None => Verdict::Traceless(lsn),
+        }
+    }
+
+    fn rebuild(&self, what: &str, source: &dyn ReadAt) -> Verdict {
+        self.try_rebuild(what, source).unwrap_or(Verdict::Refused)
+    }
+
+    /// The same, with the reason of a refusal.
+    fn try_rebuild(&self, what: &str, source: &dyn ReadAt) -> Result<Verdict, Damage> {
+        let rebuilt = rebuild(source, &Default::default())?;
+        let end = rebuilt.end.as_ref().unwrap();
+        Ok(self.judge(what, &State::rebuilt(&rebuilt), end.accepted.lsn, end.torn.as_ref()))
+    }
+
+    /// Opens the files, and again what the first open made of them.
+    fn open(&self, what: &str, files: &Files) -> Verdict {
+        let disk = files.disk();
+        match open(&disk) {
+            Ok(store) => {
+                let recovered = store.recovered();
+                let state = State::of(&store);
+                let verdict = self.judge(what, &state, recovered.position.lsn, recovered.torn.as_ref());
+                verdicts::agrees(what, files, Ok(recovered));
+                drop(store);
+                let store = open(&disk).unwrap_or_else(|error| panic!("{what}: opened once: {error}"));
+                assert!(State::of(&store) == state, "{what}: another state when opened again");
+                assert_eq!(store.recovered().torn, None, "{what}");
+                verdict
+            }
+            Err(Error::Damaged(damage)) => {
+                assert!(Files::of(&disk) == *files, "{what}: refused, but modified: {damage}");
+                verdicts::agrees(what, files, Err(&damage));
+                Verdict::Refused
+            }
+            Err(error) => panic!("{what}: {error}"),
+        }
+    }
+}
+
+/// Opens a store that holds no space back, so that there is little to damage but what matters.
+fn open_victim(disk: &SimDisk) -> Store {
+    open_with(disk, small().reserve_bytes(0)).unwrap()
+}
+
+/// One batch with a bit of everything.
+fn commit(store: &Store, pages: &[PageId], number: u64) {
+    let byte = number as u8;
+    let place = if number.is_multiple_of(2) { Place::Pinned } else { Place::Device(0) };
+    let mut batch = store.batch();
+    batch.write(pages[0], number * 7, &[byte; 150]).set_root("step", number);
+    batch.scatter(pages[1], Width::W4, &[byte.into(), 0], &[byte; 8]);
+    match number % 5 {
+        0 => batch.resize(pages[2], number).set_metadata(pages[2], "step", number),
+        1 => batch.fill(pages[3], 10, 200, &[byte, 1]).move_to(pages[1], place).note("filled"),
+        2 => {
+            let copy = batch.clone_page(pages[3]);
+            batch.write(copy, 0, &[byte])
+        }
+        3 => batch.write_masked(pages[3], 8, Width::W1, &[0x55, 0xaa], &[byte; 16]),
+        _ => match store.pages().unwrap().find(|info| !pages.contains(&info.page)) {
+            Some(copy) => batch.delete(copy.page),
+            None => &mut batch,
+        },
+    };
+    store.commit(batch).unwrap();
+}
+
+/// Steele, Lea and Flood's SplitMix64 of a number.
+pub fn mix(number: u64) -> u64 {
+    let mut z = number.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// The file and the offset of byte `number` of all files together.
+fn place(files: &Files, mut number: usize) -> (FileName, usize) {
+    for (file, bytes) in &files.0 {
+        if number < bytes.len() {
+            return (*file, number);
+        }
+        number -= bytes.len();
+    }
+    panic!("there are only so many bytes");
+}
+
+fn flip(files: &mut Files, (file, offset): (FileName, usize), bit: u64) {
+    files.0.get_mut(&file).unwrap()[offset] ^= 1 << bit;
+}
+
+/// Flips a bit of every byte of every file, one at a time. What is refused is refused with the file that is damaged,
+/// and with a structure that begins where the bit lies or before.
+fn flip_every_byte(victim: &Victim) -> [usize; 4] {
+    let count = Count::default();
+    sweep(&victim.files, victim.files.bytes_len(), |files, number| {
+        for bit in bits(number) {
+            let place = place(&victim.files, number);
+            flip(files, place, bit);
+            let what = format!("bit {bit} of {place:?}");
+            count.add(victim.try_rebuild(&what, files).unwrap_or_else(|damage| {
+                assert_eq!(damage.file, place.0, "{what}: {damage}");
+                assert!(damage.offset <= place.1 as u64, "{what}: {damage}");
+                Verdict::Refused
+            }));
+            flip(files, place, bit);
+        }
+    });
+    count.get("a bit flipped, rebuilt")
+}
+
+#[test]
+fn a_flipped_bit_never_costs_a_closed_or_reopened_store_anything() {
+    for victim in [Victim::closed(), Victim::reopened()] {
+        assert_eq!(victim.marked, victim.last, "a seal, or an opening, covers everything");
+        let [whole, cut, traceless, refused] = flip_every_byte(&victim);
+        assert_eq!((cut, traceless), (0, 0));
+        assert!(whole >= at_least(10_000) && refused >= at_least(1000), "{whole} whole, {refused} refused");
+    }
+}
+
+#[test]
+fn a_flipped_bit_in_a_killed_store_is_healed_reported_or_refused() {
+    let victim = Victim::killed();
+    let [whole, cut, traceless, refused] = flip_every_byte(&victim);
+    assert_eq!(traceless, 0, "one bit leaves enough of a header to report it");
+    let enough = whole >= at_least(10_000) && cut >= at_least(100) && refused >= at_least(500);
+    assert!(enough, "{whole} whole, {cut} cut, {refused} refused");
+}
+
+/// Opens with a bit flipped, and asserts that a rebuild says the same.
+fn open_flipped(victim: &Victim, files: &mut Files, place: (FileName, usize), bit: u64) -> Verdict {
+    let what = format!("bit {bit} of {place:?}");
+    flip(files, place, bit);
+    let verdict = victim.open(&what, files);
+    assert_eq!(verdict, victim.rebuild(&what, files), "{what}");
+    flip(files, place, bit);
+    verdict
+}
+
+#[test]
+fn opening_and_rebuilding_give_the_same_verdict_on_a_flipped_bit() {
+    for victim in [Victim::closed(), Victim::killed(), Victim::reopened()] {
+        let count = Count::default();
+        // Half of them strike where something is written, or was.
+        let written = |place: &(FileName, usize)| victim.files.0[&place.0][place.1] != 0;
+        let places: Vec<_> =
+            (0..victim.files.bytes_len()).map(|number| place(&victim.files, number)).collect();
+        let live: Vec<_> = places.iter().copied().filter(written).collect();
+        if is_long() {
+            sweep(&victim.files, places.len(), |files, number| {
+                (0..8).for_each(|bit| count.add(open_flipped(&victim, files, places[number], bit)));
+            });
+        } else {
+            sweep(&victim.files, 700, |files, number| {
+                let random = mix(number as u64 ^ victim.marked.0 << 32);
+                let among = if number % 2 == 0 { &places } else { &live };
+                let place = among[(random >> 8) as usize % among.len()];
+                count.add(open_flipped(&victim, files, place, random % 8));
+            });
+        }
+        let [whole, cut, traceless, refused] = count.get("a bit flipped, opened");
+        assert!(
+            whole >= at_least(100) && refused >= at_least(10) && traceless == 0,
+            "{whole}, {cut}, {traceless}, {refused}"
+        );
+    }
+}
+
+/// Damages one file in every way but a flipped bit, and calls `each` with what is left.
+pub fn mutilate(whole: &Files, foreign: &Files, each: impl Fn(&str, &Files)) {
+    let each = here(each);
+    for (file, bytes) in &whole.0 {
+        let with = |what: &str, bytes: Option<Vec<u8>>| {
+            let mut files = whole.clone();
+            match bytes {
+                Some(bytes) => files.0.insert(*file, bytes),
+                None => files.0.remove(file),
+            };
+            each(&format!("{file} {what}"), &files);
+        };
+        with("removed", None);
+        with("zeroed", Some(vec![0; bytes.len()]));
+        for sector in 0..bytes.len().div_ceil(SECTOR_LEN) {
+            let mut bytes = bytes.clone();
+            let end = bytes.len().min((sector + 1) * SECTOR_LEN);
+            bytes[sector * SECTOR_LEN..end].fill(0);
+            with(&format!("sector {sector} zeroed"), Some(bytes));
+        }
+        let borders = (0..bytes.len()).step_by(4096).flat_map(|border| [border, border + 1, border + 2000]);
+        let some = borders.chain([bytes.len() - 1, bytes.len() / 2 + 1]).filter(|len| *len < bytes.len());
+        let lens: Vec<usize> = if is_long() { (0..bytes.len()).collect() } else { some.collect() };
+        for len in lens {
+            with(&format!("cut to {len}"), Some(bytes[..len].to_vec()));
+        }
+        for len in [1, 512, 4096, 20_000] {
+            let garbage = (0..len).map(|at| mix(at) as u8);
+            with(&format!("longer by {len}"), Some(bytes.iter().copied().chain(garbage).collect()));
+        }
+        if let Some(theirs) = foreign.0.get(file) {
+            with("of another store", Some(theirs.clone()));
+        }
+        for (other, theirs) in whole.0.range(file..).skip(1) {
+            if std::mem::discriminant(file) == std::mem::discriminant(other) {
+                let mut files = whole.clone();
+                files.0.insert(*file, theirs.clone());
+                files.0.insert(*other, bytes.clone());
+                each(&format!("{file} swapped with {other}"), &files);
+            }
+        }
+    }
+}
+
+#[test]
+fn mutilated_files_of_a_closed_or_reopened_store_are_noticed_or_not_needed() {
+    let foreign = Victim::closed().files;
+    for victim in [Victim::closed(), Victim::reopened()] {
+        let count = Count::default();
+        mutilate(&victim.files, &foreign, |what, files| {
+            let verdict = victim.open(what, files);
+            assert_eq!(verdict, victim.rebuild(what, files), "{what}");
+            count.add(verdict);
+        });
+        let [whole, cut, traceless, refused] = count.get("a file mutilated, opened");
+        assert_eq!((cut, traceless), (0, 0));
+        assert!(whole >= at_least(100) && refused >= at_least(50), "{whole} whole, {refused} refused");
+    }
+}
+
+#[test]
+fn mutilated_files_of_a_killed_store_cost_only_what_no_mark_covers() {
+    let (victim, foreign) = (Victim::killed(), Victim::closed().files);
+    let count = Count::default();
+    mutilate(&victim.files, &foreign, |what, files| {
+        let verdict = victim.open(what, files);
+        assert_eq!(verdict, victim.rebuild(what, files), "{what}");
+        // The last batch's header may lie in the sector that is gone. Then the log looks like one to which
+        // that batch was never written, and there is nothing to report.
+        if let Verdict::Traceless(lsn) = verdict {
+            assert!(what.contains("zeroed") && lsn.next() == victim.last, "{what}: {verdict:?}");
+        }
+        count.add(verdict);
+    });
+    let [whole, cut, traceless, refused] = count.get("a file mutilated, opened");
+    assert!(
+        whole >= at_least(100) && cut >= at_least(1) && traceless <= 1 && refused >= at_least(50),
+        "{whole}, {cut}, {traceless}, {refused}"
+    );
+}
+
+/// Puts wrong sectors into the places of others, one at a time or two swapped, and calls `each` with what is left:
+/// writes that were lost, or went elsewhere.
+fn misplace(victim: &Victim, each: impl Fn(&str, &Files)) {
+    let each = here(each);
+    let with = |what: &str, sectors: &[((FileName, usize), &[u8])]| {
+        let mut files = victim.files.clone();
+        for ((file, sector), bytes) in sectors {
+            files.0.get_mut(file).unwrap()[sector * SECTOR_LEN..][..bytes.len()].copy_from_slice(bytes);
+        }
+        if files != victim.files {
+            each(what, &files);
+        }
+    };
+    for (file, bytes) in &victim.files.0 {
+        let selves: Vec<&Vec<u8>> = victim.older.iter().filter_map(|files| files.0.get(file)).collect();
+        let others: Vec<_> = victim.files.0.iter().filter(|(other, _)| *other > file).collect();
+        for (sector, here) in bytes.chunks_exact(SECTOR_LEN).enumerate() {
+            let place = (*file, sector);
+            let nth = |bytes: &'_ Vec<u8>| bytes.chunks_exact(SECTOR_LEN).nth(sector).map(<[u8]>::to_vec);
+            for older in selves.iter().filter_map(|bytes| nth(bytes)).collect::<BTreeSet<_>>() {
+                with(&format!("{place:?} of long ago"), &[(place, &older)]);
+            }
+            if let Some(next) = bytes.chunks_exact(SECTOR_LEN).nth(sector + 1) {
+                let next_place = (*file, sector + 1);
+                with(&format!("{place:?} swapped with the next"), &[(place, next), (next_place, here)]);
+            }
+            for (other, theirs) in &others {
+                let Some(there) = nth(theirs) else { continue };
+                let other_place = (**other, sector);
+                let what = format!("{place:?} swapped with {other_place:?}");
+                with(&what, &[(place, &there), (other_place, here)]);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_sector_of_long_ago_or_in_another_ones_place_is_noticed_or_not_needed() {
+    for victim in [Victim::closed(), Victim::reopened(), Victim::killed()] {
+        let count = Count::default();
+        misplace(&victim, |what, files| {
+            let verdict = victim.open(what, files);
+            assert_eq!(verdict, victim.rebuild(what, files), "{what}");
+            count.add(verdict);
+        });
+        let [whole, cut, traceless, refused] = count.get("a sector stale or misplaced, opened");
+        // As where a sector is zeroed, what no mark covers may go without a trace.
+        assert!(whole >= at_least(100) && refused >= at_least(50), "{whole} whole, {refused} refused");
+        assert!(victim.marked < victim.last || cut + traceless == 0, "{cut} cut, {traceless} traceless");
+    }
+}
+
+/// Files of which one sector cannot be read.
+struct BadSector<'a> {
+    files: &'a Files,
+    file: FileName,
+    sector: usize,
+}
+
+impl ReadAt for BadSector<'_> {
+    fn list(&self, folder: Folder) -> io::Result<Vec<String>> {
+        self.files.list(folder)
+    }
+
+    fn len(&self, file: FileName) -> io::Result<Option<u64>> {
+        self.files.len(file)
+    }
+
+    fn read_at(&self, file: FileName, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        let (from, to) = (self.sector * SECTOR_LEN, (self.sector + 1) * SECTOR_LEN);
+        if file == self.file && (offset as usize) < to && offset as usize + out.len() > from {
+            return Err(io::Error::other("a latent sector error"));
+        }
+        self.files.read_at(file, offset, out)
+    }
+}
+
+#[test]
+fn a_sector_that_cannot_be_read_is_never_taken_for_the_end_of_the_log() {
+    for victim in [Victim::closed(), Victim::killed()] {
+        let count = Count::default();
+        for (file, bytes) in &victim.files.0 {
+            for sector in 0..bytes.len().div_ceil(SECTOR_LEN) {
+                let source = BadSector { files: &victim.files, file: *file, sector };
+                count.add(victim.rebuild(&format!("sector {sector} of {file} unreadable"), &source));
+            }
+        }
+        let [whole, cut, traceless, refused] = count.get("a sector unreadable, rebuilt");
+        assert_eq!((cut, traceless), (0, 0));
+        assert!(whole >= at_least(100) && refused >= at_least(10), "{whole} whole, {refused} refused");
+    }
+}
+
+#[test]
+fn a_bad_sector_behind_the_log_costs_nothing_that_lies_before_it() {
+    let disk = SimDisk::new();
+    let store = open(&disk).unwrap();
+    let mut batch = store.batch();
+    batch.create(100, Place::Host);
+    store.commit(batch).unwrap();
+    let state = State::of(&store);
+    store.close().unwrap();
+    let files = Files::of(&disk);
+    // Header, opening seal, batch and seal take a block each; the last block's rest was never written. One
+    // read takes in all of the segment, and must not fail with its last sector.
+    let segment = FileName::Segment(1);
+    let sector = files.0[&segment].len() / SECTOR_LEN - 1;
+    let rebuilt = rebuild(&BadSector { files: &files, file: segment, sector }, &Default::default()).unwrap();
+    assert_eq!(State::rebuilt(&rebuilt), state);
+    assert_eq!(rebuilt.end.unwrap().torn, None);
+}
+
+#[test]
+fn the_victims_are_what_the_sweeps_need() {
+    for victim in [Victim::closed(), Victim::killed(), Victim::reopened()] {
+        let survey = Survey::read(&victim.files).unwrap();
+        assert_eq!(survey.links.len(), 2);
+        let [older, newer] = [1, 2].map(|id| survey.snapshot(SnapshotId(id)).unwrap());
+        assert!(older.end < newer.redo.lsn && newer.end < victim.last, "log lies behind both");
+        assert!(survey.log.newest().unwrap().number > newer.redo.incarnation.number, "it was opened again");
+        let len = victim.files.bytes_len();
+        assert!((64 << 10..512 << 10).contains(&len), "{len} bytes");
+    }
+    let killed = Victim::killed();
+    assert!(killed.marked < killed.last);
+}

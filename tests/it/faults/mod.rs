@@ -1,0 +1,276 @@
+//! What fails, fails in order: with a typed error, without a wait for ever, and with everything that was
+//! acknowledged still there afterwards.
+//!
+//! The cases drive a small store whose every state is known by its Lsn ([`Line`]), on a simulated disk and
+//! on devices that fail on purpose. Each case runs under a watch: a hang is a failure too.
+
+mod budget;
+mod device_errors;
+mod disk_errors;
+mod disk_full;
+mod refusals;
+mod shortages;
+mod spares;
+mod waiting;
+
+use std::panic::resume_unwind;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::Duration;
+
+use remanent::device::host::HostDevice;
+use remanent::device::{CommandList, Device, Lane, MemoryId, Pending};
+use remanent::testing::sim_disk::{Fault, Operation, SimDisk};
+use remanent::{Ack, Error, Lsn, Options, PageId, Place, Position, Result, SnapshotId, Store, Value};
+
+/// Length of the page whose bytes tell the state.
+const PAGE_LEN: u64 = 3000;
+
+/// Runs a case in a thread of its own, whose name a panic tells. A minute is a thousand times what it takes.
+pub fn watched(name: &str, case: impl FnOnce() + Send + 'static) {
+    let (sender, done) = channel::<()>();
+    let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || {
+        // Dropped when the case ends, however it ends.
+        let _sender = sender;
+        case();
+    });
+    let ended = done.recv_timeout(Duration::from_secs(60));
+    assert_eq!(ended, Err(RecvTimeoutError::Disconnected), "{name} hangs");
+    if let Err(panic) = thread.unwrap().join() {
+        resume_unwind(panic);
+    }
+}
+
+/// Runs `case` with the first, the second, … of these operations failing, each for so many times and by this error,
+/// until there are no more of them. `case` says whether the fault struck.
+fn at_every_fault(
+    operations: &[Operation],
+    kinds: &[(usize, i32)],
+    case: impl Fn(Fault) -> bool + Send + Sync + Copy + 'static,
+) {
+    for &operation in operations {
+        for &(times, errno) in kinds {
+            for skip in 0.. {
+                let fault = Fault { operation, skip, times, errno };
+                let struck = Arc::new(AtomicBool::new(false));
+                let told = struck.clone();
+                watched(&format!("{fault:?}"), move || told.store(case(fault), Ordering::SeqCst));
+                if !struck.load(Ordering::SeqCst) {
+                    assert!(skip > 0, "there is no {operation:?} at all");
+                    break;
+                }
+            }
+        }
+    }
+}
+
+fn small() -> Options {
+    Options::default().segment_len(16 << 10).snapshot_log_bytes(None).snapshot_interval(None)
+}
+
+fn open(disk: &SimDisk, device: Arc<dyn Device>) -> Result<Store> {
+    open_with(disk, device, small())
+}
+
+fn open_with(disk: &SimDisk, device: Arc<dyn Device>, options: Options) -> Result<Store> {
+    Store::open_on(Arc::new(disk.clone()), device, options)
+}
+
+fn open_on_host(disk: &SimDisk) -> Result<Store> {
+    open(disk, Arc::new(HostDevice::new()))
+}
+
+/// The line of a store's states. Each batch fills the page with its own Lsn, sets the root's `step` to
+/// it, replaces a second page, and is long enough that a segment holds only a few.
+#[derive(Clone, Debug, Default)]
+struct Line {
+    page: PageId,
+    second: PageId,
+    /// By Lsn: the `step` that the state shows.
+    steps: Vec<u64>,
+    /// The newest batch acknowledged as logged.
+    logged: u64,
+    /// The newest batch acknowledged as durable.
+    durable: u64,
+}
+
+impl Line {
+    fn begin(store: &Store) -> Self {
+        let mut batch = store.batch();
+        let page = batch.create(PAGE_LEN, Place::Host);
+        batch.create(1, Place::Device(0));
+        batch.fill(page, 0, PAGE_LEN, &1u64.to_le_bytes()).set_root("step", 1u64);
+        let committed = store.commit(batch).unwrap();
+        store.wait_durable(committed.position.lsn).unwrap();
+        let [page, second] = committed.pages[..] else { panic!("{committed:?}") };
+        Self { page, second, steps: vec![0, 1], logged: 1, durable: 1 }
+    }
+
+    fn commit(&mut self, store: &Store, ack: Ack) -> Result<()> {
+        self.commit_with_note(store, ack, 2500)
+    }
+
+    fn commit_with_note(&mut self, store: &Store, ack: Ack, note_len: usize) -> Result<()> {
+        let lsn = self.logged + 1;
+        let mut batch = store.batch();
+        batch.fill(self.page, 0, PAGE_LEN, &lsn.to_le_bytes()).set_root("step", lsn);
+        batch.delete(self.second).create(100, Place::Device(0));
+        batch.note("n".repeat(note_len));
+        self.steps.truncate(lsn as usize);
+        self.steps.push(lsn);
+        let ticket = store.submit(batch)?;
+        assert_eq!(ticket.position().lsn.0, lsn);
+        self.second = ticket.pages()[0];
+        ticket.wait(Ack::Logged)?;
+        self.logged = lsn;
+        ticket.wait(ack)?;
+        if ack == Ack::Durable {
+            self.durable = lsn;
+        }
+        Ok(())
+    }
+
+    /// Some commits, every third one durable.
+    fn commits(&mut self, store: &Store, count: usize) -> Result<()> {
+        (0..count)
+            .try_for_each(|index| self.commit(store, if index % 3 == 2 { Ack::Durable } else { Ack::Logged }))
+    }
+
+    fn restore(&mut self, store: &Store, snapshot: SnapshotId) -> Result<()> {
+        let kept = store.snapshots();
+        let end = kept.iter().find(|kept| kept.id == snapshot).unwrap().end;
+        self.go_back(store, end, || store.restore_from_snapshot(snapshot))
+    }
+
+    fn restore_to(&mut self, store: &Store, target: Lsn) -> Result<()> {
+        self.go_back(store, target, || store.restore_to(target))
+    }
+
+    fn go_back(
+        &mut self,
+        store: &Store,
+        target: Lsn,
+        restore: impl FnOnce() -> Result<Position>,
+    ) -> Result<()> {
+        let lsn = self.logged + 1;
+        self.steps.truncate(lsn as usize);
+        self.steps.push(self.steps[target.0 as usize]);
+        assert_eq!(restore()?.lsn.0, lsn);
+        (self.logged, self.durable) = (lsn, lsn);
+        self.second = store.pages()?.last().unwrap().page;
+        Ok(())
+    }
+
+    /// Commits that roll, snapshots that recycle, a restore: the first error ends it.
+    fn work(&mut self, store: &Store) -> Result<()> {
+        // Longer than what came before: no staging that lies idle will do.
+        self.commit_with_note(store, Ack::Logged, 5000)?;
+        for _ in 0..3 {
+            self.commits(store, 7)?;
+            store.snapshot()?;
+        }
+        self.commits(store, 2)?;
+        self.restore(store, store.snapshots()[0].id)?;
+        self.commits(store, 3)
+    }
+
+    /// Checks that the store is in one of the line's states, and that it is not before `lsn`.
+    fn check(&self, store: &Store, at_least: u64) {
+        let lsn = store.lsn().0;
+        assert!(lsn >= at_least, "{at_least} was acknowledged, {lsn} is there");
+        assert!((lsn as usize) < self.steps.len(), "{lsn} was never committed");
+        self.check_read(store).unwrap();
+    }
+
+    /// Reads everything: it is right, or it is refused.
+    fn check_read(&self, store: &Store) -> Result<()> {
+        let lsn = store.lsn();
+        let step = self.steps[lsn.0 as usize];
+        assert_eq!(store.root()?["step"], Value::U64(step), "the root of {lsn}");
+        assert_eq!(store.pages()?.len(), 2);
+        let mut bytes = vec![0; PAGE_LEN as usize];
+        assert_eq!(store.read(self.page, 0, &mut bytes)?, lsn);
+        let whole = bytes.chunks(8).all(|word| word == step.to_le_bytes());
+        assert!(whole, "the page at {lsn} is {:?}…, not full of {step}", &bytes[..8]);
+        Ok(())
+    }
+}
+
+/// Checks that commits, snapshots and restores are refused, all with the same cause, which it returns.
+fn poisoned(store: &Store) -> Arc<Error> {
+    let cause = |result: Result<()>| match result {
+        Err(Error::Poisoned(cause)) => cause,
+        other => panic!("not poisoned: {other:?}"),
+    };
+    let mut batch = store.batch();
+    batch.set_root("after", true);
+    let committed = cause(store.commit(batch).map(drop));
+    let snapshot = cause(store.snapshot().map(drop));
+    let restored = cause(store.restore_from_snapshot(SnapshotId(1)).map(drop));
+    assert_eq!([snapshot.to_string(), restored.to_string()], [committed.to_string(), committed.to_string()]);
+    committed
+}
+
+/// A device that counts what is allocated, and refuses, lags or panics when it is told to.
+pub struct Gauge {
+    inner: Arc<dyn Device>,
+    /// Allocations that were not released.
+    live: AtomicI64,
+    /// Allocations made.
+    allocations: AtomicU64,
+    /// Allocations that succeed before one is out of memory.
+    allocations_left: AtomicU64,
+    panics: AtomicBool,
+}
+
+impl Gauge {
+    fn new(inner: Arc<dyn Device>) -> Arc<Self> {
+        Arc::new(Self {
+            inner,
+            live: AtomicI64::new(0),
+            allocations: AtomicU64::new(0),
+            allocations_left: AtomicU64::new(u64::MAX),
+            panics: AtomicBool::new(false),
+        })
+    }
+
+    pub fn host() -> Arc<Self> {
+        Self::new(Arc::new(HostDevice::new()))
+    }
+
+    pub fn live(&self) -> i64 {
+        self.live.load(Ordering::SeqCst)
+    }
+
+    /// Lets so many more allocations succeed.
+    pub fn allow(&self, allocations: u64) {
+        self.allocations_left.store(allocations, Ordering::SeqCst);
+    }
+}
+
+impl Device for Gauge {
+    forward!(inner: label staging reached wait after streams_and_memory);
+
+    fn allocate(&self, place: Place, len: u64) -> Result<MemoryId> {
+        let left = self
+            .allocations_left
+            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, |left| left.checked_sub(1));
+        left.map_err(|_| Error::OutOfMemory { place, len })?;
+        let memory = self.inner.allocate(place, len)?;
+        self.allocations.fetch_add(1, Ordering::SeqCst);
+        self.live.fetch_add(1, Ordering::SeqCst);
+        Ok(memory)
+    }
+
+    fn release(&self, memory: MemoryId) -> Result<()> {
+        self.inner.release(memory)?;
+        self.live.fetch_sub(1, Ordering::SeqCst);
+        Ok(())
+    }
+
+    fn submit(&self, lane: Lane, list: CommandList) -> Result<Pending> {
+        assert!(!self.panics.load(Ordering::SeqCst), "as arranged");
+        self.inner.submit(lane, list)
+    }
+}

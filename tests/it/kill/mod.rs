@@ -1,0 +1,315 @@
+//! Death by SIGKILL, in every phase of the engine. A worker process runs a real workload on a real
+//! directory and says on a shared board which phases its threads are in and what was acknowledged; the
+//! parent kills it while a wanted phase lasts, and then demands two things: every acknowledged batch is
+//! there, and the state is, byte for byte, that of the workload after the batch that recovery reached.
+//! The next worker goes on from the directory as the kill left it.
+//!
+//! With `REMANENT_KILLS=N` there are about N kills, half of them here and half at system calls ([`calls`]).
+//! With `REMANENT_KILL_DEVICE=cuda:0` pages live on that GPU, the workers' and those of who checks.
+
+mod board;
+mod calls;
+mod diary;
+mod errors;
+mod followers;
+mod left;
+pub mod model;
+mod power;
+mod scripts;
+mod worker;
+pub mod workload;
+
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use remanent::testing::phases::Phase;
+use remanent::{LogIo, Lsn, Store};
+
+use board::{Board, PHASES};
+use diary::{Diary, Entry};
+use model::Model;
+use worker::Manner;
+use workload::Random;
+
+use crate::direct;
+use crate::machine::{effort, in_parallel};
+
+/// How the log is written, and kills wanted in each phase. The default log is a mapped one wherever the
+/// file system allows it.
+fn plans() -> [(Option<LogIo>, usize); 3] {
+    [(None, 12), (Some(LogIo::Buffered), 7), (Some(direct::log_io()), 7)]
+}
+
+/// The sum over all plans and phases.
+const KILLS_A_ROUND: usize = 208;
+
+const TEST: &str = "kill::nothing_acknowledged_is_lost_by_a_kill_in_any_phase";
+const ERRAND_DIRECTORY: &str = "REMANENT_KILL_DIRECTORY";
+const ERRAND_LOG_IO: &str = "REMANENT_KILL_LOG_IO";
+const ERRAND_BACKGROUND: &str = "REMANENT_KILL_BACKGROUND";
+const ERRAND_PART: &str = "REMANENT_KILL_PART";
+/// A worker that does not reach a phase for so long hangs. Long, for a machine may be busy with other work.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+#[test]
+fn nothing_acknowledged_is_lost_by_a_kill_in_any_phase() {
+    // The worker is this very test in another process, told so by its environment: one binary, and no test
+    // that does nothing when it is run by itself.
+    if let Some(directory) = std::env::var_os(ERRAND_DIRECTORY) {
+        if let Some((script, part)) = scripts::told() {
+            script.perform(Path::new(&directory), part);
+        }
+        let ways = [LogIo::Mapped, LogIo::Buffered, LogIo::Direct];
+        let told = std::env::var(ERRAND_LOG_IO).ok();
+        let log_io = told.map(|told| ways.into_iter().find(|way| way.to_string() == told).unwrap());
+        let background = std::env::var_os(ERRAND_BACKGROUND).is_some();
+        worker::work(Path::new(&directory), Manner { log_io, background });
+    }
+    // Half of the kills of a long form are those at system calls. Each round has stores of its own.
+    let rounds = effort("REMANENT_KILLS").map_or(1, |kills| (kills / 2).div_ceil(KILLS_A_ROUND).max(1));
+    let jobs: Vec<(usize, u64)> =
+        (0..rounds as u64).flat_map(|round| (0..plans().len()).map(move |plan| (plan, round))).collect();
+    let done = in_parallel(&jobs, |(plan, round)| {
+        let (log_io, wanted) = plans()[*plan];
+        Ground::new(log_io).kill_in_every_phase(wanted, *round)
+    });
+    let mut tallies = plans().map(|_| Tally::default());
+    for ((plan, _), done) in jobs.iter().zip(done) {
+        tallies[*plan].add(done);
+    }
+
+    let row = |name: &str, column: &dyn Fn(&Tally) -> String| {
+        println!(
+            "{name:<16}{}",
+            tallies.iter().map(|tally| format!("{:>26}", column(tally))).collect::<String>()
+        );
+    };
+    row("killed in", &|tally| tally.label.clone());
+    for (index, phase) in PHASES.iter().enumerate() {
+        row(&format!("{phase:?}"), &|tally| tally.kills[index].to_string());
+    }
+    row("after its phase", &|tally| tally.late.to_string());
+    row("forks", &|tally| tally.forks.to_string());
+    row("named snapshots", &|tally| tally.names.to_string());
+    row("batches", &|tally| tally.batches.to_string());
+    let kills: usize = tallies.iter().flat_map(|tally| tally.kills).sum();
+    println!("{kills} kills in a phase");
+    assert!(tallies.iter().all(|tally| tally.forks > 0 && tally.names > 10), "forks and names were checked");
+    assert_eq!(kills, rounds * KILLS_A_ROUND);
+}
+
+#[test]
+fn a_creation_cut_short_is_started_over() {
+    let mut random = Random(0);
+    let mut cut_short = 0;
+    for attempt in 1.. {
+        assert!(attempt < 400, "most kills come too late: {cut_short} creations cut short");
+        let mut ground = Ground::new(None);
+        ground.random = Random(random.next());
+        if ground.kill_in(Phase::Recovery) {
+            cut_short += 1;
+        }
+        ground.check_what_is_left("in Recovery");
+        std::fs::remove_dir_all(&ground.directory).unwrap();
+        if cut_short == 10 {
+            return;
+        }
+    }
+}
+
+/// What happened on the grounds of a plan.
+#[derive(Default)]
+struct Tally {
+    label: String,
+    /// Kills by which the worker died inside the wanted phase.
+    kills: [usize; PHASES.len()],
+    /// Kills that came when the phase was over. They are checked like the others and not counted.
+    late: usize,
+    /// Forks and named snapshots that were held against the model.
+    forks: usize,
+    names: usize,
+    batches: u64,
+}
+
+impl Tally {
+    fn add(&mut self, other: Self) {
+        self.label = other.label;
+        for (sum, kills) in self.kills.iter_mut().zip(other.kills) {
+            *sum += kills;
+        }
+        self.late += other.late;
+        self.forks += other.forks;
+        self.names += other.names;
+        self.batches += other.batches;
+    }
+}
+
+/// A store that one worker after another works on, and what it must hold.
+struct Ground {
+    directory: PathBuf,
+    log_io: Option<LogIo>,
+    board: Board,
+    diary: Diary,
+    /// Entries of the diary that were held against what a kill left.
+    diary_checked: usize,
+    model: Model,
+    random: Random,
+    /// Forks and named snapshots that were found right.
+    forks: usize,
+    names: usize,
+}
+
+impl Ground {
+    fn new(log_io: Option<LogIo>) -> Self {
+        // Kept until all went well: a failure leaves it for whoever looks into it.
+        let directory = tempfile::tempdir().unwrap().keep();
+        let (board, diary) = (Board::open(&directory.join("board")), directory.join("diary"));
+        let (model, diary) = (Model::with_diary(&diary), Diary::open(&diary));
+        let random = Random(u64::from(log_io.is_some()));
+        Self { directory, log_io, board, diary, diary_checked: 0, model, random, forks: 0, names: 0 }
+    }
+
+    fn kill_in_every_phase(mut self, wanted: usize, seed: u64) -> Tally {
+        self.random = Random(seed);
+        let mut kills = [0; PHASES.len()];
+        let mut late = 0;
+        while kills.iter().any(|count| *count < wanted) {
+            for (index, phase) in PHASES.into_iter().enumerate() {
+                if kills[index] == wanted {
+                    continue;
+                }
+                if self.kill_in(phase) {
+                    kills[index] += 1;
+                } else {
+                    late += 1;
+                    // A fast machine commits in a microsecond, and a signal takes several.
+                    assert!(late < 100 * wanted, "most kills come too late: {kills:?} in {PHASES:?}");
+                }
+                self.check_what_is_left(&format!("in {phase:?}"));
+            }
+        }
+        // The directory itself, after all that was done to it.
+        let store = Store::open(self.directory.join("store"), worker::options(self.log_io)).unwrap();
+        self.check_store(&store, "after all kills");
+        let label = store.recovered().log_io.clone();
+        // Before the directory goes: the store's threads still make segments there.
+        drop(store);
+        std::fs::remove_dir_all(&self.directory).unwrap();
+        let Self { forks, names, model, .. } = self;
+        Tally { label, kills, late, forks, names, batches: model.lsn.0 }
+    }
+
+    /// Starts a worker, one or the other kind of it.
+    fn start_worker(&mut self) -> Worker {
+        self.board.start_over();
+        Worker::start(&self.directory, Manner { log_io: self.log_io, background: self.random.below(2) == 0 })
+    }
+
+    /// Runs a worker and kills it in this phase. Returns whether it died while the phase lasted.
+    fn kill_in(&mut self, phase: Phase) -> bool {
+        let mut worker = self.start_worker();
+        if phase != Phase::Recovery {
+            // Not always in the first commit, or at the first roll, after opening.
+            let batches = self.random.below(120);
+            worker.wait_until("opening", || self.board.opened().is_some());
+            assert_eq!(self.board.opened(), Some(self.model.lsn), "the worker recovered something else");
+            let from = Lsn(self.model.lsn.0 + batches);
+            worker.wait_until("its batches", || self.board.begun() >= from);
+        }
+        // A worker recovers once: on a busy machine this process may be given no time to see it.
+        let missed = || phase == Phase::Recovery && self.board.opened().is_some();
+        worker.wait_until(&format!("{phase:?}"), || self.board.is_in(phase) || missed());
+        // Some way into the phase: a power of two of nanoseconds, up to about as long as the phase lasts.
+        let exponent_max = match phase {
+            Phase::Commit => 14,
+            Phase::Recovery => 24,
+            _ => 20,
+        };
+        let into = Duration::from_nanos(1 << self.random.below(exponent_max));
+        spin(into);
+        worker.kill();
+        self.board.is_in(phase)
+    }
+}
+
+/// Lets this much time go by, to the nanosecond as nearly as can be.
+fn spin(time: Duration) {
+    let started = Instant::now();
+    while started.elapsed() < time {
+        std::hint::spin_loop();
+    }
+}
+
+/// A running worker, which does not outlive the test.
+struct Worker(Child);
+
+impl Worker {
+    fn start(directory: &Path, manner: Manner) -> Self {
+        let mut command = Self::command(directory);
+        if let Some(log_io) = manner.log_io {
+            command.env(ERRAND_LOG_IO, log_io.to_string());
+        }
+        if manner.background {
+            command.env(ERRAND_BACKGROUND, "1");
+        }
+        Self(command.spawn().unwrap())
+    }
+
+    /// This very test in another process.
+    fn command(directory: &Path) -> Command {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", "--nocapture", TEST]).env(ERRAND_DIRECTORY, directory);
+        // The pipe to its standard input closes when this process ends, however it ends.
+        command.stdin(Stdio::piped()).stdout(Stdio::null());
+        command
+    }
+
+    /// Watches the board. It gives the processor away and never sleeps: a phase may last a microsecond.
+    fn wait_until(&mut self, what: &str, seen: impl Fn() -> bool) {
+        let started = Instant::now();
+        for turn in 1_u64.. {
+            if seen() {
+                return;
+            }
+            std::thread::yield_now();
+            if turn.is_multiple_of(1024) {
+                self.check();
+                assert!(started.elapsed() < PATIENCE, "no {what} in {PATIENCE:?}: {}", self.threads());
+            }
+        }
+    }
+
+    /// It lives.
+    fn check(&mut self) {
+        let ended = self.0.try_wait().unwrap();
+        assert!(ended.is_none(), "the worker ended by itself: {ended:?}");
+    }
+
+    /// What each thread waits for, as far as the kernel tells. A hang that is seen once in a thousand kills, on
+    /// another machine, has to be understood from what it printed.
+    fn threads(&self) -> String {
+        let tasks = std::fs::read_dir(format!("/proc/{}/task", self.0.id())).into_iter().flatten().flatten();
+        let told = tasks.map(|task| {
+            let of = |file: &str| std::fs::read_to_string(task.path().join(file)).unwrap_or_default();
+            format!("\n{:<16} in {}, call {}", of("comm").trim(), of("wchan"), of("syscall").trim())
+        });
+        told.collect()
+    }
+
+    /// SIGKILL, and nothing else, ends it.
+    fn kill(mut self) {
+        self.0.kill().unwrap();
+        let status = self.0.wait().unwrap();
+        assert_eq!(status.signal(), Some(9), "the worker ended by itself: {status}");
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        // After `kill` there is nobody left, and that is no failure.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}

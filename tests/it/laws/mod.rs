@@ -1,0 +1,334 @@
+//! The laws of devices: one table of cases and one runner for every device (I11).
+//!
+//! A case says what page memory and staging hold and which lists run; `model.rs` says what must be there
+//! afterwards. A device keeps the laws if it leads to the same bytes, those around the ranges included. A run
+//! with `--nocapture` shows a receipt for each device (`receipt.rs`).
+//!
+//! Under a sanitizer of the GPU each launch takes milliseconds: with `REMANENT_LAWS=short` one case in
+//! [`SHORT_EVERY`] of each grid runs, and every case that is alone.
+
+mod cases;
+mod model;
+mod receipt;
+
+use std::sync::Arc;
+
+use remanent::device::cuda::CudaDevice;
+use remanent::device::cuda::resource::{DriverMemory, Guarded, Limited, Logged, MemoryAccess, Pool};
+use remanent::device::host::HostDevice;
+use remanent::device::multi::SeveralDevices;
+use remanent::device::{
+    Command, CommandList, Device, IndexList, Lane, MemoryId, Payload, Pending, Piece, PieceKind, Selection,
+    Span, Staging, StagingSpan,
+};
+use remanent::testing::faulty_device::FaultyDevice;
+use remanent::testing::late_device::LateDevice;
+use remanent::{Error, Place, Width};
+
+use self::model::{Case, Outcome};
+use self::receipt::Receipt;
+use crate::gpu;
+
+const PLACES: [Place; 5] = [Place::Device(0), Place::Device(1), Place::Pinned, Place::Host, Place::Unified];
+const DRAWN_CASES: u64 = 500;
+/// Shares no factor with the sides of the grids, so that a short run meets each of their values.
+const SHORT_EVERY: usize = 37;
+
+#[test]
+fn the_host_device_keeps_the_laws() {
+    keeps_the_laws(&HostDevice::new());
+}
+
+#[test]
+fn a_device_that_runs_nothing_before_it_must_keeps_the_laws() {
+    keeps_the_laws(&LateDevice::new(Arc::new(HostDevice::new())));
+}
+
+#[test]
+fn devices_that_run_lists_at_random_keep_the_laws() {
+    for seed in 0..4 {
+        println!("schedule of seed {seed}");
+        keeps_the_laws(&LateDevice::seeded(Arc::new(HostDevice::new()), seed));
+    }
+}
+
+#[test]
+fn a_device_that_could_fail_and_does_not_keeps_the_laws() {
+    keeps_the_laws(&FaultyDevice::new(Arc::new(HostDevice::new())));
+}
+
+#[test]
+fn several_devices_keep_the_laws_as_one() {
+    let host = || Arc::new(HostDevice::new());
+    keeps_the_laws(&SeveralDevices::new(vec![host(), host()]));
+    keeps_the_laws(&SeveralDevices::new(vec![
+        Arc::new(LateDevice::seeded(host(), 5)),
+        Arc::new(LateDevice::new(host())),
+    ]));
+}
+
+#[test]
+fn two_gpus_keep_the_laws_as_one() {
+    for gpus in [gpu::two(), gpu::two_apart()].into_iter().flatten() {
+        keeps_the_laws(&SeveralDevices::new(gpus.into()));
+    }
+}
+
+#[test]
+fn a_gpu_keeps_the_laws() {
+    let Some(gpu) = gpu::device() else { return };
+    keeps_the_laws(&*gpu);
+    keeps_the_laws(&LateDevice::seeded(gpu, 4));
+}
+
+/// Memory that is not the device's own: each page lies between canaries, full of junk, and what becomes of it is
+/// told.
+#[test]
+fn a_gpu_keeps_the_laws_in_guarded_memory() {
+    if gpu::device().is_none() {
+        return;
+    }
+    let driver = || DriverMemory::of(0).unwrap();
+    let limited = Limited::new(Logged::new(driver(), "driver"), 64 << 20);
+    let guarded = Arc::new(Guarded::new(Logged::new(Pool::new(limited), "pages"), driver()));
+    let gpu = CudaDevice::open_with(0, guarded.clone()).unwrap();
+    let of_pages = |gpu: &CudaDevice| gpu.memory_stats()[0].1;
+    let receipt = run_laws(&gpu, SHORT_EVERY);
+    assert_eq!(receipt.results(), run_laws(&HostDevice::new(), SHORT_EVERY).results());
+    // What a list used is given back with the next one.
+    for lane in Lane::ALL {
+        gpu.submit(lane, CommandList::default()).unwrap().finish(&gpu).unwrap();
+    }
+    // Canaries that were whole when their pages were released, and a limit that was not passed.
+    assert_eq!(guarded.live(), []);
+    assert!(matches!(gpu.allocate(Place::Device(0), 65 << 20), Err(Error::OutOfMemory { .. })));
+    let kept = gpu.allocate(Place::Device(0), 1000).unwrap();
+    let address = gpu.address(kept).unwrap();
+    assert_eq!((guarded.live(), of_pages(&gpu).used_bytes > 0), (vec![(address, 1000)], true));
+
+    // A kernel that writes one byte behind the end of a page.
+    // SAFETY: the canary lies there, and nobody else uses it.
+    unsafe { driver().write(address + 1000, &[0]) }.unwrap();
+    let broken = gpu.release(kept).unwrap_err();
+    assert!(broken.to_string().contains("byte 0 behind the end"), "{broken}");
+}
+
+/// The model is the judge of every case, so it is itself held to results worked out by hand.
+#[test]
+fn the_model_agrees_with_hand_made_results() {
+    let whole = |len| Span { memory: MemoryId(0), offset: 0, len };
+    let to = |len| StagingSpan { index: 0, offset: 0, len };
+    let piece = |kind| Command::Apply {
+        pieces: vec![Piece { target: whole(6), payload: Payload::Staging { index: 0, offset: 0 }, kind }],
+    };
+    let check =
+        |name: &str, page: &[u8], staged: &[u8], command: Command, page_then: &[u8], staged_then: &[u8]| {
+            let case = Case::new(name.to_owned(), vec![page.to_vec()], vec![staged.to_vec()], vec![command]);
+            let outcome = case.outcome();
+            assert_eq!(outcome.memories, [page_then], "{name}");
+            let known: Vec<u8> = outcome.staging[0][0].iter().flatten().copied().collect();
+            assert_eq!(known, staged_then, "{name}: bytes that were read are unspecified");
+            agree(&HostDevice::new(), &case);
+        };
+
+    let masked = PieceKind::Masked { width: Width::W2, bytes_at: 1 };
+    check("mask", &[0; 6], &[0b101, 1, 2, 3, 4, 5, 6], piece(masked), &[1, 2, 0, 0, 5, 6], &[]);
+    let sparse = PieceKind::Sparse { width: Width::W2, count: 2, values_at: 8 };
+    let payload = [2, 0, 0, 0, 0, 0, 0, 0, 7, 8, 9, 10];
+    check("scatter", &[0; 6], &payload, piece(sparse), &[9, 10, 0, 0, 7, 8], &[]);
+    let pattern = *b"abcdefghijklmnop";
+    let fill = Command::Fill { target: whole(6), pattern, width: Width::W2 };
+    check("fill", &[0; 6], &[], fill, b"ababab", &[]);
+    let halves = |left, right| (Span { len: 3, ..whole(6) }, Span { offset: left, len: right, ..whole(6) });
+    let (left, right) = halves(3, 3);
+    let bits = Span { offset: 6, len: 1, ..whole(7) };
+    let diff = Command::Diff { left, right, width: Width::W1, target: bits };
+    check("diff", &[1, 2, 3, 1, 0, 9, 0xFF], &[], diff, &[1, 2, 3, 1, 0, 9, 0b110], &[]);
+    let indices = Span { offset: 4, len: 8, ..whole(16) };
+    let bitmaps = vec![Selection { bits: Span { len: 2, ..whole(16) }, indices }];
+    let select = Command::Select { bitmaps, target: to(4) };
+    let (before, after) =
+        ([2, 5, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9], [2, 5, 9, 9, 1, 0, 0, 0, 8, 0, 0, 0, 9, 9, 9, 9]);
+    check("select, with room for two of three", &before, &[9; 4], select, &after, &[3, 0, 0, 0]);
+    let two = Span { len: 2, ..right };
+    let pick = Command::Pick { source: left, width: Width::W1, indices: to(8), target: two };
+    check("pick", &[1, 2, 3, 4, 5, 6], &[2, 0, 0, 0, 0, 0, 0, 0], pick, &[1, 2, 3, 3, 1, 6], &[]);
+    let list = |bound| IndexList { indices: whole(12), bound };
+    let validate = Command::Validate { lists: vec![list(8), list(7)], target: to(8) };
+    let indices = [7, 0, 0, 0, 3, 0, 0, 0, 3, 0, 0, 0];
+    check("validation", &indices, &[9; 8], validate, &indices, &[2, 0, 0, 0, 3, 0, 0, 0]);
+    // The check value that CRC-32 is known by.
+    let crc = Command::Crc { sources: vec![whole(9)], target: to(4) };
+    check("checksum", b"123456789", &[0; 4], crc, b"123456789", &0xCBF4_3926_u32.to_le_bytes());
+}
+
+#[test]
+fn a_receipt_tells_what_ran_and_what_came_of_it() {
+    let short = run_laws(&HostDevice::new(), SHORT_EVERY);
+    let ran: Vec<&str> = short.ran().collect();
+    let all = [
+        "copy", "crc", "dense", "diff", "download", "fill", "gather", "masked", "pick", "scatter", "select",
+        "sparse", "upload", "validate",
+    ];
+    assert_eq!(ran, all, "a short run leaves no command out");
+
+    let fill = |byte| {
+        let target = Span { memory: MemoryId(0), offset: 1, len: 1 };
+        let fill = Command::Fill { target, pattern: [byte; 16], width: Width::W1 };
+        let case = Case::new("one byte".to_owned(), vec![vec![0; 3]], vec![], vec![fill]);
+        let mut receipt = Receipt::new(&HostDevice::new());
+        receipt.agreed(&case, &agree(&HostDevice::new(), &case));
+        receipt
+    };
+    assert_ne!(fill(1).results(), fill(2).results(), "one byte is another");
+    let text = fill(1).to_string();
+    let sum = format!("results  {:08x}", crc32fast::hash(&[0, 1, 0]));
+    assert!(text.contains("cases    1: fill 1\n") && text.ends_with(&sum), "{text}");
+}
+
+#[expect(clippy::print_stdout, reason = "the receipt is for who ran the laws, on whatever device")]
+fn keeps_the_laws(device: &dyn Device) {
+    let every = match std::env::var("REMANENT_LAWS").as_deref() {
+        Ok("short") => SHORT_EVERY,
+        Ok(other) => panic!("REMANENT_LAWS is {other:?}, and may be \"short\""),
+        Err(_) => 1,
+    };
+    println!("{}", run_laws(device, every));
+}
+
+/// Runs one in `every` of the cases of which there are many, and all others.
+fn run_laws(device: &dyn Device, every: usize) -> Receipt {
+    let mut receipt = Receipt::new(device);
+    let drawn = (0..DRAWN_CASES).step_by(every).map(cases::drawn);
+    for case in cases::table(every).into_iter().chain(drawn) {
+        let outcome = agree(device, &case);
+        receipt.agreed(&case, &outcome);
+    }
+    receipt
+}
+
+/// Runs the case and compares what the model knows, which is returned.
+fn agree(device: &dyn Device, case: &Case) -> Outcome {
+    let (found, expected) = (run(device, case), case.outcome());
+    let label = format!("{} on {}", case.name, device.label());
+    assert_eq!(found.memories, expected.memories, "page memory after {label}");
+    for (list, (found, expected)) in found.staging.iter().zip(&expected.staging).enumerate() {
+        assert_eq!(found.len(), expected.len(), "number of stagings of list {list} after {label}");
+        for (index, (found, expected)) in found.iter().zip(expected).enumerate() {
+            let known: Vec<Option<u8>> =
+                found.iter().zip(expected).map(|(found, expected)| expected.and(*found)).collect();
+            assert_eq!(found.len(), expected.len(), "length of staging {index} of list {list} after {label}");
+            assert_eq!(&known, expected, "staging {index} of list {list} after {label}");
+        }
+    }
+    expected
+}
+
+/// Runs the case's lists, ordered across lanes by `after` alone, and waits for them from last to first.
+fn run(device: &dyn Device, case: &Case) -> Outcome {
+    let ids: Vec<MemoryId> = case
+        .memories
+        .iter()
+        .zip(PLACES.iter().cycle())
+        .map(|(bytes, place)| page(device, *place, bytes))
+        .collect();
+
+    let mut pending: Vec<Pending> = Vec::new();
+    for list in &case.lists {
+        if let Some(last) = pending.last().map(Pending::fence).filter(|fence| fence.lane != list.lane) {
+            device.after(list.lane, last).unwrap();
+        }
+        let commands = list.commands.iter().map(|command| named(command, &ids)).collect();
+        let staging = list.staging.iter().map(|bytes| staged(device, bytes)).collect();
+        pending.push(device.submit(list.lane, CommandList { commands, staging }).unwrap());
+    }
+    let mut staging = Vec::new();
+    for list in pending.into_iter().rev() {
+        let fence = list.fence();
+        let returned = list.finish(device).unwrap();
+        assert!(device.reached(fence.lane) >= fence.value, "{fence:?} has passed on {}", device.label());
+        staging.push(returned.iter().map(|bytes| bytes.iter().copied().map(Some).collect()).collect());
+    }
+    staging.reverse();
+
+    let memories =
+        ids.iter().zip(&case.memories).map(|(id, bytes)| content(device, *id, bytes.len())).collect();
+    ids.into_iter().for_each(|id| device.release(id).unwrap());
+    Outcome { memories, staging }
+}
+
+/// Page memory with these bytes.
+fn page(device: &dyn Device, place: Place, bytes: &[u8]) -> MemoryId {
+    let memory = device.allocate(place, bytes.len() as u64).unwrap();
+    let source = StagingSpan { index: 0, offset: 0, len: bytes.len() };
+    let target = Span { memory, offset: 0, len: bytes.len() as u64 };
+    let commands = vec![Command::Upload { source, target }];
+    let list = CommandList { commands, staging: vec![staged(device, bytes)] };
+    device.submit(Lane::Apply, list).unwrap().finish(device).unwrap();
+    memory
+}
+
+fn content(device: &dyn Device, memory: MemoryId, len: usize) -> Vec<u8> {
+    let target = StagingSpan { index: 0, offset: 0, len };
+    let commands = vec![Command::Download { source: Span { memory, offset: 0, len: len as u64 }, target }];
+    let list = CommandList { commands, staging: vec![device.staging(len).unwrap()] };
+    device.submit(Lane::Apply, list).unwrap().finish(device).unwrap()[0].to_vec()
+}
+
+/// Staging with these bytes.
+fn staged(device: &dyn Device, bytes: &[u8]) -> Staging {
+    let mut staging = device.staging(bytes.len()).unwrap();
+    assert!(staging.iter().all(|byte| *byte == 0), "staging comes zeroed");
+    staging.copy_from_slice(bytes);
+    staging
+}
+
+/// The command with the device's memories in the place of the case's.
+fn named(command: &Command, ids: &[MemoryId]) -> Command {
+    let on = |span: &Span| Span { memory: ids[span.memory.0 as usize], ..*span };
+    match command {
+        Command::Upload { source, target } => Command::Upload { source: *source, target: on(target) },
+        Command::Download { source, target } => Command::Download { source: on(source), target: *target },
+        Command::Apply { pieces } => {
+            let payload = |payload| match payload {
+                Payload::Device(span) => Payload::Device(on(&span)),
+                staged => staged,
+            };
+            let piece = |piece: &Piece| Piece {
+                target: on(&piece.target),
+                payload: payload(piece.payload),
+                kind: piece.kind,
+            };
+            Command::Apply { pieces: pieces.iter().map(piece).collect() }
+        }
+        Command::Copy { source, target } => Command::Copy { source: on(source), target: on(target) },
+        Command::Fill { target, pattern, width } => {
+            Command::Fill { target: on(target), pattern: *pattern, width: *width }
+        }
+        Command::Gather { sources, target } => Command::Gather {
+            sources: sources.iter().map(|(source, offset)| (on(source), *offset)).collect(),
+            target: on(target),
+        },
+        Command::Scatter { source, targets } => Command::Scatter {
+            source: on(source),
+            targets: targets.iter().map(|(offset, target)| (*offset, on(target))).collect(),
+        },
+        Command::Diff { left, right, width, target } => {
+            Command::Diff { left: on(left), right: on(right), width: *width, target: on(target) }
+        }
+        Command::Select { bitmaps, target } => {
+            let on = |of: &Selection| Selection { bits: on(&of.bits), indices: on(&of.indices) };
+            Command::Select { bitmaps: bitmaps.iter().map(on).collect(), target: *target }
+        }
+        Command::Crc { sources, target } => {
+            Command::Crc { sources: sources.iter().map(on).collect(), target: *target }
+        }
+        Command::Pick { source, width, indices, target } => {
+            Command::Pick { source: on(source), width: *width, indices: *indices, target: on(target) }
+        }
+        Command::Validate { lists, target } => {
+            let list = |list: &IndexList| IndexList { indices: on(&list.indices), ..*list };
+            Command::Validate { lists: lists.iter().map(list).collect(), target: *target }
+        }
+    }
+}

@@ -1,0 +1,375 @@
+//! Pages that move from one place to another: the bytes and the epoch stay, the place changes, and everything
+//! that knows pages knows it afterwards.
+//!
+//! Whatever can be is held on every device there is: two host devices as one, two late ones, two GPUs.
+
+mod beside;
+
+use std::sync::Arc;
+
+use remanent::device::Device;
+use remanent::device::host::HostDevice;
+use remanent::disk::Disk;
+use remanent::testing::sim_disk::SimDisk;
+use remanent::{
+    Budget, Compression, Error, FollowFrom, Follower, Options, PageId, Place, Remedy, Replica, RestorePoint,
+    Snapshot, Store, Width,
+};
+use remanent_format::state::rebuild::{RebuildOptions, rebuild};
+
+use crate::files::{Files, State, small};
+use crate::gpu;
+use crate::several::{host, late, two_of};
+
+/// No multiple of anything, and longer than what is copied at one go.
+const LEN: u64 = 70_001;
+/// There and back again, by every way there is between two places.
+const WAY: [Place; 9] = [
+    Place::Device(1),
+    Place::Pinned,
+    Place::Device(0),
+    Place::Device(1),
+    Place::Host,
+    Place::Device(1),
+    Place::Device(0),
+    Place::Pinned,
+    Place::Host,
+];
+
+/// Devices with two slots: one that binds both, two of a kind, and GPUs where there are so many.
+fn devices() -> Vec<Arc<dyn Device>> {
+    let mut devices = vec![host(), late(1), two_of(host(), host()), two_of(late(2), late(3))];
+    let pairs: Vec<_> = [gpu::two(), gpu::two_apart()].into_iter().flatten().collect();
+    if pairs.is_empty() {
+        devices.extend(gpu::device().map(|gpu| gpu as Arc<dyn Device>));
+    }
+    devices.extend(pairs.into_iter().map(|[one, other]| two_of(one, other)));
+    devices
+}
+
+fn open(disk: &SimDisk, device: &Arc<dyn Device>, options: Options) -> Store {
+    Store::open_on(Arc::new(disk.clone()), device.clone(), options).unwrap()
+}
+
+fn move_to(store: &Store, page: PageId, place: Place) -> remanent::Result<()> {
+    let mut batch = store.batch();
+    batch.move_to(page, place);
+    store.commit(batch).map(drop)
+}
+
+/// A page of this place whose bytes tell where they are; each number makes other ones.
+fn create(store: &Store, place: Place, number: u8) -> (PageId, Vec<u8>) {
+    let content: Vec<u8> = (0..LEN).map(|at| (at % 251) as u8 ^ number).collect();
+    let mut batch = store.batch();
+    let page = batch.create(LEN, place);
+    batch.write(page, 0, &content).set_metadata(page, "number", u64::from(number));
+    (store.commit(batch).unwrap().pages[0], content)
+}
+
+fn bytes(store: &Store, page: PageId) -> Vec<u8> {
+    let mut bytes = vec![0; store.page(page).unwrap().len as usize];
+    store.read(page, 0, &mut bytes).unwrap();
+    bytes
+}
+
+/// Bytes of pages in use by places, those of places without any left out. Who wants them behind a batch reads
+/// before: memory is given up when the batch is applied, not when it is logged.
+fn allocated(store: &Store) -> Vec<(Place, u64)> {
+    let places = store.stats().places.into_iter().map(|(place, usage)| (place, usage.allocated_bytes));
+    places.filter(|(_, bytes)| *bytes > 0).collect()
+}
+
+/// The directory gives the state that the store shows, by the pure way and by an open on another device.
+fn assert_survives(store: Store, disk: &SimDisk, device: &Arc<dyn Device>) -> Store {
+    let state = State::of(&store);
+    let rebuilt = rebuild(&Files::of(disk), &RebuildOptions::default()).unwrap();
+    assert_eq!(State::rebuilt(&rebuilt), state);
+    drop(store);
+    let store = open(disk, device, small());
+    assert_eq!(State::of(&store), state, "opened on {}", device.label());
+    let mut places: Vec<(Place, u64)> = Vec::new();
+    for info in &state.pages {
+        match places.iter_mut().find(|(place, _)| *place == info.place) {
+            Some((_, len)) => *len += info.len,
+            None => places.push((info.place, info.len)),
+        }
+    }
+    places.retain(|(_, len)| *len > 0);
+    places.sort_unstable();
+    assert_eq!(allocated(&store), places, "opened on {}", device.label());
+    store
+}
+
+#[test]
+fn a_page_moves_with_all_it_has_but_its_place() {
+    for device in devices() {
+        let disk = SimDisk::new();
+        let mut store = open(&disk, &device, small());
+        let (page, content) = create(&store, Place::Device(0), 7);
+        let before = store.page(page).unwrap();
+        for (number, place) in WAY.into_iter().enumerate() {
+            move_to(&store, page, place).unwrap();
+            let info = store.page(page).unwrap();
+            assert_eq!((info.place, info.lsn), (place, store.lsn()), "{}", device.label());
+            assert_eq!((info.epoch, info.len, &info.metadata), (before.epoch, LEN, &before.metadata));
+            assert_eq!(bytes(&store, page), content, "to {place} on {}", device.label());
+            assert_eq!(allocated(&store), [(place, LEN)], "on {}", device.label());
+            match number % 4 {
+                0 => _ = store.snapshot().unwrap(),
+                1 => store = assert_survives(store, &disk, &device),
+                2 => _ = store.snapshot_exact().unwrap(),
+                _ => {}
+            }
+        }
+        // Where it is already: nothing is allocated, even where there is no room for two of it.
+        store = assert_survives(store, &disk, &host());
+        drop(store);
+        let store = open(&disk, &device, small().budget(Budget::default().with(Place::Host, LEN)));
+        move_to(&store, page, Place::Host).unwrap();
+        let info = store.page(page).unwrap();
+        assert_eq!((info.epoch, info.lsn), (before.epoch, store.lsn()));
+        assert_eq!(bytes(&store, page), content);
+    }
+}
+
+#[test]
+fn a_move_takes_its_turn_among_the_operations_of_its_batch() {
+    for device in devices() {
+        let disk = SimDisk::new();
+        let store = open(&disk, &device, small());
+        let (page, mut content) = create(&store, Place::Host, 1);
+        let (gone, _) = create(&store, Place::Host, 2);
+        let epoch = store.page(page).unwrap().epoch;
+        let mut batch = store.batch();
+        batch.write(page, 5, &[1; 64]).move_to(page, Place::Device(1)).scatter(
+            page,
+            Width::W2,
+            &[4],
+            &[2, 3],
+        );
+        let copy = batch.clone_page(page);
+        batch.resize(page, LEN + 9).move_to(page, Place::Pinned).fill(page, LEN + 1, 8, &[9]);
+        batch.move_to(copy, Place::Device(0));
+        let born = batch.create(16, Place::Device(1));
+        batch.fill(born, 0, 16, &[4]).move_to(born, Place::Host).move_to(born, Place::Device(0));
+        batch.move_to(gone, Place::Pinned).delete(gone);
+        let born_and_gone = batch.create(LEN, Place::Device(0));
+        batch.move_to(born_and_gone, Place::Device(1)).delete(born_and_gone);
+        let pages = store.commit(batch).unwrap().pages;
+
+        content[5..69].fill(1);
+        content[8..10].copy_from_slice(&[2, 3]);
+        assert_eq!(bytes(&store, pages[0]), content, "the copy, on {}", device.label());
+        content.push(0);
+        content.extend([9; 8]);
+        assert_eq!(bytes(&store, page), content, "on {}", device.label());
+        assert_eq!(bytes(&store, pages[1]), [4; 16], "on {}", device.label());
+        let place = |page| store.page(page).unwrap().place;
+        assert_eq!(
+            [place(page), place(pages[0]), place(pages[1])],
+            [Place::Pinned, Place::Device(0), Place::Device(0)]
+        );
+        // However many operations: one batch, one epoch.
+        assert_eq!(store.page(page).unwrap().epoch.0, epoch.0 + 1);
+        assert!(matches!(store.page(gone), Err(Error::UnknownPage { .. })));
+        assert_eq!(allocated(&store), [(Place::Device(0), LEN + 16), (Place::Pinned, LEN + 9)]);
+        assert_survives(store, &disk, &device);
+    }
+}
+
+#[test]
+fn a_clone_is_made_where_its_source_is_by_then() {
+    let disk = SimDisk::new();
+    let store = open(&disk, &host(), small());
+    let (page, content) = create(&store, Place::Host, 1);
+    let mut batch = store.batch();
+    let before = batch.clone_page(page);
+    batch.move_to(page, Place::Pinned);
+    let behind = batch.clone_page(page);
+    let pages = store.commit(batch).unwrap().pages;
+    let place = |index: usize| store.page(pages[index]).unwrap().place;
+    assert_eq!((place(before.index()), place(behind.index())), (Place::Host, Place::Pinned));
+    assert!(pages.iter().all(|page| bytes(&store, *page) == content));
+    assert_survives(store, &disk, &host());
+}
+
+#[test]
+fn a_whole_page_that_was_written_ahead_moves_too() {
+    let disk = SimDisk::new();
+    let store = open(&disk, &two_of(late(4), late(5)), small());
+    let (page, _) = create(&store, Place::Host, 1);
+    let whole = vec![8; LEN as usize];
+    let mut batch = store.batch();
+    batch.move_to(page, Place::Device(1)).write(page, 0, &whole).move_to(page, Place::Device(0));
+    store.commit(batch).unwrap();
+    assert!(store.stats().log.bytes < 2 * LEN, "the log names the page's image");
+    assert_eq!((bytes(&store, page), store.page(page).unwrap().place), (whole, Place::Device(0)));
+    store.snapshot().unwrap();
+    assert_survives(store, &disk, &host());
+}
+
+#[test]
+fn a_move_that_cannot_be_is_refused_and_nothing_has_changed() {
+    let disk = SimDisk::new();
+    let budget = Budget::default().with(Place::Pinned, LEN + 9);
+    let store = open(&disk, &two_of(late(6), late(7)), small().budget(budget));
+    let (page, content) = create(&store, Place::Host, 1);
+    let (other, _) = create(&store, Place::Host, 2);
+    let lsn = store.lsn();
+    let refused = |build: &dyn Fn(&mut remanent::WriteBatch)| {
+        let mut batch = store.batch();
+        build(&mut batch);
+        let error = store.commit(batch).unwrap_err();
+        assert_eq!((store.lsn(), store.page(page).unwrap().place), (lsn, Place::Host), "{error}");
+        assert_eq!(allocated(&store), [(Place::Host, 2 * LEN)], "{error}");
+        error
+    };
+    let error = refused(&|batch| _ = batch.move_to(page, Place::Pinned).move_to(other, Place::Pinned));
+    let over = matches!(error, Error::OverBudget { place: Place::Pinned, asked, available, .. }
+        if (asked, available) == (2 * LEN, LEN + 9));
+    assert!(over && error.remedy() == Remedy::FreeSpace, "{error}");
+    for place in [Place::Disk, Place::Device(2), Place::Device(64)] {
+        let error = refused(&|batch| _ = batch.move_to(page, place));
+        assert!(matches!(error, Error::PlaceUnavailable { place: found, .. } if found == place), "{error}");
+        assert_eq!(error.remedy(), Remedy::ChangeCall, "{error}");
+    }
+    let error = refused(&|batch| _ = batch.move_to(PageId(99), Place::Pinned));
+    assert!(matches!(error, Error::UnknownPage { page: PageId(99) }), "{error}");
+    let error = refused(&|batch| _ = batch.delete(page).move_to(page, Place::Pinned));
+    assert!(matches!(error, Error::UnknownPage { page: found } if found == page), "{error}");
+    let pin = store.pin(page).unwrap();
+    let error = refused(&|batch| _ = batch.move_to(page, Place::Pinned));
+    assert!(matches!(error, Error::Leased { page: found } if found == page), "{error}");
+    drop(pin);
+    // One of them fits.
+    move_to(&store, page, Place::Pinned).unwrap();
+    assert_eq!(bytes(&store, page), content);
+    assert_eq!(allocated(&store), [(Place::Pinned, LEN), (Place::Host, LEN)]);
+}
+
+#[test]
+fn a_lease_stays_where_the_page_was() {
+    for device in devices() {
+        let store = open(&SimDisk::new(), &device, small());
+        let (page, content) = create(&store, Place::Host, 1);
+        let lease = store.lease(page).unwrap();
+        let address = lease.address();
+        std::thread::scope(|scope| {
+            let moves = || {
+                move_to(&store, page, Place::Device(1)).unwrap();
+                let mut batch = store.batch();
+                batch.fill(page, 0, LEN, &[3]).move_to(page, Place::Device(0)).write(page, 0, &[4]);
+                store.commit(batch).unwrap();
+            };
+            scope.spawn(moves).join().unwrap();
+        });
+        let mut changed = vec![3; LEN as usize];
+        changed[0] = 4;
+        assert_eq!(bytes(&store, page), changed, "on {}", device.label());
+        assert_eq!((lease.address(), lease.info().place), (address, Place::Host));
+        if let Ok(bytes) = lease.bytes() {
+            assert_eq!(bytes, content, "on {}", device.label());
+        }
+        assert_eq!(allocated(&store), [(Place::Device(0), LEN), (Place::Host, LEN)]);
+        lease.end().unwrap();
+        assert_eq!(allocated(&store), [(Place::Device(0), LEN)], "on {}", device.label());
+    }
+}
+
+#[test]
+fn an_earlier_state_has_its_places_and_only_what_changed_gets_an_epoch() {
+    for device in devices() {
+        let disk = SimDisk::new();
+        let store = open(&disk, &device, small().snapshots_kept(9));
+        let (moved, content) = create(&store, Place::Device(0), 1);
+        let (changed, _) = create(&store, Place::Device(0), 2);
+        let (still, _) = create(&store, Place::Device(1), 3);
+        let then = (store.lsn(), State::of(&store), store.snapshot().unwrap().id);
+        move_to(&store, moved, Place::Pinned).unwrap();
+        let mut batch = store.batch();
+        batch.move_to(changed, Place::Device(1)).fill(changed, 0, 9, &[1]);
+        store.commit(batch).unwrap();
+        for point in [RestorePoint::Lsn(then.0), RestorePoint::Snapshot(then.2)] {
+            let disk: Arc<dyn Disk> = Arc::new(disk.clone());
+            let old = Snapshot::open_on(&disk, Some(&point)).unwrap();
+            assert!(old.pages().eq(then.1.pages.clone()), "{point:?}");
+        }
+        for back in [true, false] {
+            let lsn = if back {
+                store.restore_to(then.0).unwrap().lsn
+            } else {
+                move_to(&store, moved, Place::Host).unwrap();
+                store.restore_from_snapshot(then.2).unwrap().lsn
+            };
+            let [moved, changed, still] = [moved, changed, still].map(|page| store.page(page).unwrap());
+            assert_eq!(State::of(&store).contents, then.1.contents, "on {}", device.label());
+            let places = [moved.place, changed.place, still.place];
+            assert_eq!(places, [Place::Device(0), Place::Device(0), Place::Device(1)]);
+            assert_eq!((moved.lsn, moved.epoch), (lsn, then.1.pages[0].epoch), "a move is no version");
+            assert!(changed.epoch > then.1.pages[1].epoch, "a change is one");
+            assert_eq!(still, then.1.pages[2]);
+            assert_eq!(allocated(&store), [(Place::Device(0), 2 * LEN), (Place::Device(1), LEN)]);
+        }
+        assert_eq!(bytes(&store, moved), content);
+        let store = assert_survives(store, &disk, &device);
+        // What is kept of the log leads through the moves to every state.
+        move_to(&store, moved, Place::Host).unwrap();
+        let state = State::of(&store);
+        let fork = SimDisk::new();
+        let forked: Arc<dyn Disk> = Arc::new(fork.clone());
+        let source: Arc<dyn Disk> = Arc::new(disk.clone());
+        Snapshot::open_on(&source, None).unwrap().fork_on(&forked).unwrap();
+        assert_eq!(State::of(&open(&fork, &device, small())), state, "a fork");
+    }
+}
+
+#[test]
+fn a_snapshot_writes_no_page_anew_that_only_moved() {
+    for device in devices() {
+        let disk = SimDisk::new();
+        let store = open(&disk, &device, small().compression(Compression::Off));
+        let (moved, content) = create(&store, Place::Device(0), 1);
+        let (changed, _) = create(&store, Place::Device(0), 2);
+        create(&store, Place::Host, 3);
+        store.snapshot().unwrap();
+        move_to(&store, moved, Place::Pinned).unwrap();
+        assert_eq!(store.snapshot().unwrap().bytes_written, 0);
+        let mut batch = store.batch();
+        batch.move_to(changed, Place::Device(1)).fill(changed, 0, 9, &[1]);
+        store.commit(batch).unwrap();
+        move_to(&store, moved, Place::Host).unwrap();
+        assert_eq!(store.snapshot().unwrap().bytes_written, LEN, "the one that changed, too");
+        assert_eq!((store.page(moved).unwrap().place, bytes(&store, moved)), (Place::Host, content));
+        let store = assert_survives(store, &disk, &device);
+        store.scrub().unwrap();
+    }
+}
+
+#[test]
+fn followers_are_told_of_moves() {
+    let disk = SimDisk::new();
+    let store = open(&disk, &two_of(late(8), late(9)), small());
+    let (page, _) = create(&store, Place::Device(0), 1);
+    let shared: Arc<dyn Disk> = Arc::new(disk.clone());
+    let mut follower = Follower::open_on(shared.clone(), FollowFrom::Beginning).unwrap();
+    let mut replica = Replica::default();
+    let then = store.lsn();
+    move_to(&store, page, Place::Device(1)).unwrap();
+    let mut batch = store.batch();
+    batch.move_to(page, Place::Pinned).fill(page, 1, 3, &[1]);
+    store.commit(batch).unwrap();
+    store.restore_to(then).unwrap();
+    move_to(&store, page, Place::Host).unwrap();
+    store.wait_durable(store.lsn()).unwrap();
+    let mut kinds = Vec::new();
+    while let Some(batch) = follower.next(std::time::Duration::ZERO).unwrap() {
+        kinds.push(batch.operations().iter().map(remanent::Op::kind).collect::<Vec<_>>().join(" "));
+        replica.apply(&batch).unwrap();
+    }
+    assert_eq!(kinds[1..], ["move", "move fill", "restore", "move"]);
+    assert_eq!(replica.page(page), Some(store.page(page).unwrap()));
+    assert_eq!(replica.bytes(page).unwrap(), bytes(&store, page));
+    store.snapshot().unwrap();
+    let from_snapshot = Replica::from_snapshot_on(&shared).unwrap();
+    assert_eq!(from_snapshot.page(page), replica.page(page));
+}

@@ -1,0 +1,73 @@
+//! Ctrl-C. Commands that only read end at once; commands that drive a store finish what is in hand.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use rustix::event::{PollFd, PollFlags, poll};
+use signal_hook::consts::SIGINT;
+use signal_hook::{SigId, flag, low_level};
+
+use crate::cli::exit::{Failure, INTERRUPTED};
+
+/// Makes Ctrl-C end the process with the code for it.
+pub fn end_at_once() -> Result<(), Failure> {
+    flag::register_conditional_shutdown(SIGINT, INTERRUPTED.into(), Arc::new(AtomicBool::new(true)))
+        .map(drop)
+        .map_err(cannot_listen)
+}
+
+/// A Ctrl-C that waits to be noticed.
+#[derive(Clone)]
+pub struct Interrupt(Arc<Listening>);
+
+/// What Ctrl-C does until this is dropped.
+struct Listening {
+    noted: Arc<AtomicBool>,
+    /// Has something to read from when Ctrl-C was pressed.
+    pressed: UnixStream,
+    registered: [SigId; 2],
+}
+
+impl Drop for Listening {
+    fn drop(&mut self) {
+        for id in self.registered {
+            low_level::unregister(id);
+        }
+    }
+}
+
+impl Interrupt {
+    /// From now on Ctrl-C is noted here and does nothing else.
+    pub fn listen() -> Result<Self, Failure> {
+        let (pressed, told) = UnixStream::pair().map_err(cannot_listen)?;
+        let noted = Arc::new(AtomicBool::new(false));
+        let first = flag::register(SIGINT, noted.clone()).map_err(cannot_listen)?;
+        // Registered second, it tells of what is noted by then.
+        let second = low_level::pipe::register(SIGINT, told).map_err(cannot_listen)?;
+        Ok(Self(Arc::new(Listening { noted, pressed, registered: [first, second] })))
+    }
+
+    /// Whether Ctrl-C was pressed.
+    pub fn noted(&self) -> bool {
+        self.0.noted.load(Ordering::Relaxed)
+    }
+
+    /// Waits until there is something to read from `event`, or Ctrl-C was pressed.
+    pub fn wait_with(&self, event: BorrowedFd<'_>) -> io::Result<()> {
+        loop {
+            let pressed = PollFd::from_borrowed_fd(self.0.pressed.as_fd(), PollFlags::IN);
+            let mut either = [PollFd::from_borrowed_fd(event, PollFlags::IN), pressed];
+            match poll(&mut either, None) {
+                Err(rustix::io::Errno::INTR) => {}
+                done => return Ok(done.map(drop)?),
+            }
+        }
+    }
+}
+
+fn cannot_listen(error: io::Error) -> Failure {
+    Failure::Environment(format!("cannot listen for Ctrl-C: {error}"))
+}

@@ -1,0 +1,106 @@
+//! How values become JSON, the same in every command.
+//!
+//! One object a line, each beginning with `"schema": 1`. Integers of 64 bits are numbers; bytes are
+//! `{"$bytes": base64}`, keys that are not UTF-8 likewise; floats that JSON cannot hold are the strings
+//! `"NaN"`, `"Infinity"` and `"-Infinity"`; a place is its name, `"host"` or `"device:0"`.
+
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use remanent_format::Key;
+use remanent_format::value::{Metadata, Value};
+use serde_json::{Map, json};
+
+/// The version of all the shapes that `--json` prints. Fields may be added under the same number.
+pub const SCHEMA: u32 = 1;
+
+/// An object of the current schema with these fields, in this order.
+macro_rules! object {
+    ($($name:literal: $value:expr),* $(,)?) => {
+        serde_json::json!({ "schema": $crate::cli::json::SCHEMA, $($name: $value),* })
+    };
+}
+pub(crate) use object;
+
+/// Bytes that may be no text.
+pub fn bytes(bytes: &[u8]) -> serde_json::Value {
+    json!({ "$bytes": STANDARD.encode(bytes) })
+}
+
+/// A page's key: text, bytes, or null.
+pub fn key(key: Option<&Key>) -> serde_json::Value {
+    key.map_or(serde_json::Value::Null, |key| key.as_str().map_or_else(|| bytes(key.as_bytes()), Into::into))
+}
+
+/// A float, if need be as a string.
+pub fn float(value: f64) -> serde_json::Value {
+    if value.is_finite() {
+        value.into()
+    } else if value.is_nan() {
+        "NaN".into()
+    } else if value > 0.0 {
+        "Infinity".into()
+    } else {
+        "-Infinity".into()
+    }
+}
+
+/// One value of metadata or root.
+pub fn value(of: &Value) -> serde_json::Value {
+    match of {
+        Value::Null => serde_json::Value::Null,
+        Value::Bool(value) => (*value).into(),
+        Value::I64(value) => (*value).into(),
+        Value::U64(value) => (*value).into(),
+        Value::F64(value) => float(*value),
+        Value::String(value) => value.as_str().into(),
+        Value::Bytes(value) => bytes(value),
+        Value::List(values) => values.iter().map(value).collect(),
+        Value::Map(values) => metadata(values),
+    }
+}
+
+/// A page's metadata, or the root.
+pub fn metadata(of: &Metadata) -> serde_json::Value {
+    of.iter().map(|(name, of)| (name.clone(), value(of))).collect::<Map<_, _>>().into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_kind_of_value_has_its_json() {
+        for (of, expected) in [
+            (Value::Null, "null"),
+            (Value::Bool(true), "true"),
+            (Value::I64(i64::MIN), "-9223372036854775808"),
+            (Value::U64(u64::MAX), "18446744073709551615"),
+            (Value::F64(0.5), "0.5"),
+            (Value::F64(-0.0), "-0.0"),
+            (Value::F64(f64::NAN), r#""NaN""#),
+            (Value::F64(f64::INFINITY), r#""Infinity""#),
+            (Value::F64(f64::NEG_INFINITY), r#""-Infinity""#),
+            (Value::String("é\n".to_owned()), r#""é\n""#),
+            (Value::Bytes(vec![0, 255, 254]), r#"{"$bytes":"AP/+"}"#),
+            (Value::List(vec![Value::Null, Value::U64(1)]), "[null,1]"),
+            (Value::Map(Metadata::from([("a".to_owned(), Value::Bytes(vec![]))])), r#"{"a":{"$bytes":""}}"#),
+        ] {
+            assert_eq!(value(&of).to_string(), expected);
+        }
+    }
+
+    #[test]
+    fn a_key_is_text_where_it_can_be() {
+        assert_eq!(key(None).to_string(), "null");
+        assert_eq!(key(Some(&Key::new("182789").unwrap())).to_string(), r#""182789""#);
+        assert_eq!(key(Some(&Key::new([0xff]).unwrap())).to_string(), r#"{"$bytes":"/w=="}"#);
+    }
+
+    #[test]
+    fn an_object_begins_with_its_schema_and_keeps_its_order() {
+        assert_eq!(
+            object! { "page": 1, "key": key(None) }.to_string(),
+            r#"{"schema":1,"page":1,"key":null}"#
+        );
+    }
+}

@@ -1,0 +1,255 @@
+//! `remanent bisect`: the first version at which a command fails, found by halving.
+
+use std::collections::BTreeSet;
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+
+use remanent_format::Lsn;
+use remanent_format::frame::FrameKind;
+use remanent_format::log::LogWalk;
+use remanent_format::op::{Op, decode_payload};
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
+
+use crate::cli::exit::{Ending, Failure, Outcome};
+use crate::cli::interrupt::Interrupt;
+use crate::cli::json;
+use crate::cli::json::object;
+use crate::cli::memory::Memory;
+use crate::cli::output::Output;
+use crate::read::states::{At, Past, damaged};
+use crate::read::store_dir::StoreDir;
+use crate::weights::export::Version;
+
+const EXAMPLES: &str = "\
+Each version that is tried is exported to a temporary file. CMD is run by the shell with the file's path in the \
+place of {}, or behind it; what it prints goes to standard error. Its exit code is the verdict: 0 is good, 125 \
+cannot be told, 1 to 127 else is bad; above that, or killed by a signal, the search stops.
+
+Examples:
+  remanent bisect store --good lsn:1 --bad lsn:40 --run ./has-no-nan.py
+  remanent bisect store --good snapshot:1 --bad lsn:40 --run 'python eval.py --weights {} --at-least 0.8'";
+
+/// Find the first version at which a command fails
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Bisect {
+    /// The store's directory; it is only read
+    dir: PathBuf,
+    /// A state known to be good: lsn:N, snapshot:N or name:S
+    #[arg(long)]
+    good: At,
+    /// A later state known to be bad
+    #[arg(long)]
+    bad: At,
+    /// The command that tells
+    #[arg(long, value_name = "CMD")]
+    run: String,
+    /// One JSON object
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    memory: Memory,
+}
+
+/// What the command says of a version.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Verdict {
+    Good,
+    Bad,
+    Skip,
+}
+
+/// Versions between a good and a bad one.
+struct Search {
+    good: u64,
+    bad: u64,
+    skipped: BTreeSet<u64>,
+}
+
+impl Search {
+    /// The version to try next: the one nearest to the middle that was not skipped.
+    fn next(&self) -> Option<u64> {
+        let middle = self.good + (self.bad - self.good) / 2;
+        let untried = (self.good + 1..self.bad).filter(|lsn| !self.skipped.contains(lsn));
+        untried.min_by_key(|lsn| lsn.abs_diff(middle))
+    }
+
+    fn tell(&mut self, lsn: u64, verdict: Verdict) {
+        match verdict {
+            Verdict::Good => self.good = lsn,
+            Verdict::Bad => self.bad = lsn,
+            Verdict::Skip => {
+                self.skipped.insert(lsn);
+            }
+        }
+    }
+}
+
+impl Bisect {
+    /// Searches.
+    pub fn run(&self, out: &mut Output) -> Outcome {
+        let interrupt = Interrupt::listen()?;
+        let dir = StoreDir::open(&self.dir)?;
+        let bound = |at: &At| {
+            Past::look(&dir, |past| {
+                let until = past.lsn(Some(at))?;
+                Ok(past.table(until)?.lsn().0)
+            })
+        };
+        let (good, bad) = (bound(&self.good)?, bound(&self.bad)?);
+        if good >= bad {
+            return Err(Failure::Environment(format!(
+                "the good state must be older than the bad one, but lsn {good} is not older than lsn {bad}"
+            )));
+        }
+        // Whatever ends this function removes it.
+        let scratch = tempfile::tempdir()
+            .map_err(|error| Failure::Environment(format!("cannot make a temporary directory: {error}")))?;
+        let file = scratch.path().join("model.safetensors");
+        let mut search = Search { good, bad, skipped: BTreeSet::new() };
+        while let Some(lsn) = search.next() {
+            let version = Past::look(&dir, |past| Version::take(past, Some(Lsn(lsn)), self.memory.limit()))?;
+            if interrupt.noted() || !version.write_file(&file, &interrupt)? {
+                return Ok(Ending::Interrupted);
+            }
+            drop(version);
+            let Some(verdict) = self.verdict(&file, &interrupt)? else { return Ok(Ending::Interrupted) };
+            if !self.json {
+                let word = match verdict {
+                    Verdict::Good => "good",
+                    Verdict::Bad => "bad",
+                    Verdict::Skip => "skipped",
+                };
+                out.line(format_args!("lsn {lsn}: {word}"))?;
+                out.flush()?;
+            }
+            search.tell(lsn, verdict);
+        }
+        if search.bad - search.good > 1 {
+            return Err(Failure::Environment(format!(
+                "the first bad version is one of lsn {} to {}; all others in between were skipped",
+                search.good + 1,
+                search.bad
+            )));
+        }
+        self.report(&dir, Lsn(search.bad), out)?;
+        Ok(Ending::Fine)
+    }
+
+    fn report(&self, dir: &StoreDir, first_bad: Lsn, out: &mut Output) -> Result<(), Failure> {
+        let (root, note) = Past::look(dir, |past| {
+            let root = json::metadata(past.table(Some(first_bad))?.root());
+            Ok((root, note_of(past, first_bad)?))
+        })?;
+        if self.json {
+            return out.line(object! { "first_bad": first_bad.0, "root": root, "note": note });
+        }
+        out.line(format_args!("the first bad version is lsn {first_bad}"))?;
+        for (name, value) in root.as_object().into_iter().flatten() {
+            out.line(format_args!("root  {name} = {value}"))?;
+        }
+        note.map_or(Ok(()), |note| out.line(format_args!("note  {}", note.escape_debug())))
+    }
+
+    /// Runs the command on a file; `None` if Ctrl-C was pressed meanwhile.
+    fn verdict(&self, file: &Path, interrupt: &Interrupt) -> Result<Option<Verdict>, Failure> {
+        let cannot = |error: io::Error| Failure::Environment(format!("cannot run {:?}: {error}", self.run));
+        // As an argument of the shell the path needs no quoting, whatever is in it.
+        let script = if self.run.contains("{}") {
+            self.run.replace("{}", "\"$1\"")
+        } else {
+            format!("{} \"$1\"", self.run)
+        };
+        // Standard output is for what was found.
+        let stdout = io::stderr().as_fd().try_clone_to_owned().map_err(cannot)?;
+        let mut child = Command::new("sh")
+            .args(["-c", &script, "sh"])
+            .arg(file)
+            .stdin(Stdio::null())
+            .stdout(Stdio::from(stdout))
+            // A group of its own, so that Ctrl-C ends all that the command started, once.
+            .process_group(0)
+            .spawn()
+            .map_err(cannot)?;
+        let Some(status) = wait(&mut child, interrupt).map_err(cannot)? else { return Ok(None) };
+        match status.code() {
+            Some(0) => Ok(Some(Verdict::Good)),
+            Some(125) => Ok(Some(Verdict::Skip)),
+            Some(1..=127) => Ok(Some(Verdict::Bad)),
+            Some(code) => Err(Failure::Environment(format!("{:?} ended with {code}", self.run))),
+            None => {
+                let signal = status.signal().unwrap_or_default();
+                Err(Failure::Environment(format!("{:?} was killed by signal {signal}", self.run)))
+            }
+        }
+    }
+}
+
+/// Waits for a child, or ends it and all that it started when Ctrl-C is pressed; then `None`.
+fn wait(child: &mut Child, interrupt: &Interrupt) -> io::Result<Option<ExitStatus>> {
+    let group = Pid::from_child(child);
+    let ended = pidfd_open(group, PidfdFlags::empty())?;
+    interrupt.wait_with(ended.as_fd())?;
+    if interrupt.noted() {
+        // It was not waited for yet, so the number is still its own.
+        kill_process_group(group, Signal::KILL)?;
+    }
+    let status = child.wait()?;
+    Ok((!interrupt.noted()).then_some(status))
+}
+
+/// The note of a batch.
+fn note_of(past: &Past<'_>, lsn: Lsn) -> Result<Option<String>, Failure> {
+    let survey = &past.survey;
+    let bases =
+        survey.readable().rev().filter(|manifest| manifest.redo.lsn < lsn).map(|manifest| manifest.redo);
+    let Some(from) = bases.chain(survey.log.beginning()).next() else { return Ok(None) };
+    let mut walk = LogWalk::new(past.dir(), &survey.log, from, survey.mark()).map_err(damaged)?;
+    while let Some(frame) = walk.next().map_err(damaged)? {
+        if frame.header.lsn == lsn && frame.header.kind == FrameKind::Batch {
+            let ops = decode_payload(frame.payload).map_err(|defect| Failure::Damage(defect.to_string()))?;
+            return Ok(ops.iter().find_map(|at| match &at.op {
+                Op::Note { text } => Some((*text).to_owned()),
+                _ => None,
+            }));
+        }
+    }
+    Ok(None)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The versions tried, and what is found, where versions from `first_bad` on are bad.
+    fn search(bad: u64, first_bad: u64, skipped: &[u64]) -> (usize, u64, u64) {
+        let mut search = Search { good: 0, bad, skipped: BTreeSet::new() };
+        let mut tried = 0;
+        while let Some(lsn) = search.next() {
+            tried += 1;
+            let verdict = match lsn {
+                lsn if skipped.contains(&lsn) => Verdict::Skip,
+                lsn if lsn < first_bad => Verdict::Good,
+                _ => Verdict::Bad,
+            };
+            search.tell(lsn, verdict);
+        }
+        (tried, search.good, search.bad)
+    }
+
+    #[test]
+    fn halving_finds_every_first_bad_version() {
+        for first_bad in 1..=100 {
+            let (tried, good, bad) = search(100, first_bad, &[]);
+            assert_eq!((good, bad), (first_bad - 1, first_bad));
+            assert!(tried <= 7, "{tried} tries");
+            let skipped = [50, 51, 25, 99, 1];
+            let (_, good, bad) = search(100, first_bad, &skipped);
+            assert!(good < first_bad && first_bad <= bad);
+            assert!((good + 1..bad).all(|lsn| skipped.contains(&lsn)), "{good} to {bad}");
+        }
+    }
+}

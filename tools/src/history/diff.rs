@@ -1,0 +1,249 @@
+//! `remanent diff`: what makes one kept state out of another, page by page.
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+
+use comfy_table::Table;
+use remanent_format::{Metadata, PageId, PageInfo, PageTable, Value};
+use safetensors::Dtype;
+
+use crate::cli::exit::{Ending, Failure, Outcome};
+use crate::cli::json;
+use crate::cli::json::object;
+use crate::cli::memory::Memory;
+use crate::cli::output::Output;
+use crate::cli::progress;
+use crate::cli::table::with_header;
+use crate::read::states::{At, Past};
+use crate::read::store_dir::StoreDir;
+use crate::weights::dtype;
+use crate::weights::{dtype_of, label};
+
+const EXAMPLES: &str = "\
+Elements are compared bit by bit, by the dtype in a page's metadata; bytes are, where there is none. The largest \
+change is that of the values, for floats; it is NaN where a value became one. Ends with 0 if both states are the \
+same, with 1 if they differ.
+
+Examples:
+  remanent diff store --from lsn:7
+  remanent diff store --from snapshot:1 --to lsn:12 --json";
+
+/// Compare two kept states, page by page
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Diff {
+    /// The store's directory; it is only read
+    dir: PathBuf,
+    /// The state before: lsn:N, snapshot:N or name:S
+    #[arg(long)]
+    from: At,
+    /// The state after [default: the newest]
+    #[arg(long)]
+    to: Option<At>,
+    /// One JSON object a line: the pages and root entries that differ
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    memory: Memory,
+}
+
+/// What became of a page.
+enum Change {
+    Created,
+    Deleted,
+    Content(Content),
+}
+
+/// How a page's content differs.
+struct Content {
+    /// The length before, where it is another one.
+    len_before: Option<u64>,
+    metadata: bool,
+    /// Elements that both have.
+    elements: u64,
+    /// Those that differ.
+    changed: u64,
+    /// The largest change of a value, for floats.
+    largest: Option<f64>,
+}
+
+/// A page that differs.
+struct Line {
+    info: PageInfo,
+    change: Change,
+}
+
+/// An entry of the root that differs: its name, and its values before and after.
+type RootLine = (String, Option<Value>, Option<Value>);
+
+impl Diff {
+    /// Compares.
+    pub fn run(&self, out: &mut Output) -> Outcome {
+        let dir = StoreDir::open(&self.dir)?;
+        let (pages, root) = Past::look(&dir, |past| self.compare(past))?;
+        if self.json {
+            for line in &pages {
+                out.line(page_json(line))?;
+            }
+            for (name, from, to) in &root {
+                let value = |value: &Option<Value>| value.as_ref().map(json::value);
+                out.line(object! { "change": "root", "name": name, "from": value(from), "to": value(to) })?;
+            }
+        } else {
+            if !pages.is_empty() {
+                out.line(table(&pages).trim_fmt())?;
+            }
+            for (name, from, to) in &root {
+                let value = |value: &Option<Value>| {
+                    value.as_ref().map_or("none".to_owned(), |of| json::value(of).to_string())
+                };
+                out.line(format_args!("root {name}: {} -> {}", value(from), value(to)))?;
+            }
+        }
+        Ok(if pages.is_empty() && root.is_empty() { Ending::Fine } else { Ending::Difference })
+    }
+
+    fn compare(&self, past: &Past<'_>) -> Result<(Vec<Line>, Vec<RootLine>), Failure> {
+        let (from, to) = (past.lsn(Some(&self.from))?, past.lsn(self.to.as_ref())?);
+        let (old, new) = (past.table(from)?, past.table(to)?);
+        // A page's epoch rises with its content and is never given twice: only other epochs are worth a look.
+        let differs = |left: &PageTable, page: PageId, info: &PageInfo| {
+            left.get(page).is_some_and(|other| other.epoch != info.epoch)
+        };
+        let limit = self.memory.limit();
+        let before = past.state(from, limit, |info| differs(&new, info.page, info))?;
+        let used: u64 = before.contents.values().map(|bytes| bytes.len() as u64).sum();
+        let after = past.state(to, limit.saturating_sub(used), |info| differs(&old, info.page, info))?;
+
+        let bar = progress::bar(after.contents.len() as u64, "comparing");
+        let mut lines = Vec::new();
+        for info in old.pages().filter(|info| new.get(info.page).is_none()) {
+            lines.push(Line { info, change: Change::Deleted });
+        }
+        for info in new.pages() {
+            let change = match old.get(info.page) {
+                None => Change::Created,
+                Some(old) if old.epoch == info.epoch => continue,
+                Some(old) => {
+                    bar.inc(1);
+                    let (before, after) = (&before.contents[&info.page], &after.contents[&info.page]);
+                    Change::Content(content(&old, before, &info, after))
+                }
+            };
+            // A page that was changed and changed back differs in nothing but its epoch.
+            if !matches!(&change, Change::Content(content) if content.is_same()) {
+                lines.push(Line { info, change });
+            }
+        }
+        bar.finish_and_clear();
+        lines.sort_by_key(|line| line.info.page);
+        Ok((lines, root_lines(old.root(), new.root())))
+    }
+}
+
+impl Content {
+    fn is_same(&self) -> bool {
+        self.len_before.is_none() && !self.metadata && self.changed == 0
+    }
+}
+
+/// Compares the bytes of a page.
+fn content(old: &PageInfo, before: &[u8], new: &PageInfo, after: &[u8]) -> Content {
+    // Elements are comparable as values only where both states say the same of them.
+    let dtype = dtype_of(new).filter(|dtype| dtype_of(old) == Some(*dtype));
+    let width = dtype.map_or(1, |dtype| dtype::width(dtype).bytes());
+    let (mut elements, mut changed, mut largest) = (0, 0, None);
+    for (left, right) in before.chunks_exact(width).zip(after.chunks_exact(width)) {
+        elements += 1;
+        if left != right {
+            changed += 1;
+            if let Some(change) = dtype.and_then(|dtype| value_change(dtype, left, right)) {
+                // Nothing is larger than NaN.
+                let beaten = largest.is_none_or(|largest: f64| change.is_nan() || change > largest);
+                largest = if beaten { Some(change) } else { largest };
+            }
+        }
+    }
+    Content {
+        len_before: (before.len() != after.len()).then_some(before.len() as u64),
+        metadata: old.metadata != new.metadata && !old.metadata.is_same(&new.metadata),
+        elements,
+        changed,
+        largest,
+    }
+}
+
+/// How far a float moved; `None` for other elements.
+fn value_change(dtype: Dtype, before: &[u8], after: &[u8]) -> Option<f64> {
+    Some((dtype::float(dtype, after)? - dtype::float(dtype, before)?).abs())
+}
+
+fn root_lines(old: &Metadata, new: &Metadata) -> Vec<RootLine> {
+    let names: BTreeSet<&String> = old.keys().chain(new.keys()).collect();
+    let line = |name: &String| (name.clone(), old.get(name).cloned(), new.get(name).cloned());
+    names.into_iter().map(line).filter(|(_, from, to)| from != to).collect()
+}
+
+impl Change {
+    /// In one word.
+    fn word(&self) -> &'static str {
+        match self {
+            Change::Created => "created",
+            Change::Deleted => "deleted",
+            Change::Content(Content { len_before: Some(_), .. }) => "resized",
+            Change::Content(Content { changed: 0, .. }) => "metadata",
+            Change::Content(_) => "changed",
+        }
+    }
+
+    fn content(&self) -> Option<&Content> {
+        match self {
+            Change::Content(content) => Some(content),
+            _ => None,
+        }
+    }
+}
+
+/// The share of the elements that changed, from 0 to 1.
+fn share(content: &Content) -> f64 {
+    if content.elements == 0 { 0.0 } else { content.changed as f64 / content.elements as f64 }
+}
+
+fn page_json(line: &Line) -> serde_json::Value {
+    let content = line.change.content();
+    object! {
+        "change": line.change.word(),
+        "page": line.info.page.0,
+        "key": json::key(line.info.key.as_ref()),
+        "name": label(&line.info),
+        "dtype": dtype_of(&line.info).map(|dtype| dtype.to_string()),
+        "len": line.info.len,
+        "len_before": content.and_then(|content| content.len_before),
+        "elements": content.map(|content| content.elements),
+        "changed": content.map(|content| content.changed),
+        "share": content.map(share),
+        "largest": content.and_then(|content| content.largest).map(json::float),
+        "metadata": content.map(|content| content.metadata),
+    }
+}
+
+fn table(lines: &[Line]) -> Table {
+    let mut table = with_header(
+        ["PAGE", "NAME", "DTYPE", "CHANGE", "ELEMENTS", "CHANGED", "SHARE", "LARGEST"],
+        [0, 4, 5, 6, 7],
+    );
+    for Line { info, change } in lines {
+        let of = |show: fn(&Content) -> String| change.content().map(show).unwrap_or_default();
+        table.add_row([
+            info.page.to_string(),
+            label(info),
+            dtype_of(info).map(|dtype| dtype.to_string()).unwrap_or_default(),
+            change.word().to_owned(),
+            of(|content| content.elements.to_string()),
+            of(|content| content.changed.to_string()),
+            of(|content| format!("{:.3} %", 100.0 * share(content))),
+            of(|content| content.largest.map(|largest| format!("{largest:.4e}")).unwrap_or_default()),
+        ]);
+    }
+    table
+}

@@ -1,0 +1,60 @@
+//! `remanent fork`: a new store that begins at a state of another.
+
+use std::path::PathBuf;
+
+use remanent::{RestorePoint, Store};
+
+use crate::cli::engine::engine_failure;
+use crate::cli::exit::{Ending, Outcome};
+use crate::cli::interrupt::Interrupt;
+use crate::cli::json::object;
+use crate::cli::output::Output;
+
+const EXAMPLES: &str = "\
+The new store has an identity of its own; batches and epochs go on from the state's. Files of images are shared by \
+hard links where both directories lie on one file system. The store that it comes from is only read, and may be \
+open meanwhile.
+
+Examples:
+  remanent fork store trial
+  remanent fork store trial --at lsn:7";
+
+/// Make a new store that begins at a state of this one
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Fork {
+    /// The store's directory; it is only read
+    dir: PathBuf,
+    /// The new store's directory, missing or empty
+    new: PathBuf,
+    /// The state: lsn:N, snapshot:N or name:S [default: the newest]
+    #[arg(long)]
+    at: Option<RestorePoint>,
+    /// One JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+impl Fork {
+    /// Forks.
+    pub fn run(&self, out: &mut Output) -> Outcome {
+        // A fork that has begun is finished: what it made before is not left behind.
+        let interrupt = Interrupt::listen()?;
+        let state = match &self.at {
+            Some(at) => Store::open_at(&self.dir, at),
+            None => Store::open_read_only(&self.dir),
+        }
+        .map_err(engine_failure)?;
+        if interrupt.noted() {
+            return Ok(Ending::Interrupted);
+        }
+        let id = state.fork(&self.new).map_err(engine_failure)?;
+        let lsn = state.lsn();
+        if self.json {
+            out.line(object! { "store": id.to_string(), "lsn": lsn.0 })?;
+        } else {
+            out.line(format_args!("store {id} begins at lsn {lsn}"))?;
+        }
+        Ok(Ending::Fine)
+    }
+}

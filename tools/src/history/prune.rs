@@ -1,0 +1,160 @@
+//! `remanent prune`: removes what is not to be kept any longer, or says what that would be.
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use remanent::{Create, FileName, Pruned, Retention, Store};
+use serde_json::json;
+
+use crate::cli::engine;
+use crate::cli::engine::engine_failure;
+use crate::cli::exit::{Ending, Failure, Outcome};
+use crate::cli::interrupt;
+use crate::cli::interrupt::Interrupt;
+use crate::cli::json::object;
+use crate::cli::output::Output;
+use crate::read::partial::View;
+use crate::read::store_dir::StoreDir;
+
+const EXAMPLES: &str = "\
+A snapshot stays if one of the rules keeps it, and with it the log that leads from it to now. Named snapshots stay \
+until their names are given up: --name alone gives up the snapshots of these names, and nothing else. Without --yes \
+the store is only read, and may be open elsewhere.
+
+Examples:
+  remanent prune store                                       what would go if two snapshots stay
+  remanent prune store --snapshots 5 --age 7d --yes          five, and all of the last week
+  remanent prune store --log-bytes 1000000000                and so much log to go back in
+  remanent prune store --name before-tuning --yes            a name that keeps its snapshot no longer";
+
+/// Remove old snapshots and log, or say what would go
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Prune {
+    /// The store's directory
+    dir: PathBuf,
+    /// Keep so many of the newest snapshots [default: 2, or all with --name alone]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    snapshots: Option<u32>,
+    /// Keep snapshots that are younger: a number and s, m, h or d
+    #[arg(long, value_name = "AGE", value_parser = parse_age)]
+    age: Option<Duration>,
+    /// Keep so many bytes of log
+    #[arg(long, value_name = "BYTES")]
+    log_bytes: Option<u64>,
+    /// Give this name up, and the snapshot that has it
+    #[arg(long, value_name = "NAME")]
+    name: Vec<String>,
+    /// Remove
+    #[arg(long)]
+    yes: bool,
+    /// One JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+fn parse_age(text: &str) -> Result<Duration, String> {
+    let wrong = || "not a number and s, m, h or d".to_owned();
+    let unit = text.chars().next_back().ok_or_else(wrong)?;
+    let seconds = match unit {
+        's' => 1_u64,
+        'm' => 60,
+        'h' => 3600,
+        'd' => 86400,
+        _ => return Err(wrong()),
+    };
+    let number: u64 = text[..text.len() - 1].parse().map_err(|_| wrong())?;
+    number.checked_mul(seconds).map(Duration::from_secs).ok_or_else(wrong)
+}
+
+impl Prune {
+    /// Removes, or says.
+    pub fn run(&self, out: &mut Output) -> Outcome {
+        let rules = self.rules();
+        let pruned = if self.yes {
+            let interrupt = Interrupt::listen()?;
+            let store = engine::open(&self.dir, Create::Never)?;
+            self.check_names(store.snapshots().into_iter().filter_map(|info| info.name))?;
+            if interrupt.noted() {
+                return Ok(Ending::Interrupted);
+            }
+            let pruned = store.prune(&rules).map_err(engine_failure)?;
+            store.close().map_err(engine_failure)?;
+            pruned
+        } else {
+            interrupt::end_at_once()?;
+            if !self.name.is_empty() {
+                let survey = View::take(&StoreDir::open(&self.dir)?)?.survey;
+                self.check_names(survey.readable().filter_map(|manifest| manifest.name.clone()))?;
+            }
+            Store::would_prune_at(&self.dir, &rules).map_err(engine_failure)?
+        };
+        self.report(&pruned, out)?;
+        Ok(Ending::Fine)
+    }
+
+    /// A name that no snapshot has is a mistake: the one that was meant would stay.
+    fn check_names(&self, names: impl Iterator<Item = String>) -> Result<(), Failure> {
+        let names: BTreeSet<String> = names.collect();
+        match self.name.iter().find(|name| !names.contains(*name)) {
+            Some(name) => Err(Failure::Environment(format!("there is no snapshot named {name:?}"))),
+            None => Ok(()),
+        }
+    }
+
+    fn rules(&self) -> Retention {
+        let rules = self.name.iter().fold(Retention::default(), |rules, name| rules.give_up(name));
+        let is_ruled = self.snapshots.is_some() || self.age.is_some() || self.log_bytes.is_some();
+        if !is_ruled && !self.name.is_empty() {
+            return rules.names_only(true);
+        }
+        rules
+            .snapshots_kept(self.snapshots.map_or(2, |count| count as usize))
+            .snapshots_kept_for(self.age.unwrap_or_default())
+            .log_kept(self.log_bytes.unwrap_or_default())
+    }
+
+    fn report(&self, pruned: &Pruned, out: &mut Output) -> Result<(), Failure> {
+        if self.json {
+            let file = |(file, bytes): &(FileName, u64)| json!({ "file": file.to_string(), "bytes": bytes });
+            return out.line(object! {
+                "removed": self.yes,
+                "snapshots": pruned.snapshots.iter().map(|info| info.id.0).collect::<Vec<_>>(),
+                "held": pruned.held.iter().map(|id| id.0).collect::<Vec<_>>(),
+                "files": pruned.files.iter().map(file).collect::<Vec<_>>(),
+                "bytes": pruned.bytes(),
+            });
+        }
+        for info in &pruned.snapshots {
+            let name = info.name.as_ref().map_or(String::new(), |name| format!(", {name:?}"));
+            out.line(format_args!("snapshot {}: lsn {}{name}", info.id, info.end))?;
+        }
+        for id in &pruned.held {
+            out.line(format_args!("snapshot {id} stays: somebody reads it"))?;
+        }
+        for (file, bytes) in &pruned.files {
+            out.line(format_args!("{file}  {bytes}"))?;
+        }
+        let (files, bytes) = (pruned.files.len(), pruned.bytes());
+        match self.yes {
+            true => out.line(format_args!("removed {files} files of {bytes} bytes")),
+            false => out.line(format_args!("would remove {files} files of {bytes} bytes; --yes does it")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_age_is_a_number_and_a_unit() {
+        for (text, seconds) in [("0s", 0), ("90s", 90), ("2m", 120), ("3h", 10800), ("7d", 604_800)] {
+            assert_eq!(parse_age(text), Ok(Duration::from_secs(seconds)));
+        }
+        for text in ["", "7", "d", "-1d", "1.5h", "1w", "5é", "18446744073709551615d"] {
+            assert!(parse_age(text).is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,369 @@
+//! `remanent salvage`: what a damaged store still proves, in a new store.
+//!
+//! What is proven, and how, the format crate says; the engine only writes the new store, as a fork is made: so
+//! pages keep their ids, epochs and Lsns, and whoever knows the old store finds his way in the new one. It has an
+//! identity of its own, because it may lack what the old one had.
+//!
+//! Each page is proven twice: once to say what is left of it, before anything is written, and once more as its
+//! bytes are written. So no more than one page is in memory at a time, and a medium that gets worse meanwhile
+//! ends the command instead of the page.
+//!
+//! A page of which only an earlier version is left stays behind unless it is asked for: among pages of one moment
+//! it would be a wrong answer that nothing marks.
+
+use std::path::{Path, PathBuf};
+
+use comfy_table::Table;
+use indicatif::ProgressBar;
+use remanent::{Error, Origin, Store, StoreId};
+use remanent_format::salvage::{Beyond, Found, Salvage as Search};
+use remanent_format::store::StoreFile;
+use remanent_format::{Damage, Defect, Lsn, PageInfo, PageTable};
+use serde_json::json;
+
+use crate::cli::engine::engine_failure;
+use crate::cli::exit::{Ending, Failure, Outcome};
+use crate::cli::interrupt::Interrupt;
+use crate::cli::json;
+use crate::cli::json::object;
+use crate::cli::memory::Memory;
+use crate::cli::output::Output;
+use crate::cli::progress;
+use crate::cli::table::with_header;
+use crate::read::partial::identity;
+use crate::read::states::damaged;
+use crate::read::store_dir::StoreDir;
+
+const EXAMPLES: &str = "\
+For a store that does not open any more: first `remanent verify`, which says why. Salvage finds the newest state \
+whose table of pages can be known, and each of its pages on its own, wherever an image of it and the batches since \
+are left. A page is
+
+  exact  if checksums and epochs prove that it is as it was in that state;
+  older  if only an earlier version is proven; it is carried over with --older only;
+  lost   if nothing is proven.
+
+Pages that are not exact are listed, and batches that are lost behind the state. Without --to nothing is written. \
+The new store keeps page ids, epochs, keys and metadata, and has an identity of its own. The damaged store is only \
+read. A salvage that is cut short leaves no store in NEWDIR, and may be run again.
+
+Ends with 0 if all is exact, with 1 if anything is older or lost.
+
+Examples:
+  remanent salvage store
+  remanent salvage store --to rescued
+  remanent salvage store --to rescued --older --json > report";
+
+/// Carry over what a damaged store still proves into a new one
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Salvage {
+    /// The damaged store's directory; it is only read
+    dir: PathBuf,
+    /// The new store's directory, missing or empty [default: only say what is left]
+    #[arg(long, value_name = "NEWDIR")]
+    to: Option<PathBuf>,
+    /// Carry over pages of which only an earlier version is left, too
+    #[arg(long)]
+    older: bool,
+    /// One JSON object a line: the pages that are not exact, then a summary
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    memory: Memory,
+}
+
+/// A page that is not exact.
+struct Hurt {
+    /// As it should be.
+    info: PageInfo,
+    /// The version that is left.
+    left: Option<PageInfo>,
+    why: Damage,
+}
+
+/// What is left of all pages.
+#[derive(Default)]
+struct Remains {
+    exact: Vec<PageInfo>,
+    hurt: Vec<Hurt>,
+}
+
+/// Why no new store was made.
+enum Stop {
+    Interrupted,
+    Failed(Failure),
+}
+
+impl From<Error> for Stop {
+    fn from(error: Error) -> Self {
+        Stop::Failed(engine_failure(error))
+    }
+}
+
+/// The new store.
+struct New {
+    store: StoreId,
+    pages: usize,
+    bytes: u64,
+}
+
+impl Salvage {
+    /// Salvages.
+    pub fn run(&self, out: &mut Output) -> Outcome {
+        let interrupt = Interrupt::listen()?;
+        let dir = StoreDir::open(&self.dir)?;
+        if let Some(process) = dir.holder() {
+            return Err(Failure::Locked(format!(
+                "process {process} has the store open; what it writes meanwhile would look damaged"
+            )));
+        }
+        if let Some(new) = &self.to {
+            dir.refuse_to_write_into(new)?;
+            Store::check_found(new).map_err(engine_failure)?;
+        }
+        let (store, unnamed) = identity(&dir)?;
+        if let Some(Damage { defect: defect @ Defect::Version { .. }, .. }) = &unnamed {
+            return Err(Failure::Environment(defect.to_string()));
+        }
+        let search = Search::read(&dir, store.clone(), self.memory.limit()).map_err(damaged)?;
+        let Some(remains) = look(&search, &interrupt) else { return Ok(Ending::Interrupted) };
+        for hurt in &remains.hurt {
+            self.report(hurt, out)?;
+        }
+        let new = match &self.to {
+            Some(new) if search.state().is_whole || self.older => {
+                match self.write(new, store, &search, &remains, &interrupt) {
+                    Ok(new) => Some(new),
+                    Err(Stop::Interrupted) => return Ok(Ending::Interrupted),
+                    Err(Stop::Failed(failure)) => return Err(failure),
+                }
+            }
+            _ => None,
+        };
+        let report = Report { search: &search, remains: &remains, unnamed: unnamed.as_ref(), new };
+        if self.json {
+            out.line(report.json())?
+        } else {
+            report.print(self, out)?
+        }
+        Ok(if report.is_all() { Ending::Fine } else { Ending::Difference })
+    }
+
+    /// Whether a page that is not exact goes into the new store.
+    fn carries(&self, hurt: &Hurt) -> bool {
+        self.older && hurt.left.is_some()
+    }
+
+    fn report(&self, hurt: &Hurt, out: &mut Output) -> Result<(), Failure> {
+        if !self.json {
+            // The table needs all of them.
+            return Ok(());
+        }
+        let Hurt { info, left, why } = hurt;
+        out.line(object! {
+            "kind": "page",
+            "outcome": if left.is_some() { "older" } else { "lost" },
+            "carried": self.carries(hurt),
+            "page": info.page.0,
+            "key": json::key(info.key.as_ref()),
+            "len": info.len,
+            "epoch": info.epoch.0,
+            "lsn": info.lsn.0,
+            "left": left.as_ref().map(|left| json!({
+                "len": left.len, "epoch": left.epoch.0, "lsn": left.lsn.0
+            })),
+            "file": why.file.to_string(),
+            "offset": why.offset,
+            "defect": why.defect.to_string(),
+        })
+    }
+
+    /// Writes the new store.
+    fn write(
+        &self,
+        new: &Path,
+        store: StoreFile,
+        search: &Search<'_>,
+        remains: &Remains,
+        interrupt: &Interrupt,
+    ) -> Result<New, Stop> {
+        let older =
+            remains.hurt.iter().filter(|hurt| self.carries(hurt)).filter_map(|hurt| hurt.left.clone());
+        let pages: Vec<PageInfo> = remains.exact.iter().cloned().chain(older).collect();
+        let (count, bytes) = (pages.len(), pages.iter().map(|info| info.len).sum());
+        let state = &search.state().table;
+        let table = PageTable::from_parts(
+            pages,
+            state.root().clone(),
+            state.next_page(),
+            state.epoch_high(),
+            state.lsn(),
+        );
+        let origin =
+            Origin { features: store.features, record: store.record, table, point: search.state().point };
+        let bar = progress::bytes(bytes, "writing");
+        let store = Store::found(new, &origin, |info| load(search, info, interrupt, &bar))?;
+        bar.finish_and_clear();
+        Ok(New { store, pages: count, bytes })
+    }
+}
+
+/// Proves every page of the state; `None` if Ctrl-C was pressed meanwhile.
+fn look(search: &Search<'_>, interrupt: &Interrupt) -> Option<Remains> {
+    let table = &search.state().table;
+    let bar = progress::bytes(table.pages().map(|info| info.len).fold(0, u64::saturating_add), "proving");
+    let mut remains = Remains::default();
+    for info in table.pages() {
+        if interrupt.noted() {
+            return None;
+        }
+        let len = info.len;
+        match search.find(&info) {
+            Found::Exact(_) => remains.exact.push(info),
+            Found::Older { version, why, .. } => remains.hurt.push(Hurt { info, left: Some(version), why }),
+            Found::Lost(why) => remains.hurt.push(Hurt { info, left: None, why }),
+        }
+        bar.inc(len);
+    }
+    bar.finish_and_clear();
+    Some(remains)
+}
+
+/// The bytes of a page that was found before.
+fn load(
+    search: &Search<'_>,
+    info: &PageInfo,
+    interrupt: &Interrupt,
+    bar: &ProgressBar,
+) -> Result<Vec<u8>, Stop> {
+    if interrupt.noted() {
+        return Err(Stop::Interrupted);
+    }
+    let wanted = search.state().table.get(info.page).expect("it was found there");
+    let (left, bytes) = match search.find(&wanted) {
+        Found::Exact(bytes) => (wanted, bytes),
+        Found::Older { version, bytes, .. } => (version, bytes),
+        Found::Lost(why) => return Err(Stop::Failed(Failure::Damage(why.to_string()))),
+    };
+    if (left.epoch, left.lsn) != (info.epoch, info.lsn) {
+        let message =
+            format!("page {} cannot be read any more as it was a moment ago: run this again", info.page);
+        return Err(Stop::Failed(Failure::Damage(message)));
+    }
+    bar.inc(info.len);
+    Ok(bytes)
+}
+
+/// All that is to be said.
+struct Report<'a> {
+    search: &'a Search<'a>,
+    remains: &'a Remains,
+    /// What is wrong with STORE.
+    unnamed: Option<&'a Damage>,
+    new: Option<New>,
+}
+
+impl Report<'_> {
+    fn lsn(&self) -> Lsn {
+        self.search.state().table.lsn()
+    }
+
+    /// The first and the last batch that are known to be lost behind the state.
+    fn lost_batches(&self) -> Option<(u64, u64)> {
+        let Beyond { durable, seen, .. } = self.search.beyond();
+        (durable > self.lsn()).then(|| (self.lsn().0 + 1, durable.max(seen).0))
+    }
+
+    /// The batches that a crash cut, and nothing acknowledged as durable among them.
+    fn torn_batches(&self) -> Option<(u64, u64)> {
+        let Beyond { durable, seen, .. } = self.search.beyond();
+        (durable <= self.lsn() && seen > self.lsn()).then(|| (self.lsn().0 + 1, seen.0))
+    }
+
+    fn older(&self) -> usize {
+        self.remains.hurt.iter().filter(|hurt| hurt.left.is_some()).count()
+    }
+
+    fn is_all(&self) -> bool {
+        let is_all_log = self.lost_batches().is_none() && self.search.beyond().hidden.is_none();
+        self.search.state().is_whole && self.remains.hurt.is_empty() && is_all_log && self.unnamed.is_none()
+    }
+
+    fn json(&self) -> serde_json::Value {
+        let range = |batches: Option<(u64, u64)>| {
+            batches.map(|(first, last)| json!({ "first": first, "last": last }))
+        };
+        let state = self.search.state();
+        object! {
+            "kind": "summary",
+            "whole": state.is_whole,
+            "lsn": self.lsn().0,
+            "snapshot": state.base.map(|base| base.0),
+            "exact": self.remains.exact.len(),
+            "older": self.older(),
+            "lost": self.remains.hurt.len() - self.older(),
+            "lost_batches": range(self.lost_batches()),
+            "torn_batches": range(self.torn_batches()),
+            "hidden": self.search.beyond().hidden.map(|hidden| hidden.to_string()),
+            "store_file": self.unnamed.map(ToString::to_string),
+            "store": self.new.as_ref().map(|new| new.store.to_string()),
+            "carried": self.new.as_ref().map(|new| new.pages),
+            "carried_bytes": self.new.as_ref().map(|new| new.bytes),
+        }
+    }
+
+    fn print(&self, command: &Salvage, out: &mut Output) -> Result<(), Failure> {
+        if !self.remains.hurt.is_empty() {
+            out.line(table(&self.remains.hurt).trim_fmt())?;
+        }
+        if let Some(damage) = self.unnamed {
+            out.line(format_args!("{damage}: the store's identity and layout fingerprint are lost"))?;
+        }
+        let (exact, older) = (self.remains.exact.len(), self.older());
+        let lost = self.remains.hurt.len() - older;
+        let lsn = self.lsn();
+        match self.search.state().is_whole {
+            true => out.line(format_args!(
+                "the state after lsn {lsn}: {exact} pages exact, {older} older, {lost} lost"
+            ))?,
+            false => out.line(format_args!(
+                "no state can be known as a whole; {older} pages at some version of theirs, {lost} lost"
+            ))?,
+        }
+        if let Some((first, last)) = self.lost_batches() {
+            out.line(format_args!("lost: batches {first} to {last}, which nothing left leads to"))?;
+        }
+        if let Some(hidden) = &self.search.beyond().hidden {
+            out.line(format_args!("{hidden}: batches in it, if there were any, are lost"))?;
+        }
+        if let Some((first, last)) = self.torn_batches() {
+            out.line(format_args!("note: batches {first} to {last} are a torn tail, as a crash leaves it"))?;
+        }
+        match (&self.new, &command.to) {
+            (Some(New { store, pages, bytes }), Some(to)) => out.line(format_args!(
+                "carried over: {pages} pages, {bytes} bytes, into {}, store {store}",
+                to.display()
+            )),
+            (_, Some(_)) => out.line("nothing was written: without --older there is nothing to carry over"),
+            (_, None) => out.line("nothing was written: --to NEWDIR makes a store of it"),
+        }
+    }
+}
+
+fn table(hurt: &[Hurt]) -> Table {
+    let mut table = with_header(["PAGE", "KEY", "LEN", "EPOCH", "LSN", "LEFT", "WHY"], [0, 2, 3, 4]);
+    for Hurt { info, left, why } in hurt {
+        let left = left.as_ref().map(|left| format!("epoch {}, lsn {}", left.epoch, left.lsn));
+        table.add_row([
+            info.page.to_string(),
+            info.key.as_ref().map(ToString::to_string).unwrap_or_default(),
+            info.len.to_string(),
+            info.epoch.to_string(),
+            info.lsn.to_string(),
+            left.unwrap_or_else(|| "nothing".to_owned()),
+            why.to_string(),
+        ]);
+    }
+    table
+}

@@ -1,0 +1,73 @@
+//! `remanent snapshot`: takes a snapshot of a store that nobody has open.
+
+use std::path::PathBuf;
+
+use remanent::Create;
+
+use crate::cli::engine;
+use crate::cli::engine::engine_failure;
+use crate::cli::exit::{Ending, Outcome};
+use crate::cli::interrupt::Interrupt;
+use crate::cli::json::object;
+use crate::cli::output::Output;
+
+const EXAMPLES: &str = "\
+A program that has the store open takes its own snapshots. Ctrl-C waits until the snapshot is whole. An exact one \
+needs no log to be returned to; one with a name is exact, and stays until `remanent prune` gives the name up.
+
+Examples:
+  remanent snapshot store
+  remanent snapshot store --exact
+  remanent snapshot store --name before-tuning
+  remanent snapshot store --json";
+
+/// Take a snapshot
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Snapshot {
+    /// The store's directory
+    dir: PathBuf,
+    /// Catch all pages at one moment, so that the snapshot needs no log
+    #[arg(long)]
+    exact: bool,
+    /// A name, by which it can be returned to
+    #[arg(long)]
+    name: Option<String>,
+    /// One JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+impl Snapshot {
+    /// Takes it.
+    pub fn run(&self, out: &mut Output) -> Outcome {
+        let interrupt = Interrupt::listen()?;
+        let store = engine::open(&self.dir, Create::Never)?;
+        if interrupt.noted() {
+            return Ok(Ending::Interrupted);
+        }
+        let taken = match &self.name {
+            Some(name) => store.snapshot_named(name),
+            None if self.exact => store.snapshot_exact(),
+            None => store.snapshot(),
+        };
+        let info = taken.map_err(engine_failure)?;
+        store.close().map_err(engine_failure)?;
+        if self.json {
+            out.line(object! {
+                "snapshot": info.id.0,
+                "redo": info.redo.0,
+                "end": info.end.0,
+                "pages": info.pages,
+                "bytes": info.bytes,
+                "bytes_written": info.bytes_written,
+                "name": info.name,
+                "verified": info.verified,
+            })?;
+        } else {
+            let (id, end, pages, bytes) = (info.id, info.end, info.pages, info.bytes);
+            out.line(format_args!("snapshot {id}: lsn {end}, {pages} pages, {bytes} bytes"))?;
+        }
+        Ok(Ending::Fine)
+    }
+}

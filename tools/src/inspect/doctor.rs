@@ -1,0 +1,232 @@
+//! `remanent doctor`: what a store would do on this machine, in this directory, and why.
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use remanent::{Options, Store};
+use rustix::fs::OFlags;
+use rustix::process::{Resource, getrlimit};
+use serde_json::{Value, json};
+
+use crate::cli::aligned::{ALIGN, Aligned};
+use crate::cli::engine::engine_failure;
+use crate::cli::exit::{Ending, Failure, Outcome};
+use crate::cli::interrupt::Interrupt;
+use crate::cli::json::SCHEMA;
+use crate::cli::memory::available;
+use crate::cli::output::Output;
+
+const EXAMPLES: &str = "\
+A small store is made in the directory and removed again; so what is said of the log and the device is what a \
+store there really chooses. Figures are those of a moment, of one thread.
+
+Examples:
+  remanent doctor
+  remanent doctor /mnt/fast --json";
+
+/// Say what a store would do on this machine, and why
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Doctor {
+    /// Where the store would be; a directory that exists
+    #[arg(default_value = ".")]
+    dir: PathBuf,
+    /// One JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// One finding.
+struct Finding {
+    name: &'static str,
+    /// For programs.
+    value: Value,
+    /// For a person.
+    text: String,
+}
+
+fn finding(name: &'static str, value: impl Into<Value>, text: impl Into<String>) -> Finding {
+    Finding { name, value: value.into(), text: text.into() }
+}
+
+impl Doctor {
+    /// Looks.
+    pub fn run(&self, out: &mut Output) -> Outcome {
+        // It does not last, and what it made is removed.
+        let interrupt = Interrupt::listen()?;
+        let findings = self.findings()?;
+        if interrupt.noted() {
+            return Ok(Ending::Interrupted);
+        }
+        if self.json {
+            let fields = findings.into_iter().map(|finding| (finding.name.to_owned(), finding.value));
+            let object: serde_json::Map<_, _> =
+                std::iter::once(("schema".to_owned(), SCHEMA.into())).chain(fields).collect();
+            out.line(Value::Object(object))?;
+        } else {
+            for Finding { name, text, .. } in findings {
+                out.line(format_args!("{:<17} {text}", name.replace('_', " ")))?;
+            }
+        }
+        Ok(Ending::Fine)
+    }
+
+    fn findings(&self) -> Result<Vec<Finding>, Failure> {
+        let dir = &self.dir;
+        let cannot = |what: &str, error: io::Error| {
+            Failure::Environment(format!("cannot {what} {}: {error}", dir.display()))
+        };
+        let whole = fs::canonicalize(dir).map_err(|error| cannot("find", error))?;
+        let space = rustix::fs::statvfs(dir).map_err(|errno| cannot("ask the space of", errno.into()))?;
+        let free = space.f_bavail.saturating_mul(space.f_frsize);
+        let kind = file_system_of(dir);
+
+        let probe = tempfile::tempdir_in(dir).map_err(|error| cannot("write in", error))?;
+        let chosen = choices(probe.path())?;
+        let direct = direct_works(probe.path());
+        let sync = sync_times(probe.path()).map_err(|error| cannot("sync in", error))?;
+
+        let mut findings = vec![
+            finding("directory", whole.display().to_string(), whole.display().to_string()),
+            finding("file_system", kind.clone(), kind),
+            finding("free_bytes", free, format!("{free} bytes on the file system")),
+            finding("log", chosen.log.clone(), format!("written {}", chosen.log)),
+            match &direct {
+                Ok(()) => finding("direct_io", true, "works: what is verified is read past the cache"),
+                Err(error) => finding("direct_io", false, format!("does not work: {error}")),
+            },
+            finding(
+                "sync_us",
+                json!({ "median": micros(sync.median), "longest": micros(sync.longest) }),
+                format!(
+                    "4 KiB in {} us, the longest of {SYNCS} in {} us",
+                    micros(sync.median),
+                    micros(sync.longest)
+                ),
+            ),
+        ];
+        findings.extend(machine());
+        findings.push(finding("device", chosen.device.clone(), chosen.device));
+        findings.push(driver());
+        Ok(findings)
+    }
+}
+
+/// What a store chose.
+struct Choices {
+    log: String,
+    device: String,
+}
+
+/// Makes a store and asks it.
+fn choices(dir: &Path) -> Result<Choices, Failure> {
+    let options = Options::default().segment_len(64 << 10);
+    let store = Store::open(dir.join("store"), options).map_err(engine_failure)?;
+    let recovered = store.recovered();
+    let choices = Choices { log: recovered.log_io.clone(), device: recovered.device.clone() };
+    store.close().map_err(engine_failure)?;
+    Ok(choices)
+}
+
+/// Writes past the cache and reads back.
+fn direct_works(dir: &Path) -> io::Result<()> {
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).create(true).truncate(true);
+    let file = options.custom_flags(OFlags::DIRECT.bits() as i32).open(dir.join("direct"))?;
+    let mut bytes = Aligned::new(ALIGN);
+    file.write_all_at(&bytes, 0)?;
+    file.read_exact_at(&mut bytes, 0)
+}
+
+/// Syncs that are timed.
+const SYNCS: usize = 20;
+
+/// How long a sync takes.
+struct SyncTimes {
+    median: Duration,
+    longest: Duration,
+}
+
+/// Overwrites and syncs, over and over, as a log does.
+fn sync_times(dir: &Path) -> io::Result<SyncTimes> {
+    let file = File::create(dir.join("synced"))?;
+    file.write_all_at(&[0; ALIGN * SYNCS], 0)?;
+    file.sync_all()?;
+    let mut times = Vec::new();
+    for index in 0..SYNCS {
+        let started = Instant::now();
+        file.write_all_at(&[index as u8; ALIGN], (index * ALIGN) as u64)?;
+        file.sync_data()?;
+        times.push(started.elapsed());
+    }
+    times.sort_unstable();
+    Ok(SyncTimes { median: times[SYNCS / 2], longest: times[SYNCS - 1] })
+}
+
+fn micros(time: Duration) -> u64 {
+    time.as_micros() as u64
+}
+
+/// The limits of process and machine.
+fn machine() -> Vec<Finding> {
+    let limit = |resource| getrlimit(resource).current;
+    let shown = |limit: Option<u64>| limit.map_or("unlimited".to_owned(), |limit| limit.to_string());
+    let (files, locked) = (limit(Resource::Nofile), limit(Resource::Memlock));
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let (page, memory) = (rustix::param::page_size(), available());
+    vec![
+        finding("cpus", threads, threads.to_string()),
+        finding(
+            "memory_bytes",
+            memory,
+            format!("{memory} bytes available: host pages, and what commands load"),
+        ),
+        finding("page_size", page, format!("{page} bytes")),
+        finding("open_files_max", files, shown(files)),
+        finding("locked_bytes_max", locked, format!("{}: pinned host memory", shown(locked))),
+    ]
+}
+
+/// The GPU's driver, if one is loaded.
+fn driver() -> Finding {
+    const VERSION: &str = "/proc/driver/nvidia/version";
+    match fs::read_to_string(VERSION) {
+        Ok(text) => {
+            let line = text.lines().next().unwrap_or_default().to_owned();
+            finding("gpu_driver", line.clone(), line)
+        }
+        Err(error) => finding("gpu_driver", Value::Null, format!("none: {VERSION}: {error}")),
+    }
+}
+
+/// The name of the file system that a directory lies on.
+pub fn file_system_of(dir: &Path) -> String {
+    let system = match rustix::fs::statfs(dir) {
+        Ok(system) => system,
+        Err(errno) => return format!("cannot be asked: {errno}"),
+    };
+    // Signed on some platforms; the magic numbers are 32 bits.
+    let magic = system.f_type as u64 & 0xffff_ffff;
+    file_system(magic).map_or(format!("{magic:#x}"), str::to_owned)
+}
+
+/// The name of a file system by its magic number.
+fn file_system(magic: u64) -> Option<&'static str> {
+    Some(match magic {
+        0xef53 => "ext4, ext3 or ext2",
+        0x0102_1994 => "tmpfs",
+        0x5846_5342 => "xfs",
+        0x9123_683e => "btrfs",
+        0x2fc1_2fc1 => "zfs",
+        0xf2f5_2010 => "f2fs",
+        0x794c_7630 => "overlayfs",
+        0x6573_5546 => "fuse",
+        0x6969 => "nfs",
+        0xfe53_4d42 | 0xff53_4d42 => "smb",
+        0x0102_1997 => "9p",
+        _ => return None,
+    })
+}

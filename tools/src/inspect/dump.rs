@@ -1,0 +1,65 @@
+//! `remanent dump`: the bytes of one page.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::cli::exit::{Ending, Failure, Outcome};
+use crate::cli::memory::Memory;
+use crate::cli::output::Output;
+use crate::read::partial::View;
+use crate::read::selector::Selector;
+use crate::read::store_dir::StoreDir;
+
+const EXAMPLES: &str = "\
+Examples:
+  remanent dump store 17 -o page.bin
+  remanent dump store key:embedding.weight | xxd | head
+  remanent dump store key:0xff01 -o page.bin";
+
+/// Write the bytes of one page to a file
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Dump {
+    /// The store's directory; it is only read
+    dir: PathBuf,
+    /// The page: its number, or `key:` and its key as `pages` shows it
+    page: Selector,
+    /// Where the bytes go; `-` is standard output
+    #[arg(short, long, value_name = "FILE", default_value = "-")]
+    output: PathBuf,
+    #[command(flatten)]
+    memory: Memory,
+}
+
+impl Dump {
+    /// Writes.
+    pub fn run(&self, out: &mut Output) -> Outcome {
+        let dir = StoreDir::open(&self.dir)?;
+        if self.output != Path::new("-") {
+            dir.refuse_to_write_into(&self.output)?;
+        }
+        let (view, contents) = View::with_contents(&dir, self.memory.limit())?;
+        let Some(info) = self.page.find(view.pages()) else {
+            // In a damaged store the page may have been there; then the damage is the answer.
+            view.complain()?;
+            return Err(Failure::Environment("there is no such page".to_owned()));
+        };
+        match &contents[&info.page] {
+            Ok(bytes) => self.write(bytes, out)?,
+            Err(damage) => {
+                return Err(Failure::Damage(format!("page {} cannot be read: {damage}", info.page)));
+            }
+        }
+        view.complain()?;
+        Ok(Ending::Fine)
+    }
+
+    fn write(&self, bytes: &[u8], out: &mut Output) -> Result<(), Failure> {
+        if self.output == Path::new("-") {
+            out.bytes(bytes)?;
+            return out.flush();
+        }
+        fs::write(&self.output, bytes)
+            .map_err(|error| Failure::Environment(format!("cannot write {}: {error}", self.output.display())))
+    }
+}

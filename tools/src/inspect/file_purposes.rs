@@ -1,0 +1,195 @@
+//! Why each file of a store is kept, and which may go.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use remanent_format::log::Segment;
+use remanent_format::op::{Op, decode_payload};
+use remanent_format::{FileName, Folder, Lsn, SnapshotId};
+
+use crate::cli::engine;
+use crate::read::partial::View;
+use crate::read::scan::Scan;
+use crate::read::store_dir::StoreDir;
+
+/// A file and what it is for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Reason {
+    /// Path within the store directory.
+    pub file: String,
+    /// Length in bytes.
+    pub bytes: u64,
+    /// What it is for.
+    pub why: String,
+    /// Whether nothing is lost without it. Deleting it by hand is safe only while the store is closed.
+    pub may_go: bool,
+}
+
+/// What refers to files: snapshots to images and segments, restores to tables.
+struct References {
+    /// Readable snapshots, and the segment from which each needs the log.
+    log_from: BTreeMap<SnapshotId, u64>,
+    /// Image files, and who names them.
+    images: BTreeMap<u64, BTreeSet<String>>,
+    /// Tables, and the batches that restore them.
+    restores: BTreeMap<u64, Lsn>,
+    /// The highest segment.
+    last_segment: Option<u64>,
+    /// The highest segment that holds frames.
+    last_frames: u64,
+    /// What an open removes, or a prune of nothing but what nothing needs.
+    unneeded: BTreeSet<FileName>,
+    /// Whether a process has the store open.
+    is_open: bool,
+}
+
+/// The reason of every file, in the order of folders and names.
+pub fn reasons(dir: &StoreDir, view: &View) -> std::io::Result<Vec<Reason>> {
+    let files = dir.files()?;
+    let names = files.iter().filter_map(|(folder, name, _)| FileName::parse(*folder, name));
+    let references = References::collect(dir, view, names);
+    let reason = |(folder, name, bytes): (Folder, String, u64)| {
+        let (file, (why, may_go)) = match FileName::parse(folder, &name) {
+            Some(file) => (file.to_string(), references.why(view, file)),
+            None if folder == Folder::Root => (name, ("no file of a store".to_owned(), false)),
+            None => (format!("{}/{name}", folder.name()), ("no file of a store".to_owned(), false)),
+        };
+        Reason { file, bytes, why, may_go }
+    };
+    Ok(files.into_iter().map(reason).collect())
+}
+
+impl References {
+    fn collect(dir: &StoreDir, view: &View, mut files: impl Iterator<Item = FileName>) -> Self {
+        let last_frames = view.survey.log.segments().iter().rfind(|(_, segment)| segment.frames.is_some());
+        let mut references = Self {
+            log_from: view
+                .survey
+                .readable()
+                .map(|manifest| (manifest.snapshot, manifest.redo.segment))
+                .collect(),
+            images: BTreeMap::new(),
+            restores: BTreeMap::new(),
+            last_segment: view.survey.log.segments().keys().next_back().copied(),
+            last_frames: last_frames.map_or(0, |(number, _)| *number),
+            unneeded: engine::unneeded(dir.path()),
+            is_open: dir.holder().is_some(),
+        };
+        for manifest in view.survey.links.keys().filter_map(|link| view.survey.snapshot(*link).ok()) {
+            let files = manifest.entries.iter().filter_map(|entry| entry.image).map(|image| image.file);
+            references.name_images(files, &format!("snapshot {}", manifest.snapshot));
+        }
+        let of_state = view.state.iter().flat_map(|state| state.resolved.bases.iter());
+        let images: Vec<u64> = of_state.filter_map(|(_, base)| base.image).map(|image| image.file).collect();
+        references.name_images(images.into_iter(), "the current state");
+        // What the log names is found by reading all of it. Mostly nothing is left to be found.
+        let is_open = |file: FileName| match file {
+            FileName::Pages(number) => !references.images.contains_key(&number),
+            FileName::Table(_) => true,
+            _ => false,
+        };
+        if files.any(is_open) {
+            references.read_log(dir, view);
+        }
+        references
+    }
+
+    fn name_images(&mut self, files: impl Iterator<Item = u64>, by: &str) {
+        for file in files {
+            self.images.entry(file).or_default().insert(by.to_owned());
+        }
+    }
+
+    /// Finds what batches name: tables, and images that were written ahead of them.
+    fn read_log(&mut self, dir: &StoreDir, view: &View) {
+        for frame in Scan::new(dir, view.survey.store.store, &view.survey.log) {
+            let payload = frame.payload.unwrap_or_default();
+            for at in decode_payload(&payload).unwrap_or_default() {
+                if let Op::Image { image, .. } = at.op {
+                    self.name_images([image.file].into_iter(), "older batches in the log");
+                }
+                if let Op::Restore { table, table_crc, .. } = at.op {
+                    self.restores.insert(table, frame.header.lsn);
+                    if let Ok(manifest) = view.survey.read_table(dir, table, table_crc) {
+                        let files = manifest.entries.iter().filter_map(|entry| entry.image);
+                        let by = format!("the restore at lsn {}", frame.header.lsn);
+                        self.name_images(files.map(|image| image.file), &by);
+                    }
+                }
+            }
+        }
+    }
+
+    /// What a file is for, and whether it may go.
+    fn why(&self, view: &View, file: FileName) -> (String, bool) {
+        // An open removes what its own writer left; that of a writer at work is not ours to judge.
+        let is_left_behind = matches!(file, FileName::Temporary(..)) && !self.is_open;
+        let is_unneeded = self.unneeded.contains(&file);
+        let what_for = self.what_for(view, file);
+        let why = if is_unneeded { format!("not needed any more: {what_for}") } else { what_for };
+        (why, is_left_behind || is_unneeded)
+    }
+
+    fn what_for(&self, view: &View, file: FileName) -> String {
+        match file {
+            FileName::Store => "says which store this is; nothing opens without it".to_owned(),
+            FileName::Lock => "held while a process has the store open".to_owned(),
+            FileName::Readers => "lets readers hold the snapshots that they need".to_owned(),
+            FileName::Segment(number) => match view.survey.log.segments().get(&number) {
+                Some(found) => self.why_segment(number, found),
+                None => "gone meanwhile".to_owned(),
+            },
+            FileName::Spare(_) => "space held ready for a segment to come".to_owned(),
+            FileName::Pages(number) => match self.images.get(&number) {
+                Some(by) => {
+                    let by: Vec<&str> = by.iter().map(String::as_str).collect();
+                    format!("images of {}", by.join(", "))
+                }
+                None => "named by no snapshot that can be read, and by no batch in the log".to_owned(),
+            },
+            FileName::Table(number) => match self.restores.get(&number) {
+                Some(lsn) => format!("the state to which lsn {lsn} restored; replay needs it"),
+                None => "named by no restore in the log".to_owned(),
+            },
+            FileName::Manifest(number) => self.why_manifest(view, SnapshotId(number)),
+            FileName::Temporary(..) if self.is_open => "being built".to_owned(),
+            FileName::Temporary(..) => "was being built when its writer stopped; nobody's".to_owned(),
+        }
+    }
+
+    fn why_segment(&self, number: u64, segment: &Segment) -> String {
+        let newest = self.log_from.iter().next_back();
+        let oldest = self.log_from.iter().min_by_key(|(_, from)| **from);
+        let empty = segment.frames.is_none();
+        let why = match (newest, oldest) {
+            _ if empty && Some(number) == self.last_segment => {
+                "empty, made ahead; shows that no newer segment is missing".to_owned()
+            }
+            _ if empty && number > self.last_frames => "empty, made ahead".to_owned(),
+            (Some((snapshot, from)), _) if number >= *from => {
+                format!("log behind snapshot {snapshot}, which recovery replays")
+            }
+            (_, Some((snapshot, from))) if number >= *from => {
+                format!("log behind snapshot {snapshot}, should a newer one be damaged")
+            }
+            (Some(_), _) => "log from before the oldest snapshot".to_owned(),
+            (None, _) => "log since the beginning: there is no snapshot".to_owned(),
+        };
+        match &segment.header {
+            Ok(_) => why,
+            Err(defect) => format!("{why}; its header is damaged: {defect}"),
+        }
+    }
+
+    fn why_manifest(&self, view: &View, snapshot: SnapshotId) -> String {
+        match view.survey.links.get(&snapshot) {
+            Some(Err(damage)) => format!("a snapshot that cannot be read: {}", damage.defect),
+            _ if view.state.as_ref().and_then(|state| state.base) == Some(snapshot) => {
+                "the snapshot from which recovery starts".to_owned()
+            }
+            _ if view.snapshots().all(|kept| kept != snapshot) => {
+                "changes from which the snapshots that follow it are made".to_owned()
+            }
+            _ => "a snapshot to start from should a newer one be damaged".to_owned(),
+        }
+    }
+}

@@ -1,0 +1,178 @@
+//! `remanent info`: what a store is, where it stands, and why each of its files is there.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use comfy_table::Table;
+use remanent_format::SnapshotId;
+use remanent_format::manifest::Manifest;
+use serde_json::json;
+
+use crate::cli::exit::{Ending, Failure, Outcome};
+use crate::cli::json;
+use crate::cli::json::object;
+use crate::cli::output::Output;
+use crate::cli::table::with_header;
+use crate::inspect::file_purposes::{Reason, reasons};
+use crate::inspect::log::{damage_json, torn_json, torn_line};
+use crate::inspect::snapshots::image_bytes;
+use crate::read::partial::View;
+use crate::read::store_dir::StoreDir;
+
+const EXAMPLES: &str = "\
+`lsn` is the last batch that recovery would find now, `durable` the last one that is known to survive a \
+power cut. A torn tail is what a crash left unfinished at the end of the log: the next writable open cuts it, \
+and nothing in it was acknowledged as durable. Images are not read; `remanent verify` reads everything.
+
+Examples:
+  remanent info store
+  remanent info store --json";
+
+/// Show what a store holds, and why each of its files is kept
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Info {
+    /// The store's directory; it is only read
+    dir: PathBuf,
+    /// One JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// All that is shown.
+struct Report {
+    view: View,
+    files: Vec<Reason>,
+    holder: Option<u32>,
+}
+
+impl Info {
+    /// Shows.
+    pub fn run(&self, out: &mut Output) -> Outcome {
+        let dir = StoreDir::open(&self.dir)?;
+        let view = View::take(&dir)?;
+        let files = reasons(&dir, &view).map_err(|error| {
+            Failure::Environment(format!("cannot read {}: {error}", dir.path().display()))
+        })?;
+        let report = Report { view, files, holder: dir.holder() };
+        if self.json {
+            out.line(report.json())?;
+        } else {
+            report.print(out)?;
+        }
+        out.flush()?;
+        report.view.complain()?;
+        Ok(Ending::Fine)
+    }
+}
+
+impl Report {
+    /// Whether the log records that the snapshot was read back past the cache.
+    fn is_verified(&self, snapshot: SnapshotId) -> bool {
+        let verified = self.view.end().map(|end| &end.verified[..]).unwrap_or_default();
+        verified.iter().any(|entry| entry.snapshot == snapshot)
+    }
+
+    /// The snapshots that can be read, each whole.
+    fn snapshots(&self) -> impl Iterator<Item = Arc<Manifest>> {
+        self.view.snapshots().filter_map(|snapshot| self.view.survey.snapshot(snapshot).ok())
+    }
+
+    fn log_bytes(&self) -> u64 {
+        self.view.survey.log.segments().values().map(|segment| segment.file_len).sum()
+    }
+
+    fn page_bytes(&self) -> u64 {
+        self.view.pages().map(|info| info.len).fold(0, u64::saturating_add)
+    }
+
+    fn json(&self) -> serde_json::Value {
+        let Report { view, files, holder } = self;
+        let record = &view.survey.store.record;
+        let incarnation = view.survey.log.newest();
+        let root = view.state.as_ref().map(|state| json::metadata(state.resolved.table.root()));
+        let fingerprint = record.layout_fingerprint;
+        object! {
+            "store": view.survey.store.store.to_string(),
+            "incarnation": incarnation.map(|incarnation| incarnation.number),
+            "incarnation_random": incarnation.map(|incarnation| incarnation.random),
+            "lsn": view.lsn().0,
+            "durable": view.durable().0,
+            "snapshots": self.snapshots().map(|manifest| self.snapshot_json(&manifest)).collect::<Vec<_>>(),
+            "log_bytes": self.log_bytes(),
+            "pages": view.pages().count(),
+            "page_bytes": self.page_bytes(),
+            "root": root.unwrap_or_else(|| json!({})),
+            "torn_tail": torn_json(view.end().and_then(|end| end.torn.as_ref())),
+            "identity": json::bytes(&record.identity),
+            "layout_fingerprint": fingerprint.map(|bytes| json::bytes(&bytes)),
+            "created_unix_ms": record.created_unix_ms,
+            "open_in_process": holder,
+            "damage": view.damage.iter().map(damage_json).collect::<Vec<_>>(),
+            "files": files.iter().map(file_json).collect::<Vec<_>>(),
+        }
+    }
+
+    fn snapshot_json(&self, manifest: &Manifest) -> serde_json::Value {
+        json!({
+            "snapshot": manifest.snapshot.0,
+            "name": manifest.name,
+            "redo": manifest.redo.lsn.0,
+            "end": manifest.end.0,
+            "pages": manifest.entries.len(),
+            "bytes": image_bytes(manifest),
+            "verified": self.is_verified(manifest.snapshot),
+            "created_unix_ms": manifest.created_unix_ms,
+        })
+    }
+
+    fn print(&self, out: &mut Output) -> Result<(), Failure> {
+        let view = &self.view;
+        out.line(format_args!("store        {}", view.survey.store.store))?;
+        let identity = &view.survey.store.record.identity;
+        if !identity.is_empty() {
+            out.line(format_args!("identity     {}", identity.escape_ascii()))?;
+        }
+        if let Some(incarnation) = view.survey.log.newest() {
+            out.line(format_args!("incarnation  {incarnation}"))?;
+        }
+        if let Some(process) = self.holder {
+            out.line(format_args!("open         in process {process}; this is a moment of it"))?;
+        }
+        out.line(format_args!("lsn          {}, durable up to {}", view.lsn(), view.durable()))?;
+        out.line(format_args!("pages        {}, {} bytes", view.pages().count(), self.page_bytes()))?;
+        for (name, value) in view.state.iter().flat_map(|state| state.resolved.table.root().iter()) {
+            out.line(format_args!("root         {name} = {}", json::value(value)))?;
+        }
+        for manifest in self.snapshots() {
+            let verified = if self.is_verified(manifest.snapshot) { ", verified" } else { "" };
+            let name = manifest.name.as_ref().map_or(String::new(), |name| format!(", named {name:?}"));
+            out.line(format_args!(
+                "snapshot {:<3} lsn {} to {}, {} pages, {} bytes{verified}{name}",
+                manifest.snapshot,
+                manifest.redo.lsn,
+                manifest.end,
+                manifest.entries.len(),
+                image_bytes(&manifest),
+            ))?;
+        }
+        if let Some(torn) = view.end().and_then(|end| end.torn.as_ref()) {
+            out.line(torn_line(torn))?;
+        }
+        out.line("")?;
+        out.line(file_table(&self.files).trim_fmt())
+    }
+}
+
+fn file_json(reason: &Reason) -> serde_json::Value {
+    json!({ "file": reason.file, "bytes": reason.bytes, "why": reason.why, "may_go": reason.may_go })
+}
+
+fn file_table(files: &[Reason]) -> Table {
+    let mut table = with_header(["FILE", "BYTES", "MAY GO", "WHY IT IS THERE"], [1]);
+    for reason in files {
+        let may_go = if reason.may_go { "yes" } else { "no" };
+        table.add_row([&reason.file, &reason.bytes.to_string(), may_go, &reason.why]);
+    }
+    table
+}

@@ -1,0 +1,11 @@
+//! The commands that show what lies in a store. They read without the engine, and so open what it refuses.
+
+pub(crate) mod file_purposes;
+pub(crate) mod info;
+pub(crate) mod snapshots;
+pub(crate) mod pages;
+pub(crate) mod log;
+pub(crate) mod follow;
+pub(crate) mod dump;
+pub(crate) mod verify;
+pub(crate) mod doctor;

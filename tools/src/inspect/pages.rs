@@ -1,0 +1,96 @@
+//! `remanent pages`: every page, as a writable open would find it.
+
+use std::path::PathBuf;
+
+use comfy_table::Table;
+use remanent_format::PageInfo;
+
+use crate::cli::exit::{Ending, Outcome};
+use crate::cli::json;
+use crate::cli::json::object;
+use crate::cli::memory::Memory;
+use crate::cli::output::Output;
+use crate::cli::table::with_header;
+use crate::read::partial::{Contents, View};
+use crate::read::store_dir::StoreDir;
+
+const EXAMPLES: &str = "\
+The pages are those that recovery would find now: the newest snapshot and the log behind it, but for a torn \
+tail. `crc32` is computed from a page's bytes. What is damaged is said on standard error; the pages that can \
+be made out are listed all the same, with null for the checksum of bytes that are lost or find no memory.
+
+Examples:
+  remanent pages store
+  remanent pages store --json | head -n 1";
+
+/// List the pages
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Pages {
+    /// The store's directory; it is only read
+    dir: PathBuf,
+    /// One JSON object a line
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    memory: Memory,
+}
+
+impl Pages {
+    /// Lists.
+    pub fn run(&self, out: &mut Output) -> Outcome {
+        let dir = StoreDir::open(&self.dir)?;
+        let (view, contents) = View::with_contents(&dir, self.memory.limit())?;
+        let pages: Vec<PageInfo> = view.pages().collect();
+        if self.json {
+            for info in &pages {
+                out.line(page_json(info, crc32(&contents, info)))?;
+            }
+        } else if !pages.is_empty() {
+            out.line(table(&pages, &contents).trim_fmt())?;
+        }
+        out.flush()?;
+        view.complain()?;
+        Ok(Ending::Fine)
+    }
+}
+
+/// The checksum of a page's bytes, if they are there.
+fn crc32(contents: &Contents, info: &PageInfo) -> Option<u32> {
+    contents.get(&info.page)?.as_ref().ok().map(|bytes| crc32fast::hash(bytes))
+}
+
+fn page_json(info: &PageInfo, crc32: Option<u32>) -> serde_json::Value {
+    object! {
+        "page": info.page.0,
+        "key": json::key(info.key.as_ref()),
+        "len": info.len,
+        "epoch": info.epoch.0,
+        "lsn": info.lsn.0,
+        "place": info.place.to_string(),
+        "crc32": crc32,
+        "metadata": json::metadata(&info.metadata),
+    }
+}
+
+fn table(pages: &[PageInfo], contents: &Contents) -> Table {
+    let mut table =
+        with_header(["PAGE", "KEY", "LEN", "EPOCH", "LSN", "PLACE", "CRC32", "METADATA"], [0, 2, 3, 4]);
+    for info in pages {
+        let metadata = match info.metadata.is_empty() {
+            true => String::new(),
+            false => json::metadata(&info.metadata).to_string(),
+        };
+        table.add_row([
+            info.page.to_string(),
+            info.key.as_ref().map(ToString::to_string).unwrap_or_default(),
+            info.len.to_string(),
+            info.epoch.to_string(),
+            info.lsn.to_string(),
+            info.place.to_string(),
+            crc32(contents, info).map_or("lost".to_owned(), |crc| format!("{crc:08x}")),
+            metadata,
+        ]);
+    }
+    table
+}

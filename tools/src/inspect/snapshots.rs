@@ -1,0 +1,134 @@
+//! `remanent snapshots`: the snapshots that are kept.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use comfy_table::Table;
+use indicatif::HumanDuration;
+use remanent_format::manifest::Manifest;
+use remanent_format::{Damage, SnapshotId};
+
+use crate::cli::exit::{Ending, Outcome};
+use crate::cli::json::object;
+use crate::cli::output::Output;
+use crate::cli::table::with_header;
+use crate::read::partial::View;
+use crate::read::store_dir::StoreDir;
+
+const EXAMPLES: &str = "\
+A snapshot stands for the state after its last batch. `links` counts the files it consists of: a base, and what \
+changed since, step by step. `bytes` are those of all images it names, which others may name too. It is \
+`verified` if the log records that it was read back past the cache.
+
+Examples:
+  remanent snapshots store
+  remanent snapshots store --json | jq .name";
+
+/// List the snapshots
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Snapshots {
+    /// The store's directory; it is only read
+    dir: PathBuf,
+    /// One JSON object a line
+    #[arg(long)]
+    json: bool,
+}
+
+/// A snapshot that is on disk.
+struct Line {
+    snapshot: SnapshotId,
+    is_verified: bool,
+    /// What it is, or what keeps it from being read.
+    content: Result<(Arc<Manifest>, usize), Damage>,
+}
+
+impl Snapshots {
+    /// Lists.
+    pub fn run(&self, out: &mut Output) -> Outcome {
+        let dir = StoreDir::open(&self.dir)?;
+        let view = View::take(&dir)?;
+        let lines = lines(&view);
+        if self.json {
+            for line in &lines {
+                out.line(line.json())?;
+            }
+        } else if lines.is_empty() {
+            out.line("no snapshots")?;
+        } else {
+            out.line(table(&lines).trim_fmt())?;
+        }
+        out.flush()?;
+        view.complain()?;
+        Ok(Ending::Fine)
+    }
+}
+
+/// The snapshots, oldest first.
+fn lines(view: &View) -> Vec<Line> {
+    let survey = &view.survey;
+    let verified = view.end().map(|end| &end.verified[..]).unwrap_or_default();
+    let is_verified = |snapshot| verified.iter().any(|entry| entry.snapshot == snapshot);
+    let content = |snapshot| Ok((survey.snapshot(snapshot)?, survey.chain(snapshot)?.len()));
+    let line = |snapshot| Line { snapshot, is_verified: is_verified(snapshot), content: content(snapshot) };
+    view.snapshots().map(line).collect()
+}
+
+impl Line {
+    fn json(&self) -> serde_json::Value {
+        let manifest = self.content.as_ref().ok().map(|(manifest, _)| manifest);
+        object! {
+            "snapshot": self.snapshot.0,
+            "name": manifest.and_then(|manifest| manifest.name.clone()),
+            "redo": manifest.map(|manifest| manifest.redo.lsn.0),
+            "end": manifest.map(|manifest| manifest.end.0),
+            "pages": manifest.map(|manifest| manifest.entries.len()),
+            "bytes": manifest.map(|manifest| image_bytes(manifest)),
+            "links": self.content.as_ref().ok().map(|(_, links)| *links),
+            "created_unix_ms": manifest.map(|manifest| manifest.created_unix_ms),
+            "verified": self.is_verified,
+            "defect": self.content.as_ref().err().map(ToString::to_string),
+        }
+    }
+}
+
+/// Bytes of all images that a snapshot names.
+pub fn image_bytes(manifest: &Manifest) -> u64 {
+    manifest.entries.iter().filter_map(|entry| entry.image).map(|image| image.stored_len).sum()
+}
+
+/// How long ago something was written.
+fn age(unix_ms: u64) -> String {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    format!("{} ago", HumanDuration(now.saturating_sub(Duration::from_millis(unix_ms))))
+}
+
+fn table(lines: &[Line]) -> Table {
+    let mut table = with_header(
+        ["SNAPSHOT", "REDO", "END", "PAGES", "BYTES", "LINKS", "VERIFIED", "WRITTEN", "NAME"],
+        0..6,
+    );
+    for line in lines {
+        let verified = if line.is_verified { "yes" } else { "no" };
+        let cells = match &line.content {
+            Ok((manifest, links)) => [
+                manifest.redo.lsn.to_string(),
+                manifest.end.to_string(),
+                manifest.entries.len().to_string(),
+                image_bytes(manifest).to_string(),
+                links.to_string(),
+                verified.to_owned(),
+                age(manifest.created_unix_ms),
+                manifest.name.as_deref().unwrap_or_default().escape_debug().to_string(),
+            ],
+            Err(damage) => {
+                let mut cells = [""; 8].map(str::to_owned);
+                cells[7] = format!("({damage})");
+                cells
+            }
+        };
+        table.add_row(std::iter::once(line.snapshot.to_string()).chain(cells));
+    }
+    table
+}

@@ -1,0 +1,291 @@
+//! `remanent verify`: reads everything that the store needs, and says of each defect what it costs.
+
+use std::path::PathBuf;
+
+use remanent_format::image::{ImageFileHeader, ImageFileHeaderRaw};
+use remanent_format::judge::{ImageProofs, Start, Verdict, judge};
+use remanent_format::{Damage, Defect, FileName, Lsn, ReadAt, SnapshotId};
+
+use crate::cli::exit::{Ending, Failure, Outcome};
+use crate::cli::json::object;
+use crate::cli::memory::Memory;
+use crate::cli::output::Output;
+use crate::inspect::log::{torn_json, torn_line};
+use crate::read::partial::{LOOKS_AT_AN_OPEN_STORE, View};
+use crate::read::store_dir::StoreDir;
+
+const EXAMPLES: &str = "\
+Checked are STORE, both copies of every manifest, every image that a kept snapshot names, the log from each \
+snapshot to its end, and that each snapshot is there which the log records as kept. A torn tail is what a crash \
+leaves and no damage. Each finding says what it costs: nothing, time (recovery takes an older snapshot), the way \
+back to a snapshot, or the store. While a process writes to the store, what looks wrong is read again.
+
+Examples:
+  remanent verify store && echo sound
+  remanent verify store --json";
+
+/// Check every byte that the store needs
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Verify {
+    /// The store's directory; it is only read
+    dir: PathBuf,
+    /// One JSON object a line: the findings, then a summary
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    memory: Memory,
+}
+
+/// A defect, and what it costs.
+struct Finding {
+    damage: Damage,
+    cost: String,
+}
+
+impl Verify {
+    /// Checks.
+    pub fn run(&self, out: &mut Output) -> Outcome {
+        let dir = StoreDir::open(&self.dir)?;
+        let mut images = ImageProofs::new(&dir);
+        let Looked { view, verdict, mut findings } = look(&dir, &mut images)?;
+        if let Some(Err(damage)) =
+            view.state.as_ref().map(|state| state.check_page_bytes(self.memory.limit()))
+        {
+            let cost =
+                "nothing if there is memory for it elsewhere: `--memory-max` raises the limit".to_owned();
+            findings.push(Finding { damage, cost });
+        }
+        for finding in &findings {
+            self.report(finding, out)?;
+        }
+        let opens_from = verdict.start().map(|start| start_name(start.snapshot));
+        self.summarize(&view, &images, findings.len(), opens_from.as_deref(), dir.holder(), out)?;
+        Ok(if findings.is_empty() { Ending::Fine } else { Ending::Difference })
+    }
+
+    fn report(&self, finding: &Finding, out: &mut Output) -> Result<(), Failure> {
+        let Finding { damage, cost } = finding;
+        if !self.json {
+            return out.line(format_args!("{damage}\n    costs {cost}"));
+        }
+        out.line(object! {
+            "kind": "finding",
+            "file": damage.file.to_string(),
+            "offset": damage.offset,
+            "lsn": damage.lsn.map(|lsn| lsn.0),
+            "defect": damage.defect.to_string(),
+            "cost": cost,
+        })
+    }
+
+    fn summarize(
+        &self,
+        view: &View,
+        images: &ImageProofs<'_>,
+        findings: usize,
+        opens_from: Option<&str>,
+        holder: Option<u32>,
+        out: &mut Output,
+    ) -> Result<(), Failure> {
+        let torn = view.end().and_then(|end| end.torn.as_ref());
+        let batches = view.state.as_ref().map_or(0, |state| state.batches);
+        if self.json {
+            return out.line(object! {
+                "kind": "summary",
+                "findings": findings,
+                "opens_from": opens_from,
+                "lsn": view.lsn().0,
+                "durable": view.durable().0,
+                "pages": view.pages().count(),
+                "images": images.count(),
+                "image_bytes": images.bytes(),
+                "batches": batches,
+                "torn_tail": torn_json(torn),
+                "open_in_process": holder,
+            });
+        }
+        if let Some(process) = holder {
+            out.line(format_args!(
+                "note: process {process} has the store open; what it writes meanwhile may look damaged"
+            ))?;
+        }
+        if let Some(torn) = torn {
+            out.line(format_args!("note: {}", torn_line(torn)))?;
+        }
+        let read = format!(
+            "{} images ({} bytes) and {batches} batches read, lsn {}, durable up to {}",
+            images.count(),
+            images.bytes(),
+            view.lsn(),
+            view.durable()
+        );
+        match (findings, opens_from) {
+            (0, Some(from)) => out.line(format_args!("clean: {read}; recovery starts from {from}")),
+            (_, Some(from)) => {
+                out.line(format_args!("findings: {findings}; {read}; recovery starts from {from}"))
+            }
+            (_, None) => out.line(format_args!("findings: {findings}; {read}; the store cannot be opened")),
+        }
+    }
+}
+
+/// What a look at a store found.
+struct Looked {
+    view: View,
+    verdict: Verdict,
+    findings: Vec<Finding>,
+}
+
+/// Looks at a store. While a process writes to it, files come and go between two reads of ours, and frames are read that
+/// are half written: what is found then counts only if every one of some looks finds the same at the same place.
+fn look(dir: &StoreDir, images: &mut ImageProofs<'_>) -> Result<Looked, Failure> {
+    let mut looked = look_once(dir, images, None)?;
+    for _ in 1..LOOKS_AT_AN_OPEN_STORE {
+        if looked.findings.is_empty() || dir.holder().is_none() {
+            break;
+        }
+        images.forget_damaged();
+        looked = look_once(dir, images, Some(&looked.findings))?;
+    }
+    Ok(looked)
+}
+
+/// One look, at what was found `before` too, if that is given.
+fn look_once(
+    dir: &StoreDir,
+    images: &mut ImageProofs<'_>,
+    before: Option<&[Finding]>,
+) -> Result<Looked, Failure> {
+    let view = View::take_once(dir)?;
+    let mut verdict = judge(&view.survey, dir, images);
+    if let Some(before) = before {
+        let is_lasting = |damage: &Damage| before.iter().any(|finding| finding.damage == *damage);
+        for start in &mut verdict.starts {
+            start.blocked_by.retain(is_lasting);
+            start.lost_by.retain(is_lasting);
+        }
+        verdict.lost.retain(is_lasting);
+        let is_open = |start: &Start| start.blocked_by.is_empty();
+        verdict.opens_from = verdict.opens_from.or_else(|| verdict.starts.iter().position(is_open));
+    }
+    // Nothing opens without its identity.
+    let identity = view.damage.iter().find(|damage| damage.file == FileName::Store).cloned();
+    if identity.is_some() {
+        verdict.opens_from = None;
+    }
+    let mut findings = findings(dir, &view, &verdict, identity, images);
+    if let Some(before) = before {
+        findings.retain(|finding| before.iter().any(|known| known.damage == finding.damage));
+    }
+    Ok(Looked { view, verdict, findings })
+}
+
+fn start_name(snapshot: Option<SnapshotId>) -> String {
+    snapshot.map_or("the log's beginning".to_owned(), |snapshot| format!("snapshot {snapshot}"))
+}
+
+/// All findings, each place once, with the gravest of its costs.
+fn findings(
+    dir: &StoreDir,
+    view: &View,
+    verdict: &Verdict,
+    identity: Option<Damage>,
+    images: &ImageProofs<'_>,
+) -> Vec<Finding> {
+    let mut findings: Vec<Finding> = Vec::new();
+    let mut find = |damage: Damage, cost: String| {
+        if findings
+            .iter()
+            .all(|known| (known.damage.file, known.damage.offset) != (damage.file, damage.offset))
+        {
+            findings.push(Finding { damage, cost });
+        }
+    };
+    if let Some(damage) = identity {
+        find(damage, "the store: nothing opens without its identity".to_owned());
+    }
+    for (index, start) in verdict.starts.iter().enumerate() {
+        let name = start_name(start.snapshot);
+        let cost = match (verdict.opens_from, verdict.state.is_some()) {
+            (Some(opens), _) if index < opens => {
+                let instead = start_name(verdict.starts[opens].snapshot);
+                format!("time, not data: recovery starts from {instead} instead")
+            }
+            (None, false) => "the store: it cannot be opened".to_owned(),
+            _ => format!("nothing now: {name} could not stand in for a newer one"),
+        };
+        // Of a link alone, log and images may be gone, and so may be the log behind a named snapshot: that is the way
+        // back to its own batch. Where nothing opens, all of it is looked for.
+        let is_promised = !start.is_link_alone && !is_named_and_exact(view, start);
+        if is_promised || verdict.state.is_none() {
+            for damage in &start.blocked_by {
+                find(damage.clone(), cost.clone());
+            }
+        }
+        for damage in &start.lost_by {
+            find(damage.clone(), format!("the way back to {name}"));
+        }
+    }
+    for damage in &verdict.lost {
+        find(damage.clone(), "the way back to a snapshot that is kept".to_owned());
+    }
+    if verdict.starts.is_empty() {
+        let damage = Defect::Missing.at_lsn(FileName::Segment(1), 0, Lsn(1));
+        find(damage, "the store: there is neither a snapshot nor the log's beginning".to_owned());
+    }
+    for damage in second_copies(dir, view) {
+        find(damage, "nothing: the manifest's other copy is whole".to_owned());
+    }
+    for damage in view.end().iter().flat_map(|end| &end.harmless) {
+        find(damage.clone(), "nothing: the segment is empty".to_owned());
+    }
+    for damage in images.files().filter_map(|file| image_file_damage(dir, view, file)) {
+        find(damage, "nothing: the snapshots say where the images lie".to_owned());
+    }
+    for (number, segment) in view.survey.log.segments() {
+        if let Err(defect) = &segment.header {
+            find(
+                defect.clone().at(FileName::Segment(*number), 0),
+                "nothing: no snapshot needs it".to_owned(),
+            );
+        }
+    }
+    findings
+}
+
+/// Whether a snapshot stays without the log behind it.
+fn is_named_and_exact(view: &View, start: &Start) -> bool {
+    let link = start.snapshot.and_then(|snapshot| view.survey.links.get(&snapshot)?.as_ref().ok());
+    start.is_exact && link.is_some_and(|(link, _)| link.name.is_some())
+}
+
+/// Damaged copies of manifests of which the other copy is whole.
+fn second_copies(dir: &StoreDir, view: &View) -> Vec<Damage> {
+    let mut found = Vec::new();
+    for (snapshot, read) in &view.survey.links {
+        let Ok((_, health)) = read else { continue };
+        let file = FileName::Manifest(snapshot.0);
+        let second_at = dir.len(file).ok().flatten().unwrap_or(0) / 2;
+        for (defect, offset) in health.defects.iter().zip([0, second_at]) {
+            found.extend(defect.clone().map(|defect| defect.at(file, offset)));
+        }
+    }
+    found
+}
+
+/// What is wrong with the header of an image file, if it is there.
+fn image_file_damage(dir: &StoreDir, view: &View, number: u64) -> Option<Damage> {
+    let file = FileName::Pages(number);
+    let mut bytes = [0; ImageFileHeaderRaw::LEN];
+    dir.read_at(file, 0, &mut bytes).ok()?;
+    let defect = match ImageFileHeader::decode(&bytes) {
+        Err(defect) => defect,
+        Ok(header) if !view.survey.store.shares_images_of(header.store) => Defect::Foreign,
+        Ok(header) if header.file != number => {
+            Defect::Mismatch { what: "image file's number", found: header.file, expected: number }
+        }
+        Ok(_) => return None,
+    };
+    Some(defect.at(file, 0))
+}

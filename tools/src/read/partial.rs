@@ -1,0 +1,215 @@
+//! As much of a store as can be made out, sound or not. What `rebuild` computes or refuses as a whole is
+//! here in parts: the state before the first damage in the log, pages whose bytes are lost beside pages
+//! whose bytes are there.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use remanent_format::log::LogEnd;
+use remanent_format::manifest::Manifest;
+use remanent_format::reach::{Reach, Role};
+use remanent_format::segment::{SegmentHeader, SegmentHeaderRaw};
+use remanent_format::state::follow::Resolution;
+use remanent_format::state::rebuild::{RebuildOptions, rebuild};
+use remanent_format::state::survey::Survey;
+use remanent_format::store::{Features, StoreFile, StoreRecord};
+use remanent_format::{Damage, Defect, FileName, Folder, Lsn, PageId, PageInfo, ReadAt, SnapshotId, StoreId};
+
+use crate::cli::exit::Failure;
+use crate::read::store_dir::StoreDir;
+
+/// The bytes of each page, or why they are lost.
+pub type Contents = BTreeMap<PageId, Result<Vec<u8>, Damage>>;
+
+/// How often a store that is being written to is looked at before what looks damaged is called so.
+pub const LOOKS_AT_AN_OPEN_STORE: usize = 5;
+
+/// A store, as far as it can be made out.
+pub struct View {
+    /// Every file, looked at and not judged.
+    pub survey: Survey,
+    /// The newest state that the log leads to; `None` if there is no way to any.
+    pub state: Option<Resolution>,
+    /// What stood in the way, the gravest first.
+    pub damage: Vec<Damage>,
+}
+
+impl View {
+    /// Looks at a directory. The images are left for later.
+    pub fn take(dir: &StoreDir) -> Result<Self, Failure> {
+        let mut view = Self::take_once(dir)?;
+        // While a process writes, files come and go between two reads of ours: that is no damage, and a
+        // moment later it looks whole, or something else looks damaged. Damage is what every look finds.
+        for _ in 1..LOOKS_AT_AN_OPEN_STORE {
+            if view.damage.is_empty() || dir.holder().is_none() {
+                break;
+            }
+            let before = std::mem::take(&mut view.damage);
+            view = Self::take_once(dir)?;
+            view.damage.retain(|damage| before.contains(damage));
+        }
+        Ok(view)
+    }
+
+    /// One look at a directory.
+    pub fn take_once(dir: &StoreDir) -> Result<Self, Failure> {
+        let (survey, identity_damage) = look(dir)?;
+        let mut damage: Vec<Damage> = identity_damage.into_iter().collect();
+        let mut furthest: Option<Resolution> = None;
+        let mut arrived: Option<Resolution> = None;
+        for candidate in survey.candidates() {
+            let stopped_by = match candidate {
+                Err(unreadable) => unreadable,
+                Ok(base) => match Reach::follow(&survey, dir, base.as_ref()) {
+                    Ok(state) => {
+                        arrived = Some(state);
+                        break;
+                    }
+                    Err(stopped_by) => {
+                        let before = resolve_before(dir, &survey, base.as_ref(), &stopped_by);
+                        let reached = |state: &Option<Resolution>| {
+                            state.as_ref().map(|state| state.resolved.table.lsn())
+                        };
+                        if reached(&before) > reached(&furthest) {
+                            furthest = before;
+                        }
+                        stopped_by
+                    }
+                },
+            };
+            if !damage.contains(&stopped_by) {
+                damage.push(stopped_by);
+            }
+        }
+        if arrived.is_none() && damage.is_empty() {
+            damage.push(Defect::Missing.at_lsn(FileName::Segment(1), 0, Lsn(1)));
+        }
+        Ok(Self { survey, state: arrived.or(furthest), damage })
+    }
+
+    /// Looks at a directory and its images: the view, and the bytes of all pages in it, if they take no more
+    /// than `page_bytes_max` together.
+    pub fn with_contents(dir: &StoreDir, page_bytes_max: u64) -> Result<(Self, Contents), Failure> {
+        let mut view = Self::take(dir)?;
+        if let Ok(rebuilt) = rebuild(dir, &RebuildOptions { page_bytes_max, ..RebuildOptions::default() }) {
+            // The snapshot that was followed just now may be one whose images are damaged.
+            if view.state.as_ref().is_some_and(|state| state.base != rebuilt.base) {
+                rebuilt.passed_over.into_iter().for_each(|damage| view.add(damage));
+            }
+            let contents = rebuilt.contents.into_iter().map(|(page, bytes)| (page, Ok(bytes))).collect();
+            return Ok((view, contents));
+        }
+        let Some(state) = &view.state else { return Ok((view, Contents::new())) };
+        match view.survey.load(dir, state, page_bytes_max) {
+            Ok(contents) => {
+                let lost = contents.values().filter_map(|bytes| bytes.as_ref().err().cloned());
+                lost.collect::<Vec<_>>().into_iter().for_each(|damage| view.add(damage));
+                Ok((view, contents))
+            }
+            // There is no room for the pages; or the log, which held a moment ago, is being written to.
+            Err(damage) => {
+                let pages = state.resolved.table.pages();
+                let contents = pages.map(|info| (info.page, Err(damage.clone()))).collect();
+                view.add(damage);
+                Ok((view, contents))
+            }
+        }
+    }
+
+    /// Damage is told once, however many ways lead to it.
+    fn add(&mut self, damage: Damage) {
+        if !self.damage.contains(&damage) {
+            self.damage.push(damage);
+        }
+    }
+
+    /// The pages in the state, in the order of their numbers.
+    pub fn pages(&self) -> impl Iterator<Item = PageInfo> {
+        self.state.iter().flat_map(|state| state.resolved.table.pages())
+    }
+
+    /// The snapshots, oldest first; also those that cannot be read. A link that only others need is none.
+    pub fn snapshots(&self) -> impl Iterator<Item = SnapshotId> {
+        let reach = self.end().map(|end| Reach::of(&self.survey, &end.verified));
+        let links = self.survey.links.iter();
+        let is_kept = move |snapshot| reach.as_ref().is_none_or(|reach| reach.role(snapshot) != Role::Link);
+        links
+            .filter(move |(snapshot, link)| link.is_err() || is_kept(**snapshot))
+            .map(|(snapshot, _)| *snapshot)
+    }
+
+    /// The end of the log, if the way there is clear.
+    pub fn end(&self) -> Option<&LogEnd> {
+        self.state.as_ref()?.end.as_ref()
+    }
+
+    /// Fails if anything stood in the way.
+    pub fn complain(&self) -> Result<(), Failure> {
+        let lines: Vec<String> = self.damage.iter().map(ToString::to_string).collect();
+        if lines.is_empty() { Ok(()) } else { Err(Failure::Damage(lines.join("\n"))) }
+    }
+
+    /// The last batch in the state.
+    pub fn lsn(&self) -> Lsn {
+        self.state.as_ref().map_or(Lsn(0), |state| state.resolved.table.lsn())
+    }
+
+    /// The newest batch that is known to be durable.
+    pub fn durable(&self) -> Lsn {
+        self.end().map_or_else(|| self.survey.mark(), |end| end.proven.lsn)
+    }
+}
+
+/// Reads all fixed structures.
+fn look(dir: &StoreDir) -> Result<(Survey, Option<Damage>), Failure> {
+    let (store, refused) = identity(dir)?;
+    match Survey::read_as(dir, store) {
+        Ok(survey) => Ok((survey, refused)),
+        Err(damage) => Err(Failure::Damage(damage.to_string())),
+    }
+}
+
+/// Which store it is. A damaged STORE is worked around: every other file names the store too; what else it said
+/// is lost.
+pub fn identity(dir: &StoreDir) -> Result<(StoreFile, Option<Damage>), Failure> {
+    let read = dir.read_whole(FileName::Store).map_err(|error| Defect::Unreadable(error.to_string()));
+    let read = read.and_then(|bytes| StoreFile::decode(&bytes.ok_or(Defect::Missing)?));
+    let refused = match read {
+        Ok(store) => return Ok((store, None)),
+        Err(defect) => defect.at(FileName::Store, 0),
+    };
+    let Some(store) = store_of_segments(dir) else {
+        return Err(match refused.defect {
+            Defect::Missing => Failure::Environment(format!("there is no store in {}", dir.path().display())),
+            _ => Failure::Damage(format!("{refused}; no log segment names the store either")),
+        });
+    };
+    let store = StoreFile { store, features: Features::default(), record: StoreRecord::default() };
+    Ok((store, Some(refused)))
+}
+
+/// The store that most segments name.
+fn store_of_segments(dir: &StoreDir) -> Option<StoreId> {
+    let mut votes: BTreeMap<[u8; 16], usize> = BTreeMap::new();
+    for name in dir.list(Folder::Log).ok()? {
+        let mut header = [0; SegmentHeaderRaw::LEN];
+        if let Some(file @ FileName::Segment(_)) = FileName::parse(Folder::Log, &name)
+            && dir.read_at(file, 0, &mut header).is_ok()
+            && let Ok(header) = SegmentHeader::decode(&header)
+        {
+            *votes.entry(header.store.0).or_default() += 1;
+        }
+    }
+    votes.into_iter().max_by_key(|(_, count)| *count).map(|(store, _)| StoreId(store))
+}
+
+/// The state just before the batch at which the log stops, if the snapshot reaches that far.
+fn resolve_before(
+    dir: &StoreDir,
+    survey: &Survey,
+    base: Option<&Arc<Manifest>>,
+    stopped_by: &Damage,
+) -> Option<Resolution> {
+    let last = Lsn(stopped_by.lsn?.0.checked_sub(1)?);
+    survey.resolve(dir, base, Some(last)).ok()
+}

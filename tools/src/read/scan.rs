@@ -1,0 +1,291 @@
+//! Every frame that lies in the log, in the order of segments and offsets, whether or not it still counts.
+//!
+//! Recovery walks the log and stops at the first frame that is not valid; a person who looks at a damaged
+//! store wants to see what lies beyond. So this scan asks each frame only to lie where it was written, and
+//! says of each how it relates to the one before.
+
+use remanent_format::frame::{
+    FRAME_HEADER_LEN, FrameHeader, FrameHeaderRaw, FrameKind, UncheckedFrame, check_payload,
+};
+use remanent_format::limits::{GROUP_ALIGN, align_up};
+use remanent_format::log::LogMap;
+use remanent_format::segment::SEGMENT_HEADER_BLOCK;
+use remanent_format::{Defect, FileName, Incarnation, LogPoint, Lsn, ReadAt, StoreId};
+
+/// How a frame relates to the frames before it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Chain {
+    /// It names the frame before it.
+    Follows,
+    /// It is the first frame that is kept.
+    First,
+    /// It does not follow the frame before it.
+    Broken(Defect),
+    /// It lies past the end of its incarnation: a later open left it behind.
+    LeftBehind {
+        /// The incarnation that goes on instead.
+        by: Incarnation,
+    },
+}
+
+/// A frame that lies where it was written.
+#[derive(Clone, Debug)]
+pub struct ScannedFrame {
+    /// What it says of itself.
+    pub header: FrameHeader,
+    /// How it relates to the frames before it.
+    pub chain: Chain,
+    /// Its payload, if that is whole.
+    pub payload: Result<Vec<u8>, Defect>,
+}
+
+/// The scan: an iterator over frames.
+pub struct Scan<'s> {
+    source: &'s dyn ReadAt,
+    store: StoreId,
+    map: &'s LogMap,
+    /// Segments to come, the next one last.
+    segments: Vec<u64>,
+    segment: u64,
+    offset: u64,
+    file_len: u64,
+    before: Option<LogPoint>,
+}
+
+impl<'s> Scan<'s> {
+    /// A scan of all segments.
+    pub fn new(source: &'s dyn ReadAt, store: StoreId, map: &'s LogMap) -> Self {
+        let segments = map.segments().keys().rev().copied().collect();
+        Self { source, store, map, segments, segment: 0, offset: 0, file_len: 0, before: None }
+    }
+
+    /// Goes on to the next segment; `None` after the last.
+    fn next_segment(&mut self) -> Option<()> {
+        let number = self.segments.pop()?;
+        let segment = &self.map.segments()[&number];
+        (self.segment, self.offset, self.file_len) = (number, SEGMENT_HEADER_BLOCK, segment.file_len);
+        if let Ok(header) = &segment.header
+            && let Some(opening) = header.opening
+        {
+            self.before = Some(opening.start(number));
+        }
+        Some(())
+    }
+
+    /// The frame at the current offset, if one was written there.
+    fn frame_here(&self) -> Option<UncheckedFrame> {
+        let mut bytes = [0; FrameHeaderRaw::LEN];
+        self.source.read_at(FileName::Segment(self.segment), self.offset, &mut bytes).ok()?;
+        let frame = UncheckedFrame::decode(&bytes).ok()?;
+        frame.lies_at(self.store, self.segment, self.offset).then_some(frame)
+    }
+
+    fn payload(&self, header: &FrameHeader) -> Result<Vec<u8>, Defect> {
+        // No length is believed before the file proves that it could be true.
+        let end = header.offset.saturating_add(FRAME_HEADER_LEN + u64::from(header.payload_len));
+        if end > self.file_len {
+            return Err(Defect::Truncated { needed: end, have: self.file_len });
+        }
+        let mut payload = vec![0; header.payload_len as usize];
+        self.source
+            .read_at(FileName::Segment(self.segment), header.offset + FRAME_HEADER_LEN, &mut payload)
+            .map_err(|error| Defect::Unreadable(error.to_string()))?;
+        check_payload(header, &payload)?;
+        Ok(payload)
+    }
+
+    /// How a frame relates to the ones before, and the point at its end.
+    fn relate(&self, frame: UncheckedFrame) -> (Chain, Option<LogPoint>) {
+        let header = *frame.unproven();
+        let follow = |before: &LogPoint| frame.follow(before, self.store, self.segment, self.offset);
+        // The point from which the frame says that it goes on.
+        let claimed = LogPoint {
+            incarnation: header.incarnation,
+            lsn: match header.kind {
+                FrameKind::Batch => Lsn(header.lsn.0.saturating_sub(1)),
+                FrameKind::Seal => header.lsn,
+            },
+            segment: header.segment,
+            offset: header.offset,
+            chain: header.chain_prev,
+        };
+        let end = follow(&claimed).ok().map(|(_, end)| end);
+        let chain = match &self.before {
+            None => Chain::First,
+            Some(before) => match follow(before) {
+                Ok(_) => Chain::Follows,
+                Err(defect) => Chain::Broken(defect),
+            },
+        };
+        let successor =
+            self.map.line().iter().find(|(_, opening)| opening.predecessor.incarnation == header.incarnation);
+        match successor {
+            Some((_, opening))
+                if (header.segment, header.offset)
+                    >= (opening.predecessor.segment, opening.predecessor.offset) =>
+            {
+                (Chain::LeftBehind { by: opening.incarnation }, end)
+            }
+            _ => (chain, end),
+        }
+    }
+}
+
+impl Iterator for Scan<'_> {
+    type Item = ScannedFrame;
+
+    fn next(&mut self) -> Option<ScannedFrame> {
+        loop {
+            if self.offset.saturating_add(FRAME_HEADER_LEN) > self.file_len {
+                self.next_segment()?;
+                continue;
+            }
+            let Some(frame) = self.frame_here() else {
+                // A frame stands right behind the one before it or begins a group.
+                self.offset = align_up(self.offset + 1, GROUP_ALIGN);
+                continue;
+            };
+            let header = *frame.unproven();
+            let (chain, end) = self.relate(frame);
+            let payload = self.payload(&header);
+            self.before = end.or(self.before);
+            // The header is proven by its own checksum, so its length holds even where the payload does not.
+            self.offset = header.end();
+            return Some(ScannedFrame { header, chain, payload });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    use remanent_format::segment::{Opening, SegmentHeader};
+
+    use crate::read::store_dir::StoreDir;
+
+    const STORE: StoreId = StoreId([7; 16]);
+    const SEGMENT_LEN: usize = 16 << 10;
+
+    fn incarnation(number: u32) -> Incarnation {
+        Incarnation { number, random: 9 }
+    }
+
+    fn opening(segment: u64, number: u32, predecessor: LogPoint) -> Vec<u8> {
+        let opening = Opening {
+            incarnation: incarnation(number),
+            predecessor,
+            accepted: predecessor.lsn,
+            accepted_chain: predecessor.chain,
+        };
+        let header =
+            SegmentHeader { store: STORE, segment, segment_len: SEGMENT_LEN as u64, opening: Some(opening) };
+        let mut bytes = header.encode().to_vec();
+        bytes.resize(SEGMENT_LEN, 0);
+        bytes
+    }
+
+    /// Writes a frame at the group boundary at or after the point, and moves the point to its end.
+    fn append(segment: &mut [u8], point: &mut LogPoint, payload: &[u8]) {
+        let offset = align_up(point.offset, GROUP_ALIGN);
+        let header = FrameHeader {
+            kind: FrameKind::Batch,
+            group_start: true,
+            incarnation: point.incarnation,
+            store: STORE,
+            segment: point.segment,
+            offset,
+            lsn: point.lsn.next(),
+            durable: point.lsn,
+            payload_len: payload.len() as u32,
+            payload_crc: crc32fast::hash(payload),
+            chain_prev: point.chain,
+        };
+        let (bytes, chain) = header.encode();
+        let at = offset as usize;
+        segment[at..at + bytes.len()].copy_from_slice(&bytes);
+        segment[at + bytes.len()..][..payload.len()].copy_from_slice(payload);
+        *point = LogPoint { lsn: header.lsn, offset: header.end(), chain, ..*point };
+    }
+
+    /// Three frames in segment 1; segment 2 opens an incarnation that goes on after the second of them.
+    fn two_incarnations() -> [Vec<u8>; 2] {
+        let mut first = opening(1, 1, LogPoint::default());
+        let mut point = LogPoint {
+            incarnation: incarnation(1),
+            segment: 1,
+            offset: SEGMENT_HEADER_BLOCK,
+            ..LogPoint::default()
+        };
+        append(&mut first, &mut point, &[1; 100]);
+        append(&mut first, &mut point, &[2; 100]);
+        let predecessor = point;
+        append(&mut first, &mut point, &[3; 100]);
+        let mut second = opening(2, 2, predecessor);
+        let mut point =
+            LogPoint { incarnation: incarnation(2), segment: 2, offset: SEGMENT_HEADER_BLOCK, ..predecessor };
+        append(&mut second, &mut point, &[4; 100]);
+        [first, second]
+    }
+
+    fn scan(segments: [Vec<u8>; 2]) -> Vec<(u64, &'static str, bool)> {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir(dir.path().join("log")).unwrap();
+        for (number, bytes) in (1..).zip(segments) {
+            fs::write(dir.path().join(FileName::Segment(number).to_string()), bytes).unwrap();
+        }
+        let dir = StoreDir::open(dir.path()).unwrap();
+        let map = LogMap::read(&dir, STORE).unwrap();
+        let row = |frame: ScannedFrame| {
+            let chain = match frame.chain {
+                Chain::Follows => "follows",
+                Chain::First => "first",
+                Chain::Broken(_) => "broken",
+                Chain::LeftBehind { by } => {
+                    assert_eq!(by, incarnation(2));
+                    "left behind"
+                }
+            };
+            (frame.header.lsn.0, chain, frame.payload.is_ok())
+        };
+        Scan::new(&dir, STORE, &map).map(row).collect()
+    }
+
+    #[test]
+    fn frames_of_both_incarnations_are_shown_with_what_became_of_them() {
+        assert_eq!(
+            scan(two_incarnations()),
+            [(1, "follows", true), (2, "follows", true), (3, "left behind", true), (3, "follows", true)]
+        );
+    }
+
+    #[test]
+    fn the_scan_goes_on_behind_damage() {
+        let [mut first, second] = two_incarnations();
+        first[4096 + 200 - 120] ^= 1;
+        first[8192 + 3] ^= 1;
+        assert_eq!(
+            scan([first, second]),
+            [(1, "follows", false), (3, "left behind", true), (3, "follows", true)]
+        );
+        let [mut first, second] = two_incarnations();
+        first[..4096].fill(0);
+        first[4096] ^= 1;
+        assert_eq!(
+            scan([first, second]),
+            [(2, "first", true), (3, "left behind", true), (3, "follows", true)]
+        );
+    }
+
+    #[test]
+    fn a_frame_that_does_not_follow_is_shown_as_broken() {
+        let [first, mut second] = two_incarnations();
+        // The opening names a chain hash that no frame has.
+        let header = SegmentHeader::decode(&second[..128]).unwrap();
+        let mut opening = header.opening.unwrap();
+        opening.predecessor.chain ^= 1;
+        second[..128].copy_from_slice(&SegmentHeader { opening: Some(opening), ..header }.encode());
+        assert_eq!(scan([first, second])[3], (3, "broken", true));
+    }
+}

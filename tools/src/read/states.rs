@@ -1,0 +1,225 @@
+//! A store's kept states: what `--at` names, and how such a state is put together.
+//!
+//! The state at a batch is the newest snapshot that ends at or before it, and the log from there up to it. Where
+//! an image of that snapshot is damaged, an older one gives the same state.
+
+use std::cell::OnceCell;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::str::FromStr;
+
+use remanent::Error;
+use remanent_format::reach::Reach;
+use remanent_format::state::follow::Resolution;
+use remanent_format::state::survey::Survey;
+use remanent_format::{Damage, Defect, FileName, Lsn, PageId, PageInfo, PageTable, SnapshotId};
+
+use crate::cli::exit::Failure;
+use crate::read::partial::LOOKS_AT_AN_OPEN_STORE;
+use crate::read::store_dir::StoreDir;
+
+/// A state that is named on the command line.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum At {
+    /// The state after this batch.
+    Lsn(Lsn),
+    /// The state that this snapshot stands for.
+    Snapshot(SnapshotId),
+    /// The state that the snapshot of this name stands for.
+    Name(String),
+}
+
+impl FromStr for At {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let number = |text: &str| text.parse().map_err(|_| format!("{text:?} is no number"));
+        match text.split_once(':') {
+            Some(("lsn", lsn)) => Ok(Self::Lsn(Lsn(number(lsn)?))),
+            Some(("snapshot", snapshot)) => Ok(Self::Snapshot(SnapshotId(number(snapshot)?))),
+            Some(("name", "")) => Err("a name is not empty".to_owned()),
+            Some(("name", name)) => Ok(Self::Name(name.to_owned())),
+            _ => Err("neither lsn:N, snapshot:N nor name:S".to_owned()),
+        }
+    }
+}
+
+impl fmt::Display for At {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Lsn(lsn) => write!(f, "lsn:{lsn}"),
+            Self::Snapshot(snapshot) => write!(f, "snapshot:{snapshot}"),
+            Self::Name(name) => write!(f, "name:{name}"),
+        }
+    }
+}
+
+/// All that is kept in a directory.
+pub struct Past<'d> {
+    dir: &'d StoreDir,
+    /// Every file, looked at and not judged.
+    pub survey: Survey,
+}
+
+/// A state with the bytes of those pages that were asked for.
+pub struct State {
+    /// Pages and root.
+    pub table: PageTable,
+    /// The bytes asked for.
+    pub contents: BTreeMap<PageId, Vec<u8>>,
+}
+
+impl<'d> Past<'d> {
+    /// Does something with what a directory keeps. While a process writes, files come and go between two reads
+    /// of ours; then what looks damaged is looked at again.
+    pub fn look<T>(
+        dir: &'d StoreDir,
+        mut look: impl FnMut(&Past<'d>) -> Result<T, Failure>,
+    ) -> Result<T, Failure> {
+        for _ in 1..LOOKS_AT_AN_OPEN_STORE {
+            match Self::open(dir).and_then(|past| look(&past)) {
+                Err(Failure::Damage(_)) if dir.holder().is_some() => {}
+                done => return done,
+            }
+        }
+        look(&Self::open(dir)?)
+    }
+
+    fn open(dir: &'d StoreDir) -> Result<Self, Failure> {
+        let survey = Survey::read(dir).map_err(|damage| match damage.defect {
+            Defect::Missing if damage.file == FileName::Store => {
+                Failure::Environment(format!("there is no store in {}", dir.path().display()))
+            }
+            _ => damaged(damage),
+        })?;
+        Ok(Self { dir, survey })
+    }
+
+    /// The files.
+    pub fn dir(&self) -> &'d StoreDir {
+        self.dir
+    }
+
+    /// The batch after which a state stood; `None`, the newest one, for no name.
+    pub fn lsn(&self, at: Option<&At>) -> Result<Option<Lsn>, Failure> {
+        match at {
+            None => Ok(None),
+            Some(At::Lsn(lsn)) => Ok(Some(*lsn)),
+            Some(At::Snapshot(snapshot)) if self.survey.links.contains_key(snapshot) => {
+                self.survey.snapshot(*snapshot).map(|manifest| Some(manifest.end)).map_err(damaged)
+            }
+            Some(At::Snapshot(snapshot)) => {
+                Err(Failure::Environment(format!("there is no snapshot {snapshot}")))
+            }
+            Some(At::Name(name)) => {
+                let mut named = self.survey.readable().rev();
+                let named = named.find(|manifest| manifest.name.as_deref() == Some(name));
+                let none = || Failure::Environment(format!("there is no snapshot named {name:?}"));
+                named.map(|manifest| Some(manifest.end)).ok_or_else(none)
+            }
+        }
+    }
+
+    /// The pages and the root after a batch, without their bytes.
+    pub fn table(&self, until: Option<Lsn>) -> Result<PageTable, Failure> {
+        self.first_that_holds(until, |resolution| Ok(resolution.resolved.table))
+    }
+
+    /// The state after a batch, with the bytes of the pages that are wanted.
+    pub fn state(
+        &self,
+        until: Option<Lsn>,
+        page_bytes_max: u64,
+        wanted: impl Fn(&PageInfo) -> bool,
+    ) -> Result<State, Failure> {
+        self.first_that_holds(until, |mut resolution| {
+            let resolved = &mut resolution.resolved;
+            resolved.bases.retain(|page| resolved.table.get(page).as_ref().is_some_and(&wanted));
+            let contents = self.survey.load(self.dir, &resolution, page_bytes_max)?;
+            let contents = contents.into_iter().map(|(page, bytes)| Ok((page, bytes?)));
+            let contents = contents.collect::<Result<_, Damage>>()?;
+            Ok(State { table: resolution.resolved.table, contents })
+        })
+    }
+
+    /// Follows the log from the best base that leads to a batch.
+    fn first_that_holds<T>(
+        &self,
+        until: Option<Lsn>,
+        finish: impl Fn(Resolution) -> Result<T, Damage>,
+    ) -> Result<T, Failure> {
+        // What the floor leaves out is not kept, whether or not its files are still there.
+        let kept = OnceCell::new();
+        let kept = || kept.get_or_init(|| Reach::at_the_end(&self.survey, self.dir)).as_ref();
+        let newest = self.survey.readable().next_back().map(|link| link.snapshot);
+        // The newest one is always a start, and mostly the one that is wanted.
+        let is_newest = |snapshot: Option<SnapshotId>| snapshot.is_some() && snapshot == newest;
+        let leads_to =
+            |snapshot| is_newest(snapshot) || kept().is_none_or(|(_, reach)| reach.leads_to(snapshot, until));
+        let mut first_damage = None;
+        for (snapshot, candidate) in self.survey.named_candidates() {
+            let attempt = match candidate {
+                Err(damage) => Err(damage),
+                Ok(base) => {
+                    let end = base.as_ref().map_or(Lsn(0), |manifest| manifest.end);
+                    if until.is_some_and(|until| end > until) || !leads_to(snapshot) {
+                        continue;
+                    }
+                    self.survey.resolve(self.dir, base.as_ref(), until)
+                }
+            };
+            let reached = |resolution: &Resolution| resolution.resolved.table.lsn();
+            match attempt {
+                Ok(resolution) if until.is_some_and(|until| reached(&resolution) < until) => {
+                    let last = reached(&resolution);
+                    return Err(Failure::Environment(format!(
+                        "there is no such batch: the last is lsn {last}"
+                    )));
+                }
+                Ok(resolution) => match finish(resolution) {
+                    Ok(done) => return Ok(done),
+                    Err(damage) => first_damage.get_or_insert(damage),
+                },
+                Err(damage) => first_damage.get_or_insert(damage),
+            };
+        }
+        Err(match (first_damage, until, kept()) {
+            // The words of the engine.
+            (_, Some(asked), Some((newest, reach)))
+                if reach.opens_at().is_some_and(|oldest| asked < oldest) =>
+            {
+                let (oldest, below) = (reach.opens_at().unwrap_or_default(), reach.below());
+                Failure::Environment(
+                    Error::OutsideWindow { asked, oldest, newest: *newest, below }.to_string(),
+                )
+            }
+            (Some(damage), ..) => damaged(damage),
+            _ => damaged(Defect::Missing.at_lsn(FileName::Segment(1), 0, Lsn(1))),
+        })
+    }
+}
+
+/// Damage, as a command ends with it. Too little memory is no damage.
+pub fn damaged(damage: Damage) -> Failure {
+    match damage.defect {
+        Defect::Memory { .. } | Defect::Limit { what: "bytes of all pages", .. } => {
+            Failure::Environment(damage.defect.to_string())
+        }
+        _ => Failure::Damage(damage.to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_state_has_one_spelling() {
+        for text in ["lsn:0", "lsn:120", "snapshot:3", "name:a:b"] {
+            assert_eq!(text.parse::<At>().unwrap().to_string(), text);
+        }
+        for text in ["", "120", "lsn:", "lsn:-1", "snapshot:x", "batch:1", "name:"] {
+            assert!(text.parse::<At>().is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,188 @@
+//! A store directory as the inspecting commands see it: files opened for reading, no lock, no writes.
+
+use std::cell::RefCell;
+use std::fs::{self, File};
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use remanent_format::{FileName, Folder, ReadAt};
+
+use crate::cli::exit::Failure;
+use crate::cli::memory::available;
+
+/// A directory opened for reading.
+pub struct StoreDir {
+    path: PathBuf,
+    /// The longest file that is read as a whole.
+    whole_max: u64,
+    /// The file that was read last: most reads go on where the one before ended.
+    last: RefCell<Option<(FileName, File)>>,
+}
+
+impl StoreDir {
+    /// The directory, which must exist.
+    pub fn open(path: &Path) -> Result<Self, Failure> {
+        match fs::read_dir(path) {
+            Ok(_) => Ok(Self { path: path.to_owned(), whole_max: available(), last: RefCell::new(None) }),
+            Err(error) => Err(Failure::Environment(format!("cannot read {}: {error}", path.display()))),
+        }
+    }
+
+    /// The directory's path.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Every file of the directory, ours and others', with its length in bytes.
+    pub fn files(&self) -> io::Result<Vec<(Folder, String, u64)>> {
+        let mut files = Vec::new();
+        for folder in [Folder::Root].into_iter().chain(Folder::INNER) {
+            for name in self.list(folder)? {
+                // A writer beside us may have removed the file, or renamed it, since its name was listed.
+                let metadata = match fs::symlink_metadata(self.path.join(folder.name()).join(&name)) {
+                    Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                    metadata => metadata?,
+                };
+                let inner = folder == Folder::Root && Folder::INNER.iter().any(|inner| inner.name() == name);
+                if !inner {
+                    files.push((folder, name, metadata.len()));
+                }
+            }
+        }
+        files.sort();
+        Ok(files)
+    }
+
+    /// The process that has the store open, if one has.
+    pub fn holder(&self) -> Option<u32> {
+        self.len(FileName::Lock).ok()??;
+        let lock = File::open(self.file(FileName::Lock)).ok()?;
+        // This asks and takes nothing. It must not be asked by the holder itself: closing any descriptor of
+        // the file would drop its lock.
+        let asked = rustix::process::Flock::from(rustix::process::FlockType::WriteLock);
+        let held = rustix::process::fcntl_getlk(&lock, &asked).ok()??;
+        held.pid.and_then(|pid| u32::try_from(pid.as_raw_pid()).ok())
+    }
+
+    /// A whole file; `None` if there is no such file.
+    pub fn read_whole(&self, file: FileName) -> io::Result<Option<Vec<u8>>> {
+        let Some(len) = self.len(file)? else { return Ok(None) };
+        let len = usize::try_from(len).map_err(|_| io::Error::from(ErrorKind::FileTooLarge))?;
+        let mut bytes = vec![0; len];
+        self.read_at(file, 0, &mut bytes)?;
+        Ok(Some(bytes))
+    }
+
+    /// Refuses a file to write that lies in the directory: an inspecting command never writes to the store
+    /// that it inspects.
+    pub fn refuse_to_write_into(&self, file: &Path) -> Result<(), Failure> {
+        // A file that is not there yet will lie where its folder is; one that is there may be a link.
+        let folder = match file.parent() {
+            Some(folder) if !folder.as_os_str().is_empty() => folder,
+            _ => Path::new("."),
+        };
+        let target = fs::canonicalize(file).or_else(|_| fs::canonicalize(folder));
+        match (target, fs::canonicalize(&self.path)) {
+            (Ok(target), Ok(store)) if target.starts_with(&store) => {
+                Err(Failure::Environment(format!("{} lies in the store", file.display())))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// A file's path.
+    fn file(&self, file: FileName) -> PathBuf {
+        self.path.join(file.folder().name()).join(file.name())
+    }
+}
+
+impl ReadAt for StoreDir {
+    fn list(&self, folder: Folder) -> io::Result<Vec<String>> {
+        match fs::read_dir(self.path.join(folder.name())) {
+            // A name that is no UTF-8 is no name of ours, whatever becomes of it here.
+            Ok(entries) => {
+                entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect()
+            }
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(Vec::new()),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn len(&self, file: FileName) -> io::Result<Option<u64>> {
+        match fs::metadata(self.file(file)) {
+            // These are read as a whole, and a file's length may be a hole.
+            Ok(metadata) if metadata.is_file() && is_whole(file) && metadata.len() > self.whole_max => Err(
+                io::Error::new(ErrorKind::OutOfMemory, "the file is longer than the memory that is there"),
+            ),
+            Ok(metadata) if metadata.is_file() => Ok(Some(metadata.len())),
+            // Opening a pipe of that name would wait for a writer.
+            Ok(_) => Err(io::Error::new(ErrorKind::InvalidData, "not a regular file")),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn read_at(&self, file: FileName, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        let mut last = self.last.borrow_mut();
+        if !matches!(&*last, Some((name, _)) if *name == file) {
+            if self.len(file)?.is_none() {
+                return Err(ErrorKind::NotFound.into());
+            }
+            *last = Some((file, File::open(self.file(file))?));
+        }
+        let (_, open) = last.as_ref().expect("a file was just put there");
+        open.read_exact_at(out, offset)
+    }
+}
+
+/// Whether a file is read into memory as a whole.
+fn is_whole(file: FileName) -> bool {
+    matches!(file, FileName::Store | FileName::Manifest(_) | FileName::Table(_))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_directory_is_listed_and_read_and_what_is_missing_is_said() {
+        let dir = tempfile::tempdir().unwrap();
+        let missing = dir.path().join("missing");
+        assert!(matches!(StoreDir::open(&missing), Err(Failure::Environment(_))));
+
+        fs::create_dir(dir.path().join("log")).unwrap();
+        fs::write(dir.path().join("STORE"), b"identity").unwrap();
+        fs::write(dir.path().join(format!("log/{}", FileName::Segment(1).name())), b"segment").unwrap();
+        fs::write(dir.path().join("log/notes.txt"), b"foreign").unwrap();
+        let store = StoreDir::open(dir.path()).unwrap();
+        assert_eq!(
+            store.files().unwrap(),
+            [
+                (Folder::Root, "STORE".to_owned(), 8),
+                (Folder::Log, FileName::Segment(1).name(), 7),
+                (Folder::Log, "notes.txt".to_owned(), 7),
+            ]
+        );
+        assert_eq!(store.list(Folder::Snapshots).unwrap(), Vec::<String>::new());
+        assert_eq!(store.len(FileName::Segment(1)).unwrap(), Some(7));
+        assert_eq!(store.len(FileName::Segment(2)).unwrap(), None);
+        let mut out = [0; 3];
+        store.read_at(FileName::Segment(1), 4, &mut out).unwrap();
+        assert_eq!(&out, b"ent");
+        for (file, offset, kind) in [
+            (FileName::Segment(1), 5, ErrorKind::UnexpectedEof),
+            (FileName::Segment(2), 0, ErrorKind::NotFound),
+        ] {
+            assert_eq!(store.read_at(file, offset, &mut out).unwrap_err().kind(), kind);
+        }
+    }
+
+    #[test]
+    fn a_directory_in_a_files_place_is_unreadable_and_not_absent() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir(dir.path().join("STORE")).unwrap();
+        let store = StoreDir::open(dir.path()).unwrap();
+        assert_eq!(store.len(FileName::Store).unwrap_err().kind(), ErrorKind::InvalidData);
+    }
+}

@@ -1,0 +1,363 @@
+//! A store beside what the trace says it must hold: the exact set of pages, epochs and bytes.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::path::Path;
+
+use remanent::{Error, PageInfo, Store};
+use remanent_format::state::rebuild::{RebuildOptions, Rebuilt, rebuild};
+use remanent_format::{Defect, Epoch, FileName, Key, Metadata, PageId, Value};
+
+use crate::cli::exit::Failure;
+use crate::cli::memory::available;
+use crate::read::store_dir::StoreDir;
+use crate::replay::simulate::{Expected, Rule, Simulation};
+use crate::replay::trace::Trace;
+
+/// The root's entry that names the last request.
+pub const REQUEST: &str = "request";
+
+/// A page as a store holds it.
+#[derive(Clone, Copy, Debug)]
+struct Found<'a> {
+    /// Its number.
+    page: PageId,
+    /// Its key: a hash id in decimal, if `replay` made it.
+    key: Option<&'a Key>,
+    /// Its version.
+    epoch: Epoch,
+    /// Its bytes.
+    bytes: &'a [u8],
+}
+
+/// Where a store is not as it should be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Difference {
+    /// The root names another request.
+    Root {
+        /// The request that it should name.
+        expected: Option<u64>,
+        /// What it names.
+        found: Option<Value>,
+    },
+    /// A page is missing.
+    Missing(u64),
+    /// A page is there that should not be.
+    Unexpected(PageId, Option<Key>),
+    /// A page has the wrong epoch.
+    Epoch {
+        /// The page.
+        hash_id: u64,
+        /// The epoch that it should have.
+        expected: u64,
+        /// The epoch that it has.
+        found: Epoch,
+    },
+    /// A page has the wrong length.
+    Len {
+        /// The page.
+        hash_id: u64,
+        /// The length that it should have, in bytes.
+        expected: usize,
+        /// The length that it has, in bytes.
+        found: usize,
+    },
+    /// A page has the wrong bytes.
+    Bytes {
+        /// The page.
+        hash_id: u64,
+        /// The first wrong byte.
+        offset: usize,
+    },
+}
+
+impl fmt::Display for Difference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Difference::Root { expected, found } => {
+                let expected = expected.map_or("nothing".to_owned(), |request| request.to_string());
+                write!(f, "root entry {REQUEST}: {found:?}, expected {expected}")
+            }
+            Difference::Missing(hash_id) => write!(f, "page {hash_id}: missing"),
+            Difference::Unexpected(page, Some(key)) => {
+                write!(f, "page {key}: unexpected (page number {page})")
+            }
+            Difference::Unexpected(page, None) => write!(f, "page number {page}: unexpected, without a key"),
+            Difference::Epoch { hash_id, expected, found } => {
+                write!(f, "page {hash_id}: epoch {found}, expected {expected}")
+            }
+            Difference::Len { hash_id, expected, found } => {
+                write!(f, "page {hash_id}: {found} bytes long, expected {expected}")
+            }
+            Difference::Bytes { hash_id, offset } => {
+                write!(f, "page {hash_id}: wrong bytes, the first at offset {offset}")
+            }
+        }
+    }
+}
+
+/// How epochs are compared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Epochs {
+    /// They must be equal.
+    Exact,
+    /// They may be higher: the store went back to a snapshot just before.
+    AtLeast,
+}
+
+/// The request that a root names: `None` before the first, an error if the entry is no number.
+pub fn last_request(root: &Metadata) -> Result<Option<u64>, String> {
+    match root.get(REQUEST) {
+        None => Ok(None),
+        Some(Value::U64(request)) => Ok(Some(*request)),
+        Some(other) => Err(format!("the root's entry {REQUEST} is {other:?}, which no replay wrote")),
+    }
+}
+
+/// The hash id that a key stands for.
+pub fn hash_id(key: &Key) -> Option<u64> {
+    let hash_id = key.as_str()?.parse().ok()?;
+    // Exactly one spelling: no sign, no leading zeros.
+    (key_of(hash_id) == *key).then_some(hash_id)
+}
+
+/// The key of a hash id.
+pub fn key_of(hash_id: u64) -> Key {
+    Key::new(hash_id.to_string()).expect("a number has 1 to 20 digits")
+}
+
+/// The simulation of a trace up to the request that a store's root names.
+pub fn simulate(rule: Rule, trace: &mut Trace, last: Option<u64>) -> Result<Simulation, Failure> {
+    let mut simulation = Simulation::new(rule);
+    while simulation.last_request() < last {
+        let Some(hash_ids) = trace.next() else {
+            let (found, has) = (last.unwrap_or_default(), simulation.next_request());
+            return Err(Failure::Environment(format!(
+                "the store holds the trace up to request {found}, which is past the {has} requests given here"
+            )));
+        };
+        simulation.request(&hash_ids?);
+    }
+    Ok(simulation)
+}
+
+/// The state that recovery would find in a directory, computed without the engine.
+pub fn recovered(dir: &Path) -> Result<Rebuilt, Failure> {
+    let options = RebuildOptions { page_bytes_max: available(), ..RebuildOptions::default() };
+    rebuild(&StoreDir::open(dir)?, &options).map_err(|damage| match damage.defect {
+        Defect::Missing if damage.file == FileName::Store => {
+            Failure::Environment(format!("there is no store in {}", dir.display()))
+        }
+        _ => Failure::Damage(damage.to_string()),
+    })
+}
+
+/// All differences between a rebuilt store and the simulation.
+pub fn compare(simulation: &Simulation, epochs: Epochs, rebuilt: &Rebuilt) -> Vec<Difference> {
+    let infos: Vec<PageInfo> = rebuilt.table.pages().collect();
+    let found = infos.iter().map(|info| Found {
+        page: info.page,
+        key: info.key.as_ref(),
+        epoch: info.epoch,
+        bytes: &rebuilt.contents[&info.page],
+    });
+    differences(simulation, epochs, rebuilt.table.root(), found)
+}
+
+/// All differences between an open store and the simulation.
+pub fn compare_open(simulation: &Simulation, store: &Store) -> Result<Vec<Difference>, Error> {
+    let pages: Vec<PageInfo> = store.pages()?.collect();
+    let read = |info: &PageInfo| {
+        let mut bytes = vec![0; info.len as usize];
+        store.read(info.page, 0, &mut bytes).map(|_| bytes)
+    };
+    let contents = pages.iter().map(read).collect::<Result<Vec<_>, _>>()?;
+    let found = pages.iter().zip(&contents).map(|(info, bytes)| Found {
+        page: info.page,
+        key: info.key.as_ref(),
+        epoch: info.epoch,
+        bytes,
+    });
+    Ok(differences(simulation, Epochs::Exact, &*store.root()?, found))
+}
+
+/// All differences between a store and the simulation, in the order of the hash ids.
+fn differences<'a>(
+    simulation: &Simulation,
+    epochs: Epochs,
+    root: &Metadata,
+    pages: impl Iterator<Item = Found<'a>>,
+) -> Vec<Difference> {
+    let mut differences = Vec::new();
+    let expected = simulation.last_request();
+    if root.get(REQUEST) != expected.map(Value::U64).as_ref() {
+        differences.push(Difference::Root { expected, found: root.get(REQUEST).cloned() });
+    }
+
+    let mut missing: HashMap<u64, &Expected> =
+        simulation.pages().iter().map(|(id, page)| (*id, page)).collect();
+    let mut wrong = Vec::new();
+    for found in pages {
+        let expected = found.key.and_then(hash_id).and_then(|id| Some((id, missing.remove(&id)?)));
+        match expected {
+            Some((hash_id, page)) => {
+                let of_page = page_differences(simulation.rule().page_len, epochs, hash_id, page, found);
+                wrong.extend(of_page.map(|difference| (hash_id, difference)));
+            }
+            None => differences.push(Difference::Unexpected(found.page, found.key.cloned())),
+        }
+    }
+    wrong.extend(missing.into_keys().map(|hash_id| (hash_id, Difference::Missing(hash_id))));
+    wrong.sort_by_key(|(hash_id, _)| *hash_id);
+    differences.extend(wrong.into_iter().map(|(_, difference)| difference));
+    differences
+}
+
+/// What is wrong with one page: its epoch, and its length or its bytes.
+fn page_differences(
+    page_len: usize,
+    epochs: Epochs,
+    hash_id: u64,
+    page: &Expected,
+    found: Found<'_>,
+) -> impl Iterator<Item = Difference> {
+    let epoch_fits = match epochs {
+        Epochs::Exact => found.epoch.0 == page.epoch,
+        Epochs::AtLeast => found.epoch.0 >= page.epoch,
+    };
+    let epoch =
+        (!epoch_fits).then_some(Difference::Epoch { hash_id, expected: page.epoch, found: found.epoch });
+    let content = if found.bytes.len() == page_len {
+        let expected = page.bytes(hash_id, page_len);
+        let offset = (0..page_len).find(|&offset| expected[offset] != found.bytes[offset]);
+        offset.map(|offset| Difference::Bytes { hash_id, offset })
+    } else {
+        Some(Difference::Len { hash_id, expected: page_len, found: found.bytes.len() })
+    };
+    epoch.into_iter().chain(content)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A store's pages: number, key, epoch, bytes.
+    type Pages = Vec<(PageId, Option<Key>, Epoch, Vec<u8>)>;
+
+    fn simulation() -> Simulation {
+        let mut simulation = Simulation::new(Rule { page_len: 128, pages_max: 3 });
+        simulation.request(&[10, 11, 12]);
+        simulation.request(&[12, 13]);
+        simulation
+    }
+
+    fn exact(simulation: &Simulation) -> (Metadata, Pages) {
+        let mut ids: Vec<u64> = simulation.pages().keys().copied().collect();
+        ids.sort_unstable();
+        let page = |(number, id): (usize, &u64)| {
+            let page = &simulation.pages()[id];
+            (PageId(number as u64 + 1), Some(key_of(*id)), Epoch(page.epoch), page.bytes(*id, 128))
+        };
+        let root = Metadata::from([(REQUEST.to_owned(), Value::U64(1))]);
+        (root, ids.iter().enumerate().map(page).collect())
+    }
+
+    fn check(epochs: Epochs, change: impl FnOnce(&mut Metadata, &mut Pages)) -> Vec<Difference> {
+        let simulation = simulation();
+        let (mut root, mut pages) = exact(&simulation);
+        change(&mut root, &mut pages);
+        let found = pages.iter().map(|(page, key, epoch, bytes)| Found {
+            page: *page,
+            key: key.as_ref(),
+            epoch: *epoch,
+            bytes,
+        });
+        differences(&simulation, epochs, &root, found)
+    }
+
+    #[test]
+    fn an_exact_store_shows_no_difference() {
+        assert_eq!(check(Epochs::Exact, |_, _| {}), []);
+    }
+
+    #[test]
+    fn every_kind_of_difference_is_found() {
+        let exact = |change: fn(&mut Metadata, &mut Pages)| check(Epochs::Exact, change);
+        assert_eq!(
+            exact(|root, _| {
+                root.insert(REQUEST.to_owned(), Value::U64(2));
+            }),
+            [Difference::Root { expected: Some(1), found: Some(Value::U64(2)) }]
+        );
+        assert_eq!(exact(|root, _| root.clear()), [Difference::Root { expected: Some(1), found: None }]);
+        assert_eq!(
+            exact(|_, pages| {
+                pages.remove(0);
+            }),
+            [Difference::Missing(11)]
+        );
+        let ghost = Key::new("10").unwrap();
+        assert_eq!(
+            exact(|_, pages| pages.push((PageId(9), Some(Key::new("10").unwrap()), Epoch(1), vec![]))),
+            [Difference::Unexpected(PageId(9), Some(ghost))]
+        );
+        assert_eq!(
+            exact(|_, pages| pages.push((PageId(9), None, Epoch(1), vec![]))),
+            [Difference::Unexpected(PageId(9), None)]
+        );
+        assert_eq!(
+            exact(|_, pages| pages[1].2 = Epoch(3)),
+            [Difference::Epoch { hash_id: 12, expected: 2, found: Epoch(3) }]
+        );
+        assert_eq!(
+            exact(|_, pages| pages[1].3.truncate(64)),
+            [Difference::Len { hash_id: 12, expected: 128, found: 64 }]
+        );
+        assert_eq!(
+            exact(|_, pages| {
+                pages[0].2 = Epoch(9);
+                pages[0].3[77] ^= 1;
+            }),
+            [
+                Difference::Epoch { hash_id: 11, expected: 1, found: Epoch(9) },
+                Difference::Bytes { hash_id: 11, offset: 77 },
+            ]
+        );
+    }
+
+    #[test]
+    fn a_second_page_of_the_same_key_is_unexpected() {
+        let twice = check(Epochs::Exact, |_, pages| {
+            let copy = pages[0].clone();
+            pages.push((PageId(9), copy.1, copy.2, copy.3));
+        });
+        assert_eq!(twice, [Difference::Unexpected(PageId(9), Some(key_of(11)))]);
+    }
+
+    #[test]
+    fn after_a_restore_epochs_may_be_higher_but_not_lower() {
+        assert_eq!(check(Epochs::AtLeast, |_, pages| pages[1].2 = Epoch(7)), []);
+        assert_eq!(
+            check(Epochs::AtLeast, |_, pages| pages[1].2 = Epoch(1)),
+            [Difference::Epoch { hash_id: 12, expected: 2, found: Epoch(1) }]
+        );
+    }
+
+    #[test]
+    fn a_key_is_a_hash_id_in_one_spelling_only() {
+        assert_eq!(hash_id(&key_of(0)), Some(0));
+        assert_eq!(hash_id(&key_of(u64::MAX)), Some(u64::MAX));
+        for foreign in ["", "00", "+1", "1 ", "x", "18446744073709551616"] {
+            if let Ok(key) = Key::new(foreign) {
+                assert_eq!(hash_id(&key), None, "{foreign}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_root_that_no_replay_wrote_is_said() {
+        assert_eq!(last_request(&Metadata::new()), Ok(None));
+        let text = Metadata::from([(REQUEST.to_owned(), Value::String("1".to_owned()))]);
+        assert!(last_request(&text).is_err());
+    }
+}

@@ -1,0 +1,231 @@
+//! `remanent demo`: a replay is killed at random moments, and every byte of what is left is checked.
+//!
+//! `course.rs` runs, kills and checks; here it is told.
+
+use std::num::NonZeroU64;
+use std::path::{Path, PathBuf};
+use std::time::{Instant, SystemTime};
+
+use indicatif::ProgressBar;
+use remanent::{Create, DeviceChoice, Options, Store};
+
+use crate::cli::engine::engine_failure;
+use crate::cli::exit::{Ending, Failure, Outcome};
+use crate::cli::interrupt::Interrupt;
+use crate::cli::output::Output;
+use crate::cli::progress;
+use crate::replay::child::Errand;
+use crate::replay::kill_run::{Checked, Course, Stop, Totals};
+use crate::replay::replay_params;
+use crate::replay::simulate::SplitMix64;
+use crate::replay::trace;
+
+const EXAMPLES: &str = "\
+The demo replays a real cache trace into a store, kills the process with SIGKILL again and again, and \
+after each kill checks that exactly the acknowledged requests are there: every page, every epoch, every byte. \
+Then it goes back to an earlier snapshot and forward again.
+
+Examples:
+  remanent demo                        in a directory of its own, removed at the end
+  remanent demo store --kills 3        in `store`, kept for a look with the other commands
+  remanent demo --seed 42              the same moments of death again, as far as a scheduler repeats itself";
+
+/// Kill a store at random moments, and get everything back
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Demo {
+    /// Where the store is made, and kept; without it a temporary directory is used, and removed
+    dir: Option<PathBuf>,
+    /// How often to kill
+    #[arg(long, value_name = "N", default_value_t = 12)]
+    kills: u64,
+    /// How many requests of the trace to replay
+    #[arg(long, value_name = "N", default_value_t = 4000)]
+    requests: u64,
+    /// Requests between snapshots
+    #[arg(long, value_name = "N", default_value = "250")]
+    snapshot_every: NonZeroU64,
+    /// Where the store's pages live: `auto` (a GPU if there is one), `host`, `cuda:0`, `cuda:1`, …
+    #[arg(long, value_name = "DEVICE", default_value_t)]
+    device: DeviceChoice,
+    /// The seed of the random moments [default: drawn from the clock]
+    #[arg(long)]
+    seed: Option<u64>,
+}
+
+/// A demo under way.
+struct Show<'o, 'w> {
+    course: Course,
+    bar: ProgressBar,
+    out: &'o mut Output<'w>,
+}
+
+impl Demo {
+    /// Shows.
+    pub fn run(&self, out: &mut Output) -> Outcome {
+        let interrupt = Interrupt::listen()?;
+        let scratch = tempfile::Builder::new()
+            .prefix("remanent-demo-")
+            .tempdir()
+            .map_err(|error| Failure::Environment(format!("cannot make a temporary directory: {error}")))?;
+        let seed = self.seed.unwrap_or_else(seed_from_clock);
+        let mut show = self.prepare(scratch.path(), seed, interrupt, out)?;
+        let outcome = self.show(&mut show);
+        show.bar.finish_and_clear();
+        match outcome {
+            Ok(()) => Ok(Ending::Fine),
+            Err(Stop::Interrupted) => Ok(Ending::Interrupted),
+            Err(Stop::Failed(failure)) => Err(failure),
+            Err(Stop::Differs(differences)) => {
+                for difference in differences {
+                    out.line(difference)?;
+                }
+                // The evidence stays.
+                let kept = self.dir.clone().unwrap_or_else(|| scratch.keep().join("store"));
+                out.line(format_args!("the store is left in {}; the seed was {seed}", kept.display()))?;
+                Ok(Ending::Difference)
+            }
+        }
+    }
+
+    fn prepare<'o, 'w>(
+        &self,
+        scratch: &Path,
+        seed: u64,
+        interrupt: Interrupt,
+        out: &'o mut Output<'w>,
+    ) -> Result<Show<'o, 'w>, Failure> {
+        let store = self.dir.clone().unwrap_or_else(|| scratch.join("store"));
+        if std::fs::read_dir(&store).is_ok_and(|mut entries| entries.next().is_some()) {
+            return Err(Failure::Environment(format!("{} is not empty", store.display())));
+        }
+        let trace = trace::bundled(scratch)?;
+        let bar = progress::bar(self.requests, "replaying");
+        let errand = Errand {
+            rule: replay_params::choose(&store, None, None)?,
+            store,
+            trace,
+            limit: self.requests,
+            snapshot_every: self.snapshot_every.get(),
+            device: self.device,
+            durable: false,
+            log_io: None,
+        };
+        let course = Course::new(errand, SplitMix64::new(seed), interrupt, bar.clone())?;
+        let limit = course.errand.limit;
+        bar.set_length(limit);
+        out.line(format_args!("Replaying {limit} requests of a chat service's cache trace into a store,"))?;
+        out.line(format_args!(
+            "a snapshot every {}, {} kills at random moments (--seed {seed}).",
+            self.snapshot_every, self.kills
+        ))?;
+        out.line("")?;
+        out.flush()?;
+        Ok(Show { course, bar, out })
+    }
+
+    /// The acts, in order.
+    fn show(&self, show: &mut Show<'_, '_>) -> Result<(), Stop> {
+        show.heading()?;
+        for kill in 1..=self.kills {
+            if !show.run_and_kill(kill, self.kills)? {
+                break;
+            }
+        }
+        show.run_to_the_end()?;
+        show.go_back()?;
+        show.heading()?;
+        show.run_and_kill(1, 1)?;
+        show.run_to_the_end()?;
+        show.conclude()
+    }
+}
+
+impl Show<'_, '_> {
+    fn heading(&mut self) -> Result<(), Stop> {
+        let line = format!(
+            "{:<18} {:>8} {:>13} {:>7}  {:<29} CHECKED",
+            "", "RAN", "ACKNOWLEDGED", "FOUND", "RECOVERED FROM"
+        );
+        self.say(line)
+    }
+
+    /// Lets a replay run and kills it. `false` if it reached its end first.
+    fn run_and_kill(&mut self, kill: u64, kills: u64) -> Result<bool, Stop> {
+        let Some(checked) = self.course.run_and_kill(kill, kills)? else { return Ok(false) };
+        self.report(&format!("kill {kill} of {kills}"), &checked)?;
+        Ok(true)
+    }
+
+    fn run_to_the_end(&mut self) -> Result<(), Stop> {
+        let checked = self.course.run_to_the_end()?;
+        self.report("then, left alone", &checked)
+    }
+
+    /// Takes the store back to its oldest snapshot, and the simulation with it.
+    fn go_back(&mut self) -> Result<(), Stop> {
+        let started = Instant::now();
+        let options = Options::default().create(Create::Never).device(self.course.errand.device);
+        let store = Store::open(&self.course.errand.store, options).map_err(engine_failure)?;
+        let Some(oldest) = store.snapshots().into_iter().min_by_key(|snapshot| snapshot.id) else {
+            store.close().map_err(engine_failure)?;
+            return self.say("There is no snapshot to go back to: too few requests for one.".to_owned());
+        };
+        store.restore_from_snapshot(oldest.id).map_err(engine_failure)?;
+        store.close().map_err(engine_failure)?;
+        let took = started.elapsed();
+
+        let Checked { found, .. } = self.course.gone_back()?;
+        self.say(format!(
+            "\nBack to snapshot {} in {took:.0?}: the {} pages after request {} again, every byte of them. \
+             Now forward.\n",
+            oldest.id,
+            self.course.simulation().pages().len(),
+            found.unwrap_or_default()
+        ))
+    }
+
+    fn report(&mut self, what: &str, checked: &Checked) -> Result<(), Stop> {
+        let request = |request: Option<u64>| request.map_or("-".to_owned(), |request| request.to_string());
+        let (from, seen) = match &checked.rebuilt {
+            None => ("no store yet".to_owned(), "nothing is there".to_owned()),
+            Some(rebuilt) => {
+                let base = rebuilt.base.map_or("the beginning".to_owned(), |base| format!("snapshot {base}"));
+                (format!("{base} + {} batches", rebuilt.batches), format!("{} pages", rebuilt.contents.len()))
+            }
+        };
+        self.say(format!(
+            "{what:<18} {:>6} ms {:>13} {:>7}  {from:<29} {seen}",
+            checked.lived.as_millis(),
+            request(checked.acknowledged),
+            request(checked.found),
+        ))
+    }
+
+    fn conclude(&mut self) -> Result<(), Stop> {
+        let Totals { replaying, replayed, mut back_after } = self.course.totals().clone();
+        back_after.sort_unstable();
+        let median = back_after.get(back_after.len() / 2).copied().unwrap_or_default();
+        let rate = replayed as f64 / replaying.as_secs_f64();
+        self.say(format!(
+            "\nEvery acknowledged request was found after every kill, with all its bytes.\n\
+             {replayed} requests in {:.1} s, starts and kills included: {rate:.0} requests/s. A new process had \
+             its first request\nacknowledged {median:.0?} after its start, the median of {}.",
+            replaying.as_secs_f64(),
+            back_after.len(),
+        ))
+    }
+
+    /// Prints a line of the report, above the bar.
+    fn say(&mut self, line: String) -> Result<(), Stop> {
+        let out = &mut *self.out;
+        self.bar.suspend(|| out.line(line).and_then(|()| out.flush())).map_err(Stop::Failed)
+    }
+}
+
+/// A seed that nobody chose.
+pub fn seed_from_clock() -> u64 {
+    let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    // Short enough to be typed again.
+    SplitMix64::new(since_epoch.as_nanos() as u64).below(1_000_000)
+}

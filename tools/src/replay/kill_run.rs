@@ -1,0 +1,268 @@
+//! A replay that is killed again and again, and the simulation that its store is held against: what `demo` shows
+//! and `torture` counts.
+//!
+//! The work is done by `remanent replay` in processes of their own, which is also what an outsider would run.
+//! Between them the directory is only read, without the engine.
+
+use std::path::Path;
+use std::time::Duration;
+
+use indicatif::ProgressBar;
+use remanent::FileName;
+use remanent_format::state::rebuild::Rebuilt;
+
+use crate::cli::exit::Failure;
+use crate::cli::interrupt::Interrupt;
+use crate::replay::check;
+use crate::replay::check::{Epochs, hash_id, last_request};
+use crate::replay::child::{Errand, Replayer, Watched};
+use crate::replay::simulate::{Simulation, SplitMix64};
+use crate::replay::trace::Trace;
+
+/// A store, the replays that work on it, and what it must hold.
+pub struct Course {
+    /// What every replay is told.
+    pub errand: Errand,
+    /// Moments of death are drawn from here.
+    pub random: SplitMix64,
+    requests: Vec<Vec<u64>>,
+    /// What the store should hold, at the last request that was checked.
+    simulation: Simulation,
+    interrupt: Interrupt,
+    bar: ProgressBar,
+    totals: Totals,
+}
+
+/// What the replays of a course did.
+#[derive(Clone, Debug, Default)]
+pub struct Totals {
+    /// Time that replays ran.
+    pub replaying: Duration,
+    /// Requests that they replayed.
+    pub replayed: u64,
+    /// From the start of each process to its first acknowledgement.
+    pub back_after: Vec<Duration>,
+}
+
+/// What was found after a replay, and found right.
+#[derive(Debug)]
+pub struct Checked {
+    /// How long the replay lived.
+    pub lived: Duration,
+    /// The last request that it acknowledged.
+    pub acknowledged: Option<u64>,
+    /// The last request that the store holds.
+    pub found: Option<u64>,
+    /// The store; `None` if the replay died before there was one.
+    pub rebuilt: Option<Rebuilt>,
+}
+
+/// A course is over before its end.
+#[derive(Debug)]
+pub enum Stop {
+    /// Ctrl-C.
+    Interrupted,
+    /// The store does not hold what it should; these are the differences.
+    Differs(Vec<String>),
+    /// Something else.
+    Failed(Failure),
+}
+
+impl From<Failure> for Stop {
+    fn from(failure: Failure) -> Self {
+        Stop::Failed(failure)
+    }
+}
+
+impl Course {
+    /// A course whose store does not exist yet. The bar counts requests.
+    pub fn new(
+        errand: Errand,
+        random: SplitMix64,
+        interrupt: Interrupt,
+        bar: ProgressBar,
+    ) -> Result<Self, Failure> {
+        let requests = Trace::open(&errand.trace, Some(errand.limit))?.collect::<Result<Vec<_>, _>>()?;
+        let simulation = Simulation::new(errand.rule);
+        Ok(Self {
+            errand: Errand { limit: requests.len() as u64, ..errand },
+            random,
+            requests,
+            simulation,
+            interrupt,
+            bar,
+            totals: Totals::default(),
+        })
+    }
+
+    /// What the store holds, as far as it was checked.
+    pub fn simulation(&self) -> &Simulation {
+        &self.simulation
+    }
+
+    /// What was done so far.
+    pub fn totals(&self) -> &Totals {
+        &self.totals
+    }
+
+    /// Lets a replay run and kills it, the `kill`-th time of `kills`. `None` if it reached its end first; the store
+    /// is checked then, too.
+    pub fn run_and_kill(&mut self, kill: u64, kills: u64) -> Result<Option<Checked>, Stop> {
+        let done = self.run_until_then_kill(kill, kills, |_| Ok(()))?;
+        Ok(done.map(|((), checked)| checked))
+    }
+
+    /// The same, and does something at the moment before the kill, knowing the last request acknowledged by then.
+    pub fn run_until_then_kill<T>(
+        &mut self,
+        kill: u64,
+        kills: u64,
+        at_the_moment: impl FnOnce(Option<u64>) -> Result<T, Failure>,
+    ) -> Result<Option<(T, Checked)>, Stop> {
+        let from = self.simulation.next_request();
+        let left = self.errand.limit - from;
+        // On the average the kills share evenly what is left. One in four strikes at a moment counted from
+        // the start instead, while the process opens the store.
+        let target = from + self.random.below(2 * left / (kills - kill + 2) + 1);
+        let early = (self.random.below(4) == 0).then(|| Duration::from_micros(self.random.below(60_000)));
+        let late = Duration::from_micros(self.random.below(3_000));
+
+        let mut replayer = self.errand.start()?;
+        let watched = self.watch(&mut replayer, |acknowledged, ran| match early {
+            Some(early) => ran >= early,
+            None => acknowledged >= Some(target),
+        })?;
+        if watched != Watched::Reached {
+            self.check(replayer.lived(), &replayer)?;
+            return Ok(None);
+        }
+        replayer.run_on(late);
+        let done = at_the_moment(replayer.last_ack())?;
+        let lived = replayer.kill()?;
+        Ok(Some((done, self.check(lived, &replayer)?)))
+    }
+
+    /// Lets a replay run to the end of the trace.
+    pub fn run_to_the_end(&mut self) -> Result<Checked, Stop> {
+        let mut replayer = self.errand.start()?;
+        self.watch(&mut replayer, |_, _| false)?;
+        let checked = self.check(replayer.lived(), &replayer)?;
+        if self.simulation.next_request() < self.errand.limit {
+            let ended = format!("the replay ended after request {:?}", self.simulation.last_request());
+            return Err(Stop::Differs(vec![ended]));
+        }
+        Ok(checked)
+    }
+
+    /// Watches a replay, and shows its progress, until the moment comes or it ends well.
+    pub fn watch(
+        &self,
+        replayer: &mut Replayer,
+        moment: impl Fn(Option<u64>, Duration) -> bool,
+    ) -> Result<Watched, Stop> {
+        let before = self.simulation.next_request();
+        let watched = replayer.watch(
+            || self.interrupt.noted(),
+            |acknowledged, ran| {
+                self.bar.set_position(acknowledged.map_or(before, |request| request + 1));
+                moment(acknowledged, ran)
+            },
+        )?;
+        match watched {
+            Watched::Interrupted => Err(Stop::Interrupted),
+            Watched::Ended(status) if !status.success() => Err(Stop::Failed(replayer.failure(status))),
+            Watched::Ended(_) | Watched::Reached => Ok(watched),
+        }
+    }
+
+    /// Reads the directory and holds it against the simulation: all that was acknowledged, at most the one
+    /// request in flight beside it, and nothing else.
+    fn check(&mut self, lived: Duration, replayer: &Replayer) -> Result<Checked, Stop> {
+        let before = self.simulation.next_request();
+        let acknowledged = replayer.last_ack();
+        self.totals.back_after.extend(replayer.first_ack_after());
+        // What an earlier check found must still be there, acknowledged or not.
+        let certain = acknowledged.max(self.simulation.last_request());
+        let in_flight = certain.map_or(0, |request| request + 1);
+        let (simulation, rebuilt) = self.check_at(&self.errand.store, certain, Some(in_flight))?;
+        self.simulation = simulation;
+        self.totals.replaying += lived;
+        self.totals.replayed += self.simulation.next_request() - before;
+        Ok(Checked { lived, acknowledged, found: self.simulation.last_request(), rebuilt })
+    }
+
+    /// Holds what recovery finds in a directory against the simulation: it ends between two requests, both
+    /// inclusive, and is right, byte for byte. Returns the simulation there.
+    pub fn check_at(
+        &self,
+        store: &Path,
+        certain: Option<u64>,
+        begun: Option<u64>,
+    ) -> Result<(Simulation, Option<Rebuilt>), Stop> {
+        // Before there is a store, nothing can have been acknowledged.
+        let is_there = store.join(FileName::Store.name()).exists();
+        let rebuilt = is_there.then(|| check::recovered(store)).transpose()?;
+        let root = rebuilt.as_ref().map(|rebuilt| rebuilt.table.root().clone()).unwrap_or_default();
+        let found = last_request(&root).map_err(Failure::Damage)?;
+        if found < certain || found > begun {
+            let number =
+                |request: Option<u64>| request.map_or("none".to_owned(), |number| number.to_string());
+            return Err(Stop::Differs(vec![format!(
+                "the last request in {} is {}, but at least {} and at most {} was to be there",
+                store.display(),
+                number(found),
+                number(certain),
+                number(begun)
+            )]));
+        }
+        let simulation = self.simulation_at(found);
+        if let Some(rebuilt) = &rebuilt {
+            hold(&simulation, Epochs::Exact, rebuilt)?;
+        }
+        Ok((simulation, rebuilt))
+    }
+
+    /// The simulation after the request that a store's root names: of any state that the store was in since it was
+    /// made, or went back.
+    pub fn simulation_at(&self, last: Option<u64>) -> Simulation {
+        // What it was at the last check has the epochs that a restore left.
+        let is_ahead = last >= self.simulation.last_request();
+        let mut simulation =
+            if is_ahead { self.simulation.clone() } else { Simulation::new(self.simulation.rule()) };
+        while simulation.last_request() < last {
+            // A root that names a request of no trace is found to be wrong by the comparison.
+            let Some(request) = self.requests.get(simulation.next_request() as usize) else { break };
+            simulation.request(request);
+        }
+        simulation
+    }
+
+    /// Takes the simulation back to where a restore took the store.
+    pub fn gone_back(&mut self) -> Result<Checked, Stop> {
+        let rebuilt = check::recovered(&self.errand.store)?;
+        let request = last_request(rebuilt.table.root()).map_err(Failure::Damage)?;
+        self.simulation = self.simulation_at(request);
+        hold(&self.simulation, Epochs::AtLeast, &rebuilt)?;
+        // What the restore changed has epochs above all that were ever given; from here on they count on.
+        for info in rebuilt.table.pages() {
+            if let Some(hash_id) = info.key.as_ref().and_then(hash_id) {
+                self.simulation.set_epoch(hash_id, info.epoch.0);
+            }
+        }
+        Ok(Checked { lived: Duration::ZERO, acknowledged: None, found: request, rebuilt: Some(rebuilt) })
+    }
+}
+
+/// Fails if a store is not what a simulation says.
+fn hold(simulation: &Simulation, epochs: Epochs, rebuilt: &Rebuilt) -> Result<(), Stop> {
+    let differences = check::compare(simulation, epochs, rebuilt);
+    if differences.is_empty() {
+        return Ok(());
+    }
+    let mut told: Vec<String> = differences.iter().take(DIFFERENCES_SHOWN).map(ToString::to_string).collect();
+    told.push(format!("{} differences", differences.len()));
+    Err(Stop::Differs(told))
+}
+
+/// How many differences are listed; the rest is counted.
+const DIFFERENCES_SHOWN: usize = 20;

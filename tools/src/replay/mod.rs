@@ -1,0 +1,365 @@
+//! `remanent replay`: drives a store with a cache trace, one batch a request.
+//!
+//! What a request does is decided in `simulate.rs`; here it is done. The process may be killed at any
+//! instruction: the root's entry `request` names the last request that is in the store, and from that and
+//! the trace everything else follows.
+
+pub(crate) mod check;
+pub(crate) mod child;
+pub(crate) mod demo;
+pub(crate) mod simulate;
+pub(crate) mod trace;
+pub(crate) mod kill_run;
+pub(crate) mod replay_params;
+
+use std::collections::HashMap;
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::num::NonZeroU64;
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use clap::ValueEnum;
+use remanent::{
+    Ack, DeviceChoice, LogIo, Metadata, Options, PageId, PageRef, Place, Position, Recovered, Store, Value,
+};
+
+use crate::cli::engine::engine_failure;
+use crate::cli::exit::{Ending, Failure, Outcome};
+use crate::cli::interrupt;
+use crate::cli::interrupt::Interrupt;
+use crate::cli::output::Output;
+use crate::cli::progress;
+use crate::replay::check::{Epochs, REQUEST, hash_id, key_of, last_request};
+use crate::replay::simulate::{HIT_LEN, Rule, Simulation, Step, stream};
+use crate::replay::trace::Trace;
+
+const EXAMPLES: &str = "\
+Request i of the trace, from 0, is one batch. Each of its hash ids in order: if the page is there, its first \
+64 bytes are written; else it is created, with the id in decimal as its key. Then the least recently used \
+pages are deleted until --pages-max are left, and the root's entry `request` is set to i. All bytes follow \
+from hash id and request, so that --check can prove every one of them.
+
+Examples:
+  remanent replay store trace.jsonl.zst --limit 1000           the first 1,000 requests
+  remanent replay store trace.jsonl.zst --limit 2000 --resume  up to 2,000, from wherever the store is
+  remanent replay store trace.jsonl.zst --check                does the store hold what it should?";
+
+/// Drive a store with a cache trace, or check what a trace made of it
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Replay {
+    /// The store's directory; made if it does not exist
+    dir: PathBuf,
+    /// The trace: one JSON object with `hash_ids` a line, plain or compressed with zstd
+    trace: PathBuf,
+    /// Bytes of a page [default: 4096, or what the store was made with]
+    #[arg(long, value_name = "B")]
+    page_len: Option<usize>,
+    /// Pages that stay after a request; at least as many as the longest request names [default: 4096, or
+    /// what the store was made with]
+    #[arg(long, value_name = "N")]
+    pages_max: Option<usize>,
+    /// What each request waits for: `logged` survives a kill, `durable` a power cut
+    #[arg(long, value_enum, default_value_t = AckLevel::Logged)]
+    ack: AckLevel,
+    /// Where the store's pages live: `auto` (a GPU if there is one), `host`, `cuda:0`, `cuda:1`, …
+    #[arg(long, value_name = "DEVICE", default_value_t)]
+    device: DeviceChoice,
+    /// How the log is written [default: `mapped` where the file system allows it]
+    #[arg(long, value_enum, value_name = "HOW")]
+    log_io: Option<LogWriter>,
+    /// Take a snapshot after every N-th request of the trace
+    #[arg(long, value_name = "N")]
+    snapshot_every: Option<NonZeroU64>,
+    /// Append a line `lsn request` to this file after each acknowledgement; `-` is standard output
+    #[arg(long, value_name = "FILE")]
+    acks: Option<PathBuf>,
+    /// Take only the first N requests of the trace
+    #[arg(long, value_name = "N")]
+    limit: Option<u64>,
+    /// Go on after the last request that the store holds
+    #[arg(long)]
+    resume: bool,
+    /// Write nothing: compare the store with what the trace makes of it
+    #[arg(long)]
+    check: bool,
+}
+
+/// An acknowledgement that can be waited for.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum AckLevel {
+    /// The batch survives the death of the process
+    Logged,
+    /// The batch survives a power cut
+    Durable,
+}
+
+impl From<AckLevel> for Ack {
+    fn from(level: AckLevel) -> Self {
+        match level {
+            AckLevel::Logged => Ack::Logged,
+            AckLevel::Durable => Ack::Durable,
+        }
+    }
+}
+
+/// A way to write the log.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum LogWriter {
+    /// Stores into mapped segments
+    Mapped,
+    /// Writes, and syncs
+    Buffered,
+    /// Writes past the page cache; every acknowledgement is a durable one
+    Direct,
+}
+
+impl From<LogWriter> for LogIo {
+    fn from(writer: LogWriter) -> Self {
+        match writer {
+            LogWriter::Mapped => LogIo::Mapped,
+            LogWriter::Buffered => LogIo::Buffered,
+            LogWriter::Direct => LogIo::Direct,
+        }
+    }
+}
+
+impl Replay {
+    /// Replays, or checks.
+    pub fn run(&self, out: &mut Output) -> Outcome {
+        let rule = replay_params::choose(&self.dir, self.page_len, self.pages_max)?;
+        // The whole trace is read once before anything is written.
+        let survey = Trace::survey(&self.trace, self.limit)?;
+        let rule = rule.check(survey.longest).map_err(Failure::Environment)?;
+        if self.check {
+            interrupt::end_at_once()?;
+            return self.compare(rule, out);
+        }
+
+        let interrupt = Interrupt::listen()?;
+        let mut acks = self.acks.as_deref().map(AckFile::open).transpose()?;
+        let options = Options::default()
+            .ack(self.ack.into())
+            .device(self.device)
+            .identity(replay_params::identity(rule));
+        let options = match self.log_io {
+            Some(writer) => options.log_io(writer.into()),
+            None => options,
+        };
+        let store = Store::open(&self.dir, options).map_err(engine_failure)?;
+        let mut trace = Trace::open(&self.trace, self.limit)?;
+        // A GPU that was asked for by name is to hold the pages; one that happens to be there need not.
+        let place = if matches!(self.device, DeviceChoice::Cuda(_)) { Place::Device(0) } else { Place::Host };
+        let mut driver = Driver::take_up(store, place, rule, &mut trace, self.resume)?;
+        let first = driver.simulation.next_request();
+        if let Some(request) = driver.simulation.last_request() {
+            out.line(format_args!(
+                "resumed after request {request}: {}",
+                recovery_line(driver.store.recovered())
+            ))?;
+            out.flush()?;
+        }
+
+        let started = Instant::now();
+        let bar = progress::bar(survey.requests.saturating_sub(first), "replaying");
+        for hash_ids in trace {
+            let hash_ids = hash_ids?;
+            let request = driver.simulation.next_request();
+            let position = driver.request(&hash_ids)?;
+            if let Some(acks) = &mut acks {
+                acks.append(position, request)?;
+            }
+            if self.snapshot_every.is_some_and(|every| (request + 1) % every == 0) {
+                driver.store.snapshot().map_err(engine_failure)?;
+                driver.totals.snapshots += 1;
+            }
+            bar.inc(1);
+            if interrupt.noted() {
+                break;
+            }
+        }
+        bar.finish_and_clear();
+        driver.report(first, started.elapsed(), out)?;
+        driver.store.close().map_err(engine_failure)?;
+        Ok(if interrupt.noted() { Ending::Interrupted } else { Ending::Fine })
+    }
+
+    /// Compares the store with the simulation.
+    fn compare(&self, rule: Rule, out: &mut Output) -> Outcome {
+        let rebuilt = check::recovered(&self.dir)?;
+        let last = last_request(rebuilt.table.root()).map_err(Failure::Damage)?;
+        let simulation = check::simulate(rule, &mut Trace::open(&self.trace, self.limit)?, last)?;
+        let differences = check::compare(&simulation, Epochs::Exact, &rebuilt);
+        for difference in differences.iter().take(DIFFERENCES_SHOWN) {
+            out.line(difference)?;
+        }
+        let until =
+            last.map_or("before the first request".to_owned(), |last| format!("after request {last}"));
+        let pages = simulation.pages().len();
+        if differences.is_empty() {
+            out.line(format_args!("exact {until}: {pages} pages, with their epochs and all their bytes"))?;
+            return Ok(Ending::Fine);
+        }
+        out.line(format_args!("{} differences {until}, of {pages} pages", differences.len()))?;
+        Ok(Ending::Difference)
+    }
+}
+
+/// How many differences are listed; the rest is counted.
+const DIFFERENCES_SHOWN: usize = 20;
+
+/// A store, and the simulation beside it.
+struct Driver {
+    store: Store,
+    /// Where new pages live.
+    place: Place,
+    simulation: Simulation,
+    pages: HashMap<u64, PageId>,
+    totals: Totals,
+}
+
+/// What a replay did.
+#[derive(Clone, Copy, Default)]
+struct Totals {
+    created: u64,
+    hits: u64,
+    evicted: u64,
+    snapshots: u64,
+}
+
+impl Driver {
+    /// Reads where the store is, and takes the simulation there.
+    fn take_up(
+        store: Store,
+        place: Place,
+        rule: Rule,
+        trace: &mut Trace,
+        resume: bool,
+    ) -> Result<Self, Failure> {
+        let root = store.root().map_err(engine_failure)?;
+        let last = last_request(&root).map_err(Failure::Environment)?;
+        if let (Some(request), false) = (last, resume) {
+            return Err(Failure::Environment(format!(
+                "the store holds the trace up to request {request}; --resume goes on from there"
+            )));
+        }
+        let simulation = check::simulate(rule, trace, last)?;
+        let mut pages = HashMap::new();
+        for info in store.pages().map_err(engine_failure)? {
+            // Keys are unique, so as many known ones as there are pages expected are exactly those.
+            let known = info.key.as_ref().and_then(hash_id).filter(|id| simulation.pages().contains_key(id));
+            pages.insert(known.ok_or_else(differs)?, info.page);
+        }
+        if pages.len() != simulation.pages().len() {
+            return Err(differs());
+        }
+        Ok(Self { store, place, simulation, pages, totals: Totals::default() })
+    }
+
+    /// Commits the next request.
+    fn request(&mut self, hash_ids: &[u64]) -> Result<Position, Failure> {
+        let request = self.simulation.next_request();
+        let page_len = self.simulation.rule().page_len;
+        let mut batch = self.store.batch();
+        let mut created: Vec<u64> = Vec::new();
+        let mut refs: HashMap<u64, PageRef> = HashMap::new();
+        for step in self.simulation.request(hash_ids) {
+            match step {
+                Step::Create(id) => {
+                    let key = Some(key_of(id));
+                    let page = batch.create_with(page_len as u64, self.place, key, Metadata::new());
+                    batch.write(page, 0, &stream(id, request, page_len));
+                    created.push(id);
+                    refs.insert(id, page.into());
+                    self.totals.created += 1;
+                }
+                Step::Hit(id) => {
+                    // A page that this very request created has no number yet.
+                    let page = refs.get(&id).copied().unwrap_or_else(|| self.pages[&id].into());
+                    batch.write(page, 0, &stream(id, request, HIT_LEN));
+                    self.totals.hits += 1;
+                }
+                Step::Evict(id) => {
+                    let page = self.pages.remove(&id).expect("a page is never evicted by its own request");
+                    batch.delete(page);
+                    self.totals.evicted += 1;
+                }
+            }
+        }
+        batch.set_root(REQUEST, Value::U64(request));
+        let committed = self.store.commit(batch).map_err(engine_failure)?;
+        self.pages.extend(created.into_iter().zip(committed.pages));
+        Ok(committed.position)
+    }
+
+    /// Says what was done.
+    fn report(&self, first: u64, took: Duration, out: &mut Output) -> Result<(), Failure> {
+        let Totals { created, hits, evicted, snapshots } = self.totals;
+        let Some(last) = self.simulation.last_request().filter(|last| *last >= first) else {
+            return out.line("nothing to replay: the store holds all of it");
+        };
+        let requests = last + 1 - first;
+        let page_len = self.simulation.rule().page_len as u64;
+        let mib = (created * page_len + hits * HIT_LEN as u64) as f64 / f64::from(1 << 20);
+        let seconds = took.as_secs_f64();
+        out.line(format_args!(
+            "replayed requests {first} to {last} in {seconds:.2} s: {:.0} requests/s, {:.0} MiB/s of page bytes",
+            requests as f64 / seconds,
+            mib / seconds
+        ))?;
+        out.line(format_args!(
+            "{created} pages created, {hits} hits, {evicted} evicted, {snapshots} snapshots; {} pages at lsn {}",
+            self.pages.len(),
+            self.store.lsn()
+        ))
+    }
+}
+
+/// How the store came back.
+fn recovery_line(recovered: &Recovered) -> String {
+    let Recovered { snapshot, replayed_batches, copied_batches, elapsed, .. } = recovered;
+    let base = snapshot.map_or("the log's beginning".to_owned(), |snapshot| format!("snapshot {snapshot}"));
+    let torn = recovered
+        .torn
+        .as_ref()
+        .map_or_else(String::new, |torn| format!(", lsn {} to {} cut as a torn tail", torn.first, torn.last));
+    format!(
+        "recovered in {elapsed:.1?} from {base} and {replayed_batches} batches, \
+         {copied_batches} of them not yet durable{torn}"
+    )
+}
+
+/// The file that says what was acknowledged.
+struct AckFile {
+    file: File,
+    path: PathBuf,
+}
+
+impl AckFile {
+    fn open(path: &Path) -> Result<Self, Failure> {
+        let file = if path == Path::new("-") {
+            std::io::stdout().as_fd().try_clone_to_owned().map(File::from)
+        } else {
+            OpenOptions::new().append(true).create(true).open(path)
+        };
+        match file {
+            Ok(file) => Ok(Self { file, path: path.to_owned() }),
+            Err(error) => Err(Failure::Environment(format!("cannot open {}: {error}", path.display()))),
+        }
+    }
+
+    /// Appends a line in one write, so that whoever reads meanwhile never sees half of one.
+    fn append(&mut self, position: Position, request: u64) -> Result<(), Failure> {
+        let line = format!("{} {request}\n", position.lsn);
+        self.file
+            .write_all(line.as_bytes())
+            .map_err(|error| Failure::Environment(format!("cannot write {}: {error}", self.path.display())))
+    }
+}
+
+/// The pages are not those that the trace makes.
+fn differs() -> Failure {
+    Failure::Damage("the store's pages are not those that the trace makes; --check lists them".to_owned())
+}

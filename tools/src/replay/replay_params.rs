@@ -1,0 +1,80 @@
+//! The rule with which a store is replayed, written into the store's identity blob: so a store is never
+//! gone on with, or checked, under another rule than its own.
+
+use std::path::Path;
+
+use remanent_format::FileName;
+use remanent_format::store::StoreFile;
+
+use crate::cli::exit::Failure;
+use crate::read::store_dir::StoreDir;
+use crate::replay::simulate::Rule;
+
+/// The rule of a new store, where nothing else is asked for.
+const DEFAULT: Rule = Rule { page_len: 4096, pages_max: 4096 };
+
+/// The identity blob of a store that is replayed under a rule.
+pub fn identity(rule: Rule) -> String {
+    format!("remanent replay: page-len {}, pages-max {}", rule.page_len, rule.pages_max)
+}
+
+/// The rule that an identity blob names.
+fn parse(identity: &[u8]) -> Option<Rule> {
+    let text = std::str::from_utf8(identity).ok()?;
+    let (page_len, pages_max) =
+        text.strip_prefix("remanent replay: page-len ")?.split_once(", pages-max ")?;
+    let rule = Rule { page_len: page_len.parse().ok()?, pages_max: pages_max.parse().ok()? };
+    (self::identity(rule) == text).then_some(rule)
+}
+
+/// The rule to use in a directory: the store's own, if there is a store, else what is asked for.
+pub fn choose(dir: &Path, page_len: Option<usize>, pages_max: Option<usize>) -> Result<Rule, Failure> {
+    let own = if dir.exists() { own_rule(&StoreDir::open(dir)?)? } else { None };
+    let base = own.unwrap_or(DEFAULT);
+    let rule =
+        Rule { page_len: page_len.unwrap_or(base.page_len), pages_max: pages_max.unwrap_or(base.pages_max) };
+    match own {
+        Some(own) if own != rule => Err(Failure::Environment(format!(
+            "{} was made with --page-len {} --pages-max {}",
+            dir.display(),
+            own.page_len,
+            own.pages_max
+        ))),
+        _ => Ok(rule),
+    }
+}
+
+/// The rule that the store in a directory was made with; `None` if there is no store.
+fn own_rule(dir: &StoreDir) -> Result<Option<Rule>, Failure> {
+    let cannot = |reason: String| Failure::Environment(format!("{}/STORE: {reason}", dir.path().display()));
+    let Some(bytes) = dir.read_whole(FileName::Store).map_err(|error| cannot(error.to_string()))? else {
+        return Ok(None);
+    };
+    let file = StoreFile::decode(&bytes).map_err(|defect| Failure::Damage(format!("STORE: {defect}")))?;
+    match parse(&file.record.identity) {
+        Some(rule) => Ok(Some(rule)),
+        None => Err(cannot("not a replayed trace's store; give a directory of its own".to_owned())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rule_is_read_back_from_its_identity_and_from_nothing_else() {
+        let rule = Rule { page_len: 512, pages_max: 300 };
+        assert_eq!(parse(identity(rule).as_bytes()), Some(rule));
+        for other in ["", "remanent replay: page-len 512", "remanent replay: page-len +512, pages-max 300"] {
+            assert_eq!(parse(other.as_bytes()), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn a_directory_without_a_store_takes_what_is_asked_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let asked = Rule { page_len: 512, pages_max: 300 };
+        assert_eq!(choose(dir.path(), Some(512), Some(300)), Ok(asked));
+        assert_eq!(choose(&dir.path().join("missing"), None, None), Ok(DEFAULT));
+    }
+}

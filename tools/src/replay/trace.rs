@@ -1,0 +1,170 @@
+//! A cache trace: one JSON object a line, plain or zstd-compressed, read as a stream.
+//!
+//! Of each request only `hash_ids` is used: the blocks of the prompt's cache, in order. A trace is a
+//! stranger's file: lines are bounded in length, and what does not parse is named by file and line.
+
+use std::collections::HashSet;
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+
+use crate::cli::exit::Failure;
+
+/// The longest line that is read, in bytes; the longest of the trace in `data/` has 2,053.
+const LINE_LEN_MAX: u64 = 1 << 20;
+/// The first bytes of a zstd frame.
+const ZSTD_MAGIC: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
+
+/// One hour of a production chat service; `data/README.md` says where it comes from.
+const BUNDLED: &[u8] = include_bytes!("../../data/mooncake_conversation_trace.jsonl.zst");
+
+/// Writes the trace that comes with the tool into a folder, and returns where it lies.
+pub fn bundled(folder: &Path) -> Result<PathBuf, Failure> {
+    let path = folder.join("trace.jsonl.zst");
+    match std::fs::write(&path, BUNDLED) {
+        Ok(()) => Ok(path),
+        Err(error) => Err(Failure::Environment(format!("cannot write {}: {error}", path.display()))),
+    }
+}
+
+/// One line of a trace. Other fields are not looked at.
+#[derive(Deserialize)]
+struct Line {
+    hash_ids: Vec<u64>,
+}
+
+/// The requests of a trace, in order, as an iterator over their hash ids.
+pub struct Trace {
+    name: PathBuf,
+    lines: Box<dyn BufRead>,
+    line_number: u64,
+    left: u64,
+}
+
+/// What one pass over a trace finds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Survey {
+    /// Number of requests.
+    pub requests: u64,
+    /// Different hash ids in the request that has most of them.
+    pub longest: usize,
+}
+
+impl Trace {
+    /// Opens the first `limit` requests of a trace, compressed or not.
+    pub fn open(path: &Path, limit: Option<u64>) -> Result<Self, Failure> {
+        let open = || -> io::Result<Box<dyn BufRead>> {
+            let mut file = BufReader::new(File::open(path)?);
+            if file.fill_buf()?.starts_with(&ZSTD_MAGIC) {
+                Ok(Box::new(BufReader::new(zstd::Decoder::with_buffer(file)?)))
+            } else {
+                Ok(Box::new(file))
+            }
+        };
+        let lines = open()
+            .map_err(|error| Failure::Environment(format!("cannot read {}: {error}", path.display())))?;
+        Ok(Self { name: path.to_owned(), lines, line_number: 0, left: limit.unwrap_or(u64::MAX) })
+    }
+
+    /// Reads the whole trace once, so that a bad line is found before anything is done with a good one.
+    pub fn survey(path: &Path, limit: Option<u64>) -> Result<Survey, Failure> {
+        let mut survey = Survey { requests: 0, longest: 0 };
+        for request in Self::open(path, limit)? {
+            let different: HashSet<u64> = request?.into_iter().collect();
+            survey.requests += 1;
+            survey.longest = survey.longest.max(different.len());
+        }
+        Ok(survey)
+    }
+
+    /// The next line without its end; `None` at the end of the file.
+    fn line(&mut self) -> Result<Option<Vec<u8>>, String> {
+        let mut line = Vec::new();
+        let read = self.lines.as_mut().take(LINE_LEN_MAX + 1).read_until(b'\n', &mut line);
+        match read.map_err(|error| error.to_string())? {
+            0 => Ok(None),
+            len if len as u64 > LINE_LEN_MAX => Err(format!("longer than {LINE_LEN_MAX} bytes")),
+            _ => {
+                if line.last() == Some(&b'\n') {
+                    line.pop();
+                }
+                Ok(Some(line))
+            }
+        }
+    }
+
+    /// The next request, or what is wrong with its line.
+    fn request(&mut self) -> Result<Option<Vec<u64>>, String> {
+        let Some(line) = self.line()? else { return Ok(None) };
+        let line: Line = serde_json::from_slice(&line).map_err(|error| error.to_string())?;
+        Ok(Some(line.hash_ids))
+    }
+}
+
+impl Iterator for Trace {
+    type Item = Result<Vec<u64>, Failure>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        self.left = self.left.checked_sub(1)?;
+        self.line_number += 1;
+        let request = self.request().transpose()?;
+        Some(request.map_err(|reason| {
+            self.left = 0;
+            Failure::Environment(format!("{}:{}: {reason}", self.name.display(), self.line_number))
+        }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn file(content: &[u8]) -> tempfile::NamedTempFile {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), content).unwrap();
+        file
+    }
+
+    fn requests(content: &[u8], limit: Option<u64>) -> Vec<Result<Vec<u64>, Failure>> {
+        Trace::open(file(content).path(), limit).unwrap().collect()
+    }
+
+    #[test]
+    fn requests_come_in_order_with_or_without_compression_or_a_last_newline() {
+        let plain = b"{\"timestamp\": 0, \"hash_ids\": [0, 7]}\n{\"hash_ids\": []}\n{\"hash_ids\":[18446744073709551615]}";
+        let expected = vec![Ok(vec![0, 7]), Ok(vec![]), Ok(vec![u64::MAX])];
+        assert_eq!(requests(plain, None), expected);
+        assert_eq!(requests(&zstd::encode_all(&plain[..], 1).unwrap(), None), expected);
+        assert_eq!(requests(&[&plain[..], b"\n"].concat(), None), expected);
+        assert_eq!(requests(plain, Some(2)), expected[..2]);
+        assert_eq!(requests(b"", None), []);
+    }
+
+    #[test]
+    fn a_bad_line_is_named_and_ends_the_trace() {
+        let long = [b"{\"hash_ids\": [", &b" ".repeat(1 << 20)[..], b"]}\n"].concat();
+        for bad in [&b"{}\n"[..], b"\n", b"{\"hash_ids\": [-1]}\n", b"{\"hash_ids\": [1", b"\xff\n", &long] {
+            let content = [b"{\"hash_ids\": [1]}\n", bad].concat();
+            let requests = requests(&content, None);
+            assert_eq!(requests[0], Ok(vec![1]));
+            let Err(Failure::Environment(message)) = &requests[1] else { panic!("{:?}", requests[1]) };
+            assert!(message.contains(":2: "), "{message}");
+            assert_eq!(requests.len(), 2);
+        }
+    }
+
+    #[test]
+    fn a_cut_compressed_trace_is_an_error_and_not_an_end() {
+        let whole = zstd::encode_all(&b"{\"hash_ids\": [1]}\n".repeat(100)[..], 1).unwrap();
+        let requests = requests(&whole[..whole.len() - 3], None);
+        assert!(requests.last().unwrap().is_err());
+    }
+
+    #[test]
+    fn the_trace_here_is_the_one_that_its_readme_describes() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("data/mooncake_conversation_trace.jsonl.zst");
+        assert_eq!(Trace::survey(&path, None), Ok(Survey { requests: 12_031, longest: 247 }));
+    }
+}

@@ -1,0 +1,151 @@
+//! How one element of a page is named on the command line, and where it lies.
+
+use std::str::FromStr;
+
+use remanent_format::PageInfo;
+use safetensors::Dtype;
+
+use crate::read::selector::{Fit, fit};
+use crate::weights::dtype;
+use crate::weights::{dtype_of, label, name_of, shape_of};
+
+/// `KEY[INDEX]`, as it was typed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ElementName {
+    /// A tensor's full name, or a page's key or number.
+    pub page: String,
+    /// One number for each dimension, or one number that counts all elements.
+    pub index: Vec<u64>,
+}
+
+impl FromStr for ElementName {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = || "not KEY[INDEX], such as layer.weight[3,7] or layer.weight[1543]".to_owned();
+        // A name may have brackets of its own: the last ones count.
+        let (page, index) =
+            text.strip_suffix(']').and_then(|text| text.rsplit_once('[')).ok_or_else(wrong)?;
+        let number = |text: &str| text.trim().parse().map_err(|_| wrong());
+        let index = index.split(',').map(number).collect::<Result<_, _>>()?;
+        Ok(Self { page: page.to_owned(), index })
+    }
+}
+
+/// An element of a page that exists.
+#[derive(Clone, Debug)]
+pub struct Element {
+    /// Its page.
+    pub info: PageInfo,
+    /// Its dtype; none where the page says none, and elements are bytes.
+    pub dtype: Option<Dtype>,
+    /// Where it lies, in bytes from the page's start.
+    pub offset: u64,
+    /// Its width in bytes.
+    pub width: usize,
+}
+
+impl ElementName {
+    /// Whether a page is the one that is meant: by its tensor's name, by its key, also behind `key:` and as it is shown,
+    /// or by `page:` and its number.
+    pub fn means(&self, info: &PageInfo) -> bool {
+        let is_key = |text: &str| info.key.as_ref().is_some_and(|key| fit(key, text) != Fit::No);
+        name_of(info) == Some(&self.page)
+            || is_key(&self.page)
+            || self.page.strip_prefix("key:").is_some_and(is_key)
+            || self.page.strip_prefix("page:").is_some_and(|number| number == info.page.to_string())
+    }
+
+    /// The element in its page.
+    pub fn find(&self, info: &PageInfo) -> Result<Element, String> {
+        let dtype = dtype_of(info);
+        let width = dtype.map_or(1, |dtype| dtype::width(dtype).bytes());
+        let shape = shape_of(info).filter(|shape| shape.len() == self.index.len());
+        let outside = || format!("there is no element {:?} in {}", self.index, label(info));
+        let flat = match (&self.index[..], shape) {
+            // Row by row: the last dimension counts fastest.
+            (index, Some(shape)) => {
+                let within = index.iter().zip(&shape).all(|(index, dimension)| index < dimension);
+                let flat = index.iter().zip(&shape).try_fold(0_u64, |flat, (index, dimension)| {
+                    flat.checked_mul(*dimension)?.checked_add(*index)
+                });
+                flat.filter(|_| within)
+            }
+            ([flat], None) => Some(*flat),
+            (index, None) => {
+                return Err(format!("{} does not have {} dimensions", label(info), index.len()));
+            }
+        };
+        let bits = dtype.map_or(8, |dtype| dtype.bitsize() as u64);
+        let offset = flat.and_then(|flat| flat.checked_mul(bits)).map(|bits| bits / 8).ok_or_else(outside)?;
+        if offset.checked_add(width as u64).is_none_or(|end| end > info.len) {
+            return Err(outside());
+        }
+        Ok(Element { info: info.clone(), dtype, offset, width })
+    }
+}
+
+impl Element {
+    /// Where it ends, in bytes from the page's start.
+    pub fn end(&self) -> u64 {
+        self.offset + self.width as u64
+    }
+
+    /// The element's bytes in its page; `None` where the page is too short for it.
+    pub fn of<'p>(&self, page: &'p [u8]) -> Option<&'p [u8]> {
+        page.get(self.offset as usize..)?.get(..self.width)
+    }
+
+    /// Its value as text.
+    pub fn text(&self, bytes: &[u8]) -> String {
+        self.dtype.map_or_else(|| bytes[0].to_string(), |dtype| dtype::text(dtype, bytes))
+    }
+
+    /// Its value as JSON.
+    pub fn json(&self, bytes: &[u8]) -> serde_json::Value {
+        self.dtype.map_or_else(|| bytes[0].into(), |dtype| dtype::json(dtype, bytes))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use remanent_format::{PageId, Place, Value};
+
+    fn page(dtype: &str, shape: &[u64], len: u64) -> PageInfo {
+        let mut info = PageInfo::new(PageId(7), len, Place::Host);
+        let shape = shape.iter().map(|dimension| Value::U64(*dimension)).collect();
+        info.metadata = remanent_format::Metadata::from([
+            ("name".to_owned(), Value::from("w[0]")),
+            ("dtype".to_owned(), Value::from(dtype)),
+            ("shape".to_owned(), Value::List(shape)),
+        ])
+        .into();
+        info
+    }
+
+    #[test]
+    fn an_element_is_found_by_all_its_indices_or_by_one_that_counts() {
+        let info = page("F32", &[2, 3, 4], 96);
+        for (text, expected) in [
+            ("w[0][0,0,0]", Some(0)),
+            ("w[0][1, 2, 3]", Some(92)),
+            ("w[0][0,1,2]", Some(24)),
+            ("w[0][23]", Some(92)),
+            ("w[0][24]", None),
+            ("w[0][2,0,0]", None),
+            ("w[0][0,3,0]", None),
+            ("w[0][1,2]", None),
+            ("page:7[18446744073709551615]", None),
+        ] {
+            let name: ElementName = text.parse().unwrap();
+            assert!(name.means(&info), "{text}");
+            assert_eq!(name.find(&info).ok().map(|element| element.offset), expected, "{text}");
+        }
+        assert_eq!("w[3]".parse::<ElementName>().unwrap().find(&page("F4", &[8], 4)).unwrap().offset, 1);
+        assert!(!"w[0]".parse::<ElementName>().unwrap().means(&info));
+        for text in ["", "w", "w[]", "w[x]", "w[1", "w[-1]", "w[1,]"] {
+            assert!(text.parse::<ElementName>().is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,147 @@
+//! `remanent export`: a version of the weights as the file that it was imported from.
+
+use std::collections::BTreeMap;
+use std::fs::{File, Permissions};
+use std::io::{BufWriter, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use remanent_format::{Lsn, PageInfo};
+
+use crate::cli::exit::{Ending, Failure, Outcome};
+use crate::cli::interrupt::Interrupt;
+use crate::cli::json::object;
+use crate::cli::memory::Memory;
+use crate::cli::output::Output;
+use crate::cli::progress;
+use crate::read::states::{At, Past, State};
+use crate::read::store_dir::StoreDir;
+use crate::weights::{Header, is_header, name_of};
+
+const EXAMPLES: &str = "\
+The file is that which was imported, byte for byte, or what programs made of its tensors since. It is written \
+beside its final place, synced and renamed: there is all of it or nothing.
+
+Examples:
+  remanent export store model.safetensors
+  remanent export store before.safetensors --at lsn:7
+  remanent export store then.safetensors --at snapshot:2";
+
+/// Write a version of the weights to a safetensors file
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Export {
+    /// The store's directory; it is only read
+    dir: PathBuf,
+    /// Where the weights go; replaced if it is there
+    file: PathBuf,
+    /// The version: lsn:N, snapshot:N or name:S [default: the newest]
+    #[arg(long)]
+    at: Option<At>,
+    /// One JSON object
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    memory: Memory,
+}
+
+impl Export {
+    /// Exports.
+    pub fn run(&self, out: &mut Output) -> Outcome {
+        let interrupt = Interrupt::listen()?;
+        let dir = StoreDir::open(&self.dir)?;
+        dir.refuse_to_write_into(&self.file)?;
+        let version = Past::look(&dir, |past| {
+            let until = past.lsn(self.at.as_ref())?;
+            Version::take(past, until, self.memory.limit())
+        })?;
+        if interrupt.noted() || !version.write_file(&self.file, &interrupt)? {
+            return Ok(Ending::Interrupted);
+        }
+        let (tensors, bytes) = (version.header.tensors.len(), version.header.file_len());
+        if self.json {
+            out.line(object! { "lsn": version.lsn().0, "tensors": tensors, "bytes": bytes })?;
+        } else {
+            out.line(format_args!("lsn {}: {tensors} tensors, {bytes} bytes", version.lsn()))?;
+        }
+        Ok(Ending::Fine)
+    }
+}
+
+/// A version of the weights, in memory.
+pub struct Version {
+    header: Header,
+    state: State,
+    /// The pages in the order of the file: the header, then the tensors.
+    pages: Vec<PageInfo>,
+}
+
+impl Version {
+    /// Takes the version after a batch from what is kept.
+    pub fn take(past: &Past<'_>, until: Option<Lsn>, page_bytes_max: u64) -> Result<Self, Failure> {
+        let state = past.state(until, page_bytes_max, |info| is_header(info) || name_of(info).is_some())?;
+        let none =
+            || Failure::Environment(format!("no weights were imported up to lsn {}", state.table.lsn()));
+        let infos: Vec<PageInfo> = state.table.pages().collect();
+        let header_page = infos.iter().find(|info| is_header(info)).ok_or_else(none)?;
+        let changed = |what: String| {
+            Failure::Environment(format!("lsn {} is no file of weights: {what}", state.table.lsn()))
+        };
+        let header = Header::parse(state.contents[&header_page.page].clone()).map_err(changed)?;
+        let mut pages = vec![header_page.clone()];
+        let named: BTreeMap<&str, &PageInfo> =
+            infos.iter().filter_map(|info| Some((name_of(info)?, info))).collect();
+        for tensor in &header.tensors {
+            let name = &tensor.name;
+            match named.get(&name[..]) {
+                None => return Err(changed(format!("tensor {name:?} is missing"))),
+                Some(info) if info.len != tensor.len => {
+                    let (found, expected) = (info.len, tensor.len);
+                    return Err(changed(format!("tensor {name:?} is {found} bytes long, not {expected}")));
+                }
+                Some(info) => pages.push((*info).clone()),
+            }
+        }
+        Ok(Self { header, state, pages })
+    }
+
+    /// The batch after which the version stood.
+    pub fn lsn(&self) -> Lsn {
+        self.state.table.lsn()
+    }
+
+    /// Writes the file: all of it, or nothing and `false` if Ctrl-C was pressed meanwhile.
+    pub fn write_file(&self, path: &Path, interrupt: &Interrupt) -> Result<bool, Failure> {
+        let cannot =
+            |error: std::io::Error| Failure::Environment(format!("cannot write {}: {error}", path.display()));
+        let folder = match path.parent() {
+            Some(folder) if !folder.as_os_str().is_empty() => folder,
+            _ => Path::new("."),
+        };
+        // Dropped before it is renamed, the file is removed. The umask takes away what others may not.
+        let beside = tempfile::Builder::new()
+            .prefix(".remanent-export-")
+            .permissions(Permissions::from_mode(0o666))
+            .tempfile_in(folder)
+            .map_err(cannot)?;
+        let bar = progress::bytes(self.header.file_len(), "writing");
+        let mut writer = BufWriter::new(beside.as_file());
+        for info in &self.pages {
+            for piece in self.state.contents[&info.page].chunks(1 << 20) {
+                writer.write_all(piece).map_err(cannot)?;
+                bar.inc(piece.len() as u64);
+                if interrupt.noted() {
+                    return Ok(false);
+                }
+            }
+        }
+        writer.flush().map_err(cannot)?;
+        drop(writer);
+        bar.finish_and_clear();
+        beside.as_file().sync_all().map_err(cannot)?;
+        beside.persist(path).map_err(|error| cannot(error.error))?;
+        // The new name survives a power cut only with its folder.
+        File::open(folder).and_then(|folder| folder.sync_all()).map_err(cannot)?;
+        Ok(true)
+    }
+}

@@ -1,0 +1,388 @@
+//! `remanent import`: a file of weights becomes the newest version in a store, in one batch.
+//!
+//! The store is the only writer's while this runs, so what was compared is what is replaced. All of a version
+//! is one batch: whoever reads the store sees the version before or this one, and a kill at any instruction
+//! leaves one of the two. Importing again then finds what is missing, be it everything or nothing.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use indicatif::ProgressBar;
+use remanent::{
+    Create, FileName, Folder, Key, Lsn, Metadata, PageId, PageInfo, PageRef, Place, Store, Value, Width,
+    WriteBatch,
+};
+
+use crate::cli::engine;
+use crate::cli::engine::engine_failure;
+use crate::cli::exit::{Ending, Failure, Outcome};
+use crate::cli::interrupt::Interrupt;
+use crate::cli::json::object;
+use crate::cli::output::Output;
+use crate::cli::progress;
+use crate::weights::changes::Changes;
+use crate::weights::dtype;
+use crate::weights::{HEADER_KEY, Header, Tensor, WeightsFile, is_header, key_of, name_of};
+
+const EXAMPLES: &str = "\
+Each tensor is a page: its name is the page's key, or lies in the page's metadata where it is longer than 64 \
+bytes; dtype and shape lie there too. One more page keeps the file's header, so that `remanent export` gives \
+the file back byte for byte. Imported again, only the elements that changed are logged; tensors that came, \
+went or have another length are created, deleted and resized. All of it is one batch: a version is there \
+whole or not at all, whenever the import is killed. A file that holds what the store holds commits nothing.
+
+Examples:
+  remanent import store model.safetensors --note 'before training'
+  remanent import store model.safetensors --root step=120 --root lr=3e-4
+  remanent import store model.safetensors --place device:0";
+
+/// Bring a safetensors file into a store as its newest version
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Import {
+    /// The store's directory; made if it does not exist
+    dir: PathBuf,
+    /// The file of weights
+    file: PathBuf,
+    #[command(flatten)]
+    along: Along,
+    /// One JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// What a version brings along.
+#[derive(clap::Args)]
+struct Along {
+    /// A remark that stays with the version in the log
+    #[arg(long, value_name = "TEXT")]
+    note: Option<String>,
+    /// An entry of the store's root, set in the same batch; a number or a bool where it reads as one, else text
+    #[arg(long, value_name = "NAME=VALUE", value_parser = parse_root)]
+    root: Vec<(String, Value)>,
+    /// Where new tensors live: host, pinned, or device:N; others stay where they are
+    #[arg(long, value_name = "PLACE", default_value_t = Place::Host)]
+    place: Place,
+}
+
+fn parse_root(text: &str) -> Result<(String, Value), String> {
+    let (name, value) = text.split_once('=').ok_or("not NAME=VALUE")?;
+    let value = None
+        .or_else(|| value.parse().ok().map(Value::U64))
+        .or_else(|| value.parse().ok().map(Value::I64))
+        .or_else(|| value.parse().ok().map(Value::Bool))
+        .or_else(|| value.parse().ok().map(Value::F64))
+        .unwrap_or_else(|| Value::String(value.to_owned()));
+    Ok((name.to_owned(), value))
+}
+
+/// Bytes that are compared at a time; a multiple of every element width.
+const PIECE_LEN: usize = 1 << 20;
+/// A page is written whole where its changes cost more than this share of it, in eighths.
+const WHOLE_FROM_EIGHTHS: u64 = 7;
+
+/// What an import did.
+struct Imported {
+    /// Whether the store did not hold the version yet.
+    is_new: bool,
+    totals: Totals,
+}
+
+#[derive(Default)]
+struct Totals {
+    created: u64,
+    deleted: u64,
+    resized: u64,
+    changed: u64,
+    changed_elements: u64,
+}
+
+impl Import {
+    /// Imports.
+    pub fn run(&self, out: &mut Output) -> Outcome {
+        let interrupt = Interrupt::listen()?;
+        // A file that cannot be imported leaves no store behind.
+        let file = WeightsFile::open(&self.file)?;
+        let was_there = self.dir.exists();
+        let store = engine::open(&self.dir, Create::IfEmpty)?;
+        let imported = match bring(&store, &file, &self.along, &interrupt) {
+            Ok(imported) => imported,
+            Err(failure) => {
+                if store.recovered().created && store.lsn() == Lsn(0) {
+                    drop(store);
+                    remove_empty_store(&self.dir, was_there);
+                }
+                return Err(failure);
+            }
+        };
+        if let Some(imported) = &imported {
+            self.report(&store, imported, &file.header, out)?;
+        }
+        store.close().map_err(engine_failure)?;
+        Ok(if imported.is_some() { Ending::Fine } else { Ending::Interrupted })
+    }
+
+    fn report(
+        &self,
+        store: &Store,
+        imported: &Imported,
+        header: &Header,
+        out: &mut Output,
+    ) -> Result<(), Failure> {
+        let Totals { created, deleted, resized, changed, changed_elements } = imported.totals;
+        let (tensors, bytes, lsn) = (header.tensors.len(), header.file_len(), store.lsn());
+        if self.json {
+            return out.line(object! {
+                "lsn": lsn.0,
+                "is_new": imported.is_new,
+                "tensors": tensors,
+                "bytes": bytes,
+                "created": created,
+                "deleted": deleted,
+                "resized": resized,
+                "changed": changed,
+                "changed_elements": changed_elements,
+            });
+        }
+        if !imported.is_new {
+            return out.line(format_args!("nothing to import: the store holds this at lsn {lsn}"));
+        }
+        out.line(format_args!(
+            "lsn {lsn}: {tensors} tensors of {bytes} bytes; {created} created, {deleted} deleted, {resized} resized, \
+             {changed_elements} elements changed in {changed} others"
+        ))
+    }
+}
+
+/// Removes a store that was made just now and holds nothing: only files of a store go, and the folders that are empty then.
+/// What cannot be removed stays; why the import failed is what the caller asks.
+fn remove_empty_store(dir: &Path, was_there: bool) {
+    for folder in Folder::INNER.into_iter().chain([Folder::Root]) {
+        let path = dir.join(folder.name());
+        let names = fs::read_dir(&path).into_iter().flatten().flatten().map(|entry| entry.file_name());
+        for name in
+            names.filter(|name| name.to_str().and_then(|name| FileName::parse(folder, name)).is_some())
+        {
+            let _ = fs::remove_file(path.join(name));
+        }
+        if folder != Folder::Root || !was_there {
+            let _ = fs::remove_dir(path);
+        }
+    }
+}
+
+/// Brings a file of weights into an open store, as the command does. Returns whether that made a new version: not if
+/// the store held this one, and not if Ctrl-C was pressed meanwhile.
+///
+/// # Errors
+///
+/// [`Failure::Environment`] for a file that is none of weights or cannot be read, and for a store that refuses;
+/// [`Failure::Damage`] for a store in which an earlier file is not whole.
+pub fn import(store: &Store, file: &Path) -> Result<bool, Failure> {
+    let interrupt = Interrupt::listen()?;
+    let along = Along { note: None, root: Vec::new(), place: Place::Host };
+    let imported = bring(store, &WeightsFile::open(file)?, &along, &interrupt)?;
+    Ok(imported.is_some_and(|imported| imported.is_new))
+}
+
+/// Makes a file the store's newest version, durably; `None` if Ctrl-C was pressed meanwhile.
+fn bring(
+    store: &Store,
+    file: &WeightsFile,
+    along: &Along,
+    interrupt: &Interrupt,
+) -> Result<Option<Imported>, Failure> {
+    let bar = progress::bytes(file.header.file_len(), "comparing");
+    let version = Version::prepare(store, file, along.place, interrupt, &bar)?;
+    bar.finish_and_clear();
+    let Some(mut version) = version else { return Ok(None) };
+    let root = store.root().map_err(engine_failure)?;
+    for (name, value) in &along.root {
+        if root.get(name) != Some(value) {
+            version.batch.set_root(name, value.clone());
+            version.is_new = true;
+        }
+    }
+    if version.is_new {
+        along.note.iter().for_each(|note| {
+            version.batch.note(note);
+        });
+        let committed = store.commit(version.batch).map_err(engine_failure)?;
+        store.wait_durable(committed.position.lsn).map_err(engine_failure)?;
+    }
+    Ok(Some(Imported { is_new: version.is_new, totals: version.totals }))
+}
+
+/// A version under construction.
+struct Version<'a> {
+    store: &'a Store,
+    file: &'a WeightsFile,
+    /// Of new tensors.
+    place: Place,
+    batch: WriteBatch,
+    is_new: bool,
+    totals: Totals,
+    /// Room for a piece of both versions.
+    before: Vec<u8>,
+    after: Vec<u8>,
+}
+
+/// What a page of the new version is made from.
+#[derive(Clone, Copy)]
+struct Before {
+    page: PageRef,
+    /// The page's number, unless it is a new one.
+    old: Option<PageId>,
+    /// Its length; what the new version has beyond it is zeros so far.
+    len: u64,
+}
+
+impl<'a> Version<'a> {
+    /// Compares the file with the store; `None` if Ctrl-C was pressed meanwhile.
+    fn prepare(
+        store: &'a Store,
+        file: &'a WeightsFile,
+        place: Place,
+        interrupt: &Interrupt,
+        bar: &ProgressBar,
+    ) -> Result<Option<Self>, Failure> {
+        let (batch, totals) = (store.batch(), Totals::default());
+        let (before, after) = (vec![0; PIECE_LEN], vec![0; PIECE_LEN]);
+        let mut version = Self { store, file, place, batch, is_new: false, totals, before, after };
+        let pages: Vec<PageInfo> = store.pages().map_err(engine_failure)?.collect();
+        let header = pages.iter().find(|info| is_header(info));
+        let mut old = version.tensors_before(&pages, header)?;
+        let mut keys: BTreeSet<Key> = pages.iter().filter_map(|info| info.key.clone()).collect();
+
+        // First what goes, so that its keys are free.
+        let stays: BTreeSet<&str> = file.header.tensors.iter().map(|tensor| &tensor.name[..]).collect();
+        for info in old.iter().filter(|(name, _)| !stays.contains(*name)).map(|(_, info)| info) {
+            version.batch.delete(info.page);
+            version.is_new = true;
+            version.totals.deleted += 1;
+            info.key.iter().for_each(|key| {
+                keys.remove(key);
+            });
+        }
+        old.retain(|name, _| stays.contains(name));
+        for tensor in &file.header.tensors {
+            if interrupt.noted() {
+                return Ok(None);
+            }
+            match old.get(&tensor.name[..]) {
+                Some(info) => version.update(info, tensor)?,
+                None => {
+                    let key = key_of(&tensor.name, |key| keys.contains(key));
+                    keys.insert(key.clone());
+                    version.create(key, tensor)?;
+                }
+            }
+            bar.inc(tensor.len);
+        }
+        version.update_header(header)?;
+        Ok(Some(version))
+    }
+
+    /// The pages of the version that the store holds, by their tensors' names. Other pages are not ours to
+    /// touch, whatever they are called.
+    fn tensors_before<'p>(
+        &self,
+        pages: &'p [PageInfo],
+        header: Option<&PageInfo>,
+    ) -> Result<BTreeMap<&'p str, &'p PageInfo>, Failure> {
+        let Some(header) = header else { return Ok(BTreeMap::new()) };
+        let mut bytes = vec![0; header.len as usize];
+        self.store.read(header.page, 0, &mut bytes).map_err(engine_failure)?;
+        let refuse =
+            |reason| Failure::Damage(format!("page {} is no file of weights: {reason}", header.page));
+        let header = Header::parse(bytes).map_err(refuse)?;
+        let names: BTreeSet<String> = header.tensors.into_iter().map(|tensor| tensor.name).collect();
+        let named = pages.iter().filter_map(|info| Some((name_of(info)?, info)));
+        Ok(named.filter(|(name, _)| names.contains(*name)).collect())
+    }
+
+    fn create(&mut self, key: Key, tensor: &Tensor) -> Result<(), Failure> {
+        let page = self.batch.create_with(tensor.len, self.place, Some(key), tensor.metadata());
+        self.is_new = true;
+        self.totals.created += 1;
+        self.content(Before { page: page.into(), old: None, len: 0 }, tensor).map(drop)
+    }
+
+    fn update(&mut self, info: &PageInfo, tensor: &Tensor) -> Result<(), Failure> {
+        for (name, value) in tensor.metadata() {
+            if info.metadata.get(&name) != Some(&value) {
+                self.batch.set_metadata(info.page, name, value);
+                self.is_new = true;
+            }
+        }
+        let is_resized = info.len != tensor.len;
+        if is_resized {
+            self.batch.resize(info.page, tensor.len);
+            self.is_new = true;
+            self.totals.resized += 1;
+        }
+        let before = Before { page: info.page.into(), old: Some(info.page), len: info.len };
+        let count = self.content(before, tensor)?;
+        if count > 0 && !is_resized {
+            self.totals.changed += 1;
+            self.totals.changed_elements += count;
+        }
+        Ok(())
+    }
+
+    /// Puts what changed of a tensor's bytes into the batch; gives the number of changed elements.
+    fn content(&mut self, before: Before, tensor: &Tensor) -> Result<u64, Failure> {
+        let mut changes = Changes::new(dtype::width(tensor.dtype));
+        let mut at = 0;
+        while at < tensor.len {
+            let len = (tensor.len - at).min(PIECE_LEN as u64) as usize;
+            self.file.read_at(tensor.offset + at, &mut self.after[..len])?;
+            let there = before.len.saturating_sub(at).min(len as u64) as usize;
+            self.before[there..len].fill(0);
+            if let Some(old) = before.old.filter(|_| there > 0) {
+                self.store.read(old, at, &mut self.before[..there]).map_err(engine_failure)?;
+            }
+            changes.compare(at, &self.before[..len], &self.after[..len]);
+            at += len as u64;
+        }
+        let count = changes.count();
+        self.is_new |= count > 0;
+        if changes.cost() * 8 > tensor.len * WHOLE_FROM_EIGHTHS {
+            // The changes are dropped first: they are about as long as the page.
+            drop(changes);
+            let mut whole = vec![0; tensor.len as usize];
+            self.file.read_at(tensor.offset, &mut whole)?;
+            self.batch.write(before.page, 0, &whole);
+        } else {
+            changes.put(&mut self.batch, before.page);
+        }
+        Ok(count)
+    }
+
+    /// The header's page, which makes the tensors a file.
+    fn update_header(&mut self, info: Option<&PageInfo>) -> Result<(), Failure> {
+        let bytes = &self.file.header.bytes;
+        let Some(info) = info else {
+            let key = Key::new(HEADER_KEY).expect("it is short");
+            let page = self.batch.create_with(bytes.len() as u64, Place::Host, Some(key), Metadata::new());
+            self.batch.write(page, 0, bytes);
+            self.is_new = true;
+            return Ok(());
+        };
+        let mut before = vec![0; info.len as usize];
+        self.store.read(info.page, 0, &mut before).map_err(engine_failure)?;
+        if before == *bytes {
+            return Ok(());
+        }
+        self.is_new = true;
+        if before.len() != bytes.len() {
+            self.batch.resize(info.page, bytes.len() as u64);
+            before.resize(bytes.len(), 0);
+        }
+        let mut changes = Changes::new(Width::W1);
+        changes.compare(0, &before, bytes);
+        changes.put(&mut self.batch, info.page);
+        Ok(())
+    }
+}

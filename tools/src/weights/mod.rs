@@ -1,0 +1,271 @@
+//! What a file of weights and a store have in common: tensors, their names and keys, the file's header.
+//!
+//! A safetensors file is 8 bytes with the length of a JSON header, the header, and the tensors' bytes back to
+//! back. In a store each tensor is a page, with `dtype` and `shape` in its metadata; one more page holds the
+//! header with its 8 bytes, exactly as they were. So the file comes back byte for byte, whatever order, spaces
+//! or metadata its header has, and a version's header is kept like a version of any page.
+
+pub(crate) mod changes;
+pub(crate) mod dtype;
+pub(crate) mod element;
+pub(crate) mod export;
+pub(crate) mod import;
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use remanent_format::limits::KEY_LEN_MAX;
+use remanent_format::{Key, Metadata, PageInfo, Value};
+use safetensors::Dtype;
+
+use crate::cli::exit::Failure;
+
+/// The key of the page that holds the header of the file. No tensor gets it, whatever its name.
+pub const HEADER_KEY: &str = "safetensors header";
+
+/// The longest header, in bytes: that of the safetensors library.
+const HEADER_LEN_MAX: u64 = 100_000_000;
+/// The length of a header's length.
+const LEN_LEN: u64 = 8;
+
+/// The page's metadata that says how its elements are to be read.
+const DTYPE: &str = "dtype";
+/// Its shape.
+const SHAPE: &str = "shape";
+/// The tensor's full name, which is the page's key too where it can be one.
+const NAME: &str = "name";
+
+/// One tensor of a file.
+#[derive(Clone, Debug)]
+pub struct Tensor {
+    /// Its full name.
+    pub name: String,
+    /// The kind of its elements.
+    pub dtype: Dtype,
+    /// Its shape.
+    pub shape: Vec<u64>,
+    /// Where its bytes lie, from the file's start.
+    pub offset: u64,
+    /// Their number.
+    pub len: u64,
+}
+
+impl Tensor {
+    /// The metadata of a tensor's page.
+    pub fn metadata(&self) -> Metadata {
+        let shape = self.shape.iter().map(|dimension| Value::U64(*dimension)).collect();
+        Metadata::from([
+            (NAME.to_owned(), Value::String(self.name.clone())),
+            (DTYPE.to_owned(), Value::String(self.dtype.to_string())),
+            (SHAPE.to_owned(), Value::List(shape)),
+        ])
+    }
+}
+
+/// The header of a file, with all that it says.
+#[derive(Clone, Debug)]
+pub struct Header {
+    /// The header as it lies in the file, its length in front.
+    pub bytes: Vec<u8>,
+    /// The tensors, in the order of their bytes.
+    pub tensors: Vec<Tensor>,
+}
+
+impl Header {
+    /// Reads a header. Everything in it was held against everything else when this returns: the tensors cover
+    /// what follows the header without gaps or overlaps, and each is as long as shape and dtype say.
+    pub fn parse(bytes: Vec<u8>) -> Result<Self, String> {
+        let json = bytes.get(LEN_LEN as usize..).ok_or("its header is cut short")?;
+        let metadata: safetensors::tensor::Metadata =
+            serde_json::from_slice(json).map_err(|error| format!("its header cannot be read: {error}"))?;
+        let mut infos: Vec<_> = metadata.tensors().into_iter().collect();
+        // Empty tensors stand between their neighbours; among themselves any order is right, as long as it
+        // is the same every time.
+        infos.sort_by(|(left_name, left), (right_name, right)| {
+            (left.data_offsets, left_name).cmp(&(right.data_offsets, right_name))
+        });
+        let tensor = |(name, info): (String, &safetensors::tensor::TensorInfo)| Tensor {
+            name,
+            dtype: info.dtype,
+            shape: info.shape.iter().map(|dimension| *dimension as u64).collect(),
+            offset: (bytes.len() + info.data_offsets.0) as u64,
+            len: (info.data_offsets.1 - info.data_offsets.0) as u64,
+        };
+        Ok(Self { tensors: infos.into_iter().map(tensor).collect(), bytes })
+    }
+
+    /// The length of the whole file.
+    pub fn file_len(&self) -> u64 {
+        self.tensors.last().map_or(self.bytes.len() as u64, |tensor| tensor.offset + tensor.len)
+    }
+}
+
+/// A file of weights, open for reading.
+pub struct WeightsFile {
+    /// What is in it.
+    pub header: Header,
+    file: File,
+    path: PathBuf,
+}
+
+impl WeightsFile {
+    /// Opens a file and reads its header.
+    pub fn open(path: &Path) -> Result<Self, Failure> {
+        let refuse = |reason: String| Failure::Environment(format!("{}: {reason}", path.display()));
+        let cannot = |error: std::io::Error| refuse(format!("cannot be read: {error}"));
+        let file = File::open(path).map_err(cannot)?;
+        let metadata = file.metadata().map_err(cannot)?;
+        if !metadata.is_file() {
+            return Err(refuse("no regular file".to_owned()));
+        }
+        let file_len = metadata.len();
+        let mut len = [0; LEN_LEN as usize];
+        if file_len < LEN_LEN {
+            return Err(refuse(format!("{file_len} bytes are no safetensors file")));
+        }
+        file.read_exact_at(&mut len, 0).map_err(cannot)?;
+        let header_len = u64::from_le_bytes(len);
+        // Nothing is believed of a length before it was held against the file and the limit.
+        if header_len > HEADER_LEN_MAX || header_len > file_len - LEN_LEN {
+            return Err(refuse(format!(
+                "no safetensors file: a header of {header_len} bytes is not in a file of {file_len}"
+            )));
+        }
+        let mut bytes = vec![0; (LEN_LEN + header_len) as usize];
+        file.read_exact_at(&mut bytes, 0).map_err(cannot)?;
+        let header = Header::parse(bytes).map_err(&refuse)?;
+        if header.file_len() != file_len {
+            return Err(refuse(format!(
+                "its header describes {} bytes, but it is {file_len} bytes long",
+                header.file_len()
+            )));
+        }
+        Ok(Self { header, file, path: path.to_owned() })
+    }
+
+    /// Reads from the file's start.
+    pub fn read_at(&self, offset: u64, out: &mut [u8]) -> Result<(), Failure> {
+        self.file.read_exact_at(out, offset).map_err(|error| {
+            Failure::Environment(format!("{}: cannot be read: {error}", self.path.display()))
+        })
+    }
+}
+
+/// The key of a tensor's page: the name where it can be one, else its beginning and a checksum. `taken` says
+/// of a key whether it is another page's.
+pub fn key_of(name: &str, taken: impl Fn(&Key) -> bool) -> Key {
+    if name != HEADER_KEY
+        && let Ok(key) = Key::new(name)
+        && !taken(&key)
+    {
+        return key;
+    }
+    let checksum = crc32fast::hash(name.as_bytes());
+    let mut tries = 0_u64;
+    loop {
+        let ending = if tries == 0 { format!("~{checksum:08x}") } else { format!("~{checksum:08x}.{tries}") };
+        let fits = |start: &usize| start + ending.len() <= KEY_LEN_MAX;
+        let end_of = |(start, letter): (usize, char)| start + letter.len_utf8();
+        let start = name.char_indices().map(end_of).take_while(fits).last().unwrap_or(0);
+        let key = Key::new(format!("{}{ending}", &name[..start])).expect("it was cut to a key's length");
+        if !taken(&key) {
+            return key;
+        }
+        tries += 1;
+    }
+}
+
+/// The full name of the tensor in a page; `None` if the page holds none.
+pub fn name_of(info: &PageInfo) -> Option<&str> {
+    match info.metadata.get(NAME) {
+        Some(Value::String(name)) => Some(name),
+        _ => None,
+    }
+}
+
+/// The dtype of a page's elements, if its metadata says one.
+pub fn dtype_of(info: &PageInfo) -> Option<Dtype> {
+    match info.metadata.get(DTYPE) {
+        Some(Value::String(name)) => dtype::parse(name),
+        _ => None,
+    }
+}
+
+/// The shape of a page, if its metadata says one.
+pub fn shape_of(info: &PageInfo) -> Option<Vec<u64>> {
+    let Some(Value::List(dimensions)) = info.metadata.get(SHAPE) else { return None };
+    let number = |dimension: &Value| match dimension {
+        Value::U64(number) => Some(*number),
+        _ => None,
+    };
+    dimensions.iter().map(number).collect()
+}
+
+/// Whether a page holds the header of the file.
+pub fn is_header(info: &PageInfo) -> bool {
+    info.key.as_ref().is_some_and(|key| key.as_bytes() == HEADER_KEY.as_bytes())
+}
+
+/// How a page is named to a person: its tensor's full name, else its key, else its number.
+pub fn label(info: &PageInfo) -> String {
+    match (name_of(info), &info.key) {
+        (Some(name), _) => name.escape_debug().to_string(),
+        (None, Some(key)) => key.to_string(),
+        (None, None) => format!("page {}", info.page),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_is_its_own_key_where_it_can_be() {
+        let free = |_: &Key| false;
+        assert_eq!(key_of("layer.0.weight", free).as_bytes(), b"layer.0.weight");
+        let fits = "x".repeat(64);
+        assert_eq!(key_of(&fits, free).as_bytes(), fits.as_bytes());
+        for name in ["", HEADER_KEY, &"x".repeat(65), &"é".repeat(40)] {
+            let key = key_of(name, free);
+            let ending = format!("~{:08x}", crc32fast::hash(name.as_bytes()));
+            assert!(key.as_str().unwrap().ends_with(&ending), "{key}");
+            assert!(key.as_bytes().len() <= KEY_LEN_MAX);
+        }
+    }
+
+    #[test]
+    fn a_key_that_another_page_has_is_not_given_twice() {
+        let mut keys: Vec<Key> = Vec::new();
+        for _ in 0..12 {
+            let key = key_of("w", |key| keys.contains(key));
+            keys.push(key);
+        }
+        assert_eq!(keys[0].as_bytes(), b"w");
+        assert!(keys[11].as_str().unwrap().ends_with(".10"), "{}", keys[11]);
+    }
+
+    #[test]
+    fn a_header_that_contradicts_itself_is_refused() {
+        let parse =
+            |json: &str| Header::parse([&(json.len() as u64).to_le_bytes(), json.as_bytes()].concat());
+        let good = r#"{"b":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"a":{"dtype":"U8","shape":[0],"data_offsets":[2,2]}} "#;
+        let header = parse(good).unwrap();
+        assert_eq!(header.tensors.iter().map(|tensor| &tensor.name[..]).collect::<Vec<_>>(), ["b", "a"]);
+        assert_eq!(header.file_len(), good.len() as u64 + 10);
+        for bad in [
+            "",
+            "{",
+            "[]",
+            r#"{"a":{"dtype":"U8","shape":[2],"data_offsets":[1,3]}}"#,
+            r#"{"a":{"dtype":"U8","shape":[3],"data_offsets":[0,2]}}"#,
+            r#"{"a":{"dtype":"U9","shape":[2],"data_offsets":[0,2]}}"#,
+            r#"{"a":{"dtype":"F4","shape":[1],"data_offsets":[0,1]}}"#,
+            r#"{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"b":{"dtype":"U8","shape":[2],"data_offsets":[1,3]}}"#,
+            r#"{"a":{"dtype":"U64","shape":[4294967296,4294967296,4],"data_offsets":[0,0]}}"#,
+            r#"{"a":{"dtype":"U8","shape":[],"data_offsets":[18446744073709551615,0]}}"#,
+        ] {
+            assert!(parse(bad).is_err(), "{bad}");
+        }
+    }
+}
