@@ -20,9 +20,11 @@
 //! write and read files: see `rings/mod.rs`.
 
 // The raw loop is the one of `remanent bench commit`.
+#[path = "../../../tools/src/cli/aligned.rs"]
+mod aligned;
+/// Where the raw loop looks for it.
 mod cli {
-    #[path = "../../../../tools/src/cli/aligned.rs"]
-    pub mod aligned;
+    pub(crate) use crate::aligned;
 }
 mod commits;
 mod left;
