@@ -28,7 +28,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[non_exhaustive]
 pub enum Error {
     /// A call to the file system failed.
-    #[error("cannot {action} {file}{}{}: {source}", At(*.offset), Of(.store.as_deref()))]
+    #[error("cannot {action} {file}{}{}: {source}", OffsetDisplay(*.offset), StoreDisplay(.store.as_deref()))]
     Io {
         /// What was tried.
         action: &'static str,
@@ -547,18 +547,18 @@ fn is_the_systems(error: &io::Error) -> bool {
 }
 
 /// Shows an offset that may be unknown.
-struct At(Option<u64>);
+struct OffsetDisplay(Option<u64>);
 
-impl fmt::Display for At {
+impl fmt::Display for OffsetDisplay {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.map_or(Ok(()), |offset| write!(f, " at offset {offset}"))
     }
 }
 
 /// Shows the store that a file is of.
-struct Of<'a>(Option<&'a str>);
+struct StoreDisplay<'a>(Option<&'a str>);
 
-impl fmt::Display for Of<'_> {
+impl fmt::Display for StoreDisplay<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.map_or(Ok(()), |store| write!(f, " of the store in {store}"))
     }

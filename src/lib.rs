@@ -72,7 +72,7 @@
 //! | [`Pin`] | the promise that a page keeps its address while batches change it |
 //! | Version | what a page, or the root, is after one batch: lookups find it without a lock |
 //! | Visible | of a batch: its versions are in place and it is logged, so that lookups and reads see it |
-//! | [`ReadView`] | pages and root of an open store as of one batch |
+//! | [`LiveView`] | pages and root of an open store as of one batch |
 //! | [`Audit`] | a look whether memory is what the batches say |
 //! | Spare | memory to which a leased page moves when a batch changes it |
 //! | Turn | work that runs on the applier between two batches |
@@ -81,12 +81,12 @@
 //! # Processes, threads, tasks
 //!
 //! **Forks.** A store belongs to the process that opened it. In a forked child every call on an inherited store,
-//! [`Ticket`], [`Lease`], [`Pin`], [`ReadView`], [`Follower`], [`Snapshot`] or [`device::DeviceBytes`] says [`Error::Forked`], before
+//! [`Ticket`], [`Lease`], [`Pin`], [`LiveView`], [`Follower`], [`View`] or [`device::DeviceBytes`] says [`Error::Forked`], before
 //! it writes a byte or waits for a lock; getters without an error say nothing, such as no snapshots. Dropping what was
 //! inherited gives nothing back, and the parent goes on. A child may open other stores, and this one once its parent
 //! has closed it, whatever the parent's threads were at (but not at the very start or end of a thread, when the list of
 //! threads that read without locks may be held; an `exec` is always safe); a [`Replica`] is plain memory and goes on in
-//! both. A snapshot that a [`Snapshot`] holds stays held while
+//! both. A snapshot that a [`View`] holds stays held while
 //! the parent holds it; if the parent dies first, until the child ends. A GPU cannot be used in a child of a process
 //! that used it: that is the driver's rule.
 //!
@@ -192,31 +192,31 @@ pub use catalog::retention::Retention;
 pub use device::{CallerMemory, DeviceBytes, RawStream};
 pub use error::{Error, Remedy, Result};
 pub use follower::{
-    FollowFrom, FollowedBatch, Follower, FollowerPosition, ParsePositionError, Replica, Restored,
+    FollowFrom, FollowedBatch, Follower, FollowerPosition, ParsePositionError, Replica, RestoredState,
 };
 pub use history::audit::{Audit, ChangedPage};
-pub use history::point::RestorePoint;
+pub use history::point::StatePoint;
 #[doc(hidden)]
-pub use history::seed::Origin;
-pub use history::view::Snapshot;
+pub use history::seed::Seed;
+pub use history::view::View;
 pub use log::LogStats;
 pub use memory::arena::{PlaceUsage, Purpose};
-pub use options::{Ack, Budget, Compression, Create, DeviceChoice, LogIo, Options, Restore};
-pub use recovery::Recovered;
+pub use options::{Ack, Budget, Compression, Create, DeviceChoice, LogIo, Options, PageLoad};
+pub use recovery::RecoveryReport;
 pub use remanent_format::log::TornTail;
 pub use remanent_format::op::{Indices, Op};
 pub use remanent_format::{
     Damage, Defect, Epoch, FileName, Folder, Incarnation, Key, LogPoint, Lsn, Metadata, PageId, PageInfo,
     Place, Position, SharedMetadata, SnapshotId, StoreId, UnknownPlace, Value, Width,
 };
-pub use snapshot::{Pruned, ScrubStats, Scrubbed, SnapshotPhase, SnapshotStats};
-pub use store::{Cold, Committed, Pages, ReadView, Stats, Store, Ticket};
+pub use snapshot::{PruneReport, ScrubReport, ScrubStats, SnapshotPhase, SnapshotStats};
+pub use store::{CommitReceipt, LiveView, Pages, Stats, Store, Ticket, UnloadedPages};
 pub use write::batch::{NewPage, PageRef, WorkingCopy, WriteBatch};
 pub use write::commit::{Direction, Shadow};
 
 use device::Device;
 use device::host::HostDevice;
-use device::multi::SeveralDevices;
+use device::multi::MultiDevice;
 use disk::Disk;
 use disk::dir::DirDisk;
 
@@ -240,7 +240,7 @@ impl Store {
     /// asked for. The state stays reachable while the handle lives.
     ///
     /// ```
-    /// use remanent::{Options, Place, RestorePoint, Store};
+    /// use remanent::{Options, Place, StatePoint, Store};
     /// # let directory = tempfile::tempdir().unwrap();
     /// # let path = directory.path().join("mystore");
     /// let store = Store::open(&path, Options::default())?;
@@ -252,7 +252,7 @@ impl Store {
     /// batch.write(then.pages[0], 0, b"now!");
     /// store.commit(batch)?;
     ///
-    /// let old = Store::open_at(&path, &RestorePoint::Lsn(then.position.lsn))?;
+    /// let old = Store::open_at(&path, &StatePoint::Lsn(then.position.lsn))?;
     /// let mut bytes = [0; 4];
     /// old.read(then.pages[0], 0, &mut bytes)?;
     /// assert_eq!(&bytes, b"then");
@@ -263,8 +263,8 @@ impl Store {
     /// [`Error::NoStore`]; [`Error::NoSnapshot`], [`Error::NoSnapshotNamed`] and [`Error::OutsideWindow`] if
     /// there is no such state; [`Error::Damaged`] if neither a snapshot nor the log leads to it;
     /// [`Error::Overtaken`] if a writer removes it faster than it can be read.
-    pub fn open_at(directory: impl AsRef<Path>, point: &RestorePoint) -> Result<Snapshot> {
-        Snapshot::open_on(&(Arc::new(DirDisk::new(directory)) as Arc<dyn Disk>), Some(point))
+    pub fn open_at(directory: impl AsRef<Path>, point: &StatePoint) -> Result<View> {
+        View::open_on(&(Arc::new(DirDisk::new(directory)) as Arc<dyn Disk>), Some(point))
     }
 
     /// Looks at the newest state of a store, as [`Store::open_at`] does at an earlier one. Beside a writer
@@ -273,8 +273,8 @@ impl Store {
     ///
     /// # Errors
     /// As for [`Store::open_at`].
-    pub fn open_read_only(directory: impl AsRef<Path>) -> Result<Snapshot> {
-        Snapshot::open_on(&(Arc::new(DirDisk::new(directory)) as Arc<dyn Disk>), None)
+    pub fn open_read_only(directory: impl AsRef<Path>) -> Result<View> {
+        View::open_on(&(Arc::new(DirDisk::new(directory)) as Arc<dyn Disk>), None)
     }
 
     /// Says what [`Store::prune`] would remove of a store that somebody else may have open, or nobody: read-only, without
@@ -298,7 +298,7 @@ impl Store {
     ///
     /// # Errors
     /// [`Error::NoStore`]; [`Error::Damaged`] if an open would fail; what the file system says.
-    pub fn would_prune_at(directory: impl AsRef<Path>, retention: &Retention) -> Result<Pruned> {
+    pub fn would_prune_at(directory: impl AsRef<Path>, retention: &Retention) -> Result<PruneReport> {
         Self::would_prune_on(&(Arc::new(DirDisk::new(directory)) as Arc<dyn Disk>), retention)
     }
 
@@ -348,7 +348,7 @@ impl Store {
     /// of exactly that state are copied. Lsns, epochs and page ids go on from the state's.
     ///
     /// ```
-    /// use remanent::{Options, Place, RestorePoint, Store};
+    /// use remanent::{Options, Place, StatePoint, Store};
     /// # let directory = tempfile::tempdir().unwrap();
     /// # let (path, path_new) = (directory.path().join("mystore"), directory.path().join("trial"));
     /// let store = Store::open(&path, Options::default())?;
@@ -356,7 +356,7 @@ impl Store {
     /// let page = batch.create(4, Place::Host);
     /// batch.write(page, 0, b"base");
     /// let base = store.commit(batch)?;
-    /// store.fork(&path_new, &RestorePoint::Lsn(base.position.lsn))?;
+    /// store.fork(&path_new, &StatePoint::Lsn(base.position.lsn))?;
     ///
     /// let trial = Store::open(&path_new, Options::default())?;
     /// let mut bytes = [0; 4];
@@ -367,10 +367,10 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// As for [`Store::open_at`] and [`Snapshot::fork`].
-    pub fn fork(&self, directory_new: impl AsRef<Path>, point: &RestorePoint) -> Result<StoreId> {
+    /// As for [`Store::open_at`] and [`View::fork`].
+    pub fn fork(&self, directory_new: impl AsRef<Path>, point: &StatePoint) -> Result<StoreId> {
         self.wait_durable(self.lsn())?;
-        Snapshot::open_on(self.disk(), Some(point))?.fork(directory_new)
+        View::open_on(self.disk(), Some(point))?.fork(directory_new)
     }
 }
 
@@ -380,28 +380,28 @@ impl Store {
     /// open any more. A crash, or a failure of `load`, leaves no store in the directory.
     ///
     /// # Errors
-    /// As for [`Snapshot::fork`]; what `load` fails with.
+    /// As for [`View::fork`]; what `load` fails with.
     #[doc(hidden)]
-    pub fn found<E: From<Error>>(
+    pub fn create_at<E: From<Error>>(
         directory: impl AsRef<Path>,
-        origin: &Origin,
+        origin: &Seed,
         mut load: impl FnMut(&PageInfo) -> Result<Vec<u8>, E>,
     ) -> Result<StoreId, E> {
         let disk: Arc<dyn Disk> = Arc::new(DirDisk::new(directory));
-        history::seed::found_alone(origin, &disk, &mut load)
+        history::seed::create_alone(origin, &disk, &mut load)
     }
 
-    /// Refuses a directory in which [`Store::found`] would find something, before the work is done.
+    /// Refuses a directory in which [`Store::create_at`] would find something, before the work is done.
     ///
     /// # Errors
     /// [`Error::ForeignDirectory`]; what the file system says.
     #[doc(hidden)]
-    pub fn check_found(directory: impl AsRef<Path>) -> Result<()> {
-        history::seed::check_target(&DirDisk::new(directory))
+    pub fn check_create_at(directory: impl AsRef<Path>) -> Result<()> {
+        history::seed::check_directory_is_free(&DirDisk::new(directory))
     }
 }
 
-impl Snapshot {
+impl View {
     /// Makes a new store, with an id of its own, that begins at this state: [`Store::fork`] for a store that
     /// is not open here. A crash at any point leaves no store in the directory, or the whole one.
     ///
@@ -416,7 +416,7 @@ impl Snapshot {
     /// Makes a fork on any disk: the way in for tests, which bring simulated ones.
     ///
     /// # Errors
-    /// As for [`Snapshot::fork`].
+    /// As for [`View::fork`].
     #[doc(hidden)]
     pub fn fork_on(&self, disk: &Arc<dyn Disk>) -> Result<StoreId> {
         history::fork::fork(self.past()?, disk)
@@ -429,7 +429,7 @@ fn device_of(options: &Options) -> Result<Arc<dyn Device>> {
         [] => device_for(options.device),
         slots => {
             let parts = slots.iter().map(|choice| device_for(*choice)).collect::<Result<_>>()?;
-            Ok(Arc::new(SeveralDevices::new(parts)))
+            Ok(Arc::new(MultiDevice::new(parts)))
         }
     }
 }

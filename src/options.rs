@@ -54,7 +54,7 @@ pub enum DeviceChoice {
     /// The first GPU if this build and this machine have one, else the host. [`Recovered::device`] says which
     /// it is, and why not a GPU.
     ///
-    /// [`Recovered::device`]: crate::Recovered::device
+    /// [`Recovered::device`]: crate::RecoveryReport::device
     #[default]
     Auto,
     /// The GPU with this number among those that the process sees; no other will do.
@@ -114,7 +114,7 @@ pub enum Create {
 /// When an open brings pages into memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum Restore {
+pub enum PageLoad {
     /// All of them, before it returns.
     #[default]
     Eager,
@@ -199,7 +199,7 @@ pub struct Options {
     pub(crate) log_kept: u64,
     pub(crate) compression: Compression,
     pub(crate) chunk_len: Option<u64>,
-    pub(crate) restore: Restore,
+    pub(crate) page_load: PageLoad,
     pub(crate) snapshot_log_bytes: Option<u64>,
     pub(crate) snapshot_interval: Option<Duration>,
     pub(crate) snapshot_bytes_per_second: Option<u64>,
@@ -226,7 +226,7 @@ impl Default for Options {
             log_kept: 0,
             compression: Compression::default(),
             chunk_len: None,
-            restore: Restore::default(),
+            page_load: PageLoad::default(),
             snapshot_log_bytes: Some(256 << 20),
             snapshot_interval: Some(Duration::from_secs(60)),
             snapshot_bytes_per_second: None,
@@ -398,12 +398,12 @@ impl Options {
         self
     }
 
-    /// When an open brings pages into memory. Default: [`Restore::Eager`], all of them before it returns.
+    /// When an open brings pages into memory. Default: [`PageLoad::Eager`], all of them before it returns.
     ///
-    /// With [`Restore::OnDemand`] it returns when the page table is there, the memory of all pages is allocated and
+    /// With [`PageLoad::OnDemand`] it returns when the page table is there, the memory of all pages is allocated and
     /// those are loaded that the log changed since the newest snapshot. The others are cold. They are loaded in the
     /// background, and whatever needs a cold page (a read, a lease, a batch that names it) has it loaded first and
-    /// waits for it. [`Store::cold`] tells how many are left, [`Store::wait_warm`] waits for all of them.
+    /// waits for it. [`Store::unloaded`] tells how many are left, [`Store::wait_loaded`] waits for all of them.
     ///
     /// Pages are cold only if the snapshot is recorded as verified; if a crash came before that, the open loads
     /// all of them. While any page is cold, nothing is removed for a snapshot that is taken, and [`Store::prune`]
@@ -412,7 +412,7 @@ impl Options {
     /// all that it would have found, and passes over the snapshot if it can.
     ///
     /// ```
-    /// use remanent::{Options, Place, Restore, Store};
+    /// use remanent::{Options, Place, PageLoad, Store};
     /// # let directory = tempfile::tempdir().unwrap();
     /// # let path = directory.path().join("mystore");
     /// let store = Store::open(&path, Options::default())?;
@@ -423,22 +423,22 @@ impl Options {
     /// store.snapshot()?;
     /// store.close()?;
     ///
-    /// let store = Store::open(&path, Options::default().restore(Restore::OnDemand))?;
-    /// assert_eq!(store.recovered().cold_pages, 1);
+    /// let store = Store::open(&path, Options::default().page_load(PageLoad::OnDemand))?;
+    /// assert_eq!(store.recovered().unloaded_pages, 1);
     /// let mut bytes = [0; 4];
     /// store.read(page, 0, &mut bytes)?; // loads the page, if nothing has yet
-    /// assert_eq!(&bytes, b"cold");
-    /// store.wait_warm()?;
-    /// assert_eq!(store.cold().pages, 0);
+    /// assert_eq!(&bytes, b"unloaded");
+    /// store.wait_loaded()?;
+    /// assert_eq!(store.unloaded().pages, 0);
     /// # Ok::<(), remanent::Error>(())
     /// ```
     ///
-    /// [`Store::cold`]: crate::Store::cold
-    /// [`Store::wait_warm`]: crate::Store::wait_warm
+    /// [`Store::unloaded`]: crate::Store::unloaded
+    /// [`Store::wait_loaded`]: crate::Store::wait_loaded
     /// [`Store::prune`]: crate::Store::prune
     #[must_use]
-    pub fn restore(mut self, restore: Restore) -> Self {
-        self.restore = restore;
+    pub fn page_load(mut self, page_load: PageLoad) -> Self {
+        self.page_load = page_load;
         self
     }
 

@@ -11,9 +11,9 @@ use std::time::Duration;
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Budget, Create, Error, FileName, FollowFrom, Follower, Options, Place, Snapshot, Store};
+use remanent::{Budget, Create, Error, FileName, FollowFrom, Follower, Options, Place, Store, View};
 use remanent_format::limits::DEVICE_ORDINAL_MAX;
-use remanent_format::salvage::{Found, Salvage};
+use remanent_format::salvage::{PageRemains, Salvage};
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 use remanent_format::store::StoreFile;
 
@@ -107,7 +107,7 @@ fn go_on(disk: &SimDisk, store: Store, state: State) {
 /// A read-only look. A page that it shows is what the rebuild says.
 fn look(disk: &SimDisk, newest: Option<&State>) {
     let disk: Arc<dyn Disk> = Arc::new(disk.clone());
-    let Ok(seen) = Snapshot::open_on(&disk, None) else { return };
+    let Ok(seen) = View::open_on(&disk, None) else { return };
     if let Some(newest) = newest {
         assert!(seen.pages().eq(newest.pages.iter().cloned()), "a look shows other pages");
         assert_eq!(**seen.root(), newest.root, "a look shows another root");
@@ -130,7 +130,7 @@ fn salvage(files: &Files, newest: Option<&State>) {
     let newest =
         newest.filter(|newest| salvage.state().is_whole && table.pages().eq(newest.pages.iter().cloned()));
     for info in table.pages() {
-        if let (Found::Exact(bytes), Some(newest)) = (salvage.find(&info), newest) {
+        if let (PageRemains::Exact(bytes), Some(newest)) = (salvage.find(&info), newest) {
             assert!(bytes == newest.contents[&info.page], "salvage shows other bytes of {}", info.page);
         }
     }

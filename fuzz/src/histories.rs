@@ -12,8 +12,8 @@ use remanent::device::Device;
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
 use remanent::testing::late_device::LateDevice;
-use remanent::testing::sim_disk::{Image, Moment, Plan, SimDisk, Tears};
-use remanent::{Ack, Error, LogIo, Options, RestorePoint, Snapshot, Store};
+use remanent::testing::sim_disk::{CrashImage, CrashPlan, Moment, SimDisk, Tears};
+use remanent::{Ack, Error, LogIo, Options, StatePoint, Store, View};
 use remanent_format::ReadAt;
 
 use crate::model::history::Action;
@@ -78,10 +78,10 @@ impl Ground for Simulation {
         Box::new(self.disk.clone())
     }
 
-    fn fork(&self, store: &Store, point: &RestorePoint) -> Result<Self, Error> {
+    fn fork(&self, store: &Store, point: &StatePoint) -> Result<Self, Error> {
         let fork = Self::default();
         store.wait_durable(store.lsn())?;
-        Snapshot::open_on(&self.disk(), Some(point))?.fork_on(&fork.disk())?;
+        View::open_on(&self.disk(), Some(point))?.fork_on(&fork.disk())?;
         Ok(fork)
     }
 
@@ -95,9 +95,9 @@ impl Ground for Simulation {
         let last = self.disk.events();
         let [kind, choice, at @ ..] = pick.to_le_bytes();
         let at = self.events + usize::from(u16::from_le_bytes([at[0], at[1]])) % (last - self.events + 1);
-        let plan = Plan { events: at..at + 1, tears: Tears::Few(2), images_max: IMAGES_MAX, seed: pick };
+        let plan = CrashPlan { events: at..at + 1, tears: Tears::Few(2), images_max: IMAGES_MAX, seed: pick };
         let is_kill = kind % 2 == 0;
-        let mut images: Vec<Image> = Vec::new();
+        let mut images: Vec<CrashImage> = Vec::new();
         if is_kill {
             self.disk.kill_images(&plan, |image| images.push(image));
         } else {

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use remanent_format::state::rebuild::{RebuildOptions, Rebuilt, rebuild};
+use remanent_format::state::rebuild::{RebuildOptions, RebuiltStore, rebuild};
 use remanent_format::{FileName, Folder, PageInfo, ReadAt};
 use remanent_tools::{Ending, Failure, run};
 
@@ -69,7 +69,7 @@ pub fn inspect(files: &Files) -> bool {
 }
 
 /// What is shown of each page is what was rebuilt.
-fn shows(rebuilt: &Rebuilt, dir: &Path, is_sound: bool) {
+fn shows(rebuilt: &RebuiltStore, dir: &Path, is_sound: bool) {
     let (listed, lines) = ended(&["pages", "--json", "--memory-max", MEMORY_MAX], dir);
     assert!(listed || !is_sound, "`verify` finds nothing, but `pages` does");
     let lines = String::from_utf8(lines).expect("JSON is UTF-8");

@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::memory::arena::{Arena, PageMemory, Purpose};
 
 /// Pages as they were after one batch.
-pub(crate) struct Cut {
+pub(crate) struct ExactCut {
     /// Pages that are still what they were.
     untouched: HashSet<PageId>,
     /// Pages that are not, as they were.
@@ -26,7 +26,7 @@ pub(crate) struct Cut {
     failed: Option<Error>,
 }
 
-impl Cut {
+impl ExactCut {
     /// Keeps these pages.
     pub fn new(pages: impl IntoIterator<Item = PageId>) -> Self {
         Self { untouched: pages.into_iter().collect(), aside: HashMap::new(), used: Vec::new(), failed: None }

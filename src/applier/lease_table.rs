@@ -33,7 +33,7 @@ pub(crate) struct Leases {
     poison: Arc<Poison>,
     /// How many pages are leased: batches ask, and where there are no leases they need no lock for it.
     leased_pages: AtomicUsize,
-    state: Mutex<State>,
+    state: Mutex<LeaseState>,
 }
 
 /// The name of a lease among those of its page.
@@ -41,7 +41,7 @@ pub(crate) struct Leases {
 pub(crate) struct LeaseId(u64);
 
 #[derive(Default)]
-struct State {
+struct LeaseState {
     begun: u64,
     pages: HashMap<PageId, Vec<Record>>,
     /// Pages that stay where they are, and how many wish so.
@@ -144,7 +144,7 @@ impl Leases {
         self.count(&state);
     }
 
-    fn count(&self, state: &State) {
+    fn count(&self, state: &LeaseState) {
         self.leased_pages.store(state.pages.len(), Ordering::Release);
     }
 
@@ -246,7 +246,7 @@ impl Leases {
     /// Retires what pages gave up and no open lease names.
     fn release_free(&self) -> Result<()> {
         let mut state = self.state.lock();
-        let State { pages, given_up, .. } = &mut *state;
+        let LeaseState { pages, given_up, .. } = &mut *state;
         let is_open = |memory: &PageMemory| {
             let open =
                 |record: &Record| record.ended.is_none() && record.memory == Some(memory.span().memory);
@@ -269,7 +269,7 @@ impl Leases {
     }
 }
 
-impl State {
+impl LeaseState {
     fn record(&mut self, page: PageId, id: LeaseId) -> &mut Record {
         let records = self.pages.get_mut(&page).into_iter().flatten();
         records.into_iter().find(|record| record.id == id).expect("a lease that has begun and not ended")

@@ -11,7 +11,7 @@
 pub(crate) mod lease;
 pub(crate) mod pin;
 mod catch;
-mod cold;
+mod unloaded;
 mod exact_cut;
 mod readback;
 mod lease_table;
@@ -27,11 +27,11 @@ use remanent_format::state::table::Changes;
 use remanent_format::{LogPoint, Lsn, PageId, PageInfo, PageTable, Place};
 
 pub(crate) use catch::Catch;
-pub(crate) use cold::{ColdPage, ColdPages};
 pub(crate) use commands::{ListBuilder, PayloadAt, stage_aside};
-pub(crate) use exact_cut::Cut;
+pub(crate) use exact_cut::ExactCut;
 pub(crate) use lease_table::{LeaseId, Leases};
 pub(crate) use readback::Drain;
+pub(crate) use unloaded::{UnloadedPage, UnloadedSet};
 
 use self::queue::Requests;
 use self::worker::Worker;
@@ -51,7 +51,7 @@ use crate::memory::staging::{StagingBuf, StagingPool};
 const LIST_BYTES: usize = 256 << 10;
 
 /// A logged batch on its way to the device.
-pub(crate) struct Work {
+pub(crate) struct ApplyWork {
     /// The end of its frame.
     pub point: LogPoint,
     /// Its payload, as logged.
@@ -67,19 +67,19 @@ pub(crate) struct Work {
 }
 
 /// Pages as the lane sees them: what every list submitted so far makes of them.
-pub(crate) struct Applied {
+pub(crate) struct AppliedState {
     /// The table.
     pub table: PageTable,
     /// The bytes, of all pages that are warm.
     pub memory: ById<PageId, PageMemory>,
     /// The other pages.
-    pub cold: Arc<ColdPages>,
+    pub unloaded: Arc<UnloadedSet>,
     /// The end of the last batch.
     pub point: LogPoint,
     /// Pages deleted since a snapshot began to watch, and by which batch.
     pub deleted: Option<HashMap<PageId, Lsn>>,
     /// Pages that an exact snapshot has yet to gather.
-    pub cut: Option<Cut>,
+    pub cut: Option<ExactCut>,
     /// Pages of which a snapshot has gathered a part.
     pub catches: HashMap<PageId, Catch>,
 }
@@ -99,7 +99,7 @@ pub(crate) struct ApplierParts {
 /// What a turn may use: the state between two batches, and the lane.
 pub(crate) struct Turn<'a> {
     /// The state.
-    pub applied: &'a mut Applied,
+    pub applied: &'a mut AppliedState,
     /// For memory that comes and goes.
     pub arena: &'a Arc<Arena>,
     /// What readers see: to be told where a page's bytes are now.
@@ -135,17 +135,17 @@ impl Turn<'_> {
 /// The handle to the applier.
 pub(crate) struct Applier {
     requests: Requests,
-    progress: Mutex<Progress>,
+    progress: Mutex<ApplierProgress>,
     /// `progress` changed.
     moved: Condvar,
     /// What `progress` says is applied, for readers that take no lock: nothing is, once anything is lost.
     applied: AtomicU64,
     poison: Arc<Poison>,
-    cold: Arc<ColdPages>,
+    unloaded: Arc<UnloadedSet>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-struct Progress {
+struct ApplierProgress {
     /// The newest batch whose list is in the lane.
     applied: Lsn,
     /// The value of a fence behind it.
@@ -160,21 +160,21 @@ impl Applier {
     pub fn start(
         parts: ApplierParts,
         wait_logged: impl Fn(Lsn) -> Result<()> + Send + 'static,
-        applied: Applied,
+        applied: AppliedState,
     ) -> Result<Arc<Self>> {
         let applier = Arc::new(Self {
             requests: Requests::new(),
-            progress: Mutex::new(Progress { applied: applied.point.lsn, fence: 0, lost: false }),
+            progress: Mutex::new(ApplierProgress { applied: applied.point.lsn, fence: 0, lost: false }),
             moved: Condvar::new(),
             applied: AtomicU64::new(applied.point.lsn.0),
             poison: parts.poison.clone(),
-            cold: applied.cold.clone(),
+            unloaded: applied.unloaded.clone(),
             thread: Mutex::new(None),
         });
         let thread = thread::Builder::new().name("remanent-apply".to_owned()).spawn({
             let shared = applier.clone();
             move || {
-                let _heard_of = Life(shared.clone());
+                let _heard_of = ApplierGuard(shared.clone());
                 let wait_logged = Box::new(wait_logged);
                 Worker::new(shared, parts, wait_logged, applied).run();
             }
@@ -189,13 +189,13 @@ impl Applier {
     }
 
     /// The pages that are not loaded yet: to be waited for before a turn looks for their memory.
-    pub fn cold(&self) -> &Arc<ColdPages> {
-        &self.cold
+    pub fn unloaded(&self) -> &Arc<UnloadedSet> {
+        &self.unloaded
     }
 
     /// Hands over a batch, of whose pages none is cold. Called in the order of the log. Waits where too much is
     /// queued; the applier takes no lock of the caller's.
-    pub fn push(&self, work: Work) {
+    pub fn push(&self, work: ApplyWork) {
         self.requests.push(work);
     }
 
@@ -231,7 +231,7 @@ impl Applier {
         len_known: u64,
         range: impl FnOnce(&PageInfo) -> (u64, u64) + Send + 'static,
     ) -> Result<(PageInfo, Lsn, StagingBuf)> {
-        self.cold.wait([page])?;
+        self.unloaded.wait([page])?;
         let staged = staging.take(host_len(len_known)?)?;
         let pool = staging.clone();
         let (info, lsn, drain) = self.turn(move |turn| {
@@ -298,7 +298,7 @@ impl Applier {
 
     /// Changes the progress and wakes whoever waits for it. Under the lock: who has just looked and is
     /// about to wait must not miss it.
-    fn progress(&self, change: impl FnOnce(&mut Progress)) {
+    fn progress(&self, change: impl FnOnce(&mut ApplierProgress)) {
         let mut progress = self.progress.lock();
         change(&mut progress);
         let applied = if progress.lost { 0 } else { progress.applied.0 };
@@ -309,9 +309,9 @@ impl Applier {
 }
 
 /// Lives as long as the thread. Where that ends in a panic, nobody must wait for it.
-struct Life(Arc<Applier>);
+struct ApplierGuard(Arc<Applier>);
 
-impl Drop for Life {
+impl Drop for ApplierGuard {
     fn drop(&mut self) {
         if std::thread::panicking() {
             let reason = "the applier's thread panicked".to_owned();

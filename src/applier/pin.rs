@@ -45,28 +45,28 @@ use crate::error::{Error, Result};
 pub struct Pin<'s> {
     info: PageInfo,
     memory: MemoryId,
-    store: Pinning<'s>,
+    store: PinSource<'s>,
     /// A process that was forked from this one has no pins.
-    pinned: ForkGuard<Pinned>,
+    pinned: ForkGuard<PinGuard>,
 }
 
 /// What pins are made with.
-pub(crate) struct Pinning<'s> {
+pub(crate) struct PinSource<'s> {
     pub applier: &'s Applier,
     pub leases: &'s Arc<Leases>,
     pub device: &'s Arc<dyn Device>,
 }
 
 /// Dropped, it ends a pin.
-struct Pinned {
+struct PinGuard {
     page: PageId,
     leases: Arc<Leases>,
 }
 
 impl<'s> Pin<'s> {
     /// Takes a page that was pinned just now, and is unpinned if this fails.
-    pub(crate) fn take(store: Pinning<'s>, page: PageId) -> Result<Self> {
-        let pinned = ForkGuard::new(Pinned { page, leases: store.leases.clone() });
+    pub(crate) fn take(store: PinSource<'s>, page: PageId) -> Result<Self> {
+        let pinned = ForkGuard::new(PinGuard { page, leases: store.leases.clone() });
         // Behind every batch that could still have moved it.
         let (info, memory) = store.applier.turn(move |turn| {
             turn.intact()?;
@@ -111,7 +111,7 @@ impl<'s> Pin<'s> {
     }
 }
 
-impl Drop for Pinned {
+impl Drop for PinGuard {
     fn drop(&mut self) {
         self.leases.unpin(self.page);
     }

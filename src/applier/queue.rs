@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use remanent_format::Lsn;
 
-use super::{LIST_BYTES, Turn, Work};
+use super::{ApplyWork, LIST_BYTES, Turn};
 use crate::base::sync::{Condvar, Instant, Mutex, MutexGuard};
 
 /// How long the applier lets batches gather that nobody waits for. So it is the clock that wakes it and not the
@@ -26,20 +26,20 @@ pub(super) type TurnFn = Box<dyn FnOnce(&mut Turn<'_>) + Send>;
     reason = "most are batches; boxes would be made and dropped by different threads"
 )]
 pub(super) enum Request {
-    Batch(Work),
+    Batch(ApplyWork),
     Turn(TurnFn),
 }
 
 /// The queue to the applier's thread.
 pub(super) struct Requests {
-    queue: Mutex<Queue>,
+    queue: Mutex<RequestQueue>,
     wake: Condvar,
     /// The queue was taken.
     taken: Condvar,
 }
 
 #[derive(Default)]
-struct Queue {
+struct RequestQueue {
     requests: VecDeque<Request>,
     /// Bytes of the payloads in it.
     payload_bytes: usize,
@@ -48,7 +48,7 @@ struct Queue {
     /// The newest batch that anybody has waited for. It may have yet to come.
     awaited: Lsn,
     /// What the thread does.
-    rest: Rest,
+    rest: ApplierRest,
     stop: bool,
     /// Whether the thread is gone: nobody takes requests any more.
     ended: bool,
@@ -56,7 +56,7 @@ struct Queue {
 
 /// Whether the applier's thread must be woken.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
-enum Rest {
+enum ApplierRest {
     /// It looks at the queue before it rests again.
     #[default]
     Awake,
@@ -72,7 +72,7 @@ impl Requests {
     }
 
     /// Queues a batch. Waits where too much is queued.
-    pub fn push(&self, work: Work) {
+    pub fn push(&self, work: ApplyWork) {
         let mut queue = self.queue.lock();
         while queue.payload_bytes >= QUEUED_BYTES_MAX && !queue.ended {
             self.taken.wait(&mut queue);
@@ -103,7 +103,7 @@ impl Requests {
         self.taken.notify_all();
     }
 
-    fn request(&self, mut queue: MutexGuard<'_, Queue>, request: Request, is_urgent: bool) {
+    fn request(&self, mut queue: MutexGuard<'_, RequestQueue>, request: Request, is_urgent: bool) {
         if queue.ended {
             // Dropping a turn tells whoever waits for it.
             return;
@@ -125,15 +125,15 @@ impl Requests {
     }
 
     /// Wakes the thread if it would not look at the queue in time.
-    fn wake_for(&self, mut queue: MutexGuard<'_, Queue>) {
+    fn wake_for(&self, mut queue: MutexGuard<'_, RequestQueue>) {
         let must_wake = match queue.rest {
-            Rest::Awake => false,
-            Rest::Nap => queue.is_urgent,
-            Rest::Sleep => true,
+            ApplierRest::Awake => false,
+            ApplierRest::Nap => queue.is_urgent,
+            ApplierRest::Sleep => true,
         };
         if must_wake {
             // One call is enough, however many more come before the thread runs.
-            queue.rest = Rest::Awake;
+            queue.rest = ApplierRest::Awake;
             drop(queue);
             self.wake.notify_one();
         }
@@ -146,20 +146,20 @@ impl Requests {
             *requests = VecDeque::new();
         }
         let mut queue = self.queue.lock();
-        let is_over = |queue: &Queue| queue.is_urgent || queue.stop;
+        let is_over = |queue: &RequestQueue| queue.is_urgent || queue.stop;
         // Batches gather first. If none does, no end of the next pause is known.
         let nap_end = Instant::now() + NAP;
         let mut is_nap_over = false;
         while !is_over(&queue) && (!is_nap_over || queue.requests.is_empty()) {
             if is_nap_over {
-                queue.rest = Rest::Sleep;
+                queue.rest = ApplierRest::Sleep;
                 self.wake.wait(&mut queue);
             } else {
-                queue.rest = Rest::Nap;
+                queue.rest = ApplierRest::Nap;
                 is_nap_over = self.wake.wait_until(&mut queue, nap_end).timed_out();
             }
         }
-        queue.rest = Rest::Awake;
+        queue.rest = ApplierRest::Awake;
         queue.is_urgent = false;
         if queue.payload_bytes >= QUEUED_BYTES_MAX {
             self.taken.notify_all();

@@ -21,19 +21,19 @@ use crate::memory::staging::StagingBuf;
 /// Bytes that were caught between two batches, to be brought to the host.
 pub(crate) struct Drain {
     len: usize,
-    copies: Copies,
+    copies: CopySource,
 }
 
 /// Where the copies are.
-enum Copies {
+enum CopySource {
     /// On the device.
-    Aside(Aside),
+    Aside(AsideBuffer),
     /// On their way to the host.
     UnderWay(Pending),
 }
 
 /// Copies on the device.
-struct Aside {
+struct AsideBuffer {
     /// One behind the other.
     pieces: Vec<PageMemory>,
     /// They are there behind this fence.
@@ -100,7 +100,10 @@ impl Turn<'_> {
             Ok(pending) => {
                 let (caught, arena) = (pending.fence(), self.arena.clone());
                 let len = staging.len();
-                Ok(Drain { len, copies: Copies::Aside(Aside { pieces, caught, arena, staging, from }) })
+                Ok(Drain {
+                    len,
+                    copies: CopySource::Aside(AsideBuffer { pieces, caught, arena, staging, from }),
+                })
             }
             Err(error) => {
                 pieces.into_iter().try_for_each(|piece| self.arena.discard(piece))?;
@@ -118,7 +121,7 @@ impl Turn<'_> {
         };
         let commands = sources.into_iter().map(download).collect();
         let list = CommandList { commands, staging: vec![staging.into_staging()] };
-        Ok(Drain { len, copies: Copies::UnderWay(self.submit(list)?) })
+        Ok(Drain { len, copies: CopySource::UnderWay(self.submit(list)?) })
     }
 }
 
@@ -126,8 +129,8 @@ impl Drain {
     /// The fence behind the last use of the pages.
     pub fn fence(&self) -> Fence {
         match &self.copies {
-            Copies::Aside(aside) => aside.caught,
-            Copies::UnderWay(pending) => pending.fence(),
+            CopySource::Aside(aside) => aside.caught,
+            CopySource::UnderWay(pending) => pending.fence(),
         }
     }
 
@@ -137,14 +140,14 @@ impl Drain {
     /// A device error.
     pub fn finish(self, device: &dyn Device) -> Result<StagingBuf> {
         let drained = match self.copies {
-            Copies::UnderWay(pending) => pending.finish(device)?,
-            Copies::Aside(aside) => aside.finish(device)?,
+            CopySource::UnderWay(pending) => pending.finish(device)?,
+            CopySource::Aside(aside) => aside.finish(device)?,
         };
         Ok(StagingBuf::new(drained.into_iter().next().expect("one staging went in"), self.len))
     }
 }
 
-impl Aside {
+impl AsideBuffer {
     fn finish(self, device: &dyn Device) -> Result<Vec<Staging>> {
         let Self { pieces, caught, arena, staging, from } = self;
         let (last_use, drained) = match queue(device, &pieces, caught, staging, from as usize) {

@@ -9,7 +9,7 @@ use remanent_format::{Lsn, PageId};
 
 use super::commands::{ListBuilder, PayloadAt, needs_aside};
 use super::queue::Request;
-use super::{Applied, Applier, ApplierParts, LIST_BYTES, Leases, Turn, Work};
+use super::{AppliedState, Applier, ApplierParts, ApplyWork, LIST_BYTES, Leases, Turn};
 use crate::device::{CommandList, Device, Lane, Pending};
 use crate::error::{Error, Result};
 use crate::memory::arena::{Arena, PageMemory};
@@ -28,7 +28,7 @@ pub(super) struct Worker {
     leases: Arc<Leases>,
     versions: Arc<Versions>,
     wait_logged: Box<dyn Fn(Lsn) -> Result<()> + Send>,
-    applied: Applied,
+    applied: AppliedState,
     list: ListBuilder,
     /// Memory that the list under construction uses last.
     retiring: Vec<PageMemory>,
@@ -47,7 +47,7 @@ impl Worker {
         shared: Arc<Applier>,
         parts: ApplierParts,
         wait_logged: Box<dyn Fn(Lsn) -> Result<()> + Send>,
-        applied: Applied,
+        applied: AppliedState,
     ) -> Self {
         let ApplierParts { device, arena, staging, poison: _, leases, versions } = parts;
         Self {
@@ -123,7 +123,7 @@ impl Worker {
     }
 
     /// Gives up a batch that the log lost: nobody sees it, and what was logged goes on being read.
-    fn refuse(&mut self, work: Work) {
+    fn refuse(&mut self, work: ApplyWork) {
         // First what is logged: a caller that waits for that is not to hear of a loss.
         self.flush();
         self.shared.progress(|progress| progress.lost = true);
@@ -136,8 +136,8 @@ impl Worker {
     }
 
     /// Adds a batch to the list and installs what it does to the table.
-    fn batch(&mut self, work: Work) {
-        let Work { point, payload, changes, mut memory, mut spares, mut asides } = work;
+    fn batch(&mut self, work: ApplyWork) {
+        let ApplyWork { point, payload, changes, mut memory, mut spares, mut asides } = work;
         assert!(point.lsn == self.applied.point.lsn.next()); // I3: in the order of the log, without a hole.
         let in_list = PayloadAt { index: self.list.payload_index(), offset: 0 };
         let ops = decode_payload(&payload).expect("decoded before it was logged");
@@ -207,7 +207,7 @@ impl Worker {
     /// A page is about to be changed where it lies: what a cut keeps is copied aside, and a page that callers
     /// use moves to its spare memory.
     fn before_change(&mut self, page: PageId, spares: &mut Vec<(PageId, PageMemory)>) {
-        let Applied { table, memory, cut, catches, .. } = &mut self.applied;
+        let AppliedState { table, memory, cut, catches, .. } = &mut self.applied;
         let Some(current) = memory.get(page) else { return };
         // What the cut keeps is what the page was before this batch: the table still says so.
         if let Some(cut) = cut
@@ -232,7 +232,7 @@ impl Worker {
 
     /// A range of a page is about to be written to: what a snapshot has yet to gather of it is kept aside.
     fn before_write(&mut self, page: PageId, range: Option<(u64, u64)>) {
-        let Applied { memory, catches, .. } = &mut self.applied;
+        let AppliedState { memory, catches, .. } = &mut self.applied;
         if catches.is_empty() {
             return;
         }
@@ -243,7 +243,7 @@ impl Worker {
 
     /// Memory is its page's no more. It is a cut's, or callers', or nobody's.
     fn give_up(&mut self, page: PageId, old: PageMemory) {
-        let Applied { table, cut, catches, .. } = &mut self.applied;
+        let AppliedState { table, cut, catches, .. } = &mut self.applied;
         if let Some(catch) = catches.get_mut(&page) {
             catch.lose();
         }

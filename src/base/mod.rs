@@ -1,6 +1,6 @@
 //! What every folder stands on: locks and threads, pieces of work for several threads, the process, poison.
 
-pub(crate) mod aligned;
+pub(crate) mod aligned_buf;
 pub(crate) mod pace;
 pub(crate) mod parallel;
 pub mod phases;

@@ -10,12 +10,12 @@ use crate::error::{Error, Result};
 #[derive(Default)]
 pub(crate) struct Pace {
     bytes_per_second: Option<u64>,
-    state: Mutex<State>,
+    state: Mutex<PaceState>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct State {
+struct PaceState {
     /// Whether the store closes.
     is_closing: bool,
     /// Callers who wait for what is being written: it has all of the disk until they need not wait any more.
@@ -23,9 +23,9 @@ struct State {
 }
 
 /// A caller who waits, until dropped.
-pub(crate) struct Hurry<'a>(&'a Pace);
+pub(crate) struct HurryGuard<'a>(&'a Pace);
 
-impl Drop for Hurry<'_> {
+impl Drop for HurryGuard<'_> {
     fn drop(&mut self) {
         self.0.state.lock().callers -= 1;
     }
@@ -37,10 +37,10 @@ impl Pace {
     }
 
     /// Has the background go on at full speed until this is dropped.
-    pub fn hurry(&self) -> Hurry<'_> {
+    pub fn hurry(&self) -> HurryGuard<'_> {
         self.state.lock().callers += 1;
         self.changed.notify_all();
-        Hurry(self)
+        HurryGuard(self)
     }
 
     /// Waits until who began at `since` may have written so many bytes, or a caller waits.
@@ -61,7 +61,7 @@ impl Pace {
         self.wait(Some(until.unwrap_or_else(|| Instant::now() + LONGEST)), |_| false)
     }
 
-    fn wait(&self, until: Option<Instant>, is_over: impl Fn(&State) -> bool) -> Result<()> {
+    fn wait(&self, until: Option<Instant>, is_over: impl Fn(&PaceState) -> bool) -> Result<()> {
         let mut state = self.state.lock();
         while !state.is_closing {
             let until = until.filter(|until| *until > Instant::now() && !is_over(&state));

@@ -98,7 +98,7 @@ pub(crate) fn join<A: Send, B>(beside: impl FnOnce() -> A + Send, here: impl FnO
 
 /// Who was to make the pieces of [`ahead`] panicked.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Panicked;
+pub(crate) struct ProducerPanic;
 
 /// Has `make` hand out pieces, and does `take` with each, in their order. Returns what `make` returns in the end.
 /// `make` is given what it hands them out by; that says `false` once no more is wanted.
@@ -107,8 +107,8 @@ pub(crate) struct Panicked;
 /// at once, or the thread cannot be started, each piece is taken as it is made.
 ///
 /// # Errors
-/// The first of `take`; [`Panicked`].
-pub(crate) fn pipeline<T: Send, R: Send, E: From<Panicked>>(
+/// The first of `take`; [`ProducerPanic`].
+pub(crate) fn pipeline<T: Send, R: Send, E: From<ProducerPanic>>(
     count_max: usize,
     make: impl Fn(&mut dyn FnMut(T) -> bool) -> R + Sync,
     mut take: impl FnMut(T) -> Result<(), E>,
@@ -136,7 +136,7 @@ pub(crate) fn pipeline<T: Send, R: Send, E: From<Panicked>>(
         let taken = pieces.into_iter().try_for_each(take);
         let made = maker.join();
         taken?;
-        made.map_err(|_panic| Panicked.into())
+        made.map_err(|_panic| ProducerPanic.into())
     })
 }
 
@@ -230,8 +230,8 @@ mod tests {
         Panicked,
     }
 
-    impl From<Panicked> for Failure {
-        fn from(_: Panicked) -> Self {
+    impl From<ProducerPanic> for Failure {
+        fn from(_: ProducerPanic) -> Self {
             Self::Panicked
         }
     }

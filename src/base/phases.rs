@@ -47,29 +47,29 @@ pub fn on_phase(hook: impl Fn(Phase, Edge) + Send + Sync + 'static) {
 
 /// A phase that lasts until this is dropped.
 #[must_use = "the phase ends when this is dropped"]
-pub(crate) struct Within {
+pub(crate) struct PhaseGuard {
     #[cfg(feature = "testing")]
     phase: Phase,
 }
 
 /// Begins a phase.
-pub(crate) fn enter(phase: Phase) -> Within {
+pub(crate) fn enter(phase: Phase) -> PhaseGuard {
     #[cfg(feature = "testing")]
     {
         if let Some(hook) = HOOK.get() {
             hook(phase, Edge::Enter);
         }
-        Within { phase }
+        PhaseGuard { phase }
     }
     #[cfg(not(feature = "testing"))]
     {
         let _ = phase;
-        Within {}
+        PhaseGuard {}
     }
 }
 
 #[cfg(feature = "testing")]
-impl Drop for Within {
+impl Drop for PhaseGuard {
     fn drop(&mut self) {
         if let Some(hook) = HOOK.get() {
             hook(self.phase, Edge::Leave);

@@ -19,7 +19,7 @@ use crate::error::{Error, Result};
 pub(crate) const LOOK_PAGES: usize = 1024;
 
 /// What a page is to the next snapshot.
-pub(crate) enum Standing {
+pub(crate) enum PageClass {
     /// The newest snapshot has it as it is, with this image.
     Unchanged(PageInfo, Option<ImageRef>),
     /// An image holds it that the newest snapshot does not name, or not there.
@@ -32,7 +32,7 @@ pub(crate) enum Standing {
     Gone { is_named: bool },
 }
 
-impl Standing {
+impl PageClass {
     /// Whether the newest snapshot has a page that is gone.
     pub fn is_gone(&self) -> bool {
         matches!(self, Self::Gone { is_named: true })
@@ -46,7 +46,7 @@ impl Standing {
 
 /// What a snapshot has to do.
 #[derive(Default)]
-pub(crate) struct Sorted {
+pub(crate) struct SnapshotWork {
     /// The pages to gather, with their lengths in bytes.
     pub gather: Vec<(PageId, u64)>,
     /// Pages that it must name, and whose images are known.
@@ -60,17 +60,17 @@ pub(crate) struct Sorted {
     pub visited: usize,
 }
 
-impl Sorted {
+impl SnapshotWork {
     /// Notes what is to be done with a page that the snapshot must speak of.
-    fn note(&mut self, page: PageId, standing: Standing) {
+    fn note(&mut self, page: PageId, standing: PageClass) {
         match standing {
-            Standing::Unchanged(info, image) | Standing::Known(info, image) => {
+            PageClass::Unchanged(info, image) | PageClass::Known(info, image) => {
                 self.entries.push(entry(&info, image));
             }
-            Standing::Changed(len) => self.gather.push((page, len)),
+            PageClass::Changed(len) => self.gather.push((page, len)),
             // Whoever gathers it will not find it, and knows which batch that was.
-            Standing::Deleted => self.gather.push((page, 0)),
-            Standing::Gone { .. } => self.gone.push(page),
+            PageClass::Deleted => self.gather.push((page, 0)),
+            PageClass::Gone { .. } => self.gone.push(page),
         }
     }
 
@@ -103,15 +103,15 @@ impl KnownImages {
     ///
     /// # Errors
     /// Those of `look`.
-    pub fn sort_out<L: FnOnce() -> Result<Vec<Standing>>>(
+    pub fn sort_out<L: FnOnce() -> Result<Vec<PageClass>>>(
         &self,
         Beginning { mut changed, count }: Beginning,
         carry: &[(u64, u64)],
         carry_bytes_max: u64,
         mut look: impl FnMut(Vec<PageId>) -> L,
-    ) -> Result<Sorted> {
-        let mut sorted = Sorted::default();
-        let mut look_at = |pages: &[PageId], each: &mut dyn FnMut(PageId, Standing)| {
+    ) -> Result<SnapshotWork> {
+        let mut sorted = SnapshotWork::default();
+        let mut look_at = |pages: &[PageId], each: &mut dyn FnMut(PageId, PageClass)| {
             // The next look is asked for before this one's answer is waited for: half of the time of a look alone is
             // that one thread wakes another.
             let mut asked: Option<(&[PageId], L)> = None;
@@ -147,7 +147,7 @@ impl KnownImages {
                 sorted.visited += pages.len();
                 pages.retain(|page| spoken_of.binary_search(page).is_err());
                 look_at(&pages, &mut |page, standing| match standing {
-                    Standing::Unchanged(info, _) => sorted.gather.push((page, info.len)),
+                    PageClass::Unchanged(info, _) => sorted.gather.push((page, info.len)),
                     standing => sorted.note(page, standing),
                 })?;
             }
@@ -192,7 +192,7 @@ mod tests {
     use remanent_format::state::table::PlanMode;
     use remanent_format::{LogPoint, Lsn, PageTable, Place, StoreId};
 
-    use super::super::newest::{LINKS_MAX, Newest, Sums};
+    use super::super::newest::{ImageTotals, LINKS_MAX, NewestSnapshot};
     use super::*;
 
     const PAGES: u64 = 10_000;
@@ -218,7 +218,7 @@ mod tests {
             Beginning { changed: self.table.changed(), count: self.table.pages().len() }
         }
 
-        fn sort_out(&mut self, carry: &[(u64, u64)]) -> Sorted {
+        fn sort_out(&mut self, carry: &[(u64, u64)]) -> SnapshotWork {
             let beginning = self.beginning();
             let look = |pages: Vec<PageId>| {
                 let standings = self.known.look(&mut self.table, None, &pages);
@@ -233,7 +233,7 @@ mod tests {
             &mut self,
             carry: &[(u64, u64)],
             mut meanwhile: impl FnMut(&mut PageTable, &mut HashMap<PageId, Lsn>),
-        ) -> (Sorted, BTreeMap<PageId, PageInfo>, HashMap<PageId, Lsn>) {
+        ) -> (SnapshotWork, BTreeMap<PageId, PageInfo>, HashMap<PageId, Lsn>) {
             let began = self.table.pages().map(|info| (info.page, info)).collect();
             let (beginning, mut deleted) = (self.beginning(), HashMap::new());
             let look = |pages: Vec<PageId>| {
@@ -246,7 +246,7 @@ mod tests {
         }
 
         /// Publishes a snapshot that gathered into a file of its own.
-        fn publish(&mut self, sorted: Sorted) {
+        fn publish(&mut self, sorted: SnapshotWork) {
             self.snapshots += 1;
             let gathered = sorted.gather.iter().zip(1..).map(|((page, len), at)| {
                 let (file, offset) = (self.snapshots, 4096 * at);
@@ -278,13 +278,13 @@ mod tests {
                 root: self.table.root().clone(),
             };
             let (sums, _) = match sorted.follows {
-                None => self.known.advance_to_base(&manifest, 0, Newest::of_base(&manifest)),
+                None => self.known.advance_to_base(&manifest, 0, NewestSnapshot::of_base(&manifest)),
                 Some((previous, _)) => self.known.advance_by_change(&manifest, 0, previous),
             };
             // Kept from link to link, they are what all entries together say.
             let newest = self.known.newest();
             let images = newest.pages().map(|page| newest.get(page).unwrap().known.image);
-            assert_eq!(sums, Sums::of(images));
+            assert_eq!(sums, ImageTotals::of(images));
         }
     }
 
@@ -316,7 +316,7 @@ mod tests {
         subject
     }
 
-    fn pages(sorted: &Sorted) -> Vec<u64> {
+    fn pages(sorted: &SnapshotWork) -> Vec<u64> {
         sorted.gather.iter().map(|(page, _)| page.0).collect()
     }
 

@@ -19,20 +19,20 @@ use remanent_format::state::bases::Base;
 use remanent_format::state::survey::Survey;
 use remanent_format::{Lsn, PageId, PageTable, ReadAt, SnapshotId};
 
-use super::classify::Standing;
-use super::newest::{Known, Link, Newest, Sums};
+use super::classify::PageClass;
+use super::newest::{ImageTotals, KnownImage, Link, NewestSnapshot};
 use crate::base::sync::{Mutex, MutexGuard};
 use crate::error::Result;
 
 /// The images that lie on disk and hold a page's bytes of now, or of a moment ago.
 #[derive(Default)]
 pub(crate) struct KnownImages {
-    newest: Mutex<Newest>,
+    newest: Mutex<NewestSnapshot>,
     /// Images that the newest snapshot does not name: those of a restore's table, and those that were written
     /// ahead of their batch.
-    beside: Mutex<BTreeMap<PageId, Known>>,
+    beside: Mutex<BTreeMap<PageId, KnownImage>>,
     /// Images that were written ahead of their batch, and that nobody read back yet; with the pages' lengths.
-    ahead: Mutex<BTreeMap<PageId, (Known, u64)>>,
+    ahead: Mutex<BTreeMap<PageId, (KnownImage, u64)>>,
     /// Images that do not hold any more, by file and offset, with their pages: no snapshot names them again.
     spoilt: Mutex<BTreeMap<(u64, u64), PageId>>,
 }
@@ -40,9 +40,9 @@ pub(crate) struct KnownImages {
 /// Images of pages as they are now that replay took from elsewhere than the snapshot: a restore's table, images named by
 /// the log.
 #[derive(Debug, Default, PartialEq)]
-pub(crate) struct Beside(BTreeMap<PageId, Known>);
+pub(crate) struct ReplayImages(BTreeMap<PageId, KnownImage>);
 
-impl Beside {
+impl ReplayImages {
     /// Notes what `page` of a table is made from, if that is such an image; `named` is what the snapshot says of it.
     pub fn note(&mut self, page: PageId, named: Option<&ManifestEntry>, base: &Base, table: &PageTable) {
         // Nearly all: what became of such a page since then is not in it.
@@ -53,7 +53,7 @@ impl Beside {
         let is_newest = named.is_some_and(|entry| entry.lsn == info.lsn);
         let holds = info.lsn <= base.lsn && !base.resized && (base.image.is_some() || info.len == 0);
         if holds && !is_newest {
-            self.0.insert(page, Known { lsn: info.lsn, image: base.image });
+            self.0.insert(page, KnownImage { lsn: info.lsn, image: base.image });
         }
     }
 
@@ -65,16 +65,16 @@ impl Beside {
 
 impl KnownImages {
     /// What an open knows once it followed the log behind a snapshot, `base`, which is whole.
-    pub fn recovered(survey: &Survey, base: Option<&Manifest>, beside: Beside) -> Result<Self> {
+    pub fn recovered(survey: &Survey, base: Option<&Manifest>, beside: ReplayImages) -> Result<Self> {
         let newest = match base {
             Some(base) => {
                 let crc = |link: SnapshotId| survey.links[&link].as_ref().map_err(Clone::clone);
                 let link = |link: &Arc<Manifest>| Ok(Link::of(link, crc(link.snapshot)?.1.header_crc));
                 let chain = survey.chain(base.snapshot)?;
                 let links = chain.into_iter().rev().map(link).collect::<Result<_>>()?;
-                Newest::of(links, base.entries.iter())
+                NewestSnapshot::of(links, base.entries.iter())
             }
-            None => Newest::default(),
+            None => NewestSnapshot::default(),
         };
         Ok(Self { newest: Mutex::new(newest), beside: Mutex::new(beside.0), ..Self::default() })
     }
@@ -100,19 +100,19 @@ impl KnownImages {
     }
 
     /// What the newest snapshot names, together.
-    pub fn sums(&self) -> Sums {
+    pub fn sums(&self) -> ImageTotals {
         self.newest.lock().sums().clone()
     }
 
     /// Notes an image that no snapshot names yet, and that holds the page as batch `lsn` left it. Something
     /// else keeps its file until one does.
     pub fn note(&self, page: PageId, lsn: Lsn, image: Option<ImageRef>) {
-        self.beside.lock().insert(page, Known { lsn, image });
+        self.beside.lock().insert(page, KnownImage { lsn, image });
     }
 
     /// Notes an image that was written ahead of batch `lsn`, for a page of length `len`.
     pub fn note_ahead(&self, page: PageId, lsn: Lsn, image: ImageRef, len: u64) {
-        self.ahead.lock().insert(page, (Known { lsn, image: Some(image) }, len));
+        self.ahead.lock().insert(page, (KnownImage { lsn, image: Some(image) }, len));
     }
 
     /// Reads the images back that were written ahead of their batches: a snapshot may name those that hold. The
@@ -130,7 +130,7 @@ impl KnownImages {
 
     /// Notes that an image does not hold any more: the next snapshot gathers its page.
     pub fn spoil(&self, page: PageId, image: &ImageRef) {
-        let is_it = |known: &Known| known.image.is_some_and(|known| place(&known) == place(image));
+        let is_it = |known: &KnownImage| known.image.is_some_and(|known| place(&known) == place(image));
         self.beside.lock().retain(|_, known| !is_it(known));
         // It stays among the newest snapshot's: were its page deleted, the next one must say that it is gone.
         self.spoilt.lock().insert(place(image), page);
@@ -161,36 +161,36 @@ impl KnownImages {
         table: &mut PageTable,
         deleted: Option<&HashMap<PageId, Lsn>>,
         pages: &[PageId],
-    ) -> Vec<Standing> {
+    ) -> Vec<PageClass> {
         let (newest, beside, spoilt) = (self.newest.lock(), self.beside.lock(), self.spoilt.lock());
-        let holds = |known: &Known| known.image.is_none_or(|image| !spoilt.contains_key(&place(&image)));
+        let holds = |known: &KnownImage| known.image.is_none_or(|image| !spoilt.contains_key(&place(&image)));
         let standing = |page: PageId| {
             let named = newest.get(page);
             let Some(info) = table.get(page) else {
                 return match deleted.is_some_and(|deleted| deleted.contains_key(&page)) {
-                    true => Standing::Deleted,
-                    false => Standing::Gone { is_named: named.is_some() },
+                    true => PageClass::Deleted,
+                    false => PageClass::Gone { is_named: named.is_some() },
                 };
             };
             let named = named.filter(|named| holds(&named.known));
             if let Some(named) = named.filter(|named| named.known.lsn == info.lsn) {
-                return Standing::Unchanged(info, named.known.image);
+                return PageClass::Unchanged(info, named.known.image);
             }
             let beside = beside.get(&page).filter(|known| known.lsn == info.lsn);
             let only_moved = named.filter(|named| named.epoch == info.epoch).map(|named| &named.known);
             match beside.or(only_moved) {
-                Some(known) => Standing::Known(info, known.image),
-                None => Standing::Changed(info.len),
+                Some(known) => PageClass::Known(info, known.image),
+                None => PageClass::Changed(info.len),
             }
         };
-        let standings: Vec<Standing> = pages.iter().map(|page| standing(*page)).collect();
+        let standings: Vec<PageClass> = pages.iter().map(|page| standing(*page)).collect();
         let settled = pages.iter().zip(&standings).filter(|(_, standing)| standing.is_settled());
         table.settle(settled.map(|(page, _)| *page));
         standings
     }
 
     /// The newest snapshot, as it is now.
-    pub(super) fn newest(&self) -> MutexGuard<'_, Newest> {
+    pub(super) fn newest(&self) -> MutexGuard<'_, NewestSnapshot> {
         self.newest.lock()
     }
 
@@ -199,14 +199,14 @@ impl KnownImages {
         self.spoilt.lock().values().copied().collect()
     }
 
-    /// A snapshot that follows none was published: `base` is what [`Newest::of_base`] made of it. Returns what it
+    /// A snapshot that follows none was published: `base` is what [`NewestSnapshot::of_base`] made of it. Returns what it
     /// names, together, and the links before it, of which there are none.
     pub fn advance_to_base(
         &self,
         manifest: &Manifest,
         manifest_crc: u32,
-        base: Newest,
-    ) -> (Sums, Vec<SnapshotId>) {
+        base: NewestSnapshot,
+    ) -> (ImageTotals, Vec<SnapshotId>) {
         let mut newest = self.newest.lock();
         newest.advance_to_base(manifest, manifest_crc, base);
         self.advanced(&newest, manifest)
@@ -219,13 +219,13 @@ impl KnownImages {
         manifest: &Manifest,
         manifest_crc: u32,
         previous: SnapshotId,
-    ) -> (Sums, Vec<SnapshotId>) {
+    ) -> (ImageTotals, Vec<SnapshotId>) {
         let mut newest = self.newest.lock();
         newest.advance_by_change(manifest, manifest_crc, previous);
         self.advanced(&newest, manifest)
     }
 
-    fn advanced(&self, newest: &Newest, manifest: &Manifest) -> (Sums, Vec<SnapshotId>) {
+    fn advanced(&self, newest: &NewestSnapshot, manifest: &Manifest) -> (ImageTotals, Vec<SnapshotId>) {
         // Whatever was known up to there, this snapshot names, or it is of the past.
         self.beside.lock().retain(|_, known| known.lsn > manifest.redo.lsn);
         let before = newest.links.iter().rev().skip(1).map(|link| link.snapshot).collect();

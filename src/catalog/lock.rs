@@ -1,96 +1,96 @@
 //! The lock on what is kept: held by one who takes a snapshot, prunes or restores, for as long as that takes.
 //!
 //! A snapshot in the background may be written so slowly that it takes hours. A caller who waits for the lock has it
-//! written at full speed ([`Pace`]); a caller who only asks what is kept does not wait ([`KeepingLock::latest`]).
+//! written at full speed ([`Pace`]); a caller who only asks what is kept does not wait ([`CatalogLock::latest`]).
 
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
-use super::{Keeping, SnapshotInfo};
+use super::{Catalog, SnapshotInfo};
 use crate::base::pace::Pace;
 use crate::base::sync::{Mutex, MutexGuard};
 
 /// What is kept, behind its lock.
-pub(crate) struct KeepingLock {
-    keeping: Mutex<Keeping>,
-    latest: Mutex<Arc<Latest>>,
+pub(crate) struct CatalogLock {
+    catalog: Mutex<Catalog>,
+    latest: Mutex<Arc<CatalogCopy>>,
     /// Of background snapshots.
     pace: Arc<Pace>,
 }
 
 /// What was kept when the lock was last given back.
-pub(crate) struct Latest {
-    pub keeping: Keeping,
+pub(crate) struct CatalogCopy {
+    pub catalog: Catalog,
     /// Image files and tables from this number on are being written, or were written since.
     pub next_file: u64,
 }
 
-impl Latest {
-    fn of(keeping: &Keeping) -> Arc<Self> {
-        let next_file = keeping.files.next_number();
-        Arc::new(Self { keeping: keeping.copy(), next_file })
+impl CatalogCopy {
+    fn of(catalog: &Catalog) -> Arc<Self> {
+        let next_file = catalog.files.next_number();
+        Arc::new(Self { catalog: catalog.copy(), next_file })
     }
 }
 
-impl KeepingLock {
-    pub fn new(keeping: Keeping, pace: Arc<Pace>) -> Self {
-        Self { latest: Mutex::new(Latest::of(&keeping)), keeping: Mutex::new(keeping), pace }
+impl CatalogLock {
+    pub fn new(catalog: Catalog, pace: Arc<Pace>) -> Self {
+        Self { latest: Mutex::new(CatalogCopy::of(&catalog)), catalog: Mutex::new(catalog), pace }
     }
 
     /// Waits for the lock, and has a snapshot in the background hurry meanwhile.
-    pub fn lock(&self) -> KeepingGuard<'_> {
+    pub fn lock(&self) -> CatalogGuard<'_> {
         let _hurry = self.pace.hurry();
         self.lock_patiently()
     }
 
     /// Waits for the lock, for who is in no hurry: threads in the background.
-    pub fn lock_patiently(&self) -> KeepingGuard<'_> {
-        KeepingGuard { keeping: self.keeping.lock(), latest: &self.latest, is_changed: false }
+    pub fn lock_patiently(&self) -> CatalogGuard<'_> {
+        CatalogGuard { catalog: self.catalog.lock(), latest: &self.latest, is_changed: false }
     }
 
     /// Tells what is kept by now, for who holds the lock and says next that something has ended.
-    pub fn tell(&self, keeping: &Keeping) {
-        *self.latest.lock() = Latest::of(keeping);
+    pub fn tell(&self, catalog: &Catalog) {
+        *self.latest.lock() = CatalogCopy::of(catalog);
     }
 
     /// What was kept when the lock was last given back; waits for nothing.
-    pub fn latest(&self) -> Arc<Latest> {
+    pub fn latest(&self) -> Arc<CatalogCopy> {
         self.latest.lock().clone()
     }
 
     /// The snapshots kept, oldest first; waits for nothing.
     pub fn list(&self) -> Vec<SnapshotInfo> {
-        self.latest().keeping.snapshots.values().map(|kept| kept.info.clone()).collect()
+        self.latest().catalog.snapshots.values().map(|kept| kept.info.clone()).collect()
     }
 }
 
 /// The lock, held.
-pub(crate) struct KeepingGuard<'a> {
-    keeping: MutexGuard<'a, Keeping>,
-    latest: &'a Mutex<Arc<Latest>>,
+pub(crate) struct CatalogGuard<'a> {
+    catalog: MutexGuard<'a, Catalog>,
+    latest: &'a Mutex<Arc<CatalogCopy>>,
     is_changed: bool,
 }
 
-impl Deref for KeepingGuard<'_> {
-    type Target = Keeping;
+impl Deref for CatalogGuard<'_> {
+    type Target = Catalog;
 
-    fn deref(&self) -> &Keeping {
-        &self.keeping
+    fn deref(&self) -> &Catalog {
+        &self.catalog
     }
 }
 
-impl DerefMut for KeepingGuard<'_> {
-    fn deref_mut(&mut self) -> &mut Keeping {
+impl DerefMut for CatalogGuard<'_> {
+    fn deref_mut(&mut self) -> &mut Catalog {
         self.is_changed = true;
-        &mut self.keeping
+        &mut self.catalog
     }
 }
 
-impl Drop for KeepingGuard<'_> {
+impl Drop for CatalogGuard<'_> {
     /// Before the lock is given back: who takes it next and is done sees what it did in what is told.
     fn drop(&mut self) {
         if self.is_changed {
-            let latest = Latest::of(&self.keeping);
+            let latest = CatalogCopy::of(&self.catalog);
             let before = std::mem::replace(&mut *self.latest.lock(), latest);
             // Not while others wait for it.
             drop(before);

@@ -17,10 +17,10 @@ use remanent_format::image::ImageRef;
 use remanent_format::manifest::{Manifest, ManifestEntry};
 use remanent_format::{LogPoint, Lsn, PageInfo, SnapshotId};
 
-pub(crate) use self::classify::{Beginning, LOOK_PAGES, Sorted};
-pub(crate) use self::known_images::{Beside, KnownImages};
-pub(crate) use self::lock::KeepingLock;
-pub(crate) use self::newest::{Newest, Sums};
+pub(crate) use self::classify::{Beginning, LOOK_PAGES, SnapshotWork};
+pub(crate) use self::known_images::{KnownImages, ReplayImages};
+pub(crate) use self::lock::CatalogLock;
+pub(crate) use self::newest::{ImageTotals, NewestSnapshot};
 use crate::images::numbers::ImageFiles;
 
 /// A snapshot that is kept.
@@ -51,7 +51,7 @@ pub struct SnapshotInfo {
 
 /// A snapshot that is kept, and what it needs.
 #[derive(Clone)]
-pub(crate) struct Kept {
+pub(crate) struct RetainedSnapshot {
     pub info: SnapshotInfo,
     pub redo: LogPoint,
     /// Its images lie in files of lower numbers.
@@ -66,20 +66,20 @@ pub(crate) struct Kept {
     pub holds: bool,
 }
 
-impl Kept {
+impl RetainedSnapshot {
     /// `manifest` is the snapshot's own link, whole or not; `is_own` tells the image files that were written for
     /// it, and `sums` are those of all its pages.
     pub fn new(
         manifest: &Manifest,
         is_own: impl Fn(u64) -> bool,
-        sums: Sums,
+        sums: ImageTotals,
         links: Vec<SnapshotId>,
         manifest_crc: u32,
         verified: bool,
     ) -> Self {
         let images = manifest.entries.iter().filter_map(|entry| entry.image);
         let written = images.filter(|image| is_own(image.file));
-        let Sums { pages, bytes, files } = sums;
+        let ImageTotals { pages, bytes, files } = sums;
         Self {
             info: SnapshotInfo {
                 id: manifest.snapshot,
@@ -104,16 +104,16 @@ impl Kept {
 
 /// The table of an old state that a restore record names, and what it needs.
 #[derive(Clone)]
-pub(crate) struct KeptTable {
+pub(crate) struct RetainedTable {
     /// The restore's batch.
     pub restored_at: Lsn,
     pub files: BTreeSet<u64>,
 }
 
 /// What is kept on disk, and the next numbers.
-pub(crate) struct Keeping {
-    pub snapshots: BTreeMap<SnapshotId, Kept>,
-    pub tables: BTreeMap<u64, KeptTable>,
+pub(crate) struct Catalog {
+    pub snapshots: BTreeMap<SnapshotId, RetainedSnapshot>,
+    pub tables: BTreeMap<u64, RetainedTable>,
     /// Replay may start at this `redo` and later ones, as the last seal says; `None` while the log from its
     /// beginning is kept.
     pub floor: Option<Lsn>,
@@ -128,9 +128,9 @@ pub(crate) struct Keeping {
     pub file_lens: BTreeMap<u64, u64>,
 }
 
-impl Keeping {
+impl Catalog {
     /// Whether the log after a snapshot is kept.
-    pub fn reaches(&self, kept: &Kept) -> bool {
+    pub fn reaches(&self, kept: &RetainedSnapshot) -> bool {
         self.floor.is_none_or(|floor| kept.redo.lsn >= floor)
     }
 

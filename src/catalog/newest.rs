@@ -15,17 +15,17 @@ const CHANGED_SHARE: usize = 2;
 
 /// An image that holds a page as batch `lsn` left it; none if the page is empty.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Known {
+pub(super) struct KnownImage {
     pub lsn: Lsn,
     pub image: Option<ImageRef>,
 }
 
 /// What a snapshot says of a page.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Named {
+pub(super) struct SnapshotPage {
     /// The page's version in the image.
     pub epoch: Epoch,
-    pub known: Known,
+    pub known: KnownImage,
 }
 
 /// A link of the newest snapshot.
@@ -48,7 +48,7 @@ impl Link {
 
 /// How many images a snapshot names, and what they take.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) struct Sums {
+pub(crate) struct ImageTotals {
     /// Number of pages, empty ones included.
     pub pages: u64,
     /// Bytes of their images.
@@ -57,7 +57,7 @@ pub(crate) struct Sums {
     pub files: BTreeMap<u64, u64>,
 }
 
-impl Sums {
+impl ImageTotals {
     /// Of pages with these images.
     pub fn of(images: impl Iterator<Item = Option<ImageRef>>) -> Self {
         let mut sums = Self::default();
@@ -95,17 +95,17 @@ fn in_file(image: &ImageRef) -> u64 {
 /// The newest snapshot: its links, and the images that it names. Whatever is kept here follows from link to link, so
 /// that a snapshot of which little changed is not looked through.
 #[derive(Default)]
-pub(crate) struct Newest {
+pub(crate) struct NewestSnapshot {
     /// The base first. None if there is no snapshot, or none that the next one may follow.
     pub(super) links: Vec<Link>,
-    pages: ById<PageId, Named>,
-    sums: Sums,
+    pages: ById<PageId, SnapshotPage>,
+    sums: ImageTotals,
     /// The pages of which each file has an image, as first pages and counts. Some may have a newer one elsewhere
     /// by now; those of files of which nothing is named any more are forgotten.
     runs: BTreeMap<u64, Vec<(PageId, u64)>>,
 }
 
-impl Newest {
+impl NewestSnapshot {
     /// What the links of a snapshot say together: `entries` are all of its pages.
     pub(super) fn of<'e>(links: Vec<Link>, entries: impl Iterator<Item = &'e ManifestEntry>) -> Self {
         let mut newest = Self { links, ..Self::default() };
@@ -174,13 +174,13 @@ impl Newest {
 
     /// Whether an image file holds no images that it names but those of these pages.
     pub fn has_file_of(&self, pages: &[PageId]) -> bool {
-        let mut theirs = Sums::default();
+        let mut theirs = ImageTotals::default();
         let images = pages.iter().filter_map(|page| self.get(*page)).map(|named| named.known.image);
         images.for_each(|image| theirs.add(image));
         theirs.files.iter().any(|(file, bytes)| self.sums.files.get(file) == Some(bytes))
     }
 
-    pub(super) fn get(&self, page: PageId) -> Option<&Named> {
+    pub(super) fn get(&self, page: PageId) -> Option<&SnapshotPage> {
         self.pages.get(page)
     }
 
@@ -190,12 +190,12 @@ impl Newest {
     }
 
     /// The pages that it names, with what it says of them.
-    pub(super) fn iter(&self) -> impl Iterator<Item = (PageId, &Named)> {
+    pub(super) fn iter(&self) -> impl Iterator<Item = (PageId, &SnapshotPage)> {
         self.pages.iter()
     }
 
     /// What it names, together.
-    pub fn sums(&self) -> &Sums {
+    pub fn sums(&self) -> &ImageTotals {
         &self.sums
     }
 
@@ -224,6 +224,6 @@ fn note(runs: &mut BTreeMap<u64, Vec<(PageId, u64)>>, entry: &ManifestEntry) {
     }
 }
 
-fn named(entry: &ManifestEntry) -> Named {
-    Named { epoch: entry.epoch, known: Known { lsn: entry.lsn, image: entry.image } }
+fn named(entry: &ManifestEntry) -> SnapshotPage {
+    SnapshotPage { epoch: entry.epoch, known: KnownImage { lsn: entry.lsn, image: entry.image } }
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use remanent_format::manifest::{Manifest, ManifestKind};
 use remanent_format::{Defect, FileName};
 
-use crate::base::aligned::AlignedBuf;
+use crate::base::aligned_buf::AlignedBuf;
 use crate::base::parallel;
 use crate::disk::{Disk, DiskFile};
 use crate::error::{Error, Result, make_room};
@@ -32,7 +32,7 @@ pub(crate) fn publish_unchecked(
     disk: &Arc<dyn Disk>,
     manifest: &Manifest,
     threads_max: usize,
-) -> Result<Published> {
+) -> Result<PublishedFile> {
     let number = manifest.snapshot.0;
     let file = match manifest.kind {
         ManifestKind::Base | ManifestKind::Change { .. } => FileName::Manifest(number),
@@ -43,11 +43,11 @@ pub(crate) fn publish_unchecked(
     let bytes = encoded.bytes();
     let header_crc = Manifest::header_crc(bytes[0]).map_err(|defect| defect.at(file, 0))?;
     publish(disk, file, number, &bytes)?;
-    Ok(Published { header_crc, disk: disk.clone(), file, encoded, threads })
+    Ok(PublishedFile { header_crc, disk: disk.clone(), file, encoded, threads })
 }
 
 /// A manifest or a table that has its name.
-pub(crate) struct Published {
+pub(crate) struct PublishedFile {
     /// The checksum of its header, by which others know it.
     pub header_crc: u32,
     disk: Arc<dyn Disk>,
@@ -56,7 +56,7 @@ pub(crate) struct Published {
     threads: usize,
 }
 
-impl Published {
+impl PublishedFile {
     /// Reads it back past the cache.
     pub fn check(&self) -> Result<()> {
         check_published(&self.disk, self.file, &self.encoded.bytes(), self.threads)
@@ -160,7 +160,7 @@ fn is_at(mut at: usize, mut found: &[u8], pieces: &[&[u8]]) -> bool {
 mod tests {
     use super::*;
     use crate::catalog::sample::of_empty_pages;
-    use crate::testing::sim_disk::{ENOSPC, Fault, Operation, SimDisk};
+    use crate::testing::sim_disk::{DiskFault, ENOSPC, Operation, SimDisk};
 
     #[test]
     fn a_manifest_of_many_pieces_is_on_disk_what_it_is_whole_and_no_byte_of_it_may_differ() {
@@ -195,7 +195,7 @@ mod tests {
             let sim = SimDisk::new();
             let disk: Arc<dyn Disk> = Arc::new(sim.clone());
             disk.make_folder(file.folder()).unwrap();
-            sim.fail(Fault { operation, skip: 0, times: 1, errno: ENOSPC });
+            sim.fail(DiskFault { operation, skip: 0, times: 1, errno: ENOSPC });
             let error = publish_manifest(&disk, &of_empty_pages(1), usize::MAX).unwrap_err();
             assert!(matches!(error, Error::DiskFull { .. }), "{operation:?}: {error}");
             assert_eq!(sim.calls(Operation::Remove), removed, "{operation:?}");

@@ -33,14 +33,14 @@ use crate::error::{Error, Result};
 /// ```
 #[derive(Clone)]
 pub struct DeviceBytes {
-    held: Arc<ForkGuard<Held>>,
+    held: Arc<ForkGuard<OwnedMemory>>,
     offset: u64,
     len: u64,
     stream: Option<RawStream>,
 }
 
 /// Memory, and who gives it back.
-struct Held {
+struct OwnedMemory {
     device: Arc<dyn Device>,
     memory: MemoryId,
     place: Place,
@@ -89,7 +89,7 @@ impl DeviceBytes {
         owner: impl Any + Send + Sync,
         heard: impl Fn(Error) -> Error + Send + Sync + 'static,
     ) -> Self {
-        let held = Held { device, memory, place, heard: Box::new(heard), _owner: Box::new(owner) };
+        let held = OwnedMemory { device, memory, place, heard: Box::new(heard), _owner: Box::new(owner) };
         Self { held: Arc::new(ForkGuard::new(held)), offset: 0, len, stream: None }
     }
 

@@ -13,7 +13,7 @@ use rustix::io::Errno;
 
 use super::direct;
 use super::direct_read::reopen;
-use crate::base::aligned::AlignedBuf;
+use crate::base::aligned_buf::AlignedBuf;
 
 /// The magic numbers of ext2, ext3 and ext4, of XFS, btrfs and F2FS.
 const EXT: u64 = 0xef53;

@@ -27,7 +27,7 @@ use rustix::fs::OFlags;
 
 use super::direct_read::reopen;
 use super::{Window, ZEROS_LEN_MAX, zeros_by_pieces};
-use crate::base::aligned::AlignedBuf;
+use crate::base::aligned_buf::AlignedBuf;
 use crate::base::sync::Mutex;
 use crate::error::{Error, Result};
 

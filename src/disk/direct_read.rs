@@ -10,7 +10,7 @@ use std::os::unix::fs::FileExt;
 use remanent_format::limits::GROUP_ALIGN;
 use rustix::fs::{CWD, Mode, OFlags};
 
-use crate::base::aligned::{AlignedBuf, is_aligned};
+use crate::base::aligned_buf::{AlignedBuf, is_aligned};
 
 /// The largest piece that is read past the cache at once, in bytes. With what aligns it, it is no more than a mebibyte.
 pub(super) const BOUNCE_LEN_MAX: usize = (1 << 20) - GROUP_ALIGN as usize;

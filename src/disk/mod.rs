@@ -27,7 +27,7 @@ use std::time::Duration;
 
 use remanent_format::{FileName, Folder, SnapshotId};
 
-use crate::base::aligned::AlignedBuf;
+use crate::base::aligned_buf::AlignedBuf;
 use crate::error::Result;
 use crate::options::LogIo;
 
@@ -165,7 +165,7 @@ pub trait Disk: Any + Send + Sync {
     /// Somebody who tells when files of a folder are written, made or renamed, as far as the system tells it.
     fn watch(&self, folder: Folder) -> Box<dyn Watch> {
         let _ = folder;
-        Box::new(Nap)
+        Box::new(PlainSleep)
     }
 
     /// Why a log here must not be written this way, if so. Buffered is always possible.
@@ -319,9 +319,9 @@ pub trait Watch: Send {
 }
 
 /// Nobody tells: a wait takes its whole time.
-struct Nap;
+struct PlainSleep;
 
-impl Watch for Nap {
+impl Watch for PlainSleep {
     fn tells(&self) -> bool {
         false
     }

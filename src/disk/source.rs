@@ -17,7 +17,7 @@ const FILES_OPEN_MAX: usize = 64;
 /// Reads a store directory; files stay open while it lives, some of them.
 pub(crate) struct DiskSource {
     disk: Arc<dyn Disk>,
-    way: Way,
+    way: ReadPath,
     files: Mutex<HashMap<FileName, Arc<dyn DiskFile>>>,
     /// If it notes that.
     uncached: Option<Uncached>,
@@ -31,7 +31,7 @@ type Uncached = Arc<Mutex<HashMap<FileName, Vec<Range<u64>>>>>;
 
 /// Where bytes come from.
 #[derive(Clone, Copy)]
-enum Way {
+enum ReadPath {
     /// Whatever a process would see.
     Visible,
     /// The medium, where the system lets us ask past its cache.
@@ -45,24 +45,24 @@ enum Way {
 impl DiskSource {
     /// Reads what a process would see.
     pub fn new(disk: Arc<dyn Disk>) -> Self {
-        Self::by(disk, Way::Visible)
+        Self::by(disk, ReadPath::Visible)
     }
 
     /// Reads what a process would see, and notes what of it comes from the medium. See
     /// [`past_cache_once`](Self::past_cache_once).
     pub fn noting(disk: Arc<dyn Disk>) -> Self {
-        Self { uncached: Some(Arc::default()), ..Self::by(disk, Way::Visible) }
+        Self { uncached: Some(Arc::default()), ..Self::by(disk, ReadPath::Visible) }
     }
 
     /// Reads from the medium where the system lets us. Only for bytes that are synced.
     pub fn past_cache(disk: Arc<dyn Disk>) -> Self {
-        Self::by(disk, Way::PastCache)
+        Self::by(disk, ReadPath::PastCache)
     }
 
     /// Reads from the cache what it has, else from the medium. Only for bytes that were read past the cache once
     /// since they were synced.
     pub fn proven(disk: Arc<dyn Disk>) -> Self {
-        Self::by(disk, Way::Proven)
+        Self::by(disk, ReadPath::Proven)
     }
 
     /// Reads from the medium what a source that notes such things may have had from the cache, and as a process would
@@ -70,10 +70,10 @@ impl DiskSource {
     /// since it was made.
     pub fn past_cache_once(&self) -> Self {
         let uncached = self.uncached.clone();
-        Self { uncached, ..Self::by(self.disk.clone(), Way::PastCacheOnce) }
+        Self { uncached, ..Self::by(self.disk.clone(), ReadPath::PastCacheOnce) }
     }
 
-    fn by(disk: Arc<dyn Disk>, way: Way) -> Self {
+    fn by(disk: Arc<dyn Disk>, way: ReadPath) -> Self {
         Self { disk, way, files: Mutex::default(), uncached: None }
     }
 
@@ -92,7 +92,7 @@ impl DiskSource {
         }
         let open = self.disk.open(file, false)?;
         // Before anything of it is read. Nobody asks about other files.
-        if let (Way::Visible, Some(uncached), FileName::Segment(_)) = (self.way, &self.uncached, file) {
+        if let (ReadPath::Visible, Some(uncached), FileName::Segment(_)) = (self.way, &self.uncached, file) {
             uncached.lock().entry(file).or_insert_with(|| open.uncached());
         }
         if files.len() == FILES_OPEN_MAX {
@@ -119,13 +119,13 @@ impl ReadAt for DiskSource {
     fn read_at(&self, file: FileName, offset: u64, out: &mut [u8]) -> io::Result<()> {
         let open = self.file(file).map_err(to_io)?;
         let read = match self.way {
-            Way::Visible => open.read_at(offset, out),
-            Way::PastCache => open.read_past_cache(offset, out),
-            Way::Proven => open.read_proven(offset, out),
-            Way::PastCacheOnce if self.was_uncached(file, &(offset..offset + out.len() as u64)) => {
+            ReadPath::Visible => open.read_at(offset, out),
+            ReadPath::PastCache => open.read_past_cache(offset, out),
+            ReadPath::Proven => open.read_proven(offset, out),
+            ReadPath::PastCacheOnce if self.was_uncached(file, &(offset..offset + out.len() as u64)) => {
                 open.read_at(offset, out)
             }
-            Way::PastCacheOnce => open.read_past_cache(offset, out),
+            ReadPath::PastCacheOnce => open.read_past_cache(offset, out),
         };
         read.map_err(to_io)
     }

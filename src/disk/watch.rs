@@ -19,7 +19,7 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::inotify::{self, CreateFlags, ReadFlags, WatchFlags};
 
-use super::{Nap, Watch};
+use super::{PlainSleep, Watch};
 use crate::base::process::{ForkGuard, PerProcess};
 use crate::base::sync::thread;
 use crate::base::sync::{Condvar, Instant, Mutex};
@@ -42,7 +42,7 @@ pub(super) fn watch(path: &Path) -> Box<dyn Watch> {
         }
         Err(error) => {
             tracing::debug!(%error, path = %path.display(), "no watch here: changes are looked for at a pace");
-            Box::new(Nap)
+            Box::new(PlainSleep)
         }
     }
 }
@@ -67,12 +67,12 @@ fn subscribe(path: &Path) -> io::Result<Arc<ForkGuard<Hub>>> {
 struct Hub {
     inotify: Arc<OwnedFd>,
     watch: i32,
-    news: Arc<News>,
+    news: Arc<WatchState>,
 }
 
 /// What has happened so far.
 #[derive(Default)]
-struct News {
+struct WatchState {
     count: Mutex<Count>,
     changed: Condvar,
 }
@@ -92,7 +92,7 @@ impl Hub {
         let inotify = Arc::new(inotify::init(CreateFlags::NONBLOCK | CreateFlags::CLOEXEC)?);
         let names = WatchFlags::CREATE | WatchFlags::MOVED_FROM | WatchFlags::MOVED_TO | WatchFlags::DELETE;
         let watch = inotify::add_watch(&*inotify, path, names | WatchFlags::MODIFY | WatchFlags::ONLYDIR)?;
-        let news = Arc::new(News::default());
+        let news = Arc::new(WatchState::default());
         let (source, told) = (inotify.clone(), news.clone());
         thread::Builder::new().name("remanent-watch".to_owned()).spawn(move || report(&source, &told))?;
         Ok(Self { inotify, watch, news })
@@ -109,7 +109,7 @@ impl Drop for Hub {
 }
 
 /// The thread's life: events become news.
-fn report(inotify: &OwnedFd, news: &News) {
+fn report(inotify: &OwnedFd, news: &WatchState) {
     loop {
         let heard = match poll(&mut [PollFd::new(inotify, PollFlags::IN)], None) {
             Ok(_) | Err(rustix::io::Errno::INTR) => drain(inotify),
@@ -118,7 +118,7 @@ fn report(inotify: &OwnedFd, news: &News) {
         let mut count = news.count.lock();
         count.events += 1;
         match heard {
-            Ok(Heard { names, is_over }) => {
+            Ok(WatchEvents { names, is_over }) => {
                 count.names += u64::from(names);
                 count.is_over = is_over;
             }
@@ -138,14 +138,14 @@ fn report(inotify: &OwnedFd, news: &News) {
 }
 
 /// What some events were about.
-struct Heard {
+struct WatchEvents {
     names: bool,
     is_over: bool,
 }
 
 /// Takes all events that are there.
-fn drain(inotify: &OwnedFd) -> rustix::io::Result<Heard> {
-    let mut heard = Heard { names: false, is_over: false };
+fn drain(inotify: &OwnedFd) -> rustix::io::Result<WatchEvents> {
+    let mut heard = WatchEvents { names: false, is_over: false };
     let mut room = [MaybeUninit::uninit(); EVENTS_LEN];
     let mut events = inotify::Reader::new(inotify, &mut room);
     loop {
@@ -175,7 +175,7 @@ impl Watch for Subscription {
 
     fn wait(&mut self, timeout: Duration) -> bool {
         let until = Instant::now().checked_add(timeout);
-        let News { count, changed } = &*self.hub.news;
+        let WatchState { count, changed } = &*self.hub.news;
         let mut count = count.lock();
         // Where there is no more news, a wait takes its whole time.
         while count.events == self.seen.events || (count.is_over && self.seen.is_over) {

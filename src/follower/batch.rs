@@ -28,7 +28,7 @@ pub struct FollowedBatch {
     pub(super) segment: u64,
     pub(super) offset: u64,
     pub(super) payload: Vec<u8>,
-    pub(super) restored: Option<Restored>,
+    pub(super) restored: Option<RestoredState>,
 }
 
 impl FollowedBatch {
@@ -84,14 +84,14 @@ impl FollowedBatch {
 
     /// The state that the batch puts in place of everything, if it is a restore.
     #[must_use]
-    pub fn restored(&self) -> Option<&Restored> {
+    pub fn restored(&self) -> Option<&RestoredState> {
         self.restored.as_ref()
     }
 }
 
 /// The state that a restore put in place of all pages and the root.
 #[derive(Clone)]
-pub struct Restored {
+pub struct RestoredState {
     pub(super) disk: Arc<dyn Disk>,
     pub(super) lsn: Lsn,
     pub(super) of: Lsn,
@@ -99,7 +99,7 @@ pub struct Restored {
     pub(super) pages: Vec<PageInfo>,
 }
 
-impl Restored {
+impl RestoredState {
     /// The batch whose state it is.
     #[must_use]
     pub fn of(&self) -> Lsn {
@@ -151,7 +151,7 @@ impl fmt::Debug for FollowedBatch {
     }
 }
 
-impl fmt::Debug for Restored {
+impl fmt::Debug for RestoredState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Restored").field("of", &self.of).field("pages", &self.pages).finish_non_exhaustive()
     }

@@ -37,7 +37,7 @@ use remanent_format::state::survey::read_manifest;
 use remanent_format::store::StoreFile;
 use remanent_format::{Damage, Defect, FileName, Folder, LogPoint, Lsn};
 
-pub use batch::{FollowedBatch, Restored};
+pub use batch::{FollowedBatch, RestoredState};
 pub use position::{FollowerPosition, ParsePositionError};
 pub use replica::Replica;
 
@@ -49,7 +49,7 @@ use backoff::{Pauses, Suspicion};
 use seek::{at_start, behind, diverged, leaves_out, locate};
 use segment::LiveSegment;
 use survey::{ask, is_grave, missing, missing_file, newest_snapshot, segments, survey};
-use tail::{Tail, Taken};
+use tail::{Tail, TakenFrame};
 
 /// So often is an end judged at once while names change.
 const JUDGEMENTS: usize = 16;
@@ -267,8 +267,8 @@ impl Follower {
     }
 
     /// What a frame holds, checked: all that the batch names is read here or known to be there.
-    fn open_batch(&self, taken: Taken) -> Result<FollowedBatch> {
-        let Taken { header, payload, end } = taken;
+    fn open_batch(&self, taken: TakenFrame) -> Result<FollowedBatch> {
+        let TakenFrame { header, payload, end } = taken;
         let at = |defect: Defect| defect.at_lsn(FileName::Segment(header.segment), header.offset, header.lsn);
         let ops = decode_payload(&payload).map_err(at)?;
         let restored = match ops.as_slice() {
@@ -288,7 +288,7 @@ impl Follower {
         })
     }
 
-    fn open_restore(&self, lsn: Lsn, table: u64, table_crc: u32, of: Lsn) -> Result<Restored> {
+    fn open_restore(&self, lsn: Lsn, table: u64, table_crc: u32, of: Lsn) -> Result<RestoredState> {
         let file = FileName::Table(table);
         let gone = |damage: Damage| match damage.defect {
             Defect::Missing => missing_file(&self.disk, lsn, damage),
@@ -302,7 +302,7 @@ impl Follower {
             return Err(defect.at_lsn(file, 0, lsn).into());
         }
         let pages = table.entries.iter().map(page_info).collect();
-        Ok(Restored { disk: self.disk.clone(), lsn, of, table: Arc::new(table), pages })
+        Ok(RestoredState { disk: self.disk.clone(), lsn, of, table: Arc::new(table), pages })
     }
 
     /// Looks at the names in the log's folder; returns whether the follower went on to a new incarnation.

@@ -10,7 +10,7 @@ use remanent_format::state::table::PlanMode;
 use remanent_format::{Defect, FileName, Key, LogPoint, Lsn, Metadata, PageId, PageInfo, PageTable};
 
 use super::Follower;
-use super::batch::{FollowedBatch, Restored};
+use super::batch::{FollowedBatch, RestoredState};
 use super::position::FollowerPosition;
 use super::survey::{ask, missing, newest_snapshot};
 use crate::disk::Disk;
@@ -87,7 +87,7 @@ impl Replica {
     }
 
     /// Replaces everything by a restored state. A page that is as it was need not be read.
-    fn restore(&mut self, lsn: Lsn, restored: &Restored) -> Result<()> {
+    fn restore(&mut self, lsn: Lsn, restored: &RestoredState) -> Result<()> {
         let version = |info: &PageInfo| (info.epoch, info.lsn);
         let mut changed = BTreeMap::new();
         for info in restored.pages() {

@@ -23,7 +23,7 @@ pub(super) struct Tail {
 }
 
 /// A whole frame, valid in the order of the log.
-pub(super) struct Taken {
+pub(super) struct TakenFrame {
     pub header: FrameHeader,
     pub payload: Vec<u8>,
     /// The point behind it.
@@ -46,7 +46,7 @@ impl Tail {
     }
 
     /// The frame behind the point, if it is there; the point stays until [`Tail::go_to`] moves it.
-    pub fn peek(&mut self) -> Result<Option<Taken>> {
+    pub fn peek(&mut self) -> Result<Option<TakenFrame>> {
         let [(here, after), (_, group), (next, start)] = places(&self.point);
         if self.segment.as_ref().is_none_or(|open| open.number != here) {
             self.segment = LiveSegment::open(&*self.disk, self.store, here)?;
@@ -89,7 +89,12 @@ impl Tail {
     }
 }
 
-fn peek_at(open: &mut LiveSegment, before: &LogPoint, store: StoreId, offset: u64) -> Result<Option<Taken>> {
+fn peek_at(
+    open: &mut LiveSegment,
+    before: &LogPoint,
+    store: StoreId,
+    offset: u64,
+) -> Result<Option<TakenFrame>> {
     let number = open.number;
     let Some(bytes) = open.bytes(offset, FrameHeaderRaw::LEN)? else { return Ok(None) };
     let Ok((header, end)) = header_in_order(bytes, before, store, number, offset) else {
@@ -98,5 +103,5 @@ fn peek_at(open: &mut LiveSegment, before: &LogPoint, store: StoreId, offset: u6
     let Some(payload) = open.payload(&header)? else { return Ok(None) };
     // The file's header last: had it been recycled before, this would be another segment's.
     let whole = check_payload(&header, &payload).is_ok() && open.is_still()?;
-    Ok(whole.then_some(Taken { header, payload, end }))
+    Ok(whole.then_some(TakenFrame { header, payload, end }))
 }

@@ -18,12 +18,12 @@ use std::sync::Arc;
 use remanent_format::{Epoch, Key, Lsn, PageId, PageInfo};
 
 use crate::applier::Applier;
-use crate::catalog::KeepingLock;
+use crate::catalog::CatalogLock;
 use crate::device::{Command, CommandList, Device, StagingSpan};
 use crate::disk::Disk;
 use crate::error::{Error, Result};
-use crate::history::point::RestorePoint;
-use crate::history::state::Past;
+use crate::history::point::StatePoint;
+use crate::history::state::PastState;
 use crate::images::{CHUNK_BYTES, chunks};
 use crate::memory::staging::{StagingBuf, StagingPool};
 
@@ -65,11 +65,11 @@ pub(crate) struct Auditor<'a> {
     pub staging: &'a Arc<StagingPool>,
     pub applier: &'a Applier,
     /// Nothing is recycled while this is held.
-    pub keeping: &'a KeepingLock,
+    pub catalog: &'a CatalogLock,
 }
 
 /// Pages and their checksums, behind one batch.
-struct Sums {
+struct PageSums {
     pages: Vec<(PageInfo, u32)>,
     lsn: Lsn,
 }
@@ -78,12 +78,12 @@ impl Auditor<'_> {
     /// Looks at all pages that there are now.
     ///
     /// # Errors
-    /// A device error; [`Error::Damaged`] in what a page is made from; what [`Past::open`] fails with.
+    /// A device error; [`Error::Damaged`] in what a page is made from; what [`PastState::open`] fails with.
     pub fn run(&self) -> Result<Audit> {
         let mut audit = Audit::default();
         // 1. Held before anything that it needs can go.
         let (pages, begin) = {
-            let _keeping = self.keeping.lock();
+            let _keeping = self.catalog.lock();
             let (pages, lsn) = self.pages()?;
             if pages.is_empty() {
                 return Ok(audit);
@@ -105,7 +105,7 @@ impl Auditor<'_> {
         // 4.
         for chunk in chunks(&changed_since, CHUNK_BYTES, |(_, len)| *len) {
             let (sums, past) = {
-                let _keeping = self.keeping.lock();
+                let _keeping = self.catalog.lock();
                 let sums = self.sum(chunk)?;
                 let past = self.past(sums.lsn)?;
                 (sums, past)
@@ -126,14 +126,14 @@ impl Auditor<'_> {
     }
 
     /// The state on disk behind a batch that is applied, and so logged.
-    fn past(&self, lsn: Lsn) -> Result<Past> {
-        Past::open(self.disk, Some(&RestorePoint::Lsn(lsn)))
+    fn past(&self, lsn: Lsn) -> Result<PastState> {
+        PastState::open(self.disk, Some(&StatePoint::Lsn(lsn)))
     }
 
     /// Sums those of the pages that are still there, all behind the same batch.
-    fn sum(&self, pages: &[(PageId, u64)]) -> Result<Sums> {
+    fn sum(&self, pages: &[(PageId, u64)]) -> Result<PageSums> {
         let wanted: Vec<PageId> = pages.iter().map(|(page, _)| *page).collect();
-        self.applier.cold().wait(wanted.iter().copied())?;
+        self.applier.unloaded().wait(wanted.iter().copied())?;
         let staging = self.staging.take(4 * wanted.len())?.into_staging();
         let (infos, lsn, pending) = self.applier.turn(move |turn| {
             turn.intact()?;
@@ -151,11 +151,11 @@ impl Auditor<'_> {
             found.chunks_exact(4).map(|word| u32::from_le_bytes(word.try_into().expect("four bytes")));
         let pages = infos.into_iter().zip(words).collect();
         self.staging.give(found.into_staging());
-        Ok(Sums { pages, lsn })
+        Ok(PageSums { pages, lsn })
     }
 
     /// Compares a page's sum with that of the same version in a state on disk.
-    fn compare(&self, audit: &mut Audit, past: &Past, info: &PageInfo, sum: u32) -> Result<()> {
+    fn compare(&self, audit: &mut Audit, past: &PastState, info: &PageInfo, sum: u32) -> Result<()> {
         audit.pages += 1;
         audit.bytes += info.len;
         let implied = match past.exact_image(info.page) {
@@ -178,7 +178,7 @@ impl Auditor<'_> {
     }
 
     /// Where a page begins to be another one than in a state on disk, if it is of that version yet.
-    fn first_difference(&self, past: &Past, info: &PageInfo) -> Result<Option<u64>> {
+    fn first_difference(&self, past: &PastState, info: &PageInfo) -> Result<Option<u64>> {
         let expected = past.load(info.page)?;
         let read = self.applier.read(&**self.device, self.staging, info.page, info.len, |info| (0, info.len));
         let (now, _, found) = match read {

@@ -13,14 +13,14 @@ use remanent_format::image::{ImageFileHeader, ImageFileHeaderRaw, ImageRef};
 use remanent_format::limits::ANCESTORS_MAX;
 use remanent_format::{FileName, PageId, ReadAt, StoreId};
 
-use super::seed::{Origin, Shared, found};
+use super::seed::{Seed, SharedImages, create};
 use crate::disk::Disk;
 use crate::disk::source::DiskSource;
 use crate::error::Result;
-use crate::history::state::Past;
+use crate::history::state::PastState;
 
 /// Makes a store of a state; returns its id.
-pub(crate) fn fork(past: &Past, target: &Arc<dyn Disk>) -> Result<StoreId> {
+pub(crate) fn fork(past: &PastState, target: &Arc<dyn Disk>) -> Result<StoreId> {
     let images: BTreeMap<PageId, ImageRef> = past
         .table()
         .pages()
@@ -28,22 +28,22 @@ pub(crate) fn fork(past: &Past, target: &Arc<dyn Disk>) -> Result<StoreId> {
         .filter_map(|info| Some((info.page, past.exact_image(info.page)?)))
         .collect();
     let writers = writers(past, images.values().map(|image| image.file).collect());
-    let shared = Shared { disk: Some(past.disk().clone()), writers, images };
+    let shared = SharedImages { disk: Some(past.disk().clone()), writers, images };
     let parent = past.store();
-    let origin = Origin {
+    let origin = Seed {
         features: parent.features,
         record: parent.record.clone(),
         table: past.table().clone(),
         point: past.point(),
     };
-    let store = found(&origin, &shared, target, &mut |info| past.load(info.page))?;
+    let store = create(&origin, &shared, target, &mut |info| past.load(info.page))?;
     tracing::info!(%store, parent = %parent.store, lsn = %past.lsn(), "forked");
     Ok(store)
 }
 
 /// Which stores wrote these image files. A file whose header cannot be read is not shared, nor is one more
 /// ancestor than STORE has room for: what they hold is written anew.
-fn writers(past: &Past, files: BTreeSet<u64>) -> BTreeMap<u64, StoreId> {
+fn writers(past: &PastState, files: BTreeSet<u64>) -> BTreeMap<u64, StoreId> {
     let source = DiskSource::new(past.disk().clone());
     let mut ancestors = BTreeSet::new();
     let writer = |number: &u64| {

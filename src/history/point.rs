@@ -12,16 +12,16 @@ use crate::error::{Error, Result};
 /// Its text is what the tool's `--at` takes.
 ///
 /// ```
-/// use remanent::{Lsn, RestorePoint};
-/// let point: RestorePoint = "lsn:12".parse()?;
-/// assert_eq!(point, RestorePoint::Lsn(Lsn(12)));
-/// assert_eq!("name:before tuning".parse::<RestorePoint>()?.to_string(), "name:before tuning");
-/// assert!("yesterday".parse::<RestorePoint>().is_err());
+/// use remanent::{Lsn, StatePoint};
+/// let point: StatePoint = "lsn:12".parse()?;
+/// assert_eq!(point, StatePoint::Lsn(Lsn(12)));
+/// assert_eq!("name:before tuning".parse::<StatePoint>()?.to_string(), "name:before tuning");
+/// assert!("yesterday".parse::<StatePoint>().is_err());
 /// # Ok::<(), remanent::Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum RestorePoint {
+pub enum StatePoint {
     /// `lsn:N`: the state right behind a batch.
     Lsn(Lsn),
     /// `snapshot:N`: the state at a snapshot's end.
@@ -30,7 +30,7 @@ pub enum RestorePoint {
     Name(String),
 }
 
-impl FromStr for RestorePoint {
+impl FromStr for StatePoint {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
@@ -49,7 +49,7 @@ impl FromStr for RestorePoint {
     }
 }
 
-impl fmt::Display for RestorePoint {
+impl fmt::Display for StatePoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Lsn(lsn) => write!(f, "lsn:{}", lsn.0),
@@ -66,20 +66,20 @@ mod tests {
     #[test]
     fn points_read_back_as_they_are_written() {
         let points = [
-            RestorePoint::Lsn(Lsn(0)),
-            RestorePoint::Lsn(Lsn(u64::MAX)),
-            RestorePoint::Snapshot(SnapshotId(7)),
-            RestorePoint::Name("step:120".to_owned()),
+            StatePoint::Lsn(Lsn(0)),
+            StatePoint::Lsn(Lsn(u64::MAX)),
+            StatePoint::Snapshot(SnapshotId(7)),
+            StatePoint::Name("step:120".to_owned()),
         ];
         for point in points {
-            assert_eq!(point.to_string().parse::<RestorePoint>().unwrap(), point);
+            assert_eq!(point.to_string().parse::<StatePoint>().unwrap(), point);
         }
     }
 
     #[test]
     fn anything_else_is_refused_with_what_would_do() {
         for text in ["", "12", "lsn:", "lsn:-1", "lsn:1x", "snapshot:", "name:", "Lsn:1", "lsn 1"] {
-            let error = text.parse::<RestorePoint>().unwrap_err();
+            let error = text.parse::<StatePoint>().unwrap_err();
             assert!(error.to_string().contains("lsn:N, snapshot:N and name:S"), "{text}: {error}");
         }
     }

@@ -32,13 +32,13 @@ use remanent_format::{
 use crate::applier::{Applier, Turn};
 use crate::base::poison::Poison;
 use crate::catalog::publish::publish_manifest;
-use crate::catalog::{Keeping, KeptTable, entry, unix_ms};
+use crate::catalog::{Catalog, RetainedTable, entry, unix_ms};
 use crate::device::{Command, CommandList, Device, Pending, Span, StagingSpan};
 use crate::disk::Disk;
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result, make_room};
-use crate::history::point::RestorePoint;
-use crate::history::state::Past;
+use crate::history::point::StatePoint;
+use crate::history::state::PastState;
 use crate::images::ImageWriter;
 use crate::images::read::{prove, read_runs, wanted};
 use crate::log::{Log, SpacePurpose};
@@ -54,7 +54,7 @@ const IN_FLIGHT_MAX: usize = 8;
 const UPLOAD_BYTES: usize = 1 << 20;
 
 /// What a restore works with.
-pub(crate) struct Restore<'a> {
+pub(crate) struct RestoreRun<'a> {
     pub disk: &'a Arc<dyn Disk>,
     pub store: StoreId,
     pub device: &'a Arc<dyn Device>,
@@ -68,7 +68,7 @@ pub(crate) struct Restore<'a> {
 }
 
 /// The old state, whole on disk.
-struct Target {
+struct RestoreTarget {
     /// The pages as they are after the restore.
     pages: Vec<PageInfo>,
     root: Arc<Metadata>,
@@ -76,14 +76,14 @@ struct Target {
     images: HashMap<PageId, ImageRef>,
 }
 
-impl Restore<'_> {
+impl RestoreRun<'_> {
     /// Takes everything back to the state behind batch `restored`; returns the restore's own place in the
     /// log.
-    pub fn run(&self, restored: Lsn, submitted: &mut PageTable, keeping: &mut Keeping) -> Result<LogPoint> {
+    pub fn run(&self, restored: Lsn, submitted: &mut PageTable, catalog: &mut Catalog) -> Result<LogPoint> {
         self.poison.check()?;
         // 1.
         self.log.wait_durable(submitted.lsn())?;
-        let old = Past::open(self.disk, Some(&RestorePoint::Lsn(restored)))?;
+        let old = PastState::open(self.disk, Some(&StatePoint::Lsn(restored)))?;
         self.budget.check(old.table().pages().map(|info| (info.place, info.len)))?;
         // 2.
         let lsn = submitted.lsn().next();
@@ -92,9 +92,9 @@ impl Restore<'_> {
             old.table().pages().map(|info| at_restore(&info, submitted, lsn, epoch)).collect();
         // Where no page changed, none has the new epoch.
         let epoch_high = pages.iter().map(|info| info.epoch).fold(submitted.epoch_high(), Epoch::max);
-        let number = keeping.files.take_number();
+        let number = catalog.files.take_number();
         let logged = self.write_images(&pages, &old, number).and_then(|images| {
-            let target = Target { pages, root: old.table().root().clone(), images };
+            let target = RestoreTarget { pages, root: old.table().root().clone(), images };
             let table_crc = self.write_table(&target, submitted.next_page(), lsn, epoch_high, number)?;
             // 3.
             let mut payload = PayloadWriter::default();
@@ -107,10 +107,10 @@ impl Restore<'_> {
         let (point, target) = logged.map_err(|error| self.give_up(number, error))?;
         drop(old);
         let files: BTreeSet<u64> = target.images.values().map(|image| image.file).collect();
-        keeping.tables.insert(number, KeptTable { restored_at: lsn, files });
+        catalog.tables.insert(number, RetainedTable { restored_at: lsn, files });
         // The next snapshot names the table's images: they need not be written again.
         for info in target.pages.iter().filter(|info| info.lsn == lsn) {
-            keeping.known.note(info.page, lsn, target.images.get(&info.page).copied());
+            catalog.known.note(info.page, lsn, target.images.get(&info.page).copied());
         }
         self.log.wait_durable(point.lsn)?;
         // 4.
@@ -127,7 +127,12 @@ impl Restore<'_> {
     }
 
     /// Step 2: an image for every page, proven. Those that are not exact are written anew.
-    fn write_images(&self, pages: &[PageInfo], old: &Past, number: u64) -> Result<HashMap<PageId, ImageRef>> {
+    fn write_images(
+        &self,
+        pages: &[PageInfo],
+        old: &PastState,
+        number: u64,
+    ) -> Result<HashMap<PageId, ImageRef>> {
         let mut images = HashMap::new();
         let mut stale = Vec::new();
         for info in pages.iter().filter(|info| info.len > 0) {
@@ -154,7 +159,7 @@ impl Restore<'_> {
     /// Step 2: the table. Returns its checksum.
     fn write_table(
         &self,
-        target: &Target,
+        target: &RestoreTarget,
         next_page: u64,
         lsn: Lsn,
         epoch_high: Epoch,
@@ -200,7 +205,7 @@ impl Restore<'_> {
     }
 
     /// Step 4.
-    fn overwrite(&self, target: Target, point: LogPoint) -> Result<()> {
+    fn overwrite(&self, target: RestoreTarget, point: LogPoint) -> Result<()> {
         let source = DiskSource::past_cache(self.disk.clone());
         let (device, staging) = (self.device.clone(), self.staging.clone());
         let overwritten = self.applier.turn(move |turn| {
@@ -240,10 +245,10 @@ fn overwrite(
     source: &DiskSource,
     device: &dyn Device,
     staging: &StagingPool,
-    target: &Target,
+    target: &RestoreTarget,
     point: LogPoint,
 ) -> Result<()> {
-    let Target { pages, root, images } = target;
+    let RestoreTarget { pages, root, images } = target;
     turn.applied.table.replace(point.lsn, pages.iter().cloned(), root.clone());
     turn.applied.table.index_keys().expect("the old state had unique keys");
     turn.applied.point = point;

@@ -36,7 +36,7 @@ use crate::recovery::opening::{Predecessor, begin, random};
 
 /// A state that a new store is to begin at.
 #[derive(Clone, Debug)]
-pub struct Origin {
+pub struct Seed {
     /// The features that its files use.
     pub features: Features,
     /// What the creator said of the store that it comes from. The new one has its own time and ancestors.
@@ -49,7 +49,7 @@ pub struct Origin {
 
 /// Image files of another store that the new one shares.
 #[derive(Default)]
-pub(crate) struct Shared {
+pub(crate) struct SharedImages {
     /// Where they lie.
     pub disk: Option<Arc<dyn Disk>>,
     /// The files, and the stores that wrote them.
@@ -62,7 +62,7 @@ pub(crate) struct Shared {
 ///
 /// # Errors
 /// [`Error::ForeignDirectory`].
-pub(crate) fn check_target(target: &dyn Disk) -> Result<()> {
+pub(crate) fn check_directory_is_free(target: &dyn Disk) -> Result<()> {
     check_directory(target, Create::IfEmpty)?;
     if target.list(Folder::Root)?.contains(&FileName::Store.name()) {
         return Err(Error::ForeignDirectory { path: target.label(), found: FileName::Store.name() });
@@ -72,13 +72,13 @@ pub(crate) fn check_target(target: &dyn Disk) -> Result<()> {
 
 /// Makes a store that begins at a state; returns its id. `load` gives the bytes of each page that has any and
 /// no shared image; what it fails with ends the founding, and leaves no store.
-pub(crate) fn found<E: From<Error>>(
-    origin: &Origin,
-    shared: &Shared,
+pub(crate) fn create<E: From<Error>>(
+    origin: &Seed,
+    shared: &SharedImages,
     target: &Arc<dyn Disk>,
     load: &mut dyn FnMut(&PageInfo) -> Result<Vec<u8>, E>,
 ) -> Result<StoreId, E> {
-    check_target(&**target)?;
+    check_directory_is_free(&**target)?;
     target.make_folder(Folder::Root)?;
     let _lock = target.lock()?;
     start_over(target)?;
@@ -146,13 +146,13 @@ pub(crate) fn found<E: From<Error>>(
     Ok(store.store)
 }
 
-/// As [`found`], for a state of which nothing is shared.
-pub(crate) fn found_alone<E: From<Error>>(
-    origin: &Origin,
+/// As [`create`], for a state of which nothing is shared.
+pub(crate) fn create_alone<E: From<Error>>(
+    origin: &Seed,
     target: &Arc<dyn Disk>,
     load: &mut dyn FnMut(&PageInfo) -> Result<Vec<u8>, E>,
 ) -> Result<StoreId, E> {
-    found(origin, &Shared::default(), target, load)
+    create(origin, &SharedImages::default(), target, load)
 }
 
 /// Step 2: images of the pages that share none.

@@ -20,7 +20,7 @@ use std::sync::Arc;
 use remanent_format::image::ImageRef;
 use remanent_format::manifest::Manifest;
 use remanent_format::reach::{Reach, Role};
-use remanent_format::state::replay::Resolved;
+use remanent_format::state::replay::ResolvedState;
 use remanent_format::state::survey::Survey;
 use remanent_format::state::trail::Trails;
 use remanent_format::store::StoreFile;
@@ -32,20 +32,20 @@ use crate::base::sync::Mutex;
 use crate::disk::source::DiskSource;
 use crate::disk::{Disk, DiskLock, Hold};
 use crate::error::{Error, Result};
-use crate::history::point::RestorePoint;
+use crate::history::point::StatePoint;
 
 /// How often the files are surveyed anew, when a writer beside us changes them faster than we read.
 const ATTEMPTS: usize = 64;
 
 /// A state of a store, on disk.
-pub(crate) struct Past {
+pub(crate) struct PastState {
     disk: Arc<dyn Disk>,
     store: StoreFile,
     base: Option<SnapshotId>,
     /// Where the replay of the log starts: if this segment is gone, so is the state.
     redo: LogPoint,
     point: LogPoint,
-    resolved: Resolved,
+    resolved: ResolvedState,
     trails: Trails,
     /// Files stay open between reads.
     source: Mutex<Arc<DiskSource>>,
@@ -83,13 +83,13 @@ impl Until {
     }
 }
 
-impl Past {
+impl PastState {
     /// Finds the state at `point`, or the newest one.
     ///
     /// # Errors
     /// [`Error::NoStore`], [`Error::NoSnapshot`], [`Error::NoSnapshotNamed`], [`Error::OutsideWindow`],
     /// [`Error::Damaged`]; [`Error::Overtaken`] if a writer removes faster than this can read.
-    pub fn open(disk: &Arc<dyn Disk>, point: Option<&RestorePoint>) -> Result<Self> {
+    pub fn open(disk: &Arc<dyn Disk>, point: Option<&StatePoint>) -> Result<Self> {
         let is_ours = |name: &String| name == FileName::Store.name().as_str() || name == Folder::Log.name();
         if !disk.list(Folder::Root)?.iter().any(is_ours) {
             return Err(Error::NoStore { path: disk.label() });
@@ -383,16 +383,16 @@ impl Past {
 }
 
 /// The Lsn of a point.
-fn until(survey: &Survey, point: Option<&RestorePoint>) -> Result<Until> {
+fn until(survey: &Survey, point: Option<&StatePoint>) -> Result<Until> {
     Ok(match point {
         None => Until::End,
-        Some(RestorePoint::Lsn(lsn)) => Until::At(*lsn),
-        Some(RestorePoint::Snapshot(id)) => match survey.links.get(id) {
+        Some(StatePoint::Lsn(lsn)) => Until::At(*lsn),
+        Some(StatePoint::Snapshot(id)) => match survey.links.get(id) {
             Some(Ok((manifest, _))) => Until::At(manifest.end),
             Some(Err(damage)) => return Err(damage.clone().into()),
             None => return Err(Error::NoSnapshot { snapshot: *id }),
         },
-        Some(RestorePoint::Name(name)) => {
+        Some(StatePoint::Name(name)) => {
             let mut newest_first = survey.readable().rev();
             let named = newest_first.find(|manifest| manifest.name.as_ref() == Some(name));
             Until::At(named.ok_or_else(|| Error::NoSnapshotNamed { name: name.clone() })?.end)

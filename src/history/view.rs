@@ -13,8 +13,8 @@ use crate::base::process::Process;
 use crate::base::sync::Mutex;
 use crate::disk::Disk;
 use crate::error::{Error, Result};
-use crate::history::point::RestorePoint;
-use crate::history::state::Past;
+use crate::history::point::StatePoint;
+use crate::history::state::PastState;
 
 /// Bytes of pages that a handle keeps. A page that is longer is kept alone, so that reading it piece by
 /// piece puts it together once.
@@ -30,20 +30,20 @@ const CACHE_BYTES: u64 = 64 << 20;
 /// A page's bytes are put together when they are first read, from its image and its own operations in the
 /// log. At most 64 MiB of pages are kept for later reads, or one page that is longer. A page whose bytes on
 /// disk are damaged fails alone.
-pub struct Snapshot {
+pub struct View {
     opener: Process,
-    past: Past,
+    past: PastState,
     cache: Mutex<Cache>,
 }
 
-impl Snapshot {
+impl View {
     /// Opens a state on any disk: the way in for tests, which bring simulated ones.
     ///
     /// # Errors
     /// As for [`Store::open_at`](crate::Store::open_at).
     #[doc(hidden)]
-    pub fn open_on(disk: &Arc<dyn Disk>, point: Option<&RestorePoint>) -> Result<Self> {
-        let past = Past::open(disk, point);
+    pub fn open_on(disk: &Arc<dyn Disk>, point: Option<&StatePoint>) -> Result<Self> {
+        let past = PastState::open(disk, point);
         Ok(Self {
             opener: Process::current(),
             past: past.map_err(|error| error.in_store(&disk.label()))?,
@@ -55,7 +55,7 @@ impl Snapshot {
     ///
     /// # Errors
     /// [`Error::Forked`].
-    pub(crate) fn past(&self) -> Result<&Past> {
+    pub(crate) fn past(&self) -> Result<&PastState> {
         self.opener.check().map(|()| &self.past)
     }
 
@@ -130,7 +130,7 @@ impl Snapshot {
     }
 }
 
-impl fmt::Debug for Snapshot {
+impl fmt::Debug for View {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Snapshot")
             .field("store", &self.id())

@@ -6,24 +6,24 @@ pub(crate) mod numbers;
 pub(crate) mod read;
 mod write_ahead;
 mod compress;
-mod long;
+mod long_pages;
 mod writers;
 
 use std::borrow::Cow;
 use std::sync::Arc;
 
 use remanent_format::image::{
-    Chunk, ChunkHeader, Compressed, IMAGE_HEADER_BLOCK, ImageFileHeader, ImageHeader, ImagePurpose, ImageRef,
-    NewImage,
+    Chunk, ChunkHeader, CompressedBytes, IMAGE_HEADER_BLOCK, ImageFileHeader, ImageHeader, ImagePurpose,
+    ImageRef, NewImage,
 };
 use remanent_format::limits::CHUNK_IMAGES_MAX;
 use remanent_format::{Defect, FileName, Folder, PageInfo, Place, StoreId};
 
 use self::compress::compress;
-pub(crate) use self::long::{PIECE_BYTES, Pass, Sink};
-pub(crate) use self::write_ahead::WrittenAhead;
+pub(crate) use self::long_pages::{PIECE_BYTES, ReadPass, Sink};
+pub(crate) use self::write_ahead::AheadImages;
 pub(crate) use self::writers::{ImageWriters, file_count};
-use crate::base::aligned::AlignedBuf;
+use crate::base::aligned_buf::AlignedBuf;
 use crate::base::parallel;
 use crate::base::sync::Mutex;
 use crate::disk::{Disk, DiskFile};
@@ -82,7 +82,7 @@ pub(crate) struct ImageWriter {
     threads_max: usize,
     number: u64,
     file: Arc<dyn DiskFile>,
-    written: Mutex<Written>,
+    written: Mutex<WrittenChunks>,
     /// Held where room is taken behind all other chunks, and while a chunk is appended of which nobody knows yet how
     /// much room it takes. Taken before `written`.
     tail: Mutex<()>,
@@ -90,7 +90,7 @@ pub(crate) struct ImageWriter {
     areas: Mutex<Vec<Vec<u8>>>,
 }
 
-struct Written {
+struct WrittenChunks {
     /// Where the next chunk begins.
     end: u64,
     chunks: Vec<Chunk>,
@@ -110,7 +110,7 @@ impl ImageWriter {
         let file = disk.create(name).map_err(|error| no_space(number, IMAGE_HEADER_BLOCK, error))?;
         let mut block = ImageFileHeader { store, file: number, purpose }.encode().to_vec();
         block.resize(IMAGE_HEADER_BLOCK as usize, 0);
-        let written = Mutex::new(Written { end: IMAGE_HEADER_BLOCK, chunks: Vec::new() });
+        let written = Mutex::new(WrittenChunks { end: IMAGE_HEADER_BLOCK, chunks: Vec::new() });
         let (tail, areas, threads_max) = (Mutex::default(), Mutex::default(), usize::MAX);
         let writer = Self { disk, store, compression, threads_max, number, file, written, tail, areas };
         match writer.file.write_at(0, &block) {
@@ -325,7 +325,7 @@ impl ImageWriter {
 fn new_image(info: &PageInfo, bytes: &[u8], frames: Option<&[u8]>) -> NewImage {
     assert!(info.len == bytes.len() as u64);
     let compressed =
-        frames.map(|frames| Compressed { len: frames.len() as u64, crc: crc32fast::hash(frames) });
+        frames.map(|frames| CompressedBytes { len: frames.len() as u64, crc: crc32fast::hash(frames) });
     NewImage {
         page: info.page,
         epoch: info.epoch,

@@ -21,14 +21,14 @@ use crate::disk::Disk;
 /// The numbers of image files and tables, and the files that batches name.
 pub(crate) struct ImageFiles {
     disk: Arc<dyn Disk>,
-    state: Mutex<State>,
+    state: Mutex<NumberState>,
     /// The first number of this run of the store.
     first: u64,
     /// Held while files are looked for and removed. Taken before `state`.
     removals: Mutex<()>,
 }
 
-struct State {
+struct NumberState {
     next: u64,
     /// Files written for batches, and the newest batch that may name each; `None` while its batch is not
     /// logged.
@@ -40,7 +40,7 @@ impl ImageFiles {
     /// to a batch may name.
     pub fn new(disk: Arc<dyn Disk>, next: u64, for_batches: impl IntoIterator<Item = (u64, Lsn)>) -> Self {
         let for_batches = for_batches.into_iter().map(|(file, lsn)| (file, Some(lsn))).collect();
-        let state = Mutex::new(State { next, for_batches });
+        let state = Mutex::new(NumberState { next, for_batches });
         Self { disk, state, first: next, removals: Mutex::new(()) }
     }
 

@@ -10,7 +10,7 @@ use remanent_format::image::read::{check_image, stream_image};
 use remanent_format::limits::GROUP_ALIGN;
 use remanent_format::{Damage, Defect, FileName, PageId, PageInfo, Place, ReadAt};
 
-use crate::base::aligned::AlignedBuf;
+use crate::base::aligned_buf::AlignedBuf;
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 
@@ -24,14 +24,14 @@ pub(crate) const SUMMED_AT_ONCE: usize = 512 << 10;
 
 /// An image to read.
 #[derive(Clone, Copy)]
-pub(crate) struct Wanted {
+pub(crate) struct ImageRequest {
     pub page: PageId,
     /// The page's length in bytes.
     pub len: u64,
     pub image: ImageRef,
 }
 
-impl Wanted {
+impl ImageRequest {
     /// Whether the page is read piece by piece: its bytes would be too many at once, whatever its image takes.
     pub fn is_long(&self) -> bool {
         self.len > RUN_BYTES
@@ -42,20 +42,21 @@ impl Wanted {
 pub(crate) fn wanted(
     pages: impl IntoIterator<Item = impl Borrow<PageInfo>>,
     images: &HashMap<PageId, ImageRef>,
-) -> impl Iterator<Item = Wanted> {
-    let image =
-        |info: &PageInfo| Some(Wanted { page: info.page, len: info.len, image: *images.get(&info.page)? });
+) -> impl Iterator<Item = ImageRequest> {
+    let image = |info: &PageInfo| {
+        Some(ImageRequest { page: info.page, len: info.len, image: *images.get(&info.page)? })
+    };
     pages.into_iter().filter_map(move |info| image(info.borrow()))
 }
 
 /// Images that lie beside each other in one file.
-pub(crate) struct Run<'a> {
+pub(crate) struct ImageRun<'a> {
     /// At least one, in the order of the file.
-    images: &'a [Wanted],
+    images: &'a [ImageRequest],
 }
 
 /// Sorts images into runs. A long one is a run of its own.
-pub(crate) fn runs(wanted: &mut [Wanted]) -> impl Iterator<Item = Run<'_>> {
+pub(crate) fn runs(wanted: &mut [ImageRequest]) -> impl Iterator<Item = ImageRun<'_>> {
     wanted.sort_unstable_by_key(|wanted| (wanted.image.file, wanted.image.offset));
     let same_run = |first: &ImageRef, image: &ImageRef| {
         let end = first.offset + RUN_BYTES.max(first.stored_len);
@@ -64,15 +65,15 @@ pub(crate) fn runs(wanted: &mut [Wanted]) -> impl Iterator<Item = Run<'_>> {
     let mut rest = &*wanted;
     std::iter::from_fn(move || {
         let first = rest.first()?;
-        let joins = |wanted: &&Wanted| same_run(&first.image, &wanted.image) && !wanted.is_long();
+        let joins = |wanted: &&ImageRequest| same_run(&first.image, &wanted.image) && !wanted.is_long();
         let count = if first.is_long() { 1 } else { rest.iter().take_while(joins).count() };
         let (images, after) = rest.split_at(count);
         rest = after;
-        Some(Run { images })
+        Some(ImageRun { images })
     })
 }
 
-impl<'a> Run<'a> {
+impl<'a> ImageRun<'a> {
     /// How many images it has.
     pub fn count(&self) -> u64 {
         self.images.len() as u64
@@ -89,19 +90,19 @@ impl<'a> Run<'a> {
     }
 
     /// Its image, if it has but one.
-    pub fn only(&self) -> Option<&'a Wanted> {
+    pub fn only(&self) -> Option<&'a ImageRequest> {
         if let [only] = self.images { Some(only) } else { None }
     }
 
     /// The images of the run that do not hold. What cannot be read at once is read image by image, and an image
     /// that is longer than a run piece by piece.
     pub fn damaged(&self, source: &DiskSource) -> Vec<(ImageRef, Damage)> {
-        let is_long = self.images.iter().any(Wanted::is_long);
+        let is_long = self.images.iter().any(ImageRequest::is_long);
         let read = (!is_long).then(|| self.read(source, aligned).ok()).flatten();
         let damaged: Vec<_> = match &read {
             Some(read) => self.images.iter().zip(self.pages(read).map(Result::err)).collect(),
             None => {
-                let check = |wanted: &Wanted| check_image(source, &wanted.image, wanted.len).err();
+                let check = |wanted: &ImageRequest| check_image(source, &wanted.image, wanted.len).err();
                 self.images.iter().map(|wanted| (wanted, check(wanted))).collect()
             }
         };
@@ -113,19 +114,19 @@ impl<'a> Run<'a> {
         &self,
         source: &DiskSource,
         take: impl FnOnce(usize) -> Result<B>,
-    ) -> Result<Piece<B>> {
+    ) -> Result<FilePiece<B>> {
         let first = &self.images[0].image;
         // Where images overlap, which only a forged manifest says, the last one need not end last.
         let ends = self.images.iter().map(|wanted| wanted.image.offset + wanted.image.stored_len);
-        Piece::read(source, first.file, first.offset..ends.max().expect("at least one"), take)
+        FilePiece::read(source, first.file, first.offset..ends.max().expect("at least one"), take)
     }
 
-    /// The pages in what [`Run::read`] returned, proven, each with the place in memory where it is stored.
+    /// The pages in what [`ImageRun::read`] returned, proven, each with the place in memory where it is stored.
     pub fn pages<'b, B: DerefMut<Target = [u8]>>(
         &self,
-        read: &'b Piece<B>,
+        read: &'b FilePiece<B>,
     ) -> impl Iterator<Item = Result<(PageId, usize, Cow<'b, [u8]>), Damage>> {
-        self.images.iter().map(move |Wanted { page, len, image }| {
+        self.images.iter().map(move |ImageRequest { page, len, image }| {
             let at = (image.offset - read.start) as usize;
             let stored = &read.bytes[at..at + image.stored_len as usize];
             let content = image.decode(stored.into(), *len);
@@ -137,14 +138,14 @@ impl<'a> Run<'a> {
 
 /// A piece of an image file in memory: whole blocks, where the file has them, so that a direct read fills it
 /// without a copy.
-pub(crate) struct Piece<B> {
+pub(crate) struct FilePiece<B> {
     /// Where in the file it begins.
     pub start: u64,
     /// What lies there.
     pub bytes: B,
 }
 
-impl<B: DerefMut<Target = [u8]>> Piece<B> {
+impl<B: DerefMut<Target = [u8]>> FilePiece<B> {
     /// Reads the blocks that hold `range` into memory that `take` gives.
     pub fn read(
         source: &DiskSource,
@@ -215,7 +216,7 @@ fn aligned(len: usize) -> Result<AlignedBuf> {
 /// [`crate::Error::Damaged`]; what `each` returns.
 pub(crate) fn read_runs(
     source: &DiskSource,
-    mut wanted: Vec<Wanted>,
+    mut wanted: Vec<ImageRequest>,
     mut each: impl FnMut(PageId, u64, &[u8]) -> Result<()>,
 ) -> Result<()> {
     for run in runs(&mut wanted) {
@@ -248,9 +249,9 @@ pub(crate) fn read_runs(
 ///
 /// # Errors
 /// [`crate::Error::Damaged`].
-pub(crate) fn prove(source: &DiskSource, wanted: impl IntoIterator<Item = Wanted>) -> Result<()> {
-    let (long, short): (Vec<_>, Vec<_>) = wanted.into_iter().partition(Wanted::is_long);
-    long.iter().try_for_each(|Wanted { image, len, .. }| check_image(source, image, *len))?;
+pub(crate) fn prove(source: &DiskSource, wanted: impl IntoIterator<Item = ImageRequest>) -> Result<()> {
+    let (long, short): (Vec<_>, Vec<_>) = wanted.into_iter().partition(ImageRequest::is_long);
+    long.iter().try_for_each(|ImageRequest { image, len, .. }| check_image(source, image, *len))?;
     read_runs(source, short, |_, _, _| Ok(()))
 }
 
@@ -285,8 +286,8 @@ mod tests {
             SUMMED_AT_ONCE - 1..len - 1,
         ] {
             let in_file = range.start as u64..range.end as u64;
-            let (summed, sum) = Piece::read_summed(&source, 1, in_file.clone(), aligned).unwrap();
-            let read = Piece::read(&source, 1, in_file, aligned).unwrap();
+            let (summed, sum) = FilePiece::read_summed(&source, 1, in_file.clone(), aligned).unwrap();
+            let read = FilePiece::read(&source, 1, in_file, aligned).unwrap();
             assert_eq!((summed.start, &*summed.bytes), (read.start, &*read.bytes), "{range:?}");
             assert_eq!(sum, crc32fast::hash(&bytes[range.clone()]), "{range:?}");
         }
@@ -305,7 +306,7 @@ mod tests {
             let (offset, stored_len) = (range.start as u64, range.len() as u64);
             let image =
                 ImageRef { file: 1, offset, stored_len, stored_crc: crc, raw_crc: crc, codec: Codec::Raw };
-            Wanted { page: PageId(page), len: stored_len, image }
+            ImageRequest { page: PageId(page), len: stored_len, image }
         };
         let outer_and_inner = |is_sound| vec![image(1, 4096..8000, true), image(2, 4112..4200, is_sound)];
         let mut read = Vec::new();

@@ -20,14 +20,14 @@ use crate::images::numbers::ImageFiles;
 use crate::options::Compression;
 
 /// The images of a batch that is not logged yet. Their file is removed when this is dropped.
-pub(crate) struct WrittenAhead<'a> {
+pub(crate) struct AheadImages<'a> {
     files: &'a ImageFiles,
     file: u64,
     images: Vec<ImageRef>,
     is_refused: bool,
 }
 
-impl<'a> WrittenAhead<'a> {
+impl<'a> AheadImages<'a> {
     /// Writes pages, none of them empty, to a file of their own, and makes it durable. No space is a clean
     /// failure.
     pub fn write(
@@ -70,7 +70,7 @@ impl<'a> WrittenAhead<'a> {
     }
 }
 
-impl Drop for WrittenAhead<'_> {
+impl Drop for AheadImages<'_> {
     fn drop(&mut self) {
         if self.is_refused {
             self.files.abandon(self.file);

@@ -38,11 +38,11 @@ pub(crate) struct LogStart {
     pub verified: Vec<VerifiedSnapshot>,
 }
 
-/// Bounds of [`State::sync_after_bytes`].
+/// Bounds of [`LogState::sync_after_bytes`].
 const SYNC_AFTER_MIN: u64 = 128 << 10;
 const SYNC_AFTER_MAX: u64 = 8 << 20;
 
-/// Bounds of [`State::upcoming_len`].
+/// Bounds of [`LogState::upcoming_len`].
 const UPCOMING_MIN: u64 = 64 << 10;
 const UPCOMING_MAX: u64 = 16 << 20;
 
@@ -62,16 +62,16 @@ pub struct LogStats {
     pub rolls: u64,
 }
 
-pub(super) struct State {
-    pub current: Live,
-    pub ahead: VecDeque<Live>,
+pub(super) struct LogState {
+    pub current: LiveSegments,
+    pub ahead: VecDeque<LiveSegments>,
     pub point: LogPoint,
     pub chain: u32,
     pub offset: u64,
     /// Whether the next frame joins the group of the last one.
     pub group_open: bool,
     /// Ranges that no sync has taken yet.
-    pub dirty: Vec<Dirty>,
+    pub dirty: Vec<DirtyRange>,
     pub dirty_bytes: u64,
     pub dirty_since: Option<Instant>,
     /// Segments left behind, with their last batch, until that is durable.
@@ -107,20 +107,20 @@ pub(super) struct State {
     pub ahead_bytes: u64,
 }
 
-pub(super) struct Live {
+pub(super) struct LiveSegments {
     pub number: u64,
     pub len: u64,
     pub window: Arc<dyn Window>,
 }
 
-pub(super) struct Dirty {
+pub(super) struct DirtyRange {
     pub window: Arc<dyn Window>,
     pub from: u64,
     pub to: u64,
 }
 
 /// Where frames will go.
-pub(super) struct Upcoming {
+pub(super) struct NextSegments {
     pub window: Arc<dyn Window>,
     pub from: u64,
     pub len: u64,
@@ -132,7 +132,7 @@ pub(super) enum Room {
     AfterSync(Lsn),
 }
 
-impl State {
+impl LogState {
     /// The log of an open store, to which nothing was appended yet.
     pub fn new(start: LogStart) -> Self {
         let (current, next) = (live(start.current), live(start.next));
@@ -204,14 +204,14 @@ impl State {
     }
 
     /// The places of the next `len` bytes of frames.
-    pub fn upcoming(&self, len: u64) -> Vec<Upcoming> {
+    pub fn upcoming(&self, len: u64) -> Vec<NextSegments> {
         let mut left = len;
         let here = (&self.current, self.offset);
         let places = [here].into_iter().chain(self.ahead.front().map(|next| (next, SEGMENT_HEADER_BLOCK)));
         let upcoming = places.map(|(segment, from)| {
             let len = left.min(segment.len.saturating_sub(from));
             left -= len;
-            Upcoming { window: segment.window.clone(), from, len }
+            NextSegments { window: segment.window.clone(), from, len }
         });
         upcoming.filter(|upcoming| upcoming.len > 0).collect()
     }
@@ -238,10 +238,10 @@ impl State {
     }
 }
 
-pub(super) fn live(segment: SegmentFile) -> Live {
+pub(super) fn live(segment: SegmentFile) -> LiveSegments {
     let SegmentFile { number, len, window, .. } = segment;
     tracing::debug!(segment = %FileName::Segment(number), len, "segment ready");
-    Live { number, len, window }
+    LiveSegments { number, len, window }
 }
 
 /// What the watcher waits for.
@@ -272,14 +272,14 @@ mod tests {
     use crate::options::LogIo;
     use crate::testing::sim_disk::SimDisk;
 
-    fn opened() -> State {
+    fn opened() -> LogState {
         let disk = SimDisk::new();
         disk.make_folder(Folder::Log).unwrap();
         let rules = SegmentRules { len: 16 << 10, reserve: 0, spare_bytes: 0 };
         let pool = SegmentPool::new(Arc::new(disk), StoreId([1; 16]), rules, LogIo::Mapped).unwrap();
         let [current, next] = [1, 2].map(|number| pool.make(number, 0, SpacePurpose::User).unwrap());
         let (point, offset) = (LogPoint::default(), SEGMENT_HEADER_BLOCK);
-        State::new(LogStart { point, chain: 0, offset, current, next, verified: Vec::new() })
+        LogState::new(LogStart { point, chain: 0, offset, current, next, verified: Vec::new() })
     }
 
     #[test]
@@ -301,14 +301,14 @@ mod tests {
     #[test]
     fn the_next_frames_go_to_the_rest_of_the_segment_and_into_the_next_one() {
         let mut state = opened();
-        let upcoming = |state: &State| -> Vec<_> {
+        let upcoming = |state: &LogState| -> Vec<_> {
             state
                 .upcoming(state.upcoming_len())
                 .iter()
                 .map(|upcoming| (upcoming.from, upcoming.len))
                 .collect()
         };
-        let long = |state: &mut State, len: u64| {
+        let long = |state: &mut LogState, len: u64| {
             state.current.len = len;
             state.ahead[0].len = len;
         };

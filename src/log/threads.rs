@@ -8,7 +8,7 @@ use remanent_format::frame::{FrameKind, encode_seal, frame_len};
 
 use super::segments::SpacePurpose;
 use super::state::{AHEAD, Room};
-use super::writer::{Log, Syncing};
+use super::writer::{Log, SyncGuard};
 use crate::base::sync::Instant;
 use crate::error::Result;
 
@@ -103,7 +103,7 @@ impl Log {
         let mut state = self.state.lock();
         while !state.dirty.is_empty() || state.syncing {
             self.check()?;
-            match Syncing::begin(self, &mut state) {
+            match SyncGuard::begin(self, &mut state) {
                 Some(syncing) => {
                     drop(state);
                     return syncing.sync();

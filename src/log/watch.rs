@@ -3,7 +3,7 @@
 
 use remanent_format::Lsn;
 
-use super::state::{GrowthWatch, State};
+use super::state::{GrowthWatch, LogState};
 use super::writer::Log;
 use crate::base::sync::Instant;
 
@@ -13,7 +13,7 @@ impl Log {
     pub fn watch(&self, lsn: Lsn, bytes: u64, until: Option<Instant>) {
         let mut state = self.state.lock();
         state.watch.wanted = Some((lsn, bytes));
-        let is_over = |state: &State| {
+        let is_over = |state: &LogState| {
             state.watch.called || state.watch.is_reached(state.point.lsn, state.replay_bytes())
         };
         while !is_over(&state) {

@@ -22,7 +22,7 @@ use remanent_format::segment::SEGMENT_HEADER_BLOCK;
 use remanent_format::{FileName, LogPoint, Lsn, StoreId};
 
 use super::segments::{SegmentPool, SpacePurpose};
-use super::state::{AHEAD, Dirty, LogStart, LogStats, Room, State, live};
+use super::state::{AHEAD, DirtyRange, LogStart, LogState, LogStats, Room, live};
 use crate::base::phases;
 use crate::base::phases::Phase;
 use crate::base::poison::Poison;
@@ -42,7 +42,7 @@ pub(crate) struct Log {
     /// Whether a frame could not be written or synced, or a segment not be made: nothing more becomes
     /// durable. The store is poisoned before this is set.
     pub(super) failed: AtomicBool,
-    pub(super) state: Mutex<State>,
+    pub(super) state: Mutex<LogState>,
     /// The newest logged batch, where a batch is appended before it is logged: with a direct log.
     logged: Option<Arc<AtomicU64>>,
     /// Held while segments are made, which takes syncs; `state` stays free meanwhile.
@@ -79,7 +79,7 @@ impl Log {
             pool,
             poison,
             failed: AtomicBool::new(false),
-            state: Mutex::new(State::new(start)),
+            state: Mutex::new(LogState::new(start)),
             growth: Mutex::new(()),
             work: Condvar::new(),
             progress: Condvar::new(),
@@ -100,7 +100,7 @@ impl Log {
     fn spawn(self: &Arc<Self>, name: &str, life: impl FnOnce(&Self) + Send + 'static) -> Result<()> {
         let log = self.clone();
         let thread = thread::Builder::new().name(name.to_owned()).spawn(move || {
-            let _heard_of = Life(&log);
+            let _heard_of = LogThreadGuard(&log);
             life(&log);
         });
         let thread = thread.map_err(|error| Error::Folder {
@@ -239,8 +239,8 @@ impl Log {
     }
 
     /// Makes durable what was logged so far, if nobody else does.
-    fn sync_all<'a>(&'a self, mut state: MutexGuard<'a, State>) -> Result<MutexGuard<'a, State>> {
-        let Some(syncing) = Syncing::begin(self, &mut state) else { return Ok(state) };
+    fn sync_all<'a>(&'a self, mut state: MutexGuard<'a, LogState>) -> Result<MutexGuard<'a, LogState>> {
+        let Some(syncing) = SyncGuard::begin(self, &mut state) else { return Ok(state) };
         drop(state);
         syncing.sync()?;
         Ok(self.state.lock())
@@ -354,7 +354,7 @@ impl Log {
     /// Puts a frame where there is room for it.
     pub(super) fn put(
         &self,
-        state: &mut State,
+        state: &mut LogState,
         kind: FrameKind,
         payload: &[u8],
         payload_crc: u32,
@@ -388,7 +388,7 @@ impl Log {
         let end = header.end();
         match state.dirty.last_mut() {
             Some(dirty) if Arc::ptr_eq(&dirty.window, window) => dirty.to = end,
-            _ => state.dirty.push(Dirty { window: window.clone(), from: offset, to: end }),
+            _ => state.dirty.push(DirtyRange { window: window.clone(), from: offset, to: end }),
         }
         state.dirty_bytes += end - offset;
         state.stats.bytes += end - offset;
@@ -438,18 +438,18 @@ impl Log {
 }
 
 /// The right to sync: one thread has it.
-pub(super) struct Syncing<'a> {
+pub(super) struct SyncGuard<'a> {
     log: &'a Log,
-    dirty: Vec<Dirty>,
+    dirty: Vec<DirtyRange>,
     /// The newest batch among what is synced, and how many seals there are by then.
     target: Lsn,
     seals: u64,
 }
 
-impl<'a> Syncing<'a> {
+impl<'a> SyncGuard<'a> {
     /// Takes what was logged so far; frames logged from here on form the next group. `None` while another thread
     /// syncs.
-    pub fn begin(log: &'a Log, state: &mut State) -> Option<Self> {
+    pub fn begin(log: &'a Log, state: &mut LogState) -> Option<Self> {
         if std::mem::replace(&mut state.syncing, true) {
             return None;
         }
@@ -492,7 +492,7 @@ impl<'a> Syncing<'a> {
     }
 }
 
-impl Drop for Syncing<'_> {
+impl Drop for SyncGuard<'_> {
     /// Whoever waits for it goes on: it is durable, or the log has failed, or one of them syncs.
     fn drop(&mut self) {
         if std::thread::panicking() {
@@ -520,9 +520,9 @@ impl Drop for Syncing<'_> {
 }
 
 /// Lives as long as one of the log's threads. Where that ends in a panic, nobody must wait for it.
-struct Life<'a>(&'a Log);
+struct LogThreadGuard<'a>(&'a Log);
 
-impl Drop for Life<'_> {
+impl Drop for LogThreadGuard<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
             let file = FileName::Segment(self.0.current_segment());

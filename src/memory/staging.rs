@@ -33,11 +33,11 @@ const CLASS_LEN_MAX: usize = 64 << 20;
 pub struct StagingPool {
     device: Arc<dyn Device>,
     idle_bytes_max: usize,
-    idle: Mutex<Idle>,
+    idle: Mutex<IdleStagings>,
 }
 
 #[derive(Default)]
-struct Idle {
+struct IdleStagings {
     bytes: usize,
     classes: BTreeMap<usize, Vec<Staging>>,
 }
@@ -52,10 +52,10 @@ pub struct StagingBuf {
 /// Bytes that grow at their end, in staging as long as they fit into it: what they become is copied once. What turns
 /// out to be longer goes on elsewhere.
 #[derive(Debug)]
-pub struct GrowingStaging(Growing);
+pub struct GrowingStaging(GrowthState);
 
 #[derive(Debug)]
-enum Growing {
+enum GrowthState {
     Staged { staging: Staging, len: usize },
     Elsewhere { bytes: Vec<u8>, outgrown: Option<Staging> },
 }
@@ -89,11 +89,11 @@ impl StagingPool {
     /// As for [`take`](Self::take).
     pub fn take_growing(&self, len: usize) -> Result<GrowingStaging> {
         Ok(GrowingStaging(match class_of(len) {
-            Some(_) => Growing::Staged { staging: self.take(len)?.into_staging(), len: 0 },
+            Some(_) => GrowthState::Staged { staging: self.take(len)?.into_staging(), len: 0 },
             None => {
                 let mut bytes = Vec::new();
                 make_room(&mut bytes, len)?;
-                Growing::Elsewhere { bytes, outgrown: None }
+                GrowthState::Elsewhere { bytes, outgrown: None }
             }
         }))
     }
@@ -104,8 +104,8 @@ impl StagingPool {
     /// As for [`take`](Self::take).
     pub fn grown(&self, growing: GrowingStaging) -> Result<StagingBuf> {
         match growing.0 {
-            Growing::Staged { staging, len } => Ok(StagingBuf { staging, len }),
-            Growing::Elsewhere { bytes, outgrown } => {
+            GrowthState::Staged { staging, len } => Ok(StagingBuf { staging, len }),
+            GrowthState::Elsewhere { bytes, outgrown } => {
                 self.give_all(outgrown);
                 let mut staged = self.take(bytes.len())?;
                 staged.copy_from_slice(&bytes);
@@ -138,7 +138,7 @@ impl StagingPool {
         // Sorted before the lock is taken, and freed after it is let go: takers wait for neither. Unpinning takes
         // a while.
         let mut freed = Vec::new();
-        let mut given = Idle::default();
+        let mut given = IdleStagings::default();
         for staging in staging {
             if class_of(staging.len()) == Some(staging.len()) {
                 given.push(staging);
@@ -168,7 +168,7 @@ impl StagingPool {
     }
 }
 
-impl Idle {
+impl IdleStagings {
     fn push(&mut self, staging: Staging) {
         self.bytes += staging.len();
         self.classes.entry(staging.len()).or_default().push(staging);
@@ -195,11 +195,11 @@ impl Idle {
 
 impl GrowingStaging {
     /// Sees to it that so many bytes more fit.
-    fn make_room(&mut self, count: usize) -> &mut Growing {
-        let none = Growing::Elsewhere { bytes: Vec::new(), outgrown: None };
+    fn make_room(&mut self, count: usize) -> &mut GrowthState {
+        let none = GrowthState::Elsewhere { bytes: Vec::new(), outgrown: None };
         self.0 = match std::mem::replace(&mut self.0, none) {
-            Growing::Staged { staging, len } if count > staging.len() - len => {
-                Growing::Elsewhere { bytes: staging[..len].to_vec(), outgrown: Some(staging) }
+            GrowthState::Staged { staging, len } if count > staging.len() - len => {
+                GrowthState::Elsewhere { bytes: staging[..len].to_vec(), outgrown: Some(staging) }
             }
             growing => growing,
         };
@@ -210,28 +210,28 @@ impl GrowingStaging {
 impl PayloadBytes for GrowingStaging {
     fn byte_len(&self) -> usize {
         match &self.0 {
-            Growing::Staged { len, .. } => *len,
-            Growing::Elsewhere { bytes, .. } => bytes.len(),
+            GrowthState::Staged { len, .. } => *len,
+            GrowthState::Elsewhere { bytes, .. } => bytes.len(),
         }
     }
 
     fn append(&mut self, bytes: &[u8]) {
         match self.make_room(bytes.len()) {
-            Growing::Staged { staging, len } => {
+            GrowthState::Staged { staging, len } => {
                 staging[*len..][..bytes.len()].copy_from_slice(bytes);
                 *len += bytes.len();
             }
-            Growing::Elsewhere { bytes: grown, .. } => grown.extend_from_slice(bytes),
+            GrowthState::Elsewhere { bytes: grown, .. } => grown.extend_from_slice(bytes),
         }
     }
 
     fn append_zeros(&mut self, count: usize) {
         match self.make_room(count) {
-            Growing::Staged { staging, len } => {
+            GrowthState::Staged { staging, len } => {
                 staging[*len..][..count].fill(0);
                 *len += count;
             }
-            Growing::Elsewhere { bytes, .. } => bytes.append_zeros(count),
+            GrowthState::Elsewhere { bytes, .. } => bytes.append_zeros(count),
         }
     }
 }
@@ -239,8 +239,8 @@ impl PayloadBytes for GrowingStaging {
 impl AsMut<[u8]> for GrowingStaging {
     fn as_mut(&mut self) -> &mut [u8] {
         match &mut self.0 {
-            Growing::Staged { staging, len } => &mut staging[..*len],
-            Growing::Elsewhere { bytes, .. } => bytes,
+            GrowthState::Staged { staging, len } => &mut staging[..*len],
+            GrowthState::Elsewhere { bytes, .. } => bytes,
         }
     }
 }

@@ -15,7 +15,7 @@ use remanent_format::state::survey::{Survey, read_manifest};
 use remanent_format::{FileName, Folder, Lsn, PageId, PageTable, ReadAt, SnapshotId};
 
 use super::{Recovery, verified};
-use crate::catalog::{Beside, Keeping, Kept, KeptTable, KnownImages, Sums};
+use crate::catalog::{Catalog, ImageTotals, KnownImages, ReplayImages, RetainedSnapshot, RetainedTable};
 use crate::disk::Disk;
 use crate::disk::source::DiskSource;
 use crate::error::Result;
@@ -23,7 +23,7 @@ use crate::images::IMAGE_FILES_MAX;
 use crate::images::numbers::ImageFiles;
 
 /// What will be kept, if the pages can be loaded.
-pub(super) struct Found<'s> {
+pub(super) struct CatalogDraft<'s> {
     /// The snapshots that the new incarnation records as verified.
     pub verified: Vec<VerifiedSnapshot>,
     /// The links that are published anew before that.
@@ -32,8 +32,8 @@ pub(super) struct Found<'s> {
     pub changed: Vec<PageId>,
     /// The same table, for commits.
     pub submitted: PageTable,
-    snapshots: BTreeMap<SnapshotId, Kept>,
-    tables: BTreeMap<u64, KeptTable>,
+    snapshots: BTreeMap<SnapshotId, RetainedSnapshot>,
+    tables: BTreeMap<u64, RetainedTable>,
     known: KnownImages,
     /// Image files that batches may name, with the newest batch that may.
     for_batches: BTreeMap<u64, Lsn>,
@@ -44,7 +44,7 @@ pub(super) struct Found<'s> {
     is_unread: bool,
 }
 
-impl<'s> Found<'s> {
+impl<'s> CatalogDraft<'s> {
     /// Looks what will be kept. `base` is the snapshot that is loaded, whole.
     pub fn look(
         disk: &dyn Disk,
@@ -52,7 +52,7 @@ impl<'s> Found<'s> {
         survey: &'s Survey,
         base: Option<&Manifest>,
         resolution: &Resolution,
-        beside: Beside,
+        beside: ReplayImages,
     ) -> Result<Self> {
         let table = &resolution.resolved.table;
         let end = resolution.end.as_ref().expect("followed to its end");
@@ -85,7 +85,7 @@ impl<'s> Found<'s> {
                         Ok((table, _)) => {
                             let images = table.entries.iter().filter_map(|entry| entry.image);
                             let files: BTreeSet<u64> = images.map(|image| image.file).collect();
-                            tables.insert(number, KeptTable { restored_at: table.end, files });
+                            tables.insert(number, RetainedTable { restored_at: table.end, files });
                         }
                         Err(_) => is_unread = true,
                     }
@@ -100,7 +100,7 @@ impl<'s> Found<'s> {
             let links = chain[1..].iter().map(|link| link.snapshot).collect();
             let sums = match resolution.base == Some(*snapshot) {
                 true => known.sums(),
-                false => Sums::of(survey.entries(*snapshot)?.map(|entry| entry.image)),
+                false => ImageTotals::of(survey.entries(*snapshot)?.map(|entry| entry.image)),
             };
             // A snapshot takes the numbers of its image files together, behind those of the snapshot before. Where that
             // is gone, one of its files may be taken for one of these.
@@ -111,7 +111,8 @@ impl<'s> Found<'s> {
             };
             let is_other = |file: u64| for_batches.contains_key(&file) || tables.contains_key(&file);
             let is_own = |file: u64| (first..next).contains(&file) && !is_other(file);
-            snapshots.insert(*snapshot, Kept::new(chain[0], is_own, sums, links, *manifest_crc, true));
+            snapshots
+                .insert(*snapshot, RetainedSnapshot::new(chain[0], is_own, sums, links, *manifest_crc, true));
         }
         let (changed, submitted) = (known.changed(table), table.clone());
         Ok(Self {
@@ -130,10 +131,10 @@ impl<'s> Found<'s> {
     }
 
     /// What is kept on disk from now on; `end` is the newest batch.
-    pub fn into_keeping(self, disk: &Arc<dyn Disk>, survey: &Survey, end: Lsn) -> Keeping {
+    pub fn into_catalog(self, disk: &Arc<dyn Disk>, survey: &Survey, end: Lsn) -> Catalog {
         let Self { snapshots, tables, known, for_batches, next_file, floor, is_unread, .. } = self;
         let newest = survey.links.keys().next_back();
-        Keeping {
+        Catalog {
             snapshots,
             tables,
             floor,
@@ -150,33 +151,33 @@ impl Recovery<'_> {
     /// What is kept on disk from now on; `end` is the newest batch. What nothing needs is removed.
     pub(super) fn keep(
         &self,
-        found: Found<'_>,
+        found: CatalogDraft<'_>,
         survey: &Survey,
         base: Option<SnapshotId>,
         end: Lsn,
-    ) -> Result<Keeping> {
+    ) -> Result<Catalog> {
         let (is_unread, newest) = (found.is_unread, survey.links.keys().next_back().copied());
         let batch_files: BTreeSet<u64> = found.for_batches.keys().copied().collect();
-        let keeping = found.into_keeping(&self.disk, survey, end);
+        let catalog = found.into_catalog(&self.disk, survey, end);
         // Image files of snapshots that nothing names stem from a snapshot that a crash cut short. Where a snapshot was
         // passed over, its images stay until newer ones take its place: they are evidence.
         if newest == base && !is_unread {
-            self.remove_unneeded_images(&keeping, survey, &batch_files)?;
+            self.remove_unneeded_images(&catalog, survey, &batch_files)?;
         }
-        Ok(keeping)
+        Ok(catalog)
     }
 
     /// What a crash kept from being removed, and what was under way then. The opening seal says the floor, and it is
     /// durable: nothing begins at what is below.
     fn remove_unneeded_images(
         &self,
-        keeping: &Keeping,
+        catalog: &Catalog,
         survey: &Survey,
         batch_files: &BTreeSet<u64>,
     ) -> Result<()> {
         // A reader may have begun before the crash, or just now, at what is no start any more: all stays for it, until
         // the next snapshot.
-        let starts = |id: &SnapshotId| keeping.snapshots.get(id).is_some_and(|kept| keeping.reaches(kept));
+        let starts = |id: &SnapshotId| catalog.snapshots.get(id).is_some_and(|kept| catalog.reaches(kept));
         let begun = [SnapshotId(0)].into_iter().chain(survey.links.keys().copied());
         let mut going = Vec::new();
         for id in begun.filter(|id| !starts(id)) {
@@ -185,22 +186,22 @@ impl Recovery<'_> {
                 None => return Ok(()),
             }
         }
-        let named = keeping.named_files();
-        let next_file = keeping.snapshots.values().map(|kept| kept.next_file).max().unwrap_or(1);
-        let floor = keeping.floor.unwrap_or_default();
+        let named = catalog.named_files();
+        let next_file = catalog.snapshots.values().map(|kept| kept.next_file).max().unwrap_or(1);
+        let floor = catalog.floor.unwrap_or_default();
         for name in self.disk.list(Folder::Pages)? {
             let Some(file @ FileName::Pages(number)) = FileName::parse(Folder::Pages, &name) else {
                 continue;
             };
             // Only while a batch's file is there, or a manifest says so, is its number known to be taken: a frame that
             // was cut may name it.
-            let is_highest = number + 1 == keeping.files.first() && number >= next_file;
-            let is_needed = named.contains(&number) || keeping.files.is_for_batch(number, floor);
+            let is_highest = number + 1 == catalog.files.first() && number >= next_file;
+            let is_needed = named.contains(&number) || catalog.files.is_for_batch(number, floor);
             if !(is_needed || is_highest && batch_files.contains(&number)) {
                 self.disk.remove(file)?;
             }
         }
-        keeping.files.recycled(floor);
+        catalog.files.recycled(floor);
         Ok(())
     }
 }

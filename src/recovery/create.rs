@@ -14,10 +14,10 @@ use remanent_format::store::{Features, StoreFile, StoreRecord};
 use remanent_format::{Defect, FileName, Folder, PageTable, ReadAt, StoreId};
 
 use super::opening::{Predecessor, begin, random};
-use super::{Behind, Opened, Recovery};
-use crate::applier::Applied;
+use super::{RecoveredStore, Recovery, ReplayBacklog};
+use crate::applier::AppliedState;
 use crate::catalog::publish::publish;
-use crate::catalog::{Keeping, unix_ms};
+use crate::catalog::{Catalog, unix_ms};
 use crate::disk::Disk;
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
@@ -52,7 +52,7 @@ pub(crate) fn check_directory(disk: &dyn Disk, create: Create) -> Result<()> {
 
 impl Recovery<'_> {
     /// A new store. STORE comes last: without it the directory is an unfinished creation.
-    pub(super) fn create(&self) -> Result<Opened> {
+    pub(super) fn create(&self) -> Result<RecoveredStore> {
         start_over(&self.disk)?;
         let store = StoreFile {
             store: StoreId(random()?),
@@ -68,12 +68,12 @@ impl Recovery<'_> {
         let (log, position) = begin(&pool, store.store, &Predecessor::default(), Vec::new())?;
         let bytes = store.encode().map_err(|defect| Error::from(defect.at(FileName::Store, 0)))?;
         publish(&self.disk, FileName::Store, 0, &[&bytes])?;
-        Ok(Opened {
+        Ok(RecoveredStore {
             store,
-            applied: Applied {
+            applied: AppliedState {
                 table: PageTable::new(),
                 memory: ById::default(),
-                cold: Arc::default(),
+                unloaded: Arc::default(),
                 point: log.point,
                 deleted: None,
                 cut: None,
@@ -83,7 +83,7 @@ impl Recovery<'_> {
             changed: Vec::new(),
             log,
             pool,
-            keeping: Keeping {
+            catalog: Catalog {
                 snapshots: BTreeMap::new(),
                 tables: BTreeMap::new(),
                 floor: None,
@@ -93,7 +93,7 @@ impl Recovery<'_> {
                 known: Arc::default(),
                 file_lens: BTreeMap::new(),
             },
-            behind: Behind::default(),
+            behind: ReplayBacklog::default(),
             recovered: self.report(position, true),
         })
     }

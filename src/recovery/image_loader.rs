@@ -18,7 +18,7 @@ use crate::base::sync::atomic::{AtomicUsize, Ordering};
 use crate::device::{Command, CommandList, Device, Fence, Lane, Pending, Span, StagingSpan};
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result, make_room};
-use crate::images::read::{Piece, RUN_BYTES, Run, SUMMED_AT_ONCE, Wanted, runs};
+use crate::images::read::{FilePiece, ImageRequest, ImageRun, RUN_BYTES, SUMMED_AT_ONCE, runs};
 use crate::memory::staging::{StagingBuf, StagingPool};
 
 /// Threads that read. A disk is busy with four; from the page cache each gives a few gigabytes a second, checksums
@@ -40,19 +40,19 @@ pub(super) struct ImageLoader<'a> {
 }
 
 /// What one thread does at a time.
-enum Work<'a> {
-    Run(Run<'a>),
+enum LoadStep<'a> {
+    Run(ImageRun<'a>),
     /// This range of a long image, in bytes from the image's start.
-    Part(&'a Wanted, Range<u64>),
+    Part(&'a ImageRequest, Range<u64>),
     /// A long page that is compressed.
-    Compressed(&'a Wanted),
+    Compressed(&'a ImageRequest),
 }
 
-impl Work<'_> {
+impl LoadStep<'_> {
     fn first_page(&self) -> PageId {
         match self {
-            Work::Run(run) => run.first_page(),
-            Work::Part(wanted, _) | Work::Compressed(wanted) => wanted.page,
+            LoadStep::Run(run) => run.first_page(),
+            LoadStep::Part(wanted, _) | LoadStep::Compressed(wanted) => wanted.page,
         }
     }
 }
@@ -69,22 +69,27 @@ impl ImageLoader<'_> {
     ///
     /// # Errors
     /// [`Error::Damaged`]; a device error, after which lists that name the memory may still be under way.
-    pub fn load<'i>(&self, images: impl Iterator<Item = &'i mut [Wanted]>, threads: usize) -> Result<()> {
-        let into_work =
-            |images: &'i mut [Wanted]| Ok::<_, Infallible>(runs(images).flat_map(split).collect::<Vec<_>>());
+    pub fn load<'i>(
+        &self,
+        images: impl Iterator<Item = &'i mut [ImageRequest]>,
+        threads: usize,
+    ) -> Result<()> {
+        let into_work = |images: &'i mut [ImageRequest]| {
+            Ok::<_, Infallible>(runs(images).flat_map(split).collect::<Vec<_>>())
+        };
         let Ok(work) = parallel::for_each(threads, images, into_work);
-        let mut work: Vec<Work<'_>> = work.into_iter().flatten().collect();
+        let mut work: Vec<LoadStep<'_>> = work.into_iter().flatten().collect();
         // As memory is allocated, which goes on meanwhile. The parts of an image stay together.
-        work.sort_by_key(Work::first_page);
-        let copies = Copies { loader: self, begun: AtomicUsize::new(0), under_way: Mutex::default() };
+        work.sort_by_key(LoadStep::first_page);
+        let copies = PendingCopies { loader: self, begun: AtomicUsize::new(0), under_way: Mutex::default() };
         let checksums = parallel::map_indexed(
             threads,
             work.len(),
             || (),
             |(), index| match &work[index] {
-                Work::Run(run) => self.load_run(run, &copies).map(|()| None),
-                Work::Part(wanted, range) => self.load_part(wanted, range, &copies).map(Some),
-                Work::Compressed(wanted) => self.load_compressed(wanted, &copies).map(|()| None),
+                LoadStep::Run(run) => self.load_run(run, &copies).map(|()| None),
+                LoadStep::Part(wanted, range) => self.load_part(wanted, range, &copies).map(Some),
+                LoadStep::Compressed(wanted) => self.load_compressed(wanted, &copies).map(|()| None),
             },
         );
         // Whatever became of the reading: who gives the memory back must know that nothing writes to it.
@@ -92,7 +97,7 @@ impl ImageLoader<'_> {
         check_parts(work.iter().zip(checksums?))
     }
 
-    fn load_run(&self, run: &Run<'_>, copies: &Copies<'_>) -> Result<()> {
+    fn load_run(&self, run: &ImageRun<'_>, copies: &PendingCopies<'_>) -> Result<()> {
         let read = run.read(self.source, |len| self.staging.take(len))?;
         // Pages that are stored as they are go up from where they were read; what is compressed is gathered
         // elsewhere.
@@ -119,9 +124,9 @@ impl ImageLoader<'_> {
     }
 
     /// Decompresses a page piece by piece. It is proven when all of it has gone up; nobody sees it before.
-    fn load_compressed(&self, wanted: &Wanted, copies: &Copies<'_>) -> Result<()> {
+    fn load_compressed(&self, wanted: &ImageRequest, copies: &PendingCopies<'_>) -> Result<()> {
         let target = (self.target)(wanted.page)?;
-        let (mut filling, mut at) = (Filling::default(), 0);
+        let (mut filling, mut at) = (StagingFill::default(), 0);
         stream_image(self.source, &wanted.image, wanted.len, |mut bytes| -> Result<()> {
             while !bytes.is_empty() {
                 let staged = match &mut filling.staged {
@@ -133,7 +138,7 @@ impl ImageLoader<'_> {
                 filling.filled += now.len();
                 bytes = later;
                 if filling.filled == staged.len() {
-                    let Filling { staged, filled } = std::mem::take(&mut filling);
+                    let StagingFill { staged, filled } = std::mem::take(&mut filling);
                     let part = Span { offset: at, len: filled as u64, ..target };
                     copies.upload(staged.expect("just filled"), &[(0, part)])?;
                     at += filled as u64;
@@ -144,11 +149,17 @@ impl ImageLoader<'_> {
     }
 
     /// Returns the part's checksum.
-    fn load_part(&self, wanted: &Wanted, range: &Range<u64>, copies: &Copies<'_>) -> Result<u32> {
+    fn load_part(
+        &self,
+        wanted: &ImageRequest,
+        range: &Range<u64>,
+        copies: &PendingCopies<'_>,
+    ) -> Result<u32> {
         let ImageRef { file, offset, .. } = wanted.image;
         wanted.image.check(wanted.len).map_err(|defect| defect.at(FileName::Pages(file), offset))?;
         let in_file = offset + range.start..offset + range.end;
-        let (read, checksum) = Piece::read_summed(self.source, file, in_file, |len| self.staging.take(len))?;
+        let (read, checksum) =
+            FilePiece::read_summed(self.source, file, in_file, |len| self.staging.take(len))?;
         let (at, len) = ((offset + range.start - read.start) as usize, range.end - range.start);
         let target = Span { offset: range.start, len, ..(self.target)(wanted.page)? };
         copies.upload(read.bytes, &[(at, target)])?;
@@ -158,20 +169,20 @@ impl ImageLoader<'_> {
 
 /// What is copied to staging, to go up when that is full.
 #[derive(Default)]
-struct Filling {
+struct StagingFill {
     staged: Option<StagingBuf>,
     filled: usize,
 }
 
 /// Copies from staging to pages that were begun and not waited for.
-struct Copies<'a> {
+struct PendingCopies<'a> {
     loader: &'a ImageLoader<'a>,
     begun: AtomicUsize,
     /// The oldest first, or nearly so.
     under_way: Mutex<VecDeque<Pending>>,
 }
 
-impl Copies<'_> {
+impl PendingCopies<'_> {
     fn upload_copy(&self, bytes: &[u8], pages: &[(usize, Span)]) -> Result<()> {
         if pages.is_empty() {
             return Ok(());
@@ -218,24 +229,26 @@ impl Copies<'_> {
 
 /// A run is one piece of work, but for one that is a single long image: that is summed while it is read, and proven when
 /// all its parts are there.
-fn split(run: Run<'_>) -> Vec<Work<'_>> {
-    let long = |wanted: &&Wanted| {
+fn split(run: ImageRun<'_>) -> Vec<LoadStep<'_>> {
+    let long = |wanted: &&ImageRequest| {
         wanted.image.codec == Codec::Raw && wanted.image.stored_len > SUMMED_AT_ONCE as u64
     };
-    let Some(only) = run.only() else { return vec![Work::Run(run)] };
+    let Some(only) = run.only() else { return vec![LoadStep::Run(run)] };
     if only.is_long() && only.image.codec != Codec::Raw {
-        return vec![Work::Compressed(only)];
+        return vec![LoadStep::Compressed(only)];
     }
-    let Some(wanted) = Some(only).filter(long) else { return vec![Work::Run(run)] };
+    let Some(wanted) = Some(only).filter(long) else { return vec![LoadStep::Run(run)] };
     let parts = (0..wanted.image.stored_len).step_by(RUN_BYTES as usize);
-    parts.map(|at| Work::Part(wanted, at..wanted.image.stored_len.min(at + RUN_BYTES))).collect()
+    parts.map(|at| LoadStep::Part(wanted, at..wanted.image.stored_len.min(at + RUN_BYTES))).collect()
 }
 
 /// Proves the images that were read in parts: these come in their order.
-fn check_parts<'a>(parts: impl Iterator<Item = (&'a Work<'a>, Option<u32>)>) -> Result<()> {
+fn check_parts<'a>(parts: impl Iterator<Item = (&'a LoadStep<'a>, Option<u32>)>) -> Result<()> {
     let mut so_far = crc32fast::Hasher::new();
     for (work, checksum) in parts {
-        let (Work::Part(Wanted { image, .. }, range), Some(checksum)) = (work, checksum) else { continue };
+        let (LoadStep::Part(ImageRequest { image, .. }, range), Some(checksum)) = (work, checksum) else {
+            continue;
+        };
         let damaged = |defect: Defect| Error::from(defect.at(FileName::Pages(image.file), image.offset));
         so_far.combine(&crc32fast::Hasher::new_with_initial_len(checksum, range.end - range.start));
         if range.end == image.stored_len {

@@ -16,7 +16,7 @@ use std::time::Duration;
 use remanent_format::PageId;
 
 use super::image_loader::{ImageLoader, threads};
-use crate::applier::{Applier, ColdPage, ColdPages};
+use crate::applier::{Applier, UnloadedPage, UnloadedSet};
 use crate::base::parallel;
 use crate::base::poison::{PanicPoisons, Poison};
 use crate::base::sync::Mutex;
@@ -26,7 +26,7 @@ use crate::device::{CommandList, Device, Lane, Span};
 use crate::disk::Disk;
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
-use crate::images::read::{RUN_BYTES, Wanted};
+use crate::images::read::{ImageRequest, RUN_BYTES};
 use crate::memory::arena::Arena;
 use crate::memory::staging::StagingPool;
 
@@ -42,7 +42,7 @@ const LANE: Lane = Lane::Drain;
 const SHORTAGE_PAUSE: Duration = Duration::from_millis(50);
 
 /// What warming needs.
-pub(crate) struct Warming {
+pub(crate) struct PageLoaderParts {
     pub disk: Arc<dyn Disk>,
     pub device: Arc<dyn Device>,
     pub arena: Arc<Arena>,
@@ -52,18 +52,18 @@ pub(crate) struct Warming {
 }
 
 /// The threads.
-pub(crate) struct Warmer {
-    warming: Arc<Warming>,
+pub(crate) struct PageLoader {
+    parts: Arc<PageLoaderParts>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-impl Warmer {
+impl PageLoader {
     /// Starts them, if any page is cold.
-    pub fn start(warming: Warming) -> Result<Self> {
-        let warming = Arc::new(warming);
-        let thread = if warming.cold().is_any() {
-            let poisons = PanicPoisons { poison: warming.poison.clone(), thread: "thread that loads pages" };
-            let life = Life(warming.clone());
+    pub fn start(parts: PageLoaderParts) -> Result<Self> {
+        let parts = Arc::new(parts);
+        let thread = if parts.unloaded().is_any() {
+            let poisons = PanicPoisons { poison: parts.poison.clone(), thread: "thread that loads pages" };
+            let life = LoaderLoop(parts.clone());
             let thread = thread::Builder::new().name("remanent-warm".to_owned());
             let thread = thread.spawn(move || {
                 let _poisons = poisons;
@@ -74,88 +74,88 @@ impl Warmer {
                 path: "the store".to_owned(),
                 source: Arc::new(error),
             });
-            Some(thread.inspect_err(|_| warming.give_back())?)
+            Some(thread.inspect_err(|_| parts.give_back())?)
         } else {
             None
         };
-        Ok(Self { warming, thread: Mutex::new(thread) })
+        Ok(Self { parts, thread: Mutex::new(thread) })
     }
 
     /// Ends them, when what they have in hand is loaded. Pages that are cold then stay on disk.
     pub fn stop(&self) {
         let Some(thread) = self.thread.lock().take() else { return };
-        self.warming.cold().end(Error::Closed);
+        self.parts.unloaded().end(Error::Closed);
         if thread.join().is_err() {
             tracing::error!("the thread that loads pages panicked");
         }
-        self.warming.give_back();
+        self.parts.give_back();
     }
 }
 
 /// What the threads do as long as they live. Where that ends, nobody must wait for them.
-struct Life(Arc<Warming>);
+struct LoaderLoop(Arc<PageLoaderParts>);
 
-impl Life {
+impl LoaderLoop {
     fn live(&self) {
-        let Self(warming) = self;
+        let Self(parts) = self;
         let threads = threads();
         let load_all = |(): &mut (), _| {
-            warming.load_all();
+            parts.load_all();
             Ok::<(), Infallible>(())
         };
         let Ok(_) = parallel::map_indexed(threads, threads, || (), load_all);
     }
 }
 
-impl Drop for Life {
+impl Drop for LoaderLoop {
     fn drop(&mut self) {
-        let Self(warming) = self;
-        warming.cold().end(warming.poison.check().err().unwrap_or(Error::Closed));
+        let Self(parts) = self;
+        parts.unloaded().end(parts.poison.check().err().unwrap_or(Error::Closed));
     }
 }
 
-impl Warming {
-    fn cold(&self) -> &ColdPages {
-        self.applier.cold()
+impl PageLoaderParts {
+    fn unloaded(&self) -> &UnloadedSet {
+        self.applier.unloaded()
     }
 
     /// Loads pages until there are none left.
     fn load_all(&self) {
         // Only what was proven on the medium once is ever cold.
         let proven = DiskSource::proven(self.disk.clone());
-        while let Some(pages) = self.cold().take(ASKED_BYTES, RUN_BYTES) {
+        while let Some(pages) = self.unloaded().take(ASKED_BYTES, RUN_BYTES) {
             self.load(&proven, pages);
         }
     }
 
     /// Loads pages. Where an image does not hold, each for itself and from the medium: so it is known which one, and
     /// that it is not the cache alone that is damaged.
-    fn load(&self, proven: &DiskSource, pages: Vec<ColdPage>) {
+    fn load(&self, proven: &DiskSource, pages: Vec<UnloadedPage>) {
         match self.read_patiently(proven, &pages) {
             Ok(true) => self.install(pages),
-            Ok(false) => self.cold().give_up(pages),
+            Ok(false) => self.unloaded().give_up(pages),
             Err(Error::Damaged(_)) => {
                 let medium = DiskSource::past_cache(self.disk.clone());
-                for cold in pages {
-                    match self.read_patiently(&medium, std::slice::from_ref(&cold)) {
-                        Ok(true) => self.install(vec![cold]),
-                        Ok(false) => self.cold().give_up(vec![cold]),
-                        Err(error) => self.fail(cold, error),
+                for unloaded in pages {
+                    match self.read_patiently(&medium, std::slice::from_ref(&unloaded)) {
+                        Ok(true) => self.install(vec![unloaded]),
+                        Ok(false) => self.unloaded().give_up(vec![unloaded]),
+                        Err(error) => self.fail(unloaded, error),
                     }
                 }
             }
-            Err(error) => pages.into_iter().for_each(|cold| self.fail(cold, error.clone())),
+            Err(error) => pages.into_iter().for_each(|unloaded| self.fail(unloaded, error.clone())),
         }
     }
 
     /// As [`read`](Self::read), again and again while the system is short of something that this takes: callers wait
     /// for the page meanwhile, and the store goes on when the shortage ends. `false` if the store closes before.
-    fn read_patiently(&self, source: &DiskSource, pages: &[ColdPage]) -> Result<bool> {
+    fn read_patiently(&self, source: &DiskSource, pages: &[UnloadedPage]) -> Result<bool> {
         loop {
             match self.read(source, pages) {
                 Err(error) if error.is_shortage() => {
                     tracing::warn!(%error, "pages are loaded when the shortage ends");
-                    if self.cold().is_over_within(SHORTAGE_PAUSE) {
+                    if self.unloaded().is_over_within(SHORTAGE_PAUSE) {
                         return Ok(false);
                     }
                 }
@@ -165,21 +165,24 @@ impl Warming {
     }
 
     /// A page cannot be loaded, nor any other if this is not about its image.
-    fn fail(&self, cold: ColdPage, error: Error) {
-        tracing::error!(%error, page = %cold.page, "a page cannot be loaded");
+    fn fail(&self, unloaded: UnloadedPage, error: Error) {
+        tracing::error!(%error, page = %unloaded.page, "a page cannot be loaded");
         let poisoned = self.poison.set(error.clone());
         if !matches!(error, Error::Damaged(_)) {
-            self.cold().end(poisoned);
+            self.unloaded().end(poisoned);
         }
-        self.cold().fail(cold, error);
+        self.unloaded().fail(unloaded, error);
     }
 
-    fn read(&self, source: &DiskSource, pages: &[ColdPage]) -> Result<()> {
-        let wanted =
-            |cold: &ColdPage| Wanted { page: cold.page, len: cold.memory.byte_len(), image: cold.image };
-        let mut images: Vec<Wanted> = pages.iter().map(wanted).collect();
+    fn read(&self, source: &DiskSource, pages: &[UnloadedPage]) -> Result<()> {
+        let wanted = |unloaded: &UnloadedPage| ImageRequest {
+            page: unloaded.page,
+            len: unloaded.memory.byte_len(),
+            image: unloaded.image,
+        };
+        let mut images: Vec<ImageRequest> = pages.iter().map(wanted).collect();
         let targets: HashMap<PageId, Span> =
-            pages.iter().map(|cold| (cold.page, cold.memory.span())).collect();
+            pages.iter().map(|unloaded| (unloaded.page, unloaded.memory.span())).collect();
         let target = |page: PageId| Ok(targets[&page]);
         let loader = ImageLoader {
             device: &*self.device,
@@ -192,22 +195,25 @@ impl Warming {
     }
 
     /// Hands pages that are loaded to the applier, and lets those go on who wait for them.
-    fn install(&self, pages: Vec<ColdPage>) {
-        let warm: Vec<(PageId, u64)> = pages.iter().map(|cold| (cold.page, cold.memory.byte_len())).collect();
+    fn install(&self, pages: Vec<UnloadedPage>) {
+        let warm: Vec<(PageId, u64)> =
+            pages.iter().map(|unloaded| (unloaded.page, unloaded.memory.byte_len())).collect();
         let installed = self.applier.turn(move |turn| {
-            pages.iter().for_each(|cold| turn.versions.moved(cold.page, cold.memory.span().memory));
-            turn.applied.memory.extend(pages.into_iter().map(|cold| (cold.page, cold.memory)));
+            pages
+                .iter()
+                .for_each(|unloaded| turn.versions.moved(unloaded.page, unloaded.memory.span().memory));
+            turn.applied.memory.extend(pages.into_iter().map(|unloaded| (unloaded.page, unloaded.memory)));
             Ok(())
         });
         match installed {
-            Ok(()) => self.cold().warmed(warm),
-            Err(error) => self.cold().end(error),
+            Ok(()) => self.unloaded().loaded(warm),
+            Err(error) => self.unloaded().end(error),
         }
     }
 
     /// Gives back the memory of pages that stayed cold.
     fn give_back(&self) {
-        let memory = self.cold().take_memory();
+        let memory = self.unloaded().take_memory();
         if memory.is_empty() {
             return;
         }

@@ -15,48 +15,48 @@ use remanent_format::state::head::load_base;
 use remanent_format::state::survey::Survey;
 use remanent_format::{Defect, FileName, LogPoint, Lsn, PageId, PageTable};
 
-use super::catalog::Found;
+use super::catalog::CatalogDraft;
 use super::image_loader::{ImageLoader, threads};
-use super::log_reader::Run;
-use super::page_memory::Memories;
-use super::page_sources::{Images, Sorted, Sorting};
+use super::log_reader::BatchRun;
+use super::page_memory::PageMemories;
+use super::page_sources::{ImageGroup, PageSources, SourceSorter};
 use super::{Recovery, is_same, on_disk};
-use crate::applier::{ColdPage, ListBuilder, PayloadAt, stage_aside};
+use crate::applier::{ListBuilder, PayloadAt, UnloadedPage, stage_aside};
 use crate::base::parallel;
 use crate::base::sync::Mutex;
 use crate::device::{Command, CommandList, Device, Lane, Pending, StagingSpan};
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result, copied};
-use crate::images::read::Wanted;
+use crate::images::read::ImageRequest;
 use crate::memory::arena::{Arena, PageMemory};
 use crate::memory::staging::StagingPool;
-use crate::options::Restore;
+use crate::options::PageLoad;
 
 /// Lists in flight while loading.
 const IN_FLIGHT_MAX: usize = 8;
 
 /// Pages that are loaded, and that no list uses any more: given back if the open fails after all.
-pub(super) struct Loaded<'a> {
+pub(super) struct LoadedPages<'a> {
     arena: &'a Arena,
-    pages: Pages,
+    pages: PageSet,
     /// The payloads of the batches that no mark proves, in order.
     pub tail: Vec<Vec<u8>>,
 }
 
 /// The memory of all pages.
 #[derive(Default)]
-pub(super) struct Pages {
+pub(super) struct PageSet {
     /// Of those that are loaded.
     pub memory: ById<PageId, PageMemory>,
     /// Those that are not, for they are exactly what their images say.
-    pub cold: Vec<ColdPage>,
+    pub unloaded: Vec<UnloadedPage>,
 }
 
-impl Pages {
+impl PageSet {
     /// Gives all of it back.
     fn give_back(self, arena: &Arena) {
         let loaded = self.memory.into_items().map(|(_, memory)| memory);
-        for memory in loaded.chain(self.cold.into_iter().map(|cold| cold.memory)) {
+        for memory in loaded.chain(self.unloaded.into_iter().map(|unloaded| unloaded.memory)) {
             if let Err(error) = arena.discard(memory) {
                 tracing::warn!(%error, "cannot give page memory back");
             }
@@ -64,14 +64,14 @@ impl Pages {
     }
 }
 
-impl Loaded<'_> {
+impl LoadedPages<'_> {
     /// The pages, for good.
-    pub fn keep(mut self) -> Pages {
+    pub fn keep(mut self) -> PageSet {
         std::mem::take(&mut self.pages)
     }
 }
 
-impl Drop for Loaded<'_> {
+impl Drop for LoadedPages<'_> {
     fn drop(&mut self) {
         std::mem::take(&mut self.pages).give_back(self.arena);
     }
@@ -84,18 +84,18 @@ pub(super) fn load<'a, 's>(
     survey: &'s Survey,
     base: Option<&Manifest>,
     resolution: &mut Resolution,
-) -> Result<(Loaded<'a>, Found<'s>)> {
+) -> Result<(LoadedPages<'a>, CatalogDraft<'s>)> {
     let bases = std::mem::take(&mut resolution.resolved.bases);
     let resolution = &*resolution;
     let table = &resolution.resolved.table;
     // I10: what the final table takes, before anything is allocated.
-    let memories = Memories::reserve(recovery.arena, table)?;
+    let memories = PageMemories::reserve(recovery.arena, table)?;
     let mut loader = Loader {
         recovery,
-        pages: Pages::default(),
+        pages: PageSet::default(),
         on_host: Mutex::default(),
         list: ListBuilder::default(),
-        in_flight: InFlight {
+        in_flight: SubmittedLists {
             device: &*recovery.device,
             staging: recovery.staging,
             pending: VecDeque::new(),
@@ -106,17 +106,17 @@ pub(super) fn load<'a, 's>(
         Some(manifest) => manifest.redo,
         None => survey.log.beginning().expect("resolved from it"),
     };
-    let sorting = Sorting {
+    let sorting = SourceSorter {
         table,
         bases: &bases,
         snapshot: base,
         is_verified: base.is_some_and(|base| is_verified(survey, base, resolution)),
-        may_be_cold: recovery.options.restore == Restore::OnDemand,
+        may_be_unloaded: recovery.options.page_load == PageLoad::OnDemand,
         from: from.lsn,
     };
-    let Sorted { images, zeros, resized, late, beside } = sorting.sort(&memories);
+    let PageSources { images, zeros, resized, late, beside } = sorting.sort(&memories);
     drop(bases);
-    let late = Late::of(late);
+    let late = NewerBases::of(late);
     // Sealed bytes are proven past the cache (I6): images, and frames up to the last mark, as far as following
     // them has not taken them from the medium.
     let sealed = DiskSource::past_cache(recovery.disk.clone());
@@ -124,13 +124,13 @@ pub(super) fn load<'a, 's>(
         loader.load_to_host(&sealed, table, &resized)?;
         loader.load_images(&sealed, table, &memories, images, &zeros)
     };
-    let find = || Found::look(&*recovery.disk, source, survey, base, resolution, beside);
+    let find = || CatalogDraft::look(&*recovery.disk, source, survey, base, resolution, beside);
     let (read, (found, ())) = parallel::join(load, || parallel::join(find, || memories.allocate()));
     let (memory, allocated) = memories.finish();
     loader.pages.memory = memory;
     // What there is no memory for cannot be loaded from an older snapshot either.
-    let loaded = allocated.and(read).and_then(|cold| {
-        loader.cool(cold);
+    let loaded = allocated.and(read).and_then(|unloaded| {
+        loader.cool(unloaded);
         loader.apply(source, survey, resolution, from, &late)?;
         loader.in_flight.drain(0)
     });
@@ -143,24 +143,25 @@ pub(super) fn load<'a, 's>(
             std::mem::take(&mut loader.pages).give_back(recovery.arena);
         }
     }
-    let loaded = loaded.map(|()| Loaded { arena: recovery.arena, pages: loader.pages, tail: loader.tail })?;
+    let loaded =
+        loaded.map(|()| LoadedPages { arena: recovery.arena, pages: loader.pages, tail: loader.tail })?;
     Ok((loaded, found?))
 }
 
 /// Brings pages into device memory.
 struct Loader<'a> {
     recovery: &'a Recovery<'a>,
-    pages: Pages,
+    pages: PageSet,
     /// Pages whose length changes during replay are put together in host memory: on the device they are
     /// allocated once, at their final length. Here, too, they take no more than that.
     on_host: Mutex<HashMap<PageId, PageHead>>,
     list: ListBuilder,
-    in_flight: InFlight<'a>,
+    in_flight: SubmittedLists<'a>,
     tail: Vec<Vec<u8>>,
 }
 
 /// Lists that were submitted.
-struct InFlight<'a> {
+struct SubmittedLists<'a> {
     device: &'a dyn Device,
     staging: &'a StagingPool,
     pending: VecDeque<Pending>,
@@ -169,12 +170,12 @@ struct InFlight<'a> {
 /// The pages whose bases have later batches than those before which the replay begins. For all others each batch is
 /// news.
 #[derive(Default)]
-struct Late {
+struct NewerBases {
     pages: ById<PageId, Lsn>,
     newest: Lsn,
 }
 
-impl Late {
+impl NewerBases {
     fn of(late: Vec<(PageId, Lsn)>) -> Self {
         let newest = late.iter().map(|(_, base)| *base).max().unwrap_or_default();
         Self { pages: late.into_iter().collect(), newest }
@@ -190,7 +191,7 @@ impl Late {
 struct Deltas<'l> {
     memory: &'l ById<PageId, PageMemory>,
     on_host: &'l Mutex<HashMap<PageId, PageHead>>,
-    late: &'l Late,
+    late: &'l NewerBases,
     staging: &'l StagingPool,
 }
 
@@ -202,7 +203,7 @@ impl Loader<'_> {
         survey: &Survey,
         resolution: &Resolution,
         from: LogPoint,
-        late: &Late,
+        late: &NewerBases,
     ) -> Result<()> {
         let end = resolution.end.as_ref().expect("followed to its end");
         let sealed_log = source.past_cache_once();
@@ -211,7 +212,7 @@ impl Loader<'_> {
         let list = |run| deltas.list(run);
         recovery.replay(&sealed_log, survey, from, end.proven.lsn, list, |list| in_flight.submit(list?))?;
         // What no mark proves is read through the cache: that is where it is.
-        let list_and_payloads = |run: Run| {
+        let list_and_payloads = |run: BatchRun| {
             let payloads = run.batches.iter().map(|batch| copied(run.payload(batch)));
             (payloads.collect::<Result<Vec<_>>>(), deltas.list(run))
         };
@@ -252,14 +253,14 @@ impl Loader<'_> {
         &mut self,
         sealed: &DiskSource,
         table: &PageTable,
-        memories: &Memories<'_>,
-        images: Images,
+        memories: &PageMemories<'_>,
+        images: ImageGroup,
         zeros: &[PageId],
     ) -> Result<Vec<(PageId, ImageRef)>> {
-        let Images { mut proven, mut unproven, cold } = images;
+        let ImageGroup { mut proven, mut unproven, unloaded } = images;
         let Recovery { disk, device, staging, .. } = self.recovery;
         let target = |page: PageId| memories.of(page);
-        let load = |source: &DiskSource, images: &mut [Vec<Wanted>]| {
+        let load = |source: &DiskSource, images: &mut [Vec<ImageRequest>]| {
             ImageLoader {
                 device: &**device,
                 staging,
@@ -283,29 +284,29 @@ impl Loader<'_> {
             }
         }
         self.in_flight.submit(self.list.take())?;
-        Ok(cold)
+        Ok(unloaded)
     }
 
     /// Leaves pages cold.
-    fn cool(&mut self, cold: Vec<(PageId, ImageRef)>) {
-        if cold.is_empty() {
+    fn cool(&mut self, unloaded: Vec<(PageId, ImageRef)>) {
+        if unloaded.is_empty() {
             return;
         }
-        self.pages.cold.reserve_exact(cold.len());
-        let Pages { memory, cold: pages } = &mut self.pages;
+        self.pages.unloaded.reserve_exact(unloaded.len());
+        let PageSet { memory, unloaded: pages } = &mut self.pages;
         // Both ascend.
-        let mut cold = cold.into_iter().peekable();
+        let mut unloaded = unloaded.into_iter().peekable();
         let all = std::mem::take(memory).into_items();
         *memory = all
-            .filter_map(|(page, memory)| match cold.next_if(|(cold, _)| *cold == page) {
+            .filter_map(|(page, memory)| match unloaded.next_if(|(unloaded, _)| *unloaded == page) {
                 Some((_, image)) => {
-                    pages.push(ColdPage { page, image, memory });
+                    pages.push(UnloadedPage { page, image, memory });
                     None
                 }
                 None => Some((page, memory)),
             })
             .collect();
-        assert!(cold.next().is_none(), "allocated for each page");
+        assert!(unloaded.next().is_none(), "allocated for each page");
     }
 
     /// Queues the upload of a page.
@@ -324,7 +325,7 @@ impl Loader<'_> {
 impl Deltas<'_> {
     /// What the batches of a run do to pages in device memory, in the order of the log. To those in host memory it
     /// is done.
-    fn list(&self, run: Run) -> Result<CommandList> {
+    fn list(&self, run: BatchRun) -> Result<CommandList> {
         let mut list = ListBuilder::default();
         let mut on_host = self.on_host.lock();
         let index = list.payload_index();
@@ -359,7 +360,7 @@ impl Deltas<'_> {
     }
 }
 
-impl InFlight<'_> {
+impl SubmittedLists<'_> {
     fn submit(&mut self, list: CommandList) -> Result<()> {
         if list.commands.is_empty() && list.staging.is_empty() {
             return Ok(());
@@ -389,7 +390,7 @@ impl Recovery<'_> {
         survey: &Survey,
         from: LogPoint,
         until: Lsn,
-        make: impl Fn(Run) -> T + Sync,
+        make: impl Fn(BatchRun) -> T + Sync,
         each: impl FnMut(T) -> Result<()>,
     ) -> Result<()> {
         let stopped = self.frames(source, survey).read(from, Some(until), make, each)?;

@@ -14,7 +14,7 @@ use remanent_format::log::{LogEnd, LogMap, LogWalk};
 use remanent_format::{Damage, Defect, FileName, LogPoint, Lsn};
 
 use crate::base::parallel;
-use crate::base::parallel::Panicked;
+use crate::base::parallel::ProducerPanic;
 use crate::base::sync::Mutex;
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
@@ -33,34 +33,34 @@ pub(super) struct Frames<'a> {
 }
 
 /// Batches that lie in one piece of memory, in their order.
-pub(super) struct Run {
+pub(super) struct BatchRun {
     pub memory: StagingBuf,
-    pub batches: Vec<Batch>,
+    pub batches: Vec<LoggedBatch>,
 }
 
 /// One of them.
-pub(super) struct Batch {
+pub(super) struct LoggedBatch {
     pub header: FrameHeader,
     /// Where its payload lies.
     pub payload: Range<usize>,
 }
 
 /// Where a walk stopped.
-pub(super) struct Stopped {
+pub(super) struct StopPoint {
     pub point: LogPoint,
     /// The log's end, if it came so far.
     pub end: Option<LogEnd>,
 }
 
-impl Batch {
+impl LoggedBatch {
     /// What is wrong with it, with its place.
     pub fn damage(&self, defect: Defect) -> Damage {
         defect.at_lsn(FileName::Segment(self.header.segment), self.header.offset, self.header.lsn)
     }
 }
 
-impl From<Panicked> for Error {
-    fn from(_: Panicked) -> Self {
+impl From<ProducerPanic> for Error {
+    fn from(_: ProducerPanic) -> Self {
         Error::Device {
             reason: "the thread that reads the log ahead panicked".to_owned(),
             context_lost: false,
@@ -80,9 +80,9 @@ impl Frames<'_> {
         &self,
         from: LogPoint,
         until: Option<Lsn>,
-        make: impl Fn(Run) -> T + Sync,
+        make: impl Fn(BatchRun) -> T + Sync,
         each: impl FnMut(T) -> Result<()>,
-    ) -> Result<Stopped> {
+    ) -> Result<StopPoint> {
         let no_staging = Mutex::new(None);
         // A short log is read sooner than a thread is started.
         let ahead_max = if self.map.segments().range(from.segment..).count() > 2 { AHEAD_MAX } else { 0 };
@@ -97,8 +97,8 @@ impl Frames<'_> {
         from: LogPoint,
         until: Option<Lsn>,
         no_staging: &Mutex<Option<Error>>,
-        give: &mut dyn FnMut(Run) -> bool,
-    ) -> Result<Stopped, Damage> {
+        give: &mut dyn FnMut(BatchRun) -> bool,
+    ) -> Result<StopPoint, Damage> {
         let supply = |len: usize| {
             self.staging.take(len).map_err(|error| {
                 *no_staging.lock() = Some(error.clone());
@@ -106,13 +106,13 @@ impl Frames<'_> {
             })
         };
         let mut walk = LogWalk::reading_into(self.source, self.map, from, self.mark, &supply)?;
-        let mut run: Option<(Arc<StagingBuf>, Vec<Batch>)> = None;
+        let mut run: Option<(Arc<StagingBuf>, Vec<LoggedBatch>)> = None;
         let walked = self.walk_to(&mut walk, until, &mut run, give);
-        let stopped = Stopped { point: walk.point(), end: walk.end().cloned() };
+        let stopped = StopPoint { point: walk.point(), end: walk.end().cloned() };
         // The last run's memory is its own then. What lies before damage is handed out, too.
         drop(walk);
         if let Some(last) = run {
-            give(Run::new(last));
+            give(BatchRun::new(last));
         }
         walked.map(|()| stopped)
     }
@@ -122,8 +122,8 @@ impl Frames<'_> {
         &self,
         walk: &mut LogWalk<'_, StagingBuf>,
         until: Option<Lsn>,
-        run: &mut Option<(Arc<StagingBuf>, Vec<Batch>)>,
-        give: &mut dyn FnMut(Run) -> bool,
+        run: &mut Option<(Arc<StagingBuf>, Vec<LoggedBatch>)>,
+        give: &mut dyn FnMut(BatchRun) -> bool,
     ) -> Result<(), Damage> {
         while until.is_none_or(|until| walk.point().lsn < until) {
             let Some(frame) = walk.next()? else { break };
@@ -131,12 +131,12 @@ impl Frames<'_> {
                 continue;
             }
             let payload = frame.payload_at..frame.payload_at + frame.payload.len();
-            let batch = Batch { header: frame.header, payload };
+            let batch = LoggedBatch { header: frame.header, payload };
             match run {
                 Some((memory, batches)) if Arc::ptr_eq(memory, frame.memory) => batches.push(batch),
                 _ => {
                     let read = run.replace((frame.memory.clone(), vec![batch]));
-                    if !read.is_none_or(|read| give(Run::new(read))) {
+                    if !read.is_none_or(|read| give(BatchRun::new(read))) {
                         break;
                     }
                 }
@@ -146,13 +146,13 @@ impl Frames<'_> {
     }
 }
 
-impl Run {
-    fn new((memory, batches): (Arc<StagingBuf>, Vec<Batch>)) -> Self {
+impl BatchRun {
+    fn new((memory, batches): (Arc<StagingBuf>, Vec<LoggedBatch>)) -> Self {
         let memory = Arc::into_inner(memory).expect("the walk reads on elsewhere");
         Self { memory, batches }
     }
 
-    pub fn payload(&self, batch: &Batch) -> &[u8] {
+    pub fn payload(&self, batch: &LoggedBatch) -> &[u8] {
         &self.memory[batch.payload.clone()]
     }
 }

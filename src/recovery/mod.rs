@@ -84,25 +84,25 @@ use remanent_format::log::{LogEnd, TornTail};
 use remanent_format::manifest::Manifest;
 use remanent_format::reach::Reach;
 use remanent_format::segment::{FORMAT_VERSION, SEGMENT_HEADER_BLOCK};
-use remanent_format::state::follow::Following;
 use remanent_format::state::follow::Resolution;
+use remanent_format::state::follow::StateWalk;
 use remanent_format::state::survey::Survey;
 use remanent_format::store::StoreFile;
 use remanent_format::{
     Damage, Defect, FileName, Folder, LogPoint, Lsn, PageId, PageTable, Position, SnapshotId, StoreId,
 };
 
-use self::catalog::Found;
-pub(crate) use self::lazy_load::{Warmer, Warming};
-use self::load::{Loaded, Pages, load};
+use self::catalog::CatalogDraft;
+pub(crate) use self::lazy_load::{PageLoader, PageLoaderParts};
+use self::load::{LoadedPages, PageSet, load};
 use self::log_reader::Frames;
 use self::opening::{Predecessor, begin};
 pub(crate) use self::outlook::Outlook;
-use crate::applier::{Applied, ColdPages};
+use crate::applier::{AppliedState, UnloadedSet};
 use crate::base::phases;
 use crate::base::phases::Phase;
 use crate::base::sync::Instant;
-use crate::catalog::Keeping;
+use crate::catalog::Catalog;
 use crate::catalog::publish::{publish, publish_manifest};
 use crate::device::Device;
 use crate::disk::source::DiskSource;
@@ -116,7 +116,7 @@ use crate::options::{LogIo, Options};
 /// What an open found, and what it did.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
-pub struct Recovered {
+pub struct RecoveryReport {
     /// Whether the store was created by this open.
     pub created: bool,
     /// The incarnation begun, and the last batch that is there.
@@ -131,8 +131,8 @@ pub struct Recovered {
     pub replayed_bytes: u64,
     /// Batches above the last durable mark, copied into the new incarnation.
     pub copied_batches: u64,
-    /// Pages that were yet to be loaded when the open returned ([`Options::restore`]).
-    pub cold_pages: u64,
+    /// Pages that were yet to be loaded when the open returned ([`Options::page_load`]).
+    pub unloaded_pages: u64,
     /// What was cut from the end of the log, if anything.
     pub torn: Option<TornTail>,
     /// Damage that cost nothing of the newest state: snapshots passed over, kept snapshots whose manifests are missing, an
@@ -147,30 +147,30 @@ pub struct Recovered {
 }
 
 /// What recovery hands to the store.
-pub(crate) struct Opened {
+pub(crate) struct RecoveredStore {
     pub store: StoreFile,
-    pub applied: Applied,
+    pub applied: AppliedState,
     /// The same table as the applier's, for commits.
     pub submitted: PageTable,
     /// The pages that are not as the newest snapshot has them.
     pub changed: Vec<PageId>,
     pub log: LogStart,
     pub pool: Arc<SegmentPool>,
-    pub keeping: Keeping,
-    pub behind: Behind,
-    pub recovered: Recovered,
+    pub catalog: Catalog,
+    pub behind: ReplayBacklog,
+    pub recovered: RecoveryReport,
 }
 
 /// What the log behind the newest snapshot takes.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Behind {
+pub(crate) struct ReplayBacklog {
     /// Bytes of its segments on disk, as long as they are, and of the images that it names.
     pub bytes: u64,
     /// The openings in it, with the one of this run.
     pub restarts: usize,
 }
 
-impl Behind {
+impl ReplayBacklog {
     fn of(survey: &Survey, resolution: &Resolution) -> Self {
         let base = resolution.base.and_then(|base| survey.links[&base].as_ref().ok());
         let (from, offset) = base.map_or((0, 0), |(link, _)| (link.redo.segment, link.redo.offset));
@@ -184,10 +184,10 @@ impl Behind {
 }
 
 /// The best that could be loaded.
-struct Best<'s, 'a> {
+struct BestCandidate<'s, 'a> {
     resolution: Resolution,
-    loaded: Loaded<'a>,
-    found: Found<'s>,
+    loaded: LoadedPages<'a>,
+    found: CatalogDraft<'s>,
     /// Snapshots that were passed over.
     harmless: Vec<Damage>,
 }
@@ -219,7 +219,7 @@ pub(crate) struct Recovery<'a> {
 
 impl Recovery<'_> {
     /// Creates or recovers the store. The caller holds the lock.
-    pub fn open(&self) -> Result<Opened> {
+    pub fn open(&self) -> Result<RecoveredStore> {
         let _phase = phases::enter(Phase::Recovery);
         let started = Instant::now();
         let is_store = |name: &String| FileName::parse(Folder::Root, name) == Some(FileName::Store);
@@ -229,7 +229,7 @@ impl Recovery<'_> {
         Ok(opened)
     }
 
-    fn recover(&self) -> Result<Opened> {
+    fn recover(&self) -> Result<RecoveredStore> {
         // I6: a name that is not durable yet must not be trusted. Folders that are missing are judged by
         // what they should hold.
         let inner: Vec<Folder> = Folder::INNER.into_iter().collect();
@@ -250,7 +250,8 @@ impl Recovery<'_> {
             return Err(defect.at_lsn(FileName::Segment(number), 0, survey.mark()).into());
         }
 
-        let Best { resolution, mut loaded, mut found, mut harmless } = self.load_best(&source, &survey)?;
+        let BestCandidate { resolution, mut loaded, mut found, mut harmless } =
+            self.load_best(&source, &survey)?;
         let end = resolution.end.clone().expect("followed to its end");
         harmless.extend(end.harmless.iter().cloned());
         // A snapshot that is recorded and not there is forgotten with the seal that comes: this is the one time to say so.
@@ -295,12 +296,12 @@ impl Recovery<'_> {
         drop(nobody_reads);
         let changed = std::mem::take(&mut found.changed);
         let submitted = std::mem::take(&mut found.submitted);
-        let keeping = self.keep(found, &survey, resolution.base, end.accepted.lsn)?;
+        let catalog = self.keep(found, &survey, resolution.base, end.accepted.lsn)?;
 
         let mut recovered = self.report(position, false);
         recovered.previous = Some(Position { incarnation: end.accepted.incarnation, lsn: end.accepted.lsn });
         recovered.snapshot = resolution.base;
-        let behind = Behind::of(&survey, &resolution);
+        let behind = ReplayBacklog::of(&survey, &resolution);
         recovered.replayed_batches = resolution.batches;
         recovered.replayed_bytes = resolution.bytes;
         recovered.copied_batches = copied_batches;
@@ -310,19 +311,29 @@ impl Recovery<'_> {
             incarnation = %position.incarnation, lsn = %position.lsn, snapshot = ?recovered.snapshot,
             replayed = recovered.replayed_batches, copied = copied_batches, torn = ?recovered.torn, "recovered"
         );
-        let Pages { memory, cold } = loaded.keep();
-        recovered.cold_pages = cold.len() as u64;
-        let (table, cold) = (resolution.resolved.table, Arc::new(ColdPages::new(cold)));
-        let applied = Applied {
+        let PageSet { memory, unloaded } = loaded.keep();
+        recovered.unloaded_pages = unloaded.len() as u64;
+        let (table, unloaded) = (resolution.resolved.table, Arc::new(UnloadedSet::new(unloaded)));
+        let applied = AppliedState {
             table,
             memory,
-            cold,
+            unloaded,
             point: log.point,
             deleted: None,
             cut: None,
             catches: HashMap::new(),
         };
-        Ok(Opened { store: store_file, applied, submitted, changed, log, pool, keeping, behind, recovered })
+        Ok(RecoveredStore {
+            store: store_file,
+            applied,
+            submitted,
+            changed,
+            log,
+            pool,
+            catalog,
+            behind,
+            recovered,
+        })
     }
 
     /// Keeps readers from beginning anywhere; `None` if one has begun: it may be on its way through the log. Where
@@ -383,7 +394,7 @@ impl Recovery<'_> {
 
     /// Tries the snapshots from the newest to the oldest, then the log's beginning. What was passed over
     /// cost time; if nothing is left, the newest one's damage is the answer.
-    fn load_best<'s>(&self, source: &DiskSource, survey: &'s Survey) -> Result<Best<'s, '_>> {
+    fn load_best<'s>(&self, source: &DiskSource, survey: &'s Survey) -> Result<BestCandidate<'s, '_>> {
         let mut passed_over: Vec<Damage> = Vec::new();
         for candidate in survey.candidates() {
             let loaded = candidate.map_err(Error::from).and_then(|base| {
@@ -391,10 +402,10 @@ impl Recovery<'_> {
                 let end = resolution.end.as_ref().expect("followed to its end");
                 Reach::of(survey, &end.verified).check_start(base.as_deref())?;
                 let (loaded, found) = load(self, source, survey, base.as_deref(), &mut resolution)?;
-                Ok(Best { resolution, loaded, found, harmless: Vec::new() })
+                Ok(BestCandidate { resolution, loaded, found, harmless: Vec::new() })
             });
             match loaded {
-                Ok(best) => return Ok(Best { harmless: passed_over, ..best }),
+                Ok(best) => return Ok(BestCandidate { harmless: passed_over, ..best }),
                 Err(Error::Damaged(damage)) => {
                     tracing::warn!(%damage, "a snapshot cannot be used");
                     passed_over.push(*damage);
@@ -413,7 +424,7 @@ impl Recovery<'_> {
         survey: &Survey,
         base: Option<&Arc<Manifest>>,
     ) -> Result<Resolution> {
-        let mut following = Following::new_by(survey, source, base, &survey::Crew)?;
+        let mut following = StateWalk::new_by(survey, source, base, &survey::EntryThreads)?;
         let as_it_is = |run| run;
         let stopped = self.frames(source, survey).read(following.start(), None, as_it_is, |run| {
             for batch in &run.batches {
@@ -447,8 +458,8 @@ impl Recovery<'_> {
         Ok(Arc::new(SegmentPool::new(self.disk.clone(), store, rules, self.log_io)?))
     }
 
-    fn report(&self, position: Position, created: bool) -> Recovered {
-        Recovered {
+    fn report(&self, position: Position, created: bool) -> RecoveryReport {
+        RecoveryReport {
             created,
             position,
             previous: None,
@@ -456,7 +467,7 @@ impl Recovery<'_> {
             replayed_batches: 0,
             replayed_bytes: 0,
             copied_batches: 0,
-            cold_pages: 0,
+            unloaded_pages: 0,
             torn: None,
             harmless: Vec::new(),
             device: self.device.label(),

@@ -11,9 +11,9 @@ use remanent_format::state::follow::Resolution;
 use remanent_format::state::survey::Survey;
 use remanent_format::{Damage, Defect, FileName, Folder, Lsn};
 
-use super::catalog::Found;
+use super::catalog::CatalogDraft;
 use super::survey;
-use crate::catalog::{Beside, Keeping};
+use crate::catalog::{Catalog, ReplayImages};
 use crate::disk::Disk;
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
@@ -23,7 +23,7 @@ const ATTEMPTS: usize = 16;
 
 /// What an open would keep.
 pub(crate) struct Outlook {
-    pub keeping: Keeping,
+    pub catalog: Catalog,
     /// The segment in which the log ends.
     pub current_segment: u64,
     /// From this number on, files may be those of a batch or a snapshot that a writer has under way; `None` if there is
@@ -58,13 +58,20 @@ impl Outlook {
         let resolution = best(&source, &survey)?;
         let end = resolution.end.as_ref().expect("followed to its end");
         let base = resolution.base.map(|base| survey.snapshot(base)).transpose()?;
-        let found = Found::look(&**disk, &source, &survey, base.as_deref(), &resolution, Beside::default())?;
+        let found = CatalogDraft::look(
+            &**disk,
+            &source,
+            &survey,
+            base.as_deref(),
+            &resolution,
+            ReplayImages::default(),
+        )?;
         let newest = survey.readable().next_back();
         let numbers = newest.map_or(0, |link| link.next_file.min(link.ahead_from));
         Ok(Self {
             current_segment: end.accepted.segment,
             under_way_from: is_locked.then_some(numbers),
-            keeping: found.into_keeping(disk, &survey, end.accepted.lsn),
+            catalog: found.into_catalog(disk, &survey, end.accepted.lsn),
         })
     }
 }

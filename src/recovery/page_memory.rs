@@ -21,35 +21,35 @@ use crate::memory::arena::{Arena, PageMemory, Purpose, Reservation};
 const PIECE_BYTES: u64 = 4 << 20;
 
 /// The memory of all pages of a table.
-pub(super) struct Memories<'a> {
+pub(super) struct PageMemories<'a> {
     reserved: Reservation<'a>,
     table: &'a PageTable,
     /// In the order of their pages.
-    pieces: Vec<Piece>,
+    pieces: Vec<MemoryPiece>,
 }
 
 /// Neighbours, that are allocated together.
-struct Piece {
+struct MemoryPiece {
     first: PageId,
     last: PageId,
-    allocated: OnceLock<Allocated>,
+    allocated: OnceLock<PieceResult>,
 }
 
 /// What became of a piece: all of its pages are there, or those before the one that was refused.
 #[derive(Default)]
-struct Allocated {
+struct PieceResult {
     memory: ById<PageId, PageMemory>,
     refused: Option<Error>,
 }
 
-impl<'a> Memories<'a> {
+impl<'a> PageMemories<'a> {
     /// Puts by what all pages take.
     ///
     /// # Errors
     /// `OverBudget`; a device error.
     pub fn reserve(arena: &'a Arena, table: &'a PageTable) -> Result<Self> {
         let mut sums: Vec<(Place, u64)> = Vec::new();
-        let mut pieces: Vec<Piece> = Vec::new();
+        let mut pieces: Vec<MemoryPiece> = Vec::new();
         let mut bytes = 0;
         for (page, place, len) in table.lens() {
             match sums.iter_mut().find(|(of, _)| *of == place) {
@@ -62,7 +62,7 @@ impl<'a> Memories<'a> {
                 }
                 _ => {
                     bytes = 0;
-                    pieces.push(Piece { first: page, last: page, allocated: OnceLock::new() });
+                    pieces.push(MemoryPiece { first: page, last: page, allocated: OnceLock::new() });
                 }
             }
             bytes += len;
@@ -73,7 +73,7 @@ impl<'a> Memories<'a> {
 
     /// Allocates all of it. Where a page is refused, those behind it are, too.
     pub fn allocate(&self) {
-        let mut rest = Rest { memories: self, refused: None };
+        let mut rest = PieceGuard { memories: self, refused: None };
         for piece in &self.pieces {
             let pages = self.table.lens_between(piece.first, piece.last);
             let memory = pages.map_while(|(page, place, len)| {
@@ -82,7 +82,7 @@ impl<'a> Memories<'a> {
             });
             let memory = memory.collect();
             let refused = rest.refused.clone();
-            let _nobody_else_sets_it = piece.allocated.set(Allocated { memory, refused });
+            let _nobody_else_sets_it = piece.allocated.set(PieceResult { memory, refused });
             if rest.refused.is_some() {
                 break;
             }
@@ -104,7 +104,7 @@ impl<'a> Memories<'a> {
     /// If the table has no such page.
     pub fn of(&self, page: PageId) -> Result<Span> {
         let piece = self.pieces.partition_point(|piece| piece.last < page);
-        let Allocated { memory, refused } = self.pieces[piece].allocated.wait();
+        let PieceResult { memory, refused } = self.pieces[piece].allocated.wait();
         match (memory.get(page), refused) {
             (Some(memory), _) => Ok(memory.span()),
             (None, Some(refused)) => Err(refused.clone()),
@@ -115,7 +115,7 @@ impl<'a> Memories<'a> {
     /// The memory that was allocated, and why not for all pages.
     pub fn finish(self) -> (ById<PageId, PageMemory>, Result<()>) {
         let (mut all, mut refused) = (ById::default(), Ok(()));
-        for Allocated { memory, refused: why } in
+        for PieceResult { memory, refused: why } in
             self.pieces.into_iter().filter_map(|piece| piece.allocated.into_inner())
         {
             all.absorb(memory);
@@ -126,18 +126,18 @@ impl<'a> Memories<'a> {
 }
 
 /// When this goes, nobody waits any more for a piece that will not be there.
-struct Rest<'m, 'a> {
-    memories: &'m Memories<'a>,
+struct PieceGuard<'m, 'a> {
+    memories: &'m PageMemories<'a>,
     refused: Option<Error>,
 }
 
-impl Drop for Rest<'_, '_> {
+impl Drop for PieceGuard<'_, '_> {
     fn drop(&mut self) {
         let refused = self.refused.take().unwrap_or(Error::Closed);
         for piece in &self.memories.pieces {
             piece
                 .allocated
-                .get_or_init(|| Allocated { memory: ById::default(), refused: Some(refused.clone()) });
+                .get_or_init(|| PieceResult { memory: ById::default(), refused: Some(refused.clone()) });
         }
     }
 }
@@ -169,7 +169,7 @@ mod tests {
     #[test]
     fn who_wants_a_page_waits_until_its_memory_is_there() {
         let (arena, table) = (arena(), table(Place::Host));
-        let memories = Memories::reserve(&arena, &table).unwrap();
+        let memories = PageMemories::reserve(&arena, &table).unwrap();
         assert!(memories.pieces.len() > 3);
         let all: u64 = table.lens().map(|(_, _, len)| len).sum();
         assert_eq!(arena.usage(Place::Host).claimed_bytes, all, "put by before any is allocated");
@@ -197,7 +197,7 @@ mod tests {
         let info = |number: u64| PageInfo::new(PageId(ROW / 2 * number), 1, Place::Host);
         let table = PageTable::from_parts((2..400).map(info), Arc::default(), 1, Epoch(1), Lsn(1));
         let arena = arena();
-        let memories = Memories::reserve(&arena, &table).unwrap();
+        let memories = PageMemories::reserve(&arena, &table).unwrap();
         for (count_max, expected) in [(1, 1), (2, 2), (3, 3), (1000, 199)] {
             let parts = memories.parts(count_max);
             assert_eq!(parts.len(), expected);
@@ -210,7 +210,7 @@ mod tests {
     fn what_comes_behind_a_page_that_is_refused_is_refused() {
         // No device has memory there.
         let (arena, table) = (arena(), table(Place::Disk));
-        let memories = Memories::reserve(&arena, &table).unwrap();
+        let memories = PageMemories::reserve(&arena, &table).unwrap();
         let refused =
             |page| matches!(memories.of(page), Err(Error::PlaceUnavailable { place: Place::Disk, .. }));
         std::thread::scope(|scope| {

@@ -11,10 +11,10 @@ use remanent_format::manifest::Manifest;
 use remanent_format::state::bases::{Base, Bases};
 use remanent_format::{Lsn, PageId, PageTable};
 
-use super::page_memory::Memories;
+use super::page_memory::PageMemories;
 use crate::base::parallel;
-use crate::catalog::Beside;
-use crate::images::read::Wanted;
+use crate::catalog::ReplayImages;
+use crate::images::read::ImageRequest;
 
 /// Threads that sort.
 const THREADS_MAX: usize = 8;
@@ -22,7 +22,7 @@ const THREADS_MAX: usize = 8;
 const PAGES_MIN: usize = 8 << 10;
 
 /// What is to be sorted out.
-pub(super) struct Sorting<'a> {
+pub(super) struct SourceSorter<'a> {
     pub table: &'a PageTable,
     /// What its pages are made from.
     pub bases: &'a Bases,
@@ -31,15 +31,15 @@ pub(super) struct Sorting<'a> {
     /// Whether a frame records that snapshot as verified.
     pub is_verified: bool,
     /// Whether pages that need not be loaded now stay cold.
-    pub may_be_cold: bool,
+    pub may_be_unloaded: bool,
     /// Replay begins behind this batch.
     pub from: Lsn,
 }
 
 /// What pages are made from, each kind in the order of the pages.
 #[derive(Default)]
-pub(super) struct Sorted {
-    pub images: Images,
+pub(super) struct PageSources {
+    pub images: ImageGroup,
     /// The pages that begin as zeros instead.
     pub zeros: Vec<PageId>,
     /// The pages whose length changes during replay.
@@ -47,25 +47,25 @@ pub(super) struct Sorted {
     /// The pages whose bases have later batches than the one behind which replay begins, and which these are.
     pub late: Vec<(PageId, Lsn)>,
     /// What later snapshots need not write again, though the one before does not name it.
-    pub beside: Beside,
+    pub beside: ReplayImages,
 }
 
 /// Images, some of one file together: in it they mostly lie in the order of their pages already.
 #[derive(Default)]
-pub(super) struct Images {
+pub(super) struct ImageGroup {
     /// Those that were proven past the cache when their snapshot was.
-    pub proven: Vec<Vec<Wanted>>,
-    pub unproven: Vec<Vec<Wanted>>,
+    pub proven: Vec<Vec<ImageRequest>>,
+    pub unproven: Vec<Vec<ImageRequest>>,
     /// Those that nobody loads now.
-    pub cold: Vec<(PageId, ImageRef)>,
+    pub unloaded: Vec<(PageId, ImageRef)>,
 }
 
-impl Sorted {
+impl PageSources {
     fn extend(&mut self, behind: Self) {
-        let Self { images: Images { proven, unproven, cold }, zeros, resized, late, beside } = behind;
+        let Self { images: ImageGroup { proven, unproven, unloaded }, zeros, resized, late, beside } = behind;
         self.images.proven.extend(proven);
         self.images.unproven.extend(unproven);
-        self.images.cold.extend(cold);
+        self.images.unloaded.extend(unloaded);
         self.zeros.extend(zeros);
         self.resized.extend(resized);
         self.late.extend(late);
@@ -73,14 +73,14 @@ impl Sorted {
     }
 }
 
-impl Sorting<'_> {
+impl SourceSorter<'_> {
     /// Sorts out the pages of a table in whose memory they will lie.
-    pub fn sort(&self, memories: &Memories<'_>) -> Sorted {
+    pub fn sort(&self, memories: &PageMemories<'_>) -> PageSources {
         let threads = parallel::threads(THREADS_MAX).min(self.table.lens().len().div_ceil(PAGES_MIN)).max(1);
         // One part for each: the images of many small ones would lie all over the heap, among what stays there.
         let sort = |part| Ok::<_, Infallible>(self.sort_between(part));
         let Ok(parts) = parallel::for_each(threads, memories.parts(threads), sort);
-        let mut sorted = Sorted::default();
+        let mut sorted = PageSources::default();
         parts.into_iter().for_each(|part| sorted.extend(part));
         sorted
     }
@@ -88,15 +88,15 @@ impl Sorting<'_> {
     /// The images that a verified snapshot names were proven past the cache when it was (I7), nobody writes to them, and
     /// each has its checksum: so what the page cache has of them is taken from there; and where pages are loaded on
     /// demand, those that nothing happened to since are left cold.
-    fn sort_between(&self, (first, last): (PageId, PageId)) -> Sorted {
-        let Self { table, bases, snapshot, is_verified, may_be_cold, from } = *self;
-        let mut sorted = Sorted::default();
+    fn sort_between(&self, (first, last): (PageId, PageId)) -> PageSources {
+        let Self { table, bases, snapshot, is_verified, may_be_unloaded, from } = *self;
+        let mut sorted = PageSources::default();
         // Counted first: vectors that grew would leave holes in the heap, some 35 bytes a page.
         let mut counts: BTreeMap<u64, usize> = BTreeMap::new();
         let images = bases.range(first, last).filter_map(|(_, base)| base.image);
         images.for_each(|image| *counts.entry(image.file).or_default() += 1);
         let room = |file: u64| Vec::with_capacity(counts[&file]);
-        let (mut proven, mut unproven) = (BTreeMap::<u64, Vec<Wanted>>::new(), BTreeMap::new());
+        let (mut proven, mut unproven) = (BTreeMap::<u64, Vec<ImageRequest>>::new(), BTreeMap::new());
         // Both the pages here and those of the snapshot ascend.
         let entries = snapshot.map_or(&[][..], |snapshot| &snapshot.entries);
         let mut named = entries[entries.partition_point(|entry| entry.page < first)..].iter().peekable();
@@ -112,13 +112,13 @@ impl Sorting<'_> {
                 Some(image) => {
                     let is_proven = is_verified && named.is_some_and(|entry| entry.image == Some(image));
                     let is_unchanged = || table.get(page).is_some_and(|info| info.lsn == base.lsn);
-                    if may_be_cold && is_proven && is_unchanged() {
-                        sorted.images.cold.push((page, image));
+                    if may_be_unloaded && is_proven && is_unchanged() {
+                        sorted.images.unloaded.push((page, image));
                         continue;
                     }
                     let to_load = if is_proven { &mut proven } else { &mut unproven };
                     let of_file = to_load.entry(image.file).or_insert_with(|| room(image.file));
-                    of_file.push(Wanted { page, len: base.len, image });
+                    of_file.push(ImageRequest { page, len: base.len, image });
                 }
                 None => sorted.zeros.push(page),
             }
@@ -186,29 +186,32 @@ mod tests {
         }
         pages.retain(|info| bases.get(info.page).is_some());
         let table = PageTable::from_parts(pages, Arc::default(), PAGES + 1, Epoch(1), Lsn(800));
-        for (is_verified, may_be_cold) in [(false, false), (true, false), (true, true), (false, true)] {
-            let sorting = Sorting {
+        for (is_verified, may_be_unloaded) in [(false, false), (true, false), (true, true), (false, true)] {
+            let sorting = SourceSorter {
                 table: &table,
                 bases: &bases,
                 snapshot: Some(&snapshot),
                 is_verified,
-                may_be_cold,
+                may_be_unloaded,
                 from: REDO,
             };
-            let told = |sorted: Sorted| {
-                let Sorted { images, zeros, resized, late, beside } = sorted;
+            let told = |sorted: PageSources| {
+                let PageSources { images, zeros, resized, late, beside } = sorted;
                 // Within a part they come by files.
-                let wanted = |images: Vec<Vec<Wanted>>| -> BTreeMap<_, _> {
+                let wanted = |images: Vec<Vec<ImageRequest>>| -> BTreeMap<_, _> {
                     images.into_iter().flatten().map(|wanted| (wanted.page, wanted.image)).collect()
                 };
-                let images = (wanted(images.proven), wanted(images.unproven), images.cold);
+                let images = (wanted(images.proven), wanted(images.unproven), images.unloaded);
                 (images, zeros, resized, late, beside)
             };
             let whole = told(sorting.sort_between((PageId(1), PageId(PAGES))));
-            let ((proven, unproven, cold), zeros, resized, late, beside) = &whole;
-            assert_eq!((proven.is_empty(), cold.is_empty()), (!is_verified, !(is_verified && may_be_cold)));
-            assert!(!unproven.is_empty() && !late.is_empty() && *beside != Beside::default());
-            let count = proven.len() + unproven.len() + cold.len() + zeros.len() + resized.len();
+            let ((proven, unproven, unloaded), zeros, resized, late, beside) = &whole;
+            assert_eq!(
+                (proven.is_empty(), unloaded.is_empty()),
+                (!is_verified, !(is_verified && may_be_unloaded))
+            );
+            assert!(!unproven.is_empty() && !late.is_empty() && *beside != ReplayImages::default());
+            let count = proven.len() + unproven.len() + unloaded.len() + zeros.len() + resized.len();
             assert_eq!(count, table.pages().len());
             let of = |wanted: fn(u64) -> bool| (1..=PAGES).filter(move |page| wanted(*page)).map(PageId);
             assert!(zeros.iter().copied().eq(of(|page| page % 11 == 0)));
@@ -216,7 +219,7 @@ mod tests {
             let is_late = |(page, base): (PageId, Base)| (base.lsn > REDO).then_some((page, base.lsn));
             assert!(late.iter().copied().eq(bases.iter().filter_map(is_late)));
             for part_len in [1, 250, 333] {
-                let mut sorted = Sorted::default();
+                let mut sorted = PageSources::default();
                 for first in (1..=PAGES).step_by(part_len as usize) {
                     sorted.extend(sorting.sort_between((PageId(first), PageId(first + part_len - 1))));
                 }

@@ -22,9 +22,9 @@ const READ_LEN: usize = 512 << 10;
 const ENTRIES_AT_ONCE: usize = 4 << 10;
 
 /// Threads for the entries.
-pub(super) struct Crew;
+pub(super) struct EntryThreads;
 
-impl Share for Crew {
+impl Share for EntryThreads {
     fn at_once(&self) -> usize {
         ENTRIES_AT_ONCE
     }
@@ -76,7 +76,7 @@ fn read_link(source: &DiskSource, file: FileName) -> Option<(Manifest, u32)> {
     };
     parallel::map_indexed(parallel::threads(THREADS_MAX), pieces.len(), || vec![0; READ_LEN], read).ok()?;
     drop(pieces);
-    Manifest::decode_first_by(&copy, &Crew)
+    Manifest::decode_first_by(&copy, &EntryThreads)
 }
 
 #[cfg(test)]

@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use remanent_format::Lsn;
 
-use super::{Snapshots, Wanted};
+use super::{SnapshotRequest, Snapshots};
 use crate::base::poison::PanicPoisons;
 use crate::base::sync::thread;
 use crate::base::sync::thread::JoinHandle;
@@ -102,16 +102,16 @@ impl Rules {
 }
 
 /// The thread.
-pub(crate) struct Background {
+pub(crate) struct BackgroundSnapshots {
     snapshots: Arc<Snapshots>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-impl Background {
+impl BackgroundSnapshots {
     /// Starts it, if there is a rule for it to follow.
     pub fn start(snapshots: Arc<Snapshots>, rules: Rules) -> Result<Self> {
         let thread = if rules.log_bytes.is_some() || rules.interval.is_some() {
-            let life = Life(snapshots.clone());
+            let life = SnapshotLoop(snapshots.clone());
             let poisons = PanicPoisons { poison: snapshots.poison.clone(), thread: "thread for snapshots" };
             let thread = thread::Builder::new().name("remanent-snapshot".to_owned());
             let thread = thread.spawn(move || {
@@ -144,9 +144,9 @@ impl Background {
 }
 
 /// What the thread does as long as it lives.
-struct Life(Arc<Snapshots>);
+struct SnapshotLoop(Arc<Snapshots>);
 
-impl Life {
+impl SnapshotLoop {
     fn live(&self, rules: Rules) {
         let snapshots = &*self.0;
         let mut again = None;
@@ -175,12 +175,12 @@ impl Life {
     }
 }
 
-impl Life {
+impl SnapshotLoop {
     /// Takes one that has batch `lsn`: it is logged, but perhaps on its way to the applier. None if it is not due any
     /// more when it could begin.
     fn take(&self, lsn: Lsn, is_due: impl FnOnce() -> bool) -> Result<Option<SnapshotInfo>> {
         self.0.applier.wait_applied(lsn)?;
-        self.0.take_if(Wanted { paced: true, ..Wanted::default() }, is_due)
+        self.0.take_if(SnapshotRequest { paced: true, ..SnapshotRequest::default() }, is_due)
     }
 }
 

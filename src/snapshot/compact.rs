@@ -11,7 +11,7 @@ use remanent_format::limits::GROUP_ALIGN;
 use remanent_format::{FileName, ReadAt};
 
 use super::Snapshots;
-use crate::catalog::Keeping;
+use crate::catalog::Catalog;
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 
@@ -38,27 +38,28 @@ struct ImageFile {
 
 impl Snapshots {
     /// The image files to empty, with the bytes to write again, the most wasteful first.
-    pub(super) fn wasteful_files(&self, keeping: &mut Keeping) -> Result<Vec<(u64, u64)>> {
-        let Some(newest) = keeping.snapshots.values().next_back() else { return Ok(Vec::new()) };
+    pub(super) fn wasteful_files(&self, catalog: &mut Catalog) -> Result<Vec<(u64, u64)>> {
+        let Some(newest) = catalog.snapshots.values().next_back() else { return Ok(Vec::new()) };
         let mut files = Vec::new();
         for (&number, &newest_bytes) in &newest.files {
             // What stays for another reason is not worth emptying.
-            let by_name =
-                |kept: &&crate::catalog::Kept| kept.info.name.is_some() && kept.files.contains_key(&number);
-            if keeping.tables.values().any(|table| table.files.contains(&number))
-                || keeping.snapshots.values().any(|kept| by_name(&kept))
+            let by_name = |kept: &&crate::catalog::RetainedSnapshot| {
+                kept.info.name.is_some() && kept.files.contains_key(&number)
+            };
+            if catalog.tables.values().any(|table| table.files.contains(&number))
+                || catalog.snapshots.values().any(|kept| by_name(&kept))
             {
                 continue;
             }
-            let len = match keeping.file_lens.get(&number) {
+            let len = match catalog.file_lens.get(&number) {
                 Some(len) => *len,
                 None => self.measure(FileName::Pages(number))?.saturating_sub(IMAGE_HEADER_BLOCK),
             };
-            keeping.file_lens.insert(number, len);
-            let live = keeping.snapshots.values().filter_map(|kept| kept.files.get(&number)).max();
+            catalog.file_lens.insert(number, len);
+            let live = catalog.snapshots.values().filter_map(|kept| kept.files.get(&number)).max();
             files.push(ImageFile { number, len, newest_bytes, live_bytes: live.copied().unwrap_or(0) });
         }
-        keeping.file_lens.retain(|number, _| newest.files.contains_key(number));
+        catalog.file_lens.retain(|number, _| newest.files.contains_key(number));
         Ok(choose(files))
     }
 

@@ -20,7 +20,7 @@ use crate::base::sync::{Instant, Mutex};
 use crate::catalog::entry;
 use crate::device::CommandList;
 use crate::error::Result;
-use crate::images::{ImageWriter, ImageWriters, PIECE_BYTES, Pass, Sink, chunks};
+use crate::images::{ImageWriter, ImageWriters, PIECE_BYTES, ReadPass, Sink, chunks};
 use crate::memory::staging::StagingBuf;
 
 /// Shorter pieces are not worth their turns, however short chunks are.
@@ -29,14 +29,14 @@ const PIECE_LEN_MIN: u64 = 64;
 const CATCHES_MAX: usize = 3;
 
 /// Pages caught by one gather, each with where its bytes begin in staging: where the chunk has them that is made of it.
-struct Caught {
+struct GatheredPages {
     pages: Vec<(PageInfo, usize)>,
     copies: Drain,
 }
 
 /// The entries of chunks in the order of the chunks, whichever is written first. They are put together while others are
 /// written.
-struct InOrder {
+struct OrderedEntries {
     entries: Vec<ManifestEntry>,
     /// How many chunks they are of.
     chunks: usize,
@@ -44,7 +44,7 @@ struct InOrder {
     ahead: BTreeMap<usize, Vec<ManifestEntry>>,
 }
 
-impl InOrder {
+impl OrderedEntries {
     fn of(page_count: usize) -> Self {
         Self { entries: Vec::with_capacity(page_count), chunks: 0, ahead: BTreeMap::new() }
     }
@@ -79,7 +79,7 @@ impl Snapshots {
     ) -> Result<Vec<ManifestEntry>> {
         let began = Instant::now();
         let chunks = chunks(pages, self.chunk_len, |(_, len)| *len);
-        let caught = Mutex::new(InOrder::of(pages.len()));
+        let caught = Mutex::new(OrderedEntries::of(pages.len()));
         let write = |(): &mut (), index: usize| {
             let keep_pace =
                 |more| if paced { self.pace.keep(began, writers.byte_len() + more) } else { Ok(()) };
@@ -109,7 +109,7 @@ impl Snapshots {
         keep_pace: &dyn Fn(u64) -> Result<()>,
     ) -> Result<Vec<ManifestEntry>> {
         let _phase = phases::enter(Phase::SnapshotGather);
-        self.applier.cold().wait([page])?;
+        self.applier.unloaded().wait([page])?;
         for _ in 0..CATCHES_MAX {
             let Some(info) = self.begin_catch(page)? else {
                 self.progress.gathered(1, len);
@@ -166,7 +166,7 @@ impl Snapshots {
     ) -> Result<Option<ImageRef>> {
         let (page, place) = (info.page, info.place);
         let mut gathered = 0;
-        let mut piece = |range: Range<u64>, pass: Pass, sink: Sink<'_>| {
+        let mut piece = |range: Range<u64>, pass: ReadPass, sink: Sink<'_>| {
             let len = range.end - range.start;
             let staged = self.staging.take(len as usize)?;
             let drain = self.applier.turn(move |turn| {
@@ -184,7 +184,7 @@ impl Snapshots {
                 };
                 let Some(sources) = sources else { return Ok(None) };
                 let drain = turn.drain(place, sources, len, staged, 0)?;
-                if pass == Pass::Last {
+                if pass == ReadPass::Last {
                     turn.gathered(page, range.end, drain.fence());
                 }
                 Ok(Some(drain))
@@ -208,7 +208,7 @@ impl Snapshots {
         }
         let _phase = phases::enter(Phase::SnapshotGather);
         // To be written again though nothing changed them: their file is wasteful, or damaged.
-        self.applier.cold().wait(chunk.iter().map(|(page, _)| *page))?;
+        self.applier.unloaded().wait(chunk.iter().map(|(page, _)| *page))?;
         let len: u64 = chunk.iter().map(|(_, len)| align_up(*len, FRAME_ALIGN)).sum();
         let chunk_len = align_up(Chunk::head_len(chunk.len() as u64) + len, GROUP_ALIGN);
         let staged = self.staging.take(chunk_len as usize)?;
@@ -229,7 +229,7 @@ impl Snapshots {
     }
 
     /// Catches pages in lane order with the deltas, on their way to `staged`. Pages that are gone are left out.
-    fn gather(&self, pages: Vec<PageId>, staged: StagingBuf) -> Result<Caught> {
+    fn gather(&self, pages: Vec<PageId>, staged: StagingBuf) -> Result<GatheredPages> {
         let staging = self.staging.clone();
         self.applier.turn(move |turn| {
             turn.intact()?;
@@ -267,7 +267,7 @@ impl Snapshots {
             if let Some(cut) = &mut turn.applied.cut {
                 cut.retire_used(turn.arena, copies.fence());
             }
-            Ok(Caught { pages, copies })
+            Ok(GatheredPages { pages, copies })
         })
     }
 }
@@ -285,7 +285,7 @@ mod tests {
         let expected: Vec<ManifestEntry> = (0..12).flat_map(chunk).collect();
         // Whichever is written first: 5 and 7 have no common divisor with 12.
         for step in [1, 5, 7, 11] {
-            let mut caught = InOrder::of(expected.len());
+            let mut caught = OrderedEntries::of(expected.len());
             (0..12).map(|at| at * step % 12).for_each(|number| caught.put(number, chunk(number as u64)));
             assert_eq!(caught.entries, expected, "{step}");
         }

@@ -28,7 +28,7 @@ mod plan;
 mod progress;
 mod retain;
 mod scrub;
-mod thin;
+mod thin_snapshot;
 mod verify;
 
 use std::collections::HashMap;
@@ -39,25 +39,27 @@ use remanent_format::image::ImagePurpose;
 use remanent_format::manifest::{Manifest, ManifestEntry, ManifestKind, Tombstone};
 use remanent_format::{Epoch, LogPoint, Lsn, Metadata, PageId, SnapshotId, StoreId};
 
-pub(crate) use self::background::{Background, Mark, Rules};
+pub(crate) use self::background::{BackgroundSnapshots, Mark, Rules};
 use self::compact::CARRY_BYTES_MAX;
-pub(crate) use self::progress::Progress;
+pub(crate) use self::progress::SnapshotProgress;
 pub use self::progress::{SnapshotPhase, SnapshotStats};
-pub use self::retain::Pruned;
+pub use self::retain::PruneReport;
 pub(crate) use self::retain::Subject;
 pub(crate) use self::scrub::{Scrub, Scrubber};
-pub use self::scrub::{ScrubStats, Scrubbed};
-use self::verify::{Unverified, Written};
-use crate::applier::{Applied, Applier, Cut, Turn};
+pub use self::scrub::{ScrubReport, ScrubStats};
+use self::verify::{UnverifiedSnapshots, WrittenSnapshot};
+use crate::applier::{AppliedState, Applier, ExactCut, Turn};
 use crate::base::pace::Pace;
 use crate::base::parallel;
 use crate::base::phases;
 use crate::base::phases::Phase;
 use crate::base::poison::Poison;
 use crate::base::sync::{Instant, Mutex};
-use crate::catalog::publish::{Published, publish_unchecked};
+use crate::catalog::publish::{PublishedFile, publish_unchecked};
 use crate::catalog::retention::Retention;
-use crate::catalog::{Beginning, Keeping, KeepingLock, Kept, Newest, SnapshotInfo, Sorted, unix_ms};
+use crate::catalog::{
+    Beginning, Catalog, CatalogLock, NewestSnapshot, RetainedSnapshot, SnapshotInfo, SnapshotWork, unix_ms,
+};
 use crate::device::{CommandList, Device};
 use crate::disk::Disk;
 use crate::disk::source::DiskSource;
@@ -82,9 +84,9 @@ pub(crate) struct Snapshots {
     /// A chunk of images is written when it has this many bytes.
     pub chunk_len: u64,
     /// Held while a snapshot is taken: one at a time.
-    pub keeping: KeepingLock,
-    pub unverified: Unverified,
-    pub progress: Progress,
+    pub catalog: CatalogLock,
+    pub unverified: UnverifiedSnapshots,
+    pub progress: SnapshotProgress,
     pub pace: Arc<Pace>,
     /// How far the last one goes.
     pub last: Mutex<Mark>,
@@ -92,7 +94,7 @@ pub(crate) struct Snapshots {
 
 /// What kind of snapshot is wanted.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Wanted {
+pub(crate) struct SnapshotRequest {
     /// Its name.
     pub name: Option<String>,
     /// Whether it is the state of one moment, so that `redo` is `end`.
@@ -103,7 +105,7 @@ pub(crate) struct Wanted {
     pub spare: bool,
 }
 
-impl Wanted {
+impl SnapshotRequest {
     /// How many threads may do the same for it at once: who is to be slow needs no help, and leaves all other cores to
     /// those who do not wait for it.
     fn threads_max(&self) -> usize {
@@ -113,76 +115,82 @@ impl Wanted {
 
 impl Snapshots {
     /// Takes a snapshot.
-    pub fn take(&self, wanted: Wanted) -> Result<SnapshotInfo> {
-        self.take_retaining(&mut self.keeping.lock(), wanted)
+    pub fn take(&self, wanted: SnapshotRequest) -> Result<SnapshotInfo> {
+        self.take_retaining(&mut self.catalog.lock(), wanted)
     }
 
     /// Takes a snapshot in the background, if it is still due when no other is being taken any more.
-    pub fn take_if(&self, wanted: Wanted, is_due: impl FnOnce() -> bool) -> Result<Option<SnapshotInfo>> {
-        let mut keeping = self.keeping.lock_patiently();
-        is_due().then(|| self.take_retaining(&mut keeping, wanted)).transpose()
+    pub fn take_if(
+        &self,
+        wanted: SnapshotRequest,
+        is_due: impl FnOnce() -> bool,
+    ) -> Result<Option<SnapshotInfo>> {
+        let mut catalog = self.catalog.lock_patiently();
+        is_due().then(|| self.take_retaining(&mut catalog, wanted)).transpose()
     }
 
     /// Takes a snapshot before the store closes, if its log consists of too many runs: the thread had no time for it.
     pub fn take_at_close(&self) -> Result<()> {
         let last = *self.last.lock();
         if last.is_in_pieces() && self.log.length().0 > last.lsn {
-            self.take(Wanted::default())?;
+            self.take(SnapshotRequest::default())?;
         }
         Ok(())
     }
 
     /// Takes an exact snapshot with a name for a caller who holds the lock on what is kept.
-    pub fn take_named(&self, keeping: &mut Keeping, name: String) -> Result<SnapshotInfo> {
-        let wanted = Wanted { name: Some(name), exact: true, ..Wanted::default() };
-        self.take_retaining(keeping, wanted)
+    pub fn take_named(&self, catalog: &mut Catalog, name: String) -> Result<SnapshotInfo> {
+        let wanted = SnapshotRequest { name: Some(name), exact: true, ..SnapshotRequest::default() };
+        self.take_retaining(catalog, wanted)
     }
 
     /// Takes a snapshot for a caller who holds the lock on what is kept, and removes nothing for it.
-    pub fn take_keeping_all(&self, keeping: &mut Keeping) -> Result<SnapshotInfo> {
-        self.take_and(keeping, Wanted::default(), |keeping| self.record(keeping, keeping.floor, |_| true))
+    pub fn take_keeping_all(&self, catalog: &mut Catalog) -> Result<SnapshotInfo> {
+        self.take_and(catalog, SnapshotRequest::default(), |catalog| {
+            self.record(catalog, catalog.floor, |_| true)
+        })
     }
 
     /// Takes a snapshot, and removes what it makes superfluous.
-    fn take_retaining(&self, keeping: &mut Keeping, wanted: Wanted) -> Result<SnapshotInfo> {
-        self.with_space(keeping, wanted, |keeping, wanted| {
-            self.take_and(keeping, wanted, |keeping| self.retain(keeping))
+    fn take_retaining(&self, catalog: &mut Catalog, wanted: SnapshotRequest) -> Result<SnapshotInfo> {
+        self.with_space(catalog, wanted, |catalog, wanted| {
+            self.take_and(catalog, wanted, |catalog| self.retain(catalog))
         })
     }
 
     /// Takes a snapshot, and does with what is kept as told.
     fn take_and(
         &self,
-        keeping: &mut Keeping,
-        wanted: Wanted,
-        then: impl FnOnce(&mut Keeping) -> Result<()>,
+        catalog: &mut Catalog,
+        wanted: SnapshotRequest,
+        then: impl FnOnce(&mut Catalog) -> Result<()>,
     ) -> Result<SnapshotInfo> {
-        self.take_then(keeping, wanted, |keeping| {
+        self.take_then(catalog, wanted, |catalog| {
             self.progress.enter(SnapshotPhase::Verify);
-            self.verify(keeping)?;
+            self.verify(catalog)?;
             self.progress.enter(SnapshotPhase::Recycle);
-            then(keeping)
+            then(catalog)
         })
     }
 
     /// Phases 1 to 5, and then what is told.
     fn take_then(
         &self,
-        keeping: &mut Keeping,
-        wanted: Wanted,
-        then: impl FnOnce(&mut Keeping) -> Result<()>,
+        catalog: &mut Catalog,
+        wanted: SnapshotRequest,
+        then: impl FnOnce(&mut Catalog) -> Result<()>,
     ) -> Result<SnapshotInfo> {
         self.poison.check()?;
         let (began, (_, log_bytes)) = (Instant::now(), self.log.length());
         self.pool.fill().map_err(|error| self.heard(error))?;
-        let written = self.pool.with_surplus(|| self.write(keeping, wanted.clone()));
+        let written = self.pool.with_surplus(|| self.write(catalog, wanted.clone()));
         let taken = written.and_then(|id| {
-            match then(keeping) {
-                Ok(()) => Ok(keeping.snapshots[&id].info.clone()),
+            match then(catalog) {
+                Ok(()) => Ok(catalog.snapshots[&id].info.clone()),
                 // Nothing to record or verify it with: the snapshot stands, only nothing is recycled for it as yet.
                 Err(error) if error.is_passing() => {
                     tracing::warn!(%error, snapshot = %id, "published; the next snapshot does the rest");
-                    Ok(keeping.snapshots[&id].info.clone())
+                    Ok(catalog.snapshots[&id].info.clone())
                 }
                 Err(error) => Err(error),
             }
@@ -193,7 +201,7 @@ impl Snapshots {
             *self.last.lock() = Mark { lsn: info.end, bytes, restarts: 0, at: began };
         }
         // Who waits for the end is to find it.
-        self.keeping.tell(keeping);
+        self.catalog.tell(catalog);
         self.progress.end(taken.as_ref().map(|info| info.id).map_err(Error::clone));
         taken
     }
@@ -210,15 +218,15 @@ impl Snapshots {
 
     /// The snapshots kept, oldest first.
     pub fn list(&self) -> Vec<SnapshotInfo> {
-        self.keeping.list()
+        self.catalog.list()
     }
 
     /// Phases 1 to 5.
-    fn write(&self, keeping: &mut Keeping, wanted: Wanted) -> Result<SnapshotId> {
-        keeping.known.prove(&DiskSource::past_cache(self.disk.clone()));
-        let wasteful = if wanted.spare { Vec::new() } else { self.wasteful_files(keeping)? };
-        let Begun { redo, sorted, end } = self.begin(keeping, wasteful, wanted.exact)?;
-        let ahead_from = keeping.files.ahead_from(redo.lsn);
+    fn write(&self, catalog: &mut Catalog, wanted: SnapshotRequest) -> Result<SnapshotId> {
+        catalog.known.prove(&DiskSource::past_cache(self.disk.clone()));
+        let wasteful = if wanted.spare { Vec::new() } else { self.wasteful_files(catalog)? };
+        let SnapshotStart { redo, sorted, end } = self.begin(catalog, wasteful, wanted.exact)?;
+        let ahead_from = catalog.files.ahead_from(redo.lsn);
         let bytes = sorted.gather.iter().map(|(_, len)| len).sum();
         self.progress.begin(sorted.gather.len() as u64, bytes);
         let longest = sorted.gather.iter().map(|(_, len)| (*len).min(self.piece_len())).max().unwrap_or(0);
@@ -226,7 +234,7 @@ impl Snapshots {
         let threads = chunk_threads(longest).min(threads_max);
         // A file for which there is no chunk would stay empty.
         let files = file_count(bytes, self.chunk_len, threads).min(self.chunk_count(&sorted.gather).max(1));
-        let numbers = keeping.files.take_numbers(files);
+        let numbers = catalog.files.take_numbers(files);
         let gathered = self.gather_into(numbers.clone(), threads, &sorted.gather, &wanted);
         let gathered = gathered.and_then(|(writers, caught)| match end.map_or_else(|| self.end(), Ok) {
             Ok(end) => Ok((writers, caught, end)),
@@ -244,7 +252,7 @@ impl Snapshots {
                 ManifestKind::Change { previous, previous_crc }
             }),
             store: self.store,
-            snapshot: SnapshotId(keeping.next_snapshot),
+            snapshot: SnapshotId(catalog.next_snapshot),
             name: wanted.name,
             created_unix_ms: unix_ms(),
             redo,
@@ -258,13 +266,13 @@ impl Snapshots {
             root: end.root,
         };
         // From here on the number is taken, whatever happens: a name is never used for two contents.
-        keeping.next_snapshot += 1;
+        catalog.next_snapshot += 1;
         let publish = || self.publish_all(writers.as_ref(), &manifest, threads_max);
-        let known = &keeping.known;
+        let known = &catalog.known;
         let published = match sorted.follows {
             None => {
                 // It names all pages: what that is in memory is made while it is written.
-                let base = || Newest::of_base(&manifest);
+                let base = || NewestSnapshot::of_base(&manifest);
                 let (base, published) = if threads_max == 1 {
                     let published = publish();
                     (base(), published)
@@ -291,21 +299,21 @@ impl Snapshots {
             Err(error) => return Err(error),
         };
         let (is_own, crc) = (|file| numbers.contains(&file), published.header_crc);
-        let kept = Kept::new(&manifest, is_own, sums, before, crc, false);
+        let kept = RetainedSnapshot::new(&manifest, is_own, sums, before, crc, false);
         let info = &kept.info;
         tracing::info!(
             snapshot = %info.id, redo = %info.redo, end = %info.end, bytes = info.bytes,
             bytes_written = info.bytes_written, visited = sorted.visited, "snapshot published"
         );
         let id = info.id;
-        self.unverified.push(Written { snapshot: id, manifest: published, images: writers });
-        keeping.snapshots.insert(id, kept);
+        self.unverified.push(WrittenSnapshot { snapshot: id, manifest: published, images: writers });
+        catalog.snapshots.insert(id, kept);
         Ok(id)
     }
 
     /// Phase 1. An exact snapshot looks at its pages in one turn, any other at some of them a turn.
-    fn begin(&self, keeping: &Keeping, wasteful: Vec<(u64, u64)>, exact: bool) -> Result<Begun> {
-        let known = keeping.known.clone();
+    fn begin(&self, catalog: &Catalog, wasteful: Vec<(u64, u64)>, exact: bool) -> Result<SnapshotStart> {
+        let known = catalog.known.clone();
         if exact {
             return self.applier.turn(move |turn| {
                 let pages = beginning(turn);
@@ -316,8 +324,8 @@ impl Snapshots {
                 };
                 let sorted = known.sort_out(pages, &wasteful, CARRY_BYTES_MAX, look)?;
                 let end = Some(End::here(turn));
-                turn.applied.cut = Some(Cut::new(sorted.gather.iter().map(|(page, _)| *page)));
-                Ok(Begun { redo: turn.applied.point, sorted, end })
+                turn.applied.cut = Some(ExactCut::new(sorted.gather.iter().map(|(page, _)| *page)));
+                Ok(SnapshotStart { redo: turn.applied.point, sorted, end })
             });
         }
         let (redo, pages) = self.applier.turn(|turn| {
@@ -327,13 +335,13 @@ impl Snapshots {
         let look = |pages: Vec<PageId>| {
             let known = known.clone();
             self.applier.turn_ahead(move |turn| {
-                let Applied { table, deleted, .. } = turn.applied;
+                let AppliedState { table, deleted, .. } = turn.applied;
                 Ok(known.look(table, deleted.as_ref(), &pages))
             })
         };
         // A turn fails only with the applier, and nobody has to tell that to stop watching.
         let sorted = known.sort_out(pages, &wasteful, CARRY_BYTES_MAX, look)?;
-        Ok(Begun { redo, sorted, end: None })
+        Ok(SnapshotStart { redo, sorted, end: None })
     }
 
     /// Phase 2, by so many threads. Where nothing is to be gathered, no file is made.
@@ -342,7 +350,7 @@ impl Snapshots {
         numbers: Range<u64>,
         threads: usize,
         pages: &[(PageId, u64)],
-        wanted: &Wanted,
+        wanted: &SnapshotRequest,
     ) -> Result<(Option<ImageWriters>, Vec<ManifestEntry>)> {
         if pages.is_empty() {
             return Ok((None, Vec::new()));
@@ -365,7 +373,7 @@ impl Snapshots {
         writers: Option<&ImageWriters>,
         manifest: &Manifest,
         threads_max: usize,
-    ) -> Result<Published> {
+    ) -> Result<PublishedFile> {
         writers.map_or(Ok(()), ImageWriters::sync)?;
         self.log.wait_durable(manifest.end)?; // I7
         self.publish_manifest(manifest, threads_max)
@@ -384,7 +392,7 @@ impl Snapshots {
     }
 
     /// Publishes a manifest, by up to `threads_max` threads. On a full disk it may use the reserve.
-    fn publish_manifest(&self, manifest: &Manifest, threads_max: usize) -> Result<Published> {
+    fn publish_manifest(&self, manifest: &Manifest, threads_max: usize) -> Result<PublishedFile> {
         let _phase = phases::enter(Phase::Publish);
         let publish = || publish_unchecked(&self.disk, manifest, threads_max);
         // One without images takes little, and gives back what deleted pages took.
@@ -416,9 +424,9 @@ fn beginning(turn: &mut Turn<'_>) -> Beginning {
 }
 
 /// What phase 1 gives.
-struct Begun {
+struct SnapshotStart {
     redo: LogPoint,
-    sorted: Sorted,
+    sorted: SnapshotWork,
     /// Of an exact snapshot, which ends where it begins.
     end: Option<End>,
 }
@@ -447,7 +455,7 @@ impl End {
 /// The pages that were to be gathered and were deleted before they could be; and, in a change, those that were
 /// gone when it began.
 fn tombstones(
-    sorted: &Sorted,
+    sorted: &SnapshotWork,
     caught: &[ManifestEntry],
     redo: Lsn,
     deleted: &HashMap<PageId, Lsn>,

@@ -4,21 +4,21 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use remanent_format::{LogPoint, Lsn, SnapshotId};
 
-use crate::catalog::Kept;
+use crate::catalog::RetainedSnapshot;
 use crate::catalog::retention::Retention;
 
 /// What stays.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Plan {
+pub(super) struct RetentionPlan {
     pub snapshots: BTreeSet<SnapshotId>,
     /// Replay may begin here, in this segment and behind this batch; what lies before may go. Batch 0 is the log's
     /// beginning. `None`: nothing goes but snapshots' records.
     pub log_from: Option<(u64, Lsn)>,
 }
 
-impl Plan {
+impl RetentionPlan {
     /// Whether this takes a snapshot away, or log that lies behind it.
-    pub fn takes_from(&self, kept: &Kept, log: &LogOnDisk) -> bool {
+    pub fn takes_from(&self, kept: &RetainedSnapshot, log: &LogOnDisk) -> bool {
         let is_cut = self.log_from.is_some_and(|(_, redo)| kept.redo.lsn < redo);
         !self.snapshots.contains(&kept.info.id) || (is_cut && log.reaches(kept))
     }
@@ -37,7 +37,7 @@ pub(super) struct LogOnDisk {
 
 impl LogOnDisk {
     /// Whether the log behind a snapshot is there.
-    fn reaches(&self, kept: &Kept) -> bool {
+    fn reaches(&self, kept: &RetainedSnapshot) -> bool {
         self.floor.is_none_or(|floor| kept.redo.lsn >= floor)
     }
 
@@ -66,38 +66,41 @@ impl LogOnDisk {
 /// Applies the rules. `held` are the snapshots that readers hold, `beginning_held` says whether one reads from
 /// the log's beginning, and the time is in milliseconds since 1970.
 pub(super) fn plan(
-    snapshots: &BTreeMap<SnapshotId, Kept>,
+    snapshots: &BTreeMap<SnapshotId, RetainedSnapshot>,
     retention: &Retention,
     log: &LogOnDisk,
     now_unix_ms: u64,
     held: &BTreeSet<SnapshotId>,
     beginning_held: bool,
-) -> Plan {
+) -> RetentionPlan {
     if retention.names_only {
-        let stays = |kept: &&Kept| !is_given_up(kept, retention) || held.contains(&kept.info.id);
+        let stays = |kept: &&RetainedSnapshot| !is_given_up(kept, retention) || held.contains(&kept.info.id);
         let snapshots = snapshots.values().filter(stays).map(|kept| kept.info.id).collect();
-        return Plan { snapshots, log_from: log.from(Some(log.as_it_is()), beginning_held) };
+        return RetentionPlan { snapshots, log_from: log.from(Some(log.as_it_is()), beginning_held) };
     }
-    let with_log: Vec<&Kept> =
+    let with_log: Vec<&RetainedSnapshot> =
         snapshots.values().filter(|kept| kept.info.verified && log.reaches(kept)).collect();
     // What was found damaged stands in for nothing.
-    let mut starts: Vec<&Kept> = with_log.iter().copied().filter(|kept| kept.holds).collect();
+    let mut starts: Vec<&RetainedSnapshot> = with_log.iter().copied().filter(|kept| kept.holds).collect();
     let replaced = replaced(&starts);
     starts.retain(|kept| !replaced.contains(&kept.info.id));
     // Until there are as many as are wanted, the log from before the first of them stands in for the others.
     let Some(counted) = starts.len().checked_sub(retention.snapshots_kept.max(1)) else {
-        let is_replaced = |kept: &Kept| replaced.contains(&kept.info.id) && !is_named(kept, retention);
-        let is_wanted = |kept: &Kept| !is_given_up(kept, retention) || log.reaches(kept);
-        let stays = |kept: &&Kept| held.contains(&kept.info.id) || (is_wanted(kept) && !is_replaced(kept));
+        let is_replaced =
+            |kept: &RetainedSnapshot| replaced.contains(&kept.info.id) && !is_named(kept, retention);
+        let is_wanted = |kept: &RetainedSnapshot| !is_given_up(kept, retention) || log.reaches(kept);
+        let stays = |kept: &&RetainedSnapshot| {
+            held.contains(&kept.info.id) || (is_wanted(kept) && !is_replaced(kept))
+        };
         let snapshots = snapshots.values().filter(stays).map(|kept| kept.info.id).collect();
-        return Plan { snapshots, log_from: log.from(Some(log.as_it_is()), beginning_held) };
+        return RetentionPlan { snapshots, log_from: log.from(Some(log.as_it_is()), beginning_held) };
     };
     let times = times(snapshots);
     let age_ms = u64::try_from(retention.snapshots_kept_for.as_millis()).unwrap_or(u64::MAX);
-    let is_young = |kept: &&&Kept| {
+    let is_young = |kept: &&&RetainedSnapshot| {
         !replaced.contains(&kept.info.id) && now_unix_ms.saturating_sub(times[&kept.info.id]) < age_ms
     };
-    let reaches_back = |kept: &&&Kept| log.bytes_after(kept.redo) >= retention.log_kept;
+    let reaches_back = |kept: &&&RetainedSnapshot| log.bytes_after(kept.redo) >= retention.log_kept;
     let wants_log = retention.log_kept > 0;
     let log_base = starts.iter().rev().find(reaches_back).filter(|_| wants_log);
     // Where the log is shorter than is wanted, all there is of it.
@@ -105,7 +108,7 @@ pub(super) fn plan(
     let log_base = log_base.or(starts.first().filter(|_| wants_log));
     let held_with_log = with_log.iter().filter(|kept| held.contains(&kept.info.id));
     // These are there to replay from.
-    let replayed: Vec<&Kept> = starts[counted..]
+    let replayed: Vec<&RetainedSnapshot> = starts[counted..]
         .iter()
         .chain(with_log.iter().filter(is_young))
         .chain(log_base)
@@ -117,7 +120,7 @@ pub(super) fn plan(
     // Named ones that were caught at one moment are there to be looked at: their state needs no log.
     let looked_at =
         snapshots.values().filter(|kept| is_named(kept, retention) || held.contains(&kept.info.id));
-    let stays: Vec<&Kept> = replayed.iter().copied().chain(looked_at).collect();
+    let stays: Vec<&RetainedSnapshot> = replayed.iter().copied().chain(looked_at).collect();
     let oldest = replayed.iter().map(|kept| kept.redo.lsn).min().map(|lsn| {
         // Snapshots of one batch may lie on either side of a restart. The floor is that batch, so what stays of them
         // goes on to be started from, and keeps its segment.
@@ -127,12 +130,12 @@ pub(super) fn plan(
     });
     let oldest = if from_beginning { Some(log.as_it_is()) } else { oldest };
     let snapshots = stays.into_iter().map(|kept| kept.info.id).collect();
-    Plan { snapshots, log_from: log.from(oldest, beginning_held) }
+    RetentionPlan { snapshots, log_from: log.from(oldest, beginning_held) }
 }
 
 /// Those in whose place the next one stands: it begins where they do, and goes further. So it is with a thin one, which is
 /// there to give up what the one before names. `starts` ascend.
-fn replaced(starts: &[&Kept]) -> BTreeSet<SnapshotId> {
+fn replaced(starts: &[&RetainedSnapshot]) -> BTreeSet<SnapshotId> {
     let pairs = starts.windows(2);
     let replaced = pairs.filter(|pair| pair[0].redo == pair[1].redo && pair[0].info.end < pair[1].info.end);
     replaced.map(|pair| pair[0].info.id).collect()
@@ -140,20 +143,20 @@ fn replaced(starts: &[&Kept]) -> BTreeSet<SnapshotId> {
 
 /// How old the snapshots are: each as old as the oldest time that it or a later one names. A clock that was ahead
 /// for a while so keeps nothing longer than until it is right again; a time in the future ages nothing.
-fn times(snapshots: &BTreeMap<SnapshotId, Kept>) -> BTreeMap<SnapshotId, u64> {
+fn times(snapshots: &BTreeMap<SnapshotId, RetainedSnapshot>) -> BTreeMap<SnapshotId, u64> {
     let mut oldest = u64::MAX;
-    let time = |(id, kept): (&SnapshotId, &Kept)| {
+    let time = |(id, kept): (&SnapshotId, &RetainedSnapshot)| {
         oldest = oldest.min(kept.info.created_unix_ms);
         (*id, oldest)
     };
     snapshots.iter().rev().map(time).collect()
 }
 
-fn is_named(kept: &Kept, retention: &Retention) -> bool {
+fn is_named(kept: &RetainedSnapshot, retention: &Retention) -> bool {
     kept.info.name.as_ref().is_some_and(|name| !retention.names_given_up.contains(name))
 }
 
-fn is_given_up(kept: &Kept, retention: &Retention) -> bool {
+fn is_given_up(kept: &RetainedSnapshot, retention: &Retention) -> bool {
     kept.info.name.is_some() && !is_named(kept, retention)
 }
 
@@ -167,7 +170,7 @@ mod tests {
     use crate::catalog::SnapshotInfo;
 
     /// Snapshot `id` was written at second `id`, in segment `id`, of batch 10 × `id`.
-    fn kept(id: u64, name: Option<&str>, is_exact: bool) -> (SnapshotId, Kept) {
+    fn kept(id: u64, name: Option<&str>, is_exact: bool) -> (SnapshotId, RetainedSnapshot) {
         let redo = LogPoint { segment: id, lsn: Lsn(10 * id), ..LogPoint::default() };
         let info = SnapshotInfo {
             id: SnapshotId(id),
@@ -181,13 +184,13 @@ mod tests {
             verified: true,
         };
         let (files, links) = (BTreeMap::new(), Vec::new());
-        (info.id, Kept { info, redo, next_file: 1, files, links, manifest_crc: 0, holds: true })
+        (info.id, RetainedSnapshot { info, redo, next_file: 1, files, links, manifest_crc: 0, holds: true })
     }
 
     #[test]
     fn rules_keep_snapshots_and_the_log_behind_them() {
         // Snapshot 2 has a name and its log is gone; 4 has one, too.
-        let snapshots: BTreeMap<SnapshotId, Kept> = [
+        let snapshots: BTreeMap<SnapshotId, RetainedSnapshot> = [
             kept(2, Some("two"), true),
             kept(4, Some("four"), true),
             kept(5, None, false),
@@ -254,8 +257,10 @@ mod tests {
         assert_eq!(read_from_the_beginning.log_from, None);
 
         // What was found damaged does not count, and stays only for its name, or for a reader.
-        let spoil = |(id, kept): (SnapshotId, Kept)| (id, Kept { holds: ![4, 7].contains(&id.0), ..kept });
-        let damaged: BTreeMap<SnapshotId, Kept> = snapshots.into_iter().map(spoil).collect();
+        let spoil = |(id, kept): (SnapshotId, RetainedSnapshot)| {
+            (id, RetainedSnapshot { holds: ![4, 7].contains(&id.0), ..kept })
+        };
+        let damaged: BTreeMap<SnapshotId, RetainedSnapshot> = snapshots.into_iter().map(spoil).collect();
         for (held, kept, log_from) in [(vec![], vec![2, 4, 5, 6], 5), (vec![7], vec![2, 4, 5, 6, 7], 5)] {
             let held = held.into_iter().map(SnapshotId).collect();
             let found = plan(&damaged, &rules(2, 0, 0), &log, 0, &held, false);
@@ -264,7 +269,8 @@ mod tests {
         }
 
         // A name does not make a snapshot whole that was not caught at one moment.
-        let fuzzy: BTreeMap<SnapshotId, Kept> = [kept(4, Some("four"), false), kept(7, None, false)].into();
+        let fuzzy: BTreeMap<SnapshotId, RetainedSnapshot> =
+            [kept(4, Some("four"), false), kept(7, None, false)].into();
         let found = plan(&fuzzy, &rules(1, 0, 0), &log, 0, &BTreeSet::new(), false);
         assert_eq!(found.log_from, Some((4, Lsn(40))));
     }
@@ -303,7 +309,7 @@ mod tests {
                 log.segments.extend((log.current..=log.current + segments).map(|number| (number, 100)));
                 log.current += segments;
                 let before = snapshots.values().next_back().filter(|_| is_thin);
-                let before = before.map(|before: &Kept| (before.redo, before.info.created_unix_ms));
+                let before = before.map(|before: &RetainedSnapshot| (before.redo, before.info.created_unix_ms));
                 let name = (has_name && before.is_none()).then(|| format!("{number}"));
                 let (id, mut taken_now) = kept(number, name.as_deref(), is_exact);
                 taken_now.redo.segment = log.current;

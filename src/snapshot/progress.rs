@@ -46,12 +46,12 @@ pub struct SnapshotStats {
 
 /// The figures, and who waits for them.
 #[derive(Default)]
-pub(crate) struct Progress {
+pub(crate) struct SnapshotProgress {
     stats: Mutex<SnapshotStats>,
     ended: Condvar,
 }
 
-impl Progress {
+impl SnapshotProgress {
     pub fn stats(&self) -> SnapshotStats {
         self.stats.lock().clone()
     }

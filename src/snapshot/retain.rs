@@ -9,18 +9,18 @@ use remanent_format::frame::VerifiedSnapshot;
 use remanent_format::{FileName, Folder, Lsn, SnapshotId};
 
 use super::Snapshots;
-use super::plan::{LogOnDisk, Plan, plan};
+use super::plan::{LogOnDisk, RetentionPlan, plan};
 use crate::base::phases;
 use crate::base::phases::Phase;
 use crate::catalog::retention::Retention;
-use crate::catalog::{Keeping, SnapshotInfo, unix_ms};
+use crate::catalog::{Catalog, SnapshotInfo, unix_ms};
 use crate::disk::Disk;
 use crate::error::{Error, Result};
 
 /// What a retention removed, or would remove.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Pruned {
+pub struct PruneReport {
     /// The snapshots that go.
     pub snapshots: Vec<SnapshotInfo>,
     /// The snapshots that no rule keeps, but a reader.
@@ -29,7 +29,7 @@ pub struct Pruned {
     pub files: Vec<(FileName, u64)>,
 }
 
-impl Pruned {
+impl PruneReport {
     /// Bytes of all files that go.
     #[must_use]
     pub fn bytes(&self) -> u64 {
@@ -40,7 +40,7 @@ impl Pruned {
 /// What is kept, with the disk that it lies on: enough to say what may go of it, whether the store is open or not.
 pub(crate) struct Subject<'a> {
     pub disk: &'a dyn Disk,
-    pub keeping: &'a Keeping,
+    pub catalog: &'a Catalog,
     /// The segment that takes frames.
     pub current_segment: u64,
 }
@@ -49,11 +49,11 @@ impl Snapshots {
     /// Phase 6, the record of it: every verified snapshot that stays, and whether the log after it does.
     pub fn record(
         &self,
-        keeping: &Keeping,
+        catalog: &Catalog,
         floor: Option<Lsn>,
         stays: impl Fn(&SnapshotId) -> bool,
     ) -> Result<()> {
-        let kept = keeping.snapshots.values().filter(|kept| kept.info.verified && stays(&kept.info.id));
+        let kept = catalog.snapshots.values().filter(|kept| kept.info.verified && stays(&kept.info.id));
         let record = kept.map(|kept| VerifiedSnapshot {
             snapshot: kept.info.id,
             manifest_crc: kept.manifest_crc,
@@ -64,17 +64,17 @@ impl Snapshots {
 
     /// Phases 6 (the record of it) and 7. While pages are cold only the record: where an image turns out damaged, an
     /// older snapshot and more log can stand in for it.
-    pub fn retain(&self, keeping: &mut Keeping) -> Result<()> {
-        if self.applier.cold().is_any() {
-            return self.record(keeping, keeping.floor, |_| true);
+    pub fn retain(&self, catalog: &mut Catalog) -> Result<()> {
+        if self.applier.unloaded().is_any() {
+            return self.record(catalog, catalog.floor, |_| true);
         }
-        self.prune(keeping, &self.retention).map(drop)
+        self.prune(catalog, &self.retention).map(drop)
     }
 
     /// What `prune` would remove. It waits for no snapshot: what one that is being taken writes is left out.
-    pub fn would_prune(&self, retention: &Retention) -> Result<Pruned> {
-        let latest = self.keeping.latest();
-        let mut pruned = self.subject(&latest.keeping).would_prune(retention)?;
+    pub fn would_prune(&self, retention: &Retention) -> Result<PruneReport> {
+        let latest = self.catalog.latest();
+        let mut pruned = self.subject(&latest.catalog).would_prune(retention)?;
         pruned.files.retain(|(file, _)| match file {
             FileName::Pages(number) | FileName::Table(number) => *number < latest.next_file,
             _ => true,
@@ -84,14 +84,14 @@ impl Snapshots {
 
     /// Removes what nothing needs: first the record of it, then manifests, log, images. Each step is durable
     /// before the next, so that whatever can still be found is whole: a manifest, or a batch that names images.
-    pub fn prune(&self, keeping: &mut Keeping, retention: &Retention) -> Result<Pruned> {
+    pub fn prune(&self, catalog: &mut Catalog, retention: &Retention) -> Result<PruneReport> {
         // What is not verified stands in for nothing (I7).
-        self.verify(keeping)?;
-        let files = keeping.files.clone();
+        self.verify(catalog)?;
+        let files = catalog.files.clone();
         let _none_goes = files.hold_removals();
         // I8: what a reader holds stays, and nobody begins to read what is going until all of it is gone.
         let mut going = Vec::new();
-        let (plan, pruned) = self.subject(keeping).plan(retention, &mut |id| {
+        let (plan, pruned) = self.subject(catalog).plan(retention, &mut |id| {
             let lock = self.disk.try_retire(id)?;
             let is_free = lock.is_some();
             going.extend(lock);
@@ -101,14 +101,14 @@ impl Snapshots {
         //    older floor with all that it needs; from it on nothing starts below the new one, so that no crash in
         //    2 to 4 leaves a start of which something is gone. Only a record that is durable licenses recycling, too: a
         //    manifest that a lost rename takes away must not have cost us the one before.
-        let floor = keeping.floor.max(plan.log_from.map(|(_, redo)| redo).filter(|redo| redo.0 > 0));
-        self.record(keeping, floor, |id| plan.snapshots.contains(id))?;
+        let floor = catalog.floor.max(plan.log_from.map(|(_, redo)| redo).filter(|redo| redo.0 > 0));
+        self.record(catalog, floor, |id| plan.snapshots.contains(id))?;
         let _phase = phases::enter(Phase::Recycle);
-        keeping.floor = floor;
-        keeping.snapshots.retain(|id, _| plan.snapshots.contains(id));
-        keeping.tables.retain(|_, table| is_needed(table.restored_at, &plan));
-        if keeping.unread.is_some_and(|unread| floor.is_some_and(|floor| floor >= unread)) {
-            keeping.unread = None;
+        catalog.floor = floor;
+        catalog.snapshots.retain(|id, _| plan.snapshots.contains(id));
+        catalog.tables.retain(|_, table| is_needed(table.restored_at, &plan));
+        if catalog.unread.is_some_and(|unread| floor.is_some_and(|floor| floor >= unread)) {
+            catalog.unread = None;
         }
         // 2. Manifests: one that is found still has its log and its images. One that stays though it is not known any
         //    more would come back with the next open, when what it needs is gone.
@@ -125,20 +125,20 @@ impl Snapshots {
         Ok(pruned)
     }
 
-    fn remove_all(&self, folder: Folder, pruned: &Pruned) -> Result<()> {
+    fn remove_all(&self, folder: Folder, pruned: &PruneReport) -> Result<()> {
         let files = || pruned.files.iter().map(|(file, _)| *file).filter(|file| file.folder() == folder);
         files().try_for_each(|file| self.disk.remove(file))?;
         if files().next().is_some() { self.disk.sync_folder(folder) } else { Ok(()) }
     }
 
-    fn subject<'a>(&'a self, keeping: &'a Keeping) -> Subject<'a> {
-        Subject { disk: &*self.disk, keeping, current_segment: self.log.current_segment() }
+    fn subject<'a>(&'a self, catalog: &'a Catalog) -> Subject<'a> {
+        Subject { disk: &*self.disk, catalog, current_segment: self.log.current_segment() }
     }
 }
 
 impl Subject<'_> {
     /// What would go.
-    pub fn would_prune(&self, retention: &Retention) -> Result<Pruned> {
+    pub fn would_prune(&self, retention: &Retention) -> Result<PruneReport> {
         let (_, pruned) = self.plan(retention, &mut |id| self.disk.is_held(id).map(|is_held| !is_held))?;
         Ok(pruned)
     }
@@ -149,41 +149,42 @@ impl Subject<'_> {
         &self,
         retention: &Retention,
         is_free: &mut dyn FnMut(SnapshotId) -> Result<bool>,
-    ) -> Result<(Plan, Pruned)> {
-        let Self { keeping, .. } = *self;
+    ) -> Result<(RetentionPlan, PruneReport)> {
+        let Self { catalog, .. } = *self;
         let log = self.log_on_disk()?;
         let (now, nobody) = (unix_ms(), BTreeSet::new());
-        let wanted = plan(&keeping.snapshots, retention, &log, now, &nobody, false);
+        let wanted = plan(&catalog.snapshots, retention, &log, now, &nobody, false);
         // A snapshot that a name keeps may lose the log behind it, which its reader may be following.
         let mut held = BTreeSet::new();
-        for (id, _) in keeping.snapshots.iter().filter(|(_, kept)| wanted.takes_from(kept, &log)) {
+        for (id, _) in catalog.snapshots.iter().filter(|(_, kept)| wanted.takes_from(kept, &log)) {
             if !is_free(*id)? {
                 held.insert(*id);
             }
         }
         let beginning_held = !is_free(SnapshotId(0))?;
-        let mut plan = plan(&keeping.snapshots, retention, &log, now, &held, beginning_held);
+        let mut plan = plan(&catalog.snapshots, retention, &log, now, &held, beginning_held);
         // A reader may begin at a link, too, that is there only for those which follow it, or that a crash left behind.
         // What that needs is not known any more: until the reader has gone, all stays.
         for id in self.links_alone()? {
             if !is_free(id)? {
-                plan = Plan { snapshots: keeping.snapshots.keys().copied().collect(), log_from: None };
+                plan =
+                    RetentionPlan { snapshots: catalog.snapshots.keys().copied().collect(), log_from: None };
             }
         }
-        let gone = keeping.snapshots.values().filter(|kept| !plan.snapshots.contains(&kept.info.id));
+        let gone = catalog.snapshots.values().filter(|kept| !plan.snapshots.contains(&kept.info.id));
         let snapshots = gone.map(|kept| kept.info.clone()).collect();
         let files = self.unneeded_files(&plan, &log)?;
         let held = held.into_iter().filter(|id| !wanted.snapshots.contains(id)).collect();
-        Ok((plan, Pruned { snapshots, held, files }))
+        Ok((plan, PruneReport { snapshots, held, files }))
     }
 
     /// The files that nothing needs which stays: in the order of their removal.
-    fn unneeded_files(&self, plan: &Plan, log: &LogOnDisk) -> Result<Vec<(FileName, u64)>> {
-        let Self { keeping, .. } = *self;
-        let kept = || keeping.snapshots.values().filter(|kept| plan.snapshots.contains(&kept.info.id));
+    fn unneeded_files(&self, plan: &RetentionPlan, log: &LogOnDisk) -> Result<Vec<(FileName, u64)>> {
+        let Self { catalog, .. } = *self;
+        let kept = || catalog.snapshots.values().filter(|kept| plan.snapshots.contains(&kept.info.id));
         let links: BTreeSet<SnapshotId> =
             kept().flat_map(|kept| kept.links.iter().copied().chain([kept.info.id])).collect();
-        let tables = || keeping.tables.iter().filter(|(_, table)| is_needed(table.restored_at, plan));
+        let tables = || catalog.tables.iter().filter(|(_, table)| is_needed(table.restored_at, plan));
         let named: BTreeSet<u64> = kept()
             .flat_map(|kept| kept.files.keys())
             .chain(tables().flat_map(|(_, table)| &table.files))
@@ -196,15 +197,15 @@ impl Subject<'_> {
             FileName::Manifest(number) => {
                 let id = SnapshotId(number);
                 let is_old = settled.is_some_and(|settled| id < settled);
-                !links.contains(&id) && (is_old || keeping.snapshots.contains_key(&id))
+                !links.contains(&id) && (is_old || catalog.snapshots.contains_key(&id))
             }
             _ => false,
         })?;
         let (bound, redo) = plan.log_from.unwrap_or_default();
         if plan.log_from.is_some() {
             // What could not be read may need anything that was there before this run.
-            let unread = keeping.unread.is_some_and(|unread| redo < unread);
-            let first = if unread { keeping.files.first() } else { 0 };
+            let unread = catalog.unread.is_some_and(|unread| redo < unread);
+            let first = if unread { catalog.files.first() } else { 0 };
             let mut pages = self.lens(Folder::Pages, |file| match file {
                 FileName::Pages(number) => number >= first,
                 FileName::Table(number) => number >= first,
@@ -216,7 +217,7 @@ impl Subject<'_> {
                 // Only while it is there, or a manifest says so, is its number known to be taken.
                 FileName::Pages(number) if Some(number) == highest && number >= next_file => false,
                 FileName::Pages(number) => {
-                    !named.contains(&number) && !keeping.files.is_for_batch(number, redo)
+                    !named.contains(&number) && !catalog.files.is_for_batch(number, redo)
                 }
                 FileName::Table(number) => !tables().any(|(kept, _)| *kept == number),
                 _ => false,
@@ -234,7 +235,7 @@ impl Subject<'_> {
             Some(FileName::Manifest(number)) => Some(SnapshotId(number)),
             _ => None,
         });
-        Ok(ids.filter(|id| !self.keeping.snapshots.contains_key(id)).collect())
+        Ok(ids.filter(|id| !self.catalog.snapshots.contains_key(id)).collect())
     }
 
     fn log_on_disk(&self) -> Result<LogOnDisk> {
@@ -246,7 +247,7 @@ impl Subject<'_> {
         Ok(LogOnDisk {
             segments: segments.collect(),
             current: self.current_segment,
-            floor: self.keeping.floor,
+            floor: self.catalog.floor,
         })
     }
 
@@ -274,6 +275,6 @@ fn number(file: FileName) -> Option<u64> {
 }
 
 /// Whether replay from what stays may pass a restore.
-fn is_needed(restored_at: Lsn, plan: &Plan) -> bool {
+fn is_needed(restored_at: Lsn, plan: &RetentionPlan) -> bool {
     plan.log_from.is_none_or(|(_, redo)| restored_at > redo)
 }

@@ -15,13 +15,13 @@ use std::sync::Arc;
 
 use remanent_format::SnapshotId;
 
-use super::{Snapshots, Wanted};
+use super::{SnapshotRequest, Snapshots};
 use crate::base::poison::PanicPoisons;
 use crate::base::sync::Mutex;
 use crate::base::sync::thread;
 use crate::base::sync::thread::JoinHandle;
-use crate::catalog::publish::Published;
-use crate::catalog::{Keeping, SnapshotInfo};
+use crate::catalog::publish::PublishedFile;
+use crate::catalog::{Catalog, SnapshotInfo};
 use crate::error::{Error, Result};
 use crate::images::ImageWriters;
 
@@ -30,21 +30,21 @@ const UNVERIFIED_MAX: usize = 2;
 
 /// Published snapshots that are not verified yet.
 #[derive(Default)]
-pub(crate) struct Unverified {
-    queue: Mutex<Queue>,
+pub(crate) struct UnverifiedSnapshots {
+    queue: Mutex<VerifyQueue>,
     /// Those that hold, and whose record does not say so yet. Held while any is read back.
     proven: Mutex<Vec<SnapshotId>>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 /// What a published snapshot wrote. Of each page it takes some 200 bytes of memory, until all is read back.
-pub(crate) struct Written {
+pub(crate) struct WrittenSnapshot {
     pub snapshot: SnapshotId,
-    pub manifest: Published,
+    pub manifest: PublishedFile,
     pub images: Option<ImageWriters>,
 }
 
-impl Written {
+impl WrittenSnapshot {
     /// Reads it back past the cache (I7). Older images were read back for the snapshots that wrote them.
     fn check(&self) -> Result<()> {
         self.manifest.check()?;
@@ -53,15 +53,15 @@ impl Written {
 }
 
 #[derive(Default)]
-struct Queue {
+struct VerifyQueue {
     /// What they wrote, in the order in which they were published.
-    written: VecDeque<Written>,
+    written: VecDeque<WrittenSnapshot>,
     /// Whether a thread looks here again before it ends.
     is_attended: bool,
 }
 
-impl Unverified {
-    pub fn push(&self, written: Written) {
+impl UnverifiedSnapshots {
+    pub fn push(&self, written: WrittenSnapshot) {
         self.queue.lock().written.push_back(written);
     }
 
@@ -95,15 +95,15 @@ fn join(thread: Option<JoinHandle<()>>) {
 
 impl Snapshots {
     /// Takes a snapshot as far as it is durable, and has the rest done behind the caller's back.
-    pub fn take_unverified(self: &Arc<Self>, wanted: Wanted) -> Result<SnapshotInfo> {
-        let mut keeping = self.keeping.lock();
+    pub fn take_unverified(self: &Arc<Self>, wanted: SnapshotRequest) -> Result<SnapshotInfo> {
+        let mut catalog = self.catalog.lock();
         if self.unverified.len() >= UNVERIFIED_MAX {
-            self.finish(&mut keeping)?;
+            self.finish(&mut catalog)?;
         }
-        let info = self.with_space(&mut keeping, wanted, |keeping, wanted| {
-            self.take_then(keeping, wanted, |_| Ok(()))
+        let info = self.with_space(&mut catalog, wanted, |catalog, wanted| {
+            self.take_then(catalog, wanted, |_| Ok(()))
         })?;
-        drop(keeping);
+        drop(catalog);
         if std::mem::replace(&mut self.unverified.queue.lock().is_attended, true) {
             return Ok(info);
         }
@@ -129,7 +129,7 @@ impl Snapshots {
         loop {
             let proven = self.unverified.read_back(&mut self.unverified.proven.lock());
             let finished = match proven {
-                Ok(()) => self.finish(&mut self.keeping.lock_patiently()),
+                Ok(()) => self.finish(&mut self.catalog.lock_patiently()),
                 Err(error) if error.is_passing() => Err(error),
                 Err(error) => Err(self.poison.set(error)),
             };
@@ -146,8 +146,8 @@ impl Snapshots {
     }
 
     /// Phases 6 and 7 for all snapshots that are published.
-    pub fn finish(&self, keeping: &mut Keeping) -> Result<()> {
-        match self.verify(keeping).and_then(|()| self.retain(keeping)) {
+    pub fn finish(&self, catalog: &mut Catalog) -> Result<()> {
+        match self.verify(catalog).and_then(|()| self.retain(catalog)) {
             // No space to record it: nothing is recycled, as yet.
             Ok(()) | Err(Error::DiskFull { .. }) => Ok(()),
             Err(error) if error.is_passing() => Err(error),
@@ -156,11 +156,11 @@ impl Snapshots {
     }
 
     /// Phase 6. When it returns, every snapshot that is kept is verified.
-    pub fn verify(&self, keeping: &mut Keeping) -> Result<()> {
+    pub fn verify(&self, catalog: &mut Catalog) -> Result<()> {
         let mut proven = self.unverified.proven.lock();
         self.unverified.read_back(&mut proven)?;
         for snapshot in proven.drain(..) {
-            if let Some(kept) = keeping.snapshots.get_mut(&snapshot) {
+            if let Some(kept) = catalog.snapshots.get_mut(&snapshot) {
                 kept.info.verified = true;
             }
         }

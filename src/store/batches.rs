@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use remanent_format::{Lsn, PageId, Position};
 
-use super::{Parts, Store};
+use super::{Store, StoreParts};
 use crate::applier::{Applier, Leases};
 use crate::base::process::ForkGuard;
 use crate::device::RawStream;
@@ -18,7 +18,7 @@ use crate::options::{LogIo, Options};
 
 /// A committed batch.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Committed {
+pub struct CommitReceipt {
     /// Its place in the log.
     pub position: Position,
     /// The pages that it created, in the order of its creates and clones.
@@ -28,13 +28,13 @@ pub struct Committed {
 /// A submitted batch, to wait for.
 #[derive(Clone)]
 pub struct Ticket {
-    committed: Committed,
-    waits: ForkGuard<Waits>,
+    committed: CommitReceipt,
+    waits: ForkGuard<TicketWait>,
 }
 
 /// What a ticket waits by.
 #[derive(Clone)]
-struct Waits {
+struct TicketWait {
     log: Arc<Log>,
     applier: Arc<Applier>,
     leases: Arc<Leases>,
@@ -58,7 +58,7 @@ impl Ticket {
     /// # Errors
     /// [`Error::Poisoned`] if the store failed before; [`Error::Forked`].
     pub fn wait(&self, ack: Ack) -> Result<()> {
-        let Waits { log, applier, .. } = self.waits.check()?;
+        let TicketWait { log, applier, .. } = self.waits.check()?;
         wait(ack, self.committed.position.lsn, log, applier)
     }
 
@@ -69,7 +69,7 @@ impl Ticket {
     /// [`Error::StreamRefused`] if a graph is being captured from the stream, if it is another device's, or if
     /// pages live in host memory; [`Error::Poisoned`] if the store failed before; [`Error::Forked`]; a device error.
     pub fn wait_on(&self, stream: RawStream) -> Result<()> {
-        let Waits { applier, leases, .. } = self.waits.check()?;
+        let TicketWait { applier, leases, .. } = self.waits.check()?;
         leases.signal(stream, applier.wait_applied(self.committed.position.lsn)?)
     }
 }
@@ -91,26 +91,26 @@ impl Store {
     /// [`Error::Poisoned`] after a failure.
     pub fn submit(&self, batch: WriteBatch) -> Result<Ticket> {
         let committed = self.log_batch(&batch)?;
-        let Parts { log, applier, leases, .. } = &*self.parts;
+        let StoreParts { log, applier, leases, .. } = &*self.parts;
         let (log, applier, leases) = (log.clone(), applier.clone(), leases.clone());
-        Ok(Ticket { committed, waits: ForkGuard::new(Waits { log, applier, leases }) })
+        Ok(Ticket { committed, waits: ForkGuard::new(TicketWait { log, applier, leases }) })
     }
 
     /// Submits a batch and waits for the acknowledgement that [`Options::ack`] names.
     ///
     /// # Errors
     /// As for [`Store::submit`], and [`Error::Poisoned`] if the store fails while waiting.
-    pub fn commit(&self, batch: WriteBatch) -> Result<Committed> {
+    pub fn commit(&self, batch: WriteBatch) -> Result<CommitReceipt> {
         // Without a ticket: what it holds is counted, and all threads count on the same three words.
         let committed = self.log_batch(&batch)?;
         wait(self.ack, committed.position.lsn, &self.parts.log, &self.parts.applier)?;
         Ok(committed)
     }
 
-    fn log_batch(&self, batch: &WriteBatch) -> Result<Committed> {
+    fn log_batch(&self, batch: &WriteBatch) -> Result<CommitReceipt> {
         self.check_process()?;
         let (point, pages) = self.parts.committer.submit(batch)?;
-        Ok(Committed { position: Position { incarnation: point.incarnation, lsn: point.lsn }, pages })
+        Ok(CommitReceipt { position: Position { incarnation: point.incarnation, lsn: point.lsn }, pages })
     }
 
     /// Waits until batch `lsn`, and every one before it, survives a power cut.

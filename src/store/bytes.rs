@@ -7,10 +7,10 @@
 
 use remanent_format::{Key, Lsn, PageId, PageInfo, Place};
 
-use super::{Parts, Store};
+use super::{Store, StoreParts};
 use crate::error::{Error, Result};
 #[cfg(doc)]
-use crate::options::Restore;
+use crate::options::PageLoad;
 
 /// How much of a page is copied under its lock at a time.
 const PIECE_LEN: usize = 64 << 10;
@@ -30,7 +30,7 @@ impl Store {
     ///
     /// # Errors
     /// [`Error::UnknownPage`], [`Error::OutOfBounds`]; [`Error::Damaged`] if the page was cold
-    /// ([`Restore::OnDemand`]) and its image does not hold; [`Error::Poisoned`] if the device failed, now or
+    /// ([`PageLoad::OnDemand`]) and its image does not hold; [`Error::Poisoned`] if the device failed, now or
     /// with a batch before. A store that is poisoned by its disk goes on being read.
     pub fn read(&self, page: PageId, offset: u64, out: &mut [u8]) -> Result<Lsn> {
         self.check_process()?;
@@ -116,7 +116,7 @@ impl Store {
                 return Ok(info);
             }
         }
-        let Parts { applier, device, staging, poison, .. } = &*self.parts;
+        let StoreParts { applier, device, staging, poison, .. } = &*self.parts;
         let read = applier.read(&**device, staging, page, buffer.len() as u64, |info| (0, info.len));
         let (info, _, bytes) = read.map_err(|error| poison.set_by_device(error))?;
         make_room(buffer, info.len)?;
@@ -137,7 +137,7 @@ impl Store {
                 return Ok((info, lsn));
             }
         }
-        let Parts { applier, device, staging, poison, .. } = &*self.parts;
+        let StoreParts { applier, device, staging, poison, .. } = &*self.parts;
         let read = applier.read(&**device, staging, page, len, move |_| (offset, len));
         let (info, lsn, bytes) = read.map_err(|error| poison.set_by_device(error))?;
         out.copy_from_slice(&bytes);
@@ -152,7 +152,7 @@ impl Store {
     pub(super) fn read_as_of(&self, info: &PageInfo, offset: u64, out: &mut [u8]) -> Result<()> {
         let PageInfo { page, lsn, .. } = *info;
         let overtaken = || Error::Overtaken { lsn, snapshot: None };
-        let Parts { versions, .. } = &*self.parts;
+        let StoreParts { versions, .. } = &*self.parts;
         for _ in 0..TRIES {
             if !versions.is_at(page, lsn) {
                 return Err(overtaken());
@@ -162,7 +162,7 @@ impl Store {
             }
         }
         let len = out.len() as u64;
-        let Parts { applier, device, staging, poison, .. } = &*self.parts;
+        let StoreParts { applier, device, staging, poison, .. } = &*self.parts;
         // It may be shorter by now, or gone: either way it is another version.
         let range = move |now: &PageInfo| if now.lsn == lsn { (offset, len) } else { (0, 0) };
         match applier.read(&**device, staging, page, len, range) {
@@ -184,8 +184,8 @@ impl Store {
     ///
     /// In any case the applier has come to this version when this returns.
     pub(super) fn read_version(&self, info: &PageInfo, offset: u64, out: &mut [u8]) -> Result<Option<Lsn>> {
-        let Parts { applier, versions, device, .. } = &*self.parts;
-        applier.cold().wait([info.page])?;
+        let StoreParts { applier, versions, device, .. } = &*self.parts;
+        applier.unloaded().wait([info.page])?;
         if !applier.has_applied(info.lsn) {
             applier.wait_applied(info.lsn)?;
         }

@@ -5,14 +5,14 @@ use std::sync::Arc;
 use remanent_format::limits::SNAPSHOT_NAME_LEN_MAX;
 use remanent_format::{FileName, Lsn, Position, SnapshotId};
 
-use super::{Parts, Store};
+use super::{Store, StoreParts};
 use crate::catalog::retention::Retention;
-use crate::catalog::{Keeping, SnapshotInfo};
+use crate::catalog::{Catalog, SnapshotInfo};
 use crate::disk::Disk;
 use crate::error::{Error, Result};
-use crate::history::restore::Restore;
+use crate::history::restore::RestoreRun;
 use crate::recovery::Outlook;
-use crate::snapshot::{Pruned, Subject, Wanted};
+use crate::snapshot::{PruneReport, SnapshotRequest, Subject};
 
 impl Store {
     /// Takes a snapshot while commits go on, verifies it, and removes what is not kept any more. It writes the
@@ -32,7 +32,7 @@ impl Store {
     /// not `verified`: the next one makes up for it.
     pub fn snapshot(&self) -> Result<SnapshotInfo> {
         self.check_process()?;
-        self.parts.snapshots.take(Wanted::default())
+        self.parts.snapshots.take(SnapshotRequest::default())
     }
 
     /// Takes a snapshot as [`Store::snapshot`] does, and returns when it is published: it is durable then, and what
@@ -56,7 +56,7 @@ impl Store {
     /// As for [`Store::snapshot`].
     pub fn publish_snapshot(&self) -> Result<SnapshotInfo> {
         self.check_process()?;
-        self.parts.snapshots.take_unverified(Wanted::default())
+        self.parts.snapshots.take_unverified(SnapshotRequest::default())
     }
 
     /// Waits until all snapshots that are published are verified, and what they take the place of is removed.
@@ -65,13 +65,13 @@ impl Store {
     /// [`Error::Poisoned`] if one of them is not on the medium what was written, or the store failed otherwise.
     pub fn wait_verified(&self) -> Result<()> {
         self.check_process()?;
-        let Parts { snapshots, poison, .. } = &*self.parts;
+        let StoreParts { snapshots, poison, .. } = &*self.parts;
         poison.check()?;
-        let mut keeping = snapshots.keeping.lock();
-        if keeping.snapshots.values().all(|kept| kept.info.verified) {
+        let mut catalog = snapshots.catalog.lock();
+        if catalog.snapshots.values().all(|kept| kept.info.verified) {
             return Ok(());
         }
-        snapshots.finish(&mut keeping)
+        snapshots.finish(&mut catalog)
     }
 
     /// Takes a snapshot of the state at one moment: that of the newest batch submitted before the call, or of
@@ -97,7 +97,7 @@ impl Store {
     /// [`Error::OutOfMemory`] change nothing; any other failure poisons the store.
     pub fn snapshot_exact(&self) -> Result<SnapshotInfo> {
         self.check_process()?;
-        self.parts.snapshots.take(Wanted { exact: true, ..Wanted::default() })
+        self.parts.snapshots.take(SnapshotRequest { exact: true, ..SnapshotRequest::default() })
     }
 
     /// Waits until so many snapshots have ended since the store was opened, well or not: for tests, which
@@ -121,12 +121,12 @@ impl Store {
         if !(1..=limit).contains(&found) {
             return Err(Error::Limit { what: "snapshot name length", found, limit });
         }
-        let mut keeping = self.parts.snapshots.keeping.lock();
-        let holder = keeping.snapshots.values().find(|kept| kept.info.name.as_deref() == Some(name));
+        let mut catalog = self.parts.snapshots.catalog.lock();
+        let holder = catalog.snapshots.values().find(|kept| kept.info.name.as_deref() == Some(name));
         if let Some(holder) = holder {
             return Err(Error::NameTaken { name: name.to_owned(), snapshot: holder.info.id });
         }
-        self.parts.snapshots.take_named(&mut keeping, name.to_owned())
+        self.parts.snapshots.take_named(&mut catalog, name.to_owned())
     }
 
     /// What the store keeps of the past: the rules of the options with which it was opened.
@@ -140,7 +140,7 @@ impl Store {
     ///
     /// # Errors
     /// What the system says.
-    pub fn would_prune(&self, retention: &Retention) -> Result<Pruned> {
+    pub fn would_prune(&self, retention: &Retention) -> Result<PruneReport> {
         self.check_process()?;
         self.parts.snapshots.would_prune(retention)
     }
@@ -150,11 +150,11 @@ impl Store {
     /// # Errors
     /// As there.
     #[doc(hidden)]
-    pub fn would_prune_on(disk: &Arc<dyn Disk>, retention: &Retention) -> Result<Pruned> {
+    pub fn would_prune_on(disk: &Arc<dyn Disk>, retention: &Retention) -> Result<PruneReport> {
         let look = || {
-            let Outlook { keeping, current_segment, under_way_from } = Outlook::take(disk)?;
+            let Outlook { catalog, current_segment, under_way_from } = Outlook::take(disk)?;
             let mut pruned =
-                Subject { disk: &**disk, keeping: &keeping, current_segment }.would_prune(retention)?;
+                Subject { disk: &**disk, catalog: &catalog, current_segment }.would_prune(retention)?;
             let is_under_way = |file: &FileName| match file {
                 FileName::Pages(number) | FileName::Table(number) => {
                     under_way_from.is_some_and(|from| *number >= from)
@@ -175,12 +175,12 @@ impl Store {
     /// # Errors
     /// [`Error::DiskFull`] changes nothing; after [`Error::Io`] where the system is short of open files, the next call
     /// removes the rest; any other failure poisons the store.
-    pub fn prune(&self, retention: &Retention) -> Result<Pruned> {
+    pub fn prune(&self, retention: &Retention) -> Result<PruneReport> {
         self.check_process()?;
-        let Parts { snapshots, poison, applier, .. } = &*self.parts;
-        applier.cold().wait_all()?;
+        let StoreParts { snapshots, poison, applier, .. } = &*self.parts;
+        applier.unloaded().wait_all()?;
         poison.check()?;
-        let pruned = snapshots.prune(&mut snapshots.keeping.lock(), retention).and_then(|pruned| {
+        let pruned = snapshots.prune(&mut snapshots.catalog.lock(), retention).and_then(|pruned| {
             // Who prunes wants the space, and not segments that are ready.
             snapshots.pool.release_surplus().map(|_| pruned)
         });
@@ -204,9 +204,9 @@ impl Store {
     pub fn restore_from_snapshot(&self, snapshot: SnapshotId) -> Result<Position> {
         self.check_process()?;
         self.parts.poison.check()?;
-        let mut keeping = self.parts.snapshots.keeping.lock();
-        let end = keeping.snapshots.get(&snapshot).ok_or(Error::NoSnapshot { snapshot })?.info.end;
-        self.restore(end, &mut keeping)
+        let mut catalog = self.parts.snapshots.catalog.lock();
+        let end = catalog.snapshots.get(&snapshot).ok_or(Error::NoSnapshot { snapshot })?.info.end;
+        self.restore(end, &mut catalog)
     }
 
     /// Takes all pages and the root back to the state right behind batch `lsn`. This goes forward: it is one
@@ -242,12 +242,12 @@ impl Store {
     /// change nothing; a failure later poisons the store, whose directory then holds the restored state.
     pub fn restore_to(&self, lsn: Lsn) -> Result<Position> {
         self.check_process()?;
-        let mut keeping = self.parts.snapshots.keeping.lock();
-        self.restore(lsn, &mut keeping)
+        let mut catalog = self.parts.snapshots.catalog.lock();
+        self.restore(lsn, &mut catalog)
     }
 
-    fn restore(&self, lsn: Lsn, keeping: &mut Keeping) -> Result<Position> {
-        let Parts {
+    fn restore(&self, lsn: Lsn, catalog: &mut Catalog) -> Result<Position> {
+        let StoreParts {
             committer,
             snapshots,
             options,
@@ -262,10 +262,10 @@ impl Store {
             ..
         } = &*self.parts;
         // Memory is overwritten as a whole.
-        applier.cold().wait_all()?;
+        applier.unloaded().wait_all()?;
         let mut submitted = committer.lock();
         leases.check_none().map_err(|error| poison.set_by_device(error))?;
-        let restore = Restore {
+        let restore = RestoreRun {
             disk,
             store: self.id,
             device,
@@ -277,9 +277,9 @@ impl Store {
             compression: options.compression,
             poison,
         };
-        let point = snapshots.pool.with_surplus(|| restore.run(lsn, &mut submitted, keeping))?;
+        let point = snapshots.pool.with_surplus(|| restore.run(lsn, &mut submitted, catalog))?;
         // Still under both locks: this snapshot is exact, and later opens start from it.
-        match snapshots.take_keeping_all(keeping) {
+        match snapshots.take_keeping_all(catalog) {
             // The restore stands without it: recovery replays the record.
             Ok(_) | Err(Error::OutOfMemory { .. }) => {}
             Err(error) if error.is_passing() => {}

@@ -32,15 +32,15 @@ use crate::log::Log;
 use crate::memory::arena::Arena;
 use crate::memory::staging::StagingPool;
 use crate::options::{Ack, Options};
-use crate::recovery::{Recovered, Warmer};
-use crate::snapshot::{Background, Scrub, Scrubber, Snapshots};
+use crate::recovery::{PageLoader, RecoveryReport};
+use crate::snapshot::{BackgroundSnapshots, Scrub, Scrubber, Snapshots};
 use crate::versions::Versions;
 use crate::write::commit::Committer;
 
-pub use batches::{Committed, Ticket};
-pub use pages::Cold;
+pub use batches::{CommitReceipt, Ticket};
+pub use pages::UnloadedPages;
 pub use stats::Stats;
-pub use view::{Pages, ReadView};
+pub use view::{LiveView, Pages};
 
 /// A store directory, open for reading and writing: pages, root, log, snapshots.
 ///
@@ -62,23 +62,23 @@ pub use view::{Pages, ReadView};
 /// # Ok::<(), remanent::Error>(())
 /// ```
 pub struct Store {
-    parts: ForkGuard<Parts>,
+    parts: ForkGuard<StoreParts>,
     id: StoreId,
     ack: Ack,
-    recovered: Recovered,
+    recovered: RecoveryReport,
     /// Released last: until then nobody else may open the directory.
     _lock: Box<dyn DiskLock>,
     /// A temporary directory lives as long as its store.
     _directory: ForkGuard<Option<Box<dyn Any + Send + Sync>>>,
 }
 
-struct Parts {
+struct StoreParts {
     committer: Committer,
     snapshots: Arc<Snapshots>,
-    background: Background,
+    background: BackgroundSnapshots,
     scrub: Arc<Scrub>,
     scrubber: Scrubber,
-    warmer: Warmer,
+    loader: PageLoader,
     options: Options,
     disk: Arc<dyn Disk>,
     device: Arc<dyn Device>,
@@ -105,8 +105,8 @@ impl Store {
 
     /// What looks whether memory is what the batches say.
     pub(crate) fn auditor(&self) -> Auditor<'_> {
-        let Parts { disk, device, staging, applier, snapshots, .. } = &*self.parts;
-        Auditor { disk, device, staging, applier, keeping: &snapshots.keeping }
+        let StoreParts { disk, device, staging, applier, snapshots, .. } = &*self.parts;
+        Auditor { disk, device, staging, applier, catalog: &snapshots.catalog }
     }
 
     /// What turns batches into commits.
@@ -116,7 +116,7 @@ impl Store {
 
     /// What this open found and did.
     #[must_use]
-    pub fn recovered(&self) -> &Recovered {
+    pub fn recovered(&self) -> &RecoveryReport {
         &self.recovered
     }
 
@@ -127,7 +127,7 @@ impl Store {
     /// [`Error::Poisoned`] if the store failed, now or before. The directory is released all the same.
     pub fn close(self) -> Result<()> {
         self.check_process()?;
-        let Parts { poison, snapshots, options, .. } = &*self.parts;
+        let StoreParts { poison, snapshots, options, .. } = &*self.parts;
         let poison = poison.clone();
         if options.snapshot_log_bytes.is_some() || options.snapshot_interval.is_some() {
             match snapshots.take_at_close() {
@@ -154,7 +154,7 @@ impl Drop for Store {
             self.parts.background.stop();
             self.parts.scrubber.stop();
             self.parts.snapshots.unverified.join();
-            self.parts.warmer.stop();
+            self.parts.loader.stop();
             self.parts.applier.stop();
             self.parts.log.stop();
         }

@@ -5,14 +5,14 @@ use std::sync::Arc;
 
 use remanent_format::Lsn;
 
-use super::{Parts, Store};
+use super::{Store, StoreParts};
 use crate::applier::{Applier, ApplierParts, Leases};
 use crate::base::pace::Pace;
 use crate::base::poison::Poison;
 use crate::base::process::ForkGuard;
 use crate::base::sync::atomic::AtomicU64;
 use crate::base::sync::{Instant, Mutex};
-use crate::catalog::KeepingLock;
+use crate::catalog::CatalogLock;
 use crate::catalog::retention::Retention;
 use crate::device::Device;
 use crate::disk::Disk;
@@ -23,10 +23,10 @@ use crate::memory::arena::Arena;
 use crate::memory::staging::StagingPool;
 use crate::options::{Ack, Create, LogIo, Options};
 use crate::recovery::create::check_directory;
-use crate::recovery::{Opened, Recovery, Warmer, Warming};
-use crate::snapshot::{Background, Mark, Progress, Rules, Scrub, Scrubber, Snapshots};
+use crate::recovery::{PageLoader, PageLoaderParts, RecoveredStore, Recovery};
+use crate::snapshot::{BackgroundSnapshots, Mark, Rules, Scrub, Scrubber, SnapshotProgress, Snapshots};
 use crate::versions::Versions;
-use crate::write::commit::{Committer, Waiting};
+use crate::write::commit::{CombineQueue, Committer};
 
 /// A batch whose whole pages take more than this share of a segment, one in so many, writes them to an image
 /// file: the log would hold them until a snapshot writes them once more.
@@ -80,8 +80,17 @@ impl Store {
             log_io,
         };
         let opened = recovery.open()?;
-        let Opened { store, mut applied, submitted, changed, log, pool, keeping, behind, mut recovered } =
-            opened;
+        let RecoveredStore {
+            store,
+            mut applied,
+            submitted,
+            changed,
+            log,
+            pool,
+            catalog,
+            behind,
+            mut recovered,
+        } = opened;
         recovered.log_io = log_io_reason;
         disk.keep_folders_open()?;
         let poison = Arc::new(Poison::default());
@@ -108,7 +117,7 @@ impl Store {
             applied,
         );
         let applier = applier.inspect_err(|_| log.stop())?;
-        let warmer = Warmer::start(Warming {
+        let loader = PageLoader::start(PageLoaderParts {
             disk: disk.clone(),
             device: device.clone(),
             arena: arena.clone(),
@@ -116,7 +125,7 @@ impl Store {
             applier: applier.clone(),
             poison: poison.clone(),
         });
-        let warmer = warmer.inspect_err(|_| {
+        let loader = loader.inspect_err(|_| {
             applier.stop();
             log.stop();
         })?;
@@ -124,7 +133,7 @@ impl Store {
             next_page: AtomicU64::new(submitted.next_page()),
             submitted: Mutex::new(submitted),
             versions: versions.clone(),
-            waiting: Waiting::new(),
+            waiting: CombineQueue::new(),
             store: store.store,
             log: log.clone(),
             applier: applier.clone(),
@@ -133,8 +142,8 @@ impl Store {
             arena: arena.clone(),
             staging: staging.clone(),
             poison: poison.clone(),
-            files: keeping.files.clone(),
-            known: keeping.known.clone(),
+            files: catalog.files.clone(),
+            known: catalog.known.clone(),
             compression: options.compression,
             ahead_bytes_min: options.segment_len / BULK_SHARE,
         };
@@ -151,9 +160,9 @@ impl Store {
             retention: Retention::of(&options),
             compression: options.compression,
             chunk_len: options.chunk_len.unwrap_or(CHUNK_BYTES),
-            keeping: KeepingLock::new(keeping, pace.clone()),
+            catalog: CatalogLock::new(catalog, pace.clone()),
             unverified: Default::default(),
-            progress: Progress::default(),
+            progress: SnapshotProgress::default(),
             pace,
             last: Mutex::new(Mark {
                 lsn: Lsn(recovered.position.lsn.0.saturating_sub(recovered.replayed_batches)),
@@ -163,8 +172,8 @@ impl Store {
             }),
         });
         let rules = Rules { log_bytes: options.snapshot_log_bytes, interval: options.snapshot_interval };
-        let background = Background::start(snapshots.clone(), rules).inspect_err(|_| {
-            warmer.stop();
+        let background = BackgroundSnapshots::start(snapshots.clone(), rules).inspect_err(|_| {
+            loader.stop();
             applier.stop();
             log.stop();
         })?;
@@ -172,7 +181,7 @@ impl Store {
         let scrub = Arc::new(Scrub::new(snapshots.clone(), store.clone(), scrub_pace));
         let scrubber = Scrubber::start(scrub.clone(), options.scrub_interval).inspect_err(|_| {
             background.stop();
-            warmer.stop();
+            loader.stop();
             applier.stop();
             log.stop();
         })?;
@@ -180,13 +189,13 @@ impl Store {
             id: store.store,
             ack: options.ack,
             recovered,
-            parts: ForkGuard::new(Parts {
+            parts: ForkGuard::new(StoreParts {
                 committer,
                 snapshots,
                 background,
                 scrub,
                 scrubber,
-                warmer,
+                loader,
                 options,
                 disk,
                 device,

@@ -4,18 +4,18 @@ use std::sync::Arc;
 
 use remanent_format::{Key, Metadata, PageId, PageInfo};
 
-use super::{Pages, Parts, Store};
+use super::{Pages, Store, StoreParts};
 use crate::applier::lease::Lease;
-use crate::applier::pin::{Pin, Pinning};
+use crate::applier::pin::{Pin, PinSource};
 use crate::error::{Error, Result};
 
 #[cfg(doc)]
-use crate::options::Restore;
+use crate::options::PageLoad;
 
 /// Pages that are yet to be loaded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Cold {
+pub struct UnloadedPages {
     /// How many there are.
     pub pages: u64,
     /// Their bytes.
@@ -32,8 +32,8 @@ impl Store {
     /// [`Error::Poisoned`] if the device failed, now or with a batch before.
     pub fn lease(&self, page: PageId) -> Result<Lease<'_>> {
         self.check_process()?;
-        let Parts { committer, applier, leases, device, poison, .. } = &*self.parts;
-        applier.cold().wait([page])?;
+        let StoreParts { committer, applier, leases, device, poison, .. } = &*self.parts;
+        applier.unloaded().wait([page])?;
         let id = {
             let _every_later_batch_knows = committer.lock();
             leases.begin(page)?
@@ -49,33 +49,33 @@ impl Store {
     /// batch before.
     pub fn pin(&self, page: PageId) -> Result<Pin<'_>> {
         self.check_process()?;
-        let Parts { committer, applier, leases, device, poison, .. } = &*self.parts;
-        applier.cold().wait([page])?;
+        let StoreParts { committer, applier, leases, device, poison, .. } = &*self.parts;
+        applier.unloaded().wait([page])?;
         {
             let _every_later_batch_knows = committer.lock();
             leases.pin(page)?;
         }
-        Pin::take(Pinning { applier, leases, device }, page).map_err(|error| poison.set_by_device(error))
+        Pin::take(PinSource { applier, leases, device }, page).map_err(|error| poison.set_by_device(error))
     }
 
-    /// How many pages are yet to be loaded: none, unless the store was opened with [`Restore::OnDemand`]. One that
+    /// How many pages are yet to be loaded: none, unless the store was opened with [`PageLoad::OnDemand`]. One that
     /// cannot be loaded is not counted. None in a forked child.
     #[must_use]
-    pub fn cold(&self) -> Cold {
+    pub fn unloaded_pages(&self) -> UnloadedPages {
         if self.check_process().is_err() {
-            return Cold::default();
+            return UnloadedPages::default();
         }
-        let (pages, bytes) = self.parts.applier.cold().left();
-        Cold { pages, bytes }
+        let (pages, bytes) = self.parts.applier.unloaded().left();
+        UnloadedPages { pages, bytes }
     }
 
     /// Waits until all pages are loaded.
     ///
     /// # Errors
     /// [`Error::Damaged`] if one of them cannot be, once all others are; [`Error::Poisoned`] if loading stopped.
-    pub fn wait_warm(&self) -> Result<()> {
+    pub fn wait_loaded(&self) -> Result<()> {
         self.check_process()?;
-        self.parts.applier.cold().wait_all()
+        self.parts.applier.unloaded().wait_all()
     }
 
     /// A page's length, version, key and metadata. Waits for nothing: neither for batches under way nor for a sync.

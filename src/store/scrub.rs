@@ -7,7 +7,7 @@ use crate::error::Error;
 use crate::error::Result;
 #[cfg(doc)]
 use crate::options::Options;
-use crate::snapshot::{Scrubbed, Wanted};
+use crate::snapshot::{ScrubReport, SnapshotRequest};
 
 impl Store {
     /// Reads what lies on disk and is needed, past the cache, as fast as it can: STORE, the kept snapshots with
@@ -34,10 +34,10 @@ impl Store {
     /// # Errors
     /// [`Error::Damaged`] if not even the names in a folder can be read; [`Error::DiskFull`] if STORE or a manifest
     /// is damaged and there is no space to write it anew; [`Error::Poisoned`] after a failure. What keeps the
-    /// snapshot from being taken is told in [`Scrubbed::mended`].
-    pub fn scrub(&self) -> Result<Scrubbed> {
+    /// snapshot from being taken is told in [`ScrubReport::mended`].
+    pub fn scrub(&self) -> Result<ScrubReport> {
         self.check_process()?;
-        self.parts.scrub.run(&Pace::default(), Wanted::default())
+        self.parts.scrub.run(&Pace::default(), SnapshotRequest::default())
     }
 
     /// Waits until so many scrubs have ended since the store was opened, well or not: for tests, which must not

@@ -2,7 +2,7 @@
 
 use remanent_format::{Lsn, Place};
 
-use super::{Parts, Store};
+use super::{Store, StoreParts};
 use crate::device::MemoryStats;
 use crate::error::Result;
 use crate::log::LogStats;
@@ -43,7 +43,7 @@ impl Store {
         if self.check_process().is_err() {
             return Stats::default();
         }
-        let Parts { log, applier, device, arena, staging, snapshots, scrub, .. } = &*self.parts;
+        let StoreParts { log, applier, device, arena, staging, snapshots, scrub, .. } = &*self.parts;
         Stats {
             logged: self.lsn(),
             applied: applier.applied(),
@@ -83,7 +83,7 @@ impl Store {
     /// A device error.
     pub fn trim(&self) -> Result<u64> {
         self.check_process()?;
-        let Parts { applier, device, arena, staging, .. } = &*self.parts;
+        let StoreParts { applier, device, arena, staging, .. } = &*self.parts;
         // Behind the deletes submitted so far.
         applier.turn(|_| Ok(()))?;
         arena.reap_all()?;

@@ -13,7 +13,7 @@ use crate::versions::TableView;
 /// committed meanwhile.
 ///
 /// A view keeps what pages were, some hundred bytes for each change that is committed while it is held, and no page's
-/// bytes: [`ReadView::read`] says so where a page has changed since. A lease keeps one page's bytes.
+/// bytes: [`LiveView::read`] says so where a page has changed since. A lease keeps one page's bytes.
 ///
 /// ```
 /// use remanent::{Error, Options, Place, Store};
@@ -32,7 +32,7 @@ use crate::versions::TableView;
 /// assert!(matches!(view.read(page, 0, &mut [0; 4]), Err(Error::Overtaken { .. })));
 /// # Ok::<(), remanent::Error>(())
 /// ```
-pub struct ReadView<'s> {
+pub struct LiveView<'s> {
     store: &'s Store,
     /// A process that was forked from this one has no views.
     table: ForkGuard<TableView<'s>>,
@@ -40,7 +40,7 @@ pub struct ReadView<'s> {
 
 /// All pages of a store as of one batch, in the order of their ids.
 ///
-/// Made by [`Store::pages`] and [`ReadView::pages`].
+/// Made by [`Store::pages`] and [`LiveView::pages`].
 pub struct Pages<'s> {
     view: PagesView<'s>,
     next: Option<PageId>,
@@ -49,8 +49,8 @@ pub struct Pages<'s> {
 
 /// A view that is listed.
 enum PagesView<'s> {
-    Own(ReadView<'s>),
-    Borrowed(&'s ReadView<'s>),
+    Own(LiveView<'s>),
+    Borrowed(&'s LiveView<'s>),
 }
 
 impl Store {
@@ -59,13 +59,13 @@ impl Store {
     ///
     /// # Errors
     /// [`Error::Forked`].
-    pub fn view(&self) -> Result<ReadView<'_>> {
+    pub fn view(&self) -> Result<LiveView<'_>> {
         self.check_process()?;
-        Ok(ReadView { store: self, table: ForkGuard::new(self.parts.versions.view()) })
+        Ok(LiveView { store: self, table: ForkGuard::new(self.parts.versions.view()) })
     }
 }
 
-impl<'s> ReadView<'s> {
+impl<'s> LiveView<'s> {
     /// The batch as of which everything here is; 0 in a forked child.
     #[must_use]
     pub fn lsn(&self) -> Lsn {
@@ -156,7 +156,7 @@ impl Iterator for Pages<'_> {
 
 impl ExactSizeIterator for Pages<'_> {}
 
-impl std::fmt::Debug for ReadView<'_> {
+impl std::fmt::Debug for LiveView<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("ReadView").field("lsn", &self.lsn()).finish_non_exhaustive()
     }

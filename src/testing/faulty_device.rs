@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 /// A device that passes everything on to another one until its fault strikes.
 pub struct FaultyDevice {
     inner: Arc<dyn Device>,
-    state: Mutex<State>,
+    state: Mutex<FaultState>,
 }
 
 /// A call that can fail.
@@ -47,7 +47,7 @@ pub enum DeviceCall {
 
 /// Which call fails, and how.
 #[derive(Clone, Copy, Debug)]
-pub struct Fault {
+pub struct DeviceFault {
     /// The calls that count; `None` counts all of them.
     pub call: Option<DeviceCall>,
     /// The number of the failing call among them, from 1, counted from when the fault is armed.
@@ -57,8 +57,8 @@ pub struct Fault {
 }
 
 #[derive(Default)]
-struct State {
-    armed: Option<Fault>,
+struct FaultState {
+    armed: Option<DeviceFault>,
     counted: u64,
     lost: Option<Error>,
 }
@@ -71,7 +71,7 @@ impl FaultyDevice {
     }
 
     /// Sets the fault, in place of an earlier one that has not struck.
-    pub fn arm(&self, fault: Fault) {
+    pub fn arm(&self, fault: DeviceFault) {
         let mut state = self.state.lock();
         state.armed = Some(fault);
         state.counted = 0;

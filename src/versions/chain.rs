@@ -20,7 +20,7 @@ pub(super) struct Version<T> {
 }
 
 /// What versions are of.
-pub(super) trait State {
+pub(super) trait VersionState {
     /// The batch that made it.
     fn lsn(&self) -> Lsn;
 }
@@ -133,7 +133,7 @@ pub(super) struct RootState {
 }
 
 /// A version that a reader found.
-pub(super) struct Seen<T>(SwapGuard<Version<T>>);
+pub(super) struct SeenVersion<T>(SwapGuard<Version<T>>);
 
 /// Why a reader found no version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -144,13 +144,13 @@ pub(super) enum Unseen {
     Later(Lsn),
 }
 
-impl State for PageState {
+impl VersionState for PageState {
     fn lsn(&self) -> Lsn {
         self.entry.lsn
     }
 }
 
-impl State for RootState {
+impl VersionState for RootState {
     fn lsn(&self) -> Lsn {
         self.lsn
     }
@@ -227,7 +227,7 @@ impl<T> Drop for Version<T> {
     }
 }
 
-impl<T> Deref for Seen<T> {
+impl<T> Deref for SeenVersion<T> {
     type Target = T;
 
     fn deref(&self) -> &T {
@@ -236,7 +236,10 @@ impl<T> Deref for Seen<T> {
 }
 
 /// The version that is visible at `at`.
-pub(super) fn visible_at<T: State>(newest: &Swap<Version<T>>, at: Lsn) -> Result<Seen<T>, Unseen> {
+pub(super) fn visible_at<T: VersionState>(
+    newest: &Swap<Version<T>>,
+    at: Lsn,
+) -> Result<SeenVersion<T>, Unseen> {
     let mut guard = newest.look();
     let mut unseen = Unseen::Absent;
     loop {
@@ -250,5 +253,5 @@ pub(super) fn visible_at<T: State>(newest: &Swap<Version<T>>, at: Lsn) -> Result
         };
         guard = before;
     }
-    Ok(Seen(guard))
+    Ok(SeenVersion(guard))
 }

@@ -32,20 +32,20 @@ struct Row {
 
 /// Pages with neighbouring ids.
 struct Chunk {
-    slots: [Slot; WIDTH],
+    slots: [PageSlot; WIDTH],
     /// How many slots hold anything: the writer's.
     used: AtomicUsize,
 }
 
 /// One page.
-pub(super) struct Slot {
+pub(super) struct PageSlot {
     /// Its versions.
     pub newest: Swap<Version<PageState>>,
     /// Where its bytes are; 0 while that is not known. The applier says it.
     memory: AtomicU64,
 }
 
-impl Slot {
+impl PageSlot {
     fn new(newest: Option<Arc<Version<PageState>>>, memory: Option<MemoryId>) -> Self {
         let memory = memory.map_or(0, |memory| memory.0);
         Self { newest: Swap::new(newest), memory: AtomicU64::new(memory) }
@@ -88,9 +88,9 @@ impl Directory {
             };
             let mut used = 0;
             let slots = array::from_fn(|slot| {
-                let Some((version, memory)) = of_chunk(slot) else { return Slot::new(None, None) };
+                let Some((version, memory)) = of_chunk(slot) else { return PageSlot::new(None, None) };
                 used += 1;
-                Slot::new(Some(version), memory)
+                PageSlot::new(Some(version), memory)
             });
             let chunk = Arc::new(Chunk { slots, used: AtomicUsize::new(used) });
             if rows.last().is_none_or(|(last, _)| *last != row) {
@@ -104,7 +104,7 @@ impl Directory {
     }
 
     /// What `look` makes of a page's slot, where there is one.
-    pub fn look<R>(&self, page: PageId, look: impl FnOnce(&Slot) -> R) -> Option<R> {
+    pub fn look<R>(&self, page: PageId, look: impl FnOnce(&PageSlot) -> R) -> Option<R> {
         let (row, at, slot) = place(page.0);
         let rows = self.rows.look();
         let rows = rows.as_ref()?;
@@ -118,7 +118,8 @@ impl Directory {
         let (row, at, slot) = place(page.0);
         let row = self.row_or_new(row);
         let chunk = row.chunks[at].get().unwrap_or_else(|| {
-            let chunk = Chunk { slots: array::from_fn(|_| Slot::new(None, None)), used: AtomicUsize::new(0) };
+            let chunk =
+                Chunk { slots: array::from_fn(|_| PageSlot::new(None, None)), used: AtomicUsize::new(0) };
             let chunk = Arc::new(chunk);
             row.chunks[at].set(Some(chunk.clone()));
             row.used.fetch_add(1, Ordering::Relaxed);
@@ -171,7 +172,7 @@ impl Directory {
     }
 
     /// What `look` makes of the first slot from this id on of which it makes anything.
-    pub fn find<R>(&self, from: PageId, look: impl Fn(PageId, &Slot) -> Option<R>) -> Option<R> {
+    pub fn find<R>(&self, from: PageId, look: impl Fn(PageId, &PageSlot) -> Option<R>) -> Option<R> {
         let (mut row_from, mut chunk_from, mut slot_from) = place(from.0);
         let rows = self.rows.get()?;
         let first = rows.partition_point(|(number, _)| *number < row_from);

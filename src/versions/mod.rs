@@ -28,7 +28,7 @@
 
 mod chain;
 mod directory;
-mod recent;
+mod recent_pages;
 #[cfg(test)]
 mod tests;
 
@@ -39,8 +39,8 @@ use remanent_format::state::table::{Changes, PageEntry};
 use remanent_format::{Key, Lsn, Metadata, PageId, PageInfo, PageTable};
 
 use self::chain::{PageState, RootState, SeenPage, Unseen, Version, visible_at};
-use self::directory::{Directory, Slot};
-use self::recent::Recent;
+use self::directory::{Directory, PageSlot};
+use self::recent_pages::RecentPages;
 use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::base::sync::{Map, Mutex, Swap};
 use crate::device::MemoryId;
@@ -60,20 +60,20 @@ pub(crate) struct Versions {
     root: Swap<Version<RootState>>,
     /// The newest batch that is logged, where batches are appended before they are logged.
     logged: Option<Arc<AtomicU64>>,
-    written: Written,
+    written: WriteMarks,
     views: Views,
 }
 
 /// What each batch changes, in one line of a cache: committers hand it from core to core.
 #[repr(align(64))]
-struct Written {
+struct WriteMarks {
     /// The newest batch of which all versions are in place.
     installed: AtomicU64,
     writer: Mutex<Writer>,
 }
 
 #[cfg(not(shuttle))]
-const _: () = assert!(size_of::<Written>() == 64);
+const _: () = assert!(size_of::<WriteMarks>() == 64);
 
 /// How many views there are, by their Lsn. Apart from what every reader loads.
 #[repr(align(64))]
@@ -84,7 +84,7 @@ struct Views(Mutex<BTreeMap<Lsn, usize>>);
 #[derive(Default)]
 struct Writer {
     /// Pages changed lately.
-    recent: Recent,
+    recent: RecentPages,
     /// Versions with others before them, in the order of their batches.
     superseded: VecDeque<Superseded>,
     /// A batch that all marks and views have reached.
@@ -127,7 +127,7 @@ impl Versions {
             keys,
             root: Swap::new(Some(Version::new(root, None))),
             logged,
-            written: Written { installed: AtomicU64::new(table.lsn().0), writer: Mutex::default() },
+            written: WriteMarks { installed: AtomicU64::new(table.lsn().0), writer: Mutex::default() },
             views: Views::default(),
         }
     }
@@ -219,7 +219,7 @@ impl Versions {
     pub fn replace(&self, lsn: Lsn, pages: &[PageInfo], root: &Arc<Metadata>) {
         let staying: HashSet<PageId> = pages.iter().map(|info| info.page).collect();
         let mut gone = Vec::new();
-        let is_gone = |page: PageId, slot: &Slot| {
+        let is_gone = |page: PageId, slot: &PageSlot| {
             let newest = slot.newest.look();
             (newest.as_ref()?.state.page().is_some() && !staying.contains(&page)).then_some(page)
         };
@@ -298,7 +298,7 @@ impl Versions {
     /// Puts a newer version into the slot of a page that has one; gives it, and whether the page was there before.
     fn supersede(
         &self,
-        slot: &Slot,
+        slot: &PageSlot,
         lsn: Lsn,
         page: PageId,
         info: Option<&PageInfo>,
@@ -362,7 +362,7 @@ impl Versions {
     }
 
     /// Forgets a page that is gone, unless a restore brought it back.
-    fn forget(&self, recent: &mut Recent, page: PageId, version: &Arc<Version<PageState>>) {
+    fn forget(&self, recent: &mut RecentPages, page: PageId, version: &Arc<Version<PageState>>) {
         let is_it = |newest: &Arc<Version<PageState>>| Arc::ptr_eq(newest, version);
         if !self.pages.look(page, |slot| slot.newest.look().as_ref().is_some_and(is_it)).unwrap_or(false) {
             return;

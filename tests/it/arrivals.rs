@@ -8,7 +8,7 @@ use std::thread;
 
 use remanent::device::host::HostDevice;
 use remanent::device::{Command, CommandList, Lane, RawStream};
-use remanent::testing::faulty_device::{DeviceCall, Fault, FaultyDevice};
+use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{DeviceBytes, Direction, Error, PageId, Result, Shadow, Store, Width, WriteBatch};
@@ -161,7 +161,7 @@ fn an_error_of_the_device_in_reading_or_writing_bytes_poisons_the_store() {
             let device = Arc::new(FaultyDevice::new(late.clone()));
             let store = open(&SimDisk::new(), device.clone());
             let memory = store.device_bytes(LEN, PLACE).unwrap().on(late.stream());
-            device.arm(Fault { call: Some(call), nth: 1, context_lost: false });
+            device.arm(DeviceFault { call: Some(call), nth: 1, context_lost: false });
             let error = if reads { memory.read(0, &mut [0]) } else { memory.write(0, &[1]) }.unwrap_err();
             assert!(
                 matches!(error, Error::Poisoned(_)) && error.to_string().contains("as arranged"),

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use remanent::device::host::HostDevice;
 use remanent::device::{Command, CommandList, Device, Fence, Lane, Pending, StagingSpan};
-use remanent::testing::faulty_device::{DeviceCall, Fault, FaultyDevice};
+use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{Error, Key, Options, PageId, Result, Store};
@@ -242,7 +242,7 @@ fn an_error_of_the_device_in_an_audit_poisons_the_store() {
         let device = Arc::new(FaultyDevice::new(Arc::new(HostDevice::new())));
         let store = open(device.clone());
         page(&store, &[1; 40_000]);
-        device.arm(Fault { call: Some(call), nth: 1, context_lost: false });
+        device.arm(DeviceFault { call: Some(call), nth: 1, context_lost: false });
         // Staging that lies idle would do for a few sums: there is none.
         store.trim().unwrap();
         let error = store.audit().unwrap_err();

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use remanent::device::host::HostDevice;
 use remanent::device::{Command, CommandList, Device, Lane};
-use remanent::testing::faulty_device::{Fault, FaultyDevice};
+use remanent::testing::faulty_device::{DeviceFault, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{Budget, DeviceBytes, Error, Options, PageId, Place, Store, Width, WriteBatch};
@@ -311,7 +311,7 @@ fn an_error_of_the_device_leaves_the_batch_whole_or_undone() {
             let mut batch = store.batch();
             batch.write_device(page, 0, &bytes);
             batch.scatter_device(page, Width::W1, &indices, &bytes.part(0..2).unwrap());
-            device.arm(Fault { call: None, nth, context_lost: false });
+            device.arm(DeviceFault { call: None, nth, context_lost: false });
             let outcome = store.commit(batch);
             let struck = device.struck();
             let (logged, last) = (store.lsn().0 == 2, outcome.as_ref().err());

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use remanent::disk::Disk;
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{
-    Error, FileName, Folder, Lsn, Metadata, Options, PageId, Place, RestorePoint, Retention, Snapshot, Store,
+    Error, FileName, Folder, Lsn, Metadata, Options, PageId, Place, Retention, StatePoint, Store, View,
 };
 use remanent_format::image::{ImageFileHeader, ImagePurpose};
 use remanent_format::log::LogWalk;
@@ -40,7 +40,7 @@ fn create(store: &Store, seed: u64) -> PageId {
     store.commit(batch).unwrap().pages[0]
 }
 
-fn read(past: &Snapshot, page: PageId) -> Vec<u8> {
+fn read(past: &View, page: PageId) -> Vec<u8> {
     let mut bytes = vec![0; PAGE_LEN];
     past.read(page, 0, &mut bytes).unwrap();
     bytes
@@ -307,13 +307,13 @@ fn states_below_the_floor_are_outside_the_window_and_named_ones_stay() {
     store.snapshot().unwrap();
     let source: Arc<dyn Disk> = Arc::new(disk.clone());
     let check = |when: &str| {
-        let error = Snapshot::open_on(&source, Some(&RestorePoint::Lsn(gone))).map(|_| ()).unwrap_err();
+        let error = View::open_on(&source, Some(&StatePoint::Lsn(gone))).map(|_| ()).unwrap_err();
         let said = error.to_string();
         let Error::OutsideWindow { asked, oldest, newest, below } = error else { panic!("{when}: {said}") };
         assert_eq!((asked, oldest, newest), (gone, Lsn(3), Lsn(3)), "{when}");
         assert_eq!(below, [named.end], "{when}");
         assert!(said.ends_with("of older states it has that at batch 1"), "{said}");
-        let first = Snapshot::open_on(&source, Some(&RestorePoint::Name("first".to_owned()))).unwrap();
+        let first = View::open_on(&source, Some(&StatePoint::Name("first".to_owned()))).unwrap();
         let bytes = read(&first, page);
         assert_eq!((first.lsn(), &bytes), (named.end, &then.contents[&page]), "{when}");
     };
@@ -345,7 +345,7 @@ fn states_behind_a_restore_of_which_the_table_went_are_outside_the_window() {
     assert_eq!(tables, []);
     let source: Arc<dyn Disk> = Arc::new(disk.clone());
     for asked in [first, behind] {
-        let error = Snapshot::open_on(&source, Some(&RestorePoint::Lsn(asked))).map(|_| ()).unwrap_err();
+        let error = View::open_on(&source, Some(&StatePoint::Lsn(asked))).map(|_| ()).unwrap_err();
         assert!(matches!(error, Error::OutsideWindow { .. }), "{asked}: {error}");
         assert!(matches!(store.restore_to(asked), Err(Error::OutsideWindow { .. })), "{asked}");
     }
@@ -369,7 +369,7 @@ fn all_of_the_log_is_kept_while_it_is_shorter_than_is_wanted() {
     assert_eq!(store.snapshots().len(), 2);
     let source: Arc<dyn Disk> = Arc::new(disk.clone());
     for (lsn, state) in (1..).zip(&states) {
-        let past = Snapshot::open_on(&source, Some(&RestorePoint::Lsn(Lsn(lsn)))).unwrap();
+        let past = View::open_on(&source, Some(&StatePoint::Lsn(Lsn(lsn)))).unwrap();
         assert_eq!(read(&past, page), state.contents[&page], "batch {lsn}");
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
-use remanent::testing::sim_disk::{EIO, Fault, Operation, SimDisk};
+use remanent::testing::sim_disk::{DiskFault, EIO, Operation, SimDisk};
 use remanent::{
     Ack, Epoch, Error, FileName, Folder, Key, Metadata, Options, PageId, Place, Remedy, Store, StoreId,
     WriteBatch,
@@ -235,7 +235,7 @@ fn images_that_cannot_be_written_poison_and_nothing_is_logged() {
         let state = State::of(&store);
         // What is created, written and synced now are images.
         until_segments_are_made(&disk);
-        disk.fail(Fault { operation, skip: 0, times: 1, errno: EIO });
+        disk.fail(DiskFault { operation, skip: 0, times: 1, errno: EIO });
         let mut batch = store.batch();
         create_pages(&mut batch, 1..4);
         let error = store.commit(batch).unwrap_err();

@@ -7,7 +7,7 @@
 
 use std::collections::BTreeSet;
 
-use remanent::testing::sim_disk::{ENOSPC, Fault, Moment, Operation, SimDisk};
+use remanent::testing::sim_disk::{DiskFault, ENOSPC, Moment, Operation, SimDisk};
 use remanent::{
     Compression, Error, FileName, Metadata, Options, PageId, Place, Shadow, SnapshotInfo, Store, Width,
     WriteBatch,
@@ -154,7 +154,7 @@ fn changes_are_not_forgotten_by_a_snapshot_that_fails() {
     // Once, and perhaps of a call of who makes segments beside it.
     for operation in [Operation::Create, Operation::Write, Operation::SyncFolder] {
         for skip in 0..3 {
-            let fault = Fault { operation, skip, times: 1, errno: ENOSPC };
+            let fault = DiskFault { operation, skip, times: 1, errno: ENOSPC };
             fails(&format!("{operation:?}, {skip}"), &|disk| disk.fail(fault));
         }
     }

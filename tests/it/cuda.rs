@@ -10,9 +10,9 @@ use std::process::{Command as Process, Output};
 use std::sync::Arc;
 
 use remanent::device::cuda::CudaDevice;
-use remanent::device::cuda::resource::{DriverMemory, Limited, Pool};
+use remanent::device::cuda::resource::{DriverMemory, LimitedMemory, Pool};
 use remanent::device::host::HostDevice;
-use remanent::device::multi::SeveralDevices;
+use remanent::device::multi::MultiDevice;
 use remanent::device::{
     Command, CommandList, Device, Lane, MemoryId, Payload, Piece, PieceKind, Span, Staging, StagingSpan,
 };
@@ -180,7 +180,7 @@ fn a_million_allocations_leave_no_growth() {
 fn what_is_asked_for_at_once_gives_nothing_back_to_the_driver() {
     const IDLE: u64 = 18 << 20;
     let Some(_) = gpu::device() else { return };
-    let memory = Pool::new(Limited::new(DriverMemory::of(0).unwrap(), 20 << 20));
+    let memory = Pool::new(LimitedMemory::new(DriverMemory::of(0).unwrap(), 20 << 20));
     let gpu = CudaDevice::open_with(0, Arc::new(memory)).unwrap();
     gpu.release(gpu.allocate(PLACE, IDLE).unwrap()).unwrap();
     let refused = gpu.allocate_at_once(PLACE, 4 << 20).unwrap_err();
@@ -238,7 +238,7 @@ fn a_long_read_without_room_waits_for_no_caller() {
     const LEN: u64 = 20 << 20;
     gpu::alone(|| {
         let Some(caller) = Caller::new() else { return };
-        let memory = Pool::new(Limited::new(DriverMemory::of(0).unwrap(), 3 * LEN));
+        let memory = Pool::new(LimitedMemory::new(DriverMemory::of(0).unwrap(), 3 * LEN));
         let gpu = CudaDevice::open_with(0, Arc::new(memory)).unwrap();
         let store = Store::open_on(Arc::new(SimDisk::new()), Arc::new(gpu), Options::default()).unwrap();
         let mut batch = store.batch();
@@ -559,7 +559,7 @@ fn a_gpu_within_another_device_takes_memory_of_the_callers_too() {
     let wrapped: [(Arc<dyn Device>, Place); 3] = [
         (Arc::new(LateDevice::seeded(gpu.clone(), 1)), Place::Device(0)),
         (Arc::new(FaultyDevice::new(gpu.clone())), Place::Device(0)),
-        (Arc::new(SeveralDevices::new(vec![host, gpu])), Place::Device(1)),
+        (Arc::new(MultiDevice::new(vec![host, gpu])), Place::Device(1)),
     ];
     for (device, place) in wrapped {
         let memory = callers.allocate(PLACE, 64).unwrap();

@@ -11,7 +11,7 @@ use remanent::device::{
     Command, CommandList, Device, Fence, IndexList, Lane, MemoryId, PageBytes, Payload, Pending, Piece,
     PieceKind, RawStream, Selection, Span, Staging, StagingMemory, StagingSpan,
 };
-use remanent::testing::faulty_device::{DeviceCall, Fault, FaultyDevice};
+use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::late_device::{LateDevice, POISON};
 use remanent::{Error, Place, Remedy, Width};
 
@@ -388,7 +388,7 @@ fn an_arranged_fault_strikes_its_call_and_is_passed_through() {
             for (call, make) in rows {
                 let device = FaultyDevice::new(Arc::new(DoesNothing));
                 let memories = [(); 3].map(|()| device.allocate(PLACE, 1).unwrap());
-                device.arm(Fault { call: counted.then_some(call), nth: 2, context_lost });
+                device.arm(DeviceFault { call: counted.then_some(call), nth: 2, context_lost });
                 make(&device, memories[0]).unwrap();
                 assert!(!device.struck());
                 let error = make(&device, memories[1]).unwrap_err();
@@ -501,7 +501,7 @@ fn a_fault_beneath_a_late_device_stops_the_lane_and_what_waits_for_it() {
     let failing = submit(&device, Lane::Apply, fill(span(memory, 0, 4), 2), vec![]);
     device.after(Lane::Drain, failing.fence()).unwrap();
     let behind = submit(&device, Lane::Drain, fill(span(memory, 0, 4), 3), vec![]).fence();
-    faulty.arm(Fault { call: Some(DeviceCall::Submit), nth: 2, context_lost: false });
+    faulty.arm(DeviceFault { call: Some(DeviceCall::Submit), nth: 2, context_lost: false });
     assert!(matches!(device.wait(behind), Err(Error::Device { .. })));
     assert!(matches!(failing.finish(&device), Err(Error::Device { .. })));
     device.wait(before).unwrap();

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use remanent::disk::dir::{DirDisk, DirReader};
 use remanent::disk::{Disk, DiskFile};
-use remanent::{Create, Error, FileName, Folder, LogIo, Options, Remedy, RestorePoint, Result, Store};
+use remanent::{Create, Error, FileName, Folder, LogIo, Options, Remedy, Result, StatePoint, Store};
 use remanent_format::ReadAt;
 use rustix::thread::CapabilitySet;
 
@@ -266,7 +266,7 @@ fn messages_say_what_is_wrong() {
     let text = Store::open(directory.path().join("store"), options()).unwrap_err().to_string();
     assert!(text.contains(" UTC") && !text.contains("Unix"), "{text}");
     store.commit(store.batch()).unwrap();
-    let refused = store.fork(directory.path().join("store"), &RestorePoint::Lsn(store.lsn())).unwrap_err();
+    let refused = store.fork(directory.path().join("store"), &StatePoint::Lsn(store.lsn())).unwrap_err();
     let text = refused.to_string();
     assert!(text.contains("not empty (it holds STORE)") && !text.contains("no file of a store"), "{text}");
 }

@@ -8,7 +8,7 @@ use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{Error, FileName, Folder, Metadata, Options, PageId, PageInfo, Store};
-use remanent_format::state::rebuild::Rebuilt;
+use remanent_format::state::rebuild::RebuiltStore;
 
 pub use crate::archive::Files;
 
@@ -93,7 +93,7 @@ impl State {
     }
 
     /// The state that a rebuild computed.
-    pub fn rebuilt(rebuilt: &Rebuilt) -> Self {
+    pub fn rebuilt(rebuilt: &RebuiltStore) -> Self {
         Self {
             pages: rebuilt.table.pages().collect(),
             contents: rebuilt.contents.clone(),

@@ -5,8 +5,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use remanent::disk::Disk;
-use remanent::testing::sim_disk::{Plan, SimDisk};
-use remanent::{Create, Error, FileName, Lsn, PageId, Place, RestorePoint, Snapshot, Store};
+use remanent::testing::sim_disk::{CrashPlan, SimDisk};
+use remanent::{Create, Error, FileName, Lsn, PageId, Place, StatePoint, Store, View};
 
 use crate::files::{Files, State, open, open_with, small};
 use crate::past::Unlockable;
@@ -41,12 +41,12 @@ fn work(store: &Store) -> (Vec<PageId>, Lsn) {
     (pages.clone(), rewrite(store, &pages[2..]))
 }
 
-fn at(disk: &SimDisk, lsn: Lsn) -> Snapshot {
+fn at(disk: &SimDisk, lsn: Lsn) -> View {
     let disk: Arc<dyn Disk> = Arc::new(disk.clone());
-    Snapshot::open_on(&disk, Some(&RestorePoint::Lsn(lsn))).unwrap()
+    View::open_on(&disk, Some(&StatePoint::Lsn(lsn))).unwrap()
 }
 
-fn fork(old: &Snapshot, target: &SimDisk) -> Result<remanent::StoreId, Error> {
+fn fork(old: &View, target: &SimDisk) -> Result<remanent::StoreId, Error> {
     old.fork_on(&(Arc::new(target.clone()) as Arc<dyn Disk>))
 }
 
@@ -60,13 +60,13 @@ fn a_fork_is_whole_or_not_there() {
     let expected = State::of(&store);
     rewrite(&store, &pages);
     let unlinkable: Arc<dyn Disk> = Arc::new(Unlockable(source.clone()));
-    let copied = Snapshot::open_on(&unlinkable, Some(&RestorePoint::Lsn(lsn))).unwrap();
+    let copied = View::open_on(&unlinkable, Some(&StatePoint::Lsn(lsn))).unwrap();
     for (old, links) in [(at(&source, lsn), 1), (copied, 0)] {
         let target = SimDisk::new();
         let id = fork(&old, &target).unwrap();
         assert_eq!(target.history().iter().filter(|event| event.starts_with("link")).count(), links);
         let (mut whole, mut absent) = (0, 0);
-        target.power_images(&Plan::default(), |image| {
+        target.power_images(&CrashPlan::default(), |image| {
             match open_with(&image.disk, small().create(Create::Never)) {
                 Ok(fork) => {
                     whole += 1;
@@ -177,13 +177,13 @@ fn a_fork_shares_image_files() {
     let store = Store::open(&path, options()).unwrap();
     let (pages, lsn) = work(&store);
     let expected = State::of(&store);
-    store.fork(&first, &RestorePoint::Lsn(lsn)).unwrap();
+    store.fork(&first, &StatePoint::Lsn(lsn)).unwrap();
     assert_eq!(links(&path).iter().max(), Some(&2));
     assert_eq!(links(&first), [2, 1], "shared images, and those of the pages that changed since");
 
     // The fork of a fork shares with both.
     let forked = Store::open(&first, options()).unwrap();
-    forked.fork(&second, &RestorePoint::Lsn(lsn)).unwrap();
+    forked.fork(&second, &StatePoint::Lsn(lsn)).unwrap();
     drop(forked);
     assert_eq!(links(&second), [3, 2]);
 

@@ -10,9 +10,7 @@ use remanent::device::host::HostDevice;
 use remanent::device::{Command, CommandList, Device, Lane, RawStream, Span, StagingSpan};
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{
-    Ack, Budget, Error, Key, Lease, Options, PageId, Place, RestorePoint, Snapshot, Store, WriteBatch,
-};
+use remanent::{Ack, Budget, Error, Key, Lease, Options, PageId, Place, StatePoint, Store, View, WriteBatch};
 
 const LEN: u64 = 64;
 const PLACE: Place = Place::Device(0);
@@ -344,9 +342,9 @@ fn an_exact_snapshot_and_a_lease_keep_a_page_apart() {
         bench.device.hold(stream, false);
         bench.device.synchronize(stream).unwrap();
         assert_eq!(*seen.lock().unwrap(), [page_of(2)]);
-        let at = RestorePoint::Snapshot(exact.id);
+        let at = StatePoint::Snapshot(exact.id);
         let disk: Arc<dyn remanent::disk::Disk> = Arc::new(bench.disk.clone());
-        let old = Snapshot::open_on(&disk, Some(&at)).unwrap();
+        let old = View::open_on(&disk, Some(&at)).unwrap();
         let mut bytes = page_of(0);
         match old.read(bench.page, 0, &mut bytes) {
             Ok(_) => assert_eq!(bytes, page_of(exact.end.0 as u8)),

@@ -7,7 +7,7 @@ use remanent::device::Device;
 use remanent::device::host::HostDevice;
 use remanent::disk::dir::{DirDisk, DirReader};
 use remanent::testing::late_device::LateDevice;
-use remanent::{Compression, Options, PageId, Place, Restore, SnapshotInfo, Store};
+use remanent::{Compression, Options, PageId, PageLoad, Place, SnapshotInfo, Store};
 use remanent_format::state::survey::Survey;
 use remanent_format::{Defect, FileName, Folder};
 
@@ -74,13 +74,17 @@ fn images_of_every_length_come_back() {
         let devices: [Arc<dyn Device>; 2] = [Arc::new(HostDevice::new()), Arc::new(late())];
         for device in devices {
             let label = device.label();
-            for restore in [Restore::Eager, Restore::OnDemand] {
-                let options = Options::default().compression(compression).restore(restore);
+            for restore in [PageLoad::Eager, PageLoad::OnDemand] {
+                let options = Options::default().compression(compression).page_load(restore);
                 let disk = Arc::new(DirDisk::new(directory.path()));
                 let store = Store::open_on(disk, device.clone(), options).unwrap();
                 assert_eq!(store.recovered().replayed_batches, 0, "{label}");
-                let cold = if restore == Restore::Eager { 0 } else { LENS.len() as u64 - 1 };
-                assert_eq!(store.recovered().cold_pages, cold, "all but the one that is empty, on {label}");
+                let cold = if restore == PageLoad::Eager { 0 } else { LENS.len() as u64 - 1 };
+                assert_eq!(
+                    store.recovered().unloaded_pages,
+                    cold,
+                    "all but the one that is empty, on {label}"
+                );
                 check(&store, &label);
             }
         }

@@ -11,8 +11,8 @@ use remanent::device::{Command, CommandList, Device, Lane, MemoryId, Pending};
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::{Moment, Operation, SimDisk};
 use remanent::{
-    Cold, Compression, Direction, Error, FileName, Lsn, Options, PageId, Place, Remedy, Restore, Result,
-    Shadow, SnapshotId, Store, Width,
+    Compression, Direction, Error, FileName, Lsn, Options, PageId, PageLoad, Place, Remedy, Result, Shadow,
+    SnapshotId, Store, UnloadedPages, Width,
 };
 use remanent_format::state::survey::Survey;
 
@@ -82,16 +82,16 @@ impl Device for Gate {
     }
 }
 
-fn options(restore: Restore) -> Options {
-    let options = Options::default().segment_len(64 << 10).restore(restore);
+fn options(restore: PageLoad) -> Options {
+    let options = Options::default().segment_len(64 << 10).page_load(restore);
     options.snapshot_log_bytes(None).snapshot_interval(None).scrub_interval(None)
 }
 
-fn open_on(disk: &SimDisk, device: Arc<dyn Device>, restore: Restore) -> Result<Store> {
+fn open_on(disk: &SimDisk, device: Arc<dyn Device>, restore: PageLoad) -> Result<Store> {
     Store::open_on(Arc::new(disk.clone()), device, options(restore))
 }
 
-fn open(disk: &SimDisk, restore: Restore) -> Result<Store> {
+fn open(disk: &SimDisk, restore: PageLoad) -> Result<Store> {
     open_on(disk, Arc::new(HostDevice::new()), restore)
 }
 
@@ -114,7 +114,7 @@ fn read(store: &Store, page: PageId) -> Result<Vec<u8>> {
 /// A closed store of which each page has a snapshot's image in a file of its own, and one page changed since.
 fn closed() -> SimDisk {
     let disk = SimDisk::new();
-    let store = open(&disk, Restore::Eager).unwrap();
+    let store = open(&disk, PageLoad::Eager).unwrap();
     for page in (1..=PAGES).map(PageId) {
         let mut batch = store.batch();
         let new = batch.create(LEN, Place::Host);
@@ -152,11 +152,11 @@ fn image_of(disk: &SimDisk, page: PageId) -> (FileName, u64) {
 fn a_store_is_in_use_before_its_pages_are_loaded() {
     let disk = closed();
     let device = Gate::closed();
-    let store = open_on(&disk, device.clone(), Restore::OnDemand).unwrap();
+    let store = open_on(&disk, device.clone(), PageLoad::OnDemand).unwrap();
     let _at_last = OpenAtLast(device.clone());
-    let cold = store.cold();
+    let cold = store.unloaded_pages();
     assert_eq!((cold.pages, cold.bytes), (PAGES - 1, (PAGES - 1) * LEN));
-    assert_eq!(store.recovered().cold_pages, PAGES - 1);
+    assert_eq!(store.recovered().unloaded_pages, PAGES - 1);
     // What the log changed is there, and so is what is new.
     assert_eq!(read(&store, CHANGED).unwrap(), contents()[&CHANGED]);
     let mut batch = store.batch();
@@ -174,21 +174,21 @@ fn a_store_is_in_use_before_its_pages_are_loaded() {
     assert_eq!((snapshot.pages, store.snapshots().len()), (PAGES + 1, before + 1));
     let now = Files::of(&disk).0;
     assert_eq!(files.iter().find(|file| !now.contains_key(file)), None);
-    assert_eq!(store.cold(), cold);
+    assert_eq!(store.unloaded_pages(), cold);
 
     std::thread::scope(|scope| {
         let reader = scope.spawn(|| read(&store, LAST));
         device.open();
         assert!(reader.join().unwrap().unwrap() == content(LAST));
     });
-    store.wait_warm().unwrap();
-    assert_eq!(store.cold(), Cold::default());
+    store.wait_loaded().unwrap();
+    assert_eq!(store.unloaded_pages(), UnloadedPages::default());
     check(&store);
     // Now it is as if all had been loaded at once.
     store.snapshot().unwrap();
     assert_eq!(store.snapshots().len(), 2);
     store.close().unwrap();
-    check(&open(&disk, Restore::Eager).unwrap());
+    check(&open(&disk, PageLoad::Eager).unwrap());
     assert_eq!(*device.live.lock().unwrap(), 0);
 }
 
@@ -246,7 +246,7 @@ fn whoever_needs_a_page_waits_for_it() {
     let disk = closed();
     for (name, work) in uses {
         let expected = {
-            let store = open(&disk.after_power_cut(), Restore::Eager).unwrap();
+            let store = open(&disk.after_power_cut(), PageLoad::Eager).unwrap();
             work(&store).unwrap();
             State::of(&store)
         };
@@ -254,7 +254,7 @@ fn whoever_needs_a_page_waits_for_it() {
             [Arc::new(HostDevice::new()), Arc::new(LateDevice::seeded(Arc::new(HostDevice::new()), 3))];
         for inner in inner {
             let (disk, device) = (disk.after_power_cut(), Gate::new(inner));
-            let store = open_on(&disk, device.clone(), Restore::OnDemand).unwrap();
+            let store = open_on(&disk, device.clone(), PageLoad::OnDemand).unwrap();
             std::thread::scope(|scope| {
                 let _at_last = OpenAtLast(device.clone());
                 let user = scope.spawn(|| work(&store));
@@ -269,7 +269,7 @@ fn whoever_needs_a_page_waits_for_it() {
             assert_eq!(State::of(&store), expected, "{name}");
             store.close().unwrap();
             assert_eq!(*device.live.lock().unwrap(), 0, "{name}: page memory was not given back");
-            assert_eq!(State::of(&open(&disk, Restore::Eager).unwrap()), expected, "{name}, later");
+            assert_eq!(State::of(&open(&disk, PageLoad::Eager).unwrap()), expected, "{name}, later");
         }
     }
 }
@@ -279,7 +279,7 @@ fn whoever_needs_a_page_waits_for_it() {
 #[test]
 fn a_snapshot_waits_for_the_cold_pages_that_it_writes_again() {
     let disk = SimDisk::new();
-    let options = options(Restore::Eager).compression(Compression::Off);
+    let options = options(PageLoad::Eager).compression(Compression::Off);
     let store = Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options).unwrap();
     commit(&store, |batch| {
         for page in (1..=PAGES).map(PageId) {
@@ -296,8 +296,8 @@ fn a_snapshot_waits_for_the_cold_pages_that_it_writes_again() {
     let (file, _) = image_of(&disk, LAST);
 
     let device = Gate::closed();
-    let store = open_on(&disk, device.clone(), Restore::OnDemand).unwrap();
-    assert_eq!(store.cold().pages, 2);
+    let store = open_on(&disk, device.clone(), PageLoad::OnDemand).unwrap();
+    assert_eq!(store.unloaded_pages().pages, 2);
     std::thread::scope(|scope| {
         let _at_last = OpenAtLast(device.clone());
         let taker = scope.spawn(|| store.snapshot());
@@ -316,7 +316,7 @@ fn a_snapshot_waits_for_the_cold_pages_that_it_writes_again() {
     };
     check(&store);
     store.close().unwrap();
-    check(&open(&disk, Restore::Eager).unwrap());
+    check(&open(&disk, PageLoad::Eager).unwrap());
 }
 
 /// It was loaded by a store that is closed, so that the next one has not loaded its page for it.
@@ -324,13 +324,13 @@ fn a_snapshot_waits_for_the_cold_pages_that_it_writes_again() {
 fn a_working_copy_that_outlives_its_store_is_captured_when_its_page_is_loaded() {
     let (disk, device) = (closed(), Gate::closed());
     device.open();
-    let store = open_on(&disk, device.clone(), Restore::Eager).unwrap();
+    let store = open_on(&disk, device.clone(), PageLoad::Eager).unwrap();
     let copy = store.working_copy(LAST, Width::W1, Shadow::Page).unwrap();
     copy.bytes().write(9, b"captured").unwrap();
     store.close().unwrap();
 
     *device.is_open.lock().unwrap() = false;
-    let store = open_on(&disk, device.clone(), Restore::OnDemand).unwrap();
+    let store = open_on(&disk, device.clone(), PageLoad::OnDemand).unwrap();
     std::thread::scope(|scope| {
         let _at_last = OpenAtLast(device.clone());
         let user = scope.spawn(|| commit(&store, |batch| _ = batch.capture(&copy)));
@@ -353,7 +353,7 @@ fn damage_is_told_by_its_page_and_found_again_by_an_eager_open() {
     let disk = closed();
     let (file, offset) = image_of(&disk, LAST);
     disk.damage(file, offset + 100, &[content(LAST)[100] ^ 1]);
-    let store = open(&disk, Restore::OnDemand).unwrap();
+    let store = open(&disk, PageLoad::OnDemand).unwrap();
     let is_it = |error: &Error| {
         assert_eq!((error.file(), error.offset()), (Some(file), Some(offset)), "{error}");
         assert_eq!(error.remedy(), Remedy::Inspect, "{error}");
@@ -363,12 +363,12 @@ fn damage_is_told_by_its_page_and_found_again_by_an_eager_open() {
         assert!(matches!(error, Error::Damaged(_)), "{error}");
         is_it(&error);
     }
-    let error = store.wait_warm().unwrap_err();
+    let error = store.wait_loaded().unwrap_err();
     is_it(&error);
     for (page, expected) in contents().into_iter().filter(|(page, _)| *page != LAST) {
         assert!(read(&store, page).unwrap() == expected, "page {page}");
     }
-    assert_eq!(store.cold(), Cold::default());
+    assert_eq!(store.unloaded_pages(), UnloadedPages::default());
     let refused = commit(&store, |batch| _ = batch.set_root("step", 1_u64)).unwrap_err();
     assert!(matches!(refused, Error::Poisoned(_)), "{refused}");
     is_it(&refused);
@@ -377,7 +377,7 @@ fn damage_is_told_by_its_page_and_found_again_by_an_eager_open() {
     }
     is_it(&store.close().unwrap_err());
 
-    let store = open(&disk, Restore::Eager).unwrap();
+    let store = open(&disk, PageLoad::Eager).unwrap();
     assert_eq!(store.recovered().snapshot, Some(SnapshotId(PAGES - 1)));
     let [damage] = &store.recovered().harmless[..] else { panic!("{:?}", store.recovered()) };
     assert_eq!((damage.file, damage.offset), (file, offset));
@@ -388,7 +388,7 @@ fn damage_is_told_by_its_page_and_found_again_by_an_eager_open() {
 #[test]
 fn damage_takes_no_neighbour_along() {
     let disk = SimDisk::new();
-    let store = open(&disk, Restore::Eager).unwrap();
+    let store = open(&disk, PageLoad::Eager).unwrap();
     let mut batch = store.batch();
     for page in (1..=PAGES).map(PageId) {
         let new = batch.create(LEN, Place::Host);
@@ -399,7 +399,7 @@ fn damage_takes_no_neighbour_along() {
     store.close().unwrap();
     let (file, offset) = image_of(&disk, PageId(5));
     disk.damage(file, offset, &[!content(PageId(5))[0]]);
-    let store = open(&disk, Restore::OnDemand).unwrap();
+    let store = open(&disk, PageLoad::OnDemand).unwrap();
     for page in (1..=PAGES).map(PageId) {
         match read(&store, page) {
             Ok(bytes) => assert!(page != PageId(5) && bytes == content(page), "page {page}"),
@@ -412,7 +412,7 @@ fn damage_takes_no_neighbour_along() {
 #[test]
 fn a_snapshot_that_nothing_records_is_loaded_at_once() {
     let disk = SimDisk::new();
-    let store = open(&disk, Restore::Eager).unwrap();
+    let store = open(&disk, PageLoad::Eager).unwrap();
     commit(&store, |batch| {
         let new = batch.create(LEN, Place::Host);
         batch.write(new, 0, &content(PageId(1)));
@@ -423,12 +423,12 @@ fn a_snapshot_that_nothing_records_is_loaded_at_once() {
     let renamed =
         disk.history().iter().position(|event| event.ends_with(&format!("to {}", FileName::Manifest(1))));
     let dead = disk.after_kill(Moment { event: renamed.unwrap() + 1, tear: None });
-    let store = open(&dead, Restore::OnDemand).unwrap();
-    assert_eq!((store.recovered().snapshot, store.recovered().cold_pages), (Some(SnapshotId(1)), 0));
+    let store = open(&dead, PageLoad::OnDemand).unwrap();
+    assert_eq!((store.recovered().snapshot, store.recovered().unloaded_pages), (Some(SnapshotId(1)), 0));
     assert!(read(&store, PageId(1)).unwrap() == content(PageId(1)));
     store.close().unwrap();
-    let store = open(&dead, Restore::OnDemand).unwrap();
-    assert_eq!(store.recovered().cold_pages, 1, "now it is recorded");
+    let store = open(&dead, PageLoad::OnDemand).unwrap();
+    assert_eq!(store.recovered().unloaded_pages, 1, "now it is recorded");
     assert!(read(&store, PageId(1)).unwrap() == content(PageId(1)));
 }
 
@@ -436,29 +436,29 @@ fn a_snapshot_that_nothing_records_is_loaded_at_once() {
 #[test]
 fn pages_that_stay_cold_cost_nothing() {
     let disk = closed();
-    let state = State::of(&open(&disk.after_power_cut(), Restore::Eager).unwrap());
+    let state = State::of(&open(&disk.after_power_cut(), PageLoad::Eager).unwrap());
     let device = Gate::new(Arc::new(HostDevice::new()));
     for round in 0..20 {
-        let store = open_on(&disk, device.clone(), Restore::OnDemand).unwrap();
+        let store = open_on(&disk, device.clone(), PageLoad::OnDemand).unwrap();
         let _at_last = OpenAtLast(device.clone());
         if round == 10 {
             let dead = disk.after_kill(Moment { event: disk.events(), tear: None });
-            assert_eq!(State::of(&open(&dead, Restore::Eager).unwrap()), state);
+            assert_eq!(State::of(&open(&dead, PageLoad::Eager).unwrap()), state);
         }
         device.open();
         store.close().unwrap();
         assert_eq!(*device.live.lock().unwrap(), 0, "page memory was not given back");
     }
-    assert_eq!(State::of(&open(&disk, Restore::Eager).unwrap()), state);
+    assert_eq!(State::of(&open(&disk, PageLoad::Eager).unwrap()), state);
 }
 
 #[test]
 fn what_is_wrong_in_the_cache_alone_is_read_from_the_medium() {
-    for restore in [Restore::Eager, Restore::OnDemand] {
+    for restore in [PageLoad::Eager, PageLoad::OnDemand] {
         let disk = closed();
         let damaged = Arc::new(Interrupted::with_damaged_cache(&disk));
         let store = Store::open_on(damaged, Arc::new(HostDevice::new()), options(restore)).unwrap();
-        store.wait_warm().unwrap();
+        store.wait_loaded().unwrap();
         check(&store);
         assert!(disk.calls(Operation::ReadProven) > 0, "nothing was read from the cache");
     }

@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex};
 use remanent::disk::{Disk, DiskFile, DiskLock, Hold};
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{
-    Compression, Error, FileName, Folder, Key, LogIo, Lsn, Options, PageId, Place, RestorePoint, Result,
-    Snapshot, SnapshotId, Store,
+    Compression, Error, FileName, Folder, Key, LogIo, Lsn, Options, PageId, Place, Result, SnapshotId,
+    StatePoint, Store, View,
 };
 
 use crate::files::{open, open_with, small};
@@ -40,16 +40,16 @@ fn rewrite(store: &Store, pages: &[PageId]) -> Lsn {
     store.commit(batch).unwrap().position.lsn
 }
 
-fn at(disk: &SimDisk, point: &RestorePoint) -> Result<Snapshot> {
-    Snapshot::open_on(&(Arc::new(disk.clone()) as Arc<dyn Disk>), Some(point))
+fn at(disk: &SimDisk, point: &StatePoint) -> Result<View> {
+    View::open_on(&(Arc::new(disk.clone()) as Arc<dyn Disk>), Some(point))
 }
 
-fn newest(disk: &SimDisk) -> Result<Snapshot> {
-    Snapshot::open_on(&(Arc::new(disk.clone()) as Arc<dyn Disk>), None)
+fn newest(disk: &SimDisk) -> Result<View> {
+    View::open_on(&(Arc::new(disk.clone()) as Arc<dyn Disk>), None)
 }
 
 /// All bytes are those of the handle's own batch.
-fn check(old: &Snapshot, pages: &[PageId]) {
+fn check(old: &View, pages: &[PageId]) {
     for page in pages {
         let mut bytes = vec![0; LEN];
         old.read(*page, 0, &mut bytes).unwrap_or_else(|error| panic!("page {page}: {error}"));
@@ -75,7 +75,7 @@ fn every_batch_of_the_window_can_be_looked_at() {
     let window = snapshots[0].end.0..=last.0;
     assert!(window.clone().count() > 8, "{window:?}");
     for lsn in window.clone() {
-        let old = at(&disk, &RestorePoint::Lsn(Lsn(lsn))).unwrap();
+        let old = at(&disk, &StatePoint::Lsn(Lsn(lsn))).unwrap();
         assert_eq!((old.lsn(), old.id()), (Lsn(lsn), id));
         check(&old, &pages);
         assert_eq!(old.page_by_key(&Key::new("b").unwrap()).unwrap().page, pages[1]);
@@ -88,19 +88,19 @@ fn every_batch_of_the_window_can_be_looked_at() {
         assert!(matches!(old.read(PageId(99), 0, &mut bytes), Err(Error::UnknownPage { .. })));
     }
     for snapshot in snapshots {
-        let old = at(&disk, &RestorePoint::Snapshot(snapshot.id)).unwrap();
+        let old = at(&disk, &StatePoint::Snapshot(snapshot.id)).unwrap();
         assert_eq!((old.lsn(), old.base()), (snapshot.end, Some(snapshot.id)));
         check(&old, &pages);
     }
     let (asked, newest) = (Lsn(window.end() + 1), last);
-    let error = at(&disk, &RestorePoint::Lsn(asked)).unwrap_err();
+    let error = at(&disk, &StatePoint::Lsn(asked)).unwrap_err();
     assert!(
         matches!(error, Error::OutsideWindow { asked: a, newest: n, .. } if a == asked && n == newest),
         "{error}"
     );
-    let gone = at(&disk, &RestorePoint::Snapshot(SnapshotId(99))).unwrap_err();
+    let gone = at(&disk, &StatePoint::Snapshot(SnapshotId(99))).unwrap_err();
     assert!(matches!(gone, Error::NoSnapshot { snapshot: SnapshotId(99) }), "{gone}");
-    let unknown = at(&disk, &RestorePoint::Name("nobody's".to_owned())).unwrap_err();
+    let unknown = at(&disk, &StatePoint::Name("nobody's".to_owned())).unwrap_err();
     assert!(matches!(unknown, Error::NoSnapshotNamed { .. }), "{unknown}");
     assert_eq!(disk.events(), events, "a look writes nothing");
 }
@@ -124,7 +124,7 @@ fn damage_takes_only_the_page_that_it_strikes() {
     rewrite(&store, &pages);
     let snapshot = store.snapshot().unwrap();
     drop(store);
-    let old = at(&disk, &RestorePoint::Snapshot(snapshot.id)).unwrap();
+    let old = at(&disk, &StatePoint::Snapshot(snapshot.id)).unwrap();
     let files = disk.list(Folder::Pages).unwrap();
     let file = FileName::parse(Folder::Pages, &files[0]).unwrap();
     let bytes = disk.bytes(file).unwrap();
@@ -159,8 +159,8 @@ fn damage_to_the_log_takes_only_the_states_behind_it() {
         });
     let (file, offset) = place.expect("the log holds the batch");
     disk.damage(file, offset as u64, &[!wanted[0]]);
-    check(&at(&disk, &RestorePoint::Lsn(good)).unwrap(), &pages);
-    for error in [newest(&disk).unwrap_err(), at(&disk, &RestorePoint::Lsn(lost)).unwrap_err()] {
+    check(&at(&disk, &StatePoint::Lsn(good)).unwrap(), &pages);
+    for error in [newest(&disk).unwrap_err(), at(&disk, &StatePoint::Lsn(lost)).unwrap_err()] {
         assert_eq!((error.file(), error.lsn()), (Some(file), Some(lost)), "{error}");
     }
 }
@@ -182,14 +182,14 @@ fn readers_beside_a_writer_that_recycles_see_one_state() {
 fn readers_that_hold_nothing_are_overtaken_or_right() {
     let disk = SimDisk::new();
     let unheld: Arc<dyn Disk> = Arc::new(Unlockable(disk.clone()));
-    beside(&disk, || Snapshot::open_on(&unheld, None), true);
+    beside(&disk, || View::open_on(&unheld, None), true);
 }
 
-fn beside(disk: &SimDisk, look: impl Fn() -> Result<Snapshot> + Sync, overtaken_allowed: bool) {
+fn beside(disk: &SimDisk, look: impl Fn() -> Result<View> + Sync, overtaken_allowed: bool) {
     beside_store(open_with(disk, small().snapshots_kept(1)).unwrap(), look, overtaken_allowed);
 }
 
-fn beside_store(store: Store, look: impl Fn() -> Result<Snapshot> + Sync, overtaken_allowed: bool) {
+fn beside_store(store: Store, look: impl Fn() -> Result<View> + Sync, overtaken_allowed: bool) {
     const STATES: usize = 12;
     let pages = three_pages(&store);
     rewrite(&store, &pages);
@@ -313,9 +313,9 @@ fn what_is_held_is_kept_until_it_is_let_go() {
     rewrite(&store, &pages);
     let first = store.snapshot().unwrap();
     let manifest = FileName::Manifest(first.id.0);
-    let old = at(&disk, &RestorePoint::Lsn(rewrite(&store, &pages))).unwrap();
+    let old = at(&disk, &StatePoint::Lsn(rewrite(&store, &pages))).unwrap();
     assert_eq!(old.base(), Some(first.id));
-    let other = at(&disk, &RestorePoint::Snapshot(first.id)).unwrap();
+    let other = at(&disk, &StatePoint::Snapshot(first.id)).unwrap();
     for _ in 0..3 {
         for _ in 0..12 {
             rewrite(&store, &pages);
@@ -328,13 +328,13 @@ fn what_is_held_is_kept_until_it_is_let_go() {
     drop(old);
     rewrite(&store, &pages);
     store.snapshot().unwrap();
-    check(&at(&disk, &RestorePoint::Snapshot(first.id)).unwrap(), &pages);
+    check(&at(&disk, &StatePoint::Snapshot(first.id)).unwrap(), &pages);
     assert!(disk.bytes(manifest).is_some(), "the other reader holds it still");
     drop(other);
     rewrite(&store, &pages);
     store.snapshot().unwrap();
     assert!(disk.bytes(manifest).is_none(), "nobody holds it any more");
-    let window = at(&disk, &RestorePoint::Lsn(first.end)).unwrap_err();
+    let window = at(&disk, &StatePoint::Lsn(first.end)).unwrap_err();
     assert!(matches!(window, Error::OutsideWindow { .. }), "{window}");
 }
 
@@ -344,7 +344,7 @@ fn the_beginning_is_held_too() {
     let disk = SimDisk::new();
     let store = open_with(&disk, small().snapshots_kept(1)).unwrap();
     let pages = three_pages(&store);
-    let old = at(&disk, &RestorePoint::Lsn(rewrite(&store, &pages))).unwrap();
+    let old = at(&disk, &StatePoint::Lsn(rewrite(&store, &pages))).unwrap();
     assert_eq!(old.base(), None);
     for _ in 0..3 {
         for _ in 0..12 {
@@ -356,7 +356,7 @@ fn the_beginning_is_held_too() {
     drop(old);
     rewrite(&store, &pages);
     store.snapshot().unwrap();
-    assert!(matches!(at(&disk, &RestorePoint::Lsn(Lsn(2))), Err(Error::OutsideWindow { .. })));
+    assert!(matches!(at(&disk, &StatePoint::Lsn(Lsn(2))), Err(Error::OutsideWindow { .. })));
 }
 
 /// A restore keeps what it leaves: one can go back to where one came from.

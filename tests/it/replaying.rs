@@ -8,7 +8,7 @@ use remanent::device::Device;
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
 use remanent::disk::dir::DirDisk;
-use remanent::testing::faulty_device::{DeviceCall, Fault, FaultyDevice};
+use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{Error, LogIo, Options, PageId, Place, Result, Store, Width};
 
@@ -132,11 +132,11 @@ fn a_fault_of_the_device_in_the_middle_of_a_replay_is_its_own_error() {
     for (call, is_lost) in calls.into_iter().flat_map(|call| [(call, false), (call, true)]) {
         for nth in [1, 2, 3, 10] {
             let device = Arc::new(FaultyDevice::new(Arc::new(HostDevice::new())));
-            device.arm(Fault { call: Some(call), nth, context_lost: is_lost });
+            device.arm(DeviceFault { call: Some(call), nth, context_lost: is_lost });
             match open(disk.clone(), device.clone(), 64 << 10) {
                 // An open has fewer such calls, or got what it needs when it asked once more.
                 Ok(store) => {
-                    device.arm(Fault { call: Some(call), nth: NEVER, context_lost: is_lost });
+                    device.arm(DeviceFault { call: Some(call), nth: NEVER, context_lost: is_lost });
                     check(&store, &pages);
                 }
                 Err(error) => {

@@ -5,11 +5,11 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Create, Defect, Error, FileName, Lsn, Metadata, Options, Origin, PageInfo, Place, Store};
+use remanent::{Create, Defect, Error, FileName, Lsn, Metadata, Options, PageInfo, Place, Seed, Store};
 use remanent_format::frame::FRAME_HEADER_LEN;
 use remanent_format::limits::SECTOR_LEN;
 use remanent_format::log::frames_of_segment;
-use remanent_format::salvage::{Found, Salvage};
+use remanent_format::salvage::{PageRemains, Salvage};
 use remanent_format::store::StoreFile;
 
 use crate::damage::{Victim, mix, mutilate};
@@ -55,18 +55,18 @@ fn salvage(what: &str, files: &Files, victim: &Victim) -> Outcome {
     }
     for info in state.table.pages() {
         match salvage.find(&info) {
-            Found::Exact(bytes) => {
+            PageRemains::Exact(bytes) => {
                 assert!(bytes == states[&lsn].contents[&info.page], "{what}: wrong bytes in {}", info.page);
                 outcome.exact += 1;
             }
-            Found::Older { version, bytes, .. } => {
+            PageRemains::Older { version, bytes, .. } => {
                 let then = &states[&version.lsn];
                 assert!(then.pages.contains(&version), "{what}: {version:?} never was");
                 assert!(bytes == then.contents[&info.page], "{what}: older bytes of {} are wrong", info.page);
                 assert!(version.page == info.page && version.epoch <= info.epoch, "{what}: {version:?}");
                 outcome.older += 1;
             }
-            Found::Lost(_) => outcome.lost += 1,
+            PageRemains::Lost(_) => outcome.lost += 1,
         }
     }
     outcome
@@ -273,20 +273,20 @@ fn a_founded_store_holds_what_was_salvaged_and_a_founding_cut_short_is_no_store(
     let store = StoreFile::decode(&victim.files.0[&FileName::Store]).unwrap();
     let search = Salvage::read(&victim.files, store.clone(), 1 << 20).unwrap();
     let state = search.state();
-    let origin = Origin {
+    let origin = Seed {
         features: store.features,
         record: store.record,
         table: state.table.clone(),
         point: state.point,
     };
     let bytes = |info: &PageInfo| match search.find(info) {
-        Found::Exact(bytes) => bytes,
+        PageRemains::Exact(bytes) => bytes,
         other => panic!("{other:?}"),
     };
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("new");
     let mut left = 3;
-    let stopped = Store::found(&path, &origin, |info| -> Result<_, Error> {
+    let stopped = Store::create_at(&path, &origin, |info| -> Result<_, Error> {
         left -= 1;
         if left == 0 { Err(Defect::Missing.at(FileName::Pages(1), 0).into()) } else { Ok(bytes(info)) }
     });
@@ -294,9 +294,9 @@ fn a_founded_store_holds_what_was_salvaged_and_a_founding_cut_short_is_no_store(
     let opened = Store::open(&path, small().create(Create::Never));
     assert!(matches!(opened, Err(Error::NoStore { .. })), "{opened:?}");
 
-    Store::check_found(&path).unwrap();
-    let id = Store::found(&path, &origin, |info| Ok::<_, Error>(bytes(info))).unwrap();
-    assert!(matches!(Store::check_found(&path), Err(Error::ForeignDirectory { .. })));
+    Store::check_create_at(&path).unwrap();
+    let id = Store::create_at(&path, &origin, |info| Ok::<_, Error>(bytes(info))).unwrap();
+    assert!(matches!(Store::check_create_at(&path), Err(Error::ForeignDirectory { .. })));
     let store = Store::open(&path, small()).unwrap();
     assert_eq!(State::of(&store), victim.states[&victim.last]);
     assert_eq!((store.id(), store.lsn()), (id, victim.last));

@@ -461,9 +461,9 @@ fn a_scrub_by_hand_has_a_slow_one_hurry() {
 
 #[test]
 fn a_poisoned_store_is_not_scrubbed() {
-    use remanent::testing::sim_disk::{EIO, Fault, Operation};
+    use remanent::testing::sim_disk::{DiskFault, EIO, Operation};
     let subject = Subject::new();
-    subject.disk.fail(Fault { operation: Operation::SyncWindow, skip: 0, times: 1, errno: EIO });
+    subject.disk.fail(DiskFault { operation: Operation::SyncWindow, skip: 0, times: 1, errno: EIO });
     let mut batch = subject.store.batch();
     batch.set_root("step", 1u64);
     let lsn = subject.store.commit(batch).unwrap().position.lsn;

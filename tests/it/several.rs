@@ -5,12 +5,12 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 
 use remanent::device::host::HostDevice;
-use remanent::device::multi::SeveralDevices;
+use remanent::device::multi::MultiDevice;
 use remanent::device::{
     Command, CommandList, Device, Fence, Lane, MemoryId, Payload, Pending, Piece, PieceKind, Span,
     StagingSpan,
 };
-use remanent::testing::faulty_device::{DeviceCall, Fault, FaultyDevice};
+use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{DeviceChoice, Error, Options, PageId, Place, Remedy, Store, Width};
@@ -29,7 +29,7 @@ pub fn late(seed: u64) -> Arc<dyn Device> {
 }
 
 pub fn two_of(one: Arc<dyn Device>, other: Arc<dyn Device>) -> Arc<dyn Device> {
-    Arc::new(SeveralDevices::new(vec![one, other]))
+    Arc::new(MultiDevice::new(vec![one, other]))
 }
 
 /// Two devices that run nothing before they must, and both as one.
@@ -146,7 +146,7 @@ fn a_slot_without_a_device_is_refused_and_nothing_has_changed() {
     batch.create(1, Place::Device(1));
     store.commit(batch).unwrap();
     drop(store);
-    let one: Arc<dyn Device> = Arc::new(SeveralDevices::new(vec![host()]));
+    let one: Arc<dyn Device> = Arc::new(MultiDevice::new(vec![host()]));
     let error = open(&disk, &one).unwrap_err();
     assert!(matches!(error, Error::PlaceUnavailable { place: Place::Device(1), .. }), "{error}");
     assert_eq!(open(&disk, &pair).unwrap().lsn().0, 1);
@@ -347,7 +347,7 @@ fn a_fault_of_one_device_stops_the_store_and_another_one_takes_its_place() {
         batch.fill(new[0], 0, LEN, &[1]).fill(new[1], 0, LEN, &[1]);
         let pages = store.commit(batch).unwrap().pages;
         assert_eq!(bytes(&store, pages[1]), [1; LEN as usize]);
-        faulty.arm(Fault { call: Some(DeviceCall::Submit), nth, context_lost: true });
+        faulty.arm(DeviceFault { call: Some(DeviceCall::Submit), nth, context_lost: true });
         let mut logged = 1;
         let error = loop {
             let mut batch = store.batch();
@@ -423,7 +423,7 @@ fn a_list_that_is_half_queued_stops_its_lane() {
     let faulty = Arc::new(FaultyDevice::new(host()));
     let pair = two_of(host(), faulty.clone());
     let spans = memories(&pair, 8);
-    faulty.arm(Fault { call: Some(DeviceCall::Submit), nth: 1, context_lost: false });
+    faulty.arm(DeviceFault { call: Some(DeviceCall::Submit), nth: 1, context_lost: false });
     // The first device has its part already.
     let half = submit(&pair, Lane::Apply, spans.map(|span| fill(span, 1)).into());
     assert!(faulty.struck());

@@ -100,7 +100,7 @@ fn life(content: Content) {
     check(&store, page, content);
     store.close().unwrap();
 
-    let on_demand = options().restore(remanent::Restore::OnDemand);
+    let on_demand = options().page_load(remanent::PageLoad::OnDemand);
     let ((), taken) = peak(|| {
         let store = Store::open(directory.path(), on_demand).unwrap();
         store.read(page, 5, &mut [0; 5]).unwrap();

@@ -9,7 +9,7 @@ use std::sync::LazyLock;
 use std::time::Duration;
 
 use remanent::{
-    Error, FollowFrom, Follower, Options, PageId, Place, Replica, Restore, RestorePoint, Result, SnapshotId,
+    Error, FollowFrom, Follower, Options, PageId, PageLoad, Place, Replica, Result, SnapshotId, StatePoint,
     Store, Width,
 };
 
@@ -109,7 +109,7 @@ const OPERATIONS: [(&str, Operation); 12] = [
     ("audit", |store, _, _, _| store.audit().map(drop)),
     ("read", |store, _, _, _| store.read_to_vec(PageId(1)).map(drop)),
     ("fork", |store, directory, _, _| {
-        store.fork(directory.with_extension("fork"), &RestorePoint::Lsn(store.lsn())).map(drop)
+        store.fork(directory.with_extension("fork"), &StatePoint::Lsn(store.lsn())).map(drop)
     }),
     ("view", |_, directory, _, out| {
         Store::open_read_only(directory).and_then(|view| view.read(PageId(1), 0, out))
@@ -126,7 +126,7 @@ fn case() {
     let outcome = match name {
         "open" => refuse(number, || Store::open(directory, options()).and_then(|store| store.close())),
         "open on demand" => refuse(number, || {
-            let store = Store::open(directory, options().restore(Restore::OnDemand))?;
+            let store = Store::open(directory, options().page_load(PageLoad::OnDemand))?;
             let read = store.read(PageId(1), 0, &mut [0; 5]);
             store.close()?;
             read.map(drop)

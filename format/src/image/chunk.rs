@@ -75,12 +75,12 @@ pub struct NewImage {
     /// Their CRC-32.
     pub crc: u32,
     /// What is stored in their place, if they are compressed.
-    pub compressed: Option<Compressed>,
+    pub compressed: Option<CompressedBytes>,
 }
 
 /// The frames that a page's bytes were compressed to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Compressed {
+pub struct CompressedBytes {
     /// Number of bytes, fewer than the page has.
     pub len: u64,
     /// Their CRC-32.
@@ -187,7 +187,7 @@ impl Chunk {
         for image in images {
             let (codec, stored) = match image.compressed {
                 Some(compressed) => (Codec::Zstd, compressed),
-                None => (Codec::Raw, Compressed { len: image.len, crc: image.crc }),
+                None => (Codec::Raw, CompressedBytes { len: image.len, crc: image.crc }),
             };
             let header = ImageHeader {
                 page: image.page,

@@ -20,7 +20,7 @@ pub mod read;
 mod tests;
 
 pub use chunk::{
-    CHUNK_MAGIC, Chunk, ChunkHeader, ChunkHeaderRaw, Compressed, ImageHeader, ImageHeaderRaw, NewImage,
+    CHUNK_MAGIC, Chunk, ChunkHeader, ChunkHeaderRaw, CompressedBytes, ImageHeader, ImageHeaderRaw, NewImage,
 };
 pub use codec::{COMPRESSED_PIECE_LEN, Codec, Compressor};
 pub use file::{IMAGE_FILE_MAGIC, IMAGE_HEADER_BLOCK, ImageFileHeader, ImageFileHeaderRaw, ImagePurpose};

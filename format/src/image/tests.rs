@@ -147,7 +147,7 @@ fn compressed(content: &[u8], piece_len: usize) -> (ImageRef, Vec<u8>) {
     let mut compressor = Compressor::new(1).unwrap();
     let frames: Vec<u8> =
         content.chunks(piece_len).flat_map(|piece| compressor.frame(piece).unwrap()).collect();
-    let stored = Compressed { len: frames.len() as u64, crc: crc32fast::hash(&frames) };
+    let stored = CompressedBytes { len: frames.len() as u64, crc: crc32fast::hash(&frames) };
     let new = NewImage {
         crc: crc32fast::hash(content),
         compressed: Some(stored),

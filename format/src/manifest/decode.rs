@@ -36,9 +36,9 @@ pub trait Share {
 }
 
 /// One thread.
-pub(crate) struct Alone;
+pub(crate) struct SingleThread;
 
-impl Share for Alone {
+impl Share for SingleThread {
     fn at_once(&self) -> usize {
         usize::MAX
     }
@@ -79,7 +79,7 @@ impl Manifest {
     /// Reads the first half of a file, which is all of the first copy if that is good; gives its header checksum with
     /// it.
     pub(crate) fn decode_first(half: &[u8]) -> Option<(Self, u32)> {
-        Self::decode_first_by(half, &Alone)
+        Self::decode_first_by(half, &SingleThread)
     }
 
     /// The same by several threads. `None` if anything is wrong: [`Manifest::decode`] says what.
@@ -104,7 +104,7 @@ impl Manifest {
     /// # Errors
     /// A [`Defect`].
     pub fn decode_copy(bytes: &[u8], which: usize) -> Result<(Self, u32), Defect> {
-        Self::decode_copy_by(bytes, which, &Alone)
+        Self::decode_copy_by(bytes, which, &SingleThread)
     }
 
     fn decode_copy_by(bytes: &[u8], which: usize, threads: &impl Share) -> Result<(Self, u32), Defect> {

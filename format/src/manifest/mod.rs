@@ -31,8 +31,8 @@ use crate::value::{Metadata, SharedMetadata};
 
 pub use self::chain::{check_link, merge};
 pub(crate) use self::chain::{merged_entries, overlaid};
-pub(crate) use self::decode::Alone;
 pub use self::decode::Share;
+pub(crate) use self::decode::SingleThread;
 pub use self::encode::EncodedEntries;
 pub use self::layout::{ENTRY_ALIGN, MANIFEST_MAGIC, ManifestEntryRaw, ManifestHeaderRaw, TombstoneRaw};
 use self::layout::{KIND_BASE, KIND_CHANGE, KIND_TABLE};

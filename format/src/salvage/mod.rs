@@ -24,7 +24,7 @@
 //! #     }
 //! # }
 //! # let source = Nothing;
-//! use remanent_format::salvage::{Found, Salvage};
+//! use remanent_format::salvage::{PageRemains, Salvage};
 //! use remanent_format::store::{Features, StoreFile, StoreRecord};
 //! use remanent_format::StoreId;
 //! // What STORE says, or a guess where it is lost.
@@ -33,29 +33,29 @@
 //! let salvage = Salvage::read(&source, store, 1 << 30)?;
 //! for info in salvage.state().table.pages() {
 //!     match salvage.find(&info) {
-//!         Found::Exact(bytes) => assert_eq!(bytes.len() as u64, info.len),
-//!         Found::Older { version, .. } => assert!(version.epoch < info.epoch),
-//!         Found::Lost(why) => println!("page {}: {why}", info.page),
+//!         PageRemains::Exact(bytes) => assert_eq!(bytes.len() as u64, info.len),
+//!         PageRemains::Older { version, .. } => assert!(version.epoch < info.epoch),
+//!         PageRemains::Lost(why) => println!("page {}: {why}", info.page),
 //!     }
 //! }
 //! # assert_eq!(salvage.state().table.pages().len(), 0);
 //! # Ok::<(), remanent_format::Damage>(())
 //! ```
 
-mod known;
+mod known_log;
 mod pages;
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use self::known::KnownLog;
+use self::known_log::KnownLog;
 use self::pages::Fact;
 use crate::defect::{Damage, Defect};
 use crate::ids::{Epoch, LogPoint, Lsn, PageId, SnapshotId};
 use crate::manifest::Manifest;
 use crate::names::{FileName, ReadAt};
 use crate::op::{Op, OpAt, decode_payload};
-use crate::state::replay::{Resolved, Resolver};
+use crate::state::replay::{ResolvedState, Resolver};
 use crate::state::survey::Survey;
 use crate::state::table::PageTable;
 use crate::store::StoreFile;
@@ -87,7 +87,7 @@ pub struct State {
 
 /// What is known of the log behind the state.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Beyond {
+pub struct LogRemainder {
     /// The newest batch that anything says was durable: above the state's, batches are lost.
     pub durable: Lsn,
     /// The newest batch of which a frame was found. Above `durable`, that is a torn tail.
@@ -99,7 +99,7 @@ pub struct Beyond {
 
 /// What is left of a page.
 #[derive(Clone, Debug)]
-pub enum Found {
+pub enum PageRemains {
     /// Its bytes, as they are in the state.
     Exact(Vec<u8>),
     /// An earlier version of it.
@@ -140,8 +140,8 @@ impl<'s> Salvage<'s> {
 
     /// What is known of the log behind the state.
     #[must_use]
-    pub fn beyond(&self) -> Beyond {
-        Beyond { durable: self.log.durable, seen: self.log.seen, hidden: self.log.hidden.clone() }
+    pub fn beyond(&self) -> LogRemainder {
+        LogRemainder { durable: self.log.durable, seen: self.log.seen, hidden: self.log.hidden.clone() }
     }
 
     /// The state that the most batches lead to; of several ways to it that from the newest snapshot.
@@ -177,7 +177,7 @@ impl<'s> Salvage<'s> {
                 Err(_) => break,
             }
         }
-        let Resolved { table, .. } = resolver.finish().ok()?;
+        let ResolvedState { table, .. } = resolver.finish().ok()?;
         Some(State { base: base.map(|base| base.snapshot), table, point, is_whole: true })
     }
 

@@ -3,8 +3,8 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use super::known::KnownLog;
-use super::{Found, Salvage};
+use super::known_log::KnownLog;
+use super::{PageRemains, Salvage};
 use crate::defect::{Damage, Defect, check_crc, check_limit};
 use crate::ids::{Epoch, Key, Lsn, PageId};
 use crate::image::ImageRef;
@@ -52,18 +52,22 @@ pub(super) fn facts(source: &dyn ReadAt, survey: &Survey, log: &KnownLog) -> Has
 impl Salvage<'_> {
     /// What is left of a page of the state.
     #[must_use]
-    pub fn find(&self, info: &PageInfo) -> Found {
+    pub fn find(&self, info: &PageInfo) -> PageRemains {
         let why = match self.prove(info) {
-            Ok(bytes) if self.state.is_whole => return Found::Exact(bytes),
+            Ok(bytes) if self.state.is_whole => return PageRemains::Exact(bytes),
             // Exact would be the state's version, and that is not known.
             Ok(bytes) => {
-                return Found::Older { version: info.clone(), bytes, why: self.log.hole(info.lsn.next()) };
+                return PageRemains::Older {
+                    version: info.clone(),
+                    bytes,
+                    why: self.log.hole(info.lsn.next()),
+                };
             }
             Err(why) => why,
         };
         match self.newest_before(info) {
-            Some((version, bytes)) => Found::Older { version, bytes, why },
-            None => Found::Lost(why),
+            Some((version, bytes)) => PageRemains::Older { version, bytes, why },
+            None => PageRemains::Lost(why),
         }
     }
 

@@ -24,20 +24,20 @@ pub struct Base {
 /// What each page of a state is made from. The manifest that says so stays in memory as long as this does.
 #[derive(Clone, Debug, Default)]
 pub struct Bases {
-    named: Option<Named>,
+    named: Option<ManifestPages>,
     /// What became of pages since: none is made from anything that is gone.
     since: ById<PageId, Option<Base>>,
 }
 
 /// What a manifest says of its pages.
 #[derive(Clone, Debug)]
-struct Named {
+struct ManifestPages {
     manifest: Arc<Manifest>,
     /// The restore that made it so, and that all of them have.
     restored: Option<Lsn>,
 }
 
-impl Named {
+impl ManifestPages {
     /// Those of these two pages, and of the ones between them, that the manifest names.
     fn between(&self, first: PageId, last: PageId) -> impl Iterator<Item = (PageId, Base)> {
         let entries = &self.manifest.entries;
@@ -62,13 +62,13 @@ impl Bases {
     /// Those of a snapshot, whole.
     #[must_use]
     pub fn of_snapshot(manifest: Arc<Manifest>) -> Self {
-        Self { named: Some(Named { manifest, restored: None }), since: ById::default() }
+        Self { named: Some(ManifestPages { manifest, restored: None }), since: ById::default() }
     }
 
     /// Those of the state that a restore, the batch `lsn`, went back to.
     #[must_use]
     pub fn of_restore(lsn: Lsn, table: Arc<Manifest>) -> Self {
-        Self { named: Some(Named { manifest: table, restored: Some(lsn) }), since: ById::default() }
+        Self { named: Some(ManifestPages { manifest: table, restored: Some(lsn) }), since: ById::default() }
     }
 
     /// What a page is made from.

@@ -124,7 +124,7 @@ impl<T> Row<T> {
 
 /// The items under [`ROW`] numbers, and which of the numbers are marked.
 #[derive(Clone, Debug)]
-struct Chunk<T> {
+struct IdChunk<T> {
     /// Its first number, divided by [`ROW`].
     number: u64,
     row: Row<T>,
@@ -136,7 +136,7 @@ struct Chunk<T> {
 pub struct ById<K, T> {
     /// Rows of chunks, by the first number divided by the square of [`ROW`]. None is empty, and no chunk is without
     /// an item or a mark.
-    rows: BTreeMap<u64, Row<Chunk<T>>>,
+    rows: BTreeMap<u64, Row<IdChunk<T>>>,
     count: usize,
     /// The chunks in which any number is marked, and some in which none is any more, in the order of their marks.
     marked: Vec<u64>,
@@ -150,26 +150,26 @@ impl<K, T> Default for ById<K, T> {
 }
 
 impl<K: Number, T> ById<K, T> {
-    fn chunk(&self, number: u64) -> Option<&Chunk<T>> {
+    fn chunk(&self, number: u64) -> Option<&IdChunk<T>> {
         self.rows.get(&(number / ROW / ROW))?.get(number / ROW)
     }
 
-    fn chunk_mut(&mut self, number: u64) -> Option<&mut Chunk<T>> {
+    fn chunk_mut(&mut self, number: u64) -> Option<&mut IdChunk<T>> {
         self.rows.get_mut(&(number / ROW / ROW))?.get_mut(number / ROW)
     }
 
-    fn chunk_or_new(&mut self, number: u64) -> &mut Chunk<T> {
+    fn chunk_or_new(&mut self, number: u64) -> &mut IdChunk<T> {
         let row = self.rows.entry(number / ROW / ROW).or_default();
         let number = number / ROW;
         if row.position(number).is_err() {
-            row.insert(number, Chunk { number, row: Row::default(), marked: Bits::default() });
+            row.insert(number, IdChunk { number, row: Row::default(), marked: Bits::default() });
         }
         row.get_mut(number).expect("put there just now")
     }
 
     /// Forgets a chunk in which there is nothing any more.
     fn forget_if_empty(&mut self, number: u64) {
-        let is_empty = |chunk: &Chunk<T>| chunk.row.items.is_empty() && chunk.marked.is_empty();
+        let is_empty = |chunk: &IdChunk<T>| chunk.row.items.is_empty() && chunk.marked.is_empty();
         if !self.chunk(number).is_some_and(is_empty) {
             return;
         }
@@ -232,20 +232,20 @@ impl<K: Number, T> ById<K, T> {
         chunks.filter_map(|chunk| chunk.row.items.last()).next()
     }
 
-    fn chunks(&self) -> impl Iterator<Item = &Chunk<T>> {
+    fn chunks(&self) -> impl Iterator<Item = &IdChunk<T>> {
         self.rows.values().flat_map(Row::iter)
     }
 
     /// All items.
     pub fn values(&self) -> impl ExactSizeIterator<Item = &T> {
-        Counted { items: self.chunks().flat_map(|chunk| chunk.row.iter()), left: self.count }
+        CountedIter { items: self.chunks().flat_map(|chunk| chunk.row.iter()), left: self.count }
     }
 
     /// All items with their numbers.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = (K, &T)> {
-        let numbered = |chunk: &'_ Chunk<T>| chunk.row.present.numbers(chunk.number * ROW).map(K::of);
+        let numbered = |chunk: &'_ IdChunk<T>| chunk.row.present.numbers(chunk.number * ROW).map(K::of);
         let items = self.chunks().flat_map(move |chunk| numbered(chunk).zip(chunk.row.iter()));
-        Counted { items, left: self.count }
+        CountedIter { items, left: self.count }
     }
 
     /// The items with these numbers, and with those between them.
@@ -254,7 +254,7 @@ impl<K: Number, T> ById<K, T> {
         let rows = self.rows.range(first / ROW / ROW..=last / ROW / ROW);
         let chunks = rows.flat_map(|(_, row)| row.iter());
         let chunks = chunks.filter(move |chunk| (first / ROW..=last / ROW).contains(&chunk.number));
-        let numbered = |chunk: &'_ Chunk<T>| chunk.row.present.numbers(chunk.number * ROW);
+        let numbered = |chunk: &'_ IdChunk<T>| chunk.row.present.numbers(chunk.number * ROW);
         let items = chunks.flat_map(move |chunk| numbered(chunk).zip(chunk.row.iter()));
         items
             .filter(move |(number, _)| (first..=last).contains(number))
@@ -379,12 +379,12 @@ impl<K: Number, T> FromIterator<(K, T)> for ById<K, T> {
 }
 
 /// An iterator of which one knows how many it has left.
-struct Counted<I> {
+struct CountedIter<I> {
     items: I,
     left: usize,
 }
 
-impl<I: Iterator> Iterator for Counted<I> {
+impl<I: Iterator> Iterator for CountedIter<I> {
     type Item = I::Item;
 
     fn next(&mut self) -> Option<I::Item> {
@@ -398,7 +398,7 @@ impl<I: Iterator> Iterator for Counted<I> {
     }
 }
 
-impl<I: Iterator> ExactSizeIterator for Counted<I> {}
+impl<I: Iterator> ExactSizeIterator for CountedIter<I> {}
 
 #[cfg(test)]
 mod tests {

@@ -8,11 +8,11 @@ use crate::defect::{Damage, Defect, check_limit};
 use crate::frame::{FrameHeader, FrameKind, VerifiedSnapshot};
 use crate::ids::{LogPoint, Lsn, PageId, SnapshotId};
 use crate::log::{Frame, LogEnd, LogWalk};
-use crate::manifest::{Alone, Manifest, ManifestKind, Share};
+use crate::manifest::{Manifest, ManifestKind, Share, SingleThread};
 use crate::names::{FileName, ReadAt};
 use crate::op::{Op, OpAt, decode_payload};
 use crate::state::head::{PageHead, load_base};
-use crate::state::replay::{Resolved, Resolver};
+use crate::state::replay::{ResolvedState, Resolver};
 use crate::state::survey::{Survey, read_manifest};
 
 /// A state without its bytes.
@@ -21,7 +21,7 @@ pub struct Resolution {
     /// The snapshot from which it was followed; `None` is the log's beginning.
     pub base: Option<SnapshotId>,
     /// The state.
-    pub resolved: Resolved,
+    pub resolved: ResolvedState,
     /// The end of the log; `None` if the walk stopped before, at the batch asked for. Its record of verified
     /// snapshots is the last one there is, also where that lies before the base.
     pub end: Option<LogEnd>,
@@ -48,7 +48,7 @@ impl Resolution {
 }
 
 /// A state on its way along the log.
-pub struct Following<'s> {
+pub struct StateWalk<'s> {
     survey: &'s Survey,
     source: &'s dyn ReadAt,
     base: Option<&'s Manifest>,
@@ -60,7 +60,7 @@ pub struct Following<'s> {
     ahead_bytes: u64,
 }
 
-impl<'s> Following<'s> {
+impl<'s> StateWalk<'s> {
     /// The state of `base`, a whole snapshot, or the empty one of the log's beginning.
     ///
     /// # Errors
@@ -70,13 +70,13 @@ impl<'s> Following<'s> {
         source: &'s dyn ReadAt,
         base: Option<&'s Arc<Manifest>>,
     ) -> Result<Self, Damage> {
-        Self::new_by(survey, source, base, &Alone)
+        Self::new_by(survey, source, base, &SingleThread)
     }
 
-    /// As [`Following::new`], by several threads.
+    /// As [`StateWalk::new`], by several threads.
     ///
     /// # Errors
-    /// As for [`Following::new`].
+    /// As for [`StateWalk::new`].
     pub fn new_by(
         survey: &'s Survey,
         source: &'s dyn ReadAt,
@@ -224,7 +224,7 @@ impl Survey {
         until: Option<Lsn>,
         note: &mut dyn FnMut(&Resolver, &Frame<'_>, &[OpAt<'_>]),
     ) -> Result<Resolution, Damage> {
-        let mut following = Following::new(self, source, base)?;
+        let mut following = StateWalk::new(self, source, base)?;
         if base.is_some_and(|manifest| Some(manifest.redo.lsn) == until) {
             return following.finish_at_base();
         }

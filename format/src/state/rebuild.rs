@@ -37,7 +37,7 @@ impl Default for RebuildOptions {
 
 /// A state with its bytes.
 #[derive(Debug)]
-pub struct Rebuilt {
+pub struct RebuiltStore {
     /// How it came about.
     pub base: Option<SnapshotId>,
     /// Pages and root.
@@ -56,7 +56,7 @@ pub struct Rebuilt {
 ///
 /// # Errors
 /// The first [`Damage`] that no snapshot gets around.
-pub fn rebuild(source: &dyn ReadAt, options: &RebuildOptions) -> Result<Rebuilt, Damage> {
+pub fn rebuild(source: &dyn ReadAt, options: &RebuildOptions) -> Result<RebuiltStore, Damage> {
     let survey = Survey::read(source)?;
     let mut passed_over = Vec::new();
     let wanted = |snapshot: &SnapshotId| match &survey.links[snapshot] {
@@ -74,7 +74,7 @@ pub fn rebuild(source: &dyn ReadAt, options: &RebuildOptions) -> Result<Rebuilt,
         let attempt =
             candidate.and_then(|manifest| rebuild_from(source, &survey, manifest.as_ref(), options));
         match attempt {
-            Ok(rebuilt) => return Ok(Rebuilt { passed_over, ..rebuilt }),
+            Ok(rebuilt) => return Ok(RebuiltStore { passed_over, ..rebuilt }),
             Err(damage) => passed_over.push(damage),
         }
     }
@@ -89,7 +89,7 @@ fn rebuild_from(
     survey: &Survey,
     base: Option<&Arc<Manifest>>,
     options: &RebuildOptions,
-) -> Result<Rebuilt, Damage> {
+) -> Result<RebuiltStore, Damage> {
     let resolution = survey.resolve(source, base, options.until)?;
     let contents = survey
         .load(source, &resolution, options.page_bytes_max)?
@@ -97,5 +97,5 @@ fn rebuild_from(
         .map(|(page, content)| Ok((page, content?)))
         .collect::<Result<_, Damage>>()?;
     let Resolution { base, resolved, end, batches, .. } = resolution;
-    Ok(Rebuilt { base, table: resolved.table, contents, end, batches, passed_over: Vec::new() })
+    Ok(RebuiltStore { base, table: resolved.table, contents, end, batches, passed_over: Vec::new() })
 }

@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use crate::defect::Defect;
 use crate::ids::{Lsn, PageId};
-use crate::manifest::{Alone, Manifest, ManifestEntry, Share};
+use crate::manifest::{Manifest, ManifestEntry, Share, SingleThread};
 use crate::op::{Op, OpAt};
 use crate::state::bases::{Base, Bases};
 use crate::state::table::{PageInfo, PageTable, PlanMode, Refusal};
@@ -33,14 +33,14 @@ pub struct Resolver {
 
 /// The final state but for the bytes.
 #[derive(Clone, Debug)]
-pub struct Resolved {
+pub struct ResolvedState {
     /// Pages, root, and the numbers that never go back.
     pub table: PageTable,
     /// What each page of the table is made from.
     pub bases: Bases,
 }
 
-impl Resolved {
+impl ResolvedState {
     /// The length of a page that has a base, in bytes.
     pub(crate) fn final_len(&self, page: PageId) -> u64 {
         self.table.get(page).expect("every base is a page's").len
@@ -76,7 +76,7 @@ impl Resolver {
     /// Starts from a snapshot.
     #[must_use]
     pub fn from_manifest(manifest: &Arc<Manifest>) -> Self {
-        Self::from_manifest_by(manifest, &Alone)
+        Self::from_manifest_by(manifest, &SingleThread)
     }
 
     /// As [`Resolver::from_manifest`], by several threads.
@@ -178,7 +178,7 @@ impl Resolver {
     ///
     /// # Errors
     /// [`Defect::Batch`] if the snapshot's end was not reached, or two pages have one key.
-    pub fn finish(mut self) -> Result<Resolved, Defect> {
+    pub fn finish(mut self) -> Result<ResolvedState, Defect> {
         if self.table.lsn() < self.end {
             return Err(Defect::Mismatch {
                 what: "end of the log",
@@ -187,7 +187,7 @@ impl Resolver {
             });
         }
         self.table.index_keys().map_err(|refusal| broken(&refusal))?;
-        Ok(Resolved { table: self.table, bases: self.bases })
+        Ok(ResolvedState { table: self.table, bases: self.bases })
     }
 }
 

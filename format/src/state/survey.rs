@@ -33,7 +33,7 @@ pub type Links = BTreeMap<SnapshotId, Result<(Arc<Manifest>, CopyHealth), Damage
 
 /// Reads a link of which both copies are good; gives its header checksum with it. `None` if anything is not as it should
 /// be.
-pub type FasterLinks<'a> = &'a dyn Fn(FileName) -> Option<(Manifest, u32)>;
+pub type LinkReader<'a> = &'a dyn Fn(FileName) -> Option<(Manifest, u32)>;
 
 /// A place to start from: a snapshot, whole, or the log's beginning, which is `None`.
 pub(crate) type Candidate = (Option<SnapshotId>, Result<Option<Arc<Manifest>>, Damage>);
@@ -158,7 +158,7 @@ pub fn read_store(source: &dyn ReadAt) -> Result<StoreFile, Damage> {
 ///
 /// # Errors
 /// [`Damage`] if their folder cannot be listed; [`Defect::Shortage`] of any of them.
-pub fn read_links(source: &dyn ReadAt, store: &StoreFile, faster: FasterLinks<'_>) -> Result<Links, Damage> {
+pub fn read_links(source: &dyn ReadAt, store: &StoreFile, faster: LinkReader<'_>) -> Result<Links, Damage> {
     let mut links = Links::new();
     let names = source
         .list(Folder::Snapshots)

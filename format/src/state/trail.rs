@@ -22,7 +22,7 @@ use crate::names::{FileName, ReadAt};
 use crate::op::{OP_HEADER_LEN, OpAt, decode_single};
 use crate::state::follow::Resolution;
 use crate::state::head::load_base;
-use crate::state::replay::{Resolved, Resolver};
+use crate::state::replay::{ResolvedState, Resolver};
 use crate::state::survey::Survey;
 
 /// Where an operation lies in the log.
@@ -123,7 +123,7 @@ impl Trails {
 
     /// The image that holds exactly a page's bytes, if there is one.
     #[must_use]
-    pub fn exact_image(&self, resolved: &Resolved, page: PageId) -> Option<ImageRef> {
+    pub fn exact_image(&self, resolved: &ResolvedState, page: PageId) -> Option<ImageRef> {
         let base = resolved.bases.get(page).filter(|_| !self.pages.contains_key(&page))?;
         base.image
     }
@@ -135,7 +135,12 @@ impl Trails {
     ///
     /// # Panics
     /// If the page is not in the state's table.
-    pub fn load(&self, source: &dyn ReadAt, resolved: &Resolved, page: PageId) -> Result<Vec<u8>, Damage> {
+    pub fn load(
+        &self,
+        source: &dyn ReadAt,
+        resolved: &ResolvedState,
+        page: PageId,
+    ) -> Result<Vec<u8>, Damage> {
         let base = resolved.bases.get(page).expect("a page of the table");
         let mut head = load_base(source, &base, resolved.final_len(page))?;
         for place in self.pages.get(&page).into_iter().flatten() {

@@ -11,7 +11,7 @@
 
 mod envelope;
 mod seed;
-mod shared;
+mod shared_metadata;
 #[cfg(test)]
 mod tests;
 
@@ -19,7 +19,7 @@ use std::collections::BTreeMap;
 
 use serde::{Serialize, Serializer};
 
-pub use self::shared::SharedMetadata;
+pub use self::shared_metadata::SharedMetadata;
 pub use envelope::{ENVELOPE_HEAD_LEN, decode_entry, decode_metadata, encode_entry, encode_metadata};
 pub(crate) use envelope::{bincode_config, decode_all};
 pub(crate) use seed::deserialize_bytes;

@@ -2,7 +2,7 @@
 
 use remanent_format::manifest::{Manifest, ManifestKind};
 use remanent_format::op::Op;
-use remanent_format::salvage::{Found, Salvage};
+use remanent_format::salvage::{PageRemains, Salvage};
 use remanent_format::store::{Features, StoreFile, StoreRecord};
 use remanent_format::{Epoch, FileName, Lsn};
 
@@ -20,7 +20,7 @@ fn a_salvage_takes_nothing_that_never_was() {
     let salvaged = |maker: &Maker| {
         let salvage = salvage(maker);
         let info = salvage.state().table.get(PAGE).expect("the page").clone();
-        let Found::Exact(bytes) = salvage.find(&info) else { panic!("{:?}", salvage.find(&info)) };
+        let PageRemains::Exact(bytes) = salvage.find(&info) else { panic!("{:?}", salvage.find(&info)) };
         assert_eq!(info.lsn, salvage.state().table.lsn());
         assert_eq!(bytes, content(info.lsn.0), "the page at {}", info.lsn);
         info.lsn.0
@@ -67,7 +67,7 @@ fn nothing_is_exact_where_no_state_is_known() {
     let salvage = salvage(&maker);
     assert!(!salvage.state().is_whole);
     let info = salvage.state().table.get(PAGE).expect("the page");
-    let Found::Older { version, bytes, .. } = salvage.find(&info) else {
+    let PageRemains::Older { version, bytes, .. } = salvage.find(&info) else {
         panic!("{:?}", salvage.find(&info))
     };
     assert_eq!((version.lsn, bytes), (Lsn(3), content(3)));
@@ -88,20 +88,20 @@ fn a_page_that_was_long_on_its_way_is_salvaged() {
         salvage.find(&salvage.state().table.get(PAGE).expect("the page"))
     };
     let found = find(&maker);
-    assert!(matches!(&found, Found::Exact(bytes) if *bytes == expected), "{found:?}");
+    assert!(matches!(&found, PageRemains::Exact(bytes) if *bytes == expected), "{found:?}");
 
     // The newest version needs a file that is gone; the one before was long on its way, too.
     maker.batch_of(&[long(64)], true).batch_with_image(7);
     maker.files.0.remove(&FileName::Pages(7));
     let found = find(&maker);
-    let Found::Older { version, bytes, .. } = &found else { panic!("{found:?}") };
+    let PageRemains::Older { version, bytes, .. } = &found else { panic!("{found:?}") };
     assert_eq!((version.lsn, bytes.len(), &bytes[..9]), (Lsn(8), 64, &expected[..]));
 
     // It is the version asked for that must not be too long.
     let mut maker = four();
     maker.batch_of(&[long((1 << 20) + 1)], true);
     let found = find(&maker);
-    let Found::Older { version, bytes, why } = &found else { panic!("{found:?}") };
+    let PageRemains::Older { version, bytes, why } = &found else { panic!("{found:?}") };
     assert!(why.to_string().contains("page length is 1048577, over the limit of 1048576"), "{why}");
     assert_eq!((version.lsn, bytes), (Lsn(4), &content(4)));
 }

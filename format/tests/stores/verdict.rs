@@ -1,6 +1,6 @@
 //! What reading a store must give, and the store of four batches that most rows begin with.
 
-use remanent_format::state::rebuild::{RebuildOptions, Rebuilt, rebuild};
+use remanent_format::state::rebuild::{RebuildOptions, RebuiltStore, rebuild};
 use remanent_format::{Epoch, FileName, Lsn};
 
 use crate::maker::{Maker, PAGE, content, root};
@@ -17,11 +17,11 @@ pub enum Verdict {
 }
 pub use Verdict::{Clean, Refused, Torn};
 
-pub fn rebuilt(maker: &Maker) -> Result<Rebuilt, String> {
+pub fn rebuilt(maker: &Maker) -> Result<RebuiltStore, String> {
     rebuild(&maker.files, &RebuildOptions::default()).map_err(|damage| damage.to_string())
 }
 
-pub fn check_state(why: &str, rebuilt: &Rebuilt, lsn: u64) {
+pub fn check_state(why: &str, rebuilt: &RebuiltStore, lsn: u64) {
     assert_eq!(rebuilt.table.lsn(), Lsn(lsn), "{why}");
     let info = rebuilt.table.get(PAGE).unwrap_or_else(|| panic!("{why}: the page is gone"));
     assert_eq!((info.lsn, info.epoch), (Lsn(lsn), Epoch(lsn)), "{why}");

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use remanent_format::frame::{FrameHeader, FrameKind, VerifiedSnapshot, encode_seal};
-use remanent_format::image::{Chunk, Compressed, ImageFileHeader, ImagePurpose, ImageRef, NewImage};
+use remanent_format::image::{Chunk, CompressedBytes, ImageFileHeader, ImagePurpose, ImageRef, NewImage};
 use remanent_format::limits::{GROUP_ALIGN, SEGMENT_LEN_MIN, align_up};
 use remanent_format::manifest::{Manifest, ManifestEntry, ManifestKind, Tombstone};
 use remanent_format::op::{Op, PayloadWriter};
@@ -203,7 +203,7 @@ impl Maker {
         let known = if purpose == ImagePurpose::Batch { 0 } else { lsn };
         let (epoch, lsn) = (Epoch(known), Lsn(known));
         let crc = crc32fast::hash(&content);
-        let stored = Compressed { len: frames.len() as u64, crc: crc32fast::hash(&frames) };
+        let stored = CompressedBytes { len: frames.len() as u64, crc: crc32fast::hash(&frames) };
         let compressed = self.compress.then_some(stored);
         let image = NewImage { page: PAGE, epoch, lsn, len: PAGE_LEN as u64, crc, compressed };
         let chunk = Chunk::plan(number, 4096, &[image]).unwrap();

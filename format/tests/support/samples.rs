@@ -3,7 +3,9 @@
 use std::sync::Arc;
 
 use remanent_format::frame::{FrameHeader, FrameKind, VerifiedSnapshot, encode_seal};
-use remanent_format::image::{Chunk, Codec, Compressed, ImageFileHeader, ImagePurpose, ImageRef, NewImage};
+use remanent_format::image::{
+    Chunk, Codec, CompressedBytes, ImageFileHeader, ImagePurpose, ImageRef, NewImage,
+};
 use remanent_format::limits::SEGMENT_LEN_MIN;
 use remanent_format::manifest::{Manifest, ManifestEntry, ManifestKind, Tombstone};
 use remanent_format::op::{Indices, Op, PayloadWriter};
@@ -230,7 +232,7 @@ fn compressed_images() -> Vec<u8> {
         crc: crc32fast::hash(content),
         compressed,
     };
-    let compressed = Compressed { len: second.len() as u64, crc: crc32fast::hash(&second) };
+    let compressed = CompressedBytes { len: second.len() as u64, crc: crc32fast::hash(&second) };
     let news = [new(1, &first, None), new(5, &page, Some(compressed))];
     let chunk = Chunk::plan(CHUNK_AT.0, CHUNK_AT.1, &news).unwrap();
     images_of(&chunk, &[first, second])

@@ -15,8 +15,8 @@ use std::ffi::c_void;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::completion::Word;
-use super::context::{Context, Entered};
+use super::completion::CompletionWord;
+use super::context::{Context, ContextGuard};
 use super::lane::Timeline;
 use crate::base::sync::{Condvar, Mutex, MutexGuard};
 use crate::error::Result;
@@ -32,7 +32,7 @@ const URGENT_TURNS_MAX: u32 = 64;
 /// Copies under way, oldest first: each lane's word for them, and the value that it then has.
 pub(super) struct BulkQueue {
     context: &'static Context,
-    under_way: Turns<VecDeque<(Arc<Word>, u64)>>,
+    under_way: Turns<VecDeque<(Arc<CompletionWord>, u64)>>,
 }
 
 impl BulkQueue {
@@ -47,7 +47,7 @@ impl BulkQueue {
     /// A device error; pieces before it may have been queued.
     pub fn down(
         &self,
-        entered: &Entered<'_>,
+        entered: &ContextGuard<'_>,
         lane: &Timeline,
         source: u64,
         target: u64,

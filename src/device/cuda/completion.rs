@@ -11,9 +11,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use super::context::{Context, Entered};
+use super::context::{Context, ContextGuard};
 use super::driver::CUstream;
-use super::memory::{Block, Memory};
+use super::memory::{DeviceBlock, PlaceMemory};
 use crate::error::{Error, Result};
 
 /// `CU_STREAM_NON_BLOCKING`: it does not wait for the default stream, nor that for it.
@@ -73,7 +73,7 @@ impl Stream {
     /// # Errors
     /// A device error: the stream has stopped at a fault.
     pub fn drain(&self) -> Result<()> {
-        let mut naps = Naps::default();
+        let mut naps = BackoffSleep::default();
         // A look that is refused does nothing, so it is repeated, once: what it was for would be lost.
         let mut may_be_refused = true;
         loop {
@@ -99,19 +99,19 @@ impl Drop for Stream {
 }
 
 /// A word that a stream counts up.
-pub(super) struct Word {
+pub(super) struct CompletionWord {
     stream: Arc<Stream>,
-    block: ManuallyDrop<Block>,
+    block: ManuallyDrop<DeviceBlock>,
     /// The newest value that the stream was told to write.
     given: AtomicU64,
 }
 
-impl Word {
+impl CompletionWord {
     /// A word at 0, in pinned memory.
     ///
     /// # Errors
     /// `OutOfMemory`, a device error.
-    pub fn new(stream: &Arc<Stream>, memory: &Memory) -> Result<Self> {
+    pub fn new(stream: &Arc<Stream>, memory: &PlaceMemory) -> Result<Self> {
         let block = memory.allocate(size_of::<u64>() as u64)?;
         // SAFETY: the block is pinned, long enough, aligned by its class, and nobody else's.
         unsafe { std::ptr::write(block.address as *mut u64, 0) };
@@ -136,7 +136,7 @@ impl Word {
     ///
     /// # Errors
     /// A device error; the value does not count then.
-    pub fn count(&self, entered: &Entered<'_>) -> Result<u64> {
+    pub fn count(&self, entered: &ContextGuard<'_>) -> Result<u64> {
         let value = self.given() + 1;
         // SAFETY: the context is current; the word lives until the stream was waited for, or has stopped.
         // Without flags the write comes behind a barrier for the whole system.
@@ -158,7 +158,7 @@ impl Word {
             }
             std::hint::spin_loop();
         }
-        let mut naps = Naps::default();
+        let mut naps = BackoffSleep::default();
         while self.reached() < value {
             self.stream.is_done()?;
             naps.take();
@@ -171,7 +171,7 @@ impl Word {
     }
 }
 
-impl Drop for Word {
+impl Drop for CompletionWord {
     /// A stream that stopped, or that cannot be asked, keeps the word: it may still write to it.
     fn drop(&mut self) {
         if self.reached() >= self.given() {
@@ -182,15 +182,15 @@ impl Drop for Word {
 }
 
 /// Naps between looks at something of which nobody tells, each longer than the one before.
-pub(super) struct Naps(Duration);
+pub(super) struct BackoffSleep(Duration);
 
-impl Default for Naps {
+impl Default for BackoffSleep {
     fn default() -> Self {
         Self(NAP_MIN)
     }
 }
 
-impl Naps {
+impl BackoffSleep {
     #[expect(clippy::disallowed_methods, reason = "nothing on the host is told of what a GPU has done")]
     pub fn take(&mut self) {
         std::thread::sleep(self.0);

@@ -4,7 +4,7 @@
 //! the same to the caller's kernels. It is never given back: the next open would pay for it again, and a
 //! fault in it outlives any store.
 //!
-//! Every driver call goes through [`Entered`], which puts the caller's own context back afterwards and until
+//! Every driver call goes through [`ContextGuard`], which puts the caller's own context back afterwards and until
 //! then relaxes the thread's capture mode: a query of ours would otherwise invalidate a capture that the
 //! caller has under way on another stream.
 
@@ -33,7 +33,7 @@ mod attribute {
 /// A GPU, and this process's context on it.
 pub(super) struct Context {
     driver: &'static Driver,
-    raw: Raw,
+    raw: RawContext,
     /// The GPU, as the driver names it.
     pub device: CUdevice,
     /// Its number among the process's GPUs.
@@ -49,12 +49,12 @@ pub(super) struct Context {
 }
 
 /// The handle of a context.
-struct Raw(CUcontext);
+struct RawContext(CUcontext);
 
 // SAFETY: the handle is a name, and the driver takes it on any thread.
-unsafe impl Send for Raw {}
+unsafe impl Send for RawContext {}
 // SAFETY: the same.
-unsafe impl Sync for Raw {}
+unsafe impl Sync for RawContext {}
 
 impl Context {
     /// The context of the GPU with this number; or what is missing.
@@ -103,7 +103,7 @@ impl Context {
         unsafe { driver.retain_context(&mut raw, device) }.map_err(|code| code.to_string())?;
         Ok(Self {
             driver,
-            raw: Raw(raw),
+            raw: RawContext(raw),
             device,
             ordinal,
             name: name(driver, device).map_err(|code| code.to_string())?,
@@ -122,7 +122,7 @@ impl Context {
     ///
     /// # Errors
     /// The fault that took the context; the driver's refusal.
-    pub fn enter(&self) -> Result<Entered<'_>> {
+    pub fn enter(&self) -> Result<ContextGuard<'_>> {
         if let Some(error) = self.lost.get() {
             return Err(error.clone());
         }
@@ -131,7 +131,7 @@ impl Context {
         let mut mode = CAPTURE_RELAXED;
         // SAFETY: the pointer is to a live integer, which holds one of the modes.
         let exchanged = unsafe { self.driver.exchange_capture_mode(&mut mode) };
-        let entered = Entered { context: self, capture_mode: exchanged.is_ok().then_some(mode) };
+        let entered = ContextGuard { context: self, capture_mode: exchanged.is_ok().then_some(mode) };
         exchanged.map_err(|code| self.fault(code))?;
         Ok(entered)
     }
@@ -140,7 +140,7 @@ impl Context {
     ///
     /// # Errors
     /// A device error.
-    pub fn query(&self, ask: impl FnOnce(&Entered<'_>) -> Result<(), Code>) -> Result<bool> {
+    pub fn query(&self, ask: impl FnOnce(&ContextGuard<'_>) -> Result<(), Code>) -> Result<bool> {
         match ask(&self.enter()?) {
             Ok(()) => Ok(true),
             Err(code) if code.is_not_ready() => Ok(false),
@@ -160,20 +160,20 @@ impl Context {
 }
 
 /// A context that is current on this thread. Calls go through it.
-pub(super) struct Entered<'c> {
+pub(super) struct ContextGuard<'c> {
     context: &'c Context,
     /// The thread's own mode, to be put back.
     capture_mode: Option<u32>,
 }
 
-impl Deref for Entered<'_> {
+impl Deref for ContextGuard<'_> {
     type Target = Driver;
     fn deref(&self) -> &Driver {
         self.context.driver
     }
 }
 
-impl Drop for Entered<'_> {
+impl Drop for ContextGuard<'_> {
     /// What fails here fails in the next call too, which says so.
     fn drop(&mut self) {
         if let Some(mut mode) = self.capture_mode {

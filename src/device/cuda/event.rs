@@ -3,8 +3,8 @@
 //! A lane's own points are words that its stream writes (see `word`). An event stands for a point of a stream that
 //! is the caller's, to which the store queues nothing, and for one that another stream is told to wait for.
 
-use super::completion::Naps;
-use super::context::{Context, Entered};
+use super::completion::BackoffSleep;
+use super::context::{Context, ContextGuard};
 use super::driver::{CUevent, CUstream};
 use super::errors::Code;
 use crate::error::Result;
@@ -13,17 +13,17 @@ use crate::error::Result;
 const NO_TIMING: u32 = 2;
 
 /// An event.
-pub(super) struct Event {
+pub(super) struct CudaEvent {
     context: &'static Context,
     raw: CUevent,
 }
 
 // SAFETY: the handle is a name, and the driver takes it on any thread.
-unsafe impl Send for Event {}
+unsafe impl Send for CudaEvent {}
 // SAFETY: the same; the driver locks what calls with one event share.
-unsafe impl Sync for Event {}
+unsafe impl Sync for CudaEvent {}
 
-impl Event {
+impl CudaEvent {
     /// An event that was not recorded yet.
     ///
     /// # Errors
@@ -43,7 +43,7 @@ impl Event {
     ///
     /// # Errors
     /// The driver's refusal.
-    pub unsafe fn record(&self, entered: &Entered<'_>, stream: CUstream) -> Result<(), Code> {
+    pub unsafe fn record(&self, entered: &ContextGuard<'_>, stream: CUstream) -> Result<(), Code> {
         // SAFETY: the context is current; the event lives until it is dropped, and the stream is the caller's
         // promise.
         unsafe { entered.record_event(self.raw, stream) }
@@ -56,7 +56,7 @@ impl Event {
     ///
     /// # Errors
     /// The driver's refusal.
-    pub unsafe fn hold_back(&self, entered: &Entered<'_>, stream: CUstream) -> Result<(), Code> {
+    pub unsafe fn hold_back(&self, entered: &ContextGuard<'_>, stream: CUstream) -> Result<(), Code> {
         // SAFETY: the same. The wait takes the event as it was recorded, so that it may be recorded again.
         unsafe { entered.wait_event(stream, self.raw, 0) }
     }
@@ -66,7 +66,7 @@ impl Event {
     /// # Errors
     /// A device error.
     pub fn wait(&self) -> Result<()> {
-        let mut naps = Naps::default();
+        let mut naps = BackoffSleep::default();
         while !self.has_passed()? {
             naps.take();
         }
@@ -79,7 +79,7 @@ impl Event {
     }
 }
 
-impl Drop for Event {
+impl Drop for CudaEvent {
     fn drop(&mut self) {
         let Ok(entered) = self.context.enter() else { return };
         // SAFETY: the context is current, the handle leaves our hands here, and whoever waits for the event on a

@@ -49,14 +49,14 @@ impl Allocation {
 
 /// Page memory by its names. Shared by threads.
 pub(super) struct Handles {
-    chunks: [OnceLock<Box<[Slot]>>; CHUNKS],
+    chunks: [OnceLock<Box<[HandleSlot]>>; CHUNKS],
     free: [Mutex<Vec<u32>>; SHARDS],
     /// The first slot that was never taken.
     next: AtomicU32,
 }
 
 #[derive(Default)]
-struct Slot {
+struct HandleSlot {
     generation: AtomicU32,
     kind: AtomicU8,
     is_adopted: AtomicBool,
@@ -149,11 +149,11 @@ impl Handles {
         let number = self.next.fetch_add(1, Ordering::AcqRel);
         assert!(number < u32::MAX - CHUNK_SLOTS_MIN, "more pages than there are names");
         let (chunk, slots, _) = position(number);
-        self.chunks[chunk].get_or_init(|| (0..slots).map(|_| Slot::default()).collect());
+        self.chunks[chunk].get_or_init(|| (0..slots).map(|_| HandleSlot::default()).collect());
         number
     }
 
-    fn slot(&self, number: u32) -> Option<&Slot> {
+    fn slot(&self, number: u32) -> Option<&HandleSlot> {
         let (chunk, _, index) = position(number);
         self.chunks.get(chunk)?.get()?.get(index)
     }

@@ -6,12 +6,12 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::completion::{Stream, Word};
-use super::context::{Context, Entered};
+use super::completion::{CompletionWord, Stream};
+use super::context::{Context, ContextGuard};
 use super::driver::CUstream;
 use super::errors::Code;
-use super::event::Event;
-use super::memory::{Block, Memory};
+use super::event::CudaEvent;
+use super::memory::{DeviceBlock, PlaceMemory};
 use super::stream;
 use crate::base::sync::{Mutex, MutexGuard};
 use crate::device::{RawStream, ReturnedStaging};
@@ -21,29 +21,29 @@ use crate::error::Result;
 pub(super) struct Timeline {
     context: &'static Context,
     stream: Arc<Stream>,
-    fences: Word,
-    pieces: Arc<Word>,
+    fences: CompletionWord,
+    pieces: Arc<CompletionWord>,
     /// Stands for one point of a stream while another one is told to wait for it: recorded and taken under the
     /// queue's lock.
-    event: Event,
+    event: CudaEvent,
     is_urgent: bool,
-    queue: Mutex<VecDeque<InFlight>>,
+    queue: Mutex<VecDeque<ListResources>>,
 }
 
 /// What a list uses until its fence has passed.
-struct InFlight {
+struct ListResources {
     /// The fence; beyond all others if the list may have begun and has none.
     fence: u64,
     /// Held so that a `Pending` that is dropped early frees nothing that the list uses.
     _staging: Arc<ReturnedStaging>,
     /// Tables and scratch.
-    _blocks: Vec<Block>,
+    _blocks: Vec<DeviceBlock>,
 }
 
 /// The right to queue a lane's next list.
-pub(super) struct Turn<'t> {
+pub(super) struct LaneTurn<'t> {
     lane: &'t Timeline,
-    queue: MutexGuard<'t, VecDeque<InFlight>>,
+    queue: MutexGuard<'t, VecDeque<ListResources>>,
 }
 
 impl Timeline {
@@ -51,14 +51,14 @@ impl Timeline {
     ///
     /// # Errors
     /// `OutOfMemory`, a device error.
-    pub fn new(context: &'static Context, pinned: &Memory, is_urgent: bool) -> Result<Self> {
+    pub fn new(context: &'static Context, pinned: &PlaceMemory, is_urgent: bool) -> Result<Self> {
         let stream = Arc::new(Stream::new(context, is_urgent)?);
         Ok(Self {
             context,
-            fences: Word::new(&stream, pinned)?,
-            pieces: Arc::new(Word::new(&stream, pinned)?),
+            fences: CompletionWord::new(&stream, pinned)?,
+            pieces: Arc::new(CompletionWord::new(&stream, pinned)?),
             stream,
-            event: Event::new(context)?,
+            event: CudaEvent::new(context)?,
             is_urgent,
             queue: Mutex::default(),
         })
@@ -75,23 +75,23 @@ impl Timeline {
     }
 
     /// Its fences.
-    pub fn fences(&self) -> &Word {
+    pub fn fences(&self) -> &CompletionWord {
         &self.fences
     }
 
     /// Counts pieces of long copies.
-    pub fn pieces(&self) -> &Arc<Word> {
+    pub fn pieces(&self) -> &Arc<CompletionWord> {
         &self.pieces
     }
 
     /// The right to queue the next list; what earlier lists are done with is freed first.
-    pub fn turn(&self) -> Turn<'_> {
+    pub fn turn(&self) -> LaneTurn<'_> {
         let mut queue = self.queue.lock();
         let reached = self.fences.reached();
         while queue.front().is_some_and(|list| list.fence <= reached) {
             queue.pop_front();
         }
-        Turn { lane: self, queue }
+        LaneTurn { lane: self, queue }
     }
 
     /// Waits until the stream has done everything that was queued, lists without a fence included.
@@ -144,7 +144,7 @@ impl Timeline {
     }
 
     /// Makes `later` wait for the point at which `earlier` is now.
-    fn record(&self, entered: &Entered<'_>, earlier: CUstream, later: CUstream) -> Result<(), Code> {
+    fn record(&self, entered: &ContextGuard<'_>, earlier: CUstream, later: CUstream) -> Result<(), Code> {
         // Nobody queues here meanwhile, nor records the event anew before the wait has taken it.
         let _turn = self.queue.lock();
         // SAFETY: the context is current; a lane's handles live as long as it does, and a caller's stream is
@@ -155,20 +155,20 @@ impl Timeline {
     }
 }
 
-impl Turn<'_> {
+impl LaneTurn<'_> {
     /// Ends a list that is queued, and returns its fence.
     ///
     /// # Errors
     /// A device error. What the list uses then stays until the lane is dropped.
     pub fn end(
         mut self,
-        entered: &Entered<'_>,
+        entered: &ContextGuard<'_>,
         staging: &Arc<ReturnedStaging>,
-        blocks: Vec<Block>,
+        blocks: Vec<DeviceBlock>,
     ) -> Result<u64> {
         match self.lane.fences.count(entered) {
             Ok(fence) => {
-                self.queue.push_back(InFlight { fence, _staging: staging.clone(), _blocks: blocks });
+                self.queue.push_back(ListResources { fence, _staging: staging.clone(), _blocks: blocks });
                 Ok(fence)
             }
             Err(error) => {
@@ -179,8 +179,8 @@ impl Turn<'_> {
     }
 
     /// Gives up a list of which a part may be queued: what it uses stays until the lane is dropped.
-    pub fn abandon(mut self, staging: &Arc<ReturnedStaging>, blocks: Vec<Block>) {
-        self.queue.push_back(InFlight { fence: u64::MAX, _staging: staging.clone(), _blocks: blocks });
+    pub fn abandon(mut self, staging: &Arc<ReturnedStaging>, blocks: Vec<DeviceBlock>) {
+        self.queue.push_back(ListResources { fence: u64::MAX, _staging: staging.clone(), _blocks: blocks });
     }
 }
 

@@ -7,12 +7,12 @@ use super::abi::{
     VALIDATE,
 };
 use super::bulk_copies::BulkQueue;
-use super::context::{Context, Entered};
+use super::context::{Context, ContextGuard};
 use super::driver::CUdeviceptr;
 use super::kernels::Functions;
 use super::lane::Timeline;
-use super::memory::Block;
-use super::plan::{Plan, Step};
+use super::memory::DeviceBlock;
+use super::plan::{LaunchPlan, LaunchStep};
 use crate::error::Result;
 
 /// Boundary on which each table begins.
@@ -35,7 +35,7 @@ pub(super) struct Layout {
 /// What steps are done with.
 pub(super) struct Launcher<'l> {
     pub context: &'static Context,
-    pub entered: &'l Entered<'l>,
+    pub entered: &'l ContextGuard<'l>,
     pub functions: &'l Functions,
     pub bulk: &'l BulkQueue,
     pub lane: &'l Timeline,
@@ -43,7 +43,7 @@ pub(super) struct Launcher<'l> {
 
 impl Layout {
     /// The layout of a plan's tables.
-    pub fn of(plan: &Plan) -> Self {
+    pub fn of(plan: &LaunchPlan) -> Self {
         let mut len = 0;
         let mut place = |bytes: usize| {
             let at = len;
@@ -64,7 +64,7 @@ impl Layout {
     }
 
     /// Writes a plan's tables to pinned memory of at least `len` bytes.
-    pub fn write(&self, plan: &Plan, tables: &Block) {
+    pub fn write(&self, plan: &LaunchPlan, tables: &DeviceBlock) {
         write_rows(&plan.pieces, tables.address + self.pieces as u64);
         write_rows(&plan.parts, tables.address + self.parts as u64);
         write_rows(&plan.crcs, tables.address + self.crcs as u64);
@@ -88,29 +88,29 @@ impl Launcher<'_> {
     ///
     /// # Errors
     /// A device error; steps before it may have been queued.
-    pub fn run(&self, plan: &Plan, layout: &Layout, tables: Option<&Block>) -> Result<()> {
+    pub fn run(&self, plan: &LaunchPlan, layout: &Layout, tables: Option<&DeviceBlock>) -> Result<()> {
         let base = tables.map_or(0, |tables| tables.address);
         let row = |table: usize, number: usize, row_len: usize| base + (table + number * row_len) as u64;
         for step in &plan.steps {
             match step {
-                Step::Apply(kernel, parts) => {
+                LaunchStep::Apply(kernel, parts) => {
                     let rows = row(layout.parts, parts.start, size_of_val(&plan.parts[0]));
                     let pieces = base + layout.pieces as u64;
                     self.launch(*kernel, rows, parts.len() as u32, Some(pieces))?;
                 }
-                Step::Crc(range) => {
+                LaunchStep::Crc(range) => {
                     let rows = row(layout.crcs, range.start, size_of_val(&plan.crcs[0]));
                     self.launch(CRC_CHUNKS, rows, range.len() as u32, None)?;
                 }
-                Step::Combine(range) => {
+                LaunchStep::Combine(range) => {
                     let rows = row(layout.combines, range.start, size_of_val(&plan.combines[0]));
                     self.launch(CRC_COMBINE, rows, range.len() as u32, None)?;
                 }
-                Step::Diff(range) => {
+                LaunchStep::Diff(range) => {
                     let rows = row(layout.diffs, range.start, size_of_val(&plan.diffs[0]));
                     self.launch(DIFF, rows, range.len() as u32, None)?;
                 }
-                Step::Select(range, scans) => {
+                LaunchStep::Select(range, scans) => {
                     let rows = row(layout.selects, range.start, size_of::<SelectRow>());
                     let (row_count, scan_count) = (range.len() as u32, scans.len() as u32);
                     if row_count > 0 {
@@ -122,12 +122,12 @@ impl Launcher<'_> {
                         self.launch(SELECT_EMIT, rows, row_count, None)?;
                     }
                 }
-                Step::Validate(range) => {
+                LaunchStep::Validate(range) => {
                     let rows = row(layout.indices, range.start, size_of_val(&plan.indices[0]));
                     self.launch(VALIDATE, rows, range.len() as u32, None)?;
                 }
-                Step::Up { source, target, len } => self.up(*source, *target, *len)?,
-                Step::Down { source, target, len } => {
+                LaunchStep::Up { source, target, len } => self.up(*source, *target, *len)?,
+                LaunchStep::Down { source, target, len } => {
                     self.bulk.down(self.entered, self.lane, *source, *target, *len)?;
                 }
             }

@@ -11,22 +11,22 @@ use crate::error::{Error, Result};
 
 /// Memory of one place. Shared by threads.
 #[derive(Clone)]
-pub(super) struct Memory {
+pub(super) struct PlaceMemory {
     /// What a shortage is reported as.
     pub place: Place,
     source: Arc<dyn MemoryResource>,
 }
 
 /// Memory handed out; given back when it is dropped. Who cannot know that nothing uses it any more forgets it.
-pub(super) struct Block {
+pub(super) struct DeviceBlock {
     /// The first byte, to GPU and host alike.
     pub address: u64,
     /// Length in bytes, as it was asked for.
     pub len: u64,
-    memory: Memory,
+    memory: PlaceMemory,
 }
 
-impl Memory {
+impl PlaceMemory {
     /// Memory of a source.
     pub fn new(place: Place, source: Arc<dyn MemoryResource>) -> Self {
         Self { place, source }
@@ -36,21 +36,21 @@ impl Memory {
     ///
     /// # Errors
     /// `OutOfMemory`, a device error.
-    pub fn allocate(&self, len: u64) -> Result<Block> {
+    pub fn allocate(&self, len: u64) -> Result<DeviceBlock> {
         let place = self.place;
         let address = self.source.allocate(len.max(1)).map_err(|error| match error {
             Error::OutOfMemory { .. } => Error::OutOfMemory { place, len },
             other => other,
         })?;
-        Ok(Block { address, len, memory: self.clone() })
+        Ok(DeviceBlock { address, len, memory: self.clone() })
     }
 
-    /// A block again of what [`Block::into_raw`] took apart.
+    /// A block again of what [`DeviceBlock::into_raw`] took apart.
     ///
     /// # Safety
     /// The block was of this memory, and this is done once.
-    pub unsafe fn block(&self, address: u64, len: u64) -> Block {
-        Block { address, len, memory: self.clone() }
+    pub unsafe fn block(&self, address: u64, len: u64) -> DeviceBlock {
+        DeviceBlock { address, len, memory: self.clone() }
     }
 
     /// Gives back what nobody uses, and returns how many bytes that was.
@@ -67,7 +67,7 @@ impl Memory {
     }
 }
 
-impl Block {
+impl DeviceBlock {
     /// Gives it back, and says so if that fails.
     ///
     /// # Errors
@@ -94,7 +94,7 @@ impl Block {
     }
 }
 
-impl Drop for Block {
+impl Drop for DeviceBlock {
     fn drop(&mut self) {
         if let Err(error) = self.give_back() {
             tracing::warn!(%error, "memory could not be given back");
@@ -102,7 +102,7 @@ impl Drop for Block {
     }
 }
 
-impl fmt::Debug for Block {
+impl fmt::Debug for DeviceBlock {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Block({} bytes at {:#x})", self.len, self.address)
     }

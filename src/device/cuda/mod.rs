@@ -18,7 +18,7 @@ pub mod abi;
 pub mod modules;
 pub mod resource;
 mod peer_copy;
-mod adopted;
+mod caller_memory;
 mod bulk_copies;
 mod context;
 mod driver;
@@ -42,16 +42,16 @@ use std::sync::{Arc, OnceLock};
 use remanent_format::Place;
 
 use self::bulk_copies::BulkQueue;
-use self::context::{Context, Entered};
+use self::context::{Context, ContextGuard};
 use self::driver::Driver;
 use self::handles::{Allocation, Handles};
 use self::kernels::Functions;
-use self::lane::{Timeline, Turn};
+use self::lane::{LaneTurn, Timeline};
 use self::launch::{Launcher, Layout};
-use self::memory::{Block, Memory};
-use self::plan::Plan;
+use self::memory::{DeviceBlock, PlaceMemory};
+use self::plan::LaunchPlan;
 use self::resource::{DriverMemory, Kind, MemoryResource, Pool};
-use self::translate::{Scratch, Staged};
+use self::translate::{ScratchNeed, StagedBytes};
 use super::{
     CallerMemory, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending, RawStream,
     ReturnedStaging, Span, Staging,
@@ -73,10 +73,10 @@ pub struct CudaDevice {
     bulk: BulkQueue,
     functions: &'static Functions,
     pages: Handles,
-    on_gpu: Memory,
-    managed: Memory,
+    on_gpu: PlaceMemory,
+    managed: PlaceMemory,
     /// Pages in host memory, staging and tables.
-    pinned: Memory,
+    pinned: PlaceMemory,
     /// Why nothing is queued any more: a list was left half queued.
     stopped: OnceLock<Error>,
     context: &'static Context,
@@ -115,7 +115,7 @@ impl CudaDevice {
         let context = Context::of(ordinal).map_err(unavailable)?;
         let driver = |kind| DriverMemory::new(context, kind);
         let pinned = Pool::with_slabs_up_to(PINNED_SLAB_LEN_MAX, driver(Kind::Pinned));
-        let pinned = Memory::new(Place::Pinned, Arc::new(pinned));
+        let pinned = PlaceMemory::new(Place::Pinned, Arc::new(pinned));
         let lane = |is_urgent| Timeline::new(context, &pinned, is_urgent);
         // Commits wait for the lanes of deltas and of what is staged.
         Ok(Self {
@@ -123,8 +123,8 @@ impl CudaDevice {
             bulk: BulkQueue::new(context),
             functions: Functions::of(context).map_err(|error| unavailable(error.to_string()))?,
             pages: Handles::new(),
-            on_gpu: Memory::new(Place::Device(0), on_gpu),
-            managed: Memory::new(Place::Unified, Arc::new(Pool::new(driver(Kind::Managed)))),
+            on_gpu: PlaceMemory::new(Place::Device(0), on_gpu),
+            managed: PlaceMemory::new(Place::Unified, Arc::new(Pool::new(driver(Kind::Managed)))),
             pinned,
             stopped: OnceLock::new(),
             context,
@@ -145,7 +145,7 @@ impl CudaDevice {
         &self.lanes[lane as usize]
     }
 
-    fn memory(&self, kind: Kind) -> &Memory {
+    fn memory(&self, kind: Kind) -> &PlaceMemory {
         match kind {
             Kind::Device => &self.on_gpu,
             Kind::Managed => &self.managed,
@@ -154,7 +154,7 @@ impl CudaDevice {
     }
 
     /// Allocates; where memory is short, what lies idle goes first.
-    fn block(&self, kind: Kind, len: u64) -> Result<Block> {
+    fn block(&self, kind: Kind, len: u64) -> Result<DeviceBlock> {
         match self.memory(kind).allocate(len) {
             Err(Error::OutOfMemory { .. }) if self.trim()? > 0 => self.memory(kind).allocate(len),
             other => other,
@@ -162,7 +162,12 @@ impl CudaDevice {
     }
 
     /// Page memory of a block that is allocated for it.
-    fn page(&self, place: Place, len: u64, allocate: impl FnOnce(Kind) -> Result<Block>) -> Result<MemoryId> {
+    fn page(
+        &self,
+        place: Place,
+        len: u64,
+        allocate: impl FnOnce(Kind) -> Result<DeviceBlock>,
+    ) -> Result<MemoryId> {
         let kind = match place {
             Place::Device(_) => Kind::Device,
             Place::Pinned | Place::Host => Kind::Pinned,
@@ -201,9 +206,9 @@ impl CudaDevice {
     fn queue(
         &self,
         lane: Lane,
-        plan: &Plan,
+        plan: &LaunchPlan,
         staging: Vec<Staging>,
-        mut blocks: Vec<Block>,
+        mut blocks: Vec<DeviceBlock>,
     ) -> Result<Pending> {
         let layout = Layout::of(plan);
         if layout.len > 0 {
@@ -233,10 +238,10 @@ impl CudaDevice {
     /// Ends a list, of which nothing more is queued once a part could not be. Returns its fence.
     fn end(
         &self,
-        turn: Turn<'_>,
-        entered: &Entered<'_>,
+        turn: LaneTurn<'_>,
+        entered: &ContextGuard<'_>,
         returned: &Arc<ReturnedStaging>,
-        blocks: Vec<Block>,
+        blocks: Vec<DeviceBlock>,
         queued: Result<()>,
     ) -> Result<u64> {
         let ended = match queued {
@@ -298,8 +303,8 @@ impl Device for CudaDevice {
         let CommandList { commands, staging } = list;
         // Planned before anything is queued: what breaks the contract panics here.
         let mut blocks = Vec::new();
-        let needed = Scratch::needed(&commands);
-        let mut scratch = Scratch::default();
+        let needed = ScratchNeed::needed(&commands);
+        let mut scratch = ScratchNeed::default();
         if needed.pinned > 0 {
             let block = self.block(Kind::Pinned, needed.pinned)?;
             scratch.pinned = block.address;
@@ -310,8 +315,8 @@ impl Device for CudaDevice {
             scratch.on_gpu = block.address;
             blocks.push(block);
         }
-        let staged: Vec<Staged<'_>> =
-            staging.iter().map(|bytes| Staged { bytes, address: staging::address_of(bytes) }).collect();
+        let staged: Vec<StagedBytes<'_>> =
+            staging.iter().map(|bytes| StagedBytes { bytes, address: staging::address_of(bytes) }).collect();
         let plan = translate::plan(&commands, &self.pages, &staged, scratch);
         self.queue(lane, &plan, staging, blocks)
     }
@@ -356,10 +361,10 @@ impl Device for CudaDevice {
     }
 
     fn adopt(&self, memory: &CallerMemory) -> Result<(MemoryId, Place)> {
-        let kind = adopted::kind_of(self.context, &self.context.enter()?, memory)?;
+        let kind = caller_memory::kind_of(self.context, &self.context.enter()?, memory)?;
         let (address, len) = (memory.address(), memory.byte_len());
         let id = self.pages.insert(Allocation { address, len, kind, is_adopted: true });
-        Ok((id, adopted::place_of(kind)))
+        Ok((id, caller_memory::place_of(kind)))
     }
 
     fn copy_from(

@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 
-use super::context::{Context, Entered};
+use super::context::{Context, ContextGuard};
 use super::driver::CUstream;
 use crate::base::sync::Mutex;
 use crate::error::Result;
@@ -63,7 +63,7 @@ fn open(reader: &'static Context, owner: &'static Context) -> Result<bool> {
 /// `target` and `source` are `len` bytes of memory of these two GPUs, `stream` is of the first, and all of it
 /// stays until the copy is done.
 pub(super) unsafe fn copy(
-    entered: &Entered<'_>,
+    entered: &ContextGuard<'_>,
     stream: CUstream,
     (to, target): (&Context, u64),
     (from, source): (&Context, u64),

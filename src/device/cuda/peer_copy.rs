@@ -18,9 +18,9 @@ use std::sync::Arc;
 use super::CudaDevice;
 use super::abi::PieceRow;
 use super::handles::Allocation;
-use super::memory::Block;
+use super::memory::DeviceBlock;
 use super::peer;
-use super::plan::{Area, Plan, PlannedPiece};
+use super::plan::{Area, LaunchPlan, PlannedPiece};
 use super::resource::Kind;
 use crate::device::{CommandList, Device, Fence, Lane, Pending, ReturnedStaging, Span};
 use crate::error::Result;
@@ -41,7 +41,7 @@ pub(super) fn copy(
     target: Span,
 ) -> Result<Option<Pending>> {
     let (source_in, target_in) = (from.pages.named(source.memory), to.pages.named(target.memory));
-    let bytes = Bytes { source: source_in.at(source), target: target_in.at(target), len: source.len };
+    let bytes = PeerCopy { source: source_in.at(source), target: target_in.at(target), len: source.len };
     assert_eq!(source.len, target.len, "a copy between ranges of different lengths");
     // What a caller pinned need not be pinned for every GPU.
     let is_foreign = |memory: Allocation| memory.is_adopted && memory.kind != Kind::Device;
@@ -70,16 +70,16 @@ pub(super) fn copy(
 
 /// Bytes that go from one address to another.
 #[derive(Clone, Copy)]
-struct Bytes {
+struct PeerCopy {
     source: u64,
     target: u64,
     len: u64,
 }
 
-impl Bytes {
+impl PeerCopy {
     /// Kernels that copy them.
-    fn plan(self) -> Plan {
-        let mut plan = Plan::default();
+    fn plan(self) -> LaunchPlan {
+        let mut plan = LaunchPlan::default();
         plan.piece(PlannedPiece {
             row: PieceRow::dense(self.target, self.source, self.len),
             target_len: self.len,
@@ -91,7 +91,7 @@ impl Bytes {
     }
 }
 
-fn past_the_host(to: &CudaDevice, from: &CudaDevice, lane: Lane, bytes: Bytes) -> Result<Pending> {
+fn past_the_host(to: &CudaDevice, from: &CudaDevice, lane: Lane, bytes: PeerCopy) -> Result<Pending> {
     let returned = Arc::<ReturnedStaging>::default();
     let timeline = to.lane(lane);
     let turn = timeline.turn();
@@ -109,7 +109,7 @@ fn past_the_host(to: &CudaDevice, from: &CudaDevice, lane: Lane, bytes: Bytes) -
 }
 
 /// By way of the host's memory, a block at a time.
-fn relay(to: &CudaDevice, from: &CudaDevice, lane: Lane, bytes: Bytes) -> Result<Pending> {
+fn relay(to: &CudaDevice, from: &CudaDevice, lane: Lane, bytes: PeerCopy) -> Result<Pending> {
     let block_len = bytes.len.min(RELAY_LEN);
     let blocks = [to.block(Kind::Pinned, block_len)?, to.block(Kind::Pinned, block_len)?];
     let relayed = relay_by(&blocks, to, from, lane, bytes);
@@ -129,18 +129,24 @@ fn relay(to: &CudaDevice, from: &CudaDevice, lane: Lane, bytes: Bytes) -> Result
     }
 }
 
-fn relay_by(blocks: &[Block; 2], to: &CudaDevice, from: &CudaDevice, lane: Lane, bytes: Bytes) -> Result<()> {
+fn relay_by(
+    blocks: &[DeviceBlock; 2],
+    to: &CudaDevice,
+    from: &CudaDevice,
+    lane: Lane,
+    bytes: PeerCopy,
+) -> Result<()> {
     let (reader, writer) = (to.lane(lane), from.lane(lane));
     for (begin, block) in (0..bytes.len).step_by(RELAY_LEN as usize).zip(blocks.iter().cycle()) {
         let len = RELAY_LEN.min(bytes.len - begin);
         // 1. The block is written: the reads of the one before it may be under way, those of itself are done.
-        let write = Bytes { source: bytes.source + begin, target: block.address, len };
+        let write = PeerCopy { source: bytes.source + begin, target: block.address, len };
         from.queue(lane, &write.plan(), Vec::new(), Vec::new())?;
         // 2. What is written next, to the other block, waits for the reads of that one, which are queued by now.
         writer.follow(reader)?;
         // 3. The block is read, behind the write.
         reader.follow(writer)?;
-        let read = Bytes { source: block.address, target: bytes.target + begin, len };
+        let read = PeerCopy { source: block.address, target: bytes.target + begin, len };
         to.queue(lane, &read.plan(), Vec::new(), Vec::new())?;
     }
     Ok(())

@@ -65,7 +65,7 @@ pub(super) struct PlannedPiece {
 
 /// What to do, in the order of one stream. Ranges are of rows in the plan's tables.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Step {
+pub(super) enum LaunchStep {
     /// Parts of pieces.
     Apply(Kernel, Range<usize>),
     /// Chunks of checksums.
@@ -86,8 +86,8 @@ pub(super) enum Step {
 
 /// A list, planned.
 #[derive(Debug, Default)]
-pub(super) struct Plan {
-    pub steps: Vec<Step>,
+pub(super) struct LaunchPlan {
+    pub steps: Vec<LaunchStep>,
     pub pieces: Vec<PieceRow>,
     pub parts: Vec<PartRow>,
     pub crcs: Vec<CrcRow>,
@@ -96,12 +96,12 @@ pub(super) struct Plan {
     pub selects: Vec<SelectRow>,
     pub scans: Vec<ScanRow>,
     pub indices: Vec<IndexRow>,
-    batch: Batch,
+    batch: PieceBatch,
 }
 
 /// Pieces that are not planned yet.
 #[derive(Debug, Default)]
-struct Batch {
+struct PieceBatch {
     pieces: Vec<PlannedPiece>,
     written: Areas,
     read: Areas,
@@ -143,7 +143,7 @@ struct Stage {
     blocks: Vec<PartRow>,
 }
 
-impl Plan {
+impl LaunchPlan {
     /// Adds a piece behind all before it.
     pub fn piece(&mut self, piece: PlannedPiece) {
         if piece.target_len == 0 {
@@ -161,7 +161,7 @@ impl Plan {
     }
 
     /// Adds a step that is no piece.
-    pub fn step(&mut self, step: Step) {
+    pub fn step(&mut self, step: LaunchStep) {
         self.flush();
         self.steps.push(step);
     }
@@ -179,12 +179,12 @@ impl Plan {
             });
         }
         if self.diffs.len() > first {
-            self.step(Step::Diff(first..self.diffs.len()));
+            self.step(LaunchStep::Diff(first..self.diffs.len()));
         }
     }
 
     /// Adds the rows that number one bitmap's bits, to a target with room for so many. `numbers` has four bytes a
-    /// row, `sum` is where the sum goes. [`Plan::select`] follows the last bitmap's.
+    /// row, `sum` is where the sum goes. [`LaunchPlan::select`] follows the last bitmap's.
     pub fn bitmap(&mut self, bits: u64, len: u64, (target, room): (u64, u32), numbers: u64, sum: u64) {
         let rows = select_rows(len);
         for (row, before) in (0..rows).zip((numbers..).step_by(4)) {
@@ -206,11 +206,11 @@ impl Plan {
     /// Adds the step that numbers the bits of all bitmaps since these rows.
     pub fn select(&mut self, first: usize, first_scan: usize) {
         if self.scans.len() > first_scan {
-            self.step(Step::Select(first..self.selects.len(), first_scan..self.scans.len()));
+            self.step(LaunchStep::Select(first..self.selects.len(), first_scan..self.scans.len()));
         }
     }
 
-    /// Adds the rows that look at one list of indices; [`Plan::validate`] follows the last list's.
+    /// Adds the rows that look at one list of indices; [`LaunchPlan::validate`] follows the last list's.
     pub fn index_list(&mut self, list: IndexRow) {
         for begin in (0..list.count).step_by(INDEX_COUNT_MAX as usize) {
             let count = (list.count - begin).min(INDEX_COUNT_MAX);
@@ -221,7 +221,7 @@ impl Plan {
     /// Adds the step that looks at all lists since `first`.
     pub fn validate(&mut self, first: usize) {
         if self.indices.len() > first {
-            self.step(Step::Validate(first..self.indices.len()));
+            self.step(LaunchStep::Validate(first..self.indices.len()));
         }
     }
 
@@ -256,15 +256,15 @@ impl Plan {
             self.combines.push(CombineRow { remainders, target, count: chunks as u32, reserved: 0 });
             remainders += 4 * chunks;
         }
-        self.step(Step::Crc(first..self.crcs.len()));
+        self.step(LaunchStep::Crc(first..self.crcs.len()));
         if self.combines.len() > first_combine {
-            self.step(Step::Combine(first_combine..self.combines.len()));
+            self.step(LaunchStep::Combine(first_combine..self.combines.len()));
         }
     }
 
     /// Plans what was added so far.
     pub fn flush(&mut self) {
-        let Batch { pieces, mut written, mut read } = std::mem::take(&mut self.batch);
+        let PieceBatch { pieces, mut written, mut read } = std::mem::take(&mut self.batch);
         let mut stages: Vec<Stage> = Vec::new();
         let everything = (0, (0..pieces.len()).collect());
         let mut groups: Vec<(usize, Vec<usize>)> = vec![everything];
@@ -291,14 +291,14 @@ impl Plan {
                 let first = self.parts.len();
                 self.parts.extend(parts);
                 if self.parts.len() > first {
-                    self.steps.push(Step::Apply(kernel, first..self.parts.len()));
+                    self.steps.push(LaunchStep::Apply(kernel, first..self.parts.len()));
                 }
             }
         }
         // The sets keep their room for the next batch.
         written.clear();
         read.clear();
-        self.batch = Batch { pieces: Vec::new(), written, read };
+        self.batch = PieceBatch { pieces: Vec::new(), written, read };
     }
 
     /// A piece that overlaps no other of its stage.
@@ -421,7 +421,7 @@ mod tests {
     }
 
     /// Does what a part says to a piece of memory, as a warp or a block would.
-    fn run_part(plan: &Plan, part: &PartRow, memory: &mut [u8]) {
+    fn run_part(plan: &LaunchPlan, part: &PartRow, memory: &mut [u8]) {
         let first = part.piece_first as usize;
         for row in &plan.pieces[first..first + part.piece_count as usize] {
             for step in part.begin..part.end.min(row.steps) {
@@ -461,13 +461,13 @@ mod tests {
                 let from = row.payload as usize;
                 expected.copy_within(from..from + row.steps as usize, row.target as usize);
             }
-            let mut plan = Plan::default();
+            let mut plan = LaunchPlan::default();
             pieces.iter().for_each(|piece| plan.piece(*piece));
             plan.flush();
             for backwards in [false, true] {
                 let mut found = start.clone();
                 for step in &plan.steps {
-                    let Step::Apply(_, range) = step else { panic!("pieces become parts: {step:?}") };
+                    let LaunchStep::Apply(_, range) = step else { panic!("pieces become parts: {step:?}") };
                     let mut parts: Vec<&PartRow> = plan.parts[range.clone()].iter().collect();
                     if backwards {
                         parts.reverse();
@@ -485,8 +485,8 @@ mod tests {
         PlannedPiece { row, target_len: len, target: Area::Memory(0), sources }
     }
 
-    fn planned(pieces: &[PlannedPiece]) -> Plan {
-        let mut plan = Plan::default();
+    fn planned(pieces: &[PlannedPiece]) -> LaunchPlan {
+        let mut plan = LaunchPlan::default();
         pieces.iter().for_each(|piece| plan.piece(*piece));
         plan.flush();
         plan
@@ -517,7 +517,7 @@ mod tests {
     #[test]
     fn checksums_are_cut_from_their_ends() {
         let chunk = u64::from(CRC_CHUNK_LEN);
-        let mut plan = Plan::default();
+        let mut plan = LaunchPlan::default();
         plan.crcs(&[(0, 5), (1000, 2 * chunk + 1), (9, 0)], 1 << 20);
         let rows: Vec<(u64, u32, u32)> =
             plan.crcs.iter().map(|row| (row.source, row.len, row.flags)).collect();

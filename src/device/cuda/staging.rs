@@ -5,13 +5,13 @@
 
 use std::any::Any;
 
-use super::memory::{Block, Memory};
+use super::memory::{DeviceBlock, PlaceMemory};
 use crate::device::{Staging, StagingMemory};
 use crate::error::{Error, Result};
 
 /// A block of pinned memory.
 struct PinnedStaging {
-    block: Block,
+    block: DeviceBlock,
     len: usize,
 }
 
@@ -19,7 +19,7 @@ struct PinnedStaging {
 ///
 /// # Errors
 /// `OutOfMemory`, a device error.
-pub(super) fn staging(memory: &Memory, len: usize) -> Result<Staging> {
+pub(super) fn staging(memory: &PlaceMemory, len: usize) -> Result<Staging> {
     // Beyond what a slice can span there is nothing to ask the driver for.
     if isize::try_from(len).is_err() {
         return Err(Error::OutOfMemory { place: remanent_format::Place::Pinned, len: len as u64 });

@@ -6,10 +6,10 @@
 
 use std::ffi::c_uint;
 
-use super::context::{Context, Entered};
+use super::context::{Context, ContextGuard};
 use super::driver::CUstream;
 use super::errors::Code;
-use super::event::Event;
+use super::event::CudaEvent;
 use crate::device::RawStream;
 use crate::error::{Error, Result};
 
@@ -36,7 +36,7 @@ pub(super) fn raw(stream: RawStream) -> CUstream {
 ///
 /// # Errors
 /// `StreamRefused`, a device error.
-pub(super) fn check(context: &Context, entered: &Entered<'_>, stream: RawStream) -> Result<()> {
+pub(super) fn check(context: &Context, entered: &ContextGuard<'_>, stream: RawStream) -> Result<()> {
     let mut status: c_uint = 0;
     // SAFETY: the context is current, the pointer is to a live integer, and the stream is vouched for by who
     // made its `RawStream`.
@@ -50,8 +50,8 @@ pub(super) fn check(context: &Context, entered: &Entered<'_>, stream: RawStream)
 ///
 /// # Errors
 /// `StreamRefused`, a device error.
-pub(super) fn point(context: &'static Context, stream: RawStream) -> Result<Event> {
-    let event = Event::new(context)?;
+pub(super) fn point(context: &'static Context, stream: RawStream) -> Result<CudaEvent> {
+    let event = CudaEvent::new(context)?;
     let entered = context.enter()?;
     check(context, &entered, stream)?;
     // SAFETY: the stream is vouched for by who made its `RawStream`.

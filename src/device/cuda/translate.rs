@@ -11,7 +11,7 @@ use remanent_format::Width;
 
 use super::abi::{IndexRow, PieceRow};
 use super::handles::{Allocation, Handles};
-use super::plan::{Area, Plan, PlannedPiece, Step, crc_words, select_rows};
+use super::plan::{Area, LaunchPlan, LaunchStep, PlannedPiece, crc_words, select_rows};
 use super::resource::Kind;
 use crate::device::{
     Command, IndexList, MemoryId, Payload, Piece, PieceKind, SHORT_COPY_LEN_MAX, Selection, Span, Staging,
@@ -22,14 +22,14 @@ use crate::device::{
 const SCRATCH_ALIGN: u64 = 16;
 
 /// A staging of a list: its bytes, and where they are.
-pub(super) struct Staged<'s> {
+pub(super) struct StagedBytes<'s> {
     pub bytes: &'s Staging,
     pub address: u64,
 }
 
 /// Scratch: bytes of it that a list needs, or addresses from which on it is free.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Scratch {
+pub(super) struct ScratchNeed {
     /// In pinned memory.
     pub pinned: u64,
     /// In the GPU's own, for what many threads write: bits stored one by one over the bus would take longer
@@ -37,7 +37,7 @@ pub(super) struct Scratch {
     pub on_gpu: u64,
 }
 
-impl Scratch {
+impl ScratchNeed {
     /// What a list needs.
     pub fn needed(commands: &[Command]) -> Self {
         let mut needed = Self::default();
@@ -78,24 +78,24 @@ fn seen_len(list: &IndexList) -> u64 {
 pub(super) fn plan(
     commands: &[Command],
     memories: &Handles,
-    staging: &[Staged<'_>],
-    scratch: Scratch,
-) -> Plan {
-    let mut planner = Planner { memories, staging, scratch, plan: Plan::default() };
+    staging: &[StagedBytes<'_>],
+    scratch: ScratchNeed,
+) -> LaunchPlan {
+    let mut planner = ListPlanner { memories, staging, scratch, plan: LaunchPlan::default() };
     commands.iter().for_each(|command| planner.command(command));
     planner.plan.flush();
     planner.plan
 }
 
-struct Planner<'l> {
+struct ListPlanner<'l> {
     memories: &'l Handles,
-    staging: &'l [Staged<'l>],
+    staging: &'l [StagedBytes<'l>],
     /// The next free bytes of scratch.
-    scratch: Scratch,
-    plan: Plan,
+    scratch: ScratchNeed,
+    plan: LaunchPlan,
 }
 
-impl Planner<'_> {
+impl ListPlanner<'_> {
     fn command(&mut self, command: &Command) {
         match command {
             Command::Upload { source, target } => self.upload(*source, *target),
@@ -131,7 +131,7 @@ impl Planner<'_> {
         assert_eq!(source.len as u64, target.len, "an upload between ranges of different lengths");
         let (from, to, len) = (self.staged(source), self.address(target), target.len);
         if len > SHORT_COPY_LEN_MAX && self.memory(target.memory).kind == Kind::Device {
-            self.plan.step(Step::Up { source: from, target: to, len });
+            self.plan.step(LaunchStep::Up { source: from, target: to, len });
         } else {
             self.piece(PieceRow::dense(to, from, len), target, [Some(Area::Staging(source.index)), None]);
         }
@@ -147,7 +147,7 @@ impl Planner<'_> {
     fn down(&mut self, source: u64, area: Area, on_gpu: bool, target: StagingSpan) {
         let (to, len) = (self.staged(target), target.len as u64);
         if len > SHORT_COPY_LEN_MAX && on_gpu {
-            self.plan.step(Step::Down { source, target: to, len });
+            self.plan.step(LaunchStep::Down { source, target: to, len });
             return;
         }
         self.plan.piece(PlannedPiece {

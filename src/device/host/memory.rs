@@ -25,32 +25,32 @@ const SLOTS: u64 = u64::BITS as u64;
 
 /// All memories of a device.
 #[derive(Debug, Default)]
-pub struct Memories {
-    memories: ById<MemoryId, Memory>,
+pub struct HostMemories {
+    memories: ById<MemoryId, HostAllocation>,
     last: u64,
     /// The slabs that have free slots, by the slots' length and their blocks' numbers.
-    slabs: BTreeMap<(u64, u64), Slab>,
+    slabs: BTreeMap<(u64, u64), HostSlab>,
     last_slab: u64,
 }
 
 /// A slab that is not full.
 #[derive(Debug)]
-struct Slab {
-    block: Arc<Block>,
+struct HostSlab {
+    block: Arc<HostBlock>,
     /// The slots in which there is nothing.
     free: u64,
 }
 
 /// One memory, for who uses it.
 #[derive(Clone, Debug)]
-pub struct Memory {
-    block: Arc<Block>,
+pub struct HostAllocation {
+    block: Arc<HostBlock>,
     /// Where in a slab it lies; if nowhere, it is the whole block.
-    slot: Option<Slot>,
+    slot: Option<HostSlot>,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Slot {
+struct HostSlot {
     number: u16,
     /// The memory's length, which may be less than the slot's.
     len: u16,
@@ -59,8 +59,8 @@ struct Slot {
 /// One allocation. The lock is held for one command on bytes, and takes no other, so a test's scheduler need not know
 /// of it.
 #[derive(Debug)]
-pub struct Block {
-    pub bytes: RwLock<Bytes>,
+pub struct HostBlock {
+    pub bytes: RwLock<SharedBytes>,
     /// Length of the memory, or of each slot.
     len: u64,
     /// Of a slab; 0 if it is none.
@@ -70,24 +70,24 @@ pub struct Block {
 /// Who was given bytes keeps them: the next command that changes them copies them first. Where nobody ever was, as with
 /// most pages, they take one allocation less.
 #[derive(Debug)]
-pub enum Bytes {
+pub enum SharedBytes {
     Ours(Vec<u8>),
     Shared(Arc<Vec<u8>>),
 }
 
-impl Memories {
+impl HostMemories {
     /// A memory.
-    pub fn get(&self, id: MemoryId) -> &Memory {
+    pub fn get(&self, id: MemoryId) -> &HostAllocation {
         self.memories.get(id).unwrap_or_else(|| panic!("{id:?} is no memory of this device"))
     }
 
     /// A memory, unless it was released.
-    pub fn find(&self, id: MemoryId) -> Option<&Memory> {
+    pub fn find(&self, id: MemoryId) -> Option<&HostAllocation> {
         self.memories.get(id)
     }
 
     /// Adds a long memory.
-    pub fn insert(&mut self, memory: Memory) -> MemoryId {
+    pub fn insert(&mut self, memory: HostAllocation) -> MemoryId {
         self.last += 1;
         self.memories.insert(MemoryId(self.last), memory);
         MemoryId(self.last)
@@ -95,19 +95,19 @@ impl Memories {
 
     /// Adds a short one, with a slot of the oldest slab that has one.
     pub fn insert_short(&mut self, place: Place, len: u64) -> Result<MemoryId> {
-        assert!(Memory::is_short(len), "{len} bytes do not fit a slot");
+        assert!(HostAllocation::is_short(len), "{len} bytes do not fit a slot");
         let slot_len = len.max(1).next_multiple_of(SLOT_ALIGN);
         let with_room = self.slabs.range((slot_len, 0)..=(slot_len, u64::MAX)).next();
         let key = with_room.map_or((slot_len, self.last_slab + 1), |(key, _)| *key);
         if with_room.is_none() {
-            let bytes = RwLock::new(Bytes::Ours(zeroed(place, slot_len * SLOTS)?));
-            let block = Arc::new(Block { bytes, len: slot_len, number: key.1 });
-            self.slabs.insert(key, Slab { block, free: u64::MAX });
+            let bytes = RwLock::new(SharedBytes::Ours(zeroed(place, slot_len * SLOTS)?));
+            let block = Arc::new(HostBlock { bytes, len: slot_len, number: key.1 });
+            self.slabs.insert(key, HostSlab { block, free: u64::MAX });
             self.last_slab = key.1;
         }
         let slab = self.slabs.get_mut(&key).expect("found or made just now");
-        let slot = Slot { number: slab.free.trailing_zeros() as u16, len: len as u16 };
-        let memory = Memory { block: slab.block.clone(), slot: Some(slot) };
+        let slot = HostSlot { number: slab.free.trailing_zeros() as u16, len: len as u16 };
+        let memory = HostAllocation { block: slab.block.clone(), slot: Some(slot) };
         slab.free &= slab.free - 1;
         if slab.free == 0 {
             self.slabs.remove(&key);
@@ -116,12 +116,12 @@ impl Memories {
     }
 
     /// Takes a memory out. What is freed with it is freed when it is dropped. An empty slab goes.
-    pub fn remove(&mut self, id: MemoryId) -> Memory {
+    pub fn remove(&mut self, id: MemoryId) -> HostAllocation {
         let removed = self.memories.remove(id);
         let memory = removed.unwrap_or_else(|| panic!("{id:?} is no memory of this device"));
         if let Some(slot) = memory.slot {
             let key = (memory.block.len, memory.block.number);
-            let full = || Slab { block: memory.block.clone(), free: 0 };
+            let full = || HostSlab { block: memory.block.clone(), free: 0 };
             let slab = self.slabs.entry(key).or_insert_with(full);
             slab.free |= 1 << slot.number;
             if slab.free == u64::MAX {
@@ -132,7 +132,7 @@ impl Memories {
     }
 }
 
-impl Memory {
+impl HostAllocation {
     /// Whether so many bytes go into a slab.
     pub fn is_short(len: u64) -> bool {
         len <= SLOT_LEN_MAX
@@ -140,12 +140,12 @@ impl Memory {
 
     /// An allocation of its own.
     pub fn long(place: Place, len: u64) -> Result<Self> {
-        let bytes = RwLock::new(Bytes::Ours(zeroed(place, len)?));
-        Ok(Self { block: Arc::new(Block { bytes, len, number: 0 }), slot: None })
+        let bytes = RwLock::new(SharedBytes::Ours(zeroed(place, len)?));
+        Ok(Self { block: Arc::new(HostBlock { bytes, len, number: 0 }), slot: None })
     }
 
     /// Where its bytes lie, and what lies beside them.
-    pub fn block(&self) -> &Block {
+    pub fn block(&self) -> &HostBlock {
         &self.block
     }
 
@@ -170,7 +170,7 @@ impl Memory {
     pub fn range(&self, span: Span) -> Range<usize> {
         let (at, len) = match self.slot {
             None => (0, self.block.len),
-            Some(Slot { number, len }) => (u64::from(number) * self.block.len, len.into()),
+            Some(HostSlot { number, len }) => (u64::from(number) * self.block.len, len.into()),
         };
         let end = span.offset.checked_add(span.len).filter(|end| *end <= len);
         assert!(end.is_some(), "{span:?} is not within its memory of {len} bytes");
@@ -182,7 +182,7 @@ impl Memory {
     pub fn share(&self) -> Arc<Vec<u8>> {
         match self.slot {
             None => self.block.bytes.write().share(),
-            Some(Slot { number, len }) => {
+            Some(HostSlot { number, len }) => {
                 let at = usize::from(number) * self.block.len as usize;
                 Arc::new(self.block.bytes.read()[at..at + usize::from(len)].to_vec())
             }
@@ -190,31 +190,31 @@ impl Memory {
     }
 }
 
-impl Bytes {
+impl SharedBytes {
     fn share(&mut self) -> Arc<Vec<u8>> {
         let bytes = match self {
-            Bytes::Ours(bytes) => Arc::new(std::mem::take(bytes)),
-            Bytes::Shared(bytes) => bytes.clone(),
+            SharedBytes::Ours(bytes) => Arc::new(std::mem::take(bytes)),
+            SharedBytes::Shared(bytes) => bytes.clone(),
         };
-        *self = Bytes::Shared(bytes.clone());
+        *self = SharedBytes::Shared(bytes.clone());
         bytes
     }
 
     pub fn make_mut(&mut self) -> &mut [u8] {
         match self {
-            Bytes::Ours(bytes) => bytes,
-            Bytes::Shared(bytes) => Arc::make_mut(bytes).as_mut_slice(),
+            SharedBytes::Ours(bytes) => bytes,
+            SharedBytes::Shared(bytes) => Arc::make_mut(bytes).as_mut_slice(),
         }
     }
 }
 
-impl Deref for Bytes {
+impl Deref for SharedBytes {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
         match self {
-            Bytes::Ours(bytes) => bytes,
-            Bytes::Shared(bytes) => bytes,
+            SharedBytes::Ours(bytes) => bytes,
+            SharedBytes::Shared(bytes) => bytes,
         }
     }
 }
@@ -234,7 +234,7 @@ mod tests {
     /// of what is empty nothing is kept.
     #[test]
     fn short_memories_share_slabs_and_no_bytes() {
-        let mut memories = Memories::default();
+        let mut memories = HostMemories::default();
         let mut live: Vec<(MemoryId, u64, u8)> = Vec::new();
         let all = |id, len| Span { memory: id, offset: 0, len };
         let mut random = 7_u64;
@@ -262,7 +262,7 @@ mod tests {
 
     #[test]
     fn slots_that_are_free_are_used_before_another_slab_is_made() {
-        let mut memories = Memories::default();
+        let mut memories = HostMemories::default();
         let ids: Vec<MemoryId> =
             (0..3 * SLOTS).map(|_| memories.insert_short(Place::Host, 50).unwrap()).collect();
         ids.iter().step_by(3).for_each(|id| _ = memories.remove(*id));
@@ -274,7 +274,7 @@ mod tests {
     #[test]
     #[should_panic(expected = "is not within its memory of 50 bytes")]
     fn nobody_reaches_past_a_short_memory_into_the_rest_of_its_slot() {
-        let mut memories = Memories::default();
+        let mut memories = HostMemories::default();
         let memory = memories.insert_short(Place::Host, 50).unwrap();
         memories.get(memory).range(Span { memory, offset: 10, len: 41 });
     }

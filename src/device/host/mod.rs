@@ -21,13 +21,13 @@ use remanent_format::limits::GROUP_ALIGN;
 use remanent_format::{Place, Width};
 use zerocopy::FromZeros;
 
-use self::memory::{Block, Memories, Memory};
+use self::memory::{HostAllocation, HostBlock, HostMemories};
 use super::{
     Command, CommandList, Device, Fence, INDEX_OUT_OF_BOUNDS, INDEX_TWICE, IndexList, Lane, MemoryId,
     PageBytes, Payload, Pending, Piece, PieceKind, RawStream, Selection, Span, Staging, StagingMemory,
     StagingSpan,
 };
-use crate::base::aligned::AlignedBuf;
+use crate::base::aligned_buf::AlignedBuf;
 use crate::base::sync::Mutex;
 use crate::base::sync::locks::RwLock;
 use crate::error::{Error, Result};
@@ -44,7 +44,7 @@ const PART_LEN_MAX: u64 = 64 << 10;
 /// Pages in ordinary memory, whatever place they name; only [`Place::Disk`] is unavailable.
 #[derive(Debug)]
 pub struct HostDevice {
-    memories: RwLock<Memories>,
+    memories: RwLock<HostMemories>,
     lanes: [HostLane; Lane::ALL.len()],
     label: String,
 }
@@ -75,12 +75,12 @@ impl HostDevice {
         Self { label: format!("host, no GPU: {reason}"), ..Self::new() }
     }
 
-    fn memory(&self, id: MemoryId) -> Memory {
+    fn memory(&self, id: MemoryId) -> HostAllocation {
         self.memories.read().get(id).clone()
     }
 
     /// As [`memory`](Self::memory), for several at one go.
-    fn memories_of(&self, pieces: &[Piece]) -> Vec<Memory> {
+    fn memories_of(&self, pieces: &[Piece]) -> Vec<HostAllocation> {
         let memories = self.memories.read();
         pieces.iter().map(|piece| memories.get(piece.target.memory).clone()).collect()
     }
@@ -162,7 +162,7 @@ impl HostDevice {
     /// Returns `false`, with nothing done, if one of the memories is in use: who holds locks waits for none.
     fn merge_together(&self, pieces: &[Piece], staging: &[Staging]) -> bool {
         let memories = self.memories_of(pieces);
-        let mut blocks: Vec<&Block> = memories.iter().map(Memory::block).collect();
+        let mut blocks: Vec<&HostBlock> = memories.iter().map(HostAllocation::block).collect();
         blocks.sort_unstable_by_key(|block| ptr::from_ref(*block));
         blocks.dedup_by_key(|block| ptr::from_ref(*block));
         let guards: Option<Vec<_>> = blocks.iter().map(|block| block.bytes.try_write()).collect();
@@ -326,17 +326,17 @@ impl Device for HostDevice {
                 return Err(Error::PlaceUnavailable { place, reason });
             }
         }
-        if Memory::is_short(len) {
+        if HostAllocation::is_short(len) {
             return self.memories.write().insert_short(place, len);
         }
-        let memory = Memory::long(place, len)?;
+        let memory = HostAllocation::long(place, len)?;
         Ok(self.memories.write().insert(memory))
     }
 
     /// A slot of a slab may hold what the page before left there. A long memory is the system's, which zeroes it
     /// when it is first touched.
     fn allocates_zeros(&self, _place: Place, len: u64) -> bool {
-        !Memory::is_short(len)
+        !HostAllocation::is_short(len)
     }
 
     fn release(&self, memory: MemoryId) -> Result<()> {

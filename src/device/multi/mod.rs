@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use remanent_format::Place;
 
 use self::share::Shares;
-use self::split::{PartSpan, Planner, Step};
+use self::split::{PartSpan, SplitPlanner, SplitStep};
 use super::{
     CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending,
     RawStream, ReturnedStaging, Span, Staging, StagingSpan,
@@ -29,22 +29,22 @@ use crate::error::{Error, Result};
 const ACROSS_LEN_MAX: u64 = 4 << 20;
 
 /// Several devices as one.
-pub struct SeveralDevices {
+pub struct MultiDevice {
     parts: Vec<Arc<dyn Device>>,
-    memories: RwLock<HashMap<MemoryId, Home>>,
+    memories: RwLock<HashMap<MemoryId, DeviceAddress>>,
     memory_next: AtomicU64,
-    lanes: [SeveralLane; Lane::ALL.len()],
+    lanes: [MultiLane; Lane::ALL.len()],
 }
 
 /// Where memory lies: which device, and its own name for it.
 #[derive(Clone, Copy, Debug)]
-struct Home {
+struct DeviceAddress {
     part: usize,
     memory: MemoryId,
 }
 
 #[derive(Default)]
-struct SeveralLane {
+struct MultiLane {
     /// Held by who queues, so that every part sees the lists in the same order.
     order: Mutex<()>,
     state: Mutex<LaneState>,
@@ -55,7 +55,7 @@ struct LaneState {
     /// The newest fence handed out.
     given: u64,
     reached: u64,
-    in_flight: VecDeque<InFlight>,
+    in_flight: VecDeque<SplitList>,
     /// Parts that were told to wait and had no list since. The next one goes to them too: whoever waits for it
     /// waits for what they wait for.
     behind: BTreeSet<usize>,
@@ -64,14 +64,14 @@ struct LaneState {
 }
 
 /// A list, cut.
-struct InFlight {
+struct SplitList {
     shares: Shares,
     /// Memory that was made for this list.
-    asides: Vec<Home>,
+    asides: Vec<DeviceAddress>,
     returned: Arc<ReturnedStaging>,
 }
 
-impl SeveralDevices {
+impl MultiDevice {
     /// These devices, in the order of their slots.
     ///
     /// # Panics
@@ -82,13 +82,13 @@ impl SeveralDevices {
         Self { parts, memories: RwLock::default(), memory_next: AtomicU64::new(1), lanes: Default::default() }
     }
 
-    fn home(&self, memory: MemoryId) -> Home {
+    fn home(&self, memory: MemoryId) -> DeviceAddress {
         let home = self.memories.read().get(&memory).copied();
         home.unwrap_or_else(|| panic!("{memory:?} is no memory of this device"))
     }
 
     /// A name for memory of a part.
-    fn name(&self, home: Home) -> MemoryId {
+    fn name(&self, home: DeviceAddress) -> MemoryId {
         let id = MemoryId(self.memory_next.fetch_add(1, Ordering::Relaxed));
         self.memories.write().insert(id, home);
         id
@@ -103,21 +103,21 @@ impl SeveralDevices {
         let part = part_of(place);
         let reason = "no device is bound to this slot";
         let device = self.parts.get(part).ok_or(Error::PlaceUnavailable { place, reason })?;
-        Ok(self.name(Home { part, memory: allocate(&**device)? }))
+        Ok(self.name(DeviceAddress { part, memory: allocate(&**device)? }))
     }
 
-    fn lane(&self, lane: Lane) -> &SeveralLane {
+    fn lane(&self, lane: Lane) -> &MultiLane {
         &self.lanes[lane as usize]
     }
 
     /// Cuts a list into steps, and says what memory was made for it.
-    fn plan(&self, commands: Vec<Command>) -> Result<(Vec<Step>, Vec<Home>)> {
+    fn plan(&self, commands: Vec<Command>) -> Result<(Vec<SplitStep>, Vec<DeviceAddress>)> {
         let mut asides = Vec::new();
-        let mut planner = Planner {
+        let mut planner = SplitPlanner {
             home: |span: Span| self.home(span.memory),
             aside: |part: usize, len| {
                 let memory = self.parts[part].allocate(place_of(part), len)?;
-                asides.push(Home { part, memory });
+                asides.push(DeviceAddress { part, memory });
                 Ok(Span { memory, offset: 0, len })
             },
             steps: Vec::new(),
@@ -138,7 +138,7 @@ impl SeveralDevices {
     fn run(
         &self,
         lane: Lane,
-        steps: Vec<Step>,
+        steps: Vec<SplitStep>,
         mut staging: Vec<Staging>,
         mut behind: BTreeSet<usize>,
     ) -> Result<Shares> {
@@ -146,14 +146,14 @@ impl SeveralDevices {
         let mut early = Vec::new();
         for step in steps {
             match step {
-                Step::Run(part, command) => commands.push((part, command)),
-                Step::Settle => {
+                SplitStep::Run(part, command) => commands.push((part, command)),
+                SplitStep::Settle => {
                     early.extend(self.begin(lane, &mut commands, &staging)?);
                     for shares in early.drain(..) {
                         shares.finish_into(&self.parts, &mut staging)?;
                     }
                 }
-                Step::Across { source, target } => {
+                SplitStep::Across { source, target } => {
                     early.extend(self.begin(lane, &mut commands, &staging)?);
                     early.extend(self.across(lane, source, target)?);
                     // Its next list waits for the copy, and so does whoever waits for that list.
@@ -269,8 +269,8 @@ impl SeveralDevices {
         Ok(accepted)
     }
 
-    fn release_all(&self, memory: Vec<Home>) {
-        for Home { part, memory } in memory {
+    fn release_all(&self, memory: Vec<DeviceAddress>) {
+        for DeviceAddress { part, memory } in memory {
             if let Err(error) = self.parts[part].release(memory) {
                 tracing::warn!(%error, "cannot give memory back that a list used");
             }
@@ -296,7 +296,7 @@ fn placed(part: usize, place: Place) -> Place {
     if matches!(place, Place::Device(_)) { place_of(part) } else { place }
 }
 
-impl Device for SeveralDevices {
+impl Device for MultiDevice {
     fn label(&self) -> String {
         self.parts.iter().map(|part| part.label()).collect::<Vec<_>>().join(" and ")
     }
@@ -314,7 +314,7 @@ impl Device for SeveralDevices {
     }
 
     fn release(&self, memory: MemoryId) -> Result<()> {
-        let Home { part, memory: own } = self.home(memory);
+        let DeviceAddress { part, memory: own } = self.home(memory);
         self.parts[part].release(own)?;
         self.memories.write().remove(&memory);
         Ok(())
@@ -337,7 +337,7 @@ impl Device for SeveralDevices {
         let shares = shares.map_err(|error| state.stopped.insert(error).clone())?;
         state.given += 1;
         let returned = Arc::<ReturnedStaging>::default();
-        state.in_flight.push_back(InFlight { shares, asides, returned: returned.clone() });
+        state.in_flight.push_back(SplitList { shares, asides, returned: returned.clone() });
         self.settle(lane, &mut state);
         Ok(Pending::new(Fence { lane, value: state.given }, returned))
     }
@@ -394,12 +394,12 @@ impl Device for SeveralDevices {
     }
 
     fn address(&self, memory: MemoryId) -> Option<u64> {
-        let Home { part, memory } = self.home(memory);
+        let DeviceAddress { part, memory } = self.home(memory);
         self.parts[part].address(memory)
     }
 
     fn bytes(&self, memory: MemoryId) -> Option<PageBytes> {
-        let Home { part, memory } = self.home(memory);
+        let DeviceAddress { part, memory } = self.home(memory);
         self.parts[part].bytes(memory)
     }
 
@@ -422,7 +422,7 @@ impl Device for SeveralDevices {
                 Err(error @ Error::MemoryRefused { .. }) => _ = refused.get_or_insert(error),
                 Err(error) => return Err(error),
                 Ok((own, place)) => {
-                    return Ok((self.name(Home { part, memory: own }), placed(part, place)));
+                    return Ok((self.name(DeviceAddress { part, memory: own }), placed(part, place)));
                 }
             }
         }

@@ -25,23 +25,23 @@ struct Share {
     part: usize,
     pending: Pending,
     /// What its stagings are, in its own order.
-    staging: Vec<Lent>,
+    staging: Vec<StagingShare>,
 }
 
 /// A staging that a device has: the list's own, or a copy.
-struct Lent {
+struct StagingShare {
     /// Which of the list's.
     index: usize,
     /// What is to be copied back, if it is a copy.
     written: Option<Vec<StagingSpan>>,
 }
 
-type Parts = [Arc<dyn Device>];
+type DeviceParts = [Arc<dyn Device>];
 
 impl Shares {
     /// Submits commands, each to its part; those in `behind` get a list in any case. `early` is the list's beginning.
     pub fn of(
-        parts: &Parts,
+        parts: &DeviceParts,
         lane: Lane,
         commands: Vec<(usize, Command)>,
         staging: Vec<Staging>,
@@ -76,7 +76,7 @@ impl Shares {
 
     /// The same, with copies alone: the staging stays with the caller.
     pub fn copies(
-        parts: &Parts,
+        parts: &DeviceParts,
         lane: Lane,
         commands: Vec<(usize, Command)>,
         staging: &[Staging],
@@ -96,7 +96,7 @@ impl Shares {
     }
 
     fn submit(
-        parts: &Parts,
+        parts: &DeviceParts,
         lane: Lane,
         lists: Vec<List>,
         mut lend: impl FnMut(usize, usize) -> (Staging, bool),
@@ -108,7 +108,7 @@ impl Shares {
                 let (bytes, is_copy) = lend(list.part, index);
                 let written = is_copy.then(|| list.spans(index).1);
                 staging.push(bytes);
-                lent.push(Lent { index, written });
+                lent.push(StagingShare { index, written });
             }
             for index in list.commands.iter_mut().flat_map(staging_indices) {
                 *index = list.used.binary_search(index).expect("every staging that is named is used");
@@ -126,7 +126,7 @@ impl Shares {
     }
 
     /// Waits for all of them, and gives the list's staging back.
-    pub fn finish(mut self, parts: &Parts) -> Result<Vec<Staging>> {
+    pub fn finish(mut self, parts: &DeviceParts) -> Result<Vec<Staging>> {
         let mut kept = std::mem::take(&mut self.kept);
         let early = std::mem::take(&mut self.early);
         let mut copies = Vec::new();
@@ -145,14 +145,14 @@ impl Shares {
     }
 
     /// Waits for all of them, and writes to staging that stayed with the caller what they wrote to theirs.
-    pub fn finish_into(self, parts: &Parts, staging: &mut [Staging]) -> Result<()> {
+    pub fn finish_into(self, parts: &DeviceParts, staging: &mut [Staging]) -> Result<()> {
         self.take_back(parts, |lent, copy| {
             let written = lent.written.expect("copies alone were lent");
             copy_spans(&copy, &mut staging[lent.index], &written);
         })
     }
 
-    fn take_back(self, parts: &Parts, mut take: impl FnMut(Lent, Staging)) -> Result<()> {
+    fn take_back(self, parts: &DeviceParts, mut take: impl FnMut(StagingShare, Staging)) -> Result<()> {
         for share in self.parts {
             let returned = share.pending.finish(&*parts[share.part])?;
             share.staging.into_iter().zip(returned).for_each(|(lent, staging)| take(lent, staging));
@@ -178,7 +178,7 @@ impl List {
         (read, written)
     }
 
-    fn copy(&self, parts: &Parts, index: usize, original: &Staging) -> Result<Staging> {
+    fn copy(&self, parts: &DeviceParts, index: usize, original: &Staging) -> Result<Staging> {
         let mut copy = parts[0].staging(original.len())?;
         copy_spans(original, &mut copy, &self.spans(index).0);
         Ok(copy)

@@ -1,6 +1,6 @@
 //! From a list over several devices to steps, each of one device or from one to another.
 
-use super::Home;
+use super::DeviceAddress;
 use crate::device::spans::{overlap, staged_spans};
 use crate::device::{Command, IndexList, Payload, Piece, Selection, Span, StagingSpan};
 use crate::error::Result;
@@ -14,7 +14,7 @@ pub(super) struct PartSpan {
 
 /// What is done next. Steps of different parts that follow each other run side by side.
 #[derive(Debug)]
-pub(super) enum Step {
+pub(super) enum SplitStep {
     /// A command of one part; its spans are in that part's own names, its staging in the list's.
     Run(usize, Command),
     /// What was written to staging so far must be there before the next step reads it.
@@ -24,17 +24,17 @@ pub(super) enum Step {
 }
 
 /// Turns commands into steps.
-pub(super) struct Planner<F, A> {
+pub(super) struct SplitPlanner<F, A> {
     /// Where memory lies.
     pub home: F,
     /// New memory of a part, for as long as the list runs.
     pub aside: A,
-    pub steps: Vec<Step>,
+    pub steps: Vec<SplitStep>,
     /// Staging that was written to since all was settled, and by which part; `None` if its list has ended.
     pub written: Vec<(Option<usize>, StagingSpan)>,
 }
 
-impl<F: Fn(Span) -> Home, A: FnMut(usize, u64) -> Result<Span>> Planner<F, A> {
+impl<F: Fn(Span) -> DeviceAddress, A: FnMut(usize, u64) -> Result<Span>> SplitPlanner<F, A> {
     pub fn command(&mut self, command: Command) -> Result<()> {
         match command {
             Command::Upload { source, target } => {
@@ -92,7 +92,7 @@ impl<F: Fn(Span) -> Home, A: FnMut(usize, u64) -> Result<Span>> Planner<F, A> {
                     let PartSpan { part, span } = self.local(indices);
                     local.push((part, Selection { bits: self.brought(part, bits)?, indices: span }));
                 }
-                let mut words = Words(target);
+                let mut words = PendingWords(target);
                 for of_part in local.chunk_by(|one, next| one.0 == next.0) {
                     let bitmaps = of_part.iter().map(|(_, bitmap)| *bitmap).collect();
                     let target = words.next(of_part.len());
@@ -101,7 +101,7 @@ impl<F: Fn(Span) -> Home, A: FnMut(usize, u64) -> Result<Span>> Planner<F, A> {
             }
             Command::Crc { sources, target } => {
                 let local: Vec<PartSpan> = sources.into_iter().map(|source| self.local(source)).collect();
-                let mut words = Words(target);
+                let mut words = PendingWords(target);
                 for of_part in local.chunk_by(|one, next| one.part == next.part) {
                     let sources = of_part.iter().map(|source| source.span).collect();
                     self.run(of_part[0].part, Command::Crc { sources, target: words.next(of_part.len()) });
@@ -115,7 +115,7 @@ impl<F: Fn(Span) -> Home, A: FnMut(usize, u64) -> Result<Span>> Planner<F, A> {
             Command::Validate { lists, target } => {
                 let local = |list: IndexList| (self.local(list.indices), list.bound);
                 let local: Vec<(PartSpan, u64)> = lists.into_iter().map(local).collect();
-                let mut words = Words(target);
+                let mut words = PendingWords(target);
                 for of_part in local.chunk_by(|one, next| one.0.part == next.0.part) {
                     let list = |(indices, bound): &(PartSpan, u64)| IndexList {
                         indices: indices.span,
@@ -141,7 +141,7 @@ impl<F: Fn(Span) -> Home, A: FnMut(usize, u64) -> Result<Span>> Planner<F, A> {
         };
         let piece = Piece { target: target.span, payload, ..piece };
         let at_end = self.steps.last_mut().filter(|_| self.written.is_empty());
-        if let Some(Step::Run(part, Command::Apply { pieces })) = at_end
+        if let Some(SplitStep::Run(part, Command::Apply { pieces })) = at_end
             && *part == target.part
         {
             pieces.push(piece);
@@ -161,7 +161,7 @@ impl<F: Fn(Span) -> Home, A: FnMut(usize, u64) -> Result<Span>> Planner<F, A> {
     }
 
     fn across(&mut self, source: PartSpan, target: PartSpan) {
-        self.steps.push(Step::Across { source, target });
+        self.steps.push(SplitStep::Across { source, target });
         // Each part's next commands are another list, with staging of its own.
         self.written.iter_mut().for_each(|(writer, _)| *writer = None);
     }
@@ -183,15 +183,15 @@ impl<F: Fn(Span) -> Home, A: FnMut(usize, u64) -> Result<Span>> Planner<F, A> {
             self.written.iter().any(|(writer, theirs)| *writer != Some(part) && overlap(*span, *theirs))
         };
         if read.iter().chain(&written).any(clashes) {
-            self.steps.push(Step::Settle);
+            self.steps.push(SplitStep::Settle);
             self.written.clear();
         }
         self.written.extend(written.into_iter().map(|span| (Some(part), span)));
-        self.steps.push(Step::Run(part, command));
+        self.steps.push(SplitStep::Run(part, command));
     }
 
     fn local(&self, span: Span) -> PartSpan {
-        let Home { part, memory } = (self.home)(span);
+        let DeviceAddress { part, memory } = (self.home)(span);
         PartSpan { part, span: Span { memory, ..span } }
     }
 }
@@ -209,9 +209,9 @@ impl PartSpan {
 }
 
 /// Numbers of four bytes that are yet to be written.
-struct Words(StagingSpan);
+struct PendingWords(StagingSpan);
 
-impl Words {
+impl PendingWords {
     /// The places of the next ones.
     ///
     /// # Panics

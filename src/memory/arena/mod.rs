@@ -46,10 +46,10 @@ pub struct Arena {
     accounts: RwLock<BTreeMap<Place, Arc<Account>>>,
     /// By lane, in the order of retirement. An entry behind one with a later fence waits for it, which
     /// costs time and nothing else.
-    retired: [Mutex<VecDeque<Retired>>; Lane::ALL.len()],
+    retired: [Mutex<VecDeque<RetiredMemory>>; Lane::ALL.len()],
     retired_count: AtomicUsize,
     /// Held by who reaps, so that who must know how much can be had waits for what is being released.
-    scratch: Mutex<Scratch>,
+    scratch: Mutex<ScratchMemory>,
     scratch_given_back: Condvar,
     /// One reaps a lane at a time. Who waits for callers is in nobody's way who reaps the other lanes.
     reaping: [Mutex<()>; Lane::ALL.len()],
@@ -84,13 +84,13 @@ pub struct Reservation<'a> {
 /// would have room without it waits until it is given back, which never waits for a commit, and none is given out
 /// meanwhile.
 #[derive(Default)]
-struct Scratch {
+struct ScratchMemory {
     /// Claimed and allocated bytes.
     bytes: BTreeMap<Place, u64>,
     waiting: usize,
 }
 
-struct Retired {
+struct RetiredMemory {
     page: PageMemory,
     fence: Fence,
 }
@@ -208,7 +208,7 @@ impl Arena {
             {
                 let mut scratch = self.scratch.lock();
                 scratch.waiting += 1;
-                let is_used = |scratch: &mut Scratch| !scratch.bytes.is_empty();
+                let is_used = |scratch: &mut ScratchMemory| !scratch.bytes.is_empty();
                 self.scratch_given_back.wait_while_for(&mut scratch, is_used, SCRATCH_WAIT_MAX);
                 drop(scratch);
                 let claimed = self.reap_awaiting(awaited).and_then(|()| self.claim(awaited, purpose, &sums));
@@ -282,7 +282,7 @@ impl Arena {
         self.account(page.place()).retired(page.purpose, page.len);
         let scratch = (page.purpose == Purpose::Gather).then_some((page.place(), page.len));
         self.retired_count.fetch_add(1, Ordering::AcqRel);
-        self.retired[fence.lane as usize].lock().push_back(Retired { page, fence });
+        self.retired[fence.lane as usize].lock().push_back(RetiredMemory { page, fence });
         if let Some((place, len)) = scratch {
             self.scratch_is_back(place, len);
         }
@@ -395,7 +395,7 @@ impl Arena {
         Ok(reservation)
     }
 
-    fn next_retired(&self, lane: Lane, ready: impl Fn(Fence) -> bool) -> Option<Retired> {
+    fn next_retired(&self, lane: Lane, ready: impl Fn(Fence) -> bool) -> Option<RetiredMemory> {
         let mut retired = self.retired[lane as usize].lock();
         if !ready(retired.front()?.fence) {
             return None;
@@ -404,7 +404,7 @@ impl Arena {
         retired.pop_front()
     }
 
-    fn release(&self, retired: Retired) -> Result<()> {
+    fn release(&self, retired: RetiredMemory) -> Result<()> {
         let mut page = retired.page;
         page.given_back = true;
         self.device.release(page.memory)?;

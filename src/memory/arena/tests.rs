@@ -3,7 +3,7 @@
 use super::*;
 use crate::device::host::HostDevice;
 use crate::device::{Command, CommandList};
-use crate::testing::faulty_device::{DeviceCall, Fault, FaultyDevice};
+use crate::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
 use crate::testing::late_device::LateDevice;
 use remanent_format::Width;
 
@@ -198,7 +198,7 @@ fn long_scratch_comes_in_pieces_of_one_length_and_there_is_a_limit() {
 fn scratch_of_which_a_piece_is_missing_is_given_back() {
     let faulty = Arc::new(FaultyDevice::new(Arc::new(HostDevice::new())));
     let arena = Arena::new(faulty.clone(), Budget::default());
-    faulty.arm(Fault { call: Some(DeviceCall::Allocate), nth: 3, context_lost: false });
+    faulty.arm(DeviceFault { call: Some(DeviceCall::Allocate), nth: 3, context_lost: false });
     let refused = arena.allocate_scratch(PLACE, 3 * SCRATCH_PIECE_LEN).unwrap_err();
     assert!(matches!(refused, Error::Device { .. }), "{refused}");
     assert_eq!(usage(&arena), (0, 0, 2 * SCRATCH_PIECE_LEN, 0));

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::super::Wanted;
+use super::super::SnapshotRequest;
 use super::Scrub;
 use crate::base::poison::PanicPoisons;
 use crate::base::sync::thread;
@@ -60,7 +60,7 @@ fn live(scrub: &Scrub, interval: Duration) {
     let mut began = Instant::now();
     while pace.rest(began.checked_add(interval)).is_ok() {
         began = Instant::now();
-        match scrub.run(pace, Wanted { paced: true, ..Wanted::default() }) {
+        match scrub.run(pace, SnapshotRequest { paced: true, ..SnapshotRequest::default() }) {
             Ok(_) => {}
             Err(error) if error.is_passing() || matches!(error, Error::Damaged(_)) => {
                 tracing::warn!(%error, "a scrub failed; it is tried again later");

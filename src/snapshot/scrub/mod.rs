@@ -14,7 +14,7 @@
 //! | the log, a restore's table, an image that a batch names | recovery begins behind it |
 //!
 //! For the last three a snapshot is taken. A snapshot that needs what is damaged counts as none from then on
-//! ([`Kept::holds`](crate::catalog::Kept::holds)), so that it displaces no sound one and goes as soon as there
+//! ([`RetainedSnapshot::holds`](crate::catalog::RetainedSnapshot::holds)), so that it displaces no sound one and goes as soon as there
 //! are enough of these, unless its name keeps it: then it stays as it is, damage and all.
 //!
 //! Nothing is overwritten and nothing removed for damage: a crash at any point finds what it would have found
@@ -31,19 +31,19 @@ use remanent_format::store::StoreFile;
 use remanent_format::{Damage, FileName, SnapshotId};
 
 pub(crate) use self::background::Scrubber;
-use self::pass::{Found, Pass};
-use super::{Snapshots, Wanted};
+use self::pass::{ScrubFindings, ScrubPass};
+use super::{SnapshotRequest, Snapshots};
 use crate::base::pace::Pace;
 use crate::base::sync::{Condvar, Mutex};
 use crate::catalog::publish::publish;
-use crate::catalog::{Keeping, Kept};
+use crate::catalog::{Catalog, RetainedSnapshot};
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 
 /// What a scrub read, and what it found.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
-pub struct Scrubbed {
+pub struct ScrubReport {
     /// Images read.
     pub images: u64,
     /// Bytes of these, as they are stored.
@@ -70,7 +70,7 @@ pub struct ScrubStats {
     /// Places found damaged by all of them.
     pub damaged: u64,
     /// What became of the last one; `None` if there was none.
-    pub last: Option<Result<Scrubbed>>,
+    pub last: Option<Result<ScrubReport>>,
 }
 
 /// Scrubs a store, one pass at a time.
@@ -105,7 +105,7 @@ impl Scrub {
     }
 
     /// Reads everything at this pace, and mends what is damaged.
-    pub fn run(&self, pace: &Pace, wanted: Wanted) -> Result<Scrubbed> {
+    pub fn run(&self, pace: &Pace, wanted: SnapshotRequest) -> Result<ScrubReport> {
         // A caller who waits for the background has it go on at full speed.
         let hurry = (!wanted.paced).then(|| self.pace.hurry());
         let _one_at_a_time = self.running.lock();
@@ -125,21 +125,21 @@ impl Scrub {
         result
     }
 
-    fn read_and_mend(&self, pace: &Pace, wanted: Wanted) -> Result<Scrubbed> {
+    fn read_and_mend(&self, pace: &Pace, wanted: SnapshotRequest) -> Result<ScrubReport> {
         self.snapshots.poison.check()?;
-        let Found { mut scrubbed, store, copies, images, batches } =
-            Pass::begin(&self.snapshots, &self.store, pace)?.run()?;
+        let ScrubFindings { mut scrubbed, store, copies, images, batches } =
+            ScrubPass::begin(&self.snapshots, &self.store, pace)?.run()?;
         if scrubbed.damage.is_empty() {
             return Ok(scrubbed);
         }
         for damage in &scrubbed.damage {
             tracing::warn!(%damage, "found by a scrub");
         }
-        let keeping = &self.snapshots.keeping;
-        let mut keeping = if wanted.paced { keeping.lock_patiently() } else { keeping.lock() };
+        let catalog = &self.snapshots.catalog;
+        let mut catalog = if wanted.paced { catalog.lock_patiently() } else { catalog.lock() };
         // What nobody keeps any more must not come back.
         let is_kept = |link: &Manifest| {
-            let mut kept = keeping.snapshots.iter();
+            let mut kept = catalog.snapshots.iter();
             kept.any(|(id, kept)| *id == link.snapshot || kept.links.contains(&link.snapshot))
         };
         let copies: Vec<Manifest> = copies.into_iter().filter(is_kept).collect();
@@ -154,22 +154,22 @@ impl Scrub {
             let mut named = snapshot.entries.iter().filter_map(|entry| entry.image);
             named.any(|image| images.contains(&(image.file, image.offset)))
         };
-        let needs_damaged = |kept: &Kept| {
+        let needs_damaged = |kept: &RetainedSnapshot| {
             // Replay from its redo passes what is damaged.
             batches.iter().any(|lsn| kept.redo.lsn < *lsn)
                 || survey.snapshot(kept.info.id).map_or(true, |snapshot| is_spoilt(&snapshot))
         };
-        let spoilt = spoil(&mut keeping, needs_damaged);
+        let spoilt = spoil(&mut catalog, needs_damaged);
         if spoilt.is_due || !batches.is_empty() {
-            let newest = keeping.snapshots.keys().next_back();
+            let newest = catalog.snapshots.keys().next_back();
             if newest.is_some_and(|newest| survey.chain(*newest).is_err()) {
-                keeping.known.unlink();
+                catalog.known.unlink();
             }
             let taken =
-                self.snapshots.take_and(&mut keeping, wanted, |keeping| self.snapshots.retain(keeping));
+                self.snapshots.take_and(&mut catalog, wanted, |catalog| self.snapshots.retain(catalog));
             if taken.is_err() {
                 // The next scrub is to find it all again, when there is room for what mends it.
-                for (_, kept) in keeping.snapshots.iter_mut().filter(|(id, _)| spoilt.snapshots.contains(id))
+                for (_, kept) in catalog.snapshots.iter_mut().filter(|(id, _)| spoilt.snapshots.contains(id))
                 {
                     kept.holds = true;
                 }
@@ -199,10 +199,10 @@ struct Spoilt {
 
 /// Marks the snapshots that need something damaged. Another one is due in place of the newest, from which recovery
 /// starts, and of one that is kept to start from. A name keeps its snapshot for its own sake.
-fn spoil(keeping: &mut Keeping, needs_damaged: impl Fn(&Kept) -> bool) -> Spoilt {
-    let newest = keeping.snapshots.keys().next_back().copied();
+fn spoil(catalog: &mut Catalog, needs_damaged: impl Fn(&RetainedSnapshot) -> bool) -> Spoilt {
+    let newest = catalog.snapshots.keys().next_back().copied();
     let mut spoilt = Spoilt { snapshots: Vec::new(), is_due: false };
-    for (id, kept) in &mut keeping.snapshots {
+    for (id, kept) in &mut catalog.snapshots {
         if kept.holds && needs_damaged(kept) {
             kept.holds = false;
             spoilt.snapshots.push(*id);

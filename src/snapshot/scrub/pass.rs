@@ -16,18 +16,18 @@ use remanent_format::store::StoreFile;
 use remanent_format::{Damage, Defect, FileName, LogPoint, Lsn, PageId, ReadAt};
 
 use super::super::Snapshots;
-use super::Scrubbed;
+use super::ScrubReport;
 use crate::base::pace::Pace;
 use crate::base::sync::Instant;
-use crate::catalog::Keeping;
+use crate::catalog::Catalog;
 use crate::disk::source::DiskSource;
 use crate::error::Result;
-use crate::images::read::{Wanted, runs};
+use crate::images::read::{ImageRequest, runs};
 
 /// What a pass has found.
 #[derive(Default)]
-pub(super) struct Found {
-    pub scrubbed: Scrubbed,
+pub(super) struct ScrubFindings {
+    pub scrubbed: ScrubReport,
     /// Whether STORE is damaged.
     pub store: bool,
     /// Links of which one copy is damaged.
@@ -39,7 +39,7 @@ pub(super) struct Found {
 }
 
 /// An image to read.
-struct Image {
+struct ScrubImage {
     image: ImageRef,
     page: PageId,
     len: u64,
@@ -47,7 +47,7 @@ struct Image {
     batch: Option<Lsn>,
 }
 
-pub(super) struct Pass<'a> {
+pub(super) struct ScrubPass<'a> {
     snapshots: &'a Snapshots,
     source: DiskSource,
     pace: &'a Pace,
@@ -56,17 +56,17 @@ pub(super) struct Pass<'a> {
     /// The last batch that was durable when the pass began.
     until: Lsn,
     /// By file and offset.
-    images: BTreeMap<(u64, u64), Image>,
-    found: Found,
+    images: BTreeMap<(u64, u64), ScrubImage>,
+    found: ScrubFindings,
 }
 
-impl<'a> Pass<'a> {
+impl<'a> ScrubPass<'a> {
     /// Reads what says what there is: STORE, links, tables, the headers of segments.
     pub fn begin(snapshots: &'a Snapshots, store: &StoreFile, pace: &'a Pace) -> Result<Self> {
         let began = Instant::now();
-        let keeping = snapshots.keeping.lock();
+        let catalog = snapshots.catalog.lock();
         let source = DiskSource::past_cache(snapshots.disk.clone());
-        let mut found = Found::default();
+        let mut found = ScrubFindings::default();
         // Before the files are listed: what becomes durable meanwhile may lie in a segment that is not among them.
         let until = snapshots.log.durable();
         let survey = match Survey::read(&source) {
@@ -80,8 +80,8 @@ impl<'a> Pass<'a> {
         };
         let (log, images) = (survey.log.clone(), BTreeMap::new());
         let mut pass = Self { snapshots, source, pace, began, log, until, images, found };
-        pass.read_links(&keeping, &survey);
-        pass.read_tables(&keeping, store);
+        pass.read_links(&catalog, &survey);
+        pass.read_tables(&catalog, store);
         Ok(pass)
     }
 
@@ -89,7 +89,7 @@ impl<'a> Pass<'a> {
     ///
     /// # Errors
     /// What the system says where it was short of something: what could not be looked at is not damaged.
-    pub fn run(mut self) -> Result<Found> {
+    pub fn run(mut self) -> Result<ScrubFindings> {
         self.read_log()?;
         self.read_images()?;
         let damage = &self.found.scrubbed.damage;
@@ -99,9 +99,9 @@ impl<'a> Pass<'a> {
         }
     }
 
-    fn read_links(&mut self, keeping: &Keeping, survey: &Survey) {
+    fn read_links(&mut self, catalog: &Catalog, survey: &Survey) {
         let mut seen = BTreeSet::new();
-        for kept in keeping.snapshots.values().filter(|kept| kept.holds) {
+        for kept in catalog.snapshots.values().filter(|kept| kept.holds) {
             match survey.snapshot(kept.info.id) {
                 Ok(snapshot) => self.want_all(&snapshot, None),
                 Err(damage) => self.damaged(damage),
@@ -127,10 +127,10 @@ impl<'a> Pass<'a> {
         self.found.copies.push(manifest.clone());
     }
 
-    fn read_tables(&mut self, keeping: &Keeping, store: &StoreFile) {
-        let oldest = self.starts(keeping).first().map(|oldest| oldest.lsn);
+    fn read_tables(&mut self, catalog: &Catalog, store: &StoreFile) {
+        let oldest = self.starts(catalog).first().map(|oldest| oldest.lsn);
         let is_met = |restored_at| oldest.is_some_and(|oldest| oldest < restored_at);
-        for (number, table) in keeping.tables.iter().filter(|(_, table)| is_met(table.restored_at)) {
+        for (number, table) in catalog.tables.iter().filter(|(_, table)| is_met(table.restored_at)) {
             match read_manifest(&self.source, FileName::Table(*number), store) {
                 Ok((manifest, _)) => self.want_all(&manifest, Some(table.restored_at)),
                 Err(damage) => {
@@ -144,22 +144,22 @@ impl<'a> Pass<'a> {
     fn want_all(&mut self, manifest: &Manifest, batch: Option<Lsn>) {
         for entry in &manifest.entries {
             let Some(image) = entry.image else { continue };
-            let wanted = Image { image, page: entry.page, len: entry.len, batch };
+            let wanted = ScrubImage { image, page: entry.page, len: entry.len, batch };
             let known = self.images.entry((image.file, image.offset)).or_insert(wanted);
             known.batch = known.batch.max(batch);
         }
     }
 
     /// Where replay may begin, in the order of the log.
-    fn starts(&self, keeping: &Keeping) -> Vec<LogPoint> {
+    fn starts(&self, catalog: &Catalog) -> Vec<LogPoint> {
         let is_there = |point: &LogPoint| {
             let file = FileName::Segment(point.segment);
             DiskSource::new(self.snapshots.disk.clone()).len(file).is_ok_and(|len| len.is_some())
         };
-        let beginning = self.log.beginning().filter(|point| keeping.floor.is_none() && is_there(point));
-        let kept = keeping.snapshots.values().filter(|kept| kept.holds && kept.redo.lsn <= self.until);
+        let beginning = self.log.beginning().filter(|point| catalog.floor.is_none() && is_there(point));
+        let kept = catalog.snapshots.values().filter(|kept| kept.holds && kept.redo.lsn <= self.until);
         // The log after a snapshot with a name may be kept no longer, and what that names is gone then.
-        let kept = kept.filter(|kept| keeping.reaches(kept));
+        let kept = kept.filter(|kept| catalog.reaches(kept));
         let mut starts: Vec<LogPoint> = beginning.into_iter().chain(kept.map(|kept| kept.redo)).collect();
         starts.sort_unstable_by_key(|point| point.lsn);
         starts
@@ -167,11 +167,11 @@ impl<'a> Pass<'a> {
 
     /// Follows the log from its oldest start; behind damage, from the next one.
     fn read_log(&mut self) -> Result<()> {
-        let starts = self.starts(&self.snapshots.keeping.lock());
+        let starts = self.starts(&self.snapshots.catalog.lock());
         let mut next = starts.first().copied();
         while let Some(from) = next {
             let Some((at, damage)) = self.walk(from)? else { break };
-            let starts = self.starts(&self.snapshots.keeping.lock());
+            let starts = self.starts(&self.snapshots.catalog.lock());
             // Whatever begins behind it does not need it: it was recycled while it was read.
             let is_needed = starts.first().is_some_and(|oldest| oldest.lsn <= at.lsn);
             let lost = if is_needed { at.lsn.next() } else { at.lsn };
@@ -211,7 +211,7 @@ impl<'a> Pass<'a> {
                 };
                 for op in ops {
                     if let Op::Image { page, len, image } = op.op {
-                        let wanted = Image { image, page, len, batch: Some(lsn) };
+                        let wanted = ScrubImage { image, page, len, batch: Some(lsn) };
                         self.images.insert((image.file, image.offset), wanted);
                     }
                 }
@@ -222,8 +222,9 @@ impl<'a> Pass<'a> {
     }
 
     fn read_images(&mut self) -> Result<()> {
-        let wanted = |image: &Image| Wanted { page: image.page, len: image.len, image: image.image };
-        let mut wanted: Vec<Wanted> = self.images.values().map(wanted).collect();
+        let wanted =
+            |image: &ScrubImage| ImageRequest { page: image.page, len: image.len, image: image.image };
+        let mut wanted: Vec<ImageRequest> = self.images.values().map(wanted).collect();
         for run in runs(&mut wanted) {
             for (image, damage) in run.damaged(&self.source) {
                 self.image_damaged(&image, damage);
@@ -238,14 +239,14 @@ impl<'a> Pass<'a> {
 
     fn image_damaged(&mut self, image: &ImageRef, damage: Damage) {
         let place = (image.file, image.offset);
-        let keeping = self.snapshots.keeping.lock();
-        if !keeping.named_files().contains(&image.file) && !keeping.files.is_for_batch(image.file, Lsn(0)) {
+        let catalog = self.snapshots.catalog.lock();
+        if !catalog.named_files().contains(&image.file) && !catalog.files.is_for_batch(image.file, Lsn(0)) {
             return;
         }
         // At once, so that a snapshot which is taken before the pass ends does not name it.
-        let Image { page, batch, .. } = &self.images[&place];
+        let ScrubImage { page, batch, .. } = &self.images[&place];
         if !matches!(damage.defect, Defect::Shortage { .. }) {
-            keeping.known.spoil(*page, image);
+            catalog.known.spoil(*page, image);
         }
         self.found.batches.extend(*batch);
         self.found.images.insert(place);

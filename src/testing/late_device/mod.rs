@@ -36,13 +36,13 @@ const ADDRESS_BITS: u32 = 40;
 /// A device that runs another one's lists late.
 pub struct LateDevice {
     inner: Arc<dyn Device>,
-    state: Mutex<State>,
+    state: Mutex<LateState>,
     /// A stream was let go, or is waited for.
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct State {
+struct LateState {
     lanes: [LateLane; Lane::ALL.len()],
     streams: Streams,
     /// Lengths of page memory.
@@ -85,7 +85,11 @@ impl LateDevice {
     }
 
     fn drawing(inner: Arc<dyn Device>, schedule: Option<u64>) -> Self {
-        Self { inner, state: Mutex::new(State { schedule, ..State::default() }), changed: Condvar::new() }
+        Self {
+            inner,
+            state: Mutex::new(LateState { schedule, ..LateState::default() }),
+            changed: Condvar::new(),
+        }
     }
 
     /// A new stream of a caller's.
@@ -137,7 +141,7 @@ impl LateDevice {
     }
 
     /// Runs lists until the fence has passed.
-    fn run_to(&self, state: &mut State, fence: Fence) -> Result<()> {
+    fn run_to(&self, state: &mut LateState, fence: Fence) -> Result<()> {
         loop {
             let lane = state.lane(fence.lane);
             assert!(fence.value <= lane.given, "{fence:?} was not handed out: the lane gave {}", lane.given);
@@ -153,7 +157,7 @@ impl LateDevice {
 
     /// Runs the oldest entry of a lane, if there is one. A failure stops the lane: what is queued behind
     /// it never runs.
-    fn run_next(&self, state: &mut State, lane: Lane) {
+    fn run_next(&self, state: &mut LateState, lane: Lane) {
         let done = match state.lane(lane).queue.pop_front() {
             None => return,
             // This ends: the fence was handed out before this entry was queued, and so was every fence
@@ -173,7 +177,7 @@ impl LateDevice {
     }
 
     /// Runs a stream until so many of its entries are done.
-    fn run_stream_to(&self, state: &mut State, stream: RawStream, position: u64) -> Result<()> {
+    fn run_stream_to(&self, state: &mut LateState, stream: RawStream, position: u64) -> Result<()> {
         loop {
             let late = state.streams.of(stream);
             if late.reached >= position {
@@ -204,7 +208,7 @@ impl LateDevice {
     }
 
     /// Runs what the schedule draws: nothing half of the time, else up to three entries.
-    fn run_drawn(&self, state: &mut State) {
+    fn run_drawn(&self, state: &mut LateState) {
         let Some(drawn) = state.draw() else { return };
         if drawn & 1 == 0 {
             return;
@@ -218,7 +222,7 @@ impl LateDevice {
     }
 }
 
-impl State {
+impl LateState {
     fn lane(&mut self, lane: Lane) -> &mut LateLane {
         &mut self.lanes[lane as usize]
     }

@@ -14,9 +14,9 @@ use std::sync::Arc;
 use remanent_format::Folder;
 
 use super::SimDisk;
-use super::event::{Event, Moment, Tear, Tears};
+use super::event::{DiskEvent, Moment, Tear, Tears};
 use super::node::FileId;
-use super::state::State;
+use super::state::DiskState;
 
 /// What a crash spares.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -29,7 +29,7 @@ pub enum Crash {
 
 /// Which images are made.
 #[derive(Clone, Debug)]
-pub struct Plan {
+pub struct CrashPlan {
     /// Moments before these events, or in their middle; the range's end counts as the moment after the
     /// last one. Default: all.
     pub events: Range<usize>,
@@ -41,7 +41,7 @@ pub struct Plan {
     pub seed: u64,
 }
 
-impl Default for Plan {
+impl Default for CrashPlan {
     fn default() -> Self {
         Self { events: 0..usize::MAX, tears: Tears::Few(4), images_max: 64, seed: 0 }
     }
@@ -49,7 +49,7 @@ impl Default for Plan {
 
 /// A disk as a crash left it.
 #[derive(Debug)]
-pub struct Image {
+pub struct CrashImage {
     /// The disk: unlocked, without faults, without events.
     pub disk: SimDisk,
     /// What happened.
@@ -66,7 +66,7 @@ pub struct Image {
 }
 
 /// Names the image so that a failing test can be read, and run again.
-impl fmt::Display for Image {
+impl fmt::Display for CrashImage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:?} at event {} ({})", self.crash, self.moment.event, self.story)
     }
@@ -98,17 +98,17 @@ impl SimDisk {
     }
 
     /// Calls `each` with what a death of the process could have left, moment by moment.
-    pub fn kill_images(&self, plan: &Plan, each: impl FnMut(Image)) {
+    pub fn kill_images(&self, plan: &CrashPlan, each: impl FnMut(CrashImage)) {
         self.images(Crash::Kill, plan, each);
     }
 
     /// Calls `each` with what a power cut could have left, moment by moment.
-    pub fn power_images(&self, plan: &Plan, each: impl FnMut(Image)) {
+    pub fn power_images(&self, plan: &CrashPlan, each: impl FnMut(CrashImage)) {
         self.images(Crash::Power, plan, each);
     }
 
     /// Equal images of equal acknowledgements are handed out once.
-    fn images(&self, crash: Crash, plan: &Plan, mut each: impl FnMut(Image)) {
+    fn images(&self, crash: Crash, plan: &CrashPlan, mut each: impl FnMut(CrashImage)) {
         // A store's threads go on meanwhile: what they do from here on is not in the walk.
         let mut walk = Walk::new(self);
         let mut seen = HashSet::new();
@@ -131,19 +131,19 @@ impl SimDisk {
                 if seen.insert((hash, walk.acks.len())) {
                     let disk = SimDisk::from_state(state);
                     let story = format!("{next}{tear}{choice}");
-                    each(Image { disk, crash, moment, acks: walk.acks.as_slice().into(), hash, story });
+                    each(CrashImage { disk, crash, moment, acks: walk.acks.as_slice().into(), hash, story });
                 }
             }
         }
     }
 }
 
-fn moments_of(history: &[Event], events: Range<usize>, tears: Tears) -> Vec<Moment> {
+fn moments_of(history: &[DiskEvent], events: Range<usize>, tears: Tears) -> Vec<Moment> {
     let last = history.len().min(events.end);
     let mut moments = Vec::new();
     for event in events.start..=last {
         match history.get(event) {
-            Some(Event::Ack(_)) if event < last => continue,
+            Some(DiskEvent::Ack(_)) if event < last => continue,
             Some(next) if event < last => {
                 moments.push(Moment { event, tear: None });
                 let torn = next.tears(tears).into_iter();
@@ -157,9 +157,9 @@ fn moments_of(history: &[Event], events: Range<usize>, tears: Tears) -> Vec<Mome
 
 /// Goes through a disk's history once.
 pub(super) struct Walk {
-    pub(super) events: Vec<Event>,
+    pub(super) events: Vec<DiskEvent>,
     /// The disk before event `next`.
-    pub(super) state: State,
+    pub(super) state: DiskState,
     next: usize,
     acks: Vec<u64>,
 }
@@ -173,14 +173,14 @@ impl Walk {
     pub(super) fn go_to(&mut self, event: usize) {
         for event in &self.events[self.next..event] {
             self.state.apply(event);
-            if let Event::Ack(value) = event {
+            if let DiskEvent::Ack(value) = event {
                 self.acks.push(*value);
             }
         }
         self.next = event;
     }
 
-    fn state_at(&self, moment: Moment) -> State {
+    fn state_at(&self, moment: Moment) -> DiskState {
         let mut state = self.state.clone();
         if let Some(tear) = moment.tear {
             let torn = self.events[moment.event].torn(tear);
@@ -192,22 +192,22 @@ impl Walk {
 
 /// Something pending, of which a power cut leaves one version.
 struct Item {
-    what: What,
+    what: ItemKind,
     /// When each version was made; version 0, the durable one, is not among them.
     stamps: Vec<u64>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-enum What {
+enum ItemKind {
     Length(FileId),
     Sector(FileId, usize),
     /// A change of names, by its place in the folder's list.
     Name(Folder, usize),
 }
 
-impl What {
+impl ItemKind {
     fn is_name(self) -> bool {
-        matches!(self, What::Name(..))
+        matches!(self, ItemKind::Name(..))
     }
 }
 
@@ -215,11 +215,11 @@ impl What {
 type Pick = Vec<usize>;
 
 /// What is pending on a disk, and which changes of names need which.
-struct Pending<'a> {
-    state: &'a State,
+struct PendingChanges<'a> {
+    state: &'a DiskState,
     items: Vec<Item>,
     /// Where an item is in the list.
-    places: HashMap<What, usize>,
+    places: HashMap<ItemKind, usize>,
     /// Pairs of items (earlier, later) whose changes concern one name; in the order of the later.
     needs: Vec<(usize, usize)>,
 }
@@ -233,8 +233,8 @@ enum Telling {
     One { item: usize, version: usize, others_last: bool },
 }
 
-impl<'a> Pending<'a> {
-    fn of(state: &'a State) -> Self {
+impl<'a> PendingChanges<'a> {
+    fn of(state: &'a DiskState) -> Self {
         let mut items = Vec::new();
         let mut needs = Vec::new();
         for (folder, names) in &state.folders {
@@ -243,18 +243,18 @@ impl<'a> Pending<'a> {
                 let earlier = names.pending[..index].iter().enumerate();
                 let needed = earlier.filter(|(_, earlier)| earlier.value.meets(&change.value));
                 needs.extend(needed.map(|(earlier, _)| (first + earlier, first + index)));
-                items.push(Item { what: What::Name(*folder, index), stamps: vec![change.stamp] });
+                items.push(Item { what: ItemKind::Name(*folder, index), stamps: vec![change.stamp] });
             }
         }
         for id in state.reachable() {
             let node = state.node(id);
             if !node.lengths.is_empty() {
                 let stamps = node.lengths.iter().map(|version| version.stamp).collect();
-                items.push(Item { what: What::Length(id), stamps });
+                items.push(Item { what: ItemKind::Length(id), stamps });
             }
             for (index, versions) in &node.sectors {
                 let stamps = versions.iter().map(|version| version.stamp).collect();
-                items.push(Item { what: What::Sector(id, *index), stamps });
+                items.push(Item { what: ItemKind::Sector(id, *index), stamps });
             }
         }
         let places = items.iter().enumerate().map(|(place, item)| (item.what, place)).collect();
@@ -284,12 +284,12 @@ impl<'a> Pending<'a> {
         }
     }
 
-    fn state(&self, pick: &Pick) -> State {
+    fn state(&self, pick: &Pick) -> DiskState {
         let chosen = |what| self.places.get(&what).map_or(0, |place| pick[*place]);
         self.state.after_power_cut(
-            |folder, index| chosen(What::Name(folder, index)) == 1,
-            |id| chosen(What::Length(id)),
-            |id, index| chosen(What::Sector(id, index)),
+            |folder, index| chosen(ItemKind::Name(folder, index)) == 1,
+            |id| chosen(ItemKind::Length(id)),
+            |id, index| chosen(ItemKind::Sector(id, index)),
         )
     }
 
@@ -397,8 +397,8 @@ impl<'a> Pending<'a> {
 }
 
 /// The disks that a power cut could leave of a disk, with the choice in words.
-fn power_images(state: &State, images_max: usize, seed: u64) -> Vec<(State, String)> {
-    let pending = Pending::of(state);
+fn power_images(state: &DiskState, images_max: usize, seed: u64) -> Vec<(DiskState, String)> {
+    let pending = PendingChanges::of(state);
     let picks = if pending.choices() <= images_max {
         pending.every_pick()
     } else {

@@ -10,7 +10,7 @@ use super::node::{FileId, Node};
 
 /// One completed operation.
 #[derive(Clone, Debug)]
-pub(super) enum Event {
+pub(super) enum DiskEvent {
     /// A file was made, or one of that name emptied.
     Create { file: FileName, id: FileId },
     /// A file of another disk got a name here, too.
@@ -43,12 +43,12 @@ pub(super) enum Event {
     Ack(u64),
 }
 
-impl Event {
+impl DiskEvent {
     /// The event as a crash in its middle left it; `None` if it happens whole or not at all.
     pub(super) fn torn(&self, tear: Tear) -> Option<Self> {
         let mut torn = self.clone();
         match &mut torn {
-            Event::Write { offset, bytes, .. } | Event::Put { offset, bytes, .. } => {
+            DiskEvent::Write { offset, bytes, .. } | DiskEvent::Put { offset, bytes, .. } => {
                 match tear {
                     Tear::Head(len) => *bytes = bytes[..len].into(),
                     Tear::Tail(len) => {
@@ -66,8 +66,8 @@ impl Event {
     /// The ways to tear the event that `tears` asks for.
     pub(super) fn tears(&self, tears: Tears) -> Vec<Tear> {
         let (offset, len, is_put) = match self {
-            Event::Write { offset, bytes, .. } => (*offset, bytes.len(), false),
-            Event::Put { offset, bytes, .. } => (*offset, bytes.len(), true),
+            DiskEvent::Write { offset, bytes, .. } => (*offset, bytes.len(), false),
+            DiskEvent::Put { offset, bytes, .. } => (*offset, bytes.len(), true),
             _ => return Vec::new(),
         };
         let mut heads: Vec<usize> = match tears {
@@ -97,24 +97,28 @@ impl Event {
     }
 }
 
-impl fmt::Display for Event {
+impl fmt::Display for DiskEvent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Event::Create { file, .. } => write!(f, "create {file}"),
-            Event::Link { file, .. } => write!(f, "link {file}"),
-            Event::Write { file, offset, bytes, .. } => write!(f, "write {file} {offset}+{}", bytes.len()),
-            Event::Put { file, offset, bytes, .. } => write!(f, "put {file} {offset}+{}", bytes.len()),
-            Event::SyncFile { file, .. } => write!(f, "sync {file}"),
-            Event::SyncWindow { file, offset, len, .. } => write!(f, "sync window {file} {offset}+{len}"),
-            Event::FailedSync { file, .. } => write!(f, "failed sync {file}"),
-            Event::Skipped { point } => write!(f, "skipped sync {point:?}"),
-            Event::Rename { source, target } => write!(f, "rename {source} to {target}"),
-            Event::Remove { file } => write!(f, "remove {file}"),
-            Event::MakeFolder { folder } => write!(f, "make folder {folder:?}"),
-            Event::SyncFolder { folder } => write!(f, "sync folder {folder:?}"),
-            Event::Damage { file, offset, bytes, .. } => write!(f, "damage {file} {offset}+{}", bytes.len()),
-            Event::Cut { file, len, .. } => write!(f, "cut {file} to {len}"),
-            Event::Ack(value) => write!(f, "ack {value}"),
+            DiskEvent::Create { file, .. } => write!(f, "create {file}"),
+            DiskEvent::Link { file, .. } => write!(f, "link {file}"),
+            DiskEvent::Write { file, offset, bytes, .. } => {
+                write!(f, "write {file} {offset}+{}", bytes.len())
+            }
+            DiskEvent::Put { file, offset, bytes, .. } => write!(f, "put {file} {offset}+{}", bytes.len()),
+            DiskEvent::SyncFile { file, .. } => write!(f, "sync {file}"),
+            DiskEvent::SyncWindow { file, offset, len, .. } => write!(f, "sync window {file} {offset}+{len}"),
+            DiskEvent::FailedSync { file, .. } => write!(f, "failed sync {file}"),
+            DiskEvent::Skipped { point } => write!(f, "skipped sync {point:?}"),
+            DiskEvent::Rename { source, target } => write!(f, "rename {source} to {target}"),
+            DiskEvent::Remove { file } => write!(f, "remove {file}"),
+            DiskEvent::MakeFolder { folder } => write!(f, "make folder {folder:?}"),
+            DiskEvent::SyncFolder { folder } => write!(f, "sync folder {folder:?}"),
+            DiskEvent::Damage { file, offset, bytes, .. } => {
+                write!(f, "damage {file} {offset}+{}", bytes.len())
+            }
+            DiskEvent::Cut { file, len, .. } => write!(f, "cut {file} to {len}"),
+            DiskEvent::Ack(value) => write!(f, "ack {value}"),
         }
     }
 }

@@ -51,7 +51,7 @@ pub enum Operation {
 
 /// Makes operations fail: the first `skip` of the kind succeed, the next `times` fail.
 #[derive(Clone, Copy, Debug)]
-pub struct Fault {
+pub struct DiskFault {
     /// The kind of operation.
     pub operation: Operation,
     /// How many succeed first.
@@ -64,13 +64,13 @@ pub struct Fault {
 
 /// The faults of a disk, and what they did so far.
 #[derive(Default)]
-pub(super) struct Faults {
-    waiting: Vec<Fault>,
+pub(super) struct DiskFaults {
+    waiting: Vec<DiskFault>,
     calls: BTreeMap<Operation, usize>,
     struck_at: Option<usize>,
 }
 
-impl Faults {
+impl DiskFaults {
     /// The error of the first fault that strikes this operation; counts down. `events` have happened before.
     pub(super) fn strike(&mut self, operation: Operation, events: usize) -> Option<io::Error> {
         *self.calls.entry(operation).or_default() += 1;
@@ -92,7 +92,7 @@ impl Faults {
 
 impl SimDisk {
     /// Adds a fault. Counting starts now.
-    pub fn fail(&self, fault: Fault) {
+    pub fn fail(&self, fault: DiskFault) {
         self.shared.lock().faults.waiting.push(fault);
     }
 

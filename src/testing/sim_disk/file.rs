@@ -7,7 +7,7 @@ use std::sync::Arc;
 use remanent_format::FileName;
 use remanent_format::limits::{GROUP_ALIGN, SECTOR_LEN, align_up};
 
-use super::event::{Event, SyncPoint};
+use super::event::{DiskEvent, SyncPoint};
 use super::node::FileId;
 use super::{EBADF, ENOSPC, Operation, SimDisk, file_failed};
 use crate::base::sync::Mutex;
@@ -37,8 +37,8 @@ impl SimFile {
         let (file, id, stored) = (self.file, self.id, Arc::from(&bytes[..fitting]));
         if fitting > 0 {
             shared.record(match operation {
-                Operation::Put => Event::Put { file, id, offset, bytes: stored },
-                _ => Event::Write { file, id, offset, bytes: stored },
+                Operation::Put => DiskEvent::Put { file, id, offset, bytes: stored },
+                _ => DiskEvent::Write { file, id, offset, bytes: stored },
             });
         }
         match fault {
@@ -52,13 +52,13 @@ impl SimFile {
         let mut shared = self.disk.shared.lock();
         let (file, id) = (self.file, self.id);
         if let Some(error) = shared.fault(operation) {
-            shared.record(Event::FailedSync { file, id, offset, len });
+            shared.record(DiskEvent::FailedSync { file, id, offset, len });
             return Err(error);
         }
         if !shared.skips(point) {
             shared.record(match operation {
-                Operation::SyncWindow => Event::SyncWindow { file, id, offset, len },
-                _ => Event::SyncFile { file, id },
+                Operation::SyncWindow => DiskEvent::SyncWindow { file, id, offset, len },
+                _ => DiskEvent::SyncFile { file, id },
             });
         }
         Ok(())

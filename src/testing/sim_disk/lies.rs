@@ -14,10 +14,10 @@ use remanent_format::FileName;
 use remanent_format::limits::SECTOR_LEN;
 
 use super::crash::{SplitMix, Walk};
-use super::event::Event;
+use super::event::DiskEvent;
 use super::node::{FileId, Sector};
-use super::state::State;
-use super::{Shared, SimDisk};
+use super::state::DiskState;
+use super::{SimCore, SimDisk};
 
 /// What became of a write that the medium said it made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -37,7 +37,7 @@ pub(super) struct Stale {
     older: Arc<Sector>,
 }
 
-impl Shared {
+impl SimCore {
     /// Puts the stale sector's older self into what was read, if it was, and is then over with it.
     pub(super) fn age(&mut self, id: FileId, offset: u64, out: &mut [u8]) {
         let Some(stale) = self.stale.take_if(|stale| {
@@ -81,7 +81,9 @@ impl SimDisk {
         let mut seen = HashSet::from([truth.hash()]);
         let mut seen_stale = HashSet::new();
         for (event, sync) in events.iter().enumerate() {
-            let (Event::SyncFile { file, id } | Event::SyncWindow { file, id, .. }) = sync else { continue };
+            let (DiskEvent::SyncFile { file, id } | DiskEvent::SyncWindow { file, id, .. }) = sync else {
+                continue;
+            };
             walk.go_to(event);
             let before = walk.state.clone();
             walk.go_to(event + 1);
@@ -114,7 +116,7 @@ impl SimDisk {
 }
 
 /// What a power cut leaves after these events that spares nothing pending.
-fn at_last(mut state: State, events: &[Event]) -> State {
+fn at_last(mut state: DiskState, events: &[DiskEvent]) -> DiskState {
     events.iter().for_each(|event| state.apply(event));
     state.after_power_cut(|_, _| false, |_| 0, |_, _| 0)
 }

@@ -29,16 +29,16 @@ use crate::disk::{Disk, DiskFile, DiskLock, Hold};
 use crate::error::{Error, Result};
 use crate::options::LogIo;
 
-pub use crash::{Crash, Image, Plan};
-use event::Event;
+pub use crash::{Crash, CrashImage, CrashPlan};
+use event::DiskEvent;
 pub use event::{Moment, SyncPoint, Tear, Tears};
-use fault::Faults;
-pub use fault::{EIO, ENOSPC, Fault, Operation};
+use fault::DiskFaults;
+pub use fault::{DiskFault, EIO, ENOSPC, Operation};
 use file::SimFile;
 use lies::Stale;
 pub use lies::{Lie, LieKind};
 use node::FileId;
-use state::State;
+use state::DiskState;
 
 /// The system's number for a handle that does not allow the operation.
 const EBADF: i32 = 9;
@@ -48,7 +48,7 @@ const EBADF: i32 = 9;
 ///
 /// ```
 /// use remanent::disk::Disk;
-/// use remanent::testing::sim_disk::{Plan, SimDisk};
+/// use remanent::testing::sim_disk::{CrashPlan, SimDisk};
 /// use remanent::{FileName, Folder};
 /// let disk = SimDisk::new();
 /// let file = disk.create(FileName::Store)?;
@@ -63,17 +63,17 @@ const EBADF: i32 = 9;
 /// ```
 #[derive(Clone)]
 pub struct SimDisk {
-    shared: Arc<Mutex<Shared>>,
+    shared: Arc<Mutex<SimCore>>,
 }
 
 type SkipRule = Box<dyn FnMut(SyncPoint) -> bool + Send>;
 
 #[derive(Default)]
-struct Shared {
+struct SimCore {
     /// The disk before the first event.
-    start: State,
-    now: State,
-    events: Vec<Event>,
+    start: DiskState,
+    now: DiskState,
+    events: Vec<DiskEvent>,
     locked: bool,
     /// How many readers hold each snapshot.
     held: BTreeMap<SnapshotId, usize>,
@@ -81,7 +81,7 @@ struct Shared {
     capacity: Option<u64>,
     /// Bytes that must be free for a rename.
     name_bytes: u64,
-    faults: Faults,
+    faults: DiskFaults,
     skip: Option<SkipRule>,
     /// A sector whose next read gives its older self.
     stale: Option<Stale>,
@@ -89,8 +89,8 @@ struct Shared {
     read_ahead: BTreeSet<FileId>,
 }
 
-impl Shared {
-    fn record(&mut self, event: Event) {
+impl SimCore {
+    fn record(&mut self, event: DiskEvent) {
         self.now.apply(&event);
         self.events.push(event);
     }
@@ -108,7 +108,7 @@ impl Shared {
     fn skips(&mut self, point: SyncPoint) -> bool {
         let skips = self.skip.as_mut().is_some_and(|rule| rule(point));
         if skips {
-            self.record(Event::Skipped { point });
+            self.record(DiskEvent::Skipped { point });
         }
         skips
     }
@@ -149,11 +149,11 @@ impl SimDisk {
     /// An empty disk.
     #[must_use]
     pub fn new() -> Self {
-        Self::from_state(State::default())
+        Self::from_state(DiskState::default())
     }
 
-    fn from_state(state: State) -> Self {
-        let shared = Shared { start: state.clone(), now: state, ..Shared::default() };
+    fn from_state(state: DiskState) -> Self {
+        let shared = SimCore { start: state.clone(), now: state, ..SimCore::default() };
         Self { shared: Arc::new(Mutex::new(shared)) }
     }
 
@@ -171,7 +171,7 @@ impl SimDisk {
 
     /// Records that something was acknowledged; images after this hold the value in `acks`.
     pub fn note_ack(&self, value: u64) {
-        self.shared.lock().record(Event::Ack(value));
+        self.shared.lock().record(DiskEvent::Ack(value));
     }
 
     /// Limits the sum of the files' lengths: an operation that would exceed it fails with ENOSPC. Writes
@@ -205,7 +205,7 @@ impl SimDisk {
     pub fn damage(&self, file: FileName, offset: u64, bytes: &[u8]) {
         let mut shared = self.shared.lock();
         let id = shared.now.find(file).expect("the file to damage exists");
-        shared.record(Event::Damage { file, id, offset, bytes: bytes.into() });
+        shared.record(DiskEvent::Damage { file, id, offset, bytes: bytes.into() });
     }
 
     /// Sets a file's length on the medium and in the cache, as a fault of the medium would.
@@ -215,7 +215,7 @@ impl SimDisk {
     pub fn damage_len(&self, file: FileName, len: u64) {
         let mut shared = self.shared.lock();
         let id = shared.now.find(file).expect("the file to damage exists");
-        shared.record(Event::Cut { file, id, len });
+        shared.record(DiskEvent::Cut { file, id, len });
     }
 
     /// All of a file's bytes; `None` if there is no such file.
@@ -256,7 +256,7 @@ impl Disk for SimDisk {
             return Err(Error::Locked { holder: "this process".to_owned() });
         }
         shared.locked = true;
-        Ok(Box::new(SimLock::new(self, Locked::Store)))
+        Ok(Box::new(SimLock::new(self, SimLockKind::Store)))
     }
 
     fn is_locked(&self) -> Result<bool> {
@@ -274,7 +274,7 @@ impl Disk for SimDisk {
             return Ok(Hold::Going);
         }
         *shared.held.entry(id).or_default() += 1;
-        Ok(Hold::Held(Box::new(SimLock::new(self, Locked::Held(id)))))
+        Ok(Hold::Held(Box::new(SimLock::new(self, SimLockKind::Held(id)))))
     }
 
     fn try_retire(&self, id: SnapshotId) -> Result<Option<Box<dyn DiskLock>>> {
@@ -282,7 +282,7 @@ impl Disk for SimDisk {
         if shared.held.contains_key(&id) || !shared.retiring.insert(id) {
             return Ok(None);
         }
-        Ok(Some(Box::new(SimLock::new(self, Locked::Retiring(id)))))
+        Ok(Some(Box::new(SimLock::new(self, SimLockKind::Retiring(id)))))
     }
 
     fn is_held(&self, id: SnapshotId) -> Result<bool> {
@@ -302,7 +302,7 @@ impl Disk for SimDisk {
         let mut shared = self.shared.lock();
         shared.check(Operation::MakeFolder).map_err(folder_failed("make", folder))?;
         if !shared.now.has_folder(folder) {
-            shared.record(Event::MakeFolder { folder });
+            shared.record(DiskEvent::MakeFolder { folder });
         }
         Ok(())
     }
@@ -314,7 +314,7 @@ impl Disk for SimDisk {
             return Err(folder_failed("sync", folder)(not_found()));
         }
         if !shared.skips(SyncPoint::Folder(folder)) {
-            shared.record(Event::SyncFolder { folder });
+            shared.record(DiskEvent::SyncFolder { folder });
         }
         Ok(())
     }
@@ -326,7 +326,7 @@ impl Disk for SimDisk {
             return Err(file_failed("create", file, None)(not_found()));
         }
         let id = shared.now.find(file).unwrap_or_else(|| shared.now.new_id());
-        shared.record(Event::Create { file, id });
+        shared.record(DiskEvent::Create { file, id });
         Ok(Arc::new(self.handle(file, id, true)))
     }
 
@@ -353,7 +353,7 @@ impl Disk for SimDisk {
             if shared.now.find(file).is_some() { Err(io::ErrorKind::AlreadyExists.into()) } else { Ok(node) }
         });
         let (node, id) = (linked.map_err(file_failed("link", file, None))?, shared.now.new_id());
-        shared.record(Event::Link { file, id, node });
+        shared.record(DiskEvent::Link { file, id, node });
         Ok(true)
     }
 
@@ -363,7 +363,7 @@ impl Disk for SimDisk {
         let found = shared.check(Operation::Rename).and_then(|()| shared.find_for_name(source));
         found.map_err(file_failed("rename", source, None))?;
         if source != target {
-            shared.record(Event::Rename { source, target });
+            shared.record(DiskEvent::Rename { source, target });
         }
         Ok(())
     }
@@ -373,7 +373,7 @@ impl Disk for SimDisk {
         let found =
             shared.check(Operation::Remove).and_then(|()| shared.now.find(file).ok_or_else(not_found));
         found.map_err(file_failed("remove", file, None))?;
-        shared.record(Event::Remove { file });
+        shared.record(DiskEvent::Remove { file });
         Ok(())
     }
 
@@ -405,18 +405,18 @@ impl ReadAt for SimDisk {
 /// Unlocks when dropped.
 struct SimLock {
     disk: SimDisk,
-    locked: Locked,
+    locked: SimLockKind,
     owner: Process,
 }
 
 impl SimLock {
-    fn new(disk: &SimDisk, locked: Locked) -> Self {
+    fn new(disk: &SimDisk, locked: SimLockKind) -> Self {
         Self { disk: disk.clone(), locked, owner: Process::current() }
     }
 }
 
 /// What a guard holds.
-enum Locked {
+enum SimLockKind {
     Store,
     Held(SnapshotId),
     Retiring(SnapshotId),
@@ -431,15 +431,15 @@ impl Drop for SimLock {
         }
         let mut shared = self.disk.shared.lock();
         match self.locked {
-            Locked::Store => shared.locked = false,
-            Locked::Held(id) => {
+            SimLockKind::Store => shared.locked = false,
+            SimLockKind::Held(id) => {
                 let holders = shared.held.get_mut(&id).expect("a guard counts until it is dropped");
                 *holders -= 1;
                 if *holders == 0 {
                     shared.held.remove(&id);
                 }
             }
-            Locked::Retiring(id) => _ = shared.retiring.remove(&id),
+            SimLockKind::Retiring(id) => _ = shared.retiring.remove(&id),
         }
     }
 }

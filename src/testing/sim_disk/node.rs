@@ -42,12 +42,12 @@ impl Sector {
 
 /// A file's length and bytes. Bytes of the last sector beyond the length are zero.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Content {
+pub(super) struct FileContent {
     len: u64,
     pub(super) sectors: Vec<Arc<Sector>>,
 }
 
-impl Content {
+impl FileContent {
     pub(super) fn len(&self) -> u64 {
         self.len
     }
@@ -113,7 +113,7 @@ pub(super) fn sectors_of(offset: u64, len: u64) -> Range<usize> {
 
 /// A version of something since its last sync, with the time at which it was made.
 #[derive(Clone, Debug)]
-pub(super) struct Version<T> {
+pub(super) struct StampedVersion<T> {
     pub(super) stamp: u64,
     pub(super) value: T,
 }
@@ -121,12 +121,12 @@ pub(super) struct Version<T> {
 /// A file.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Node {
-    pub(super) visible: Content,
-    pub(super) durable: Content,
+    pub(super) visible: FileContent,
+    pub(super) durable: FileContent,
     /// Each dirty sector's versions, oldest first; the last is the visible one.
-    pub(super) sectors: BTreeMap<usize, Vec<Version<Arc<Sector>>>>,
+    pub(super) sectors: BTreeMap<usize, Vec<StampedVersion<Arc<Sector>>>>,
     /// Lengths since the last sync, oldest first; the last is the visible one.
-    pub(super) lengths: Vec<Version<u64>>,
+    pub(super) lengths: Vec<StampedVersion<u64>>,
     /// Dirty sectors that a failed sync has marked clean: no later sync writes them.
     pub(super) lost: BTreeSet<usize>,
     /// Whether a failed sync has marked the length clean.
@@ -153,7 +153,7 @@ impl Node {
 
     fn set_sector(&mut self, stamp: u64, index: usize, sector: Arc<Sector>) {
         self.visible.sectors[index] = sector.clone();
-        self.sectors.entry(index).or_default().push(Version { stamp, value: sector });
+        self.sectors.entry(index).or_default().push(StampedVersion { stamp, value: sector });
         self.lost.remove(&index);
     }
 
@@ -164,7 +164,7 @@ impl Node {
             self.set_sector(stamp, index, Sector::zero());
         }
         self.visible.resize(len);
-        self.lengths.push(Version { stamp, value: len });
+        self.lengths.push(StampedVersion { stamp, value: len });
         self.length_lost = false;
     }
 

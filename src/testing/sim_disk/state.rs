@@ -23,8 +23,8 @@ use std::sync::Arc;
 
 use remanent_format::{FileName, Folder};
 
-use super::event::Event;
-use super::node::{FileId, Node, Version, sectors_of};
+use super::event::DiskEvent;
+use super::node::{FileId, Node, StampedVersion, sectors_of};
 
 /// A change of names in one folder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -81,19 +81,19 @@ pub(super) struct Names {
     pub(super) visible: Entries,
     pub(super) durable: Entries,
     /// Changes since the last sync, oldest first.
-    pub(super) pending: Vec<Version<NameChange>>,
+    pub(super) pending: Vec<StampedVersion<NameChange>>,
 }
 
 impl Names {
     fn change(&mut self, stamp: u64, change: NameChange) {
         self.visible.apply(change);
-        self.pending.push(Version { stamp, value: change });
+        self.pending.push(StampedVersion { stamp, value: change });
     }
 }
 
 /// A whole disk.
 #[derive(Clone, Debug, Default)]
-pub(super) struct State {
+pub(super) struct DiskState {
     pub(super) nodes: BTreeMap<FileId, Arc<Node>>,
     pub(super) folders: BTreeMap<Folder, Names>,
     next_file: u64,
@@ -101,7 +101,7 @@ pub(super) struct State {
     clock: u64,
 }
 
-impl State {
+impl DiskState {
     /// Whether the folder exists, as the process sees it. The store directory always does.
     pub(super) fn has_folder(&self, folder: Folder) -> bool {
         folder == Folder::Root
@@ -137,11 +137,11 @@ impl State {
     }
 
     /// Lets an event happen.
-    pub(super) fn apply(&mut self, event: &Event) {
+    pub(super) fn apply(&mut self, event: &DiskEvent) {
         self.clock += 1;
         let stamp = self.clock;
         match event {
-            Event::Create { file, id } => {
+            DiskEvent::Create { file, id } => {
                 if self.find(*file) == Some(*id) {
                     self.node_mut(*id).set_len(stamp, 0);
                 } else {
@@ -150,38 +150,42 @@ impl State {
                     self.names_mut(file.folder()).change(stamp, NameChange::Link(*file, *id));
                 }
             }
-            Event::Link { file, id, node } => {
+            DiskEvent::Link { file, id, node } => {
                 self.next_file = id.0 + 1;
                 self.nodes.insert(*id, node.clone());
                 self.names_mut(file.folder()).change(stamp, NameChange::Link(*file, *id));
             }
-            Event::Write { id, offset, bytes, .. } | Event::Put { id, offset, bytes, .. } => {
+            DiskEvent::Write { id, offset, bytes, .. } | DiskEvent::Put { id, offset, bytes, .. } => {
                 self.node_mut(*id).write(stamp, *offset, bytes);
             }
-            Event::SyncFile { id, .. } => self.node_mut(*id).sync(0..usize::MAX),
-            Event::SyncWindow { id, offset, len, .. } => self.node_mut(*id).sync(sectors_of(*offset, *len)),
-            Event::FailedSync { id, offset, len, .. } => self.node_mut(*id).lose(sectors_of(*offset, *len)),
-            Event::Rename { source, target } => {
+            DiskEvent::SyncFile { id, .. } => self.node_mut(*id).sync(0..usize::MAX),
+            DiskEvent::SyncWindow { id, offset, len, .. } => {
+                self.node_mut(*id).sync(sectors_of(*offset, *len))
+            }
+            DiskEvent::FailedSync { id, offset, len, .. } => {
+                self.node_mut(*id).lose(sectors_of(*offset, *len))
+            }
+            DiskEvent::Rename { source, target } => {
                 self.names_mut(source.folder()).change(stamp, NameChange::Rename(*source, *target));
             }
-            Event::Remove { file } => {
+            DiskEvent::Remove { file } => {
                 self.names_mut(file.folder()).change(stamp, NameChange::Remove(*file));
             }
-            Event::MakeFolder { folder } => {
+            DiskEvent::MakeFolder { folder } => {
                 self.names_mut(Folder::Root).change(stamp, NameChange::Folder(*folder));
             }
-            Event::SyncFolder { folder } => {
+            DiskEvent::SyncFolder { folder } => {
                 let names = self.names_mut(*folder);
                 names.durable = names.visible.clone();
                 names.pending.clear();
             }
-            Event::Damage { id, offset, bytes, .. } => self.node_mut(*id).damage(stamp, *offset, bytes),
-            Event::Cut { id, len, .. } => {
+            DiskEvent::Damage { id, offset, bytes, .. } => self.node_mut(*id).damage(stamp, *offset, bytes),
+            DiskEvent::Cut { id, len, .. } => {
                 let node = self.node_mut(*id);
                 node.set_len(stamp, *len);
                 node.sync(0..usize::MAX);
             }
-            Event::Skipped { .. } | Event::Ack(_) => {}
+            DiskEvent::Skipped { .. } | DiskEvent::Ack(_) => {}
         }
     }
 
@@ -250,7 +254,7 @@ impl State {
 
     /// Files that have, had or may get a name again: all others cannot be seen after a crash.
     pub(super) fn reachable(&self) -> BTreeSet<FileId> {
-        let linked = |change: &Version<NameChange>| match change.value {
+        let linked = |change: &StampedVersion<NameChange>| match change.value {
             NameChange::Link(_, id) => Some(id),
             _ => None,
         };

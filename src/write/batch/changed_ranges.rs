@@ -17,14 +17,14 @@ const INDEX_COST: u64 = 1;
 
 /// Changed elements of a range.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Changed {
+pub(crate) struct ElementChanges {
     /// Ranges of elements.
     pub runs: Vec<Range<u32>>,
     /// Single elements, ascending, in none of the ranges.
     pub elements: Vec<u32>,
 }
 
-impl Changed {
+impl ElementChanges {
     /// Reads a bitmap of changed elements, lowest bit first.
     pub fn of_bitmap(bitmap: &[u8], width: Width) -> Self {
         Self::of(set_bits(bitmap), width)
@@ -111,8 +111,8 @@ mod tests {
             ),
         ];
         for (what, width, changed, runs, elements) in rows {
-            let found = Changed::of_bitmap(&bitmap(changed.iter().copied(), 1000), width);
-            assert_eq!(found, Changed::of(changed.into_iter(), width), "{what}");
+            let found = ElementChanges::of_bitmap(&bitmap(changed.iter().copied(), 1000), width);
+            assert_eq!(found, ElementChanges::of(changed.into_iter(), width), "{what}");
             let found_runs: Vec<(u32, u32)> = found.runs.iter().map(|run| (run.start, run.end)).collect();
             assert_eq!((&*found_runs, &*found.elements), (runs, elements), "{what}");
         }
@@ -130,7 +130,7 @@ mod tests {
             let changed: Vec<u32> = (0..3000)
                 .filter(|n| if n / 500 % 2 == 0 { next() % density == 0 } else { next() % 50 == 0 })
                 .collect();
-            let found = Changed::of_bitmap(&bitmap(changed.iter().copied(), 3000), Width::W2);
+            let found = ElementChanges::of_bitmap(&bitmap(changed.iter().copied(), 3000), Width::W2);
             let covered = |element: u32| {
                 found.runs.iter().any(|run| run.contains(&element)) || found.elements.contains(&element)
             };

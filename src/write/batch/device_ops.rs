@@ -1,6 +1,6 @@
 //! Deltas that are born on a device: operations of which only the device has seen the bytes.
 //!
-//! Their place in the payload stays blank when the batch is encoded; [`Blank`] says what goes there. The device
+//! Their place in the payload stays blank when the batch is encoded; [`DeviceFill`] says what goes there. The device
 //! fills it, so that the bytes reach the log without passing through the caller's hands.
 
 use std::ops::Range;
@@ -11,22 +11,22 @@ use remanent_format::{PageId, Width};
 
 use super::encode::Encoder;
 use super::sparse::CodedIndices;
-use super::{PageRef, Step, WorkingCopy, WriteBatch};
+use super::{BatchStep, PageRef, WorkingCopy, WriteBatch};
 use crate::device::{DeviceBytes, Span};
 use crate::error::{Error, Result};
 
 /// A range of a payload that the device fills.
 #[derive(Clone, Debug)]
-pub(crate) struct Blank {
+pub(crate) struct DeviceFill {
     /// Its first byte.
     pub at: usize,
     /// What goes there.
-    pub content: Content,
+    pub content: FillSource,
 }
 
 /// What goes into a blank.
 #[derive(Clone, Debug)]
-pub(crate) enum Content {
+pub(crate) enum FillSource {
     /// Bytes.
     Bytes(Span),
     /// Indices of which nobody knows yet whether they are different and below the bound; of which operation.
@@ -71,7 +71,7 @@ impl WriteBatch {
     /// # Ok::<(), remanent::Error>(())
     /// ```
     pub fn write_device(&mut self, page: impl Into<PageRef>, offset: u64, bytes: &DeviceBytes) -> &mut Self {
-        self.step(Step::WriteDevice { page: self.own(page), offset, bytes: bytes.clone() })
+        self.step(BatchStep::WriteDevice { page: self.own(page), offset, bytes: bytes.clone() })
     }
 
     /// Replaces single elements, as [`WriteBatch::scatter`] does, with indices (little-endian u32) and values
@@ -85,7 +85,7 @@ impl WriteBatch {
         values: &DeviceBytes,
     ) -> &mut Self {
         let (indices, values) = (indices.clone(), values.clone());
-        self.step(Step::ScatterDevice { page: self.own(page), width, indices, values })
+        self.step(BatchStep::ScatterDevice { page: self.own(page), width, indices, values })
     }
 
     /// Replaces those elements of its page that changed in a working copy. The copy is read once, when the batch
@@ -120,20 +120,20 @@ impl WriteBatch {
     /// # Ok::<(), remanent::Error>(())
     /// ```
     pub fn capture(&mut self, copy: &WorkingCopy) -> &mut Self {
-        self.step(Step::Capture { copy: copy.clone(), ranges: None })
+        self.step(BatchStep::Capture { copy: copy.clone(), ranges: None })
     }
 
     /// As [`WriteBatch::capture`], where the caller knows which ranges of the page, in bytes, may have changed:
     /// nothing else is looked at. A change outside of them stays in the copy, and is captured when its range is
     /// named, or all of the copy is.
     pub fn capture_ranges(&mut self, copy: &WorkingCopy, ranges: &[Range<u64>]) -> &mut Self {
-        self.step(Step::Capture { copy: copy.clone(), ranges: Some(ranges.to_vec()) })
+        self.step(BatchStep::Capture { copy: copy.clone(), ranges: Some(ranges.to_vec()) })
     }
 
     /// The captures, and which ranges they look at, by their operation's index.
     pub(crate) fn captures(&self) -> impl Iterator<Item = (usize, &WorkingCopy, Option<&[Range<u64>]>)> {
         self.steps.iter().enumerate().filter_map(|(index, step)| match step {
-            Step::Capture { copy, ranges } => Some((index, copy, ranges.as_deref())),
+            BatchStep::Capture { copy, ranges } => Some((index, copy, ranges.as_deref())),
             _ => None,
         })
     }
@@ -141,7 +141,7 @@ impl WriteBatch {
     /// The pages whose lengths must be known, for only the device has seen which of their elements change.
     pub(crate) fn scattered_pages(&self) -> impl Iterator<Item = PageId> {
         self.steps.iter().filter_map(|step| match step {
-            Step::ScatterDevice { page, .. } => page.existing(),
+            BatchStep::ScatterDevice { page, .. } => page.existing(),
             _ => None,
         })
     }
@@ -150,8 +150,8 @@ impl WriteBatch {
     pub(crate) fn device_bytes(&self) -> impl Iterator<Item = &DeviceBytes> {
         self.steps.iter().flat_map(|step| {
             match step {
-                Step::WriteDevice { bytes, .. } => [Some(bytes), None],
-                Step::ScatterDevice { indices, values, .. } => [Some(indices), Some(values)],
+                BatchStep::WriteDevice { bytes, .. } => [Some(bytes), None],
+                BatchStep::ScatterDevice { indices, values, .. } => [Some(indices), Some(values)],
                 _ => [None, None],
             }
             .into_iter()
@@ -185,7 +185,7 @@ impl<B: PayloadBytes> Encoder<B> {
         let blank = self.blank(page, span.len)?;
         let body_at = self.writer.len() + OP_HEADER_LEN;
         self.push(&Op::Write { page, offset, bytes: &blank })?;
-        self.blanks.push(Blank { at: body_at, content: Content::Bytes(span) });
+        self.blanks.push(DeviceFill { at: body_at, content: FillSource::Bytes(span) });
         Ok(())
     }
 
@@ -218,10 +218,10 @@ impl<B: PayloadBytes> Encoder<B> {
             values: &blank[..values.len as usize],
         })?;
         let bound = page_len / width.bytes() as u64;
-        let content = Content::Indices { span: indices, bound, step: self.index };
-        self.blanks.push(Blank { at: body_at, content });
+        let content = FillSource::Indices { span: indices, bound, step: self.index };
+        self.blanks.push(DeviceFill { at: body_at, content });
         let values_at = body_at + scatter_values_at(indices.len as usize);
-        self.blanks.push(Blank { at: values_at, content: Content::Bytes(values) });
+        self.blanks.push(DeviceFill { at: values_at, content: FillSource::Bytes(values) });
         Ok(())
     }
 
@@ -240,8 +240,8 @@ impl<B: PayloadBytes> Encoder<B> {
         let indices = coded.indices();
         let values_at = self.writer.len() + OP_HEADER_LEN + scatter_values_at(coded.byte_len());
         self.push(&Op::Scatter { page, width, base: part.offset, indices, values: &blank })?;
-        let content = Content::Elements { source: part.staged, width, indices: part.elements.clone() };
-        self.blanks.push(Blank { at: values_at, content });
+        let content = FillSource::Elements { source: part.staged, width, indices: part.elements.clone() };
+        self.blanks.push(DeviceFill { at: values_at, content });
         Ok(())
     }
 

@@ -9,15 +9,15 @@ use remanent_format::state::apply::apply;
 use remanent_format::{Defect, PageId, Place, Width};
 
 use super::sparse::{CodedIndices, ascending};
-use super::{Blank, CapturedPart, CloneSource, Images, Step, WriteBatch};
+use super::{BatchStep, CapturedPart, CloneSource, DeviceFill, OpImages, WriteBatch};
 use crate::error::{Error, Result, copied};
 
 /// What was found out about a batch before it is encoded.
-pub(crate) struct Found<'a> {
+pub(crate) struct BatchFacts<'a> {
     /// The pages of [`WriteBatch::clone_sources`] as they are before the batch.
     pub staged: HashMap<PageId, CloneSource>,
     /// Images that hold what some operations write.
-    pub images: Images,
+    pub images: OpImages,
     /// What captures found, by their operation's index.
     pub captured: &'a HashMap<usize, Vec<CapturedPart>>,
     /// Lengths, before the batch, of the pages whose indices only the device has seen.
@@ -26,7 +26,7 @@ pub(crate) struct Found<'a> {
 
 impl WriteBatch {
     /// About how long its payload is: what takes many bytes is counted.
-    pub(crate) fn payload_len(&self, found: &Found<'_>) -> usize {
+    pub(crate) fn payload_len(&self, found: &BatchFacts<'_>) -> usize {
         let in_payload = self.steps.iter().enumerate().filter(|(index, _)| !found.images.contains_key(index));
         let steps = in_payload.map(|(index, step)| step.bytes_len(found.captured.get(&index)));
         let cloned = found.staged.values().map(|source| source.bytes.len());
@@ -38,11 +38,12 @@ impl WriteBatch {
     pub(crate) fn encode<B: PayloadBytes>(
         &self,
         pages: &[PageId],
-        found: Found<'_>,
+        found: BatchFacts<'_>,
         payload: &mut B,
-    ) -> Result<Vec<Blank>> {
-        let Found { staged, images, captured, lens } = found;
-        let cloned = self.steps.iter().filter_map(Step::cloned).map(|page| page.resolve(pages)).collect();
+    ) -> Result<Vec<DeviceFill>> {
+        let BatchFacts { staged, images, captured, lens } = found;
+        let cloned =
+            self.steps.iter().filter_map(BatchStep::cloned).map(|page| page.resolve(pages)).collect();
         let writer = PayloadWriter::on(payload);
         let mut encoder = Encoder { index: 0, writer, cloned, staged, blanks: Vec::new(), lens };
         let mut new_pages = pages.iter().copied();
@@ -51,12 +52,12 @@ impl WriteBatch {
             encoder.index = index;
             let invalid = |reason: String| Error::InvalidOperation { index, reason };
             match step {
-                Step::Create { len, place, key, metadata } => {
+                BatchStep::Create { len, place, key, metadata } => {
                     let (page, key, metadata) = (next_new(), key.clone(), metadata.clone());
                     encoder.lens.insert(page, *len);
                     encoder.push(&Op::Create { page, len: *len, place: *place, key, metadata })?;
                 }
-                Step::Clone { source } => {
+                BatchStep::Clone { source } => {
                     let source = source.resolve(pages);
                     let CloneSource { place, metadata, bytes } =
                         encoder.staged.get(&source).cloned().ok_or(Error::UnknownPage { page: source })?;
@@ -67,14 +68,14 @@ impl WriteBatch {
                         encoder.push(&Op::Write { page, offset: 0, bytes: &bytes })?;
                     }
                 }
-                Step::Write { page, offset, bytes } => {
+                BatchStep::Write { page, offset, bytes } => {
                     let write = Op::Write { page: page.resolve(pages), offset: *offset, bytes };
                     match images.get(&index) {
                         Some(image) => encoder.push_image(&write, *image)?,
                         None => encoder.push(&write)?,
                     }
                 }
-                Step::Masked { page, offset, width, mask, bytes } => {
+                BatchStep::Masked { page, offset, width, mask, bytes } => {
                     check_mask(*width, mask, bytes).map_err(invalid)?;
                     let (mask, bytes) = canonical_mask(*width, mask, bytes)?;
                     let page = page.resolve(pages);
@@ -86,13 +87,13 @@ impl WriteBatch {
                         bytes: &bytes,
                     })?;
                 }
-                Step::Scatter { page, width, indices, values } => {
+                BatchStep::Scatter { page, width, indices, values } => {
                     let (indices, values) = ascending(*width, indices, values, invalid)?;
                     let coded = CodedIndices::smaller(&indices)?;
                     let (page, indices) = (page.resolve(pages), coded.indices());
                     encoder.push(&Op::Scatter { page, width: *width, base: 0, indices, values: &values })?;
                 }
-                Step::Fill { page, offset, len, pattern } => {
+                BatchStep::Fill { page, offset, len, pattern } => {
                     let pattern_len = pattern.len();
                     if Width::from_bytes(pattern_len).is_none() || !len.is_multiple_of(pattern_len as u64) {
                         return Err(invalid(format!(
@@ -107,38 +108,38 @@ impl WriteBatch {
                         pattern,
                     })?;
                 }
-                Step::WriteDevice { page, offset, bytes } => {
+                BatchStep::WriteDevice { page, offset, bytes } => {
                     encoder.push_bytes(page.resolve(pages), *offset, bytes.span())?;
                 }
-                Step::ScatterDevice { page, width, indices, values } => {
+                BatchStep::ScatterDevice { page, width, indices, values } => {
                     encoder.push_scatter(page.resolve(pages), *width, indices.span(), values.span())?;
                 }
-                Step::Capture { copy, .. } => {
+                BatchStep::Capture { copy, .. } => {
                     for part in &captured[&index] {
                         encoder.push_captured(copy.page(), copy.width(), part)?;
                     }
                 }
-                Step::Resize { page, len } => {
+                BatchStep::Resize { page, len } => {
                     let page = page.resolve(pages);
                     encoder.lens.insert(page, *len);
                     encoder.push(&Op::Resize { page, len: *len })?;
                 }
-                Step::Delete { page } => encoder.push(&Op::Delete { page: page.resolve(pages) })?,
-                Step::Move { page, place } => {
+                BatchStep::Delete { page } => encoder.push(&Op::Delete { page: page.resolve(pages) })?,
+                BatchStep::Move { page, place } => {
                     encoder.push(&Op::Move { page: page.resolve(pages), place: *place })?;
                 }
-                Step::SetMetadata { page, name, value } => {
+                BatchStep::SetMetadata { page, name, value } => {
                     let (page, name, value) = (page.resolve(pages), name.clone(), value.clone());
                     encoder.push(&Op::SetMetadata { page, name, value })?;
                 }
-                Step::RemoveMetadata { page, name } => {
+                BatchStep::RemoveMetadata { page, name } => {
                     encoder.push(&Op::RemoveMetadata { page: page.resolve(pages), name })?;
                 }
-                Step::SetRoot { name, value } => {
+                BatchStep::SetRoot { name, value } => {
                     encoder.push(&Op::SetRoot { name: name.clone(), value: value.clone() })?;
                 }
-                Step::RemoveRoot { name } => encoder.push(&Op::RemoveRoot { name })?,
-                Step::Note { text } => encoder.push(&Op::Note { text })?,
+                BatchStep::RemoveRoot { name } => encoder.push(&Op::RemoveRoot { name })?,
+                BatchStep::Note { text } => encoder.push(&Op::Note { text })?,
             }
         }
         let len = encoder.writer.finish().byte_len() as u64;
@@ -149,7 +150,7 @@ impl WriteBatch {
     }
 }
 
-impl Step {
+impl BatchStep {
     /// About how many bytes it takes in a payload, but for what it clones. `captured` is what it captured.
     fn bytes_len(&self, captured: Option<&Vec<CapturedPart>>) -> usize {
         const FIXED: usize = OP_HEADER_LEN + 2 * FRAME_ALIGN as usize;
@@ -158,14 +159,14 @@ impl Step {
             FIXED + runs + part.elements.len() * (4 + width.bytes())
         };
         let len = match self {
-            Step::Write { bytes, .. } => bytes.len(),
-            Step::Masked { mask, bytes, .. } => mask.len() + bytes.len(),
-            Step::Scatter { indices, values, .. } => 4 * indices.len() + values.len(),
-            Step::WriteDevice { bytes, .. } => bytes.span().len as usize,
-            Step::ScatterDevice { indices, values, .. } => {
+            BatchStep::Write { bytes, .. } => bytes.len(),
+            BatchStep::Masked { mask, bytes, .. } => mask.len() + bytes.len(),
+            BatchStep::Scatter { indices, values, .. } => 4 * indices.len() + values.len(),
+            BatchStep::WriteDevice { bytes, .. } => bytes.span().len as usize,
+            BatchStep::ScatterDevice { indices, values, .. } => {
                 (indices.span().len as usize).saturating_add(values.span().len as usize)
             }
-            Step::Capture { copy, .. } => {
+            BatchStep::Capture { copy, .. } => {
                 captured.into_iter().flatten().map(|part| of_part(part, copy.width())).sum()
             }
             _ => 0,
@@ -181,7 +182,7 @@ pub(super) struct Encoder<B> {
     cloned: HashSet<PageId>,
     staged: HashMap<PageId, CloneSource>,
     /// What only the device has seen.
-    pub blanks: Vec<Blank>,
+    pub blanks: Vec<DeviceFill>,
     /// Lengths of pages, as far as they are known.
     pub lens: HashMap<PageId, u64>,
 }

@@ -13,10 +13,10 @@ mod working_copy;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-pub(crate) use changed_ranges::Changed;
-pub(crate) use device_ops::{Blank, CapturedPart, Content};
-pub(crate) use encode::Found;
-pub(crate) use whole_pages::{Images, WholePage};
+pub(crate) use changed_ranges::ElementChanges;
+pub(crate) use device_ops::{CapturedPart, DeviceFill, FillSource};
+pub(crate) use encode::BatchFacts;
+pub(crate) use whole_pages::{OpImages, WholePage};
 pub use working_copy::WorkingCopy;
 
 use remanent_format::{Epoch, Key, Metadata, PageId, Place, Value, Width};
@@ -29,16 +29,16 @@ const NOWHERE: PageId = PageId(0);
 
 /// A page of a batch: one that exists, or one that the same batch creates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct PageRef(Target);
+pub struct PageRef(OpTarget);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum Target {
+enum OpTarget {
     Existing(PageId),
     New(NewPage),
 }
 
 /// A page that a batch creates: usable in the same batch and in no other, where it is no page at all. Once
-/// the batch is committed, [`NewPage::index`] says where its id stands in [`crate::Committed::pages`].
+/// the batch is committed, [`NewPage::index`] says where its id stands in [`crate::CommitReceipt::pages`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct NewPage {
     batch: u64,
@@ -55,13 +55,13 @@ impl NewPage {
 
 impl From<PageId> for PageRef {
     fn from(page: PageId) -> Self {
-        Self(Target::Existing(page))
+        Self(OpTarget::Existing(page))
     }
 }
 
 impl From<NewPage> for PageRef {
     fn from(page: NewPage) -> Self {
-        Self(Target::New(page))
+        Self(OpTarget::New(page))
     }
 }
 
@@ -86,7 +86,7 @@ pub struct WriteBatch {
     /// Tells this batch's new pages from those of others: an index alone would name a wrong page there. 0 before the
     /// first one: all threads draw from one counter, and most batches create nothing.
     number: u64,
-    steps: Vec<Step>,
+    steps: Vec<BatchStep>,
     new_pages: usize,
     expectations: Vec<(PageId, Epoch)>,
     /// Why the batch cannot be committed: the system refused the memory for a copy of what the caller gave.
@@ -94,7 +94,7 @@ pub struct WriteBatch {
 }
 
 #[derive(Clone, Debug)]
-enum Step {
+enum BatchStep {
     Create { len: u64, place: Place, key: Option<Key>, metadata: Metadata },
     Clone { source: PageRef },
     Write { page: PageRef, offset: u64, bytes: Vec<u8> },
@@ -126,12 +126,12 @@ impl WriteBatch {
     /// The page, unless another batch creates it: then it resolves to one that exists nowhere.
     fn own(&self, page: impl Into<PageRef>) -> PageRef {
         match page.into() {
-            PageRef(Target::New(new)) if new.batch != self.number => PageRef(Target::Existing(NOWHERE)),
+            PageRef(OpTarget::New(new)) if new.batch != self.number => PageRef(OpTarget::Existing(NOWHERE)),
             page => page,
         }
     }
 
-    fn step(&mut self, step: Step) -> &mut Self {
+    fn step(&mut self, step: BatchStep) -> &mut Self {
         self.steps.push(step);
         self
     }
@@ -166,7 +166,7 @@ impl WriteBatch {
 
     /// Creates a page of `len` zeros. The key must be no other page's.
     pub fn create_with(&mut self, len: u64, place: Place, key: Option<Key>, metadata: Metadata) -> NewPage {
-        self.step(Step::Create { len, place, key, metadata });
+        self.step(BatchStep::Create { len, place, key, metadata });
         self.new_page()
     }
 
@@ -197,7 +197,7 @@ impl WriteBatch {
         let bytes = bytes.into();
         let page = self.create_with(bytes.len() as u64, place, key, metadata);
         if !bytes.is_empty() {
-            self.step(Step::Write { page: page.into(), offset: 0, bytes });
+            self.step(BatchStep::Write { page: page.into(), offset: 0, bytes });
         }
         page
     }
@@ -205,14 +205,14 @@ impl WriteBatch {
     /// Creates a copy of a page, as it is at this point of the batch: bytes, length, place and metadata,
     /// but no key. The log gets the bytes, so a clone costs as much log as the page is long.
     pub fn clone_page(&mut self, source: impl Into<PageRef>) -> NewPage {
-        self.step(Step::Clone { source: self.own(source) });
+        self.step(BatchStep::Clone { source: self.own(source) });
         self.new_page()
     }
 
     /// Replaces `bytes.len()` bytes from `offset` on.
     pub fn write(&mut self, page: impl Into<PageRef>, offset: u64, bytes: &[u8]) -> &mut Self {
         let bytes = self.copied(bytes);
-        self.step(Step::Write { page: self.own(page), offset, bytes })
+        self.step(BatchStep::Write { page: self.own(page), offset, bytes })
     }
 
     /// Replaces those elements of a range whose bit in `mask` is 1, lowest bit first. `bytes` covers the
@@ -227,7 +227,7 @@ impl WriteBatch {
         bytes: &[u8],
     ) -> &mut Self {
         let (mask, bytes) = (self.copied(mask), self.copied(bytes));
-        self.step(Step::Masked { page: self.own(page), offset, width, mask, bytes })
+        self.step(BatchStep::Masked { page: self.own(page), offset, width, mask, bytes })
     }
 
     /// Replaces single elements: `values` holds one element for each index, in the same order. Indices
@@ -243,23 +243,23 @@ impl WriteBatch {
         values: &[u8],
     ) -> &mut Self {
         let (indices, values) = (self.copied(indices), self.copied(values));
-        self.step(Step::Scatter { page: self.own(page), width, indices, values })
+        self.step(BatchStep::Scatter { page: self.own(page), width, indices, values })
     }
 
     /// Repeats a pattern of 1, 2, 4, 8 or 16 bytes over `len` bytes from `offset` on.
     pub fn fill(&mut self, page: impl Into<PageRef>, offset: u64, len: u64, pattern: &[u8]) -> &mut Self {
         let pattern = self.copied(pattern);
-        self.step(Step::Fill { page: self.own(page), offset, len, pattern })
+        self.step(BatchStep::Fill { page: self.own(page), offset, len, pattern })
     }
 
     /// Cuts the page, or extends it by zeros.
     pub fn resize(&mut self, page: impl Into<PageRef>, len: u64) -> &mut Self {
-        self.step(Step::Resize { page: self.own(page), len })
+        self.step(BatchStep::Resize { page: self.own(page), len })
     }
 
     /// Deletes the page; its key is free again, its id is never used again.
     pub fn delete(&mut self, page: impl Into<PageRef>) -> &mut Self {
-        self.step(Step::Delete { page: self.own(page) })
+        self.step(BatchStep::Delete { page: self.own(page) })
     }
 
     /// Moves the page to another place: from one GPU to another, from a GPU to pinned host memory and back. Its
@@ -293,7 +293,7 @@ impl WriteBatch {
     /// The commit fails with [`Error::OverBudget`], [`Error::OutOfMemory`] or [`Error::PlaceUnavailable`], and
     /// nothing changed, if the page cannot be in that place.
     pub fn move_to(&mut self, page: impl Into<PageRef>, place: Place) -> &mut Self {
-        self.step(Step::Move { page: self.own(page), place })
+        self.step(BatchStep::Move { page: self.own(page), place })
     }
 
     /// Sets one entry of the page's metadata.
@@ -303,27 +303,27 @@ impl WriteBatch {
         name: impl Into<String>,
         value: impl Into<Value>,
     ) -> &mut Self {
-        self.step(Step::SetMetadata { page: self.own(page), name: name.into(), value: value.into() })
+        self.step(BatchStep::SetMetadata { page: self.own(page), name: name.into(), value: value.into() })
     }
 
     /// Removes one entry of the page's metadata; none of that name is fine too.
     pub fn remove_metadata(&mut self, page: impl Into<PageRef>, name: impl Into<String>) -> &mut Self {
-        self.step(Step::RemoveMetadata { page: self.own(page), name: name.into() })
+        self.step(BatchStep::RemoveMetadata { page: self.own(page), name: name.into() })
     }
 
     /// Sets one entry of the root, the store's own metadata.
     pub fn set_root(&mut self, name: impl Into<String>, value: impl Into<Value>) -> &mut Self {
-        self.step(Step::SetRoot { name: name.into(), value: value.into() })
+        self.step(BatchStep::SetRoot { name: name.into(), value: value.into() })
     }
 
     /// Removes one entry of the root; none of that name is fine too.
     pub fn remove_root(&mut self, name: impl Into<String>) -> &mut Self {
-        self.step(Step::RemoveRoot { name: name.into() })
+        self.step(BatchStep::RemoveRoot { name: name.into() })
     }
 
     /// Adds a remark that travels with the batch in the log.
     pub fn note(&mut self, text: impl Into<String>) -> &mut Self {
-        self.step(Step::Note { text: text.into() })
+        self.step(BatchStep::Note { text: text.into() })
     }
 
     /// Demands that the page is at this epoch when the batch is committed; epoch 0 demands that it does
@@ -345,24 +345,25 @@ impl WriteBatch {
 
     /// Whether the batch only frees space: such batches may use the reserve of a full disk.
     pub(crate) fn only_deletes(&self) -> bool {
-        let deletes = self.steps.iter().any(|step| matches!(step, Step::Delete { .. }));
-        deletes && self.steps.iter().all(|step| matches!(step, Step::Delete { .. } | Step::Note { .. }))
+        let deletes = self.steps.iter().any(|step| matches!(step, BatchStep::Delete { .. }));
+        deletes
+            && self.steps.iter().all(|step| matches!(step, BatchStep::Delete { .. } | BatchStep::Note { .. }))
     }
 
     /// The existing pages that the batch clones.
     pub(crate) fn clone_sources(&self) -> Vec<PageId> {
         let mut sources: Vec<PageId> =
-            self.steps.iter().filter_map(Step::cloned).filter_map(PageRef::existing).collect();
+            self.steps.iter().filter_map(BatchStep::cloned).filter_map(PageRef::existing).collect();
         sources.sort_unstable();
         sources.dedup();
         sources
     }
 }
 
-impl Step {
+impl BatchStep {
     fn cloned(&self) -> Option<PageRef> {
         match self {
-            Step::Clone { source } => Some(*source),
+            BatchStep::Clone { source } => Some(*source),
             _ => None,
         }
     }
@@ -371,16 +372,16 @@ impl Step {
 impl PageRef {
     fn existing(self) -> Option<PageId> {
         match self.0 {
-            Target::Existing(page) => Some(page),
-            Target::New(_) => None,
+            OpTarget::Existing(page) => Some(page),
+            OpTarget::New(_) => None,
         }
     }
 
     fn resolve(self, pages: &[PageId]) -> PageId {
         match self.0 {
-            Target::Existing(page) => page,
+            OpTarget::Existing(page) => page,
             // A clone of this batch may have gone on to create more.
-            Target::New(new) => pages.get(new.index).copied().unwrap_or(NOWHERE),
+            OpTarget::New(new) => pages.get(new.index).copied().unwrap_or(NOWHERE),
         }
     }
 }

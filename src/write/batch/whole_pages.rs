@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use remanent_format::PageId;
 use remanent_format::image::ImageRef;
 
-use super::{Step, WriteBatch};
+use super::{BatchStep, WriteBatch};
 
 /// Shorter pages stay in the log: naming an image takes it 80 bytes, and the image 64 of its own.
 const WHOLE_PAGE_LEN_MIN: u64 = 4096;
@@ -27,7 +27,7 @@ pub(crate) struct WholePage<'a> {
 }
 
 /// Images that hold what some operations of a batch write, by the operations' indices.
-pub(crate) type Images = HashMap<usize, ImageRef>;
+pub(crate) type OpImages = HashMap<usize, ImageRef>;
 
 /// What the steps so far make of a page.
 struct Fate {
@@ -48,8 +48,8 @@ impl WriteBatch {
         len_of: impl Fn(PageId) -> Option<u64>,
     ) -> Vec<WholePage<'_>> {
         // Few batches are that long: the others are not looked at closely.
-        let at_start = |step: &Step| match step {
-            Step::Write { offset: 0, bytes, .. } => bytes.len() as u64,
+        let at_start = |step: &BatchStep| match step {
+            BatchStep::Write { offset: 0, bytes, .. } => bytes.len() as u64,
             _ => 0,
         };
         if self.steps.iter().map(at_start).sum::<u64>() < bytes_min {
@@ -60,7 +60,7 @@ impl WriteBatch {
             .into_iter()
             .filter_map(|(page, fate)| {
                 let step = fate.whole?;
-                let Step::Write { bytes, .. } = &self.steps[step] else { return None };
+                let BatchStep::Write { bytes, .. } = &self.steps[step] else { return None };
                 let len_before = fate.len_before;
                 (bytes.len() as u64 >= WHOLE_PAGE_LEN_MIN).then_some(WholePage {
                     step,
@@ -85,9 +85,9 @@ impl WriteBatch {
                 Fate { len_before: len, len, whole: None, changed: false }
             });
             match step {
-                Step::Create { len, .. } => fate.len = Some(*len),
-                Step::Resize { len, .. } => (fate.whole, fate.len) = (None, Some(*len)),
-                Step::Write { offset, bytes, .. } => {
+                BatchStep::Create { len, .. } => fate.len = Some(*len),
+                BatchStep::Resize { len, .. } => (fate.whole, fate.len) = (None, Some(*len)),
+                BatchStep::Write { offset, bytes, .. } => {
                     let is_whole = *offset == 0 && fate.len == Some(bytes.len() as u64);
                     fate.whole = (is_whole && !fate.changed).then_some(index);
                     fate.changed = true;
@@ -99,7 +99,7 @@ impl WriteBatch {
     }
 }
 
-impl Step {
+impl BatchStep {
     /// The page whose bytes or length the step changes, if there is one. A new page is the next one.
     pub(super) fn changes(
         &self,
@@ -108,22 +108,22 @@ impl Step {
     ) -> Option<PageId> {
         match self {
             // A clone is written, too, with what its source holds by then.
-            Step::Create { .. } | Step::Clone { .. } => new_pages.next(),
-            Step::Write { page, .. }
-            | Step::Masked { page, .. }
-            | Step::Scatter { page, .. }
-            | Step::WriteDevice { page, .. }
-            | Step::ScatterDevice { page, .. }
-            | Step::Fill { page, .. }
-            | Step::Resize { page, .. }
-            | Step::Delete { page } => Some(page.resolve(pages)),
-            Step::Capture { copy, .. } => Some(copy.page()),
-            Step::Move { .. }
-            | Step::SetMetadata { .. }
-            | Step::RemoveMetadata { .. }
-            | Step::SetRoot { .. }
-            | Step::RemoveRoot { .. }
-            | Step::Note { .. } => None,
+            BatchStep::Create { .. } | BatchStep::Clone { .. } => new_pages.next(),
+            BatchStep::Write { page, .. }
+            | BatchStep::Masked { page, .. }
+            | BatchStep::Scatter { page, .. }
+            | BatchStep::WriteDevice { page, .. }
+            | BatchStep::ScatterDevice { page, .. }
+            | BatchStep::Fill { page, .. }
+            | BatchStep::Resize { page, .. }
+            | BatchStep::Delete { page } => Some(page.resolve(pages)),
+            BatchStep::Capture { copy, .. } => Some(copy.page()),
+            BatchStep::Move { .. }
+            | BatchStep::SetMetadata { .. }
+            | BatchStep::RemoveMetadata { .. }
+            | BatchStep::SetRoot { .. }
+            | BatchStep::RemoveRoot { .. }
+            | BatchStep::Note { .. } => None,
         }
     }
 }

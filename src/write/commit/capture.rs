@@ -22,7 +22,7 @@ use super::ranges::{check_epoch, part, parts};
 use crate::device::{Command, CommandList, Lane, Span};
 use crate::error::{Error, Result};
 use crate::memory::arena::Purpose;
-use crate::write::batch::{CapturedPart, Changed, WorkingCopy, WriteBatch};
+use crate::write::batch::{CapturedPart, ElementChanges, WorkingCopy, WriteBatch};
 
 /// The captures of a batch.
 #[derive(Default)]
@@ -114,7 +114,7 @@ impl Committer {
         let sources = parts.iter().map(|(range, at)| (from(range), *at)).collect();
         self.run(vec![Command::Gather { sources, target: staged.part(0, len) }], Vec::new())?;
         let changed = self.changed(copy, epoch, &parts, staged.part(0, len), &marks)?;
-        let found = parts.iter().zip(changed).map(|((range, at), Changed { runs, elements })| {
+        let found = parts.iter().zip(changed).map(|((range, at), ElementChanges { runs, elements })| {
             let byte = |element: u32| u64::from(element) * width.bytes() as u64;
             let runs = runs.into_iter().map(|run| byte(run.start)..byte(run.end)).collect();
             let staged = staged.part(*at, range.end - range.start);
@@ -188,7 +188,7 @@ impl Committer {
         // Half loaded it is of no state.
         copy.belongs_to(Epoch(0));
         let page = copy.page();
-        self.applier.cold().wait([page])?;
+        self.applier.unloaded().wait([page])?;
         let (epoch, pending) = self.applier.turn(move |turn| {
             turn.intact()?;
             let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;

@@ -39,7 +39,7 @@ const LOOKS_A_TRY: usize = 8;
 const CORES_TO_LOOK: usize = 8;
 
 /// The batches that wait.
-pub(crate) struct Waiting {
+pub(crate) struct CombineQueue {
     /// How many, so that a holder who finds none takes no lock.
     count: AtomicUsize,
     places: Mutex<Vec<Arc<Place>>>,
@@ -50,16 +50,16 @@ pub(crate) struct Waiting {
 /// Where a committer leaves a draft and finds what became of it. It is the committer's alone again when the holder is
 /// done with it: then nobody else gives back memory that the committer's thread has allocated. If it holds no outcome
 /// by then, the holder panicked.
-struct Place(Mutex<Content>);
+struct Place(Mutex<QueuedBytes>);
 
-enum Content {
+enum QueuedBytes {
     Draft(Draft),
     /// The holder has it.
     Taken,
     Outcome(Outcome),
 }
 
-impl Waiting {
+impl CombineQueue {
     /// None.
     pub fn new() -> Self {
         let cores = sync::cores();
@@ -68,7 +68,7 @@ impl Waiting {
     }
 
     fn leave(&self, draft: Draft) -> Arc<Place> {
-        let place = Arc::new(Place(Mutex::new(Content::Draft(draft))));
+        let place = Arc::new(Place(Mutex::new(QueuedBytes::Draft(draft))));
         let mut places = self.places.lock();
         places.push(place.clone());
         self.count.store(places.len(), Ordering::Release);
@@ -133,10 +133,10 @@ impl Committer {
             }
             for place in places {
                 let mut content = place.0.lock();
-                if let Content::Draft(draft) = std::mem::replace(&mut *content, Content::Taken) {
+                if let QueuedBytes::Draft(draft) = std::mem::replace(&mut *content, QueuedBytes::Taken) {
                     let ops = decode_payload(&draft.payload).expect("decoded before it was left");
                     let appended = self.append(table, &draft, &ops);
-                    *content = Content::Outcome(self.hand_over(table, draft, appended, |_, _| {}));
+                    *content = QueuedBytes::Outcome(self.hand_over(table, draft, appended, |_, _| {}));
                 }
             }
         }
@@ -146,8 +146,8 @@ impl Committer {
 /// What a place holds that nobody else has any more; `None` if the holder panicked before it was done.
 fn outcome(place: Arc<Place>) -> Option<Outcome> {
     match Arc::into_inner(place).expect("nobody else has it").0.into_inner() {
-        Content::Outcome(outcome) => Some(outcome),
-        Content::Draft(_) | Content::Taken => None,
+        QueuedBytes::Outcome(outcome) => Some(outcome),
+        QueuedBytes::Draft(_) | QueuedBytes::Taken => None,
     }
 }
 
@@ -181,12 +181,12 @@ mod tests {
 
     #[test]
     fn a_holder_takes_all_that_wait_in_their_order_and_once() {
-        let waiting = Waiting::new();
+        let waiting = CombineQueue::new();
         let mine: Vec<Arc<Place>> = (1..=3).map(|crc| waiting.leave(draft(crc))).collect();
         let taken = waiting.take();
         assert!(waiting.take().is_empty());
         let crcs = taken.iter().map(|place| match &*place.0.lock() {
-            Content::Draft(draft) => draft.payload_crc,
+            QueuedBytes::Draft(draft) => draft.payload_crc,
             _ => 0,
         });
         assert_eq!(crcs.collect::<Vec<u32>>(), [1, 2, 3]);
@@ -198,16 +198,16 @@ mod tests {
 
     #[test]
     fn what_a_holder_left_undone_has_no_outcome() {
-        let waiting = Waiting::new();
+        let waiting = CombineQueue::new();
         let mine = [1, 2, 3].map(|crc| waiting.leave(draft(crc)));
         let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             for place in waiting.take() {
                 let mut content = place.0.lock();
-                let Content::Draft(draft) = std::mem::replace(&mut *content, Content::Taken) else {
+                let QueuedBytes::Draft(draft) = std::mem::replace(&mut *content, QueuedBytes::Taken) else {
                     continue;
                 };
                 assert!(draft.payload_crc < 2, "the second one");
-                *content = Content::Outcome(Outcome::Stale(draft));
+                *content = QueuedBytes::Outcome(Outcome::Stale(draft));
             }
         }));
         assert!(panicked.is_err() && mine.iter().all(is_alone));

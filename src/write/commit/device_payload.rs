@@ -21,7 +21,7 @@ use crate::device::{
 use crate::error::{Error, Result};
 use crate::memory::arena::{Arena, PageMemory, Purpose};
 use crate::memory::staging::StagingBuf;
-use crate::write::batch::{Blank, Content, WriteBatch};
+use crate::write::batch::{DeviceFill, FillSource, WriteBatch};
 
 /// Memory beside pages, in the budget like them. It is given back behind everything that is in the lane by
 /// then.
@@ -50,13 +50,13 @@ impl Drop for StageMemory {
 }
 
 /// Memory of the caller's, given back to nobody but its owner.
-struct Adopted {
+struct CallerPayload {
     device: Arc<dyn Device>,
     memory: MemoryId,
     _owner: Arc<dyn Any + Send + Sync>,
 }
 
-impl Drop for Adopted {
+impl Drop for CallerPayload {
     /// Lists that name it were waited for, all but copies to shadows: those read the store's own memory.
     fn drop(&mut self) {
         if let Err(error) = self.device.release(self.memory) {
@@ -85,7 +85,7 @@ impl Committer {
     /// `MemoryRefused`; a device error.
     pub fn adopt(&self, memory: &CallerMemory) -> Result<DeviceBytes> {
         let (id, place) = self.device.adopt(memory)?;
-        let owner = Adopted { device: self.device.clone(), memory: id, _owner: memory.owner() };
+        let owner = CallerPayload { device: self.device.clone(), memory: id, _owner: memory.owner() };
         Ok(self.caller_memory(id, place, memory.byte_len(), owner))
     }
 
@@ -157,7 +157,7 @@ impl Committer {
     pub(super) fn fill(
         &self,
         staged: StagingBuf,
-        blanks: Vec<Blank>,
+        blanks: Vec<DeviceFill>,
         born_in: Option<Place>,
     ) -> Result<(StagingBuf, u32)> {
         let Some(place) = born_in.filter(|_| !blanks.is_empty()) else {
@@ -172,20 +172,20 @@ impl Committer {
         let mut known_from = 0;
         for blank in &blanks {
             let blank_len = match &blank.content {
-                Content::Bytes(span) | Content::Indices { span, .. } => span.len,
-                Content::Elements { width, indices, .. } => (indices.len() * width.bytes()) as u64,
+                FillSource::Bytes(span) | FillSource::Indices { span, .. } => span.len,
+                FillSource::Elements { width, indices, .. } => (indices.len() * width.bytes()) as u64,
             };
             uploads.push(known_from..blank.at);
             known_from = blank.at + blank_len as usize;
             let target = area.part(blank.at as u64, blank_len);
             match &blank.content {
-                Content::Bytes(span) => sources.push((*span, blank.at as u64)),
-                Content::Indices { span, bound, step } => {
+                FillSource::Bytes(span) => sources.push((*span, blank.at as u64)),
+                FillSource::Indices { span, bound, step } => {
                     sources.push((*span, blank.at as u64));
                     lists.push(IndexList { indices: target, bound: *bound });
                     steps.push(*step);
                 }
-                Content::Elements { source, width, indices: picked } => {
+                FillSource::Elements { source, width, indices: picked } => {
                     let at = StagingSpan { index: 2, offset: indices.len(), len: 4 * picked.len() };
                     picks.push(Command::Pick { source: *source, width: *width, indices: at, target });
                     indices.extend(picked.iter().flat_map(|index| index.to_le_bytes()));

@@ -15,11 +15,11 @@ use remanent_format::Width;
 
 use super::Committer;
 use super::device_payload::StageMemory;
-use super::ranges::{Parts, check_epoch, part};
+use super::ranges::{RangeParts, check_epoch, part};
 use crate::device::{Command, CommandList, Fence, Lane, SHORT_COPY_LEN_MAX, Selection, Span, StagingSpan};
 use crate::error::{Error, Result};
 use crate::memory::staging::StagingBuf;
-use crate::write::batch::{Changed, WorkingCopy};
+use crate::write::batch::{ElementChanges, WorkingCopy};
 
 /// Boundary on which each bitmap, and each list of indices, begins.
 const MARKS_ALIGN: u64 = 16;
@@ -34,12 +34,12 @@ struct Marks {
 }
 
 /// Bytes that the marks of parts take: of each part two bits an element.
-pub(super) fn marks_len(parts: &Parts, width: Width) -> u64 {
+pub(super) fn marks_len(parts: &RangeParts, width: Width) -> u64 {
     parts.iter().map(|(range, _)| 2 * bitmap_len(range, width).next_multiple_of(MARKS_ALIGN)).sum()
 }
 
 impl Marks {
-    fn of(parts: &Parts, width: Width, memory: &StageMemory) -> Self {
+    fn of(parts: &RangeParts, width: Width, memory: &StageMemory) -> Self {
         let lens = parts.iter().map(|(range, _)| bitmap_len(range, width));
         let mut at = 0;
         let bitmap = |len: u64| {
@@ -61,10 +61,10 @@ impl Committer {
         &self,
         copy: &WorkingCopy,
         epoch: remanent_format::Epoch,
-        parts: &Parts,
+        parts: &RangeParts,
         staged: Span,
         memory: &StageMemory,
-    ) -> Result<Vec<Changed>> {
+    ) -> Result<Vec<ElementChanges>> {
         let (page, width) = (copy.page(), copy.width());
         let marks = Marks::of(parts, width, memory);
         let pairs: Vec<(Range<u64>, Span, Span)> = parts
@@ -88,7 +88,7 @@ impl Committer {
         match copy.shadow() {
             Some(shadow) => commands = diffs(shadow.span()),
             None => {
-                self.applier.cold().wait([page])?;
+                self.applier.unloaded().wait([page])?;
                 let marked: Fence = self.applier.turn(move |turn| {
                     turn.intact()?;
                     let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;
@@ -128,7 +128,7 @@ impl Committer {
         counts: Option<&[u64]>,
         mut commands: Vec<Command>,
         width: Width,
-    ) -> Result<Vec<Changed>> {
+    ) -> Result<Vec<ElementChanges>> {
         let mut len = 0;
         let mut brought = Vec::with_capacity(marks.bitmaps.len());
         for (number, Selection { bits, indices }) in marks.bitmaps.iter().enumerate() {
@@ -145,7 +145,11 @@ impl Committer {
         let found = StagingBuf::new(returned.pop().expect("one staging went in"), len);
         let changed = |(at, is_list): (StagingSpan, bool)| {
             let bytes = &found[at.offset..][..at.len];
-            if is_list { Changed::of(indices(bytes), width) } else { Changed::of_bitmap(bytes, width) }
+            if is_list {
+                ElementChanges::of(indices(bytes), width)
+            } else {
+                ElementChanges::of_bitmap(bytes, width)
+            }
         };
         let changed = brought.into_iter().map(changed).collect();
         self.staging.give(found.into_staging());

@@ -14,7 +14,7 @@ use remanent_format::{Epoch, LogPoint, Lsn, PageId, PageTable};
 
 use super::Committer;
 use super::page_memory::{changed_in_place, goes_elsewhere, home, home_in, homes_made, taken_elsewhere};
-use crate::applier::Work;
+use crate::applier::ApplyWork;
 use crate::error::{Error, Result};
 use crate::log::SpacePurpose;
 use crate::memory::arena::PageMemory;
@@ -53,7 +53,7 @@ pub(super) enum Outcome {
 }
 
 /// A draft in the log, and what it does to the table.
-pub(super) type Appended = (LogPoint, Changes);
+pub(super) type AppendResult = (LogPoint, Changes);
 
 impl Committer {
     /// Checks a draft against the state that it is to follow, and appends it. `None` if a page changed after it was
@@ -64,7 +64,7 @@ impl Committer {
         table: &PageTable,
         draft: &Draft,
         ops: &[OpAt<'_>],
-    ) -> Result<Option<Appended>> {
+    ) -> Result<Option<AppendResult>> {
         self.poison.check()?;
         let home_of = |page| home_in(table, page);
         // Who leases a page from now on gets it behind this batch.
@@ -109,7 +109,7 @@ impl Committer {
         &self,
         table: &mut PageTable,
         draft: Draft,
-        appended: Result<Option<Appended>>,
+        appended: Result<Option<AppendResult>>,
         then: impl FnOnce(LogPoint, &Changes),
     ) -> Outcome {
         let (point, changes) = match appended {
@@ -122,7 +122,7 @@ impl Committer {
         self.versions.install(&changes);
         then(point, &changes);
         let Draft { payload, memory, spares, asides, .. } = draft;
-        self.applier.push(Work { point, payload, changes, memory, spares, asides });
+        self.applier.push(ApplyWork { point, payload, changes, memory, spares, asides });
         Outcome::Logged(point)
     }
 

@@ -32,18 +32,18 @@ use crate::base::sync::{Mutex, MutexGuard};
 use crate::catalog::KnownImages;
 use crate::device::Device;
 use crate::error::{Error, Result, copied};
-use crate::images::WrittenAhead;
+use crate::images::AheadImages;
 use crate::images::numbers::ImageFiles;
 use crate::log::{Log, SpacePurpose};
 use crate::memory::arena::Arena;
 use crate::memory::staging::StagingPool;
 use crate::options::Compression;
 use crate::versions::Versions;
-use crate::write::batch::{CloneSource, Found, WholePage, WriteBatch};
+use crate::write::batch::{BatchFacts, CloneSource, WholePage, WriteBatch};
 
 use capture::Captures;
 pub use capture::{Direction, Shadow};
-pub(crate) use combine::Waiting;
+pub(crate) use combine::CombineQueue;
 use draft::{Draft, Outcome, SourceVersions};
 
 /// How often clones are staged without the lock before the lock is held for it.
@@ -55,7 +55,7 @@ pub(crate) struct Committer {
     pub submitted: Mutex<PageTable>,
     /// The same, as readers see it.
     pub versions: Arc<Versions>,
-    pub waiting: Waiting,
+    pub waiting: CombineQueue,
     /// The next page id. Ids are taken before a batch is known to be good; a failed one leaves a gap.
     pub next_page: AtomicU64,
     pub store: StoreId,
@@ -74,11 +74,11 @@ pub(crate) struct Committer {
 }
 
 /// What only the committer itself can do about a batch, under the lock, when it is logged.
-struct Own<'a> {
+struct CommitterWork<'a> {
     captures: &'a Captures<'a>,
     /// Pages whose bytes are in images.
     whole: Vec<WholePage<'a>>,
-    ahead: Option<WrittenAhead<'a>>,
+    ahead: Option<AheadImages<'a>>,
 }
 
 /// Pages copied for clones.
@@ -111,10 +111,10 @@ impl Committer {
             let held = (tries > CLONE_TRIES).then(|| self.submitted.lock());
             let (contents, staged) = self.stage(&sources, held.as_deref())?;
             let (whole, ahead) = self.write_ahead(batch, &pages, held.as_deref())?;
-            let images = ahead.iter().flat_map(WrittenAhead::images).copied();
+            let images = ahead.iter().flat_map(AheadImages::images).copied();
             let images = whole.iter().map(|whole| whole.step).zip(images).collect();
             let lens = self.lens(batch, held.as_deref());
-            let found = Found { staged: contents, images, captured: &captures.found, lens };
+            let found = BatchFacts { staged: contents, images, captured: &captures.found, lens };
             let mut payload = self.staging.take_growing(batch.payload_len(&found))?;
             let blanks = batch.encode(&pages, found, &mut payload)?;
             let (payload, payload_crc) = self.fill(self.staging.grown(payload)?, blanks, born_in)?;
@@ -130,7 +130,7 @@ impl Committer {
                 spares: Vec::new(),
                 asides: VecDeque::new(),
             };
-            let own = Own { captures: &captures, whole, ahead };
+            let own = CommitterWork { captures: &captures, whole, ahead };
             if let Some(point) = self.log_draft(draft, own, held)? {
                 self.refresh_shadows(captures);
                 return Ok((point, pages));
@@ -155,7 +155,7 @@ impl Committer {
         batch: &'a WriteBatch,
         pages: &[PageId],
         held: Option<&PageTable>,
-    ) -> Result<(Vec<WholePage<'a>>, Option<WrittenAhead<'a>>)> {
+    ) -> Result<(Vec<WholePage<'a>>, Option<AheadImages<'a>>)> {
         let len_in = |table: &PageTable, page| table.get(page).map(|info| info.len);
         let whole = batch.whole_pages(pages, self.ahead_bytes_min, |page| match held {
             Some(table) => len_in(table, page),
@@ -166,7 +166,7 @@ impl Committer {
         }
         let contents: Vec<(PageId, &[u8])> = whole.iter().map(|whole| (whole.page, whole.bytes)).collect();
         let pool = &self.log.pool;
-        let write = || WrittenAhead::write(&self.files, self.store, self.compression, &contents);
+        let write = || AheadImages::write(&self.files, self.store, self.compression, &contents);
         match pool.fill().and_then(|()| pool.with_surplus(write)) {
             Ok(ahead) => Ok((whole, Some(ahead))),
             Err(error) if error.is_passing() => Err(error),
@@ -196,13 +196,13 @@ impl Committer {
     fn log_draft(
         &self,
         mut draft: Draft,
-        mut own: Own<'_>,
+        mut own: CommitterWork<'_>,
         held: Option<MutexGuard<'_, PageTable>>,
     ) -> Result<Option<LogPoint>> {
         let encoded = |defect: Defect| Error::InvalidOperation { index: 0, reason: defect.to_string() };
         let ops = decode_payload(&draft.payload).map_err(encoded)?;
         // Before an Lsn is taken: the applier waits for no page.
-        self.applier.cold().wait(ops.iter().filter_map(|at| at.op.page()))?;
+        self.applier.unloaded().wait(ops.iter().filter_map(|at| at.op.page()))?;
         let whole: HashMap<PageId, &[u8]> = own.whole.iter().map(|whole| (whole.page, whole.bytes)).collect();
         let asides = ops.iter().filter_map(|at| stage_aside(&at.op, &whole, &self.staging).transpose());
         draft.asides = asides.collect::<Result<_>>()?;
@@ -242,7 +242,7 @@ impl Committer {
     }
 }
 
-impl Own<'_> {
+impl CommitterWork<'_> {
     /// Whether there is anything.
     fn is_needed(&self) -> bool {
         !self.captures.is_empty() || self.ahead.is_some()

@@ -75,21 +75,24 @@ impl Committer {
 }
 
 /// Where a page is, or its memory: its place, and its length in bytes.
-pub(super) type Home = (Place, u64);
+pub(super) type PageLocation = (Place, u64);
 
-pub(super) fn home_in(table: &PageTable, page: PageId) -> Option<Home> {
+pub(super) fn home_in(table: &PageTable, page: PageId) -> Option<PageLocation> {
     table.get(page).map(|info| (info.place, info.len))
 }
 
-pub(super) fn home(memory: &PageMemory) -> Home {
+pub(super) fn home(memory: &PageMemory) -> PageLocation {
     (memory.place(), memory.byte_len())
 }
 
 /// What memory a batch's creates, resizes and moves need, in their order, where `home_of` tells of the pages
 /// before the batch.
-pub(super) fn homes_made(ops: &[OpAt<'_>], home_of: impl Fn(PageId) -> Option<Home>) -> Result<Vec<Home>> {
+pub(super) fn homes_made(
+    ops: &[OpAt<'_>],
+    home_of: impl Fn(PageId) -> Option<PageLocation>,
+) -> Result<Vec<PageLocation>> {
     let mut made = Vec::new();
-    let mut now: HashMap<PageId, Home> = HashMap::new();
+    let mut now: HashMap<PageId, PageLocation> = HashMap::new();
     for at in ops {
         let old = |page| now.get(&page).copied().or_else(|| home_of(page)).ok_or(Error::UnknownPage { page });
         let (page, place, len) = match at.op {
@@ -116,7 +119,10 @@ pub(super) fn goes_elsewhere(op: &Op<'_>) -> bool {
 }
 
 /// The page that an operation takes out of the memory that it has before the batch.
-pub(super) fn taken_elsewhere(op: &Op<'_>, home_of: impl Fn(PageId) -> Option<Home>) -> Option<PageId> {
+pub(super) fn taken_elsewhere(
+    op: &Op<'_>,
+    home_of: impl Fn(PageId) -> Option<PageLocation>,
+) -> Option<PageId> {
     match *op {
         Op::Resize { page, .. } | Op::Delete { page } => Some(page),
         Op::Move { page, place } => home_of(page).is_some_and(|(here, _)| here != place).then_some(page),

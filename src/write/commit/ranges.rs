@@ -8,7 +8,7 @@ use crate::device::Span;
 use crate::error::{Error, Result};
 
 /// What is looked at: ranges of a page, each with where it begins in what is staged.
-pub(super) type Parts = [(Range<u64>, u64)];
+pub(super) type RangeParts = [(Range<u64>, u64)];
 
 /// The boundary to which ranges are widened: vectors of sixteen bytes are compared at a time.
 const RANGE_ALIGN: u64 = 16;

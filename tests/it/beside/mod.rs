@@ -10,7 +10,7 @@ use remanent::device::host::HostDevice;
 use remanent::device::{Command, CommandList, Device, Lane, Pending};
 use remanent::disk::Disk;
 use remanent::disk::dir::{DirDisk, DirReader};
-use remanent::testing::faulty_device::{DeviceCall, Fault, FaultyDevice};
+use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
 use remanent::{Ack, Budget, Error, Lsn, Metadata, Options, PageId, Place, Result, SnapshotPhase, Store};
 use remanent_format::image::read::read_image;
@@ -400,7 +400,7 @@ fn staging_is_made_before_anything_is_copied_aside() {
         let mut batch = store.batch();
         batch.create(LEN, Place::Device(0));
         let page = store.commit(batch).unwrap().pages[0];
-        faulty.arm(Fault { call: Some(DeviceCall::Staging), nth: 1, context_lost: false });
+        faulty.arm(DeviceFault { call: Some(DeviceCall::Staging), nth: 1, context_lost: false });
         let refused = take(&store, page).unwrap_err();
         assert!(faulty.struck(), "{refused}");
         let usage = store.stats().places[0].1;

@@ -5,8 +5,8 @@ use std::fmt;
 use std::sync::Arc;
 
 use remanent::disk::Disk;
-use remanent::testing::sim_disk::{Image, Plan, SimDisk, Tears};
-use remanent::{Ack, Lsn, Metadata, Options, RestorePoint, Snapshot, Store};
+use remanent::testing::sim_disk::{CrashImage, CrashPlan, SimDisk, Tears};
+use remanent::{Ack, Lsn, Metadata, Options, StatePoint, Store, View};
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 
 use super::followers::Followers;
@@ -118,14 +118,14 @@ impl<'a> Explorer<'a> {
         followers: &Followers,
     ) -> Result<(), Violation> {
         let level = self.levels[depth];
-        let plan = Plan {
+        let plan = CrashPlan {
             tears: level.tears,
             images_max: level.images_max,
             seed: self.seed ^ depth as u64,
             events: if depth == 0 { self.from..usize::MAX } else { 0..usize::MAX },
         };
         let mut verdict = Ok(());
-        let mut each = |image: Image| {
+        let mut each = |image: CrashImage| {
             let number = self.numbers.borrow()[depth] + 1;
             self.numbers.borrow_mut()[depth] = number;
             if verdict.is_ok() && (depth > 0 || self.is_mine(number)) {
@@ -153,7 +153,7 @@ impl<'a> Explorer<'a> {
         &self,
         depth: usize,
         number: usize,
-        image: &Image,
+        image: &CrashImage,
         line: &Line,
         floors: Floors,
         followers: &Followers,
@@ -252,7 +252,7 @@ fn look(disk: &SimDisk, line: &Line, lsn: u64) -> Result<(), Violation> {
     let refused =
         |error: remanent::Error| Violation::new(Kind::Refused, format!("a look at batch {lsn}: {error}"));
     let disk: Arc<dyn Disk> = Arc::new(disk.clone());
-    let old = Snapshot::open_on(&disk, Some(&RestorePoint::Lsn(Lsn(lsn)))).map_err(refused)?;
+    let old = View::open_on(&disk, Some(&StatePoint::Lsn(Lsn(lsn)))).map_err(refused)?;
     match line.at(lsn).difference(&looked_at(&old).map_err(refused)?) {
         None => Ok(()),
         Some(difference) => {
@@ -294,7 +294,11 @@ pub fn same(line: &Line, lsn: u64, store: &Store) -> Result<State, Violation> {
     }
 }
 
-fn agree(found: &State, lsn: u64, pure: &remanent_format::state::rebuild::Rebuilt) -> Result<(), Violation> {
+fn agree(
+    found: &State,
+    lsn: u64,
+    pure: &remanent_format::state::rebuild::RebuiltStore,
+) -> Result<(), Violation> {
     let disagreement = |what| Err(Violation::new(Kind::Disagreement, what));
     if pure.table.lsn().0 != lsn {
         return disagreement(format!("rebuild reaches {}, the engine {lsn}", pure.table.lsn()));
@@ -311,7 +315,7 @@ fn fleeting(violation: Violation) -> Violation {
 }
 
 /// The crash, with what happened around it.
-fn tell(disk: &SimDisk, image: &Image) -> String {
+fn tell(disk: &SimDisk, image: &CrashImage) -> String {
     let history = disk.history();
     let at = image.moment.event;
     let around = at.saturating_sub(30)..history.len().min(at + 4);

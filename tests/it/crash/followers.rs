@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use remanent::disk::Disk;
-use remanent::testing::sim_disk::{Crash, Image, Moment, SimDisk};
+use remanent::testing::sim_disk::{Crash, CrashImage, Moment, SimDisk};
 use remanent::{Ack, Error, Follower, Options, Replica, Store};
 
 use super::explore::{Kind, Violation, commit_another};
@@ -37,7 +37,7 @@ impl Followers {
     }
 
     /// One of those who had been there before the crash goes on after it. `number` chooses.
-    pub fn judge(&self, image: &Image, line: &Line, number: usize) -> Result<(), Violation> {
+    pub fn judge(&self, image: &CrashImage, line: &Line, number: usize) -> Result<(), Violation> {
         let there: Vec<&Replica> = self
             .followed
             .iter()

@@ -4,8 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use remanent::{
-    Key, Metadata, NewPage, PageId, PageInfo, PageRef, Place, Replica, Snapshot, Store, Value, Width,
-    WriteBatch,
+    Key, Metadata, NewPage, PageId, PageInfo, PageRef, Place, Replica, Store, Value, View, Width, WriteBatch,
 };
 
 /// A page that an operation names: one that exists, or the n-th that its own batch creates.
@@ -241,7 +240,7 @@ pub fn read(store: &Store) -> remanent::Result<State> {
 }
 
 /// What a state on disk holds.
-pub fn looked_at(old: &Snapshot) -> remanent::Result<State> {
+pub fn looked_at(old: &View) -> remanent::Result<State> {
     let mut state = State { root: (**old.root()).clone(), ..State::default() };
     for info in old.pages() {
         let mut bytes = vec![0; info.len as usize];
@@ -262,7 +261,7 @@ pub fn replicated(replica: &Replica) -> State {
 }
 
 /// What the pure `rebuild` found.
-pub fn rebuilt(rebuilt: &remanent_format::state::rebuild::Rebuilt) -> State {
+pub fn rebuilt(rebuilt: &remanent_format::state::rebuild::RebuiltStore) -> State {
     let pages = rebuilt.table.pages().map(|info| {
         let bytes = rebuilt.contents[&info.page].clone();
         (info.page, Arc::new(page_of(&info, bytes)))

@@ -1,6 +1,6 @@
 //! Snapshots, what they share and what they replace; and restores.
 
-use remanent::{Ack, Error, Metadata, Place, Restore};
+use remanent::{Ack, Error, Metadata, PageLoad, Place};
 
 use super::model::{Act, Target};
 use super::work::{Random, Writer, beside};
@@ -152,7 +152,7 @@ fn thin_snapshots_on_a_full_disk_survive() {
 /// behind a crash.
 #[test]
 fn stores_loaded_on_demand_survive() {
-    suite(options().snapshots_kept(1).restore(Restore::OnDemand), 3000, |driver, random| {
+    suite(options().snapshots_kept(1).page_load(PageLoad::OnDemand), 3000, |driver, random| {
         let store = driver.open()?;
         let pages = driver.create_pages(&store, random, 6, 3000)?;
         driver.snapshot(&store)?;

@@ -8,7 +8,7 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-use remanent::testing::sim_disk::{EIO, ENOSPC, Fault, Operation, SimDisk, Tears};
+use remanent::testing::sim_disk::{DiskFault, EIO, ENOSPC, Operation, SimDisk, Tears};
 use remanent::{Error, Options};
 
 use super::Lives;
@@ -35,13 +35,13 @@ const LEVEL: Level = Level { tears: Tears::None, images_max: 4, closely_of: usiz
 /// A fault in one of the lives of a work, and whom it strikes.
 pub struct Trouble {
     /// The life, from 0, and the fault; none if the calls are to be counted only.
-    fault: Option<(usize, Fault)>,
+    fault: Option<(usize, DiskFault)>,
     lives: AtomicUsize,
     drivers: Mutex<Vec<Driver>>,
 }
 
 impl Trouble {
-    fn new(fault: Option<(usize, Fault)>) -> Arc<Self> {
+    fn new(fault: Option<(usize, DiskFault)>) -> Arc<Self> {
         Arc::new(Self { fault, lives: AtomicUsize::new(0), drivers: Mutex::default() })
     }
 
@@ -79,7 +79,7 @@ where
     let faults = lives.iter().enumerate().flat_map(|(life, driver)| {
         TROUBLES.into_iter().flat_map(move |(operation, errors)| {
             (0..driver.disk.calls(operation)).flat_map(move |skip| {
-                errors.iter().map(move |&errno| (life, Fault { operation, skip, times: 1, errno }))
+                errors.iter().map(move |&errno| (life, DiskFault { operation, skip, times: 1, errno }))
             })
         })
     });

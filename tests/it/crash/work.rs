@@ -8,8 +8,8 @@ use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
 use remanent::testing::sim_disk::{Crash, Moment, SimDisk};
 use remanent::{
-    Ack, Error, Key, Lsn, Metadata, Options, PageId, Position, Replica, RestorePoint, Snapshot, SnapshotId,
-    SnapshotInfo, Store, Value, Width,
+    Ack, Error, Key, Lsn, Metadata, Options, PageId, Position, Replica, SnapshotId, SnapshotInfo, StatePoint,
+    Store, Value, View, Width,
 };
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 
@@ -443,7 +443,7 @@ impl Driver {
         let line = self.line_up_to(lsn).forked(lsn);
         let target = self.next_life(target, line, Floors::default());
         let disks = [&self.disk, &target.disk].map(|disk| Arc::new(disk.clone()) as Arc<dyn Disk>);
-        Snapshot::open_on(&disks[0], Some(&RestorePoint::Lsn(Lsn(lsn))))?.fork_on(&disks[1])?;
+        View::open_on(&disks[0], Some(&StatePoint::Lsn(Lsn(lsn))))?.fork_on(&disks[1])?;
         target.acked(Ack::Durable, Lsn(lsn));
         Ok(target)
     }

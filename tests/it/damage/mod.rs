@@ -14,7 +14,7 @@ mod verdicts;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 
-use remanent::testing::sim_disk::{Moment, Plan, SimDisk, Tears};
+use remanent::testing::sim_disk::{CrashPlan, Moment, SimDisk, Tears};
 use remanent::{Error, FileName, Folder, Key, Lsn, Metadata, PageId, Place, SnapshotId, Store, Width};
 use remanent_format::limits::SECTOR_LEN;
 use remanent_format::log::TornTail;
@@ -63,7 +63,7 @@ impl Victim {
         let (disk, states, older) = Self::build();
         let last = *states.keys().next_back().unwrap();
         let mut found = None;
-        let plan = Plan { tears: Tears::None, ..Plan::default() };
+        let plan = CrashPlan { tears: Tears::None, ..CrashPlan::default() };
         disk.kill_images(&plan, |image| {
             let end = rebuild(&image.disk, &Default::default()).ok().and_then(|rebuilt| rebuilt.end);
             if end.is_some_and(|end| end.accepted.lsn == last && end.proven.lsn < last) {

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use remanent::disk::Disk;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Damage, Error, FileName, Lsn, PageId, Place, Recovered, RestorePoint, Snapshot, Store};
+use remanent::{Damage, Error, FileName, Lsn, PageId, Place, RecoveryReport, StatePoint, Store, View};
 use remanent_format::judge::{ImageProofs, Verdict, judge};
 use remanent_format::limits::SECTOR_LEN;
 use remanent_format::state::survey::Survey;
@@ -18,7 +18,7 @@ use super::{flip, mix};
 use crate::files::{Files, State, open_with, small};
 
 /// What became of an open.
-pub type Opened<'a> = Result<&'a Recovered, &'a Damage>;
+pub type Opened<'a> = Result<&'a RecoveryReport, &'a Damage>;
 
 /// Holds the verdict on the files against what an open of them did.
 pub fn agrees(what: &str, files: &Files, opened: Opened<'_>) -> Option<(Survey, Verdict)> {
@@ -192,7 +192,7 @@ fn forked() -> Subject {
     work.store.snapshot().unwrap();
     let at = work.commit(2);
     let source: Arc<dyn Disk> = Arc::new(work.disk.clone());
-    let old = Snapshot::open_on(&source, Some(&RestorePoint::Lsn(at))).unwrap();
+    let old = View::open_on(&source, Some(&StatePoint::Lsn(at))).unwrap();
     let disk = SimDisk::new();
     old.fork_on(&(Arc::new(disk.clone()) as Arc<dyn Disk>)).unwrap();
     let store = open_with(&disk, small().reserve_bytes(0)).unwrap();
@@ -295,7 +295,7 @@ fn check(subject: &Subject, what: &str, files: &Files, [opened, refused, stood]:
         let Some(id) = start.snapshot else { continue };
         let end = survey.snapshot(id).unwrap().end;
         let disk: Arc<dyn Disk> = Arc::new(files.disk());
-        let old = Snapshot::open_on(&disk, Some(&RestorePoint::Lsn(end)));
+        let old = View::open_on(&disk, Some(&StatePoint::Lsn(end)));
         let old = old.unwrap_or_else(|error| panic!("{what}: snapshot {id} is said to stand: {error}"));
         for (page, bytes) in &subject.states[&end].contents {
             let mut found = vec![0; bytes.len()];

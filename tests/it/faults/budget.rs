@@ -1,7 +1,7 @@
 //! Budgets, and memory that runs out: exact figures, and nothing changed.
 
 use remanent::disk::Disk;
-use remanent::{Budget, FileName, Snapshot, SnapshotId};
+use remanent::{Budget, FileName, SnapshotId, View};
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 use remanent_format::state::survey::Survey;
 
@@ -136,7 +136,7 @@ fn a_page_that_was_long_on_its_way_is_loaded_within_a_budget_for_what_it_is_now(
         let disk = files.disk();
         let few = RebuildOptions { page_bytes_max: 125, ..RebuildOptions::default() };
         assert_eq!(State::rebuilt(&rebuild(&files, &few).unwrap()), state);
-        let seen = Snapshot::open_on(&(Arc::new(disk.clone()) as Arc<dyn Disk>), None).unwrap();
+        let seen = View::open_on(&(Arc::new(disk.clone()) as Arc<dyn Disk>), None).unwrap();
         let mut bytes = vec![0; 125];
         seen.read(page, 0, &mut bytes).unwrap();
         assert_eq!(bytes, state.contents[&page]);

@@ -1,8 +1,8 @@
 //! Errors of the device at every call, one after the other.
 
-use remanent::testing::faulty_device::{DeviceCall, Fault, FaultyDevice};
+use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
-use remanent::{Remedy, Restore};
+use remanent::{PageLoad, Remedy};
 
 use super::*;
 
@@ -24,13 +24,13 @@ fn devices() -> [Arc<dyn Device>; 2] {
 /// on a device that is early and on one that is late. `case` says whether the fault struck.
 fn at_every_call(
     calls: &[DeviceCall],
-    case: impl Fn(Arc<dyn Device>, Fault) -> bool + Send + Sync + Copy + 'static,
+    case: impl Fn(Arc<dyn Device>, DeviceFault) -> bool + Send + Sync + Copy + 'static,
 ) {
     for &call in calls {
         for context_lost in [false, true] {
             for kind in 0..2 {
                 for nth in 1.. {
-                    let fault = Fault { call: Some(call), nth, context_lost };
+                    let fault = DeviceFault { call: Some(call), nth, context_lost };
                     let struck = Arc::new(AtomicBool::new(false));
                     let (told, [early, late]) = (struck.clone(), devices());
                     let inner = if kind == 0 { early } else { late };
@@ -97,12 +97,12 @@ fn an_error_of_the_device_while_pages_are_loaded_stops_the_store() {
         let gauge = Gauge::new(inner);
         let device = Arc::new(FaultyDevice::new(gauge.clone()));
         device.arm(fault);
-        let opened = open_with(&disk, device.clone(), small().restore(Restore::OnDemand));
+        let opened = open_with(&disk, device.clone(), small().page_load(PageLoad::OnDemand));
         let mut may_keep = fault.context_lost;
         match opened {
             Ok(store) => {
-                assert!(store.recovered().cold_pages > 0);
-                let warm = store.wait_warm();
+                assert!(store.recovered().unloaded_pages > 0);
+                let warm = store.wait_loaded();
                 assert!(warm.as_ref().err().is_none_or(is_the_fault), "{warm:?}");
                 let read = line.check_read(&store);
                 assert!(read.as_ref().err().is_none_or(is_the_fault), "{read:?}");

@@ -1,7 +1,7 @@
 //! Input and output errors at every operation of the disk, one after the other.
 
 use remanent::disk::Disk;
-use remanent::testing::sim_disk::{EIO, Fault, Moment, Operation};
+use remanent::testing::sim_disk::{DiskFault, EIO, Moment, Operation};
 use remanent::{FileName, Folder, LogIo, Remedy, WriteBatch};
 
 use super::*;
@@ -24,7 +24,10 @@ const OPERATIONS: [Operation; 11] = [
 /// Runs `case` with the first, the second, … operation of each kind failing, once and for good, until
 /// there are no more of them. `case` says whether the fault struck. (An open reads by several threads, so which read is the
 /// fifth is not the same each time.)
-fn at_every_operation(operations: &[Operation], case: impl Fn(Fault) -> bool + Send + Sync + Copy + 'static) {
+fn at_every_operation(
+    operations: &[Operation],
+    case: impl Fn(DiskFault) -> bool + Send + Sync + Copy + 'static,
+) {
     at_every_fault(operations, &[(1, EIO), (usize::MAX, EIO)], case);
 }
 
@@ -44,12 +47,12 @@ fn an_error_of_a_direct_write_stops_the_store_and_loses_nothing() {
     at_every_operation(&operations, |fault| stops_and_loses_nothing(fault, small().log_io(LogIo::Direct)));
 }
 
-fn is_of_a_read(fault: Fault) -> bool {
+fn is_of_a_read(fault: DiskFault) -> bool {
     matches!(fault.operation, Operation::Read | Operation::ReadPastCache | Operation::Open)
 }
 
 /// Works until the fault strikes, if it does; returns whether it did.
-fn stops_and_loses_nothing(fault: Fault, options: Options) -> bool {
+fn stops_and_loses_nothing(fault: DiskFault, options: Options) -> bool {
     let disk = SimDisk::new();
     let device = Gauge::host();
     let store = open_with(&disk, device.clone(), options).unwrap();

@@ -21,7 +21,7 @@ use std::time::Duration;
 
 use remanent::device::host::HostDevice;
 use remanent::device::{CommandList, Device, Lane, MemoryId, Pending};
-use remanent::testing::sim_disk::{Fault, Operation, SimDisk};
+use remanent::testing::sim_disk::{DiskFault, Operation, SimDisk};
 use remanent::{Ack, Error, Lsn, Options, PageId, Place, Position, Result, SnapshotId, Store, Value};
 
 /// Length of the page whose bytes tell the state.
@@ -47,12 +47,12 @@ pub fn watched(name: &str, case: impl FnOnce() + Send + 'static) {
 fn at_every_fault(
     operations: &[Operation],
     kinds: &[(usize, i32)],
-    case: impl Fn(Fault) -> bool + Send + Sync + Copy + 'static,
+    case: impl Fn(DiskFault) -> bool + Send + Sync + Copy + 'static,
 ) {
     for &operation in operations {
         for &(times, errno) in kinds {
             for skip in 0.. {
-                let fault = Fault { operation, skip, times, errno };
+                let fault = DiskFault { operation, skip, times, errno };
                 let struck = Arc::new(AtomicBool::new(false));
                 let told = struck.clone();
                 watched(&format!("{fault:?}"), move || told.store(case(fault), Ordering::SeqCst));

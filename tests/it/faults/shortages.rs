@@ -3,8 +3,8 @@
 
 use std::path::Path;
 
-use remanent::testing::sim_disk::{Fault, Operation};
-use remanent::{FileName, Folder, FollowFrom, Follower, LogIo, Remedy, Restore, RestorePoint};
+use remanent::testing::sim_disk::{DiskFault, Operation};
+use remanent::{FileName, Folder, FollowFrom, Follower, LogIo, PageLoad, Remedy, StatePoint};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::*;
@@ -28,11 +28,11 @@ fn is_the_shortage(error: &Error) -> bool {
 
 /// Runs `case` with every operation of these kinds failing, the first, the second, … of them first, for one time or
 /// until the shortage ends. `case` says whether the fault struck.
-fn at_every_moment(case: impl Fn(Fault) -> bool + Send + Sync + Copy + 'static) {
+fn at_every_moment(case: impl Fn(DiskFault) -> bool + Send + Sync + Copy + 'static) {
     at_every_fault(&OPERATIONS, &[(1, EMFILE), (usize::MAX, EMFILE), (2, ENOMEM)], case);
 }
 
-fn fails_one_call_and_goes_on(fault: Fault, options: Options) -> bool {
+fn fails_one_call_and_goes_on(fault: DiskFault, options: Options) -> bool {
     let disk = SimDisk::new();
     let device = Gauge::host();
     let store = open_with(&disk, device.clone(), options).unwrap();
@@ -89,7 +89,7 @@ fn a_long_segment_that_cannot_be_mapped_takes_no_place() {
             while held(&disk) < 2 + HELD_FOR_OPENS {
                 std::thread::yield_now();
             }
-            disk.fail(Fault { operation: Operation::Window, skip: 0, times: 1, errno: EMFILE });
+            disk.fail(DiskFault { operation: Operation::Window, skip: 0, times: 1, errno: EMFILE });
             let refused = line.commit_with_note(&store, Ack::Logged, LONG).unwrap_err();
             assert!(is_the_shortage(&refused), "{refused}");
             line.commits(&store, 20).unwrap();
@@ -160,12 +160,12 @@ fn pages_are_loaded_when_the_shortage_ends() {
         store.close().unwrap();
         let device = Arc::new(HostDevice::new());
         for skip in 0..40 {
-            let fault = Fault { operation: Operation::Open, skip, times: 3, errno: EMFILE };
+            let fault = DiskFault { operation: Operation::Open, skip, times: 3, errno: EMFILE };
             disk.fail(fault);
-            match open_with(&disk, device.clone(), small().restore(Restore::OnDemand)) {
+            match open_with(&disk, device.clone(), small().page_load(PageLoad::OnDemand)) {
                 Ok(store) => {
                     line.check_read(&store).unwrap();
-                    store.wait_warm().unwrap();
+                    store.wait_loaded().unwrap();
                     store.commit(store.batch()).unwrap();
                     line.logged += 1;
                     line.steps.push(line.steps[line.steps.len() - 1]);
@@ -191,7 +191,7 @@ fn a_scrub_takes_a_shortage_for_no_damage() {
             store.snapshot().unwrap();
             line.commits(&store, 3).unwrap();
             let before = store.snapshots().len();
-            disk.fail(Fault { operation: Operation::Open, skip, times: 1, errno: EMFILE });
+            disk.fail(DiskFault { operation: Operation::Open, skip, times: 1, errno: EMFILE });
             let scrubbed = store.scrub();
             let struck = disk.faults_left() == 0;
             match scrubbed {
@@ -283,7 +283,7 @@ fn out_of_descriptors(path: &Path, log_io: LogIo) {
                 store.restore_from_snapshot(kept[0].id).err(),
                 store.scrub().err(),
                 store.audit().err(),
-                Store::open_at(path, &RestorePoint::Snapshot(kept[0].id)).err(),
+                Store::open_at(path, &StatePoint::Snapshot(kept[0].id)).err(),
                 Follower::open(path, FollowFrom::Beginning).err(),
             ];
             line.check_read(&store).unwrap();

@@ -1,7 +1,7 @@
 //! Segments that nothing needs any more wait to be used again, and give way to whatever finds the disk full.
 
 use remanent::disk::Disk;
-use remanent::testing::sim_disk::{EIO, Fault, Operation};
+use remanent::testing::sim_disk::{DiskFault, EIO, Operation};
 use remanent::{FileName, Folder};
 
 use super::*;
@@ -105,7 +105,7 @@ fn an_opening_segment_that_was_not_made_is_not_removed() {
             for spare in spares.filter(|file| matches!(file, FileName::Spare(_)) && !with_spares) {
                 disk.remove(spare).unwrap();
             }
-            disk.fail(Fault { operation, skip: 0, times: 1, errno: EIO });
+            disk.fail(DiskFault { operation, skip: 0, times: 1, errno: EIO });
             let removed = disk.calls(Operation::Remove);
             let refused = open_on_host(&disk).map(drop).unwrap_err();
             let is_expected = match refused.file() {

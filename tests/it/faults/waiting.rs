@@ -46,8 +46,12 @@ fn all_who_wait_for_a_sync_hear_that_it_failed() {
         watched(&format!("round {round}"), || {
             let disk = SimDisk::new();
             let store = open_on_host(&disk).unwrap();
-            let fault =
-                |operation| remanent::testing::sim_disk::Fault { operation, skip: 0, times: 1, errno: EIO };
+            let fault = |operation| remanent::testing::sim_disk::DiskFault {
+                operation,
+                skip: 0,
+                times: 1,
+                errno: EIO,
+            };
             disk.fail(fault(Operation::SyncWindow));
             all_told(&two_wait(&store, Ack::Durable), "os error 5");
             store.close().unwrap_err();
@@ -61,7 +65,7 @@ fn all_who_wait_for_the_device_hear_that_it_failed() {
         watched(&format!("round {round}"), || {
             let device = Arc::new(FaultyDevice::new(Arc::new(HostDevice::new())));
             let store = open(&SimDisk::new(), device.clone()).unwrap();
-            device.arm(remanent::testing::faulty_device::Fault {
+            device.arm(remanent::testing::faulty_device::DeviceFault {
                 call: Some(DeviceCall::Submit),
                 nth: 1,
                 context_lost: false,

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use remanent::{
     Ack, DeviceChoice, Error, FollowFrom, Follower, Key, LogIo, Lsn, Options, PageId, Place, RawStream,
-    Replica, RestorePoint, Shadow, SnapshotPhase, Store, Width, WriteBatch,
+    Replica, Shadow, SnapshotPhase, StatePoint, Store, Width, WriteBatch,
 };
 
 use crate::direct;
@@ -153,7 +153,7 @@ fn fork_beside_commits(path: &Path, log_io: LogIo, told: &[u64]) -> Vec<u64> {
                 refused("commit", store.commit(set(&store, pages[0], 0)))?;
                 refused("next", follower.next(Duration::MAX))?;
                 refused("read", view.read(pages[0], 0, &mut [0; 8]))?;
-                let _without_a_lock = (store.lsn(), store.stats(), store.snapshots(), store.cold());
+                let _without_a_lock = (store.lsn(), store.stats(), store.snapshots(), store.unloaded_pages());
                 drop(ticket);
                 Ok(())
             }));
@@ -194,7 +194,7 @@ fn every_call_in_a_child_is_refused_and_dropping_frees_nothing_of_the_parents() 
             std::thread::yield_now();
         }
         let mut follower = Some(Follower::open(path, FollowFrom::Beginning).unwrap());
-        let mut view = Some(Store::open_at(path, &RestorePoint::Snapshot(first.id)).unwrap());
+        let mut view = Some(Store::open_at(path, &StatePoint::Snapshot(first.id)).unwrap());
         let memory = store.device_bytes(16, Place::Host).unwrap();
         let copy = store.working_copy(pages[0], Width::W1, Shadow::Page).unwrap();
         let mut temporary = Some(Store::temporary(small()).unwrap());
@@ -213,7 +213,7 @@ fn every_call_in_a_child_is_refused_and_dropping_frees_nothing_of_the_parents() 
                 refused("read", here.read(pages[0], 0, &mut [0; 8]))?;
                 refused("lease", here.lease(pages[0]))?;
                 refused("pin", here.pin(pages[0]))?;
-                refused("wait_warm", here.wait_warm())?;
+                refused("wait_warm", here.wait_loaded())?;
                 refused("page", here.page(pages[0]))?;
                 refused("page_by_key", here.page_by_key(&Key::new("key").unwrap()))?;
                 refused("pages", here.pages())?;
@@ -243,10 +243,10 @@ fn every_call_in_a_child_is_refused_and_dropping_frees_nothing_of_the_parents() 
                 refused("working_copy", here.working_copy(pages[0], Width::W1, Shadow::Page))?;
                 refused("reload", here.reload(&copy))?;
                 refused("audit", here.audit())?;
-                refused("fork", here.fork(&fork, &RestorePoint::Lsn(Lsn(1))))?;
+                refused("fork", here.fork(&fork, &StatePoint::Lsn(Lsn(1))))?;
                 // These have no way to refuse: they say nothing, and wait for nobody.
                 let stats = here.stats();
-                let (lsn, snapshots, cold) = (here.lsn(), here.snapshots(), here.cold());
+                let (lsn, snapshots, cold) = (here.lsn(), here.snapshots(), here.unloaded_pages());
                 let nothing = (lsn, stats.logged, snapshots.len(), cold.pages) == (Lsn(0), Lsn(0), 0, 0);
                 if !nothing {
                     return Err(format!("{lsn} {stats:?} {snapshots:?} {cold:?}\n"));

@@ -4,7 +4,7 @@ use std::ops::RangeInclusive;
 use std::path::Path;
 
 use remanent::disk::dir::DirReader;
-use remanent::{Lsn, Metadata, PageInfo, RestorePoint, SnapshotInfo, Store};
+use remanent::{Lsn, Metadata, PageInfo, SnapshotInfo, StatePoint, Store};
 
 use super::diary::Entry;
 use super::model::State;
@@ -78,7 +78,7 @@ impl Ground {
             let found = found.unwrap_or_else(|| panic!("the snapshot {name:?} is gone, {at}"));
             assert_eq!((found.end, found.redo), (*end, *end), "{at}");
             let Some(state) = self.model.at(*end) else { continue };
-            let old = Store::open_at(path, &RestorePoint::Name(name.clone()))
+            let old = Store::open_at(path, &StatePoint::Name(name.clone()))
                 .unwrap_or_else(|error| panic!("{error}, {at}"));
             let read = |info: &PageInfo| {
                 let mut bytes = vec![0; info.len as usize];

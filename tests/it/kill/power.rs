@@ -12,7 +12,7 @@ use crate::machine::skipped;
 struct Plan {
     kind: Kind,
     log_io: Option<LogIo>,
-    /// What [`remanent::Recovered::log_io`] must say.
+    /// What [`remanent::RecoveryReport::log_io`] must say.
     says: &'static str,
     /// Cuts in the short form.
     cuts: usize,

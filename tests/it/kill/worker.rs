@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use remanent::{
-    Ack, Error, LogIo, Lsn, Options, Position, Restore, RestorePoint, Result, Store, Ticket, WriteBatch,
+    Ack, Error, LogIo, Lsn, Options, PageLoad, Position, Result, StatePoint, Store, Ticket, WriteBatch,
 };
 
 use super::board::Board;
@@ -93,7 +93,7 @@ impl<'a> Work<'a> {
         let hook = board.clone();
         remanent::testing::phases::on_phase(move |phase, edge| hook.pass(phase, edge));
         let options = options(manner.log_io).snapshot_log_bytes(manner.background.then_some(64 << 10));
-        let options = options.restore(if manner.background { Restore::OnDemand } else { Restore::Eager });
+        let options = options.page_load(if manner.background { PageLoad::OnDemand } else { PageLoad::Eager });
         let store = Store::open(directory.join("store"), options)?;
         let lsn = store.lsn();
         board.set_opened(lsn);
@@ -219,7 +219,7 @@ impl<'a> Work<'a> {
             std::fs::create_dir_all(&forks).unwrap();
         }
         let directory = forks.join(lsn.to_string());
-        match self.store.fork(&directory, &RestorePoint::Lsn(lsn)) {
+        match self.store.fork(&directory, &StatePoint::Lsn(lsn)) {
             Ok(_) => self.diary.write(&Entry::Forked { lsn }),
             // The other threads have gone on that far.
             Err(Error::OutsideWindow { oldest, .. }) if oldest > lsn => {}

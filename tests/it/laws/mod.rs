@@ -14,9 +14,11 @@ mod receipt;
 use std::sync::Arc;
 
 use remanent::device::cuda::CudaDevice;
-use remanent::device::cuda::resource::{DriverMemory, Guarded, Limited, Logged, MemoryAccess, Pool};
+use remanent::device::cuda::resource::{
+    DriverMemory, GuardedMemory, LimitedMemory, LoggedMemory, MemoryAccess, Pool,
+};
 use remanent::device::host::HostDevice;
-use remanent::device::multi::SeveralDevices;
+use remanent::device::multi::MultiDevice;
 use remanent::device::{
     Command, CommandList, Device, IndexList, Lane, MemoryId, Payload, Pending, Piece, PieceKind, Selection,
     Span, Staging, StagingSpan,
@@ -60,8 +62,8 @@ fn a_device_that_could_fail_and_does_not_keeps_the_laws() {
 #[test]
 fn several_devices_keep_the_laws_as_one() {
     let host = || Arc::new(HostDevice::new());
-    keeps_the_laws(&SeveralDevices::new(vec![host(), host()]));
-    keeps_the_laws(&SeveralDevices::new(vec![
+    keeps_the_laws(&MultiDevice::new(vec![host(), host()]));
+    keeps_the_laws(&MultiDevice::new(vec![
         Arc::new(LateDevice::seeded(host(), 5)),
         Arc::new(LateDevice::new(host())),
     ]));
@@ -70,7 +72,7 @@ fn several_devices_keep_the_laws_as_one() {
 #[test]
 fn two_gpus_keep_the_laws_as_one() {
     for gpus in [gpu::two(), gpu::two_apart()].into_iter().flatten() {
-        keeps_the_laws(&SeveralDevices::new(gpus.into()));
+        keeps_the_laws(&MultiDevice::new(gpus.into()));
     }
 }
 
@@ -89,8 +91,8 @@ fn a_gpu_keeps_the_laws_in_guarded_memory() {
         return;
     }
     let driver = || DriverMemory::of(0).unwrap();
-    let limited = Limited::new(Logged::new(driver(), "driver"), 64 << 20);
-    let guarded = Arc::new(Guarded::new(Logged::new(Pool::new(limited), "pages"), driver()));
+    let limited = LimitedMemory::new(LoggedMemory::new(driver(), "driver"), 64 << 20);
+    let guarded = Arc::new(GuardedMemory::new(LoggedMemory::new(Pool::new(limited), "pages"), driver()));
     let gpu = CudaDevice::open_with(0, guarded.clone()).unwrap();
     let of_pages = |gpu: &CudaDevice| gpu.memory_stats()[0].1;
     let receipt = run_laws(&gpu, SHORT_EVERY);

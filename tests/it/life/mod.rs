@@ -30,7 +30,7 @@ use std::process::{Child, ChildStdin, ChildStdout, Stdio};
 use std::sync::mpsc::{self, Receiver};
 use std::time::{Duration, Instant};
 
-use remanent::{Error, LogIo, Lsn, RestorePoint, Store};
+use remanent::{Error, LogIo, Lsn, StatePoint, Store};
 
 use crate::direct;
 use crate::kill::workload::Random;
@@ -476,7 +476,7 @@ impl Life {
     fn fork(&mut self) {
         let Some(lsn) = self.draw_past() else { return };
         let folder = self.ground.path().join("fork");
-        let point = RestorePoint::Lsn(Lsn(lsn));
+        let point = StatePoint::Lsn(Lsn(lsn));
         let made = Store::open_at(self.store(), &point).and_then(|old| old.fork(&folder));
         if matches!(made, Err(Error::OutsideWindow { .. })) && self.is_in_background() {
             return;

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use remanent::{
     Ack, Compression, Error, FollowFrom, Follower, Key, LogIo, Lsn, Metadata, Options, PageId, PageInfo,
-    Place, Replica, Restore, Store, Ticket, Value,
+    PageLoad, Place, Replica, Store, Ticket, Value,
 };
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
@@ -29,7 +29,7 @@ pub fn options(with: &OpenWith) -> Options {
     let log_io = log_io.clone().find(|io| io.to_string() == with.log_io).expect("a way to write the log");
     let options = Options::default().log_io(log_io).ack(Ack::Durable).segment_len(with.segment_len);
     let options = options.snapshot_log_bytes(with.snapshot_log_bytes).snapshot_interval(None);
-    let options = options.restore(if with.on_demand { Restore::OnDemand } else { Restore::Eager });
+    let options = options.page_load(if with.on_demand { PageLoad::OnDemand } else { PageLoad::Eager });
     options.compression(if with.compressed { Compression::Zstd } else { Compression::Off })
 }
 

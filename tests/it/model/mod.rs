@@ -26,7 +26,7 @@ use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
 use remanent::disk::dir::{DirDisk, DirReader};
 use remanent::testing::late_device::LateDevice;
-use remanent::{Error, LogIo, Options, Restore, RestorePoint, Store};
+use remanent::{Error, LogIo, Options, PageLoad, StatePoint, Store};
 use remanent_format::ReadAt;
 use tempfile::TempDir;
 
@@ -59,7 +59,7 @@ fn the_store_is_what_the_model_says() {
             let late = || Arc::new(LateDevice::seeded(host(), seed)) as Arc<dyn Device>;
             let gpu = || gpu::device().expect("it was there at the start") as Arc<dyn Device>;
             let options = |log_io| Options::default().log_io(log_io);
-            let on_demand = options(other).restore(Restore::OnDemand);
+            let on_demand = options(other).page_load(PageLoad::OnDemand);
             run(&actions, options(LogIo::Mapped), false, &mut tally.borrow_mut(), &host);
             run(&actions, on_demand, true, &mut tally.borrow_mut(), &late);
             if has_gpu {
@@ -116,7 +116,7 @@ impl Ground for Directory {
         Box::new(DirReader::new(&self.path))
     }
 
-    fn fork(&self, store: &Store, point: &RestorePoint) -> Result<Self, Error> {
+    fn fork(&self, store: &Store, point: &StatePoint) -> Result<Self, Error> {
         let fork = Self::new();
         store.fork(&fork.path, point)?;
         Ok(fork)

@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use remanent::device::Device;
 use remanent::disk::Disk;
-use remanent::{Error, Key, Lsn, Options, PageInfo, Position, RestorePoint, Snapshot, Store};
+use remanent::{Error, Key, Lsn, Options, PageInfo, Position, StatePoint, Store, View};
 use remanent_format::ReadAt;
-use remanent_format::state::rebuild::{RebuildOptions, Rebuilt, rebuild};
+use remanent_format::state::rebuild::{RebuildOptions, RebuiltStore, rebuild};
 
 use super::history::{Action, KEYS, SNAPSHOT_NAMES, Step};
 use super::plain::{Draft, Model, Page, Refusal};
@@ -46,7 +46,7 @@ pub trait Ground: Sized {
     fn files(&self) -> Box<dyn ReadAt + '_>;
 
     /// A new store of an earlier state, in a place of its own.
-    fn fork(&self, store: &Store, point: &RestorePoint) -> Result<Self, Error>;
+    fn fork(&self, store: &Store, point: &StatePoint) -> Result<Self, Error>;
 
     /// An action begins, or an opening: a crash may come in the middle of it. `floors` is what must have
     /// survived by then.
@@ -206,7 +206,7 @@ pub fn run<G: Ground>(actions: &[Action], mut ground: G, setting: &Setting, tall
             }
             Action::Fork(pick) => {
                 let lsn = in_window(&model, *pick);
-                let fork = match ground.fork(&store, &RestorePoint::Lsn(Lsn(lsn))) {
+                let fork = match ground.fork(&store, &StatePoint::Lsn(Lsn(lsn))) {
                     Ok(fork) => fork,
                     Err(Error::OutsideWindow { oldest, .. }) if model.in_background && oldest > Lsn(lsn) => {
                         continue;
@@ -289,7 +289,7 @@ fn in_window(model: &Model, pick: usize) -> u64 {
 
 /// Looks at an earlier state, beside the open store.
 fn look(disk: &Arc<dyn Disk>, model: &Model, lsn: u64) {
-    match Snapshot::open_on(disk, Some(&RestorePoint::Lsn(Lsn(lsn)))) {
+    match View::open_on(disk, Some(&StatePoint::Lsn(Lsn(lsn)))) {
         Ok(old) => compare_snapshot(&old, &model.at(lsn)),
         // What is older than the window may be there still.
         Err(Error::OutsideWindow { asked, oldest, newest, .. }) => {
@@ -303,11 +303,11 @@ fn look(disk: &Arc<dyn Disk>, model: &Model, lsn: u64) {
         }
         Err(error) => panic!("the state at {lsn}: {error}"),
     }
-    compare_snapshot(&Snapshot::open_on(disk, None).unwrap(), model);
+    compare_snapshot(&View::open_on(disk, None).unwrap(), model);
 }
 
 /// Compares everything that a state on disk can be asked.
-fn compare_snapshot(old: &Snapshot, model: &Model) {
+fn compare_snapshot(old: &View, model: &Model) {
     assert_eq!(old.lsn(), Lsn(model.lsn));
     assert_eq!(**old.root(), model.root);
     compare_infos(&old.pages().collect::<Vec<_>>(), model);
@@ -336,17 +336,17 @@ fn compare_recovered(store: &Store, model: &Model) {
 /// Compares after an opening in the middle of a history. Where pages are cold, their bytes are looked at later: so
 /// the history goes on with cold pages.
 fn compare_reopened(store: &Store, model: &Model, tally: &mut Tally) {
-    tally.cold += store.recovered().cold_pages;
+    tally.cold += store.recovered().unloaded_pages;
     compare_recovered(store, model);
     compare_table(store, model);
-    if store.recovered().cold_pages == 0 {
+    if store.recovered().unloaded_pages == 0 {
         compare(store, model);
     }
 }
 
 /// What [`compare_reopened`] has left.
 fn compare_late(store: &Store, model: &Model) {
-    if store.recovered().cold_pages > 0 {
+    if store.recovered().unloaded_pages > 0 {
         compare(store, model);
     }
 }
@@ -404,7 +404,7 @@ fn compare_rebuilt(ground: &impl Ground, model: &Model) {
 }
 
 /// Compares a rebuilt state.
-fn compare_state(rebuilt: &Rebuilt, model: &Model) {
+fn compare_state(rebuilt: &RebuiltStore, model: &Model) {
     assert_eq!(rebuilt.table.lsn(), Lsn(model.lsn));
     assert_eq!(**rebuilt.table.root(), model.root);
     compare_infos(&rebuilt.table.pages().collect::<Vec<_>>(), model);

@@ -189,7 +189,7 @@ fn snapshots_beside_moves_show_every_page_where_it_was() {
         });
         let reader: Arc<dyn Disk> = Arc::new(disk.clone());
         for snapshot in &snapshots {
-            let old = Snapshot::open_on(&reader, Some(&RestorePoint::Snapshot(snapshot.id))).unwrap();
+            let old = View::open_on(&reader, Some(&StatePoint::Snapshot(snapshot.id))).unwrap();
             assert!(old.pages().eq(states[&old.lsn()].iter().cloned()), "{snapshot:?} on {}", device.label());
         }
         assert_survives(store, &disk, &device);

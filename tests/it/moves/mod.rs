@@ -12,8 +12,8 @@ use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{
-    Budget, Compression, Error, FollowFrom, Follower, Options, PageId, Place, Remedy, Replica, RestorePoint,
-    Snapshot, Store, Width,
+    Budget, Compression, Error, FollowFrom, Follower, Options, PageId, Place, Remedy, Replica, StatePoint,
+    Store, View, Width,
 };
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 
@@ -289,9 +289,9 @@ fn an_earlier_state_has_its_places_and_only_what_changed_gets_an_epoch() {
         let mut batch = store.batch();
         batch.move_to(changed, Place::Device(1)).fill(changed, 0, 9, &[1]);
         store.commit(batch).unwrap();
-        for point in [RestorePoint::Lsn(then.0), RestorePoint::Snapshot(then.2)] {
+        for point in [StatePoint::Lsn(then.0), StatePoint::Snapshot(then.2)] {
             let disk: Arc<dyn Disk> = Arc::new(disk.clone());
-            let old = Snapshot::open_on(&disk, Some(&point)).unwrap();
+            let old = View::open_on(&disk, Some(&point)).unwrap();
             assert!(old.pages().eq(then.1.pages.clone()), "{point:?}");
         }
         for back in [true, false] {
@@ -318,7 +318,7 @@ fn an_earlier_state_has_its_places_and_only_what_changed_gets_an_epoch() {
         let fork = SimDisk::new();
         let forked: Arc<dyn Disk> = Arc::new(fork.clone());
         let source: Arc<dyn Disk> = Arc::new(disk.clone());
-        Snapshot::open_on(&source, None).unwrap().fork_on(&forked).unwrap();
+        View::open_on(&source, None).unwrap().fork_on(&forked).unwrap();
         assert_eq!(State::of(&open(&fork, &device, small())), state, "a fork");
     }
 }

@@ -1,11 +1,11 @@
 //! Stores in the state of a row, and what an open must say of one that it refuses.
 
 use remanent::disk::Disk;
-use remanent::testing::sim_disk::{Plan, SimDisk, Tears};
+use remanent::testing::sim_disk::{CrashPlan, SimDisk, Tears};
 use remanent::{Defect, Error, FileName, Lsn, Options, PageId, Place, Remedy, Store};
 use remanent_format::frame::{FrameHeader, FrameHeaderRaw, FrameKind, UncheckedFrame};
 use remanent_format::segment::SEGMENT_HEADER_BLOCK;
-use remanent_format::state::rebuild::{Rebuilt, rebuild};
+use remanent_format::state::rebuild::{RebuiltStore, rebuild};
 use remanent_format::state::survey::Survey;
 
 use crate::files::{Files, State, open, open_with, small};
@@ -55,9 +55,9 @@ pub fn with_snapshots() -> (SimDisk, State) {
 }
 
 /// The disk as the process left it when it died at the last moment of which `wanted` says true.
-pub fn killed_when(disk: &SimDisk, wanted: impl Fn(&Rebuilt) -> bool) -> SimDisk {
+pub fn killed_when(disk: &SimDisk, wanted: impl Fn(&RebuiltStore) -> bool) -> SimDisk {
     let mut found = None;
-    disk.kill_images(&Plan { tears: Tears::None, ..Plan::default() }, |image| {
+    disk.kill_images(&CrashPlan { tears: Tears::None, ..CrashPlan::default() }, |image| {
         if rebuild(&image.disk, &Default::default()).is_ok_and(|rebuilt| wanted(&rebuilt)) {
             found = Some(image.disk);
         }

@@ -1,7 +1,7 @@
 //! The rows of the log: torn tails, damage, segments that are missing, openings that were cut short.
 
 use remanent::disk::Disk;
-use remanent::testing::sim_disk::{EIO, Fault, Operation, Plan, SimDisk};
+use remanent::testing::sim_disk::{CrashPlan, DiskFault, EIO, Operation, SimDisk};
 use remanent::{Defect, FileName, Lsn, PageId, Remedy};
 use remanent_format::frame::{FrameHeader, FrameHeaderRaw, FrameKind, UncheckedFrame};
 use remanent_format::limits::{FRAME_ALIGN, GROUP_ALIGN, align_up};
@@ -128,7 +128,7 @@ fn unreadable_log_is_refused() {
     for times in [1, 2, 3, 4, 5, 6, usize::MAX] {
         for skip in 0..40 {
             let disk = Files::of(&whole).disk();
-            disk.fail(Fault { operation: Operation::Read, skip, times, errno: EIO });
+            disk.fail(DiskFault { operation: Operation::Read, skip, times, errno: EIO });
             match open(&disk) {
                 Ok(store) => {
                     // What failed was read again, or not needed; it is not taken for the log's end.
@@ -274,10 +274,10 @@ fn crash_before_the_rename_changes_nothing() {
     let from = disk.events();
     let store = open(&disk).unwrap();
     let id = store.id();
-    let plan = Plan { events: from..disk.events(), images_max: 16, ..Plan::default() };
+    let plan = CrashPlan { events: from..disk.events(), images_max: 16, ..CrashPlan::default() };
     drop(store);
     let (mut before, mut after) = (0, 0);
-    let mut check = |image: remanent::testing::sim_disk::Image| {
+    let mut check = |image: remanent::testing::sim_disk::CrashImage| {
         let name = image.to_string();
         let survey = Survey::read(&image.disk).unwrap();
         let number = survey.log.newest().unwrap().number;

@@ -14,8 +14,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use remanent::disk::Disk;
-use remanent::testing::sim_disk::{Fault, Operation, Plan, SimDisk};
-use remanent::{Create, Defect, Error, FileName, Folder, Lsn, Metadata, Place, Remedy, Snapshot, Store};
+use remanent::testing::sim_disk::{CrashPlan, DiskFault, Operation, SimDisk};
+use remanent::{Create, Defect, Error, FileName, Folder, Lsn, Metadata, Place, Remedy, Store, View};
 use remanent_format::frame::{FrameHeader, FrameKind};
 use remanent_format::image::{ImageFileHeader, ImagePurpose, ImageRef};
 use remanent_format::segment::{SEGMENT_HEADER_BLOCK, SegmentHeader};
@@ -68,8 +68,8 @@ fn creation_cut_short_starts_over() {
     let created = disk.events();
     store.close().unwrap();
     let (mut unfinished, mut finished) = (0, 0);
-    let plan = Plan { events: 0..created, images_max: 24, ..Plan::default() };
-    let mut check = |image: remanent::testing::sim_disk::Image| {
+    let plan = CrashPlan { events: 0..created, images_max: 24, ..CrashPlan::default() };
+    let mut check = |image: remanent::testing::sim_disk::CrashImage| {
         let had_store = image.disk.bytes(FileName::Store).is_some();
         let name = image.to_string();
         let store = open(&image.disk).unwrap_or_else(|error| panic!("{name}: {error}"));
@@ -92,7 +92,7 @@ fn fork_cut_short_starts_over() {
     let source: Arc<dyn Disk> = Arc::new(source);
     let target = SimDisk::new();
     let forked: Arc<dyn Disk> = Arc::new(target.clone());
-    Snapshot::open_on(&source, None).unwrap().fork_on(&forked).unwrap();
+    View::open_on(&source, None).unwrap().fork_on(&forked).unwrap();
     target.rename(FileName::Store, FileName::Temporary(Folder::Root, 0)).unwrap();
     let claimed = Files::of(&target);
     assert!(claimed.0.contains_key(&FileName::Manifest(1)));
@@ -200,7 +200,7 @@ fn features_are_added_to_an_older_store_before_anything_else_is_written() {
     let whole = without_features(&disk);
     // A reader adds none.
     let source: Arc<dyn Disk> = Arc::new(disk.clone());
-    drop(Snapshot::open_on(&source, None).unwrap());
+    drop(View::open_on(&source, None).unwrap());
     let is_lasting = |file: &FileName| !matches!(file, FileName::Temporary(..) | FileName::Spare(_));
     let lasting = || {
         let mut files = Files::of(&disk);
@@ -210,7 +210,7 @@ fn features_are_added_to_an_older_store_before_anything_else_is_written() {
     let before = lasting();
     // The first name that the open gives is that of STORE: until then nothing has another content.
     for operation in [Operation::Create, Operation::Write, Operation::Sync, Operation::Rename] {
-        disk.fail(Fault { operation, skip: 0, times: 1, errno: EIO });
+        disk.fail(DiskFault { operation, skip: 0, times: 1, errno: EIO });
         open(&disk).map(|_| ()).unwrap_err();
         assert!(lasting() == before, "{operation:?}");
     }

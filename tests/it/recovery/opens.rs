@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use remanent::disk::Disk;
-use remanent::testing::sim_disk::{Image, Plan, SimDisk, Tears};
-use remanent::{FileName, Lsn, Snapshot, SnapshotId};
+use remanent::testing::sim_disk::{CrashImage, CrashPlan, SimDisk, Tears};
+use remanent::{FileName, Lsn, SnapshotId, View};
 use remanent_format::state::survey::Survey;
 
 use super::bench::{create_page, flip, step, stepped};
@@ -68,7 +68,7 @@ fn a_crash_while_an_incarnation_is_left_out_costs_nothing() {
     let from = disk.events();
     drop(open(&disk).unwrap());
     let (mut with, mut without) = (0, 0);
-    let check = |image: &Image| {
+    let check = |image: &CrashImage| {
         let name = image.to_string();
         let before = line(&image.disk);
         let from = image.disk.events();
@@ -84,17 +84,22 @@ fn a_crash_while_an_incarnation_is_left_out_costs_nothing() {
         assert_eq!(line(&image.disk), [1, position.incarnation.number], "{name}");
         (before[before.len() - 1], from)
     };
-    let plan = Plan { events: from..disk.events(), images_max: 8, tears: Tears::None, ..Plan::default() };
+    let plan =
+        CrashPlan { events: from..disk.events(), images_max: 8, tears: Tears::None, ..CrashPlan::default() };
     let mut outer = 0;
-    let mut twice = |image: Image| {
+    let mut twice = |image: CrashImage| {
         let (newest, from) = check(&image);
         *(if newest == 3 { &mut with } else { &mut without }) += 1;
         outer += 1;
         if outer % 8 > 0 {
             return;
         }
-        let plan =
-            Plan { events: from..image.disk.events(), images_max: 2, tears: Tears::None, ..Plan::default() };
+        let plan = CrashPlan {
+            events: from..image.disk.events(),
+            images_max: 2,
+            tears: Tears::None,
+            ..CrashPlan::default()
+        };
         image.disk.kill_images(&plan, |image| _ = check(&image));
         image.disk.power_images(&plan, |image| _ = check(&image));
     };
@@ -109,7 +114,7 @@ fn an_incarnation_in_which_a_replay_begins_stays() {
     let (source, ..) = stepped(3);
     let source: Arc<dyn Disk> = Arc::new(source);
     let forked = SimDisk::new();
-    Snapshot::open_on(&source, None).unwrap().fork_on(&(Arc::new(forked.clone()) as Arc<dyn Disk>)).unwrap();
+    View::open_on(&source, None).unwrap().fork_on(&(Arc::new(forked.clone()) as Arc<dyn Disk>)).unwrap();
     // And so does that of a snapshot before which nothing was committed.
     let (quiet, ..) = stepped(3);
     let store = open(&quiet).unwrap();

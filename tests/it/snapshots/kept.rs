@@ -5,12 +5,12 @@ use std::time::Duration;
 
 use remanent::disk::{Disk, Hold};
 use remanent::testing::sim_disk::Moment;
-use remanent::{Folder, Lsn, RestorePoint, Snapshot};
+use remanent::{Folder, Lsn, StatePoint, View};
 
 use super::*;
 
 /// A read-only handle shows these pages' bytes.
-fn check_seen(seen: &Snapshot, state: &State) {
+fn check_seen(seen: &View, state: &State) {
     for (page, expected) in &state.contents {
         let mut bytes = vec![0; expected.len()];
         seen.read(*page, 0, &mut bytes).unwrap();
@@ -109,9 +109,9 @@ fn the_log_behind_a_snapshot_with_a_name_stays_while_somebody_reads_it() {
     let (store, pages) = store_of(&disk, small().snapshots_kept(1), 24);
     let named = store.snapshot_named("named").unwrap();
     change(&store, &pages, 1);
-    let (state, at) = (State::of(&store), RestorePoint::Lsn(store.lsn()));
+    let (state, at) = (State::of(&store), StatePoint::Lsn(store.lsn()));
     let shared: Arc<dyn Disk> = Arc::new(disk.clone());
-    let seen = Snapshot::open_on(&shared, Some(&at)).unwrap();
+    let seen = View::open_on(&shared, Some(&at)).unwrap();
     for value in 2..5 {
         change(&store, &pages, value);
         store.snapshot().unwrap();
@@ -121,10 +121,10 @@ fn the_log_behind_a_snapshot_with_a_name_stays_while_somebody_reads_it() {
     assert_eq!(store.would_prune(&store.retention()).unwrap().held, []);
     let pruned = store.prune(&store.retention()).unwrap();
     assert!(pruned.files.iter().any(|(file, _)| matches!(file, FileName::Segment(_))), "{pruned:?}");
-    let gone = Snapshot::open_on(&shared, Some(&at)).unwrap_err();
+    let gone = View::open_on(&shared, Some(&at)).unwrap_err();
     assert!(matches!(gone, Error::OutsideWindow { .. }), "{gone}");
     // What the name keeps is there all the time.
-    Snapshot::open_on(&shared, Some(&RestorePoint::Snapshot(named.id))).unwrap();
+    View::open_on(&shared, Some(&StatePoint::Snapshot(named.id))).unwrap();
 }
 
 /// It is there only for the snapshot that follows it.
@@ -133,13 +133,13 @@ fn what_is_read_from_a_link_stays_until_its_reader_has_gone() {
     let disk = SimDisk::new();
     let (store, pages) = store_of(&disk, small().snapshots_kept(1), 24);
     let link = store.snapshot().unwrap();
-    let at = RestorePoint::Lsn(link.end);
+    let at = StatePoint::Lsn(link.end);
     change(&store, &pages[..1], 2);
     store.snapshot().unwrap();
     assert!(!ids(&store).contains(&link.id.0), "no rule keeps it");
     let shared: Arc<dyn Disk> = Arc::new(disk.clone());
     // Nobody begins there any more, but a reader that looked around before the floor was above it may hold it now.
-    let outside = Snapshot::open_on(&shared, Some(&at)).unwrap_err();
+    let outside = View::open_on(&shared, Some(&at)).unwrap_err();
     assert!(matches!(outside, Error::OutsideWindow { .. }), "{outside}");
     let Hold::Held(seen) = shared.hold(link.id).unwrap() else { panic!("nothing is going") };
     let needed = Files::of(&disk).names(|file| file.folder() == Folder::Pages);
@@ -152,7 +152,7 @@ fn what_is_read_from_a_link_stays_until_its_reader_has_gone() {
     store.snapshot().unwrap();
     assert!(needed.iter().all(|file| disk.bytes(*file).is_none()));
     assert_eq!(ids(&store).len(), 1);
-    let gone = Snapshot::open_on(&shared, Some(&at)).unwrap_err();
+    let gone = View::open_on(&shared, Some(&at)).unwrap_err();
     assert!(matches!(gone, Error::OutsideWindow { .. }), "{gone}");
 }
 
@@ -230,7 +230,7 @@ fn a_state_behind_a_link_that_is_not_kept_is_reached_from_before() {
     assert_eq!(ids(&store), [first.id.0, taken[1].0.id.0]);
     assert_eq!(chain(&disk, taken[1].0.id), [taken[1].0.id, link.id, first.id]);
     let shared: Arc<dyn Disk> = Arc::new(disk.clone());
-    let old = Snapshot::open_on(&shared, Some(&RestorePoint::Lsn(link.end))).unwrap();
+    let old = View::open_on(&shared, Some(&StatePoint::Lsn(link.end))).unwrap();
     assert_eq!(old.base(), Some(first.id));
     for (page, bytes) in &state.contents {
         let mut found = vec![0; bytes.len()];
@@ -273,9 +273,9 @@ fn a_state_behind_a_link_whose_images_went_is_outside_the_window() {
         }
         other => panic!("{other}"),
     };
-    outside(link.end, Snapshot::open_on(&shared, Some(&RestorePoint::Lsn(link.end))).unwrap_err());
+    outside(link.end, View::open_on(&shared, Some(&StatePoint::Lsn(link.end))).unwrap_err());
     outside(link.end, store.restore_to(link.end).unwrap_err());
     // Not even what lies before it makes the window begin there.
     let before = Lsn(link.end.0 - 1);
-    outside(before, Snapshot::open_on(&shared, Some(&RestorePoint::Lsn(before))).unwrap_err());
+    outside(before, View::open_on(&shared, Some(&StatePoint::Lsn(before))).unwrap_err());
 }

@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 use crate::peers::{Commit, PEERS, Result};
-use crate::raw::{RawLog, Way};
+use crate::raw::{RawLog, WriteMethod};
 use crate::syncs;
 
 const THREADS: usize = 8;
@@ -34,7 +34,7 @@ const COUNTED: u64 = 25;
 const LENS: [usize; 2] = [4 << 10, 64 << 10];
 /// The raw loops.
 const RAW: [(&str, Way); 2] =
-    [("raw, pwrite + fdatasync", Way::Synced), ("raw, O_DIRECT + O_DSYNC", Way::Direct)];
+    [("raw, pwrite + fdatasync", WriteMethod::Synced), ("raw, O_DIRECT + O_DSYNC", WriteMethod::Direct)];
 
 /// Bytes of records that a running store was given. Remanent's first segments come back after 600 MiB of them.
 const WARM_UP: u64 = 1 << 30;

@@ -20,11 +20,11 @@
 //! write and read files: see `rings/mod.rs`.
 
 // The raw loop is the one of `remanent bench commit`.
-#[path = "../../../tools/src/cli/aligned.rs"]
-mod aligned;
+#[path = "../../../tools/src/cli/aligned_buf.rs"]
+mod aligned_buf;
 /// Where the raw loop looks for it.
 mod cli {
-    pub(crate) use crate::aligned;
+    pub(crate) use crate::aligned_buf;
 }
 mod commits;
 mod left;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use remanent::testing::sim_disk::{EIO, Fault, Operation};
+use remanent::testing::sim_disk::{EIO, DiskFault, Operation};
 use remanent::{Ack, Epoch, Error, LogIo, Lsn, Place};
 
 use crate::ground::{Ground, PAGE_LEN, options};
@@ -109,7 +109,7 @@ fn a_batch_that_is_refused_is_nobody_elses_matter() {
 fn everybody_hears_of_a_failed_sync() {
     explore(|time| {
         let ground = Ground::new(time, options(), 2);
-        ground.disk.fail(Fault { operation: Operation::SyncWindow, skip: 1, times: 1, errno: EIO });
+        ground.disk.fail(DiskFault { operation: Operation::SyncWindow, skip: 1, times: 1, errno: EIO });
         let until_it_fails = |writer| {
             let failed = (1..=3).find_map(|count| ground.count(writer, count, Ack::Durable).err());
             if let Some(error) = failed {

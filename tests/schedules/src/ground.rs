@@ -10,7 +10,7 @@ use remanent::disk::Disk;
 use remanent::testing::sim_disk::{SimDisk, Tears};
 use remanent::testing::sync::{Instant, Mutex};
 use remanent::{Ack, FileName, Folder, Lsn, Options, PageId, Place, Store, Value, WriteBatch};
-use remanent_format::state::rebuild::{RebuildOptions, Rebuilt, rebuild};
+use remanent_format::state::rebuild::{RebuildOptions, RebuiltStore, rebuild};
 
 use crate::archive::Files;
 use crate::runner::Time;
@@ -130,7 +130,7 @@ impl Ground {
     }
 
     /// A writer's count in a state that was rebuilt.
-    pub fn count_of(&self, writer: usize, rebuilt: &Rebuilt) -> u64 {
+    pub fn count_of(&self, writer: usize, rebuilt: &RebuiltStore) -> u64 {
         count_in(rebuilt, writer, &self.writers[writer])
     }
 
@@ -185,7 +185,7 @@ fn counts(disk: &SimDisk, writers: &[[PageId; 2]]) -> (Lsn, Counts) {
 }
 
 /// A writer's count; each of its batches is there as a whole.
-fn count_in(rebuilt: &Rebuilt, writer: usize, pages: &[PageId; 2]) -> u64 {
+fn count_in(rebuilt: &RebuiltStore, writer: usize, pages: &[PageId; 2]) -> u64 {
     let root = rebuilt.table.root().get(&writer.to_string()).cloned().unwrap_or(Value::U64(0));
     let Value::U64(count) = root else { panic!("writer {writer} is at {root:?}") };
     for page in pages {

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use remanent::disk::Disk;
-use remanent::{Ack, FileName, Folder, Lsn, Scrubbed, SnapshotId};
+use remanent::{Ack, FileName, Folder, Lsn, ScrubReport, SnapshotId};
 use remanent_format::image::ImageRef;
 use remanent_format::state::survey::Survey;
 
@@ -22,7 +22,7 @@ fn a_scrub_takes_no_segment_that_is_being_made_for_a_missing_one() {
             }
         };
         let scrub = || {
-            let Scrubbed { damage, .. } = ground.store.scrub().unwrap();
+            let ScrubReport { damage, .. } = ground.store.scrub().unwrap();
             assert!(damage.is_empty(), "{damage:?}");
         };
         at_once(&[&write, &scrub]);
@@ -88,7 +88,7 @@ fn no_snapshot_that_is_taken_meanwhile_stands_on_an_image_that_a_scrub_found_dam
             }
         };
         let scrub = || {
-            let Scrubbed { damage, .. } = ground.store.scrub().unwrap();
+            let ScrubReport { damage, .. } = ground.store.scrub().unwrap();
             assert!(damage.iter().any(|damage| damage.file == file), "{damage:?}");
         };
         at_once(&[&snapshots, &scrub]);

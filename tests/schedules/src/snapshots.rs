@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use remanent::{Ack, Budget, Lsn, Place, Scrubbed};
+use remanent::{Ack, Budget, Lsn, Place, ScrubReport};
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 
 use crate::ground::{Ground, PAGE_LEN, files, options};
@@ -58,7 +58,7 @@ fn two_snapshots_and_a_scrub_take_turns() {
             assert!(first.id < ground.store.snapshot().unwrap().id);
         };
         let scrub = || {
-            let Scrubbed { damage, .. } = ground.store.scrub().unwrap();
+            let ScrubReport { damage, .. } = ground.store.scrub().unwrap();
             assert_eq!(damage.len(), 0, "{damage:?}");
         };
         at_once(&[&snapshots, &scrub]);

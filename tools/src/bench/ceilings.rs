@@ -8,7 +8,7 @@ use remanent::device::{
 
 use super::figures::{Figure, Findings, Group, Unit};
 use super::latency::Latency;
-use super::room::{Room, Stop, size};
+use super::room::{BenchStop, Room, size};
 use super::transfer::{self, Cache};
 use super::{Common, Measure};
 use crate::cli::exit::Failure;
@@ -29,7 +29,7 @@ Examples:
 /// What disk, host and device do without a store
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
-pub struct Ceilings {
+pub struct CeilingsBench {
     #[command(flatten)]
     common: Common,
     /// Bytes written and read
@@ -50,7 +50,7 @@ const LISTS: u64 = 1000;
 /// Long copies a round.
 const COPIES: usize = 8;
 
-impl Measure for Ceilings {
+impl Measure for CeilingsBench {
     fn common(&self) -> &Common {
         &self.common
     }
@@ -70,7 +70,7 @@ impl Measure for Ceilings {
         3 * u64::from(self.common.rounds)
     }
 
-    fn measure(&self, room: &Room) -> Result<Findings, Stop> {
+    fn measure(&self, room: &Room) -> Result<Findings, BenchStop> {
         let mut left_out = Vec::new();
         let mut groups = vec![disk(room, self.bytes.0, self.common.rounds)?];
         groups.push(host(room, self.common.rounds)?);
@@ -88,7 +88,7 @@ impl Measure for Ceilings {
     }
 }
 
-fn disk(room: &Room, bytes: u64, rounds: u32) -> Result<Group, Stop> {
+fn disk(room: &Room, bytes: u64, rounds: u32) -> Result<Group, BenchStop> {
     let mut group = Group::new(format!("disk: {}, {} threads", size(bytes), transfer::THREADS));
     let names = ["write past the cache, synced", "read past the cache", "read through the cache"];
     let [mut write, mut cold, mut warm] = names.map(|name| Figure::new(name, Unit::BytesPerSecond));
@@ -108,7 +108,7 @@ fn disk(room: &Room, bytes: u64, rounds: u32) -> Result<Group, Stop> {
     Ok(group)
 }
 
-fn host(room: &Room, rounds: u32) -> Result<Group, Stop> {
+fn host(room: &Room, rounds: u32) -> Result<Group, BenchStop> {
     let mut group = Group::new(format!("host: {}, one thread", size(COPY_LEN as u64)));
     let names = ["copy, bytes moved once", "copy to memory never touched", "CRC-32"];
     let [mut copy, mut touch, mut sum] = names.map(|name| Figure::new(name, Unit::BytesPerSecond));
@@ -133,7 +133,7 @@ fn host(room: &Room, rounds: u32) -> Result<Group, Stop> {
     Ok(group)
 }
 
-fn device(room: &Room, rounds: u32) -> Result<Group, Stop> {
+fn device(room: &Room, rounds: u32) -> Result<Group, BenchStop> {
     let device = &*room.device;
     let mut group = Group::new("device");
     let names = ["pinned host to device", "device to pinned host", "copy on the device, read and written"];
@@ -144,7 +144,7 @@ fn device(room: &Room, rounds: u32) -> Result<Group, Stop> {
         figure.latency = Some(Latency::new());
         figure
     });
-    let pages = Pages::new(room)?;
+    let pages = DevicePages::new(room)?;
     for _ in 0..rounds {
         room.step("device")?;
         let (source, target) = (pages.whole(0), pages.whole(1));
@@ -177,13 +177,13 @@ fn device(room: &Room, rounds: u32) -> Result<Group, Stop> {
 }
 
 /// Page memory for the figures of a device.
-struct Pages {
+struct DevicePages {
     long: [remanent::device::MemoryId; 2],
     short: Vec<remanent::device::MemoryId>,
 }
 
-impl Pages {
-    fn new(room: &Room) -> Result<Self, Stop> {
+impl DevicePages {
+    fn new(room: &Room) -> Result<Self, BenchStop> {
         let allocate = |len: usize| room.device.allocate(room.place, len as u64);
         let short = (0..DELTAS).map(|_| allocate(4 * SHORT_LEN)).collect::<Result<_, _>>()?;
         Ok(Self { long: [allocate(COPY_LEN)?, allocate(COPY_LEN)?], short })
@@ -194,7 +194,7 @@ impl Pages {
     }
 
     /// How long a list takes of so many deltas, each to a page of its own.
-    fn deltas(&self, device: &dyn Device, count: usize) -> Result<Duration, Stop> {
+    fn deltas(&self, device: &dyn Device, count: usize) -> Result<Duration, BenchStop> {
         let piece = |(number, memory): (usize, &remanent::device::MemoryId)| Piece {
             target: Span { memory: *memory, offset: 64, len: DELTA_LEN as u64 },
             payload: Payload::Staging { index: 0, offset: number * DELTA_LEN },
@@ -205,7 +205,7 @@ impl Pages {
         Ok(list(device, Lane::Apply, vec![Command::Apply { pieces }], staging)?.0)
     }
 
-    fn release(self, device: &dyn Device) -> Result<(), Stop> {
+    fn release(self, device: &dyn Device) -> Result<(), BenchStop> {
         let all = self.long.into_iter().chain(self.short);
         Ok(all.into_iter().try_for_each(|memory| device.release(memory))?)
     }
@@ -217,7 +217,7 @@ fn list(
     lane: Lane,
     commands: Vec<Command>,
     staging: Vec<Staging>,
-) -> Result<(Duration, Vec<Staging>), Stop> {
+) -> Result<(Duration, Vec<Staging>), BenchStop> {
     let started = Instant::now();
     let staging = device.submit(lane, CommandList { commands, staging })?.finish(device)?;
     Ok((started.elapsed(), staging))
@@ -227,8 +227,8 @@ fn list(
 fn many_lists(
     figure: &mut Figure,
     count: u64,
-    mut run: impl FnMut() -> Result<Duration, Stop>,
-) -> Result<(), Stop> {
+    mut run: impl FnMut() -> Result<Duration, BenchStop>,
+) -> Result<(), BenchStop> {
     let mut all = Latency::new();
     let mut sum = Duration::ZERO;
     for _ in 0..count {
@@ -244,10 +244,10 @@ fn many_lists(
 }
 
 /// Short copies to the host on one lane while long ones run on another.
-fn short_beside_long(device: &dyn Device, pages: &Pages, figure: &mut Figure) -> Result<(), Stop> {
+fn short_beside_long(device: &dyn Device, pages: &DevicePages, figure: &mut Figure) -> Result<(), BenchStop> {
     let (long, short) = (pages.whole(0), Span { len: SHORT_LEN as u64, ..pages.whole(1) });
     std::thread::scope(|scope| {
-        let downloads = scope.spawn(move || -> Result<(), Stop> {
+        let downloads = scope.spawn(move || -> Result<(), BenchStop> {
             let mut staging = vec![device.staging(COPY_LEN)?];
             for _ in 0..10 * COPIES {
                 let target = StagingSpan { index: 0, offset: 0, len: COPY_LEN };

@@ -85,7 +85,7 @@ fn step_of(max: f64) -> f64 {
 }
 
 /// One line of a chart.
-pub struct Line {
+pub struct ChartLine {
     /// The class that colours it.
     pub class: String,
     pub name: String,
@@ -93,7 +93,7 @@ pub struct Line {
 }
 
 /// Lines over two axes, and moments on the first of them.
-pub fn lines(x: &Axis, y: &Axis, lines: &[Line], marks: &[(f64, &str)]) -> String {
+pub fn lines(x: &Axis, y: &Axis, lines: &[ChartLine], marks: &[(f64, &str)]) -> String {
     let across = |value: f64| LEFT + x.scale.place(value) * (WIDTH - LEFT - RIGHT);
     let up = |value: f64| HEIGHT - BOTTOM - y.scale.place(value) * (HEIGHT - TOP - BOTTOM);
     let (bottom, right) = (HEIGHT - BOTTOM, WIDTH - RIGHT);
@@ -135,7 +135,7 @@ pub fn lines(x: &Axis, y: &Axis, lines: &[Line], marks: &[(f64, &str)]) -> Strin
             format_args!(r#"<text x="{:.1}" y="{y}" class="end">{}</text>"#, at - 4.0, escape(what)),
         );
     }
-    for Line { class, name, points } in lines {
+    for ChartLine { class, name, points } in lines {
         let mut path = String::new();
         for (index, (x, y)) in points.iter().enumerate() {
             let command = if index == 0 { 'M' } else { 'L' };
@@ -252,7 +252,7 @@ mod tests {
         assert_eq!(attributes, r#"x="4" y="15""#, "it begins at the left edge");
         let axis =
             || Axis { label: "", scale: Scale::linear([1.0].into_iter()), show: Box::new(|_| String::new()) };
-        let one = Line { class: "s0".to_owned(), name: "one".to_owned(), points: vec![(0.5, 0.0)] };
+        let one = ChartLine { class: "s0".to_owned(), name: "one".to_owned(), points: vec![(0.5, 0.0)] };
         let svg = lines(&axis(), &axis(), &[one], &[]);
         assert!(svg.contains("h4\"><title>one"), "{svg}");
     }

@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 use clap::ValueEnum;
 use remanent::{Ack, LogIo, PageId, Store};
 
-use super::figures::{Course, Figure, Findings, Group, Unit};
+use super::figures::{Figure, Findings, Group, TimeSeries, Unit};
 use super::latency::Latency;
 use super::memory::RawMemory;
-use super::raw::{self, RawLog, Way};
-use super::room::{self, Room, Stop};
+use super::raw::{self, RawLog, WriteMethod};
+use super::room::{self, BenchStop, Room};
 use super::{Common, Measure, check_seconds, check_threads, transfer};
 use crate::cli::exit::Failure;
 use crate::cli::size::Size;
@@ -29,7 +29,7 @@ Examples:
 /// Commits a second, and how long each takes
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
-pub struct Commit {
+pub struct CommitBench {
     #[command(flatten)]
     common: Common,
     /// How many threads commit at once; a list
@@ -108,7 +108,7 @@ const COURSE_STEPS: u32 = 20;
 /// More than any machine logs a second; what a round may write is reckoned by it.
 const LOG_BYTES_PER_SECOND: f64 = 1e9;
 
-impl Measure for Commit {
+impl Measure for CommitBench {
     fn common(&self) -> &Common {
         &self.common
     }
@@ -136,10 +136,10 @@ impl Measure for Commit {
         u64::from(self.common.rounds) * (self.threads.len() * self.len.len() * self.ack.len()) as u64
     }
 
-    fn measure(&self, room: &Room) -> Result<Findings, Stop> {
+    fn measure(&self, room: &Room) -> Result<Findings, BenchStop> {
         let mut left_out = Vec::new();
         let durable = self.raw_loops(room, &mut left_out)?;
-        let memory = [Subject::Memory(RawMemory::new())];
+        let memory = [CommitSubject::Memory(RawMemory::new())];
         let stores = self.stores(room)?;
         let mut groups = Vec::new();
         for &threads in &self.threads {
@@ -147,7 +147,7 @@ impl Measure for Commit {
                 for &level in &self.ack {
                     let ceilings = if level == Level::Durable { &durable[..] } else { &memory[..] };
                     let own = stores.iter().filter(|(of, _)| *of == level).map(|(_, store)| store);
-                    let subjects: Vec<&Subject> = ceilings.iter().chain(own).collect();
+                    let subjects: Vec<&CommitSubject> = ceilings.iter().chain(own).collect();
                     groups.push(self.group(room, level, threads, len.0, &subjects)?);
                 }
             }
@@ -158,7 +158,7 @@ impl Measure for Commit {
     }
 }
 
-impl Commit {
+impl CommitBench {
     fn longest(&self) -> u64 {
         self.len.iter().map(|len| len.0).max().unwrap_or_default()
     }
@@ -167,16 +167,24 @@ impl Commit {
         self.threads.iter().copied().max().unwrap_or_default()
     }
 
-    fn raw_loops(&self, room: &Room, left_out: &mut Vec<String>) -> Result<Vec<Subject>, Stop> {
+    fn raw_loops(&self, room: &Room, left_out: &mut Vec<String>) -> Result<Vec<CommitSubject>, BenchStop> {
         let mut loops = Vec::new();
         if !self.ack.contains(&Level::Durable) {
             return Ok(loops);
         }
         let group_len_max = self.longest() as usize * self.most_threads();
         std::fs::create_dir(room.path("raw"))?;
-        loops.push(Subject::Raw(RawLog::new(&room.path("raw/synced"), Way::Synced, group_len_max)?));
+        loops.push(CommitSubject::Raw(RawLog::new(
+            &room.path("raw/synced"),
+            WriteMethod::Synced,
+            group_len_max,
+        )?));
         if transfer::knows_direct(&room.path("raw"))? {
-            loops.push(Subject::Raw(RawLog::new(&room.path("raw/direct"), Way::Direct, group_len_max)?));
+            loops.push(CommitSubject::Raw(RawLog::new(
+                &room.path("raw/direct"),
+                WriteMethod::Direct,
+                group_len_max,
+            )?));
         } else {
             left_out.push("the raw loop past the page cache: this file system knows no O_DIRECT".to_owned());
         }
@@ -184,7 +192,7 @@ impl Commit {
     }
 
     /// One store for each acknowledgement and way to write the log, with a page for each thread.
-    fn stores(&self, room: &Room) -> Result<Vec<(Level, Subject)>, Stop> {
+    fn stores(&self, room: &Room) -> Result<Vec<(Level, CommitSubject)>, BenchStop> {
         let ways: Vec<Option<Io>> = match &self.log_io[..] {
             [] => vec![None],
             ways => ways.iter().copied().map(Some).collect(),
@@ -206,7 +214,10 @@ impl Commit {
                 let log_io = store.recovered().log_io.clone();
                 let log_io = log_io.split([',', ' ', ':']).next().unwrap_or_default();
                 let name = format!("{}, {log_io}", level.name());
-                stores.push((level, Subject::Store(Box::new(Committing { name, store, pages, page_len }))));
+                stores.push((
+                    level,
+                    CommitSubject::Store(Box::new(RecordStore { name, store, pages, page_len })),
+                ));
             }
         }
         Ok(stores)
@@ -219,8 +230,8 @@ impl Commit {
         level: Level,
         threads: usize,
         len: u64,
-        subjects: &[&Subject],
-    ) -> Result<Group, Stop> {
+        subjects: &[&CommitSubject],
+    ) -> Result<Group, BenchStop> {
         let plural = if threads == 1 { "" } else { "s" };
         let title = format!("{}: {threads} thread{plural}, {}", level.name(), Size(len));
         let mut group = Group::new(title);
@@ -229,7 +240,8 @@ impl Commit {
             let mut figure = Figure::new(subject.name(), Unit::PerSecond("commits"));
             figure.latency = Some(Latency::new());
             let step = time / COURSE_STEPS;
-            figure.course = Some(Course { unit: figure.unit, step, values: Vec::new(), marks: Vec::new() });
+            figure.course =
+                Some(TimeSeries { unit: figure.unit, step, values: Vec::new(), marks: Vec::new() });
             group.figures.push(figure);
         }
         for _ in 0..self.common.rounds {
@@ -252,14 +264,14 @@ impl Commit {
 }
 
 /// Something that takes records.
-enum Subject {
+enum CommitSubject {
     Raw(RawLog),
     Memory(RawMemory),
-    Store(Box<Committing>),
+    Store(Box<RecordStore>),
 }
 
 /// A store that takes records.
-struct Committing {
+struct RecordStore {
     name: String,
     store: Store,
     /// One a thread.
@@ -267,30 +279,30 @@ struct Committing {
     page_len: u64,
 }
 
-impl Subject {
+impl CommitSubject {
     fn name(&self) -> String {
         match self {
-            Subject::Raw(raw) if raw.way == Way::Synced => "raw, pwrite + fdatasync".to_owned(),
-            Subject::Raw(_) => "raw, O_DIRECT + O_DSYNC".to_owned(),
-            Subject::Memory(_) => "raw, copy + checksum".to_owned(),
-            Subject::Store(committing) => committing.name.clone(),
+            CommitSubject::Raw(raw) if raw.way == WriteMethod::Synced => "raw, pwrite + fdatasync".to_owned(),
+            CommitSubject::Raw(_) => "raw, O_DIRECT + O_DSYNC".to_owned(),
+            CommitSubject::Memory(_) => "raw, copy + checksum".to_owned(),
+            CommitSubject::Store(committing) => committing.name.clone(),
         }
     }
 
     fn is_ceiling(&self) -> bool {
-        !matches!(self, Subject::Store(_))
+        !matches!(self, CommitSubject::Store(_))
     }
 
     /// Commit number `count` of a thread.
-    fn commit(&self, thread: usize, count: u64, record: &[u8]) -> Result<(), Stop> {
+    fn commit(&self, thread: usize, count: u64, record: &[u8]) -> Result<(), BenchStop> {
         match self {
-            Subject::Raw(raw) => Ok(raw.commit(record)?),
-            Subject::Memory(memory) => {
+            CommitSubject::Raw(raw) => Ok(raw.commit(record)?),
+            CommitSubject::Memory(memory) => {
                 memory.commit(record);
                 Ok(())
             }
-            Subject::Store(committing) => {
-                let Committing { store, pages, page_len, .. } = &**committing;
+            CommitSubject::Store(committing) => {
+                let RecordStore { store, pages, page_len, .. } = &**committing;
                 let mut batch = store.batch();
                 let len = record.len() as u64;
                 batch.write(pages[thread], count % (page_len / len) * len, record);
@@ -301,8 +313,8 @@ impl Subject {
     }
 
     /// Leaves nothing behind that the next one's time would have to pay for.
-    fn settle(&self) -> Result<(), Stop> {
-        if let Subject::Store(committing) = self {
+    fn settle(&self) -> Result<(), BenchStop> {
+        if let CommitSubject::Store(committing) = self {
             let store = &committing.store;
             store.wait_durable(store.lsn())?;
             let stats = store.stats();
@@ -317,17 +329,17 @@ impl Subject {
 /// One subject's turn.
 fn round(
     room: &Room,
-    subject: &Subject,
+    subject: &CommitSubject,
     figure: &mut Figure,
     threads: usize,
     len: usize,
     time: Duration,
-) -> Result<(), Stop> {
+) -> Result<(), BenchStop> {
     let over = AtomicBool::new(false);
     let course: Vec<AtomicU64> = (0..COURSE_STEPS).map(|_| AtomicU64::new(0)).collect();
     let step = time / COURSE_STEPS;
     let started = Instant::now();
-    let work = |thread: usize| -> Result<Latency, Stop> {
+    let work = |thread: usize| -> Result<Latency, BenchStop> {
         let mut latency = Latency::new();
         let mut record = vec![thread as u8; len];
         let mut before = Instant::now();
@@ -354,7 +366,7 @@ fn round(
     let mut all = Latency::new();
     std::thread::scope(|scope| {
         let workers: Vec<_> = (0..threads).map(|thread| scope.spawn(move || work(thread))).collect();
-        workers.into_iter().try_for_each(|worker| -> Result<(), Stop> {
+        workers.into_iter().try_for_each(|worker| -> Result<(), BenchStop> {
             all.add(&worker.join().expect("no panic")?);
             Ok(())
         })

@@ -7,7 +7,7 @@ use std::time::Instant;
 use remanent::Metadata;
 
 use super::figures::{Figure, Findings, Group, Unit};
-use super::room::{self, Room, Stop, size};
+use super::room::{self, BenchStop, Room, size};
 use super::{Common, Measure, transfer};
 use crate::cli::exit::Failure;
 use crate::cli::size::Size;
@@ -25,7 +25,7 @@ Examples:
 /// New pages in bulk, as an import makes them
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
-pub struct Create {
+pub struct CreateBench {
     #[command(flatten)]
     common: Common,
     /// Bytes of all pages together
@@ -39,7 +39,7 @@ pub struct Create {
     page_len: Size,
 }
 
-impl Measure for Create {
+impl Measure for CreateBench {
     fn common(&self) -> &Common {
         &self.common
     }
@@ -62,7 +62,7 @@ impl Measure for Create {
         u64::from(self.common.rounds)
     }
 
-    fn measure(&self, room: &Room) -> Result<Findings, Stop> {
+    fn measure(&self, room: &Room) -> Result<Findings, BenchStop> {
         let (page_len, batch) = (size(self.page_len.0), size(self.batch.0));
         let title = format!("{} in pages of {page_len}, {batch} a batch", size(self.bytes.0));
         let mut raw = Figure::new("raw, one file, write + fdatasync", Unit::BytesPerSecond);

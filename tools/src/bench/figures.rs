@@ -46,13 +46,13 @@ pub struct Figure {
     pub rounds: Vec<f64>,
     /// Of single operations, those of all rounds.
     pub latency: Option<Latency>,
-    pub course: Option<Course>,
+    pub course: Option<TimeSeries>,
     /// The figure of the same group, and of the same unit, that no store can beat.
     pub ceiling: Option<String>,
 }
 
 /// How something went over time.
-pub struct Course {
+pub struct TimeSeries {
     pub unit: Unit,
     /// Time from one value to the next.
     pub step: Duration,

@@ -9,7 +9,7 @@ use rustix::time::{ClockId, clock_gettime};
 
 use super::figures::{Figure, Findings, Group, Unit};
 use super::latency::Latency;
-use super::room::{self, Room, Stop};
+use super::room::{self, BenchStop, Room};
 use super::{Common, Measure, check_seconds};
 use crate::cli::exit::Failure;
 
@@ -25,7 +25,7 @@ Examples:
 /// How late batches come to a follower, and what it costs while nothing comes
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
-pub struct Follow {
+pub struct FollowBench {
     #[command(flatten)]
     common: Common,
     /// Batches a round
@@ -47,7 +47,7 @@ const DELTA_LEN: u64 = 256;
 const WAYS: [(&str, LogIo, Ack); 2] =
     [("logged, mapped", LogIo::Mapped, Ack::Logged), ("durable, buffered", LogIo::Buffered, Ack::Durable)];
 
-impl Measure for Follow {
+impl Measure for FollowBench {
     fn common(&self) -> &Common {
         &self.common
     }
@@ -65,7 +65,7 @@ impl Measure for Follow {
         WAYS.len() as u64 * u64::from(self.common.rounds)
     }
 
-    fn measure(&self, room: &Room) -> Result<Findings, Stop> {
+    fn measure(&self, room: &Room) -> Result<Findings, BenchStop> {
         let groups = WAYS.into_iter().map(|way| self.way(room, way)).collect::<Result<_, _>>()?;
         let mut settings = room.settings(&self.common);
         settings.push(("rounds", format!("{} of {} batches", self.common.rounds, self.batches)));
@@ -73,8 +73,8 @@ impl Measure for Follow {
     }
 }
 
-impl Follow {
-    fn way(&self, room: &Room, (name, log_io, ack): (&str, LogIo, Ack)) -> Result<Group, Stop> {
+impl FollowBench {
+    fn way(&self, room: &Room, (name, log_io, ack): (&str, LogIo, Ack)) -> Result<Group, BenchStop> {
         let folder = name.replace(", ", "-");
         let store = room.open(&folder, room::options().log_io(log_io).ack(ack))?;
         let mut batch = store.batch();
@@ -116,9 +116,9 @@ impl Follow {
         page: PageId,
         follower: &mut Follower,
         gap: Duration,
-    ) -> Result<Latency, Stop> {
+    ) -> Result<Latency, BenchStop> {
         let until = Lsn(store.lsn().0 + self.batches);
-        let (committed, received) = std::thread::scope(|scope| -> Result<_, Stop> {
+        let (committed, received) = std::thread::scope(|scope| -> Result<_, BenchStop> {
             let reader = scope.spawn(|| arrivals(follower, until));
             // Nothing is ever sent: waiting for it is how a writer is idle.
             let (_silent, silence) = mpsc::channel::<()>();
@@ -143,7 +143,7 @@ impl Follow {
 }
 
 /// When each batch up to `until` came.
-fn arrivals(follower: &mut Follower, until: Lsn) -> Result<HashMap<Lsn, Instant>, Stop> {
+fn arrivals(follower: &mut Follower, until: Lsn) -> Result<HashMap<Lsn, Instant>, BenchStop> {
     let mut received = HashMap::new();
     while follower.position().lsn < until {
         match follower.next(PATIENCE)? {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use remanent::{DeviceChoice, Metadata, PageId, Store};
 
 use super::figures::{Figure, Findings, Group, Unit};
-use super::room::{self, Room, Stop, size};
+use super::room::{self, BenchStop, Room, size};
 use super::{Common, Measure, opener};
 use crate::cli::exit::Failure;
 use crate::cli::size::Size;
@@ -37,7 +37,7 @@ const DISK_BYTES_BESIDE: u64 = 1024;
 /// What a store costs as its pages become many
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
-pub struct Growth {
+pub struct GrowthBench {
     #[command(flatten)]
     common: Common,
     /// How many pages; a list
@@ -52,7 +52,7 @@ pub struct Growth {
 }
 
 /// A store, and what was measured on it.
-struct Grown {
+struct GrownStore {
     name: String,
     pages: Vec<PageId>,
     random: SplitMix64,
@@ -64,8 +64,8 @@ struct Grown {
     memory: Figure,
 }
 
-impl Growth {
-    fn grow(&self, room: &Room, count: u64) -> Result<Grown, Stop> {
+impl GrowthBench {
+    fn grow(&self, room: &Room, count: u64) -> Result<GrownStore, BenchStop> {
         let name = format!("pages-{count}");
         let store = room.open(&name, room::options())?;
         let mut pages = Vec::new();
@@ -79,7 +79,7 @@ impl Growth {
         }
         store.snapshot()?;
         store.close()?;
-        Ok(Grown {
+        Ok(GrownStore {
             name,
             pages,
             random: SplitMix64::new(count),
@@ -93,8 +93,8 @@ impl Growth {
     }
 }
 
-impl Grown {
-    fn commit(&mut self, store: &Store, count: u64) -> Result<Duration, Stop> {
+impl GrownStore {
+    fn commit(&mut self, store: &Store, count: u64) -> Result<Duration, BenchStop> {
         let mut took = Duration::ZERO;
         for number in 0..count {
             let page = self.pages[self.random.below(self.pages.len() as u64) as usize];
@@ -123,14 +123,14 @@ impl Grown {
     }
 
     /// Changes that many pages, and takes a snapshot.
-    fn snapshot(&mut self, store: &Store, changed: u64) -> Result<Duration, Stop> {
+    fn snapshot(&mut self, store: &Store, changed: u64) -> Result<Duration, BenchStop> {
         self.commit(store, changed)?;
         let started = Instant::now();
         store.snapshot()?;
         Ok(started.elapsed())
     }
 
-    fn measure_running(&mut self, room: &Room, page_len: u64, commits: u64) -> Result<(), Stop> {
+    fn measure_running(&mut self, room: &Room, page_len: u64, commits: u64) -> Result<(), BenchStop> {
         let took = self.touch(page_len as usize, commits);
         self.touch.push(took.as_secs_f64() / commits as f64);
         let store = room.open(&self.name, room::options())?;
@@ -150,7 +150,7 @@ impl Grown {
         Ok(store.close()?)
     }
 
-    fn measure_open(&mut self, path: &Path, page_len: u64) -> Result<(), Stop> {
+    fn measure_open(&mut self, path: &Path, page_len: u64) -> Result<(), BenchStop> {
         // Also where pages live on a GPU, this is about what the store itself takes.
         let opened = opener::open(path, DeviceChoice::Host, false)?;
         let count = self.pages.len() as f64;
@@ -160,7 +160,7 @@ impl Grown {
     }
 }
 
-impl Measure for Growth {
+impl Measure for GrowthBench {
     fn common(&self) -> &Common {
         &self.common
     }
@@ -182,7 +182,7 @@ impl Measure for Growth {
         (u64::from(self.common.rounds) + 1) * self.pages.len() as u64
     }
 
-    fn measure(&self, room: &Room) -> Result<Findings, Stop> {
+    fn measure(&self, room: &Room) -> Result<Findings, BenchStop> {
         let title = |count: usize| format!("{count} pages of {}", size(self.page_len.0));
         let mut stores = Vec::new();
         for count in &self.pages {
@@ -196,7 +196,7 @@ impl Measure for Growth {
                 grown.measure_running(room, self.page_len.0, self.commits)?;
             }
         }
-        let group = |grown: Grown| Group {
+        let group = |grown: GrownStore| Group {
             title: title(grown.pages.len()),
             figures: vec![grown.commit, grown.touch, grown.one, grown.hundredth, grown.open, grown.memory],
         };

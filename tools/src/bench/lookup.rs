@@ -9,7 +9,7 @@ use remanent::{Ack, Key, PageId, PageInfo, Store};
 
 use super::figures::{Figure, Findings, Group, Unit};
 use super::latency::Latency;
-use super::room::{self, Room, Stop};
+use super::room::{self, BenchStop, Room};
 use super::{Common, Measure, check_seconds, check_threads};
 use crate::cli::exit::Failure;
 
@@ -25,7 +25,7 @@ Examples:
 /// Lookups a second, and how long each takes
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
-pub struct Lookup {
+pub struct LookupBench {
     #[command(flatten)]
     common: Common,
     /// How many threads look up at once; a list
@@ -67,14 +67,14 @@ const WORKS: [(Work, &str); 5] = [
 ];
 
 /// A store, and a map of its pages.
-struct Subject {
+struct LookupSubject {
     store: Store,
     keys: Vec<Key>,
     map: HashMap<PageId, PageInfo>,
     ids: Vec<PageId>,
 }
 
-impl Measure for Lookup {
+impl Measure for LookupBench {
     fn common(&self) -> &Common {
         &self.common
     }
@@ -92,7 +92,7 @@ impl Measure for Lookup {
         2 * u64::from(self.common.rounds) * self.threads.len() as u64
     }
 
-    fn measure(&self, room: &Room) -> Result<Findings, Stop> {
+    fn measure(&self, room: &Room) -> Result<Findings, BenchStop> {
         let subject = self.subject(room)?;
         let mut groups = Vec::new();
         for &threads in &self.threads {
@@ -108,8 +108,8 @@ impl Measure for Lookup {
     }
 }
 
-impl Lookup {
-    fn subject(&self, room: &Room) -> Result<Subject, Stop> {
+impl LookupBench {
+    fn subject(&self, room: &Room) -> Result<LookupSubject, BenchStop> {
         let store = room.open("store", room::options().ack(Ack::Durable))?;
         let key = |number: u64| Key::new(format!("page/{number}")).expect("a short key");
         let keys: Vec<Key> = (0..self.pages).map(key).collect();
@@ -123,10 +123,16 @@ impl Lookup {
             ids.extend(store.commit(batch)?.pages);
         }
         let map = store.pages()?.map(|info| (info.page, info)).collect();
-        Ok(Subject { store, keys, map, ids })
+        Ok(LookupSubject { store, keys, map, ids })
     }
 
-    fn group(&self, room: &Room, subject: &Subject, threads: usize, writers: usize) -> Result<Group, Stop> {
+    fn group(
+        &self,
+        room: &Room,
+        subject: &LookupSubject,
+        threads: usize,
+        writers: usize,
+    ) -> Result<Group, BenchStop> {
         let plural = if threads == 1 { "" } else { "s" };
         let beside = if writers == 0 { "alone" } else { "beside 2 durable writers" };
         let title = format!("{threads} thread{plural}, {beside}");
@@ -150,15 +156,15 @@ impl Lookup {
     fn round(
         &self,
         room: &Room,
-        subject: &Subject,
+        subject: &LookupSubject,
         work: Work,
         figure: &mut Figure,
         threads: usize,
         writers: usize,
-    ) -> Result<(), Stop> {
+    ) -> Result<(), BenchStop> {
         let time = Duration::from_secs_f64(self.seconds);
         let is_over = AtomicBool::new(false);
-        let commit = |writer: usize| -> Result<(), Stop> {
+        let commit = |writer: usize| -> Result<(), BenchStop> {
             let mut random = Random(writer as u64 + 1);
             while !is_over.load(Ordering::Relaxed) {
                 let mut batch = subject.store.batch();
@@ -172,7 +178,7 @@ impl Lookup {
             Ok(())
         };
         let started = Instant::now();
-        let look = |thread: usize| -> Result<(u64, Latency), Stop> {
+        let look = |thread: usize| -> Result<(u64, Latency), BenchStop> {
             let (mut latency, mut random, mut count) = (Latency::new(), Random(1000 + thread as u64), 0);
             while started.elapsed() < time && !room.interrupted() {
                 for _ in 1..TIMED {
@@ -193,7 +199,7 @@ impl Lookup {
             let took = started.elapsed();
             is_over.store(true, Ordering::Relaxed);
             writing.into_iter().try_for_each(|thread| thread.join().expect("no panic"))?;
-            Ok::<_, Stop>((looked, took))
+            Ok::<_, BenchStop>((looked, took))
         });
         let (looked, took) = looked?;
         let mut count = 0;
@@ -209,8 +215,8 @@ impl Lookup {
     }
 }
 
-impl Subject {
-    fn once(&self, work: Work, random: &mut Random) -> Result<(), Stop> {
+impl LookupSubject {
+    fn once(&self, work: Work, random: &mut Random) -> Result<(), BenchStop> {
         let at = random.below(self.ids.len());
         match work {
             Work::Map => _ = black_box(self.map.get(&self.ids[at]).cloned()),

@@ -32,8 +32,8 @@ use clap::Subcommand;
 use remanent::DeviceChoice;
 
 use self::figures::Findings;
-use self::report::Report;
-use self::room::{Room, Stop};
+use self::report::HtmlReport;
+use self::room::{BenchStop, Room};
 use crate::cli::exit::{Ending, Failure, Outcome};
 use crate::cli::interrupt::Interrupt;
 use crate::cli::output::Output;
@@ -54,21 +54,21 @@ Examples:
 #[command(after_help = EXAMPLES)]
 pub struct Bench {
     #[command(subcommand)]
-    what: What,
+    what: BenchKind,
 }
 
 #[derive(Subcommand)]
-enum What {
-    Commit(commit::Commit),
-    Snapshot(snapshot::Snapshot),
-    Restore(restore::Restore),
-    Replay(replay::Replay),
-    Create(create::Create),
-    Growth(growth::Growth),
-    Follow(follow::Follow),
-    Steady(steady::Steady),
-    Lookup(lookup::Lookup),
-    Ceilings(ceilings::Ceilings),
+enum BenchKind {
+    Commit(commit::CommitBench),
+    Snapshot(snapshot::SnapshotBench),
+    Restore(restore::RestoreBench),
+    Replay(replay::ReplayBench),
+    Create(create::CreateBench),
+    Growth(growth::GrowthBench),
+    Follow(follow::FollowBench),
+    Steady(steady::SteadyBench),
+    Lookup(lookup::LookupBench),
+    Ceilings(ceilings::CeilingsBench),
     #[command(hide = true)]
     Open(opener::Opener),
 }
@@ -103,24 +103,24 @@ trait Measure {
     /// Refuses what makes no sense, before anything is made.
     fn check(&self) -> Result<(), Failure>;
     /// Measures.
-    fn measure(&self, room: &Room) -> Result<Findings, Stop>;
+    fn measure(&self, room: &Room) -> Result<Findings, BenchStop>;
 }
 
 impl Bench {
     /// Measures.
     pub fn run(&self, out: &mut Output) -> Outcome {
         match &self.what {
-            What::Commit(what) => run(what, out),
-            What::Snapshot(what) => run(what, out),
-            What::Restore(what) => run(what, out),
-            What::Replay(what) => run(what, out),
-            What::Create(what) => run(what, out),
-            What::Growth(what) => run(what, out),
-            What::Follow(what) => run(what, out),
-            What::Steady(what) => run(what, out),
-            What::Lookup(what) => run(what, out),
-            What::Ceilings(what) => run(what, out),
-            What::Open(what) => what.run(out),
+            BenchKind::Commit(what) => run(what, out),
+            BenchKind::Snapshot(what) => run(what, out),
+            BenchKind::Restore(what) => run(what, out),
+            BenchKind::Replay(what) => run(what, out),
+            BenchKind::Create(what) => run(what, out),
+            BenchKind::Growth(what) => run(what, out),
+            BenchKind::Follow(what) => run(what, out),
+            BenchKind::Steady(what) => run(what, out),
+            BenchKind::Lookup(what) => run(what, out),
+            BenchKind::Ceilings(what) => run(what, out),
+            BenchKind::Open(what) => what.run(out),
         }
     }
 }
@@ -145,12 +145,12 @@ fn run(what: &impl Measure, out: &mut Output) -> Outcome {
     let interrupt = Interrupt::listen()?;
     what.check()?;
     let common = what.common();
-    let report = common.report.as_deref().map(Report::begin).transpose()?;
+    let report = common.report.as_deref().map(HtmlReport::begin).transpose()?;
     let room = Room::new(common, interrupt, what.bytes_needed(), what.steps())?;
     let findings = match what.measure(&room) {
         Ok(findings) => findings,
-        Err(Stop::Interrupted) => return Ok(Ending::Interrupted),
-        Err(Stop::Failed(failure)) => return Err(failure),
+        Err(BenchStop::Interrupted) => return Ok(Ending::Interrupted),
+        Err(BenchStop::Failed(failure)) => return Err(failure),
     };
     drop(room);
     if let Some(report) = report {

@@ -11,7 +11,7 @@ use remanent::{DeviceChoice, Folder, Store};
 use serde::{Deserialize, Serialize};
 
 use super::peak::{self, Watch};
-use super::room::{self, Stop};
+use super::room::{self, BenchStop};
 use crate::cli::engine::engine_failure;
 use crate::cli::exit::{Ending, Failure, Outcome};
 use crate::cli::output::Output;
@@ -29,16 +29,16 @@ pub struct Opener {
 
 /// What an open took, beyond what the device had taken before.
 #[derive(Serialize, Deserialize)]
-pub struct Opened {
+pub struct OpenCost {
     pub seconds: f64,
     /// Bytes of host memory behind it.
     pub resident: u64,
-    pub most: Option<Most>,
+    pub most: Option<PeakMemory>,
 }
 
 /// The most host memory that there was meanwhile, in bytes.
 #[derive(Serialize, Deserialize)]
-pub struct Most {
+pub struct PeakMemory {
     pub all: u64,
     /// Without what is mapped of the log: that is the page cache's, and goes when somebody needs it.
     pub own: u64,
@@ -46,7 +46,7 @@ pub struct Most {
 }
 
 impl Opener {
-    /// Opens the store, and prints [`Opened`].
+    /// Opens the store, and prints [`OpenCost`].
     pub fn run(&self, out: &mut Output) -> Outcome {
         let unknown =
             |error| Failure::Environment(format!("how much memory is in use is not known: {error}"));
@@ -62,10 +62,10 @@ impl Opener {
         let above = |bytes: u64| bytes.saturating_sub(before);
         let most = |watch: Watch| {
             let split = watch.end()?;
-            Ok(Most { all: above(peak::peak_bytes()?), own: split.other, windows: split.mapped })
+            Ok(PeakMemory { all: above(peak::peak_bytes()?), own: split.other, windows: split.mapped })
         };
         let most = watch.map(most).transpose().map_err(unknown)?;
-        let opened = Opened { seconds, resident: above(peak::resident_bytes().map_err(unknown)?), most };
+        let opened = OpenCost { seconds, resident: above(peak::resident_bytes().map_err(unknown)?), most };
         out.line(format_args!("{}", serde_json::json!(opened)))?;
         store.close().map_err(engine_failure)?;
         Ok(Ending::Fine)
@@ -73,7 +73,7 @@ impl Opener {
 }
 
 /// Has a process open the store in `dir`.
-pub fn open(dir: &Path, device: DeviceChoice, watched: bool) -> Result<Opened, Stop> {
+pub fn open(dir: &Path, device: DeviceChoice, watched: bool) -> Result<OpenCost, BenchStop> {
     let mut opener = Command::new(std::env::current_exe()?);
     opener.args(["bench", "open", "--device", &device.to_string()]).args(watched.then_some("--watched"));
     let output = opener.arg(dir).stdin(Stdio::null()).output()?;

@@ -69,19 +69,19 @@ impl Split {
 /// Looks again and again at how much memory is in use, and for what, until it is told to end: the system keeps a
 /// peak of the sum alone.
 pub struct Watch {
-    look: Arc<Look>,
+    look: Arc<MemorySample>,
     start: Split,
     end: Sender<()>,
     thread: JoinHandle<io::Result<()>>,
 }
 
-struct Look {
+struct MemorySample {
     folder: PathBuf,
     /// The most of each that was seen.
     most: Mutex<Split>,
 }
 
-impl Look {
+impl MemorySample {
     fn again(&self) -> io::Result<Split> {
         let now = Split::look(&self.folder)?;
         let mut most = self.most.lock().unwrap_or_else(PoisonError::into_inner);
@@ -93,7 +93,7 @@ impl Look {
 impl Watch {
     /// Begins. Mapped files of `folder`, which exists, are told apart.
     pub fn begin(folder: &Path) -> io::Result<Self> {
-        let look = Arc::new(Look { folder: folder.canonicalize()?, most: Mutex::default() });
+        let look = Arc::new(MemorySample { folder: folder.canonicalize()?, most: Mutex::default() });
         let start = look.again()?;
         let (end, ended) = mpsc::channel();
         let thread = thread::Builder::new().name("bench-peak".to_owned()).spawn({

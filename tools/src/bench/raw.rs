@@ -20,7 +20,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use rustix::fs::OFlags;
 
-use crate::cli::aligned::{ALIGN, Aligned};
+use crate::cli::aligned_buf::{ALIGN, Aligned};
 
 /// Length of the file at most, in bytes.
 pub const FILE_LEN_MAX: u64 = 128 << 20;
@@ -31,7 +31,7 @@ const GROUPS: u64 = 64;
 
 /// How a group gets to the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
+pub enum WriteMethod {
     /// Into the page cache, then `fdatasync`.
     Synced,
     /// Past the page cache, durable when the write returns.
@@ -42,12 +42,12 @@ pub enum Way {
 pub struct RawLog {
     file: File,
     file_len: u64,
-    pub way: Way,
-    state: Mutex<State>,
+    pub way: WriteMethod,
+    state: Mutex<RawLogState>,
     progress: Condvar,
 }
 
-struct State {
+struct RawLogState {
     queue: Aligned,
     /// Bytes in the queue.
     filled: usize,
@@ -63,19 +63,19 @@ struct State {
 
 impl RawLog {
     /// A loop over a new file. At most `group_len_max` bytes are ever queued at once, [`FILE_LEN_MAX`] or less.
-    pub fn new(path: &Path, way: Way, group_len_max: usize) -> io::Result<Self> {
+    pub fn new(path: &Path, way: WriteMethod, group_len_max: usize) -> io::Result<Self> {
         let mut file = OpenOptions::new().write(true).create_new(true).open(path)?;
         let file_len = (GROUPS * group_len_max as u64).clamp(FILE_LEN_MIN, FILE_LEN_MAX);
         for at in (0..file_len).step_by(1 << 20) {
             file.write_all_at(&[0; 1 << 20], at)?;
         }
         file.sync_all()?;
-        if way == Way::Direct {
+        if way == WriteMethod::Direct {
             let flags = OFlags::DIRECT | OFlags::DSYNC;
             file = OpenOptions::new().write(true).custom_flags(flags.bits() as i32).open(path)?;
         }
         let queue = || Aligned::new(group_len_max.next_multiple_of(ALIGN));
-        let state = State {
+        let state = RawLogState {
             queue: queue(),
             filled: 0,
             spare: Some(queue()),
@@ -110,7 +110,7 @@ impl RawLog {
     }
 
     /// Makes all that is queued durable.
-    fn lead<'a>(&'a self, mut state: MutexGuard<'a, State>) -> io::Result<MutexGuard<'a, State>> {
+    fn lead<'a>(&'a self, mut state: MutexGuard<'a, RawLogState>) -> io::Result<MutexGuard<'a, RawLogState>> {
         state.led = true;
         let spare = state.spare.take().expect("only the leader takes it");
         let group = std::mem::replace(&mut state.queue, spare);
@@ -123,8 +123,8 @@ impl RawLog {
         state.offset += len as u64;
         drop(state);
         let written = self.file.write_all_at(&group[..len], offset).and_then(|()| match self.way {
-            Way::Synced => self.file.sync_data(),
-            Way::Direct => Ok(()),
+            WriteMethod::Synced => self.file.sync_data(),
+            WriteMethod::Direct => Ok(()),
         });
         let mut state = self.lock();
         state.spare = Some(group);
@@ -137,7 +137,7 @@ impl RawLog {
         written.map(|()| state)
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, RawLogState> {
         // A thread that panicked ends the benchmark anyway.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -151,7 +151,7 @@ mod tests {
     fn every_record_of_every_thread_is_in_the_file_when_its_commit_returns() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("raw");
-        let raw = RawLog::new(&path, Way::Synced, 4 * ALIGN).unwrap();
+        let raw = RawLog::new(&path, WriteMethod::Synced, 4 * ALIGN).unwrap();
         std::thread::scope(|scope| {
             for thread in 0..4_u8 {
                 let (raw, path) = (&raw, &path);
@@ -172,7 +172,7 @@ mod tests {
     #[test]
     fn the_file_is_used_in_a_circle() {
         let dir = tempfile::tempdir().unwrap();
-        let raw = RawLog::new(&dir.path().join("raw"), Way::Synced, 1 << 20).unwrap();
+        let raw = RawLog::new(&dir.path().join("raw"), WriteMethod::Synced, 1 << 20).unwrap();
         raw.lock().offset = raw.file_len - ALIGN as u64;
         raw.commit(&[7; ALIGN]).unwrap();
         assert_eq!(raw.lock().offset, raw.file_len);

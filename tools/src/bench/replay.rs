@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use super::figures::{Figure, Findings, Group, Unit};
-use super::room::{self, Room, Stop, size};
+use super::room::{self, BenchStop, Room, size};
 use super::transfer::{self, Cache};
 use super::{Common, Measure};
 use crate::cli::exit::Failure;
@@ -22,7 +22,7 @@ Examples:
 /// Replaying the log
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
-pub struct Replay {
+pub struct ReplayBench {
     #[command(flatten)]
     common: Common,
     /// Bytes of all deltas together
@@ -56,7 +56,7 @@ impl std::str::FromStr for Deltas {
 /// Bytes of a page.
 const PAGE_LEN: u64 = 64 << 10;
 
-impl Measure for Replay {
+impl Measure for ReplayBench {
     fn common(&self) -> &Common {
         &self.common
     }
@@ -86,7 +86,7 @@ impl Measure for Replay {
         (1 + u64::from(self.common.rounds)) * self.deltas.len() as u64
     }
 
-    fn measure(&self, room: &Room) -> Result<Findings, Stop> {
+    fn measure(&self, room: &Room) -> Result<Findings, BenchStop> {
         let mut groups = Vec::new();
         for deltas in &self.deltas {
             groups.push(self.log_of(room, *deltas)?);
@@ -98,8 +98,8 @@ impl Measure for Replay {
     }
 }
 
-impl Replay {
-    fn log_of(&self, room: &Room, deltas: Deltas) -> Result<Group, Stop> {
+impl ReplayBench {
+    fn log_of(&self, room: &Room, deltas: Deltas) -> Result<Group, BenchStop> {
         let Deltas { len, count } = deltas;
         let title = format!("{} of deltas of {len}, {count} a batch", self.bytes);
         room.step(&title)?;
@@ -144,7 +144,7 @@ impl Replay {
     }
 
     /// Writes the log, and returns how many deltas it has.
-    fn write_log(&self, room: &Room, name: &str, deltas: Deltas) -> Result<u64, Stop> {
+    fn write_log(&self, room: &Room, name: &str, deltas: Deltas) -> Result<u64, BenchStop> {
         let store = room.open(name, room::options())?;
         let mut batch = store.batch();
         for _ in 0..self.pages.0 / PAGE_LEN {

@@ -8,18 +8,18 @@ use std::path::{Path, PathBuf};
 
 use tempfile::{Builder, NamedTempFile};
 
-use super::chart::{self, Axis, Bar, Line, Scale, escape};
+use super::chart::{self, Axis, Bar, ChartLine, Scale, escape};
 use super::figures::{BETTER, Figure, Findings, Group, Unit};
 use super::latency::Latency;
 use crate::cli::exit::Failure;
 
 /// Where the page will be. It is there whole or not at all.
-pub struct Report {
+pub struct HtmlReport {
     path: PathBuf,
     file: NamedTempFile,
 }
 
-impl Report {
+impl HtmlReport {
     /// Refuses a place where no file can be made, before anything is measured.
     pub fn begin(path: &Path) -> Result<Self, Failure> {
         let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
@@ -144,9 +144,9 @@ fn class(group: &Group, index: usize) -> String {
 }
 
 /// A chart with a heading, and a key to its lines.
-fn charted(heading: &str, lines: &[Line], svg: &str) -> String {
+fn charted(heading: &str, lines: &[ChartLine], svg: &str) -> String {
     let mut html = format!("<h3>{heading}</h3>\n<div class=\"scroll\">{svg}</div><ul class=\"key\">");
-    for Line { class, name, points } in lines {
+    for ChartLine { class, name, points } in lines {
         let is_zero = points.iter().all(|(_, value)| *value == 0.0);
         let zero = if is_zero { " (0 throughout)" } else { "" };
         let name = escape(name);
@@ -162,7 +162,7 @@ fn latencies(group: &Group) -> String {
         let Some(latency) = figure.latency.as_ref().filter(|latency| latency.count() > 0) else { continue };
         // The last point is at no share at all, which a logarithm has no place for.
         let points: Vec<(f64, f64)> = latency.curve().into_iter().filter(|(_, above)| *above > 0.0).collect();
-        lines.push(Line { class: class(group, index), name: figure.name.clone(), points });
+        lines.push(ChartLine { class: class(group, index), name: figure.name.clone(), points });
     }
     let all = || lines.iter().flat_map(|line| &line.points);
     let x = Axis {
@@ -188,7 +188,7 @@ fn courses(group: &Group, unit: Unit) -> String {
         let step = course.step.as_secs_f64();
         let points = course.values.iter().enumerate();
         let points = points.map(|(index, value)| ((index as f64 + 0.5) * step, *value)).collect();
-        lines.push(Line { class: class(group, index), name: figure.name.clone(), points });
+        lines.push(ChartLine { class: class(group, index), name: figure.name.clone(), points });
         marks.extend(course.marks.iter().map(|(at, what)| (at.as_secs_f64(), *what)));
     }
     let all = || lines.iter().flat_map(|line| &line.points);
@@ -244,7 +244,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::bench::figures::Course;
+    use crate::bench::figures::TimeSeries;
 
     #[test]
     fn a_page_stands_alone_and_shows_every_figure() {
@@ -258,9 +258,9 @@ mod tests {
         let mut store = Figure::new("store <1>", Unit::PerSecond("commits")).under("raw");
         store.rounds = vec![9_000.0];
         let step = Duration::from_millis(10);
-        store.course = Some(Course { unit: store.unit, step, values: vec![1.0, 2.0], marks: Vec::new() });
+        store.course = Some(TimeSeries { unit: store.unit, step, values: vec![1.0, 2.0], marks: Vec::new() });
         let mut idle = Figure::new("idle", Unit::PerSecond("commits"));
-        idle.course = Some(Course { unit: store.unit, step, values: vec![0.0], marks: Vec::new() });
+        idle.course = Some(TimeSeries { unit: store.unit, step, values: vec![0.0], marks: Vec::new() });
         group.figures = vec![raw, store, idle];
         let left_out = vec!["a GPU: there is none".to_owned()];
         let settings = vec![("device", "host & all".to_owned())];
@@ -291,7 +291,7 @@ mod tests {
         let path = dir.path().join("report.html");
         let findings =
             Findings { bench: "commit", settings: Vec::new(), groups: Vec::new(), left_out: Vec::new() };
-        Report::begin(&path).unwrap().write(&findings).unwrap();
+        HtmlReport::begin(&path).unwrap().write(&findings).unwrap();
         let other = dir.path().join("other");
         std::fs::write(&other, "").unwrap();
         let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;

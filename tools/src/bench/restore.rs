@@ -3,10 +3,10 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use remanent::{DeviceChoice, PageId, Restore as Loading};
+use remanent::{DeviceChoice, PageId, PageLoad as Loading};
 
 use super::figures::{Figure, Findings, Group, Unit};
-use super::room::{self, Room, Stop};
+use super::room::{self, BenchStop, Room};
 use super::sizes::Sizes;
 use super::transfer::{self, Cache};
 use super::{Common, Measure, opener};
@@ -28,14 +28,14 @@ Examples:
 /// Opening a store, cold and warm, and the time to the first page
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
-pub struct Restore {
+pub struct RestoreBench {
     #[command(flatten)]
     common: Common,
     #[command(flatten)]
     sizes: Sizes,
 }
 
-impl Measure for Restore {
+impl Measure for RestoreBench {
     fn common(&self) -> &Common {
         &self.common
     }
@@ -52,7 +52,7 @@ impl Measure for Restore {
         self.sizes.steps(1 + 2 * u64::from(self.common.rounds))
     }
 
-    fn measure(&self, room: &Room) -> Result<Findings, Stop> {
+    fn measure(&self, room: &Room) -> Result<Findings, BenchStop> {
         let groups = self.sizes.each(|page_len| self.pages_of(room, page_len))?;
         let mut settings = room.settings(&self.common);
         settings.push(("rounds", self.common.rounds.to_string()));
@@ -71,13 +71,13 @@ struct Temperature {
 }
 
 /// Host memory that an open takes whose files are in the page cache.
-struct Memory {
+struct OpenMemory {
     all: Figure,
     own: Figure,
     windows: Figure,
 }
 
-impl Memory {
+impl OpenMemory {
     fn new() -> Self {
         let above = "host memory above the device's, at most";
         Self {
@@ -87,7 +87,7 @@ impl Memory {
         }
     }
 
-    fn measure(&mut self, dir: &Path, device: DeviceChoice) -> Result<(), Stop> {
+    fn measure(&mut self, dir: &Path, device: DeviceChoice) -> Result<(), BenchStop> {
         let most = opener::open(dir, device, true)?.most.expect("it was watched");
         for (figure, bytes) in
             [(&mut self.all, most.all), (&mut self.own, most.own), (&mut self.windows, most.windows)]
@@ -116,8 +116,8 @@ impl Temperature {
     }
 }
 
-impl Restore {
-    fn pages_of(&self, room: &Room, page_len: u64) -> Result<Group, Stop> {
+impl RestoreBench {
+    fn pages_of(&self, room: &Room, page_len: u64) -> Result<Group, BenchStop> {
         let title = self.sizes.title(page_len);
         room.step(&title)?;
         let name = format!("pages-{page_len}");
@@ -125,7 +125,7 @@ impl Restore {
         // One only: opening reads the images of one.
         store.snapshot()?;
         store.close()?;
-        let of_pages = Pages {
+        let of_pages = ClosedStore {
             name: &name,
             dir: room.path(&name),
             count: pages.len(),
@@ -134,7 +134,7 @@ impl Restore {
         };
         let mut temperatures = [Cache::Past, Cache::Through].map(Temperature::new);
         // Only where pages lie elsewhere: else their own bytes are most of it, and what is left is noise.
-        let mut memory = room.is_gpu().then(Memory::new);
+        let mut memory = room.is_gpu().then(OpenMemory::new);
         for _ in 0..self.common.rounds {
             for temperature in &mut temperatures {
                 room.step(&title)?;
@@ -151,13 +151,13 @@ impl Restore {
             },
         );
         let figures = figures
-            .chain(memory.map(|Memory { all, own, windows }| [all, own, windows]).into_iter().flatten());
+            .chain(memory.map(|OpenMemory { all, own, windows }| [all, own, windows]).into_iter().flatten());
         Ok(Group { title, figures: figures.collect() })
     }
 }
 
 /// A store that is closed.
-struct Pages<'a> {
+struct ClosedStore<'a> {
     name: &'a str,
     dir: PathBuf,
     count: usize,
@@ -165,9 +165,9 @@ struct Pages<'a> {
     page_len: u64,
 }
 
-impl Pages<'_> {
+impl ClosedStore<'_> {
     /// Reads the files, and opens the store.
-    fn open(&self, room: &Room, temperature: &mut Temperature) -> Result<(), Stop> {
+    fn open(&self, room: &Room, temperature: &mut Temperature) -> Result<(), BenchStop> {
         let bytes = self.count as u64 * self.page_len;
         // Its log is empty behind the snapshot.
         let files = room::files(&self.dir, &["pages", "snapshots"])?;
@@ -202,10 +202,10 @@ impl Pages<'_> {
             transfer::forget(&files)?;
         }
         let started = Instant::now();
-        let store = room.open(self.name, room::options().restore(Loading::OnDemand))?;
+        let store = room.open(self.name, room::options().page_load(Loading::OnDemand))?;
         store.read(self.last, 0, &mut found)?;
         temperature.first_on_demand.push(started.elapsed().as_secs_f64());
-        store.wait_warm()?;
+        store.wait_loaded()?;
         temperature.on_demand.push(bytes as f64 / started.elapsed().as_secs_f64());
         store.close()?;
         Ok(())

@@ -25,27 +25,29 @@ use crate::cli::size::Size;
 const SPARE_BYTES: u64 = 256 << 20;
 
 /// A benchmark is over before its end.
-pub enum Stop {
+pub enum BenchStop {
     /// Ctrl-C.
     Interrupted,
     Failed(Failure),
 }
 
-impl From<Failure> for Stop {
+impl From<Failure> for BenchStop {
     fn from(failure: Failure) -> Self {
-        Stop::Failed(failure)
+        BenchStop::Failed(failure)
     }
 }
 
-impl From<Error> for Stop {
+impl From<Error> for BenchStop {
     fn from(error: Error) -> Self {
-        Stop::Failed(engine_failure(error))
+        BenchStop::Failed(engine_failure(error))
     }
 }
 
-impl From<std::io::Error> for Stop {
+impl From<std::io::Error> for BenchStop {
     fn from(error: std::io::Error) -> Self {
-        Stop::Failed(Failure::Environment(format!("the directory does not allow to measure in it: {error}")))
+        BenchStop::Failed(Failure::Environment(format!(
+            "the directory does not allow to measure in it: {error}"
+        )))
     }
 }
 
@@ -96,7 +98,7 @@ impl Room {
     }
 
     /// Opens the store of this name, on the device that is there already.
-    pub fn open(&self, name: &str, options: Options) -> Result<Store, Stop> {
+    pub fn open(&self, name: &str, options: Options) -> Result<Store, BenchStop> {
         Ok(Store::open_on(Arc::new(DirDisk::new(self.path(name))), self.device.clone(), options)?)
     }
 
@@ -111,12 +113,12 @@ impl Room {
     }
 
     /// Ends here if Ctrl-C was pressed.
-    pub fn check(&self) -> Result<(), Stop> {
-        if self.interrupted() { Err(Stop::Interrupted) } else { Ok(()) }
+    pub fn check(&self) -> Result<(), BenchStop> {
+        if self.interrupted() { Err(BenchStop::Interrupted) } else { Ok(()) }
     }
 
     /// The next thing begins, unless Ctrl-C was pressed.
-    pub fn step(&self, what: &str) -> Result<(), Stop> {
+    pub fn step(&self, what: &str) -> Result<(), BenchStop> {
         self.check()?;
         self.bar.set_message(what.to_owned());
         self.bar.inc(1);

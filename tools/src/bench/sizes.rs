@@ -2,7 +2,7 @@
 
 use remanent::{PageId, Store};
 
-use super::room::{self, Room, Stop, size};
+use super::room::{self, BenchStop, Room, size};
 use crate::cli::exit::Failure;
 use crate::cli::size::Size;
 use crate::replay::simulate::SplitMix64;
@@ -47,7 +47,7 @@ impl Sizes {
     }
 
     /// What `measure` finds with pages of each length, in their order.
-    pub fn each<T>(&self, measure: impl FnMut(u64) -> Result<T, Stop>) -> Result<Vec<T>, Stop> {
+    pub fn each<T>(&self, measure: impl FnMut(u64) -> Result<T, BenchStop>) -> Result<Vec<T>, BenchStop> {
         self.page_len.iter().map(|len| len.0).map(measure).collect()
     }
 
@@ -57,7 +57,7 @@ impl Sizes {
     }
 
     /// A store whose pages of this length hold random bytes, and its pages.
-    pub fn store(&self, room: &Room, name: &str, page_len: u64) -> Result<(Store, Vec<PageId>), Stop> {
+    pub fn store(&self, room: &Room, name: &str, page_len: u64) -> Result<(Store, Vec<PageId>), BenchStop> {
         let store = room.open(name, room::options())?;
         let mut random = SplitMix64::new(page_len);
         let mut content = vec![0; page_len as usize];

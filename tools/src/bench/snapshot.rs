@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 
 use remanent::{Ack, PageId, SnapshotInfo, SnapshotPhase, Store, WriteBatch};
 
-use super::figures::{Course, Figure, Findings, Group, Unit};
+use super::figures::{Figure, Findings, Group, TimeSeries, Unit};
 use super::latency::Latency;
-use super::room::{Room, Stop};
+use super::room::{BenchStop, Room};
 use super::sizes::{DELTA_LEN, Sizes};
 use super::{Common, Measure, peak, transfer};
 use crate::cli::exit::Failure;
@@ -29,7 +29,7 @@ Examples:
 /// Snapshots: their rate, what an incremental one costs, and what commits notice of one
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
-pub struct Snapshot {
+pub struct SnapshotBench {
     #[command(flatten)]
     common: Common,
     #[command(flatten)]
@@ -44,7 +44,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(1);
 const COURSE_STEPS: u32 = 200;
 const ROUND_STEPS: u32 = 40;
 
-impl Measure for Snapshot {
+impl Measure for SnapshotBench {
     fn common(&self) -> &Common {
         &self.common
     }
@@ -62,7 +62,7 @@ impl Measure for Snapshot {
         self.sizes.steps(1 + 2 * u64::from(self.common.rounds))
     }
 
-    fn measure(&self, room: &Room) -> Result<Findings, Stop> {
+    fn measure(&self, room: &Room) -> Result<Findings, BenchStop> {
         let groups = self.sizes.each(|page_len| self.pages_of(room, page_len))?;
         let mut settings = room.settings(&self.common);
         settings.push(("rounds", self.common.rounds.to_string()));
@@ -71,7 +71,7 @@ impl Measure for Snapshot {
 }
 
 /// A snapshot as it was seen from outside.
-struct Watched {
+struct SnapshotTrace {
     info: SnapshotInfo,
     /// Until it was published.
     durable: Duration,
@@ -82,8 +82,8 @@ struct Watched {
     started: Instant,
 }
 
-impl Snapshot {
-    fn pages_of(&self, room: &Room, page_len: u64) -> Result<Group, Stop> {
+impl SnapshotBench {
+    fn pages_of(&self, room: &Room, page_len: u64) -> Result<Group, BenchStop> {
         let title = self.sizes.title(page_len);
         room.step(&title)?;
         let name = format!("pages-{page_len}");
@@ -140,7 +140,7 @@ fn hot(name: &str) -> Figure {
 }
 
 /// Makes pages differ from their images.
-fn touch(store: &Store, pages: impl Iterator<Item = PageId>, round: usize) -> Result<(), Stop> {
+fn touch(store: &Store, pages: impl Iterator<Item = PageId>, round: usize) -> Result<(), BenchStop> {
     let mut pages = pages.peekable();
     while pages.peek().is_some() {
         let mut batch = store.batch();
@@ -153,7 +153,7 @@ fn touch(store: &Store, pages: impl Iterator<Item = PageId>, round: usize) -> Re
 }
 
 /// A snapshot of all pages.
-fn full(store: &Store, pages: &[PageId], round: usize, figures: &mut Figures) -> Result<(), Stop> {
+fn full(store: &Store, pages: &[PageId], round: usize, figures: &mut Figures) -> Result<(), BenchStop> {
     touch(store, pages.iter().copied(), round)?;
     peak::forget()?;
     let before = peak::resident_bytes()?;
@@ -170,7 +170,7 @@ fn full(store: &Store, pages: &[PageId], round: usize, figures: &mut Figures) ->
 }
 
 /// A snapshot of one page in a hundred, behind the full one of this round.
-fn part(store: &Store, pages: &[PageId], round: usize, figures: &mut Figures) -> Result<(), Stop> {
+fn part(store: &Store, pages: &[PageId], round: usize, figures: &mut Figures) -> Result<(), BenchStop> {
     let full = |figure: &Figure| figure.rounds.last().copied().unwrap_or(f64::NAN);
     let all_bytes = store.snapshots().last().map_or(f64::NAN, |info| info.bytes as f64);
     let all_time = all_bytes / full(&figures.full);
@@ -189,7 +189,7 @@ fn part(store: &Store, pages: &[PageId], round: usize, figures: &mut Figures) ->
 }
 
 /// Commits to one page, for as long as a snapshot of all of them takes: first without it, then beside it.
-fn beside(store: &Store, pages: &[PageId], round: usize, figures: &mut Figures) -> Result<(), Stop> {
+fn beside(store: &Store, pages: &[PageId], round: usize, figures: &mut Figures) -> Result<(), BenchStop> {
     let full_seconds = figures
         .verified
         .rounds
@@ -220,7 +220,12 @@ fn beside(store: &Store, pages: &[PageId], round: usize, figures: &mut Figures) 
 }
 
 /// Commits until told that it is enough. The course is that of the first round: the longest time of each step.
-fn hammer(store: &Store, page: PageId, figure: &mut Figure, enough: impl Fn() -> bool) -> Result<(), Stop> {
+fn hammer(
+    store: &Store,
+    page: PageId,
+    figure: &mut Figure,
+    enough: impl Fn() -> bool,
+) -> Result<(), BenchStop> {
     let started = Instant::now();
     let mut times = Vec::new();
     let mut latency = Latency::new();
@@ -248,13 +253,13 @@ fn hammer(store: &Store, page: PageId, figure: &mut Figure, enough: impl Fn() ->
             let value: &mut f64 = &mut values[(at.as_nanos() / step.as_nanos()) as usize];
             *value = value.max(took.as_secs_f64());
         }
-        figure.course = Some(Course { unit: Unit::Seconds, step, values, marks: Vec::new() });
+        figure.course = Some(TimeSeries { unit: Unit::Seconds, step, values, marks: Vec::new() });
     }
     Ok(())
 }
 
 /// Takes a snapshot, and looks at how far it is until it is published; then waits until it is read back.
-fn watch(store: &Store) -> Result<Watched, Stop> {
+fn watch(store: &Store) -> Result<SnapshotTrace, BenchStop> {
     let started = Instant::now();
     let mut gathered = Vec::new();
     let (info, durable) = std::thread::scope(|scope| {
@@ -273,11 +278,11 @@ fn watch(store: &Store) -> Result<Watched, Stop> {
         snapshot.join().expect("no panic")
     })?;
     store.wait_verified()?;
-    Ok(Watched { info, durable, verified: started.elapsed(), gathered, started })
+    Ok(SnapshotTrace { info, durable, verified: started.elapsed(), gathered, started })
 }
 
 /// Bytes gathered a second.
-fn course(taken: &Watched, step: Duration) -> Course {
+fn course(taken: &SnapshotTrace, step: Duration) -> TimeSeries {
     let steps = taken.durable.as_nanos() / step.as_nanos() + 1;
     let mut values = vec![0.0; steps as usize];
     let mut before = 0;
@@ -287,11 +292,11 @@ fn course(taken: &Watched, step: Duration) -> Course {
         }
         before = *bytes;
     }
-    Course { unit: Unit::BytesPerSecond, step, values, marks: Vec::new() }
+    TimeSeries { unit: Unit::BytesPerSecond, step, values, marks: Vec::new() }
 }
 
 /// Shows another round behind those before.
-fn append(shown: &mut Course, taken: &Watched) {
+fn append(shown: &mut TimeSeries, taken: &SnapshotTrace) {
     let end = shown.step * shown.values.len() as u32;
     shown.marks.push((end, "next round"));
     shown.values.extend(course(taken, shown.step).values);

@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 
 use remanent::{DeviceChoice, Metadata, Options, PageId, Place, Store};
 
-use super::figures::{Course, Figure, Findings, Group, Unit};
+use super::figures::{Figure, Findings, Group, TimeSeries, Unit};
 use super::latency::Latency;
-use super::room::{Room, Stop};
+use super::room::{BenchStop, Room};
 use super::{Common, Measure, check_seconds, opener, peak};
 use crate::cli::exit::Failure;
 use crate::cli::size::Size;
@@ -31,7 +31,7 @@ const BYTES_BESIDE: u64 = 1 << 30;
 /// Disk, memory, open time and commits of a cache at a steady state
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
-pub struct Steady {
+pub struct SteadyBench {
     #[command(flatten)]
     common: Common,
     /// How many threads commit at once
@@ -60,7 +60,7 @@ struct Window {
 
 impl Window {
     /// Creates the next block and deletes the oldest, if the window is full.
-    fn turn(&mut self, store: &Store, place: Place) -> Result<(), Stop> {
+    fn turn(&mut self, store: &Store, place: Place) -> Result<(), BenchStop> {
         let turn = self.created % self.contents.len();
         let content = &mut self.contents[turn];
         // No two blocks are equal, and none compresses to nothing.
@@ -77,7 +77,7 @@ impl Window {
     }
 }
 
-impl Steady {
+impl SteadyBench {
     /// Blocks of each thread.
     fn blocks(&self) -> usize {
         let lens: u64 = self.len.iter().map(|len| len.0).sum();
@@ -101,10 +101,10 @@ impl Steady {
     }
 
     /// All threads turn their windows for one round; returns the latencies of their commits.
-    fn round(&self, room: &Room, store: &Store, windows: &mut [Window]) -> Result<(Latency, f64), Stop> {
+    fn round(&self, room: &Room, store: &Store, windows: &mut [Window]) -> Result<(Latency, f64), BenchStop> {
         let (over, time) = (AtomicBool::new(false), Duration::from_secs_f64(self.seconds));
         let started = Instant::now();
-        let work = |window: &mut Window| -> Result<Latency, Stop> {
+        let work = |window: &mut Window| -> Result<Latency, BenchStop> {
             let mut latency = Latency::new();
             while !over.load(Ordering::Relaxed) {
                 let before = Instant::now();
@@ -122,7 +122,7 @@ impl Steady {
             let work = &work;
             let workers: Vec<_> =
                 windows.iter_mut().map(|window| scope.spawn(move || work(window))).collect();
-            workers.into_iter().try_for_each(|worker| -> Result<(), Stop> {
+            workers.into_iter().try_for_each(|worker| -> Result<(), BenchStop> {
                 all.add(&worker.join().expect("no panic")?);
                 Ok(())
             })
@@ -131,7 +131,7 @@ impl Steady {
     }
 }
 
-impl Measure for Steady {
+impl Measure for SteadyBench {
     fn common(&self) -> &Common {
         &self.common
     }
@@ -153,10 +153,10 @@ impl Measure for Steady {
         u64::from(self.common.rounds) + 1
     }
 
-    fn measure(&self, room: &Room) -> Result<Findings, Stop> {
+    fn measure(&self, room: &Room) -> Result<Findings, BenchStop> {
         let figure = |name: &str, unit: Unit| {
             let step = Duration::from_secs_f64(self.seconds);
-            let course = Course { unit, step, values: Vec::new(), marks: Vec::new() };
+            let course = TimeSeries { unit, step, values: Vec::new(), marks: Vec::new() };
             Figure { course: Some(course), ..Figure::new(name, unit) }
         };
         let mut commits = figure("commits", Unit::PerSecond("commits"));

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::{Advice, FallocateFlags, OFlags, fadvise, fallocate};
 use rustix::io::Errno;
 
-use crate::cli::aligned::{ALIGN, Aligned};
+use crate::cli::aligned_buf::{ALIGN, Aligned};
 use crate::replay::simulate::SplitMix64;
 
 /// Threads that write, and that read.

@@ -21,17 +21,17 @@ pub fn end_at_once() -> Result<(), Failure> {
 
 /// A Ctrl-C that waits to be noticed.
 #[derive(Clone)]
-pub struct Interrupt(Arc<Listening>);
+pub struct Interrupt(Arc<InterruptGuard>);
 
 /// What Ctrl-C does until this is dropped.
-struct Listening {
+struct InterruptGuard {
     noted: Arc<AtomicBool>,
     /// Has something to read from when Ctrl-C was pressed.
     pressed: UnixStream,
     registered: [SigId; 2],
 }
 
-impl Drop for Listening {
+impl Drop for InterruptGuard {
     fn drop(&mut self) {
         for id in self.registered {
             low_level::unregister(id);
@@ -47,7 +47,7 @@ impl Interrupt {
         let first = flag::register(SIGINT, noted.clone()).map_err(cannot_listen)?;
         // Registered second, it tells of what is noted by then.
         let second = low_level::pipe::register(SIGINT, told).map_err(cannot_listen)?;
-        Ok(Self(Arc::new(Listening { noted, pressed, registered: [first, second] })))
+        Ok(Self(Arc::new(InterruptGuard { noted, pressed, registered: [first, second] })))
     }
 
     /// Whether Ctrl-C was pressed.

@@ -5,13 +5,13 @@ use std::fs;
 
 /// The memory that pages may take.
 #[derive(Clone, Copy, Debug, clap::Args)]
-pub struct Memory {
+pub struct MemoryLimit {
     /// Bytes of memory that the pages may take together; what is available, if it is not given
     #[arg(long, value_name = "BYTES")]
     memory_max: Option<u64>,
 }
 
-impl Memory {
+impl MemoryLimit {
     /// The limit in bytes.
     pub fn limit(self) -> u64 {
         self.memory_max.unwrap_or_else(available)

@@ -9,6 +9,6 @@ pub(crate) mod verbosity;
 pub(crate) mod json;
 pub(crate) mod memory;
 pub(crate) mod size;
-pub(crate) mod aligned;
+pub(crate) mod aligned_buf;
 pub(crate) mod engine;
 pub(crate) mod completions;

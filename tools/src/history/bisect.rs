@@ -17,11 +17,11 @@ use crate::cli::exit::{Ending, Failure, Outcome};
 use crate::cli::interrupt::Interrupt;
 use crate::cli::json;
 use crate::cli::json::object;
-use crate::cli::memory::Memory;
+use crate::cli::memory::MemoryLimit;
 use crate::cli::output::Output;
-use crate::read::states::{At, Past, damaged};
+use crate::read::states::{KeptStates, StateName, damaged};
 use crate::read::store_dir::StoreDir;
-use crate::weights::export::Version;
+use crate::weights::export::ExportVersion;
 
 const EXAMPLES: &str = "\
 Each version that is tried is exported to a temporary file. CMD is run by the shell with the file's path in the \
@@ -40,10 +40,10 @@ pub struct Bisect {
     dir: PathBuf,
     /// A state known to be good: lsn:N, snapshot:N or name:S
     #[arg(long)]
-    good: At,
+    good: StateName,
     /// A later state known to be bad
     #[arg(long)]
-    bad: At,
+    bad: StateName,
     /// The command that tells
     #[arg(long, value_name = "CMD")]
     run: String,
@@ -51,12 +51,12 @@ pub struct Bisect {
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    memory: Memory,
+    memory: MemoryLimit,
 }
 
 /// What the command says of a version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Verdict {
+enum BisectVerdict {
     Good,
     Bad,
     Skip,
@@ -77,11 +77,11 @@ impl Search {
         untried.min_by_key(|lsn| lsn.abs_diff(middle))
     }
 
-    fn tell(&mut self, lsn: u64, verdict: Verdict) {
+    fn tell(&mut self, lsn: u64, verdict: BisectVerdict) {
         match verdict {
-            Verdict::Good => self.good = lsn,
-            Verdict::Bad => self.bad = lsn,
-            Verdict::Skip => {
+            BisectVerdict::Good => self.good = lsn,
+            BisectVerdict::Bad => self.bad = lsn,
+            BisectVerdict::Skip => {
                 self.skipped.insert(lsn);
             }
         }
@@ -93,8 +93,8 @@ impl Bisect {
     pub fn run(&self, out: &mut Output) -> Outcome {
         let interrupt = Interrupt::listen()?;
         let dir = StoreDir::open(&self.dir)?;
-        let bound = |at: &At| {
-            Past::look(&dir, |past| {
+        let bound = |at: &StateName| {
+            KeptStates::look(&dir, |past| {
                 let until = past.lsn(Some(at))?;
                 Ok(past.table(until)?.lsn().0)
             })
@@ -111,7 +111,9 @@ impl Bisect {
         let file = scratch.path().join("model.safetensors");
         let mut search = Search { good, bad, skipped: BTreeSet::new() };
         while let Some(lsn) = search.next() {
-            let version = Past::look(&dir, |past| Version::take(past, Some(Lsn(lsn)), self.memory.limit()))?;
+            let version = KeptStates::look(&dir, |past| {
+                ExportVersion::take(past, Some(Lsn(lsn)), self.memory.limit())
+            })?;
             if interrupt.noted() || !version.write_file(&file, &interrupt)? {
                 return Ok(Ending::Interrupted);
             }
@@ -119,9 +121,9 @@ impl Bisect {
             let Some(verdict) = self.verdict(&file, &interrupt)? else { return Ok(Ending::Interrupted) };
             if !self.json {
                 let word = match verdict {
-                    Verdict::Good => "good",
-                    Verdict::Bad => "bad",
-                    Verdict::Skip => "skipped",
+                    BisectVerdict::Good => "good",
+                    BisectVerdict::Bad => "bad",
+                    BisectVerdict::Skip => "skipped",
                 };
                 out.line(format_args!("lsn {lsn}: {word}"))?;
                 out.flush()?;
@@ -140,7 +142,7 @@ impl Bisect {
     }
 
     fn report(&self, dir: &StoreDir, first_bad: Lsn, out: &mut Output) -> Result<(), Failure> {
-        let (root, note) = Past::look(dir, |past| {
+        let (root, note) = KeptStates::look(dir, |past| {
             let root = json::metadata(past.table(Some(first_bad))?.root());
             Ok((root, note_of(past, first_bad)?))
         })?;
@@ -155,7 +157,7 @@ impl Bisect {
     }
 
     /// Runs the command on a file; `None` if Ctrl-C was pressed meanwhile.
-    fn verdict(&self, file: &Path, interrupt: &Interrupt) -> Result<Option<Verdict>, Failure> {
+    fn verdict(&self, file: &Path, interrupt: &Interrupt) -> Result<Option<BisectVerdict>, Failure> {
         let cannot = |error: io::Error| Failure::Environment(format!("cannot run {:?}: {error}", self.run));
         // As an argument of the shell the path needs no quoting, whatever is in it.
         let script = if self.run.contains("{}") {
@@ -176,9 +178,9 @@ impl Bisect {
             .map_err(cannot)?;
         let Some(status) = wait(&mut child, interrupt).map_err(cannot)? else { return Ok(None) };
         match status.code() {
-            Some(0) => Ok(Some(Verdict::Good)),
-            Some(125) => Ok(Some(Verdict::Skip)),
-            Some(1..=127) => Ok(Some(Verdict::Bad)),
+            Some(0) => Ok(Some(BisectVerdict::Good)),
+            Some(125) => Ok(Some(BisectVerdict::Skip)),
+            Some(1..=127) => Ok(Some(BisectVerdict::Bad)),
             Some(code) => Err(Failure::Environment(format!("{:?} ended with {code}", self.run))),
             None => {
                 let signal = status.signal().unwrap_or_default();
@@ -202,7 +204,7 @@ fn wait(child: &mut Child, interrupt: &Interrupt) -> io::Result<Option<ExitStatu
 }
 
 /// The note of a batch.
-fn note_of(past: &Past<'_>, lsn: Lsn) -> Result<Option<String>, Failure> {
+fn note_of(past: &KeptStates<'_>, lsn: Lsn) -> Result<Option<String>, Failure> {
     let survey = &past.survey;
     let bases =
         survey.readable().rev().filter(|manifest| manifest.redo.lsn < lsn).map(|manifest| manifest.redo);
@@ -231,9 +233,9 @@ mod tests {
         while let Some(lsn) = search.next() {
             tried += 1;
             let verdict = match lsn {
-                lsn if skipped.contains(&lsn) => Verdict::Skip,
-                lsn if lsn < first_bad => Verdict::Good,
-                _ => Verdict::Bad,
+                lsn if skipped.contains(&lsn) => BisectVerdict::Skip,
+                lsn if lsn < first_bad => BisectVerdict::Good,
+                _ => BisectVerdict::Bad,
             };
             search.tell(lsn, verdict);
         }

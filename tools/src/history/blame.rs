@@ -17,10 +17,10 @@ use remanent_format::{Damage, Defect, FileName, Lsn, Metadata};
 use crate::cli::exit::{Ending, Failure, Outcome};
 use crate::cli::json;
 use crate::cli::json::object;
-use crate::cli::memory::Memory;
+use crate::cli::memory::MemoryLimit;
 use crate::cli::output::Output;
 use crate::cli::table::with_header;
-use crate::read::states::{At, Past, damaged};
+use crate::read::states::{KeptStates, StateName, damaged};
 use crate::read::store_dir::StoreDir;
 use crate::weights::element::{Element, ElementName};
 
@@ -44,12 +44,12 @@ pub struct Blame {
     element: ElementName,
     /// The last state that is looked at: lsn:N, snapshot:N or name:S [default: the newest]
     #[arg(long)]
-    at: Option<At>,
+    at: Option<StateName>,
     /// One JSON object a line
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    memory: Memory,
+    memory: MemoryLimit,
 }
 
 /// How a value came to be.
@@ -78,7 +78,7 @@ impl Blame {
     /// Lists.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let dir = StoreDir::open(&self.dir)?;
-        let (element, events) = Past::look(&dir, |past| {
+        let (element, events) = KeptStates::look(&dir, |past| {
             let until = past.lsn(self.at.as_ref())?;
             let table = past.table(until)?;
             let none =
@@ -106,7 +106,7 @@ impl Blame {
 
 /// What is looked through.
 struct History<'h> {
-    past: &'h Past<'h>,
+    past: &'h KeptStates<'h>,
     element: &'h Element,
     until: Lsn,
 }

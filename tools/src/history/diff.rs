@@ -10,11 +10,11 @@ use safetensors::Dtype;
 use crate::cli::exit::{Ending, Failure, Outcome};
 use crate::cli::json;
 use crate::cli::json::object;
-use crate::cli::memory::Memory;
+use crate::cli::memory::MemoryLimit;
 use crate::cli::output::Output;
 use crate::cli::progress;
 use crate::cli::table::with_header;
-use crate::read::states::{At, Past};
+use crate::read::states::{KeptStates, StateName};
 use crate::read::store_dir::StoreDir;
 use crate::weights::dtype;
 use crate::weights::{dtype_of, label};
@@ -36,26 +36,26 @@ pub struct Diff {
     dir: PathBuf,
     /// The state before: lsn:N, snapshot:N or name:S
     #[arg(long)]
-    from: At,
+    from: StateName,
     /// The state after [default: the newest]
     #[arg(long)]
-    to: Option<At>,
+    to: Option<StateName>,
     /// One JSON object a line: the pages and root entries that differ
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    memory: Memory,
+    memory: MemoryLimit,
 }
 
 /// What became of a page.
 enum Change {
     Created,
     Deleted,
-    Content(Content),
+    Content(ContentDiff),
 }
 
 /// How a page's content differs.
-struct Content {
+struct ContentDiff {
     /// The length before, where it is another one.
     len_before: Option<u64>,
     metadata: bool,
@@ -68,7 +68,7 @@ struct Content {
 }
 
 /// A page that differs.
-struct Line {
+struct DiffLine {
     info: PageInfo,
     change: Change,
 }
@@ -80,7 +80,7 @@ impl Diff {
     /// Compares.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let dir = StoreDir::open(&self.dir)?;
-        let (pages, root) = Past::look(&dir, |past| self.compare(past))?;
+        let (pages, root) = KeptStates::look(&dir, |past| self.compare(past))?;
         if self.json {
             for line in &pages {
                 out.line(page_json(line))?;
@@ -103,7 +103,7 @@ impl Diff {
         Ok(if pages.is_empty() && root.is_empty() { Ending::Fine } else { Ending::Difference })
     }
 
-    fn compare(&self, past: &Past<'_>) -> Result<(Vec<Line>, Vec<RootLine>), Failure> {
+    fn compare(&self, past: &KeptStates<'_>) -> Result<(Vec<DiffLine>, Vec<RootLine>), Failure> {
         let (from, to) = (past.lsn(Some(&self.from))?, past.lsn(self.to.as_ref())?);
         let (old, new) = (past.table(from)?, past.table(to)?);
         // A page's epoch rises with its content and is never given twice: only other epochs are worth a look.
@@ -118,7 +118,7 @@ impl Diff {
         let bar = progress::bar(after.contents.len() as u64, "comparing");
         let mut lines = Vec::new();
         for info in old.pages().filter(|info| new.get(info.page).is_none()) {
-            lines.push(Line { info, change: Change::Deleted });
+            lines.push(DiffLine { info, change: Change::Deleted });
         }
         for info in new.pages() {
             let change = match old.get(info.page) {
@@ -132,7 +132,7 @@ impl Diff {
             };
             // A page that was changed and changed back differs in nothing but its epoch.
             if !matches!(&change, Change::Content(content) if content.is_same()) {
-                lines.push(Line { info, change });
+                lines.push(DiffLine { info, change });
             }
         }
         bar.finish_and_clear();
@@ -141,14 +141,14 @@ impl Diff {
     }
 }
 
-impl Content {
+impl ContentDiff {
     fn is_same(&self) -> bool {
         self.len_before.is_none() && !self.metadata && self.changed == 0
     }
 }
 
 /// Compares the bytes of a page.
-fn content(old: &PageInfo, before: &[u8], new: &PageInfo, after: &[u8]) -> Content {
+fn content(old: &PageInfo, before: &[u8], new: &PageInfo, after: &[u8]) -> ContentDiff {
     // Elements are comparable as values only where both states say the same of them.
     let dtype = dtype_of(new).filter(|dtype| dtype_of(old) == Some(*dtype));
     let width = dtype.map_or(1, |dtype| dtype::width(dtype).bytes());
@@ -164,7 +164,7 @@ fn content(old: &PageInfo, before: &[u8], new: &PageInfo, after: &[u8]) -> Conte
             }
         }
     }
-    Content {
+    ContentDiff {
         len_before: (before.len() != after.len()).then_some(before.len() as u64),
         metadata: old.metadata != new.metadata && !old.metadata.is_same(&new.metadata),
         elements,
@@ -190,13 +190,13 @@ impl Change {
         match self {
             Change::Created => "created",
             Change::Deleted => "deleted",
-            Change::Content(Content { len_before: Some(_), .. }) => "resized",
-            Change::Content(Content { changed: 0, .. }) => "metadata",
+            Change::Content(ContentDiff { len_before: Some(_), .. }) => "resized",
+            Change::Content(ContentDiff { changed: 0, .. }) => "metadata",
             Change::Content(_) => "changed",
         }
     }
 
-    fn content(&self) -> Option<&Content> {
+    fn content(&self) -> Option<&ContentDiff> {
         match self {
             Change::Content(content) => Some(content),
             _ => None,
@@ -205,11 +205,11 @@ impl Change {
 }
 
 /// The share of the elements that changed, from 0 to 1.
-fn share(content: &Content) -> f64 {
+fn share(content: &ContentDiff) -> f64 {
     if content.elements == 0 { 0.0 } else { content.changed as f64 / content.elements as f64 }
 }
 
-fn page_json(line: &Line) -> serde_json::Value {
+fn page_json(line: &DiffLine) -> serde_json::Value {
     let content = line.change.content();
     object! {
         "change": line.change.word(),
@@ -227,13 +227,13 @@ fn page_json(line: &Line) -> serde_json::Value {
     }
 }
 
-fn table(lines: &[Line]) -> Table {
+fn table(lines: &[DiffLine]) -> Table {
     let mut table = with_header(
         ["PAGE", "NAME", "DTYPE", "CHANGE", "ELEMENTS", "CHANGED", "SHARE", "LARGEST"],
         [0, 4, 5, 6, 7],
     );
-    for Line { info, change } in lines {
-        let of = |show: fn(&Content) -> String| change.content().map(show).unwrap_or_default();
+    for DiffLine { info, change } in lines {
+        let of = |show: fn(&ContentDiff) -> String| change.content().map(show).unwrap_or_default();
         table.add_row([
             info.page.to_string(),
             label(info),

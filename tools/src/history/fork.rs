@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use remanent::{RestorePoint, Store};
+use remanent::{StatePoint, Store};
 
 use crate::cli::engine::engine_failure;
 use crate::cli::exit::{Ending, Outcome};
@@ -29,7 +29,7 @@ pub struct Fork {
     new: PathBuf,
     /// The state: lsn:N, snapshot:N or name:S [default: the newest]
     #[arg(long)]
-    at: Option<RestorePoint>,
+    at: Option<StatePoint>,
     /// One JSON object
     #[arg(long)]
     json: bool,

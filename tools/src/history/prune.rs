@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use remanent::{Create, FileName, Pruned, Retention, Store};
+use remanent::{Create, FileName, PruneReport, Retention, Store};
 use serde_json::json;
 
 use crate::cli::engine;
@@ -14,7 +14,7 @@ use crate::cli::interrupt;
 use crate::cli::interrupt::Interrupt;
 use crate::cli::json::object;
 use crate::cli::output::Output;
-use crate::read::partial::View;
+use crate::read::partial_view::PartialView;
 use crate::read::store_dir::StoreDir;
 
 const EXAMPLES: &str = "\
@@ -85,7 +85,7 @@ impl Prune {
         } else {
             interrupt::end_at_once()?;
             if !self.name.is_empty() {
-                let survey = View::take(&StoreDir::open(&self.dir)?)?.survey;
+                let survey = PartialView::take(&StoreDir::open(&self.dir)?)?.survey;
                 self.check_names(survey.readable().filter_map(|manifest| manifest.name.clone()))?;
             }
             Store::would_prune_at(&self.dir, &rules).map_err(engine_failure)?
@@ -115,7 +115,7 @@ impl Prune {
             .log_kept(self.log_bytes.unwrap_or_default())
     }
 
-    fn report(&self, pruned: &Pruned, out: &mut Output) -> Result<(), Failure> {
+    fn report(&self, pruned: &PruneReport, out: &mut Output) -> Result<(), Failure> {
         if self.json {
             let file = |(file, bytes): &(FileName, u64)| json!({ "file": file.to_string(), "bytes": bytes });
             return out.line(object! {

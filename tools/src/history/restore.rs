@@ -10,7 +10,7 @@ use crate::cli::exit::{Ending, Outcome};
 use crate::cli::interrupt::Interrupt;
 use crate::cli::json::object;
 use crate::cli::output::Output;
-use crate::read::states::{At, Past};
+use crate::read::states::{KeptStates, StateName};
 use crate::read::store_dir::StoreDir;
 
 const EXAMPLES: &str = "\
@@ -29,7 +29,7 @@ pub struct Restore {
     dir: PathBuf,
     /// The state: lsn:N, snapshot:N or name:S
     #[arg(long)]
-    at: At,
+    at: StateName,
     /// One JSON object
     #[arg(long)]
     json: bool,
@@ -41,7 +41,7 @@ impl Restore {
         let interrupt = Interrupt::listen()?;
         let dir = StoreDir::open(&self.dir)?;
         // An open takes a store's files further: whether there is such a state is asked before.
-        let restored = Past::look(&dir, |past| Ok(past.table(past.lsn(Some(&self.at))?)?.lsn()))?;
+        let restored = KeptStates::look(&dir, |past| Ok(past.table(past.lsn(Some(&self.at))?)?.lsn()))?;
         let store = engine::open(&self.dir, Create::Never)?;
         if interrupt.noted() {
             return Ok(Ending::Interrupted);

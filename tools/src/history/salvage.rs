@@ -15,8 +15,8 @@ use std::path::{Path, PathBuf};
 
 use comfy_table::Table;
 use indicatif::ProgressBar;
-use remanent::{Error, Origin, Store, StoreId};
-use remanent_format::salvage::{Beyond, Found, Salvage as Search};
+use remanent::{Error, Seed, Store, StoreId};
+use remanent_format::salvage::{LogRemainder, PageRemains, Salvage as Search};
 use remanent_format::store::StoreFile;
 use remanent_format::{Damage, Defect, Lsn, PageInfo, PageTable};
 use serde_json::json;
@@ -26,11 +26,11 @@ use crate::cli::exit::{Ending, Failure, Outcome};
 use crate::cli::interrupt::Interrupt;
 use crate::cli::json;
 use crate::cli::json::object;
-use crate::cli::memory::Memory;
+use crate::cli::memory::MemoryLimit;
 use crate::cli::output::Output;
 use crate::cli::progress;
 use crate::cli::table::with_header;
-use crate::read::partial::identity;
+use crate::read::partial_view::identity;
 use crate::read::states::damaged;
 use crate::read::store_dir::StoreDir;
 
@@ -70,11 +70,11 @@ pub struct Salvage {
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    memory: Memory,
+    memory: MemoryLimit,
 }
 
 /// A page that is not exact.
-struct Hurt {
+struct InexactPage {
     /// As it should be.
     info: PageInfo,
     /// The version that is left.
@@ -86,23 +86,23 @@ struct Hurt {
 #[derive(Default)]
 struct Remains {
     exact: Vec<PageInfo>,
-    hurt: Vec<Hurt>,
+    hurt: Vec<InexactPage>,
 }
 
 /// Why no new store was made.
-enum Stop {
+enum SalvageStop {
     Interrupted,
     Failed(Failure),
 }
 
-impl From<Error> for Stop {
+impl From<Error> for SalvageStop {
     fn from(error: Error) -> Self {
-        Stop::Failed(engine_failure(error))
+        SalvageStop::Failed(engine_failure(error))
     }
 }
 
 /// The new store.
-struct New {
+struct SalvagedStore {
     store: StoreId,
     pages: usize,
     bytes: u64,
@@ -120,7 +120,7 @@ impl Salvage {
         }
         if let Some(new) = &self.to {
             dir.refuse_to_write_into(new)?;
-            Store::check_found(new).map_err(engine_failure)?;
+            Store::check_create_at(new).map_err(engine_failure)?;
         }
         let (store, unnamed) = identity(&dir)?;
         if let Some(Damage { defect: defect @ Defect::Version { .. }, .. }) = &unnamed {
@@ -135,13 +135,13 @@ impl Salvage {
             Some(new) if search.state().is_whole || self.older => {
                 match self.write(new, store, &search, &remains, &interrupt) {
                     Ok(new) => Some(new),
-                    Err(Stop::Interrupted) => return Ok(Ending::Interrupted),
-                    Err(Stop::Failed(failure)) => return Err(failure),
+                    Err(SalvageStop::Interrupted) => return Ok(Ending::Interrupted),
+                    Err(SalvageStop::Failed(failure)) => return Err(failure),
                 }
             }
             _ => None,
         };
-        let report = Report { search: &search, remains: &remains, unnamed: unnamed.as_ref(), new };
+        let report = SalvageReport { search: &search, remains: &remains, unnamed: unnamed.as_ref(), new };
         if self.json {
             out.line(report.json())?
         } else {
@@ -151,16 +151,16 @@ impl Salvage {
     }
 
     /// Whether a page that is not exact goes into the new store.
-    fn carries(&self, hurt: &Hurt) -> bool {
+    fn carries(&self, hurt: &InexactPage) -> bool {
         self.older && hurt.left.is_some()
     }
 
-    fn report(&self, hurt: &Hurt, out: &mut Output) -> Result<(), Failure> {
+    fn report(&self, hurt: &InexactPage, out: &mut Output) -> Result<(), Failure> {
         if !self.json {
             // The table needs all of them.
             return Ok(());
         }
-        let Hurt { info, left, why } = hurt;
+        let InexactPage { info, left, why } = hurt;
         out.line(object! {
             "kind": "page",
             "outcome": if left.is_some() { "older" } else { "lost" },
@@ -187,7 +187,7 @@ impl Salvage {
         search: &Search<'_>,
         remains: &Remains,
         interrupt: &Interrupt,
-    ) -> Result<New, Stop> {
+    ) -> Result<SalvagedStore, SalvageStop> {
         let older =
             remains.hurt.iter().filter(|hurt| self.carries(hurt)).filter_map(|hurt| hurt.left.clone());
         let pages: Vec<PageInfo> = remains.exact.iter().cloned().chain(older).collect();
@@ -201,11 +201,11 @@ impl Salvage {
             state.lsn(),
         );
         let origin =
-            Origin { features: store.features, record: store.record, table, point: search.state().point };
+            Seed { features: store.features, record: store.record, table, point: search.state().point };
         let bar = progress::bytes(bytes, "writing");
-        let store = Store::found(new, &origin, |info| load(search, info, interrupt, &bar))?;
+        let store = Store::create_at(new, &origin, |info| load(search, info, interrupt, &bar))?;
         bar.finish_and_clear();
-        Ok(New { store, pages: count, bytes })
+        Ok(SalvagedStore { store, pages: count, bytes })
     }
 }
 
@@ -220,9 +220,11 @@ fn look(search: &Search<'_>, interrupt: &Interrupt) -> Option<Remains> {
         }
         let len = info.len;
         match search.find(&info) {
-            Found::Exact(_) => remains.exact.push(info),
-            Found::Older { version, why, .. } => remains.hurt.push(Hurt { info, left: Some(version), why }),
-            Found::Lost(why) => remains.hurt.push(Hurt { info, left: None, why }),
+            PageRemains::Exact(_) => remains.exact.push(info),
+            PageRemains::Older { version, why, .. } => {
+                remains.hurt.push(InexactPage { info, left: Some(version), why })
+            }
+            PageRemains::Lost(why) => remains.hurt.push(InexactPage { info, left: None, why }),
         }
         bar.inc(len);
     }
@@ -236,48 +238,48 @@ fn load(
     info: &PageInfo,
     interrupt: &Interrupt,
     bar: &ProgressBar,
-) -> Result<Vec<u8>, Stop> {
+) -> Result<Vec<u8>, SalvageStop> {
     if interrupt.noted() {
-        return Err(Stop::Interrupted);
+        return Err(SalvageStop::Interrupted);
     }
     let wanted = search.state().table.get(info.page).expect("it was found there");
     let (left, bytes) = match search.find(&wanted) {
-        Found::Exact(bytes) => (wanted, bytes),
-        Found::Older { version, bytes, .. } => (version, bytes),
-        Found::Lost(why) => return Err(Stop::Failed(Failure::Damage(why.to_string()))),
+        PageRemains::Exact(bytes) => (wanted, bytes),
+        PageRemains::Older { version, bytes, .. } => (version, bytes),
+        PageRemains::Lost(why) => return Err(SalvageStop::Failed(Failure::Damage(why.to_string()))),
     };
     if (left.epoch, left.lsn) != (info.epoch, info.lsn) {
         let message =
             format!("page {} cannot be read any more as it was a moment ago: run this again", info.page);
-        return Err(Stop::Failed(Failure::Damage(message)));
+        return Err(SalvageStop::Failed(Failure::Damage(message)));
     }
     bar.inc(info.len);
     Ok(bytes)
 }
 
 /// All that is to be said.
-struct Report<'a> {
+struct SalvageReport<'a> {
     search: &'a Search<'a>,
     remains: &'a Remains,
     /// What is wrong with STORE.
     unnamed: Option<&'a Damage>,
-    new: Option<New>,
+    new: Option<SalvagedStore>,
 }
 
-impl Report<'_> {
+impl SalvageReport<'_> {
     fn lsn(&self) -> Lsn {
         self.search.state().table.lsn()
     }
 
     /// The first and the last batch that are known to be lost behind the state.
     fn lost_batches(&self) -> Option<(u64, u64)> {
-        let Beyond { durable, seen, .. } = self.search.beyond();
+        let LogRemainder { durable, seen, .. } = self.search.beyond();
         (durable > self.lsn()).then(|| (self.lsn().0 + 1, durable.max(seen).0))
     }
 
     /// The batches that a crash cut, and nothing acknowledged as durable among them.
     fn torn_batches(&self) -> Option<(u64, u64)> {
-        let Beyond { durable, seen, .. } = self.search.beyond();
+        let LogRemainder { durable, seen, .. } = self.search.beyond();
         (durable <= self.lsn() && seen > self.lsn()).then(|| (self.lsn().0 + 1, seen.0))
     }
 
@@ -341,7 +343,7 @@ impl Report<'_> {
             out.line(format_args!("note: batches {first} to {last} are a torn tail, as a crash leaves it"))?;
         }
         match (&self.new, &command.to) {
-            (Some(New { store, pages, bytes }), Some(to)) => out.line(format_args!(
+            (Some(SalvagedStore { store, pages, bytes }), Some(to)) => out.line(format_args!(
                 "carried over: {pages} pages, {bytes} bytes, into {}, store {store}",
                 to.display()
             )),
@@ -351,9 +353,9 @@ impl Report<'_> {
     }
 }
 
-fn table(hurt: &[Hurt]) -> Table {
+fn table(hurt: &[InexactPage]) -> Table {
     let mut table = with_header(["PAGE", "KEY", "LEN", "EPOCH", "LSN", "LEFT", "WHY"], [0, 2, 3, 4]);
-    for Hurt { info, left, why } in hurt {
+    for InexactPage { info, left, why } in hurt {
         let left = left.as_ref().map(|left| format!("epoch {}, lsn {}", left.epoch, left.lsn));
         table.add_row([
             info.page.to_string(),

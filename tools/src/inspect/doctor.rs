@@ -11,7 +11,7 @@ use rustix::fs::OFlags;
 use rustix::process::{Resource, getrlimit};
 use serde_json::{Value, json};
 
-use crate::cli::aligned::{ALIGN, Aligned};
+use crate::cli::aligned_buf::{ALIGN, Aligned};
 use crate::cli::engine::engine_failure;
 use crate::cli::exit::{Ending, Failure, Outcome};
 use crate::cli::interrupt::Interrupt;
@@ -40,7 +40,7 @@ pub struct Doctor {
 }
 
 /// One finding.
-struct Finding {
+struct DoctorFinding {
     name: &'static str,
     /// For programs.
     value: Value,
@@ -48,8 +48,8 @@ struct Finding {
     text: String,
 }
 
-fn finding(name: &'static str, value: impl Into<Value>, text: impl Into<String>) -> Finding {
-    Finding { name, value: value.into(), text: text.into() }
+fn finding(name: &'static str, value: impl Into<Value>, text: impl Into<String>) -> DoctorFinding {
+    DoctorFinding { name, value: value.into(), text: text.into() }
 }
 
 impl Doctor {
@@ -67,14 +67,14 @@ impl Doctor {
                 std::iter::once(("schema".to_owned(), SCHEMA.into())).chain(fields).collect();
             out.line(Value::Object(object))?;
         } else {
-            for Finding { name, text, .. } in findings {
+            for DoctorFinding { name, text, .. } in findings {
                 out.line(format_args!("{:<17} {text}", name.replace('_', " ")))?;
             }
         }
         Ok(Ending::Fine)
     }
 
-    fn findings(&self) -> Result<Vec<Finding>, Failure> {
+    fn findings(&self) -> Result<Vec<DoctorFinding>, Failure> {
         let dir = &self.dir;
         let cannot = |what: &str, error: io::Error| {
             Failure::Environment(format!("cannot {what} {}: {error}", dir.display()))
@@ -171,7 +171,7 @@ fn micros(time: Duration) -> u64 {
 }
 
 /// The limits of process and machine.
-fn machine() -> Vec<Finding> {
+fn machine() -> Vec<DoctorFinding> {
     let limit = |resource| getrlimit(resource).current;
     let shown = |limit: Option<u64>| limit.map_or("unlimited".to_owned(), |limit| limit.to_string());
     let (files, locked) = (limit(Resource::Nofile), limit(Resource::Memlock));
@@ -191,7 +191,7 @@ fn machine() -> Vec<Finding> {
 }
 
 /// The GPU's driver, if one is loaded.
-fn driver() -> Finding {
+fn driver() -> DoctorFinding {
     const VERSION: &str = "/proc/driver/nvidia/version";
     match fs::read_to_string(VERSION) {
         Ok(text) => {

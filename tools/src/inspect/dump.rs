@@ -4,9 +4,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::cli::exit::{Ending, Failure, Outcome};
-use crate::cli::memory::Memory;
+use crate::cli::memory::MemoryLimit;
 use crate::cli::output::Output;
-use crate::read::partial::View;
+use crate::read::partial_view::PartialView;
 use crate::read::selector::Selector;
 use crate::read::store_dir::StoreDir;
 
@@ -28,7 +28,7 @@ pub struct Dump {
     #[arg(short, long, value_name = "FILE", default_value = "-")]
     output: PathBuf,
     #[command(flatten)]
-    memory: Memory,
+    memory: MemoryLimit,
 }
 
 impl Dump {
@@ -38,7 +38,7 @@ impl Dump {
         if self.output != Path::new("-") {
             dir.refuse_to_write_into(&self.output)?;
         }
-        let (view, contents) = View::with_contents(&dir, self.memory.limit())?;
+        let (view, contents) = PartialView::with_contents(&dir, self.memory.limit())?;
         let Some(info) = self.page.find(view.pages()) else {
             // In a damaged store the page may have been there; then the damage is the answer.
             view.complain()?;

@@ -7,7 +7,7 @@ use remanent_format::op::{Op, decode_payload};
 use remanent_format::{FileName, Folder, Lsn, SnapshotId};
 
 use crate::cli::engine;
-use crate::read::partial::View;
+use crate::read::partial_view::PartialView;
 use crate::read::scan::Scan;
 use crate::read::store_dir::StoreDir;
 
@@ -43,7 +43,7 @@ struct References {
 }
 
 /// The reason of every file, in the order of folders and names.
-pub fn reasons(dir: &StoreDir, view: &View) -> std::io::Result<Vec<Reason>> {
+pub fn reasons(dir: &StoreDir, view: &PartialView) -> std::io::Result<Vec<Reason>> {
     let files = dir.files()?;
     let names = files.iter().filter_map(|(folder, name, _)| FileName::parse(*folder, name));
     let references = References::collect(dir, view, names);
@@ -59,7 +59,7 @@ pub fn reasons(dir: &StoreDir, view: &View) -> std::io::Result<Vec<Reason>> {
 }
 
 impl References {
-    fn collect(dir: &StoreDir, view: &View, mut files: impl Iterator<Item = FileName>) -> Self {
+    fn collect(dir: &StoreDir, view: &PartialView, mut files: impl Iterator<Item = FileName>) -> Self {
         let last_frames = view.survey.log.segments().iter().rfind(|(_, segment)| segment.frames.is_some());
         let mut references = Self {
             log_from: view
@@ -100,7 +100,7 @@ impl References {
     }
 
     /// Finds what batches name: tables, and images that were written ahead of them.
-    fn read_log(&mut self, dir: &StoreDir, view: &View) {
+    fn read_log(&mut self, dir: &StoreDir, view: &PartialView) {
         for frame in Scan::new(dir, view.survey.store.store, &view.survey.log) {
             let payload = frame.payload.unwrap_or_default();
             for at in decode_payload(&payload).unwrap_or_default() {
@@ -120,7 +120,7 @@ impl References {
     }
 
     /// What a file is for, and whether it may go.
-    fn why(&self, view: &View, file: FileName) -> (String, bool) {
+    fn why(&self, view: &PartialView, file: FileName) -> (String, bool) {
         // An open removes what its own writer left; that of a writer at work is not ours to judge.
         let is_left_behind = matches!(file, FileName::Temporary(..)) && !self.is_open;
         let is_unneeded = self.unneeded.contains(&file);
@@ -129,7 +129,7 @@ impl References {
         (why, is_left_behind || is_unneeded)
     }
 
-    fn what_for(&self, view: &View, file: FileName) -> String {
+    fn what_for(&self, view: &PartialView, file: FileName) -> String {
         match file {
             FileName::Store => "says which store this is; nothing opens without it".to_owned(),
             FileName::Lock => "held while a process has the store open".to_owned(),
@@ -180,7 +180,7 @@ impl References {
         }
     }
 
-    fn why_manifest(&self, view: &View, snapshot: SnapshotId) -> String {
+    fn why_manifest(&self, view: &PartialView, snapshot: SnapshotId) -> String {
         match view.survey.links.get(&snapshot) {
             Some(Err(damage)) => format!("a snapshot that cannot be read: {}", damage.defect),
             _ if view.state.as_ref().and_then(|state| state.base) == Some(snapshot) => {

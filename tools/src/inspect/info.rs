@@ -16,7 +16,7 @@ use crate::cli::table::with_header;
 use crate::inspect::file_purposes::{Reason, reasons};
 use crate::inspect::log::{damage_json, torn_json, torn_line};
 use crate::inspect::snapshots::image_bytes;
-use crate::read::partial::View;
+use crate::read::partial_view::PartialView;
 use crate::read::store_dir::StoreDir;
 
 const EXAMPLES: &str = "\
@@ -40,8 +40,8 @@ pub struct Info {
 }
 
 /// All that is shown.
-struct Report {
-    view: View,
+struct InfoReport {
+    view: PartialView,
     files: Vec<Reason>,
     holder: Option<u32>,
 }
@@ -50,11 +50,11 @@ impl Info {
     /// Shows.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let dir = StoreDir::open(&self.dir)?;
-        let view = View::take(&dir)?;
+        let view = PartialView::take(&dir)?;
         let files = reasons(&dir, &view).map_err(|error| {
             Failure::Environment(format!("cannot read {}: {error}", dir.path().display()))
         })?;
-        let report = Report { view, files, holder: dir.holder() };
+        let report = InfoReport { view, files, holder: dir.holder() };
         if self.json {
             out.line(report.json())?;
         } else {
@@ -66,7 +66,7 @@ impl Info {
     }
 }
 
-impl Report {
+impl InfoReport {
     /// Whether the log records that the snapshot was read back past the cache.
     fn is_verified(&self, snapshot: SnapshotId) -> bool {
         let verified = self.view.end().map(|end| &end.verified[..]).unwrap_or_default();
@@ -87,7 +87,7 @@ impl Report {
     }
 
     fn json(&self) -> serde_json::Value {
-        let Report { view, files, holder } = self;
+        let InfoReport { view, files, holder } = self;
         let record = &view.survey.store.record;
         let incarnation = view.survey.log.newest();
         let root = view.state.as_ref().map(|state| json::metadata(state.resolved.table.root()));

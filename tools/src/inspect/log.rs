@@ -12,7 +12,7 @@ use serde_json::{Map, json};
 use crate::cli::exit::{Ending, Failure, Outcome};
 use crate::cli::json::object;
 use crate::cli::output::Output;
-use crate::read::partial::View;
+use crate::read::partial_view::PartialView;
 use crate::read::scan::{Chain, Scan, ScannedFrame};
 use crate::read::store_dir::StoreDir;
 
@@ -48,7 +48,7 @@ pub struct Log {
 }
 
 /// What a frame's payload says.
-struct Content {
+struct FrameContent {
     /// Number of operations by kind.
     kinds: BTreeMap<&'static str, u64>,
     /// The pages concerned, each once, ascending.
@@ -60,7 +60,7 @@ impl Log {
     /// Lists.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let dir = StoreDir::open(&self.dir)?;
-        let view = View::take(&dir)?;
+        let view = PartialView::take(&dir)?;
         let end = view.end();
         let torn = end.and_then(|end| end.torn.as_ref());
         if !self.json {
@@ -92,7 +92,7 @@ impl Log {
     }
 
     /// Says how the log ends. As JSON only what is not as it should be: every other line is a frame.
-    fn report_end(&self, view: &View, end: Option<&LogEnd>, out: &mut Output) -> Result<(), Failure> {
+    fn report_end(&self, view: &PartialView, end: Option<&LogEnd>, out: &mut Output) -> Result<(), Failure> {
         for damage in &view.damage {
             match self.json {
                 true => out.line(damage_json(damage))?,
@@ -109,9 +109,9 @@ impl Log {
     }
 }
 
-fn content(frame: &ScannedFrame) -> Result<Content, Defect> {
+fn content(frame: &ScannedFrame) -> Result<FrameContent, Defect> {
     let payload = frame.payload.as_ref().map_err(Clone::clone)?;
-    let mut content = Content { kinds: BTreeMap::new(), pages: Vec::new(), note: None };
+    let mut content = FrameContent { kinds: BTreeMap::new(), pages: Vec::new(), note: None };
     if frame.header.kind == FrameKind::Seal {
         return Ok(content);
     }
@@ -149,14 +149,14 @@ fn chain(chain: &Chain) -> &'static str {
 }
 
 /// What is wrong with a frame, if anything is.
-fn defect<'f>(frame: &'f ScannedFrame, content: &'f Result<Content, Defect>) -> Option<&'f Defect> {
+fn defect<'f>(frame: &'f ScannedFrame, content: &'f Result<FrameContent, Defect>) -> Option<&'f Defect> {
     match &frame.chain {
         Chain::Broken(defect) => Some(defect),
         _ => content.as_ref().err(),
     }
 }
 
-fn frame_json(frame: &ScannedFrame, content: &Result<Content, Defect>, torn: bool) -> serde_json::Value {
+fn frame_json(frame: &ScannedFrame, content: &Result<FrameContent, Defect>, torn: bool) -> serde_json::Value {
     let header = &frame.header;
     let kinds = content.as_ref().map_or_else(
         |_| Map::new(),
@@ -181,7 +181,7 @@ fn frame_json(frame: &ScannedFrame, content: &Result<Content, Defect>, torn: boo
     }
 }
 
-fn frame_line(frame: &ScannedFrame, content: &Result<Content, Defect>, torn: bool) -> String {
+fn frame_line(frame: &ScannedFrame, content: &Result<FrameContent, Defect>, torn: bool) -> String {
     let header = &frame.header;
     let mut words = Vec::new();
     if torn {

@@ -8,10 +8,10 @@ use remanent_format::PageInfo;
 use crate::cli::exit::{Ending, Outcome};
 use crate::cli::json;
 use crate::cli::json::object;
-use crate::cli::memory::Memory;
+use crate::cli::memory::MemoryLimit;
 use crate::cli::output::Output;
 use crate::cli::table::with_header;
-use crate::read::partial::{Contents, View};
+use crate::read::partial_view::{Contents, PartialView};
 use crate::read::store_dir::StoreDir;
 
 const EXAMPLES: &str = "\
@@ -33,14 +33,14 @@ pub struct Pages {
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    memory: Memory,
+    memory: MemoryLimit,
 }
 
 impl Pages {
     /// Lists.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let dir = StoreDir::open(&self.dir)?;
-        let (view, contents) = View::with_contents(&dir, self.memory.limit())?;
+        let (view, contents) = PartialView::with_contents(&dir, self.memory.limit())?;
         let pages: Vec<PageInfo> = view.pages().collect();
         if self.json {
             for info in &pages {

@@ -13,7 +13,7 @@ use crate::cli::exit::{Ending, Outcome};
 use crate::cli::json::object;
 use crate::cli::output::Output;
 use crate::cli::table::with_header;
-use crate::read::partial::View;
+use crate::read::partial_view::PartialView;
 use crate::read::store_dir::StoreDir;
 
 const EXAMPLES: &str = "\
@@ -37,7 +37,7 @@ pub struct Snapshots {
 }
 
 /// A snapshot that is on disk.
-struct Line {
+struct SnapshotLine {
     snapshot: SnapshotId,
     is_verified: bool,
     /// What it is, or what keeps it from being read.
@@ -48,7 +48,7 @@ impl Snapshots {
     /// Lists.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let dir = StoreDir::open(&self.dir)?;
-        let view = View::take(&dir)?;
+        let view = PartialView::take(&dir)?;
         let lines = lines(&view);
         if self.json {
             for line in &lines {
@@ -66,16 +66,17 @@ impl Snapshots {
 }
 
 /// The snapshots, oldest first.
-fn lines(view: &View) -> Vec<Line> {
+fn lines(view: &PartialView) -> Vec<SnapshotLine> {
     let survey = &view.survey;
     let verified = view.end().map(|end| &end.verified[..]).unwrap_or_default();
     let is_verified = |snapshot| verified.iter().any(|entry| entry.snapshot == snapshot);
     let content = |snapshot| Ok((survey.snapshot(snapshot)?, survey.chain(snapshot)?.len()));
-    let line = |snapshot| Line { snapshot, is_verified: is_verified(snapshot), content: content(snapshot) };
+    let line =
+        |snapshot| SnapshotLine { snapshot, is_verified: is_verified(snapshot), content: content(snapshot) };
     view.snapshots().map(line).collect()
 }
 
-impl Line {
+impl SnapshotLine {
     fn json(&self) -> serde_json::Value {
         let manifest = self.content.as_ref().ok().map(|(manifest, _)| manifest);
         object! {
@@ -104,7 +105,7 @@ fn age(unix_ms: u64) -> String {
     format!("{} ago", HumanDuration(now.saturating_sub(Duration::from_millis(unix_ms))))
 }
 
-fn table(lines: &[Line]) -> Table {
+fn table(lines: &[SnapshotLine]) -> Table {
     let mut table = with_header(
         ["SNAPSHOT", "REDO", "END", "PAGES", "BYTES", "LINKS", "VERIFIED", "WRITTEN", "NAME"],
         0..6,

@@ -8,10 +8,10 @@ use remanent_format::{Damage, Defect, FileName, Lsn, ReadAt, SnapshotId};
 
 use crate::cli::exit::{Ending, Failure, Outcome};
 use crate::cli::json::object;
-use crate::cli::memory::Memory;
+use crate::cli::memory::MemoryLimit;
 use crate::cli::output::Output;
 use crate::inspect::log::{torn_json, torn_line};
-use crate::read::partial::{LOOKS_AT_AN_OPEN_STORE, View};
+use crate::read::partial_view::{LOOKS_AT_AN_OPEN_STORE, PartialView};
 use crate::read::store_dir::StoreDir;
 
 const EXAMPLES: &str = "\
@@ -34,11 +34,11 @@ pub struct Verify {
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    memory: Memory,
+    memory: MemoryLimit,
 }
 
 /// A defect, and what it costs.
-struct Finding {
+struct VerifyFinding {
     damage: Damage,
     cost: String,
 }
@@ -48,13 +48,13 @@ impl Verify {
     pub fn run(&self, out: &mut Output) -> Outcome {
         let dir = StoreDir::open(&self.dir)?;
         let mut images = ImageProofs::new(&dir);
-        let Looked { view, verdict, mut findings } = look(&dir, &mut images)?;
+        let VerifyReport { view, verdict, mut findings } = look(&dir, &mut images)?;
         if let Some(Err(damage)) =
             view.state.as_ref().map(|state| state.check_page_bytes(self.memory.limit()))
         {
             let cost =
                 "nothing if there is memory for it elsewhere: `--memory-max` raises the limit".to_owned();
-            findings.push(Finding { damage, cost });
+            findings.push(VerifyFinding { damage, cost });
         }
         for finding in &findings {
             self.report(finding, out)?;
@@ -64,8 +64,8 @@ impl Verify {
         Ok(if findings.is_empty() { Ending::Fine } else { Ending::Difference })
     }
 
-    fn report(&self, finding: &Finding, out: &mut Output) -> Result<(), Failure> {
-        let Finding { damage, cost } = finding;
+    fn report(&self, finding: &VerifyFinding, out: &mut Output) -> Result<(), Failure> {
+        let VerifyFinding { damage, cost } = finding;
         if !self.json {
             return out.line(format_args!("{damage}\n    costs {cost}"));
         }
@@ -81,7 +81,7 @@ impl Verify {
 
     fn summarize(
         &self,
-        view: &View,
+        view: &PartialView,
         images: &ImageProofs<'_>,
         findings: usize,
         opens_from: Option<&str>,
@@ -131,15 +131,15 @@ impl Verify {
 }
 
 /// What a look at a store found.
-struct Looked {
-    view: View,
+struct VerifyReport {
+    view: PartialView,
     verdict: Verdict,
-    findings: Vec<Finding>,
+    findings: Vec<VerifyFinding>,
 }
 
 /// Looks at a store. While a process writes to it, files come and go between two reads of ours, and frames are read that
 /// are half written: what is found then counts only if every one of some looks finds the same at the same place.
-fn look(dir: &StoreDir, images: &mut ImageProofs<'_>) -> Result<Looked, Failure> {
+fn look(dir: &StoreDir, images: &mut ImageProofs<'_>) -> Result<VerifyReport, Failure> {
     let mut looked = look_once(dir, images, None)?;
     for _ in 1..LOOKS_AT_AN_OPEN_STORE {
         if looked.findings.is_empty() || dir.holder().is_none() {
@@ -155,9 +155,9 @@ fn look(dir: &StoreDir, images: &mut ImageProofs<'_>) -> Result<Looked, Failure>
 fn look_once(
     dir: &StoreDir,
     images: &mut ImageProofs<'_>,
-    before: Option<&[Finding]>,
-) -> Result<Looked, Failure> {
-    let view = View::take_once(dir)?;
+    before: Option<&[VerifyFinding]>,
+) -> Result<VerifyReport, Failure> {
+    let view = PartialView::take_once(dir)?;
     let mut verdict = judge(&view.survey, dir, images);
     if let Some(before) = before {
         let is_lasting = |damage: &Damage| before.iter().any(|finding| finding.damage == *damage);
@@ -178,7 +178,7 @@ fn look_once(
     if let Some(before) = before {
         findings.retain(|finding| before.iter().any(|known| known.damage == finding.damage));
     }
-    Ok(Looked { view, verdict, findings })
+    Ok(VerifyReport { view, verdict, findings })
 }
 
 fn start_name(snapshot: Option<SnapshotId>) -> String {
@@ -188,18 +188,18 @@ fn start_name(snapshot: Option<SnapshotId>) -> String {
 /// All findings, each place once, with the gravest of its costs.
 fn findings(
     dir: &StoreDir,
-    view: &View,
+    view: &PartialView,
     verdict: &Verdict,
     identity: Option<Damage>,
     images: &ImageProofs<'_>,
-) -> Vec<Finding> {
-    let mut findings: Vec<Finding> = Vec::new();
+) -> Vec<VerifyFinding> {
+    let mut findings: Vec<VerifyFinding> = Vec::new();
     let mut find = |damage: Damage, cost: String| {
         if findings
             .iter()
             .all(|known| (known.damage.file, known.damage.offset) != (damage.file, damage.offset))
         {
-            findings.push(Finding { damage, cost });
+            findings.push(VerifyFinding { damage, cost });
         }
     };
     if let Some(damage) = identity {
@@ -255,13 +255,13 @@ fn findings(
 }
 
 /// Whether a snapshot stays without the log behind it.
-fn is_named_and_exact(view: &View, start: &Start) -> bool {
+fn is_named_and_exact(view: &PartialView, start: &Start) -> bool {
     let link = start.snapshot.and_then(|snapshot| view.survey.links.get(&snapshot)?.as_ref().ok());
     start.is_exact && link.is_some_and(|(link, _)| link.name.is_some())
 }
 
 /// Damaged copies of manifests of which the other copy is whole.
-fn second_copies(dir: &StoreDir, view: &View) -> Vec<Damage> {
+fn second_copies(dir: &StoreDir, view: &PartialView) -> Vec<Damage> {
     let mut found = Vec::new();
     for (snapshot, read) in &view.survey.links {
         let Ok((_, health)) = read else { continue };
@@ -275,7 +275,7 @@ fn second_copies(dir: &StoreDir, view: &View) -> Vec<Damage> {
 }
 
 /// What is wrong with the header of an image file, if it is there.
-fn image_file_damage(dir: &StoreDir, view: &View, number: u64) -> Option<Damage> {
+fn image_file_damage(dir: &StoreDir, view: &PartialView, number: u64) -> Option<Damage> {
     let file = FileName::Pages(number);
     let mut bytes = [0; ImageFileHeaderRaw::LEN];
     dir.read_at(file, 0, &mut bytes).ok()?;

@@ -15,12 +15,12 @@ use remanent_format::state::survey::Survey;
 use remanent_format::{Damage, Defect, FileName, Lsn, PageId, PageInfo, PageTable, SnapshotId};
 
 use crate::cli::exit::Failure;
-use crate::read::partial::LOOKS_AT_AN_OPEN_STORE;
+use crate::read::partial_view::LOOKS_AT_AN_OPEN_STORE;
 use crate::read::store_dir::StoreDir;
 
 /// A state that is named on the command line.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum At {
+pub enum StateName {
     /// The state after this batch.
     Lsn(Lsn),
     /// The state that this snapshot stands for.
@@ -29,7 +29,7 @@ pub enum At {
     Name(String),
 }
 
-impl FromStr for At {
+impl FromStr for StateName {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -44,7 +44,7 @@ impl FromStr for At {
     }
 }
 
-impl fmt::Display for At {
+impl fmt::Display for StateName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Lsn(lsn) => write!(f, "lsn:{lsn}"),
@@ -55,26 +55,26 @@ impl fmt::Display for At {
 }
 
 /// All that is kept in a directory.
-pub struct Past<'d> {
+pub struct KeptStates<'d> {
     dir: &'d StoreDir,
     /// Every file, looked at and not judged.
     pub survey: Survey,
 }
 
 /// A state with the bytes of those pages that were asked for.
-pub struct State {
+pub struct KeptState {
     /// Pages and root.
     pub table: PageTable,
     /// The bytes asked for.
     pub contents: BTreeMap<PageId, Vec<u8>>,
 }
 
-impl<'d> Past<'d> {
+impl<'d> KeptStates<'d> {
     /// Does something with what a directory keeps. While a process writes, files come and go between two reads
     /// of ours; then what looks damaged is looked at again.
     pub fn look<T>(
         dir: &'d StoreDir,
-        mut look: impl FnMut(&Past<'d>) -> Result<T, Failure>,
+        mut look: impl FnMut(&KeptStates<'d>) -> Result<T, Failure>,
     ) -> Result<T, Failure> {
         for _ in 1..LOOKS_AT_AN_OPEN_STORE {
             match Self::open(dir).and_then(|past| look(&past)) {
@@ -101,17 +101,17 @@ impl<'d> Past<'d> {
     }
 
     /// The batch after which a state stood; `None`, the newest one, for no name.
-    pub fn lsn(&self, at: Option<&At>) -> Result<Option<Lsn>, Failure> {
+    pub fn lsn(&self, at: Option<&StateName>) -> Result<Option<Lsn>, Failure> {
         match at {
             None => Ok(None),
-            Some(At::Lsn(lsn)) => Ok(Some(*lsn)),
-            Some(At::Snapshot(snapshot)) if self.survey.links.contains_key(snapshot) => {
+            Some(StateName::Lsn(lsn)) => Ok(Some(*lsn)),
+            Some(StateName::Snapshot(snapshot)) if self.survey.links.contains_key(snapshot) => {
                 self.survey.snapshot(*snapshot).map(|manifest| Some(manifest.end)).map_err(damaged)
             }
-            Some(At::Snapshot(snapshot)) => {
+            Some(StateName::Snapshot(snapshot)) => {
                 Err(Failure::Environment(format!("there is no snapshot {snapshot}")))
             }
-            Some(At::Name(name)) => {
+            Some(StateName::Name(name)) => {
                 let mut named = self.survey.readable().rev();
                 let named = named.find(|manifest| manifest.name.as_deref() == Some(name));
                 let none = || Failure::Environment(format!("there is no snapshot named {name:?}"));
@@ -131,14 +131,14 @@ impl<'d> Past<'d> {
         until: Option<Lsn>,
         page_bytes_max: u64,
         wanted: impl Fn(&PageInfo) -> bool,
-    ) -> Result<State, Failure> {
+    ) -> Result<KeptState, Failure> {
         self.first_that_holds(until, |mut resolution| {
             let resolved = &mut resolution.resolved;
             resolved.bases.retain(|page| resolved.table.get(page).as_ref().is_some_and(&wanted));
             let contents = self.survey.load(self.dir, &resolution, page_bytes_max)?;
             let contents = contents.into_iter().map(|(page, bytes)| Ok((page, bytes?)));
             let contents = contents.collect::<Result<_, Damage>>()?;
-            Ok(State { table: resolution.resolved.table, contents })
+            Ok(KeptState { table: resolution.resolved.table, contents })
         })
     }
 
@@ -216,10 +216,10 @@ mod tests {
     #[test]
     fn a_state_has_one_spelling() {
         for text in ["lsn:0", "lsn:120", "snapshot:3", "name:a:b"] {
-            assert_eq!(text.parse::<At>().unwrap().to_string(), text);
+            assert_eq!(text.parse::<StateName>().unwrap().to_string(), text);
         }
         for text in ["", "120", "lsn:", "lsn:-1", "snapshot:x", "batch:1", "name:"] {
-            assert!(text.parse::<At>().is_err(), "{text}");
+            assert!(text.parse::<StateName>().is_err(), "{text}");
         }
     }
 }

@@ -5,7 +5,7 @@ use std::fmt;
 use std::path::Path;
 
 use remanent::{Error, PageInfo, Store};
-use remanent_format::state::rebuild::{RebuildOptions, Rebuilt, rebuild};
+use remanent_format::state::rebuild::{RebuildOptions, RebuiltStore, rebuild};
 use remanent_format::{Defect, Epoch, FileName, Key, Metadata, PageId, Value};
 
 use crate::cli::exit::Failure;
@@ -19,7 +19,7 @@ pub const REQUEST: &str = "request";
 
 /// A page as a store holds it.
 #[derive(Clone, Copy, Debug)]
-struct Found<'a> {
+struct FoundPage<'a> {
     /// Its number.
     page: PageId,
     /// Its key: a hash id in decimal, if `replay` made it.
@@ -142,7 +142,7 @@ pub fn simulate(rule: Rule, trace: &mut Trace, last: Option<u64>) -> Result<Simu
 }
 
 /// The state that recovery would find in a directory, computed without the engine.
-pub fn recovered(dir: &Path) -> Result<Rebuilt, Failure> {
+pub fn recovered(dir: &Path) -> Result<RebuiltStore, Failure> {
     let options = RebuildOptions { page_bytes_max: available(), ..RebuildOptions::default() };
     rebuild(&StoreDir::open(dir)?, &options).map_err(|damage| match damage.defect {
         Defect::Missing if damage.file == FileName::Store => {
@@ -153,9 +153,9 @@ pub fn recovered(dir: &Path) -> Result<Rebuilt, Failure> {
 }
 
 /// All differences between a rebuilt store and the simulation.
-pub fn compare(simulation: &Simulation, epochs: Epochs, rebuilt: &Rebuilt) -> Vec<Difference> {
+pub fn compare(simulation: &Simulation, epochs: Epochs, rebuilt: &RebuiltStore) -> Vec<Difference> {
     let infos: Vec<PageInfo> = rebuilt.table.pages().collect();
-    let found = infos.iter().map(|info| Found {
+    let found = infos.iter().map(|info| FoundPage {
         page: info.page,
         key: info.key.as_ref(),
         epoch: info.epoch,
@@ -172,7 +172,7 @@ pub fn compare_open(simulation: &Simulation, store: &Store) -> Result<Vec<Differ
         store.read(info.page, 0, &mut bytes).map(|_| bytes)
     };
     let contents = pages.iter().map(read).collect::<Result<Vec<_>, _>>()?;
-    let found = pages.iter().zip(&contents).map(|(info, bytes)| Found {
+    let found = pages.iter().zip(&contents).map(|(info, bytes)| FoundPage {
         page: info.page,
         key: info.key.as_ref(),
         epoch: info.epoch,
@@ -186,7 +186,7 @@ fn differences<'a>(
     simulation: &Simulation,
     epochs: Epochs,
     root: &Metadata,
-    pages: impl Iterator<Item = Found<'a>>,
+    pages: impl Iterator<Item = FoundPage<'a>>,
 ) -> Vec<Difference> {
     let mut differences = Vec::new();
     let expected = simulation.last_request();
@@ -219,7 +219,7 @@ fn page_differences(
     epochs: Epochs,
     hash_id: u64,
     page: &Expected,
-    found: Found<'_>,
+    found: FoundPage<'_>,
 ) -> impl Iterator<Item = Difference> {
     let epoch_fits = match epochs {
         Epochs::Exact => found.epoch.0 == page.epoch,
@@ -266,7 +266,7 @@ mod tests {
         let simulation = simulation();
         let (mut root, mut pages) = exact(&simulation);
         change(&mut root, &mut pages);
-        let found = pages.iter().map(|(page, key, epoch, bytes)| Found {
+        let found = pages.iter().map(|(page, key, epoch, bytes)| FoundPage {
             page: *page,
             key: key.as_ref(),
             epoch: *epoch,

@@ -48,7 +48,7 @@ pub struct Replayer {
 
 /// Why the watching ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Watched {
+pub enum WatchEnd {
     /// The moment has come.
     Reached,
     /// The process ended by itself.
@@ -107,19 +107,19 @@ impl Replayer {
         &mut self,
         stop: impl Fn() -> bool,
         moment: impl Fn(Option<u64>, Duration) -> bool,
-    ) -> Result<Watched, Failure> {
+    ) -> Result<WatchEnd, Failure> {
         loop {
             let ended = !self.listen(NOTICE);
             // Ctrl-C reaches the replay as well: that it ended is then no news.
             if stop() {
-                return Ok(Watched::Interrupted);
+                return Ok(WatchEnd::Interrupted);
             }
             if ended {
                 let status = self.process.wait().map_err(|error| cannot("wait for a replay", &error))?;
-                return Ok(Watched::Ended(status));
+                return Ok(WatchEnd::Ended(status));
             }
             if moment(self.last_ack, self.started.elapsed()) {
-                return Ok(Watched::Reached);
+                return Ok(WatchEnd::Reached);
             }
         }
     }

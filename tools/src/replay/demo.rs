@@ -15,7 +15,7 @@ use crate::cli::interrupt::Interrupt;
 use crate::cli::output::Output;
 use crate::cli::progress;
 use crate::replay::child::Errand;
-use crate::replay::kill_run::{Checked, Course, Stop, Totals};
+use crate::replay::kill_run::{CheckReport, KillRun, KillRunStop, KillRunTotals};
 use crate::replay::replay_params;
 use crate::replay::simulate::SplitMix64;
 use crate::replay::trace;
@@ -54,8 +54,8 @@ pub struct Demo {
 }
 
 /// A demo under way.
-struct Show<'o, 'w> {
-    course: Course,
+struct DemoRun<'o, 'w> {
+    course: KillRun,
     bar: ProgressBar,
     out: &'o mut Output<'w>,
 }
@@ -74,9 +74,9 @@ impl Demo {
         show.bar.finish_and_clear();
         match outcome {
             Ok(()) => Ok(Ending::Fine),
-            Err(Stop::Interrupted) => Ok(Ending::Interrupted),
-            Err(Stop::Failed(failure)) => Err(failure),
-            Err(Stop::Differs(differences)) => {
+            Err(KillRunStop::Interrupted) => Ok(Ending::Interrupted),
+            Err(KillRunStop::Failed(failure)) => Err(failure),
+            Err(KillRunStop::Differs(differences)) => {
                 for difference in differences {
                     out.line(difference)?;
                 }
@@ -94,7 +94,7 @@ impl Demo {
         seed: u64,
         interrupt: Interrupt,
         out: &'o mut Output<'w>,
-    ) -> Result<Show<'o, 'w>, Failure> {
+    ) -> Result<DemoRun<'o, 'w>, Failure> {
         let store = self.dir.clone().unwrap_or_else(|| scratch.join("store"));
         if std::fs::read_dir(&store).is_ok_and(|mut entries| entries.next().is_some()) {
             return Err(Failure::Environment(format!("{} is not empty", store.display())));
@@ -111,7 +111,7 @@ impl Demo {
             durable: false,
             log_io: None,
         };
-        let course = Course::new(errand, SplitMix64::new(seed), interrupt, bar.clone())?;
+        let course = KillRun::new(errand, SplitMix64::new(seed), interrupt, bar.clone())?;
         let limit = course.errand.limit;
         bar.set_length(limit);
         out.line(format_args!("Replaying {limit} requests of a chat service's cache trace into a store,"))?;
@@ -121,11 +121,11 @@ impl Demo {
         ))?;
         out.line("")?;
         out.flush()?;
-        Ok(Show { course, bar, out })
+        Ok(DemoRun { course, bar, out })
     }
 
     /// The acts, in order.
-    fn show(&self, show: &mut Show<'_, '_>) -> Result<(), Stop> {
+    fn show(&self, show: &mut DemoRun<'_, '_>) -> Result<(), KillRunStop> {
         show.heading()?;
         for kill in 1..=self.kills {
             if !show.run_and_kill(kill, self.kills)? {
@@ -141,8 +141,8 @@ impl Demo {
     }
 }
 
-impl Show<'_, '_> {
-    fn heading(&mut self) -> Result<(), Stop> {
+impl DemoRun<'_, '_> {
+    fn heading(&mut self) -> Result<(), KillRunStop> {
         let line = format!(
             "{:<18} {:>8} {:>13} {:>7}  {:<29} CHECKED",
             "", "RAN", "ACKNOWLEDGED", "FOUND", "RECOVERED FROM"
@@ -151,19 +151,19 @@ impl Show<'_, '_> {
     }
 
     /// Lets a replay run and kills it. `false` if it reached its end first.
-    fn run_and_kill(&mut self, kill: u64, kills: u64) -> Result<bool, Stop> {
+    fn run_and_kill(&mut self, kill: u64, kills: u64) -> Result<bool, KillRunStop> {
         let Some(checked) = self.course.run_and_kill(kill, kills)? else { return Ok(false) };
         self.report(&format!("kill {kill} of {kills}"), &checked)?;
         Ok(true)
     }
 
-    fn run_to_the_end(&mut self) -> Result<(), Stop> {
+    fn run_to_the_end(&mut self) -> Result<(), KillRunStop> {
         let checked = self.course.run_to_the_end()?;
         self.report("then, left alone", &checked)
     }
 
     /// Takes the store back to its oldest snapshot, and the simulation with it.
-    fn go_back(&mut self) -> Result<(), Stop> {
+    fn go_back(&mut self) -> Result<(), KillRunStop> {
         let started = Instant::now();
         let options = Options::default().create(Create::Never).device(self.course.errand.device);
         let store = Store::open(&self.course.errand.store, options).map_err(engine_failure)?;
@@ -175,7 +175,7 @@ impl Show<'_, '_> {
         store.close().map_err(engine_failure)?;
         let took = started.elapsed();
 
-        let Checked { found, .. } = self.course.gone_back()?;
+        let CheckReport { found, .. } = self.course.gone_back()?;
         self.say(format!(
             "\nBack to snapshot {} in {took:.0?}: the {} pages after request {} again, every byte of them. \
              Now forward.\n",
@@ -185,7 +185,7 @@ impl Show<'_, '_> {
         ))
     }
 
-    fn report(&mut self, what: &str, checked: &Checked) -> Result<(), Stop> {
+    fn report(&mut self, what: &str, checked: &CheckReport) -> Result<(), KillRunStop> {
         let request = |request: Option<u64>| request.map_or("-".to_owned(), |request| request.to_string());
         let (from, seen) = match &checked.rebuilt {
             None => ("no store yet".to_owned(), "nothing is there".to_owned()),
@@ -202,8 +202,8 @@ impl Show<'_, '_> {
         ))
     }
 
-    fn conclude(&mut self) -> Result<(), Stop> {
-        let Totals { replaying, replayed, mut back_after } = self.course.totals().clone();
+    fn conclude(&mut self) -> Result<(), KillRunStop> {
+        let KillRunTotals { replaying, replayed, mut back_after } = self.course.totals().clone();
         back_after.sort_unstable();
         let median = back_after.get(back_after.len() / 2).copied().unwrap_or_default();
         let rate = replayed as f64 / replaying.as_secs_f64();
@@ -217,9 +217,9 @@ impl Show<'_, '_> {
     }
 
     /// Prints a line of the report, above the bar.
-    fn say(&mut self, line: String) -> Result<(), Stop> {
+    fn say(&mut self, line: String) -> Result<(), KillRunStop> {
         let out = &mut *self.out;
-        self.bar.suspend(|| out.line(line).and_then(|()| out.flush())).map_err(Stop::Failed)
+        self.bar.suspend(|| out.line(line).and_then(|()| out.flush())).map_err(KillRunStop::Failed)
     }
 }
 

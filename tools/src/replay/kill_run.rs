@@ -9,18 +9,18 @@ use std::time::Duration;
 
 use indicatif::ProgressBar;
 use remanent::FileName;
-use remanent_format::state::rebuild::Rebuilt;
+use remanent_format::state::rebuild::RebuiltStore;
 
 use crate::cli::exit::Failure;
 use crate::cli::interrupt::Interrupt;
 use crate::replay::check;
 use crate::replay::check::{Epochs, hash_id, last_request};
-use crate::replay::child::{Errand, Replayer, Watched};
+use crate::replay::child::{Errand, Replayer, WatchEnd};
 use crate::replay::simulate::{Simulation, SplitMix64};
 use crate::replay::trace::Trace;
 
 /// A store, the replays that work on it, and what it must hold.
-pub struct Course {
+pub struct KillRun {
     /// What every replay is told.
     pub errand: Errand,
     /// Moments of death are drawn from here.
@@ -30,12 +30,12 @@ pub struct Course {
     simulation: Simulation,
     interrupt: Interrupt,
     bar: ProgressBar,
-    totals: Totals,
+    totals: KillRunTotals,
 }
 
 /// What the replays of a course did.
 #[derive(Clone, Debug, Default)]
-pub struct Totals {
+pub struct KillRunTotals {
     /// Time that replays ran.
     pub replaying: Duration,
     /// Requests that they replayed.
@@ -46,7 +46,7 @@ pub struct Totals {
 
 /// What was found after a replay, and found right.
 #[derive(Debug)]
-pub struct Checked {
+pub struct CheckReport {
     /// How long the replay lived.
     pub lived: Duration,
     /// The last request that it acknowledged.
@@ -54,12 +54,12 @@ pub struct Checked {
     /// The last request that the store holds.
     pub found: Option<u64>,
     /// The store; `None` if the replay died before there was one.
-    pub rebuilt: Option<Rebuilt>,
+    pub rebuilt: Option<RebuiltStore>,
 }
 
 /// A course is over before its end.
 #[derive(Debug)]
-pub enum Stop {
+pub enum KillRunStop {
     /// Ctrl-C.
     Interrupted,
     /// The store does not hold what it should; these are the differences.
@@ -68,13 +68,13 @@ pub enum Stop {
     Failed(Failure),
 }
 
-impl From<Failure> for Stop {
+impl From<Failure> for KillRunStop {
     fn from(failure: Failure) -> Self {
-        Stop::Failed(failure)
+        KillRunStop::Failed(failure)
     }
 }
 
-impl Course {
+impl KillRun {
     /// A course whose store does not exist yet. The bar counts requests.
     pub fn new(
         errand: Errand,
@@ -91,7 +91,7 @@ impl Course {
             simulation,
             interrupt,
             bar,
-            totals: Totals::default(),
+            totals: KillRunTotals::default(),
         })
     }
 
@@ -101,13 +101,13 @@ impl Course {
     }
 
     /// What was done so far.
-    pub fn totals(&self) -> &Totals {
+    pub fn totals(&self) -> &KillRunTotals {
         &self.totals
     }
 
     /// Lets a replay run and kills it, the `kill`-th time of `kills`. `None` if it reached its end first; the store
     /// is checked then, too.
-    pub fn run_and_kill(&mut self, kill: u64, kills: u64) -> Result<Option<Checked>, Stop> {
+    pub fn run_and_kill(&mut self, kill: u64, kills: u64) -> Result<Option<CheckReport>, KillRunStop> {
         let done = self.run_until_then_kill(kill, kills, |_| Ok(()))?;
         Ok(done.map(|((), checked)| checked))
     }
@@ -118,7 +118,7 @@ impl Course {
         kill: u64,
         kills: u64,
         at_the_moment: impl FnOnce(Option<u64>) -> Result<T, Failure>,
-    ) -> Result<Option<(T, Checked)>, Stop> {
+    ) -> Result<Option<(T, CheckReport)>, KillRunStop> {
         let from = self.simulation.next_request();
         let left = self.errand.limit - from;
         // On the average the kills share evenly what is left. One in four strikes at a moment counted from
@@ -132,7 +132,7 @@ impl Course {
             Some(early) => ran >= early,
             None => acknowledged >= Some(target),
         })?;
-        if watched != Watched::Reached {
+        if watched != WatchEnd::Reached {
             self.check(replayer.lived(), &replayer)?;
             return Ok(None);
         }
@@ -143,13 +143,13 @@ impl Course {
     }
 
     /// Lets a replay run to the end of the trace.
-    pub fn run_to_the_end(&mut self) -> Result<Checked, Stop> {
+    pub fn run_to_the_end(&mut self) -> Result<CheckReport, KillRunStop> {
         let mut replayer = self.errand.start()?;
         self.watch(&mut replayer, |_, _| false)?;
         let checked = self.check(replayer.lived(), &replayer)?;
         if self.simulation.next_request() < self.errand.limit {
             let ended = format!("the replay ended after request {:?}", self.simulation.last_request());
-            return Err(Stop::Differs(vec![ended]));
+            return Err(KillRunStop::Differs(vec![ended]));
         }
         Ok(checked)
     }
@@ -159,7 +159,7 @@ impl Course {
         &self,
         replayer: &mut Replayer,
         moment: impl Fn(Option<u64>, Duration) -> bool,
-    ) -> Result<Watched, Stop> {
+    ) -> Result<WatchEnd, KillRunStop> {
         let before = self.simulation.next_request();
         let watched = replayer.watch(
             || self.interrupt.noted(),
@@ -169,15 +169,17 @@ impl Course {
             },
         )?;
         match watched {
-            Watched::Interrupted => Err(Stop::Interrupted),
-            Watched::Ended(status) if !status.success() => Err(Stop::Failed(replayer.failure(status))),
-            Watched::Ended(_) | Watched::Reached => Ok(watched),
+            WatchEnd::Interrupted => Err(KillRunStop::Interrupted),
+            WatchEnd::Ended(status) if !status.success() => {
+                Err(KillRunStop::Failed(replayer.failure(status)))
+            }
+            WatchEnd::Ended(_) | WatchEnd::Reached => Ok(watched),
         }
     }
 
     /// Reads the directory and holds it against the simulation: all that was acknowledged, at most the one
     /// request in flight beside it, and nothing else.
-    fn check(&mut self, lived: Duration, replayer: &Replayer) -> Result<Checked, Stop> {
+    fn check(&mut self, lived: Duration, replayer: &Replayer) -> Result<CheckReport, KillRunStop> {
         let before = self.simulation.next_request();
         let acknowledged = replayer.last_ack();
         self.totals.back_after.extend(replayer.first_ack_after());
@@ -188,7 +190,7 @@ impl Course {
         self.simulation = simulation;
         self.totals.replaying += lived;
         self.totals.replayed += self.simulation.next_request() - before;
-        Ok(Checked { lived, acknowledged, found: self.simulation.last_request(), rebuilt })
+        Ok(CheckReport { lived, acknowledged, found: self.simulation.last_request(), rebuilt })
     }
 
     /// Holds what recovery finds in a directory against the simulation: it ends between two requests, both
@@ -198,7 +200,7 @@ impl Course {
         store: &Path,
         certain: Option<u64>,
         begun: Option<u64>,
-    ) -> Result<(Simulation, Option<Rebuilt>), Stop> {
+    ) -> Result<(Simulation, Option<RebuiltStore>), KillRunStop> {
         // Before there is a store, nothing can have been acknowledged.
         let is_there = store.join(FileName::Store.name()).exists();
         let rebuilt = is_there.then(|| check::recovered(store)).transpose()?;
@@ -207,7 +209,7 @@ impl Course {
         if found < certain || found > begun {
             let number =
                 |request: Option<u64>| request.map_or("none".to_owned(), |number| number.to_string());
-            return Err(Stop::Differs(vec![format!(
+            return Err(KillRunStop::Differs(vec![format!(
                 "the last request in {} is {}, but at least {} and at most {} was to be there",
                 store.display(),
                 number(found),
@@ -238,7 +240,7 @@ impl Course {
     }
 
     /// Takes the simulation back to where a restore took the store.
-    pub fn gone_back(&mut self) -> Result<Checked, Stop> {
+    pub fn gone_back(&mut self) -> Result<CheckReport, KillRunStop> {
         let rebuilt = check::recovered(&self.errand.store)?;
         let request = last_request(rebuilt.table.root()).map_err(Failure::Damage)?;
         self.simulation = self.simulation_at(request);
@@ -249,19 +251,19 @@ impl Course {
                 self.simulation.set_epoch(hash_id, info.epoch.0);
             }
         }
-        Ok(Checked { lived: Duration::ZERO, acknowledged: None, found: request, rebuilt: Some(rebuilt) })
+        Ok(CheckReport { lived: Duration::ZERO, acknowledged: None, found: request, rebuilt: Some(rebuilt) })
     }
 }
 
 /// Fails if a store is not what a simulation says.
-fn hold(simulation: &Simulation, epochs: Epochs, rebuilt: &Rebuilt) -> Result<(), Stop> {
+fn hold(simulation: &Simulation, epochs: Epochs, rebuilt: &RebuiltStore) -> Result<(), KillRunStop> {
     let differences = check::compare(simulation, epochs, rebuilt);
     if differences.is_empty() {
         return Ok(());
     }
     let mut told: Vec<String> = differences.iter().take(DIFFERENCES_SHOWN).map(ToString::to_string).collect();
     told.push(format!("{} differences", differences.len()));
-    Err(Stop::Differs(told))
+    Err(KillRunStop::Differs(told))
 }
 
 /// How many differences are listed; the rest is counted.

@@ -22,7 +22,8 @@ use std::time::{Duration, Instant};
 
 use clap::ValueEnum;
 use remanent::{
-    Ack, DeviceChoice, LogIo, Metadata, Options, PageId, PageRef, Place, Position, Recovered, Store, Value,
+    Ack, DeviceChoice, LogIo, Metadata, Options, PageId, PageRef, Place, Position, RecoveryReport, Store,
+    Value,
 };
 
 use crate::cli::engine::engine_failure;
@@ -217,12 +218,12 @@ struct Driver {
     place: Place,
     simulation: Simulation,
     pages: HashMap<u64, PageId>,
-    totals: Totals,
+    totals: ReplayTotals,
 }
 
 /// What a replay did.
 #[derive(Clone, Copy, Default)]
-struct Totals {
+struct ReplayTotals {
     created: u64,
     hits: u64,
     evicted: u64,
@@ -255,7 +256,7 @@ impl Driver {
         if pages.len() != simulation.pages().len() {
             return Err(differs());
         }
-        Ok(Self { store, place, simulation, pages, totals: Totals::default() })
+        Ok(Self { store, place, simulation, pages, totals: ReplayTotals::default() })
     }
 
     /// Commits the next request.
@@ -296,7 +297,7 @@ impl Driver {
 
     /// Says what was done.
     fn report(&self, first: u64, took: Duration, out: &mut Output) -> Result<(), Failure> {
-        let Totals { created, hits, evicted, snapshots } = self.totals;
+        let ReplayTotals { created, hits, evicted, snapshots } = self.totals;
         let Some(last) = self.simulation.last_request().filter(|last| *last >= first) else {
             return out.line("nothing to replay: the store holds all of it");
         };
@@ -318,8 +319,8 @@ impl Driver {
 }
 
 /// How the store came back.
-fn recovery_line(recovered: &Recovered) -> String {
-    let Recovered { snapshot, replayed_batches, copied_batches, elapsed, .. } = recovered;
+fn recovery_line(recovered: &RecoveryReport) -> String {
+    let RecoveryReport { snapshot, replayed_batches, copied_batches, elapsed, .. } = recovered;
     let base = snapshot.map_or("the log's beginning".to_owned(), |snapshot| format!("snapshot {snapshot}"));
     let torn = recovered
         .torn

@@ -31,7 +31,7 @@ pub fn bundled(folder: &Path) -> Result<PathBuf, Failure> {
 
 /// One line of a trace. Other fields are not looked at.
 #[derive(Deserialize)]
-struct Line {
+struct TraceLine {
     hash_ids: Vec<u64>,
 }
 
@@ -98,7 +98,7 @@ impl Trace {
     /// The next request, or what is wrong with its line.
     fn request(&mut self) -> Result<Option<Vec<u64>>, String> {
         let Some(line) = self.line()? else { return Ok(None) };
-        let line: Line = serde_json::from_slice(&line).map_err(|error| error.to_string())?;
+        let line: TraceLine = serde_json::from_slice(&line).map_err(|error| error.to_string())?;
         Ok(Some(line.hash_ids))
     }
 }

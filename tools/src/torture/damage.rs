@@ -12,13 +12,13 @@ use remanent::{Create, Error, Options, Store};
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 use remanent_format::{FileName, Folder, Lsn};
 
-use super::{Chamber, Report, cannot};
+use super::{Chamber, TortureTable, cannot};
 use crate::cli::exit::Failure;
 use crate::cli::memory::available;
 use crate::read::store_dir::StoreDir;
 use crate::replay::check;
 use crate::replay::check::{Epochs, last_request};
-use crate::replay::kill_run::{Course, Stop};
+use crate::replay::kill_run::{KillRun, KillRunStop};
 use crate::replay::simulate::SplitMix64;
 
 const ENGINE_EVERY: u64 = 10;
@@ -53,7 +53,7 @@ impl Kind {
 
 /// What came of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Verdict {
+enum DamageVerdict {
     /// All is there.
     Right,
     /// Nothing is served, and a file is named.
@@ -68,7 +68,7 @@ enum Verdict {
 
 /// A store at rest.
 struct Victim<'c> {
-    course: &'c Course,
+    course: &'c KillRun,
     original: PathBuf,
     /// As it was earlier in its life.
     earlier: PathBuf,
@@ -81,7 +81,7 @@ struct Victim<'c> {
 }
 
 impl Chamber<'_> {
-    pub(super) fn damages(&mut self, report: &mut Report) -> Result<(), Stop> {
+    pub(super) fn damages(&mut self, report: &mut TortureTable) -> Result<(), KillRunStop> {
         report.columns = &["done", "right", "refused", "cut"];
         let mut counts = [[0; 5]; Kind::ALL.len()];
         let mut done = 0;
@@ -128,7 +128,7 @@ impl Chamber<'_> {
         times: u64,
         counts: &mut [[u64; 5]; Kind::ALL.len()],
         wrong: &mut Vec<String>,
-    ) -> Result<(), Stop> {
+    ) -> Result<(), KillRunStop> {
         super::copy(&victim.original, &victim.copy)?;
         for time in 0..times {
             self.check_interrupt()?;
@@ -137,12 +137,13 @@ impl Chamber<'_> {
             let (file, _) = &victim.files[self.random.below(victim.files.len() as u64) as usize];
             let place = victim.strike(kind, file, &mut self.random)?;
             let mut verdict = victim.judge_decoder()?;
-            if time % ENGINE_EVERY == 0 && matches!(verdict, Verdict::Right | Verdict::Refused | Verdict::Cut)
+            if time % ENGINE_EVERY == 0
+                && matches!(verdict, DamageVerdict::Right | DamageVerdict::Refused | DamageVerdict::Cut)
             {
                 verdict = victim.judge_engine(self.asked.device, verdict)?;
             }
             counts[at][verdict as usize] += 1;
-            if matches!(verdict, Verdict::Lost | Verdict::Wrong) {
+            if matches!(verdict, DamageVerdict::Lost | DamageVerdict::Wrong) {
                 let kept = self.folder.join(format!("evidence-{}", wrong.len()));
                 super::copy(&victim.copy, &kept)?;
                 wrong.push(format!("{name}, {place}: {verdict:?}; the store is in {}", kept.display()));
@@ -156,7 +157,7 @@ impl Chamber<'_> {
 }
 
 impl<'c> Victim<'c> {
-    fn new(course: &'c Course, original: PathBuf, earlier: &Path) -> Result<Self, Stop> {
+    fn new(course: &'c KillRun, original: PathBuf, earlier: &Path) -> Result<Self, KillRunStop> {
         let rebuilt = check::recovered(&original)?;
         let end = rebuilt.end.as_ref().expect("a rebuild of all of the log has its end");
         let files = StoreDir::open(&original)?.files().map_err(|error| cannot("list", &original, &error))?;
@@ -253,19 +254,23 @@ impl<'c> Victim<'c> {
     }
 
     /// What a reader without the engine makes of it.
-    fn judge_decoder(&self) -> Result<Verdict, Failure> {
+    fn judge_decoder(&self) -> Result<DamageVerdict, Failure> {
         let options = RebuildOptions { page_bytes_max: available(), ..RebuildOptions::default() };
         let Ok(rebuilt) = rebuild(&StoreDir::open(&self.copy)?, &options) else {
-            return Ok(Verdict::Refused);
+            return Ok(DamageVerdict::Refused);
         };
-        let Ok(found) = last_request(rebuilt.table.root()) else { return Ok(Verdict::Wrong) };
+        let Ok(found) = last_request(rebuilt.table.root()) else { return Ok(DamageVerdict::Wrong) };
         let is_exact = check::compare(&self.course.simulation_at(found), Epochs::Exact, &rebuilt).is_empty();
         let accepted = rebuilt.end.as_ref().map_or(Lsn(0), |end| end.accepted.lsn);
         Ok(self.judge(found, accepted, is_exact))
     }
 
     /// What the engine makes of it, which may refuse what the reader takes, never the other way round.
-    fn judge_engine(&self, device: remanent::DeviceChoice, decoded: Verdict) -> Result<Verdict, Failure> {
+    fn judge_engine(
+        &self,
+        device: remanent::DeviceChoice,
+        decoded: DamageVerdict,
+    ) -> Result<DamageVerdict, Failure> {
         let folder = self.copy.with_extension("opened");
         super::copy(&self.copy, &folder)?;
         let options = Options::default().create(Create::Never).device(device);
@@ -278,19 +283,19 @@ impl<'c> Victim<'c> {
                             .map_err(crate::cli::engine::engine_failure)?;
                         let verdict = self.judge(found, store.lsn(), differences.is_empty());
                         // Both read the same files by the same rules.
-                        if verdict == decoded { verdict } else { Verdict::Wrong }
+                        if verdict == decoded { verdict } else { DamageVerdict::Wrong }
                     }
-                    Err(_) => Verdict::Wrong,
+                    Err(_) => DamageVerdict::Wrong,
                 }
             }
-            Err(error) if is_refusal(&error) => Verdict::Refused,
+            Err(error) if is_refusal(&error) => DamageVerdict::Refused,
             Err(error) => return Err(crate::cli::engine::engine_failure(error)),
         };
         super::remove(&folder)?;
         Ok(verdict)
     }
 
-    fn judge(&self, found: Option<u64>, accepted: Lsn, is_exact: bool) -> Verdict {
+    fn judge(&self, found: Option<u64>, accepted: Lsn, is_exact: bool) -> DamageVerdict {
         judge((found, self.last), (accepted, self.marked), is_exact)
     }
 }
@@ -301,15 +306,15 @@ fn judge(
     (found, last): (Option<u64>, Option<u64>),
     (accepted, marked): (Lsn, Lsn),
     is_exact: bool,
-) -> Verdict {
+) -> DamageVerdict {
     if !is_exact || found > last {
-        Verdict::Wrong
+        DamageVerdict::Wrong
     } else if found == last {
-        Verdict::Right
+        DamageVerdict::Right
     } else if accepted >= marked {
-        Verdict::Cut
+        DamageVerdict::Cut
     } else {
-        Verdict::Lost
+        DamageVerdict::Lost
     }
 }
 
@@ -332,13 +337,13 @@ mod tests {
     #[test]
     fn only_what_no_mark_covers_may_be_cut() {
         let judge = |found, accepted, is_exact| judge((found, Some(9)), (Lsn(accepted), Lsn(8)), is_exact);
-        assert_eq!(judge(Some(9), 10, true), Verdict::Right);
-        assert_eq!(judge(Some(8), 9, true), Verdict::Cut);
-        assert_eq!(judge(Some(7), 8, true), Verdict::Cut);
-        assert_eq!(judge(Some(6), 7, true), Verdict::Lost);
-        assert_eq!(judge(None, 0, true), Verdict::Lost);
+        assert_eq!(judge(Some(9), 10, true), DamageVerdict::Right);
+        assert_eq!(judge(Some(8), 9, true), DamageVerdict::Cut);
+        assert_eq!(judge(Some(7), 8, true), DamageVerdict::Cut);
+        assert_eq!(judge(Some(6), 7, true), DamageVerdict::Lost);
+        assert_eq!(judge(None, 0, true), DamageVerdict::Lost);
         // Of a state that never was, or not yet, nothing is right.
-        assert_eq!(judge(Some(9), 10, false), Verdict::Wrong);
-        assert_eq!(judge(Some(10), 11, true), Verdict::Wrong);
+        assert_eq!(judge(Some(9), 10, false), DamageVerdict::Wrong);
+        assert_eq!(judge(Some(10), 11, true), DamageVerdict::Wrong);
     }
 }

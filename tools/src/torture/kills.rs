@@ -2,10 +2,10 @@
 
 use remanent::{Error, LogIo, Options, Store};
 
-use super::{Chamber, Report};
+use super::{Chamber, TortureTable};
 use crate::cli::engine::engine_failure;
 use crate::cli::exit::Failure;
-use crate::replay::kill_run::Stop;
+use crate::replay::kill_run::KillRunStop;
 
 /// So many kills in the life of one store.
 const KILLS_A_COURSE: u64 = 20;
@@ -13,7 +13,7 @@ const KILLS_A_COURSE: u64 = 20;
 const WAYS: [LogIo; 3] = [LogIo::Mapped, LogIo::Buffered, LogIo::Direct];
 
 impl Chamber<'_> {
-    pub(super) fn kills(&mut self, report: &mut Report) -> Result<(), Stop> {
+    pub(super) fn kills(&mut self, report: &mut TortureTable) -> Result<(), KillRunStop> {
         report.columns = &["killed", "requests", "right"];
         let mut ways = Vec::new();
         for way in WAYS {
@@ -44,7 +44,7 @@ impl Chamber<'_> {
     }
 
     /// Kills so often, in one store after another; each then runs to its end.
-    fn kill(&mut self, way: LogIo, kills: u64) -> Result<Vec<u64>, Stop> {
+    fn kill(&mut self, way: LogIo, kills: u64) -> Result<Vec<u64>, KillRunStop> {
         let (mut killed, mut requests) = (0, 0);
         for number in 0_u64.. {
             if killed >= kills {

@@ -25,7 +25,7 @@ use crate::cli::output::Output;
 use crate::cli::progress;
 use crate::replay::child::Errand;
 use crate::replay::demo::seed_from_clock;
-use crate::replay::kill_run::{Course, Stop};
+use crate::replay::kill_run::{KillRun, KillRunStop};
 use crate::replay::simulate::{Rule, SplitMix64};
 use crate::replay::trace;
 use crate::replay::trace::Trace;
@@ -91,7 +91,7 @@ struct Chamber<'t> {
 }
 
 /// A table of a torture's report: what was done, and what came of it.
-struct Report {
+struct TortureTable {
     name: &'static str,
     /// What a row counts, in its columns' order.
     columns: &'static [&'static str],
@@ -132,17 +132,17 @@ impl Torture {
             out.flush()?;
         }
         let mut reports = Vec::new();
-        type Torturer<'t> = fn(&mut Chamber<'t>, &mut Report) -> Result<(), Stop>;
+        type Torturer<'t> = fn(&mut Chamber<'t>, &mut TortureTable) -> Result<(), KillRunStop>;
         let tortures: [(_, Torturer<'_>); 3] =
             [("kills", Chamber::kills), ("damage", Chamber::damages), ("power cuts", Chamber::power_cuts)];
         for (name, torture) in tortures {
-            let mut report = Report::new(name);
+            let mut report = TortureTable::new(name);
             match torture(&mut chamber, &mut report) {
                 Ok(()) => {}
-                Err(Stop::Interrupted) => return Ok(Ending::Interrupted),
-                Err(Stop::Failed(Failure::Damage(told))) => report.wrong.push(told),
-                Err(Stop::Failed(failure)) => return Err(failure),
-                Err(Stop::Differs(differences)) => report.wrong.extend(differences),
+                Err(KillRunStop::Interrupted) => return Ok(Ending::Interrupted),
+                Err(KillRunStop::Failed(Failure::Damage(told))) => report.wrong.push(told),
+                Err(KillRunStop::Failed(failure)) => return Err(failure),
+                Err(KillRunStop::Differs(differences)) => report.wrong.extend(differences),
             }
             if !self.json {
                 let bar = chamber.bar.clone();
@@ -163,7 +163,7 @@ impl Torture {
         Ok(if is_right { Ending::Fine } else { Ending::Difference })
     }
 
-    fn json(seed: u64, device: &str, reports: &[Report], kept: Option<&Path>) -> serde_json::Value {
+    fn json(seed: u64, device: &str, reports: &[TortureTable], kept: Option<&Path>) -> serde_json::Value {
         let tortures: serde_json::Map<_, _> =
             reports.iter().map(|report| (report.name.to_owned(), report.json())).collect();
         object! {
@@ -178,11 +178,16 @@ impl Torture {
 
 impl Chamber<'_> {
     /// A course of replays in a store of its own, with small or large pages.
-    fn course(&mut self, name: &str, log_io: Option<LogIo>, durable: bool) -> Result<Course, Failure> {
+    fn course(&mut self, name: &str, log_io: Option<LogIo>, durable: bool) -> Result<KillRun, Failure> {
         self.course_in(self.folder.join(name), log_io, durable)
     }
 
-    fn course_in(&mut self, store: PathBuf, log_io: Option<LogIo>, durable: bool) -> Result<Course, Failure> {
+    fn course_in(
+        &mut self,
+        store: PathBuf,
+        log_io: Option<LogIo>,
+        durable: bool,
+    ) -> Result<KillRun, Failure> {
         let page_len = [256, 4096, 20_480][self.random.below(3) as usize];
         let errand = Errand {
             store,
@@ -195,7 +200,7 @@ impl Chamber<'_> {
             log_io,
         };
         let random = SplitMix64::new(self.random.next_word());
-        Course::new(errand, random, self.interrupt.clone(), ProgressBar::hidden())
+        KillRun::new(errand, random, self.interrupt.clone(), ProgressBar::hidden())
     }
 
     /// What the stores' pages lie in.
@@ -210,12 +215,12 @@ impl Chamber<'_> {
     }
 
     /// Nothing more is wanted.
-    fn check_interrupt(&self) -> Result<(), Stop> {
-        if self.interrupt.noted() { Err(Stop::Interrupted) } else { Ok(()) }
+    fn check_interrupt(&self) -> Result<(), KillRunStop> {
+        if self.interrupt.noted() { Err(KillRunStop::Interrupted) } else { Ok(()) }
     }
 }
 
-impl Report {
+impl TortureTable {
     fn new(name: &'static str) -> Self {
         Self { name, columns: &[], rows: Vec::new(), skipped: Vec::new(), wrong: Vec::new() }
     }

@@ -22,7 +22,7 @@ pub struct Medium {
 }
 
 /// One moment of it.
-pub struct Cut {
+pub struct PowerCut {
     image: PathBuf,
     at: PathBuf,
 }
@@ -43,17 +43,17 @@ impl Medium {
     }
 
     /// What the device holds at this moment.
-    pub fn cut(&mut self) -> Result<Cut, Failure> {
+    pub fn cut(&mut self) -> Result<PowerCut, Failure> {
         self.clones += 1;
         let image = self.outer.0.join(format!("clone-{}", self.clones));
         clone(&self.outer.0.join("image"), &image).map_err(|error| {
             Failure::Environment(format!("cannot clone into {}: {error}", image.display()))
         })?;
-        Ok(Cut { at: image.with_extension("mounted"), image })
+        Ok(PowerCut { at: image.with_extension("mounted"), image })
     }
 }
 
-impl Cut {
+impl PowerCut {
     /// Mounts it, for the time of a look.
     pub fn look<T>(self, look: impl FnOnce(&Path) -> T) -> Result<T, Failure> {
         let mount = Mount::new(&self.image, self.at).map_err(Failure::Environment)?;

@@ -1,14 +1,14 @@
 //! Power cuts: what a device holds at one moment of a store's life, file system and all.
 
 use super::mounts::Medium;
-use super::{Chamber, Report};
-use crate::replay::kill_run::{Course, Stop};
+use super::{Chamber, TortureTable};
+use crate::replay::kill_run::{KillRun, KillRunStop};
 
 /// So many cuts in the life of one store.
 const CUTS_A_COURSE: u64 = 12;
 
 impl Chamber<'_> {
-    pub(super) fn power_cuts(&mut self, report: &mut Report) -> Result<(), Stop> {
+    pub(super) fn power_cuts(&mut self, report: &mut TortureTable) -> Result<(), KillRunStop> {
         report.columns = &["cuts", "gone", "right"];
         if self.asked.power_cuts == 0 {
             return Ok(());
@@ -51,11 +51,11 @@ impl Chamber<'_> {
 /// Cuts the power of a running replay, and kills it then. Returns how many requests the cut took that had reached
 /// the page cache, or nothing if the replay was at its end before.
 fn cut_power(
-    course: &mut Course,
+    course: &mut KillRun,
     medium: &mut Medium,
     durable: &mut Option<u64>,
     (cut, of): (u64, u64),
-) -> Result<Option<u64>, Stop> {
+) -> Result<Option<u64>, KillRunStop> {
     let name =
         course.errand.store.strip_prefix(medium.path()).expect("the store lies on the medium").to_owned();
     let done = course.run_until_then_kill(cut, of, |acknowledged| Ok((acknowledged, medium.cut()?)))?;

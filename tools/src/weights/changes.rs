@@ -22,7 +22,7 @@ pub struct Changes {
     indices: Vec<u32>,
     values: Vec<u8>,
     ranges: Vec<Range>,
-    open: Option<Open>,
+    open: Option<OpenRange>,
 }
 
 /// Bytes that replace others.
@@ -32,14 +32,14 @@ struct Range {
 }
 
 /// A range that may still grow, or fall into single elements.
-struct Open {
+struct OpenRange {
     range: Range,
     /// The changed elements in it; empty once it is settled that it stays a range.
     changed: Vec<u64>,
     settled: bool,
 }
 
-impl Open {
+impl OpenRange {
     fn end(&self) -> u64 {
         self.range.offset + self.range.bytes.len() as u64
     }
@@ -75,7 +75,7 @@ impl Changes {
             if bridged.is_some_and(|bridged| bridged > BRIDGED_MAX || bridged > at - offset) {
                 self.settle();
             }
-            let open = self.open.get_or_insert_with(|| Open {
+            let open = self.open.get_or_insert_with(|| OpenRange {
                 range: Range { offset: at, bytes: Vec::new() },
                 changed: Vec::new(),
                 settled: false,

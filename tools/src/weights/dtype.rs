@@ -20,7 +20,7 @@ pub fn width(dtype: Dtype) -> Width {
 }
 
 /// How a small float divides its bits.
-struct Small {
+struct SmallFloat {
     exponent_bits: u32,
     mantissa_bits: u32,
     bias: i32,
@@ -38,13 +38,13 @@ enum Specials {
     NegativeZero,
 }
 
-const fn small(exponent_bits: u32, mantissa_bits: u32, bias: i32, specials: Specials) -> Small {
-    Small { exponent_bits, mantissa_bits, bias, specials }
+const fn small(exponent_bits: u32, mantissa_bits: u32, bias: i32, specials: Specials) -> SmallFloat {
+    SmallFloat { exponent_bits, mantissa_bits, bias, specials }
 }
 
-impl Small {
+impl SmallFloat {
     fn value(&self, bits: u32) -> f64 {
-        let Small { exponent_bits, mantissa_bits, bias, .. } = *self;
+        let SmallFloat { exponent_bits, mantissa_bits, bias, .. } = *self;
         let exponent_max = (1 << exponent_bits) - 1;
         let sign = bits >> (exponent_bits + mantissa_bits);
         let exponent = bits >> mantissa_bits & exponent_max;
@@ -70,7 +70,7 @@ impl Small {
 /// # Panics
 /// If `bytes` is not one element.
 pub fn float(dtype: Dtype, bytes: &[u8]) -> Option<f64> {
-    let small_of = |small: Small| Some(small.value(unsigned(bytes) as u32));
+    let small_of = |small: SmallFloat| Some(small.value(unsigned(bytes) as u32));
     match dtype {
         Dtype::F64 => Some(f64::from_le_bytes(bytes.try_into().expect("8 bytes"))),
         Dtype::F32 => Some(f32::from_le_bytes(bytes.try_into().expect("4 bytes")).into()),

@@ -11,10 +11,10 @@ use remanent_format::{Lsn, PageInfo};
 use crate::cli::exit::{Ending, Failure, Outcome};
 use crate::cli::interrupt::Interrupt;
 use crate::cli::json::object;
-use crate::cli::memory::Memory;
+use crate::cli::memory::MemoryLimit;
 use crate::cli::output::Output;
 use crate::cli::progress;
-use crate::read::states::{At, Past, State};
+use crate::read::states::{KeptState, KeptStates, StateName};
 use crate::read::store_dir::StoreDir;
 use crate::weights::{Header, is_header, name_of};
 
@@ -37,12 +37,12 @@ pub struct Export {
     file: PathBuf,
     /// The version: lsn:N, snapshot:N or name:S [default: the newest]
     #[arg(long)]
-    at: Option<At>,
+    at: Option<StateName>,
     /// One JSON object
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    memory: Memory,
+    memory: MemoryLimit,
 }
 
 impl Export {
@@ -51,9 +51,9 @@ impl Export {
         let interrupt = Interrupt::listen()?;
         let dir = StoreDir::open(&self.dir)?;
         dir.refuse_to_write_into(&self.file)?;
-        let version = Past::look(&dir, |past| {
+        let version = KeptStates::look(&dir, |past| {
             let until = past.lsn(self.at.as_ref())?;
-            Version::take(past, until, self.memory.limit())
+            ExportVersion::take(past, until, self.memory.limit())
         })?;
         if interrupt.noted() || !version.write_file(&self.file, &interrupt)? {
             return Ok(Ending::Interrupted);
@@ -69,16 +69,16 @@ impl Export {
 }
 
 /// A version of the weights, in memory.
-pub struct Version {
+pub struct ExportVersion {
     header: Header,
-    state: State,
+    state: KeptState,
     /// The pages in the order of the file: the header, then the tensors.
     pages: Vec<PageInfo>,
 }
 
-impl Version {
+impl ExportVersion {
     /// Takes the version after a batch from what is kept.
-    pub fn take(past: &Past<'_>, until: Option<Lsn>, page_bytes_max: u64) -> Result<Self, Failure> {
+    pub fn take(past: &KeptStates<'_>, until: Option<Lsn>, page_bytes_max: u64) -> Result<Self, Failure> {
         let state = past.state(until, page_bytes_max, |info| is_header(info) || name_of(info).is_some())?;
         let none =
             || Failure::Environment(format!("no weights were imported up to lsn {}", state.table.lsn()));

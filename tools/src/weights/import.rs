@@ -46,7 +46,7 @@ pub struct Import {
     /// The file of weights
     file: PathBuf,
     #[command(flatten)]
-    along: Along,
+    along: ImportExtras,
     /// One JSON object
     #[arg(long)]
     json: bool,
@@ -54,7 +54,7 @@ pub struct Import {
 
 /// What a version brings along.
 #[derive(clap::Args)]
-struct Along {
+struct ImportExtras {
     /// A remark that stays with the version in the log
     #[arg(long, value_name = "TEXT")]
     note: Option<String>,
@@ -83,14 +83,14 @@ const PIECE_LEN: usize = 1 << 20;
 const WHOLE_FROM_EIGHTHS: u64 = 7;
 
 /// What an import did.
-struct Imported {
+struct ImportReport {
     /// Whether the store did not hold the version yet.
     is_new: bool,
-    totals: Totals,
+    totals: ImportTotals,
 }
 
 #[derive(Default)]
-struct Totals {
+struct ImportTotals {
     created: u64,
     deleted: u64,
     resized: u64,
@@ -126,11 +126,11 @@ impl Import {
     fn report(
         &self,
         store: &Store,
-        imported: &Imported,
+        imported: &ImportReport,
         header: &Header,
         out: &mut Output,
     ) -> Result<(), Failure> {
-        let Totals { created, deleted, resized, changed, changed_elements } = imported.totals;
+        let ImportTotals { created, deleted, resized, changed, changed_elements } = imported.totals;
         let (tensors, bytes, lsn) = (header.tensors.len(), header.file_len(), store.lsn());
         if self.json {
             return out.line(object! {
@@ -181,7 +181,7 @@ fn remove_empty_store(dir: &Path, was_there: bool) {
 /// [`Failure::Damage`] for a store in which an earlier file is not whole.
 pub fn import(store: &Store, file: &Path) -> Result<bool, Failure> {
     let interrupt = Interrupt::listen()?;
-    let along = Along { note: None, root: Vec::new(), place: Place::Host };
+    let along = ImportExtras { note: None, root: Vec::new(), place: Place::Host };
     let imported = bring(store, &WeightsFile::open(file)?, &along, &interrupt)?;
     Ok(imported.is_some_and(|imported| imported.is_new))
 }
@@ -190,11 +190,11 @@ pub fn import(store: &Store, file: &Path) -> Result<bool, Failure> {
 fn bring(
     store: &Store,
     file: &WeightsFile,
-    along: &Along,
+    along: &ImportExtras,
     interrupt: &Interrupt,
-) -> Result<Option<Imported>, Failure> {
+) -> Result<Option<ImportReport>, Failure> {
     let bar = progress::bytes(file.header.file_len(), "comparing");
-    let version = Version::prepare(store, file, along.place, interrupt, &bar)?;
+    let version = ImportVersion::prepare(store, file, along.place, interrupt, &bar)?;
     bar.finish_and_clear();
     let Some(mut version) = version else { return Ok(None) };
     let root = store.root().map_err(engine_failure)?;
@@ -211,18 +211,18 @@ fn bring(
         let committed = store.commit(version.batch).map_err(engine_failure)?;
         store.wait_durable(committed.position.lsn).map_err(engine_failure)?;
     }
-    Ok(Some(Imported { is_new: version.is_new, totals: version.totals }))
+    Ok(Some(ImportReport { is_new: version.is_new, totals: version.totals }))
 }
 
 /// A version under construction.
-struct Version<'a> {
+struct ImportVersion<'a> {
     store: &'a Store,
     file: &'a WeightsFile,
     /// Of new tensors.
     place: Place,
     batch: WriteBatch,
     is_new: bool,
-    totals: Totals,
+    totals: ImportTotals,
     /// Room for a piece of both versions.
     before: Vec<u8>,
     after: Vec<u8>,
@@ -230,7 +230,7 @@ struct Version<'a> {
 
 /// What a page of the new version is made from.
 #[derive(Clone, Copy)]
-struct Before {
+struct PageSource {
     page: PageRef,
     /// The page's number, unless it is a new one.
     old: Option<PageId>,
@@ -238,7 +238,7 @@ struct Before {
     len: u64,
 }
 
-impl<'a> Version<'a> {
+impl<'a> ImportVersion<'a> {
     /// Compares the file with the store; `None` if Ctrl-C was pressed meanwhile.
     fn prepare(
         store: &'a Store,
@@ -247,7 +247,7 @@ impl<'a> Version<'a> {
         interrupt: &Interrupt,
         bar: &ProgressBar,
     ) -> Result<Option<Self>, Failure> {
-        let (batch, totals) = (store.batch(), Totals::default());
+        let (batch, totals) = (store.batch(), ImportTotals::default());
         let (before, after) = (vec![0; PIECE_LEN], vec![0; PIECE_LEN]);
         let mut version = Self { store, file, place, batch, is_new: false, totals, before, after };
         let pages: Vec<PageInfo> = store.pages().map_err(engine_failure)?.collect();
@@ -306,7 +306,7 @@ impl<'a> Version<'a> {
         let page = self.batch.create_with(tensor.len, self.place, Some(key), tensor.metadata());
         self.is_new = true;
         self.totals.created += 1;
-        self.content(Before { page: page.into(), old: None, len: 0 }, tensor).map(drop)
+        self.content(PageSource { page: page.into(), old: None, len: 0 }, tensor).map(drop)
     }
 
     fn update(&mut self, info: &PageInfo, tensor: &Tensor) -> Result<(), Failure> {
@@ -322,7 +322,7 @@ impl<'a> Version<'a> {
             self.is_new = true;
             self.totals.resized += 1;
         }
-        let before = Before { page: info.page.into(), old: Some(info.page), len: info.len };
+        let before = PageSource { page: info.page.into(), old: Some(info.page), len: info.len };
         let count = self.content(before, tensor)?;
         if count > 0 && !is_resized {
             self.totals.changed += 1;
@@ -332,7 +332,7 @@ impl<'a> Version<'a> {
     }
 
     /// Puts what changed of a tensor's bytes into the batch; gives the number of changed elements.
-    fn content(&mut self, before: Before, tensor: &Tensor) -> Result<u64, Failure> {
+    fn content(&mut self, before: PageSource, tensor: &Tensor) -> Result<u64, Failure> {
         let mut changes = Changes::new(dtype::width(tensor.dtype));
         let mut at = 0;
         while at < tensor.len {

@@ -19,11 +19,11 @@ pub struct PageEntry {
     /// The length, and where that cannot reach the place.
     len_and_place: u64,
     /// What few pages have.
-    named: Option<Arc<Named>>,
+    named: Option<Arc<NamedEntry>>,
 }
 
 #[derive(Clone, Debug, Default, PartialEq)]
-struct Named {
+struct NamedEntry {
     key: Option<Key>,
     metadata: SharedMetadata,
 }
@@ -116,7 +116,7 @@ impl From<&PageInfo> for PageEntry {
     fn from(info: &PageInfo) -> Self {
         let PageInfo { page: _, key, len, epoch, lsn, place, metadata } = info;
         let is_named = key.is_some() || !metadata.is_empty();
-        let named = is_named.then(|| Arc::new(Named { key: key.clone(), metadata: metadata.clone() }));
+        let named = is_named.then(|| Arc::new(NamedEntry { key: key.clone(), metadata: metadata.clone() }));
         Self { epoch: *epoch, lsn: *lsn, len_and_place: pack(*len, *place), named }
     }
 }

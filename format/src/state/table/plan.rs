@@ -108,7 +108,7 @@ struct Overlay<'a> {
     table: &'a PageTable,
     lsn: Lsn,
     /// In the order of their first mention.
-    touched: SmallVec<[Touched; 1]>,
+    touched: SmallVec<[TouchedPage; 1]>,
     /// Where each page is among them. Kept where they are many: most batches touch one page or two.
     index: HashMap<PageId, usize>,
 }
@@ -117,7 +117,7 @@ struct Overlay<'a> {
 const UNINDEXED_MAX: usize = 8;
 
 /// A page that a batch touches.
-struct Touched {
+struct TouchedPage {
     page: PageId,
     /// What it is by now; `None` if it is gone.
     state: Option<PageInfo>,
@@ -151,14 +151,14 @@ impl Overlay<'_> {
     }
 
     fn set(&mut self, page: PageId, state: Option<PageInfo>) {
-        let touched = Touched { page, state, content: Content::Kept, is_raised: true };
+        let touched = TouchedPage { page, state, content: Content::Kept, is_raised: true };
         match self.position(page) {
             Some(at) => self.touched[at] = touched,
             None => _ = self.push(touched),
         }
     }
 
-    fn push(&mut self, touched: Touched) -> usize {
+    fn push(&mut self, touched: TouchedPage) -> usize {
         let at = self.touched.len();
         self.touched.push(touched);
         match (at + 1).cmp(&(UNINDEXED_MAX + 1)) {
@@ -173,20 +173,20 @@ impl Overlay<'_> {
     }
 
     /// The page for moving: this batch is its last change, and its epoch stays.
-    fn touch_place(&mut self, page: PageId) -> Result<&mut Touched, Refusal> {
+    fn touch_place(&mut self, page: PageId) -> Result<&mut TouchedPage, Refusal> {
         let at = match self.position(page) {
             Some(at) => at,
             None => {
                 let mut info = self.table.get(page).ok_or(Refusal::UnknownPage(page))?;
                 info.lsn = self.lsn;
-                self.push(Touched { page, state: Some(info), content: Content::Kept, is_raised: false })
+                self.push(TouchedPage { page, state: Some(info), content: Content::Kept, is_raised: false })
             }
         };
         Ok(&mut self.touched[at])
     }
 
     /// The page for changing: its epoch rises once a batch.
-    fn touch(&mut self, page: PageId) -> Result<&mut Touched, Refusal> {
+    fn touch(&mut self, page: PageId) -> Result<&mut TouchedPage, Refusal> {
         let touched = self.touch_place(page)?;
         let info = touched.state.as_mut().ok_or(Refusal::UnknownPage(page))?;
         if !std::mem::replace(&mut touched.is_raised, true) {

@@ -2,16 +2,16 @@
 //!
 //! The driver is such a source ([`DriverMemory`]); an allocator of the caller's own can be another, so that a
 //! store and a framework share one pool instead of each holding back what the other lacks. The rest wrap a
-//! source, in any order: [`Pool`] cuts blocks from few long ones, [`Limited`] holds a limit, [`Logged`] tells
-//! what happens, [`Guarded`] finds who writes where he must not.
+//! source, in any order: [`Pool`] cuts blocks from few long ones, [`LimitedMemory`] holds a limit, [`LoggedMemory`] tells
+//! what happens, [`GuardedMemory`] finds who writes where he must not.
 //!
 //! Nothing here knows of fences: memory is freed by who has waited for its last use.
 
 mod classes;
 mod driver;
-mod guarded;
-mod limited;
-mod logged;
+mod guard;
+mod limit;
+mod logger;
 mod pool;
 #[cfg(test)]
 mod tests;
@@ -20,9 +20,9 @@ use std::sync::Arc;
 
 pub(super) use self::driver::Kind;
 pub use self::driver::{DriverMemory, HostMemory};
-pub use self::guarded::{Guarded, MemoryAccess};
-pub use self::limited::Limited;
-pub use self::logged::Logged;
+pub use self::guard::{GuardedMemory, MemoryAccess};
+pub use self::limit::LimitedMemory;
+pub use self::logger::LoggedMemory;
 pub use self::pool::Pool;
 pub(super) use self::pool::{SHARDS, own_shard};
 use crate::device::MemoryStats;

@@ -42,13 +42,13 @@ pub struct Pool<R: MemoryResource> {
 
 #[derive(Default)]
 struct SharedClass {
-    slabs: Mutex<Vec<Slab>>,
+    slabs: Mutex<Vec<PoolSlab>>,
     /// Addresses of free blocks. A thread holds one shard's lock at a time, but for trimming.
     shards: [Mutex<Vec<u64>>; SHARDS],
 }
 
 #[derive(Clone, Copy)]
-struct Slab {
+struct PoolSlab {
     address: u64,
     len: u64,
 }
@@ -99,7 +99,7 @@ impl<R: MemoryResource> Pool<R> {
             }
             other => other?,
         };
-        shared.slabs.lock().push(Slab { address, len });
+        shared.slabs.lock().push(PoolSlab { address, len });
         // Backwards, for the last one is taken first; and without the first, which is the caller's.
         let blocks = (1..len / class.block_len()).rev().map(|block| address + block * class.block_len());
         shared.shards[own_shard()].lock().extend(blocks);
@@ -140,12 +140,13 @@ unsafe impl<R: MemoryResource> MemoryResource for Pool<R> {
     }
 
     fn trim(&self) -> Result<u64> {
-        let mut empty: Vec<Slab> = self.shared.iter().enumerate().flat_map(SharedClass::take_empty).collect();
+        let mut empty: Vec<PoolSlab> =
+            self.shared.iter().enumerate().flat_map(SharedClass::take_empty).collect();
         for (len, addresses) in std::mem::take(&mut *self.alone.lock()) {
-            empty.extend(addresses.into_iter().map(|address| Slab { address, len }));
+            empty.extend(addresses.into_iter().map(|address| PoolSlab { address, len }));
         }
         let mut trimmed = Ok(0);
-        for Slab { address, len } in empty {
+        for PoolSlab { address, len } in empty {
             // SAFETY: the source gave it, all its blocks are free, and it is in no list any more.
             let freed = unsafe { self.upstream.free(address, len) };
             self.counts.reserved_bytes.fetch_sub(len, Ordering::Relaxed);
@@ -201,17 +202,17 @@ impl SharedClass {
     }
 
     /// Takes out the slabs of which all blocks are free.
-    fn take_empty((index, class): (usize, &Self)) -> Vec<Slab> {
+    fn take_empty((index, class): (usize, &Self)) -> Vec<PoolSlab> {
         let block_len = Class::Shared(index).block_len();
         let mut slabs = class.slabs.lock();
         let mut shards: Vec<_> = class.shards.iter().map(Mutex::lock).collect();
         let mut free: Vec<u64> = shards.iter().flat_map(|shard| shard.iter().copied()).collect();
         free.sort_unstable();
-        let free_in = |slab: &Slab| {
+        let free_in = |slab: &PoolSlab| {
             let until = |end: u64| free.partition_point(|address| *address < end);
             (until(slab.address + slab.len) - until(slab.address)) as u64
         };
-        let (mut empty, used): (Vec<Slab>, Vec<Slab>) =
+        let (mut empty, used): (Vec<PoolSlab>, Vec<PoolSlab>) =
             slabs.iter().partition(|slab| free_in(slab) * block_len == slab.len);
         // There may be thousands, and a hundred times as many blocks.
         empty.sort_unstable_by_key(|slab| slab.address);

@@ -6,8 +6,8 @@ use super::*;
 use crate::error::Error;
 
 /// A pool that may take so many bytes, and the count of what it took.
-fn pool(bytes_max: u64) -> (Arc<Limited<HostMemory>>, Pool<Arc<Limited<HostMemory>>>) {
-    let limited = Arc::new(Limited::new(HostMemory, bytes_max));
+fn pool(bytes_max: u64) -> (Arc<LimitedMemory<HostMemory>>, Pool<Arc<LimitedMemory<HostMemory>>>) {
+    let limited = Arc::new(LimitedMemory::new(HostMemory, bytes_max));
     (limited.clone(), Pool::new(limited))
 }
 
@@ -169,10 +169,10 @@ fn a_shortage_is_met_by_a_shorter_slab_and_then_reported() {
 
 #[test]
 fn a_limit_holds_to_the_byte_whatever_fails_behind_it() {
-    let alone = Limited::new(HostMemory, 100);
+    let alone = LimitedMemory::new(HostMemory, 100);
     assert!(matches!(alone.allocate(101), Err(Error::OutOfMemory { len: 101, .. })));
     free(&alone, (alone.allocate(100).unwrap(), 100)).unwrap();
-    let memory = Limited::new(Limited::new(HostMemory, 150), 200);
+    let memory = LimitedMemory::new(LimitedMemory::new(HostMemory, 150), 200);
     let first = memory.allocate(100).unwrap();
     assert!(memory.allocate(101).is_err(), "over its own");
     assert!(memory.allocate(60).is_err(), "over the other's");
@@ -185,9 +185,9 @@ fn a_limit_holds_to_the_byte_whatever_fails_behind_it() {
 }
 
 /// A guard in front of everything there is.
-fn guarded() -> Guarded<impl MemoryResource, HostMemory> {
-    let driver = Logged::new(Limited::new(HostMemory, 64 << 20), "driver");
-    Guarded::new(Logged::new(Pool::new(driver), "pool"), HostMemory)
+fn guarded() -> GuardedMemory<impl MemoryResource, HostMemory> {
+    let driver = LoggedMemory::new(LimitedMemory::new(HostMemory, 64 << 20), "driver");
+    GuardedMemory::new(LoggedMemory::new(Pool::new(driver), "pool"), HostMemory)
 }
 
 #[test]

@@ -10,7 +10,7 @@ fn images_know_what_was_acknowledged_before_them() {
     disk.note_ack(11);
     file.write_at(0, &[2]).unwrap();
     disk.note_ack(22);
-    let plan = Plan { events: first..usize::MAX, ..every() };
+    let plan = CrashPlan { events: first..usize::MAX, ..every() };
     let mut seen = Vec::new();
     disk.kill_images(&plan, |image| seen.push((heads(&image.disk).unwrap()[0], image.acks.to_vec())));
     // None stands between a write and its acknowledgement: the one after it asks more of the same disk.
@@ -28,7 +28,7 @@ fn images_beyond_the_budget_are_a_seeded_choice_without_repetition() {
     file.write_at(0, &[1; 64 * SECTOR_LEN]).unwrap();
     disk.create(FileName::Segment(1)).unwrap();
     let hashes = |seed| {
-        let plan = Plan { images_max: 50, seed, ..at_the_end(&disk) };
+        let plan = CrashPlan { images_max: 50, seed, ..at_the_end(&disk) };
         let mut hashes = Vec::new();
         disk.power_images(&plan, |image| hashes.push(image.hash));
         hashes
@@ -47,7 +47,7 @@ fn a_small_budget_still_holds_nothing_everything_only_names_and_only_data() {
     file.write_at(0, &[1; 64 * SECTOR_LEN]).unwrap();
     disk.create(FileName::Segment(1)).unwrap();
     let mut seen = BTreeSet::new();
-    disk.power_images(&Plan { images_max: 4, ..at_the_end(&disk) }, |image| {
+    disk.power_images(&CrashPlan { images_max: 4, ..at_the_end(&disk) }, |image| {
         let heads = heads(&image.disk).unwrap();
         seen.insert((
             heads.iter().filter(|head| **head == 1).count(),
@@ -67,7 +67,7 @@ fn a_budget_leaves_names_in_order() {
         disk.rename(TEMPORARY, SEGMENT).unwrap();
     }
     let mut seen = BTreeSet::new();
-    disk.power_images(&Plan { images_max: 200, ..at_the_end(&disk) }, |image| {
+    disk.power_images(&CrashPlan { images_max: 200, ..at_the_end(&disk) }, |image| {
         let old = image.disk.bytes(SEGMENT).unwrap().len() == 64 * SECTOR_LEN;
         seen.insert((old, image.disk.bytes(TEMPORARY).is_some()));
     });

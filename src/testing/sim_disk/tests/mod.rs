@@ -14,13 +14,13 @@ const SEGMENT: FileName = FileName::Segment(0);
 const TEMPORARY: FileName = FileName::Temporary(Folder::Log, 0);
 
 /// Every byte of every tear, and all choices.
-fn every() -> Plan {
-    Plan { tears: Tears::Every, images_max: 100_000, ..Plan::default() }
+fn every() -> CrashPlan {
+    CrashPlan { tears: Tears::Every, images_max: 100_000, ..CrashPlan::default() }
 }
 
 /// Only the moment after the last event.
-fn at_the_end(disk: &SimDisk) -> Plan {
-    Plan { events: disk.events()..usize::MAX, ..every() }
+fn at_the_end(disk: &SimDisk) -> CrashPlan {
+    CrashPlan { events: disk.events()..usize::MAX, ..every() }
 }
 
 /// A disk with a synced segment of so many zero sectors.
@@ -149,7 +149,7 @@ fn a_kill_tears_a_put_at_every_byte_from_either_end_and_keeps_what_came_before()
     let first = disk.events();
     window.put(3, b"defg").unwrap();
     let mut seen = BTreeSet::new();
-    disk.kill_images(&Plan { events: first..usize::MAX, ..every() }, |image| {
+    disk.kill_images(&CrashPlan { events: first..usize::MAX, ..every() }, |image| {
         seen.insert(image.disk.bytes(SEGMENT).unwrap()[..7].to_vec());
     });
     let expected = [
@@ -249,7 +249,7 @@ fn a_direct_window_takes_a_put_of_nothing() {
 fn a_failed_sync_is_not_made_up_for_by_a_later_one() {
     let (disk, file) = with_segment(2);
     file.write_at(0, &[1]).unwrap();
-    disk.fail(Fault { operation: Operation::Sync, skip: 0, times: 1, errno: EIO });
+    disk.fail(DiskFault { operation: Operation::Sync, skip: 0, times: 1, errno: EIO });
     let error = file.sync().unwrap_err();
     assert_eq!(error.file(), Some(SEGMENT));
     file.write_at(SECTOR, &[2]).unwrap();
@@ -273,7 +273,7 @@ fn what_the_medium_does_not_have_is_cached() {
     assert_eq!(file.uncached(), std::slice::from_ref(&all));
     file.write_at(SECTOR, &[1]).unwrap();
     assert_eq!(file.uncached(), all_but_one);
-    disk.fail(Fault { operation: Operation::Sync, skip: 0, times: 1, errno: EIO });
+    disk.fail(DiskFault { operation: Operation::Sync, skip: 0, times: 1, errno: EIO });
     file.sync().unwrap_err();
     file.sync().unwrap();
     assert_eq!(file.uncached(), all_but_one, "it is clean, and lost");
@@ -289,7 +289,7 @@ fn what_the_medium_does_not_have_is_cached() {
 fn a_failed_sync_may_have_lost_the_length() {
     let (disk, file) = with_segment(1);
     file.write_at(SECTOR, &[1; SECTOR_LEN]).unwrap();
-    disk.fail(Fault { operation: Operation::Sync, skip: 0, times: 1, errno: EIO });
+    disk.fail(DiskFault { operation: Operation::Sync, skip: 0, times: 1, errno: EIO });
     file.sync().unwrap_err();
     file.sync().unwrap();
     let see = |disk: &SimDisk| disk.bytes(SEGMENT).unwrap().len();
@@ -363,17 +363,17 @@ fn faults_strike_the_operation_they_name_when_it_is_due() {
         (Operation::SyncWindow, &|| window.sync(0, 1)),
     ];
     for (operation, call) in operations {
-        disk.fail(Fault { operation, skip: 1, times: 2, errno: ENOSPC });
+        disk.fail(DiskFault { operation, skip: 1, times: 2, errno: ENOSPC });
         let results: Vec<bool> = (0..4).map(|_| call().is_ok()).collect();
         assert_eq!(results, [true, false, false, true], "{operation:?}");
-        disk.fail(Fault { operation, skip: 0, times: usize::MAX, errno: EIO });
+        disk.fail(DiskFault { operation, skip: 0, times: usize::MAX, errno: EIO });
         assert!(call().is_err(), "{operation:?}");
         disk.clear_faults();
         call().unwrap();
     }
     // A failing write leaves half.
     file.write_at(0, &[0, 0]).unwrap();
-    disk.fail(Fault { operation: Operation::Write, skip: 0, times: 1, errno: EIO });
+    disk.fail(DiskFault { operation: Operation::Write, skip: 0, times: 1, errno: EIO });
     file.write_at(0, &[7, 7]).unwrap_err();
     assert_eq!(disk.bytes(SEGMENT).unwrap()[..2], [7, 0]);
 }

@@ -6,7 +6,6 @@ const ORDER: &str = "format/src/log/order.rs";
 const WALK: &str = "format/src/log/walk.rs";
 const MAP: &str = "format/src/log/map.rs";
 const READER: &str = "format/src/log/reader.rs";
-const REBUILD: &str = "format/src/state/rebuild.rs";
 const SURVEY: &str = "format/src/state/survey.rs";
 const FOLLOW: &str = "format/src/state/follow.rs";
 const REPLAY: &str = "format/src/state/replay.rs";

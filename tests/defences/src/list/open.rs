@@ -153,14 +153,14 @@ pub const LIST: &[Defence] = &[
     ),
     defence(
         "a thin snapshot repeats what the one before says of deleted pages",
-        "src/snapshot/thin.rs",
+        "src/snapshot/thin_snapshot.rs",
         "self.tombstones_after(redo.lsn, previous, newest_end)?",
         "Vec::new()",
         it("beside::long::a_thin_snapshot_repeats_the_tombstones_of_the_one_before"),
     ),
     defence(
         "what deleted pages take is given back where no image fits",
-        "src/snapshot/thin.rs",
+        "src/snapshot/thin_snapshot.rs",
         "self.pool.with_surplus(|| self.write_thin(keeping))?;",
         "",
         it("faults::disk_full::deleted_pages_give_their_space_back_where_no_image_fits"),

@@ -2,7 +2,7 @@
 
 use super::{Defence, Test, check, defence, it, refusal, stores};
 
-const KNOWN: &str = "format/src/salvage/known.rs";
+const KNOWN: &str = "format/src/salvage/known_log.rs";
 const PAGES: &str = "format/src/salvage/pages.rs";
 const GUARDS: Test = stores("salvage::a_salvage_takes_nothing_that_never_was");
 const MANY: Test = it("salvage::many_lost_sectors_and_files_give_no_wrong_bytes");

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use remanent::device::cuda::CudaDevice;
-use remanent::device::multi::SeveralDevices;
+use remanent::device::multi::MultiDevice;
 use remanent::device::{CallerMemory, Device, RawStream};
 use remanent::disk::dir::DirDisk;
 use remanent::{Ack, Lease, Lsn, Options, PageId, PageInfo, Place, Result, Shadow, Store, Value, Width};
@@ -24,7 +24,7 @@ const CHANGED_EVERY: usize = 1000;
 fn device(gpus: &[u32]) -> Result<Arc<dyn Device>> {
     let open = |gpu: &u32| CudaDevice::open(*gpu).map(|gpu| Arc::new(gpu) as Arc<dyn Device>);
     let mut parts = gpus.iter().map(open).collect::<Result<Vec<_>>>()?;
-    Ok(if parts.len() == 1 { parts.remove(0) } else { Arc::new(SeveralDevices::new(parts)) })
+    Ok(if parts.len() == 1 { parts.remove(0) } else { Arc::new(MultiDevice::new(parts)) })
 }
 
 pub struct Work {

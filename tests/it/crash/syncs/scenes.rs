@@ -1,7 +1,7 @@
 //! The works in which a sync is left out. Each says where that begins to count.
 
 use remanent::disk::Disk;
-use remanent::testing::sim_disk::{ENOSPC, Fault, Operation, SimDisk};
+use remanent::testing::sim_disk::{DiskFault, ENOSPC, Operation, SimDisk};
 use remanent::{Ack, Error, FileName, Folder, Metadata, Options, Store};
 
 use super::super::forks::pages_to_share;
@@ -81,7 +81,7 @@ impl Bench {
 
 /// Lets the disk make so many more files, and none after them.
 fn no_files_after(disk: &SimDisk, count: usize) {
-    disk.fail(Fault { operation: Operation::Create, skip: count, times: usize::MAX, errno: ENOSPC });
+    disk.fail(DiskFault { operation: Operation::Create, skip: count, times: usize::MAX, errno: ENOSPC });
 }
 
 /// So many durable commits: three fill a segment.

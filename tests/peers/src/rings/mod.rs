@@ -36,7 +36,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use crate::aligned::Aligned;
+use crate::aligned_buf::Aligned;
 use crate::record;
 use sample::Sample;
 

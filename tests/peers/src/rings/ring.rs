@@ -9,7 +9,7 @@ use io_uring::types::Fd;
 use io_uring::{IoUring, opcode};
 
 use super::piece;
-use crate::aligned::Aligned;
+use crate::aligned_buf::Aligned;
 
 /// What the kernel is asked to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

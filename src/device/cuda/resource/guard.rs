@@ -49,8 +49,8 @@ pub unsafe trait MemoryAccess {
 /// is never freed; and poisons what is not initialized or already freed, so that who reads it sees that.
 ///
 /// ```
-/// use remanent::device::cuda::resource::{Guarded, HostMemory, MemoryAccess, MemoryResource, Pool};
-/// let memory = Guarded::new(Pool::new(HostMemory), HostMemory);
+/// use remanent::device::cuda::resource::{GuardedMemory, HostMemory, MemoryAccess, MemoryResource, Pool};
+/// let memory = GuardedMemory::new(Pool::new(HostMemory), HostMemory);
 /// let address = memory.allocate(100)?;
 /// assert_eq!(memory.live(), [(address, 100)]);
 /// // SAFETY: the byte behind the allocation is the guard's own.
@@ -60,14 +60,14 @@ pub unsafe trait MemoryAccess {
 /// assert!(freed.unwrap_err().to_string().contains("byte 0 behind the end"));
 /// # Ok::<(), remanent::Error>(())
 /// ```
-pub struct Guarded<R: MemoryResource, A: MemoryAccess> {
+pub struct GuardedMemory<R: MemoryResource, A: MemoryAccess> {
     upstream: R,
     access: A,
     /// Lengths of what is allocated, by address.
     live: Mutex<BTreeMap<u64, u64>>,
 }
 
-impl<R: MemoryResource, A: MemoryAccess> Guarded<R, A> {
+impl<R: MemoryResource, A: MemoryAccess> GuardedMemory<R, A> {
     /// A guarded source, whose memory is looked at through `access`.
     #[must_use]
     pub fn new(upstream: R, access: A) -> Self {
@@ -115,7 +115,9 @@ fn misuse(reason: String) -> Error {
 
 // SAFETY: the part between the canaries of memory of the source within, which begins at a multiple of `ALIGN`,
 // as a canary ends at one.
-unsafe impl<R: MemoryResource, A: MemoryAccess + Send + Sync + 'static> MemoryResource for Guarded<R, A> {
+unsafe impl<R: MemoryResource, A: MemoryAccess + Send + Sync + 'static> MemoryResource
+    for GuardedMemory<R, A>
+{
     fn allocate(&self, len: u64) -> Result<u64> {
         let too_long = Error::OutOfMemory { place: remanent_format::Place::Device(0), len };
         let outer = self.upstream.allocate(outer_len(len).ok_or(too_long)?)?;
@@ -168,7 +170,7 @@ unsafe impl<R: MemoryResource, A: MemoryAccess + Send + Sync + 'static> MemoryRe
     }
 }
 
-impl<R: MemoryResource, A: MemoryAccess> Drop for Guarded<R, A> {
+impl<R: MemoryResource, A: MemoryAccess> Drop for GuardedMemory<R, A> {
     fn drop(&mut self) {
         let live = self.live.get_mut();
         if !live.is_empty() {

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use remanent_format::Place;
 
-use super::context::{Context, Entered};
+use super::context::{Context, ContextGuard};
 use super::resource::Kind;
 use crate::device::CallerMemory;
 use crate::error::{Error, Result};
@@ -48,7 +48,7 @@ impl CallerMemory {
 ///
 /// # Errors
 /// `MemoryRefused`, a device error.
-pub(super) fn kind_of(context: &Context, entered: &Entered<'_>, memory: &CallerMemory) -> Result<Kind> {
+pub(super) fn kind_of(context: &Context, entered: &ContextGuard<'_>, memory: &CallerMemory) -> Result<Kind> {
     let refused = |reason: String| Err(Error::MemoryRefused { len: memory.len, reason });
     if memory.len == 0 {
         return refused("it is empty".to_owned());
@@ -87,7 +87,7 @@ pub(super) fn place_of(kind: Kind) -> Place {
 /// What the driver says of the memory's first byte; `None` where it knows nothing of it.
 fn ask<T: Default>(
     context: &Context,
-    entered: &Entered<'_>,
+    entered: &ContextGuard<'_>,
     attribute: c_uint,
     memory: &CallerMemory,
 ) -> Result<Option<T>> {

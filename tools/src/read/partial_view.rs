@@ -25,7 +25,7 @@ pub type Contents = BTreeMap<PageId, Result<Vec<u8>, Damage>>;
 pub const LOOKS_AT_AN_OPEN_STORE: usize = 5;
 
 /// A store, as far as it can be made out.
-pub struct View {
+pub struct PartialView {
     /// Every file, looked at and not judged.
     pub survey: Survey,
     /// The newest state that the log leads to; `None` if there is no way to any.
@@ -34,7 +34,7 @@ pub struct View {
     pub damage: Vec<Damage>,
 }
 
-impl View {
+impl PartialView {
     /// Looks at a directory. The images are left for later.
     pub fn take(dir: &StoreDir) -> Result<Self, Failure> {
         let mut view = Self::take_once(dir)?;

@@ -41,7 +41,7 @@ pub(super) struct KnownLog {
     restores: BTreeSet<Lsn>,
     /// The operations that touch each page, in their order.
     touches: HashMap<PageId, Vec<OpPlace>>,
-    /// See [`super::Beyond`].
+    /// See [`super::LogRemainder`].
     pub durable: Lsn,
     pub seen: Lsn,
     pub hidden: Option<Damage>,

@@ -12,21 +12,21 @@ use crate::error::{Error, Result};
 /// driver gives, slack included; a [`Budget`](crate::options::Budget) bounds the pages' own lengths.
 ///
 /// ```
-/// use remanent::device::cuda::resource::{HostMemory, Limited, MemoryResource};
-/// let memory = Limited::new(HostMemory, 100);
+/// use remanent::device::cuda::resource::{HostMemory, LimitedMemory, MemoryResource};
+/// let memory = LimitedMemory::new(HostMemory, 100);
 /// let address = memory.allocate(60)?;
 /// assert!(memory.allocate(41).is_err());
 /// // SAFETY: allocated just now, and nothing uses it.
 /// unsafe { memory.free(address, 60)? };
 /// # Ok::<(), remanent::Error>(())
 /// ```
-pub struct Limited<R: MemoryResource> {
+pub struct LimitedMemory<R: MemoryResource> {
     upstream: R,
     bytes_max: u64,
     bytes: AtomicU64,
 }
 
-impl<R: MemoryResource> Limited<R> {
+impl<R: MemoryResource> LimitedMemory<R> {
     /// A source that holds at most `bytes_max` bytes.
     #[must_use]
     pub fn new(upstream: R, bytes_max: u64) -> Self {
@@ -41,7 +41,7 @@ impl<R: MemoryResource> Limited<R> {
 }
 
 // SAFETY: memory of the source within, passed on as it is.
-unsafe impl<R: MemoryResource> MemoryResource for Limited<R> {
+unsafe impl<R: MemoryResource> MemoryResource for LimitedMemory<R> {
     fn allocate(&self, len: u64) -> Result<u64> {
         // Claimed before the source is asked, so that threads together do not exceed the limit.
         let claim = |bytes: u64| bytes.checked_add(len).filter(|sum| *sum <= self.bytes_max);

@@ -13,9 +13,9 @@ use remanent_format::manifest::{Manifest, ManifestKind, Tombstone};
 use remanent_format::state::survey::{read_manifest, read_store};
 use remanent_format::{FileName, Lsn, PageId, SnapshotId};
 
-use super::verify::Written;
-use super::{End, Snapshots, Wanted, beginning};
-use crate::catalog::{Keeping, Kept, LOOK_PAGES, SnapshotInfo};
+use super::verify::WrittenSnapshot;
+use super::{End, SnapshotRequest, Snapshots, beginning};
+use crate::catalog::{Catalog, LOOK_PAGES, RetainedSnapshot, SnapshotInfo};
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 
@@ -23,13 +23,13 @@ impl Snapshots {
     /// Takes a snapshot; where there is no space for it, once more when deleted pages have given theirs back.
     pub(super) fn with_space(
         &self,
-        keeping: &mut Keeping,
-        wanted: Wanted,
-        take: impl Fn(&mut Keeping, Wanted) -> Result<SnapshotInfo>,
+        catalog: &mut Catalog,
+        wanted: SnapshotRequest,
+        take: impl Fn(&mut Catalog, SnapshotRequest) -> Result<SnapshotInfo>,
     ) -> Result<SnapshotInfo> {
-        match take(keeping, wanted.clone()) {
-            Err(full @ Error::DiskFull { .. }) => match self.give_back(keeping) {
-                Ok(true) => take(keeping, Wanted { spare: true, ..wanted }),
+        match take(catalog, wanted.clone()) {
+            Err(full @ Error::DiskFull { .. }) => match self.give_back(catalog) {
+                Ok(true) => take(catalog, SnapshotRequest { spare: true, ..wanted }),
                 Ok(false) => Err(full),
                 Err(error) if error.is_passing() => {
                     tracing::warn!(%error, "what deleted pages take on disk cannot be given back as yet");
@@ -42,29 +42,29 @@ impl Snapshots {
     }
 
     /// Gives back what only deleted pages need. Returns whether anything went.
-    fn give_back(&self, keeping: &mut Keeping) -> Result<bool> {
+    fn give_back(&self, catalog: &mut Catalog) -> Result<bool> {
         // Where an image of a cold page turns out damaged, what is older can stand in for it.
-        if self.applier.cold().is_any() {
+        if self.applier.unloaded().is_any() {
             return Ok(false);
         }
-        self.pool.with_surplus(|| self.write_thin(keeping))?;
-        let pruned = self.prune(keeping, &self.retention);
-        self.keeping.tell(keeping);
+        self.pool.with_surplus(|| self.write_thin(catalog))?;
+        let pruned = self.prune(catalog, &self.retention);
+        self.catalog.tell(catalog);
         Ok(!pruned?.files.is_empty())
     }
 
     /// Publishes a snapshot that says which pages of the newest one are gone, if a file is there for them alone.
-    fn write_thin(&self, keeping: &mut Keeping) -> Result<()> {
-        let Some((previous, previous_crc)) = keeping.known.newest_link() else { return Ok(()) };
-        let newest = keeping.snapshots.get(&previous).filter(|kept| kept.holds);
-        let Some(Kept { redo, info, .. }) = newest else { return Ok(()) };
+    fn write_thin(&self, catalog: &mut Catalog) -> Result<()> {
+        let Some((previous, previous_crc)) = catalog.known.newest_link() else { return Ok(()) };
+        let newest = catalog.snapshots.get(&previous).filter(|kept| kept.holds);
+        let Some(RetainedSnapshot { redo, info, .. }) = newest else { return Ok(()) };
         let (redo, newest_end, created_unix_ms) = (*redo, info.end, info.created_unix_ms);
         // Whatever came before a restore is gone with it, and no snapshot reaches across.
-        if keeping.tables.values().any(|table| table.restored_at > redo.lsn) {
+        if catalog.tables.values().any(|table| table.restored_at > redo.lsn) {
             return Ok(());
         }
-        let gone = self.gone(keeping)?;
-        if !keeping.known.has_file_of(&gone) {
+        let gone = self.gone(catalog)?;
+        if !catalog.known.has_file_of(&gone) {
             return Ok(());
         }
         let end = self.end()?;
@@ -73,11 +73,11 @@ impl Snapshots {
         tombstones.extend(gone.into_iter().map(|page| Tombstone { page, lsn: end.point.lsn }));
         tombstones.sort_unstable_by_key(|tombstone| tombstone.page);
         let End { point, root, next_page, epoch_high, .. } = end;
-        let next_file = keeping.files.next_number();
+        let next_file = catalog.files.next_number();
         let manifest = Manifest {
             kind: ManifestKind::Change { previous, previous_crc },
             store: self.store,
-            snapshot: SnapshotId(keeping.next_snapshot),
+            snapshot: SnapshotId(catalog.next_snapshot),
             name: None,
             // The age that it has for retention.
             created_unix_ms,
@@ -86,33 +86,33 @@ impl Snapshots {
             next_page,
             epoch_high,
             next_file,
-            ahead_from: keeping.files.ahead_from(redo.lsn),
+            ahead_from: catalog.files.ahead_from(redo.lsn),
             tombstones,
             entries: Vec::new(),
             root,
         };
         // From here on the number is taken, whatever happens: a name is never used for two contents.
-        keeping.next_snapshot += 1;
+        catalog.next_snapshot += 1;
         let published = self.publish_all(None, &manifest, 1)?;
         let crc = published.header_crc;
-        let (sums, before) = keeping.known.advance_by_change(&manifest, crc, previous);
-        let kept = Kept::new(&manifest, |_| false, sums, before, crc, false);
+        let (sums, before) = catalog.known.advance_by_change(&manifest, crc, previous);
+        let kept = RetainedSnapshot::new(&manifest, |_| false, sums, before, crc, false);
         let id = kept.info.id;
         tracing::info!(
             snapshot = %id, redo = %redo.lsn, end = %manifest.end, gone = manifest.tombstones.len(),
             "no space for images: a snapshot says what was deleted"
         );
-        self.unverified.push(Written { snapshot: id, manifest: published, images: None });
-        keeping.snapshots.insert(id, kept);
+        self.unverified.push(WrittenSnapshot { snapshot: id, manifest: published, images: None });
+        catalog.snapshots.insert(id, kept);
         Ok(())
     }
 
     /// The pages of the newest snapshot that were deleted.
-    fn gone(&self, keeping: &Keeping) -> Result<Vec<PageId>> {
+    fn gone(&self, catalog: &Catalog) -> Result<Vec<PageId>> {
         let changed = self.applier.turn(|turn| Ok(beginning(turn).changed))?;
         let mut gone = Vec::new();
         for pages in changed.chunks(LOOK_PAGES) {
-            let (known, pages) = (keeping.known.clone(), Arc::new(pages.to_vec()));
+            let (known, pages) = (catalog.known.clone(), Arc::new(pages.to_vec()));
             let looked_at = pages.clone();
             let standings =
                 self.applier.turn(move |turn| Ok(known.look(&mut turn.applied.table, None, &looked_at)))?;

@@ -10,12 +10,12 @@
 use std::ops::Range;
 
 use remanent_format::image::read::stream_image;
-use remanent_format::image::{COMPRESSED_PIECE_LEN, Chunk, Compressed, ImageRef, NewImage};
+use remanent_format::image::{COMPRESSED_PIECE_LEN, Chunk, CompressedBytes, ImageRef, NewImage};
 use remanent_format::{Damage, FileName, PageInfo};
 
 use super::compress::{compress_pieces, pays, pays_by_samples_of, sample_ranges};
 use super::{ImageWriter, no_space};
-use crate::base::aligned::AlignedBuf;
+use crate::base::aligned_buf::AlignedBuf;
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 use crate::options::Compression;
@@ -28,7 +28,7 @@ pub(crate) type Sink<'s> = &'s mut dyn FnMut(&[u8]) -> Result<()>;
 
 /// Whether what is asked for may be asked for again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Pass {
+pub(crate) enum ReadPass {
     /// It may: a sample, or a piece that is stored as it is if it does not pay to compress the page.
     First,
     /// It will not, nor anything before it.
@@ -36,7 +36,7 @@ pub(crate) enum Pass {
 }
 
 /// Hands the bytes of a range of a page to a sink; `false` if there are none any more.
-pub(crate) type PieceSource<'s> = &'s mut dyn FnMut(Range<u64>, Pass, Sink<'_>) -> Result<bool>;
+pub(crate) type PieceSource<'s> = &'s mut dyn FnMut(Range<u64>, ReadPass, Sink<'_>) -> Result<bool>;
 
 /// The pieces of a page.
 fn pieces(len: u64, piece_len: u64) -> impl Iterator<Item = Range<u64>> {
@@ -56,7 +56,7 @@ impl ImageWriter {
         if self.compression != Compression::Off {
             let mut samples = Vec::new();
             for range in sample_ranges(info.len) {
-                let is_there = source(range, Pass::First, &mut |bytes| {
+                let is_there = source(range, ReadPass::First, &mut |bytes| {
                     samples.push(bytes.to_vec());
                     Ok(())
                 })?;
@@ -81,7 +81,7 @@ impl ImageWriter {
     /// As [`write_long`](Self::write_long), of a page that is at hand.
     pub(super) fn write_long_page(&self, info: &PageInfo, bytes: &[u8]) -> Result<ImageRef> {
         assert!(info.len == bytes.len() as u64);
-        let mut source = |range: Range<u64>, _: Pass, sink: Sink<'_>| {
+        let mut source = |range: Range<u64>, _: ReadPass, sink: Sink<'_>| {
             sink(&bytes[range.start as usize..range.end as usize]).map(|()| true)
         };
         let written = self.write_long(info, PIECE_BYTES, &mut source)?;
@@ -103,7 +103,7 @@ impl ImageWriter {
         for range in pieces(info.len, piece_len) {
             let (wanted, mut pays_so_far) = (range.end - range.start, true);
             let from = at;
-            let pass = if is_compressed { Pass::First } else { Pass::Last };
+            let pass = if is_compressed { ReadPass::First } else { ReadPass::Last };
             let is_there = source(range, pass, &mut |bytes| {
                 assert!(bytes.len() as u64 == wanted);
                 raw.update(bytes);
@@ -145,7 +145,7 @@ impl ImageWriter {
             lsn: info.lsn,
             len: info.len,
             crc: raw.finalize(),
-            compressed: is_compressed.then(|| Compressed { len: at - payload, crc: stored.finalize() }),
+            compressed: is_compressed.then(|| CompressedBytes { len: at - payload, crc: stored.finalize() }),
         };
         let chunk = Chunk::plan(self.number, start, &[image])
             .map_err(|defect| Error::from(defect.at(FileName::Pages(self.number), start)))?;

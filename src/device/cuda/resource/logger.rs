@@ -7,12 +7,12 @@ use crate::error::Result;
 /// Tells every allocation, every release and every refusal of another source, as events of level trace; those
 /// that fail as warnings. Put it behind a [`Pool`](super::Pool) to see what the driver is asked for, in front
 /// of it to see what pages ask for.
-pub struct Logged<R: MemoryResource> {
+pub struct LoggedMemory<R: MemoryResource> {
     upstream: R,
     name: &'static str,
 }
 
-impl<R: MemoryResource> Logged<R> {
+impl<R: MemoryResource> LoggedMemory<R> {
     /// A source whose events carry this name.
     #[must_use]
     pub fn new(upstream: R, name: &'static str) -> Self {
@@ -21,7 +21,7 @@ impl<R: MemoryResource> Logged<R> {
 }
 
 // SAFETY: memory of the source within, passed on as it is.
-unsafe impl<R: MemoryResource> MemoryResource for Logged<R> {
+unsafe impl<R: MemoryResource> MemoryResource for LoggedMemory<R> {
     fn allocate(&self, len: u64) -> Result<u64> {
         let allocated = self.upstream.allocate(len);
         match &allocated {

@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 use crate::memory::arena::PageMemory;
 
 /// A page that is to be loaded.
-pub(crate) struct ColdPage {
+pub(crate) struct UnloadedPage {
     pub page: PageId,
     /// Exactly what the page is.
     pub image: ImageRef,
@@ -30,18 +30,18 @@ pub(crate) struct ColdPage {
 
 /// The cold pages of a store. Shared by those who need them and those who load them.
 #[derive(Default)]
-pub(crate) struct ColdPages {
+pub(crate) struct UnloadedSet {
     /// How many are not warm: who finds none needs no lock.
     left: AtomicUsize,
-    state: Mutex<State>,
+    state: Mutex<LoadStates>,
     /// A page became warm, or never will.
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct State {
+struct LoadStates {
     /// In the order of their files; nothing where a page was taken to be loaded.
-    waiting: Vec<Option<ColdPage>>,
+    waiting: Vec<Option<UnloadedPage>>,
     /// None before this one is waiting.
     next: usize,
     /// Pages that are neither warm nor failed, by their place in `waiting`.
@@ -57,7 +57,7 @@ struct State {
     over: Option<Error>,
 }
 
-impl State {
+impl LoadStates {
     /// Has these pages taken before others.
     fn ask(&mut self, pages: &[PageId]) {
         let Self { waiting, places, asked, .. } = self;
@@ -65,20 +65,20 @@ impl State {
     }
 }
 
-impl ColdPages {
+impl UnloadedSet {
     /// These pages are cold.
-    pub fn new(pages: Vec<ColdPage>) -> Self {
-        let bytes = pages.iter().map(|cold| cold.memory.byte_len()).sum();
-        let mut files: BTreeMap<u64, Vec<ColdPage>> = BTreeMap::new();
-        pages.into_iter().for_each(|cold| files.entry(cold.image.file).or_default().push(cold));
+    pub fn new(pages: Vec<UnloadedPage>) -> Self {
+        let bytes = pages.iter().map(|unloaded| unloaded.memory.byte_len()).sum();
+        let mut files: BTreeMap<u64, Vec<UnloadedPage>> = BTreeMap::new();
+        pages.into_iter().for_each(|unloaded| files.entry(unloaded.image.file).or_default().push(unloaded));
         // Mostly they lie so already.
-        files.values_mut().for_each(|of_file| of_file.sort_by_key(|cold| cold.image.offset));
-        let waiting: Vec<Option<ColdPage>> = files.into_values().flatten().map(Some).collect();
-        let state = State {
-            places: waiting.iter().flatten().map(|cold| cold.page).zip(0..).collect(),
+        files.values_mut().for_each(|of_file| of_file.sort_by_key(|unloaded| unloaded.image.offset));
+        let waiting: Vec<Option<UnloadedPage>> = files.into_values().flatten().map(Some).collect();
+        let state = LoadStates {
+            places: waiting.iter().flatten().map(|unloaded| unloaded.page).zip(0..).collect(),
             bytes,
             waiting,
-            ..State::default()
+            ..LoadStates::default()
         };
         Self { left: AtomicUsize::new(state.places.len()), state: Mutex::new(state), ..Self::default() }
     }
@@ -138,12 +138,12 @@ impl ColdPages {
     /// Takes pages to load, neighbours in one file: those that somebody asked for with what lies within
     /// `asked_bytes_max` from there on, else the next ones within `bytes_max`. A longer page comes alone. None when
     /// there is nothing left to take.
-    pub fn take(&self, asked_bytes_max: u64, bytes_max: u64) -> Option<Vec<ColdPage>> {
+    pub fn take(&self, asked_bytes_max: u64, bytes_max: u64) -> Option<Vec<UnloadedPage>> {
         let mut state = self.state.lock();
         if state.over.is_some() {
             return None;
         }
-        let State { waiting, next, asked, .. } = &mut *state;
+        let LoadStates { waiting, next, asked, .. } = &mut *state;
         // Asked for twice, it was taken once.
         let is_waiting = |at: &usize| waiting[*at].is_some();
         let (first, bytes_max) = match std::iter::from_fn(|| asked.pop_front()).find(is_waiting) {
@@ -154,15 +154,15 @@ impl ColdPages {
             }
         };
         let start = waiting[first].as_ref().expect("looked at just now").image;
-        let belongs = |cold: &ColdPage| {
-            let end = cold.image.offset + cold.image.stored_len;
-            cold.image.file == start.file && end <= start.offset + bytes_max.max(start.stored_len)
+        let belongs = |unloaded: &UnloadedPage| {
+            let end = unloaded.image.offset + unloaded.image.stored_len;
+            unloaded.image.file == start.file && end <= start.offset + bytes_max.max(start.stored_len)
         };
-        Some(waiting[first..].iter_mut().map_while(|at| at.take_if(|cold| belongs(cold))).collect())
+        Some(waiting[first..].iter_mut().map_while(|at| at.take_if(|unloaded| belongs(unloaded))).collect())
     }
 
     /// The applier has these pages now, of so many bytes each.
-    pub fn warmed(&self, pages: impl IntoIterator<Item = (PageId, u64)>) {
+    pub fn loaded(&self, pages: impl IntoIterator<Item = (PageId, u64)>) {
         let mut state = self.state.lock();
         for (page, len) in pages {
             state.places.remove(page);
@@ -177,12 +177,12 @@ impl ColdPages {
     }
 
     /// A page that was taken cannot be loaded.
-    pub fn fail(&self, cold: ColdPage, error: Error) {
+    pub fn fail(&self, unloaded: UnloadedPage, error: Error) {
         let mut state = self.state.lock();
-        state.places.remove(cold.page);
-        state.bytes -= cold.memory.byte_len();
-        state.failed.insert(cold.page, error);
-        state.given_up.push(cold.memory);
+        state.places.remove(unloaded.page);
+        state.bytes -= unloaded.memory.byte_len();
+        state.failed.insert(unloaded.page, error);
+        state.given_up.push(unloaded.memory);
         self.changed.notify_all();
     }
 
@@ -203,14 +203,15 @@ impl ColdPages {
     }
 
     /// Pages that were taken stay on disk: no page is loaded any more.
-    pub fn give_up(&self, pages: Vec<ColdPage>) {
-        self.state.lock().given_up.extend(pages.into_iter().map(|cold| cold.memory));
+    pub fn give_up(&self, pages: Vec<UnloadedPage>) {
+        self.state.lock().given_up.extend(pages.into_iter().map(|unloaded| unloaded.memory));
     }
 
     /// The memory of all pages that did not become warm.
     pub fn take_memory(&self) -> Vec<PageMemory> {
         let mut state = self.state.lock();
-        let waiting = std::mem::take(&mut state.waiting).into_iter().flatten().map(|cold| cold.memory);
+        let waiting =
+            std::mem::take(&mut state.waiting).into_iter().flatten().map(|unloaded| unloaded.memory);
         let mut memory: Vec<PageMemory> = waiting.collect();
         memory.append(&mut state.given_up);
         memory
@@ -232,8 +233,8 @@ mod tests {
     const LEN: u64 = 4096;
 
     /// Pages 0 to 9 of 4 KiB, five to a file, handed over in another order.
-    fn ten(arena: &Arena) -> ColdPages {
-        let cold = |number: u64| ColdPage {
+    fn ten(arena: &Arena) -> UnloadedSet {
+        let unloaded = |number: u64| UnloadedPage {
             page: PageId(number),
             image: ImageRef {
                 file: number / 5,
@@ -245,34 +246,34 @@ mod tests {
             },
             memory: arena.allocate(Purpose::Page, Place::Host, LEN).unwrap(),
         };
-        ColdPages::new([7, 3, 0, 9, 1, 4, 2, 8, 6, 5].into_iter().map(cold).collect())
+        UnloadedSet::new([7, 3, 0, 9, 1, 4, 2, 8, 6, 5].into_iter().map(unloaded).collect())
     }
 
     fn arena() -> Arena {
         Arena::new(Arc::new(HostDevice::new()), Budget::default())
     }
 
-    fn numbers(taken: &[ColdPage]) -> Vec<u64> {
-        taken.iter().map(|cold| cold.page.0).collect()
+    fn numbers(taken: &[UnloadedPage]) -> Vec<u64> {
+        taken.iter().map(|unloaded| unloaded.page.0).collect()
     }
 
     /// As a loader does that meets no error.
-    fn load(cold: &ColdPages, arena: &Arena, taken: Vec<ColdPage>) {
-        cold.warmed(taken.iter().map(|cold| (cold.page, cold.memory.byte_len())));
-        taken.into_iter().try_for_each(|cold| arena.discard(cold.memory)).unwrap();
+    fn load(unloaded: &UnloadedSet, arena: &Arena, taken: Vec<UnloadedPage>) {
+        unloaded.loaded(taken.iter().map(|unloaded| (unloaded.page, unloaded.memory.byte_len())));
+        taken.into_iter().try_for_each(|unloaded| arena.discard(unloaded.memory)).unwrap();
     }
 
     #[test]
     fn what_is_asked_for_comes_before_what_lies_next_and_neighbours_come_together() {
         let arena = arena();
-        let cold = ten(&arena);
-        assert_eq!(cold.left(), (10, 10 * LEN));
+        let unloaded = ten(&arena);
+        assert_eq!(unloaded.left(), (10, 10 * LEN));
         let take = |asked: &[u64], expected: &[u64]| {
             let asked: Vec<PageId> = asked.iter().copied().map(PageId).collect();
-            cold.state.lock().ask(&asked);
-            let taken = cold.take(2 * LEN, 3 * LEN).unwrap();
+            unloaded.state.lock().ask(&asked);
+            let taken = unloaded.take(2 * LEN, 3 * LEN).unwrap();
             assert_eq!(numbers(&taken), expected);
-            load(&cold, &arena, taken);
+            load(&unloaded, &arena, taken);
         };
         take(&[], &[0, 1, 2]);
         take(&[6], &[6, 7]);
@@ -282,24 +283,24 @@ mod tests {
         take(&[], &[5]);
         // What was asked for and came as a neighbour is not looked for again, nor when all is warm.
         take(&[8, 9], &[8, 9]);
-        assert!(cold.take(LEN, LEN).is_none() && !cold.is_any());
-        assert_eq!(cold.left(), (0, 0));
-        cold.wait([PageId(0), PageId(99)]).unwrap();
-        cold.wait_all().unwrap();
-        assert!(cold.take_memory().is_empty());
+        assert!(unloaded.take(LEN, LEN).is_none() && !unloaded.is_any());
+        assert_eq!(unloaded.left(), (0, 0));
+        unloaded.wait([PageId(0), PageId(99)]).unwrap();
+        unloaded.wait_all().unwrap();
+        assert!(unloaded.take_memory().is_empty());
     }
 
     #[test]
     fn who_waits_goes_on_when_all_that_he_needs_is_warm() {
         let arena = arena();
-        let cold = ten(&arena);
+        let unloaded = ten(&arena);
         std::thread::scope(|scope| {
-            let waiter = scope.spawn(|| cold.wait([PageId(9), PageId(0)]));
-            while let Some(taken) = cold.take(LEN, LEN) {
+            let waiter = scope.spawn(|| unloaded.wait([PageId(9), PageId(0)]));
+            while let Some(taken) = unloaded.take(LEN, LEN) {
                 assert!(
                     !waiter.is_finished() || !numbers(&taken).iter().any(|number| [0, 9].contains(number))
                 );
-                load(&cold, &arena, taken);
+                load(&unloaded, &arena, taken);
             }
             waiter.join().unwrap().unwrap();
         });
@@ -308,31 +309,31 @@ mod tests {
     #[test]
     fn nobody_waits_for_what_never_comes() {
         let arena = arena();
-        let cold = ten(&arena);
-        let failed = cold.take(LEN, LEN).unwrap().pop().unwrap();
+        let unloaded = ten(&arena);
+        let failed = unloaded.take(LEN, LEN).unwrap().pop().unwrap();
         let damage = Error::from(Defect::Missing.at(FileName::Pages(0), 0));
-        cold.fail(failed, damage);
+        unloaded.fail(failed, damage);
         // A page that cannot be loaded is nobody else's business, until all are waited for.
-        assert!(matches!(cold.wait([PageId(0)]), Err(Error::Damaged(_))));
-        let in_hand = cold.take(LEN, 2 * LEN).unwrap();
+        assert!(matches!(unloaded.wait([PageId(0)]), Err(Error::Damaged(_))));
+        let in_hand = unloaded.take(LEN, 2 * LEN).unwrap();
         assert_eq!(numbers(&in_hand), [1, 2]);
         std::thread::scope(|scope| {
             let waiters = [
-                scope.spawn(|| cold.wait([PageId(1)])),
-                scope.spawn(|| cold.wait([PageId(5)])),
-                scope.spawn(|| cold.wait_all()),
+                scope.spawn(|| unloaded.wait([PageId(1)])),
+                scope.spawn(|| unloaded.wait([PageId(5)])),
+                scope.spawn(|| unloaded.wait_all()),
             ];
-            cold.end(Error::Closed);
+            unloaded.end(Error::Closed);
             for waiter in waiters {
                 assert!(matches!(waiter.join().unwrap(), Err(Error::Closed)));
             }
         });
-        assert!(cold.take(LEN, LEN).is_none(), "nobody loads any more");
+        assert!(unloaded.take(LEN, LEN).is_none(), "nobody loads any more");
         // What was in hand may be loaded all the same.
-        load(&cold, &arena, in_hand);
-        cold.wait([PageId(2)]).unwrap();
-        assert_eq!((cold.left(), cold.is_any()), ((7, 7 * LEN), true));
-        let memory = cold.take_memory();
+        load(&unloaded, &arena, in_hand);
+        unloaded.wait([PageId(2)]).unwrap();
+        assert_eq!((unloaded.left(), unloaded.is_any()), ((7, 7 * LEN), true));
+        let memory = unloaded.take_memory();
         assert_eq!(memory.len(), 8);
         memory.into_iter().try_for_each(|memory| arena.discard(memory)).unwrap();
         assert_eq!(arena.usage(Place::Host).used(), 0);

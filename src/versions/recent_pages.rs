@@ -16,15 +16,15 @@ const PLACES: usize = if cfg!(shuttle) { 2 } else { 256 };
 type PageVersion = Arc<Version<PageState>>;
 
 /// Pages by the end of their ids.
-pub(super) struct Recent(Box<[Option<(PageId, PageVersion)>; PLACES]>);
+pub(super) struct RecentPages(Box<[Option<(PageId, PageVersion)>; PLACES]>);
 
-impl Default for Recent {
+impl Default for RecentPages {
     fn default() -> Self {
         Self(Box::new([const { None }; PLACES]))
     }
 }
 
-impl Recent {
+impl RecentPages {
     fn place(&mut self, page: PageId) -> &mut Option<(PageId, PageVersion)> {
         &mut self.0[page.0 as usize % PLACES]
     }
