@@ -5,7 +5,7 @@ use std::io;
 use std::sync::Arc;
 
 use remanent_format::{
-    Damage, Defect, Epoch, FileName, Key, Lsn, PageId, Place, Position, SHORTAGES, SnapshotId,
+    Damage, Defect, Epoch, FileName, Key, KeyLenError, Lsn, PageId, Place, Position, SHORTAGES, SnapshotId,
 };
 
 /// What the library returns.
@@ -123,6 +123,9 @@ pub enum Error {
         /// The key.
         key: Key,
     },
+    /// The bytes given as a key are none.
+    #[error(transparent)]
+    InvalidKey(#[from] KeyLenError),
     /// The range does not lie within the page.
     #[error("bytes {offset}..{offset}+{len} are outside page {page}, which is {page_len} bytes long")]
     OutOfBounds {
@@ -356,6 +359,7 @@ impl Error {
             | Error::InvalidOperation { .. }
             | Error::InvalidOption { .. }
             | Error::Limit { .. }
+            | Error::InvalidKey(_)
             | Error::PlaceUnavailable { .. }
             | Error::DeviceUnavailable { .. }
             | Error::StreamRefused { .. }
@@ -476,6 +480,13 @@ impl Error {
             }
             _ => false,
         }
+    }
+}
+
+/// For conversions that cannot fail, of a [`Key`] into a key.
+impl From<std::convert::Infallible> for Error {
+    fn from(never: std::convert::Infallible) -> Self {
+        match never {}
     }
 }
 

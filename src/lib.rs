@@ -132,7 +132,7 @@
 //! | `device/` | the seam to devices: host, CUDA, several as one |
 //! | `disk/` | the seam to files: a directory, and its ways to write |
 //! | `base/` | locks and threads, parallel work, the process, poison |
-//! | `options.rs` | how a store is opened |
+//! | `options/` | how a store is opened |
 //! | `error.rs` | what can go wrong, whose fault it is, and what helps |
 //!
 //! # Invariants
@@ -188,7 +188,6 @@ use std::sync::Arc;
 pub use applier::lease::Lease;
 pub use applier::pin::Pin;
 pub use catalog::SnapshotInfo;
-pub use catalog::retention::Retention;
 pub use device::{CallerMemory, DeviceBytes, RawStream};
 pub use error::{Error, Remedy, Result};
 pub use follower::{
@@ -201,17 +200,21 @@ pub use history::seed::Seed;
 pub use history::view::View;
 pub use log::LogStats;
 pub use memory::arena::{PlaceUsage, Purpose};
-pub use options::{Ack, Budget, Compression, Create, DeviceChoice, LogIo, Options, PageLoad};
+pub use options::{
+    Ack, Budget, Compression, Create, DeviceChoice, LogIo, Options, PageLoad, Retention, SnapshotOptions,
+};
 pub use recovery::RecoveryReport;
 pub use remanent_format::log::TornTail;
 pub use remanent_format::op::{Indices, Op};
 pub use remanent_format::{
-    Damage, Defect, Epoch, FileName, Folder, Incarnation, Key, LogPoint, Lsn, Metadata, PageId, PageInfo,
-    Place, Position, SharedMetadata, SnapshotId, StoreId, UnknownPlace, Value, Width,
+    Damage, Defect, Epoch, FileName, Folder, Incarnation, Key, KeyLenError, LogPoint, Lsn, Metadata, PageId,
+    PageInfo, Place, Position, SharedMetadata, SnapshotId, StoreId, UnknownPlace, Value, Width,
 };
 pub use snapshot::{PruneReport, ScrubReport, ScrubStats, SnapshotPhase, SnapshotStats};
-pub use store::{CommitReceipt, LiveView, Pages, Stats, Store, Ticket, UnloadedPages};
-pub use write::batch::{NewPage, PageRef, WorkingCopy, WriteBatch};
+pub use store::{
+    Acknowledged, CommitReceipt, LiveView, Pages, ReadPages, Stats, Store, Ticket, UnloadedPages,
+};
+pub use write::batch::{CreatePage, NewPage, PageRef, WorkingCopy, WriteBatch};
 pub use write::commit::{Direction, Shadow};
 
 use device::Device;
@@ -232,6 +235,26 @@ impl Store {
     /// what the file system says.
     pub fn open(directory: impl AsRef<Path>, options: Options) -> Result<Self> {
         let device = device_of(&options)?;
+        Self::open_on(Arc::new(DirDisk::new(directory)), device, options)
+    }
+
+    /// Opens a store as [`Store::open`] does, with pages on a device that the caller made: one whose memory comes from the
+    /// caller's own source, several devices as one, or the caller's own implementation of [`Device`].
+    /// [`Options::device`] and [`Options::slots`] are not looked at.
+    ///
+    /// ```
+    /// use std::sync::Arc;
+    /// use remanent::device::host::HostDevice;
+    /// use remanent::{Options, Store};
+    /// # let directory = tempfile::tempdir().unwrap();
+    /// # let path = directory.path().join("mystore");
+    /// let store = Store::open_with(&path, Arc::new(HostDevice::new()), Options::default())?;
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As for [`Store::open`].
+    pub fn open_with(directory: impl AsRef<Path>, device: Arc<dyn Device>, options: Options) -> Result<Self> {
         Self::open_on(Arc::new(DirDisk::new(directory)), device, options)
     }
 

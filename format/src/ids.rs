@@ -225,6 +225,33 @@ impl Key {
     }
 }
 
+macro_rules! key_from {
+    ($($source:ty),* $(,)?) => {$(
+        impl TryFrom<$source> for Key {
+            type Error = KeyLenError;
+
+            fn try_from(bytes: $source) -> Result<Self, KeyLenError> {
+                Self::new(bytes)
+            }
+        }
+    )*};
+}
+key_from!(&str, &String, String, &[u8], Vec<u8>);
+
+impl<const N: usize> TryFrom<&[u8; N]> for Key {
+    type Error = KeyLenError;
+
+    fn try_from(bytes: &[u8; N]) -> Result<Self, KeyLenError> {
+        Self::new(bytes)
+    }
+}
+
+impl From<&Key> for Key {
+    fn from(key: &Key) -> Self {
+        key.clone()
+    }
+}
+
 impl fmt::Display for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.as_str() {

@@ -38,13 +38,14 @@ use self::worker::Worker;
 use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::base::sync::thread;
 use crate::base::sync::thread::JoinHandle;
-use crate::base::sync::{Condvar, Mutex, mpsc};
+use crate::base::sync::{Condvar, Instant, Mutex, mpsc};
 use crate::device::{CommandList, Device, Fence, Lane, Pending, SHORT_COPY_LEN_MAX};
 use crate::error::{Error, Result};
 use crate::memory::arena::{Arena, PageMemory};
 use crate::versions::Versions;
 
 use crate::base::poison::Poison;
+use crate::base::wakers::Wakers;
 use crate::memory::staging::{StagingBuf, StagingPool};
 
 /// A list is submitted when its payloads reach this many bytes.
@@ -138,6 +139,8 @@ pub(crate) struct Applier {
     progress: Mutex<ApplierProgress>,
     /// `progress` changed.
     moved: Condvar,
+    /// Tasks that wait for the same.
+    wakers: Wakers,
     /// What `progress` says is applied, for readers that take no lock: nothing is, once anything is lost.
     applied: AtomicU64,
     poison: Arc<Poison>,
@@ -166,6 +169,7 @@ impl Applier {
             requests: Requests::new(),
             progress: Mutex::new(ApplierProgress { applied: applied.point.lsn, fence: 0, lost: false }),
             moved: Condvar::new(),
+            wakers: Wakers::default(),
             applied: AtomicU64::new(applied.point.lsn.0),
             poison: parts.poison.clone(),
             unloaded: applied.unloaded.clone(),
@@ -274,6 +278,42 @@ impl Applier {
         Ok(Fence { lane: Lane::Apply, value: progress.fence })
     }
 
+    /// As [`wait_applied`](Self::wait_applied), up to a time; whether it is in the lane then.
+    pub fn wait_applied_until(&self, lsn: Lsn, until: Instant) -> Result<bool> {
+        self.hurry(lsn);
+        let mut progress = self.progress.lock();
+        while progress.applied < lsn {
+            if progress.lost {
+                self.poison.check()?;
+            }
+            if self.moved.wait_until(&mut progress, until).timed_out() {
+                return Ok(progress.applied >= lsn);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Whether batch `lsn` is in the lane. An error says that it never will be.
+    pub fn is_applied(&self, lsn: Lsn) -> Result<bool> {
+        let progress = self.progress.lock();
+        if progress.applied < lsn && progress.lost {
+            self.poison.check()?;
+        }
+        Ok(progress.applied >= lsn)
+    }
+
+    /// Lets the thread take batch `lsn` now, and not when enough has gathered.
+    pub fn hurry(&self, lsn: Lsn) {
+        if !self.has_applied(lsn) {
+            self.requests.hurry(lsn);
+        }
+    }
+
+    /// The tasks that wait for batches to be in the lane.
+    pub fn wakers(&self) -> &Wakers {
+        &self.wakers
+    }
+
     /// The newest batch in the lane.
     pub fn applied(&self) -> Lsn {
         self.progress.lock().applied
@@ -303,8 +343,10 @@ impl Applier {
         change(&mut progress);
         let applied = if progress.lost { 0 } else { progress.applied.0 };
         self.applied.store(applied, Ordering::Release);
+        let reached = if progress.lost { Lsn(u64::MAX) } else { progress.applied };
         drop(progress);
         self.moved.notify_all();
+        self.wakers.wake(reached);
     }
 }
 

@@ -10,3 +10,4 @@ pub(crate) mod process;
 pub(crate) mod sync;
 #[cfg(shuttle)]
 pub mod sync;
+pub(crate) mod wakers;

@@ -1,7 +1,6 @@
 //! What is kept on disk besides the log: snapshots, tables of old states, the files they need.
 
 pub(crate) mod publish;
-pub(crate) mod retention;
 mod lock;
 mod newest;
 mod known_images;
@@ -19,7 +18,7 @@ use remanent_format::{LogPoint, Lsn, PageInfo, SnapshotId};
 
 pub(crate) use self::classify::{Beginning, LOOK_PAGES, SnapshotWork};
 pub(crate) use self::known_images::{KnownImages, ReplayImages};
-pub(crate) use self::lock::CatalogLock;
+pub(crate) use self::lock::{CatalogGuard, CatalogLock};
 pub(crate) use self::newest::{ImageTotals, NewestSnapshot};
 use crate::images::numbers::ImageFiles;
 

@@ -82,14 +82,14 @@ impl From<FollowerPosition> for FollowFrom {
 /// let store = Store::open(&path, Options::default())?;
 /// let mut follower = Follower::open(&path, FollowFrom::Beginning)?;
 /// let mut replica = Replica::default();
-/// assert!(follower.next(Duration::ZERO)?.is_none());
+/// assert!(follower.next_within(Duration::ZERO)?.is_none());
 ///
 /// let mut batch = store.batch();
 /// let page = batch.create(8, Place::Host);
 /// batch.write(page, 0, b"remanent").note("first");
 /// let committed = store.commit(batch)?;
 ///
-/// let batch = follower.next(Duration::from_secs(10))?.expect("it is logged");
+/// let batch = follower.next_within(Duration::from_secs(10))?.expect("it is logged");
 /// assert_eq!(batch.lsn(), committed.position.lsn);
 /// assert_eq!(batch.note().as_deref(), Some("first"));
 /// replica.apply(&batch)?;
@@ -98,7 +98,7 @@ impl From<FollowerPosition> for FollowFrom {
 /// // Another process goes on from here.
 /// let text = follower.position().to_string();
 /// let mut later = Follower::open(&path, FollowFrom::Position(text.parse().unwrap()))?;
-/// assert!(later.next(Duration::ZERO)?.is_none());
+/// assert!(later.next_within(Duration::ZERO)?.is_none());
 /// # Ok::<(), remanent::Error>(())
 /// ```
 pub struct Follower {
@@ -113,6 +113,8 @@ pub struct Follower {
     /// Since when nothing has come.
     idle_since: Instant,
     watch: Box<dyn Watch>,
+    /// Whether the iterator has given an error.
+    ended: bool,
 }
 
 impl Follower {
@@ -152,7 +154,7 @@ impl Follower {
         // I7: the log is durable up to the end of a snapshot that is published.
         let mut follower = Self::at(disk, store.clone(), end, redo, position);
         while follower.position.lsn < end {
-            follower.next(Duration::MAX)?;
+            follower.next_within(Duration::MAX)?;
         }
         Ok(follower)
     }
@@ -177,6 +179,7 @@ impl Follower {
             suspicion: Suspicion::new(),
             idle_since: Instant::now(),
             watch,
+            ended: false,
         }
     }
 
@@ -200,7 +203,7 @@ impl Follower {
     /// [`Error::Overtaken`] if batches were recycled before they were read, [`Error::Diverged`] if a crash took
     /// the batch at the follower's position: both end the following. [`Error::Damaged`] if bytes under a durable
     /// mark are not what they were; [`Error::Forked`]; what the file system says.
-    pub fn next(&mut self, timeout: Duration) -> Result<Option<FollowedBatch>> {
+    pub fn next_within(&mut self, timeout: Duration) -> Result<Option<FollowedBatch>> {
         // A child would take what the system tells the parent.
         self.opener.check()?;
         let deadline = Instant::now().checked_add(timeout);
@@ -389,5 +392,35 @@ impl Follower {
         let mark = self.mark.max(survey.mark());
         let walk = LogWalk::new(&source, &survey.log, self.tail.point(), mark);
         Ok(walk.and_then(|mut walk| walk.next().map(drop)).err())
+    }
+}
+
+/// Waits for one batch after the other, each as [`Follower::next_within`] gives it with no limit of time. The first error
+/// ends the iteration.
+///
+/// ```
+/// use remanent::{FollowFrom, Follower, Options, Store};
+/// # let directory = tempfile::tempdir().unwrap();
+/// # let path = directory.path().join("mystore");
+/// let store = Store::open(&path, Options::default())?;
+/// for step in 1..=3u64 {
+///     store.commit(store.batch().set_root("step", step))?;
+/// }
+/// let mut follower = Follower::open(&path, FollowFrom::Beginning)?;
+/// for (batch, lsn) in follower.by_ref().zip(1..=3) {
+///     assert_eq!(batch?.lsn().0, lsn);
+/// }
+/// # Ok::<(), remanent::Error>(())
+/// ```
+impl Iterator for Follower {
+    type Item = Result<FollowedBatch>;
+
+    fn next(&mut self) -> Option<Result<FollowedBatch>> {
+        if self.ended {
+            return None;
+        }
+        let next = self.next_within(Duration::MAX).transpose();
+        self.ended = next.as_ref().is_none_or(Result::is_err);
+        next
     }
 }

@@ -132,7 +132,7 @@ impl View {
 
 impl fmt::Debug for View {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Snapshot")
+        f.debug_struct("View")
             .field("store", &self.id())
             .field("lsn", &self.lsn())
             .field("base", &self.base())

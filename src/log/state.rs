@@ -91,6 +91,8 @@ pub(super) struct LogState {
     pub waiters: Waiters,
     /// Whether the keeper sleeps until it is woken. Else it looks again by itself before the next frame is due.
     pub keeper_asleep: bool,
+    /// Whether a task, or a thread with a time limit, waits for the next sync, which the keeper begins at once then.
+    pub sync_wanted: bool,
     /// Whether the last frame is a seal that says all there is to say.
     pub sealed: bool,
     pub seal_now: bool,
@@ -157,6 +159,7 @@ impl LogState {
             syncs_begun: 0,
             waiters: Waiters::new(now),
             keeper_asleep: false,
+            sync_wanted: false,
             sealed: true,
             seal_now: false,
             seal_missed: false,

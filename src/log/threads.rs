@@ -62,7 +62,7 @@ impl Log {
                 return Duty::Seal;
             }
             let is_much = state.dirty_bytes >= state.sync_after_bytes();
-            let due = state.stop || is_much || sync_at.is_some_and(|at| at <= now);
+            let due = state.stop || state.sync_wanted || is_much || sync_at.is_some_and(|at| at <= now);
             if !state.dirty.is_empty() && due {
                 return Duty::Sync;
             }

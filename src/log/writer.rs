@@ -30,6 +30,7 @@ use crate::base::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::base::sync::thread;
 use crate::base::sync::thread::JoinHandle;
 use crate::base::sync::{Condvar, Instant, Mutex, MutexGuard};
+use crate::base::wakers::Wakers;
 use crate::error::{Error, Result};
 use crate::options::LogIo;
 
@@ -51,6 +52,8 @@ pub(crate) struct Log {
     pub(super) work: Condvar,
     /// `durable`, `seals` or `failed` changed.
     pub(super) progress: Condvar,
+    /// Tasks that wait for batches to be durable.
+    wakers: Wakers,
     /// The same, for who waits for a batch to be durable: in turn for those whom the sync under way will serve, and
     /// for those whom the next one will. One of the latter is woken before all of the former, for it begins that
     /// sync: where it came last, each of 8 threads waited for half a sync more.
@@ -83,6 +86,7 @@ impl Log {
             growth: Mutex::new(()),
             work: Condvar::new(),
             progress: Condvar::new(),
+            wakers: Wakers::default(),
             synced: [Condvar::new(), Condvar::new()],
             room: Condvar::new(),
             grown: Condvar::new(),
@@ -222,6 +226,60 @@ impl Log {
             }
         }
         Ok(())
+    }
+
+    /// Whether batch `lsn` survives the death of the process. An error says that it never will.
+    pub fn is_logged(&self, lsn: Lsn) -> Result<bool> {
+        match self.io {
+            LogIo::Mapped | LogIo::Buffered => Ok(true),
+            LogIo::Direct => self.is_durable(lsn),
+        }
+    }
+
+    /// Whether batch `lsn` survives a power cut. An error says that it never will.
+    pub fn is_durable(&self, lsn: Lsn) -> Result<bool> {
+        if self.durable() >= lsn {
+            return Ok(true);
+        }
+        self.check()?;
+        Ok(false)
+    }
+
+    /// As [`wait_logged`](Self::wait_logged), up to a time; whether the batch is logged then.
+    pub fn wait_logged_until(&self, lsn: Lsn, until: Instant) -> Result<bool> {
+        match self.io {
+            LogIo::Mapped | LogIo::Buffered => Ok(true),
+            LogIo::Direct => self.wait_durable_until(lsn, until),
+        }
+    }
+
+    /// As [`wait_durable`](Self::wait_durable), up to a time; whether the batch is durable then. The keeper syncs: a sync
+    /// cannot be given up halfway.
+    pub fn wait_durable_until(&self, lsn: Lsn, until: Instant) -> Result<bool> {
+        self.ask_for_sync();
+        let mut state = self.state.lock();
+        while state.durable < lsn {
+            self.check()?;
+            if self.progress.wait_until(&mut state, until).timed_out() {
+                return Ok(state.durable >= lsn);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Lets the keeper make durable what was logged so far, at once and not when it is due.
+    pub fn ask_for_sync(&self) {
+        let mut state = self.state.lock();
+        if !state.dirty.is_empty() {
+            state.sync_wanted = true;
+            state.keeper_asleep = false;
+            self.work.notify_one();
+        }
+    }
+
+    /// The tasks that wait for batches to be durable.
+    pub fn wakers(&self) -> &Wakers {
+        &self.wakers
     }
 
     /// As [`wait_durable`](Self::wait_durable), for who holds the submission lock: without it nobody comes.
@@ -434,6 +492,9 @@ impl Log {
     pub(super) fn notify_all(&self) {
         self.progress.notify_all();
         self.synced.iter().for_each(Condvar::notify_all);
+        if self.failed.load(Ordering::Acquire) {
+            self.wakers.wake(Lsn(u64::MAX));
+        }
     }
 }
 
@@ -456,6 +517,7 @@ impl<'a> SyncGuard<'a> {
         state.group_open = false;
         state.dirty_bytes = 0;
         state.dirty_since = None;
+        state.sync_wanted = false;
         state.sync_target = state.point.lsn;
         state.syncs_begun += 1;
         state.waiters.begin(Instant::now());
@@ -505,6 +567,7 @@ impl Drop for SyncGuard<'_> {
             // Meanwhile there was nothing to sync and nothing to seal.
             self.log.work.notify_one();
         }
+        let durable = state.durable;
         let round = state.syncs_begun;
         let served = state.waiters.end(Instant::now());
         drop(state);
@@ -516,6 +579,7 @@ impl Drop for SyncGuard<'_> {
         // Nobody is left, but for one who waits for the sync after the next and was called instead of another.
         synced.notify_all();
         self.log.progress.notify_all();
+        self.log.wakers.wake(durable);
     }
 }
 

@@ -56,7 +56,6 @@ use crate::base::phases::Phase;
 use crate::base::poison::Poison;
 use crate::base::sync::{Instant, Mutex};
 use crate::catalog::publish::{PublishedFile, publish_unchecked};
-use crate::catalog::retention::Retention;
 use crate::catalog::{
     Beginning, Catalog, CatalogLock, NewestSnapshot, RetainedSnapshot, SnapshotInfo, SnapshotWork, unix_ms,
 };
@@ -68,6 +67,7 @@ use crate::images::{ImageWriters, chunk_threads, file_count};
 use crate::log::{Log, SegmentPool, SpacePurpose};
 use crate::memory::staging::StagingPool;
 use crate::options::Compression;
+use crate::options::Retention;
 
 /// Takes snapshots and recycles what they make superfluous.
 pub(crate) struct Snapshots {
@@ -138,12 +138,6 @@ impl Snapshots {
         Ok(())
     }
 
-    /// Takes an exact snapshot with a name for a caller who holds the lock on what is kept.
-    pub fn take_named(&self, catalog: &mut Catalog, name: String) -> Result<SnapshotInfo> {
-        let wanted = SnapshotRequest { name: Some(name), exact: true, ..SnapshotRequest::default() };
-        self.take_retaining(catalog, wanted)
-    }
-
     /// Takes a snapshot for a caller who holds the lock on what is kept, and removes nothing for it.
     pub fn take_keeping_all(&self, catalog: &mut Catalog) -> Result<SnapshotInfo> {
         self.take_and(catalog, SnapshotRequest::default(), |catalog| {
@@ -152,7 +146,7 @@ impl Snapshots {
     }
 
     /// Takes a snapshot, and removes what it makes superfluous.
-    fn take_retaining(&self, catalog: &mut Catalog, wanted: SnapshotRequest) -> Result<SnapshotInfo> {
+    pub fn take_retaining(&self, catalog: &mut Catalog, wanted: SnapshotRequest) -> Result<SnapshotInfo> {
         self.with_space(catalog, wanted, |catalog, wanted| {
             self.take_and(catalog, wanted, |catalog| self.retain(catalog))
         })

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use remanent_format::{LogPoint, Lsn, SnapshotId};
 
 use crate::catalog::RetainedSnapshot;
-use crate::catalog::retention::Retention;
+use crate::options::Retention;
 
 /// What stays.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

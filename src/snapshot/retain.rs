@@ -12,10 +12,10 @@ use super::Snapshots;
 use super::plan::{LogOnDisk, RetentionPlan, plan};
 use crate::base::phases;
 use crate::base::phases::Phase;
-use crate::catalog::retention::Retention;
 use crate::catalog::{Catalog, SnapshotInfo, unix_ms};
 use crate::disk::Disk;
 use crate::error::{Error, Result};
+use crate::options::Retention;
 
 /// What a retention removed, or would remove.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

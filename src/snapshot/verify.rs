@@ -21,7 +21,7 @@ use crate::base::sync::Mutex;
 use crate::base::sync::thread;
 use crate::base::sync::thread::JoinHandle;
 use crate::catalog::publish::PublishedFile;
-use crate::catalog::{Catalog, SnapshotInfo};
+use crate::catalog::{Catalog, CatalogGuard, SnapshotInfo};
 use crate::error::{Error, Result};
 use crate::images::ImageWriters;
 
@@ -95,8 +95,11 @@ fn join(thread: Option<JoinHandle<()>>) {
 
 impl Snapshots {
     /// Takes a snapshot as far as it is durable, and has the rest done behind the caller's back.
-    pub fn take_unverified(self: &Arc<Self>, wanted: SnapshotRequest) -> Result<SnapshotInfo> {
-        let mut catalog = self.catalog.lock();
+    pub fn take_unverified(
+        self: &Arc<Self>,
+        mut catalog: CatalogGuard<'_>,
+        wanted: SnapshotRequest,
+    ) -> Result<SnapshotInfo> {
         if self.unverified.len() >= UNVERIFIED_MAX {
             self.finish(&mut catalog)?;
         }

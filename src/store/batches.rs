@@ -1,16 +1,10 @@
-//! Changing pages: batches on their way in, and what one waits on.
-
-use std::sync::Arc;
+//! Changing pages: batches on their way in.
 
 use remanent_format::{Lsn, PageId, Position};
 
+use super::ticket::{Ticket, wait};
 use super::{Store, StoreParts};
-use crate::applier::{Applier, Leases};
-use crate::base::process::ForkGuard;
-use crate::device::RawStream;
 use crate::error::{Error, Result};
-use crate::log::Log;
-use crate::options::Ack;
 use crate::write::batch::WriteBatch;
 
 #[cfg(doc)]
@@ -23,55 +17,6 @@ pub struct CommitReceipt {
     pub position: Position,
     /// The pages that it created, in the order of its creates and clones.
     pub pages: Vec<PageId>,
-}
-
-/// A submitted batch, to wait for.
-#[derive(Clone)]
-pub struct Ticket {
-    committed: CommitReceipt,
-    waits: ForkGuard<TicketWait>,
-}
-
-/// What a ticket waits by.
-#[derive(Clone)]
-struct TicketWait {
-    log: Arc<Log>,
-    applier: Arc<Applier>,
-    leases: Arc<Leases>,
-}
-
-impl Ticket {
-    /// Where the batch lies in the log.
-    #[must_use]
-    pub fn position(&self) -> Position {
-        self.committed.position
-    }
-
-    /// The pages that the batch created, in the order of its creates and clones.
-    #[must_use]
-    pub fn pages(&self) -> &[PageId] {
-        &self.committed.pages
-    }
-
-    /// Waits until the batch is acknowledged at this level.
-    ///
-    /// # Errors
-    /// [`Error::Poisoned`] if the store failed before; [`Error::Forked`].
-    pub fn wait(&self, ack: Ack) -> Result<()> {
-        let TicketWait { log, applier, .. } = self.waits.check()?;
-        wait(ack, self.committed.position.lsn, log, applier)
-    }
-
-    /// Lets work that is put on the caller's stream from now on see the batch. The stream waits on the device
-    /// until the batch is applied; the host waits only until it is in the device's queue.
-    ///
-    /// # Errors
-    /// [`Error::StreamRefused`] if a graph is being captured from the stream, if it is another device's, or if
-    /// pages live in host memory; [`Error::Poisoned`] if the store failed before; [`Error::Forked`]; a device error.
-    pub fn wait_on(&self, stream: RawStream) -> Result<()> {
-        let TicketWait { applier, leases, .. } = self.waits.check()?;
-        leases.signal(stream, applier.wait_applied(self.committed.position.lsn)?)
-    }
 }
 
 impl Store {
@@ -89,20 +34,20 @@ impl Store {
     /// [`Error::OutOfBounds`], [`Error::Conflict`], [`Error::KeyTaken`], [`Error::InvalidOperation`],
     /// [`Error::Limit`], [`Error::OverBudget`], [`Error::DiskFull`]; [`Error::Damaged`] as for [`Store::read`].
     /// [`Error::Poisoned`] after a failure.
-    pub fn submit(&self, batch: WriteBatch) -> Result<Ticket> {
-        let committed = self.log_batch(&batch)?;
+    pub fn submit(&self, batch: impl Into<WriteBatch>) -> Result<Ticket> {
+        let committed = self.log_batch(&batch.into())?;
         let StoreParts { log, applier, leases, .. } = &*self.parts;
         let (log, applier, leases) = (log.clone(), applier.clone(), leases.clone());
-        Ok(Ticket { committed, waits: ForkGuard::new(TicketWait { log, applier, leases }) })
+        Ok(Ticket::new(committed, log, applier, leases))
     }
 
     /// Submits a batch and waits for the acknowledgement that [`Options::ack`] names.
     ///
     /// # Errors
     /// As for [`Store::submit`], and [`Error::Poisoned`] if the store fails while waiting.
-    pub fn commit(&self, batch: WriteBatch) -> Result<CommitReceipt> {
+    pub fn commit(&self, batch: impl Into<WriteBatch>) -> Result<CommitReceipt> {
         // Without a ticket: what it holds is counted, and all threads count on the same three words.
-        let committed = self.log_batch(&batch)?;
+        let committed = self.log_batch(&batch.into())?;
         wait(self.ack, committed.position.lsn, &self.parts.log, &self.parts.applier)?;
         Ok(committed)
     }
@@ -133,14 +78,5 @@ impl Store {
             return Lsn(0);
         }
         self.parts.versions.visible()
-    }
-}
-
-/// Waits until a batch that was submitted is acknowledged at this level.
-fn wait(ack: Ack, lsn: Lsn, log: &Log, applier: &Applier) -> Result<()> {
-    match ack {
-        Ack::Logged => log.wait_logged(lsn),
-        Ack::Applied => applier.wait_applied(lsn).map(drop),
-        Ack::Durable => log.wait_durable(lsn),
     }
 }

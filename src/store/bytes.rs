@@ -206,8 +206,8 @@ impl Store {
     }
 }
 
-/// Makes a buffer so long, of whatever bytes.
-fn make_room(buffer: &mut Vec<u8>, len: u64) -> Result<()> {
+/// Makes a buffer `len` bytes long. What its bytes are is not said.
+pub(super) fn make_room(buffer: &mut Vec<u8>, len: u64) -> Result<()> {
     let refused = || Error::OutOfMemory { place: Place::Host, len };
     let wanted = usize::try_from(len).map_err(|_| refused())?;
     buffer.try_reserve_exact(wanted.saturating_sub(buffer.len())).map_err(|_| refused())?;

@@ -3,14 +3,15 @@
 use std::sync::Arc;
 
 use remanent_format::limits::SNAPSHOT_NAME_LEN_MAX;
-use remanent_format::{FileName, Lsn, Position, SnapshotId};
+use remanent_format::{FileName, Lsn, Position};
 
 use super::{Store, StoreParts};
-use crate::catalog::retention::Retention;
-use crate::catalog::{Catalog, SnapshotInfo};
+use crate::catalog::{Catalog, RetainedSnapshot, SnapshotInfo};
 use crate::disk::Disk;
 use crate::error::{Error, Result};
+use crate::history::point::StatePoint;
 use crate::history::restore::RestoreRun;
+use crate::options::{Retention, SnapshotOptions};
 use crate::recovery::Outlook;
 use crate::snapshot::{PruneReport, SnapshotRequest, Subject};
 
@@ -35,28 +36,35 @@ impl Store {
         self.parts.snapshots.take(SnapshotRequest::default())
     }
 
-    /// Takes a snapshot as [`Store::snapshot`] does, and returns when it is published: it is durable then, and what
-    /// an open starts from. It is read back in the background, and what it takes the place of stays until that is
-    /// done. [`Store::wait_verified`] waits for it, and so does closing the store.
-    ///
-    /// ```
-    /// use remanent::{Options, Place, Store};
-    /// let store = Store::temporary(Options::default())?;
-    /// let mut batch = store.batch();
-    /// batch.create(4096, Place::Host);
-    /// store.commit(batch)?;
-    /// let published = store.publish_snapshot()?;
-    /// assert!(!published.verified);
-    /// store.wait_verified()?;
-    /// assert!(store.snapshots()[0].verified);
-    /// # Ok::<(), remanent::Error>(())
-    /// ```
+    /// Takes a snapshot as [`Store::snapshot`] does, with a name, of one moment, or without waiting until it is read
+    /// back: see [`SnapshotOptions`].
     ///
     /// # Errors
-    /// As for [`Store::snapshot`].
-    pub fn publish_snapshot(&self) -> Result<SnapshotInfo> {
+    /// [`Error::NameTaken`] and, for a name of no byte or more than 64, [`Error::Limit`]; where an exact snapshot finds
+    /// no room to copy pages aside, [`Error::OverBudget`] and [`Error::OutOfMemory`]: all of them change nothing. Else
+    /// as for [`Store::snapshot`].
+    pub fn snapshot_with(&self, options: SnapshotOptions) -> Result<SnapshotInfo> {
         self.check_process()?;
-        self.parts.snapshots.take_unverified(SnapshotRequest::default())
+        let SnapshotOptions { name, exact, only_published } = options;
+        let snapshots = &self.parts.snapshots;
+        let exact = exact || name.is_some();
+        let request = SnapshotRequest { name, exact, ..SnapshotRequest::default() };
+        if let Some(name) = &request.name {
+            let (found, limit) = (name.len() as u64, SNAPSHOT_NAME_LEN_MAX as u64);
+            if !(1..=limit).contains(&found) {
+                return Err(Error::Limit { what: "snapshot name length", found, limit });
+            }
+        }
+        let mut catalog = snapshots.catalog.lock();
+        let holder = |kept: &&RetainedSnapshot| kept.info.name.is_some() && kept.info.name == request.name;
+        if let Some(holder) = catalog.snapshots.values().find(holder) {
+            let name = request.name.unwrap_or_default();
+            return Err(Error::NameTaken { name, snapshot: holder.info.id });
+        }
+        if only_published {
+            return snapshots.take_unverified(catalog, request);
+        }
+        snapshots.take_retaining(&mut catalog, request)
     }
 
     /// Waits until all snapshots that are published are verified, and what they take the place of is removed.
@@ -74,32 +82,6 @@ impl Store {
         snapshots.finish(&mut catalog)
     }
 
-    /// Takes a snapshot of the state at one moment: that of the newest batch submitted before the call, or of
-    /// a later one. It needs no log behind it to stand for that state. Commits go on; a page that they change
-    /// before it is gathered is copied aside first, within the budget of its place.
-    ///
-    /// That moment is as long as it takes to look at every page that may have changed, some 0.2 µs each: batches are
-    /// not applied meanwhile. A snapshot that is not exact looks at a thousand at a time, and lets batches go on between.
-    ///
-    /// ```
-    /// use remanent::{Options, Place, Store};
-    /// let store = Store::temporary(Options::default())?;
-    /// let mut batch = store.batch();
-    /// batch.create(4096, Place::Host);
-    /// let committed = store.commit(batch)?;
-    /// let snapshot = store.snapshot_exact()?;
-    /// assert_eq!((snapshot.redo, snapshot.end), (committed.position.lsn, committed.position.lsn));
-    /// # Ok::<(), remanent::Error>(())
-    /// ```
-    ///
-    /// # Errors
-    /// [`Error::DiskFull`] and, where there is no room to copy pages aside, [`Error::OverBudget`] and
-    /// [`Error::OutOfMemory`] change nothing; any other failure poisons the store.
-    pub fn snapshot_exact(&self) -> Result<SnapshotInfo> {
-        self.check_process()?;
-        self.parts.snapshots.take(SnapshotRequest { exact: true, ..SnapshotRequest::default() })
-    }
-
     /// Waits until so many snapshots have ended since the store was opened, well or not: for tests, which
     /// must not guess when one in the background is through.
     #[doc(hidden)]
@@ -108,25 +90,6 @@ impl Store {
             return;
         }
         self.parts.snapshots.progress.wait_ended(count);
-    }
-
-    /// Takes a snapshot with a name, of 1 to 64 bytes, which is kept until [`Store::prune`] gives its name up.
-    /// It is the state of one moment, as by [`Store::snapshot_exact`], so that it needs no log.
-    ///
-    /// # Errors
-    /// [`Error::NameTaken`], [`Error::Limit`]; as for [`Store::snapshot_exact`].
-    pub fn snapshot_named(&self, name: &str) -> Result<SnapshotInfo> {
-        self.check_process()?;
-        let (found, limit) = (name.len() as u64, SNAPSHOT_NAME_LEN_MAX as u64);
-        if !(1..=limit).contains(&found) {
-            return Err(Error::Limit { what: "snapshot name length", found, limit });
-        }
-        let mut catalog = self.parts.snapshots.catalog.lock();
-        let holder = catalog.snapshots.values().find(|kept| kept.info.name.as_deref() == Some(name));
-        if let Some(holder) = holder {
-            return Err(Error::NameTaken { name: name.to_owned(), snapshot: holder.info.id });
-        }
-        self.parts.snapshots.take_named(&mut catalog, name.to_owned())
     }
 
     /// What the store keeps of the past: the rules of the options with which it was opened.
@@ -197,38 +160,26 @@ impl Store {
         self.parts.snapshots.list()
     }
 
-    /// Takes all pages and the root back to the state of a kept snapshot: [`Store::restore_to`] its end.
-    ///
-    /// # Errors
-    /// [`Error::NoSnapshot`]; else as for [`Store::restore_to`].
-    pub fn restore_from_snapshot(&self, snapshot: SnapshotId) -> Result<Position> {
-        self.check_process()?;
-        self.parts.poison.check()?;
-        let mut catalog = self.parts.snapshots.catalog.lock();
-        let end = catalog.snapshots.get(&snapshot).ok_or(Error::NoSnapshot { snapshot })?.info.end;
-        self.restore(end, &mut catalog)
-    }
-
-    /// Takes all pages and the root back to the state right behind batch `lsn`. This goes forward: it is one
-    /// more batch, and what it leaves can be gone back to in turn. Page ids given meanwhile are not given
-    /// again; pages that change get an epoch above all that were ever given. Commits wait.
+    /// Takes all pages and the root back to an earlier state: the one after a batch, or a snapshot's by number or name.
+    /// This goes forward: it is one more batch, and what it leaves can be gone back to in turn. Page ids given
+    /// meanwhile are not given again; pages that change get an epoch above all that were ever given. Commits wait.
     ///
     /// The window opens at the end of the oldest snapshot after which the log is kept, and closes at the newest batch.
     /// From before that, the states of named snapshots can be gone back to, each by its own batch and no other. The
     /// snapshot of the restored state that is taken at the end removes nothing; later ones do as ever.
     ///
     /// ```
-    /// use remanent::{Options, Place, Store};
+    /// use remanent::{Options, Place, StatePoint, Store};
     /// let store = Store::temporary(Options::default())?;
     /// let mut batch = store.batch();
-    /// let page = batch.create(4, Place::Host);
+    /// let page = batch.create(4, Place::Host).page();
     /// batch.write(page, 0, b"good");
     /// let good = store.commit(batch)?;
     /// let mut batch = store.batch();
     /// batch.write(good.pages[0], 0, b"bad!");
     /// store.commit(batch)?;
     ///
-    /// let restored = store.restore_to(good.position.lsn)?;
+    /// let restored = store.restore(&StatePoint::Lsn(good.position.lsn))?;
     /// assert_eq!(restored.lsn.0, 3);
     /// let mut bytes = [0; 4];
     /// store.read(good.pages[0], 0, &mut bytes)?;
@@ -237,16 +188,31 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// [`Error::OutsideWindow`], [`Error::Damaged`], [`Error::OverBudget`], [`Error::OutOfMemory`], [`Error::DiskFull`],
-    /// [`Error::Io`] where the system is short of something and, while any page is leased or pinned, [`Error::Leased`]
-    /// change nothing; a failure later poisons the store, whose directory then holds the restored state.
-    pub fn restore_to(&self, lsn: Lsn) -> Result<Position> {
+    /// [`Error::NoSnapshot`], [`Error::NoSnapshotNamed`], [`Error::OutsideWindow`], [`Error::Overtaken`] where an image
+    /// that the state needs is gone, [`Error::Damaged`], [`Error::OverBudget`], [`Error::OutOfMemory`],
+    /// [`Error::DiskFull`], [`Error::Io`] where the system is short of something and, while any page is leased or
+    /// pinned, [`Error::Leased`] change nothing; a failure later poisons the store, whose directory then holds the
+    /// restored state.
+    pub fn restore(&self, point: &StatePoint) -> Result<Position> {
         self.check_process()?;
+        self.parts.poison.check()?;
         let mut catalog = self.parts.snapshots.catalog.lock();
-        self.restore(lsn, &mut catalog)
+        let lsn = match point {
+            StatePoint::Lsn(lsn) => *lsn,
+            StatePoint::Snapshot(snapshot) => {
+                let snapshot = *snapshot;
+                catalog.snapshots.get(&snapshot).ok_or(Error::NoSnapshot { snapshot })?.info.end
+            }
+            StatePoint::Name(name) => {
+                let named = |kept: &&RetainedSnapshot| kept.info.name.as_ref() == Some(name);
+                let refused = || Error::NoSnapshotNamed { name: name.clone() };
+                catalog.snapshots.values().find(named).ok_or_else(refused)?.info.end
+            }
+        };
+        self.restore_lsn(lsn, &mut catalog)
     }
 
-    fn restore(&self, lsn: Lsn, catalog: &mut Catalog) -> Result<Position> {
+    fn restore_lsn(&self, lsn: Lsn, catalog: &mut Catalog) -> Result<Position> {
         let StoreParts {
             committer,
             snapshots,

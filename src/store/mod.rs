@@ -10,8 +10,10 @@ mod bytes;
 mod history;
 mod open;
 mod pages;
+mod read_pages;
 mod scrub;
 mod stats;
+mod ticket;
 mod view;
 
 use std::any::Any;
@@ -37,9 +39,11 @@ use crate::snapshot::{BackgroundSnapshots, Scrub, Scrubber, Snapshots};
 use crate::versions::Versions;
 use crate::write::commit::Committer;
 
-pub use batches::{CommitReceipt, Ticket};
+pub use batches::CommitReceipt;
 pub use pages::UnloadedPages;
+pub use read_pages::ReadPages;
 pub use stats::Stats;
+pub use ticket::{Acknowledged, Ticket};
 pub use view::{LiveView, Pages};
 
 /// A store directory, open for reading and writing: pages, root, log, snapshots.

@@ -66,6 +66,10 @@ impl Store {
 }
 
 impl<'s> LiveView<'s> {
+    pub(super) fn check_process(&self) -> Result<()> {
+        self.table.check().map(drop)
+    }
+
     /// The batch as of which everything here is; 0 in a forked child.
     #[must_use]
     pub fn lsn(&self) -> Lsn {
@@ -158,7 +162,7 @@ impl ExactSizeIterator for Pages<'_> {}
 
 impl std::fmt::Debug for LiveView<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("ReadView").field("lsn", &self.lsn()).finish_non_exhaustive()
+        f.debug_struct("LiveView").field("lsn", &self.lsn()).finish_non_exhaustive()
     }
 }
 

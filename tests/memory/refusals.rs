@@ -134,7 +134,7 @@ fn case() {
         "follower" => refuse(number, || {
             let mut replica = Replica::from_snapshot(directory)?;
             let mut follower = Follower::open(directory, FollowFrom::Position(replica.position()))?;
-            while let Some(batch) = follower.next(Duration::ZERO)? {
+            while let Some(batch) = follower.next_within(Duration::ZERO)? {
                 replica.apply(&batch)?;
             }
             Ok(())

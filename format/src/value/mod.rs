@@ -95,6 +95,7 @@ value_from! {
     i64 => I64,
     u32 => U64,
     u64 => U64,
+    f32 => F64,
     f64 => F64,
     &str => String,
     String => String,
@@ -103,6 +104,81 @@ value_from! {
     Vec<Value> => List,
     BTreeMap<String, Value> => Map,
 }
+
+impl From<usize> for Value {
+    fn from(value: usize) -> Self {
+        Value::U64(value as u64)
+    }
+}
+
+/// What a value is, where it is of the kind asked for. Integers convert where they fit, whichever of the two kinds they
+/// were stored as; nothing else converts.
+///
+/// ```
+/// use remanent_format::Value;
+/// assert_eq!(Value::from(5_i64).as_u64(), Some(5));
+/// assert_eq!(Value::from(-5_i64).as_u64(), None);
+/// assert_eq!(Value::from("five").as_u64(), None);
+/// assert_eq!(Value::from(0.5_f32).as_f64(), Some(0.5));
+/// ```
+impl Value {
+    /// True or false.
+    #[must_use]
+    pub fn as_bool(&self) -> Option<bool> {
+        if let Value::Bool(value) = self { Some(*value) } else { None }
+    }
+
+    /// An unsigned integer, or a signed one that is not negative.
+    #[must_use]
+    pub fn as_u64(&self) -> Option<u64> {
+        match self {
+            Value::U64(value) => Some(*value),
+            Value::I64(value) => u64::try_from(*value).ok(),
+            _ => None,
+        }
+    }
+
+    /// A signed integer, or an unsigned one that fits.
+    #[must_use]
+    pub fn as_i64(&self) -> Option<i64> {
+        match self {
+            Value::I64(value) => Some(*value),
+            Value::U64(value) => i64::try_from(*value).ok(),
+            _ => None,
+        }
+    }
+
+    /// A float.
+    #[must_use]
+    pub fn as_f64(&self) -> Option<f64> {
+        if let Value::F64(value) = self { Some(*value) } else { None }
+    }
+
+    /// A text.
+    #[must_use]
+    pub fn as_str(&self) -> Option<&str> {
+        if let Value::String(value) = self { Some(value) } else { None }
+    }
+
+    /// A run of bytes.
+    #[must_use]
+    pub fn as_bytes(&self) -> Option<&[u8]> {
+        if let Value::Bytes(value) = self { Some(value) } else { None }
+    }
+
+    /// The values of a list.
+    #[must_use]
+    pub fn as_list(&self) -> Option<&[Value]> {
+        if let Value::List(values) = self { Some(values) } else { None }
+    }
+
+    /// The values of a map, by name.
+    #[must_use]
+    pub fn as_map(&self) -> Option<&BTreeMap<String, Value>> {
+        if let Value::Map(values) = self { Some(values) } else { None }
+    }
+}
+
 /// Gives bytes to serde as bytes; a `Vec<u8>` alone would be a list of numbers.
 pub(crate) fn serialize_bytes<S: Serializer>(bytes: &[u8], serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_bytes(bytes)

@@ -3,6 +3,7 @@
 //! Building never fails, so that calls can be chained: a batch that found no memory for a copy says so when it is
 //! committed. `encode` checks everything that can be checked without looking at a page, before the first byte is logged.
 
+mod create_page;
 mod device_ops;
 mod changed_ranges;
 mod encode;
@@ -14,6 +15,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 pub(crate) use changed_ranges::ElementChanges;
+pub use create_page::CreatePage;
 pub(crate) use device_ops::{CapturedPart, DeviceFill, FillSource};
 pub(crate) use encode::BatchFacts;
 pub(crate) use whole_pages::{OpImages, WholePage};
@@ -71,7 +73,7 @@ impl From<NewPage> for PageRef {
 /// use remanent::{Options, Place, Store};
 /// let store = Store::temporary(Options::default())?;
 /// let mut batch = store.batch();
-/// let page = batch.create(8, Place::Host);
+/// let page = batch.create(8, Place::Host).page();
 /// batch.write(page, 2, &[7, 7]).note("first bytes");
 /// let committed = store.commit(batch)?;
 ///
@@ -89,7 +91,8 @@ pub struct WriteBatch {
     steps: Vec<BatchStep>,
     new_pages: usize,
     expectations: Vec<(PageId, Epoch)>,
-    /// Why the batch cannot be committed: the system refused the memory for a copy of what the caller gave.
+    /// Why the batch cannot be committed: the system refused the memory for a copy of what the caller gave, or a key is
+    /// none.
     refused: Option<Error>,
 }
 
@@ -159,47 +162,37 @@ impl WriteBatch {
         NewPage { batch: self.number, index: self.new_pages - 1 }
     }
 
-    /// Creates a page of `len` zeros, without key or metadata.
-    pub fn create(&mut self, len: u64, place: Place) -> NewPage {
-        self.create_with(len, place, None, Metadata::new())
+    /// Creates a page of `len` zeros. Key and metadata follow in the same chain, [`CreatePage::page`] names the page for
+    /// the calls after it.
+    pub fn create(&mut self, len: u64, place: Place) -> CreatePage<'_> {
+        self.step(BatchStep::Create { len, place, key: None, metadata: Metadata::new() });
+        let (step, page) = (self.steps.len() - 1, self.new_page());
+        CreatePage::new(self, step, page)
     }
 
-    /// Creates a page of `len` zeros. The key must be no other page's.
-    pub fn create_with(&mut self, len: u64, place: Place, key: Option<Key>, metadata: Metadata) -> NewPage {
-        self.step(BatchStep::Create { len, place, key, metadata });
-        self.new_page()
-    }
-
-    /// Creates a page of these bytes, as long as they are. The key must be no other page's.
+    /// Creates a page of these bytes, as long as they are.
     ///
     /// Bytes that are handed over as a `Vec` are not copied. Whole pages that take more than a quarter of a
     /// segment together are written once: to an image file, which the log and the next snapshot only name.
     /// The same holds for [`WriteBatch::write`] of all bytes of a page.
     ///
     /// ```
-    /// use remanent::{Key, Metadata, Options, Place, Store};
+    /// use remanent::{Options, Place, Store};
     /// let store = Store::temporary(Options::default())?;
     /// let mut batch = store.batch();
-    /// let key = Key::new("embedding").ok();
-    /// let page = batch.create_from(vec![1; 8 << 20], Place::Host, key, Metadata::new());
+    /// let page = batch.create_from(vec![1; 8 << 20], Place::Host).key("embedding").page();
     /// let committed = store.commit(batch)?;
     /// assert_eq!(store.page(committed.pages[page.index()])?.len, 8 << 20);
     /// assert!(store.stats().log.bytes < 4096, "the log only names it");
     /// # Ok::<(), remanent::Error>(())
     /// ```
-    pub fn create_from(
-        &mut self,
-        bytes: impl Into<Vec<u8>>,
-        place: Place,
-        key: Option<Key>,
-        metadata: Metadata,
-    ) -> NewPage {
+    pub fn create_from(&mut self, bytes: impl Into<Vec<u8>>, place: Place) -> CreatePage<'_> {
         let bytes = bytes.into();
-        let page = self.create_with(bytes.len() as u64, place, key, metadata);
+        let CreatePage { step, page, .. } = self.create(bytes.len() as u64, place);
         if !bytes.is_empty() {
             self.step(BatchStep::Write { page: page.into(), offset: 0, bytes });
         }
-        page
+        CreatePage::new(self, step, page)
     }
 
     /// Creates a copy of a page, as it is at this point of the batch: bytes, length, place and metadata,
@@ -357,6 +350,21 @@ impl WriteBatch {
         sources.sort_unstable();
         sources.dedup();
         sources
+    }
+}
+
+/// Takes the operations out of a batch that calls were chained on, and leaves an empty one: so a chain can be committed
+/// as it stands.
+///
+/// ```
+/// use remanent::{Options, Store};
+/// let store = Store::temporary(Options::default())?;
+/// store.commit(store.batch().set_root("step", 1u64))?;
+/// # Ok::<(), remanent::Error>(())
+/// ```
+impl From<&mut WriteBatch> for WriteBatch {
+    fn from(batch: &mut WriteBatch) -> Self {
+        std::mem::take(batch)
     }
 }
 

@@ -27,7 +27,7 @@ fn imported(disk: &Arc<dyn Disk>) -> (Store, Vec<PageId>) {
 }
 
 fn next(follower: &mut Follower) -> FollowedBatch {
-    follower.next(Duration::ZERO).unwrap().expect("it is logged")
+    follower.next_within(Duration::ZERO).unwrap().expect("it is logged")
 }
 
 fn kinds(batch: &FollowedBatch) -> Vec<&'static str> {

@@ -151,7 +151,7 @@ fn fork_beside_commits(path: &Path, log_io: LogIo, told: &[u64]) -> Vec<u64> {
                 refused("wait for Applied", ticket.wait(Ack::Applied))?;
                 refused("wait_durable", store.wait_durable(Lsn(1)))?;
                 refused("commit", store.commit(set(&store, pages[0], 0)))?;
-                refused("next", follower.next(Duration::MAX))?;
+                refused("next", follower.next_within(Duration::MAX))?;
                 refused("read", view.read(pages[0], 0, &mut [0; 8]))?;
                 let _without_a_lock = (store.lsn(), store.stats(), store.snapshots(), store.unloaded_pages());
                 drop(ticket);
@@ -259,7 +259,7 @@ fn every_call_in_a_child_is_refused_and_dropping_frees_nothing_of_the_parents() 
                 refused("Ticket::wait", ticket.wait(Ack::Durable))?;
                 refused("Ticket::wait_on", ticket.wait_on(stream))?;
                 let mut follower = follower.take().unwrap();
-                refused("Follower::next", follower.next(Duration::ZERO))?;
+                refused("Follower::next", follower.next_within(Duration::ZERO))?;
                 let view = view.take().unwrap();
                 refused("Snapshot::read", view.read(pages[0], 0, &mut [0; 8]))?;
                 refused("Snapshot::page", view.page(pages[0]))?;
@@ -343,7 +343,7 @@ fn a_child_goes_on_with_its_copy_of_a_replica() {
             let follow = || -> remanent::Result<()> {
                 let from = FollowFrom::Position(replica.position());
                 let mut follower = Follower::open(directory.path(), from)?;
-                let batch = follower.next(Duration::from_secs(60))?.expect("it is logged");
+                let batch = follower.next_within(Duration::from_secs(60))?.expect("it is logged");
                 replica.apply(&batch)
             };
             let mut follow = follow;

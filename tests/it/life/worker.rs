@@ -197,7 +197,7 @@ impl Worker {
             Err(error) => return Err(error),
         };
         while self.replica.lsn() < newest {
-            let step = follower.next(Duration::from_secs(60)).and_then(|batch| {
+            let step = follower.next_within(Duration::from_secs(60)).and_then(|batch| {
                 let batch = batch.expect("the batch is logged");
                 self.replica.apply(&batch)
             });

@@ -362,7 +362,7 @@ fn followers_are_told_of_moves() {
     move_to(&store, page, Place::Host).unwrap();
     store.wait_durable(store.lsn()).unwrap();
     let mut kinds = Vec::new();
-    while let Some(batch) = follower.next(std::time::Duration::ZERO).unwrap() {
+    while let Some(batch) = follower.next_within(std::time::Duration::ZERO).unwrap() {
         kinds.push(batch.operations().iter().map(remanent::Op::kind).collect::<Vec<_>>().join(" "));
         replica.apply(&batch).unwrap();
     }

@@ -359,7 +359,7 @@ fn every_row_of_the_table_has_its_test() {
     let read =
         |path: &str| std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(path)).unwrap();
     let table = tests_of_the_table(&read("src/recovery/mod.rs"));
-    let files = ["recovery.rs", "recovery/log.rs", "recovery/opens.rs", "recovery/snapshots.rs"];
+    let files = ["recovery/mod.rs", "recovery/log.rs", "recovery/opens.rs", "recovery/snapshots.rs"];
     let mut tests: BTreeSet<String> =
         files.iter().flat_map(|file| tests_of(&read(&format!("tests/it/{file}")))).collect();
     assert!(

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use crate::options::Options;
+use super::Options;
 
 /// Which snapshots are kept, and how much log. A snapshot is kept as long as one of these rules, its name or a
 /// reader wants it; whatever a kept snapshot needs is never removed. One that begins where the next one begins, and does

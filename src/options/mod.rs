@@ -1,5 +1,8 @@
 //! How a store is opened.
 
+mod retention;
+mod snapshot;
+
 use std::collections::BTreeMap;
 use std::fmt;
 use std::str::FromStr;
@@ -8,6 +11,8 @@ use std::time::Duration;
 use remanent_format::Place;
 use remanent_format::limits::{IDENTITY_LEN_MAX, SEGMENT_LEN_MAX, SEGMENT_LEN_MIN};
 
+pub use self::retention::Retention;
+pub use self::snapshot::SnapshotOptions;
 use crate::error::{Error, Result};
 
 /// What an acknowledgement promises; each level includes the ones before it in the log's order.
@@ -379,6 +384,25 @@ impl Options {
         self
     }
 
+    /// How much of the past is kept: sets [`snapshots_kept`](Self::snapshots_kept),
+    /// [`snapshots_kept_for`](Self::snapshots_kept_for) and [`log_kept`](Self::log_kept) together. Names that the rules
+    /// give up are not looked at: [`Store::prune`](crate::Store::prune) gives up names.
+    ///
+    /// ```
+    /// use remanent::{Options, Retention, Store};
+    /// let rules = Retention::default().snapshots_kept(5).log_kept(1 << 20);
+    /// let store = Store::temporary(Options::default().retention(&rules))?;
+    /// assert_eq!(store.retention(), rules);
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    #[must_use]
+    pub fn retention(mut self, retention: &Retention) -> Self {
+        self.snapshots_kept = retention.snapshots_kept;
+        self.snapshots_kept_for = retention.snapshots_kept_for;
+        self.log_kept = retention.log_kept;
+        self
+    }
+
     /// Whether snapshots compress the images of pages. Images are read however they are stored. Default:
     /// [`Compression::Zstd`]: pages of bf16 weights took 0.78 of their bytes and zeros none, bytes without
     /// order stayed as they are, and a snapshot of 32 MiB took between half and twice its time without (two
@@ -403,7 +427,7 @@ impl Options {
     /// With [`PageLoad::OnDemand`] it returns when the page table is there, the memory of all pages is allocated and
     /// those are loaded that the log changed since the newest snapshot. The others are cold. They are loaded in the
     /// background, and whatever needs a cold page (a read, a lease, a batch that names it) has it loaded first and
-    /// waits for it. [`Store::unloaded`] tells how many are left, [`Store::wait_loaded`] waits for all of them.
+    /// waits for it. [`Store::unloaded_pages`] tells how many are left, [`Store::wait_loaded`] waits for all of them.
     ///
     /// Pages are cold only if the snapshot is recorded as verified; if a crash came before that, the open loads
     /// all of them. While any page is cold, nothing is removed for a snapshot that is taken, and [`Store::prune`]
@@ -418,7 +442,7 @@ impl Options {
     /// let store = Store::open(&path, Options::default())?;
     /// let mut batch = store.batch();
     /// let page = batch.create(4, Place::Host);
-    /// batch.write(page, 0, b"cold");
+    /// batch.write(page, 0, b"then");
     /// let page = store.commit(batch)?.pages[0];
     /// store.snapshot()?;
     /// store.close()?;
@@ -427,13 +451,13 @@ impl Options {
     /// assert_eq!(store.recovered().unloaded_pages, 1);
     /// let mut bytes = [0; 4];
     /// store.read(page, 0, &mut bytes)?; // loads the page, if nothing has yet
-    /// assert_eq!(&bytes, b"unloaded");
+    /// assert_eq!(&bytes, b"then");
     /// store.wait_loaded()?;
-    /// assert_eq!(store.unloaded().pages, 0);
+    /// assert_eq!(store.unloaded_pages().pages, 0);
     /// # Ok::<(), remanent::Error>(())
     /// ```
     ///
-    /// [`Store::unloaded`]: crate::Store::unloaded
+    /// [`Store::unloaded_pages`]: crate::Store::unloaded_pages
     /// [`Store::wait_loaded`]: crate::Store::wait_loaded
     /// [`Store::prune`]: crate::Store::prune
     #[must_use]
@@ -521,6 +545,129 @@ impl Options {
     pub(crate) fn reserve_segments(&self) -> usize {
         let bytes = self.reserve_bytes.unwrap_or(2 * self.segment_len);
         usize::try_from(bytes.div_ceil(self.segment_len)).unwrap_or(usize::MAX)
+    }
+}
+
+/// What the options are, each under the name by which it is set with `get_` before it.
+///
+/// ```
+/// use remanent::{Ack, Options};
+/// let options = Options::default().ack(Ack::Durable);
+/// assert_eq!((options.get_ack(), options.get_segment_len()), (Ack::Durable, 16 << 20));
+/// ```
+impl Options {
+    /// What is done where there is no store yet.
+    #[must_use]
+    pub fn get_create(&self) -> Create {
+        self.create
+    }
+
+    /// What `commit` waits for.
+    #[must_use]
+    pub fn get_ack(&self) -> Ack {
+        self.ack
+    }
+
+    /// How the log reaches the disk; `None` follows [`ack`](Self::ack).
+    #[must_use]
+    pub fn get_log_io(&self) -> Option<LogIo> {
+        self.log_io
+    }
+
+    /// Which device holds the pages.
+    #[must_use]
+    pub fn get_device(&self) -> DeviceChoice {
+        self.device
+    }
+
+    /// The devices of the slots; none if every slot is the one device.
+    #[must_use]
+    pub fn get_slots(&self) -> &[DeviceChoice] {
+        &self.slots
+    }
+
+    /// The length up to which log segments grow, in bytes.
+    #[must_use]
+    pub fn get_segment_len(&self) -> u64 {
+        self.segment_len
+    }
+
+    /// Bytes held back for deletes on a full disk.
+    #[must_use]
+    pub fn get_reserve_bytes(&self) -> u64 {
+        self.reserve_bytes.unwrap_or(2 * self.segment_len)
+    }
+
+    /// Bytes of spare segments beyond the reserve; `None` is a share of the file system.
+    #[must_use]
+    pub fn get_spare_bytes(&self) -> Option<u64> {
+        self.spare_bytes
+    }
+
+    /// Byte limits a place.
+    #[must_use]
+    pub fn get_budget(&self) -> &Budget {
+        &self.budget
+    }
+
+    /// The caller's own description of the store.
+    #[must_use]
+    pub fn get_identity(&self) -> Option<&[u8]> {
+        self.identity.as_deref()
+    }
+
+    /// The hash of what the meaning of the bytes depends on.
+    #[must_use]
+    pub fn get_layout_fingerprint(&self) -> Option<[u8; 32]> {
+        self.layout_fingerprint
+    }
+
+    /// How much of the past is kept.
+    #[must_use]
+    pub fn get_retention(&self) -> Retention {
+        Retention::of(self)
+    }
+
+    /// Whether snapshots compress images.
+    #[must_use]
+    pub fn get_compression(&self) -> Compression {
+        self.compression
+    }
+
+    /// When an open brings pages into memory.
+    #[must_use]
+    pub fn get_page_load(&self) -> PageLoad {
+        self.page_load
+    }
+
+    /// The growth of the log after which a snapshot is taken, in bytes.
+    #[must_use]
+    pub fn get_snapshot_log_bytes(&self) -> Option<u64> {
+        self.snapshot_log_bytes
+    }
+
+    /// The time after which a snapshot is taken.
+    #[must_use]
+    pub fn get_snapshot_interval(&self) -> Option<Duration> {
+        self.snapshot_interval
+    }
+
+    /// The pace of background snapshots.
+    #[must_use]
+    pub fn get_snapshot_bytes_per_second(&self) -> Option<u64> {
+        self.snapshot_bytes_per_second
+    }
+
+    /// The time between scrubs.
+    #[must_use]
+    pub fn get_scrub_interval(&self) -> Option<Duration> {
+        self.scrub_interval
+    }
+
+    /// The pace of background scrubs.
+    #[must_use]
+    pub fn get_scrub_bytes_per_second(&self) -> Option<u64> {
+        self.scrub_bytes_per_second
     }
 }
 

@@ -1,0 +1,104 @@
+//! Tasks that wait for a batch to be reached, each with the waker of its executor.
+//!
+//! Threads wait at a condition variable. A task has a waker instead, which may be called from any thread: the thread
+//! that reaches a batch calls the wakers of all tasks that wait for it or for one before.
+
+use std::task::Waker;
+
+use remanent_format::Lsn;
+
+use crate::base::sync::Mutex;
+use crate::base::sync::atomic::{AtomicUsize, Ordering};
+
+/// The tasks that wait.
+#[derive(Default)]
+pub(crate) struct Wakers {
+    waiting: Mutex<Vec<WaitingTask>>,
+    /// How many wait, so that a thread that reaches a batch takes the lock only if there is one. A task that adds itself
+    /// looks again afterwards whether its batch is reached: so it is woken or sees it.
+    count: AtomicUsize,
+    next: AtomicUsize,
+}
+
+struct WaitingTask {
+    id: usize,
+    lsn: Lsn,
+    waker: Waker,
+}
+
+impl Wakers {
+    /// An id under which a task waits.
+    pub fn id(&self) -> usize {
+        self.next.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Lets a task wait for a batch, or changes the waker of one that waits already.
+    pub fn add(&self, id: usize, lsn: Lsn, waker: &Waker) {
+        let mut waiting = self.waiting.lock();
+        match waiting.iter_mut().find(|task| task.id == id) {
+            Some(task) => task.waker.clone_from(waker),
+            None => waiting.push(WaitingTask { id, lsn, waker: waker.clone() }),
+        }
+        self.count.store(waiting.len(), Ordering::SeqCst);
+    }
+
+    /// Forgets a task that does not wait any more.
+    pub fn remove(&self, id: usize) {
+        let mut waiting = self.waiting.lock();
+        waiting.retain(|task| task.id != id);
+        self.count.store(waiting.len(), Ordering::SeqCst);
+    }
+
+    /// Wakes the tasks that wait for this batch or one before; `Lsn(u64::MAX)` wakes all. Comes after what the tasks look
+    /// at has changed.
+    pub fn wake(&self, reached: Lsn) {
+        if self.count.load(Ordering::SeqCst) == 0 {
+            return;
+        }
+        let woken: Vec<WaitingTask> = {
+            let mut waiting = self.waiting.lock();
+            let woken = waiting.extract_if(.., |task| task.lsn <= reached).collect();
+            self.count.store(waiting.len(), Ordering::SeqCst);
+            woken
+        };
+        // Outside of the lock: an executor may poll the task right here.
+        woken.into_iter().for_each(|task| task.waker.wake());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::task::Wake;
+
+    use super::*;
+
+    #[derive(Default)]
+    struct Count(AtomicUsize);
+
+    impl Wake for Count {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    #[test]
+    fn tasks_are_woken_once_when_their_batch_is_reached() {
+        let wakers = Wakers::default();
+        let counts: Vec<Arc<Count>> = (0..3).map(|_| Arc::default()).collect();
+        let ids: Vec<usize> = counts.iter().map(|_| wakers.id()).collect();
+        for (index, count) in counts.iter().enumerate() {
+            wakers.add(ids[index], Lsn(index as u64 + 1), &Arc::clone(count).into());
+            wakers.add(ids[index], Lsn(index as u64 + 1), &Arc::clone(count).into());
+        }
+        let woken = || counts.iter().map(|count| count.0.load(Ordering::Relaxed)).collect::<Vec<_>>();
+        wakers.wake(Lsn(0));
+        assert_eq!(woken(), [0, 0, 0]);
+        wakers.wake(Lsn(2));
+        wakers.wake(Lsn(2));
+        assert_eq!(woken(), [1, 1, 0]);
+        wakers.remove(ids[2]);
+        wakers.wake(Lsn(u64::MAX));
+        assert_eq!(woken(), [1, 1, 0], "a task that was dropped is not woken");
+    }
+}

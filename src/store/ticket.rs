@@ -1,0 +1,221 @@
+//! A submitted batch, and the ways to wait for it: by a thread, for a while, or as a task.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use remanent_format::{Lsn, PageId, Position};
+
+use super::batches::CommitReceipt;
+use crate::applier::{Applier, Leases};
+use crate::base::process::ForkGuard;
+use crate::base::sync::Instant;
+use crate::base::wakers::Wakers;
+use crate::device::RawStream;
+#[cfg(doc)]
+use crate::error::Error;
+use crate::error::Result;
+use crate::log::Log;
+use crate::options::Ack;
+
+/// A submitted batch, to wait for.
+///
+/// ```
+/// use std::time::Duration;
+/// use remanent::{Ack, Options, Store};
+/// let store = Store::temporary(Options::default())?;
+/// let ticket = store.submit(store.batch().set_root("step", 1u64))?;
+/// assert!(ticket.is(Ack::Logged)?, "a mapped log has it by now");
+/// assert!(ticket.wait_timeout(Ack::Durable, Duration::from_secs(60))?);
+/// # Ok::<(), remanent::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Ticket {
+    committed: CommitReceipt,
+    waits: ForkGuard<TicketWait>,
+}
+
+/// What a ticket waits at.
+#[derive(Clone)]
+struct TicketWait {
+    log: Arc<Log>,
+    applier: Arc<Applier>,
+    leases: Arc<Leases>,
+}
+
+/// A task that waits until a batch is acknowledged: see [`Ticket::acknowledged`].
+#[derive(Debug)]
+#[must_use = "a future does nothing until it is awaited"]
+pub struct Acknowledged {
+    ticket: Ticket,
+    ack: Ack,
+    /// Its id among the tasks that wait, once it does.
+    id: Option<usize>,
+}
+
+impl Ticket {
+    pub(super) fn new(
+        committed: CommitReceipt,
+        log: Arc<Log>,
+        applier: Arc<Applier>,
+        leases: Arc<Leases>,
+    ) -> Self {
+        Self { committed, waits: ForkGuard::new(TicketWait { log, applier, leases }) }
+    }
+
+    /// Where the batch lies in the log.
+    #[must_use]
+    pub fn position(&self) -> Position {
+        self.committed.position
+    }
+
+    /// The pages that the batch created, in the order of its creates and clones.
+    #[must_use]
+    pub fn pages(&self) -> &[PageId] {
+        &self.committed.pages
+    }
+
+    /// Whether the batch is acknowledged at this level. Waits for nothing, and starts nothing.
+    ///
+    /// # Errors
+    /// [`Error::Poisoned`] if it is not, and never will be; [`Error::Forked`].
+    pub fn is(&self, ack: Ack) -> Result<bool> {
+        let TicketWait { log, applier, .. } = self.waits.check()?;
+        let lsn = self.committed.position.lsn;
+        match ack {
+            Ack::Logged => log.is_logged(lsn),
+            Ack::Applied => applier.is_applied(lsn),
+            Ack::Durable => log.is_durable(lsn),
+        }
+    }
+
+    /// Waits until the batch is acknowledged at this level.
+    ///
+    /// # Errors
+    /// [`Error::Poisoned`] if the store failed before; [`Error::Forked`].
+    pub fn wait(&self, ack: Ack) -> Result<()> {
+        let TicketWait { log, applier, .. } = self.waits.check()?;
+        wait(ack, self.committed.position.lsn, log, applier)
+    }
+
+    /// Waits as [`Ticket::wait`] does, up to `timeout`; says whether the batch is acknowledged. The sync that the batch
+    /// needs is begun by a thread of the store, and goes on if the time is over first.
+    ///
+    /// # Errors
+    /// As for [`Ticket::wait`].
+    pub fn wait_timeout(&self, ack: Ack, timeout: Duration) -> Result<bool> {
+        let TicketWait { log, applier, .. } = self.waits.check()?;
+        let Some(until) = Instant::now().checked_add(timeout) else { return self.wait(ack).map(|()| true) };
+        let lsn = self.committed.position.lsn;
+        match ack {
+            Ack::Logged => log.wait_logged_until(lsn, until),
+            Ack::Applied => applier.wait_applied_until(lsn, until),
+            Ack::Durable => log.wait_durable_until(lsn, until),
+        }
+    }
+
+    /// Waits as a task: a future that any executor can poll. The sync that the batch needs is done by a thread of the
+    /// store, so that no thread of the executor blocks.
+    ///
+    /// ```
+    /// # use std::{pin::pin, sync::Arc, task::{Context, Poll, Wake, Waker}, thread};
+    /// # struct Unpark(thread::Thread);
+    /// # impl Wake for Unpark { fn wake(self: Arc<Self>) { self.0.unpark() } }
+    /// # fn block_on<T>(future: impl Future<Output = T>) -> T {
+    /// #     let mut future = pin!(future);
+    /// #     let waker = Waker::from(Arc::new(Unpark(thread::current())));
+    /// #     loop {
+    /// #         match future.as_mut().poll(&mut Context::from_waker(&waker)) {
+    /// #             Poll::Ready(output) => return output,
+    /// #             Poll::Pending => thread::park(),
+    /// #         }
+    /// #     }
+    /// # }
+    /// use remanent::{Ack, Options, Store};
+    /// let store = Store::temporary(Options::default())?;
+    /// let ticket = store.submit(store.batch().set_root("step", 1u64))?;
+    /// block_on(async { ticket.acknowledged(Ack::Durable).await })?;
+    /// assert!(ticket.is(Ack::Durable)?);
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// The future gives what [`Ticket::wait`] fails with.
+    pub fn acknowledged(&self, ack: Ack) -> Acknowledged {
+        Acknowledged { ticket: self.clone(), ack, id: None }
+    }
+
+    /// Lets work that is put on the caller's stream from now on see the batch. The stream waits on the device
+    /// until the batch is applied; the host waits only until it is in the device's queue.
+    ///
+    /// # Errors
+    /// [`Error::StreamRefused`] if a graph is being captured from the stream, if it is another device's, or if
+    /// pages live in host memory; [`Error::Poisoned`] if the store failed before; [`Error::Forked`]; a device error.
+    pub fn wait_on(&self, stream: RawStream) -> Result<()> {
+        let TicketWait { applier, leases, .. } = self.waits.check()?;
+        leases.signal(stream, applier.wait_applied(self.committed.position.lsn)?)
+    }
+}
+
+impl Acknowledged {
+    /// The tasks among which this one waits.
+    fn wakers(&self) -> Result<&Wakers> {
+        let TicketWait { log, applier, .. } = self.ticket.waits.check()?;
+        Ok(if self.ack == Ack::Applied { applier.wakers() } else { log.wakers() })
+    }
+
+    fn poll_once(&mut self, context: &mut Context<'_>) -> Result<bool> {
+        if self.ticket.is(self.ack)? {
+            return Ok(true);
+        }
+        let lsn = self.ticket.position().lsn;
+        let wakers = self.wakers()?;
+        let id = self.id.unwrap_or_else(|| wakers.id());
+        wakers.add(id, lsn, context.waker());
+        self.id = Some(id);
+        let TicketWait { log, applier, .. } = self.ticket.waits.check()?;
+        match self.ack {
+            Ack::Applied => applier.hurry(lsn),
+            Ack::Logged | Ack::Durable => log.ask_for_sync(),
+        }
+        // It may have been reached before the task was there to be woken.
+        self.ticket.is(self.ack)
+    }
+}
+
+impl Future for Acknowledged {
+    type Output = Result<()>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<()>> {
+        match self.poll_once(context) {
+            Ok(false) => Poll::Pending,
+            Ok(true) => Poll::Ready(Ok(())),
+            Err(error) => Poll::Ready(Err(error)),
+        }
+    }
+}
+
+impl Drop for Acknowledged {
+    fn drop(&mut self) {
+        if let (Some(id), Ok(wakers)) = (self.id, self.wakers()) {
+            wakers.remove(id);
+        }
+    }
+}
+
+impl std::fmt::Debug for TicketWait {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("TicketWait").finish_non_exhaustive()
+    }
+}
+
+/// Waits until a batch that was submitted is acknowledged at this level.
+pub(super) fn wait(ack: Ack, lsn: Lsn, log: &Log, applier: &Applier) -> Result<()> {
+    match ack {
+        Ack::Logged => log.wait_logged(lsn),
+        Ack::Applied => applier.wait_applied(lsn).map(drop),
+        Ack::Durable => log.wait_durable(lsn),
+    }
+}
