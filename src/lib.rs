@@ -13,7 +13,7 @@
 //! # let path = directory.path().join("mystore");
 //! let store = Store::open(&path, Options::default())?;
 //! let mut batch = store.batch();
-//! let page = batch.create(16, Place::Host);
+//! let page = batch.create(16, Place::Host).page();
 //! batch.write(page, 4, b"remanent").set_root("step", 1u64);
 //! let committed = store.commit(batch)?;
 //! drop(store); // or the process dies
@@ -162,6 +162,11 @@
 //!
 //! Decisions that may surprise, with their reasons: `docs/decisions.md`.
 
+#[cfg(not(target_os = "linux"))]
+compile_error!(
+    "Remanent runs on Linux only: it relies on how ext4, XFS and tmpfs write, and on locks of open file descriptions"
+);
+
 mod store;
 mod history;
 mod write;
@@ -191,7 +196,8 @@ pub use catalog::SnapshotInfo;
 pub use device::{CallerMemory, DeviceBytes, RawStream};
 pub use error::{Error, Remedy, Result};
 pub use follower::{
-    FollowFrom, FollowedBatch, Follower, FollowerPosition, ParsePositionError, Replica, RestoredState,
+    Batches, FollowFrom, FollowedBatch, Follower, FollowerPosition, ParsePositionError, Replica,
+    RestoredState,
 };
 pub use history::audit::{Audit, ChangedPage};
 pub use history::point::StatePoint;
@@ -268,7 +274,7 @@ impl Store {
     /// # let path = directory.path().join("mystore");
     /// let store = Store::open(&path, Options::default())?;
     /// let mut batch = store.batch();
-    /// let page = batch.create(4, Place::Host);
+    /// let page = batch.create(4, Place::Host).page();
     /// batch.write(page, 0, b"then");
     /// let then = store.commit(batch)?;
     /// let mut batch = store.batch();
@@ -310,7 +316,7 @@ impl Store {
     /// # let path = directory.path().join("mystore");
     /// let store = Store::open(&path, Options::default())?;
     /// for name in ["first", "second"] {
-    ///     store.snapshot_named(name)?;
+    ///     store.snapshot_with(SnapshotOptions::new().name(name))?;
     /// }
     /// let given_up = Retention::default().give_up("first").names_only(true);
     /// let would_go = Store::would_prune_at(&path, &given_up)?;
@@ -376,7 +382,7 @@ impl Store {
     /// # let (path, path_new) = (directory.path().join("mystore"), directory.path().join("trial"));
     /// let store = Store::open(&path, Options::default())?;
     /// let mut batch = store.batch();
-    /// let page = batch.create(4, Place::Host);
+    /// let page = batch.create(4, Place::Host).page();
     /// batch.write(page, 0, b"base");
     /// let base = store.commit(batch)?;
     /// store.fork(&path_new, &StatePoint::Lsn(base.position.lsn))?;
@@ -483,6 +489,28 @@ fn gpu(ordinal: u32) -> Result<Arc<dyn Device>> {
     let reason = "this build is without the feature `cuda`".to_owned();
     Err(Error::DeviceUnavailable { device: format!("cuda:{ordinal}"), reason })
 }
+
+/// Handles are shared by threads, and what they give can be sent to others.
+const _: () = {
+    const fn shared<T: Send + Sync>() {}
+    const fn sent<T: Send>() {}
+    shared::<Store>();
+    shared::<View>();
+    shared::<LiveView<'_>>();
+    shared::<Lease<'_>>();
+    shared::<Ticket>();
+    shared::<Acknowledged>();
+    shared::<Replica>();
+    shared::<FollowedBatch>();
+    shared::<DeviceBytes>();
+    shared::<CallerMemory>();
+    shared::<Error>();
+    shared::<Options>();
+    sent::<Follower>();
+    sent::<WriteBatch>();
+    sent::<Pin<'_>>();
+    sent::<Pages<'_>>();
+};
 
 /// The README's example, run as a test.
 #[cfg(doctest)]

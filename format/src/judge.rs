@@ -223,3 +223,9 @@ fn images_of(state: &Resolution, images: &mut ImageProofs<'_>) -> Vec<Damage> {
     let bases = state.resolved.bases.iter();
     bases.filter_map(|(_, base)| images.check(base.lsn, base.image, base.len)).collect()
 }
+
+impl std::fmt::Debug for ImageProofs<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ImageProofs").field("bytes", &self.bytes).finish_non_exhaustive()
+    }
+}

@@ -141,7 +141,7 @@ fn follow(disk: &SimDisk) {
     for from in [FollowFrom::Beginning, FollowFrom::Snapshot] {
         let Ok(mut follower) = Follower::open_on(Arc::new(disk.clone()), from) else { continue };
         let mut last = None;
-        while let Ok(Some(batch)) = follower.next_within(Duration::ZERO) {
+        while let Ok(Some(batch)) = follower.next(Duration::ZERO) {
             assert!(last < Some(batch.position().lsn), "batches come in order");
             last = Some(batch.position().lsn);
         }

@@ -31,7 +31,7 @@ use crate::error::{Error, Result};
 /// use remanent::{DeviceChoice, Options, Place, Store};
 /// let store = Store::temporary(Options::default().device(DeviceChoice::Host))?;
 /// let mut batch = store.batch();
-/// let page = batch.create(4, Place::Host);
+/// let page = batch.create(4, Place::Host).page();
 /// batch.write(page, 0, b"then");
 /// let page = store.commit(batch)?.pages[0];
 ///

@@ -27,7 +27,7 @@ use crate::error::{Error, Result};
 /// use remanent::{DeviceChoice, Error, Options, Place, Store};
 /// let store = Store::temporary(Options::default().device(DeviceChoice::Host))?;
 /// let mut batch = store.batch();
-/// let page = batch.create(4, Place::Host);
+/// let page = batch.create(4, Place::Host).page();
 /// let page = store.commit(batch)?.pages[0];
 ///
 /// let pin = store.pin(page)?;

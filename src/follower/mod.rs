@@ -82,14 +82,14 @@ impl From<FollowerPosition> for FollowFrom {
 /// let store = Store::open(&path, Options::default())?;
 /// let mut follower = Follower::open(&path, FollowFrom::Beginning)?;
 /// let mut replica = Replica::default();
-/// assert!(follower.next_within(Duration::ZERO)?.is_none());
+/// assert!(follower.next(Duration::ZERO)?.is_none());
 ///
 /// let mut batch = store.batch();
-/// let page = batch.create(8, Place::Host);
+/// let page = batch.create(8, Place::Host).page();
 /// batch.write(page, 0, b"remanent").note("first");
 /// let committed = store.commit(batch)?;
 ///
-/// let batch = follower.next_within(Duration::from_secs(10))?.expect("it is logged");
+/// let batch = follower.next(Duration::from_secs(10))?.expect("it is logged");
 /// assert_eq!(batch.lsn(), committed.position.lsn);
 /// assert_eq!(batch.note().as_deref(), Some("first"));
 /// replica.apply(&batch)?;
@@ -98,7 +98,7 @@ impl From<FollowerPosition> for FollowFrom {
 /// // Another process goes on from here.
 /// let text = follower.position().to_string();
 /// let mut later = Follower::open(&path, FollowFrom::Position(text.parse().unwrap()))?;
-/// assert!(later.next_within(Duration::ZERO)?.is_none());
+/// assert!(later.next(Duration::ZERO)?.is_none());
 /// # Ok::<(), remanent::Error>(())
 /// ```
 pub struct Follower {
@@ -113,8 +113,6 @@ pub struct Follower {
     /// Since when nothing has come.
     idle_since: Instant,
     watch: Box<dyn Watch>,
-    /// Whether the iterator has given an error.
-    ended: bool,
 }
 
 impl Follower {
@@ -154,7 +152,7 @@ impl Follower {
         // I7: the log is durable up to the end of a snapshot that is published.
         let mut follower = Self::at(disk, store.clone(), end, redo, position);
         while follower.position.lsn < end {
-            follower.next_within(Duration::MAX)?;
+            follower.next(Duration::MAX)?;
         }
         Ok(follower)
     }
@@ -179,7 +177,6 @@ impl Follower {
             suspicion: Suspicion::new(),
             idle_since: Instant::now(),
             watch,
-            ended: false,
         }
     }
 
@@ -203,7 +200,7 @@ impl Follower {
     /// [`Error::Overtaken`] if batches were recycled before they were read, [`Error::Diverged`] if a crash took
     /// the batch at the follower's position: both end the following. [`Error::Damaged`] if bytes under a durable
     /// mark are not what they were; [`Error::Forked`]; what the file system says.
-    pub fn next_within(&mut self, timeout: Duration) -> Result<Option<FollowedBatch>> {
+    pub fn next(&mut self, timeout: Duration) -> Result<Option<FollowedBatch>> {
         // A child would take what the system tells the parent.
         self.opener.check()?;
         let deadline = Instant::now().checked_add(timeout);
@@ -395,32 +392,65 @@ impl Follower {
     }
 }
 
-/// Waits for one batch after the other, each as [`Follower::next_within`] gives it with no limit of time. The first error
-/// ends the iteration.
-///
-/// ```
-/// use remanent::{FollowFrom, Follower, Options, Store};
-/// # let directory = tempfile::tempdir().unwrap();
-/// # let path = directory.path().join("mystore");
-/// let store = Store::open(&path, Options::default())?;
-/// for step in 1..=3u64 {
-///     store.commit(store.batch().set_root("step", step))?;
-/// }
-/// let mut follower = Follower::open(&path, FollowFrom::Beginning)?;
-/// for (batch, lsn) in follower.by_ref().zip(1..=3) {
-///     assert_eq!(batch?.lsn().0, lsn);
-/// }
-/// # Ok::<(), remanent::Error>(())
-/// ```
-impl Iterator for Follower {
+impl std::fmt::Debug for Follower {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Follower")
+            .field("disk", &self.disk.label())
+            .field("position", &self.position)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The batches that a follower reads, one after the other: see [`Follower::batches`].
+#[derive(Debug)]
+pub struct Batches<'f> {
+    follower: &'f mut Follower,
+    /// Whether an error was given.
+    ended: bool,
+}
+
+impl Follower {
+    /// The batches that come, one after the other, as an iterator. It waits for each one as [`Follower::next`] does
+    /// without a limit of time, and ends after the first error.
+    ///
+    /// ```
+    /// use remanent::{FollowFrom, Follower, Options, Store};
+    /// # let directory = tempfile::tempdir().unwrap();
+    /// # let path = directory.path().join("mystore");
+    /// let store = Store::open(&path, Options::default())?;
+    /// for step in 1..=3u64 {
+    ///     store.commit(store.batch().set_root("step", step))?;
+    /// }
+    /// let mut follower = Follower::open(&path, FollowFrom::Beginning)?;
+    /// for (batch, lsn) in follower.batches().zip(1..=3) {
+    ///     assert_eq!(batch?.lsn().0, lsn);
+    /// }
+    /// assert_eq!(follower.position().lsn, store.lsn());
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    pub fn batches(&mut self) -> Batches<'_> {
+        Batches { follower: self, ended: false }
+    }
+}
+
+impl Iterator for Batches<'_> {
     type Item = Result<FollowedBatch>;
 
     fn next(&mut self) -> Option<Result<FollowedBatch>> {
         if self.ended {
             return None;
         }
-        let next = self.next_within(Duration::MAX).transpose();
+        let next = self.follower.next(Duration::MAX).transpose();
         self.ended = next.as_ref().is_none_or(Result::is_err);
         next
+    }
+}
+
+impl<'f> IntoIterator for &'f mut Follower {
+    type Item = Result<FollowedBatch>;
+    type IntoIter = Batches<'f>;
+
+    fn into_iter(self) -> Batches<'f> {
+        self.batches()
     }
 }

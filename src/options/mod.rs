@@ -281,7 +281,7 @@ impl Options {
     /// let options = Options::default().slots([DeviceChoice::Host, DeviceChoice::Host]);
     /// let store = Store::temporary(options)?;
     /// let mut batch = store.batch();
-    /// let (one, other) = (batch.create(4, Place::Device(0)), batch.create(4, Place::Device(1)));
+    /// let (one, other) = (batch.create(4, Place::Device(0)).page(), batch.create(4, Place::Device(1)).page());
     /// batch.write(one, 0, b"here").write(other, 0, b"more");
     /// store.commit(batch)?;
     /// # Ok::<(), remanent::Error>(())
@@ -441,7 +441,7 @@ impl Options {
     /// # let path = directory.path().join("mystore");
     /// let store = Store::open(&path, Options::default())?;
     /// let mut batch = store.batch();
-    /// let page = batch.create(4, Place::Host);
+    /// let page = batch.create(4, Place::Host).page();
     /// batch.write(page, 0, b"then");
     /// let page = store.commit(batch)?.pages[0];
     /// store.snapshot()?;

@@ -17,7 +17,7 @@ use super::Options;
 ///     batch.set_root("step", 1u64);
 ///     batch
 /// })?;
-/// store.snapshot_named("first")?;
+/// store.snapshot_with(SnapshotOptions::new().name("first"))?;
 /// store.snapshot()?;
 ///
 /// let given_up = store.retention().give_up("first");
@@ -90,7 +90,7 @@ impl Retention {
     /// use remanent::{Options, Store};
     /// let store = Store::temporary(Options::default())?;
     /// for name in ["first", "second"] {
-    ///     store.snapshot_named(name)?;
+    ///     store.snapshot_with(SnapshotOptions::new().name(name))?;
     /// }
     /// let pruned = store.prune(&store.retention().give_up("first").names_only(true))?;
     /// assert_eq!(pruned.snapshots.len(), 1);

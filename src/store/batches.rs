@@ -12,6 +12,7 @@ use crate::options::{LogIo, Options};
 
 /// A committed batch.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct CommitReceipt {
     /// Its place in the log.
     pub position: Position,

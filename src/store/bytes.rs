@@ -45,7 +45,7 @@ impl Store {
     /// let store = Store::temporary(Options::default())?;
     /// let key = Key::new("block/7").unwrap();
     /// let mut batch = store.batch();
-    /// let page = batch.create_with(8, Place::Host, Some(key.clone()), Default::default());
+    /// let page = batch.create(8, Place::Host).key(key.clone()).page();
     /// batch.write(page, 4, b"then");
     /// store.commit(batch)?;
     /// let mut bytes = [0; 4];
@@ -73,7 +73,7 @@ impl Store {
     /// use remanent::{Options, Place, Store};
     /// let store = Store::temporary(Options::default())?;
     /// let mut batch = store.batch();
-    /// let page = batch.create(4, Place::Host);
+    /// let page = batch.create(4, Place::Host).page();
     /// batch.write(page, 0, b"page");
     /// let page = store.commit(batch)?.pages[0];
     /// assert_eq!(store.read_to_vec(page)?, b"page");
@@ -95,7 +95,7 @@ impl Store {
     /// use remanent::{Options, Place, Store};
     /// let store = Store::temporary(Options::default())?;
     /// let mut batch = store.batch();
-    /// let (long, short) = (batch.create(1000, Place::Host), batch.create(2, Place::Host));
+    /// let (long, short) = (batch.create(1000, Place::Host).page(), batch.create(2, Place::Host).page());
     /// batch.fill(long, 0, 1000, &[7]).write(short, 0, b"ab");
     /// let pages = store.commit(batch)?.pages;
     /// let mut buffer = Vec::new();

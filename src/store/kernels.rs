@@ -57,7 +57,7 @@ impl Store {
     /// # let options = Options::default().device(DeviceChoice::Host);
     /// let store = Store::temporary(options)?;
     /// let mut batch = store.batch();
-    /// batch.create_from(b"recovered".to_vec(), Place::Device(0), None, Default::default());
+    /// batch.create_from(b"recovered".to_vec(), Place::Device(0));
     /// let page = store.commit(batch)?.pages[0];
     ///
     /// let tensor = store.device_bytes(9, Place::Device(0))?;
@@ -114,7 +114,7 @@ impl Store {
     /// # let options = Options::default().device(DeviceChoice::Host);
     /// let store = Store::temporary(options)?;
     /// let mut batch = store.batch();
-    /// let page = batch.create(4096, Place::Device(0));
+    /// let page = batch.create(4096, Place::Device(0)).page();
     /// batch.write(page, 100, b"logged");
     /// store.commit(batch)?;
     ///

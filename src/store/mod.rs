@@ -55,7 +55,7 @@ pub use view::{LiveView, Pages};
 /// use remanent::{Key, Options, Place, Store};
 /// let store = Store::temporary(Options::default())?;
 /// let mut batch = store.batch();
-/// let page = batch.create_with(4, Place::Host, Some(Key::new("answer").unwrap()), Default::default());
+/// let page = batch.create(4, Place::Host).key(Key::new("answer").unwrap()).page();
 /// batch.write(page, 0, &[42, 0, 0, 0]);
 /// store.commit(batch)?;
 ///

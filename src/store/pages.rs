@@ -109,7 +109,7 @@ impl Store {
     /// let store = Store::temporary(Options::default())?;
     /// let key = Key::new("block/7").unwrap();
     /// let mut batch = store.batch();
-    /// batch.create_with(8, Place::Host, Some(key.clone()), Default::default());
+    /// batch.create(8, Place::Host).key(key.clone());
     /// let page = store.commit(batch)?.pages[0];
     /// assert!(store.contains(page)? && store.contains_key(&key)?);
     /// assert_eq!(store.page_count()?, 1);

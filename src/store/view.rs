@@ -19,7 +19,7 @@ use crate::versions::TableView;
 /// use remanent::{Error, Options, Place, Store};
 /// let store = Store::temporary(Options::default())?;
 /// let mut batch = store.batch();
-/// let page = batch.create(4, Place::Host);
+/// let page = batch.create(4, Place::Host).page();
 /// batch.set_root("step", 1u64);
 /// let page = store.commit(batch)?.pages[0];
 ///

@@ -192,3 +192,9 @@ impl Device for FaultyDevice {
         self.inner.adopt(memory)
     }
 }
+
+impl std::fmt::Debug for FaultyDevice {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("FaultyDevice").field("device", &self.label()).finish_non_exhaustive()
+    }
+}

@@ -103,7 +103,7 @@ fn pages_of_all_origins(store: &Store) -> Vec<PageId> {
     store.snapshot().unwrap();
     write(store, pages[1], 4000, &[7; 100]);
     let mut batch = store.batch();
-    batch.create_from(random.bytes(300_000), PLACE, Some(Key::new("ahead").unwrap()), Default::default());
+    batch.create_from(random.bytes(300_000), PLACE).key(Key::new("ahead").unwrap());
     batch.create(4096, PLACE);
     batch.create(0, PLACE);
     pages.extend(store.commit(batch).unwrap().pages);

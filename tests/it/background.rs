@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use remanent::device::host::HostDevice;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Ack, Error, FileName, Lsn, Options, PageId, Place, SnapshotPhase, Store};
+use remanent::{
+    Ack, Error, FileName, Lsn, Options, PageId, Place, SnapshotOptions, SnapshotPhase, StatePoint, Store,
+};
 
 use crate::faults::watched;
 use crate::interrupted::Interrupted;
@@ -25,7 +27,7 @@ fn open(disk: &SimDisk, options: Options) -> Store {
 fn commit(store: &Store, value: u8) -> Lsn {
     let mut batch = store.batch();
     if store.lsn() == Lsn(0) {
-        let page = batch.create(4000, Place::Host);
+        let page = batch.create(4000, Place::Host).page();
         batch.write(page, 0, &[value; 4000]);
     } else {
         batch.write(PageId(1), 0, &[value; 4000]);
@@ -199,7 +201,7 @@ fn a_snapshot_of_the_background_is_read_back_by_the_thread_that_wrote_it() {
     watched.past_cache();
     let mut batch = store.batch();
     for _ in 0..20_000 {
-        let page = batch.create(64, Place::Host);
+        let page = batch.create(64, Place::Host).page();
         batch.write(page, 0, &[1; 64]);
     }
     store.commit(batch).unwrap();
@@ -242,10 +244,10 @@ fn who_must_wait_for_a_slow_snapshot_has_it_hurry() {
     type Call = fn(&Store) -> remanent::Result<()>;
     let calls: [(&str, Call); 8] = [
         ("snapshot", |store| store.snapshot().map(drop)),
-        ("publish_snapshot", |store| store.publish_snapshot().map(drop)),
-        ("snapshot_named", |store| store.snapshot_named("name").map(drop)),
+        ("publish_snapshot", |store| store.snapshot_with(SnapshotOptions::new().only_published()).map(drop)),
+        ("snapshot_named", |store| store.snapshot_with(SnapshotOptions::new().name("name")).map(drop)),
         ("prune", |store| store.prune(&store.retention()).map(drop)),
-        ("restore_to", |store| store.restore_to(Lsn(3)).map(drop)),
+        ("restore_to", |store| store.restore(&StatePoint::Lsn(Lsn(3))).map(drop)),
         ("audit", |store| store.audit().map(drop)),
         ("scrub", |store| store.scrub().map(drop)),
         ("wait_verified", |store| store.wait_verified()),

@@ -35,7 +35,7 @@ pub fn open(disk: &SimDisk, device: Arc<dyn Device>) -> Store {
 /// A page of these bytes.
 pub fn page(store: &Store, bytes: &[u8]) -> PageId {
     let mut batch = store.batch();
-    batch.create_from(bytes, PLACE, None, Default::default());
+    batch.create_from(bytes, PLACE);
     store.commit(batch).unwrap().pages[0]
 }
 
@@ -266,7 +266,7 @@ fn a_page_that_grows_in_the_batch_takes_elements_at_its_new_length() {
     let (indices, values) = (born(&store, &index_bytes(&[9, 0])), born(&store, &[1, 2]));
     let mut batch = store.batch();
     batch.resize(old, 10).scatter_device(old, Width::W1, &indices, &values);
-    let new = batch.create(10, PLACE);
+    let new = batch.create(10, PLACE).page();
     batch.scatter_device(new, Width::W1, &indices, &values);
     let committed = store.commit(batch).unwrap();
     assert_eq!(content(&store, old), [2, 7, 7, 7, 7, 7, 7, 7, 0, 1]);

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use remanent::disk::Disk;
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{
-    Error, FileName, Folder, Lsn, Metadata, Options, PageId, Place, Retention, StatePoint, Store, View,
+    Error, FileName, Folder, Lsn, Options, PageId, Place, Retention, SnapshotOptions, StatePoint, Store, View,
 };
 use remanent_format::image::{ImageFileHeader, ImagePurpose};
 use remanent_format::log::LogWalk;
@@ -36,7 +36,7 @@ fn overwrite(store: &Store, page: PageId, seed: u64) -> Lsn {
 
 fn create(store: &Store, seed: u64) -> PageId {
     let mut batch = store.batch();
-    batch.create_from(content(seed), Place::Host, None, Metadata::new());
+    batch.create_from(content(seed), Place::Host);
     store.commit(batch).unwrap().pages[0]
 }
 
@@ -185,11 +185,11 @@ fn who_looks_at_a_store_knows_what_would_be_pruned() {
                 3 => _ = store.snapshot().unwrap(),
                 4 if named < 3 => {
                     named += 1;
-                    _ = store.snapshot_named(&named.to_string()).unwrap();
+                    _ = store.snapshot_with(SnapshotOptions::new().name(&named.to_string())).unwrap();
                 }
                 _ => {
                     let newest = store.snapshots().last().map(|info| info.id);
-                    newest.map(|newest| store.restore_from_snapshot(newest).unwrap());
+                    newest.map(|newest| store.restore(&StatePoint::Snapshot(newest)).unwrap());
                 }
             }
             let rules = [
@@ -274,7 +274,7 @@ fn snapshots_of_one_batch_on_either_side_of_a_restart_stand_both() {
     let store = open();
     let page = create(&store, 0);
     overwrite(&store, page, 1);
-    let named = store.snapshot_named("first").unwrap();
+    let named = store.snapshot_with(SnapshotOptions::new().name("first")).unwrap();
     store.close().unwrap();
     let store = open();
     let later = store.snapshot().unwrap();
@@ -300,7 +300,7 @@ fn states_below_the_floor_are_outside_the_window_and_named_ones_stay() {
     let disk = SimDisk::new();
     let store = open_with(&disk, small().segment_len(1 << 20).snapshots_kept(1)).unwrap();
     let page = create(&store, 0);
-    let named = store.snapshot_named("first").unwrap();
+    let named = store.snapshot_with(SnapshotOptions::new().name("first")).unwrap();
     let then = State::of(&store);
     let gone = overwrite(&store, page, 1);
     overwrite(&store, page, 2);
@@ -319,13 +319,13 @@ fn states_below_the_floor_are_outside_the_window_and_named_ones_stay() {
     };
     check("as it is");
     assert!(disk.bytes(FileName::Segment(1)).is_some(), "the log itself is all there");
-    assert!(matches!(store.restore_to(gone), Err(Error::OutsideWindow { .. })));
+    assert!(matches!(store.restore(&StatePoint::Lsn(gone)), Err(Error::OutsideWindow { .. })));
     store.close().unwrap();
     check("closed");
     // A restart writes a new seal: the floor is in it.
     let store = open_with(&disk, small().segment_len(1 << 20)).unwrap();
     check("opened again");
-    store.restore_to(named.end).unwrap();
+    store.restore(&StatePoint::Lsn(named.end)).unwrap();
     assert_eq!(State::of(&store).contents, then.contents);
 }
 
@@ -337,7 +337,7 @@ fn states_behind_a_restore_of_which_the_table_went_are_outside_the_window() {
     let page = create(&store, 0);
     let first = overwrite(&store, page, 1);
     overwrite(&store, page, 2);
-    store.restore_to(first).unwrap();
+    store.restore(&StatePoint::Lsn(first)).unwrap();
     let behind = overwrite(&store, page, 3);
     overwrite(&store, page, 4);
     store.snapshot().unwrap();
@@ -347,7 +347,10 @@ fn states_behind_a_restore_of_which_the_table_went_are_outside_the_window() {
     for asked in [first, behind] {
         let error = View::open_on(&source, Some(&StatePoint::Lsn(asked))).map(|_| ()).unwrap_err();
         assert!(matches!(error, Error::OutsideWindow { .. }), "{asked}: {error}");
-        assert!(matches!(store.restore_to(asked), Err(Error::OutsideWindow { .. })), "{asked}");
+        assert!(
+            matches!(store.restore(&StatePoint::Lsn(asked)), Err(Error::OutsideWindow { .. })),
+            "{asked}"
+        );
     }
 }
 

@@ -7,8 +7,7 @@ use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
 use remanent::testing::sim_disk::{DiskFault, EIO, Operation, SimDisk};
 use remanent::{
-    Ack, Epoch, Error, FileName, Folder, Key, Metadata, Options, PageId, Place, Remedy, Store, StoreId,
-    WriteBatch,
+    Ack, Epoch, Error, FileName, Folder, Key, Options, PageId, Place, Remedy, Store, StoreId, WriteBatch,
 };
 use remanent_format::frame::FrameKind;
 use remanent_format::image::{ImageFileHeader, ImagePurpose};
@@ -31,7 +30,7 @@ fn content(seed: u8) -> Vec<u8> {
 /// Fills a batch with pages of their own bytes.
 fn create_pages(batch: &mut WriteBatch, seeds: std::ops::Range<u8>) {
     for seed in seeds {
-        batch.create_from(content(seed), Place::Host, Key::new([seed + 1]).ok(), Metadata::new());
+        batch.create_from(content(seed), Place::Host).optional_key(Key::new([seed + 1]).ok());
     }
 }
 

@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 
 use remanent::testing::sim_disk::{DiskFault, ENOSPC, Moment, Operation, SimDisk};
 use remanent::{
-    Compression, Error, FileName, Metadata, Options, PageId, Place, Shadow, SnapshotInfo, Store, Width,
+    Compression, Error, FileName, Options, PageId, Place, Shadow, SnapshotInfo, StatePoint, Store, Width,
     WriteBatch,
 };
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};
@@ -36,7 +36,7 @@ fn settled(disk: &SimDisk) -> (Store, Vec<PageId>) {
     let store = open_with(disk, small()).unwrap();
     let pages = commit(&store, |batch| {
         for number in 0..PAGES as u8 {
-            let page = batch.create(PAGE_LEN, PLACE);
+            let page = batch.create(PAGE_LEN, PLACE).page();
             batch.fill(page, 0, PAGE_LEN, &[number]).set_metadata(page, "old", "old");
         }
     });
@@ -90,9 +90,9 @@ fn whatever_changes_a_page_is_in_the_next_snapshot() {
     }
 
     let others: [(&str, Change); 7] = [
-        ("creation", |store, _| commit(store, |batch| _ = batch.create(10, PLACE))),
+        ("creation", |store, _| commit(store, |batch| _ = batch.create(10, PLACE).page())),
         ("creation and end", |store, pages| {
-            let new = commit(store, |batch| _ = batch.create(10, PLACE));
+            let new = commit(store, |batch| _ = batch.create(10, PLACE).page());
             commit(store, |batch| _ = batch.delete(new[0]).write(pages[0], 0, b"x"));
             pages[..1].to_vec()
         }),
@@ -112,7 +112,7 @@ fn whatever_changes_a_page_is_in_the_next_snapshot() {
         ("a page written ahead of its batch", |store, pages| {
             let content: Vec<u8> = (0..20_000_u32).map(|at| (at % 251) as u8).collect();
             let mut changed = commit(store, |batch| {
-                batch.create_from(content, PLACE, None, Metadata::new());
+                batch.create_from(content, PLACE);
             });
             changed.extend(&pages[30..31]);
             commit(store, |batch| _ = batch.write(pages[30], 0, b"beside it"));
@@ -121,8 +121,8 @@ fn whatever_changes_a_page_is_in_the_next_snapshot() {
         ("a restore", |store, pages| {
             let before = store.lsn();
             commit(store, |batch| _ = batch.write(pages[1], 0, b"undone").delete(pages[2]));
-            commit(store, |batch| _ = batch.create(10, PLACE));
-            store.restore_to(before).unwrap();
+            commit(store, |batch| _ = batch.create(10, PLACE).page());
+            store.restore(&StatePoint::Lsn(before)).unwrap();
             // It has taken a snapshot of itself.
             Vec::new()
         }),
@@ -169,7 +169,7 @@ fn what_was_replayed_is_in_the_next_snapshot() {
     let disk = SimDisk::new();
     let (store, pages) = settled(&disk);
     commit(&store, |batch| _ = batch.write(pages[0], 0, b"replayed").delete(pages[1]));
-    let new = commit(&store, |batch| _ = batch.create(10, PLACE));
+    let new = commit(&store, |batch| _ = batch.create(10, PLACE).page());
     let killed = disk.after_kill(end(&disk));
     drop(store);
     let store = open_with(&killed, small()).unwrap();
@@ -183,7 +183,7 @@ fn what_was_replayed_is_in_the_next_snapshot() {
     let before = store.lsn();
     commit(&store, |batch| _ = batch.write(pages[3], 0, b"undone").delete(pages[4]));
     let events = disk.events();
-    store.restore_to(before).unwrap();
+    store.restore(&StatePoint::Lsn(before)).unwrap();
     drop(store);
     let mut replayed = 0;
     for event in events..=disk.events() {

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use remanent::{Compression, Options, PageId, Place, SnapshotInfo, Store};
+use remanent::{Compression, Options, PageId, Place, SnapshotInfo, StatePoint, Store};
 use remanent_format::image::read::check_image;
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 use remanent_format::state::survey::Survey;
@@ -33,7 +33,7 @@ fn store(directory: &Path, compression: Compression) -> (Store, SnapshotInfo) {
     let store = Store::open(directory, Options::default().compression(compression)).unwrap();
     for content in contents() {
         let mut batch = store.batch();
-        let page = batch.create(content.len() as u64, Place::Host);
+        let page = batch.create(content.len() as u64, Place::Host).page();
         batch.write(page, 0, &content);
         store.commit(batch).unwrap();
     }
@@ -78,7 +78,7 @@ fn compressed_images_are_read_by_all() {
         }
     }
     store.commit(batch).unwrap();
-    store.restore_from_snapshot(snapshot.id).unwrap();
+    store.restore(&StatePoint::Snapshot(snapshot.id)).unwrap();
     check(&store);
     store.close().unwrap();
 

@@ -9,7 +9,9 @@ use std::sync::Arc;
 use remanent::device::host::HostDevice;
 use remanent::disk::{Disk, dir::DirDisk};
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Ack, Compression, Create, Error, LogIo, Metadata, Options, PageId, Place, Remedy, Store};
+use remanent::{
+    Ack, Compression, Create, Error, LogIo, Options, PageId, Place, Remedy, SnapshotOptions, Store,
+};
 
 use crate::damage::mix;
 use crate::files::{State, small};
@@ -44,7 +46,7 @@ fn refuses_everything(store: &Store, page: PageId) {
     assert_eq!(State::of(store), before);
 
     let mut bulk = store.batch();
-    bulk.create_from(noise(1, 4 * PAGE_LEN), Place::Host, None, Metadata::new());
+    bulk.create_from(noise(1, 4 * PAGE_LEN), Place::Host);
     is_refused("a bulk create", store.commit(bulk).map(drop));
     is_refused("a snapshot", store.snapshot().map(drop));
     assert_eq!(State::of(store), before);
@@ -57,7 +59,7 @@ fn goes_on(store: &Store, page: PageId) {
     batch.write(page, 0, b"there is room again");
     store.commit(batch).unwrap();
     let mut bulk = store.batch();
-    bulk.create_from(noise(2, 4 * PAGE_LEN), Place::Host, None, Metadata::new());
+    bulk.create_from(noise(2, 4 * PAGE_LEN), Place::Host);
     store.commit(bulk).unwrap();
     store.snapshot().unwrap();
 }
@@ -74,7 +76,7 @@ fn a_full_file_system(name: &str, root: &Path) {
         let options: Options = small().log_io(io).ack(Ack::Durable);
         let store = Store::open(&directory, options.clone()).unwrap();
         let mut batch = store.batch();
-        let page = batch.create_from(noise(0, PAGE_LEN), Place::Host, None, Metadata::new());
+        let page = batch.create_from(noise(0, PAGE_LEN), Place::Host).page();
         batch.write(page, 0, b"first");
         let page = store.commit(batch).unwrap().pages[0];
         store.snapshot().unwrap();
@@ -163,7 +165,7 @@ fn changes_nothing_if_refused<T>(why: &str, store: &Store, call: impl FnOnce() -
 fn life(why: &str, open: &dyn Fn() -> Result<Store, Error>, fill: impl FnOnce()) {
     let create = |store: &Store, seed: u64| {
         let mut batch = store.batch();
-        let page = batch.create(LIFE_LEN, Place::Host);
+        let page = batch.create(LIFE_LEN, Place::Host).page();
         batch.write(page, 0, &noise(seed, LIFE_LEN / 2));
         store.commit(batch).map(|committed| committed.pages[0])
     };
@@ -202,7 +204,9 @@ fn life(why: &str, open: &dyn Fn() -> Result<Store, Error>, fill: impl FnOnce())
         store.commit(batch).unwrap_or_else(|error| panic!("{why}: a delete, {left} left: {error}"));
         changes_nothing_if_refused(why, &store, || store.snapshot());
         changes_nothing_if_refused(why, &store, || create(&store, 50 + left));
-        changes_nothing_if_refused(why, &store, || store.snapshot_named(&format!("with {left} left")));
+        changes_nothing_if_refused(why, &store, || {
+            store.snapshot_with(SnapshotOptions::new().name(&format!("with {left} left")))
+        });
         prune(&store);
         let state = State::of(&store);
         store.close().unwrap_or_else(|error| panic!("{why}: a close, {left} left: {error}"));
@@ -247,7 +251,7 @@ fn life_in_any_order(why: &str, seed: u64, open: &dyn Fn() -> Result<Store, Erro
     let mut store = open().unwrap();
     for seed in 0..6 {
         let mut batch = store.batch();
-        let page = batch.create(LIFE_LEN, Place::Host);
+        let page = batch.create(LIFE_LEN, Place::Host).page();
         batch.write(page, 0, &noise(seed, LIFE_LEN / 2));
         store.commit(batch).unwrap();
     }
@@ -269,7 +273,7 @@ fn life_in_any_order(why: &str, seed: u64, open: &dyn Fn() -> Result<Store, Erro
         match step {
             "write" => _ = batch.write(pages[0], 8, &noise(seed, 1 + random.below(6000))),
             "delete" => _ = batch.delete(pages[random.below(pages.len() as u64) as usize]),
-            "create" => _ = batch.create(LIFE_LEN, Place::Host),
+            "create" => _ = batch.create(LIFE_LEN, Place::Host).page(),
             _ => {}
         }
         match step {

@@ -242,9 +242,9 @@ fn a_long_read_without_room_waits_for_no_caller() {
         let gpu = CudaDevice::open_with(0, Arc::new(memory)).unwrap();
         let store = Store::open_on(Arc::new(SimDisk::new()), Arc::new(gpu), Options::default()).unwrap();
         let mut batch = store.batch();
-        let page = batch.create(LEN, PLACE);
+        let page = batch.create(LEN, PLACE).page();
         // What it leaves behind is in the way of everything that is long.
-        let other = batch.create(LEN + (12 << 20), PLACE);
+        let other = batch.create(LEN + (12 << 20), PLACE).page();
         batch.fill(page, 0, LEN, &[5]).fill(other, 0, 1, &[6]);
         let pages = store.commit(batch).unwrap().pages;
         // Staging that lies ready: to pin more of it may wait for all that a GPU has to do.
@@ -431,7 +431,7 @@ fn a_leased_page_in_host_memory_is_read_by_the_host_at_its_address() {
     let store = Store::open_on(Arc::new(SimDisk::new()), gpu, Options::default()).unwrap();
     for place in [Place::Pinned, Place::Host, Place::Unified, PLACE] {
         let mut batch = store.batch();
-        let page = batch.create(LEN, place);
+        let page = batch.create(LEN, place).page();
         batch.fill(page, 0, LEN, &[7, 9]);
         let page = store.commit(batch).unwrap().pages[0];
         let lease = store.lease(page).unwrap();
@@ -504,7 +504,7 @@ fn memory_of_the_callers_is_taken_where_the_driver_knows_it() {
     let disk = SimDisk::new();
     let store = Store::open_on(Arc::new(disk), gpu, Options::default()).unwrap();
     let mut batch = store.batch();
-    batch.create_from(vec![0; 4096], PLACE, None, Default::default());
+    batch.create_from(vec![0; 4096], PLACE);
     let page = store.commit(batch).unwrap().pages[0];
     for (place, content) in [(PLACE, 5), (Place::Pinned, 6)] {
         let memory = callers.allocate(place, 8192).unwrap();

@@ -164,7 +164,7 @@ fn an_image_of_a_batch_that_a_sync_did_not_write_is_noticed_at_the_next_open() {
     store.snapshot().unwrap();
     disk.skip_syncs(|point| matches!(point, SyncPoint::File(FileName::Pages(_))));
     let mut batch = store.batch();
-    batch.create_from(vec![7; 64 << 10], Place::Host, None, Default::default());
+    batch.create_from(vec![7; 64 << 10], Place::Host);
     store.commit(batch).unwrap();
     let left = killed(&disk);
     drop(store);

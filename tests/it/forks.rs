@@ -145,8 +145,8 @@ fn a_fork_goes_on_as_a_store_of_its_own() {
     let forked = open(&target).unwrap();
     assert_eq!(State::of(&forked), now);
     // Nothing leads to a state before the fork.
-    assert!(matches!(forked.restore_to(Lsn(lsn.0 - 1)), Err(Error::OutsideWindow { .. })));
-    forked.restore_to(lsn).unwrap();
+    assert!(matches!(forked.restore(&StatePoint::Lsn(Lsn(lsn.0 - 1))), Err(Error::OutsideWindow { .. })));
+    forked.restore(&StatePoint::Lsn(lsn)).unwrap();
     assert_eq!(State::of(&forked).contents, expected.contents);
 }
 

@@ -229,7 +229,7 @@ fn a_long_batch_of_deletes_takes_what_is_long_enough_of_the_reserve() {
     open().close().unwrap();
     let store = open();
     let mut batch = store.batch();
-    let pages: Vec<_> = (0..40_000).map(|_| batch.create(0, Place::Host)).collect();
+    let pages: Vec<_> = (0..40_000).map(|_| batch.create(0, Place::Host).page()).collect();
     let committed = store.commit(batch).unwrap();
     let pages: Vec<PageId> = pages.iter().map(|page| committed.pages[page.index()]).collect();
     (0..200).for_each(|_| _ = store.commit(noted(&store, 60_000)).unwrap());

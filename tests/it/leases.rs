@@ -10,7 +10,10 @@ use remanent::device::host::HostDevice;
 use remanent::device::{Command, CommandList, Device, Lane, RawStream, Span, StagingSpan};
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Ack, Budget, Error, Key, Lease, Options, PageId, Place, StatePoint, Store, View, WriteBatch};
+use remanent::{
+    Ack, Budget, Error, Key, Lease, Options, PageId, Place, SnapshotOptions, StatePoint, Store, View,
+    WriteBatch,
+};
 
 const LEN: u64 = 64;
 const PLACE: Place = Place::Device(0);
@@ -31,7 +34,7 @@ fn bench(device: LateDevice, options: Options) -> Bench {
     let (device, disk) = (Arc::new(device), SimDisk::new());
     let store = Store::open_on(Arc::new(disk.clone()), device.clone(), options).unwrap();
     let mut batch = store.batch();
-    let page = batch.create_with(LEN, PLACE, Some(Key::new("page").unwrap()), Default::default());
+    let page = batch.create(LEN, PLACE).key(Key::new("page").unwrap()).page();
     batch.fill(page, 0, LEN, &[1]);
     let page = store.commit(batch).unwrap().pages[0];
     Bench { device, disk, store, page }
@@ -203,7 +206,7 @@ fn a_page_that_goes_or_moves_leaves_its_memory_to_the_lease() {
             bench.device.wait(applied).unwrap();
             // New memory for whoever wants some: what is free is released first.
             let mut batch = store.batch();
-            let other = batch.create(LEN, PLACE);
+            let other = batch.create(LEN, PLACE).page();
             batch.fill(other, 0, LEN, &[7]);
             store.commit(batch).unwrap();
         });
@@ -295,10 +298,10 @@ fn a_restore_waits_for_no_lease() {
     bench.fill(2).unwrap();
     let lease = bench.store.lease(bench.page).unwrap();
     lease.on(stream).unwrap();
-    let restore = || bench.store.restore_to(remanent::Lsn(1));
+    let restore = || bench.store.restore(&StatePoint::Lsn(remanent::Lsn(1)));
     assert!(matches!(restore(), Err(Error::Leased { page }) if page == bench.page));
     assert!(matches!(
-        bench.elsewhere(|store, _| store.restore_to(remanent::Lsn(1))),
+        bench.elsewhere(|store, _| store.restore(&StatePoint::Lsn(remanent::Lsn(1)))),
         Err(Error::Leased { .. })
     ));
     assert_eq!((bench.store.lsn().0, bench.read()), (2, page_of(2)));
@@ -317,7 +320,7 @@ fn a_restore_waits_for_no_lease() {
 fn an_exact_snapshot_and_a_lease_keep_a_page_apart() {
     for delete in [false, true] {
         let bench = late_bench();
-        let snapshot = bench.store.snapshot_exact().unwrap();
+        let snapshot = bench.store.snapshot_with(SnapshotOptions::new().exact()).unwrap();
         bench.fill(2).unwrap();
         let (stream, seen) = (bench.device.stream(), Seen::default());
         let lease = bench.store.lease(bench.page).unwrap();
@@ -326,7 +329,7 @@ fn an_exact_snapshot_and_a_lease_keep_a_page_apart() {
         bench.device.hold(stream, true);
         let exact = bench.elsewhere(|store, page| {
             thread::scope(|scope| {
-                let exact = scope.spawn(|| store.snapshot_exact().unwrap());
+                let exact = scope.spawn(|| store.snapshot_with(SnapshotOptions::new().exact()).unwrap());
                 let mut batch = store.batch();
                 if delete {
                     batch.delete(page)
@@ -392,7 +395,7 @@ fn there_is_no_lease_on_a_page_that_is_not_there() {
         let error = bench.store.lease(PageId(77)).unwrap_err();
         assert!(matches!(error, Error::UnknownPage { page: PageId(77) }), "{error}");
     }
-    bench.store.restore_to(remanent::Lsn(1)).unwrap();
+    bench.store.restore(&StatePoint::Lsn(remanent::Lsn(1))).unwrap();
     let empty = bench.elsewhere(|store, _| {
         let mut batch = store.batch();
         batch.create(0, PLACE);

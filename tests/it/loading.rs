@@ -46,7 +46,7 @@ fn content(page: PageId, len: u64) -> Vec<u8> {
 fn write(store: &Store) -> SnapshotInfo {
     let mut batch = store.batch();
     for (page, len) in (1..).map(PageId).zip(LENS) {
-        batch.create_from(content(page, len), Place::Device(0), None, Default::default());
+        batch.create_from(content(page, len), Place::Device(0));
     }
     store.commit(batch).unwrap();
     store.snapshot().unwrap()

@@ -7,6 +7,7 @@ mod forward;
 
 mod background;
 mod beside;
+mod api;
 mod arrivals;
 mod audit;
 mod born;

@@ -12,7 +12,7 @@ use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::{Moment, Operation, SimDisk};
 use remanent::{
     Compression, Direction, Error, FileName, Lsn, Options, PageId, PageLoad, Place, Remedy, Result, Shadow,
-    SnapshotId, Store, UnloadedPages, Width,
+    SnapshotId, StatePoint, Store, UnloadedPages, Width,
 };
 use remanent_format::state::survey::Survey;
 
@@ -117,7 +117,7 @@ fn closed() -> SimDisk {
     let store = open(&disk, PageLoad::Eager).unwrap();
     for page in (1..=PAGES).map(PageId) {
         let mut batch = store.batch();
-        let new = batch.create(LEN, Place::Host);
+        let new = batch.create(LEN, Place::Host).page();
         batch.write(new, 0, &content(page));
         assert_eq!(store.commit(batch).unwrap().pages, [page]);
         store.snapshot().unwrap();
@@ -160,7 +160,7 @@ fn a_store_is_in_use_before_its_pages_are_loaded() {
     // What the log changed is there, and so is what is new.
     assert_eq!(read(&store, CHANGED).unwrap(), contents()[&CHANGED]);
     let mut batch = store.batch();
-    let page = batch.create(LEN, Place::Host);
+    let page = batch.create(LEN, Place::Host).page();
     batch.write(page, 0, &content(PageId(99)));
     let new = store.commit(batch).unwrap().pages[0];
     assert_eq!(read(&store, new).unwrap(), content(PageId(99)));
@@ -240,7 +240,7 @@ fn whoever_needs_a_page_waits_for_it() {
             assert_eq!((audit.pages, audit.changed.len()), (PAGES, 0));
             Ok(())
         }),
-        ("restore", |store| store.restore_from_snapshot(store.snapshots()[0].id).map(drop)),
+        ("restore", |store| store.restore(&StatePoint::Snapshot(store.snapshots()[0].id)).map(drop)),
         ("prune", |store| store.prune(&store.retention()).map(drop)),
     ];
     let disk = closed();
@@ -283,7 +283,7 @@ fn a_snapshot_waits_for_the_cold_pages_that_it_writes_again() {
     let store = Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options).unwrap();
     commit(&store, |batch| {
         for page in (1..=PAGES).map(PageId) {
-            let new = batch.create(LEN, Place::Host);
+            let new = batch.create(LEN, Place::Host).page();
             batch.write(new, 0, &content(page));
         }
     })
@@ -391,7 +391,7 @@ fn damage_takes_no_neighbour_along() {
     let store = open(&disk, PageLoad::Eager).unwrap();
     let mut batch = store.batch();
     for page in (1..=PAGES).map(PageId) {
-        let new = batch.create(LEN, Place::Host);
+        let new = batch.create(LEN, Place::Host).page();
         batch.write(new, 0, &content(page));
     }
     store.commit(batch).unwrap();
@@ -414,7 +414,7 @@ fn a_snapshot_that_nothing_records_is_loaded_at_once() {
     let disk = SimDisk::new();
     let store = open(&disk, PageLoad::Eager).unwrap();
     commit(&store, |batch| {
-        let new = batch.create(LEN, Place::Host);
+        let new = batch.create(LEN, Place::Host).page();
         batch.write(new, 0, &content(PageId(1)));
     })
     .unwrap();

@@ -19,7 +19,7 @@ const LEN: usize = 600;
 fn three_pages(store: &Store) -> Vec<PageId> {
     let mut batch = store.batch();
     for key in ["a", "b", "c"] {
-        batch.create_with(LEN as u64, Place::Host, Some(Key::new(key).unwrap()), Default::default());
+        batch.create(LEN as u64, Place::Host).key(Key::new(key).unwrap());
     }
     store.commit(batch).unwrap().pages
 }
@@ -373,13 +373,13 @@ fn a_restore_can_be_gone_back_on() {
         store.read(page, 0, &mut bytes).unwrap();
         bytes
     };
-    assert!(matches!(store.restore_to(lsns[0]), Err(Error::OutsideWindow { .. })));
-    store.restore_to(later[1]).unwrap();
+    assert!(matches!(store.restore(&StatePoint::Lsn(lsns[0])), Err(Error::OutsideWindow { .. })));
+    store.restore(&StatePoint::Lsn(later[1])).unwrap();
     assert_eq!(read(pages[0]), content(pages[0], later[1].0));
-    store.restore_to(later[4]).unwrap();
+    store.restore(&StatePoint::Lsn(later[4])).unwrap();
     assert_eq!(read(pages[2]), content(pages[2], later[4].0));
     let first = store.snapshots()[0].id;
-    store.restore_from_snapshot(first).unwrap();
+    store.restore(&StatePoint::Snapshot(first)).unwrap();
     assert_eq!(read(pages[1]), content(pages[1], lsns[5].0));
     assert_eq!(store.snapshots().len(), 4, "a restore retires no snapshot");
 }

@@ -8,7 +8,7 @@ use remanent::device::host::HostDevice;
 use remanent::device::{Command, CommandList, Lane, StagingSpan};
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Error, Lsn, Options, PageId, Place, Remedy, Store, WriteBatch};
+use remanent::{Error, Lsn, Options, PageId, Place, Remedy, StatePoint, Store, WriteBatch};
 
 const LEN: u64 = 64;
 const PLACE: Place = Place::Device(0);
@@ -18,7 +18,7 @@ fn late() -> (Arc<LateDevice>, Store, PageId) {
     let options = Options::default().segment_len(16 << 10).snapshot_log_bytes(None).snapshot_interval(None);
     let store = Store::open_on(Arc::new(SimDisk::new()), device.clone(), options).unwrap();
     let mut batch = store.batch();
-    let page = batch.create(LEN, PLACE);
+    let page = batch.create(LEN, PLACE).page();
     batch.fill(page, 0, LEN, &[1]);
     let page = store.commit(batch).unwrap().pages[0];
     (device, store, page)
@@ -90,7 +90,7 @@ fn what_would_take_a_pinned_page_elsewhere_is_refused() {
             "moved and back",
         );
         refused(store.lease(page).map(drop), "leased");
-        refused(store.restore_to(Lsn(1)).map(drop), "restored");
+        refused(store.restore(&StatePoint::Lsn(Lsn(1))).map(drop), "restored");
     };
     all();
     // A batch that is refused changes nothing; one that moves the page to where it is moves nothing.
@@ -101,12 +101,12 @@ fn what_would_take_a_pinned_page_elsewhere_is_refused() {
     drop(second);
     drop(store.lease(page).unwrap());
     commit(&store, |batch| _ = batch.move_to(page, Place::Pinned).resize(page, 2 * LEN)).unwrap();
-    store.restore_to(Lsn(1)).unwrap();
+    store.restore(&StatePoint::Lsn(Lsn(1))).unwrap();
     commit(&store, |batch| _ = batch.delete(page)).unwrap();
     let gone = store.pin(page).unwrap_err();
     assert!(matches!(gone, Error::UnknownPage { page: found } if found == page), "{gone}");
     // That came to nothing, and so left no pin.
-    assert!(store.restore_to(Lsn(2)).is_ok());
+    assert!(store.restore(&StatePoint::Lsn(Lsn(2))).is_ok());
 }
 
 #[test]

@@ -7,7 +7,9 @@ use std::thread;
 use remanent::device::host::HostDevice;
 use remanent::device::{CommandList, Device, Lane, MemoryId, Pending};
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Ack, Error, Key, LogIo, Lsn, Options, PageId, PageInfo, Place, Result, Store, Value};
+use remanent::{
+    Ack, Error, Key, LogIo, Lsn, Options, PageId, PageInfo, Place, Result, StatePoint, Store, Value,
+};
 
 use crate::faults::watched;
 
@@ -72,7 +74,7 @@ fn key(name: &str) -> Key {
 fn create(store: &Store, count: usize) -> Vec<PageId> {
     let mut batch = store.batch();
     for number in 0..count {
-        batch.create_with(LEN, Place::Host, (number == 0).then(|| key("first")), Default::default());
+        batch.create(LEN, Place::Host).optional_key((number == 0).then(|| key("first")));
     }
     let created = store.submit(batch).unwrap();
     created.wait(Ack::Applied).unwrap();
@@ -99,7 +101,7 @@ fn lookups_and_reads_of_other_pages_do_not_wait_for_the_applier() {
         device.shut(true);
         let mut batch = store.batch();
         batch.fill(pages[0], 0, LEN, &[9]).set_root("count", 1u64);
-        batch.create_with(5, Place::Host, Some(key("new")), Default::default());
+        batch.create(5, Place::Host).key(key("new"));
         let ticket = store.submit(batch).unwrap();
         ticket.wait(Ack::Logged).unwrap();
         // A caller that was told that it is logged sees it.
@@ -164,7 +166,7 @@ fn write_beside(store: &Store, pages: &[PageId], count: u64, beside: impl Fn() +
             let mut batch = store.batch();
             batch.set_root("count", count).delete(last);
             let len = 8 * (1 + count % 40_000);
-            let new = batch.create_with(len, Place::Host, Some(key("first")), Default::default());
+            let new = batch.create(len, Place::Host).key(key("first")).page();
             batch.fill(new, 0, len, &count.to_le_bytes());
             batch.resize(pages[1], len).fill(pages[1], 0, len, &count.to_le_bytes());
             batch.fill(pages[2], 0, LEN, &count.to_le_bytes());
@@ -287,10 +289,10 @@ fn a_restored_store_shows_the_old_state_to_every_lookup() {
     let before: Vec<PageInfo> = store.pages().unwrap().collect();
     let mut batch = store.batch();
     batch.fill(pages[1], 0, LEN, &[2]).delete(pages[0]).set_root("count", 2u64);
-    batch.create_with(1, Place::Host, Some(key("first")), Default::default());
+    batch.create(1, Place::Host).key(key("first"));
     let new = store.commit(batch).unwrap().pages[0];
     let view = store.view().unwrap();
-    store.restore_to(then).unwrap();
+    store.restore(&StatePoint::Lsn(then)).unwrap();
     // The view is of before the restore, and goes on so.
     assert_eq!((view.page_by_key(&key("first")).unwrap().page, count_of(&view.root())), (new, 2));
     drop(view);

@@ -27,7 +27,7 @@ fn open(disk: impl Disk, device: Arc<dyn Device>, segment_len: u64) -> Result<St
 /// some are longer than what is read ahead. Elements with gaps between their indices are staged apart.
 fn write(store: &Store, random: &mut Random, bytes: u64) -> Vec<(PageId, Vec<u8>)> {
     let mut batch = store.batch();
-    (0..PAGES).for_each(|_| _ = batch.create(PAGE_LEN, Place::Host));
+    (0..PAGES).for_each(|_| _ = batch.create(PAGE_LEN, Place::Host).page());
     let created = store.commit(batch).unwrap().pages;
     let mut pages: Vec<_> = created.into_iter().map(|page| (page, vec![0; PAGE_LEN as usize])).collect();
     let mut written = 0;

@@ -5,7 +5,9 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Create, Defect, Error, FileName, Lsn, Metadata, Options, PageInfo, Place, Seed, Store};
+use remanent::{
+    Create, Defect, Error, FileName, Lsn, Metadata, Options, PageInfo, Place, Seed, StatePoint, Store,
+};
 use remanent_format::frame::FRAME_HEADER_LEN;
 use remanent_format::limits::SECTOR_LEN;
 use remanent_format::log::frames_of_segment;
@@ -83,7 +85,7 @@ fn restored_with(options: Options) -> Victim {
     let options = options.reserve_bytes(0).snapshots_kept(3);
     let mut store = open_with(&disk, options.clone()).unwrap();
     let mut batch = store.batch();
-    (0..6).for_each(|_| _ = batch.create(600, Place::Host));
+    (0..6).for_each(|_| _ = batch.create(600, Place::Host).page());
     let pages = store.commit(batch).unwrap().pages;
     states.insert(store.lsn(), State::of(&store));
     for number in 0..36u8 {
@@ -106,7 +108,7 @@ fn restored_with(options: Options) -> Victim {
                 store = open_with(&disk, options.clone()).unwrap();
             }
             20 => {
-                store.restore_to(Lsn(12)).unwrap();
+                store.restore(&StatePoint::Lsn(Lsn(12))).unwrap();
                 states.insert(store.lsn(), State::of(&store));
             }
             _ => {}

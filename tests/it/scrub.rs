@@ -8,7 +8,9 @@ use std::time::Duration;
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
 use remanent::testing::sim_disk::{Moment, SimDisk};
-use remanent::{Damage, Error, FileName, Lsn, Metadata, Options, PageId, Place, SnapshotId, Store};
+use remanent::{
+    Damage, Error, FileName, Lsn, Options, PageId, Place, SnapshotId, SnapshotOptions, StatePoint, Store,
+};
 use remanent_format::frame::{FrameHeader, FrameKind};
 use remanent_format::image::ImageRef;
 use remanent_format::log::LogWalk;
@@ -41,7 +43,7 @@ impl Subject {
         let mut batch = store.batch();
         // As many as it takes for snapshots to follow each other.
         for seed in 0..PAGES {
-            let page = batch.create(1500, Place::Host);
+            let page = batch.create(1500, Place::Host).page();
             batch.write(page, 0, &noise(seed, 1500));
         }
         let pages = store.commit(batch).unwrap().pages;
@@ -63,10 +65,10 @@ impl Subject {
     /// to an image file.
     fn with_restore() -> Self {
         let subject = Self::new();
-        subject.store.restore_to(subject.store.lsn()).unwrap();
+        subject.store.restore(&StatePoint::Lsn(subject.store.lsn())).unwrap();
         subject.commit(3, 10);
         let mut batch = subject.store.batch();
-        batch.create_from(noise(11, 6000), Place::Host, None, Metadata::new());
+        batch.create_from(noise(11, 6000), Place::Host);
         subject.store.commit(batch).unwrap();
         subject.commit(3, 12);
         subject.store.wait_durable(subject.store.lsn()).unwrap();
@@ -390,7 +392,7 @@ fn what_found_no_room_to_be_mended_is_mended_by_the_next_scrub() {
 #[test]
 fn a_named_snapshot_stays_as_it_is() {
     let subject = Subject::new();
-    let named = subject.store.snapshot_named("then").unwrap();
+    let named = subject.store.snapshot_with(SnapshotOptions::new().name("then")).unwrap();
     let image = subject.image_of(subject.pages[0]);
     subject.flip(FileName::Pages(image.file), image.offset);
     let scrubbed = subject.store.scrub().unwrap();

@@ -13,7 +13,9 @@ use remanent::device::{
 use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{DeviceChoice, Error, Options, PageId, Place, Remedy, Store, Width};
+use remanent::{
+    DeviceChoice, Error, Options, PageId, Place, Remedy, SnapshotOptions, StatePoint, Store, Width,
+};
 
 use crate::faults::Gauge;
 use crate::gpu::{self, Caller};
@@ -84,7 +86,7 @@ fn bytes(store: &Store, page: PageId) -> Vec<u8> {
 /// Batches that change pages of both devices, together and by turns, in every way; what the pages hold then.
 fn work(store: &Store) -> Vec<(PageId, Vec<u8>)> {
     let mut batch = store.batch();
-    let new: Vec<_> = [0, 1, 0, 1].map(|slot| batch.create(LEN, Place::Device(slot))).into();
+    let new: Vec<_> = [0, 1, 0, 1].map(|slot| batch.create(LEN, Place::Device(slot)).page()).into();
     for (number, page) in (1..).zip(&new) {
         batch.fill(*page, 0, LEN, &[number]);
     }
@@ -101,7 +103,7 @@ fn work(store: &Store) -> Vec<(PageId, Vec<u8>)> {
             store.snapshot().unwrap();
         }
         if round % 7 == 0 {
-            store.snapshot_exact().unwrap();
+            store.snapshot_with(SnapshotOptions::new().exact()).unwrap();
         }
     }
     let mut batch = store.batch();
@@ -120,7 +122,7 @@ fn pages_of_several_devices_change_together_and_come_back_on_any() {
         let store = open(&disk, &pair).unwrap();
         let pages = work(&store);
         assert_eq!(pages, on_one, "on {}", pair.label());
-        store.restore_to(remanent::Lsn(9)).unwrap();
+        store.restore(&StatePoint::Lsn(remanent::Lsn(9))).unwrap();
         let restored = bytes(&store, pages[0].0);
         drop(store);
         for device in [host(), pair.clone(), two_of(host(), late(3))] {
@@ -159,7 +161,7 @@ fn slots_are_bound_at_open() {
     let store = Store::open(directory.path(), two).unwrap();
     assert_eq!(store.recovered().device, "host and host");
     let mut batch = store.batch();
-    let page = batch.create(4, Place::Device(1));
+    let page = batch.create(4, Place::Device(1)).page();
     batch.write(page, 0, b"kept");
     let page = store.commit(batch).unwrap().pages[0];
     drop(store);
@@ -301,7 +303,7 @@ fn a_lease_on_the_second_device_waits_for_nobody() {
     let pair = two_of(Arc::new(LateDevice::new(host())), second.clone());
     let store = open(&SimDisk::new(), &pair).unwrap();
     let mut batch = store.batch();
-    let page = batch.create(8, Place::Device(1));
+    let page = batch.create(8, Place::Device(1)).page();
     batch.fill(page, 0, 8, &[1]);
     let page = store.commit(batch).unwrap().pages[0];
     let lease = store.lease(page).unwrap();
@@ -343,7 +345,7 @@ fn a_fault_of_one_device_stops_the_store_and_another_one_takes_its_place() {
         let disk = SimDisk::new();
         let store = open(&disk, &pair).unwrap();
         let mut batch = store.batch();
-        let new = [0, 1].map(|slot| batch.create(LEN, Place::Device(slot)));
+        let new = [0, 1].map(|slot| batch.create(LEN, Place::Device(slot)).page());
         batch.fill(new[0], 0, LEN, &[1]).fill(new[1], 0, LEN, &[1]);
         let pages = store.commit(batch).unwrap().pages;
         assert_eq!(bytes(&store, pages[1]), [1; LEN as usize]);

@@ -50,7 +50,7 @@ fn one_changed_element_in_a_hundred_costs_little_more_than_itself() {
         [(Width::W4, 1 << 20), (Width::W4, 8 << 20), (Width::W2, 1 << 20), (Width::W2, 8 << 20)]
     {
         let mut batch = store.batch();
-        let page = batch.create(page_len, Place::Host);
+        let page = batch.create(page_len, Place::Host).page();
         let page = store.commit(batch).map(|committed| committed.pages[page.index()]).unwrap();
         let elements = page_len as u32 / width.bytes() as u32;
         let indices: Vec<u32> = (0..elements).filter(|_| random.below(100) == 0).collect();

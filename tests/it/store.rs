@@ -6,7 +6,8 @@ use std::sync::Arc;
 
 use remanent::disk::dir::{DirDisk, DirReader};
 use remanent::{
-    Ack, Error, FileName, Folder, Key, Lsn, Metadata, Options, PageId, Place, SnapshotId, Store, Value, Width,
+    Ack, Error, FileName, Folder, Key, Lsn, Metadata, Options, PageId, Place, SnapshotId, StatePoint, Store,
+    Value, Width,
 };
 use remanent_format::state::survey::Survey;
 
@@ -30,7 +31,7 @@ fn every_operation_survives_reopening() {
     let store = Store::open(directory.path(), small()).unwrap();
     let mut batch = store.batch();
     let metadata = Metadata::from([("dtype".to_owned(), Value::from("bf16"))]);
-    let page = batch.create_with(64, Place::Device(0), Some(key("weights")), metadata);
+    let page = batch.create(64, Place::Device(0)).key(key("weights")).metadata(metadata).page();
     batch.create(10, Place::Host);
     batch.write(page, 0, &[1; 16]);
     batch.write_masked(page, 16, Width::W2, &[0b0000_0101], &[9; 16]);
@@ -85,7 +86,7 @@ fn every_operation_survives_reopening() {
 fn a_refused_batch_changes_nothing() {
     let store = Store::temporary(small()).unwrap();
     let mut batch = store.batch();
-    let page = batch.create_with(8, Place::Host, Some(key("a")), Metadata::new());
+    let page = batch.create(8, Place::Host).key(key("a")).page();
     let page =
         store.commit(batch).map(|done| done.pages[0]).unwrap_or_else(|error| panic!("{error} {page:?}"));
     let before = (store.pages().unwrap().collect::<Vec<_>>(), store.lsn());
@@ -115,7 +116,7 @@ fn a_refused_batch_changes_nothing() {
     });
     assert!(matches!(twice, Error::InvalidOperation { index: 1, .. }), "{twice}");
     let key_taken = refuse(&|batch| {
-        batch.create_with(1, Place::Host, Some(key("a")), Metadata::new());
+        batch.create(1, Place::Host).key(key("a"));
     });
     assert!(matches!(key_taken, Error::KeyTaken { .. }), "{key_taken}");
     let conflict = refuse(&|batch| {
@@ -204,16 +205,16 @@ fn a_restore_goes_back_by_going_forward() {
     let directory = tempfile::tempdir().unwrap();
     let store = Store::open(directory.path(), small()).unwrap();
     let mut batch = store.batch();
-    let (a, b) = (batch.create(100, Place::Host), batch.create(50, Place::Host));
+    let (a, b) = (batch.create(100, Place::Host).page(), batch.create(50, Place::Host).page());
     batch.write(a, 0, &[1; 100]).write(b, 0, &[2; 50]).set_root("step", 1u64);
     let pages = store.commit(batch).unwrap().pages;
     let snapshot = store.snapshot().unwrap();
     let mut batch = store.batch();
     batch.write(pages[0], 0, &[9; 10]).delete(pages[1]).set_root("step", 2u64);
-    let late = batch.create(5, Place::Host);
+    let late = batch.create(5, Place::Host).page();
     let late = (store.commit(batch).unwrap().pages[0], late).0;
 
-    let position = store.restore_from_snapshot(snapshot.id).unwrap();
+    let position = store.restore(&StatePoint::Snapshot(snapshot.id)).unwrap();
     assert_eq!(position.lsn, Lsn(3));
     let check = |store: &Store| {
         assert_eq!(bytes(store, pages[0]), [1; 100]);
@@ -229,7 +230,7 @@ fn a_restore_goes_back_by_going_forward() {
     let mut batch = store.batch();
     batch.create(1, Place::Host);
     assert!(store.commit(batch).unwrap().pages[0] > late, "an id was used again");
-    assert!(matches!(store.restore_from_snapshot(SnapshotId(99)), Err(Error::NoSnapshot { .. })));
+    assert!(matches!(store.restore(&StatePoint::Snapshot(SnapshotId(99))), Err(Error::NoSnapshot { .. })));
 }
 
 #[test]
@@ -238,7 +239,7 @@ fn a_frame_longer_than_a_segment_gets_its_own() {
     let store = Store::open(directory.path(), small()).unwrap();
     let content: Vec<u8> = (0..100_000u32).map(|at| at as u8).collect();
     let mut batch = store.batch();
-    let page = batch.create(100_000, Place::Host);
+    let page = batch.create(100_000, Place::Host).page();
     batch.write(page, 0, &content);
     let page = store.commit(batch).unwrap().pages[0];
     let mut batch = store.batch();
@@ -257,7 +258,7 @@ fn the_pure_rebuild_agrees_with_recovery() {
     let directory = tempfile::tempdir().unwrap();
     let store = Store::open(directory.path(), small()).unwrap();
     let mut batch = store.batch();
-    let page = batch.create(30, Place::Host);
+    let page = batch.create(30, Place::Host).page();
     batch.write(page, 3, b"abc");
     let page = store.commit(batch).unwrap().pages[0];
     let mut batch = store.batch();
@@ -282,9 +283,9 @@ fn a_new_page_is_no_page_in_another_batch() {
     let store = Store::temporary(Options::default().segment_len(64 << 10)).unwrap();
     let mut first = store.batch();
     first.create(4, Place::Host);
-    let of_first = first.create(4, Place::Host);
+    let of_first = first.create(4, Place::Host).page();
     let mut second = store.batch();
-    let of_second = [(); 2].map(|()| second.create(4, Place::Host));
+    let of_second = [(); 2].map(|()| second.create(4, Place::Host).page());
     assert_eq!(of_first.index(), of_second[1].index());
     second.write(of_first, 0, b"lost");
     assert!(matches!(store.commit(second), Err(Error::UnknownPage { .. })));

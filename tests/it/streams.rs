@@ -24,7 +24,7 @@ fn options() -> Options {
 fn store(place: Place) -> (Store, PageId) {
     let store = Store::temporary(options()).unwrap();
     let mut batch = store.batch();
-    let page = batch.create(LEN, place);
+    let page = batch.create(LEN, place).page();
     batch.fill(page, 0, LEN, &[1]);
     let page = store.commit(batch).unwrap().pages[0];
     (store, page)
@@ -73,7 +73,7 @@ fn a_stream_that_stands_still_holds_up_nobody_and_sees_what_it_leased() {
             fill(&store, page, 11);
             // New memory for whoever wants some: not that which the stream has yet to read.
             let mut batch = store.batch();
-            let other = batch.create(LEN, place);
+            let other = batch.create(LEN, place).page();
             batch.fill(other, 0, LEN, &[77]);
             store.commit(batch).unwrap();
             store.snapshot().unwrap();
@@ -145,7 +145,7 @@ fn a_graph_that_is_being_captured_survives_the_store_beside_it() {
     // Everything that the store does, on this thread and on another: memory, copies, fences, streams.
     let work = |store: &Store| {
         let mut batch = store.batch();
-        let other = batch.create(LEN, PLACE);
+        let other = batch.create(LEN, PLACE).page();
         batch.fill(other, 0, LEN, &[9]);
         let other = store.commit(batch).unwrap().pages[0];
         assert_eq!(read(store, other), 9);
@@ -198,7 +198,7 @@ fn a_store_moves_between_the_gpu_and_the_host() {
         }
         let mut batch = store.batch();
         for place in [PLACE, Place::Host] {
-            let page = batch.create(LEN, place);
+            let page = batch.create(LEN, place).page();
             pages.push(PageId(0));
             batch.fill(page, 0, LEN, &[pages.len() as u8]);
         }
@@ -218,7 +218,7 @@ fn a_kernel_that_writes_to_a_page_is_found_by_an_audit() {
         let (store, page) = store(place);
         store.snapshot().unwrap();
         let mut batch = store.batch();
-        let second = batch.create(3 * LEN, place);
+        let second = batch.create(3 * LEN, place).page();
         batch.fill(second, 0, LEN, &[2]);
         let second = store.commit(batch).unwrap().pages[0];
         assert_eq!(store.audit().unwrap().changed, []);

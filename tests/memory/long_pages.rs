@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use remanent::{Options, PageId, Place, Store};
+use remanent::{Options, PageId, Place, StatePoint, Store};
 
 use crate::allocator::{alone, peak};
 
@@ -86,7 +86,7 @@ fn life(content: Content) {
         batch.write(page, at, &[content.byte(at) ^ 1]);
         store.commit(batch).unwrap();
     }
-    let (restored, taken) = peak(|| store.restore_from_snapshot(snapshot.id).map(drop));
+    let (restored, taken) = peak(|| store.restore(&StatePoint::Snapshot(snapshot.id)).map(drop));
     restored.unwrap();
     assert_bounded("a restore", content, taken, 0);
     check(&store, page, content);

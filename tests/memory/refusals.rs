@@ -9,8 +9,8 @@ use std::sync::LazyLock;
 use std::time::Duration;
 
 use remanent::{
-    Error, FollowFrom, Follower, Options, PageId, PageLoad, Place, Replica, Result, SnapshotId, StatePoint,
-    Store, Width,
+    Error, FollowFrom, Follower, Options, PageId, PageLoad, Place, Replica, Result, SnapshotId,
+    SnapshotOptions, StatePoint, Store, Width,
 };
 
 use crate::allocator::{alone, refuse};
@@ -103,8 +103,8 @@ const OPERATIONS: [(&str, Operation); 12] = [
         store.commit(batch).map(drop)
     }),
     ("snapshot", |store, _, _, _| store.snapshot().map(drop)),
-    ("exact snapshot", |store, _, _, _| store.snapshot_exact().map(drop)),
-    ("restore", |store, _, _, _| store.restore_from_snapshot(SnapshotId(1)).map(drop)),
+    ("exact snapshot", |store, _, _, _| store.snapshot_with(SnapshotOptions::new().exact()).map(drop)),
+    ("restore", |store, _, _, _| store.restore(&StatePoint::Snapshot(SnapshotId(1))).map(drop)),
     ("scrub", |store, _, _, _| store.scrub().map(drop)),
     ("audit", |store, _, _, _| store.audit().map(drop)),
     ("read", |store, _, _, _| store.read_to_vec(PageId(1)).map(drop)),
@@ -134,7 +134,7 @@ fn case() {
         "follower" => refuse(number, || {
             let mut replica = Replica::from_snapshot(directory)?;
             let mut follower = Follower::open(directory, FollowFrom::Position(replica.position()))?;
-            while let Some(batch) = follower.next_within(Duration::ZERO)? {
+            while let Some(batch) = follower.next(Duration::ZERO)? {
                 replica.apply(&batch)?;
             }
             Ok(())

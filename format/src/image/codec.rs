@@ -118,3 +118,9 @@ pub(crate) fn decompress_from(
 fn compression(error: std::io::Error) -> Defect {
     Defect::Compression(error.to_string())
 }
+
+impl std::fmt::Debug for Compressor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Compressor").finish_non_exhaustive()
+    }
+}

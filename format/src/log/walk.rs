@@ -436,3 +436,13 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         })
     }
 }
+
+impl<B> std::fmt::Debug for LogWalk<'_, B> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("LogWalk")
+            .field("point", &self.point)
+            .field("accepted", &self.accepted)
+            .field("mark", &self.mark)
+            .finish_non_exhaustive()
+    }
+}

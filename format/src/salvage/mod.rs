@@ -210,3 +210,9 @@ impl<'s> Salvage<'s> {
         State { base: None, table, point: LogPoint { lsn, ..point }, is_whole: false }
     }
 }
+
+impl std::fmt::Debug for Salvage<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Salvage").field("page_bytes_max", &self.page_bytes_max).finish_non_exhaustive()
+    }
+}

@@ -301,3 +301,13 @@ impl Survey {
         Ok(manifest)
     }
 }
+
+impl std::fmt::Debug for StateWalk<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("StateWalk")
+            .field("start", &self.start)
+            .field("batches", &self.batches)
+            .field("bytes", &self.bytes)
+            .finish_non_exhaustive()
+    }
+}

@@ -391,3 +391,9 @@ impl Device for CudaDevice {
         None
     }
 }
+
+impl std::fmt::Debug for CudaDevice {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("CudaDevice").field("device", &self.label()).finish_non_exhaustive()
+    }
+}

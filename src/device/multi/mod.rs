@@ -429,3 +429,9 @@ impl Device for MultiDevice {
         Err(refused.expect("at least one device was asked"))
     }
 }
+
+impl std::fmt::Debug for MultiDevice {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("MultiDevice").field("device", &self.label()).finish_non_exhaustive()
+    }
+}

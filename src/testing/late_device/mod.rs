@@ -383,3 +383,9 @@ impl Device for LateDevice {
 fn poison(staging: &mut [Staging], span: StagingSpan) {
     staging[span.index][span.offset..][..span.len].fill(POISON);
 }
+
+impl std::fmt::Debug for LateDevice {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("LateDevice").field("device", &self.label()).finish_non_exhaustive()
+    }
+}

@@ -61,7 +61,7 @@ impl WriteBatch {
     /// let memory = store.device_bytes(16, Place::Device(0))?;
     /// memory.write(0, b"made by a kernel")?; // which would use `memory.address()`
     /// let mut batch = store.batch();
-    /// let page = batch.create(4096, Place::Device(0));
+    /// let page = batch.create(4096, Place::Device(0)).page();
     /// batch.write_device(page, 100, &memory);
     /// let committed = store.commit(batch)?;
     ///

@@ -266,7 +266,7 @@ impl WriteBatch {
     /// use remanent::{Options, Place, Store};
     /// let store = Store::temporary(Options::default())?;
     /// let mut batch = store.batch();
-    /// let page = batch.create(8, Place::Host);
+    /// let page = batch.create(8, Place::Host).page();
     /// batch.write(page, 0, &[7; 8]);
     /// let page = store.commit(batch)?.pages[0];
     ///

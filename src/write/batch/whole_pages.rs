@@ -150,12 +150,10 @@ mod tests {
         let rows: &[(&str, &[usize], Build)] = &[
             ("an old page", &[0], |b| _ = b.write(OLD, 0, &[1; LEN])),
             ("a new page", &[1], |b| {
-                let page = b.create(LEN as u64, Place::Host);
+                let page = b.create(LEN as u64, Place::Host).page();
                 b.write(page, 0, &[1; LEN]);
             }),
-            ("a page from bytes", &[1], |b| {
-                _ = b.create_from([1; LEN], Place::Host, None, Default::default())
-            }),
+            ("a page from bytes", &[1], |b| _ = b.create_from([1; LEN], Place::Host).page()),
             ("metadata beside it", &[1], |b| {
                 b.set_metadata(OLD, "a", 1u64).write(OLD, 0, &[1; LEN]).set_metadata(OLD, "b", 2u64);
             }),
@@ -166,7 +164,7 @@ mod tests {
             ("resized after", &[], |b| _ = b.write(OLD, 0, &[1; LEN]).resize(OLD, LEN as u64)),
             ("resized to another length", &[], |b| _ = b.resize(OLD, 9).write(OLD, 0, &[1; LEN])),
             ("too short", &[], |b| {
-                let page = b.create(LEN as u64 - 1, Place::Host);
+                let page = b.create(LEN as u64 - 1, Place::Host).page();
                 b.write(page, 0, &[1; LEN - 1]).write(OLD, 1, &[1; LEN - 1]);
             }),
             ("not at the start", &[], |b| _ = b.write(OLD, 1, &[1; LEN])),

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use remanent::Compression;
 use remanent::testing::sim_disk::SimDisk;
+use remanent::{Compression, SnapshotOptions};
 use remanent_format::manifest::ManifestEntry;
 
 use super::*;
@@ -69,7 +69,7 @@ fn life(
     store.commit(batch).unwrap();
     commit(&store, page, &versions, |batch| _ = batch.write(page, 0, content));
     if exact {
-        store.snapshot_exact().unwrap();
+        store.snapshot_with(SnapshotOptions::new().exact()).unwrap();
     } else {
         store.snapshot().unwrap();
     }

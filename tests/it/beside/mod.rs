@@ -12,7 +12,10 @@ use remanent::disk::Disk;
 use remanent::disk::dir::{DirDisk, DirReader};
 use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
-use remanent::{Ack, Budget, Error, Lsn, Metadata, Options, PageId, Place, Result, SnapshotPhase, Store};
+use remanent::{
+    Ack, Budget, Error, Lsn, Metadata, Options, PageId, Place, Result, SnapshotOptions, SnapshotPhase,
+    StatePoint, Store,
+};
 use remanent_format::image::read::read_image;
 use remanent_format::state::survey::Survey;
 
@@ -127,7 +130,7 @@ fn a_restore_of_many_tiny_pages_fills_several_chunks() {
     let snapshot = store.snapshot().unwrap();
     assert!(snapshot.redo < snapshot.end, "{snapshot:?}");
     fill(&store, 2);
-    store.restore_from_snapshot(snapshot.id).unwrap();
+    store.restore(&StatePoint::Snapshot(snapshot.id)).unwrap();
     let check = |store: &Store, step| {
         for page in (1..=COUNT as u64).step_by(step).chain([COUNT as u64]) {
             assert_eq!(bytes(store, PageId(page)), (page ^ 1 << 32).to_le_bytes(), "page {page}");
@@ -171,7 +174,7 @@ fn an_exact_snapshot_is_the_state_of_one_moment() {
     });
     let mut batch = store.batch();
     for page in 1..=COUNT {
-        let page = batch.create(if page % 50 == 0 { 0 } else { LEN as u64 }, Place::Host);
+        let page = batch.create(if page % 50 == 0 { 0 } else { LEN as u64 }, Place::Host).page();
         batch.set_metadata(page, "as", "it was");
     }
     store.commit(batch).unwrap();
@@ -185,7 +188,7 @@ fn an_exact_snapshot_is_the_state_of_one_moment() {
     let before = state(&store);
     let used = store.stats().places;
 
-    let snapshot = store.snapshot_exact().unwrap();
+    let snapshot = store.snapshot_with(SnapshotOptions::new().exact()).unwrap();
     assert_eq!((snapshot.redo, snapshot.end), (Lsn(2), Lsn(2)), "{snapshot:?}");
     assert!(store.lsn() > Lsn(5), "it was interrupted often enough");
     assert_eq!(store.stats().snapshots.pages_done, COUNT);
@@ -217,7 +220,7 @@ fn an_exact_snapshot_is_the_state_of_one_moment() {
     drop(store);
     let store = Store::open(directory.path(), Options::default()).unwrap();
     assert!(state(&store) == now);
-    store.restore_from_snapshot(snapshot.id).unwrap();
+    store.restore(&StatePoint::Snapshot(snapshot.id)).unwrap();
     let restored = state(&store);
     let old = images.iter().map(|(page, _, place, metadata, bytes)| (page, place, metadata, bytes));
     let restored = restored.0.iter();
@@ -245,7 +248,7 @@ fn an_exact_snapshot_without_room_for_copies_changes_nothing() {
         batch.create(len, Place::Host);
     }
     store.commit(batch).unwrap();
-    let refused = store.snapshot_exact().unwrap_err();
+    let refused = store.snapshot_with(SnapshotOptions::new().exact()).unwrap_err();
     assert!(matches!(refused, Error::OverBudget { place: Place::Host, asked: LAST, .. }), "{refused}");
     let stats = store.stats().snapshots;
     assert_eq!((stats.taken, stats.failed, stats.phase), (0, 1, SnapshotPhase::Idle));
@@ -270,7 +273,7 @@ fn gathered_pages_count_in_the_budget() {
     });
     let pages = |store: &Store, count| {
         let mut batch = store.batch();
-        (0..count).for_each(|_| _ = batch.create(50_000, Place::Host));
+        (0..count).for_each(|_| _ = batch.create(50_000, Place::Host).page());
         store.commit(batch).unwrap();
     };
     pages(&store, 60);
@@ -295,7 +298,7 @@ fn gathered_pages_count_in_the_budget() {
     let mut batch = store.batch();
     (1..=60_u8).for_each(|number| _ = batch.fill(PageId(number.into()), 0, 50_000, &[number]));
     store.commit(batch).unwrap();
-    let exact = store.snapshot_exact().unwrap();
+    let exact = store.snapshot_with(SnapshotOptions::new().exact()).unwrap();
     assert_eq!((exact.pages, exact.redo), (70, exact.end));
     let usage = store.stats().places[0].1;
     assert_eq!((usage.peak_bytes, usage.used()), (3_500_000, 3_500_000));
@@ -317,7 +320,7 @@ fn a_batch_that_fits_is_not_refused_beside_snapshots() {
         .budget(Budget::default().with(Place::Host, 7 * LEN + LONG));
     let store = Store::open(directory.path(), options).unwrap();
     let mut batch = store.batch();
-    (0..7).for_each(|_| _ = batch.create(LEN, Place::Host));
+    (0..7).for_each(|_| _ = batch.create(LEN, Place::Host).page());
     store.commit(batch).unwrap();
     let done = AtomicBool::new(false);
     std::thread::scope(|scope| {

@@ -117,7 +117,7 @@ fn catch_up(disk: &Arc<dyn Disk>, replica: &mut Replica, line: &Line) -> Result<
         Err(error) => return ended(error),
     };
     loop {
-        let batch = match follower.next_within(Duration::ZERO) {
+        let batch = match follower.next(Duration::ZERO) {
             Ok(Some(batch)) => batch,
             Ok(None) => return Ok(End::UpToDate),
             Err(error) => return ended(error),

@@ -53,7 +53,13 @@ pub fn batch(store: &Store, acts: &[Act]) -> WriteBatch {
         };
         match act {
             Act::Create { len, key, metadata } => {
-                new.push(batch.create_with(*len as u64, Place::Host, key.clone(), metadata.clone()));
+                new.push(
+                    batch
+                        .create(*len as u64, Place::Host)
+                        .optional_key(key.clone())
+                        .metadata(metadata.clone())
+                        .page(),
+                );
             }
             Act::Clone { source } => {
                 let source = at(source);

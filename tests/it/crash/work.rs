@@ -8,8 +8,8 @@ use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
 use remanent::testing::sim_disk::{Crash, Moment, SimDisk};
 use remanent::{
-    Ack, Error, Key, Lsn, Metadata, Options, PageId, Position, Replica, SnapshotId, SnapshotInfo, StatePoint,
-    Store, Value, View, Width,
+    Ack, Error, Key, Lsn, Metadata, Options, PageId, Position, Replica, SnapshotId, SnapshotInfo,
+    SnapshotOptions, StatePoint, Store, Value, View, Width,
 };
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 
@@ -361,14 +361,14 @@ impl Driver {
 
     /// Takes a snapshot, and does not wait until it is verified.
     pub fn publish(&self, store: &Store) -> Result<SnapshotInfo, Error> {
-        let info = store.publish_snapshot()?;
+        let info = store.snapshot_with(SnapshotOptions::new().only_published())?;
         self.acked(Ack::Durable, info.end);
         Ok(info)
     }
 
     /// Takes an exact snapshot: alone, it is the state of its batch.
     pub fn snapshot_exact(&self, store: &Store) -> Result<SnapshotInfo, Error> {
-        let info = store.snapshot_exact()?;
+        let info = store.snapshot_with(SnapshotOptions::new().exact())?;
         assert_eq!(info.redo, info.end);
         self.acked(Ack::Durable, info.end);
         let options =
@@ -382,7 +382,7 @@ impl Driver {
 
     /// Takes a snapshot that stays until its name is given up.
     pub fn snapshot_named(&self, store: &Store, name: &str) -> Result<SnapshotInfo, Error> {
-        let info = store.snapshot_named(name)?;
+        let info = store.snapshot_with(SnapshotOptions::new().name(name))?;
         self.acked(Ack::Durable, info.end);
         Ok(info)
     }
@@ -416,12 +416,12 @@ impl Driver {
 
     pub fn restore(&self, store: &Store, snapshot: SnapshotInfo) -> Result<(), Error> {
         let SnapshotInfo { id, end, .. } = snapshot;
-        self.restored(store, end.0, || store.restore_from_snapshot(SnapshotId(id.0)))
+        self.restored(store, end.0, || store.restore(&StatePoint::Snapshot(SnapshotId(id.0))))
     }
 
     /// Goes back to the state behind a batch.
     pub fn restore_to(&self, store: &Store, to: u64) -> Result<(), Error> {
-        self.restored(store, to, || store.restore_to(Lsn(to)))
+        self.restored(store, to, || store.restore(&StatePoint::Lsn(Lsn(to))))
     }
 
     /// Written down before it is done: one that fails may all the same be in the log.

@@ -97,12 +97,10 @@ impl Victim {
         let mut store = open_victim(&disk);
         let mut batch = store.batch();
         let key = Key::new("weights").unwrap();
-        batch.create_with(
-            2000,
-            Place::Host,
-            Some(key),
-            Metadata::from([("dtype".to_owned(), "bf16".into())]),
-        );
+        batch
+            .create(2000, Place::Host)
+            .key(key)
+            .metadata(Metadata::from([("dtype".to_owned(), "bf16".into())]));
         for len in [700, 0, 300] {
             batch.create(len, Place::Device(0));
         }

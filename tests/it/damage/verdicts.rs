@@ -8,7 +8,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use remanent::disk::Disk;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Damage, Error, FileName, Lsn, PageId, Place, RecoveryReport, StatePoint, Store, View};
+use remanent::{
+    Damage, Error, FileName, Lsn, PageId, Place, RecoveryReport, SnapshotOptions, StatePoint, Store, View,
+};
 use remanent_format::judge::{ImageProofs, Verdict, judge};
 use remanent_format::limits::SECTOR_LEN;
 use remanent_format::state::survey::Survey;
@@ -112,7 +114,7 @@ impl Work {
     }
 
     fn restore_to(&mut self, lsn: Lsn) {
-        self.store.restore_to(lsn).unwrap();
+        self.store.restore(&StatePoint::Lsn(lsn)).unwrap();
         self.note();
     }
 
@@ -131,7 +133,7 @@ impl Work {
 fn named() -> Subject {
     let mut work = Work::new();
     work.commit(3);
-    work.store.snapshot_named("good").unwrap();
+    work.store.snapshot_with(SnapshotOptions::new().name("good")).unwrap();
     work.commit(4);
     work.close("a named snapshot, and more log")
 }
@@ -139,7 +141,7 @@ fn named() -> Subject {
 fn named_and_newer() -> Subject {
     let mut work = Work::new();
     work.commit(3);
-    work.store.snapshot_named("good").unwrap();
+    work.store.snapshot_with(SnapshotOptions::new().name("good")).unwrap();
     for _ in 0..4 {
         work.commit(3);
         work.store.snapshot().unwrap();
@@ -153,7 +155,7 @@ fn exact() -> Subject {
     work.commit(3);
     work.store.snapshot().unwrap();
     work.commit(3);
-    work.store.snapshot_exact().unwrap();
+    work.store.snapshot_with(SnapshotOptions::new().exact()).unwrap();
     work.commit(2);
     work.close("an exact snapshot behind another one")
 }
@@ -161,7 +163,7 @@ fn exact() -> Subject {
 fn restored() -> Subject {
     let mut work = Work::new();
     let good = work.commit(3);
-    work.store.snapshot_named("before").unwrap();
+    work.store.snapshot_with(SnapshotOptions::new().name("before")).unwrap();
     work.commit(3);
     work.restore_to(good);
     work.commit(2);
@@ -208,7 +210,7 @@ fn reopened() -> Subject {
     work = work.reopen();
     work.commit(2);
     work = work.reopen();
-    work.store.snapshot_named("late").unwrap();
+    work.store.snapshot_with(SnapshotOptions::new().name("late")).unwrap();
     work.commit(1);
     work = work.reopen();
     work.close("several incarnations")

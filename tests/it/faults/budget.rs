@@ -1,7 +1,7 @@
 //! Budgets, and memory that runs out: exact figures, and nothing changed.
 
 use remanent::disk::Disk;
-use remanent::{Budget, FileName, SnapshotId, View};
+use remanent::{Budget, FileName, SnapshotId, StatePoint, View};
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 use remanent_format::state::survey::Survey;
 
@@ -86,7 +86,7 @@ fn recovery_refuses_a_final_table_over_the_budget_before_it_allocates() {
     assert_eq!(allocated(&store), (400, 2));
 
     // Nor does a restore go over it.
-    over_budget(store.restore_from_snapshot(SnapshotId(1)), (1900, 400, 400));
+    over_budget(store.restore(&StatePoint::Snapshot(SnapshotId(1))), (1900, 400, 400));
     assert_eq!((store.lsn().0, allocated(&store)), (2, (400, 2)));
     let mut batch = store.batch();
     batch.set_root("goes", "on");

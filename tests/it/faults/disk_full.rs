@@ -167,7 +167,7 @@ fn deletes(segment_len: u64, batches: usize, deletes: usize, free: u64) {
     let options = small().segment_len(segment_len).reserve_bytes(RESERVE as u64 * segment_len);
     let store = Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options).unwrap();
     let mut batch = store.batch();
-    (0..batches * deletes).for_each(|_| _ = batch.create(0, Place::Host));
+    (0..batches * deletes).for_each(|_| _ = batch.create(0, Place::Host).page());
     let pages = store.commit(batch).unwrap().pages;
     until(|| is_held(&disk));
     disk.set_capacity(Some(disk.used_bytes() + free));

@@ -22,7 +22,9 @@ use std::time::Duration;
 use remanent::device::host::HostDevice;
 use remanent::device::{CommandList, Device, Lane, MemoryId, Pending};
 use remanent::testing::sim_disk::{DiskFault, Operation, SimDisk};
-use remanent::{Ack, Error, Lsn, Options, PageId, Place, Position, Result, SnapshotId, Store, Value};
+use remanent::{
+    Ack, Error, Lsn, Options, PageId, Place, Position, Result, SnapshotId, StatePoint, Store, Value,
+};
 
 /// Length of the page whose bytes tell the state.
 const PAGE_LEN: u64 = 3000;
@@ -98,7 +100,7 @@ struct Line {
 impl Line {
     fn begin(store: &Store) -> Self {
         let mut batch = store.batch();
-        let page = batch.create(PAGE_LEN, Place::Host);
+        let page = batch.create(PAGE_LEN, Place::Host).page();
         batch.create(1, Place::Device(0));
         batch.fill(page, 0, PAGE_LEN, &1u64.to_le_bytes()).set_root("step", 1u64);
         let committed = store.commit(batch).unwrap();
@@ -140,11 +142,11 @@ impl Line {
     fn restore(&mut self, store: &Store, snapshot: SnapshotId) -> Result<()> {
         let kept = store.snapshots();
         let end = kept.iter().find(|kept| kept.id == snapshot).unwrap().end;
-        self.go_back(store, end, || store.restore_from_snapshot(snapshot))
+        self.go_back(store, end, || store.restore(&StatePoint::Snapshot(snapshot)))
     }
 
     fn restore_to(&mut self, store: &Store, target: Lsn) -> Result<()> {
-        self.go_back(store, target, || store.restore_to(target))
+        self.go_back(store, target, || store.restore(&StatePoint::Lsn(target)))
     }
 
     fn go_back(
@@ -207,7 +209,7 @@ fn poisoned(store: &Store) -> Arc<Error> {
     batch.set_root("after", true);
     let committed = cause(store.commit(batch).map(drop));
     let snapshot = cause(store.snapshot().map(drop));
-    let restored = cause(store.restore_from_snapshot(SnapshotId(1)).map(drop));
+    let restored = cause(store.restore(&StatePoint::Snapshot(SnapshotId(1))).map(drop));
     assert_eq!([snapshot.to_string(), restored.to_string()], [committed.to_string(), committed.to_string()]);
     committed
 }

@@ -4,7 +4,9 @@
 use std::path::Path;
 
 use remanent::testing::sim_disk::{DiskFault, Operation};
-use remanent::{FileName, Folder, FollowFrom, Follower, LogIo, PageLoad, Remedy, StatePoint};
+use remanent::{
+    FileName, Folder, FollowFrom, Follower, LogIo, PageLoad, Remedy, SnapshotOptions, StatePoint,
+};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::*;
@@ -225,15 +227,9 @@ fn every_row_of_the_table_of_failures_has_its_test() {
     let named = tests_of_the_table(&table);
     let rows = table.lines().filter(|line| line.starts_with("| ")).count();
     assert_eq!(named.len(), rows - 1, "a row names no test: {named:?}");
-    let mut sources = String::new();
-    for folder in ["tests/it", "tests/it/faults", "tests/memory"] {
-        for entry in std::fs::read_dir(root.join(folder)).unwrap() {
-            let path = entry.unwrap().path();
-            if path.extension().is_some_and(|extension| extension == "rs") {
-                sources.push_str(&std::fs::read_to_string(path).unwrap());
-            }
-        }
-    }
+    let folders = ["tests/it", "tests/memory"];
+    let sources: String =
+        folders.into_iter().flat_map(|folder| crate::layout::read(folder).into_values()).collect();
     for name in named {
         assert!(sources.contains(&format!("#[test]\nfn {name}()")), "there is no test {name}");
     }
@@ -278,9 +274,9 @@ fn out_of_descriptors(path: &Path, log_io: LogIo) {
             let kept = store.snapshots();
             let refusals = [
                 store.snapshot().err(),
-                store.snapshot_named("short").err(),
+                store.snapshot_with(SnapshotOptions::new().name("short")).err(),
                 store.prune(&store.retention().snapshots_kept(1)).err(),
-                store.restore_from_snapshot(kept[0].id).err(),
+                store.restore(&StatePoint::Snapshot(kept[0].id)).err(),
                 store.scrub().err(),
                 store.audit().err(),
                 Store::open_at(path, &StatePoint::Snapshot(kept[0].id)).err(),

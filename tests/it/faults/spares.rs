@@ -127,7 +127,7 @@ fn whatever_needs_space_gets_that_of_segments_beyond_the_reserve() {
         ("a snapshot", |store, _| store.snapshot().map(drop)),
         ("a whole page, written ahead of its batch", |store, line| {
             let mut batch = store.batch();
-            let page = batch.create(8000, Place::Host);
+            let page = batch.create(8000, Place::Host).page();
             batch.write(page, 0, &[7; 8000]);
             let page = store.commit(batch)?.pages[0];
             let mut batch = store.batch();

@@ -70,14 +70,14 @@ fn a_segment_that_comes_back_alone_does_not_look_like_damage() {
     fill(3);
     let bytes = segment(1).unwrap();
     let mut follower = Follower::open_on(disk.clone(), FollowFrom::Beginning).unwrap();
-    let first = follower.next_within(Duration::ZERO).unwrap().expect("a batch is there").position();
+    let first = follower.next(Duration::ZERO).unwrap().expect("a batch is there").position();
     let snapshot = store.snapshot().unwrap();
     drop(store);
     assert!(segment(1).is_none() && segment(2).is_none());
     sim.create(FileName::Segment(1)).unwrap().write_at(0, &bytes).unwrap();
     let mut follower = Follower::open_on(disk.clone(), first.into()).unwrap();
     let error = loop {
-        match follower.next_within(Duration::ZERO) {
+        match follower.next(Duration::ZERO) {
             Ok(batch) => assert!(batch.is_some(), "what was missed is not there yet"),
             Err(error) => break error,
         }
@@ -117,7 +117,7 @@ fn a_snapshot_is_followed_from_its_end() {
     let mut follower = Follower::open_on(disk.clone(), FollowFrom::Snapshot).unwrap();
     assert_eq!(follower.position().lsn, end);
     assert_eq!(Replica::from_snapshot_on(&disk).unwrap().position(), follower.position());
-    assert_eq!(follower.next_within(Duration::ZERO).unwrap().unwrap().lsn(), end.next());
+    assert_eq!(follower.next(Duration::ZERO).unwrap().unwrap().lsn(), end.next());
 }
 
 #[test]
@@ -153,7 +153,7 @@ fn what_a_power_cut_takes_has_diverged() {
     diverged(lost, Some(Lsn(3)));
     // Whoever had not read what was lost goes on.
     let mut follower = Follower::open_on(cut.clone(), durable.into()).unwrap();
-    assert_eq!(follower.next_within(Duration::ZERO).unwrap().unwrap().lsn(), Lsn(4));
+    assert_eq!(follower.next(Duration::ZERO).unwrap().unwrap().lsn(), Lsn(4));
 
     // Positions that never were the store's.
     for forged in [

@@ -1,6 +1,6 @@
 //! Batches whose long pages lie in image files, written ahead: their bytes are read when they are asked for.
 
-use remanent::{Compression, FileName, Folder, Metadata};
+use remanent::{Compression, FileName, Folder};
 
 use super::*;
 use crate::kill::workload::Random;
@@ -18,16 +18,16 @@ fn imported(disk: &Arc<dyn Disk>) -> (Store, Vec<PageId>) {
     let store = Store::open_on(disk.clone(), Arc::new(HostDevice::new()), options).unwrap();
     let mut batch = store.batch();
     for seed in 0..3 {
-        batch.create_from(content(seed), Place::Host, None, Metadata::new());
+        batch.create_from(content(seed), Place::Host);
     }
-    let short = batch.create(8, Place::Host);
+    let short = batch.create(8, Place::Host).page();
     batch.write(short, 0, b"in place");
     let pages = store.commit(batch).unwrap().pages;
     (store, pages)
 }
 
 fn next(follower: &mut Follower) -> FollowedBatch {
-    follower.next_within(Duration::ZERO).unwrap().expect("it is logged")
+    follower.next(Duration::ZERO).unwrap().expect("it is logged")
 }
 
 fn kinds(batch: &FollowedBatch) -> Vec<&'static str> {

@@ -61,7 +61,7 @@ fn a_frame_half_written_is_not_there_yet() {
             let mut reader = Reader::open(&disk);
             assert_eq!(reader.catch_up().unwrap(), Lsn(3), "{part:?}");
             // Long enough for it to become suspicious.
-            assert!(reader.follower.next_within(Duration::from_millis(25)).unwrap().is_none());
+            assert!(reader.follower.next(Duration::from_millis(25)).unwrap().is_none());
             // The rest comes.
             copy.damage(file, offset, &whole);
             assert_eq!(reader.catch_up().unwrap(), Lsn(4), "{part:?}");
@@ -113,9 +113,7 @@ fn damage_that_comes_while_a_follower_waits_is_noticed() {
     let (file, offset, _) = frames(&sim)[3];
     sim.damage(file, offset + 80, &[0xff; 16]);
     assert_eq!(reader.step().unwrap().unwrap().lsn(), Lsn(3));
-    let Err(Error::Damaged(damage)) = reader.follower.next_within(Duration::MAX) else {
-        panic!("it is damaged")
-    };
+    let Err(Error::Damaged(damage)) = reader.follower.next(Duration::MAX) else { panic!("it is damaged") };
     assert_eq!((damage.file, damage.offset, damage.lsn), (file, offset, Some(Lsn(4))));
 }
 

@@ -19,7 +19,7 @@ use remanent::disk::dir::DirDisk;
 use remanent::testing::sim_disk::{Moment, SimDisk};
 use remanent::{
     Error, FollowFrom, FollowedBatch, Follower, FollowerPosition, LogIo, Lsn, Op, Options, PageId, Place,
-    Replica, Store,
+    Replica, StatePoint, Store,
 };
 use remanent_format::state::survey::Survey;
 
@@ -49,7 +49,7 @@ impl Writer {
     fn commit(&mut self, count: usize) {
         for _ in 0..count {
             if is_restore(self.next) {
-                let position = self.store.restore_to(restore_target(self.next)).unwrap();
+                let position = self.store.restore(&StatePoint::Lsn(restore_target(self.next))).unwrap();
                 assert_eq!(position.lsn, self.next);
                 self.shape = shape(&self.store);
                 self.next = self.next.next();
@@ -106,7 +106,7 @@ impl Reader {
     }
 
     fn step(&mut self) -> Result<Option<FollowedBatch>, Error> {
-        let Some(batch) = self.follower.next_within(Duration::ZERO)? else { return Ok(None) };
+        let Some(batch) = self.follower.next(Duration::ZERO)? else { return Ok(None) };
         assert_eq!(batch.lsn(), self.model.lsn.next(), "each batch once, in order");
         assert_eq!(batch.position(), self.follower.position());
         assert!(batch.durable() <= batch.lsn());
@@ -242,7 +242,7 @@ fn positions_survive_in_incarnations_that_were_left_out() {
         assert_eq!(running.catch_up().unwrap(), Lsn(5), "from {position}");
         let from = |position| {
             let mut follower = Follower::open_on(disk.clone(), FollowFrom::Position(position))?;
-            Ok::<_, Error>(follower.next_within(Duration::ZERO)?.map(|batch| batch.position().lsn))
+            Ok::<_, Error>(follower.next(Duration::ZERO)?.map(|batch| batch.position().lsn))
         };
         assert_eq!(from(position).unwrap(), Some(Lsn(5)), "from {position}");
         // One that a crash took there, and one that was never the store's.
@@ -286,23 +286,26 @@ fn a_restore_is_handed_over_as_one_batch() {
     let (mut follower, mut replica) =
         (Follower::open_on(disk.clone(), FollowFrom::Beginning).unwrap(), Replica::default());
     let mut batch = store.batch();
-    let (kept, changed, gone) =
-        (batch.create(8, Place::Host), batch.create(8, Place::Host), batch.create(8, Place::Host));
+    let (kept, changed, gone) = (
+        batch.create(8, Place::Host).page(),
+        batch.create(8, Place::Host).page(),
+        batch.create(8, Place::Host).page(),
+    );
     batch.write(kept, 0, b"kept").write(changed, 0, b"before").write(gone, 0, b"gone").set_root("step", 1u64);
     let [kept, changed, gone] = store.commit(batch).unwrap().pages[..] else { panic!("three pages") };
     let snapshot = store.snapshot().unwrap();
     let mut batch = store.batch();
     batch.write(changed, 0, b"after!").delete(gone).set_root("step", 2u64);
-    let new = batch.create(4, Place::Host);
+    let new = batch.create(4, Place::Host).page();
     batch.write(new, 0, b"new");
     store.commit(batch).unwrap();
-    while let Some(batch) = follower.next_within(Duration::ZERO).unwrap() {
+    while let Some(batch) = follower.next(Duration::ZERO).unwrap() {
         replica.apply(&batch).unwrap();
     }
     assert_eq!((replica.lsn(), replica.pages().len()), (Lsn(2), 3));
 
-    let restored_at = store.restore_from_snapshot(snapshot.id).unwrap();
-    let batch = follower.next_within(Duration::ZERO).unwrap().expect("the restore is logged");
+    let restored_at = store.restore(&StatePoint::Snapshot(snapshot.id)).unwrap();
+    let batch = follower.next(Duration::ZERO).unwrap().expect("the restore is logged");
     assert_eq!(batch.position().batch(), restored_at);
     assert_eq!(batch.operations().iter().map(Op::kind).collect::<Vec<_>>(), ["restore"]);
     let restored = batch.restored().expect("it is a restore");
@@ -324,13 +327,13 @@ fn a_restore_is_handed_over_as_one_batch() {
     let mut batch = store.batch();
     batch.set_metadata(kept, "seen", true);
     store.commit(batch).unwrap();
-    replica.apply(&follower.next_within(Duration::ZERO).unwrap().expect("it is logged")).unwrap();
+    replica.apply(&follower.next(Duration::ZERO).unwrap().expect("it is logged")).unwrap();
     check(&replica);
     check(
         &Replica::from_snapshot_on(&disk)
             .and_then(|mut replica| {
                 let mut follower = Follower::open_on(disk.clone(), replica.position().into())?;
-                while let Some(batch) = follower.next_within(Duration::ZERO)? {
+                while let Some(batch) = follower.next(Duration::ZERO)? {
                     replica.apply(&batch)?;
                 }
                 Ok(replica)
@@ -366,10 +369,10 @@ fn a_waiting_follower_is_woken_by_a_batch_and_a_timeout_ends_its_wait() {
         let mut writer = Writer::open(&disk, log_io.into_iter().fold(options(), Options::log_io));
         let mut reader = Reader::open(&disk);
         reader.catch_up().unwrap();
-        assert!(reader.follower.next_within(Duration::from_millis(30)).unwrap().is_none());
+        assert!(reader.follower.next(Duration::from_millis(30)).unwrap().is_none());
         let lsn = writer.next;
         std::thread::scope(|scope| {
-            let waiting = scope.spawn(|| reader.follower.next_within(Duration::MAX).unwrap().unwrap().lsn());
+            let waiting = scope.spawn(|| reader.follower.next(Duration::MAX).unwrap().unwrap().lsn());
             writer.commit(1);
             assert_eq!(waiting.join().unwrap(), lsn);
         });
@@ -403,10 +406,7 @@ fn the_followers_of_a_store_share_one_watch() {
         assert_eq!(watches(), 1);
         store.commit(store.batch()).unwrap();
         for follower in &mut followers {
-            assert_eq!(
-                follower.next_within(std::time::Duration::from_secs(60)).unwrap().unwrap().lsn(),
-                Lsn(1)
-            );
+            assert_eq!(follower.next(std::time::Duration::from_secs(60)).unwrap().unwrap().lsn(), Lsn(1));
         }
         // The last one takes the watch along.
         followers.truncate(1);

@@ -140,7 +140,7 @@ fn names_that_change_hide_no_gap() {
         let disk: Arc<dyn Disk> = interrupted.clone();
         let mut follower = Follower::open_on(disk, FollowFrom::Position(reader.follower.position())).unwrap();
         let end = loop {
-            match follower.next_within(Duration::ZERO) {
+            match follower.next(Duration::ZERO) {
                 Ok(Some(_)) => {}
                 end => break end,
             }

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use remanent::{
     Ack, DeviceChoice, Error, FollowFrom, Follower, Key, LogIo, Lsn, Options, PageId, Place, RawStream,
-    Replica, Shadow, SnapshotPhase, StatePoint, Store, Width, WriteBatch,
+    Replica, Shadow, SnapshotOptions, SnapshotPhase, StatePoint, Store, Width, WriteBatch,
 };
 
 use crate::direct;
@@ -118,7 +118,7 @@ fn fork_beside_commits(path: &Path, log_io: LogIo, told: &[u64]) -> Vec<u64> {
     assert_eq!(found, told, "{log_io}: what was acknowledged, and what is there");
     if pages.is_empty() {
         let mut batch = store.batch();
-        (0..3).for_each(|_| _ = batch.create(8, Place::Host));
+        (0..3).for_each(|_| _ = batch.create(8, Place::Host).page());
         pages = store.commit(batch).unwrap().pages;
     }
     let first = told.first().copied().unwrap_or(0);
@@ -151,7 +151,7 @@ fn fork_beside_commits(path: &Path, log_io: LogIo, told: &[u64]) -> Vec<u64> {
                 refused("wait for Applied", ticket.wait(Ack::Applied))?;
                 refused("wait_durable", store.wait_durable(Lsn(1)))?;
                 refused("commit", store.commit(set(&store, pages[0], 0)))?;
-                refused("next", follower.next_within(Duration::MAX))?;
+                refused("next", follower.next(Duration::MAX))?;
                 refused("read", view.read(pages[0], 0, &mut [0; 8]))?;
                 let _without_a_lock = (store.lsn(), store.stats(), store.snapshots(), store.unloaded_pages());
                 drop(ticket);
@@ -182,7 +182,7 @@ fn every_call_in_a_child_is_refused_and_dropping_frees_nothing_of_the_parents() 
         let options = small().snapshot_log_bytes(256 << 10).snapshot_bytes_per_second(4 << 10);
         let store = Store::open(path, options).unwrap();
         let mut batch = store.batch();
-        (0..4).for_each(|_| _ = batch.create(256 << 10, Place::Host));
+        (0..4).for_each(|_| _ = batch.create(256 << 10, Place::Host).page());
         let pages = store.commit(batch).unwrap().pages;
         let first = store.snapshot().unwrap();
         let mut batch = store.batch();
@@ -229,14 +229,14 @@ fn every_call_in_a_child_is_refused_and_dropping_frees_nothing_of_the_parents() 
                 refused("commit", here.commit(here.batch()))?;
                 refused("wait_durable", here.wait_durable(Lsn(1)))?;
                 refused("snapshot", here.snapshot())?;
-                refused("publish_snapshot", here.publish_snapshot())?;
+                refused("publish_snapshot", here.snapshot_with(SnapshotOptions::new().only_published()))?;
                 refused("wait_verified", here.wait_verified())?;
-                refused("snapshot_exact", here.snapshot_exact())?;
-                refused("snapshot_named", here.snapshot_named("name"))?;
+                refused("snapshot_exact", here.snapshot_with(SnapshotOptions::new().exact()))?;
+                refused("snapshot_named", here.snapshot_with(SnapshotOptions::new().name("name")))?;
                 refused("would_prune", here.would_prune(&here.retention()))?;
                 refused("prune", here.prune(&here.retention()))?;
-                refused("restore_from_snapshot", here.restore_from_snapshot(first.id))?;
-                refused("restore_to", here.restore_to(Lsn(1)))?;
+                refused("restore_from_snapshot", here.restore(&StatePoint::Snapshot(first.id)))?;
+                refused("restore_to", here.restore(&StatePoint::Lsn(Lsn(1))))?;
                 refused("scrub", here.scrub())?;
                 refused("trim", here.trim())?;
                 refused("device_bytes", here.device_bytes(16, Place::Host))?;
@@ -259,7 +259,7 @@ fn every_call_in_a_child_is_refused_and_dropping_frees_nothing_of_the_parents() 
                 refused("Ticket::wait", ticket.wait(Ack::Durable))?;
                 refused("Ticket::wait_on", ticket.wait_on(stream))?;
                 let mut follower = follower.take().unwrap();
-                refused("Follower::next", follower.next_within(Duration::ZERO))?;
+                refused("Follower::next", follower.next(Duration::ZERO))?;
                 let view = view.take().unwrap();
                 refused("Snapshot::read", view.read(pages[0], 0, &mut [0; 8]))?;
                 refused("Snapshot::page", view.page(pages[0]))?;
@@ -343,7 +343,7 @@ fn a_child_goes_on_with_its_copy_of_a_replica() {
             let follow = || -> remanent::Result<()> {
                 let from = FollowFrom::Position(replica.position());
                 let mut follower = Follower::open(directory.path(), from)?;
-                let batch = follower.next_within(Duration::from_secs(60))?.expect("it is logged");
+                let batch = follower.next(Duration::from_secs(60))?.expect("it is logged");
                 replica.apply(&batch)
             };
             let mut follow = follow;

@@ -70,7 +70,7 @@ impl Seen {
 
     /// Takes a batch, if there is one; returns whether there was.
     fn step(&mut self) -> bool {
-        let applied = self.follower.next_within(Duration::ZERO).and_then(|batch| match batch {
+        let applied = self.follower.next(Duration::ZERO).and_then(|batch| match batch {
             Some(batch) => self.replica.apply(&batch).map(|()| Some(self.count(&batch))),
             None => Ok(None),
         });
@@ -169,7 +169,7 @@ fn check_fork(directory: &Path, seen: &Seen) {
         batch.note("another batch of the same number");
         let lsn = store.commit(batch).unwrap().position.lsn;
         let mut follower = Follower::open(path, position.into()).unwrap();
-        assert_eq!(follower.next_within(Duration::ZERO).unwrap().expect("it is logged").lsn(), lsn);
+        assert_eq!(follower.next(Duration::ZERO).unwrap().expect("it is logged").lsn(), lsn);
         follower.position()
     });
     assert_eq!(went_on[0].lsn, went_on[1].lsn);

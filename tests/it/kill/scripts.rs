@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread;
 
-use remanent::{Ack, Error, LogIo, Lsn, Remedy, Result};
+use remanent::{Ack, Error, LogIo, Lsn, Remedy, Result, SnapshotOptions};
 use remanent_format::Defect;
 
 use super::board::Board;
@@ -224,7 +224,7 @@ impl Work<'_> {
             }
             Threads(count) => self.commit_from_threads(Lsn(self.store.lsn().0 + count)),
             Snapshot => self.store.snapshot().map(drop),
-            Exact => self.store.snapshot_exact().map(drop),
+            Exact => self.store.snapshot_with(SnapshotOptions::new().exact()).map(drop),
             Name => self.name(self.store.lsn()),
             Fork => self.fork(self.store.lsn()),
         }

@@ -8,7 +8,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use remanent::{
-    Ack, Error, LogIo, Lsn, Options, PageLoad, Position, Result, StatePoint, Store, Ticket, WriteBatch,
+    Ack, Error, LogIo, Lsn, Options, PageLoad, Position, Result, SnapshotOptions, StatePoint, Store, Ticket,
+    WriteBatch,
 };
 
 use super::board::Board;
@@ -171,7 +172,7 @@ impl<'a> Work<'a> {
         self.board.begin(n);
         let restored = picked.map(|snapshot| {
             tell(snapshot.end);
-            self.store.restore_from_snapshot(snapshot.id)
+            self.store.restore(&StatePoint::Snapshot(snapshot.id))
         });
         let position = match restored {
             Some(Ok(position)) => position,
@@ -191,7 +192,7 @@ impl<'a> Work<'a> {
     fn restore_to(&self, n: Lsn, mut target: Lsn) -> Result<Position> {
         loop {
             self.diary.write(&Entry::Restore { lsn: n, target });
-            match self.store.restore_to(target) {
+            match self.store.restore(&StatePoint::Lsn(target)) {
                 Err(Error::OutsideWindow { oldest, .. }) if oldest > target => target = oldest,
                 ended => return ended,
             }
@@ -201,7 +202,7 @@ impl<'a> Work<'a> {
     /// Takes a snapshot with a name, and gives the oldest names up.
     pub fn name(&self, lsn: Lsn) -> Result<()> {
         let name = lsn.to_string();
-        let end = self.store.snapshot_named(&name)?.end;
+        let end = self.store.snapshot_with(SnapshotOptions::new().name(&name))?.end;
         self.diary.write(&Entry::Named { name, end });
         let names: Vec<String> = self.store.snapshots().into_iter().filter_map(|info| info.name).collect();
         for name in &names[..names.len().saturating_sub(NAMES_MAX)] {

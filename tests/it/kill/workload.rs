@@ -175,7 +175,7 @@ pub fn fill(batch: &mut WriteBatch, n: Lsn, changes: &[Change]) {
         match change {
             Change::Create { key, content } => {
                 let len = content.len() as u64;
-                let page = batch.create_with(len, place(), Some(key.clone()), born(n));
+                let page = batch.create(len, place()).key(key.clone()).metadata(born(n)).page();
                 // A long page in two pieces, which no batch writes ahead.
                 let (front, back) = content.split_at(content.len().min(LONG_LEN as usize / 2));
                 batch.write(page, 0, front);

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use remanent::{
-    Ack, Compression, Error, FollowFrom, Follower, Key, LogIo, Lsn, Metadata, Options, PageId, PageInfo,
-    PageLoad, Place, Replica, Store, Ticket, Value,
+    Ack, Compression, Error, FollowFrom, Follower, Key, LogIo, Lsn, Options, PageId, PageInfo, PageLoad,
+    Place, Replica, SnapshotOptions, StatePoint, Store, Ticket, Value,
 };
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
@@ -85,12 +85,14 @@ impl Worker {
                 let store = self.store();
                 let take = || match kind {
                     Kind::Fuzzy => store.snapshot(),
-                    Kind::Published => store.publish_snapshot().and_then(|info| {
-                        store.wait_verified()?;
-                        Ok(info)
-                    }),
-                    Kind::Exact => store.snapshot_exact(),
-                    Kind::Named(name) => store.snapshot_named(&name),
+                    Kind::Published => {
+                        store.snapshot_with(SnapshotOptions::new().only_published()).and_then(|info| {
+                            store.wait_verified()?;
+                            Ok(info)
+                        })
+                    }
+                    Kind::Exact => store.snapshot_with(SnapshotOptions::new().exact()),
+                    Kind::Named(name) => store.snapshot_with(SnapshotOptions::new().name(&name)),
                 };
                 with_memory(self.memory_left, take).map(|snapshot| snapshot.id.to_string())
             }
@@ -101,7 +103,9 @@ impl Worker {
                 }
                 self.store().prune(&retention).map(|_| String::new())
             }
-            Command::RestoreTo(lsn) => self.store().restore_to(Lsn(lsn)).map(|at| at.lsn.to_string()),
+            Command::RestoreTo(lsn) => {
+                self.store().restore(&StatePoint::Lsn(Lsn(lsn))).map(|at| at.lsn.to_string())
+            }
             Command::Scrub => {
                 let scrubbed = self.store().scrub()?;
                 assert!(scrubbed.damage.is_empty(), "{scrubbed:?}");
@@ -145,11 +149,11 @@ impl Worker {
             match change {
                 Change::Create { len, key } => {
                     let key = key.as_deref().map(|key| Key::new(key).unwrap());
-                    batch.create_with(*len, Place::Host, key, Metadata::new());
+                    batch.create(*len, Place::Host).optional_key(key);
                 }
                 Change::CreateFrom { len, key, pattern } => {
                     let key = key.as_deref().map(|key| Key::new(key).unwrap());
-                    batch.create_from(pattern.bytes(0, *len), Place::Host, key, Metadata::new());
+                    batch.create_from(pattern.bytes(0, *len), Place::Host).optional_key(key);
                 }
                 Change::Write { page, offset, len, pattern } => {
                     batch.write(PageId(*page), *offset, &pattern.bytes(*offset, *len));
@@ -197,7 +201,7 @@ impl Worker {
             Err(error) => return Err(error),
         };
         while self.replica.lsn() < newest {
-            let step = follower.next_within(Duration::from_secs(60)).and_then(|batch| {
+            let step = follower.next(Duration::from_secs(60)).and_then(|batch| {
                 let batch = batch.expect("the batch is logged");
                 self.replica.apply(&batch)
             });

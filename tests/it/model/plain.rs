@@ -291,7 +291,12 @@ impl<'a> Draft<'a> {
                 let key = key.map(|key| Key::new(KEYS[key]).unwrap());
                 let metadata: Metadata =
                     metadata.iter().map(|(name, value)| (NAMES[*name].to_owned(), value.clone())).collect();
-                let new = self.batch.create_with(u64::from(*len), *place, key.clone(), metadata.clone());
+                let new = self
+                    .batch
+                    .create(u64::from(*len), *place)
+                    .optional_key(key.clone())
+                    .metadata(metadata.clone())
+                    .page();
                 let taken = key.is_some() && self.live().any(|page| page.key == key);
                 let bytes = vec![0; usize::from(*len)];
                 self.add(new, Page { key, epoch: 0, lsn: 0, place: *place, metadata, bytes });
@@ -488,7 +493,7 @@ impl<'a> Draft<'a> {
             Bad::KeyTaken { pick } => {
                 let keys: Vec<Key> = self.live().filter_map(|page| page.key.clone()).collect();
                 let key = keys.get(pick % keys.len().max(1))?.clone();
-                self.batch.create_with(1, Place::Host, Some(key), Metadata::new());
+                self.batch.create(1, Place::Host).key(key);
                 Refusal::KeyTaken
             }
             Bad::PlaceNowhere { on_disk } => {

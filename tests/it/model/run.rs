@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use remanent::device::Device;
 use remanent::disk::Disk;
-use remanent::{Error, Key, Lsn, Options, PageInfo, Position, StatePoint, Store, View};
+use remanent::{Error, Key, Lsn, Options, PageInfo, Position, SnapshotOptions, StatePoint, Store, View};
 use remanent_format::ReadAt;
 use remanent_format::state::rebuild::{RebuildOptions, RebuiltStore, rebuild};
 
@@ -141,8 +141,11 @@ pub fn run<G: Ground>(actions: &[Action], mut ground: G, setting: &Setting, tall
                 }
             }
             Action::Snapshot { exact } => {
-                let snapshot =
-                    if *exact { store.snapshot_exact().unwrap() } else { store.snapshot().unwrap() };
+                let snapshot = if *exact {
+                    store.snapshot_with(SnapshotOptions::new().exact()).unwrap()
+                } else {
+                    store.snapshot().unwrap()
+                };
                 assert_eq!((snapshot.redo, snapshot.end), (Lsn(model.lsn), Lsn(model.lsn)));
                 assert_eq!(snapshot.pages, model.pages.len() as u64);
                 by_hand += 1;
@@ -151,7 +154,7 @@ pub fn run<G: Ground>(actions: &[Action], mut ground: G, setting: &Setting, tall
             Action::Name(pick) => {
                 let name = SNAPSHOT_NAMES[*pick];
                 let holder = model.names.iter().find(|(_, held)| *held == name).map(|(id, _)| *id);
-                match (store.snapshot_named(name), holder) {
+                match (store.snapshot_with(SnapshotOptions::new().name(name)), holder) {
                     (Ok(snapshot), None) => {
                         tally.names += 1;
                         by_hand += 1;
@@ -177,7 +180,7 @@ pub fn run<G: Ground>(actions: &[Action], mut ground: G, setting: &Setting, tall
             }
             Action::Restore(pick) => {
                 let Some(snapshot) = model.snapshot(*pick) else { continue };
-                let position = match store.restore_from_snapshot(snapshot) {
+                let position = match store.restore(&StatePoint::Snapshot(snapshot)) {
                     Ok(position) => position,
                     Err(Error::NoSnapshot { .. }) if model.in_background => continue,
                     Err(error) => panic!("{error}"),
@@ -189,11 +192,11 @@ pub fn run<G: Ground>(actions: &[Action], mut ground: G, setting: &Setting, tall
             }
             Action::RestoreTo(pick) => {
                 let beyond = Lsn(model.lsn + 1);
-                let refused = store.restore_to(beyond).unwrap_err();
+                let refused = store.restore(&StatePoint::Lsn(beyond)).unwrap_err();
                 let Error::OutsideWindow { asked, newest, .. } = refused else { panic!("{refused}") };
                 assert_eq!((asked, newest), (beyond, Lsn(model.lsn)));
                 let lsn = in_window(&model, *pick);
-                let position = match store.restore_to(Lsn(lsn)) {
+                let position = match store.restore(&StatePoint::Lsn(Lsn(lsn))) {
                     Ok(position) => position,
                     Err(Error::OutsideWindow { oldest, .. }) if model.in_background && oldest > Lsn(lsn) => {
                         continue;

@@ -6,7 +6,7 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use remanent::device::MemoryId;
-use remanent::{Ack, Lsn, Result, SnapshotInfo, WriteBatch};
+use remanent::{Ack, Lsn, Result, SnapshotInfo, SnapshotOptions, WriteBatch};
 
 use super::*;
 
@@ -165,7 +165,7 @@ fn snapshots_beside_moves_show_every_page_where_it_was() {
                 let mut taken: Vec<SnapshotInfo> = Vec::new();
                 while !done.load(Ordering::Acquire) {
                     taken.push(store.snapshot().unwrap());
-                    taken.push(store.snapshot_exact().unwrap());
+                    taken.push(store.snapshot_with(SnapshotOptions::new().exact()).unwrap());
                     count.store(taken.len(), Ordering::Release);
                 }
                 taken

@@ -12,8 +12,8 @@ use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{
-    Budget, Compression, Error, FollowFrom, Follower, Options, PageId, Place, Remedy, Replica, StatePoint,
-    Store, View, Width,
+    Budget, Compression, Error, FollowFrom, Follower, Options, PageId, Place, Remedy, Replica,
+    SnapshotOptions, StatePoint, Store, View, Width,
 };
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 
@@ -61,7 +61,7 @@ fn move_to(store: &Store, page: PageId, place: Place) -> remanent::Result<()> {
 fn create(store: &Store, place: Place, number: u8) -> (PageId, Vec<u8>) {
     let content: Vec<u8> = (0..LEN).map(|at| (at % 251) as u8 ^ number).collect();
     let mut batch = store.batch();
-    let page = batch.create(LEN, place);
+    let page = batch.create(LEN, place).page();
     batch.write(page, 0, &content).set_metadata(page, "number", u64::from(number));
     (store.commit(batch).unwrap().pages[0], content)
 }
@@ -117,7 +117,7 @@ fn a_page_moves_with_all_it_has_but_its_place() {
             match number % 4 {
                 0 => _ = store.snapshot().unwrap(),
                 1 => store = assert_survives(store, &disk, &device),
-                2 => _ = store.snapshot_exact().unwrap(),
+                2 => _ = store.snapshot_with(SnapshotOptions::new().exact()).unwrap(),
                 _ => {}
             }
         }
@@ -150,10 +150,10 @@ fn a_move_takes_its_turn_among_the_operations_of_its_batch() {
         let copy = batch.clone_page(page);
         batch.resize(page, LEN + 9).move_to(page, Place::Pinned).fill(page, LEN + 1, 8, &[9]);
         batch.move_to(copy, Place::Device(0));
-        let born = batch.create(16, Place::Device(1));
+        let born = batch.create(16, Place::Device(1)).page();
         batch.fill(born, 0, 16, &[4]).move_to(born, Place::Host).move_to(born, Place::Device(0));
         batch.move_to(gone, Place::Pinned).delete(gone);
-        let born_and_gone = batch.create(LEN, Place::Device(0));
+        let born_and_gone = batch.create(LEN, Place::Device(0)).page();
         batch.move_to(born_and_gone, Place::Device(1)).delete(born_and_gone);
         let pages = store.commit(batch).unwrap().pages;
 
@@ -296,10 +296,10 @@ fn an_earlier_state_has_its_places_and_only_what_changed_gets_an_epoch() {
         }
         for back in [true, false] {
             let lsn = if back {
-                store.restore_to(then.0).unwrap().lsn
+                store.restore(&StatePoint::Lsn(then.0)).unwrap().lsn
             } else {
                 move_to(&store, moved, Place::Host).unwrap();
-                store.restore_from_snapshot(then.2).unwrap().lsn
+                store.restore(&StatePoint::Snapshot(then.2)).unwrap().lsn
             };
             let [moved, changed, still] = [moved, changed, still].map(|page| store.page(page).unwrap());
             assert_eq!(State::of(&store).contents, then.1.contents, "on {}", device.label());
@@ -358,11 +358,11 @@ fn followers_are_told_of_moves() {
     let mut batch = store.batch();
     batch.move_to(page, Place::Pinned).fill(page, 1, 3, &[1]);
     store.commit(batch).unwrap();
-    store.restore_to(then).unwrap();
+    store.restore(&StatePoint::Lsn(then)).unwrap();
     move_to(&store, page, Place::Host).unwrap();
     store.wait_durable(store.lsn()).unwrap();
     let mut kinds = Vec::new();
-    while let Some(batch) = follower.next_within(std::time::Duration::ZERO).unwrap() {
+    while let Some(batch) = follower.next(std::time::Duration::ZERO).unwrap() {
         kinds.push(batch.operations().iter().map(remanent::Op::kind).collect::<Vec<_>>().join(" "));
         replica.apply(&batch).unwrap();
     }

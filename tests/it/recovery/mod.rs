@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 use remanent::disk::Disk;
 use remanent::testing::sim_disk::{CrashPlan, DiskFault, Operation, SimDisk};
-use remanent::{Create, Defect, Error, FileName, Folder, Lsn, Metadata, Place, Remedy, Store, View};
+use remanent::{Create, Defect, Error, FileName, Folder, Lsn, Place, Remedy, Store, View};
 use remanent_format::frame::{FrameHeader, FrameKind};
 use remanent_format::image::{ImageFileHeader, ImagePurpose, ImageRef};
 use remanent_format::segment::{SEGMENT_HEADER_BLOCK, SegmentHeader};
@@ -303,7 +303,7 @@ fn with_image_of_a_batch() -> (SimDisk, State, ImageRef) {
     let disk = SimDisk::new();
     let store = open(&disk).unwrap();
     let mut batch = store.batch();
-    batch.create_from(vec![7; 20 << 10], Place::Host, None, Metadata::new());
+    batch.create_from(vec![7; 20 << 10], Place::Host);
     let page = store.commit(batch).unwrap().pages[0];
     step(&store, page, 1);
     let state = State::of(&store);

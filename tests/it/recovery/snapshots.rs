@@ -1,7 +1,7 @@
 //! The rows of damaged, lost and unrecorded snapshots.
 
 use remanent::testing::sim_disk::{Moment, Operation, SimDisk};
-use remanent::{Defect, Error, FileName, PageId, SnapshotId};
+use remanent::{Defect, Error, FileName, PageId, SnapshotId, SnapshotOptions};
 use remanent_format::state::survey::Survey;
 
 use super::bench::{create_page, flip, refused_at, remove, step, with_snapshots};
@@ -60,7 +60,7 @@ fn missing_manifest_of_a_kept_snapshot_is_reported() {
     let disk = SimDisk::new();
     let store = open(&disk).unwrap();
     let page = create_page(&store);
-    store.snapshot_named("good").unwrap();
+    store.snapshot_with(SnapshotOptions::new().name("good")).unwrap();
     for number in 0..3 {
         step(&store, page, number);
         store.snapshot().unwrap();

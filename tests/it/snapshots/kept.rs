@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use remanent::disk::{Disk, Hold};
 use remanent::testing::sim_disk::Moment;
-use remanent::{Folder, Lsn, StatePoint, View};
+use remanent::{Folder, Lsn, SnapshotOptions, StatePoint, View};
 
 use super::*;
 
@@ -24,14 +24,17 @@ fn a_named_snapshot_stays_until_its_name_is_given_up() {
     let options = || small().snapshots_kept(1);
     let (store, pages) = store_of(&disk, options(), 24);
     change(&store, &pages[..2], 1);
-    let named = store.snapshot_named("before").unwrap();
+    let named = store.snapshot_with(SnapshotOptions::new().name("before")).unwrap();
     let before = State::of(&store);
     assert_eq!((named.name.as_deref(), named.redo), (Some("before"), named.end));
     assert!(
-        matches!(store.snapshot_named("before"), Err(Error::NameTaken { snapshot, .. }) if snapshot == named.id)
+        matches!(store.snapshot_with(SnapshotOptions::new().name("before")), Err(Error::NameTaken { snapshot, .. }) if snapshot == named.id)
     );
     for name in [String::new(), "x".repeat(65)] {
-        assert!(matches!(store.snapshot_named(&name), Err(Error::Limit { .. })), "{name:?}");
+        assert!(
+            matches!(store.snapshot_with(SnapshotOptions::new().name(&name)), Err(Error::Limit { .. })),
+            "{name:?}"
+        );
     }
     for round in 0..12 {
         change(&store, &pages, round);
@@ -45,7 +48,7 @@ fn a_named_snapshot_stays_until_its_name_is_given_up() {
 
     let store = open_with(&disk, options()).unwrap();
     assert_eq!(store.snapshots()[0], named);
-    store.restore_from_snapshot(named.id).unwrap();
+    store.restore(&StatePoint::Snapshot(named.id)).unwrap();
     let restored = State::of(&store);
     assert_eq!(restored.pages.len(), before.pages.len());
     change(&store, &pages, 99);
@@ -64,7 +67,7 @@ fn a_named_snapshot_stays_until_its_name_is_given_up() {
     assert_eq!(store.prune(&given_up).unwrap(), would_go);
     let gone: BTreeSet<FileName> = would_go.files.iter().map(|(file, _)| *file).collect();
     assert!(listed().is_disjoint(&gone));
-    assert!(matches!(store.restore_from_snapshot(named.id), Err(Error::NoSnapshot { .. })));
+    assert!(matches!(store.restore(&StatePoint::Snapshot(named.id)), Err(Error::NoSnapshot { .. })));
     let state = State::of(&store);
     store.close().unwrap();
     let store = open_with(&disk, options()).unwrap();
@@ -76,7 +79,7 @@ fn a_named_snapshot_stays_until_its_name_is_given_up() {
 fn a_name_given_up_costs_no_snapshot_that_is_needed() {
     let disk = SimDisk::new();
     let (store, _) = store_of(&disk, small().snapshots_kept(1), 4);
-    let named = store.snapshot_named("newest").unwrap();
+    let named = store.snapshot_with(SnapshotOptions::new().name("newest")).unwrap();
     let pruned = store.prune(&store.retention().give_up("newest")).unwrap();
     assert_eq!(pruned.snapshots, []);
     assert_eq!(store.snapshots(), [named]);
@@ -107,7 +110,7 @@ fn what_a_reader_holds_stays() {
 fn the_log_behind_a_snapshot_with_a_name_stays_while_somebody_reads_it() {
     let disk = SimDisk::new();
     let (store, pages) = store_of(&disk, small().snapshots_kept(1), 24);
-    let named = store.snapshot_named("named").unwrap();
+    let named = store.snapshot_with(SnapshotOptions::new().name("named")).unwrap();
     change(&store, &pages, 1);
     let (state, at) = (State::of(&store), StatePoint::Lsn(store.lsn()));
     let shared: Arc<dyn Disk> = Arc::new(disk.clone());
@@ -196,7 +199,7 @@ fn snapshots_are_kept_for_their_age_and_for_the_log_behind_them() {
 fn a_kill_between_a_snapshot_and_its_record_forgets_no_other() {
     let disk = SimDisk::new();
     let (store, pages) = store_of(&disk, small().snapshots_kept(1), 4);
-    store.snapshot_named("before").unwrap();
+    store.snapshot_with(SnapshotOptions::new().name("before")).unwrap();
     change(&store, &pages, 1);
     let before = disk.events();
     let newest = store.snapshot().unwrap().id;
@@ -238,7 +241,7 @@ fn a_state_behind_a_link_that_is_not_kept_is_reached_from_before() {
         assert_eq!(&found, bytes, "page {page}");
     }
     drop(old);
-    store.restore_to(link.end).unwrap();
+    store.restore(&StatePoint::Lsn(link.end)).unwrap();
     assert_eq!(State::of(&store).contents, state.contents);
 }
 
@@ -274,7 +277,7 @@ fn a_state_behind_a_link_whose_images_went_is_outside_the_window() {
         other => panic!("{other}"),
     };
     outside(link.end, View::open_on(&shared, Some(&StatePoint::Lsn(link.end))).unwrap_err());
-    outside(link.end, store.restore_to(link.end).unwrap_err());
+    outside(link.end, store.restore(&StatePoint::Lsn(link.end)).unwrap_err());
     // Not even what lies before it makes the window begin there.
     let before = Lsn(link.end.0 - 1);
     outside(before, View::open_on(&shared, Some(&StatePoint::Lsn(before))).unwrap_err());

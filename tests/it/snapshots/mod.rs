@@ -9,7 +9,8 @@ use std::ops::Range;
 
 use remanent::testing::sim_disk::{SimDisk, SyncPoint};
 use remanent::{
-    Compression, Error, FileName, Metadata, Options, PageId, Place, SnapshotId, SnapshotInfo, Store,
+    Compression, Error, FileName, Options, PageId, Place, SnapshotId, SnapshotInfo, SnapshotOptions,
+    StatePoint, Store,
 };
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 use remanent_format::state::survey::Survey;
@@ -31,7 +32,7 @@ fn store_of(disk: &SimDisk, options: Options, pages: usize) -> (Store, Vec<PageI
     let mut created = Vec::new();
     for number in 0..pages {
         let mut batch = store.batch();
-        let page = batch.create(PAGE_LEN, Place::Host);
+        let page = batch.create(PAGE_LEN, Place::Host).page();
         batch.fill(page, 0, PAGE_LEN, &(number as u32).to_le_bytes());
         created.extend(store.commit(batch).unwrap().pages);
     }
@@ -78,7 +79,7 @@ fn a_snapshot_writes_what_changed_and_names_the_rest() {
     assert_eq!(costs(&store.snapshot().unwrap()), (40, 40, 2));
     let mut batch = store.batch();
     batch.delete(pages[0]).resize(pages[1], 0);
-    let empty = batch.create(0, Place::Host);
+    let empty = batch.create(0, Place::Host).page();
     batch.set_metadata(empty, "name", "empty");
     store.commit(batch).unwrap();
     change(&store, &pages[39..], 2);
@@ -189,7 +190,7 @@ fn threads_write_files_side_by_side() {
     assert_eq!((there().last(), own(&store, next..next + 1)), (Some(&FileName::Pages(next)), 1));
     // An image that was written ahead of its batch lies between the files of two snapshots.
     let mut batch = store.batch();
-    batch.create_from(vec![7; 8 * PAGE_LEN as usize], Place::Host, None, Metadata::new());
+    batch.create_from(vec![7; 8 * PAGE_LEN as usize], Place::Host);
     let born = store.commit(batch).unwrap().pages;
     change(&store, &pages[..130], 2);
     assert_eq!(store.snapshot().unwrap().bytes_written, 130 * PAGE_LEN);
@@ -239,7 +240,7 @@ fn the_snapshot_after_a_restore_names_the_images_of_its_table() {
     batch.delete(pages[10]);
     store.commit(batch).unwrap();
     store.snapshot().unwrap();
-    store.restore_from_snapshot(first.id).unwrap();
+    store.restore(&StatePoint::Snapshot(first.id)).unwrap();
     let after = store.snapshots().last().unwrap().clone();
     assert_eq!((after.pages, after.bytes_written), (20, 0), "all images were there");
     change(&store, &pages[10..11], 3);
@@ -279,7 +280,7 @@ fn a_file_that_a_named_snapshot_needs_is_not_emptied() {
     store.snapshot().unwrap();
     change(&store, &pages[..40], 1);
     // A third of the first file: it would be emptied now, but for the name.
-    store.snapshot_named("with a third of it").unwrap();
+    store.snapshot_with(SnapshotOptions::new().name("with a third of it")).unwrap();
     assert_eq!(ids(&store), [2]);
     assert_eq!(store.snapshot().unwrap().bytes_written, 0);
     assert!(disk.bytes(FileName::Pages(1)).is_some());
@@ -291,7 +292,7 @@ fn a_published_snapshot_is_durable_and_takes_the_place_of_others_once_it_is_veri
     let (store, pages) = store_of(&disk, small().snapshots_kept(1), 4);
     store.snapshot().unwrap();
     change(&store, &pages, 1);
-    let published = store.publish_snapshot().unwrap();
+    let published = store.snapshot_with(SnapshotOptions::new().only_published()).unwrap();
     assert_eq!((published.id, published.verified), (SnapshotId(2), false));
     let state = State::of(&store);
     let cut = open_with(&disk.after_power_cut(), small()).unwrap();
@@ -302,14 +303,14 @@ fn a_published_snapshot_is_durable_and_takes_the_place_of_others_once_it_is_veri
     // A snapshot names images of those that were published before it.
     for value in 2..6 {
         change(&store, &pages[..1], value);
-        store.publish_snapshot().unwrap();
+        store.snapshot_with(SnapshotOptions::new().only_published()).unwrap();
     }
     change(&store, &pages[1..2], 6);
     let last = store.snapshot().unwrap();
     assert!(last.verified);
     assert_eq!(ids(&store), [last.id.0]);
     change(&store, &pages[..1], 7);
-    let published = store.publish_snapshot().unwrap();
+    let published = store.snapshot_with(SnapshotOptions::new().only_published()).unwrap();
     let state = State::of(&store);
     store.close().unwrap();
     // Closing waited for it, so it is recorded, and not published anew.
@@ -327,7 +328,7 @@ fn a_published_snapshot_that_is_not_on_the_medium_costs_nothing() {
     change(&store, &pages, 1);
     let state = State::of(&store);
     disk.skip_syncs(|point| matches!(point, SyncPoint::File(FileName::Pages(_))));
-    let published = store.publish_snapshot().unwrap();
+    let published = store.snapshot_with(SnapshotOptions::new().only_published()).unwrap();
     let error = store.wait_verified().unwrap_err();
     assert!(matches!(error, Error::Poisoned(_)), "{error}");
     assert!(matches!(error.file(), Some(FileName::Pages(_))), "{error}");

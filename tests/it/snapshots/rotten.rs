@@ -10,7 +10,7 @@ fn flip(disk: &SimDisk, file: FileName, offset: usize) {
 /// A restore is refused for damage, and the store goes on as if it had not been asked for.
 fn check_refused(disk: &SimDisk, store: &Store, id: SnapshotId, pages: &[PageId]) {
     let (lsn, state, before) = (store.lsn(), State::of(store), Files::of(disk));
-    let refused = store.restore_from_snapshot(id).unwrap_err();
+    let refused = store.restore(&remanent::StatePoint::Snapshot(id)).unwrap_err();
     assert!(matches!(refused, Error::Damaged(_)), "{refused}");
     assert_eq!(store.lsn(), lsn, "nothing was logged");
     assert!(State::of(store) == state, "no page changed");
@@ -24,7 +24,7 @@ fn check_refused(disk: &SimDisk, store: &Store, id: SnapshotId, pages: &[PageId]
 fn a_restore_over_a_rotten_image_is_refused_and_changes_nothing() {
     let disk = SimDisk::new();
     let (store, pages) = store_of(&disk, small(), 3);
-    let first = store.snapshot_named("before").unwrap();
+    let first = store.snapshot_with(remanent::SnapshotOptions::new().name("before")).unwrap();
     change(&store, &pages, 1);
     let whole = Survey::read(&Files::of(&disk)).unwrap().snapshot(first.id).unwrap();
     let image = whole.entries[0].image.unwrap();
@@ -41,9 +41,9 @@ fn a_restore_over_a_rotten_image_is_refused_and_changes_nothing() {
 fn a_restore_over_a_rotten_table_is_refused_and_changes_nothing() {
     let disk = SimDisk::new();
     let (store, pages) = store_of(&disk, small(), 3);
-    let first = store.snapshot_named("before").unwrap();
+    let first = store.snapshot_with(remanent::SnapshotOptions::new().name("before")).unwrap();
     change(&store, &pages, 1);
-    store.restore_from_snapshot(first.id).unwrap();
+    store.restore(&remanent::StatePoint::Snapshot(first.id)).unwrap();
     let restored = store.lsn();
     change(&store, &pages, 2);
     let files = Files::of(&disk);
@@ -57,7 +57,7 @@ fn a_restore_over_a_rotten_table_is_refused_and_changes_nothing() {
     [20, half + 20].into_iter().for_each(|at| flip(&disk, manifest, at));
 
     let (lsn, state) = (store.lsn(), State::of(&store));
-    let refused = store.restore_to(restored).unwrap_err();
+    let refused = store.restore(&remanent::StatePoint::Lsn(restored)).unwrap_err();
     assert!(matches!(refused, Error::Damaged(_)), "{refused}");
     assert!((store.lsn(), State::of(&store)) == (lsn, state), "nothing changed");
     assert_eq!(Files::of(&disk).names(|file| matches!(file, FileName::Table(_))), [table]);

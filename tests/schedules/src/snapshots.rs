@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use remanent::{Ack, Budget, Lsn, Place, ScrubReport};
+use remanent::{SnapshotOptions, Ack, Budget, Lsn, Place, ScrubReport};
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 
 use crate::ground::{Ground, PAGE_LEN, files, options};
@@ -30,7 +30,7 @@ fn an_exact_snapshot_is_the_state_of_its_batch() {
         let ground = Ground::new(time, options(), 1);
         let write = || ground.count_to(3, 0, Ack::Applied);
         let snapshot = || {
-            let snapshot = ground.store.snapshot_exact().unwrap();
+            let snapshot = ground.store.snapshot_with(SnapshotOptions::new().exact()).unwrap();
             assert_eq!(snapshot.redo, snapshot.end);
             let options = RebuildOptions {
                 base: Some(snapshot.id),

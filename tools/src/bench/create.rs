@@ -4,8 +4,6 @@ use std::fs::File;
 use std::io::Write;
 use std::time::Instant;
 
-use remanent::Metadata;
-
 use super::figures::{Figure, Findings, Group, Unit};
 use super::room::{self, BenchStop, Room, size};
 use super::{Common, Measure, transfer};
@@ -91,7 +89,7 @@ impl Measure for CreateBench {
             for _ in 0..batches {
                 let mut batch = made.batch();
                 for _ in 0..per_batch {
-                    batch.create_from(content.to_vec(), room.place, None, Metadata::new());
+                    batch.create_from(content.to_vec(), room.place);
                 }
                 made.wait_durable(made.commit(batch)?.position.lsn)?;
             }

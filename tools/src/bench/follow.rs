@@ -100,7 +100,7 @@ impl FollowBench {
             let before = processor_time();
             let started = Instant::now();
             // Seals of the batches before may still come; they are no batches.
-            follower.next_within(Duration::from_secs_f64(self.idle))?;
+            follower.next(Duration::from_secs_f64(self.idle))?;
             let waited = started.elapsed();
             idle.push((processor_time() - before).as_secs_f64() / waited.as_secs_f64());
         }
@@ -146,7 +146,7 @@ impl FollowBench {
 fn arrivals(follower: &mut Follower, until: Lsn) -> Result<HashMap<Lsn, Instant>, BenchStop> {
     let mut received = HashMap::new();
     while follower.position().lsn < until {
-        match follower.next_within(PATIENCE)? {
+        match follower.next(PATIENCE)? {
             Some(batch) => drop(received.insert(batch.lsn(), Instant::now())),
             None => {
                 let text = "a follower waited for a batch in vain".to_owned();

@@ -4,7 +4,7 @@ use std::hint::black_box;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use remanent::{DeviceChoice, Metadata, PageId, Store};
+use remanent::{DeviceChoice, PageId, Store};
 
 use super::figures::{Figure, Findings, Group, Unit};
 use super::room::{self, BenchStop, Room, size};
@@ -72,7 +72,7 @@ impl GrowthBench {
         while (pages.len() as u64) < count {
             let mut batch = store.batch();
             for _ in 0..BATCH_PAGES.min(count - pages.len() as u64) {
-                batch.create_from(vec![7; self.page_len.0 as usize], room.place, None, Metadata::new());
+                batch.create_from(vec![7; self.page_len.0 as usize], room.place);
             }
             pages.extend(store.commit(batch)?.pages);
             room.check()?;

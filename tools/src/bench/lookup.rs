@@ -117,7 +117,7 @@ impl LookupBench {
         for keys in keys.chunks(CREATED_MAX as usize) {
             let mut batch = store.batch();
             for key in keys {
-                batch.create_with(PAGE_LEN, room.place, Some(key.clone()), Default::default());
+                batch.create(PAGE_LEN, room.place).key(key.clone());
             }
             batch.set_root("pages", self.pages);
             ids.extend(store.commit(batch)?.pages);

@@ -69,7 +69,7 @@ impl Sizes {
                 for word in content.chunks_exact_mut(8) {
                     word.copy_from_slice(&random.next_word().to_le_bytes());
                 }
-                batch.create_from(content.clone(), room.place, None, remanent::Metadata::new());
+                batch.create_from(content.clone(), room.place).metadata(remanent::Metadata::new());
             }
             pages.extend(store.commit(batch)?.pages);
             room.check()?;

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use remanent::{Ack, PageId, SnapshotInfo, SnapshotPhase, Store, WriteBatch};
+use remanent::{Ack, PageId, SnapshotInfo, SnapshotOptions, SnapshotPhase, Store, WriteBatch};
 
 use super::figures::{Figure, Findings, Group, TimeSeries, Unit};
 use super::latency::Latency;
@@ -265,7 +265,9 @@ fn watch(store: &Store) -> Result<SnapshotTrace, BenchStop> {
     let (info, durable) = std::thread::scope(|scope| {
         let (ended, end) = mpsc::channel::<()>();
         let snapshot = scope.spawn(move || {
-            let published = store.publish_snapshot().map(|info| (info, started.elapsed()));
+            let published = store
+                .snapshot_with(SnapshotOptions::new().only_published())
+                .map(|info| (info, started.elapsed()));
             drop(ended);
             published
         });

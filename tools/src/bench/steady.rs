@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use remanent::{DeviceChoice, Metadata, Options, PageId, Place, Store};
+use remanent::{DeviceChoice, Options, PageId, Place, Store};
 
 use super::figures::{Figure, Findings, Group, TimeSeries, Unit};
 use super::latency::Latency;
@@ -66,7 +66,7 @@ impl Window {
         // No two blocks are equal, and none compresses to nothing.
         content[..8].copy_from_slice(&(self.created as u64).to_le_bytes());
         let mut batch = store.batch();
-        batch.create_from(content.clone(), place, None, Metadata::new());
+        batch.create_from(content.clone(), place);
         let oldest = if self.blocks.len() == self.len { self.blocks.pop_front() } else { None };
         if let Some(oldest) = oldest {
             batch.delete(oldest);

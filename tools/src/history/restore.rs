@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use remanent::Create;
+use remanent::{Create, StatePoint};
 
 use crate::cli::engine;
 use crate::cli::engine::engine_failure;
@@ -46,7 +46,7 @@ impl Restore {
         if interrupt.noted() {
             return Ok(Ending::Interrupted);
         }
-        let position = store.restore_to(restored).map_err(engine_failure)?;
+        let position = store.restore(&StatePoint::Lsn(restored)).map_err(engine_failure)?;
         store.close().map_err(engine_failure)?;
         let lsn = position.lsn;
         if self.json {

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use remanent::Create;
+use remanent::{Create, SnapshotOptions};
 
 use crate::cli::engine;
 use crate::cli::engine::engine_failure;
@@ -47,8 +47,8 @@ impl Snapshot {
             return Ok(Ending::Interrupted);
         }
         let taken = match &self.name {
-            Some(name) => store.snapshot_named(name),
-            None if self.exact => store.snapshot_exact(),
+            Some(name) => store.snapshot_with(SnapshotOptions::new().name(name)),
+            None if self.exact => store.snapshot_with(SnapshotOptions::new().exact()),
             None => store.snapshot(),
         };
         let info = taken.map_err(engine_failure)?;

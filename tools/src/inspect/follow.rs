@@ -82,7 +82,7 @@ impl Follow {
             }
             let left = timeout.map(|timeout| timeout.saturating_sub(since.elapsed()));
             let slice = left.map_or(SLICE, |left| left.min(SLICE));
-            if let Some(batch) = follower.next_within(slice).map_err(failure)? {
+            if let Some(batch) = follower.next(slice).map_err(failure)? {
                 self.show(&batch, out)?;
                 shown += 1;
                 since = Instant::now();

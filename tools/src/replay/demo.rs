@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Instant, SystemTime};
 
 use indicatif::ProgressBar;
-use remanent::{Create, DeviceChoice, Options, Store};
+use remanent::{Create, DeviceChoice, Options, StatePoint, Store};
 
 use crate::cli::engine::engine_failure;
 use crate::cli::exit::{Ending, Failure, Outcome};
@@ -171,7 +171,7 @@ impl DemoRun<'_, '_> {
             store.close().map_err(engine_failure)?;
             return self.say("There is no snapshot to go back to: too few requests for one.".to_owned());
         };
-        store.restore_from_snapshot(oldest.id).map_err(engine_failure)?;
+        store.restore(&StatePoint::Snapshot(oldest.id)).map_err(engine_failure)?;
         store.close().map_err(engine_failure)?;
         let took = started.elapsed();
 

@@ -22,8 +22,7 @@ use std::time::{Duration, Instant};
 
 use clap::ValueEnum;
 use remanent::{
-    Ack, DeviceChoice, LogIo, Metadata, Options, PageId, PageRef, Place, Position, RecoveryReport, Store,
-    Value,
+    Ack, DeviceChoice, LogIo, Options, PageId, PageRef, Place, Position, RecoveryReport, Store, Value,
 };
 
 use crate::cli::engine::engine_failure;
@@ -270,7 +269,7 @@ impl Driver {
             match step {
                 Step::Create(id) => {
                     let key = Some(key_of(id));
-                    let page = batch.create_with(page_len as u64, self.place, key, Metadata::new());
+                    let page = batch.create(page_len as u64, self.place).optional_key(key).page();
                     batch.write(page, 0, &stream(id, request, page_len));
                     created.push(id);
                     refs.insert(id, page.into());

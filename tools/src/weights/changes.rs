@@ -158,7 +158,7 @@ mod tests {
 
         let store = Store::temporary(Options::default()).unwrap();
         let mut batch = store.batch();
-        let page = batch.create(before.len() as u64, Place::Host);
+        let page = batch.create(before.len() as u64, Place::Host).page();
         batch.write(page, 0, before);
         changes.put(&mut batch, page);
         let page = store.commit(batch).unwrap().pages[0];

@@ -10,8 +10,7 @@ use std::path::{Path, PathBuf};
 
 use indicatif::ProgressBar;
 use remanent::{
-    Create, FileName, Folder, Key, Lsn, Metadata, PageId, PageInfo, PageRef, Place, Store, Value, Width,
-    WriteBatch,
+    Create, FileName, Folder, Key, Lsn, PageId, PageInfo, PageRef, Place, Store, Value, Width, WriteBatch,
 };
 
 use crate::cli::engine;
@@ -303,7 +302,7 @@ impl<'a> ImportVersion<'a> {
     }
 
     fn create(&mut self, key: Key, tensor: &Tensor) -> Result<(), Failure> {
-        let page = self.batch.create_with(tensor.len, self.place, Some(key), tensor.metadata());
+        let page = self.batch.create(tensor.len, self.place).key(key).metadata(tensor.metadata()).page();
         self.is_new = true;
         self.totals.created += 1;
         self.content(PageSource { page: page.into(), old: None, len: 0 }, tensor).map(drop)
@@ -365,7 +364,7 @@ impl<'a> ImportVersion<'a> {
         let bytes = &self.file.header.bytes;
         let Some(info) = info else {
             let key = Key::new(HEADER_KEY).expect("it is short");
-            let page = self.batch.create_with(bytes.len() as u64, Place::Host, Some(key), Metadata::new());
+            let page = self.batch.create(bytes.len() as u64, Place::Host).key(key).page();
             self.batch.write(page, 0, bytes);
             self.is_new = true;
             return Ok(());

@@ -106,7 +106,7 @@ fn blame_needs_memory_up_to_the_element_only_however_long_its_page_was() {
         let open = || Store::open(&path, Options::default().snapshots_kept(1)).unwrap();
         let mut store = open();
         let mut batch = store.batch();
-        let page = batch.create(LONG as u64, Place::Host);
+        let page = batch.create(LONG as u64, Place::Host).page();
         batch.write(page, 0, &bytes);
         let page = store.commit(batch).unwrap().pages[0];
         let mut expected = vec![(1, "batch", Some(bytes[5]))];

@@ -62,11 +62,11 @@ pub fn small_store(scratch: &Scratch) -> Store {
         ("blob".to_owned(), Value::Bytes(vec![0, 255])),
         ("nan".to_owned(), Value::F64(f64::NAN)),
     ]);
-    let page = batch.create_with(5000, Place::Host, Some(Key::new("weights").unwrap()), metadata);
+    let page = batch.create(5000, Place::Host).key(Key::new("weights").unwrap()).metadata(metadata).page();
     batch.write(page, 0, &[7; 5000]).set_root("step", 1u64);
     let weights = store.commit(batch).unwrap().pages[0];
     let mut batch = store.batch();
-    batch.create_with(16, Place::Device(0), Some(Key::new([0xff]).unwrap()), Metadata::new());
+    batch.create(16, Place::Device(0)).key(Key::new([0xff]).unwrap());
     batch.note("a second page");
     store.commit(batch).unwrap();
     store.snapshot().unwrap();

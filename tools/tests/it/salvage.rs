@@ -4,7 +4,7 @@ use std::fs;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use remanent::{Compression, Key, Metadata, Options, Place, Store};
+use remanent::{Compression, Key, Options, Place, Store};
 use serde_json::{Value, json};
 
 use crate::command::{Scratch, run};
@@ -60,7 +60,7 @@ fn scarred(scratch: &Scratch) {
     let store = Store::open(scratch.store(), options).unwrap();
     let mut batch = store.batch();
     for name in ["changed", "still"] {
-        let page = batch.create_with(3000, Place::Host, Some(Key::new(name).unwrap()), Metadata::new());
+        let page = batch.create(3000, Place::Host).key(Key::new(name).unwrap()).page();
         batch.fill(page, 0, 3000, &[1]);
     }
     let pages = store.commit(batch).unwrap().pages;

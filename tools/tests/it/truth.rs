@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use remanent::{Compression, Key, Options, Place, Store};
+use remanent::{Compression, Key, Options, Place, SnapshotOptions, Store};
 
 use crate::command::{Scratch, run};
 use crate::inspect::{copy, files, newest, small_store};
@@ -28,7 +28,7 @@ fn commit(store: &Store, step: u64) {
     let mut batch = store.batch();
     batch.set_root("step", step);
     if step == 1 {
-        batch.create_with(5000, Place::Host, Some(Key::new("weights").unwrap()), Default::default());
+        batch.create(5000, Place::Host).key(Key::new("weights").unwrap());
     } else {
         batch.fill(store.pages().unwrap().next().unwrap().page, 0, 5000, &[step as u8]);
     }
@@ -41,7 +41,7 @@ fn a_named_snapshot_stands_for_its_own_batch_and_for_no_log_behind_it() {
     let scratch = Scratch::new();
     let store = open(&scratch.store());
     commit(&store, 1);
-    store.snapshot_named("good").unwrap();
+    store.snapshot_with(SnapshotOptions::new().name("good")).unwrap();
     commit(&store, 2);
     store.close().unwrap();
     let path = scratch.store();
@@ -60,7 +60,7 @@ fn a_snapshot_that_is_kept_and_not_there_is_missed() {
     let scratch = Scratch::new();
     let store = open(&scratch.store());
     commit(&store, 1);
-    store.snapshot_named("good").unwrap();
+    store.snapshot_with(SnapshotOptions::new().name("good")).unwrap();
     for step in 2..4 {
         commit(&store, step);
         store.snapshot().unwrap();
@@ -101,8 +101,8 @@ fn giving_up_a_name_takes_its_snapshot_and_nothing_else() {
     for step in 1..7 {
         commit(&store, step);
         match step {
-            2 => store.snapshot_named("good").unwrap(),
-            4 => store.snapshot_named("better").unwrap(),
+            2 => store.snapshot_with(SnapshotOptions::new().name("good")).unwrap(),
+            4 => store.snapshot_with(SnapshotOptions::new().name("better")).unwrap(),
             _ => store.snapshot().unwrap(),
         };
     }
@@ -157,7 +157,7 @@ fn what_there_is_none_of_is_said_and_what_has_a_name_is_named() {
     let path = scratch.store();
     assert_eq!(run(&["snapshots", &path]).expect(0).out, "no snapshots\n");
     assert_eq!(run(&["snapshots", &path, "--json"]).expect(0).out, "");
-    store.snapshot_named("good \"one\"").unwrap();
+    store.snapshot_with(SnapshotOptions::new().name("good \"one\"")).unwrap();
     store.close().unwrap();
     let info = run(&["info", &path]).expect(0).out;
     assert!(info.contains(r#", named "good \"one\"""#), "{info}");
@@ -292,7 +292,7 @@ fn what_may_go_goes() {
     let store = Store::open(&path, Options::default().snapshots_kept(1)).unwrap();
     let page = {
         let mut batch = store.batch();
-        let page = batch.create(4096, Place::Host);
+        let page = batch.create(4096, Place::Host).page();
         batch.write(page, 0, &[1; 4096]);
         store.commit(batch).unwrap().pages[0]
     };
@@ -302,7 +302,7 @@ fn what_may_go_goes() {
         store.commit(batch).unwrap();
         store.snapshot().unwrap();
     }
-    store.snapshot_named("kept").unwrap();
+    store.snapshot_with(SnapshotOptions::new().name("kept")).unwrap();
     store.close().unwrap();
     let may_go = || -> Vec<String> {
         let info = run(&["info", &path, "--json"]).expect(0).json().remove(0);

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Stdio;
 
-use remanent::{Key, Metadata, Options, Place, Store};
+use remanent::{Key, Options, Place, Store};
 
 use crate::command::{Scratch, command, run};
 
@@ -247,7 +247,7 @@ fn pages_of_others_stay_as_they_are() {
     let store = Store::open(weights.scratch.store(), Options::default()).unwrap();
     let mut batch = store.batch();
     let key = Key::new("w").unwrap();
-    let page = batch.create_with(4, Place::Host, Some(key.clone()), Metadata::new());
+    let page = batch.create(4, Place::Host).key(key.clone()).page();
     batch.write(page, 0, b"mine");
     store.commit(batch).unwrap();
     store.close().unwrap();

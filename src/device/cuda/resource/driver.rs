@@ -201,3 +201,9 @@ unsafe impl MemoryAccess for HostMemory {
         Ok(())
     }
 }
+
+impl std::fmt::Debug for DriverMemory {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("DriverMemory").finish_non_exhaustive()
+    }
+}

@@ -179,3 +179,9 @@ impl<R: MemoryResource, A: MemoryAccess> Drop for GuardedMemory<R, A> {
         }
     }
 }
+
+impl<R: MemoryResource, A: MemoryAccess> std::fmt::Debug for GuardedMemory<R, A> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("GuardedMemory").finish_non_exhaustive()
+    }
+}

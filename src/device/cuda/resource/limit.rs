@@ -68,3 +68,12 @@ unsafe impl<R: MemoryResource> MemoryResource for LimitedMemory<R> {
         self.upstream.stats()
     }
 }
+
+impl<R: MemoryResource> std::fmt::Debug for LimitedMemory<R> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("LimitedMemory")
+            .field("bytes_max", &self.bytes_max)
+            .field("bytes", &self.bytes)
+            .finish_non_exhaustive()
+    }
+}

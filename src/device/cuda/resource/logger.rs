@@ -51,3 +51,9 @@ unsafe impl<R: MemoryResource> MemoryResource for LoggedMemory<R> {
         self.upstream.stats()
     }
 }
+
+impl<R: MemoryResource> std::fmt::Debug for LoggedMemory<R> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("LoggedMemory").field("name", &self.name).finish_non_exhaustive()
+    }
+}

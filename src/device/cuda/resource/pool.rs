@@ -241,3 +241,9 @@ pub(in crate::device::cuda) fn own_shard() -> usize {
         own.get()
     })
 }
+
+impl<R: MemoryResource> std::fmt::Debug for Pool<R> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Pool").field("slab_len_max", &self.slab_len_max).finish_non_exhaustive()
+    }
+}

@@ -14,7 +14,7 @@ use std::time::Duration;
 use remanent::device::Device;
 use remanent::device::cuda::CudaDevice;
 use remanent::device::host::HostDevice;
-use remanent::{Error, Remedy, Result, SnapshotId};
+use remanent::{StatePoint, Error, Remedy, Result, SnapshotId};
 
 use self::driver::{CallerStream, Driver};
 use self::work::Work;
@@ -154,7 +154,7 @@ fn what_a_fault_leaves_opens_on_another_gpu_and_on_the_host() {
         let refusals: [Result<()>; 3] = [
             store.commit(batch).map(drop),
             store.snapshot().map(drop),
-            store.restore_from_snapshot(SnapshotId(1)).map(drop),
+            store.restore(&StatePoint::Snapshot(SnapshotId(1))).map(drop),
         ];
         for refused in refusals {
             let Err(Error::Poisoned(cause)) = refused else { panic!("not poisoned: {refused:?}") };

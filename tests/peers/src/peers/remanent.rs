@@ -17,7 +17,7 @@ pub fn write(directory: &Path, done: &dyn Fn()) -> Result<()> {
         let bytes = record::bytes(number);
         let mut batch = store.batch();
         let key = Key::new(number.to_be_bytes())?;
-        let page = batch.create_with(bytes.len() as u64, Place::Host, Some(key), Default::default());
+        let page = batch.create(bytes.len() as u64, Place::Host).key(key).page();
         batch.write(page, 0, &bytes);
         store.commit(batch)?;
     }

@@ -1,0 +1,55 @@
+//! A follower reads every batch of a store, in order, and keeps a copy of its pages.
+//!
+//! ```sh
+//! cargo run --example follow
+//! ```
+
+use std::thread;
+use std::time::Duration;
+
+use remanent::{FollowFrom, Follower, Options, Place, ReadPages, Replica, Result, Store};
+
+const BATCHES: u64 = 200;
+
+fn main() -> Result<()> {
+    let directory = tempfile::tempdir().expect("a temporary directory");
+    let path = directory.path().join("store");
+    let store = Store::open(&path, Options::default())?;
+
+    thread::scope(|scope| {
+        // The follower locks nothing and writes nothing. It would do the same in another process.
+        let following = scope.spawn(|| -> Result<(Replica, String)> {
+            let mut follower = Follower::open(&path, FollowFrom::Beginning)?;
+            let mut replica = Replica::default();
+            for batch in &mut follower {
+                // Whole batches, in order, without a gap, each once.
+                replica.apply(&batch?)?;
+                if replica.lsn().0 == BATCHES {
+                    break;
+                }
+            }
+            // What a later process needs to go on: incarnation, Lsn and the hash of the chain up to here.
+            Ok((replica, follower.position().to_string()))
+        });
+
+        let mut batch = store.batch();
+        batch.create(8, Place::Host).key("counter");
+        let page = store.commit(batch)?.pages[0];
+        for number in 2..=BATCHES {
+            let mut batch = store.batch();
+            batch.write(page, 0, &number.to_le_bytes());
+            store.commit(batch)?;
+        }
+
+        let (replica, position) = following.join().expect("the follower's thread")?;
+        assert_eq!(ReadPages::read_to_vec(&replica, page)?, BATCHES.to_le_bytes());
+        println!("the copy is at batch {}; another process goes on from {position}", replica.lsn());
+
+        let mut later = Follower::open(&path, FollowFrom::Position(position.parse().expect("a position")))?;
+        assert!(later.next(Duration::ZERO)?.is_none(), "nothing has come since");
+        store.commit(store.batch().set_root("done", true))?;
+        let batch = later.next(Duration::from_secs(10))?.expect("one more batch");
+        println!("and finds batch {} there", batch.lsn());
+        Ok(())
+    })
+}

@@ -1,0 +1,95 @@
+//! A cache of blocks with keys: filled, evicted, and found again after a restart.
+//!
+//! ```sh
+//! cargo run --example kv_cache
+//! ```
+
+use std::collections::VecDeque;
+
+use remanent::{Error, Key, Options, PageId, Place, ReadPages, Result, Store};
+
+/// Bytes of a block.
+const BLOCK_LEN: usize = 16 << 10;
+/// Blocks that the cache holds.
+const BLOCKS_MAX: usize = 64;
+
+/// Blocks in the order of their last use, the oldest first. The store is the index: nothing else is written down.
+struct Cache {
+    store: Store,
+    order: VecDeque<Key>,
+}
+
+impl Cache {
+    fn open(directory: &std::path::Path) -> Result<Self> {
+        let store = Store::open(directory, Options::default())?;
+        // After a restart the pages are their own index: by key, and by the batch that wrote them last.
+        let mut blocks: Vec<_> = store.pages_with_prefix("block/")?.collect();
+        blocks.sort_by_key(|block| block.lsn);
+        let order = blocks.into_iter().filter_map(|block| block.key).collect();
+        Ok(Self { store, order })
+    }
+
+    fn get(&mut self, hash: u64) -> Result<Option<Vec<u8>>> {
+        let key = key(hash)?;
+        let mut block = vec![0; BLOCK_LEN];
+        // Key and bytes are of one moment: an eviction by another thread comes before or after.
+        match self.store.read_key(&key, 0, &mut block) {
+            Ok(_) => Ok(Some(block)),
+            Err(Error::UnknownKey { .. }) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Adds a block, and evicts the oldest one in the same batch: after a crash it is one or the other.
+    fn put(&mut self, hash: u64, block: Vec<u8>) -> Result<()> {
+        let key = key(hash)?;
+        let mut batch = self.store.batch();
+        if self.order.len() >= BLOCKS_MAX
+            && let Some(oldest) = self.order.pop_front()
+        {
+            batch.delete(self.page(&oldest)?);
+        }
+        batch.create_from(block, Place::Host).key(&key);
+        self.store.commit(batch)?;
+        self.order.push_back(key);
+        Ok(())
+    }
+
+    fn page(&self, key: &Key) -> Result<PageId> {
+        Ok(self.store.page_by_key(key)?.page)
+    }
+}
+
+fn key(hash: u64) -> Result<Key> {
+    Ok(Key::new(format!("block/{hash:016x}"))?)
+}
+
+fn content(hash: u64) -> Vec<u8> {
+    hash.to_le_bytes().repeat(BLOCK_LEN / 8)
+}
+
+fn main() -> Result<()> {
+    let directory = tempfile::tempdir().expect("a temporary directory");
+    let path = directory.path().join("cache");
+
+    let mut cache = Cache::open(&path)?;
+    for hash in 0..200 {
+        cache.put(hash, content(hash))?;
+    }
+    assert_eq!(cache.get(7)?, None, "it was evicted");
+    assert_eq!(cache.get(199)?, Some(content(199)));
+    println!("{} blocks of 200 are left", cache.store.page_count()?);
+    drop(cache);
+
+    // A new process would find the same: every block that was acknowledged, with its bytes proven.
+    let mut cache = Cache::open(&path)?;
+    let hits = (0..200)
+        .filter(|hash| matches!(cache.get(*hash), Ok(Some(block)) if block == content(*hash)))
+        .count();
+    println!("{hits} hits after the restart");
+    assert_eq!(hits, BLOCKS_MAX);
+    // The order of eviction goes on where it was.
+    cache.put(200, content(200))?;
+    assert_eq!((cache.get(136)?, cache.get(137)?), (None, Some(content(137))));
+    Ok(())
+}

@@ -1,0 +1,118 @@
+//! A kernel of the caller's own changes a page on a GPU, and the change is logged.
+//!
+//! ```sh
+//! cargo run --example own_kernel
+//! ```
+//!
+//! A page itself is never the caller's to write: a kernel writes a *working copy*, and a capture logs what changed there
+//! before the page changes. Without a GPU the example says so, and ends well.
+
+#[cfg(feature = "cuda")]
+fn main() -> remanent::Result<()> {
+    gpu::run()
+}
+
+#[cfg(not(feature = "cuda"))]
+fn main() {
+    eprintln!("SKIPPED: this build is without the feature `cuda`");
+}
+
+#[cfg(feature = "cuda")]
+mod gpu {
+    use std::ffi::c_void;
+    use std::ptr;
+
+    use cudarc::driver::sys;
+    use remanent::device::RawStream;
+    use remanent::{DeviceChoice, Direction, Error, Options, Place, Result, Shadow, Store, Width};
+
+    /// Adds one to every hundredth byte. A caller's own kernel comes from nvcc or NVRTC.
+    const PTX: &str = r"
+        .version 7.0
+        .target sm_50
+        .address_size 64
+        .visible .entry bump(.param .u64 bytes, .param .u32 count) {
+            .reg .pred %beyond;
+            .reg .b32 %index, %block, %threads, %count, %byte;
+            .reg .b64 %address, %offset;
+            ld.param.u64 %address, [bytes];
+            ld.param.u32 %count, [count];
+            cvta.to.global.u64 %address, %address;
+            mov.u32 %block, %ctaid.x;
+            mov.u32 %threads, %ntid.x;
+            mov.u32 %index, %tid.x;
+            mad.lo.u32 %index, %block, %threads, %index;
+            setp.ge.u32 %beyond, %index, %count;
+            @%beyond bra done;
+            mul.wide.u32 %offset, %index, 100;
+            add.u64 %address, %address, %offset;
+            ld.global.u8 %byte, [%address];
+            add.u32 %byte, %byte, 1;
+            st.global.u8 [%address], %byte;
+        done:
+            ret;
+        }
+    ";
+    const LEN: u64 = 1 << 20;
+
+    /// Makes a call of the driver's, which must succeed.
+    macro_rules! call {
+        ($call:ident($($argument:expr),* $(,)?)) => {{
+            // SAFETY: pointers are to live values of the right types, and handles to live objects of this context.
+            let result = unsafe { sys::$call($($argument),*) };
+            assert_eq!(result, sys::CUresult::CUDA_SUCCESS, stringify!($call));
+        }};
+    }
+
+    pub fn run() -> Result<()> {
+        let store = match Store::temporary(Options::default().device(DeviceChoice::Cuda(0))) {
+            Err(Error::DeviceUnavailable { reason, .. }) => {
+                eprintln!("SKIPPED: there is no GPU here: {reason}");
+                return Ok(());
+            }
+            opened => opened?,
+        };
+
+        let mut batch = store.batch();
+        batch.create(LEN, Place::Device(0)).key("embedding");
+        let page = store.commit(batch)?.pages[0];
+
+        // 1. The caller's own kernel and stream, in the GPU's primary context.
+        let mut context = ptr::null_mut();
+        call!(cuDevicePrimaryCtxRetain(&mut context, 0));
+        call!(cuCtxSetCurrent(context));
+        let (mut module, mut bump, mut stream) = (ptr::null_mut(), ptr::null_mut(), ptr::null_mut());
+        let source = std::ffi::CString::new(PTX).expect("text without a zero byte");
+        call!(cuModuleLoadData(&mut module, source.as_ptr().cast()));
+        call!(cuModuleGetFunction(&mut bump, module, c"bump".as_ptr()));
+        call!(cuStreamCreate(&mut stream, 1));
+
+        // 2. A copy of the page that kernels may write, used on that stream: the store's own work on it waits for what
+        //    is on the stream by then, on the device. The shadow is what the copy was when it was last captured.
+        // SAFETY: the handle is that of a stream of this context, which is destroyed after its last use below.
+        let raw = unsafe { RawStream::from_cuda(stream as u64) };
+        let memory = store.device_bytes(LEN, Place::Device(0))?.on(raw);
+        let copy = store.working_copy_in(page, &memory, Width::W1, Shadow::Page, Direction::Load)?;
+        let mut address = copy.bytes().address().expect("memory of a GPU has an address");
+        let mut count = u32::try_from(LEN.div_ceil(100)).expect("a short page");
+        let mut parameters = [(&raw mut address).cast::<c_void>(), (&raw mut count).cast::<c_void>()];
+        let (blocks, threads) = (count.div_ceil(256), 256);
+        let (arguments, extra) = (parameters.as_mut_ptr(), ptr::null_mut());
+        call!(cuLaunchKernel(bump, blocks, 1, 1, threads, 1, 1, 0, stream, arguments, extra));
+
+        // 3. The capture takes its turn after the kernel, finds what changed, and logs that.
+        let logged = store.stats().log.bytes;
+        let mut batch = store.batch();
+        batch.capture(&copy).set_root("step", 1u64);
+        store.commit(batch)?;
+        println!("{count} bytes of {LEN} changed, {} bytes were logged", store.stats().log.bytes - logged);
+
+        let bytes = store.read_to_vec(page)?;
+        let expected = |index: usize| u8::from(index.is_multiple_of(100));
+        assert!(bytes.iter().enumerate().all(|(index, byte)| *byte == expected(index)));
+        call!(cuStreamDestroy_v2(stream));
+        call!(cuModuleUnload(module));
+        call!(cuDevicePrimaryCtxRelease_v2(0));
+        Ok(())
+    }
+}

@@ -1,0 +1,73 @@
+//! The state of a training run: deltas each step, named snapshots, going back, and a fork to try something else.
+//!
+//! ```sh
+//! cargo run --example training_state
+//! ```
+
+use remanent::{
+    Metadata, Options, PageId, Place, ReadPages, Result, SnapshotOptions, StatePoint, Store, Value, Width,
+};
+
+/// Parameters of the one layer, each a little-endian `f32`.
+const PARAMETERS: u32 = 1024;
+
+/// Moves every eighth parameter a little, as a sparse optimizer would.
+fn step(store: &Store, weights: PageId, step: u64) -> Result<()> {
+    let indices: Vec<u32> = (0..PARAMETERS).skip(step as usize % 8).step_by(8).collect();
+    let values: Vec<u8> =
+        indices.iter().flat_map(|index| (*index as f32 * step as f32).to_le_bytes()).collect();
+    let mut batch = store.batch();
+    // The log gets the elements and about a byte of index each, not the page.
+    batch.scatter(weights, Width::W4, &indices, &values);
+    // Step, random state and loader position belong to the same moment: they are entries of the root.
+    batch.set_root("step", step).set_root("loader", step * 32).note(format!("step {step}"));
+    store.commit(batch)?;
+    Ok(())
+}
+
+fn steps_of(pages: &impl ReadPages) -> Result<u64> {
+    Ok(pages.root()?["step"].as_u64().expect("a step"))
+}
+
+fn main() -> Result<()> {
+    let directory = tempfile::tempdir().expect("a temporary directory");
+    let path = directory.path().join("run");
+    let store = Store::open(&path, Options::default())?;
+
+    let mut batch = store.batch();
+    let metadata = Metadata::from([("dtype".to_owned(), Value::from("f32"))]);
+    batch.create(u64::from(PARAMETERS) * 4, Place::Host).key("layer.0.weight").metadata(metadata);
+    let weights = store.commit(batch)?.pages[0];
+
+    // 1. Train. A snapshot with a name stays until its name is given up; steps go on while it is written.
+    for number in 1..=10 {
+        step(&store, weights, number)?;
+    }
+    let good = store.snapshot_with(SnapshotOptions::new().name("before the warm-up ended"))?;
+    println!("snapshot {} holds batch {}", good.id, good.end);
+    for number in 11..=20 {
+        step(&store, weights, number)?;
+    }
+
+    // 2. Look at the named state, read-only, while the run goes on.
+    let point = StatePoint::Name("before the warm-up ended".to_owned());
+    let then = Store::open_at(&path, &point)?;
+    assert_eq!((steps_of(&then)?, steps_of(&store)?), (10, 20));
+    let weights_then = ReadPages::read_to_vec(&then, weights)?;
+
+    // 3. Try something else from there, in a store of its own. Image files are shared, not copied.
+    let trial = directory.path().join("trial");
+    store.fork(&trial, &point)?;
+    let trial = Store::open(&trial, Options::default())?;
+    step(&trial, weights, 1000)?;
+    assert_eq!((steps_of(&trial)?, steps_of(&store)?), (1000, 20));
+
+    // 4. Go back. This goes forward: it is one more batch, and step 20 can be gone back to in turn.
+    let before = store.lsn();
+    store.restore(&point)?;
+    assert_eq!((steps_of(&store)?, store.read_to_vec(weights)?), (10, weights_then));
+    store.restore(&StatePoint::Lsn(before))?;
+    assert_eq!(steps_of(&store)?, 20);
+    println!("went back to step 10 and forward to step 20 again");
+    Ok(())
+}

@@ -1,0 +1,314 @@
+//! The public interface as an application meets it: what chains, what converts, what is waited for and how.
+
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread;
+use std::time::Duration;
+
+use remanent::device::host::HostDevice;
+use remanent::testing::sim_disk::{DiskFault, Operation, SimDisk};
+use remanent::{
+    Ack, Error, FollowFrom, Follower, Key, LogIo, Lsn, Metadata, Options, PageId, Place, ReadPages, Remedy,
+    Replica, Result, Retention, SnapshotId, SnapshotOptions, StatePoint, Store, Value,
+};
+
+/// Longer than anything here takes.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+fn store() -> Store {
+    Store::temporary(Options::default()).unwrap()
+}
+
+/// A waker that counts its calls, and lets this thread go on.
+struct Unpark(thread::Thread, AtomicUsize);
+
+impl Wake for Unpark {
+    fn wake(self: Arc<Self>) {
+        self.1.fetch_add(1, Ordering::SeqCst);
+        self.0.unpark();
+    }
+}
+
+/// Polls a future until it is ready; how often it was woken.
+fn block_on<T>(future: impl Future<Output = T>) -> (T, usize) {
+    let unpark = Arc::new(Unpark(thread::current(), AtomicUsize::new(0)));
+    let waker = Waker::from(unpark.clone());
+    let mut future = pin!(future);
+    loop {
+        match future.as_mut().poll(&mut Context::from_waker(&waker)) {
+            Poll::Ready(output) => return (output, unpark.1.load(Ordering::SeqCst)),
+            Poll::Pending => thread::park_timeout(PATIENCE),
+        }
+    }
+}
+
+#[test]
+fn a_chain_is_committed_as_it_stands() {
+    let store = store();
+    store.commit(store.batch().set_root("step", 1u64).note("first")).unwrap();
+    assert_eq!(store.root().unwrap()["step"].as_u64(), Some(1));
+    let mut batch = store.batch();
+    batch.create(4, Place::Host).key("a");
+    store.commit(&mut batch).unwrap();
+    let again = store.commit(&mut batch).unwrap();
+    assert!(again.pages.is_empty(), "what was committed is no longer in the batch");
+}
+
+#[test]
+fn a_page_is_created_with_key_and_metadata_in_one_chain() {
+    let store = store();
+    let metadata = Metadata::from([("dtype".to_owned(), Value::from("bf16"))]);
+    let mut batch = store.batch();
+    let page = batch.create_from(*b"weights!", Place::Host).key("layer.0").metadata(metadata.clone()).page();
+    batch.write(page, 0, b"W");
+    let plain = batch.create(2, Place::Host).optional_key(None).page();
+    assert_eq!((page.index(), plain.index()), (0, 1));
+    let pages = store.commit(batch).unwrap().pages;
+    let info = store.page_by_key(&Key::new("layer.0").unwrap()).unwrap();
+    assert_eq!((info.page, &*info.metadata), (pages[0], &metadata));
+    assert_eq!(store.read_to_vec(pages[0]).unwrap(), b"Weights!");
+    assert_eq!(store.page(pages[1]).unwrap().key, None);
+}
+
+#[test]
+fn a_key_that_is_none_is_refused_when_the_batch_is_committed() {
+    let store = store();
+    for key in [String::new(), "k".repeat(65)] {
+        let mut batch = store.batch();
+        batch.create(4, Place::Host).key(&key);
+        let error = store.commit(batch).unwrap_err();
+        assert!(matches!(&error, Error::InvalidKey(refused) if refused.len == key.len()), "{error}");
+        assert_eq!((error.remedy(), store.lsn()), (Remedy::ChangeCall, Lsn(0)));
+    }
+    fn found() -> Result<Key> {
+        Ok(Key::new("found")?)
+    }
+    assert_eq!(found().unwrap(), "found".try_into().unwrap());
+}
+
+#[test]
+fn integers_convert_between_the_two_kinds_and_nothing_else_does() {
+    for (value, unsigned, signed) in [
+        (Value::from(5), Some(5), Some(5)),
+        (Value::from(5_usize), Some(5), Some(5)),
+        (Value::from(-5), None, Some(-5)),
+        (Value::from(u64::MAX), Some(u64::MAX), None),
+        (Value::from(5.0), None, None),
+        (Value::from("5"), None, None),
+    ] {
+        assert_eq!((value.as_u64(), value.as_i64()), (unsigned, signed), "{value:?}");
+    }
+    assert_eq!(Value::from(0.5_f32).as_f64(), Some(0.5));
+    assert_eq!(Value::from(true).as_bool(), Some(true));
+    assert_eq!(Value::from("text").as_str(), Some("text"));
+    assert_eq!(Value::from(&b"ab"[..]).as_bytes(), Some(&b"ab"[..]));
+    assert_eq!(Value::from(vec![Value::Null]).as_list(), Some(&[Value::Null][..]));
+    assert!(Value::from(Metadata::new()).as_map().unwrap().is_empty());
+}
+
+#[test]
+fn one_point_of_time_serves_restores_views_and_forks() {
+    let directory = tempfile::tempdir().unwrap();
+    let store = Store::open(directory.path().join("store"), Options::default()).unwrap();
+    let steps = |count: u64| {
+        (1..=count).for_each(|step| _ = store.commit(store.batch().set_root("step", step)).unwrap())
+    };
+    steps(2);
+    let named = store.snapshot_with(SnapshotOptions::new().name("two")).unwrap();
+    assert_eq!((named.redo, named.end), (Lsn(2), Lsn(2)), "a named snapshot is exact");
+    steps(1);
+    for point in [StatePoint::Lsn(Lsn(2)), StatePoint::Snapshot(named.id), StatePoint::Name("two".to_owned())]
+    {
+        let looked = Store::open_at(directory.path().join("store"), &point).unwrap();
+        assert_eq!(looked.root()["step"].as_u64(), Some(2), "{point}");
+        store.restore(&point).unwrap();
+        assert_eq!(store.root().unwrap()["step"].as_u64(), Some(2), "{point}");
+        steps(1);
+        let fork = directory.path().join(format!("fork {point}").replace(':', " "));
+        store.fork(&fork, &point).unwrap();
+        let fork = Store::open(fork, Options::default()).unwrap();
+        assert_eq!(fork.root().unwrap()["step"].as_u64(), Some(2), "{point}");
+    }
+    let lsn = store.lsn();
+    let refused = |point| store.restore(&point).unwrap_err();
+    assert!(matches!(refused(StatePoint::Snapshot(SnapshotId(999))), Error::NoSnapshot { .. }));
+    assert!(matches!(refused(StatePoint::Name("three".to_owned())), Error::NoSnapshotNamed { .. }));
+    assert!(matches!(refused(StatePoint::Lsn(Lsn(999))), Error::OutsideWindow { .. }));
+    assert_eq!(store.lsn(), lsn, "nothing changed");
+}
+
+#[test]
+fn a_snapshot_is_taken_as_its_options_say() {
+    let store = store();
+    let mut batch = store.batch();
+    batch.create_from(vec![7; 10_000], Place::Host);
+    store.commit(batch).unwrap();
+    let exact = store.snapshot_with(SnapshotOptions::new().exact()).unwrap();
+    assert_eq!((exact.redo, exact.end, exact.verified), (Lsn(1), Lsn(1), true));
+    let both = store.snapshot_with(SnapshotOptions::new().name("n").only_published()).unwrap();
+    assert_eq!((both.name.as_deref(), both.verified), (Some("n"), false));
+    store.wait_verified().unwrap();
+    assert!(store.snapshots().iter().all(|snapshot| snapshot.verified));
+    let refused = |name: &str| store.snapshot_with(SnapshotOptions::new().name(name)).unwrap_err();
+    assert!(matches!(refused("n"), Error::NameTaken { .. }));
+    assert!(matches!(refused(""), Error::Limit { .. }));
+    assert!(matches!(refused(&"x".repeat(65)), Error::Limit { .. }));
+}
+
+#[test]
+fn options_say_what_they_are() {
+    let rules = Retention::default().snapshots_kept(7).log_kept(1 << 20);
+    let options =
+        Options::default().ack(Ack::Durable).log_io(LogIo::Buffered).retention(&rules).identity(*b"me");
+    assert_eq!((options.get_ack(), options.get_log_io()), (Ack::Durable, Some(LogIo::Buffered)));
+    assert_eq!((options.get_retention(), options.get_identity()), (rules.clone(), Some(&b"me"[..])));
+    assert_eq!(options.get_reserve_bytes(), 2 * options.get_segment_len());
+    assert_eq!(Store::temporary(options).unwrap().retention(), rules);
+}
+
+/// Reads everything in the one way that all readers have.
+fn all(pages: &impl ReadPages) -> Vec<(PageId, Option<Key>, Vec<u8>)> {
+    let listed: Vec<_> = pages.pages().unwrap().collect();
+    assert_eq!(listed.len() as u64, pages.page_count().unwrap());
+    let read = |info: remanent::PageInfo| {
+        assert_eq!(pages.page(info.page).unwrap().epoch, info.epoch);
+        let bytes = pages.read_to_vec(info.page).unwrap();
+        let mut last = [0];
+        pages.read(info.page, info.len - 1, &mut last).unwrap();
+        assert_eq!(bytes.last(), Some(&last[0]));
+        let beyond = pages.read(info.page, info.len, &mut last).unwrap_err();
+        assert!(matches!(beyond, Error::OutOfBounds { .. }), "{beyond}");
+        if let Some(key) = &info.key {
+            assert_eq!(pages.page_by_key(key).unwrap().page, info.page);
+        }
+        (info.page, info.key, bytes)
+    };
+    let all = listed.into_iter().map(read).collect();
+    assert!(matches!(pages.page(PageId(999)), Err(Error::UnknownPage { .. })));
+    assert!(matches!(pages.page_by_key(&Key::new("none").unwrap()), Err(Error::UnknownKey { .. })));
+    assert!(matches!(pages.read_to_vec(PageId(999)), Err(Error::UnknownPage { .. })));
+    all
+}
+
+#[test]
+fn store_view_state_and_replica_read_alike() {
+    let directory = tempfile::tempdir().unwrap();
+    let store = Store::open(directory.path(), Options::default()).unwrap();
+    let mut batch = store.batch();
+    batch.set_root("step", 3u64);
+    for (key, bytes) in [("layer.0", &b"zero"[..]), ("layer.1", b"one"), ("head", b"h")] {
+        batch.create_from(bytes, Place::Host).key(key);
+    }
+    store.commit(batch).unwrap();
+    let mut replica = Replica::default();
+    let mut follower = Follower::open(directory.path(), FollowFrom::Beginning).unwrap();
+    replica.apply(&follower.next(PATIENCE).unwrap().unwrap()).unwrap();
+
+    let expected = all(&store);
+    let live = store.view().unwrap();
+    let looked = Store::open_read_only(directory.path()).unwrap();
+    assert_eq!(all(&live), expected);
+    assert_eq!(all(&looked), expected);
+    assert_eq!(all(&replica), expected);
+    let keyed = |pages: &dyn Fn() -> usize| assert_eq!(pages(), 2);
+    keyed(&|| store.pages_with_prefix("layer.").unwrap().count());
+    keyed(&|| live.pages_with_prefix("layer.").unwrap().count());
+    keyed(&|| looked.pages_with_prefix("layer.").unwrap().count());
+    keyed(&|| replica.pages_with_prefix("layer.").unwrap().count());
+    for (lsn, root) in [
+        (ReadPages::lsn(&store), ReadPages::root(&store)),
+        (ReadPages::lsn(&live), ReadPages::root(&live)),
+        (ReadPages::lsn(&looked), ReadPages::root(&looked)),
+        (ReadPages::lsn(&replica), ReadPages::root(&replica)),
+    ] {
+        assert_eq!((lsn.unwrap(), root.unwrap()["step"].as_u64()), (Lsn(1), Some(3)));
+    }
+}
+
+#[test]
+fn a_follower_is_an_iterator_that_ends_with_its_first_error() {
+    let directory = tempfile::tempdir().unwrap();
+    let store = Store::open(directory.path(), Options::default()).unwrap();
+    for step in 1..=4u64 {
+        store.commit(store.batch().set_root("step", step)).unwrap();
+    }
+    let mut follower = Follower::open(directory.path(), FollowFrom::Beginning).unwrap();
+    let mut seen = Vec::new();
+    for batch in &mut follower {
+        seen.push(batch.unwrap().lsn().0);
+        if seen.len() == 4 {
+            break;
+        }
+    }
+    assert_eq!(seen, [1, 2, 3, 4]);
+    assert_eq!(follower.position().lsn, Lsn(4));
+}
+
+/// The three ways to write the log.
+const WAYS: [LogIo; 3] = [LogIo::Mapped, LogIo::Buffered, LogIo::Direct];
+
+#[test]
+fn a_ticket_is_asked_waited_for_with_a_limit_and_awaited() {
+    for io in WAYS {
+        let store = Store::temporary(Options::default().log_io(io)).unwrap();
+        for ack in [Ack::Logged, Ack::Applied, Ack::Durable] {
+            let ticket = store.submit(store.batch().set_root("step", 1u64)).unwrap();
+            assert!(ticket.wait_timeout(ack, PATIENCE).unwrap(), "{io} {ack:?}");
+            assert!(ticket.is(ack).unwrap());
+            assert!(ticket.wait_timeout(ack, Duration::ZERO).unwrap());
+            let ticket = store.submit(store.batch().set_root("step", 2u64)).unwrap();
+            block_on(ticket.acknowledged(ack)).0.unwrap();
+            assert!(ticket.is(ack).unwrap());
+            let (ready, woken) = block_on(ticket.acknowledged(ack));
+            ready.unwrap();
+            assert_eq!(woken, 0, "a batch that is acknowledged is ready at once");
+        }
+        assert!(
+            store
+                .submit(store.batch().set_root("step", 3u64))
+                .unwrap()
+                .wait_timeout(Ack::Durable, Duration::MAX)
+                .unwrap()
+        );
+    }
+}
+
+#[test]
+fn many_tasks_wait_for_one_sync() {
+    let store = Store::temporary(Options::default().log_io(LogIo::Buffered)).unwrap();
+    let tickets: Vec<_> =
+        (0..50u64).map(|step| store.submit(store.batch().set_root("step", step)).unwrap()).collect();
+    block_on(async {
+        for ticket in &tickets {
+            ticket.acknowledged(Ack::Durable).await.unwrap();
+        }
+    });
+    assert!(tickets.iter().all(|ticket| ticket.is(Ack::Durable).unwrap()));
+    // A future that is dropped leaves no task behind to be woken.
+    drop(store.submit(store.batch().set_root("step", 99u64)).unwrap().acknowledged(Ack::Durable));
+    store.close().unwrap();
+}
+
+#[test]
+fn a_task_that_waits_hears_of_a_failure() {
+    for io in WAYS {
+        let disk = SimDisk::new();
+        let options = Options::default().log_io(io).segment_len(64 << 10);
+        let store = Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options).unwrap();
+        disk.fail(DiskFault { operation: Operation::Sync, skip: 0, times: usize::MAX, errno: 5 });
+        let Ok(ticket) = store.submit(store.batch().set_root("step", 1u64)) else { continue };
+        let (waited, _) = block_on(ticket.acknowledged(Ack::Durable));
+        assert!(matches!(waited, Err(Error::Poisoned(_))), "{io}: {waited:?}");
+        assert!(matches!(ticket.is(Ack::Durable), Err(Error::Poisoned(_))));
+        assert!(matches!(ticket.wait_timeout(Ack::Durable, PATIENCE), Err(Error::Poisoned(_))));
+    }
+}
+
+#[test]
+fn a_store_is_opened_with_a_device_of_the_callers() {
+    let directory = tempfile::tempdir().unwrap();
+    let store = Store::open_with(directory.path(), Arc::new(HostDevice::new()), Options::default()).unwrap();
+    assert_eq!(store.recovered().device, "host");
+}
