@@ -51,10 +51,10 @@ pub enum Error {
         /// What the system said.
         source: Arc<io::Error>,
     },
-    /// There is no space for a segment, an image or a manifest. Nothing changed; the store goes on when
-    /// space returns. Batches that only delete have a reserve; what pages took that were deleted comes back with the
-    /// next [snapshot](crate::Store::snapshot), once no kept snapshot needs it: [`Store::prune`](crate::Store::prune) gives
-    /// up older ones.
+    /// There is no space for a segment, an image or a manifest. Nothing changed; the store goes on when space
+    /// returns. Batches that only delete have a reserve; what pages took that were deleted comes back with
+    /// the next [snapshot](crate::Store::snapshot), once no kept snapshot needs it:
+    /// [`Store::prune`](crate::Store::prune) gives up older ones.
     #[error("no space for {file} ({needed} bytes): free some space or delete pages, then try again")]
     DiskFull {
         /// The file that could not be made.
@@ -146,7 +146,7 @@ pub enum Error {
         /// The page that has it.
         holder: PageId,
     },
-    /// A precondition does not hold: someone else changed the page. Nothing changed.
+    /// A precondition does not hold: another batch changed the page first. Nothing changed.
     #[error("page {page} is at epoch {found}, the batch demands {expected}")]
     Conflict {
         /// The page.
@@ -210,8 +210,8 @@ pub enum Error {
         /// Why not.
         reason: &'static str,
     },
-    /// The page is leased, and a restore would replace it or a pin would hold it where it is; or it is pinned, and
-    /// would not stay where it is. Nothing changed.
+    /// The page is leased, and a restore would replace it or a pin would hold it where it is; or it is
+    /// pinned, and would not stay where it is. Nothing changed.
     #[error("page {page} is leased or pinned: end that first")]
     Leased {
         /// The page.
@@ -257,7 +257,8 @@ pub enum Error {
         oldest: Lsn,
         /// The newest batch.
         newest: Lsn,
-        /// The single states that are kept from before the oldest of these, ascending: those of named snapshots.
+        /// The single states that are kept from before the oldest of these, ascending: those of named
+        /// snapshots.
         below: Vec<Lsn>,
     },
     /// What was being read is not kept any more: batches were recycled before they could be read.
@@ -314,13 +315,13 @@ pub enum Error {
 pub enum Remedy {
     /// The call is wrong: change it. Nothing happened.
     ChangeCall,
-    /// Somebody else's change came first, somebody else has it, or the system was short of open files, memory or
-    /// threads: try again. Nothing happened.
+    /// Another change came first, another caller has it, or the system was short of open files, memory
+    /// or threads: try again. Nothing happened.
     Retry,
     /// Make room, then try again. Nothing happened.
     FreeSpace,
-    /// The system refuses what the error names: permit it, make what is missing, or name another place. Nothing
-    /// happened.
+    /// The system refuses what the error names: permit it, make what is missing, or name another place.
+    /// Nothing happened.
     Permit,
     /// Close and open the store again; what was acknowledged is there.
     Reopen,
@@ -450,9 +451,9 @@ impl Error {
         }
     }
 
-    /// Whether the system was short of something that passes: open files, memory, threads. Nothing was done then, and
-    /// the same call may succeed later. A failed sync is none of these, whatever the system said: it may have dropped
-    /// what it could not write.
+    /// Whether the system was short of something that passes: open files, memory, threads. Nothing was done
+    /// then, and the same call may succeed later. A failed sync is none of these, whatever the system said:
+    /// it may have dropped what it could not write.
     #[must_use]
     pub(crate) fn is_shortage(&self) -> bool {
         match self {
@@ -491,7 +492,8 @@ impl From<std::convert::Infallible> for Error {
 }
 
 impl From<Damage> for Error {
-    /// What could not be looked at, for a shortage or for want of memory, is no damage: nothing is known to be wrong with it.
+    /// What could not be looked at, for a shortage or for want of memory, is no damage: nothing is known to
+    /// be wrong with it.
     fn from(damage: Damage) -> Self {
         match damage.defect {
             Defect::Memory { needed } => Error::OutOfMemory { place: Place::Host, len: needed },
@@ -503,7 +505,7 @@ impl From<Damage> for Error {
     }
 }
 
-/// Room for so many bytes more.
+/// Makes room for `more` bytes.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`].
@@ -533,8 +535,8 @@ fn single_states(below: &[Lsn]) -> String {
     }
 }
 
-/// What helps a store that stopped for this reason. What helped the failed call, such as free space, helps the open
-/// that must follow, which says so where it is needed.
+/// What helps a store that stopped for this reason. What helped the failed call, such as free space, helps
+/// the open that must follow, which says so where it is needed.
 fn remedy_of_poisoned(cause: &Error) -> Remedy {
     match cause.remedy() {
         remedy @ (Remedy::NewProcess | Remedy::Inspect) => remedy,
@@ -542,7 +544,7 @@ fn remedy_of_poisoned(cause: &Error) -> Remedy {
     }
 }
 
-/// Whether the system refuses this to whoever asks, until somebody changes it: rights, names, media.
+/// Whether the system refuses this to every caller until rights, names or media are changed.
 fn is_the_systems(error: &io::Error) -> bool {
     use io::ErrorKind as Kind;
     matches!(

@@ -36,7 +36,7 @@
 //! | Page, [`PageId`] | bytes in one place; ids rise and are never used again |
 //! | [`Key`] | the user's own name for a page, at most 64 bytes, unique, free again after a delete |
 //! | [`Place`] | where a page lives |
-//! | [`Epoch`] | a page's version: +1 for every batch that changes its content, length or metadata, not its place |
+//! | [`Epoch`] | a page's version: +1 for each batch that changes content, length or metadata, not place |
 //! | Root | the store's own metadata, committed in the same batches as pages |
 //! | Delta | after-image bytes for one page: dense range, masked range, or sparse elements |
 //! | [`WriteBatch`] | operations that become visible and durable together or not at all |
@@ -49,18 +49,18 @@
 //! | Seal | a frame without a batch: a durable mark at the end of a busy period |
 //! | Mark | the newest durable Lsn, as a frame, an opening or a manifest states it |
 //! | Image | one page's bytes in an image file, with page, epoch, Lsn, length, checksum |
-//! | Snapshot | a manifest and the images it names: with the log behind it, enough to rebuild everything |
+//! | Snapshot | a manifest and the images it names: with the log after it, enough to rebuild everything |
 //! | Retention | what is kept beyond the newest snapshot: by number, age, bytes of log, name |
 //! | Hold | a reader's lock on a snapshot or on the log's beginning: retention passes over what it holds |
 //! | Cut | pages as they were after one batch, kept until an exact snapshot has gathered them |
 //! | Fork | a new store that begins at a state of another one |
-//! | Whole page | a page that a batch writes from its first byte to its last; much of it goes to an image ahead of the batch |
+//! | Whole page | a page that a batch writes from first byte to last; a long one goes to an image first |
 //! | [`Follower`] | a reader of batches as they are logged, in order, each once |
 //! | [`Replica`] | pages in host memory that a follower's batches are applied to |
 //! | Scrub | a reading of what lies on disk and is needed, which mends from memory what is damaged |
-//! | Link | one manifest of a snapshot: a base names all pages, a change those that changed since the link before |
+//! | Link | one manifest of a snapshot: a base names all pages, a change those changed since the link before |
 //! | Recovery / Restore | opening what a crash left / taking the store to an earlier state, going forward |
-//! | Cold | of a page: its bytes are on disk only, and are loaded before anybody gets to see or change them |
+//! | Unloaded | of a page: its bytes are on disk only, and are loaded before any reader or batch gets to them |
 //! | Lane | an ordered queue of device work |
 //! | Staging | host memory that a lane copies to or from |
 //! | Working copy | device memory that the caller's kernels write; a capture commits what changed there |
@@ -80,15 +80,15 @@
 //!
 //! # Processes, threads, tasks
 //!
-//! **Forks.** A store belongs to the process that opened it. In a forked child every call on an inherited store,
-//! [`Ticket`], [`Lease`], [`Pin`], [`LiveView`], [`Follower`], [`View`] or [`device::DeviceBytes`] says [`Error::Forked`], before
-//! it writes a byte or waits for a lock; getters without an error say nothing, such as no snapshots. Dropping what was
-//! inherited gives nothing back, and the parent goes on. A child may open other stores, and this one once its parent
-//! has closed it, whatever the parent's threads were at (but not at the very start or end of a thread, when the list of
-//! threads that read without locks may be held; an `exec` is always safe); a [`Replica`] is plain memory and goes on in
-//! both. A snapshot that a [`View`] holds stays held while
-//! the parent holds it; if the parent dies first, until the child ends. A GPU cannot be used in a child of a process
-//! that used it: that is the driver's rule.
+//! **Forks.** A store belongs to the process that opened it. In a forked child every call on an inherited
+//! store, [`Ticket`], [`Lease`], [`Pin`], [`LiveView`], [`Follower`], [`View`] or [`device::DeviceBytes`]
+//! says [`Error::Forked`], before it writes a byte or waits for a lock; getters without an error say nothing,
+//! such as no snapshots. Dropping what was inherited gives nothing back, and the parent goes on. A child may
+//! open other stores, and this one once its parent has closed it, whatever the parent's threads were at (but
+//! not at the very start or end of a thread, when the list of threads that read without locks may be held; an
+//! `exec` is always safe); a [`Replica`] is plain memory and goes on in both. A snapshot that a [`View`]
+//! holds stays held while the parent holds it; if the parent dies first, until the child ends. A GPU cannot
+//! be used in a child of a process that used it: that is the driver's rule.
 //!
 //! **What waits for what.**
 //!
@@ -97,22 +97,23 @@
 //! | [`Store::submit`] | other submissions, and for a new segment where the log has no room |
 //! | [`Store::commit`], [`Ticket::wait`] | what [`Ack`] says: nothing, the applier, or a sync of the log |
 //! | [`Store::page`], [`Store::page_by_key`], [`Store::root`], [`Store::view`] and other lookups | nothing |
-//! | [`Store::read`] and its kin | the applier, for batches of that page; for a page of a GPU, for all batches before |
+//! | [`Store::read`] and its kin | the applier: batches of that page; on a GPU, all batches before |
 //! | [`Store::snapshots`], [`Store::would_prune`], [`Store::stats`] | no snapshot, no scrub and no pace |
-//! | [`Store::snapshot`] and its kin, [`Store::prune`], [`Store::restore_to`] | each other, and for a snapshot in the background, which is then written at full speed |
+//! | [`Store::snapshot`] and its kin, [`Store::prune`], [`Store::restore`] | each other, and a background snapshot, which goes on at full speed |
 //! | [`Store::scrub`], [`Store::audit`] | the same; a scrub for another scrub |
-//! | [`Store::restore_to`] | and commits wait for it |
+//! | [`Store::restore`] | the same, and commits wait for it |
 //!
 //! **Async.** No call is a future. A call that waits for a disk belongs on a thread that may block (tokio's
-//! `spawn_blocking`); so does dropping a store. [`Store::submit`] and, later, one [`Ticket::wait`] for many batches keep
-//! such threads few. A pin is not held across an `await` if another task may commit to its page; a lease may be.
+//! `spawn_blocking`); so does dropping a store. [`Store::submit`] and, later, one [`Ticket::wait`] for many
+//! batches keep such threads few. A pin is not held across an `await` if another task may commit to its page;
+//! a lease may be.
 //!
 //! **Failures.** Which of them stop a store is listed in `docs/failures.md`.
 //!
 //! # Map
 //!
-//! A folder imports only from those below it. Bytes on disk, and the pure `rebuild` that recovery is held against, are the
-//! crate `remanent-format`'s.
+//! A folder imports only from those below it. Bytes on disk, and the pure `rebuild` that recovery is held
+//! against, are the crate `remanent-format`'s.
 //!
 //! | folder | what it is for |
 //! |---|---|
@@ -150,8 +151,8 @@
 //! - **I5** Nothing synced is rewritten, and recovery removes nothing that was acknowledged. Every writable
 //!   open begins a new incarnation, whose opening segment is built whole and renamed into place; that rename
 //!   is the only commit point of recovery.
-//! - **I6** Recovery trusts nothing above the last mark to be on the medium, even when it can read it. What a mark
-//!   covers it takes from the medium once: past the cache, or through a cache that had nothing of it.
+//! - **I6** Recovery trusts nothing above the last mark to be on the medium, even when it can read it. What a
+//!   mark covers it takes from the medium once: past the cache, or through a cache that had nothing of it.
 //! - **I7** A manifest is published only after everything it names is synced and the log is durable up to
 //!   its end; only a snapshot that was verified, and durably recorded as such, licenses recycling.
 //! - **I8** Nothing is recycled that a kept snapshot or a kept frame needs. No frame enters a segment before
@@ -230,23 +231,24 @@ use disk::Disk;
 use disk::dir::DirDisk;
 
 impl Store {
-    /// Opens the store in `directory`; creates it, with the directories above it, if the directory is missing or empty
-    /// and [`Options::create`] allows it. This is the whole recovery: when it returns, every batch that was
-    /// acknowledged at the level that the crash spared is there, and [`Store::recovered`] says what was done.
+    /// Opens the store in `directory`; creates it, with the directories above it, if the directory is missing
+    /// or empty and [`Options::create`] allows it. This is the whole recovery: when it returns, every batch
+    /// that was acknowledged at the level that the crash spared is there, and [`Store::recovered`] says what
+    /// was done.
     ///
     /// # Errors
-    /// [`Error::Locked`] if somebody has it open, [`Error::NoStore`], [`Error::ForeignDirectory`],
-    /// [`Error::IdentityMismatch`], [`Error::LayoutMismatch`], [`Error::OverBudget`],
-    /// [`Error::InvalidOption`], [`Error::DeviceUnavailable`]; [`Error::Damaged`] if bytes under a durable mark are not what they were;
-    /// what the file system says.
+    /// [`Error::Locked`] if another process or handle has it open, [`Error::NoStore`],
+    /// [`Error::ForeignDirectory`], [`Error::IdentityMismatch`], [`Error::LayoutMismatch`],
+    /// [`Error::OverBudget`], [`Error::InvalidOption`], [`Error::DeviceUnavailable`]; [`Error::Damaged`] if
+    /// bytes under a durable mark are not what they were; what the file system says.
     pub fn open(directory: impl AsRef<Path>, options: Options) -> Result<Self> {
         let device = device_of(&options)?;
         Self::open_on(Arc::new(DirDisk::new(directory)), device, options)
     }
 
-    /// Opens a store as [`Store::open`] does, with pages on a device that the caller made: one whose memory comes from the
-    /// caller's own source, several devices as one, or the caller's own implementation of [`Device`].
-    /// [`Options::device`] and [`Options::slots`] are not looked at.
+    /// Opens a store as [`Store::open`] does, with pages on a device that the caller made: one whose memory
+    /// comes from the caller's own source, several devices as one, or the caller's own implementation of
+    /// [`Device`]. [`Options::device`] and [`Options::slots`] are not looked at.
     ///
     /// ```
     /// use std::sync::Arc;
@@ -306,9 +308,9 @@ impl Store {
         View::open_on(&(Arc::new(DirDisk::new(directory)) as Arc<dyn Disk>), None)
     }
 
-    /// Says what [`Store::prune`] would remove of a store that somebody else may have open, or nobody: read-only, without
-    /// a device, without the writer's lock. An open by itself removes what nothing needs, so that is listed, too; what a
-    /// writer has under way is not. Images are not read.
+    /// Says what [`Store::prune`] would remove of a store, whether it is open elsewhere or not: read-only,
+    /// without a device, without the writer's lock. An open by itself removes what nothing needs, so that is
+    /// listed, too; what a writer has under way is not. Images are not read.
     ///
     /// ```
     /// use remanent::{Options, Retention, Store};
@@ -348,11 +350,11 @@ impl Store {
 }
 
 impl Follower {
-    /// Follows the store in `directory`. Nothing is locked and nothing is written: a directory that can only be
-    /// read will do, and the store may be open in this process or another one, or in none.
+    /// Follows the store in `directory`. Nothing is locked and nothing is written: a directory that can only
+    /// be read will do, and the store may be open in this process or another one, or in none.
     ///
     /// # Errors
-    /// [`Error::NoStore`]; [`Error::Overtaken`] if batches behind `from` are not kept any more,
+    /// [`Error::NoStore`]; [`Error::Overtaken`] if batches after `from` are not kept any more,
     /// [`Error::Diverged`] if a crash took the batch at `from`, or it is another store's; [`Error::Damaged`].
     pub fn open(directory: impl AsRef<Path>, from: FollowFrom) -> Result<Self> {
         Self::open_on(Arc::new(DirDisk::new(directory)), from)
@@ -360,8 +362,8 @@ impl Follower {
 }
 
 impl Replica {
-    /// The state of the newest snapshot of the store in `directory`, with all its bytes; the empty store where
-    /// there is no snapshot. A [`Follower`] from its position goes on from there.
+    /// The state of the newest snapshot of the store in `directory`, with all its bytes; the empty store
+    /// where there is no snapshot. A [`Follower`] from its position goes on from there.
     ///
     /// # Errors
     /// [`Error::NoStore`], [`Error::Damaged`]; what the file system says.
@@ -404,9 +406,9 @@ impl Store {
 }
 
 impl Store {
-    /// Makes a new store, with an id of its own, of a state that was put together outside of the engine, page by
-    /// page; `load` gives each page's bytes. This is the way in for salvage: the state of a store that does not
-    /// open any more. A crash, or a failure of `load`, leaves no store in the directory.
+    /// Makes a new store, with an id of its own, of a state that was put together outside of the engine, page
+    /// by page; `load` gives each page's bytes. This is the way in for salvage: the state of a store that
+    /// does not open any more. A crash, or a failure of `load`, leaves no store in the directory.
     ///
     /// # Errors
     /// As for [`View::fork`]; what `load` fails with.

@@ -1,7 +1,7 @@
 //! Tasks that wait for a batch to be reached, each with the waker of its executor.
 //!
-//! Threads wait at a condition variable. A task has a waker instead, which may be called from any thread: the thread
-//! that reaches a batch calls the wakers of all tasks that wait for it or for one before.
+//! Threads wait at a condition variable. A task has a waker instead, which may be called from any thread: the
+//! thread that reaches a batch calls the wakers of all tasks that wait for it or for one before.
 
 use std::task::Waker;
 
@@ -14,8 +14,8 @@ use crate::base::sync::atomic::{AtomicUsize, Ordering};
 #[derive(Default)]
 pub(crate) struct Wakers {
     waiting: Mutex<Vec<WaitingTask>>,
-    /// How many wait, so that a thread that reaches a batch takes the lock only if there is one. A task that adds itself
-    /// looks again afterwards whether its batch is reached: so it is woken or sees it.
+    /// How many wait, so that a thread that reaches a batch takes the lock only if there is one. A task that
+    /// adds itself looks again afterwards whether its batch is reached: so it is woken or sees it.
     count: AtomicUsize,
     next: AtomicUsize,
 }
@@ -49,8 +49,8 @@ impl Wakers {
         self.count.store(waiting.len(), Ordering::SeqCst);
     }
 
-    /// Wakes the tasks that wait for this batch or one before; `Lsn(u64::MAX)` wakes all. Comes after what the tasks look
-    /// at has changed.
+    /// Wakes the tasks that wait for this batch or one before; `Lsn(u64::MAX)` wakes all. Comes after what
+    /// the tasks look at has changed.
     pub fn wake(&self, reached: Lsn) {
         if self.count.load(Ordering::SeqCst) == 0 {
             return;

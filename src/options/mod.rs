@@ -37,8 +37,8 @@ pub enum LogIo {
     Mapped,
     /// `pwrite` and `fdatasync`, for every other file system.
     Buffered,
-    /// One write past the page cache for each group of frames (`O_DIRECT`, `O_DSYNC`). A batch is `Logged` only
-    /// when it is `Durable`, and not applied before.
+    /// One write past the page cache for each group of frames (`O_DIRECT`, `O_DSYNC`). A batch is `Logged`
+    /// only when it is `Durable`, and not applied before.
     Direct,
 }
 
@@ -123,8 +123,8 @@ pub enum PageLoad {
     /// All of them, before it returns.
     #[default]
     Eager,
-    /// Those that the log changed before it returns, the others in the background, and first those that are asked
-    /// for.
+    /// Those that the log changed before it returns, the others in the background, and first those that are
+    /// asked for.
     OnDemand,
 }
 
@@ -256,8 +256,8 @@ impl Options {
         self
     }
 
-    /// How the log reaches the disk. Default: mapped; direct where commits wait for a sync ([`Ack::Durable`]);
-    /// buffered where the file system allows neither.
+    /// How the log reaches the disk. Default: mapped; direct where commits wait for a sync
+    /// ([`Ack::Durable`]); buffered where the file system allows neither.
     #[must_use]
     pub fn log_io(mut self, io: LogIo) -> Self {
         self.log_io = Some(io);
@@ -271,10 +271,10 @@ impl Options {
         self
     }
 
-    /// Binds slots: pages in [`Place::Device`] number *n* live on the *n*-th of these, pages in every other place
-    /// on the first. Slots are bound anew at each open, so a store may go on with fewer devices, more, or others;
-    /// a page whose slot has none is refused with [`Error::PlaceUnavailable`]. Default: none, so that all slots
-    /// are the one device of [`Options::device`].
+    /// Binds slots: pages in [`Place::Device`] number *n* live on the *n*-th of these, pages in every other
+    /// place on the first. Slots are bound anew at each open, so a store may go on with fewer devices, more,
+    /// or others; a page whose slot has none is refused with [`Error::PlaceUnavailable`]. Default: none, so
+    /// that all slots are the one device of [`Options::device`].
     ///
     /// ```
     /// use remanent::{DeviceChoice, Options, Place, Store};
@@ -292,10 +292,10 @@ impl Options {
         self
     }
 
-    /// The length up to which log segments grow, in bytes, a multiple of 4096 of at least 16 KiB. Default: 16 MiB. Every
-    /// open begins with segments of 256 KiB, and each later one is twice as long as the one before: what an open takes
-    /// from the disk follows from what it commits. Segments that snapshots make superfluous wait to be used again, see
-    /// [`spare_bytes`](Self::spare_bytes).
+    /// The length up to which log segments grow, in bytes, a multiple of 4096 of at least 16 KiB. Default: 16
+    /// MiB. Every open begins with segments of 256 KiB, and each later one is twice as long as the one
+    /// before: what an open takes from the disk follows from what it commits. Segments that snapshots make
+    /// superfluous wait to be used again, see [`spare_bytes`](Self::spare_bytes).
     #[must_use]
     pub fn segment_len(mut self, bytes: u64) -> Self {
         self.segment_len = bytes;
@@ -303,25 +303,27 @@ impl Options {
     }
 
     /// Space held back for deletes when the disk is full, in bytes, rounded up to whole segments of
-    /// [`segment_len`](Self::segment_len). While the log's segments are shorter than that, so are those of the reserve.
-    /// Default: two segments.
+    /// [`segment_len`](Self::segment_len). While the log's segments are shorter than that, so are those of
+    /// the reserve. Default: two segments.
     ///
-    /// Batches that only delete find room for one in each 4 KiB of a segment but the first, if each is waited for, and each may
-    /// delete 100 pages. The last segment that they take has 16 KiB: with a reserve of two segments of 256 KiB they are 66.
+    /// Batches that only delete find room for one in each 4 KiB of a segment but the first, if each is waited
+    /// for, and each may delete 100 pages. The last segment that they take has 16 KiB: with a reserve of two
+    /// segments of 256 KiB they are 66.
     ///
-    /// Beside the reserve four segments of at least 16 KiB are held for opens, seals and manifests, unless the reserve is 0. Where
-    /// that is all that is left, and too little for the open after the next one, every batch is refused with
-    /// [`Error::DiskFull`] until space comes back: so the store can still be opened.
+    /// Beside the reserve four segments of at least 16 KiB are held for opens, seals and manifests, unless
+    /// the reserve is 0. Where that is all that is left, and too little for the open after the next one,
+    /// every batch is refused with [`Error::DiskFull`] until space comes back: so the store can still be
+    /// opened.
     #[must_use]
     pub fn reserve_bytes(mut self, bytes: u64) -> Self {
         self.reserve_bytes = Some(bytes);
         self
     }
 
-    /// Bytes of log segments that nothing needs any more and that wait to be used again, beyond the reserve: a log that
-    /// grows into them need not wait for new ones. They give way to whatever finds the disk full, and to
-    /// [`Store::prune`](crate::Store::prune). One stays in any case, unless this is 0. Default: a hundredth of the file
-    /// system, but no more than 512 MiB.
+    /// Bytes of log segments that nothing needs any more and that wait to be used again, beyond the reserve:
+    /// a log that grows into them need not wait for new ones. They give way to whatever finds the disk full,
+    /// and to [`Store::prune`](crate::Store::prune). One stays in any case, unless this is 0. Default: a
+    /// hundredth of the file system, but no more than 512 MiB.
     ///
     /// ```
     /// use remanent::{Options, Store};
@@ -366,18 +368,19 @@ impl Options {
         self
     }
 
-    /// Snapshots that are younger than this are kept beyond [`Options::snapshots_kept`], with the log since the
-    /// oldest of them. A snapshot is as old as the oldest time that it or a later one names, so that a clock that was
-    /// ahead for a while keeps nothing for longer; a time in the future is now. Default: zero.
+    /// Snapshots that are younger than this are kept beyond [`Options::snapshots_kept`], with the log since
+    /// the oldest of them. A snapshot is as old as the oldest time that it or a later one names, so that a
+    /// clock that was ahead for a while keeps nothing for longer; a time in the future is now. Default: zero.
     #[must_use]
     pub fn snapshots_kept_for(mut self, age: Duration) -> Self {
         self.snapshots_kept_for = age;
         self
     }
 
-    /// Bytes of log kept at least, with the newest snapshot from which they can be replayed: any state in them
-    /// can be gone back to. What was written ahead of its batches is kept with them and not counted. While the log is
-    /// shorter, all of it is kept, from its beginning. Default: 0, no more than the snapshots kept need.
+    /// Bytes of log kept at least, with the newest snapshot from which they can be replayed: any state in
+    /// them can be gone back to. What was written ahead of its batches is kept with them and not counted.
+    /// While the log is shorter, all of it is kept, from its beginning. Default: 0, no more than the
+    /// snapshots kept need.
     #[must_use]
     pub fn log_kept(mut self, bytes: u64) -> Self {
         self.log_kept = bytes;
@@ -385,8 +388,8 @@ impl Options {
     }
 
     /// How much of the past is kept: sets [`snapshots_kept`](Self::snapshots_kept),
-    /// [`snapshots_kept_for`](Self::snapshots_kept_for) and [`log_kept`](Self::log_kept) together. Names that the rules
-    /// give up are not looked at: [`Store::prune`](crate::Store::prune) gives up names.
+    /// [`snapshots_kept_for`](Self::snapshots_kept_for) and [`log_kept`](Self::log_kept) together. Names that
+    /// the rules give up are not looked at: [`Store::prune`](crate::Store::prune) gives up names.
     ///
     /// ```
     /// use remanent::{Options, Retention, Store};
@@ -406,15 +409,15 @@ impl Options {
     /// Whether snapshots compress the images of pages. Images are read however they are stored. Default:
     /// [`Compression::Zstd`]: pages of bf16 weights took 0.78 of their bytes and zeros none, bytes without
     /// order stayed as they are, and a snapshot of 32 MiB took between half and twice its time without (two
-    /// busy cores). Off is for who would rather have the processor than the disk.
+    /// busy cores). Off spends disk to save the processor.
     #[must_use]
     pub fn compression(mut self, compression: Compression) -> Self {
         self.compression = compression;
         self
     }
 
-    /// After how many bytes of pages a snapshot writes a chunk of images, so that a small store can have several chunks,
-    /// and several image files.
+    /// After how many bytes of pages a snapshot writes a chunk of images, so that a small store can have
+    /// several chunks, and several image files.
     #[doc(hidden)]
     #[must_use]
     pub fn chunk_len(mut self, bytes: u64) -> Self {
@@ -424,16 +427,18 @@ impl Options {
 
     /// When an open brings pages into memory. Default: [`PageLoad::Eager`], all of them before it returns.
     ///
-    /// With [`PageLoad::OnDemand`] it returns when the page table is there, the memory of all pages is allocated and
-    /// those are loaded that the log changed since the newest snapshot. The others are cold. They are loaded in the
-    /// background, and whatever needs a cold page (a read, a lease, a batch that names it) has it loaded first and
-    /// waits for it. [`Store::unloaded_pages`] tells how many are left, [`Store::wait_loaded`] waits for all of them.
+    /// With [`PageLoad::OnDemand`] it returns when the page table is there, the memory of all pages is
+    /// allocated and those are loaded that the log changed since the newest snapshot. The others are
+    /// *unloaded*. They are loaded in the background, and whatever needs an unloaded page (a read, a lease, a
+    /// batch that names it) has it loaded first and waits for it. [`Store::unloaded_pages`] tells how many
+    /// are left, [`Store::wait_loaded`] waits for all of them.
     ///
-    /// Pages are cold only if the snapshot is recorded as verified; if a crash came before that, the open loads
-    /// all of them. While any page is cold, nothing is removed for a snapshot that is taken, and [`Store::prune`]
-    /// and a restore wait. An image that is found damaged is reported late: by everything that needs its page, with
-    /// [`Error::Damaged`], and by the store, which is poisoned, but goes on being read. An eager open then finds
-    /// all that it would have found, and passes over the snapshot if it can.
+    /// Pages stay unloaded only if the snapshot is recorded as verified; if a crash came before that, the
+    /// open loads all of them. While any page is unloaded, nothing is removed for a snapshot that is taken,
+    /// and [`Store::prune`] and a restore wait. An image that is found damaged is reported late: by
+    /// everything that needs its page, with [`Error::Damaged`], and by the store, which is poisoned, but goes
+    /// on being read. An eager open then finds all that it would have found, and passes over the snapshot if
+    /// it can.
     ///
     /// ```
     /// use remanent::{Options, Place, PageLoad, Store};
@@ -466,16 +471,16 @@ impl Options {
         self
     }
 
-    /// A snapshot is taken in the background when the log has grown by so many bytes since the last one
-    /// began, images that were written ahead of their batches included: replaying the log takes no longer than that.
-    /// `None`: not for this reason. Default: 256 MiB.
+    /// A snapshot is taken in the background when the log has grown by this number of bytes since the last
+    /// one began, images that were written ahead of their batches included: replaying the log takes no longer
+    /// than that. `None`: not for this reason. Default: 256 MiB.
     #[must_use]
     pub fn snapshot_log_bytes(mut self, bytes: impl Into<Option<u64>>) -> Self {
         self.snapshot_log_bytes = bytes.into();
         self
     }
 
-    /// A snapshot is taken in the background when so much time has passed since the last one began, if there
+    /// A snapshot is taken in the background when this time has passed since the last one began, if there
     /// was a commit meanwhile. `None`: not for this reason. Default: 60 seconds.
     #[must_use]
     pub fn snapshot_interval(mut self, interval: impl Into<Option<Duration>>) -> Self {
@@ -484,17 +489,17 @@ impl Options {
     }
 
     /// How many bytes a second a snapshot taken in the background writes; one that the caller waits for goes
-    /// as fast as it can. Default: no limit. One thread does all of it, whatever the limit is: of the processor a
-    /// snapshot in the background takes one core.
+    /// as fast as it can. Default: no limit. One thread does all of it, whatever the limit is: of the
+    /// processor a snapshot in the background takes one core.
     #[must_use]
     pub fn snapshot_bytes_per_second(mut self, bytes: impl Into<Option<u64>>) -> Self {
         self.snapshot_bytes_per_second = bytes.into();
         self
     }
 
-    /// In the background the store reads what lies on disk, as [`Store::scrub`] does, when so much time has passed
-    /// since it was opened or since the last time began: damage is found, and mended from memory, while there is
-    /// still a memory to mend it from. `None`: only when it is told to. Default: 24 hours.
+    /// In the background the store reads what lies on disk, as [`Store::scrub`] does, when this time has
+    /// passed since it was opened or since the last time began: damage is found, and mended from memory,
+    /// while there is still a memory to mend it from. `None`: only when it is told to. Default: 24 hours.
     ///
     /// [`Store::scrub`]: crate::Store::scrub
     #[must_use]
@@ -503,8 +508,8 @@ impl Options {
         self
     }
 
-    /// How many bytes a second are read at most for that in the background. Default: 64 MiB, at which 1 TiB takes
-    /// four hours and a half.
+    /// How many bytes a second are read at most for that in the background. Default: 64 MiB, at which 1 TiB
+    /// takes four hours and a half.
     #[must_use]
     pub fn scrub_bytes_per_second(mut self, bytes: impl Into<Option<u64>>) -> Self {
         self.scrub_bytes_per_second = bytes.into();

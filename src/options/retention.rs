@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use super::Options;
 
-/// Which snapshots are kept, and how much log. A snapshot is kept as long as one of these rules, its name or a
-/// reader wants it; whatever a kept snapshot needs is never removed. One that begins where the next one begins, and does
-/// not go as far, is kept for its name or a reader only: the next one stands in its place.
+/// Which snapshots are kept, and how much log. A snapshot is kept as long as one of these rules, its name or
+/// a reader wants it; whatever a kept snapshot needs is never removed. One that begins where the next one
+/// begins, and does not go as far, is kept for its name or a reader only: the next one stands in its place.
 ///
 /// ```
 /// use remanent::{Options, Store};
@@ -31,16 +31,16 @@ use super::Options;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Retention {
-    /// So many of the newest snapshots are kept, with the log since the oldest of them; at least 1.
+    /// The number of newest snapshots that are kept, with the log since the oldest of them; at least 1.
     pub snapshots_kept: usize,
     /// Snapshots that are younger are kept, with the log since.
     pub snapshots_kept_for: Duration,
-    /// The newest snapshot behind which at least so many bytes of log lie is kept, with that log.
+    /// Bytes of log: the newest snapshot after which at least that much log lies is kept, with that log.
     pub log_kept: u64,
     /// Names that keep a snapshot no longer.
     pub names_given_up: BTreeSet<String>,
-    /// Only the snapshots whose names are given up go, with what only they need: all other snapshots stay, and all of
-    /// the log.
+    /// Only the snapshots whose names are given up go, with what only they need: all other snapshots stay,
+    /// and all of the log.
     pub names_only: bool,
 }
 

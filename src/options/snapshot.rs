@@ -24,33 +24,33 @@ pub struct SnapshotOptions {
 }
 
 impl SnapshotOptions {
-    /// A snapshot without a name, verified when the call returns: what [`Store::snapshot`](crate::Store::snapshot)
-    /// takes.
+    /// A snapshot without a name, verified when the call returns: what
+    /// [`Store::snapshot`](crate::Store::snapshot) takes.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// A name of 1 to 64 bytes, which keeps the snapshot until [`Store::prune`](crate::Store::prune) gives it up. A
-    /// snapshot with a name is always [exact](Self::exact), so that it needs no log.
+    /// A name of 1 to 64 bytes, which keeps the snapshot until [`Store::prune`](crate::Store::prune) gives it
+    /// up. A snapshot with a name is always [exact](Self::exact), so that it needs no log.
     pub fn name(mut self, name: impl Into<String>) -> Self {
         self.name = Some(name.into());
         self
     }
 
-    /// The state of one moment: that of the newest batch submitted before the call, or of a later one. It needs no
-    /// log after it to stand for that state. Commits go on; a page that they change before it is gathered is copied
-    /// aside first, within the budget of its place.
+    /// The state of one moment: that of the newest batch submitted before the call, or of a later one. It
+    /// needs no log after it to stand for that state. Commits go on; a page that they change before it is
+    /// gathered is copied aside first, within the budget of its place.
     ///
-    /// That moment lasts as long as it takes to look at every page that may have changed, some 0.2 µs each: batches
-    /// are not applied meanwhile. A snapshot that is not exact looks at a thousand pages at a time, and lets batches
-    /// go on between.
+    /// That moment lasts as long as it takes to look at every page that may have changed, some 0.2 µs each:
+    /// batches are not applied meanwhile. A snapshot that is not exact looks at a thousand pages at a time,
+    /// and lets batches go on between.
     pub fn exact(mut self) -> Self {
         self.exact = true;
         self
     }
 
-    /// The call returns when the snapshot is published: it is durable then, and what an open starts from. It is read
-    /// back in the background, and what it takes the place of stays until that is done.
+    /// The call returns when the snapshot is published: it is durable then, and what an open starts from. It
+    /// is read back in the background, and what it takes the place of stays until that is done.
     /// [`Store::wait_verified`](crate::Store::wait_verified) waits for it, and so does closing the store.
     ///
     /// ```

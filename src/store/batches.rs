@@ -26,15 +26,15 @@ impl Store {
         WriteBatch::default()
     }
 
-    /// Logs a batch, and returns at once with what one waits on. The batch is `Logged` then, so that it survives
-    /// the death of the process; where the log is written directly ([`LogIo::Direct`]), only once [`Ticket::wait`]
-    /// has returned for it.
+    /// Logs a batch, and returns at once with what one waits on. The batch is `Logged` then, so that it
+    /// survives the death of the process; where the log is written directly ([`LogIo::Direct`]), only once
+    /// [`Ticket::wait`] has returned for it.
     ///
     /// # Errors
     /// If the batch cannot be committed, with nothing changed: [`Error::UnknownPage`],
     /// [`Error::OutOfBounds`], [`Error::Conflict`], [`Error::KeyTaken`], [`Error::InvalidOperation`],
-    /// [`Error::Limit`], [`Error::OverBudget`], [`Error::DiskFull`]; [`Error::Damaged`] as for [`Store::read`].
-    /// [`Error::Poisoned`] after a failure.
+    /// [`Error::Limit`], [`Error::OverBudget`], [`Error::DiskFull`]; [`Error::Damaged`] as for
+    /// [`Store::read`]. [`Error::Poisoned`] after a failure.
     pub fn submit(&self, batch: impl Into<WriteBatch>) -> Result<Ticket> {
         let committed = self.log_batch(&batch.into())?;
         let StoreParts { log, applier, leases, .. } = &*self.parts;

@@ -1,9 +1,10 @@
 //! Reading pages' bytes.
 //!
-//! Where pages lie in memory of the host, the caller's thread reads them itself: piece by piece under the memory's
-//! lock, with a look after each piece whether the page is still at its version. A batch installs its versions before
-//! the applier touches a byte, so a page that still is at its version had its bytes to itself. A page that changes
-//! again and again is read by the applier, between two batches, and so is every page of a GPU.
+//! Where pages lie in memory of the host, the caller's thread reads them itself: piece by piece under the
+//! memory's lock, with a look after each piece whether the page is still at its version. A batch installs its
+//! versions before the applier touches a byte, so a page that still is at its version had its bytes to
+//! itself. A page that changes again and again is read by the applier, between two batches, and so is every
+//! page of a GPU.
 
 use remanent_format::{Key, Lsn, PageId, PageInfo, Place};
 
@@ -18,18 +19,18 @@ const PIECE_LEN: usize = 64 << 10;
 const TRIES: usize = 2;
 
 impl Store {
-    /// Fills `out` with the page's bytes from `offset` on, all of them as of the batch returned. That is at least every
-    /// batch that any call was told is logged before this one began; see [`Store::page`].
+    /// Fills `out` with the page's bytes from `offset` on, all of them as of the batch returned. That is at
+    /// least every batch that any call was told is logged before this one began; see [`Store::page`].
     ///
-    /// Pages in the host's own memory are read by the calling thread, which waits for batches of this page that are
-    /// logged and not yet applied, and for nothing else.
+    /// Pages in the host's own memory are read by the calling thread, which waits for batches of this page
+    /// that are logged and not yet applied, and for nothing else.
     ///
-    /// More than 64 KiB of a GPU's memory are copied aside there first, so that commits go on while the bytes come
-    /// to the host. Where the budget has no room for that, where so many reads are under way that they have copied
-    /// 1 GiB, or where this one alone is longer, deltas are applied when the read is done.
+    /// More than 64 KiB of a GPU's memory are copied aside there first, so that commits go on while the bytes
+    /// come to the host. Where the budget has no room for that, where the reads under way have copied 1 GiB
+    /// together, or where this one alone is longer, deltas are applied when the read is done.
     ///
     /// # Errors
-    /// [`Error::UnknownPage`], [`Error::OutOfBounds`]; [`Error::Damaged`] if the page was cold
+    /// [`Error::UnknownPage`], [`Error::OutOfBounds`]; [`Error::Damaged`] if the page was unloaded
     /// ([`PageLoad::OnDemand`]) and its image does not hold; [`Error::Poisoned`] if the device failed, now or
     /// with a batch before. A store that is poisoned by its disk goes on being read.
     pub fn read(&self, page: PageId, offset: u64, out: &mut [u8]) -> Result<Lsn> {
@@ -37,8 +38,9 @@ impl Store {
         self.read_bytes(page, offset, out).map(|(_, lsn)| lsn)
     }
 
-    /// As [`Store::read`], of the page that has this key: key and bytes are of one moment, so that no other thread's
-    /// delete or new page comes between a lookup and a read. Returns the page as it is at these bytes.
+    /// As [`Store::read`], of the page that has this key: key and bytes are of one moment, so that no other
+    /// thread's delete or new page comes between a lookup and a read. Returns the page as it is at these
+    /// bytes.
     ///
     /// ```
     /// use remanent::{Key, Options, Place, Store};
@@ -88,8 +90,8 @@ impl Store {
         Ok(bytes)
     }
 
-    /// As [`Store::read_to_vec`], into a buffer whose memory is used again. The buffer is made as long as the page;
-    /// what it held is gone, also if the read fails. Returns the page as it is at these bytes.
+    /// As [`Store::read_to_vec`], into a buffer whose memory is used again. The buffer is made as long as the
+    /// page; what it held is gone, also if the read fails. Returns the page as it is at these bytes.
     ///
     /// ```
     /// use remanent::{Options, Place, Store};
@@ -179,8 +181,9 @@ impl Store {
         }
     }
 
-    /// Bytes of a page as its newest version has them, read by this thread; as of which batch. `None`, with anything in
-    /// `out`, if the page has another version by then, or a thread of the caller's cannot read it.
+    /// Bytes of a page as its newest version has them, read by this thread; as of which batch. `None`, with
+    /// anything in `out`, if the page has another version by then, or a thread of the caller's cannot read
+    /// it.
     ///
     /// In any case the applier has come to this version when this returns.
     pub(super) fn read_version(&self, info: &PageInfo, offset: u64, out: &mut [u8]) -> Result<Option<Lsn>> {

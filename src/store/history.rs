@@ -16,33 +16,34 @@ use crate::recovery::Outlook;
 use crate::snapshot::{PruneReport, SnapshotRequest, Subject};
 
 impl Store {
-    /// Takes a snapshot while commits go on, verifies it, and removes what is not kept any more. It writes the
-    /// pages that changed since the snapshot before, and shares the images of all others with it. One at a
-    /// time; a second caller waits. One that the background is writing slowly is finished at full speed first.
+    /// Takes a snapshot while commits go on, verifies it, and removes what is not kept any more. It writes
+    /// the pages that changed since the snapshot before, and shares the images of all others with it. One at
+    /// a time; a second caller waits. One that the background is writing slowly is finished at full speed
+    /// first.
     ///
-    /// Image files of which less than half is still named give their last images to the next snapshot, as many
-    /// as it writes anyway, or 4 MiB, so that they can go.
+    /// Image files of which less than half is still named give their last images to the next snapshot, as
+    /// many as it writes anyway, or 4 MiB, so that they can go.
     ///
-    /// On a full disk pages that were deleted give back what they take first, as far as the rules of retention let
-    /// go of it: a *thin* snapshot takes the place of the newest one, begins where that one begins, says which pages are
-    /// gone, and writes no image. Then the snapshot is tried once more.
+    /// On a full disk pages that were deleted give back what they take first, as far as the rules of
+    /// retention let go of it: a *thin* snapshot takes the place of the newest one, begins where that one
+    /// begins, says which pages are gone, and writes no image. Then the snapshot is tried once more.
     ///
     /// # Errors
-    /// [`Error::DiskFull`], and [`Error::Io`] where the system is short of open files, memory or threads, change nothing;
-    /// any other failure poisons the store. Where it is short only of what reading back takes, the snapshot stands and is
-    /// not `verified`: the next one makes up for it.
+    /// [`Error::DiskFull`], and [`Error::Io`] where the system is short of open files, memory or threads,
+    /// change nothing; any other failure poisons the store. Where it is short only of what reading back
+    /// takes, the snapshot stands and is not `verified`: the next one makes up for it.
     pub fn snapshot(&self) -> Result<SnapshotInfo> {
         self.check_process()?;
         self.parts.snapshots.take(SnapshotRequest::default())
     }
 
-    /// Takes a snapshot as [`Store::snapshot`] does, with a name, of one moment, or without waiting until it is read
-    /// back: see [`SnapshotOptions`].
+    /// Takes a snapshot as [`Store::snapshot`] does, with a name, of one moment, or without waiting until it
+    /// is read back: see [`SnapshotOptions`].
     ///
     /// # Errors
-    /// [`Error::NameTaken`] and, for a name of no byte or more than 64, [`Error::Limit`]; where an exact snapshot finds
-    /// no room to copy pages aside, [`Error::OverBudget`] and [`Error::OutOfMemory`]: all of them change nothing. Else
-    /// as for [`Store::snapshot`].
+    /// [`Error::NameTaken`] and, for a name of no byte or more than 64, [`Error::Limit`]; where an exact
+    /// snapshot finds no room to copy pages aside, [`Error::OverBudget`] and [`Error::OutOfMemory`]: all of
+    /// them change nothing. Else as for [`Store::snapshot`].
     pub fn snapshot_with(&self, options: SnapshotOptions) -> Result<SnapshotInfo> {
         self.check_process()?;
         let SnapshotOptions { name, exact, only_published } = options;
@@ -70,7 +71,8 @@ impl Store {
     /// Waits until all snapshots that are published are verified, and what they take the place of is removed.
     ///
     /// # Errors
-    /// [`Error::Poisoned`] if one of them is not on the medium what was written, or the store failed otherwise.
+    /// [`Error::Poisoned`] if one of them is not on the medium what was written, or the store failed
+    /// otherwise.
     pub fn wait_verified(&self) -> Result<()> {
         self.check_process()?;
         let StoreParts { snapshots, poison, .. } = &*self.parts;
@@ -82,7 +84,7 @@ impl Store {
         snapshots.finish(&mut catalog)
     }
 
-    /// Waits until so many snapshots have ended since the store was opened, well or not: for tests, which
+    /// Waits until `count` snapshots have ended since the store was opened, well or not: for tests, which
     /// must not guess when one in the background is through.
     #[doc(hidden)]
     pub fn wait_for_snapshots(&self, count: u64) {
@@ -98,8 +100,8 @@ impl Store {
         Retention::of(&self.parts.options)
     }
 
-    /// Says what [`Store::prune`] would remove now, and removes nothing. It does not wait for a snapshot that is being
-    /// taken, and passes over what that one writes.
+    /// Says what [`Store::prune`] would remove now, and removes nothing. It does not wait for a snapshot that
+    /// is being taken, and passes over what that one writes.
     ///
     /// # Errors
     /// What the system says.
@@ -130,28 +132,28 @@ impl Store {
         look().map_err(|error: Error| error.in_store(&disk.label()))
     }
 
-    /// Removes what these rules do not keep, and nothing that a kept snapshot, the log behind it or a reader
+    /// Removes what these rules do not keep, and nothing that a kept snapshot, the log after it or a reader
     /// needs. A snapshot whose name is given up stays as long as another rule keeps it, and has its name
-    /// again then. Log segments that waited to be used again go too, except for the reserve. The store goes on by
-    /// its own rules.
+    /// again then. Log segments that waited to be used again go too, except for the reserve. The store goes
+    /// on by its own rules.
     ///
     /// # Errors
-    /// [`Error::DiskFull`] changes nothing; after [`Error::Io`] where the system is short of open files, the next call
-    /// removes the rest; any other failure poisons the store.
+    /// [`Error::DiskFull`] changes nothing; after [`Error::Io`] where the system is short of open files, the
+    /// next call removes the rest; any other failure poisons the store.
     pub fn prune(&self, retention: &Retention) -> Result<PruneReport> {
         self.check_process()?;
         let StoreParts { snapshots, poison, applier, .. } = &*self.parts;
         applier.unloaded().wait_all()?;
         poison.check()?;
         let pruned = snapshots.prune(&mut snapshots.catalog.lock(), retention).and_then(|pruned| {
-            // Who prunes wants the space, and not segments that are ready.
+            // A caller that prunes wants the space, not segments that are ready.
             snapshots.pool.release_surplus().map(|_| pruned)
         });
         pruned.map_err(|error| if error.is_passing() { error } else { poison.set(error) })
     }
 
-    /// The snapshots kept, oldest first; none in a forked child. It waits for nothing: one that is being taken is not
-    /// among them.
+    /// The snapshots kept, oldest first; none in a forked child. It waits for nothing: one that is being
+    /// taken is not among them.
     #[must_use]
     pub fn snapshots(&self) -> Vec<SnapshotInfo> {
         if self.check_process().is_err() {
@@ -160,13 +162,15 @@ impl Store {
         self.parts.snapshots.list()
     }
 
-    /// Takes all pages and the root back to an earlier state: the one after a batch, or a snapshot's by number or name.
-    /// This goes forward: it is one more batch, and what it leaves can be gone back to in turn. Page ids given
-    /// meanwhile are not given again; pages that change get an epoch above all that were ever given. Commits wait.
+    /// Takes all pages and the root back to an earlier state: the one after a batch, or a snapshot's by
+    /// number or name. This goes forward: it is one more batch, and what it leaves can be gone back to in
+    /// turn. Page ids given meanwhile are not given again; pages that change get an epoch above all that were
+    /// ever given. Commits wait.
     ///
-    /// The window opens at the end of the oldest snapshot after which the log is kept, and closes at the newest batch.
-    /// From before that, the states of named snapshots can be gone back to, each by its own batch and no other. The
-    /// snapshot of the restored state that is taken at the end removes nothing; later ones do as ever.
+    /// The window opens at the end of the oldest snapshot after which the log is kept, and closes at the
+    /// newest batch. From before that, the states of named snapshots can be gone back to, each by its own
+    /// batch and no other. The snapshot of the restored state that is taken at the end removes nothing; later
+    /// ones do as ever.
     ///
     /// ```
     /// use remanent::{Options, Place, StatePoint, Store};
@@ -188,11 +192,11 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// [`Error::NoSnapshot`], [`Error::NoSnapshotNamed`], [`Error::OutsideWindow`], [`Error::Overtaken`] where an image
-    /// that the state needs is gone, [`Error::Damaged`], [`Error::OverBudget`], [`Error::OutOfMemory`],
-    /// [`Error::DiskFull`], [`Error::Io`] where the system is short of something and, while any page is leased or
-    /// pinned, [`Error::Leased`] change nothing; a failure later poisons the store, whose directory then holds the
-    /// restored state.
+    /// [`Error::NoSnapshot`], [`Error::NoSnapshotNamed`], [`Error::OutsideWindow`], [`Error::Overtaken`]
+    /// where an image that the state needs is gone, [`Error::Damaged`], [`Error::OverBudget`],
+    /// [`Error::OutOfMemory`], [`Error::DiskFull`], [`Error::Io`] where the system is short of something and,
+    /// while any page is leased or pinned, [`Error::Leased`] change nothing; a failure later poisons the
+    /// store, whose directory then holds the restored state.
     pub fn restore(&self, point: &StatePoint) -> Result<Position> {
         self.check_process()?;
         self.parts.poison.check()?;

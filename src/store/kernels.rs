@@ -13,9 +13,9 @@ use crate::write::commit::{Direction, Shadow};
 use crate::write::batch::WriteBatch;
 
 impl Store {
-    /// `len` zeros in the memory of the store's device, for kernels to write and for batches to take bytes from.
-    /// They count in the budget of their place, beside pages, and are given back with the last handle to them;
-    /// the caller's kernels must be done by then.
+    /// `len` zeros in the memory of the store's device, for kernels to write and for batches to take bytes
+    /// from. They count in the budget of their place, beside pages, and are given back with the last handle
+    /// to them; the caller's kernels must be done by then.
     ///
     /// # Errors
     /// [`Error::OverBudget`], [`Error::OutOfMemory`], [`Error::PlaceUnavailable`]; a device error.
@@ -23,20 +23,21 @@ impl Store {
         self.of_device(|| self.committer().device_bytes(place, len))
     }
 
-    /// The memory of the caller's own, for batches to take bytes from. Its owner is held until the last handle
-    /// is gone.
+    /// The memory of the caller's own, for batches to take bytes from. Its owner is held until the last
+    /// handle is gone.
     ///
     /// # Errors
-    /// [`Error::MemoryRefused`] where the device can tell that it is not what the caller says, and where pages
-    /// live in host memory; a device error.
+    /// [`Error::MemoryRefused`] where the device can tell that it is not what the caller says, and where
+    /// pages live in host memory; a device error.
     pub fn caller_bytes(&self, memory: &CallerMemory) -> Result<DeviceBytes> {
         self.of_device(|| self.committer().adopt(memory))
     }
 
-    /// A copy of a page, for kernels to write, in the page's place. [`WriteBatch::capture`] takes what changes
-    /// there to the page.
+    /// A copy of a page, for kernels to write, in the page's place. [`WriteBatch::capture`] takes what
+    /// changes there to the page.
     ///
-    /// `width` is that of the page's elements: an element changes as a whole. It must divide the page's length.
+    /// `width` is that of the page's elements: an element changes as a whole. It must divide the page's
+    /// length.
     ///
     /// # Errors
     /// [`Error::UnknownPage`]; [`Error::MemoryRefused`] if the page is no whole number of elements;
@@ -47,9 +48,9 @@ impl Store {
         self.working_copy_in(page, &memory, width, shadow, Direction::Load)
     }
 
-    /// Makes memory that is there already a working copy of a page: a tensor's, a cache's. It must be as long as
-    /// the page. `direction` says whether it takes the page's bytes now, or the page its bytes with the next
-    /// capture: so no fresh tensor overwrites a page that was recovered, unless it is told to.
+    /// Makes memory that is there already a working copy of a page: a tensor's, a cache's. It must be as long
+    /// as the page. `direction` says whether it takes the page's bytes now, or the page its bytes with the
+    /// next capture: so no fresh tensor overwrites a page that was recovered, unless it is told to.
     ///
     /// ```
     /// use remanent::{Direction, Options, Place, Shadow, Store, Width};
@@ -83,8 +84,8 @@ impl Store {
         self.of_device(|| self.committer().working_copy(page, memory.clone(), width, shadow, direction))
     }
 
-    /// Takes the page's bytes to a working copy again, in place of what it holds: after a conflict, or to drop
-    /// what was not captured.
+    /// Takes the page's bytes to a working copy again, in place of what it holds: after a conflict, or to
+    /// drop what was not captured.
     ///
     /// # Errors
     /// [`Error::UnknownPage`]; [`Error::MemoryRefused`] if the page's length changed; a device error.
@@ -93,17 +94,18 @@ impl Store {
     }
 
     /// Looks whether the pages in memory are what the batches made them, and names those that were changed
-    /// without one: by a kernel of the caller's that wrote to a lease's address, or past the end of memory of its
-    /// own.
+    /// without one: by a kernel of the caller's that wrote to a lease's address, or past the end of memory of
+    /// its own.
     ///
-    /// The device sums the pages, between batches, which go on; the sums are compared with those that follow from
-    /// the newest snapshot and the log. A page of which a snapshot has exactly the present version costs nothing
-    /// but its sum; one that changed since is put together on the host, one at a time. A CRC-32 misses one change
-    /// in four billion.
+    /// The device sums the pages, between batches, which go on; the sums are compared with those that follow
+    /// from the newest snapshot and the log. A page of which a snapshot has exactly the present version costs
+    /// nothing but its sum; one that changed since is put together on the host, one at a time. A CRC-32
+    /// misses one change in four billion.
     ///
-    /// A snapshot writes pages that batches changed since the one before, and takes what it finds in memory for
-    /// theirs: what a kernel did to such a page is told by an audit before that snapshot, and never by one after
-    /// it. Opening the store anew, or a batch that writes the whole page, mends what an audit found.
+    /// A snapshot writes pages that batches changed since the one before, and takes what it finds in memory
+    /// for theirs: what a kernel did to such a page is told by an audit before that snapshot, and never by
+    /// one after it. Opening the store anew, or a batch that writes the whole page, mends what an audit
+    /// found.
     ///
     /// An audit waits for a snapshot that is being taken. It is about the memory of an open store, so it is
     /// nothing that a tool could do from outside.
@@ -125,8 +127,8 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Damaged`] if what a page is made from is damaged on disk; [`Error::OutOfMemory`] if there is no
-    /// room on the host for one page; a device error.
+    /// [`Error::Damaged`] if what a page is made from is damaged on disk; [`Error::OutOfMemory`] if there is
+    /// no room on the host for one page; a device error.
     pub fn audit(&self) -> Result<Audit> {
         self.of_device(|| self.auditor().run())
     }

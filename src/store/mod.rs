@@ -1,8 +1,9 @@
 //! The store: what a caller holds.
 //!
-//! These files only put the parts together: [`crate::write::commit`], [`crate::snapshot`], [`crate::history::restore`] and
-//! [`crate::recovery`] say how things work. `open` makes a store of them, `batches` changes pages, `pages` looks
-//! them up, `bytes` reads them, `view` does both as of one batch, `history` goes back, `scrub` looks after the disk, `stats` counts.
+//! These files only put the parts together: [`crate::write::commit`], [`crate::snapshot`],
+//! [`crate::history::restore`] and [`crate::recovery`] say how things work. `open` makes a store of them,
+//! `batches` changes pages, `pages` looks them up, `bytes` reads them, `view` does both as of one batch,
+//! `history` goes back, `scrub` looks after the disk, `stats` counts.
 
 pub(crate) mod kernels;
 mod batches;
@@ -70,7 +71,7 @@ pub struct Store {
     id: StoreId,
     ack: Ack,
     recovered: RecoveryReport,
-    /// Released last: until then nobody else may open the directory.
+    /// Released last: until then no other process may open the directory.
     _lock: Box<dyn DiskLock>,
     /// A temporary directory lives as long as its store.
     _directory: ForkGuard<Option<Box<dyn Any + Send + Sync>>>,
@@ -124,8 +125,9 @@ impl Store {
         &self.recovered
     }
 
-    /// Makes everything durable, seals the log and releases the directory. If the log behind the newest snapshot consists
-    /// of more than 16 runs of the store, a snapshot is taken first, unless snapshots of the store's own accord are off.
+    /// Makes everything durable, seals the log and releases the directory. If the log after the newest
+    /// snapshot consists of more than 16 runs of the store, a snapshot is taken first, unless snapshots of
+    /// the store's own accord are off.
     ///
     /// # Errors
     /// [`Error::Poisoned`] if the store failed, now or before. The directory is released all the same.
@@ -144,8 +146,8 @@ impl Store {
         poison.check()
     }
 
-    /// Threads do not survive a fork: in the child, nothing would answer. Comes first in every call: a lock may be
-    /// held by a thread that is not there.
+    /// Threads do not survive a fork: in the child, nothing would answer. Comes first in every call: a lock
+    /// may be held by a thread that is not there.
     pub(crate) fn check_process(&self) -> Result<()> {
         self.parts.check().map(drop)
     }

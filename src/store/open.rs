@@ -28,7 +28,7 @@ use crate::snapshot::{BackgroundSnapshots, Mark, Rules, Scrub, Scrubber, Snapsho
 use crate::versions::Versions;
 use crate::write::commit::{CombineQueue, Committer};
 
-/// A batch whose whole pages take more than this share of a segment, one in so many, writes them to an image
+/// A batch whose whole pages take more than one part in this number of a segment writes them to an image
 /// file: the log would hold them until a snapshot writes them once more.
 const BULK_SHARE: u64 = 4;
 /// Staging kept for reuse.
@@ -222,7 +222,8 @@ fn choose_log_io(disk: &dyn Disk, options: &Options) -> Result<(LogIo, String)> 
             None => Ok((io, format!("{io}, as asked for"))),
         };
     }
-    // `msync` waits longer than any other way to sync (`remanent bench commit --log-io direct,buffered,mapped`).
+    // `msync` waits longer than any other way to sync (`remanent bench commit --log-io
+    // direct,buffered,mapped`).
     let (wanted, why) = match options.ack {
         Ack::Durable => (LogIo::Direct, ": every commit waits for a sync"),
         Ack::Applied | Ack::Logged => (LogIo::Mapped, ""),

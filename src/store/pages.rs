@@ -23,13 +23,13 @@ pub struct UnloadedPages {
 }
 
 impl Store {
-    /// Leases a page: its bytes are read where they lie, as they are behind the newest batch submitted before
+    /// Leases a page: its bytes are read where they lie, as they are after the newest batch submitted before
     /// the call, or a later one. Batches that change the page go on; each needs room for a copy of it, in the
     /// budget of its place.
     ///
     /// # Errors
-    /// [`Error::UnknownPage`]; [`Error::Leased`] if the page is pinned; [`Error::Damaged`] as for [`Store::read`];
-    /// [`Error::Poisoned`] if the device failed, now or with a batch before.
+    /// [`Error::UnknownPage`]; [`Error::Leased`] if the page is pinned; [`Error::Damaged`] as for
+    /// [`Store::read`]; [`Error::Poisoned`] if the device failed, now or with a batch before.
     pub fn lease(&self, page: PageId) -> Result<Lease<'_>> {
         self.check_process()?;
         let StoreParts { committer, applier, leases, device, poison, .. } = &*self.parts;
@@ -44,9 +44,9 @@ impl Store {
     /// Pins a page: as long as the pin, it keeps its address, and batches change it there.
     ///
     /// # Errors
-    /// [`Error::UnknownPage`]; [`Error::Leased`] while the page is leased, or work on a lease's streams may still
-    /// read it; [`Error::Damaged`] as for [`Store::read`]; [`Error::Poisoned`] if the device failed, now or with a
-    /// batch before.
+    /// [`Error::UnknownPage`]; [`Error::Leased`] while the page is leased, or work on a lease's streams may
+    /// still read it; [`Error::Damaged`] as for [`Store::read`]; [`Error::Poisoned`] if the device failed,
+    /// now or with a batch before.
     pub fn pin(&self, page: PageId) -> Result<Pin<'_>> {
         self.check_process()?;
         let StoreParts { committer, applier, leases, device, poison, .. } = &*self.parts;
@@ -58,8 +58,8 @@ impl Store {
         Pin::take(PinSource { applier, leases, device }, page).map_err(|error| poison.set_by_device(error))
     }
 
-    /// How many pages are yet to be loaded: none, unless the store was opened with [`PageLoad::OnDemand`]. One that
-    /// cannot be loaded is not counted. None in a forked child.
+    /// How many pages are yet to be loaded: none, unless the store was opened with [`PageLoad::OnDemand`].
+    /// One that cannot be loaded is not counted. None in a forked child.
     #[must_use]
     pub fn unloaded_pages(&self) -> UnloadedPages {
         if self.check_process().is_err() {
@@ -72,17 +72,19 @@ impl Store {
     /// Waits until all pages are loaded.
     ///
     /// # Errors
-    /// [`Error::Damaged`] if one of them cannot be, once all others are; [`Error::Poisoned`] if loading stopped.
+    /// [`Error::Damaged`] if one of them cannot be, once all others are; [`Error::Poisoned`] if loading
+    /// stopped.
     pub fn wait_loaded(&self) -> Result<()> {
         self.check_process()?;
         self.parts.applier.unloaded().wait_all()
     }
 
-    /// A page's length, version, key and metadata. Waits for nothing: neither for batches under way nor for a sync.
+    /// A page's length, version, key and metadata. Waits for nothing: neither for batches under way nor for a
+    /// sync.
     ///
-    /// Here as in all lookups and reads, what is seen is at least every batch that any call, of any thread, was told is
-    /// logged before this one began. A batch that was submitted and is not logged yet is not seen; all of a batch is
-    /// seen from one moment on.
+    /// Here as in all lookups and reads, what is seen is at least every batch that any call, of any thread,
+    /// was told is logged before this one began. A batch that was submitted and is not logged yet is not
+    /// seen; all of a batch is seen from one moment on.
     ///
     /// # Errors
     /// [`Error::UnknownPage`]; [`Error::Forked`].
@@ -141,8 +143,8 @@ impl Store {
         Ok(self.parts.versions.root(|_, page_count| page_count))
     }
 
-    /// All pages as they are now, in the order of their ids. They are listed as they are asked for: batches go on
-    /// meanwhile, and change nothing of what is listed.
+    /// All pages as they are now, in the order of their ids. They are listed as they are asked for: batches
+    /// go on meanwhile, and change nothing of what is listed.
     ///
     /// ```
     /// use remanent::{Options, Place, Store};

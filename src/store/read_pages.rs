@@ -10,8 +10,8 @@ use crate::error::{Error, Result};
 use crate::follower::Replica;
 use crate::history::view::View;
 
-/// Pages and root that can be read: of an open [`Store`], of a [`LiveView`] of one, of a [`View`] of an earlier state, of a
-/// [`Replica`] in memory. Code that only reads takes any of them.
+/// Pages and root that can be read: of an open [`Store`], of a [`LiveView`] of one, of a [`View`] of an
+/// earlier state, of a [`Replica`] in memory. Code that only reads takes any of them.
 ///
 /// ```
 /// use remanent::{Options, Place, ReadPages, Result, Store};
@@ -71,8 +71,8 @@ pub trait ReadPages {
     /// Fills `out` with bytes of a page from `offset` on.
     ///
     /// # Errors
-    /// [`Error::UnknownPage`](crate::Error::UnknownPage), [`Error::OutOfBounds`](crate::Error::OutOfBounds); what the
-    /// reader's own `read` fails with.
+    /// [`Error::UnknownPage`](crate::Error::UnknownPage), [`Error::OutOfBounds`](crate::Error::OutOfBounds);
+    /// what the reader's own `read` fails with.
     fn read(&self, page: PageId, offset: u64, out: &mut [u8]) -> Result<()>;
 
     /// All bytes of a page.

@@ -58,9 +58,10 @@ impl Store {
         }
     }
 
-    /// Gives back memory that no page uses any more: what deletes left, idle staging, and what the device keeps
-    /// from its driver. Returns how many bytes went back to the driver. On a GPU this waits for everything that
-    /// the GPU has to do, the caller's own work included, so it is for a caller who needs the memory elsewhere.
+    /// Gives back memory that no page uses any more: what deletes left, idle staging, and what the device
+    /// keeps from its driver. Returns how many bytes went back to the driver. On a GPU this waits for
+    /// everything that the GPU has to do, the caller's own work included, so it is for a caller that needs
+    /// the memory elsewhere.
     ///
     /// ```
     /// use remanent::{Options, Place, Store};

@@ -100,8 +100,8 @@ impl Ticket {
         wait(ack, self.committed.position.lsn, log, applier)
     }
 
-    /// Waits as [`Ticket::wait`] does, up to `timeout`; says whether the batch is acknowledged. The sync that the batch
-    /// needs is begun by a thread of the store, and goes on if the time is over first.
+    /// Waits as [`Ticket::wait`] does, up to `timeout`; says whether the batch is acknowledged. The sync that
+    /// the batch needs is begun by a thread of the store, and goes on if the time is over first.
     ///
     /// # Errors
     /// As for [`Ticket::wait`].
@@ -116,8 +116,8 @@ impl Ticket {
         }
     }
 
-    /// Waits as a task: a future that any executor can poll. The sync that the batch needs is done by a thread of the
-    /// store, so that no thread of the executor blocks.
+    /// Waits as a task: a future that any executor can poll. The sync that the batch needs is done by a
+    /// thread of the store, so that no thread of the executor blocks.
     ///
     /// ```
     /// # use std::{pin::pin, sync::Arc, task::{Context, Poll, Wake, Waker}, thread};
@@ -151,8 +151,9 @@ impl Ticket {
     /// until the batch is applied; the host waits only until it is in the device's queue.
     ///
     /// # Errors
-    /// [`Error::StreamRefused`] if a graph is being captured from the stream, if it is another device's, or if
-    /// pages live in host memory; [`Error::Poisoned`] if the store failed before; [`Error::Forked`]; a device error.
+    /// [`Error::StreamRefused`] if a graph is being captured from the stream, if it is another device's, or
+    /// if pages live in host memory; [`Error::Poisoned`] if the store failed before; [`Error::Forked`]; a
+    /// device error.
     pub fn wait_on(&self, stream: RawStream) -> Result<()> {
         let TicketWait { applier, leases, .. } = self.waits.check()?;
         leases.signal(stream, applier.wait_applied(self.committed.position.lsn)?)

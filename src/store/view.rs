@@ -9,11 +9,12 @@ use crate::base::process::ForkGuard;
 use crate::error::{Error, Result};
 use crate::versions::TableView;
 
-/// The pages and the root of an open store as of one batch: what is looked up here belongs together, whatever is
-/// committed meanwhile.
+/// The pages and the root of an open store as of one batch: what is looked up here belongs together, whatever
+/// is committed meanwhile.
 ///
-/// A view keeps what pages were, some hundred bytes for each change that is committed while it is held, and no page's
-/// bytes: [`LiveView::read`] says so where a page has changed since. A lease keeps one page's bytes.
+/// A view keeps what pages were, some hundred bytes for each change that is committed while it is held, and
+/// no page's bytes: [`LiveView::read`] says so where a page has changed since. A lease keeps one page's
+/// bytes.
 ///
 /// ```
 /// use remanent::{Error, Options, Place, Store};
@@ -54,8 +55,8 @@ enum PagesView<'s> {
 }
 
 impl Store {
-    /// A view of pages and root as they are now: as of the newest batch that is logged. Waits for nothing. A forked
-    /// child that inherits one finds nothing in it.
+    /// A view of pages and root as they are now: as of the newest batch that is logged. Waits for nothing. A
+    /// forked child that inherits one finds nothing in it.
     ///
     /// # Errors
     /// [`Error::Forked`].
