@@ -22,7 +22,7 @@ pub(crate) struct ListBuilder {
     payload_bytes: usize,
 }
 
-/// Where the payload of a batch lies.
+/// The place of a batch's payload in a list's staging.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PayloadAt {
     /// Index into the list's staging.

@@ -12,7 +12,7 @@ use remanent_format::Lsn;
 use super::{ApplyWork, LIST_BYTES, Turn};
 use crate::base::sync::{Condvar, Instant, Mutex, MutexGuard};
 
-/// How long the applier lets batches gather that have no waiter. So the clock wakes it and not the
+/// The time for which the applier lets batches gather that have no waiter. So the clock wakes it and not the
 /// committers: a wake-up is a system call, and costs as much as all the rest of a small commit.
 const NAP: Duration = Duration::from_micros(200);
 /// Bytes of payloads in the queue before a committer waits for the applier: they are held in memory until it

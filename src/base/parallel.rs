@@ -81,9 +81,9 @@ pub(crate) fn for_each<P: Send, T: Send, E: Send>(
 
 /// Does two things at once, the first on a thread of its own. Where two threads cannot run at once, or the
 /// thread cannot be started, the first is done after the second.
-pub(crate) fn join<A: Send, B>(beside: impl FnOnce() -> A + Send, here: impl FnOnce() -> B) -> (A, B) {
-    let beside = Mutex::new(Some(beside));
-    let run = || beside.lock().unwrap_or_else(PoisonError::into_inner).take().map(|beside| beside());
+pub(crate) fn join<A: Send, B>(there: impl FnOnce() -> A + Send, here: impl FnOnce() -> B) -> (A, B) {
+    let there = Mutex::new(Some(there));
+    let run = || there.lock().unwrap_or_else(PoisonError::into_inner).take().map(|there| there());
     let (done, here) = std::thread::scope(|scope| {
         let may_start = threads(2) > 1;
         let helper = may_start
@@ -193,17 +193,17 @@ mod tests {
         let together = std::sync::Barrier::new(threads(2));
         let caller = std::thread::current().id();
         let mut here = 1;
-        let beside = || {
+        let there = || {
             together.wait();
             std::thread::current().id()
         };
-        let (beside, ()) = join(beside, || {
+        let (there, ()) = join(there, || {
             if threads(2) > 1 {
                 together.wait();
             }
             here += 1;
         });
-        assert_eq!((beside != caller, here), (threads(2) > 1, 2));
+        assert_eq!((there != caller, here), (threads(2) > 1, 2));
     }
 
     /// The numbers up to 100 that were taken, and the result of the pipeline.

@@ -94,8 +94,8 @@ fn make_word() -> io::Result<*mut AtomicU64> {
         return Err(io::ErrorKind::Unsupported.into());
     }
     let page = MmapRaw::from(MmapMut::map_anon(size_of::<AtomicU64>())?);
-    // SAFETY: the range is that of a private anonymous mapping that lives as long as `page`. The advice changes
-    // nothing of it in this process.
+    // SAFETY: the range is that of a private anonymous mapping that lives as long as `page`. The advice
+    // changes nothing of it in this process.
     unsafe { madvise(page.as_mut_ptr().cast(), page.len(), Advice::LinuxWipeOnFork) }?;
     let made = page.as_mut_ptr().cast();
     let word = publish(made);

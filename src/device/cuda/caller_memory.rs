@@ -92,8 +92,8 @@ fn ask<T: Default>(
     memory: &CallerMemory,
 ) -> Result<Option<T>> {
     let mut value = T::default();
-    // SAFETY: the context is current; the value is of the type that this attribute has, by the constants above
-    // and their uses. Any address may be asked for.
+    // SAFETY: the context is current; the value is of the type that this attribute has, by the constants
+    // above and their uses. Any address may be asked for.
     let asked = unsafe { entered.pointer_attribute((&raw mut value).cast(), attribute, memory.address) };
     match asked {
         Ok(()) => Ok(Some(value)),

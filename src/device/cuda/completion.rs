@@ -21,7 +21,7 @@ use crate::error::{Error, Result};
 /// `CU_STREAM_NON_BLOCKING`: the stream does not wait for the default stream, nor the default stream for it.
 const NON_BLOCKING: u32 = 1;
 
-/// How long a waiter spins before it lets others have its core: a few times what a small list takes.
+/// The time that a waiter spins before it lets others have its core: a few times what a small list takes.
 const SPIN: Duration = Duration::from_micros(40);
 /// The first nap between looks after that. Each nap is twice as long as the one before.
 const NAP_MIN: Duration = Duration::from_micros(20);

@@ -18,7 +18,7 @@ use super::errors::Code;
 use crate::base::sync::Mutex;
 use crate::error::{Error, Result};
 
-/// `CU_STREAM_CAPTURE_MODE_RELAXED`.
+/// `CU_STREAM_CAPTURE_MODE_RELAXED`: calls of this thread invalidate no capture.
 const CAPTURE_RELAXED: u32 = 2;
 
 /// Questions that the driver answers about a GPU: `CUdevice_attribute`.

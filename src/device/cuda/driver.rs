@@ -31,9 +31,10 @@ macro_rules! entry_points {
             }
 
             $(
+                #[doc = concat!("Calls the driver's `", $symbol, "`.")]
+                ///
                 /// # Safety
-                /// What CUDA's driver API demands of a caller of
-                #[doc = concat!("`", $symbol, "`.")]
+                /// The caller keeps the rules of CUDA's driver API for this function.
                 #[allow(clippy::too_many_arguments, reason = "as many as the driver's")]
                 pub unsafe fn $name(&self, $($argument: $type),*) -> Result<(), Code> {
                     // SAFETY: the caller's promise; the pointer is the entry point of that signature.

@@ -10,7 +10,7 @@ use super::driver::{CUevent, CUstream};
 use super::errors::Code;
 use crate::error::Result;
 
-/// `CU_EVENT_DISABLE_TIMING`.
+/// `CU_EVENT_DISABLE_TIMING`: the store asks no event for its time.
 const NO_TIMING: u32 = 2;
 
 /// An event of the driver's.

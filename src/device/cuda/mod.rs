@@ -201,8 +201,8 @@ impl CudaDevice {
         unsafe { self.memory(page.kind).block(page.address, page.len) }.free()
     }
 
-    /// Queues a plan. Memory that it touches beside `staging` and `blocks` must stay until the fence has
-    /// passed.
+    /// Queues a plan. Memory that it touches, other than `staging` and `blocks`, must stay until the fence
+    /// has passed.
     fn queue(
         &self,
         lane: Lane,

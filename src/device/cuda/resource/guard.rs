@@ -114,7 +114,7 @@ fn misuse(reason: String) -> Error {
     Error::Device { reason: format!("misuse of memory: {reason}"), context_lost: false }
 }
 
-// SAFETY: the part between the canaries of memory of the source within, which begins at a multiple of `ALIGN`,
+// SAFETY: the part between the canaries of memory of the source within. It begins at a multiple of `ALIGN`,
 // as a canary ends at one.
 unsafe impl<R: MemoryResource, A: MemoryAccess + Send + Sync + 'static> MemoryResource
     for GuardedMemory<R, A>

@@ -117,8 +117,8 @@ impl<R: MemoryResource> Pool<R> {
 }
 
 // SAFETY: a block lies within a slab that the source within gave, or is one; blocks of a slab do not overlap,
-// and one that was handed out is in no shard until it is freed. Slabs begin at multiples of `ALIGN`, and so do
-// their blocks, for the lengths of all classes are multiples of it.
+// and one that was handed out is in no shard until it is freed. Slabs begin at multiples of `ALIGN`, and so
+// do their blocks, for the lengths of all classes are multiples of it.
 unsafe impl<R: MemoryResource> MemoryResource for Pool<R> {
     fn allocate(&self, len: u64) -> Result<u64> {
         let out_of_memory = Error::OutOfMemory { place: remanent_format::Place::Device(0), len };
