@@ -51,7 +51,7 @@ impl ExactCut {
             Err(error) => {
                 tracing::warn!(%error, page = %info.page, "no room to keep a page for an exact snapshot");
                 self.failed = Some(error);
-                // // The snapshot fails anyway: keeping more pages would only take memory.
+                // The snapshot fails anyway: keeping more pages would only take memory.
                 self.untouched.clear();
             }
         }

@@ -189,23 +189,23 @@ impl<T: Default + Sync> PerProcess<T> {
 
     /// The value of this process. The parent's value is left where it is.
     pub fn get(&'static self) -> &'static T {
-        let mut found = self.0.load(Ordering::Acquire);
+        let mut newest = self.0.load(Ordering::Acquire);
         loop {
             // SAFETY: a pointer that is not null was given out by `Box::into_raw` below, and is never freed
             // after it was stored.
-            let held = unsafe { found.as_ref() };
+            let held = unsafe { newest.as_ref() };
             if let Some((process, value)) = held
                 && process.is_current()
             {
                 return value;
             }
             let made = Box::into_raw(Box::new((Process::current(), T::default())));
-            match self.0.compare_exchange(found, made, Ordering::AcqRel, Ordering::Acquire) {
-                Ok(_) => found = made,
+            match self.0.compare_exchange(newest, made, Ordering::AcqRel, Ordering::Acquire) {
+                Ok(_) => newest = made,
                 Err(first) => {
                     // SAFETY: it was made just above, and no other thread has seen it.
                     drop(unsafe { Box::from_raw(made) });
-                    found = first;
+                    newest = first;
                 }
             }
         }

@@ -195,7 +195,7 @@ impl Default for BackoffSleep {
 }
 
 impl BackoffSleep {
-    #[expect(clippy::disallowed_methods, reason = "nothing on the host is told of what a GPU has done")]
+    #[expect(clippy::disallowed_methods, reason = "no signal tells the host of a GPU's progress")]
     pub fn take(&mut self) {
         std::thread::sleep(self.0);
         self.0 = NAP_MAX.min(2 * self.0);

@@ -55,7 +55,7 @@ pub(super) enum Area {
     ScratchOnGpu,
 }
 
-/// A piece, with what it touches.
+/// A piece, with the areas that it touches.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PlannedPiece {
     /// The kernel's row.

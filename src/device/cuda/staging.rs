@@ -20,7 +20,7 @@ struct PinnedStaging {
 /// # Errors
 /// `OutOfMemory`, a device error.
 pub(super) fn staging(memory: &PlaceMemory, len: usize) -> Result<Staging> {
-    // Beyond what a slice can span there is nothing to ask the driver for.
+    // A slice can span no more, so the driver is not asked.
     if isize::try_from(len).is_err() {
         return Err(Error::OutOfMemory { place: remanent_format::Place::Pinned, len: len as u64 });
     }

@@ -65,7 +65,7 @@ pub(super) fn refused(context: &Context, stream: RawStream, code: Code) -> Error
     if code.is_of_capture() {
         captured(stream)
     } else if code.is_foreign_handle() {
-        let reason = "it is no stream of the GPU on which the page is";
+        let reason = "it is not a stream of the GPU that holds the page";
         Error::StreamRefused { stream: stream.handle(), reason }
     } else {
         context.fault(code)

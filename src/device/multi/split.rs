@@ -1,4 +1,4 @@
-//! From a list over several devices to steps, each of one device or from one to another.
+//! From a multi-device list to steps, each of one device or from one to another.
 
 use super::DeviceAddress;
 use crate::device::spans::{overlap, staged_spans};

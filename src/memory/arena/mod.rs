@@ -494,7 +494,7 @@ impl PageMemory {
     /// The place where the memory lies.
     #[must_use]
     pub fn place(&self) -> Place {
-        Place::from_raw(self.place_kind, self.place_ordinal).expect("that of a place")
+        Place::from_raw(self.place_kind, self.place_ordinal).expect("the numbers of a place")
     }
 
     /// Its length in bytes.

@@ -123,8 +123,8 @@ impl SimDisk {
                 walk.events.get(moment.event).map_or_else(|| "the end".to_owned(), ToString::to_string);
             let tear = match moment.tear {
                 None => String::new(),
-                Some(Tear::Head(len)) => format!(", of which the first {len} bytes were stored"),
-                Some(Tear::Tail(len)) => format!(", of which the last {len} bytes were stored"),
+                Some(Tear::Head(len)) => format!("; its first {len} bytes were stored"),
+                Some(Tear::Tail(len)) => format!("; its last {len} bytes were stored"),
             };
             for (state, choice) in images {
                 let hash = state.hash();
