@@ -1,9 +1,9 @@
-//! A long page on its way into a snapshot, piece by piece, while batches go on: its bytes stay those of one
-//! moment.
+//! A long page on its way into a snapshot. It is gathered piece by piece while batches go on, and its bytes
+//! stay those of one moment.
 //!
-//! Just before a batch writes to a part of it that is not gathered yet, this part is copied aside on the device. Where
-//! that would take too much, or the page goes to other memory, its bytes of that moment are lost, and the snapshot
-//! begins with the page anew. No batch waits or fails for it.
+//! Just before a batch writes to a part that is not gathered yet, this part is copied aside on the device. If
+//! the copies would take too much memory, or the page goes to other memory, its bytes of that moment are
+//! lost, and the snapshot begins with the page anew. No batch waits or fails for it.
 
 use std::collections::BTreeMap;
 
@@ -14,24 +14,24 @@ use crate::device::{CommandList, Fence, MemoryId, Span};
 use crate::error::Result;
 use crate::memory::arena::{Arena, PageMemory, Purpose};
 
-/// Bytes of a page that are kept aside together.
+/// Length of the parts that are kept aside, each as a whole.
 const PART_LEN: u64 = 64 << 10;
-/// The most that is kept aside of a page.
+/// The most bytes that are kept aside of one page.
 const ASIDE_BYTES_MAX: u64 = 64 << 20;
 
 /// A page that is gathered piece by piece.
 pub(crate) struct Catch {
     info: PageInfo,
     memory: MemoryId,
-    /// What lies before is gathered.
+    /// The snapshot has gathered the page up to this offset.
     gathered: u64,
-    /// What batches wrote to, as it was, by the number of the part.
+    /// Parts that batches have written to since, as they were before, by the number of the part.
     asides: BTreeMap<u64, PageMemory>,
     is_lost: bool,
 }
 
 impl Catch {
-    /// A batch is about to write to this range of the page.
+    /// Keeps this range of the page aside: a batch is about to write to it.
     pub fn before_write(
         &mut self,
         (offset, len): (u64, u64),
@@ -60,7 +60,7 @@ impl Catch {
         }
     }
 
-    /// The page's bytes of that moment are not kept any more.
+    /// Gives up the page's bytes of that moment.
     pub fn lose(&mut self) {
         self.is_lost = true;
     }
@@ -76,8 +76,8 @@ impl Turn<'_> {
         assert!(before.is_none(), "a page is caught once at a time");
     }
 
-    /// Where a range of the page lies, as it was when its catch began, each part with its offset in the range. `None` if
-    /// it is lost.
+    /// The spans that hold a range of the page as it was when its catch began, each with its offset in the
+    /// range. `None` if these bytes are lost.
     pub fn caught(&self, page: PageId, from: u64, to: u64) -> Option<Vec<(Span, u64)>> {
         let catch = self.applied.catches.get(&page).filter(|catch| !catch.is_lost)?;
         let memory = self.applied.memory.get(page)?;
@@ -99,7 +99,8 @@ impl Turn<'_> {
         Some(sources)
     }
 
-    /// The page is gathered up to here; what is kept aside of that is last used before this fence.
+    /// Notes that the page is gathered up to `up_to`. The parts kept aside before that offset are last used
+    /// before this fence.
     pub fn gathered(&mut self, page: PageId, up_to: u64, fence: Fence) {
         let Some(catch) = self.applied.catches.get_mut(&page) else { return };
         catch.gathered = up_to;
@@ -109,7 +110,7 @@ impl Turn<'_> {
         }
     }
 
-    /// Catches the page no longer.
+    /// Stops catching the page.
     ///
     /// # Errors
     /// A device error.

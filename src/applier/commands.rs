@@ -1,6 +1,6 @@
 //! From a batch's operations to a device's commands.
 //!
-//! Only operations on bytes become commands; what an operation does to the table is the format crate's.
+//! Only operations on bytes become commands. The effect of an operation on the table is the format crate's.
 
 use std::collections::HashMap;
 
@@ -17,21 +17,21 @@ use crate::memory::staging::{StagingBuf, StagingPool};
 #[derive(Default)]
 pub(crate) struct ListBuilder {
     list: CommandList,
-    /// What was staged aside for operations of the payload that is handed over next.
+    /// Staging aside for operations of the payload that is handed over next.
     asides: Vec<StagingBuf>,
     payload_bytes: usize,
 }
 
-/// Where the payload of a batch lies.
+/// The place of a batch's payload in a list's staging.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PayloadAt {
     /// Index into the list's staging.
     pub index: usize,
-    /// Its first byte.
+    /// The payload's first byte in that staging.
     pub offset: usize,
 }
 
-/// Whether a device cannot read the operation's bytes where they lie in the payload.
+/// Whether the operation's bytes lie in the payload in a form that a device cannot read.
 pub(crate) fn needs_aside(op: &Op<'_>) -> bool {
     match op {
         Op::Scatter { indices, .. } => indices.is_gap_coded() && !indices.is_empty(),
@@ -73,7 +73,7 @@ pub(crate) fn stage_aside(
 }
 
 impl ListBuilder {
-    /// The index of the staging that is handed over next, by which operations name it.
+    /// The index of the staging that is handed over next. Operations name it by this index.
     pub fn payload_index(&self) -> usize {
         self.list.staging.len()
     }
@@ -86,7 +86,7 @@ impl ListBuilder {
         }
     }
 
-    /// Bytes of all payloads handed over.
+    /// The number of bytes in all payloads handed over.
     pub fn payload_bytes(&self) -> usize {
         self.payload_bytes
     }
@@ -96,13 +96,13 @@ impl ListBuilder {
         self.list.commands.is_empty() && self.list.staging.is_empty()
     }
 
-    /// The list; the builder is empty again.
+    /// Takes the list. The builder is empty again.
     pub fn take(&mut self) -> CommandList {
         std::mem::take(self).list
     }
 
-    /// Adds what the operation does to the bytes of its page; nothing if it is not about bytes. The
-    /// operation lies in `payload`; `aside` is what [`stage_aside`] made of it.
+    /// Adds the operation's change to the bytes of its page; adds nothing if the operation is not about
+    /// bytes. The operation lies in `payload`; `aside` is what [`stage_aside`] made of it.
     pub fn data(
         &mut self,
         at: &OpAt<'_>,

@@ -1,9 +1,9 @@
-//! The exact cut: pages stay as they were after one batch, for a snapshot to gather, while later
-//! batches go on.
+//! The exact cut: pages stay as they were after one batch, for a snapshot to gather, while later batches go
+//! on.
 //!
-//! Nothing is copied at the moment of the cut. Just before a batch changes a page that is not gathered yet, the
-//! page is copied aside on the device; one that is deleted or moved leaves its memory to the cut. Where there is
-//! no room for a copy, the snapshot fails and the batch does not.
+//! Nothing is copied at the moment of the cut. Just before a batch changes a page that is not gathered yet,
+//! the page is copied aside on the device. A page that is deleted or moved leaves its memory to the cut. If
+//! there is no room for a copy, the snapshot fails and the batch does not.
 
 use std::collections::{HashMap, HashSet};
 
@@ -16,23 +16,23 @@ use crate::memory::arena::{Arena, PageMemory, Purpose};
 
 /// Pages as they were after one batch.
 pub(crate) struct ExactCut {
-    /// Pages that are still what they were.
+    /// Pages that have not changed since the cut.
     untouched: HashSet<PageId>,
-    /// Pages that are not, as they were.
+    /// Pages that have changed since, as they were at the cut.
     aside: HashMap<PageId, (PageInfo, PageMemory)>,
-    /// Copies that a list uses which is not submitted yet.
+    /// Copies in use by a list that is not submitted yet.
     used: Vec<PageMemory>,
-    /// Why not all could be kept.
+    /// Why not all pages could be kept.
     failed: Option<Error>,
 }
 
 impl ExactCut {
-    /// Keeps these pages.
+    /// Keeps these pages as they are now.
     pub fn new(pages: impl IntoIterator<Item = PageId>) -> Self {
         Self { untouched: pages.into_iter().collect(), aside: HashMap::new(), used: Vec::new(), failed: None }
     }
 
-    /// A page is about to be changed where it lies.
+    /// Keeps a page that is about to be changed where it lies.
     pub fn before_change(
         &mut self,
         info: &PageInfo,
@@ -51,13 +51,13 @@ impl ExactCut {
             Err(error) => {
                 tracing::warn!(%error, page = %info.page, "no room to keep a page for an exact snapshot");
                 self.failed = Some(error);
-                // Nothing more is worth keeping.
+                // The snapshot fails anyway: keeping more pages would only take memory.
                 self.untouched.clear();
             }
         }
     }
 
-    /// A page's memory is about to be given up; comes back if the page need not be kept.
+    /// Keeps the memory that a page is about to give up. The memory comes back if the page need not be kept.
     pub fn before_removal(&mut self, info: &PageInfo, memory: PageMemory) -> Option<PageMemory> {
         if !self.untouched.remove(&info.page) {
             return Some(memory);
@@ -66,11 +66,11 @@ impl ExactCut {
         None
     }
 
-    /// A page to be gathered now: as it was, if it has changed; `None` if it is what it was. It is not kept any
-    /// longer.
+    /// Takes a page that is gathered now: as it was at the cut, or `None` if it has not changed since. The
+    /// cut does not keep it any longer.
     ///
     /// # Errors
-    /// The one for which not all pages could be kept.
+    /// The error that kept some page from being kept.
     pub fn take(&mut self, page: PageId) -> Result<Option<(PageInfo, &PageMemory)>> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
@@ -83,7 +83,7 @@ impl ExactCut {
         Ok(self.used.last().map(|memory| (info, memory)))
     }
 
-    /// As [`take`](Self::take), of a page that stays to be gathered.
+    /// As [`take`](Self::take), for a page that is gathered later.
     ///
     /// # Errors
     /// As for `take`.
@@ -101,7 +101,7 @@ impl ExactCut {
         }
     }
 
-    /// Gives everything back; nothing that uses it comes after this fence.
+    /// Gives back all copies. No use of them comes after this fence.
     pub fn retire(mut self, arena: &Arena, fence: Fence) {
         self.retire_used(arena, fence);
         for (_, (_, memory)) in self.aside.drain() {

@@ -1,7 +1,7 @@
 //! A lease: the right to read a page where it lies, for a while.
 //!
-//! What a lease shows is the page behind one batch. Later batches do not wait for it, nor does it see them:
-//! the page moves to other memory when the first of them changes it. A crash ends all leases.
+//! A lease shows the page as it was after one batch. Later batches do not wait for the lease, and it does not
+//! see them: the page moves to other memory when the first of them changes it. A crash ends all leases.
 
 use std::marker::PhantomData;
 use std::sync::{Arc, OnceLock};
@@ -16,15 +16,16 @@ use crate::error::{Error, Result};
 
 /// The right to read a page where it lies: at an address on the device, or as a slice of host memory.
 ///
-/// The bytes stay what they were when the lease began. Batches that change the page meanwhile are committed as
-/// ever; the first of them moves the page to other memory, for which there must be room in the budget, so the
-/// address is that of an older version from then on: [`Lease::epoch`] against that of [`Store::page`] tells.
+/// The bytes stay what they were when the lease began. Batches that change the page meanwhile are committed
+/// as ever. The first of them moves the page to other memory, and the budget must have room for that. From
+/// then on the lease's address is that of an older version: compare [`Lease::epoch`] with that of
+/// [`Store::page`].
 ///
-/// A lease belongs to the value that holds it, not to a thread: tasks that share a worker thread lease and commit
-/// as they would on threads of their own, and the holder itself may change the page.
+/// A lease belongs to the value that holds it, not to a thread. Tasks that share a worker thread lease and
+/// commit as they would on threads of their own, and the holder itself may change the page.
 ///
-/// Kernels that read the page run on streams of the caller's that were named to [`Lease::on`], and never write
-/// to it: nothing that they wrote would be logged. The lease ends when it is dropped; work that is on those
+/// Kernels that read the page run on streams of the caller's that were named to [`Lease::on`]. They never
+/// write to it: their writes would not be logged. The lease ends when it is dropped. Work that is on those
 /// streams by then may still read the page.
 ///
 /// ```
@@ -51,21 +52,21 @@ pub struct Lease<'s> {
     lsn: Lsn,
     id: LeaseId,
     memory: MemoryId,
-    /// Passed when the page is what the lease shows.
+    /// The page is what the lease shows once this fence has passed.
     ready: Fence,
     streams: Mutex<Vec<RawStream>>,
     bytes: OnceLock<Option<PageBytes>>,
-    /// Whether it has ended.
+    /// Whether the lease has ended.
     is_over: bool,
     opener: Process,
     leases: Arc<Leases>,
     device: Arc<dyn Device>,
-    /// The store stays open.
+    /// Keeps the store open as long as the lease.
     _store: PhantomData<&'s ()>,
 }
 
 impl<'s> Lease<'s> {
-    /// Leases a page as it is behind every batch handed to the applier so far. The lease has begun already.
+    /// Leases a page as it is after every batch handed to the applier so far. The lease has begun already.
     pub(crate) fn take(
         applier: &Applier,
         leases: &Arc<Leases>,
@@ -104,13 +105,13 @@ impl<'s> Lease<'s> {
         &self.info
     }
 
-    /// The page's version that is leased.
+    /// The version of the page that is leased.
     #[must_use]
     pub fn epoch(&self) -> Epoch {
         self.info.epoch
     }
 
-    /// The newest batch that the page's bytes are behind of.
+    /// The newest batch whose changes the page's bytes include.
     #[must_use]
     pub fn lsn(&self) -> Lsn {
         self.lsn
@@ -122,9 +123,9 @@ impl<'s> Lease<'s> {
         self.info.len
     }
 
-    /// Where kernels find the page's bytes, once a stream was named to [`Lease::on`]. It stays the same as long
-    /// as the lease. `None` where pages live in memory of the host alone, for a page of length 0, and in a forked
-    /// child.
+    /// The address at which kernels find the page's bytes, once a stream was named to [`Lease::on`]. It stays
+    /// the same as long as the lease. `None` where pages live in memory of the host alone, for a page of
+    /// length 0, and in a forked child.
     #[must_use]
     pub fn address(&self) -> Option<u64> {
         self.opener.check().ok()?;
@@ -132,11 +133,11 @@ impl<'s> Lease<'s> {
     }
 
     /// Lets work that is put on the caller's stream from now on read the page. The stream waits on the device
-    /// for batches that are still under way, not on the host. May be called for several streams.
+    /// for batches that are still under way; the host does not wait. May be called for several streams.
     ///
     /// # Errors
-    /// [`Error::StreamRefused`] if a graph is being captured from the stream, if it is another device's, or if
-    /// pages live in host memory; [`Error::Forked`]; a device error.
+    /// [`Error::StreamRefused`] if a graph is being captured from the stream, if it is another device's, or
+    /// if pages live in host memory; [`Error::Forked`]; a device error.
     pub fn on(&self, stream: RawStream) -> Result<&Self> {
         self.opener.check()?;
         let mut streams = self.streams.lock();
@@ -149,9 +150,9 @@ impl<'s> Lease<'s> {
 
     /// The page's bytes, where they lie. Waits until batches that are under way are applied.
     ///
-    /// There is no slice where pages are on a GPU, in whatever place: what a GPU's kernels may write to is no
-    /// slice that Rust could vouch for. The bytes of a page in host memory, pinned or managed, are at the lease's
-    /// address for the host as for the GPU, and stay what they are: whoever vouches for the kernels of his own
+    /// There is no slice where pages are on a GPU, in whatever place: Rust cannot vouch for a slice that a
+    /// GPU's kernels may write to. The bytes of a page in host memory, pinned or managed, are at the lease's
+    /// address for the host as for the GPU, and stay what they are. A caller that vouches for its own kernels
     /// reads them there once this method has waited.
     ///
     /// # Errors
@@ -165,7 +166,7 @@ impl<'s> Lease<'s> {
                 let reason = match self.info.place {
                     Place::Device(_) => "its bytes are a GPU's: use the lease's address, or `Store::read`",
                     _ => {
-                        "a GPU's kernels reach its bytes too, so that there is no slice of them: read at the \
+                        "a GPU's kernels reach its bytes too, so there is no slice of them: read at the \
                          lease's address, which is the host's as well, or use `Store::read`"
                     }
                 };
@@ -178,14 +179,15 @@ impl<'s> Lease<'s> {
     ///
     /// # Errors
     /// [`Error::StreamRefused`] if a graph is being captured from one of its streams now; a device error. The
-    /// page's memory then stays leased until the store is closed. [`Error::Forked`]: the parent's lease goes on.
+    /// page's memory then stays leased until the store is closed. [`Error::Forked`]: the parent's lease goes
+    /// on.
     pub fn end(mut self) -> Result<()> {
         self.opener.check()?;
         self.end_now()
     }
 
     fn end_now(&mut self) -> Result<()> {
-        // Dropped in a forked child, it is the parent's still.
+        // A lease that is dropped in a forked child is still the parent's.
         if std::mem::replace(&mut self.is_over, true) || !self.opener.is_current() {
             return Ok(());
         }

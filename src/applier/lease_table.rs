@@ -1,18 +1,18 @@
-//! Which page memory callers use, and until when.
+//! Page memory that callers use, and until when.
 //!
-//! Memory that is leased is never written to: a batch that changes a leased page brings memory along, to which
-//! the page is copied first; what callers see stays as it was. So nobody ever waits for a lease, and a batch
-//! that finds no room for the copy fails before it is logged.
+//! Memory that is leased is never written to. A batch that changes a leased page brings memory along, to
+//! which the page is copied first; callers see the page as it was. So no batch ever waits for a lease, and a
+//! batch that finds no room for the copy fails before it is logged.
 //!
 //! - A lease begins under the submission lock. Every batch logged before is handed to the applier before the
-//!   lease's own turn, every later one knows of it.
-//! - It ends on the streams it was used on: they are followed by the lane [`Lane::Callers`], and its next fence
-//!   says when they are done. A stream may be as slow as it likes: until that fence has passed the memory counts
-//!   as leased, and no other lane waits.
-//! - A pinned page is never leased, nor a leased one pinned: it keeps its memory, and what would give it other memory
-//!   is refused before it is logged.
-//! - Memory that its page gave up meanwhile is released behind the last lease, and behind what the store itself
-//!   still does with it.
+//!   lease's own turn, and every later one knows of it.
+//! - A lease ends on the streams it was used on. The lane [`Lane::Callers`] waits for them, and its next
+//!   fence says when they are done. A stream may be as slow as it likes: until that fence has passed the
+//!   memory counts as leased, and no other lane waits.
+//! - A pinned page is never leased, nor a leased one pinned. It keeps its memory, and an operation that would
+//!   give it other memory is refused before it is logged.
+//! - Memory that its page gave up meanwhile is released after the last lease, and after the store's own last
+//!   use of it.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -31,7 +31,7 @@ pub(crate) struct Leases {
     device: Arc<dyn Device>,
     arena: Arc<Arena>,
     poison: Arc<Poison>,
-    /// How many pages are leased: batches ask, and where there are no leases they need no lock for it.
+    /// The number of leased pages. Batches ask for it without a lock where there are no leases.
     leased_pages: AtomicUsize,
     state: Mutex<LeaseState>,
 }
@@ -44,7 +44,7 @@ pub(crate) struct LeaseId(u64);
 struct LeaseState {
     begun: u64,
     pages: HashMap<PageId, Vec<Record>>,
-    /// Pages that stay where they are, and how many wish so.
+    /// Pages that stay where they are, and the number of pins on each.
     pins: HashMap<PageId, usize>,
     /// Memory that its page gave up while it was leased, and the fence of its last use by the store.
     given_up: Vec<(PageMemory, Fence)>,
@@ -52,16 +52,16 @@ struct LeaseState {
 
 struct Record {
     id: LeaseId,
-    /// What is leased; unknown until the applier has come to it.
+    /// The memory that is leased; unknown until the applier has run the lease's turn.
     memory: Option<MemoryId>,
     /// Whether the page has left that memory, so that it may be changed again.
     is_old: bool,
-    /// Once it has ended: the value of [`Lane::Callers`] at which the caller's streams are done.
+    /// The value of [`Lane::Callers`] at which the caller's streams are done, once the lease has ended.
     ended: Option<u64>,
 }
 
 impl Leases {
-    /// Without any lease.
+    /// A table without any lease.
     pub fn new(device: Arc<dyn Device>, arena: Arc<Arena>, poison: Arc<Poison>) -> Self {
         Self { device, arena, poison, leased_pages: AtomicUsize::new(0), state: Mutex::default() }
     }
@@ -85,7 +85,7 @@ impl Leases {
         if state.pins.contains_key(&page) {
             return Err(Error::Leased { page });
         }
-        // A page that is only ever read meets no batch that would look.
+        // No batch ever looks at a page that is only read, so its ended leases are removed here.
         state.remove(page, |record| record.ended.is_some_and(|value| value <= reached));
         state.begun += 1;
         let id = LeaseId(state.begun);
@@ -95,8 +95,8 @@ impl Leases {
         Ok(id)
     }
 
-    /// Pins a page to the memory in which every batch handed over so far leaves it. The caller holds the submission
-    /// lock.
+    /// Pins a page to the memory in which every batch handed over so far leaves it. The caller holds the
+    /// submission lock.
     ///
     /// # Errors
     /// `Leased`: the page would move when it is changed.
@@ -108,7 +108,7 @@ impl Leases {
         Ok(())
     }
 
-    /// Takes a pin back.
+    /// Takes one pin of the page back.
     pub fn unpin(&self, page: PageId) {
         let mut state = self.state.lock();
         let pins = state.pins.get_mut(&page).expect("a page that was pinned and not unpinned");
@@ -118,10 +118,11 @@ impl Leases {
         }
     }
 
-    /// Refuses pages that are pinned: they would not stay where they are. The caller holds the submission lock.
+    /// Refuses pages that are pinned: they would not stay where they are. The caller holds the submission
+    /// lock.
     ///
     /// # Errors
-    /// `Leased`.
+    /// `Leased` for the first of them.
     pub fn check_unpinned(&self, pages: impl IntoIterator<Item = PageId>) -> Result<()> {
         let mut pages = pages.into_iter().peekable();
         if pages.peek().is_none() {
@@ -132,12 +133,12 @@ impl Leases {
         pinned.map_or(Ok(()), |page| Err(Error::Leased { page }))
     }
 
-    /// Says what memory it is about: the page's own, between two batches.
+    /// Tells the memory that the lease is about: the page's own, between two batches.
     pub fn name(&self, page: PageId, id: LeaseId, memory: MemoryId) {
         self.state.lock().record(page, id).memory = Some(memory);
     }
 
-    /// Takes a lease back that came to nothing.
+    /// Takes back a lease that came to nothing.
     pub fn cancel(&self, page: PageId, id: LeaseId) {
         let mut state = self.state.lock();
         state.remove(page, |record| record.id == id);
@@ -148,7 +149,7 @@ impl Leases {
         self.leased_pages.store(state.pages.len(), Ordering::Release);
     }
 
-    /// Whether nothing is leased. Who holds the submission lock is told of every lease that has begun.
+    /// Whether nothing is leased. The holder of the submission lock sees every lease that has begun.
     fn is_unused(&self) -> bool {
         self.leased_pages.load(Ordering::Acquire) == 0
     }
@@ -156,7 +157,8 @@ impl Leases {
     /// Ends a lease that was used on these streams.
     ///
     /// # Errors
-    /// `StreamRefused`; a device error poisons. It is not known then when its memory is free, so it stays leased.
+    /// `StreamRefused`; a device error poisons. It is not known then when the lease's memory is free, so it
+    /// stays leased.
     pub fn end(&self, page: PageId, id: LeaseId, streams: &[RawStream]) -> Result<()> {
         self.end_on(page, id, streams).map_err(|error| self.poison.set_by_device(error))
     }
@@ -165,7 +167,7 @@ impl Leases {
         if streams.is_empty() {
             self.cancel(page, id);
         } else {
-            // Whoever ends another lease meanwhile only lets its fence come later.
+            // Another lease that ends meanwhile only makes this fence come later.
             streams.iter().try_for_each(|stream| self.device.wait_external(Lane::Callers, *stream))?;
             let fence = self.device.submit(Lane::Callers, CommandList::default())?.fence();
             self.state.lock().record(page, id).ended = Some(fence.value);
@@ -173,7 +175,7 @@ impl Leases {
         self.release_free()
     }
 
-    /// Those of the pages whose memory callers use: whoever changes one brings spare memory for it.
+    /// The pages among these whose memory callers use. A batch that changes one brings spare memory for it.
     pub fn leased(&self, pages: impl IntoIterator<Item = PageId>) -> Vec<PageId> {
         if self.is_unused() {
             return Vec::new();
@@ -193,7 +195,8 @@ impl Leases {
         leased
     }
 
-    /// Says that a page is about to leave this memory, or its memory to be changed: whether callers use it.
+    /// Notes that a page is about to leave this memory, or to be changed in it. Returns whether callers use
+    /// that memory.
     pub fn leave(&self, page: PageId, memory: MemoryId) -> bool {
         if self.leased([page]).is_empty() {
             return false;
@@ -208,8 +211,8 @@ impl Leases {
         is_used
     }
 
-    /// Refuses while any lease is open or page pinned, and waits for the streams of leases that have ended. The caller holds
-    /// the submission lock, so that none begins.
+    /// Refuses while any lease is open or any page pinned, and waits for the streams of leases that have
+    /// ended. The caller holds the submission lock, so that none begins.
     ///
     /// # Errors
     /// `Leased`, a device error.
@@ -243,7 +246,7 @@ impl Leases {
         ended.map_or(Ok(()), |value| self.device.wait(Fence { lane: Lane::Callers, value }))
     }
 
-    /// Retires what pages gave up and no open lease names.
+    /// Retires memory that pages gave up and that no open lease names.
     fn release_free(&self) -> Result<()> {
         let mut state = self.state.lock();
         let LeaseState { pages, given_up, .. } = &mut *state;
@@ -260,7 +263,7 @@ impl Leases {
         for (_, fence) in &free {
             self.device.after(Lane::Callers, *fence)?;
         }
-        // Behind the streams of every lease that has ended, too.
+        // This fence comes after the streams of every lease that has ended, too.
         let fence = self.device.submit(Lane::Callers, CommandList::default())?.fence();
         for (memory, _) in free {
             self.arena.retire(memory, fence);
@@ -301,7 +304,7 @@ mod tests {
             let id = leases.begin(page).unwrap();
             leases.name(page, id, MemoryId(1));
             leases.end(page, id, &[stream]).unwrap();
-            // The stream's work is done: nobody uses the memory any more.
+            // The stream's work is done, so the lease is not in use any more.
             leases.wait_ended().unwrap();
             assert_eq!(leases.state.lock().pages[&page].len(), 1);
         }

@@ -1,12 +1,12 @@
 //! The applier: the one thread that submits to the apply lane, in the order of the log.
 //!
-//! Committers hand it batches that are `Logged` (I1). It takes what is queued as one list, so that many
-//! commits become one launch. Everything that must see commits in order, such as reads and a snapshot's
-//! gathers, runs as a *turn* between batches, on this thread.
+//! Committers hand it batches that are `Logged` (I1). It takes all queued batches as one list, so that many
+//! commits become one launch. Work that must see commits in order, such as reads and a snapshot's gathers,
+//! runs as a *turn* between batches, on this thread.
 //!
-//! A list that the device did not take, or did not finish, is lost, and with it the only way to the pages'
-//! bytes: what is in memory then is not what the table says. The store is poisoned, no later list goes out
-//! and nothing is read any more. The log has it all.
+//! A list that the device did not take, or did not finish, is lost. With it goes the only way to the pages'
+//! bytes: memory no longer holds what the table says. The store is poisoned, no later list goes out and
+//! nothing is read any more. The log still has every batch.
 
 pub(crate) mod lease;
 pub(crate) mod pin;
@@ -48,44 +48,44 @@ use crate::base::poison::Poison;
 use crate::base::wakers::Wakers;
 use crate::memory::staging::{StagingBuf, StagingPool};
 
-/// A list is submitted when its payloads reach this many bytes.
+/// A list is submitted when its payloads reach this number of bytes.
 const LIST_BYTES: usize = 256 << 10;
 
 /// A logged batch on its way to the device.
 pub(crate) struct ApplyWork {
-    /// The end of its frame.
+    /// The end of the batch's frame.
     pub point: LogPoint,
-    /// Its payload, as logged.
+    /// The batch's payload, as logged.
     pub payload: StagingBuf,
-    /// What it does to the table.
+    /// The batch's changes to the table.
     pub changes: Changes,
     /// Memory for its creates and resizes, and for its moves to another place, in their order.
     pub memory: VecDeque<PageMemory>,
     /// Memory for the pages that it changes while they are leased; each moves there first.
     pub spares: Vec<(PageId, PageMemory)>,
-    /// What [`stage_aside`] made of its operations, in their order.
+    /// Staging that [`stage_aside`] made of its operations, in their order.
     pub asides: VecDeque<StagingBuf>,
 }
 
-/// Pages as the lane sees them: what every list submitted so far makes of them.
+/// Pages as the lane sees them: after every list submitted so far.
 pub(crate) struct AppliedState {
-    /// The table.
+    /// The table of all pages.
     pub table: PageTable,
-    /// The bytes, of all pages that are warm.
+    /// The bytes of all pages that are loaded.
     pub memory: ById<PageId, PageMemory>,
-    /// The other pages.
+    /// The pages that are not loaded.
     pub unloaded: Arc<UnloadedSet>,
     /// The end of the last batch.
     pub point: LogPoint,
-    /// Pages deleted since a snapshot began to watch, and by which batch.
+    /// Pages deleted since a snapshot began to watch, each with the batch that deleted it.
     pub deleted: Option<HashMap<PageId, Lsn>>,
     /// Pages that an exact snapshot has yet to gather.
     pub cut: Option<ExactCut>,
-    /// Pages of which a snapshot has gathered a part.
+    /// Pages that a snapshot has gathered in part.
     pub catches: HashMap<PageId, Catch>,
 }
 
-/// What the applier works with.
+/// The parts of a store that the applier works with.
 #[derive(Clone)]
 pub(crate) struct ApplierParts {
     pub device: Arc<dyn Device>,
@@ -93,27 +93,27 @@ pub(crate) struct ApplierParts {
     pub staging: Arc<StagingPool>,
     pub poison: Arc<Poison>,
     pub leases: Arc<Leases>,
-    /// What readers see of the pages: it is told where their bytes are.
+    /// The pages as readers see them: it is told where their bytes are.
     pub versions: Arc<Versions>,
 }
 
-/// What a turn may use: the state between two batches, and the lane.
+/// The things that a turn may use: the state between two batches, and the lane.
 pub(crate) struct Turn<'a> {
-    /// The state.
+    /// The state between two batches.
     pub applied: &'a mut AppliedState,
-    /// For memory that comes and goes.
+    /// The allocator of page memory.
     pub arena: &'a Arc<Arena>,
-    /// What readers see: to be told where a page's bytes are now.
+    /// The pages as readers see them: to be told where a page's bytes are now.
     pub versions: &'a Versions,
     device: &'a dyn Device,
     lost: &'a mut Option<Error>,
 }
 
 impl Turn<'_> {
-    /// Queues a list behind every batch so far.
+    /// Queues a list after every batch so far.
     ///
     /// # Errors
-    /// A device error; the one with which the pages' bytes were lost.
+    /// A device error; the error with which the pages' bytes were lost.
     pub fn submit(&self, list: CommandList) -> Result<Pending> {
         self.intact()?;
         self.device.submit(Lane::Apply, list)
@@ -122,12 +122,12 @@ impl Turn<'_> {
     /// Fails if memory is not what the table says: a page may have none at all.
     ///
     /// # Errors
-    /// The one with which the pages' bytes were lost.
+    /// The error with which the pages' bytes were lost.
     pub fn intact(&self) -> Result<()> {
         self.lost.as_ref().map_or(Ok(()), |error| Err(error.clone()))
     }
 
-    /// Says that memory is not what the table says, for this reason: nothing is read from it any more.
+    /// Says that memory is not what the table says, for this reason. Nothing is read from it any more.
     pub fn lose(&mut self, error: &Error) {
         self.lost.get_or_insert_with(|| error.clone());
     }
@@ -137,11 +137,11 @@ impl Turn<'_> {
 pub(crate) struct Applier {
     requests: Requests,
     progress: Mutex<ApplierProgress>,
-    /// `progress` changed.
+    /// Signalled when `progress` has changed.
     moved: Condvar,
     /// Tasks that wait for the same.
     wakers: Wakers,
-    /// What `progress` says is applied, for readers that take no lock: nothing is, once anything is lost.
+    /// The newest applied batch of `progress`, for readers that take no lock; 0 once anything is lost.
     applied: AtomicU64,
     poison: Arc<Poison>,
     unloaded: Arc<UnloadedSet>,
@@ -151,7 +151,7 @@ pub(crate) struct Applier {
 struct ApplierProgress {
     /// The newest batch whose list is in the lane.
     applied: Lsn,
-    /// The value of a fence behind it.
+    /// The value of a fence after that list.
     fence: u64,
     /// Whether no later batch will be applied; the store is poisoned then.
     lost: bool,
@@ -178,7 +178,7 @@ impl Applier {
         let thread = thread::Builder::new().name("remanent-apply".to_owned()).spawn({
             let shared = applier.clone();
             move || {
-                let _heard_of = ApplierGuard(shared.clone());
+                let _end_guard = ApplierGuard(shared.clone());
                 let wait_logged = Box::new(wait_logged);
                 Worker::new(shared, parts, wait_logged, applied).run();
             }
@@ -192,12 +192,12 @@ impl Applier {
         Ok(applier)
     }
 
-    /// The pages that are not loaded yet: to be waited for before a turn looks for their memory.
+    /// The pages that are not loaded yet. A caller waits for them before its turn looks for their memory.
     pub fn unloaded(&self) -> &Arc<UnloadedSet> {
         &self.unloaded
     }
 
-    /// Hands over a batch, of whose pages none is cold. Called in the order of the log. Waits where too much is
+    /// Hands over a batch; all its pages are loaded. Called in the order of the log. Waits where too much is
     /// queued; the applier takes no lock of the caller's.
     pub fn push(&self, work: ApplyWork) {
         self.requests.push(work);
@@ -211,22 +211,23 @@ impl Applier {
         self.turn_ahead(turn)()
     }
 
-    /// Has `turn` run after every batch handed over so far; what this gives waits for its result.
+    /// Queues `turn` after every batch handed over so far. The returned function waits for its result.
     pub fn turn_ahead<T: Send + 'static>(
         &self,
         turn: impl FnOnce(&mut Turn<'_>) -> Result<T> + Send + 'static,
     ) -> impl FnOnce() -> Result<T> {
         let (sender, receiver) = mpsc::sync_channel(1);
         let turn = Box::new(move |state: &mut Turn<'_>| {
-            // Where nobody waits any more, nobody wants the result.
+            // A send fails when no caller waits for the result any more.
             let _receiver_gone = sender.send(turn(state));
         });
         self.requests.turn(turn);
         move || receiver.recv().unwrap_or_else(|_| self.poison.check().and(Err(Error::Closed)))
     }
 
-    /// A page's information and a range of its bytes, as of the batch returned with them; `len_known` is how many
-    /// they are as far as the caller knows. A long range leaves a GPU past the lane of deltas, which go on meanwhile.
+    /// A page's information and a range of its bytes, as of the batch returned with them. `len_known` is the
+    /// range's length as far as the caller knows. A long range leaves a GPU on a lane of its own, so that
+    /// deltas go on meanwhile.
     pub fn read(
         &self,
         device: &dyn Device,
@@ -248,7 +249,7 @@ impl Applier {
             // The page may have grown since, and the range with it.
             let staged = pool.cut(staged, host_len(len)?)?;
             let source = turn.applied.memory[page].part(offset, len);
-            // From memory of the host bytes come as soon as they would be copied aside.
+            // From host memory the bytes come as soon as they would be copied aside.
             let is_far =
                 matches!(info.place, Place::Device(_)) && turn.device.address(source.memory).is_some();
             let drain = if is_far && len > SHORT_COPY_LEN_MAX {
@@ -261,7 +262,7 @@ impl Applier {
         Ok((info, lsn, drain.finish(device)?))
     }
 
-    /// Waits until batch `lsn` is in the lane, and returns a fence behind it.
+    /// Waits until batch `lsn` is in the lane, and returns a fence after it.
     pub fn wait_applied(&self, lsn: Lsn) -> Result<Fence> {
         let mut progress = self.progress.lock();
         if progress.applied < lsn {
@@ -330,14 +331,14 @@ impl Applier {
         }
     }
 
-    /// Whether batch `lsn` is in the lane, and nothing was lost that memory should hold.
+    /// Whether batch `lsn` is in the lane, and no bytes that memory should hold were lost.
     pub fn has_applied(&self, lsn: Lsn) -> bool {
         let applied = self.applied.load(Ordering::Acquire);
         applied > 0 && applied >= lsn.0
     }
 
-    /// Changes the progress and wakes whoever waits for it. Under the lock: who has just looked and is
-    /// about to wait must not miss it.
+    /// Changes the progress and wakes its waiters. The change is made under the lock: a waiter that has just
+    /// looked and is about to wait must not miss it.
     fn progress(&self, change: impl FnOnce(&mut ApplierProgress)) {
         let mut progress = self.progress.lock();
         change(&mut progress);
@@ -350,7 +351,7 @@ impl Applier {
     }
 }
 
-/// Lives as long as the thread. Where that ends in a panic, nobody must wait for it.
+/// A guard that lives as long as the thread. If the thread panics, its waiters must not wait for ever.
 struct ApplierGuard(Arc<Applier>);
 
 impl Drop for ApplierGuard {

@@ -1,7 +1,7 @@
 //! A pin: the promise that a page stays where it is, while batches go on changing it.
 //!
-//! A lease shows one version, for which the page moves when it is changed. A pin is the other way about: one
-//! address, at which the newest version is. A crash ends all pins.
+//! A lease shows one version, and so the page moves when it is changed. A pin is the reverse: one address,
+//! which always holds the newest version. A crash ends all pins.
 
 use std::sync::Arc;
 
@@ -12,16 +12,17 @@ use crate::base::process::ForkGuard;
 use crate::device::{Device, MemoryId, RawStream};
 use crate::error::{Error, Result};
 
-/// The promise that a page keeps its address, as a captured CUDA graph needs it, or a framework that holds pointers
-/// to weights.
+/// The promise that a page keeps its address. A captured CUDA graph needs it, and so does a framework that
+/// holds pointers to weights.
 ///
-/// Batches that change the page change it there, without room for a copy. What would take the page elsewhere is
-/// refused with [`Error::Leased`]: resizing, moving and deleting it, restoring the store, and a [`Lease`](crate::Lease) of it,
-/// which would need another address for what it shows.
+/// Batches that change the page change it there, without room for a copy. An operation that would take the
+/// page elsewhere is refused with [`Error::Leased`]: resizing, moving and deleting it, restoring the store,
+/// and a [`Lease`](crate::Lease) of it, because the lease would need another address for the version that it
+/// shows.
 ///
-/// A batch does not wait for kernels that read the page, and they may see parts of it: who commits to a pinned page
-/// lets its readers finish before. They see the batches submitted before a call of [`Pin::on`], and are to write
-/// nothing: nothing that they wrote would be logged.
+/// A batch does not wait for kernels that read the page, and they may see parts of it: a caller that commits
+/// to a pinned page lets its readers finish before. Readers see the batches submitted before a call of
+/// [`Pin::on`]. They must not write: their writes would not be logged.
 ///
 /// ```
 /// use remanent::{DeviceChoice, Error, Options, Place, Store};
@@ -46,28 +47,28 @@ pub struct Pin<'s> {
     info: PageInfo,
     memory: MemoryId,
     store: PinSource<'s>,
-    /// A process that was forked from this one has no pins.
+    /// The pin itself. A process that was forked from this one has no pins.
     pinned: ForkGuard<PinGuard>,
 }
 
-/// What pins are made with.
+/// The parts of a store that pins are made with.
 pub(crate) struct PinSource<'s> {
     pub applier: &'s Applier,
     pub leases: &'s Arc<Leases>,
     pub device: &'s Arc<dyn Device>,
 }
 
-/// Dropped, it ends a pin.
+/// Ends its pin when it is dropped.
 struct PinGuard {
     page: PageId,
     leases: Arc<Leases>,
 }
 
 impl<'s> Pin<'s> {
-    /// Takes a page that was pinned just now, and is unpinned if this fails.
+    /// Takes a page that was pinned just now. It is unpinned if this fails.
     pub(crate) fn take(store: PinSource<'s>, page: PageId) -> Result<Self> {
         let pinned = ForkGuard::new(PinGuard { page, leases: store.leases.clone() });
-        // Behind every batch that could still have moved it.
+        // A turn comes after every batch that could still have moved the page.
         let (info, memory) = store.applier.turn(move |turn| {
             turn.intact()?;
             let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;
@@ -76,32 +77,32 @@ impl<'s> Pin<'s> {
         Ok(Self { info, memory, store, pinned })
     }
 
-    /// The page.
+    /// The page that is pinned.
     #[must_use]
     pub fn page(&self) -> PageId {
         self.info.page
     }
 
-    /// The page's length in bytes, which stays what it is.
+    /// The page's length in bytes, which stays the same.
     #[must_use]
     pub fn byte_len(&self) -> u64 {
         self.info.len
     }
 
-    /// Where kernels find the page's bytes. It stays the same as long as the pin. `None` where pages live in
-    /// memory of the host alone, for a page of length 0, and in a forked child.
+    /// The address at which kernels find the page's bytes. It stays the same as long as the pin. `None` where
+    /// pages live in memory of the host alone, for a page of length 0, and in a forked child.
     #[must_use]
     pub fn address(&self) -> Option<u64> {
         self.pinned.check().ok()?;
         self.store.device.address(self.memory)
     }
 
-    /// Lets work that is put on the caller's stream from now on see every batch submitted before the call. The
-    /// stream waits on the device for batches that are still under way, not on the host.
+    /// Lets work that is put on the caller's stream from now on see every batch submitted before the call.
+    /// The stream waits on the device for batches that are still under way; the host does not wait.
     ///
     /// # Errors
-    /// [`Error::StreamRefused`] if a graph is being captured from the stream, if it is another device's, or if
-    /// pages live in host memory; [`Error::Poisoned`] if the device failed, now or with a batch before;
+    /// [`Error::StreamRefused`] if a graph is being captured from the stream, if it is another device's, or
+    /// if pages live in host memory; [`Error::Poisoned`] if the device failed, now or with a batch before;
     /// [`Error::Forked`].
     pub fn on(&self, stream: RawStream) -> Result<&Self> {
         self.pinned.check()?;

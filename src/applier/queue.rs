@@ -1,7 +1,8 @@
-//! What the applier is asked for, in order, and when its thread is woken for it.
+//! Requests to the applier, in order, and when its thread is woken for them.
 //!
-//! Committers push and do not wake: the clock does, soon enough for whatever nobody waits for. A turn, a batch that
-//! somebody waits for and a whole list are urgent. A crash here loses nothing: what is queued is logged.
+//! Committers push and do not wake the thread: its clock does, soon enough for any request without a waiter.
+//! A turn, a batch with a waiter and a whole list are urgent. A crash here loses nothing: queued batches are
+//! logged.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -11,12 +12,13 @@ use remanent_format::Lsn;
 use super::{ApplyWork, LIST_BYTES, Turn};
 use crate::base::sync::{Condvar, Instant, Mutex, MutexGuard};
 
-/// How long the applier lets batches gather that nobody waits for. So it is the clock that wakes it and not the
+/// The time for which the applier lets batches gather that have no waiter. So the clock wakes it and not the
 /// committers: a wake-up is a system call, and costs as much as all the rest of a small commit.
 const NAP: Duration = Duration::from_micros(200);
-/// Payloads queued before a committer waits for the applier: what it has not come to yet is held in memory.
+/// Bytes of payloads in the queue before a committer waits for the applier: they are held in memory until it
+/// takes them.
 const QUEUED_BYTES_MAX: usize = 64 << 20;
-/// A queue that has grown beyond room for so many requests is not used again.
+/// A queue that has grown beyond room for this number of requests is not used again.
 const REQUESTS_KEPT: usize = 4 << 10;
 
 pub(super) type TurnFn = Box<dyn FnOnce(&mut Turn<'_>) + Send>;
@@ -34,35 +36,35 @@ pub(super) enum Request {
 pub(super) struct Requests {
     queue: Mutex<RequestQueue>,
     wake: Condvar,
-    /// The queue was taken.
+    /// Signalled when the applier has taken the queue.
     taken: Condvar,
 }
 
 #[derive(Default)]
 struct RequestQueue {
     requests: VecDeque<Request>,
-    /// Bytes of the payloads in it.
+    /// Bytes of the payloads in the queue.
     payload_bytes: usize,
-    /// Whether it is to be taken at once: somebody waits for it, or it is a whole list.
+    /// Whether the queue is to be taken at once: it has a waiter, or it is a whole list.
     is_urgent: bool,
-    /// The newest batch that anybody has waited for. It may have yet to come.
+    /// The newest batch that any caller has waited for. It may have yet to come.
     awaited: Lsn,
-    /// What the thread does.
+    /// Whether the thread runs, naps or sleeps.
     rest: ApplierRest,
     stop: bool,
-    /// Whether the thread is gone: nobody takes requests any more.
+    /// Whether the thread is gone: requests are not taken any more.
     ended: bool,
 }
 
 /// Whether the applier's thread must be woken.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 enum ApplierRest {
-    /// It looks at the queue before it rests again.
+    /// The thread looks at the queue before it rests again.
     #[default]
     Awake,
-    /// It wakes by itself, in time for whatever nobody waits for.
+    /// The thread wakes by itself, in time for any request without a waiter.
     Nap,
-    /// It waits to be woken.
+    /// The thread waits to be woken.
     Sleep,
 }
 
@@ -95,7 +97,7 @@ impl Requests {
         self.wake_for(queue);
     }
 
-    /// The thread is gone.
+    /// Notes that the thread is gone.
     pub fn end(&self) {
         let mut queue = self.queue.lock();
         queue.ended = true;
@@ -105,7 +107,7 @@ impl Requests {
 
     fn request(&self, mut queue: MutexGuard<'_, RequestQueue>, request: Request, is_urgent: bool) {
         if queue.ended {
-            // Dropping a turn tells whoever waits for it.
+            // Dropping a turn tells its waiter.
             return;
         }
         queue.requests.push_back(request);
@@ -113,11 +115,11 @@ impl Requests {
         self.wake_for(queue);
     }
 
-    /// Somebody waits for this batch.
+    /// Notes that a caller waits for this batch.
     pub fn hurry(&self, lsn: Lsn) {
         let mut queue = self.queue.lock();
         queue.awaited = queue.awaited.max(lsn);
-        // What is not there any more is being worked on.
+        // A batch that is not in the queue any more is being worked on.
         if !queue.requests.is_empty() {
             queue.is_urgent = true;
             self.wake_for(queue);
@@ -132,22 +134,23 @@ impl Requests {
             ApplierRest::Sleep => true,
         };
         if must_wake {
-            // One call is enough, however many more come before the thread runs.
+            // One call is enough, however many requests come before the thread runs.
             queue.rest = ApplierRest::Awake;
             drop(queue);
             self.wake.notify_one();
         }
     }
 
-    /// Everything queued, in exchange for an empty queue; false when there is nothing left and the store closes. The
-    /// two change places again and again: a new one would grow under the committers' lock each time.
+    /// Takes all requests, in exchange for an empty queue; false when there is nothing left and the store
+    /// closes. The two queues change places again and again: a new one would grow under the committers' lock
+    /// each time.
     pub fn take(&self, requests: &mut VecDeque<Request>) -> bool {
         if requests.capacity() > REQUESTS_KEPT {
             *requests = VecDeque::new();
         }
         let mut queue = self.queue.lock();
         let is_over = |queue: &RequestQueue| queue.is_urgent || queue.stop;
-        // Batches gather first. If none does, no end of the next pause is known.
+        // Batches gather first. If none comes within the nap, the thread sleeps until it is woken.
         let nap_end = Instant::now() + NAP;
         let mut is_nap_over = false;
         while !is_over(&queue) && (!is_nap_over || queue.requests.is_empty()) {

@@ -1,12 +1,13 @@
 //! Pages' bytes on their way to the host, past the lane of deltas.
 //!
-//! A long copy to the host takes milliseconds, and no delta behind it is applied meanwhile. So in lane order bytes
-//! are only copied aside on the device, which takes 30 µs for 64 MiB on an H200, and go to the host from there,
-//! on a lane of their own. Where the budget leaves no room for the copies, bytes go to the host in lane order:
-//! that keeps deltas waiting for longer, and a store that fills its budget has its reads and its snapshots.
+//! A long copy to the host takes milliseconds, and the deltas queued after it wait meanwhile. So in lane
+//! order the bytes are only copied aside on the device, which takes 30 µs for 64 MiB on an H200. From there
+//! they go to the host on a lane of their own. Where the budget leaves no room for the copies, the bytes go
+//! to the host in lane order. Deltas then wait for longer, but a store that fills its budget still has its
+//! reads and its snapshots.
 //!
-//! Who wants the bytes brings the staging for them, made ahead of the turn: a GPU pins 1.5 GB/s, so a long one takes
-//! seconds, and neither deltas nor who would have the room of the copies may wait for that.
+//! The caller brings the staging for the bytes, made ahead of the turn. A GPU pins 1.5 GB/s, so a long
+//! staging takes seconds, and neither deltas nor other users of the room for copies may wait for that.
 
 use std::sync::Arc;
 
@@ -24,32 +25,33 @@ pub(crate) struct Drain {
     copies: CopySource,
 }
 
-/// Where the copies are.
+/// The place of the caught bytes.
 enum CopySource {
-    /// On the device.
+    /// In copies on the device.
     Aside(AsideBuffer),
     /// On their way to the host.
     UnderWay(Pending),
 }
 
-/// Copies on the device.
+/// Copies of bytes on the device.
 struct AsideBuffer {
-    /// One behind the other.
+    /// The copies, one after the other.
     pieces: Vec<PageMemory>,
-    /// They are there behind this fence.
+    /// The copies are complete once this fence has passed.
     caught: Fence,
     arena: Arc<Arena>,
-    /// Where they go, and behind how many bytes of it.
+    /// The host memory that the copies go to, after its first `from` bytes.
     staging: StagingBuf,
     from: u64,
 }
 
 impl Turn<'_> {
-    /// Catches ranges of pages as they are now, each for its offset among `len` bytes; what no range covers is
-    /// unspecified. They are copied aside in `place`, and go from there to `staged`, behind its first `from` bytes.
+    /// Catches ranges of pages as they are now, each for its offset among `len` bytes; bytes that no range
+    /// covers are unspecified. The ranges are copied aside in `place`, and go from there to `staged`, after
+    /// its first `from` bytes.
     ///
     /// # Errors
-    /// A device error; the one with which the pages' bytes were lost; `OutOfMemory`.
+    /// A device error; the error with which the pages' bytes were lost; `OutOfMemory`.
     pub fn drain(
         &self,
         place: Place,
@@ -67,7 +69,7 @@ impl Turn<'_> {
         }
     }
 
-    /// As [`drain`](Self::drain), without copies on the device: deltas wait until all is at the host.
+    /// As [`drain`](Self::drain), without copies on the device: deltas wait until all bytes are at the host.
     ///
     /// # Errors
     /// As for `drain`.
@@ -126,7 +128,7 @@ impl Turn<'_> {
 }
 
 impl Drain {
-    /// The fence behind the last use of the pages.
+    /// The fence after the last use of the pages.
     pub fn fence(&self) -> Fence {
         match &self.copies {
             CopySource::Aside(aside) => aside.caught,
@@ -156,7 +158,7 @@ impl AsideBuffer {
         };
         match &drained {
             Ok(_) => pieces.into_iter().try_for_each(|piece| arena.discard(piece))?,
-            // They may still be in use.
+            // The copies may still be in use.
             Err(_) => pieces.into_iter().for_each(|piece| arena.retire(piece, last_use)),
         }
         drained
@@ -173,7 +175,7 @@ fn queue(
     device.after(Lane::Drain, caught)?;
     let mut offset = from;
     let download = |piece: &PageMemory| {
-        // The last piece may be longer than what is in it.
+        // The last piece may be longer than the bytes in it.
         let len = (staging.len() - offset).min(piece.byte_len() as usize);
         let target = StagingSpan { index: 0, offset, len };
         offset += len;

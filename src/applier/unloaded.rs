@@ -1,11 +1,12 @@
-//! Pages that are still on disk only: an open that does not wait for them leaves them cold.
+//! Pages that are still on disk only: an open that does not wait for them leaves them unloaded.
 //!
-//! A cold page has its memory and its entry in the table, but the applier has none of its bytes. Who needs it asks
-//! here first, and waits; whoever loads takes what is asked for before what comes next in the files. A warm page
-//! never becomes cold again: so who has waited for a page may go on without a look back, and the applier, whose
-//! batches and turns were waited for by those who hand them over, never waits for the disk.
+//! An unloaded page has its memory and its entry in the table, but the applier has none of its bytes. A
+//! caller that needs the page asks here first, and waits. The loader takes pages that were asked for before
+//! the pages that come next in the files. A loaded page never becomes unloaded again. So a caller that has
+//! waited for a page goes on without looking again. And the applier never waits for the disk: the callers
+//! that hand over its batches and turns have waited for their pages.
 //!
-//! A page that cannot be loaded stays cold, with the error for everybody who asks for it.
+//! A page that cannot be loaded stays unloaded. Every caller that asks for it gets the error.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::Duration;
@@ -22,38 +23,38 @@ use crate::memory::arena::PageMemory;
 /// A page that is to be loaded.
 pub(crate) struct UnloadedPage {
     pub page: PageId,
-    /// Exactly what the page is.
+    /// The image that holds exactly the page's bytes.
     pub image: ImageRef,
-    /// Where its bytes go; as long as the page.
+    /// The memory that its bytes go to; as long as the page.
     pub memory: PageMemory,
 }
 
-/// The cold pages of a store. Shared by those who need them and those who load them.
+/// The unloaded pages of a store. Shared by callers that need them and the threads that load them.
 #[derive(Default)]
 pub(crate) struct UnloadedSet {
-    /// How many are not warm: who finds none needs no lock.
+    /// The number of pages that are not loaded: a caller that reads 0 needs no lock.
     left: AtomicUsize,
     state: Mutex<LoadStates>,
-    /// A page became warm, or never will.
+    /// Signalled when a page is loaded, or never will be.
     changed: Condvar,
 }
 
 #[derive(Default)]
 struct LoadStates {
-    /// In the order of their files; nothing where a page was taken to be loaded.
+    /// The pages in the order of their files; `None` where a page was taken to be loaded.
     waiting: Vec<Option<UnloadedPage>>,
-    /// None before this one is waiting.
+    /// No page before this place is waiting.
     next: usize,
-    /// Pages that are neither warm nor failed, by their place in `waiting`.
+    /// Pages that are neither loaded nor failed, by their place in `waiting`.
     places: ById<PageId, usize>,
-    /// Their bytes.
+    /// The bytes of those pages.
     bytes: u64,
-    /// What is to be taken first, by its place in `waiting`.
+    /// Pages that are taken first, by their place in `waiting`.
     asked: VecDeque<usize>,
     failed: HashMap<PageId, Error>,
-    /// Memory of those.
+    /// Memory of the pages that are not loaded any more.
     given_up: Vec<PageMemory>,
-    /// Why nobody loads any more, if so.
+    /// Why no more pages are loaded, once that is so.
     over: Option<Error>,
 }
 
@@ -66,12 +67,12 @@ impl LoadStates {
 }
 
 impl UnloadedSet {
-    /// These pages are cold.
+    /// The set of these pages, all unloaded.
     pub fn new(pages: Vec<UnloadedPage>) -> Self {
         let bytes = pages.iter().map(|unloaded| unloaded.memory.byte_len()).sum();
         let mut files: BTreeMap<u64, Vec<UnloadedPage>> = BTreeMap::new();
         pages.into_iter().for_each(|unloaded| files.entry(unloaded.image.file).or_default().push(unloaded));
-        // Mostly they lie so already.
+        // Mostly they lie in this order already.
         files.values_mut().for_each(|of_file| of_file.sort_by_key(|unloaded| unloaded.image.offset));
         let waiting: Vec<Option<UnloadedPage>> = files.into_values().flatten().map(Some).collect();
         let state = LoadStates {
@@ -83,22 +84,22 @@ impl UnloadedSet {
         Self { left: AtomicUsize::new(state.places.len()), state: Mutex::new(state), ..Self::default() }
     }
 
-    /// Whether any page is not warm.
+    /// Whether any page is not loaded.
     pub fn is_any(&self) -> bool {
-        // Acquire: whoever finds a page warm finds its memory with the applier.
+        // Acquire: a caller that finds a page loaded finds its memory with the applier.
         self.left.load(Ordering::Acquire) > 0
     }
 
-    /// How many pages are yet to be loaded, and their bytes.
+    /// The number of pages that are yet to be loaded, and their bytes.
     pub fn left(&self) -> (u64, u64) {
         let state = self.state.lock();
         (state.places.len() as u64, state.bytes)
     }
 
-    /// Waits until these pages are warm. They are loaded before others, in this order.
+    /// Waits until these pages are loaded. They are loaded before others, in this order.
     ///
     /// # Errors
-    /// The one for which one of them cannot be loaded; `Closed`.
+    /// The error that keeps one of them from being loaded; `Closed`.
     pub fn wait(&self, pages: impl IntoIterator<Item = PageId>) -> Result<()> {
         if !self.is_any() {
             return Ok(());
@@ -120,10 +121,10 @@ impl UnloadedSet {
         Ok(())
     }
 
-    /// Waits until all pages are warm.
+    /// Waits until all pages are loaded.
     ///
     /// # Errors
-    /// As for [`wait`](Self::wait), once all others are warm.
+    /// As for [`wait`](Self::wait), once all other pages are loaded.
     pub fn wait_all(&self) -> Result<()> {
         let mut state = self.state.lock();
         while !state.places.is_empty() {
@@ -135,16 +136,16 @@ impl UnloadedSet {
         state.failed.values().next().map_or(Ok(()), |error| Err(error.clone()))
     }
 
-    /// Takes pages to load, neighbours in one file: those that somebody asked for with what lies within
-    /// `asked_bytes_max` from there on, else the next ones within `bytes_max`. A longer page comes alone. None when
-    /// there is nothing left to take.
+    /// Takes pages to load, neighbours in one file. A page that was asked for comes first, with the pages
+    /// within `asked_bytes_max` from there on; otherwise the next ones within `bytes_max`. A longer page
+    /// comes alone. None when there is nothing left to take.
     pub fn take(&self, asked_bytes_max: u64, bytes_max: u64) -> Option<Vec<UnloadedPage>> {
         let mut state = self.state.lock();
         if state.over.is_some() {
             return None;
         }
         let LoadStates { waiting, next, asked, .. } = &mut *state;
-        // Asked for twice, it was taken once.
+        // A page that was asked for twice is taken once.
         let is_waiting = |at: &usize| waiting[*at].is_some();
         let (first, bytes_max) = match std::iter::from_fn(|| asked.pop_front()).find(is_waiting) {
             Some(at) => (at, asked_bytes_max),
@@ -161,7 +162,7 @@ impl UnloadedSet {
         Some(waiting[first..].iter_mut().map_while(|at| at.take_if(|unloaded| belongs(unloaded))).collect())
     }
 
-    /// The applier has these pages now, of so many bytes each.
+    /// Notes that the applier has these pages now, each with its length in bytes.
     pub fn loaded(&self, pages: impl IntoIterator<Item = (PageId, u64)>) {
         let mut state = self.state.lock();
         for (page, len) in pages {
@@ -176,7 +177,7 @@ impl UnloadedSet {
         self.changed.notify_all();
     }
 
-    /// A page that was taken cannot be loaded.
+    /// Notes that a page that was taken cannot be loaded.
     pub fn fail(&self, unloaded: UnloadedPage, error: Error) {
         let mut state = self.state.lock();
         state.places.remove(unloaded.page);
@@ -186,13 +187,13 @@ impl UnloadedSet {
         self.changed.notify_all();
     }
 
-    /// Nobody loads any more, for this reason: who waits for what is not warm is told.
+    /// Ends the loading, for this reason. Callers that wait for unloaded pages get the error.
     pub fn end(&self, error: Error) {
         self.state.lock().over.get_or_insert(error);
         self.changed.notify_all();
     }
 
-    /// Waits for so long; returns at once, with `true`, when no page is loaded any more.
+    /// Waits for this time. Returns at once, with `true`, when no page is loaded any more.
     pub fn is_over_within(&self, time: Duration) -> bool {
         let until = Instant::now() + time;
         let mut state = self.state.lock();
@@ -202,12 +203,12 @@ impl UnloadedSet {
         state.over.is_some()
     }
 
-    /// Pages that were taken stay on disk: no page is loaded any more.
+    /// Leaves pages that were taken on disk: no page is loaded any more.
     pub fn give_up(&self, pages: Vec<UnloadedPage>) {
         self.state.lock().given_up.extend(pages.into_iter().map(|unloaded| unloaded.memory));
     }
 
-    /// The memory of all pages that did not become warm.
+    /// The memory of all pages that were not loaded.
     pub fn take_memory(&self) -> Vec<PageMemory> {
         let mut state = self.state.lock();
         let waiting =
@@ -264,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_asked_for_comes_before_what_lies_next_and_neighbours_come_together() {
+    fn pages_asked_for_come_before_the_next_in_the_files_and_neighbours_come_together() {
         let arena = arena();
         let unloaded = ten(&arena);
         assert_eq!(unloaded.left(), (10, 10 * LEN));
@@ -277,11 +278,13 @@ mod tests {
         };
         take(&[], &[0, 1, 2]);
         take(&[6], &[6, 7]);
-        // Not what is warm, nor what nobody knows, nor anything twice; and no file goes on in the next one.
+        // A loaded page, an unknown one and one asked for twice are passed over, and no run goes on in the
+        // next file.
         take(&[1, 99, 4, 4], &[4]);
         take(&[], &[3]);
         take(&[], &[5]);
-        // What was asked for and came as a neighbour is not looked for again, nor when all is warm.
+        // A page that was asked for and came as a neighbour is not looked for again, nor is any when all are
+        // loaded.
         take(&[8, 9], &[8, 9]);
         assert!(unloaded.take(LEN, LEN).is_none() && !unloaded.is_any());
         assert_eq!(unloaded.left(), (0, 0));
@@ -291,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_goes_on_when_all_that_he_needs_is_warm() {
+    fn a_waiter_goes_on_when_all_its_pages_are_loaded() {
         let arena = arena();
         let unloaded = ten(&arena);
         std::thread::scope(|scope| {
@@ -307,13 +310,13 @@ mod tests {
     }
 
     #[test]
-    fn nobody_waits_for_what_never_comes() {
+    fn no_waiter_waits_for_a_page_that_never_comes() {
         let arena = arena();
         let unloaded = ten(&arena);
         let failed = unloaded.take(LEN, LEN).unwrap().pop().unwrap();
         let damage = Error::from(Defect::Missing.at(FileName::Pages(0), 0));
         unloaded.fail(failed, damage);
-        // A page that cannot be loaded is nobody else's business, until all are waited for.
+        // A page that cannot be loaded concerns no caller of another page, until all are waited for.
         assert!(matches!(unloaded.wait([PageId(0)]), Err(Error::Damaged(_))));
         let in_hand = unloaded.take(LEN, 2 * LEN).unwrap();
         assert_eq!(numbers(&in_hand), [1, 2]);
@@ -328,8 +331,8 @@ mod tests {
                 assert!(matches!(waiter.join().unwrap(), Err(Error::Closed)));
             }
         });
-        assert!(unloaded.take(LEN, LEN).is_none(), "nobody loads any more");
-        // What was in hand may be loaded all the same.
+        assert!(unloaded.take(LEN, LEN).is_none(), "no page is loaded any more");
+        // A page that was in hand may be loaded all the same.
         load(&unloaded, &arena, in_hand);
         unloaded.wait([PageId(2)]).unwrap();
         assert_eq!((unloaded.left(), unloaded.is_any()), ((7, 7 * LEN), true));

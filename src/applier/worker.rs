@@ -1,5 +1,5 @@
-//! The applier's thread: batches become lists, lists go into the lane, and memory that a list uses last is
-//! given back behind it.
+//! The applier's thread. Batches become lists, and lists go into the lane. Memory that a list uses last is
+//! given back after it.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::versions::Versions;
 /// Lists in flight before the applier waits for the oldest.
 const IN_FLIGHT_MAX: usize = 32;
 
-/// The thread's own.
+/// The state that only the applier's thread touches.
 pub(super) struct Worker {
     shared: Arc<Applier>,
     device: Arc<dyn Device>,
@@ -32,7 +32,7 @@ pub(super) struct Worker {
     list: ListBuilder,
     /// Memory that the list under construction uses last.
     retiring: Vec<PageMemory>,
-    /// The same, and callers use it too.
+    /// The same, of memory that callers use too.
     given_up: Vec<PageMemory>,
     in_flight: VecDeque<Pending>,
     /// The value of the newest list's fence.
@@ -42,7 +42,7 @@ pub(super) struct Worker {
 }
 
 impl Worker {
-    /// Nothing is under way.
+    /// A worker with nothing under way.
     pub fn new(
         shared: Arc<Applier>,
         parts: ApplierParts,
@@ -68,7 +68,7 @@ impl Worker {
         }
     }
 
-    /// Applies what is handed over, until the applier is stopped.
+    /// Applies batches and runs turns until the applier is stopped.
     pub fn run(&mut self) {
         let mut requests = VecDeque::new();
         while self.shared.requests.take(&mut requests) {
@@ -100,7 +100,7 @@ impl Worker {
                             device: &*self.device,
                             lost: &mut self.lost,
                         });
-                        // A caller that waits for what the turn lost is told.
+                        // A caller that waits for bytes that the turn lost is told.
                         if let Some(error) = self.lost.clone().filter(|_| !was_lost) {
                             self.lose(error);
                         }
@@ -112,8 +112,8 @@ impl Worker {
         while let Some(pending) = self.in_flight.pop_front() {
             self.reclaim(pending);
         }
-        // Others' lists, reads and gathers, may be under way too; one behind all of them tells when they
-        // are done. Where it does not, they may still run, and memory that they name is left to them.
+        // Lists of other threads, reads and gathers, may be under way too. A list after all of them tells
+        // when they are done. If it fails, they may still run, and the memory that they name is left to them.
         let last = self.device.submit(Lane::Apply, CommandList::default());
         let last = last.and_then(|pending| pending.finish(&*self.device));
         match last.and_then(|_| self.leases.wait_ended()) {
@@ -122,9 +122,9 @@ impl Worker {
         }
     }
 
-    /// Gives up a batch that the log lost: nobody sees it, and what was logged goes on being read.
+    /// Gives up a batch that the log lost: no reader sees it, and the logged batches go on being read.
     fn refuse(&mut self, work: ApplyWork) {
-        // First what is logged: a caller that waits for that is not to hear of a loss.
+        // Logged batches go first: a caller that waits for one of them must not hear of a loss.
         self.flush();
         self.shared.progress(|progress| progress.lost = true);
         for staging in work.asides.into_iter().chain([work.payload]) {
@@ -135,7 +135,7 @@ impl Worker {
         }
     }
 
-    /// Adds a batch to the list and installs what it does to the table.
+    /// Adds a batch to the list and installs its changes to the table.
     fn batch(&mut self, work: ApplyWork) {
         let ApplyWork { point, payload, changes, mut memory, mut spares, mut asides } = work;
         assert!(point.lsn == self.applied.point.lsn.next()); // I3: in the order of the log, without a hole.
@@ -155,7 +155,7 @@ impl Worker {
                 Op::Move { page, place } => {
                     let here = self.applied.memory.get(page).expect("planned on a page that exists").place();
                     if here == place {
-                        // Its Lsn changes all the same: a cut keeps the page with the old one.
+                        // The page's Lsn changes all the same: a cut keeps the page with the old one.
                         self.before_change(page, &mut spares);
                     } else {
                         self.replace(page, memory.pop_front().expect("one for each move to another place"));
@@ -185,7 +185,7 @@ impl Worker {
         self.applied.point = point;
     }
 
-    /// A page goes to new memory, cut or extended by zeros to its length.
+    /// Takes a page to new memory, cut or extended by zeros to its length.
     fn replace(&mut self, page: PageId, new: PageMemory) {
         let old = self.applied.memory.remove(page).expect("planned on a page that exists");
         let kept = new.byte_len().min(old.byte_len());
@@ -196,20 +196,20 @@ impl Worker {
         self.applied.memory.insert(page, new);
     }
 
-    /// Has new memory hold zeros from `from` on, unless it does so already: to write gigabytes of them would hold up
-    /// every batch and every read behind this one.
+    /// Fills new memory with zeros from `from` on, unless it holds them already. Writing gigabytes of zeros
+    /// would hold up every batch and every read after this one.
     fn zero(&mut self, new: &PageMemory, from: u64) {
         if !self.device.allocates_zeros(new.place(), new.byte_len()) {
             self.list.zero(new.part(from, new.byte_len() - from));
         }
     }
 
-    /// A page is about to be changed where it lies: what a cut keeps is copied aside, and a page that callers
-    /// use moves to its spare memory.
+    /// Prepares a page for a change where it lies. A page that a cut keeps is copied aside, and a page that
+    /// callers use moves to its spare memory.
     fn before_change(&mut self, page: PageId, spares: &mut Vec<(PageId, PageMemory)>) {
         let AppliedState { table, memory, cut, catches, .. } = &mut self.applied;
         let Some(current) = memory.get(page) else { return };
-        // What the cut keeps is what the page was before this batch: the table still says so.
+        // The cut keeps the page as it was before this batch: the table still says so.
         if let Some(cut) = cut
             && let Some(info) = table.get(page)
         {
@@ -225,12 +225,12 @@ impl Worker {
             self.versions.moved(page, spare.span().memory);
             self.given_up.extend(memory.insert(page, spare));
         } else {
-            // Another batch has moved it already, or the caller's work is done.
+            // Another batch has moved the page already, or the caller's work is done.
             discard(&self.arena, spare);
         }
     }
 
-    /// A range of a page is about to be written to: what a snapshot has yet to gather of it is kept aside.
+    /// Prepares a range of a page for a write: the part that a snapshot has yet to gather is kept aside.
     fn before_write(&mut self, page: PageId, range: Option<(u64, u64)>) {
         let AppliedState { memory, catches, .. } = &mut self.applied;
         if catches.is_empty() {
@@ -241,7 +241,7 @@ impl Worker {
         }
     }
 
-    /// Memory is its page's no more. It is a cut's, or callers', or nobody's.
+    /// Takes memory that its page gave up. The memory goes to a cut, to callers, or back to the arena.
     fn give_up(&mut self, page: PageId, old: PageMemory) {
         let AppliedState { table, cut, catches, .. } = &mut self.applied;
         if let Some(catch) = catches.get_mut(&page) {
@@ -261,7 +261,7 @@ impl Worker {
         }
     }
 
-    /// Submits the list; from here on every later list sees its batches.
+    /// Submits the list. From here on every later list sees its batches.
     fn flush(&mut self) {
         if !self.list.is_empty() {
             let list = self.list.take();
@@ -301,7 +301,7 @@ impl Worker {
         }
     }
 
-    /// A list is lost.
+    /// Notes that a list is lost.
     fn lose(&mut self, error: Error) {
         let error = self.shared.poison.set(error);
         self.lost.get_or_insert(error);
@@ -310,7 +310,7 @@ impl Worker {
 
     fn release_pages(&mut self) {
         let is_free = |(page, memory): &(PageId, PageMemory)| !self.leases.leave(*page, memory.span().memory);
-        // What a lease uses that was never ended is left to it.
+        // Memory of a lease that was never ended is left to that lease.
         let pages =
             std::mem::take(&mut self.applied.memory).into_items().filter(is_free).map(|(_, memory)| memory);
         for memory in pages.chain(self.retiring.drain(..)) {

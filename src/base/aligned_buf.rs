@@ -22,7 +22,7 @@ impl AlignedBuf {
         Self::of(vec![0; len + ALIGN - 1], len)
     }
 
-    /// Memory of `len` bytes, if there is so much.
+    /// Memory of `len` bytes, or `None` if the system has not enough.
     #[must_use]
     pub fn try_new(len: usize) -> Option<Self> {
         Some(Self::of(u8::new_vec_zeroed(len.checked_add(ALIGN - 1)?).ok()?, len))

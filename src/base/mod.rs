@@ -1,4 +1,4 @@
-//! What every folder stands on: locks and threads, pieces of work for several threads, the process, poison.
+//! The base that every folder stands on: locks and threads, parallel work, the process, poison.
 
 pub(crate) mod aligned_buf;
 pub(crate) mod pace;

@@ -1,5 +1,5 @@
-//! How fast the background writes and reads, how it is called off when the store closes, and how a caller
-//! who waits for it has it hurry.
+//! The pace of background writes and reads. It is called off when the store closes, and a caller that waits
+//! has the background hurry.
 
 use std::time::Duration;
 
@@ -18,11 +18,12 @@ pub(crate) struct Pace {
 struct PaceState {
     /// Whether the store closes.
     is_closing: bool,
-    /// Callers who wait for what is being written: it has all of the disk until they need not wait any more.
+    /// Callers that wait for the bytes being written: the writer has all of the disk until they need not wait
+    /// any more.
     callers: usize,
 }
 
-/// A caller who waits, until dropped.
+/// A caller that waits, until this is dropped.
 pub(crate) struct HurryGuard<'a>(&'a Pace);
 
 impl Drop for HurryGuard<'_> {
@@ -43,17 +44,18 @@ impl Pace {
         HurryGuard(self)
     }
 
-    /// Waits until who began at `since` may have written so many bytes, or a caller waits.
+    /// Waits until a writer that began at `since` may have written this number of bytes, or until a caller
+    /// waits.
     ///
     /// # Errors
-    /// [`Error::Closed`] if the store closes: what is being written is given up.
+    /// [`Error::Closed`] if the store closes: the bytes being written are given up.
     pub fn keep(&self, since: Instant, bytes: u64) -> Result<()> {
         self.wait(self.bytes_per_second.map(|limit| since + time_for(bytes, limit)), |state| {
             state.callers > 0
         })
     }
 
-    /// Waits until then; for good if there is no such time.
+    /// Waits until the given time; for good if there is none.
     ///
     /// # Errors
     /// [`Error::Closed`] if the store closes.
@@ -71,7 +73,7 @@ impl Pace {
         Err(Error::Closed)
     }
 
-    /// Calls off what is being written, now and from now on.
+    /// Calls off all background work, now and from now on.
     pub fn call_off(&self) {
         self.state.lock().is_closing = true;
         self.changed.notify_all();
@@ -85,7 +87,7 @@ impl Pace {
 /// Longer than any snapshot takes, and short enough to be added to any time.
 const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
 
-/// The time that so many bytes take at least.
+/// The least time that this number of bytes may take.
 fn time_for(bytes: u64, bytes_per_second: u64) -> Duration {
     Duration::try_from_secs_f64(bytes as f64 / bytes_per_second as f64).unwrap_or(LONGEST).min(LONGEST)
 }
@@ -103,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn a_caller_who_waits_has_the_rest_done_at_once() {
+    fn a_waiting_caller_has_the_rest_done_at_once() {
         let pace = Pace::new(Some(1));
         let began = Instant::now();
         std::thread::scope(|scope| {
@@ -112,11 +114,11 @@ mod tests {
             paced.join().unwrap().unwrap();
             pace.keep(began, u64::MAX / 2).unwrap();
         });
-        assert_eq!(pace.state.lock().callers, 0, "nobody waits any more");
+        assert_eq!(pace.state.lock().callers, 0, "no caller waits any more");
     }
 
     #[test]
-    fn who_waits_for_the_pace_is_called_off() {
+    fn a_wait_for_the_pace_is_called_off() {
         let pace = Pace::new(Some(1));
         let began = Instant::now();
         assert!(pace.keep(began, 0).is_ok());

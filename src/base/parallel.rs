@@ -1,5 +1,6 @@
-//! Several threads over one list of work: images are checksummed, compressed, written and read so. Two
-//! threads one behind the other: of the log one reads what the other uses. And two things at once.
+//! Parallel work. Several threads share one list of work: images are checksummed, compressed, written and
+//! read like this. A pipeline of two threads: one reads the log while the other uses what was read. And two
+//! things at once.
 
 use std::num::NonZero;
 use std::sync::Mutex;
@@ -10,19 +11,19 @@ use std::thread::ScopedJoinHandle;
 
 use crate::base::sync::thread;
 
-/// How many threads can run at once, but at most so many.
+/// The number of threads that can run at once, but at most `at_most`.
 pub(crate) fn threads(at_most: usize) -> usize {
     thread::available_parallelism().map_or(1, NonZero::get).min(at_most)
 }
 
-/// Does `work` for each index below `count` on up to `threads` threads, the caller's among them, and returns what
-/// it gave in the order of the indices. Each thread makes itself what it works with by `equip`. One thread goes
-/// through the indices in their order, so that what has one piece of work is done as if there were no crew.
+/// Does `work` for each index below `count` on up to `threads` threads, the caller's among them, and returns
+/// the results in the order of the indices. Each thread makes its own equipment by `equip`. One thread goes
+/// through the indices in their order, so a single piece of work is done as if there were no other threads.
 ///
 /// A thread that cannot be started is not missed: the others do its work.
 ///
 /// # Errors
-/// The first that a thread met; no work is begun after it.
+/// The first error that a thread met; no work is begun after it.
 pub(crate) fn map_indexed<W, T: Send, E: Send>(
     threads: usize,
     count: usize,
@@ -66,7 +67,7 @@ pub(crate) fn map_indexed<W, T: Send, E: Send>(
     Ok(done.into_iter().map(|(_, result)| result).collect())
 }
 
-/// As [`map`], with each of these pieces for good, which may be mutable borrows.
+/// As [`map_indexed`], over pieces that `work` takes by value; they may be mutable borrows.
 pub(crate) fn for_each<P: Send, T: Send, E: Send>(
     threads: usize,
     pieces: impl IntoIterator<Item = P>,
@@ -78,11 +79,11 @@ pub(crate) fn for_each<P: Send, T: Send, E: Send>(
     map_indexed(threads, pieces.len(), || (), each)
 }
 
-/// Does two things at once, the first on a thread of its own. Where two threads cannot run at once, or the thread cannot
-/// be started, the first is done behind the second.
-pub(crate) fn join<A: Send, B>(beside: impl FnOnce() -> A + Send, here: impl FnOnce() -> B) -> (A, B) {
-    let beside = Mutex::new(Some(beside));
-    let run = || beside.lock().unwrap_or_else(PoisonError::into_inner).take().map(|beside| beside());
+/// Does two things at once, the first on a thread of its own. Where two threads cannot run at once, or the
+/// thread cannot be started, the first is done after the second.
+pub(crate) fn join<A: Send, B>(there: impl FnOnce() -> A + Send, here: impl FnOnce() -> B) -> (A, B) {
+    let there = Mutex::new(Some(there));
+    let run = || there.lock().unwrap_or_else(PoisonError::into_inner).take().map(|there| there());
     let (done, here) = std::thread::scope(|scope| {
         let may_start = threads(2) > 1;
         let helper = may_start
@@ -96,18 +97,18 @@ pub(crate) fn join<A: Send, B>(beside: impl FnOnce() -> A + Send, here: impl FnO
     (done.or_else(run).expect("no thread has taken it"), here)
 }
 
-/// Who was to make the pieces of [`ahead`] panicked.
+/// The panic of the thread that was to make the pieces of [`pipeline`].
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct ProducerPanic;
 
-/// Has `make` hand out pieces, and does `take` with each, in their order. Returns what `make` returns in the end.
-/// `make` is given what it hands them out by; that says `false` once no more is wanted.
+/// Has `make` hand out pieces, and does `take` with each, in their order. Returns the final result of `make`.
+/// `make` hands out pieces by the function it is given; that function says `false` once no more are wanted.
 ///
-/// `make` has a thread of its own, and is up to `count_max` pieces ahead. Where that is 0, or two threads cannot run
-/// at once, or the thread cannot be started, each piece is taken as it is made.
+/// `make` has a thread of its own, and is up to `count_max` pieces ahead. Where that is 0, or two threads
+/// cannot run at once, or the thread cannot be started, each piece is taken as it is made.
 ///
 /// # Errors
-/// The first of `take`; [`ProducerPanic`].
+/// The first error of `take`; [`ProducerPanic`].
 pub(crate) fn pipeline<T: Send, R: Send, E: From<ProducerPanic>>(
     count_max: usize,
     make: impl Fn(&mut dyn FnMut(T) -> bool) -> R + Sync,
@@ -124,7 +125,7 @@ pub(crate) fn pipeline<T: Send, R: Send, E: From<ProducerPanic>>(
         let Some(Ok(maker)) = maker else {
             let mut taken = Ok(());
             let made = make(&mut |piece| {
-                // Who hands out pieces may have one more when it is told that none is wanted.
+                // `make` may hand out one more piece after it is told that none is wanted.
                 if taken.is_ok() {
                     taken = take(piece);
                 }
@@ -132,7 +133,7 @@ pub(crate) fn pipeline<T: Send, R: Send, E: From<ProducerPanic>>(
             });
             return taken.map(|()| made);
         };
-        // Consumed, so that a maker that waits to hand out a piece which nobody wants any more goes on.
+        // Consumed, so that the channel closes: a maker that waits to hand out an unwanted piece goes on.
         let taken = pieces.into_iter().try_for_each(take);
         let made = maker.join();
         taken?;
@@ -192,27 +193,27 @@ mod tests {
         let together = std::sync::Barrier::new(threads(2));
         let caller = std::thread::current().id();
         let mut here = 1;
-        let beside = || {
+        let there = || {
             together.wait();
             std::thread::current().id()
         };
-        let (beside, ()) = join(beside, || {
+        let (there, ()) = join(there, || {
             if threads(2) > 1 {
                 together.wait();
             }
             here += 1;
         });
-        assert_eq!((beside != caller, here), (threads(2) > 1, 2));
+        assert_eq!((there != caller, here), (threads(2) > 1, 2));
     }
 
-    /// What was taken of the numbers up to 100, and what came of it.
+    /// The numbers up to 100 that were taken, and the result of the pipeline.
     fn numbers(count_max: usize, refused: u32) -> (Vec<u32>, Result<&'static str, Failure>) {
         let mut taken = Vec::new();
         let made = pipeline(
             count_max,
             |give| {
                 let all = (0..100).all(&mut *give);
-                // One that lay ready when no more was wanted.
+                // A piece that lay ready when no more were wanted.
                 let last = give(100);
                 if all && last { "all" } else { "some" }
             },
@@ -247,7 +248,7 @@ mod tests {
         }
     }
 
-    /// With the channel full and with it empty: nobody waits for a piece that never comes.
+    /// With the channel full and with it empty: no thread waits for a piece that never comes.
     #[test]
     fn a_panic_ahead_is_an_error() {
         if threads(2) < 2 {

@@ -1,7 +1,7 @@
-//! Where the engine is, told to a hook: the kill suite strikes while a phase lasts. Without the
-//! feature `testing` there is no hook, and entering a phase is nothing.
+//! Phases of the engine, told to a hook: the kill suite strikes while a phase lasts. Without the feature
+//! `testing` there is no hook, and entering a phase does nothing.
 
-/// What the engine is doing.
+/// A stretch of the engine's work that a crash may interrupt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Phase {
@@ -15,21 +15,21 @@ pub enum Phase {
     SnapshotGather,
     /// Writing and renaming a manifest.
     Publish,
-    /// Removing or reusing what no kept snapshot needs.
+    /// Removing or reusing files that no kept snapshot needs.
     Recycle,
-    /// Opening what a crash left.
+    /// Opening a directory as a crash left it.
     Recovery,
     /// Writing a batch's pages to an image file, before the batch is logged.
     WriteAhead,
 }
 
-/// Which end of a phase a thread is at. Phases nest, and several threads may be in one.
+/// The end of a phase that a thread is at. Phases nest, and several threads may be in one.
 #[cfg(feature = "testing")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Edge {
-    /// It begins.
+    /// The phase begins.
     Enter,
-    /// It is over.
+    /// The phase is over.
     Leave,
 }
 
@@ -39,7 +39,7 @@ type Hook = Box<dyn Fn(Phase, Edge) + Send + Sync>;
 #[cfg(feature = "testing")]
 static HOOK: std::sync::OnceLock<Hook> = std::sync::OnceLock::new();
 
-/// Calls `hook` whenever a phase begins or ends, from the thread that is in it. The first hook stays.
+/// Has `hook` called whenever a phase begins or ends, from the thread that is in it. The first hook stays.
 #[cfg(feature = "testing")]
 pub fn on_phase(hook: impl Fn(Phase, Edge) + Send + Sync + 'static) {
     let _first_stays = HOOK.set(Box::new(hook));

@@ -1,13 +1,13 @@
-//! The store's first failure, kept: after it commits and snapshots stop with the same error.
+//! The store's first failure, kept. After it, commits and snapshots stop with the same error.
 //!
-//! A failed write or sync is never retried: the system may have dropped what it could not write, and a
-//! second sync would report success.
+//! A failed write or sync is never retried: the system may have dropped the bytes that it could not write,
+//! and a second sync would report success.
 
 use std::sync::{Arc, OnceLock};
 
 use crate::error::{Error, Result};
 
-/// Set once, by whoever fails first.
+/// The error that poisons a store: set once, by the first thread that fails.
 #[derive(Debug, Default)]
 pub(crate) struct Poison(OnceLock<Arc<Error>>);
 
@@ -17,7 +17,8 @@ impl Poison {
         self.0.get().map_or(Ok(()), |cause| Err(Error::Poisoned(cause.clone())))
     }
 
-    /// Poisons the store, unless it is already, and returns the error that everybody sees from now on.
+    /// Poisons the store, unless it is already poisoned, and returns the error that every caller sees from
+    /// now on.
     pub fn set(&self, error: Error) -> Error {
         let error = match error {
             Error::Poisoned(cause) => cause,
@@ -29,14 +30,14 @@ impl Poison {
         Error::Poisoned(self.0.get().unwrap_or(&error).clone())
     }
 
-    /// Poisons the store if a call to the device failed; every other error is for the caller alone.
+    /// Poisons the store if a call to the device failed. Every other error is for the caller alone.
     pub fn set_by_device(&self, error: Error) -> Error {
         if matches!(error, Error::Device { .. }) { self.set(error) } else { error }
     }
 }
 
-/// Lives as long as a thread of this name. Where that ends in a panic, the store is poisoned: nothing says what
-/// was left half done.
+/// A guard that lives as long as a thread of this name. If the thread panics, the store is poisoned: nothing
+/// says what was left half done.
 pub(crate) struct PanicPoisons {
     pub poison: Arc<Poison>,
     pub thread: &'static str,

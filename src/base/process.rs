@@ -1,12 +1,13 @@
-//! Which process a handle belongs to.
+//! The process that a handle belongs to.
 //!
-//! A forked child inherits a copy of every handle, and none of the threads that serve it. What such a copy says of
-//! the log is out of date at once: a child that synced its copy of a group wrote it over the parent's later ones, and
-//! batches that were acknowledged were gone. A lock that another thread held at the fork is never released in the
-//! child. So a handle names the process that made it, and says [`Error::Forked`] in any other one, before it writes
-//! a byte and before it takes a lock; what it owns is dropped only there ([`ForkGuard`]).
+//! A forked child inherits a copy of every handle, and none of the threads that serve it. The copy's view of
+//! the log is out of date at once: a child that synced its copy of a group wrote it over the parent's later
+//! ones, and batches that were acknowledged were gone. A lock that another thread held at the fork is never
+//! released in the child. So a handle names the process that made it. In any other process it says
+//! [`Error::Forked`], before it writes a byte and before it takes a lock. A value that it owns is dropped
+//! only in its own process ([`ForkGuard`]).
 //!
-//! A look costs two loads: there is no system call, which would be a tenth of a small commit.
+//! A check costs two loads. It makes no system call, which would be a tenth of a small commit.
 
 use std::io;
 use std::mem::ManuallyDrop;
@@ -19,13 +20,14 @@ use rustix::mm::{Advice, madvise};
 
 use crate::error::{Error, Result};
 
-/// The process that made a handle: its generation, which is above that of its parent, in the upper half, and its
-/// number in the lower one.
+/// The process that made a handle. The upper half holds its generation, which is above that of its parent;
+/// the lower half holds its number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Process(u64);
 
 impl Process {
-    /// The process that runs this. No lock: a child asks too, and the lock might have been held at the fork.
+    /// The process that runs this. Takes no lock: a child asks too, and the lock might have been held at the
+    /// fork.
     pub fn current() -> Self {
         let Some(word) = word() else { return Self(std::process::id().into()) };
         Self(match word.load(Ordering::Relaxed) {
@@ -47,7 +49,7 @@ impl Process {
     /// Refuses a handle that was inherited by a forked child.
     ///
     /// # Errors
-    /// [`Error::Forked`].
+    /// [`Error::Forked`], in a process other than the one that made the handle.
     pub fn check(self) -> Result<()> {
         if self.is_current() { Ok(()) } else { Err(Error::Forked { opener: self.0 as u32 }) }
     }
@@ -61,13 +63,14 @@ impl Process {
     }
 }
 
-/// A word that the kernel sets to 0 in every forked child; null before its first use. It holds the process, as handles
-/// name it, or 0 until a handle asks.
+/// A word that the kernel sets to 0 in every forked child; null before its first use. It holds the process,
+/// as handles name it, or 0 until a handle asks.
 static WORD: AtomicPtr<AtomicU64> = AtomicPtr::new(ptr::null_mut());
 /// The newest generation. A child inherits it, and takes the next one: so a generation is above those of all
 /// ancestors.
 static NEWEST: AtomicU64 = AtomicU64::new(0);
-/// What `WORD` points to where the system has no such memory; a process is known by its number then.
+/// The target of `WORD` where the system has no memory that a fork wipes; a process is known by its number
+/// then.
 static NO_WORD: AtomicU64 = AtomicU64::new(0);
 
 /// The word, if the system could make one.
@@ -79,7 +82,8 @@ fn word() -> Option<&'static AtomicU64> {
             publish(ptr::from_ref(&NO_WORD).cast_mut())
         });
     }
-    // SAFETY: it points to a page that is never unmapped, and so is aligned, or to a static; only atomics reach it.
+    // SAFETY: it points to a page that is never unmapped, and so is aligned, or to a static; only atomics
+    // reach it.
     let word = unsafe { &*word };
     (!ptr::eq(word, &NO_WORD)).then_some(word)
 }
@@ -90,8 +94,8 @@ fn make_word() -> io::Result<*mut AtomicU64> {
         return Err(io::ErrorKind::Unsupported.into());
     }
     let page = MmapRaw::from(MmapMut::map_anon(size_of::<AtomicU64>())?);
-    // SAFETY: the range is that of a private anonymous mapping that lives as long as `page`. The advice changes
-    // nothing of it in this process.
+    // SAFETY: the range is that of a private anonymous mapping that lives as long as `page`. The advice
+    // changes nothing of it in this process.
     unsafe { madvise(page.as_mut_ptr().cast(), page.len(), Advice::LinuxWipeOnFork) }?;
     let made = page.as_mut_ptr().cast();
     let word = publish(made);
@@ -101,14 +105,14 @@ fn make_word() -> io::Result<*mut AtomicU64> {
     Ok(word)
 }
 
-/// Makes this the word, unless another thread was first; returns the first one's.
+/// Makes this the word, unless another thread was first. Returns the first one's word.
 fn publish(word: *mut AtomicU64) -> *mut AtomicU64 {
     let stored = WORD.compare_exchange(ptr::null_mut(), word, Ordering::AcqRel, Ordering::Acquire);
     stored.map_or_else(|first| first, |_| word)
 }
 
-/// A value that is dropped only by the process that made it. A forked child leaves it where it is: memory of the
-/// parent's is not unmapped, given back or closed there, and no lock is taken for it.
+/// A value that is dropped only by the process that made it. A forked child leaves it where it is: memory of
+/// the parent's is not unmapped, given back or closed there, and no lock is taken for it.
 #[derive(Debug)]
 pub(crate) struct ForkGuard<T> {
     value: ManuallyDrop<T>,
@@ -124,7 +128,7 @@ impl<T> ForkGuard<T> {
     /// The value, for the process that made it.
     ///
     /// # Errors
-    /// [`Error::Forked`].
+    /// [`Error::Forked`], in any other process.
     pub fn check(&self) -> Result<&T> {
         self.process.check().map(|()| &*self.value)
     }
@@ -167,14 +171,14 @@ impl<T> DerefMut for ForkGuard<T> {
 impl<T> Drop for ForkGuard<T> {
     fn drop(&mut self) {
         if self.is_own() {
-            // SAFETY: nobody uses the value after this: it is dropped here alone, and the guard goes with it.
+            // SAFETY: the value is not used after this: it is dropped here alone, and the guard goes with it.
             unsafe { ManuallyDrop::drop(&mut self.value) };
         }
     }
 }
 
-/// A value that each process has for itself: a forked child begins with a new one. That of its parent might be
-/// behind a lock that a thread of the parent's held at the fork.
+/// A value that each process has for itself: a forked child begins with a new one. The parent's value might
+/// be behind a lock that a thread of the parent's held at the fork.
 pub(crate) struct PerProcess<T: 'static>(AtomicPtr<(Process, T)>);
 
 impl<T: Default + Sync> PerProcess<T> {
@@ -183,24 +187,25 @@ impl<T: Default + Sync> PerProcess<T> {
         Self(AtomicPtr::new(ptr::null_mut()))
     }
 
-    /// The value of this process. That of its parent is left where it is.
+    /// The value of this process. The parent's value is left where it is.
     pub fn get(&'static self) -> &'static T {
-        let mut found = self.0.load(Ordering::Acquire);
+        let mut newest = self.0.load(Ordering::Acquire);
         loop {
-            // SAFETY: what is not null was given out by `Box::into_raw` below, and is never freed after it was stored.
-            let held = unsafe { found.as_ref() };
+            // SAFETY: a pointer that is not null was given out by `Box::into_raw` below, and is never freed
+            // after it was stored.
+            let held = unsafe { newest.as_ref() };
             if let Some((process, value)) = held
                 && process.is_current()
             {
                 return value;
             }
             let made = Box::into_raw(Box::new((Process::current(), T::default())));
-            match self.0.compare_exchange(found, made, Ordering::AcqRel, Ordering::Acquire) {
-                Ok(_) => found = made,
+            match self.0.compare_exchange(newest, made, Ordering::AcqRel, Ordering::Acquire) {
+                Ok(_) => newest = made,
                 Err(first) => {
-                    // SAFETY: it was made just above, and nobody else has seen it.
+                    // SAFETY: it was made just above, and no other thread has seen it.
                     drop(unsafe { Box::from_raw(made) });
-                    found = first;
+                    newest = first;
                 }
             }
         }
@@ -219,7 +224,7 @@ mod tests {
         assert_eq!(here, Process::current());
         here.check().unwrap();
         let elsewhere = std::thread::spawn(Process::current).join().unwrap();
-        assert_eq!(elsewhere, here, "threads of a process are of the same one");
+        assert_eq!(elsewhere, here, "all threads of a process are of one process");
         let error = Process::parent().check().unwrap_err();
         assert!(matches!(error, Error::Forked { opener } if opener == std::process::id() + 1), "{error}");
     }

@@ -1,6 +1,6 @@
-//! Bytes in a device's memory, as callers hold them: what their kernels write, and what a batch takes.
+//! Bytes in a device's memory, as callers hold them: bytes that their kernels write, and that a batch takes.
 //!
-//! A value keeps its memory, so whoever has a range can use it. Memory is the store's own, or it is the
+//! A value keeps its memory, so the holder of a range can use it. Memory is the store's own, or it is the
 //! caller's and was adopted; either way its owner is dropped with the last range of it.
 
 use std::any::Any;
@@ -39,18 +39,18 @@ pub struct DeviceBytes {
     stream: Option<RawStream>,
 }
 
-/// Memory, and who gives it back.
+/// A memory, and the owner that gives it back.
 struct OwnedMemory {
     device: Arc<dyn Device>,
     memory: MemoryId,
     place: Place,
-    /// Hears of every error, and says what the caller is told.
-    heard: Box<dyn Fn(Error) -> Error + Send + Sync>,
-    /// Dropped, it gives the memory back.
+    /// Called with every error; returns the error that the caller sees.
+    on_error: Box<dyn Fn(Error) -> Error + Send + Sync>,
+    /// Gives the memory back when it is dropped.
     _owner: Box<dyn Any + Send + Sync>,
 }
 
-/// Memory of the caller's own, such as a tensor's, for a device to adopt. Whoever makes one, by
+/// Memory of the caller's own, such as a tensor's, for a device to adopt. The code that makes one, by
 /// `CallerMemory::from_cuda`, vouches for it.
 #[derive(Clone)]
 pub struct CallerMemory {
@@ -60,7 +60,7 @@ pub struct CallerMemory {
 }
 
 impl CallerMemory {
-    /// The first byte's address.
+    /// The address of the first byte.
     #[must_use]
     pub fn address(&self) -> u64 {
         self.address
@@ -72,24 +72,25 @@ impl CallerMemory {
         self.len
     }
 
-    /// What keeps it.
+    /// The value that keeps the memory.
     pub(crate) fn owner(&self) -> Arc<dyn Any + Send + Sync> {
         self.owner.clone()
     }
 }
 
 impl DeviceBytes {
-    /// All of a memory. `owner` gives it back when it is dropped; `heard` is told of every error in using it, for
-    /// a device's failure concerns the whole store.
+    /// All bytes of a memory. `owner` gives it back when it is dropped. `on_error` is called with every error
+    /// in using it, for a device's failure concerns the whole store.
     pub(crate) fn new(
         device: Arc<dyn Device>,
         memory: MemoryId,
         place: Place,
         len: u64,
         owner: impl Any + Send + Sync,
-        heard: impl Fn(Error) -> Error + Send + Sync + 'static,
+        on_error: impl Fn(Error) -> Error + Send + Sync + 'static,
     ) -> Self {
-        let held = OwnedMemory { device, memory, place, heard: Box::new(heard), _owner: Box::new(owner) };
+        let held =
+            OwnedMemory { device, memory, place, on_error: Box::new(on_error), _owner: Box::new(owner) };
         Self { held: Arc::new(ForkGuard::new(held)), offset: 0, len, stream: None }
     }
 
@@ -99,13 +100,14 @@ impl DeviceBytes {
         self.len
     }
 
-    /// Where the memory is.
+    /// The place where the memory is.
     #[must_use]
     pub fn place(&self) -> Place {
         self.held.place
     }
 
-    /// Where kernels find the first byte; `None` where no kernel reaches it, and in a forked child.
+    /// The address at which kernels find the first byte; `None` where no kernel reaches it, and in a forked
+    /// child.
     #[must_use]
     pub fn address(&self) -> Option<u64> {
         self.held.check().ok()?;
@@ -125,8 +127,8 @@ impl DeviceBytes {
         Ok(Self { offset: self.offset + range.start, len: range.end - range.start, ..self.clone() })
     }
 
-    /// The same bytes, made on a stream of the caller's: whoever takes them waits, on its own thread, for what
-    /// is in the stream by then. Commits that take nothing from streams go on meanwhile.
+    /// The same bytes, made on a stream of the caller's. A call that takes them waits, on its own thread, for
+    /// the work that is in the stream by then. Commits that take nothing from streams go on meanwhile.
     #[must_use]
     pub fn on(&self, stream: RawStream) -> Self {
         Self { stream: Some(stream), ..self.clone() }
@@ -141,11 +143,11 @@ impl DeviceBytes {
     /// Replaces bytes from `offset` on, when the stream on which they are made has come here.
     ///
     /// # Errors
-    /// [`Error::MemoryRefused`] if they are outside; [`Error::StreamRefused`]; [`Error::Poisoned`] if the device
-    /// failed, as the store is then; [`Error::Forked`].
+    /// [`Error::MemoryRefused`] if they are outside; [`Error::StreamRefused`]; [`Error::Poisoned`] if the
+    /// device failed, as the store is then; [`Error::Forked`].
     pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         self.held.check()?;
-        self.try_write(offset, bytes).map_err(&self.held.heard)
+        self.try_write(offset, bytes).map_err(&self.held.on_error)
     }
 
     fn try_write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
@@ -162,7 +164,7 @@ impl DeviceBytes {
     /// As for [`DeviceBytes::write`].
     pub fn read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         self.held.check()?;
-        self.try_read(offset, out).map_err(&self.held.heard)
+        self.try_read(offset, out).map_err(&self.held.on_error)
     }
 
     fn try_read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
@@ -176,7 +178,7 @@ impl DeviceBytes {
     /// Refuses bytes that a forked child inherited.
     ///
     /// # Errors
-    /// [`Error::Forked`].
+    /// [`Error::Forked`], in any process but the one that made them.
     pub(crate) fn check_process(&self) -> Result<()> {
         self.held.check().map(drop)
     }
@@ -197,7 +199,7 @@ impl DeviceBytes {
     /// Refuses the memory of another device.
     ///
     /// # Errors
-    /// [`Error::MemoryRefused`].
+    /// [`Error::MemoryRefused`], if it is another device's.
     pub(crate) fn check_device(&self, device: &Arc<dyn Device>) -> Result<()> {
         if Arc::ptr_eq(&self.held.device, device) {
             return Ok(());

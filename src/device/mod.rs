@@ -1,11 +1,12 @@
 //! The seam to the memory in which pages live: a queue of commands, not a set of calls.
 //!
-//! A launch on a GPU costs microseconds while a logged commit should cost one, so work goes to a device
-//! as lists of commands, and whoever needs a result waits for a fence. Memory and staging are named by
+//! A launch on a GPU costs microseconds while a logged commit should cost one. So work goes to a device as
+//! lists of commands, and a caller that needs a result waits for a fence. Memory and staging are named by
 //! handles; bytes cross the seam only in staging. `HostDevice` defines what is correct (I11): every other
 //! device gives the same bytes for the same lists.
 //!
-//! The engine holds `Arc<dyn Device>`: one indirect call a list, a few nanoseconds beside a launch.
+//! The engine holds `Arc<dyn Device>`: one indirect call a list, a few nanoseconds against a launch's
+//! microseconds.
 
 #[cfg(feature = "cuda")]
 pub mod cuda;
@@ -26,7 +27,7 @@ use crate::error::{Error, Result};
 
 /// A memory that holds pages, and the queues through which it is changed.
 pub trait Device: Any + Send + Sync {
-    /// How reports call it: `host`, `cuda:0 (NVIDIA H200)`.
+    /// The device's name in reports: `host`, `cuda:0 (NVIDIA H200)`.
     fn label(&self) -> String;
 
     /// Allocates page memory of unspecified content. `len` may be 0.
@@ -35,8 +36,8 @@ pub trait Device: Any + Send + Sync {
     /// `OutOfMemory`, `PlaceUnavailable`.
     fn allocate(&self, place: Place, len: u64) -> Result<MemoryId>;
 
-    /// As [`allocate`](Self::allocate), for who must not wait for what the device has to do: it is out of memory as
-    /// soon as it would have to give something back first, or to wait.
+    /// As [`allocate`](Self::allocate), for a caller that must not wait for the device's work. The device is
+    /// out of memory as soon as it would have to give something back first, or to wait.
     ///
     /// # Errors
     /// As for `allocate`.
@@ -44,8 +45,8 @@ pub trait Device: Any + Send + Sync {
         self.allocate(place, len)
     }
 
-    /// Whether page memory of this length, in this place, holds zeros when it is allocated. Then a new page costs
-    /// nothing until it is written to, however long it is.
+    /// Whether page memory of this length, in this place, holds zeros when it is allocated. Then a new page
+    /// costs nothing until it is written to, however long it is.
     fn allocates_zeros(&self, _place: Place, _len: u64) -> bool {
         false
     }
@@ -56,10 +57,10 @@ pub trait Device: Any + Send + Sync {
     /// A device error; an unknown id is a bug of the caller's and panics.
     fn release(&self, memory: MemoryId) -> Result<()>;
 
-    /// Host memory from which, and to which, a lane copies; zeroed.
+    /// Host memory that a lane copies from and to; zeroed.
     ///
     /// # Errors
-    /// `OutOfMemory`.
+    /// `OutOfMemory`, if the system has none left.
     fn staging(&self, len: usize) -> Result<Staging>;
 
     /// Queues a list on a lane. Its commands run in order, after every earlier list of the lane; the list
@@ -85,32 +86,33 @@ pub trait Device: Any + Send + Sync {
     /// A device error.
     fn after(&self, lane: Lane, fence: Fence) -> Result<()>;
 
-    /// Makes all later lists of `lane` run after what is in the caller's stream now. Nobody waits on the host.
-    /// A slow stream holds up the whole lane, so this is for [`Lane::Callers`].
+    /// Makes all later lists of `lane` run after the work that is in the caller's stream now. The host does
+    /// not wait. A slow stream holds up the whole lane, so this is for [`Lane::Callers`].
     ///
     /// # Errors
     /// `StreamRefused`, with nothing changed; a device error.
     fn wait_external(&self, lane: Lane, stream: RawStream) -> Result<()>;
 
-    /// Makes all later work of the caller's stream run after `fence` has passed. Nobody waits on the host.
+    /// Makes all later work of the caller's stream run after `fence` has passed. The host does not wait.
     ///
     /// # Errors
     /// `StreamRefused`, with nothing changed; a device error.
     fn signal_external(&self, stream: RawStream, fence: Fence) -> Result<()>;
 
-    /// Waits, on this thread, until what is in the caller's stream now is done. No lane takes part: a stream that
-    /// stands still holds up this thread and nobody else, whoever waits for other streams included.
+    /// Waits, on this thread, until the work that is in the caller's stream now is done. No lane takes part:
+    /// a stream that stands still holds up this thread and no other, even if others wait for other streams.
     ///
     /// # Errors
     /// `StreamRefused`, a device error.
     fn wait_stream(&self, stream: RawStream) -> Result<()>;
 
-    /// Where kernels find page memory. It stays the same until the memory is released. `None` where no kernel
-    /// reaches it: memory of the host alone, and memory of length 0.
+    /// The address at which kernels find page memory. It stays the same until the memory is released. `None`
+    /// where no kernel reaches it: memory of the host alone, and memory of length 0.
     fn address(&self, memory: MemoryId) -> Option<u64>;
 
-    /// The bytes of page memory as they are now. They are never seen to change: whoever wants them up to date
-    /// waits for the lanes first, and asks again later. `None` where they do not lie in memory of the host.
+    /// The bytes of page memory as they are now. They are never seen to change: a caller that wants them up
+    /// to date waits for the lanes first, and asks again later. `None` where they do not lie in memory of the
+    /// host.
     fn bytes(&self, memory: MemoryId) -> Option<PageBytes>;
 
     /// Whether [`Device::read_now`] reads: lists run inside `submit`, and memory of pages is the host's.
@@ -118,17 +120,17 @@ pub trait Device: Any + Send + Sync {
         false
     }
 
-    /// Copies bytes of page memory from `offset` on to `out`, on the caller's thread and beside whatever lanes do. The
-    /// bytes are those of one moment between two commands. Returns whether it did: not where the memory has been
-    /// released, or is shorter.
+    /// Copies bytes of page memory from `offset` on to `out`, on the caller's thread and while lanes go on.
+    /// The bytes are those of one moment between two commands. Returns whether it did: not where the memory
+    /// has been released, or is shorter.
     fn read_now(&self, memory: MemoryId, offset: u64, out: &mut [u8]) -> bool {
         let _ = (memory, offset, out);
         false
     }
 
-    /// Gives memory that no page and no staging uses back to whom it came from, and returns how many bytes that
-    /// was. A GPU's driver waits for everything that the GPU has to do, the caller's own work included. A
-    /// device that keeps nothing back has nothing to give.
+    /// Gives memory that no page and no staging uses back to its source, and returns how many bytes that was.
+    /// A GPU's driver waits for everything that the GPU has to do, the caller's own work included. A device
+    /// that keeps nothing back has nothing to give.
     ///
     /// # Errors
     /// A device error.
@@ -136,7 +138,7 @@ pub trait Device: Any + Send + Sync {
         Ok(0)
     }
 
-    /// What was asked for and what is held, by the places that share it; empty for a device that keeps nothing
+    /// The bytes asked for and held, by the places that share them; empty for a device that keeps nothing
     /// back. Places that share another one's memory are counted there.
     fn memory_stats(&self) -> Vec<(Place, MemoryStats)> {
         Vec::new()
@@ -152,10 +154,10 @@ pub trait Device: Any + Send + Sync {
         Err(Error::MemoryRefused { len: memory.byte_len(), reason })
     }
 
-    /// Queues a copy of another device's page memory to memory of this one, behind everything that is queued on
-    /// that lane of both; what is queued on it later, on either, runs behind the copy. Nobody waits on the host.
-    /// `None`, with nothing queued, where the two know no such way. The caller lets no other lane change the source,
-    /// and nobody release it, before the copy's fence has passed.
+    /// Queues a copy of another device's page memory to memory of this one, after everything that is queued
+    /// on that lane of both. Lists queued on it later, on either device, run after the copy. The host does
+    /// not wait. `None`, with nothing queued, where the two know no such way. Until the copy's fence has
+    /// passed, the caller lets no other lane change the source, and lets no thread release it.
     ///
     /// # Errors
     /// A device error; a part may have been queued.
@@ -170,16 +172,16 @@ pub trait Device: Any + Send + Sync {
     }
 }
 
-/// What a source of memory was asked for, and what it holds.
+/// The requests to a source of memory, and the bytes that it holds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MemoryStats {
     /// Bytes held from the driver, in use or idle.
     pub reserved_bytes: u64,
     /// Bytes in use, rounded up as they are handed out.
     pub used_bytes: u64,
-    /// Allocations that what was held served.
+    /// Allocations that were served from memory held already.
     pub hits: u64,
-    /// Allocations for which the driver was asked.
+    /// Allocations that the driver was asked for.
     pub misses: u64,
 }
 
@@ -189,8 +191,8 @@ pub type PageBytes = Arc<dyn AsRef<[u8]> + Send + Sync>;
 /// A stream of the caller's, as the device names it: for a GPU the handle of a CUDA stream (`CUstream`,
 /// `cudaStream_t`, `torch.cuda.Stream.cuda_stream`) as a number.
 ///
-/// Whoever makes one, by `RawStream::from_cuda`, vouches for the handle, for a driver follows any number that
-/// it is given. A device that knows no streams refuses all of them.
+/// The code that makes one, by `RawStream::from_cuda`, vouches for the handle, for a driver follows any
+/// number that it is given. A device that knows no streams refuses all of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RawStream(pub(crate) u64);
 
@@ -225,9 +227,9 @@ impl Number for MemoryId {
 /// A range of page memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
-    /// The allocation.
+    /// The allocation that it lies in.
     pub memory: MemoryId,
-    /// First byte.
+    /// Offset of its first byte.
     pub offset: u64,
     /// Number of bytes.
     pub len: u64,
@@ -241,26 +243,26 @@ pub const SHORT_COPY_LEN_MAX: u64 = 64 << 10;
 /// An ordered queue of device work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Lane {
-    /// Deltas, reads, gathers: what must see commits in order. Only the applier submits here.
+    /// Deltas, reads, gathers: work that must see commits in order. Only the applier submits here.
     Apply,
-    /// Bulk copies to the host of what was copied aside in another lane: snapshots' pages, long reads.
+    /// Bulk copies to the host of bytes that were copied aside in another lane: snapshots' pages, long reads.
     Drain,
-    /// What waits for callers' streams, which may stand still: nothing else ever waits for it.
+    /// Work that waits for callers' streams, which may stand still: no other lane ever waits for it.
     Callers,
-    /// What a committer gathers, proves and sums before it is logged: in nobody's way, behind nobody's bulk
-    /// copies.
+    /// Work of a committer before its batch is logged: it gathers, proves and sums. It holds up no other
+    /// lane, and waits for no bulk copies of others.
     Stage,
 }
 
 impl Lane {
-    /// All of them, in the order of their numbers.
+    /// All lanes, in the order of their numbers.
     pub const ALL: [Self; 4] = [Self::Apply, Self::Drain, Self::Callers, Self::Stage];
 }
 
 /// A point in a lane: passed when every list up to it is done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fence {
-    /// The lane.
+    /// The lane that it is a point of.
     pub lane: Lane,
     /// Rising from 1 in each lane; 0 has always passed.
     pub value: u64,
@@ -269,7 +271,7 @@ pub struct Fence {
 /// Work for a lane, in order.
 #[derive(Debug, Default)]
 pub struct CommandList {
-    /// What to do.
+    /// The commands, in order.
     pub commands: Vec<Command>,
     /// The staging that the commands name by index.
     pub staging: Vec<Staging>,
@@ -280,7 +282,7 @@ pub struct CommandList {
 pub struct StagingSpan {
     /// Index into [`CommandList::staging`].
     pub index: usize,
-    /// First byte.
+    /// Offset of its first byte.
     pub offset: usize,
     /// Number of bytes.
     pub len: usize,
@@ -291,115 +293,116 @@ pub struct StagingSpan {
 pub enum Command {
     /// Staging to page memory; equal lengths.
     Upload {
-        /// From.
+        /// The bytes copied.
         source: StagingSpan,
-        /// To.
+        /// The place they go to.
         target: Span,
     },
     /// Page memory to staging; equal lengths.
     Download {
-        /// From.
+        /// The bytes copied.
         source: Span,
-        /// To.
+        /// The place they go to.
         target: StagingSpan,
     },
     /// Deltas, in order. Pieces of one page are applied in the order of the list.
     Apply {
-        /// The deltas.
+        /// The deltas, in order.
         pieces: Vec<Piece>,
     },
     /// Page memory to page memory; equal lengths, not overlapping.
     Copy {
-        /// From.
+        /// The bytes copied.
         source: Span,
-        /// To.
+        /// The place they go to.
         target: Span,
     },
     /// Repeats the first `width` bytes of `pattern` over the target, whose length is a multiple of it.
     Fill {
-        /// Where.
+        /// The range that is filled.
         target: Span,
-        /// What.
+        /// The pattern, in its first `width` bytes.
         pattern: [u8; 16],
-        /// How much of it.
+        /// Length of the pattern.
         width: Width,
     },
     /// Many pieces into one area: each source to its offset in `target`.
     Gather {
-        /// From, and the offset in `target`.
+        /// The bytes copied, each with its offset in `target`.
         sources: Vec<(Span, u64)>,
-        /// To.
+        /// The area they go to.
         target: Span,
     },
     /// One area out to many pieces: each target from its offset in `source`.
     Scatter {
-        /// From.
+        /// The bytes copied.
         source: Span,
-        /// The offset in `source`, and to where.
+        /// The offset in `source`, and the place that its bytes go to.
         targets: Vec<(u64, Span)>,
     },
     /// One bit an element, lowest bit first: 1 where the two differ. Equal lengths, multiples of `width`.
     Diff {
-        /// One.
+        /// One range compared.
         left: Span,
-        /// The other.
+        /// The other range compared.
         right: Span,
         /// The element's width.
         width: Width,
-        /// Where the bits go: one byte for eight elements, rounded up, overlapping neither.
+        /// The range for the bits: one byte for eight elements, rounded up, overlapping neither.
         target: Span,
     },
-    /// The indices of the bits that are set, rising: for each bitmap four little-endian bytes, how many there are.
+    /// The indices of the bits that are set, rising. For each bitmap four little-endian bytes hold the number
+    /// of set bits.
     Select {
-        /// What to look at. None writes where another one reads or writes.
+        /// The bitmaps. None writes where another one reads or writes.
         bitmaps: Vec<Selection>,
-        /// Where the numbers of set bits go.
+        /// The place for the numbers of set bits.
         target: StagingSpan,
     },
     /// CRC-32 of each source, four little-endian bytes each.
     Crc {
-        /// What to sum.
+        /// The ranges to sum.
         sources: Vec<Span>,
-        /// Where the sums go.
+        /// The place for the sums.
         target: StagingSpan,
     },
     /// Single elements, one after the other: element `i` of the target is the one of `source` that index `i`
     /// names.
     Pick {
-        /// From.
+        /// The elements to pick from.
         source: Span,
         /// The elements' width; both lengths are multiples of it.
         width: Width,
         /// Little-endian u32 indices into `source`, one for each element of `target`.
         indices: StagingSpan,
-        /// To; not overlapping the source.
+        /// The place for the picked elements; not overlapping the source.
         target: Span,
     },
-    /// Looks at indices that only the device has seen: for each list four little-endian bytes, the sum of
+    /// Looks at indices that only the device has seen. For each list four little-endian bytes hold the sum of
     /// [`INDEX_OUT_OF_BOUNDS`] and [`INDEX_TWICE`] as they are found, 0 if all indices are good.
     Validate {
-        /// What to look at.
+        /// The lists to look at.
         lists: Vec<IndexList>,
-        /// Where the findings go.
+        /// The place for the findings.
         target: StagingSpan,
     },
 }
 
-/// A bitmap in page memory, lowest bit first, and where the indices of its set bits go.
+/// A bitmap in page memory, lowest bit first, and the place for the indices of its set bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Selection {
     /// The bits; fewer bytes than [`BITMAP_LEN_END`].
     pub bits: Span,
-    /// Room for little-endian u32, not overlapping the bits; offset and length are multiples of 4. Indices for
-    /// which there is no more room are left out; room for which there are no more indices stays as it is.
+    /// Room for little-endian u32, not overlapping the bits; offset and length are multiples of 4. Indices
+    /// beyond the room are left out; room beyond the indices stays as it is.
     pub indices: Span,
 }
 
 impl Selection {
-    /// For devices: refuses one that is not what it should be.
+    /// Refuses a selection that breaks these rules. For devices.
     ///
     /// # Panics
-    /// If so.
+    /// If it breaks one.
     pub fn check(&self) {
         let Self { bits, indices } = *self;
         assert!(bits.len < BITMAP_LEN_END, "a bitmap of {} bytes", bits.len);
@@ -411,7 +414,7 @@ impl Selection {
     }
 }
 
-/// A bitmap of so many bytes has bits whose number takes more than 32 bits.
+/// The length in bytes from which a bitmap has bits whose number takes more than 32 bits.
 pub const BITMAP_LEN_END: u64 = 1 << 29;
 
 /// Indices in page memory, all of which should be different and below a bound.
@@ -419,7 +422,7 @@ pub const BITMAP_LEN_END: u64 = 1 << 29;
 pub struct IndexList {
     /// Little-endian u32 indices; offset and length are multiples of 4.
     pub indices: Span,
-    /// How many elements there are.
+    /// The number of elements that the indices name.
     pub bound: u64,
 }
 
@@ -433,27 +436,27 @@ pub const INDEX_TWICE: u32 = 2;
 pub struct Piece {
     /// The range of page memory concerned. For `Sparse`, the range in which the elements lie.
     pub target: Span,
-    /// Where the delta's bytes lie.
+    /// The place of the delta's bytes.
     pub payload: Payload,
-    /// How they are merged.
+    /// The way they are merged.
     pub kind: PieceKind,
 }
 
-/// Where a delta's bytes lie.
+/// The place of a delta's bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Payload {
     /// In one of the list's stagings, from this offset on.
     Staging {
         /// Index into [`CommandList::staging`].
         index: usize,
-        /// First byte.
+        /// Offset of the first byte.
         offset: usize,
     },
-    /// In page memory.
+    /// In a range of page memory.
     Device(Span),
 }
 
-/// How a delta's bytes are merged. Offsets are relative to the payload's first byte.
+/// The way a delta's bytes are merged. Offsets are relative to the payload's first byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PieceKind {
     /// `target.len` bytes replace the target.
@@ -477,15 +480,15 @@ pub enum PieceKind {
     },
 }
 
-/// Host memory that a lane copies from or to. It is readable and writable while the caller owns it; while
-/// a list owns it nobody else can touch it, which is what asynchronous copies demand.
+/// Host memory that a lane copies from or to. It is readable and writable while the caller owns it. While a
+/// list owns it no other code can touch it, which is what asynchronous copies demand.
 pub struct Staging(Box<dyn StagingMemory>);
 
-/// What a device makes staging of.
+/// The memory that a device makes staging of.
 pub trait StagingMemory: Any + Send + Sync {
-    /// The bytes.
+    /// The bytes, to read.
     fn bytes(&self) -> &[u8];
-    /// The bytes.
+    /// The bytes, to write.
     fn bytes_mut(&mut self) -> &mut [u8];
 }
 
@@ -504,7 +507,7 @@ impl Staging {
         Self(Box::new(memory))
     }
 
-    /// For devices: what it is made of, to be told from other devices' staging.
+    /// The memory that it is made of. For devices, to tell it from other devices' staging.
     #[must_use]
     pub fn memory(&self) -> &dyn Any {
         &*self.0
@@ -537,11 +540,11 @@ pub struct Pending {
     returned: Arc<ReturnedStaging>,
 }
 
-/// Where a device leaves a list's staging when the list is done.
+/// The place where a device leaves a list's staging when the list is done.
 pub type ReturnedStaging = crate::base::sync::Mutex<Vec<Staging>>;
 
 impl Pending {
-    /// For devices: a list that passes `fence` and whose staging will lie in `returned` by then.
+    /// A list that passes `fence` and whose staging will lie in `returned` by then. For devices.
     #[must_use]
     pub fn new(fence: Fence, returned: Arc<ReturnedStaging>) -> Self {
         Self { fence, returned }

@@ -1,10 +1,10 @@
-//! A pool of staging: making it is dear (a GPU pins it, and pinning runs at 1.5 GB/s), so what
-//! comes back is kept for the next taker, up to a limit.
+//! A pool of staging. Making staging is dear: a GPU pins it, and pinning runs at 1.5 GB/s. So returned
+//! staging is kept for the next taker, up to a limit.
 //!
-//! Staging comes in classes, so that what one taker gives the next one can use: powers of two, and between long ones
-//! three more, for what little is asked for beyond a power of two would else take as much again. A taker
-//! sees a [`StagingBuf`] of exactly the length asked for; lists take the [`Staging`] inside, whose
-//! commands name ranges of it.
+//! Staging comes in classes, so that the next taker can use what one gives back. The classes are powers of
+//! two, with three more between long ones: otherwise a request just beyond a power of two would take as much
+//! again. A taker sees a [`StagingBuf`] of exactly the length asked for. Lists take the [`Staging`] inside,
+//! and their commands name ranges of it.
 
 use std::collections::BTreeMap;
 use std::ops::{Deref, DerefMut};
@@ -16,20 +16,20 @@ use crate::base::sync::Mutex;
 use crate::device::{Device, Staging};
 use crate::error::{Result, make_room};
 
-/// The smallest class: the payloads of small batches fit. (Of staging of 4 KiB, each on a page of memory of its own,
-/// the first thousand commits after an open took two to three times as long, for the system zeroes each such page when
-/// it is first touched, and later ones a twentieth longer.)
+/// The smallest class: the payloads of small batches fit. Classes of 4 KiB were slower: the system zeroes
+/// each page of memory when it is first touched.
 const CLASS_LEN_MIN: usize = 512;
 /// From here on there are four classes to each doubling.
 const LONG_CLASS_LEN: usize = 1 << 20;
-/// The largest class, as long as all that a store keeps idle. Longer staging is made to measure and not kept: also that
-/// for the chunk of a page of 64 MiB, which has a head besides. A class for it would be freed whenever it came back.
+/// The largest class, as long as all the idle staging that a store keeps. Longer staging is made to measure
+/// and not kept. That includes staging for the chunk of a page of 64 MiB, which has a head besides: a class
+/// for it would be freed whenever it came back.
 const CLASS_LEN_MAX: usize = 64 << 20;
 
 /// Idle staging of one device. Shared by threads.
 ///
-/// The limit is on what lies idle. What is in use is bounded by those who use it: a limit there would
-/// make a taker wait for another, which may be waiting for the first.
+/// The limit is on idle staging. Staging in use is bounded by its users: a limit there would make a taker
+/// wait for another, which may be waiting for the first.
 pub struct StagingPool {
     device: Arc<dyn Device>,
     idle_bytes_max: usize,
@@ -49,8 +49,8 @@ pub struct StagingBuf {
     len: usize,
 }
 
-/// Bytes that grow at their end, in staging as long as they fit into it: what they become is copied once. What turns
-/// out to be longer goes on elsewhere.
+/// Bytes that grow at their end, in staging as long as they fit into it: they are copied once. Bytes that
+/// turn out to be longer go on in ordinary memory.
 #[derive(Debug)]
 pub struct GrowingStaging(GrowthState);
 
@@ -67,7 +67,7 @@ impl StagingPool {
         Self { device, idle_bytes_max, idle: Mutex::default() }
     }
 
-    /// Staging of `len` bytes. Reused staging holds what its last user left: zeroing it would cost a pass
+    /// Staging of `len` bytes. Reused staging holds the bytes of its last user: zeroing it would cost a pass
     /// over bytes that every user overwrites before it reads them.
     ///
     /// # Errors
@@ -82,8 +82,8 @@ impl StagingPool {
         Ok(StagingBuf { staging, len })
     }
 
-    /// Staging for about `len` bytes that are to come. So much that the pool would not keep is not made before it is
-    /// known to be needed; there is room for the bytes.
+    /// Staging for about `len` bytes that are to come. Staging that the pool would not keep is not made
+    /// before it is known to be needed; ordinary memory has room for the bytes until then.
     ///
     /// # Errors
     /// As for [`take`](Self::take).
@@ -98,7 +98,7 @@ impl StagingPool {
         }))
     }
 
-    /// Staging that has grown as far as it will.
+    /// The staging of bytes that have stopped growing.
     ///
     /// # Errors
     /// As for [`take`](Self::take).
@@ -127,16 +127,16 @@ impl StagingPool {
         self.take(len)
     }
 
-    /// Takes back staging. What exceeds the limit is freed, of the class that holds most idle bytes first, so
-    /// that a class out of use does not fill the pool for good.
+    /// Takes back staging. Beyond the limit, staging is freed from the class that holds most idle bytes
+    /// first, so that a class out of use does not fill the pool for good.
     pub fn give(&self, staging: Staging) {
         self.give_all([staging]);
     }
 
-    /// Takes back all of it at one go, such as a finished list returns it.
+    /// Takes back several stagings at one go, such as a finished list returns them.
     pub fn give_all(&self, staging: impl IntoIterator<Item = Staging>) {
-        // Sorted before the lock is taken, and freed after it is let go: takers wait for neither. Unpinning takes
-        // a while.
+        // Sorted before the lock is taken, and freed after it is let go, so that takers wait for neither:
+        // unpinning takes a while.
         let mut freed = Vec::new();
         let mut given = IdleStagings::default();
         for staging in staging {
@@ -154,14 +154,14 @@ impl StagingPool {
         drop(idle);
     }
 
-    /// Frees what lies idle, and returns how many bytes that was.
+    /// Frees all idle staging, and returns how many bytes that was.
     pub fn trim(&self) -> usize {
         // Freed after the lock is let go: unpinning takes a while.
         let idle = std::mem::take(&mut *self.idle.lock());
         idle.bytes
     }
 
-    /// Bytes that lie idle.
+    /// The bytes of idle staging.
     #[must_use]
     pub fn idle_bytes(&self) -> usize {
         self.idle.lock().bytes
@@ -194,7 +194,7 @@ impl IdleStagings {
 }
 
 impl GrowingStaging {
-    /// Sees to it that so many bytes more fit.
+    /// Sees to it that `count` more bytes fit.
     fn make_room(&mut self, count: usize) -> &mut GrowthState {
         let none = GrowthState::Elsewhere { bytes: Vec::new(), outgrown: None };
         self.0 = match std::mem::replace(&mut self.0, none) {
@@ -256,7 +256,7 @@ impl StagingBuf {
         Self { staging, len }
     }
 
-    /// The staging, for a list or to be given back. It is at least as long as what was asked for.
+    /// The staging, for a list or to be given back. It is at least as long as was asked for.
     #[must_use]
     pub fn into_staging(self) -> Staging {
         self.staging
@@ -334,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_given_back_serves_the_next_taker_of_its_class() {
+    fn staging_given_back_serves_the_next_taker_of_its_class() {
         let pool = pool(1 << 20);
         let mut first = pool.take(5000).unwrap();
         first.fill(7);
@@ -354,16 +354,16 @@ mod tests {
             pool.give(staging.into_staging());
             assert!(pool.idle_bytes() <= 16 << 10);
         }
-        // 4 + 4 + 4 KiB, then 8 more: one of 4 KiB went. With the second 8 KiB, one of those went.
+        // After 4 + 4 + 4 KiB and 8 more, one of 4 KiB went. With the second 8 KiB, one of those went.
         assert_eq!(pool.idle_bytes(), 16 << 10);
         pool.give(pool.device.staging(32 << 10).unwrap());
         assert_eq!(pool.idle_bytes(), 16 << 10, "larger than the limit: not kept");
         assert_eq!((pool.trim(), pool.idle_bytes(), pool.trim()), (16 << 10, 0, 0));
     }
 
-    /// The staging is what its last user left, and what grows in it is none of that.
+    /// The staging holds the bytes of its last user, and bytes that grow in it must not be those.
     #[test]
-    fn what_grows_is_the_same_in_staging_and_beyond() {
+    fn grown_bytes_are_the_same_in_staging_and_beyond() {
         let pool = pool(1 << 20);
         for (about, lens, is_staged) in [
             (0, [0, 0, 0], true),
@@ -392,7 +392,7 @@ mod tests {
             assert!(*grown == expected, "{lens:?}");
             assert_eq!(grown.as_ptr() == at, is_staged, "{lens:?}");
             let is_outgrown = !is_staged && about <= CLASS_LEN_MAX;
-            assert_eq!(pool.idle_bytes() > 0, is_outgrown, "what was outgrown is somebody else's again");
+            assert_eq!(pool.idle_bytes() > 0, is_outgrown, "outgrown staging is idle again");
         }
     }
 

@@ -1,7 +1,7 @@
-//! A device whose n-th call fails, to see that every error is heard.
+//! A device whose n-th call fails, to see that every error is handled.
 //!
-//! The failed call does nothing else. A fault that takes the context with it makes every later call fail
-//! too, as a GPU's does; another one strikes once.
+//! The failed call does nothing else. A fault that takes the context with it makes every later call fail too,
+//! as a GPU's does; any other fault strikes once.
 
 use std::sync::Arc;
 
@@ -23,34 +23,34 @@ pub struct FaultyDevice {
 /// A call that can fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeviceCall {
-    /// [`Device::allocate`]
+    /// A call of [`Device::allocate`].
     Allocate,
-    /// [`Device::release`]
+    /// A call of [`Device::release`].
     Release,
-    /// [`Device::staging`]
+    /// A call of [`Device::staging`].
     Staging,
-    /// [`Device::submit`]
+    /// A call of [`Device::submit`].
     Submit,
-    /// [`Device::wait`]
+    /// A call of [`Device::wait`].
     Wait,
-    /// [`Device::after`]
+    /// A call of [`Device::after`].
     After,
-    /// [`Device::wait_external`]
+    /// A call of [`Device::wait_external`].
     WaitExternal,
-    /// [`Device::signal_external`]
+    /// A call of [`Device::signal_external`].
     SignalExternal,
-    /// [`Device::adopt`]
+    /// A call of [`Device::adopt`].
     Adopt,
-    /// [`Device::wait_stream`]
+    /// A call of [`Device::wait_stream`].
     WaitStream,
 }
 
-/// Which call fails, and how.
+/// The call that fails, and how it fails.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceFault {
     /// The calls that count; `None` counts all of them.
     pub call: Option<DeviceCall>,
-    /// The number of the failing call among them, from 1, counted from when the fault is armed.
+    /// The number of the failing call among them, from 1, counted from the moment the fault is armed.
     pub nth: u64,
     /// Whether the process's device context goes with it.
     pub context_lost: bool,

@@ -1,4 +1,5 @@
-//! A disk and devices that fail, lag or crash on demand, and a hook that is told where the engine is: for tests.
+//! A disk and devices that fail, lag or crash on demand, and a hook that is told the engine's phases: for
+//! tests.
 //!
 //! Only builds with the feature `testing` have them.
 

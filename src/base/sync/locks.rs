@@ -1,11 +1,13 @@
-//! Locks of the standard library, without poisoning, and with condition variables that cost nothing while
-//! nobody waits.
+//! Locks of the standard library, without poisoning, and with condition variables that cost nothing while no
+//! thread waits.
 //!
-//! A lock must keep all it knows in itself. A forked child has a copy of every lock and none of the threads that wait
-//! for them, and it may open stores of its own: with a table of waiting threads for the whole process, as `parking_lot`
-//! has one, the child would wake threads of the parent in place of its own ones, whose stacks took the place of theirs.
+//! A lock must keep all its state in itself. A forked child has a copy of every lock and none of the threads
+//! that wait for them, and it may open stores of its own. `parking_lot` has one table of waiting threads for
+//! the whole process. With it the child would wake threads of the parent in place of its own threads, whose
+//! stacks lie where the parent's lay.
 //!
-//! What a panic leaves behind a lock is the business of [`Poison`](crate::base::poison::Poison), so a lock goes on.
+//! A state that a panic leaves behind a lock is the business of [`Poison`](crate::base::poison::Poison), so a
+//! lock goes on.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -18,15 +20,15 @@ pub use std::sync::{RwLockReadGuard, RwLockWriteGuard, WaitTimeoutResult};
 #[derive(Debug, Default)]
 pub struct Mutex<T>(system::Mutex<T>);
 
-/// The lock of a [`Mutex`].
+/// The lock of a [`Mutex`], held.
 #[derive(Debug)]
 pub struct MutexGuard<'a, T>(
-    /// `None` only while it waits.
+    /// The system's guard; `None` only during a wait.
     Option<system::MutexGuard<'a, T>>,
 );
 
 impl<T> Mutex<T> {
-    /// One that holds this.
+    /// A lock that holds this value.
     pub const fn new(value: T) -> Self {
         Self(system::Mutex::new(value))
     }
@@ -36,7 +38,7 @@ impl<T> Mutex<T> {
         MutexGuard(Some(self.0.lock().unwrap_or_else(PoisonError::into_inner)))
     }
 
-    /// Takes the lock, if nobody has it.
+    /// Takes the lock, if no thread has it.
     pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
         taken(self.0.try_lock()).map(|guard| MutexGuard(Some(guard)))
     }
@@ -46,7 +48,7 @@ impl<T> Mutex<T> {
         self.0.get_mut().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The value.
+    /// Takes the value out of the lock.
     pub fn into_inner(self) -> T {
         self.0.into_inner().unwrap_or_else(PoisonError::into_inner)
     }
@@ -74,12 +76,13 @@ impl<T> DerefMut for MutexGuard<'_, T> {
 
 const HELD: &str = "a guard holds its lock except during a wait";
 
-/// A value that many threads read, or one changes. A thread that reads must not ask again.
+/// A value that many threads read, or one changes. A thread that reads must not ask again: a writer may wait
+/// in between.
 #[derive(Debug, Default)]
 pub struct RwLock<T>(system::RwLock<T>);
 
 impl<T> RwLock<T> {
-    /// One that holds this.
+    /// A lock that holds this value.
     pub const fn new(value: T) -> Self {
         Self(system::RwLock::new(value))
     }
@@ -94,7 +97,7 @@ impl<T> RwLock<T> {
         self.0.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes the lock, if nobody has it.
+    /// Takes the lock, if no thread has it.
     pub fn try_write(&self) -> Option<RwLockWriteGuard<'_, T>> {
         taken(self.0.try_write())
     }
@@ -108,27 +111,28 @@ fn taken<Guard>(taken: Result<Guard, TryLockError<Guard>>) -> Option<Guard> {
     }
 }
 
-/// Where threads wait until another one calls them. What they wait for changes under the lock that they wait with.
+/// A point at which threads wait until another one calls them. The state they wait for changes under the lock
+/// that they wait with.
 #[derive(Debug, Default)]
 pub struct Condvar {
     inner: system::Condvar,
-    /// How many wait. The standard library's asks the system at every call whether anybody does. Counted with the lock
-    /// held: who has had the lock since sees it.
+    /// The number of waiting threads. The standard library's condition variable makes a system call at every
+    /// notification to find out. Counted with the lock held: a thread that has had the lock since sees it.
     waiting: AtomicUsize,
 }
 
 impl Condvar {
-    /// One that nobody waits for.
+    /// A condition variable without waiters.
     pub const fn new() -> Self {
         Self { inner: system::Condvar::new(), waiting: AtomicUsize::new(0) }
     }
 
-    /// Lets go of the lock until somebody calls. May return without a call.
+    /// Lets go of the lock until another thread calls. May return without a call.
     pub fn wait<T>(&self, guard: &mut MutexGuard<'_, T>) {
         self.count_while(guard, |held| (self.inner.wait(held).unwrap_or_else(PoisonError::into_inner), ()));
     }
 
-    /// Lets go of the lock until somebody calls, or until then. May return without a call.
+    /// Lets go of the lock until another thread calls, or until this time. May return without a call.
     pub fn wait_until<T>(&self, guard: &mut MutexGuard<'_, T>, until: Instant) -> WaitTimeoutResult {
         let time = until.saturating_duration_since(Instant::now());
         self.count_while(guard, |held| {
@@ -136,7 +140,7 @@ impl Condvar {
         })
     }
 
-    /// Lets go of the lock as long as the condition holds, for so long at most.
+    /// Lets go of the lock as long as the condition holds, for this time at most.
     pub fn wait_while_for<T>(
         &self,
         guard: &mut MutexGuard<'_, T>,
@@ -148,14 +152,14 @@ impl Condvar {
         })
     }
 
-    /// Calls one who waits, if anybody does.
+    /// Calls one waiter, if there is any.
     pub fn notify_one(&self) {
         if self.waiting.load(Ordering::Relaxed) > 0 {
             self.inner.notify_one();
         }
     }
 
-    /// Calls all who wait.
+    /// Calls all waiters.
     pub fn notify_all(&self) {
         if self.waiting.load(Ordering::Relaxed) > 0 {
             self.inner.notify_all();

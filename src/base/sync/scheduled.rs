@@ -1,9 +1,10 @@
 //! Locks, threads and time under a test's scheduler, shaped like those of the system.
 //!
-//! A condition variable is built here: one with a lock of parking_lot's shape, whose waits can end by time. Time
-//! stands still until a wait is ended by it, and then it is what that wait was for. To the scheduler who waits so can
-//! always go on: any wait may prove too long. A scheduler that lets time pass only when nobody else can go on finds
-//! out by [`sleeps_until`] whom to leave asleep; with it, a thread that was not woken shows in the time that passed.
+//! The condition variable is built here: it takes a lock of parking_lot's shape, and its waits can end by
+//! time. Time stands still until a wait ends by it, and then it is the time of that wait. To the scheduler a
+//! thread in such a wait can always go on: any wait may prove too long. A scheduler may let time pass only
+//! when no other thread can go on; it learns from [`sleeps_until`] which threads to leave asleep. With such a
+//! scheduler, a thread that was not woken shows in the time that passed.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -20,14 +21,14 @@ use shuttle_parking_lot::{self as parking_lot};
 pub use parking_lot::{Mutex, MutexGuard, RwLock};
 pub use shuttle::sync::{atomic, mpsc};
 
-/// Threads. There is one processor.
+/// Threads of the scheduler. There is one processor.
 pub mod thread {
     use std::io;
     use std::num::NonZero;
 
     pub use shuttle::thread::*;
 
-    /// One: who asks for a crew works alone.
+    /// One: a caller that asks for parallel work works alone.
     pub fn available_parallelism() -> io::Result<NonZero<usize>> {
         Ok(NonZero::<usize>::MIN)
     }
@@ -36,26 +37,26 @@ pub mod thread {
 std::thread_local! {
     /// The time since no particular moment. All threads of a schedule are one thread to the system.
     static NOW: Cell<Duration> = const { Cell::new(Duration::ZERO) };
-    /// Who waits, until when at the latest.
+    /// The waiting threads, each with its latest time to wake.
     static SLEEPERS: RefCell<BTreeMap<usize, Instant>> = const { RefCell::new(BTreeMap::new()) };
 }
 
-/// A moment.
+/// A moment of the schedule's time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Instant(Duration);
 
 impl Instant {
-    /// The last moment that somebody waited for.
+    /// The last moment that a thread waited for.
     pub fn now() -> Self {
         Self(NOW.get())
     }
 
-    /// The time since then.
+    /// The time since this moment.
     pub fn elapsed(&self) -> Duration {
         Self::now() - *self
     }
 
-    /// So much later, if there is such a moment.
+    /// The moment later by this time, if there is one.
     pub fn checked_add(self, time: Duration) -> Option<Self> {
         self.0.checked_add(time).map(Self)
     }
@@ -77,21 +78,22 @@ impl Sub for Instant {
     }
 }
 
-/// As many as it takes for what is done only where there are many.
+/// Enough cores for the code paths that only run where there are many.
 pub fn cores() -> usize {
     64
 }
 
-/// Until when a thread waits that nobody has woken yet; `None` if it does not, or not for a time.
+/// The time at which a waiting thread wakes if it is not called before. `None` if it does not wait, or not
+/// for a time.
 pub fn sleeps_until(task: TaskId) -> Option<Instant> {
     SLEEPERS.with_borrow(|sleepers| sleepers.get(&task.into()).copied())
 }
 
-/// A condition variable over [`Mutex`]. Nobody is woken without having been called; of several who wait, the
-/// scheduler draws who is.
+/// A condition variable over [`Mutex`]. No thread wakes without having been called. Of several waiters, the
+/// scheduler draws the one that wakes.
 #[derive(Debug, Default)]
 pub struct Condvar {
-    /// Never locked while another thread runs.
+    /// The waiting threads. Never locked while another thread runs.
     waiting: std::sync::Mutex<Vec<Arc<Waiter>>>,
 }
 
@@ -99,28 +101,28 @@ pub struct Condvar {
 struct Waiter {
     thread: usize,
     is_called: AtomicBool,
-    /// What wakes it. Parking would not do: a parked thread may wake without a call.
+    /// Wakes the thread. Parking would not do: a parked thread may wake without a call.
     call: BatchSemaphore,
 }
 
-/// How a wait has ended.
+/// The way a wait has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WaitTimeoutResult(bool);
 
 impl WaitTimeoutResult {
-    /// Whether the time has come, and nobody called.
+    /// Whether the time has come without a call.
     pub fn timed_out(self) -> bool {
         self.0
     }
 }
 
 impl Condvar {
-    /// One that nobody waits for.
+    /// A condition variable without waiters.
     pub const fn new() -> Self {
         Self { waiting: std::sync::Mutex::new(Vec::new()) }
     }
 
-    /// Lets go of the lock until somebody calls.
+    /// Lets go of the lock until another thread calls.
     pub fn wait<T>(&self, guard: &mut MutexGuard<'_, T>) {
         let waiter = self.join();
         MutexGuard::unlocked(guard, || {
@@ -128,7 +130,7 @@ impl Condvar {
         });
     }
 
-    /// Lets go of the lock until somebody calls, or until then.
+    /// Lets go of the lock until another thread calls, or until this time.
     pub fn wait_until<T>(&self, guard: &mut MutexGuard<'_, T>, until: Instant) -> WaitTimeoutResult {
         let waiter = self.join();
         let timed_out = MutexGuard::unlocked(guard, || {
@@ -136,7 +138,7 @@ impl Condvar {
             if !waiter.is_called() {
                 thread::yield_now();
             }
-            // Nothing runs between this look and the next line.
+            // No other thread runs between this look and the next line.
             let timed_out = !waiter.is_called();
             SLEEPERS.with_borrow_mut(|sleepers| sleepers.remove(&waiter.thread));
             if timed_out {
@@ -148,7 +150,7 @@ impl Condvar {
         WaitTimeoutResult(timed_out)
     }
 
-    /// Lets go of the lock as long as the condition holds, for so long at most.
+    /// Lets go of the lock as long as the condition holds, for this time at most.
     pub fn wait_while_for<T>(
         &self,
         guard: &mut MutexGuard<'_, T>,
@@ -163,7 +165,7 @@ impl Condvar {
         WaitTimeoutResult(timed_out)
     }
 
-    /// Calls one who waits, if anybody does.
+    /// Calls one waiter, if there is any.
     pub fn notify_one(&self) {
         let mut waiting = self.waiting();
         if waiting.is_empty() {
@@ -175,7 +177,7 @@ impl Condvar {
         waiter.call();
     }
 
-    /// Calls all who wait.
+    /// Calls all waiters.
     pub fn notify_all(&self) {
         let waiting = std::mem::take(&mut *self.waiting());
         waiting.iter().for_each(|waiter| waiter.call());
@@ -200,7 +202,8 @@ impl Waiter {
     }
 
     fn call(&self) {
-        // First what no other thread can come between: from here on its time does not come any more.
+        // First the two lines that no other thread can come between: from here on the wait does not end by
+        // time.
         self.is_called.store(true, Ordering::Relaxed);
         SLEEPERS.with_borrow_mut(|sleepers| sleepers.remove(&self.thread));
         self.call.release(1);

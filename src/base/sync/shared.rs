@@ -1,4 +1,4 @@
-//! What one thread replaces while others read it without a lock.
+//! Values that one thread replaces while others read them without a lock.
 
 use std::hash::Hash;
 use std::ops::Deref;
@@ -6,30 +6,30 @@ use std::sync::Arc;
 
 use arc_swap::ArcSwapOption;
 
-/// A place for a shared value, or for none. A reader takes what is there and neither waits nor makes another thread
-/// wait. What a writer stored is seen as a whole, with all that the writer did before.
+/// A place for a shared value, or for none. A reader takes the value and neither waits nor makes another
+/// thread wait. A reader sees a stored value as a whole, with everything that its writer did before.
 pub struct Swap<T>(ArcSwapOption<T>);
 
-/// What a place held when it was looked at.
+/// The content of a place at the moment of a look.
 pub struct SwapGuard<T>(arc_swap::Guard<Option<Arc<T>>>);
 
 impl<T> Swap<T> {
-    /// A place that holds this.
+    /// A place that holds this value.
     pub fn new(value: Option<Arc<T>>) -> Self {
         Self(ArcSwapOption::new(value))
     }
 
-    /// What the place holds, for a look: the value is not counted.
+    /// The place's value, for a look: no reference is counted.
     pub fn look(&self) -> SwapGuard<T> {
         SwapGuard(self.0.load())
     }
 
-    /// What the place holds.
+    /// The place's value.
     pub fn get(&self) -> Option<Arc<T>> {
         self.0.load_full()
     }
 
-    /// Puts another value in its place.
+    /// Puts another value in the place.
     pub fn set(&self, value: Option<Arc<T>>) {
         self.0.store(value);
     }
@@ -57,7 +57,7 @@ impl<K: Hash + Eq, V> Map<K, V> {
         Self(papaya::HashMap::with_capacity(count))
     }
 
-    /// What `look` makes of the value that a key has.
+    /// Gives the key's value to `look`, and returns its result.
     pub fn look<R>(&self, key: &K, look: impl FnOnce(&V) -> R) -> Option<R> {
         self.0.pin().get(key).map(look)
     }

@@ -1,5 +1,5 @@
-//! What one thread replaces while others read it, under a test's scheduler: each look and each change is a
-//! point at which another thread may go on.
+//! Values that one thread replaces while others read them, under a test's scheduler: each look and each
+//! change is a point at which another thread may go on.
 
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -11,26 +11,26 @@ use shuttle_parking_lot::Mutex;
 /// A place for a shared value, or for none.
 pub struct Swap<T>(Mutex<Option<Arc<T>>>);
 
-/// What a place held when it was looked at.
+/// The content of a place at the moment of a look.
 pub struct SwapGuard<T>(Option<Arc<T>>);
 
 impl<T> Swap<T> {
-    /// A place that holds this.
+    /// A place that holds this value.
     pub fn new(value: Option<Arc<T>>) -> Self {
         Self(Mutex::new(value))
     }
 
-    /// What the place holds, for a look.
+    /// The place's value, for a look.
     pub fn look(&self) -> SwapGuard<T> {
         SwapGuard(self.get())
     }
 
-    /// What the place holds.
+    /// The place's value.
     pub fn get(&self) -> Option<Arc<T>> {
         self.0.lock().clone()
     }
 
-    /// Puts another value in its place.
+    /// Puts another value in the place.
     pub fn set(&self, value: Option<Arc<T>>) {
         let _before = std::mem::replace(&mut *self.0.lock(), value);
     }
@@ -49,7 +49,7 @@ impl<T> Deref for SwapGuard<T> {
     }
 }
 
-/// A hash map.
+/// A hash map under the scheduler.
 pub struct Map<K, V>(Mutex<HashMap<K, V>>);
 
 impl<K: Hash + Eq, V> Map<K, V> {
@@ -58,7 +58,7 @@ impl<K: Hash + Eq, V> Map<K, V> {
         Self(Mutex::new(HashMap::with_capacity(count)))
     }
 
-    /// What `look` makes of the value that a key has.
+    /// Gives the key's value to `look`, and returns its result.
     pub fn look<R>(&self, key: &K, look: impl FnOnce(&V) -> R) -> Option<R> {
         self.0.lock().get(key).map(look)
     }

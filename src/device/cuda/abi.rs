@@ -1,16 +1,16 @@
-//! What the host and the kernels agree on: the rows of the tables that a launch reads.
+//! The agreement between host and kernels: the rows of the tables that a launch reads.
 //!
-//! The other half is `kernels/common.cuh`, which declares the same structs; sizes are asserted on both
-//! sides, and a test reads that file and compares the constants. Read `kernels/README.md` first.
+//! The other half is `kernels/common.cuh`, which declares the same structs; sizes are asserted on both sides,
+//! and a test reads that file and compares the constants. Read `kernels/README.md` first.
 //!
-//! Every kernel has one shape: `kernel(rows, row_count)` or, for the two that apply,
-//! `kernel(parts, part_count, pieces)`. A launch has [`Kernel::grid`] blocks of [`Kernel::threads`] threads
-//! in one dimension, and no dynamic shared memory. A table lies anywhere that the device can read, mapped
-//! pinned memory included, on a boundary of 16 bytes; it stays unchanged until the launch is done. Addresses
-//! are the device's own. A launch of no rows is not made.
+//! Every kernel has one shape: `kernel(rows, row_count)` or, for the two that apply, `kernel(parts,
+//! part_count, pieces)`. A launch has [`Kernel::grid`] blocks of [`Kernel::threads`] threads in one
+//! dimension, and no dynamic shared memory. A table lies anywhere that the device can read, mapped pinned
+//! memory included, on a boundary of 16 bytes; it stays unchanged until the launch is done. Addresses are the
+//! device's own. A launch of no rows is not made.
 //!
-//! Nothing that a row says is checked on the device: bounds were checked before, and indices that only the
-//! device has seen go through [`VALIDATE`] first.
+//! The device checks nothing that a row says. Bounds were checked before, and indices that only the device
+//! has seen go through [`VALIDATE`] first.
 
 use remanent_format::Width;
 
@@ -23,12 +23,13 @@ use crate::device::{INDEX_OUT_OF_BOUNDS, INDEX_TWICE};
 #[repr(C, align(16))]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PieceRow {
-    /// Address of the range concerned. Any alignment.
+    /// Address of the range that the piece writes. Any alignment.
     pub target: u64,
-    /// Dense: address of the bytes. Masked: of the bitmap. Sparse and pick: of the indices, u32 little-endian.
-    /// Fill: bytes 0 to 8 of the pattern, repeated to sixteen bytes.
+    /// Dense: address of the bytes. Masked: of the bitmap. Sparse and pick: of the indices, u32
+    /// little-endian. Fill: bytes 0 to 8 of the pattern, repeated to sixteen bytes.
     pub payload: u64,
-    /// Masked and sparse: address of the elements' bytes. Pick: of the range that they come from. Fill: bytes 8 to 16 of the pattern.
+    /// Masked and sparse: address of the elements' bytes. Pick: of the range that they come from. Fill: bytes
+    /// 8 to 16 of the pattern.
     pub values: u64,
     /// Steps of work: bytes for dense and fill, elements of the range for masked, indices for sparse
     /// and pick.
@@ -37,7 +38,7 @@ pub struct PieceRow {
     pub kind: u32,
     /// The element's width in bytes: 1, 2, 4, 8 or 16. 1 for dense and fill.
     pub width: u32,
-    /// 0.
+    /// Always 0: it fills the row to its size.
     pub reserved: u64,
 }
 
@@ -59,14 +60,15 @@ impl PieceRow {
         Self { target, payload, values: 0, steps: len, kind: PIECE_DENSE, width: 1, reserved: 0 }
     }
 
-    /// Of `count` elements at `target`, those whose bit in `bitmap` is 1 become those of `values`.
+    /// The elements at `target` whose bit in `bitmap` is 1 become those of `values`. `count` is the number of
+    /// elements in the range.
     #[must_use]
     pub const fn masked(target: u64, bitmap: u64, values: u64, count: u64, width: Width) -> Self {
         let width = width.bytes() as u32;
         Self { target, payload: bitmap, values, steps: count, kind: PIECE_MASKED, width, reserved: 0 }
     }
 
-    /// Of the elements from `target` on, those at `count` `indices` become `values`.
+    /// The elements at `count` `indices`, counted from `target`, become `values`.
     #[must_use]
     pub const fn sparse(target: u64, indices: u64, values: u64, count: u64, width: Width) -> Self {
         let width = width.bytes() as u32;
@@ -98,28 +100,28 @@ impl PieceRow {
 pub struct PartRow {
     /// The first piece's row.
     pub piece_first: u32,
-    /// How many.
+    /// The number of pieces.
     pub piece_count: u32,
     /// First step of work, of each piece. Where several parts share a masked piece, a multiple of
     /// [`MASK_STEPS`]; 0 in a part of several pieces.
     pub begin: u64,
-    /// Step at which the part stops; a piece of fewer steps ends before.
+    /// Step at which the part stops. A piece of fewer steps ends before.
     pub end: u64,
 }
 
 impl PartRow {
-    /// All of some consecutive pieces.
+    /// A part that is the whole of some consecutive pieces.
     #[must_use]
     pub const fn whole(piece_first: u32, piece_count: u32) -> Self {
         Self { piece_first, piece_count, begin: 0, end: u64::MAX }
     }
 }
 
-/// Where masked pieces are cut between parts: whole bytes of the bitmap, whole 16 bytes of the smallest
-/// element.
+/// Boundary at which masked pieces are cut between parts: whole bytes of the bitmap, whole 16 bytes of the
+/// smallest element.
 pub const MASK_STEPS: u64 = 128;
 
-/// A range of which [`CRC_CHUNKS`] takes the checksum, or one chunk of such a range.
+/// A range whose checksum [`CRC_CHUNKS`] takes, or one chunk of such a range.
 ///
 /// A source of up to [`CRC_CHUNK_LEN`] bytes is one chunk, [`CRC_FIRST`] and [`CRC_LAST`]. A longer one is
 /// cut from its *end*, so that only the first chunk is shorter: then all chunks combine by one constant.
@@ -128,8 +130,8 @@ pub const MASK_STEPS: u64 = 128;
 pub struct CrcRow {
     /// Address of the first byte. Any alignment.
     pub source: u64,
-    /// Where the four bytes of the result go; a multiple of 4. The CRC-32 if the row is first and last, else
-    /// the chunk's remainder, for [`CRC_COMBINE`].
+    /// Address of the four bytes of the result; a multiple of 4. The CRC-32 if the row is first and last,
+    /// else the chunk's remainder, for [`CRC_COMBINE`].
     pub target: u64,
     /// Number of bytes, at most [`CRC_CHUNK_LEN`]. 0 only in a row that is first and last.
     pub len: u32,
@@ -150,11 +152,11 @@ pub const CRC_CHUNK_LEN: u32 = 64 << 10;
 pub struct CombineRow {
     /// Address of the first chunk's remainder; a multiple of 4.
     pub remainders: u64,
-    /// Where the four bytes of the CRC-32 go; a multiple of 4.
+    /// Address of the four bytes of the CRC-32; a multiple of 4.
     pub target: u64,
     /// Number of chunks, at least 2.
     pub count: u32,
-    /// 0.
+    /// Always 0: it fills the row to its size.
     pub reserved: u32,
 }
 
@@ -166,7 +168,7 @@ pub struct DiffRow {
     pub left: u64,
     /// Address of the other. Any alignment.
     pub right: u64,
-    /// Where the bits go: one an element, lowest first, whole bytes; unused bits of the last are 0.
+    /// Address of the bits: one an element, lowest first, whole bytes; unused bits of the last are 0.
     pub target: u64,
     /// Bytes of either range; whole elements. In all but the last row of a longer range, a multiple of eight
     /// elements.
@@ -175,14 +177,14 @@ pub struct DiffRow {
     pub width: u32,
 }
 
-/// What a row of [`DIFF`] should not exceed, so that enough blocks share a long range.
+/// The length that a row of [`DIFF`] should not exceed, so that enough blocks share a long range.
 pub const DIFF_LEN_MAX: u32 = 64 << 10;
 
-/// What a row of [`VALIDATE`] should not exceed, so that enough blocks share a long list.
+/// The count that a row of [`VALIDATE`] should not exceed, so that enough blocks share a long list.
 pub const INDEX_COUNT_MAX: u64 = 16 << 10;
 
-/// What a row of [`SELECT_COUNT`] and [`SELECT_EMIT`] should not exceed, so that enough blocks share a long
-/// bitmap. A multiple of 4.
+/// The length that a row of [`SELECT_COUNT`] and [`SELECT_EMIT`] should not exceed, so that enough blocks
+/// share a long bitmap. A multiple of 4.
 pub const SELECT_LEN_MAX: u32 = 8 << 10;
 
 /// A bitmap, or a cut of a longer one, whose set bits are counted and then numbered.
@@ -191,18 +193,18 @@ pub const SELECT_LEN_MAX: u32 = 8 << 10;
 pub struct SelectRow {
     /// Address of the bits, lowest first. Any alignment.
     pub bits: u64,
-    /// Where the bitmap's numbers go, u32, from the first on; a multiple of 4. Cuts of one bitmap share it.
+    /// Address of the bitmap's numbers, u32, from the first on; a multiple of 4. Cuts of one bitmap share it.
     pub target: u64,
-    /// Address of a u32: becomes how many bits of the row are set, and by the scan how many of the rows of its
-    /// bitmap before it.
+    /// Address of a u32. The count writes the number of set bits in the row there; the scan replaces it by
+    /// the sum over the earlier rows of the bitmap.
     pub before: u64,
-    /// Bytes of bits.
+    /// Number of bytes of bits.
     pub len: u32,
     /// The number of the row's first bit in its bitmap.
     pub first: u32,
-    /// For how many numbers there is room at the target.
+    /// The number of u32 that the target has room for.
     pub room: u32,
-    /// 0.
+    /// Always 0: it fills the row to its size.
     pub reserved: u32,
 }
 
@@ -214,9 +216,9 @@ pub struct ScanRow {
     pub numbers: u64,
     /// Address of a u32, which becomes the sum of all.
     pub target: u64,
-    /// How many.
+    /// The number of rows.
     pub count: u32,
-    /// 0.
+    /// Always 0: it fills the row to its size.
     pub reserved: u32,
 }
 
@@ -229,7 +231,7 @@ pub struct IndexRow {
     /// Address of one bit an element of the range, in whole u32, all 0 before the launch. Cuts of one list
     /// share it.
     pub seen: u64,
-    /// Address of a u32 that was 0 before the launch, and becomes the sum of what is wrong:
+    /// Address of a u32 that was 0 before the launch. It becomes the sum of the faults found:
     /// [`OUT_OF_BOUNDS`], [`TWICE`]. Cuts of one list share it.
     pub target: u64,
     /// Number of elements in the range.
@@ -262,39 +264,39 @@ pub struct Kernel {
     pub name: &'static str,
     /// The module that holds it, an index: apply, crc, diff, select, validate.
     pub module: usize,
-    /// Threads a block.
+    /// Threads of each block.
     pub threads: u32,
     /// Rows that one block works on.
     pub rows_per_block: u32,
 }
 
 impl Kernel {
-    /// Blocks of a launch over so many rows.
+    /// The number of blocks of a launch over this number of rows.
     #[must_use]
     pub const fn grid(&self, rows: u32) -> u32 {
         rows.div_ceil(self.rows_per_block)
     }
 }
 
-/// [`PartRow`]s of little work, a warp each.
+/// [`PartRow`]s of little work: each takes a warp.
 pub const APPLY_BY_WARP: Kernel =
     Kernel { name: "apply_by_warp", module: 0, threads: 128, rows_per_block: 4 };
-/// [`PartRow`]s of much work, a block each.
+/// [`PartRow`]s of much work: each takes a block.
 pub const APPLY_BY_BLOCK: Kernel =
     Kernel { name: "apply_by_block", module: 0, threads: 256, rows_per_block: 1 };
-/// [`CrcRow`]s, sixteen lanes each.
+/// [`CrcRow`]s: each takes sixteen lanes.
 pub const CRC_CHUNKS: Kernel = Kernel { name: "crc_chunks", module: 1, threads: 128, rows_per_block: 8 };
-/// [`CombineRow`]s, a block each. After [`CRC_CHUNKS`], in the same stream.
+/// [`CombineRow`]s: each takes a block. After [`CRC_CHUNKS`], in the same stream.
 pub const CRC_COMBINE: Kernel = Kernel { name: "crc_combine", module: 1, threads: 256, rows_per_block: 1 };
-/// [`DiffRow`]s, a block each.
+/// [`DiffRow`]s: each takes a block.
 pub const DIFF: Kernel = Kernel { name: "diff", module: 2, threads: 256, rows_per_block: 1 };
-/// [`SelectRow`]s, a block each.
+/// [`SelectRow`]s: each takes a block.
 pub const SELECT_COUNT: Kernel = Kernel { name: "select_count", module: 3, threads: 256, rows_per_block: 1 };
-/// [`ScanRow`]s, a block each. After [`SELECT_COUNT`], in the same stream.
+/// [`ScanRow`]s: each takes a block. After [`SELECT_COUNT`], in the same stream.
 pub const SELECT_SCAN: Kernel = Kernel { name: "select_scan", module: 3, threads: 256, rows_per_block: 1 };
-/// [`SelectRow`]s again, a block each. After [`SELECT_SCAN`], in the same stream.
+/// [`SelectRow`]s again: each takes a block. After [`SELECT_SCAN`], in the same stream.
 pub const SELECT_EMIT: Kernel = Kernel { name: "select_emit", module: 3, threads: 256, rows_per_block: 1 };
-/// [`IndexRow`]s, a block each.
+/// [`IndexRow`]s: each takes a block.
 pub const VALIDATE: Kernel = Kernel { name: "validate", module: 4, threads: 256, rows_per_block: 1 };
 
 /// All entry points, by rising module.

@@ -1,14 +1,15 @@
 //! The one queue of long copies from the GPU to the host.
 //!
-//! A copy engine with deep queues lets everybody else's copies wait, the caller's own included, for seconds.
-//! So long copies go out in pieces of at most a mebibyte, and a GPU has at most two of ours under way, whatever
-//! the lane: one that moves and one behind it, so that the engine does not stand still. Whoever queues the third
-//! waits, which holds up its own lane and no other.
+//! A copy engine with deep queues makes all other copies wait, the caller's own included, for seconds. So
+//! long copies go out in pieces of at most a mebibyte. A GPU has at most two of ours under way, on all lanes
+//! together: one that moves and one queued after it, so that the engine does not stand still. A thread that
+//! queues the third waits. That holds up its own lane, and other lanes only at their long copies.
 //!
 //! Commits go first. Their short copies, and the fences of all lanes, never come here: kernels and the stream
-//! itself write those. What a commit gathered on the GPU may be long; it comes on an urgent lane, and goes before all
-//! others. So a commit waits for two pieces, and not for a snapshot: but where urgent ones come without a pause, one
-//! piece in so many is another's, for what that one holds others may be waiting for.
+//! itself write those. Bytes that a commit gathered on the GPU may be long. They come on an urgent lane, and
+//! go before all others. So a commit waits for two pieces, and not for a snapshot. Where urgent copies come
+//! without a pause, one piece in [`URGENT_TURNS_MAX`] + 1 is a patient lane's: a patient copy holds scratch
+//! that others may be waiting for, so it must end.
 
 use std::collections::VecDeque;
 use std::ffi::c_void;
@@ -21,27 +22,29 @@ use super::lane::Timeline;
 use crate::base::sync::{Condvar, Mutex, MutexGuard};
 use crate::error::Result;
 
-/// The longest piece.
+/// The longest piece. On an H200 1 GiB takes 20 ms, so a piece takes about 20 µs: little to wait for, and
+/// enough to keep the engine busy while the next piece is queued.
 const PIECE_LEN_MAX: u64 = 1 << 20;
-/// The most pieces under way.
+/// The most pieces under way: one moves, and one is ready when it is done.
 const PIECES_MAX: usize = 2;
 
 /// Urgent pieces that go before one that is not: 64 of them take a GPU some milliseconds.
 const URGENT_TURNS_MAX: u32 = 64;
 
-/// Copies under way, oldest first: each lane's word for them, and the value that it then has.
+/// Copies under way, oldest first: each lane's word for them, and the value that the word has once the copy
+/// is done.
 pub(super) struct BulkQueue {
     context: &'static Context,
     under_way: Turns<VecDeque<(Arc<CompletionWord>, u64)>>,
 }
 
 impl BulkQueue {
-    /// Nothing under way.
+    /// A queue with nothing under way.
     pub fn new(context: &'static Context) -> Self {
         Self { context, under_way: Turns::default() }
     }
 
-    /// Queues a copy on a lane, piece by piece; returns when the last piece is queued.
+    /// Queues a copy on a lane, piece by piece. Returns when the last piece is queued.
     ///
     /// # Errors
     /// A device error; pieces before it may have been queued.
@@ -53,11 +56,16 @@ impl BulkQueue {
         target: u64,
         len: u64,
     ) -> Result<()> {
+        // One visit for the whole copy: between two pieces of an urgent copy no patient lane slips in, unless
+        // its turn is due.
         let mut turns = self.under_way.come(lane.is_urgent());
         for begin in (0..len).step_by(PIECE_LEN_MAX as usize) {
             let piece_len = PIECE_LEN_MAX.min(len - begin);
             let mut turn = turns.take();
             let under_way = &mut turn.value;
+            // Waits with the turn in hand. A lane that came later would otherwise queue its piece first, and
+            // the count of pieces would no longer be exact. If the stream has stopped, the entry stays, and
+            // every later copy gets the same error instead of waiting for ever.
             while under_way.len() >= PIECES_MAX {
                 let (word, value) = &under_way[0];
                 word.wait(*value)?;
@@ -81,36 +89,36 @@ impl BulkQueue {
     }
 }
 
-/// A value that one has at a time, the urgent first.
+/// A value that one visitor has at a time, the urgent first.
 #[derive(Default)]
 struct Turns<T> {
     state: Mutex<TurnsState<T>>,
-    /// How many urgent ones are here. Counted up before the lock is asked for, so that whoever has the lock
-    /// sees who waits for it; counted down under it.
+    /// The number of urgent visitors. Counted up before the lock is asked for, so that the lock holder sees
+    /// visitors that wait for it; counted down under the lock.
     urgent: AtomicUsize,
-    /// The urgent have left, or have had so many turns that another one's is due.
+    /// Signalled when the urgent have left, or a patient turn is due.
     patient_may: Condvar,
-    /// A patient one has had the turn that was due.
+    /// Signalled when a patient visitor has had the turn that was due.
     urgent_may: Condvar,
 }
 
 #[derive(Default)]
 struct TurnsState<T> {
     value: T,
-    /// How many wait for the urgent.
+    /// The number of patient visitors that wait for the urgent.
     patient: u32,
-    /// Turns that the urgent have had while somebody waited for them, since one of those had one.
+    /// Turns that the urgent have had while a patient visitor waited, since the last patient turn.
     urgent_turns: u32,
 }
 
 impl<T> TurnsState<T> {
-    /// Whether the next turn is that of a patient one.
+    /// Whether the next turn is a patient visitor's.
     fn is_patient_due(&self) -> bool {
         self.patient > 0 && self.urgent_turns >= URGENT_TURNS_MAX
     }
 }
 
-/// One who is here, and takes turns until it is dropped.
+/// A visitor. It takes turns until it is dropped.
 struct Visit<'t, T> {
     turns: &'t Turns<T>,
     is_urgent: bool,
@@ -131,9 +139,13 @@ impl<T> Visit<'_, T> {
         let Turns { state, urgent, patient_may, urgent_may } = self.turns;
         let mut state = state.lock();
         if self.is_urgent {
+            // Without this wait the urgent would take the lock again before the patient visitor that was
+            // called has run.
             while state.is_patient_due() {
                 urgent_may.wait(&mut state);
             }
+            // Turns count only while a patient visitor waits: an earlier burst of urgent copies gives no
+            // right to a turn.
             state.urgent_turns += u32::from(state.patient > 0);
             if state.is_patient_due() {
                 patient_may.notify_one();
@@ -154,7 +166,8 @@ impl<T> Visit<'_, T> {
 impl<T> Drop for Visit<'_, T> {
     fn drop(&mut self) {
         if self.is_urgent {
-            // Under the lock: who has just looked and is about to wait must not miss it.
+            // Under the lock: a patient visitor that has just looked and is about to wait must not miss the
+            // call.
             let _state = self.turns.state.lock();
             self.turns.urgent.fetch_sub(1, Ordering::SeqCst);
             self.turns.patient_may.notify_all();
@@ -169,10 +182,11 @@ mod tests {
 
     use super::*;
 
-    /// Two patient ones wait while an urgent one has so many turns; in the order of the turns, who had them.
+    /// Two patient visitors wait while an urgent one has this number of turns. Returns the kinds of visitors
+    /// in the order of their turns.
     fn turns_of_one_urgent_and_two_patient(urgent_turns: u32) -> Vec<&'static str> {
         let (sender, order) = mpsc::channel();
-        // Where nobody calls those who wait, they are left behind.
+        // If no call wakes the patient visitors, the thread is left behind and the test fails by its timeout.
         std::thread::spawn(move || {
             let turns = Turns::<Vec<&str>>::default();
             std::thread::scope(|scope| {
@@ -180,7 +194,7 @@ mod tests {
                 for _ in 0..2 {
                     scope.spawn(|| turns.come(false).take().value.push("patient"));
                 }
-                // One that did not wait has had its turn.
+                // A visitor that did not wait has had its turn.
                 let here = |state: &TurnsState<Vec<&str>>| state.patient as usize + state.value.len();
                 while here(&turns.state.lock()) < 2 {
                     std::thread::yield_now();
@@ -189,7 +203,7 @@ mod tests {
             });
             sender.send(turns.state.into_inner().value)
         });
-        order.recv_timeout(Duration::from_secs(60)).expect("nobody waits for good")
+        order.recv_timeout(Duration::from_secs(60)).expect("no visitor waits for good")
     }
 
     #[test]
@@ -199,10 +213,10 @@ mod tests {
     }
 
     #[test]
-    fn one_turn_in_so_many_is_a_patient_ones() {
+    fn a_patient_turn_comes_after_the_most_urgent_turns() {
         let order = turns_of_one_urgent_and_two_patient(3 * URGENT_TURNS_MAX);
         let turns = [&["urgent"; URGENT_TURNS_MAX as usize][..], &["patient"]].concat();
-        // The rest are the urgent one's, for nobody waits any more.
+        // The rest are the urgent visitor's, for no patient one waits any more.
         assert_eq!(order, [&turns[..], &turns, &turns[..URGENT_TURNS_MAX as usize]].concat());
     }
 }

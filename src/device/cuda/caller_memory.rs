@@ -1,8 +1,8 @@
-//! Memory of the caller's: who vouches for it, and what CUDA can tell of it.
+//! Memory of the caller's: the code that vouches for it, and what CUDA can tell of it.
 //!
-//! The driver knows every address that it gave out, for what and how far. So an address that is nobody's, a
-//! length that is too long, and the memory of another GPU are refused before anything follows them. That the
-//! memory is still what the caller takes it for, nobody can see: its owner is held for that.
+//! The driver knows every address that it gave out, its kind and its length. So an address that it never gave
+//! out, a length that is too long, and the memory of another GPU are refused before any access to them. The
+//! driver cannot tell whether the memory is still what the caller takes it for: its owner is held for that.
 
 use std::any::Any;
 use std::ffi::{c_int, c_uint};
@@ -15,7 +15,7 @@ use super::resource::Kind;
 use crate::device::CallerMemory;
 use crate::error::{Error, Result};
 
-/// What the driver is asked of an address, by its numbers.
+/// Questions that the driver answers about an address, by its numbers.
 mod attribute {
     use std::ffi::c_uint;
 
@@ -28,23 +28,23 @@ mod attribute {
 
 /// The driver's number for memory of the host, which it pinned.
 const TYPE_HOST: c_uint = 1;
-/// That for memory of a GPU.
+/// The driver's number for memory of a GPU.
 const TYPE_DEVICE: c_uint = 2;
 
 impl CallerMemory {
-    /// `len` bytes at the address that kernels use, such as a tensor's `data_ptr()`: in the memory of the GPU on
-    /// which the pages are, in pinned memory of the host, or in managed memory. `owner` keeps them, and is
+    /// `len` bytes at the address that kernels use, such as a tensor's `data_ptr()`: in the memory of the GPU
+    /// that holds the pages, in pinned memory of the host, or in managed memory. `owner` keeps them, and is
     /// dropped with the last handle to them.
     ///
     /// # Safety
-    /// As long as `owner` lives the bytes are there, and nobody gives them to anything else.
+    /// As long as `owner` lives the bytes are there, and are not given to anything else.
     #[must_use]
     pub unsafe fn from_cuda(address: u64, len: u64, owner: impl Any + Send + Sync) -> Self {
         Self { address, len, owner: Arc::new(owner) }
     }
 }
 
-/// In what kind of memory the range lies.
+/// The kind of memory in which the range lies.
 ///
 /// # Errors
 /// `MemoryRefused`, a device error.
@@ -75,7 +75,7 @@ pub(super) fn kind_of(context: &Context, entered: &ContextGuard<'_>, memory: &Ca
     }
 }
 
-/// The place that such memory is.
+/// The place of memory of this kind.
 pub(super) fn place_of(kind: Kind) -> Place {
     match kind {
         Kind::Device => Place::Device(0),
@@ -84,7 +84,7 @@ pub(super) fn place_of(kind: Kind) -> Place {
     }
 }
 
-/// What the driver says of the memory's first byte; `None` where it knows nothing of it.
+/// The driver's answer about the memory's first byte; `None` where it knows nothing of it.
 fn ask<T: Default>(
     context: &Context,
     entered: &ContextGuard<'_>,
@@ -92,8 +92,8 @@ fn ask<T: Default>(
     memory: &CallerMemory,
 ) -> Result<Option<T>> {
     let mut value = T::default();
-    // SAFETY: the context is current; the value is of the type that this attribute has, by the constants above
-    // and their uses. Any address may be asked for.
+    // SAFETY: the context is current; the value is of the type that this attribute has, by the constants
+    // above and their uses. Any address may be asked for.
     let asked = unsafe { entered.pointer_attribute((&raw mut value).cast(), attribute, memory.address) };
     match asked {
         Ok(()) => Ok(Some(value)),

@@ -1,10 +1,12 @@
 //! A stream, and words in pinned memory that it counts up.
 //!
-//! A word is a timeline: the stream writes rising values to it, each behind what was queued before, so asking
-//! how far the stream is costs a load, and a point in it needs no object of the driver's. The write comes
-//! after a barrier for the whole system: who sees the value sees what was written before it.
+//! A word is a timeline: the stream writes rising values to it, each after the work that was queued before.
+//! So asking how far the stream is costs a load, and a point in it needs no object of the driver's. The write
+//! comes after a barrier for the whole system: a reader that sees the value sees the bytes that were written
+//! before it.
 //!
-//! A stream that stopped at a fault never writes again, so who waits for long asks the stream itself.
+//! A stream that stopped at a fault never writes again, so a thread that waits for long asks the stream
+//! itself.
 
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
@@ -16,12 +18,12 @@ use super::driver::CUstream;
 use super::memory::{DeviceBlock, PlaceMemory};
 use crate::error::{Error, Result};
 
-/// `CU_STREAM_NON_BLOCKING`: it does not wait for the default stream, nor that for it.
+/// `CU_STREAM_NON_BLOCKING`: the stream does not wait for the default stream, nor the default stream for it.
 const NON_BLOCKING: u32 = 1;
 
-/// How long a waiter spins before it lets others have its core: a few times what a small list takes.
+/// The time that a waiter spins before it lets others have its core: a few times what a small list takes.
 const SPIN: Duration = Duration::from_micros(40);
-/// Naps between looks after that, doubling.
+/// The first nap between looks after that. Each nap is twice as long as the one before.
 const NAP_MIN: Duration = Duration::from_micros(20);
 const NAP_MAX: Duration = Duration::from_micros(200);
 
@@ -37,7 +39,7 @@ unsafe impl Send for Stream {}
 unsafe impl Sync for Stream {}
 
 impl Stream {
-    /// A stream. Urgent ones go before others where the GPU can choose.
+    /// A stream of its own. Urgent ones go before others where the GPU can choose.
     ///
     /// # Errors
     /// A device error.
@@ -59,7 +61,7 @@ impl Stream {
         self.raw
     }
 
-    /// Whether everything that was queued is done.
+    /// Whether all queued work is done.
     ///
     /// # Errors
     /// A device error: the stream has stopped at a fault.
@@ -68,13 +70,14 @@ impl Stream {
         self.context.query(|entered| unsafe { entered.query_stream(self.raw) })
     }
 
-    /// Waits until everything that was queued is done, whether or not it left word.
+    /// Waits until all queued work is done, whether or not it wrote a value.
     ///
     /// # Errors
     /// A device error: the stream has stopped at a fault.
     pub fn drain(&self) -> Result<()> {
         let mut naps = BackoffSleep::default();
-        // A look that is refused does nothing, so it is repeated, once: what it was for would be lost.
+        // A query that is refused does nothing, so it is repeated, once: giving up would lose the work that
+        // is waited for.
         let mut may_be_refused = true;
         loop {
             match self.is_done() {
@@ -113,7 +116,7 @@ impl CompletionWord {
     /// `OutOfMemory`, a device error.
     pub fn new(stream: &Arc<Stream>, memory: &PlaceMemory) -> Result<Self> {
         let block = memory.allocate(size_of::<u64>() as u64)?;
-        // SAFETY: the block is pinned, long enough, aligned by its class, and nobody else's.
+        // SAFETY: the block is pinned, long enough, aligned by its class, and not shared yet.
         unsafe { std::ptr::write(block.address as *mut u64, 0) };
         Ok(Self { stream: stream.clone(), block: ManuallyDrop::new(block), given: AtomicU64::new(0) })
     }
@@ -131,15 +134,15 @@ impl CompletionWord {
         self.given.load(Ordering::Acquire)
     }
 
-    /// Has the stream write the next value behind all that is queued, and returns it. One caller at a time:
-    /// who queues on the stream holds its lane.
+    /// Has the stream write the next value after all queued work, and returns it. One caller at a time: a
+    /// thread that queues on the stream holds its lane.
     ///
     /// # Errors
     /// A device error; the value does not count then.
     pub fn count(&self, entered: &ContextGuard<'_>) -> Result<u64> {
         let value = self.given() + 1;
         // SAFETY: the context is current; the word lives until the stream was waited for, or has stopped.
-        // Without flags the write comes behind a barrier for the whole system.
+        // Without flags the write comes after a barrier for the whole system.
         let written = unsafe { entered.write_value(self.stream.raw, self.address(), value, 0) };
         written.map_err(|code| self.stream.context.fault(code))?;
         self.given.store(value, Ordering::Release);
@@ -172,7 +175,8 @@ impl CompletionWord {
 }
 
 impl Drop for CompletionWord {
-    /// A stream that stopped, or that cannot be asked, keeps the word: it may still write to it.
+    /// Frees the word, unless the stream may still write to it: a stream that stopped, or that cannot be
+    /// asked, keeps it.
     fn drop(&mut self) {
         if self.reached() >= self.given() {
             // SAFETY: it is not used again.
@@ -181,7 +185,7 @@ impl Drop for CompletionWord {
     }
 }
 
-/// Naps between looks at something of which nobody tells, each longer than the one before.
+/// Naps between looks at an event that no signal reports, each longer than the one before.
 pub(super) struct BackoffSleep(Duration);
 
 impl Default for BackoffSleep {
@@ -191,7 +195,7 @@ impl Default for BackoffSleep {
 }
 
 impl BackoffSleep {
-    #[expect(clippy::disallowed_methods, reason = "nothing on the host is told of what a GPU has done")]
+    #[expect(clippy::disallowed_methods, reason = "no signal tells the host of a GPU's progress")]
     pub fn take(&mut self) {
         std::thread::sleep(self.0);
         self.0 = NAP_MAX.min(2 * self.0);

@@ -4,9 +4,9 @@
 //! the same to the caller's kernels. It is never given back: the next open would pay for it again, and a
 //! fault in it outlives any store.
 //!
-//! Every driver call goes through [`ContextGuard`], which puts the caller's own context back afterwards and until
-//! then relaxes the thread's capture mode: a query of ours would otherwise invalidate a capture that the
-//! caller has under way on another stream.
+//! Every driver call goes through [`ContextGuard`], which puts the caller's own context back afterwards.
+//! Until then it relaxes the thread's capture mode: a query of ours would otherwise invalidate a capture that
+//! the caller has under way on another stream.
 
 use std::collections::BTreeMap;
 use std::ffi::c_int;
@@ -18,10 +18,10 @@ use super::errors::Code;
 use crate::base::sync::Mutex;
 use crate::error::{Error, Result};
 
-/// `CU_STREAM_CAPTURE_MODE_RELAXED`.
+/// `CU_STREAM_CAPTURE_MODE_RELAXED`: calls of this thread invalidate no capture.
 const CAPTURE_RELAXED: u32 = 2;
 
-/// `CUdevice_attribute`: what is asked of a GPU.
+/// Questions that the driver answers about a GPU: `CUdevice_attribute`.
 mod attribute {
     pub const UNIFIED_ADDRESSING: i32 = 41;
     pub const CAPABILITY_MAJOR: i32 = 75;
@@ -36,13 +36,13 @@ pub(super) struct Context {
     raw: RawContext,
     /// The GPU, as the driver names it.
     pub device: CUdevice,
-    /// Its number among the process's GPUs.
+    /// The GPU's number among the process's GPUs.
     pub ordinal: u32,
-    /// What its maker calls it.
+    /// The name that its maker gave it.
     pub name: String,
     /// Compute capability: 90 for 9.0.
     pub capability: u32,
-    /// Whether it can use managed memory.
+    /// Whether the GPU can use managed memory.
     pub has_managed_memory: bool,
     /// The fault that took the context, once there is one.
     lost: OnceLock<Error>,
@@ -57,7 +57,7 @@ unsafe impl Send for RawContext {}
 unsafe impl Sync for RawContext {}
 
 impl Context {
-    /// The context of the GPU with this number; or what is missing.
+    /// The context of the GPU with this number, or the reason why there is none.
     pub fn of(ordinal: u32) -> Result<&'static Self, String> {
         static CONTEXTS: Mutex<BTreeMap<u32, &'static Context>> = Mutex::new(BTreeMap::new());
         let mut contexts = CONTEXTS.lock();
@@ -113,7 +113,7 @@ impl Context {
         })
     }
 
-    /// The context, for calls that name two of them.
+    /// The context's handle, for calls that name two of them.
     pub fn handle(&self) -> CUcontext {
         self.raw.0
     }
@@ -136,7 +136,7 @@ impl Context {
         Ok(entered)
     }
 
-    /// Whether what is asked about has happened: to the driver that it has not yet is no error.
+    /// Whether the event that `ask` asks about has happened: the driver's "not yet" is no error.
     ///
     /// # Errors
     /// A device error.
@@ -148,7 +148,7 @@ impl Context {
         }
     }
 
-    /// The error for a code. A context that is gone is remembered, so that nobody touches it any more.
+    /// The error for a code. A context that is lost is remembered, so that no later call touches it.
     pub fn fault(&self, code: Code) -> Error {
         let error = Error::from(code);
         if code.context_lost() {
@@ -174,7 +174,7 @@ impl Deref for ContextGuard<'_> {
 }
 
 impl Drop for ContextGuard<'_> {
-    /// What fails here fails in the next call too, which says so.
+    /// Puts the caller's mode and context back. A failure here fails the next call too, which reports it.
     fn drop(&mut self) {
         if let Some(mut mode) = self.capture_mode {
             // SAFETY: the pointer is to a live integer, which holds the mode that the driver gave.
@@ -189,7 +189,7 @@ impl Drop for ContextGuard<'_> {
 
 fn name(driver: &Driver, device: CUdevice) -> Result<String, Code> {
     let mut name = [0_u8; 128];
-    // SAFETY: the driver writes at most as many bytes as it is told, the closing zero included.
+    // SAFETY: the driver writes at most the number of bytes that it is told, the closing zero included.
     unsafe { driver.device_name(name.as_mut_ptr().cast(), name.len() as c_int, device) }?;
     let len = name.iter().position(|byte| *byte == 0).unwrap_or(name.len());
     Ok(String::from_utf8_lossy(&name[..len]).into_owned())

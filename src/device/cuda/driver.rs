@@ -1,9 +1,9 @@
 //! The driver library: found at run time, never a reason to panic.
 //!
 //! The library's own bindings look up a symbol at its first call, panic where it is missing, and read the
-//! result as an enum, which a newer driver's codes are outside of. So the entry points that are used here are
-//! looked up together, once, and return numbers: a machine without a driver, and one whose driver is too old,
-//! is told by [`Driver::get`] before anything is called.
+//! result as an enum. A newer driver's codes are outside that enum. So the entry points used here are looked
+//! up together, once, and return numbers. [`Driver::get`] reports a missing driver, or one that is too old,
+//! before anything is called.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::sync::OnceLock;
@@ -20,7 +20,7 @@ const VERSION_MIN: c_int = 12_040;
 
 macro_rules! entry_points {
     ($($name:ident = $symbol:literal ($($argument:ident: $type:ty),*);)*) => {
-        /// The entry points, all of them there.
+        /// The driver's entry points, all of them present.
         pub(super) struct Driver {
             $($name: unsafe extern "C" fn($($type),*) -> u32,)*
         }
@@ -31,9 +31,10 @@ macro_rules! entry_points {
             }
 
             $(
+                #[doc = concat!("Calls the driver's `", $symbol, "`.")]
+                ///
                 /// # Safety
-                /// What CUDA's driver API demands of a caller of
-                #[doc = concat!("`", $symbol, "`.")]
+                /// The caller keeps the rules of CUDA's driver API for this function.
                 #[allow(clippy::too_many_arguments, reason = "as many as the driver's")]
                 pub unsafe fn $name(&self, $($argument: $type),*) -> Result<(), Code> {
                     // SAFETY: the caller's promise; the pointer is the entry point of that signature.
@@ -90,7 +91,8 @@ entry_points! {
 }
 
 impl Driver {
-    /// The driver, initialized; or what is missing. The answer stays the same as long as the process lives.
+    /// The driver, initialized, or the reason why there is none. The answer stays the same as long as the
+    /// process lives.
     pub fn get() -> Result<&'static Driver, String> {
         static DRIVER: OnceLock<Result<Driver, String>> = OnceLock::new();
         DRIVER.get_or_init(Self::find).as_ref().map_err(Clone::clone)
@@ -114,7 +116,7 @@ impl Driver {
         Ok(driver)
     }
 
-    /// How many GPUs there are.
+    /// The number of GPUs that the process sees.
     pub fn count(&self) -> Result<u32, Code> {
         let mut count = 0;
         // SAFETY: the driver is initialized, the pointer is to a live integer.
@@ -129,6 +131,6 @@ fn symbol<F: Copy>(name: &str) -> Result<F, String> {
     let library = unsafe { sys::culib() };
     // SAFETY: the callers name CUDA's entry points with the signatures that its headers of 12.4 give them,
     // and an entry point never changes its own: a new signature gets a new name.
-    let found = unsafe { library.get::<F>(name.as_bytes()) };
-    found.map(|found| *found).map_err(|_| format!("the CUDA driver is too old: it has no {name}"))
+    let entry = unsafe { library.get::<F>(name.as_bytes()) };
+    entry.map(|entry| *entry).map_err(|_| format!("the CUDA driver is too old: it has no {name}"))
 }

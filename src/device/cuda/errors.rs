@@ -1,9 +1,9 @@
-//! The driver's error codes, sorted by what is left afterwards.
+//! The driver's error codes, sorted by the state that they leave.
 //!
 //! - Not ready is no error.
-//! - Out of memory strikes allocations; they give back what lies idle and ask again.
+//! - Out of memory strikes allocations; they give back idle memory and ask again.
 //! - A call that was refused did nothing: the device is as it was.
-//! - Everything else, the unknown included, takes the process's context with it: every later call fails the
+//! - Every other code, the unknown included, takes the process's context with it: every later call fails the
 //!   same way, in the caller's own code too, and only a new process helps.
 //!
 //! Codes are shown by a table of our own: asking the driver for their names needs a driver.
@@ -62,7 +62,7 @@ const REFUSED: &[(u32, &str)] = &[
     (908, "the capture belongs to another thread"),
 ];
 
-/// Names of some that lose the context.
+/// Names of some codes that lose the context.
 const LOST: &[(u32, &str)] = &[
     (4, "deinitialized"),
     (214, "uncorrectable memory error"),
@@ -81,7 +81,7 @@ const LOST: &[(u32, &str)] = &[
 ];
 
 impl Code {
-    /// The result of a call.
+    /// Turns the number that a call returned into a result.
     pub fn check(call: &'static str, number: u32) -> Result<(), Self> {
         if number == 0 { Ok(()) } else { Err(Self { call, number }) }
     }
@@ -148,7 +148,7 @@ mod tests {
         for refused in [1, 2, 222, 701, 900] {
             assert_eq!(remedy(refused), Remedy::Reopen, "{refused}");
         }
-        // A fault, and a number that no table knows: the worst is taken for true.
+        // A fault, and a number that no table knows: the worst is assumed.
         for lost in [700, 719, 999, 12_345] {
             assert_eq!(remedy(lost), Remedy::NewProcess, "{lost}");
         }

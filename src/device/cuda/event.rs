@@ -1,7 +1,8 @@
 //! Events: points of streams, kept by the driver.
 //!
-//! A lane's own points are words that its stream writes (see `word`). An event stands for a point of a stream that
-//! is the caller's, to which the store queues nothing, and for one that another stream is told to wait for.
+//! A lane's own points are words that its stream writes (see `completion`). An event stands for a point of a
+//! caller's stream, to which the store queues nothing, and for a point that another stream is told to wait
+//! for.
 
 use super::completion::BackoffSleep;
 use super::context::{Context, ContextGuard};
@@ -9,10 +10,10 @@ use super::driver::{CUevent, CUstream};
 use super::errors::Code;
 use crate::error::Result;
 
-/// `CU_EVENT_DISABLE_TIMING`.
+/// `CU_EVENT_DISABLE_TIMING`: the store asks no event for its time.
 const NO_TIMING: u32 = 2;
 
-/// An event.
+/// An event of the driver's.
 pub(super) struct CudaEvent {
     context: &'static Context,
     raw: CUevent,
@@ -36,7 +37,7 @@ impl CudaEvent {
         Ok(Self { context, raw })
     }
 
-    /// Makes it stand for the point at which the stream is now.
+    /// Makes the event stand for the point at which the stream is now.
     ///
     /// # Safety
     /// The stream is live.
@@ -49,7 +50,7 @@ impl CudaEvent {
         unsafe { entered.record_event(self.raw, stream) }
     }
 
-    /// Makes what is put into the stream from now on wait for the point for which it stands.
+    /// Makes work that is put into the stream from now on wait for the event's point.
     ///
     /// # Safety
     /// The stream is live.
@@ -61,7 +62,7 @@ impl CudaEvent {
         unsafe { entered.wait_event(stream, self.raw, 0) }
     }
 
-    /// Waits, on this thread, until the point for which it stands has passed.
+    /// Waits, on this thread, until the event's point has passed.
     ///
     /// # Errors
     /// A device error.
@@ -82,8 +83,8 @@ impl CudaEvent {
 impl Drop for CudaEvent {
     fn drop(&mut self) {
         let Ok(entered) = self.context.enter() else { return };
-        // SAFETY: the context is current, the handle leaves our hands here, and whoever waits for the event on a
-        // stream has taken it.
+        // SAFETY: the context is current, the handle leaves our hands here, and a stream that waits for the
+        // event has taken its point already.
         if let Err(code) = unsafe { entered.destroy_event(self.raw) } {
             tracing::warn!(%code, "an event could not be given back");
         }

@@ -1,11 +1,11 @@
 //! Names of page memory: a slot of a table, and the slot's generation.
 //!
 //! A generation is odd while its slot is in use and rises by one when the slot is taken and when it is given
-//! back, so a name that was released never fits again: who uses it, or releases it twice, is found out. A slot
-//! whose generations are used up is not taken any more.
+//! back. So a name that was released never fits again: a use after the release, and a second release, are
+//! found out. A slot whose generations are used up is not taken any more.
 //!
-//! Lists name page memory thousands of times, so reading takes no lock; taking a slot and giving one back take
-//! one lock of several.
+//! Lists name page memory thousands of times, so reading takes no lock; taking a slot and giving one back
+//! take one lock of several.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
@@ -16,29 +16,29 @@ use crate::device::{MemoryId, Span};
 
 /// Slots of the first chunk of the table; each further chunk is twice as long.
 const CHUNK_SLOTS_MIN: u32 = 1 << 10;
-/// Chunks: as many slots as a u32 can number.
+/// The number of chunks: together they have as many slots as a u32 can number.
 const CHUNKS: usize = (u32::BITS - CHUNK_SLOTS_MIN.ilog2()) as usize;
-/// Lists of free slots.
+/// The number of lists of free slots.
 const SHARDS: usize = super::resource::SHARDS;
 
 /// An allocation of page memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Allocation {
-    /// The first byte; 0 if it is empty.
+    /// The address of its first byte; 0 if it is empty.
     pub address: u64,
     /// Its length in bytes.
     pub len: u64,
-    /// In what it lies.
+    /// The kind of memory in which it lies.
     pub kind: Kind,
-    /// Whether it is the caller's, who frees it.
+    /// Whether the caller owns it, and frees it.
     pub is_adopted: bool,
 }
 
 impl Allocation {
-    /// Where a span of it begins. An empty one begins anywhere.
+    /// The address at which a span of it begins. An empty one begins anywhere.
     ///
     /// # Panics
-    /// If it does not lie in it.
+    /// If the span does not lie in it.
     pub fn at(&self, span: Span) -> u64 {
         let end = span.offset.checked_add(span.len);
         let within = end.is_some_and(|end| end <= self.len);
@@ -65,7 +65,7 @@ struct HandleSlot {
 }
 
 impl Handles {
-    /// No names yet.
+    /// A table without names.
     pub fn new() -> Self {
         Self { chunks: Default::default(), free: Default::default(), next: AtomicU32::new(0) }
     }
@@ -75,7 +75,7 @@ impl Handles {
         let Allocation { address, len, kind, is_adopted } = allocation;
         let number = self.free_slot();
         let slot = self.slot(number).expect("a slot that was taken is there");
-        // Nobody knows the name yet, so these may come in any order before the generation.
+        // No other thread knows the name yet, so these may come in any order before the generation.
         slot.address.store(address, Ordering::Relaxed);
         slot.len.store(len, Ordering::Relaxed);
         slot.kind.store(kind as u8, Ordering::Relaxed);
@@ -85,7 +85,7 @@ impl Handles {
         MemoryId(u64::from(generation) << u32::BITS | u64::from(number))
     }
 
-    /// The allocation of that name; `None` if it was released, or never was.
+    /// The allocation of this name; `None` if it was released, or never was.
     pub fn get(&self, id: MemoryId) -> Option<Allocation> {
         let (generation, number) = parts(id);
         let slot = self.slot(number)?;
@@ -98,12 +98,12 @@ impl Handles {
             kind: Kind::ALL[usize::from(slot.kind.load(Ordering::Relaxed))],
             is_adopted: slot.is_adopted.load(Ordering::Relaxed),
         };
-        // Released and taken anew meanwhile, it may be a mixture.
+        // If the slot was released and taken anew meanwhile, the fields may be a mixture.
         fence(Ordering::Acquire);
         (slot.generation.load(Ordering::Relaxed) == generation).then_some(allocation)
     }
 
-    /// The allocation of that name.
+    /// The allocation of this name.
     ///
     /// # Panics
     /// If it was released, or never was.
@@ -111,7 +111,8 @@ impl Handles {
         self.get(id).unwrap_or_else(|| panic!("{id:?} is no memory of this device"))
     }
 
-    /// Takes a name out of use; `None` if it is not in use: of two who release it, one gets the allocation.
+    /// Takes a name out of use; `None` if it is not in use. If two threads release it, one gets the
+    /// allocation.
     pub fn remove(&self, id: MemoryId) -> Option<Allocation> {
         let allocation = self.get(id)?;
         let (generation, number) = parts(id);
@@ -129,7 +130,7 @@ impl Handles {
         Some(allocation)
     }
 
-    /// Takes all names out of use.
+    /// Takes all names out of use, and returns their allocations.
     pub fn drain(&self) -> Vec<Allocation> {
         let numbers = 0..self.next.load(Ordering::Acquire);
         let live = numbers.filter_map(|number| {
@@ -159,7 +160,7 @@ impl Handles {
     }
 }
 
-/// A name's generation and slot.
+/// The generation and the slot of a name.
 fn parts(id: MemoryId) -> (u32, u32) {
     ((id.0 >> u32::BITS) as u32, id.0 as u32)
 }
@@ -214,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn slots_lie_one_behind_the_other() {
+    fn slots_follow_each_other_from_chunk_to_chunk() {
         let mut expected = (0, 0);
         for number in 0..10 * CHUNK_SLOTS_MIN {
             let (chunk, slots, index) = position(number);
@@ -225,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn of_two_who_release_a_name_one_gets_the_allocation() {
+    fn of_two_releases_of_a_name_one_gets_the_allocation() {
         let handles = Handles::new();
         let barrier = std::sync::Barrier::new(2);
         for round in 1..2000 {

@@ -26,7 +26,7 @@ impl Functions {
     /// The kernels in a context. They stay as long as it does.
     ///
     /// # Errors
-    /// A device error: the driver takes none of the forms in which the kernels are there.
+    /// A device error: the driver takes none of the forms in which the kernels are embedded.
     pub fn of(context: &'static Context) -> Result<&'static Self> {
         static LOADED: Mutex<BTreeMap<u32, &'static Functions>> = Mutex::new(BTreeMap::new());
         let mut loaded = LOADED.lock();
@@ -48,8 +48,8 @@ impl Functions {
                 None => {
                     let image = image(kernel.module, context.capability);
                     let mut module = std::ptr::null_mut();
-                    // SAFETY: the context is current; the image is one of ours, whole, and a zero byte is
-                    // behind it, where text ends.
+                    // SAFETY: the context is current; the image is one of ours, whole, and a zero byte
+                    // follows it, where text ends.
                     unsafe { entered.load_module(&mut module, image.as_ptr().cast::<c_void>()) }
                         .map_err(|code| context.fault(code))?;
                     modules.insert(kernel.module, module);

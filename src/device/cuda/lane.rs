@@ -1,7 +1,13 @@
-//! A lane: a stream, its fences, and what its lists use until their fences have passed.
+//! A lane: a stream, its fences, and the memory that its lists use until their fences have passed.
 //!
-//! Lists of a lane are queued one after the other, under its lock; a fence is the value that the stream
-//! writes behind the list.
+//! Lists of a lane are queued one after the other, under its lock. A fence is the value that the stream
+//! writes after the list.
+//!
+//! # Locks
+//!
+//! A thread holds one lane's lock at a time. Where two lanes wait for each other's points, only the lane that
+//! is waited for is locked, so two threads that make two lanes follow each other cannot deadlock. The
+//! driver's calls under the lock only queue; the one that may wait is a long copy (see `bulk_copies`).
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -17,26 +23,26 @@ use crate::base::sync::{Mutex, MutexGuard};
 use crate::device::{RawStream, ReturnedStaging};
 use crate::error::Result;
 
-/// A lane.
+/// A lane's stream and its points.
 pub(super) struct Timeline {
     context: &'static Context,
     stream: Arc<Stream>,
     fences: CompletionWord,
     pieces: Arc<CompletionWord>,
-    /// Stands for one point of a stream while another one is told to wait for it: recorded and taken under the
-    /// queue's lock.
+    /// Stands for one point of a stream while another stream is told to wait for it. It is recorded and taken
+    /// under the queue's lock: a second recording in between would move the point.
     event: CudaEvent,
     is_urgent: bool,
     queue: Mutex<VecDeque<ListResources>>,
 }
 
-/// What a list uses until its fence has passed.
+/// Memory that a list uses until its fence has passed.
 struct ListResources {
-    /// The fence; beyond all others if the list may have begun and has none.
+    /// The list's fence; beyond all others if the list may have begun and has none.
     fence: u64,
     /// Held so that a `Pending` that is dropped early frees nothing that the list uses.
     _staging: Arc<ReturnedStaging>,
-    /// Tables and scratch.
+    /// The list's tables and scratch.
     _blocks: Vec<DeviceBlock>,
 }
 
@@ -47,7 +53,7 @@ pub(super) struct LaneTurn<'t> {
 }
 
 impl Timeline {
-    /// A new lane; an urgent one goes before others, where the GPU can choose and in long copies.
+    /// A new lane. An urgent one goes before others, where the GPU can choose and in long copies.
     ///
     /// # Errors
     /// `OutOfMemory`, a device error.
@@ -64,27 +70,28 @@ impl Timeline {
         })
     }
 
-    /// The stream, for launches and copies of who has the lane's turn.
+    /// The stream, for launches and copies of the thread that has the lane's turn.
     pub fn stream(&self) -> CUstream {
         self.stream.raw()
     }
 
-    /// Whether it goes before others.
+    /// Whether the lane goes before others.
     pub fn is_urgent(&self) -> bool {
         self.is_urgent
     }
 
-    /// Its fences.
+    /// The lane's fences, as values of a word.
     pub fn fences(&self) -> &CompletionWord {
         &self.fences
     }
 
-    /// Counts pieces of long copies.
+    /// The word that counts pieces of long copies.
     pub fn pieces(&self) -> &Arc<CompletionWord> {
         &self.pieces
     }
 
-    /// The right to queue the next list; what earlier lists are done with is freed first.
+    /// Takes the right to queue the next list. Memory of earlier lists that are done is freed first, here and
+    /// not when a fence passes: the GPU tells no thread of that.
     pub fn turn(&self) -> LaneTurn<'_> {
         let mut queue = self.queue.lock();
         let reached = self.fences.reached();
@@ -94,7 +101,8 @@ impl Timeline {
         LaneTurn { lane: self, queue }
     }
 
-    /// Waits until the stream has done everything that was queued, lists without a fence included.
+    /// Waits until the stream has done everything that was queued. Waiting for the newest fence would not do:
+    /// a list that failed half queued has none, and may still run.
     ///
     /// # Errors
     /// A device error: the stream stopped.
@@ -102,15 +110,17 @@ impl Timeline {
         self.stream.drain()
     }
 
-    /// Makes what is queued on `self` from now on run after everything that is queued on `other` by now, which may
-    /// be another GPU's.
+    /// Makes work that is queued on `self` from now on run after everything that is queued on `other` by now,
+    /// which may be another GPU's.
     ///
     /// # Errors
     /// A device error.
     pub fn follow(&self, other: &Self) -> Result<()> {
-        // Nobody queues there meanwhile, nor records the event anew before the wait has taken it.
+        // With the other lane's turn in hand no thread queues there meanwhile, nor records the event anew
+        // before the wait has taken it.
         let _turn = other.queue.lock();
         let point = &other.event;
+        // The driver records an event only on a stream of the event's own context. A wait may cross contexts.
         {
             let entered = other.context.enter()?;
             // SAFETY: its context is current, and a lane's handles live as long as it does.
@@ -121,7 +131,8 @@ impl Timeline {
         unsafe { point.hold_back(&entered, self.stream()) }.map_err(|code| self.context.fault(code))
     }
 
-    /// Makes what is queued on this lane from now on run after everything that is in a caller's stream by now.
+    /// Makes work that is queued on this lane from now on run after everything that is in a caller's stream
+    /// by now.
     ///
     /// # Errors
     /// `StreamRefused`, a device error.
@@ -132,11 +143,14 @@ impl Timeline {
             .map_err(|code| stream::refused(self.context, stream, code))
     }
 
-    /// Makes what is put into a caller's stream from now on run after everything that is queued here by now.
+    /// Makes work that is put into a caller's stream from now on run after everything that is queued here by
+    /// now.
     ///
     /// # Errors
     /// `StreamRefused`, a device error.
     pub fn lead_stream(&self, stream: RawStream) -> Result<()> {
+        // Checked before the event is recorded: within a capture the wait would become a part of the caller's
+        // graph, and be repeated at every launch of it.
         let entered = self.context.enter()?;
         stream::check(self.context, &entered, stream)?;
         self.record(&entered, self.stream(), stream::raw(stream))
@@ -145,10 +159,11 @@ impl Timeline {
 
     /// Makes `later` wait for the point at which `earlier` is now.
     fn record(&self, entered: &ContextGuard<'_>, earlier: CUstream, later: CUstream) -> Result<(), Code> {
-        // Nobody queues here meanwhile, nor records the event anew before the wait has taken it.
+        // With the turn in hand no thread queues here meanwhile, nor records the event anew before the wait
+        // has taken it.
         let _turn = self.queue.lock();
         // SAFETY: the context is current; a lane's handles live as long as it does, and a caller's stream is
-        // vouched for by who made its `RawStream`.
+        // vouched for by the maker of its `RawStream`.
         unsafe { self.event.record(entered, earlier) }?;
         // SAFETY: the same.
         unsafe { self.event.hold_back(entered, later) }
@@ -159,7 +174,7 @@ impl LaneTurn<'_> {
     /// Ends a list that is queued, and returns its fence.
     ///
     /// # Errors
-    /// A device error. What the list uses then stays until the lane is dropped.
+    /// A device error. The memory that the list uses then stays until the lane is dropped.
     pub fn end(
         mut self,
         entered: &ContextGuard<'_>,
@@ -178,20 +193,22 @@ impl LaneTurn<'_> {
         }
     }
 
-    /// Gives up a list of which a part may be queued: what it uses stays until the lane is dropped.
+    /// Gives up a list that may be queued in part: the memory that it uses stays until the lane is dropped.
+    /// Its fence never comes, so it holds back the memory of later lists too; the device takes none after
+    /// this.
     pub fn abandon(mut self, staging: &Arc<ReturnedStaging>, blocks: Vec<DeviceBlock>) {
         self.queue.push_back(ListResources { fence: u64::MAX, _staging: staging.clone(), _blocks: blocks });
     }
 }
 
 impl Drop for Timeline {
-    /// Waits for the stream, so that it writes to nothing that is freed. What a stream that stopped was
+    /// Waits for the stream, so that it writes to nothing that is freed. Memory that a stopped stream was
     /// using is left to it.
     fn drop(&mut self) {
-        let left = std::mem::take(self.queue.get_mut());
+        let lists = std::mem::take(self.queue.get_mut());
         if let Err(error) = self.drain() {
-            tracing::warn!(%error, "a lane stopped: what its lists use stays allocated");
-            left.into_iter().for_each(std::mem::forget);
+            tracing::warn!(%error, "a lane stopped: the memory of its lists stays allocated");
+            lists.into_iter().for_each(std::mem::forget);
         }
     }
 }

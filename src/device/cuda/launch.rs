@@ -1,4 +1,8 @@
-//! Doing what a plan says: its rows into pinned memory, its steps into a stream.
+//! Carrying out a plan: its rows go into pinned memory, its steps into a stream.
+//!
+//! All tables of a list lie in one block of mapped pinned memory, and kernels read them over the bus. A copy
+//! to the GPU would be one more command before the first launch, on an engine at which it may have to wait.
+//! Launches of a list run in the order of the stream, so a step sees all bytes that earlier steps wrote.
 
 use std::ffi::c_void;
 
@@ -15,10 +19,11 @@ use super::memory::DeviceBlock;
 use super::plan::{LaunchPlan, LaunchStep};
 use crate::error::Result;
 
-/// Boundary on which each table begins.
+/// Boundary on which each table begins: the alignment of [`PieceRow`](super::abi::PieceRow), which the
+/// kernels' half declares too.
 const TABLE_ALIGN: usize = 16;
 
-/// Where a plan's tables lie, as offsets from the first.
+/// Offsets of a plan's tables from the first.
 pub(super) struct Layout {
     pieces: usize,
     parts: usize,
@@ -28,11 +33,11 @@ pub(super) struct Layout {
     selects: usize,
     scans: usize,
     indices: usize,
-    /// Bytes of all tables.
+    /// Number of bytes of all tables.
     pub len: usize,
 }
 
-/// What steps are done with.
+/// The parts of a device that steps are carried out with.
 pub(super) struct Launcher<'l> {
     pub context: &'static Context,
     pub entered: &'l ContextGuard<'l>,
@@ -78,13 +83,13 @@ impl Layout {
 
 /// Copies rows, plain numbers, to pinned memory that was allocated for them.
 fn write_rows<R: Copy>(rows: &[R], address: u64) {
-    // SAFETY: the caller's layout leaves room for the rows at this address, which is aligned for them, and
-    // nobody else has the block until the stream is told of it.
+    // SAFETY: the caller's layout leaves room for the rows at this address, which is aligned for them, and no
+    // other code has the block until the stream is told of it.
     unsafe { std::ptr::copy_nonoverlapping(rows.as_ptr(), address as *mut R, rows.len()) }
 }
 
 impl Launcher<'_> {
-    /// Queues a plan's steps. What they touch must stay until the lane's next value has passed.
+    /// Queues a plan's steps. Memory that they touch must stay until the lane's next value has passed.
     ///
     /// # Errors
     /// A device error; steps before it may have been queued.
@@ -113,6 +118,8 @@ impl Launcher<'_> {
                 LaunchStep::Select(range, scans) => {
                     let rows = row(layout.selects, range.start, size_of::<SelectRow>());
                     let (row_count, scan_count) = (range.len() as u32, scans.len() as u32);
+                    // Bitmaps of no bytes have no rows and still a sum, which the scan writes. A launch of no
+                    // rows is an error to the driver.
                     if row_count > 0 {
                         self.launch(SELECT_COUNT, rows, row_count, None)?;
                     }
@@ -144,9 +151,9 @@ impl Launcher<'_> {
             [(&raw mut rows).cast(), (&raw mut row_count).cast(), (&raw mut pieces_at).cast()];
         let function = self.functions.get(kernel);
         let launch = |parameters: *mut *mut c_void| {
-            // SAFETY: the context is current, the function is of its modules, the parameters are those of the kernel's
-            // signature in `abi.rs`, and the driver copies them before it returns. All that the rows name was checked
-            // to lie in memory that stays until the lane's next value has passed.
+            // SAFETY: the context is current, the function is of its modules, the parameters are those of the
+            // kernel's signature in `abi.rs`, and the driver copies them before it returns. All that the rows
+            // name was checked to lie in memory that stays until the lane's next value has passed.
             unsafe {
                 self.entered.launch(
                     function,

@@ -1,4 +1,4 @@
-//! Memory of one place, for those here who use it: blocks of a source that nothing outside can misuse.
+//! Memory of one place, for the users in this folder: blocks of a source that no outside code can misuse.
 
 use std::fmt;
 use std::sync::Arc;
@@ -9,17 +9,18 @@ use super::resource::MemoryResource;
 use crate::device::MemoryStats;
 use crate::error::{Error, Result};
 
-/// Memory of one place. Shared by threads.
+/// The memory of one place. Shared by threads.
 #[derive(Clone)]
 pub(super) struct PlaceMemory {
-    /// What a shortage is reported as.
+    /// The place that a shortage is reported for.
     pub place: Place,
     source: Arc<dyn MemoryResource>,
 }
 
-/// Memory handed out; given back when it is dropped. Who cannot know that nothing uses it any more forgets it.
+/// Memory handed out; given back when it is dropped. An owner that cannot know whether it is still used
+/// forgets it.
 pub(super) struct DeviceBlock {
-    /// The first byte, to GPU and host alike.
+    /// The address of the first byte, to GPU and host alike.
     pub address: u64,
     /// Length in bytes, as it was asked for.
     pub len: u64,
@@ -27,12 +28,12 @@ pub(super) struct DeviceBlock {
 }
 
 impl PlaceMemory {
-    /// Memory of a source.
+    /// The memory of a source.
     pub fn new(place: Place, source: Arc<dyn MemoryResource>) -> Self {
         Self { place, source }
     }
 
-    /// `len` bytes, whose content is what their last user left; at least one is allocated.
+    /// A block of `len` bytes, which hold whatever their last user left; at least one is allocated.
     ///
     /// # Errors
     /// `OutOfMemory`, a device error.
@@ -45,7 +46,7 @@ impl PlaceMemory {
         Ok(DeviceBlock { address, len, memory: self.clone() })
     }
 
-    /// A block again of what [`DeviceBlock::into_raw`] took apart.
+    /// The block that [`DeviceBlock::into_raw`] took apart.
     ///
     /// # Safety
     /// The block was of this memory, and this is done once.
@@ -53,7 +54,7 @@ impl PlaceMemory {
         DeviceBlock { address, len, memory: self.clone() }
     }
 
-    /// Gives back what nobody uses, and returns how many bytes that was.
+    /// Gives back unused memory, and returns how many bytes that was.
     ///
     /// # Errors
     /// A device error.
@@ -61,14 +62,14 @@ impl PlaceMemory {
         self.source.trim()
     }
 
-    /// What was asked for and what is held.
+    /// The bytes asked for and the bytes held.
     pub fn stats(&self) -> MemoryStats {
         self.source.stats()
     }
 }
 
 impl DeviceBlock {
-    /// Gives it back, and says so if that fails.
+    /// Gives the block back, and reports whether that failed.
     ///
     /// # Errors
     /// A device error; the block is lost then.
@@ -78,7 +79,7 @@ impl DeviceBlock {
         freed
     }
 
-    /// Its address, for who keeps account of it otherwise.
+    /// The block's address, for an owner that keeps account of it otherwise.
     pub fn into_raw(self) -> u64 {
         let mut block = std::mem::ManuallyDrop::new(self);
         let address = block.address;
@@ -88,8 +89,8 @@ impl DeviceBlock {
     }
 
     fn give_back(&self) -> Result<()> {
-        // SAFETY: a block stands for memory that its source gave, and is given back once; who holds one hands
-        // out its address only to work that ends before the block does.
+        // SAFETY: a block stands for memory that its source gave, and is given back once; the holder of one
+        // hands out its address only to work that ends before the block does.
         unsafe { self.memory.source.free(self.address, self.len.max(1)) }
     }
 }

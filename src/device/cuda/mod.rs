@@ -1,16 +1,15 @@
 //! Pages in the memory of a GPU.
 //!
-//! Read in this order: `driver` (what is called, found at run time), `errors`, `context` (how calls are made),
-//! `resource`, `memory` and `staging`, `handles` (names of page memory), `adopted` (the caller's memory), `word`,
-//! `event`, `lane` and `stream` (what fences are, and the caller's streams beside them), `list` and `plan` (from
-//! commands to launches), `functions`, `launch` and `bulk` (how they are done), `peer` and `across` (another GPU's
-//! memory);
-//! `abi` is what host and kernels agree on, `modules` the kernels themselves. [`HostDevice`] defines what every
-//! list must lead to (I11).
+//! Read in this order: `driver` (the calls, found at run time), `errors`, `context` (how calls are made),
+//! `resource`, `memory` and `staging`, `handles` (names of page memory), `caller_memory`, `completion`,
+//! `event`, `lane` and `stream` (fences, and the caller's streams), `translate` and `plan` (from commands to
+//! launches), `kernels`, `launch` and `bulk_copies` (how launches are carried out), `peer` and `peer_copy`
+//! (another GPU's memory). `abi` is the agreement between host and kernels, `modules` the kernels themselves.
+//! [`HostDevice`] defines the result of every list (I11).
 //!
 //! A list becomes a few launches over tables in pinned memory and one write of the lane's fence. Nothing here
-//! uses the default stream or waits for the whole GPU, but for giving memory back, which only a shortage and
-//! [`Device::trim`] do. A crash loses all of it; the log brings it back.
+//! uses the default stream. Nothing waits for the whole GPU either, except giving memory back, which only a
+//! shortage and [`Device::trim`] do. A crash loses all of it; the log brings it back.
 //!
 //! [`HostDevice`]: super::host::HostDevice
 
@@ -59,8 +58,8 @@ use super::{
 use crate::base::sync::Mutex;
 use crate::error::{Error, Result};
 
-/// The longest slab of pinned memory, but for a part of a block. A driver pins 1.5 GB/s in however many calls, and what a
-/// slab has too much no other part of the process can use.
+/// The longest slab of pinned memory, but for a part of a block. A driver pins 1.5 GB/s in however many
+/// calls, and no other part of the process can use a slab's excess.
 const PINNED_SLAB_LEN_MAX: u64 = 4 << 20;
 
 /// Pages in a GPU's memory, in pinned host memory, and in managed memory.
@@ -75,9 +74,9 @@ pub struct CudaDevice {
     pages: Handles,
     on_gpu: PlaceMemory,
     managed: PlaceMemory,
-    /// Pages in host memory, staging and tables.
+    /// Memory for pages in host memory, for staging and for tables.
     pinned: PlaceMemory,
-    /// Why nothing is queued any more: a list was left half queued.
+    /// Why nothing is queued any more, once a list was left half queued.
     stopped: OnceLock<Error>,
     context: &'static Context,
 }
@@ -86,7 +85,7 @@ impl CudaDevice {
     /// The GPU with this number among those that the process sees.
     ///
     /// # Errors
-    /// `DeviceUnavailable` names what is missing: the driver, the GPU, something it must be able to do.
+    /// `DeviceUnavailable` names the missing part: the driver, the GPU, something it must be able to do.
     pub fn open(ordinal: u32) -> Result<Self> {
         Self::open_with(ordinal, Arc::new(Pool::new(DriverMemory::of(ordinal)?)))
     }
@@ -98,10 +97,10 @@ impl CudaDevice {
     /// ```no_run
     /// use std::sync::Arc;
     /// use remanent::device::cuda::CudaDevice;
-    /// use remanent::device::cuda::resource::{DriverMemory, Limited, Pool};
+    /// use remanent::device::cuda::resource::{DriverMemory, LimitedMemory, Pool};
     /// use remanent::{Options, Store, disk::dir::DirDisk};
     /// // Never more than 8 GiB from the driver, slack included.
-    /// let memory = Pool::new(Limited::new(DriverMemory::of(0)?, 8 << 30));
+    /// let memory = Pool::new(LimitedMemory::new(DriverMemory::of(0)?, 8 << 30));
     /// let device = CudaDevice::open_with(0, Arc::new(memory))?;
     /// let store = Store::open_on(Arc::new(DirDisk::new("mystore")), Arc::new(device), Options::default())?;
     /// # drop(store);
@@ -117,7 +116,7 @@ impl CudaDevice {
         let pinned = Pool::with_slabs_up_to(PINNED_SLAB_LEN_MAX, driver(Kind::Pinned));
         let pinned = PlaceMemory::new(Place::Pinned, Arc::new(pinned));
         let lane = |is_urgent| Timeline::new(context, &pinned, is_urgent);
-        // Commits wait for the lanes of deltas and of what is staged.
+        // Commits wait for the lanes of deltas and of staging.
         Ok(Self {
             lanes: [lane(true)?, lane(false)?, lane(false)?, lane(true)?],
             bulk: BulkQueue::new(context),
@@ -131,7 +130,7 @@ impl CudaDevice {
         })
     }
 
-    /// How many GPUs the process sees.
+    /// The number of GPUs that the process sees.
     ///
     /// # Errors
     /// `DeviceUnavailable`: there is no driver, or it is too old.
@@ -153,7 +152,7 @@ impl CudaDevice {
         }
     }
 
-    /// Allocates; where memory is short, what lies idle goes first.
+    /// Allocates a block. Where memory is short, idle memory is given back first.
     fn block(&self, kind: Kind, len: u64) -> Result<DeviceBlock> {
         match self.memory(kind).allocate(len) {
             Err(Error::OutOfMemory { .. }) if self.trim()? > 0 => self.memory(kind).allocate(len),
@@ -202,7 +201,8 @@ impl CudaDevice {
         unsafe { self.memory(page.kind).block(page.address, page.len) }.free()
     }
 
-    /// Queues what is planned. What it touches beside `staging` and `blocks` must stay until the fence has passed.
+    /// Queues a plan. Memory that it touches, other than `staging` and `blocks`, must stay until the fence
+    /// has passed.
     fn queue(
         &self,
         lane: Lane,
@@ -217,7 +217,7 @@ impl CudaDevice {
             blocks.push(tables);
         }
         let tables = if layout.len > 0 { blocks.last() } else { None };
-        // One list of the lane at a time.
+        // From here on this thread has the lane's turn: one list at a time.
         let returned = Arc::new(Mutex::new(staging));
         let timeline = self.lane(lane);
         let turn = timeline.turn();
@@ -229,13 +229,13 @@ impl CudaDevice {
             bulk: &self.bulk,
             lane: timeline,
         };
-        // The fence behind it. From a failure on, what the list did is not known.
+        // After a failure the effect of the list is not known, so no fence is given for it.
         let queued = launcher.run(plan, &layout, tables);
         let value = self.end(turn, &entered, &returned, blocks, queued)?;
         Ok(Pending::new(Fence { lane, value }, returned))
     }
 
-    /// Ends a list, of which nothing more is queued once a part could not be. Returns its fence.
+    /// Ends a list, and returns its fence. If a part could not be queued, nothing more is queued after it.
     fn end(
         &self,
         turn: LaneTurn<'_>,
@@ -301,7 +301,7 @@ impl Device for CudaDevice {
     fn submit(&self, lane: Lane, list: CommandList) -> Result<Pending> {
         self.check_running()?;
         let CommandList { commands, staging } = list;
-        // Planned before anything is queued: what breaks the contract panics here.
+        // Planned before anything is queued: a list that breaks the contract panics here.
         let mut blocks = Vec::new();
         let needed = ScratchNeed::needed(&commands);
         let mut scratch = ScratchNeed::default();

@@ -1,10 +1,10 @@
 //! The compiled kernels, embedded.
 //!
-//! `kernels/build.py` makes them; `tests/it/kernels.rs` holds them against their sources. Machine code for the
-//! newest architecture spares a driver the quarter of a second that translating takes; PTX serves all others
-//! from compute capability 8.0 on.
+//! `kernels/build.py` makes them; `tests/it/kernels.rs` holds them against their sources. Machine code for
+//! the newest architecture spares a driver the quarter of a second that translating takes; PTX serves all
+//! others from compute capability 8.0 on.
 
-/// What one `.cu` file was compiled to.
+/// The compiled forms of one `.cu` file.
 #[derive(Clone, Copy, Debug)]
 pub struct Module {
     /// The file's name without its ending.
@@ -25,6 +25,6 @@ macro_rules! module {
     };
 }
 
-/// All of them. A [`Kernel`](super::abi::Kernel) names its module by the index here.
+/// All modules. A [`Kernel`](super::abi::Kernel) names its module by the index here.
 pub const MODULES: [Module; 5] =
     [module!("apply"), module!("crc"), module!("diff"), module!("select"), module!("validate")];

@@ -1,7 +1,7 @@
 //! From one GPU's memory to another one's, past the host.
 //!
-//! Whether there is such a way the driver says, for each pair of GPUs: they hang at one switch, or at one bus.
-//! Where there is none, bytes go by way of the host, which is the business of whoever wants them there.
+//! For each pair of GPUs the driver says whether there is such a way: they hang at one switch, or at one bus.
+//! Where there is none, bytes go by way of the host, which is the business of the caller.
 
 use std::collections::BTreeMap;
 
@@ -10,12 +10,12 @@ use super::driver::CUstream;
 use crate::base::sync::Mutex;
 use crate::error::Result;
 
-/// Whether one GPU reaches the memory of another one. The first time this is what makes it so.
+/// Whether one GPU reaches the memory of another one. The first call for a pair opens the way.
 ///
 /// # Errors
 /// A fault that took the reader's context.
 pub(super) fn reaches(reader: &'static Context, owner: &'static Context) -> Result<bool> {
-    // Contexts stay as long as the process does, and so does what they may.
+    // Contexts stay as long as the process does, and so does the access between them.
     static PAIRS: Mutex<BTreeMap<(u32, u32), bool>> = Mutex::new(BTreeMap::new());
     if reader.ordinal == owner.ordinal {
         return Ok(true);
@@ -46,7 +46,7 @@ fn open(reader: &'static Context, owner: &'static Context) -> Result<bool> {
         // Another library of this process was here before.
         Err(code) if code.is_peer_already() => Ok(true),
         Err(code) if code.context_lost() => Err(reader.fault(code)),
-        // There is another way.
+        // The copy then goes by way of the host.
         Err(code) => {
             tracing::warn!(%code, reader = reader.ordinal, owner = owner.ordinal, "no way between GPUs");
             Ok(false)
@@ -54,7 +54,7 @@ fn open(reader: &'static Context, owner: &'static Context) -> Result<bool> {
     }
 }
 
-/// Queues a copy from a GPU's memory to that of the one whose context is entered.
+/// Queues a copy from a GPU's memory to the memory of the one whose context is entered.
 ///
 /// # Errors
 /// A device error.

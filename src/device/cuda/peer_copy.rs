@@ -1,17 +1,17 @@
 //! From memory that one GPU reaches to memory that another one reaches, without a wait on the host.
 //!
-//! Lanes of two GPUs wait for each other by events: the copy comes behind what is queued on both, and what is queued
-//! on either from then on comes behind the copy. By which way bytes go:
+//! Lanes of two GPUs wait for each other by events. The copy comes after the work queued on both, and work
+//! that is queued on either from then on comes after the copy. Bytes go by one of these ways:
 //!
 //! | from | to | way |
 //! |---|---|---|
 //! | a GPU's memory | another GPU's | past the host, where the driver knows a way |
-//! | a GPU's memory | another GPU's | else by two blocks of pinned memory, in turn: one is read while the other is written |
+//! | a GPU's memory | another GPU's | else by two pinned blocks in turn: one is read, one written |
 //! | a GPU's memory | the host's, or managed | the first GPU's kernels write it |
 //! | the host's, or managed | a GPU's | the second GPU's kernels read it |
 //!
-//! Kernels and not the copy engine write to the host's memory: that engine has a queue of its own (see `bulk`), at
-//! which whoever queues may have to wait.
+//! Kernels and not the copy engine write to the host's memory: that engine has a queue of its own (see
+//! `bulk_copies`), at which a thread may have to wait.
 
 use std::sync::Arc;
 
@@ -25,8 +25,8 @@ use super::resource::Kind;
 use crate::device::{CommandList, Device, Fence, Lane, Pending, ReturnedStaging, Span};
 use crate::error::Result;
 
-/// Bytes of a block by which bytes go where no other way is: what takes a bus longer than the launches that a block
-/// costs take the host.
+/// Length of the blocks by which bytes go where there is no other way. A bus takes longer for a block than
+/// the host takes for its launches.
 const RELAY_LEN: u64 = 4 << 20;
 
 /// Queues a copy to memory of `to`; `None` if the host must take part.
@@ -43,7 +43,7 @@ pub(super) fn copy(
     let (source_in, target_in) = (from.pages.named(source.memory), to.pages.named(target.memory));
     let bytes = PeerCopy { source: source_in.at(source), target: target_in.at(target), len: source.len };
     assert_eq!(source.len, target.len, "a copy between ranges of different lengths");
-    // What a caller pinned need not be pinned for every GPU.
+    // Memory that a caller pinned need not be pinned for every GPU.
     let is_foreign = |memory: Allocation| memory.is_adopted && memory.kind != Kind::Device;
     if is_foreign(source_in) || is_foreign(target_in) {
         return Ok(None);
@@ -77,7 +77,7 @@ struct PeerCopy {
 }
 
 impl PeerCopy {
-    /// Kernels that copy them.
+    /// The launches of kernels that copy them.
     fn plan(self) -> LaunchPlan {
         let mut plan = LaunchPlan::default();
         plan.piece(PlannedPiece {
@@ -100,29 +100,29 @@ fn past_the_host(to: &CudaDevice, from: &CudaDevice, lane: Lane, bytes: PeerCopy
     let queued = if bytes.len == 0 {
         Ok(())
     } else {
-        // SAFETY: the memory is of these GPUs, and was checked to hold the ranges; who asks lets it be until the
-        // fence has passed.
+        // SAFETY: the memory is of these GPUs, and was checked to hold the ranges; the caller lets it be
+        // until the fence has passed.
         unsafe { peer::copy(&entered, timeline.stream(), target, source, bytes.len) }
     };
     let value = to.end(turn, &entered, &returned, Vec::new(), queued)?;
     Ok(Pending::new(Fence { lane, value }, returned))
 }
 
-/// By way of the host's memory, a block at a time.
+/// Copies by way of the host's memory, a block at a time.
 fn relay(to: &CudaDevice, from: &CudaDevice, lane: Lane, bytes: PeerCopy) -> Result<Pending> {
     let block_len = bytes.len.min(RELAY_LEN);
     let blocks = [to.block(Kind::Pinned, block_len)?, to.block(Kind::Pinned, block_len)?];
     let relayed = relay_by(&blocks, to, from, lane, bytes);
     match relayed.and_then(|()| to.context.enter()) {
         Ok(entered) => {
-            // The end comes behind all reads, and they come behind all writes.
+            // The end comes after all reads, and they come after all writes.
             let returned = Arc::<ReturnedStaging>::default();
             let turn = to.lane(lane).turn();
             let value = to.end(turn, &entered, &returned, blocks.into(), Ok(()))?;
             Ok(Pending::new(Fence { lane, value }, returned))
         }
         Err(error) => {
-            // What is queued may still use them.
+            // Queued copies may still use the blocks.
             blocks.into_iter().for_each(std::mem::forget);
             Err(error)
         }
@@ -139,12 +139,12 @@ fn relay_by(
     let (reader, writer) = (to.lane(lane), from.lane(lane));
     for (begin, block) in (0..bytes.len).step_by(RELAY_LEN as usize).zip(blocks.iter().cycle()) {
         let len = RELAY_LEN.min(bytes.len - begin);
-        // 1. The block is written: the reads of the one before it may be under way, those of itself are done.
+        // 1. The block is written. Reads of the other block may be under way; reads of this one are done.
         let write = PeerCopy { source: bytes.source + begin, target: block.address, len };
         from.queue(lane, &write.plan(), Vec::new(), Vec::new())?;
-        // 2. What is written next, to the other block, waits for the reads of that one, which are queued by now.
+        // 2. The next write, to the other block, waits for the reads of that block, which are queued by now.
         writer.follow(reader)?;
-        // 3. The block is read, behind the write.
+        // 3. The block is read, after the write.
         reader.follow(writer)?;
         let read = PeerCopy { source: block.address, target: bytes.target + begin, len };
         to.queue(lane, &read.plan(), Vec::new(), Vec::new())?;

@@ -1,16 +1,17 @@
-//! From pieces of work to launches: what may run side by side, and what must wait.
+//! From pieces of work to launches: pieces that may run at the same time, and pieces that must wait.
 //!
-//! Everything that moves or merges bytes is a *piece*: it writes one range and reads others. Pieces are
-//! collected until one touches what an earlier one of the same batch reads, or reads what it wrote; then
-//! the batch ends, and becomes launches:
+//! Every command that moves or merges bytes is a *piece*: it writes one range and reads others. Pieces are
+//! collected until one touches an area that an earlier one of the same batch reads, or reads an area that it
+//! wrote. Then the batch ends, and becomes launches:
 //!
 //! - Pieces whose targets do not overlap are independent, and long ones are cut into parts.
-//! - Pieces that do overlap keep the order of the list: the few bytes of a hot spot as one part, which one
-//!   warp or block works through; larger ones in launches one after the other, so that a page that is zeroed
-//!   and then written whole still has the whole GPU.
+//! - Pieces that do overlap keep the order of the list. The few bytes of a hot spot become one part, which
+//!   one warp or block works through. Larger ones go into launches one after the other, so that a page that
+//!   is zeroed and then written whole still has the whole GPU.
 //!
-//! So no result depends on scheduling. A plan knows addresses and nothing of the driver: `list.rs` checks
-//! ranges and gives the addresses, `launch.rs` does what the plan says.
+//! So no result depends on scheduling: blocks of one launch run in any order, and launches of one stream run
+//! in theirs. A plan knows addresses and nothing of the driver: `translate.rs` checks ranges and gives the
+//! addresses, `launch.rs` carries the plan out.
 
 use std::collections::{BTreeMap, HashSet};
 use std::hash::{BuildHasherDefault, Hasher};
@@ -26,18 +27,22 @@ use super::abi::{
 const PART_BYTES: u64 = 32 << 10;
 /// The most parts that a piece is cut into.
 const PARTS_MAX: u64 = 8192;
-/// Parts of up to this many bytes are a warp's. Many pieces of 16 KiB a warp each reach 94 % of a device
-/// copy, a block each 74 %, as blocks wait longer for their rows than they copy; one alone takes a microsecond
-/// more (`benches/kernels.cu`, H200).
+/// Parts of up to this many bytes are a warp's. A block waits longer for its row, which lies in mapped host
+/// memory, than it copies. 65,536 pieces of 16 KiB take 541 µs with a warp each (94 % of a device copy) and
+/// 687 µs with a block each (74 %). One piece alone takes a microsecond more by a warp (`benches/kernels.cu`,
+/// H200).
 const WARP_BYTES: u64 = 16 << 10;
-/// What one block moves, working alone, in the time that one more launch takes.
+/// Bytes that one block moves, working alone, in the time that one more launch takes.
 const LAUNCH_BYTES: u64 = 64 << 10;
 /// Overlapping pieces of up to this many bytes on the average are a hot spot, worked through by one block.
 const HOT_BYTES: u64 = 2 << 10;
-/// What moves where an element is scattered: a sector of the GPU's memory.
+/// Bytes that move where an element is scattered: a sector of the GPU's memory.
 const SECTOR_BYTES: u64 = 32;
 
 /// Memory as the plan tells it apart: pieces in different areas never touch the same byte.
+///
+/// Hazards are looked up by area and not by range. Two deltas of one page then only cost a lookup each, and a
+/// batch that ends earlier than it must costs a launch, not a wrong byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Area {
     /// Page memory, by its id.
@@ -50,29 +55,29 @@ pub(super) enum Area {
     ScratchOnGpu,
 }
 
-/// A piece, with what it touches.
+/// A piece, with the areas that it touches.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PlannedPiece {
     /// The kernel's row.
     pub row: PieceRow,
     /// Length of the range that it writes to, from the row's target on.
     pub target_len: u64,
-    /// Where it writes.
+    /// The area it writes to.
     pub target: Area,
-    /// Where it reads, if anywhere.
+    /// The areas it reads from, if any.
     pub sources: [Option<Area>; 2],
 }
 
-/// What to do, in the order of one stream. Ranges are of rows in the plan's tables.
+/// A step of a plan, in the order of one stream. Ranges are of rows in the plan's tables.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum LaunchStep {
-    /// Parts of pieces.
+    /// Parts of pieces, applied by a kernel.
     Apply(Kernel, Range<usize>),
     /// Chunks of checksums.
     Crc(Range<usize>),
-    /// Their combination.
+    /// Combinations of chunks to checksums.
     Combine(Range<usize>),
-    /// Cuts of comparisons.
+    /// Cuts of comparisons of ranges.
     Diff(Range<usize>),
     /// Cuts of bitmaps, and the bitmaps.
     Select(Range<usize>, Range<usize>),
@@ -84,7 +89,7 @@ pub(super) enum LaunchStep {
     Down { source: u64, target: u64, len: u64 },
 }
 
-/// A list, planned.
+/// A list of commands, planned.
 #[derive(Debug, Default)]
 pub(super) struct LaunchPlan {
     pub steps: Vec<LaunchStep>,
@@ -109,8 +114,8 @@ struct PieceBatch {
 
 type Areas = HashSet<Area, BuildHasherDefault<IdHasher>>;
 
-/// Hashes ids, which rise: a multiplication spreads them well enough, at a fraction of what a hash against
-/// attackers costs a delta.
+/// Hashes ids, which rise: a multiplication spreads them well enough. A hash against attackers costs a delta
+/// several times as much, and a delta of a list of 10,000 costs the host only 0.26 µs in all (`bench gpu`).
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct IdHasher(u64);
 
@@ -144,12 +149,15 @@ struct Stage {
 }
 
 impl LaunchPlan {
-    /// Adds a piece behind all before it.
+    /// Adds a piece after all earlier ones.
     pub fn piece(&mut self, piece: PlannedPiece) {
         if piece.target_len == 0 {
             return;
         }
         let batch = &self.batch;
+        // Read after write, or write after read: blocks of one launch run in any order, so a launch must end
+        // in between. Write after write needs no flush: `flush` itself keeps the order of targets that
+        // overlap.
         if batch.read.contains(&piece.target)
             || piece.sources.iter().flatten().any(|area| batch.written.contains(area))
         {
@@ -160,7 +168,8 @@ impl LaunchPlan {
         self.batch.pieces.push(piece);
     }
 
-    /// Adds a step that is no piece.
+    /// Adds a step that is no piece. Pieces before it become launches first, because it may read the bytes
+    /// that they write.
     pub fn step(&mut self, step: LaunchStep) {
         self.flush();
         self.steps.push(step);
@@ -183,8 +192,8 @@ impl LaunchPlan {
         }
     }
 
-    /// Adds the rows that number one bitmap's bits, to a target with room for so many. `numbers` has four bytes a
-    /// row, `sum` is where the sum goes. [`LaunchPlan::select`] follows the last bitmap's.
+    /// Adds the rows that number one bitmap's bits, to a target with room for `room` numbers. `numbers` has
+    /// four bytes a row, `sum` is the address of the sum. [`LaunchPlan::select`] follows the last bitmap's.
     pub fn bitmap(&mut self, bits: u64, len: u64, (target, room): (u64, u32), numbers: u64, sum: u64) {
         let rows = select_rows(len);
         for (row, before) in (0..rows).zip((numbers..).step_by(4)) {
@@ -225,8 +234,8 @@ impl LaunchPlan {
         }
     }
 
-    /// Adds checksums: of each source, four bytes to `sums`, one after the other. Remainders of sources that
-    /// take several rows lie behind all sums, as many as [`crc_words`] says.
+    /// Adds checksums: each source gives four bytes to `sums`, one after the other. Remainders of sources
+    /// that take several rows lie after all sums. [`crc_words`] counts them.
     pub fn crcs(&mut self, sources: &[(u64, u64)], sums: u64) {
         let (first, first_combine) = (self.crcs.len(), self.combines.len());
         let mut remainders = sums + 4 * sources.len() as u64;
@@ -238,7 +247,8 @@ impl LaunchPlan {
                 self.crcs.push(CrcRow { source: *source, target, len: *len as u32, flags });
                 continue;
             }
-            // Cut from the end: only the first chunk is shorter.
+            // Cut from the end, so that only the first chunk is shorter and all chunks combine by one
+            // constant.
             let chunk_len = u64::from(CRC_CHUNK_LEN);
             let short = len - (chunks - 1) * chunk_len;
             for chunk in 0..chunks {
@@ -262,13 +272,13 @@ impl LaunchPlan {
         }
     }
 
-    /// Plans what was added so far.
+    /// Plans the pieces that were added so far.
     pub fn flush(&mut self) {
         let PieceBatch { pieces, mut written, mut read } = std::mem::take(&mut self.batch);
         let mut stages: Vec<Stage> = Vec::new();
         let everything = (0, (0..pieces.len()).collect());
         let mut groups: Vec<(usize, Vec<usize>)> = vec![everything];
-        // Each round either ends with a group or makes it smaller.
+        // Each round either ends with a group or makes it smaller, so this ends.
         while let Some((stage, mut group)) = groups.pop() {
             let lens = clusters(&pieces, &mut group);
             let mut rest = &group[..];
@@ -280,6 +290,8 @@ impl LaunchPlan {
                 } else if is_hot(&pieces, cluster) {
                     self.one_by_one(&pieces, cluster, at(&mut stages, stage));
                 } else {
+                    // One part would leave the GPU to one block here. Pieces that no earlier one overlaps go
+                    // now, the others at the next stage, which is a later launch.
                     let (now, later) = first_round(&pieces, cluster);
                     now.into_iter().for_each(|piece| self.alone(&pieces[piece], at(&mut stages, stage)));
                     groups.push((stage + 1, later));
@@ -301,7 +313,7 @@ impl LaunchPlan {
         self.batch = PieceBatch { pieces: Vec::new(), written, read };
     }
 
-    /// A piece that overlaps no other of its stage.
+    /// Adds a piece that overlaps no other of its stage.
     fn alone(&mut self, piece: &PlannedPiece, stage: &mut Stage) {
         let first = self.pieces.len() as u32;
         self.pieces.push(piece.row);
@@ -311,6 +323,8 @@ impl LaunchPlan {
             return;
         }
         let parts = bytes.div_ceil(PART_BYTES).min(PARTS_MAX);
+        // A masked piece is cut at whole bytes of its bitmap, so that no two parts read one byte for
+        // different bits. Other kinds lose nothing by the same boundary.
         let steps = piece.row.steps.div_ceil(parts).next_multiple_of(MASK_STEPS);
         for begin in (0..piece.row.steps).step_by(steps as usize) {
             let end = (begin + steps).min(piece.row.steps);
@@ -318,7 +332,7 @@ impl LaunchPlan {
         }
     }
 
-    /// Pieces that overlap, in the order of the list.
+    /// Adds pieces that overlap as one part, in the order of the list.
     fn one_by_one(&mut self, pieces: &[PlannedPiece], cluster: &[usize], stage: &mut Stage) {
         let first = self.pieces.len() as u32;
         self.pieces.extend(cluster.iter().map(|piece| pieces[*piece].row));
@@ -333,7 +347,7 @@ pub(super) fn crc_words(lens: impl Iterator<Item = u64>) -> u64 {
     lens.map(|len| 1 + if crc_chunks(len) > 1 { crc_chunks(len) } else { 0 }).sum()
 }
 
-/// Rows in which a bitmap of so many bytes is looked at.
+/// The number of rows by which a bitmap of `len` bytes is looked at.
 pub(super) fn select_rows(len: u64) -> u64 {
     len.div_ceil(u64::from(SELECT_LEN_MAX))
 }
@@ -349,7 +363,7 @@ fn at(stages: &mut Vec<Stage>, stage: usize) -> &mut Stage {
     &mut stages[stage]
 }
 
-/// Bytes that a piece moves, roughly.
+/// The number of bytes that a piece moves, roughly.
 fn moved(piece: &PlannedPiece) -> u64 {
     match piece.row.kind {
         PIECE_SPARSE | PIECE_PICK => piece.row.steps * SECTOR_BYTES,
@@ -362,8 +376,8 @@ fn extent(piece: &PlannedPiece) -> Range<u64> {
     piece.row.target..piece.row.target + piece.target_len
 }
 
-/// Sorts pieces and takes them apart where no target reaches across: the length of each cluster. Within a
-/// cluster pieces keep the order of the list.
+/// Sorts pieces and takes them apart where no target reaches across. Returns the length of each cluster.
+/// Within a cluster pieces keep the order of the list.
 fn clusters(pieces: &[PlannedPiece], group: &mut [usize]) -> Vec<usize> {
     group.sort_unstable_by_key(|piece| pieces[*piece].row.target);
     let (mut lens, mut reach) = (Vec::with_capacity(group.len()), 0);
@@ -392,7 +406,8 @@ fn is_hot(pieces: &[PlannedPiece], cluster: &[usize]) -> bool {
 
 /// The pieces that no earlier one of the cluster overlaps, and the rest.
 fn first_round(pieces: &[PlannedPiece], cluster: &[usize]) -> (Vec<usize>, Vec<usize>) {
-    // What earlier pieces cover, as disjoint ranges by their starts.
+    // Ranges that earlier pieces cover, disjoint, by their starts. Pieces that are put off count too: a later
+    // piece must not overtake them.
     let mut covered: BTreeMap<u64, u64> = BTreeMap::new();
     cluster.iter().partition(|piece| {
         let Range { mut start, mut end } = extent(&pieces[**piece]);
@@ -412,7 +427,7 @@ fn first_round(pieces: &[PlannedPiece], cluster: &[usize]) -> (Vec<usize>, Vec<u
 mod tests {
     use super::*;
 
-    /// SplitMix64.
+    /// A random number by SplitMix64.
     fn next(state: &mut u64) -> u64 {
         *state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let z = (*state ^ (*state >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -420,7 +435,7 @@ mod tests {
         z ^ (z >> 31)
     }
 
-    /// Does what a part says to a piece of memory, as a warp or a block would.
+    /// Applies a part to a piece of memory, as a warp or a block would.
     fn run_part(plan: &LaunchPlan, part: &PartRow, memory: &mut [u8]) {
         let first = part.piece_first as usize;
         for row in &plan.pieces[first..first + part.piece_count as usize] {
@@ -430,7 +445,7 @@ mod tests {
         }
     }
 
-    /// Dense pieces between two pages and a staging, whose bytes others write and read too.
+    /// Dense pieces between two pages and a staging; pieces write and read each other's bytes.
     fn drawn_pieces(seed: u64) -> Vec<PlannedPiece> {
         let mut state = seed;
         let mut below = |limit: u64| next(&mut state) % limit;
@@ -504,7 +519,7 @@ mod tests {
         // A long page that is zeroed and then written: twice the whole GPU.
         let zeroed_and_written = planned(&[dense(0, 10 << 20), dense(0, 10 << 20)]);
         assert_eq!((zeroed_and_written.steps.len(), zeroed_and_written.parts.len()), (2, 640));
-        // What is read after it was written waits.
+        // A piece that reads written bytes waits.
         let download = PlannedPiece {
             target: Area::Staging(1),
             sources: [Some(Area::Memory(0)), None],

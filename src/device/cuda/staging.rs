@@ -1,7 +1,7 @@
 //! Staging: pinned host memory that the GPU reads and writes at the host's own addresses.
 //!
-//! The host may touch it while it owns it. While a list owns it, nobody else has it: the lane keeps it until
-//! the list's fence has passed.
+//! The host may touch it while it owns it. While a list owns it, no other code has it: the lane keeps it
+//! until the list's fence has passed.
 
 use std::any::Any;
 
@@ -20,17 +20,18 @@ struct PinnedStaging {
 /// # Errors
 /// `OutOfMemory`, a device error.
 pub(super) fn staging(memory: &PlaceMemory, len: usize) -> Result<Staging> {
-    // Beyond what a slice can span there is nothing to ask the driver for.
+    // A slice can span no more, so the driver is not asked.
     if isize::try_from(len).is_err() {
         return Err(Error::OutOfMemory { place: remanent_format::Place::Pinned, len: len as u64 });
     }
     let block = memory.allocate(len as u64)?;
-    // SAFETY: the block is at least this long, pinned memory is the host's to write, and nobody else has it.
+    // SAFETY: the block is at least this long, pinned memory is the host's to write, and no other code has it
+    // yet.
     unsafe { std::ptr::write_bytes(block.address as *mut u8, 0, len) };
     Ok(Staging::new(PinnedStaging { block, len }))
 }
 
-/// Where a staging lies, to GPU and host alike.
+/// The address of a staging, to GPU and host alike.
 ///
 /// # Panics
 /// If another kind of device made it: the GPU cannot reach it.
@@ -43,7 +44,7 @@ pub(super) fn address_of(staging: &Staging) -> u64 {
 impl StagingMemory for PinnedStaging {
     fn bytes(&self) -> &[u8] {
         // SAFETY: the block is at least this long, was zeroed when it was made, and is this value's alone.
-        // The GPU writes to it only while a list owns this value, and then nobody borrows it.
+        // The GPU writes to it only while a list owns this value, and then there is no borrow of it.
         unsafe { std::slice::from_raw_parts(self.block.address as *const u8, self.len) }
     }
 

@@ -1,8 +1,8 @@
-//! Streams of the caller's: who vouches for a handle, and which ones are refused.
+//! Streams of the caller's: the code that vouches for a handle, and the streams that are refused.
 //!
-//! The store never queues work on them. It records where one is, or tells it to wait for a lane, and both are
-//! refused while a graph is being captured from the stream: a captured wait would be a part of the caller's
-//! graph, and be waited for at every launch of it.
+//! The store never queues work on them. It records a stream's present point, or tells it to wait for a lane.
+//! Both are refused while a graph is being captured from the stream: a captured wait would be a part of the
+//! caller's graph, and be waited for at every launch of it.
 
 use std::ffi::c_uint;
 
@@ -14,12 +14,12 @@ use crate::device::RawStream;
 use crate::error::{Error, Result};
 
 impl RawStream {
-    /// The CUDA stream with this handle. 0 and 1 are the default stream; 2, the default stream of each thread,
-    /// is that of the thread on which the store is called with it.
+    /// The CUDA stream with this handle. 0 and 1 are the default stream; 2, the default stream of each
+    /// thread, is that of the thread that calls the store with it.
     ///
     /// # Safety
-    /// The handle is that of a stream of this process, made in the primary context of the GPU on which the
-    /// pages are, and the stream lives as long as anything is called with it. A lease calls with it once more
+    /// The handle is that of a stream of this process, made in the primary context of the GPU that holds the
+    /// pages, and the stream lives as long as anything is called with it. A lease calls with it once more
     /// when it ends.
     #[must_use]
     pub unsafe fn from_cuda(handle: u64) -> Self {
@@ -38,11 +38,11 @@ pub(super) fn raw(stream: RawStream) -> CUstream {
 /// `StreamRefused`, a device error.
 pub(super) fn check(context: &Context, entered: &ContextGuard<'_>, stream: RawStream) -> Result<()> {
     let mut status: c_uint = 0;
-    // SAFETY: the context is current, the pointer is to a live integer, and the stream is vouched for by who
-    // made its `RawStream`.
+    // SAFETY: the context is current, the pointer is to a live integer, and the stream is vouched for by the
+    // maker of its `RawStream`.
     let asked = unsafe { entered.capture_status(raw(stream), &mut status) };
     asked.map_err(|code| refused(context, stream, code))?;
-    // Active, or invalidated and not ended yet.
+    // The capture is active, or invalidated and not ended yet.
     if status == 0 { Ok(()) } else { Err(captured(stream)) }
 }
 
@@ -54,7 +54,7 @@ pub(super) fn point(context: &'static Context, stream: RawStream) -> Result<Cuda
     let event = CudaEvent::new(context)?;
     let entered = context.enter()?;
     check(context, &entered, stream)?;
-    // SAFETY: the stream is vouched for by who made its `RawStream`.
+    // SAFETY: the stream is vouched for by the maker of its `RawStream`.
     let recorded = unsafe { event.record(&entered, raw(stream)) };
     recorded.map_err(|code| refused(context, stream, code))?;
     Ok(event)
@@ -65,7 +65,7 @@ pub(super) fn refused(context: &Context, stream: RawStream, code: Code) -> Error
     if code.is_of_capture() {
         captured(stream)
     } else if code.is_foreign_handle() {
-        let reason = "it is no stream of the GPU on which the page is";
+        let reason = "it is not a stream of the GPU that holds the page";
         Error::StreamRefused { stream: stream.handle(), reason }
     } else {
         context.fault(code)

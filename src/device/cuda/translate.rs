@@ -1,11 +1,12 @@
 //! A list's commands, checked and turned into a plan.
 //!
-//! Every range is checked against its memory before anything is queued: a kernel checks nothing, and a list
-//! that breaks the contract must not reach the GPU. Such a list panics, as the host device does.
+//! Every range is checked against its memory before anything is queued. A kernel checks nothing, and a wrong
+//! address that reaches it does not fail one list: it takes the process's context, and the caller's own work
+//! on the GPU with it. A list that breaks the contract panics instead, as it does on the host device.
 //!
-//! Short copies between host and GPU are pieces, which kernels move by loads and stores on mapped memory:
-//! the copy engine lets a short copy wait for long ones, for seconds. Those of more than
-//! [`SHORT_COPY_LEN_MAX`] are the copy engine's.
+//! Short copies between host and GPU are pieces, which kernels move by loads and stores on mapped memory: the
+//! copy engine lets a short copy wait for long ones, for seconds. Those of more than [`SHORT_COPY_LEN_MAX`]
+//! are the copy engine's.
 
 use remanent_format::Width;
 
@@ -21,24 +22,24 @@ use crate::device::{
 /// Boundary on which each use of scratch on the GPU begins.
 const SCRATCH_ALIGN: u64 = 16;
 
-/// A staging of a list: its bytes, and where they are.
+/// A staging of a list: its bytes, and their address.
 pub(super) struct StagedBytes<'s> {
     pub bytes: &'s Staging,
     pub address: u64,
 }
 
-/// Scratch: bytes of it that a list needs, or addresses from which on it is free.
+/// Scratch: the bytes of it that a list needs, or the addresses from which on it is free.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct ScratchNeed {
-    /// In pinned memory.
+    /// In pinned memory: for checksums, which few threads write.
     pub pinned: u64,
-    /// In the GPU's own, for what many threads write: bits stored one by one over the bus would take longer
-    /// than what they are about.
+    /// In the GPU's own, for results that many threads write: bits stored one by one over the bus took longer
+    /// than the comparison that they came from.
     pub on_gpu: u64,
 }
 
 impl ScratchNeed {
-    /// What a list needs.
+    /// The scratch that a list needs.
     pub fn needed(commands: &[Command]) -> Self {
         let mut needed = Self::default();
         for command in commands {
@@ -71,7 +72,7 @@ fn seen_len(list: &IndexList) -> u64 {
     list.bound.div_ceil(8).next_multiple_of(SCRATCH_ALIGN)
 }
 
-/// Plans a list.
+/// Plans a list of commands.
 ///
 /// # Panics
 /// If a range is not within its memory, or ranges that belong together are of different lengths.
@@ -90,7 +91,8 @@ pub(super) fn plan(
 struct ListPlanner<'l> {
     memories: &'l Handles,
     staging: &'l [StagedBytes<'l>],
-    /// The next free bytes of scratch.
+    /// The next free bytes of scratch. Commands never share any: a later one is planned before an earlier one
+    /// runs.
     scratch: ScratchNeed,
     plan: LaunchPlan,
 }
@@ -130,6 +132,8 @@ impl ListPlanner<'_> {
     fn upload(&mut self, source: StagingSpan, target: Span) {
         assert_eq!(source.len as u64, target.len, "an upload between ranges of different lengths");
         let (from, to, len) = (self.staged(source), self.address(target), target.len);
+        // Only long copies to the GPU's own memory go by the copy engine. Such a step ends the batch of
+        // pieces; the engine's copies and the kernels' launches keep their order in the stream.
         if len > SHORT_COPY_LEN_MAX && self.memory(target.memory).kind == Kind::Device {
             self.plan.step(LaunchStep::Up { source: from, target: to, len });
         } else {
@@ -168,7 +172,7 @@ impl ListPlanner<'_> {
     fn apply(&mut self, piece: &Piece) {
         let target = self.address(piece.target);
         let len = piece.target.len;
-        // Where the payload begins, how many bytes lie there at least, and in what.
+        // The payload's address, the number of bytes that lie there at least, and their area.
         let (payload, payload_len, area) = match piece.payload {
             Payload::Staging { index, offset } => {
                 let staged = &self.staging[index];
@@ -193,6 +197,8 @@ impl ListPlanner<'_> {
                 let bound = elements(len, width);
                 let indices = holds(0, 4 * count as u64);
                 let values = holds(values_at, (width.bytes() * count) as u64);
+                // The host can read these, so it checks them here. Indices on the device were proven by
+                // `Validate` before their batch was logged.
                 if let Payload::Staging { index, offset } = piece.payload {
                     let indices = &self.staging[index].bytes[offset..][..4 * count];
                     assert!(all_below(indices, bound), "an index that is not within its range");
@@ -200,6 +206,7 @@ impl ListPlanner<'_> {
                 PieceRow::sparse(target, indices, values, count as u64, width)
             }
         };
+        // A piece without work gets no row, although its target is not empty: a sparse piece of no indices.
         if row.steps > 0 {
             self.piece(row, piece.target, [Some(area), None]);
         }
@@ -230,6 +237,7 @@ impl ListPlanner<'_> {
             self.plan.bitmap(from, bits.len, (to, room), numbers, sum);
             numbers += 4 * select_rows(bits.len);
         }
+        // One step for all bitmaps: three launches, however many there are.
         self.plan.select(rows, scans);
         self.down(sums, Area::ScratchOnGpu, true, target);
     }
@@ -248,7 +256,8 @@ impl ListPlanner<'_> {
 
     fn validate(&mut self, lists: &[IndexList], target: StagingSpan) {
         assert_eq!(target.len, 4 * lists.len(), "the length of a validation's target");
-        // The bits of all lists, then the findings: zeroed at one go.
+        // The bits of all lists, then the findings: zeroed by one piece. Kernels set bits and add findings,
+        // so scratch must not hold the bytes of its last user.
         let (first, len) = (self.scratch.on_gpu, validation_len(lists));
         let findings = first + lists.iter().map(seen_len).sum::<u64>();
         self.scratch.on_gpu += len;
@@ -275,12 +284,14 @@ impl ListPlanner<'_> {
     fn crc(&mut self, sources: &[Span], target: StagingSpan) {
         assert_eq!(target.len, 4 * sources.len(), "the length of a checksum command's target");
         let staged = self.staged(target);
+        // A step over no rows would be a launch of no rows, which the driver refuses.
         if sources.is_empty() {
             return;
         }
         let extents: Vec<(u64, u64)> = sources.iter().map(|span| (self.address(*span), span.len)).collect();
         self.plan.crcs(&extents, self.scratch.pinned);
-        // Sums are written on boundaries of four bytes, and go from there to wherever they are wanted.
+        // Sums are written on boundaries of four bytes, and go from there to the target, which may have any
+        // alignment.
         let len = target.len as u64;
         self.plan.piece(PlannedPiece {
             row: PieceRow::dense(staged, self.scratch.pinned, len),
@@ -296,7 +307,7 @@ impl ListPlanner<'_> {
         self.plan.piece(PlannedPiece { row, target_len: target.len, target: area, sources });
     }
 
-    /// Where a span begins. An empty one begins anywhere.
+    /// The address at which a span begins. An empty one begins anywhere.
     fn address(&self, span: Span) -> u64 {
         self.memory(span.memory).at(span)
     }
@@ -322,14 +333,14 @@ fn all_below(indices: &[u8], bound: u64) -> bool {
     highest.is_none_or(|index| u64::from(index) < bound)
 }
 
-/// How many elements a range has; panics if the last one is not whole.
+/// The number of elements in a range; panics if the last one is not whole.
 fn elements(len: u64, width: Width) -> u64 {
     let width = width.bytes() as u64;
     assert_eq!(len % width, 0, "{len} bytes are no whole number of elements");
     len / width
 }
 
-/// `len` bytes of a span, from `offset` in it; panics if they do not lie in it.
+/// The span of `len` bytes from `offset` in another span; panics if they do not lie in it.
 fn part(span: Span, offset: u64, len: u64) -> Span {
     let within = offset.checked_add(len).is_some_and(|end| end <= span.len);
     assert!(within, "bytes {offset}..+{len} are not within {span:?}");

@@ -1,8 +1,10 @@
-//! The memories of the host device: which there are, and where their bytes lie. Long ones are allocations of
-//! their own. Short ones lie in slabs, 64 of about one length side by side: an allocation each, with its lock and its
-//! counts, took 88 bytes a page beyond those of the page, and two misses of the cache more to find them.
+//! The memories of the host device, and the places of their bytes. Long ones are allocations of their own.
+//! Short ones lie in slabs, 64 of about one length in one allocation. An allocation for each, with its lock
+//! and its counts, took 88 bytes a page beyond those of the page, and two misses of the cache more to find
+//! them.
 //!
-//! A slab's lock is that of all that lies in it: commands on short memories hold it for a copy of a kilobyte at most.
+//! A slab's lock is the lock of every memory in it: commands on short memories hold it for a copy of a
+//! kilobyte at most.
 
 use std::collections::BTreeMap;
 use std::ops::{Deref, Range};
@@ -18,7 +20,7 @@ use crate::error::{Error, Result};
 
 /// Memories of up to this many bytes lie in slabs.
 const SLOT_LEN_MAX: u64 = 1024;
-/// Slots are whole multiples of so many bytes, so that lengths share slabs which differ by little.
+/// Slots are whole multiples of this length, so that lengths that differ by little share slabs.
 const SLOT_ALIGN: u64 = 16;
 /// Slots of a slab: one bit each.
 const SLOTS: u64 = u64::BITS as u64;
@@ -37,15 +39,15 @@ pub struct HostMemories {
 #[derive(Debug)]
 struct HostSlab {
     block: Arc<HostBlock>,
-    /// The slots in which there is nothing.
+    /// The free slots, one bit each.
     free: u64,
 }
 
-/// One memory, for who uses it.
+/// One memory, as its users hold it.
 #[derive(Clone, Debug)]
 pub struct HostAllocation {
     block: Arc<HostBlock>,
-    /// Where in a slab it lies; if nowhere, it is the whole block.
+    /// The slot in a slab where it lies; without one it is the whole block.
     slot: Option<HostSlot>,
 }
 
@@ -56,19 +58,20 @@ struct HostSlot {
     len: u16,
 }
 
-/// One allocation. The lock is held for one command on bytes, and takes no other, so a test's scheduler need not know
-/// of it.
+/// One allocation. The lock is held for one command on bytes, and takes no other, so a test's scheduler need
+/// not know of it.
 #[derive(Debug)]
 pub struct HostBlock {
     pub bytes: RwLock<SharedBytes>,
     /// Length of the memory, or of each slot.
     len: u64,
-    /// Of a slab; 0 if it is none.
+    /// The number of the slab; 0 if it is none.
     number: u64,
 }
 
-/// Who was given bytes keeps them: the next command that changes them copies them first. Where nobody ever was, as with
-/// most pages, they take one allocation less.
+/// Bytes that may have been given out. A reader that was given bytes keeps them: the next command that
+/// changes them copies them first. Bytes that were never given out, as with most pages, take one allocation
+/// less.
 #[derive(Debug)]
 pub enum SharedBytes {
     Ours(Vec<u8>),
@@ -76,12 +79,12 @@ pub enum SharedBytes {
 }
 
 impl HostMemories {
-    /// A memory.
+    /// The memory of this name.
     pub fn get(&self, id: MemoryId) -> &HostAllocation {
         self.memories.get(id).unwrap_or_else(|| panic!("{id:?} is no memory of this device"))
     }
 
-    /// A memory, unless it was released.
+    /// The memory of this name, unless it was released.
     pub fn find(&self, id: MemoryId) -> Option<&HostAllocation> {
         self.memories.get(id)
     }
@@ -93,7 +96,7 @@ impl HostMemories {
         MemoryId(self.last)
     }
 
-    /// Adds a short one, with a slot of the oldest slab that has one.
+    /// Adds a short memory, in a slot of the oldest slab that has one.
     pub fn insert_short(&mut self, place: Place, len: u64) -> Result<MemoryId> {
         assert!(HostAllocation::is_short(len), "{len} bytes do not fit a slot");
         let slot_len = len.max(1).next_multiple_of(SLOT_ALIGN);
@@ -115,7 +118,7 @@ impl HostMemories {
         Ok(self.insert(memory))
     }
 
-    /// Takes a memory out. What is freed with it is freed when it is dropped. An empty slab goes.
+    /// Takes a memory out. Its bytes are freed when it is dropped. An empty slab goes.
     pub fn remove(&mut self, id: MemoryId) -> HostAllocation {
         let removed = self.memories.remove(id);
         let memory = removed.unwrap_or_else(|| panic!("{id:?} is no memory of this device"));
@@ -133,24 +136,24 @@ impl HostMemories {
 }
 
 impl HostAllocation {
-    /// Whether so many bytes go into a slab.
+    /// Whether memory of this length goes into a slab.
     pub fn is_short(len: u64) -> bool {
         len <= SLOT_LEN_MAX
     }
 
-    /// An allocation of its own.
+    /// A memory that is an allocation of its own.
     pub fn long(place: Place, len: u64) -> Result<Self> {
         let bytes = RwLock::new(SharedBytes::Ours(zeroed(place, len)?));
         Ok(Self { block: Arc::new(HostBlock { bytes, len, number: 0 }), slot: None })
     }
 
-    /// Where its bytes lie, and what lies beside them.
+    /// The block in which its bytes lie, with their neighbours.
     pub fn block(&self) -> &HostBlock {
         &self.block
     }
 
-    /// Shows a span of its bytes. `look` must not ask for bytes of any memory: they may lie in the same block, whose lock
-    /// is held.
+    /// Shows a span of its bytes. `look` must not ask for bytes of any memory: they may lie in the same
+    /// block, whose lock is held.
     pub fn read<Seen>(&self, span: Span, look: impl FnOnce(&[u8]) -> Seen) -> Seen {
         look(&self.block.bytes.read()[self.range(span)])
     }
@@ -166,7 +169,7 @@ impl HostAllocation {
         offset.checked_add(len).is_some_and(|end| end <= whole)
     }
 
-    /// A span of it as a range of its block; panics if it does not lie in the memory.
+    /// A span of it as a range of its block; panics if the span does not lie in the memory.
     pub fn range(&self, span: Span) -> Range<usize> {
         let (at, len) = match self.slot {
             None => (0, self.block.len),
@@ -178,7 +181,7 @@ impl HostAllocation {
         (at + span.offset) as usize..(at + span.offset + span.len) as usize
     }
 
-    /// Its bytes as they are now, for good. Those of a slot are copied.
+    /// Its bytes as they are now, for good. Bytes of a slot are copied.
     pub fn share(&self) -> Arc<Vec<u8>> {
         match self.slot {
             None => self.block.bytes.write().share(),
@@ -219,8 +222,9 @@ impl Deref for SharedBytes {
     }
 }
 
-/// Zeroed, for safe Rust has no memory of unknown content; an absurd length is an error and no abort. The system
-/// zeroes what it hands out when it is first touched: a store that is opened need not wait for that.
+/// Bytes that are all zero, for safe Rust has no memory of unknown content; an absurd length is an error and
+/// no abort. The system zeroes memory when it is first touched: a store that is opened need not wait for
+/// that.
 fn zeroed(place: Place, len: u64) -> Result<Vec<u8>> {
     let bytes = usize::try_from(len).ok().and_then(|len| u8::new_vec_zeroed(len).ok());
     bytes.ok_or(Error::OutOfMemory { place, len })
@@ -230,8 +234,8 @@ fn zeroed(place: Place, len: u64) -> Result<Vec<u8>> {
 mod tests {
     use super::*;
 
-    /// Whatever is released in between, each short memory keeps its own bytes, nobody else's and none beside them; and
-    /// of what is empty nothing is kept.
+    /// Whatever is released in between, each short memory keeps its own bytes, and no others; and no empty
+    /// slab is kept.
     #[test]
     fn short_memories_share_slabs_and_no_bytes() {
         let mut memories = HostMemories::default();
@@ -261,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn slots_that_are_free_are_used_before_another_slab_is_made() {
+    fn free_slots_are_used_before_another_slab_is_made() {
         let mut memories = HostMemories::default();
         let ids: Vec<MemoryId> =
             (0..3 * SLOTS).map(|_| memories.insert_short(Place::Host, 50).unwrap()).collect();
@@ -273,7 +277,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "is not within its memory of 50 bytes")]
-    fn nobody_reaches_past_a_short_memory_into_the_rest_of_its_slot() {
+    fn no_span_reaches_past_a_short_memory_into_the_rest_of_its_slot() {
         let mut memories = HostMemories::default();
         let memory = memories.insert_short(Place::Host, 50).unwrap();
         memories.get(memory).range(Span { memory, offset: 10, len: 41 });

@@ -1,13 +1,13 @@
 //! Pages in host memory: the device that defines what is correct (I11).
 //!
-//! Every list runs inside `submit`, on the caller's thread, so a fence has passed when it is handed out.
-//! The code is plain on purpose: kernels are held to the bytes that these loops produce. Read [`Device`]
-//! first. Nothing here outlives the process, so a crash loses all of it; the log brings it back.
+//! Every list runs inside `submit`, on the caller's thread, so a fence has passed when it is handed out. The
+//! code is plain on purpose: kernels are held to the bytes that these loops produce. Read [`Device`] first.
+//! Nothing here outlives the process, so a crash loses all of it; the log brings it back.
 //!
-//! Locks: the table of memories is locked only to look one up, so a long copy never holds up `allocate`;
-//! each memory has its own lock, or shares that of its slab (`memory.rs`), so lanes run side by side; and no command
-//! waits for a lock while it holds another, so they cannot block each other for good. One that wants several takes
-//! them only if all are free.
+//! Locks: the table of memories is locked only to look one up, so a long copy never holds up `allocate`. Each
+//! memory has its own lock, or shares that of its slab (`memory.rs`), so lanes run at the same time. No
+//! command waits for a lock while it holds another, so commands cannot deadlock. A command that wants several
+//! locks takes them only if all are free.
 
 mod memory;
 
@@ -32,11 +32,12 @@ use crate::base::sync::Mutex;
 use crate::base::sync::locks::RwLock;
 use crate::error::{Error, Result};
 
-/// Deltas that are merged together at most.
+/// The most deltas that are merged together.
 const TOGETHER_MAX: usize = 256;
-/// Their bytes.
+/// The most bytes of such deltas.
 const TOGETHER_BYTES_MAX: u64 = 64 << 10;
-/// The longest of them, in bytes: a reader of one of their pages waits for microseconds.
+/// The longest delta that is merged with others, in bytes: a reader of one of their pages waits for
+/// microseconds.
 const SHORT_LEN_MAX: u64 = 1024;
 /// Bytes that lie aside at a time, while they are copied or compared.
 const PART_LEN_MAX: u64 = 64 << 10;
@@ -89,8 +90,8 @@ impl HostDevice {
         &self.lanes[lane as usize]
     }
 
-    /// Lists run at submit, so a fence that has not passed was never handed out: waiting for it would
-    /// never end.
+    /// Panics if a fence has not passed. Lists run at submit, so such a fence was never handed out, and
+    /// waiting for it would never end.
     fn assert_passed(&self, fence: Fence) {
         let reached = self.reached(fence.lane);
         assert!(fence.value <= reached, "{fence:?} was not handed out: the lane is at {reached}");
@@ -133,7 +134,7 @@ impl HostDevice {
         memory.read(source, |source| target.copy_from_slice(source));
     }
 
-    /// Short deltas go many at a time, the others one by one.
+    /// Applies deltas: short ones many at a time, the others one by one.
     fn apply_all(&self, pieces: &[Piece], staging: &[Staging]) {
         for alike in pieces.chunk_by(|one, next| is_short(one) && is_short(next)) {
             let mut rest = alike;
@@ -153,13 +154,13 @@ impl HostDevice {
         }
     }
 
-    /// Merges short deltas, all of whose memories are locked first. A lock that is let go waits until the stores
-    /// before it are done, and a short delta's mostly miss the cache: in a profile of the replay of 256-byte deltas
-    /// seven tenths of the time spent here were this wait. Together the misses overlap. (To merge them in the order of
-    /// their blocks, so that none need be searched for, with or without counting each block's users up and down,
-    /// gained nothing: a replay waits for the thread that reads the log.)
+    /// Merges short deltas, all of whose memories are locked first. A lock that is let go waits until the
+    /// stores before it are done, and a short delta's stores mostly miss the cache: in a profile of the
+    /// replay of 256-byte deltas seven tenths of the time spent here were this wait. Together the misses
+    /// overlap.
     ///
-    /// Returns `false`, with nothing done, if one of the memories is in use: who holds locks waits for none.
+    /// Returns `false`, with nothing done, if one of the memories is in use: a thread that holds locks waits
+    /// for none.
     fn merge_together(&self, pieces: &[Piece], staging: &[Staging]) -> bool {
         let memories = self.memories_of(pieces);
         let mut blocks: Vec<&HostBlock> = memories.iter().map(HostAllocation::block).collect();
@@ -333,8 +334,8 @@ impl Device for HostDevice {
         Ok(self.memories.write().insert(memory))
     }
 
-    /// A slot of a slab may hold what the page before left there. A long memory is the system's, which zeroes it
-    /// when it is first touched.
+    /// Only long memory is zeros. A slot of a slab may hold bytes of the page before. A long memory is the
+    /// system's, which zeroes it when it is first touched.
     fn allocates_zeros(&self, _place: Place, len: u64) -> bool {
         !HostAllocation::is_short(len)
     }
@@ -362,7 +363,7 @@ impl Device for HostDevice {
         for command in commands {
             self.run(command, &mut staging);
         }
-        // Only here, and only under the lane's lock, does the counter change. Release: whoever sees the
+        // The counter changes only here, and only under the lane's lock. Release: a thread that sees the
         // fence as reached sees the bytes.
         let value = lane_state.reached.load(Ordering::Relaxed) + 1;
         lane_state.reached.store(value, Ordering::Release);
@@ -458,7 +459,7 @@ fn merge(target: &mut [u8], kind: PieceKind, payload: &[u8]) {
     }
 }
 
-/// Elements whose bit is 1 are replaced.
+/// Replaces the elements whose bit is 1.
 fn merge_masked(target: &mut [u8], mask: &[u8], bytes: &[u8], width: Width) {
     let bytes = &bytes[..target.len()];
     let pairs = target.chunks_exact_mut(width.bytes()).zip(bytes.chunks_exact(width.bytes()));
@@ -469,7 +470,7 @@ fn merge_masked(target: &mut [u8], mask: &[u8], bytes: &[u8], width: Width) {
     }
 }
 
-/// The elements at the indices are replaced.
+/// Replaces the elements at the indices.
 fn merge_sparse(target: &mut [u8], indices: &[u8], values: &[u8], width: Width) {
     let width = width.bytes();
     for (position, index) in indices.chunks_exact(4).enumerate() {
@@ -478,12 +479,12 @@ fn merge_sparse(target: &mut [u8], indices: &[u8], values: &[u8], width: Width) 
     }
 }
 
-/// A little-endian u32.
+/// The number of a little-endian u32.
 fn index_of(bytes: &[u8]) -> usize {
     u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]) as usize
 }
 
-/// How many elements a range has; panics if the last one is not whole.
+/// The number of elements in a range; panics if the last one is not whole.
 fn elements(len: usize, width: Width) -> usize {
     assert_eq!(len % width.bytes(), 0, "{len} bytes are no whole number of elements");
     len / width.bytes()
@@ -497,15 +498,15 @@ fn staged_mut(staging: &mut [Staging], span: StagingSpan) -> &mut [u8] {
     &mut staging[span.index][span.offset..][..span.len]
 }
 
-/// `len` bytes of a span, from `offset` in it; panics if they do not lie in it.
+/// The span of `len` bytes from `offset` in another span; panics if they do not lie in it.
 fn part(span: Span, offset: u64, len: u64) -> Span {
     let within = offset.checked_add(len).is_some_and(|end| end <= span.len);
     assert!(within, "bytes {offset}..+{len} are not within {span:?}");
     Span { memory: span.memory, offset: span.offset + offset, len }
 }
 
-/// Where the parts of so many bytes start that lie aside one after the other. At least one, so that bounds are checked
-/// for empty ranges too.
+/// The starts of the parts of `len` bytes that lie aside one after the other. At least one, so that bounds
+/// are checked for empty ranges too.
 fn starts(len: u64) -> impl Iterator<Item = u64> {
     (0..len.max(1)).step_by(PART_LEN_MAX as usize)
 }
@@ -526,7 +527,7 @@ mod tests {
             let staging = device.staging(len).unwrap();
             assert_eq!((staging.len(), staging.as_ptr().addr() % 4096), (len, 0));
         }
-        // What is shorter than a block is filled by none.
+        // No direct read fills less than a block.
         assert!([0, 1, 4095].iter().all(|len| *device.staging(*len).unwrap() == *vec![0; *len]));
         let Err(error) = device.staging(usize::MAX) else { panic!("that much cannot be had") };
         assert!(matches!(error, Error::OutOfMemory { place: Place::Host, .. }), "{error}");

@@ -1,11 +1,11 @@
 //! Several devices as one: `Device(n)` is the n-th of them, every other place the first one's.
 //!
-//! Nothing above the seam knows. A list is cut by the memory that its commands name, and its fence has passed
-//! when every part of it has; parts run side by side. Where bytes go from one device to another, the list goes on as
-//! further lists of its parts behind the copy, and devices that know a way between them wait for each other: two
-//! GPUs do. Only where they do not, and where one reads from staging what another one wrote there, does whoever
-//! submits the list wait on the host: bytes then go by way of staging, a piece at a time. Staging is the first
-//! device's, which pins it for all.
+//! No code above the seam knows. A list is cut by the memory that its commands name, and its fence has passed
+//! when every part of it has; parts run at the same time. Where bytes go from one device to another, the list
+//! goes on as further lists of its parts after the copy. Devices that know a way between them wait for each
+//! other: two GPUs do. The submitting thread waits on the host in two cases only: where two devices know no
+//! way, and where one reads from staging that another one wrote. Bytes then go by way of staging, a piece at
+//! a time. Staging is the first device's, which pins it for all.
 
 mod share;
 mod split;
@@ -25,7 +25,7 @@ use super::{
 use crate::base::sync::{Mutex, RwLock};
 use crate::error::{Error, Result};
 
-/// The longest piece of what goes from one device to another by way of staging.
+/// The longest piece of bytes that go from one device to another by way of staging.
 const ACROSS_LEN_MAX: u64 = 4 << 20;
 
 /// Several devices as one.
@@ -36,7 +36,7 @@ pub struct MultiDevice {
     lanes: [MultiLane; Lane::ALL.len()],
 }
 
-/// Where memory lies: which device, and its own name for it.
+/// The device on which memory lies, and its own name for it.
 #[derive(Clone, Copy, Debug)]
 struct DeviceAddress {
     part: usize,
@@ -45,7 +45,7 @@ struct DeviceAddress {
 
 #[derive(Default)]
 struct MultiLane {
-    /// Held by who queues, so that every part sees the lists in the same order.
+    /// Held by the thread that queues, so that every part sees the lists in the same order.
     order: Mutex<()>,
     state: Mutex<LaneState>,
 }
@@ -56,14 +56,14 @@ struct LaneState {
     given: u64,
     reached: u64,
     in_flight: VecDeque<SplitList>,
-    /// Parts that were told to wait and had no list since. The next one goes to them too: whoever waits for it
-    /// waits for what they wait for.
-    behind: BTreeSet<usize>,
-    /// Why nothing is queued any more: a list was left half queued.
+    /// Parts that were told to wait and had no list since. The next list goes to them too: a wait for that
+    /// list then covers the work that they wait for.
+    told_to_wait: BTreeSet<usize>,
+    /// Why nothing is queued any more, once a list was left half queued.
     stopped: Option<Error>,
 }
 
-/// A list, cut.
+/// A list of commands, cut by devices.
 struct SplitList {
     shares: Shares,
     /// Memory that was made for this list.
@@ -87,14 +87,14 @@ impl MultiDevice {
         home.unwrap_or_else(|| panic!("{memory:?} is no memory of this device"))
     }
 
-    /// A name for memory of a part.
+    /// Makes a name for memory of a part.
     fn name(&self, home: DeviceAddress) -> MemoryId {
         let id = MemoryId(self.memory_next.fetch_add(1, Ordering::Relaxed));
         self.memories.write().insert(id, home);
         id
     }
 
-    /// Memory that the part has allocated which serves the place.
+    /// Allocates memory in the part that serves the place.
     fn allocated(
         &self,
         place: Place,
@@ -110,7 +110,7 @@ impl MultiDevice {
         &self.lanes[lane as usize]
     }
 
-    /// Cuts a list into steps, and says what memory was made for it.
+    /// Cuts a list into steps, and returns the memory that was made for it.
     fn plan(&self, commands: Vec<Command>) -> Result<(Vec<SplitStep>, Vec<DeviceAddress>)> {
         let mut asides = Vec::new();
         let mut planner = SplitPlanner {
@@ -134,13 +134,13 @@ impl MultiDevice {
         }
     }
 
-    /// Queues steps in their order. Parts that are to have a list in any case are in `behind`.
+    /// Queues steps in their order. Parts that get a list in any case are in `told_to_wait`.
     fn run(
         &self,
         lane: Lane,
         steps: Vec<SplitStep>,
         mut staging: Vec<Staging>,
-        mut behind: BTreeSet<usize>,
+        mut told_to_wait: BTreeSet<usize>,
     ) -> Result<Shares> {
         let mut commands = Vec::new();
         let mut early = Vec::new();
@@ -156,12 +156,12 @@ impl MultiDevice {
                 SplitStep::Across { source, target } => {
                     early.extend(self.begin(lane, &mut commands, &staging)?);
                     early.extend(self.across(lane, source, target)?);
-                    // Its next list waits for the copy, and so does whoever waits for that list.
-                    behind.insert(source.part);
+                    // The part's next list waits for the copy, and so does a caller that waits for that list.
+                    told_to_wait.insert(source.part);
                 }
             }
         }
-        Shares::of(&self.parts, lane, commands, staging, &behind, early)
+        Shares::of(&self.parts, lane, commands, staging, &told_to_wait, early)
     }
 
     /// Queues the commands so far, on copies of the staging, for later steps may read the same bytes again.
@@ -177,7 +177,7 @@ impl MultiDevice {
         Shares::copies(&self.parts, lane, std::mem::take(commands), staging).map(Some)
     }
 
-    /// Takes bytes from one part to another; what is under way of that, if anything is.
+    /// Takes bytes from one part to another. Returns the copy that is under way, if one is.
     fn across(&self, lane: Lane, source: PartSpan, target: PartSpan) -> Result<Option<Shares>> {
         let [from, to] = [source.part, target.part].map(|part| &*self.parts[part]);
         if let Some(copy) = to.copy_from(lane, from, source.span, target.span)? {
@@ -245,8 +245,8 @@ impl MultiDevice {
         Ok(lists.flat_map(|list| list.shares.fences()).collect())
     }
 
-    /// Makes a call with a caller's stream to the device that it is of, and says which one that is: all of them, if
-    /// it is a default stream, for each has one by that handle.
+    /// Makes a call with a caller's stream to the device that the stream is of, and returns that device. For
+    /// a default stream it is all of them, for each has one by that handle.
     ///
     /// # Errors
     /// `StreamRefused` if all of them refuse it; a device error.
@@ -255,7 +255,7 @@ impl MultiDevice {
         for (part, device) in self.parts.iter().enumerate() {
             match call(&**device) {
                 Ok(()) => accepted.push(part),
-                // Of another part, perhaps.
+                // The stream may be another part's.
                 Err(error @ Error::StreamRefused { .. }) => _ = refused.get_or_insert(error),
                 Err(error) => return Err(error),
             }
@@ -291,7 +291,7 @@ fn place_of(part: usize) -> Place {
     Place::Device(part as u32)
 }
 
-/// What a part calls a place, as this device does.
+/// This device's name for a place of a part.
 fn placed(part: usize, place: Place) -> Place {
     if matches!(place, Place::Device(_)) { place_of(part) } else { place }
 }
@@ -325,15 +325,15 @@ impl Device for MultiDevice {
     }
 
     fn submit(&self, lane: Lane, list: CommandList) -> Result<Pending> {
-        let several = self.lane(lane);
-        let _order = several.order.lock();
-        if let Some(error) = &several.state.lock().stopped {
+        let multi_lane = self.lane(lane);
+        let _order = multi_lane.order.lock();
+        if let Some(error) = &multi_lane.state.lock().stopped {
             return Err(error.clone());
         }
         let (steps, asides) = self.plan(list.commands)?;
-        let behind = std::mem::take(&mut several.state.lock().behind);
-        let shares = self.run(lane, steps, list.staging, behind);
-        let mut state = several.state.lock();
+        let told_to_wait = std::mem::take(&mut multi_lane.state.lock().told_to_wait);
+        let shares = self.run(lane, steps, list.staging, told_to_wait);
+        let mut state = multi_lane.state.lock();
         let shares = shares.map_err(|error| state.stopped.insert(error).clone())?;
         state.given += 1;
         let returned = Arc::<ReturnedStaging>::default();
@@ -352,22 +352,22 @@ impl Device for MultiDevice {
         for (part, point) in self.points(fence)? {
             self.parts[part].wait(point)?;
         }
-        // Ends the lists, so that their staging is there.
+        // This ends the lists, so that their staging is there.
         self.points(fence).map(drop)
     }
 
     fn after(&self, lane: Lane, fence: Fence) -> Result<()> {
-        // A part from which another one copies has a list behind the copy, so each waits for itself.
+        // A part from which another one copies has a list after the copy, so each waits for itself.
         for (part, point) in self.points(fence)? {
             self.parts[part].after(lane, point)?;
-            self.lane(lane).state.lock().behind.insert(part);
+            self.lane(lane).state.lock().told_to_wait.insert(part);
         }
         Ok(())
     }
 
     fn wait_external(&self, lane: Lane, stream: RawStream) -> Result<()> {
         let parts = self.with_stream(stream, |device| device.wait_external(lane, stream))?;
-        self.lane(lane).state.lock().behind.extend(parts);
+        self.lane(lane).state.lock().told_to_wait.extend(parts);
         Ok(())
     }
 
@@ -418,7 +418,7 @@ impl Device for MultiDevice {
         let mut refused = None;
         for (part, device) in self.parts.iter().enumerate() {
             match device.adopt(memory) {
-                // Another part's, perhaps.
+                // The memory may be another part's.
                 Err(error @ Error::MemoryRefused { .. }) => _ = refused.get_or_insert(error),
                 Err(error) => return Err(error),
                 Ok((own, place)) => {

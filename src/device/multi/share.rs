@@ -1,7 +1,8 @@
-//! What each device gets of a list, staging included.
+//! Each device's share of a list, staging included.
 //!
-//! A staging belongs to one list at a time. One that several devices need goes to the first of them; the others
-//! get copies of what they read, and what they write is copied back when all are done.
+//! A staging belongs to one list at a time. One that several devices need goes to the first of them. The
+//! others get copies of the bytes that they read, and the bytes that they write are copied back when all are
+//! done.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -13,44 +14,45 @@ use crate::error::Result;
 
 /// A list under way on several devices.
 pub(super) struct Shares {
-    /// What was queued before, in its order; of staging it has copies.
+    /// Lists that were queued before, in their order; they have copies of staging.
     early: Vec<Shares>,
     parts: Vec<Share>,
     /// The list's staging that no device has.
     kept: Vec<Option<Staging>>,
 }
 
-/// One device's.
+/// The share of one device.
 struct Share {
     part: usize,
     pending: Pending,
-    /// What its stagings are, in its own order.
+    /// The stagings of the share, in its own order.
     staging: Vec<StagingShare>,
 }
 
 /// A staging that a device has: the list's own, or a copy.
 struct StagingShare {
-    /// Which of the list's.
+    /// The index of the staging in the list.
     index: usize,
-    /// What is to be copied back, if it is a copy.
+    /// The spans that are copied back, if it is a copy.
     written: Option<Vec<StagingSpan>>,
 }
 
 type DeviceParts = [Arc<dyn Device>];
 
 impl Shares {
-    /// Submits commands, each to its part; those in `behind` get a list in any case. `early` is the list's beginning.
+    /// Submits commands, each to its part; those in `told_to_wait` get a list in any case. `early` is the
+    /// list's beginning.
     pub fn of(
         parts: &DeviceParts,
         lane: Lane,
         commands: Vec<(usize, Command)>,
         staging: Vec<Staging>,
-        behind: &BTreeSet<usize>,
+        told_to_wait: &BTreeSet<usize>,
         early: Vec<Self>,
     ) -> Result<Self> {
         let mut kept: Vec<Option<Staging>> = staging.into_iter().map(Some).collect();
-        // What others read is copied before the first one has it.
-        let lists = lists(parts.len(), commands, kept.len(), behind);
+        // Bytes that others read are copied before the first device has the staging.
+        let lists = lists(parts.len(), commands, kept.len(), told_to_wait);
         let mut owners = vec![None; kept.len()];
         for list in &lists {
             list.used.iter().for_each(|index| _ = owners[*index].get_or_insert(list.part));
@@ -59,7 +61,7 @@ impl Shares {
         let mut copies = Vec::new();
         for list in &lists {
             for index in list.used.iter().filter(|index| !is_owner(list.part, **index)) {
-                let original = kept[*index].as_ref().expect("nobody has it yet");
+                let original = kept[*index].as_ref().expect("no device has it yet");
                 copies.push(list.copy(parts, *index, original)?);
             }
         }
@@ -68,7 +70,7 @@ impl Shares {
             if is_owner(part, index) {
                 (kept[index].take().expect("one owner"), false)
             } else {
-                (copies.next().expect("one for each who is no owner"), true)
+                (copies.next().expect("one for each use by a device that does not own it"), true)
             }
         })
         .map(|shares| Self { early, parts: shares, kept })
@@ -119,13 +121,13 @@ impl Shares {
         Ok(shares)
     }
 
-    /// The fences of the devices that have a share, those of each rising.
+    /// The fences of the devices that have a share, each device's in rising order.
     pub fn fences(&self) -> impl Iterator<Item = (usize, Fence)> {
         let early = self.early.iter().flat_map(|shares| &shares.parts);
         early.chain(&self.parts).map(|share| (share.part, share.pending.fence()))
     }
 
-    /// Waits for all of them, and gives the list's staging back.
+    /// Waits for all devices, and gives the list's staging back.
     pub fn finish(mut self, parts: &DeviceParts) -> Result<Vec<Staging>> {
         let mut kept = std::mem::take(&mut self.kept);
         let early = std::mem::take(&mut self.early);
@@ -139,12 +141,12 @@ impl Shares {
         for (index, written, copy) in copies {
             copy_spans(&copy, &mut staging[index], &written);
         }
-        // Nothing behind them wrote to the same bytes: what does is queued when they are settled.
+        // No later list wrote to the same bytes: such a list is queued only once these are settled.
         early.into_iter().try_for_each(|shares| shares.finish_into(parts, &mut staging))?;
         Ok(staging)
     }
 
-    /// Waits for all of them, and writes to staging that stayed with the caller what they wrote to theirs.
+    /// Waits for all devices, and copies the bytes that they wrote to the caller's own staging.
     pub fn finish_into(self, parts: &DeviceParts, staging: &mut [Staging]) -> Result<()> {
         self.take_back(parts, |lent, copy| {
             let written = lent.written.expect("copies alone were lent");
@@ -161,7 +163,7 @@ impl Shares {
     }
 }
 
-/// One device's commands.
+/// The commands of one device.
 struct List {
     part: usize,
     commands: Vec<Command>,
@@ -185,12 +187,12 @@ impl List {
     }
 }
 
-/// Sorts commands by their parts; a part without any gets a list if it is in `behind`.
+/// Sorts commands by their parts; a part without any gets a list if it is in `told_to_wait`.
 fn lists(
     part_count: usize,
     commands: Vec<(usize, Command)>,
     staging_count: usize,
-    behind: &BTreeSet<usize>,
+    told_to_wait: &BTreeSet<usize>,
 ) -> Vec<List> {
     let mut lists: Vec<List> =
         (0..part_count).map(|part| List { part, commands: Vec::new(), used: Vec::new() }).collect();
@@ -204,7 +206,7 @@ fn lists(
         list.used.dedup();
         assert!(list.used.last().is_none_or(|index| *index < staging_count), "staging that the list has not");
     }
-    lists.retain(|list| !list.commands.is_empty() || behind.contains(&list.part));
+    lists.retain(|list| !list.commands.is_empty() || told_to_wait.contains(&list.part));
     lists
 }
 

@@ -1,4 +1,4 @@
-//! From a list over several devices to steps, each of one device or from one to another.
+//! From a multi-device list to steps, each of one device or from one to another.
 
 use super::DeviceAddress;
 use crate::device::spans::{overlap, staged_spans};
@@ -12,12 +12,12 @@ pub(super) struct PartSpan {
     pub span: Span,
 }
 
-/// What is done next. Steps of different parts that follow each other run side by side.
+/// The next step of a list. Steps of different parts that follow each other run at the same time.
 #[derive(Debug)]
 pub(super) enum SplitStep {
     /// A command of one part; its spans are in that part's own names, its staging in the list's.
     Run(usize, Command),
-    /// What was written to staging so far must be there before the next step reads it.
+    /// Bytes written to staging so far must be there before the next step reads them.
     Settle,
     /// Bytes go from one part to another.
     Across { source: PartSpan, target: PartSpan },
@@ -25,12 +25,13 @@ pub(super) enum SplitStep {
 
 /// Turns commands into steps.
 pub(super) struct SplitPlanner<F, A> {
-    /// Where memory lies.
+    /// Returns the device on which memory lies.
     pub home: F,
-    /// New memory of a part, for as long as the list runs.
+    /// Makes new memory of a part, for as long as the list runs.
     pub aside: A,
     pub steps: Vec<SplitStep>,
-    /// Staging that was written to since all was settled, and by which part; `None` if its list has ended.
+    /// Spans of staging that were written since all was settled, and the part that wrote each; `None` if its
+    /// list has ended.
     pub written: Vec<(Option<usize>, StagingSpan)>,
 }
 
@@ -132,7 +133,8 @@ impl<F: Fn(Span) -> DeviceAddress, A: FnMut(usize, u64) -> Result<Span>> SplitPl
         Ok(())
     }
 
-    /// Pieces of one part that follow each other stay one command, so that they stay one launch.
+    /// Adds a piece. Pieces of one part that follow each other stay one command, so that they stay one
+    /// launch.
     fn apply(&mut self, piece: Piece) -> Result<()> {
         let target = self.local(piece.target);
         let payload = match piece.payload {
@@ -197,7 +199,7 @@ impl<F: Fn(Span) -> DeviceAddress, A: FnMut(usize, u64) -> Result<Span>> SplitPl
 }
 
 impl PartSpan {
-    /// `len` bytes of it, from `offset` in it.
+    /// The span of `len` bytes from `offset` in it.
     ///
     /// # Panics
     /// If they do not lie in it.
@@ -212,19 +214,19 @@ impl PartSpan {
 struct PendingWords(StagingSpan);
 
 impl PendingWords {
-    /// The places of the next ones.
+    /// The places of the next `count` numbers.
     ///
     /// # Panics
     /// If there are fewer.
     fn next(&mut self, count: usize) -> StagingSpan {
         let words = StagingSpan { len: 4 * count, ..self.0 };
-        self.0.len = self.0.len.checked_sub(words.len).expect("as many numbers as there is room for");
+        self.0.len = self.0.len.checked_sub(words.len).expect("no more numbers than there is room for");
         self.0.offset += words.len;
         words
     }
 }
 
-/// Where a command names staging by its index in the list.
+/// The places where a command names staging by its index in the list.
 pub(super) fn staging_indices(command: &mut Command) -> Vec<&mut usize> {
     match command {
         Command::Upload { source: span, .. }

@@ -1,4 +1,4 @@
-//! The account of one place: what of its budget is used, and for what.
+//! The account of one place: how much of its budget is used, and for what.
 //!
 //! Threads that allocate at the same time meet in these numbers only, so no lock is held for a page.
 
@@ -8,31 +8,31 @@ use remanent_format::Place;
 
 use crate::error::{Error, Result};
 
-/// What page memory is for.
+/// The purpose that page memory is allocated for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Purpose {
     /// A page's own bytes.
     Page,
-    /// Where a page goes that is changed while it is leased.
+    /// The memory to which a page moves that is changed while it is leased.
     Spare,
     /// A page as it was, for an exact snapshot.
     Aside,
     /// Memory for a caller's kernels: bytes that a batch takes, working copies, shadows.
     Caller,
-    /// What a commit puts together on the device before it is logged.
+    /// Memory in which a commit is put together on the device before it is logged.
     Stage,
-    /// Where a snapshot gathers pages, or a long read its bytes, on their way to the host.
+    /// Memory in which a snapshot gathers pages, or a long read its bytes, on their way to the host.
     Gather,
 }
 
 impl Purpose {
-    /// All of them, in the order of their numbers.
+    /// All purposes, in the order of their numbers.
     pub const ALL: [Self; 6] =
         [Self::Page, Self::Spare, Self::Aside, Self::Caller, Self::Stage, Self::Gather];
 }
 
-/// How much of a place is in use.
+/// The use of a place's budget.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PlaceUsage {
@@ -46,7 +46,7 @@ pub struct PlaceUsage {
     pub peak_bytes: u64,
     /// Number of pages, those of length 0 included.
     pub count: u64,
-    /// Allocated bytes by what they are for.
+    /// Allocated bytes by their purpose.
     by_purpose: [u64; Purpose::ALL.len()],
 }
 
@@ -57,7 +57,8 @@ impl PlaceUsage {
         self.allocated_bytes + self.retired_bytes + self.claimed_bytes
     }
 
-    /// Bytes allocated for this purpose. What was allocated for one stays counted there until it is given up.
+    /// Bytes allocated for this purpose. Bytes stay counted for the purpose that they were allocated for
+    /// until they are given up.
     #[must_use]
     pub fn bytes_for(&self, purpose: Purpose) -> u64 {
         self.by_purpose[purpose as usize]
@@ -111,7 +112,7 @@ impl Account {
         self.used.fetch_sub(len, Ordering::Relaxed);
     }
 
-    /// Claimed bytes were allocated.
+    /// Counts claimed bytes as allocated.
     pub fn allocated(&self, purpose: Purpose, len: u64) {
         let held = self.held.fetch_add(len, Ordering::Relaxed) + len;
         self.peak.fetch_max(held, Ordering::Relaxed);
@@ -119,23 +120,23 @@ impl Account {
         self.by_purpose[purpose as usize].fetch_add(len, Ordering::Relaxed);
     }
 
-    /// Allocated bytes were given up, and may still be used by a lane.
+    /// Counts allocated bytes as given up; a lane may still use them.
     pub fn retired(&self, purpose: Purpose, len: u64) {
         self.retired.fetch_add(len, Ordering::Relaxed);
         self.count.fetch_sub(1, Ordering::Relaxed);
         self.by_purpose[purpose as usize].fetch_sub(len, Ordering::Relaxed);
     }
 
-    /// Retired bytes were released.
+    /// Counts retired bytes as released.
     pub fn released(&self, len: u64) {
         self.retired.fetch_sub(len, Ordering::Relaxed);
         self.held.fetch_sub(len, Ordering::Relaxed);
         self.used.fetch_sub(len, Ordering::Relaxed);
     }
 
-    /// Whether so many bytes would fit if nothing were retired.
+    /// Whether this number of bytes would fit if nothing were retired.
     pub fn fits_without_retired(&self, len: u64) -> bool {
-        // The two are of different moments; who asks claims afterwards and is told for certain then.
+        // The two numbers are of different moments. The caller claims afterwards, and that answer is certain.
         let used = self.used.load(Ordering::Relaxed).saturating_sub(self.retired.load(Ordering::Relaxed));
         used.checked_add(len).is_some_and(|sum| sum <= self.budget)
     }

@@ -1,10 +1,10 @@
-//! Page memory: what is allocated, within the budget, and given back only when no lane uses it.
+//! Page memory: allocated within the budget, and given back only when no lane uses it.
 //!
-//! The page table owns a [`PageMemory`] a page. When a page goes or moves, its memory is retired with the
-//! fence of its last use and released once that fence has passed; until then it counts against the
+//! The page table owns one [`PageMemory`] for each page. When a page goes or moves, its memory is retired
+//! with the fence of its last use and released once that fence has passed. Until then it counts against the
 //! budget (I10), for it is still there. Nothing here is on disk: recovery allocates anew.
 //!
-//! What the device keeps of released memory is the device's business: [`Device::trim`] gives it back.
+//! The device may keep released memory for itself: [`Device::trim`] gives it back.
 
 mod account;
 #[cfg(test)]
@@ -26,17 +26,19 @@ use crate::options::Budget;
 
 /// The lanes that never wait for a caller.
 const OWN_LANES: [Lane; 3] = [Lane::Apply, Lane::Drain, Lane::Stage];
-/// For who waits for nobody and nothing, not even for what the device keeps back.
+/// The lanes to wait for where nothing may be waited for, not even for memory that the device keeps back.
 const NO_LANES: [Lane; 0] = [];
 
-/// Scratch longer than this comes in pieces of this length: a GPU cuts them from blocks that everybody shares. A
-/// longer block would be one of its own, which serves no other length, and to give it back to the driver waits for
-/// all that the GPU has to do. So what scratch leaves behind is never more than there may be of it.
+/// Scratch longer than this comes in pieces of this length, which a GPU cuts from blocks that all allocations
+/// share. A longer block would be one of its own, which serves no other length, and giving it back to the
+/// driver waits for all work of the GPU. So the memory that scratch leaves behind never exceeds its own
+/// limit.
 const SCRATCH_PIECE_LEN: u64 = 16 << 20;
-/// The most scratch of a place. What is longer goes to the host in lane order, 20 ms for as much as this on an H200.
+/// The most scratch of a place. A longer read goes to the host in lane order, 20 ms for this length on an
+/// H200.
 pub(crate) const SCRATCH_BYTES_MAX: u64 = 1 << 30;
-/// Scratch is on its way to the host, which takes milliseconds. Where that never ends, the device has stopped, and
-/// who waits is told so by what he does next.
+/// The longest wait for scratch. Scratch is on its way to the host, which takes milliseconds. If that never
+/// ends, the device has stopped, and the waiting thread learns it from its next call.
 const SCRATCH_WAIT_MAX: Duration = Duration::from_secs(10);
 
 /// The page memory of one device, under one budget. Shared by threads.
@@ -44,14 +46,16 @@ pub struct Arena {
     device: Arc<dyn Device>,
     budget: Budget,
     accounts: RwLock<BTreeMap<Place, Arc<Account>>>,
-    /// By lane, in the order of retirement. An entry behind one with a later fence waits for it, which
-    /// costs time and nothing else.
+    /// Retired memory by lane, in the order of retirement. An entry after one with a later fence waits for
+    /// it, which costs time and nothing else.
     retired: [Mutex<VecDeque<RetiredMemory>>; Lane::ALL.len()],
     retired_count: AtomicUsize,
-    /// Held by who reaps, so that who must know how much can be had waits for what is being released.
+    /// The scratch in use, and the threads that wait for it.
     scratch: Mutex<ScratchMemory>,
     scratch_given_back: Condvar,
-    /// One reaps a lane at a time. Who waits for callers is in nobody's way who reaps the other lanes.
+    /// Held while reaping a lane, so that a thread that asks how much memory is free waits until the release
+    /// is counted. There is one lock for each lane: a thread that waits for callers does not hold up threads
+    /// that reap the other lanes.
     reaping: [Mutex<()>; Lane::ALL.len()],
 }
 
@@ -61,7 +65,8 @@ pub struct Arena {
 pub struct PageMemory {
     memory: MemoryId,
     len: u64,
-    /// The place, in numbers: as such it leaves room for the rest, and there is one of these a page.
+    /// The place, as two numbers: so it fills the gap that alignment leaves, and there is one of these for
+    /// each page.
     place_ordinal: u32,
     place_kind: u8,
     purpose: Purpose,
@@ -70,22 +75,23 @@ pub struct PageMemory {
 
 const _: () = assert!(size_of::<PageMemory>() == 24);
 
-/// Bytes of the budget that are put by for allocations to come, so that these cannot fail half way for lack of
-/// budget. What is left of it when it is dropped is free again.
+/// Bytes of the budget that are put by for allocations to come, so that these cannot fail half way for lack
+/// of budget. Bytes left when it is dropped are free again.
 pub struct Reservation<'a> {
     arena: &'a Arena,
     purpose: Purpose,
     left: Vec<(Arc<Account>, Place, AtomicU64)>,
-    /// Whose retired memory is waited for where memory is short. Who waits for none takes what is there.
+    /// The lanes whose retired memory is waited for where memory is short. With none, only free memory is
+    /// taken.
     awaited: &'static [Lane],
 }
 
-/// What snapshots gather into, and long reads. It takes what room there is, so it must stand in nobody's way: who
-/// would have room without it waits until it is given back, which never waits for a commit, and none is given out
-/// meanwhile.
+/// Scratch that snapshots gather into, and long reads. It takes all the room there is, so it must not keep an
+/// allocation out. An allocation that would fit without it waits until it is given back, which never waits
+/// for a commit. No scratch is given out meanwhile.
 #[derive(Default)]
 struct ScratchMemory {
-    /// Claimed and allocated bytes.
+    /// Claimed and allocated bytes of scratch.
     bytes: BTreeMap<Place, u64>,
     waiting: usize,
 }
@@ -123,8 +129,8 @@ impl Arena {
         self.reserve(purpose, &[(place, len)])?.allocate(place, len)
     }
 
-    /// As [`allocate`](Self::allocate), for who submits to the lanes: it waits for those alone that never wait for
-    /// a caller. A caller's stream may stand still, and all batches would stand still with it.
+    /// As [`allocate`](Self::allocate), for a thread that submits to the lanes. It waits only for lanes that
+    /// never wait for a caller. A caller's stream may stand still, and all batches would stand still with it.
     ///
     /// # Errors
     /// As for [`allocate`](Self::allocate).
@@ -132,11 +138,11 @@ impl Arena {
         self.reserve_awaiting(&OWN_LANES, purpose, &[(place, len)])?.allocate(place, len)
     }
 
-    /// Memory for several pages, in their order: for all of them or none. The budget is checked on all of them
-    /// together before the first is allocated.
+    /// Memory for several pages, in their order: for all of them or none. The budget is checked on all of
+    /// them together before the first is allocated.
     ///
     /// # Errors
-    /// As for [`allocate`](Self::allocate); `OverBudget` tells what all of them ask of a place.
+    /// As for [`allocate`](Self::allocate); `OverBudget` tells the sum that they ask of a place.
     pub fn allocate_all(&self, purpose: Purpose, pages: &[(Place, u64)]) -> Result<Vec<PageMemory>> {
         let reserved = self.reserve(purpose, pages)?;
         let mut memory = Vec::with_capacity(pages.len());
@@ -152,8 +158,8 @@ impl Arena {
         Ok(memory)
     }
 
-    /// Puts by what these allocations take of the budget, each by its place and its length in bytes. Where only
-    /// retired memory stands in the way, this waits for its fences and asks once more.
+    /// Puts by the bytes that these allocations take of the budget, each by its place and its length. Where
+    /// only retired memory stands in the way, this waits for its fences and asks once more.
     ///
     /// ```
     /// use std::sync::Arc;
@@ -174,8 +180,8 @@ impl Arena {
     /// ```
     ///
     /// # Errors
-    /// `OverBudget` tells what all of them ask of a place, and what of it is left; a device error. Nothing is
-    /// put by then.
+    /// `OverBudget` tells the sum that they ask of a place, and the bytes left there; a device error. Nothing
+    /// is put by then.
     pub fn reserve(&self, purpose: Purpose, pages: &[(Place, u64)]) -> Result<Reservation<'_>> {
         self.reserve_awaiting(&Lane::ALL, purpose, pages)
     }
@@ -219,19 +225,19 @@ impl Arena {
         }
     }
 
-    /// Whether so many bytes would fit if nothing were retired, and nothing on its way to the host.
+    /// Whether this number of bytes would fit if nothing were retired, and nothing on its way to the host.
     fn fits_without_scratch(&self, place: Place, len: u64) -> bool {
         let scratch = self.scratch.lock().bytes.get(&place).copied();
         scratch.is_some_and(|scratch| self.account(place).fits_without_retired(len.saturating_sub(scratch)))
     }
 
-    /// Scratch for a snapshot or a read, at least `len` bytes in pieces of [`SCRATCH_PIECE_LEN`], or in one that is
-    /// shorter. For who submits to the lanes, so nothing is waited for: it is what the budget and the device have at
-    /// once. None is given out while somebody waits for what there is.
+    /// Scratch for a snapshot or a read: at least `len` bytes, in pieces of [`SCRATCH_PIECE_LEN`] or in one
+    /// that is shorter. The caller submits to the lanes, so nothing is waited for: scratch is only the memory
+    /// that the budget and the device have at once. None is given out while an allocation waits for scratch.
     ///
     /// # Errors
-    /// `OverBudget`, also for more than [`SCRATCH_BYTES_MAX`] together; `OutOfMemory`, `PlaceUnavailable`, a device
-    /// error. Nothing is allocated then.
+    /// `OverBudget`, also for more than [`SCRATCH_BYTES_MAX`] together; `OutOfMemory`, `PlaceUnavailable`, a
+    /// device error. Nothing is allocated then.
     pub(crate) fn allocate_scratch(&self, place: Place, len: u64) -> Result<Vec<PageMemory>> {
         if len == 0 {
             return Ok(Vec::new());
@@ -288,7 +294,7 @@ impl Arena {
         }
     }
 
-    /// Gives back memory that no list names which has yet to run: none ever did, or all their fences
+    /// Gives back memory that no pending list names: no list ever named it, or the fences of all that did
     /// were waited for.
     ///
     /// # Errors
@@ -311,7 +317,7 @@ impl Arena {
     /// thread that reaps already.
     ///
     /// # Errors
-    /// A device error.
+    /// A device error of a release.
     pub fn reap(&self) -> Result<()> {
         if self.retired_count.load(Ordering::Acquire) == 0 {
             return Ok(());
@@ -329,7 +335,7 @@ impl Arena {
     /// Waits for the fences of all retired memory and releases it.
     ///
     /// # Errors
-    /// A device error.
+    /// A device error of a wait or a release.
     pub fn reap_all(&self) -> Result<()> {
         self.reap_awaiting(&Lane::ALL)
     }
@@ -352,13 +358,13 @@ impl Arena {
     }
 
     #[cfg(test)]
-    /// How much of a place is in use.
+    /// The use of one place's budget.
     #[must_use]
     pub fn usage(&self, place: Place) -> PlaceUsage {
         self.account(place).usage()
     }
 
-    /// How much of each place that was ever used is in use.
+    /// The use of each place that memory was ever asked of.
     #[must_use]
     pub fn usages(&self) -> BTreeMap<Place, PlaceUsage> {
         self.accounts.read().iter().map(|(place, account)| (*place, account.usage())).collect()
@@ -384,7 +390,7 @@ impl Arena {
         purpose: Purpose,
         sums: &BTreeMap<Place, u64>,
     ) -> Result<Reservation<'_>> {
-        // Dropped on the way, it puts back what it has.
+        // A reservation that is dropped on the way puts back the bytes it has.
         let mut reservation =
             Reservation { arena: self, purpose, left: Vec::with_capacity(sums.len()), awaited };
         for (place, sum) in sums {
@@ -414,8 +420,8 @@ impl Arena {
 }
 
 impl Drop for Arena {
-    /// The device may outlive the arena, so what is retired is released. A device that fails now keeps
-    /// the memory; its error was, or will be, reported by whoever uses it next.
+    /// Releases retired memory, because the device may outlive the arena. A device that fails now keeps the
+    /// memory; its error was, or will be, reported by the next call that uses it.
     fn drop(&mut self) {
         if let Err(error) = self.reap_all() {
             tracing::warn!(%error, "retired page memory could not be released");
@@ -424,14 +430,15 @@ impl Drop for Arena {
 }
 
 impl Reservation<'_> {
-    /// Memory for a page, of unspecified content, out of what was put by. A full device is given back what is
-    /// retired and asked once more, but for who waits for nobody. Several threads may take from one reservation.
+    /// Memory for a page, of unspecified content, out of the bytes that were put by. If the device is full,
+    /// retired memory is released and the device is asked once more, except where nothing may be waited for.
+    /// Several threads may take from one reservation.
     ///
     /// # Errors
     /// `OutOfMemory`, `PlaceUnavailable`, a device error. The bytes stay put by.
     ///
     /// # Panics
-    /// If less is left for the place.
+    /// If fewer bytes are left for the place.
     pub fn allocate(&self, place: Place, len: u64) -> Result<PageMemory> {
         let left = self.left.iter().find(|(_, reserved, _)| *reserved == place);
         let (account, _, left) = left.unwrap_or_else(|| panic!("nothing is reserved in place {place}"));
@@ -467,13 +474,13 @@ impl Drop for Reservation<'_> {
 }
 
 impl PageMemory {
-    /// All of it.
+    /// The span of the whole page.
     #[must_use]
     pub fn span(&self) -> Span {
         Span { memory: self.memory, offset: 0, len: self.len }
     }
 
-    /// `len` bytes from `offset` on.
+    /// The span of `len` bytes from `offset` on.
     ///
     /// # Panics
     /// If they do not lie within the page: the caller checked that.
@@ -484,10 +491,10 @@ impl PageMemory {
         Span { memory: self.memory, offset, len }
     }
 
-    /// Where it lies.
+    /// The place where the memory lies.
     #[must_use]
     pub fn place(&self) -> Place {
-        Place::from_raw(self.place_kind, self.place_ordinal).expect("that of a place")
+        Place::from_raw(self.place_kind, self.place_ordinal).expect("the numbers of a place")
     }
 
     /// Its length in bytes.

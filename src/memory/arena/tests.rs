@@ -102,7 +102,7 @@ fn an_allocation_that_can_never_fit_does_not_wait() {
 }
 
 #[test]
-fn who_feeds_the_lanes_waits_for_them_and_never_for_callers() {
+fn a_submitter_waits_for_its_lanes_and_never_for_callers() {
     let (device, arena) = late_arena();
     for (lane, is_awaited) in [(Lane::Apply, true), (Lane::Drain, true), (Lane::Callers, false)] {
         let page = arena.allocate(Purpose::Page, PLACE, 60).unwrap();
@@ -122,7 +122,7 @@ fn who_feeds_the_lanes_waits_for_them_and_never_for_callers() {
 }
 
 #[test]
-fn who_feeds_the_lanes_is_not_behind_one_who_waits_for_callers() {
+fn a_submitter_does_not_wait_for_a_thread_that_waits_for_callers() {
     let (device, arena) = late_arena();
     let _waits_for_a_caller = arena.reaping[Lane::Callers as usize].lock();
     let page = arena.allocate(Purpose::Page, PLACE, 60).unwrap();
@@ -153,7 +153,7 @@ fn scratch_is_waited_for_and_none_is_given_out_meanwhile() {
     discard_all(&arena, arena.allocate_scratch(PLACE, 100).unwrap());
 }
 
-/// Who asks submits to the lanes: nothing would be done while he waits.
+/// The thread that asks submits to the lanes: nothing would be done while it waits.
 #[test]
 fn scratch_is_what_there_is_at_once() {
     let (device, arena) = late_arena();
@@ -162,7 +162,7 @@ fn scratch_is_what_there_is_at_once() {
     arena.retire(page, fence);
     let refused = arena.allocate_scratch(PLACE, 50).unwrap_err();
     assert!(matches!(refused, Error::OverBudget { asked: 50, available: 40, .. }), "{refused}");
-    assert_eq!(device.reached(Lane::Apply), 0, "nobody waited for the list");
+    assert_eq!(device.reached(Lane::Apply), 0, "no thread waited for the list");
     device.wait(fence).unwrap();
     discard_all(&arena, arena.allocate_scratch(PLACE, 50).unwrap());
     assert_eq!(usage(&arena), (0, 0, 60, 0));
@@ -202,7 +202,7 @@ fn scratch_of_which_a_piece_is_missing_is_given_back() {
     let refused = arena.allocate_scratch(PLACE, 3 * SCRATCH_PIECE_LEN).unwrap_err();
     assert!(matches!(refused, Error::Device { .. }), "{refused}");
     assert_eq!(usage(&arena), (0, 0, 2 * SCRATCH_PIECE_LEN, 0));
-    assert!(arena.scratch.lock().bytes.is_empty(), "nobody waits for it");
+    assert!(arena.scratch.lock().bytes.is_empty(), "no scratch is counted");
 }
 
 #[test]
@@ -226,7 +226,7 @@ fn a_dropped_arena_leaves_no_retired_memory_on_the_device() {
     let (memory, fence) = (page.span().memory, use_page(&*device, &page));
     arena.retire(page, fence);
     drop(arena);
-    // What the late device refuses is not a release that comes too early.
+    // The late device would refuse a release that comes too early; this one comes in time.
     device.wait(fence).unwrap();
     let again = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| device.release(memory)));
     assert!(again.is_err(), "the arena had not released it");
@@ -262,7 +262,7 @@ fn several_pages_are_reserved_together_or_not_at_all() {
 
     let reserved = arena.reserve(Purpose::Page, &[(PLACE, 40), (PLACE, 30), (elsewhere, 9)]).unwrap();
     assert_eq!((arena.available(PLACE), arena.usage(PLACE).claimed_bytes), (0, 70));
-    assert!(arena.allocate(Purpose::Page, PLACE, 1).is_err(), "what is put by is nobody else's");
+    assert!(arena.allocate(Purpose::Page, PLACE, 1).is_err(), "bytes that are put by are taken");
     let page = reserved.allocate(PLACE, 40).unwrap();
     assert_eq!((arena.available(PLACE), arena.usage(PLACE).claimed_bytes), (0, 30));
     drop(reserved);
@@ -330,7 +330,7 @@ fn threads_never_exceed_the_budget_together() {
                         }
                     }
                 }
-                assert!(refused < 2000, "somebody gets memory");
+                assert!(refused < 2000, "some allocation succeeds");
             });
         }
     });

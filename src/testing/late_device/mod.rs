@@ -1,10 +1,10 @@
-//! A device that does everything as late as its fences allow, to catch those who do not wait.
+//! A device that does everything as late as its fences allow, to catch callers that do not wait.
 //!
 //! The host device is so early that no missing wait shows: every list is done when `submit` returns. Here
-//! lists only queue up; one runs when somebody waits for a fence behind it, on its own lane or by way of
-//! `after`, or, in a seeded device, when the schedule draws it. On the way it spoils what nobody may rely
-//! on: fresh page memory, staging that is to be downloaded to, staging that was uploaded from. Whoever
-//! reads early, or again, reads [`POISON`].
+//! lists only queue up. A list runs when a caller waits for a fence after it, on its own lane or by way of
+//! `after`, or, in a seeded device, when the schedule draws it. On the way the device spoils all bytes that
+//! no caller may rely on: fresh page memory, staging that is to be downloaded to, staging that was uploaded
+//! from. A caller that reads early, or again, reads [`POISON`].
 //!
 //! Streams of callers are emulated too: see `streams`.
 
@@ -27,17 +27,17 @@ use crate::device::{
 };
 use crate::error::{Error, Result};
 
-/// The byte that stands for "nobody may rely on this".
+/// The byte that stands for "no caller may rely on this".
 pub const POISON: u8 = 0xA5;
 
-/// Bits of a made-up address that are the offset in its memory; those above are the memory's name.
+/// Bits of a made-up address that are the offset in its memory; the bits above are the memory's name.
 const ADDRESS_BITS: u32 = 40;
 
 /// A device that runs another one's lists late.
 pub struct LateDevice {
     inner: Arc<dyn Device>,
     state: Mutex<LateState>,
-    /// A stream was let go, or is waited for.
+    /// Signalled when a stream was let go, or is waited for.
     changed: Condvar,
 }
 
@@ -45,7 +45,7 @@ pub struct LateDevice {
 struct LateState {
     lanes: [LateLane; Lane::ALL.len()],
     streams: Streams,
-    /// Lengths of page memory.
+    /// Lengths of all page memory.
     lens: HashMap<MemoryId, u64>,
     /// State of the random numbers that draw the schedule; `None` runs nothing before it must.
     schedule: Option<u64>,
@@ -57,7 +57,7 @@ struct LateLane {
     /// The newest fence handed out.
     given: u64,
     reached: u64,
-    /// Why nothing runs here any more.
+    /// Why nothing runs on this lane any more.
     stopped: Option<Error>,
 }
 
@@ -67,18 +67,18 @@ enum Entry {
         returned: Arc<ReturnedStaging>,
     },
     After(Fence),
-    /// A point in a stream: so many of its entries are done.
+    /// A point in a stream: this number of its entries are done.
     AfterStream(RawStream, u64),
 }
 
 impl LateDevice {
-    /// Runs a list only when somebody waits for it.
+    /// A device that runs a list only when a caller waits for it.
     #[must_use]
     pub fn new(inner: Arc<dyn Device>) -> Self {
         Self::drawing(inner, None)
     }
 
-    /// Also runs lists at calls drawn from `seed`, so that who polls gets on.
+    /// A device that also runs lists at calls drawn from `seed`, so that a caller that polls gets on.
     #[must_use]
     pub fn seeded(inner: Arc<dyn Device>, seed: u64) -> Self {
         Self::drawing(inner, Some(seed))
@@ -121,7 +121,7 @@ impl LateDevice {
         self.state.lock().streams.of(stream).is_captured = is_captured;
     }
 
-    /// Runs all that is queued on a stream by now.
+    /// Runs all work that is queued on a stream by now.
     ///
     /// # Errors
     /// A device error: a lane that the stream waits for stopped.
@@ -134,7 +134,7 @@ impl LateDevice {
         self.run_stream_to(&mut state, stream, given)
     }
 
-    /// `len` bytes of page memory at an address: what a kernel that was given it would use.
+    /// The span of `len` bytes at an address: the bytes that a kernel would use that was given it.
     #[must_use]
     pub fn span_at(&self, address: u64, len: u64) -> Span {
         Span { memory: MemoryId(address >> ADDRESS_BITS), offset: address & ((1 << ADDRESS_BITS) - 1), len }
@@ -155,13 +155,13 @@ impl LateDevice {
         }
     }
 
-    /// Runs the oldest entry of a lane, if there is one. A failure stops the lane: what is queued behind
-    /// it never runs.
+    /// Runs the oldest entry of a lane, if there is one. A failure stops the lane: entries queued after it
+    /// never run.
     fn run_next(&self, state: &mut LateState, lane: Lane) {
         let done = match state.lane(lane).queue.pop_front() {
             None => return,
-            // This ends: the fence was handed out before this entry was queued, and so was every fence
-            // that the lists before it wait for in turn.
+            // This ends: the fence was handed out before this entry was queued, and so was every fence that
+            // the lists before it wait for in turn.
             Some(Entry::After(fence)) => self.run_to(state, fence),
             Some(Entry::AfterStream(stream, position)) => self.run_stream_to(state, stream, position),
             Some(Entry::List { list, returned }) => self.run_list(lane, list).map(|staging| {
@@ -176,14 +176,14 @@ impl LateDevice {
         }
     }
 
-    /// Runs a stream until so many of its entries are done.
+    /// Runs a stream until this number of its entries are done.
     fn run_stream_to(&self, state: &mut LateState, stream: RawStream, position: u64) -> Result<()> {
         loop {
             let late = state.streams.of(stream);
             if late.reached >= position {
                 return Ok(());
             }
-            assert!(!late.is_held, "{stream:?} is held, and somebody waits for it");
+            assert!(!late.is_held, "{stream:?} is held, and a caller waits for it");
             match late.queue.pop_front().expect("as many entries as were given") {
                 StreamEntry::Work(work) => work(&*self.inner),
                 StreamEntry::After(fence) => self.run_to(state, fence)?,
@@ -207,7 +207,7 @@ impl LateDevice {
         Ok(staging)
     }
 
-    /// Runs what the schedule draws: nothing half of the time, else up to three entries.
+    /// Runs the entries that the schedule draws: none half of the time, else up to three.
     fn run_drawn(&self, state: &mut LateState) {
         let Some(drawn) = state.draw() else { return };
         if drawn & 1 == 0 {
@@ -354,7 +354,7 @@ impl Device for LateDevice {
         self.run_stream_to(&mut state, stream, position)
     }
 
-    /// Made up: no bytes lie there, but [`LateDevice::span_at`] finds them.
+    /// An address that is made up: no bytes lie there, but [`LateDevice::span_at`] finds them.
     fn address(&self, memory: MemoryId) -> Option<u64> {
         let state = self.state.lock();
         let len = state.lens.get(&memory).unwrap_or_else(|| panic!("{memory:?} is no memory of this device"));

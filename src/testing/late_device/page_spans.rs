@@ -2,7 +2,7 @@
 
 use crate::device::{Command, Payload, Piece, Span};
 
-/// The page memory that commands name.
+/// The spans of page memory that commands name.
 pub fn page_spans(commands: &[Command]) -> Vec<Span> {
     let mut spans = Vec::new();
     for command in commands {

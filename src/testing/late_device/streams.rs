@@ -1,8 +1,8 @@
-//! Streams of callers, emulated: queues that stand still until somebody must have them run.
+//! Streams of callers, emulated: queues that stand still until a caller must have them run.
 //!
-//! They stand for a GPU's streams in tests of what waits for whom. A stream that is held does not run, as one
-//! with an endless kernel in it. Who waits for the stream itself waits until it is let go; whoever makes the host
-//! wait for a lane that is behind it is found out by a panic.
+//! They stand for a GPU's streams in tests of waits between threads. A stream that is held does not run, like
+//! one with an endless kernel in it. A thread that waits for the stream itself waits until it is let go. A
+//! caller that makes the host wait for a lane after such a stream is found out by a panic.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,24 +10,24 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::device::{Device, Fence, RawStream};
 use crate::error::{Error, Result};
 
-/// What a stream does at its turn, with the device beneath.
+/// The work that a stream does at its turn, with the device beneath.
 pub type StreamWork = Box<dyn FnOnce(&dyn Device) + Send>;
 
-/// The streams, by their handles.
+/// The streams of a device, by their handles.
 #[derive(Default)]
 pub(super) struct Streams(BTreeMap<RawStream, LateStream>);
 
-/// One stream.
+/// One stream and its entries.
 #[derive(Default)]
 pub(super) struct LateStream {
     pub queue: VecDeque<StreamEntry>,
-    /// Entries ever queued.
+    /// Number of entries ever queued.
     pub given: u64,
-    /// Entries that are done.
+    /// Number of entries that are done.
     pub reached: u64,
     pub is_held: bool,
     pub is_captured: bool,
-    /// Threads that wait for it.
+    /// Number of threads that wait for it.
     pub waiting: usize,
 }
 
@@ -57,7 +57,7 @@ impl Streams {
     /// The stream, if lanes may wait for it and it for them.
     ///
     /// # Errors
-    /// `StreamRefused`.
+    /// `StreamRefused` if it is no stream of this device, or is being captured.
     pub fn usable(&mut self, stream: RawStream) -> Result<&mut LateStream> {
         let refused = |reason| Err(Error::StreamRefused { stream: stream.handle(), reason });
         match self.0.get_mut(&stream) {
@@ -67,7 +67,8 @@ impl Streams {
         }
     }
 
-    /// Whether a stream must be let go before so many of its entries are done; `is_behind` says so of a fence.
+    /// Whether a stream must be let go before this number of its entries are done. `is_behind` answers the
+    /// same for a fence.
     pub fn is_held(&self, stream: RawStream, position: u64, is_behind: impl Fn(Fence) -> bool) -> bool {
         let late = &self.0[&stream];
         let left = position.saturating_sub(late.reached) as usize;

@@ -1,9 +1,9 @@
 //! The states that a crash could have left, enumerated.
 //!
-//! A *kill* leaves everything that has happened visible, and what was pending still pending: a power cut
-//! that follows may drop it, so the images of an image are nested crashes. A *power cut* leaves a choice:
-//! one version of every pending sector and length, and some of the pending changes of names. All choices
-//! are tried where they are few. Else a budget is spent: the telling ones first (nothing, everything, only
+//! A *kill* leaves everything that has happened visible, and pending changes still pending. A power cut that
+//! follows may drop those, so the images of an image are nested crashes. A *power cut* leaves a choice: one
+//! version of every pending sector and length, and some of the pending changes of names. All choices are
+//! tried where they are few. Otherwise a budget is spent: the telling ones first (nothing, everything, only
 //! names, only data, everything up to some time, all but one, only one), then seeded random ones.
 
 use std::collections::{HashMap, HashSet};
@@ -18,22 +18,22 @@ use super::event::{DiskEvent, Moment, Tear, Tears};
 use super::node::FileId;
 use super::state::DiskState;
 
-/// What a crash spares.
+/// A kind of crash, by the state that it spares.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Crash {
-    /// The process dies: whatever reached the page cache stays visible.
+    /// The process dies: bytes that reached the page cache stay visible.
     Kill,
-    /// The power goes: what was not synced may be lost.
+    /// The power goes: bytes that were not synced may be lost.
     Power,
 }
 
-/// Which images are made.
+/// The choice of images to make.
 #[derive(Clone, Debug)]
 pub struct CrashPlan {
     /// Moments before these events, or in their middle; the range's end counts as the moment after the
     /// last one. Default: all.
     pub events: Range<usize>,
-    /// How writes and puts are torn. Default: at up to 4 sector borders, and a few bytes.
+    /// The ways in which writes and puts are torn. Default: at up to 4 sector borders, and a few bytes.
     pub tears: Tears,
     /// The most images of one moment. Default: 64.
     pub images_max: usize,
@@ -52,16 +52,16 @@ impl Default for CrashPlan {
 pub struct CrashImage {
     /// The disk: unlocked, without faults, without events.
     pub disk: SimDisk,
-    /// What happened.
+    /// The kind of crash.
     pub crash: Crash,
-    /// When it happened.
+    /// The moment at which it happened.
     pub moment: Moment,
-    /// What had been acknowledged, in order.
+    /// The values acknowledged before it, in order.
     pub acks: Arc<[u64]>,
-    /// Equal images have equal hashes.
+    /// The hash of the image: equal images have equal hashes.
     pub hash: u64,
-    /// The event that was cut short or did not happen any more, what the crash left of it, and of what was
-    /// pending.
+    /// The event that was cut short or did not happen any more, the part of it that the crash left, and the
+    /// part of the pending changes.
     story: String,
 }
 
@@ -73,7 +73,7 @@ impl fmt::Display for CrashImage {
 }
 
 impl SimDisk {
-    /// The moments at which a crash could strike. Left out are those before a noted acknowledgement: the
+    /// The moments at which a crash could strike. Moments before a noted acknowledgement are left out: the
     /// one after it has the same disk and more to answer for.
     #[must_use]
     pub fn moments(&self, events: Range<usize>, tears: Tears) -> Vec<Moment> {
@@ -91,25 +91,25 @@ impl SimDisk {
         SimDisk::from_state(walk.state_at(moment))
     }
 
-    /// The disk after a power cut now, of which nothing pending was spared.
+    /// The disk after a power cut now that spared nothing pending.
     #[must_use]
     pub fn after_power_cut(&self) -> SimDisk {
         SimDisk::from_state(self.shared.lock().now.after_power_cut(|_, _| false, |_| 0, |_, _| 0))
     }
 
-    /// Calls `each` with what a death of the process could have left, moment by moment.
+    /// Calls `each` with the images that a death of the process could have left, moment by moment.
     pub fn kill_images(&self, plan: &CrashPlan, each: impl FnMut(CrashImage)) {
         self.images(Crash::Kill, plan, each);
     }
 
-    /// Calls `each` with what a power cut could have left, moment by moment.
+    /// Calls `each` with the images that a power cut could have left, moment by moment.
     pub fn power_images(&self, plan: &CrashPlan, each: impl FnMut(CrashImage)) {
         self.images(Crash::Power, plan, each);
     }
 
-    /// Equal images of equal acknowledgements are handed out once.
+    /// Calls `each` with every image. Equal images of equal acknowledgements are handed out once.
     fn images(&self, crash: Crash, plan: &CrashPlan, mut each: impl FnMut(CrashImage)) {
-        // A store's threads go on meanwhile: what they do from here on is not in the walk.
+        // A store's threads go on meanwhile: their events from here on are not in the walk.
         let mut walk = Walk::new(self);
         let mut seen = HashSet::new();
         for moment in moments_of(&walk.events, plan.events.clone(), plan.tears) {
@@ -123,8 +123,8 @@ impl SimDisk {
                 walk.events.get(moment.event).map_or_else(|| "the end".to_owned(), ToString::to_string);
             let tear = match moment.tear {
                 None => String::new(),
-                Some(Tear::Head(len)) => format!(", of which the first {len} bytes were stored"),
-                Some(Tear::Tail(len)) => format!(", of which the last {len} bytes were stored"),
+                Some(Tear::Head(len)) => format!("; its first {len} bytes were stored"),
+                Some(Tear::Tail(len)) => format!("; its last {len} bytes were stored"),
             };
             for (state, choice) in images {
                 let hash = state.hash();
@@ -158,7 +158,7 @@ fn moments_of(history: &[DiskEvent], events: Range<usize>, tears: Tears) -> Vec<
 /// Goes through a disk's history once.
 pub(super) struct Walk {
     pub(super) events: Vec<DiskEvent>,
-    /// The disk before event `next`.
+    /// The disk's state before event `next`.
     pub(super) state: DiskState,
     next: usize,
     acks: Vec<u64>,
@@ -190,10 +190,10 @@ impl Walk {
     }
 }
 
-/// Something pending, of which a power cut leaves one version.
+/// A pending change. A power cut leaves one version of it.
 struct Item {
     what: ItemKind,
-    /// When each version was made; version 0, the durable one, is not among them.
+    /// The time at which each version was made; version 0, the durable one, is not among them.
     stamps: Vec<u64>,
 }
 
@@ -211,14 +211,14 @@ impl ItemKind {
     }
 }
 
-/// For each item the version that is left.
+/// The version that is left of each item.
 type Pick = Vec<usize>;
 
-/// What is pending on a disk, and which changes of names need which.
+/// The pending changes of a disk, and the changes of names that need each other.
 struct PendingChanges<'a> {
     state: &'a DiskState,
     items: Vec<Item>,
-    /// Where an item is in the list.
+    /// The place of each item in the list.
     places: HashMap<ItemKind, usize>,
     /// Pairs of items (earlier, later) whose changes concern one name; in the order of the later.
     needs: Vec<(usize, usize)>,
@@ -227,9 +227,9 @@ struct PendingChanges<'a> {
 /// A choice that tells more than a random one.
 #[derive(Clone, Copy)]
 enum Telling {
-    /// Names and data up to these times.
+    /// Names and data as they were at these times.
     UpTo { names: u64, data: u64 },
-    /// One item at a version, all others at the first or the last of theirs.
+    /// One item at a version, all others at their first or their last.
     One { item: usize, version: usize, others_last: bool },
 }
 
@@ -261,7 +261,7 @@ impl<'a> PendingChanges<'a> {
         Self { state, items, places, needs }
     }
 
-    /// How many choices there are, changes of names taken as independent; saturates.
+    /// The number of choices, changes of names taken as independent; saturates.
     fn choices(&self) -> usize {
         self.items.iter().fold(1, |product, item| item.stamps.len().saturating_add(1).saturating_mul(product))
     }
@@ -275,7 +275,7 @@ impl<'a> PendingChanges<'a> {
         }
     }
 
-    /// Adds what the chosen changes need.
+    /// Adds the changes that the chosen ones need.
     fn add_needed(&self, pick: &mut Pick) {
         for (earlier, later) in self.needs.iter().rev() {
             if pick[*later] == 1 {
@@ -335,7 +335,7 @@ impl<'a> PendingChanges<'a> {
         picks
     }
 
-    /// A part of the choices: the telling ones, and random ones.
+    /// Some of the choices: the telling ones, and random ones.
     fn some_picks(&self, picks_max: usize, seed: u64) -> Vec<Pick> {
         let mut random = SplitMix(seed);
         let edges = [(0, 0), (u64::MAX, u64::MAX), (u64::MAX, 0), (0, u64::MAX)];
@@ -361,7 +361,8 @@ impl<'a> PendingChanges<'a> {
                 others_last: false,
             }));
         }
-        // Where even these are too many, a random part of them, leaving a quarter to the random choices.
+        // If even these are too many, a random part of them is taken. A quarter is left to the random
+        // choices.
         let room = (picks_max - picks_max / 4).max(certain);
         for index in certain..telling.len().min(room) {
             let other = index + random.below(telling.len() - index);
@@ -385,7 +386,7 @@ impl<'a> PendingChanges<'a> {
         picks
     }
 
-    /// The choice in words: how many of the pending things are left at their last version.
+    /// The choice in words: the number of pending changes that are left at their last version.
     fn describe(&self, pick: &Pick) -> String {
         let count = |names: bool| {
             let of_kind = self.items.iter().zip(pick).filter(move |(item, _)| item.what.is_name() == names);

@@ -1,4 +1,4 @@
-//! What happens on a simulated disk, in order, and the moments at which a crash can strike.
+//! Events of a simulated disk, in order, and the moments at which a crash can strike.
 
 use std::fmt;
 use std::sync::Arc;
@@ -134,31 +134,31 @@ pub enum SyncPoint {
     Folder(Folder),
 }
 
-/// Which part of a torn write or put was stored.
+/// The part of a torn write or put that was stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Tear {
-    /// The first so many bytes.
+    /// This number of its first bytes.
     Head(usize),
-    /// The last so many bytes.
+    /// This number of its last bytes.
     Tail(usize),
 }
 
-/// How many ways to tear each write and put are tried.
+/// The number of ways to tear each write and put that are tried.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tears {
     /// None: every event happens whole or not at all.
     None,
-    /// After the first byte, in the middle, before the last byte, and at up to so many sector borders.
+    /// After the first byte, in the middle, before the last byte, and at up to this number of sector borders.
     Few(usize),
-    /// At every byte.
+    /// At every byte of it.
     Every,
 }
 
-/// When a crash strikes: before the event of that number (from 0), or in its middle.
+/// The moment at which a crash strikes: before the event of that number (from 0), or in its middle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Moment {
-    /// Events before it are complete.
+    /// The number of the event: events before it are complete.
     pub event: usize,
-    /// What is left of the event itself, if anything.
+    /// The part that is left of the event itself, if any.
     pub tear: Option<Tear>,
 }

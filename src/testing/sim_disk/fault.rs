@@ -1,8 +1,9 @@
 //! Operations that fail on purpose.
 //!
-//! What a failed operation leaves is in `file.rs` and `state.rs`: half of a write, and after a failed sync
-//! sectors that no later sync makes up for, though it succeeds. A write that is merely *short* is no fault at this
-//! seam: whoever implements it goes on where the write stopped, so that a crash in between is a torn write.
+//! The state that a failed operation leaves is in `file.rs` and `state.rs`: half of a write, and after a
+//! failed sync sectors that no later sync makes up for, though it succeeds. A write that is merely *short* is
+//! no fault at this seam: an implementation goes on where the write stopped, so that a crash in between is a
+//! torn write.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -17,35 +18,35 @@ pub const EIO: i32 = 5;
 /// A kind of operation, for faults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Operation {
-    /// `Disk::create`.
+    /// A call of `Disk::create`.
     Create,
-    /// `Disk::open`.
+    /// A call of `Disk::open`.
     Open,
-    /// `DiskFile::window`.
+    /// A call of `DiskFile::window`.
     Window,
-    /// `Disk::link`.
+    /// A call of `Disk::link`.
     Link,
-    /// `Disk::rename`.
+    /// A call of `Disk::rename`.
     Rename,
-    /// `Disk::remove`.
+    /// A call of `Disk::remove`.
     Remove,
-    /// `Disk::make_folder`.
+    /// A call of `Disk::make_folder`.
     MakeFolder,
-    /// `Disk::sync_folder`.
+    /// A call of `Disk::sync_folder`.
     SyncFolder,
-    /// `DiskFile::read_at`.
+    /// A call of `DiskFile::read_at`.
     Read,
-    /// `DiskFile::read_past_cache`.
+    /// A call of `DiskFile::read_past_cache`.
     ReadPastCache,
-    /// `DiskFile::read_proven`.
+    /// A call of `DiskFile::read_proven`.
     ReadProven,
-    /// `DiskFile::write_at`; half of the bytes are written.
+    /// A call of `DiskFile::write_at`; half of the bytes are written.
     Write,
-    /// `DiskFile::sync`.
+    /// A call of `DiskFile::sync`.
     Sync,
-    /// `Window::put`; half of the bytes are stored.
+    /// A call of `Window::put`; half of the bytes are stored.
     Put,
-    /// `Window::sync`.
+    /// A call of `Window::sync`.
     SyncWindow,
 }
 
@@ -54,15 +55,15 @@ pub enum Operation {
 pub struct DiskFault {
     /// The kind of operation.
     pub operation: Operation,
-    /// How many succeed first.
+    /// The number of operations that succeed first.
     pub skip: usize,
-    /// How many fail then.
+    /// The number of operations that fail then.
     pub times: usize,
     /// The system's error number.
     pub errno: i32,
 }
 
-/// The faults of a disk, and what they did so far.
+/// The faults of a disk, and the failures they caused so far.
 #[derive(Default)]
 pub(super) struct DiskFaults {
     waiting: Vec<DiskFault>,
@@ -96,7 +97,7 @@ impl SimDisk {
         self.shared.lock().faults.waiting.push(fault);
     }
 
-    /// How many operations are yet to fail, together.
+    /// The number of operations that are yet to fail, together.
     #[must_use]
     pub fn faults_left(&self) -> usize {
         let shared = self.shared.lock();
@@ -108,13 +109,13 @@ impl SimDisk {
         self.shared.lock().faults.waiting.clear();
     }
 
-    /// How many operations of a kind there were so far, with those that failed.
+    /// The number of operations of a kind so far, with those that failed.
     #[must_use]
     pub fn calls(&self, operation: Operation) -> usize {
         self.shared.lock().faults.calls.get(&operation).copied().unwrap_or(0)
     }
 
-    /// How many events had happened when the first fault struck; `None` if none did.
+    /// The number of events that had happened when the first fault struck; `None` if none did.
     #[must_use]
     pub fn struck_at(&self) -> Option<usize> {
         self.shared.lock().faults.struck_at

@@ -25,15 +25,15 @@ pub(super) struct SimFile {
 }
 
 impl SimFile {
-    /// Records a write of as much as the fault, if any, and the capacity let through.
+    /// Records a write of as many bytes as the fault, if any, and the capacity let through.
     fn store(&self, operation: Operation, offset: u64, bytes: &[u8]) -> io::Result<()> {
         let mut shared = self.disk.shared.lock();
         if !self.write {
             return Err(io::Error::from_raw_os_error(EBADF));
         }
         let fault = shared.fault(operation);
-        let wanted = if fault.is_some() { bytes.len() / 2 } else { bytes.len() };
-        let fitting = shared.fitting(self.id, offset, wanted);
+        let unfailed = if fault.is_some() { bytes.len() / 2 } else { bytes.len() };
+        let fitting = shared.fitting(self.id, offset, unfailed);
         let (file, id, stored) = (self.file, self.id, Arc::from(&bytes[..fitting]));
         if fitting > 0 {
             shared.record(match operation {
@@ -93,17 +93,18 @@ impl DiskFile for SimFile {
         self.read(Operation::Read, offset, out, false)
     }
 
-    /// Reads what is durable, whatever is visible.
+    /// Reads the durable bytes, whatever is visible.
     fn read_past_cache(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         self.read(Operation::ReadPastCache, offset, out, true)
     }
 
-    /// All of it is cached.
+    /// Reads as `read_at` does: all bytes are cached.
     fn read_proven(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         self.read(Operation::ReadProven, offset, out, false)
     }
 
-    /// All that the medium has as it is visible, unless something of the file was read: then all was read ahead.
+    /// The ranges that the medium holds as they are visible. None once something of the file was read: then
+    /// all was read ahead.
     fn uncached(&self) -> Vec<Range<u64>> {
         let shared = self.disk.shared.lock();
         if shared.read_ahead.contains(&self.id) {
@@ -143,7 +144,7 @@ impl DiskFile for SimFile {
 }
 
 /// A window onto a file. It keeps exactly the promises of the trait, whatever the kind: a sync makes its
-/// range durable and nothing beside it.
+/// range durable and nothing else.
 struct SimWindow {
     file: SimFile,
     len: u64,
@@ -174,7 +175,7 @@ struct SimDirectWindow {
 
 impl Window for SimDirectWindow {
     fn put(&self, offset: u64, bytes: &[u8]) -> Result<()> {
-        // A put of nothing right behind a frame lies in no sync's range: it would wait for ever.
+        // A put of nothing right after a frame lies in no sync's range: it would wait for ever.
         if !bytes.is_empty() {
             self.put.lock().push((offset, bytes.to_vec()));
         }
@@ -185,7 +186,7 @@ impl Window for SimDirectWindow {
         assert!(offset.is_multiple_of(GROUP_ALIGN), "a group begins on a block");
         let mut blocks = vec![0; align_up(len, GROUP_ALIGN) as usize];
         for (at, bytes) in self.put.lock().extract_if(.., |(at, _)| *at < offset + len) {
-            let at = at.checked_sub(offset).expect("what was put is synced in its order") as usize;
+            let at = at.checked_sub(offset).expect("puts are synced in their order") as usize;
             blocks[at..at + bytes.len()].copy_from_slice(&bytes);
         }
         self.window.put(offset, &blocks)?;

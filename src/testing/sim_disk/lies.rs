@@ -1,11 +1,11 @@
-//! Writes that the medium said it made, and did not: the sector keeps its older self (*lost*), or the
-//! bytes landed in another sector, of any file (*misdirected*). No sync fails, and the process sees nothing of
-//! it for as long as the page cache answers; after the next power cut the medium does. And reads: the write is
-//! there, but who asks first is given what was there before it (*stale*), once.
+//! A medium that lies about writes and reads. It said that it made a write, and did not: the sector keeps its
+//! older self (*lost*), or the bytes landed in another sector, of any file (*misdirected*). No sync fails,
+//! and the process sees nothing of it as long as the page cache answers; after the next power cut the medium
+//! does. Or the write is there, but the first read is given the bytes from before it (*stale*), once.
 //!
-//! One lie at a time, everything else about the disk as it was. What a run would have noticed by reading back
-//! past the cache it does not notice here, because its events are only told again: so the states are worse than
-//! those of an honest run.
+//! There is one lie at a time, and everything else about the disk is as it was. A run might have noticed the
+//! lie by reading back past the cache. It does not notice here, because its events are only told again. So
+//! the states are worse than those of an honest run.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -19,14 +19,14 @@ use super::node::{FileId, Sector};
 use super::state::DiskState;
 use super::{SimCore, SimDisk};
 
-/// What became of a write that the medium said it made.
+/// The fate of a write that the medium said it made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum LieKind {
-    /// The sector is what it was before.
+    /// The sector is as it was before.
     Lost,
-    /// So it is, and another sector holds what was meant for it.
+    /// The same, and another sector holds the bytes that were meant for it.
     Misdirected,
-    /// The sector is as it was written, but the next read of it gives what it was before.
+    /// The sector is as it was written, but the next read of it gives the bytes from before.
     Stale,
 }
 
@@ -38,7 +38,8 @@ pub(super) struct Stale {
 }
 
 impl SimCore {
-    /// Puts the stale sector's older self into what was read, if it was, and is then over with it.
+    /// Puts the stale sector's older self into the bytes that were read, if it is among them. Then the lie is
+    /// over.
     pub(super) fn age(&mut self, id: FileId, offset: u64, out: &mut [u8]) {
         let Some(stale) = self.stale.take_if(|stale| {
             let start = (stale.sector * SECTOR_LEN) as u64;
@@ -54,25 +55,25 @@ impl SimCore {
     }
 }
 
-/// A disk after a power cut at the end of its history, of which one sector was not written as it was said.
+/// A disk after a power cut at the end of its history. One of its sectors was not written as the medium said.
 #[derive(Debug)]
 pub struct Lie {
     /// The disk: unlocked, without faults, without events.
     pub disk: SimDisk,
-    /// What became of the write.
+    /// The fate of the write.
     pub kind: LieKind,
-    /// The file that was synced, by the name that it was opened by, and the sector's offset in bytes.
+    /// The file that was synced, by the name that it was opened by.
     pub file: FileName,
-    /// Where the sector begins.
+    /// The sector's offset in the file, in bytes.
     pub offset: u64,
     /// The sync that should have written it, by its place in the history.
     pub event: usize,
 }
 
 impl SimDisk {
-    /// Calls `each` with every lie that leaves another disk than the truth does, or an earlier lie: for each
-    /// sector that a sync made durable, the lost write, a misdirected one, whose target the seed chooses, and the
-    /// stale read.
+    /// Calls `each` with every lie whose disk differs from the truth and from every earlier lie. For each
+    /// sector that a sync made durable these are the lost write, a misdirected one, whose target the seed
+    /// chooses, and the stale read.
     pub fn lies(&self, seed: u64, mut each: impl FnMut(Lie)) {
         let mut random = SplitMix(seed);
         let mut walk = Walk::new(self);
@@ -115,7 +116,7 @@ impl SimDisk {
     }
 }
 
-/// What a power cut leaves after these events that spares nothing pending.
+/// The state after these events and a power cut that spares nothing pending.
 fn at_last(mut state: DiskState, events: &[DiskEvent]) -> DiskState {
     events.iter().for_each(|event| state.apply(event));
     state.after_power_cut(|_, _| false, |_| 0, |_, _| 0)
@@ -138,7 +139,7 @@ mod tests {
 
     /// Two files of two sectors; the second sector of the first one is written twice.
     #[test]
-    fn a_lost_write_leaves_what_was_there_and_a_misdirected_one_strikes_another_sector() {
+    fn a_lost_write_leaves_the_older_bytes_and_a_misdirected_one_strikes_another_sector() {
         let disk = SimDisk::new();
         let [first, second] = [0, 1].map(|number| FileName::Temporary(Folder::Root, number));
         for (name, bytes) in [(first, [1, 2]), (second, [3, 4])] {
@@ -189,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stale_read_gives_what_was_there_before_once() {
+    fn a_stale_read_gives_the_older_bytes_once() {
         let disk = SimDisk::new();
         let name = FileName::Temporary(Folder::Root, 0);
         let file = disk.create(name).unwrap();
@@ -202,7 +203,7 @@ mod tests {
         disk.lies(0, |lie| {
             if lie.kind == LieKind::Stale && lie.offset == SECTOR_LEN as u64 {
                 let file = lie.disk.open(name, false).unwrap();
-                // Beside the sector, across its beginning, across its end.
+                // Before the sector, across its beginning, across its end.
                 let bytes = [(0, 512), (510, 4), (1022, 4)].map(|(offset, len)| {
                     let mut out = vec![0; len];
                     file.read_past_cache(offset, &mut out).unwrap();
@@ -211,7 +212,7 @@ mod tests {
                 found.push(bytes.map(|bytes| bytes[bytes.len() - 2..].to_vec()));
             }
         });
-        // What it was before it was ever written, and before it was written again.
+        // Its bytes before it was ever written, and before it was written again.
         let again = vec![1, 1];
         let expected = [0, 1].map(|older| [again.clone(), vec![older; 2], again.clone()]);
         assert_eq!(found, expected);

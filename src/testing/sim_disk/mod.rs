@@ -1,9 +1,9 @@
-//! `SimDisk`: a disk in memory that remembers how it came about, so that a test can ask what a
+//! `SimDisk`: a disk in memory that remembers its history, so that a test can ask for every state that a
 //! crash at any moment could have left.
 //!
-//! Read `state.rs` for the model of what is durable, `event.rs` for what is recorded, `crash.rs` for how
-//! the states after a crash are enumerated, `fault.rs` for operations that fail, `lies.rs` for a medium that
-//! does not do what it says.
+//! Read `state.rs` for the model of durability, `event.rs` for the events that are recorded, `crash.rs` for
+//! how the states after a crash are enumerated, `fault.rs` for operations that fail, `lies.rs` for a medium
+//! that does not do as it says.
 
 mod crash;
 mod event;
@@ -55,7 +55,7 @@ const EBADF: i32 = 9;
 /// file.write_at(0, b"bytes")?;
 /// file.sync()?;
 /// let mut nameless = 0;
-/// disk.power_images(&Plan::default(), |image| {
+/// disk.power_images(&CrashPlan::default(), |image| {
 ///     nameless += usize::from(image.disk.list(Folder::Root).unwrap().is_empty());
 /// });
 /// assert!(nameless > 0, "the sync of a file does not make its name durable");
@@ -75,7 +75,7 @@ struct SimCore {
     now: DiskState,
     events: Vec<DiskEvent>,
     locked: bool,
-    /// How many readers hold each snapshot.
+    /// The number of readers that hold each snapshot.
     held: BTreeMap<SnapshotId, usize>,
     retiring: BTreeSet<SnapshotId>,
     capacity: Option<u64>,
@@ -85,7 +85,7 @@ struct SimCore {
     skip: Option<SkipRule>,
     /// A sector whose next read gives its older self.
     stale: Option<Stale>,
-    /// Files of which something was read, so that a page cache would have them.
+    /// Files that were read in part, so that a page cache would have them.
     read_ahead: BTreeSet<FileId>,
 }
 
@@ -124,7 +124,7 @@ impl SimCore {
         }
     }
 
-    /// How many of `len` bytes at `offset` there is space for.
+    /// The number of `len` bytes at `offset` that there is space for.
     fn fitting(&self, id: FileId, offset: u64, len: usize) -> usize {
         let Some(capacity) = self.capacity else { return len };
         let file_len = self.now.node(id).visible.len();
@@ -157,13 +157,13 @@ impl SimDisk {
         Self { shared: Arc::new(Mutex::new(shared)) }
     }
 
-    /// How many events have happened.
+    /// The number of events that have happened.
     #[must_use]
     pub fn events(&self) -> usize {
         self.shared.lock().events.len()
     }
 
-    /// What happened, a line an event, for a failing test's message.
+    /// The disk's events, a line each, for a failing test's message.
     #[must_use]
     pub fn history(&self) -> Vec<String> {
         self.shared.lock().events.iter().map(ToString::to_string).collect()
@@ -180,20 +180,20 @@ impl SimDisk {
         self.shared.lock().capacity = bytes;
     }
 
-    /// Refuses a rename with ENOSPC where fewer bytes than these are free, as XFS does while a folder must grow for the
-    /// new name. It takes none of them.
+    /// Refuses a rename with ENOSPC where fewer bytes than these are free, as XFS does while a folder must
+    /// grow for the new name. It takes none of them.
     pub fn set_name_bytes(&self, bytes: u64) {
         self.shared.lock().name_bytes = bytes;
     }
 
-    /// Bytes that the files take.
+    /// Bytes that the files take together.
     #[must_use]
     pub fn used_bytes(&self) -> u64 {
         self.shared.lock().now.used_bytes()
     }
 
-    /// Makes every sync for which `rule` says true do nothing and succeed: so a test shows that the sync
-    /// matters. The rule runs inside the operation and must not use the disk.
+    /// Makes every sync that `rule` accepts do nothing and succeed: so a test shows that the sync matters.
+    /// The rule runs inside the operation and must not use the disk.
     pub fn skip_syncs(&self, rule: impl FnMut(SyncPoint) -> bool + Send + 'static) {
         self.shared.lock().skip = Some(Box::new(rule));
     }
@@ -337,8 +337,8 @@ impl Disk for SimDisk {
         Ok(Arc::new(self.handle(file, id, write)))
     }
 
-    /// The file's bytes are copied with all that is pending of them, which is the same as long as nobody writes
-    /// to the file any more.
+    /// Copies the file's bytes with all their pending versions. The copy stays the same as long as the file
+    /// is not written to any more.
     fn link(&self, source: &dyn Disk, file: FileName) -> Result<bool> {
         let source: &dyn Any = source;
         let Some(source) = source.downcast_ref::<Self>() else { return Ok(false) };
@@ -402,7 +402,7 @@ impl ReadAt for SimDisk {
     }
 }
 
-/// Unlocks when dropped.
+/// A lock that is released when this is dropped.
 struct SimLock {
     disk: SimDisk,
     locked: SimLockKind,
@@ -415,7 +415,7 @@ impl SimLock {
     }
 }
 
-/// What a guard holds.
+/// The lock that a guard holds.
 enum SimLockKind {
     Store,
     Held(SnapshotId),

@@ -1,4 +1,4 @@
-//! One file of a simulated disk: what is on the medium of it, and what is only on its way there.
+//! One file of a simulated disk: its bytes on the medium, and its bytes that are only on their way there.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -25,7 +25,7 @@ impl Sector {
         Arc::new(Self { bytes, hash: hasher.finish() })
     }
 
-    /// Tells contents apart.
+    /// A number that tells contents apart.
     pub(super) fn hash(&self) -> u64 {
         self.hash
     }
@@ -56,7 +56,7 @@ impl FileContent {
         self.sectors.len()
     }
 
-    /// A sector; behind the end it is zeros.
+    /// A sector of the content; past the end it is zeros.
     pub(super) fn sector(&self, index: usize) -> Arc<Sector> {
         self.sectors.get(index).cloned().unwrap_or_else(Sector::zero)
     }
@@ -111,14 +111,14 @@ pub(super) fn sectors_of(offset: u64, len: u64) -> Range<usize> {
     first as usize..end as usize
 }
 
-/// A version of something since its last sync, with the time at which it was made.
+/// A version of a sector, a length or a name since its last sync, with the time at which it was made.
 #[derive(Clone, Debug)]
 pub(super) struct StampedVersion<T> {
     pub(super) stamp: u64,
     pub(super) value: T,
 }
 
-/// A file.
+/// A file's contents, and their pending versions.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Node {
     pub(super) visible: FileContent,
@@ -131,7 +131,7 @@ pub(super) struct Node {
     pub(super) lost: BTreeSet<usize>,
     /// Whether a failed sync has marked the length clean.
     pub(super) length_lost: bool,
-    /// Whether the medium holds something else than it said.
+    /// Whether the medium holds other bytes than it said.
     pub(super) lied_about: bool,
 }
 
@@ -184,24 +184,25 @@ impl Node {
         }
     }
 
-    /// A sync of these sectors, and of the length, has failed: see the head of this file.
+    /// Marks these sectors, and the length, as lost by a failed sync: see the head of this file.
     pub(super) fn lose(&mut self, range: Range<usize>) {
         self.lost.extend(self.sectors.range(range).map(|(index, _)| *index));
         self.length_lost = !self.lengths.is_empty();
     }
 
-    /// What a fault of the medium, or somebody else's hand, does: at once durable.
+    /// Changes bytes as a fault of the medium, or another program, does: at once durable.
     pub(super) fn damage(&mut self, stamp: u64, offset: u64, bytes: &[u8]) {
         self.write(stamp, offset, bytes);
         self.sync(sectors_of(offset, bytes.len() as u64));
     }
 
-    /// Whether what is visible is durable.
+    /// Whether all visible bytes are durable.
     pub(super) fn is_clean(&self) -> bool {
         self.sectors.is_empty() && self.lengths.is_empty() && !self.lied_about
     }
 
-    /// The sectors that hold on the medium what is visible: there is no telling whether the page cache has them.
+    /// The sectors that the medium holds as they are visible: there is no telling whether the page cache has
+    /// them.
     pub(super) fn clean_sectors(&self) -> impl Iterator<Item = usize> {
         let both = self.visible.sectors.iter().zip(&self.durable.sectors).enumerate();
         let is_clean = |index: &usize| !self.sectors.contains_key(index);
@@ -219,19 +220,19 @@ impl Node {
             .collect()
     }
 
-    /// A sector as it is on the medium; behind the file's end it is zeros.
+    /// A sector as it is on the medium; past the file's end it is zeros.
     pub(super) fn durable_sector(&self, index: usize) -> Arc<Sector> {
         self.durable.sector(index)
     }
 
-    /// A sector that was said to be durable is what it was before.
+    /// Puts a sector that was said to be durable back to its bytes from before.
     pub(super) fn lose_write(&mut self, sector: usize, before: &Self) {
         self.durable.sectors[sector] = before.durable.sector(sector);
         self.lied_about = true;
     }
 
-    /// The file after a power cut that left of each sector, and of the length, the chosen version: 0 is
-    /// the durable one, n the n-th since.
+    /// The file after a power cut that left the chosen version of each sector, and of the length: 0 is the
+    /// durable one, n the n-th since.
     pub(super) fn after_power_cut(&self, length: usize, sector: impl Fn(usize) -> usize) -> Self {
         let mut content = self.durable.clone();
         let len = length.checked_sub(1).map_or(self.durable.len, |version| self.lengths[version].value);

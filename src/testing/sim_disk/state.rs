@@ -1,21 +1,22 @@
-//! What a simulated disk holds: what is on the medium, and what is only on its way there.
+//! The state of a simulated disk: the bytes and names on the medium, and those that are only on their way
+//! there.
 //!
-//! The model, which is deliberately worse than any file system that the store is meant for:
+//! The model is deliberately worse than any file system that the store is meant for:
 //!
-//! - A file has a *visible* content, which every reader sees at once and which outlives the process, and
-//!   a *durable* one, which outlives a power cut. What was written since the last sync is *pending*: for
-//!   each sector of 512 bytes every version that it has had since, and every length. A power cut leaves of
-//!   each sector, and of the length, any one version or the durable one, independently: so writes are
-//!   lost, reordered and torn between sectors.
-//! - A folder has visible and durable names, and pending changes of names. A power cut keeps any subset
-//!   of the changes in which each name's own changes are a prefix. Renames are atomic, as they are on
-//!   every journaled file system.
+//! - A file has a *visible* content, which every reader sees at once and which outlives the process, and a
+//!   *durable* one, which outlives a power cut. Changes since the last sync are *pending*: for each sector of
+//!   512 bytes every version that it has had since, and every length. A power cut leaves of each sector, and
+//!   of the length, any one version or the durable one, independently. So writes are lost, reordered and torn
+//!   between sectors.
+//! - A folder has visible and durable names, and pending changes of names. A power cut keeps any subset of
+//!   the changes in which each name's own changes are a prefix. Renames are atomic, as they are on every
+//!   journaled file system.
 //! - A sync of a file makes content and length durable, never the file's name.
 //! - A link gives a file of another disk a name here; a power cut may take the name.
-//! - A medium that lies (`lies.rs`) says that it wrote a sector, and did not, or wrote it elsewhere, or gives a
-//!   sector's older self to who reads it next.
-//! - A failed sync makes nothing durable, and a later one does not make up for it: those bytes stay
-//!   pending until they are written again. That is what ext4 does.
+//! - A medium that lies (`lies.rs`) says that it wrote a sector, and did not, or wrote it elsewhere, or gives
+//!   a sector's older self to the next read.
+//! - A failed sync makes nothing durable, and a later one does not make up for it: those bytes stay pending
+//!   until they are written again. That is what ext4 does.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -48,7 +49,7 @@ impl NameChange {
     }
 }
 
-/// What a folder holds.
+/// The entries that a folder holds.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub(super) struct Entries {
     pub(super) files: BTreeMap<FileName, FileId>,
@@ -75,7 +76,7 @@ impl Entries {
     }
 }
 
-/// A folder.
+/// A folder's names, and their pending changes.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Names {
     pub(super) visible: Entries,
@@ -91,13 +92,13 @@ impl Names {
     }
 }
 
-/// A whole disk.
+/// The state of a whole disk.
 #[derive(Clone, Debug, Default)]
 pub(super) struct DiskState {
     pub(super) nodes: BTreeMap<FileId, Arc<Node>>,
     pub(super) folders: BTreeMap<Folder, Names>,
     next_file: u64,
-    /// Rises with every event; orders the versions.
+    /// A clock that rises with every event; it orders the versions.
     clock: u64,
 }
 
@@ -129,14 +130,14 @@ impl DiskState {
         FileId(self.next_file)
     }
 
-    /// Bytes that the files take which have a name.
+    /// The bytes of all files that have a name.
     pub(super) fn used_bytes(&self) -> u64 {
         let named =
             Folder::INNER.into_iter().chain([Folder::Root]).flat_map(|folder| self.entries(folder).files);
         named.map(|(_, id)| self.node(id).visible.len()).sum()
     }
 
-    /// Lets an event happen.
+    /// Applies an event to the disk.
     pub(super) fn apply(&mut self, event: &DiskEvent) {
         self.clock += 1;
         let stamp = self.clock;
@@ -198,7 +199,7 @@ impl DiskState {
         self.nodes.iter().flat_map(of_node).filter(|sector| *sector != except).collect()
     }
 
-    /// What one sector holds is on the medium in another one's place.
+    /// Puts the durable bytes of one sector in another one's place.
     pub(super) fn misdirect(&mut self, source: (FileId, usize), target: (FileId, usize)) {
         let bytes = self.node(source.0).durable.sector(source.1);
         let node = self.node_mut(target.0);
@@ -214,8 +215,8 @@ impl DiskState {
         self.folders.entry(folder).or_default()
     }
 
-    /// The disk after a power cut that left the chosen versions of files and changes of names. `length`
-    /// and `sector` choose as in [`Node::after_power_cut`].
+    /// The disk after a power cut that left the chosen versions of files and changes of names. `length` and
+    /// `sector` choose as in [`Node::after_power_cut`].
     pub(super) fn after_power_cut(
         &self,
         keeps: impl Fn(Folder, usize) -> bool,
@@ -252,7 +253,7 @@ impl DiskState {
         Self { nodes, folders, next_file: self.next_file, clock: self.clock }
     }
 
-    /// Files that have, had or may get a name again: all others cannot be seen after a crash.
+    /// The files that have, had or may get a name again: all others cannot be seen after a crash.
     pub(super) fn reachable(&self) -> BTreeSet<FileId> {
         let linked = |change: &StampedVersion<NameChange>| match change.value {
             NameChange::Link(_, id) => Some(id),
@@ -267,7 +268,7 @@ impl DiskState {
             .collect()
     }
 
-    /// A hash of all that a crash or a reader can see, now or later.
+    /// A hash of everything that a crash or a reader can see, now or later.
     pub(super) fn hash(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
         for (folder, names) in &self.folders {

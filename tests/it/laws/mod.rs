@@ -108,11 +108,11 @@ fn a_gpu_keeps_the_laws_in_guarded_memory() {
     let address = gpu.address(kept).unwrap();
     assert_eq!((guarded.live(), of_pages(&gpu).used_bytes > 0), (vec![(address, 1000)], true));
 
-    // A kernel that writes one byte behind the end of a page.
+    // A kernel that writes one byte past the end of a page.
     // SAFETY: the canary lies there, and nobody else uses it.
     unsafe { driver().write(address + 1000, &[0]) }.unwrap();
     let broken = gpu.release(kept).unwrap_err();
-    assert!(broken.to_string().contains("byte 0 behind the end"), "{broken}");
+    assert!(broken.to_string().contains("byte 0 past the end"), "{broken}");
 }
 
 /// The model is the judge of every case, so it is itself held to results worked out by hand.

@@ -1,10 +1,10 @@
 //! Lengths of blocks and of the slabs that they are cut from.
 //!
 //! Lengths are rounded up to a class, four classes to each doubling, so at most a fifth of a block lies idle.
-//! The first slab of a class is small, each further one twice as long, up to a length that the pool sets. Blocks longer
-//! than the longest class are slabs of their own.
+//! The first slab of a class is small, each further one twice as long, up to a length that the pool sets.
+//! Blocks longer than the longest class are slabs of their own.
 
-/// The smallest class: what a warp moves in one access, and then some.
+/// The smallest class: the bytes that a warp moves in one access, and then some.
 const CLASS_LEN_MIN: u64 = 256;
 /// The longest class that shares slabs.
 const CLASS_LEN_MAX: u64 = 16 << 20;
@@ -18,12 +18,12 @@ const STEPS: u64 = 4;
 /// Number of classes that share slabs.
 pub(super) const CLASSES: usize = (STEPS * (CLASS_LEN_MAX / CLASS_LEN_MIN).ilog2() as u64 + 1) as usize;
 
-/// What serves a length.
+/// The memory that serves a length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Class {
-    /// Blocks of this number, cut from slabs.
+    /// Blocks of the class of this number, cut from slabs.
     Shared(usize),
-    /// A slab of its own, so long.
+    /// A slab of its own, of this length.
     Alone(u64),
 }
 
@@ -41,7 +41,7 @@ impl Class {
         Some(Self::Shared(index as usize))
     }
 
-    /// Length of its blocks in bytes.
+    /// Length of the class's blocks in bytes.
     pub fn block_len(self) -> u64 {
         match self {
             Self::Shared(index) => {
@@ -52,14 +52,15 @@ impl Class {
         }
     }
 
-    /// Length of its next slab in bytes when it has `count`: whole blocks, and at most one beyond `longest`.
+    /// Length of the class's next slab in bytes when it has `count`: whole blocks, and at most one beyond
+    /// `longest`.
     pub fn slab_len(self, count: usize, longest: u64) -> u64 {
         let block_len = self.block_len();
         if let Self::Alone(len) = self {
             return len;
         }
         let doubled = SLAB_LEN_MIN.max(block_len) << count.min(5);
-        // Whole blocks, and nothing beyond the last one that the driver would round up to in any case.
+        // Whole blocks, and nothing after the last one that the driver would round up to in any case.
         doubled.min(longest).next_multiple_of(block_len)
     }
 }

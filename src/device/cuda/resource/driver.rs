@@ -13,12 +13,12 @@ use crate::device::cuda::errors::Code;
 use crate::error::{Error, Result};
 
 /// `CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP`: for every GPU, at the same address. The host's
-/// caches stay on, for it reads what is downloaded.
+/// caches stay on, for it reads downloaded bytes.
 const HOST_FLAGS: u32 = 3;
-/// `CU_MEM_ATTACH_GLOBAL`.
+/// `CU_MEM_ATTACH_GLOBAL`: every stream may use it.
 const MANAGED_FLAGS: u32 = 1;
 
-/// Where the bytes are.
+/// The kind of memory that holds the bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::device::cuda) enum Kind {
     /// In the GPU's memory.
@@ -39,7 +39,7 @@ impl Kind {
 pub struct DriverMemory {
     context: &'static Context,
     kind: Kind,
-    /// For [`MemoryAccess`], made when it is first used.
+    /// The stream for [`MemoryAccess`], made when it is first used.
     stream: Mutex<Option<Stream>>,
 }
 
@@ -47,7 +47,7 @@ impl DriverMemory {
     /// The memory of the GPU with this number among those that the process sees.
     ///
     /// # Errors
-    /// `DeviceUnavailable` names what is missing.
+    /// `DeviceUnavailable` names the missing part.
     pub fn of(ordinal: u32) -> Result<Self> {
         let unavailable = |reason| Error::DeviceUnavailable { device: format!("cuda:{ordinal}"), reason };
         Ok(Self::new(Context::of(ordinal).map_err(unavailable)?, Kind::Device))
@@ -102,7 +102,7 @@ unsafe impl MemoryResource for DriverMemory {
                 Ok(address as u64)
             }
             Kind::Managed => {
-                // More managed memory than the GPU has free can hang it, so no more is asked for.
+                // Managed memory beyond the GPU's free memory can hang the GPU, so no more is asked for.
                 let (mut free, mut total) = (0, 0);
                 // SAFETY: the context is current, the pointers are to live integers.
                 unsafe { entered.memory_info(&mut free, &mut total) }
@@ -120,7 +120,7 @@ unsafe impl MemoryResource for DriverMemory {
     }
 
     unsafe fn free(&self, address: u64, _len: u64) -> Result<()> {
-        // With the context its memory is gone.
+        // The memory is gone with its context.
         let Ok(entered) = self.context.enter() else { return Ok(()) };
         match self.kind {
             // SAFETY: the caller's promise: the driver gave it, and nothing uses it.
@@ -155,8 +155,8 @@ unsafe impl MemoryAccess for DriverMemory {
     }
 }
 
-/// The host's ordinary memory as a source: for trying out what wraps one where there is no GPU. No GPU can
-/// reach it.
+/// The host's ordinary memory as a source: for trying out the wrappers of one where there is no GPU. No GPU
+/// can reach it.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct HostMemory;
 
@@ -166,8 +166,8 @@ impl HostMemory {
     }
 }
 
-// SAFETY: the allocator's own promise. For kernels it holds nowhere, which the type's description says; what
-// launches them does not come from here.
+// SAFETY: the allocator's own promise. For kernels it holds nowhere, which the type's description says; no
+// launch takes memory from here.
 unsafe impl MemoryResource for HostMemory {
     fn allocate(&self, len: u64) -> Result<u64> {
         let out_of_memory = Error::OutOfMemory { place: Place::Host, len };

@@ -1,8 +1,8 @@
-//! A source that finds misuse: each allocation lies between canaries, is filled with a poison when it
-//! is given and when it is freed, and is remembered until then.
+//! A source that finds misuse. Each allocation lies between canaries, is filled with a poison when it is
+//! given and when it is freed, and is remembered until then.
 //!
-//! It costs two copies and a wait a call. Put it in front of a [`Pool`](super::Pool): behind one it would guard
-//! slabs, and a page that writes into its neighbour stays within its slab.
+//! It costs two copies and a wait a call. Put it in front of a [`Pool`](super::Pool): behind one it would
+//! guard slabs, and a page that writes into its neighbour stays within its slab.
 
 use std::collections::BTreeMap;
 
@@ -13,12 +13,12 @@ use crate::error::{Error, Result};
 
 /// Bytes of canary on either side.
 const CANARY_LEN: u64 = ALIGN;
-/// What canaries are made of.
+/// The byte that canaries are made of.
 const CANARY: u8 = 0xC5;
-/// What memory holds before it is first written, and after it is freed. As a float of any width it is a number
-/// that no computation expects.
+/// The byte that fills memory before it is first written, and after it is freed. As a float of any width it
+/// is a number that no computation expects.
 const POISON: u8 = 0xDB;
-/// Poison is written in steps of so many bytes.
+/// Poison is written in steps of this many bytes.
 const STEP: usize = 1 << 20;
 
 /// Reads and writes of the host's to a source's memory, wherever it lies.
@@ -41,29 +41,28 @@ pub unsafe trait MemoryAccess {
     /// A device error.
     ///
     /// # Safety
-    /// The range lies within memory of this source that is allocated, and nobody writes to it.
+    /// The range lies within memory of this source that is allocated, and no other code writes to it.
     unsafe fn read(&self, address: u64, bytes: &mut [u8]) -> Result<()>;
 }
 
 /// Finds writes beyond an allocation's ends, memory that is freed twice or by another length, and memory that
-/// is never freed; and poisons what is not initialized or already freed, so that who reads it sees that.
-///
+/// is never freed. Memory that is not initialized or already freed is poisoned, so that a read of it shows.
 /// ```
 /// use remanent::device::cuda::resource::{GuardedMemory, HostMemory, MemoryAccess, MemoryResource, Pool};
 /// let memory = GuardedMemory::new(Pool::new(HostMemory), HostMemory);
 /// let address = memory.allocate(100)?;
 /// assert_eq!(memory.live(), [(address, 100)]);
-/// // SAFETY: the byte behind the allocation is the guard's own.
+/// // SAFETY: the byte after the allocation is the guard's own.
 /// unsafe { HostMemory.write(address + 100, &[1])? };
 /// // SAFETY: allocated above, and nothing uses it.
 /// let freed = unsafe { memory.free(address, 100) };
-/// assert!(freed.unwrap_err().to_string().contains("byte 0 behind the end"));
+/// assert!(freed.unwrap_err().to_string().contains("byte 0 past the end"));
 /// # Ok::<(), remanent::Error>(())
 /// ```
 pub struct GuardedMemory<R: MemoryResource, A: MemoryAccess> {
     upstream: R,
     access: A,
-    /// Lengths of what is allocated, by address.
+    /// Lengths of all allocations, by address.
     live: Mutex<BTreeMap<u64, u64>>,
 }
 
@@ -74,12 +73,14 @@ impl<R: MemoryResource, A: MemoryAccess> GuardedMemory<R, A> {
         Self { upstream, access, live: Mutex::default() }
     }
 
-    /// What is allocated, as address and length: at the end, what was never freed.
+    /// The allocations, as address and length: at the end, those that were never freed.
     #[must_use]
     pub fn live(&self) -> Vec<(u64, u64)> {
         self.live.lock().iter().map(|(address, len)| (*address, *len)).collect()
     }
 
+    /// Fills a range with one byte.
+    ///
     /// # Safety
     /// As for [`MemoryAccess::write`].
     unsafe fn fill(&self, address: u64, len: u64, byte: u8) -> Result<()> {
@@ -92,7 +93,7 @@ impl<R: MemoryResource, A: MemoryAccess> GuardedMemory<R, A> {
         Ok(())
     }
 
-    /// Where a canary is not what it was: which byte of it, if so.
+    /// The first byte of a canary that is not what it was, if there is one.
     ///
     /// # Safety
     /// As for [`MemoryAccess::read`], for a canary's length.
@@ -104,7 +105,7 @@ impl<R: MemoryResource, A: MemoryAccess> GuardedMemory<R, A> {
     }
 }
 
-/// What lies between two canaries: the end of an allocation need not be aligned.
+/// The length of an allocation with its two canaries: its end need not be aligned.
 fn outer_len(len: u64) -> Option<u64> {
     len.checked_add(2 * CANARY_LEN)
 }
@@ -113,7 +114,7 @@ fn misuse(reason: String) -> Error {
     Error::Device { reason: format!("misuse of memory: {reason}"), context_lost: false }
 }
 
-// SAFETY: the part between the canaries of memory of the source within, which begins at a multiple of `ALIGN`,
+// SAFETY: the part between the canaries of memory of the source within. It begins at a multiple of `ALIGN`,
 // as a canary ends at one.
 unsafe impl<R: MemoryResource, A: MemoryAccess + Send + Sync + 'static> MemoryResource
     for GuardedMemory<R, A>
@@ -132,9 +133,11 @@ unsafe impl<R: MemoryResource, A: MemoryAccess + Send + Sync + 'static> MemoryRe
         Ok(address)
     }
 
+    /// Frees an allocation, and fills it with poison.
+    ///
     /// # Errors
-    /// A device error that says what was misused. Memory around which bytes were overwritten is not given
-    /// back, so that it can be looked at.
+    /// A device error that names the misuse. Memory around which bytes were overwritten is not given back, so
+    /// that it can be looked at.
     unsafe fn free(&self, address: u64, len: u64) -> Result<()> {
         match self.live.lock().remove(&address) {
             Some(allocated) if allocated == len => {}
@@ -143,21 +146,21 @@ unsafe impl<R: MemoryResource, A: MemoryAccess + Send + Sync + 'static> MemoryRe
             }
             None => return Err(misuse(format!("{len} bytes at {address:#x} are freed and not allocated"))),
         }
-        // SAFETY: the canary before the allocation, which nobody else may use.
+        // SAFETY: the canary before the allocation, which no other code may use.
         if let Some(byte) = unsafe { self.broken(address - CANARY_LEN) }? {
             let distance = CANARY_LEN as usize - byte;
-            let found = format!("{len} bytes at {address:#x}: the byte {distance} before them was written");
-            return Err(misuse(found));
+            let reason = format!("{len} bytes at {address:#x}: the byte {distance} before them was written");
+            return Err(misuse(reason));
         }
-        // SAFETY: the same for the one behind it.
+        // SAFETY: the same for the canary after it.
         if let Some(byte) = unsafe { self.broken(address + len) }? {
-            let found = format!("{len} bytes at {address:#x}: byte {byte} behind the end was written");
-            return Err(misuse(found));
+            let reason = format!("{len} bytes at {address:#x}: byte {byte} past the end was written");
+            return Err(misuse(reason));
         }
         // SAFETY: the caller has given it back, and the source within still counts it as ours.
         unsafe { self.fill(address, len, POISON) }?;
         let outer = outer_len(len).expect("a length that was allocated");
-        // SAFETY: what `allocate` got, for the same length; the caller's promise for the rest.
+        // SAFETY: the address that `allocate` got, for the same length; the caller's promise for the rest.
         unsafe { self.upstream.free(address - CANARY_LEN, outer) }
     }
 

@@ -1,4 +1,4 @@
-//! A source with a limit: what it holds from the source within never exceeds so many bytes.
+//! A source with a limit: the bytes that it holds from the source within never exceed it.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -8,8 +8,8 @@ use super::MemoryResource;
 use crate::device::MemoryStats;
 use crate::error::{Error, Result};
 
-/// Holds a limit on what is taken from another source. Behind a [`Pool`](super::Pool) it bounds what the
-/// driver gives, slack included; a [`Budget`](crate::options::Budget) bounds the pages' own lengths.
+/// Holds a limit on the bytes taken from another source. Behind a [`Pool`](super::Pool) it bounds the
+/// driver's memory, slack included; a [`Budget`](crate::options::Budget) bounds the pages' own lengths.
 ///
 /// ```
 /// use remanent::device::cuda::resource::{HostMemory, LimitedMemory, MemoryResource};
@@ -33,7 +33,7 @@ impl<R: MemoryResource> LimitedMemory<R> {
         Self { upstream, bytes_max, bytes: AtomicU64::new(0) }
     }
 
-    /// Bytes held now.
+    /// The number of bytes held now.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.bytes.load(Ordering::Relaxed)

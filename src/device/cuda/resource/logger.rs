@@ -1,12 +1,12 @@
-//! A source that tells what happens: an event a call, for whoever listens.
+//! A source that reports each call: as an event, to any subscriber.
 
 use super::MemoryResource;
 use crate::device::MemoryStats;
 use crate::error::Result;
 
-/// Tells every allocation, every release and every refusal of another source, as events of level trace; those
-/// that fail as warnings. Put it behind a [`Pool`](super::Pool) to see what the driver is asked for, in front
-/// of it to see what pages ask for.
+/// Reports every allocation, every release and every refusal of another source as events of level trace;
+/// those that fail as warnings. Put it behind a [`Pool`](super::Pool) to see what the driver is asked for, in
+/// front of it to see what pages ask for.
 pub struct LoggedMemory<R: MemoryResource> {
     upstream: R,
     name: &'static str,

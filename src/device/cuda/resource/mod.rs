@@ -1,11 +1,11 @@
-//! Where a GPU's memory comes from: one small trait, and what can be put around it.
+//! Sources of a GPU's memory: one small trait, and the wrappers that can be put around it.
 //!
-//! The driver is such a source ([`DriverMemory`]); an allocator of the caller's own can be another, so that a
+//! The driver is such a source ([`DriverMemory`]). An allocator of the caller's own can be another, so that a
 //! store and a framework share one pool instead of each holding back what the other lacks. The rest wrap a
-//! source, in any order: [`Pool`] cuts blocks from few long ones, [`LimitedMemory`] holds a limit, [`LoggedMemory`] tells
-//! what happens, [`GuardedMemory`] finds who writes where he must not.
+//! source, in any order: [`Pool`] cuts blocks from few long ones, [`LimitedMemory`] holds a limit,
+//! [`LoggedMemory`] reports each call, [`GuardedMemory`] finds writes where none may be.
 //!
-//! Nothing here knows of fences: memory is freed by who has waited for its last use.
+//! Nothing here knows of fences: a caller frees memory once it has waited for the last use.
 
 mod classes;
 mod driver;
@@ -41,22 +41,23 @@ pub unsafe trait MemoryResource: Send + Sync + 'static {
     /// The address of `len` bytes, at least one, of unspecified content.
     ///
     /// # Errors
-    /// `OutOfMemory` if there are none left: who asks may give back what lies idle and ask again. A device
+    /// `OutOfMemory` if there are none left: the caller may give back idle memory and ask again. A device
     /// error.
     fn allocate(&self, len: u64) -> Result<u64>;
 
-    /// Takes memory back.
+    /// Takes memory back from the caller.
     ///
     /// # Errors
-    /// A device error; the memory is then lost to everybody.
+    /// A device error; the memory is lost then.
     ///
     /// # Safety
     /// This source gave the address, for this length, and has not got it back; nothing uses the memory any
     /// more, on any stream.
     unsafe fn free(&self, address: u64, len: u64) -> Result<()>;
 
-    /// Gives back to whom it came from what nobody uses, and returns how many bytes that was. The driver waits
-    /// for all the GPU's work then, the caller's own included, so this is for shortages and for who asks.
+    /// Gives unused memory back to its own source, and returns how many bytes that was. The driver waits for
+    /// all the GPU's work then, the caller's own included, so this is for shortages and for callers that ask
+    /// for it.
     ///
     /// # Errors
     /// A device error.
@@ -64,13 +65,13 @@ pub unsafe trait MemoryResource: Send + Sync + 'static {
         Ok(0)
     }
 
-    /// What was asked for and what is held.
+    /// The bytes asked for and the bytes held.
     fn stats(&self) -> MemoryStats {
         MemoryStats::default()
     }
 }
 
-// SAFETY: whatever the source within promises.
+// SAFETY: the promise of the source within.
 unsafe impl<R: MemoryResource + ?Sized> MemoryResource for Arc<R> {
     fn allocate(&self, len: u64) -> Result<u64> {
         (**self).allocate(len)

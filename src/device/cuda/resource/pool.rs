@@ -1,9 +1,10 @@
-//! Blocks cut from slabs: a driver's allocation costs up to milliseconds and giving one back stops the
-//! whole GPU, so both are rare.
+//! Blocks cut from slabs: a driver's allocation costs up to milliseconds and giving one back stops the whole
+//! GPU, so both are rare.
 //!
-//! What is free lies in shards, and a thread has a shard of its own: threads that allocate at the same time
+//! Free blocks lie in shards, and a thread has a shard of its own: threads that allocate at the same time
 //! take different locks. Where its own shard has nothing, a thread takes half of another's before it asks for
-//! a new slab, so that shards cost no memory. What is free stays with its class until somebody asks for it.
+//! a new slab, so that shards cost no memory. A free block stays with its class until
+//! [`trim`](MemoryResource::trim) is called.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -15,7 +16,8 @@ use crate::base::sync::Mutex;
 use crate::device::MemoryStats;
 use crate::error::{Error, Result};
 
-/// Threads that allocate side by side: more would only spread free blocks thinner.
+/// The number of shards. More would only spread free blocks thinner over the threads that allocate at the
+/// same time.
 pub(in crate::device::cuda) const SHARDS: usize = 8;
 
 /// Size classes over another source.
@@ -68,8 +70,9 @@ impl<R: MemoryResource> Pool<R> {
         Self::with_slabs_up_to(SLAB_LEN_MAX, upstream)
     }
 
-    /// A pool that holds nothing yet, and whose slabs will be no longer than so many bytes, or than the whole blocks that
-    /// they take: for a source that costs by the byte rather than by the call, and of which little is to lie idle.
+    /// A pool that holds nothing yet, and whose slabs will be no longer than `slab_len_max` bytes, or than
+    /// the whole blocks that they take. It is for a source that costs by the byte rather than by the call,
+    /// and whose memory should not lie idle.
     #[must_use]
     pub fn with_slabs_up_to(slab_len_max: u64, upstream: R) -> Self {
         let shared = (0..CLASSES).map(|_| SharedClass::default()).collect();
@@ -83,8 +86,8 @@ impl<R: MemoryResource> Pool<R> {
         }
     }
 
-    /// Asks for a slab and takes its first block. No lock is held meanwhile: who comes may ask for a slab too,
-    /// which will be used.
+    /// Asks for a slab and takes its first block. No lock is held meanwhile: another thread may ask for a
+    /// slab too, which will be used.
     fn grow(&self, class: Class) -> Result<u64> {
         let Class::Shared(index) = class else {
             return self.slab(class.block_len());
@@ -114,8 +117,8 @@ impl<R: MemoryResource> Pool<R> {
 }
 
 // SAFETY: a block lies within a slab that the source within gave, or is one; blocks of a slab do not overlap,
-// and one that was handed out is in no shard until it is freed. Slabs begin at multiples of `ALIGN`, and so do
-// their blocks, for the lengths of all classes are multiples of it.
+// and one that was handed out is in no shard until it is freed. Slabs begin at multiples of `ALIGN`, and so
+// do their blocks, for the lengths of all classes are multiples of it.
 unsafe impl<R: MemoryResource> MemoryResource for Pool<R> {
     fn allocate(&self, len: u64) -> Result<u64> {
         let out_of_memory = Error::OutOfMemory { place: remanent_format::Place::Device(0), len };
@@ -150,7 +153,7 @@ unsafe impl<R: MemoryResource> MemoryResource for Pool<R> {
             // SAFETY: the source gave it, all its blocks are free, and it is in no list any more.
             let freed = unsafe { self.upstream.free(address, len) };
             self.counts.reserved_bytes.fetch_sub(len, Ordering::Relaxed);
-            // One that is not taken back keeps no other.
+            // A slab that is not taken back keeps no other.
             trimmed = trimmed.and_then(|bytes| freed.map(|()| bytes + len));
         }
         Ok(trimmed? + self.upstream.trim()?)
@@ -173,15 +176,15 @@ impl<R: MemoryResource> Drop for Pool<R> {
         if let Err(error) = self.trim() {
             tracing::warn!(%error, "memory could not be given back to the driver");
         }
-        let left = *self.counts.reserved_bytes.get_mut();
-        if left > 0 {
-            tracing::warn!(bytes = left, "memory that is still in use stays allocated");
+        let still_reserved = *self.counts.reserved_bytes.get_mut();
+        if still_reserved > 0 {
+            tracing::warn!(bytes = still_reserved, "memory that is still in use stays allocated");
         }
     }
 }
 
 impl SharedClass {
-    /// A free block: of the own shard, else of another, whose other half moves over.
+    /// Takes a free block: of the own shard, else of another shard, half of which moves over.
     fn take(&self) -> Option<u64> {
         let own = own_shard();
         if let Some(address) = self.shards[own].lock().pop() {
@@ -201,7 +204,7 @@ impl SharedClass {
         None
     }
 
-    /// Takes out the slabs of which all blocks are free.
+    /// Takes out the slabs whose blocks are all free.
     fn take_empty((index, class): (usize, &Self)) -> Vec<PoolSlab> {
         let block_len = Class::Shared(index).block_len();
         let mut slabs = class.slabs.lock();
@@ -214,11 +217,11 @@ impl SharedClass {
         };
         let (mut empty, used): (Vec<PoolSlab>, Vec<PoolSlab>) =
             slabs.iter().partition(|slab| free_in(slab) * block_len == slab.len);
-        // There may be thousands, and a hundred times as many blocks.
+        // There may be thousands of slabs, and a hundred times as many blocks.
         empty.sort_unstable_by_key(|slab| slab.address);
         let is_within_empty = |address: u64| {
-            let behind = empty.partition_point(|slab| slab.address <= address);
-            behind.checked_sub(1).is_some_and(|last| address < empty[last].address + empty[last].len)
+            let after = empty.partition_point(|slab| slab.address <= address);
+            after.checked_sub(1).is_some_and(|last| address < empty[last].address + empty[last].len)
         };
         if !empty.is_empty() {
             for shard in &mut shards {

@@ -1,11 +1,11 @@
-//! Sources of memory, over the host's: what wraps one needs no GPU.
+//! Sources of memory, over the host's: the wrappers need no GPU.
 
 use std::sync::Arc;
 
 use super::*;
 use crate::error::Error;
 
-/// A pool that may take so many bytes, and the count of what it took.
+/// A pool that may take this number of bytes, and the count of the bytes it took.
 fn pool(bytes_max: u64) -> (Arc<LimitedMemory<HostMemory>>, Pool<Arc<LimitedMemory<HostMemory>>>) {
     let limited = Arc::new(LimitedMemory::new(HostMemory, bytes_max));
     (limited.clone(), Pool::new(limited))
@@ -28,7 +28,7 @@ fn read(address: u64, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// SplitMix64.
+/// A random number by SplitMix64.
 fn next(state: &mut u64) -> u64 {
     *state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
     let z = (*state ^ (*state >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -37,7 +37,7 @@ fn next(state: &mut u64) -> u64 {
 }
 
 #[test]
-fn slabs_are_no_longer_than_they_are_wanted() {
+fn slabs_are_no_longer_than_the_limit() {
     let pool = Pool::with_slabs_up_to(4 << 20, HostMemory);
     let taken: Vec<u64> = (0..20).map(|_| pool.allocate(2 << 20).unwrap()).collect();
     // 2 MiB, and then 4 at a time: at most one block too many.
@@ -107,7 +107,7 @@ fn threads_never_share_bytes_and_share_what_is_free() {
 }
 
 #[test]
-fn what_one_thread_frees_another_takes() {
+fn a_block_that_one_thread_frees_another_takes() {
     let (taken, pool) = pool(2 << 20);
     // All blocks of the only slab that the limit allows.
     let blocks: Vec<u64> = (0..(2 << 20) / 256).map(|_| pool.allocate(256).unwrap()).collect();
@@ -134,7 +134,7 @@ fn only_empty_slabs_are_given_back() {
     freed.iter().for_each(|address| free(&pool, (*address, 256)).unwrap());
     write(*kept, &[7; 256]);
     assert_eq!((pool.trim().unwrap(), taken.bytes()), (2 << 20, 4 << 20));
-    // What is free in the slab that stayed is still of use, and nothing of the one that went.
+    // Free blocks of the slab that stayed are still of use, and none of the slab that went.
     let left = (4 << 20) / 256 - 1;
     let mut again: Vec<u64> = (0..left).map(|_| pool.allocate(256).unwrap()).collect();
     assert_eq!((taken.bytes(), pool.stats().reserved_bytes), (4 << 20, 4 << 20));
@@ -158,9 +158,9 @@ fn a_shortage_is_met_by_a_shorter_slab_and_then_reported() {
         assert!(matches!(error, Error::OutOfMemory { .. }), "{len}: {error}");
     }
     let used = pool.stats().used_bytes;
-    assert_eq!(used, 4 << 20, "what failed is not counted");
+    assert_eq!(used, 4 << 20, "a failed allocation is not counted");
     all.into_iter().for_each(|address| free(&pool, (address, 1024)).unwrap());
-    // What lies idle in one class serves another once it was given back.
+    // Idle memory of one class serves another once it was given back.
     assert!(pool.allocate(4 << 20).is_err());
     assert_eq!(pool.trim().unwrap(), 4 << 20);
     let long = pool.allocate(4 << 20).unwrap();
@@ -184,14 +184,14 @@ fn a_limit_holds_to_the_byte_whatever_fails_behind_it() {
     assert_eq!(memory.bytes(), 0);
 }
 
-/// A guard in front of everything there is.
+/// A guard in front of every other wrapper.
 fn guarded() -> GuardedMemory<impl MemoryResource, HostMemory> {
     let driver = LoggedMemory::new(LimitedMemory::new(HostMemory, 64 << 20), "driver");
     GuardedMemory::new(LoggedMemory::new(Pool::new(driver), "pool"), HostMemory)
 }
 
 #[test]
-fn a_guard_poisons_what_is_given_and_what_is_freed() {
+fn a_guard_poisons_memory_when_it_is_given_and_when_it_is_freed() {
     let memory = guarded();
     for len in [1, 63, 64, 100_000, 3 << 20] {
         let address = memory.allocate(len).unwrap();
@@ -207,7 +207,7 @@ fn a_guard_poisons_what_is_given_and_what_is_freed() {
 }
 
 #[test]
-fn a_guard_finds_misuse_and_what_was_never_freed() {
+fn a_guard_finds_misuse_and_memory_that_was_never_freed() {
     type Misuse = fn(u64, u64) -> (u64, u64);
     let rows: [(&str, Misuse); 6] = [
         ("the byte 1 before them was written", |address, len| {
@@ -218,11 +218,11 @@ fn a_guard_finds_misuse_and_what_was_never_freed() {
             write(address - 64, &[0]);
             (address, len)
         }),
-        ("byte 0 behind the end was written", |address, len| {
+        ("byte 0 past the end was written", |address, len| {
             write(address + len, &[0]);
             (address, len)
         }),
-        ("byte 63 behind the end was written", |address, len| {
+        ("byte 63 past the end was written", |address, len| {
             write(address + len + 63, &[0]);
             (address, len)
         }),

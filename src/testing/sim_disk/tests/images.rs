@@ -1,9 +1,9 @@
-//! Which of all crash images are made, and what is known of each.
+//! The crash images that are made, and the facts known of each.
 
 use super::*;
 
 #[test]
-fn images_know_what_was_acknowledged_before_them() {
+fn images_know_the_acknowledgements_before_them() {
     let (disk, file) = with_segment(1);
     let first = disk.events();
     file.write_at(0, &[1]).unwrap();

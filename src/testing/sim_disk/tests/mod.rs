@@ -23,7 +23,7 @@ fn at_the_end(disk: &SimDisk) -> CrashPlan {
     CrashPlan { events: disk.events()..usize::MAX, ..every() }
 }
 
-/// A disk with a synced segment of so many zero sectors.
+/// A disk with a synced segment of this number of zero sectors.
 fn with_segment(sectors: u64) -> (SimDisk, Arc<dyn DiskFile>) {
     let disk = SimDisk::new();
     disk.make_folder(Folder::Log).unwrap();
@@ -40,7 +40,7 @@ fn heads(disk: &SimDisk) -> Option<Vec<u8>> {
     Some(disk.bytes(SEGMENT)?.chunks(SECTOR_LEN).map(|sector| sector[0]).collect())
 }
 
-/// What `see` finds in each image that a power cut could leave after the last event.
+/// The results of `see` on each image that a power cut could leave after the last event.
 fn after_power_cuts<T: Ord>(disk: &SimDisk, see: impl Fn(&SimDisk) -> T) -> BTreeSet<T> {
     let mut seen = BTreeSet::new();
     disk.power_images(&at_the_end(disk), |image| {
@@ -181,7 +181,7 @@ fn few_tears_hold_the_ends_the_middle_and_sector_borders() {
 }
 
 #[test]
-fn what_a_kill_left_pending_a_later_power_cut_may_drop() {
+fn changes_that_a_kill_left_pending_a_later_power_cut_may_drop() {
     let (disk, file) = with_segment(2);
     let window = file.window(LogIo::Mapped).unwrap();
     window.put(0, &[1]).unwrap();
@@ -195,7 +195,7 @@ fn what_a_kill_left_pending_a_later_power_cut_may_drop() {
     assert_eq!(after_power_cuts(&killed, heads), [Some(vec![0, 2]), Some(vec![1, 2])].into());
     window.sync(0, 1).unwrap();
     assert_eq!(after_power_cuts(&killed, heads), [Some(vec![1, 2])].into());
-    // Names, too: one made before the kill is not durable because a new process saw it.
+    // The same for names: one made before the kill is not durable because a new process saw it.
     disk.create(FileName::Segment(1)).unwrap();
     let killed = disk.after_kill(Moment { event: disk.events(), tear: None });
     let seen = after_power_cuts(&killed, |disk| disk.bytes(FileName::Segment(1)).is_some());
@@ -229,8 +229,8 @@ fn a_windows_sync_makes_its_range_durable_and_nothing_beside_it() {
     }
 }
 
-/// A frame without a payload, such as the seal of a store without snapshots, puts one: right behind its group, and
-/// part of no other.
+/// A frame without a payload, such as the seal of a store without snapshots, puts nothing: right after its
+/// group, and as part of no other.
 #[test]
 fn a_direct_window_takes_a_put_of_nothing() {
     let (_, file) = with_segment(16);
@@ -256,7 +256,7 @@ fn a_failed_sync_is_not_made_up_for_by_a_later_one() {
     file.sync().unwrap();
     assert_eq!(heads(&disk), Some(vec![1, 2]));
     assert_eq!(after_power_cuts(&disk, heads), [Some(vec![0, 2]), Some(vec![1, 2])].into());
-    // Past the cache one sees it.
+    // A read past the cache shows it.
     let mut byte = [9];
     file.read_past_cache(0, &mut byte).unwrap();
     assert_eq!(byte, [0]);
@@ -267,7 +267,7 @@ fn a_failed_sync_is_not_made_up_for_by_a_later_one() {
 }
 
 #[test]
-fn what_the_medium_does_not_have_is_cached() {
+fn bytes_that_the_medium_does_not_have_are_cached() {
     let (disk, file) = with_segment(4);
     let (all, all_but_one) = (0..4 * SECTOR, [0..SECTOR, 2 * SECTOR..4 * SECTOR]);
     assert_eq!(file.uncached(), std::slice::from_ref(&all));
@@ -327,7 +327,7 @@ fn a_full_disk_fails_where_space_is_made() {
     let other = disk.create(FileName::Segment(1)).unwrap();
     let error = other.write_at(0, &[1; 101]).unwrap_err();
     assert!(error.is_no_space(), "{error}");
-    assert_eq!(other.len().unwrap(), 100, "what fitted was written");
+    assert_eq!(other.len().unwrap(), 100, "the bytes that fitted were written");
     assert!(other.write_at(100, &[1]).unwrap_err().is_no_space());
     // In place there is always room.
     file.write_at(0, &[1; 2 * SECTOR_LEN]).unwrap();
@@ -393,7 +393,7 @@ fn a_linked_file_is_whole_where_its_name_lasts_and_outlives_the_first_name() {
     assert!(target.link(&source, TEMPORARY).is_err(), "there is no such file");
     source.remove(SEGMENT).unwrap();
     assert_eq!(heads(&target), Some(vec![1, 2]));
-    // What was not synced under its first name is not durable under its second.
+    // Bytes that were not synced under the first name are not durable under the second.
     let whole = [Some(vec![1, 0]), Some(vec![1, 2])];
     assert_eq!(after_power_cuts(&target, heads), BTreeSet::from([None, whole[0].clone(), whole[1].clone()]));
     target.sync_folder(Folder::Log).unwrap();
