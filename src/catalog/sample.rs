@@ -1,4 +1,4 @@
-//! Manifests for tests.
+//! Sample manifests for tests.
 
 use std::sync::Arc;
 
@@ -29,7 +29,7 @@ pub(crate) fn base(entries: Vec<ManifestEntry>) -> Manifest {
     }
 }
 
-/// One of so many pages, which are empty.
+/// A base that names this number of pages, which are empty.
 pub(crate) fn of_empty_pages(count: u64) -> Manifest {
     let page = |page| {
         let mut info = PageInfo::new(PageId(page), 0, Place::Host);
