@@ -72,7 +72,7 @@ impl SnapshotWork {
         }
     }
 
-    /// The pages noted, ascending.
+    /// The pages that were noted, ascending.
     fn spoken_of(&self) -> Vec<PageId> {
         let gather = self.gather.iter().map(|(page, _)| *page);
         let entries = self.entries.iter().map(|entry| entry.page);
@@ -350,7 +350,7 @@ mod tests {
         let sorted = subject.sort_out(&[]);
         subject.publish(sorted);
         assert_eq!(subject.sort_out(&[]).visited, 10);
-        // The third file has what was changed once, and all else the first one.
+        // The third file has the pages that changed once, and the first one all others.
         subject.fill(119);
         let in_third: Vec<u64> = (101..120).step_by(2).chain(120..130).collect();
         let sorted = subject.sort_out(&[(3, LEN)]);
@@ -429,7 +429,7 @@ mod tests {
                 }),
             }
             subject.commit([fill(10), fill(11)]);
-            // Gone before the beginning; of the first kind nothing was named.
+            // The page was gone before the beginning; in the first kind nothing was named.
             subject.commit([Op::Delete { page: PageId(5) }]);
             let mut at = 100;
             let (sorted, began, deleted) = subject.sort_out_while(&carry, |table, deleted| {
@@ -459,18 +459,18 @@ mod tests {
                 let (now, named) = (subject.table.get(*page), newest.get(*page));
                 assert_eq!(now.is_none(), deleted.contains_key(page));
                 if let Some(entry) = entries.get(page) {
-                    // It may have moved before it was looked at, and anything may have become of it since.
+                    // The page may have moved before it was looked at, and changed in any way since.
                     let named = named.expect("an image that is known");
                     assert_eq!(entry.image, named.known.image, "{kind}: page {page}");
                     assert_eq!((entry.epoch, then.epoch), (named.epoch, named.epoch), "{kind}: page {page}");
                     assert!(entry.lsn >= then.lsn, "{kind}: page {page}");
                 } else if !gathers(page) {
-                    // An older link speaks of it, and what that says was so at the beginning.
+                    // An older link speaks of the page, and its statement was true at the beginning.
                     assert!(sorted.follows.is_some(), "{kind}: page {page} is not named");
                     assert_eq!(named.expect("named before").known.lsn, then.lsn, "{kind}: page {page}");
                 }
             }
-            // The marks of what changed after it was looked at stay.
+            // Marks of pages that changed after they were looked at stay.
             drop(newest);
             let changed = subject.table.changed();
             let newest = subject.known.newest();

@@ -118,7 +118,7 @@ pub(crate) fn publish(disk: &Arc<dyn Disk>, file: FileName, number: u64, bytes: 
     disk.sync_folder(file.folder())
 }
 
-/// Reads a published manifest or table back past the cache.
+/// Reads a published manifest or table back past the cache, and compares it with the bytes written (I7).
 fn check_published(disk: &Arc<dyn Disk>, file: FileName, written: &[&[u8]], threads: usize) -> Result<()> {
     let (open, len) = (disk.open(file, false)?, byte_len(written));
     let is_same = |area: &mut AlignedBuf, piece: usize| {

@@ -7,7 +7,7 @@ use remanent_format::{Epoch, LogPoint, Lsn, PageId, PageInfo, Place, SnapshotId,
 
 use super::entry;
 
-/// A base that names these pages, caught at one moment.
+/// A base that names these pages, gathered at one moment.
 pub(crate) fn base(entries: Vec<ManifestEntry>) -> Manifest {
     let end = entries.iter().map(|entry| entry.lsn).max().unwrap_or(Lsn(1));
     let files = entries.iter().filter_map(|entry| entry.image).map(|image| image.file);

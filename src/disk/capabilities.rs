@@ -47,7 +47,7 @@ fn refusal(
     shares_extents: impl FnOnce() -> rustix::io::Result<bool>,
 ) -> rustix::io::Result<Option<String>> {
     let reason = match magic {
-        // The second is tmpfs.
+        // The second magic number is tmpfs's.
         EXT | 0x0102_1994 => return Ok(None),
         XFS if shares_extents()? => "XFS with reflinks needs space to write to a shared extent",
         XFS => return Ok(None),

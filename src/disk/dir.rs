@@ -270,7 +270,7 @@ impl Disk for DirDisk {
     }
 
     fn refuses(&self, io: LogIo) -> Result<Option<String>> {
-        // The log's folder may be a mount of its own.
+        // The log's folder may be a mount of its own, on another file system.
         let log = self.folder_path(Folder::Log);
         let path = if log.is_dir() { log } else { self.root.clone() };
         let refusal = match io {
@@ -584,7 +584,7 @@ mod tests {
         assert!(faults < len / page_len / 4, "{faults}");
     }
 
-    /// Past the cache the same bytes come, whatever the alignment of offset, length and end of file.
+    /// Past the cache the same bytes come for every alignment of offset, length and end of file.
     #[test]
     fn reads_past_the_cache_need_no_alignment() {
         let directory = tempfile::tempdir().unwrap();

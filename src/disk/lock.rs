@@ -273,7 +273,7 @@ mod tests {
         let lock = acquire(directory.path()).unwrap();
         let holder = holder_of(directory.path()).unwrap();
         assert!(holder.starts_with(&format!("this process (process {}, ", std::process::id())), "{holder}");
-        // By another path, too.
+        // Another path to the same directory is refused, too.
         let link = directory.path().join("link");
         std::os::unix::fs::symlink(directory.path(), &link).unwrap();
         assert!(holder_of(&link).is_some());
@@ -293,7 +293,7 @@ mod tests {
         if let Some(directory) = errand_directory() {
             let _lock = acquire(&directory).unwrap();
             println!("\nlocked");
-            // Until the parent kills this process.
+            // It waits until the parent kills this process.
             std::io::stdin().lines().for_each(drop);
             return;
         }
@@ -325,7 +325,7 @@ mod tests {
         assert!(!is_held(&directory.path().join("nothing")).unwrap());
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
         let lock = acquire(directory.path()).unwrap();
-        // To have looked here, in the process that holds it, drops nothing for others.
+        // A look in the process that holds the lock drops nothing for others.
         assert!(is_held(directory.path()).unwrap());
         for (found, lock) in [("held", Some(lock)), ("free", None)] {
             let mut other = errand("to_look_at_the_lock_takes_nothing", directory.path());
@@ -352,7 +352,7 @@ mod tests {
             // `cat` ends when the test closes its end of the pipe.
             Command::new("cat").stdout(Stdio::null()).spawn().unwrap();
             println!("\nlocked");
-            // Dies without running any destructor, as by kill -9.
+            // It dies without running any destructor, as by kill -9.
             std::process::abort();
         }
         let directory = tempfile::tempdir().unwrap();

@@ -114,8 +114,8 @@ pub(super) fn uncached(file: &File) -> io::Result<Vec<Range<u64>>> {
     let map = MmapOptions::new().len(len as usize).map_raw_read_only(file)?;
     let page_len = rustix::param::page_size();
     let mut pages = vec![0_u8; map.len().div_ceil(page_len)];
-    // SAFETY: the range is the whole of a mapping that lives as long as `map`, and `pages` has a byte for each page
-    // of it, as the call demands. No byte of the mapping is read.
+    // SAFETY: the range is the whole of a mapping that lives as long as `map`, and `pages` has a byte for
+    // each page of it, as the call demands. No byte of the mapping is read.
     if unsafe { libc::mincore(map.as_mut_ptr().cast(), map.len(), pages.as_mut_ptr()) } != 0 {
         return Err(io::Error::last_os_error());
     }
@@ -216,7 +216,7 @@ mod tests {
             return;
         }
         assert_eq!(uncached(&file).unwrap(), std::slice::from_ref(&(0..len)));
-        // Nothing is read ahead.
+        // With this advice nothing is read ahead.
         rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::Random).unwrap();
         file.read_exact_at(&mut [0], 5 * page_len).unwrap();
         assert_eq!(uncached(&file).unwrap(), [0..5 * page_len, 6 * page_len..len]);
@@ -234,7 +234,7 @@ mod tests {
             pages.for_each(|page| window.put(page * page_len + 1, b"stored").unwrap());
             faults() - before
         };
-        // A fault brings in its page and, where a write filled several at once, those beside it.
+        // A fault brings in its page and, where a write filled several at once, the neighbours of that page.
         assert!(put(0..PAGES) > 0);
         window.prefault(PAGES * page_len + 1, PAGES * page_len - 1);
         // A process that has the system write everything dirty makes some of them fault anew.

@@ -211,7 +211,7 @@ pub trait DiskFile: Send + Sync {
     /// Fills `out` from `offset`.
     ///
     /// # Errors
-    /// `UnexpectedEof` inside `Io` if the file ends before; else what the system says.
+    /// `UnexpectedEof` inside `Io` if the file ends before the last byte; else what the system says.
     fn read_at(&self, offset: u64, out: &mut [u8]) -> Result<()>;
 
     /// Fills `out` from `offset`, from the medium where the system lets a process read past its cache. Only
@@ -286,8 +286,8 @@ fn zeros_by_pieces<E>(
 /// A window onto a file that is written in place: the log's way to the disk. One thread puts at a time;
 /// another may sync meanwhile.
 pub trait Window: Send + Sync {
-    /// Stores `bytes` at `offset`. When it returns, they survive the death of the process; where the window is
-    /// `Direct`, only when they are synced.
+    /// Stores `bytes` at `offset`. When it returns, they survive the death of the process; where the window
+    /// is `Direct`, only when they are synced.
     ///
     /// # Errors
     /// What the system says.
@@ -335,12 +335,12 @@ impl Watch for PlainSleep {
     }
 }
 
-/// A lock, held until it is dropped by the process that took it: in a forked child, dropping its copy does nothing.
+/// A lock, held until the process that took it drops it. In a forked child, dropping its copy does nothing.
 pub trait DiskLock: Send + Sync {}
 
 /// The answer to a reader that wants to hold a snapshot.
 pub enum Hold {
-    /// It is held until the guard is dropped.
+    /// The snapshot is held until the guard is dropped.
     Held(Box<dyn DiskLock>),
     /// The writer is removing the snapshot just now.
     Going,

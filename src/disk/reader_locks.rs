@@ -73,8 +73,8 @@ pub(super) fn is_held(root: &Path, id: SnapshotId) -> Result<bool> {
 /// The kind of lock that keeps a writer from a snapshot's byte; `F_UNLCK` if there is none.
 fn conflicting(file: &File, id: SnapshotId) -> io::Result<libc::c_int> {
     let mut lock = byte_lock(libc::F_WRLCK, id)?;
-    // SAFETY: the descriptor is open for as long as `file` is borrowed, and `F_OFD_GETLK` reads and writes only the
-    // structure it is given, which lives until the call returns.
+    // SAFETY: the descriptor is open for as long as `file` is borrowed, and `F_OFD_GETLK` reads and writes
+    // only the structure it is given, which lives until the call returns.
     let done = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut lock) };
     if done == 0 { Ok(lock.l_type.into()) } else { Err(io::Error::last_os_error()) }
 }
@@ -144,7 +144,7 @@ impl DiskLock for ByteLock {}
 
 impl Drop for ByteLock {
     fn drop(&mut self) {
-        // In a forked child this is the parent's lock.
+        // In a forked child this is the parent's lock, which stays.
         if self.owner.is_current()
             && let Err(error) = set(&self.file, libc::F_UNLCK, self.id)
         {

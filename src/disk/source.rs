@@ -35,7 +35,7 @@ enum ReadPath {
     Visible,
     /// The medium, where the system lets a process ask past its cache.
     PastCache,
-    /// The cache where it has them at once, else the medium.
+    /// The cache where it has the bytes at once, else the medium.
     Proven,
     /// The medium, except for bytes that another source had from it.
     PastCacheOnce,

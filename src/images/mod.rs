@@ -41,7 +41,7 @@ const _: () = assert!(CHUNK_IMAGES <= CHUNK_IMAGES_MAX as usize);
 const THREADS_MAX: usize = 4;
 /// The largest number of files that a snapshot writes.
 pub(crate) const IMAGE_FILES_MAX: u64 = THREADS_MAX as u64;
-/// Bytes of pages on their way into chunks at once, unless a single one is longer.
+/// The most bytes of pages on their way into chunks at once, unless a single page is longer.
 const IN_FLIGHT_BYTES: u64 = 32 << 20;
 
 /// Sorts pages into chunks of at most `bytes_max` bytes, in their order.

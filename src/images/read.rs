@@ -251,7 +251,7 @@ pub(crate) fn read_runs(
     Ok(())
 }
 
-/// Proves images. One that is longer than a run is read piece by piece.
+/// Proves images by reading all of them. An image that is longer than a run is read piece by piece.
 ///
 /// # Errors
 /// [`crate::Error::Damaged`].
@@ -287,7 +287,7 @@ mod tests {
             block - 1..block + 1,
             100..SUMMED_AT_ONCE,
             block + 7..block + SUMMED_AT_ONCE + 5,
-            // It ends, or begins, where a block that is read at once does.
+            // The range ends, or begins, at a boundary of the blocks that are read at once.
             3 * block..3 * block + SUMMED_AT_ONCE,
             SUMMED_AT_ONCE - 1..len - 1,
         ] {

@@ -37,12 +37,12 @@ impl<'a> AheadImages<'a> {
         pages: &[(PageId, &'a [u8])],
     ) -> Result<Self> {
         let _phase = phases::enter(Phase::WriteAhead);
-        // 1.
+        // 1. From here on the number is taken, whatever becomes of the file.
         let file = files.begin_for_batch();
         let (disk, purpose) = (files.disk().clone(), ImagePurpose::Batch);
         let writer = ImageWriter::create(disk, store, file, purpose, compression);
         let writer = writer.inspect_err(|_| files.forget(file))?;
-        // 2.
+        // 2. Dropping this before the batch is logged removes the file.
         let mut ahead = Self { files, file, images: Vec::new(), is_refused: true };
         // Neither epoch nor Lsn is known before the batch is logged, and an image does not state its place.
         let info = |(page, bytes): &(PageId, &'a [u8])| {

@@ -229,7 +229,7 @@ mod tests {
         log.come(1);
         assert_eq!(log.waits(), Duration::ZERO);
         log.sync(SYNC);
-        // The keeper's sync.
+        // The keeper began this sync, and it served no committer.
         assert_eq!(log.sync(SYNC), 0);
         log.come(1);
         assert_eq!(log.waits(), Duration::ZERO);
@@ -264,7 +264,7 @@ mod tests {
     fn a_watcher_for_one_sync_keeps_none_from_watching_for_the_next() {
         let mut log = Log::with(4);
         log.waiters.is_watched = true;
-        // It has not woken yet when the sync ends.
+        // The watcher has not woken yet when the sync ends.
         log.sync(SYNC);
         assert!(!log.waiters.is_watched);
     }

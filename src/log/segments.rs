@@ -518,7 +518,8 @@ impl SegmentPool {
     pub fn build_opening(&self, number: u64, opening: Opening, frames: &[u8]) -> Result<SegmentFile> {
         let mut spares = self.spares.lock();
         let needed = align_up(SEGMENT_HEADER_BLOCK + frames.len() as u64, GROUP_ALIGN);
-        // The segment after the opening needs space as well. Where the disk has space for neither and one spare is left, it is not taken whole: its space is enough for two shorter segments.
+        // The segment after the opening needs space as well. Where the disk has space for neither and one
+        // spare is left, it is not taken whole: its space is enough for two shorter segments.
         let free = self.free_bytes();
         let is_cramped = free < self.first_len() && spares.files.len() < 2;
         let is_short = |spare: &Spare| (needed..=self.first_len()).contains(&spare.len);
