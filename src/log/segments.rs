@@ -394,7 +394,7 @@ impl SegmentPool {
     fn make_anew(&self, number: u64, len: u64) -> Result<SegmentFile> {
         let file = self.build(number, len, None, &[])?;
         let temporary = FileName::Temporary(Folder::Log, number);
-        // Window first, name second (see `SegmentFile::new`); a failure of either leaves no file.
+        // Window first, name second (see `SegmentFile::new`). A failure of either takes the file with it.
         let segment = SegmentFile::new(number, len, file, self.io);
         let segment = segment.and_then(|segment| self.publish(temporary, number).map(|()| segment));
         segment.inspect_err(|_| self.remove_unfinished(temporary))
@@ -452,7 +452,8 @@ impl SegmentPool {
         }
     }
 
-    /// Removes a spare for its space. Not durable at once: after a crash the next open finds the spare again.
+    /// Removes a spare for its space. The removal is not durable at once: a crash may bring the spare back,
+    /// which costs only its space.
     fn give_up(&self, spares: &mut Spares, at: usize) -> Result<()> {
         let spare = spares.take(at);
         self.disk.remove(FileName::Spare(spare.number))
@@ -495,6 +496,8 @@ impl SegmentPool {
         opening: Option<Opening>,
         frames: &[u8],
     ) -> Result<Arc<dyn DiskFile>> {
+        assert!(len.is_multiple_of(GROUP_ALIGN)); // I5: the last group of a segment ends on a block, too.
+        assert!(SEGMENT_HEADER_BLOCK + frames.len() as u64 <= len); // I3: a frame lies within its segment.
         let make = |temporary| self.disk.create(temporary);
         self.written(number, len, make, |file| {
             file.write_at(0, &header_block(&self.header(number, len, opening)))?;
@@ -564,7 +567,7 @@ impl SegmentPool {
         let Spare { number: spare, len } = spares.files[at];
         // 1. The file is no spare any more, durably, before it is written to. Otherwise a power cut could
         //    keep the new frames and undo the rename: frames of a place that is yet to be written would lie
-        //    in a file that may become any segment.
+        //    in a spare, which may become the segment of that place.
         self.rename(FileName::Spare(spare), FileName::Temporary(Folder::Log, number))?;
         spares.take(at);
         let file = self.written(number, len, Ok, |temporary| {

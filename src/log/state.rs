@@ -66,6 +66,7 @@ pub struct LogStats {
     pub rolls: u64,
 }
 
+/// The state of an open log, behind the lock of [`super::writer::Log`].
 pub(super) struct LogState {
     pub current: LiveSegments,
     pub ahead: VecDeque<LiveSegments>,
@@ -114,12 +115,14 @@ pub(super) struct LogState {
     pub ahead_bytes: u64,
 }
 
+/// A segment that takes frames, or will. Its file stays open through the window alone.
 pub(super) struct LiveSegments {
     pub number: u64,
     pub len: u64,
     pub window: Arc<dyn Window>,
 }
 
+/// A range of frames that were put and that no sync has taken yet.
 pub(super) struct DirtyRange {
     pub window: Arc<dyn Window>,
     pub from: u64,
@@ -133,9 +136,13 @@ pub(super) struct NextSegments {
     pub len: u64,
 }
 
+/// The answer to a request for room for a frame: what must be done before it is put.
 pub(super) enum Room {
+    /// The frame has room now.
     Ready,
+    /// A segment must be made first, which takes syncs and no state lock.
     AfterGrowth,
+    /// This batch must be durable first, or a power cut would find more than two unsynced segments.
     AfterSync(Lsn),
 }
 

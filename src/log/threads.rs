@@ -227,6 +227,7 @@ impl Log {
     }
 }
 
+/// The keeper's next work, chosen under the state lock and done without it.
 enum Duty {
     Sync,
     Seal,
