@@ -286,8 +286,8 @@ impl Log {
     pub fn record_verified(&self, verified: Vec<VerifiedSnapshot>) -> Result<()> {
         let mut state = self.state.lock();
         state.verified = verified;
-        // A seal appended before this point may have the old list, so the next one counts.
-        // Every seal appended from now on names the new list.
+        // Every seal appended from now on names the new list. One that is not synced yet may name the old
+        // one.
         let (seals, refused) = (state.stats.seals, state.seals_refused);
         while state.seals_durable <= seals {
             self.check()?;
@@ -336,7 +336,7 @@ impl Log {
     /// Makes everything durable, seals, and ends the threads. Threads that were not started are no error,
     /// because a start that failed half way calls this as well.
     pub fn stop(&self) {
-        // The keeper ends only after it has synced and sealed, so a log that was closed has no torn tail.
+        // The keeper ends only after it has synced and sealed: marks cover all of a log that was closed (I4).
         self.state.lock().stop = true;
         self.work.notify_one();
         self.room.notify_one();
@@ -385,8 +385,8 @@ impl Log {
                 self.pool.with_surplus(|| self.pool.make_long(short.number, frame_len, AHEAD - 1, purpose));
             let (next, result) = match made {
                 Ok(long) => (live(long), Ok(())),
-                // The rename did not happen, so the short segment still has its name and takes shorter
-                // frames.
+                // Where the error passes, the rename did not happen: the short segment has its name still,
+                // and takes shorter frames.
                 Err(error) => (short, Err(self.unless_passing(error))),
             };
             self.state.lock().ahead.push_front(next);
