@@ -1,10 +1,9 @@
-//! What the next snapshot does with each page: gathers it, names an image that is known, or says that it is
-//! gone.
+//! The class of each page for the next snapshot: it is gathered, or its known image is named, or it is gone.
 //!
-//! A snapshot stops nobody: pages are looked at some at a time, between batches. What a batch changes meanwhile is
-//! gathered as it will be then, what it deletes is told when the gathering misses it, and for what it creates nobody
-//! looks: the log behind the snapshot's beginning brings all of it to one state. (Looked at all at once, 260,000
-//! pages held up a commit for 40 to 60 ms.)
+//! A snapshot stops no batch: pages are looked at in groups, between batches. A page changed meanwhile is
+//! gathered in its newer version. A deleted page is reported when the gather misses it. A created page is not
+//! looked for. The log after the snapshot's beginning brings all of it to one state. (A look at all 260,000
+//! pages at once held up a commit for 40 to 60 ms.)
 
 use remanent_format::image::ImageRef;
 use remanent_format::manifest::ManifestEntry;
@@ -13,68 +12,67 @@ use remanent_format::{PageId, PageInfo, SnapshotId};
 use super::{KnownImages, entry};
 use crate::error::{Error, Result};
 
-/// Pages that are looked at at once. That takes some 200 us, and a batch may come behind two such looks. (Twice as many,
-/// and answers that hold no more than page and length where all is to be gathered, took 2.5 ms instead of 2.9, of the
-/// 245 ms of a snapshot of 32,768 pages.)
+/// Number of pages in one look. A look takes some 200 us, and a batch may wait for two of them.
 pub(crate) const LOOK_PAGES: usize = 1024;
 
-/// What a page is to the next snapshot.
+/// The class of a page for the next snapshot.
 pub(crate) enum PageClass {
-    /// The newest snapshot has it as it is, with this image.
+    /// The newest snapshot has the page as it is, with this image.
     Unchanged(PageInfo, Option<ImageRef>),
-    /// An image holds it that the newest snapshot does not name, or not there.
+    /// An image holds the page, but the newest snapshot does not name that image, or names another place for
+    /// the page.
     Known(PageInfo, Option<ImageRef>),
-    /// No image holds it; its length in bytes.
+    /// No image holds the page; its length in bytes.
     Changed(u64),
     /// A batch deleted it since the snapshot began.
     Deleted,
-    /// It was gone when the snapshot began.
+    /// The page was gone when the snapshot began.
     Gone { is_named: bool },
 }
 
 impl PageClass {
-    /// Whether the newest snapshot has a page that is gone.
+    /// Whether the page is gone and the newest snapshot still has it.
     pub fn is_gone(&self) -> bool {
         matches!(self, Self::Gone { is_named: true })
     }
 
-    /// Whether the newest snapshot says of the page what is so: nobody need look at it again, until it changes.
+    /// Whether the newest snapshot is right about the page: it need not be looked at again until it changes.
     pub fn is_settled(&self) -> bool {
         matches!(self, Self::Unchanged(..) | Self::Gone { is_named: false })
     }
 }
 
-/// What a snapshot has to do.
+/// The work of the next snapshot, page by page.
 #[derive(Default)]
 pub(crate) struct SnapshotWork {
     /// The pages to gather, with their lengths in bytes.
     pub gather: Vec<(PageId, u64)>,
-    /// Pages that it must name, and whose images are known.
+    /// Entries of the pages that it must name, and whose images are known.
     pub entries: Vec<ManifestEntry>,
-    /// Pages of the newest snapshot that are gone.
+    /// Pages of the newest snapshot that are gone by now.
     pub gone: Vec<PageId>,
-    /// The link that it follows, and its checksum; if none, it names all pages.
+    /// The link that it follows, and that link's checksum; if none, it names all pages.
     pub follows: Option<(SnapshotId, u32)>,
-    /// How many pages were looked at to find out. Unless it names all pages, these are the ones that changed since
-    /// the snapshot before, or in that one, those of links that are folded, and those that are carried.
+    /// How many pages were looked at to find out. Unless it names all pages, these are the pages that changed
+    /// since the snapshot before, or in that one, those of links that are folded, and those that are carried.
     pub visited: usize,
 }
 
 impl SnapshotWork {
-    /// Notes what is to be done with a page that the snapshot must speak of.
+    /// Notes the work for a page that the snapshot must speak of.
     fn note(&mut self, page: PageId, standing: PageClass) {
         match standing {
             PageClass::Unchanged(info, image) | PageClass::Known(info, image) => {
                 self.entries.push(entry(&info, image));
             }
             PageClass::Changed(len) => self.gather.push((page, len)),
-            // Whoever gathers it will not find it, and knows which batch that was.
+            // The gather will not find the page, and knows which batch deleted it.
             PageClass::Deleted => self.gather.push((page, 0)),
             PageClass::Gone { .. } => self.gone.push(page),
         }
     }
 
-    /// The pages noted, ascending.
+    /// The pages that were noted, ascending.
     fn spoken_of(&self) -> Vec<PageId> {
         let gather = self.gather.iter().map(|(page, _)| *page);
         let entries = self.entries.iter().map(|entry| entry.page);
@@ -86,23 +84,25 @@ impl SnapshotWork {
 
 /// The pages that a snapshot begins with.
 pub(crate) struct Beginning {
-    /// Those that changed, or are gone, and were not settled since.
+    /// Pages that changed, or are gone, and were not settled since.
     pub changed: Vec<PageId>,
-    /// How many there are.
+    /// How many pages there are.
     pub count: usize,
 }
 
 impl KnownImages {
-    /// Sorts the pages, for a snapshot that begins with these. `carry` names image files whose images are to be
-    /// written again, with the bytes that this takes, the most wasteful first: as many of them as fit into
-    /// `carry_bytes_max`, or into what the snapshot writes anyway. `look` asks for [`KnownImages::look`] where batches are
-    /// applied, and gives what waits for the answer.
+    /// Sorts the pages for a snapshot that begins with these.
     ///
-    /// Looked at is what the table says may have changed, what has no image that holds, and what else the snapshot
-    /// must speak of.
+    /// `carry` names image files whose images are to be written again, each with the bytes that this takes,
+    /// the most wasteful first. As many of them are taken as fit into `carry_bytes_max`, or into the bytes
+    /// that the snapshot writes anyway. `look` asks for [`KnownImages::look`] where batches are applied, and
+    /// returns a function that waits for the answer.
+    ///
+    /// Looks go to the pages that may have changed by the table, those without an image that holds, and the
+    /// others that the snapshot must speak of.
     ///
     /// # Errors
-    /// Those of `look`.
+    /// The errors of `look`.
     pub fn sort_out<L: FnOnce() -> Result<Vec<PageClass>>>(
         &self,
         Beginning { mut changed, count }: Beginning,
@@ -112,8 +112,8 @@ impl KnownImages {
     ) -> Result<SnapshotWork> {
         let mut sorted = SnapshotWork::default();
         let mut look_at = |pages: &[PageId], each: &mut dyn FnMut(PageId, PageClass)| {
-            // The next look is asked for before this one's answer is waited for: half of the time of a look alone is
-            // that one thread wakes another.
+            // The next look is asked for before this one's answer is waited for: for a look alone, half of
+            // the time is one thread waking another.
             let mut asked: Option<(&[PageId], L)> = None;
             for pages in pages.chunks(LOOK_PAGES).map(Some).chain([None]) {
                 let next = pages.map(|pages| (pages, look(pages.to_vec())));
@@ -173,7 +173,7 @@ impl KnownImages {
             }
         };
         look_at(&rest, &mut |page, standing| sorted.note(page, standing))?;
-        // Where a mark is lost, a page would be, too.
+        // I7: a snapshot that names all pages but one would lose that page, and license recycling its log.
         let named = sorted.gather.len() + sorted.entries.len();
         assert!(sorted.follows.is_some() || named == count, "{named} of {count} pages are named");
         sorted.gather.sort_unstable();
@@ -198,7 +198,7 @@ mod tests {
     const PAGES: u64 = 10_000;
     const LEN: u64 = 256;
 
-    /// A store without any bytes.
+    /// A store without any bytes of pages.
     struct Subject {
         table: PageTable,
         known: KnownImages,
@@ -227,8 +227,8 @@ mod tests {
             self.known.sort_out(beginning, carry, 0, look).unwrap()
         }
 
-        /// Does something before each look, and gives what it was done to: the pages of the beginning, and which of
-        /// them a batch deleted since.
+        /// Runs `meanwhile` before each look. Returns the work, the pages of the beginning, and the pages of
+        /// them that a batch deleted since.
         fn sort_out_while(
             &mut self,
             carry: &[(u64, u64)],
@@ -281,7 +281,7 @@ mod tests {
                 None => self.known.advance_to_base(&manifest, 0, NewestSnapshot::of_base(&manifest)),
                 Some((previous, _)) => self.known.advance_by_change(&manifest, 0, previous),
             };
-            // Kept from link to link, they are what all entries together say.
+            // Kept from link to link, the totals are the same as those of all entries together.
             let newest = self.known.newest();
             let images = newest.pages().map(|page| newest.get(page).unwrap().known.image);
             assert_eq!(sums, ImageTotals::of(images));
@@ -303,7 +303,7 @@ mod tests {
         Op::Create { page: PageId(page), len: LEN, place: Place::Host, key, metadata }
     }
 
-    /// A store of which the newest snapshot has all.
+    /// A store whose newest snapshot has all pages as they are.
     fn settled() -> Subject {
         let mut subject = Subject { table: PageTable::new(), known: KnownImages::default(), snapshots: 0 };
         subject.table.watch(subject.known.changed(&subject.table));
@@ -327,7 +327,7 @@ mod tests {
         subject.fill(70);
         let sorted = subject.sort_out(&[]);
         assert_eq!((pages(&sorted), sorted.visited), (vec![70, 5000], 2));
-        // It failed. Another one has to do it all, and what came since.
+        // That snapshot failed. Another one has to do all of it, and the changes that came since.
         subject.fill(71);
         let sorted = subject.sort_out(&[]);
         assert_eq!((pages(&sorted), sorted.visited), (vec![70, 71, 5000], 3));
@@ -350,7 +350,7 @@ mod tests {
         let sorted = subject.sort_out(&[]);
         subject.publish(sorted);
         assert_eq!(subject.sort_out(&[]).visited, 10);
-        // The third file has what was changed once, and all else the first one.
+        // The third file has the pages that changed once, and the first one all others.
         subject.fill(119);
         let in_third: Vec<u64> = (101..120).step_by(2).chain(120..130).collect();
         let sorted = subject.sort_out(&[(3, LEN)]);
@@ -362,7 +362,7 @@ mod tests {
         assert_eq!((sorted.gather.len(), sorted.visited), (0, 1));
     }
 
-    /// What snapshots cost that each follow one change: never all pages, until half of them changed.
+    /// Snapshots that each follow one change never name all pages, until half of them changed.
     #[test]
     fn links_are_folded_as_they_grow() {
         let mut subject = settled();
@@ -375,17 +375,17 @@ mod tests {
             let sorted = subject.sort_out(&[]);
             assert!(sorted.follows.is_some(), "round {round}");
             let spoken_of = sorted.gather.len() + sorted.entries.len() + sorted.gone.len();
-            // What was in the snapshot before is looked at once more.
+            // A page of the snapshot before is looked at once more.
             assert!(sorted.visited <= spoken_of + 2, "round {round}");
             named += spoken_of;
             subject.publish(sorted);
             let newest = subject.known.newest();
             assert!(newest.links.len() <= LINKS_MAX);
-            // A page that changed in any link since the base is in one of those that there are.
+            // A page that changed in any link since the base is in one of the links that are left.
             let in_links: usize = newest.links.iter().map(|link| link.pages.len()).sum();
             assert_eq!(in_links as u64, round + 1 + (round + 1) / 10, "round {round}");
         }
-        // A thousand changes and a hundred ends. To fold all links whenever there are eight named 79,000.
+        // A thousand changes and a hundred ends. Folding all links whenever there are eight named 79,000.
         assert!(named < 6 * 1100, "{named}");
         // One page that changes again and again is one change.
         (0..1000).for_each(|_| {
@@ -397,8 +397,8 @@ mod tests {
         assert_eq!(subject.known.newest().get(PageId(9999)).unwrap().known.lsn, subject.table.lsn());
     }
 
-    /// Batches go on between two looks. Whatever they do, a replay from the snapshot's beginning arrives at the state
-    /// of now: of each page there was, the snapshot has what it is, or what it was then.
+    /// Batches go on between two looks. After any of them a replay from the snapshot's beginning arrives at
+    /// the present state: of each page that existed, the snapshot has its present or its earlier version.
     #[test]
     fn batches_between_two_looks_are_told_from_those_before() {
         let kinds = ["all is new", "a few", "half", "no link holds", "carried", "folded"];
@@ -429,11 +429,12 @@ mod tests {
                 }),
             }
             subject.commit([fill(10), fill(11)]);
-            // Gone before the beginning; of the first kind nothing was named.
+            // The page was gone before the beginning; in the first kind nothing was named.
             subject.commit([Op::Delete { page: PageId(5) }]);
             let mut at = 100;
             let (sorted, began, deleted) = subject.sort_out_while(&carry, |table, deleted| {
-                // Neighbours of the first kinds changed before the beginning, or did not; some lie behind the look.
+                // Neighbours of the first kinds changed before the beginning, or did not; some lie after the
+                // look.
                 for page in [at, at + 1, PAGES - at, PAGES - at - 1] {
                     commit(table, [fill(page)]);
                     commit(table, [Op::Move { page: PageId(page + 2), place: Place::Device(0) }]);
@@ -458,18 +459,18 @@ mod tests {
                 let (now, named) = (subject.table.get(*page), newest.get(*page));
                 assert_eq!(now.is_none(), deleted.contains_key(page));
                 if let Some(entry) = entries.get(page) {
-                    // It may have moved before it was looked at, and anything may have become of it since.
+                    // The page may have moved before it was looked at, and changed in any way since.
                     let named = named.expect("an image that is known");
                     assert_eq!(entry.image, named.known.image, "{kind}: page {page}");
                     assert_eq!((entry.epoch, then.epoch), (named.epoch, named.epoch), "{kind}: page {page}");
                     assert!(entry.lsn >= then.lsn, "{kind}: page {page}");
                 } else if !gathers(page) {
-                    // An older link speaks of it, and what that says was so at the beginning.
+                    // An older link speaks of the page, and its statement was true at the beginning.
                     assert!(sorted.follows.is_some(), "{kind}: page {page} is not named");
                     assert_eq!(named.expect("named before").known.lsn, then.lsn, "{kind}: page {page}");
                 }
             }
-            // The marks of what changed after it was looked at stay.
+            // Marks of pages that changed after they were looked at stay.
             drop(newest);
             let changed = subject.table.changed();
             let newest = subject.known.newest();

@@ -1,12 +1,12 @@
-//! What lies on disk already: which pages the next snapshot need not gather.
+//! Images that lie on disk already: they say which pages the next snapshot need not gather.
 //!
-//! A page's bytes are those of an image as long as no batch touched the page since, and its Lsn tells: one Lsn
-//! of one page is one content. So a snapshot gathers the pages whose Lsn is another than that of the image
-//! known, and names the known image for the others. A batch that only moves a page leaves its epoch, and one
-//! epoch of one page is one content, too: then the snapshot says where it is now, and names the image that it
-//! had. It takes 56 bytes of memory a page.
+//! A page's bytes are those of an image as long as no batch touched the page since, and its Lsn tells: one
+//! Lsn of one page is one content. So a snapshot gathers the pages whose Lsn differs from the Lsn of the
+//! known image, and names the known image for the others. A batch that only moves a page leaves its epoch,
+//! and one epoch of one page is one content, too. Then the snapshot says where the page is now, and names the
+//! image that it had. It takes 56 bytes of memory a page.
 //!
-//! Nothing here is on disk: it is rebuilt by each open from the snapshot used and the log behind it.
+//! Nothing here is on disk: each open builds it anew from the snapshot used and the log after it.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -24,28 +24,30 @@ use super::newest::{ImageTotals, KnownImage, Link, NewestSnapshot};
 use crate::base::sync::{Mutex, MutexGuard};
 use crate::error::Result;
 
-/// The images that lie on disk and hold a page's bytes of now, or of a moment ago.
+/// The images on disk that hold the bytes of a page as it is now, or was a moment ago.
 #[derive(Default)]
 pub(crate) struct KnownImages {
     newest: Mutex<NewestSnapshot>,
     /// Images that the newest snapshot does not name: those of a restore's table, and those that were written
     /// ahead of their batch.
     beside: Mutex<BTreeMap<PageId, KnownImage>>,
-    /// Images that were written ahead of their batch, and that nobody read back yet; with the pages' lengths.
+    /// Images that were written ahead of their batch and not read back yet, with the pages' lengths.
     ahead: Mutex<BTreeMap<PageId, (KnownImage, u64)>>,
-    /// Images that do not hold any more, by file and offset, with their pages: no snapshot names them again.
+    /// Images that do not hold any more, by file and offset, with their pages. No snapshot names them again
+    /// (I7).
     spoilt: Mutex<BTreeMap<(u64, u64), PageId>>,
 }
 
-/// Images of pages as they are now that replay took from elsewhere than the snapshot: a restore's table, images named by
-/// the log.
+/// Images of pages as they are now that replay took from another place than the snapshot: a restore's table,
+/// or images that the log names.
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct ReplayImages(BTreeMap<PageId, KnownImage>);
 
 impl ReplayImages {
-    /// Notes what `page` of a table is made from, if that is such an image; `named` is what the snapshot says of it.
+    /// Notes the base of `page` of a table, if that is such an image; `named` is the snapshot's entry for the
+    /// page.
     pub fn note(&mut self, page: PageId, named: Option<&ManifestEntry>, base: &Base, table: &PageTable) {
-        // Nearly all: what became of such a page since then is not in it.
+        // For nearly all pages the snapshot already says it, so only the exceptions are stored.
         if named.is_some_and(|entry| entry.lsn == base.lsn && entry.image == base.image) {
             return;
         }
@@ -57,14 +59,15 @@ impl ReplayImages {
         }
     }
 
-    /// Takes over what was noted of other pages.
+    /// Takes over the notes about other pages.
     pub fn extend(&mut self, other: Self) {
         self.0.extend(other.0);
     }
 }
 
 impl KnownImages {
-    /// What an open knows once it followed the log behind a snapshot, `base`, which is whole.
+    /// The images that an open knows after it followed the log from a snapshot; `base` is that snapshot,
+    /// whole.
     pub fn recovered(survey: &Survey, base: Option<&Manifest>, beside: ReplayImages) -> Result<Self> {
         let newest = match base {
             Some(base) => {
@@ -79,11 +82,11 @@ impl KnownImages {
         Ok(Self { newest: Mutex::new(newest), beside: Mutex::new(beside.0), ..Self::default() })
     }
 
-    /// The pages of a table that are not as the newest snapshot has them. Who watches the table from here on need not
-    /// look through it.
+    /// The pages of a table that differ from the newest snapshot. A caller that watches the table from here
+    /// on need not look through it again.
     pub fn changed(&self, table: &PageTable) -> Vec<PageId> {
         let newest = self.newest.lock();
-        // Both ascend.
+        // Both lists ascend by page.
         let mut named = newest.iter().peekable();
         let mut changed = Vec::new();
         for (page, lsn) in table.lsns() {
@@ -99,13 +102,13 @@ impl KnownImages {
         changed
     }
 
-    /// What the newest snapshot names, together.
+    /// The totals of the newest snapshot's images.
     pub fn sums(&self) -> ImageTotals {
         self.newest.lock().sums().clone()
     }
 
-    /// Notes an image that no snapshot names yet, and that holds the page as batch `lsn` left it. Something
-    /// else keeps its file until one does.
+    /// Notes an image that no snapshot names yet, and that holds the page as batch `lsn` left it. Until a
+    /// snapshot names it, something else keeps its file.
     pub fn note(&self, page: PageId, lsn: Lsn, image: Option<ImageRef>) {
         self.beside.lock().insert(page, KnownImage { lsn, image });
     }
@@ -115,8 +118,8 @@ impl KnownImages {
         self.ahead.lock().insert(page, (KnownImage { lsn, image: Some(image) }, len));
     }
 
-    /// Reads the images back that were written ahead of their batches: a snapshot may name those that hold. The
-    /// pages of the others are gathered, for their bytes are in memory.
+    /// Reads the images back that were written ahead of their batches. A snapshot may name those that hold
+    /// (I7). The pages of the others are gathered, because their bytes are in memory.
     pub fn prove(&self, source: &dyn ReadAt) {
         let ahead = std::mem::take(&mut *self.ahead.lock());
         for (page, (known, len)) in ahead {
@@ -132,30 +135,31 @@ impl KnownImages {
     pub fn spoil(&self, page: PageId, image: &ImageRef) {
         let is_it = |known: &KnownImage| known.image.is_some_and(|known| place(&known) == place(image));
         self.beside.lock().retain(|_, known| !is_it(known));
-        // It stays among the newest snapshot's: were its page deleted, the next one must say that it is gone.
+        // It stays among the newest snapshot's images: if its page is deleted, the next snapshot must say so.
         self.spoilt.lock().insert(place(image), page);
     }
 
-    /// The newest snapshot's own link with its checksum, for a thin one to follow; none if it has too many links before it.
+    /// The newest snapshot's own link with its checksum, for a thin snapshot to follow; `None` if it has too
+    /// many links before it.
     pub fn newest_link(&self) -> Option<(SnapshotId, u32)> {
         let newest = self.newest.lock();
         let link = newest.links.last().filter(|_| newest.links.len() < CHAIN_LINKS_MAX / 2)?;
         Some((link.snapshot, link.manifest_crc))
     }
 
-    /// Whether the newest snapshot names an image file only for these pages.
+    /// Whether the newest snapshot names an image file for these pages only.
     pub fn has_file_of(&self, pages: &[PageId]) -> bool {
         self.newest.lock().has_file_of(pages)
     }
 
-    /// Lets the next snapshot follow none: a link before it does not hold.
+    /// Lets the next snapshot follow no link, because a link before it does not hold.
     pub fn unlink(&self) {
         self.newest.lock().links.clear();
     }
 
-    /// What pages of a watched table are to the next snapshot; `deleted` are those that a batch deleted since it
-    /// began. Pages that the newest snapshot has as they are need not be looked at again: these alone are settled, so
-    /// that a snapshot which fails after this forgets nothing.
+    /// The classes of pages of a watched table for the next snapshot. `deleted` are the pages that a batch
+    /// deleted since it began. A page that the newest snapshot has as it is need not be looked at again. Only
+    /// such pages are settled, so that a snapshot which fails after this forgets nothing.
     pub fn look(
         &self,
         table: &mut PageTable,
@@ -189,18 +193,19 @@ impl KnownImages {
         standings
     }
 
-    /// The newest snapshot, as it is now.
+    /// The newest snapshot, as it is now; locked.
     pub(super) fn newest(&self) -> MutexGuard<'_, NewestSnapshot> {
         self.newest.lock()
     }
 
-    /// The pages of which an image does not hold any more.
+    /// The pages with an image that does not hold any more.
     pub(super) fn spoilt(&self) -> Vec<PageId> {
         self.spoilt.lock().values().copied().collect()
     }
 
-    /// A snapshot that follows none was published: `base` is what [`NewestSnapshot::of_base`] made of it. Returns what it
-    /// names, together, and the links before it, of which there are none.
+    /// Advances to a published snapshot that follows none; `base` is the result of
+    /// [`NewestSnapshot::of_base`] for it. Returns the totals of its images, and the links before it, of
+    /// which there are none.
     pub fn advance_to_base(
         &self,
         manifest: &Manifest,
@@ -212,8 +217,8 @@ impl KnownImages {
         self.advanced(&newest, manifest)
     }
 
-    /// A snapshot that follows `previous` was published: `manifest` is its own link. Returns what it names, together,
-    /// and the links before it, the newest first.
+    /// Advances to a published snapshot that follows `previous`; `manifest` is its own link. Returns the
+    /// totals of its images, and the links before it, the newest first.
     pub fn advance_by_change(
         &self,
         manifest: &Manifest,
@@ -226,14 +231,14 @@ impl KnownImages {
     }
 
     fn advanced(&self, newest: &NewestSnapshot, manifest: &Manifest) -> (ImageTotals, Vec<SnapshotId>) {
-        // Whatever was known up to there, this snapshot names, or it is of the past.
+        // An image known up to there is named by this snapshot, or belongs to an older version of its page.
         self.beside.lock().retain(|_, known| known.lsn > manifest.redo.lsn);
         let before = newest.links.iter().rev().skip(1).map(|link| link.snapshot).collect();
         (newest.sums().clone(), before)
     }
 }
 
-/// Where an image lies: numbers of files are never used again, so this is its name.
+/// The place of an image, which is its name: numbers of files are never used again.
 fn place(image: &ImageRef) -> (u64, u64) {
     (image.file, image.offset)
 }

@@ -1,7 +1,8 @@
-//! The lock on what is kept: held by one who takes a snapshot, prunes or restores, for as long as that takes.
+//! The lock on the catalog: held for as long as a snapshot, a prune or a restore takes.
 //!
-//! A snapshot in the background may be written so slowly that it takes hours. A caller who waits for the lock has it
-//! written at full speed ([`Pace`]); a caller who only asks what is kept does not wait ([`CatalogLock::latest`]).
+//! A snapshot in the background may be written slowly enough to take hours. A caller that waits for the lock
+//! has it written at full speed ([`Pace`]). A caller that only asks what is kept does not wait
+//! ([`CatalogLock::latest`]).
 
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
@@ -10,18 +11,18 @@ use super::{Catalog, SnapshotInfo};
 use crate::base::pace::Pace;
 use crate::base::sync::{Mutex, MutexGuard};
 
-/// What is kept, behind its lock.
+/// The catalog behind its lock, and a copy that needs no wait.
 pub(crate) struct CatalogLock {
     catalog: Mutex<Catalog>,
     latest: Mutex<Arc<CatalogCopy>>,
-    /// Of background snapshots.
+    /// The pace of background snapshots.
     pace: Arc<Pace>,
 }
 
-/// What was kept when the lock was last given back.
+/// The catalog as it was when the lock was last given back.
 pub(crate) struct CatalogCopy {
     pub catalog: Catalog,
-    /// Image files and tables from this number on are being written, or were written since.
+    /// Image files and tables from this number on are being written, or were written after the copy was made.
     pub next_file: u64,
 }
 
@@ -37,23 +38,23 @@ impl CatalogLock {
         Self { latest: Mutex::new(CatalogCopy::of(&catalog)), catalog: Mutex::new(catalog), pace }
     }
 
-    /// Waits for the lock, and has a snapshot in the background hurry meanwhile.
+    /// Waits for the lock, and makes a snapshot in the background hurry meanwhile.
     pub fn lock(&self) -> CatalogGuard<'_> {
         let _hurry = self.pace.hurry();
         self.lock_patiently()
     }
 
-    /// Waits for the lock, for who is in no hurry: threads in the background.
+    /// Waits for the lock without hurry, for threads in the background.
     pub fn lock_patiently(&self) -> CatalogGuard<'_> {
         CatalogGuard { catalog: self.catalog.lock(), latest: &self.latest, is_changed: false }
     }
 
-    /// Tells what is kept by now, for who holds the lock and says next that something has ended.
+    /// Publishes the catalog as it is now. For a lock holder that then reports that something has ended.
     pub fn tell(&self, catalog: &Catalog) {
         *self.latest.lock() = CatalogCopy::of(catalog);
     }
 
-    /// What was kept when the lock was last given back; waits for nothing.
+    /// The catalog as it was when the lock was last given back; waits for nothing.
     pub fn latest(&self) -> Arc<CatalogCopy> {
         self.latest.lock().clone()
     }
@@ -64,7 +65,7 @@ impl CatalogLock {
     }
 }
 
-/// The lock, held.
+/// The lock on the catalog, held.
 pub(crate) struct CatalogGuard<'a> {
     catalog: MutexGuard<'a, Catalog>,
     latest: &'a Mutex<Arc<CatalogCopy>>,
@@ -87,12 +88,13 @@ impl DerefMut for CatalogGuard<'_> {
 }
 
 impl Drop for CatalogGuard<'_> {
-    /// Before the lock is given back: who takes it next and is done sees what it did in what is told.
+    /// Publishes a copy before the lock is given back: a caller that takes the lock next and is done finds
+    /// the changes of this one in the copy.
     fn drop(&mut self) {
         if self.is_changed {
             let latest = CatalogCopy::of(&self.catalog);
             let before = std::mem::replace(&mut *self.latest.lock(), latest);
-            // Not while others wait for it.
+            // Dropped last, so that no reader waits for it.
             drop(before);
         }
     }

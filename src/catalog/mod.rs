@@ -1,4 +1,5 @@
-//! What is kept on disk besides the log: snapshots, tables of old states, the files they need.
+//! The catalog of the files that are kept on disk besides the log: snapshots, tables of old states, and the
+//! images that they need.
 
 pub(crate) mod publish;
 mod lock;
@@ -22,52 +23,53 @@ pub(crate) use self::lock::{CatalogGuard, CatalogLock};
 pub(crate) use self::newest::{ImageTotals, NewestSnapshot};
 use crate::images::numbers::ImageFiles;
 
-/// A snapshot that is kept.
+/// A snapshot that is kept, as a caller sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SnapshotInfo {
-    /// Its number.
+    /// The snapshot's number.
     pub id: SnapshotId,
     /// The user's name for it: a named snapshot is kept until it is pruned by its name.
     pub name: Option<String>,
-    /// When it was written, in milliseconds since 1970; of a thin one, when the one was whose place it takes.
+    /// When it was written, in milliseconds since 1970. A thin snapshot has the time of the one that it
+    /// replaces.
     pub created_unix_ms: u64,
     /// Replay starts after this batch.
     pub redo: Lsn,
-    /// The state that it stands for, with the log from `redo` on.
+    /// The state that the snapshot and the log from `redo` on lead to.
     pub end: Lsn,
     /// Number of pages.
     pub pages: u64,
-    /// Bytes of their images.
+    /// Bytes of the pages' images.
     pub bytes: u64,
     /// Bytes of the images that it wrote itself: of the pages that had changed since the snapshot before. It
-    /// shares the others with that one. (Of the oldest that was found at open, some of those of the one before may be
-    /// counted, too.)
+    /// shares the others with that one. (For the oldest snapshot that was found at open, this may count some
+    /// images of the one before.)
     pub bytes_written: u64,
-    /// Whether it was read back past the cache.
+    /// Whether the snapshot was read back past the cache.
     pub verified: bool,
 }
 
-/// A snapshot that is kept, and what it needs.
+/// A snapshot that is kept, and the files that it needs.
 #[derive(Clone)]
 pub(crate) struct RetainedSnapshot {
     pub info: SnapshotInfo,
     pub redo: LogPoint,
-    /// Its images lie in files of lower numbers.
+    /// The snapshot's images lie in files of lower numbers.
     pub next_file: u64,
-    /// The image files, with the bytes of each that it names.
+    /// The image files, with the bytes that the snapshot names in each.
     pub files: BTreeMap<u64, u64>,
-    /// The links that its own follows, the newest first.
+    /// The links that the snapshot's own link follows, the newest first.
     pub links: Vec<SnapshotId>,
     pub manifest_crc: u32,
-    /// Whether nothing that it needs was found damaged since the store was opened. One that does not hold stands
-    /// in for no other; nothing on disk says so.
+    /// Whether nothing that the snapshot needs was found damaged since the store was opened. A snapshot that
+    /// does not hold stands in for no other; nothing on disk says so.
     pub holds: bool,
 }
 
 impl RetainedSnapshot {
-    /// `manifest` is the snapshot's own link, whole or not; `is_own` tells the image files that were written for
-    /// it, and `sums` are those of all its pages.
+    /// Makes the catalog's entry of a snapshot. `manifest` is the snapshot's own link, whole or not; `is_own`
+    /// tells the image files that were written for it, and `sums` covers all its pages.
     pub fn new(
         manifest: &Manifest,
         is_own: impl Fn(u64) -> bool,
@@ -76,6 +78,7 @@ impl RetainedSnapshot {
         manifest_crc: u32,
         verified: bool,
     ) -> Self {
+        assert!(manifest.redo.lsn <= manifest.end); // I7: the log leads from the images to the end.
         let images = manifest.entries.iter().filter_map(|entry| entry.image);
         let written = images.filter(|image| is_own(image.file));
         let ImageTotals { pages, bytes, files } = sums;
@@ -101,29 +104,29 @@ impl RetainedSnapshot {
     }
 }
 
-/// The table of an old state that a restore record names, and what it needs.
+/// The table of an old state that a restore record names, and the files that it needs.
 #[derive(Clone)]
 pub(crate) struct RetainedTable {
-    /// The restore's batch.
+    /// The Lsn of the restore.
     pub restored_at: Lsn,
     pub files: BTreeSet<u64>,
 }
 
-/// What is kept on disk, and the next numbers.
+/// The catalog of an open store, and the next numbers.
 pub(crate) struct Catalog {
     pub snapshots: BTreeMap<SnapshotId, RetainedSnapshot>,
     pub tables: BTreeMap<u64, RetainedTable>,
-    /// Replay may start at this `redo` and later ones, as the last seal says; `None` while the log from its
+    /// Replay may start at this `redo` and later ones, as the last seal says. `None` while the log from its
     /// beginning is kept.
     pub floor: Option<Lsn>,
-    /// The newest batch at the open, if a manifest or a table could not be read then. Nothing says which files
-    /// it needs: until the floor has come so far, none of an earlier run goes.
+    /// The newest batch at the open, if a manifest or a table could not be read then. Nothing says which
+    /// files that one needs (I8). So no file of an earlier run goes until the floor has passed this batch.
     pub unread: Option<Lsn>,
     pub next_snapshot: u64,
     pub files: Arc<ImageFiles>,
     /// The images that need not be written again.
     pub known: Arc<KnownImages>,
-    /// Lengths of image files in bytes, without their headers, as far as somebody asked.
+    /// Lengths of image files in bytes, without their headers, as far as a caller asked for them.
     pub file_lens: BTreeMap<u64, u64>,
 }
 
@@ -133,7 +136,7 @@ impl Catalog {
         self.floor.is_none_or(|floor| kept.redo.lsn >= floor)
     }
 
-    /// A copy, to look at.
+    /// Copies the catalog for callers that only look.
     fn copy(&self) -> Self {
         Self {
             snapshots: self.snapshots.clone(),
@@ -147,7 +150,7 @@ impl Catalog {
         }
     }
 
-    /// The image files that something kept names.
+    /// The image files that a kept snapshot or table names.
     pub fn named_files(&self) -> BTreeSet<u64> {
         let by_snapshots = self.snapshots.values().flat_map(|kept| kept.files.keys());
         let by_tables = self.tables.values().flat_map(|table| &table.files);
@@ -155,7 +158,7 @@ impl Catalog {
     }
 }
 
-/// A manifest's entry for a page.
+/// Makes a manifest's entry for a page.
 pub(crate) fn entry(info: &PageInfo, image: Option<ImageRef>) -> ManifestEntry {
     ManifestEntry {
         page: info.page,
@@ -169,7 +172,7 @@ pub(crate) fn entry(info: &PageInfo, image: Option<ImageRef>) -> ManifestEntry {
     }
 }
 
-/// The time, for people: nothing depends on it.
+/// The time in milliseconds since 1970, for people: nothing depends on it.
 pub(crate) fn unix_ms() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64)
 }

@@ -1,4 +1,4 @@
-//! The newest snapshot, as it is kept in memory: what it names, page by page and file by file.
+//! The newest snapshot in memory: the images that it names, page by page and file by file.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,17 +10,17 @@ use remanent_format::{Epoch, Lsn, PageId, SnapshotId};
 
 /// A snapshot has at most this many links, its base and itself among them.
 pub(super) const LINKS_MAX: usize = 8;
-/// And all changes since the base are at most this share of the pages: one in so many.
+/// All changes since the base are at most this share of the pages: one in this many.
 const CHANGED_SHARE: usize = 2;
 
-/// An image that holds a page as batch `lsn` left it; none if the page is empty.
+/// An image that holds a page as batch `lsn` left it; no image if the page is empty.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct KnownImage {
     pub lsn: Lsn,
     pub image: Option<ImageRef>,
 }
 
-/// What a snapshot says of a page.
+/// The newest snapshot's statement about a page.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct SnapshotPage {
     /// The page's version in the image.
@@ -28,11 +28,11 @@ pub(super) struct SnapshotPage {
     pub known: KnownImage,
 }
 
-/// A link of the newest snapshot.
+/// A link of the newest snapshot, with the pages that it speaks of.
 pub(super) struct Link {
     pub snapshot: SnapshotId,
     pub manifest_crc: u32,
-    /// The pages of which it speaks, as there or as gone; of a base they are not kept.
+    /// The pages that it speaks of, as present or as gone. For a base they are not kept.
     pub pages: Vec<PageId>,
 }
 
@@ -46,19 +46,19 @@ impl Link {
     }
 }
 
-/// How many images a snapshot names, and what they take.
+/// How many images a snapshot names, and the bytes that they take.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct ImageTotals {
     /// Number of pages, empty ones included.
     pub pages: u64,
-    /// Bytes of their images.
+    /// Bytes of the pages' images.
     pub bytes: u64,
-    /// The image files, with the bytes of each that the snapshot names.
+    /// The image files, with the bytes that the snapshot names in each.
     pub files: BTreeMap<u64, u64>,
 }
 
 impl ImageTotals {
-    /// Of pages with these images.
+    /// The totals of pages with these images.
     pub fn of(images: impl Iterator<Item = Option<ImageRef>>) -> Self {
         let mut sums = Self::default();
         images.for_each(|image| sums.add(image));
@@ -73,7 +73,7 @@ impl ImageTotals {
         }
     }
 
-    /// One that was added.
+    /// Takes out an image that was added before.
     fn subtract(&mut self, image: Option<ImageRef>) {
         self.pages -= 1;
         if let Some(image) = image {
@@ -92,21 +92,21 @@ fn in_file(image: &ImageRef) -> u64 {
     align_up(image.stored_len, FRAME_ALIGN) + ImageHeaderRaw::LEN as u64
 }
 
-/// The newest snapshot: its links, and the images that it names. Whatever is kept here follows from link to link, so
-/// that a snapshot of which little changed is not looked through.
+/// The newest snapshot: its links, and the images that it names. All of it follows from link to link, so that
+/// a snapshot with few changes is not looked through.
 #[derive(Default)]
 pub(crate) struct NewestSnapshot {
-    /// The base first. None if there is no snapshot, or none that the next one may follow.
+    /// The links, the base first. None if there is no snapshot, or none that the next one may follow.
     pub(super) links: Vec<Link>,
     pages: ById<PageId, SnapshotPage>,
     sums: ImageTotals,
-    /// The pages of which each file has an image, as first pages and counts. Some may have a newer one elsewhere
-    /// by now; those of files of which nothing is named any more are forgotten.
+    /// The pages with an image in each file, as first pages and counts. Some may have a newer image in
+    /// another file by now. A file without any named image is forgotten.
     runs: BTreeMap<u64, Vec<(PageId, u64)>>,
 }
 
 impl NewestSnapshot {
-    /// What the links of a snapshot say together: `entries` are all of its pages.
+    /// Puts together the links of a snapshot: `entries` are all of its pages.
     pub(super) fn of<'e>(links: Vec<Link>, entries: impl Iterator<Item = &'e ManifestEntry>) -> Self {
         let mut newest = Self { links, ..Self::default() };
         let noted = entries.inspect(|entry| {
@@ -117,21 +117,22 @@ impl NewestSnapshot {
         newest
     }
 
-    /// What a snapshot that follows none says, before it is the newest: all but its link, whose checksum need not be
-    /// known yet.
+    /// Takes in a snapshot that follows none before it is the newest: everything but its link, whose checksum
+    /// may not be known yet.
     pub fn of_base(manifest: &Manifest) -> Self {
         Self::of(Vec::new(), manifest.entries.iter())
     }
 
-    /// Goes on to a snapshot that follows none: `base` is what [`of_base`](Self::of_base) made of it.
+    /// Advances to a snapshot that follows none; `base` is the result of [`of_base`](Self::of_base) for it.
     pub fn advance_to_base(&mut self, manifest: &Manifest, manifest_crc: u32, base: Self) {
         *self = base;
         self.links = vec![Link::of(manifest, manifest_crc)];
     }
 
-    /// Goes on to a snapshot of which `manifest` is its own link, and which follows `previous`; that need not be the
-    /// newest one.
+    /// Advances to a snapshot that follows `previous`, which may be older than the newest one; `manifest` is
+    /// its own link.
     pub fn advance_by_change(&mut self, manifest: &Manifest, manifest_crc: u32, previous: SnapshotId) {
+        assert!(previous < manifest.snapshot); // I8: links ascend, and retention keeps the earlier ones.
         self.links.retain(|before| before.snapshot <= previous);
         self.links.push(Link::of(manifest, manifest_crc));
         for entry in &manifest.entries {
@@ -149,12 +150,13 @@ impl NewestSnapshot {
         self.runs.retain(|file, _| self.sums.files.contains_key(file));
     }
 
-    /// The link that the next snapshot follows, if these pages, in ascending order, changed since the newest; with
-    /// the other pages of the links that it takes the place of. None if it is to name all of `pages_max` pages.
+    /// The link that the next snapshot follows, with the other pages of the links that it replaces. `changed`
+    /// are the pages that changed since the newest snapshot, in ascending order. `None` if the next snapshot
+    /// is to name all of `pages_max` pages.
     ///
-    /// Where there are too many links, the newest are folded into the one to come: those that are no longer than it
-    /// is by then. So the links grow from the newest to the oldest, and no page is named again often; and a base is
-    /// written only when so much has changed that it costs little more.
+    /// Where there are too many links, the newest are folded into the next one: those that are no longer than
+    /// it has become by then. So the links grow from the newest to the oldest, and no page is named again
+    /// often. A base is written only after enough changes that it costs little more.
     pub(super) fn fold(&self, changed: &[PageId], pages_max: usize) -> Option<(&Link, Vec<PageId>)> {
         let mut at = self.links.len().checked_sub(1)?;
         let mut folded = BTreeSet::new();
@@ -172,7 +174,7 @@ impl NewestSnapshot {
             .then(|| (&self.links[at], folded.into_iter().collect()))
     }
 
-    /// Whether an image file holds no images that it names but those of these pages.
+    /// Whether some image file has no named images but those of these pages.
     pub fn has_file_of(&self, pages: &[PageId]) -> bool {
         let mut theirs = ImageTotals::default();
         let images = pages.iter().filter_map(|page| self.get(*page)).map(|named| named.known.image);
@@ -184,22 +186,22 @@ impl NewestSnapshot {
         self.pages.get(page)
     }
 
-    /// The pages that it names.
+    /// The pages that the snapshot names.
     pub fn pages(&self) -> impl Iterator<Item = PageId> + '_ {
         self.pages.iter().map(|(page, _)| page)
     }
 
-    /// The pages that it names, with what it says of them.
+    /// The pages that the snapshot names, each with its statement.
     pub(super) fn iter(&self) -> impl Iterator<Item = (PageId, &SnapshotPage)> {
         self.pages.iter()
     }
 
-    /// What it names, together.
+    /// The totals of the images that the snapshot names.
     pub fn sums(&self) -> &ImageTotals {
         &self.sums
     }
 
-    /// The pages of which it names an image in a file, each once.
+    /// The pages with a named image in a file, each once.
     pub fn pages_in(&self, file: u64) -> Vec<PageId> {
         let runs = self.runs.get(&file).into_iter().flatten();
         let pages = runs.flat_map(|(first, count)| (first.0..first.0 + count).map(PageId));
@@ -213,8 +215,8 @@ impl NewestSnapshot {
     }
 }
 
-/// Notes that an entry's file has an image of its page. Entries ascend, so that a file which holds neighbours has few
-/// runs.
+/// Notes that an entry's file has an image of its page. Entries ascend, so a file that holds neighbours has
+/// few runs.
 fn note(runs: &mut BTreeMap<u64, Vec<(PageId, u64)>>, entry: &ManifestEntry) {
     let Some(image) = entry.image else { return };
     let of_file = runs.entry(image.file).or_default();

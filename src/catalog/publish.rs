@@ -1,5 +1,7 @@
-//! Publishing small files: STORE, manifests, tables. Temp, sync, rename, sync the folder; the
-//! rename is the moment from which a crash finds the file, whole.
+//! Publishing small files: STORE, manifests, tables.
+//!
+//! Written under a temporary name, synced, renamed, and the folder synced. From the rename on a crash finds
+//! the file, whole; before it, a temporary file that the next open removes.
 
 use std::sync::Arc;
 
@@ -11,28 +13,29 @@ use crate::base::parallel;
 use crate::disk::{Disk, DiskFile};
 use crate::error::{Error, Result, make_room};
 
-/// Bytes that a thread reads back at once: memory that is new for all of a long manifest took longer than reading it.
+/// Bytes that a thread reads back at once. New memory for all of a long manifest took longer than reading it.
 const READ_LEN: usize = (1 << 20) - (64 << 10);
-/// Entries of a manifest that a thread encodes at once.
+/// Number of entries of a manifest that a thread encodes at once.
 const ENTRIES_AT_ONCE: usize = 8 << 10;
-/// Threads that encode a manifest, or read it back: nothing else of a snapshot goes on while it is encoded, and with
-/// small pages one of them took a tenth of its time.
+/// Threads that encode a manifest, or read it back. Nothing else of a snapshot goes on meanwhile, and with
+/// small pages a single thread took a tenth of the snapshot's time.
 const THREADS_MAX: usize = 4;
 
-/// Publishes a manifest or a table, and reads it back past the cache; by up to `threads_max` threads, as far as they pay.
-/// Returns the checksum of its header, by which others know it.
+/// Publishes a manifest or a table, and reads it back past the cache (I7), by up to `threads_max` threads as
+/// far as they pay. Returns the checksum of its header, by which other files name it.
 pub(crate) fn publish_manifest(disk: &Arc<dyn Disk>, manifest: &Manifest, threads_max: usize) -> Result<u32> {
     let published = publish_unchecked(disk, manifest, threads_max)?;
     published.check()?;
     Ok(published.header_crc)
 }
 
-/// As [`publish_manifest`], for who has it read back later.
+/// As [`publish_manifest`], for a caller that has it read back later.
 pub(crate) fn publish_unchecked(
     disk: &Arc<dyn Disk>,
     manifest: &Manifest,
     threads_max: usize,
 ) -> Result<PublishedFile> {
+    assert!(manifest.redo.lsn <= manifest.end); // I7: the log leads from the images to the end.
     let number = manifest.snapshot.0;
     let file = match manifest.kind {
         ManifestKind::Base | ManifestKind::Change { .. } => FileName::Manifest(number),
@@ -46,9 +49,9 @@ pub(crate) fn publish_unchecked(
     Ok(PublishedFile { header_crc, disk: disk.clone(), file, encoded, threads })
 }
 
-/// A manifest or a table that has its name.
+/// A manifest or a table that has its name, and is still to be read back.
 pub(crate) struct PublishedFile {
-    /// The checksum of its header, by which others know it.
+    /// The checksum of the file's header, by which other files name it.
     pub header_crc: u32,
     disk: Arc<dyn Disk>,
     file: FileName,
@@ -57,20 +60,20 @@ pub(crate) struct PublishedFile {
 }
 
 impl PublishedFile {
-    /// Reads it back past the cache.
+    /// Reads the file back past the cache (I7).
     pub fn check(&self) -> Result<()> {
         check_published(&self.disk, self.file, &self.encoded.bytes(), self.threads)
     }
 }
 
-/// A manifest or a table, encoded. The file is two copies of it.
+/// The encoded form of a manifest or a table. The file is two copies of it.
 struct EncodedManifest {
-    /// Of one copy, in their order.
+    /// The pieces of one copy, in their order.
     pieces: Vec<Vec<u8>>,
 }
 
 impl EncodedManifest {
-    /// The manifest that is to become `file`.
+    /// Encodes the manifest that is to become `file`.
     fn of(manifest: &Manifest, file: FileName, threads: usize) -> Result<Self> {
         let count = manifest.entries.len();
         let encode = |(): &mut (), piece: usize| {
@@ -90,8 +93,8 @@ impl EncodedManifest {
     }
 }
 
-/// Writes these bytes, one piece behind the other, under a temporary name, durably, then gives them the name `file`,
-/// durably. No space is a clean failure: nothing changed.
+/// Writes the pieces `bytes`, one after the other, under a temporary name, durably; then gives them the name
+/// `file`, durably. A lack of space is a clean failure: nothing changed.
 pub(crate) fn publish(disk: &Arc<dyn Disk>, file: FileName, number: u64, bytes: &[&[u8]]) -> Result<()> {
     let temporary = FileName::Temporary(file.folder(), number);
     let write = |open: Arc<dyn DiskFile>| {
@@ -115,7 +118,7 @@ pub(crate) fn publish(disk: &Arc<dyn Disk>, file: FileName, number: u64, bytes: 
     disk.sync_folder(file.folder())
 }
 
-/// Reads a published manifest or table back past the cache.
+/// Reads a published manifest or table back past the cache, and compares it with the bytes written (I7).
 fn check_published(disk: &Arc<dyn Disk>, file: FileName, written: &[&[u8]], threads: usize) -> Result<()> {
     let (open, len) = (disk.open(file, false)?, byte_len(written));
     let is_same = |area: &mut AlignedBuf, piece: usize| {
@@ -142,7 +145,7 @@ fn byte_len(pieces: &[&[u8]]) -> usize {
     pieces.iter().map(|piece| piece.len()).sum()
 }
 
-/// Whether `found` lies at this place of the bytes that the pieces are together.
+/// Whether `found` lies at this place of the joined pieces.
 fn is_at(mut at: usize, mut found: &[u8], pieces: &[&[u8]]) -> bool {
     for piece in pieces {
         let here = &piece[at.min(piece.len())..];

@@ -18,7 +18,7 @@ pub(super) struct BufferedWindow {
 }
 
 impl BufferedWindow {
-    /// A window onto the whole of `file`, which is `len` bytes long.
+    /// Makes a window onto the whole of `file`, which is `len` bytes long.
     pub(super) fn new(file: File, name: FileName, len: u64) -> Self {
         Self { file, name, len }
     }
@@ -36,7 +36,7 @@ impl Window for BufferedWindow {
     fn sync(&self, offset: u64, len: u64) -> Result<()> {
         let end = offset.checked_add(len);
         assert!(end.is_some_and(|end| end <= self.len), "a sync lies within its window");
-        // More than the range, and the only call that waits for the device's own cache as well.
+        // This syncs more than the range, but no other call also waits for the device's own cache.
         self.file.sync_data().map_err(|source| Error::io("sync", self.name, Some(offset), source))
     }
 }

@@ -1,8 +1,9 @@
-//! What the page cache has of a file, without asking the medium for the rest.
+//! Reads the bytes of a file that the page cache has, without asking the medium for the rest.
 //!
-//! A read that must not wait (`RWF_NOWAIT`) stops where the cache does. Since Linux 5.20 it has the rest read ahead
-//! all the same, which whoever goes on past the cache reads once more: of 256 MiB that were not cached, read 4 MiB
-//! at a time, 512 MiB came from the disk. One page is asked for first, and of what is not cached 0.1 % is read twice.
+//! A read that must not wait (`RWF_NOWAIT`) stops where the cache does. Since Linux 5.20 it has the rest read
+//! ahead all the same, and a caller that goes on past the cache reads it once more: for 256 MiB that were not
+//! cached, read 4 MiB at a time, 512 MiB came from the disk. So one page is asked for first, and 0.1 % of the
+//! uncached bytes is read twice.
 
 use std::fs::File;
 use std::io::IoSliceMut;
@@ -10,8 +11,8 @@ use std::io::IoSliceMut;
 use remanent_format::limits::GROUP_ALIGN;
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
 
-/// Fills `out` from `offset` on as far as the cache goes, and returns how many bytes that is: all of them, or so
-/// many that the rest begins on a block.
+/// Fills `out` from `offset` on as far as the cache goes. Returns how many bytes that is: all of them, or a
+/// number with which the rest begins on a block.
 pub(super) fn read_cached(file: &File, offset: u64, out: &mut [u8]) -> usize {
     let probed = out.len().min((GROUP_ALIGN - offset % GROUP_ALIGN) as usize);
     let mut done = 0;
@@ -20,7 +21,8 @@ pub(super) fn read_cached(file: &File, offset: u64, out: &mut [u8]) -> usize {
         let mut area = [IoSliceMut::new(&mut out[done..wanted])];
         match preadv2(file, &mut area, offset + done as u64, ReadWriteFlags::NOWAIT) {
             Err(Errno::INTR) => continue,
-            // Nothing more is cached, or the file ends, or this cannot be asked here: the rest is another's to read.
+            // Nothing more is cached, or the file ends, or the question is not possible here. The caller
+            // reads the rest.
             Ok(0) | Err(_) => break,
             Ok(len) => done += len,
         }
@@ -52,7 +54,7 @@ mod tests {
             (4095, 2, 2),
             (5000, 0, 0),
             (123, 19_877, 19_877),
-            // Behind the end of the file nothing is cached.
+            // Past the end of the file nothing is cached.
             (0, 20_001, 16_384),
             (16_384, 5000, 0),
             (19_999, 2, 0),

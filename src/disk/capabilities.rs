@@ -1,5 +1,5 @@
-//! What a file system cannot be used for, asked before the first byte is written, and what is not to be
-//! believed of it.
+//! Ways in which a file system cannot be used, asked before the first byte is written, and its answers that
+//! are not to be believed.
 
 use std::fs::File;
 use std::io::{self, ErrorKind};
@@ -26,8 +26,9 @@ fn magic(system: &StatFs) -> u64 {
     system.f_type as u64 & 0xffff_ffff
 }
 
-/// Whether the kernel's page cache is the only one of a file's system, and a page of it is never there in part: where
-/// blocks are shorter than pages, a block that was written may be, and the kernel says that the page is not.
+/// Whether the kernel's page cache is the only cache of the file's system, and never has a page in part.
+/// Where blocks are shorter than pages, one block of a page may be in the cache, and the kernel says that the
+/// page is not.
 pub(super) fn has_no_other_cache(file: &File) -> rustix::io::Result<bool> {
     let system = rustix::fs::fstatfs(file)?;
     let is_known = matches!(magic(&system), EXT | XFS | BTRFS | F2FS);
@@ -39,14 +40,14 @@ pub(super) fn mapping_refused(path: &Path) -> rustix::io::Result<Option<String>>
     refusal(magic(&rustix::fs::statfs(path)?), || shares_extents(path))
 }
 
-/// The verdict on a file system, by its magic number. What counts is whether a write to a synced page can
+/// The verdict on a file system, by its magic number. The question is whether a write to a synced page can
 /// need new space: then a full disk kills the process with SIGBUS.
 fn refusal(
     magic: u64,
     shares_extents: impl FnOnce() -> rustix::io::Result<bool>,
 ) -> rustix::io::Result<Option<String>> {
     let reason = match magic {
-        // The second is tmpfs.
+        // The second magic number is tmpfs's.
         EXT | 0x0102_1994 => return Ok(None),
         XFS if shares_extents()? => "XFS with reflinks needs space to write to a shared extent",
         XFS => return Ok(None),
@@ -54,7 +55,7 @@ fn refusal(
         0x2fc1_2fc1 => "ZFS copies on write",
         F2FS => "F2FS never writes in place",
         0x794c_7630 => "overlayfs may move a file between layers",
-        0x6573_5546 => "behind FUSE nobody knows where writes go",
+        0x6573_5546 => "behind FUSE it is unknown where writes go",
         0x6969 => "NFS is a network file system",
         0xfe53_4d42 | 0xff53_4d42 => "SMB is a network file system",
         0x0102_1997 => "9P is a network file system",
@@ -63,8 +64,8 @@ fn refusal(
     Ok(Some(reason.to_owned()))
 }
 
-/// Whether files below `path` can share extents, asked by cloning one nameless file into another; on a full disk, by
-/// cloning a segment into itself, which changes nothing. Unknown counts as shared.
+/// Whether files below `path` can share extents. One nameless file is cloned into another; on a full disk, a
+/// segment is cloned into itself, which changes nothing. An unknown answer counts as shared.
 fn shares_extents(path: &Path) -> rustix::io::Result<bool> {
     let nameless = || {
         let flags = OFlags::RDWR | OFlags::TMPFILE | OFlags::CLOEXEC;
@@ -81,7 +82,7 @@ fn shares_extents(path: &Path) -> rustix::io::Result<bool> {
         Err(Errno::NOSPC | Errno::DQUOT) => {
             let Ok(Some(segment)) = segment_below(path) else { return Ok(true) };
             let file = rustix::fs::openat(CWD, segment, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
-            // Where clones are possible at all, it is an invalid one.
+            // Where clones are possible at all, this one is invalid.
             Ok(rustix::fs::ioctl_ficlone(&file, &file) != Err(Errno::OPNOTSUPP))
         }
         Err(Errno::IO) => Err(Errno::IO),
@@ -89,17 +90,20 @@ fn shares_extents(path: &Path) -> rustix::io::Result<bool> {
     }
 }
 
-/// Why files below `path` cannot be written past the page cache, if so: asked by writing a block of a nameless
-/// file, for some file systems accept the flags at open and refuse the write. Where there is no space for a block, the
-/// first one of a segment is read: a store on a full disk opens, so that pages can be deleted.
+/// Why files below `path` cannot be written past the page cache, if so.
+///
+/// A block of a nameless file is written, because some file systems accept the flags at open and refuse the
+/// write. Where there is no space for a block, the first block of a segment is read instead: a store on a
+/// full disk must open, so that pages can be deleted.
 ///
 /// # Errors
-/// What the disk says that has no space for a block, and no segment, or fails: another way to write would not help.
+/// The disk's error if it fails, or if it has no space for a block and no segment: another way to write would
+/// not help.
 pub(super) fn direct_refused(path: &Path) -> io::Result<Option<String>> {
     let flags = direct::FLAGS | OFlags::TMPFILE;
     let nameless = rustix::fs::openat(CWD, path, flags, Mode::RUSR | Mode::WUSR);
     let written = nameless.map_err(io::Error::from).and_then(|nameless| {
-        // Its own reopening is part of what a window needs.
+        // A window reopens its file as well, so the trial does the same.
         let file = reopen(&File::from(nameless), direct::FLAGS)?;
         file.write_all_at(&AlignedBuf::new(GROUP_ALIGN as usize), 0)
     });
@@ -114,7 +118,7 @@ pub(super) fn direct_refused(path: &Path) -> io::Result<Option<String>> {
     })
 }
 
-/// A segment of the log that lies in this folder, if one does.
+/// A segment of the log in this folder, if there is one.
 fn segment_below(folder: &Path) -> io::Result<Option<PathBuf>> {
     for entry in std::fs::read_dir(folder)? {
         let name = entry?.file_name();
@@ -126,7 +130,7 @@ fn segment_below(folder: &Path) -> io::Result<Option<PathBuf>> {
     Ok(None)
 }
 
-/// The verdict on what became of the trial.
+/// The verdict on the outcome of the trial.
 pub(super) fn direct_verdict(written: io::Result<()>) -> io::Result<Option<String>> {
     let says_the_disk = [Errno::IO, Errno::NOSPC, Errno::DQUOT].map(|errno| Some(errno.raw_os_error()));
     match written {

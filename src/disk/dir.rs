@@ -1,8 +1,8 @@
 //! `DirDisk`: a store directory of a real file system.
 //!
 //! Every method is one or two system calls; the standard library retries those that a signal interrupts.
-//! Names are resolved anew at each call, open files go on naming what they were opened on: a rename
-//! underneath does not disturb them.
+//! Names are resolved anew at each call. Open files go on naming the file that they were opened on, so a
+//! rename underneath does not disturb them.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -52,8 +52,8 @@ pub struct DirDisk {
 }
 
 impl DirDisk {
-    /// The store directory at `path`, which need not exist yet. A relative path is resolved now, so that
-    /// a later change of the working directory does not move the store.
+    /// Names the store directory at `path`, which need not exist yet. A relative path is resolved now, so
+    /// that a later change of the working directory does not move the store.
     #[must_use]
     pub fn new(path: impl AsRef<Path>) -> Self {
         let path = path.as_ref();
@@ -84,7 +84,7 @@ impl DirDisk {
         Error::Folder { action, path: shown.into_owned(), source: Arc::new(source) }
     }
 
-    /// What became of the block that is written to try direct writes.
+    /// The error of the block that is written to try direct writes.
     fn trial_failed(&self, source: io::Error) -> Error {
         let error = self.folder_error("write past the page cache below", Folder::Log, source);
         if error.is_no_space() {
@@ -129,7 +129,7 @@ impl Disk for DirDisk {
 
     fn total_bytes(&self) -> Result<Option<u64>> {
         let system = self.file_system()?;
-        // Some file systems have no length.
+        // A file system may have no length.
         Ok(system.f_blocks.checked_mul(system.f_frsize).filter(|total| *total > 0))
     }
 
@@ -150,15 +150,15 @@ impl Disk for DirDisk {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists && path.is_dir() => true,
             Err(error) => return Err(failed(error)),
         };
-        // The entry of the store directory itself lies in a folder that no other call can name, so it is
-        // made durable here; also when it existed, since its maker may have died before its own sync.
+        // The entry of the store directory itself lies in a folder that no other call can name, so it is made
+        // durable here. Also when it existed, because its maker may have died before its own sync.
         if folder == Folder::Root
             && let Some(parent) = path.parent()
         {
             match File::open(parent) {
                 Ok(parent) => parent.sync_all().map_err(failed)?,
-                // Others' folders may be searchable without being readable. What exists in such a one was
-                // made by somebody with more rights, whose business its durability is.
+                // Another user's folder may be searchable without being readable. A process with more rights
+                // made the entries of such a folder, and their durability is its concern.
                 Err(error) if existed && error.kind() == io::ErrorKind::PermissionDenied => {}
                 Err(error) => return Err(failed(error)),
             }
@@ -175,7 +175,7 @@ impl Disk for DirDisk {
         for path in missing.into_iter().rev() {
             match std::fs::create_dir(path) {
                 Ok(()) => {}
-                // Another process was first.
+                // Another process made it first.
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
                 Err(error) => return Err(failed("make", path)(error)),
             }
@@ -200,7 +200,7 @@ impl Disk for DirDisk {
             if kept.get().is_none() {
                 let opened = File::open(self.folder_path(folder));
                 let opened = opened.map_err(|source| self.folder_error("open", folder, source))?;
-                // Another thread's will do as well.
+                // If another thread was first, its descriptor serves as well.
                 drop(kept.set(opened));
             }
         }
@@ -239,7 +239,7 @@ impl Disk for DirDisk {
         let source = Self::new(source);
         match std::fs::hard_link(source.file_path(file), self.file_path(file)) {
             Ok(()) => Ok(true),
-            // Another file system, one without links, too many links, or a file of somebody else's.
+            // Another file system, one without links, too many links, or another user's file.
             Err(error)
                 if matches!(
                     error.kind(),
@@ -270,7 +270,7 @@ impl Disk for DirDisk {
     }
 
     fn refuses(&self, io: LogIo) -> Result<Option<String>> {
-        // The log's folder may be a mount of its own.
+        // The log's folder may be a mount of its own, on another file system.
         let log = self.folder_path(Folder::Log);
         let path = if log.is_dir() { log } else { self.root.clone() };
         let refusal = match io {
@@ -282,17 +282,18 @@ impl Disk for DirDisk {
     }
 }
 
-/// Where a folder's descriptor is kept.
+/// The index of a folder's kept descriptor.
 fn folder_index(folder: Folder) -> usize {
     Folder::INNER.iter().position(|inner| *inner == folder).map_or(0, |inner| inner + 1)
 }
 
-/// Closing any descriptor of `LOCK` drops the process's record lock: only `lock.rs` may open it.
+/// Refuses `LOCK`, which only `lock.rs` may open: closing any descriptor of it drops the process's record
+/// lock.
 fn refuse_lock_file(file: FileName) {
     assert!(file != FileName::Lock, "LOCK is opened by the lock alone");
 }
 
-/// The names in a folder, sorted; empty if it does not exist. A name that is not UTF-8 is shown with
+/// The names in a folder, sorted; empty if the folder does not exist. A name that is not UTF-8 is shown with
 /// replacement characters: it is foreign in any case.
 fn list(path: &Path) -> io::Result<Vec<String>> {
     let entries = match std::fs::read_dir(path) {
@@ -307,14 +308,14 @@ fn list(path: &Path) -> io::Result<Vec<String>> {
     Ok(names)
 }
 
-/// One open file.
+/// One open file of the directory.
 struct DirFile {
     file: File,
     name: FileName,
-    /// A second descriptor that reads past the page cache, opened when first needed; inside, `None` where
-    /// the file system has no such way.
+    /// A second descriptor that reads past the page cache, opened when first needed. Inside, `None` where the
+    /// file system has no such reads.
     direct: Mutex<Option<Option<Arc<File>>>>,
-    /// Whether what the page cache has is on the medium, as far as it was asked.
+    /// Whether the page cache has nothing that the medium lacks, as far as it was asked.
     is_synced: Mutex<bool>,
 }
 
@@ -335,8 +336,8 @@ impl DirFile {
                 done => return done,
             }
         }
-        // Synced pages are clean, so that the kernel can drop them and must ask the medium again. It is
-        // free not to: then this is an ordinary read.
+        // Synced pages are clean, so the kernel can drop them, and must then ask the medium again. If it
+        // keeps them, this is an ordinary read.
         let len = NonZeroU64::new(out.len() as u64);
         if len.is_some() {
             let _ = rustix::fs::fadvise(&self.file, offset, len, Advice::DontNeed);
@@ -369,9 +370,12 @@ impl DiskFile for DirFile {
         self.file.write_all_at(bytes, offset).map_err(self.failed("write", offset))
     }
 
-    /// What one write brings into the page cache, the kernel may keep as one page as long as the write. A mapped log
-    /// would pay for that: syncing 4 KiB of it wrote 256 KiB where its zeros had come 256 KiB at a time (Linux 6.18,
-    /// ext4), and what was stored beside them next waited for that write. So it gets them page by page.
+    /// Writes zeros in pieces that suit the window.
+    ///
+    /// The kernel may keep the bytes of one write in its page cache as one page as long as the write. A
+    /// mapped log would pay for that: where its zeros had come 256 KiB at a time, syncing 4 KiB of it wrote
+    /// 256 KiB (Linux 6.18, ext4), and a store next to those 4 KiB waited for that write. So a mapped log
+    /// gets its zeros page by page.
     fn write_zeros(&self, offset: u64, end: u64, io: LogIo) -> Result<()> {
         let piece_len = match io {
             LogIo::Mapped => rustix::param::page_size() as u64,
@@ -393,8 +397,9 @@ impl DiskFile for DirFile {
         self.past_cache(offset, out).map_err(self.failed("read", offset))
     }
 
-    /// A store that was copied here a moment ago, by a program that syncs nothing, lies in the cache alone: so that is
-    /// synced first, once. For a file that is clean this is nothing.
+    /// Reads from the cache what it has, once the file is synced. A store that a program copied here a moment
+    /// ago, without a sync, lies in the cache alone, so the file is synced first, once (I6). For a clean file
+    /// that is no work.
     fn read_proven(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         let mut is_synced = self.is_synced.lock();
         if !*is_synced {
@@ -409,12 +414,12 @@ impl DiskFile for DirFile {
         }
     }
 
-    /// What cannot be asked is taken for cached, so that it is read past the cache.
+    /// Counts ranges that cannot be asked about as cached, so that they are read past the cache (I6).
     fn uncached(&self) -> Vec<Range<u64>> {
         mapped::uncached(&self.file).unwrap_or_default()
     }
 
-    /// Advice to forget pages makes the kernel write dirty ones first, and it does not wait for that.
+    /// Advises the kernel to forget the pages. It writes dirty ones first, and does not wait for that.
     fn write_back(&self, offset: u64, len: u64) {
         let _advice = rustix::fs::fadvise(&self.file, offset, NonZeroU64::new(len), Advice::DontNeed);
     }
@@ -441,7 +446,7 @@ impl DiskFile for DirFile {
 
 /// Reads a store directory for the pure decoders, without a lock.
 ///
-/// Keeps the file read last open: decoders read a file in many small pieces.
+/// Keeps the file that was read last open, because decoders read a file in many small pieces.
 #[derive(Debug)]
 pub struct DirReader {
     disk: DirDisk,
@@ -449,7 +454,7 @@ pub struct DirReader {
 }
 
 impl DirReader {
-    /// Reads the store directory at `path`.
+    /// Makes a reader of the store directory at `path`.
     #[must_use]
     pub fn new(path: impl AsRef<Path>) -> Self {
         Self { disk: DirDisk::new(path), last: Mutex::new(None) }
@@ -548,7 +553,8 @@ mod tests {
         }
     }
 
-    /// A page of the cache that is longer than the processor's would be written whole, and its other parts waited for.
+    /// A page of the cache that is longer than the processor's would be written whole, and a store to its
+    /// other parts would wait.
     #[test]
     fn a_sync_of_a_mapped_page_leaves_the_others_alone() {
         let directory = tempfile::tempdir().unwrap();
@@ -574,11 +580,11 @@ mod tests {
             faults += put(at);
             window.sync(at, page_len).unwrap();
         }
-        // Whoever has the system write all that is dirty has some of them faulted in anew.
+        // A process that has the system write everything dirty makes some of them fault anew.
         assert!(faults < len / page_len / 4, "{faults}");
     }
 
-    /// Past the cache the same bytes come, whatever the alignment of offset, length and end of file.
+    /// Past the cache the same bytes come for every alignment of offset, length and end of file.
     #[test]
     fn reads_past_the_cache_need_no_alignment() {
         let directory = tempfile::tempdir().unwrap();

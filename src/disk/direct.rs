@@ -1,21 +1,18 @@
 //! A window by direct writes: a put is a copy into the process's own memory, a sync is one write past
 //! the page cache that returns when the medium has the bytes.
 //!
-//! Where every commit waits for a sync, this takes one system call where others take two, and the kernel neither
-//! copies the bytes nor looks for pages to write back. The price: until a sync, what was put dies with the
-//! process. So a log that is written this way says `Logged` only when it can say `Durable`.
+//! Where every commit waits for a sync, this takes one system call where other ways take two. The kernel
+//! neither copies the bytes nor looks for pages to write back. The price: until a sync, bytes that were put
+//! die with the process. So a log that is written this way says `Logged` only when it can say `Durable`.
 //!
-//! A ring of the kernel's (`io_uring`) would gain nothing, and is not built: with one write under way, on ext4 and 2
-//! cores, it reached 0.96, 0.97 and 0.97 of this one's rate with 4, 64 and 256 KiB, and 0.98, 1.00 and 1.01 with file
-//! and memory registered (medians of 15 rounds of `rings --group "group's"` in `tests/peers`). On 16 cores with a faster
-//! disk it was 1.03, 1.01 and 0.97, registered 1.05, 1.06 and 1.12: a tenth, for long groups, on one machine of two.
+//! `io_uring` was measured and gained at most a tenth, for long groups on one machine of two.
 //!
-//! Direct writes go in whole blocks. A group of frames begins on one, nothing is put behind it into its last
-//! one, and the rest of that one becomes zeros.
+//! Direct writes go in whole blocks. A group of frames begins on a block, nothing is put after it into its
+//! last block, and the rest of that block becomes zeros.
 //!
-//! The memory is that of a group, and the group after the next has it again. A mirror of the whole file was fresh
-//! memory for every frame: at 64 KiB a commit, page faults took 30 % of the processors' time, most of it under the
-//! log's lock.
+//! The window's memory holds one group, and the group after the next uses it again. A mirror of the whole
+//! file was fresh memory for every frame: at 64 KiB a commit, page faults took 30 % of the processors' time,
+//! most of it under the log's lock.
 
 use std::fs::File;
 use std::io;
@@ -31,42 +28,42 @@ use crate::base::aligned_buf::AlignedBuf;
 use crate::base::sync::Mutex;
 use crate::error::{Error, Result};
 
-/// How a file is opened for a window: what is written is on the medium when the write returns.
+/// The flags of a window's file: bytes are on the medium when their write returns.
 pub(super) const FLAGS: OFlags =
     OFlags::RDWR.union(OFlags::DIRECT).union(OFlags::DSYNC).union(OFlags::CLOEXEC);
 
-/// How a file is opened to be written past the page cache before it has a window.
+/// The flags of a file that is written past the page cache before it has a window.
 const FILL_FLAGS: OFlags = OFlags::WRONLY.union(OFlags::DIRECT).union(OFlags::CLOEXEC);
 
-/// What memory has at least that has any.
+/// The shortest memory of a window that has any.
 const MEMORY_LEN_MIN: usize = 128 << 10;
-/// Longer memory is not kept for the next group.
+/// The longest memory that is kept for the next group.
 const MEMORY_LEN_KEPT: usize = 4 << 20;
 
-/// A window onto the whole of a file.
+/// A window onto the whole of a file, written past the page cache.
 pub(super) struct DirectWindow {
     file: File,
     len: u64,
     /// Held during a put, so that one runs at a time.
     unsynced: Mutex<Unsynced>,
-    /// Memory for `unsynced` to go on with. Held during a sync: what another one asks for may be under way. `None`
-    /// once a write has failed: what it took is on its way to nowhere.
+    /// Memory for `unsynced` to go on with. Held during a sync, because the bytes that another sync asks for
+    /// may be under way. `None` once a write has failed: the bytes that it took are lost.
     spare: Mutex<Option<AlignedBuf>>,
     name: FileName,
 }
 
-/// What was put and no sync has taken yet.
+/// The bytes that were put and that no sync has taken yet.
 struct Unsynced {
     /// Where the next put may begin: nothing below is written again (I5).
     closed: u64,
-    /// Where it begins in the file, a multiple of 4096.
+    /// Where the memory begins in the file, a multiple of 4096.
     start: u64,
     len: usize,
     memory: AlignedBuf,
 }
 
 impl DirectWindow {
-    /// A window onto the whole of `file`, which was opened with [`FLAGS`] and is `len` bytes long.
+    /// Makes a window onto the whole of `file`, which was opened with [`FLAGS`] and is `len` bytes long.
     pub(super) fn new(file: File, name: FileName, len: u64) -> io::Result<Self> {
         if len == 0 || !len.is_multiple_of(GROUP_ALIGN) {
             let reason = format!("{len} bytes are not whole blocks of {GROUP_ALIGN}");
@@ -91,19 +88,21 @@ impl Window for DirectWindow {
     fn put(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         self.end(offset, bytes.len() as u64);
         let mut unsynced = self.unsynced.lock();
-        assert!(offset >= unsynced.closed, "nothing synced is rewritten");
+        assert!(offset >= unsynced.closed, "nothing synced is rewritten"); // I5
         unsynced.put(offset, bytes).map_err(self.failed("take up bytes for", offset))
     }
 
-    /// `offset` is a multiple of 4096, and nothing was synced behind it. Writes whatever was put below the end.
+    /// Writes every byte that was put below the end. `offset` is a multiple of 4096, and nothing was synced
+    /// after it.
     fn sync(&self, offset: u64, len: u64) -> Result<()> {
-        assert!(offset.is_multiple_of(GROUP_ALIGN), "a group begins on a block");
+        assert!(offset.is_multiple_of(GROUP_ALIGN), "a group begins on a block"); // I5
         let end = self.end(offset, len).next_multiple_of(GROUP_ALIGN);
         let mut kept = self.spare.lock();
         let failed_before = || self.failed("write", offset)(io::Error::other("an earlier write failed"));
         let mut memory = kept.take().ok_or_else(failed_before)?;
         let taken = self.unsynced.lock().take(end, &mut memory);
         let (start, len) = taken.map_err(self.failed("take up bytes for", end))?;
+        assert!(start.is_multiple_of(GROUP_ALIGN)); // I5: no block is written in part.
         write_all(&memory[..len], start, |rest, at| rustix::io::pwrite(&self.file, rest, at))
             .map_err(self.failed("write", start))?;
         *kept = Some(if memory.len() <= MEMORY_LEN_KEPT { memory } else { AlignedBuf::new(0) });
@@ -112,7 +111,7 @@ impl Window for DirectWindow {
 }
 
 impl Unsynced {
-    /// Puts bytes. Between them and others becomes zeros what nobody puts.
+    /// Puts bytes. A gap between them and others becomes zeros.
     fn put(&mut self, offset: u64, bytes: &[u8]) -> io::Result<()> {
         if bytes.is_empty() {
             return Ok(());
@@ -139,8 +138,8 @@ impl Unsynced {
         Ok(())
     }
 
-    /// Closes what lies below `end`, a multiple of 4096, and swaps it for the memory that is given: where it lies in
-    /// the file, and its length in whole blocks.
+    /// Closes the bytes below `end`, a multiple of 4096, and swaps them for the memory that is given. Returns
+    /// where they lie in the file, and their length in whole blocks.
     fn take(&mut self, end: u64, memory: &mut AlignedBuf) -> io::Result<(u64, usize)> {
         self.closed = self.closed.max(end);
         let (start, len) = (self.start, self.len.min(end.saturating_sub(self.start) as usize));
@@ -148,7 +147,7 @@ impl Unsynced {
         mem::swap(&mut self.memory, memory);
         self.len = 0;
         if !rest.is_empty() {
-            // The group after it has begun.
+            // The next group has begun; its bytes go on to the new memory.
             self.put(end.max(start), &memory[rest])?;
         }
         let len_in_blocks = len.next_multiple_of(GROUP_ALIGN as usize);
@@ -156,7 +155,7 @@ impl Unsynced {
         Ok((start, len_in_blocks))
     }
 
-    /// Makes the memory so long at least.
+    /// Makes the memory at least `len` bytes long.
     fn make_room(&mut self, len: usize) -> io::Result<()> {
         if self.memory.len() < len {
             let longer = len.saturating_mul(2).max(MEMORY_LEN_MIN).next_multiple_of(GROUP_ALIGN as usize);
@@ -168,13 +167,11 @@ impl Unsynced {
     }
 }
 
-/// Writes zeros to whole blocks of a file. In the page cache they would cost the processor six times as much, and each
-/// direct write over them an eighth more: it has to find them there and drop them.
+/// Writes zeros to whole blocks of a file. In the page cache they would cost the processor six times as much.
+/// Each direct write over them would cost an eighth more, because it has to find them there and drop them.
 ///
-/// Space that is only allocated would do without them, but each sync then waits for the journal as well: one thread
-/// that synced groups of 512 KiB while the next segment was made wrote 530 instead of 796 MB/s on ext4 and 738 instead
-/// of 833 on XFS, of 256 KiB 333 instead of 578 and 424 instead of 578. Only ext4 without a journal gained (1304
-/// instead of 1007, 1090 instead of 764; with 128 KiB nothing, with 32 KiB it lost a third).
+/// Space that is only allocated needs no zeros, but each sync then waits for the file system's journal as
+/// well: with groups of 256 KiB, ext4 wrote 333 MB/s instead of 578.
 pub(super) fn write_zeros(file: &File, offset: u64, end: u64) -> io::Result<()> {
     if offset == end {
         return Ok(());
@@ -185,8 +182,8 @@ pub(super) fn write_zeros(file: &File, offset: u64, end: u64) -> io::Result<()> 
     })
 }
 
-/// Writes whole blocks by a `write` that may stop short, or be interrupted: it goes on where it stopped; inside a
-/// block it cannot.
+/// Writes whole blocks by a `write` that may stop short, or be interrupted. It goes on where the write
+/// stopped; inside a block it cannot.
 fn write_all(
     blocks: &[u8],
     offset: u64,
@@ -214,7 +211,7 @@ mod tests {
 
     const LEN: usize = 4 * 4096;
 
-    /// A file and a window onto it; `None`, said aloud, where files cannot be written directly.
+    /// A file and a window onto it; `None`, with a message, where files cannot be written directly.
     fn with_window() -> Option<(tempfile::NamedTempFile, DirectWindow)> {
         let named = tempfile::NamedTempFile::new().unwrap();
         named.as_file().write_all_at(&[7; LEN], 0).unwrap();
@@ -254,7 +251,7 @@ mod tests {
         assert!(found(&named) == expected);
     }
 
-    /// A frame without a payload puts nothing right behind its header, where the window may end.
+    /// A frame without a payload puts nothing directly after its header, where the window may end.
     #[test]
     fn a_put_of_nothing_may_lie_behind_what_is_synced_and_at_the_windows_end() {
         let Some((named, window)) = with_window() else { return };
@@ -309,11 +306,11 @@ mod tests {
         let Some((named, window)) = with_window() else { return };
         window.put(0, &[1; 4096]).unwrap();
         window.put(4096, &[2; 4096]).unwrap();
-        // The second block is not asked for: it goes on to the memory of the next sync.
+        // The sync does not take the second block, so it goes on to the memory of the next sync.
         window.sync(0, 4096).unwrap();
         assert!(found(&named)[4096..] == [7; LEN - 4096]);
         window.sync(4096, 4096).unwrap();
-        // A payload before its header, and a header in a block before.
+        // A payload before its header, and a header in the block before.
         window.put(12288 + 80, &[3; 100]).unwrap();
         window.put(8192 + 16, &[4; 10]).unwrap();
         window.sync(8192, 4096 + 180).unwrap();
@@ -354,7 +351,7 @@ mod tests {
         };
         write_all(&blocks, 4096, write).unwrap();
         assert!(medium.borrow()[4096..] == blocks && calls.borrow().is_empty());
-        // Nothing, and a part of a block, are no progress that could be gone on with.
+        // A write of nothing, or of a part of a block, is no progress to go on from.
         for len in [0, 100, 4096 + 512] {
             let error = write_all(&blocks, 0, |_, _| Ok(len)).unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::WriteZero, "{len}");

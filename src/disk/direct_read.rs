@@ -1,6 +1,7 @@
-//! Reads that go past the page cache, for who must know what is on the medium.
+//! Reads that go past the page cache, for callers that must know what is on the medium (I6).
 //!
-//! Direct reads want memory, offset and length aligned; where a caller's are not, an area that is stands between.
+//! Direct reads want memory, offset and length aligned. Where a caller's are not, the bytes go through an
+//! aligned area.
 
 use std::fs::File;
 use std::io;
@@ -12,10 +13,12 @@ use rustix::fs::{CWD, Mode, OFlags};
 
 use crate::base::aligned_buf::{AlignedBuf, is_aligned};
 
-/// The largest piece that is read past the cache at once, in bytes. With what aligns it, it is no more than a mebibyte.
+/// The largest piece that is read past the cache at once, in bytes. With its alignment it is at most a
+/// mebibyte.
 pub(super) const BOUNCE_LEN_MAX: usize = (1 << 20) - GROUP_ALIGN as usize;
 
-/// Opens the same file anew, for reads that go past the page cache; `None` where there is no direct reading.
+/// Opens the same file anew, for reads that go past the page cache; `None` where the file system has no
+/// direct reads.
 pub(super) fn reopen_direct(file: &File) -> Option<File> {
     reopen(file, OFlags::RDONLY | OFlags::DIRECT | OFlags::CLOEXEC).ok()
 }
@@ -27,8 +30,8 @@ pub(super) fn reopen(file: &File, flags: OFlags) -> rustix::io::Result<File> {
     rustix::fs::openat(CWD, path, flags, Mode::empty()).map(File::from)
 }
 
-/// Reads past the cache: in one go where memory, offset and length are aligned as direct reads demand, else
-/// through an area that is.
+/// Reads past the cache: at once where memory, offset and length are aligned as direct reads demand,
+/// otherwise through an aligned area.
 pub(super) fn read_direct(file: &File, offset: u64, out: &mut [u8]) -> io::Result<()> {
     if is_aligned(offset, out) {
         return file.read_exact_at(out, offset);
@@ -54,7 +57,7 @@ fn read_through_area(
             Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
             len => len?,
         };
-        // Where it stops short inside a block, that is the end of the file.
+        // A read that stops short inside a block has reached the end of the file.
         let usable = len.saturating_sub(skip).min(out.len() - done);
         if usable == 0 {
             return Err(io::ErrorKind::UnexpectedEof.into());

@@ -1,10 +1,10 @@
-//! The writer lock of a store directory: one writer, whatever process and whatever handle.
+//! The writer lock of a store directory: one writer, in any process and through any handle.
 //!
 //! Two locks in one, because each alone leaves a gap:
 //!
-//! 1. A POSIX record lock on `LOCK` keeps other processes out. The kernel drops it when its owner dies,
-//!    and a forked child does not inherit it. (A `flock` belongs to the open file, which a child shares:
-//!    a store would stay locked for as long as any child of a dead owner lives.)
+//! 1. A POSIX record lock on `LOCK` keeps other processes out. The kernel drops it when its owner dies, and a
+//!    forked child does not inherit it. (A `flock` belongs to the open file, which a child shares: a store
+//!    would stay locked for as long as any child of a dead owner lives.)
 //! 2. Record locks do not conflict within a process, and closing *any* descriptor of the file drops the
 //!    process's lock. So a registry in the process, by the directory's device and inode, is asked before
 //!    `LOCK` is opened at all.
@@ -27,13 +27,13 @@ use crate::base::process::{ForkGuard, PerProcess};
 use crate::base::sync::Mutex;
 use crate::error::{Error, Result};
 
-/// A directory, whatever its path.
+/// A directory's device and inode, the same for each of its paths.
 type DirectoryId = (u64, u64);
 
 /// Directories locked by this process. A forked child begins without any: its parent's locks are not its own.
 static LOCKED_HERE: PerProcess<Mutex<BTreeSet<DirectoryId>>> = PerProcess::new();
 
-/// The most that is read of a holder's description, in bytes.
+/// The most bytes that are read of a holder's description.
 const HOLDER_LEN_MAX: usize = 256;
 
 /// Takes the lock of the store directory at `root`.
@@ -64,19 +64,19 @@ fn lock_directory(root: &Path) -> Result<DirLock> {
         Err(Errno::AGAIN | Errno::ACCESS) => return Err(Error::Locked { holder: holder(&file) }),
         Err(errno) => return Err(failed("lock")(errno.into())),
     }
-    // 3. The description, for whoever is refused from now on. It need not survive anything, and may be missing on a
-    //    full disk, where a store opens so that pages can be deleted.
+    // 3. The description, for a process that is refused from now on. It need not survive anything, and may be
+    //    missing on a full disk, where a store opens so that pages can be deleted.
     match describe(&file).map_err(failed("write")) {
         Err(error) if error.is_no_space() => {
-            tracing::warn!(%error, "whoever is refused will know this process by its number alone");
+            tracing::warn!(%error, "a process that is refused will know this process by its number alone");
         }
         described => described?,
     }
     Ok(DirLock { _file: ForkGuard::new(file), _entry: ForkGuard::new(entry) })
 }
 
-/// Whether somebody holds the lock of the store directory at `root`. The registry is asked first here, too: in the
-/// process that holds the lock, closing a descriptor of `LOCK` would drop it.
+/// Whether any process holds the lock of the store directory at `root`. The registry is asked first here,
+/// too: in the process that holds the lock, closing a descriptor of `LOCK` would drop it.
 pub(super) fn is_held(root: &Path) -> Result<bool> {
     let failed = |action| move |source| Error::io(action, FileName::Lock, None, source);
     let metadata = match std::fs::metadata(root) {
@@ -87,7 +87,8 @@ pub(super) fn is_held(root: &Path) -> Result<bool> {
     if registry.contains(&(metadata.dev(), metadata.ino())) {
         return Ok(true);
     }
-    // The registry stays locked meanwhile: a thread that takes the lock now would lose it when this is closed.
+    // The registry stays locked meanwhile: a thread that takes the lock now would lose it when this
+    // descriptor is closed.
     let file = match File::open(root.join(FileName::Lock.name())) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
         file => file.map_err(failed("open"))?,
@@ -96,9 +97,10 @@ pub(super) fn is_held(root: &Path) -> Result<bool> {
     holder.map(|holder| holder.is_some()).map_err(|errno| failed("look at")(errno.into()))
 }
 
-/// Both locks, held. Dropped in this order: the file is closed while the registry still names the directory, for a
-/// thread that locks it next must not lose its record lock to this close. A forked child closes nothing: it would
-/// drop a lock on the same file that it may have taken itself since, after its parent's death.
+/// Both locks, held. They are dropped in this order: the file is closed while the registry still names the
+/// directory, because a thread that locks it next must not lose its record lock to this close. A forked child
+/// closes nothing. It may have taken the lock on the same file itself after its parent's death, and would
+/// drop it.
 struct DirLock {
     _file: ForkGuard<File>,
     _entry: ForkGuard<RegistryEntry>,
@@ -106,7 +108,7 @@ struct DirLock {
 
 impl DiskLock for DirLock {}
 
-/// A directory's place in the registry, given back when dropped.
+/// A directory's place in the registry, removed when dropped.
 struct RegistryEntry {
     directory: DirectoryId,
 }
@@ -128,7 +130,7 @@ impl Drop for RegistryEntry {
     }
 }
 
-/// How a holder describes itself.
+/// A holder's description of itself.
 struct Description {
     process: u32,
     executable: String,
@@ -174,7 +176,7 @@ impl fmt::Display for UtcTime {
     }
 }
 
-/// When this process started, in seconds since 1970; `None` where `/proc` does not tell.
+/// The start of this process in seconds since 1970; `None` where `/proc` does not tell.
 fn process_start() -> Option<u64> {
     let stat = std::fs::read_to_string("/proc/self/stat").ok()?;
     // The executable's name is in parentheses and may hold anything; the 22nd field is the 20th after it.
@@ -184,23 +186,23 @@ fn process_start() -> Option<u64> {
     Some(boot + ticks / rustix::param::clock_ticks_per_second())
 }
 
-/// Writes this process's description into `LOCK`, over that of an earlier one: what is given up on a full disk may not come
-/// back.
+/// Writes this process's description into `LOCK`, over an earlier one. The file is not emptied first, because
+/// on a full disk the space that it gives up may not come back.
 fn describe(file: &File) -> io::Result<()> {
     let description = format!("{}\n", Description::of_this_process());
     file.write_all_at(description.as_bytes(), 0)?;
     file.set_len(description.len() as u64)
 }
 
-/// Who holds the record lock: as it described itself, or by its number if the description is not its own
-/// (not written yet, or left by an earlier holder).
+/// Names the holder of the record lock: by its own description, or by its number if the description is not
+/// its own (not written yet, or left by an earlier holder).
 fn holder(file: &File) -> String {
     let mut bytes = [0; HOLDER_LEN_MAX];
     let len = file.read_at(&mut bytes, 0).unwrap_or(0);
     let text = String::from_utf8_lossy(&bytes[..len]);
     let text: String = text.lines().next().unwrap_or("").chars().filter(|c| !c.is_control()).collect();
     let lock = rustix::process::fcntl_getlk(file, &Flock::from(FlockType::WriteLock)).ok().flatten();
-    // Absent if the holder has just let go, or lives in a process namespace that is not visible here.
+    // Absent if the holder has just unlocked, or lives in a process namespace that is not visible here.
     match lock.and_then(|lock| lock.pid) {
         Some(pid) if !text.starts_with(&format!("process {pid},")) => format!("process {pid}"),
         _ if text.is_empty() => "another process".to_owned(),
@@ -271,7 +273,7 @@ mod tests {
         let lock = acquire(directory.path()).unwrap();
         let holder = holder_of(directory.path()).unwrap();
         assert!(holder.starts_with(&format!("this process (process {}, ", std::process::id())), "{holder}");
-        // By another path, too.
+        // Another path to the same directory is refused, too.
         let link = directory.path().join("link");
         std::os::unix::fs::symlink(directory.path(), &link).unwrap();
         assert!(holder_of(&link).is_some());
@@ -291,7 +293,7 @@ mod tests {
         if let Some(directory) = errand_directory() {
             let _lock = acquire(&directory).unwrap();
             println!("\nlocked");
-            // Until the parent kills this process.
+            // It waits until the parent kills this process.
             std::io::stdin().lines().for_each(drop);
             return;
         }
@@ -323,7 +325,7 @@ mod tests {
         assert!(!is_held(&directory.path().join("nothing")).unwrap());
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
         let lock = acquire(directory.path()).unwrap();
-        // To have looked here, in the process that holds it, drops nothing for others.
+        // A look in the process that holds the lock drops nothing for others.
         assert!(is_held(directory.path()).unwrap());
         for (found, lock) in [("held", Some(lock)), ("free", None)] {
             let mut other = errand("to_look_at_the_lock_takes_nothing", directory.path());
@@ -350,7 +352,7 @@ mod tests {
             // `cat` ends when the test closes its end of the pipe.
             Command::new("cat").stdout(Stdio::null()).spawn().unwrap();
             println!("\nlocked");
-            // Dies without running any destructor, as by kill -9.
+            // It dies without running any destructor, as by kill -9.
             std::process::abort();
         }
         let directory = tempfile::tempdir().unwrap();
@@ -378,7 +380,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         // The parent is dead, or the record lock would refuse.
         let own = acquire(directory.path()).unwrap();
-        // What a forked child finds: a guard of another process's for the same directory.
+        // A forked child finds a guard of another process's for the same directory.
         let metadata = std::fs::metadata(directory.path()).unwrap();
         let entry = RegistryEntry { directory: (metadata.dev(), metadata.ino()) };
         let file = File::open(directory.path().join("LOCK")).unwrap();

@@ -1,10 +1,12 @@
 //! A window by a shared mapping: a put is a copy into memory, without a system call.
 //!
-//! What has been copied survives the death of the process because the pages belong to the file, not to
-//! the process. What must hold for a file that is mapped, and is the caller's part (`Disk::window`): every
-//! byte was written and synced before, so that no store needs space; the file is neither truncated nor
-//! recycled while anything is stored through its window; the file system overwrites in place. Breaking one of these
-//! kills the process with SIGBUS at a store, which no code here can turn into an error.
+//! Bytes that have been copied survive the death of the process, because the pages belong to the file, not to
+//! the process.
+//!
+//! A file that is mapped must fulfil these conditions, which the caller guarantees (`Disk::window`). Every
+//! byte was written and synced before, so that no store needs space. The file is neither truncated nor
+//! recycled while anything is stored through its window. The file system overwrites in place. Breaking one of
+//! these kills the process with SIGBUS at a store, which no code here can turn into an error.
 
 use std::fs::File;
 use std::io;
@@ -20,28 +22,30 @@ use crate::base::process::ForkGuard;
 use crate::base::sync::Mutex;
 use crate::error::{Error, Result};
 
-/// A window onto the whole of a file.
+/// A window onto the whole of a file, by a shared mapping.
 ///
 /// # Why one thread may sync while another puts
 ///
-/// The mapping is reached through a raw pointer only: no Rust reference to its bytes ever exists, so none
-/// can be broken by a store. Stores come from `put` alone, and the mutex lets one put run at a time.
-/// `sync` is a system call that reads no byte of the mapping in this process: the kernel takes the dirty
-/// pages as it finds them, and a page into which a put is just copying reaches the medium half old, half
-/// new. That is what a torn group is; the log's checksums find it, and nobody is told that those bytes
-/// are durable before a sync that began after their put returned. Reads of the file go through `pread`.
+/// The mapping is reached through a raw pointer only: no Rust reference to its bytes ever exists, so a store
+/// can break none. Stores come from `put` alone, and the mutex lets one put run at a time. `sync` is a system
+/// call that reads no byte of the mapping in this process: the kernel takes the dirty pages as it finds them.
+/// A page into which a put is just copying reaches the medium half old, half new. That is a torn group, which
+/// the log's checksums find (I3). No caller is told that those bytes are durable before a sync that began
+/// after their put returned.
+///
+/// Reads of the file go through `pread`.
 pub(super) struct MappedWindow {
-    /// A child has other memory at these addresses, if any: it must not unmap that.
+    /// The mapping. A forked child has other memory at these addresses, if any, and must not unmap that.
     map: ForkGuard<MmapRaw>,
-    /// Held during a put. Costs a few nanoseconds uncontended, and keeps this file's soundness out of the
-    /// callers' hands.
+    /// Held during a put. It costs a few nanoseconds when uncontended, and makes this file sound whatever its
+    /// callers do.
     putting: Mutex<()>,
     name: FileName,
 }
 
 impl MappedWindow {
-    /// Maps the whole of `file`, shared, and keeps the mapping out of forked children: a child's store
-    /// into it would reach the parent's log.
+    /// Maps the whole of `file`, shared, and keeps the mapping out of forked children: a child's store into
+    /// it would reach the parent's log.
     pub(super) fn new(file: &File, name: FileName) -> io::Result<Self> {
         let map = MmapRaw::map_raw(file)?;
         if map.len() == 0 {
@@ -49,12 +53,13 @@ impl MappedWindow {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "the file is empty"));
         }
         map.advise(Advice::DontFork)?;
-        // What the page cache has lost comes back page by page, for the same reason as `DirFile::write_zeros`.
+        // Pages that the page cache has lost come back one by one, for the same reason as in
+        // `DirFile::write_zeros`.
         map.advise(Advice::Random)?;
         Ok(Self { map: ForkGuard::new(map), putting: Mutex::new(()), name })
     }
 
-    /// The range as indices into the mapping, checked.
+    /// The range as indices into the mapping, checked to lie within it.
     fn range(&self, offset: u64, len: u64) -> (usize, usize) {
         let end = offset.checked_add(len);
         assert!(end.is_some_and(|end| end <= self.map.len() as u64), "a range lies within its window");
@@ -78,16 +83,16 @@ impl Window for MappedWindow {
 
     fn sync(&self, offset: u64, len: u64) -> Result<()> {
         let (start, len) = self.range(offset, len);
-        // `msync` of the pages that hold the range. For a file it is an fsync of that range: it waits for
+        // `msync` of the pages that hold the range. For a file it is an fsync of that range, so it waits for
         // the device's cache too.
         self.map.flush_range(start, len).map_err(|source| Error::io("sync", self.name, Some(offset), source))
     }
 
     fn prefault(&self, offset: u64, len: u64) {
         let (start, len) = self.range(offset, len);
-        // What the page cache has lost is asked for all at once: the faults would have it read page by page, and 4 MiB
-        // took 100 ms on a disk that gives them so in 3.
-        // Kernels before 5.14 do not know the second. A fault that fails is an error here, where a put's would be SIGBUS.
+        // Pages that the page cache has lost are asked for all at once. The faults would have them read page
+        // by page, and 4 MiB took 100 ms on a disk that reads them at once in 3 ms. Kernels before 5.14 do
+        // not know the second advice. A fault that fails is an error here, where a put's would be SIGBUS.
         let asked = self.map.advise_range(Advice::WillNeed, start, len);
         if let Err(error) = asked.and_then(|()| self.map.advise_range(Advice::PopulateWrite, start, len)) {
             tracing::debug!(file = %self.name, %error, "the log's memory is not brought in ahead");
@@ -95,11 +100,12 @@ impl Window for MappedWindow {
     }
 }
 
-/// Files longer than this are not asked what the page cache has of them: the answer takes a byte a page.
+/// The longest file of which the page cache is asked: the answer takes a byte for each page.
 const ASKED_LEN_MAX: u64 = 1 << 30;
 
-/// The parts of a file, whole pages, of which the page cache has nothing. A file that is not the process's own, nor
-/// one it may write to, looks wholly cached, and so does one of a file system that has a cache of its own, or might.
+/// The parts of a file, in whole pages, of which the page cache has nothing. Some files look wholly cached:
+/// one that is neither the process's own nor writable for it, and one of a file system that has a cache of
+/// its own, or might have one.
 pub(super) fn uncached(file: &File) -> io::Result<Vec<Range<u64>>> {
     let len = file.metadata()?.len();
     if !(1..=ASKED_LEN_MAX).contains(&len) || !has_no_other_cache(file)? {
@@ -108,12 +114,12 @@ pub(super) fn uncached(file: &File) -> io::Result<Vec<Range<u64>>> {
     let map = MmapOptions::new().len(len as usize).map_raw_read_only(file)?;
     let page_len = rustix::param::page_size();
     let mut pages = vec![0_u8; map.len().div_ceil(page_len)];
-    // SAFETY: the range is the whole of a mapping that lives as long as `map`, and `pages` has a byte for each page
-    // of it, as the call demands. No byte of the mapping is read.
+    // SAFETY: the range is the whole of a mapping that lives as long as `map`, and `pages` has a byte for
+    // each page of it, as the call demands. No byte of the mapping is read.
     if unsafe { libc::mincore(map.as_mut_ptr().cast(), map.len(), pages.as_mut_ptr()) } != 0 {
         return Err(io::Error::last_os_error());
     }
-    // Only the lowest bit is said to mean anything.
+    // Only the lowest bit has a defined meaning.
     let runs = pages.chunk_by(|one, next| one & 1 == next & 1).scan(0, |start, run| {
         let at = *start;
         *start = at + run.len();
@@ -124,7 +130,8 @@ pub(super) fn uncached(file: &File) -> io::Result<Vec<Range<u64>>> {
     Ok(runs.filter(|(is_cached, _)| *is_cached == 0).map(|(_, pages)| bytes(pages)).collect())
 }
 
-/// Page faults of this thread so far that took no reading: the tenth field of its `stat`, of which the second is a name.
+/// Number of page faults of this thread so far that took no read: the tenth field of its `stat`, whose second
+/// is a name.
 #[cfg(test)]
 pub(super) fn faults() -> u64 {
     let stat = std::fs::read_to_string("/proc/thread-self/stat").unwrap();
@@ -209,7 +216,7 @@ mod tests {
             return;
         }
         assert_eq!(uncached(&file).unwrap(), std::slice::from_ref(&(0..len)));
-        // Nothing is read ahead.
+        // With this advice nothing is read ahead.
         rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::Random).unwrap();
         file.read_exact_at(&mut [0], 5 * page_len).unwrap();
         assert_eq!(uncached(&file).unwrap(), [0..5 * page_len, 6 * page_len..len]);
@@ -227,10 +234,10 @@ mod tests {
             pages.for_each(|page| window.put(page * page_len + 1, b"stored").unwrap());
             faults() - before
         };
-        // A fault brings in its page and, where a write filled several at once, those beside it.
+        // A fault brings in its page and, where a write filled several at once, the neighbours of that page.
         assert!(put(0..PAGES) > 0);
         window.prefault(PAGES * page_len + 1, PAGES * page_len - 1);
-        // Whoever has the system write all that is dirty has some of them faulted in anew.
+        // A process that has the system write everything dirty makes some of them fault anew.
         assert!(put(PAGES..2 * PAGES) < PAGES / 16);
         let mut found = vec![0; 2 * page_len as usize];
         file.read_exact_at(&mut found, (2 * PAGES - 2) * page_len).unwrap();

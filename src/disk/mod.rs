@@ -1,9 +1,9 @@
 //! The seam to storage: files of a store, folders, and mapped windows.
 //!
-//! Everything that the engine asks of storage is a method here, so that `SimDisk` sees every write, every
-//! sync and every rename as a point at which a crash can strike. The engine holds `Arc<dyn Disk>`: one
-//! indirect call costs a nanosecond or two beside a store into a mapping or a sync, and the engine is
-//! compiled once, not once a disk.
+//! The engine asks of storage nothing that is not a method here, so that `SimDisk` sees every write, every
+//! sync and every rename as a point at which a crash can strike. The engine holds `Arc<dyn Disk>`. An
+//! indirect call costs a nanosecond or two, little against a store into a mapping or a sync, and the engine
+//! is compiled once, not once for each disk.
 
 pub(crate) mod source;
 mod buffered;
@@ -16,7 +16,8 @@ mod direct_read;
 mod reader_locks;
 mod capabilities;
 mod watch;
-// Public because tests and fuzz targets use it from outside the crate; hidden because nobody's store does.
+// Public because tests and fuzz targets use it from outside the crate; hidden because no user's store needs
+// it.
 
 use std::any::Any;
 use std::fmt;
@@ -33,7 +34,7 @@ use crate::options::LogIo;
 
 /// A store directory. `Any`, so that [`link`](Disk::link) can tell its own kind.
 pub trait Disk: Any + Send + Sync {
-    /// How errors and reports call the directory.
+    /// The directory's name in errors and reports.
     fn label(&self) -> String;
 
     /// Takes the store's writer lock for as long as the guard lives. Creates the `LOCK` and `READERS` files
@@ -43,7 +44,7 @@ pub trait Disk: Any + Send + Sync {
     /// `Locked` with the holder, else what the system says.
     fn lock(&self) -> Result<Box<dyn DiskLock>>;
 
-    /// Whether somebody holds the writer lock. Takes nothing and writes nothing.
+    /// Whether any process holds the writer lock. Takes nothing and writes nothing.
     ///
     /// # Errors
     /// What the system says.
@@ -51,7 +52,7 @@ pub trait Disk: Any + Send + Sync {
 
     /// Keeps the writer from removing what snapshot `id` needs, its log included, for as long as the guard
     /// lives; number 0 stands for the log's beginning. Any number of readers hold a snapshot. Writes nothing.
-    /// A hold that was just taken may be too late: look whether the manifest is still there.
+    /// A hold that was just taken may be too late: the caller looks whether the manifest is still there.
     ///
     /// # Errors
     /// What the system says.
@@ -82,7 +83,7 @@ pub trait Disk: Any + Send + Sync {
     /// What the system says.
     fn make_folder(&self, folder: Folder) -> Result<()>;
 
-    /// Makes the directories above the store's, as far as they are missing, for good.
+    /// Makes the missing directories above the store's, durably.
     ///
     /// # Errors
     /// What the system says.
@@ -96,8 +97,8 @@ pub trait Disk: Any + Send + Sync {
     /// What the system says.
     fn sync_folder(&self, folder: Folder) -> Result<()>;
 
-    /// Keeps what [`sync_folder`](Self::sync_folder) needs for as long as this lives: a sync that follows a rename must
-    /// not fail because the process has too many files open just then.
+    /// Keeps open what [`sync_folder`](Self::sync_folder) needs, for as long as this lives. A sync that
+    /// follows a rename must not fail because the process has too many files open just then.
     ///
     /// # Errors
     /// What the system says.
@@ -113,7 +114,7 @@ pub trait Disk: Any + Send + Sync {
         Ok(None)
     }
 
-    /// How many bytes of the file system nobody uses and this process may have; `None` where nothing says it.
+    /// How many bytes of the file system are free for this process; `None` where nothing says it.
     ///
     /// # Errors
     /// What the system says.
@@ -121,8 +122,8 @@ pub trait Disk: Any + Send + Sync {
         Ok(None)
     }
 
-    /// Makes an empty file, open for reading and writing. A file of that name is truncated: only names
-    /// that are nobody's (`Temporary`, new numbers) are created.
+    /// Makes an empty file, open for reading and writing. A file of that name is truncated, so only names
+    /// that stand for nothing yet (`Temporary`, new numbers) are created.
     ///
     /// # Errors
     /// What the system says.
@@ -134,13 +135,13 @@ pub trait Disk: Any + Send + Sync {
     /// What the system says; `NotFound` inside `Io` if there is no such file.
     fn open(&self, file: FileName, write: bool) -> Result<Arc<dyn DiskFile>>;
 
-    /// Where the directory lies in the file system, if it does.
+    /// Where the directory lies in the file system; `None` if it lies in none.
     fn directory(&self) -> Option<&Path> {
         None
     }
 
     /// Gives a file of another store directory a second name here, the same one, so that both share its
-    /// bytes; `false` if that cannot be.
+    /// bytes; `false` if that is not possible.
     ///
     /// # Errors
     /// What the system says.
@@ -152,17 +153,17 @@ pub trait Disk: Any + Send + Sync {
     /// Renames within a folder, replacing `target`.
     ///
     /// # Errors
-    /// What the system says. That there is no space for the name, too, as XFS does on a full disk: then nothing has
-    /// changed.
+    /// What the system says. It may say that there is no space for the name, as XFS does on a full disk: then
+    /// nothing has changed.
     fn rename(&self, source: FileName, target: FileName) -> Result<()>;
 
-    /// Removes a file.
+    /// Removes a file from its folder.
     ///
     /// # Errors
     /// What the system says.
     fn remove(&self, file: FileName) -> Result<()>;
 
-    /// Somebody who tells when files of a folder are written, made or renamed, as far as the system tells it.
+    /// A watch that tells when files of a folder are written, made or renamed, as far as the system tells it.
     fn watch(&self, folder: Folder) -> Box<dyn Watch> {
         let _ = folder;
         Box::new(PlainSleep)
@@ -175,7 +176,7 @@ pub trait Disk: Any + Send + Sync {
     fn refuses(&self, io: LogIo) -> Result<Option<String>>;
 }
 
-/// One open file.
+/// One open file of a store directory.
 #[expect(clippy::len_without_is_empty, reason = "a file is measured, which can fail; it is no collection")]
 pub trait DiskFile: Send + Sync {
     /// The file's length in bytes.
@@ -184,7 +185,7 @@ pub trait DiskFile: Send + Sync {
     /// What the system says.
     fn len(&self) -> Result<u64>;
 
-    /// Whether every byte of the file has its space: a hole has none, such as a copy that leaves zeros out has.
+    /// Whether every byte of the file has its space. A hole has none; a copy that leaves zeros out has holes.
     ///
     /// # Errors
     /// What the system says.
@@ -198,7 +199,7 @@ pub trait DiskFile: Send + Sync {
     /// What the system says.
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()>;
 
-    /// Writes zeros from `offset` to `end`, so that a window of this kind finds them as it is best for it.
+    /// Writes zeros from `offset` to `end`, in the way that is best for a window of this kind.
     ///
     /// # Errors
     /// What the system says.
@@ -210,19 +211,19 @@ pub trait DiskFile: Send + Sync {
     /// Fills `out` from `offset`.
     ///
     /// # Errors
-    /// `UnexpectedEof` inside `Io` if the file ends before; else what the system says.
+    /// `UnexpectedEof` inside `Io` if the file ends before the last byte; else what the system says.
     fn read_at(&self, offset: u64, out: &mut [u8]) -> Result<()>;
 
-    /// Fills `out` from `offset`, from the medium where the system lets us ask past its cache. Only
+    /// Fills `out` from `offset`, from the medium where the system lets a process read past its cache. Only
     /// synced bytes may be read this way.
     ///
     /// # Errors
     /// As for `read_at`.
     fn read_past_cache(&self, offset: u64, out: &mut [u8]) -> Result<()>;
 
-    /// Fills `out` from `offset`: what the system's cache has at once comes from there, the rest from the medium.
-    /// Only for bytes that were read past the cache since they were synced, and that nobody writes to: what the
-    /// cache says of others proves nothing about the medium.
+    /// Fills `out` from `offset`. Bytes that the system's cache has at once come from there, the rest from
+    /// the medium. Only for bytes that were read past the cache since they were synced, and that no writer
+    /// touches: for other bytes the cache proves nothing about the medium (I6).
     ///
     /// # Errors
     /// As for `read_at`.
@@ -230,16 +231,16 @@ pub trait DiskFile: Send + Sync {
         self.read_past_cache(offset, out)
     }
 
-    /// Ranges of bytes of which no cache of the system has anything now: whatever is read of them later, the system
-    /// takes from the medium between now and then, unless somebody writes to them. They ascend and neither overlap nor
-    /// touch. A range too few costs another read; one too many, and a cache is believed that the medium does not back.
-    /// So none where the system cannot be asked.
+    /// Ranges of bytes of which no cache of the system has anything now. The system takes a later read of
+    /// them from the medium, between now and then, unless a writer touches them. They ascend and neither
+    /// overlap nor touch. A missing range costs another read. A range too many lets a reader believe a cache
+    /// that the medium does not back (I6). So there are none where the system cannot be asked.
     fn uncached(&self) -> Vec<Range<u64>> {
         Vec::new()
     }
 
     /// Lets the system begin to bring these bytes to the medium, so that `sync` finds less to do. Nothing is
-    /// promised: what fails now is told by `sync`.
+    /// promised: `sync` reports a failure.
     fn write_back(&self, offset: u64, len: u64) {
         let _ = (offset, len);
     }
@@ -259,12 +260,13 @@ pub trait DiskFile: Send + Sync {
     fn window(&self, io: LogIo) -> Result<Box<dyn Window>>;
 }
 
-/// How many zeros are written at once. The log's syncs wait behind them, 8 threads' commits on 2 cores with ext4: at
-/// 1 MiB the slowest hundredth of those of 4 KiB took 1.4 ms and of 64 KiB 4.0 ms, at this length 1.0 and 2.3 ms, and
-/// of the latter a tenth more were made; at 64 KiB the maker came too late, and a fifth fewer were made.
+/// How many zeros are written at once. The log's syncs wait for the zeros before them. For 8 committing
+/// threads on 2 cores with ext4, the slowest hundredth of 4 KiB commits took 1.4 ms with pieces of 1 MiB, and
+/// 1.0 ms with this length. With 64 KiB commits it took 4.0 and 2.3 ms, and this length made a tenth more
+/// commits. With 64 KiB the maker came too late, and a fifth fewer commits were made.
 const ZEROS_LEN_MAX: u64 = 256 << 10;
 
-/// Has zeros written from `offset` to `end`, in pieces that end at multiples of `piece_len`. They are aligned.
+/// Calls `write` with zeros from `offset` to `end`, in aligned pieces that end at multiples of `piece_len`.
 fn zeros_by_pieces<E>(
     offset: u64,
     end: u64,
@@ -284,8 +286,8 @@ fn zeros_by_pieces<E>(
 /// A window onto a file that is written in place: the log's way to the disk. One thread puts at a time;
 /// another may sync meanwhile.
 pub trait Window: Send + Sync {
-    /// Stores `bytes` at `offset`. When it returns, they survive the death of the process; where the window is
-    /// `Direct`, only when they are synced.
+    /// Stores `bytes` at `offset`. When it returns, they survive the death of the process; where the window
+    /// is `Direct`, only when they are synced.
     ///
     /// # Errors
     /// What the system says.
@@ -294,15 +296,15 @@ pub trait Window: Send + Sync {
     /// If the bytes do not lie within the window: the caller checked that.
     fn put(&self, offset: u64, bytes: &[u8]) -> Result<()>;
 
-    /// Makes the bytes in `offset..offset + len` durable. Where the window is `Direct`, `offset` is a multiple of
-    /// 4096, nothing below the end is put any more, and the rest of its last 4096 bytes becomes zeros.
+    /// Makes the bytes in `offset..offset + len` durable. Where the window is `Direct`, `offset` is a
+    /// multiple of 4096, no later put lies below the end, and the rest of the last 4096 bytes becomes zeros.
     ///
     /// # Errors
     /// What the system says; then nothing may be acknowledged any more.
     fn sync(&self, offset: u64, len: u64) -> Result<()>;
 
-    /// Does beforehand what the first put into each of these bytes would have to wait for. Changes no byte, and is an
-    /// advice: where it cannot be followed, puts wait.
+    /// Does in advance the work for which the first put into each of these bytes would wait. Changes no byte.
+    /// It is advice: where it cannot be followed, puts wait.
     ///
     /// # Panics
     /// If the bytes do not lie within the window.
@@ -314,11 +316,11 @@ pub trait Watch: Send {
     /// Whether changes end a wait early. Stores into a mapping never do.
     fn tells(&self) -> bool;
 
-    /// Waits until something changes, at most so long. Returns whether names changed, or may have.
+    /// Waits until something changes, or for `timeout`. Returns whether names changed, or may have changed.
     fn wait(&mut self, timeout: Duration) -> bool;
 }
 
-/// Nobody tells: a wait takes its whole time.
+/// A watch without news: a wait takes its whole time.
 struct PlainSleep;
 
 impl Watch for PlainSleep {
@@ -327,23 +329,23 @@ impl Watch for PlainSleep {
     }
 
     fn wait(&mut self, timeout: Duration) -> bool {
-        // Woken for no reason it ends early, and costs one look.
+        // A park that ends early, without a reason, costs only one look.
         std::thread::park_timeout(timeout);
         false
     }
 }
 
-/// A lock, held until it is dropped by the process that took it: in a forked child, dropping its copy does nothing.
+/// A lock, held until the process that took it drops it. In a forked child, dropping its copy does nothing.
 pub trait DiskLock: Send + Sync {}
 
-/// What became of a reader's wish to hold a snapshot.
+/// The answer to a reader that wants to hold a snapshot.
 pub enum Hold {
-    /// It is held until the guard is dropped.
+    /// The snapshot is held until the guard is dropped.
     Held(Box<dyn DiskLock>),
-    /// The writer is just removing it.
+    /// The writer is removing the snapshot just now.
     Going,
-    /// Nothing can be locked here: on media that nobody can write to, a store has no file for it. Who reads
-    /// all the same must expect to be overtaken.
+    /// Nothing can be locked here: on a medium without write access a store has no file for it. A caller that
+    /// reads all the same must expect to be overtaken.
     Impossible,
 }
 

@@ -1,12 +1,12 @@
-//! How readers keep the writer from taking away what they read: locks on bytes of `READERS`.
+//! Locks by which readers keep the writer from removing what they read: on bytes of `READERS`.
 //!
 //! A reader of snapshot *n* holds a shared lock on byte *n*; byte 0 stands for the log's beginning. Before
 //! the writer removes what only snapshot *n* needs, it tries the exclusive lock of that byte, and keeps it
-//! until all is removed: so nobody begins to read what is going. The file stays empty.
+//! until all is removed. So no reader begins to read what is going (I8). The file stays empty.
 //!
-//! The locks belong to open files (`F_OFD_SETLK`), not to processes as those of `LOCK` do: they conflict
-//! within a process too, and closing another descriptor of the file drops nothing. A child that was forked
-//! shares them. The parent's guard lets go for both; a child's copy of it lets go of nothing. So a child keeps a lock
+//! The locks belong to open files (`F_OFD_SETLK`), not to processes as the lock on `LOCK` does. They conflict
+//! within a process too, and closing another descriptor of the file drops nothing. A forked child shares
+//! them. The parent's guard unlocks for both; a child's copy of it unlocks nothing. So a child keeps a lock
 //! only if its parent died without dropping it. Such a lock costs space until the child ends, nothing else.
 
 use std::fs::{File, OpenOptions};
@@ -21,16 +21,16 @@ use super::{DiskLock, Hold};
 use crate::base::process::Process;
 use crate::error::{Error, Result};
 
-/// Makes the file, unless it is there: a reader never does.
+/// Makes the file, unless it is there. Only the writer does: a reader never makes a file.
 pub(super) fn make(root: &Path) -> Result<()> {
     open_to_write(root).map(drop)
 }
 
-/// Holds what snapshot `id` needs.
+/// Holds the files that snapshot `id` needs.
 pub(super) fn hold(root: &Path, id: SnapshotId) -> Result<Hold> {
     let file = match File::open(root.join(FileName::Readers.name())) {
         Ok(file) => file,
-        // A copy on a medium that nobody writes to, or somebody else's store.
+        // A copy on a read-only medium, or a store of another user.
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied) => {
             return Ok(Hold::Impossible);
         }
@@ -44,19 +44,19 @@ pub(super) fn hold(root: &Path, id: SnapshotId) -> Result<Hold> {
     }
 }
 
-/// Takes snapshot `id` away from readers; `None` if one of them holds it.
+/// Takes snapshot `id` away from readers; `None` if a reader holds it.
 pub(super) fn try_retire(root: &Path, id: SnapshotId) -> Result<Option<Box<dyn DiskLock>>> {
     let file = open_to_write(root)?;
     match set(&file, libc::F_WRLCK, id) {
         Ok(true) => Ok(Some(Box::new(ByteLock::new(file, id)))),
         Ok(false) => Ok(None),
-        // Then nobody holds anything.
+        // No reader can hold anything here either.
         Err(error) if knows_no_locks(&error) => Ok(Some(Box::new(NoLock))),
         Err(error) => Err(Error::io("lock", FileName::Readers, Some(id.0), error)),
     }
 }
 
-/// Whether a reader holds snapshot `id`.
+/// Whether a reader holds snapshot `id`; takes nothing.
 pub(super) fn is_held(root: &Path, id: SnapshotId) -> Result<bool> {
     let file = match File::open(root.join(FileName::Readers.name())) {
         Ok(file) => file,
@@ -73,18 +73,18 @@ pub(super) fn is_held(root: &Path, id: SnapshotId) -> Result<bool> {
 /// The kind of lock that keeps a writer from a snapshot's byte; `F_UNLCK` if there is none.
 fn conflicting(file: &File, id: SnapshotId) -> io::Result<libc::c_int> {
     let mut lock = byte_lock(libc::F_WRLCK, id)?;
-    // SAFETY: the descriptor is open for as long as `file` is borrowed, and `F_OFD_GETLK` reads and writes only the
-    // structure it is given, which lives until the call returns.
+    // SAFETY: the descriptor is open for as long as `file` is borrowed, and `F_OFD_GETLK` reads and writes
+    // only the structure it is given, which lives until the call returns.
     let done = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut lock) };
     if done == 0 { Ok(lock.l_type.into()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Whether the file system, or the system, has no locks of this kind.
+/// Whether the file system, or the kernel, has no locks of this kind.
 fn knows_no_locks(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOLCK | libc::EOPNOTSUPP))
 }
 
-/// What stands for a lock where there are none.
+/// Stands for a lock where there are none.
 struct NoLock;
 
 impl DiskLock for NoLock {}
@@ -100,7 +100,7 @@ fn open_to_write(root: &Path) -> Result<File> {
         .map_err(|source| Error::io("open", FileName::Readers, None, source))
 }
 
-/// Sets or clears the lock on a snapshot's byte; `false` if somebody else's is in the way.
+/// Sets or clears the lock on a snapshot's byte; `false` if another lock is in the way.
 fn set(file: &File, kind: libc::c_int, id: SnapshotId) -> io::Result<bool> {
     let lock = byte_lock(kind, id)?;
     // SAFETY: the descriptor is open for as long as `file` is borrowed, and `F_OFD_SETLK` only reads the
@@ -116,7 +116,7 @@ fn set(file: &File, kind: libc::c_int, id: SnapshotId) -> io::Result<bool> {
     }
 }
 
-/// How the system is told of a lock on a snapshot's byte.
+/// Describes a lock on a snapshot's byte to the system.
 fn byte_lock(kind: libc::c_int, id: SnapshotId) -> io::Result<libc::flock> {
     Ok(libc::flock {
         l_type: kind as libc::c_short,
@@ -127,7 +127,7 @@ fn byte_lock(kind: libc::c_int, id: SnapshotId) -> io::Result<libc::flock> {
     })
 }
 
-/// A lock on one byte, held.
+/// A held lock on one byte.
 struct ByteLock {
     file: File,
     id: SnapshotId,
@@ -144,7 +144,7 @@ impl DiskLock for ByteLock {}
 
 impl Drop for ByteLock {
     fn drop(&mut self) {
-        // In a forked child this is the parent's lock.
+        // In a forked child this is the parent's lock, which stays.
         if self.owner.is_current()
             && let Err(error) = set(&self.file, libc::F_UNLCK, self.id)
         {
@@ -210,10 +210,10 @@ mod tests {
         make(root).unwrap();
         let file = File::open(root.join("READERS")).unwrap();
         assert!(set(&file, libc::F_RDLCK, THIRD).unwrap());
-        // What a child finds: a guard of another process's over the same open file.
+        // A child finds a guard of another process's over the same open file.
         drop(ByteLock { file: file.try_clone().unwrap(), id: THIRD, owner: Process::parent() });
         assert!(try_retire(root, THIRD).unwrap().is_none());
-        // The parent's own guard lets go although a copy of the descriptor is open.
+        // The parent's own guard unlocks although a copy of the descriptor is open.
         drop(ByteLock::new(file.try_clone().unwrap(), THIRD));
         assert!(try_retire(root, THIRD).unwrap().is_some());
     }

@@ -11,63 +11,63 @@ use crate::base::sync::Mutex;
 use crate::disk::{Disk, DiskFile};
 use crate::error::Error;
 
-/// Files that one source keeps open: those of a long history would exceed what a process may have.
+/// The most files that one source keeps open: those of a long history would exceed the limit of a process.
 const FILES_OPEN_MAX: usize = 64;
 
-/// Reads a store directory; files stay open while it lives, some of them.
+/// Reads a store directory. Some of the files stay open while it lives.
 pub(crate) struct DiskSource {
     disk: Arc<dyn Disk>,
     way: ReadPath,
     files: Mutex<HashMap<FileName, Arc<dyn DiskFile>>>,
-    /// If it notes that.
+    /// The uncached ranges, if this source notes them.
     uncached: Option<Uncached>,
 }
 
-/// What the page cache did not have of segments when a source first opened them. What that source has read of it came
-/// from the medium, so whoever wants the medium's bytes need not ask it again: a log that nobody has read yet is
-/// replayed from ext4 in two thirds of the time. (To have the system fetch the next piece while one is checked, too,
-/// gained nothing: it reads ahead by itself.)
+/// The bytes of segments that the page cache did not have when a source first opened them. That source's
+/// reads of them came from the medium, so a reader that wants the medium's bytes need not ask it again (I6).
+/// A log that was not read before is replayed from ext4 in two thirds of the time.
 type Uncached = Arc<Mutex<HashMap<FileName, Vec<Range<u64>>>>>;
 
-/// Where bytes come from.
+/// The way by which a source gets its bytes.
 #[derive(Clone, Copy)]
 enum ReadPath {
-    /// Whatever a process would see.
+    /// The bytes that any process would see.
     Visible,
-    /// The medium, where the system lets us ask past its cache.
+    /// The medium, where the system lets a process ask past its cache.
     PastCache,
-    /// The cache where it has them at once, else the medium.
+    /// The cache where it has the bytes at once, else the medium.
     Proven,
-    /// The medium, but for what another source had from it.
+    /// The medium, except for bytes that another source had from it.
     PastCacheOnce,
 }
 
 impl DiskSource {
-    /// Reads what a process would see.
+    /// Reads the bytes that any process would see.
     pub fn new(disk: Arc<dyn Disk>) -> Self {
         Self::by(disk, ReadPath::Visible)
     }
 
-    /// Reads what a process would see, and notes what of it comes from the medium. See
+    /// Reads the bytes that any process would see, and notes which of them come from the medium. See
     /// [`past_cache_once`](Self::past_cache_once).
     pub fn noting(disk: Arc<dyn Disk>) -> Self {
         Self { uncached: Some(Arc::default()), ..Self::by(disk, ReadPath::Visible) }
     }
 
-    /// Reads from the medium where the system lets us. Only for bytes that are synced.
+    /// Reads from the medium where the system allows it. Only for bytes that are synced.
     pub fn past_cache(disk: Arc<dyn Disk>) -> Self {
         Self::by(disk, ReadPath::PastCache)
     }
 
-    /// Reads from the cache what it has, else from the medium. Only for bytes that were read past the cache once
-    /// since they were synced.
+    /// Reads from the cache the bytes that it has, and the rest from the medium. Only for bytes that were
+    /// read past the cache once since they were synced (I6).
     pub fn proven(disk: Arc<dyn Disk>) -> Self {
         Self::by(disk, ReadPath::Proven)
     }
 
-    /// Reads from the medium what a source that notes such things may have had from the cache, and as a process would
-    /// see it what that one had from the medium. Only for synced bytes that it has read, and that nobody wrote to
-    /// since it was made.
+    /// Makes a source that takes each byte from the medium once. It reads from the medium the bytes that a
+    /// noting source may have had from the cache, and as any process would the bytes that the noting source
+    /// had from the medium (I6). Only for synced bytes that the noting source has read, and that no writer
+    /// touched since it was made.
     pub fn past_cache_once(&self) -> Self {
         let uncached = self.uncached.clone();
         Self { uncached, ..Self::by(self.disk.clone(), ReadPath::PastCacheOnce) }
@@ -91,9 +91,14 @@ impl DiskSource {
             return Ok(open.clone());
         }
         let open = self.disk.open(file, false)?;
-        // Before anything of it is read. Nobody asks about other files.
+        // Before anything of the file is read. Only for segments, because no reader asks about other files.
         if let (ReadPath::Visible, Some(uncached), FileName::Segment(_)) = (self.way, &self.uncached, file) {
-            uncached.lock().entry(file).or_insert_with(|| open.uncached());
+            uncached.lock().entry(file).or_insert_with(|| {
+                let ranges = open.uncached();
+                // I6: the look-up halves them. Out of order it would take a cached range for an uncached one.
+                assert!(ranges.windows(2).all(|pair| pair[0].end < pair[1].start));
+                ranges
+            });
         }
         if files.len() == FILES_OPEN_MAX {
             files.clear();
@@ -133,7 +138,7 @@ impl ReadAt for DiskSource {
 
 fn to_io(error: Error) -> io::Error {
     let kind = match &error {
-        // By its number a decoder tells a shortage from a medium that fails.
+        // The error's number tells a decoder a shortage from a medium that fails.
         Error::Io { source, .. } | Error::Folder { source, .. } if error.is_shortage() => {
             return source.raw_os_error().map_or_else(|| source.kind().into(), io::Error::from_raw_os_error);
         }

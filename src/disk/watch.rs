@@ -1,11 +1,11 @@
-//! Hearing of changes in a folder from the system (inotify), and waiting for them.
+//! Waiting for changes in a folder, of which the system tells (inotify).
 //!
-//! A user may have some hundred inotify instances. So all followers of a store in this process share one, and one
-//! thread that reads from it ([`Hub`]). A forked child has no such thread, and a store's watch is its parent's: the
-//! child begins with none.
+//! A user may have a few hundred inotify instances. So all followers of a store in this process share one,
+//! and one thread that reads from it ([`Hub`]). A forked child has no such thread, and the parent's watch
+//! belongs to the parent: the child begins with none.
 //!
-//! Only a help: stores into a mapping make no event, some file systems make none at all, and where the system
-//! has no more watches to give, a wait takes its whole time.
+//! This is a help and no promise. Stores into a mapping make no event, and some file systems make none at
+//! all. Where the system has no more watches to give, a wait takes its whole time.
 
 use std::collections::HashMap;
 use std::io;
@@ -27,13 +27,13 @@ use crate::base::sync::{Condvar, Instant, Mutex};
 /// Room for a few dozen events at a time.
 const EVENTS_LEN: usize = 4096;
 
-/// A folder, whatever its path.
+/// A folder's device and inode, the same for each of its paths.
 type FolderId = (u64, u64);
 
-/// The folders that this process watches.
+/// The hubs of the folders that this process watches.
 static HUBS: PerProcess<Mutex<HashMap<FolderId, Weak<ForkGuard<Hub>>>>> = PerProcess::new();
 
-/// Watches the folder at `path`, or naps.
+/// Watches the folder at `path`; where that is not possible, each wait takes its whole time.
 pub(super) fn watch(path: &Path) -> Box<dyn Watch> {
     match subscribe(path) {
         Ok(hub) => {
@@ -47,7 +47,7 @@ pub(super) fn watch(path: &Path) -> Box<dyn Watch> {
     }
 }
 
-/// The hub of a folder: one that is there, or a new one.
+/// The hub of a folder: an existing one, or a new one.
 fn subscribe(path: &Path) -> io::Result<Arc<ForkGuard<Hub>>> {
     let metadata = std::fs::metadata(path)?;
     let folder = (metadata.dev(), metadata.ino());
@@ -63,14 +63,14 @@ fn subscribe(path: &Path) -> io::Result<Arc<ForkGuard<Hub>>> {
     Ok(hub)
 }
 
-/// What makes news of one folder, for all who subscribe.
+/// The source of news about one folder, for all its subscribers.
 struct Hub {
     inotify: Arc<OwnedFd>,
     watch: i32,
     news: Arc<WatchState>,
 }
 
-/// What has happened so far.
+/// The news of a folder so far.
 #[derive(Default)]
 struct WatchState {
     count: Mutex<Count>,
@@ -79,11 +79,11 @@ struct WatchState {
 
 #[derive(Clone, Default)]
 struct Count {
-    /// How often something was written, made, renamed or removed.
+    /// How often a file was written, made, renamed or removed.
     events: u64,
-    /// How often that was about a name.
+    /// How often that concerned a name.
     names: u64,
-    /// Whether there will be no more: the folder is gone, or cannot be heard of.
+    /// Whether no more news will come: the folder is gone, or the system cannot tell of it.
     is_over: bool,
 }
 
@@ -100,7 +100,7 @@ impl Hub {
 }
 
 impl Drop for Hub {
-    /// That the watch is removed is an event itself: it ends the thread.
+    /// Removes the watch. The removal is an event itself, which ends the thread.
     fn drop(&mut self) {
         if let Err(errno) = inotify::remove_watch(&*self.inotify, self.watch) {
             tracing::debug!(%errno, "the folder was gone before its watch");
@@ -108,7 +108,7 @@ impl Drop for Hub {
     }
 }
 
-/// The thread's life: events become news.
+/// The life of a hub's thread: events become news.
 fn report(inotify: &OwnedFd, news: &WatchState) {
     loop {
         let heard = match poll(&mut [PollFd::new(inotify, PollFlags::IN)], None) {
@@ -137,13 +137,13 @@ fn report(inotify: &OwnedFd, news: &WatchState) {
     }
 }
 
-/// What some events were about.
+/// The subjects of some events.
 struct WatchEvents {
     names: bool,
     is_over: bool,
 }
 
-/// Takes all events that are there.
+/// Takes all events that are waiting.
 fn drain(inotify: &OwnedFd) -> rustix::io::Result<WatchEvents> {
     let mut heard = WatchEvents { names: false, is_over: false };
     let mut room = [MaybeUninit::uninit(); EVENTS_LEN];
@@ -155,14 +155,14 @@ fn drain(inotify: &OwnedFd) -> rustix::io::Result<WatchEvents> {
                 heard.is_over |= event.events().contains(ReadFlags::IGNORED);
             }
             Err(rustix::io::Errno::INTR) => {}
-            // There are no more.
+            // No more events are waiting.
             Err(rustix::io::Errno::AGAIN) => return Ok(heard),
             Err(errno) => return Err(errno),
         }
     }
 }
 
-/// One who hears of a folder, and what it has heard so far.
+/// A subscriber to a folder's news, and the news that it has seen so far.
 struct Subscription {
     hub: Arc<ForkGuard<Hub>>,
     seen: Count,
@@ -177,7 +177,7 @@ impl Watch for Subscription {
         let until = Instant::now().checked_add(timeout);
         let WatchState { count, changed } = &*self.hub.news;
         let mut count = count.lock();
-        // Where there is no more news, a wait takes its whole time.
+        // Where no more news will come, a wait takes its whole time.
         while count.events == self.seen.events || (count.is_over && self.seen.is_over) {
             match until {
                 Some(until) if changed.wait_until(&mut count, until).timed_out() => return false,
@@ -206,7 +206,7 @@ mod tests {
         drop(hubs);
         std::fs::write(directory.path().join("new"), b"").unwrap();
         assert!(watches.iter_mut().all(|watch| watch.tells() && watch.wait(LONG)));
-        // One that goes takes nothing from the others.
+        // A subscriber that goes takes nothing from the others.
         watches.pop();
         std::fs::remove_file(directory.path().join("new")).unwrap();
         assert!(watches.iter_mut().all(|watch| watch.wait(LONG)));

@@ -1,30 +1,31 @@
-//! When a follower looks again, and when it begins to suspect that the next frame is not late but
-//! damaged.
+//! When a follower looks again, and when it begins to suspect that the next frame is not late but damaged.
 //!
-//! A writer appends by stores into a mapping: nothing that a process could wait for happens in the system. So a
-//! follower looks, again and again, after pauses that double from [`PAUSE_MIN`] to [`PAUSE_MAX`]: right behind
-//! a batch the next one is near, and an idle log costs a hundred short reads a second. Where the system tells
-//! of files written, made and renamed, it ends a pause early: a writer that uses system calls is heard at once.
+//! A writer appends by stores into a mapping, and makes no event in the system that a process could wait for.
+//! So a follower looks again and again, after pauses that double from [`PAUSE_MIN`] to [`PAUSE_MAX`].
+//! Directly after a batch the next one is near, and an idle log costs a hundred short reads a second. Where
+//! the system tells of files written, made and renamed, it ends a pause early: a writer that uses system
+//! calls is noticed at once.
 //!
-//! Where the system tells of nothing, each look reads names and headers, too. There a follower that has been idle for
-//! long pauses for an eighth of that time, up to [`PAUSE_MAX_UNTOLD`].
+//! Where the system tells of nothing, each look reads names and headers, too. There a follower that has been
+//! idle for long pauses for an eighth of that time, up to [`PAUSE_MAX_UNTOLD`].
 
 use std::time::{Duration, Instant};
 
-/// The first pause behind a batch.
+/// The first pause after a batch.
 const PAUSE_MIN: Duration = Duration::from_micros(50);
-/// The longest pause: an idle log's next batch is handed over at most about so late.
+/// The longest pause: an idle log's next batch is handed over late by about this time at most.
 const PAUSE_MAX: Duration = Duration::from_millis(10);
-/// The longest pause of one that is idle and told of nothing: 300 of them take less than a hundredth of a core.
+/// The longest pause of a follower that is idle and told of nothing. 300 of them take less than a hundredth
+/// of a core.
 const PAUSE_MAX_UNTOLD: Duration = Duration::from_secs(4);
 const IDLE_PART: u32 = 8;
-/// New segments and incarnations are looked for so often where nobody tells of them.
+/// The pause between looks for new segments and incarnations where the system does not tell of them.
 const LOOK_AFTER: Duration = Duration::from_millis(10);
-/// And so often where somebody does: it may be wrong.
+/// The same where the system does tell: it may be wrong.
 const LOOK_AFTER_TOLD: Duration = Duration::from_secs(1);
-/// What was begun and is not whole after this long is worth a closer look.
+/// A frame that was begun and is not whole after this long is worth a closer look.
 const SUSPECT_AFTER: Duration = Duration::from_millis(20);
-/// A log that was silent for this long is worth one too; the next after twice as long.
+/// A log that was silent for this long is worth a closer look too; the next look comes after twice as long.
 const JUDGE_AFTER: Duration = Duration::from_secs(10);
 const JUDGE_AFTER_MAX: Duration = Duration::from_secs(600);
 
@@ -39,7 +40,7 @@ impl Pauses {
         Self { next: PAUSE_MIN, look_at: None }
     }
 
-    /// The next pause, behind a log that has been `idle` for so long.
+    /// The next pause, given the time for which the log has been `idle`.
     pub fn next(&mut self, idle: Duration, told: bool) -> Duration {
         let pause = self.next;
         self.next = (2 * pause).min(PAUSE_MAX);
@@ -55,13 +56,13 @@ impl Pauses {
         due
     }
 
-    /// Somebody said that names changed.
+    /// Makes a look at the names due, because the system told of a change of names.
     pub fn look_now(&mut self) {
         self.look_at = None;
     }
 }
 
-/// When the log's end is judged.
+/// The time at which the log's end is judged next.
 pub(super) struct Suspicion {
     at: Instant,
     again_after: Duration,
@@ -72,12 +73,12 @@ pub(super) struct Suspicion {
 }
 
 impl Suspicion {
-    /// The end that is found first is judged at once: nobody knows how old it is.
+    /// Makes the first judgement due at once: the age of the end that is found first is not known.
     pub fn new() -> Self {
         Self { at: Instant::now(), again_after: JUDGE_AFTER, judged: false, noted: false }
     }
 
-    /// A frame was found.
+    /// Notes that a frame was found.
     pub fn progress(&mut self) {
         let pause = if self.judged { JUDGE_AFTER } else { Duration::ZERO };
         *self = Self { at: Instant::now() + pause, again_after: JUDGE_AFTER, noted: false, ..*self };
@@ -88,7 +89,7 @@ impl Suspicion {
         self.at <= now
     }
 
-    /// Something lies where the next frame should be, and is not whole.
+    /// Notes that bytes lie where the next frame should be, and are not a whole frame.
     pub fn note(&mut self, now: Instant) {
         if !self.noted {
             self.noted = true;
@@ -96,7 +97,7 @@ impl Suspicion {
         }
     }
 
-    /// The end was judged, and nothing was wrong with it.
+    /// Notes that the end was judged, and nothing was wrong with it.
     pub fn judged(&mut self, now: Instant) {
         self.judged = true;
         self.at = now + self.again_after;
@@ -108,7 +109,7 @@ impl Suspicion {
 mod tests {
     use super::*;
 
-    /// How often a follower looks at a log that is idle for so long.
+    /// How often a follower looks at a log that is idle for this time.
     fn looks(idle: Duration, told: bool) -> u32 {
         let (mut pauses, mut passed, mut looks) = (Pauses::new(), Duration::ZERO, 0);
         while passed < idle {

@@ -1,4 +1,5 @@
-//! What a follower hands over: a whole batch, or the state that a restore put in place of everything.
+//! The things that a follower hands over: a whole batch, or the state that a restore put in place of
+//! everything.
 
 use std::fmt;
 use std::sync::Arc;
@@ -17,14 +18,14 @@ use crate::error::{Error, Result};
 
 /// A batch as it was committed, every byte checked.
 ///
-/// Its operations are after-images: applied in their order to the pages as the batches before left them, they
-/// give the pages as this one left them. [`crate::Replica`] does that.
+/// Its operations are after-images (I2). Applied in their order to the pages as the batches before left them,
+/// they give the pages as this one left them. [`crate::Replica`] does that.
 #[derive(Clone)]
 pub struct FollowedBatch {
     pub(super) disk: Arc<dyn Disk>,
     pub(super) position: FollowerPosition,
     pub(super) durable: Lsn,
-    /// Where its frame lies.
+    /// The segment in which its frame lies.
     pub(super) segment: u64,
     pub(super) offset: u64,
     pub(super) payload: Vec<u8>,
@@ -38,32 +39,33 @@ impl FollowedBatch {
         self.position.lsn
     }
 
-    /// Where a follower goes on behind this batch. Keep it together with what was made of the batch.
+    /// The position from which a follower goes on after this batch. Keep it together with the results of the
+    /// batch.
     #[must_use]
     pub fn position(&self) -> FollowerPosition {
         self.position
     }
 
     /// The newest batch that was known to survive a power cut when this one was logged. This one itself may
-    /// not: if a power cut takes it, its position has diverged.
+    /// not survive it: if a power cut takes it, its position has diverged.
     #[must_use]
     pub fn durable(&self) -> Lsn {
         self.durable
     }
 
-    /// What the batch does, in order.
+    /// The batch's operations, in order.
     #[must_use]
     pub fn operations(&self) -> Vec<Op<'_>> {
         let ops = decode_payload(&self.payload).expect("decoded before it was handed over");
         ops.into_iter().map(|at| at.op).collect()
     }
 
-    /// Reads the bytes that an [`Op::Image`] of the batch makes its page's whole content, and checks them. Such
-    /// bytes lie in a file of their own, so that they need not be in memory for a batch to be handed over.
+    /// Reads the bytes that an [`Op::Image`] of the batch makes its page's whole content, and checks them.
+    /// Such bytes lie in a file of their own, so a batch is handed over without having them in memory.
     ///
     /// # Errors
-    /// [`Error::UnknownPage`] if no such operation names the page; [`Error::Overtaken`] if the file is not kept
-    /// any more; [`Error::Damaged`].
+    /// [`Error::UnknownPage`] if no such operation names the page; [`Error::Overtaken`] if the file is not
+    /// kept any more; [`Error::Damaged`].
     pub fn image(&self, page: PageId) -> Result<Vec<u8>> {
         let named = self.operations().into_iter().find_map(|op| match op {
             Op::Image { page: of, len, image } if of == page => Some((len, image)),
@@ -73,7 +75,7 @@ impl FollowedBatch {
         read(&self.disk, self.lsn(), &image, len)
     }
 
-    /// The remark that the batch carries, if it carries one.
+    /// The remark that the batch carries; `None` if it carries none.
     #[must_use]
     pub fn note(&self) -> Option<String> {
         self.operations().into_iter().find_map(|op| match op {
@@ -100,20 +102,20 @@ pub struct RestoredState {
 }
 
 impl RestoredState {
-    /// The batch whose state it is.
+    /// The batch whose state it is; an earlier one.
     #[must_use]
     pub fn of(&self) -> Lsn {
         self.of
     }
 
-    /// All pages, in the order of their ids. One that has the epoch and the batch that it had before the
-    /// restore has the same bytes, too.
+    /// All pages, in the order of their ids. A page with the same epoch and batch as before the restore has
+    /// the same bytes, too.
     #[must_use]
     pub fn pages(&self) -> &[PageInfo] {
         &self.pages
     }
 
-    /// The root.
+    /// The root's names and values.
     #[must_use]
     pub fn root(&self) -> &Arc<Metadata> {
         &self.table.root

@@ -1,20 +1,21 @@
-//! Following a store: its batches, one after the other, as they are logged, in another process or in
-//! this one.
+//! Following a store: its batches, one after the other, as they are logged, in another process or in this
+//! one.
 //!
-//! A follower holds nothing and writes nothing. The writer does not know of it, so what it reads may be
-//! unfinished, replaced or recycled at any moment. Three rules make that harmless:
+//! A follower holds nothing and writes nothing. The writer does not know of it, so the bytes that it reads
+//! may be unfinished, replaced or recycled at any moment. Three rules make that harmless:
 //!
-//! 1. What is handed over has proven itself: a frame by its checksums, its own position and the chain hash of
-//!    the frame before (I3). A file that was recycled under the reader cannot give that.
-//! 2. What is not whole is not there yet. It is damage only if the judgement of the log's end (I4) says so
-//!    twice, of the same frame, with nothing renamed in between: what the first judgement took for durable
-//!    was written before the second one began.
-//! 3. What is gone was overtaken, if a snapshot says that nobody needs it any more. What a crash took from an
-//!    incarnation is said by the opening of the next one: whoever had read it has diverged.
+//! 1. A batch that is handed over has proven itself: its frame by its checksums, its own position and the
+//!    chain hash of the frame before (I3). A file that was recycled under the reader cannot give that.
+//! 2. A frame that is not whole is not there yet. It is damage only if the judgement of the log's end (I4)
+//!    says so twice, of the same frame, with nothing renamed in between: bytes that the first judgement took
+//!    for durable were written before the second one began.
+//! 3. A missing batch was overtaken, if a snapshot says that nothing needs it any more. The opening of the
+//!    next incarnation says which batches of the one before a crash took: a follower that had read one of
+//!    them has diverged.
 //!
-//! [`tail`] takes one step along the log, [`locate`] finds where to begin and what became of an incarnation,
-//! [`survey`] says what is gone and what is lost, [`patience`] how to wait, [`replica`] applies what is handed
-//! over.
+//! [`tail`] takes one step along the log. [`seek`] finds where to begin and what became of an incarnation.
+//! [`survey`] says what is gone and what is lost. [`backoff`] says how to wait. [`replica`] applies the
+//! batches that are handed over.
 
 mod batch;
 mod seek;
@@ -51,18 +52,18 @@ use segment::LiveSegment;
 use survey::{ask, is_grave, missing, missing_file, newest_snapshot, segments, survey};
 use tail::{Tail, TakenFrame};
 
-/// So often is an end judged at once while names change.
+/// How many times an end is judged at once while names change.
 const JUDGEMENTS: usize = 16;
 
-/// Where a follower begins.
+/// The place where a follower begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum FollowFrom {
-    /// With the store's first batch.
+    /// Begin with the store's first batch.
     Beginning,
-    /// Behind the state of the newest snapshot; where there is none, with the first batch.
+    /// Begin after the state of the newest snapshot; where there is none, with the first batch.
     Snapshot,
-    /// Behind a batch that was handed over before.
+    /// Begin after a batch that was handed over before.
     Position(FollowerPosition),
 }
 
@@ -72,7 +73,7 @@ impl From<FollowerPosition> for FollowFrom {
     }
 }
 
-/// Reads the batches of a store in order, while somebody else may be writing it.
+/// Reads the batches of a store in order, while another process may be writing it.
 ///
 /// ```
 /// use std::time::Duration;
@@ -107,10 +108,10 @@ pub struct Follower {
     store: StoreFile,
     tail: Tail,
     position: FollowerPosition,
-    /// The newest batch that anything says is durable.
+    /// The newest batch that any file says is durable.
     mark: Lsn,
     suspicion: Suspicion,
-    /// Since when nothing has come.
+    /// The time since which no frame has come.
     idle_since: Instant,
     watch: Box<dyn Watch>,
 }
@@ -123,7 +124,7 @@ impl Follower {
     #[doc(hidden)]
     pub fn open_on(disk: Arc<dyn Disk>, from: FollowFrom) -> Result<Self> {
         let complaint = |error: &Error| match error {
-            // The newest snapshot, superfluous already: a newer one took its place.
+            // A newer snapshot took the place of the newest one that was found.
             Error::Overtaken { .. } => from == FollowFrom::Snapshot,
             error => is_grave(error),
         };
@@ -145,8 +146,8 @@ impl Follower {
         opened.map_err(|error| error.in_store(&disk.label()))
     }
 
-    /// Follows behind the state of a snapshot. Its images are not of one moment, so that state is reached at
-    /// its end, and the batches from its redo on are read to get there.
+    /// Follows a store after the state of a snapshot. The snapshot's images are not of one moment. So its
+    /// state is reached at its end, and the batches from its redo on are read to get there.
     fn behind_end(disk: Arc<dyn Disk>, store: &StoreFile, redo: LogPoint, end: Lsn) -> Result<Self> {
         let position = seek::at(redo);
         // I7: the log is durable up to the end of a snapshot that is published.
@@ -180,38 +181,39 @@ impl Follower {
         }
     }
 
-    /// Behind which batch the follower is: where another one goes on.
+    /// The position after the newest batch that was handed over: another follower goes on from it.
     #[must_use]
     pub fn position(&self) -> FollowerPosition {
         self.position
     }
 
-    /// The next batch; `None` if none came within `timeout`. A timeout of zero looks once.
+    /// Returns the next batch; `None` if none came within `timeout`. A timeout of zero looks once.
     ///
-    /// It comes about 10 ms after it was logged, or sooner. Where the system does not tell of changes (the user's inotify
-    /// instances are used up; all followers of a store in a process need one), a follower that has been idle for long
-    /// looks less often: then the batch may come later by an eighth of the idle time, 4 seconds at most.
+    /// A batch comes about 10 ms after it was logged, or sooner. Where the system does not tell of changes
+    /// (the user's inotify instances are used up; all followers of a store in a process need one), a follower
+    /// that has been idle for long looks less often. Then the batch may come later by an eighth of the idle
+    /// time, 4 seconds at most.
     ///
     /// Batches come whole, in order, without a gap, each once: also across the death of the writer and the
-    /// recovery after it. A batch is handed over once it is logged, so a power cut may still take it;
+    /// recovery after it. A batch is handed over once it is logged, so a power cut may still take it.
     /// [`FollowedBatch::durable`] says which ones it cannot take any more.
     ///
     /// # Errors
-    /// [`Error::Overtaken`] if batches were recycled before they were read, [`Error::Diverged`] if a crash took
-    /// the batch at the follower's position: both end the following. [`Error::Damaged`] if bytes under a durable
-    /// mark are not what they were; [`Error::Forked`]; what the file system says.
+    /// [`Error::Overtaken`] if batches were recycled before they were read, [`Error::Diverged`] if a crash
+    /// took the batch at the follower's position: both end the following. [`Error::Damaged`] if bytes under a
+    /// durable mark are not what they were; [`Error::Forked`]; what the file system says.
     pub fn next(&mut self, timeout: Duration) -> Result<Option<FollowedBatch>> {
-        // A child would take what the system tells the parent.
+        // A forked child would take the news that the system has for the parent.
         self.opener.check()?;
         let deadline = Instant::now().checked_add(timeout);
         let mut pauses = Pauses::new();
         loop {
-            // 1. What lies behind us.
+            // 1. Take the frame after this point, if it is there.
             if let Some(batch) = self.take()? {
                 return Ok(Some(batch));
             }
-            // 2. What became of the log around us. Always before a judgement: the end of an incarnation that
-            //    has a successor is no end of the log.
+            // 2. Find out what became of the log around it. Always before a judgement: the end of an
+            //    incarnation that has a successor is no end of the log.
             let now = Instant::now();
             if self.tail.resembles_frame() {
                 self.suspicion.note(now);
@@ -222,14 +224,14 @@ impl Follower {
                 pauses.look_now();
                 continue;
             }
-            // 3. Whether waiting can help.
+            // 3. Judge whether waiting can help.
             if due {
                 self.judge()?;
                 self.suspicion.judged(now);
-                // What was written meanwhile is there now.
+                // A frame that was written meanwhile is there now.
                 continue;
             }
-            // 4. Wait.
+            // 4. Wait for changes, or for the pause to end.
             let left = deadline.map_or(Duration::MAX, |deadline| deadline.saturating_duration_since(now));
             if left.is_zero() {
                 return Ok(None);
@@ -241,7 +243,7 @@ impl Follower {
         }
     }
 
-    /// The next batch that was not handed over yet, if it is there. Seals and copies are passed over.
+    /// Takes the next batch that was not handed over yet, if it is there. Seals and copies are passed over.
     fn take(&mut self) -> Result<Option<FollowedBatch>> {
         while let Some(taken) = self.tail.peek()? {
             let header = taken.header;
@@ -250,12 +252,12 @@ impl Follower {
             if header.kind == FrameKind::Batch && header.lsn > self.position.lsn {
                 handed = Some(self.open_batch(taken)?);
             }
-            // Only now: a batch that could not be opened is tried again.
+            // Only now, so that a batch that could not be opened is tried again.
             self.tail.go_to(end);
             self.mark = self.mark.max(header.durable);
             self.suspicion.progress();
             self.idle_since = Instant::now();
-            // A copy of the last batch is known by its new name from now on.
+            // A copy of the last batch is known by its new place from now on.
             if header.kind == FrameKind::Batch && header.lsn >= self.position.lsn {
                 self.position = seek::at(end);
             }
@@ -266,7 +268,7 @@ impl Follower {
         Ok(None)
     }
 
-    /// What a frame holds, checked: all that the batch names is read here or known to be there.
+    /// Opens a frame's batch, checked: every file that the batch names is read here or known to be there.
     fn open_batch(&self, taken: TakenFrame) -> Result<FollowedBatch> {
         let TakenFrame { header, payload, end } = taken;
         let at = |defect: Defect| defect.at_lsn(FileName::Segment(header.segment), header.offset, header.lsn);
@@ -320,7 +322,7 @@ impl Follower {
         Ok(false)
     }
 
-    /// Goes on to the incarnation that begins behind this point, if this one ended here.
+    /// Goes on to the incarnation that begins after this point, if this one ended here.
     fn cross(&mut self, segment: u64, opening: &Opening) -> Result<bool> {
         let here = self.tail.point();
         let before = opening.predecessor.incarnation;
@@ -338,7 +340,7 @@ impl Follower {
         Ok(true)
     }
 
-    /// The first opening from this point on: that of the next incarnation, unless it was recycled.
+    /// The first opening from this point on: the next incarnation's, unless it was recycled.
     fn first_opening(&self, segments: &[u64]) -> Result<Option<(u64, Opening)>> {
         let here = self.tail.point();
         for &number in segments.iter().filter(|number| **number >= here.segment) {
@@ -351,9 +353,10 @@ impl Follower {
         Ok(None)
     }
 
-    /// Whether the next frame must be there and is not (I4). Twice: the first reading may have seen a frame's
-    /// successors and not yet the frame. Again, where names changed meanwhile: a writer makes, replaces and recycles
-    /// segments, each with a rename, and one that has just opened its store does so for a while.
+    /// Judges whether the next frame must be there and is not (I4). It does so twice, because the first
+    /// reading may have seen a frame's successors and not yet the frame. It does so again where names changed
+    /// meanwhile: a writer makes, replaces and recycles segments, each with a rename, and a writer that has
+    /// just opened its store does so for a while.
     fn judge(&mut self) -> Result<()> {
         for _ in 0..JUDGEMENTS {
             let names = self.disk.list(Folder::Log)?;
@@ -365,13 +368,13 @@ impl Follower {
             if !is_certain {
                 continue;
             }
-            // What was recycled since the last look around is gone from both readings.
+            // A segment that was recycled since the last look around is missing from both readings.
             if self.look_around()? {
                 return Ok(());
             }
             return match (&first.defect, first.file) {
-                // Not needed any more, perhaps: a power cut may take the removal of the segment that we are in, and
-                // spare that of the next one.
+                // It may not be needed any more: a power cut may take the removal of this point's segment,
+                // and spare the removal of the next one.
                 (Defect::Missing, FileName::Segment(segment)) => {
                     let point = LogPoint { segment, offset: first.offset, ..self.tail.point() };
                     Err(missing(&self.disk, point))
@@ -382,7 +385,7 @@ impl Follower {
         Ok(())
     }
 
-    /// The damage behind the point, as one reading sees it.
+    /// The damage after the point, as one reading sees it.
     fn damage(&self) -> Result<Option<Damage>> {
         let survey = survey(&self.disk)?;
         let source = DiskSource::new(self.disk.clone());

@@ -1,13 +1,13 @@
-//! What a follower remembers of the last batch that it handed over: enough to go on from there, in
-//! another process, and to notice if that batch is not the store's any more.
+//! A follower's memory of the last batch that it handed over. It is enough to go on from there in another
+//! process, and to notice if that batch is not the store's any more.
 
 use std::fmt;
 use std::str::FromStr;
 
 use remanent_format::{Incarnation, Lsn, Position};
 
-/// Where a follower is. An Lsn alone says nothing to whoever read a batch before a crash took it: the
-/// incarnation and the chain hash tell that batch from the one that has its number now.
+/// The position of a follower. An Lsn alone is not enough for a reader of a batch that a crash took later:
+/// the incarnation and the chain hash tell that batch from the one that has its number now.
 ///
 /// It is kept as text, or as [`FollowerPosition::LEN`] bytes.
 ///
@@ -23,9 +23,9 @@ use remanent_format::{Incarnation, Lsn, Position};
 pub struct FollowerPosition {
     /// The incarnation in which the batch was read.
     pub incarnation: Incarnation,
-    /// The batch.
+    /// The Lsn of the batch.
     pub lsn: Lsn,
-    /// The chain hash of its frame.
+    /// The chain hash of the batch's frame.
     pub chain: u32,
 }
 
@@ -38,7 +38,7 @@ pub struct ParsePositionError {
 }
 
 impl FollowerPosition {
-    /// Before the first batch of any store.
+    /// The position before the first batch of any store.
     pub const BEGINNING: Self =
         Self { incarnation: Incarnation { number: 0, random: 0 }, lsn: Lsn(0), chain: 0 };
 
@@ -56,7 +56,7 @@ impl FollowerPosition {
         bytes
     }
 
-    /// The position that these bytes are. Any bytes are one; a store says whether it is its own.
+    /// The position in these bytes. Any bytes are one; a store says whether it is its own.
     #[must_use]
     pub fn from_bytes(bytes: &[u8; Self::LEN]) -> Self {
         let u32_at = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"));
@@ -95,7 +95,7 @@ impl FromStr for FollowerPosition {
                 chain: u32::from_str_radix(chain, 16).ok()?,
             })
         };
-        // One spelling a position, as for everything that is kept.
+        // A position has one spelling, as everything that is kept.
         position()
             .filter(|position| position.to_string() == text)
             .ok_or_else(|| ParsePositionError { text: text.to_owned() })

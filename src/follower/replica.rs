@@ -17,7 +17,8 @@ use crate::disk::Disk;
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 
-/// Pages, root and bytes as they were behind one batch. The default is the empty store, before its first batch.
+/// Pages, root and bytes as they were after one batch. The default is the empty store, before its first
+/// batch.
 ///
 /// See [`Follower`] for an example.
 #[derive(Clone, Debug)]
@@ -41,7 +42,7 @@ impl Replica {
     /// As for [`Replica::from_snapshot`].
     #[doc(hidden)]
     pub fn from_snapshot_on(disk: &Arc<dyn Disk>) -> Result<Self> {
-        // Whatever goes wrong while the snapshot is recycled: a newer one is there.
+        // An error while the snapshot is recycled is no answer: a newer snapshot is there.
         ask(
             disk,
             Lsn(1),
@@ -71,8 +72,8 @@ impl Replica {
     /// Applies the next batch.
     ///
     /// # Errors
-    /// [`Error::OutOfOrder`] if it is not the next one; [`Error::Overtaken`] or [`Error::Damaged`] if a restored
-    /// page cannot be read. The replica is as it was.
+    /// [`Error::OutOfOrder`] if it is not the next one; [`Error::Overtaken`] or [`Error::Damaged`] if a
+    /// restored page cannot be read. The replica is as it was.
     pub fn apply(&mut self, batch: &FollowedBatch) -> Result<()> {
         let (lsn, expected) = (batch.lsn(), self.table.lsn().next());
         if lsn != expected {
@@ -86,7 +87,7 @@ impl Replica {
         Ok(())
     }
 
-    /// Replaces everything by a restored state. A page that is as it was need not be read.
+    /// Replaces everything by a restored state. A page that stays as it was is not read.
     fn restore(&mut self, lsn: Lsn, restored: &RestoredState) -> Result<()> {
         let version = |info: &PageInfo| (info.epoch, info.lsn);
         let mut changed = BTreeMap::new();
@@ -110,7 +111,7 @@ impl Replica {
             .table
             .plan(lsn, &ops, PlanMode::Commit)
             .map_err(|(_, refusal)| damaged(Defect::Batch(refusal.to_string())))?;
-        // All memory first, and all that is read: from then on nothing fails.
+        // All memory is taken and all files are read first: from then on nothing fails.
         let mut created = BTreeMap::new();
         let mut images = BTreeMap::new();
         for at in &ops {
@@ -129,7 +130,7 @@ impl Replica {
                 apply(&at.op, content);
             }
         }
-        // The only change of bytes on its page in this batch; the page may be gone again.
+        // An image is the only change of bytes on its page in a batch; the page may be gone again.
         self.contents.extend(images);
         self.table.install(&changes);
         for (page, state) in changes.pages() {
@@ -140,7 +141,7 @@ impl Replica {
         Ok(())
     }
 
-    /// Behind which batch the replica is: where a follower must go on for it.
+    /// The position after the last batch applied: a follower for this replica goes on from it.
     #[must_use]
     pub fn position(&self) -> FollowerPosition {
         self.position
@@ -169,13 +170,13 @@ impl Replica {
         self.table.get_key(key)
     }
 
-    /// A page's bytes.
+    /// The bytes of a page.
     #[must_use]
     pub fn bytes(&self, page: PageId) -> Option<&[u8]> {
         self.contents.get(&page).map(Vec::as_slice)
     }
 
-    /// The root.
+    /// The root's names and values.
     #[must_use]
     pub fn root(&self) -> &Arc<Metadata> {
         self.table.root()

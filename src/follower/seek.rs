@@ -1,20 +1,21 @@
 //! Where to begin: from a position, from a snapshot, from the first batch. Nothing here waits.
 //!
 //! A position names no place on disk. The batch is looked for in the segments of its incarnation, and its
-//! chain hash must be the one remembered. Where the incarnation has a successor, that one's opening says what
-//! became of the batch:
+//! chain hash must be the one remembered. Where the incarnation has a successor, the successor's opening says
+//! what became of the batch:
 //!
 //! | the batch | where to go on |
 //! |---|---|
 //! | above what the successor accepted | nowhere: a crash took it, the position diverged |
-//! | above the proven end | at the successor's start; the copies of what was handed over are passed over |
+//! | above the proven end | at the successor's start; copies that were handed over before are passed over |
 //! | the proven end itself | at the successor's start |
 //! | below | in the segments of its own incarnation |
 //!
-//! An incarnation that committed nothing is left out of the line by the next open: then the first opening with a
-//! higher number says what became of its positions, by Lsn and chain hash. There is none of a batch below where it began.
+//! The next open leaves an incarnation that committed nothing out of the line. Then the first opening with a
+//! higher number says what became of its positions, by Lsn and chain hash. Such an incarnation has no batch
+//! below its beginning.
 //!
-//! What cannot be found any more because a newer snapshot made it superfluous was overtaken.
+//! A batch that cannot be found any more because a newer snapshot made it superfluous was overtaken.
 
 use std::sync::Arc;
 
@@ -32,7 +33,7 @@ use crate::disk::Disk;
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 
-/// The point from which to read on behind a position; and the position as it is known there.
+/// The point from which to read on after a position, and the position as it is known there.
 pub(super) fn locate(
     disk: &Arc<dyn Disk>,
     survey: &Survey,
@@ -61,7 +62,7 @@ pub(super) fn locate(
     find(disk, survey, position).map(|point| (point, position))
 }
 
-/// Where to go on behind a position of an incarnation that ended, if that is not within it.
+/// Where to go on after a position of an incarnation that ended, if that place is not within it.
 ///
 /// # Errors
 /// [`Error::Diverged`].
@@ -77,7 +78,7 @@ pub(super) fn behind(position: FollowerPosition, segment: u64, next: &Opening) -
     Ok((position.lsn >= next.predecessor.lsn).then(|| next.start(segment)))
 }
 
-/// A position as the incarnation that starts at `start` knows it, if it does.
+/// A position as the incarnation that starts at `start` knows it, if it knows it.
 pub(super) fn at_start(position: FollowerPosition, start: LogPoint) -> FollowerPosition {
     if position.lsn == start.lsn { at(start) } else { position }
 }
@@ -102,7 +103,8 @@ fn check_on_line(disk: &Arc<dyn Disk>, survey: &Survey, position: FollowerPositi
     {
         return Ok(());
     }
-    // The openings that are left reach back to the oldest one's predecessor; of what was before nobody knows.
+    // The openings that are left reach back to the oldest one's predecessor; nothing is known of earlier
+    // ones.
     let oldest = log.line().first().map(|(_, opening)| opening.predecessor.incarnation).or(log.newest());
     if oldest.is_none_or(|oldest| incarnation.number >= oldest.number) {
         return Err(diverged(position, None));
@@ -112,8 +114,8 @@ fn check_on_line(disk: &Arc<dyn Disk>, survey: &Survey, position: FollowerPositi
     Err(missing(disk, before_all))
 }
 
-/// The opening by which an incarnation's end is judged: that of the one that follows it on the line, also if it was
-/// left out of that.
+/// The opening by which an incarnation's end is judged: the one that follows it on the line, even if the
+/// incarnation was left out of the line.
 fn successor(survey: &Survey, incarnation: Incarnation) -> Option<(u64, Opening)> {
     let next = survey
         .log
@@ -126,8 +128,8 @@ fn successor(survey: &Survey, incarnation: Incarnation) -> Option<(u64, Opening)
     })
 }
 
-/// Whether an opening begins the incarnation after one that was left out of the line. Two that had the same number
-/// are told apart by what else they say.
+/// Whether an opening begins the incarnation after one that was left out of the line. Two incarnations with
+/// the same number are told apart by their other fields.
 pub(super) fn leaves_out(opening: &Opening, incarnation: Incarnation) -> bool {
     (opening.predecessor.incarnation.number + 1..opening.incarnation.number).contains(&incarnation.number)
 }
@@ -157,8 +159,8 @@ fn find(disk: &Arc<dyn Disk>, survey: &Survey, position: FollowerPosition) -> Re
     let mut tail = Tail::new(disk.clone(), store, start);
     while tail.point().lsn < position.lsn {
         let Some(taken) = tail.peek()? else {
-            // The batch was handed over once, so it was whole. It was recycled, or it is damaged, or the log ends
-            // before it, as a power cut leaves it.
+            // The batch was handed over once, so it was whole. It was recycled, or it is damaged, or the log
+            // ends before it, as a power cut leaves it.
             let point = tail.point();
             if let overtaken @ Error::Overtaken { .. } = missing(disk, point) {
                 return Err(overtaken);
@@ -173,8 +175,8 @@ fn find(disk: &Arc<dyn Disk>, survey: &Survey, position: FollowerPosition) -> Re
     if at(point) == position { Ok(point) } else { Err(diverged(position, None)) }
 }
 
-/// The point before the first frame of a segment, as that frame tells it: what is found from there on must
-/// arrive at a chain hash that is known.
+/// The point before the first frame of a segment, as that frame tells it. A walk from there must arrive at a
+/// chain hash that is known.
 fn first_point(disk: &Arc<dyn Disk>, store: StoreId, number: u64) -> Result<Option<LogPoint>> {
     let Some(mut open) = LiveSegment::open(&**disk, store, number)? else { return Ok(None) };
     let Some(bytes) = open.bytes(SEGMENT_HEADER_BLOCK, FrameHeaderRaw::LEN)? else { return Ok(None) };

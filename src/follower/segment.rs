@@ -1,8 +1,8 @@
-//! One segment, read while somebody may be appending to it, or recycling it.
+//! One segment, read while a writer may be appending to it, or recycling it.
 //!
-//! Whoever reads it holds nothing, so every answer is "as of now". What is read must prove itself: a frame by
-//! its checksums, its own position and its chain, and the file by its header, which is looked at again after
-//! each frame, because a recycled file goes on being readable through an old handle.
+//! The reader holds nothing, so every answer is "as of now". The bytes must prove themselves: a frame by its
+//! checksums, its own position and its chain (I3), and the file by its header. The header is looked at again
+//! after each frame, because a recycled file stays readable through an old handle.
 
 use std::io::ErrorKind;
 use std::sync::Arc;
@@ -14,12 +14,13 @@ use remanent_format::{Defect, FileName, StoreId};
 use crate::disk::{Disk, DiskFile};
 use crate::error::{Error, Result};
 
-/// The least that is read at a time: enough for both places in a segment at which the next frame may lie.
+/// The fewest bytes that are read at a time: enough for both places in a segment at which the next frame may
+/// lie.
 const READ_MIN: usize = 8 << 10;
-/// The most that is read at a time while frame follows frame.
+/// The most bytes that are read at a time while frame follows frame.
 const READ_MAX: usize = 256 << 10;
 
-/// An open segment.
+/// An open segment that a writer may be changing.
 pub(super) struct LiveSegment {
     pub number: u64,
     pub opening: Option<Opening>,
@@ -48,7 +49,8 @@ impl LiveSegment {
         }))
     }
 
-    /// `len` bytes at `offset`, perhaps as they were at an earlier call; `None` if the segment ends before.
+    /// `len` bytes at `offset`, perhaps as they were at an earlier call; `None` if the segment ends before
+    /// them.
     pub fn bytes(&mut self, offset: u64, len: usize) -> Result<Option<&[u8]>> {
         if self.len.saturating_sub(offset) < len as u64 {
             return Ok(None);
@@ -92,12 +94,12 @@ impl LiveSegment {
         self.has(offset, 1).then(|| &self.buffer[(offset - self.buffer_at) as usize..])
     }
 
-    /// Whether bytes of an earlier moment are remembered.
+    /// Whether bytes of an earlier moment are still in memory.
     pub fn has_read(&self) -> bool {
         !self.buffer.is_empty()
     }
 
-    /// Forgets what was read, so that the next bytes are those of now.
+    /// Forgets the bytes that were read, so that the next ones are those of now.
     pub fn forget(&mut self) {
         self.buffer.clear();
         self.read_len = READ_MIN;
@@ -121,7 +123,7 @@ fn header(file: &dyn DiskFile, store: StoreId, number: u64) -> Result<Option<Seg
     Ok(read.and_then(|()| SegmentHeader::decode_at(&bytes, store, number, len).ok()))
 }
 
-/// `None` if the file is not there, or ends too early: whoever reads beside a writer meets both.
+/// `None` if the file is not there, or ends too early: a reader beside a writer meets both.
 pub(super) fn unless_gone<T>(result: Result<T>) -> Result<Option<T>> {
     match result {
         Ok(value) => Ok(Some(value)),

@@ -1,8 +1,9 @@
-//! Looking at all files of a store that somebody may be writing, and what it means that one is gone.
+//! Looking at all files of a store that a writer may be changing, and the meaning of a missing one.
 //!
-//! A survey lists names first and reads the files after, while a writer makes, replaces and removes them. So
-//! what it found is right, for everything proves itself, but what it did not find may have been there at every
-//! moment under another name. A complaint about a survey counts only if the same files lie there behind it.
+//! A survey lists names first and reads the files after, while a writer makes, replaces and removes them. The
+//! files that it found are right, because everything proves itself. A file that it did not find may have been
+//! there at every moment under another name. So a complaint about a survey counts only if the same files
+//! still lie there after it.
 
 use std::sync::Arc;
 
@@ -13,7 +14,7 @@ use crate::disk::Disk;
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 
-/// How often files are surveyed anew that a writer changes faster than they can be read.
+/// How many surveys are tried while a writer changes files faster than they can be read.
 const ATTEMPTS: usize = 64;
 
 /// Looks at all files of a store directory, as they are now.
@@ -25,7 +26,7 @@ pub(super) fn survey(disk: &Arc<dyn Disk>) -> Result<Survey> {
     Ok(Survey::read(&DiskSource::new(disk.clone()))?)
 }
 
-/// Asks a survey about batch `lsn`, and another one for as long as it is answered by a `complaint` while files
+/// Asks a survey about batch `lsn`. It asks another survey as long as the answer is a `complaint` and files
 /// come and go.
 pub(super) fn ask<T>(
     disk: &Arc<dyn Disk>,
@@ -42,11 +43,11 @@ pub(super) fn ask<T>(
             answer => return answer,
         }
     }
-    // So much was recycled meanwhile: nobody is as far behind as this one.
+    // The writer recycles faster than this reader can look, and the batch is older than all of it.
     Err(Error::Overtaken { lsn, snapshot: newest })
 }
 
-/// What no follower is told before it is sure.
+/// Whether no follower is told of this error before it is certain.
 pub(super) fn is_grave(error: &Error) -> bool {
     matches!(error, Error::Damaged(_) | Error::Diverged { .. })
 }
@@ -57,7 +58,7 @@ pub(super) fn newest_snapshot(survey: &Survey) -> Option<(SnapshotId, LogPoint, 
     usable.next().map(|manifest| (manifest.snapshot, manifest.redo, manifest.end))
 }
 
-/// What it means that the log behind `point` is gone.
+/// The error for a missing log after `point`.
 pub(super) fn missing(disk: &Arc<dyn Disk>, point: LogPoint) -> Error {
     let lsn = point.lsn.next();
     let damage = Defect::Missing.at_lsn(FileName::Segment(point.segment), point.offset, lsn);
@@ -65,13 +66,13 @@ pub(super) fn missing(disk: &Arc<dyn Disk>, point: LogPoint) -> Error {
     gone(disk, lsn, &damage, |redo| redo.segment > point.segment)
 }
 
-/// What it means that a file which batch `lsn` names is gone.
+/// The error for a missing file that batch `lsn` names.
 pub(super) fn missing_file(disk: &Arc<dyn Disk>, lsn: Lsn, damage: Damage) -> Error {
-    // What a batch names is kept for as long as the batch may be replayed.
+    // A file that a batch names is kept for as long as the batch may be replayed.
     gone(disk, lsn, &damage, |redo| redo.lsn >= lsn)
 }
 
-/// Batch `lsn` was overtaken if the newest snapshot needs nothing of it; else what is gone is lost.
+/// Batch `lsn` was overtaken if the newest snapshot needs nothing of it; otherwise the missing file is lost.
 fn gone(disk: &Arc<dyn Disk>, lsn: Lsn, damage: &Damage, needs_nothing: impl Fn(LogPoint) -> bool) -> Error {
     let newest = ask(disk, lsn, is_grave, |survey| match newest_snapshot(survey) {
         Some((snapshot, redo, _)) if needs_nothing(redo) => Ok(snapshot),
@@ -80,7 +81,7 @@ fn gone(disk: &Arc<dyn Disk>, lsn: Lsn, damage: &Damage, needs_nothing: impl Fn(
     newest.map_or_else(|error| error, |snapshot| Error::Overtaken { lsn, snapshot: Some(snapshot) })
 }
 
-/// Whether the segments and snapshots that a survey listed are those that there are now. Their numbers are
+/// Whether the segments and snapshots that a survey listed are still the present ones. Their numbers are
 /// never used again.
 fn is_there_still(disk: &Arc<dyn Disk>, survey: &Survey) -> Result<bool> {
     let mut snapshots = Vec::new();
@@ -93,7 +94,7 @@ fn is_there_still(disk: &Arc<dyn Disk>, survey: &Survey) -> Result<bool> {
     Ok(segments(&**disk)?.iter().eq(survey.log.segments().keys()) && snapshots.iter().eq(survey.links.keys()))
 }
 
-/// Numbers of the segments that there are, ascending.
+/// The numbers of all present segments, ascending.
 pub(super) fn segments(disk: &dyn Disk) -> Result<Vec<u64>> {
     let names = disk.list(Folder::Log)?;
     let mut numbers: Vec<u64> = names

@@ -1,5 +1,5 @@
-//! The next frame, if it is there: one step along the log, by the rules of the walk (I3), beside a
-//! writer. What is not whole yet is not there yet; nothing here calls it damage.
+//! The next frame, if it is there: one step along the log, by the rules of the walk (I3), while a writer
+//! appends. A frame that is not whole is not there yet; nothing here calls it damage.
 
 use std::sync::Arc;
 
@@ -11,14 +11,14 @@ use super::segment::LiveSegment;
 use crate::disk::Disk;
 use crate::error::Result;
 
-/// A point in a log that is being written.
+/// A point in a log that a writer may be extending.
 pub(super) struct Tail {
     pub disk: Arc<dyn Disk>,
     pub store: StoreId,
     point: LogPoint,
-    /// The point's segment.
+    /// The segment in which the point lies.
     segment: Option<LiveSegment>,
-    /// The segment behind it, as the last peek found it.
+    /// The segment after it, as the last peek found it.
     next: Option<LiveSegment>,
 }
 
@@ -26,7 +26,7 @@ pub(super) struct Tail {
 pub(super) struct TakenFrame {
     pub header: FrameHeader,
     pub payload: Vec<u8>,
-    /// The point behind it.
+    /// The point after the frame.
     pub end: LogPoint,
 }
 
@@ -35,17 +35,17 @@ impl Tail {
         Self { disk, store, point, segment: None, next: None }
     }
 
-    /// The point reached.
+    /// The point that was reached.
     pub fn point(&self) -> LogPoint {
         self.point
     }
 
-    /// Goes on from another point.
+    /// Goes on from another point: the end of the frame that was taken.
     pub fn go_to(&mut self, point: LogPoint) {
         self.point = point;
     }
 
-    /// The frame behind the point, if it is there; the point stays until [`Tail::go_to`] moves it.
+    /// The frame after the point, if it is there; the point stays until [`Tail::go_to`] moves it.
     pub fn peek(&mut self) -> Result<Option<TakenFrame>> {
         let [(here, after), (_, group), (next, start)] = places(&self.point);
         if self.segment.as_ref().is_none_or(|open| open.number != here) {
@@ -62,7 +62,7 @@ impl Tail {
                 if fresh {
                     break;
                 }
-                // What was read ahead may be older than what is there now.
+                // Bytes that were read ahead may be older than those that are there now.
                 open.forget();
             }
         }
@@ -77,7 +77,7 @@ impl Tail {
         Ok(None)
     }
 
-    /// Whether the last peek saw something at one of its places that was meant to be a frame there.
+    /// Whether the last peek saw bytes at one of its places that were meant to be a frame there.
     pub fn resembles_frame(&self) -> bool {
         places(&self.point).into_iter().any(|(number, offset)| {
             let mut open = [&self.segment, &self.next].into_iter().flatten();
@@ -101,7 +101,7 @@ fn peek_at(
         return Ok(None);
     };
     let Some(payload) = open.payload(&header)? else { return Ok(None) };
-    // The file's header last: had it been recycled before, this would be another segment's.
+    // The file's header last: if the file was recycled before, the header is another segment's.
     let whole = check_payload(&header, &payload).is_ok() && open.is_still()?;
     Ok(whole.then_some(TakenFrame { header, payload, end }))
 }

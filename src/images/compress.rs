@@ -1,5 +1,5 @@
-//! Which images are compressed: those that a quick test says it pays for, by as many threads as
-//! there are.
+//! Which images are compressed: those for which a quick test says that it pays. Several threads compress
+//! them.
 
 use std::convert::Infallible;
 use std::ops::Range;
@@ -10,24 +10,25 @@ use remanent_format::image::{COMPRESSED_PIECE_LEN, Compressor};
 use crate::base::parallel;
 use crate::options::Compression;
 
-/// Zstd's fastest ordinary level: beside a disk of 1 to 3 GB/s anything slower is what a snapshot waits for.
+/// Zstd's fastest ordinary level: with a disk of 1 to 3 GB/s a snapshot would wait for anything slower.
 const LEVEL: i32 = 1;
-/// An image is stored compressed if that saves at least so many bytes of a hundred.
+/// An image is stored compressed if that saves at least this many percent of its bytes.
 const SAVED_PERCENT_MIN: u64 = 12;
-/// A shorter page is stored as it is: images start on 16-byte boundaries, and each read has its price.
+/// A shorter page is stored as it is: images start on 16-byte boundaries, and each decompression has its
+/// price.
 const LEN_MIN: usize = 256;
 /// A page of at least this length is compressed whole only if samples of it say that it pays.
 const SAMPLED_LEN_MIN: usize = 256 << 10;
-/// Samples of such a page, and their length.
+/// The number of samples of such a page, and their length.
 const SAMPLES: u64 = 4;
 const SAMPLE_LEN: usize = 16 << 10;
-/// Bytes below which one thread is enough: starting another costs what compressing some 50 KiB does.
+/// Bytes below which one thread is enough: starting another costs as much as compressing some 50 KiB.
 const PARALLEL_LEN_MIN: usize = 256 << 10;
 const THREADS_MAX: usize = 8;
 
 const _: () = assert!(SAMPLES as usize * SAMPLE_LEN < SAMPLED_LEN_MIN && SAMPLE_LEN <= COMPRESSED_PIECE_LEN);
 
-/// The frames of each page that is worth it, made by up to `threads_max` threads.
+/// Compresses each page that is worth it, by up to `threads_max` threads; `None` for the others.
 pub(super) fn compress(
     compression: Compression,
     pages: &[&[u8]],
@@ -45,7 +46,7 @@ pub(super) fn compress(
     let frames = compress_pieces(pages, &pieces, threads_max);
     for of_page in pieces.iter().zip(frames).collect::<Vec<_>>().chunk_by(|a, b| a.0.0 == b.0.0) {
         let index = of_page[0].0.0;
-        // What could not be compressed is stored as it is: that is always right.
+        // A page that could not be compressed is stored as it is, which is always right.
         let frames: Option<Vec<&[u8]>> = of_page.iter().map(|(_, frame)| frame.as_deref()).collect();
         let saving = frames
             .filter(|frames| pays(pages[index].len() as u64, frames.iter().map(|f| f.len() as u64).sum()));
@@ -54,13 +55,13 @@ pub(super) fn compress(
     images
 }
 
-/// Whether so many bytes are few enough in place of the page's.
+/// Whether `stored_len` bytes are few enough in place of the page's.
 pub(super) fn pays(page_len: u64, stored_len: u64) -> bool {
     stored_len
         <= page_len / 100 * (100 - SAVED_PERCENT_MIN) + page_len % 100 * (100 - SAVED_PERCENT_MIN) / 100
 }
 
-/// The quick test: whether it is worth to compress the whole page.
+/// Whether it is worth compressing the whole page, by a quick test.
 fn pays_by_samples(page: &[u8]) -> bool {
     if page.len() < SAMPLED_LEN_MIN {
         return page.len() >= LEN_MIN;
@@ -71,14 +72,14 @@ fn pays_by_samples(page: &[u8]) -> bool {
     pays_by_samples_of(&samples)
 }
 
-/// Where the samples of a page lie that is long enough for them.
+/// The ranges of the samples of a page that is long enough for them.
 pub(super) fn sample_ranges(page_len: u64) -> impl Iterator<Item = Range<u64>> {
     let len = (SAMPLE_LEN as u64).min(page_len);
     let apart = (page_len - len) / (SAMPLES - 1);
     (0..SAMPLES).map(move |sample| sample * apart..sample * apart + len)
 }
 
-/// Whether these samples say that it is worth to compress the whole page.
+/// Whether these samples say that it is worth compressing the whole page.
 pub(super) fn pays_by_samples_of(samples: &[impl AsRef<[u8]>]) -> bool {
     let samples: Vec<&[u8]> = samples.iter().map(AsRef::as_ref).collect();
     let whole: Vec<(usize, Range<usize>)> =
@@ -88,7 +89,7 @@ pub(super) fn pays_by_samples_of(samples: &[impl AsRef<[u8]>]) -> bool {
     frames.is_some_and(|frames| pays(bytes, frames.iter().map(|frame| frame.len() as u64).sum()))
 }
 
-/// A frame for each piece, in their order; `None` where zstd has no memory.
+/// Compresses each piece to a frame, in their order; `None` where zstd has no memory.
 pub(super) fn compress_pieces(
     pages: &[&[u8]],
     pieces: &[(usize, Range<usize>)],
@@ -118,7 +119,7 @@ pub(super) fn compress_pieces(
 mod tests {
     use super::*;
 
-    /// Bytes without any order.
+    /// Bytes in no order, so that nothing can be saved.
     fn noise(len: usize) -> Vec<u8> {
         let mut state = 0x9e37_79b9_7f4a_7c15_u64;
         let next = |_| {

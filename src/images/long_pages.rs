@@ -1,11 +1,12 @@
-//! The image of a long page, which is written piece by piece: memory is held for a piece, however long the
+//! The image of a long page, which is written piece by piece: memory is held for one piece, however long the
 //! page is.
 //!
-//! What it takes is known when its last piece is compressed. So nothing else is appended to the file meanwhile, and the
-//! head of its chunk, which says how long it is, is written last. Whoever gives up leaves bytes behind that no head
-//! tells of: the next chunk is written over them, or nobody ever looks there.
+//! The length of the image is known only when its last piece is compressed. So nothing else is appended to
+//! the file meanwhile, and the head of the image's chunk, which states the length, is written last. A writer
+//! that gives up leaves bytes that no head describes: the next chunk is written over them, or no reader ever
+//! looks there.
 //!
-//! A crash here leaves an image file that is nobody's, as with any other chunk.
+//! A crash here leaves an image file that nothing names, as with any other chunk.
 
 use std::ops::Range;
 
@@ -20,39 +21,40 @@ use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 use crate::options::Compression;
 
-/// Bytes of a page that are held at once, and those of the longest page that is held whole.
+/// Bytes of a page that are held at once; also the length of the longest page that is held whole.
 pub(crate) const PIECE_BYTES: u64 = 4 << 20;
 
-/// Takes the bytes of a range.
+/// Takes the bytes of one range of a page.
 pub(crate) type Sink<'s> = &'s mut dyn FnMut(&[u8]) -> Result<()>;
 
-/// Whether what is asked for may be asked for again.
+/// Whether a source may be asked for the same bytes again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ReadPass {
-    /// It may: a sample, or a piece that is stored as it is if it does not pay to compress the page.
+    /// The bytes may be asked for again: a sample, or a piece that is stored as it is if compression does not
+    /// pay.
     First,
-    /// It will not, nor anything before it.
+    /// Neither these bytes nor any before them are asked for again.
     Last,
 }
 
-/// Hands the bytes of a range of a page to a sink; `false` if there are none any more.
+/// Hands the bytes of a range of a page to a sink; `false` if the source has none any more.
 pub(crate) type PieceSource<'s> = &'s mut dyn FnMut(Range<u64>, ReadPass, Sink<'_>) -> Result<bool>;
 
-/// The pieces of a page.
+/// The ranges of a page's pieces.
 fn pieces(len: u64, piece_len: u64) -> impl Iterator<Item = Range<u64>> {
     (0..len).step_by(piece_len as usize).map(move |from| from..len.min(from.saturating_add(piece_len)))
 }
 
 impl ImageWriter {
-    /// Writes one page, not an empty one, as a chunk of its own. `None` if the source had no bytes any more: then
-    /// nothing was written.
+    /// Writes one page, not an empty one, as a chunk of its own. `None` if the source had no bytes any more:
+    /// then no image was written.
     pub fn write_long(
         &self,
         info: &PageInfo,
         piece_len: u64,
         source: PieceSource<'_>,
     ) -> Result<Option<ImageRef>> {
-        let _nobody_else_appends = self.tail.lock();
+        let _no_other_appends = self.tail.lock();
         if self.compression != Compression::Off {
             let mut samples = Vec::new();
             for range in sample_ranges(info.len) {
@@ -78,7 +80,7 @@ impl ImageWriter {
         }
     }
 
-    /// As [`write_long`](Self::write_long), of a page that is at hand.
+    /// As [`write_long`](Self::write_long), for a page that is in memory.
     pub(super) fn write_long_page(&self, info: &PageInfo, bytes: &[u8]) -> Result<ImageRef> {
         assert!(info.len == bytes.len() as u64);
         let mut source = |range: Range<u64>, _: ReadPass, sink: Sink<'_>| {
@@ -117,7 +119,7 @@ impl ImageWriter {
                 let parts: Vec<(usize, Range<usize>)> =
                     starts.map(|from| (0, from..bytes.len().min(from + COMPRESSED_PIECE_LEN))).collect();
                 for frame in compress_pieces(&[bytes], &parts, self.threads_max) {
-                    // What could not be compressed is stored as it is: that is always right.
+                    // A page that could not be compressed is stored as it is, which is always right.
                     let Some(frame) = frame else {
                         pays_so_far = false;
                         return Ok(());
@@ -136,7 +138,7 @@ impl ImageWriter {
             if !pays_so_far {
                 return Ok(Streamed::DoesNotPay);
             }
-            // The disk has something to do while the next piece is made, and the sync at the end less.
+            // The disk works while the next piece is made, and the sync at the end has less to do.
             self.file.write_back(from, at - from);
         }
         let image = NewImage {
@@ -150,6 +152,7 @@ impl ImageWriter {
         let chunk = Chunk::plan(self.number, start, &[image])
             .map_err(|defect| Error::from(defect.at(FileName::Pages(self.number), start)))?;
         let end = chunk.offset + chunk.len;
+        assert!(end >= at); // I7: the head that is written last covers every byte of the image.
         let padding = vec![0; (end - at) as usize];
         self.file.write_at(at, &padding).map_err(full(end))?;
         self.file.write_at(start, &chunk.encode(self.store)).map_err(full(end))?;
@@ -160,7 +163,7 @@ impl ImageWriter {
         Ok(Streamed::Image(image))
     }
 
-    /// Reads the chunk of a long page back past the cache and checks it.
+    /// Reads the chunk of a long page back past the cache and checks it (I7).
     pub(super) fn verify_long(&self, chunk: &Chunk) -> Result<()> {
         let mut head = AlignedBuf::new(Chunk::head_len(1) as usize);
         self.file.read_past_cache(chunk.offset, &mut head)?;
@@ -172,11 +175,11 @@ impl ImageWriter {
     }
 }
 
-/// What became of an image.
+/// The outcome of writing an image piece by piece.
 enum Streamed {
     Image(ImageRef),
     /// The source had no bytes any more.
     Gone,
-    /// Compressed, it would take nearly as much as the page.
+    /// Compressed, the image would take nearly as much as the page.
     DoesNotPay,
 }

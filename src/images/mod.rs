@@ -1,6 +1,7 @@
 //! Writing image files: pages' bytes in chunks, appended and synced before anything names them.
 //!
-//! A crash here loses nothing: an image file that no manifest, no table and no batch names is nobody's.
+//! A crash here loses nothing: an image file that no manifest, no table and no batch names means nothing, and
+//! the next open removes it.
 
 pub(crate) mod numbers;
 pub(crate) mod read;
@@ -32,18 +33,18 @@ use crate::options::Compression;
 
 /// A chunk is written when its images reach this many bytes; a longer page has a chunk of its own.
 pub(crate) const CHUNK_BYTES: u64 = 2 << 20;
-/// Images of one chunk: a bound for stores of tiny pages.
+/// The most images of one chunk: a bound for stores of tiny pages.
 const CHUNK_IMAGES: usize = 4096;
 const _: () = assert!(CHUNK_IMAGES <= CHUNK_IMAGES_MAX as usize);
-/// Threads that make chunks, or read them back: one checksums and copies more slowly than a disk writes, four
-/// faster than any that we measured.
+/// Threads that make chunks, or read them back. One checksums and copies more slowly than a disk writes; four
+/// were faster than every disk that was measured.
 const THREADS_MAX: usize = 4;
-/// The most files that a snapshot writes.
+/// The largest number of files that a snapshot writes.
 pub(crate) const IMAGE_FILES_MAX: u64 = THREADS_MAX as u64;
-/// Bytes of pages on their way into chunks at once, unless a single one is longer.
+/// The most bytes of pages on their way into chunks at once, unless a single page is longer.
 const IN_FLIGHT_BYTES: u64 = 32 << 20;
 
-/// Sorts pages into chunks of at most so many bytes, in their order.
+/// Sorts pages into chunks of at most `bytes_max` bytes, in their order.
 pub(crate) fn chunks<T>(pages: &[T], bytes_max: u64, len: impl Fn(&T) -> u64) -> Vec<&[T]> {
     let mut chunks = Vec::new();
     let mut rest = pages;
@@ -55,7 +56,7 @@ pub(crate) fn chunks<T>(pages: &[T], bytes_max: u64, len: impl Fn(&T) -> u64) ->
     chunks
 }
 
-/// How many images, with these lengths in bytes, go into the next chunk: at least one, if there is one.
+/// How many images with these lengths in bytes go into the next chunk: at least one, if there is one.
 fn next_chunk(bytes_max: u64, lens: impl IntoIterator<Item = u64>) -> usize {
     let mut bytes = 0;
     let fits = lens.into_iter().take(CHUNK_IMAGES).take_while(|len| {
@@ -66,27 +67,28 @@ fn next_chunk(bytes_max: u64, lens: impl IntoIterator<Item = u64>) -> usize {
     fits.count()
 }
 
-/// How many threads make chunks of which the longest has so many bytes.
+/// How many threads make chunks, given the bytes of the longest one.
 pub(crate) fn chunk_threads(longest: u64) -> usize {
     let fit = IN_FLIGHT_BYTES / longest.max(CHUNK_BYTES);
     parallel::threads((fit as usize).clamp(1, THREADS_MAX))
 }
 
-/// Appends images to one new file. Threads share it: each writes chunks of its own, which lie in the file in the
-/// order in which they were ready.
+/// Appends images to one new file. Threads share it: each thread writes its own chunks, which lie in the file
+/// in the order in which they were ready.
 pub(crate) struct ImageWriter {
     disk: Arc<dyn Disk>,
     store: StoreId,
     compression: Compression,
-    /// At most so many threads compress a chunk, or read chunks back.
+    /// The most threads that compress a chunk, or read chunks back.
     threads_max: usize,
     number: u64,
     file: Arc<dyn DiskFile>,
     written: Mutex<WrittenChunks>,
-    /// Held where room is taken behind all other chunks, and while a chunk is appended of which nobody knows yet how
-    /// much room it takes. Taken before `written`.
+    /// Held while a chunk takes its place after all others, and while a chunk of yet unknown length is
+    /// appended. Taken before `written`.
     tail: Mutex<()>,
-    /// Where chunks are put together: memory that has been touched is written to faster than new one.
+    /// Buffers in which chunks are put together. Memory that has been touched is written to faster than new
+    /// memory.
     areas: Mutex<Vec<Vec<u8>>>,
 }
 
@@ -97,8 +99,8 @@ struct WrittenChunks {
 }
 
 impl ImageWriter {
-    /// Begins image file `number`. No space is a clean failure here and in the following: who gets it
-    /// abandons the file.
+    /// Begins image file `number`. No space is a clean failure, here and in the calls that follow: a caller
+    /// that gets it abandons the file.
     pub fn create(
         disk: Arc<dyn Disk>,
         store: StoreId,
@@ -122,8 +124,8 @@ impl ImageWriter {
         }
     }
 
-    /// Writes pages, none of them empty, chunk by chunk: `load` gives the bytes of each, by its index. No more
-    /// than a chunk of them is held at a time. The references come back in the same order.
+    /// Writes pages, none of them empty, chunk by chunk. `load` gives the bytes of each page by its index. No
+    /// more than a chunk of them is held at a time. The references come back in the same order.
     pub fn write_pages<'b, E: From<Error>>(
         &self,
         pages: &[PageInfo],
@@ -146,8 +148,8 @@ impl ImageWriter {
         Ok(references)
     }
 
-    /// Writes pages that are at hand, none of them empty, by several threads. The references come back in the
-    /// same order.
+    /// Writes pages that are in memory, none of them empty, by several threads. The references come back in
+    /// the same order.
     pub fn write_all(&self, pages: &[(PageInfo, &[u8])]) -> Result<Vec<ImageRef>> {
         let chunks = chunks(pages, CHUNK_BYTES, |(info, _)| info.len);
         let longest = pages.iter().map(|(info, _)| info.len.min(PIECE_BYTES)).max().unwrap_or(0);
@@ -170,9 +172,10 @@ impl ImageWriter {
         self.write_frames(pages, &self.compress(pages))
     }
 
-    /// As [`write_chunk`](Self::write_chunk), of pages that lie in `staged` where the chunk has its payloads: the first
-    /// one behind room for the head, each other one on a boundary of 16 bytes behind the one before. Unless some of
-    /// them are compressed, `staged` becomes the chunk and is written as it lies, without a copy.
+    /// As [`write_chunk`](Self::write_chunk), for pages that lie in `staged` where the chunk has its
+    /// payloads. The first page lies after the room for the head, and each other one on a boundary of 16
+    /// bytes after the one before. Unless some of them are compressed, `staged` becomes the chunk and is
+    /// written as it lies, without a copy.
     pub fn write_staged(&self, pages: &[(&PageInfo, usize)], staged: &mut [u8]) -> Result<Vec<ImageRef>> {
         let images = {
             let of_page = |(info, at): &(&'_ PageInfo, usize)| &staged[*at..*at + info.len as usize];
@@ -228,28 +231,30 @@ impl ImageWriter {
         Ok(references)
     }
 
-    /// Writes a chunk, which is the first of these bytes.
+    /// Writes a chunk; its bytes are the first of `bytes`.
     fn write(&self, chunk: Chunk, bytes: &[u8]) -> Result<Vec<ImageRef>> {
         let (bytes, end) = (&bytes[..chunk.len as usize], chunk.offset + chunk.len);
         self.file.write_at(chunk.offset, bytes).map_err(|error| no_space(self.number, end, error))?;
-        // The disk has something to do while the next chunks are made, and the sync at the end less.
+        // The disk works while the next chunks are made, and the sync at the end has less to do.
         self.file.write_back(chunk.offset, chunk.len);
         let references = chunk.images.iter().map(|header| header.image).collect();
         self.written.lock().chunks.push(chunk);
         Ok(references)
     }
 
-    /// Takes room for a chunk behind all others.
+    /// Takes the place for a chunk after all others.
     fn place(&self, images: &[NewImage]) -> Result<Chunk> {
-        let _nobody_else_appends = self.tail.lock();
+        let _no_other_appends = self.tail.lock();
         let mut written = self.written.lock();
         let chunk = Chunk::plan(self.number, written.end, images)
             .map_err(|defect| Error::from(defect.at(FileName::Pages(self.number), written.end)))?;
+        // I7: chunks of several threads never share bytes, or one would overwrite what another wrote.
+        assert!(chunk.offset >= written.end);
         written.end += chunk.len;
         Ok(chunk)
     }
 
-    /// Bytes written so far, or being written.
+    /// Bytes that were written so far or are being written.
     pub fn byte_len(&self) -> u64 {
         self.written.lock().end
     }
@@ -293,7 +298,8 @@ impl ImageWriter {
         self.check_head(chunk, bytes)?;
         for ImageHeader { image, len, .. } in &chunk.images {
             let at = (image.offset - chunk.offset) as usize;
-            // The log that could replace an image goes on its word: the page must come out of it.
+            // A snapshot that was verified licenses recycling of the log that could replace the image, so a
+            // checksum is not enough here: the page must come out of the image.
             image
                 .check_content(&bytes[at..at + image.stored_len as usize], *len)
                 .map_err(|defect| defect.at(file, image.offset))?;
@@ -321,7 +327,7 @@ impl ImageWriter {
     }
 }
 
-/// A page that is to become an image, with what it was compressed to.
+/// Describes a page that becomes an image; `frames` is its compressed form, if there is one.
 fn new_image(info: &PageInfo, bytes: &[u8], frames: Option<&[u8]>) -> NewImage {
     assert!(info.len == bytes.len() as u64);
     let compressed =
@@ -336,7 +342,7 @@ fn new_image(info: &PageInfo, bytes: &[u8], frames: Option<&[u8]>) -> NewImage {
     }
 }
 
-/// Where images are made, no space is a clean failure.
+/// Turns a lack of space into a clean failure: where images are made, nothing names them yet.
 fn no_space(number: u64, needed: u64, error: Error) -> Error {
     if error.is_no_space() { Error::DiskFull { file: FileName::Pages(number), needed } } else { error }
 }
@@ -351,7 +357,7 @@ mod tests {
             ("nothing", vec![], 0),
             ("as many bytes as there may be", vec![CHUNK_BYTES / 2; 5], 2),
             ("one page that is too long", vec![CHUNK_BYTES + 1, 1], 1),
-            ("empty pages beside one", vec![0, 0, CHUNK_BYTES + 1, 1], 3),
+            ("empty pages before a long one", vec![0, 0, CHUNK_BYTES + 1, 1], 3),
             ("tiny pages", vec![1; 2 * CHUNK_IMAGES], CHUNK_IMAGES),
             ("empty pages", vec![0; 2 * CHUNK_IMAGES], CHUNK_IMAGES),
         ] {

@@ -1,5 +1,5 @@
-//! Reading many images: in the order of their files, neighbours in one read. A store of tiny pages
-//! would else ask the medium once a page.
+//! Reading many images: in the order of their files, neighbours in one read. Otherwise a store of tiny pages
+//! would ask the medium once for each page.
 
 use std::borrow::{Borrow, Cow};
 use std::collections::HashMap;
@@ -14,15 +14,15 @@ use crate::base::aligned_buf::AlignedBuf;
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 
-/// A run is at most this many bytes long, unless its only image is longer. With the rest of its first and its last
-/// block that is 4 MiB, as staging comes.
+/// The longest run in bytes, unless its only image is longer. With the rest of its first and its last block
+/// that is 4 MiB, the length of a staging buffer.
 pub(crate) const RUN_BYTES: u64 = (4 << 20) - 2 * GROUP_ALIGN;
 
-/// Bytes that are read at once where they are summed: they fit the second cache of a processor, and a disk is as fast
-/// as with more.
+/// Bytes that are read and summed at once. They fit the second-level cache of a processor, and a disk is as
+/// fast as with more.
 pub(crate) const SUMMED_AT_ONCE: usize = 512 << 10;
 
-/// An image to read.
+/// A request to read one image.
 #[derive(Clone, Copy)]
 pub(crate) struct ImageRequest {
     pub page: PageId,
@@ -32,13 +32,14 @@ pub(crate) struct ImageRequest {
 }
 
 impl ImageRequest {
-    /// Whether the page is read piece by piece: its bytes would be too many at once, whatever its image takes.
+    /// Whether the page is read piece by piece: its bytes are too many to hold at once, however short its
+    /// image is.
     pub fn is_long(&self) -> bool {
         self.len > RUN_BYTES
     }
 }
 
-/// The images of those of these pages that have one, to read.
+/// The read requests for those of these pages that have an image.
 pub(crate) fn wanted(
     pages: impl IntoIterator<Item = impl Borrow<PageInfo>>,
     images: &HashMap<PageId, ImageRef>,
@@ -49,13 +50,13 @@ pub(crate) fn wanted(
     pages.into_iter().filter_map(move |info| image(info.borrow()))
 }
 
-/// Images that lie beside each other in one file.
+/// Images that are neighbours in one file, so that one read gets them.
 pub(crate) struct ImageRun<'a> {
-    /// At least one, in the order of the file.
+    /// The requests, at least one, in the order of the file.
     images: &'a [ImageRequest],
 }
 
-/// Sorts images into runs. A long one is a run of its own.
+/// Sorts images into runs. A long image is a run of its own.
 pub(crate) fn runs(wanted: &mut [ImageRequest]) -> impl Iterator<Item = ImageRun<'_>> {
     wanted.sort_unstable_by_key(|wanted| (wanted.image.file, wanted.image.offset));
     let same_run = |first: &ImageRef, image: &ImageRef| {
@@ -74,28 +75,28 @@ pub(crate) fn runs(wanted: &mut [ImageRequest]) -> impl Iterator<Item = ImageRun
 }
 
 impl<'a> ImageRun<'a> {
-    /// How many images it has.
+    /// How many images the run has.
     pub fn count(&self) -> u64 {
         self.images.len() as u64
     }
 
-    /// The page of its first image.
+    /// The page of the run's first image.
     pub fn first_page(&self) -> PageId {
         self.images[0].page
     }
 
-    /// Bytes of its images, as they are stored.
+    /// Bytes of the run's images, as they are stored.
     pub fn bytes(&self) -> u64 {
         self.images.iter().map(|wanted| wanted.image.stored_len).sum()
     }
 
-    /// Its image, if it has but one.
+    /// The run's image, if it has only one.
     pub fn only(&self) -> Option<&'a ImageRequest> {
         if let [only] = self.images { Some(only) } else { None }
     }
 
-    /// The images of the run that do not hold. What cannot be read at once is read image by image, and an image
-    /// that is longer than a run piece by piece.
+    /// The images of the run that do not hold, each with its damage. A run that cannot be read at once is
+    /// read image by image, and an image that is longer than a run piece by piece.
     pub fn damaged(&self, source: &DiskSource) -> Vec<(ImageRef, Damage)> {
         let is_long = self.images.iter().any(ImageRequest::is_long);
         let read = (!is_long).then(|| self.read(source, aligned).ok()).flatten();
@@ -109,19 +110,20 @@ impl<'a> ImageRun<'a> {
         damaged.into_iter().filter_map(|(wanted, damage)| Some((wanted.image, damage?))).collect()
     }
 
-    /// Reads the run into memory that `take` gives. What is not there is not asked for.
+    /// Reads the run into memory that `take` gives. Memory is not asked for where the file ends too early.
     pub fn read<B: DerefMut<Target = [u8]>>(
         &self,
         source: &DiskSource,
         take: impl FnOnce(usize) -> Result<B>,
     ) -> Result<FilePiece<B>> {
         let first = &self.images[0].image;
-        // Where images overlap, which only a forged manifest says, the last one need not end last.
+        // Where images overlap, which only a forged manifest says, the last one may not end last.
         let ends = self.images.iter().map(|wanted| wanted.image.offset + wanted.image.stored_len);
         FilePiece::read(source, first.file, first.offset..ends.max().expect("at least one"), take)
     }
 
-    /// The pages in what [`ImageRun::read`] returned, proven, each with the place in memory where it is stored.
+    /// The pages in the piece that [`ImageRun::read`] returned, proven, each with its stored place in that
+    /// memory.
     pub fn pages<'b, B: DerefMut<Target = [u8]>>(
         &self,
         read: &'b FilePiece<B>,
@@ -136,12 +138,12 @@ impl<'a> ImageRun<'a> {
     }
 }
 
-/// A piece of an image file in memory: whole blocks, where the file has them, so that a direct read fills it
-/// without a copy.
+/// A piece of an image file in memory. It has whole blocks, where the file has them, so that a direct read
+/// fills it without a copy.
 pub(crate) struct FilePiece<B> {
-    /// Where in the file it begins.
+    /// The piece's offset in the file.
     pub start: u64,
-    /// What lies there.
+    /// The bytes that lie there.
     pub bytes: B,
 }
 
@@ -156,8 +158,9 @@ impl<B: DerefMut<Target = [u8]>> FilePiece<B> {
         Self::read_by(source, file, range, take, usize::MAX, |_| {})
     }
 
-    /// As [`read`](Self::read), with the CRC-32 of `range`. It is summed while the processor still has in its cache
-    /// what was just read there: from the page cache, and with the sums, that is an eighth faster.
+    /// As [`read`](Self::read), with the CRC-32 of `range`. The sum is made while the processor still has in
+    /// its cache the bytes that were just read. From the page cache, reading with sums is an eighth faster
+    /// that way.
     pub fn read_summed(
         source: &DiskSource,
         file: u64,
@@ -174,7 +177,7 @@ impl<B: DerefMut<Target = [u8]>> FilePiece<B> {
         Ok((piece, sum.finalize()))
     }
 
-    /// Reads so many bytes at once, and shows them to `each`.
+    /// Reads `at_once` bytes at a time, and shows them to `each`.
     fn read_by(
         source: &DiskSource,
         file: u64,
@@ -187,6 +190,7 @@ impl<B: DerefMut<Target = [u8]>> FilePiece<B> {
         let at = |defect: Defect| defect.at(name, range.start);
         let unreadable = |error: std::io::Error| at(Defect::unreadable(&error));
         let have = source.len(name).map_err(unreadable)?.ok_or_else(|| at(Defect::Missing))?;
+        // I9: a manifest or a frame names the range, so it is checked before memory is taken for it.
         if have < range.end {
             return Err(at(Defect::Truncated { needed: range.end, have }).into());
         }
@@ -203,17 +207,19 @@ impl<B: DerefMut<Target = [u8]>> FilePiece<B> {
     }
 }
 
-/// Memory of the host's.
+/// Aligned memory of the host's.
 fn aligned(len: usize) -> Result<AlignedBuf> {
     AlignedBuf::try_new(len).ok_or(Error::OutOfMemory { place: Place::Host, len: len as u64 })
 }
 
-/// Reads images; `each` gets every page's bytes, in no order that means anything, each piece with its place in the
-/// page. A page of one piece is proven when it is handed over, a longer one when this returns: whoever cannot take its
-/// bytes back has had it [proven](prove) before.
+/// Reads images. `each` gets every page's bytes, in no meaningful order, each piece with its offset in the
+/// page.
+///
+/// A page of one piece is proven when it is handed over. A longer page is proven when this returns: a caller
+/// that cannot take its bytes back has had it [proven](prove) before.
 ///
 /// # Errors
-/// [`crate::Error::Damaged`]; what `each` returns.
+/// [`crate::Error::Damaged`]; the errors of `each`.
 pub(crate) fn read_runs(
     source: &DiskSource,
     mut wanted: Vec<ImageRequest>,
@@ -235,7 +241,7 @@ pub(crate) fn read_runs(
             }
             continue;
         }
-        // Once more before it is an error: who overwrites memory cannot go back.
+        // A second read before it is an error: a caller that overwrites memory cannot go back.
         let read = run.read(source, aligned).or_else(|_| run.read(source, aligned))?;
         for page in run.pages(&read) {
             let (page, _, content) = page?;
@@ -245,7 +251,7 @@ pub(crate) fn read_runs(
     Ok(())
 }
 
-/// Proves images. One that is longer than a run is read piece by piece.
+/// Proves images by reading all of them. An image that is longer than a run is read piece by piece.
 ///
 /// # Errors
 /// [`crate::Error::Damaged`].
@@ -281,7 +287,7 @@ mod tests {
             block - 1..block + 1,
             100..SUMMED_AT_ONCE,
             block + 7..block + SUMMED_AT_ONCE + 5,
-            // It ends, or begins, where a block that is read at once does.
+            // The range ends, or begins, at a boundary of the blocks that are read at once.
             3 * block..3 * block + SUMMED_AT_ONCE,
             SUMMED_AT_ONCE - 1..len - 1,
         ] {
@@ -293,7 +299,8 @@ mod tests {
         }
     }
 
-    /// Only a forged manifest names images that overlap: each is taken for what it says, and nothing is read past.
+    /// Only a forged manifest names images that overlap. Each is judged by what its entry says, and no byte
+    /// past its end is read.
     #[test]
     fn images_may_lie_in_each_other() {
         let disk = SimDisk::new();

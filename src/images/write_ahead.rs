@@ -1,13 +1,13 @@
 //! Images that are written ahead of their batch, which then only names them.
 //!
 //! 1. The file gets its number, and is kept from now on whatever else is removed.
-//! 2. Images are written and synced, and the file's name with them: a frame must never name what a crash takes
-//!    away (I7 for batches).
+//! 2. Images are written and synced, and the file's name with them: a frame must never name a file that a
+//!    crash takes away (I7 for batches).
 //! 3. The batch is logged. From here on the file stays while replay may start before the batch.
 //!
-//! A batch that is refused, or finds no space, takes its file with it. Where nobody can say whether the frame
-//! is in the log, the file is left: recovery may find the frame. A crash before 3 leaves a file that no frame
-//! names: the next open finds that none that it replays does.
+//! A batch that is refused, or finds no space, takes its file with it. Where it is unknown whether the frame
+//! is in the log, the file is left, because recovery may find the frame. A crash before 3 leaves a file that
+//! no frame names; the next open finds that no replayed frame names it.
 
 use remanent_format::image::{ImagePurpose, ImageRef};
 use remanent_format::{Lsn, PageId, PageInfo, Place, StoreId};
@@ -19,7 +19,7 @@ use crate::error::Result;
 use crate::images::numbers::ImageFiles;
 use crate::options::Compression;
 
-/// The images of a batch that is not logged yet. Their file is removed when this is dropped.
+/// The images of a batch that is not logged yet. Dropping this removes their file.
 pub(crate) struct AheadImages<'a> {
     files: &'a ImageFiles,
     file: u64,
@@ -28,8 +28,8 @@ pub(crate) struct AheadImages<'a> {
 }
 
 impl<'a> AheadImages<'a> {
-    /// Writes pages, none of them empty, to a file of their own, and makes it durable. No space is a clean
-    /// failure.
+    /// Writes pages, none of them empty, to a file of their own, and makes it durable. A lack of space is a
+    /// clean failure.
     pub fn write(
         files: &'a ImageFiles,
         store: StoreId,
@@ -37,19 +37,20 @@ impl<'a> AheadImages<'a> {
         pages: &[(PageId, &'a [u8])],
     ) -> Result<Self> {
         let _phase = phases::enter(Phase::WriteAhead);
-        // 1.
+        // 1. From here on the number is taken, whatever becomes of the file.
         let file = files.begin_for_batch();
         let (disk, purpose) = (files.disk().clone(), ImagePurpose::Batch);
         let writer = ImageWriter::create(disk, store, file, purpose, compression);
         let writer = writer.inspect_err(|_| files.forget(file))?;
-        // 2.
+        // 2. Dropping this before the batch is logged removes the file.
         let mut ahead = Self { files, file, images: Vec::new(), is_refused: true };
-        // Neither epoch nor Lsn is known before the batch is logged, and an image does not tell the place.
+        // Neither epoch nor Lsn is known before the batch is logged, and an image does not state its place.
         let info = |(page, bytes): &(PageId, &'a [u8])| {
             (PageInfo::new(*page, bytes.len() as u64, Place::Host), *bytes)
         };
         ahead.images = writer.write_all(&pages.iter().map(info).collect::<Vec<_>>())?;
         writer.sync()?;
+        assert!(ahead.images.len() == pages.len()); // I7: all that the frame will name is synced.
         Ok(ahead)
     }
 
@@ -58,13 +59,13 @@ impl<'a> AheadImages<'a> {
         &self.images
     }
 
-    /// 3. Batch `lsn` is logged: the file stays.
+    /// 3. Notes that batch `lsn` is logged: the file stays.
     pub fn logged(mut self, lsn: Lsn) {
         self.is_refused = false;
         self.files.logged(self.file, lsn);
     }
 
-    /// The batch may be logged or not; the next open finds out. The file stays until then.
+    /// Leaves the file, because the batch may be logged or not. The next open finds out.
     pub fn leave(&mut self) {
         self.is_refused = false;
     }

@@ -1,11 +1,11 @@
-//! Several image files that are written side by side, for one snapshot.
+//! Several image files that are written at the same time, for one snapshot.
 //!
-//! The kernel lets one thread at a time write to a file through its cache: four that append to one file of tmpfs write
-//! no more than one does (2.7 GB/s on 2 cores, 5.7 with a file for each of two threads; through a mapping, whose pages
-//! are zeroed first, 2.9 to 3.4). So each thread that writes has a file to itself meanwhile. To write past the cache
-//! would gain nothing: where four threads fill a disk so with 1.6 to 2.1 GB/s, a snapshot reached 1.0 to 1.2 times that.
+//! The kernel lets one thread at a time write to a file through its cache. Four threads that append to one
+//! file of tmpfs write no more than one thread does: 2.7 GB/s on 2 cores, against 5.7 with a file for each of
+//! two threads. So each thread that writes has a file to itself meanwhile. Writing through a mapping or past
+//! the cache gained less or nothing.
 //!
-//! A crash here leaves image files that are nobody's.
+//! A crash here leaves image files that nothing names.
 
 use std::convert::Infallible;
 use std::ops::Range;
@@ -21,11 +21,11 @@ use crate::disk::Disk;
 use crate::error::{Error, Result};
 use crate::options::Compression;
 
-/// Chunks for which another file is worth its name and its sync. Of small files a store would have many: beyond a
-/// number of them snapshots write the shortest again.
+/// The number of chunks that are worth another file, with its name and its sync. Without it a store would
+/// have many small files: beyond a number of files, snapshots write the shortest ones again.
 const CHUNKS_MIN: u64 = 8;
 
-/// How many files threads that write so many bytes, in chunks of such a length, have side by side.
+/// How many files are written at the same time for this many bytes, in chunks of `chunk_len`.
 pub(crate) fn file_count(bytes: u64, chunk_len: u64, threads: usize) -> u64 {
     (bytes / (CHUNKS_MIN * chunk_len)).clamp(1, threads as u64)
 }
@@ -34,13 +34,14 @@ pub(crate) fn file_count(bytes: u64, chunk_len: u64, threads: usize) -> u64 {
 pub(crate) struct ImageWriters {
     disk: Arc<dyn Disk>,
     files: Vec<ImageWriter>,
-    /// Of each file, how many threads append to it, and which of all chunks was its last one.
+    /// For each file, how many threads append to it, and which of all chunks was its last one.
     uses: Mutex<Vec<(usize, u64)>>,
 }
 
 impl ImageWriters {
-    /// Begins the image files of these numbers; up to `threads_max` threads compress a chunk, or read chunks back. No
-    /// space is a clean failure here and in the following: who gets it abandons the files.
+    /// Begins the image files of these numbers. Up to `threads_max` threads compress a chunk, or read chunks
+    /// back. No space is a clean failure, here and in the calls that follow: a caller that gets it abandons
+    /// the files.
     pub fn create(
         disk: Arc<dyn Disk>,
         store: StoreId,
@@ -63,8 +64,8 @@ impl ImageWriters {
         Ok(writers)
     }
 
-    /// Has a chunk appended to a file to which nobody else appends, if there is one, and of these to the one that has
-    /// waited longest: so as many chunks as there are files leave none of them empty.
+    /// Appends a chunk to a file to which no other thread appends, if there is one, and of these to the file
+    /// that has waited longest. So as many chunks as there are files leave none of them empty.
     pub fn append<T>(&self, append: impl FnOnce(&ImageWriter) -> T) -> T {
         let file = {
             let mut uses = self.uses.lock();
@@ -78,13 +79,14 @@ impl ImageWriters {
         appended
     }
 
-    /// Bytes written so far, or being written.
+    /// Bytes that were written so far or are being written.
     pub fn byte_len(&self) -> u64 {
         self.files.iter().map(ImageWriter::byte_len).sum()
     }
 
-    /// Makes the files and their names durable. All are synced at once, so that a file system's journal is written once.
-    /// No space for one of them is a clean failure only if no other one failed otherwise.
+    /// Makes the files and their names durable (I7). All are synced at once, so that a file system's journal
+    /// is written once. A lack of space for one of them is a clean failure only if no other one failed in
+    /// another way.
     pub fn sync(&self) -> Result<()> {
         let count = self.files.len();
         let sync = |(): &mut (), index: usize| Ok::<_, Infallible>(self.files[index].sync_bytes());

@@ -1,57 +1,64 @@
-//! Who waits for syncs, and whether the next sync waits for more of them.
+//! Group commit: which committers a sync serves, and whether the next sync waits for more of them.
 //!
-//! Threads that commit again and again fall into two halves: one waits while the group of the other is synced, and
-//! each thread waits for two syncs a commit. Of short groups a sync takes little longer for both halves than for one.
-//! So the next one begins only when those whom the last one served are back with another commit. Not all of them may
-//! come: they are waited for half a sync at most, counted from the end of the last one, and where most did not come in
-//! that time, not at all for a while. `remanent bench commit --threads 8 --len 4KiB --ack durable` on 2 cores, without
-//! and with it: 0.87 and 1.00 times the raw loop's commits.
+//! Threads that commit again and again fall into two halves. One half waits while the group of the other half
+//! is synced, so each thread waits for two syncs a commit. For short groups, a sync that serves both halves
+//! takes little longer than a sync that serves one. So the next sync begins only when the committers that the
+//! last one served are back with another commit.
 //!
-//! Of long groups a sync takes as long as their bytes do, and so does it to copy and check the next ones: the disk is
-//! to have one half while the processors have the other. So nobody waits for more than [`ENOUGH_BYTES`].
+//! Some of them may not come back. The log waits for them for at most half a sync, counted from the end of
+//! the last one. Where most of them did not come in that time, it does not wait at all for a while. `remanent
+//! bench commit --threads 8 --len 4KiB --ack durable` on 2 cores made 0.87 of the raw loop's commits without
+//! this wait and 1.00 with it.
 //!
-//! Kept behind the log's lock; nothing here waits. A crash here loses nothing: nobody was told of what waits.
+//! A long group takes the disk as long as its bytes need, and copying and checking the next group takes the
+//! processors as long. The disk is to write one half while the processors prepare the other. So no sync waits
+//! once it takes [`ENOUGH_BYTES`].
+//!
+//! The log's lock guards this; nothing here waits. A crash here loses nothing: no caller was told that a
+//! batch is durable while it is counted here.
 
 use std::time::Duration;
 
 use crate::base::sync::Instant;
 
-/// After waiting in vain again and again, so many syncs begin at once before the next try.
+/// After it waited in vain again and again, the log begins up to this many syncs at once before it tries to
+/// wait again.
 const HASTE_MAX: u32 = 32;
 
-/// A group so long waits for nobody. Where 8 threads that committed 64 KiB each were waited for, a write of six frames
-/// took 320 us and the disk was idle for 165 us before the next one; now it writes four in 240 us and is idle for
-/// 40 us, as in the raw loop (0.80 and 0.92 of its commits). With twice the bound four threads made a
-/// twentieth more, and eight with 32 KiB a twelfth less.
-///
-/// A thread that does nothing but sync, and goes on with the next group at once, did worse than that: whom it woke ran
-/// before it had begun the next write (0.60 of the raw loop; 0.80 if it woke one, who woke the others).
+/// A group of this length waits for no further committer. Where the log waited for 8 threads that committed
+/// 64 KiB each, a write of six frames took 320 us and the disk was idle for 165 us before the next one. With
+/// this bound a write takes four frames and 240 us, and the disk is idle for 40 us, as in the raw loop (0.80
+/// and 0.92 of its commits).
 const ENOUGH_BYTES: u64 = 128 << 10;
 
-/// The threads that wait for their batches to be durable.
+/// The committers that wait for their batches to be durable, and how long the next sync waits for more of
+/// them.
 pub(super) struct Waiters {
-    /// How many of them the sync under way serves, and how many the next one will.
+    /// How many of them the sync under way serves.
     served_now: usize,
+    /// How many of them the next sync will serve.
     served_next: usize,
-    /// How many the last one served, and how many of those have not come back.
+    /// How many the last sync served.
     served_last: usize,
+    /// How many of those have not come back with another commit.
     away: usize,
-    /// Whether one of them wakes by itself, to begin the sync without those who are away.
+    /// Whether one of them wakes by itself, to begin the sync without the committers that are away.
     pub is_watched: bool,
     /// When the last sync began, and when it ended.
     began: Instant,
     ended: Instant,
-    /// How long those who are away are waited for.
+    /// How long the next sync waits for the committers that are away.
     patience: Duration,
     /// How long the last sync took.
     took: Duration,
-    /// So many syncs begin at once, because waiting was in vain; and how many they were in all.
+    /// Syncs that are yet to begin at once, because waiting was in vain.
     haste: u32,
+    /// How many they were in all; doubled each time, so that a load whose threads never return pays little.
     haste_len: u32,
 }
 
 impl Waiters {
-    /// Nobody.
+    /// No committer waits yet.
     pub fn new(now: Instant) -> Self {
         Self {
             served_now: 0,
@@ -68,31 +75,34 @@ impl Waiters {
         }
     }
 
-    /// Somebody waits for a batch that the sync under way has taken.
+    /// Counts a committer whose batch the sync under way has taken.
     pub fn come_late(&mut self) {
         self.served_now += 1;
     }
 
-    /// Somebody waits for a batch that the next sync will take.
+    /// Counts a committer whose batch the next sync will take.
     pub fn come(&mut self) {
         self.served_next += 1;
-        // Nobody is away while a sync is under way.
+        // `away` is zero while a sync is under way, so a committer that comes then is not taken for one that
+        // returned.
         self.away = self.away.saturating_sub(1);
     }
 
-    /// Whether somebody waits who will begin the next sync.
+    /// Whether a committer waits that will begin the next sync.
     pub fn has_next(&self) -> bool {
         self.served_next > 0
     }
 
-    /// Until when the next sync, which takes so many bytes by now, waits for more; `None` if it may begin.
+    /// Until when the next sync waits for more, given the bytes that it takes by now; `None` if it may begin.
     pub fn more_until(&self, bytes: u64, now: Instant) -> Option<Instant> {
         let until = self.ended + self.patience;
         (self.away > 0 && bytes < ENOUGH_BYTES && self.haste == 0 && now < until).then_some(until)
     }
 
-    /// A sync begins.
+    /// Notes that a sync begins; it serves every committer that waits by now.
     pub fn begin(&mut self, now: Instant) {
+        // The wait was in vain only if it ran to its end. A sync that began early, because its group was long
+        // enough, says nothing of the committers that were away.
         let waited = !self.patience.is_zero() && now >= self.ended + self.patience;
         if self.haste > 0 {
             self.haste -= 1;
@@ -102,17 +112,19 @@ impl Waiters {
             self.haste_len = (2 * self.haste_len).clamp(1, HASTE_MAX);
             self.haste = self.haste_len;
         }
-        // Who watched may wake after this sync has ended, and is not to keep others from watching for the next one.
+        // The committer that watched may wake only after this sync has ended. A flag left set would keep
+        // others from watching for the next one, and that sync would begin late.
         self.is_watched = false;
         self.served_now += std::mem::take(&mut self.served_next);
         self.away = 0;
         self.began = now;
     }
 
-    /// The sync has ended; returns how many it served.
+    /// Notes that the sync has ended; returns how many committers it served.
     pub fn end(&mut self, now: Instant) -> usize {
         let took = now - self.began;
-        // A sync that took unusually long says nothing about the next one.
+        // A sync that took unusually long says nothing about the next one, so the shorter of the last two
+        // counts.
         self.patience = took.min(self.took) / 2;
         self.took = took;
         self.ended = now;
@@ -128,14 +140,14 @@ mod tests {
 
     const SYNC: Duration = Duration::from_micros(100);
 
-    /// Waiters, and what time it is for them.
+    /// The waiters, and the time that it is for them.
     struct Log {
         waiters: Waiters,
         now: Instant,
     }
 
     impl Log {
-        /// Two syncs have served `count` threads.
+        /// A log whose last two syncs served `count` threads each.
         fn with(count: usize) -> Self {
             let now = Instant::now();
             let mut log = Self { waiters: Waiters::new(now), now };
@@ -156,19 +168,19 @@ mod tests {
             self.waiters.end(self.now)
         }
 
-        /// How long the next sync waits if nobody comes.
+        /// How long the next sync waits if no committer comes.
         fn waits(&self) -> Duration {
             self.waits_with(0)
         }
 
-        /// The same, if it takes so many bytes.
+        /// How long it waits if it takes this many bytes.
         fn waits_with(&self, bytes: u64) -> Duration {
             self.waiters.more_until(bytes, self.now).map_or(Duration::ZERO, |until| until - self.now)
         }
     }
 
     #[test]
-    fn a_sync_waits_for_those_whom_the_last_one_served_and_no_longer() {
+    fn a_sync_waits_for_the_committers_that_the_last_one_served_and_no_longer() {
         let mut log = Log::with(3);
         assert_eq!(log.waits(), SYNC / 2);
         log.come(2);
@@ -182,14 +194,14 @@ mod tests {
     }
 
     #[test]
-    fn a_long_group_waits_for_nobody() {
+    fn a_long_group_does_not_wait() {
         let mut log = Log::with(8);
         log.come(4);
         assert_eq!(
             [ENOUGH_BYTES - 1, ENOUGH_BYTES].map(|bytes| log.waits_with(bytes)),
             [SYNC / 2, Duration::ZERO]
         );
-        // That nobody was waited for says nothing of those who are away.
+        // That the log did not wait says nothing of the committers that are away.
         log.sync(SYNC);
         assert_eq!(log.waits(), SYNC / 2);
     }
@@ -199,7 +211,7 @@ mod tests {
         let mut log = Log::with(4);
         log.come(4);
         log.waiters.begin(log.now);
-        // The other half, and one whose batch the sync has taken already.
+        // The other half, and one committer whose batch the sync has taken already.
         (0..3).for_each(|_| log.waiters.come());
         log.waiters.come_late();
         log.now += SYNC;
@@ -212,19 +224,19 @@ mod tests {
     }
 
     #[test]
-    fn nobody_waits_for_himself_or_where_nobody_was_served() {
+    fn a_committer_does_not_wait_for_itself_nor_after_a_sync_that_served_none() {
         let mut log = Log::with(1);
         log.come(1);
         assert_eq!(log.waits(), Duration::ZERO);
         log.sync(SYNC);
-        // The keeper's sync.
+        // The keeper began this sync, and it served no committer.
         assert_eq!(log.sync(SYNC), 0);
         log.come(1);
         assert_eq!(log.waits(), Duration::ZERO);
     }
 
     #[test]
-    fn those_who_do_not_come_back_are_waited_for_less_and_less_often() {
+    fn committers_that_do_not_come_back_are_waited_for_less_and_less_often() {
         let mut log = Log::with(4);
         let mut waited = Vec::new();
         for _ in 0..80 {
@@ -232,13 +244,13 @@ mod tests {
             let waits = log.waits();
             waited.push(waits > Duration::ZERO);
             log.now += waits;
-            // The others of the four are still served: each time by a sync that ends after they came.
+            // A sync still serves the others of the four: each time one that ends after they came.
             (0..3).for_each(|_| log.waiters.come_late());
             log.sync(SYNC);
         }
         let tries: Vec<usize> = (0..80).filter(|at| waited[*at]).collect();
         assert_eq!(tries, [0, 2, 5, 10, 19, 36, 69]);
-        // Most of them come.
+        // Now most of them come back.
         for _ in 0..40 {
             log.come(3);
             log.waiters.come_late();
@@ -249,18 +261,18 @@ mod tests {
     }
 
     #[test]
-    fn who_watched_for_one_sync_keeps_nobody_from_watching_for_the_next() {
+    fn a_watcher_for_one_sync_keeps_none_from_watching_for_the_next() {
         let mut log = Log::with(4);
         log.waiters.is_watched = true;
-        // It has not woken yet when the sync ends.
+        // The watcher has not woken yet when the sync ends.
         log.sync(SYNC);
         assert!(!log.waiters.is_watched);
     }
 
     #[test]
-    fn a_sync_that_nobody_waited_with_says_nothing_of_those_who_are_away() {
+    fn a_sync_without_a_committer_says_nothing_of_those_that_are_away() {
         let mut log = Log::with(4);
-        // By the keeper, or for a new segment.
+        // The keeper began it, or a committer that needed a new segment.
         log.come(1);
         log.sync(SYNC);
         assert_eq!(log.waits(), SYNC / 2);

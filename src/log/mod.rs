@@ -1,7 +1,12 @@
-//! The log's way to the disk: segment files, appending, and the threads that sync, seal and make
-//! segments ahead.
+//! The log's way to the disk: segment files, appending, and the threads that sync, seal and make segments
+//! ahead.
 //!
-//! Reading it back is the format crate's (`remanent_format::log`).
+//! A frame that was appended survives the death of the process, unless the log is direct; a frame that was
+//! synced survives a power cut. A crash inside this folder loses no frame that a caller was told of, because
+//! each answer is given only after the write or sync that it names.
+//!
+//! Reading the log back is the format crate's work (`remanent_format::log`), so that a verifier uses the same
+//! rules as recovery.
 
 pub(crate) mod segments;
 mod state;

@@ -1,6 +1,8 @@
-//! Where the log stands: the segment that takes frames, those ahead, and what no sync has taken yet.
+//! Where the log stands: the segment that takes frames, those ahead, and the bytes that no sync has taken
+//! yet.
 //!
-//! Kept behind one lock of [`super::writer::Log`]; nothing here waits or touches the disk.
+//! One lock of [`super::writer::Log`] guards this. Nothing here waits or touches the disk, so a committer
+//! holds that lock for about as long as its frame takes to copy.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -18,19 +20,19 @@ use crate::base::sync::Instant;
 use crate::disk::Window;
 use crate::error::Error;
 
-/// Empty segments kept ahead of the current one. One is demanded by I8; the second is there so that a
-/// roll finds the one that it must have.
+/// Number of empty segments that are kept ahead of the current one. I8 demands one. The second one lets a
+/// roll find the segment that must exist after it, so that a frame does not wait until one is made.
 pub(super) const AHEAD: usize = 2;
 
 /// The log as an open leaves it: where the next frame goes.
 pub(crate) struct LogStart {
-    /// The end of the last batch.
+    /// The point after the last batch.
     pub point: LogPoint,
-    /// The chain hash that the next frame names: that of the opening seal.
+    /// The chain hash that the next frame names: the hash of the opening seal (I3).
     pub chain: u32,
-    /// Where the opening seal ends.
+    /// The offset at which the opening seal ends.
     pub offset: u64,
-    /// The opening segment.
+    /// The opening segment, which takes frames first.
     pub current: SegmentFile,
     /// The empty segment after it.
     pub next: SegmentFile,
@@ -38,11 +40,13 @@ pub(crate) struct LogStart {
     pub verified: Vec<VerifiedSnapshot>,
 }
 
-/// Bounds of [`LogState::sync_after_bytes`].
+/// Bounds of [`LogState::sync_after_bytes`]. After a crash an open copies what no sync took, so the upper
+/// bound holds however long segments are.
 const SYNC_AFTER_MIN: u64 = 128 << 10;
 const SYNC_AFTER_MAX: u64 = 8 << 20;
 
-/// Bounds of [`LogState::upcoming_len`].
+/// Bounds of [`LogState::upcoming_len`]: something for a log that was idle, and no more than one long
+/// segment.
 const UPCOMING_MIN: u64 = 64 << 10;
 const UPCOMING_MAX: u64 = 16 << 20;
 
@@ -50,50 +54,54 @@ const UPCOMING_MAX: u64 = 16 << 20;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LogStats {
-    /// Batches appended.
+    /// Number of batches appended.
     pub batches: u64,
-    /// Seals appended.
+    /// Number of seals appended.
     pub seals: u64,
     /// Bytes of frames, padding included.
     pub bytes: u64,
-    /// Groups made durable.
+    /// Number of groups made durable.
     pub syncs: u64,
-    /// Segments entered.
+    /// Number of segments entered.
     pub rolls: u64,
 }
 
+/// The state of an open log, behind the lock of [`super::writer::Log`].
 pub(super) struct LogState {
     pub current: LiveSegments,
     pub ahead: VecDeque<LiveSegments>,
     pub point: LogPoint,
     pub chain: u32,
     pub offset: u64,
-    /// Whether the next frame joins the group of the last one.
+    /// Whether the next frame joins the group of the last one. A sync closes the group, because the last
+    /// block of a synced group must not be written again (I5).
     pub group_open: bool,
     /// Ranges that no sync has taken yet.
     pub dirty: Vec<DirtyRange>,
     pub dirty_bytes: u64,
     pub dirty_since: Option<Instant>,
-    /// Segments left behind, with their last batch, until that is durable.
+    /// Segments that the log has left, each with its last batch, until that batch is durable.
     pub left_behind: VecDeque<(u64, Lsn)>,
-    /// Seals that are synced.
+    /// Number of seals that are synced. A snapshot counts as recorded only after its seal is among them (I7).
     pub seals_durable: u64,
-    /// Seals given up because the disk is full, or the system short of something; and why the last one was.
+    /// Number of seals given up because the disk was full or the system short of something.
     pub seals_refused: u64,
+    /// Why the last seal was given up.
     pub seal_refusal: Option<Error>,
     pub durable: Lsn,
-    /// Whether a thread is syncing; another one waits for it.
+    /// Whether a thread is syncing; another thread waits for it.
     pub syncing: bool,
-    /// The newest batch that the last sync began with; what comes after it waits for the next one.
+    /// The newest batch that the last sync began with. Batches after it wait for the next sync.
     pub sync_target: Lsn,
-    /// Syncs begun.
+    /// Number of syncs begun. Its parity chooses the condition variable that a committer waits at.
     pub syncs_begun: usize,
     pub waiters: Waiters,
-    /// Whether the keeper sleeps until it is woken. Else it looks again by itself before the next frame is due.
+    /// Whether the keeper sleeps until it is woken. If not, it looks again by itself before the next frame is
+    /// due, and an append saves a system call.
     pub keeper_asleep: bool,
     /// Whether a task, or a thread with a time limit, waits for the next sync, which the keeper begins at once then.
     pub sync_wanted: bool,
-    /// Whether the last frame is a seal that says all there is to say.
+    /// Whether the last frame is a seal that covers everything before it.
     pub sealed: bool,
     pub seal_now: bool,
     /// Whether a seal was given up that may take the reserve when the store closes.
@@ -109,34 +117,44 @@ pub(super) struct LogState {
     pub ahead_bytes: u64,
 }
 
+/// A segment that takes frames, or will. Its file stays open through the window alone.
 pub(super) struct LiveSegments {
     pub number: u64,
     pub len: u64,
     pub window: Arc<dyn Window>,
 }
 
+/// A range of frames that were put and that no sync has taken yet.
 pub(super) struct DirtyRange {
     pub window: Arc<dyn Window>,
     pub from: u64,
     pub to: u64,
 }
 
-/// Where frames will go.
+/// A range of a segment that the next frames will fill.
 pub(super) struct NextSegments {
     pub window: Arc<dyn Window>,
     pub from: u64,
     pub len: u64,
 }
 
+/// The answer to a request for room for a frame: what must be done before it is put.
 pub(super) enum Room {
+    /// The frame has room now.
     Ready,
+    /// A segment must be made first, which takes syncs and no state lock.
     AfterGrowth,
+    /// This batch must be durable first, or a power cut would find more than two unsynced segments.
     AfterSync(Lsn),
 }
 
 impl LogState {
-    /// The log of an open store, to which nothing was appended yet.
+    /// Makes the state of a log that was just opened, to which nothing was appended yet.
     pub fn new(start: LogStart) -> Self {
+        // I8: the empty segment after the opening is there, and the walk finds it by its number.
+        assert!(start.next.number == start.current.number + 1);
+        // I5: no frame lies in the header block.
+        assert!(start.offset >= SEGMENT_HEADER_BLOCK);
         let (current, next) = (live(start.current), live(start.next));
         let now = Instant::now();
         Self {
@@ -174,18 +192,20 @@ impl LogState {
         }
     }
 
-    /// Finds room for a frame of `frame_len` bytes, going on to the next segment where that is allowed.
+    /// Finds room for a frame of `frame_len` bytes, and goes on to the next segment where that is allowed. If
+    /// it is not, the caller does the thing that the answer names, without this lock, and asks again.
     pub fn room_for(&mut self, frame_len: u64) -> Room {
         if self.next_offset() + frame_len <= self.current.len {
             return Room::Ready;
         }
         let long_enough = self.ahead.front().is_some_and(|next| SEGMENT_HEADER_BLOCK + frame_len <= next.len);
-        // I8: the segment after the one that we enter exists, synced, with its name.
+        // I8: the segment after the one that the log enters exists, synced, with its name. A reader takes a
+        // missing newest segment for damage, so its absence must never be ordinary.
         if !long_enough || self.ahead.len() < AHEAD {
             return Room::AfterGrowth;
         }
-        // No frame enters a segment before the last but one is durable, so that a power cut never finds
-        // more than two of them unsynced.
+        // No frame enters a segment before the last but one is durable, so that a power cut never finds more
+        // than two of them unsynced.
         if let Some(&(_, last)) = self.left_behind.back() {
             return Room::AfterSync(last);
         }
@@ -193,20 +213,25 @@ impl LogState {
         if self.point.lsn > self.durable {
             self.left_behind.push_back((self.current.number, self.point.lsn));
         }
+        let number_left = self.current.number;
         self.current = self.ahead.pop_front().expect("two are ahead");
+        assert!(self.current.number == number_left + 1); // I3: the walk looks for the next frame there.
+        assert!(!self.ahead.is_empty()); // I8
         self.offset = SEGMENT_HEADER_BLOCK;
+        // A frame that joins a group lies directly after the one before, so the first frame of a segment
+        // starts one.
         self.group_open = false;
         self.stats.rolls += 1;
         Room::Ready
     }
 
-    /// How many bytes of frames may come until the keeper looks again: four times as many as no sync has taken yet, for
-    /// it may be some syncs until then, and some where there are few.
+    /// How many bytes of frames may come until the keeper looks again. It is four times the bytes that no
+    /// sync has taken yet, because several syncs may pass until then, and a minimum where those are few.
     pub fn upcoming_len(&self) -> u64 {
         self.dirty_bytes.saturating_mul(4).clamp(UPCOMING_MIN, UPCOMING_MAX)
     }
 
-    /// The places of the next `len` bytes of frames.
+    /// The ranges that the next `len` bytes of frames will fill.
     pub fn upcoming(&self, len: u64) -> Vec<NextSegments> {
         let mut left = len;
         let here = (&self.current, self.offset);
@@ -224,18 +249,20 @@ impl LogState {
         self.waiters.more_until(self.dirty_bytes, Instant::now())
     }
 
-    /// The keeper syncs at once when so many bytes are not synced yet. After a crash an open copies them, and on a full
-    /// disk it has only the reserve for it, of which each segment is as long as this one.
+    /// The keeper syncs at once when this many bytes are not synced yet. After a crash an open copies them,
+    /// and on a full disk it has only the reserve for that. Each segment of the reserve is as long as this
+    /// one.
     pub fn sync_after_bytes(&self) -> u64 {
         (self.current.len / 2).clamp(SYNC_AFTER_MIN, SYNC_AFTER_MAX)
     }
 
-    /// Bytes that a replay reads of what was appended: frames, and the images that they name.
+    /// Bytes that a replay reads of the batches appended so far: frames, and the images that they name.
     pub fn replay_bytes(&self) -> u64 {
         self.stats.bytes + self.ahead_bytes
     }
 
-    /// Where the next frame begins.
+    /// Where the next frame begins: directly after the last one in an open group, otherwise on a new block
+    /// (I5).
     pub fn next_offset(&self) -> u64 {
         align_up(self.offset, if self.group_open { FRAME_ALIGN } else { GROUP_ALIGN })
     }
@@ -247,17 +274,18 @@ pub(super) fn live(segment: SegmentFile) -> LiveSegments {
     LiveSegments { number, len, window }
 }
 
-/// What the watcher waits for.
+/// A request of the watcher: the growth of the log that it waits for.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct GrowthWatch {
-    /// A batch, or bytes of frames and of images written ahead: either is enough.
+    /// A batch, or a number of bytes of frames and of images written ahead: either is enough.
     pub(super) wanted: Option<(Lsn, u64)>,
-    /// Whether the watcher was called before it could wait.
+    /// Whether the watcher was called before it could wait. Without this flag a call in that gap would be
+    /// lost.
     pub(super) called: bool,
 }
 
 impl GrowthWatch {
-    /// Whether the watcher waits for what has just come about.
+    /// Whether the log has reached the growth that the watcher waits for.
     pub fn is_reached(&self, lsn: Lsn, bytes: u64) -> bool {
         self.wanted.is_some_and(|wanted| lsn >= wanted.0 || bytes >= wanted.1)
     }
@@ -288,7 +316,7 @@ mod tests {
     #[test]
     fn a_sync_waits_for_more_until_it_takes_enough_bytes() {
         let mut state = opened();
-        // Two syncs that took hours have served two threads, and one of them is back.
+        // Two syncs that took hours have served two threads, and one of the threads is back.
         for began in [state.last_append; 2] {
             (0..2).for_each(|_| state.waiters.come());
             state.waiters.begin(began);

@@ -1,6 +1,10 @@
-//! The log's two threads: the keeper, which syncs and seals, and the maker, which makes segments
-//! ahead. Two, because making one takes syncs of its own, and a frame must not wait for them longer than it
-//! was promised.
+//! The log's two threads: the keeper, which syncs and seals, and the maker, which makes segments ahead.
+//!
+//! They are two, because making a segment takes syncs of its own. A frame is synced at the latest
+//! [`SYNC_AFTER`] after it was logged, and filling the reserve takes longer than that.
+//!
+//! A crash here loses at most frames that no caller was told are durable. A segment that was being made is a
+//! temporary file, which the next open removes.
 
 use std::time::Duration;
 
@@ -12,27 +16,31 @@ use super::writer::{Log, SyncGuard};
 use crate::base::sync::Instant;
 use crate::error::Result;
 
-/// A frame is synced at the latest this long after it was logged.
+/// A frame is synced at the latest this long after it was logged, if no committer waits for it earlier.
 const SYNC_AFTER: Duration = Duration::from_millis(10);
-/// A busy period ends when nothing came for this long; then a seal says that all of it is durable.
+/// A busy period ends when nothing was appended for this long; then a seal says that all of it is durable.
 const SEAL_AFTER: Duration = Duration::from_millis(10);
-/// How long the maker leaves a full disk alone, or a system that is short of something.
+/// How long the maker leaves a full disk alone, or a system that is short of something. Trying at once would
+/// only take processor time from the thread that frees space.
 const GROW_AGAIN_AFTER: Duration = Duration::from_millis(500);
 
 impl Log {
-    /// The keeper's life.
+    /// The keeper's life: sync what is due, seal what is idle, until the log stops.
     pub fn keep(&self) {
         loop {
             match self.next_duty() {
                 Duty::Sync => {
+                    // Asked before the sync, which sets the bytes to zero that the answer follows from.
                     let len = self.state.lock().upcoming_len();
                     self.or_fail(Self::sync);
                     self.prefault(len);
+                    // After the sync that is due: on a busy disk bringing memory in may wait, too.
                 }
                 Duty::Seal => self.or_fail(Self::seal),
                 Duty::Stop => break,
             }
         }
+        // The last wake-up: a thread that waits for progress must find that there will be none.
         self.notify_all();
     }
 
@@ -43,11 +51,13 @@ impl Log {
         self.progress.notify_all();
     }
 
-    /// Waits for something to do.
+    /// Waits until a sync or a seal is due, or the log stops.
     fn next_duty(&self) -> Duty {
         let mut state = self.state.lock();
         loop {
             if self.check().is_err() {
+                // The log has failed, so nothing more becomes durable. Waiting threads must hear of it: one
+                // that found the log sound just before the failure went to sleep since, under this lock.
                 if state.stop {
                     return Duty::Stop;
                 }
@@ -55,17 +65,25 @@ impl Log {
                 self.work.wait(&mut state);
                 continue;
             }
+            // Set again only before a sleep without an end. An append that finds it unset saves the system
+            // call of a wake-up.
             state.keeper_asleep = false;
             let now = Instant::now();
             let sync_at = state.dirty_since.map(|since| since + SYNC_AFTER);
+            // A seal that records a snapshot goes first: it waits for no pause, because a steady stream of
+            // commits would keep the snapshot from ending.
             if state.seal_now {
                 return Duty::Seal;
             }
             let is_much = state.dirty_bytes >= state.sync_after_bytes();
+            // A committer that waits has begun its own sync; the clock is for batches without a waiting
+            // committer.
             let due = state.stop || state.sync_wanted || is_much || sync_at.is_some_and(|at| at <= now);
             if !state.dirty.is_empty() && due {
                 return Duty::Sync;
             }
+            // I4: after a seal, marks cover everything that was acknowledged. Without it the last group of an
+            // idle log looks like a torn tail when its bytes rot.
             let unsealed = !state.sealed || (state.stop && state.seal_missed);
             let idle = state.dirty.is_empty() && !state.syncing && unsealed;
             let seal_at = idle.then(|| state.last_append + SEAL_AFTER);
@@ -87,10 +105,9 @@ impl Log {
         }
     }
 
-    /// Brings the memory of the next frames in, so that who commits need not wait for it: beside a snapshot that
-    /// keeps the disk busy, a first store into a page took 2 to 4 ms at times, and with this 0.2. A segment that is
-    /// recycled meanwhile loses nothing: no byte is changed. It comes behind the sync that is due: on a busy disk this
-    /// may wait, too.
+    /// Brings the memory of the next frames in, so that no committer waits for it. While a snapshot kept the
+    /// disk busy, a first store into a page took 2 to 4 ms at times, and 0.2 ms with this. A segment that is
+    /// recycled meanwhile loses nothing, because no byte is changed.
     fn prefault(&self, len: u64) {
         let upcoming = self.state.lock().upcoming(len);
         for place in upcoming {
@@ -98,9 +115,10 @@ impl Log {
         }
     }
 
-    /// Makes durable what was logged so far.
+    /// Makes durable everything that was logged so far.
     fn sync(&self) -> Result<()> {
         let mut state = self.state.lock();
+        // Another thread's sync may have begun before the newest frame, so the keeper looks again after it.
         while !state.dirty.is_empty() || state.syncing {
             self.check()?;
             match SyncGuard::begin(self, &mut state) {
@@ -114,10 +132,14 @@ impl Log {
         Ok(())
     }
 
-    /// Appends a seal and syncs it. The seal of an idle log says that everything is durable; a batch that
-    /// came in between goes first, and the seal gets another turn. A seal that records snapshots cannot wait
-    /// for a pause that may never come: it says what is durable so far. A disk too full for a seal, or a shortage,
-    /// costs the seal, nothing else: the batches before it are durable, only the log does not say so yet.
+    /// Appends a seal and syncs it.
+    ///
+    /// The seal of an idle log says that everything is durable (I4). A batch that came in between goes first,
+    /// and the seal gets another turn. A seal that records snapshots cannot wait for a pause that may never
+    /// come: it says what is durable so far.
+    ///
+    /// A disk too full for a seal, or a shortage, costs the seal and nothing else. The batches before it are
+    /// durable; only the log does not say so yet.
     fn seal(&self) -> Result<()> {
         loop {
             let mut state = self.state.lock();
@@ -125,10 +147,13 @@ impl Log {
             if !clean && !state.seal_now {
                 break;
             }
+            // Under the lock: a list that was recorded meanwhile is in this seal or the next one.
             let payload = encode_seal(&state.verified);
             match state.room_for(frame_len(payload.len() as u64)) {
                 Room::Ready => {
                     self.put(&mut state, FrameKind::Seal, &payload, crc32fast::hash(&payload))?;
+                    // A seal among unsynced frames covers only what is durable so far, so the log is not
+                    // sealed by it.
                     state.sealed = clean;
                     state.seal_now = false;
                     state.seal_missed = false;
@@ -136,14 +161,17 @@ impl Log {
                     break;
                 }
                 Room::AfterGrowth => {
-                    // A seal that only ends a busy period leaves the reserve alone: batches would follow it into
-                    // the segment that it took from there.
+                    // A seal that only ends a busy period leaves the reserve alone. Batches would follow it
+                    // into the segment that it took from there, and on a full disk slow commits used up the
+                    // whole reserve that way.
                     let last = state.seal_now || state.stop;
                     drop(state);
                     match self.grow(0, if last { SpacePurpose::Seal } else { SpacePurpose::User }) {
                         Ok(()) => {}
                         Err(error) if error.is_passing() => {
                             let mut state = self.state.lock();
+                            // Given up until the next batch: the keeper would otherwise try again without a
+                            // pause.
                             state.sealed = true;
                             state.seal_missed = !last;
                             if last {
@@ -157,6 +185,7 @@ impl Log {
                     }
                 }
                 Room::AfterSync(_) => {
+                    // The segment before the last one is not durable yet, so the seal waits as a batch does.
                     drop(state);
                     self.sync()?;
                 }
@@ -165,26 +194,27 @@ impl Log {
         self.sync()
     }
 
-    /// The maker's life.
+    /// The maker's life: keep two segments ahead and the reserve full, until the log stops.
     pub fn stay_ahead(&self) {
         let mut state = self.state.lock();
         while !state.stop {
             let lacking = state.ahead.len() < AHEAD || !state.reserve_full;
             match state.grow_after {
+                // Nothing is made for a poisoned store: it takes no batch any more.
                 _ if !lacking || self.poison.check().is_err() => self.room.wait(&mut state),
                 Some(at) if at > Instant::now() => {
                     self.room.wait_until(&mut state, at);
                 }
                 _ => {
                     drop(state);
-                    // Space that is too little for a segment may do for the reserve.
+                    // Space that is too little for a segment may be enough for the reserve.
                     let grown = self.grow(0, SpacePurpose::User);
                     let reserve_full = self.pool.add_to_reserve();
                     state = self.state.lock();
                     state.reserve_full = matches!(reserve_full, Ok(true));
                     match grown.and(reserve_full) {
                         Ok(_) => state.grow_after = None,
-                        // Whoever needs the segment now will be told.
+                        // A committer that needs the segment now gets this error from its own attempt.
                         Err(error) if error.is_passing() => {
                             tracing::debug!(%error, "no segment was made ahead; it is tried again later");
                             state.grow_after = Some(Instant::now() + GROW_AGAIN_AFTER);
@@ -197,6 +227,7 @@ impl Log {
     }
 }
 
+/// The keeper's next work, chosen under the state lock and done without it.
 enum Duty {
     Sync,
     Seal,

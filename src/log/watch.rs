@@ -1,5 +1,7 @@
-//! Waiting for the log to grow, without looking again and again: for who takes snapshots of its own
-//! accord.
+//! Waiting for the log to grow, for the thread that takes snapshots in the background.
+//!
+//! The thread sleeps until an append reaches the growth that it asked for. A thread that looked again and
+//! again would wake a processor of an idle store, and would see a burst of commits late.
 
 use remanent_format::Lsn;
 
@@ -8,10 +10,12 @@ use super::writer::Log;
 use crate::base::sync::Instant;
 
 impl Log {
-    /// Waits until the log has this batch, or so many bytes since it was opened; until the time has come, if
-    /// there is one; or until somebody calls. There is one watcher.
+    /// Waits until the log has batch `lsn`, or this many bytes since it was opened; until the time `until`,
+    /// if there is one; or until [`call_watcher`](Self::call_watcher). There is one watcher.
     pub fn watch(&self, lsn: Lsn, bytes: u64, until: Option<Instant>) {
         let mut state = self.state.lock();
+        // The request is entered before the log's growth is looked at, under one lock, so no append between
+        // the two is missed.
         state.watch.wanted = Some((lsn, bytes));
         let is_over = |state: &LogState| {
             state.watch.called || state.watch.is_reached(state.point.lsn, state.replay_bytes())
@@ -29,13 +33,14 @@ impl Log {
         state.watch = GrowthWatch::default();
     }
 
-    /// The newest batch, and the bytes since the log was opened: of frames, and of images that were written ahead.
+    /// The newest batch, and the bytes of frames and of images written ahead since the log was opened.
     pub fn length(&self) -> (Lsn, u64) {
         let state = self.state.lock();
         (state.point.lsn, state.replay_bytes())
     }
 
-    /// A batch that was appended names images of so many bytes.
+    /// Counts the bytes of the images that an appended batch names. A replay reads them, so they make a
+    /// snapshot due as frames do.
     pub fn count_ahead(&self, bytes: u64) {
         let mut state = self.state.lock();
         state.ahead_bytes += bytes;
@@ -44,7 +49,7 @@ impl Log {
         }
     }
 
-    /// Ends the watcher's wait, also one that has yet to begin.
+    /// Ends the watcher's wait, including a wait that has yet to begin.
     pub fn call_watcher(&self) {
         self.state.lock().watch.called = true;
         self.grown.notify_one();

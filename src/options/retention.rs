@@ -1,4 +1,4 @@
-//! What is kept of the past.
+//! The rules that say how much of the past is kept.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -6,8 +6,9 @@ use std::time::Duration;
 use super::Options;
 
 /// Which snapshots are kept, and how much log. A snapshot is kept as long as one of these rules, its name or
-/// a reader wants it; whatever a kept snapshot needs is never removed. One that begins where the next one
-/// begins, and does not go as far, is kept for its name or a reader only: the next one stands in its place.
+/// a reader wants it; nothing that a kept snapshot needs is ever removed. A snapshot that begins where the
+/// next one begins, and does not go as far, is kept for its name or a reader only: the next one stands in its
+/// place.
 ///
 /// ```
 /// use remanent::{Options, Store};
@@ -31,16 +32,16 @@ use super::Options;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Retention {
-    /// The number of newest snapshots that are kept, with the log since the oldest of them; at least 1.
+    /// This number of the newest snapshots is kept, with the log since the oldest of them; at least 1.
     pub snapshots_kept: usize,
-    /// Snapshots that are younger are kept, with the log since.
+    /// Snapshots that are younger than this are kept, with the log since.
     pub snapshots_kept_for: Duration,
-    /// Bytes of log: the newest snapshot after which at least that much log lies is kept, with that log.
+    /// The newest snapshot with at least this many bytes of log after it is kept, with that log.
     pub log_kept: u64,
     /// Names that keep a snapshot no longer.
     pub names_given_up: BTreeSet<String>,
-    /// Only the snapshots whose names are given up go, with what only they need: all other snapshots stay,
-    /// and all of the log.
+    /// If set, only the snapshots whose names are given up go, with the files that only they need. All other
+    /// snapshots stay, and all of the log.
     pub names_only: bool,
 }
 
@@ -52,7 +53,7 @@ impl Default for Retention {
 }
 
 impl Retention {
-    /// What a store keeps that is opened with these options.
+    /// The rules of a store that is opened with these options.
     pub(crate) fn of(options: &Options) -> Self {
         Self {
             snapshots_kept: options.snapshots_kept,
@@ -63,28 +64,28 @@ impl Retention {
         }
     }
 
-    /// With another number of snapshots.
+    /// Keeps another number of snapshots.
     #[must_use]
     pub fn snapshots_kept(mut self, count: usize) -> Self {
         self.snapshots_kept = count;
         self
     }
 
-    /// With another age.
+    /// Keeps snapshots up to another age.
     #[must_use]
     pub fn snapshots_kept_for(mut self, age: Duration) -> Self {
         self.snapshots_kept_for = age;
         self
     }
 
-    /// With another length of log, in bytes.
+    /// Keeps another length of log, in bytes.
     #[must_use]
     pub fn log_kept(mut self, bytes: u64) -> Self {
         self.log_kept = bytes;
         self
     }
 
-    /// Whether only the snapshots go whose names are given up, and no other rule is applied.
+    /// Lets only the snapshots go whose names are given up; no other rule is applied.
     ///
     /// ```
     /// use remanent::{Options, Store};
@@ -103,7 +104,7 @@ impl Retention {
         self
     }
 
-    /// Without this name: the snapshot that has it goes, unless something else keeps it.
+    /// Gives this name up: the snapshot that has it goes, unless something else keeps it.
     #[must_use]
     pub fn give_up(mut self, name: impl Into<String>) -> Self {
         self.names_given_up.insert(name.into());

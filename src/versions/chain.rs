@@ -1,7 +1,7 @@
 //! The versions of one thing, the newest first.
 //!
-//! A version names the one before it until no reader can want that: then it is cut off. A reader that finds the end of
-//! a chain has read an old mark, or the thing did not exist then.
+//! A version names the one before it until no reader can need that one; then it is cut off. A reader that
+//! finds the end of a chain has read an old mark, or the thing did not exist then.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -12,32 +12,32 @@ use remanent_format::{Epoch, Key, Lsn, Metadata, PageId, PageInfo};
 use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::base::sync::{Swap, SwapGuard};
 
-/// One version.
+/// One version of a page or of the root.
 pub(super) struct Version<T> {
     pub state: T,
-    /// The version before, until it is cut off.
+    /// The version before this one, until it is cut off.
     before: Swap<Version<T>>,
 }
 
-/// What versions are of.
+/// The state that a version holds: of a page, or of the root.
 pub(super) trait VersionState {
-    /// The batch that made it.
+    /// The batch that made the version.
     fn lsn(&self) -> Lsn;
 }
 
-/// A page as batches left it, or the trace of one that a batch deleted.
+/// A page as batches left it, or the trace of a page that a batch deleted.
 ///
-/// Nearly all batches change a page's bytes and nothing else: then only two numbers are new, and the version stays
-/// where it is. So a commit takes no memory for that and waits for no other thread's cache.
+/// Nearly all batches change a page's bytes and nothing else. Then only two numbers are new, and the version
+/// stays where it is. So a commit takes no memory for that, and waits for no other thread's cache.
 pub(super) struct PageState {
     /// The page as the first of these batches left it.
     entry: PageEntry,
     numbers: Numbers,
 }
 
-/// A page's newest batch and epoch, and those before. The writer overwrites the older pair, and only once all marks and
-/// views have reached the newer one. So of the two, the newest that a reader's mark or view has reached is what that
-/// reader wants, or the mark is an old one.
+/// A page's newest batch and epoch, and those before. The writer overwrites the older pair, and only once all
+/// marks and views have reached the newer one. So a reader needs the newer of the pairs that its mark or view
+/// has reached; if it has reached neither, its mark is an old one.
 struct Numbers([Pair; 2]);
 
 /// A batch, and the page's epoch by it. A sequence lock whose sequence is the batch, of atomics alone.
@@ -58,14 +58,14 @@ pub(crate) struct SeenPage<'a> {
 }
 
 impl SeenPage<'_> {
-    /// All that is known of it.
+    /// The page's length, version, key and metadata.
     pub fn info(&self, page: PageId) -> PageInfo {
         let mut info = self.entry.info(page);
         (info.lsn, info.epoch) = (self.lsn, self.epoch);
         info
     }
 
-    /// The user's name for it.
+    /// The user's name for the page.
     pub fn key(&self) -> Option<&Key> {
         self.entry.key()
     }
@@ -76,9 +76,11 @@ impl Pair {
         Self { lsn: AtomicU64::new(lsn), epoch: AtomicU64::new(epoch.0) }
     }
 
-    /// The pair, unless it changes just now. No pair comes twice, so what has the same batch before and after is whole.
+    /// The pair, unless it is changing. No pair comes twice, so a pair with the same batch before and after
+    /// is whole.
     fn read(&self) -> Option<(Lsn, Epoch)> {
-        // Acquire: a reader of an epoch that is being written sees afterwards that the batch is not what it was.
+        // Acquire: a reader of an epoch that is being written sees afterwards that the batch is not what it
+        // was.
         let lsn = self.lsn.load(Ordering::Acquire);
         let epoch = self.epoch.load(Ordering::Acquire);
         let is_whole = lsn != NO_LSN && self.lsn.load(Ordering::Acquire) == lsn;
@@ -101,8 +103,8 @@ impl Numbers {
     fn at(&self, at: Lsn) -> Result<(Lsn, Epoch), Unseen> {
         let [first, second] = &self.0;
         loop {
-            // The first pair is looked at before and after the second one. If it stayed the same, both were there at one
-            // moment. Else the second one may have held what is wanted, between the looks.
+            // The first pair is looked at before and after the second one. If it stayed the same, both were
+            // there at one moment. Otherwise the second one may have held the wanted pair between the looks.
             let before = first.lsn.load(Ordering::Acquire);
             let pairs = [second.read(), first.read()];
             if first.lsn.load(Ordering::Acquire) != before {
@@ -122,7 +124,7 @@ impl Numbers {
     }
 }
 
-/// The epoch of a deleted page; no page reaches it.
+/// The epoch that marks a deleted page; no page reaches it.
 const GONE: Epoch = Epoch(u64::MAX);
 
 /// The root as one batch left it, and how many pages there were.
@@ -132,13 +134,13 @@ pub(super) struct RootState {
     pub page_count: u64,
 }
 
-/// A version that a reader found.
+/// A version that a reader found; it stays while this lives.
 pub(super) struct SeenVersion<T>(SwapGuard<Version<T>>);
 
 /// Why a reader found no version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Unseen {
-    /// There is none at all.
+    /// There is no version at all.
     Absent,
     /// The oldest version that is left was made by this batch, which is later.
     Later(Lsn),
@@ -157,12 +159,12 @@ impl VersionState for RootState {
 }
 
 impl PageState {
-    /// A page that is there.
+    /// The state of a page that is there.
     pub fn present(entry: PageEntry) -> Self {
         Self { numbers: Numbers::new(&entry), entry }
     }
 
-    /// The trace of a page that batch `lsn` deleted. The key of the page stays with it, to be found in the index.
+    /// The trace of a page that batch `lsn` deleted. The page's key stays with it, to be found in the index.
     pub fn gone(before: &Self, lsn: Lsn) -> Self {
         let mut entry = before.entry.clone();
         (entry.epoch, entry.lsn) = (GONE, lsn);
@@ -174,7 +176,7 @@ impl PageState {
         (self.entry.epoch != GONE).then_some(&self.entry)
     }
 
-    /// The page, or what it was before it was deleted.
+    /// The page, or the page as it was before it was deleted.
     pub fn last(&self) -> &PageEntry {
         &self.entry
     }
@@ -191,8 +193,8 @@ impl PageState {
         self.numbers.newest().1
     }
 
-    /// Gives the page newer numbers in place of those before its newest ones: no reader wants these any more, because
-    /// all marks and views have reached the newest. For the writer.
+    /// Gives the page newer numbers in place of those before its newest ones. No reader needs these any more,
+    /// because all marks and views have reached the newest. For the writer.
     pub fn advance(&self, lsn: Lsn, epoch: Epoch) {
         let (newest, _) = self.numbers.newest();
         self.numbers.0[1 - newest].write(lsn, epoch);
@@ -200,12 +202,12 @@ impl PageState {
 }
 
 impl<T> Version<T> {
-    /// A version that follows another one.
+    /// Makes a version that follows another one.
     pub fn new(state: T, before: Option<Arc<Self>>) -> Arc<Self> {
         Arc::new(Self { state, before: Swap::new(before) })
     }
 
-    /// Cuts off what came before.
+    /// Cuts off the versions before this one.
     pub fn cut(&self) {
         self.before.set(None);
     }

@@ -1,9 +1,9 @@
-//! Where the versions of a page are found: by its id, in two steps.
+//! The directory of pages: it finds the versions of a page by the page's id, in two steps.
 //!
-//! Ids rise and are given out one after the other, so pages lie together by the chunk, and chunks by the row. What is
-//! empty goes, for a store that lives for years uses many ids. Readers take what is there without a lock; one writer
-//! at a time adds and removes. A reader that holds a chunk which was taken out meanwhile sees that it is empty, as it
-//! was when it was taken out.
+//! Ids rise and are given out one after the other, so pages lie together in chunks, and chunks in rows. Empty
+//! chunks and rows go, because a store that lives for years uses many ids. Readers take what is there without
+//! a lock; one writer at a time adds and removes. A reader may hold a chunk that was taken out meanwhile. It
+//! sees that the chunk is empty, as it was when it was taken out.
 
 use std::array;
 use std::sync::Arc;
@@ -15,33 +15,34 @@ use crate::base::sync::Swap;
 use crate::base::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use crate::device::MemoryId;
 
-/// Pages of a chunk, and chunks of a row. A test's scheduler stops at each of them.
+/// Number of pages of a chunk, and of chunks of a row. A test's scheduler stops at each of them.
 const WIDTH: usize = if cfg!(shuttle) { 4 } else { 256 };
 
-/// All pages.
+/// All pages of a store, in rows of chunks.
 pub(super) struct Directory {
-    /// By their numbers, in their order. Never empty of a list, so that a reader need not tell two cases apart.
+    /// The rows by their numbers, in order. There is always a list, so that a reader need not tell two cases
+    /// apart.
     rows: Swap<Vec<(u64, Arc<Row>)>>,
 }
 
 struct Row {
     chunks: [Swap<Chunk>; WIDTH],
-    /// How many chunks there are: the writer's.
+    /// How many chunks there are. Only the writer uses it.
     used: AtomicUsize,
 }
 
-/// Pages with neighbouring ids.
+/// A chunk of pages with neighbouring ids.
 struct Chunk {
     slots: [PageSlot; WIDTH],
-    /// How many slots hold anything: the writer's.
+    /// How many slots hold anything. Only the writer uses it.
     used: AtomicUsize,
 }
 
-/// One page.
+/// The slot of one page.
 pub(super) struct PageSlot {
-    /// Its versions.
+    /// The page's versions, the newest first.
     pub newest: Swap<Version<PageState>>,
-    /// Where its bytes are; 0 while that is not known. The applier says it.
+    /// The memory of the page's bytes; 0 while it is not known. The applier sets it.
     memory: AtomicU64,
 }
 
@@ -51,13 +52,13 @@ impl PageSlot {
         Self { newest: Swap::new(newest), memory: AtomicU64::new(memory) }
     }
 
-    /// Where the page's bytes are, if that is known.
+    /// The memory of the page's bytes, if it is known.
     pub fn memory(&self) -> Option<MemoryId> {
         let memory = self.memory.load(Ordering::Acquire);
         (memory != 0).then_some(MemoryId(memory))
     }
 
-    /// Says where the page's bytes are.
+    /// Sets the memory of the page's bytes.
     pub fn set_memory(&self, memory: MemoryId) {
         self.memory.store(memory.0, Ordering::Release);
     }
@@ -69,14 +70,14 @@ impl Row {
     }
 }
 
-/// A page's place: its row, its chunk in that, and its slot in that.
+/// A page's place: its row, its chunk in the row, and its slot in the chunk.
 fn place(page: u64) -> (u64, usize, usize) {
     let width = WIDTH as u64;
     (page / width / width, (page / width % width) as usize, (page % width) as usize)
 }
 
 impl Directory {
-    /// These pages, in the order of their ids.
+    /// Makes a directory of these pages, which come in the order of their ids.
     pub fn new(pages: impl Iterator<Item = (PageId, PageState, Option<MemoryId>)>) -> Self {
         let mut rows: Vec<(u64, Arc<Row>)> = Vec::new();
         let mut pages = pages.peekable();
@@ -103,7 +104,7 @@ impl Directory {
         Self { rows: Swap::new(Some(Arc::new(rows))) }
     }
 
-    /// What `look` makes of a page's slot, where there is one.
+    /// Applies `look` to a page's slot, where there is one.
     pub fn look<R>(&self, page: PageId, look: impl FnOnce(&PageSlot) -> R) -> Option<R> {
         let (row, at, slot) = place(page.0);
         let rows = self.rows.look();
@@ -131,7 +132,8 @@ impl Directory {
         chunk.used.fetch_add(is_new.into(), Ordering::Relaxed);
     }
 
-    /// Empties the slot of a page that is gone for good, and takes out what is empty with it. For the writer.
+    /// Empties the slot of a page that is gone for good, and takes out its chunk and row if they are empty
+    /// then. For the writer.
     pub fn clear(&self, page: PageId) {
         let (number, at, slot) = place(page.0);
         let rows = self.rows.get().unwrap_or_default();
@@ -171,7 +173,7 @@ impl Directory {
         self.rows.get().map_or(0, |rows| rows.len())
     }
 
-    /// What `look` makes of the first slot from this id on of which it makes anything.
+    /// The first result of `look` over the slots from this id on.
     pub fn find<R>(&self, from: PageId, look: impl Fn(PageId, &PageSlot) -> Option<R>) -> Option<R> {
         let (mut row_from, mut chunk_from, mut slot_from) = place(from.0);
         let rows = self.rows.get()?;

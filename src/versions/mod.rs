@@ -1,28 +1,32 @@
 //! The table that readers see: versions of pages, keys and root, found by any thread without a lock.
 //!
-//! A batch installs its versions under the submission lock, right after its append to the log. It becomes visible when
-//! two marks have reached it: `installed`, which says that all of its versions are in place, and the log's `logged`,
-//! where that comes after the append. Both only rise, so the lower of them rises too, and all of a batch becomes visible
-//! at one point. What a caller was told is logged is visible to every read that begins then.
+//! A batch installs its versions under the submission lock, right after its append to the log. It becomes
+//! visible when two marks have reached it: `installed`, which says that all of its versions are in place, and
+//! the log's `logged`, where that comes after the append. Both only rise, so the lower of them rises too, and
+//! all of a batch becomes visible at one point. A batch that any caller was told is logged is visible to
+//! every read that begins then.
 //!
-//! A reader loads the mark, then a page's newest version, and goes back until it finds one that the mark has reached.
-//! Where the chain ends before, either the page did not exist yet, or the mark was an old one: the second load of the
-//! mark tells. A view registers its Lsn, and no version that it may want is cut off until it is dropped.
+//! A reader loads the mark, then a page's newest version, and goes back until it finds one that the mark has
+//! reached. Where the chain ends before, either the page did not exist yet, or the mark was an old one: a
+//! second load of the mark tells. A view registers its Lsn, and no version that it may need is cut off until
+//! it is dropped.
 //!
-//! A change of bytes alone makes no version. A version holds two pairs of numbers, (batch, epoch), and the writer
-//! overwrites the older pair; all fields are atomics, so that no read is a data race. Why a reader finds what it wants:
+//! A change of bytes alone makes no version. A version holds two pairs of numbers, (batch, epoch), and the
+//! writer overwrites the older pair. All fields are atomics, so that no read is a data race. A reader finds
+//! the pair that it needs, because:
 //!
-//! 1. The writer overwrites the older pair only if the newer one is at or below the *floor*, which is no higher than the
-//!    mark at that time and than every view. Else it makes a version, as for any other change.
-//! 2. So a view never wants what goes. A reader that loaded its mark before may want it: then both pairs are above its
-//!    mark, it finds nothing, and loads the mark again, which has risen.
+//! 1. The writer overwrites the older pair only if the newer one is at or below the *floor*, which is no
+//!    higher than the mark at that time and than every view. Otherwise it makes a version, as for any other
+//!    change.
+//! 2. So a view never needs the pair that goes. A reader that loaded its mark earlier may need it. Then both
+//!    pairs are above its mark, it finds nothing, and it loads the mark again, which has risen.
 //! 3. A pair is read as a whole: its batch is `NO_LSN` while it changes, and no batch comes twice.
 //! 4. Two pairs are read as of one moment: the first one is the same before and after the second.
 //! 5. A writer that is suspended half way holds up no reader: the other pair is the newest that is installed.
 //!
-//! One writer at a time, the holder of the submission lock, installs and cuts off. Bytes are not kept here: the applier
-//! says in which memory a page's bytes lie ([`Versions::moved`]), and a reader of bytes looks afterwards whether the page
-//! is still at the version that was wanted.
+//! One writer at a time, the holder of the submission lock, installs and cuts off. Bytes are not kept here.
+//! The applier says in which memory a page's bytes lie ([`Versions::moved`]), and a reader of bytes looks
+//! afterwards whether the page is still at the version that it asked for.
 //!
 //! Nothing here is on disk, so a crash loses nothing: an open makes the versions anew.
 
@@ -45,11 +49,11 @@ use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::base::sync::{Map, Mutex, Swap};
 use crate::device::MemoryId;
 
-/// How many versions are superseded before those are cut off that no reader wants any more.
+/// The number of superseded versions from which on those that no reader needs any more are cut off.
 const SUPERSEDED_MIN: usize = if cfg!(shuttle) || cfg!(miri) { 1 } else { 64 };
 
-/// How many versions a batch cuts off at most: `CUT_MIN`, and `CUT_MAX_EACH` for each version that it superseded itself.
-/// A view that was held for long leaves many, and no committer is to pay for all of them.
+/// The most versions that a batch cuts off: `CUT_MIN`, and `CUT_MAX_EACH` for each version that it superseded
+/// itself. A view that was held for long leaves many, and no committer is to pay for all of them.
 const CUT_MIN: usize = 2;
 const CUT_MAX_EACH: usize = 2;
 
@@ -64,10 +68,10 @@ pub(crate) struct Versions {
     views: Views,
 }
 
-/// What each batch changes, in one line of a cache: committers hand it from core to core.
+/// The fields that each batch changes, in one line of a cache, because committers hand it from core to core.
 #[repr(align(64))]
 struct WriteMarks {
-    /// The newest batch of which all versions are in place.
+    /// The newest batch whose versions are all in place.
     installed: AtomicU64,
     writer: Mutex<Writer>,
 }
@@ -75,15 +79,15 @@ struct WriteMarks {
 #[cfg(not(shuttle))]
 const _: () = assert!(size_of::<WriteMarks>() == 64);
 
-/// How many views there are, by their Lsn. Apart from what every reader loads.
+/// How many views there are, by their Lsn. It lies apart from the fields that every reader loads.
 #[repr(align(64))]
 #[derive(Default)]
 struct Views(Mutex<BTreeMap<Lsn, usize>>);
 
-/// What only the holder of the submission lock looks at.
+/// The state that only the holder of the submission lock touches.
 #[derive(Default)]
 struct Writer {
-    /// Pages changed lately.
+    /// Newest versions of pages that changed lately.
     recent: RecentPages,
     /// Versions with others before them, in the order of their batches.
     superseded: VecDeque<Superseded>,
@@ -91,22 +95,22 @@ struct Writer {
     floor: Lsn,
 }
 
-/// The pages that have a key, or had it while that may still be asked for.
+/// The pages that have a key, or had it while a reader may still ask for that.
 #[derive(Clone)]
 struct Holders {
     newest: PageId,
     earlier: Vec<PageId>,
 }
 
-/// A version that takes the place of another one.
+/// A version that has taken the place of another one, and names it until that one is cut off.
 enum Superseded {
     Page(PageId, Arc<Version<PageState>>),
     Root(Arc<Version<RootState>>),
 }
 
 impl Versions {
-    /// The pages of a table, whose last batch is logged. `memory` says where their bytes are, as far as they are
-    /// loaded.
+    /// Makes versions of the pages of a table whose last batch is logged. `memory` says where their bytes
+    /// are, as far as they are loaded.
     pub fn new(
         table: &PageTable,
         logged: Option<Arc<AtomicU64>>,
@@ -140,26 +144,27 @@ impl Versions {
         Lsn(installed.min(logged))
     }
 
-    /// What `read` makes of a page at a mark or a view's Lsn.
+    /// Applies `read` to a page as it is at a mark or a view's Lsn.
     fn page_at<R>(&self, page: PageId, at: Lsn, read: impl FnOnce(&SeenPage<'_>) -> R) -> Result<R, Unseen> {
         let state = self.pages.look(page, |slot| visible_at(&slot.newest, at));
         let state = state.unwrap_or(Err(Unseen::Absent))?;
         state.seen(at).map(|seen| read(&seen))
     }
 
-    /// What `read` makes of a page as it is now; `None` if it is not there.
+    /// Applies `read` to a page as it is now; `None` if the page is not there.
     pub fn page<R>(&self, page: PageId, read: impl Fn(&SeenPage<'_>) -> R) -> Option<R> {
         loop {
             match self.page_at(page, self.visible(), &read) {
                 Ok(made) => return Some(made),
-                // It is not visible yet. Else what was visible by the old mark is cut off already.
+                // The oldest version that is left is visible by now, so the mark was an old one, and the
+                // version that it showed is cut off. Otherwise the page is not there yet.
                 Err(Unseen::Later(lsn)) if lsn <= self.visible() => {}
                 Err(_) => return None,
             }
         }
     }
 
-    /// What `read` makes of the page that has a key now.
+    /// Applies `read` to the page that has a key now.
     pub fn page_by_key<R>(&self, key: &Key, read: impl Fn(PageId, &SeenPage<'_>) -> R) -> Option<R> {
         loop {
             let at = self.visible();
@@ -171,7 +176,7 @@ impl Versions {
         }
     }
 
-    /// What `read` makes of the page that has a key at a mark or a view's Lsn.
+    /// Applies `read` to the page that has a key at a mark or a view's Lsn.
     fn page_by_key_at<R>(&self, key: &Key, at: Lsn, read: impl Fn(PageId, &SeenPage<'_>) -> R) -> Option<R> {
         let found = self.keys.look(key, |holders| {
             let mut pages = std::iter::once(&holders.newest).chain(&holders.earlier);
@@ -182,7 +187,7 @@ impl Versions {
         found.flatten()
     }
 
-    /// What `read` makes of the root as it is now, and of the number of pages.
+    /// Applies `read` to the root as it is now, and to the number of pages.
     pub fn root<R>(&self, read: impl Fn(&Arc<Metadata>, u64) -> R) -> R {
         loop {
             if let Ok(state) = visible_at(&self.root, self.visible()) {
@@ -196,26 +201,27 @@ impl Versions {
         self.page(page, |entry| entry.lsn) == Some(lsn)
     }
 
-    /// Where a page's bytes are, as far as the applier has come.
+    /// The memory of a page's bytes, as far as the applier has come.
     pub fn memory(&self, page: PageId) -> Option<MemoryId> {
         self.pages.look(page, |slot| slot.memory()).flatten()
     }
 
-    /// A page's bytes are in this memory from now on. For the applier, which says so before it lets anybody know that
-    /// the batch is applied.
+    /// Says that a page's bytes are in this memory from now on. The applier says so before it tells any
+    /// thread that the batch is applied.
     pub fn moved(&self, page: PageId, memory: MemoryId) {
         // A page that is not there was deleted by a batch that the applier has yet to come to.
         self.pages.look(page, |slot| slot.set_memory(memory));
     }
 
-    /// Puts a batch's versions in place: it becomes visible when it is logged. The caller holds the submission lock.
+    /// Puts a batch's versions in place: it becomes visible when it is logged (I1). The caller holds the
+    /// submission lock.
     pub fn install(&self, changes: &Changes) {
         let pages = changes.pages().iter().map(|(page, state)| (*page, state.as_ref()));
         self.install_all(changes.lsn, pages, changes.root.as_ref());
     }
 
-    /// As [`install`](Self::install), for a batch that replaces all pages and the root: those pages of which nothing
-    /// has changed keep their versions.
+    /// As [`install`](Self::install), for a batch that replaces all pages and the root. Pages of which
+    /// nothing has changed keep their versions.
     pub fn replace(&self, lsn: Lsn, pages: &[PageInfo], root: &Arc<Metadata>) {
         let staying: HashSet<PageId> = pages.iter().map(|info| info.page).collect();
         let mut gone = Vec::new();
@@ -258,7 +264,7 @@ impl Versions {
                     info.key.iter().for_each(|key| self.give_key(key, page));
                     self.pages.set(page, Version::new(PageState::present(PageEntry::from(info)), None));
                 }
-                // It came and went in this batch, or is gone already.
+                // The page came and went in this batch, or is gone already.
                 (None, None) => {}
             }
         }
@@ -276,7 +282,8 @@ impl Versions {
         self.cut(&mut writer, count);
     }
 
-    /// Gives a page newer numbers where it lies, if nothing else is new and no reader wants those that go.
+    /// Gives a page newer numbers where it lies, if nothing else is new and no reader needs the numbers that
+    /// go.
     fn advance(&self, writer: &mut Writer, lsn: Lsn, page: PageId, info: &PageInfo) -> bool {
         let Writer { recent, floor, .. } = writer;
         let find = || self.pages.look(page, |slot| slot.newest.get()).flatten();
@@ -295,7 +302,8 @@ impl Versions {
         may
     }
 
-    /// Puts a newer version into the slot of a page that has one; gives it, and whether the page was there before.
+    /// Puts a newer version into the slot of a page that has one; returns it, and whether the page was there
+    /// before.
     fn supersede(
         &self,
         slot: &PageSlot,
@@ -324,7 +332,7 @@ impl Versions {
         Some((version, was_there))
     }
 
-    /// Enters a page under a key that another one may have had before.
+    /// Enters a page under a key that another page may have had before.
     fn give_key(&self, key: &Key, page: PageId) {
         let before = self.keys.look(key, Holders::clone);
         let earlier =
@@ -333,14 +341,15 @@ impl Versions {
         self.keys.set(key.clone(), Holders { newest: page, earlier });
     }
 
-    /// Cuts off some of what no reader wants any more: what was superseded by batches that all marks and views have
-    /// reached. A little with each batch, which superseded `count` itself, so that no committer pays for many.
+    /// Cuts off some versions that no reader needs any more: they were superseded by batches that all marks
+    /// and views have reached. Each batch cuts off a little, in proportion to the `count` versions that it
+    /// superseded itself, so that no committer pays for many.
     fn cut(&self, writer: &mut Writer, count: usize) {
         let Writer { recent, superseded, floor } = writer;
         if superseded.len() < SUPERSEDED_MIN {
             return;
         }
-        // Rarely anew: to look takes a lock.
+        // The floor is rarely computed anew, because that takes a lock.
         if superseded.front().is_some_and(|oldest| oldest.lsn() > *floor) {
             *floor = self.floor();
         }
@@ -380,7 +389,7 @@ impl Versions {
 
     /// The newest batch that every reader to come and every view has reached.
     fn floor(&self) -> Lsn {
-        // Under the lock, so that a view that comes later finds a mark that is no lower.
+        // Under the lock, so that a view that registers later finds a mark that is no lower.
         let views = self.views.0.lock();
         let visible = self.visible();
         views.keys().next().map_or(visible, |oldest| visible.min(*oldest))
@@ -405,36 +414,36 @@ impl Superseded {
     }
 }
 
-/// The table as of one batch, for as long as it is held.
+/// A view of the table as of one batch, for as long as it is held.
 pub(crate) struct TableView<'v> {
     versions: &'v Versions,
     at: Lsn,
 }
 
 impl<'v> TableView<'v> {
-    /// The batch.
+    /// The batch that the view shows.
     pub fn lsn(&self) -> Lsn {
         self.at
     }
 
-    /// A page.
+    /// A page as of the view's batch.
     pub fn page(&self, page: PageId) -> Option<PageInfo> {
         self.versions.page_at(page, self.at, |entry| entry.info(page)).ok()
     }
 
-    /// The page that has a key.
+    /// The page that has a key as of the view's batch.
     pub fn page_by_key(&self, key: &Key) -> Option<PageInfo> {
         self.versions.page_by_key_at(key, self.at, |page, entry| entry.info(page))
     }
 
-    /// The root, and how many pages there are.
+    /// The root as of the view's batch, and how many pages there are.
     pub fn root(&self) -> (Arc<Metadata>, u64) {
         let state = visible_at(&self.versions.root, self.at).ok();
         let state = state.expect("no version is cut off that a view wants");
         (state.root.clone(), state.page_count)
     }
 
-    /// The first page from this id on.
+    /// The first page from this id on, as of the view's batch.
     pub fn next(&self, from: PageId) -> Option<PageInfo> {
         self.versions.pages.find(from, |page, slot| {
             let state = visible_at(&slot.newest, self.at).ok()?;

@@ -1,8 +1,8 @@
 //! The newest versions of pages that batches changed lately, for the writer alone.
 //!
-//! Many batches change the same pages again. Here the writer finds a page's version in plain memory: on a reader's way,
-//! three shared pointers, each look is two atomic operations, 5 % of a small commit in all. A page that is here is here
-//! with the version that its slot holds; the writer changes both, under its lock.
+//! Many batches change the same pages again. Here the writer finds a page's version in plain memory. A reader
+//! goes through three shared pointers, and each look at one is two atomic operations: 5 % of a small commit
+//! in all. A page that is here has the same version as its slot; the writer changes both, under its lock.
 
 use std::sync::Arc;
 
@@ -10,12 +10,12 @@ use remanent_format::PageId;
 
 use super::chain::{PageState, Version};
 
-/// How many pages there are at most. A page takes the place of another one whose number ends alike.
+/// The most pages that are remembered. A page replaces another one whose number ends alike.
 const PLACES: usize = if cfg!(shuttle) { 2 } else { 256 };
 
 type PageVersion = Arc<Version<PageState>>;
 
-/// Pages by the end of their ids.
+/// Remembered pages, by the end of their ids.
 pub(super) struct RecentPages(Box<[Option<(PageId, PageVersion)>; PLACES]>);
 
 impl Default for RecentPages {
@@ -29,7 +29,7 @@ impl RecentPages {
         &mut self.0[page.0 as usize % PLACES]
     }
 
-    /// The page's newest version, as it is here or else as `find` finds it.
+    /// The page's newest version: the remembered one, or the result of `find`.
     pub fn get_or(
         &mut self,
         page: PageId,
@@ -42,12 +42,12 @@ impl RecentPages {
         place.as_ref().map(|(_, version)| version)
     }
 
-    /// The page has this version now.
+    /// Notes that the page has this version now.
     pub fn set(&mut self, page: PageId, version: PageVersion) {
         *self.place(page) = Some((page, version));
     }
 
-    /// The page is gone.
+    /// Notes that the page is gone.
     pub fn forget(&mut self, page: PageId) {
         let place = self.place(page);
         if place.as_ref().is_some_and(|(other, _)| *other == page) {

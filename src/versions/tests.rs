@@ -1,4 +1,5 @@
-//! What readers see, against tables of every batch; beside a writer, too. Miri runs all of it.
+//! The versions that readers see, compared with tables of every batch, also while a writer goes on. Miri runs
+//! all of it.
 
 use std::sync::atomic::AtomicBool;
 use std::thread;
@@ -25,7 +26,7 @@ impl Ground {
         Self { table, versions, logged }
     }
 
-    /// Installs a batch, which is not logged yet.
+    /// Installs a batch without logging it.
     fn submit(&mut self, ops: &[Op<'_>]) {
         let ops: Vec<OpAt<'_>> = ops.iter().map(|op| OpAt { op: op.clone(), body_at: 0 }).collect();
         let lsn = self.table.lsn().next();
@@ -34,7 +35,7 @@ impl Ground {
         self.versions.install(&changes);
     }
 
-    /// Logs all that was submitted.
+    /// Logs everything that was submitted.
     fn log(&self) {
         self.logged.store(self.table.lsn().0, Ordering::Release);
     }
@@ -71,7 +72,7 @@ fn key(number: u64) -> Key {
     Key::new(format!("key {number}")).unwrap()
 }
 
-/// What a view shows is what the table was at its batch.
+/// Checks that a view shows the table as it was at the view's batch.
 fn check(view: &TableView<'_>, table: &PageTable) {
     assert_eq!(view.lsn(), table.lsn());
     let mut from = Some(PageId(0));
@@ -120,7 +121,7 @@ fn every_view_is_the_table_of_its_batch_whatever_came_after() {
         };
         ground.submit(&ops);
         tables.push(ground.table.clone());
-        // Behind the mark, as a direct log's is.
+        // The mark lags, as a direct log's does.
         let logged = ground.table.lsn().0 - draw(3).min(ground.table.lsn().0);
         ground.logged.fetch_max(logged, Ordering::AcqRel);
         let at = ground.versions.visible();
@@ -165,7 +166,7 @@ fn what_a_view_wants_stays_and_all_else_is_cut_off() {
     assert_eq!((ground.versions_of(1), ground.versions_of(2)), (0, 1));
     check(&versions.view(), &ground.table);
     assert_eq!(versions.keys.look(&key(1), |holders| holders.earlier.len()), Some(0));
-    // What is empty takes no room.
+    // Empty chunks and rows take no room.
     ground.commit(&[Op::Delete { page: PageId(2) }, Op::Delete { page: PageId(3) }]);
     for number in 0..200 {
         ground.commit(&[create((1 << 40) + number, None)]);
@@ -175,21 +176,21 @@ fn what_a_view_wants_stays_and_all_else_is_cut_off() {
     assert_eq!(versions.keys.look(&key(1), |_| ()), None);
 }
 
-/// A batch that changes bytes and nothing else takes no memory, as long as no view wants what was before.
+/// A batch that changes bytes and nothing else takes no memory, as long as no view needs the state before it.
 #[test]
 fn a_page_whose_bytes_change_stays_where_it_is() {
     let mut ground = Ground::new();
     ground.commit(&[create(1, Some(&key(1)))]);
     for epoch in 2..50 {
         ground.submit(&[write(1)]);
-        // Not logged yet: what was before is there.
+        // Not logged yet, so the state before it is visible.
         let info = ground.versions.page(PageId(1), |page| page.info(PageId(1))).unwrap();
         assert_eq!((info.epoch.0, info.lsn.0), (epoch - 1, epoch - 1));
         ground.log();
         check(&ground.versions.view(), &ground.table);
     }
     assert_eq!(ground.versions_of(1), 1);
-    // Neither what a view wants goes, nor what readers want while nothing is logged.
+    // Nothing goes that a view needs, nor what readers need while nothing is logged.
     let versions = ground.versions.clone();
     let (view, table) = (versions.view(), ground.table.clone());
     (0..5).for_each(|_| ground.commit(&[write(1)]));
@@ -206,7 +207,7 @@ fn a_page_whose_bytes_change_stays_where_it_is() {
 fn a_long_chain_is_dropped_without_a_deep_stack() {
     let mut ground = Ground::new();
     ground.commit(&[create(1, None)]);
-    // Not logged, so nothing is cut off.
+    // Nothing is logged, so nothing is cut off.
     for len in 0..if cfg!(miri) { 100 } else { 300_000 } {
         ground.submit(&[resize(1, len)]);
     }
@@ -259,7 +260,7 @@ fn a_page_that_was_forgotten_comes_back_and_is_seen_to_change() {
     }
 }
 
-/// Batches of a writer hold two pages, a key that goes from page to page, and the root, all of one count.
+/// Batches of a writer set two pages, a key that goes from page to page, and the root to one count.
 #[test]
 fn a_batch_is_seen_as_a_whole_and_nothing_ever_goes_back() {
     let mut ground = Ground::new();
@@ -286,7 +287,7 @@ fn a_batch_is_seen_as_a_whole_and_nothing_ever_goes_back() {
                 let changes = table.plan(table.lsn().next(), &ops, PlanMode::Commit).unwrap();
                 table.install(&changes);
                 versions.install(&changes);
-                // Some are logged together, as by one sync.
+                // Some batches are logged together, as by one sync.
                 if count % 3 != 1 || count == STEPS {
                     logged.store(table.lsn().0, Ordering::Release);
                 }
