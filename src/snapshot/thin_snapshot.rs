@@ -1,11 +1,14 @@
 //! Snapshots on a full disk: pages that were deleted give their space back, though no image can be written.
 //!
-//! A snapshot writes an image of each page that changed. Where there is no space for them, the images of deleted pages
-//! would stay for good: the newest snapshot names them. So a *thin* one takes its place first. It begins where that one
-//! begins, says which pages are gone since, and writes no image: a few bytes a page, for which the reserve has space. The
-//! log goes on from where it was needed before; replay leaves out what it says of those pages.
+//! A snapshot writes an image of each page that changed. Without space for them, the images of deleted
+//! pages would stay for good, because the newest snapshot names them. So a *thin* snapshot takes its
+//! place first. It begins where the newest one begins, says which pages are gone since, and writes no
+//! image: a few bytes a page, for which the reserve has space. The log goes on from where it was needed
+//! before; replay leaves out what it says of those pages.
 //!
-//! A crash here leaves what one in the publication of any snapshot leaves.
+//! It counts as the snapshot whose place it takes: were both kept, nothing would come back.
+//!
+//! A crash here leaves what a crash in the publication of any snapshot leaves.
 
 use std::sync::Arc;
 
@@ -20,7 +23,7 @@ use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 
 impl Snapshots {
-    /// Takes a snapshot; where there is no space for it, once more when deleted pages have given theirs back.
+    /// Takes a snapshot. Without space for it, takes it once more when deleted pages have given theirs back.
     pub(super) fn with_space(
         &self,
         catalog: &mut Catalog,
@@ -41,9 +44,9 @@ impl Snapshots {
         }
     }
 
-    /// Gives back what only deleted pages need. Returns whether anything went.
+    /// Gives back the space that only deleted pages need. Returns whether any file went.
     fn give_back(&self, catalog: &mut Catalog) -> Result<bool> {
-        // Where an image of a cold page turns out damaged, what is older can stand in for it.
+        // If the image of an unloaded page turns out damaged, an older snapshot can stand in for it.
         if self.applier.unloaded().is_any() {
             return Ok(false);
         }
@@ -53,13 +56,15 @@ impl Snapshots {
         Ok(!pruned?.files.is_empty())
     }
 
-    /// Publishes a snapshot that says which pages of the newest one are gone, if a file is there for them alone.
+    /// Publishes a snapshot that says which pages of the newest one are gone, if a file is there for them
+    /// alone. Files hold many images, so without such a file it would give nothing back.
     fn write_thin(&self, catalog: &mut Catalog) -> Result<()> {
         let Some((previous, previous_crc)) = catalog.known.newest_link() else { return Ok(()) };
         let newest = catalog.snapshots.get(&previous).filter(|kept| kept.holds);
         let Some(RetainedSnapshot { redo, info, .. }) = newest else { return Ok(()) };
+        // A snapshot that a scrub found damaged is no place to begin at again.
         let (redo, newest_end, created_unix_ms) = (*redo, info.end, info.created_unix_ms);
-        // Whatever came before a restore is gone with it, and no snapshot reaches across.
+        // A restore replaced everything since. What came before it is gone, and no snapshot reaches across.
         if catalog.tables.values().any(|table| table.restored_at > redo.lsn) {
             return Ok(());
         }
@@ -69,7 +74,7 @@ impl Snapshots {
         }
         let end = self.end()?;
         let mut tombstones = self.tombstones_after(redo.lsn, previous, newest_end)?;
-        // Any batch will do from the one that deleted a page on: its number is never used again.
+        // Any batch from the delete on will do: the page's number is never used again.
         tombstones.extend(gone.into_iter().map(|page| Tombstone { page, lsn: end.point.lsn }));
         tombstones.sort_unstable_by_key(|tombstone| tombstone.page);
         let End { point, root, next_page, epoch_high, .. } = end;
@@ -79,7 +84,7 @@ impl Snapshots {
             store: self.store,
             snapshot: SnapshotId(catalog.next_snapshot),
             name: None,
-            // The age that it has for retention.
+            // For retention it is as old as the snapshot whose place it takes.
             created_unix_ms,
             redo,
             end: point.lsn,
@@ -107,7 +112,7 @@ impl Snapshots {
         Ok(())
     }
 
-    /// The pages of the newest snapshot that were deleted.
+    /// Finds the pages of the newest snapshot that were deleted.
     fn gone(&self, catalog: &Catalog) -> Result<Vec<PageId>> {
         let changed = self.applier.turn(|turn| Ok(beginning(turn).changed))?;
         let mut gone = Vec::new();
@@ -122,7 +127,8 @@ impl Snapshots {
         Ok(gone)
     }
 
-    /// What the newest snapshot says of pages that were deleted while it was taken: replay will meet them again.
+    /// The tombstones that the newest snapshot has of pages deleted while it was taken. Replay from the
+    /// same `redo` will meet batches of those pages again, and must know that they are gone.
     fn tombstones_after(&self, redo: Lsn, newest: SnapshotId, newest_end: Lsn) -> Result<Vec<Tombstone>> {
         if newest_end == redo {
             return Ok(Vec::new());

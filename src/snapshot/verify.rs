@@ -1,14 +1,16 @@
 //! Phase 6: what published snapshots wrote is read back.
 //!
-//! A snapshot is durable when it is published: a crash starts from it. What it takes the place of stays until all
-//! that it wrote was read back past the cache (I7), which takes about as long as writing it, and need not be waited
-//! for. Snapshots are read back in the order in which they were published, for each shares images with those before.
+//! A snapshot is durable when it is published: a crash starts from it. The snapshot that it replaces
+//! stays until all that the new one wrote was read back past the cache (I7). That takes about as long as
+//! writing it, and a caller that wants durability need not wait for it. Snapshots are read back in the
+//! order of their publication, because each shares images with those before.
 //!
-//! Who holds the lock on what is kept may wait for what is being read back, and not the other way round: so the
-//! thread proves first, and says so later.
+//! A thread that holds the catalog's lock may wait for the thread that reads back, and not the other way
+//! round. So that thread proves first, and takes the lock only to say so: holding both, the two would
+//! wait for each other.
 //!
-//! A crash here leaves a snapshot that no frame records as verified: the next open loads all of it, and publishes it
-//! anew.
+//! A crash here leaves a snapshot that no frame records as verified: the next open loads all of it, and
+//! publishes it anew.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -25,19 +27,21 @@ use crate::catalog::{Catalog, SnapshotInfo};
 use crate::error::{Error, Result};
 use crate::images::ImageWriters;
 
-/// So many snapshots wait to be verified; who publishes one more verifies them first. What they wrote takes memory.
+/// How many snapshots may wait to be verified. A caller that publishes one more verifies them first: the
+/// memory of what they wrote is bounded by this.
 const UNVERIFIED_MAX: usize = 2;
 
 /// Published snapshots that are not verified yet.
 #[derive(Default)]
 pub(crate) struct UnverifiedSnapshots {
     queue: Mutex<VerifyQueue>,
-    /// Those that hold, and whose record does not say so yet. Held while any is read back.
+    /// Snapshots that were read back, and that the catalog does not call verified yet. Held while any is
+    /// read back.
     proven: Mutex<Vec<SnapshotId>>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-/// What a published snapshot wrote. Of each page it takes some 200 bytes of memory, until all is read back.
+/// The files of a published snapshot. It takes some 200 bytes of memory a page, until all is read back.
 pub(crate) struct WrittenSnapshot {
     pub snapshot: SnapshotId,
     pub manifest: PublishedFile,
@@ -54,9 +58,10 @@ impl WrittenSnapshot {
 
 #[derive(Default)]
 struct VerifyQueue {
-    /// What they wrote, in the order in which they were published.
+    /// Snapshots that wait to be read back, in the order of their publication.
     written: VecDeque<WrittenSnapshot>,
-    /// Whether a thread looks here again before it ends.
+    /// Whether a thread looks here again before it ends. Under one lock with the queue: a snapshot that
+    /// is pushed as the thread ends would otherwise wait for the next one.
     is_attended: bool,
 }
 
@@ -74,13 +79,14 @@ impl UnverifiedSnapshots {
         join(self.thread.lock().take());
     }
 
-    /// Reads back what there is. More may be published meanwhile.
+    /// Reads back the snapshots that wait. More may be published meanwhile.
     fn read_back(&self, proven: &mut Vec<SnapshotId>) -> Result<()> {
         loop {
             let Some(written) = self.queue.lock().written.pop_front() else { return Ok(()) };
             if let Err(error) = written.check() {
                 self.queue.lock().written.push_front(written);
                 return Err(error);
+                // It stays the first in the queue: none after it may be called verified before it.
             }
             proven.push(written.snapshot);
         }
@@ -94,7 +100,7 @@ fn join(thread: Option<JoinHandle<()>>) {
 }
 
 impl Snapshots {
-    /// Takes a snapshot as far as it is durable, and has the rest done behind the caller's back.
+    /// Takes a snapshot until it is durable, and leaves verifying and recycling to a thread.
     pub fn take_unverified(self: &Arc<Self>, wanted: SnapshotRequest) -> Result<SnapshotInfo> {
         let mut catalog = self.catalog.lock();
         if self.unverified.len() >= UNVERIFIED_MAX {
@@ -114,7 +120,7 @@ impl Snapshots {
             snapshots.attend();
         });
         match thread {
-            // The one before has ended, or is about to.
+            // The thread before has ended, or is about to: it has given up `is_attended`.
             Ok(thread) => join(self.unverified.thread.lock().replace(thread)),
             Err(error) => {
                 tracing::warn!(%error, "the next snapshot verifies this one, too");
@@ -124,7 +130,7 @@ impl Snapshots {
         Ok(info)
     }
 
-    /// Does phases 6 and 7 as long as there is anything to do, and lets others take snapshots while it reads.
+    /// Does phases 6 and 7 as long as any snapshot waits. Others may take snapshots while it reads.
     fn attend(&self) {
         loop {
             let proven = self.unverified.read_back(&mut self.unverified.proven.lock());
@@ -137,7 +143,7 @@ impl Snapshots {
                 tracing::error!(%error, "a snapshot that is published cannot be verified");
             }
             let mut queue = self.unverified.queue.lock();
-            // Where it failed for a shortage, the next snapshot verifies this one, too.
+            // After a shortage the next snapshot verifies this one, too.
             if queue.written.is_empty() || finished.is_err() {
                 queue.is_attended = false;
                 return;
@@ -155,7 +161,8 @@ impl Snapshots {
         }
     }
 
-    /// Phase 6. When it returns, every snapshot that is kept is verified.
+    /// Phase 6. When it returns, every snapshot of the catalog is verified, so that any of them may
+    /// license recycling (I7).
     pub fn verify(&self, catalog: &mut Catalog) -> Result<()> {
         let mut proven = self.unverified.proven.lock();
         self.unverified.read_back(&mut proven)?;

@@ -1,7 +1,8 @@
 //! Scrubs of the store's own accord: a thread that waits, reads at a pace, and waits again.
 //!
-//! A full disk, or no memory, is told in the store's stats, and the next scrub finds the same damage. Every
-//! other failure has poisoned the store, and ends the thread. When the store closes, the pass is given up.
+//! After a full disk, or a lack of memory, the store's stats tell of it, and the next scrub finds the
+//! same damage. Every other failure has poisoned the store, and ends the thread. When the store closes,
+//! the pass is given up.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,14 +15,14 @@ use crate::base::sync::thread::JoinHandle;
 use crate::base::sync::{Instant, Mutex};
 use crate::error::{Error, Result};
 
-/// The thread.
+/// The thread for scrubs, as the store holds it.
 pub(crate) struct Scrubber {
     scrub: Arc<Scrub>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl Scrubber {
-    /// Starts it, if there is an interval.
+    /// Starts the thread, if there is an interval.
     pub fn start(scrub: Arc<Scrub>, interval: Option<Duration>) -> Result<Self> {
         let thread = match interval {
             Some(interval) => {
@@ -44,7 +45,8 @@ impl Scrubber {
         Ok(Self { scrub, thread: Mutex::new(thread) })
     }
 
-    /// Ends the thread; what it is reading is given up. A snapshot that it is taking must be called off before.
+    /// Ends the thread; the pass that it is reading is given up. A snapshot that it is taking must be
+    /// called off before.
     pub fn stop(&self) {
         self.scrub.pace.call_off();
         if let Some(thread) = self.thread.lock().take()
@@ -54,6 +56,7 @@ impl Scrubber {
         }
     }
 }
+/// The life of the thread. The interval counts from the begin of one pass to that of the next.
 
 fn live(scrub: &Scrub, interval: Duration) {
     let pace = &scrub.pace;

@@ -1,8 +1,9 @@
-//! One pass over what lies on disk: what it should find is fixed when it begins, and read at a pace.
+//! One pass over the files on disk. What it should find is fixed when it begins, and then read at a pace.
 //!
-//! Nothing keeps snapshots from being taken meanwhile, nor what they replace from being recycled. Numbers of
-//! image files are never used again, so a file that is gone was not needed. A segment may hold other bytes by
-//! now: what looks damaged is damaged only if replay could still begin before it.
+//! Meanwhile snapshots are taken, and what they replace is recycled: a pass takes long at its pace, and
+//! must hold nothing up. Numbers of image files are never used again, so a file that is gone was not
+//! needed. A segment may hold other bytes by now: what looks damaged is damaged only if replay could
+//! still begin before it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -24,11 +25,11 @@ use crate::disk::source::DiskSource;
 use crate::error::Result;
 use crate::images::read::{ImageRequest, runs};
 
-/// What a pass has found.
+/// The damage that a pass found.
 #[derive(Default)]
 pub(super) struct ScrubFindings {
     pub scrubbed: ScrubReport,
-    /// Whether STORE is damaged.
+    /// Whether STORE itself is damaged.
     pub store: bool,
     /// Links of which one copy is damaged.
     pub copies: Vec<Manifest>,
@@ -38,7 +39,7 @@ pub(super) struct ScrubFindings {
     pub batches: Vec<Lsn>,
 }
 
-/// An image to read.
+/// An image that the pass is to read.
 struct ScrubImage {
     image: ImageRef,
     page: PageId,
@@ -47,6 +48,7 @@ struct ScrubImage {
     batch: Option<Lsn>,
 }
 
+/// A pass under way.
 pub(super) struct ScrubPass<'a> {
     snapshots: &'a Snapshots,
     source: DiskSource,
@@ -55,19 +57,21 @@ pub(super) struct ScrubPass<'a> {
     log: LogMap,
     /// The last batch that was durable when the pass began.
     until: Lsn,
-    /// By file and offset.
+    /// The images to read, by file and offset: each once, however many snapshots share it.
     images: BTreeMap<(u64, u64), ScrubImage>,
     found: ScrubFindings,
 }
 
 impl<'a> ScrubPass<'a> {
-    /// Reads what says what there is: STORE, links, tables, the headers of segments.
+    /// Reads the files that say what there is: STORE, links, tables, the headers of segments. Under the
+    /// catalog's lock, so that no snapshot goes between the list of it and the look at it.
     pub fn begin(snapshots: &'a Snapshots, store: &StoreFile, pace: &'a Pace) -> Result<Self> {
         let began = Instant::now();
         let catalog = snapshots.catalog.lock();
         let source = DiskSource::past_cache(snapshots.disk.clone());
         let mut found = ScrubFindings::default();
-        // Before the files are listed: what becomes durable meanwhile may lie in a segment that is not among them.
+        // Asked before the files are listed: a batch that becomes durable meanwhile may lie in a segment
+        // that is not among them, and would look lost.
         let until = snapshots.log.durable();
         let survey = match Survey::read(&source) {
             Ok(survey) if survey.store == *store => survey,
@@ -85,10 +89,10 @@ impl<'a> ScrubPass<'a> {
         Ok(pass)
     }
 
-    /// Reads the rest.
+    /// Reads the log and the images.
     ///
     /// # Errors
-    /// What the system says where it was short of something: what could not be looked at is not damaged.
+    /// The system's error where it was short of something: what could not be looked at is not damaged.
     pub fn run(mut self) -> Result<ScrubFindings> {
         self.read_log()?;
         self.read_images()?;
@@ -99,6 +103,7 @@ impl<'a> ScrubPass<'a> {
         }
     }
 
+    /// Reads both copies of every link that is kept, and notes the images of every kept snapshot.
     fn read_links(&mut self, catalog: &Catalog, survey: &Survey) {
         let mut seen = BTreeSet::new();
         for kept in catalog.snapshots.values().filter(|kept| kept.holds) {
@@ -115,6 +120,7 @@ impl<'a> ScrubPass<'a> {
         }
     }
 
+    // One copy does for an open. Reported and mended now, before the other one rots, too.
     fn copy_damaged(&mut self, manifest: &Manifest, health: &CopyHealth) {
         let file = FileName::Manifest(manifest.snapshot.0);
         // Both copies are of the same length.
@@ -127,6 +133,7 @@ impl<'a> ScrubPass<'a> {
         self.found.copies.push(manifest.clone());
     }
 
+    /// Reads the tables that a replay may still come to, and notes their images.
     fn read_tables(&mut self, catalog: &Catalog, store: &StoreFile) {
         let oldest = self.starts(catalog).first().map(|oldest| oldest.lsn);
         let is_met = |restored_at| oldest.is_some_and(|oldest| oldest < restored_at);
@@ -141,6 +148,7 @@ impl<'a> ScrubPass<'a> {
         }
     }
 
+    /// Notes the images of a manifest. `batch` cannot be replayed without them.
     fn want_all(&mut self, manifest: &Manifest, batch: Option<Lsn>) {
         for entry in &manifest.entries {
             let Some(image) = entry.image else { continue };
@@ -158,21 +166,22 @@ impl<'a> ScrubPass<'a> {
         };
         let beginning = self.log.beginning().filter(|point| catalog.floor.is_none() && is_there(point));
         let kept = catalog.snapshots.values().filter(|kept| kept.holds && kept.redo.lsn <= self.until);
-        // The log after a snapshot with a name may be kept no longer, and what that names is gone then.
+        // The log after a snapshot with a name may be kept no longer, and the files that it names are
+        // gone then.
         let kept = kept.filter(|kept| catalog.reaches(kept));
         let mut starts: Vec<LogPoint> = beginning.into_iter().chain(kept.map(|kept| kept.redo)).collect();
         starts.sort_unstable_by_key(|point| point.lsn);
         starts
     }
 
-    /// Follows the log from its oldest start; behind damage, from the next one.
+    /// Follows the log from its oldest start; after damage, from the next start.
     fn read_log(&mut self) -> Result<()> {
         let starts = self.starts(&self.snapshots.catalog.lock());
         let mut next = starts.first().copied();
         while let Some(from) = next {
             let Some((at, damage)) = self.walk(from)? else { break };
             let starts = self.starts(&self.snapshots.catalog.lock());
-            // Whatever begins behind it does not need it: it was recycled while it was read.
+            // A start after the damage does not need it: that part was recycled while it was read.
             let is_needed = starts.first().is_some_and(|oldest| oldest.lsn <= at.lsn);
             let lost = if is_needed { at.lsn.next() } else { at.lsn };
             if is_needed {
@@ -186,7 +195,7 @@ impl<'a> ScrubPass<'a> {
 
     /// Follows the log from a point. Returns the damage that it meets, and the last point before it.
     fn walk(&mut self, from: LogPoint) -> Result<Option<(LogPoint, Damage)>> {
-        // All of it is durable: what does not hold is damage, never a torn tail.
+        // All of it is durable (I4): a frame that does not hold is damage, never a torn tail.
         let mut walk = match LogWalk::new(&self.source, &self.log, from, self.until) {
             Ok(walk) => walk,
             Err(damage) => return Ok(Some((from, damage))),
@@ -221,6 +230,7 @@ impl<'a> ScrubPass<'a> {
         Ok(None)
     }
 
+    /// Reads the images, run by run, each at the pace.
     fn read_images(&mut self) -> Result<()> {
         let wanted =
             |image: &ScrubImage| ImageRequest { page: image.page, len: image.len, image: image.image };
@@ -237,13 +247,14 @@ impl<'a> ScrubPass<'a> {
         Ok(())
     }
 
+    /// Reports an image that does not hold, unless its file was recycled meanwhile.
     fn image_damaged(&mut self, image: &ImageRef, damage: Damage) {
         let place = (image.file, image.offset);
         let catalog = self.snapshots.catalog.lock();
         if !catalog.named_files().contains(&image.file) && !catalog.files.is_for_batch(image.file, Lsn(0)) {
             return;
         }
-        // At once, so that a snapshot which is taken before the pass ends does not name it.
+        // At once, so that a snapshot that is taken before the pass ends does not name it.
         let ScrubImage { page, batch, .. } = &self.images[&place];
         if !matches!(damage.defect, Defect::Shortage { .. }) {
             catalog.known.spoil(*page, image);
