@@ -1,11 +1,11 @@
-//! Payloads of which only the device has seen some bytes.
+//! Payloads with bytes that only the device has seen.
 //!
-//! The payload is put together on the device: what the host knows goes up, what is born there is gathered into
-//! its blanks. There the indices are looked at and the whole is summed, and it comes to the host at one go, as
-//! the log and the page will get it. Whatever is written to the caller's memory meanwhile, sum and bytes are of
-//! the same payload.
+//! The payload is put together on the device: the bytes that the host knows go up, the others are
+//! gathered into its blanks. There the indices are checked and the whole is summed, and it comes to the
+//! host in one piece, as the log and the page will get it. Whatever is written to the caller's memory
+//! meanwhile, checksum and bytes are of the same payload.
 //!
-//! Nothing is logged before this is done, so a crash loses a batch that nobody was told of.
+//! Nothing is logged before this is done, so a crash loses a batch that no caller was told of.
 
 use std::any::Any;
 use std::collections::{BTreeSet, HashMap};
@@ -23,8 +23,8 @@ use crate::memory::arena::{Arena, PageMemory, Purpose};
 use crate::memory::staging::StagingBuf;
 use crate::write::batch::{DeviceFill, FillSource, WriteBatch};
 
-/// Memory beside pages, in the budget like them. It is given back behind everything that is in the lane by
-/// then.
+/// Memory beside pages, counted in the budget like them (I10). It is given back after everything that is
+/// in the lane by then.
 pub(super) struct StageMemory {
     device: Arc<dyn Device>,
     arena: Arc<Arena>,
@@ -32,7 +32,7 @@ pub(super) struct StageMemory {
 }
 
 impl StageMemory {
-    /// `len` bytes from `offset` on.
+    /// The span of `len` bytes from `offset` on.
     pub fn part(&self, offset: u64, len: u64) -> Span {
         self.memory.as_ref().expect("there until it is dropped").part(offset, len)
     }
@@ -43,13 +43,14 @@ impl Drop for StageMemory {
         let Some(memory) = self.memory.take() else { return };
         match self.device.submit(Lane::Stage, CommandList::default()) {
             Ok(last) => self.arena.retire(memory, last.fence()),
-            // The lane may still use it, and never says when it is done.
+            // The lane may still use it, and never says when it is done. It stays counted: given to a
+            // page, it could be written to.
             Err(error) => tracing::warn!(%error, "memory beside pages stays allocated"),
         }
     }
 }
 
-/// Memory of the caller's, given back to nobody but its owner.
+/// Memory that belongs to the caller: it is returned to its owner, and never to the arena.
 struct CallerPayload {
     device: Arc<dyn Device>,
     memory: MemoryId,
@@ -66,7 +67,8 @@ impl Drop for CallerPayload {
 }
 
 impl Committer {
-    /// Memory of a device for a caller.
+    /// Allocates memory of a device for a caller, filled with zeros: what lay there before is not the
+    /// caller's to see.
     ///
     /// # Errors
     /// `OverBudget`, `OutOfMemory`, `PlaceUnavailable`; a device error.
@@ -79,7 +81,7 @@ impl Committer {
         Ok(bytes)
     }
 
-    /// Memory of the caller's.
+    /// Makes memory that the caller allocated known to the device.
     ///
     /// # Errors
     /// `MemoryRefused`; a device error.
@@ -105,7 +107,7 @@ impl Committer {
         self.stage_memories(purpose, place, [len]).map(|[memory]| memory)
     }
 
-    /// All of these or none, so that who needs several is told at once what they take together.
+    /// Allocates all of these or none, so that the error says at once what they take together.
     pub(super) fn stage_memories<const N: usize>(
         &self,
         purpose: Purpose,
@@ -117,13 +119,16 @@ impl Committer {
         Ok(lens.map(|_| StageMemory { device: device.clone(), arena: arena.clone(), memory: memory.next() }))
     }
 
-    /// Runs commands on the lane for staging, and waits for them.
+    /// Runs commands on the lane for staging, and waits for them. Not in the lane of deltas: batches
+    /// would wait for this one.
     pub(super) fn run(&self, commands: Vec<Command>, staging: Vec<Staging>) -> Result<Vec<Staging>> {
         self.device.submit(Lane::Stage, CommandList { commands, staging })?.finish(&*self.device)
     }
 
-    /// Waits for the streams on which the batch's bytes are made, and says in which place they are put
-    /// together, if any are.
+    /// Waits for the streams on which the batch's bytes are made. Returns the place in which they are put
+    /// together, if there are any.
+    ///
+    /// The committing thread waits, not the lane: a caller's stream may stand still for long.
     pub(super) fn arrivals(&self, batch: &WriteBatch) -> Result<Option<Place>> {
         let mut streams = BTreeSet::new();
         for bytes in batch.device_bytes() {
@@ -137,8 +142,8 @@ impl Committer {
         Ok(batch.device_bytes().chain(captured).next().map(DeviceBytes::place))
     }
 
-    /// The lengths of the pages of which only the device knows which elements change. They are looked at again
-    /// under the lock: the highest index is known by then.
+    /// The lengths of the pages whose changed elements only the device knows. They are looked at again
+    /// under the lock, when the highest index is known.
     pub(super) fn lens(&self, batch: &WriteBatch, held: Option<&PageTable>) -> HashMap<PageId, u64> {
         let mut pages = batch.scattered_pages().peekable();
         if pages.peek().is_none() {
@@ -153,7 +158,14 @@ impl Committer {
         }
     }
 
-    /// The whole payload, of which the blanks are zeros yet, and its checksum.
+    /// Completes the payload, whose blanks are zeros so far, and returns its checksum with it.
+    ///
+    /// One list does all of it, in this order:
+    ///
+    /// 1. Known bytes go up, and the caller's are gathered into the blanks. From here on the caller may
+    ///    write to its memory.
+    /// 2. The whole is summed, and the lists of indices are checked.
+    /// 3. It comes down.
     pub(super) fn fill(
         &self,
         staged: StagingBuf,
@@ -169,6 +181,7 @@ impl Committer {
         let whole = area.part(0, len as u64);
         let (mut uploads, mut sources, mut picks) = (Vec::new(), Vec::new(), Vec::new());
         let (mut lists, mut steps, mut indices) = (Vec::new(), Vec::new(), Vec::new());
+        // Between two blanks lie bytes that the host knows.
         let mut known_from = 0;
         for blank in &blanks {
             let blank_len = match &blank.content {
@@ -215,6 +228,8 @@ impl Committer {
         let (staged, found, indices) = (next(len), next(results_len), next(indices.len()));
         let word = |at: usize| u32::from_le_bytes(std::array::from_fn(|byte| found[4 * at + byte]));
         let crc = word(0);
+        // A wrong index would write outside of the page, and a repeated one has no defined result on a
+        // device: both are refused before the batch is logged.
         let wrong = steps.into_iter().zip((1..).map(word)).find(|(_, wrong)| *wrong != 0);
         for spare in [found, indices] {
             self.staging.give(spare.into_staging());
