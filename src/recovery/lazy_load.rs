@@ -66,7 +66,7 @@ impl PageLoader {
         let thread = if parts.unloaded().is_any() {
             let poisons = PanicPoisons { poison: parts.poison.clone(), thread: "thread that loads pages" };
             let life = LoaderLoop(parts.clone());
-            let thread = thread::Builder::new().name("remanent-warm".to_owned());
+            let thread = thread::Builder::new().name("remanent-load".to_owned());
             let thread = thread.spawn(move || {
                 let _poisons = poisons;
                 life.live();

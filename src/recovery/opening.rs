@@ -85,7 +85,7 @@ pub(crate) struct Predecessor {
 }
 
 impl Predecessor {
-    /// What the new opening says of its predecessor. It ends where it was proven (I6): what lies behind
+    /// What the new opening says of its predecessor. It ends where it was proven (I6): what lies after it
     /// may be in the cache only, and is never read again.
     fn opening(&self, incarnation: Incarnation) -> Opening {
         let (predecessor, accepted) =

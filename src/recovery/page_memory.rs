@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn what_comes_behind_a_page_that_is_refused_is_refused() {
+    fn pages_after_a_refused_one_are_refused() {
         // No device has memory there.
         let (arena, table) = (arena(), table(Place::Disk));
         let memories = PageMemories::reserve(&arena, &table).unwrap();

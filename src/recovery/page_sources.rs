@@ -61,8 +61,8 @@ pub(super) struct ImageGroup {
 }
 
 impl PageSources {
-    fn extend(&mut self, behind: Self) {
-        let Self { images: ImageGroup { proven, unproven, unloaded }, zeros, resized, late, beside } = behind;
+    fn extend(&mut self, later: Self) {
+        let Self { images: ImageGroup { proven, unproven, unloaded }, zeros, resized, late, beside } = later;
         self.images.proven.extend(proven);
         self.images.unproven.extend(unproven);
         self.images.unloaded.extend(unloaded);

@@ -12,7 +12,7 @@
 //! 4. **Sync** the image files and their names; wait until the log is durable up to `end` (I7).
 //! 5. **Publish** the manifest. From this rename on a crash starts from here.
 //! 6. **Verify**: read the manifest and the images back past the cache; record that in a seal.
-//! 7. **Recycle** what neither a kept snapshot nor the log behind the oldest of them needs (I8).
+//! 7. **Recycle** what neither a kept snapshot nor the log after the oldest of them needs (I8).
 //!
 //! An exact snapshot ends where it begins: pages that a batch is about to change are kept aside until
 //! they are gathered (`applier/cut.rs`), and all of phase 1 is one turn, with phase 3 in it.

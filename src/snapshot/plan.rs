@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn rules_keep_snapshots_and_the_log_behind_them() {
+    fn rules_keep_snapshots_and_the_log_after_them() {
         // Snapshot 2 has a name and its log is gone; 4 has one, too.
         let snapshots: BTreeMap<SnapshotId, RetainedSnapshot> = [
             kept(2, Some("two"), true),

@@ -11,7 +11,7 @@
 //! | one copy of a link | both are written anew |
 //! | both copies of a link | the next snapshot follows none, and names all pages |
 //! | an image | no snapshot names it again: the next one gathers its page |
-//! | the log, a restore's table, an image that a batch names | recovery begins behind it |
+//! | the log, a restore's table, an image that a batch names | recovery begins after it |
 //!
 //! For the last three a snapshot is taken. A snapshot that needs damaged bytes counts as none from then
 //! on ([`RetainedSnapshot::holds`](crate::catalog::RetainedSnapshot::holds)). So it displaces no sound
