@@ -36,8 +36,12 @@ pub(super) struct CatalogDraft<'s> {
     pub changed: Vec<PageId>,
     /// The same table, for commits.
     pub submitted: PageTable,
+    /// The snapshots that stay, with the files that they need.
     snapshots: BTreeMap<SnapshotId, RetainedSnapshot>,
+    /// The tables of restores that a replay may still come to.
     tables: BTreeMap<u64, RetainedTable>,
+    /// Images that the next snapshot need not write again. Without them the first snapshot after an open
+    /// would write every page.
     known: KnownImages,
     /// Image files that batches may name, with the newest batch that may.
     for_batches: BTreeMap<u64, Lsn>,
@@ -75,6 +79,7 @@ impl<'s> CatalogDraft<'s> {
         let known = KnownImages::recovered(survey, base, beside)?;
         let mut for_batches = BTreeMap::new();
         let mut tables = BTreeMap::new();
+        // Only manifests know the numbers of files that are gone already.
         let mut next_file = survey.readable().map(|manifest| manifest.next_file).max().unwrap_or(1);
         for name in disk.list(Folder::Pages)? {
             match FileName::parse(Folder::Pages, &name) {
@@ -107,6 +112,8 @@ impl<'s> CatalogDraft<'s> {
         for VerifiedSnapshot { snapshot, manifest_crc, .. } in &verified {
             let chain = survey.chain(*snapshot)?;
             let links = chain[1..].iter().map(|link| link.snapshot).collect();
+            // For the base the sums were made with the known images. Its entries, which are all pages,
+            // are not gone through again.
             let sums = match resolution.base == Some(*snapshot) {
                 true => known.sums(),
                 false => ImageTotals::of(survey.entries(*snapshot)?.map(|entry| entry.image)),
@@ -199,6 +206,8 @@ impl Recovery<'_> {
                 None => return Ok(()),
             }
         }
+        // Files are judged by their names alone: what they hold was judged when the pages were loaded.
+        // Files are judged by their numbers: which are named, and which are a batch's, is known by now.
         let named = catalog.named_files();
         let next_file = catalog.snapshots.values().map(|kept| kept.next_file).max().unwrap_or(1);
         let floor = catalog.floor.unwrap_or_default();
@@ -215,6 +224,7 @@ impl Recovery<'_> {
                 self.disk.remove(file)?;
             }
         }
+        // What only batches up to the floor named need not be remembered.
         catalog.files.recycled(floor);
         Ok(())
     }

@@ -37,10 +37,13 @@ pub(crate) const CLAIM: FileName = FileName::Temporary(Folder::Root, 0);
 pub(crate) fn check_directory(disk: &dyn Disk, create: Create) -> Result<()> {
     let names = disk.list(Folder::Root)?;
     let is = |name: &String, file| FileName::parse(Folder::Root, name) == Some(file);
+    // It is a store: recovery judges the rest.
     if names.iter().any(|name| is(name, FileName::Store)) {
         return Ok(());
     }
-    // `lost+found` belongs to a file system whose root is the directory.
+    // `lost+found` belongs to a file system whose root is the directory. The store's own names may be
+    // there without STORE: a creation that a crash cut short. Any other name says that the path is wrong,
+    // and that the directory is not to be filled.
     let ours = |name: &String| {
         FileName::parse(Folder::Root, name).is_some()
             || Folder::INNER.iter().any(|folder| folder.name() == name)
@@ -56,7 +59,9 @@ pub(crate) fn check_directory(disk: &dyn Disk, create: Create) -> Result<()> {
 }
 
 impl Recovery<'_> {
-    /// Creates a new store. STORE comes last: without it the directory is an unfinished creation.
+    /// Creates a new store: the first incarnation, then STORE. Without STORE the directory is an
+    /// unfinished creation: a crash before leaves segments without batches, which the next creation
+    /// removes.
     pub(super) fn create(&self) -> Result<RecoveredStore> {
         start_over(&self.disk)?;
         let store = StoreFile {
@@ -118,6 +123,7 @@ pub(crate) fn start_over(disk: &Arc<dyn Disk>) -> Result<()> {
     let mut left = Vec::new();
     for folder in Folder::INNER {
         for file in disk.list(folder)?.iter().filter_map(|name| FileName::parse(folder, name)) {
+            // With a claim, images and manifests are those of a fork that was cut short.
             let is_more = match file {
                 FileName::Pages(_) | FileName::Table(_) | FileName::Manifest(_) => !claimed,
                 FileName::Segment(_) => holds_batch(&source, file)?,
@@ -138,13 +144,16 @@ pub(crate) fn start_over(disk: &Arc<dyn Disk>) -> Result<()> {
     for file in left {
         disk.remove(file)?;
     }
+    // Synced, so that no removed file comes back, after a power cut, in the new store.
     Folder::INNER.into_iter().try_for_each(|folder| disk.sync_folder(folder))
 }
 
 /// Whether a segment of an unfinished creation holds a batch: then it is more than that. Every place at
 /// which a frame may lie is looked at, not only those of groups: a batch may share the group of a seal.
 fn holds_batch(source: &DiskSource, file: FileName) -> Result<bool> {
+    /// Bytes that are looked at together: a segment may be gigabytes long.
     const WINDOW: usize = 1 << 20;
+    // A segment that cannot be read may hold a batch: the creation is refused.
     let unreadable = |error: std::io::Error| Error::from(Defect::unreadable(&error).at(file, 0));
     let is_batch = |bytes: &[u8]| {
         UncheckedFrame::decode(bytes).is_ok_and(|frame| frame.unproven().kind == FrameKind::Batch)
@@ -182,6 +191,8 @@ pub(crate) fn claim(target: &Arc<dyn Disk>, store: &StoreFile) -> Result<()> {
     let bytes = store.encode().map_err(|defect| Error::from(defect.at(FileName::Store, 0)))?;
     let file = target.create(CLAIM)?;
     file.write_at(0, &bytes)?;
+    // Durable before the first other file has its name: the claim is what tells those from a store that
+    // lost STORE.
     file.sync()?;
     target.sync_folder(Folder::Root)
 }

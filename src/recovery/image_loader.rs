@@ -51,6 +51,7 @@ enum LoadStep<'a> {
 }
 
 impl LoadStep<'_> {
+    /// The page by which pieces of work are put in order.
     fn first_page(&self) -> PageId {
         match self {
             LoadStep::Run(run) => run.first_page(),
@@ -77,6 +78,7 @@ impl ImageLoader<'_> {
         images: impl Iterator<Item = &'i mut [ImageRequest]>,
         threads: usize,
     ) -> Result<()> {
+        // Each file's images are put in order by one thread, and cut into runs.
         let into_work = |images: &'i mut [ImageRequest]| {
             Ok::<_, Infallible>(runs(images).flat_map(split).collect::<Vec<_>>())
         };
@@ -102,6 +104,7 @@ impl ImageLoader<'_> {
         check_parts(work.iter().zip(checksums?))
     }
 
+    /// Loads a run: images that lie close to each other in a file, read at one go.
     fn load_run(&self, run: &ImageRun<'_>, copies: &PendingCopies<'_>) -> Result<()> {
         let read = run.read(self.source, |len| self.staging.take(len))?;
         // Pages that are stored as they are go up from where they were read. Decompressed bytes are
@@ -132,6 +135,7 @@ impl ImageLoader<'_> {
     /// all of it has gone up; until then no reader gets to see it.
     fn load_compressed(&self, wanted: &ImageRequest, copies: &PendingCopies<'_>) -> Result<()> {
         let target = (self.target)(wanted.page)?;
+        // One piece of staging fills while those before it go up.
         let (mut filling, mut at) = (StagingFill::default(), 0);
         stream_image(self.source, &wanted.image, wanted.len, |mut bytes| -> Result<()> {
             while !bytes.is_empty() {
@@ -184,12 +188,14 @@ struct StagingFill {
 /// Copies from staging to pages that are under way.
 struct PendingCopies<'a> {
     loader: &'a ImageLoader<'a>,
+    /// Counts the lists that were submitted, so that lanes take turns.
     begun: AtomicUsize,
-    /// Copies in the order of their submission, or nearly so.
+    /// The oldest first, or nearly so: threads add theirs as they come.
     under_way: Mutex<VecDeque<Pending>>,
 }
 
 impl PendingCopies<'_> {
+    /// Copies bytes to staging, and submits their upload.
     fn upload_copy(&self, bytes: &[u8], pages: &[(usize, Span)]) -> Result<()> {
         if pages.is_empty() {
             return Ok(());
@@ -207,9 +213,11 @@ impl PendingCopies<'_> {
         };
         let commands = pages.iter().filter(|(_, target)| target.len > 0).map(upload).collect();
         let list = CommandList { commands, staging: vec![staged.into_staging()] };
+        // Any order will do: a counter is enough to spread the lists.
         let turn = self.begun.fetch_add(1, Ordering::Relaxed) % self.loader.lanes.len();
         let pending = self.loader.device.submit(self.loader.lanes[turn], list)?;
         self.under_way.lock().push_back(pending);
+        // The thread that adds a copy waits for the oldest: so staging is bounded for all of them together.
         self.finish_but(COPIES_MAX)
     }
 
@@ -217,6 +225,7 @@ impl PendingCopies<'_> {
     /// Staging of copies that are done already is given back, too, and used for the next ones: on the
     /// host it is in the processor's cache.
     fn finish_but(&self, at_most: usize) -> Result<()> {
+        // A fence that was reached costs no wait.
         let is_done = |pending: &Pending| {
             let Fence { lane, value } = pending.fence();
             value <= self.loader.device.reached(lane)
@@ -243,9 +252,11 @@ fn split(run: ImageRun<'_>) -> Vec<LoadStep<'_>> {
     };
     let Some(only) = run.only() else { return vec![LoadStep::Run(run)] };
     if only.is_long() && only.image.codec != Codec::Raw {
+        // A compressed image is one stream: no part of it can be read without those before.
         return vec![LoadStep::Compressed(only)];
     }
     let Some(wanted) = Some(only).filter(long) else { return vec![LoadStep::Run(run)] };
+    // Stored as it is, so that parts of the image are parts of the page.
     let parts = (0..wanted.image.stored_len).step_by(RUN_BYTES as usize);
     parts.map(|at| LoadStep::Part(wanted, at..wanted.image.stored_len.min(at + RUN_BYTES))).collect()
 }
@@ -258,8 +269,10 @@ fn check_parts<'a>(parts: impl Iterator<Item = (&'a LoadStep<'a>, Option<u32>)>)
             continue;
         };
         let damaged = |defect: Defect| Error::from(defect.at(FileName::Pages(image.file), image.offset));
+        // The checksums of the parts combine to that of the whole: no byte is summed twice.
         so_far.combine(&crc32fast::Hasher::new_with_initial_len(checksum, range.end - range.start));
         if range.end == image.stored_len {
+            // The last part: only now is the image proven, and the open may go on (I6).
             let (found, computed) = (image.stored_crc, std::mem::take(&mut so_far).finalize());
             if found != computed {
                 return Err(damaged(Defect::Checksum { what: "image", found, computed }));

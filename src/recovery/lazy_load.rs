@@ -50,12 +50,14 @@ pub(crate) struct PageLoaderParts {
     pub arena: Arc<Arena>,
     pub staging: Arc<StagingPool>,
     pub applier: Arc<Applier>,
+    /// Set when an image does not hold: retention asks it before anything goes.
     pub poison: Arc<Poison>,
 }
 
 /// The threads that load pages, as the store holds them.
 pub(crate) struct PageLoader {
     parts: Arc<PageLoaderParts>,
+    /// The thread that the others are helpers of; `None` if no page was unloaded.
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -76,6 +78,7 @@ impl PageLoader {
                 path: "the store".to_owned(),
                 source: Arc::new(error),
             });
+            // Without the thread no page would ever be loaded: the open fails, and its memory is given back.
             Some(thread.inspect_err(|_| parts.give_back())?)
         } else {
             None
@@ -100,6 +103,7 @@ impl PageLoader {
 struct LoaderLoop(Arc<PageLoaderParts>);
 
 impl LoaderLoop {
+    /// Loads on several threads, and returns when no page is left, or the store closes.
     fn live(&self) {
         let Self(parts) = self;
         let threads = threads();
@@ -119,6 +123,8 @@ impl Drop for LoaderLoop {
 }
 
 impl PageLoaderParts {
+    /// The pages that are not loaded. The applier has no memory for them: code that forgets to wait for
+    /// one meets a panic, and no wrong bytes.
     fn unloaded(&self) -> &UnloadedSet {
         self.applier.unloaded()
     }
@@ -137,9 +143,12 @@ impl PageLoaderParts {
     /// That tells which image is damaged, and that it is not damaged in the cache alone.
     fn load(&self, proven: &DiskSource, pages: Vec<UnloadedPage>) {
         match self.read_patiently(proven, &pages) {
+            // A page counts as loaded only when all of it is proven.
             Ok(true) => self.install(pages),
+            // The store closes. The page stays where it is whole: on disk.
             Ok(false) => self.unloaded().give_up(pages),
             Err(Error::Damaged(_)) => {
+                // Alone and past the cache: the damage has its page's name then, and is of the medium.
                 let medium = DiskSource::past_cache(self.disk.clone());
                 for unloaded in pages {
                     match self.read_patiently(&medium, std::slice::from_ref(&unloaded)) {
@@ -162,6 +171,7 @@ impl PageLoaderParts {
             match self.read(source, pages) {
                 Err(error) if error.is_shortage() => {
                     tracing::warn!(%error, "pages are loaded when the shortage ends");
+                    // The pause ends at once when the store closes.
                     if self.unloaded().is_over_within(SHORTAGE_PAUSE) {
                         return Ok(false);
                     }
@@ -192,6 +202,8 @@ impl PageLoaderParts {
             image: unloaded.image,
         };
         let mut images: Vec<ImageRequest> = pages.iter().map(wanted).collect();
+        // Bytes go straight to the pages' own memory. No batch and no reader knows it yet, so a failure
+        // leaves nothing to undo.
         let targets: HashMap<PageId, Span> =
             pages.iter().map(|unloaded| (unloaded.page, unloaded.memory.span())).collect();
         let target = |page: PageId| Ok(targets[&page]);

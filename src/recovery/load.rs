@@ -154,6 +154,8 @@ fn sort_sources(
     from: LogPoint,
     memories: &PageMemories<'_>,
 ) -> PageSources {
+    // Unverified, a snapshot's images are loaded at once, also on demand: nothing has read them back yet
+    // (I7).
     let sorter = SourceSorter {
         table: &resolution.resolved.table,
         bases,
@@ -173,7 +175,9 @@ struct Loader<'a> {
     /// allocated once, at its final length. In host memory, too, it takes no more than that: a page may
     /// be a TiB long for one batch only, and the log says so in a few bytes.
     on_host: Mutex<HashMap<PageId, PageHead>>,
+    /// Commands that make pages of zeros.
     list: ListBuilder,
+    /// Lists that the device may still work on: while there is one, no page memory is given back.
     in_flight: SubmittedLists<'a>,
     tail: Vec<Vec<u8>>,
 }
@@ -198,6 +202,7 @@ struct NewerBases {
 }
 
 impl NewerBases {
+    /// Takes the pages, each with the newest batch that its base holds.
     fn of(late: Vec<(PageId, Lsn)>) -> Self {
         let newest = late.iter().map(|(_, base)| *base).max().unwrap_or_default();
         Self { pages: late.into_iter().collect(), newest }
@@ -214,11 +219,13 @@ impl NewerBases {
 struct Deltas<'l> {
     memory: &'l ById<PageId, PageMemory>,
     on_host: &'l Mutex<HashMap<PageId, PageHead>>,
+    /// The batches that a page's base holds already.
     late: &'l NewerBases,
     staging: &'l StagingPool,
 }
 
 impl<'a> Loader<'a> {
+    /// A loader that has loaded nothing yet.
     fn new(recovery: &'a Recovery<'a>) -> Self {
         let (device, staging) = (&*recovery.device, recovery.staging);
         Self {
@@ -240,6 +247,7 @@ impl<'a> Loader<'a> {
         resized: &[(PageId, Base)],
     ) -> Result<()> {
         for (page, base) in resized {
+            // I10: no more than the final length is kept, however long the page is on its way.
             let final_len = table.get(*page).expect("every base is a page's").len;
             self.on_host.lock().insert(*page, load_base(sealed, base, final_len)?);
         }
@@ -256,6 +264,7 @@ impl<'a> Loader<'a> {
         images: ImageGroup,
         zeros: &[PageId],
     ) -> Result<Vec<(PageId, ImageRef)>> {
+        // Both lanes, in turns: no snapshot is drained during an open.
         let ImageGroup { mut proven, mut unproven, unloaded } = images;
         let Recovery { disk, device, staging, .. } = self.recovery;
         let target = |page: PageId| memories.of(page);
@@ -336,6 +345,8 @@ impl<'a> Loader<'a> {
         assert!(from.lsn <= end.proven.lsn); // I6: a manifest's end is a mark, and its `redo` lies before it.
         let sealed_log = source.past_cache_once();
         let Self { recovery, pages, on_host, in_flight, tail, .. } = self;
+        // A list is made on the thread that reads the run, and submitted on this one, in the order of the
+        // log: deltas of one page must not overtake each other.
         let deltas = Deltas { memory: &pages.memory, on_host, late, staging: recovery.staging };
         let list = |run| deltas.list(run);
         recovery.replay(&sealed_log, survey, from, end.proven.lsn, list, |list| in_flight.submit(list?))?;
@@ -352,6 +363,8 @@ impl<'a> Loader<'a> {
             end.accepted.lsn,
             list_and_payloads,
             |(payloads, list)| {
+                // Copied: the run's memory goes to the device, and the payloads are needed until the
+                // opening segment is written.
                 tail.extend(payloads?);
                 in_flight.submit(list?)
             },
@@ -403,6 +416,7 @@ impl Deltas<'_> {
     /// pages in host memory are applied at once.
     fn list(&self, run: BatchRun) -> Result<CommandList> {
         let mut list = ListBuilder::default();
+        // One thread makes the lists, so this lock is never waited for.
         let mut on_host = self.on_host.lock();
         let index = list.payload_index();
         let mut staged = false;
@@ -441,6 +455,7 @@ impl Deltas<'_> {
 }
 
 impl SubmittedLists<'_> {
+    /// Submits a list, unless it is empty, and waits while too many are in flight.
     fn submit(&mut self, list: CommandList) -> Result<()> {
         if list.commands.is_empty() && list.staging.is_empty() {
             return Ok(());

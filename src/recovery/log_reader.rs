@@ -108,6 +108,7 @@ impl Frames<'_> {
         no_staging: &Mutex<Option<Error>>,
         give: &mut dyn FnMut(BatchRun) -> bool,
     ) -> Result<StopPoint, Damage> {
+        // Read into staging, from where a device can take its deltas without another copy.
         let supply = |len: usize| {
             self.staging.take(len).map_err(|error| {
                 *no_staging.lock() = Some(error.clone());
@@ -137,6 +138,7 @@ impl Frames<'_> {
     ) -> Result<(), Damage> {
         while until.is_none_or(|until| walk.point().lsn < until) {
             let Some(frame) = walk.next()? else { break };
+            // A seal changes no page. The walk itself takes its record of verified snapshots.
             if frame.header.kind != FrameKind::Batch {
                 continue;
             }
@@ -146,6 +148,8 @@ impl Frames<'_> {
                 Some((memory, batches)) if Arc::ptr_eq(memory, frame.memory) => batches.push(batch),
                 _ => {
                     let read = run.replace((frame.memory.clone(), vec![batch]));
+                    // The thread that uses the runs failed: it takes no more, and its error is the one
+                    // that counts.
                     if !read.is_none_or(|read| give(BatchRun::new(read))) {
                         break;
                     }
@@ -157,11 +161,13 @@ impl Frames<'_> {
 }
 
 impl BatchRun {
+    /// Takes a run whose memory the walk has let go of.
     fn new((memory, batches): (Arc<StagingBuf>, Vec<LoggedBatch>)) -> Self {
         let memory = Arc::into_inner(memory).expect("the walk reads on elsewhere");
         Self { memory, batches }
     }
 
+    /// The payload of a batch of this run.
     pub fn payload(&self, batch: &LoggedBatch) -> &[u8] {
         &self.memory[batch.payload.clone()]
     }

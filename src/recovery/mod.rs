@@ -150,16 +150,23 @@ pub struct RecoveryReport {
 
 /// What recovery hands to the store that is opened.
 pub(crate) struct RecoveredStore {
+    /// STORE, with the features of what this build writes.
     pub store: StoreFile,
+    /// The state as the applier has it: table, memory, and the point in the log.
     pub applied: AppliedState,
     /// The same table as the applier's, for commits.
     pub submitted: PageTable,
     /// The pages that are not as the newest snapshot has them.
     pub changed: Vec<PageId>,
+    /// Where the log goes on, in the new incarnation.
     pub log: LogStart,
+    /// Segments for the log to come, and those that wait to be used again.
     pub pool: Arc<SegmentPool>,
+    /// The files that are kept, and why.
     pub catalog: Catalog,
+    /// How much log lies after the newest snapshot.
     pub behind: ReplayBacklog,
+    /// What the caller is told of it.
     pub recovered: RecoveryReport,
 }
 
@@ -176,6 +183,7 @@ pub(crate) struct ReplayBacklog {
 }
 
 impl ReplayBacklog {
+    /// Counts from the snapshot that was used: the next open would replay the same again.
     fn of(survey: &Survey, resolution: &Resolution) -> Self {
         let base = resolution.base.and_then(|base| survey.links[&base].as_ref().ok());
         let (from, offset) = base.map_or((0, 0), |(link, _)| (link.redo.segment, link.redo.offset));
@@ -236,10 +244,13 @@ impl Recovery<'_> {
         Ok(opened)
     }
 
+    /// Recovers a store. The numbers are those of the order in the module's docs: up to 3 nothing is
+    /// written, so that a refusal, or a crash, costs nothing.
     fn recover(&self) -> Result<RecoveredStore> {
         // I6: a name that is not durable yet must not be trusted. A rename may be in the cache only: a
         // power cut after this open would bring the old name back, when the new incarnation already
         // relies on the new one. A folder that is missing is judged later, by what it should hold.
+        // 1.
         let inner: Vec<Folder> = Folder::INNER.into_iter().collect();
         let present = self.disk.list(Folder::Root)?;
         for folder in inner.iter().filter(|folder| present.iter().any(|name| name == folder.name())) {
@@ -250,6 +261,7 @@ impl Recovery<'_> {
         // The source notes which ranges of the log the cache did not have: those came from the medium,
         // and step 3 need not read them again (I6).
         let source = DiskSource::noting(self.disk.clone());
+        // 2. and 3.
         let survey = survey::read(&source)?;
         self.check_identity(&survey.store)?;
         // Segments are made before STORE, so a store always has a log: an empty folder means that the log
@@ -299,6 +311,8 @@ impl Recovery<'_> {
         let left_out = end_without(&survey, &end);
         let is_left_out = left_out.is_some();
         let on_line = left_out.unwrap_or_else(|| end.clone());
+        // The opening goes over the highest segment. That one is empty: a segment with frames has a
+        // successor (I8). So the rename replaces nothing that counts.
         let before = Predecessor { segment: highest, newest, end: Some(on_line.clone()), tail };
         // I7: the opening seal records the snapshot as verified. A manifest that no frame under a mark
         // records may have its name in the cache only, so it is published anew before that. The seal,
@@ -340,6 +354,7 @@ impl Recovery<'_> {
             incarnation = %position.incarnation, lsn = %position.lsn, snapshot = ?recovered.snapshot,
             replayed = recovered.replayed_batches, copied = copied_batches, torn = ?recovered.torn, "recovered"
         );
+        // From here on nothing fails, so the memory need not be given back any more.
         let PageSet { memory, unloaded } = loaded.keep();
         // I10: each page of the table has the memory that was claimed for it, and there is no other.
         assert!(memory.len() + unloaded.len() == resolution.resolved.table.pages().len());
@@ -371,6 +386,7 @@ impl Recovery<'_> {
     /// the log. A lock that cannot be tried, for want of space or of a handle, counts as a reader: what
     /// is left out goes with a later open then.
     fn hold_off_readers(&self, survey: &Survey) -> Option<Vec<Box<dyn DiskLock>>> {
+        // Number 0 is the log's beginning. A reader may also have begun at a link that no record names.
         let starts = survey.links.keys().copied().chain([SnapshotId(0)]);
         let mut held = Vec::new();
         for snapshot in starts {
@@ -385,6 +401,10 @@ impl Recovery<'_> {
         Some(held)
     }
 
+    /// Refuses a store that is not the caller's, or not for this build to write.
+    ///
+    /// A store with features that this build does not know can at most be read. Bytes written by it could
+    /// break what the features promise.
     fn check_identity(&self, store: &StoreFile) -> Result<()> {
         if !store.is_writable() {
             let features = store.features.read_compatible;
@@ -476,10 +496,16 @@ impl Recovery<'_> {
         Ok(following.finish(stopped.end, stopped.point)?)
     }
 
+    /// The frames of the log, from `source`. The mark of the manifests goes along: a log that ends below
+    /// it has lost batches that were durable (I4), and is not taken for one with a torn tail.
     fn frames<'s>(&'s self, source: &'s DiskSource, survey: &'s Survey) -> Frames<'s> {
         Frames { source, map: &survey.log, mark: survey.mark(), staging: self.staging }
     }
 
+    /// Makes the pool of segments for the log to come.
+    ///
+    /// Spares beyond the reserve keep a busy log from making each segment anew, zeros and a sync, while
+    /// committers wait. They are bounded, because they take space that pages could have.
     fn pool(&self, store: StoreId) -> Result<Arc<SegmentPool>> {
         let rules = SegmentRules {
             len: self.options.segment_len,
@@ -498,6 +524,7 @@ impl Recovery<'_> {
         Ok(Arc::new(SegmentPool::new(self.disk.clone(), store, rules, self.log_io)?))
     }
 
+    /// Begins the report of an open; the caller fills in the rest.
     fn report(&self, position: Position, created: bool) -> RecoveryReport {
         RecoveryReport {
             created,
@@ -535,6 +562,9 @@ fn verified<'s>(
     let mut verified: Vec<VerifiedSnapshot> =
         recorded.filter(|entry| usable(entry.snapshot) && is_same(on_disk(entry.snapshot), entry)).collect();
     let is_recorded = |used: &VerifiedSnapshot| verified.iter().any(|entry| is_same(Some(*used), entry));
+    // The snapshot used may be recorded by no frame, where a crash came between its rename and its seal.
+    // It counts from now on: its images were just read past the cache, and its manifest is published anew
+    // (I7).
     let used = base.and_then(on_disk).filter(|used| !is_recorded(used));
     verified.extend(used);
     verified.sort_unstable_by_key(|entry| entry.snapshot);

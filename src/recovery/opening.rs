@@ -33,6 +33,7 @@ pub(crate) fn begin(
         // tells them apart.
         random: u32::from_le_bytes(random()?),
     });
+    // The highest segment's number: it is empty, and the rename replaces it.
     let number = before.segment.max(1);
     // 1. Built whole under a temporary name: header, the copied tail, the opening seal. A tail that was
     //    synced only after the rename could be lost by a power cut that spares the rename: the batches
@@ -41,10 +42,12 @@ pub(crate) fn begin(
     let segment = pool.build_opening(number, opening, &frames.bytes)?;
     // 2. Read back past the cache: a sync that lied is found before anything depends on it. After the
     //    rename the tail would be here alone, because the end of the predecessor is cut.
+    // What may be as long as the tail is asked for fallibly: a lack of memory refuses the open.
     let mut found = Vec::new();
     make_room(&mut found, frames.bytes.len())?;
     found.resize(frames.bytes.len(), 0);
     segment.file.read_past_cache(SEGMENT_HEADER_BLOCK, &mut found)?;
+    // All of it: a checksum would be made of the same bytes that may be wrong.
     if found != frames.bytes {
         let defect = Defect::Field { what: "opening segment that differs from the one written", found: 0 };
         return Err(defect.at(FileName::Temporary(Folder::Log, number), SEGMENT_HEADER_BLOCK).into());
@@ -143,6 +146,7 @@ fn opening_frames(
         let (offset, chain) = push(FrameKind::Batch, lsn, opening.predecessor.lsn, payload, point.chain);
         point = LogPoint { lsn, offset, chain, ..point };
     }
+    // The seal comes last: with it the opening ends a busy period, and a mark covers the tail (I4).
     let seal = encode_seal(verified);
     let (end, chain) = push(FrameKind::Seal, point.lsn, point.lsn, &seal, point.chain);
     assert!(point.lsn == opening.accepted); // I5: what was accepted is what is carried on.

@@ -53,6 +53,7 @@ impl Outlook {
         }
     }
 
+    /// One look, which a writer may spoil.
     fn take_once(disk: &Arc<dyn Disk>) -> Result<Self> {
         // Asked first: a writer that begins later removes what nothing needs before it writes anything new.
         let is_locked = disk.is_locked()?;
@@ -69,6 +70,8 @@ impl Outlook {
             &resolution,
             ReplayImages::default(),
         )?;
+        // Files of batches that are under way have numbers from `ahead_from` on; those of a snapshot,
+        // from `next_file` on.
         let newest = survey.readable().next_back();
         let numbers = newest.map_or(0, |link| link.next_file.min(link.ahead_from));
         Ok(Self {

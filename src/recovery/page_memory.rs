@@ -71,6 +71,8 @@ impl<'a> PageMemories<'a> {
             }
             bytes += len;
         }
+        // The one moment at which the budget is asked: after it, allocating can fail only for want of
+        // memory itself.
         let reserved = arena.reserve(Purpose::Page, &sums)?;
         Ok(Self { reserved, table, pieces })
     }
@@ -85,6 +87,7 @@ impl<'a> PageMemories<'a> {
                 Some((page, memory.ok()?))
             });
             let memory = memory.collect();
+            // Set also where a page was refused: a thread that waits for the piece must hear of it.
             let refused = rest.refused.clone();
             let _set_once = piece.allocated.set(PieceResult { memory, refused });
             if rest.refused.is_some() {

@@ -37,18 +37,22 @@ pub(crate) const RESTARTS_MAX: usize = 16;
 /// The rules by which a snapshot is due.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Rules {
+    /// By how many bytes the log must have grown.
     pub log_bytes: Option<u64>,
+    /// How long ago the last snapshot must have begun.
     pub interval: Option<Duration>,
 }
 
 /// How far the last snapshot goes, and where the log stood when it began.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Mark {
+    /// The last batch that the snapshot has.
     pub lsn: Lsn,
     /// Bytes of the log since the open. Below zero: that much was replayed then, and is in no snapshot.
     pub bytes: i64,
     /// Openings in the log after the snapshot, that of this run among them.
     pub restarts: usize,
+    /// When it began.
     pub at: Instant,
 }
 
@@ -86,6 +90,7 @@ impl Rules {
         again: Option<(u64, Instant)>,
         now: Instant,
     ) -> Next {
+        // Nothing was committed since, whatever seals added to the log.
         if lsn <= last.lsn {
             return Next::Wait { lsn: last.lsn.next(), bytes: u64::MAX, until: None };
         }
@@ -114,6 +119,7 @@ impl BackgroundSnapshots {
     pub fn start(snapshots: Arc<Snapshots>, rules: Rules) -> Result<Self> {
         let thread = if rules.log_bytes.is_some() || rules.interval.is_some() {
             let life = SnapshotLoop(snapshots.clone());
+            // A store whose snapshots have stopped would grow its log for ever: a panic must show.
             let poisons = PanicPoisons { poison: snapshots.poison.clone(), thread: "thread for snapshots" };
             let thread = thread::Builder::new().name("remanent-snapshot".to_owned());
             let thread = thread.spawn(move || {
@@ -184,6 +190,7 @@ impl SnapshotLoop {
     /// Takes a snapshot that has batch `lsn`. That batch is logged, but perhaps on its way to the
     /// applier. `None` if the snapshot is not due any more when it could begin.
     fn take(&self, lsn: Lsn, is_due: impl FnOnce() -> bool) -> Result<Option<SnapshotInfo>> {
+        // A snapshot begins at the last batch that is applied: without the wait it might not have this one.
         self.0.applier.wait_applied(lsn)?;
         self.0.take_if(SnapshotRequest { paced: true, ..SnapshotRequest::default() }, is_due)
     }

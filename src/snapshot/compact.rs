@@ -55,6 +55,7 @@ impl Snapshots {
                 Some(len) => *len,
                 None => self.measure(FileName::Pages(number))?.saturating_sub(IMAGE_HEADER_BLOCK),
             };
+            // Measured once: a file never changes its length.
             catalog.file_lens.insert(number, len);
             let live = catalog.snapshots.values().filter_map(|kept| kept.files.get(&number)).max();
             files.push(ImageFile { number, len, newest_bytes, live_bytes: live.copied().unwrap_or(0) });

@@ -35,6 +35,7 @@ const CATCHES_MAX: usize = 3;
 /// is made of it.
 struct GatheredPages {
     pages: Vec<(PageInfo, usize)>,
+    /// The copies on their way to staging, and the fence that ends them.
     copies: Drain,
 }
 
@@ -49,10 +50,12 @@ struct OrderedEntries {
 }
 
 impl OrderedEntries {
+    /// Room for the entries of all pages.
     fn of(page_count: usize) -> Self {
         Self { entries: Vec::with_capacity(page_count), chunks: 0, ahead: BTreeMap::new() }
     }
 
+    /// Takes the entries of a chunk. All that follow each other from the first chunk on are put in order.
     fn put(&mut self, chunk: usize, entries: Vec<ManifestEntry>) {
         self.ahead.insert(chunk, entries);
         while let Some(mut next) = self.ahead.remove(&self.chunks) {
@@ -81,6 +84,7 @@ impl Snapshots {
         pages: &[(PageId, u64)],
         paced: bool,
     ) -> Result<Vec<ManifestEntry>> {
+        // The pace counts from here: time that other phases took is not made up for.
         let began = Instant::now();
         let chunks = chunks(pages, self.chunk_len, |(_, len)| *len);
         let caught = Mutex::new(OrderedEntries::of(pages.len()));
@@ -101,6 +105,7 @@ impl Snapshots {
         };
         parallel::map_indexed(threads, chunks.len(), || (), write)?;
         let caught = caught.into_inner();
+        // An entry that was left out would be a page that is lost with the next crash.
         assert!(caught.chunks == chunks.len(), "each chunk was put in its place");
         Ok(caught.entries)
     }
@@ -119,11 +124,14 @@ impl Snapshots {
     ) -> Result<Vec<ManifestEntry>> {
         let _phase = phases::enter(Phase::SnapshotGather);
         self.applier.unloaded().wait([page])?;
+        // A page under constant writes may never be caught piece by piece: the tries are counted.
         for _ in 0..CATCHES_MAX {
+            // It was deleted since it was chosen: the note of its delete becomes a tombstone.
             let Some(info) = self.begin_catch(page)? else {
                 self.progress.gathered(1, len);
                 return Ok(Vec::new());
             };
+            // An empty page has no image, and takes no space in a file.
             let written = match info.len {
                 0 => Ok(None),
                 _ => writers.append(|file| self.write_caught(file, &info, keep_pace)),
@@ -133,6 +141,7 @@ impl Snapshots {
             self.applier.turn(move |turn| {
                 if let Some(cut) = &mut turn.applied.cut {
                     cut.take(page)?;
+                    // Pieces of the kept copy may still be on their way: its memory goes after them.
                     let last_use = turn.submit(CommandList::default())?.fence();
                     if let Some(cut) = &mut turn.applied.cut {
                         cut.retire_used(turn.arena, last_use);
@@ -140,6 +149,7 @@ impl Snapshots {
                 }
                 turn.end_catch(page)
             })?;
+            // After the turn, also on an error: otherwise the applier would watch the page for good.
             let image = written?;
             if image.is_some() || info.len == 0 {
                 self.progress.gathered(1, len);
@@ -154,12 +164,14 @@ impl Snapshots {
     fn begin_catch(&self, page: PageId) -> Result<Option<PageInfo>> {
         self.applier.turn(move |turn| {
             turn.intact()?;
+            // The cut decides, if there is one: an exact snapshot is of its moment, not of this one.
             if let Some(cut) = &turn.applied.cut
                 && let Some((info, _)) = cut.look(page)?
             {
                 return Ok(Some(info));
             }
             let Some(info) = turn.applied.table.get(page) else { return Ok(None) };
+            // From now on, a batch that is about to write to the page has its bytes kept aside.
             if turn.applied.cut.is_none() {
                 turn.begin_catch(info.clone());
             }
@@ -177,11 +189,14 @@ impl Snapshots {
     ) -> Result<Option<ImageRef>> {
         let (page, place) = (info.page, info.place);
         let mut gathered = 0;
+        // Compression asks for some pieces twice: a sample first, and again those that are stored as they
+        // are.
         let mut piece = |range: Range<u64>, pass: ReadPass, sink: Sink<'_>| {
             let len = range.end - range.start;
             let staged = self.staging.take(len as usize)?;
             let drain = self.applier.turn(move |turn| {
                 turn.intact()?;
+                // The page is where the cut has it, if a batch changed it since; else where it always was.
                 let of_cut = match &turn.applied.cut {
                     Some(cut) => Some(match cut.look(page)? {
                         Some((_, memory)) => memory.part(range.start, len),
@@ -193,6 +208,7 @@ impl Snapshots {
                     Some(source) => Some(vec![(source, 0)]),
                     None => turn.caught(page, range.start, range.end),
                 };
+                // More was written than could be kept aside: this catch is lost.
                 let Some(sources) = sources else { return Ok(None) };
                 let drain = turn.drain(place, sources, len, staged, 0)?;
                 // The last pass has read this range: what batches write there from now on need not be
@@ -204,9 +220,11 @@ impl Snapshots {
             })?;
             let Some(drain) = drain else { return Ok(false) };
             let drained = drain.finish(&*self.device)?;
+            // The staging is given back before an error is looked at.
             let taken = sink(&drained);
             self.staging.give(drained.into_staging());
             taken?;
+            // The pace counts what is gathered, before it is in the file.
             gathered += len;
             keep_pace(gathered)?;
             Ok(true)
@@ -225,19 +243,25 @@ impl Snapshots {
         let _phase = phases::enter(Phase::SnapshotGather);
         // A page may be unloaded here though no batch changed it: its file is wasteful, or its image damaged.
         self.applier.unloaded().wait(chunk.iter().map(|(page, _)| *page))?;
+        // As long as the chunk in the file: head, payloads and padding. It is written from where it was
+        // drained to.
         let len: u64 = chunk.iter().map(|(_, len)| align_up(*len, FRAME_ALIGN)).sum();
         let chunk_len = align_up(Chunk::head_len(chunk.len() as u64) + len, GROUP_ALIGN);
         let staged = self.staging.take(chunk_len as usize)?;
         let caught = self.gather(chunk.iter().map(|(page, _)| *page).collect(), staged)?;
         let mut drained = caught.copies.finish(&*self.device)?;
+        // Empty pages have an entry, and no image.
         let images = caught.pages.iter().filter(|(info, _)| info.len > 0);
         let images: Vec<(&PageInfo, usize)> = images.map(|(info, at)| (info, *at)).collect();
+        // Appended by one thread at a time to a file: the images of a chunk lie together.
         let references = match images.is_empty() {
             true => Vec::new(),
             false => writers.append(|file| file.write_staged(&images, &mut drained))?,
         };
         self.staging.give(drained.into_staging());
+        // Pages that were gone count, too: the figures must come to the total.
         self.progress.gathered(chunk.len() as u64, chunk.iter().map(|(_, len)| len).sum());
+        // The images come in the order of the pages that have one.
         let mut references = references.into_iter();
         let entry =
             |(info, _): &(PageInfo, usize)| entry(info, if info.len > 0 { references.next() } else { None });
@@ -253,6 +277,7 @@ impl Snapshots {
             let mut caught = Vec::with_capacity(pages.len());
             for page in pages {
                 let kept = match &mut turn.applied.cut {
+                    // An exact snapshot has the page as it was at the cut, if a batch changed it since.
                     Some(cut) => cut.take(page)?,
                     None => None,
                 };
@@ -260,12 +285,16 @@ impl Snapshots {
                     Some((info, memory)) => (info, memory.span()),
                     None => match turn.applied.table.get(page) {
                         Some(info) => (info.clone(), turn.applied.memory[page].span()),
+                        // Deleted since it was chosen.
                         None => continue,
                     },
                 });
             }
+            // All are copied aside in the place of the first one, and drained from there.
             let place = caught.first().map_or(Place::Host, |(info, _)| info.place);
             let images = caught.iter().filter(|(info, _)| info.len > 0).count();
+            // The length of the chunk's head goes by its images. Payloads are drained to where they stay,
+            // after it.
             let head_len = Chunk::head_len(images as u64);
             let mut sources = Vec::with_capacity(images);
             let mut at = 0;

@@ -80,19 +80,26 @@ pub(crate) struct Snapshots {
     pub disk: Arc<dyn Disk>,
     pub store: StoreId,
     pub device: Arc<dyn Device>,
+    /// Host memory that pages are drained to.
     pub staging: Arc<StagingPool>,
     pub applier: Arc<Applier>,
+    /// The log, which must be durable up to a snapshot's end.
     pub log: Arc<Log>,
+    /// Segments, to which recycled ones go.
     pub pool: Arc<SegmentPool>,
+    /// Set by every failure after which it is unknown what lies on the disk.
     pub poison: Arc<Poison>,
+    /// The rules by which snapshots and log stay.
     pub retention: Retention,
     pub compression: Compression,
     /// A chunk of images is written when it has this number of bytes.
     pub chunk_len: u64,
     /// Held while a snapshot is taken, so that there is one at a time: each follows the one before.
     pub catalog: CatalogLock,
+    /// Published snapshots that license nothing yet (I7).
     pub unverified: UnverifiedSnapshots,
     pub progress: SnapshotProgress,
+    /// The pace of snapshots in the background, and the call that ends them.
     pub pace: Arc<Pace>,
     /// How far the last snapshot goes: the next one is due by this.
     pub last: Mutex<Mark>,
@@ -132,6 +139,7 @@ impl Snapshots {
         wanted: SnapshotRequest,
         is_due: impl FnOnce() -> bool,
     ) -> Result<Option<SnapshotInfo>> {
+        // Patiently: a snapshot in the background makes no other one hurry.
         let mut catalog = self.catalog.lock_patiently();
         is_due().then(|| self.take_retaining(&mut catalog, wanted)).transpose()
     }
@@ -178,6 +186,7 @@ impl Snapshots {
         self.take_then(catalog, wanted, |catalog| {
             self.progress.enter(SnapshotPhase::Verify);
             self.verify(catalog)?;
+            // Only now: what the snapshot replaces goes after all that it wrote was read back (I7).
             self.progress.enter(SnapshotPhase::Recycle);
             then(catalog)
         })
@@ -191,8 +200,12 @@ impl Snapshots {
         then: impl FnOnce(&mut Catalog) -> Result<()>,
     ) -> Result<SnapshotInfo> {
         self.poison.check()?;
+        // The length of the log before the snapshot begins: later commits count for the next one.
         let (began, (_, log_bytes)) = (Instant::now(), self.log.length());
+        // Space that came back to a full disk is the reserve's first: without the reserve no delete could
+        // free more.
         self.pool.fill().map_err(|error| self.heard(error))?;
+        // Superfluous spares give way to images.
         let written = self.pool.with_surplus(|| self.write(catalog, wanted.clone()));
         let taken = written.and_then(|id| {
             match then(catalog) {
@@ -307,6 +320,8 @@ impl Snapshots {
                     || Ok(standings)
                 };
                 let sorted = known.sort_out(pages, &wasteful, CARRY_BYTES_MAX, look)?;
+                // All in one turn: no batch is applied between the look at the pages and the cut that
+                // keeps them.
                 let end = Some(End::here(turn));
                 turn.applied.cut = Some(ExactCut::new(sorted.gather.iter().map(|(page, _)| *page)));
                 Ok(SnapshotStart { redo: turn.applied.point, sorted, end })
@@ -373,6 +388,7 @@ impl Snapshots {
         }
         let (disk, store, purpose) = (self.disk.clone(), self.store, ImagePurpose::Snapshot);
         let (compression, threads_max) = (self.compression, wanted.threads_max());
+        // A pace, or a caller that waits: the same number of threads compresses and reads back.
         let writers = ImageWriters::create(disk, store, numbers, purpose, compression, threads_max)?;
         match self.gather_all(&writers, threads, pages, wanted.paced) {
             Ok(caught) => Ok((Some(writers), caught)),
@@ -391,6 +407,7 @@ impl Snapshots {
     /// Ends what the applier does for a snapshot between its begin and its end.
     fn stop_watching(&self) -> Result<()> {
         self.applier.turn(|turn| {
+            // Nothing notes deletes any more: the table of them would grow as long as the store is open.
             turn.applied.deleted = None;
             if let Some(cut) = turn.applied.cut.take() {
                 // Copies to pages kept aside may be in flight: their memory goes after them in the lane.
@@ -496,6 +513,7 @@ impl Snapshots {
         // deeper into the reserve, as a seal may.
         let purpose = if manifest.entries.is_empty() { SpacePurpose::Seal } else { SpacePurpose::User };
         match publish() {
+            // It is small, and without it the images would have been written for nothing.
             Err(Error::DiskFull { .. }) if self.log.release_one(purpose)? => publish(),
             published => published,
         }
@@ -547,12 +565,16 @@ struct GatheredImages {
 struct End {
     point: LogPoint,
     root: Arc<Metadata>,
+    /// The next page id: ids of deleted pages are not in the table, and must not come again.
     next_page: u64,
+    /// The highest epoch ever given: a page that is made later must not repeat one.
     epoch_high: Epoch,
+    /// The pages that were deleted since the snapshot began, each with its batch.
     deleted: HashMap<PageId, Lsn>,
 }
 
 impl End {
+    /// Takes the state at the moment of a turn, between two batches.
     fn here(turn: &mut Turn<'_>) -> Self {
         let table = &turn.applied.table;
         Self {

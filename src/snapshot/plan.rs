@@ -103,15 +103,18 @@ pub(super) fn plan(
     };
     let times = times(snapshots);
     let age_ms = u64::try_from(retention.snapshots_kept_for.as_millis()).unwrap_or(u64::MAX);
+    // A snapshot that another one replaces does not stay for its age: its time went on to that one.
     let is_young = |kept: &&&RetainedSnapshot| {
         !replaced.contains(&kept.info.id) && now_unix_ms.saturating_sub(times[&kept.info.id]) < age_ms
     };
     let reaches_back = |kept: &&&RetainedSnapshot| log.bytes_after(kept.redo) >= retention.log_kept;
     let wants_log = retention.log_kept > 0;
+    // The newest start with enough log after it: an older one would keep more than is wanted.
     let log_base = starts.iter().rev().find(reaches_back).filter(|_| wants_log);
     // If the log is shorter than is wanted, all of it stays.
     let from_beginning = wants_log && log_base.is_none() && log.floor.is_none();
     let log_base = log_base.or(starts.first().filter(|_| wants_log));
+    // A reader may be following the log after what it holds.
     let held_with_log = with_log.iter().filter(|kept| held.contains(&kept.info.id));
     // These stay to be replayed from, with the log after them.
     let replayed: Vec<&RetainedSnapshot> = starts[counted..]

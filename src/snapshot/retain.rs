@@ -40,6 +40,7 @@ impl PruneReport {
 /// A catalog with the disk that it describes: enough to say what may go, whether the store is open or not.
 pub(crate) struct Subject<'a> {
     pub disk: &'a dyn Disk,
+    /// The snapshots, tables and files that are kept.
     pub catalog: &'a Catalog,
     /// The segment that takes frames: it never goes.
     pub current_segment: u64,
@@ -77,6 +78,7 @@ impl Snapshots {
     /// left out.
     pub fn would_prune(&self, retention: &Retention) -> Result<PruneReport> {
         let latest = self.catalog.latest();
+        // A copy of the catalog: the lock on it may be held for as long as a snapshot takes.
         let mut pruned = self.subject(&latest.catalog).would_prune(retention)?;
         pruned.files.retain(|(file, _)| match file {
             FileName::Pages(number) | FileName::Table(number) => *number < latest.next_file,
@@ -99,6 +101,7 @@ impl Snapshots {
         // I8: what a reader holds stays, and no reader begins at what is going until all of it is gone.
         let mut going = Vec::new();
         let (plan, pruned) = self.subject(catalog).plan(retention, &mut |id| {
+            // The lock is kept until all is gone: a reader that begins meanwhile would find half of it.
             let lock = self.disk.try_retire(id)?;
             let is_free = lock.is_some();
             going.extend(lock);
@@ -109,11 +112,13 @@ impl Snapshots {
         //    so no crash in 2 to 4 leaves a start with a part missing. Only a durable record licenses
         //    recycling, too (I7): a manifest whose rename a power cut takes away must not have cost us
         //    the one before.
+        // The floor never goes back: below it files may be missing already.
         let floor = catalog.floor.max(plan.log_from.map(|(_, redo)| redo).filter(|redo| redo.0 > 0));
         self.record(catalog, floor, |id| plan.snapshots.contains(id))?;
         let _phase = phases::enter(Phase::Recycle);
         catalog.floor = floor;
         catalog.snapshots.retain(|id, _| plan.snapshots.contains(id));
+        // A replay from the new floor on meets no restore before it.
         catalog.tables.retain(|_, table| is_needed(table.restored_at, &plan));
         if catalog.unread.is_some_and(|unread| floor.is_some_and(|floor| floor >= unread)) {
             // All that could need files which nothing names lies below the floor now.
@@ -154,9 +159,11 @@ impl Snapshots {
     fn remove_all(&self, folder: Folder, pruned: &PruneReport) -> Result<()> {
         let files = || pruned.files.iter().map(|(file, _)| *file).filter(|file| file.folder() == folder);
         files().try_for_each(|file| self.disk.remove(file))?;
+        // A folder from which nothing went needs no sync.
         if files().next().is_some() { self.disk.sync_folder(folder) } else { Ok(()) }
     }
 
+    /// The catalog with its disk, for the rules.
     fn subject<'a>(&'a self, catalog: &'a Catalog) -> Subject<'a> {
         Subject { disk: &*self.disk, catalog, current_segment: self.log.current_segment() }
     }
@@ -179,10 +186,13 @@ impl Subject<'_> {
         let Self { catalog, .. } = *self;
         let log = self.log_on_disk()?;
         let (now, no_reader) = (unix_ms(), BTreeSet::new());
+        // Planned twice: first without readers, to know which snapshots a reader must be asked about.
+        // Asked about all, each prune would try a lock a snapshot.
         let wanted = plan(&catalog.snapshots, retention, &log, now, &no_reader, false);
         // A snapshot that a name keeps may lose the log after it, which its reader may be following.
         let mut held = BTreeSet::new();
         for (id, _) in catalog.snapshots.iter().filter(|(_, kept)| wanted.takes_from(kept, &log)) {
+            // I8: it stays, with the log after it, until its reader has gone.
             if !is_free(*id)? {
                 held.insert(*id);
             }
@@ -198,6 +208,7 @@ impl Subject<'_> {
                     RetentionPlan { snapshots: catalog.snapshots.keys().copied().collect(), log_from: None };
             }
         }
+        // Named by no rule, and held by no reader.
         let gone = catalog.snapshots.values().filter(|kept| !plan.snapshots.contains(&kept.info.id));
         let snapshots = gone.map(|kept| kept.info.clone()).collect();
         let files = self.unneeded_files(&plan, &log)?;
@@ -209,9 +220,11 @@ impl Subject<'_> {
     fn unneeded_files(&self, plan: &RetentionPlan, log: &LogOnDisk) -> Result<Vec<(FileName, u64)>> {
         let Self { catalog, .. } = *self;
         let kept = || catalog.snapshots.values().filter(|kept| plan.snapshots.contains(&kept.info.id));
+        // A snapshot needs its own link, and all that it follows down to its base (I8).
         let links: BTreeSet<SnapshotId> =
             kept().flat_map(|kept| kept.links.iter().copied().chain([kept.info.id])).collect();
         let tables = || catalog.tables.iter().filter(|(_, table)| is_needed(table.restored_at, plan));
+        // Images that a kept snapshot or a kept table names (I8).
         let named: BTreeSet<u64> = kept()
             .flat_map(|kept| kept.files.keys())
             .chain(tables().flat_map(|(_, table)| &table.files))
@@ -223,11 +236,13 @@ impl Subject<'_> {
         let mut files = self.lens(Folder::Snapshots, |file| match file {
             FileName::Manifest(number) => {
                 let id = SnapshotId(number);
+                // Older than every snapshot that can be started from.
                 let is_old = settled.is_some_and(|settled| id < settled);
                 !links.contains(&id) && (is_old || catalog.snapshots.contains_key(&id))
             }
             _ => false,
         })?;
+        // Images go only if log may go, too: a frame of the log may name them.
         let (bound, redo) = plan.log_from.unwrap_or_default();
         if plan.log_from.is_some() {
             // A manifest or table that could not be read may need any file that was there before this run.
@@ -251,6 +266,7 @@ impl Subject<'_> {
             });
             files.extend(pages);
         }
+        // Only segments before the one in which the oldest kept replay begins.
         files.extend(log.segments.range(..bound).map(|(number, len)| (FileName::Segment(*number), *len)));
         Ok(files)
     }
@@ -302,7 +318,7 @@ fn number(file: FileName) -> Option<u64> {
     }
 }
 
-/// Whether replay from what stays may pass a restore.
+/// Whether replay from what stays may pass a restore, and so need its table.
 fn is_needed(restored_at: Lsn, plan: &RetentionPlan) -> bool {
     plan.log_from.is_none_or(|(_, redo)| restored_at > redo)
 }

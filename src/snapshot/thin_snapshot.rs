@@ -32,6 +32,7 @@ impl Snapshots {
     ) -> Result<SnapshotInfo> {
         match take(catalog, wanted.clone()) {
             Err(full @ Error::DiskFull { .. }) => match self.give_back(catalog) {
+                // With less space than before the failure: no image is written again only to empty a file.
                 Ok(true) => take(catalog, SnapshotRequest { spare: true, ..wanted }),
                 Ok(false) => Err(full),
                 Err(error) if error.is_passing() => {
@@ -50,6 +51,7 @@ impl Snapshots {
         if self.applier.unloaded().is_any() {
             return Ok(false);
         }
+        // What it replaces goes only after it is verified (I7): `prune` sees to that.
         self.pool.with_surplus(|| self.write_thin(catalog))?;
         let pruned = self.prune(catalog, &self.retention);
         self.catalog.tell(catalog);
@@ -63,21 +65,25 @@ impl Snapshots {
         let newest = catalog.snapshots.get(&previous).filter(|kept| kept.holds);
         let Some(RetainedSnapshot { redo, info, .. }) = newest else { return Ok(()) };
         // A snapshot that a scrub found damaged is no place to begin at again.
+        // Its `redo` stays: no image is written, so the log from there on is still needed.
         let (redo, newest_end, created_unix_ms) = (*redo, info.end, info.created_unix_ms);
         // A restore replaced everything since. What came before it is gone, and no snapshot reaches across.
         if catalog.tables.values().any(|table| table.restored_at > redo.lsn) {
             return Ok(());
         }
         let gone = self.gone(catalog)?;
+        // It costs a manifest, and a link that replays follow: not for nothing.
         if !catalog.known.has_file_of(&gone) {
             return Ok(());
         }
+        // After the look at the pages: if a page is deleted in between, replay from `redo` meets its delete.
         let end = self.end()?;
         let mut tombstones = self.tombstones_after(redo.lsn, previous, newest_end)?;
         // Any batch from the delete on will do: the page's number is never used again.
         tombstones.extend(gone.into_iter().map(|page| Tombstone { page, lsn: end.point.lsn }));
         tombstones.sort_unstable_by_key(|tombstone| tombstone.page);
         let End { point, root, next_page, epoch_high, .. } = end;
+        // No file is taken for it.
         let next_file = catalog.files.next_number();
         let manifest = Manifest {
             kind: ManifestKind::Change { previous, previous_crc },
@@ -98,9 +104,11 @@ impl Snapshots {
         };
         // From here on the number is taken, whatever happens: a name is never used for two contents.
         catalog.next_snapshot += 1;
+        // As any snapshot's: the log is durable up to its end first (I7).
         let published = self.publish_all(None, &manifest, 1)?;
         let crc = published.header_crc;
         let (sums, before) = catalog.known.advance_by_change(&manifest, crc, previous);
+        // None of the images is its own.
         let kept = RetainedSnapshot::new(&manifest, |_| false, sums, before, crc, false);
         let id = kept.info.id;
         tracing::info!(
@@ -116,6 +124,7 @@ impl Snapshots {
     fn gone(&self, catalog: &Catalog) -> Result<Vec<PageId>> {
         let changed = self.applier.turn(|turn| Ok(beginning(turn).changed))?;
         let mut gone = Vec::new();
+        // Some at a time: a turn is a time in which no batch is applied.
         for pages in changed.chunks(LOOK_PAGES) {
             let (known, pages) = (catalog.known.clone(), Arc::new(pages.to_vec()));
             let looked_at = pages.clone();
@@ -130,6 +139,7 @@ impl Snapshots {
     /// The tombstones that the newest snapshot has of pages deleted while it was taken. Replay from the
     /// same `redo` will meet batches of those pages again, and must know that they are gone.
     fn tombstones_after(&self, redo: Lsn, newest: SnapshotId, newest_end: Lsn) -> Result<Vec<Tombstone>> {
+        // An exact snapshot was taken in one moment: no page was deleted meanwhile.
         if newest_end == redo {
             return Ok(Vec::new());
         }

@@ -44,12 +44,16 @@ pub(crate) struct UnverifiedSnapshots {
 /// The files of a published snapshot. It takes some 200 bytes of memory a page, until all is read back.
 pub(crate) struct WrittenSnapshot {
     pub snapshot: SnapshotId,
+    /// The manifest, with the bytes that it should have.
     pub manifest: PublishedFile,
+    /// The image files, with what they should have; `None` if the snapshot wrote none.
     pub images: Option<ImageWriters>,
 }
 
 impl WrittenSnapshot {
     /// Reads it back past the cache (I7). Older images were read back for the snapshots that wrote them.
+    ///
+    /// Past the cache, because the cache has the bytes that were written, whatever the disk did with them.
     fn check(&self) -> Result<()> {
         self.manifest.check()?;
         self.images.iter().try_for_each(ImageWriters::verify)
@@ -66,10 +70,12 @@ struct VerifyQueue {
 }
 
 impl UnverifiedSnapshots {
+    /// A snapshot was published. Until it is verified it licenses nothing.
     pub fn push(&self, written: WrittenSnapshot) {
         self.queue.lock().written.push_back(written);
     }
 
+    /// How many wait to be read back.
     fn len(&self) -> usize {
         self.queue.lock().written.len()
     }
@@ -93,6 +99,7 @@ impl UnverifiedSnapshots {
     }
 }
 
+/// Waits for a thread to end. Its panic has poisoned the store.
 fn join(thread: Option<JoinHandle<()>>) {
     if thread.is_some_and(|thread| thread.join().is_err()) {
         tracing::error!("a thread that verified snapshots panicked");
@@ -103,13 +110,16 @@ impl Snapshots {
     /// Takes a snapshot until it is durable, and leaves verifying and recycling to a thread.
     pub fn take_unverified(self: &Arc<Self>, wanted: SnapshotRequest) -> Result<SnapshotInfo> {
         let mut catalog = self.catalog.lock();
+        // Under the catalog's lock: of two callers only one finds the last place.
         if self.unverified.len() >= UNVERIFIED_MAX {
             self.finish(&mut catalog)?;
         }
         let info = self.with_space(&mut catalog, wanted, |catalog, wanted| {
             self.take_then(catalog, wanted, |_| Ok(()))
         })?;
+        // The thread needs the lock to say what it proved.
         drop(catalog);
+        // One thread at a time. It looks at the queue again before it ends, so it will come to this snapshot.
         if std::mem::replace(&mut self.unverified.queue.lock().is_attended, true) {
             return Ok(info);
         }
@@ -117,6 +127,7 @@ impl Snapshots {
         let thread = thread::Builder::new().name("remanent-verify".to_owned()).spawn(move || {
             let thread = "thread that verifies snapshots";
             let _poisons = PanicPoisons { poison: snapshots.poison.clone(), thread };
+            // A panic must not leave snapshots waiting in silence: it poisons.
             snapshots.attend();
         });
         match thread {
@@ -135,6 +146,7 @@ impl Snapshots {
         loop {
             let proven = self.unverified.read_back(&mut self.unverified.proven.lock());
             let finished = match proven {
+                // Recorded and recycled by the same thread, in the order of publication.
                 Ok(()) => self.finish(&mut self.catalog.lock_patiently()),
                 Err(error) if error.is_passing() => Err(error),
                 Err(error) => Err(self.poison.set(error)),
@@ -166,6 +178,7 @@ impl Snapshots {
     pub fn verify(&self, catalog: &mut Catalog) -> Result<()> {
         let mut proven = self.unverified.proven.lock();
         self.unverified.read_back(&mut proven)?;
+        // A snapshot that the catalog does not have any more needs no mark.
         for snapshot in proven.drain(..) {
             if let Some(kept) = catalog.snapshots.get_mut(&snapshot) {
                 kept.info.verified = true;

@@ -27,6 +27,7 @@ impl Scrubber {
         let thread = match interval {
             Some(interval) => {
                 let poison = scrub.snapshots.poison.clone();
+                // A panic must show: otherwise the store would go on unscrubbed in silence.
                 let poisons = PanicPoisons { poison, thread: "thread for scrubs" };
                 let thread = thread::Builder::new().name("remanent-scrub".to_owned());
                 let scrub = scrub.clone();
@@ -58,6 +59,10 @@ impl Scrubber {
 }
 /// The life of the thread. The interval counts from the begin of one pass to that of the next.
 
+/// The life of the thread. The interval counts from the begin of one pass to that of the next.
+///
+/// A pass reads at a pace, so that it takes no more of the disk than it was given; a store that closes
+/// calls it off.
 fn live(scrub: &Scrub, interval: Duration) {
     let pace = &scrub.pace;
     let mut began = Instant::now();
@@ -65,6 +70,7 @@ fn live(scrub: &Scrub, interval: Duration) {
         began = Instant::now();
         match scrub.run(pace, SnapshotRequest { paced: true, ..SnapshotRequest::default() }) {
             Ok(_) => {}
+            // Nothing was changed. Damage is still there for the next pass, and a shortage passes.
             Err(error) if error.is_passing() || matches!(error, Error::Damaged(_)) => {
                 tracing::warn!(%error, "a scrub failed; it is tried again later");
             }

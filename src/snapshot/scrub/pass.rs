@@ -28,6 +28,7 @@ use crate::images::read::{ImageRequest, runs};
 /// The damage that a pass found.
 #[derive(Default)]
 pub(super) struct ScrubFindings {
+    /// What is told to the caller.
     pub scrubbed: ScrubReport,
     /// Whether STORE itself is damaged.
     pub store: bool,
@@ -51,14 +52,17 @@ struct ScrubImage {
 /// A pass under way.
 pub(super) struct ScrubPass<'a> {
     snapshots: &'a Snapshots,
+    /// Past the cache: the cache may hold what the medium has lost.
     source: DiskSource,
     pace: &'a Pace,
     began: Instant,
+    /// The segments as they were when the pass began.
     log: LogMap,
     /// The last batch that was durable when the pass began.
     until: Lsn,
     /// The images to read, by file and offset: each once, however many snapshots share it.
     images: BTreeMap<(u64, u64), ScrubImage>,
+    /// The damage so far.
     found: ScrubFindings,
 }
 
@@ -73,6 +77,7 @@ impl<'a> ScrubPass<'a> {
         // Asked before the files are listed: a batch that becomes durable meanwhile may lie in a segment
         // that is not among them, and would look lost.
         let until = snapshots.log.durable();
+        // A damaged STORE hides nothing: memory has what it should say, and all else is read by that.
         let survey = match Survey::read(&source) {
             Ok(survey) if survey.store == *store => survey,
             Err(damage) if damage.file != FileName::Store => return Err(damage.into()),
@@ -96,6 +101,7 @@ impl<'a> ScrubPass<'a> {
     pub fn run(mut self) -> Result<ScrubFindings> {
         self.read_log()?;
         self.read_images()?;
+        // Half a pass must not be told as a whole one.
         let damage = &self.found.scrubbed.damage;
         match damage.iter().find(|damage| matches!(damage.defect, Defect::Shortage { .. })) {
             Some(shortage) => Err(shortage.clone().into()),
@@ -105,13 +111,16 @@ impl<'a> ScrubPass<'a> {
 
     /// Reads both copies of every link that is kept, and notes the images of every kept snapshot.
     fn read_links(&mut self, catalog: &Catalog, survey: &Survey) {
+        // Snapshots share links: each is looked at once.
         let mut seen = BTreeSet::new();
         for kept in catalog.snapshots.values().filter(|kept| kept.holds) {
             match survey.snapshot(kept.info.id) {
                 Ok(snapshot) => self.want_all(&snapshot, None),
                 Err(damage) => self.damaged(damage),
             }
+            // A link that others follow is as needed as their own.
             for link in kept.links.iter().chain([&kept.info.id]) {
+                // A link that cannot be read at all was told with its snapshot above.
                 let Some(Ok((manifest, health))) = survey.links.get(link) else { continue };
                 if seen.insert(*link) && !health.is_whole() {
                     self.copy_damaged(manifest, health);
@@ -130,17 +139,20 @@ impl<'a> ScrubPass<'a> {
                 self.damaged(defect.clone().at(file, offset));
             }
         }
+        // The other copy has all of it, so both can be written anew.
         self.found.copies.push(manifest.clone());
     }
 
     /// Reads the tables that a replay may still come to, and notes their images.
     fn read_tables(&mut self, catalog: &Catalog, store: &StoreFile) {
         let oldest = self.starts(catalog).first().map(|oldest| oldest.lsn);
+        // A table below the oldest start is never read again.
         let is_met = |restored_at| oldest.is_some_and(|oldest| oldest < restored_at);
         for (number, table) in catalog.tables.iter().filter(|(_, table)| is_met(table.restored_at)) {
             match read_manifest(&self.source, FileName::Table(*number), store) {
                 Ok((manifest, _)) => self.want_all(&manifest, Some(table.restored_at)),
                 Err(damage) => {
+                    // Without its table the restore cannot be replayed: recovery must begin after it.
                     self.found.batches.push(table.restored_at);
                     self.damaged(damage);
                 }
@@ -154,16 +166,20 @@ impl<'a> ScrubPass<'a> {
             let Some(image) = entry.image else { continue };
             let wanted = ScrubImage { image, page: entry.page, len: entry.len, batch };
             let known = self.images.entry((image.file, image.offset)).or_insert(wanted);
+            // Shared by a snapshot and a batch, an image is needed by both: the latest batch decides
+            // where recovery may begin.
             known.batch = known.batch.max(batch);
         }
     }
 
     /// Where replay may begin, in the order of the log.
     fn starts(&self, catalog: &Catalog) -> Vec<LogPoint> {
+        // A segment that is gone was recycled: no replay begins in it.
         let is_there = |point: &LogPoint| {
             let file = FileName::Segment(point.segment);
             DiskSource::new(self.snapshots.disk.clone()).len(file).is_ok_and(|len| len.is_some())
         };
+        // The log's beginning is a start only as long as no floor was recorded.
         let beginning = self.log.beginning().filter(|point| catalog.floor.is_none() && is_there(point));
         let kept = catalog.snapshots.values().filter(|kept| kept.holds && kept.redo.lsn <= self.until);
         // The log after a snapshot with a name may be kept no longer, and the files that it names are
@@ -183,11 +199,13 @@ impl<'a> ScrubPass<'a> {
             let starts = self.starts(&self.snapshots.catalog.lock());
             // A start after the damage does not need it: that part was recycled while it was read.
             let is_needed = starts.first().is_some_and(|oldest| oldest.lsn <= at.lsn);
+            // The frame at the break is lost, so replay must begin after it.
             let lost = if is_needed { at.lsn.next() } else { at.lsn };
             if is_needed {
                 self.found.batches.push(lost);
                 self.damaged(damage);
             }
+            // Always further on, so that the walk ends.
             next = starts.into_iter().find(|start| start.lsn >= lost && start.lsn > from.lsn);
         }
         Ok(())
@@ -201,19 +219,24 @@ impl<'a> ScrubPass<'a> {
             Err(damage) => return Ok(Some((from, damage))),
         };
         let scrubbed = &mut self.found.scrubbed;
+        // Only up to the last batch that was durable when the pass began: after it the log is still being
+        // written.
         while walk.point().lsn < self.until {
             let at = walk.point();
             let file = FileName::Segment(at.segment);
+            // An end before that is damage, too.
             let missing = || Defect::Missing.at_lsn(file, at.offset, at.lsn.next());
             let frame = match walk.next().and_then(|frame| frame.ok_or_else(missing)) {
                 Ok(frame) => frame,
                 Err(damage) => return Ok(Some((at, damage))),
             };
             let lsn = frame.header.lsn;
+            // Counted as it is read: the pace goes by it.
             scrubbed.log_bytes += frame.header.frame_len();
             if frame.header.kind == FrameKind::Batch {
                 scrubbed.batches += 1;
                 let here = (FileName::Segment(frame.header.segment), frame.header.offset);
+                // A payload that cannot be decoded is as lost as one that fails its checksum.
                 let ops = match decode_payload(frame.payload) {
                     Ok(ops) => ops,
                     Err(defect) => return Ok(Some((at, defect.at_lsn(here.0, here.1, lsn)))),
@@ -221,6 +244,8 @@ impl<'a> ScrubPass<'a> {
                 for op in ops {
                     if let Op::Image { page, len, image } = op.op {
                         let wanted = ScrubImage { image, page, len, batch: Some(lsn) };
+                        // Images that were written ahead are part of the log: without them their batch
+                        // cannot be replayed.
                         self.images.insert((image.file, image.offset), wanted);
                     }
                 }
@@ -235,6 +260,7 @@ impl<'a> ScrubPass<'a> {
         let wanted =
             |image: &ScrubImage| ImageRequest { page: image.page, len: image.len, image: image.image };
         let mut wanted: Vec<ImageRequest> = self.images.values().map(wanted).collect();
+        // In the order of the files, several at one go.
         for run in runs(&mut wanted) {
             for (image, damage) in run.damaged(&self.source) {
                 self.image_damaged(&image, damage);
@@ -256,6 +282,7 @@ impl<'a> ScrubPass<'a> {
         }
         // At once, so that a snapshot that is taken before the pass ends does not name it.
         let ScrubImage { page, batch, .. } = &self.images[&place];
+        // A shortage says nothing about the image: its page would be written again for nothing.
         if !matches!(damage.defect, Defect::Shortage { .. }) {
             catalog.known.spoil(*page, image);
         }

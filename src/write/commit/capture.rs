@@ -42,6 +42,7 @@ struct Capture<'a> {
     epoch: Epoch,
     /// The ranges of the page that are staged, each with where it begins in `staged`.
     parts: Vec<(Range<u64>, u64)>,
+    /// The copy's bytes as they were captured: from here they go to the payload and to the shadow.
     staged: StageMemory,
 }
 
@@ -80,6 +81,7 @@ impl Captures<'_> {
     pub fn belong_to(&self, changes: &Changes) {
         for capture in &self.taken {
             let mut pages = changes.pages().iter().filter(|(page, _)| *page == capture.copy.page());
+            // A page that the same batch deletes has no state for the copy to belong to.
             if let Some((_, Some(info))) = pages.next() {
                 capture.copy.belongs_to(info.epoch);
             }
@@ -106,6 +108,8 @@ impl Committer {
         ranges: Option<&[Range<u64>]>,
     ) -> Result<(Capture<'a>, Vec<CapturedPart>)> {
         copy.bytes().check_device(&self.device)?;
+        // Refused here already, a copy of an older state costs no comparison. The epoch is checked
+        // again under the lock.
         let (page, epoch, width) = (copy.page(), copy.epoch(), copy.width());
         let info = self.submitted.lock().get(page).ok_or(Error::UnknownPage { page })?;
         check_epoch(page, epoch, info.epoch)?;
@@ -136,6 +140,7 @@ impl Committer {
     pub(super) fn refresh_shadows(&self, captures: Captures<'_>) {
         for Capture { copy, parts, staged, .. } in captures.taken {
             let Some(shadow) = copy.shadow() else { continue };
+            // From the staged bytes, not from the copy: its owner may have written to it since.
             let copies = parts.iter().map(|(range, at)| Command::Copy {
                 source: staged.part(*at, range.end - range.start),
                 target: part(shadow.span(), range),
@@ -164,6 +169,7 @@ impl Committer {
     ) -> Result<WorkingCopy> {
         memory.check_device(&self.device)?;
         let len = memory.byte_len();
+        // Changes are found by elements, so the copy must be a whole number of them, on their boundary.
         if !len.is_multiple_of(width.bytes() as u64) {
             let reason = format!("that is no whole number of elements of {} bytes", width.bytes());
             return Err(Error::MemoryRefused { len, reason });

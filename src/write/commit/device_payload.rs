@@ -40,6 +40,7 @@ impl StageMemory {
 
 impl Drop for StageMemory {
     fn drop(&mut self) {
+        // One more list in the lane: its fence comes after every list that names this memory.
         let Some(memory) = self.memory.take() else { return };
         match self.device.submit(Lane::Stage, CommandList::default()) {
             Ok(last) => self.arena.retire(memory, last.fence()),
@@ -73,6 +74,7 @@ impl Committer {
     /// # Errors
     /// `OverBudget`, `OutOfMemory`, `PlaceUnavailable`; a device error.
     pub fn device_bytes(&self, place: Place, len: u64) -> Result<DeviceBytes> {
+        // Counted as the caller's, in the same budget as pages (I10).
         let owner = self.stage_memory(Purpose::Caller, place, len)?;
         let span = owner.part(0, len);
         let bytes = self.caller_memory(span.memory, place, len, owner);
@@ -91,6 +93,7 @@ impl Committer {
         Ok(self.caller_memory(id, place, memory.byte_len(), owner))
     }
 
+    /// Hands memory to the caller. `owner` lives as long as any handle to it.
     fn caller_memory(
         &self,
         memory: MemoryId,
@@ -99,10 +102,12 @@ impl Committer {
         owner: impl Any + Send + Sync,
     ) -> DeviceBytes {
         let poison = self.poison.clone();
+        // An error in reading or writing it poisons the store: the device has failed, and with it the pages.
         let heard = move |error| poison.set_by_device(error);
         DeviceBytes::new(self.device.clone(), memory, place, len, owner, heard)
     }
 
+    /// Allocates memory beside pages, of one length.
     pub(super) fn stage_memory(&self, purpose: Purpose, place: Place, len: u64) -> Result<StageMemory> {
         self.stage_memories(purpose, place, [len]).map(|[memory]| memory)
     }
@@ -135,6 +140,7 @@ impl Committer {
             bytes.check_device(&self.device)?;
             streams.extend(bytes.stream());
         }
+        // Each stream once, however many ranges are made on it.
         for stream in streams {
             self.device.wait_stream(stream)?;
         }
@@ -177,6 +183,8 @@ impl Committer {
             return Ok((staged, crc));
         };
         let len = staged.len();
+        // The whole payload lies on the device for a while: it is summed there, and is never longer than
+        // a frame may be.
         let area = self.stage_memory(Purpose::Stage, place, len as u64)?;
         let whole = area.part(0, len as u64);
         let (mut uploads, mut sources, mut picks) = (Vec::new(), Vec::new(), Vec::new());
@@ -189,16 +197,21 @@ impl Committer {
                 FillSource::Elements { width, indices, .. } => (indices.len() * width.bytes()) as u64,
             };
             uploads.push(known_from..blank.at);
+            // Blanks come in their order, and none overlaps another.
             known_from = blank.at + blank_len as usize;
             let target = area.part(blank.at as u64, blank_len);
             match &blank.content {
                 FillSource::Bytes(span) => sources.push((*span, blank.at as u64)),
+                // The device checks them before the log has them: applied, a wrong index would write
+                // outside of its page.
                 FillSource::Indices { span, bound, step } => {
                     sources.push((*span, blank.at as u64));
                     lists.push(IndexList { indices: target, bound: *bound });
                     steps.push(*step);
                 }
                 FillSource::Elements { source, width, indices: picked } => {
+                    // Picked from the staged copy by indices that the host knows: only the elements cross
+                    // the bus.
                     let at = StagingSpan { index: 2, offset: indices.len(), len: 4 * picked.len() };
                     picks.push(Command::Pick { source: *source, width: *width, indices: at, target });
                     indices.extend(picked.iter().flat_map(|index| index.to_le_bytes()));
@@ -212,6 +225,7 @@ impl Committer {
             let target = area.part(known.start as u64, known.len() as u64);
             commands.push(Command::Upload { source, target });
         }
+        // After the uploads, in one list: a device does its commands in their order.
         commands.push(Command::Gather { sources, target: whole });
         commands.extend(picks);
         let results_len = 4 * lists.len() + 4;
@@ -226,6 +240,7 @@ impl Committer {
         let mut returned = self.run(commands, staging.into())?.into_iter();
         let mut next = |len| StagingBuf::new(returned.next().expect("as many as went in"), len);
         let (staged, found, indices) = (next(len), next(results_len), next(indices.len()));
+        // The checksum first, then a word a list: 0 if its indices hold.
         let word = |at: usize| u32::from_le_bytes(std::array::from_fn(|byte| found[4 * at + byte]));
         let crc = word(0);
         // A wrong index would write outside of the page, and a repeated one has no defined result on a

@@ -32,6 +32,7 @@ const INDEX_LEN: u64 = 4;
 /// Bitmaps of parts, one a part, each with room for all indices that are shorter than the bitmap. A
 /// longer list is never brought, so it need not fit.
 struct Marks {
+    /// A bitmap a part, each with its list of indices.
     bitmaps: Vec<Selection>,
     /// The length of all bitmaps, in bytes.
     len: u64,
@@ -91,6 +92,7 @@ impl Committer {
         // 1.
         let mut commands = Vec::new();
         match copy.shadow() {
+            // The shadow is the copy's own: no batch writes to it, so no turn is needed.
             Some(shadow) => commands = diffs(shadow.span()),
             None => {
                 self.applier.unloaded().wait([page])?;
@@ -140,6 +142,7 @@ impl Committer {
         let mut len = 0;
         let mut brought = Vec::with_capacity(marks.bitmaps.len());
         for (number, Selection { bits, indices }) in marks.bitmaps.iter().enumerate() {
+            // The shorter of the two goes over the bus.
             let listed_len = counts.map(|counts| INDEX_LEN * counts[number]);
             let listed_len = listed_len.filter(|listed_len| *listed_len <= indices.len);
             let source = listed_len.map_or(*bits, |len| Span { len, ..*indices });

@@ -82,7 +82,9 @@ impl Committer {
         if !self.leases.leased(changed_in_place(ops)).iter().all(has_spare) {
             return Ok(None);
         }
+        // A pinned page keeps its address: callers have it in captured graphs.
         self.leases.check_unpinned(ops.iter().filter_map(|at| taken_elsewhere(&at.op, home_of)))?;
+        // Its last change of any kind: a clone takes place and metadata as well.
         let lsn_of = |page| table.get(page).map(|info| info.lsn);
         let len_of = |page| home_of(page).map(|(_, len)| len);
         // A clone must be a copy of the page as it is before this batch, for that is how replay makes it

@@ -127,6 +127,7 @@ impl Committer {
             let (contents, staged) = self.stage(&sources, held.as_deref())?;
             let (whole, ahead) = self.write_ahead(batch, &pages, held.as_deref())?;
             let images = ahead.iter().flat_map(AheadImages::images).copied();
+            // A frame names the images instead of having the bytes: they are written once.
             let images = whole.iter().map(|whole| whole.step).zip(images).collect();
             let lens = self.lens(batch, held.as_deref());
             let found = BatchFacts { staged: contents, images, captured: &captures.found, lens };
@@ -138,6 +139,7 @@ impl Committer {
             let draft = Draft {
                 payload,
                 payload_crc,
+                // A batch that only deletes may use the reserve of a full disk: it frees more than it takes.
                 purpose: if only_deletes { SpacePurpose::Delete } else { SpacePurpose::User },
                 expected: batch.expectations().iter().copied().chain(captures.epochs()).collect(),
                 staged,
@@ -147,6 +149,7 @@ impl Committer {
                 asides: VecDeque::new(),
             };
             let own = CommitterWork { captures: &captures, whole, ahead };
+            // A stale draft has given everything back: it is made anew from the state that there is now.
             if let Some(point) = self.log_draft(draft, own, held)? {
                 self.refresh_shadows(captures);
                 return Ok((point, pages));
@@ -227,6 +230,8 @@ impl Committer {
         // the applier would hold up all that come after it, too.
         self.applier.unloaded().wait(ops.iter().filter_map(|at| at.op.page()))?;
         let whole: HashMap<PageId, &[u8]> = own.whole.iter().map(|whole| (whole.page, whole.bytes)).collect();
+        // Bytes that the applier cannot take from the payload are staged here: there, a lack of memory
+        // would come too late.
         let asides = ops.iter().filter_map(|at| stage_aside(&at.op, &whole, &self.staging).transpose());
         draft.asides = asides.collect::<Result<_>>()?;
         // Memory that is refused must refuse the batch: once it is logged, it must be applied.
@@ -234,6 +239,7 @@ impl Committer {
         draft.spares = match self.spares(&ops, held.as_deref()) {
             Ok(spares) => spares,
             Err(error) => {
+                // The draft goes, and nothing is logged: what it allocated so far is given back.
                 self.discard(draft.memory);
                 return Err(error);
             }
@@ -248,6 +254,7 @@ impl Committer {
                 let appended = self.append(&table, &draft, &ops);
                 let then = |point, changes: &Changes| own.logged(&self.known, &self.log, point, changes);
                 let outcome = self.hand_over(&mut table, draft, appended, then);
+                // Before the lock goes: the drafts that came meanwhile are logged by this thread.
                 self.log_waiting(&mut table);
                 outcome
             }
@@ -284,6 +291,7 @@ impl CommitterWork<'_> {
             for (whole, image) in self.whole.iter().zip(ahead.images()) {
                 known.note_ahead(whole.page, point.lsn, *image, whole.bytes.len() as u64);
             }
+            // Images count as log: a snapshot is due by them, too.
             log.count_ahead(ahead.images().iter().map(|image| image.stored_len).sum());
             ahead.logged(point.lsn);
         }

@@ -23,6 +23,8 @@ impl Committer {
         ops: &[OpAt<'_>],
         held: Option<&PageTable>,
     ) -> Result<VecDeque<PageMemory>> {
+        // Without the lock, unless the caller holds it: `append` looks again, and a draft with other
+        // memory is stale.
         let homes = homes_made(ops, |page| match held {
             Some(table) => home_in(table, page),
             None => home_in(&self.submitted.lock(), page),
@@ -38,6 +40,8 @@ impl Committer {
             // Deletes that are logged may not have reached the applier yet. Whether a batch fits must not
             // depend on how far the applier has come.
             Err(Error::OverBudget { .. } | Error::OutOfMemory { .. }) => {
+                // An empty turn: when it is over, the batches before it are applied, and what they
+                // deleted is given back.
                 self.applier.turn(|_| Ok(()))?;
                 self.arena.allocate_all(purpose, pages)
             }
@@ -51,6 +55,8 @@ impl Committer {
         ops: &[OpAt<'_>],
         held: Option<&PageTable>,
     ) -> Result<Vec<(PageId, PageMemory)>> {
+        // Looked at without the lock. A lease that is taken after this is seen under it, and the draft is
+        // made anew.
         let mut spares = Vec::new();
         for page in self.leases.leased(changed_in_place(ops)) {
             let wanted =
@@ -101,6 +107,7 @@ pub(super) fn homes_made(
     home_of: impl Fn(PageId) -> Option<PageLocation>,
 ) -> Result<Vec<PageLocation>> {
     let mut made = Vec::new();
+    // Where pages are in the course of the batch: a page may be resized and then moved.
     let mut now: HashMap<PageId, PageLocation> = HashMap::new();
     for at in ops {
         let old = |page| now.get(&page).copied().or_else(|| home_of(page)).ok_or(Error::UnknownPage { page });
@@ -108,6 +115,7 @@ pub(super) fn homes_made(
             Op::Create { page, len, place, .. } => (page, place, len),
             Op::Resize { page, len } => (page, old(page)?.0, len),
             Op::Move { page, place } => match old(page)? {
+                // A move to where the page is costs no memory.
                 (here, _) if here == place => continue,
                 (_, len) => (page, place, len),
             },
