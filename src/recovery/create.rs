@@ -74,6 +74,7 @@ impl Recovery<'_> {
                 ancestors: Vec::new(),
             },
         };
+        // An identity of its own, drawn at random: files of another store that end up here are told by it.
         let pool = self.pool(store.store)?;
         let (log, position) = begin(&pool, store.store, &Predecessor::default(), Vec::new())?;
         let bytes = store.encode().map_err(|defect| Error::from(defect.at(FileName::Store, 0)))?;

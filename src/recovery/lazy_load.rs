@@ -187,6 +187,7 @@ impl PageLoaderParts {
     /// The store is poisoned first: a snapshot taken after this could let go of what stands in for the image.
     fn fail(&self, unloaded: UnloadedPage, error: Error) {
         tracing::error!(%error, page = %unloaded.page, "a page cannot be loaded");
+        // Poisoned first: nothing is removed from disk after this.
         let poisoned = self.poison.set(error.clone());
         if !matches!(error, Error::Damaged(_)) {
             self.unloaded().end(poisoned);
@@ -228,6 +229,7 @@ impl PageLoaderParts {
             pages
                 .iter()
                 .for_each(|unloaded| turn.versions.moved(unloaded.page, unloaded.memory.span().memory));
+            // In the same turn as the versions: no batch comes between the two.
             turn.applied.memory.extend(pages.into_iter().map(|unloaded| (unloaded.page, unloaded.memory)));
             Ok(())
         });

@@ -217,6 +217,7 @@ impl NewerBases {
 
 /// Makes lists of batches, on the thread that reads them: the frames are in that core's cache then.
 struct Deltas<'l> {
+    /// Where pages lie on the device. Deleted and unloaded ones have none.
     memory: &'l ById<PageId, PageMemory>,
     on_host: &'l Mutex<HashMap<PageId, PageHead>>,
     /// The batches that a page's base holds already.
@@ -468,6 +469,7 @@ impl SubmittedLists<'_> {
     fn drain(&mut self, in_flight_max: usize) -> Result<()> {
         while self.pending.len() > in_flight_max {
             let pending = self.pending.pop_front().expect("more than the maximum");
+            // The oldest first: it is done first, for a lane does its lists in order.
             for staging in pending.finish(self.device)? {
                 self.staging.give(staging);
             }

@@ -79,6 +79,7 @@ impl<'a> PageMemories<'a> {
 
     /// Allocates all of it. After a page is refused, no later one is allocated: the open fails anyway.
     pub fn allocate(&self) {
+        // Answers for the pieces that are not reached, on every way out.
         let mut rest = PieceGuard { memories: self, refused: None };
         for piece in &self.pieces {
             let pages = self.table.lens_between(piece.first, piece.last);

@@ -51,6 +51,7 @@ impl Share for EntryThreads {
 /// As for [`Survey::read`].
 pub(super) fn read(source: &DiskSource) -> Result<Survey, Damage> {
     let store = read_store(source)?;
+    // Both at once: neither needs the other, and each waits for the disk.
     let (log, links) = parallel::join(
         || LogMap::read(source, store.store),
         || read_links(source, &store, &|link| read_link(source, link)),

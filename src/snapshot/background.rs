@@ -94,6 +94,7 @@ impl Rules {
         if lsn <= last.lsn {
             return Next::Wait { lsn: last.lsn.next(), bytes: u64::MAX, until: None };
         }
+        // Counted from where the log stood when the last snapshot began.
         let due_bytes = self.log_bytes.map_or(u64::MAX, |more| more.saturating_add_signed(last.bytes));
         let due_at = self.interval.and_then(|interval| last.at.checked_add(interval));
         if !last.is_in_pieces() && bytes < due_bytes && due_at.is_none_or(|due_at| now < due_at) {
@@ -111,6 +112,7 @@ impl Rules {
 /// The thread for snapshots, as the store holds it.
 pub(crate) struct BackgroundSnapshots {
     snapshots: Arc<Snapshots>,
+    /// The thread; `None` if there is no rule, or once it was ended.
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -140,7 +142,9 @@ impl BackgroundSnapshots {
 
     /// Ends the thread; a snapshot that it is gathering is given up.
     pub fn stop(&self) {
+        // The pace first: a thread that waits for its turn to write hears of it there.
         self.snapshots.pace.call_off();
+        // And one that waits for the log to grow, here.
         self.snapshots.log.call_watcher();
         let thread = self.thread.lock().take();
         if let Some(thread) = thread
@@ -174,6 +178,8 @@ impl SnapshotLoop {
                     Ok(_) => again = None,
                     Err(error) if error.is_passing() => {
                         tracing::warn!(%error, "no snapshot could be taken; it is tried again later");
+                        // Not at the next batch: it would find the same shortage, and gather again what
+                        // it gathered just now.
                         let more = rules.log_bytes.map_or(u64::MAX, |bytes| (bytes / AGAIN_PART).max(1));
                         let bytes = log.1.saturating_add(more);
                         again = Some((bytes, Instant::now() + AGAIN_AFTER));

@@ -57,6 +57,7 @@ impl Snapshots {
             };
             // Measured once: a file never changes its length.
             catalog.file_lens.insert(number, len);
+            // Older snapshots may name more of it: what only they need comes free when they go.
             let live = catalog.snapshots.values().filter_map(|kept| kept.files.get(&number)).max();
             files.push(ImageFile { number, len, newest_bytes, live_bytes: live.copied().unwrap_or(0) });
         }

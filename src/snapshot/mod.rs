@@ -264,6 +264,7 @@ impl Snapshots {
         // 1.
         catalog.known.prove(&DiskSource::past_cache(self.disk.clone()));
         // 2.
+        // Without space no image is written again only to empty its file.
         let wasteful = if wanted.spare { Vec::new() } else { self.wasteful_files(catalog)? };
         let SnapshotStart { redo, sorted, end } = self.begin(catalog, wasteful, wanted.exact)?;
         let ahead_from = catalog.files.ahead_from(redo.lsn);

@@ -208,7 +208,7 @@ impl Subject<'_> {
                     RetentionPlan { snapshots: catalog.snapshots.keys().copied().collect(), log_from: None };
             }
         }
-        // Named by no rule, and held by no reader.
+        // Kept by no rule, and held by no reader.
         let gone = catalog.snapshots.values().filter(|kept| !plan.snapshots.contains(&kept.info.id));
         let snapshots = gone.map(|kept| kept.info.clone()).collect();
         let files = self.unneeded_files(&plan, &log)?;
@@ -216,13 +216,14 @@ impl Subject<'_> {
         Ok((plan, PruneReport { snapshots, held, files }))
     }
 
-    /// Lists the files that nothing needs which stays, in the order of their removal.
+    /// Lists the files that no kept snapshot, table or frame needs, in the order of their removal.
     fn unneeded_files(&self, plan: &RetentionPlan, log: &LogOnDisk) -> Result<Vec<(FileName, u64)>> {
         let Self { catalog, .. } = *self;
         let kept = || catalog.snapshots.values().filter(|kept| plan.snapshots.contains(&kept.info.id));
         // A snapshot needs its own link, and all that it follows down to its base (I8).
         let links: BTreeSet<SnapshotId> =
             kept().flat_map(|kept| kept.links.iter().copied().chain([kept.info.id])).collect();
+        // A table goes when no kept replay comes to its restore.
         let tables = || catalog.tables.iter().filter(|(_, table)| is_needed(table.restored_at, plan));
         // Images that a kept snapshot or a kept table names (I8).
         let named: BTreeSet<u64> = kept()
@@ -281,7 +282,7 @@ impl Subject<'_> {
         Ok(ids.filter(|id| !self.catalog.snapshots.contains_key(id)).collect())
     }
 
-    /// Looks at the segments on disk: the log itself forgets those that it has no use for.
+    /// Lists the segments on disk, with the rules' other facts about the log.
     fn log_on_disk(&self) -> Result<LogOnDisk> {
         let segments = self.lens(Folder::Log, |file| matches!(file, FileName::Segment(_)))?;
         let segments = segments.into_iter().filter_map(|(file, len)| match file {

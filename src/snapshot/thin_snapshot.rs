@@ -30,6 +30,7 @@ impl Snapshots {
         wanted: SnapshotRequest,
         take: impl Fn(&mut Catalog, SnapshotRequest) -> Result<SnapshotInfo>,
     ) -> Result<SnapshotInfo> {
+        // Tried in full first: a thin snapshot is one more link that replays follow.
         match take(catalog, wanted.clone()) {
             Err(full @ Error::DiskFull { .. }) => match self.give_back(catalog) {
                 // With less space than before the failure: no image is written again only to empty a file.
@@ -61,10 +62,11 @@ impl Snapshots {
     /// Publishes a snapshot that says which pages of the newest one are gone, if a file is there for them
     /// alone. Files hold many images, so without such a file it would give nothing back.
     fn write_thin(&self, catalog: &mut Catalog) -> Result<()> {
+        // `None` if the chain of links would become too long.
         let Some((previous, previous_crc)) = catalog.known.newest_link() else { return Ok(()) };
+        // A snapshot that a scrub found damaged is no place to begin at again.
         let newest = catalog.snapshots.get(&previous).filter(|kept| kept.holds);
         let Some(RetainedSnapshot { redo, info, .. }) = newest else { return Ok(()) };
-        // A snapshot that a scrub found damaged is no place to begin at again.
         // Its `redo` stays: no image is written, so the log from there on is still needed.
         let (redo, newest_end, created_unix_ms) = (*redo, info.end, info.created_unix_ms);
         // A restore replaced everything since. What came before it is gone, and no snapshot reaches across.

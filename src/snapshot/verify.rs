@@ -34,10 +34,12 @@ const UNVERIFIED_MAX: usize = 2;
 /// Published snapshots that are not verified yet.
 #[derive(Default)]
 pub(crate) struct UnverifiedSnapshots {
+    /// Snapshots that wait, and whether a thread attends to them.
     queue: Mutex<VerifyQueue>,
     /// Snapshots that were read back, and that the catalog does not call verified yet. Held while any is
     /// read back.
     proven: Mutex<Vec<SnapshotId>>,
+    /// The thread that reads back, or the last one that did.
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 

@@ -65,6 +65,7 @@ impl Scrubber {
 /// calls it off.
 fn live(scrub: &Scrub, interval: Duration) {
     let pace = &scrub.pace;
+    // The first pass comes an interval after the open.
     let mut began = Instant::now();
     while pace.rest(began.checked_add(interval)).is_ok() {
         began = Instant::now();

@@ -156,6 +156,8 @@ impl Scrub {
         // 2. Surveyed once more: snapshots may have been taken meanwhile, or may have gone.
         let source = DiskSource::past_cache(self.snapshots.disk.clone());
         let survey = Survey::read_as(&source, self.store.clone())?;
+        // Only images that this pass has read can be among them; a snapshot taken meanwhile names none of
+        // these.
         let is_spoilt = |snapshot: &Manifest| {
             let mut named = snapshot.entries.iter().filter_map(|entry| entry.image);
             named.any(|image| images.contains(&(image.file, image.offset)))

@@ -70,6 +70,7 @@ impl<'a> ScrubPass<'a> {
     /// Reads the files that say what there is: STORE, links, tables, the headers of segments. Under the
     /// catalog's lock, so that no snapshot goes between the list of it and the look at it.
     pub fn begin(snapshots: &'a Snapshots, store: &StoreFile, pace: &'a Pace) -> Result<Self> {
+        // The pace of the pass counts from here.
         let began = Instant::now();
         let catalog = snapshots.catalog.lock();
         let source = DiskSource::past_cache(snapshots.disk.clone());
@@ -87,6 +88,7 @@ impl<'a> ScrubPass<'a> {
                 Survey::read_as(&source, store.clone())?
             }
         };
+        // The survey itself goes: with it, all entries of all links would stay in memory for the whole pass.
         let (log, images) = (survey.log.clone(), BTreeMap::new());
         let mut pass = Self { snapshots, source, pace, began, log, until, images, found };
         pass.read_links(&catalog, &survey);
@@ -129,7 +131,8 @@ impl<'a> ScrubPass<'a> {
         }
     }
 
-    // One copy does for an open. Reported and mended now, before the other one rots, too.
+    /// Reports the damaged copy of a link. One copy does for an open; this one is mended now, before the
+    /// other one rots, too.
     fn copy_damaged(&mut self, manifest: &Manifest, health: &CopyHealth) {
         let file = FileName::Manifest(manifest.snapshot.0);
         // Both copies are of the same length.
@@ -222,6 +225,7 @@ impl<'a> ScrubPass<'a> {
         // Only up to the last batch that was durable when the pass began: after it the log is still being
         // written.
         while walk.point().lsn < self.until {
+            // The last point that is proven: damage lies after it.
             let at = walk.point();
             let file = FileName::Segment(at.segment);
             // An end before that is damage, too.
@@ -235,6 +239,7 @@ impl<'a> ScrubPass<'a> {
             scrubbed.log_bytes += frame.header.frame_len();
             if frame.header.kind == FrameKind::Batch {
                 scrubbed.batches += 1;
+                // Where the damage is told, if the payload does not decode.
                 let here = (FileName::Segment(frame.header.segment), frame.header.offset);
                 // A payload that cannot be decoded is as lost as one that fails its checksum.
                 let ops = match decode_payload(frame.payload) {
@@ -255,7 +260,8 @@ impl<'a> ScrubPass<'a> {
         Ok(None)
     }
 
-    /// Reads the images, run by run, each at the pace.
+    /// Reads the images in the order of their files, each at the pace.
+    /// Images come after the log, because its batches name some of them.
     fn read_images(&mut self) -> Result<()> {
         let wanted =
             |image: &ScrubImage| ImageRequest { page: image.page, len: image.len, image: image.image };
@@ -291,6 +297,7 @@ impl<'a> ScrubPass<'a> {
         self.damaged(damage);
     }
 
+    /// Notes damage; the caller of the scrub is told of all of it.
     fn damaged(&mut self, damage: Damage) {
         self.found.scrubbed.damage.push(damage);
     }

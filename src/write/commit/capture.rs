@@ -95,6 +95,7 @@ impl Committer {
         let mut captures = Captures::default();
         for (index, copy, ranges) in batch.captures() {
             let (capture, found) = self.capture_one(copy, ranges)?;
+            // By the operation's index: the encoder comes to it there, in the batch's order.
             captures.found.insert(index, found);
             captures.taken.push(capture);
         }

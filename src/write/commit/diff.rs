@@ -49,6 +49,7 @@ impl Marks {
         let lens = parts.iter().map(|(range, _)| bitmap_len(range, width));
         let mut at = 0;
         let bitmap = |len: u64| {
+            // The list lies right after its bitmap, on a boundary of its own.
             let indices_at = at + len.next_multiple_of(MARKS_ALIGN);
             let bits = memory.part(at, len);
             at = indices_at + len.next_multiple_of(MARKS_ALIGN);
