@@ -15,7 +15,7 @@
 //! | STORE without a feature of what this build writes | an older build | add it, before anything else is written | `features_are_added_to_an_older_store_before_anything_else_is_written` |
 //! | another identity or layout fingerprint | the caller's mistake | refuse | `other_identity_is_refused` |
 //! | STORE but no log | the log was lost | refuse | `missing_log_is_refused` |
-//! | temporary files | a crash before a rename | remove: they are nobody's | `temporary_files_are_removed` |
+//! | temporary files | a crash before a rename | remove: nothing names them | `temporary_files_are_removed` |
 //! | image files of snapshots that nothing names | a crash in a snapshot | remove | `unnamed_images_are_removed` |
 //! | image files of batches that nothing known names | a crash before the batch was logged; older log names them | keep until the floor is above every batch that may name them | `images_of_batches_stay` |
 //! | an image that a batch names bad or missing | bit rot | refuse, name the image | `bad_image_of_a_batch_is_refused` |

@@ -62,7 +62,7 @@ impl Outlook {
         let resolution = best(&source, &survey)?;
         let end = resolution.end.as_ref().expect("followed to its end");
         let base = resolution.base.map(|base| survey.snapshot(base)).transpose()?;
-        let found = CatalogDraft::look(
+        let draft = CatalogDraft::look(
             &**disk,
             &source,
             &survey,
@@ -77,7 +77,7 @@ impl Outlook {
         Ok(Self {
             current_segment: end.accepted.segment,
             under_way_from: is_locked.then_some(numbers),
-            catalog: found.into_catalog(disk, &survey, end.accepted.lsn),
+            catalog: draft.into_catalog(disk, &survey, end.accepted.lsn),
         })
     }
 }

@@ -37,7 +37,7 @@ impl Snapshots {
                 Ok(true) => take(catalog, SnapshotRequest { spare: true, ..wanted }),
                 Ok(false) => Err(full),
                 Err(error) if error.is_passing() => {
-                    tracing::warn!(%error, "what deleted pages take on disk cannot be given back as yet");
+                    tracing::warn!(%error, "the space of deleted pages cannot be given back as yet");
                     Err(full)
                 }
                 Err(error) => Err(self.heard(error)),

@@ -258,8 +258,9 @@ impl<B: PayloadBytes> Encoder<B> {
             return Err(Error::Limit { what: "batch", found, limit: FRAME_PAYLOAD_LEN_MAX });
         }
         if self.is_cloned(page) {
-            let reason =
-                format!("page {page} is cloned by this batch, so it cannot take bytes from a device in it");
+            let reason = format!(
+                "page {page} is cloned by this batch, so the batch cannot write bytes of a device to it"
+            );
             return Err(Error::InvalidOperation { index: self.index, reason });
         }
         Ok(vec![0; len as usize])

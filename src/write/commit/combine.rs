@@ -110,7 +110,7 @@ impl Committer {
             self.log_waiting(&mut self.submitted.lock());
         }
         outcome(place).ok_or_else(|| {
-            let reason = "a thread panicked that logged the batches of others".to_owned();
+            let reason = "a thread that logged the batches of others panicked".to_owned();
             self.poison.set(Error::Device { reason, context_lost: false })
         })
     }
@@ -160,7 +160,7 @@ impl Committer {
 /// The outcome in a place that no other thread has any more; `None` if the holder panicked before it was
 /// done.
 fn outcome(place: Arc<Place>) -> Option<Outcome> {
-    match Arc::into_inner(place).expect("nobody else has it").0.into_inner() {
+    match Arc::into_inner(place).expect("the holder has let go of it").0.into_inner() {
         QueuedBytes::Outcome(outcome) => Some(outcome),
         QueuedBytes::Draft(_) | QueuedBytes::Taken => None,
     }
